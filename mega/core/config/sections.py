@@ -1,0 +1,381 @@
+"""WHAT a run is: the sections of its configuration, each a panel of flags and a table of the TOML file.
+
+Defaults are Megatron-LM's (2023) unless a preset or a family says otherwise. `None` means "derived": from
+other fields by `resolve` (config/resolve.py), or from the tokenizer and the world size. No torch here, and
+no checks: config/check.py holds the rules, so that each rule stands once.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from mega.core.config.option import VALUE, option, section
+
+Family = Literal["gpt", "llama"]
+Dtype = Literal["fp32", "bf16", "fp16", "fp64"]
+
+
+@section("Model")
+class ModelConfig:
+    """The mathematics and the shape of one model. Everything `inventory` needs, and nothing else."""
+
+    family: Family = option("gpt", "model family; sets the family's defaults", common=True)
+    layers: int | None = option(
+        None, "transformer blocks", megatron={"--num-layers": VALUE, "--encoder-num-layers": VALUE}, common=True
+    )
+    hidden: int | None = option(None, "width of the residual stream", megatron="--hidden-size", common=True)
+    heads: int | None = option(None, "attention (query) heads", megatron="--num-attention-heads", common=True)
+    kv_heads: int | None = option(
+        None, "key/value heads; fewer than heads is grouped-query attention", megatron="--num-query-groups"
+    )
+    head_dim: int | None = option(None, "width of one head [hidden / heads]", megatron="--kv-channels")
+    ffn: int | None = option(
+        None, "width of the feed-forward layer [4 hidden; 8/3 hidden when gated]", megatron="--ffn-hidden-size"
+    )
+    vocab: int | None = option(None, "true vocabulary size [the tokenizer's]")
+    vocab_multiple: int = option(
+        128, "pad the vocabulary to a multiple of this times tp", megatron="--make-vocab-size-divisible-by"
+    )
+    mask_padded_vocab: bool = option(True, "keep padded vocabulary rows out of the softmax")
+    positions: int | None = option(
+        None, "largest sequence length [seq-length]", megatron="--max-position-embeddings"
+    )
+    position: Literal["learned", "rope", "none"] = option(
+        "learned",
+        "position encoding",
+        megatron={
+            "--use-rotary-position-embeddings": "rope",
+            "--position-embedding-type": VALUE,
+        },
+    )
+    rope_base: float = option(10000.0, "rotary base", megatron="--rotary-base")
+    rope_fraction: float = option(1.0, "share of each head that rotates", megatron="--rotary-percent")
+    rope_interpolation: float = option(
+        1.0, "divide positions by this", megatron="--rotary-seq-len-interpolation-factor"
+    )
+    norm: Literal["layernorm", "rmsnorm"] = option("layernorm", "normalisation", megatron="--normalization")
+    norm_eps: float = option(
+        1e-5, "epsilon of the norms", megatron={"--norm-epsilon": VALUE, "--layernorm-epsilon": VALUE}
+    )
+    norm_offset: bool = option(
+        False, "store norm weights minus one", megatron={"--apply-layernorm-1p": True}
+    )
+    activation: Literal["gelu_tanh", "gelu", "swiglu", "relu2"] = option(
+        "gelu_tanh",
+        "feed-forward activation; gelu is the erf form",
+        megatron={
+            "--swiglu": "swiglu",
+            "--squared-relu": "relu2",
+            "--openai-gelu": "gelu_tanh",
+            "--no-bias-gelu-fusion": "gelu",
+        },
+    )
+    bias: bool = option(True, "biases in the linears", megatron={"--disable-bias-linear": False})
+    qkv_bias: bool | None = option(None, "biases of query, key and value [as --bias]")
+    qk_norm: bool = option(False, "normalise queries and keys per head", megatron={"--qk-layernorm": True})
+    tied: bool = option(
+        True,
+        "output layer shares the embedding's weights",
+        megatron={"--untie-embeddings-and-output-weights": False},
+    )
+    post_norm_residual: bool = option(
+        False, "take the residual after the norm", megatron={"--apply-residual-connection-post-layernorm": True}
+    )
+    hidden_dropout: float = option(0.1, "dropout of the residual stream", megatron="--hidden-dropout")
+    attention_dropout: float = option(0.1, "dropout of attention weights", megatron="--attention-dropout")
+    init_std: float = option(0.02, "standard deviation of the initial weights", megatron="--init-method-std")
+
+
+@section("Precision")
+class PrecisionConfig:
+    """Dtypes of weights, gradients and the loss scale."""
+
+    dtype: Dtype = option(
+        "fp32", "dtype of weights and activations", megatron={"--bf16": "bf16", "--fp16": "fp16"}, common=True
+    )
+    grad_dtype: Literal["fp32", "fp16", "bf16", "fp64"] | None = option(
+        None,
+        "dtype in which gradients accumulate and reduce [fp32; fp64 with fp64; fp16 with fp16]",
+        megatron={"--accumulate-allreduce-grads-in-fp32": "fp32"},
+    )
+    loss_scale: float | None = option(None, "constant loss scale [fp16: dynamic]", megatron="--loss-scale")
+    initial_loss_scale: float = option(
+        2.0**32, "first dynamic loss scale", megatron="--initial-loss-scale"
+    )
+    min_loss_scale: float = option(1.0, "smallest dynamic loss scale", megatron="--min-loss-scale")
+    loss_scale_window: int = option(
+        1000, "clean steps before the scale doubles", megatron="--loss-scale-window", unit="steps"
+    )
+    hysteresis: int = option(2, "overflows tolerated before the scale halves", megatron="--hysteresis")
+    residual_fp32: bool = option(
+        False, "keep the residual stream in fp32", megatron={"--fp32-residual-connection": True}
+    )
+    embedding_fp32: bool = option(
+        False, "keep embedding weights in fp32", megatron={"--embedding-weights-in-fp32": True}
+    )
+
+
+@section("Parallelism")
+class ParallelConfig:
+    """How many ranks share the work and along which axes. dp is what the world size leaves over."""
+
+    tp: int = option(1, "tensor-parallel ranks", megatron="--tensor-model-parallel-size", common=True)
+    pp: int = option(1, "pipeline stages", megatron="--pipeline-model-parallel-size", common=True)
+    cp: int = option(1, "context-parallel ranks", megatron="--context-parallel-size")
+    sequence_parallel: bool = option(
+        False,
+        "split norms, dropout and residuals over the tensor ranks",
+        megatron={"--sequence-parallel": True},
+        common=True,
+    )
+    schedule: Literal["1f1b", "gpipe", "interleaved", "zb-h1"] | None = option(
+        None, "pipeline schedule [1f1b; interleaved with several chunks]"
+    )
+    chunks: int = option(1, "model chunks per pipeline rank (interleaving)")
+    layers_per_chunk: int | None = option(
+        None, "blocks of one chunk, instead of --chunks", megatron="--num-layers-per-virtual-pipeline-stage"
+    )
+    stage_layers: tuple[int, ...] = option((), "blocks of each stage, where they are not equal")
+    zero: int = option(
+        0,
+        "share optimizer state (1), gradients (2), parameters (3) over dp",
+        megatron={"--use-distributed-optimizer": 1, "--zero-stage": VALUE},
+    )
+    bucket_size: int = option(40_000_000, "least elements of a gradient bucket", unit="elements")
+    overlap_grad_reduce: bool = option(
+        True, "reduce gradients while the backward pass runs", megatron={"--overlap-grad-reduce": True}
+    )
+
+
+@section("Batch")
+class BatchConfig:
+    """How much is consumed: samples a step, their length, and for how long."""
+
+    seq_length: int | None = option(
+        None, "tokens of one sample", megatron={"--seq-length": VALUE, "--encoder-seq-length": VALUE}, common=True
+    )
+    micro_batch: int | None = option(
+        None, "samples of one forward pass per rank", megatron="--micro-batch-size", common=True
+    )
+    global_batch: int | None = option(
+        None, "samples of one step over all ranks [micro-batch x dp]", megatron="--global-batch-size", common=True
+    )
+    rampup: tuple[int, ...] = option(
+        (), "start, increment and samples of the batch ramp-up", megatron="--rampup-batch-size"
+    )
+    steps: int | None = option(
+        None, "optimizer steps to train", megatron="--train-iters", common=True, unit="steps"
+    )
+    samples: int | None = option(
+        None, "samples to train, instead of steps", megatron="--train-samples", unit="samples"
+    )
+    loss_normalizer: Literal["global", "microbatch"] = option(
+        "global", "divide the loss by the global batch's weight, or by each microbatch's as Megatron does"
+    )
+
+
+@section("Optimizer")
+class OptimizerConfig:
+    """The update rule and its constants."""
+
+    optimizer: Literal["adam", "sgd"] = option("adam", "update rule; adam is AdamW", megatron="--optimizer")
+    lr: float | None = option(None, "peak learning rate", megatron="--lr", common=True)
+    adam_beta1: float = option(0.9, "decay of the first moment", megatron="--adam-beta1")
+    adam_beta2: float = option(0.999, "decay of the second moment", megatron="--adam-beta2")
+    adam_eps: float = option(1e-8, "epsilon of the denominator", megatron="--adam-eps")
+    sgd_momentum: float = option(0.9, "momentum of sgd", megatron="--sgd-momentum")
+    weight_decay: float = option(0.01, "decoupled weight decay", megatron="--weight-decay")
+    clip_grad: float = option(1.0, "clip the global gradient norm to this; 0 is off", megatron="--clip-grad")
+
+
+@section("Schedule")
+class ScheduleConfig:
+    """Learning rate and weight decay over time."""
+
+    lr_decay: Literal["constant", "linear", "cosine", "inverse-square-root"] = option(
+        "linear", "shape of the decay", megatron="--lr-decay-style"
+    )
+    min_lr: float = option(0.0, "learning rate at the end", megatron="--min-lr")
+    lr_decay_steps: int | None = option(
+        None, "steps of the decay [all]", megatron="--lr-decay-iters", unit="steps"
+    )
+    lr_decay_samples: int | None = option(
+        None, "samples of the decay [all]", megatron="--lr-decay-samples", unit="samples"
+    )
+    lr_warmup_steps: int = option(
+        0, "steps of the warm-up", megatron="--lr-warmup-iters", common=True, unit="steps"
+    )
+    lr_warmup_samples: int = option(
+        0, "samples of the warm-up", megatron="--lr-warmup-samples", unit="samples"
+    )
+    lr_warmup_fraction: float | None = option(
+        None, "warm-up as a share of the decay", megatron="--lr-warmup-fraction"
+    )
+    lr_warmup_init: float = option(0.0, "learning rate of the first step", megatron="--lr-warmup-init")
+    start_weight_decay: float | None = option(
+        None, "weight decay at the start, where it changes", megatron="--start-weight-decay"
+    )
+    end_weight_decay: float | None = option(
+        None, "weight decay at the end, where it changes", megatron="--end-weight-decay"
+    )
+    weight_decay_style: Literal["constant", "linear", "cosine"] = option(
+        "constant", "how weight decay changes", megatron="--weight-decay-incr-style"
+    )
+
+
+@section("Memory")
+class MemoryConfig:
+    """What is computed again instead of kept."""
+
+    recompute: Literal["none", "selective", "full"] = option(
+        "none",
+        "activations to compute again in the backward pass",
+        megatron={"--recompute-activations": "selective", "--recompute-granularity": VALUE},
+    )
+    recompute_method: Literal["uniform", "block"] | None = option(
+        None, "how full recompute chooses its blocks", megatron="--recompute-method"
+    )
+    recompute_layers: int | None = option(
+        None, "blocks per group (uniform) or per stage (block)", megatron="--recompute-num-layers"
+    )
+    distribute_saved: bool = option(
+        False, "cut saved activations over the tensor ranks", megatron={"--distribute-saved-activations": True}
+    )
+
+
+@section("Data")
+class DataConfig:
+    """Token files, their splits, and the order in which they are read."""
+
+    data_path: tuple[str, ...] = option(
+        (), "prefix of a .bin/.idx pair, or weight prefix weight prefix ...", megatron="--data-path", common=True
+    )
+    train_data: tuple[str, ...] = option((), "training prefixes, used whole", megatron="--train-data-path")
+    valid_data: tuple[str, ...] = option((), "validation prefixes, used whole", megatron="--valid-data-path")
+    test_data: tuple[str, ...] = option((), "test prefixes, used whole", megatron="--test-data-path")
+    split: str = option("969, 30, 1", "shares of training, validation and test", megatron="--split")
+    data_cache: str | None = option(None, "directory of the sample-order cache", megatron="--data-cache-path")
+    mock_data: bool = option(False, "random tokens instead of files", megatron={"--mock-data": True})
+    order: Literal["single", "cyclic"] = option(
+        "single", "sample order across epochs", megatron="--dataloader-type"
+    )
+    reset_positions: bool = option(
+        False, "positions restart behind each end of document", megatron={"--reset-position-ids": True}
+    )
+    reset_attention: bool = option(
+        False, "documents do not attend to one another", megatron={"--reset-attention-mask": True}
+    )
+    eod_mask_loss: bool = option(
+        False, "no loss where the input is an end of document", megatron={"--eod-mask-loss": True}
+    )
+    data_workers: int = option(2, "threads that read ahead", megatron="--num-workers")
+
+
+@section("Tokenizer")
+class TokenizerConfig:
+    """Which tokenizer made, or makes, the token files."""
+
+    tokenizer: (
+        Literal[
+            "GPT2BPETokenizer",
+            "SentencePieceTokenizer",
+            "GPTSentencePieceTokenizer",
+            "Llama2Tokenizer",
+            "HuggingFaceTokenizer",
+            "NullTokenizer",
+        ]
+        | None
+    ) = option(None, "kind of tokenizer", megatron="--tokenizer-type", common=True)
+    tokenizer_model: str | None = option(
+        None, "SentencePiece .model or Hugging Face tokenizer.json", megatron="--tokenizer-model", common=True
+    )
+    vocab_file: str | None = option(None, "vocabulary file", megatron="--vocab-file", common=True)
+    merge_file: str | None = option(None, "BPE merges file", megatron="--merge-file", common=True)
+    vocab_size: int | None = option(None, "vocabulary of the NullTokenizer", megatron="--vocab-size")
+    vocab_extra_ids: int = option(0, "sentinel tokens to add", megatron="--vocab-extra-ids")
+
+
+@section("Evaluation")
+class EvaluationConfig:
+    """Validation during and after training."""
+
+    eval_interval: int = option(1000, "validate every so many steps", megatron="--eval-interval", unit="steps")
+    eval_iters: int = option(
+        100, "batches of one validation; 0 is none", megatron="--eval-iters", common=True
+    )
+    skip_train: bool = option(False, "only evaluate", megatron={"--skip-train": True})
+
+
+@section("Checkpoint")
+class CheckpointConfig:
+    """Where a run is kept and from where it goes on."""
+
+    save: str | None = option(None, "directory to save to", megatron="--save", common=True)
+    load: str | None = option(None, "directory to load from", megatron="--load", common=True)
+    save_interval: int | None = option(
+        None, "save every so many steps", megatron="--save-interval", common=True, unit="steps"
+    )
+    resume: str | None = option(
+        None, "auto: the newest checkpoint under --save that verifies; or a step directory", common=True
+    )
+    finetune: bool = option(False, "load weights only and start at step 0", megatron={"--finetune": True})
+    load_optim: bool = option(True, "load the optimizer's state", megatron={"--no-load-optim": False})
+    save_optim: bool = option(True, "save the optimizer's state", megatron={"--no-save-optim": False})
+    keep_last: int | None = option(None, "keep only the newest checkpoints")
+    keep_every: int | None = option(None, "keep every checkpoint of this many steps besides", unit="steps")
+    require_load: bool = option(
+        False, "stop if --load holds no checkpoint", megatron={"--exit-on-missing-checkpoint": True}
+    )
+    use_checkpoint_config: bool = option(
+        False, "take the model section from the checkpoint", megatron={"--use-checkpoint-args": True}
+    )
+    override_schedule: bool = option(
+        False,
+        "keep this run's schedule where the checkpoint's differs",
+        megatron={"--override-opt_param-scheduler": True, "--override-opt-param-scheduler": True},
+    )
+
+
+@section("Logging")
+class LogConfig:
+    """What is told, and where."""
+
+    log_interval: int = option(100, "log every so many steps", megatron="--log-interval", common=True, unit="steps")
+    metrics: str | None = option(None, "JSON-lines file of metrics [metrics.jsonl under --save]")
+    tensorboard_dir: str | None = option(None, "TensorBoard directory", megatron="--tensorboard-dir")
+    tensorboard_interval: int = option(
+        1, "write to TensorBoard every so many steps", megatron="--tensorboard-log-interval", unit="steps"
+    )
+    log_params_norm: bool = option(False, "log the parameters' norm", megatron={"--log-params-norm": True})
+    log_zeros: bool = option(
+        False, "log the share of zero gradients", megatron={"--log-num-zeros-in-grad": True}
+    )
+    progress: bool = option(True, "a progress bar on a terminal")
+
+
+@section("Run")
+class RuntimeConfig:
+    """On what the run executes, and when it stops early."""
+
+    nproc: int | None = option(None, "start this many local ranks", common=True)
+    device: Literal["auto", "cpu", "cuda"] = option("auto", "where tensors live", common=True)
+    backend: Literal["auto", "gloo", "nccl"] = option(
+        "auto", "how ranks talk", megatron="--distributed-backend"
+    )
+    timeout_minutes: int = option(
+        10, "give up on a silent rank after this", megatron="--distributed-timeout-minutes", unit="minutes"
+    )
+    seed: int = option(1234, "seed of initial weights, dropout and data order", megatron="--seed", common=True)
+    deterministic: bool = option(
+        False, "bitwise the same on every run", megatron={"--deterministic-mode": True}
+    )
+    ops: Literal["auto", "reference"] = option("auto", "fast operators, or the plain references")
+    dry_run: bool = option(False, "check everything, build every stage without memory, train nothing", common=True)
+    world: int | None = option(None, "world size to check in a dry run", unit="ranks")
+    exit_interval: int | None = option(
+        None, "stop at a multiple of this many steps", megatron="--exit-interval", unit="steps"
+    )
+    exit_minutes: int | None = option(
+        None, "stop after this long", megatron="--exit-duration-in-mins", unit="minutes"
+    )
+    exit_on_signal: bool = option(True, "save and stop on SIGTERM", megatron={"--exit-signal-handler": True})

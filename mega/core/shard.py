@@ -1,0 +1,103 @@
+"""Where a rank's block of a logical tensor lies: always one rectangle, plus padding at its end.
+
+Arithmetic on shapes and axis coordinates only: no torch, no process group, no file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+
+from mega.core.inventory import Tensor, padded
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One rank's block of one logical tensor.
+
+    whole: the logical tensor's shape. start, size: the rectangle of real elements that this rank holds
+    (size may be 0 where a rank holds only vocabulary padding). local: shape of the block in memory, size
+    plus padding at the end. replicas: axes along which other ranks hold the same block.
+    """
+
+    tensor: Tensor
+    start: tuple[int, ...]
+    size: tuple[int, ...]
+    local: tuple[int, ...]
+
+    @property
+    def name(self) -> str:
+        return self.tensor.name
+
+    @property
+    def whole(self) -> tuple[int, ...]:
+        return self.tensor.shape
+
+    @property
+    def elements(self) -> int:
+        """Elements in memory, padding included."""
+        return prod(self.local)
+
+
+def shard(tensor: Tensor, coordinates: Mapping[str, tuple[int, int]]) -> Shard:
+    """The block of `tensor` at `coordinates` (axis -> (index, size); an absent axis has size 1).
+
+    >>> shard(Tensor("t", (10, 4), (0,), Init(), Cut(0, "tp", 10, multiple=4)), {"tp": (1, 2)})
+    Shard(..., start=(8, 0), size=(2, 4), local=(8, 4))
+
+    Errors: ValueError where the parts do not divide by the axis.
+    """
+    start, size, local = [0] * len(tensor.shape), list(tensor.shape), list(tensor.shape)
+    cut = tensor.cut
+    if cut is not None:
+        index, ranks = coordinates.get(cut.axis, (0, 1))
+        parts = padded(cut.parts, ranks, cut.multiple) if cut.multiple else cut.parts
+        if parts % ranks:
+            raise ValueError(
+                f"--{cut.axis} {ranks}: {tensor.name} has {parts} parts; "
+                f"they must divide by {cut.axis} (valid: {_divisors(parts)})"
+            )
+        width = tensor.shape[cut.dim] // cut.parts  # elements of one part: a head's width, or 1
+        run = parts // ranks * width
+        begin = min(index * run, tensor.shape[cut.dim])
+        start[cut.dim] = begin
+        size[cut.dim] = min(run, tensor.shape[cut.dim] - begin)
+        local[cut.dim] = run
+    return Shard(tensor, tuple(start), tuple(size), tuple(local))
+
+
+def _divisors(number: int) -> str:
+    found = [n for n in range(1, min(number, 128) + 1) if number % n == 0]
+    return ", ".join(map(str, found))
+
+
+def span_rectangles(shape: tuple[int, ...], begin: int, end: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Elements [begin, end) of a row-major block as at most three rectangles (start, size), in order.
+
+    A flat cut (an optimizer shard) of a matrix is: the tail of a row, whole rows, the head of a row.
+    Blocks of more than two dims count as matrices of their first dim by the rest.
+
+    >>> span_rectangles((4, 3), 2, 10)
+    [((0, 2), (1, 1)), ((1, 0), (2, 3)), ((3, 0), (1, 1))]
+    >>> span_rectangles((7,), 2, 5)
+    [((2,), (3,))]
+    """
+    assert len(shape) in (1, 2), "logical tensors are vectors or matrices"
+    if begin >= end:
+        return []
+    if len(shape) == 1:
+        return [((begin,), (end - begin,))]
+    columns = shape[1]
+    rectangles = []
+    while begin < end:
+        row, column = divmod(begin, columns)
+        if column or end - begin < columns:
+            width = min(columns - column, end - begin)
+            rectangles.append(((row, column), (1, width)))
+            begin += width
+        else:
+            rows = (end - begin) // columns
+            rectangles.append(((row, 0), (rows, columns)))
+            begin += rows * columns
+    return rectangles
