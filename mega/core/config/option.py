@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 
 class _TakesValue:
@@ -22,7 +22,15 @@ class _TakesValue:
 
 VALUE = _TakesValue()
 
-Section = TypeVar("Section")
+
+@dataclass(frozen=True)
+class weak:
+    """A constant that gives way to any other flag of the same option.
+
+    `--recompute-activations` means "selective", unless `--recompute-granularity full` stands beside it.
+    """
+
+    value: Any
 
 
 @dataclass(frozen=True)
@@ -30,7 +38,8 @@ class Option:
     """What `option` stores in a field's metadata.
 
     help: one sentence, no full stop.
-    megatron: Megatron-LM spelling -> `VALUE` if it carries the value, else the constant it stands for
+    megatron: Megatron-LM spelling -> `VALUE` if it carries the value, a mapping if it carries the value under
+        another name (`{"--normalization": {"RMSNorm": "rmsnorm"}}`), else the constant it stands for
         (`{"--swiglu": "swiglu"}`, `{"--disable-bias-linear": False}`).
     short: a one-letter flag such as "-o", or None.
     common: shown in the short `--help`; the rest appears under `--help-all`.
@@ -68,14 +77,3 @@ def describe(field: dataclasses.Field[Any]) -> Option:
     """The `Option` behind a field of a section."""
     described: Option = field.metadata["option"]
     return described
-
-
-def section(title: str) -> Any:
-    """Class decorator: a frozen, keyword-only dataclass whose `title` heads its panel of flags."""
-
-    def decorate(cls: type[Section]) -> type[Section]:
-        made: type[Section] = dataclasses.dataclass(frozen=True, kw_only=True)(cls)
-        made.title = title  # type: ignore[attr-defined]
-        return made
-
-    return decorate

@@ -7,30 +7,40 @@ no checks: config/check.py holds the rules, so that each rule stands once.
 
 from __future__ import annotations
 
-from typing import Literal
+from dataclasses import dataclass
+from typing import ClassVar, Literal
 
-from mega.core.config.option import VALUE, option, section
+from mega.core.config.option import VALUE, option, weak
 
 Family = Literal["gpt", "llama"]
 Dtype = Literal["fp32", "bf16", "fp16", "fp64"]
 
 
-@section("Model")
+@dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """The mathematics and the shape of one model. Everything `inventory` needs, and nothing else."""
 
+    title: ClassVar[str] = "Model"
+
     family: Family = option("gpt", "model family; sets the family's defaults", common=True)
     layers: int | None = option(
-        None, "transformer blocks", megatron={"--num-layers": VALUE, "--encoder-num-layers": VALUE}, common=True
+        None,
+        "transformer blocks",
+        megatron={"--num-layers": VALUE, "--encoder-num-layers": VALUE},
+        common=True,
     )
     hidden: int | None = option(None, "width of the residual stream", megatron="--hidden-size", common=True)
     heads: int | None = option(None, "attention (query) heads", megatron="--num-attention-heads", common=True)
     kv_heads: int | None = option(
-        None, "key/value heads; fewer than heads is grouped-query attention", megatron="--num-query-groups"
+        None,
+        "key/value heads; fewer than heads is grouped-query attention [heads]",
+        megatron={"--num-query-groups": VALUE, "--group-query-attention": weak(1)},
     )
     head_dim: int | None = option(None, "width of one head [hidden / heads]", megatron="--kv-channels")
     ffn: int | None = option(
-        None, "width of the feed-forward layer [4 hidden; 8/3 hidden when gated]", megatron="--ffn-hidden-size"
+        None,
+        "width of the feed-forward layer [4 hidden; 8/3 hidden when gated]",
+        megatron="--ffn-hidden-size",
     )
     vocab: int | None = option(None, "true vocabulary size [the tokenizer's]")
     vocab_multiple: int = option(
@@ -45,7 +55,7 @@ class ModelConfig:
         "position encoding",
         megatron={
             "--use-rotary-position-embeddings": "rope",
-            "--position-embedding-type": VALUE,
+            "--position-embedding-type": {"learned_absolute": "learned", "rope": "rope", "none": "none"},
         },
     )
     rope_base: float = option(10000.0, "rotary base", megatron="--rotary-base")
@@ -53,13 +63,15 @@ class ModelConfig:
     rope_interpolation: float = option(
         1.0, "divide positions by this", megatron="--rotary-seq-len-interpolation-factor"
     )
-    norm: Literal["layernorm", "rmsnorm"] = option("layernorm", "normalisation", megatron="--normalization")
+    norm: Literal["layernorm", "rmsnorm"] = option(
+        "layernorm",
+        "normalisation",
+        megatron={"--normalization": {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"}},
+    )
     norm_eps: float = option(
         1e-5, "epsilon of the norms", megatron={"--norm-epsilon": VALUE, "--layernorm-epsilon": VALUE}
     )
-    norm_offset: bool = option(
-        False, "store norm weights minus one", megatron={"--apply-layernorm-1p": True}
-    )
+    norm_offset: bool = option(False, "store norm weights minus one", megatron={"--apply-layernorm-1p": True})
     activation: Literal["gelu_tanh", "gelu", "swiglu", "relu2"] = option(
         "gelu_tanh",
         "feed-forward activation; gelu is the erf form",
@@ -67,7 +79,7 @@ class ModelConfig:
             "--swiglu": "swiglu",
             "--squared-relu": "relu2",
             "--openai-gelu": "gelu_tanh",
-            "--no-bias-gelu-fusion": "gelu",
+            "--no-bias-gelu-fusion": weak("gelu"),
         },
     )
     bias: bool = option(True, "biases in the linears", megatron={"--disable-bias-linear": False})
@@ -79,16 +91,20 @@ class ModelConfig:
         megatron={"--untie-embeddings-and-output-weights": False},
     )
     post_norm_residual: bool = option(
-        False, "take the residual after the norm", megatron={"--apply-residual-connection-post-layernorm": True}
+        False,
+        "take the residual after the norm",
+        megatron={"--apply-residual-connection-post-layernorm": True},
     )
     hidden_dropout: float = option(0.1, "dropout of the residual stream", megatron="--hidden-dropout")
     attention_dropout: float = option(0.1, "dropout of attention weights", megatron="--attention-dropout")
     init_std: float = option(0.02, "standard deviation of the initial weights", megatron="--init-method-std")
 
 
-@section("Precision")
+@dataclass(frozen=True, kw_only=True)
 class PrecisionConfig:
     """Dtypes of weights, gradients and the loss scale."""
+
+    title: ClassVar[str] = "Precision"
 
     dtype: Dtype = option(
         "fp32", "dtype of weights and activations", megatron={"--bf16": "bf16", "--fp16": "fp16"}, common=True
@@ -99,9 +115,7 @@ class PrecisionConfig:
         megatron={"--accumulate-allreduce-grads-in-fp32": "fp32"},
     )
     loss_scale: float | None = option(None, "constant loss scale [fp16: dynamic]", megatron="--loss-scale")
-    initial_loss_scale: float = option(
-        2.0**32, "first dynamic loss scale", megatron="--initial-loss-scale"
-    )
+    initial_loss_scale: float = option(2.0**32, "first dynamic loss scale", megatron="--initial-loss-scale")
     min_loss_scale: float = option(1.0, "smallest dynamic loss scale", megatron="--min-loss-scale")
     loss_scale_window: int = option(
         1000, "clean steps before the scale doubles", megatron="--loss-scale-window", unit="steps"
@@ -115,9 +129,11 @@ class PrecisionConfig:
     )
 
 
-@section("Parallelism")
+@dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
     """How many ranks share the work and along which axes. dp is what the world size leaves over."""
+
+    title: ClassVar[str] = "Parallelism"
 
     tp: int = option(1, "tensor-parallel ranks", megatron="--tensor-model-parallel-size", common=True)
     pp: int = option(1, "pipeline stages", megatron="--pipeline-model-parallel-size", common=True)
@@ -147,18 +163,26 @@ class ParallelConfig:
     )
 
 
-@section("Batch")
+@dataclass(frozen=True, kw_only=True)
 class BatchConfig:
     """How much is consumed: samples a step, their length, and for how long."""
 
+    title: ClassVar[str] = "Batch"
+
     seq_length: int | None = option(
-        None, "tokens of one sample", megatron={"--seq-length": VALUE, "--encoder-seq-length": VALUE}, common=True
+        None,
+        "tokens of one sample",
+        megatron={"--seq-length": VALUE, "--encoder-seq-length": VALUE},
+        common=True,
     )
     micro_batch: int | None = option(
         None, "samples of one forward pass per rank", megatron="--micro-batch-size", common=True
     )
     global_batch: int | None = option(
-        None, "samples of one step over all ranks [micro-batch x dp]", megatron="--global-batch-size", common=True
+        None,
+        "samples of one step over all ranks [micro-batch x dp]",
+        megatron="--global-batch-size",
+        common=True,
     )
     rampup: tuple[int, ...] = option(
         (), "start, increment and samples of the batch ramp-up", megatron="--rampup-batch-size"
@@ -174,9 +198,11 @@ class BatchConfig:
     )
 
 
-@section("Optimizer")
+@dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
     """The update rule and its constants."""
+
+    title: ClassVar[str] = "Optimizer"
 
     optimizer: Literal["adam", "sgd"] = option("adam", "update rule; adam is AdamW", megatron="--optimizer")
     lr: float | None = option(None, "peak learning rate", megatron="--lr", common=True)
@@ -188,9 +214,11 @@ class OptimizerConfig:
     clip_grad: float = option(1.0, "clip the global gradient norm to this; 0 is off", megatron="--clip-grad")
 
 
-@section("Schedule")
+@dataclass(frozen=True, kw_only=True)
 class ScheduleConfig:
     """Learning rate and weight decay over time."""
+
+    title: ClassVar[str] = "Schedule"
 
     lr_decay: Literal["constant", "linear", "cosine", "inverse-square-root"] = option(
         "linear", "shape of the decay", megatron="--lr-decay-style"
@@ -223,14 +251,16 @@ class ScheduleConfig:
     )
 
 
-@section("Memory")
+@dataclass(frozen=True, kw_only=True)
 class MemoryConfig:
     """What is computed again instead of kept."""
+
+    title: ClassVar[str] = "Memory"
 
     recompute: Literal["none", "selective", "full"] = option(
         "none",
         "activations to compute again in the backward pass",
-        megatron={"--recompute-activations": "selective", "--recompute-granularity": VALUE},
+        megatron={"--recompute-activations": weak("selective"), "--recompute-granularity": VALUE},
     )
     recompute_method: Literal["uniform", "block"] | None = option(
         None, "how full recompute chooses its blocks", megatron="--recompute-method"
@@ -239,16 +269,23 @@ class MemoryConfig:
         None, "blocks per group (uniform) or per stage (block)", megatron="--recompute-num-layers"
     )
     distribute_saved: bool = option(
-        False, "cut saved activations over the tensor ranks", megatron={"--distribute-saved-activations": True}
+        False,
+        "cut saved activations over the tensor ranks",
+        megatron={"--distribute-saved-activations": True},
     )
 
 
-@section("Data")
+@dataclass(frozen=True, kw_only=True)
 class DataConfig:
     """Token files, their splits, and the order in which they are read."""
 
+    title: ClassVar[str] = "Data"
+
     data_path: tuple[str, ...] = option(
-        (), "prefix of a .bin/.idx pair, or weight prefix weight prefix ...", megatron="--data-path", common=True
+        (),
+        "prefix of a .bin/.idx pair, or weight prefix weight prefix ...",
+        megatron="--data-path",
+        common=True,
     )
     train_data: tuple[str, ...] = option((), "training prefixes, used whole", megatron="--train-data-path")
     valid_data: tuple[str, ...] = option((), "validation prefixes, used whole", megatron="--valid-data-path")
@@ -271,9 +308,11 @@ class DataConfig:
     data_workers: int = option(2, "threads that read ahead", megatron="--num-workers")
 
 
-@section("Tokenizer")
+@dataclass(frozen=True, kw_only=True)
 class TokenizerConfig:
     """Which tokenizer made, or makes, the token files."""
+
+    title: ClassVar[str] = "Tokenizer"
 
     tokenizer: (
         Literal[
@@ -295,20 +334,26 @@ class TokenizerConfig:
     vocab_extra_ids: int = option(0, "sentinel tokens to add", megatron="--vocab-extra-ids")
 
 
-@section("Evaluation")
+@dataclass(frozen=True, kw_only=True)
 class EvaluationConfig:
     """Validation during and after training."""
 
-    eval_interval: int = option(1000, "validate every so many steps", megatron="--eval-interval", unit="steps")
+    title: ClassVar[str] = "Evaluation"
+
+    eval_interval: int = option(
+        1000, "validate every so many steps", megatron="--eval-interval", unit="steps"
+    )
     eval_iters: int = option(
         100, "batches of one validation; 0 is none", megatron="--eval-iters", common=True
     )
     skip_train: bool = option(False, "only evaluate", megatron={"--skip-train": True})
 
 
-@section("Checkpoint")
+@dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
     """Where a run is kept and from where it goes on."""
+
+    title: ClassVar[str] = "Checkpoint"
 
     save: str | None = option(None, "directory to save to", megatron="--save", common=True)
     load: str | None = option(None, "directory to load from", megatron="--load", common=True)
@@ -336,11 +381,15 @@ class CheckpointConfig:
     )
 
 
-@section("Logging")
+@dataclass(frozen=True, kw_only=True)
 class LogConfig:
     """What is told, and where."""
 
-    log_interval: int = option(100, "log every so many steps", megatron="--log-interval", common=True, unit="steps")
+    title: ClassVar[str] = "Logging"
+
+    log_interval: int = option(
+        100, "log every so many steps", megatron="--log-interval", common=True, unit="steps"
+    )
     metrics: str | None = option(None, "JSON-lines file of metrics [metrics.jsonl under --save]")
     tensorboard_dir: str | None = option(None, "TensorBoard directory", megatron="--tensorboard-dir")
     tensorboard_interval: int = option(
@@ -353,9 +402,11 @@ class LogConfig:
     progress: bool = option(True, "a progress bar on a terminal")
 
 
-@section("Run")
+@dataclass(frozen=True, kw_only=True)
 class RuntimeConfig:
     """On what the run executes, and when it stops early."""
+
+    title: ClassVar[str] = "Run"
 
     nproc: int | None = option(None, "start this many local ranks", common=True)
     device: Literal["auto", "cpu", "cuda"] = option("auto", "where tensors live", common=True)
@@ -365,12 +416,16 @@ class RuntimeConfig:
     timeout_minutes: int = option(
         10, "give up on a silent rank after this", megatron="--distributed-timeout-minutes", unit="minutes"
     )
-    seed: int = option(1234, "seed of initial weights, dropout and data order", megatron="--seed", common=True)
+    seed: int = option(
+        1234, "seed of initial weights, dropout and data order", megatron="--seed", common=True
+    )
     deterministic: bool = option(
         False, "bitwise the same on every run", megatron={"--deterministic-mode": True}
     )
     ops: Literal["auto", "reference"] = option("auto", "fast operators, or the plain references")
-    dry_run: bool = option(False, "check everything, build every stage without memory, train nothing", common=True)
+    dry_run: bool = option(
+        False, "check everything, build every stage without memory, train nothing", common=True
+    )
     world: int | None = option(None, "world size to check in a dry run", unit="ranks")
     exit_interval: int | None = option(
         None, "stop at a multiple of this many steps", megatron="--exit-interval", unit="steps"

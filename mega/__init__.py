@@ -1,0 +1,3 @@
+"""mega: large transformers trained on any tensor x pipeline x data layout, from a laptop to a cluster."""
+
+__version__ = "0.1.0"

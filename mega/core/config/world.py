@@ -1,0 +1,101 @@
+"""How many ranks there are and which one this is, as the launcher says in the environment. No torch.
+
+torchrun sets WORLD_SIZE and its kin; a bare `srun` sets SLURM_*; anything else is one process, which may
+start more of its own with `--nproc`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+Source = Literal["torchrun", "slurm", "alone"]
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among all: `rank` of `size`, and `local_rank` of `local_size` on its host."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    source: Source
+
+
+def world_from_env(environ: Mapping[str, str] = os.environ) -> World:
+    """Reads the launcher's variables; ValueError where they are not numbers or contradict each other.
+
+    >>> world_from_env({"WORLD_SIZE": "4", "RANK": "3", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"})
+    World(rank=3, size=4, local_rank=1, local_size=2, source='torchrun')
+    >>> world_from_env({})
+    World(rank=0, size=1, local_rank=0, local_size=1, source='alone')
+    """
+    if "WORLD_SIZE" in environ:
+        size = _number(environ, "WORLD_SIZE")
+        rank = _number(environ, "RANK", 0)
+        return _consistent(
+            World(
+                rank=rank,
+                size=size,
+                local_rank=_number(environ, "LOCAL_RANK", rank),
+                local_size=_number(environ, "LOCAL_WORLD_SIZE", size),
+                source="torchrun",
+            )
+        )
+    # A shell inside an allocation has SLURM_NTASKS but no SLURM_PROCID: only srun's own tasks are ranks.
+    if "SLURM_PROCID" in environ and _number(environ, "SLURM_NTASKS", 1) > 1:
+        size = _number(environ, "SLURM_NTASKS")
+        rank = _number(environ, "SLURM_PROCID")
+        return _consistent(
+            World(
+                rank=rank,
+                size=size,
+                local_rank=_number(environ, "SLURM_LOCALID", rank),
+                local_size=_slurm_local_size(environ, size),
+                source="slurm",
+            )
+        )
+    return World(rank=0, size=1, local_rank=0, local_size=1, source="alone")
+
+
+def _slurm_local_size(environ: Mapping[str, str], size: int) -> int:
+    """Tasks of this node from SLURM_STEP_TASKS_PER_NODE or SLURM_NTASKS_PER_NODE, such as `4(x2),2`.
+
+    >>> _slurm_local_size({"SLURM_STEP_TASKS_PER_NODE": "4(x2),2", "SLURM_NODEID": "2"}, 10)
+    2
+    """
+    tasks = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE")
+    if tasks is None:
+        return _number(environ, "SLURM_NTASKS_PER_NODE", size)
+    counts: list[int] = []
+    try:
+        for part in tasks.split(","):
+            count, _, repeat = part.partition("(x")
+            counts += [int(count)] * int(repeat.rstrip(")") or 1)
+        return counts[_number(environ, "SLURM_NODEID", 0)]
+    except (ValueError, IndexError):
+        raise ValueError(f"SLURM_STEP_TASKS_PER_NODE {tasks!r}: must list the tasks of every node") from None
+
+
+def _number(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
+    text = environ.get(name)
+    if text is None:
+        if default is None:
+            raise ValueError(f"{name} is not set in the environment, though the launcher should have set it")
+        return default
+    if not text.isascii() or not text.isdigit():
+        raise ValueError(f"{name} {text!r}: must be a whole number, as launchers set it")
+    return int(text)
+
+
+def _consistent(world: World) -> World:
+    if not 0 <= world.rank < world.size:
+        raise ValueError(
+            f"rank {world.rank}: must be 0 to {world.size - 1} in a world of {world.size} ({world.source})"
+        )
+    if not 0 <= world.local_rank < world.local_size:
+        raise ValueError(f"local rank {world.local_rank}: must be 0 to {world.local_size - 1}")
+    return world
