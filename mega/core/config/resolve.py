@@ -1,0 +1,217 @@
+"""Fills what a run leaves to be derived, so that every room reads plain numbers and none derives twice.
+
+`None` in a section means "derived". `resolve` replaces it by the value that follows from the other fields,
+the world size and the vocabulary; resolving twice changes nothing. It judges nothing: config/check.py does.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from mega.core.config.run import RunConfig
+from mega.core.config.sections import (
+    BatchConfig,
+    LogConfig,
+    ModelConfig,
+    ParallelConfig,
+    PrecisionConfig,
+    ScheduleConfig,
+    TokenizerConfig,
+)
+
+
+def resolve(run: RunConfig, world: int, vocab: int | None = None) -> RunConfig:
+    """`run` with every derived value filled in, for `world` ranks and the tokenizer's `vocab`.
+
+    >>> from mega.core.config.run import updated
+    >>> run = updated(RunConfig(), {"layers": 2, "hidden": 8, "heads": 2, "seq_length": 16, "micro_batch": 3})
+    >>> resolve(run, world=4).batch.global_batch
+    12
+    >>> resolve(run, world=4).model.ffn
+    32
+    """
+    model = _model(run.model, run.batch.seq_length, vocab)
+    parallel = _parallel(run.parallel, model.layers)
+    return replace(
+        run,
+        model=model,
+        precision=_precision(run.precision),
+        parallel=parallel,
+        batch=_batch(run.batch, data_parallel(run, world)),
+        schedule=_schedule(run),
+        tokenizer=_tokenizer(run),
+        log=_log(run.log, run.checkpoint.save),
+    )
+
+
+def data_parallel(run: RunConfig, world: int) -> int:
+    """Size of the dp axis: what the world size leaves over.
+
+    >>> from mega.core.config.run import updated
+    >>> data_parallel(updated(RunConfig(), {"tp": 2, "pp": 2}), world=8)
+    2
+    """
+    return world // (run.parallel.tp * run.parallel.pp * run.parallel.cp)
+
+
+def microbatches(run: RunConfig, world: int, global_batch: int | None = None) -> int:
+    """Microbatches of one step on each rank, of a resolved run; `global_batch` replaces the run's own."""
+    batch = global_batch if global_batch is not None else run.batch.global_batch
+    assert batch is not None and run.batch.micro_batch is not None, "resolve the run first"
+    return batch // (run.batch.micro_batch * data_parallel(run, world))
+
+
+def gated_ffn(hidden: int) -> int:
+    """Megatron's feed-forward width of a gated MLP: 2/3 of 4 hidden, down to a multiple of 64.
+
+    >>> gated_ffn(4096)
+    10880
+    """
+    return 8 * hidden // 3 // 64 * 64
+
+
+def global_batch_at(batch: BatchConfig, consumed: int) -> int:
+    """Samples of the step that starts when `consumed` samples are done, under the ramp-up if there is one.
+
+    >>> gpt3 = BatchConfig(global_batch=1536, rampup=(16, 16, 5859375))
+    >>> [global_batch_at(gpt3, consumed) for consumed in (0, 61664, 61680, 123376, 5859376)]
+    [16, 16, 32, 48, 1536]
+    """
+    assert batch.global_batch is not None, "resolve the run first"
+    if not batch.rampup:
+        return batch.global_batch
+    start, increment, samples = batch.rampup
+    rises = (batch.global_batch - start) // increment
+    if consumed > samples or rises == 0:
+        return batch.global_batch
+    return start + int(consumed / (samples / rises)) * increment
+
+
+def batch_sizes(batch: BatchConfig) -> Iterator[int]:
+    """Every global batch size that the run passes through, in order."""
+    assert batch.global_batch is not None, "resolve the run first"
+    if batch.rampup:
+        start, increment, _ = batch.rampup
+        yield from range(start, batch.global_batch, increment)
+    yield batch.global_batch
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """The run's length and its schedule's, all in samples, and the number of optimizer steps."""
+
+    steps: int
+    samples: int
+    decay_samples: int
+    warmup_samples: int
+
+
+def lengths(run: RunConfig) -> Lengths:
+    """Lengths of a resolved run, whether it was given in steps or in samples.
+
+    Iterations count as `global_batch` samples each. With a ramp-up, steps are counted one by one until the
+    ramp's samples are consumed.
+
+    >>> from mega.core.config.run import updated
+    >>> gpt3 = {"global_batch": 1536, "rampup": (16, 16, 5859375), "samples": 146484375}
+    >>> lengths(updated(RunConfig(), gpt3)).steps
+    111354
+    """
+    batch, schedule = run.batch, run.schedule
+    assert batch.global_batch is not None, "resolve the run first"
+    if batch.samples is not None:
+        steps, samples = _steps_of(batch), batch.samples
+        decay = schedule.lr_decay_samples or samples
+        warmup = schedule.lr_warmup_samples
+    else:
+        steps = batch.steps or 0
+        samples = steps * batch.global_batch
+        decay = (schedule.lr_decay_steps or steps) * batch.global_batch
+        warmup = schedule.lr_warmup_steps * batch.global_batch
+    if schedule.lr_warmup_fraction is not None:
+        warmup = int(schedule.lr_warmup_fraction * decay)
+    return Lengths(steps=steps, samples=samples, decay_samples=decay, warmup_samples=warmup)
+
+
+def _steps_of(batch: BatchConfig) -> int:
+    assert batch.global_batch is not None and batch.samples is not None
+    steps, consumed = 0, 0
+    if batch.rampup:
+        ramp = min(batch.rampup[2], batch.samples)
+        while consumed <= ramp:
+            consumed += global_batch_at(batch, consumed)
+            steps += 1
+    return steps + max(0, batch.samples - consumed) // batch.global_batch
+
+
+def _model(model: ModelConfig, seq_length: int | None, vocab: int | None) -> ModelConfig:
+    hidden, heads, ffn, head_dim = model.hidden, model.heads, model.ffn, model.head_dim
+    if hidden is not None:
+        ffn = ffn or (gated_ffn(hidden) if model.activation == "swiglu" else 4 * hidden)
+        if heads:
+            head_dim = head_dim or hidden // heads
+    return replace(
+        model,
+        kv_heads=model.kv_heads if model.kv_heads is not None else heads,
+        head_dim=head_dim,
+        ffn=ffn,
+        vocab=model.vocab if model.vocab is not None else vocab,
+        positions=model.positions if model.positions is not None else seq_length,
+        qkv_bias=model.qkv_bias if model.qkv_bias is not None else model.bias,
+    )
+
+
+def _precision(precision: PrecisionConfig) -> PrecisionConfig:
+    if precision.grad_dtype is not None:
+        return precision
+    return replace(precision, grad_dtype="fp32" if precision.dtype == "bf16" else precision.dtype)
+
+
+def _parallel(parallel: ParallelConfig, layers: int | None) -> ParallelConfig:
+    chunks = parallel.chunks
+    if parallel.layers_per_chunk and layers:
+        chunks = max(1, layers // parallel.pp // parallel.layers_per_chunk)
+    return replace(
+        parallel,
+        chunks=chunks,
+        schedule=parallel.schedule or ("interleaved" if chunks > 1 else "1f1b"),
+        # One tensor rank has nothing to split; Megatron-LM too switches this off without a word.
+        sequence_parallel=parallel.sequence_parallel and parallel.tp > 1,
+    )
+
+
+def _batch(batch: BatchConfig, dp: int) -> BatchConfig:
+    if batch.global_batch is not None or batch.micro_batch is None:
+        return batch
+    return replace(batch, global_batch=batch.micro_batch * max(dp, 1))
+
+
+def _schedule(run: RunConfig) -> ScheduleConfig:
+    schedule = run.schedule
+    decay = run.optimizer.weight_decay
+    return replace(
+        schedule,
+        lr_decay_steps=schedule.lr_decay_steps or run.batch.steps,
+        lr_decay_samples=schedule.lr_decay_samples or run.batch.samples,
+        start_weight_decay=decay if schedule.start_weight_decay is None else schedule.start_weight_decay,
+        end_weight_decay=decay if schedule.end_weight_decay is None else schedule.end_weight_decay,
+    )
+
+
+def _tokenizer(run: RunConfig) -> TokenizerConfig:
+    """Each family's pretraining program brings its tokenizer, unless the vocabulary is given as a number."""
+    tokenizer = run.tokenizer
+    files = (tokenizer.tokenizer_model, tokenizer.vocab_file, tokenizer.merge_file)
+    if tokenizer.tokenizer is not None or (run.model.vocab is not None and not any(files)):
+        return tokenizer
+    return replace(
+        tokenizer, tokenizer="Llama2Tokenizer" if run.model.family == "llama" else "GPT2BPETokenizer"
+    )
+
+
+def _log(log: LogConfig, save: str | None) -> LogConfig:
+    if log.metrics is not None or save is None:
+        return log
+    return replace(log, metrics=os.path.join(save, "metrics.jsonl"))
