@@ -1,0 +1,119 @@
+"""When cargo moves: from an order of computes on every rank to the exchanges between them.
+
+It knows no schedule. The orders are played once on a clock on which every compute takes one slot and
+cargo takes none. Then each piece of cargo is given a moment:
+
+    sender    ... [produce] |                 [next compute] ...
+    receiver  ...        [other work]    | [consume] ...
+
+The sender offers it right after producing it. The receiver takes it as late as it can without making
+anyone wait: before its consumer, or earlier if the sender would otherwise be kept from its next compute.
+So nothing lies about unused longer than needed, and one exchange pairs, for example, an activation going
+down with a gradient coming up, as in Megatron's 1F1B.
+
+Why no plan made here can deadlock, even if a send waits for its receive (rendezvous): the moments put all
+computes and transfers of all ranks on one line, and every rank acts in the order of that line. The first
+act on the line that is not over can therefore always be played. Transfers that meet in the gap between
+two computes start together in one `Exchange`, which only makes them earlier.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Sequence
+
+from .types import Act, Compute, Exchange, PlanError, Transfer
+
+Cargo = tuple[str, int, int]
+"""(kind, microbatch, global stage) of the compute that makes it."""
+
+
+def needs(act: Compute, stage: int, last: int) -> Cargo | None:
+    """The cargo `act` on global stage `stage` waits for; None where it starts from what the rank has."""
+    if act.kind == "F" and stage > 0:
+        return ("F", act.microbatch, stage - 1)
+    if act.kind == "B" and stage < last:
+        return ("B", act.microbatch, stage + 1)
+    return None
+
+
+def with_exchanges(
+    orders: Sequence[Sequence[Compute]], stages: int, chunks: int
+) -> tuple[tuple[Act, ...], ...]:
+    """Every rank's acts: its computes in the given order, and the exchanges that let them run.
+
+    Raises PlanError where the orders themselves wait for each other in a circle.
+    """
+    starts = _clock(orders, stages, chunks)
+    consumers = {
+        cargo: (rank, start, act)
+        for rank, order in enumerate(orders)
+        for act, start in zip(order, starts[rank], strict=True)
+        if (cargo := needs(act, act.chunk * stages + rank, stages * chunks - 1)) is not None
+    }
+    sends: list[dict[int, list[Transfer]]] = [{} for _ in orders]
+    recvs: list[dict[int, list[Transfer]]] = [{} for _ in orders]
+    for rank, order in enumerate(orders):
+        for gap, act in enumerate(order, start=1):
+            if act.kind == "W":
+                continue
+            consumer = consumers.get((act.kind, act.microbatch, act.chunk * stages + rank))
+            if consumer is None or consumer[0] == rank:
+                continue
+            peer, wanted, consuming = consumer
+            kept_waiting = starts[rank][gap] if gap < len(order) else math.inf
+            moment = min(wanted, kept_waiting)
+            peer_gap = bisect_left(starts[peer], moment)
+            sends[rank].setdefault(gap, []).append(Transfer(act.kind, act.microbatch, act.chunk, peer))
+            recvs[peer].setdefault(peer_gap, []).append(
+                Transfer(act.kind, act.microbatch, consuming.chunk, rank)
+            )
+    return tuple(_woven(*lists) for lists in zip(orders, sends, recvs, strict=True))
+
+
+def _woven(
+    order: Sequence[Compute], sends: dict[int, list[Transfer]], recvs: dict[int, list[Transfer]]
+) -> tuple[Act, ...]:
+    """The computes of one rank with the exchange of each gap; gap i lies before compute i."""
+    acts: list[Act] = []
+    for gap in range(len(order) + 1):
+        if gap in sends or gap in recvs:
+            acts.append(Exchange(tuple(sends.get(gap, ())), tuple(recvs.get(gap, ()))))
+        if gap < len(order):
+            acts.append(order[gap])
+    return tuple(acts)
+
+
+def _clock(orders: Sequence[Sequence[Compute]], stages: int, chunks: int) -> list[list[int]]:
+    """The slot in which each compute starts if each takes one slot and runs as soon as it can."""
+    last = stages * chunks - 1
+    starts: list[list[int]] = [[] for _ in orders]
+    made: dict[Cargo, int] = {}
+    waiting: dict[Cargo, int] = {}
+    runnable = list(range(len(orders)))
+    while runnable:
+        rank = runnable.pop()
+        order, slots = orders[rank], starts[rank]
+        now = slots[-1] + 1 if slots else 0
+        while len(slots) < len(order):
+            act = order[len(slots)]
+            stage = act.chunk * stages + rank
+            wanted = needs(act, stage, last)
+            if wanted is not None:
+                if wanted not in made:
+                    waiting[wanted] = rank
+                    break
+                now = max(now, made[wanted])
+            slots.append(now)
+            now += 1
+            cargo = (act.kind, act.microbatch, stage)
+            made[cargo] = now
+            if cargo in waiting:
+                runnable.append(waiting.pop(cargo))
+    for rank, (order, slots) in enumerate(zip(orders, starts, strict=True)):
+        if len(slots) < len(order):
+            raise PlanError(
+                f"rank {rank} waits for ever before {order[len(slots)]}: the orders form a circle"
+            )
+    return starts

@@ -1,0 +1,158 @@
+"""The schedules: in which order a rank computes, and nothing else.
+
+Each schedule is one function from (rank, stages, chunks, microbatches) to a list of `Compute`s. When the
+cargo moves is the same question for all of them and is answered in `exchange`. Letters are forwards,
+digits name the microbatch, `.` is a rank that waits (F and B take one slot here):
+
+    gpipe, 3 stages, 3 microbatches: all forwards, then all backwards. Holds every microbatch.
+
+        rank 0   F0 F1 F2  .  .  .  . B0 B1 B2
+        rank 1    . F0 F1 F2  .  . B0 B1 B2  .
+        rank 2    .  . F0 F1 F2 B0 B1 B2  .  .
+
+    1f1b, the same: each backward as soon as it can run. As long, but rank r holds at most stages - r.
+
+        rank 0   F0 F1 F2  .  . B0  . B1  . B2
+        rank 1    . F0 F1  . B0 F2 B1  . B2  .
+        rank 2    .  . F0 B0 F1 B1 F2 B2  .  .
+
+Every schedule runs the backwards of a chunk in the order of the microbatches, so the sums of gradients
+have one order whichever schedule made them.
+
+Sources: gpipe, Huang et al. 2019 (arXiv 1811.06965); 1f1b and interleaved, Narayanan et al. 2021
+(arXiv 2104.04473); zb-h1, Qi et al. 2023 (arXiv 2401.10241), section 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Literal
+
+from .exchange import with_exchanges
+from .types import Compute, Kind, Plan
+
+Order = list[Compute]
+
+
+def plan(kind: Kind, stages: int, chunks: int = 1, microbatches: int = 1) -> Plan:
+    """The plan of one step: every rank's acts, with the exchanges between them.
+
+    kind: "gpipe", "1f1b", "zb-h1" (one chunk a rank), "interleaved" (two or more), or "forward", which
+        runs no backward pass (evaluation; any number of chunks).
+    stages: ranks of the pipeline, >= 1. One stage is no special case: it has no exchanges.
+    chunks: model chunks on each rank, >= 1. microbatches: >= 1, and need not divide by anything.
+
+    Raises ValueError naming the flag where the combination does not exist.
+
+    >>> plan("1f1b", stages=2, microbatches=1).acts[1]  # doctest: +NORMALIZE_WHITESPACE
+    (Exchange(sends=(), recvs=(Transfer(kind='F', microbatch=0, chunk=0, peer=0),)),
+     Compute(kind='F', microbatch=0, chunk=0),
+     Compute(kind='B', microbatch=0, chunk=0),
+     Exchange(sends=(Transfer(kind='B', microbatch=0, chunk=0, peer=0),), recvs=()))
+    """
+    _check(kind, stages, chunks, microbatches)
+    order = _ORDERS[kind]
+    orders = [order(rank, stages, chunks, microbatches) for rank in range(stages)]
+    return Plan(kind, stages, chunks, microbatches, with_exchanges(orders, stages, chunks))
+
+
+def _check(kind: str, stages: int, chunks: int, microbatches: int) -> None:
+    if kind not in _ORDERS:
+        raise ValueError(f"--schedule {kind}: must be one of {', '.join(_ORDERS)}")
+    for name, value in (("--pp", stages), ("--chunks", chunks), ("microbatches", microbatches)):
+        if value < 1:
+            raise ValueError(f"{name} {value}: must be 1 or more")
+    if kind == "interleaved" and chunks == 1:
+        raise ValueError("--schedule interleaved with --chunks 1: needs 2 or more (with one chunk use 1f1b)")
+    if kind in ("gpipe", "1f1b", "zb-h1") and chunks > 1:
+        raise ValueError(f"--schedule {kind} with --chunks {chunks}: must be 1 (several need interleaved)")
+
+
+def gpipe(rank: int, stages: int, chunks: int, microbatches: int) -> Order:
+    """All forwards, then all backwards."""
+    return [Compute(kind, i, 0) for kind in ("F", "B") for i in range(microbatches)]
+
+
+def one_forward_one_backward(rank: int, stages: int, chunks: int, microbatches: int) -> Order:
+    """Forwards until the first gradient can arrive, then one forward, one backward.
+
+    Rank r starts with min(stages - r - 1, microbatches) forwards: 3, 2, 1, 0 for four stages.
+    """
+    return _alternate(
+        [Compute("F", i, 0) for i in range(microbatches)],
+        [Compute("B", i, 0) for i in range(microbatches)],
+        warm_up=stages - rank - 1,
+    )
+
+
+def interleaved(rank: int, stages: int, chunks: int, microbatches: int) -> Order:
+    """1F1B over several chunks a rank: filling the pipeline takes shorter steps, so the bubble shrinks.
+
+    Microbatches go in groups of `stages`, the last group taking what is left. A rank runs a whole group
+    through its first chunk, then through its second, and so on; backwards from the last chunk to the first.
+    Warm-up is 2 (stages - r - 1) forwards for the way there and back, and a group through every chunk but
+    the last: 10, 8, 6, 4 for 4 stages, 2 chunks and 8 microbatches (forward chunks 0000 1111 0000 1111).
+    """
+    first_group = min(stages, microbatches)
+    return _alternate(
+        list(_grouped("F", stages, range(chunks), microbatches)),
+        list(_grouped("B", stages, range(chunks - 1, -1, -1), microbatches)),
+        warm_up=2 * (stages - rank - 1) + (chunks - 1) * first_group,
+    )
+
+
+def zero_bubble(rank: int, stages: int, chunks: int, microbatches: int) -> Order:
+    """ZB-H1: 1F1B whose backward is split in two, the weights' half waiting for a slot that would be idle.
+
+    The gradient of the input (B) is what the previous rank waits for; the gradient of the weights (W) can
+    come any time later. Rank r lets its W acts fall r behind its B acts: the later ranks, which would be
+    idle at the end, keep work for it, and nobody ever holds more than `stages` microbatches.
+
+        3 stages, 4 microbatches (F, B, W one slot each)
+        rank 0   F0 F1 F2  .  . B0 W0 F3 B1 W1 B2 W2 B3 W3
+        rank 1    . F0 F1  . B0 F2 B1 W0 F3 B2 W1 B3 W2 W3
+        rank 2    .  . F0 B0 F1 B1 F2 B2 W0 F3 B3 W1 W2 W3
+    """
+    order: Order = []
+    backwards = 0
+    for act in one_forward_one_backward(rank, stages, chunks, microbatches):
+        order.append(act)
+        if act.kind == "B":
+            backwards += 1
+            if backwards > rank:
+                order.append(Compute("W", backwards - rank - 1, 0))
+    delayed = range(max(0, microbatches - rank), microbatches)
+    return order + [Compute("W", i, 0) for i in delayed]
+
+
+def forward_only(rank: int, stages: int, chunks: int, microbatches: int) -> Order:
+    """The forwards of the interleaved schedule: what evaluation runs."""
+    return list(_grouped("F", stages, range(chunks), microbatches))
+
+
+def _grouped(
+    kind: Literal["F", "B"], stages: int, chunks: Iterable[int], microbatches: int
+) -> Iterable[Compute]:
+    """Microbatches in groups of `stages`, each group through all `chunks` before the next group starts."""
+    for start in range(0, microbatches, stages):
+        group = range(start, min(start + stages, microbatches))
+        for chunk in chunks:
+            for microbatch in group:
+                yield Compute(kind, microbatch, chunk)
+
+
+def _alternate(forwards: Order, backwards: Order, warm_up: int) -> Order:
+    """`warm_up` forwards, then forward and backward in turn, then the backwards that are left."""
+    warm_up = min(warm_up, len(forwards))
+    steady = zip(forwards[warm_up:], backwards, strict=False)
+    left = len(forwards) - warm_up
+    return forwards[:warm_up] + [act for pair in steady for act in pair] + backwards[left:]
+
+
+_ORDERS: dict[str, Callable[[int, int, int, int], Order]] = {
+    "gpipe": gpipe,
+    "1f1b": one_forward_one_backward,
+    "interleaved": interleaved,
+    "zb-h1": zero_bubble,
+    "forward": forward_only,
+}

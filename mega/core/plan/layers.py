@@ -1,0 +1,56 @@
+"""Which blocks of the model lie on which chunk of which pipeline rank. Knows only numbers of blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+
+def stage_layers(
+    layers: int, stages: int, chunks: int = 1, explicit: Sequence[int] = ()
+) -> tuple[tuple[range, ...], ...]:
+    """The blocks of every chunk of every rank, as `[rank][chunk] -> range` of global block numbers.
+
+    layers: blocks of the whole model. stages: pipeline ranks. chunks: model chunks of each rank.
+    explicit: blocks of each global stage (chunk * stages + rank) in the model's order, where they are not
+        to be equal: `stages * chunks` numbers whose sum is `layers`. A stage may have none (one that
+        holds an embedding or the head alone).
+
+    Raises ValueError where the blocks do not divide and no explicit numbers are given.
+
+    >>> stage_layers(8, stages=2, chunks=2)
+    ((range(0, 2), range(4, 6)), (range(2, 4), range(6, 8)))
+    >>> stage_layers(8, stages=3, explicit=(3, 3, 2))
+    ((range(0, 3),), (range(3, 6),), (range(6, 8),))
+    """
+    for name, value in (("--pp", stages), ("--chunks", chunks)):
+        if value < 1:
+            raise ValueError(f"{name} {value}: must be 1 or more")
+    sizes = _explicit(explicit, layers, stages, chunks) if explicit else _equal(layers, stages, chunks)
+    ends = list(accumulate(sizes))
+    blocks = [range(end - size, end) for size, end in zip(sizes, ends, strict=True)]
+    return tuple(tuple(blocks[rank::stages]) for rank in range(stages))
+
+
+def _equal(layers: int, stages: int, chunks: int) -> Sequence[int]:
+    pieces = stages * chunks
+    if layers < 1 or layers % pieces:
+        raise ValueError(
+            f"--layers {layers}: must be a multiple of --pp {stages} x --chunks {chunks} = {pieces}, "
+            f"or give --stage-layers with {pieces} numbers that add up to {layers}"
+        )
+    return [layers // pieces] * pieces
+
+
+def _explicit(explicit: Sequence[int], layers: int, stages: int, chunks: int) -> Sequence[int]:
+    shown = " ".join(map(str, explicit))
+    if len(explicit) != stages * chunks:
+        raise ValueError(
+            f"--stage-layers {shown}: has {len(explicit)} numbers, must have "
+            f"--pp {stages} x --chunks {chunks} = {stages * chunks}"
+        )
+    if min(explicit) < 0:
+        raise ValueError(f"--stage-layers {shown}: every number must be 0 or more")
+    if sum(explicit) != layers:
+        raise ValueError(f"--stage-layers {shown}: adds up to {sum(explicit)}, must be --layers {layers}")
+    return explicit
