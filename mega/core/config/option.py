@@ -8,7 +8,8 @@ is written a second time anywhere. This file knows neither Typer nor TOML; they 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +35,22 @@ class weak:
 
 
 @dataclass(frozen=True)
+class Range:
+    """The numbers that an option may hold: a test, and the same in words behind "must be"."""
+
+    rule: str
+    holds: Callable[[float], bool]
+
+
+COUNT = Range("at least 1", lambda value: value >= 1)
+NOT_NEGATIVE = Range("at least 0", lambda value: 0 <= value < math.inf)
+POSITIVE = Range("greater than 0", lambda value: 0 < value < math.inf)
+SHARE = Range("greater than 0 and at most 1", lambda value: 0 < value <= 1)
+BELOW_ONE = Range("at least 0 and less than 1", lambda value: 0 <= value < 1)
+ZERO_STAGE = Range("0, 1, 2 or 3", lambda value: value in (0, 1, 2, 3))
+
+
+@dataclass(frozen=True)
 class Option:
     """What `option` stores in a field's metadata.
 
@@ -44,6 +61,7 @@ class Option:
     short: a one-letter flag such as "-o", or None.
     common: shown in the short `--help`; the rest appears under `--help-all`.
     unit: what a number counts, for help and messages ("samples", "minutes").
+    within: the range of a number, or of each number of a tuple.
     """
 
     help: str
@@ -51,6 +69,7 @@ class Option:
     short: str | None = None
     common: bool = False
     unit: str | None = None
+    within: Range | None = None
 
 
 def option(
@@ -61,6 +80,7 @@ def option(
     short: str | None = None,
     common: bool = False,
     unit: str | None = None,
+    within: Range | None = None,
 ) -> Any:
     """A dataclass field that is also a flag. `megatron` as a plain string means that flag with a value."""
     if megatron is None:
@@ -69,7 +89,7 @@ def option(
         spellings = {megatron: VALUE}
     else:
         spellings = dict(megatron)
-    described = Option(help=help, megatron=spellings, short=short, common=common, unit=unit)
+    described = Option(help=help, megatron=spellings, short=short, common=common, unit=unit, within=within)
     return dataclasses.field(default=default, metadata={"option": described})
 
 

@@ -201,14 +201,18 @@ def _schedule(run: RunConfig) -> ScheduleConfig:
 
 
 def _tokenizer(run: RunConfig) -> TokenizerConfig:
-    """Each family's pretraining program brings its tokenizer, unless the vocabulary is given as a number."""
-    tokenizer = run.tokenizer
-    files = (tokenizer.tokenizer_model, tokenizer.vocab_file, tokenizer.merge_file)
-    if tokenizer.tokenizer is not None or (run.model.vocab is not None and not any(files)):
+    """The kind that the given files speak of, else the family's; none where only the vocabulary is given."""
+    tokenizer, model = run.tokenizer, run.tokenizer.tokenizer_model
+    if tokenizer.tokenizer is not None:
         return tokenizer
-    return replace(
-        tokenizer, tokenizer="Llama2Tokenizer" if run.model.family == "llama" else "GPT2BPETokenizer"
-    )
+    if model is not None and model.endswith(".json"):
+        return replace(tokenizer, tokenizer="HuggingFaceTokenizer")
+    if model is not None:
+        llama = run.model.family == "llama"
+        return replace(tokenizer, tokenizer="Llama2Tokenizer" if llama else "GPTSentencePieceTokenizer")
+    if tokenizer.vocab_file is not None:
+        return replace(tokenizer, tokenizer="GPT2BPETokenizer")
+    return tokenizer
 
 
 def _log(log: LogConfig, save: str | None) -> LogConfig:

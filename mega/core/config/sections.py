@@ -10,7 +10,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from mega.core.config.option import VALUE, option, weak
+from mega.core.config.option import (
+    BELOW_ONE,
+    COUNT,
+    NOT_NEGATIVE,
+    POSITIVE,
+    SHARE,
+    VALUE,
+    ZERO_STAGE,
+    option,
+    weak,
+)
 
 Family = Literal["gpt", "llama"]
 Dtype = Literal["fp32", "bf16", "fp16", "fp64"]
@@ -28,27 +38,39 @@ class ModelConfig:
         "transformer blocks",
         megatron={"--num-layers": VALUE, "--encoder-num-layers": VALUE},
         common=True,
+        within=COUNT,
     )
-    hidden: int | None = option(None, "width of the residual stream", megatron="--hidden-size", common=True)
-    heads: int | None = option(None, "attention (query) heads", megatron="--num-attention-heads", common=True)
+    hidden: int | None = option(
+        None, "width of the residual stream", megatron="--hidden-size", common=True, within=COUNT
+    )
+    heads: int | None = option(
+        None, "attention (query) heads", megatron="--num-attention-heads", common=True, within=COUNT
+    )
     kv_heads: int | None = option(
         None,
         "key/value heads; fewer than heads is grouped-query attention [heads]",
         megatron={"--num-query-groups": VALUE, "--group-query-attention": weak(1)},
+        within=COUNT,
     )
-    head_dim: int | None = option(None, "width of one head [hidden / heads]", megatron="--kv-channels")
+    head_dim: int | None = option(
+        None, "width of one head [hidden / heads]", megatron="--kv-channels", within=COUNT
+    )
     ffn: int | None = option(
         None,
         "width of the feed-forward layer [4 hidden; 8/3 hidden when gated]",
         megatron="--ffn-hidden-size",
+        within=COUNT,
     )
-    vocab: int | None = option(None, "true vocabulary size [the tokenizer's]")
+    vocab: int | None = option(None, "true vocabulary size [the tokenizer's]", within=COUNT)
     vocab_multiple: int = option(
-        128, "pad the vocabulary to a multiple of this times tp", megatron="--make-vocab-size-divisible-by"
+        128,
+        "pad the vocabulary to a multiple of this times tp",
+        megatron="--make-vocab-size-divisible-by",
+        within=COUNT,
     )
     mask_padded_vocab: bool = option(True, "keep padded vocabulary rows out of the softmax")
     positions: int | None = option(
-        None, "largest sequence length [seq-length]", megatron="--max-position-embeddings"
+        None, "largest sequence length [seq-length]", megatron="--max-position-embeddings", within=COUNT
     )
     position: Literal["learned", "rope", "none"] = option(
         "learned",
@@ -58,10 +80,12 @@ class ModelConfig:
             "--position-embedding-type": {"learned_absolute": "learned", "rope": "rope", "none": "none"},
         },
     )
-    rope_base: float = option(10000.0, "rotary base", megatron="--rotary-base")
-    rope_fraction: float = option(1.0, "share of each head that rotates", megatron="--rotary-percent")
+    rope_base: float = option(10000.0, "rotary base", megatron="--rotary-base", within=POSITIVE)
+    rope_fraction: float = option(
+        1.0, "share of each head that rotates", megatron="--rotary-percent", within=SHARE
+    )
     rope_interpolation: float = option(
-        1.0, "divide positions by this", megatron="--rotary-seq-len-interpolation-factor"
+        1.0, "divide positions by this", megatron="--rotary-seq-len-interpolation-factor", within=POSITIVE
     )
     norm: Literal["layernorm", "rmsnorm"] = option(
         "layernorm",
@@ -69,7 +93,10 @@ class ModelConfig:
         megatron={"--normalization": {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"}},
     )
     norm_eps: float = option(
-        1e-5, "epsilon of the norms", megatron={"--norm-epsilon": VALUE, "--layernorm-epsilon": VALUE}
+        1e-5,
+        "epsilon of the norms",
+        megatron={"--norm-epsilon": VALUE, "--layernorm-epsilon": VALUE},
+        within=POSITIVE,
     )
     norm_offset: bool = option(False, "store norm weights minus one", megatron={"--apply-layernorm-1p": True})
     activation: Literal["gelu_tanh", "gelu", "swiglu", "relu2"] = option(
@@ -95,9 +122,15 @@ class ModelConfig:
         "take the residual after the norm",
         megatron={"--apply-residual-connection-post-layernorm": True},
     )
-    hidden_dropout: float = option(0.1, "dropout of the residual stream", megatron="--hidden-dropout")
-    attention_dropout: float = option(0.1, "dropout of attention weights", megatron="--attention-dropout")
-    init_std: float = option(0.02, "standard deviation of the initial weights", megatron="--init-method-std")
+    hidden_dropout: float = option(
+        0.1, "dropout of the residual stream", megatron="--hidden-dropout", within=BELOW_ONE
+    )
+    attention_dropout: float = option(
+        0.1, "dropout of attention weights", megatron="--attention-dropout", within=BELOW_ONE
+    )
+    init_std: float = option(
+        0.02, "standard deviation of the initial weights", megatron="--init-method-std", within=NOT_NEGATIVE
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,13 +147,25 @@ class PrecisionConfig:
         "dtype in which gradients accumulate and reduce [fp32; fp64 with fp64; fp16 with fp16]",
         megatron={"--accumulate-allreduce-grads-in-fp32": "fp32"},
     )
-    loss_scale: float | None = option(None, "constant loss scale [fp16: dynamic]", megatron="--loss-scale")
-    initial_loss_scale: float = option(2.0**32, "first dynamic loss scale", megatron="--initial-loss-scale")
-    min_loss_scale: float = option(1.0, "smallest dynamic loss scale", megatron="--min-loss-scale")
-    loss_scale_window: int = option(
-        1000, "clean steps before the scale doubles", megatron="--loss-scale-window", unit="steps"
+    loss_scale: float | None = option(
+        None, "constant loss scale [fp16: dynamic]", megatron="--loss-scale", within=POSITIVE
     )
-    hysteresis: int = option(2, "overflows tolerated before the scale halves", megatron="--hysteresis")
+    initial_loss_scale: float = option(
+        2.0**32, "first dynamic loss scale", megatron="--initial-loss-scale", within=POSITIVE
+    )
+    min_loss_scale: float = option(
+        1.0, "smallest dynamic loss scale", megatron="--min-loss-scale", within=POSITIVE
+    )
+    loss_scale_window: int = option(
+        1000,
+        "clean steps before the scale doubles",
+        megatron="--loss-scale-window",
+        unit="steps",
+        within=COUNT,
+    )
+    hysteresis: int = option(
+        2, "overflows tolerated before the scale halves", megatron="--hysteresis", within=COUNT
+    )
     residual_fp32: bool = option(
         False, "keep the residual stream in fp32", megatron={"--fp32-residual-connection": True}
     )
@@ -135,9 +180,13 @@ class ParallelConfig:
 
     title: ClassVar[str] = "Parallelism"
 
-    tp: int = option(1, "tensor-parallel ranks", megatron="--tensor-model-parallel-size", common=True)
-    pp: int = option(1, "pipeline stages", megatron="--pipeline-model-parallel-size", common=True)
-    cp: int = option(1, "context-parallel ranks", megatron="--context-parallel-size")
+    tp: int = option(
+        1, "tensor-parallel ranks", megatron="--tensor-model-parallel-size", common=True, within=COUNT
+    )
+    pp: int = option(
+        1, "pipeline stages", megatron="--pipeline-model-parallel-size", common=True, within=COUNT
+    )
+    cp: int = option(1, "context-parallel ranks", megatron="--context-parallel-size", within=COUNT)
     sequence_parallel: bool = option(
         False,
         "split norms, dropout and residuals over the tensor ranks",
@@ -147,17 +196,23 @@ class ParallelConfig:
     schedule: Literal["1f1b", "gpipe", "interleaved", "zb-h1"] | None = option(
         None, "pipeline schedule [1f1b; interleaved with several chunks]"
     )
-    chunks: int = option(1, "model chunks per pipeline rank (interleaving)")
+    chunks: int = option(1, "model chunks per pipeline rank (interleaving)", within=COUNT)
     layers_per_chunk: int | None = option(
-        None, "blocks of one chunk, instead of --chunks", megatron="--num-layers-per-virtual-pipeline-stage"
+        None,
+        "blocks of one chunk, instead of --chunks",
+        megatron="--num-layers-per-virtual-pipeline-stage",
+        within=COUNT,
     )
-    stage_layers: tuple[int, ...] = option((), "blocks of each stage, where they are not equal")
+    stage_layers: tuple[int, ...] = option((), "blocks of each stage, where they are not equal", within=COUNT)
     zero: int = option(
         0,
         "share optimizer state (1), gradients (2), parameters (3) over dp",
         megatron={"--use-distributed-optimizer": 1, "--zero-stage": VALUE},
+        within=ZERO_STAGE,
     )
-    bucket_size: int = option(40_000_000, "least elements of a gradient bucket", unit="elements")
+    bucket_size: int = option(
+        40_000_000, "least elements of a gradient bucket", unit="elements", within=COUNT
+    )
     overlap_grad_reduce: bool = option(
         True, "reduce gradients while the backward pass runs", megatron={"--overlap-grad-reduce": True}
     )
@@ -174,24 +229,26 @@ class BatchConfig:
         "tokens of one sample",
         megatron={"--seq-length": VALUE, "--encoder-seq-length": VALUE},
         common=True,
+        within=COUNT,
     )
     micro_batch: int | None = option(
-        None, "samples of one forward pass per rank", megatron="--micro-batch-size", common=True
+        None, "samples of one forward pass per rank", megatron="--micro-batch-size", common=True, within=COUNT
     )
     global_batch: int | None = option(
         None,
         "samples of one step over all ranks [micro-batch x dp]",
         megatron="--global-batch-size",
         common=True,
+        within=COUNT,
     )
     rampup: tuple[int, ...] = option(
-        (), "start, increment and samples of the batch ramp-up", megatron="--rampup-batch-size"
+        (), "start, increment and samples of the batch ramp-up", megatron="--rampup-batch-size", within=COUNT
     )
     steps: int | None = option(
-        None, "optimizer steps to train", megatron="--train-iters", common=True, unit="steps"
+        None, "optimizer steps to train", megatron="--train-iters", common=True, unit="steps", within=COUNT
     )
     samples: int | None = option(
-        None, "samples to train, instead of steps", megatron="--train-samples", unit="samples"
+        None, "samples to train, instead of steps", megatron="--train-samples", unit="samples", within=COUNT
     )
     loss_normalizer: Literal["global", "microbatch"] = option(
         "global", "divide the loss by the global batch's weight, or by each microbatch's as Megatron does"
@@ -205,13 +262,17 @@ class OptimizerConfig:
     title: ClassVar[str] = "Optimizer"
 
     optimizer: Literal["adam", "sgd"] = option("adam", "update rule; adam is AdamW", megatron="--optimizer")
-    lr: float | None = option(None, "peak learning rate", megatron="--lr", common=True)
-    adam_beta1: float = option(0.9, "decay of the first moment", megatron="--adam-beta1")
-    adam_beta2: float = option(0.999, "decay of the second moment", megatron="--adam-beta2")
-    adam_eps: float = option(1e-8, "epsilon of the denominator", megatron="--adam-eps")
-    sgd_momentum: float = option(0.9, "momentum of sgd", megatron="--sgd-momentum")
-    weight_decay: float = option(0.01, "decoupled weight decay", megatron="--weight-decay")
-    clip_grad: float = option(1.0, "clip the global gradient norm to this; 0 is off", megatron="--clip-grad")
+    lr: float | None = option(None, "peak learning rate", megatron="--lr", common=True, within=NOT_NEGATIVE)
+    adam_beta1: float = option(0.9, "decay of the first moment", megatron="--adam-beta1", within=BELOW_ONE)
+    adam_beta2: float = option(0.999, "decay of the second moment", megatron="--adam-beta2", within=BELOW_ONE)
+    adam_eps: float = option(1e-8, "epsilon of the denominator", megatron="--adam-eps", within=POSITIVE)
+    sgd_momentum: float = option(0.9, "momentum of sgd", megatron="--sgd-momentum", within=BELOW_ONE)
+    weight_decay: float = option(
+        0.01, "decoupled weight decay", megatron="--weight-decay", within=NOT_NEGATIVE
+    )
+    clip_grad: float = option(
+        1.0, "clip the global gradient norm to this; 0 is off", megatron="--clip-grad", within=NOT_NEGATIVE
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,28 +284,38 @@ class ScheduleConfig:
     lr_decay: Literal["constant", "linear", "cosine", "inverse-square-root"] = option(
         "linear", "shape of the decay", megatron="--lr-decay-style"
     )
-    min_lr: float = option(0.0, "learning rate at the end", megatron="--min-lr")
+    min_lr: float = option(0.0, "learning rate at the end", megatron="--min-lr", within=NOT_NEGATIVE)
     lr_decay_steps: int | None = option(
-        None, "steps of the decay [all]", megatron="--lr-decay-iters", unit="steps"
+        None, "steps of the decay [all]", megatron="--lr-decay-iters", unit="steps", within=COUNT
     )
     lr_decay_samples: int | None = option(
-        None, "samples of the decay [all]", megatron="--lr-decay-samples", unit="samples"
+        None, "samples of the decay [all]", megatron="--lr-decay-samples", unit="samples", within=COUNT
     )
     lr_warmup_steps: int = option(
-        0, "steps of the warm-up", megatron="--lr-warmup-iters", common=True, unit="steps"
+        0,
+        "steps of the warm-up",
+        megatron="--lr-warmup-iters",
+        common=True,
+        unit="steps",
+        within=NOT_NEGATIVE,
     )
     lr_warmup_samples: int = option(
-        0, "samples of the warm-up", megatron="--lr-warmup-samples", unit="samples"
+        0, "samples of the warm-up", megatron="--lr-warmup-samples", unit="samples", within=NOT_NEGATIVE
     )
     lr_warmup_fraction: float | None = option(
-        None, "warm-up as a share of the decay", megatron="--lr-warmup-fraction"
+        None, "warm-up as a share of the decay", megatron="--lr-warmup-fraction", within=BELOW_ONE
     )
-    lr_warmup_init: float = option(0.0, "learning rate of the first step", megatron="--lr-warmup-init")
+    lr_warmup_init: float = option(
+        0.0, "learning rate of the first step", megatron="--lr-warmup-init", within=NOT_NEGATIVE
+    )
     start_weight_decay: float | None = option(
-        None, "weight decay at the start, where it changes", megatron="--start-weight-decay"
+        None,
+        "weight decay at the start, where it changes",
+        megatron="--start-weight-decay",
+        within=NOT_NEGATIVE,
     )
     end_weight_decay: float | None = option(
-        None, "weight decay at the end, where it changes", megatron="--end-weight-decay"
+        None, "weight decay at the end, where it changes", megatron="--end-weight-decay", within=NOT_NEGATIVE
     )
     weight_decay_style: Literal["constant", "linear", "cosine"] = option(
         "constant", "how weight decay changes", megatron="--weight-decay-incr-style"
@@ -266,7 +337,10 @@ class MemoryConfig:
         None, "how full recompute chooses its blocks", megatron="--recompute-method"
     )
     recompute_layers: int | None = option(
-        None, "blocks per group (uniform) or per stage (block)", megatron="--recompute-num-layers"
+        None,
+        "blocks per group (uniform) or per stage (block)",
+        megatron="--recompute-num-layers",
+        within=COUNT,
     )
     distribute_saved: bool = option(
         False,
@@ -305,7 +379,7 @@ class DataConfig:
     eod_mask_loss: bool = option(
         False, "no loss where the input is an end of document", megatron={"--eod-mask-loss": True}
     )
-    data_workers: int = option(2, "threads that read ahead", megatron="--num-workers")
+    data_workers: int = option(2, "threads that read ahead", megatron="--num-workers", within=NOT_NEGATIVE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -330,8 +404,12 @@ class TokenizerConfig:
     )
     vocab_file: str | None = option(None, "vocabulary file", megatron="--vocab-file", common=True)
     merge_file: str | None = option(None, "BPE merges file", megatron="--merge-file", common=True)
-    vocab_size: int | None = option(None, "vocabulary of the NullTokenizer", megatron="--vocab-size")
-    vocab_extra_ids: int = option(0, "sentinel tokens to add", megatron="--vocab-extra-ids")
+    vocab_size: int | None = option(
+        None, "vocabulary of the NullTokenizer", megatron="--vocab-size", within=COUNT
+    )
+    vocab_extra_ids: int = option(
+        0, "sentinel tokens to add", megatron="--vocab-extra-ids", within=NOT_NEGATIVE
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -341,10 +419,10 @@ class EvaluationConfig:
     title: ClassVar[str] = "Evaluation"
 
     eval_interval: int = option(
-        1000, "validate every so many steps", megatron="--eval-interval", unit="steps"
+        1000, "validate every so many steps", megatron="--eval-interval", unit="steps", within=COUNT
     )
     eval_iters: int = option(
-        100, "batches of one validation; 0 is none", megatron="--eval-iters", common=True
+        100, "batches of one validation; 0 is none", megatron="--eval-iters", common=True, within=NOT_NEGATIVE
     )
     skip_train: bool = option(False, "only evaluate", megatron={"--skip-train": True})
 
@@ -358,7 +436,7 @@ class CheckpointConfig:
     save: str | None = option(None, "directory to save to", megatron="--save", common=True)
     load: str | None = option(None, "directory to load from", megatron="--load", common=True)
     save_interval: int | None = option(
-        None, "save every so many steps", megatron="--save-interval", common=True, unit="steps"
+        None, "save every so many steps", megatron="--save-interval", common=True, unit="steps", within=COUNT
     )
     resume: str | None = option(
         None, "auto: the newest checkpoint under --save that verifies; or a step directory", common=True
@@ -366,8 +444,10 @@ class CheckpointConfig:
     finetune: bool = option(False, "load weights only and start at step 0", megatron={"--finetune": True})
     load_optim: bool = option(True, "load the optimizer's state", megatron={"--no-load-optim": False})
     save_optim: bool = option(True, "save the optimizer's state", megatron={"--no-save-optim": False})
-    keep_last: int | None = option(None, "keep only the newest checkpoints")
-    keep_every: int | None = option(None, "keep every checkpoint of this many steps besides", unit="steps")
+    keep_last: int | None = option(None, "keep only the newest checkpoints", within=COUNT)
+    keep_every: int | None = option(
+        None, "keep every checkpoint of this many steps besides", unit="steps", within=COUNT
+    )
     require_load: bool = option(
         False, "stop if --load holds no checkpoint", megatron={"--exit-on-missing-checkpoint": True}
     )
@@ -388,12 +468,16 @@ class LogConfig:
     title: ClassVar[str] = "Logging"
 
     log_interval: int = option(
-        100, "log every so many steps", megatron="--log-interval", common=True, unit="steps"
+        100, "log every so many steps", megatron="--log-interval", common=True, unit="steps", within=COUNT
     )
     metrics: str | None = option(None, "JSON-lines file of metrics [metrics.jsonl under --save]")
     tensorboard_dir: str | None = option(None, "TensorBoard directory", megatron="--tensorboard-dir")
     tensorboard_interval: int = option(
-        1, "write to TensorBoard every so many steps", megatron="--tensorboard-log-interval", unit="steps"
+        1,
+        "write to TensorBoard every so many steps",
+        megatron="--tensorboard-log-interval",
+        unit="steps",
+        within=COUNT,
     )
     log_params_norm: bool = option(False, "log the parameters' norm", megatron={"--log-params-norm": True})
     log_zeros: bool = option(
@@ -408,16 +492,24 @@ class RuntimeConfig:
 
     title: ClassVar[str] = "Run"
 
-    nproc: int | None = option(None, "start this many local ranks", common=True)
+    nproc: int | None = option(None, "start this many local ranks", common=True, within=COUNT)
     device: Literal["auto", "cpu", "cuda"] = option("auto", "where tensors live", common=True)
     backend: Literal["auto", "gloo", "nccl"] = option(
         "auto", "how ranks talk", megatron="--distributed-backend"
     )
     timeout_minutes: int = option(
-        10, "give up on a silent rank after this", megatron="--distributed-timeout-minutes", unit="minutes"
+        10,
+        "give up on a silent rank after this",
+        megatron="--distributed-timeout-minutes",
+        unit="minutes",
+        within=COUNT,
     )
     seed: int = option(
-        1234, "seed of initial weights, dropout and data order", megatron="--seed", common=True
+        1234,
+        "seed of initial weights, dropout and data order",
+        megatron="--seed",
+        common=True,
+        within=NOT_NEGATIVE,
     )
     deterministic: bool = option(
         False, "bitwise the same on every run", megatron={"--deterministic-mode": True}
@@ -426,11 +518,11 @@ class RuntimeConfig:
     dry_run: bool = option(
         False, "check everything, build every stage without memory, train nothing", common=True
     )
-    world: int | None = option(None, "world size to check in a dry run", unit="ranks")
+    world: int | None = option(None, "world size to check in a dry run", unit="ranks", within=COUNT)
     exit_interval: int | None = option(
-        None, "stop at a multiple of this many steps", megatron="--exit-interval", unit="steps"
+        None, "stop at a multiple of this many steps", megatron="--exit-interval", unit="steps", within=COUNT
     )
     exit_minutes: int | None = option(
-        None, "stop after this long", megatron="--exit-duration-in-mins", unit="minutes"
+        None, "stop after this long", megatron="--exit-duration-in-mins", unit="minutes", within=COUNT
     )
     exit_on_signal: bool = option(True, "save and stop on SIGTERM", megatron={"--exit-signal-handler": True})

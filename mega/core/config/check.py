@@ -1,0 +1,302 @@
+"""Every rule of a run, judged at once and before any process starts.
+
+`check` raises one ValueError with a line for each problem: the flag as a user types it, its value, the
+rule, and the valid values. A rule stands here once, in a small generator of such lines; what is derived
+comes from config/resolve.py, files are judged in config/check_files.py, and what is not built yet is
+listed in config/not_yet.py. No torch: what only the device knows is checked where the device is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mega.core.config.check_files import files
+from mega.core.config.not_yet import NOT_YET
+from mega.core.config.resolve import batch_sizes, data_parallel, lengths, microbatches, resolve
+from mega.core.config.run import RunConfig, entries, flag_of, value_of
+
+Problems = Iterator[str]
+
+
+def check(run: RunConfig, world: int) -> None:
+    """Raises ValueError with one line per problem of `run` on `world` ranks; returns where there is none.
+
+    Takes a run as typed or as resolved.
+
+    >>> from mega.core.config.compose import compose
+    >>> typed = {"steps": 1, "lr": 1e-3, "mock_data": True, "vocab": 100, "micro_batch": 1, "tp": 3}
+    >>> check(compose("tiny-gpt", flags=typed), world=3)
+    Traceback (most recent call last):
+    ...
+    ValueError: --heads 4: must be divisible by --tp 3; valid --tp: 1, 2, 4
+    --ffn 256: must be divisible by --tp 3; valid --tp: 1, 2, 4, 8, 16, 32, 64, 128, 256
+    """
+    unsized = [*_sizes(run), *_ranges(run)]
+    problems = [*unsized, *_missing(run), *_pairs(run), *files(run)]
+    if not unsized:
+        resolved = resolve(run, world)
+        for rule in (_heads, _positions, _stages, _tensor, _times, _not_yet):
+            problems += rule(resolved)
+        problems += _world(resolved, world) if world % _cells(run) else _batch(resolved, world)
+    if problems:
+        raise ValueError("\n".join(dict.fromkeys(problems)))
+
+
+def _line(run: RunConfig, name: str, rule: str) -> str:
+    """`--flag value: rule`."""
+    value = value_of(run, name)
+    shown = " ".join(map(str, value)) if isinstance(value, tuple) else value
+    if isinstance(value, bool):
+        return f"{flag_of(name)}: {rule}"
+    return f"{flag_of(name)} {shown}: {rule}"
+
+
+def _divisors(number: int) -> str:
+    """Divisors as a message lists them: "1, 2, 4"."""
+    return ", ".join(str(part) for part in range(1, number + 1) if number % part == 0)
+
+
+# What is typed: present, in range, and not at odds with another flag ----------------------------------------
+
+
+def _ranges(run: RunConfig) -> Problems:
+    for name, entry in entries().items():
+        within, value = entry.option.within, value_of(run, name)
+        if within is None or value is None:
+            continue
+        if not all(within.holds(number) for number in (value if entry.many else (value,))):
+            yield _line(run, name, f"must be {within.rule}")
+
+
+def _sizes(run: RunConfig) -> Problems:
+    for name in ("layers", "hidden", "heads", "seq_length", "micro_batch"):
+        if value_of(run, name) is None:
+            preset = "" if name == "micro_batch" else ", or a preset with --model"
+            yield f"{flag_of(name)} is missing: give a number of at least 1{preset}"
+
+
+def _missing(run: RunConfig) -> Problems:
+    trains = not run.runtime.dry_run and not run.evaluation.skip_train
+    if trains and run.batch.steps is None and run.batch.samples is None:
+        yield "--steps is missing: give the steps to train, or --samples"
+    if trains and run.optimizer.lr is None:
+        yield "--lr is missing: give the peak learning rate, such as 1e-4"
+    if run.checkpoint.save is not None and run.checkpoint.save_interval is None:
+        yield _line(run, "save", "needs --save-interval, a number of steps")
+
+
+def _pairs(run: RunConfig) -> Problems:
+    """Flags that exclude or need one another."""
+    yield from _steps_or_samples(run)
+    yield from _recompute(run)
+    yield from _run_and_checkpoint(run)
+    schedule, decay = run.schedule, run.optimizer.weight_decay
+    ends = (schedule.start_weight_decay, schedule.end_weight_decay)
+    if schedule.weight_decay_style == "constant" and any(end not in (None, decay) for end in ends):
+        yield _line(
+            run,
+            "weight_decay_style",
+            "excludes --start-weight-decay and --end-weight-decay; valid: linear, cosine",
+        )
+    if schedule.weight_decay_style != "constant" and None in ends:
+        yield _line(run, "weight_decay_style", "needs both --start-weight-decay and --end-weight-decay")
+    if run.optimizer.lr is not None and run.schedule.min_lr > run.optimizer.lr:
+        yield _line(run, "min_lr", f"must be at most --lr {run.optimizer.lr}")
+    if run.precision.residual_fp32 and run.precision.dtype not in ("bf16", "fp16"):
+        yield _line(run, "residual_fp32", f"needs --dtype bf16 or fp16, not {run.precision.dtype}")
+    if run.runtime.backend == "nccl" and run.runtime.device == "cpu":
+        yield _line(run, "backend", "needs --device cuda; valid with --device cpu: auto, gloo")
+
+
+def _steps_or_samples(run: RunConfig) -> Problems:
+    by_steps = [name for name in ("steps", "lr_decay_steps", "lr_warmup_steps") if value_of(run, name)]
+    by_samples = [
+        name for name in ("samples", "lr_decay_samples", "lr_warmup_samples") if value_of(run, name)
+    ]
+    if by_steps and by_samples:
+        yield _line(
+            run, by_samples[0], f"excludes {flag_of(by_steps[0])}; count the whole run in steps or in samples"
+        )
+    if run.schedule.lr_warmup_fraction is not None:
+        for name in ("lr_warmup_steps", "lr_warmup_samples"):
+            if value_of(run, name):
+                yield _line(run, name, "excludes --lr-warmup-fraction; give one of them")
+    if run.batch.rampup and by_steps:
+        yield _line(run, "rampup", f"needs --samples and excludes {flag_of(by_steps[0])}")
+
+
+def _recompute(run: RunConfig) -> Problems:
+    memory = run.memory
+    if memory.recompute == "full" and memory.recompute_method is None:
+        yield "--recompute full: needs --recompute-method; valid: uniform, block"
+    if memory.recompute == "full" and memory.recompute_layers is None:
+        yield "--recompute full: needs --recompute-layers, a number of blocks"
+    if memory.recompute != "full" and memory.recompute_method is not None:
+        yield _line(run, "recompute_method", f"needs --recompute full, not {memory.recompute}")
+    if memory.distribute_saved:
+        if memory.recompute != "full" or run.parallel.tp == 1:
+            yield _line(run, "distribute_saved", "needs --recompute full and --tp of at least 2")
+        if run.parallel.sequence_parallel:
+            yield _line(run, "distribute_saved", "excludes --sequence-parallel, which cuts them already")
+
+
+def _run_and_checkpoint(run: RunConfig) -> Problems:
+    checkpoint, runtime = run.checkpoint, run.runtime
+    if checkpoint.resume == "auto" and checkpoint.save is None:
+        yield "--resume auto: needs --save, under which it looks for checkpoints"
+    for name in ("finetune", "require_load", "use_checkpoint_config"):
+        if value_of(run, name) and checkpoint.load is None:
+            yield _line(run, name, "needs --load")
+    if checkpoint.finetune and checkpoint.resume is not None:
+        yield _line(run, "resume", "excludes --finetune, which starts at step 0")
+    for name in ("keep_last", "keep_every"):
+        if value_of(run, name) is not None and checkpoint.save is None:
+            yield _line(run, name, "needs --save")
+    if runtime.world is not None and not runtime.dry_run:
+        yield _line(run, "world", "needs --dry-run; a real run is started by --nproc, torchrun or srun")
+
+
+# What is derived: every size must divide -------------------------------------------------------------------
+
+
+def _heads(run: RunConfig) -> Problems:
+    model = run.model
+    assert model.hidden and model.heads and model.kv_heads and model.head_dim is not None
+    # Where head_dim was derived by rounding down, the heads do not fill the hidden width.
+    if model.hidden % model.heads and model.head_dim == model.hidden // model.heads:
+        yield _line(
+            run,
+            "hidden",
+            f"must be divisible by --heads {model.heads}; valid --heads: {_divisors(model.hidden)}",
+        )
+    if model.heads % model.kv_heads:
+        yield _line(
+            run, "kv_heads", f"must divide --heads {model.heads}; valid --kv-heads: {_divisors(model.heads)}"
+        )
+    if model.position == "rope" and (rotating := int(model.head_dim * model.rope_fraction)) % 2:
+        yield _line(
+            run,
+            "head_dim",
+            f"{rotating} rotating dimensions must be even; choose --head-dim or --rope-fraction so",
+        )
+
+
+def _positions(run: RunConfig) -> Problems:
+    model, seq_length = run.model, run.batch.seq_length
+    assert model.positions and seq_length
+    if model.positions < seq_length:
+        yield _line(run, "positions", f"must be at least --seq-length {seq_length}")
+    if model.norm == "rmsnorm" and model.norm_offset:
+        yield _line(run, "norm_offset", "needs --norm layernorm")
+
+
+def _stages(run: RunConfig) -> Problems:
+    parallel, layers = run.parallel, run.model.layers
+    assert layers
+    if parallel.stage_layers:
+        if len(parallel.stage_layers) != parallel.pp or sum(parallel.stage_layers) != layers:
+            yield _line(
+                run, "stage_layers", f"must be --pp {parallel.pp} numbers whose sum is --layers {layers}"
+            )
+    elif layers % parallel.pp:
+        yield _line(
+            run, "layers", f"must be divisible by --pp {parallel.pp}; valid --pp: {_divisors(layers)}"
+        )
+    else:
+        per_stage = layers // parallel.pp
+        name = "layers_per_chunk" if parallel.layers_per_chunk else "chunks"
+        if per_stage % (value_of(run, name) or 1):
+            valid = f"valid {flag_of(name)}: {_divisors(per_stage)}"
+            yield _line(run, name, f"must divide the {per_stage} layers of a stage; {valid}")
+    if parallel.chunks > 1 and (parallel.schedule != "interleaved" or parallel.pp == 1):
+        yield _line(run, "chunks", "needs --schedule interleaved and --pp of at least 2")
+
+
+def _tensor(run: RunConfig) -> Problems:
+    """Everything that tensor and context ranks share must divide."""
+    tp, cp, seq_length = run.parallel.tp, run.parallel.cp, run.batch.seq_length
+    assert seq_length
+    for name in ("heads", "kv_heads", "ffn"):
+        size = value_of(run, name)
+        # Where --kv-heads is simply --heads, one line says it.
+        if size % tp and not (name == "kv_heads" and size == run.model.heads):
+            yield _line(run, name, f"must be divisible by --tp {tp}; valid --tp: {_divisors(size)}")
+    if run.parallel.sequence_parallel and seq_length % tp:
+        yield _line(run, "seq_length", f"must be divisible by --tp {tp} under --sequence-parallel")
+    if cp > 1 and seq_length % (2 * cp):
+        yield _line(run, "seq_length", f"must be divisible by {2 * cp}, twice --cp {cp}")
+
+
+def _cells(run: RunConfig) -> int:
+    """Ranks of one model replica."""
+    return run.parallel.tp * run.parallel.pp * run.parallel.cp
+
+
+def _world(run: RunConfig, world: int) -> Problems:
+    cells, parallel = _cells(run), run.parallel
+    named = f"--tp {parallel.tp} x --pp {parallel.pp}" + (f" x --cp {parallel.cp}" if parallel.cp > 1 else "")
+    yield (
+        f"{named}: {world} rank{'s' * (world != 1)} given, but a model takes {cells}; "
+        f"valid --nproc (or torchrun --nproc-per-node): multiples of {cells}"
+    )
+
+
+def _batch(run: RunConfig, world: int) -> Problems:
+    batch, dp = run.batch, data_parallel(run, world)
+    assert batch.micro_batch and batch.global_batch
+    if batch.rampup:
+        problem = _rampup(run)
+        if problem:
+            yield _line(run, "rampup", problem)
+            return
+    unit = batch.micro_batch * dp
+    for size in batch_sizes(batch):
+        if size % unit:
+            rule = f"be a multiple of {unit}, --micro-batch {batch.micro_batch} x {dp} data-parallel ranks"
+            if size == batch.global_batch:
+                yield _line(run, "global_batch", f"must {rule}; valid: {unit}, {2 * unit}, {3 * unit}, ...")
+            else:
+                yield _line(run, "rampup", f"passes through a batch of {size}, which must {rule}")
+            return
+    count, pp = microbatches(run, world), run.parallel.pp
+    if run.parallel.schedule == "interleaved" and count % pp:
+        yield _line(run, "global_batch", f"makes {count} microbatches, which must be a multiple of --pp {pp}")
+
+
+def _rampup(run: RunConfig) -> str | None:
+    batch = run.batch
+    assert batch.global_batch
+    if len(batch.rampup) != 3:
+        return "must be three numbers: start, increment, samples"
+    start, increment, _ = batch.rampup
+    if start > batch.global_batch or (batch.global_batch - start) % increment:
+        return (
+            f"must reach --global-batch {batch.global_batch} from {start} in whole increments of {increment}"
+        )
+    return None
+
+
+def _times(run: RunConfig) -> Problems:
+    """The warm-up must end before the decay does."""
+    if (run.batch.steps is None and run.batch.samples is None) or len(run.batch.rampup) not in (0, 3):
+        return
+    if run.batch.global_batch is None or run.schedule.lr_decay == "constant":
+        return
+    length = lengths(run)
+    if length.warmup_samples < length.decay_samples:
+        return
+    name = "lr_warmup_samples" if run.schedule.lr_warmup_samples else "lr_warmup_steps"
+    limit = (
+        length.decay_samples
+        if name == "lr_warmup_samples"
+        else length.decay_samples // run.batch.global_batch
+    )
+    yield _line(
+        run, name, f"must be less than the {limit} of the decay; see --{name.replace('warmup_', 'decay_')}"
+    )
+
+
+def _not_yet(run: RunConfig) -> Problems:
+    for name, (asked, reason) in NOT_YET.items():
+        if asked(run):
+            yield f"{name}: {reason}"

@@ -1,0 +1,120 @@
+"""The rules about a run's files: data, tokenizer, directories. Looks whether they exist, never inside.
+
+What is inside a `.bin`, an `.idx` or a tokenizer is the business of the rooms that read them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+from mega.core.config.run import RunConfig, flag_of, value_of
+from mega.core.config.sections import TokenizerConfig
+
+Problems = Iterator[str]
+
+NEEDS: dict[str, tuple[str, ...]] = {
+    "GPT2BPETokenizer": ("vocab_file", "merge_file"),
+    "SentencePieceTokenizer": ("tokenizer_model",),
+    "GPTSentencePieceTokenizer": ("tokenizer_model",),
+    "Llama2Tokenizer": ("tokenizer_model",),
+    "HuggingFaceTokenizer": ("tokenizer_model",),
+    "NullTokenizer": ("vocab_size",),
+}
+"""Kind of tokenizer -> the options without which it cannot be made."""
+
+
+def files(run: RunConfig) -> Problems:
+    """One line for each file or directory that is missing or in the way."""
+    yield from _data(run)
+    yield from _split(run)
+    yield from _tokenizer(run)
+    yield from _directories(run)
+
+
+def _data(run: RunConfig) -> Problems:
+    data = run.data
+    given = [
+        name
+        for name in ("data_path", "train_data", "valid_data", "test_data", "mock_data")
+        if value_of(run, name)
+    ]
+    if not given and not run.runtime.dry_run:
+        yield "--data-path is missing: give the prefix of a .bin/.idx pair, or --mock-data"
+    for alone in ("data_path", "mock_data"):
+        if alone in given and len(given) > 1:
+            other = next(name for name in given if name != alone)
+            yield f"{flag_of(alone)}: excludes {flag_of(other)}; give one of them"
+    if data.valid_data + data.test_data and not data.train_data and not run.evaluation.skip_train:
+        yield "--train-data is missing: it is needed beside --valid-data and --test-data"
+    for name in ("data_path", "train_data", "valid_data", "test_data"):
+        yield from _prefixes(flag_of(name), value_of(run, name))
+
+
+def _prefixes(flag: str, words: tuple[str, ...]) -> Problems:
+    """`words` are one prefix, or weights and prefixes in turn."""
+    if len(words) > 1:
+        if len(words) % 2:
+            yield f"{flag} {' '.join(words)}: must be one prefix, or pairs of weight and prefix"
+            return
+        for weight in words[::2]:
+            if not _is_weight(weight):
+                yield f"{flag} {weight}: must be a weight greater than 0, as in 0.3 first 0.7 second"
+                return
+    for prefix in words[1::2] if len(words) > 1 else words:
+        for suffix in (".bin", ".idx"):
+            if not os.path.isfile(prefix + suffix):
+                yield f"{flag} {prefix}: there is no file {prefix}{suffix}; `mega preprocess` writes both"
+
+
+def _is_weight(word: str) -> bool:
+    try:
+        return 0 < float(word) < float("inf")
+    except ValueError:
+        return False
+
+
+def _split(run: RunConfig) -> Problems:
+    text = run.data.split
+    try:
+        shares = [float(part) for part in text.replace("/", ",").split(",")]
+    except ValueError:
+        shares = []
+    if not 1 <= len(shares) <= 3 or not all(0 <= share < float("inf") for share in shares) or not sum(shares):
+        yield f"--split {text}: must be up to three shares of at least 0, as in 969,30,1"
+    elif run.data.data_path and shares[0] == 0 and not run.evaluation.skip_train:
+        yield f"--split {text}: leaves nothing to train on; the first share must be greater than 0"
+
+
+def _tokenizer(run: RunConfig) -> Problems:
+    tokenizer = run.tokenizer
+    for name in ("tokenizer_model", "vocab_file", "merge_file"):
+        path = value_of(run, name)
+        if path is not None and not os.path.isfile(path):
+            yield f"{flag_of(name)} {path}: there is no such file"
+    if tokenizer.tokenizer is not None:
+        for name in NEEDS[tokenizer.tokenizer]:
+            if value_of(run, name) is None:
+                yield f"--tokenizer {tokenizer.tokenizer}: needs {flag_of(name)}"
+    elif run.model.vocab is None and not _any_file(tokenizer):
+        yield "--vocab is missing: give it, or --vocab-file and --merge-file, or --tokenizer-model"
+    if tokenizer.tokenizer is None and not _any_file(tokenizer):
+        for name in ("reset_positions", "reset_attention", "eod_mask_loss"):
+            if value_of(run, name):
+                yield f"{flag_of(name)}: needs a tokenizer, which knows the end of a document"
+
+
+def _any_file(tokenizer: TokenizerConfig) -> bool:
+    return any((tokenizer.tokenizer_model, tokenizer.vocab_file, tokenizer.merge_file))
+
+
+def _directories(run: RunConfig) -> Problems:
+    for name in ("save", "data_cache", "tensorboard_dir"):
+        path = value_of(run, name)
+        if path is not None and os.path.exists(path) and not os.path.isdir(path):
+            yield f"{flag_of(name)} {path}: is a file; must be a directory"
+    load, resume = run.checkpoint.load, run.checkpoint.resume
+    if load is not None and run.checkpoint.require_load and not os.path.isdir(load):
+        yield f"--load {load}: there is no such directory, and --require-load is given"
+    if resume not in (None, "auto") and not os.path.isdir(str(resume)):
+        yield f"--resume {resume}: there is no such directory; valid --resume: auto, or a step directory"

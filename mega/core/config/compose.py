@@ -1,0 +1,39 @@
+"""One run out of its layers: defaults < family < preset < TOML file < flags."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from mega.core.config.presets import FAMILIES, PRESETS
+from mega.core.config.run import RunConfig, updated
+
+
+def compose(
+    preset: str | None = None, file: Mapping[str, Any] | None = None, flags: Mapping[str, Any] | None = None
+) -> RunConfig:
+    """The run that `preset`, the values of a TOML `file` and those of typed `flags` make together.
+
+    >>> run = compose("llama2-7b", file={"lr": 1e-4, "tp": 2}, flags={"tp": 4})
+    >>> run.model.norm, run.model.ffn, run.optimizer.lr, run.parallel.tp
+    ('rmsnorm', 11008, 0.0001, 4)
+    """
+    if preset is not None and preset not in PRESETS:
+        raise ValueError(
+            f"--model {preset}: is no preset{nearest(preset, PRESETS)}; valid --model: {', '.join(PRESETS)}"
+        )
+    row = PRESETS[preset] if preset is not None else {}
+    values = {**row, **(file or {}), **(flags or {})}
+    family = values.get("family", "gpt")
+    return updated(RunConfig(), {**FAMILIES[family], **values})
+
+
+def nearest(word: str, valid: Iterable[str]) -> str:
+    """` (nearest: ...)` for messages about an unknown `word`, or nothing where no valid word is near.
+
+    >>> nearest("lama2-7b", ["llama2-7b", "gpt3-175b"])
+    ' (nearest: llama2-7b)'
+    """
+    close = difflib.get_close_matches(word, list(valid), n=1, cutoff=0.6)
+    return f" (nearest: {close[0]})" if close else ""

@@ -1,0 +1,80 @@
+"""Families and presets: rows of values, nothing else.
+
+A family is what a training script's name used to say; a preset is a published model. Both are plain
+mappings of option names to values and stand above Megatron-LM's defaults and below the TOML file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+Values = Mapping[str, Any]
+
+FAMILIES: Mapping[str, Values] = {
+    "gpt": {},
+    # Touvron et al. 2023, arXiv 2307.09288
+    "llama": {
+        "position": "rope",
+        "norm": "rmsnorm",
+        "activation": "swiglu",
+        "bias": False,
+        "tied": False,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+    },
+}
+
+
+def _gpt(layers: int, hidden: int, heads: int, seq_length: int, vocab: int | None) -> dict[str, Any]:
+    return {
+        "family": "gpt",
+        "layers": layers,
+        "hidden": hidden,
+        "heads": heads,
+        "seq_length": seq_length,
+        "vocab": vocab,
+    }
+
+
+def _llama(
+    layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, seq_length: int, vocab: int | None
+) -> dict[str, Any]:
+    return {
+        **_gpt(layers, hidden, heads, seq_length, vocab),
+        "family": "llama",
+        "kv_heads": kv_heads,
+        "ffn": ffn,
+    }
+
+
+PRESETS: Mapping[str, Values] = {
+    # For tests and first steps; the vocabulary is the tokenizer's.
+    "tiny-gpt": _gpt(2, 64, 4, 64, None),
+    "tiny-llama": _llama(2, 64, 4, 2, 192, 64, None),
+    # Radford et al. 2019, and the size that Megatron-LM's example scripts train
+    "gpt2-124m": _gpt(12, 768, 12, 1024, 50257),
+    "gpt2-345m": _gpt(24, 1024, 16, 1024, 50257),
+    # Brown et al. 2020, arXiv 2005.14165
+    "gpt3-175b": {**_gpt(96, 12288, 96, 2048, 50257), "init_std": 0.006},
+    # Narayanan et al. 2021, arXiv 2104.04473, table 1
+    "gpt-1.7b": _gpt(24, 2304, 24, 2048, 51200),
+    "gpt-3.6b": _gpt(30, 3072, 32, 2048, 51200),
+    "gpt-7.5b": _gpt(36, 4096, 32, 2048, 51200),
+    "gpt-18b": _gpt(40, 6144, 48, 2048, 51200),
+    "gpt-39b": _gpt(48, 8192, 64, 2048, 51200),
+    "gpt-76b": _gpt(60, 10240, 80, 2048, 51200),
+    "gpt-145b": _gpt(80, 12288, 96, 2048, 51200),
+    "gpt-310b": _gpt(96, 16384, 128, 2048, 51200),
+    # Korthikanti et al. 2022, arXiv 2205.05198, table 3
+    "gpt-22b": _gpt(48, 6144, 64, 2048, 51200),
+    "gpt-175b": _gpt(96, 12288, 96, 2048, 51200),
+    "gpt-530b": _gpt(105, 20480, 128, 2048, 51200),
+    "gpt-1t": _gpt(128, 25600, 160, 2048, 51200),
+    # Touvron et al. 2023, arXiv 2307.09288
+    "llama2-7b": _llama(32, 4096, 32, 32, 11008, 4096, 32000),
+    "llama2-13b": _llama(40, 5120, 40, 40, 13824, 4096, 32000),
+    "llama2-70b": _llama(80, 8192, 64, 8, 28672, 4096, 32000),
+    # Dubey et al. 2024, arXiv 2407.21783
+    "llama3-8b": {**_llama(32, 4096, 32, 8, 14336, 8192, 128256), "rope_base": 500000.0},
+}
