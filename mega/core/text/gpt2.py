@@ -1,0 +1,243 @@
+"""GPT-2's byte-level BPE from vocab.json and merges.txt, on the fastest library that gives the same ids.
+
+`reference` below is the definition, written out. A faster engine is taken only where it gives the same ids
+on the probes of `probes.py`; otherwise the next one serves, down to the definition itself.
+
+Source: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners", section 2.2.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from mega.core.text.probes import PROBES
+from mega.core.text.tokenizer import Encoded, Tokenizer, flatten
+
+END_OF_TEXT = "<|endoftext|>"
+_WORDS = r"""'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
+_CACHED_WORDS = 1 << 18
+
+Encode = Callable[[Sequence[str]], Encoded]
+Merges = Sequence[tuple[str, str]]
+
+
+def byte_letters() -> dict[int, str]:
+    """The letter that stands for each byte: printable bytes for themselves, the other 68 for U+0100 and on.
+
+    >>> letters = byte_letters(); letters[ord("A")], letters[0], letters[32], letters[10]
+    ('A', 'Ā', 'Ġ', 'Ċ')
+    """
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    return {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}
+
+
+class GPT2Tokenizer(Tokenizer):
+    """vocab.json (piece -> id) and merges.txt (a header, then one pair a line, best first)."""
+
+    kind = "GPT2BPETokenizer"
+    bos = None
+    pad = None
+
+    def __init__(self, vocab_file: Path, merge_file: Path) -> None:
+        self._files = {"vocab.json": vocab_file, "merges.txt": merge_file}
+        self._vocab = read_vocab(vocab_file)
+        self.eod = self._vocab.get(END_OF_TEXT)
+
+    @property
+    def vocab_size(self) -> int:
+        return len(self._vocab)
+
+    def encode(self, text: str) -> list[int]:
+        ids: list[int] = self._encode([text]).ids.tolist()
+        return ids
+
+    def encode_batch(self, texts: Sequence[str]) -> Encoded:
+        return self._encode(texts)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        letters = "".join(self._pieces[int(token)] for token in ids)
+        values = self._bytes
+        return b"".join(values.get(c) or c.encode() for c in letters).decode(errors="replace")
+
+    def files(self) -> Mapping[str, Path]:
+        return dict(self._files)
+
+    @cached_property
+    def engine(self) -> str:
+        """Which library serves: "fastokens", "tokenizers" or "python"."""
+        return self._chosen[0]
+
+    @cached_property
+    def _encode(self) -> Encode:
+        return self._chosen[1]
+
+    @cached_property
+    def _chosen(self) -> tuple[str, Encode]:
+        # Merges are read only when something is encoded: training needs the vocabulary's size alone.
+        return choose_engine(self._vocab, read_merges(self._files["merges.txt"]))
+
+    @cached_property
+    def _pieces(self) -> dict[int, str]:
+        return {token: piece for piece, token in self._vocab.items()}
+
+    @cached_property
+    def _bytes(self) -> dict[str, bytes]:
+        return {letter: bytes([byte]) for byte, letter in byte_letters().items()}
+
+
+def read_vocab(path: Path) -> dict[str, int]:
+    """piece -> id of a vocab.json whose ids are 0 .. n - 1, each once; ValueError otherwise."""
+    try:
+        vocab = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"--vocab-file {path}: not JSON ({error})") from None
+    if not isinstance(vocab, dict) or sorted(map(str, vocab.values())) != sorted(map(str, range(len(vocab)))):
+        raise ValueError(
+            f"--vocab-file {path}: must be a JSON object of pieces whose ids are 0 .. n - 1, each once"
+        )
+    return vocab
+
+
+def read_merges(path: Path) -> list[tuple[str, str]]:
+    """The pairs of a merges.txt in order of rank; ValueError where a line is no pair or the file is cut."""
+    try:
+        lines = path.read_bytes().decode().split("\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"--merge-file {path}: not UTF-8 ({error})") from None
+    if not lines[0].startswith("#version") or lines[-1]:
+        raise ValueError(f"--merge-file {path}: must begin with a #version line and end with a newline")
+    pairs = []
+    for number, line in enumerate(lines[1:-1], 2):
+        left, _, right = line.partition(" ")
+        if not left or not right or set(right) & {" ", "\r"}:
+            raise ValueError(
+                f"--merge-file {path}:{number}: {line!r} is not two symbols with one space between"
+            )
+        pairs.append((left, right))
+    return pairs
+
+
+def choose_engine(vocab: Mapping[str, int], merges: Merges) -> tuple[str, Encode]:
+    """The first of fastokens, tokenizers and the definition that gives the definition's ids on the probes."""
+    definition = reference(vocab, merges)
+    if _complete(vocab, merges):
+        expected = definition(PROBES)
+        for name, make in (("fastokens", _fastokens), ("tokenizers", _tokenizers)):
+            try:
+                engine = make(vocab, merges)
+                if all(a.tolist() == b.tolist() for a, b in zip(engine(PROBES), expected, strict=True)):
+                    return name, engine
+                problem = "gives other ids"
+            except Exception as error:  # a compiled library may raise anything: the next engine serves
+                problem = f"{type(error).__name__}: {error}"
+            logging.getLogger("mega").warning("GPT-2 BPE: %s is not used: %s", name, problem)
+    return "python", definition
+
+
+def _complete(vocab: Mapping[str, int], merges: Merges) -> bool:
+    """Whether every byte and every merge has an id. The definition gives id 0 to those that have none."""
+    letters = byte_letters().values()
+    return all(letter in vocab for letter in letters) and all(left + right in vocab for left, right in merges)
+
+
+def reference(vocab: Mapping[str, int], merges: Merges) -> Encode:
+    """The definition: cut at the pattern, spell bytes as letters, join the best pair until none is left."""
+    import regex
+
+    ranks = {pair: rank for rank, pair in enumerate(merges)}
+    letters = byte_letters()
+    words = regex.compile(_WORDS)
+    known: dict[str, list[int]] = {}
+
+    def word_ids(word: str) -> list[int]:
+        found = known.get(word)
+        if found is None:
+            found = [
+                vocab.get(piece, 0) for piece in _merge([letters[byte] for byte in word.encode()], ranks)
+            ]
+            if len(known) >= _CACHED_WORDS:
+                known.clear()
+            known[word] = found
+        return found
+
+    def encode(texts: Sequence[str]) -> Encoded:
+        return flatten(
+            [[token for word in words.findall(text) for token in word_ids(word)] for text in texts]
+        )
+
+    return encode
+
+
+def _merge(pieces: list[str], ranks: Mapping[tuple[str, str], int]) -> list[str]:
+    """Join, again and again, every occurrence (from the left) of the pair with the lowest rank.
+
+    With ranks (h, e) 0, (l, l) 1, (he, ll) 2: h e l l o -> he l l o -> he ll o -> hell o.
+    """
+    while len(pieces) > 1:
+        best = min(pairwise(pieces), key=lambda pair: ranks.get(pair, len(ranks)))
+        if best not in ranks:
+            break
+        pieces = list(_joined(pieces, best))
+    return pieces
+
+
+def _joined(pieces: list[str], pair: tuple[str, str]) -> Iterator[str]:
+    """`pieces` with each occurrence of `pair`, from the left, made one."""
+    i = 0
+    while i < len(pieces):
+        if tuple(pieces[i : i + 2]) == pair:
+            yield pair[0] + pair[1]
+            i += 2
+        else:
+            yield pieces[i]
+            i += 1
+
+
+def _tokenizer_json(vocab: Mapping[str, int], merges: Merges) -> str:
+    """The same vocabulary as a tokenizer.json; without added tokens it has an ordinary path only."""
+    bytewise = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    absent = ("truncation", "padding", "normalizer", "post_processor")
+    unused = ("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix")
+    model: dict[str, Any] = {"type": "BPE", "vocab": vocab, "merges": [f"{a} {b}" for a, b in merges]}
+    model |= dict.fromkeys(unused) | dict.fromkeys(("fuse_unk", "byte_fallback", "ignore_merges"), False)
+    whole = {
+        "version": "1.0",
+        "added_tokens": [],
+        "pre_tokenizer": bytewise,
+        "decoder": bytewise,
+        "model": model,
+    }
+    return json.dumps(whole | dict.fromkeys(absent))
+
+
+def _fastokens(vocab: Mapping[str, int], merges: Merges) -> Encode:
+    """fastokens' flat batches: two buffers, no Python object per token."""
+    import numpy as np
+    from fastokens import Tokenizer as Library
+
+    library = Library.from_json_str(_tokenizer_json(vocab, merges))
+
+    def encode(texts: Sequence[str]) -> Encoded:
+        ids, offsets = library.encode_batch_flat(list(texts), split_special_tokens=True)
+        return Encoded(np.frombuffer(ids, "<u4"), np.frombuffer(offsets, "<u8").astype(np.int64))
+
+    return encode
+
+
+def _tokenizers(vocab: Mapping[str, int], merges: Merges) -> Encode:
+    """Hugging Face's library on the same vocabulary."""
+    from tokenizers import Tokenizer as Library
+
+    library = Library.from_str(_tokenizer_json(vocab, merges))
+
+    def encode(texts: Sequence[str]) -> Encoded:
+        return flatten([found.ids for found in library.encode_batch_fast(list(texts))])
+
+    return encode

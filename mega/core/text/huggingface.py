@@ -1,0 +1,83 @@
+"""Vocabularies in Hugging Face's tokenizer.json, read by the `tokenizers` library.
+
+The file's own template applies (Llama-3's puts bos in front), as in Megatron-LM. Its *special* added tokens
+are not looked for in text; its other added tokens are part of the vocabulary and are.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mega.core.text.tokenizer import Encoded, Tokenizer, flatten
+
+# Names of the end of a text, where no file beside tokenizer.json says which it is.
+_ENDS = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>")
+_STARTS = ("<|begin_of_text|>", "<s>", "<bos>")
+_NEIGHBOURS = ("tokenizer_config.json", "special_tokens_map.json")
+
+
+class HuggingFaceTokenizer(Tokenizer):
+    """Any tokenizer.json. eod, bos and pad are tokenizer_config.json's beside it, or well-known names."""
+
+    kind = "HuggingFaceTokenizer"
+
+    def __init__(self, path: Path) -> None:
+        from tokenizers import Tokenizer as Library
+
+        try:
+            self._library = Library.from_file(str(path))
+        except Exception as error:  # the library raises bare Exception
+            raise ValueError(f"--tokenizer-model {path}: not a tokenizer.json ({error})") from None
+        self._library.encode_special_tokens = True
+        self._library.no_truncation()
+        self._library.no_padding()
+        self._files = {name: path.with_name(name) for name in _NEIGHBOURS if path.with_name(name).is_file()}
+        self._files["tokenizer.json"] = path
+        self.eod = self._named("eos_token", _ENDS)
+        self.bos = self._named("bos_token", _STARTS)
+        self.pad = self._named("pad_token", ())
+
+    def _named(self, key: str, well_known: Sequence[str]) -> int | None:
+        """The id of the token that a neighbour file calls `key`, else of the first known name."""
+        said = [_content(_read(self._files[name]).get(key)) for name in _NEIGHBOURS if name in self._files]
+        names = [name for name in said if name] or well_known
+        ids = [self._library.token_to_id(name) for name in names]
+        return next((token for token in ids if token is not None), None)
+
+    @property
+    def vocab_size(self) -> int:
+        """One above the largest id: a vocabulary with holes still needs a row for each id."""
+        return max(self._library.get_vocab(with_added_tokens=True).values()) + 1
+
+    def encode(self, text: str) -> list[int]:
+        ids: list[int] = self._library.encode(text).ids
+        return ids
+
+    def encode_batch(self, texts: Sequence[str]) -> Encoded:
+        return flatten([encoding.ids for encoding in self._library.encode_batch_fast(list(texts))])
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return str(self._library.decode([int(token) for token in ids], skip_special_tokens=False))
+
+    def files(self) -> Mapping[str, Path]:
+        return dict(self._files)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """A JSON object; ValueError naming the file where it is not one."""
+    try:
+        found = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"--tokenizer-model: {path} is not JSON ({error})") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"--tokenizer-model: {path} holds no JSON object")
+    return found
+
+
+def _content(token: Any) -> str | None:
+    """A token is written as its text or as {"content": text, ...}."""
+    found = token.get("content") if isinstance(token, dict) else token
+    return found if isinstance(found, str) else None

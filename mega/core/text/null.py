@@ -1,0 +1,42 @@
+"""The tokenizer of no language: a text is integers apart by spaces. For tests, and for ids made elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from mega.core.text.tokenizer import Tokenizer
+
+
+class NullTokenizer(Tokenizer):
+    """Ids 0 .. size - 1 are themselves and `size` ends a document: "7 0 12" <-> [7, 0, 12].
+
+    Ids are not held against the size, as Megatron-LM's are not either: its own sample corpus has larger ones.
+    Training refuses them.
+    """
+
+    kind = "NullTokenizer"
+    bos = None
+    pad = None
+
+    def __init__(self, size: int) -> None:
+        self.eod = size
+
+    @property
+    def vocab_size(self) -> int:
+        assert self.eod is not None
+        return self.eod + 1
+
+    def encode(self, text: str) -> list[int]:
+        """Raises ValueError where a word is not a non-negative integer of at most 31 bits."""
+        ids = [int(word) for word in text.split()]
+        for token in ids:
+            if not 0 <= token < 2**31:
+                raise ValueError(f"token {token} is not in 0 .. {2**31 - 1}")
+        return ids
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return " ".join(str(token) for token in ids)
+
+    def files(self) -> Mapping[str, Path]:
+        return {}

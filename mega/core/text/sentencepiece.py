@@ -1,0 +1,120 @@
+"""Vocabularies in SentencePiece's .model file: Llama-2's, GPT's plain kind, and the kind with tokens added.
+
+Text always takes the library's plain encode, which knows no control symbols in text. (Megatron-LM's
+SentencePieceTokenizer cuts a text at its special tokens first, so that a corpus can forge them; this one
+does not, and differs from it only where a document holds such a token as text.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from mega.core.text.tokenizer import Encoded, Tokenizer, flatten
+
+
+def _load(path: Path) -> Any:
+    """The library's processor of a .model file; ValueError where the file is not one."""
+    import sentencepiece
+
+    try:
+        return sentencepiece.SentencePieceProcessor(model_file=str(path))
+    except (RuntimeError, OSError) as error:
+        raise ValueError(f"--tokenizer-model {path}: not a SentencePiece model ({error})") from None
+
+
+def _present(token: int) -> int | None:
+    """SentencePiece says -1 for a token that its model lacks."""
+    return token if token >= 0 else None
+
+
+class PlainSentencePiece(Tokenizer):
+    """The model's own pieces; its eos ends a document. Llama-2 also puts its bos in front of every text."""
+
+    def __init__(self, path: Path, *, kind: str, prepend_bos: bool) -> None:
+        self.kind = kind
+        self._path = path
+        self._model = _load(path)
+        self._prepend_bos = prepend_bos
+        self.bos = _present(self._model.bos_id())
+        self.eod = _present(self._model.eos_id())
+        self.pad = _present(self._model.pad_id())
+        if prepend_bos and self.bos is None:
+            raise ValueError(
+                f"--tokenizer-model {path}: {kind} puts bos in front of a text, and the model has none"
+            )
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self._model.vocab_size())
+
+    def encode(self, text: str) -> list[int]:
+        ids: list[int] = self._model.encode(text, add_bos=self._prepend_bos)
+        return ids
+
+    def encode_batch(self, texts: Sequence[str]) -> Encoded:
+        return flatten(self._model.encode(list(texts), add_bos=self._prepend_bos, num_threads=1))
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return str(self._model.decode([int(token) for token in ids]))
+
+    def files(self) -> Mapping[str, Path]:
+        return {"tokenizer.model": self._path}
+
+
+class ExtendedSentencePiece(Tokenizer):
+    """The model's pieces and, behind them, what BERT and T5 need and the model lacks.
+
+    Added where missing, in this order: <CLS> <SEP> <EOD> <MASK>, then pad, bos and eos under the model's own
+    names or as <PAD> <BOS> <EOS>, then <extra_id_0> ... `specials` maps each of these names to its id.
+    """
+
+    kind = "SentencePieceTokenizer"
+
+    def __init__(self, path: Path, extra_ids: int = 0) -> None:
+        self._path = path
+        self._model = _load(path)
+        self._pieces = int(self._model.vocab_size())
+        known = {self._model.id_to_piece(token): token for token in range(self._pieces)}
+        pad, bos, eos = (
+            self._model.id_to_piece(token) if token >= 0 else missing
+            for token, missing in (
+                (self._model.pad_id(), "<PAD>"),
+                (self._model.bos_id(), "<BOS>"),
+                (self._model.eos_id(), "<EOS>"),
+            )
+        )
+        sentinels = [f"<extra_id_{i}>" for i in range(extra_ids)]
+        self.specials: dict[str, int] = {}
+        for name in ["<CLS>", "<SEP>", "<EOD>", "<MASK>", pad, bos, eos, *sentinels]:
+            self.specials[name] = known.setdefault(name, len(known))
+        self._names = {token: name for name, token in self.specials.items()}
+        self._size = len(known)
+        self.eod = self.specials["<EOD>"]
+        self.bos = self.specials[bos]
+        self.pad = self.specials[pad]
+
+    @property
+    def vocab_size(self) -> int:
+        return self._size
+
+    def encode(self, text: str) -> list[int]:
+        ids: list[int] = self._model.encode(text)
+        return ids
+
+    def encode_batch(self, texts: Sequence[str]) -> Encoded:
+        return flatten(self._model.encode(list(texts), num_threads=1))
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Special tokens are written by name, apart by spaces."""
+        spans = groupby((int(token) for token in ids), key=lambda token: token in self._names)
+        parts = []
+        for special, run in spans:
+            tokens = list(run)
+            parts.append(" ".join(self._names[t] for t in tokens) if special else self._model.decode(tokens))
+        return " ".join(parts)
+
+    def files(self) -> Mapping[str, Path]:
+        return {"tokenizer.model": self._path}
