@@ -77,6 +77,7 @@ class ModelConfig:
         "position encoding",
         megatron={
             "--use-rotary-position-embeddings": "rope",
+            "--no-position-embedding": weak("none"),
             "--position-embedding-type": {"learned_absolute": "learned", "rope": "rope", "none": "none"},
         },
     )
@@ -357,7 +358,7 @@ class DataConfig:
 
     data_path: tuple[str, ...] = option(
         (),
-        "prefix of a .bin/.idx pair, or weight prefix weight prefix ...",
+        "prefix of a .bin/.idx pair, or weights and prefixes in turn",
         megatron="--data-path",
         common=True,
     )
