@@ -1,0 +1,8 @@
+"""DISK: checkpoints in the project's own format and in foreign ones. Knows no ranks and no model code.
+
+pieces      rectangles of logical tensors, and whether they tile a whole
+disk        durable writes and bounded reads
+container   one rank's safetensors file
+manifest    what a published checkpoint consists of
+store       saving, publishing, finding, opening, reading
+"""

@@ -1,0 +1,220 @@
+"""One rank's file: a safetensors container written by us, so that bytes are hashed on their way to the disk.
+
+The layout is safetensors' own: 8 bytes of header length (little endian), a JSON header, raw row-major
+bytes without holes. Any safetensors reader opens it; its `__metadata__` says which rectangle of which
+logical tensor every entry is, so that a file explains itself without its manifest. Memory: one block.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+from pathlib import Path
+
+import torch
+
+from mega.core.checkpoint.disk import BLOCK, creating, opening, read_into, write_all
+from mega.core.checkpoint.pieces import DTYPES, NAMES, Box, CheckpointError, Piece
+
+SMALL_RUN = 4096
+"""Runs of fewer bytes (a page) are not read one by one: the kernel would read the pages between anyway."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One stored rectangle: the logical tensor it belongs to, its bytes' place in a file, their sha256."""
+
+    key: str
+    dtype: str
+    whole: tuple[int, ...]
+    box: Box
+    offset: int
+    digest: str
+
+    @property
+    def bytes(self) -> int:
+        return self.box.elements * DTYPES[self.dtype].itemsize
+
+
+@dataclass(frozen=True)
+class Container:
+    """What a written file is known by: its size, its header's length and sha256, its entries in order."""
+
+    size: int
+    header: int
+    digest: str
+    entries: tuple[Entry, ...]
+
+
+def write_container(path: Path, pieces: Sequence[Piece], about: dict[str, object]) -> Container:
+    """Write `pieces` (none empty) as one safetensors file; it is on the disk when this returns.
+
+    about: plain values to put beside the rectangles in the file's own description.
+    """
+    ordered = sorted(pieces, key=lambda piece: -piece.tensor.element_size())  # so that every entry is aligned
+    names = _entry_names(ordered)
+    header = _header(names, ordered, about)
+    entries = []
+    offset = len(header)
+    with creating(path) as descriptor:
+        write_all(descriptor, header)
+        for piece in ordered:
+            entry_hash = hashlib.sha256()
+            for block in _blocks(piece.tensor):
+                entry_hash.update(block)
+                write_all(descriptor, block)
+            entry = Entry(
+                piece.key,
+                NAMES[piece.tensor.dtype],
+                piece.whole,
+                piece.box,
+                offset,
+                entry_hash.hexdigest(),
+            )
+            entries.append(entry)
+            offset += entry.bytes
+    return Container(offset, len(header), hashlib.sha256(header).hexdigest(), tuple(entries))
+
+
+def _entry_names(pieces: Sequence[Piece]) -> list[str]:
+    """A key's only rectangle has the key's name; several are `key@0`, `key@1`, ..."""
+    total, seen = Counter(piece.key for piece in pieces), Counter[str]()
+    names = []
+    for piece in pieces:
+        names.append(piece.key if total[piece.key] == 1 else f"{piece.key}@{seen[piece.key]}")
+        seen[piece.key] += 1
+    return names
+
+
+def _header(names: Sequence[str], pieces: Sequence[Piece], about: dict[str, object]) -> bytes:
+    """The length and the JSON header, padded so that the first entry is aligned to 8 bytes."""
+    rectangles = {
+        name: {"key": piece.key, "whole": piece.whole, "start": piece.start}
+        for name, piece in zip(names, pieces, strict=True)
+    }
+    header: dict[str, object] = {
+        "__metadata__": {"mega": json.dumps({**about, "pieces": rectangles}, separators=(",", ":"))}
+    }
+    begin = 0
+    for name, piece in zip(names, pieces, strict=True):
+        end = begin + piece.tensor.numel() * piece.tensor.element_size()
+        header[name] = {
+            "dtype": NAMES[piece.tensor.dtype],
+            "shape": list(piece.size),
+            "data_offsets": [begin, end],
+        }
+        begin = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _blocks(tensor: torch.Tensor) -> Iterator[memoryview]:
+    """A tensor's bytes in row-major order, at most about one block at a time, from any strides and device.
+
+    A single row longer than a block is cut further; nothing larger than a block is ever copied.
+    """
+    if tensor.numel() * tensor.element_size() <= BLOCK:
+        flat = tensor.detach().cpu().contiguous().reshape(-1)
+        yield flat.view(torch.uint8).numpy().data
+        return
+    rows = max(1, BLOCK * len(tensor) // (tensor.numel() * tensor.element_size()))
+    for begin in range(0, len(tensor), rows):
+        part = tensor[begin : begin + rows]
+        yield from _blocks(part[0] if len(part) == 1 else part)
+
+
+def read_box(path: Path, descriptor: int, entry: Entry, box: Box, target: torch.Tensor) -> None:
+    """Fill `target` (shape of `box`) with the rectangle `box` of the stored `entry`, which contains it.
+
+    Reads runs of bytes, not the entry; rows are taken a block at a time. Values are converted if the
+    target's dtype differs.
+    """
+    if not box.size:
+        _read_rows(path, descriptor, entry, Box((), ()), target)
+        return
+    row = prod(box.size[1:]) * DTYPES[entry.dtype].itemsize
+    rows = max(1, BLOCK // row)
+    for begin in range(0, box.size[0], rows):
+        count = min(rows, box.size[0] - begin)
+        part = Box((box.start[0] + begin, *box.start[1:]), (count, *box.size[1:]))
+        _read_rows(path, descriptor, entry, part, target[begin : begin + count])
+
+
+def _read_rows(path: Path, descriptor: int, entry: Entry, box: Box, target: torch.Tensor) -> None:
+    dtype = DTYPES[entry.dtype]
+    run = prod(_run_shape(entry.box, box)) * dtype.itemsize
+    if run < SMALL_RUN and box.size[1:] != entry.box.size[1:]:
+        # Narrow columns: read the rows whole and cut them in memory, as many at a time as make a block.
+        rows = max(1, BLOCK // (prod(entry.box.size[1:]) * dtype.itemsize))
+        for begin in range(0, box.size[0], rows):
+            count = min(rows, box.size[0] - begin)
+            whole_rows = Box(
+                (box.start[0] + begin, *entry.box.start[1:]),
+                (count, *entry.box.size[1:]),
+            )
+            part = Box((box.start[0] + begin, *box.start[1:]), (count, *box.size[1:]))
+            stored = _read_runs(path, descriptor, entry, whole_rows)
+            target[begin : begin + count].copy_(stored[part.inside(whole_rows)])
+    else:
+        target.copy_(_read_runs(path, descriptor, entry, box))
+
+
+def _run_shape(stored: Box, box: Box) -> tuple[int, ...]:
+    """The shape of the longest run of `box` that is contiguous in the memory of `stored`.
+
+    >>> _run_shape(Box((0, 0, 0), (4, 5, 6)), Box((1, 2, 0), (2, 3, 6)))
+    (3, 6)
+    """
+    dims = len(box.size)
+    first = dims
+    while first > 0 and (first == dims or box.size[first] == stored.size[first]):
+        first -= 1
+    return box.size[first:]
+
+
+def _read_runs(path: Path, descriptor: int, entry: Entry, box: Box) -> torch.Tensor:
+    """The rectangle `box` of `entry`, as a new tensor."""
+    dtype = DTYPES[entry.dtype]
+    buffer = bytearray(box.elements * dtype.itemsize)
+    view = memoryview(buffer)
+    run_shape = _run_shape(entry.box, box)
+    run = prod(run_shape) * dtype.itemsize
+    strides = [prod(entry.box.size[dim + 1 :]) * dtype.itemsize for dim in range(len(box.size))]
+    outer = len(box.size) - len(run_shape)
+    corner = [a - b for a, b in zip(box.start, entry.box.start, strict=True)]
+    base = entry.offset + sum(place * stride for place, stride in zip(corner, strides, strict=True))
+    filled = 0
+    for index in product(*(range(length) for length in box.size[:outer])):
+        place = base + sum(i * stride for i, stride in zip(index, strides, strict=False))
+        read_into(descriptor, view[filled : filled + run], place, path)
+        filled += run
+    assert filled == len(buffer)
+    return torch.frombuffer(buffer, dtype=torch.uint8).view(dtype).reshape(box.size)
+
+
+def check_bytes(path: Path, descriptor: int, begin: int, length: int, digest: str, what: str) -> None:
+    """Hash a run of a file. Errors: CheckpointError naming the file and `what` lies there."""
+    found = hashlib.sha256()
+    buffer = bytearray(min(BLOCK, length))
+    for offset in range(begin, begin + length, BLOCK):
+        view = memoryview(buffer)[: min(BLOCK, begin + length - offset)]
+        read_into(descriptor, view, offset, path)
+        found.update(view)
+    if found.hexdigest() != digest:
+        raise CheckpointError(f"{path}: the bytes of {what} are not those that were saved (sha256 differs)")
+
+
+def file_digest(path: Path) -> tuple[int, str]:
+    """Size and sha256 of a regular file."""
+    found = hashlib.sha256()
+    with opening(path) as (descriptor, size):
+        while block := os.read(descriptor, BLOCK):
+            found.update(block)
+    return size, found.hexdigest()

@@ -1,0 +1,127 @@
+"""Rectangles of logical tensors: what a rank holds, where two of them meet, whether many make a whole.
+
+Knows shapes and dtypes; no file, no rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+
+DTYPES: dict[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+"""safetensors' names of the dtypes that a checkpoint may hold."""
+
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be trusted or does not fit; the message names the file or the tensor."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One rectangle of one logical tensor, and the memory behind it.
+
+    key: the tensor's name in the checkpoint ("weights/model.norm.weight", "moment1/...").
+    whole: shape of the logical tensor. start: where the rectangle begins, one number a dim.
+    tensor: its elements, of the rectangle's shape; any strides, CPU or CUDA; a rectangle without
+        elements is allowed and ignored.
+    """
+
+    key: str
+    whole: tuple[int, ...]
+    start: tuple[int, ...]
+    tensor: torch.Tensor
+
+    @property
+    def size(self) -> tuple[int, ...]:
+        return tuple(self.tensor.shape)
+
+    @property
+    def box(self) -> Box:
+        return Box(self.start, self.size)
+
+    def check(self) -> None:
+        """Errors: CheckpointError where dims, bounds or dtype do not fit."""
+        if self.tensor.dtype not in NAMES:
+            raise CheckpointError(f"{self.key}: dtype {self.tensor.dtype} (valid: {', '.join(DTYPES)})")
+        if not self.box.within(self.whole):
+            raise CheckpointError(
+                f"{self.key}: a rectangle at {self.start} of size {self.size} leaves the shape {self.whole}"
+            )
+
+
+@dataclass(frozen=True)
+class Box:
+    """A rectangle: where it starts and how far it reaches, one number a dim."""
+
+    start: tuple[int, ...]
+    size: tuple[int, ...]
+
+    @property
+    def elements(self) -> int:
+        return prod(self.size)
+
+    def within(self, whole: Sequence[int]) -> bool:
+        return len(self.start) == len(self.size) == len(whole) and all(
+            begin >= 0 and length >= 0 and begin + length <= limit
+            for begin, length, limit in zip(self.start, self.size, whole, strict=True)
+        )
+
+    def meet(self, other: Box) -> Box | None:
+        """What two rectangles of one tensor share; None if nothing.
+
+        >>> Box((0, 0), (4, 3)).meet(Box((2, 1), (9, 9)))
+        Box(start=(2, 1), size=(2, 2))
+        """
+        start = tuple(map(max, self.start, other.start))
+        ends = (
+            min(a + m, b + n)
+            for a, m, b, n in zip(self.start, self.size, other.start, other.size, strict=True)
+        )
+        size = tuple(end - begin for begin, end in zip(start, ends, strict=True))
+        return Box(start, size) if all(length > 0 for length in size) else None
+
+    def inside(self, outer: Box) -> tuple[slice, ...]:
+        """This rectangle as an index into the memory of `outer`, which contains it."""
+        return tuple(
+            slice(a - b, a - b + n) for a, b, n in zip(self.start, outer.start, self.size, strict=True)
+        )
+
+
+def tiling_fault(whole: Sequence[int], boxes: Sequence[Box]) -> str | None:
+    """Why `boxes` do not cover a tensor of shape `whole` exactly once; None if they do.
+
+    Elements are counted first; where the count is right, any gap comes with an overlap, so only overlaps
+    are looked for, among rectangles whose rows meet.
+
+    >>> tiling_fault((4, 2), [Box((0, 0), (3, 2))])
+    'a gap: 6 of 8 elements are there'
+    """
+    for box in boxes:
+        if not box.within(whole):
+            return f"a rectangle at {box.start} of size {box.size} leaves the shape {tuple(whole)}"
+    filled = sorted((box for box in boxes if box.elements), key=lambda box: box.start)
+    open_boxes: list[Box] = []
+    for box in filled:
+        row = box.start[0] if box.start else 0
+        open_boxes = [other for other in open_boxes if not box.start or other.start[0] + other.size[0] > row]
+        for other in open_boxes:
+            shared = box.meet(other)
+            if shared:
+                return f"an overlap: two rectangles hold the elements at {shared.start} of size {shared.size}"
+        open_boxes.append(box)
+    present, wanted = sum(box.elements for box in filled), prod(whole)
+    return None if present == wanted else f"a gap: {present} of {wanted} elements are there"
