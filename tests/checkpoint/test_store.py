@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -89,7 +90,7 @@ def test_any_cut_reads_into_any_other(
     with pytest.MonkeyPatch.context() as patch:
         if small:  # blocks and runs of a few bytes: the paths that only large tensors take
             patch.setattr(container, "BLOCK", 24)
-            patch.setattr(container, "SMALL_RUN", 6)
+            patch.setattr(container, "SMALL_ROW", 6)
         pieces = [Piece("weights/t", shape, box.start, source[box.inside(at_origin)]) for box in saved]
         store.save(3, pieces, {})
         targets = [torch.zeros(box.size, dtype=DTYPES[dtype]) for box in wanted]
@@ -438,14 +439,14 @@ def test_hostile_manifests(tmp_path: Path) -> None:
     directory = tmp_path / "step-0000010"
     good = (directory / MANIFEST).read_text()
 
-    def edited(change: Callable[[dict[str, object]], object]) -> bytes:
+    def edited(change: Callable[[dict[str, Any]], object]) -> bytes:
         fields = json.loads(good)
         change(fields)
         return json.dumps(fields).encode()
 
     def entry(column: int, value: object) -> bytes:
-        def change(fields: dict[str, object]) -> None:
-            fields["files"][rank_file(0)]["entries"][0][column] = value  # type: ignore[index]
+        def change(fields: dict[str, Any]) -> None:
+            fields["files"][rank_file(0)]["entries"][0][column] = value
 
         return edited(change)
 

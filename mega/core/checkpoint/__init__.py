@@ -4,5 +4,6 @@ pieces      rectangles of logical tensors, and whether they tile a whole
 disk        durable writes and bounded reads
 container   one rank's safetensors file
 manifest    what a published checkpoint consists of
-store       saving, publishing, finding, opening, reading
+store       saving, publishing, finding, opening
+reader      one published checkpoint, read in any layout
 """

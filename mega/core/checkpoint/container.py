@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
@@ -22,8 +22,16 @@ import torch
 from mega.core.checkpoint.disk import BLOCK, creating, opening, read_into, write_all
 from mega.core.checkpoint.pieces import DTYPES, NAMES, Box, CheckpointError, Piece
 
-SMALL_RUN = 4096
-"""Runs of fewer bytes (a page) are not read one by one: the kernel would read the pages between anyway."""
+SMALL_ROW = 16 << 10
+"""Stored rows of fewer bytes are read whole and cut in memory: a call a row would cost more."""
+
+Fetch = Callable[[Piece], torch.Tensor]
+"""Gives the elements of a piece whose tensor has no memory (a meta tensor), just before they are written."""
+
+
+def has_memory(piece: Piece) -> torch.Tensor:
+    """The `Fetch` of pieces that bring their elements with them."""
+    return piece.tensor
 
 
 @dataclass(frozen=True)
@@ -52,7 +60,9 @@ class Container:
     entries: tuple[Entry, ...]
 
 
-def write_container(path: Path, pieces: Sequence[Piece], about: dict[str, object]) -> Container:
+def write_container(
+    path: Path, pieces: Sequence[Piece], about: dict[str, object], fetch: Fetch = has_memory
+) -> Container:
     """Write `pieces` (none empty) as one safetensors file; it is on the disk when this returns.
 
     about: plain values to put beside the rectangles in the file's own description.
@@ -66,7 +76,9 @@ def write_container(path: Path, pieces: Sequence[Piece], about: dict[str, object
         write_all(descriptor, header)
         for piece in ordered:
             entry_hash = hashlib.sha256()
-            for block in _blocks(piece.tensor):
+            tensor = fetch(piece)
+            assert (tensor.shape, tensor.dtype) == (piece.tensor.shape, piece.tensor.dtype), piece.key
+            for block in _blocks(tensor):
                 entry_hash.update(block)
                 write_all(descriptor, block)
             entry = Entry(
@@ -148,22 +160,24 @@ def read_box(path: Path, descriptor: int, entry: Entry, box: Box, target: torch.
 
 
 def _read_rows(path: Path, descriptor: int, entry: Entry, box: Box, target: torch.Tensor) -> None:
+    """`read_box` for rows that fit a block: straight into the target, or through a buffer where needed."""
     dtype = DTYPES[entry.dtype]
-    run = prod(_run_shape(entry.box, box)) * dtype.itemsize
-    if run < SMALL_RUN and box.size[1:] != entry.box.size[1:]:
-        # Narrow columns: read the rows whole and cut them in memory, as many at a time as make a block.
-        rows = max(1, BLOCK // (prod(entry.box.size[1:]) * dtype.itemsize))
+    row = prod(entry.box.size[1:]) * dtype.itemsize
+    if row < SMALL_ROW and box.size[1:] != entry.box.size[1:]:
+        rows = max(1, BLOCK // row)
         for begin in range(0, box.size[0], rows):
             count = min(rows, box.size[0] - begin)
-            whole_rows = Box(
-                (box.start[0] + begin, *entry.box.start[1:]),
-                (count, *entry.box.size[1:]),
-            )
             part = Box((box.start[0] + begin, *box.start[1:]), (count, *box.size[1:]))
-            stored = _read_runs(path, descriptor, entry, whole_rows)
-            target[begin : begin + count].copy_(stored[part.inside(whole_rows)])
+            whole_rows = Box((part.start[0], *entry.box.start[1:]), (count, *entry.box.size[1:]))
+            buffer = torch.empty(whole_rows.size, dtype=dtype)
+            _read_runs(path, descriptor, entry, whole_rows, buffer)
+            target[begin : begin + count].copy_(buffer[part.inside(whole_rows)])
+    elif target.is_contiguous() and target.device.type == "cpu" and target.dtype == dtype:
+        _read_runs(path, descriptor, entry, box, target.detach())
     else:
-        target.copy_(_read_runs(path, descriptor, entry, box))
+        buffer = torch.empty(box.size, dtype=dtype)
+        _read_runs(path, descriptor, entry, box, buffer)
+        target.copy_(buffer)
 
 
 def _run_shape(stored: Box, box: Box) -> tuple[int, ...]:
@@ -179,24 +193,19 @@ def _run_shape(stored: Box, box: Box) -> tuple[int, ...]:
     return box.size[first:]
 
 
-def _read_runs(path: Path, descriptor: int, entry: Entry, box: Box) -> torch.Tensor:
-    """The rectangle `box` of `entry`, as a new tensor."""
-    dtype = DTYPES[entry.dtype]
-    buffer = bytearray(box.elements * dtype.itemsize)
-    view = memoryview(buffer)
+def _read_runs(path: Path, descriptor: int, entry: Entry, box: Box, target: torch.Tensor) -> None:
+    """Fill the memory of `target` (contiguous, the entry's dtype, on the CPU) with the rectangle `box`."""
+    view = target.reshape(-1).view(torch.uint8).numpy().data
+    item = DTYPES[entry.dtype].itemsize
     run_shape = _run_shape(entry.box, box)
-    run = prod(run_shape) * dtype.itemsize
-    strides = [prod(entry.box.size[dim + 1 :]) * dtype.itemsize for dim in range(len(box.size))]
-    outer = len(box.size) - len(run_shape)
+    run = prod(run_shape) * item
+    strides = [prod(entry.box.size[dim + 1 :]) * item for dim in range(len(box.size))]
     corner = [a - b for a, b in zip(box.start, entry.box.start, strict=True)]
     base = entry.offset + sum(place * stride for place, stride in zip(corner, strides, strict=True))
-    filled = 0
-    for index in product(*(range(length) for length in box.size[:outer])):
+    outer = box.size[: len(box.size) - len(run_shape)]
+    for number, index in enumerate(product(*map(range, outer))):
         place = base + sum(i * stride for i, stride in zip(index, strides, strict=False))
-        read_into(descriptor, view[filled : filled + run], place, path)
-        filled += run
-    assert filled == len(buffer)
-    return torch.frombuffer(buffer, dtype=torch.uint8).view(dtype).reshape(box.size)
+        read_into(descriptor, view[number * run : (number + 1) * run], place, path)
 
 
 def check_bytes(path: Path, descriptor: int, begin: int, length: int, digest: str, what: str) -> None:

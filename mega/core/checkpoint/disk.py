@@ -39,15 +39,6 @@ def write_all(descriptor: int, data: bytes | memoryview) -> None:
         view = view[os.write(descriptor, view) :]
 
 
-def sync_directory(path: Path) -> None:
-    """Names made, moved or removed in `path` survive a power cut from here on."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 @contextmanager
 def opening(path: Path) -> Iterator[tuple[int, int]]:
     """A regular file's descriptor and size. Errors: CheckpointError for anything else."""

@@ -14,38 +14,45 @@ that worked. A barrier stands between two phases; it is a callable, since this r
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
-import torch
-
-from mega.core.checkpoint.container import (
-    Container,
-    Entry,
-    check_bytes,
-    file_digest,
-    read_box,
-    write_container,
-)
-from mega.core.checkpoint.disk import creating, opening, read_file, sync_directory, write_all
+from mega.core.checkpoint.container import Container, Fetch, file_digest, has_memory, write_container
+from mega.core.checkpoint.disk import creating, read_file, write_all
 from mega.core.checkpoint.manifest import (
     Attached,
     Manifest,
     check_attachment_name,
     check_tiling,
     rank_file,
-    read_manifest,
     read_sidecar,
     write_manifest,
     write_sidecar,
 )
-from mega.core.checkpoint.pieces import DTYPES, Box, CheckpointError, Piece
+from mega.core.checkpoint.pieces import CheckpointError, Piece
+from mega.core.checkpoint.reader import Checkpoint
+from mega.core.files import sync_directory
+
+__all__ = [
+    "Attachments",
+    "Checkpoint",
+    "CheckpointError",
+    "CheckpointStore",
+    "Piece",
+    "SaveError",
+    "SaveReport",
+]
+
+Attachments = Mapping[str, Path | bytes]
+"""Small files to keep beside the tensors: plain name -> where it is now, or its content."""
 
 _STEP = re.compile(r"step-(\d{7,15})")
 _POINTER = "latest"
@@ -83,7 +90,7 @@ class CheckpointStore:
         rank: int = 0,
         world: int = 1,
         barrier: Callable[[], None] = lambda: None,
-        attachments: Mapping[str, Path | bytes] | None = None,
+        attachments: Attachments = MappingProxyType({}),
     ) -> SaveReport:
         """Publish one checkpoint; all ranks call this together. Over all ranks, pieces tile their tensors.
 
@@ -98,18 +105,14 @@ class CheckpointStore:
 
         def prepare() -> None:
             if rank == 0:
-                self.directory.mkdir(parents=True, exist_ok=True)
-                self._recover()
-                for left in self.directory.glob("step-*.tmp"):  # of a save that was killed
-                    shutil.rmtree(left, ignore_errors=True)
-                working.mkdir()
+                self._prepare(working)
 
         def write() -> None:
-            written.append(_write_rank(working, step, rank, world, pieces))
+            written.append(_write_rank(working, step, rank, world, pieces, has_memory))
 
         def publish() -> None:
             if rank == 0:
-                self._publish(step, world, working, dict(meta), attachments or {})
+                self._publish(step, world, working, dict(meta), attachments)
 
         fault: BaseException | None = None
         for phase in (prepare, write, publish):
@@ -129,13 +132,50 @@ class CheckpointStore:
             raise self._failure(step, rank, fault) from fault
         return SaveReport(written[0].size, time.monotonic() - began)
 
+    def save_all(
+        self,
+        step: int,
+        ranks: Sequence[Iterable[Piece]],
+        meta: Mapping[str, Any],
+        *,
+        fetch: Fetch = has_memory,
+        attachments: Attachments = MappingProxyType({}),
+    ) -> SaveReport:
+        """As `save`, but one process writes the file of every rank, one after another.
+
+        fetch: called once for every piece, in the order of the file, for its elements (which are not kept);
+            then the pieces' own tensors may be meta tensors, and memory holds one tensor at a time.
+        """
+        began = time.monotonic()
+        working = self._path(step).with_suffix(".tmp")
+        try:
+            self._prepare(working)
+            written = [
+                _write_rank(working, step, rank, len(ranks), pieces, fetch)
+                for rank, pieces in enumerate(ranks)
+            ]
+            self._publish(step, len(ranks), working, dict(meta), attachments)
+        except Exception as error:
+            shutil.rmtree(working, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                self.directory.rmdir()  # only if nothing is in it
+            raise self._failure(step, None, error) from error
+        return SaveReport(sum(container.size for container in written), time.monotonic() - began)
+
+    def _prepare(self, working: Path) -> None:
+        self.directory.mkdir(parents=True, exist_ok=True)
+        self._recover()
+        for left in self.directory.glob("step-*.tmp"):  # of a save that was killed
+            shutil.rmtree(left, ignore_errors=True)
+        working.mkdir()
+
     def _publish(
         self,
         step: int,
         world: int,
         working: Path,
         meta: dict[str, Any],
-        attachments: Mapping[str, Path | bytes],
+        attachments: Attachments,
     ) -> None:
         attached = {name: _attach(working, name, source) for name, source in attachments.items()}
         containers = {}
@@ -163,7 +203,7 @@ class CheckpointStore:
         sync_directory(self.directory)
         shutil.rmtree(previous, ignore_errors=True)
 
-    def _failure(self, step: int, rank: int, fault: BaseException | None) -> SaveError:
+    def _failure(self, step: int, rank: int | None, fault: BaseException | None) -> SaveError:
         kept = ", ".join(map(str, self.steps())) or "none"
         where = f"{self.directory}: step {step} was not saved"
         if fault is None:
@@ -174,7 +214,8 @@ class CheckpointStore:
             reason = f"{name}: {fault.strerror or fault}; {free} bytes are free"
         else:
             reason = str(fault)
-        return SaveError(f"{where}: rank {rank}: {reason} (published steps: {kept})")
+        who = "" if rank is None else f"rank {rank}: "
+        return SaveError(f"{where}: {who}{reason} (published steps: {kept})")
 
     def steps(self) -> list[int]:
         """Published steps, oldest first. Published means renamed into place; `newest` also verifies."""
@@ -247,101 +288,9 @@ class CheckpointStore:
                     continue  # another rank was faster
 
 
-class Checkpoint:
-    """One published checkpoint, opened for reading.
-
-    step, world: of the run that saved it. meta: its plain state. tensors: key -> (whole shape, dtype).
-    attachments: file name -> path. Errors of the constructor: CheckpointError naming the file at fault.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._manifest = read_manifest(path)
-        self.step = self._manifest.step
-        self.world = self._manifest.world
-        self.meta = self._manifest.meta
-        self._stored: dict[str, list[tuple[str, Entry]]] = {}
-        for name, container in self._manifest.containers.items():
-            with opening(path / name) as (_, size):
-                if size != container.size:
-                    raise CheckpointError(f"{path / name}: {size} bytes, {container.size} were saved")
-            for entry in container.entries:
-                self._stored.setdefault(entry.key, []).append((name, entry))
-        self.tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]] = {
-            key: (stored[0][1].whole, DTYPES[stored[0][1].dtype]) for key, stored in self._stored.items()
-        }
-        self.attachments: Mapping[str, Path] = {name: path / name for name in self._manifest.attachments}
-        self._sound: set[tuple[str, int]] = set()
-
-    @property
-    def bytes(self) -> int:
-        return sum(container.size for container in self._manifest.containers.values())
-
-    def read(self, wanted: Iterable[Piece], *, cast: bool = False, verify: bool = True) -> None:
-        """Fill the tensors of `wanted` in place, from whatever layout they were saved in.
-
-        cast: convert where dtypes differ, instead of refusing. verify: first hash every stored rectangle
-        that is touched, once; else only the bytes needed are read.
-        Errors: CheckpointError naming the tensor (unknown key, other shape or dtype) or the damaged file.
-        """
-        by_file: dict[str, list[tuple[Entry, Box, torch.Tensor]]] = {}
-        for piece in wanted:
-            piece.check()
-            if not piece.box.elements:
-                continue
-            for name, entry, shared in self._sources(piece, cast):
-                part = piece.tensor[shared.inside(piece.box)]
-                by_file.setdefault(name, []).append((entry, shared, part))
-        with torch.no_grad():
-            for name in sorted(by_file):
-                with opening(self.path / name) as (descriptor, _):
-                    for entry, shared, part in sorted(by_file[name], key=lambda read: read[0].offset):
-                        if verify:
-                            self._check(name, descriptor, entry)
-                        read_box(self.path / name, descriptor, entry, shared, part)
-
-    def _sources(self, piece: Piece, cast: bool) -> list[tuple[str, Entry, Box]]:
-        if piece.key not in self.tensors:
-            raise CheckpointError(f"{self.path}: holds no tensor {piece.key}")
-        whole, dtype = self.tensors[piece.key]
-        if whole != piece.whole:
-            raise CheckpointError(f"{self.path}: {piece.key} has shape {whole}, {piece.whole} is wanted")
-        if dtype != piece.tensor.dtype and not cast:
-            raise CheckpointError(f"{self.path}: {piece.key} is {dtype}, {piece.tensor.dtype} is wanted")
-        found = []
-        for name, entry in self._stored[piece.key]:
-            shared = entry.box.meet(piece.box)
-            if shared:
-                found.append((name, entry, shared))
-        present = sum(shared.elements for _, _, shared in found)
-        assert present == piece.box.elements, f"{piece.key}: the manifest's tiling was checked"
-        return found
-
-    def _check(self, name: str, descriptor: int, entry: Entry) -> None:
-        if (name, entry.offset) not in self._sound:
-            check_bytes(
-                self.path / name, descriptor, entry.offset, entry.bytes, entry.digest, f"tensor {entry.key}"
-            )
-            self._sound.add((name, entry.offset))
-
-    def verify(self) -> None:
-        """Hash every byte again. Errors: CheckpointError naming the first bad file, and the tensor."""
-        present = {entry.name for entry in os.scandir(self.path)}
-        for name in sorted(present ^ self._manifest.names):
-            fault = "does not belong here" if name in present else "is missing"
-            raise CheckpointError(f"{self.path / name}: {fault}")
-        for name, container in self._manifest.containers.items():
-            path = self.path / name
-            with opening(path) as (descriptor, _):
-                check_bytes(path, descriptor, 0, container.header, container.digest, "the header")
-                for entry in container.entries:
-                    self._check(name, descriptor, entry)
-        for name, attached in self._manifest.attachments.items():
-            if file_digest(self.path / name) != (attached.size, attached.digest):
-                raise CheckpointError(f"{self.path / name}: not the bytes that were saved (sha256 differs)")
-
-
-def _write_rank(working: Path, step: int, rank: int, world: int, pieces: Iterable[Piece]) -> Container:
+def _write_rank(
+    working: Path, step: int, rank: int, world: int, pieces: Iterable[Piece], fetch: Fetch
+) -> Container:
     """One rank's container and its sidecar."""
     kept = []
     for piece in pieces:
@@ -351,7 +300,7 @@ def _write_rank(working: Path, step: int, rank: int, world: int, pieces: Iterabl
     path = working / rank_file(rank)
     total = sum(piece.tensor.numel() * piece.tensor.element_size() for piece in kept)
     try:
-        container = write_container(path, kept, {"step": step, "rank": rank, "world": world})
+        container = write_container(path, kept, {"step": step, "rank": rank, "world": world}, fetch)
     except OSError as error:
         raise OSError(error.errno, f"{error.strerror} ({total} bytes to write)", str(path)) from error
     write_sidecar(_sidecar(working, rank), container)
