@@ -1,0 +1,136 @@
+"""Microbatches for one data-parallel coordinate. The position in the data is one global sample number.
+
+Every coordinate reads its own rows straight from the mapped files: nothing is sent between ranks, and of
+ranks this file knows two integers. Rank r of d takes, in microbatch m of a step that begins at sample C,
+with b rows each, the samples C + (m d + r) b .. + b - 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from mega.core.batch import DecoderBatch
+from mega.core.data import gpt
+from mega.core.data.dataset import Dataset
+
+
+class Batches:
+    """Reads a dataset in steps: `take(consumed, microbatches)` is a function of its two numbers alone.
+
+    order: "single" reads the dataset's samples as they come; "cyclic" deals them to the coordinates once and
+    shuffles each one's share anew every epoch, as Megatron-LM's sampler of that name.
+    eod: the id that ends a document; needed by eod_mask_loss, reset_positions and reset_attention.
+    read_ahead: prepare the step that comes next in a thread meanwhile.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        *,
+        micro_batch: int,
+        vocab: int,
+        dp_index: int = 0,
+        dp_size: int = 1,
+        eod: int | None = None,
+        order: Literal["single", "cyclic"] = "single",
+        eod_mask_loss: bool = False,
+        reset_positions: bool = False,
+        reset_attention: bool = False,
+        read_ahead: bool = False,
+    ) -> None:
+        if eod is None and (eod_mask_loss or reset_positions or reset_attention):
+            raise ValueError(
+                "--eod-mask-loss, --reset-position-ids and --reset-attention-mask need a tokenizer with an "
+                "end-of-document token"
+            )
+        assert 0 <= dp_index < dp_size and micro_batch > 0
+        self._dataset, self._vocab, self._order = dataset, vocab, order
+        self._rows, self._rank, self._ranks = micro_batch, dp_index, dp_size
+        self._loss_eod = eod if eod_mask_loss else None
+        self._position_eod = eod if reset_positions else None
+        self._attention_eod = eod if reset_attention else None
+        self._threads = ThreadPoolExecutor(1, "read-ahead") if read_ahead else None
+        self._ahead: dict[tuple[int, int], Future[list[DecoderBatch]]] = {}
+        self._permutation: tuple[int, NDArray[np.int64]] | None = None
+
+    def take(self, consumed: int, microbatches: int) -> list[DecoderBatch]:
+        """This coordinate's microbatches of the step that begins at global sample `consumed`.
+
+        Raises ValueError where the dataset ends before the step does, or holds an id outside the vocabulary.
+        """
+        ready = self._ahead.pop((consumed, microbatches), None)
+        batches = ready.result() if ready else self._read(consumed, microbatches)
+        if self._threads:
+            after = consumed + microbatches * self._group
+            if self._order == "cyclic" or after + microbatches * self._group <= len(self._dataset):
+                self._ahead = {(after, microbatches): self._threads.submit(self._read, after, microbatches)}
+        return batches
+
+    @property
+    def _group(self) -> int:
+        """Samples of one microbatch over all coordinates."""
+        return self._rows * self._ranks
+
+    def _read(self, consumed: int, microbatches: int) -> list[DecoderBatch]:
+        groups = [consumed + number * self._group for number in range(microbatches)]
+        return [self._batch(begin + self._rank * self._rows, self._entries(begin)) for begin in groups]
+
+    def _entries(self, begin: int) -> Sequence[int]:
+        """Which samples of the dataset make this coordinate's rows of the group that begins at `begin`."""
+        if self._order == "cyclic":
+            return self._cyclic_entries(begin)
+        if begin + self._group > len(self._dataset):
+            raise ValueError(
+                f"the dataset has {len(self._dataset)} samples, but samples {begin} .. "
+                f"{begin + self._group - 1} are to be read"
+            )
+        first = begin + self._rank * self._rows
+        return range(first, first + self._rows)
+
+    def _cyclic_entries(self, begin: int) -> Sequence[int]:
+        groups = len(self._dataset) // self._group
+        if not groups:
+            raise ValueError(
+                f"the dataset has {len(self._dataset)} samples, a microbatch takes {self._group}"
+            )
+        epoch, within = divmod(begin, groups * self._group)
+        if within % self._group:
+            raise ValueError(
+                f"sample {begin}: --order cyclic goes on at multiples of {self._group} samples only"
+            )
+        share = groups * self._rows
+        if self._permutation is None or self._permutation[0] != epoch:
+            generator = torch.Generator()
+            generator.manual_seed(epoch)
+            self._permutation = epoch, torch.randperm(share, generator=generator).numpy()
+        first = within // self._ranks
+        chosen: list[int] = self._permutation[1][first : first + self._rows].tolist()
+        return [self._rank * share + entry for entry in chosen]
+
+    def _batch(self, first_sample: int, entries: Sequence[int]) -> DecoderBatch:
+        """Rows `entries` of the dataset under the global numbers from `first_sample` on."""
+        text = np.stack([self._dataset[entry] for entry in entries])
+        smallest, largest = int(text.min()), int(text.max())
+        if smallest < 0 or largest >= self._vocab:
+            raise ValueError(
+                f"samples {first_sample} .. {first_sample + len(entries) - 1} hold token ids {smallest} .. "
+                f"{largest}, but the vocabulary's are 0 .. {self._vocab - 1}: made with another tokenizer"
+            )
+        tokens = np.ascontiguousarray(text[:, :-1])
+        documents = None
+        if self._attention_eod is not None:
+            documents = torch.from_numpy(gpt.document_numbers(tokens, self._attention_eod))
+        return DecoderBatch(
+            tokens=torch.from_numpy(tokens),
+            labels=torch.from_numpy(np.ascontiguousarray(text[:, 1:])),
+            loss_weights=torch.from_numpy(gpt.loss_weights(tokens, self._loss_eod)),
+            positions=torch.from_numpy(gpt.positions(tokens, self._position_eod)),
+            samples=torch.arange(first_sample, first_sample + len(entries)),
+            documents=documents,
+        )

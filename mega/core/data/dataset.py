@@ -1,0 +1,49 @@
+"""What a dataset of token samples is, and the two kinds that need no token files: random ids, and a blend."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+class Dataset(Protocol):
+    """`dataset[i]`, 0 <= i < len(dataset), is int64 [seq_length + 1]: inputs and, one further on, labels."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, sample: int) -> NDArray[np.int64]: ...
+
+
+class MockDataset:
+    """Random ids below `vocab`; sample i is a function of (seed, i). For benchmarks without a corpus."""
+
+    def __init__(self, *, samples: int, seq_length: int, vocab: int, seed: int) -> None:
+        self._samples, self._length, self._vocab, self._seed = samples, seq_length + 1, vocab, seed
+
+    def __len__(self) -> int:
+        return self._samples
+
+    def __getitem__(self, sample: int) -> NDArray[np.int64]:
+        if not 0 <= sample < self._samples:
+            raise IndexError(f"no sample {sample}, there are {self._samples}")
+        return np.random.default_rng([self._seed, sample]).integers(self._vocab, size=self._length)
+
+
+class BlendedDataset:
+    """Sample i is sample numbers[i] of datasets[chosen[i]]; see `order.blend_order`."""
+
+    def __init__(self, datasets: Sequence[Dataset], chosen: NDArray[Any], numbers: NDArray[Any]) -> None:
+        assert len(chosen) == len(numbers)
+        self._datasets, self._chosen, self._numbers = datasets, chosen, numbers
+
+    def __len__(self) -> int:
+        return len(self._chosen)
+
+    def __getitem__(self, sample: int) -> NDArray[np.int64]:
+        if not 0 <= sample < len(self):
+            raise IndexError(f"no sample {sample}, there are {len(self)}")
+        found: NDArray[np.int64] = self._datasets[int(self._chosen[sample])][int(self._numbers[sample])]
+        return found

@@ -1,0 +1,73 @@
+"""GPT samples: a corpus laid end to end in shuffled order and cut every seq_length tokens.
+
+Also what the tokens of a sample say about it: which positions carry loss, where documents begin. It knows
+neither ranks nor batches.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mega.core.data.indexed import IndexedDataset
+from mega.core.data.order import SampleOrder
+
+
+class GPTDataset:
+    """Sample i is tokens q x s .. (q + 1) x s, both included, of the stream, q = shuffle[i], s = seq_length.
+
+    A sample may run over any number of documents; neighbours in the stream share one token.
+    """
+
+    def __init__(self, corpus: IndexedDataset, order: SampleOrder, seq_length: int) -> None:
+        self._corpus, self._order, self._length = corpus, order, seq_length + 1
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def __getitem__(self, sample: int) -> NDArray[np.int64]:
+        """int64 [seq_length + 1]"""
+        if not 0 <= sample < len(self):
+            raise IndexError(f"no sample {sample}, there are {len(self)}")
+        row = int(self._order.shuffle[sample])
+        (place, offset), (last_place, last_offset) = self._order.samples[row : row + 2].tolist()
+        found = np.empty(self._length, np.int64)
+        filled = 0
+        for sequence in self._order.documents[place:last_place].tolist():
+            piece = self._corpus.get(sequence, offset)
+            found[filled : filled + len(piece)] = piece
+            filled += len(piece)
+            offset = 0
+        last = int(self._order.documents[last_place])
+        found[filled:] = self._corpus.get(last, offset, last_offset + 1 - offset)
+        return found
+
+
+def loss_weights(tokens: NDArray[np.int64], eod: int | None) -> NDArray[np.float32]:
+    """1 for every input token, 0 where it is `eod`: what follows a document's end is not to be foretold.
+
+    tokens [..., s] -> float32 [..., s]. 5 6 0 7 8 0 with eod 0 -> 1 1 0 1 1 0.
+    """
+    return (tokens != eod).astype(np.float32) if eod is not None else np.ones(tokens.shape, np.float32)
+
+
+def document_numbers(tokens: NDArray[np.int64], eod: int) -> NDArray[np.int64]:
+    """Number of each token's document within its row; an `eod` belongs to the document that it ends.
+
+    tokens [..., s] -> int64 [..., s]. 5 6 0 7 8 0 with eod 0 -> 0 0 0 1 1 1.
+    """
+    ends = (tokens == eod).astype(np.int64)
+    return np.asarray(np.cumsum(ends, axis=-1) - ends)
+
+
+def positions(tokens: NDArray[np.int64], eod: int | None) -> NDArray[np.int64]:
+    """0 .. s - 1, beginning again behind each `eod` (where one is given).
+
+    tokens [..., s] -> int64 [..., s]. 5 6 0 7 8 0 with eod 0 -> 0 1 2 0 1 2.
+    """
+    places = np.broadcast_to(np.arange(tokens.shape[-1]), tokens.shape)
+    if eod is None:
+        return places.copy()
+    begins = np.zeros_like(tokens)
+    begins[..., 1:] = np.where(tokens[..., :-1] == eod, places[..., 1:], 0)
+    return places - np.maximum.accumulate(begins, axis=-1)

@@ -1,0 +1,190 @@
+"""The order in which a corpus is read: splits, the three indices of a GPT dataset, and blends.
+
+Everything here is a function of lengths, sizes and a seed and gives Megatron-LM's numbers exactly, through
+numpy's legacy generator. It knows no files and no tokens.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+_BLOCK = 1 << 20
+_FEW = 12  # datasets of a blend up to which a plain Python list beats an array
+
+
+def split_shares(split: str) -> tuple[float, float, float]:
+    """Shares of train, validation and test, summing to 1: "969, 30, 1", "90/10" or "1".
+
+    Raises ValueError where a share is not a number of at least 0, or all are 0.
+    """
+    parts = re.split("," if "," in split else "/", split)
+    try:
+        shares = [float(part) for part in parts]
+    except ValueError:
+        shares = [-1.0]
+    if not all(0 <= share < float("inf") for share in shares) or not sum(shares[:3]) > 0:
+        raise ValueError(
+            f'--split "{split}": must be up to three numbers of at least 0, such as "969, 30, 1"'
+        )
+    train, valid, test = [*shares, 0.0, 0.0][:3]
+    total = train + valid + test
+    return train / total, valid / total, test / total
+
+
+def split_boundaries(split: str, items: int) -> tuple[int, int, int, int]:
+    """Where train, validation and test begin and end among `items`.
+
+    Each share is rounded (half to even) and what rounding leaves over is taken from train:
+    "90/10" of 7 -> shares 6.3 and 0.7 -> 0 6 7 7; "949,50,1" of 10 -> 9 + 0 (0.5) + 0 = 9 -> 0 10 10 10.
+    """
+    bounds = [0]
+    for share in split_shares(split):
+        bounds.append(bounds[-1] + round(share * items))
+    over = bounds[3] - items
+    return 0, bounds[1] - over, bounds[2] - over, bounds[3] - over
+
+
+def epochs(tokens: int, seq_length: int, samples: int) -> int:
+    """The fewest passes over `tokens` that give `samples`: floor((E tokens - 1) / seq_length) >= samples.
+
+    44 tokens, sequences of 4: 10 samples take 1 pass (43 // 4 = 10), 11 take 2 (87 // 4 = 21).
+    """
+    return max(1, -(-(samples * seq_length + 1) // tokens))
+
+
+@dataclass(frozen=True)
+class SampleOrder:
+    """Sample i is row q = shuffle[i]: the tokens from samples[q] to samples[q + 1], both included.
+
+    documents: int32 [epochs x sequences], sequence numbers in reading order; samples: [n + 1, 2], place in
+    `documents` and token within that sequence; shuffle: [n].
+    """
+
+    documents: NDArray[Any]
+    samples: NDArray[Any]
+    shuffle: NDArray[Any]
+
+    def __len__(self) -> int:
+        return len(self.shuffle)
+
+
+def sample_order(
+    lengths: NDArray[np.int32], first: int, last: int, *, seq_length: int, samples: int, seed: int
+) -> SampleOrder:
+    """The order of at least `samples` samples of seq_length + 1 tokens from sequences first .. last - 1.
+
+    Where the last epoch is needed for less than 80 % of its samples it is shuffled on its own behind the
+    others, so that no document is seen once too often early on.
+    """
+    tokens = int(lengths[first:last].sum(dtype=np.int64))
+    passes = epochs(tokens, seq_length, samples)
+    generator = np.random.RandomState(seed)
+    before = ((passes - 1) * tokens - 1) // seq_length
+    apart = passes > 1 and samples - before < int(0.80 * ((tokens - 1) // seq_length))
+
+    documents = _documents(first, last, passes, apart, generator)
+    rows = _rows(lengths, documents, seq_length, (passes * tokens - 1) // seq_length)
+    shuffle = _shuffle(len(rows) - 1, before if apart else len(rows) - 1, generator)
+    return SampleOrder(documents, rows, shuffle)
+
+
+def _documents(
+    first: int, last: int, passes: int, apart: bool, generator: np.random.RandomState
+) -> NDArray[np.int32]:
+    """Each sequence once a pass, all passes shuffled together, or all but the last and then the last."""
+    once = np.arange(first, last, dtype=np.int32)
+    parts = [np.tile(once, passes - 1), once] if apart else [np.tile(once, passes)]
+    for part in parts:
+        generator.shuffle(part)
+    return np.concatenate(parts)
+
+
+def _rows(
+    lengths: NDArray[np.int32], documents: NDArray[np.int32], seq_length: int, samples: int
+) -> NDArray[Any]:
+    """Place and offset of token i x seq_length of the documents laid end to end, for i = 0 .. samples.
+
+    Documents of 5, 0 and 4 tokens, sequences of 4: tokens 0, 4, 8 -> (0, 0) (0, 4) (2, 3).
+    """
+    ends = np.cumsum(lengths[documents], dtype=np.int64)
+    wide = max(len(documents), int(lengths.max(initial=0))) >= 2**31
+    rows = np.empty((samples + 1, 2), np.int64 if wide else np.int32)
+    for begin in range(0, samples + 1, _BLOCK):
+        targets = np.arange(begin, min(begin + _BLOCK, samples + 1)) * seq_length
+        places = np.searchsorted(ends, targets, side="right")  # the first document that ends behind the token
+        rows[begin : begin + len(targets), 0] = places
+        starts = np.where(places > 0, ends[places - 1], 0)
+        rows[begin : begin + len(targets), 1] = targets - starts
+    return rows
+
+
+def _shuffle(count: int, together: int, generator: np.random.RandomState) -> NDArray[Any]:
+    """0 .. together - 1 shuffled, then together .. count - 1 shuffled."""
+    numbers = np.arange(count, dtype=np.uint32 if count < 2**32 - 2 else np.int64)
+    generator.shuffle(numbers[:together])
+    if together < count:
+        generator.shuffle(numbers[together:])
+    return numbers
+
+
+def blend_shares(weights: Sequence[float]) -> list[float]:
+    """Weights as shares of 1. Added up one by one: Python 3.12's `sum` of floats rounds otherwise."""
+    total = 0.0
+    for weight in weights:
+        total += weight
+    return [weight / total for weight in weights]
+
+
+def blend_samples(shares: Sequence[float], samples: int) -> list[int]:
+    """Samples to ask of each dataset of a blend: its share and half a percent more, rounded up.
+
+    1000 samples at 0.2, 0.3, 0.5 -> 201, 302, 503.
+    """
+    return [int(np.ceil(samples * share * 1.005)) for share in shares]
+
+
+def blend_order(weights: Sequence[float], size: int) -> tuple[NDArray[np.int16], NDArray[np.int64]]:
+    """For each of `size` samples the dataset it comes from and its number there.
+
+    The dataset furthest behind its share is next, the first of equals: at 0.2, 0.3, 0.5 the datasets go
+    2 1 0 2 1 2 0 2 1 2 0 2. A longer order only continues a shorter one.
+    """
+    if len(weights) > 32766:
+        raise ValueError(f"a blend of {len(weights)} datasets: must be at most 32766")
+    # Megatron-LM divides by numpy's sum here, also where the weights are shares already.
+    exact = np.array(weights, np.float64) / np.sum(weights, dtype=np.float64)
+    shares: list[float] = exact.tolist()
+    chosen = np.empty(size, np.int16)
+    counts = [0] * len(shares)
+    if len(shares) <= _FEW:
+        for k in range(size):
+            x = float(max(k, 1))
+            errors = [share * x - count for share, count in zip(shares, counts, strict=True)]
+            best = errors.index(max(errors))
+            chosen[k] = best
+            counts[best] += 1
+    else:
+        wanted, given = exact, np.zeros(len(shares))
+        errors_of = np.empty(len(shares))
+        for k in range(size):
+            np.multiply(wanted, float(max(k, 1)), out=errors_of)
+            np.subtract(errors_of, given, out=errors_of)
+            best = int(errors_of.argmax())
+            chosen[k] = best
+            given[best] += 1
+    return chosen, _running_numbers(chosen, len(shares))
+
+
+def _running_numbers(chosen: NDArray[np.int16], datasets: int) -> NDArray[np.int64]:
+    """How often each entry occurred before: 2 1 2 2 -> 0 0 1 2."""
+    numbers = np.empty(len(chosen), np.int64)
+    by_dataset = np.argsort(chosen, kind="stable")
+    sizes = np.bincount(chosen, minlength=datasets)
+    numbers[by_dataset] = np.arange(len(chosen)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+    return numbers
