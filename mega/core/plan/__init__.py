@@ -3,13 +3,39 @@
     types      Compute, Transfer, Exchange, Plan: the nouns. Read this first
     kinds      the schedules, each as an order of computes: gpipe, 1f1b, interleaved, zb-h1, forward
     exchange   when cargo moves between the computes, for any schedule
+    play       a clock that plays a plan
+    prove      every act once, nothing missing, no deadlock even under blocking sends
+    simulate   length, bubble, live microbatches; the lower bound for any plan
+    draw       the picture of a simulation: text, SVG, PNG
     layers     which blocks of the model each stage holds
 
-A new schedule is a new function in `kinds`; the executor that plays plans does not change.
+A new schedule is a new function in `kinds`; nothing else changes, and not the executor that plays plans.
 """
 
+from .draw import draw, draw_text
 from .kinds import plan
 from .layers import stage_layers
+from .play import Span
+from .prove import prove
+from .simulate import Costs, Simulation, lower_bound, simulate
 from .types import Act, Compute, Exchange, Kind, Plan, PlanError, Transfer
 
-__all__ = ["Act", "Compute", "Exchange", "Kind", "Plan", "PlanError", "Transfer", "plan", "stage_layers"]
+__all__ = [
+    "Act",
+    "Compute",
+    "Costs",
+    "Exchange",
+    "Kind",
+    "Plan",
+    "PlanError",
+    "Simulation",
+    "Span",
+    "Transfer",
+    "draw",
+    "draw_text",
+    "lower_bound",
+    "plan",
+    "prove",
+    "simulate",
+    "stage_layers",
+]

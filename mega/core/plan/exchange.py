@@ -38,6 +38,17 @@ def needs(act: Compute, stage: int, last: int) -> Cargo | None:
     return None
 
 
+def sent(transfer: Transfer, rank: int, stages: int) -> Cargo:
+    """Which cargo a send of `rank` carries."""
+    return (transfer.kind, transfer.microbatch, transfer.chunk * stages + rank)
+
+
+def received(transfer: Transfer, rank: int, stages: int) -> Cargo:
+    """Which cargo a receive of `rank` carries."""
+    before = -1 if transfer.kind == "F" else 1
+    return (transfer.kind, transfer.microbatch, transfer.chunk * stages + rank + before)
+
+
 def with_exchanges(
     orders: Sequence[Sequence[Compute]], stages: int, chunks: int
 ) -> tuple[tuple[Act, ...], ...]:

@@ -1,8 +1,8 @@
 """The schedules: in which order a rank computes, and nothing else.
 
 Each schedule is one function from (rank, stages, chunks, microbatches) to a list of `Compute`s. When the
-cargo moves is the same question for all of them and is answered in `exchange`. Letters are forwards,
-digits name the microbatch, `.` is a rank that waits (F and B take one slot here):
+cargo moves is the same question for all of them and is answered in `exchange`. In the drawings F2 is the
+forward of microbatch 2, B2 its backward, `.` a rank that waits; F and B take one slot each:
 
     gpipe, 3 stages, 3 microbatches: all forwards, then all backwards. Holds every microbatch.
 
@@ -25,7 +25,8 @@ Sources: gpipe, Huang et al. 2019 (arXiv 1811.06965); 1f1b and interleaved, Nara
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from itertools import pairwise
 from typing import Literal
 
 from .exchange import with_exchanges
@@ -88,16 +89,19 @@ def one_forward_one_backward(rank: int, stages: int, chunks: int, microbatches: 
 def interleaved(rank: int, stages: int, chunks: int, microbatches: int) -> Order:
     """1F1B over several chunks a rank: filling the pipeline takes shorter steps, so the bubble shrinks.
 
-    Microbatches go in groups of `stages`, the last group taking what is left. A rank runs a whole group
-    through its first chunk, then through its second, and so on; backwards from the last chunk to the first.
-    Warm-up is 2 (stages - r - 1) forwards for the way there and back, and a group through every chunk but
-    the last: 10, 8, 6, 4 for 4 stages, 2 chunks and 8 microbatches (forward chunks 0000 1111 0000 1111).
+    Microbatches go in groups (see `_groups`): a rank runs a whole group through its first chunk, then
+    through its second, and so on; backwards from the last chunk to the first. Warm-up is 2 (stages - r - 1)
+    forwards for the way there and back, and a group through every chunk but the last: 10, 8, 6, 4 for
+    4 stages, 2 chunks and 8 microbatches, whose forward chunks are 0000 1111 0000 1111.
+
+        2 stages, 2 chunks, 2 microbatches (a, b are the chunks; a slot is half as long as above)
+        rank 0   F0a F1a F0b F1b  .  B0b  .  B1b B0a B1a
+        rank 1    .  F0a F1a F0b B0b F1b B1b B0a B1a  .
     """
-    first_group = min(stages, microbatches)
     return _alternate(
         list(_grouped("F", stages, range(chunks), microbatches)),
         list(_grouped("B", stages, range(chunks - 1, -1, -1), microbatches)),
-        warm_up=2 * (stages - rank - 1) + (chunks - 1) * first_group,
+        warm_up=2 * (stages - rank - 1) + (chunks - 1) * len(_groups(stages, microbatches)[0]),
     )
 
 
@@ -130,12 +134,27 @@ def forward_only(rank: int, stages: int, chunks: int, microbatches: int) -> Orde
     return list(_grouped("F", stages, range(chunks), microbatches))
 
 
+def _groups(stages: int, microbatches: int) -> list[range]:
+    """Microbatches in groups for interleaving: as many as give each at least `stages`, nearly equal.
+
+    A smaller group would come back to rank 0 for its next chunk too late, a larger one holds more
+    activations. The larger groups come first, since the first one sets the warm-up; with a small group
+    first, ranks would wait for each other in a circle.
+
+    >>> _groups(4, 8), _groups(4, 13), _groups(4, 3)
+    ([range(0, 4), range(4, 8)], [range(0, 5), range(5, 9), range(9, 13)], [range(0, 3)])
+    """
+    count = max(1, microbatches // stages)
+    size, larger = divmod(microbatches, count)
+    starts = [i * size + min(i, larger) for i in range(count + 1)]
+    return [range(start, end) for start, end in pairwise(starts)]
+
+
 def _grouped(
     kind: Literal["F", "B"], stages: int, chunks: Iterable[int], microbatches: int
-) -> Iterable[Compute]:
-    """Microbatches in groups of `stages`, each group through all `chunks` before the next group starts."""
-    for start in range(0, microbatches, stages):
-        group = range(start, min(start + stages, microbatches))
+) -> Iterator[Compute]:
+    """Each group of microbatches through all `chunks`, in their order, before the next group starts."""
+    for group in _groups(stages, microbatches):
         for chunk in chunks:
             for microbatch in group:
                 yield Compute(kind, microbatch, chunk)

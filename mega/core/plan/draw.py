@@ -1,0 +1,162 @@
+"""The picture of a simulated plan: a line a rank, time to the right. As text, SVG or PNG.
+
+Text and SVG are written here by hand; only PNG needs matplotlib, asked for when it is wanted. It knows
+nothing of schedules: what it draws is a `Simulation`.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from .play import Span
+from .simulate import Simulation
+
+_COLOURS = {"F": "#4c78a8", "B": "#59a14f", "W": "#f2b447"}
+_MEANINGS = {"F": "forward", "B": "backward", "W": "weight gradient"}
+_CHUNKS = "abcdefghijklmnopqrstuvwxyz"
+
+
+def draw_text(simulation: Simulation, width: int = 100) -> str:
+    """The simulation as a line a rank, no longer than `width` characters, and a line of figures.
+
+    A cell shows kind and microbatch ("F3"; "F3b" is of the second chunk), or the kind alone where that does
+    not fit; `.` is a rank that waits.
+
+    >>> from mega.core.plan import plan, simulate
+    >>> print(draw_text(simulate(plan("1f1b", stages=2, microbatches=2)), 60))
+    rank 0  F0 F1 ......B0    ...B1
+    rank 1  ...F0 B0    F1 B1    ...
+    1f1b: 2 stages, 1 chunks, 2 microbatches; length 9, bubble 33.3%, live microbatches 1 to 2
+    """
+    margin = len(f"rank {simulation.plan.stages - 1}  ")
+    scale = _scale(simulation, max(1, width - margin))
+    rows = [
+        (f"rank {rank}".ljust(margin) + _line(simulation, rank, scale)).rstrip()
+        for rank in range(simulation.plan.stages)
+    ]
+    return "\n".join([*rows, _figures(simulation)])
+
+
+def draw(simulation: Simulation, path: Path) -> None:
+    """Writes the picture to `path`: .svg, or .png (needs matplotlib). The file appears whole or not at all.
+
+    Raises ValueError for another ending, and for .png where matplotlib is missing.
+    """
+    writers = {".svg": _svg, ".png": _png}
+    if path.suffix not in writers:
+        raise ValueError(f"--draw-schedule {path}: must end in {' or '.join(writers)}")
+    _publish(path, writers[path.suffix](simulation))
+
+
+def _scale(simulation: Simulation, room: int) -> float:
+    """Characters per unit of time: those that labels need; else whole ones an act; else what fits `room`."""
+    spans = [span for row in simulation.rows for span in row]
+    shortest = min((span.end - span.start for span in spans if span.end > span.start), default=1.0)
+    labelled = max(len(_label(simulation, span)) for span in spans) + 1
+    fitting = room / (simulation.makespan or 1.0)
+    whole = min(labelled, int(fitting * shortest))
+    return whole / shortest if whole else fitting
+
+
+def _line(simulation: Simulation, rank: int, scale: float) -> str:
+    cells = ["."] * round(simulation.makespan * scale)
+    for span in simulation.rows[rank]:
+        first, end = round(span.start * scale), round(span.end * scale)
+        label = _label(simulation, span)
+        label = label if len(label) < end - first else span.act.kind
+        cells[first:end] = label.ljust(end - first)[: end - first]
+    return "".join(cells)
+
+
+def _label(simulation: Simulation, span: Span) -> str:
+    chunk = _CHUNKS[span.act.chunk % len(_CHUNKS)] if simulation.plan.chunks > 1 else ""
+    return f"{span.act.kind}{span.act.microbatch}{chunk}"
+
+
+def _figures(simulation: Simulation) -> str:
+    plan = simulation.plan
+    live = sorted(set(simulation.live))
+    held = str(live[0]) if len(live) == 1 else f"{live[0]} to {live[-1]}"
+    return (
+        f"{plan.kind}: {plan.stages} stages, {plan.chunks} chunks, {plan.microbatches} microbatches; "
+        f"length {simulation.makespan:g}, bubble {simulation.bubble:.1%}, live microbatches {held}"
+    )
+
+
+_ROW, _TOP, _LEFT, _PICTURE = 28, 34, 64, 1400
+"""Pixels: height of a rank's row, space above and left of the rows, width of the whole time."""
+
+
+def _svg(simulation: Simulation) -> bytes:
+    scale = _PICTURE / (simulation.makespan or 1.0)
+    height = _TOP + _ROW * simulation.plan.stages + 10
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_LEFT + _PICTURE + 10}" height="{height}" '
+        'font-family="sans-serif" font-size="11">',
+        f'<rect width="100%" height="100%" fill="white"/><text x="8" y="20">{_figures(simulation)}</text>',
+    ]
+    for rank, row in enumerate(simulation.rows):
+        top = _TOP + _ROW * rank
+        lines.append(f'<text x="8" y="{top + 17}">rank {rank}</text>')
+        lines.append(f'<rect x="{_LEFT}" y="{top}" width="{_PICTURE}" height="{_ROW - 4}" fill="#eeeeee"/>')
+        for span in row:
+            left, wide = _LEFT + span.start * scale, (span.end - span.start) * scale
+            label = _label(simulation, span)
+            lines.append(
+                f'<rect x="{left:.2f}" y="{top}" width="{wide:.2f}" height="{_ROW - 4}" '
+                f'fill="{_COLOURS[span.act.kind]}" fill-opacity="{_opacity(span, simulation):.2f}" '
+                f'stroke="white"><title>{label}: {span.start:g} to {span.end:g}</title></rect>'
+            )
+            if wide > 7 * len(label):
+                lines.append(
+                    f'<text x="{left + wide / 2:.2f}" y="{top + 16}" text-anchor="middle">{label}</text>'
+                )
+    return "\n".join([*lines, "</svg>", ""]).encode()
+
+
+def _png(simulation: Simulation) -> bytes:
+    try:
+        from matplotlib.figure import Figure
+        from matplotlib.patches import Patch
+    except ImportError as error:
+        raise ValueError("--draw-schedule: a .png needs matplotlib, which is missing; use .svg") from error
+    import io
+
+    plan = simulation.plan
+    figure = Figure(figsize=(14, 1.2 + 0.3 * plan.stages), layout="constrained")
+    axes = figure.subplots()
+    for rank, row in enumerate(simulation.rows):
+        bars = [(span.start, span.end - span.start) for span in row]
+        colours = [(_COLOURS[span.act.kind], _opacity(span, simulation)) for span in row]
+        axes.broken_barh(bars, (rank - 0.45, 0.9), facecolors=colours, edgecolor="white", linewidth=0.5)
+        for span in row:
+            label = _label(simulation, span)
+            if span.end - span.start > 0.005 * len(label) * simulation.makespan:
+                middle = (span.start + span.end) / 2
+                axes.text(middle, rank, label, ha="center", va="center", fontsize=7)
+    axes.set(xlim=(0, simulation.makespan), ylim=(plan.stages - 0.5, -0.5), xlabel="time")
+    axes.set_yticks(range(plan.stages), [f"rank {rank}" for rank in range(plan.stages)])
+    axes.set_facecolor("#eeeeee")
+    axes.set_title(_figures(simulation), fontsize=9)
+    kinds = sorted({span.act.kind for row in simulation.rows for span in row}, key="FBW".index)
+    figure.legend(
+        handles=[Patch(color=_COLOURS[k], label=_MEANINGS[k]) for k in kinds], loc="outside right upper"
+    )
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png", dpi=130)
+    return picture.getvalue()
+
+
+def _opacity(span: Span, simulation: Simulation) -> float:
+    """Later chunks are drawn paler."""
+    return 1.0 - 0.6 * span.act.chunk / simulation.plan.chunks
+
+
+def _publish(path: Path, content: bytes) -> None:
+    temporary = path.with_name(path.name + ".tmp")
+    with temporary.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)

@@ -1,0 +1,110 @@
+"""A clock for plans: plays every rank's acts side by side and says when each compute ran.
+
+It follows `Exchange`s to the letter and decides nothing: what it cannot play, no executor can. `prove` asks
+it whether a plan comes to its end, `simulate` how long that takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from .exchange import Cargo, needs, received, sent
+from .types import Compute, Exchange, Plan, PlanError
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One compute and the time, in the unit of the costs, at which it started and ended."""
+
+    act: Compute
+    start: float
+    end: float
+
+
+Duration = Callable[[Compute, int], float]
+"""(compute, its global stage) -> how long it takes."""
+
+
+def play(
+    plan: Plan, duration: Duration, transfer: float, overlap: bool = True
+) -> tuple[tuple[Span, ...], ...]:
+    """Every rank's computes with their times, in order. Takes time linear in the number of acts.
+
+    transfer: how long one piece of cargo travels, counted from when both sides have come to their exchange.
+    overlap: True lets a rank go on through its exchanges, waiting for a piece of cargo only before the
+        compute that needs it, and never for its sends. False keeps it in each exchange until all of it is
+        over: the strictest hardware, where a send lasts until it is received.
+
+    Raises PlanError where ranks wait for each other for ever.
+    """
+    return _Playing(plan, duration, transfer, overlap).to_the_end()
+
+
+class _Playing:
+    """The state of one playing. A rank runs until it must wait; what it waits for sets it going again."""
+
+    def __init__(self, plan: Plan, duration: Duration, transfer: float, overlap: bool) -> None:
+        self.plan, self.duration, self.transfer, self.overlap = plan, duration, transfer, overlap
+        self.next = [0] * plan.stages
+        self.now = [0.0] * plan.stages
+        self.entered = [False] * plan.stages
+        self.spans: list[list[Span]] = [[] for _ in range(plan.stages)]
+        self.sends: dict[Cargo, float] = {}
+        self.recvs: dict[Cargo, float] = {}
+        self.waiting: dict[Cargo, int] = {}
+        self.runnable = list(range(plan.stages))
+
+    def to_the_end(self) -> tuple[tuple[Span, ...], ...]:
+        while self.runnable:
+            self._run(self.runnable.pop())
+        for rank, acts in enumerate(self.plan.acts):
+            if self.next[rank] < len(acts):
+                raise PlanError(f"deadlock: rank {rank} waits for ever in {acts[self.next[rank]]}")
+        return tuple(map(tuple, self.spans))
+
+    def _run(self, rank: int) -> None:
+        """Play `rank` until its end, or until it has to wait for a cargo's other side."""
+        acts = self.plan.acts[rank]
+        while self.next[rank] < len(acts):
+            act = acts[self.next[rank]]
+            arrived = self._exchange(act, rank) if isinstance(act, Exchange) else self._compute(act, rank)
+            if not arrived:
+                return
+            self.next[rank] += 1
+
+    def _exchange(self, act: Exchange, rank: int) -> bool:
+        sends = [sent(transfer, rank, self.plan.stages) for transfer in act.sends]
+        recvs = [received(transfer, rank, self.plan.stages) for transfer in act.recvs]
+        if not self.entered[rank]:
+            self.entered[rank] = True
+            self._enter(self.sends, sends, rank)
+            self._enter(self.recvs, recvs, rank)
+        over = self.overlap or all(self._wait(cargo, rank) for cargo in sends + recvs)
+        self.entered[rank] = not over
+        return over
+
+    def _enter(self, side: dict[Cargo, float], cargoes: list[Cargo], rank: int) -> None:
+        """Note that `rank` is ready to send, or receive, and wake the rank that waits for that."""
+        for cargo in cargoes:
+            side[cargo] = self.now[rank]
+            if cargo in self.waiting:
+                self.runnable.append(self.waiting.pop(cargo))
+
+    def _compute(self, act: Compute, rank: int) -> bool:
+        stage = act.chunk * self.plan.stages + rank
+        wanted = needs(act, stage, self.plan.stages * self.plan.chunks - 1)
+        if wanted in self.recvs and not self._wait(wanted, rank):
+            return False
+        start = self.now[rank]
+        self.now[rank] = start + self.duration(act, stage)
+        self.spans[rank].append(Span(act, start, self.now[rank]))
+        return True
+
+    def _wait(self, cargo: Cargo, rank: int) -> bool:
+        """Move `rank` to the time at which `cargo` is across; False if its other side is not there yet."""
+        if cargo not in self.sends or cargo not in self.recvs:
+            self.waiting[cargo] = rank
+            return False
+        self.now[rank] = max(self.now[rank], max(self.sends[cargo], self.recvs[cargo]) + self.transfer)
+        return True

@@ -1,0 +1,129 @@
+"""The proof of a plan: what must hold before anyone plays it. Knows no schedule and trusts none.
+
+    1  every rank computes every (kind, microbatch, chunk) exactly once, F before B before W
+    2  nothing is computed before its cargo is there; nothing is sent before it is made
+    3  every piece of cargo is sent once and received once, between the right two ranks
+    4  between two ranks cargoes of one kind arrive in the order in which they leave (no tags needed)
+    5  nobody waits for ever, even where a send lasts until its receive has started
+
+It runs at the start of every training: its time is linear in the number of acts.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from itertools import product, zip_longest
+
+from .exchange import Cargo, needs, received, sent
+from .play import play
+from .types import Compute, Exchange, Plan, PlanError
+
+Route = tuple[int, int, str]
+"""(sending rank, receiving rank, kind of cargo)."""
+
+_EARLIER = {"F": None, "B": "F", "W": "B"}
+"""The compute of the same microbatch and chunk that must come before."""
+
+
+def prove(plan: Plan) -> None:
+    """Raises PlanError, naming the rank and the act, unless `plan` can be played and is complete."""
+    if len(plan.acts) != plan.stages:
+        raise PlanError(f"{len(plan.acts)} ranks have acts, there are {plan.stages} stages")
+    leaving: dict[Route, list[Cargo]] = defaultdict(list)
+    arriving: dict[Route, list[Cargo]] = defaultdict(list)
+    for rank in range(plan.stages):
+        _Rank(plan, rank, leaving, arriving).check()
+    for route in leaving.keys() | arriving.keys():
+        _same_order(route, leaving[route], arriving[route])
+    play(plan, duration=lambda act, stage: 1.0, transfer=0.0, overlap=False)
+
+
+def _same_order(route: Route, leaving: list[Cargo], arriving: list[Cargo]) -> None:
+    for left, came in zip_longest(leaving, arriving):
+        if left != came:
+            sender, receiver, kind = route
+            raise PlanError(
+                f"{kind} from rank {sender} to rank {receiver}: {left} leaves where {came} arrives"
+            )
+
+
+class _Rank:
+    """One rank's acts, followed from first to last."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        rank: int,
+        leaving: dict[Route, list[Cargo]],
+        arriving: dict[Route, list[Cargo]],
+    ) -> None:
+        self.plan, self.rank, self.leaving, self.arriving = plan, rank, leaving, arriving
+        self.last = plan.stages * plan.chunks - 1
+        self.done: set[Cargo] = set()
+        self.held: set[Cargo] = set()
+        self.gone: set[Cargo] = set()
+
+    def check(self) -> None:
+        for act in self.plan.acts[self.rank]:
+            if isinstance(act, Compute):
+                self._compute(act)
+            else:
+                self._exchange(act)
+        if self.done != (expected := self._expected()):
+            raise self._error("does not compute exactly what it should", self.done ^ expected)
+        if self.gone != (due := {made for made in self.done if self._leaves(made)}):
+            raise self._error("never sends", due - self.gone)
+
+    def _expected(self) -> set[Cargo]:
+        """(kind, microbatch, global stage) of every compute of this rank."""
+        split = any(isinstance(act, Compute) and act.kind == "W" for act in self.plan.acts[self.rank])
+        kinds = "F" if self.plan.kind == "forward" else "FBW" if split else "FB"
+        stages = range(self.rank, self.last + 1, self.plan.stages)
+        return set(product(kinds, range(self.plan.microbatches), stages))
+
+    def _compute(self, act: Compute) -> None:
+        stage = act.chunk * self.plan.stages + self.rank
+        made = (act.kind, act.microbatch, stage)
+        if made in self.done:
+            raise self._error("computes twice", act)
+        earlier = _EARLIER[act.kind]
+        if earlier is not None and (earlier, act.microbatch, stage) not in self.done:
+            raise self._error(f"has not computed {earlier} before", act)
+        wanted = needs(act, stage, self.last)
+        if wanted is not None and wanted not in self.held:
+            raise self._error(f"has no {wanted} for", act)
+        self.done.add(made)
+        if self._destination(made) == self.rank:
+            self.held.add(made)
+
+    def _exchange(self, act: Exchange) -> None:
+        for transfer in act.sends:
+            cargo = sent(transfer, self.rank, self.plan.stages)
+            if cargo not in self.done:
+                raise self._error("sends before it is made", transfer)
+            if cargo in self.gone:
+                raise self._error("sends twice", transfer)
+            if not self._leaves(cargo) or transfer.peer != self._destination(cargo):
+                raise self._error("sends to the wrong rank", transfer)
+            self.gone.add(cargo)
+            self.leaving[self.rank, transfer.peer, transfer.kind].append(cargo)
+        for transfer in act.recvs:
+            cargo = received(transfer, self.rank, self.plan.stages)
+            if cargo in self.held:
+                raise self._error("receives twice", transfer)
+            if transfer.peer != cargo[2] % self.plan.stages or transfer.peer == self.rank:
+                raise self._error("receives from the wrong rank", transfer)
+            self.held.add(cargo)
+            self.arriving[transfer.peer, self.rank, transfer.kind].append(cargo)
+
+    def _destination(self, made: Cargo) -> int | None:
+        """The rank that needs what a compute makes; None where nobody does."""
+        kind, _, stage = made
+        to = stage + {"F": 1, "B": -1, "W": 0}[kind]
+        return to % self.plan.stages if kind != "W" and 0 <= to <= self.last else None
+
+    def _leaves(self, made: Cargo) -> bool:
+        return self._destination(made) not in (None, self.rank)
+
+    def _error(self, what: str, about: object) -> PlanError:
+        return PlanError(f"{self.plan.kind}: rank {self.rank} {what}: {str(about)[:200]}")
