@@ -61,6 +61,11 @@ def world_from_env(environ: Mapping[str, str] = os.environ) -> World:
     return World(rank=0, size=1, local_rank=0, local_size=1, source="alone")
 
 
+def is_first_rank(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether this process speaks for all, for what is said before the launcher's variables are judged."""
+    return environ.get("RANK", environ.get("SLURM_PROCID", "0")) == "0"
+
+
 def _slurm_local_size(environ: Mapping[str, str], size: int) -> int:
     """Tasks of this node from SLURM_STEP_TASKS_PER_NODE or SLURM_NTASKS_PER_NODE, such as `4(x2),2`.
 
@@ -99,3 +104,21 @@ def _consistent(world: World) -> World:
     if not 0 <= world.local_rank < world.local_size:
         raise ValueError(f"local rank {world.local_rank}: must be 0 to {world.local_size - 1}")
     return world
+
+
+def ranks(world: World, nproc: int | None, dry: int | None = None) -> int:
+    """How many ranks a run has: the launcher's, else `--nproc`, else one; or the `dry` run's `--world`.
+
+    >>> ranks(world_from_env({}), nproc=4)
+    4
+    """
+    if dry is not None:
+        return dry
+    if world.source == "alone":
+        return nproc or 1
+    if nproc is not None and nproc != world.local_size:
+        raise ValueError(
+            f"--nproc {nproc}: {world.source} has started {world.local_size} ranks on this host already; "
+            "leave the flag out"
+        )
+    return world.size

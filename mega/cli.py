@@ -1,0 +1,145 @@
+"""The `mega` command: its verbs, each loaded only when it is called, and how its errors end.
+
+A verb is a file in mega/commands with a function `run`, or with a Typer `app` where it has verbs of its
+own. This file knows their names and one line about each; it imports none of them, and no torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+from mega.core.config.world import is_first_rank
+
+VERBS = {
+    "quickstart": "From nothing to a trained model and its text, in about three minutes",
+    "preprocess": "Turn text into token files",
+    "pretrain": "Train a model from scratch, or go on",
+    "finetune": "Train a model towards a task",
+    "eval": "Score a model on a benchmark",
+    "serve": "Answer prompts over HTTP",
+    "reshard": "Cut a checkpoint for another layout",
+    "checkpoint": "Look into checkpoints and verify them",
+    "convert-llama": "Turn Llama weights into a checkpoint, and back",
+    "memory-estimate": "Say what a run needs, before it is started",
+    "parity": "Prove that every layout computes the same",
+    "bench": "Measure speed",
+    "doctor": "Say what works on this machine, and why the rest does not",
+    "completions": "Write the shell completions",
+}
+
+
+def _module(verb: str) -> str:
+    """
+    >>> _module("convert-llama")
+    'mega.commands.convert_llama'
+    """
+    return "mega.commands." + verb.replace("-", "_")
+
+
+def load(verb: str) -> Any:
+    """The Typer command of a verb; imports its file."""
+    module = importlib.import_module(_module(verb))
+    app = getattr(module, "app", None)
+    if app is None:
+        from mega.options import Command, command
+
+        app = typer.Typer(add_completion=False, rich_markup_mode="rich")
+        app.command(name=verb, cls=Command)(command(module.run))
+    loaded = typer.main.get_command(app)
+    loaded.name = verb
+    return loaded
+
+
+class Verbs(TyperGroup):
+    """A group that knows its commands by name and loads one when it is called."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Verbs whose file exists, in the order of the table."""
+        return [verb for verb in VERBS if importlib.util.find_spec(_module(verb)) is not None]
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """A stand-in that carries the help line, so that listing verbs loads none."""
+        if cmd_name not in self.list_commands(ctx):
+            return None
+        return TyperCommand(cmd_name, help=VERBS[cmd_name], rich_markup_mode="rich")
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
+        """The verb itself, for a call or for completing its flags."""
+        name, stand_in, rest = super().resolve_command(ctx, args)
+        return name, load(name) if name is not None and stand_in is not None else stand_in, rest
+
+
+app = typer.Typer(
+    cls=Verbs,
+    add_completion=False,
+    rich_markup_mode="rich",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        from mega import __version__
+
+        print(f"mega {__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Train large transformers on any tensor x pipeline x data layout.
+
+    Every verb explains itself: mega VERB --help.
+    """
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command line and returns its exit code: 0, 1 for a failure, 2 for a mistake of the user.
+
+    A mistake is told in one line each on stderr, without a traceback unless MEGA_DEBUG=1.
+    """
+    try:
+        outcome = app(args=arguments, prog_name="mega", standalone_mode=False)
+    except Exception as error:
+        if os.environ.get("MEGA_DEBUG") == "1":
+            raise
+        return _told(error)
+    return outcome if isinstance(outcome, int) else 0
+
+
+def _told(error: Exception) -> int:
+    """Tells an error on stderr and returns the exit code it ends with."""
+    if isinstance(error, ValueError):
+        return _say(str(error) or repr(error), 2)
+    # Typer carries Click under different names in different versions; its own errors know their message.
+    if hasattr(error, "format_message") and hasattr(error, "exit_code"):
+        return _say(error.format_message(), int(error.exit_code))
+    if isinstance(error, typer.Abort):
+        return _say("aborted", 1)
+    raise error
+
+
+def _say(message: str, code: int) -> int:
+    """`message` on stderr, by the first rank only: every rank finds the same mistake."""
+    if is_first_rank():
+        for line in message.splitlines():
+            print(f"mega: {line}", file=sys.stderr)
+    return code
+
+
+def entry() -> None:
+    """What the installed `mega` script calls."""
+    sys.exit(main())

@@ -1,0 +1,27 @@
+"""`mega pretrain`: check everything, then train, on as many ranks as the launcher or --nproc gives."""
+
+from __future__ import annotations
+
+from mega.core.config.check import check
+from mega.core.config.run import RunConfig
+from mega.core.config.world import ranks, world_from_env
+
+
+def run(run: RunConfig) -> int:
+    """Train a model from scratch, or go on where a checkpoint ends.
+
+    Alone with --nproc, under torchrun or under a bare srun. Every flag also answers to its Megatron-LM
+    spelling; --model, then --config, then flags say what the run is, each above the one before.
+    """
+    world = world_from_env()
+    size = ranks(world, run.runtime.nproc, run.runtime.world)
+    check(run, size)
+    if run.runtime.dry_run:
+        return 0
+    from mega.core.training.loop import pretrain
+
+    if world.source != "alone" or size == 1:
+        return pretrain(run)
+    from mega.core.parallel.launch import launch
+
+    return launch(size, pretrain, run)

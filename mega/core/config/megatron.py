@@ -1,0 +1,140 @@
+"""Flags of Megatron-LM (2023) that are no options here: those that mean nothing any more, and those refused.
+
+A flag that *is* an option carries its Megatron-LM spelling in config/sections.py. The flags below are
+accepted with one line that says why they change nothing, or refused with one line that says why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+
+class Ignored(NamedTuple):
+    """A flag that changes nothing: how many values it brings, and why."""
+
+    values: int
+    reason: str
+
+
+_FUSED = "operators are chosen by --ops, and `mega doctor` names them"
+_ALWAYS_LOGGED = "it is logged always"
+_NO_RANDOM_STATE = "dropout is a function of seed and sample, so there is no random state to save or load"
+_ONE_BUFFER = "gradients always lie in contiguous buckets"
+_TIMED = "step times are logged always"
+
+IGNORED: Mapping[str, Ignored] = {
+    # fusions and kernels
+    "--use-flash-attn": Ignored(0, _FUSED),
+    "--attention-backend": Ignored(1, _FUSED),
+    "--transformer-impl": Ignored(1, _FUSED),
+    "--no-masked-softmax-fusion": Ignored(0, _FUSED),
+    "--no-bias-dropout-fusion": Ignored(0, _FUSED),
+    "--no-bias-swiglu-fusion": Ignored(0, _FUSED),
+    "--no-rope-fusion": Ignored(0, _FUSED),
+    "--no-persist-layer-norm": Ignored(0, _FUSED),
+    "--no-gradient-accumulation-fusion": Ignored(0, _FUSED),
+    "--use-mcore-models": Ignored(0, "there is one implementation of each model"),
+    "--use-legacy-models": Ignored(0, "there is one implementation of each model"),
+    "--onnx-safe": Ignored(1, "there is no exporter to be safe for"),
+    # numerics
+    "--no-query-key-layer-scaling": Ignored(0, "query-key layer scaling is never applied"),
+    "--apply-query-key-layer-scaling": Ignored(0, "softmax runs in fp32, where the scaling cancels out"),
+    "--attention-softmax-in-fp32": Ignored(0, "softmax always runs in at least fp32"),
+    "--fp16-lm-cross-entropy": Ignored(0, "the loss always runs in at least fp32"),
+    "--no-check-for-nan-in-loss-and-grad": Ignored(0, "the gradient norm is looked at anyway"),
+    # ranks and communication
+    "--no-async-tensor-model-parallel-allreduce": Ignored(0, "overlap is decided by the layers themselves"),
+    "--no-scatter-gather-tensors-in-pipeline": Ignored(0, "it only says how stages exchange tensors"),
+    "--overlap-p2p-communication": Ignored(0, "stages always overlap their exchanges"),
+    "--use-ring-exchange-p2p": Ignored(0, "it only says how stages exchange tensors"),
+    "--delay-grad-reduce": Ignored(0, "gradients leave when their bucket is complete"),
+    "--no-delay-grad-reduce": Ignored(0, "gradients leave when their bucket is complete"),
+    "--overlap-param-gather": Ignored(0, "it only says when parameters are gathered"),
+    "--DDP-impl": Ignored(1, _ONE_BUFFER),
+    "--no-contiguous-buffers-in-local-ddp": Ignored(0, _ONE_BUFFER),
+    "--use-contiguous-buffers-in-local-ddp": Ignored(0, _ONE_BUFFER),
+    "--local_rank": Ignored(1, "the rank is read from the environment"),
+    "--lazy-mpu-init": Ignored(1, "the mesh is built at once"),
+    "--use-mpi": Ignored(0, "the world is read from the environment"),
+    "--adlr-autoresume": Ignored(0, "it belongs to one vendor's cluster; see --resume auto"),
+    "--adlr-autoresume-interval": Ignored(1, "it belongs to one vendor's cluster; see --resume auto"),
+    # start, memory, files
+    "--use-cpu-initialization": Ignored(0, "initial weights are the same on every device and layout"),
+    "--no-initialization": Ignored(0, "initial weights cost next to nothing"),
+    "--empty-unused-memory-level": Ignored(1, "memory is left to torch"),
+    "--no-load-rng": Ignored(0, _NO_RANDOM_STATE),
+    "--no-save-rng": Ignored(0, _NO_RANDOM_STATE),
+    "--data-impl": Ignored(1, "token files are always memory-mapped"),
+    "--mmap-warmup": Ignored(0, "token files are read when they are needed"),
+    "--no-data-sharding": Ignored(0, "every sample order is global"),
+    "--inference-batch-times-seqlen-threshold": Ignored(1, "it means nothing in training"),
+    "--max-tokens-to-oom": Ignored(1, "it means nothing in training"),
+    # logging
+    "--timing-log-level": Ignored(1, _TIMED),
+    "--timing-log-option": Ignored(1, _TIMED),
+    "--no-barrier-with-level-1-timing": Ignored(0, _TIMED),
+    "--log-throughput": Ignored(0, _ALWAYS_LOGGED),
+    "--tensorboard-queue-size": Ignored(1, "the writer flushes at every log interval"),
+    "--log-timers-to-tensorboard": Ignored(0, _ALWAYS_LOGGED),
+    "--log-batch-size-to-tensorboard": Ignored(0, _ALWAYS_LOGGED),
+    "--no-log-learnig-rate-to-tensorboard": Ignored(0, _ALWAYS_LOGGED),
+    "--no-log-learning-rate-to-tensorboard": Ignored(0, _ALWAYS_LOGGED),
+    "--no-log-loss-scale-to-tensorboard": Ignored(0, _ALWAYS_LOGGED),
+    "--log-validation-ppl-to-tensorboard": Ignored(0, _ALWAYS_LOGGED),
+    "--log-memory-to-tensorboard": Ignored(0, _ALWAYS_LOGGED),
+    "--log-world-size-to-tensorboard": Ignored(0, _ALWAYS_LOGGED),
+    "--wandb-entity": Ignored(1, "metrics go to --metrics and --tensorboard-dir"),
+    "--wandb-name": Ignored(1, "metrics go to --metrics and --tensorboard-dir"),
+    "--wandb-project": Ignored(1, "metrics go to --metrics and --tensorboard-dir"),
+    "--wandb-id": Ignored(1, "metrics go to --metrics and --tensorboard-dir"),
+}
+
+_BERT = "belongs to BERT, which is not built yet; valid --family: gpt, llama"
+_T5 = "belongs to T5, which is not built yet; valid --family: gpt, llama"
+_MOE = "mixtures of experts are not built yet"
+_FP8 = "fp8 is not built yet; valid --dtype: fp32, bf16, fp64"
+_PROFILE = "marking steps for a profiler is not built yet"
+
+REFUSED: Mapping[str, str] = {
+    # spellings that Megatron-LM itself gave up, with their successors
+    "--batch-size": "was split in two; use --micro-batch and --global-batch",
+    "--warmup": "was renamed; use --lr-warmup-fraction",
+    "--model-parallel-size": "was renamed; use --tp",
+    "--checkpoint-activations": "was renamed; use --recompute full",
+    "--distribute-checkpointed-activations": "was renamed; use --distribute-saved",
+    "--activations-checkpoint-method": "was renamed; use --recompute-method",
+    "--activations-checkpoint-num-layers": "was renamed; use --recompute-layers",
+    # not built
+    "--bert-no-binary-head": _BERT,
+    "--mask-prob": _BERT,
+    "--short-seq-prob": _BERT,
+    "--output-bert-embeddings": _BERT,
+    "--bert-embedder-type": _BERT,
+    "--decoder-num-layers": _T5,
+    "--decoder-seq-length": _T5,
+    "--pipeline-model-parallel-split-rank": _T5,
+    "--num-experts": _MOE,
+    "--expert-parallel": _MOE,
+    "--expert-model-parallel-size": _MOE,
+    "--fp8-format": _FP8,
+    "--fp8-e4m3": _FP8,
+    "--fp8-hybrid": _FP8,
+    "--fp8-margin": _FP8,
+    "--fp8-interval": _FP8,
+    "--fp8-amax-history-len": _FP8,
+    "--fp8-amax-compute-algo": _FP8,
+    "--no-fp8-wgrad": _FP8,
+    "--profile": _PROFILE,
+    "--profile-step-start": _PROFILE,
+    "--profile-step-end": _PROFILE,
+    "--profile-ranks": _PROFILE,
+    "--data-parallel-random-init": "weights that differ between replicas are not built yet",
+    "--init-method-xavier-uniform": "only normal initial weights are built; use --init-std",
+    "--standalone-embedding-stage": "a stage for the embedding alone is not built yet",
+    "--use-checkpoint-opt_param-scheduler": "taking the schedule from a checkpoint is not built yet",
+    "--model-spec": "layers are chosen by options, not by module names",
+    "--retro-add-retriever": "Retro is not built yet",
+    "--retro-workdir": "Retro is not built yet",
+    "--vision-pretraining": "vision models are not built",
+}

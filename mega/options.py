@@ -1,0 +1,218 @@
+"""Config sections as command-line options: the signature of a verb is its configuration.
+
+A verb is a plain function. A parameter annotated `RunConfig` becomes every option of a run with `--model`,
+`--config` and `--print-config`; one annotated with a section becomes that section's options; the others
+are Typer's as they stand. Only what the user typed overrides presets and the TOML file. This file builds
+signatures and knows no verb and no option by name.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, Literal, Optional, get_type_hints
+
+import typer
+from typer.core import TyperCommand
+
+from mega.argv import MANY, Meaning, Sets, meanings, translate
+from mega.core.config import toml
+from mega.core.config.compose import compose
+from mega.core.config.run import Entry, RunConfig, entries, sections
+from mega.core.config.world import is_first_rank
+
+
+class Command(TyperCommand):
+    """A Typer command that answers to argparse's habits and shows all of its options only when asked."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Translates `args` before Typer reads them; a note on stderr for every flag that means nothing."""
+        own: dict[str, Meaning] = {}
+        configured: list[Entry] = []
+        for param in self.get_params(ctx):
+            entry = entries().get(param.name or "")
+            if entry is not None and entry.flag in param.opts:
+                configured.append(entry)
+            elif param.param_type_name == "option":
+                own |= _own_flags(param)
+        canonical, notes = translate(args, meanings(configured, own))
+        if notes and is_first_rank():
+            print("\n".join(notes), file=sys.stderr)
+        return super().parse_args(ctx, canonical)
+
+
+def _own_flags(param: Any) -> Mapping[str, Meaning]:
+    """What the long spellings of an option mean that is Typer's alone."""
+    found: dict[str, Meaning] = {}
+    for spellings in (param.opts, param.secondary_opts):
+        long = [spelling for spelling in spellings if spelling.startswith("--")]
+        values = 0 if param.is_flag or param.count else MANY if param.multiple else param.nargs
+        found |= {spelling: Sets(long[0], values) for spelling in long}
+    return found
+
+
+def command(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` with a signature that Typer reads: its config parameters spread out into options."""
+    hints = get_type_hints(function, include_extras=True)
+    parameters: list[inspect.Parameter] = []
+    configs: dict[str, tuple[str, ...]] = {}
+    for name, parameter in inspect.signature(function).parameters.items():
+        if hints[name] is RunConfig:
+            configs[name] = tuple(sections())
+        elif (section := _section_of(hints[name])) is not None:
+            configs[name] = (section,)
+        else:
+            parameters.append(parameter.replace(annotation=hints[name], kind=inspect.Parameter.KEYWORD_ONLY))
+    whole = next((name for name in configs if hints[name] is RunConfig), None)
+    if whole is not None:
+        parameters += _RUN_PARAMETERS
+    chosen = [
+        entry for entry in entries().values() if any(entry.section in names for names in configs.values())
+    ]
+    parameters += [_parameter(entry) for entry in chosen]
+    if any(not entry.option.common for entry in chosen):
+        parameters.append(_HELP_ALL)
+
+    @functools.wraps(function)
+    def verb(**typed: Any) -> Any:
+        typed.pop("help_all", None)
+        options = _typed_options(typed, chosen)
+        if whole is not None:
+            preset, config = typed.pop("model"), typed.pop("config")
+            run = compose(preset, toml.read(config) if config is not None else {}, options)
+            if typed.pop("print_config"):
+                print(toml.write(run), end="")
+                return 0
+            typed[whole] = run
+        for name, names in configs.items():
+            if name != whole:
+                cls = sections()[names[0]]
+                typed[name] = cls(**{key: options[key] for key in options if entries()[key].section in names})
+        return function(**typed)
+
+    verb.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    verb.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    # Without this, inspect would look through to the function and its config parameters.
+    del verb.__wrapped__
+    return verb
+
+
+def _section_of(hint: Any) -> str | None:
+    return next((name for name, cls in sections().items() if cls is hint), None)
+
+
+def _typed_options(typed: dict[str, Any], chosen: Sequence[Entry]) -> dict[str, Any]:
+    """Takes the options of a config out of what Typer hands over, without those that were not typed."""
+    found: dict[str, Any] = {}
+    for entry in chosen:
+        value = typed.pop(entry.name)
+        if value is not None and not (entry.many and not value):
+            found[entry.name] = tuple(value) if entry.many else value
+    return found
+
+
+def _parameter(entry: Entry) -> inspect.Parameter:
+    """An option of a config as a parameter; None says that it was not typed."""
+    one: Any = Literal[entry.choices] if entry.choices else entry.kind
+    kind: Any = list[one] if entry.many else one
+    flag = f"{entry.flag}/--no-{entry.flag.removeprefix('--')}" if entry.kind is bool else entry.flag
+    declared = typer.Option(
+        *((flag, entry.option.short) if entry.option.short else (flag,)),
+        help=_help(entry),
+        rich_help_panel=entry.title,
+        show_default=False,
+        hidden=not entry.option.common,
+    )
+    return inspect.Parameter(
+        entry.name,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=None,
+        annotation=Annotated[Optional[kind], declared],  # noqa: UP045 - `|` cannot join a runtime Literal here
+    )
+
+
+def _help(entry: Entry) -> str:
+    """The line of help: what it is, its default, Megatron-LM's spellings; rich must not read its brackets."""
+    default = "" if entry.default in (None, ()) else f" [default: {_shown(entry.default)}]"
+    others = [spelling for spelling in entry.option.megatron if spelling != entry.flag]
+    spellings = f" (Megatron-LM: {', '.join(others)})" if others else ""
+    return (entry.option.help + default + spellings).replace("[", "\\[")
+
+
+def _shown(default: Any) -> str:
+    if isinstance(default, bool):
+        return "on" if default else "off"
+    return str(default)
+
+
+def _show_everything(ctx: typer.Context, asked: bool) -> None:
+    """Prints every option of the command by panel, plainly: a table of them all would cut long flags off."""
+    if not asked:
+        return
+    panels: dict[str, list[Any]] = {}
+    for param in ctx.command.get_params(ctx):
+        if param.param_type_name == "option":
+            panels.setdefault(getattr(param, "rich_help_panel", None) or "Options", []).append(param)
+    lines = [f"Usage: {ctx.command_path} [OPTIONS]", "", inspect.cleandoc(ctx.command.help or "")]
+    for title, params in panels.items():
+        lines += ["", f"{title}:"]
+        for param in params:
+            spellings = " / ".join(", ".join(opts) for opts in (param.opts, param.secondary_opts) if opts)
+            lines += [f"  {spellings}{_kind(param)}", "      " + (param.help or "").replace("\\[", "[")]
+    print("\n".join(lines))
+    raise typer.Exit()
+
+
+def _kind(param: Any) -> str:
+    """What stands behind a flag: ` INT`, ` adam|sgd`, ` STR ...`, or nothing behind a switch."""
+    if param.is_flag:
+        return ""
+    entry = entries().get(param.name)
+    if entry is None or entry.flag not in param.opts:
+        return " VALUE"
+    return f" {'|'.join(entry.choices) or entry.kind.__name__.upper()}{' ...' if entry.many else ''}"
+
+
+_HELP_ALL = inspect.Parameter(
+    "help_all",
+    inspect.Parameter.KEYWORD_ONLY,
+    default=False,
+    annotation=Annotated[
+        bool,
+        typer.Option(
+            "--help-all",
+            help="Show every option, not only the common ones, and exit.",
+            callback=_show_everything,
+            is_eager=True,
+        ),
+    ],
+)
+
+_RUN_PARAMETERS = [
+    inspect.Parameter(
+        "model",
+        inspect.Parameter.KEYWORD_ONLY,
+        default=None,
+        annotation=Annotated[
+            str | None, typer.Option("--model", help="a preset, such as llama2-7b; stands below --config")
+        ],
+    ),
+    inspect.Parameter(
+        "config",
+        inspect.Parameter.KEYWORD_ONLY,
+        default=None,
+        annotation=Annotated[
+            str | None, typer.Option("--config", "-c", help="a TOML file of options; stands below flags")
+        ],
+    ),
+    inspect.Parameter(
+        "print_config",
+        inspect.Parameter.KEYWORD_ONLY,
+        default=False,
+        annotation=Annotated[
+            bool, typer.Option("--print-config", help="print the run as TOML, ready for --config, and exit")
+        ],
+    ),
+]

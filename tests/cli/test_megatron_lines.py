@@ -1,0 +1,294 @@
+"""Megatron-LM's example command lines, as they stand, become the runs that they describe."""
+
+from __future__ import annotations
+
+import shlex
+from typing import Any
+
+import pytest
+
+from mega.argv import meanings, translate
+from mega.core.config.run import RunConfig, entries, value_of
+from mega.options import command
+
+GPT_345M = """
+    --num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024
+    --max-position-embeddings 1024 --micro-batch-size 4 --global-batch-size 8 --lr 0.00015 --train-iters
+    500000 --lr-decay-iters 320000 --lr-decay-style cosine --min-lr 1.0e-5 --weight-decay 1e-2
+    --lr-warmup-fraction .01 --clip-grad 1.0 --fp16 --data-path my-gpt2_text_document --vocab-file
+    gpt2-vocab.json --merge-file gpt2-merges.txt --data-impl mmap --split 949,50,1 --log-interval 100
+    --save-interval 10000 --eval-interval 1000 --eval-iters 10 --save ckpt --load ckpt"""
+
+GPT3_175B = """
+    --tensor-model-parallel-size 8 --pipeline-model-parallel-size 16 --num-layers 96 --hidden-size 12288
+    --num-attention-heads 96 --seq-length 2048 --max-position-embeddings 2048 --micro-batch-size 1
+    --global-batch-size 1536 --rampup-batch-size 16 16 5859375 --train-samples 146484375
+    --lr-decay-samples 126953125 --lr-warmup-samples 183105 --lr 6.0e-5 --min-lr 6.0e-6 --lr-decay-style
+    cosine --log-interval 10 --eval-iters 40 --eval-interval 1000 --data-path 0.2 first 0.3 second 0.5
+    third --vocab-file vocab.json --merge-file merges.txt --save-interval 1000 --save ckpt --load ckpt
+    --split 98,2,0 --clip-grad 1.0 --weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.95
+    --init-method-std 0.006 --tensorboard-dir tb --fp16 --recompute-activations"""
+
+LLAMA2_7B = """
+    --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --num-layers 32 --hidden-size 4096
+    --num-attention-heads 32 --ffn-hidden-size 11008 --seq-length 4096 --max-position-embeddings 4096
+    --micro-batch-size 1 --global-batch-size 1024 --train-iters 25000 --lr-warmup-iters 1000 --lr 1e-4
+    --min-lr 3.3e-6 --lr-decay-style cosine --weight-decay 0.1 --clip-grad 1.0 --optimizer adam
+    --adam-beta1 0.9 --adam-beta2 0.95 --init-method-std 0.02 --bf16 --use-distributed-optimizer
+    --sequence-parallel --recompute-activations --recompute-granularity selective --use-flash-attn
+    --attention-dropout 0 --hidden-dropout 0 --normalization RMSNorm --norm-epsilon 1e-5
+    --use-rotary-position-embeddings --no-position-embedding --swiglu --disable-bias-linear
+    --untie-embeddings-and-output-weights --no-masked-softmax-fusion --no-query-key-layer-scaling
+    --use-checkpoint-args --no-load-rng --no-load-optim --tokenizer-type Llama2Tokenizer
+    --tokenizer-model tokenizer.model --train-data-path a b --split 949,50,1 --log-interval 1
+    --save-interval 500 --eval-interval 100 --eval-iters 10 --save new --load old --use-mpi
+    --distributed-backend nccl --wandb-name llama"""
+
+WEAK_SCALING_76B = """
+    --tensor-model-parallel-size 8 --pipeline-model-parallel-size 4 --num-layers 60 --hidden-size 10240
+    --num-attention-heads 80 --micro-batch-size 2 --global-batch-size 1792
+    --num-layers-per-virtual-pipeline-stage 5 --recompute-granularity full --recompute-method uniform
+    --recompute-num-layers 1 --DDP-impl local --fp16 --loss-scale 8192 --seq-length 2048
+    --max-position-embeddings 2048 --train-samples 20480"""
+
+GPT_345M_FIELDS = {
+    "layers": 24,
+    "hidden": 1024,
+    "heads": 16,
+    "seq_length": 1024,
+    "positions": 1024,
+    "micro_batch": 4,
+    "global_batch": 8,
+    "lr": 0.00015,
+    "steps": 500000,
+    "lr_decay_steps": 320000,
+    "lr_decay": "cosine",
+    "min_lr": 1e-5,
+    "weight_decay": 0.01,
+    "lr_warmup_fraction": 0.01,
+    "clip_grad": 1.0,
+    "dtype": "fp16",
+    "data_path": ("my-gpt2_text_document",),
+    "vocab_file": "gpt2-vocab.json",
+    "merge_file": "gpt2-merges.txt",
+    "split": "949,50,1",
+    "log_interval": 100,
+    "save_interval": 10000,
+    "eval_interval": 1000,
+    "eval_iters": 10,
+    "save": "ckpt",
+    "load": "ckpt",
+}
+
+LINES: dict[str, tuple[str, dict[str, Any]]] = {
+    "GPT 345M": (GPT_345M, GPT_345M_FIELDS),
+    "GPT 345M, data parallel": (
+        GPT_345M.replace(
+            "--micro-batch-size 4 --global-batch-size 8", "--micro-batch-size 8 --global-batch-size 64"
+        ),
+        GPT_345M_FIELDS | {"micro_batch": 8, "global_batch": 64},
+    ),
+    "GPT 345M, distributed": (
+        GPT_345M.replace("--global-batch-size 8", "--global-batch-size 16")
+        + " --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --sequence-parallel"
+        + " --distributed-backend nccl --local_rank=3",
+        GPT_345M_FIELDS
+        | {"global_batch": 16, "tp": 2, "pp": 2, "sequence_parallel": True, "backend": "nccl"},
+    ),
+    "GPT-3 175B": (
+        GPT3_175B,
+        {
+            "tp": 8,
+            "pp": 16,
+            "layers": 96,
+            "hidden": 12288,
+            "heads": 96,
+            "micro_batch": 1,
+            "global_batch": 1536,
+            "rampup": (16, 16, 5859375),
+            "samples": 146484375,
+            "lr_decay_samples": 126953125,
+            "lr_warmup_samples": 183105,
+            "lr": 6e-5,
+            "min_lr": 6e-6,
+            "data_path": ("0.2", "first", "0.3", "second", "0.5", "third"),
+            "split": "98,2,0",
+            "adam_beta2": 0.95,
+            "init_std": 0.006,
+            "weight_decay": 0.1,
+            "tensorboard_dir": "tb",
+            "recompute": "selective",
+            "dtype": "fp16",
+        },
+    ),
+    "Llama-2 7B": (
+        LLAMA2_7B,
+        {
+            "tp": 2,
+            "pp": 2,
+            "ffn": 11008,
+            "steps": 25000,
+            "lr_warmup_steps": 1000,
+            "min_lr": 3.3e-6,
+            "dtype": "bf16",
+            "zero": 1,
+            "sequence_parallel": True,
+            "recompute": "selective",
+            "attention_dropout": 0.0,
+            "hidden_dropout": 0.0,
+            "norm": "rmsnorm",
+            "norm_eps": 1e-5,
+            "position": "rope",
+            "activation": "swiglu",
+            "bias": False,
+            "tied": False,
+            "use_checkpoint_config": True,
+            "load_optim": False,
+            "tokenizer": "Llama2Tokenizer",
+            "tokenizer_model": "tokenizer.model",
+            "train_data": ("a", "b"),
+            "backend": "nccl",
+        },
+    ),
+    "Llama-2 70B, grouped heads": (
+        LLAMA2_7B.replace(
+            "--num-attention-heads 32", "--num-query-groups 8 --group-query-attention --num-att 64"
+        ),
+        {"heads": 64, "kv_heads": 8},
+    ),
+    "76B of the weak-scaling table": (
+        WEAK_SCALING_76B,
+        {
+            "layers_per_chunk": 5,
+            "recompute": "full",
+            "recompute_method": "uniform",
+            "recompute_layers": 1,
+            "loss_scale": 8192.0,
+            "micro_batch": 2,
+            "global_batch": 1792,
+        },
+    ),
+}
+
+
+def parsed(line: str) -> RunConfig:
+    """The run of a command line, read as `mega pretrain` reads it."""
+    from typer.main import Typer, get_command
+
+    from mega.options import Command
+
+    seen: list[RunConfig] = []
+
+    def run(run: RunConfig) -> None:
+        seen.append(run)
+
+    app = Typer(add_completion=False)
+    app.command(cls=Command)(command(run))
+    get_command(app)(args=shlex.split(line), standalone_mode=False)
+    return seen[0]
+
+
+@pytest.mark.parametrize("name", LINES)
+def test_example_command_line(name: str) -> None:
+    line, fields = LINES[name]
+    run = parsed(line)
+    assert {field: value_of(run, field) for field in fields} == fields
+
+
+def test_what_a_line_does_not_say_stays_megatrons_default() -> None:
+    run = parsed(GPT_345M)
+    untouched = set(entries()) - set(GPT_345M_FIELDS)
+    assert {name: value_of(run, name) for name in untouched} == {
+        name: value_of(RunConfig(), name) for name in untouched
+    }
+
+
+def test_dropped_flags_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    parsed(LLAMA2_7B)
+    told = capsys.readouterr().err.splitlines()
+    for flag in (
+        "--use-flash-attn",
+        "--no-masked-softmax-fusion",
+        "--no-load-rng",
+        "--use-mpi",
+        "--wandb-name",
+    ):
+        assert sum(line.startswith(f"{flag} is accepted and changes nothing: ") for line in told) == 1
+
+
+KNOWN = meanings(list(entries().values()), {})
+
+
+def canonical(line: str) -> list[str]:
+    return translate(shlex.split(line), KNOWN)[0]
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("--train-it 5", ["--steps=5"]),
+        ("--num-layers=3", ["--layers=3"]),
+        ("--micro_batch_size 2", ["--micro-batch=2"]),
+        ("--override-opt_param-scheduler", ["--override-schedule"]),
+        ("--override-opt-param-scheduler", ["--override-schedule"]),
+        ("--disable-bias-linear", ["--no-bias"]),
+        ("--no-bias", ["--no-bias"]),
+        ("--lr -1", ["--lr=-1"]),
+        ("--lr=-1e-3", ["--lr=-1e-3"]),
+        ("--save=", ["--save="]),
+        ("--save a=b", ["--save=a=b"]),
+        ("--lr 1 --lr 2", ["--lr=2"]),
+        ("--swiglu --no-bias-gelu-fusion", ["--activation=swiglu"]),
+        ("--no-bias-gelu-fusion", ["--activation=gelu"]),
+        ("--no-bias-gelu-fusion --swiglu", ["--activation=swiglu"]),
+        ("--recompute-activations --recompute-granularity full", ["--recompute=full"]),
+        ("--use-rotary-position-embeddings --no-position-embedding", ["--position=rope"]),
+        ("--position-embedding-type learned_absolute", ["--position=learned"]),
+        ("--normalization RMSNorm", ["--norm=rmsnorm"]),
+        ("--group-query-attention", ["--kv-heads=1"]),
+        ("--rampup 16 16 5859375 --bf16", ["--rampup=16", "--rampup=16", "--rampup=5859375", "--dtype=bf16"]),
+        ("--train-data a --train-data b", ["--train-data=a", "--train-data=b"]),
+        ("--bf16 --dtype bf16", ["--dtype=bf16"]),
+        ("--dry-run positional", ["--dry-run", "positional"]),
+        ("--no-async-tensor-model-parallel-allreduce --DDP-impl local", []),
+    ],
+)
+def test_habits_become_canonical(line: str, expected: list[str]) -> None:
+    assert canonical(line) == expected
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("--layrs 2", "--layrs: is no option (nearest: --layers)"),
+        ("--seq 2", "--seq: is short for several flags: --seq-length, --sequence-parallel"),
+        ("--layers", "--layers: needs a value"),
+        ("--layers --hidden 3", "--layers: needs a value"),
+        ("--layers two", "--layers two: must be a whole number"),
+        ("--layers 2.5", "--layers 2.5: must be a whole number"),
+        ("--lr fast", "--lr fast: must be a number"),
+        ("--bf16=yes", "--bf16=yes: --bf16 takes no value"),
+        ("--dtype fp32x", "--dtype fp32x: is no choice (nearest: fp32); valid: fp32, bf16, fp16, fp64"),
+        (
+            "--normalization RmsNorm",
+            "--normalization RmsNorm: is no choice (nearest: RMSNorm); valid: LayerNorm, ",
+        ),
+        ("--fp16 --bf16", "--bf16: contradicts --fp16; give one of them"),
+        ("--rampup-batch-size 16 x", "--rampup-batch-size x: must be a whole number"),
+        ("--num-experts 8", "--num-experts: mixtures of experts are not built yet"),
+        ("--batch-size 8", "--batch-size: was split in two; use --micro-batch and --global-batch"),
+        ("--fp8-format e4m3", "--fp8-format: fp8 is not built yet"),
+        ("--data-path", "--data-path: needs a value"),
+    ],
+)
+def test_mistakes_of_a_line(line: str, message: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        canonical(line)
+    assert str(caught.value).startswith(message)
+
+
+def test_every_spelling_of_megatron_leads_somewhere() -> None:
+    """Each spelling of each option is known, and no table of dropped or refused flags shadows it."""
+    for entry in entries().values():
+        for spelling in entry.option.megatron:
+            assert getattr(KNOWN[spelling], "flag", None) == entry.flag
