@@ -29,11 +29,11 @@ class NullTokenizer(Tokenizer):
 
     def encode(self, text: str) -> list[int]:
         """Raises ValueError where a word is not a non-negative integer of at most 31 bits."""
-        ids = [int(word) for word in text.split()]
-        for token in ids:
-            if not 0 <= token < 2**31:
-                raise ValueError(f"token {token} is not in 0 .. {2**31 - 1}")
-        return ids
+        words = text.split()
+        for word in words:
+            if not (word.isascii() and word.isdigit() and int(word) < 2**31):
+                raise ValueError(f"NullTokenizer: {word[:40]!r} is not an integer of 0 .. {2**31 - 1}")
+        return [int(word) for word in words]
 
     def decode(self, ids: Iterable[int]) -> str:
         return " ".join(str(token) for token in ids)

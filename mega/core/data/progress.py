@@ -1,0 +1,54 @@
+"""How far preprocessing is: a bar on a terminal, a line every few seconds anywhere else. On stderr."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Callable, Iterator
+
+from mega.core.data.preprocess import Report
+
+_SECONDS_BETWEEN_LINES = 10.0
+
+
+@contextlib.contextmanager
+def shown(total: int) -> Iterator[Callable[[Report, int], None]]:
+    """A callback for `preprocess` that shows its reports; `total` is the size of all input files in bytes."""
+    begin = time.monotonic()
+    if sys.stderr.isatty():
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+        columns = (
+            BarColumn(),
+            TextColumn("{task.percentage:3.0f} %  {task.description}"),
+            TimeRemainingColumn(),
+        )
+        with Progress(*columns, console=Console(stderr=True)) as bar:
+            task = bar.add_task("", total=total)
+            yield lambda report, read: bar.update(task, completed=read, description=_line(report, begin))
+        return
+
+    told = begin
+
+    def tell(report: Report, read: int) -> None:
+        nonlocal told
+        now = time.monotonic()
+        if now - told >= _SECONDS_BETWEEN_LINES:
+            told = now
+            left = (now - begin) * (total - read) / max(read, 1)
+            print(
+                f"{100 * read / max(total, 1):5.1f} %  {_line(report, begin)}  {left:,.0f} s left",
+                file=sys.stderr,
+            )
+
+    yield tell
+
+
+def _line(report: Report, begin: float) -> str:
+    seconds = max(time.monotonic() - begin, 1e-9)
+    return (
+        f"{report.documents:,} documents, {report.documents / seconds:,.0f}/s, "
+        f"{report.bytes / seconds / 1e6:,.1f} MB/s, {report.tokens:,} tokens"
+    )

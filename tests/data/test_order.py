@@ -1,0 +1,168 @@
+"""Splits, GPT indices and blends: golden vectors, and plain rewritings of the rules on random small cases."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mega.core.data import order
+from mega.core.data.order import (
+    blend_order,
+    blend_samples,
+    blend_shares,
+    epochs,
+    sample_order,
+    split_boundaries,
+    split_shares,
+)
+
+LENGTHS = np.array([5, 3, 8, 2, 7, 4, 6, 9], np.int32)
+SPLITS = ("969, 30, 1", "949,50,1", "98,2,0", "90/10")
+BOUNDARIES = {
+    1: ["0 1 1 1", "0 1 1 1", "0 1 1 1", None],
+    7: ["0 7 7 7", "0 7 7 7", "0 7 7 7", "0 6 7 7"],
+    10: ["0 10 10 10", "0 10 10 10", "0 10 10 10", "0 9 10 10"],
+    55: ["0 53 55 55", "0 52 55 55", "0 54 55 55", "0 49 55 55"],
+    100: ["0 97 100 100", "0 95 100 100", "0 98 100 100", "0 90 100 100"],
+    1000: ["0 969 999 1000", "0 949 999 1000", "0 980 1000 1000", "0 900 1000 1000"],
+    1234: ["0 1196 1233 1234", "0 1171 1233 1234", "0 1209 1234 1234", "0 1111 1234 1234"],
+    99999: ["0 96899 99899 99999", "0 94899 99899 99999", "0 97999 99999 99999", "0 89999 99999 99999"],
+}
+
+
+@pytest.mark.parametrize(("items", "rows"), BOUNDARIES.items())
+def test_golden_splits(items: int, rows: list[str | None]) -> None:
+    for split, row in zip(SPLITS, rows, strict=True):
+        if row:
+            assert split_boundaries(split, items) == tuple(map(int, row.split()))
+
+
+@pytest.mark.parametrize("split", ["", "a", "1,b", "0,0,0", "-1,2", "nan", "inf,1", "1;2"])
+def test_bad_split_names_the_flag(split: str) -> None:
+    with pytest.raises(ValueError, match="--split"):
+        split_shares(split)
+
+
+TEN_ROWS = [(0, 0), (0, 4), (1, 0), (2, 1), (2, 5), (3, 3), (4, 2), (4, 6), (5, 3), (7, 1), (7, 5)]
+# first, last, seq_length, samples, seed -> documents, rows, shuffle
+GOLDEN = {
+    (0, 8, 4, 10, 1234): ("2 1 6 0 4 5 3 7", TEN_ROWS, "8 5 6 0 4 3 2 9 7 1"),
+    (0, 8, 4, 12, 1234): (
+        "2 1 6 0 4 5 3 7 5 0 3 4 2 6 1 7",
+        [
+            *TEN_ROWS,
+            (8, 0),
+            (9, 0),
+            (9, 4),
+            (11, 1),
+            (11, 5),
+            (12, 2),
+            (12, 6),
+            (13, 2),
+            (14, 0),
+            (15, 1),
+            (15, 5),
+        ],
+        "3 9 2 1 7 5 4 0 8 6 18 11 19 14 13 17 16 20 15 10 12",
+    ),
+    (0, 8, 4, 19, 1234): (
+        "5 3 0 4 6 2 2 7 1 1 0 4 5 6 3 7",
+        [
+            *[(0, 0), (1, 0), (2, 2), (3, 1), (3, 5), (4, 2), (5, 0), (5, 4), (6, 0), (6, 4), (7, 0)],
+            *[(7, 4), (7, 8), (9, 0), (10, 1), (11, 0), (11, 4), (12, 1), (13, 1), (13, 5), (15, 1), (15, 5)],
+        ],
+        "10 4 13 17 1 14 8 7 3 6 18 19 12 11 0 2 15 9 20 5 16",
+    ),
+    (2, 7, 8, 3, 42): ("3 6 4 2 5", [(0, 0), (2, 0), (3, 1), (4, 1)], "1 2 0"),
+}
+
+
+@pytest.mark.parametrize("block", [1 << 20, 3])
+@pytest.mark.parametrize("case", GOLDEN)
+def test_golden_indices(
+    case: tuple[int, int, int, int, int], block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(order, "_BLOCK", block)
+    first, last, seq_length, samples, seed = case
+    found = sample_order(LENGTHS, first, last, seq_length=seq_length, samples=samples, seed=seed)
+    documents, rows, shuffle = GOLDEN[case]
+    assert found.documents.tolist() == [int(word) for word in documents.split()]
+    assert [tuple(row) for row in found.samples.tolist()] == rows
+    assert found.shuffle.tolist() == [int(word) for word in shuffle.split()]
+    assert (found.documents.dtype, found.samples.dtype, found.shuffle.dtype) == (
+        np.int32,
+        np.int32,
+        np.uint32,
+    )
+
+
+@given(st.integers(1, 50), st.integers(1, 20), st.integers(0, 200))
+def test_epochs_are_the_fewest(tokens: int, seq_length: int, samples: int) -> None:
+    found = epochs(tokens, seq_length, samples)
+    enough = [count for count in range(1, found + 1) if (count * tokens - 1) // seq_length >= samples]
+    assert enough == [found]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.integers(0, 9), min_size=1, max_size=8).filter(any),
+    st.integers(1, 12),
+    st.integers(1, 60),
+    st.integers(0, 3),
+)
+def test_rows_are_places_in_the_stream(lengths: list[int], seq_length: int, samples: int, seed: int) -> None:
+    found = sample_order(
+        np.array(lengths, np.int32), 0, len(lengths), seq_length=seq_length, samples=samples, seed=seed
+    )
+    passes = epochs(sum(lengths), seq_length, samples)
+    count = (passes * sum(lengths) - 1) // seq_length
+    stream = [
+        (place, offset)
+        for place, document in enumerate(found.documents)
+        for offset in range(lengths[document])
+    ]
+    assert [tuple(row) for row in found.samples.tolist()] == [
+        stream[i * seq_length] for i in range(count + 1)
+    ]
+    assert sorted(found.documents.tolist()) == sorted(passes * list(range(len(lengths))))
+    assert sorted(found.shuffle.tolist()) == list(range(count)) and count >= samples
+
+
+def test_golden_blends() -> None:
+    cases = [
+        ([0.2, 0.3, 0.5], "2 1 0 2 1 2 0 2 1 2 0 2", "0 0 0 1 1 2 1 3 2 4 2 5"),
+        ([0.1, 0.9], "1 0 1 1 1 1 1 1 1 1 0 1", "0 0 1 2 3 4 5 6 7 8 1 9"),
+        ([1 / 3] * 3, "0 1 2 0 1 2 0", "0 0 0 1 1 1 2"),
+    ]
+    for weights, datasets, numbers in cases:
+        size = len(datasets.split())
+        chosen, numbered = blend_order(blend_shares(weights), size)
+        assert chosen.tolist() == [int(word) for word in datasets.split()]
+        assert numbered.tolist() == [int(word) for word in numbers.split()]
+        assert (chosen.dtype, numbered.dtype) == (np.int16, np.int64)
+
+
+def test_golden_blend_samples() -> None:
+    shares = blend_shares([0.2, 0.3, 0.5])
+    assert [blend_samples(shares, count) for count in (1000, 50, 10)] == [
+        [201, 302, 503],
+        [11, 16, 26],
+        [3, 4, 6],
+    ]
+    assert blend_samples(blend_shares([2, 3]), 1000) == [402, 603]
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.floats(0.01, 10), min_size=1, max_size=20), st.integers(0, 300))
+def test_blend_is_the_rule_whichever_way_it_is_computed(weights: list[float], size: int) -> None:
+    shares = np.array(blend_shares(weights))
+    shares = shares / np.sum(shares)
+    counts, expected = np.zeros(len(shares)), []
+    for k in range(size):
+        best = int(np.argmax(shares * max(k, 1) - counts))
+        expected.append((best, int(counts[best])))
+        counts[best] += 1
+    chosen, numbers = blend_order(blend_shares(weights), size)
+    assert list(zip(chosen.tolist(), numbers.tolist(), strict=True)) == expected

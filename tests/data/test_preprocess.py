@@ -1,0 +1,159 @@
+"""JSON lines to token files: Megatron-LM's bytes, any number of workers, and every bad line named."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mega.cli import main
+from mega.core.data import preprocess as module
+from mega.core.data.indexed import IndexedDataset
+from mega.core.data.preprocess import Report, preprocess
+from tests.support.shared import shared
+
+NULL = {"tokenizer": "NullTokenizer", "vocab_size": 99}
+
+
+def lines(path: Path, *objects: Any) -> Path:
+    """A file of lines; bytes stand as they are, anything else as JSON."""
+    path.write_bytes(b"".join(o if isinstance(o, bytes) else json.dumps(o).encode() + b"\n" for o in objects))
+    return path
+
+
+def run(path: Path, **options: Any) -> tuple[Report, list[list[int]], list[int]]:
+    """Report, sequences and document index of the first key."""
+    report = preprocess([path], str(path.parent / "out"), NULL, **options)
+    data = IndexedDataset(report.outputs[0])
+    return report, [data[i].tolist() for i in range(len(data))], data.document_index.tolist()
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_megatron_made_files_are_reproduced(tmp_path: Path, workers: int) -> None:
+    source = shared("megatron_indexed/test.jsonl")
+    code = main(
+        f"preprocess --input {source} --output-prefix {tmp_path}/test --tokenizer-type NullTokenizer "
+        f"--vocab-size 131072 --append-eod --workers {workers}".split()
+    )
+    assert code == 0
+    for end in ("bin", "idx"):
+        made = tmp_path / f"test_text_document.{end}"
+        assert made.read_bytes() == shared(f"megatron_indexed/test_text_document.{end}").read_bytes()
+
+
+def test_workers_and_packing_do_not_change_the_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = lines(tmp_path / "a.jsonl", *({"text": f"{i} {i % 7}" * (i % 3)} for i in range(5000)))
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(source.read_bytes()))
+    monkeypatch.setattr(module, "_BLOCK_BYTES", 1000)
+    made = []
+    for name, workers in (("a.jsonl", 1), ("a.jsonl", 2), ("a.jsonl.gz", 1)):
+        report = preprocess(
+            [tmp_path / name], f"{tmp_path}/{len(made)}", NULL, append_eod=True, workers=workers
+        )
+        assert report.documents == 5000
+        made.append([Path(f"{report.outputs[0]}.{end}").read_bytes() for end in ("bin", "idx")])
+    assert made[0] == made[1] == made[2]
+
+
+def test_eod_behind_every_document_that_has_a_token(tmp_path: Path) -> None:
+    source = lines(
+        tmp_path / "a.jsonl", {"text": "1 2"}, {"text": ""}, {"text": ["3", "", "4 5"]}, {"text": []}
+    )
+    report, sequences, documents = run(source, append_eod=True)
+    assert sequences == [[1, 2, 99], [3], [4, 5, 99]] and documents == [0, 1, 1, 3, 3]
+    assert (report.documents, report.tokens, report.skipped) == (4, 7, 0)
+    _, sequences, documents = run(source)
+    assert sequences == [[1, 2], [3], [4, 5]] and documents == [0, 1, 1, 3, 3]
+
+
+def test_every_key_gets_its_files(tmp_path: Path) -> None:
+    source = lines(
+        tmp_path / "a.jsonl", {"text": "1", "title": "2 3", "x": None}, {"text": "4", "title": "5"}
+    )
+    report = preprocess([source, source], f"{tmp_path}/out", NULL, json_keys=("text", "title"))
+    assert report.outputs == [f"{tmp_path}/out_text_document", f"{tmp_path}/out_title_document"]
+    texts, titles = (IndexedDataset(name).tokens.tolist() for name in report.outputs)
+    assert texts == [1, 4, 1, 4] and titles == [2, 3, 5, 2, 3, 5]
+
+
+def test_harmless_oddities(tmp_path: Path) -> None:
+    source = lines(tmp_path / "a.jsonl", b'\xef\xbb\xbf{"text": "1"}\r\n', b"\n", b"  \r\n", b'{"text": "2"}')
+    assert run(source)[1] == [[1], [2]]
+
+
+BAD = {
+    b"{\n": "a.jsonl:2",
+    b'{"text": "\xff"}\n': "a.jsonl:2",
+    b'{"text": "\\ud800"}\n': "a.jsonl:2",
+    b"[" * 100_000 + b"\n": "a.jsonl:2",
+    b"[1]\n": "a.jsonl:2: not a JSON object",
+    b'{"body": "1"}\n': "a.jsonl:2: no key \"text\"; there are 'body'",
+    b"{}\n": "there are none",
+    b'{"text": 1}\n': "neither a string nor a list",
+    b'{"text": ["1", 2]}\n': "neither a string nor a list",
+    b'{"text": "x"}\n': "a.jsonl:2: NullTokenizer: 'x'",
+    b'{"text": "70000"}\n': "a.jsonl:2: token id 70000 is above 65535",
+    b'{"text": "1\\u0000"}\n': "a.jsonl:2: NullTokenizer",
+}
+
+
+# A line that does not parse and one that the tokenizer refuses, from a worker process too.
+FROM_WORKERS = [(b"{\n", 2), (b'{"text": "x"}\n', 2)]
+
+
+@pytest.mark.parametrize(
+    ("bad", "workers"), [*((bad, 1) for bad in BAD), *FROM_WORKERS], ids=range(len(BAD) + len(FROM_WORKERS))
+)
+def test_bad_line_is_named_or_skipped(tmp_path: Path, bad: bytes, workers: int) -> None:
+    source = lines(tmp_path / "a.jsonl", {"text": "1"}, bad, {"text": "3"})
+    with pytest.raises(ValueError) as caught:
+        run(source, workers=workers)
+    assert BAD[bad] in str(caught.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
+    report, sequences, _ = run(source, on_error="skip", workers=workers)
+    assert sequences == [[1], [3]] and (report.documents, report.skipped) == (2, 1)
+    assert BAD[bad] in report.reasons[0]
+
+
+def test_line_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_MOST_LINE_BYTES", 1 << 20)
+    source = lines(tmp_path / "a.jsonl", {"text": "1"}, {"text": "1 " * 10**6})
+    with pytest.raises(ValueError, match=r"a\.jsonl:2: a line longer than 1 MiB"):
+        run(source)
+
+
+def test_cut_gzip_is_named(tmp_path: Path) -> None:
+    whole = gzip.compress(b'{"text": "1"}\n' * 1000)
+    (tmp_path / "a.jsonl.gz").write_bytes(whole[:-20])
+    with pytest.raises(ValueError, match=r"a\.jsonl\.gz: cannot be read"):
+        run(tmp_path / "a.jsonl.gz")
+    (tmp_path / "b.jsonl.gz").write_bytes(b"no gzip")
+    with pytest.raises(ValueError, match=r"b\.jsonl\.gz: cannot be read"):
+        run(tmp_path / "b.jsonl.gz")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--input {d}/no --tokenizer-type NullTokenizer --vocab-size 9", "--input {d}/no: no such file"),
+        ("--input {d}/a --tokenizer-type NullTokenizer", "--vocab-size"),
+        ("--input {d}/a", "--tokenizer None: must be one of"),
+        ("--input {d}/a --tokenizer-type GPT2BPETokenizer", "--vocab-file is missing"),
+        ("--input {d}/a --tokenizer-type NullTokenizer --vocab-size 9 --workers 0", "--workers 0: must be"),
+        ("--input {d}/a --tokenizer-type NullTokenizer --vocab-size 9 --json-keys a a", "--json-keys a a"),
+        ("--input {d}/empty --tokenizer-type NullTokenizer --vocab-size 9", "holds no document"),
+        ("--input {d}/a --tokenizer-type NullTokenizer --vocab-size 9 --json-keys b", '{d}/a:1: no key "b"'),
+    ],
+)
+def test_bad_command_lines(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: str, message: str
+) -> None:
+    lines(tmp_path / "a", {"text": "1"})
+    lines(tmp_path / "empty")
+    code = main(["preprocess", "--output-prefix", f"{tmp_path}/out", *arguments.format(d=tmp_path).split()])
+    told = capsys.readouterr().err.strip()
+    assert code == 2 and message.format(d=tmp_path) in told and len(told.splitlines()) == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "empty"]
