@@ -6,4 +6,8 @@ container   one rank's safetensors file
 manifest    what a published checkpoint consists of
 store       saving, publishing, finding, opening
 reader      one published checkpoint, read in any layout
+retention   which checkpoints are kept
+layout      which rank of a tp x pp grid writes which rectangles
+reshard     own checkpoint to own checkpoint, cut anew
+inspect     is it whole, what is in it, how do two differ; tables prints that
 """

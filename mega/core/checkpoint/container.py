@@ -115,7 +115,7 @@ def _header(names: Sequence[str], pieces: Sequence[Piece], about: dict[str, obje
     }
     begin = 0
     for name, piece in zip(names, pieces, strict=True):
-        end = begin + piece.tensor.numel() * piece.tensor.element_size()
+        end = begin + piece.bytes
         header[name] = {
             "dtype": NAMES[piece.tensor.dtype],
             "shape": list(piece.size),

@@ -53,6 +53,10 @@ class Piece:
     def box(self) -> Box:
         return Box(self.start, self.size)
 
+    @property
+    def bytes(self) -> int:
+        return self.tensor.numel() * self.tensor.element_size()
+
     def check(self) -> None:
         """Errors: CheckpointError where dims, bounds or dtype do not fit."""
         if self.tensor.dtype not in NAMES:

@@ -49,6 +49,7 @@ __all__ = [
     "Piece",
     "SaveError",
     "SaveReport",
+    "locate",
 ]
 
 Attachments = Mapping[str, Path | bytes]
@@ -58,8 +59,8 @@ _STEP = re.compile(r"step-(\d{7,15})")
 _POINTER = "latest"
 
 
-class SaveError(RuntimeError):
-    """A save that failed. Nothing was published and every earlier checkpoint is as it was."""
+class SaveError(ValueError):
+    """A save that failed, and why. Nothing was published; every earlier checkpoint is as it was."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,7 @@ class CheckpointStore:
         tile their tensors), naming the file; earlier checkpoints stay as they are.
         """
         began = time.monotonic()
-        working = self._path(step).with_suffix(".tmp")
+        working = self.path(step).with_suffix(".tmp")
         written: list[Container] = []
 
         def prepare() -> None:
@@ -122,7 +123,7 @@ class CheckpointStore:
                 except Exception as error:
                     fault = error
             barrier()
-        published = not working.exists() and self._path(step).is_dir()
+        published = not working.exists() and self.path(step).is_dir()
         barrier()
         if fault is not None or not published:
             if working.exists():
@@ -139,21 +140,24 @@ class CheckpointStore:
         meta: Mapping[str, Any],
         *,
         fetch: Fetch = has_memory,
+        check: Callable[[], None] = lambda: None,
         attachments: Attachments = MappingProxyType({}),
     ) -> SaveReport:
         """As `save`, but one process writes the file of every rank, one after another.
 
         fetch: called once for every piece, in the order of the file, for its elements (which are not kept);
             then the pieces' own tensors may be meta tensors, and memory holds one tensor at a time.
+        check: called when all is written; if it raises, nothing is published.
         """
         began = time.monotonic()
-        working = self._path(step).with_suffix(".tmp")
+        working = self.path(step).with_suffix(".tmp")
         try:
             self._prepare(working)
             written = [
                 _write_rank(working, step, rank, len(ranks), pieces, fetch)
                 for rank, pieces in enumerate(ranks)
             ]
+            check()
             self._publish(step, len(ranks), working, dict(meta), attachments)
         except Exception as error:
             shutil.rmtree(working, ignore_errors=True)
@@ -189,7 +193,7 @@ class CheckpointStore:
         check_tiling(manifest, working)
         write_manifest(working, manifest)
         sync_directory(working)
-        final = self._path(step)
+        final = self.path(step)
         previous = final.with_suffix(".old")
         pointer = self.directory / f"{_POINTER}.tmp"
         pointer.unlink(missing_ok=True)
@@ -209,7 +213,7 @@ class CheckpointStore:
         if fault is None:
             return SaveError(f"{where}: another rank failed (published steps: {kept})")
         if isinstance(fault, OSError):
-            name = fault.filename or self._path(step)
+            name = fault.filename or self.path(step)
             free = shutil.disk_usage(self.directory).free if self.directory.exists() else 0
             reason = f"{name}: {fault.strerror or fault}; {free} bytes are free"
         else:
@@ -243,7 +247,7 @@ class CheckpointStore:
                 tell(f"step {step} is passed over: {error}")
                 continue
             pointer = self._pointer()
-            if pointer != self._path(step).name:
+            if pointer != self.path(step).name:
                 tell(f"{self.directory / _POINTER} says {pointer!r}; the newest whole one is step {step}")
             return step
         if steps:
@@ -257,7 +261,7 @@ class CheckpointStore:
 
     def open(self, step: int) -> Checkpoint:
         """Read and check the manifest of one step. Errors: CheckpointError naming what is wrong with it."""
-        path = self._path(step)
+        path = self.path(step)
         if path.is_symlink() or not path.is_dir():
             published = ", ".join(map(str, self.steps())) or "none"
             raise CheckpointError(f"{path}: no such checkpoint (published steps: {published})")
@@ -266,7 +270,8 @@ class CheckpointStore:
             raise CheckpointError(f"{path}: the manifest is that of step {checkpoint.step}")
         return checkpoint
 
-    def _path(self, step: int) -> Path:
+    def path(self, step: int) -> Path:
+        """Where a step is, or would be, published."""
         return self.directory / f"step-{step:07d}"
 
     def _pointer(self) -> str:
@@ -288,6 +293,21 @@ class CheckpointStore:
                     continue  # another rank was faster
 
 
+def locate(path: Path) -> Checkpoint:
+    """Open what a user points at: a step's directory, or a run's, which means its newest step.
+
+    Errors: CheckpointError where there is neither.
+    """
+    path = Path(os.path.abspath(path))
+    if match := _STEP.fullmatch(path.name):
+        return CheckpointStore(path.parent).open(int(match[1]))
+    store = CheckpointStore(path)
+    newest = store.newest(verify=False)
+    if newest is None:
+        raise CheckpointError(f"{path}: holds no checkpoint (a directory with step-NNNNNNN in it is wanted)")
+    return store.open(newest)
+
+
 def _write_rank(
     working: Path, step: int, rank: int, world: int, pieces: Iterable[Piece], fetch: Fetch
 ) -> Container:
@@ -298,7 +318,7 @@ def _write_rank(
         if piece.box.elements:
             kept.append(piece)
     path = working / rank_file(rank)
-    total = sum(piece.tensor.numel() * piece.tensor.element_size() for piece in kept)
+    total = sum(piece.bytes for piece in kept)
     try:
         container = write_container(path, kept, {"step": step, "rank": rank, "world": world}, fetch)
     except OSError as error:

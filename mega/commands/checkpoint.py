@@ -1,0 +1,59 @@
+"""`mega checkpoint verify | show | diff | clean`: questions about saved checkpoints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(help="Verify, show, compare and clean up checkpoints.", no_args_is_help=True)
+
+Directory = Annotated[Path, typer.Argument(help="a run's directory, or one step-NNNNNNN in it")]
+
+
+@app.command()
+def verify(directory: Directory) -> None:
+    """Hash every byte again and compare with what was saved."""
+    from mega.core.checkpoint import inspect
+
+    inspect.verify(directory, typer.echo)
+
+
+@app.command()
+def show(
+    directory: Directory,
+    tensors: Annotated[bool, typer.Option("--tensors", help="list every tensor")] = False,
+    meta: Annotated[bool, typer.Option("--meta", help="print the plain state as JSON")] = False,
+) -> None:
+    """What a checkpoint holds."""
+    from mega.core.checkpoint.tables import show_checkpoint
+
+    show_checkpoint(directory, tensors, meta)
+
+
+@app.command()
+def diff(
+    first: Directory,
+    second: Directory,
+) -> None:
+    """Tensors that differ between two checkpoints, whatever their layouts; exit 1 if any does."""
+    from mega.core.checkpoint.tables import show_differences
+
+    if show_differences(first, second):
+        raise typer.Exit(1)
+
+
+@app.command()
+def clean(
+    directory: Annotated[Path, typer.Argument(help="a run's directory; nothing may be saving into it")],
+    keep_last: Annotated[
+        int | None, typer.Option(help="remove all but the newest so many checkpoints")
+    ] = None,
+    keep_every: Annotated[int | None, typer.Option(help="but keep multiples of this many steps")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="only say what would go")] = False,
+) -> None:
+    """Remove what killed saves left behind and, with --keep-last, old checkpoints."""
+    from mega.core.checkpoint import inspect
+
+    inspect.clean(directory, keep_last, keep_every, dry_run, typer.echo)

@@ -1,0 +1,145 @@
+"""What a user may ask about checkpoints: is it whole, what is in it, how do two differ, what is left over.
+
+Answers are plain values and lines of text; the commands print them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+import torch
+
+from mega.core.checkpoint.pieces import Box, CheckpointError, Piece
+from mega.core.checkpoint.retention import leftovers, remove_leftover, retain, surplus
+from mega.core.checkpoint.store import Checkpoint, CheckpointStore, locate
+
+Tell = Callable[[str], None]
+
+_PART = 4 << 20
+"""Elements compared at a time."""
+
+
+def verify(path: Path, tell: Tell) -> None:
+    """Hash every byte of one step, or of all steps of a run.
+
+    Errors: CheckpointError after the last step if any of them is damaged.
+    """
+    if _is_step(path):
+        checkpoints = [path]
+    else:
+        store = CheckpointStore(path)
+        checkpoints = [store.path(step) for step in store.steps()] or [locate(path).path]
+    damaged = []
+    for each in checkpoints:
+        try:
+            checkpoint = locate(each)
+            checkpoint.verify()
+            tell(
+                f"step {checkpoint.step}: whole, {len(checkpoint.tensors)} tensors, {checkpoint.bytes} bytes"
+            )
+        except CheckpointError as error:
+            tell(f"{each.name}: damaged: {error}")
+            damaged.append(each.name)
+    if damaged:
+        raise CheckpointError(f"{path}: damaged: {', '.join(damaged)}")
+
+
+@dataclass(frozen=True)
+class Kind:
+    """The tensors of one kind (weights, master, moment1, ...): how many, elements, dtypes."""
+
+    name: str
+    tensors: int
+    elements: int
+    dtypes: tuple[str, ...]
+
+
+def kinds(checkpoint: Checkpoint) -> list[Kind]:
+    """What a checkpoint holds, by the first word of the keys."""
+    grouped: dict[str, list[str]] = {}
+    for key in checkpoint.tensors:
+        grouped.setdefault(key.partition("/")[0], []).append(key)
+    return [
+        Kind(
+            name,
+            len(keys),
+            sum(prod(checkpoint.tensors[key][0]) for key in keys),
+            tuple(sorted({str(checkpoint.tensors[key][1]).removeprefix("torch.") for key in keys})),
+        )
+        for name, keys in grouped.items()
+    ]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How one tensor differs: what is said of it, and the largest |a - b| where values can be compared."""
+
+    key: str
+    text: str
+    largest: float | None = None
+
+
+def diff(first: Checkpoint, second: Checkpoint) -> Iterator[Difference]:
+    """Tensors that differ in presence, shape, dtype or any bit, in the order of their names."""
+    for key in sorted({*first.tensors, *second.tensors}):
+        if key not in first.tensors or key not in second.tensors:
+            yield Difference(key, f"only in the {'first' if key in first.tensors else 'second'}")
+            continue
+        (shape, dtype), (other_shape, other_dtype) = first.tensors[key], second.tensors[key]
+        if (shape, dtype) != (other_shape, other_dtype):
+            yield Difference(key, f"{dtype} {shape} against {other_dtype} {other_shape}")
+            continue
+        found = _compare(first, second, key)
+        if found:
+            yield found
+
+
+def _compare(first: Checkpoint, second: Checkpoint, key: str) -> Difference | None:
+    shape, dtype = first.tensors[key]
+    differing, largest = 0, 0.0
+    for box in _parts(shape):
+        pair = [torch.empty(box.size, dtype=dtype) for _ in range(2)]
+        for checkpoint, tensor in zip((first, second), pair, strict=True):
+            checkpoint.read([Piece(key, shape, box.start, tensor)])
+        a, b = (tensor.reshape(-1).view(torch.uint8).reshape(-1, dtype.itemsize) for tensor in pair)
+        unequal = (a != b).any(dim=1)
+        if unequal.any():
+            differing += int(unequal.sum())
+            largest = max(
+                largest, float((pair[0].double() - pair[1].double()).abs().nan_to_num(torch.inf).max())
+            )
+    return Difference(key, f"{differing} of {prod(shape)} elements", largest) if differing else None
+
+
+def _parts(shape: tuple[int, ...]) -> Iterator[Box]:
+    """A tensor in runs of rows that fit into memory."""
+    if not shape:
+        yield Box((), ())
+        return
+    rows = max(1, _PART // max(1, prod(shape[1:])))
+    for begin in range(0, shape[0], rows):
+        yield Box((begin, *(0 for _ in shape[1:])), (min(rows, shape[0] - begin), *shape[1:]))
+
+
+def clean(path: Path, keep_last: int | None, keep_every: int | None, dry_run: bool, tell: Tell) -> None:
+    """Remove what killed saves left, and, where `keep_last` is given, checkpoints beyond it."""
+    store = CheckpointStore(path)
+    verb = "would remove" if dry_run else "removed"
+    for left in leftovers(store):
+        if not dry_run:
+            remove_leftover(left)
+        tell(f"{verb} {left}")
+    if keep_last is not None:
+        if dry_run:
+            steps = surplus(store.steps(), keep_last, keep_every)
+        else:
+            steps = retain(store, keep_last, keep_every)
+        for step in steps:
+            tell(f"{verb} {store.path(step)}")
+
+
+def _is_step(path: Path) -> bool:
+    return path.name.startswith("step-")

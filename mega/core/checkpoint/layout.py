@@ -1,0 +1,84 @@
+"""The files of a tp x pp grid, planned from a model's inventory: which rank writes which rectangles.
+
+Arithmetic on configs; what the rectangles hold comes later, so the pieces are meta tensors.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from math import prod
+from typing import Any
+
+import torch
+
+from mega.core.checkpoint.pieces import CheckpointError, Piece
+from mega.core.config.sections import ModelConfig
+from mega.core.inventory import Place, inventory
+from mega.core.plan.layers import stage_layers
+from mega.core.shard import shard
+
+Tensors = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+"""Key -> whole shape and dtype, as `Checkpoint.tensors` has it."""
+
+
+def plan_files(tensors: Tensors, model: ModelConfig, tp: int, pp: int) -> list[list[Piece]]:
+    """For each of tp x pp ranks (tp fastest), its pieces of `tensors`, every element exactly once.
+
+    Keys are `kind/logical name`. Kinds that hold the model's tensors (weights, masters, moments) are cut as
+    the inventory says and must hold only those; `weights` must hold all. Whatever else there is goes to
+    rank 0.
+    Errors: CheckpointError naming a tensor that is missing, unknown or of another shape; ValueError where
+    the model does not divide.
+    """
+    logical = {tensor.name: tensor for tensor in inventory(model)}
+    kinds = {key.partition("/")[0] for key in tensors if key.partition("/")[2] in logical} | {"weights"}
+    for name in logical:
+        if f"weights/{name}" not in tensors:
+            raise CheckpointError(f"weights/{name}: the model has it, the checkpoint does not")
+    owner = _stages(model, pp)
+    files: list[list[Piece]] = [[] for _ in range(tp * pp)]
+    for key, (shape, dtype) in tensors.items():
+        kind, _, name = key.partition("/")
+        if kind not in kinds:
+            files[0].append(planned(key, shape, (0,) * len(shape), shape, dtype))
+            continue
+        if name not in logical:
+            raise CheckpointError(f"{key}: the model has no such tensor")
+        tensor = logical[name]
+        if tensor.shape != shape:
+            raise CheckpointError(f"{key}: has shape {shape}, the model's is {tensor.shape}")
+        first = owner(tensor.places[0]) * tp
+        for rank in range(tp if tensor.cut else 1):
+            block = shard(tensor, {"tp": (rank, tp)})
+            if prod(block.size):
+                files[first + rank].append(planned(key, shape, block.start, block.size, dtype))
+    return files
+
+
+def planned(
+    key: str, whole: tuple[int, ...], start: tuple[int, ...], size: tuple[int, ...], dtype: torch.dtype
+) -> Piece:
+    """A piece without memory, whose elements `save_all` will ask for."""
+    return Piece(key, whole, start, torch.empty(size, dtype=dtype, device="meta"))
+
+
+def _stages(model: ModelConfig, pp: int) -> Callable[[Place], int]:
+    """Place -> pipeline rank."""
+    assert model.layers is not None
+    ranks: dict[Place, int] = {"embedding": 0, "head": pp - 1}
+    for rank, chunks in enumerate(stage_layers(model.layers, pp)):
+        ranks.update((block, rank) for chunk in chunks for block in chunk)
+    return ranks.__getitem__
+
+
+def model_of(meta: Mapping[str, Any], where: str) -> ModelConfig:
+    """The model section that a checkpoint carries. Errors: CheckpointError naming what does not fit."""
+    config = meta.get("config")
+    fields = config.get("model") if isinstance(config, dict) else None
+    if not isinstance(fields, dict):
+        raise CheckpointError(f"{where}: meta holds no config.model")
+    known = {field.name for field in dataclasses.fields(ModelConfig)}
+    if unknown := sorted(set(fields) - known):
+        raise CheckpointError(f"{where}: config.model.{unknown[0]} is unknown to this version")
+    return ModelConfig(**fields)

@@ -1,0 +1,106 @@
+"""Own checkpoint -> own checkpoint, cut for another tp x pp grid: weights, masters, moments and the rest.
+
+Any layout loads into any other without this; it serves those who want files that fit their ranks. One
+tensor's rectangle is in memory at a time, and a ledger proves that nothing was lost or doubled.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mega.core.checkpoint.layout import model_of, plan_files
+from mega.core.checkpoint.pieces import CheckpointError, Piece
+from mega.core.checkpoint.store import Checkpoint, CheckpointStore, locate
+
+Progress = Callable[[int, int], None]
+"""Told bytes done and bytes in all."""
+
+
+@dataclass(frozen=True)
+class ReshardReport:
+    """What was moved: checkpoint step, tensors, elements (each read once and written once), bytes."""
+
+    step: int
+    tensors: int
+    elements: int
+    bytes: int
+    seconds: float
+    path: Path
+
+
+def reshard(
+    load_dir: Path, save_dir: Path, tp: int, pp: int, progress: Progress = lambda done, total: None
+) -> ReshardReport:
+    """Write the checkpoint at `load_dir` (a run's directory: its newest; or a step's) into `save_dir`.
+
+    Errors: ValueError naming the flag, file or tensor; then `save_dir` has no new checkpoint.
+    """
+    for flag, value in (
+        ("--target-tensor-parallel-size", tp),
+        ("--target-pipeline-parallel-size", pp),
+    ):
+        if value < 1:
+            raise ValueError(f"{flag} {value}: must be 1 or more")
+    source = locate(load_dir)
+    if source.path.parent.resolve() == save_dir.resolve():
+        raise ValueError(f"--save-dir {save_dir}: must not be the directory that is read")
+    files = plan_files(source.tensors, model_of(source.meta, str(source.path)), tp, pp)
+    ledger = Ledger({key: prod(shape) for key, (shape, _) in source.tensors.items()})
+    total = sum(piece.bytes for pieces in files for piece in pieces)
+    done = 0
+
+    def fetch(piece: Piece) -> torch.Tensor:
+        nonlocal done
+        tensor = torch.empty(piece.size, dtype=piece.tensor.dtype)
+        source.read([Piece(piece.key, piece.whole, piece.start, tensor)])
+        ledger.moved(piece.key, tensor.numel())
+        done += piece.bytes
+        progress(done, total)
+        return tensor
+
+    report = CheckpointStore(save_dir).save_all(
+        source.step,
+        files,
+        _with_layout(source, tp, pp),
+        fetch=fetch,
+        check=ledger.close,
+        attachments=source.attachments,
+    )
+    elements = sum(ledger.expected.values())
+    path = CheckpointStore(save_dir).path(source.step)
+    return ReshardReport(source.step, len(source.tensors), elements, total, report.seconds, path)
+
+
+class Ledger:
+    """Counts what is moved. Target rectangles tile their tensors (the store sees to that), and each is read
+    from the source at its own place: where the counts agree, every element was read and written once."""
+
+    def __init__(self, expected: Mapping[str, int]) -> None:
+        self.expected = expected
+        self._moved: Counter[str] = Counter()
+
+    def moved(self, key: str, elements: int) -> None:
+        self._moved[key] += elements
+
+    def close(self) -> None:
+        """Errors: CheckpointError naming the first tensor that was not moved exactly once."""
+        for key in sorted({*self.expected, *self._moved}):
+            if self._moved[key] != self.expected.get(key, 0):
+                raise CheckpointError(
+                    f"{key}: {self._moved[key]} elements were moved, {self.expected.get(key, 0)} are there"
+                )
+
+
+def _with_layout(source: Checkpoint, tp: int, pp: int) -> dict[str, Any]:
+    """The source's plain state, its parallel section saying the layout of the new files."""
+    config = dict(source.meta["config"])
+    if isinstance(config.get("parallel"), dict):
+        config["parallel"] = {**config["parallel"], "tp": tp, "pp": pp, "chunks": 1, "stage_layers": []}
+    return {**source.meta, "config": config}

@@ -1,0 +1,222 @@
+"""Retention, reshard and the verbs about checkpoints."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import random
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from mega.commands import checkpoint as verbs
+from mega.commands.reshard import run as reshard_verb
+from mega.core.checkpoint import inspect
+from mega.core.checkpoint.layout import plan_files
+from mega.core.checkpoint.pieces import CheckpointError, Piece
+from mega.core.checkpoint.reshard import Ledger, reshard
+from mega.core.checkpoint.retention import leftovers, retain, surplus
+from mega.core.checkpoint.store import CheckpointStore, SaveError, locate
+from mega.core.config.sections import ModelConfig
+from mega.core.inventory import inventory
+
+GPT = ModelConfig(
+    layers=4, hidden=16, heads=4, kv_heads=4, head_dim=4, ffn=24, vocab=53, vocab_multiple=8, positions=10
+)
+LLAMA = dataclasses.replace(
+    GPT, kv_heads=2, norm="rmsnorm", activation="swiglu", bias=False, tied=False, position="rope"
+)
+
+
+def save_model(directory: Path, model: ModelConfig, step: int = 7, change: str = "") -> CheckpointStore:
+    """A whole checkpoint with masters and moments, in one file. `change` names one thing done wrong."""
+    generator = torch.Generator().manual_seed(0)
+    pieces = []
+    for kind, dtype in (("weights", torch.bfloat16), ("master", torch.float32), ("moment1", torch.float32)):
+        for tensor in inventory(model):
+            shape = tensor.shape
+            if (kind, tensor.name) == ("weights", "model.norm.weight"):
+                if change == "drop":
+                    continue
+                shape = (shape[0] + 1,) if change == "reshape" else shape
+            values = torch.randn(shape, generator=generator).to(dtype)
+            pieces.append(Piece(f"{kind}/{tensor.name}", shape, (0,) * len(shape), values))
+    pieces.append(Piece("scaler/scale", (), (), torch.tensor(4096.0)))
+    if change == "add":
+        pieces.append(Piece("weights/model.layers.0.extra", (1,), (0,), torch.ones(1)))
+    fields: dict[str, Any] = dataclasses.asdict(model)
+    if change == "field":
+        fields["colour"] = 1
+    meta = {"config": {"model": fields, "parallel": {"tp": 1, "pp": 1}}, "samples": 28}
+    store = CheckpointStore(directory)
+    store.save(step, pieces, meta, attachments={"tokenizer.json": b"{}"})
+    return store
+
+
+@pytest.mark.parametrize("model", [GPT, LLAMA], ids=["gpt", "llama"])
+@pytest.mark.parametrize("layout", [[(2, 2), (1, 4)], [(1, 1), (2, 1)], [(2, 4), (1, 1)]])
+def test_reshard_there_and_on(tmp_path: Path, model: ModelConfig, layout: list[tuple[int, int]]) -> None:
+    save_model(tmp_path / "0", model)
+    for number, (tp, pp) in enumerate(layout):
+        report = reshard(tmp_path / str(number), tmp_path / str(number + 1), tp, pp)
+        assert locate(tmp_path / str(number + 1)).world == tp * pp
+        assert report.step == 7 and report.elements > 1000
+    first, last = locate(tmp_path / "0"), locate(tmp_path / str(len(layout)))
+    assert list(inspect.diff(first, last)) == []
+    tp, pp = layout[-1]
+    assert last.meta["config"]["parallel"] == {"tp": tp, "pp": pp, "chunks": 1, "stage_layers": []}
+    assert last.meta["samples"] == 28 and last.attachments["tokenizer.json"].read_bytes() == b"{}"
+
+
+def test_files_fit_their_ranks() -> None:
+    """Every rank of tp 2 x pp 2 finds in its own file exactly what it holds; padding is not stored."""
+    tensors = {f"weights/{t.name}": (t.shape, torch.float32) for t in inventory(GPT)}
+    files = plan_files(tensors, GPT, 2, 2)
+    held = [{piece.key for piece in pieces} for pieces in files]
+    assert "weights/model.embed_positions.weight" in held[0] and "weights/model.norm.weight" in held[2]
+    assert not any("layers.2" in key or "layers.3" in key for key in held[0] | held[1])
+    rows = [p.size for pieces in files for p in pieces if p.key == "weights/model.embed_tokens.weight"]
+    assert rows == [(32, 16), (21, 16)]  # 53 rows padded to 64
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("drop", "weights/model.norm.weight"),
+        ("reshape", "weights/model.norm.weight: has shape"),
+        ("add", "weights/model.layers.0.extra"),
+        ("field", "config.model.colour"),
+    ],
+)
+def test_reshard_refuses_what_is_not_the_model(tmp_path: Path, change: str, words: str) -> None:
+    save_model(tmp_path / "a", GPT, change=change)
+    with pytest.raises(CheckpointError, match=words):
+        reshard(tmp_path / "a", tmp_path / "b", 2, 1)
+    assert not (tmp_path / "b").exists()
+
+
+def test_reshard_refuses_bad_targets(tmp_path: Path) -> None:
+    save_model(tmp_path / "a", GPT)
+    for tp, pp, words in ((3, 1, "--tp 3"), (1, 3, "--pp 3"), (0, 1, "tensor-parallel-size 0")):
+        with pytest.raises(ValueError, match=words):
+            reshard(tmp_path / "a", tmp_path / "b", tp, pp)
+    with pytest.raises(ValueError, match="--save-dir"):
+        reshard(tmp_path / "a", tmp_path / "a", 1, 1)
+    with pytest.raises(CheckpointError, match="holds no checkpoint"):
+        reshard(tmp_path / "none", tmp_path / "b", 1, 1)
+
+
+def test_a_source_damaged_meanwhile_leaves_no_target(tmp_path: Path) -> None:
+    store = save_model(tmp_path / "a", GPT)
+    path = store.path(7) / "rank-00000.safetensors"
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 4
+    path.write_bytes(data)
+    with pytest.raises(SaveError, match=r"rank-00000.safetensors: the bytes of tensor"):
+        reshard(tmp_path / "a", tmp_path / "b", 2, 2)
+    assert not (tmp_path / "b").exists()
+
+
+def test_the_ledger_names_what_was_lost_or_doubled() -> None:
+    ledger = Ledger({"a": 4, "b": 2})
+    ledger.moved("a", 4)
+    with pytest.raises(CheckpointError, match="b: 0 elements were moved, 2 are there"):
+        ledger.close()
+    ledger.moved("b", 2)
+    ledger.close()
+    ledger.moved("a", 1)
+    with pytest.raises(CheckpointError, match="a: 5 elements"):
+        ledger.close()
+
+
+def fill(directory: Path, steps: list[int]) -> CheckpointStore:
+    store = CheckpointStore(directory)
+    for step in steps:
+        store.save(step, [Piece("w", (8,), (0,), torch.full((8,), float(step)))], {})
+    return store
+
+
+def test_retention_keeps_the_newest_and_the_milestones(tmp_path: Path) -> None:
+    store = fill(tmp_path, [])
+    chance = random.Random(3)
+    for step in range(10, 400, 10):
+        store.save(step, [Piece("w", (1,), (0,), torch.ones(1))], {})
+        if chance.random() < 0.2:  # killed in mid-delete
+            os.rename(store.path(store.steps()[0]), store.path(store.steps()[0]).with_suffix(".tmp"))
+        retain(store, keep_last=2, keep_every=100)
+        assert store.newest() == step
+    assert store.steps()[-2:] == [380, 390]
+    assert all(step % 100 == 0 for step in store.steps()[:-2])
+
+
+def test_a_checkpoint_that_is_read_stays(tmp_path: Path) -> None:
+    store = fill(tmp_path, [1, 2, 3])
+    reading = store.open(1)
+    assert retain(store, keep_last=1) == [2] and store.steps() == [1, 3]
+    w = torch.zeros(8)
+    reading.read([Piece("w", (8,), (0,), w)])
+    assert w[0] == 1
+    del reading
+    assert retain(store, keep_last=1) == [1] and store.steps() == [3]
+
+
+def test_a_damaged_checkpoint_does_not_push_a_whole_one_out(tmp_path: Path) -> None:
+    store = fill(tmp_path, [1, 2, 3])
+    os.truncate(store.path(3) / "rank-00000.safetensors", 9)
+    assert retain(store, keep_last=1) == [1]
+    assert store.newest() == 2
+
+
+@pytest.mark.parametrize(("last", "every"), [(0, None), (1, 0)])
+def test_retention_flags(last: int, every: int | None) -> None:
+    with pytest.raises(ValueError, match="must be 1 or more"):
+        surplus([1], last, every)
+
+
+def test_verbs(tmp_path: Path) -> None:
+    store = fill(tmp_path / "a", [1, 2])
+    (tmp_path / "a" / "step-0000003.tmp").mkdir()
+    run = CliRunner().invoke
+
+    whole = run(verbs.app, ["verify", str(tmp_path / "a")])
+    assert whole.exit_code == 0 and whole.output.count("whole") == 2
+    shown = run(verbs.app, ["show", str(store.path(1))])
+    assert shown.exit_code == 0 and "float32" in shown.output
+    listed = run(verbs.app, ["show", "--tensors", str(tmp_path / "a")])
+    assert "w " in listed.output
+    same = run(verbs.app, ["diff", str(store.path(1)), str(store.path(1))])
+    assert same.exit_code == 0 and "no tensor differs" in same.output
+    other = run(verbs.app, ["diff", str(store.path(1)), str(store.path(2))])
+    assert other.exit_code == 1 and "w: 8 of 8 elements, largest |a - b| 1" in other.output
+
+    would = run(verbs.app, ["clean", "--dry-run", "--keep-last", "1", str(tmp_path / "a")])
+    assert would.exit_code == 0 and store.steps() == [1, 2] and len(leftovers(store)) == 1
+    cleaned = run(verbs.app, ["clean", "--keep-last", "1", str(tmp_path / "a")])
+    assert cleaned.exit_code == 0 and store.steps() == [2] and leftovers(store) == []
+
+    os.truncate(store.path(2) / "manifest.json", 5)
+    damaged = run(verbs.app, ["verify", str(tmp_path / "a")])
+    assert isinstance(damaged.exception, CheckpointError) and "damaged" in damaged.output
+
+
+def test_reshard_verb(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_model(tmp_path / "a", LLAMA)
+    assert reshard_verb(tmp_path / "a", tmp_path / "b", tp=2) == 0
+    assert "each read once and written once" in capsys.readouterr().out
+
+
+def test_diff_tells_presence_shape_and_dtype(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    store.save(1, [Piece("a", (2,), (0,), torch.ones(2)), Piece("b", (2,), (0,), torch.ones(2))], {})
+    store.save(2, [Piece("b", (2,), (0,), torch.ones(2).half()), Piece("c", (), (), torch.ones(()))], {})
+    texts = [d.text for d in inspect.diff(store.open(1), store.open(2))]
+    assert texts == [
+        "only in the first",
+        "torch.float32 (2,) against torch.float16 (2,)",
+        "only in the second",
+    ]
+    assert all(a != b for a, b in pairwise(texts))
