@@ -127,6 +127,8 @@ def translate(argv: Sequence[str], known: Mapping[str, Meaning]) -> tuple[list[s
                 passed.append(meaning.flag)
             else:
                 spelled = settings.setdefault(meaning.flag, {})
+                # A switch and its negation are one spelling, of which the last counts.
+                spelling = spelling.replace("--no-", "--") if spelling == _no(meaning.flag) else spelling
                 before = spelled[spelling][1] if meaning.values == MANY and spelling in spelled else []
                 spelled[spelling] = (meaning.gives_way, before + values)
         except ValueError as error:

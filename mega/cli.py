@@ -10,6 +10,7 @@ import importlib
 import importlib.util
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 from typing import Annotated, Any
 
@@ -129,7 +130,8 @@ def _told(error: Exception) -> int:
         return _say(error.format_message(), int(error.exit_code))
     if isinstance(error, typer.Abort):
         return _say("aborted", 1)
-    raise error
+    traceback.print_exception(error)
+    return 1
 
 
 def _say(message: str, code: int) -> int:

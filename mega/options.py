@@ -25,7 +25,14 @@ from mega.core.config.world import is_first_rank
 
 
 class Command(TyperCommand):
-    """A Typer command that answers to argparse's habits and shows all of its options only when asked."""
+    """A Typer command that answers to argparse's habits."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        for param in self.params:
+            # A help text is text: rich would read `[text]` as markup and drop it.
+            if getattr(param, "help", None):
+                param.help = param.help.replace("[", "\\[")  # type: ignore[attr-defined]
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Translates `args` before Typer reads them; a note on stderr for every flag that means nothing."""
@@ -134,11 +141,11 @@ def _parameter(entry: Entry) -> inspect.Parameter:
 
 
 def _help(entry: Entry) -> str:
-    """The line of help: what it is, its default, Megatron-LM's spellings; rich must not read its brackets."""
+    """The line of help: what it is, its default, Megatron-LM's spellings."""
     default = "" if entry.default in (None, ()) else f" [default: {_shown(entry.default)}]"
     others = [spelling for spelling in entry.option.megatron if spelling != entry.flag]
     spellings = f" (Megatron-LM: {', '.join(others)})" if others else ""
-    return (entry.option.help + default + spellings).replace("[", "\\[")
+    return entry.option.help + default + spellings
 
 
 def _shown(default: Any) -> str:

@@ -100,7 +100,7 @@ def _pairs(run: RunConfig) -> Problems:
         )
     if schedule.weight_decay_style != "constant" and None in ends:
         yield _line(run, "weight_decay_style", "needs both --start-weight-decay and --end-weight-decay")
-    if run.optimizer.lr is not None and run.schedule.min_lr > run.optimizer.lr:
+    if run.optimizer.lr is not None and 0 <= run.optimizer.lr < run.schedule.min_lr:
         yield _line(run, "min_lr", f"must be at most --lr {run.optimizer.lr}")
     if run.precision.residual_fp32 and run.precision.dtype not in ("bf16", "fp16"):
         yield _line(run, "residual_fp32", f"needs --dtype bf16 or fp16, not {run.precision.dtype}")
@@ -285,15 +285,11 @@ def _times(run: RunConfig) -> Problems:
     length = lengths(run)
     if length.warmup_samples < length.decay_samples:
         return
-    name = "lr_warmup_samples" if run.schedule.lr_warmup_samples else "lr_warmup_steps"
-    limit = (
-        length.decay_samples
-        if name == "lr_warmup_samples"
-        else length.decay_samples // run.batch.global_batch
-    )
-    yield _line(
-        run, name, f"must be less than the {limit} of the decay; see --{name.replace('warmup_', 'decay_')}"
-    )
+    if run.schedule.lr_warmup_samples:
+        yield _line(run, "lr_warmup_samples", f"must be less than --lr-decay-samples {length.decay_samples}")
+    else:
+        steps = length.decay_samples // run.batch.global_batch
+        yield _line(run, "lr_warmup_steps", f"must be less than --lr-decay-steps {steps}")
 
 
 def _not_yet(run: RunConfig) -> Problems:

@@ -41,10 +41,10 @@ def _data(run: RunConfig) -> Problems:
     ]
     if not given and not run.runtime.dry_run:
         yield "--data-path is missing: give the prefix of a .bin/.idx pair, or --mock-data"
-    for alone in ("data_path", "mock_data"):
-        if alone in given and len(given) > 1:
-            other = next(name for name in given if name != alone)
-            yield f"{flag_of(alone)}: excludes {flag_of(other)}; give one of them"
+    alone = next((name for name in ("data_path", "mock_data") if name in given), None)
+    if alone is not None and len(given) > 1:
+        other = next(name for name in given if name != alone)
+        yield f"{flag_of(alone)}: excludes {flag_of(other)}; give one of them"
     if data.valid_data + data.test_data and not data.train_data and not run.evaluation.skip_train:
         yield "--train-data is missing: it is needed beside --valid-data and --test-data"
     for name in ("data_path", "train_data", "valid_data", "test_data"):
@@ -62,9 +62,9 @@ def _prefixes(flag: str, words: tuple[str, ...]) -> Problems:
                 yield f"{flag} {weight}: must be a weight greater than 0, as in 0.3 first 0.7 second"
                 return
     for prefix in words[1::2] if len(words) > 1 else words:
-        for suffix in (".bin", ".idx"):
-            if not os.path.isfile(prefix + suffix):
-                yield f"{flag} {prefix}: there is no file {prefix}{suffix}; `mega preprocess` writes both"
+        missing = [prefix + suffix for suffix in (".bin", ".idx") if not os.path.isfile(prefix + suffix)]
+        if missing:
+            yield f"{flag} {prefix}: there is no {' and no '.join(missing)}; `mega preprocess` writes both"
 
 
 def _is_weight(word: str) -> bool:

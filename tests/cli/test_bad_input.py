@@ -1,0 +1,116 @@
+"""Bad input ends before any rank starts: exit 2 and one clear line for each mistake, that names the flag."""
+
+from __future__ import annotations
+
+import re
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+from mega import cli
+
+GOOD = "pretrain --model tiny-gpt --micro-batch 2 --steps 10 --lr 1e-3 --mock-data --vocab 100"
+
+TABLE = (Path(__file__).parent / "bad_input.txt").read_text()
+BAD = dict(re.findall(r"^([^ #\n].*)\n    (.*)$", TABLE, flags=re.MULTILINE))
+"""Flags added to the good command -> the line that they end with."""
+
+
+@pytest.fixture(autouse=True)
+def no_rank_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that starts fails the test; the environment of the tests names no launcher."""
+
+    def started(*_: object) -> int:
+        raise AssertionError("a rank was started")
+
+    for name in ("mega.core.training.loop", "mega.core.parallel.launch"):
+        module = types.ModuleType(name)
+        module.pretrain = module.launch = started  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, name, module)
+    for variable in ("WORLD_SIZE", "RANK", "SLURM_PROCID", "SLURM_NTASKS", "MEGA_DEBUG"):
+        monkeypatch.delenv(variable, raising=False)
+
+
+@pytest.fixture
+def places(tmp_path: Path) -> dict[str, str]:
+    """Words of the table that stand for files of this test."""
+    (tmp_path / "file").write_text("")
+    for name in ("empty.idx", "whole.idx", "whole.bin"):
+        (tmp_path / name).write_text("")
+    (tmp_path / "bad.toml").write_text("[model]\nlayer = 2\n")
+    return {
+        "DIR": str(tmp_path),
+        "FILE": str(tmp_path / "file"),
+        "PREFIX": str(tmp_path / "empty"),
+        "WHOLE": str(tmp_path / "whole"),
+        "TOML": str(tmp_path / "bad.toml"),
+    }
+
+
+def _at(places: dict[str, str], text: str) -> str:
+    for word, path in places.items():
+        text = text.replace(word, path)
+    return text
+
+
+@pytest.mark.parametrize("bad", BAD)
+def test_one_clear_line_and_exit_2(
+    bad: str, places: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    expected = _at(places, BAD[bad])
+    code = cli.main(f"{GOOD} {_at(places, bad)}".split())
+    told = capsys.readouterr()
+    lines = told.err.splitlines()
+    assert code == 2
+    assert told.out == ""
+    assert any(line.startswith(f"mega: {expected}") for line in lines), told.err
+    assert len(lines) == 1, told.err
+
+
+def test_the_command_without_a_mistake_starts_a_rank(capsys: pytest.CaptureFixture[str]) -> None:
+    """Else the table above would prove nothing."""
+    for more in ("", "--tp 2 --pp 2 --nproc 4 --sequence-parallel --bf16"):
+        assert cli.main(f"{GOOD} {more}".split()) == 1
+        assert "a rank was started" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "missing", ["--micro-batch 2", "--steps 10", "--lr 1e-3", "--vocab 100", "--mock-data"]
+)
+def test_what_a_run_needs_is_asked_for(missing: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(GOOD.replace(missing, "").split()) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    named = {"--mock-data": "--data-path"}.get(missing, missing.split()[0])
+    assert line.startswith(f"mega: {named} is missing: ")
+
+
+def test_the_table_is_long_enough() -> None:
+    assert len(BAD) >= 40
+
+
+def test_every_mistake_is_told_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(f"{GOOD} --heads 5 --min-lr 1 --save x --pp 4 --split x".split()) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 6
+
+
+def test_only_the_first_rank_speaks(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("RANK", "1")
+    assert cli.main(f"{GOOD} --heads 5".split()) == 2
+    assert capsys.readouterr().err == ""
+
+
+def test_nproc_under_a_launcher(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert cli.main(f"{GOOD} --nproc 2".split()) == 2
+    assert "--nproc 2: torchrun has started 4 ranks on this host already" in capsys.readouterr().err
+
+
+def test_debug_shows_where(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEGA_DEBUG", "1")
+    with pytest.raises(ValueError):
+        cli.main(f"{GOOD} --heads 5".split())

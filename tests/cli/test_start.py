@@ -1,0 +1,116 @@
+"""Starting is cheap: `mega --help` loads neither torch nor numpy nor any verb; and errors end as promised."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+
+import pytest
+
+from mega import __version__, cli
+
+HEAVY = ("torch", "numpy", "safetensors", "pydantic")
+
+
+def _loaded(*arguments: str) -> set[str]:
+    """Modules that a command line loads, in a Python of its own."""
+    program = f"import sys, mega.cli; mega.cli.main({list(arguments)!r}); print(); print(*sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
+    )
+    return set(done.stdout.splitlines()[-1].split())
+
+
+def test_help_loads_no_verb_and_nothing_heavy() -> None:
+    names = _loaded("--help")
+    assert "mega.cli" in names
+    assert not [name for name in names if name.split(".")[0] in HEAVY]
+    assert not [name for name in names if name.startswith("mega.commands.")]
+
+
+@pytest.mark.parametrize(
+    "arguments", [["pretrain", "--help"], ["pretrain", "--help-all"], ["pretrain", "--heads", "3"]]
+)
+def test_a_run_verb_loads_no_torch_before_its_checks(arguments: list[str]) -> None:
+    names = _loaded(*arguments)
+    assert "mega.commands.pretrain" in names
+    assert not [name for name in names if name.split(".")[0] in ("torch", "numpy")]
+
+
+@pytest.mark.parametrize(("arguments", "limit"), [(["--help"], 0.4), (["pretrain", "--help"], 1.0)])
+def test_help_is_quick(arguments: list[str], limit: float) -> None:
+    def seconds() -> float:
+        start = time.perf_counter()
+        subprocess.run([sys.executable, "-m", "mega", *arguments], check=True, stdout=subprocess.DEVNULL)
+        return time.perf_counter() - start
+
+    # The best of several, because other work on the machine only ever adds.
+    assert min(seconds() for _ in range(5)) < limit
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"mega {__version__}\n"
+
+
+def test_short_help_and_whole_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["pretrain", "--help"]) == 0
+    short = capsys.readouterr().out
+    assert cli.main(["pretrain", "--help-all"]) == 0
+    whole = capsys.readouterr().out
+    for flag in ("--layers", "--num-layers", "--tp", "--lr"):
+        assert flag in short and flag in whole
+    for flag in (
+        "--adam-beta2",
+        "--rope-base",
+        "--rotary-base",
+        "--mask-padded-vocab / --no-mask-padded-vocab",
+    ):
+        assert flag not in short and flag in whole
+    assert "--lr-decay constant|linear|cosine|inverse-square-root" in whole
+    assert "[default: 0.999]" in whole
+
+
+def test_no_verb_shows_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([]) == 2
+    shown = capsys.readouterr()
+    assert "pretrain" in shown.out and shown.err == ""
+
+
+def test_an_unknown_verb(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["pretrian"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("mega: No such command 'pretrian'")
+
+
+def test_every_verb_with_a_file_has_a_line() -> None:
+    from importlib.resources import files
+
+    names = {path.name for path in files("mega.commands").iterdir() if path.name.endswith(".py")}
+    written = {name.removesuffix(".py").replace("_", "-") for name in names if not name.startswith("_")}
+    assert written <= set(cli.VERBS)
+
+
+def test_every_listed_verb_loads_and_shows_help(capsys: pytest.CaptureFixture[str]) -> None:
+    for verb in cli.Verbs(name="mega").list_commands(None):
+        assert cli.main([verb, "--help"]) == 0
+        assert capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [(ValueError("--x 1: must be 2"), 2), (RuntimeError("broken"), 1), (KeyError("gone"), 1)],
+)
+def test_exit_codes(
+    error: Exception, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(**_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(cli, "app", fails)
+    monkeypatch.delenv("MEGA_DEBUG", raising=False)
+    assert cli.main([]) == code
+    told = capsys.readouterr().err
+    assert ("Traceback" in told) == (code == 1)
+    assert str(error.args[0]) in told
