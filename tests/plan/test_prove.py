@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -71,6 +72,27 @@ def _with_one_transfer_less(act: Exchange) -> list[Exchange]:
         *(Exchange(act.sends[:i] + act.sends[i + 1 :], act.recvs) for i in range(len(act.sends))),
         *(Exchange(act.sends, act.recvs[:i] + act.recvs[i + 1 :]) for i in range(len(act.recvs))),
     ]
+
+
+@pytest.mark.parametrize("case", SMALL)
+def test_computing_before_receiving_and_sending_before_computing_are_refused(
+    case: tuple[Kind, int, int, int],
+) -> None:
+    made = plan(*case)
+    for rank, acts in enumerate(made.acts):
+        for i, (one, other) in enumerate(pairwise(acts)):
+            if isinstance(one, Exchange) and any(_concern(transfer, other) for transfer in one.recvs):
+                message = "has no"
+            elif isinstance(other, Exchange) and any(_concern(transfer, one) for transfer in other.sends):
+                message = "sends before it is made"
+            else:
+                continue
+            with pytest.raises(PlanError, match=message):
+                prove(with_acts(made, rank, (*acts[:i], other, one, *acts[i + 2 :])))
+
+
+def _concern(transfer: Transfer, act: Act) -> bool:
+    return act == Compute(transfer.kind, transfer.microbatch, transfer.chunk)
 
 
 def swapped(made: Plan, rank: int, one: Act, other: Act) -> Plan:

@@ -137,9 +137,9 @@ def forward_only(rank: int, stages: int, chunks: int, microbatches: int) -> Orde
 def _groups(stages: int, microbatches: int) -> list[range]:
     """Microbatches in groups for interleaving: as many as give each at least `stages`, nearly equal.
 
-    A smaller group would come back to rank 0 for its next chunk too late, a larger one holds more
-    activations. The larger groups come first, since the first one sets the warm-up; with a small group
-    first, ranks would wait for each other in a circle.
+    A smaller group would ask rank 0 for its next chunk before the last rank has sent it, and ranks could
+    wait for each other in a circle; a larger one holds more activations. The larger groups come
+    first: the first one sets the warm-up, and a larger one after it would meet backwards before forwards.
 
     >>> _groups(4, 8), _groups(4, 13), _groups(4, 3)
     ([range(0, 4), range(4, 8)], [range(0, 5), range(5, 9), range(9, 13)], [range(0, 3)])

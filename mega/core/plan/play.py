@@ -48,7 +48,6 @@ class _Playing:
         self.plan, self.duration, self.transfer, self.overlap = plan, duration, transfer, overlap
         self.next = [0] * plan.stages
         self.now = [0.0] * plan.stages
-        self.entered = [False] * plan.stages
         self.spans: list[list[Span]] = [[] for _ in range(plan.stages)]
         self.sends: dict[Cargo, float] = {}
         self.recvs: dict[Cargo, float] = {}
@@ -76,18 +75,14 @@ class _Playing:
     def _exchange(self, act: Exchange, rank: int) -> bool:
         sends = [sent(transfer, rank, self.plan.stages) for transfer in act.sends]
         recvs = [received(transfer, rank, self.plan.stages) for transfer in act.recvs]
-        if not self.entered[rank]:
-            self.entered[rank] = True
-            self._enter(self.sends, sends, rank)
-            self._enter(self.recvs, recvs, rank)
-        over = self.overlap or all(self._wait(cargo, rank) for cargo in sends + recvs)
-        self.entered[rank] = not over
-        return over
+        self._enter(self.sends, sends, rank)
+        self._enter(self.recvs, recvs, rank)
+        return self.overlap or all(self._wait(cargo, rank) for cargo in sends + recvs)
 
     def _enter(self, side: dict[Cargo, float], cargoes: list[Cargo], rank: int) -> None:
-        """Note that `rank` is ready to send, or receive, and wake the rank that waits for that."""
+        """Note since when `rank` is ready to send, or receive, and wake the rank that waits for that."""
         for cargo in cargoes:
-            side[cargo] = self.now[rank]
+            side.setdefault(cargo, self.now[rank])
             if cargo in self.waiting:
                 self.runnable.append(self.waiting.pop(cargo))
 

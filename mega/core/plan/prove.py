@@ -33,6 +33,7 @@ def prove(plan: Plan) -> None:
     arriving: dict[Route, list[Cargo]] = defaultdict(list)
     for rank in range(plan.stages):
         _Rank(plan, rank, leaving, arriving).check()
+    # Every compute had its cargo, so every cargo arrives; what leaves is the same, so nothing is lost either.
     for route in leaving.keys() | arriving.keys():
         _same_order(route, leaving[route], arriving[route])
     play(plan, duration=lambda act, stage: 1.0, transfer=0.0, overlap=False)
@@ -71,8 +72,6 @@ class _Rank:
                 self._exchange(act)
         if self.done != (expected := self._expected()):
             raise self._error("does not compute exactly what it should", self.done ^ expected)
-        if self.gone != (due := {made for made in self.done if self._leaves(made)}):
-            raise self._error("never sends", due - self.gone)
 
     def _expected(self) -> set[Cargo]:
         """(kind, microbatch, global stage) of every compute of this rank."""
