@@ -1,4 +1,4 @@
-"""`mega preprocess`: JSON lines in, token files out."""
+"""`mega preprocess`: text in, token files out."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mega.core.config.sections import TokenizerConfig
 
 
 def run(
-    input: Annotated[list[Path], typer.Option("--input", help="JSON-lines files, plain or .gz")],
+    input: Annotated[list[Path], typer.Option("--input", help="JSON-lines files, plain or .gz, or .txt")],
     output_prefix: Annotated[str, typer.Option("--output-prefix", help="beginning of the output names")],
     tokenizer: TokenizerConfig,
     json_keys: Annotated[
@@ -27,7 +27,7 @@ def run(
         Literal["stop", "skip"], typer.Option("--on-error", help="at a line that is no document")
     ] = "stop",
 ) -> int:
-    """Turn JSON lines into token files, PREFIX_KEY_document.bin and .idx, that training reads as --data-path.
+    """Turn text into token files, PREFIX_KEY_document.bin and .idx, that training reads as --data-path.
 
     The files are Megatron-LM's, byte for byte, however many workers write them.
     """

@@ -13,6 +13,7 @@ from mega.cli import main
 from mega.core.data import preprocess as module
 from mega.core.data.indexed import IndexedDataset
 from mega.core.data.preprocess import Report, preprocess
+from mega.core.text.tokenizer import build
 from tests.support.shared import shared
 
 NULL = {"tokenizer": "NullTokenizer", "vocab_size": 99}
@@ -123,6 +124,31 @@ def test_line_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = lines(tmp_path / "a.jsonl", {"text": "1"}, {"text": "1 " * 10**6})
     with pytest.raises(ValueError, match=r"a\.jsonl:2: a line longer than 1 MiB"):
         run(source)
+
+
+def test_plain_text_is_one_document(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbf1 2\n3\n")
+    assert run(tmp_path / "a.txt", append_eod=True)[1] == [[1, 2, 3, 99]]
+    (tmp_path / "b.txt").write_bytes(b"1 \xff")
+    with pytest.raises(ValueError, match=r"b\.txt: cannot be read.*utf-8"):
+        run(tmp_path / "b.txt")
+
+
+def test_real_text_comes_back(tmp_path: Path) -> None:
+    sources = [shared("novels/novels.jsonl.gz"), shared("tinyshakespeare/input.txt")]
+    vocab, merges = shared("gpt2/gpt2-vocab.json"), shared("gpt2/gpt2-merges.txt")
+    code = main(
+        f"preprocess --input {sources[0]} {sources[1]} --output-prefix {tmp_path}/real --append-eod "
+        f"--tokenizer-type GPT2BPETokenizer --vocab-file {vocab} --merge-file {merges} --workers 2".split()
+    )
+    assert code == 0
+    data = IndexedDataset(tmp_path / "real_text_document")
+    tokenizer = build(tokenizer="GPT2BPETokenizer", vocab_file=vocab, merge_file=merges)
+    with gzip.open(sources[0]) as file:
+        texts = [json.loads(line)["text"] for line in file] + [sources[1].read_text()]
+    assert len(data) == len(texts) == 5327
+    for i in (0, 1, 2600, 5325, 5326):
+        assert tokenizer.decode(data[i]) == texts[i] + "<|endoftext|>"
 
 
 def test_cut_gzip_is_named(tmp_path: Path) -> None:

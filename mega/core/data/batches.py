@@ -105,12 +105,15 @@ class Batches:
                 f"sample {begin}: --order cyclic goes on at multiples of {self._group} samples only"
             )
         share = groups * self._rows
-        if self._permutation is None or self._permutation[0] != epoch:
+        permutation = (
+            self._permutation
+        )  # held here, since the thread that reads ahead may put another epoch's
+        if permutation is None or permutation[0] != epoch:
             generator = torch.Generator()
             generator.manual_seed(epoch)
-            self._permutation = epoch, torch.randperm(share, generator=generator).numpy()
+            permutation = self._permutation = epoch, torch.randperm(share, generator=generator).numpy()
         first = within // self._ranks
-        chosen: list[int] = self._permutation[1][first : first + self._rows].tolist()
+        chosen: list[int] = permutation[1][first : first + self._rows].tolist()
         return [self._rank * share + entry for entry in chosen]
 
     def _batch(self, first_sample: int, entries: Sequence[int]) -> DecoderBatch:

@@ -1,4 +1,4 @@
-"""From JSON lines to token files: what `mega preprocess` does.
+"""From text to token files: what `mega preprocess` does.
 
     1 read    the parent cuts the input into blocks of whole lines
     2 encode  workers parse and tokenise a block each, straight into arrays
@@ -81,7 +81,9 @@ def preprocess(
     on_error: OnError = "stop",
     progress: Callable[[Report, int], None] | None = None,
 ) -> Report:
-    """Tokenise `inputs` (.jsonl or .jsonl.gz) into `<output_prefix>_<key>_document.bin/.idx`, a pair per key.
+    """Tokenise `inputs` into `<output_prefix>_<key>_document.bin/.idx`, a pair of files per key.
+
+    inputs: JSON lines, plain or .gz; a .txt (or .txt.gz) file is one document, under the key "text".
 
     tokenizer: the fields of the configuration's tokenizer section, as `text.tokenizer.build` takes them.
     append_eod: put the end-of-document id behind every document that has a token.
@@ -142,9 +144,10 @@ def _file_blocks(path: Path, before: int) -> Iterator[Block]:
     with open(path, "rb") as stored, contextlib.ExitStack() as inner:
         text: Any = inner.enter_context(gzip.open(stored)) if path.suffix == ".gz" else stored
         number = 1
+        read = _one_document if path.name.removesuffix(".gz").endswith(".txt") else _some_lines
         while True:
             try:
-                lines = list(_some_lines(text, path, number))
+                lines = list(read(text, path, number))
             except (OSError, EOFError, ValueError) as error:
                 if isinstance(error, BadLine):
                     raise
@@ -163,6 +166,19 @@ def _some_lines(text: BinaryIO, path: Path, number: int) -> Iterator[bytes]:
         size += len(line)
         number += 1
         yield line
+
+
+def _one_document(text: BinaryIO, path: Path, number: int) -> Iterator[bytes]:
+    """A .txt file as the one JSON line that it amounts to, under the key "text"."""
+    import orjson
+
+    whole = text.read(_MOST_LINE_BYTES)
+    if len(whole) == _MOST_LINE_BYTES:
+        raise BadLine(
+            f"{path}: a .txt file is one document, and this is more than {_MOST_LINE_BYTES >> 20} MiB"
+        )
+    if whole:
+        yield orjson.dumps({"text": whole.removeprefix(_BYTE_ORDER_MARK).decode()})
 
 
 # --- 2 encode -------------------------------------------------------------------------------------------
