@@ -26,7 +26,7 @@ def draw_text(simulation: Simulation, width: int = 100) -> str:
     >>> from mega.core.plan import plan, simulate
     >>> print(draw_text(simulate(plan("1f1b", stages=2, microbatches=2)), 60))
     rank 0  F0 F1 ......B0    ...B1
-    rank 1  ...F0 B0    F1 B1    ...
+    rank 1  ...F0 B0    F1 B1    ......
     1f1b: 2 stages, 1 chunks, 2 microbatches; length 9, bubble 33.3%, live microbatches 1 to 2
     """
     margin = len(f"rank {simulation.plan.stages - 1}  ")
