@@ -89,7 +89,7 @@ def span_rectangles(shape: tuple[int, ...], begin: int, end: int) -> list[tuple[
     if len(shape) == 1:
         return [((begin,), (end - begin,))]
     columns = shape[1]
-    rectangles = []
+    rectangles: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
     while begin < end:
         row, column = divmod(begin, columns)
         if column or end - begin < columns:

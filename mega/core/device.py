@@ -1,0 +1,100 @@
+"""On what the run executes: one CPU with gloo or one CUDA device with NCCL. The only file that says torch.cuda."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+DTYPES = {
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+    "fp32": torch.float32,
+    "fp64": torch.float64,
+}
+
+# Dense bf16 peak of the devices we know, TFLOP/s (vendors' datasheets); MFU is n/a on others.
+PEAK_TFLOPS = {"H200": 989.0, "H100": 989.0, "A100": 312.0, "B200": 2250.0, "V100": 125.0}
+
+
+@dataclass(frozen=True)
+class Device:
+    """The device of this rank and everything that depends on its kind."""
+
+    torch: torch.device
+    backend: str
+
+    @classmethod
+    def choose(cls, kind: str = "auto", local_rank: int = 0, backend: str = "auto") -> Device:
+        """`kind` is auto, cpu or cuda; a CUDA device is the local rank's.
+
+        Errors: ValueError if cuda is asked for and absent, or the node has fewer devices than local ranks.
+        """
+        if kind == "auto":
+            kind = "cuda" if torch.cuda.is_available() else "cpu"
+        if kind == "cuda":
+            count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+            if local_rank >= count:
+                raise ValueError(
+                    f"--device cuda: local rank {local_rank} needs {local_rank + 1} CUDA devices, this node has {count}"
+                    " (valid: fewer local ranks, or --device cpu)"
+                )
+            torch.cuda.set_device(local_rank)
+            return cls(torch.device("cuda", local_rank), "nccl" if backend == "auto" else backend)
+        return cls(torch.device("cpu"), "gloo" if backend == "auto" else backend)
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.torch.type == "cuda"
+
+    @property
+    def name(self) -> str:
+        return torch.cuda.get_device_name(self.torch) if self.is_cuda else "CPU"
+
+    @property
+    def peak_tflops(self) -> float | None:
+        """Dense bf16 peak, or None where the device is not known."""
+        return next((peak for model, peak in PEAK_TFLOPS.items() if self.is_cuda and model in self.name), None)
+
+    def synchronize(self) -> None:
+        if self.is_cuda:
+            torch.cuda.synchronize(self.torch)
+
+    def memory_peak(self) -> int | None:
+        """Most bytes allocated so far, or None on a CPU (see `resident`)."""
+        return torch.cuda.max_memory_allocated(self.torch) if self.is_cuda else None
+
+    def reset_memory_peak(self) -> None:
+        if self.is_cuda:
+            torch.cuda.reset_peak_memory_stats(self.torch)
+
+    def resident(self) -> int:
+        """Bytes this rank holds: allocated on CUDA, resident on a CPU."""
+        if self.is_cuda:
+            return torch.cuda.memory_allocated(self.torch)
+        try:
+            with open("/proc/self/statm") as statm:
+                return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        except OSError:
+            return 0
+
+    def deterministic(self) -> None:
+        """Only algorithms that give the same bits on every run."""
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+        if self.is_cuda:
+            torch.backends.cudnn.deterministic = True
+            torch.backends.cudnn.benchmark = False
+
+    @contextlib.contextmanager
+    def timed(self, into: dict[str, float], name: str) -> Iterator[None]:
+        """Add the seconds of a block, device work included, to into[name]. It waits for the device: use it rarely."""
+        self.synchronize()
+        begin = time.perf_counter()
+        yield
+        self.synchronize()
+        into[name] = into.get(name, 0.0) + time.perf_counter() - begin

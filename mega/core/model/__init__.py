@@ -1,0 +1,1 @@
+"""The mathematics of the model families. Knows neither data nor disk."""

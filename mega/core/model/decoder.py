@@ -1,0 +1,148 @@
+"""Left-to-right language models, cut into pipeline stages: GPT and Llama are values of one config.
+
+A stage is a run of blocks, with the embedding in front of the first and the head behind the last:
+
+    stage(batch, *cargo) -> cargo            [tokens, h], our tokens under sequence parallelism
+    last(batch, *cargo)  -> (sum of weight x loss, sum of weight)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from mega.core.batch import DecoderBatch
+from mega.core.config.sections import ModelConfig
+from mega.core.inventory import Place, Tensor, inventory
+from mega.core.model.block import Block, Norm
+from mega.core.model.flow import Flow, flow
+from mega.core.parallel.collectives import own_block
+from mega.core.parallel.mesh import Axis
+from mega.core.parallel.pipeline import Cargo, Loss
+from mega.core.parallel.vocab import VocabEmbedding, cross_entropy, logits
+from mega.core.parallel.weight import Maker, Weight
+
+OUTSIDE = -1
+"""The "layer" of dropout outside the blocks."""
+
+
+class Embedding(nn.Module):
+    """Token rows plus learned positions, then dropout."""
+
+    def __init__(self, make: Maker, model: ModelConfig, tensors: dict[str, Tensor], tp: Axis, sequence: bool):
+        super().__init__()
+        self.tokens = VocabEmbedding(make, tensors["model.embed_tokens.weight"], tp, sequence)
+        table = tensors.get("model.embed_positions.weight")
+        self.positions = make(table) if table is not None else None
+        self.dropout = model.hidden_dropout
+
+    def forward(self, batch: DecoderBatch, flow: Flow) -> torch.Tensor:
+        x = self.tokens(batch.tokens.flatten())
+        if self.positions is not None:
+            where = batch.positions.flatten()
+            x = x + nn.functional.embedding(own_block(where, flow.tp) if flow.sequence else where, self.positions)
+        return flow.drop(x, self.dropout, OUTSIDE, "embedding")
+
+
+class Head(nn.Module):
+    """Final norm, logits over the cut vocabulary, and the loss. `tied` is the embedding's weight where shared."""
+
+    def __init__(
+        self,
+        make: Maker,
+        model: ModelConfig,
+        tensors: dict[str, Tensor],
+        tp: Axis,
+        sequence: bool,
+        tied: Weight | None,
+    ):
+        super().__init__()
+        self.norm = Norm(make, model, tensors, "model.norm")
+        name = "model.embed_tokens.weight" if model.tied else "lm_head.weight"
+        self.weight = make(tensors[name]) if tied is None else tied
+        if tied is not None:
+            tied.uses += 1
+        self.tp, self.sequence = tp, sequence
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        """[tokens, ids of this rank]"""
+        return logits(self.norm(x), self.weight, self.tp, self.sequence)
+
+    def forward(self, x: torch.Tensor, batch: DecoderBatch) -> Loss:
+        nll = cross_entropy(self.logits(x), batch.labels.flatten(), self.tp)
+        weight = batch.loss_weights.flatten().to(nll.dtype)
+        return Loss((nll * weight).sum(), weight.sum())
+
+
+class DecoderStage(nn.Module):
+    """The blocks `layers` of a decoder, with embedding and head where this stage has them.
+
+    dropout_seed: None switches dropout off. plain: reference ops only.
+    """
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        layers: Iterable[int],
+        make: Maker,
+        tp: Axis,
+        *,
+        first: bool = True,
+        last: bool = True,
+        sequence: bool = False,
+        dropout_seed: int | None = None,
+        plain: bool = False,
+        embedding: Weight | None = None,
+    ):
+        super().__init__()
+        self.model, self.tp, self.sequence = model, tp, sequence and tp.size > 1
+        self.dropout_seed, self.plain, self.dtype = dropout_seed, plain, make.dtype
+        by_place: dict[Place, dict[str, Tensor]] = {}
+        for tensor in inventory(model):
+            for place in tensor.places:
+                by_place.setdefault(place, {})[tensor.name] = tensor
+        self.embedding = Embedding(make, model, by_place["embedding"], tp, self.sequence) if first else None
+        self.blocks = nn.ModuleList(
+            Block(make, model, _relative(by_place[layer], layer), layer, tp, self.sequence) for layer in layers
+        )
+        tied = self.embedding.tokens.weight if model.tied and self.embedding is not None else embedding
+        self.head = Head(make, model, by_place["head"], tp, self.sequence, tied) if last else None
+
+    def cargo(self, rows: int, columns: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and dtype of what flows between stages for b rows of s tokens."""
+        assert self.model.hidden
+        tokens = rows * columns // (self.tp.size if self.sequence else 1)
+        return [((tokens, self.model.hidden), self.dtype)]
+
+    def hidden(self, batch: DecoderBatch, *cargo: torch.Tensor) -> torch.Tensor:
+        """Everything up to the head: [tokens, h], our tokens under sequence."""
+        seed = self.dropout_seed if self.training else None
+        facts = flow(
+            self.model,
+            batch,
+            self.tp,
+            sequence=self.sequence,
+            dropout_seed=seed,
+            dtype=self.dtype,
+            plain=self.plain,
+        )
+        x = cargo[0] if self.embedding is None else self.embedding(batch, facts)
+        for block in self.blocks:
+            x = block(x, facts)
+        return x
+
+    def logits(self, batch: DecoderBatch, *cargo: torch.Tensor) -> torch.Tensor:
+        """Last stage only: [b, s, ids of this rank]; whole where tp is 1."""
+        assert self.head is not None
+        return self.head.logits(self.hidden(batch, *cargo)).unflatten(0, tuple(batch.tokens.shape))
+
+    def forward(self, batch: DecoderBatch, *cargo: torch.Tensor) -> Cargo | Loss:
+        x = self.hidden(batch, *cargo)
+        return (x,) if self.head is None else self.head(x, batch)
+
+
+def _relative(tensors: dict[str, Tensor], layer: int) -> dict[str, Tensor]:
+    prefix = f"model.layers.{layer}."
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}

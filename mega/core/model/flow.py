@@ -1,0 +1,79 @@
+"""Facts about one microbatch that every block of a stage needs: its shape, positions and dropout keys."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from mega.core.batch import DecoderBatch
+from mega.core.config.sections import ModelConfig
+from mega.core.ops.counter import site_keys, token_keys
+from mega.core.ops.dropout import dropout
+from mega.core.ops.rotary import rotary_table
+from mega.core.parallel.collectives import own_block
+from mega.core.parallel.mesh import Axis
+
+
+@dataclass(frozen=True)
+class Flow:
+    """One microbatch on its way through a stage. Tokens are rows of [tokens, h], batch-major.
+
+    rotary: cos and sin [tokens, R / 2], or None. keys: int64 [b, s] dropout keys, or None where nothing is dropped
+    (evaluation, or probability 0).
+    """
+
+    rows: int
+    columns: int
+    documents: torch.Tensor | None
+    rotary: tuple[torch.Tensor, torch.Tensor] | None
+    keys: torch.Tensor | None
+    tp: Axis
+    sequence: bool
+    plain: bool
+
+    def drop(self, x: torch.Tensor, probability: float, layer: int, site: str) -> torch.Tensor:
+        """Dropout of the residual stream: x [tokens, h], or our tokens of it under sequence."""
+        if self.keys is None or not probability:
+            return x
+        keys = site_keys(self.keys, layer, site).flatten()
+        if self.sequence:
+            keys = own_block(keys, self.tp)
+        return dropout(x, keys[:, None], torch.arange(x.shape[-1], device=x.device), probability)
+
+    def attention_drop(
+        self, probability: float, layer: int, first_head: int, heads: int
+    ) -> tuple[torch.Tensor, torch.Tensor, float] | None:
+        """Dropout of the attention weights of `heads` heads: a function of query token, head and key column."""
+        if self.keys is None or not probability:
+            return None
+        keys = site_keys(self.keys, layer, "attention")
+        head = torch.arange(first_head, first_head + heads, device=keys.device)
+        column = torch.arange(self.columns, device=keys.device)
+        elements = head[:, None, None] * (1 << 32) + column
+        return keys[:, None, :, None], elements, probability
+
+
+def flow(
+    model: ModelConfig,
+    batch: DecoderBatch,
+    tp: Axis,
+    *,
+    sequence: bool,
+    dropout_seed: int | None,
+    dtype: torch.dtype,
+    plain: bool = False,
+) -> Flow:
+    """What `batch` means to the blocks; dropout_seed None switches dropout off."""
+    rows, columns = batch.tokens.shape
+    drops = dropout_seed is not None and (model.hidden_dropout or model.attention_dropout)
+    keys = None
+    if drops:
+        assert dropout_seed is not None
+        keys = token_keys(dropout_seed, batch.samples, torch.arange(columns, device=batch.samples.device))
+    rotary = None
+    if model.position == "rope":
+        assert model.head_dim is not None
+        width = int(model.head_dim * model.rope_fraction)
+        rotary = rotary_table(batch.positions.flatten(), width, model.rope_base, model.rope_interpolation, dtype)
+    return Flow(rows, columns, batch.documents, rotary, keys, tp, sequence and tp.size > 1, plain)

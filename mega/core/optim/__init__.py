@@ -1,0 +1,1 @@
+"""The update: from reduced gradients to new weights. Knows no model."""

@@ -1,0 +1,53 @@
+"""Learning rate and weight decay as functions of the samples consumed. Pure arithmetic on plain numbers."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class LearningRate:
+    """Warm-up from `initial` to `peak` over `warmup` samples, then `style` down to `least` at `decay` samples.
+
+    >>> rate = LearningRate(peak=1.5e-4, least=1e-5, warmup=100, decay=1000, style="linear")
+    >>> rate(0), rate(50), round(rate(550), 12), rate(1001)
+    (0.0, 7.5e-05, 8e-05, 1e-05)
+    """
+
+    peak: float
+    least: float
+    warmup: int
+    decay: int
+    style: str
+    initial: float = 0.0
+
+    def __call__(self, samples: int) -> float:
+        if self.warmup > 0 and samples <= self.warmup:
+            return self.initial + (self.peak - self.initial) * samples / self.warmup
+        if self.style == "constant":
+            return self.peak
+        if samples > self.decay:
+            return self.least
+        if self.style == "inverse-square-root":
+            return max(self.least, self.peak * math.sqrt(max(self.warmup, 1)) / math.sqrt(max(samples, 1)))
+        done = (samples - self.warmup) / (self.decay - self.warmup)
+        left = 1 - done if self.style == "linear" else 0.5 * (math.cos(math.pi * done) + 1)
+        return self.least + (self.peak - self.least) * left
+
+
+@dataclass(frozen=True)
+class WeightDecay:
+    """From `start` to `end` over all `total` training samples."""
+
+    start: float
+    end: float
+    total: int
+    style: str = "constant"
+
+    def __call__(self, samples: int) -> float:
+        if self.style == "constant" or samples >= self.total:
+            return self.end
+        done = samples / self.total
+        share = done if self.style == "linear" else 0.5 * (math.cos(math.pi * (1 - done)) + 1)
+        return self.start + share * (self.end - self.start)

@@ -1,0 +1,140 @@
+"""Collectives along an axis, and their conjugate pairs for autograd.
+
+A pair is the same exchange seen from forward and backward (Shoeybi et al. 2019; Korthikanti et al. 2022):
+
+    copy_in   : identity       <->  all-reduce          into a region where each rank computes its own outputs
+    sum_out   : all-reduce     <->  identity            out of it again
+    gather_in : all-gather     <->  reduce-scatter      the same two, where tokens are shared out over the axis
+    scatter_out: reduce-scatter <-> all-gather
+
+All act on dim 0 of [tokens, ...]. On an axis of one rank each is the identity and copies nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mega.core.parallel.mesh import Axis
+
+# torch 2.13 renamed these; 2.11 knows the old names only.
+_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_scatter_sum = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class Finished:
+    """The handle of a collective that had nothing to do."""
+
+    def wait(self) -> None:
+        return None
+
+
+def all_reduce(x: torch.Tensor, axis: Axis, op: str = "sum", *, wait: bool = True) -> Any:
+    """Reduce `x` in place over the axis; returns the handle."""
+    if axis.size == 1:
+        return Finished()
+    kind = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}[op]
+    work = dist.all_reduce(x, kind, group=axis.group, async_op=True)
+    if wait:
+        work.wait()
+    return work
+
+
+def all_gather(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """Blocks of every rank one behind the other along dim 0: [n, ...] -> [n x size, ...]."""
+    out, work = start_all_gather(x, axis)
+    work.wait()
+    return out
+
+
+def start_all_gather(x: torch.Tensor, axis: Axis) -> tuple[torch.Tensor, Any]:
+    if axis.size == 1:
+        return x, Finished()
+    out = x.new_empty((x.shape[0] * axis.size, *x.shape[1:]))
+    return out, _gather_into(out, x.contiguous(), group=axis.group, async_op=True)
+
+
+def reduce_scatter(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """Our block of the sum over ranks: [n x size, ...] -> [n, ...]."""
+    out, work = start_reduce_scatter(x, axis)
+    work.wait()
+    return out
+
+
+def start_reduce_scatter(x: torch.Tensor, axis: Axis, out: torch.Tensor | None = None) -> tuple[torch.Tensor, Any]:
+    if axis.size == 1:
+        return x, Finished()
+    assert x.shape[0] % axis.size == 0, f"{x.shape[0]} rows over {axis.size} ranks"
+    if out is None:
+        out = x.new_empty((x.shape[0] // axis.size, *x.shape[1:]))
+    return out, _scatter_sum(out, x.contiguous(), group=axis.group, async_op=True)
+
+
+def own_block(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """Our run of dim 0 of a tensor that every rank holds whole."""
+    return x.chunk(axis.size, dim=0)[axis.index] if axis.size > 1 else x
+
+
+class _CopyIn(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, axis: Axis) -> torch.Tensor:
+        ctx.axis = axis
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        grad = grad.clone(memory_format=torch.contiguous_format)
+        all_reduce(grad, ctx.axis)
+        return grad, None
+
+
+class _SumOut(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, axis: Axis) -> torch.Tensor:
+        x = x.clone(memory_format=torch.contiguous_format)
+        all_reduce(x, axis)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad, None
+
+
+class _GatherIn(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, axis: Axis) -> torch.Tensor:
+        ctx.axis = axis
+        return all_gather(x, axis)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return reduce_scatter(grad, ctx.axis), None
+
+
+class _ScatterOut(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, axis: Axis) -> torch.Tensor:
+        ctx.axis = axis
+        return reduce_scatter(x, axis)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return all_gather(grad, ctx.axis), None
+
+
+def enter_region(x: torch.Tensor, axis: Axis, sequence: bool) -> torch.Tensor:
+    """Into a tensor-parallel region: whole tokens on every rank; gradients of all ranks add up."""
+    if axis.size == 1:
+        return x
+    pair = _GatherIn if sequence else _CopyIn
+    return pair.apply(x, axis)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def leave_region(x: torch.Tensor, axis: Axis, sequence: bool) -> torch.Tensor:
+    """Out of a tensor-parallel region: partial results of all ranks add up; under sequence our tokens stay."""
+    if axis.size == 1:
+        return x
+    pair = _ScatterOut if sequence else _SumOut
+    return pair.apply(x, axis)  # type: ignore[no-any-return, no-untyped-call]

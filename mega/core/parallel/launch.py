@@ -1,0 +1,283 @@
+"""Ranks: starting them on this host, joining those that a launcher started, and keeping some alive for many jobs.
+
+    connect     one rank's way into the process group, from torchrun, srun, `launch` or alone
+    launch      run a function on N new local ranks; the first failure ends all and names its rank
+    Pool        N local ranks that stay, for tests and for comparing many layouts in one go
+
+New ranks are forked from a small server process that has torch imported already, so eight of them start as fast as
+one. Ranks of one host meet in a file, not on a port, so nothing can be taken twice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mega.core.config.world import World, world_from_env
+from mega.core.device import Device
+from mega.core.parallel.mesh import Groups
+
+MEETING_FILE = "MEGA_MEETING_FILE"
+"""Environment variable: where ranks started by `launch` meet."""
+
+
+def connect(kind: str = "auto", backend: str = "auto", timeout_minutes: float = 10) -> tuple[World, Device, Groups]:
+    """Join the process group as the rank that the environment says we are.
+
+    Alone there is no group, and every axis has size 1. Errors: ValueError where the device is absent.
+    """
+    world = world_from_env()
+    device = Device.choose(kind, world.local_rank, backend)
+    if not device.is_cuda:
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // world.local_size))
+    if world.size > 1 and not dist.is_initialized():
+        meeting = os.environ.get(MEETING_FILE)
+        if world.source == "slurm" and meeting is None:
+            os.environ.setdefault("MASTER_ADDR", _first_host(os.environ))
+            os.environ.setdefault("MASTER_PORT", str(20000 + int(os.environ.get("SLURM_JOB_ID", "0")) % 20000))
+        if world.local_size == world.size and device.backend == "gloo":
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+        dist.init_process_group(
+            device.backend,
+            init_method=f"file://{meeting}" if meeting else "env://",
+            rank=world.rank,
+            world_size=world.size,
+            timeout=timedelta(minutes=timeout_minutes),
+        )
+    return world, device, Groups(device.backend)
+
+
+def disconnect() -> None:
+    """Leave the process group, if there is one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _first_host(environ: Mapping[str, str]) -> str:
+    """First host of SLURM's list, such as `node[003-010,012]` or `a1,a2`.
+
+    >>> _first_host({"SLURM_STEP_NODELIST": "node[003-010,012]"}), _first_host({"SLURM_NODELIST": "a1,a2"})
+    ('node003', 'a1')
+    """
+    hosts = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_NODELIST") or "localhost"
+    head, bracket, rest = hosts.partition("[")
+    if not bracket or "," in head:
+        return hosts.split(",")[0]
+    return head + rest.split("]")[0].split(",")[0].split("-")[0]
+
+
+def launch(nproc: int, target: Callable[..., int | None], *args: Any) -> int:
+    """Run `target(*args)` on `nproc` local ranks and return the job's exit code.
+
+    `target` must be importable by name. The first rank that fails ends the others and names itself; the code is
+    its code. SIGINT and SIGTERM reach every rank.
+    """
+    with tempfile.TemporaryDirectory(prefix="mega-") as directory:
+        ranks = [
+            _server().Process(
+                target=_rank, args=(_environment(rank, nproc, directory), target, args), name=f"rank {rank}"
+            )
+            for rank in range(nproc)
+        ]
+        for process in ranks:
+            process.start()
+        try:
+            return _supervise(ranks)
+        finally:
+            _end(ranks)
+
+
+class Pool:
+    """Up to `size` local ranks on gloo that stay until `close`.
+
+    Jobs are functions `job(groups, rank, *args)`, importable by name; a job on `world` ranks finds a process group of
+    just these. A job that fails on any rank ends all ranks (the others may be stuck in a collective); the next job
+    finds new ones.
+    """
+
+    def __init__(self, size: int):
+        self.size = size
+        self._directory: tempfile.TemporaryDirectory[str] | None = None
+        self._ranks: list[BaseProcess] = []
+        self._pipes: list[Connection[Any, Any]] = []
+        self._meetings = 0
+        self._world = 0
+
+    def run(self, job: Callable[..., Any], *args: Any, world: int | None = None, timeout: float = 300.0) -> list[Any]:
+        """Results of `job` on ranks 0 ... world - 1, in order.
+
+        Errors: RuntimeError with the first failing rank's traceback, or naming the ranks that never answered.
+        """
+        world = self.size if world is None else world
+        assert 1 <= world <= self.size, (world, self.size)
+        if not self._ranks:
+            self._start()
+        if world != self._world:
+            self._world, self._meetings = world, self._meetings + 1
+        for rank, pipe in enumerate(self._pipes[:world]):
+            pipe.send((self._environment(rank), job, args))
+        results: dict[int, Any] = {}
+        deadline = time.monotonic() + timeout
+        while len(results) < world:
+            waiting = {pipe: rank for rank, pipe in enumerate(self._pipes[:world]) if rank not in results}
+            ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                self.close()
+                raise RuntimeError(f"no answer from ranks {sorted(waiting.values())} within {timeout:.0f} s")
+            for pipe, rank in waiting.items():
+                if pipe not in ready:
+                    continue
+                try:
+                    fine, value = pipe.recv()
+                except EOFError:
+                    fine, value = False, "the process ended without a word"
+                if not fine:
+                    self.close()
+                    raise RuntimeError(f"rank {rank} of {world}: {value}")
+                results[rank] = value
+        return [results[rank] for rank in range(world)]
+
+    def close(self) -> None:
+        """End the ranks. The pool may be used again."""
+        _end(self._ranks, patience=0.0)
+        for pipe in self._pipes:
+            pipe.close()
+        self._ranks, self._pipes, self._world = [], [], 0
+        if self._directory is not None:
+            self._directory.cleanup()
+            self._directory = None
+
+    def __enter__(self) -> Pool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _environment(self, rank: int) -> dict[str, str]:
+        assert self._directory is not None
+        return _environment(rank, self._world, self._directory.name, f"meeting-{self._meetings}")
+
+    def _start(self) -> None:
+        self._directory = tempfile.TemporaryDirectory(prefix="mega-pool-")
+        for rank in range(self.size):
+            ours, theirs = multiprocessing.Pipe()
+            process = _server().Process(target=_pool_rank, args=(theirs, self.size), name=f"rank {rank}", daemon=True)
+            process.start()
+            theirs.close()
+            self._ranks.append(process)
+            self._pipes.append(ours)
+
+
+def _server() -> Any:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch.distributed", __name__])
+    return context
+
+
+def _environment(rank: int, size: int, directory: str, meeting: str = "meeting") -> dict[str, str]:
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(size),
+        MEETING_FILE: os.path.join(directory, meeting),
+    }
+
+
+def _rank(environment: dict[str, str], target: Callable[..., int | None], args: tuple[Any, ...]) -> None:
+    os.environ.update(environment)
+    try:
+        code = target(*args) or 0
+    except SystemExit as stop:
+        code = stop.code if isinstance(stop.code, int) else 1
+    except BaseException:
+        sys.stderr.write(f"rank {environment['RANK']}:\n{traceback.format_exc()}")
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if code:
+        os._exit(code)  # no waiting for peers that wait for us
+    disconnect()
+
+
+def _pool_rank(pipe: Connection[Any, Any], size: int) -> None:
+    """Answer jobs until the pipe closes; join a new process group whenever the job's world has changed."""
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // size))
+    joined, groups = "", Groups()
+    while True:
+        try:
+            environment, job, args = pipe.recv()
+        except EOFError:
+            return
+        try:
+            if joined != environment[MEETING_FILE]:
+                disconnect()
+                os.environ.update(environment)
+                _, _, groups = connect("cpu")
+                joined = environment[MEETING_FILE]
+            pipe.send((True, job(groups, int(environment["RANK"]), *args)))
+        except BaseException:
+            pipe.send((False, traceback.format_exc()))
+
+
+def _supervise(ranks: list[BaseProcess]) -> int:
+    """Wait until all have ended well, or the first has not; its exit code (128 + signal if killed)."""
+    running = {process.sentinel: process for process in ranks}
+    with _passing_signals(ranks):
+        while running:
+            ready = wait(list(running))
+            for process in [running.pop(sentinel) for sentinel in list(running) if sentinel in ready]:
+                process.join()
+                code = process.exitcode or 0
+                if code:
+                    if code < 0:
+                        sys.stderr.write(f"mega: {process.name} was killed by signal {-code}\n")
+                    else:
+                        sys.stderr.write(f"mega: {process.name} failed with exit code {code}\n")
+                    return 128 - code if code < 0 else code
+    return 0
+
+
+@contextlib.contextmanager
+def _passing_signals(ranks: list[BaseProcess]) -> Iterator[None]:
+    """SIGTERM goes on to the ranks, which save and stop; SIGINT reaches them by itself from a terminal."""
+    import signal
+
+    def pass_on(number: int, _: Any) -> None:
+        for process in ranks:
+            if process.pid and process.is_alive():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process.pid, number)
+
+    before = {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _end(ranks: list[BaseProcess], patience: float = 5.0) -> None:
+    """Ask the ranks that still run to stop, then make them."""
+    for process in ranks:
+        if process.is_alive():
+            process.terminate()
+    deadline = time.monotonic() + patience
+    for process in ranks:
+        process.join(max(0.0, deadline - time.monotonic()))
+        if process.is_alive():
+            process.kill()
+            process.join()

@@ -1,0 +1,168 @@
+"""One grid of ranks; every group of ranks is a slice of it.
+
+Axes from fastest to slowest: tp, cp, dp, pp. With tp 2, dp 2, pp 2 the ranks are
+
+            tp 0  tp 1
+    pp 0 dp 0   0     1
+         dp 1   2     3
+    pp 1 dp 0   4     5
+         dp 1   6     7
+
+An axis of size 1 has no process group and its collectives are the identity, so one CPU and a thousand GPUs run
+the same code. `Mesh.at` needs no processes at all: a layout can be built and checked on a laptop. There is no
+global mesh; whoever needs an axis is given it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import prod
+
+import torch.distributed as dist
+
+ORDER = ("tp", "cp", "dp", "pp")
+
+
+@dataclass(frozen=True)
+class Axis:
+    """The ranks along one direction of the mesh, seen from one of them.
+
+    ranks: global ranks in order. index: our place among them. group: None where the axis has one rank, or
+    where the mesh was built without processes.
+    """
+
+    name: str
+    ranks: tuple[int, ...]
+    index: int
+    group: dist.ProcessGroup | None = None
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    @property
+    def first(self) -> bool:
+        return self.index == 0
+
+    @property
+    def last(self) -> bool:
+        return self.index == self.size - 1
+
+
+SINGLE = Axis("single", (0,), 0)
+"""An axis of one rank, for a layer that runs alone."""
+
+
+@dataclass
+class Groups:
+    """The process groups of one process, made once per set of ranks and purpose and kept.
+
+    Every rank of the world makes every group, its own or not, in the same order; a mesh does, since its order follows
+    from its sizes alone. (torch can make a group among its members only, but names it by how many groups each member
+    has, which differs between first, middle and last stages.)
+    """
+
+    backend: str | None = None
+    made: dict[tuple[tuple[int, ...], str], dist.ProcessGroup] = field(default_factory=dict)
+
+    def make(self, parts: Sequence[tuple[int, ...]], purpose: str = "") -> None:
+        """One group for each of `parts` that has several ranks and no group yet."""
+        for ranks in parts:
+            if len(ranks) > 1 and (ranks, purpose) not in self.made:
+                self.made[ranks, purpose] = dist.new_group(list(ranks), backend=self.backend)
+
+    def get(self, ranks: tuple[int, ...], purpose: str = "") -> dist.ProcessGroup | None:
+        return self.made.get((ranks, purpose))
+
+
+class Mesh:
+    """The grid as seen from one rank: sizes, our coordinates, and any axis or product of axes."""
+
+    def __init__(self, rank: int, *, tp: int = 1, cp: int = 1, dp: int = 1, pp: int = 1, groups: Groups | None = None):
+        self.sizes = {"tp": tp, "cp": cp, "dp": dp, "pp": pp}
+        self.rank = rank
+        self.world = prod(self.sizes.values())
+        assert 0 <= rank < self.world, (rank, self.sizes)
+        self._groups = groups
+        self.tp = self.axis("tp")
+        self.cp = self.axis("cp")
+        self.dp = self.axis("dp")
+        self.pp = self.axis("pp")
+        self.everyone = self.axis(*ORDER)
+        self.data = self.axis("cp", "dp")
+        """Ranks whose gradients of one weight add up: every sample and every part of it."""
+        self.model = self.axis("tp", "pp")
+        """Ranks that hold one replica of the model between them."""
+        self.reports = self.axis("cp", "dp", "pp")
+        """Ranks whose losses add up to the global batch's (the last stages hold them, the others zero)."""
+        self.ends = self._ends()
+        """First and last stage, which share tied embeddings."""
+        self.links = self._links()
+
+    @classmethod
+    def at(cls, rank: int, *, tp: int = 1, cp: int = 1, dp: int = 1, pp: int = 1) -> Mesh:
+        """The mesh as `rank` would see it, without processes.
+
+        >>> Mesh.at(5, tp=2, dp=2, pp=2).pp.ranks
+        (1, 5)
+        """
+        return cls(rank, tp=tp, cp=cp, dp=dp, pp=pp)
+
+    def coordinates(self, rank: int | None = None) -> dict[str, int]:
+        """Axis -> index of a rank (ours by default)."""
+        rest, found = self.rank if rank is None else rank, {}
+        for name in ORDER:
+            rest, found[name] = divmod(rest, self.sizes[name])
+        return found
+
+    def axis(self, *names: str) -> Axis:
+        """The ranks that differ from us in these axes only; the first of ORDER runs fastest."""
+        return self._axis("x".join(names), self.slices(*names))
+
+    def slices(self, *names: str) -> list[tuple[int, ...]]:
+        """The whole world cut into runs of ranks that differ in these axes only.
+
+        >>> Mesh.at(0, tp=2, dp=2).slices("dp")
+        [(0, 2), (1, 3)]
+        """
+        parts: dict[tuple[int, ...], list[int]] = {}
+        for rank in range(self.world):
+            fixed = tuple(index for name, index in self.coordinates(rank).items() if name not in names)
+            parts.setdefault(fixed, []).append(rank)
+        return [tuple(part) for part in parts.values()]
+
+    def _axis(self, name: str, parts: list[tuple[int, ...]], purpose: str = "") -> Axis:
+        """The one of `parts` that we are in, or we alone."""
+        if self._groups is not None:
+            self._groups.make(parts, purpose)
+        ranks = next((part for part in parts if self.rank in part), (self.rank,))
+        group = self._groups.get(ranks, purpose) if self._groups is not None else None
+        return Axis(name, ranks, ranks.index(self.rank), group)
+
+    def _ends(self) -> Axis:
+        pipelines = self.slices("pp")
+        ends = [(ranks[0], ranks[-1]) if len(ranks) > 1 else ranks for ranks in pipelines]
+        return self._axis("ends", ends, "ends")
+
+    def _links(self) -> dict[tuple[str, int], Axis]:
+        """(kind, receiving stage) -> the pair of ranks, for the links that touch us.
+
+        Activations ("F") go from each stage to the next and gradients ("B") to the one before, around a ring.
+        Every link is a communicator of its own: a late message on one never blocks another.
+        """
+        pipelines, stages, links = self.slices("pp"), self.pp.size, {}
+        if stages == 1:
+            return {}
+        for kind, ahead in (("F", 1), ("B", -1)):
+            for source in range(stages):
+                target = (source + ahead) % stages
+                pairs: list[tuple[int, ...]] = [_ascending(ranks[source], ranks[target]) for ranks in pipelines]
+                link = self._axis(f"{kind}{source}", pairs, f"{kind} {source} to {target}")
+                if self.pp.index in (source, target):
+                    links[kind, target] = link
+        return links
+
+
+def _ascending(a: int, b: int) -> tuple[int, int]:
+    return (a, b) if a < b else (b, a)

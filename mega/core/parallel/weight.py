@@ -1,0 +1,119 @@
+"""A parameter that knows which logical tensors it holds, and where its gradient goes.
+
+Layers may fuse logical tensors (query, key and value; gate and up) by stacking them along dim 0. The slots say
+where each lies, so that whoever initialises, saves, reduces or compares goes by logical name and never by layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import nn
+
+from mega.core.inventory import Tensor
+from mega.core.ops.counter import key, normal_
+from mega.core.shard import Shard, shard
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One logical tensor's block inside a parameter: rows [offset, offset + shard.local[0])."""
+
+    shard: Shard
+    offset: int
+
+    def real(self, local: torch.Tensor) -> torch.Tensor:
+        """The view of the elements that exist in the logical tensor; `local` is shaped like the parameter."""
+        view = local.narrow(0, self.offset, self.shard.size[0])
+        return view.narrow(1, 0, self.shard.size[1]) if view.dim() > 1 else view
+
+
+class Weight(nn.Parameter):
+    """A parameter with slots.
+
+    uses: how often its gradient arrives in one backward pass (2 for a tied embedding on one stage).
+    sink: where gradients accumulate, shaped like the weight; None leaves them to autograd.
+    on_arrival: called with the weight each time a gradient has been added to the sink.
+    """
+
+    slots: tuple[Slot, ...]
+    uses: int
+    sink: torch.Tensor | None
+    on_arrival: Callable[[Weight], None] | None
+
+    def __new__(cls, data: torch.Tensor, slots: tuple[Slot, ...]) -> Self:
+        weight = super().__new__(cls, data, requires_grad=True)
+        weight.slots, weight.uses = slots, 1
+        weight.sink = weight.on_arrival = None
+        return weight
+
+    def add_product(self, grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor | None:
+        """The gradient of y = x W^T: grad [n, out], x [n, in]. Into the sink, or returned where there is none."""
+        if self.sink is None:
+            return grad.t() @ x
+        if self.sink.dtype == grad.dtype:
+            self.sink.addmm_(grad.t(), x)
+        else:
+            self.sink.add_(grad.t() @ x)
+        self.arrived()
+        return None
+
+    def add_rows(self, rows: torch.Tensor, grad: torch.Tensor) -> torch.Tensor | None:
+        """The gradient of a look-up: grad [n, h] belongs to rows [n]."""
+        into = torch.zeros_like(self) if self.sink is None else self.sink
+        into.index_add_(0, rows, grad.to(into.dtype))
+        if self.sink is None:
+            return into
+        self.arrived()
+        return None
+
+    def arrived(self) -> None:
+        if self.on_arrival is not None:
+            self.on_arrival(self)
+
+
+@dataclass(frozen=True)
+class Maker:
+    """Makes the weights of one rank: `coordinates` as in `shard`, memory on `device`, values not set."""
+
+    coordinates: Mapping[str, tuple[int, int]]
+    dtype: torch.dtype
+    device: torch.device
+
+    def __call__(self, *tensors: Tensor) -> Weight:
+        """One parameter that holds these tensors one behind the other along dim 0."""
+        slots, offset = [], 0
+        for tensor in tensors:
+            block = shard(tensor, self.coordinates)
+            slots.append(Slot(block, offset))
+            offset += block.local[0]
+        shape = (offset, *slots[0].shard.local[1:])
+        return Weight(torch.empty(shape, dtype=self.dtype, device=self.device), tuple(slots))
+
+
+def weights(module: nn.Module) -> Iterator[Weight]:
+    """The distinct weights of a module, in order of definition."""
+    for parameter in module.parameters():
+        assert isinstance(parameter, Weight), "every parameter is made by a Maker"
+        yield parameter
+
+
+def initialise(module: nn.Module, seed: int) -> None:
+    """Set every weight to its initial value: the same whole tensors in every layout."""
+    with torch.no_grad():
+        for weight in weights(module):
+            weight.zero_()
+            for slot in weight.slots:
+                block, init = slot.real(weight), slot.shard.tensor.init
+                if init.std:
+                    normal_(block, key(seed, "init", slot.shard.name), slot.shard.start, slot.shard.whole, init.std)
+                else:
+                    block.fill_(init.constant)
+
+
+def local_parameters(module: nn.Module) -> int:
+    """Elements that this rank holds, padding included."""
+    return sum(weight.numel() for weight in weights(module))

@@ -1,0 +1,46 @@
+"""From a resolved config and a mesh to this rank's stages. Also builds ranks that do not exist, on the meta device."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from mega.core.config.run import RunConfig
+from mega.core.device import DTYPES
+from mega.core.model.decoder import DecoderStage
+from mega.core.parallel.mesh import Mesh
+from mega.core.parallel.weight import Maker, Weight, initialise
+from mega.core.plan import stage_layers
+
+
+def build_stages(run: RunConfig, mesh: Mesh, device: torch.device) -> list[DecoderStage]:
+    """The model chunks of one rank, with their initial values unless `device` is meta."""
+    model, parallel = run.model, run.parallel
+    assert model.layers is not None
+    coordinates = {"tp": (mesh.tp.index, mesh.tp.size)}
+    make = Maker(coordinates, DTYPES[run.precision.dtype], device)
+    layers = stage_layers(model.layers, mesh.pp.size, parallel.chunks, parallel.stage_layers)[mesh.pp.index]
+    drops = bool(model.hidden_dropout or model.attention_dropout)
+    stages: list[DecoderStage] = []
+    shared: Weight | None = None
+    for chunk, blocks in enumerate(layers):
+        first = mesh.pp.first and chunk == 0
+        last = mesh.pp.last and chunk == parallel.chunks - 1
+        stage = DecoderStage(
+            model,
+            blocks,
+            make,
+            mesh.tp,
+            first=first,
+            last=last,
+            sequence=parallel.sequence_parallel,
+            dropout_seed=run.runtime.seed if drops else None,
+            plain=run.runtime.ops == "reference",
+            embedding=shared,
+        )
+        if stage.embedding is not None and model.tied:
+            shared = stage.embedding.tokens.weight
+        stages.append(stage)
+    if device.type != "meta":
+        initialise(nn.ModuleList(stages), run.runtime.seed)
+    return stages

@@ -1,0 +1,153 @@
+"""Are all layouts one model? Trains one small model from one seed in many layouts and compares them by logical tensor.
+
+The reference is the same code on one rank. Losses and whole gradients are compared at chosen steps, with the bounds
+of `BOUNDS`; a gradient's error is measured against its own largest element, or a millionth of the global norm where
+that is larger (some gradients are zero in theory, such as the key bias's).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from mega.core.batch import DecoderBatch
+from mega.core.checkpoint.pieces import Piece
+from mega.core.config.resolve import data_parallel, microbatches
+from mega.core.config.run import RunConfig
+from mega.core.device import Device
+from mega.core.ops.counter import key, mix
+from mega.core.parallel.launch import Pool
+from mega.core.parallel.mesh import Groups, Mesh
+from mega.core.training.state import TrainState
+from mega.core.training.step import backward, mean_loss
+
+LOSS_BOUND = {"fp64": 1e-12, "fp32": 2e-6}
+GRADIENT_BOUND = {"fp64": {1: 1e-10, 10: 1e-10}, "fp32": {1: 1e-5, 10: 2e-4}}
+"""dtype -> step -> bound; steps between take the later bound."""
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """One step of one layout: loss, gradient norm and whole gradients by logical name."""
+
+    loss: float
+    grad_norm: float
+    gradients: dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far a layout is from the reference at one step."""
+
+    step: int
+    loss: float
+    gradient: float
+    tensor: str
+    """Where the worst gradient is."""
+
+
+def synthetic_batch(run: RunConfig, samples: torch.Tensor) -> DecoderBatch:
+    """Tokens and ragged loss weights that are functions of the sample numbers alone. samples: int64 [b]."""
+    length, vocab = run.batch.seq_length, run.model.vocab
+    assert length is not None and vocab is not None
+    columns = torch.arange(length + 1, device=samples.device)
+    bits = mix(mix(samples + key(run.runtime.seed, "synthetic"))[:, None] + columns)
+    text = (bits & 0x7FFFFFFF) % vocab
+    # Rows differ in how many tokens count, from a third to all: a per-rank mean would show.
+    counted = length // 3 + (samples * 7919) % (length - length // 3 + 1)
+    weights = (columns[None, :length] < counted[:, None]).float()
+    positions = columns[None, :length].expand(len(samples), length)
+    return DecoderBatch(text[:, :-1], text[:, 1:], weights, positions, samples)
+
+
+def own_samples(run: RunConfig, mesh: Mesh, consumed: int) -> Iterator[torch.Tensor]:
+    """Sample numbers of this data coordinate's microbatches of the step that starts at `consumed`."""
+    size = run.batch.micro_batch
+    assert size is not None
+    for number in range(microbatches(run, mesh.world)):
+        first = consumed + (number * mesh.dp.size + mesh.dp.index) * size
+        yield torch.arange(first, first + size)
+
+
+def train_layout(
+    groups: Groups, rank: int, run: RunConfig, world: int, steps: Sequence[int]
+) -> list[tuple[float, float, list[Piece]]]:
+    """Job of one rank: train to the last of `steps`; per listed step loss, gradient norm and this rank's pieces."""
+    parallel = run.parallel
+    mesh = Mesh(rank, tp=parallel.tp, cp=parallel.cp, pp=parallel.pp, dp=data_parallel(run, world), groups=groups)
+    device = Device.choose(run.runtime.device, rank)
+    state, found = TrainState(run, mesh, device), []
+    lr = run.optimizer.lr
+    assert lr is not None and run.batch.global_batch is not None
+    for step in range(1, max(steps) + 1):
+        consumed = (step - 1) * run.batch.global_batch
+        batches = [synthetic_batch(run, rows.to(device.torch)) for rows in own_samples(run, mesh, consumed)]
+        sums = backward(state, batches)
+        pieces = []
+        if step in steps:
+            pieces = [
+                Piece(piece.key, piece.whole, piece.start, piece.tensor.detach().cpu().clone())
+                for piece in state.gradient_pieces()
+            ]
+        outcome = state.optimizer.step(lr, run.optimizer.weight_decay)
+        loss = mean_loss(state, sums)
+        if step in steps:
+            found.append((float(loss), float(outcome.grad_norm), pieces))
+    return found
+
+
+def snapshots(pool: Pool, run: RunConfig, world: int, steps: Sequence[int]) -> list[Snapshot]:
+    """Train `run` on `world` ranks of the pool; one snapshot per listed step."""
+    ranks = pool.run(train_layout, run, world, tuple(steps), world=world, timeout=60)
+    return [
+        Snapshot(at_step[0][0], at_step[0][1], assemble(piece for _, _, pieces in at_step for piece in pieces))
+        for at_step in zip(*ranks, strict=True)
+    ]
+
+
+def assemble(pieces: Iterator[Piece]) -> dict[str, torch.Tensor]:
+    """Whole tensors from all ranks' pieces. Replicas must agree bit for bit; a gap or a disagreement is an error."""
+    whole: dict[str, torch.Tensor] = {}
+    seen: dict[str, torch.Tensor] = {}
+    for piece in pieces:
+        if piece.key not in whole:
+            whole[piece.key] = torch.zeros(piece.whole, dtype=piece.tensor.dtype)
+            seen[piece.key] = torch.zeros(piece.whole, dtype=torch.bool)
+        into, known = whole[piece.key], seen[piece.key]
+        for dim, (start, size) in enumerate(zip(piece.start, piece.tensor.shape, strict=True)):
+            into, known = into.narrow(dim, start, size), known.narrow(dim, start, size)
+        if not torch.equal(into[known], piece.tensor[known]):
+            worst = float((into[known] - piece.tensor[known]).abs().max())
+            raise RuntimeError(f"{piece.key}: replicas differ by up to {worst:.3g}")
+        into.copy_(piece.tensor)
+        known.fill_(True)
+    for name, known in seen.items():
+        if not bool(known.all()):
+            raise RuntimeError(f"{name}: {int((~known).sum())} elements are held by no rank")
+    return whole
+
+
+def compare(steps: Sequence[int], reference: Sequence[Snapshot], other: Sequence[Snapshot]) -> list[Difference]:
+    """Relative loss difference and worst gradient difference at each step."""
+    found = []
+    for step, ours, theirs in zip(steps, reference, other, strict=True):
+        floor = 1e-6 * ours.grad_norm
+        if ours.gradients.keys() != theirs.gradients.keys():
+            missing = ours.gradients.keys() ^ theirs.gradients.keys()
+            raise RuntimeError(f"the layouts hold different tensors: {sorted(missing)}")
+        errors = {
+            name: float((theirs.gradients[name] - mine).abs().max()) / max(float(mine.abs().max()), floor)
+            for name, mine in ours.gradients.items()
+        }
+        worst = max(errors, key=lambda name: errors[name] if errors[name] == errors[name] else float("inf"))
+        found.append(Difference(step, abs(theirs.loss - ours.loss) / abs(ours.loss), errors[worst], worst))
+    return found
+
+
+def within(dtype: str, difference: Difference) -> bool:
+    """Whether a difference is inside the bounds for this dtype; NaN never is."""
+    bounds = GRADIENT_BOUND[dtype]
+    bound = bounds[1] if difference.step <= 1 else bounds[10]
+    return difference.loss <= LOSS_BOUND[dtype] and difference.gradient <= bound

@@ -1,0 +1,82 @@
+"""One optimizer step: forward and backward over the microbatches, reductions, update. Told as numbered phases.
+
+1 weight of the global batch   known before the first backward, so that losses divide by it exactly once
+2 the pipeline plays its plan  ready buckets leave while it runs
+3 gradients become whole
+4 the update
+5 the loss of the global batch
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from mega.core.batch import DecoderBatch
+from mega.core.parallel.collectives import all_reduce
+from mega.core.plan import plan
+from mega.core.training.state import TrainState
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a step did, as device values: nobody waits for them until they are read.
+
+    loss: mean over the global batch's weighted tokens. grad_norm: before clipping. fine: 0 if skipped.
+    """
+
+    loss: torch.Tensor
+    grad_norm: torch.Tensor
+    fine: torch.Tensor
+
+
+def train_step(state: TrainState, batches: Sequence[DecoderBatch], lr: float, decay: float) -> Report:
+    """One step over this data coordinate's microbatches; every rank of the mesh takes part."""
+    sums = backward(state, batches)
+    # 4
+    outcome = state.optimizer.step(lr, decay)
+    # 5
+    return Report(mean_loss(state, sums), outcome.grad_norm, outcome.fine)
+
+
+def backward(state: TrainState, batches: Sequence[DecoderBatch]) -> torch.Tensor:
+    """Phases 1 to 3: gradients of the global loss in `state.grads`; returns this rank's loss sums."""
+    run, mesh = state.run, state.mesh
+    state.train()
+    state.grads.start()
+    # 1
+    scales = _scales(run.batch.loss_normalizer, batches, state)
+    # 2
+    assert run.parallel.schedule is not None
+    schedule = plan(run.parallel.schedule, mesh.pp.size, run.parallel.chunks, len(batches))
+    sums = state.pipeline.run(schedule, batches, scales, state.grads)
+    # 3
+    state.grads.finish()
+    return sums
+
+
+def _scales(normalizer: str, batches: Sequence[DecoderBatch], state: TrainState) -> list[torch.Tensor]:
+    """What each microbatch's summed loss is multiplied by."""
+    own = torch.stack([batch.loss_weights.double().sum() for batch in batches])
+    if normalizer == "microbatch":
+        return list(1.0 / (own.clamp(min=1e-30) * len(batches) * state.mesh.data.size))
+    total = own.sum()
+    all_reduce(total, state.mesh.data)
+    return [1.0 / total.clamp(min=1e-30)] * len(batches)
+
+
+def evaluate_step(state: TrainState, batches: Sequence[DecoderBatch]) -> torch.Tensor:
+    """[sum of weight x loss, sum of weight] of the global batch, without gradients or dropout."""
+    state.train(False)
+    schedule = plan("forward", state.mesh.pp.size, state.run.parallel.chunks, len(batches))
+    sums = state.pipeline.run(schedule, batches)
+    all_reduce(sums, state.mesh.reports)
+    return sums
+
+
+def mean_loss(state: TrainState, sums: torch.Tensor) -> torch.Tensor:
+    """Loss of the global batch from the ranks' sums."""
+    all_reduce(sums, state.mesh.reports)
+    return sums[0] / sums[1]
