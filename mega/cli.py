@@ -36,6 +36,9 @@ VERBS = {
     "completions": "Write the shell completions",
 }
 
+COMPLETE_VARIABLE = "_MEGA_COMPLETE"
+"""Environment variable by which a shell asks for completions instead of a run."""
+
 
 def _module(verb: str) -> str:
     """
@@ -112,6 +115,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     A mistake is told in one line each on stderr, without a traceback unless MEGA_DEBUG=1.
     """
+    if COMPLETE_VARIABLE in os.environ:
+        from typer.completion import completion_init  # type: ignore[attr-defined]
+
+        completion_init()
     try:
         outcome = app(args=arguments, prog_name="mega", standalone_mode=False)
     except Exception as error:

@@ -36,6 +36,8 @@ class Command(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Translates `args` before Typer reads them; a note on stderr for every flag that means nothing."""
+        if ctx.resilient_parsing:  # a shell completes a line that is not finished and need not be right
+            return super().parse_args(ctx, args)
         own: dict[str, Meaning] = {}
         configured: list[Entry] = []
         for param in self.get_params(ctx):

@@ -1,0 +1,38 @@
+"""`mega completions`: the files by which shells complete mega's verbs and flags.
+
+A file only asks `mega` itself, so it never goes stale: it changes when Typer changes how it asks.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+SHELLS = ("bash", "zsh", "fish")
+
+
+def script(shell: str) -> str:
+    """The completion file of a shell."""
+    from typer.completion import get_completion_script  # type: ignore[attr-defined]
+
+    from mega.cli import COMPLETE_VARIABLE
+
+    text = get_completion_script(prog_name="mega", complete_var=COMPLETE_VARIABLE, shell=shell)
+    return text.strip() + "\n"
+
+
+def run(
+    directory: Annotated[Path, typer.Argument(help="where to write mega.bash, mega.zsh and mega.fish")],
+) -> int:
+    """Write the shell completions into a directory.
+
+    Then source the file of your shell from its start-up file.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    for shell in SHELLS:
+        path = directory / f"mega.{shell}"
+        path.write_text(script(shell), encoding="utf-8")
+        print(path)
+    return 0

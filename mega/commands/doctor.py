@@ -1,0 +1,175 @@
+"""`mega doctor`: what works on this machine, and why the rest does not. It changes nothing."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+import os
+import platform
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+Row = tuple[str, str, str]
+"""Name, version or value, and what there is to say about it."""
+
+
+class Part(NamedTuple):
+    """An optional library.
+
+    package: its name on the package index. module: what is imported. use: what it is for.
+    cuda: it can only be tried on a CUDA device.
+    """
+
+    package: str
+    module: str
+    use: str
+    cuda: bool = False
+
+
+REQUIRED = ("torch", "numpy", "safetensors", "typer", "rich")
+PARTS = (
+    Part("fastokens", "fastokens", "fast tokenizers, where they agree with the reference"),
+    Part("tokenizers", "tokenizers", "tokenizer.json, and fast GPT-2"),
+    Part("sentencepiece", "sentencepiece", "SentencePiece and Llama-2 tokenizers"),
+    Part("regex", "regex", "the GPT-2 tokenizer without a fast library"),
+    Part("orjson", "orjson", "reading JSON lines"),
+    Part("zstandard", "zstandard", "reading .zst"),
+    Part("pyarrow", "pyarrow", "reading parquet"),
+    Part("tensorboard", "tensorboard", "--tensorboard-dir"),
+    Part("matplotlib", "matplotlib", "plots"),
+    Part("transformers", "transformers", "comparing conversions with the originals"),
+    Part("triton", "triton", "compiled GPU operators", cuda=True),
+    Part("flash-attn", "flash_attn", "fused attention", cuda=True),
+    Part("apex", "apex", "fused norms and optimizers", cuda=True),
+    Part("transformer-engine", "transformer_engine", "fp8 layers", cuda=True),
+    Part("liger-kernel", "liger_kernel", "fused GPU operators", cuda=True),
+)
+
+
+def run() -> int:
+    """Say what works on this machine, and why the rest does not."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    cuda = _cuda_devices()
+    for title, rows in (
+        ("Versions", list(_versions())),
+        ("Devices", [*_host(), *cuda]),
+        ("Backends", list(_backends(bool(cuda)))),
+        ("Optional parts", list(_parts(bool(cuda)))),
+    ):
+        table = Table(title=title, title_justify="left", title_style="bold", show_header=False)
+        for column in ("name", "value", "remark"):
+            table.add_column(column, overflow="fold")
+        for row in rows:
+            # A string would be read as markup: a remark may hold brackets.
+            table.add_row(*row[:2], _styled(row[2]))
+        console.print(table)
+    return 0
+
+
+def _styled(remark: str) -> Text:
+    from rich.text import Text
+
+    style = "green" if remark.startswith("live") else "red" if "fails" in remark else ""
+    return Text(remark, style=style)
+
+
+def _versions() -> Iterator[Row]:
+    from mega import __version__
+
+    yield "mega", __version__, ""
+    yield "python", platform.python_version(), platform.platform()
+    for package in REQUIRED:
+        yield package, _version(package) or "-", "" if _version(package) else "absent, though mega needs it"
+
+
+def _host() -> Iterator[Row]:
+    available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    yield "CPU", f"{available} cores", f"{os.cpu_count()} in all, {platform.machine()}"
+    memory = _memory()
+    if memory is not None:
+        yield "memory", f"{memory / 2**30:.0f} GiB", ""
+
+
+def _memory() -> int | None:
+    """Bytes of main memory, where the system says."""
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):
+        return None
+
+
+def _cuda_devices() -> list[Row]:
+    """A row for each CUDA device; none where torch finds none, or is absent itself."""
+    if importlib.util.find_spec("torch") is None:
+        return []
+    from mega.core.device import Device
+
+    rows: list[Row] = []
+    while True:
+        try:
+            device = Device.choose("cuda", len(rows))
+        except (ValueError, RuntimeError):
+            return rows
+        peak = device.peak_tflops
+        remark = f"live; {peak:.0f} TFLOP/s in bf16" if peak else "live; peak unknown, so MFU is n/a"
+        rows.append((f"CUDA device {len(rows)}", device.name, remark))
+
+
+def _backends(cuda: bool) -> Iterator[Row]:
+    if importlib.util.find_spec("torch") is None:
+        yield "gloo, nccl", "-", "torch is absent"
+        return
+    import torch
+    import torch.distributed as dist
+
+    built = torch.version.cuda
+    yield "CUDA", built or "-", "" if built else "this torch is built without CUDA"
+    nccl = next(
+        (found for name in ("nvidia-nccl-cu13", "nvidia-nccl-cu12") if (found := _version(name))), "-"
+    )
+    if not dist.is_available():
+        yield "torch.distributed", "-", "this torch is built without it: one rank only"
+        return
+    yield "gloo", "-", "live: ranks on CPUs" if dist.is_gloo_available() else "not in this torch"
+    if not dist.is_nccl_available():
+        yield "nccl", nccl, "not in this torch: ranks on CPUs only"
+    else:
+        yield (
+            "nccl",
+            nccl,
+            "live: ranks on CUDA devices" if cuda else "present, untested here: no CUDA device",
+        )
+
+
+def _parts(cuda: bool) -> Iterator[Row]:
+    for part in PARTS:
+        version = _version(part.package)
+        yield part.package, version or "-", f"{_state(part, cuda)} ({part.use})"
+
+
+def _state(part: Part, cuda: bool) -> str:
+    """Whether a part is live, and why not."""
+    if importlib.util.find_spec(part.module) is None:
+        return "absent"
+    if part.cuda and not cuda:
+        return "present, untested here: no CUDA device"
+    try:
+        importlib.import_module(part.module)
+    except Exception as error:
+        reason = next(iter(str(error).splitlines()), "no reason given")
+        return f"present, but its import fails: {type(error).__name__}: {reason}"
+    return "live"
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,66 @@
+"""`mega doctor` tells what is there and what is not, and ends well whatever it finds."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import platform
+import types
+from typing import Any
+
+import pytest
+
+from mega import cli
+from mega.commands import doctor
+
+
+def test_it_names_versions_backends_and_parts(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+    assert cli.main(["doctor"]) == 0
+    shown = capsys.readouterr().out
+    for word in (
+        "torch",
+        platform.python_version(),
+        "gloo",
+        "nccl",
+        "CPU",
+        *(part.package for part in doctor.PARTS),
+    ):
+        assert word in shown
+
+
+PART = doctor.Part("made-up", "made_up", "tests")
+
+
+def test_an_absent_part() -> None:
+    assert doctor._state(PART, cuda=False) == "absent"
+
+
+def test_a_part_that_needs_a_gpu_is_not_called_live(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    assert doctor._state(PART._replace(cuda=True), cuda=False) == "present, untested here: no CUDA device"
+
+
+def test_a_part_whose_import_fails_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(name: str) -> types.ModuleType:
+        raise ImportError("libmissing.so: cannot open\nmore")
+
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(importlib, "import_module", broken)
+    assert (
+        doctor._state(PART, cuda=True)
+        == "present, but its import fails: ImportError: libmissing.so: cannot open"
+    )
+
+
+def test_remarks_with_brackets_are_not_markup(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def rows(*_: Any) -> Any:
+        return iter([("thing", "-", "live [/bold] [red]")])
+
+    monkeypatch.setattr(doctor, "_versions", rows)
+    assert doctor.run() == 0
+    assert "live [/bold] [red]" in capsys.readouterr().out
