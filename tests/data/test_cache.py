@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -41,7 +42,7 @@ def test_computed_once_then_mapped(tmp_path: Path) -> None:
     assert not [path for path in (tmp_path / "cache").rglob("*") if path.suffix in (".tmp", ".broken")]
 
 
-@pytest.mark.parametrize("damage", ["missing", "empty", "cut", "pickle"])
+@pytest.mark.parametrize("damage", ["missing", "empty", "cut", "object", "pickle"])
 def test_damaged_entry_is_computed_again_and_replaced(tmp_path: Path, damage: str) -> None:
     compute = Compute()
     cached(tmp_path, KEY, ("a", "b"), compute)
@@ -49,6 +50,8 @@ def test_damaged_entry_is_computed_again_and_replaced(tmp_path: Path, damage: st
     whole = path.read_bytes()
     path.unlink()
     if damage == "pickle":
+        path.write_bytes(pickle.dumps([1, 2, 3]))
+    elif damage == "object":
         np.save(path, np.array([{"x": 1}], object), allow_pickle=True)
     elif damage != "missing":
         path.write_bytes(whole[:-8] if damage == "cut" else b"")

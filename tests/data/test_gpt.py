@@ -246,8 +246,9 @@ def test_epochs_and_empty_splits_are_told(tmp_path: Path) -> None:
 
 
 def test_mock_data() -> None:
-    made = build((10, 0, 2), mock_data=True, vocab=7)
+    made = build((10, 0, 2), mock_data=True, vocab=7, seq_length=40)
     assert made.train is not None and made.valid is None and made.test is not None and len(made.train) == 10
+    assert (made.train[0] != made.test[0]).any()
 
 
 def test_bad_data(tmp_path: Path) -> None:

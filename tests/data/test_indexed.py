@@ -141,6 +141,8 @@ def test_flipped_bits_of_the_index_are_found(tmp_path: Path) -> None:
         (struct.pack("<9sQBQQiqqq", indexed.MAGIC, 1, 4, 1, 2, -1, 0, 0, 1), "negative length"),
         (struct.pack("<9sQBQQiqqq", indexed.MAGIC, 1, 4, 1, 2, 1, 4, 0, 1), "running sum"),
         (struct.pack("<9sQBQQiqqq", indexed.MAGIC, 1, 4, 1, 2, 1, 0, 0, 2), "documents do not run"),
+        (struct.pack("<9sQBQQiqqq", indexed.MAGIC, 1, 4, 1, 2, 1, 0, 1, 1), "documents do not run"),
+        (struct.pack("<9sQBQQiqqqq", indexed.MAGIC, 1, 4, 1, 3, 1, 0, 0, 2, 1), "documents do not run"),
         (struct.pack("<9sQBQQiqqq", indexed.MAGIC, 1, 4, 1, 2, 2, 0, 0, 1), "describes 2 tokens"),
     ],
 )

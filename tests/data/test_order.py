@@ -98,6 +98,13 @@ def test_golden_indices(
     )
 
 
+@pytest.mark.parametrize(("samples", "apart"), [(11, True), (17, True), (18, False), (20, False)])
+def test_last_epoch_stands_apart_below_four_fifths_of_its_samples(samples: int, apart: bool) -> None:
+    """An epoch of 44 tokens has 10 samples of 4; 10 + 7 need less than 8 of the second, 10 + 8 do not."""
+    documents = sample_order(LENGTHS, 0, 8, seq_length=4, samples=samples, seed=1234).documents
+    assert (sorted(documents[:8].tolist()) == list(range(8))) == apart
+
+
 @given(st.integers(1, 50), st.integers(1, 20), st.integers(0, 200))
 def test_epochs_are_the_fewest(tokens: int, seq_length: int, samples: int) -> None:
     found = epochs(tokens, seq_length, samples)

@@ -119,6 +119,13 @@ def test_bad_line_is_named_or_skipped(tmp_path: Path, bad: bytes, workers: int) 
     assert BAD[bad] in report.reasons[0]
 
 
+def test_line_numbers_run_on_through_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_BLOCK_BYTES", 100)
+    source = lines(tmp_path / "a.jsonl", *[{"text": "1"}] * 40, b"\n", b"{\n")
+    with pytest.raises(ValueError, match=r"a\.jsonl:42: "):
+        run(source)
+
+
 def test_line_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_MOST_LINE_BYTES", 1 << 20)
     source = lines(tmp_path / "a.jsonl", {"text": "1"}, {"text": "1 " * 10**6})

@@ -127,6 +127,9 @@ def test_fingerprint_follows_contents(tmp_path: Path) -> None:
     again = GPT2Tokenizer(*train_bpe(PROSE, 300, tmp_path / "b"))
     different = GPT2Tokenizer(*train_bpe(PROSE, 299, tmp_path / "c"))
     assert first.fingerprint() == again.fingerprint() != different.fingerprint()
+    vocab, merges = (tmp_path / "b" / name for name in ("vocab.json", "merges.txt"))
+    merges.write_text("".join(merges.read_text().splitlines(keepends=True)[:-1]))  # as many ids, other merges
+    assert GPT2Tokenizer(vocab, merges).fingerprint() != first.fingerprint()
 
 
 def test_trained_vocabulary(tmp_path: Path) -> None:

@@ -68,8 +68,7 @@ class Batches:
         batches = ready.result() if ready else self._read(consumed, microbatches)
         if self._threads:
             after = consumed + microbatches * self._group
-            if self._order == "cyclic" or after + microbatches * self._group <= len(self._dataset):
-                self._ahead = {(after, microbatches): self._threads.submit(self._read, after, microbatches)}
+            self._ahead = {(after, microbatches): self._threads.submit(self._read, after, microbatches)}
         return batches
 
     @property
