@@ -1,0 +1,34 @@
+"""Floating-point operations of a model: what it must do, what the hardware does, and the published formulas.
+
+Products only, a multiply and an add being two operations; norms, softmax and activations are not counted. It knows
+no device and no time.
+"""
+
+from __future__ import annotations
+
+from mega.core.config.sections import ModelConfig
+from mega.core.inventory import inventory
+
+
+def product_parameters(model: ModelConfig) -> int:
+    """Elements of every tensor but those that are only looked up: the input embedding and the positions.
+
+    A tied embedding counts once, for the head is a product.
+    """
+    return sum(tensor.elements for tensor in inventory(model) if tensor.places != ("embedding",))
+
+
+def model_flops_per_token(model: ModelConfig, seq: int) -> float:
+    """Operations of one token's forward and backward pass in a sequence of `seq` tokens: 6 N + 12 L h s.
+
+    N: `product_parameters`; L h: layers x heads x head_dim. Attention counts the whole square, although half of it
+    is masked, as the published utilisations do (Chowdhery et al. 2022, appendix B). `model` must be resolved.
+
+    >>> from mega.core.config.compose import compose
+    >>> from mega.core.config.resolve import resolve
+    >>> run = resolve(compose("llama2-7b", flags={"micro_batch": 1}), world=1)
+    >>> round(model_flops_per_token(run.model, seq=4096) / 1e9, 2)
+    46.09
+    """
+    assert model.layers and model.heads and model.head_dim, "resolve the model first"
+    return 6.0 * product_parameters(model) + 12.0 * model.layers * model.heads * model.head_dim * seq
