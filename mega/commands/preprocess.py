@@ -19,9 +19,7 @@ def run(
     json_keys: Annotated[
         list[str] | None, typer.Option("--json-keys", help="keys of each line; text by default")
     ] = None,
-    append_eod: Annotated[
-        bool, typer.Option("--append-eod", help="end every document with its token")
-    ] = False,
+    append_eod: Annotated[bool, typer.Option("--append-eod", help="end every document with its token")] = False,
     workers: Annotated[int, typer.Option("--workers", help="processes that tokenise")] = 1,
     on_error: Annotated[
         Literal["stop", "skip"], typer.Option("--on-error", help="at a line that is no document")

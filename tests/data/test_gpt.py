@@ -44,9 +44,7 @@ def test_samples_are_the_stream_cut_and_shuffled(tmp_path: Path, seq_length: int
     data = IndexedDataset(corpus(tmp_path / "a"))
     found = sample_order(data.lengths, 0, 8, seq_length=seq_length, samples=samples, seed=7)
     dataset = GPTDataset(data, found, seq_length)
-    assert [dataset[i].tolist() for i in range(len(dataset))] == stream_samples(
-        tmp_path / "a", seq_length, samples, 7
-    )
+    assert [dataset[i].tolist() for i in range(len(dataset))] == stream_samples(tmp_path / "a", seq_length, samples, 7)
     assert dataset[0].dtype == np.int64
     for outside in (-1, len(dataset)):
         with pytest.raises(IndexError):
@@ -67,9 +65,7 @@ def test_golden_masks() -> None:
     assert loss_weights(tokens, 0).tolist() == [1, 1, 0, 1, 1, 0]
     assert positions(tokens, 0).tolist() == [0, 1, 2, 0, 1, 2]
     assert document_numbers(tokens, 0).tolist() == [0, 0, 0, 1, 1, 1]
-    assert loss_weights(tokens, None).tolist() == [1] * 6 and positions(tokens, None).tolist() == list(
-        range(6)
-    )
+    assert loss_weights(tokens, None).tolist() == [1] * 6 and positions(tokens, None).tolist() == list(range(6))
 
 
 @given(st.lists(st.lists(st.integers(0, 2), min_size=5, max_size=5), min_size=1, max_size=3))
@@ -97,16 +93,11 @@ class Numbers:
 
 
 @settings(max_examples=40, deadline=None)
-@given(
-    st.integers(1, 3), st.integers(1, 4), st.lists(st.integers(1, 4), min_size=1, max_size=4), st.booleans()
-)
-def test_every_sample_once_in_order_whatever_the_layout(
-    b: int, d: int, steps: list[int], ahead: bool
-) -> None:
+@given(st.integers(1, 3), st.integers(1, 4), st.lists(st.integers(1, 4), min_size=1, max_size=4), st.booleans())
+def test_every_sample_once_in_order_whatever_the_layout(b: int, d: int, steps: list[int], ahead: bool) -> None:
     total = sum(steps) * b * d
     ranks = [
-        Batches(Numbers(total), micro_batch=b, vocab=10**6, dp_index=r, dp_size=d, read_ahead=ahead)
-        for r in range(d)
+        Batches(Numbers(total), micro_batch=b, vocab=10**6, dp_index=r, dp_size=d, read_ahead=ahead) for r in range(d)
     ]
     consumed, seen = 0, []
     for microbatches in steps:
@@ -129,9 +120,7 @@ def test_a_batch() -> None:
     ]
     assert batch.positions.tolist() == [[0, 1, 2]] * 2 and batch.loss_weights.tolist() == [[1.0] * 3] * 2
     assert batch.samples.tolist() == [6, 7] and batch.documents is None
-    assert [t.dtype for t in (batch.tokens, batch.labels, batch.positions, batch.samples)] == [
-        torch.int64
-    ] * 4
+    assert [t.dtype for t in (batch.tokens, batch.labels, batch.positions, batch.samples)] == [torch.int64] * 4
     assert batch.loss_weights.dtype == torch.float32 and batch.labels.is_contiguous()
 
 
@@ -154,10 +143,7 @@ def test_ids_outside_the_vocabulary_are_refused() -> None:
 
 def test_cyclic_order_is_each_share_shuffled_by_the_epoch() -> None:
     b, d, total = 2, 2, 11  # 2 groups of 4 an epoch, shares of 4, 3 samples left over
-    ranks = [
-        Batches(Numbers(total), micro_batch=b, vocab=99, dp_index=r, dp_size=d, order="cyclic")
-        for r in range(d)
-    ]
+    ranks = [Batches(Numbers(total), micro_batch=b, vocab=99, dp_index=r, dp_size=d, order="cyclic") for r in range(d)]
     for epoch in range(3):
         for r, rank in enumerate(ranks):
             generator = torch.Generator()
@@ -188,9 +174,7 @@ def test_blended_samples() -> None:
         blend[3]
 
 
-def build(
-    samples: tuple[int, int, int] = (10, 0, 0), seq_length: int = 4, vocab: int = 1000, **data: Any
-) -> Datasets:
+def build(samples: tuple[int, int, int] = (10, 0, 0), seq_length: int = 4, vocab: int = 1000, **data: Any) -> Datasets:
     return build_datasets(DataConfig(**data), seq_length=seq_length, seed=1234, vocab=vocab, samples=samples)
 
 
@@ -232,11 +216,7 @@ def test_corpus_of_each_split(tmp_path: Path) -> None:
     first, second = str(corpus(tmp_path / "a")), str(corpus(tmp_path / "b", base=500))
     made = build((10, 10, 0), train_data=(first,), valid_data=(second,))
     assert made.train is not None and made.valid is not None
-    assert (
-        max(int(made.train[i].max()) for i in range(10))
-        < 500
-        <= min(int(made.valid[i].min()) for i in range(10))
-    )
+    assert max(int(made.train[i].max()) for i in range(10)) < 500 <= min(int(made.valid[i].min()) for i in range(10))
 
 
 def test_epochs_and_empty_splits_are_told(tmp_path: Path) -> None:

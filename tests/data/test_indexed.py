@@ -60,9 +60,7 @@ def test_width_of_ids() -> None:
 
 @settings(max_examples=30, deadline=None)
 @given(st.lists(st.lists(st.lists(st.integers(0, 2**31 - 1), max_size=4), max_size=3), max_size=6))
-def test_any_documents_read_back(
-    tmp_path_factory: pytest.TempPathFactory, documents: list[list[list[int]]]
-) -> None:
+def test_any_documents_read_back(tmp_path_factory: pytest.TempPathFactory, documents: list[list[list[int]]]) -> None:
     dataset = IndexedDataset(write(tmp_path_factory.mktemp("any") / "a", documents, vocab=10**6))
     kept = [[sequence for sequence in document if sequence] for document in documents]
     assert [dataset[i].tolist() for i in range(len(dataset))] == [s for document in kept for s in document]

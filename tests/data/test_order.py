@@ -81,9 +81,7 @@ GOLDEN = {
 
 @pytest.mark.parametrize("block", [1 << 20, 3])
 @pytest.mark.parametrize("case", GOLDEN)
-def test_golden_indices(
-    case: tuple[int, int, int, int, int], block: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_golden_indices(case: tuple[int, int, int, int, int], block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(order, "_BLOCK", block)
     first, last, seq_length, samples, seed = case
     found = sample_order(LENGTHS, first, last, seq_length=seq_length, samples=samples, seed=seed)
@@ -125,14 +123,8 @@ def test_rows_are_places_in_the_stream(lengths: list[int], seq_length: int, samp
     )
     passes = epochs(sum(lengths), seq_length, samples)
     count = (passes * sum(lengths) - 1) // seq_length
-    stream = [
-        (place, offset)
-        for place, document in enumerate(found.documents)
-        for offset in range(lengths[document])
-    ]
-    assert [tuple(row) for row in found.samples.tolist()] == [
-        stream[i * seq_length] for i in range(count + 1)
-    ]
+    stream = [(place, offset) for place, document in enumerate(found.documents) for offset in range(lengths[document])]
+    assert [tuple(row) for row in found.samples.tolist()] == [stream[i * seq_length] for i in range(count + 1)]
     assert sorted(found.documents.tolist()) == sorted(passes * list(range(len(lengths))))
     assert sorted(found.shuffle.tolist()) == list(range(count)) and count >= samples
 

@@ -51,18 +51,14 @@ def test_workers_and_packing_do_not_change_the_bytes(tmp_path: Path, monkeypatch
     monkeypatch.setattr(module, "_BLOCK_BYTES", 1000)
     made = []
     for name, workers in (("a.jsonl", 1), ("a.jsonl", 2), ("a.jsonl.gz", 1)):
-        report = preprocess(
-            [tmp_path / name], f"{tmp_path}/{len(made)}", NULL, append_eod=True, workers=workers
-        )
+        report = preprocess([tmp_path / name], f"{tmp_path}/{len(made)}", NULL, append_eod=True, workers=workers)
         assert report.documents == 5000
         made.append([Path(f"{report.outputs[0]}.{end}").read_bytes() for end in ("bin", "idx")])
     assert made[0] == made[1] == made[2]
 
 
 def test_eod_behind_every_document_that_has_a_token(tmp_path: Path) -> None:
-    source = lines(
-        tmp_path / "a.jsonl", {"text": "1 2"}, {"text": ""}, {"text": ["3", "", "4 5"]}, {"text": []}
-    )
+    source = lines(tmp_path / "a.jsonl", {"text": "1 2"}, {"text": ""}, {"text": ["3", "", "4 5"]}, {"text": []})
     report, sequences, documents = run(source, append_eod=True)
     assert sequences == [[1, 2, 99], [3], [4, 5, 99]] and documents == [0, 1, 1, 3, 3]
     assert (report.documents, report.tokens, report.skipped) == (4, 7, 0)
@@ -71,9 +67,7 @@ def test_eod_behind_every_document_that_has_a_token(tmp_path: Path) -> None:
 
 
 def test_every_key_gets_its_files(tmp_path: Path) -> None:
-    source = lines(
-        tmp_path / "a.jsonl", {"text": "1", "title": "2 3", "x": None}, {"text": "4", "title": "5"}
-    )
+    source = lines(tmp_path / "a.jsonl", {"text": "1", "title": "2 3", "x": None}, {"text": "4", "title": "5"})
     report = preprocess([source, source], f"{tmp_path}/out", NULL, json_keys=("text", "title"))
     assert report.outputs == [f"{tmp_path}/out_text_document", f"{tmp_path}/out_title_document"]
     texts, titles = (IndexedDataset(name).tokens.tolist() for name in report.outputs)
@@ -181,9 +175,7 @@ def test_cut_gzip_is_named(tmp_path: Path) -> None:
         ("--input {d}/a --tokenizer-type NullTokenizer --vocab-size 9 --json-keys b", '{d}/a:1: no key "b"'),
     ],
 )
-def test_bad_command_lines(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: str, message: str
-) -> None:
+def test_bad_command_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: str, message: str) -> None:
     lines(tmp_path / "a", {"text": "1"})
     lines(tmp_path / "empty")
     code = main(["preprocess", "--output-prefix", f"{tmp_path}/out", *arguments.format(d=tmp_path).split()])

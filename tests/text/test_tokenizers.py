@@ -72,9 +72,7 @@ def test_added_tokens_follow_the_pieces_in_order(model: Path) -> None:
     }  # fmt: skip
     assert (tokenizer.vocab_size, tokenizer.eod, tokenizer.bos, tokenizer.pad) == (36, 31, 1, 33)
     assert not set(tokenizer.encode("don't <MASK> me")) & {32}
-    assert (
-        tokenizer.decode([*tokenizer.encode("the cat"), 32, *tokenizer.encode("me")]) == "the cat <MASK> me"
-    )
+    assert tokenizer.decode([*tokenizer.encode("the cat"), 32, *tokenizer.encode("me")]) == "the cat <MASK> me"
 
 
 def test_llama_ids_equal_sentencepiece() -> None:
@@ -93,16 +91,10 @@ def test_llama_ids_equal_sentencepiece() -> None:
 def test_hugging_face_file(tmp_path: Path) -> None:
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
-    library = Tokenizer(
-        models.WordLevel({"<unk>": 0, "a": 1, "b": 2, "<": 3, "end": 4, ">": 5}, unk_token="<unk>")
-    )
-    library.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Punctuation()]
-    )
+    library = Tokenizer(models.WordLevel({"<unk>": 0, "a": 1, "b": 2, "<": 3, "end": 4, ">": 5}, unk_token="<unk>"))
+    library.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Punctuation()])
     library.add_special_tokens(["<end>", "<start>"])
-    library.post_processor = processors.TemplateProcessing(
-        single="<start> $A", special_tokens=[("<start>", 7)]
-    )
+    library.post_processor = processors.TemplateProcessing(single="<start> $A", special_tokens=[("<start>", 7)])
     library.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "<end>"}}))
     tokenizer = build(tokenizer="HuggingFaceTokenizer", tokenizer_model=tmp_path)

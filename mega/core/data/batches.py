@@ -95,18 +95,12 @@ class Batches:
     def _cyclic_entries(self, begin: int) -> Sequence[int]:
         groups = len(self._dataset) // self._group
         if not groups:
-            raise ValueError(
-                f"the dataset has {len(self._dataset)} samples, a microbatch takes {self._group}"
-            )
+            raise ValueError(f"the dataset has {len(self._dataset)} samples, a microbatch takes {self._group}")
         epoch, within = divmod(begin, groups * self._group)
         if within % self._group:
-            raise ValueError(
-                f"sample {begin}: --order cyclic goes on at multiples of {self._group} samples only"
-            )
+            raise ValueError(f"sample {begin}: --order cyclic goes on at multiples of {self._group} samples only")
         share = groups * self._rows
-        permutation = (
-            self._permutation
-        )  # held here, since the thread that reads ahead may put another epoch's
+        permutation = self._permutation  # held here, since the thread that reads ahead may put another epoch's
         if permutation is None or permutation[0] != epoch:
             generator = torch.Generator()
             generator.manual_seed(epoch)

@@ -133,8 +133,7 @@ class _Builder:
         shares = blend_shares([weight for weight, _ in parts])
         counts = blend_samples(shares, samples)
         datasets = [
-            self._gpt(flag, prefix, split, name, count)
-            for (_, prefix), count in zip(parts, counts, strict=True)
+            self._gpt(flag, prefix, split, name, count) for (_, prefix), count in zip(parts, counts, strict=True)
         ]
         size = sum(counts)
         arrays = cached(
@@ -171,9 +170,7 @@ class _Builder:
 
         def compute() -> Arrays:
             length, seed = self._seq_length, self._seed
-            return vars(
-                sample_order(corpus.lengths, first, last, seq_length=length, samples=samples, seed=seed)
-            )
+            return vars(sample_order(corpus.lengths, first, last, seq_length=length, samples=samples, seed=seed))
 
         arrays = cached(self._directory(prefix), key, ("documents", "samples", "shuffle"), compute)
         return GPTDataset(corpus, SampleOrder(**arrays), self._seq_length)

@@ -61,10 +61,7 @@ def _load(entry: Path, names: Sequence[str]) -> Arrays | None:
     """The entry's arrays, mapped; None where one is missing, cut short or no array."""
     try:
         # A plain ndarray over the map: indexing numpy's memmap class costs microseconds.
-        return {
-            name: np.asarray(np.load(entry / f"{name}.npy", mmap_mode="r", allow_pickle=False))
-            for name in names
-        }
+        return {name: np.asarray(np.load(entry / f"{name}.npy", mmap_mode="r", allow_pickle=False)) for name in names}
     except (OSError, ValueError, EOFError):
         return None
 

@@ -79,9 +79,7 @@ class IndexedDataset:
         self.prefix = str(prefix)
         for path in (idx_path(prefix), bin_path(prefix)):
             if not path.is_file():
-                raise ValueError(
-                    f"{path}: no such file (a data path is the common prefix of a .bin and an .idx)"
-                )
+                raise ValueError(f"{path}: no such file (a data path is the common prefix of a .bin and an .idx)")
         index = _map(idx_path(prefix))
         self.dtype, sequences, documents = _read_header(idx_path(prefix), index)
         at = np.cumsum([_HEADER.size, 4 * sequences, 8 * sequences]).tolist()

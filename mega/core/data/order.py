@@ -29,9 +29,7 @@ def split_shares(split: str) -> tuple[float, float, float]:
     except ValueError:
         shares = [-1.0]
     if not all(0 <= share < float("inf") for share in shares) or not sum(shares[:3]) > 0:
-        raise ValueError(
-            f'--split "{split}": must be up to three numbers of at least 0, such as "969, 30, 1"'
-        )
+        raise ValueError(f'--split "{split}": must be up to three numbers of at least 0, such as "969, 30, 1"')
     train, valid, test = [*shares, 0.0, 0.0][:3]
     total = train + valid + test
     return train / total, valid / total, test / total
@@ -94,9 +92,7 @@ def sample_order(
     return SampleOrder(documents, rows, shuffle)
 
 
-def _documents(
-    first: int, last: int, passes: int, apart: bool, generator: np.random.RandomState
-) -> NDArray[np.int32]:
+def _documents(first: int, last: int, passes: int, apart: bool, generator: np.random.RandomState) -> NDArray[np.int32]:
     """Each sequence once a pass, all passes shuffled together, or all but the last and then the last."""
     once = np.arange(first, last, dtype=np.int32)
     parts = [np.tile(once, passes - 1), once] if apart else [np.tile(once, passes)]
@@ -105,9 +101,7 @@ def _documents(
     return np.concatenate(parts)
 
 
-def _rows(
-    lengths: NDArray[np.int32], documents: NDArray[np.int32], seq_length: int, samples: int
-) -> NDArray[Any]:
+def _rows(lengths: NDArray[np.int32], documents: NDArray[np.int32], seq_length: int, samples: int) -> NDArray[Any]:
     """Place and offset of token i x seq_length of the documents laid end to end, for i = 0 .. samples.
 
     Documents of 5, 0 and 4 tokens, sequences of 4: tokens 0, 4, 8 -> (0, 0) (0, 4) (2, 3).

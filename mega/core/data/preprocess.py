@@ -174,9 +174,7 @@ def _one_document(text: BinaryIO, path: Path, number: int) -> Iterator[bytes]:
 
     whole = text.read(_MOST_LINE_BYTES)
     if len(whole) == _MOST_LINE_BYTES:
-        raise BadLine(
-            f"{path}: a .txt file is one document, and this is more than {_MOST_LINE_BYTES >> 20} MiB"
-        )
+        raise BadLine(f"{path}: a .txt file is one document, and this is more than {_MOST_LINE_BYTES >> 20} MiB")
     if whole:
         yield orjson.dumps({"text": whole.removeprefix(_BYTE_ORDER_MARK).decode()})
 
@@ -243,9 +241,7 @@ class _Job:
         lengths, owners = lengths[lengths > 0], owners[lengths > 0]
         counts = np.bincount(owners, minlength=len(documents))
         if self.eod is not None and len(lengths):
-            lasts = np.flatnonzero(
-                np.diff(owners, append=-1)
-            )  # the last sentence of each document that has one
+            lasts = np.flatnonzero(np.diff(owners, append=-1))  # the last sentence of each document that has one
             ids = np.insert(ids, np.cumsum(lengths)[lasts], self.eod)
             lengths[lasts] += 1
         limit = np.iinfo(self.dtype).max
@@ -311,9 +307,7 @@ def _encoded(
                 done, future = under_way.popleft()
                 yield (done, *future.result())
         except BrokenProcessPool:
-            raise ChildProcessError(
-                "a worker was killed, perhaps for lack of memory; nothing was written"
-            ) from None
+            raise ChildProcessError("a worker was killed, perhaps for lack of memory; nothing was written") from None
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
 

@@ -99,9 +99,7 @@ def read_vocab(path: Path) -> dict[str, int]:
     except ValueError as error:
         raise ValueError(f"--vocab-file {path}: not JSON ({error})") from None
     if not isinstance(vocab, dict) or sorted(map(str, vocab.values())) != sorted(map(str, range(len(vocab)))):
-        raise ValueError(
-            f"--vocab-file {path}: must be a JSON object of pieces whose ids are 0 .. n - 1, each once"
-        )
+        raise ValueError(f"--vocab-file {path}: must be a JSON object of pieces whose ids are 0 .. n - 1, each once")
     return vocab
 
 
@@ -117,9 +115,7 @@ def read_merges(path: Path) -> list[tuple[str, str]]:
     for number, line in enumerate(lines[1:-1], 2):
         left, _, right = line.partition(" ")
         if not left or not right or set(right) & {" ", "\r"}:
-            raise ValueError(
-                f"--merge-file {path}:{number}: {line!r} is not two symbols with one space between"
-            )
+            raise ValueError(f"--merge-file {path}:{number}: {line!r} is not two symbols with one space between")
         pairs.append((left, right))
     return pairs
 
@@ -159,18 +155,14 @@ def reference(vocab: Mapping[str, int], merges: Merges) -> Encode:
     def word_ids(word: str) -> list[int]:
         found = known.get(word)
         if found is None:
-            found = [
-                vocab.get(piece, 0) for piece in _merge([letters[byte] for byte in word.encode()], ranks)
-            ]
+            found = [vocab.get(piece, 0) for piece in _merge([letters[byte] for byte in word.encode()], ranks)]
             if len(known) >= _CACHED_WORDS:
                 known.clear()
             known[word] = found
         return found
 
     def encode(texts: Sequence[str]) -> Encoded:
-        return flatten(
-            [[token for word in words.findall(text) for token in word_ids(word)] for text in texts]
-        )
+        return flatten([[token for word in words.findall(text) for token in word_ids(word)] for text in texts])
 
     return encode
 

@@ -42,9 +42,7 @@ class PlainSentencePiece(Tokenizer):
         self.eod = _present(self._model.eos_id())
         self.pad = _present(self._model.pad_id())
         if prepend_bos and self.bos is None:
-            raise ValueError(
-                f"--tokenizer-model {path}: {kind} puts bos in front of a text, and the model has none"
-            )
+            raise ValueError(f"--tokenizer-model {path}: {kind} puts bos in front of a text, and the model has none")
 
     @property
     def vocab_size(self) -> int:

@@ -107,9 +107,7 @@ def build(
     if tokenizer == "GPT2BPETokenizer":
         from mega.core.text.gpt2 import GPT2Tokenizer
 
-        return GPT2Tokenizer(
-            _file(vocab_file, "--vocab-file", tokenizer), _file(merge_file, "--merge-file", tokenizer)
-        )
+        return GPT2Tokenizer(_file(vocab_file, "--vocab-file", tokenizer), _file(merge_file, "--merge-file", tokenizer))
     if tokenizer in ("Llama2Tokenizer", "GPTSentencePieceTokenizer"):
         from mega.core.text.sentencepiece import PlainSentencePiece
 
@@ -129,9 +127,7 @@ def build(
         from mega.core.text.null import NullTokenizer
 
         if vocab_size is None or vocab_size < 1:
-            raise ValueError(
-                f"--vocab-size {vocab_size}: NullTokenizer needs a vocabulary size of at least 1"
-            )
+            raise ValueError(f"--vocab-size {vocab_size}: NullTokenizer needs a vocabulary size of at least 1")
         return NullTokenizer(vocab_size)
     raise ValueError(f"--tokenizer {tokenizer}: must be one of {', '.join(KINDS)}")
 
