@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mega.core.config.check import check
 from mega.core.config.run import RunConfig
-from mega.core.config.world import ranks, world_from_env
+from mega.core.config.world import is_first_rank, ranks, world_from_env
 
 
 def run(run: RunConfig) -> int:
@@ -15,13 +15,22 @@ def run(run: RunConfig) -> int:
     """
     world = world_from_env()
     size = ranks(world, run.runtime.nproc, run.runtime.world)
-    check(run, size)
+    check(run, size)  # in a moment, before anything heavy is loaded
     if run.runtime.dry_run:
-        return 0
-    from mega.core.training.loop import pretrain
+        if is_first_rank():
+            from mega.core.training.dry_run import dry_run
+            from mega.core.training.prepare import prepare
 
+            dry_run(prepare(run, size), size)
+        return 0
     if world.source != "alone" or size == 1:
+        from mega.core.training.loop import pretrain
+
         return pretrain(run)
+    from mega.core.training.prepare import prepare
+
+    prepare(run, size)  # mistakes in the files are told once, before any rank starts
     from mega.core.parallel.launch import launch
+    from mega.core.training.loop import pretrain
 
     return launch(size, pretrain, run)

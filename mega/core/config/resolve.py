@@ -205,7 +205,7 @@ def _tokenizer(run: RunConfig) -> TokenizerConfig:
     tokenizer, model = run.tokenizer, run.tokenizer.tokenizer_model
     if tokenizer.tokenizer is not None:
         return tokenizer
-    if model is not None and model.endswith(".json"):
+    if model is not None and (model.endswith(".json") or os.path.isdir(model)):
         return replace(tokenizer, tokenizer="HuggingFaceTokenizer")
     if model is not None:
         llama = run.model.family == "llama"
@@ -216,6 +216,6 @@ def _tokenizer(run: RunConfig) -> TokenizerConfig:
 
 
 def _log(log: LogConfig, save: str | None) -> LogConfig:
-    if log.metrics is not None or save is None:
-        return log
-    return replace(log, metrics=os.path.join(save, "metrics.jsonl"))
+    return (
+        log if log.metrics is not None else replace(log, metrics=os.path.join(save or ".", "metrics.jsonl"))
+    )

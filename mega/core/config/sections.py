@@ -5,6 +5,8 @@ other fields by `resolve` (config/resolve.py), or from the tokenizer and the wor
 no checks: config/check.py holds the rules, so that each rule stands once.
 """
 
+# ruff: noqa: RUF009 - every default below is immutable
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -471,7 +473,7 @@ class LogConfig:
     log_interval: int = option(
         100, "log every so many steps", megatron="--log-interval", common=True, unit="steps", within=COUNT
     )
-    metrics: str | None = option(None, "JSON-lines file of metrics [metrics.jsonl under --save]")
+    metrics: str | None = option(None, "JSON-lines file of metrics [metrics.jsonl under --save, or here]")
     tensorboard_dir: str | None = option(None, "TensorBoard directory", megatron="--tensorboard-dir")
     tensorboard_interval: int = option(
         1,

@@ -1,0 +1,60 @@
+"""Check a run of any size on a laptop: every kind of rank built without memory, the plan proven, sizes told.
+
+Stages are built on the meta device through `Mesh.at`, so a 128-rank layout needs no second process. Tensor and data
+coordinates of one stage hold equally large blocks; all tensor ranks of the first data coordinate are built.
+"""
+
+from __future__ import annotations
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from mega.core.config.resolve import data_parallel, microbatches
+from mega.core.inventory import parameters
+from mega.core.parallel.mesh import Mesh
+from mega.core.parallel.weight import local_parameters
+from mega.core.plan import plan, prove, simulate
+from mega.core.training.build import build_stages
+from mega.core.training.prepare import Prepared
+
+
+def dry_run(prepared: Prepared, world: int) -> None:
+    """Build, prove and tell. Errors: ValueError for what cannot be cut, as in training."""
+    run, console = prepared.run, Console()
+    parallel, dp = run.parallel, data_parallel(prepared.run, world)
+    table = Table(title=f"{world} ranks: tp {parallel.tp} x cp {parallel.cp} x dp {dp} x pp {parallel.pp}")
+    for column in ("stage", "ranks", "blocks", "ends", "parameters per rank"):
+        table.add_column(column, justify="right")
+    stride = parallel.tp * parallel.cp * dp
+    for stage in range(parallel.pp):
+        sizes = set()
+        for tensor_rank in range(parallel.tp):
+            mesh = Mesh.at(stage * stride + tensor_rank, tp=parallel.tp, cp=parallel.cp, dp=dp, pp=parallel.pp)
+            chunks = build_stages(run, mesh, torch.device("meta"))
+            sizes.add(sum(local_parameters(chunk) for chunk in chunks))
+        blocks = ", ".join(_run_of(list(block.layer for block in chunk.blocks)) for chunk in chunks)
+        ends = [name for name in ("embedding", "head") if any(getattr(chunk, name) is not None for chunk in chunks)]
+        ranks = f"{stage * stride}-{(stage + 1) * stride - 1}" if stride > 1 else str(stage)
+        table.add_row(str(stage), ranks, blocks, " + ".join(ends), " or ".join(f"{size:,}" for size in sorted(sizes)))
+    console.print(table)
+    count = microbatches(run, world)
+    assert parallel.schedule is not None
+    schedule = plan(parallel.schedule, parallel.pp, parallel.chunks, count)
+    prove(schedule)
+    bubble = simulate(schedule).bubble
+    console.print(f"model: {parameters(run.model):,} parameters")
+    console.print(f"plan: {parallel.schedule}, {count} microbatches a step, proven; bubble {100 * bubble:.1f}%")
+    for note in prepared.notes:
+        console.print(note)
+    console.print("everything checked, nothing trained")
+
+
+def _run_of(numbers: list[int]) -> str:
+    """
+    >>> _run_of([4, 5, 6]), _run_of([3]), _run_of([])
+    ('4-6', '3', 'none')
+    """
+    if not numbers:
+        return "none"
+    return str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]}-{numbers[-1]}"

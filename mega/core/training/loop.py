@@ -1,0 +1,307 @@
+"""The loop of every training run: a step, then whatever is due. Told once, for every family and layout.
+
+for each step:   report = train_step(...)           device values, read while the next step runs
+                 due: log, validate, save, stop     all ranks agree on each, so none waits alone
+"""
+
+from __future__ import annotations
+
+import math
+import signal
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mega.core.batch import DecoderBatch
+from mega.core.config.resolve import data_parallel, global_batch_at, lengths, microbatches
+from mega.core.config.run import RunConfig
+from mega.core.config.world import world_from_env
+from mega.core.data.batches import Batches
+from mega.core.data.dataset import Dataset
+from mega.core.device import Device
+from mega.core.estimate.flops import model_flops_per_token
+from mega.core.optim.schedule import LearningRate, WeightDecay
+from mega.core.parallel.collectives import all_reduce
+from mega.core.parallel.launch import connect, disconnect
+from mega.core.parallel.mesh import Groups, Mesh
+from mega.core.text.tokenizer import Tokenizer
+from mega.core.training.meters import Meters
+from mega.core.training.persist import find_origin, restore, same_everywhere, save
+from mega.core.training.prepare import Prepared, prepare
+from mega.core.training.state import TrainState
+from mega.core.training.step import Report, evaluate_step, train_step
+
+
+def pretrain(run: RunConfig) -> int:
+    """Train as one rank of the world that the environment describes; the exit code.
+
+    Errors: ValueError for what the user can mend; RuntimeError for what went wrong on the way.
+    """
+    runtime = run.runtime
+    prepared = prepare(run, world_from_env().size)
+    world, device, groups = connect(runtime.device, runtime.backend, runtime.timeout_minutes)
+    if runtime.deterministic:
+        device.deterministic()
+    Training(prepared, world.rank, world.size, device, groups).play()
+    disconnect()
+    return 0
+
+
+@dataclass(frozen=True)
+class Pending:
+    """A step whose numbers nobody has read yet."""
+
+    step: int
+    consumed: int
+    lr: float
+    samples: int
+    begun: float
+    report: Report
+    stop: torch.Tensor
+    agreed: Any
+
+
+class Training:
+    """One rank's run, from its origin to its end."""
+
+    def __init__(self, prepared: Prepared, rank: int, world: int, device: Device, groups: Groups):
+        run = self.run = prepared.run
+        parallel = run.parallel
+        self.tokenizer: Tokenizer | None = prepared.tokenizer
+        self.fingerprint = prepared.fingerprint()
+        self.mesh = Mesh(
+            rank,
+            tp=parallel.tp,
+            cp=parallel.cp,
+            pp=parallel.pp,
+            dp=data_parallel(run, world),
+            groups=groups if world > 1 else None,
+        )
+        same_everywhere(self.mesh, self.fingerprint, device.torch)
+        self.device = device
+        self.state = TrainState(run, self.mesh, device)
+        origin = find_origin(run, self._say)
+        if origin is not None:
+            restore(self.state, origin)
+        self.progress = self.state.progress
+        self.lengths = lengths(run)
+        data = prepared.datasets
+        self.train, self.valid, self.test = (self._batches(split) for split in (data.train, data.valid, data.test))
+        self.learning_rate, self.weight_decay = _schedules(run)
+        self.interrupt = Interrupt(run.runtime.exit_on_signal, run.runtime.exit_minutes)
+        self.meters = self._meters() if rank == 0 else None
+        for note in prepared.notes:
+            self._say(note)
+        if origin is not None:
+            self._say(f"going on from {origin.checkpoint.path} at step {self.progress.step}")
+
+    def play(self) -> None:
+        """Train to the last step, then validate; whatever happens, the voice is closed."""
+        try:
+            if not self.run.evaluation.skip_train:
+                self._train()
+            if not self.interrupt.asked:
+                self._evaluate("valid", self.valid)
+                self._evaluate("test", self.test)
+        finally:
+            self.interrupt.close()
+            if self.meters is not None:
+                self.meters.close()
+
+    def _train(self) -> None:
+        pending: Pending | None = None
+        saved = self.progress.step
+        while self.progress.step < self.lengths.steps and not self._ended():
+            current = self._step()
+            if pending is not None:
+                self._read(pending)
+            pending = current
+            step, options = self.progress.step, self.run.checkpoint
+            due_save = options.save is not None and _every(options.save_interval, step)
+            due_eval = self.valid is not None and _every(self.run.evaluation.eval_interval, step)
+            if due_save or due_eval or self.interrupt.asked or step == self.lengths.steps:
+                self._read(pending)
+                pending = None
+            if due_eval and step < self.lengths.steps:
+                self._evaluate("valid", self.valid)
+            if due_save:
+                self._save()
+                saved = step
+            if self.interrupt.asked or _every(self.run.runtime.exit_interval, step):
+                break
+        if pending is not None:
+            self._read(pending)
+        if self.run.checkpoint.save is not None and saved != self.progress.step:
+            self._save()
+        if self.interrupt.asked:
+            self._say(f"stopped at step {self.progress.step}: {self.interrupt.reason}")
+
+    def _ended(self) -> bool:
+        samples = self.run.batch.samples
+        return samples is not None and self.progress.consumed >= samples
+
+    def _step(self) -> Pending:
+        """Start one step; its numbers are read later."""
+        progress, begun = self.progress, time.monotonic()
+        size = global_batch_at(self.run.batch, progress.consumed)
+        lr, decay = self.learning_rate(progress.consumed), self.weight_decay(progress.consumed)
+        assert self.train is not None
+        batches = self.train.take(progress.consumed, microbatches(self.run, self.mesh.world, size))
+        report = train_step(self.state, self._to_device(batches), lr, decay)
+        progress.step += 1
+        progress.consumed += size
+        stop = torch.tensor(float(self.interrupt.wanted()), device=self.device.torch)
+        agreed = all_reduce(stop, self.mesh.everyone, "max", wait=False)
+        return Pending(progress.step, progress.consumed, lr, size, begun, report, stop, agreed)
+
+    def _read(self, pending: Pending) -> None:
+        """Wait for a step's numbers; tell them; learn whether any rank was asked to stop."""
+        loss, norm = float(pending.report.loss), float(pending.report.grad_norm)
+        fine = bool(pending.report.fine)
+        if not fine:
+            self.progress.skipped += 1
+        if not math.isfinite(loss):
+            raise RuntimeError(f"step {pending.step}: the loss is {loss} (gradient norm {norm})")
+        pending.agreed.wait()
+        if bool(pending.stop):
+            self.interrupt.agree()
+        if self.meters is not None:
+            length = self.run.batch.seq_length
+            assert length is not None
+            row = {
+                "consumed": pending.consumed,
+                "loss": loss,
+                "lr": pending.lr,
+                "grad_norm": norm,
+                "batch": pending.samples,
+                "skipped": self.progress.skipped,
+                "seconds": time.monotonic() - pending.begun,
+            }
+            memory = self.device.memory_peak() or self.device.resident()
+            self.meters.step(pending.step, row, pending.samples * length, memory)
+
+    def _evaluate(self, split: str, batches: Batches | None) -> None:
+        """Mean loss over `eval_iters` global batches of a split."""
+        iterations, batch = self.run.evaluation.eval_iters, self.run.batch.global_batch
+        if batches is None or not iterations:
+            return
+        assert batch is not None
+        sums = torch.zeros(2, dtype=torch.float64, device=self.device.torch)
+        consumed = self.progress.consumed_valid if split == "valid" else 0
+        count = microbatches(self.run, self.mesh.world)
+        for _ in range(iterations):
+            sums += evaluate_step(self.state, self._to_device(batches.take(consumed, count)))
+            consumed += batch
+        if split == "valid":
+            self.progress.consumed_valid = consumed
+        loss = float(sums[0] / sums[1])
+        if self.meters is not None:
+            self.meters.evaluation(self.progress.step, split, loss)
+
+    def _save(self) -> None:
+        report = save(self.state, self.tokenizer, self.fingerprint)
+        self._say(f"saved step {self.progress.step} in {report.seconds:.1f} s to {self.run.checkpoint.save}")
+
+    def _to_device(self, batches: Sequence[DecoderBatch]) -> list[DecoderBatch]:
+        return [batch.to(self.device.torch) for batch in batches] if self.device.is_cuda else list(batches)
+
+    def _batches(self, dataset: Dataset | None) -> Batches | None:
+        if dataset is None:
+            return None
+        run, data = self.run, self.run.data
+        assert run.batch.micro_batch is not None and run.model.vocab is not None
+        return Batches(
+            dataset,
+            micro_batch=run.batch.micro_batch,
+            vocab=run.model.vocab,
+            dp_index=self.mesh.dp.index,
+            dp_size=self.mesh.dp.size,
+            eod=self.tokenizer.eod if self.tokenizer is not None else None,
+            order=data.order,
+            eod_mask_loss=data.eod_mask_loss,
+            reset_positions=data.reset_positions,
+            reset_attention=data.reset_attention,
+            read_ahead=data.data_workers > 0,
+        )
+
+    def _meters(self) -> Meters:
+        run = self.run
+        assert run.batch.seq_length is not None
+        return Meters(
+            run.log,
+            start=self.progress.step,
+            steps=self.lengths.steps,
+            flops_per_token=model_flops_per_token(run.model, run.batch.seq_length),
+            devices=self.mesh.world,
+            peak=self.device.peak_tflops,
+        )
+
+    def _say(self, line: str) -> None:
+        if self.mesh.rank != 0:
+            return
+        meters = getattr(self, "meters", None)
+        if meters is not None:
+            meters.say(line)
+        else:
+            print(line, flush=True)
+
+
+class Interrupt:
+    """Reasons to stop early: SIGTERM or SIGINT, or the time is up. One rank's wish becomes everyone's by agreement."""
+
+    def __init__(self, on_signal: bool, minutes: int | None):
+        self.reason = "another rank was asked to stop"
+        self.asked = False
+        """All ranks know that the run is to stop."""
+        self._signalled = False
+        self._deadline = time.monotonic() + 60 * minutes if minutes else math.inf
+        self._before: dict[int, Any] = {}
+        if on_signal and threading.current_thread() is threading.main_thread():
+            self._before = {number: signal.signal(number, self._note) for number in (signal.SIGTERM, signal.SIGINT)}
+
+    def wanted(self) -> bool:
+        """Whether this rank was asked."""
+        if time.monotonic() > self._deadline:
+            self.reason, self._signalled = "--exit-minutes are over", True
+        return self._signalled
+
+    def agree(self) -> None:
+        self.asked = True
+
+    def close(self) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, _: Any) -> None:
+        if self._signalled:  # asked twice: at once
+            raise KeyboardInterrupt
+        self._signalled = True
+        self.reason = f"{signal.Signals(number).name} was received"
+
+
+def _every(interval: int | None, step: int) -> bool:
+    return bool(interval) and step % (interval or 1) == 0
+
+
+def _schedules(run: RunConfig) -> tuple[LearningRate, WeightDecay]:
+    options, schedule, length = run.optimizer, run.schedule, lengths(run)
+    rate = LearningRate(
+        peak=options.lr or 0.0,
+        least=schedule.min_lr,
+        warmup=length.warmup_samples,
+        decay=length.decay_samples,
+        style=schedule.lr_decay,
+        initial=schedule.lr_warmup_init,
+    )
+    start, end = schedule.start_weight_decay, schedule.end_weight_decay
+    decay = WeightDecay(
+        start=options.weight_decay if start is None else start,
+        end=options.weight_decay if end is None else end,
+        total=length.samples,
+        style=schedule.weight_decay_style,
+    )
+    return rate, decay

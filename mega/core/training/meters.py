@@ -1,0 +1,147 @@
+"""What a run tells: one row of numbers a step, a log line now and then, a bar on a terminal. Knows no ranks.
+
+Rows go to a JSON-lines file, always; to TensorBoard by flag. A run that goes on cuts off the rows behind the step it
+goes on from, so the file tells each step once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mega.core.config.sections import LogConfig
+from mega.core.files import whole_file
+
+
+class Meters:
+    """The voice of one run; made on rank 0 only.
+
+    steps: of the whole run. tokens_per_step: of the global batch. flops_per_token: of the model, forward and
+    backward. peak: TFLOP/s of one device, or None where unknown. devices: how many share the work.
+    """
+
+    def __init__(
+        self,
+        options: LogConfig,
+        *,
+        start: int,
+        steps: int,
+        flops_per_token: float,
+        devices: int,
+        peak: float | None,
+    ):
+        assert options.metrics is not None
+        self.options, self.steps, self.devices = options, steps, devices
+        self.flops_per_token, self.peak = flops_per_token, peak
+        self._rows = _open_rows(Path(options.metrics), start)
+        self._board = _board(options.tensorboard_dir)
+        self._bar = _bar(start, steps) if options.progress and sys.stderr.isatty() else None
+        self._begun = time.monotonic()
+        self._since = (start, self._begun, 0)
+        self._tokens = 0
+
+    def step(self, step: int, row: Mapping[str, Any], tokens: int, memory: int) -> None:
+        """Take one step's numbers; every `log_interval` steps, and at the last, say a line."""
+        self._tokens += tokens
+        self._write({"step": step, **row})
+        if self._board is not None and step % self.options.tensorboard_interval == 0:
+            for name, value in row.items():
+                if isinstance(value, int | float):
+                    self._board.add_scalar(name.replace("_", "-"), value, step)
+        if self._bar is not None:
+            self._bar[0].update(self._bar[1], completed=step, description=f"loss {row['loss']:.4f}")
+        if step % self.options.log_interval == 0 or step == self.steps:
+            self.say(self._line(step, row, memory))
+
+    def _line(self, step: int, row: Mapping[str, Any], memory: int) -> str:
+        first, since, tokens = self._since
+        now = time.monotonic()
+        seconds, count = max(now - since, 1e-9), max(step - first, 1)
+        self._since = (step, now, self._tokens)
+        rate = (self._tokens - tokens) / seconds / self.devices
+        tflops = rate * self.flops_per_token / 1e12
+        usage = f"{100 * tflops / self.peak:.1f}%" if self.peak else "n/a"
+        self._write({"step": step, "tokens_per_second_per_device": rate, "tflops_per_device": tflops, "memory": memory})
+        remaining = int((self.steps - step) * seconds / count)
+        return (
+            f"step {step:>{len(str(self.steps))}}/{self.steps} | samples {row['consumed']} | loss {row['loss']:.6f} | "
+            f"lr {row['lr']:.3e} | grad norm {row['grad_norm']:.3f} | {1000 * seconds / count:.1f} ms/step | "
+            f"{rate:,.0f} tokens/s/device | {tflops:.2f} TFLOP/s/device | MFU {usage} | "
+            f"{memory / 2**30:.2f} GiB | skipped {row['skipped']} | eta {_clock(remaining)}"
+        )
+
+    def evaluation(self, step: int, split: str, loss: float) -> None:
+        """Say and keep one validation."""
+        perplexity = 2.718281828459045 ** min(20.0, loss)
+        self._write({"step": step, f"{split}_loss": loss, f"{split}_perplexity": perplexity})
+        if self._board is not None:
+            self._board.add_scalar(f"loss {split}", loss, step)
+        self.say(f"{split} at step {step} | loss {loss:.6f} | perplexity {perplexity:.3f}")
+
+    def say(self, line: str) -> None:
+        """One line on stdout, above the bar where there is one."""
+        if self._bar is not None:
+            self._bar[0].console.print(line, highlight=False, soft_wrap=True)
+        else:
+            print(line, flush=True)
+
+    def close(self) -> None:
+        self._rows.close()
+        if self._bar is not None:
+            self._bar[0].stop()
+        if self._board is not None:
+            self._board.close()
+
+    def _write(self, row: Mapping[str, Any]) -> None:
+        self._rows.write(json.dumps(row) + "\n")
+        self._rows.flush()
+
+
+def _clock(seconds: int) -> str:
+    """Seconds as h:mm:ss."""
+    return f"{seconds // 3600}:{seconds // 60 % 60:02d}:{seconds % 60:02d}"
+
+
+def _open_rows(path: Path, start: int) -> Any:
+    """The metrics file, without rows behind step `start`; a broken last row (of a kill) goes too."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.exists():
+        kept = []
+        for line in path.read_text(encoding="utf-8").splitlines():
+            with contextlib.suppress(ValueError, TypeError, KeyError):
+                if json.loads(line)["step"] <= start:
+                    kept.append(line)
+        if start == 0 and kept:
+            os.replace(path, path.with_suffix(path.suffix + ".previous"))
+            kept = []
+        with whole_file(path) as out:
+            out.write("".join(f"{line}\n" for line in kept).encode())
+    return path.open("a", encoding="utf-8")
+
+
+def _board(directory: str | None) -> Any:
+    if directory is None:
+        return None
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        raise ValueError(
+            f"--tensorboard-dir {directory}: needs the package tensorboard (pip install tensorboard)"
+        ) from None
+    return SummaryWriter(directory)
+
+
+def _bar(start: int, steps: int) -> Any:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    progress = Progress(*columns, console=Console(stderr=True))
+    progress.start()
+    return progress, progress.add_task("starting", total=steps, completed=start)

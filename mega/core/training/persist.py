@@ -1,0 +1,170 @@
+"""Saving a run and going on from it: what of the state is kept, and which checkpoint a run starts from."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mega import __version__
+from mega.core.checkpoint.pieces import CheckpointError, Piece
+from mega.core.checkpoint.retention import retain
+from mega.core.checkpoint.store import Checkpoint, CheckpointStore, SaveReport, locate
+from mega.core.config import toml
+from mega.core.config.run import RunConfig
+from mega.core.parallel.collectives import all_reduce
+from mega.core.parallel.mesh import Mesh
+from mega.core.text.tokenizer import Tokenizer
+from mega.core.training.prepare import model_in
+from mega.core.training.state import Progress, TrainState
+
+Tell = Callable[[str], None]
+
+FREE_OPTIONS = {"hidden_dropout", "attention_dropout", "init_std", "vocab_multiple", "positions"}
+"""Model options that may change between a checkpoint and the run that loads it."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a run starts from. `weights_only` leaves optimizer and progress behind."""
+
+    checkpoint: Checkpoint
+    weights_only: bool
+
+
+def barrier(state: TrainState) -> None:
+    """Return when every rank has come here."""
+    token = torch.zeros(1, device=state.device.torch)
+    all_reduce(token, state.mesh.everyone)
+    state.device.synchronize()
+
+
+def save(state: TrainState, tokenizer: Tokenizer | None, fingerprint: str) -> SaveReport:
+    """Publish a checkpoint of this moment; every rank takes part."""
+    run = state.run
+    assert run.checkpoint.save is not None
+    store = CheckpointStore(Path(run.checkpoint.save))
+    attachments: dict[str, Path | bytes] = {"run.toml": toml.write(run).encode()}
+    if tokenizer is not None:
+        attachments |= tokenizer.files()
+    meta = {
+        "mega": __version__,
+        "config": dataclasses.asdict(run),
+        "progress": dataclasses.asdict(state.progress),
+        "updates": state.optimizer.updates,
+        "layout": state.mesh.sizes,
+        "tokenizer": tokenizer.fingerprint() if tokenizer is not None else None,
+        "fingerprint": fingerprint,
+    }
+    report = store.save(
+        state.progress.step,
+        _kept(state),
+        meta,
+        rank=state.mesh.rank,
+        world=state.mesh.world,
+        barrier=lambda: barrier(state),
+        attachments=attachments,
+    )
+    if state.mesh.rank == 0 and (run.checkpoint.keep_last is not None):
+        retain(store, run.checkpoint.keep_last, run.checkpoint.keep_every)
+    return report
+
+
+def _kept(state: TrainState) -> Iterable[Piece]:
+    yield from state.weight_pieces(mine=True)
+    if state.run.checkpoint.save_optim:
+        yield from state.optimizer_pieces(mine=True)
+
+
+def find_origin(run: RunConfig, tell: Tell) -> Origin | None:
+    """The checkpoint this run starts from: --resume, else --load, else none.
+
+    Errors: ValueError where a named checkpoint is absent or damaged, or none of several can be trusted.
+    """
+    options = run.checkpoint
+    if options.resume == "auto":
+        assert options.save is not None
+        store = CheckpointStore(Path(options.save))
+        step = store.newest(verify=True, tell=tell)
+        if step is not None:
+            return Origin(store.open(step), weights_only=False)
+        tell(f"--resume auto: no checkpoint under {options.save} yet")
+    elif options.resume is not None:
+        return Origin(locate(Path(options.resume)), weights_only=False)
+    if options.load is None:
+        return None
+    if not options.require_load and not CheckpointStore(Path(options.load)).steps() and _is_empty(Path(options.load)):
+        tell(f"--load {options.load}: holds no checkpoint; starting from the beginning")
+        return None
+    return Origin(locate(Path(options.load)), weights_only=options.finetune)
+
+
+def _is_empty(path: Path) -> bool:
+    return not path.exists() or (path.is_dir() and not any(path.glob("step-*")) and not (path / "latest").exists())
+
+
+def restore(state: TrainState, origin: Origin) -> None:
+    """Fill `state` from a checkpoint of any layout.
+
+    Errors: ValueError naming the option that differs, or the tensor that is missing or damaged.
+    """
+    checkpoint, run = origin.checkpoint, state.run
+    _same_model(run, checkpoint)
+    has_masters = any(key.startswith("master/") for key in checkpoint.tensors)
+    weights = list(state.weight_pieces(mine=False))
+    if has_masters:
+        # Masters are the truth; weights of another dtype are rounded from them.
+        weights = [dataclasses.replace(piece, key=piece.key.replace("weights/", "master/", 1)) for piece in weights]
+    checkpoint.read(weights, cast=True)
+    state.optimizer.masters_from_weights()
+    if origin.weights_only or not run.checkpoint.load_optim:
+        if has_masters:
+            checkpoint.read([p for p in state.optimizer_pieces(mine=False) if p.key.startswith("master/")], cast=True)
+    else:
+        wanted = list(state.optimizer_pieces(mine=False))
+        if not has_masters:
+            wanted = [piece for piece in wanted if not piece.key.startswith("master/")]
+        missing = next((piece.key for piece in wanted if piece.key not in checkpoint.tensors), None)
+        if missing is not None:
+            raise CheckpointError(
+                f"{checkpoint.path}: holds no optimizer state ({missing}); give --no-load-optim or --finetune"
+            )
+        checkpoint.read(wanted, cast=True)
+        state.optimizer.updates = int(checkpoint.meta["updates"])
+    if not origin.weights_only:
+        state.progress = Progress(**checkpoint.meta["progress"])
+
+
+def _same_model(run: RunConfig, checkpoint: Checkpoint) -> None:
+    """The model's mathematics must be the checkpoint's; else the weights mean something else."""
+    stored: dict[str, Any] = dataclasses.asdict(model_in(checkpoint.meta, str(checkpoint.path)))
+    ours = dataclasses.asdict(run.model)
+    differ = [name for name in ours if name not in FREE_OPTIONS and ours[name] != stored[name]]
+    if run.model.position == "learned" and stored["positions"] != ours["positions"]:
+        differ.append("positions")
+    if differ:
+        lines = [
+            f"--{name.replace('_', '-')} {ours[name]}: the checkpoint {checkpoint.path} has {stored[name]}; "
+            "must be the same (or give --use-checkpoint-config)"
+            for name in differ
+        ]
+        raise CheckpointError("\n".join(lines))
+
+
+def same_everywhere(mesh: Mesh, fingerprint: str, device: torch.device) -> None:
+    """Every rank must run the same config, tokenizer and version. Errors: ValueError on every rank."""
+    own = torch.tensor(
+        [int(fingerprint[at : at + 8], 16) for at in range(0, 64, 8)], dtype=torch.float64, device=device
+    )
+    least, most = own.clone(), own.clone()
+    all_reduce(least, mesh.everyone, "min")
+    all_reduce(most, mesh.everyone, "max")
+    if not torch.equal(least, most):
+        raise ValueError(
+            f"rank {mesh.rank}: this rank's configuration or tokenizer is not that of all others "
+            f"(fingerprint {fingerprint[:16]}); start every rank with the same flags and files"
+        )
