@@ -7,7 +7,9 @@ from typing import Annotated
 
 import typer
 
-app = typer.Typer(help="Verify, show, compare and clean up checkpoints.", no_args_is_help=True)
+app = typer.Typer(
+    help="Verify, show, compare and clean up checkpoints.", no_args_is_help=True, add_completion=False
+)
 
 Directory = Annotated[Path, typer.Argument(help="a run's directory, or one step-NNNNNNN in it")]
 

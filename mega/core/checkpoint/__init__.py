@@ -10,4 +10,10 @@ retention   which checkpoints are kept
 layout      which rank of a tp x pp grid writes which rectangles
 reshard     own checkpoint to own checkpoint, cut anew
 inspect     is it whole, what is in it, how do two differ; tables prints that
+
+mapping     tables that say where every element comes from, and the proof that none is lost
+foreign     tensors in other tools' files, nothing executed
+huggingface Llama and relatives: families, config.json
+meta        Llama as Meta releases it
+convert     all of these, from folder to folder
 """

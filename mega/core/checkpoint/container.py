@@ -61,11 +61,12 @@ class Container:
 
 
 def write_container(
-    path: Path, pieces: Sequence[Piece], about: dict[str, object], fetch: Fetch = has_memory
+    path: Path, pieces: Sequence[Piece], about: dict[str, object] | None, fetch: Fetch = has_memory
 ) -> Container:
     """Write `pieces` (none empty) as one safetensors file; it is on the disk when this returns.
 
-    about: plain values to put beside the rectangles in the file's own description.
+    about: plain values to put beside the rectangles in the file's own description; None describes nothing
+        and says only, as other tools want it, that the tensors are torch's.
     """
     ordered = sorted(pieces, key=lambda piece: -piece.tensor.element_size())  # so that every entry is aligned
     names = _entry_names(ordered)
@@ -104,15 +105,16 @@ def _entry_names(pieces: Sequence[Piece]) -> list[str]:
     return names
 
 
-def _header(names: Sequence[str], pieces: Sequence[Piece], about: dict[str, object]) -> bytes:
+def _header(names: Sequence[str], pieces: Sequence[Piece], about: dict[str, object] | None) -> bytes:
     """The length and the JSON header, padded so that the first entry is aligned to 8 bytes."""
-    rectangles = {
-        name: {"key": piece.key, "whole": piece.whole, "start": piece.start}
-        for name, piece in zip(names, pieces, strict=True)
-    }
-    header: dict[str, object] = {
-        "__metadata__": {"mega": json.dumps({**about, "pieces": rectangles}, separators=(",", ":"))}
-    }
+    metadata = {"format": "pt"}
+    if about is not None:
+        rectangles = {
+            name: {"key": piece.key, "whole": piece.whole, "start": piece.start}
+            for name, piece in zip(names, pieces, strict=True)
+        }
+        metadata["mega"] = json.dumps({**about, "pieces": rectangles}, separators=(",", ":"))
+    header: dict[str, object] = {"__metadata__": metadata}
     begin = 0
     for name, piece in zip(names, pieces, strict=True):
         end = begin + piece.bytes

@@ -76,12 +76,18 @@ def read_into(descriptor: int, view: memoryview, offset: int, path: Path) -> Non
 
 
 def parse_json(data: bytes, path: Path) -> Any:
-    """JSON that came from a file, its faults told by file name. NaN and Infinity are refused, as is depth."""
+    """JSON from a file, whose name errors carry. Refused: NaN, a name twice, endless depth."""
 
     def refuse(word: str) -> None:
         raise ValueError(f"{word} is not JSON")
 
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        made = dict(pairs)
+        if len(made) != len(pairs):
+            raise ValueError("a name occurs twice")
+        return made
+
     try:
-        return json.loads(data, parse_constant=refuse)
+        return json.loads(data, parse_constant=refuse, object_pairs_hook=unique)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: not valid JSON ({error})") from None

@@ -1,0 +1,38 @@
+"""`mega convert-llama`: Llama-like weights from Hugging Face or Meta to checkpoints, and back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+
+def run(
+    load_dir: Annotated[
+        Path, typer.Option("--load-dir", help="Hugging Face or Meta folder, run directory, or step-NNNNNNN")
+    ],
+    save_dir: Annotated[
+        Path, typer.Option("--save-dir", help="where to write; a folder, complete or absent")
+    ],
+    to: Annotated[
+        Literal["mega", "hf", "meta"] | None,
+        typer.Option("--to", help="what to write [mega; hf where a checkpoint is read]"),
+    ] = None,
+    tp: Annotated[
+        int, typer.Option("--target-tensor-parallel-size", "--tp", help="tensor ranks of a checkpoint")
+    ] = 1,
+    pp: Annotated[
+        int, typer.Option("--target-pipeline-parallel-size", "--pp", help="pipeline stages of a checkpoint")
+    ] = 1,
+    parts: Annotated[int, typer.Option("--parts", help="files of a Meta folder")] = 1,
+) -> int:
+    """Turn weights into a checkpoint for any layout, or a checkpoint into a folder that others open.
+
+    What is read is recognised by its files. Nothing is executed, no tensor is lost or made up.
+    """
+    from mega.core.checkpoint.convert import convert
+
+    report = convert(load_dir, save_dir, to, tp, pp, parts)
+    print(f"{report.path}: {report.tensors:,} tensors, {report.elements:,} elements, {report.bytes:,} bytes")
+    return 0

@@ -1,0 +1,293 @@
+"""Llama weights from Hugging Face or Meta into own checkpoints cut for any tp x pp, and back out.
+
+Conversions stream: one rectangle is in memory at a time (one part, where a torch file is written). A table
+says where every element comes from; it is proven before a byte is written, and a ledger is kept of what
+was moved. A folder appears under its name only when it is complete.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from mega.core.checkpoint import huggingface, meta
+from mega.core.checkpoint.container import write_container
+from mega.core.checkpoint.disk import creating, write_all
+from mega.core.checkpoint.foreign import hugging_face_source, inside, read_json
+from mega.core.checkpoint.layout import model_of, plan_files, planned
+from mega.core.checkpoint.mapping import Source, Table, Tensors, assemble, check_copies, prove
+from mega.core.checkpoint.pieces import Box, CheckpointError, Piece
+from mega.core.checkpoint.reshard import Ledger
+from mega.core.checkpoint.store import Attachments, Checkpoint, CheckpointStore, locate
+from mega.core.config.sections import ModelConfig
+from mega.core.files import sync_directory
+
+SHARD_BYTES = 5 << 30
+"""Largest safetensors file of an exported folder."""
+
+COMPANIONS = (
+    "config.json",
+    "generation_config.json",
+    "params.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+)
+"""Files that travel with the weights, where they are there."""
+
+Kind = Literal["mega", "hf", "meta"]
+
+
+@dataclass(frozen=True)
+class ConversionReport:
+    """What was made: tensors, elements (each with one origin), bytes, and where."""
+
+    tensors: int
+    elements: int
+    bytes: int
+    path: Path
+
+
+class OwnSource:
+    """The weights of an own checkpoint as a source of conversions."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint = checkpoint
+        self.tensors: Tensors = {
+            key: value for key, value in checkpoint.tensors.items() if key.startswith("weights/")
+        }
+
+    def read(self, name: str, box: Box) -> torch.Tensor:
+        whole, dtype = self.tensors[name]
+        tensor = torch.empty(box.size, dtype=dtype)
+        self._checkpoint.read([Piece(name, whole, box.start, tensor)])
+        return tensor
+
+
+def kind_of(path: Path) -> Kind:
+    """What lies at `path`. Errors: CheckpointError if none of them."""
+    if (path / "params.json").exists() and any(path.glob("consolidated.*.pth")):
+        return "meta"
+    if (path / "config.json").exists() and not (path / "manifest.json").exists():
+        return "hf"
+    if (path / "manifest.json").exists() or CheckpointStore(path).steps():
+        return "mega"
+    raise CheckpointError(
+        f"{path}: holds no config.json (Hugging Face), no params.json with consolidated.NN.pth (Meta) "
+        "and no step-NNNNNNN (mega)"
+    )
+
+
+def convert(load: Path, save: Path, to: Kind | None, tp: int, pp: int, parts: int) -> ConversionReport:
+    """Whatever lies at `load` -> a `to` at `save`; own checkpoints go to Hugging Face unless told otherwise.
+
+    Errors: ValueError naming flag, file or tensor; `save` is then as it was.
+    """
+    have = kind_of(load)
+    wanted = to or ("hf" if have == "mega" else "mega")
+    if have == wanted or "mega" not in (have, wanted):
+        raise ValueError(f"--to {wanted}: {load} is {have}; one of the two must be mega")
+    for flag, value in (
+        ("--target-tensor-parallel-size", tp),
+        ("--target-pipeline-parallel-size", pp),
+        ("--parts", parts),
+    ):
+        if value < 1:
+            raise ValueError(f"{flag} {value}: must be 1 or more")
+    if wanted == "mega":
+        return to_mega(load, save, tp, pp)
+    return to_hugging_face(load, save) if wanted == "hf" else to_meta(load, save, parts)
+
+
+def to_mega(load: Path, save: Path, tp: int, pp: int) -> ConversionReport:
+    """A Hugging Face or Meta folder -> step 0 of the run directory `save`, in files for tp x pp ranks."""
+    source: Source
+    if kind_of(load) == "hf":
+        config = load / "config.json"
+        model = huggingface.model_from_config(read_json(config), str(config))
+        source = hugging_face_source(load)
+        table = huggingface.import_table(model, source.tensors)
+    else:
+        source, model, table = meta.open_folder(load)
+    companions: dict[str, Path | bytes] = {
+        name: inside(load, name) for name in COMPANIONS if (load / name).exists()
+    }
+    return import_weights(source, table, model, save, tp, pp, companions)
+
+
+def import_weights(
+    source: Source, table: Table, model: ModelConfig, save: Path, tp: int, pp: int, attachments: Attachments
+) -> ConversionReport:
+    """Any proven table of `weights/...` targets -> step 0 of the run directory `save`."""
+    prove(table, source.tensors)
+    check_copies(table, source)
+    targets = {target.name: target for target in table.targets}
+    tensors = {target.name: (target.shape, target.dtype) for target in table.targets}
+    files = plan_files(tensors, model, tp, pp)
+    ledger = Ledger({target.name: prod(target.shape) for target in table.targets})
+
+    def fetch(piece: Piece) -> torch.Tensor:
+        ledger.moved(piece.key, piece.tensor.numel())
+        return assemble(targets[piece.key], piece.box, source)
+
+    config = {
+        "model": dataclasses.asdict(model),
+        "precision": {"dtype": huggingface.dtype_of(tensors)},
+        "parallel": {"tp": tp, "pp": pp},
+    }
+    store = CheckpointStore(save)
+    report = store.save_all(
+        0, files, {"config": config}, fetch=fetch, check=ledger.close, attachments=attachments
+    )
+    return ConversionReport(len(targets), sum(ledger.expected.values()), report.bytes, store.path(0))
+
+
+def to_hugging_face(load: Path, save: Path) -> ConversionReport:
+    """An own checkpoint -> a folder that `AutoModelForCausalLM.from_pretrained` opens."""
+    checkpoint, model = _own(load)
+    source = OwnSource(checkpoint)
+    table = huggingface.export_table(model, source.tensors)
+    prove(table, source.tensors)
+    config = _own_config(checkpoint, model, source.tensors)
+
+    def fill(folder: Path) -> int:
+        written = _write_shards(folder, table, source)
+        _write_json(folder / "config.json", config)
+        if "generation_config.json" not in checkpoint.attachments:
+            _write_json(folder / "generation_config.json", _generation(config))
+        _copy_companions(checkpoint, folder, skip={"config.json", "params.json"})
+        return written
+
+    return _report(table, _folder(save, fill), save)
+
+
+def to_meta(load: Path, save: Path, parts: int) -> ConversionReport:
+    """An own checkpoint -> params.json and `parts` files consolidated.NN.pth, as Meta releases Llama."""
+    checkpoint, model = _own(load)
+    source = OwnSource(checkpoint)
+    params = meta.params_from_model(model)
+    tables = meta.export_tables(model, source.tensors, parts)
+    prove(meta.joined(tables), source.tensors)
+    kept = meta.LastTensor(source)
+
+    def fill(folder: Path) -> int:
+        written = 0
+        for number, table in enumerate(tables):
+            content = {
+                target.name: assemble(target, Box((0,) * len(target.shape), target.shape), kept)
+                for target in table.targets
+            }
+            path = folder / f"consolidated.{number:02d}.pth"
+            torch.save(content, path)
+            written += path.stat().st_size
+        _write_json(folder / "params.json", params)
+        _copy_companions(checkpoint, folder, skip={"config.json", "generation_config.json", "params.json"})
+        return written
+
+    return _report(meta.joined(tables), _folder(save, fill), save)
+
+
+def _own(load: Path) -> tuple[Checkpoint, ModelConfig]:
+    checkpoint = locate(load)
+    return checkpoint, model_of(checkpoint.meta, str(checkpoint.path))
+
+
+def _own_config(checkpoint: Checkpoint, model: ModelConfig, tensors: Tensors) -> dict[str, Any]:
+    """config.json: the one the weights came with, as long as it still says the same; else our own."""
+    attached = checkpoint.attachments.get("config.json")
+    if attached is not None:
+        config = read_json(attached)
+        try:
+            same = huggingface.model_from_config(config, str(attached)) == model
+        except CheckpointError:
+            same = False
+        if same:
+            return config
+    return huggingface.config_from_model(model, huggingface.DTYPES[huggingface.dtype_of(tensors)])
+
+
+def _generation(config: dict[str, Any]) -> dict[str, Any]:
+    tokens: dict[str, Any] = {
+        key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in config
+    }
+    return {"_from_model_config": True, **tokens}
+
+
+def _write_shards(folder: Path, table: Table, source: Source) -> int:
+    """model.safetensors, or numbered files of at most `SHARD_BYTES` and their index. Returns bytes."""
+    shards: list[list[Piece]] = [[]]
+    room = SHARD_BYTES
+    for target in table.targets:
+        piece = planned(target.name, target.shape, (0,) * len(target.shape), target.shape, target.dtype)
+        if piece.bytes > room and shards[-1]:
+            shards.append([])
+            room = SHARD_BYTES
+        shards[-1].append(piece)
+        room -= piece.bytes
+    targets = {target.name: target for target in table.targets}
+    count = len(shards)
+    names = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+    if count == 1:
+        names = ["model.safetensors"]
+    written = 0
+
+    def fetch(piece: Piece) -> torch.Tensor:
+        return assemble(targets[piece.key], piece.box, source)
+
+    for name, pieces in zip(names, shards, strict=True):
+        written += write_container(folder / name, pieces, None, fetch).size
+    if count > 1:
+        total = sum(piece.bytes for pieces in shards for piece in pieces)
+        weights = {piece.key: name for name, pieces in zip(names, shards, strict=True) for piece in pieces}
+        index = {"metadata": {"total_size": total}, "weight_map": weights}
+        _write_json(folder / "model.safetensors.index.json", index)
+    return written
+
+
+def _copy_companions(checkpoint: Checkpoint, folder: Path, skip: set[str]) -> None:
+    for name in COMPANIONS:
+        if name in checkpoint.attachments and name not in skip:
+            shutil.copyfile(checkpoint.attachments[name], folder / name)
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    with creating(path) as descriptor:
+        write_all(descriptor, (json.dumps(content, indent=2) + "\n").encode())
+
+
+def _folder(save: Path, fill: Callable[[Path], int]) -> int:
+    """Fill a temporary folder, then give it its name; nothing is left where that fails."""
+    if save.exists() and (not save.is_dir() or any(save.iterdir())):
+        raise ValueError(f"{save}: exists and is not an empty folder")
+    working = save.with_name(save.name + ".tmp")
+    shutil.rmtree(working, ignore_errors=True)
+    working.mkdir(parents=True)
+    try:
+        written = fill(working)
+        sync_directory(working)
+        if save.exists():
+            save.rmdir()
+        working.rename(save)
+    except BaseException:
+        shutil.rmtree(working, ignore_errors=True)
+        raise
+    sync_directory(save.parent)
+    return written
+
+
+def _report(table: Table, written: int, path: Path) -> ConversionReport:
+    elements = sum(prod(target.shape) for target in table.targets)
+    return ConversionReport(len(table.targets), elements, written, path)

@@ -1,0 +1,219 @@
+"""Llama and its relatives in Hugging Face's form: families as rows of values, config.json both ways.
+
+Tensor names need no table: the inventory's names are Hugging Face's. Knows config.json, no files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mega.core.checkpoint.mapping import Table, Tensors, whole
+from mega.core.checkpoint.pieces import CheckpointError
+from mega.core.config.sections import ModelConfig
+from mega.core.inventory import inventory
+
+
+@dataclass(frozen=True)
+class Family:
+    """One `model_type` of config.json, and what distinguishes it from Llama."""
+
+    model_type: str
+    architecture: str
+    qkv_bias: bool = False
+    qk_norm: bool = False
+
+
+FAMILIES = (
+    Family("llama", "LlamaForCausalLM"),
+    Family("mistral", "MistralForCausalLM"),
+    Family("qwen2", "Qwen2ForCausalLM", qkv_bias=True),
+    Family("qwen3", "Qwen3ForCausalLM", qk_norm=True),
+)
+
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}
+"""Our names of the dtypes -> torch's, which are also config.json's."""
+
+_BUFFERS = ("rotary_emb.inv_freq", "self_attn.masked_bias", "self_attn.bias")
+"""Ends of names that old exports carry and that hold no parameters."""
+
+
+def model_from_config(config: Mapping[str, Any], where: str) -> ModelConfig:
+    """The resolved model section that a config.json describes.
+
+    where: names the file in errors. Errors: CheckpointError naming a key whose value has no counterpart.
+    """
+    model_type = config.get("model_type")
+    family = next((row for row in FAMILIES if row.model_type == model_type), None)
+    if family is None:
+        valid = ", ".join(row.model_type for row in FAMILIES)
+        raise CheckpointError(f"{where}: model_type {model_type!r} (valid: {valid})")
+    heads = _whole(config, "num_attention_heads", where)
+    hidden = _whole(config, "hidden_size", where)
+    _only(config, "hidden_act", ("silu", "swish"), where)
+    _only(config, "attention_bias", (False, None), where)
+    _only(config, "mlp_bias", (False, None), where)
+    base, interpolation, fraction = _rope(config, where)
+    return ModelConfig(
+        family="llama",
+        layers=_whole(config, "num_hidden_layers", where),
+        hidden=hidden,
+        heads=heads,
+        kv_heads=_whole(config, "num_key_value_heads", where, heads),
+        head_dim=_whole(config, "head_dim", where, hidden // heads),
+        ffn=_whole(config, "intermediate_size", where),
+        vocab=_whole(config, "vocab_size", where),
+        positions=_reach(config, where),
+        position="rope",
+        rope_base=base,
+        rope_interpolation=interpolation,
+        rope_fraction=fraction,
+        norm="rmsnorm",
+        norm_eps=_number(config, "rms_norm_eps", where, 1e-6),
+        activation="swiglu",
+        bias=False,
+        qkv_bias=family.qkv_bias,
+        qk_norm=family.qk_norm,
+        tied=config.get("tie_word_embeddings") is True,
+        hidden_dropout=0.0,
+        attention_dropout=_number(config, "attention_dropout", where, 0.0),
+        init_std=_number(config, "initializer_range", where, 0.02),
+    )
+
+
+def _rope(config: Mapping[str, Any], where: str) -> tuple[float, float, float]:
+    """Base, linear interpolation, rotating share. New files keep all three in `rope_parameters`."""
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(rope, Mapping):
+        raise CheckpointError(f"{where}: rope_parameters must be an object")
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind not in ("default", "linear"):
+        raise CheckpointError(f"{where}: rope_type {kind!r} (valid: default, linear)")
+    both = {**config, **rope}
+    base = _number(both, "rope_theta", where, 10000.0)
+    fraction = _number(both, "partial_rotary_factor", where, 1.0)
+    return base, _number(rope, "factor", where, 1.0) if kind == "linear" else 1.0, fraction
+
+
+def _reach(config: Mapping[str, Any], where: str) -> int:
+    """Positions. Within a sliding window attention is full, so a model with one ends with it."""
+    positions = _whole(config, "max_position_embeddings", where)
+    window = config.get("sliding_window")
+    sliding = window is not None and config.get("use_sliding_window", True) is not False
+    return min(positions, _whole(config, "sliding_window", where)) if sliding else positions
+
+
+def config_from_model(model: ModelConfig, dtype: str) -> dict[str, Any]:
+    """A config.json for `AutoModelForCausalLM`. dtype: of the weights, in torch's words ("bfloat16").
+
+    Errors: CheckpointError naming the option that these families do not have.
+    """
+    for name, value, valid in (
+        ("position", model.position, ("rope",)),
+        ("norm", model.norm, ("rmsnorm",)),
+        ("activation", model.activation, ("swiglu",)),
+        ("bias", model.bias, (False,)),
+        ("norm_offset", model.norm_offset, (False,)),
+        ("post_norm_residual", model.post_norm_residual, (False,)),
+        ("rope_fraction", model.rope_fraction, (1.0,)),
+    ):
+        if value not in valid:
+            raise CheckpointError(
+                f"--{name.replace('_', '-')} {value}: Hugging Face's Llama has only {valid[0]}"
+            )
+    wanted = (bool(model.qkv_bias), model.qk_norm)
+    family = next((row for row in FAMILIES if (row.qkv_bias, row.qk_norm) == wanted), None)
+    if family is None:
+        raise CheckpointError("--qkv-bias and --qk-norm together: no Hugging Face family has both")
+    scaling = {"rope_type": "linear", "factor": model.rope_interpolation}
+    return {
+        "architectures": [family.architecture],
+        "model_type": family.model_type,
+        "hidden_size": model.hidden,
+        "intermediate_size": model.ffn,
+        "num_hidden_layers": model.layers,
+        "num_attention_heads": model.heads,
+        "num_key_value_heads": model.kv_heads,
+        "head_dim": model.head_dim,
+        "vocab_size": model.vocab,
+        "max_position_embeddings": model.positions,
+        "rope_theta": model.rope_base,
+        "rope_scaling": None if model.rope_interpolation == 1.0 else scaling,
+        "rms_norm_eps": model.norm_eps,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "attention_dropout": model.attention_dropout,
+        "initializer_range": model.init_std,
+        "tie_word_embeddings": model.tied,
+        "use_cache": True,
+        "torch_dtype": dtype,
+    }
+
+
+def import_table(model: ModelConfig, tensors: Tensors) -> Table:
+    """`weights/<name>` of every logical tensor from the Hugging Face tensor of that name."""
+    targets = tuple(
+        whole(f"weights/{tensor.name}", tensor.name, tensor.shape, tensors[tensor.name][1])
+        for tensor in _present(model, tensors)
+    )
+    ignored = frozenset(name for name in tensors if name.endswith(_BUFFERS))
+    tied_too = model.tied and "lm_head.weight" in tensors
+    copies = (("lm_head.weight", "model.embed_tokens.weight"),) if tied_too else ()
+    return Table(targets, copies=copies, ignored=ignored)
+
+
+def export_table(model: ModelConfig, tensors: Tensors) -> Table:
+    """The other way; tensors that are no weights (masters, moments) stay behind."""
+    weights = {name.removeprefix("weights/"): value for name, value in tensors.items()}
+    targets = tuple(
+        whole(tensor.name, f"weights/{tensor.name}", tensor.shape, weights[tensor.name][1])
+        for tensor in _present(model, weights)
+    )
+    return Table(targets)
+
+
+def _present(model: ModelConfig, tensors: Tensors) -> list[Any]:
+    """The inventory, each tensor of which must be there in the model's shape."""
+    found = []
+    for tensor in inventory(model):
+        if tensor.name not in tensors:
+            raise CheckpointError(f"{tensor.name}: the model has it, the source does not")
+        shape, dtype = tensors[tensor.name]
+        if shape != tensor.shape:
+            raise CheckpointError(f"{tensor.name}: has shape {shape}, the config says {tensor.shape}")
+        if not dtype.is_floating_point:
+            raise CheckpointError(f"{tensor.name}: is {dtype}, a floating dtype is wanted")
+        found.append(tensor)
+    return found
+
+
+def dtype_of(tensors: Tensors) -> str:
+    """Our name of the dtype that most elements of a model have: its embedding's."""
+    names = {getattr(torch, theirs): ours for ours, theirs in DTYPES.items()}
+    return next(names[dtype] for name, (_, dtype) in tensors.items() if name.endswith("embed_tokens.weight"))
+
+
+def _whole(config: Mapping[str, Any], key: str, where: str, otherwise: int | None = None) -> int:
+    value = config.get(key)
+    if value is None and otherwise is not None:
+        return otherwise
+    if type(value) is not int or not 0 < value < 1 << 40:
+        raise CheckpointError(f"{where}: {key} {value!r}: must be a positive whole number")
+    return value
+
+
+def _number(config: Mapping[str, Any], key: str, where: str, otherwise: float) -> float:
+    value = config.get(key)
+    if value is None:
+        return otherwise
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise CheckpointError(f"{where}: {key} {value!r}: must be a number")
+    return float(value)
+
+
+def _only(config: Mapping[str, Any], key: str, valid: tuple[Any, ...], where: str) -> None:
+    if key in config and config[key] not in valid:
+        raise CheckpointError(f"{where}: {key} {config[key]!r} (valid: {valid[0]!r})")
