@@ -1,6 +1,8 @@
 """`python -m mega`, which is also how torchrun starts every rank."""
 
-from mega.cli import entry
+import sys
+
+from mega.cli import main
 
 if __name__ == "__main__":
-    entry()
+    sys.exit(main())

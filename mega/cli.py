@@ -116,7 +116,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     A mistake is told in one line each on stderr, without a traceback unless MEGA_DEBUG=1.
     """
     if COMPLETE_VARIABLE in os.environ:
-        from typer.completion import completion_init  # type: ignore[attr-defined]
+        from typer.completion import completion_init
 
         completion_init()
     try:
@@ -147,8 +147,3 @@ def _say(message: str, code: int) -> int:
         for line in message.splitlines():
             print(f"mega: {line}", file=sys.stderr)
     return code
-
-
-def entry() -> None:
-    """What the installed `mega` script calls."""
-    sys.exit(main())

@@ -15,7 +15,7 @@ SHELLS = ("bash", "zsh", "fish")
 
 def script(shell: str) -> str:
     """The completion file of a shell."""
-    from typer.completion import get_completion_script  # type: ignore[attr-defined]
+    from typer.completion import get_completion_script
 
     from mega.cli import COMPLETE_VARIABLE
 

@@ -90,7 +90,8 @@ def _tokenizer(run: RunConfig) -> Problems:
     tokenizer = run.tokenizer
     for name in ("tokenizer_model", "vocab_file", "merge_file"):
         path = value_of(run, name)
-        if path is not None and not os.path.isfile(path):
+        # --tokenizer-model may be the directory of a tokenizer.json.
+        if path is not None and not os.path.exists(path):
             yield f"{flag_of(name)} {path}: there is no such file"
     if tokenizer.tokenizer is not None:
         for name in NEEDS[tokenizer.tokenizer]:

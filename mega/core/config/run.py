@@ -4,6 +4,8 @@
 the sections and nothing of the options in them.
 """
 
+# ruff: noqa: RUF009 - every default below is immutable
+
 from __future__ import annotations
 
 import dataclasses

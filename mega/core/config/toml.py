@@ -18,7 +18,7 @@ from mega.core.config.run import Entry, RunConfig, entries, sections, value_of
 def write(run: RunConfig) -> str:
     """The whole run as TOML; `parse` of it is equal to `run`.
 
-    >>> print(write(RunConfig())[:23])
+    >>> print(write(RunConfig())[:22])
     [model]
     family = "gpt"
     """

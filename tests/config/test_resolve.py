@@ -1,0 +1,139 @@
+"""Derived values: Megatron-LM's rules, once, and the same when derived twice."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mega.core.config.compose import compose
+from mega.core.config.resolve import (
+    batch_sizes,
+    data_parallel,
+    global_batch_at,
+    lengths,
+    microbatches,
+    resolve,
+)
+from mega.core.config.run import RunConfig, updated, value_of
+from mega.core.config.sections import BatchConfig
+
+SIZES = {"layers": 4, "hidden": 64, "heads": 4, "seq_length": 32, "micro_batch": 2}
+
+
+def resolved(world: int = 1, vocab: int | None = None, **values: Any) -> RunConfig:
+    return resolve(updated(RunConfig(), SIZES | values), world, vocab)
+
+
+@pytest.mark.parametrize(
+    ("given", "name", "expected"),
+    [
+        ({}, "ffn", 256),
+        ({"activation": "swiglu"}, "ffn", 128),
+        ({"activation": "swiglu", "hidden": 4096}, "ffn", 10880),
+        ({"activation": "swiglu", "ffn": 100}, "ffn", 100),
+        ({}, "head_dim", 16),
+        ({}, "kv_heads", 4),
+        ({"kv_heads": 2}, "kv_heads", 2),
+        ({}, "positions", 32),
+        ({"positions": 64}, "positions", 64),
+        ({"bias": False}, "qkv_bias", False),
+        ({"bias": False, "qkv_bias": True}, "qkv_bias", True),
+        ({}, "grad_dtype", "fp32"),
+        ({"dtype": "bf16"}, "grad_dtype", "fp32"),
+        ({"dtype": "fp16"}, "grad_dtype", "fp16"),
+        ({"dtype": "fp64"}, "grad_dtype", "fp64"),
+        ({"dtype": "fp16", "grad_dtype": "fp32"}, "grad_dtype", "fp32"),
+        ({}, "schedule", "1f1b"),
+        ({"pp": 2, "layers_per_chunk": 1}, "schedule", "interleaved"),
+        ({"pp": 2, "layers_per_chunk": 1}, "chunks", 2),
+        ({"sequence_parallel": True}, "sequence_parallel", False),
+        ({"sequence_parallel": True, "tp": 2}, "sequence_parallel", True),
+        ({"steps": 10}, "lr_decay_steps", 10),
+        ({"steps": 10, "lr_decay_steps": 5}, "lr_decay_steps", 5),
+        ({"samples": 99}, "lr_decay_samples", 99),
+        ({"samples": 99}, "lr_decay_steps", None),
+        ({"save": "there"}, "metrics", "there/metrics.jsonl"),
+        ({"tokenizer_model": "a/tokenizer.json"}, "tokenizer", "HuggingFaceTokenizer"),
+        ({"tokenizer_model": "a.model", "family": "llama"}, "tokenizer", "Llama2Tokenizer"),
+        ({"tokenizer_model": "a.model"}, "tokenizer", "GPTSentencePieceTokenizer"),
+        ({"vocab_file": "vocab.json"}, "tokenizer", "GPT2BPETokenizer"),
+        ({}, "tokenizer", None),
+    ],
+)
+def test_derived(given: dict[str, Any], name: str, expected: Any) -> None:
+    assert value_of(resolved(world=2, **given), name) == expected
+
+
+def test_the_vocabulary_is_the_tokenizers_unless_it_is_given() -> None:
+    assert resolved(vocab=50257).model.vocab == 50257
+    assert resolve(updated(RunConfig(), {"vocab": 51200}), 1, vocab=50257).model.vocab == 51200
+
+
+@given(
+    st.sampled_from([1, 2, 4]),
+    st.sampled_from([1, 2]),
+    st.integers(1, 4),
+    st.integers(1, 5),
+    st.integers(1, 6),
+)
+def test_batch_arithmetic(tp: int, pp: int, dp: int, micro: int, count: int) -> None:
+    world = tp * pp * dp
+    run = resolved(world, tp=tp, pp=pp, micro_batch=micro)
+    assert data_parallel(run, world) == dp
+    assert run.batch.global_batch == micro * dp and microbatches(run, world) == 1
+    assert microbatches(run, world, global_batch=micro * dp * count) == count
+
+
+def test_resolving_twice_changes_nothing() -> None:
+    for preset in ("llama2-70b", "gpt3-175b", "tiny-gpt"):
+        run = updated(compose(preset), {"micro_batch": 2, "tp": 2, "pp": 2, "samples": 100, "save": "x"})
+        once = resolve(run, 8, vocab=100)
+        assert resolve(once, 8, vocab=100) == once
+
+
+GPT3 = BatchConfig(global_batch=1536, rampup=(16, 16, 5859375), samples=146484375)
+
+
+def test_the_ramp_of_gpt3() -> None:
+    """The batch of the iteration that starts after so many consumed samples (core facts of the published run)."""
+    consumed, step, rises = 0, 0, {}
+    before = 0
+    while consumed <= 5859375:
+        size = global_batch_at(GPT3, consumed)
+        if size != before:
+            rises[size] = (step, consumed)
+            before = size
+        consumed, step = consumed + size, step + 1
+    assert rises[32] == (3855, 61680)
+    assert rises[48] == (5783, 123376)
+    assert rises[64] == (7068, 185056)
+    assert rises[1520] == (19762, 5798624)
+    assert (step, consumed) == (19802, 5859424)
+    assert lengths(RunConfig(batch=GPT3)).steps == 111354
+
+
+def test_every_size_of_a_ramp() -> None:
+    batch = BatchConfig(global_batch=10, rampup=(4, 2, 100))
+    assert list(batch_sizes(batch)) == [4, 6, 8, 10]
+    assert {global_batch_at(batch, consumed) for consumed in range(200)} == {4, 6, 8, 10}
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"steps": 100, "global_batch": 4}, (100, 400, 400, 0)),
+        ({"steps": 100, "global_batch": 4, "lr_decay_steps": 50, "lr_warmup_steps": 5}, (100, 400, 200, 20)),
+        ({"steps": 100, "global_batch": 4, "lr_warmup_fraction": 0.01}, (100, 400, 400, 4)),
+        ({"samples": 403, "global_batch": 4, "lr_warmup_samples": 7}, (100, 403, 403, 7)),
+        (
+            {"samples": 403, "global_batch": 4, "lr_decay_samples": 40, "lr_warmup_fraction": 0.5},
+            (100, 403, 40, 20),
+        ),
+    ],
+)
+def test_lengths_in_samples(given: dict[str, Any], expected: tuple[int, ...]) -> None:
+    found = lengths(resolved(**given))
+    assert (found.steps, found.samples, found.decay_samples, found.warmup_samples) == expected
