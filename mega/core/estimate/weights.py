@@ -1,0 +1,171 @@
+"""Weights, gradients, masters and moments of one rank, to the byte as the gradient buckets and the optimizer hold them.
+
+Which logical tensors there are and how they are cut comes from the inventory; what is known here besides is which of
+them share one parameter, and how parameters lie in buckets (parallel/gradients.py). No tensor is made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from mega.core.config.run import RunConfig
+from mega.core.config.sections import ModelConfig
+from mega.core.inventory import Tensor, inventory
+from mega.core.plan.layers import stage_layers
+from mega.core.shard import shard
+
+BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
+
+ALIGNMENT = 64
+"""Elements at which every parameter starts in its bucket (parallel/gradients.py)."""
+
+_EMBEDDING = (("model.embed_positions",), ("model.embed_tokens",))
+_BLOCK = (
+    ("input_layernorm",),
+    ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    ("self_attn.q_norm",),
+    ("self_attn.k_norm",),
+    ("self_attn.o_proj",),
+    ("post_attention_layernorm",),
+    ("mlp.gate_proj", "mlp.up_proj"),
+    ("mlp.down_proj",),
+)
+_HEAD = (("lm_head",), ("model.norm",))
+"""Modules in the order in which a stage defines them; those in one row are one parameter."""
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One parameter of a rank: the first of its logical tensors, and elements in memory."""
+
+    tensor: Tensor
+    elements: int
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """One flat bucket: elements with padding, elements of parameters, and of the span that this rank updates."""
+
+    length: int
+    parameters: int
+    span: int
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Bytes of one rank. `masters` is 0 where the weights are themselves wide enough.
+
+    parameters: elements, vocabulary padding included. largest: bytes of the largest bucket's weights.
+    """
+
+    parameters: int
+    weights: int
+    grads: int
+    masters: int
+    moments: int
+    largest: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.grads + self.masters + self.moments
+
+
+def wide(dtype: str) -> int:
+    """Bytes of max(fp32, dtype), in which masters, moments, norms and the loss are kept."""
+    return max(4, BYTES[dtype])
+
+
+def stage_weights(run: RunConfig, dp: int, stage: int) -> Weights:
+    """What each rank of pipeline stage `stage` holds of a resolved `run` on `dp` data-parallel ranks.
+
+    All tensor ranks of a stage hold equally much. On a CPU every reduce-scattered span is a tensor of its own.
+    """
+    parallel, precision = run.parallel, run.precision
+    buckets = list(stage_buckets(run, dp, stage))
+    length, span = sum(bucket.length for bucket in buckets), sum(bucket.span for bucket in buckets)
+    weight, high = BYTES[precision.dtype], wide(precision.dtype)
+    assert precision.grad_dtype is not None
+    grads = (span if parallel.zero >= 2 else length) * BYTES[precision.grad_dtype]
+    if parallel.zero and dp * parallel.cp > 1 and run.runtime.device == "cpu":
+        grads += span * BYTES[precision.grad_dtype]
+    momentum = {"adam": 2, "sgd": 1 if run.optimizer.sgd_momentum else 0}[run.optimizer.optimizer]
+    return Weights(
+        parameters=sum(bucket.parameters for bucket in buckets),
+        weights=(span if parallel.zero >= 3 else length) * weight,
+        grads=grads,
+        masters=span * high if high != weight else 0,
+        moments=momentum * span * high,
+        largest=max(bucket.length for bucket in buckets) * weight,
+    )
+
+
+def stage_buckets(run: RunConfig, dp: int, stage: int) -> Iterator[Bucket]:
+    """The buckets of one rank of a stage, chunk by chunk (`GradBuffer`)."""
+    shares = dp * run.parallel.cp if run.parallel.zero else 1
+    for chunk in stage_parameters(run, stage):
+        for group in _groups(run, chunk):
+            end = sum(_up(parameter.elements, ALIGNMENT) for parameter in group)
+            length = _up(end, shares * ALIGNMENT)
+            yield Bucket(length, sum(parameter.elements for parameter in group), length // shares)
+
+
+def stage_parameters(run: RunConfig, stage: int) -> Iterator[list[Parameter]]:
+    """The parameters of each chunk of a stage, in order of definition; a tied one appears once on a rank."""
+    model, parallel = run.model, run.parallel
+    assert model.layers is not None
+    embedding, block, head = _modules(model, parallel.tp)
+    layers = stage_layers(model.layers, parallel.pp, parallel.chunks, parallel.stage_layers)[stage]
+    for number, blocks in enumerate(layers):
+        first = stage == 0 and number == 0
+        last = stage == parallel.pp - 1 and number == parallel.chunks - 1
+        tied = [embedding[-1]] if model.tied and last and parallel.pp > 1 else []
+        yield (embedding if first else []) + block * len(blocks) + (tied + head if last else [])
+
+
+@lru_cache(maxsize=64)
+def _modules(model: ModelConfig, tp: int) -> tuple[list[Parameter], list[Parameter], list[Parameter]]:
+    """Parameters of the embedding, of a block and of the head (without a tied weight)."""
+    logical = {tensor.name.removeprefix("model.layers.0."): tensor for tensor in inventory(replace(model, layers=1))}
+
+    def parameters(rows: tuple[tuple[str, ...], ...]) -> list[Parameter]:
+        found = []
+        for names in rows:
+            for part in ("weight", "bias"):
+                held = [logical[f"{name}.{part}"] for name in names if f"{name}.{part}" in logical]
+                if held:
+                    elements = sum(shard(tensor, {"tp": (0, tp)}).elements for tensor in held)
+                    found.append(Parameter(held[0], elements))
+        return found
+
+    return parameters(_EMBEDDING), parameters(_BLOCK), parameters(_HEAD)
+
+
+def _groups(run: RunConfig, chunk: list[Parameter]) -> Iterator[list[Parameter]]:
+    """Neighbouring parameters whose gradients reduce alike, at least `bucket_size` elements where there are as many."""
+    groups: dict[str, list[Parameter]] = {}
+    sizes: dict[str, int] = {}
+    for parameter in chunk:
+        kind = _kind(run, parameter.tensor)
+        groups.setdefault(kind, []).append(parameter)
+        sizes[kind] = sizes.get(kind, 0) + parameter.elements
+        if kind == "tied" or sizes[kind] >= run.parallel.bucket_size:
+            yield groups.pop(kind)
+            del sizes[kind]
+    yield from groups.values()
+
+
+def _kind(run: RunConfig, tensor: Tensor) -> str:
+    parallel = run.parallel
+    if len(tensor.places) > 1 and parallel.pp > 1:
+        return "tied"
+    if parallel.tp == 1 or tensor.cut is not None:
+        return "cut"
+    if "tp" in tensor.partial or ("sequence" in tensor.partial and parallel.sequence_parallel):
+        return "partial"
+    return "whole"
+
+
+def _up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple

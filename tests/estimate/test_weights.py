@@ -1,0 +1,118 @@
+"""Bytes of weights and optimizer: counted here without torch, and measured on the very stages that training builds."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mega.core.config.compose import compose
+from mega.core.config.presets import PRESETS
+from mega.core.config.resolve import resolve
+from mega.core.config.run import RunConfig, updated
+from mega.core.device import DTYPES
+from mega.core.estimate.weights import stage_buckets, stage_weights
+from mega.core.optim.adam import AdamW
+from mega.core.optim.optimizer import Optimizer
+from mega.core.parallel.gradients import GradBuffer
+from mega.core.parallel.mesh import Mesh
+from mega.core.training.build import build_stages
+
+
+def run_of(preset: str | None, world: int, **flags: object) -> RunConfig:
+    typed = {"micro_batch": 1, "device": "cuda", **flags}
+    row = PRESETS.get(preset or "", {})
+    if row.get("vocab", 1) is None:
+        typed["vocab"] = 1000
+    return resolve(compose(preset, flags=typed), world)
+
+
+def built(run: RunConfig, dp: int, stage: int, tensor: int = 0) -> GradBuffer:
+    """The buckets of one rank as training makes them, on the meta device."""
+    parallel = run.parallel
+    rank = tensor + stage * parallel.tp * dp
+    mesh = Mesh.at(rank, tp=parallel.tp, dp=dp, pp=parallel.pp)
+    stages = build_stages(run, mesh, torch.device("meta"))
+    assert run.precision.grad_dtype is not None
+    return GradBuffer(
+        stages,
+        mesh,
+        dtype=DTYPES[run.precision.grad_dtype],
+        sequence=parallel.sequence_parallel,
+        zero=parallel.zero,
+        bucket_size=parallel.bucket_size,
+    )
+
+
+def agree(run: RunConfig, dp: int, stage: int, tensor: int = 0) -> None:
+    buffer = built(run, dp, stage, tensor)
+    spans = [bucket.span[1] - bucket.span[0] for bucket in buffer.buckets]
+    assert [(b.length, b.span) for b in stage_buckets(run, dp, stage)] == [
+        (bucket.weights.numel(), span) for bucket, span in zip(buffer.buckets, spans)
+    ]
+    optimizer = Optimizer(buffer, AdamW(0.9, 0.999, 1e-8), 1.0)
+    counted = stage_weights(run, dp, stage)
+    assert counted.parameters == sum(w.numel() for b in buffer.buckets for w, _, _ in b.places)
+    assert counted.weights == sum(b.weights.nbytes for b in buffer.buckets)
+    assert counted.grads == sum(b.grads.nbytes for b in buffer.buckets)
+    assert counted.masters == sum(owned.master.nbytes for owned in optimizer.owned if owned.has_master)
+    assert counted.moments == sum(owned.moment1.nbytes + owned.moment2.nbytes for owned in optimizer.owned)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_preset_is_counted_as_it_is_built(preset: str) -> None:
+    layers, heads = PRESETS[preset]["layers"], PRESETS[preset]["heads"]
+    pp = next(p for p in (8, 7, 4, 2) if layers % p == 0)
+    tp = 8 if heads % 8 == 0 and PRESETS[preset].get("kv_heads", heads) % 8 == 0 else 2
+    run = run_of(preset, tp * pp * 4, tp=tp, pp=pp, zero=1, dtype="bf16", sequence_parallel=True)
+    for stage in (0, 1, pp - 1):
+        agree(run, 4, stage)
+    whole = run_of(preset, 1)
+    if layers <= 48:
+        agree(whole, 1, 0)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    family=st.sampled_from(["gpt", "llama"]),
+    heads=st.sampled_from([2, 4, 6]),
+    width=st.integers(1, 9),
+    layers=st.sampled_from([2, 4]),
+    vocab=st.integers(3, 300),
+    tp=st.sampled_from([1, 2]),
+    pp=st.sampled_from([1, 2]),
+    dp=st.sampled_from([1, 2, 3]),
+    zero=st.sampled_from([0, 1]),
+    dtype=st.sampled_from(["fp32", "bf16", "fp64"]),
+    bucket_size=st.sampled_from([1, 500, 40_000_000]),
+    extra=st.fixed_dictionaries(
+        {},
+        optional={
+            "tied": st.booleans(),
+            "bias": st.booleans(),
+            "qk_norm": st.booleans(),
+            "qkv_bias": st.booleans(),
+            "sequence_parallel": st.booleans(),
+            "position": st.sampled_from(["learned", "none"]),
+            "norm": st.sampled_from(["layernorm", "rmsnorm"]),
+            "activation": st.sampled_from(["gelu", "swiglu", "relu2"]),
+            "vocab_multiple": st.sampled_from([1, 7, 128]),
+            "kv_heads": st.just(2),
+        },
+    ),
+)
+def test_any_shape_and_layout(family, heads, width, layers, vocab, tp, pp, dp, zero, dtype, bucket_size, extra):  # type: ignore[no-untyped-def]
+    flags = {"hidden": heads * width * 2, "heads": heads, "layers": layers, "vocab": vocab, "seq_length": 16}
+    flags |= {"family": family, "tp": tp, "pp": pp, "zero": zero, "dtype": dtype, "bucket_size": bucket_size, "ffn": 12}
+    run = run_of(None, tp * pp * dp, **{**flags, **extra})
+    for stage in range(pp):
+        for tensor in range(tp):
+            agree(run, dp, stage, tensor)
+
+
+def test_a_cpu_keeps_reduced_spans_apart() -> None:
+    run = run_of("tiny-gpt", 2, zero=1)
+    on_cpu = updated(run, {"device": "cpu"})
+    span = sum(bucket.span for bucket in stage_buckets(run, 2, 0))
+    assert stage_weights(on_cpu, 2, 0).grads - stage_weights(run, 2, 0).grads == 4 * span
