@@ -19,10 +19,10 @@ def run(
         Literal["mega", "hf", "meta"] | None,
         typer.Option("--to", help="what to write [mega; hf where a checkpoint is read]"),
     ] = None,
-    tp: Annotated[
+    target_tp: Annotated[
         int, typer.Option("--target-tensor-parallel-size", "--tp", help="tensor ranks of a checkpoint")
     ] = 1,
-    pp: Annotated[
+    target_pp: Annotated[
         int, typer.Option("--target-pipeline-parallel-size", "--pp", help="pipeline stages of a checkpoint")
     ] = 1,
     parts: Annotated[int, typer.Option("--parts", help="files of a Meta folder")] = 1,
@@ -33,6 +33,6 @@ def run(
     """
     from mega.core.checkpoint.convert import convert
 
-    report = convert(load_dir, save_dir, to, tp, pp, parts)
+    report = convert(load_dir, save_dir, to, target_tp, target_pp, parts)
     print(f"{report.path}: {report.tensors:,} tensors, {report.elements:,} elements, {report.bytes:,} bytes")
     return 0

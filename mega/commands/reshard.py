@@ -14,8 +14,10 @@ def run(
         typer.Option("--load-dir", help="a run's directory (its newest step), or one step-NNNNNNN in it"),
     ],
     save_dir: Annotated[Path, typer.Option("--save-dir", help="directory of the new checkpoint")],
-    tp: Annotated[int, typer.Option("--target-tensor-parallel-size", "--tp", help="tensor ranks")] = 1,
-    pp: Annotated[int, typer.Option("--target-pipeline-parallel-size", "--pp", help="pipeline stages")] = 1,
+    target_tp: Annotated[int, typer.Option("--target-tensor-parallel-size", "--tp", help="tensor ranks")] = 1,
+    target_pp: Annotated[
+        int, typer.Option("--target-pipeline-parallel-size", "--pp", help="pipeline stages")
+    ] = 1,
     model_type: Annotated[
         Literal["GPT"], typer.Option("--model-type", help="accepted; the checkpoint knows it")
     ] = "GPT",
@@ -28,7 +30,7 @@ def run(
     """
     from mega.core.checkpoint.reshard import reshard
 
-    report = reshard(load_dir, save_dir, tp, pp)
+    report = reshard(load_dir, save_dir, target_tp, target_pp)
     print(
         f"{report.path}: {report.tensors:,} tensors, {report.elements:,} elements, "
         f"each read once and written once; {report.bytes:,} bytes in {report.seconds:.1f} s"

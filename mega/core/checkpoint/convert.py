@@ -149,9 +149,8 @@ def import_weights(
         "parallel": {"tp": tp, "pp": pp},
     }
     store = CheckpointStore(save)
-    report = store.save_all(
-        0, files, {"config": config}, fetch=fetch, check=ledger.close, attachments=attachments
-    )
+    state = {"config": config, "progress": {}, "updates": 0}  # of a run that has not begun
+    report = store.save_all(0, files, state, fetch=fetch, check=ledger.close, attachments=attachments)
     return ConversionReport(len(targets), sum(ledger.expected.values()), report.bytes, store.path(0))
 
 
