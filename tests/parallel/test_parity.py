@@ -1,0 +1,108 @@
+"""Whatever the layout, one seed trains one model: losses, norms and whole gradients agree with one rank's.
+
+Dropout is on, loss weights are ragged, and the vocabulary divides by no tensor axis, in every row.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from mega.core.parallel.launch import Pool
+from mega.core.training.parity import Snapshot, compare, snapshots, within
+from tests.support.runs import small_run
+
+STEPS = (1, 3)
+
+SP = {"sequence_parallel": True}
+WHOLE_BATCH: dict[str, Any] = {"micro_batch": 8}
+INTERLEAVED: dict[str, Any] = {"pp": 2, "chunks": 2}
+EVERYTHING: dict[str, Any] = {"tp": 2, "pp": 2, "zero": 1, **SP}
+
+LAYOUTS = [
+    # (model, world, layout)
+    ("gpt", 1, WHOLE_BATCH),
+    ("gpt", 2, {}),
+    ("gpt", 2, {"tp": 2}),
+    ("gpt", 4, {"tp": 4, **SP}),
+    ("gpt", 4, {"pp": 4}),
+    ("gpt", 4, {"zero": 1}),
+    ("gpt", 2, {**INTERLEAVED, "tp": 1}),
+    ("gpt", 8, EVERYTHING),
+    ("gpt", 8, {"tp": 2, "pp": 4, **SP}),
+    ("llama", 2, {"tp": 2, **SP}),
+    ("llama", 4, {"pp": 2, "schedule": "gpipe", "micro_batch": 2}),
+    ("llama", 4, {"tp": 2, "zero": 1, "overlap_grad_reduce": False}),
+    ("llama", 8, {**EVERYTHING, "chunks": 2}),
+    ("llama", 8, {"tp": 4, "pp": 2}),
+    ("gpt-odd", 2, {"tp": 2, **SP}),
+    ("gpt-odd", 8, EVERYTHING),
+    ("qwen", 4, {"tp": 2, "pp": 2, **SP}),
+    ("qwen", 8, {"tp": 4, "zero": 1}),
+]
+
+LR = {"fp64": 1e-2, "fp32": 1e-4}
+"""Adam's first steps are lr x sign(gradient), and rounding decides the sign of a gradient that is nearly zero. A rate
+that trains the model keeps that noise within the bounds of fp32; fp64 bears a hundred times as much."""
+
+_references: dict[tuple[str, str], list[Snapshot]] = {}
+
+
+def reference(pool: Pool, model: str, dtype: str) -> list[Snapshot]:
+    """One rank, one sample at a time."""
+    if (model, dtype) not in _references:
+        _references[model, dtype] = snapshots(pool, small_run(model, dtype=dtype, lr=LR[dtype]), 1, STEPS)
+    return _references[model, dtype]
+
+
+def check(pool: Pool, model: str, world: int, layout: dict[str, Any], dtype: str) -> None:
+    expected = reference(pool, model, dtype)
+    found = snapshots(pool, small_run(model, world, dtype=dtype, lr=LR[dtype], **layout), world, STEPS)
+    for difference in compare(STEPS, expected, found):
+        assert within(dtype, difference), difference
+    for mine, theirs in zip(expected, found, strict=True):
+        assert theirs.grad_norm == pytest.approx(mine.grad_norm, rel=1e-10 if dtype == "fp64" else 1e-4)
+
+
+def name(row: Any) -> str | None:
+    if not isinstance(row, dict):
+        return str(row)
+    return "-".join(f"{key}={value}" for key, value in row.items()) or "dp"
+
+
+@pytest.mark.parametrize(("model", "world", "layout"), LAYOUTS, ids=name)
+def test_fp64(pool: Pool, model: str, world: int, layout: dict[str, Any]) -> None:
+    check(pool, model, world, layout, "fp64")
+
+
+@pytest.mark.parametrize(("model", "world", "layout"), [("gpt", 8, EVERYTHING), ("llama", 8, EVERYTHING)], ids=name)
+def test_fp32(pool: Pool, model: str, world: int, layout: dict[str, Any]) -> None:
+    check(pool, model, world, layout, "fp32")
+
+
+@pytest.mark.parametrize("model", ["gpt", "qwen"])
+def test_every_part_of_the_run_is_felt(pool: Pool, model: str) -> None:
+    """The comparison is no comparison of zeros: clipping is at work, every gradient moves, dropout drops."""
+    first, later = reference(pool, model, "fp64")
+    assert first.grad_norm > 1.0 or later.grad_norm > 1.0
+    floor = 1e-6 * first.grad_norm
+    # A key bias shifts a query's scores alike, so its gradient is zero, but for dropout and norms of heads.
+    still = [
+        name
+        for name, gradient in first.gradients.items()
+        if float(gradient.abs().max()) < floor and "k_proj.bias" not in name
+    ]
+    assert not still
+    undropped = snapshots(pool, small_run(model, lr=LR["fp64"], hidden_dropout=0.0, attention_dropout=0.0), 1, (1,))
+    assert abs(undropped[0].loss - first.loss) > 1e-6
+
+
+def test_the_comparison_sees_one_part_in_1e9(pool: Pool) -> None:
+    """And names the tensor."""
+    expected = reference(pool, "gpt", "fp64")
+    loss, norm, gradients = expected[0].loss, expected[0].grad_norm, dict(expected[0].gradients)
+    key = "grads/model.norm.weight"
+    gradients[key] = gradients[key] * (1 + 1e-9)
+    (difference,) = compare((1,), expected[:1], [Snapshot(loss, norm, gradients)])
+    assert difference.tensor == key and not within("fp64", difference)
