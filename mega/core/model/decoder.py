@@ -16,12 +16,12 @@ from torch import nn
 from mega.core.batch import DecoderBatch
 from mega.core.config.sections import ModelConfig
 from mega.core.inventory import Place, Tensor, inventory
-from mega.core.model.block import Block, Norm
+from mega.core.model.block import Block, Norm, Stream
 from mega.core.model.flow import Flow, flow
 from mega.core.parallel.collectives import own_block
 from mega.core.parallel.mesh import Axis
 from mega.core.parallel.pipeline import Cargo, Loss
-from mega.core.parallel.vocab import VocabEmbedding, cross_entropy, logits
+from mega.core.parallel.vocab import VocabEmbedding, cross_entropy, logits, look_up
 from mega.core.parallel.weight import Maker, Weight
 
 OUTSIDE = -1
@@ -42,7 +42,7 @@ class Embedding(nn.Module):
         x = self.tokens(batch.tokens.flatten())
         if self.positions is not None:
             where = batch.positions.flatten()
-            x = x + nn.functional.embedding(own_block(where, flow.tp) if flow.sequence else where, self.positions)
+            x = x + look_up(own_block(where, flow.tp) if flow.sequence else where, self.positions)
         return flow.drop(x, self.dropout, OUTSIDE, "embedding")
 
 
@@ -66,12 +66,13 @@ class Head(nn.Module):
             tied.uses += 1
         self.tp, self.sequence = tp, sequence
 
-    def logits(self, x: torch.Tensor) -> torch.Tensor:
+    def logits(self, stream: Stream) -> torch.Tensor:
         """[tokens, ids of this rank]"""
-        return logits(self.norm(x), self.weight, self.tp, self.sequence)
+        return logits(self.norm(stream)[1], self.weight, self.tp, self.sequence)
 
-    def forward(self, x: torch.Tensor, batch: DecoderBatch) -> Loss:
-        nll = cross_entropy(self.logits(x), batch.labels.flatten(), self.tp)
+    def forward(self, stream: Stream, batch: DecoderBatch) -> Loss:
+        normed = self.norm(stream)[1]
+        nll = cross_entropy(normed, batch.labels.flatten(), self.weight, self.tp, self.sequence)
         weight = batch.loss_weights.flatten().to(nll.dtype)
         return Loss((nll * weight).sum(), weight.sum())
 
@@ -79,7 +80,7 @@ class Head(nn.Module):
 class DecoderStage(nn.Module):
     """The blocks `layers` of a decoder, with embedding and head where this stage has them.
 
-    dropout_seed: None switches dropout off. plain: reference ops only.
+    dropout_seed: None switches dropout off.
     """
 
     def __init__(
@@ -93,19 +94,19 @@ class DecoderStage(nn.Module):
         last: bool = True,
         sequence: bool = False,
         dropout_seed: int | None = None,
-        plain: bool = False,
         embedding: Weight | None = None,
     ):
         super().__init__()
         self.model, self.tp, self.sequence = model, tp, sequence and tp.size > 1
-        self.dropout_seed, self.plain, self.dtype = dropout_seed, plain, make.dtype
+        self.dropout_seed, self.dtype = dropout_seed, make.dtype
         by_place: dict[Place, dict[str, Tensor]] = {}
         for tensor in inventory(model):
             for place in tensor.places:
                 by_place.setdefault(place, {})[tensor.name] = tensor
         self.embedding = Embedding(make, model, by_place["embedding"], tp, self.sequence) if first else None
+        self.layers = list(layers)
         self.blocks = nn.ModuleList(
-            Block(make, model, _relative(by_place[layer], layer), layer, tp, self.sequence) for layer in layers
+            Block(make, model, _relative(by_place[layer], layer), layer, tp, self.sequence) for layer in self.layers
         )
         tied = self.embedding.tokens.weight if model.tied and self.embedding is not None else embedding
         self.head = Head(make, model, by_place["head"], tp, self.sequence, tied) if last else None
@@ -116,8 +117,8 @@ class DecoderStage(nn.Module):
         tokens = rows * columns // (self.tp.size if self.sequence else 1)
         return [((tokens, self.model.hidden), self.dtype)]
 
-    def hidden(self, batch: DecoderBatch, *cargo: torch.Tensor) -> torch.Tensor:
-        """Everything up to the head: [tokens, h], our tokens under sequence."""
+    def hidden(self, batch: DecoderBatch, *cargo: torch.Tensor) -> Stream:
+        """Everything up to the head, for our tokens under sequence."""
         seed = self.dropout_seed if self.training else None
         facts = flow(
             self.model,
@@ -126,12 +127,11 @@ class DecoderStage(nn.Module):
             sequence=self.sequence,
             dropout_seed=seed,
             dtype=self.dtype,
-            plain=self.plain,
         )
-        x = cargo[0] if self.embedding is None else self.embedding(batch, facts)
+        stream = Stream(cargo[0] if self.embedding is None else self.embedding(batch, facts))
         for block in self.blocks:
-            x = block(x, facts)
-        return x
+            stream = block(stream, facts)
+        return stream
 
     def logits(self, batch: DecoderBatch, *cargo: torch.Tensor) -> torch.Tensor:
         """Last stage only: [b, s, ids of this rank]; whole where tp is 1."""
@@ -139,8 +139,8 @@ class DecoderStage(nn.Module):
         return self.head.logits(self.hidden(batch, *cargo)).unflatten(0, tuple(batch.tokens.shape))
 
     def forward(self, batch: DecoderBatch, *cargo: torch.Tensor) -> Cargo | Loss:
-        x = self.hidden(batch, *cargo)
-        return (x,) if self.head is None else self.head(x, batch)
+        stream = self.hidden(batch, *cargo)
+        return (stream.sum(),) if self.head is None else self.head(stream, batch)
 
 
 def _relative(tensors: dict[str, Tensor], layer: int) -> dict[str, Tensor]:

@@ -8,6 +8,7 @@ from torch import nn
 from mega.core.config.run import RunConfig
 from mega.core.device import DTYPES
 from mega.core.model.decoder import DecoderStage
+from mega.core.ops.suite import choose
 from mega.core.parallel.mesh import Mesh
 from mega.core.parallel.weight import Maker, Weight, initialise
 from mega.core.plan import stage_layers
@@ -18,7 +19,9 @@ def build_stages(run: RunConfig, mesh: Mesh, device: torch.device) -> list[Decod
     model, parallel = run.model, run.parallel
     assert model.layers is not None
     coordinates = {"tp": (mesh.tp.index, mesh.tp.size)}
-    make = Maker(coordinates, DTYPES[run.precision.dtype], device)
+    dtype = DTYPES[run.precision.dtype]
+    ops = choose(device, dtype, reference=run.runtime.ops == "reference")
+    make = Maker(coordinates, dtype, device, ops, again=run.memory.recompute == "selective")
     layers = stage_layers(model.layers, mesh.pp.size, parallel.chunks, parallel.stage_layers)[mesh.pp.index]
     drops = bool(model.hidden_dropout or model.attention_dropout)
     stages: list[DecoderStage] = []
@@ -35,7 +38,6 @@ def build_stages(run: RunConfig, mesh: Mesh, device: torch.device) -> list[Decod
             last=last,
             sequence=parallel.sequence_parallel,
             dropout_seed=run.runtime.seed if drops else None,
-            plain=run.runtime.ops == "reference",
             embedding=shared,
         )
         if stage.embedding is not None and model.tied:

@@ -33,7 +33,7 @@ def dry_run(prepared: Prepared, world: int) -> None:
             mesh = Mesh.at(stage * stride + tensor_rank, tp=parallel.tp, cp=parallel.cp, dp=dp, pp=parallel.pp)
             chunks = build_stages(run, mesh, torch.device("meta"))
             sizes.add(sum(local_parameters(chunk) for chunk in chunks))
-        blocks = ", ".join(_run_of(list(block.layer for block in chunk.blocks)) for chunk in chunks)
+        blocks = ", ".join(_run_of(chunk.layers) for chunk in chunks)
         ends = [name for name in ("embedding", "head") if any(getattr(chunk, name) is not None for chunk in chunks)]
         ranks = f"{stage * stride}-{(stage + 1) * stride - 1}" if stride > 1 else str(stage)
         table.add_row(str(stage), ranks, blocks, " + ".join(ends), " or ".join(f"{size:,}" for size in sorted(sizes)))

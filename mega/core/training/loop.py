@@ -118,7 +118,7 @@ class Training:
         while self.progress.step < self.lengths.steps and not self._ended():
             current = self._step()
             if pending is not None:
-                self._read(pending)
+                self._read(pending, current.begun)
             pending = current
             step, options = self.progress.step, self.run.checkpoint
             due_save = options.save is not None and _every(options.save_interval, step)
@@ -158,8 +158,11 @@ class Training:
         agreed = all_reduce(stop, self.mesh.everyone, "max", wait=False)
         return Pending(progress.step, progress.consumed, lr, size, begun, report, stop, agreed)
 
-    def _read(self, pending: Pending) -> None:
-        """Wait for a step's numbers; tell them; learn whether any rank was asked to stop."""
+    def _read(self, pending: Pending, ended: float | None = None) -> None:
+        """Wait for a step's numbers; tell them; learn whether any rank was asked to stop.
+
+        ended: when the next step began, if one has.
+        """
         loss, norm = float(pending.report.loss), float(pending.report.grad_norm)
         fine = bool(pending.report.fine)
         if not fine:
@@ -179,7 +182,7 @@ class Training:
                 "grad_norm": norm,
                 "batch": pending.samples,
                 "skipped": self.progress.skipped,
-                "seconds": time.monotonic() - pending.begun,
+                "seconds": (ended or time.monotonic()) - pending.begun,
             }
             memory = self.device.memory_peak() or self.device.resident()
             self.meters.step(pending.step, row, pending.samples * length, memory)

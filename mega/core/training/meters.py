@@ -10,7 +10,6 @@ import contextlib
 import json
 import os
 import sys
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -42,13 +41,17 @@ class Meters:
         self._rows = _open_rows(Path(options.metrics), start)
         self._board = _board(options.tensorboard_dir)
         self._bar = _bar(start, steps) if options.progress and sys.stderr.isatty() else None
-        self._begun = time.monotonic()
-        self._since = (start, self._begun, 0)
-        self._tokens = 0
+        self._steps = self._tokens = 0
+        self._seconds = 0.0
+        """Steps, tokens and seconds since the last line."""
 
     def step(self, step: int, row: Mapping[str, Any], tokens: int, memory: int) -> None:
         """Take one step's numbers; every `log_interval` steps, and at the last, say a line."""
-        self._tokens += tokens
+        self._steps, self._tokens, self._seconds = (
+            self._steps + 1,
+            self._tokens + tokens,
+            self._seconds + row["seconds"],
+        )
         self._write({"step": step, **row})
         if self._board is not None and step % self.options.tensorboard_interval == 0:
             for name, value in row.items():
@@ -60,11 +63,9 @@ class Meters:
             self.say(self._line(step, row, memory))
 
     def _line(self, step: int, row: Mapping[str, Any], memory: int) -> str:
-        first, since, tokens = self._since
-        now = time.monotonic()
-        seconds, count = max(now - since, 1e-9), max(step - first, 1)
-        self._since = (step, now, self._tokens)
-        rate = (self._tokens - tokens) / seconds / self.devices
+        seconds, count = max(self._seconds, 1e-9), self._steps
+        rate = self._tokens / seconds / self.devices
+        self._steps, self._tokens, self._seconds = 0, 0, 0.0
         tflops = rate * self.flops_per_token / 1e12
         usage = f"{100 * tflops / self.peak:.1f}%" if self.peak else "n/a"
         self._write({"step": step, "tokens_per_second_per_device": rate, "tflops_per_device": tflops, "memory": memory})
