@@ -17,6 +17,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from mega import COMPLETE_VARIABLE, __version__
 from mega.core.config.world import is_first_rank
 
 VERBS = {
@@ -35,9 +36,6 @@ VERBS = {
     "doctor": "Say what works on this machine, and why the rest does not",
     "completions": "Write the shell completions",
 }
-
-COMPLETE_VARIABLE = "_MEGA_COMPLETE"
-"""Environment variable by which a shell asks for completions instead of a run."""
 
 
 def _module(verb: str) -> str:
@@ -92,8 +90,6 @@ app = typer.Typer(
 
 def _version(asked: bool) -> None:
     if asked:
-        from mega import __version__
-
         print(f"mega {__version__}")
         raise typer.Exit()
 

@@ -10,14 +10,14 @@ from typing import Annotated
 
 import typer
 
+from mega import COMPLETE_VARIABLE
+
 SHELLS = ("bash", "zsh", "fish")
 
 
 def script(shell: str) -> str:
     """The completion file of a shell."""
     from typer.completion import get_completion_script
-
-    from mega.cli import COMPLETE_VARIABLE
 
     text = get_completion_script(prog_name="mega", complete_var=COMPLETE_VARIABLE, shell=shell)
     return text.strip() + "\n"
