@@ -7,6 +7,7 @@ rank: `heads` below are this rank's, tokens are ours between regions under seque
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -14,16 +15,27 @@ from torch import nn
 from mega.core.config.sections import ModelConfig
 from mega.core.inventory import Tensor
 from mega.core.model.flow import Flow
-from mega.core.ops.activation import activate
-from mega.core.ops.attention import attention
-from mega.core.ops.norm import layer_norm, rms_norm
 from mega.core.ops.rotary import rotate
+from mega.core.ops.sink import with_recipe
 from mega.core.parallel.linear import ColumnLinear, RowLinear
 from mega.core.parallel.mesh import Axis
-from mega.core.parallel.weight import Maker
+from mega.core.parallel.weight import Maker, Weight
 
 Tensors = Mapping[str, Tensor]
 """The block's inventory by names relative to the block."""
+
+
+class Stream(NamedTuple):
+    """The residual stream [tokens, h] and the branch that is still to be added, so that the next norm adds it."""
+
+    x: torch.Tensor
+    branch: torch.Tensor | None = None
+    bias: Weight | None = None
+
+    def sum(self) -> torch.Tensor:
+        if self.branch is None:
+            return self.x
+        return self.x + (self.branch if self.bias is None else self.branch + self.bias)
 
 
 class Norm(nn.Module):
@@ -34,12 +46,16 @@ class Norm(nn.Module):
         self.weight = make(tensors[f"{name}.weight"])
         self.bias = make(tensors[f"{name}.bias"]) if f"{name}.bias" in tensors else None
         self.eps, self.offset = model.norm_eps, model.norm_offset
+        self.ops, self.again = make.ops, make.again
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, stream: Stream) -> tuple[torch.Tensor, torch.Tensor]:
+        """The stream with its branch added, and its norm."""
         weight = self.weight + 1 if self.offset else self.weight
-        if self.bias is not None:
-            return layer_norm(x, weight, self.bias, self.eps)
-        return rms_norm(x, weight, self.eps)
+        x, normed = self.ops.add_norm(*stream, weight, self.bias, self.eps)
+        if self.again:
+            forget = (x.detach(), None, None, weight.detach(), self.bias, self.eps)
+            with_recipe(normed, lambda: self.ops.add_norm(*forget)[1])
+        return x, normed
 
 
 def biases(tensors: Tensors, *names: str) -> list[Tensor]:
@@ -57,6 +73,7 @@ class Attention(nn.Module):
         self.first_head = tp.index * self.heads
         self.dropout = model.attention_dropout
         names = [f"self_attn.{one}_proj" for one in "qkv"]
+        self.ops = make.ops
         self.qkv = ColumnLinear(
             make, [tensors[f"{name}.weight"] for name in names], biases(tensors, *names), tp, sequence
         )
@@ -66,19 +83,19 @@ class Attention(nn.Module):
         self.out = RowLinear(make, tensors[f"{out}.weight"], tensors.get(f"{out}.bias"), tp, sequence)
 
     def forward(self, x: torch.Tensor, flow: Flow) -> torch.Tensor:
-        fused = self.qkv(x).view(flow.rows * flow.columns, -1, self.width)
-        q, k, v = fused.split([self.heads, self.kv_heads, self.kv_heads], dim=1)
+        """x [tokens, h] -> [tokens, h], to which the bias of `out` is still to be added."""
+        normed = self.q_norm is not None
+        q, k, v = self.ops.split_heads(self.qkv(x), self.heads, self.kv_heads, None if normed else flow.rotary)
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        if flow.rotary is not None:
-            q, k = rotate(q, *flow.rotary), rotate(k, *flow.rotary)
-        mixed = attention(
+            q, k = self.q_norm(Stream(q))[1], self.k_norm(Stream(k))[1]
+            if flow.rotary is not None:
+                q, k = rotate(q, *flow.rotary), rotate(k, *flow.rotary)
+        mixed = self.ops.attention(
             *(t.unflatten(0, (flow.rows, flow.columns)) for t in (q, k, v)),
-            documents=flow.documents,
-            drop=flow.attention_drop(self.dropout, self.layer, self.first_head, self.heads),
-            plain=flow.plain,
+            flow.documents,
+            flow.attention_drop(self.dropout, self.layer, self.first_head, self.heads),
         )
-        return self.out(mixed.reshape(flow.rows * flow.columns, -1))
+        return self.out.product(mixed.reshape(flow.rows * flow.columns, -1))
 
 
 class FeedForward(nn.Module):
@@ -86,7 +103,7 @@ class FeedForward(nn.Module):
 
     def __init__(self, make: Maker, model: ModelConfig, tensors: Tensors, tp: Axis, sequence: bool):
         super().__init__()
-        self.activation = model.activation
+        self.activation, self.ops, self.again = model.activation, make.ops, make.again
         names = ["mlp.gate_proj", "mlp.up_proj"] if model.activation == "swiglu" else ["mlp.up_proj"]
         self.up = ColumnLinear(
             make, [tensors[f"{name}.weight"] for name in names], biases(tensors, *names), tp, sequence
@@ -95,7 +112,13 @@ class FeedForward(nn.Module):
         self.down = RowLinear(make, tensors[f"{down}.weight"], tensors.get(f"{down}.bias"), tp, sequence)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(activate(self.up(x), self.activation))
+        """x [tokens, h] -> [tokens, h], to which the bias of `down` is still to be added."""
+        wide, bias = self.up.product(x), self.up.bias
+        active = self.ops.activate(wide, bias, self.activation)
+        if self.again:
+            forget = wide.detach()
+            with_recipe(active, lambda: self.ops.activate(forget, bias, self.activation))
+        return self.down.product(active)
 
 
 class Block(nn.Module):
@@ -110,10 +133,17 @@ class Block(nn.Module):
         self.feed_forward_norm = Norm(make, model, tensors, "post_attention_layernorm")
         self.feed_forward = FeedForward(make, model, tensors, tp, sequence)
 
-    def forward(self, x: torch.Tensor, flow: Flow) -> torch.Tensor:
-        normed = self.attention_norm(x)
-        branch = flow.drop(self.attention(normed, flow), self.dropout, self.layer, "attention_out")
-        x = (normed if self.post_norm_residual else x) + branch
-        normed = self.feed_forward_norm(x)
-        branch = flow.drop(self.feed_forward(normed), self.dropout, self.layer, "feed_forward_out")
-        return (normed if self.post_norm_residual else x) + branch
+    def forward(self, stream: Stream, flow: Flow) -> Stream:
+        x, normed = self.attention_norm(stream)
+        branch = self._branch(self.attention(normed, flow), self.attention.out, flow, "attention_out")
+        x, normed = self.feed_forward_norm(Stream(normed if self.post_norm_residual else x, *branch))
+        branch = self._branch(self.feed_forward(normed), self.feed_forward.down, flow, "feed_forward_out")
+        return Stream(normed if self.post_norm_residual else x, *branch)
+
+    def _branch(
+        self, product: torch.Tensor, linear: RowLinear, flow: Flow, site: str
+    ) -> tuple[torch.Tensor, Weight | None]:
+        """A branch and its bias; dropout acts on both together."""
+        if not flow.drops(self.dropout):
+            return product, linear.bias
+        return flow.drop(linear.biased(product), self.dropout, self.layer, site), None

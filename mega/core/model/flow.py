@@ -30,7 +30,9 @@ class Flow:
     keys: torch.Tensor | None
     tp: Axis
     sequence: bool
-    plain: bool
+
+    def drops(self, probability: float) -> bool:
+        return self.keys is not None and probability > 0
 
     def drop(self, x: torch.Tensor, probability: float, layer: int, site: str) -> torch.Tensor:
         """Dropout of the residual stream: x [tokens, h], or our tokens of it under sequence."""
@@ -62,7 +64,6 @@ def flow(
     sequence: bool,
     dropout_seed: int | None,
     dtype: torch.dtype,
-    plain: bool = False,
 ) -> Flow:
     """What `batch` means to the blocks; dropout_seed None switches dropout off."""
     rows, columns = batch.tokens.shape
@@ -76,4 +77,4 @@ def flow(
         assert model.head_dim is not None
         width = int(model.head_dim * model.rope_fraction)
         rotary = rotary_table(batch.positions.flatten(), width, model.rope_base, model.rope_interpolation, dtype)
-    return Flow(rows, columns, batch.documents, rotary, keys, tp, sequence and tp.size > 1, plain)
+    return Flow(rows, columns, batch.documents, rotary, keys, tp, sequence and tp.size > 1)

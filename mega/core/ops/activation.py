@@ -6,8 +6,10 @@ import torch
 from torch.nn import functional as F
 
 
-def activate(x: torch.Tensor, kind: str) -> torch.Tensor:
-    """gelu (erf), gelu_tanh, relu2 (squared ReLU) or swiglu (silu(gate) x up; Shazeer 2020)."""
+def activate(x: torch.Tensor, bias: torch.Tensor | None, kind: str) -> torch.Tensor:
+    """gelu (erf), gelu_tanh, relu2 (squared ReLU) or swiglu (silu(gate) x up; Shazeer 2020) of x + bias."""
+    if bias is not None:
+        x = x + bias
     if kind == "gelu_tanh":
         return F.gelu(x, approximate="tanh")
     if kind == "gelu":

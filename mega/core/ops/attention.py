@@ -10,53 +10,51 @@ import math
 
 import torch
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from mega.core.ops.dropout import dropout
 from mega.core.ops.norm import accurate
 
+BACKENDS = [
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+]
+"""torch's kernels, fastest first as measured on H200 (docs/performance.md)."""
 
-def attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    documents: torch.Tensor | None = None,
-    drop: tuple[torch.Tensor, torch.Tensor, float] | None = None,
-    plain: bool = False,
+
+Drop = tuple[torch.Tensor, torch.Tensor, float]
+"""Keys [b, 1, s, 1], elements [heads, 1, s] and probability of the attention weights' dropout."""
+
+
+def fused(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: torch.Tensor | None = None, drop: Drop | None = None
 ) -> torch.Tensor:
-    """q [b, s, heads, d], k and v [b, s, kv_heads, d] -> [b, s, heads, d], causal.
-
-    documents: int64 [b, s]; tokens attend only within their document. drop: (keys [b, 1, s, 1],
-    elements [heads, 1, s], probability) of the attention weights' dropout. Query head i reads key/value head
-    i // (heads / kv_heads).
-    """
-    if plain or drop is not None:
-        return _plain(q, k, v, documents, drop)
+    """`plain` by torch's fused kernels: cuDNN's where it takes the shape, then flash, then what else there is."""
+    if drop is not None:
+        return plain(q, k, v, documents, drop)
     mask = None if documents is None else _visible(documents, q.shape[1])
-    out = F.scaled_dot_product_attention(
-        q.transpose(1, 2),
-        k.transpose(1, 2),
-        v.transpose(1, 2),
-        attn_mask=mask,
-        is_causal=mask is None,
-        enable_gqa=q.shape[2] != k.shape[2],
-    )
+    with sdpa_kernel(BACKENDS, set_priority=True):
+        out = F.scaled_dot_product_attention(
+            q.transpose(1, 2),
+            k.transpose(1, 2),
+            v.transpose(1, 2),
+            attn_mask=mask,
+            is_causal=mask is None,
+            enable_gqa=q.shape[2] != k.shape[2],
+        )
     return out.transpose(1, 2)
 
 
-def _visible(documents: torch.Tensor, length: int) -> torch.Tensor:
-    """bool [b, 1, s, s], True where a query may look."""
-    causal = torch.ones(length, length, dtype=torch.bool, device=documents.device).tril()
-    return (documents[:, None, :, None] == documents[:, None, None, :]) & causal
-
-
-def _plain(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    documents: torch.Tensor | None,
-    drop: tuple[torch.Tensor, torch.Tensor, float] | None,
+def plain(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: torch.Tensor | None = None, drop: Drop | None = None
 ) -> torch.Tensor:
+    """q [b, s, heads, d], k and v [b, s, kv_heads, d] -> [b, s, heads, d], causal.
+
+    documents: int64 [b, s]; tokens attend only within their document. Query head i reads key/value head
+    i // (heads / kv_heads).
+    """
     length, groups = q.shape[1], q.shape[2] // k.shape[2]
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     if groups > 1:
@@ -69,3 +67,9 @@ def _plain(
     if drop is not None:
         weights = dropout(weights, *drop)
     return (weights @ v).transpose(1, 2)
+
+
+def _visible(documents: torch.Tensor, length: int) -> torch.Tensor:
+    """bool [b, 1, s, s], True where a query may look."""
+    causal = torch.ones(length, length, dtype=torch.bool, device=documents.device).tril()
+    return (documents[:, None, :, None] == documents[:, None, None, :]) & causal

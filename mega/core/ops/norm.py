@@ -22,3 +22,22 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     wide = x.to(accurate(x.dtype))
     scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return (wide * scale).to(x.dtype) * weight
+
+
+def add_norm(
+    x: torch.Tensor,
+    branch: torch.Tensor | None,
+    branch_bias: torch.Tensor | None,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The residual stream x [tokens, h] after its pending branch, and its norm: RMSNorm where there is no bias.
+
+    >>> x, normed = add_norm(torch.ones(1, 2), torch.ones(1, 2), None, torch.ones(2), None, 0.0)
+    >>> x.tolist(), normed.tolist()
+    ([[2.0, 2.0]], [[1.0, 1.0]])
+    """
+    if branch is not None:
+        x = x + (branch if branch_bias is None else branch + branch_bias)
+    return x, rms_norm(x, weight, eps) if bias is None else layer_norm(x, weight, bias, eps)

@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from mega.core.inventory import Tensor
+from mega.core.ops.sink import keep, kept
 from mega.core.parallel.collectives import all_gather, all_reduce, leave_region, start_all_gather, start_reduce_scatter
 from mega.core.parallel.mesh import Axis
 from mega.core.parallel.weight import Maker, Weight
@@ -25,14 +26,18 @@ class _ColumnProduct(torch.autograd.Function):
     """x [tokens or our tokens, in] -> [tokens, out of this rank]."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: Weight, axis: Axis, sequence: bool) -> torch.Tensor:
-        ctx.save_for_backward(x)
-        ctx.weight, ctx.axis, ctx.sequence = weight, axis, sequence
-        return F.linear(all_gather(x, axis) if sequence else x, weight)
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: Weight, bias: Weight | None, axis: Axis, sequence: bool
+    ) -> torch.Tensor:
+        keep(ctx, x)
+        ctx.weight, ctx.bias, ctx.axis, ctx.sequence = weight, bias, axis, sequence
+        return F.linear(all_gather(x, axis) if sequence else x, weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None]:
-        (x,) = ctx.saved_tensors
+    def backward(
+        ctx: Any, grad: torch.Tensor
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, None, None]:
+        x = kept(ctx)
         weight, axis, sequence = ctx.weight, ctx.axis, ctx.sequence
         # 1 ask for the whole input again while the input's gradient is computed
         whole, gathered = start_all_gather(x, axis) if sequence else (x, None)
@@ -45,8 +50,9 @@ class _ColumnProduct(torch.autograd.Function):
         if gathered is not None:
             gathered.wait()
         grad_weight = weight.add_product(grad, whole)
+        grad_bias = None if ctx.bias is None else ctx.bias.take(weight.ops.column_sums(grad))
         summed.wait()
-        return grad_x, grad_weight, None, None
+        return grad_x, grad_weight, grad_bias, None, None
 
 
 class _Product(torch.autograd.Function):
@@ -54,23 +60,28 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: Weight) -> torch.Tensor:
-        ctx.save_for_backward(x)
+        keep(ctx, x)
         ctx.weight = weight
         return F.linear(x, weight)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        (x,) = ctx.saved_tensors
-        return grad @ ctx.weight, ctx.weight.add_product(grad, x)
+        grad_x = grad @ ctx.weight
+        return grad_x, ctx.weight.add_product(grad, kept(ctx))
 
 
-def column_product(x: torch.Tensor, weight: Weight, axis: Axis, sequence: bool) -> torch.Tensor:
+def column_product(
+    x: torch.Tensor, weight: Weight, axis: Axis, sequence: bool, bias: Weight | None = None
+) -> torch.Tensor:
     """Enter the region and multiply: x [tokens, in] (our tokens under sequence) -> [tokens, rows of weight]."""
-    return _ColumnProduct.apply(x, weight, axis, sequence and axis.size > 1)  # type: ignore[no-any-return, no-untyped-call]
+    return _ColumnProduct.apply(x, weight, bias, axis, sequence and axis.size > 1)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class ColumnLinear(nn.Module):
-    """Outputs cut over the axis; several logical tensors may be stacked (query, key, value)."""
+    """Outputs cut over the axis; several logical tensors may be stacked (query, key, value).
+
+    `product` leaves the bias to the op behind, which can add it in passing.
+    """
 
     def __init__(self, make: Maker, weight: list[Tensor], bias: list[Tensor], axis: Axis, sequence: bool):
         super().__init__()
@@ -79,12 +90,14 @@ class ColumnLinear(nn.Module):
         self.axis, self.sequence = axis, sequence
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = column_product(x, self.weight, self.axis, self.sequence)
-        return y if self.bias is None else y + self.bias
+        return column_product(x, self.weight, self.axis, self.sequence, self.bias)
+
+    def product(self, x: torch.Tensor) -> torch.Tensor:
+        return column_product(x, self.weight, self.axis, self.sequence)
 
 
 class RowLinear(nn.Module):
-    """Inputs cut over the axis; the bias is added once, after the sum."""
+    """Inputs cut over the axis; the bias is to be added once, after the sum: `product` leaves it to the op behind."""
 
     def __init__(self, make: Maker, weight: Tensor, bias: Tensor | None, axis: Axis, sequence: bool):
         super().__init__()
@@ -93,5 +106,10 @@ class RowLinear(nn.Module):
         self.axis, self.sequence = axis, sequence
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = leave_region(_Product.apply(x, self.weight), self.axis, self.sequence)  # type: ignore[no-untyped-call]
-        return y if self.bias is None else y + self.bias
+        return self.biased(self.product(x))
+
+    def biased(self, product: torch.Tensor) -> torch.Tensor:
+        return product if self.bias is None else product + self.bias
+
+    def product(self, x: torch.Tensor) -> torch.Tensor:
+        return leave_region(_Product.apply(x, self.weight), self.axis, self.sequence)  # type: ignore[no-untyped-call]

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from mega.core.inventory import Tensor
-from mega.core.ops.norm import accurate
 from mega.core.parallel.collectives import all_reduce, leave_region
 from mega.core.parallel.linear import column_product
 from mega.core.parallel.mesh import Axis
@@ -21,21 +20,31 @@ from mega.core.parallel.weight import Maker, Weight
 
 
 class _LookUp(torch.autograd.Function):
-    """ids [tokens] -> rows [tokens, h]; zeros for ids of other ranks."""
+    """ids [tokens] -> rows [tokens, h]; zeros for ids of other ranks. `first` is None where there are none."""
 
     @staticmethod
-    def forward(ctx: Any, ids: torch.Tensor, weight: Weight, first: int) -> torch.Tensor:
+    def forward(ctx: Any, ids: torch.Tensor, weight: Weight, first: int | None) -> torch.Tensor:
+        ctx.weight = weight
+        if first is None:
+            ctx.save_for_backward(ids, None)
+            return weight.detach()[ids]
         local = ids - first
         ours = (local >= 0) & (local < weight.shape[0])
         local = local.masked_fill(~ours, 0)
         ctx.save_for_backward(local, ours)
-        ctx.weight = weight
         return weight.detach()[local].masked_fill(~ours[:, None], 0)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor | None, None]:
         local, ours = ctx.saved_tensors
-        return None, ctx.weight.add_rows(local, grad.masked_fill(~ours[:, None], 0)), None
+        if ours is not None:
+            grad = grad.masked_fill(~ours[:, None], 0)
+        return None, ctx.weight.add_rows(local, grad), None
+
+
+def look_up(ids: torch.Tensor, weight: Weight) -> torch.Tensor:
+    """Rows [tokens, h] of a table that every rank holds whole."""
+    return _LookUp.apply(ids, weight, None)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class VocabEmbedding(nn.Module):
@@ -47,7 +56,8 @@ class VocabEmbedding(nn.Module):
         self.axis, self.sequence = axis, sequence
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        rows = _LookUp.apply(ids, self.weight, self.axis.index * self.weight.shape[0])  # type: ignore[no-untyped-call]
+        first = self.axis.index * self.weight.shape[0] if self.axis.size > 1 else None
+        rows = _LookUp.apply(ids, self.weight, first)  # type: ignore[no-untyped-call]
         return leave_region(rows, self.axis, self.sequence)
 
 
@@ -62,38 +72,36 @@ def logits(x: torch.Tensor, weight: Weight, axis: Axis, sequence: bool) -> torch
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Numbered phases: 1 subtract the largest logit of all ranks; 2 pick the label's logit where it lives;
-    3 sum the exponentials of all ranks. Backward: softmax minus one at the label."""
+    """Numbered phases: 1 largest logit, sum of exponentials and label's logit of our columns; 2 the largest of all
+    ranks, and the sums brought to it; 3 add both over ranks. Backward: softmax minus one at the label."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, labels: torch.Tensor, axis: Axis) -> torch.Tensor:
-        wide = x.to(accurate(x.dtype))
+    def forward(ctx: Any, x: torch.Tensor, labels: torch.Tensor, weight: Weight, axis: Axis) -> torch.Tensor:
+        ctx.ops, ctx.real = weight.ops, weight.slots[0].shard.size[0]
         # 1
-        largest = wide.amax(-1)
-        all_reduce(largest, axis, "max")
-        shifted = wide - largest[:, None]
-        # 2
         local = labels - axis.index * x.shape[1]
-        ours = (local >= 0) & (local < x.shape[1])
-        local = local.masked_fill(~ours, 0)
-        target = shifted.gather(1, local[:, None]).squeeze(1).masked_fill(~ours, 0)
-        all_reduce(target, axis)
-        # 3
-        softmax = shifted.exp_()
-        total = softmax.sum(-1)
-        all_reduce(total, axis)
-        softmax.div_(total[:, None])
-        ctx.save_for_backward(softmax, local, ours)
-        ctx.dtype = x.dtype
-        return total.log() - target
+        largest, total, target = ctx.ops.softmax_parts(x, local, ctx.real)
+        # 2
+        if axis.size > 1:
+            ours = largest.clone()
+            all_reduce(largest, axis, "max")
+            # 3
+            sums = torch.stack([total * (ours - largest).exp(), target])
+            all_reduce(sums, axis)
+            total, target = sums
+        log_total = total.log() + largest
+        ctx.save_for_backward(x, local, log_total)
+        return log_total - target
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        softmax, local, ours = ctx.saved_tensors
-        out = softmax.scatter_add(1, local[:, None], -ours.to(softmax.dtype)[:, None])
-        return (out * grad[:, None]).to(ctx.dtype), None, None
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        x, local, log_total = ctx.saved_tensors
+        return ctx.ops.softmax_gradient(x, local, log_total, grad, ctx.real), None, None, None
 
 
-def cross_entropy(x: torch.Tensor, labels: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """Negative log-likelihood [tokens] in max(fp32, dtype): x [tokens, ids of this rank], labels int64 [tokens]."""
-    return _CrossEntropy.apply(x, labels, axis)  # type: ignore[no-any-return, no-untyped-call]
+def cross_entropy(x: torch.Tensor, labels: torch.Tensor, weight: Weight, axis: Axis, sequence: bool) -> torch.Tensor:
+    """Negative log-likelihood [tokens] in max(fp32, dtype) under the head `weight`, for the labels int64 [tokens].
+
+    x [tokens, h], our tokens under sequence.
+    """
+    return _CrossEntropy.apply(column_product(x, weight, axis, sequence), labels, weight, axis)  # type: ignore[no-any-return, no-untyped-call]

@@ -15,6 +15,7 @@ from torch import nn
 
 from mega.core.inventory import Tensor
 from mega.core.ops.counter import key, normal_
+from mega.core.ops.suite import REFERENCE, Ops
 from mega.core.shard import Shard, shard
 
 
@@ -40,13 +41,14 @@ class Weight(nn.Parameter):
     """
 
     slots: tuple[Slot, ...]
+    ops: Ops
     uses: int
     sink: torch.Tensor | None
     on_arrival: Callable[[Weight], None] | None
 
-    def __new__(cls, data: torch.Tensor, slots: tuple[Slot, ...]) -> Self:
+    def __new__(cls, data: torch.Tensor, slots: tuple[Slot, ...], ops: Ops = REFERENCE) -> Self:
         weight = super().__new__(cls, data, requires_grad=True)
-        weight.slots, weight.uses = slots, 1
+        weight.slots, weight.ops, weight.uses = slots, ops, 1
         weight.sink = weight.on_arrival = None
         return weight
 
@@ -54,10 +56,15 @@ class Weight(nn.Parameter):
         """The gradient of y = x W^T: grad [n, out], x [n, in]. Into the sink, or returned where there is none."""
         if self.sink is None:
             return grad.t() @ x
-        if self.sink.dtype == grad.dtype:
-            self.sink.addmm_(grad.t(), x)
-        else:
-            self.sink.add_(grad.t() @ x)
+        self.ops.add_product(self.sink, grad, x)
+        self.arrived()
+        return None
+
+    def take(self, grad: torch.Tensor) -> torch.Tensor | None:
+        """A whole gradient in any precision. Into the sink, or returned in our dtype where there is none."""
+        if self.sink is None:
+            return grad.to(self.dtype)
+        self.sink.add_(grad)
         self.arrived()
         return None
 
@@ -77,11 +84,17 @@ class Weight(nn.Parameter):
 
 @dataclass(frozen=True)
 class Maker:
-    """Makes the weights of one rank: `coordinates` as in `shard`, memory on `device`, values not set."""
+    """Makes the weights of one rank: `coordinates` as in `shard`, memory on `device`, values not set.
+
+    ops: what the layers that hold the weights compute with. again: norms and activations are computed again in the
+    backward pass, not kept.
+    """
 
     coordinates: Mapping[str, tuple[int, int]]
     dtype: torch.dtype
     device: torch.device
+    ops: Ops = REFERENCE
+    again: bool = False
 
     def __call__(self, *tensors: Tensor) -> Weight:
         """One parameter that holds these tensors one behind the other along dim 0."""
@@ -91,7 +104,7 @@ class Maker:
             slots.append(Slot(block, offset))
             offset += block.local[0]
         shape = (offset, *slots[0].shard.local[1:])
-        return Weight(torch.empty(shape, dtype=self.dtype, device=self.device), tuple(slots))
+        return Weight(torch.empty(shape, dtype=self.dtype, device=self.device), tuple(slots), self.ops)
 
 
 def weights(module: nn.Module) -> Iterator[Weight]:

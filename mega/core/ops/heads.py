@@ -1,0 +1,23 @@
+"""From the fused product of query, key and value to heads that know their positions."""
+
+from __future__ import annotations
+
+import torch
+
+from mega.core.ops.rotary import rotate
+
+Rotary = tuple[torch.Tensor, torch.Tensor]
+"""cos and sin, each [tokens, R / 2]."""
+
+
+def split_heads(
+    fused: torch.Tensor, heads: int, kv_heads: int, rotary: Rotary | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """fused [tokens, (heads + 2 kv_heads) d] -> q [tokens, heads, d], k and v [tokens, kv_heads, d]; q and k turned.
+
+    `fused` belongs to this op from here on: a fast implementation turns it in place.
+    """
+    q, k, v = fused.unflatten(1, (heads + 2 * kv_heads, -1)).split([heads, kv_heads, kv_heads], dim=1)
+    if rotary is not None:
+        q, k = rotate(q, *rotary), rotate(k, *rotary)
+    return q, k, v

@@ -1,0 +1,44 @@
+"""Small conventions between ops and those who call them: where a weight's gradient goes, what is computed again.
+
+A weight may have a method `take(gradient)` that adds to a store of its own and returns None; an op hands its weights'
+gradients over in full precision and lets the weight decide. A tensor may carry a recipe: whoever would keep the tensor
+for the backward pass may keep the recipe instead and compute the tensor again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+Recipe = Callable[[], torch.Tensor]
+
+
+def deliver(weight: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor | None:
+    """Hand `gradient` to a weight that takes it; otherwise return it for autograd."""
+    take = getattr(weight, "take", None)
+    return gradient.to(weight.dtype) if take is None else take(gradient)
+
+
+def with_recipe(x: torch.Tensor, recipe: Recipe) -> torch.Tensor:
+    """`x`, which may be forgotten because `recipe()` gives it again."""
+    x.recipe = recipe  # type: ignore[attr-defined]
+    return x
+
+
+def keep(ctx: Any, x: torch.Tensor) -> None:
+    """In a forward: keep `x`, or how to get it, for `kept`."""
+    ctx.recipe = getattr(x, "recipe", None)
+    ctx.save_for_backward(*(() if ctx.recipe else (x,)))
+
+
+def kept(ctx: Any) -> torch.Tensor:
+    """In the backward: the tensor that `keep` was given. Call it once."""
+    recipe: Recipe | None = ctx.recipe
+    if recipe is None:
+        (x,) = ctx.saved_tensors
+        return x  # type: ignore[no-any-return]
+    ctx.recipe = None  # what the recipe holds is freed with it
+    with torch.no_grad():
+        return recipe()

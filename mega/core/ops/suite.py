@@ -1,0 +1,80 @@
+"""Which implementation of each op a run uses: chosen once for a device and dtype, then handed to the layers.
+
+REFERENCE   plain torch, any device and dtype; what every other implementation is tested against
+on a CPU    torch's fused attention, else the reference
+on CUDA     our Triton kernels, cuDNN's attention where it takes the shape, products that add into fp32
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from mega.core.ops import activation, attention, cross_entropy, heads, norm
+
+
+def column_sums(x: torch.Tensor) -> torch.Tensor:
+    """x [n, f] -> [f], in max(fp32, dtype)."""
+    return x.sum(0, dtype=norm.accurate(x.dtype))
+
+
+def add_product(sink: torch.Tensor, grad: torch.Tensor, x: torch.Tensor) -> None:
+    """sink [out, in] += grad [n, out]^T x [n, in]."""
+    if sink.dtype == grad.dtype:
+        sink.addmm_(grad.t(), x)
+    else:
+        sink.add_(grad.t() @ x)
+
+
+def add_product_wide(sink: torch.Tensor, grad: torch.Tensor, x: torch.Tensor) -> None:
+    """The same, with a 16-bit product accumulated straight into an fp32 sink (CUDA)."""
+    if sink.dtype != torch.float32 or grad.element_size() != 2:
+        return add_product(sink, grad, x)
+    torch.ops.aten.addmm.dtype_out(sink, grad.t(), x, torch.float32, out=sink)
+
+
+@dataclass(frozen=True)
+class Ops:
+    """One implementation of each op; signatures and shapes are those of the references.
+
+    adamw: the optimizer's whole pass on the device, or None for the rule's own steps. name: what `mega doctor` says.
+    """
+
+    name: str = "reference"
+    reason: str = "plain torch"
+    add_norm: Callable[..., tuple[torch.Tensor, torch.Tensor]] = norm.add_norm
+    activate: Callable[..., torch.Tensor] = activation.activate
+    split_heads: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = heads.split_heads
+    attention: Callable[..., torch.Tensor] = attention.plain
+    softmax_parts: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = cross_entropy.softmax_parts
+    softmax_gradient: Callable[..., torch.Tensor] = cross_entropy.softmax_gradient
+    column_sums: Callable[[torch.Tensor], torch.Tensor] = column_sums
+    add_product: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None] = add_product
+    adamw: Callable[..., None] | None = None
+
+
+REFERENCE = Ops()
+
+
+def choose(device: torch.device, dtype: torch.dtype, *, reference: bool = False) -> Ops:
+    """The fastest implementations for a device and a compute dtype; `reason` says why these."""
+    if reference:
+        return replace(REFERENCE, reason="asked for by --ops reference")
+    plain = replace(REFERENCE, name="torch", attention=attention.fused)
+    if device.type != "cuda":
+        return replace(plain, reason="no CUDA device")
+    if dtype == torch.float64:
+        return replace(plain, reason="the kernels compute in fp32, this run in fp64")
+    if importlib.util.find_spec("triton") is None:
+        return replace(plain, reason="triton is absent", add_product=add_product_wide)
+    return replace(plain, name="triton", reason="CUDA device", add_product=add_product_wide, **_kernels())
+
+
+def _kernels() -> dict[str, Any]:
+    from mega.core.ops import kernels
+
+    return kernels.table()
