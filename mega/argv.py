@@ -154,7 +154,8 @@ def _look_up(typed: str, known: Mapping[str, Meaning]) -> tuple[str, Meaning]:
     if exact:
         return exact[0], known[exact[0]]
     if not found:
-        raise ValueError(f"{typed}: is no option{nearest(typed, known)}; --help-all lists all")
+        valid = [name for name, meaning in known.items() if isinstance(meaning, Sets)]
+        raise ValueError(f"{typed}: is no option{nearest(typed, valid)}; --help-all lists all")
     first = next(iter(found))
     if any(meaning != found[first] for meaning in found.values()):
         raise ValueError(f"{typed}: is short for several flags: {', '.join(sorted(found))}")

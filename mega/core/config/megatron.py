@@ -96,6 +96,62 @@ _MOE = "mixtures of experts are not built yet"
 _FP8 = "fp8 is not built yet; valid --dtype: fp32, bf16, fp64"
 _PROFILE = "marking steps for a profiler is not built yet"
 
+_RETRO = (
+    "--retro-add-retriever",
+    "--retro-workdir",
+    "--retro-cyclic-train-iters",
+    "--retro-encoder-layers",
+    "--retro-encoder-hidden-dropout",
+    "--retro-encoder-attention-dropout",
+    "--retro-num-neighbors",
+    "--retro-num-retrieved-chunks",
+    "--retro-return-doc-ids",
+)
+_RETRIEVAL = (
+    "--ict-head-size",
+    "--ict-load",
+    "--bert-load",
+    "--biencoder-projection-dim",
+    "--biencoder-shared-query-context-model",
+    "--titles-data-path",
+    "--evidence-data-path",
+    "--block-data-path",
+    "--embedding-path",
+    "--query-in-block-prob",
+    "--use-one-sent-docs",
+    "--retriever-seq-length",
+    "--retriever-report-topk-accuracies",
+    "--retriever-score-scaling",
+    "--indexer-batch-size",
+    "--indexer-log-interval",
+    "--sample-rate",
+)
+_VISION = (
+    "--vision-pretraining",
+    "--vision-pretraining-type",
+    "--vision-backbone-type",
+    "--swin-backbone-type",
+    "--num-classes",
+    "--img-h",
+    "--img-w",
+    "--num-channels",
+    "--patch-dim",
+    "--classes-fraction",
+    "--data-per-class-fraction",
+    "--head-lr-mult",
+    "--mask-type",
+    "--mask-factor",
+    "--iter-per-epoch",
+)
+_TASKS = (
+    "--task",
+    "--epochs",
+    "--pretrained-checkpoint",
+    "--overlapping-eval",
+    "--strict-lambada",
+)
+_SERVER = ("--port", "--temperature", "--top_p", "--out-seq-length")
+
 REFUSED: Mapping[str, str] = {
     # spellings that Megatron-LM itself gave up, with their successors
     "--batch-size": "was split in two; use --micro-batch and --global-batch",
@@ -134,7 +190,9 @@ REFUSED: Mapping[str, str] = {
     "--standalone-embedding-stage": "a stage for the embedding alone is not built yet",
     "--use-checkpoint-opt_param-scheduler": "taking the schedule from a checkpoint is not built yet",
     "--model-spec": "layers are chosen by options, not by module names",
-    "--retro-add-retriever": "Retro is not built yet",
-    "--retro-workdir": "Retro is not built yet",
-    "--vision-pretraining": "vision models are not built",
+    **dict.fromkeys(_RETRO, "belongs to Retro, which is not built yet"),
+    **dict.fromkeys(_RETRIEVAL, "belongs to retrieval models, which are not built yet"),
+    **dict.fromkeys(_VISION, "belongs to vision models, which are not built"),
+    **dict.fromkeys(_TASKS, "belongs to a task, not to pretraining; see mega finetune and mega eval"),
+    **dict.fromkeys(_SERVER, "belongs to the server, not to training; see mega serve"),
 }
