@@ -7,9 +7,7 @@ from typing import Annotated
 
 import typer
 
-app = typer.Typer(
-    help="Verify, show, compare and clean up checkpoints.", no_args_is_help=True, add_completion=False
-)
+app = typer.Typer(help="Verify, show, compare and clean up checkpoints.", no_args_is_help=True, add_completion=False)
 
 Directory = Annotated[Path, typer.Argument(help="a run's directory, or one step-NNNNNNN in it")]
 
@@ -49,9 +47,7 @@ def diff(
 @app.command()
 def clean(
     directory: Annotated[Path, typer.Argument(help="a run's directory; nothing may be saving into it")],
-    keep_last: Annotated[
-        int | None, typer.Option(help="remove all but the newest so many checkpoints")
-    ] = None,
+    keep_last: Annotated[int | None, typer.Option(help="remove all but the newest so many checkpoints")] = None,
     keep_every: Annotated[int | None, typer.Option(help="but keep multiples of this many steps")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="only say what would go")] = False,
 ) -> None:

@@ -12,9 +12,7 @@ def run(
     load_dir: Annotated[
         Path, typer.Option("--load-dir", help="Hugging Face or Meta folder, run directory, or step-NNNNNNN")
     ],
-    save_dir: Annotated[
-        Path, typer.Option("--save-dir", help="where to write; a folder, complete or absent")
-    ],
+    save_dir: Annotated[Path, typer.Option("--save-dir", help="where to write; a folder, complete or absent")],
     to: Annotated[
         Literal["mega", "hf", "meta"] | None,
         typer.Option("--to", help="what to write [mega; hf where a checkpoint is read]"),
@@ -26,6 +24,9 @@ def run(
         int, typer.Option("--target-pipeline-parallel-size", "--pp", help="pipeline stages of a checkpoint")
     ] = 1,
     parts: Annotated[int, typer.Option("--parts", help="files of a Meta folder")] = 1,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="run both models on random tokens (Hugging Face only; needs transformers)")
+    ] = False,
 ) -> int:
     """Turn weights into a checkpoint for any layout, or a checkpoint into a folder that others open.
 
@@ -35,4 +36,10 @@ def run(
 
     report = convert(load_dir, save_dir, to, target_tp, target_pp, parts)
     print(f"{report.path}: {report.tensors:,} tensors, {report.elements:,} elements, {report.bytes:,} bytes")
-    return 0
+    if not verify:
+        return 0
+    from mega.core.inference.agreement import BOUND, agreement
+
+    found = agreement(load_dir, save_dir)
+    print(f"largest difference of a logit {found.largest:.3g} (largest logit {found.scale:.3g}, bound {BOUND:g})")
+    return 0 if found.largest <= BOUND else 1

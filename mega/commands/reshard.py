@@ -15,9 +15,7 @@ def run(
     ],
     save_dir: Annotated[Path, typer.Option("--save-dir", help="directory of the new checkpoint")],
     target_tp: Annotated[int, typer.Option("--target-tensor-parallel-size", "--tp", help="tensor ranks")] = 1,
-    target_pp: Annotated[
-        int, typer.Option("--target-pipeline-parallel-size", "--pp", help="pipeline stages")
-    ] = 1,
+    target_pp: Annotated[int, typer.Option("--target-pipeline-parallel-size", "--pp", help="pipeline stages")] = 1,
     model_type: Annotated[
         Literal["GPT"], typer.Option("--model-type", help="accepted; the checkpoint knows it")
     ] = "GPT",

@@ -20,40 +20,8 @@ from mega.core.checkpoint.convert import convert
 from mega.core.checkpoint.huggingface import config_from_model, model_from_config
 from mega.core.checkpoint.pieces import CheckpointError
 from mega.core.checkpoint.store import locate
+from tests.support.hugging_face import FAMILIES, SIZES, hf_folder
 from tests.support.shared import shared
-
-SIZES = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 102,
-    "max_position_embeddings": 64,
-}
-
-FAMILIES: dict[str, dict[str, Any]] = {
-    "llama2": {"model_type": "llama", "num_key_value_heads": 4},
-    "llama3": {"model_type": "llama", "rope_theta": 500000.0},
-    "tied": {"model_type": "llama", "tie_word_embeddings": True},
-    "mistral": {"model_type": "mistral", "head_dim": 16, "sliding_window": None},
-    "qwen2": {"model_type": "qwen2"},
-    "qwen3": {"model_type": "qwen3", "head_dim": 16},
-}
-
-
-def hf_folder(folder: Path, family: str, dtype: torch.dtype = torch.float32, **more: Any) -> Path:
-    """A tiny random model of `family`, written by transformers."""
-    transformers = pytest.importorskip("transformers")
-    values = {"tie_word_embeddings": False, **SIZES, **FAMILIES[family], **more}
-    config = transformers.AutoConfig.for_model(values.pop("model_type"), **values)
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config).to(dtype)
-    for parameter in model.parameters():  # biases and norms are constants at first
-        torch.nn.init.normal_(parameter)
-    model.save_pretrained(folder)
-    (folder / "tokenizer.model").write_bytes(b"pieces")
-    return folder
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -108,9 +76,7 @@ def test_other_forms_of_the_same_weights(tmp_path: Path, form: str) -> None:
     halves = [dict.fromkeys(names[::2]), dict.fromkeys(names[1::2])]
     ending = "bin" if "bin" in form else "safetensors"
     stem = "pytorch_model" if ending == "bin" else "model"
-    files = (
-        [f"{stem}-0000{n}-of-00002.{ending}" for n in (1, 2)] if "sharded" in form else [f"{stem}.{ending}"]
-    )
+    files = [f"{stem}-0000{n}-of-00002.{ending}" for n in (1, 2)] if "sharded" in form else [f"{stem}.{ending}"]
     groups = halves if len(files) == 2 else [dict.fromkeys(names)]
     for file, group in zip(files, groups, strict=True):
         content = {name: state[name].clone() for name in group}
@@ -127,9 +93,7 @@ def test_other_forms_of_the_same_weights(tmp_path: Path, form: str) -> None:
     assert all(torch.equal(state[name], after[name]) for name in state)
 
 
-def test_large_exports_are_cut_into_files_with_an_index(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_large_exports_are_cut_into_files_with_an_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     transformers = pytest.importorskip("transformers")
     source = hf_folder(tmp_path / "hf", "llama2")
     convert(source, tmp_path / "run", None, 1, 1, 1)
@@ -137,8 +101,7 @@ def test_large_exports_are_cut_into_files_with_an_index(
     convert(tmp_path / "run", tmp_path / "back", None, 1, 1, 1)
     assert len(list((tmp_path / "back").glob("model-*.safetensors"))) > 2
     before, after = (
-        transformers.AutoModelForCausalLM.from_pretrained(folder).state_dict()
-        for folder in (source, tmp_path / "back")
+        transformers.AutoModelForCausalLM.from_pretrained(folder).state_dict() for folder in (source, tmp_path / "back")
     )
     assert all(torch.equal(before[name], after[name]) for name in before)
     convert(tmp_path / "back", tmp_path / "again", None, 1, 2, 1)
@@ -162,9 +125,7 @@ def mutations() -> dict[str, Callable[[dict[str, torch.Tensor]], str]]:
         return "lm_head.weight"
 
     def transpose(state: dict[str, torch.Tensor]) -> str:
-        state["model.layers.0.mlp.down_proj.weight"] = state[
-            "model.layers.0.mlp.down_proj.weight"
-        ].T.contiguous()
+        state["model.layers.0.mlp.down_proj.weight"] = state["model.layers.0.mlp.down_proj.weight"].T.contiguous()
         return "model.layers.0.mlp.down_proj.weight"
 
     def retype(state: dict[str, torch.Tensor]) -> str:
@@ -244,9 +205,7 @@ def test_rotary_order_of_the_appendix() -> None:
     assert [row for run in meta.rotary_rows(range(2), 4) for row in run] == [0, 2, 1, 3, 4, 6, 5, 7]
 
 
-@pytest.mark.parametrize(
-    ("hidden", "ffn"), [(4096, 11008), (5120, 13824), (8192, 28672), (4096, 14336), (64, 172)]
-)
+@pytest.mark.parametrize(("hidden", "ffn"), [(4096, 11008), (5120, 13824), (8192, 28672), (4096, 14336), (64, 172)])
 def test_feed_forward_widths(hidden: int, ffn: int) -> None:
     found = meta.feed_forward(hidden, ffn)
     width = int(found.get("ffn_dim_multiplier", 1) * int(8 * hidden / 3))
@@ -274,9 +233,7 @@ def meta_logits(state: dict[str, torch.Tensor], params: dict[str, Any], ids: tor
     width, length = dim // heads, len(ids)
     weights = {name: tensor.double() for name, tensor in state.items()}
     frequencies = 1.0 / params.get("rope_theta", 10000.0) ** (torch.arange(0, width, 2).double() / width)
-    turn = torch.polar(
-        torch.ones(length, width // 2).double(), torch.outer(torch.arange(length).double(), frequencies)
-    )
+    turn = torch.polar(torch.ones(length, width // 2).double(), torch.outer(torch.arange(length).double(), frequencies))
 
     def norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + params["norm_eps"]) * weight
@@ -290,16 +247,10 @@ def meta_logits(state: dict[str, torch.Tensor], params: dict[str, Any], ids: tor
     for layer in range(params["n_layers"]):
         w = {key.removeprefix(f"layers.{layer}."): value for key, value in weights.items()}
         y = norm(x, w["attention_norm.weight"])
-        q, k, v = (
-            (y @ w[f"attention.{name}.weight"].T).view(length, -1, width) for name in ("wq", "wk", "wv")
-        )
+        q, k, v = ((y @ w[f"attention.{name}.weight"].T).view(length, -1, width) for name in ("wq", "wk", "wv"))
         k, v = rotated(k).repeat_interleave(heads // kv_heads, 1), v.repeat_interleave(heads // kv_heads, 1)
         scores = torch.einsum("qhd,khd->hqk", rotated(q), k) / width**0.5 + mask
-        x = (
-            x
-            + torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).reshape(length, -1)
-            @ w["attention.wo.weight"].T
-        )
+        x = x + torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).reshape(length, -1) @ w["attention.wo.weight"].T
         y = norm(x, w["ffn_norm.weight"])
         gate = torch.nn.functional.silu(y @ w["feed_forward.w1.weight"].T)
         x = x + (gate * (y @ w["feed_forward.w3.weight"].T)) @ w["feed_forward.w2.weight"].T

@@ -135,9 +135,7 @@ def test_flat_spans_of_several_ranks(tmp_path: Path, ranks: int) -> None:
 
     def run(rank: int, barrier: Callable[[], None]) -> None:
         mine = [box for box, who in zip(boxes, owner, strict=True) if who == rank]
-        pieces = [
-            Piece("moment1/w", (11, 5), box.start, whole[box.inside(Box((0, 0), (11, 5)))]) for box in mine
-        ]
+        pieces = [Piece("moment1/w", (11, 5), box.start, whole[box.inside(Box((0, 0), (11, 5)))]) for box in mine]
         store.save(1, pieces, {"ranks": ranks}, rank=rank, world=ranks, barrier=barrier)
 
     assert on_ranks(ranks, run) == [None] * ranks
@@ -268,9 +266,7 @@ def damage(directory: Path, kind: str, name: str) -> None:
         shutil.copy(directory.parent / "step-0000005" / name, path)
 
 
-@pytest.mark.parametrize(
-    "kind", ["missing", "truncated", "emptied", "longer", "linked", "pipe", "other step"]
-)
+@pytest.mark.parametrize("kind", ["missing", "truncated", "emptied", "longer", "linked", "pipe", "other step"])
 @pytest.mark.parametrize("name", [rank_file(0), MANIFEST, SEAL, "run.toml"])
 def test_damaged_files_are_passed_over(tmp_path: Path, kind: str, name: str) -> None:
     if kind == "other step" and name == "run.toml":
@@ -408,9 +404,7 @@ def test_killed_while_saving(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
     chance = random.Random(1)
     for _ in range(4):
-        process = subprocess.Popen(
-            [sys.executable, "-c", KILLED, str(tmp_path)], stdout=subprocess.PIPE, text=True
-        )
+        process = subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path)], stdout=subprocess.PIPE, text=True)
         assert process.stdout is not None
         said = int(process.stdout.readline())
         time.sleep(chance.uniform(0, 0.05))
@@ -492,9 +486,7 @@ def test_hostile_manifests(tmp_path: Path) -> None:
     Checkpoint(directory).verify()
 
 
-@pytest.mark.parametrize(
-    "name", ["../x", "/etc/x", "a/b", "", "rank-00000.json", MANIFEST, SEAL, ".x", "a\0"]
-)
+@pytest.mark.parametrize("name", ["../x", "/etc/x", "a/b", "", "rank-00000.json", MANIFEST, SEAL, ".x", "a\0"])
 def test_attachment_names_stay_inside(tmp_path: Path, name: str) -> None:
     with pytest.raises(SaveError, match="attachment"):
         CheckpointStore(tmp_path).save(1, [], {}, attachments={name: b""})
@@ -512,9 +504,7 @@ def test_linked_step_directories_are_not_followed(tmp_path: Path) -> None:
 
 @given(case=partitions(), drop=st.data())
 @settings(max_examples=100, deadline=None)
-def test_tilings_are_recognised(
-    case: tuple[tuple[int, ...], list[Box], list[Box]], drop: st.DataObject
-) -> None:
+def test_tilings_are_recognised(case: tuple[tuple[int, ...], list[Box], list[Box]], drop: st.DataObject) -> None:
     shape, boxes, others = case
     assert tiling_fault(shape, boxes) is None
     extra = drop.draw(st.sampled_from(others))

@@ -66,9 +66,7 @@ class OwnSource:
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
-        self.tensors: Tensors = {
-            key: value for key, value in checkpoint.tensors.items() if key.startswith("weights/")
-        }
+        self.tensors: Tensors = {key: value for key, value in checkpoint.tensors.items() if key.startswith("weights/")}
 
     def read(self, name: str, box: Box) -> torch.Tensor:
         whole, dtype = self.tensors[name]
@@ -122,9 +120,7 @@ def to_mega(load: Path, save: Path, tp: int, pp: int) -> ConversionReport:
         table = huggingface.import_table(model, source.tensors)
     else:
         source, model, table = meta.open_folder(load)
-    companions: dict[str, Path | bytes] = {
-        name: inside(load, name) for name in COMPANIONS if (load / name).exists()
-    }
+    companions: dict[str, Path | bytes] = {name: inside(load, name) for name in COMPANIONS if (load / name).exists()}
     return import_weights(source, table, model, save, tp, pp, companions)
 
 

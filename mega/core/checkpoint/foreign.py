@@ -36,9 +36,7 @@ class SafetensorsSource:
                 if entry.key in self._entries:
                     raise CheckpointError(f"{path}: {entry.key} is in {self._entries[entry.key][0].name} too")
                 self._entries[entry.key] = (path, entry)
-        self.tensors: Tensors = {
-            name: (entry.whole, DTYPES[entry.dtype]) for name, (_, entry) in self._entries.items()
-        }
+        self.tensors: Tensors = {name: (entry.whole, DTYPES[entry.dtype]) for name, (_, entry) in self._entries.items()}
 
     def read(self, name: str, box: Box) -> torch.Tensor:
         path, entry = self._entries[name]
@@ -126,9 +124,7 @@ def torch_file(path: Path) -> Any:
             warnings.simplefilter("ignore")
             return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except Exception as error:
-        raise CheckpointError(
-            f"{path}: torch refuses it with weights_only=True: {_met(str(error))}"
-        ) from None
+        raise CheckpointError(f"{path}: torch refuses it with weights_only=True: {_met(str(error))}") from None
 
 
 def _met(message: str) -> str:
@@ -170,9 +166,7 @@ def hugging_face_source(folder: Path) -> SafetensorsSource | TorchSource:
             where = "in the index only" if odd in weights else "not in the index"
             raise CheckpointError(f"{folder / index}: {odd} is {where}")
         return source
-    raise CheckpointError(
-        f"{folder}: holds neither model.safetensors nor pytorch_model.bin, nor an index of either"
-    )
+    raise CheckpointError(f"{folder}: holds neither model.safetensors nor pytorch_model.bin, nor an index of either")
 
 
 def _merged(paths: list[Path]) -> dict[str, torch.Tensor]:

@@ -121,9 +121,7 @@ def config_from_model(model: ModelConfig, dtype: str) -> dict[str, Any]:
         ("rope_fraction", model.rope_fraction, (1.0,)),
     ):
         if value not in valid:
-            raise CheckpointError(
-                f"--{name.replace('_', '-')} {value}: Hugging Face's Llama has only {valid[0]}"
-            )
+            raise CheckpointError(f"--{name.replace('_', '-')} {value}: Hugging Face's Llama has only {valid[0]}")
     wanted = (bool(model.qkv_bias), model.qk_norm)
     family = next((row for row in FAMILIES if (row.qkv_bias, row.qk_norm) == wanted), None)
     if family is None:

@@ -37,9 +37,7 @@ def verify(path: Path, tell: Tell) -> None:
         try:
             checkpoint = locate(each)
             checkpoint.verify()
-            tell(
-                f"step {checkpoint.step}: whole, {len(checkpoint.tensors)} tensors, {checkpoint.bytes} bytes"
-            )
+            tell(f"step {checkpoint.step}: whole, {len(checkpoint.tensors)} tensors, {checkpoint.bytes} bytes")
         except CheckpointError as error:
             tell(f"{each.name}: damaged: {error}")
             damaged.append(each.name)
@@ -108,9 +106,7 @@ def _compare(first: Checkpoint, second: Checkpoint, key: str) -> Difference | No
         unequal = (a != b).any(dim=1)
         if unequal.any():
             differing += int(unequal.sum())
-            largest = max(
-                largest, float((pair[0].double() - pair[1].double()).abs().nan_to_num(torch.inf).max())
-            )
+            largest = max(largest, float((pair[0].double() - pair[1].double()).abs().nan_to_num(torch.inf).max()))
     return Difference(key, f"{differing} of {prod(shape)} elements", largest) if differing else None
 
 
@@ -133,10 +129,7 @@ def clean(path: Path, keep_last: int | None, keep_every: int | None, dry_run: bo
             remove_leftover(left)
         tell(f"{verb} {left}")
     if keep_last is not None:
-        if dry_run:
-            steps = surplus(store.steps(), keep_last, keep_every)
-        else:
-            steps = retain(store, keep_last, keep_every)
+        steps = surplus(store.steps(), keep_last, keep_every) if dry_run else retain(store, keep_last, keep_every)
         for step in steps:
             tell(f"{verb} {store.path(step)}")
 

@@ -77,8 +77,7 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
             "world": manifest.world,
             "files": {name: container_fields(container) for name, container in manifest.containers.items()},
             "attachments": {
-                name: {"size": file.size, "sha256": file.digest}
-                for name, file in manifest.attachments.items()
+                name: {"size": file.size, "sha256": file.digest} for name, file in manifest.attachments.items()
             },
             "meta": manifest.meta,
         }
@@ -113,8 +112,7 @@ def read_manifest(directory: Path) -> Manifest:
             f"{path}: format_version {fields.get('format_version')!r}, this version reads {FORMAT_VERSION}"
         )
     containers = {
-        name: _container(value, path, name)
-        for name, value in _record(fields.get("files"), path, "files").items()
+        name: _container(value, path, name) for name, value in _record(fields.get("files"), path, "files").items()
     }
     for name in containers:
         if not _RANK_FILE.fullmatch(name):
@@ -123,9 +121,7 @@ def read_manifest(directory: Path) -> Manifest:
     for name, value in _record(fields.get("attachments"), path, "attachments").items():
         check_attachment_name(name)
         record = _record(value, path, name)
-        attachments[name] = Attached(
-            _count(record.get("size"), path, name), _digest(record.get("sha256"), path, name)
-        )
+        attachments[name] = Attached(_count(record.get("size"), path, name), _digest(record.get("sha256"), path, name))
     world = _count(fields.get("world"), path, "world")
     if set(containers) != {rank_file(rank) for rank in range(min(world, len(containers) + 1))}:
         raise CheckpointError(f"{path}: files of {len(containers)} ranks, but world is {world}")

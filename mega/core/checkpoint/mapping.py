@@ -81,9 +81,7 @@ class Table:
     repeats: frozenset[str] = frozenset()
 
 
-def whole(
-    name: str, source: str, shape: tuple[int, ...], dtype: torch.dtype, transposed: bool = False
-) -> Target:
+def whole(name: str, source: str, shape: tuple[int, ...], dtype: torch.dtype, transposed: bool = False) -> Target:
     """A target that is one source tensor, unchanged or transposed."""
     at = Box((0,) * len(shape), shape)
     rows = range(shape[0]) if shape else range(1)
@@ -174,9 +172,7 @@ def _use_fault(shape: tuple[int, int], uses: Sequence[tuple[range, range]], repe
     for rows, _ in uses:
         if rows and (min(rows[0], rows[-1]) < 0 or max(rows[0], rows[-1]) >= shape[0]):
             return f"rows {rows} are wanted"
-    borders = sorted(
-        {0, shape[1], *(border for _, columns in uses for border in (columns.start, columns.stop))}
-    )
+    borders = sorted({0, shape[1], *(border for _, columns in uses for border in (columns.start, columns.stop))})
     if borders[0] < 0 or borders[-1] > shape[1]:
         return f"columns {borders[0]} to {borders[-1]} are wanted"
     for begin, end in pairwise(borders):
@@ -193,9 +189,7 @@ def check_copies(table: Table, source: Source) -> None:
     for copy, original in table.copies:
         (shape, dtype), (other_shape, other_dtype) = source.tensors[copy], source.tensors[original]
         if (shape, dtype) != (other_shape, other_dtype):
-            raise CheckpointError(
-                f"{copy}: is {dtype} {shape}, but {original} is {other_dtype} {other_shape}"
-            )
+            raise CheckpointError(f"{copy}: is {dtype} {shape}, but {original} is {other_dtype} {other_shape}")
         rows = max(1, (4 << 20) // max(1, prod(shape[1:])))
         for begin in range(0, shape[0] if shape else 1, rows):
             size = (min(rows, shape[0] - begin), *shape[1:]) if shape else ()

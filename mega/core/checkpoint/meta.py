@@ -119,9 +119,7 @@ def model_from_params(params: Mapping[str, Any], tensors: Tensors, parts: int, w
     Errors: CheckpointError naming a key that has no counterpart or does not fit the tensors.
     """
     if params.get("use_scaled_rope"):
-        raise CheckpointError(
-            f"{where}/params.json: use_scaled_rope: scaled rotary positions are not supported"
-        )
+        raise CheckpointError(f"{where}/params.json: use_scaled_rope: scaled rotary positions are not supported")
 
     def number(key: str, otherwise: Any = None) -> Any:
         value = params.get(key, otherwise)
@@ -138,9 +136,7 @@ def model_from_params(params: Mapping[str, Any], tensors: Tensors, parts: int, w
     cut_rows = tensors.get("0/tok_embeddings.weight", ((0, 0), torch.float32))[0][1] == hidden
     vocab = rows("tok_embeddings.weight") * (parts if cut_rows else 1)
     if params.get("vocab_size", -1) not in (-1, vocab):
-        raise CheckpointError(
-            f"{where}/params.json: vocab_size {params['vocab_size']}, the table has {vocab} rows"
-        )
+        raise CheckpointError(f"{where}/params.json: vocab_size {params['vocab_size']}, the table has {vocab} rows")
     return ModelConfig(
         family="llama",
         layers=number("n_layers"),
@@ -209,12 +205,8 @@ def export_tables(model: ModelConfig, tensors: Tensors, parts: int) -> list[Tabl
 
 def joined(tables: Sequence[Table]) -> Table:
     """All files' targets as one table, for the proof; norms and tied tables may be used several times."""
-    sources = [
-        fragment.source for table in tables for target in table.targets for fragment in target.fragments
-    ]
-    repeated = frozenset(
-        source for source in sources if source.endswith(("norm.weight", "embed_tokens.weight"))
-    )
+    sources = [fragment.source for table in tables for target in table.targets for fragment in target.fragments]
+    repeated = frozenset(source for source in sources if source.endswith(("norm.weight", "embed_tokens.weight")))
     return Table(tuple(target for table in tables for target in table.targets), repeats=repeated)
 
 

@@ -91,18 +91,13 @@ class Box:
         Box(start=(2, 1), size=(2, 2))
         """
         start = tuple(map(max, self.start, other.start))
-        ends = (
-            min(a + m, b + n)
-            for a, m, b, n in zip(self.start, self.size, other.start, other.size, strict=True)
-        )
+        ends = (min(a + m, b + n) for a, m, b, n in zip(self.start, self.size, other.start, other.size, strict=True))
         size = tuple(end - begin for begin, end in zip(start, ends, strict=True))
         return Box(start, size) if all(length > 0 for length in size) else None
 
     def inside(self, outer: Box) -> tuple[slice, ...]:
         """This rectangle as an index into the memory of `outer`, which contains it."""
-        return tuple(
-            slice(a - b, a - b + n) for a, b, n in zip(self.start, outer.start, self.size, strict=True)
-        )
+        return tuple(slice(a - b, a - b + n) for a, b, n in zip(self.start, outer.start, self.size, strict=True))
 
 
 def tiling_fault(whole: Sequence[int], boxes: Sequence[Box]) -> str | None:

@@ -51,9 +51,7 @@ class Checkpoint:
     def _hold(self) -> None:
         """A shared lock for as long as this object lives; without lock support, none."""
         with contextlib.suppress(OSError):
-            descriptor = os.open(
-                self.path / MANIFEST, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-            )
+            descriptor = os.open(self.path / MANIFEST, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
             weakref.finalize(self, os.close, descriptor)
             fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
 
@@ -103,9 +101,7 @@ class Checkpoint:
 
     def _check(self, name: str, descriptor: int, entry: Entry) -> None:
         if (name, entry.offset) not in self._sound:
-            check_bytes(
-                self.path / name, descriptor, entry.offset, entry.bytes, entry.digest, f"tensor {entry.key}"
-            )
+            check_bytes(self.path / name, descriptor, entry.offset, entry.bytes, entry.digest, f"tensor {entry.key}")
             self._sound.add((name, entry.offset))
 
     def verify(self) -> None:

@@ -153,10 +153,7 @@ class CheckpointStore:
         working = self.path(step).with_suffix(".tmp")
         try:
             self._prepare(working)
-            written = [
-                _write_rank(working, step, rank, len(ranks), pieces, fetch)
-                for rank, pieces in enumerate(ranks)
-            ]
+            written = [_write_rank(working, step, rank, len(ranks), pieces, fetch) for rank, pieces in enumerate(ranks)]
             check()
             self._publish(step, len(ranks), working, dict(meta), attachments)
         except Exception as error:
@@ -308,9 +305,7 @@ def locate(path: Path) -> Checkpoint:
     return store.open(newest)
 
 
-def _write_rank(
-    working: Path, step: int, rank: int, world: int, pieces: Iterable[Piece], fetch: Fetch
-) -> Container:
+def _write_rank(working: Path, step: int, rank: int, world: int, pieces: Iterable[Piece], fetch: Fetch) -> Container:
     """One rank's container and its sidecar."""
     kept = []
     for piece in pieces:
