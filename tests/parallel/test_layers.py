@@ -1,0 +1,193 @@
+"""Collectives and cut layers against the same mathematics on one process, in float64 on random inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from mega.core.inventory import Cut, Init, Tensor
+from mega.core.parallel.collectives import (
+    all_gather,
+    all_reduce,
+    enter_region,
+    leave_region,
+    own_block,
+    reduce_scatter,
+)
+from mega.core.parallel.launch import Pool
+from mega.core.parallel.linear import ColumnLinear, RowLinear
+from mega.core.parallel.mesh import SINGLE, Axis, Groups, Mesh
+from mega.core.parallel.vocab import VocabEmbedding, cross_entropy, logits
+from tests.support.ranks import assert_own_part, fill, maker, random
+
+same = torch.testing.assert_close
+
+
+def tensor_axis(groups: Groups, rank: int, size: int) -> Axis:
+    return Mesh(rank, tp=size, groups=groups).tp
+
+
+# -- collectives
+
+
+def collectives(groups: Groups, rank: int, size: int) -> None:
+    axis = tensor_axis(groups, rank, size)
+    parts = [random(2 * size, 3, seed=number) for number in range(size)]
+    mine, total = parts[rank], torch.stack(parts).sum(0)
+
+    summed, largest, least = mine.clone(), mine.clone(), mine.clone()
+    all_reduce(summed, axis)
+    all_reduce(largest, axis, "max")
+    work = all_reduce(least, axis, "min", wait=False)
+    work.wait()
+    same(summed, total)
+    same(largest, torch.stack(parts).amax(0), rtol=0, atol=0)
+    same(least, torch.stack(parts).amin(0), rtol=0, atol=0)
+    same(all_gather(mine, axis), torch.cat(parts), rtol=0, atol=0)
+    same(reduce_scatter(mine, axis), own_block(total, axis))
+    same(reduce_scatter(mine.t().contiguous().t(), axis), own_block(total, axis))  # not contiguous
+
+
+def pairs(groups: Groups, rank: int, size: int) -> None:
+    """Forward and backward of both regions, with and without tokens shared out."""
+    axis = tensor_axis(groups, rank, size)
+    parts = [random(2 * size, 3, seed=number) for number in range(size)]
+    grads = [random(2 * size, 3, seed=100 + number) for number in range(size)]
+    sum_parts, sum_grads = torch.stack(parts).sum(0), torch.stack(grads).sum(0)
+
+    def passed(region: Callable[..., torch.Tensor], x: torch.Tensor, grad: torch.Tensor, sequence: bool) -> None:
+        nonlocal out, back
+        leaf = x.clone().requires_grad_()
+        out = region(leaf, axis, sequence)
+        out.backward(grad)
+        back = leaf.grad
+
+    out: torch.Tensor
+    back: torch.Tensor | None
+    whole, our_grad = parts[0], grads[rank]
+    passed(enter_region, whole, our_grad, False)
+    same((out, back), (whole, sum_grads))
+    passed(leave_region, parts[rank], grads[0], False)
+    same((out, back), (sum_parts, grads[0]))
+    passed(enter_region, own_block(whole, axis), our_grad, True)
+    same((out, back), (whole, own_block(sum_grads, axis)))
+    passed(leave_region, parts[rank], own_block(grads[0], axis), True)
+    same((out, back), (own_block(sum_parts, axis), grads[0]))
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_collectives(pool: Pool, size: int) -> None:
+    pool.run(collectives, size, world=size)
+    pool.run(pairs, size, world=size)
+
+
+def test_an_axis_of_one_rank_copies_nothing() -> None:
+    x = random(4, 3, seed=0)
+    all_reduce(x, SINGLE)
+    for once in (all_gather(x, SINGLE), reduce_scatter(x, SINGLE), own_block(x, SINGLE)):
+        assert once is x
+    for region in (enter_region, leave_region):
+        assert region(x, SINGLE, True) is x
+
+
+# -- linears
+
+WIDE = Cut(0, "tp", 12)
+GATE, UP = Tensor("gate", (12, 8), (0,), Init(), WIDE), Tensor("up", (12, 8), (0,), Init(), WIDE)
+GATE_BIAS, UP_BIAS = Tensor("gate_bias", (12,), (0,), Init(), WIDE), Tensor("up_bias", (12,), (0,), Init(), WIDE)
+DOWN = Tensor("down", (8, 12), (0,), Init(), Cut(1, "tp", 12))
+DOWN_BIAS = Tensor("down_bias", (8,), (0,), Init(), partial=("sequence",))
+TOKENS = 12
+
+
+def linears(groups: Groups, rank: int, size: int, sequence: bool) -> None:
+    """A gated feed-forward: two stacked columns, then a row."""
+    tensors = (GATE, UP, GATE_BIAS, UP_BIAS, DOWN, DOWN_BIAS)
+    wholes = {t.name: random(*t.shape, seed=seed).requires_grad_() for seed, t in enumerate(tensors)}
+    x, grad = random(TOKENS, 8, seed=50), random(TOKENS, 8, seed=51)
+    whole_x = x.clone().requires_grad_()
+    gate = F.linear(whole_x, wholes["gate"], wholes["gate_bias"])
+    up = F.linear(whole_x, wholes["up"], wholes["up_bias"])
+    expected = F.linear(gate.sigmoid() * up, wholes["down"], wholes["down_bias"])
+    expected.backward(grad)
+
+    axis = tensor_axis(groups, rank, size)
+    make = maker(axis.index, axis.size)
+    column = ColumnLinear(make, [GATE, UP], [GATE_BIAS, UP_BIAS], axis, sequence)
+    row = RowLinear(make, DOWN, DOWN_BIAS, axis, sequence)
+    for weight in (column.weight, column.bias, row.weight, row.bias):
+        assert weight is not None
+        fill(weight, {name: whole.detach() for name, whole in wholes.items()})
+    ours = own_block(x, axis).clone() if sequence else x.clone()
+    ours.requires_grad_()
+    gate, up = column(ours).chunk(2, dim=-1)
+    y = row(gate.sigmoid() * up)
+    y.backward(own_block(grad, axis) if sequence else grad)
+
+    cut = (lambda whole: own_block(whole, axis)) if sequence else (lambda whole: whole)
+    same(y, cut(expected))
+    assert whole_x.grad is not None
+    same(ours.grad, cut(whole_x.grad))
+    grads = {name: whole.grad for name, whole in wholes.items()}
+    assert row.bias is not None and row.bias.grad is not None
+    if sequence:  # each rank saw its own tokens
+        all_reduce(row.bias.grad, axis)
+    for weight in (column.weight, column.bias, row.weight, row.bias):
+        assert weight is not None
+        assert_own_part(weight, weight.grad, grads)
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_linears(pool: Pool, size: int, sequence: bool) -> None:
+    pool.run(linears, size, sequence and size > 1, world=size)
+
+
+def test_gradients_accumulate_in_the_sink() -> None:
+    column = ColumnLinear(maker(), [GATE], [], SINGLE, False)
+    fill(column.weight, {"gate": random(12, 8, seed=0)})
+    arrivals: list[str] = []
+    column.weight.sink = torch.zeros(12, 8, dtype=torch.float64)
+    column.weight.on_arrival = lambda weight: arrivals.append(weight.slots[0].shard.name)
+    x, grad = random(5, 8, seed=1), random(5, 12, seed=2)
+    for _ in range(2):
+        column(x).backward(grad)
+    same(column.weight.sink, 2 * grad.t() @ x)
+    assert column.weight.grad is None and arrivals == ["gate", "gate"]
+
+
+# -- vocabulary
+
+
+def vocabulary(groups: Groups, rank: int, size: int, sequence: bool) -> None:
+    """Ten tokens over `size` ranks, look-up and logits by one tied weight, then the loss."""
+    table = Tensor("table", (10, 8), ("embedding", "head"), Init(), Cut(0, "tp", 10, multiple=4))
+    ids = torch.tensor([0, 9, 5, 5, 3, 7, 2, 9, 1, 8, 4, 6])
+    labels = ids.roll(1)
+    scale = random(12, seed=3).abs()
+    whole = random(10, 8, seed=1).requires_grad_()
+    expected = F.cross_entropy(F.linear(F.embedding(ids, whole).tanh(), whole) * 50, labels, reduction="none")
+    (expected * scale).sum().backward()
+
+    axis = tensor_axis(groups, rank, size)
+    embedding = VocabEmbedding(maker(axis.index, axis.size), table, axis, sequence)
+    fill(embedding.weight, {"table": whole.detach()})
+    with torch.no_grad():
+        embedding.weight.nan_to_num_(1e3)  # padding must not count, whatever it holds
+    x = embedding(ids).tanh()
+    assert x.shape[0] == (12 // size if sequence else 12)
+    nll = cross_entropy(logits(x * 50, embedding.weight, axis, sequence), labels, axis)
+    (nll * scale).sum().backward()
+    same(nll, expected, rtol=1e-12, atol=1e-12)
+    assert_own_part(embedding.weight, embedding.weight.grad, {"table": whole.grad})
+    real = embedding.weight.slots[0].shard.size[0]
+    assert embedding.weight.grad is not None and not embedding.weight.grad[real:].any(), "padding has a gradient"
+
+
+@pytest.mark.parametrize(("size", "sequence"), [(1, False), (2, False), (2, True), (4, True), (4, False)])
+def test_vocabulary(pool: Pool, size: int, sequence: bool) -> None:
+    """Over 4 ranks the padded vocabulary is 16: the third rank holds 2 tokens, the last one none."""
+    pool.run(vocabulary, size, sequence, world=size)

@@ -1,0 +1,45 @@
+"""What jobs of tests need on their ranks: a mesh, and whole float64 tensors cut as the inventory says."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from mega.core.parallel.weight import Maker, Weight
+
+CPU = torch.device("cpu")
+
+
+def random(*shape: int, seed: int) -> torch.Tensor:
+    """The same float64 tensor on every rank."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def maker(index: int = 0, size: int = 1, dtype: torch.dtype = torch.float64) -> Maker:
+    """Makes the weights of one tensor rank."""
+    return Maker({"tp": (index, size)}, dtype, CPU)
+
+
+def fill(weight: Weight, wholes: Mapping[str, torch.Tensor]) -> None:
+    """Set a rank's weight from the whole tensors by logical name; padding is not a number, so that its use shows."""
+    with torch.no_grad():
+        weight.fill_(torch.nan)
+        for slot in weight.slots:
+            slot.real(weight).copy_(_cut(wholes[slot.shard.name], slot.shard.start, slot.shard.size))
+
+
+def assert_own_part(weight: Weight, local: torch.Tensor | None, wholes: Mapping[str, torch.Tensor | None]) -> None:
+    """`local`, shaped like `weight`, is this rank's part of the whole tensors within 1e-12."""
+    assert local is not None
+    for slot in weight.slots:
+        whole = wholes[slot.shard.name]
+        assert whole is not None
+        expected = _cut(whole, slot.shard.start, slot.shard.size)
+        torch.testing.assert_close(slot.real(local), expected, rtol=1e-12, atol=1e-12)
+
+
+def _cut(whole: torch.Tensor, start: tuple[int, ...], size: tuple[int, ...]) -> torch.Tensor:
+    for dim, (first, length) in enumerate(zip(start, size, strict=True)):
+        whole = whole.narrow(dim, first, length)
+    return whole
