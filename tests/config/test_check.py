@@ -113,3 +113,10 @@ def test_a_tensor_split_that_is_finer_than_the_kv_heads_is_told_once() -> None:
     assert problems(4, tp=4, heads=4, kv_heads=2) == [
         "--kv-heads 2: must be divisible by --tp 4; valid --tp: 1, 2"
     ]
+
+
+def test_a_model_that_comes_from_the_checkpoint_is_not_asked_for() -> None:
+    flags = {"micro_batch": 1, "seq_length": 8, "steps": 4, "lr": 1e-3, "mock_data": True}
+    check(compose(flags=flags | {"use_checkpoint_config": True, "load": "x"}), 1)
+    with pytest.raises(ValueError, match="--layers is missing"):
+        check(compose(flags=flags), 1)

@@ -33,7 +33,8 @@ def check(run: RunConfig, world: int) -> None:
     """
     unsized = [*_sizes(run), *_ranges(run)]
     problems = [*unsized, *_missing(run), *_pairs(run), *files(run)]
-    if not unsized:
+    # A checkpoint that brings the model is opened later, and the whole run is then checked again.
+    if not unsized and None not in (run.model.layers, run.model.hidden, run.model.heads):
         resolved = resolve(run, world)
         for rule in (_heads, _positions, _stages, _tensor, _times, _not_yet):
             problems += rule(resolved)
@@ -69,7 +70,8 @@ def _ranges(run: RunConfig) -> Problems:
 
 
 def _sizes(run: RunConfig) -> Problems:
-    for name in ("layers", "hidden", "heads", "seq_length", "micro_batch"):
+    model = () if run.checkpoint.use_checkpoint_config else ("layers", "hidden", "heads")
+    for name in (*model, "seq_length", "micro_batch"):
         if value_of(run, name) is None:
             preset = "" if name == "micro_batch" else ", or a preset with --model"
             yield f"{flag_of(name)} is missing: give a number of at least 1{preset}"

@@ -97,7 +97,7 @@ def _tokenizer(run: RunConfig) -> Problems:
         for name in NEEDS[tokenizer.tokenizer]:
             if value_of(run, name) is None:
                 yield f"--tokenizer {tokenizer.tokenizer}: needs {flag_of(name)}"
-    elif run.model.vocab is None and not _any_file(tokenizer):
+    elif run.model.vocab is None and not _any_file(tokenizer) and not run.checkpoint.use_checkpoint_config:
         yield "--vocab is missing: give it, or --vocab-file and --merge-file, or --tokenizer-model"
     if tokenizer.tokenizer is None and not _any_file(tokenizer):
         for name in ("reset_positions", "reset_attention", "eod_mask_loss"):
