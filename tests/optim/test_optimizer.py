@@ -1,0 +1,114 @@
+"""The update against torch's own AdamW in float64: groups, clipping, skipped steps, spans."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from mega.core.config.run import RunConfig
+from mega.core.device import Device
+from mega.core.model.decoder import DecoderStage
+from mega.core.optim.adam import AdamW
+from mega.core.parallel.mesh import Mesh
+from mega.core.parallel.weight import Weight, weights
+from mega.core.training.build import build_stages
+from mega.core.training.parity import synthetic_batch
+from mega.core.training.state import TrainState
+from mega.core.training.step import backward, train_step
+from tests.support.ranks import CPU, random
+from tests.support.runs import small_run
+
+RULE = AdamW(0.9, 0.95, 1e-8)
+LR, DECAY = 1e-2, 0.1
+
+
+def state_of(**values: Any) -> tuple[RunConfig, TrainState]:
+    run = small_run(layers=2, adam_beta2=0.95, micro_batch=8, **values)
+    return run, TrainState(run, Mesh.at(0), Device(CPU, "gloo"))
+
+
+def torch_adamw(stage: DecoderStage) -> torch.optim.AdamW:
+    """Megatron's groups: matrices decay, biases and norms do not."""
+    every: list[Weight] = list(weights(stage))
+    groups = [
+        {"params": [w for w in every if w.dim() > 1], "weight_decay": DECAY},
+        {"params": [w for w in every if w.dim() == 1], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95), eps=1e-8)
+
+
+@pytest.mark.parametrize("ops", ["auto", "reference"])
+@pytest.mark.parametrize("clip", [0.0, 0.05, 1e6])
+def test_five_steps_are_torchs(clip: float, ops: str) -> None:
+    run, state = state_of(clip_grad=clip, ops=ops)
+    (alone,) = build_stages(run, Mesh.at(0), CPU)
+    theirs = torch_adamw(alone)
+    for step in range(5):
+        batch = synthetic_batch(run, torch.arange(8 * step, 8 * step + 8))
+        report = train_step(state, [batch], LR, DECAY)
+        theirs.zero_grad()
+        loss = alone(batch)
+        (loss.total / loss.weight).backward()
+        norm = torch.nn.utils.clip_grad_norm_(alone.parameters(), clip or float("inf"))
+        theirs.step()
+        torch.testing.assert_close(report.grad_norm, norm, rtol=1e-12, atol=0)
+        torch.testing.assert_close(report.loss, loss.total / loss.weight, rtol=1e-12, atol=0)
+    for mine, expected in zip(weights(state.stages[0]), alone.parameters(), strict=True):
+        # Clipping divides by norm + 1e-6 in both; what is left is the order of operations.
+        torch.testing.assert_close(mine.detach(), expected.detach(), rtol=1e-9, atol=1e-11)
+
+
+def test_fused_update_is_the_reference() -> None:
+    span = [random(257, seed=seed) for seed in range(4)]
+    span[3].square_()
+    fused, plain = [[tensor.clone() for tensor in span] for _ in range(2)]
+    for step in (1, 2, 1000):
+        RULE.update(*fused, step=step, lr=LR, decay=DECAY)
+        RULE.reference(*plain, step=step, lr=LR, decay=DECAY)
+    torch.testing.assert_close(fused, plain, rtol=1e-12, atol=1e-14)
+
+
+def test_a_cut_span_changes_nothing() -> None:
+    """Where a span begins and ends is no business of the rule: halves give the whole's bits."""
+    whole = [random(100, seed=seed).abs() for seed in range(4)]
+    halves = [tensor.clone() for tensor in whole]
+    RULE.update(*whole, step=3, lr=LR, decay=DECAY)
+    for part in (slice(0, 37), slice(37, 37), slice(37, 100)):
+        RULE.update(*(tensor[part] for tensor in halves), step=3, lr=LR, decay=DECAY)
+    torch.testing.assert_close(whole, halves, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_step_that_is_not_finite_is_skipped(value: float) -> None:
+    """Weights, moments and the count of updates stay; the next clean step is the first."""
+    run, state = state_of()
+    _, other = state_of()
+    batch = synthetic_batch(run, torch.arange(8))
+    before = [weight.detach().clone() for weight in weights(state.stages[0])]
+    backward(state, [batch])
+    state.grads.buckets[-1].grads[0] = value
+    outcome = state.optimizer.step(LR, DECAY)
+    assert not bool(outcome.fine) and state.optimizer.updates == 0
+    for weight, old in zip(weights(state.stages[0]), before, strict=True):
+        assert torch.equal(weight, old)
+    assert not any(owned.moment1.any() or owned.moment2.any() for owned in state.optimizer.owned)
+    for one in (state, other):
+        assert bool(train_step(one, [batch], LR, DECAY).fine)
+    for mine, expected in zip(weights(state.stages[0]), weights(other.stages[0]), strict=True):
+        assert torch.equal(mine, expected)
+
+
+def test_masters_carry_what_bf16_would_lose() -> None:
+    """bf16 weights keep fp32 masters: a hundred steps too small for bf16 still add up."""
+    run, state = state_of(dtype="bf16")
+    weight_before = [owned.master.clone() for owned in state.optimizer.owned]
+    assert all(owned.has_master and owned.master.dtype == torch.float32 for owned in state.optimizer.owned)
+    batch = synthetic_batch(run, torch.arange(8))
+    for _ in range(5):
+        train_step(state, [batch], 1e-6, 0.0)
+    moved = [(owned.master - old).abs().max() for owned, old in zip(state.optimizer.owned, weight_before, strict=True)]
+    assert all(2e-6 < float(one) < 6e-6 for one in moved)
+    for owned in state.optimizer.owned:
+        assert torch.equal(owned.bucket.own_weights, owned.master.to(torch.bfloat16))
