@@ -1,0 +1,329 @@
+"""Bytes that one microbatch takes on one model chunk: kept from forward to backward, and while each op runs.
+
+A chunk is a list of ops, each with what autograd keeps of it and with what lives besides while it runs. Walking the
+list forwards and backwards gives the peaks. The rows describe the operators of core/model, core/parallel and core/ops
+as they are; tests hold them against autograd itself, so a changed operator shows here.
+
+Notation: T tokens of a microbatch, n the tokens of this rank between regions (T / tp under sequence parallelism);
+e bytes of the dtype, w of max(fp32, dtype); widths (h, q, kv, f, v) are those of one tensor rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from mega.core.config.run import RunConfig
+from mega.core.estimate.weights import BYTES, wide
+from mega.core.inventory import padded
+
+HASH = 24
+"""Bytes per element that a dropout mask takes while it is hashed: three int64 tensors (ops/counter.py)."""
+
+
+@dataclass(frozen=True)
+class Op:
+    """saved: bytes kept until its backward. forward, backward: bytes that live besides, while it runs."""
+
+    name: str
+    saved: int
+    forward: int
+    backward: int
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Ops that are kept together, or computed again from `origin` bytes of input."""
+
+    ops: tuple[Op, ...]
+    origin: int | None = None
+
+    @property
+    def saved(self) -> int:
+        return sum(op.saved for op in self.ops)
+
+    @property
+    def held(self) -> int:
+        return self.saved if self.origin is None else self.origin
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """One microbatch on one chunk, in bytes.
+
+    held: from its forward to its backward. forward, backward: the most that lives while it runs, `held` included.
+    """
+
+    held: int
+    forward: int
+    backward: int
+
+
+class Sizes:
+    """The numbers of one tensor rank from which all rows follow. `run` is resolved."""
+
+    def __init__(self, run: RunConfig) -> None:
+        model, batch, parallel = run.model, run.batch, run.parallel
+        assert model.hidden and model.heads and model.kv_heads and model.head_dim and model.ffn and model.vocab
+        assert batch.seq_length and batch.micro_batch and run.precision.grad_dtype
+        tp, self.model = parallel.tp, model
+        self.tp, self.seq = tp, parallel.sequence_parallel and tp > 1
+        self.rows, self.length = batch.micro_batch, batch.seq_length // parallel.cp
+        self.tokens = self.rows * self.length
+        self.own = self.tokens // tp if self.seq else self.tokens
+        self.hidden = model.hidden
+        self.heads = model.heads // tp
+        self.q = self.heads * model.head_dim
+        self.kv = model.kv_heads // tp * model.head_dim
+        self.ffn = model.ffn // tp
+        whole = padded(model.vocab, tp, model.vocab_multiple)
+        self.vocab, self.pads = whole // tp, whole != model.vocab
+        self.e, self.w = BYTES[run.precision.dtype], wide(run.precision.dtype)
+        self.documents = run.data.reset_attention
+        self.plain = bool(model.attention_dropout) or run.runtime.ops == "reference"
+        self.kernels = run.runtime.device != "cpu" and run.runtime.ops == "auto" and run.precision.dtype != "fp64"
+        # A product goes straight into a bucket of its own dtype, or else through a matrix of the weights' dtype.
+        straight = self.kernels or run.precision.grad_dtype == run.precision.dtype
+        self.product = 0 if straight else self.e
+        self.again = run.memory.recompute == "selective"
+        self.residual = self.e * self.own * self.hidden
+        self.cast = self.w if self.w != self.e else 0
+        # While a block runs, its caller holds the stream before it; what the norms keep of that is counted there.
+        self.stream = self.residual * (3 if self.cast and not self.kernels else 1)
+
+    @property
+    def turns_in_place(self) -> bool:
+        """Kernels turn query and key inside the fused product, unless norms stand between."""
+        return self.kernels and not self.model.qk_norm
+
+    @property
+    def whole_input(self) -> int:
+        """A region's gathered input under sequence parallelism."""
+        return self.e * self.tokens * self.hidden if self.seq else 0
+
+
+def footprint(run: RunConfig, blocks: int, *, first: bool, last: bool) -> Footprint:
+    """One microbatch of a resolved `run` on a chunk of `blocks` blocks, with embedding or head where it has them."""
+    sizes = Sizes(run)
+    segments = list(chunk_segments(run, sizes, blocks, first=first, last=last))
+    # Cargo is kept beside what autograd keeps; in wide dtypes the first norm keeps the very same tensor.
+    shared = bool(sizes.cast == 0 and blocks and segments[0].origin is None)
+    cargo = 0 if first or shared else sizes.residual
+    out = 0 if last else sizes.residual
+    held = sum(segment.held for segment in segments) + cargo + out
+    forward = cargo + out + _forward_peak(segments)
+    return Footprint(held, max(held, forward), max(held, _backward_peak(segments, held)))
+
+
+def chunk_segments(run: RunConfig, sizes: Sizes, blocks: int, *, first: bool, last: bool) -> Iterator[Segment]:
+    """The ops of a chunk in order, grouped by what is computed again."""
+    memory = run.memory
+    if first:
+        yield Segment(tuple(embedding_ops(sizes)))
+    if sizes.model.position == "rope":
+        yield Segment((_rotary_table(sizes),))
+    block = tuple(block_ops(sizes))
+    origin = sizes.residual // (sizes.tp if memory.distribute_saved else 1)
+    if memory.recompute != "full":
+        yield from (Segment(block) for _ in range(blocks))
+    elif memory.recompute_method == "uniform":
+        group = memory.recompute_layers or 1
+        for start in range(0, blocks, group):
+            yield Segment(block * min(group, blocks - start), origin)
+    else:
+        singly = min(memory.recompute_layers or 0, blocks)
+        yield from (Segment(block, origin) for _ in range(singly))
+        yield from (Segment(block) for _ in range(blocks - singly))
+    # What leaves a stage is the stream with its last branch added.
+    yield Segment(tuple(head_ops(sizes)) if last else (Op("sum", 0, 3 * sizes.residual, sizes.residual),))
+
+
+def _forward_peak(segments: list[Segment]) -> int:
+    live = peak = 0
+    for segment in segments:
+        peak = max(peak, live + _walk(segment.ops))
+        live += segment.held
+    return peak
+
+
+def _walk(ops: tuple[Op, ...]) -> int:
+    """The peak of running `ops` forwards."""
+    live = peak = 0
+    for op in ops:
+        live += op.saved
+        peak = max(peak, live + op.forward)
+    return peak
+
+
+def _backward_peak(segments: list[Segment], held: int) -> int:
+    live = peak = held
+    for segment in reversed(segments):
+        if segment.origin is not None:
+            peak = max(peak, live + _walk(segment.ops))
+            live += segment.saved
+        for op in reversed(segment.ops):
+            peak = max(peak, live + op.backward)
+            live -= op.saved
+        if segment.origin is not None:
+            live -= segment.origin
+    return peak
+
+
+# The rows ---------------------------------------------------------------------------------------------------
+
+
+def embedding_ops(z: Sizes) -> Iterator[Op]:
+    whole = z.e * z.tokens * z.hidden
+    # 9: the id within this rank's rows, and whether it is ours
+    yield Op("embedding", 9 * z.tokens, 2 * whole, z.residual + whole + z.w * whole // z.e)
+    if z.model.position == "learned":
+        yield Op("positions", 0, 2 * z.residual, z.residual + z.w * z.residual // z.e)
+    if z.model.hidden_dropout:
+        yield _dropped("embedding dropout", z)
+
+
+def block_ops(z: Sizes) -> Iterator[Op]:
+    """One block. A branch is added to the residual stream by the norm behind it."""
+    model = z.model
+    assert model.head_dim
+    yield _norm("attention norm", z, z.own, z.hidden, z.again)
+    yield _column("qkv", z, z.q + 2 * z.kv, z.again)
+    if model.qk_norm:
+        yield _norm("q and k norm", z, z.tokens * (z.q + z.kv) // model.head_dim, model.head_dim, z.again)
+    if model.position == "rope" and not z.turns_in_place:
+        turned = z.w * z.tokens * z.q
+        yield Op("rotary", 0, z.stream + 2 * turned, 3 * turned)
+    yield from _attention(z)
+    yield _row("attention out", z, z.q)
+    if model.hidden_dropout:
+        yield _dropped("attention dropout", z)
+    yield _norm("feed-forward norm", z, z.own, z.hidden, z.again)
+    yield _column("up", z, z.ffn * (2 if model.activation == "swiglu" else 1), z.again)
+    yield _activation(z)
+    yield _row("down", z, z.ffn, again=z.again, besides=0 if z.again else _unbiased(z))
+    if model.hidden_dropout:
+        yield _dropped("feed-forward dropout", z)
+
+
+def head_ops(z: Sizes) -> Iterator[Op]:
+    scores = z.tokens * z.vocab
+    yield _norm("final norm", z, z.own, z.hidden, z.again)
+    grad = z.e * scores + 2 * z.whole_input + z.residual + z.product * z.vocab * z.hidden
+    logits = Op(
+        "logits",
+        0 if z.again else z.residual,
+        z.stream + z.e * scores + z.whole_input,
+        grad + z.e * z.tokens * z.hidden,
+    )
+    yield logits
+    # the logits, each token's label and log-sum-exp, its loss (and its weight, where that is widened)
+    kept = z.e * scores + (8 + 2 * z.w + (z.w if z.w > 4 else 0)) * z.tokens
+    if z.kernels:
+        yield Op("loss", kept, z.stream, 0)
+    else:
+        copies = 3 if z.cast or z.pads else 2
+        yield Op("loss", kept, z.stream + copies * z.w * scores, (2 * z.w + (z.cast and z.e)) * scores)
+
+
+def _rotary_table(z: Sizes) -> Op:
+    width = int((z.model.head_dim or 0) * z.model.rope_fraction)
+    return Op("rotary table", z.w * z.tokens * width, 12 * z.tokens * width, 0)
+
+
+def _norm(name: str, z: Sizes, tokens: int, width: int, again: bool) -> Op:
+    """Keeps its input in the wide dtype, and statistics; RMSNorm also its result before the weight.
+
+    Kernels keep the input as it is. The output is the next op's to keep; to compute it `again`, the input is kept.
+    """
+    n = tokens * width
+    high, low = z.w * n, z.e * n
+    rms = z.model.norm == "rmsnorm"
+    if z.kernels:
+        return Op(name, low + z.w * tokens * (1 if rms else 2), z.stream + 2 * z.residual, z.residual + 2 * low)
+    original = low if again and z.cast else 0
+    if rms:
+        return Op(name, original + high + low + z.w * tokens, z.stream + high, z.residual + low + 4 * high)
+    weights = 2 * width * z.w if z.cast else width * z.w * z.model.norm_offset
+    return Op(name, original + high + 2 * z.w * tokens + weights, z.stream + high, z.residual + low + 2 * high)
+
+
+def _column(name: str, z: Sizes, outs: int, again: bool) -> Op:
+    """Keeps its input, as one rank has it between regions, unless that is computed again."""
+    y = z.e * z.tokens * outs
+    weight = z.product * outs * z.hidden
+    inner = z.whole_input + z.e * z.tokens * z.hidden + (z.residual if z.seq else 0)
+    kept = 0 if again else z.residual
+    return Op(name, kept, (z.residual - kept) + z.stream + z.whole_input + y, z.residual + y + inner + weight)
+
+
+def _row(name: str, z: Sizes, ins: int, again: bool = False, besides: int = 0) -> Op:
+    """Keeps its input, unless that is computed again. besides: what else lives in its forward."""
+    x, y = z.e * z.tokens * ins, z.e * z.tokens * z.hidden
+    weight = z.product * ins * z.hidden
+    outs = y * (2 if z.tp > 1 and not z.seq else 1) + (z.residual if z.seq else 0)
+    backward = z.residual + z.whole_input + x + weight
+    if again:
+        return Op(name, 0, z.stream + outs + besides + x, backward + x)
+    return Op(name, x, z.stream + outs + besides, backward)
+
+
+def _dropped(name: str, z: Sizes) -> Op:
+    """Keeps one byte per element."""
+    n = z.own * z.hidden
+    return Op(name, n, HASH * n + z.stream + z.residual, 3 * z.residual)
+
+
+def _activation(z: Sizes) -> Op:
+    """Keeps what it reads; the output is the next op's to keep."""
+    n = z.e * z.tokens * z.ffn
+    gated = z.model.activation == "swiglu"
+    reads = (2 if gated else 1) * n
+    if z.kernels:
+        return Op(z.model.activation, reads, z.stream + n, z.residual + reads + n)
+    kept, forward, backward = {"swiglu": (3, 1, 5), "relu2": (1, 2, 3)}.get(z.model.activation, (1, 1, 2))
+    biased = _unbiased(z)
+    original = biased if z.again else 0
+    return Op(
+        z.model.activation,
+        kept * n + original,
+        z.stream + forward * n + biased - original,
+        z.residual + backward * n,
+    )
+
+
+def _unbiased(z: Sizes) -> int:
+    """The up product before its bias, which lives on while the feed-forward part runs."""
+    gated = z.model.activation == "swiglu"
+    return 0 if z.kernels or not z.model.bias else z.e * z.tokens * z.ffn * (2 if gated else 1)
+
+
+def _attention(z: Sizes) -> Iterator[Op]:
+    """Keeps query, key, value, the result (which the next product keeps too), and what its backward needs."""
+    model = z.model
+    e, tokens, groups = z.e, z.tokens, z.q // z.kv
+    fused = e * tokens * (z.q + 2 * z.kv)
+    moved = (model.position == "rope" and not z.turns_in_place) or model.qk_norm
+    mixed = e * tokens * z.q
+    if not z.plain:
+        # value is a view of the fused product, which lives as long; query and key are too, unless they moved on
+        copies = e * tokens * (z.q + z.kv) if moved else 0
+        wide_query = 4 * tokens * z.q if z.kernels else 0
+        sums = z.w * tokens * z.heads
+        mask = z.rows * z.length**2 * (1 + e) if z.documents else 0
+        yield Op("attention", fused + copies + sums + mask, z.stream, z.residual + 2 * mixed + fused + wide_query)
+        return
+    if groups > 1:
+        alone = z.rows > 1 or moved
+        kept = mixed * 2 + (mixed if alone else fused)
+    elif z.rows > 1:
+        kept = fused
+    else:
+        kept = fused + (e * tokens * (z.q + z.kv) if moved else 0)
+    scores = z.rows * z.heads * z.length**2
+    drops = bool(model.attention_dropout)
+    rounded = (e if z.cast else 0) * scores
+    weights = z.w * scores + z.length**2 * (z.rows if z.documents else 1)
+    weights += (1 + e) * scores if drops else rounded
+    yield Op("query, key, value", kept, z.stream + fused, z.residual + 2 * fused)
+    forward = max((HASH + e) * scores if drops else 0, (z.w + 2 * e) * scores)
+    yield Op("attention weights", weights, z.stream + forward, z.residual + 2 * mixed + (2 * z.w + 2 * e) * scores)

@@ -1,0 +1,161 @@
+"""Activation memory held against autograd: what is saved, byte for byte, and what lives at the peak."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from mega.core.batch import DecoderBatch
+from mega.core.config.compose import compose
+from mega.core.config.resolve import resolve
+from mega.core.config.run import RunConfig
+from mega.core.device import DTYPES
+from mega.core.estimate.activations import footprint
+from mega.core.parallel import collectives
+from mega.core.parallel.gradients import GradBuffer
+from mega.core.parallel.mesh import Mesh
+from mega.core.training.build import build_stages
+
+SHAPE = {"layers": 4, "hidden": 64, "heads": 4, "vocab": 250, "seq_length": 96, "micro_batch": 2, "device": "cpu"}
+QUIET = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
+
+CASES: dict[str, dict[str, Any]] = {
+    "gpt": QUIET,
+    "gpt bf16": {**QUIET, "dtype": "bf16"},
+    "gpt fp64": {**QUIET, "dtype": "fp64"},
+    "gpt with dropout": {},
+    "gpt bf16 with dropout": {"dtype": "bf16"},
+    "hidden dropout only": {"dtype": "bf16", "attention_dropout": 0.0},
+    "one row": {"micro_batch": 1},
+    "plain": {**QUIET, "ops": "reference", "dtype": "bf16"},
+    "llama": {"family": "llama", "kv_heads": 2},
+    "llama bf16": {"family": "llama", "dtype": "bf16"},
+    "llama bf16 grouped": {"family": "llama", "kv_heads": 2, "dtype": "bf16", "ffn": 160},
+    "llama plain": {"family": "llama", "ops": "reference", "dtype": "bf16"},
+    "llama plain grouped, one row": {"family": "llama", "ops": "reference", "kv_heads": 2, "micro_batch": 1},
+    "q and k norms": {"family": "llama", "qk_norm": True, "dtype": "bf16"},
+    "relu2, no positions": {**QUIET, "activation": "relu2", "position": "none", "bias": False},
+    "norm offset": {**QUIET, "norm_offset": True},
+    "tp 2": {**QUIET, "tp": 2, "dtype": "bf16"},
+    "tp 2, sequence": {"tp": 2, "sequence_parallel": True, "dtype": "bf16"},
+    "llama tp 2, sequence": {"family": "llama", "tp": 2, "sequence_parallel": True, "dtype": "bf16"},
+    "again": {**QUIET, "recompute": "selective"},
+    "llama again": {"family": "llama", "recompute": "selective", "dtype": "bf16"},
+    "few words": {**QUIET, "vocab": 8, "vocab_multiple": 8, "dtype": "bf16"},
+    "llama, few words": {"family": "llama", "vocab": 8, "vocab_multiple": 8, "dtype": "bf16"},
+    "pp 2": {**QUIET, "pp": 2},
+    "pp 2 bf16": {**QUIET, "pp": 2, "dtype": "bf16"},
+    "llama pp 2, tp 2": {"family": "llama", "pp": 2, "tp": 2, "dtype": "bf16"},
+}
+
+
+class Live(TorchDispatchMode):
+    """Bytes of all tensors that ops have made and that are still alive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = self.peak = 0
+        self.known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(tensor, torch.Tensor):
+                self._see(tensor.untyped_storage())
+        return out
+
+    def know(self, *tensors: torch.Tensor) -> None:
+        """Tensors that are none of ours."""
+        self.known |= {tensor.untyped_storage()._cdata for tensor in tensors}
+
+    def _see(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key in self.known:
+            return
+        self.known.add(key)
+        self.live += size
+        self.peak = max(self.peak, self.live)
+
+        def gone() -> None:
+            self.known.discard(key)
+            self.live -= size
+
+        weakref.finalize(storage, gone)
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Collectives that keep sizes and say nothing of values: one process stands for a tensor rank."""
+
+    class Work:
+        def wait(self) -> None: ...
+
+    def gather(out: torch.Tensor, x: torch.Tensor, **_: Any) -> Work:
+        out.zero_()
+        return Work()
+
+    def nothing(*_: Any, **__: Any) -> Work:
+        return Work()
+
+    monkeypatch.setattr(collectives, "_gather_into", gather)
+    monkeypatch.setattr(collectives, "_scatter_sum", gather)
+    monkeypatch.setattr(collectives.dist, "all_reduce", nothing)
+
+
+def batch_of(run: RunConfig) -> DecoderBatch:
+    rows, length = run.batch.micro_batch, run.batch.seq_length
+    assert rows and length and run.model.vocab
+    tokens = torch.randint(run.model.vocab, (rows, length))
+    positions = torch.arange(length).expand(rows, length).contiguous()
+    return DecoderBatch(tokens, tokens, torch.ones(rows, length), positions, torch.arange(rows))
+
+
+def measured(run: RunConfig, stage: int) -> tuple[int, int, int]:
+    """Bytes held after the forward, and peaks of forward and backward, of one rank of a stage."""
+    parallel = run.parallel
+    mesh = Mesh.at(stage * parallel.tp + parallel.tp - 1, tp=parallel.tp, pp=parallel.pp)
+    (chunk,) = build_stages(run, mesh, torch.device("cpu"))
+    assert run.precision.grad_dtype and run.batch.micro_batch and run.batch.seq_length
+    grads = GradBuffer(
+        [chunk], mesh, dtype=DTYPES[run.precision.grad_dtype], sequence=parallel.sequence_parallel, overlap=False
+    )
+    batch = batch_of(run)
+    live = Live()
+    live.know(*(b.weights for b in grads.buckets), *(b.grads for b in grads.buckets))
+    live.know(*(t for t in vars(batch).values() if t is not None))
+    grads.start()
+    with live:
+        ((shape, dtype),) = chunk.cargo(run.batch.micro_batch, run.batch.seq_length)
+        cargo = () if mesh.pp.first else (torch.zeros(shape, dtype=dtype, requires_grad=True),)
+        out = chunk(batch, *cargo)
+        tensor = out.total if mesh.pp.last else out[0]
+        del out
+        held, forward = live.live, live.peak
+        live.peak = live.live
+        given = torch.zeros_like(tensor)
+        torch.autograd.backward((tensor,), (given,))
+    return held, forward, live.peak
+
+
+def run_of(flags: dict[str, Any]) -> RunConfig:
+    typed = {**SHAPE, **flags}
+    return resolve(compose(flags=typed), typed.get("tp", 1) * typed.get("pp", 1))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_against_autograd(name: str, alone: Callable[[], None]) -> None:
+    run = run_of(CASES[name])
+    for stage in range(run.parallel.pp):
+        first, last = stage == 0, stage == run.parallel.pp - 1
+        layers = run.model.layers
+        assert layers
+        counted = footprint(run, layers // run.parallel.pp, first=first, last=last)
+        held, forward, backward = measured(run, stage)
+        assert counted.held == pytest.approx(held, rel=0.002)
+        assert counted.forward == pytest.approx(forward, rel=0.05)
+        assert counted.backward == pytest.approx(backward, rel=0.05)
