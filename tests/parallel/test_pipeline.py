@@ -1,0 +1,167 @@
+"""The executor against torch's own pipeline as a numerical oracle, and against a model that is not cut."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from mega.core.batch import DecoderBatch
+from mega.core.parallel.launch import Pool
+from mega.core.parallel.mesh import Groups, Mesh
+from mega.core.parallel.pipeline import Loss, Pipeline
+from mega.core.plan import plan
+from tests.support.ranks import CPU, random
+
+WIDTH, ROWS, COLUMNS, MICROBATCHES = 6, 2, 3, 5
+
+
+class Piece(nn.Module):
+    """Global stage `number`: a matrix and tanh. Two tensors travel."""
+
+    def __init__(self, number: int, last: bool):
+        super().__init__()
+        self.number, self.last = number, last
+        self.matrix = nn.Parameter(random(WIDTH, WIDTH, seed=number))
+
+    def compute(self, x: torch.Tensor) -> torch.Tensor:
+        return (x @ self.matrix).tanh()
+
+    def forward(self, batch: DecoderBatch, *cargo: torch.Tensor) -> tuple[torch.Tensor, ...] | Loss:
+        x, total = cargo if cargo else (source(batch), torch.zeros(ROWS, dtype=torch.float64))
+        x = self.compute(x)
+        total = total + x.sum((1, 2))
+        if not self.last:
+            return x, total
+        return Loss(x.square().sum() + total.sum(), batch.loss_weights.sum())
+
+    def cargo(self, rows: int, columns: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        return [((rows, columns, WIDTH), torch.float64), ((rows,), torch.float64)]
+
+
+def source(batch: DecoderBatch) -> torch.Tensor:
+    """float64 [ROWS, COLUMNS, WIDTH], other for every microbatch."""
+    return random(ROWS, COLUMNS, WIDTH, seed=1000 + int(batch.samples[0]))
+
+
+def batches() -> list[DecoderBatch]:
+    ids = torch.zeros(ROWS, COLUMNS, dtype=torch.int64)
+    weights = torch.ones(ROWS, COLUMNS)
+    return [DecoderBatch(ids, ids, weights, ids, torch.full((ROWS,), number)) for number in range(MICROBATCHES)]
+
+
+def uncut(stages: int) -> list[torch.Tensor]:
+    """Gradients of all pieces on one process, microbatch i's loss scaled by 1 / (i + 1)."""
+    pieces = [Piece(number, number == stages - 1) for number in range(stages)]
+    loss = torch.zeros((), dtype=torch.float64)
+    for number, batch in enumerate(batches()):
+        cargo: Any = ()
+        for piece in pieces:
+            cargo = piece(batch, *cargo)
+        loss = loss + cargo.total / (number + 1)
+    loss.backward()
+    gradients = [piece.matrix.grad for piece in pieces]
+    return [gradient for gradient in gradients if gradient is not None]
+
+
+def ours(groups: Groups, rank: int, ranks: int, chunks: int, kind: Any) -> tuple[list[float], list[torch.Tensor]]:
+    """Sums and this rank's gradients, of the second of two steps: nothing may be left over from the first."""
+    mesh = Mesh(rank, pp=ranks, groups=groups)
+    stages = ranks * chunks
+    pieces = [Piece(chunk * ranks + rank, chunk * ranks + rank == stages - 1) for chunk in range(chunks)]
+    pipeline = Pipeline(pieces, mesh, CPU)
+    scales = [torch.tensor(1.0 / (number + 1), dtype=torch.float64) for number in range(MICROBATCHES)]
+    schedule = plan(kind, ranks, chunks, MICROBATCHES)
+    for _ in range(2):
+        for piece in pieces:
+            piece.matrix.grad = None
+        sums = pipeline.run(schedule, batches(), scales)
+    gradients = [piece.matrix.grad for piece in pieces]
+    return sums.tolist(), [gradient for gradient in gradients if gradient is not None]
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranks", "chunks"),
+    [("gpipe", 4, 1), ("1f1b", 1, 1), ("1f1b", 3, 1), ("1f1b", 4, 1), ("interleaved", 2, 3), ("interleaved", 4, 2)],
+)
+def test_cut_and_uncut(pool: Pool, kind: str, ranks: int, chunks: int) -> None:
+    results = pool.run(ours, ranks, chunks, kind, world=ranks)
+    expected = uncut(ranks * chunks)
+    for rank, (_, gradients) in enumerate(results):
+        assert len(gradients) == chunks
+        for chunk, gradient in enumerate(gradients):
+            torch.testing.assert_close(gradient, expected[chunk * ranks + rank], rtol=1e-12, atol=1e-12)
+    sums = [result[0] for result in results]
+    assert all(one == [0.0, 0.0] for one in sums[:-1])
+    assert sums[-1][1] == ROWS * COLUMNS * MICROBATCHES
+
+
+def forwards(groups: Groups, rank: int, ranks: int) -> list[float]:
+    mesh = Mesh(rank, pp=ranks, groups=groups)
+    piece = Piece(rank, rank == ranks - 1)
+    sums = Pipeline([piece], mesh, CPU).run(plan("forward", ranks, 1, MICROBATCHES), batches())
+    assert piece.matrix.grad is None
+    return sums.tolist()  # type: ignore[no-any-return]
+
+
+def test_forward_only(pool: Pool) -> None:
+    results = pool.run(forwards, 3, world=3)
+    pieces = [Piece(number, number == 2) for number in range(3)]
+    total = 0.0
+    for batch in batches():
+        cargo: Any = ()
+        for piece in pieces:
+            cargo = piece(batch, *cargo)
+        total += float(cargo.total)
+    assert results[-1][0] == pytest.approx(total, rel=1e-12)
+
+
+class _Plain(nn.Module):
+    """A piece as torch's pipeline takes it: one tensor in, one out."""
+
+    def __init__(self, piece: Piece):
+        super().__init__()
+        self.piece = piece
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.piece.compute(x)
+
+
+class _Alone(Piece):
+    """The same piece for our executor: one tensor in, one out."""
+
+    def forward(self, batch: DecoderBatch, *cargo: torch.Tensor) -> tuple[torch.Tensor, ...] | Loss:
+        x = self.compute(cargo[0] if cargo else source(batch))
+        return Loss(x.square().sum(), batch.loss_weights.sum()) if self.last else (x,)
+
+    def cargo(self, rows: int, columns: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        return [((rows, columns, WIDTH), torch.float64)]
+
+
+def against_torch(groups: Groups, rank: int, ranks: int, kind: Any) -> None:
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+
+    theirs = _Plain(Piece(rank, rank == ranks - 1))
+    stage = PipelineStage(theirs, rank, ranks, CPU)
+    make = ScheduleGPipe if kind == "gpipe" else Schedule1F1B
+    schedule = make(stage, MICROBATCHES, loss_fn=lambda y, _: y.square().sum(), scale_grads=False)
+    whole = torch.cat([source(batch) for batch in batches()])
+    if rank == 0:
+        schedule.step(whole)
+    elif rank == ranks - 1:
+        schedule.step(target=whole)
+    else:
+        schedule.step()
+
+    piece = _Alone(rank, rank == ranks - 1)
+    scales = [torch.ones((), dtype=torch.float64)] * MICROBATCHES
+    pipeline = Pipeline([piece], Mesh(rank, pp=ranks, groups=groups), CPU)
+    pipeline.run(plan(kind, ranks, 1, MICROBATCHES), batches(), scales)
+    torch.testing.assert_close(piece.matrix.grad, theirs.piece.matrix.grad, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["gpipe", "1f1b"])
+def test_torchs_pipeline_agrees(pool: Pool, kind: str) -> None:
+    pool.run(against_torch, 3, kind, world=3)
