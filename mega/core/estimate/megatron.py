@@ -1,0 +1,87 @@
+"""Megatron-LM's own `report_theoretical_memory`, formula for formula, to stand beside our figures.
+
+It counts neither biases nor position tables, assumes bf16 with fp32 gradients and Adam, and approximates activations by
+the closed form of Korthikanti et al. 2022 (arXiv 2205.05198). A megabyte is 1024 squared.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil
+
+from mega.core.config.resolve import data_parallel, microbatches
+from mega.core.config.run import RunConfig
+from mega.core.inventory import padded
+
+MEGABYTE = 1024.0**2
+
+
+@dataclass(frozen=True)
+class Report:
+    """What Megatron-LM prints. Parameters are elements of one rank; sizes are megabytes of the most loaded rank.
+
+    others: parameters of the other shards, where there are several stages. layer: activations of one layer and rank.
+    """
+
+    parameters: float
+    shard: float
+    others: float
+    layer: float
+    in_flight: int | None
+    weights: float
+    activations: float
+
+    @property
+    def total(self) -> float:
+        return self.weights + self.activations
+
+
+def report(run: RunConfig, world: int) -> Report:
+    """Megatron-LM's figures for a resolved `run`."""
+    model, parallel, batch = run.model, run.parallel, run.batch
+    assert model.layers and model.hidden and model.heads and model.kv_heads and model.head_dim
+    assert model.ffn and model.vocab and batch.seq_length and batch.micro_batch
+    layers, h, f, t, p = model.layers, model.hidden, model.ffn, parallel.tp, parallel.pp
+    attention = 2 * h * h * (1 + model.kv_heads / model.heads) * (model.heads * model.head_dim / h)
+    mlp = 2 * h * f * (1.5 if model.activation == "swiglu" else 1)
+    norm = (2 if model.norm == "layernorm" else 1) * h
+    embedding = h * padded(model.vocab, t, model.vocab_multiple)
+    whole = layers * (attention + mlp + 2 * norm) + norm + embedding * (1 if model.tied else 2)
+    others = layers * (attention + mlp) / p / t + (layers * 2 * norm + norm) / p
+    shard = others + embedding / t * (2 if not model.tied and p == 1 else 1)
+    per_parameter = 6 + 12 / data_parallel(run, world) if parallel.zero else 18
+    layer, activations, in_flight = _activations(run, world)
+    return Report(
+        parameters=whole,
+        shard=shard,
+        others=others,
+        layer=layer / MEGABYTE,
+        in_flight=in_flight,
+        weights=shard * per_parameter / MEGABYTE,
+        activations=activations / MEGABYTE,
+    )
+
+
+def _activations(run: RunConfig, world: int) -> tuple[float, float, int | None]:
+    """Bytes of one layer and of the rank, and microbatches in flight (None on one stage)."""
+    model, parallel, batch = run.model, run.parallel, run.batch
+    assert model.layers and model.hidden and model.ffn and model.vocab and batch.seq_length and batch.micro_batch
+    s, b, h, t, p, v = batch.seq_length, batch.micro_batch, model.hidden, parallel.tp, parallel.pp, parallel.chunks
+    vocab = padded(model.vocab, t, model.vocab_multiple)
+    both = parallel.sequence_parallel and run.memory.recompute == "selective"
+    layer = s * b * h * (18 + 4 * model.ffn / h) if both else s * b * h * (10 + 24 / t)
+    total = layer * model.layers + 8 * s * b * p + s * b * h * p
+    in_flight = None
+    if v > 1:
+        more = 1 + (p - 1) / (p * v)
+        total, in_flight = total * more, ceil(p * more)
+    elif p > 1:
+        in_flight = min(microbatches(run, world), p)
+        total *= in_flight / p
+    if both:
+        if p == 1:
+            total += 4 * s * b * h * (1 + vocab / h)
+        return layer / t, total / t, in_flight
+    if p == 1:
+        total += 2 * (s * b * vocab / t + s * b * h)
+    return layer, total * 1.05, in_flight
