@@ -179,10 +179,12 @@ def vocabulary(groups: Groups, rank: int, size: int, sequence: bool) -> None:
         embedding.weight.nan_to_num_(1e3)  # padding must not count, whatever it holds
     x = embedding(ids).tanh()
     assert x.shape[0] == (12 // size if sequence else 12)
-    nll = cross_entropy(logits(x * 50, embedding.weight, axis, sequence), labels, axis)
+    nll = cross_entropy(x * 50, labels, embedding.weight, axis, sequence)
     (nll * scale).sum().backward()
     same(nll, expected, rtol=1e-12, atol=1e-12)
     assert_own_part(embedding.weight, embedding.weight.grad, {"table": whole.grad})
+    scores = all_gather(logits(x * 50, embedding.weight, axis, sequence).detach().t(), axis).t()
+    same(torch.logsumexp(scores, 1) - scores.gather(1, labels[:, None])[:, 0], expected, rtol=1e-12, atol=1e-12)
     real = embedding.weight.slots[0].shard.size[0]
     assert embedding.weight.grad is not None and not embedding.weight.grad[real:].any(), "padding has a gradient"
 
