@@ -48,22 +48,16 @@ def test_a_resolved_run_passes_as_the_typed_one_does() -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        (
-            {"schedule": "interleaved", "chunks": 2},
-            "--chunks above 1: interleaved pipelines are not built yet",
-        ),
         ({"schedule": "zb-h1"}, "--schedule zb-h1: the zero-bubble pipeline is not built yet"),
         ({"zero": 2}, "--zero above 1: sharing gradients"),
         ({"dtype": "fp16"}, "--dtype fp16: fp16 and its loss scale are not built yet"),
         ({"dtype": "bf16", "grad_dtype": "bf16"}, "--grad-dtype of 16 bits: "),
         ({"recompute": "selective"}, "--recompute: "),
         ({"optimizer": "sgd"}, "--optimizer sgd: "),
-        ({"post_norm_residual": True}, "--post-norm-residual: "),
         ({"embedding_fp32": True}, "--embedding-fp32: "),
         ({"residual_fp32": True, "dtype": "bf16"}, "--residual-fp32: "),
         ({"residual_fp32": True}, "--residual-fp32: needs --dtype bf16 or fp16, not fp32"),
-        ({"stage_layers": (2,)}, "--stage-layers: "),
-        ({"stage_layers": (1, 2)}, "--stage-layers 1 2: must be --pp 1 numbers whose sum is --layers 2"),
+        ({"stage_layers": (1, 2)}, "--stage-layers 1 2: must be 1 numbers (--pp x --chunks) whose sum is --layers 2"),
         ({"layers_per_chunk": 3}, "--layers-per-chunk 3: must divide the 2 layers of a stage"),
         ({"rampup": (1, 1, 10)}, "--rampup 1 1 10: needs --samples and excludes --steps"),
         ({"rampup": (1, 2), "steps": None, "samples": 10}, "--rampup 1 2: must be three numbers"),
@@ -110,9 +104,7 @@ def test_a_dry_run_needs_neither_data_nor_length() -> None:
 
 
 def test_a_tensor_split_that_is_finer_than_the_kv_heads_is_told_once() -> None:
-    assert problems(4, tp=4, heads=4, kv_heads=2) == [
-        "--kv-heads 2: must be divisible by --tp 4; valid --tp: 1, 2"
-    ]
+    assert problems(4, tp=4, heads=4, kv_heads=2) == ["--kv-heads 2: must be divisible by --tp 4; valid --tp: 1, 2"]
 
 
 def test_a_model_that_comes_from_the_checkpoint_is_not_asked_for() -> None:

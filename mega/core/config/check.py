@@ -196,10 +196,10 @@ def _stages(run: RunConfig) -> Problems:
     parallel, layers = run.parallel, run.model.layers
     assert layers
     if parallel.stage_layers:
-        if len(parallel.stage_layers) != parallel.pp or sum(parallel.stage_layers) != layers:
-            yield _line(
-                run, "stage_layers", f"must be --pp {parallel.pp} numbers whose sum is --layers {layers}"
-            )
+        pieces = parallel.pp * parallel.chunks
+        if len(parallel.stage_layers) != pieces or sum(parallel.stage_layers) != layers:
+            rule = f"must be {pieces} numbers (--pp x --chunks) whose sum is --layers {layers}"
+            yield _line(run, "stage_layers", rule)
     elif layers % parallel.pp:
         yield _line(
             run, "layers", f"must be divisible by --pp {parallel.pp}; valid --pp: {_divisors(layers)}"

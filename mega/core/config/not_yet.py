@@ -8,17 +8,9 @@ from mega.core.config.run import RunConfig
 
 NOT_YET: dict[str, tuple[Callable[[RunConfig], bool], str]] = {
     "--cp above 1": (lambda run: run.parallel.cp > 1, "context parallelism is not built yet; valid --cp: 1"),
-    "--chunks above 1": (
-        lambda run: run.parallel.chunks > 1 or run.parallel.schedule == "interleaved",
-        "interleaved pipelines are not built yet; valid --schedule: 1f1b, gpipe, with --chunks 1",
-    ),
     "--schedule zb-h1": (
         lambda run: run.parallel.schedule == "zb-h1",
-        "the zero-bubble pipeline is not built yet; valid --schedule: 1f1b, gpipe",
-    ),
-    "--stage-layers": (
-        lambda run: bool(run.parallel.stage_layers),
-        "stages of unequal depth are not built yet; leave the flag out",
+        "the zero-bubble pipeline is not built yet; valid --schedule: 1f1b, gpipe, interleaved",
     ),
     "--zero above 1": (
         lambda run: run.parallel.zero > 1,
@@ -44,17 +36,9 @@ NOT_YET: dict[str, tuple[Callable[[RunConfig], bool], str]] = {
         lambda run: run.memory.recompute != "none",
         "recomputing activations is not built yet; valid --recompute: none",
     ),
-    "--rampup": (
-        lambda run: bool(run.batch.rampup),
-        "the batch ramp-up is not built yet; leave the flag out",
-    ),
     "--optimizer sgd": (
         lambda run: run.optimizer.optimizer == "sgd",
         "sgd is not built yet; valid --optimizer: adam",
-    ),
-    "--post-norm-residual": (
-        lambda run: run.model.post_norm_residual,
-        "the residual taken behind the norm is not built yet; leave the flag out",
     ),
 }
 """Option -> (does a resolved run ask for it, what to say)."""

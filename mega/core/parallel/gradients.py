@@ -88,6 +88,7 @@ class GradBuffer:
     ):
         self.mesh, self.dtype, self.zero, self.overlap = mesh, dtype, zero, overlap
         self.sequence = sequence and mesh.tp.size > 1
+        self._claimed: set[int] = set()
         self.buckets = [
             self._bucket(kind, group) for chunk in chunks for kind, group in self._groups(chunk, bucket_size)
         ]
@@ -114,6 +115,9 @@ class GradBuffer:
         """Neighbouring weights of one kind, at least `least` elements together where there are as many."""
         open_groups: dict[Kind, list[Weight]] = {}
         for weight in weights(chunk):
+            if id(weight) in self._claimed:  # a tied tensor of two chunks of one rank
+                continue
+            self._claimed.add(id(weight))
             kind = self._kind(weight)
             group = open_groups.setdefault(kind, [])
             group.append(weight)

@@ -15,6 +15,7 @@ import multiprocessing
 import os
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -199,6 +200,7 @@ def _environment(rank: int, size: int, directory: str, meeting: str = "meeting")
 
 def _rank(environment: dict[str, str], target: Callable[..., int | None], args: tuple[Any, ...]) -> None:
     os.environ.update(environment)
+    threading.Thread(target=_follow_parent, name="follow-parent", daemon=True).start()
     try:
         code = target(*args) or 0
     except SystemExit as stop:
@@ -214,6 +216,14 @@ def _rank(environment: dict[str, str], target: Callable[..., int | None], args: 
     if code:
         os._exit(code)  # no waiting for peers that wait for us
     disconnect()
+
+
+def _follow_parent() -> None:
+    """End this rank when the process that launched it has died, however it died."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        wait([parent.sentinel])
+        os._exit(1)
 
 
 def _pool_rank(pipe: Connection[Any, Any], size: int) -> None:

@@ -97,14 +97,12 @@ def find_origin(run: RunConfig, tell: Tell) -> Origin | None:
         return Origin(locate(Path(options.resume)), weights_only=False)
     if options.load is None:
         return None
-    if not options.require_load and not CheckpointStore(Path(options.load)).steps() and _is_empty(Path(options.load)):
-        tell(f"--load {options.load}: holds no checkpoint; starting from the beginning")
+    # The first start of a run that loads from where it saves; anywhere else a missing checkpoint is a mistake.
+    first = options.load == options.save and not options.require_load
+    if first and CheckpointStore(Path(options.load)).newest(verify=False) is None:
+        tell(f"--load {options.load}: holds no checkpoint yet; starting from the beginning")
         return None
     return Origin(locate(Path(options.load)), weights_only=options.finetune)
-
-
-def _is_empty(path: Path) -> bool:
-    return not path.exists() or (path.is_dir() and not any(path.glob("step-*")) and not (path / "latest").exists())
 
 
 def restore(state: TrainState, origin: Origin) -> None:

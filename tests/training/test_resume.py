@@ -1,0 +1,127 @@
+"""A run that is killed and goes on is the run that was never killed; and it goes on in any other layout."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mega.core.checkpoint.inspect import diff
+from mega.core.checkpoint.store import CheckpointStore, locate
+from mega.core.config.resolve import data_parallel, resolve
+from mega.core.config.run import RunConfig, updated
+from mega.core.config.sections import ModelConfig
+from mega.core.data.indexed import IndexedWriter
+from mega.core.device import Device
+from mega.core.parallel.launch import Pool
+from mega.core.parallel.mesh import Groups, Mesh
+from mega.core.training.persist import Origin, restore, save
+from mega.core.training.state import TrainState
+
+MODEL = (
+    "--layers 4 --hidden 32 --heads 4 --seq-length 32 --tokenizer NullTokenizer --vocab-size 508 --vocab-multiple 4 "
+    "--micro-batch 1 --global-batch 8 --lr 1e-2 --lr-decay cosine --lr-warmup-steps 3 --steps 20 --save-interval 10 "
+    "--log-interval 1 --eval-iters 1 --eval-interval 8 --bucket-size 5000 --device cpu"
+).split()
+LAYOUT = "--nproc 8 --tp 2 --pp 2 --sequence-parallel".split()
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """200 documents of random ids, ended by the NullTokenizer's 508."""
+    prefix = tmp_path_factory.mktemp("corpus") / "random"
+    random = np.random.default_rng(5)
+    with IndexedWriter(prefix, np.dtype(np.uint16)) as writer:
+        for _ in range(200):
+            ids = random.integers(0, 508, size=random.integers(20, 90))
+            writer.add([[*ids.tolist(), 508]])
+    return str(prefix)
+
+
+def start(corpus: str, out: Path, *flags: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "mega", "pretrain", *MODEL, "--data-path", corpus, "--save", str(out), *flags]
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+
+
+def run(corpus: str, out: Path, *flags: str) -> str:
+    process = start(corpus, out, *flags)
+    said, _ = process.communicate(timeout=240)
+    assert process.returncode == 0, said
+    return said
+
+
+def losses(out: Path) -> dict[int, tuple[float, float]]:
+    """Step -> (loss, gradient norm), from the metrics file."""
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return {row["step"]: (row["loss"], row["grad_norm"]) for row in rows if "grad_norm" in row}
+
+
+@pytest.fixture(scope="module")
+def straight(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """20 steps without a stop, at tp 2, pp 2, dp 2 with dropout."""
+    out = tmp_path_factory.mktemp("straight")
+    run(corpus, out, *LAYOUT)
+    return out
+
+
+def test_killed_and_resumed_is_bitwise_the_straight_run(corpus: str, straight: Path, tmp_path: Path) -> None:
+    process = start(corpus, tmp_path, *LAYOUT)
+    deadline = time.monotonic() + 200
+    while not (tmp_path / "step-0000010").exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    assert CheckpointStore(tmp_path).steps() == [10], "killed too late or too early"
+    said = run(corpus, tmp_path, *LAYOUT, "--resume", "auto")
+    assert "going on from" in said
+    assert losses(tmp_path) == losses(straight)
+    first, second = CheckpointStore(straight).open(20), CheckpointStore(tmp_path).open(20)
+    assert set(first.tensors) == set(second.tensors) and any(key.startswith("moment2/") for key in first.tensors)
+    assert not list(diff(first, second))
+
+
+@pytest.mark.parametrize(
+    "layout",
+    ["--nproc 4 --tp 4", "--nproc 4 --pp 4 --schedule gpipe", "--nproc 4 --zero 1", "--nproc 1"],
+)
+def test_goes_on_in_another_layout(corpus: str, straight: Path, tmp_path: Path, layout: str) -> None:
+    """Restored bytes are equal, and the next steps agree within the fp32 bound."""
+    source = str(CheckpointStore(straight).path(10))
+    run(corpus, tmp_path, *layout.split(), "--load", source, "--exit-interval", "1", "--steps", "20")
+    ours, theirs = losses(tmp_path)[11], losses(straight)[11]
+    assert ours[0] == pytest.approx(theirs[0], rel=2e-6)
+    assert ours[1] == pytest.approx(theirs[1], rel=1e-4)
+    assert 1 not in losses(tmp_path), "it started afresh"
+
+
+def resave(groups: Groups, rank: int, run: RunConfig, world: int, source: str) -> None:
+    """Job: restore a checkpoint in this run's layout and save it again."""
+    parallel = run.parallel
+    mesh = Mesh(rank, tp=parallel.tp, pp=parallel.pp, dp=data_parallel(run, world), groups=groups)
+    state = TrainState(run, mesh, Device.choose("cpu"))
+    restore(state, Origin(locate(Path(source)), weights_only=False))
+    save(state, None, "")
+
+
+@pytest.mark.parametrize("layout", [{"tp": 4}, {"pp": 4}, {"zero": 1}, {"tp": 2, "pp": 2, "zero": 1}, {}])
+def test_restored_and_saved_again_is_the_same_bytes(
+    straight: Path, tmp_path: Path, pool: Pool, layout: dict[str, int]
+) -> None:
+    """tp 2, pp 2, dp 2 -> any layout -> disk: every tensor, moments included, unchanged."""
+    source = CheckpointStore(straight).open(20)
+    model = ModelConfig(**source.meta["config"]["model"])
+    world = 4 if layout else 1
+    options = {"micro_batch": 1, "seq_length": 32, "bucket_size": 3000, "save": str(tmp_path), **layout}
+    run = resolve(replace(updated(RunConfig(), options), model=model), world)
+    pool.run(resave, run, world, str(source.path), world=world)
+    assert not list(diff(source, CheckpointStore(tmp_path).open(20)))
