@@ -1,4 +1,4 @@
-"""`mega reshard`: write a checkpoint again, cut for another number of tensor ranks and stages."""
+"""`mega reshard`: write a checkpoint again, cut for other ranks; from and to Megatron-LM's trees too."""
 
 from __future__ import annotations
 
@@ -10,27 +10,33 @@ import typer
 
 def run(
     load_dir: Annotated[
-        Path,
-        typer.Option("--load-dir", help="a run's directory (its newest step), or one step-NNNNNNN in it"),
+        Path, typer.Option("--load-dir", help="a run's directory, one step-NNNNNNN in it, or a Megatron-LM tree")
     ],
     save_dir: Annotated[Path, typer.Option("--save-dir", help="directory of the new checkpoint")],
     target_tp: Annotated[int, typer.Option("--target-tensor-parallel-size", "--tp", help="tensor ranks")] = 1,
     target_pp: Annotated[int, typer.Option("--target-pipeline-parallel-size", "--pp", help="pipeline stages")] = 1,
-    model_type: Annotated[
-        Literal["GPT"], typer.Option("--model-type", help="accepted; the checkpoint knows it")
-    ] = "GPT",
-    loader: Annotated[Literal["mega"], typer.Option("--loader", help="kind of checkpoint to read")] = "mega",
-    saver: Annotated[Literal["mega"], typer.Option("--saver", help="kind of checkpoint to write")] = "mega",
+    saver: Annotated[
+        Literal["mega", "megatron", "megatron-23.06", "mcore", "mcore-local"],
+        typer.Option("--saver", help="kind to write: ours, Megatron-LM's legacy names, or Megatron-core's"),
+    ] = "mega",
+    loader: Annotated[
+        Literal["mega", "megatron", "mcore"] | None,
+        typer.Option("--loader", help="accepted; what is read is recognised by its files"),
+    ] = None,
+    true_vocab_size: Annotated[
+        int | None, typer.Option("--true-vocab-size", help="vocabulary of a Megatron-LM tree without its padding")
+    ] = None,
+    model_type: Annotated[Literal["GPT"], typer.Option("--model-type", help="accepted; the files say it")] = "GPT",
 ) -> int:
-    """Cut a checkpoint anew: weights, masters and moments, on the CPU, one tensor at a time.
+    """Cut a checkpoint anew, on the CPU: weights, masters and moments; between Megatron-LM and us, weights.
 
-    Checkpoints load into any layout without this; it makes files that fit their ranks.
+    Checkpoints of ours load into any layout without this; it makes files that fit their ranks.
     """
-    from mega.core.checkpoint.reshard import reshard
+    from mega.core.checkpoint.exchange import exchange
 
-    report = reshard(load_dir, save_dir, target_tp, target_pp)
+    report = exchange(load_dir, save_dir, target_tp, target_pp, saver, true_vocab_size)
     print(
         f"{report.path}: {report.tensors:,} tensors, {report.elements:,} elements, "
-        f"each read once and written once; {report.bytes:,} bytes in {report.seconds:.1f} s"
+        f"each with one origin and none left over; {report.bytes:,} bytes"
     )
     return 0

@@ -206,7 +206,7 @@ def test_verbs(tmp_path: Path) -> None:
 def test_reshard_verb(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save_model(tmp_path / "a", LLAMA)
     assert reshard_verb(tmp_path / "a", tmp_path / "b", target_tp=2) == 0
-    assert "each read once and written once" in capsys.readouterr().out
+    assert "each with one origin and none left over" in capsys.readouterr().out
 
 
 def test_diff_tells_presence_shape_and_dtype(tmp_path: Path) -> None:

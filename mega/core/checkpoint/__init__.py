@@ -16,4 +16,6 @@ foreign     tensors in other tools' files, nothing executed
 huggingface Llama and relatives: families, config.json
 meta        Llama as Meta releases it
 convert     all of these, from folder to folder
+megatron    Megatron-LM's trees; pickles reads torch files that hold more than tensors, inertly
+exchange    own checkpoints and Megatron-LM's trees, one into the other
 """

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
@@ -121,13 +122,22 @@ def to_mega(load: Path, save: Path, tp: int, pp: int) -> ConversionReport:
     else:
         source, model, table = meta.open_folder(load)
     companions: dict[str, Path | bytes] = {name: inside(load, name) for name in COMPANIONS if (load / name).exists()}
-    return import_weights(source, table, model, save, tp, pp, companions)
+    return import_weights(source, table, model, save, tp, pp, attachments=companions)
 
 
 def import_weights(
-    source: Source, table: Table, model: ModelConfig, save: Path, tp: int, pp: int, attachments: Attachments
+    source: Source,
+    table: Table,
+    model: ModelConfig,
+    save: Path,
+    tp: int,
+    pp: int,
+    *,
+    attachments: Attachments = MappingProxyType({}),
+    step: int = 0,
+    consumed: int = 0,
 ) -> ConversionReport:
-    """Any proven table of `weights/...` targets -> step 0 of the run directory `save`."""
+    """A table of `weights/...` targets, proven first -> one step of the run directory `save`."""
     prove(table, source.tensors)
     check_copies(table, source)
     targets = {target.name: target for target in table.targets}
@@ -145,14 +155,14 @@ def import_weights(
         "parallel": {"tp": tp, "pp": pp},
     }
     store = CheckpointStore(save)
-    state = {"config": config, "progress": {}, "updates": 0}  # of a run that has not begun
-    report = store.save_all(0, files, state, fetch=fetch, check=ledger.close, attachments=attachments)
-    return ConversionReport(len(targets), sum(ledger.expected.values()), report.bytes, store.path(0))
+    state = {"config": config, "progress": {"step": step, "consumed": consumed}, "updates": step}
+    report = store.save_all(step, files, state, fetch=fetch, check=ledger.close, attachments=attachments)
+    return ConversionReport(len(targets), sum(ledger.expected.values()), report.bytes, store.path(step))
 
 
 def to_hugging_face(load: Path, save: Path) -> ConversionReport:
     """An own checkpoint -> a folder that `AutoModelForCausalLM.from_pretrained` opens."""
-    checkpoint, model = _own(load)
+    checkpoint, model = open_own(load)
     source = OwnSource(checkpoint)
     table = huggingface.export_table(model, source.tensors)
     prove(table, source.tensors)
@@ -166,12 +176,12 @@ def to_hugging_face(load: Path, save: Path) -> ConversionReport:
         _copy_companions(checkpoint, folder, skip={"config.json", "params.json"})
         return written
 
-    return _report(table, _folder(save, fill), save)
+    return report_of(table, filled_folder(save, fill), save)
 
 
 def to_meta(load: Path, save: Path, parts: int) -> ConversionReport:
     """An own checkpoint -> params.json and `parts` files consolidated.NN.pth, as Meta releases Llama."""
-    checkpoint, model = _own(load)
+    checkpoint, model = open_own(load)
     source = OwnSource(checkpoint)
     params = meta.params_from_model(model)
     tables = meta.export_tables(model, source.tensors, parts)
@@ -192,10 +202,11 @@ def to_meta(load: Path, save: Path, parts: int) -> ConversionReport:
         _copy_companions(checkpoint, folder, skip={"config.json", "generation_config.json", "params.json"})
         return written
 
-    return _report(meta.joined(tables), _folder(save, fill), save)
+    return report_of(meta.joined(tables), filled_folder(save, fill), save)
 
 
-def _own(load: Path) -> tuple[Checkpoint, ModelConfig]:
+def open_own(load: Path) -> tuple[Checkpoint, ModelConfig]:
+    """What a user points at, and the model that it holds."""
     checkpoint = locate(load)
     return checkpoint, model_of(checkpoint.meta, str(checkpoint.path))
 
@@ -263,7 +274,7 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
         write_all(descriptor, (json.dumps(content, indent=2) + "\n").encode())
 
 
-def _folder(save: Path, fill: Callable[[Path], int]) -> int:
+def filled_folder(save: Path, fill: Callable[[Path], int]) -> int:
     """Fill a temporary folder, then give it its name; nothing is left where that fails."""
     if save.exists() and (not save.is_dir() or any(save.iterdir())):
         raise ValueError(f"{save}: exists and is not an empty folder")
@@ -283,6 +294,7 @@ def _folder(save: Path, fill: Callable[[Path], int]) -> int:
     return written
 
 
-def _report(table: Table, written: int, path: Path) -> ConversionReport:
+def report_of(table: Table, written: int, path: Path) -> ConversionReport:
+    """The report of an export."""
     elements = sum(prod(target.shape) for target in table.targets)
     return ConversionReport(len(table.targets), elements, written, path)

@@ -1,0 +1,102 @@
+"""What `mega reshard` does: own checkpoints and Megatron-LM trees into one another, cut for any tp x pp.
+
+Own to own keeps everything (reshard.py); to and from Megatron-LM goes the model, with iteration and
+consumed samples, as Megatron's own tool does it.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from mega.core.checkpoint import megatron
+from mega.core.checkpoint.convert import (
+    ConversionReport,
+    OwnSource,
+    filled_folder,
+    import_weights,
+    open_own,
+    report_of,
+)
+from mega.core.checkpoint.disk import creating, write_all
+from mega.core.checkpoint.mapping import assemble, prove
+from mega.core.checkpoint.pieces import Box
+from mega.core.checkpoint.reshard import reshard
+
+Saver = Literal["mega", "megatron", "megatron-23.06", "mcore", "mcore-local"]
+
+STYLES: dict[Saver, megatron.Style] = {
+    "megatron": "legacy",
+    "megatron-23.06": "legacy-layernorm",
+    "mcore": "core",
+    "mcore-local": "core-local",
+}
+
+
+def exchange(load: Path, save: Path, tp: int, pp: int, saver: Saver, vocab: int | None) -> ConversionReport:
+    """Whatever lies at `load` -> a `saver` at `save`, for tp x pp ranks.
+
+    vocab: the true vocabulary of a Megatron tree. Errors: ValueError naming flag, file or tensor; then
+    nothing new is at `save`.
+    """
+    for flag, value in (
+        ("--target-tensor-parallel-size", tp),
+        ("--target-pipeline-parallel-size", pp),
+        ("--true-vocab-size", 1 if vocab is None else vocab),
+    ):
+        if value < 1:
+            raise ValueError(f"{flag} {value}: must be 1 or more")
+    foreign = megatron.is_tree(load)
+    if saver == "mega":
+        if foreign:
+            return from_megatron(load, save, tp, pp, vocab)
+        report = reshard(load, save, tp, pp)
+        return ConversionReport(report.tensors, report.elements, report.bytes, report.path)
+    if not foreign:
+        return to_megatron(load, save, tp, pp, STYLES[saver])
+    save.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=save.parent, prefix=f".{save.name}.") as between:
+        from_megatron(load, Path(between), 1, 1, vocab)
+        return to_megatron(Path(between), save, tp, pp, STYLES[saver])
+
+
+def from_megatron(load: Path, save: Path, tp: int, pp: int, vocab: int | None) -> ConversionReport:
+    """A Megatron-LM tree -> an own checkpoint at the same step."""
+    tree = megatron.open_tree(load, vocab)
+    return import_weights(
+        tree.source, tree.table, tree.model, save, tp, pp, step=tree.iteration, consumed=tree.consumed
+    )
+
+
+def to_megatron(load: Path, save: Path, tp: int, pp: int, style: megatron.Style) -> ConversionReport:
+    """An own checkpoint -> a tree that Megatron-LM loads; one rank's file is in memory at a time."""
+    checkpoint, model = open_own(load)
+    source = OwnSource(checkpoint)
+    tables = megatron.export_tables(model, source.tensors, tp, pp)
+    table = megatron.whole_table(tables.values())
+    prove(table, source.tensors)
+    iteration = max(1, checkpoint.step)  # Megatron's loader refuses 0
+    progress = checkpoint.meta.get("progress")
+    consumed = progress.get("consumed", 0) if isinstance(progress, dict) else 0
+    arguments = megatron.arguments_of(model, tp, pp, iteration, consumed)
+
+    def fill(folder: Path) -> int:
+        written = 0
+        for (rank, stage), mine in tables.items():
+            content = {
+                target.name: assemble(target, Box((0,) * len(target.shape), target.shape), source)
+                for target in mine.targets
+            }
+            directory = folder / f"iter_{iteration:07d}" / megatron.rank_directory(rank, stage, pp)
+            directory.mkdir(parents=True)
+            path = directory / megatron.WEIGHTS
+            torch.save(megatron.file_content(megatron.nested(content, style), arguments, iteration), path)
+            written += path.stat().st_size
+        with creating(folder / megatron.TRACKER) as descriptor:
+            write_all(descriptor, str(iteration).encode())
+        return written
+
+    return report_of(table, filled_folder(save, fill), save)

@@ -1,0 +1,335 @@
+"""Megatron-LM's trees: row orders, names of every time, any tensor and pipeline size, nothing executed."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import enum
+import os
+import re
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from mega.core.checkpoint import inspect, megatron
+from mega.core.checkpoint.exchange import exchange
+from mega.core.checkpoint.pieces import CheckpointError, Piece
+from mega.core.checkpoint.store import CheckpointStore, locate
+from mega.core.config.sections import ModelConfig
+from mega.core.inventory import inventory
+
+GPT = ModelConfig(
+    layers=4,
+    hidden=16,
+    heads=4,
+    kv_heads=4,
+    head_dim=4,
+    ffn=24,
+    vocab=53,
+    vocab_multiple=8,
+    positions=10,
+    qkv_bias=True,
+)
+LLAMA = dataclasses.replace(
+    GPT,
+    family="llama",
+    kv_heads=2,
+    norm="rmsnorm",
+    activation="swiglu",
+    bias=False,
+    qkv_bias=False,
+    tied=False,
+    position="rope",
+    hidden_dropout=0.0,
+    attention_dropout=0.0,
+)
+MODELS = {"gpt": GPT, "llama": LLAMA}
+
+
+def weights_of(model: ModelConfig) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {tensor.name: torch.randn(tensor.shape, generator=generator) for tensor in inventory(model)}
+
+
+def own(directory: Path, model: ModelConfig) -> Path:
+    pieces = [
+        Piece(f"weights/{name}", tuple(tensor.shape), (0,) * tensor.dim(), tensor)
+        for name, tensor in weights_of(model).items()
+    ]
+    meta = {"config": {"model": dataclasses.asdict(model)}, "progress": {"step": 7, "consumed": 28}}
+    CheckpointStore(directory).save(7, pieces, meta)
+    return directory
+
+
+# Golden vectors, Appendix A.11: for each new row (per head q, k, v) the old row
+
+
+def order(heads: int, width: int, version: int) -> list[int]:
+    rows = {
+        part: [row for run in megatron.fused_rows(part, heads, heads, width, version) for row in run] for part in "qkv"
+    }
+    return [
+        rows[part][head * width + component] for head in range(heads) for part in "qkv" for component in range(width)
+    ]
+
+
+def test_row_orders_of_the_appendix() -> None:
+    assert order(2, 2, 0) == [0, 1, 4, 5, 8, 9, 2, 3, 6, 7, 10, 11]
+    assert order(2, 2, 1) == [0, 3, 1, 4, 2, 5, 6, 9, 7, 10, 8, 11]
+    assert order(2, 2, 2) == list(range(12))
+
+
+def test_group_packing_of_the_appendix() -> None:
+    """a 4, g 2, H 1: q0 q1 k0 v0 q2 q3 k1 v1."""
+    names = [""] * 8
+    for part in "qkv":
+        rows = [row for run in megatron.fused_rows(part, 4, 2, 1, 3) for row in run]
+        for number, row in enumerate(rows):
+            names[row] = f"{part}{number}"
+    assert names == ["q0", "q1", "k0", "v0", "q2", "q3", "k1", "v1"]
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("style", ["megatron", "megatron-23.06", "mcore", "mcore-local"])
+@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 2), (1, 4)])
+def test_there_and_back_is_bitwise(tmp_path: Path, model: str, style: Any, tp: int, pp: int) -> None:
+    exchange(own(tmp_path / "run", MODELS[model]), tmp_path / "tree", tp, pp, style, None)
+    assert (tmp_path / "tree" / megatron.TRACKER).read_text() == "7"
+    exchange(tmp_path / "tree", tmp_path / "back", 1, 2, "mega", 53)
+    before, after = locate(tmp_path / "run"), locate(tmp_path / "back")
+    assert list(inspect.diff(before, after)) == []
+    assert after.step == 7 and after.meta["progress"] == {"step": 7, "consumed": 28}
+    assert after.meta["config"]["model"] == before.meta["config"]["model"]
+
+
+def test_tree_to_tree(tmp_path: Path) -> None:
+    exchange(own(tmp_path / "run", LLAMA), tmp_path / "a", 2, 1, "megatron", None)
+    exchange(tmp_path / "a", tmp_path / "b", 1, 2, "mcore", 53)
+    exchange(tmp_path / "b", tmp_path / "back", 1, 1, "mega", 53)
+    assert list(inspect.diff(locate(tmp_path / "run"), locate(tmp_path / "back"))) == []
+    assert sorted(os.listdir(tmp_path)) == ["a", "b", "back", "run"]
+
+
+def load(path: Path) -> dict[str, Any]:
+    with torch.serialization.safe_globals([argparse.Namespace]):
+        content: dict[str, Any] = torch.load(path, weights_only=True)
+    return content
+
+
+def test_the_written_tree_is_what_the_reference_expects(tmp_path: Path) -> None:
+    """Keys, shapes, row orders and padding of rank (tp 1, pp 1) of a Llama at tp 2, written out by hand."""
+    exchange(own(tmp_path / "run", LLAMA), tmp_path / "tree", 2, 1, "megatron", None)
+    content = load(tmp_path / "tree" / "iter_0000007" / "mp_rank_01" / "model_optim_rng.pt")
+    assert content["checkpoint_version"] == 3.0 and content["iteration"] == 7
+    assert content["args"].padded_vocab_size == 64 and content["args"].num_query_groups == 2
+    assert content["args"].consumed_train_samples == 28
+    w = weights_of(LLAMA)
+    tree = content["model"]["language_model"]
+    assert set(tree) == {"embedding", "encoder", "output_layer"}
+    table = tree["embedding"]["word_embeddings"]["weight"]
+    full = w["model.embed_tokens.weight"]
+    assert torch.equal(table, torch.cat([full[32:], full[-1:].expand(11, 16)]))
+    layer = {k.removeprefix("layers.2."): v for k, v in tree["encoder"].items() if k.startswith("layers.2.")}
+    q, k, v = (w[f"model.layers.2.self_attn.{part}_proj.weight"] for part in "qkv")
+    assert torch.equal(layer["self_attention.query_key_value.weight"], torch.cat([q[8:], k[4:], v[4:]]))
+    gate, up = (w[f"model.layers.2.mlp.{part}_proj.weight"] for part in ("gate", "up"))
+    assert torch.equal(layer["mlp.dense_h_to_4h.weight"], torch.cat([gate[12:], up[12:]]))
+    assert torch.equal(layer["mlp.dense_4h_to_h.weight"], w["model.layers.2.mlp.down_proj.weight"][:, 12:])
+    assert torch.equal(layer["input_norm.weight"], w["model.layers.2.input_layernorm.weight"])
+    assert set(layer) == {
+        "input_norm.weight",
+        "self_attention.query_key_value.weight",
+        "self_attention.dense.weight",
+        "post_attention_norm.weight",
+        "mlp.dense_h_to_4h.weight",
+        "mlp.dense_4h_to_h.weight",
+    }
+
+
+def test_tied_embeddings_are_copied_to_the_last_stage(tmp_path: Path) -> None:
+    exchange(own(tmp_path / "run", GPT), tmp_path / "legacy", 1, 2, "megatron", None)
+    exchange(tmp_path / "run", tmp_path / "core", 1, 2, "mcore", None)
+    last = load(tmp_path / "legacy/iter_0000007/mp_rank_00_001/model_optim_rng.pt")["model"]
+    assert last["word_embeddings_for_head"]["weight"].shape == (56, 16)
+    last = load(tmp_path / "core/iter_0000007/mp_rank_00_001/model_optim_rng.pt")["model"]
+    assert last["output_layer.weight"].shape == (56, 16)
+    assert "decoder.layers.1.mlp.linear_fc1.layer_norm_bias" in last
+
+
+class Trees:
+    """Hand-made trees in old forms."""
+
+    @staticmethod
+    def released(folder: Path, version: int | None) -> None:
+        """GPT-345M's form: v1 names, flat row order, no checkpoint_version, not a zip file."""
+        w = weights_of(GPT)
+        encoder = {}
+        for layer in range(4):
+            for kind in ("weight", "bias"):
+                ours, theirs = f"model.layers.{layer}.", f"layers.{layer}."
+                parts = [w[f"{ours}self_attn.{p}_proj.{kind}"] for p in "qkv"]
+                fused = torch.stack(parts, 1).flatten(0, 1) if version == 1 else torch.cat(parts)
+                encoder[f"{theirs}attention.query_key_value.{kind}"] = fused
+                for old, new in (
+                    ("input_layernorm", "input_layernorm"),
+                    ("attention.dense", "self_attn.o_proj"),
+                    ("post_attention_layernorm", "post_attention_layernorm"),
+                    ("mlp.dense_h_to_4h", "mlp.up_proj"),
+                    ("mlp.dense_4h_to_h", "mlp.down_proj"),
+                ):
+                    encoder[f"{theirs}{old}.{kind}"] = w[f"{ours}{new}.{kind}"]
+        for kind in ("weight", "bias"):
+            encoder[f"final_layernorm.{kind}"] = w[f"model.norm.{kind}"]
+        embedding = {
+            "word_embeddings": {"weight": torch.cat([w["model.embed_tokens.weight"], torch.zeros(3, 16)])},
+            "position_embeddings": {"weight": w["model.embed_positions.weight"]},
+        }
+        arguments = argparse.Namespace(
+            num_layers=4,
+            hidden_size=16,
+            num_attention_heads=4,
+            max_position_embeddings=10,
+            ffn_hidden_size=24,
+            make_vocab_size_divisible_by=8,
+        )
+        content = {
+            "args": arguments,
+            "iteration": 500,
+            "model": {"language_model": {"embedding": embedding, "transformer": encoder}},
+            "rng_state": [{"np_rng_state": np.random.RandomState(0).get_state(), "torch_rng_state": torch.zeros(3)}],
+        }
+        if version is not None:
+            content["checkpoint_version"] = float(version)
+        (folder / "release" / "mp_rank_00").mkdir(parents=True)
+        torch.save(
+            content,
+            folder / "release/mp_rank_00/model_optim_rng.pt",
+            _use_new_zipfile_serialization=False,
+        )
+        (folder / megatron.TRACKER).write_text("release")
+
+
+@pytest.mark.parametrize("version", [None, 1])
+def test_the_released_form(tmp_path: Path, version: int | None) -> None:
+    Trees.released(tmp_path / "tree", version)
+    exchange(tmp_path / "tree", tmp_path / "run", 2, 2, "mega", 53)
+    own(tmp_path / "expected", GPT)
+    found = locate(tmp_path / "run")
+    assert found.step == 500
+    assert list(inspect.diff(locate(tmp_path / "expected"), found)) == []
+
+
+def test_without_the_true_vocabulary_padding_stays(tmp_path: Path) -> None:
+    Trees.released(tmp_path / "tree", None)
+    exchange(tmp_path / "tree", tmp_path / "run", 1, 1, "mega", None)
+    assert locate(tmp_path / "run").tensors["weights/model.embed_tokens.weight"][0] == (56, 16)
+
+
+def test_interleaved_chunks_are_put_in_order(tmp_path: Path) -> None:
+    """pp 2 x 2 chunks from pp 4: stage s of 4 is chunk s // 2 of rank s % 2."""
+    exchange(own(tmp_path / "run", LLAMA), tmp_path / "tree", 1, 4, "megatron", None)
+    four = tmp_path / "tree" / "iter_0000007"
+    stages = [load(four / f"mp_rank_00_{s:03d}" / "model_optim_rng.pt") for s in range(4)]
+    folder = tmp_path / "interleaved" / "iter_0000007"
+    for rank in range(2):
+        content = {key: value for key, value in stages[rank].items() if key != "model"}
+        content |= {"model0": stages[rank]["model"], "model1": stages[rank + 2]["model"]}
+        (folder / f"mp_rank_00_{rank:03d}").mkdir(parents=True)
+        torch.save(content, folder / f"mp_rank_00_{rank:03d}" / "model_optim_rng.pt")
+    exchange(folder, tmp_path / "back", 1, 1, "mega", 53)
+    assert list(inspect.diff(locate(tmp_path / "run"), locate(tmp_path / "back"))) == []
+
+
+def test_classes_of_the_original_are_inert(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An enum and a loss scaler of Megatron-LM, whose modules do not exist where the file is read."""
+    exchange(own(tmp_path / "run", LLAMA), tmp_path / "tree", 1, 1, "megatron", None)
+    path = tmp_path / "tree/iter_0000007/mp_rank_00/model_optim_rng.pt"
+    content = load(path)
+    with monkeypatch.context() as patch:
+        enums, scaler = types.ModuleType("megatron.core.enums"), types.ModuleType("megatron.fp16.loss_scaler")
+        kind = enum.Enum("ModelType", {"encoder_or_decoder": 1}, module=enums.__name__)  # type: ignore[misc]
+        vars(enums)["ModelType"] = kind
+        vars(scaler)["LossScaler"] = type("LossScaler", (), {"__module__": scaler.__name__})
+        for name in ("megatron", "megatron.core", "megatron.fp16"):
+            patch.setitem(sys.modules, name, types.ModuleType(name))
+        patch.setitem(sys.modules, enums.__name__, enums)
+        patch.setitem(sys.modules, scaler.__name__, scaler)
+        content["args"].model_type = kind(1)
+        content["optimizer"] = {"loss_scaler": scaler.LossScaler()}
+        torch.save(content, path)
+    exchange(tmp_path / "tree", tmp_path / "back", 1, 1, "mega", 53)
+    assert list(inspect.diff(locate(tmp_path / "run"), locate(tmp_path / "back"))) == []
+
+
+class Bomb:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (os.system, ("touch executed",))
+
+
+@pytest.mark.parametrize("where", ["args", "model", "rng_state"])
+def test_pickled_code_is_refused(tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    exchange(own(tmp_path / "run", LLAMA), tmp_path / "tree", 1, 1, "megatron", None)
+    path = tmp_path / "tree/iter_0000007/mp_rank_00/model_optim_rng.pt"
+    content = load(path)
+    content[where] = Bomb()
+    torch.save(content, path)
+    with pytest.raises(CheckpointError, match=r"posix.system"):
+        exchange(tmp_path / "tree", tmp_path / "back", 1, 1, "mega", 53)
+    assert not (tmp_path / "executed").exists() and not (tmp_path / "back").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("drop", "0.0.0/encoder.layers.1.mlp.dense_4h_to_h.weight: is missing"),
+        ("add", "0.0.0/pooler.dense.weight .*nothing is made of it"),
+        ("rows", "0.0.0/encoder.layers.1.self_attention.query_key_value.weight"),
+        ("retype", "encoder.layers.1.mlp.dense_h_to_4h.weight: is torch.float16"),
+        ("replica", "1.0.0/encoder.layers.1.input_norm.weight: differs"),
+        ("layers", "args.num_layers 3"),
+        ("version", "checkpoint_version 7"),
+        ("rank", "of \\(tensor, pipeline\\) rank"),
+        ("tracker", "says 'garbage'"),
+        ("groups", "args.num_query_groups"),
+    ],
+)
+def test_a_changed_tree_is_refused_by_name(tmp_path: Path, change: str, words: str) -> None:
+    exchange(own(tmp_path / "run", LLAMA), tmp_path / "tree", 2, 1, "megatron", None)
+    folder = tmp_path / "tree/iter_0000007"
+    for rank in range(2):
+        path = folder / f"mp_rank_0{rank}" / "model_optim_rng.pt"
+        content = load(path)
+        encoder, layer = content["model"]["language_model"]["encoder"], "layers.1."
+        if change == "drop":
+            del encoder[layer + "mlp.dense_4h_to_h.weight"]
+        elif change == "add":
+            content["model"]["language_model"]["pooler"] = {"dense.weight": torch.zeros(3)}
+        elif change == "rows":
+            fused = encoder[layer + "self_attention.query_key_value.weight"]
+            encoder[layer + "self_attention.query_key_value.weight"] = torch.cat([fused, fused[:1]])
+        elif change == "retype" and rank == 0:
+            encoder[layer + "mlp.dense_h_to_4h.weight"] = encoder[layer + "mlp.dense_h_to_4h.weight"].half()
+        elif change == "replica" and rank == 1:
+            encoder[layer + "input_norm.weight"] += 1
+        elif change == "layers":
+            content["args"].num_layers = 3
+        elif change == "version":
+            content["checkpoint_version"] = 7
+        elif change == "groups":
+            content["args"].num_query_groups = "2"
+        torch.save(content, path)
+    if change == "rank":
+        os.rename(folder / "mp_rank_00", folder / "mp_rank_05")
+    if change == "tracker":
+        (tmp_path / "tree" / megatron.TRACKER).write_text("garbage")
+    if change == "retype":
+        words = r"1\.0\.0/" + re.escape("encoder.layers.1.mlp.dense_h_to_4h.weight: is torch.float32")
+    with pytest.raises(CheckpointError, match=words):
+        exchange(tmp_path / "tree", tmp_path / "back", 1, 1, "mega", 53)
+    assert not (tmp_path / "back").exists()
