@@ -15,10 +15,14 @@ Problems = Iterator[str]
 
 NEEDS: dict[str, tuple[str, ...]] = {
     "GPT2BPETokenizer": ("vocab_file", "merge_file"),
+    "BertWordPieceLowerCase": ("vocab_file",),
+    "BertWordPieceCase": ("vocab_file",),
     "SentencePieceTokenizer": ("tokenizer_model",),
     "GPTSentencePieceTokenizer": ("tokenizer_model",),
     "Llama2Tokenizer": ("tokenizer_model",),
+    "Llama3Tokenizer": ("tokenizer_model",),
     "HuggingFaceTokenizer": ("tokenizer_model",),
+    "EncDecTokenizer": ("vocab_file",),
     "NullTokenizer": ("vocab_size",),
 }
 """Kind of tokenizer -> the options without which it cannot be made."""

@@ -394,10 +394,14 @@ class TokenizerConfig:
     tokenizer: (
         Literal[
             "GPT2BPETokenizer",
+            "BertWordPieceLowerCase",
+            "BertWordPieceCase",
             "SentencePieceTokenizer",
             "GPTSentencePieceTokenizer",
             "Llama2Tokenizer",
+            "Llama3Tokenizer",
             "HuggingFaceTokenizer",
+            "EncDecTokenizer",
             "NullTokenizer",
         ]
         | None

@@ -18,10 +18,10 @@ from typing import Any
 
 from mega.core.text.probes import PROBES
 from mega.core.text.tokenizer import Encoded, Tokenizer, flatten
+from mega.core.text.words import Remembered
 
 END_OF_TEXT = "<|endoftext|>"
 _WORDS = r"""'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
-_CACHED_WORDS = 1 << 18
 
 Encode = Callable[[Sequence[str]], Encoded]
 Merges = Sequence[tuple[str, str]]
@@ -65,6 +65,9 @@ class GPT2Tokenizer(Tokenizer):
         letters = "".join(self._pieces[int(token)] for token in ids)
         values = self._bytes
         return b"".join(values.get(c) or c.encode() for c in letters).decode(errors="replace")
+
+    def control(self, name: str) -> int | None:
+        return self.eod if name == END_OF_TEXT else None
 
     def files(self) -> Mapping[str, Path]:
         return dict(self._files)
@@ -150,21 +153,12 @@ def reference(vocab: Mapping[str, int], merges: Merges) -> Encode:
     ranks = {pair: rank for rank, pair in enumerate(merges)}
     letters = byte_letters()
     words = regex.compile(_WORDS)
-    known: dict[str, list[int]] = {}
 
     def word_ids(word: str) -> list[int]:
-        found = known.get(word)
-        if found is None:
-            found = [vocab.get(piece, 0) for piece in _merge([letters[byte] for byte in word.encode()], ranks)]
-            if len(known) >= _CACHED_WORDS:
-                known.clear()
-            known[word] = found
-        return found
+        return [vocab.get(piece, 0) for piece in _merge([letters[byte] for byte in word.encode()], ranks)]
 
-    def encode(texts: Sequence[str]) -> Encoded:
-        return flatten([[token for word in words.findall(text) for token in word_ids(word)] for text in texts])
-
-    return encode
+    known = Remembered(word_ids)
+    return lambda texts: flatten([[token for word in words.findall(text) for token in known[word]] for text in texts])
 
 
 def _merge(pieces: list[str], ranks: Mapping[tuple[str, str], int]) -> list[str]:

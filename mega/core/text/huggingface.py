@@ -62,6 +62,10 @@ class HuggingFaceTokenizer(Tokenizer):
     def decode(self, ids: Iterable[int]) -> str:
         return str(self._library.decode([int(token) for token in ids], skip_special_tokens=False))
 
+    def control(self, name: str) -> int | None:
+        found: int | None = self._library.token_to_id(name)
+        return found
+
     def files(self) -> Mapping[str, Path]:
         return dict(self._files)
 

@@ -26,6 +26,18 @@ class Encoded(NamedTuple):
     offsets: NDArray[np.int64]
 
 
+class Roles(NamedTuple):
+    """Ids of the tokens that BERT and T5 samples are built with. `sentinels` are <extra_id_0>, <extra_id_1> ..."""
+
+    cls: int
+    sep: int
+    mask: int
+    pad: int
+    bos: int
+    eos: int
+    sentinels: tuple[int, ...]
+
+
 class Tokenizer(Protocol):
     """Text to ids and back.
 
@@ -38,6 +50,7 @@ class Tokenizer(Protocol):
     eod: int | None  # the end of a document; None where the family has none
     bos: int | None
     pad: int | None
+    roles: Roles | None = None  # of the families that BERT and T5 can be trained with
 
     @property
     def vocab_size(self) -> int:
@@ -55,6 +68,14 @@ class Tokenizer(Protocol):
     def decode(self, ids: Iterable[int]) -> str:
         """The text of some ids; bytes that are not UTF-8 become U+FFFD."""
         ...
+
+    def continues(self, token: int) -> bool:
+        """Whether a token goes on with the word before it, so that whole-word masking takes both."""
+        return False
+
+    def control(self, name: str) -> int | None:
+        """The id of a control token by its name, such as <|eot_id|>; None where there is none."""
+        return None
 
     def files(self) -> Mapping[str, Path]:
         """Canonical name -> path of every file that made this tokenizer: what a checkpoint copies."""
@@ -81,12 +102,17 @@ def flatten(rows: Sequence[Sequence[int]]) -> Encoded:
 
 KINDS = (
     "GPT2BPETokenizer",
+    "BertWordPieceLowerCase",
+    "BertWordPieceCase",
     "SentencePieceTokenizer",
     "GPTSentencePieceTokenizer",
     "Llama2Tokenizer",
+    "Llama3Tokenizer",
     "HuggingFaceTokenizer",
+    "EncDecTokenizer",
     "NullTokenizer",
 )
+_WITH_EXTRA_IDS = ("BertWordPieceLowerCase", "BertWordPieceCase", "SentencePieceTokenizer")
 
 
 def build(
@@ -102,12 +128,25 @@ def build(
 
     Raises ValueError, naming the flag, where the kind is unknown or one of its files is missing or broken.
     """
-    if vocab_extra_ids and tokenizer != "SentencePieceTokenizer":
-        raise ValueError(f"--vocab-extra-ids {vocab_extra_ids}: must be 0 but for SentencePieceTokenizer")
+    if vocab_extra_ids and tokenizer not in _WITH_EXTRA_IDS:
+        raise ValueError(f"--vocab-extra-ids {vocab_extra_ids}: must be 0 but for {', '.join(_WITH_EXTRA_IDS)}")
     if tokenizer == "GPT2BPETokenizer":
         from mega.core.text.gpt2 import GPT2Tokenizer
 
         return GPT2Tokenizer(_file(vocab_file, "--vocab-file", tokenizer), _file(merge_file, "--merge-file", tokenizer))
+    if tokenizer in ("BertWordPieceLowerCase", "BertWordPieceCase"):
+        from mega.core.text.wordpiece import WordPieceTokenizer
+
+        vocab = _file(vocab_file, "--vocab-file", tokenizer)
+        return WordPieceTokenizer(vocab, lower=tokenizer == "BertWordPieceLowerCase", extra_ids=vocab_extra_ids)
+    if tokenizer == "EncDecTokenizer":
+        from mega.core.text.yuan import YuanTokenizer
+
+        return YuanTokenizer(_file(vocab_file, "--vocab-file", tokenizer))
+    if tokenizer == "Llama3Tokenizer":
+        from mega.core.text.llama3 import Llama3Tokenizer
+
+        return Llama3Tokenizer(_file(tokenizer_model, "--tokenizer-model", tokenizer))
     if tokenizer in ("Llama2Tokenizer", "GPTSentencePieceTokenizer"):
         from mega.core.text.sentencepiece import PlainSentencePiece
 

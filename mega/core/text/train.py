@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from mega.core.files import whole_file
@@ -37,3 +37,23 @@ def train_bpe(texts: Iterable[str], vocab_size: int, directory: Path) -> tuple[P
     with whole_file(merge_file) as file:
         file.write("".join(f"{line}\n" for line in ["#version: 0.2", *merges]).encode())
     return vocab_file, merge_file
+
+
+def texts(paths: Sequence[Path], key: str = "text") -> Iterator[str]:
+    """The text under `key` of every line of JSON-lines files. Raises ValueError naming the file and line at fault."""
+    for path in paths:
+        if not path.is_file():
+            raise ValueError(f"--input {path}: no such file")
+        with path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                try:
+                    yield _text(json.loads(line), key)
+                except ValueError as error:
+                    raise ValueError(f"{path}:{number}: {error}") from None
+
+
+def _text(found: object, key: str) -> str:
+    text = found.get(key) if isinstance(found, dict) else None
+    if not isinstance(text, str):
+        raise ValueError(f'must be a JSON object with a text under "{key}"')
+    return text

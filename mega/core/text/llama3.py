@@ -1,0 +1,187 @@
+"""Llama-3's byte-level BPE from its tiktoken file: a line a token, its bytes in base64 and its rank.
+
+`reference` is the definition; fastokens serves where it gives the same ids on the probes. Text takes the ordinary
+path, so no text becomes one of the 256 control tokens that follow the ranks.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from mega.core.text.gpt2 import byte_letters
+from mega.core.text.probes import PROBES
+from mega.core.text.tokenizer import Encoded, Tokenizer, flatten
+from mega.core.text.words import Remembered
+
+_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
+    r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_NAMED = {
+    0: "<|begin_of_text|>",
+    1: "<|end_of_text|>",
+    6: "<|start_header_id|>",
+    7: "<|end_header_id|>",
+    9: "<|eot_id|>",
+}
+"""Control tokens with a name, counted behind the ranks; the others are reserved."""
+_CONTROLS = 256
+
+Encode = Callable[[Sequence[str]], Encoded]
+
+
+class Llama3Tokenizer(Tokenizer):
+    """bos is put in front of every text, as Llama-2's family does; <|end_of_text|> ends a document."""
+
+    kind = "Llama3Tokenizer"
+    pad = None
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._ranks = read_ranks(path)
+        first, reserved = len(self._ranks), 0
+        self.controls: dict[str, int] = {}
+        for i in range(_CONTROLS):
+            self.controls[_NAMED.get(i, f"<|reserved_special_token_{reserved}|>")] = first + i
+            reserved += i not in _NAMED
+        self.bos = self.controls["<|begin_of_text|>"]
+        self.eod = self.controls["<|end_of_text|>"]
+
+    @property
+    def vocab_size(self) -> int:
+        return len(self._ranks) + _CONTROLS
+
+    def encode(self, text: str) -> list[int]:
+        ids: list[int] = self.encode_batch([text]).ids.tolist()
+        return ids
+
+    def encode_batch(self, texts: Sequence[str]) -> Encoded:
+        import numpy as np
+
+        ids, offsets = self._encode(texts)
+        begins = np.insert(ids.astype(np.int64), offsets[:-1], self.bos)
+        return Encoded(begins, offsets + np.arange(len(offsets)))
+
+    def control(self, name: str) -> int | None:
+        return self.controls.get(name)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return b"".join(self._bytes[int(token)] for token in ids).decode(errors="replace")
+
+    def files(self) -> Mapping[str, Path]:
+        return {"tokenizer.model": self._path}
+
+    @cached_property
+    def _bytes(self) -> dict[int, bytes]:
+        names = {token: name.encode() for name, token in self.controls.items()}
+        return names | {rank: piece for piece, rank in self._ranks.items()}
+
+    @cached_property
+    def engine(self) -> str:
+        """Which library serves: "fastokens" or "python"."""
+        return self._chosen[0]
+
+    @cached_property
+    def _encode(self) -> Encode:
+        return self._chosen[1]
+
+    @cached_property
+    def _chosen(self) -> tuple[str, Encode]:
+        definition = reference(self._ranks)
+        try:
+            engine = _fastokens(self._ranks)
+            if all(a.tolist() == b.tolist() for a, b in zip(engine(PROBES), definition(PROBES), strict=True)):
+                return "fastokens", engine
+            problem = "gives other ids"
+        except Exception as error:  # a compiled library may raise anything: the definition serves
+            problem = f"{type(error).__name__}: {error}"
+        logging.getLogger("mega").warning("Llama-3 BPE: fastokens is not used: %s", problem)
+        return "python", definition
+
+
+def read_ranks(path: Path) -> dict[bytes, int]:
+    """bytes -> rank of a tiktoken file whose ranks are 0 .. n - 1 in this order; ValueError otherwise."""
+    ranks: dict[bytes, int] = {}
+    try:
+        for number, line in enumerate(path.read_bytes().splitlines()):
+            piece, rank = line.split()
+            if int(rank) != number:
+                raise ValueError(f"rank {rank.decode()} where {number} is due")
+            ranks[base64.b64decode(piece, validate=True)] = number
+    except (ValueError, binascii.Error) as error:
+        raise ValueError(f"--tokenizer-model {path}: not a tiktoken file, line {len(ranks) + 1} ({error})") from None
+    if not all(bytes([byte]) in ranks for byte in range(256)):
+        raise ValueError(f"--tokenizer-model {path}: not a tiktoken file (it lacks some of the 256 bytes)")
+    return ranks
+
+
+def reference(ranks: Mapping[bytes, int]) -> Encode:
+    """The definition: cut at the pattern; a piece is itself a token, or its bytes join, lowest rank first."""
+    import regex
+
+    words = regex.compile(_WORDS)
+    known = Remembered(lambda word: spell(word.encode(), ranks))
+    return lambda texts: flatten([[token for word in words.findall(text) for token in known[word]] for text in texts])
+
+
+def spell(piece: bytes, ranks: Mapping[bytes, int]) -> list[int]:
+    """Ids of one piece: the neighbours whose union has the lowest rank join, the leftmost first, until none can.
+
+    With ranks a 0, b 1, ab 2, aba 3: abab -> ab a b -> ab ab; aba is a token as it stands.
+    """
+    if piece in ranks:
+        return [ranks[piece]]
+    parts = [piece[i : i + 1] for i in range(len(piece))]
+    none = len(ranks)
+    while len(parts) > 1:
+        found = [ranks.get(left + right, none) for left, right in pairwise(parts)]
+        best = min(found)
+        if best == none:
+            break
+        at = found.index(best)
+        parts[at : at + 2] = [parts[at] + parts[at + 1]]
+    return [ranks[part] for part in parts]
+
+
+def _fastokens(ranks: Mapping[bytes, int]) -> Encode:
+    """fastokens on the same ranks as a tokenizer.json: every way to make a token of two tokens is a merge."""
+    import numpy as np
+    from fastokens import Tokenizer as Library
+
+    letters = byte_letters()
+    written = {piece: "".join(map(letters.__getitem__, piece)) for piece in ranks}
+    merges = [
+        f"{written[piece[:cut]]} {written[piece[cut:]]}"
+        for piece in ranks
+        for cut in range(1, len(piece))
+        if piece[:cut] in ranks and piece[cut:] in ranks
+    ]
+    vocab = {written[piece]: rank for piece, rank in ranks.items()}
+    bytewise = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    split = {"type": "Split", "pattern": {"Regex": _WORDS}, "behavior": "Isolated", "invert": False}
+    model: dict[str, Any] = {"type": "BPE", "vocab": vocab, "merges": merges, "ignore_merges": True}
+    unused = ("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix")
+    model |= dict.fromkeys(unused) | dict.fromkeys(("fuse_unk", "byte_fallback"), False)
+    whole = {
+        "version": "1.0",
+        "added_tokens": [],
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, bytewise]},
+        "decoder": bytewise,
+        "model": model,
+    }
+    absent = dict.fromkeys(("truncation", "padding", "normalizer", "post_processor"))
+    library = Library.from_json_str(json.dumps(whole | absent))
+
+    def encode(texts: Sequence[str]) -> Encoded:
+        ids, offsets = library.encode_batch_flat(list(texts), split_special_tokens=True)
+        return Encoded(np.frombuffer(ids, "<u4"), np.frombuffer(offsets, "<u8").astype(np.int64))
+
+    return encode

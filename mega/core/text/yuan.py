@@ -1,0 +1,109 @@
+"""Yuan's (and CPM-2's) tokenizer: jieba cuts Chinese into words, the vocabulary cuts words into pieces.
+
+A blank is written U+2582 and a newline U+2583. A blank between two tokens of which neither is Chinese is left out
+and put back when decoding. jieba is needed only for encoding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from mega.core.text.tokenizer import Tokenizer
+from mega.core.text.wordpiece import read_pieces
+
+_BLANK, _NEWLINE = "\u2582", "\u2583"
+_WRITTEN = str.maketrans({" ": _BLANK, "\n": _NEWLINE})
+_READ = str.maketrans({_BLANK: " ", _NEWLINE: "\n"})
+_LONGEST_WORD = 200
+
+
+class YuanTokenizer(Tokenizer):
+    """vocab.txt with <unk>, <eod> and <pad>, one piece a line."""
+
+    kind = "EncDecTokenizer"
+    bos = None
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._vocab = read_pieces(path)
+        for name in ("<unk>", "<eod>", "<pad>", _BLANK):
+            if name not in self._vocab:
+                raise ValueError(f"--vocab-file {path}: has no {name}, which {self.kind} needs")
+        self._pieces = {token: piece for piece, token in self._vocab.items()}
+        self._unknown, self._blank = self._vocab["<unk>"], self._vocab[_BLANK]
+        self.eod, self.pad = self._vocab["<eod>"], self._vocab["<pad>"]
+
+    @property
+    def vocab_size(self) -> int:
+        return len(self._vocab)
+
+    def encode(self, text: str) -> list[int]:
+        tokens = [token for word in self._words.cut(text.translate(_WRITTEN), HMM=True) for token in self._spell(word)]
+        return self._without_blanks(tokens)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        tokens = [int(token) for token in ids]
+        text = ""
+        for i, token in enumerate(tokens):
+            piece = self._pieces[token]
+            if i and not piece.startswith("##") and self._marked(tokens[i - 1], token):
+                text += _BLANK
+            text += piece.removeprefix("##")
+        return text.translate(_READ)
+
+    def control(self, name: str) -> int | None:
+        return self._vocab.get(name)
+
+    def files(self) -> Mapping[str, Path]:
+        return {"vocab.txt": self._path}
+
+    def _without_blanks(self, tokens: list[int]) -> list[int]:
+        """Leave out each blank with a token that is not Chinese on both sides."""
+        return [
+            token
+            for i, token in enumerate(tokens)
+            if token != self._blank
+            or not 0 < i < len(tokens) - 1
+            or not (self._western(tokens[i - 1]) and self._western(tokens[i + 1]))
+        ]
+
+    def _western(self, token: int) -> bool:
+        return not is_chinese(self._pieces[token])
+
+    def _marked(self, left: int, right: int) -> bool:
+        """Whether a blank may have been left out between two tokens: neither Chinese nor a blank of its own."""
+        return all(self._western(token) and self._pieces[token] not in (_BLANK, _NEWLINE) for token in (left, right))
+
+    def _spell(self, word: str) -> list[int]:
+        """The longest piece first, from the left; continuations of a word that is not Chinese carry `##`."""
+        found: list[int] = []
+        start = 0
+        mark = "" if is_chinese(word) else "##"
+        while start < len(word) <= _LONGEST_WORD:
+            prefix = mark if start else ""
+            for end in range(len(word), start, -1):
+                token = self._vocab.get(prefix + word[start:end])
+                if token is not None:
+                    found.append(token)
+                    start = end
+                    break
+            else:
+                return [self._unknown]
+        return found if start else [self._unknown]
+
+    @cached_property
+    def _words(self) -> Any:
+        try:
+            import jieba
+        except ImportError:
+            raise ValueError("--tokenizer EncDecTokenizer: needs jieba; pip install 'mega[data]'") from None
+        jieba.setLogLevel("WARNING")
+        return jieba.Tokenizer()
+
+
+def is_chinese(text: str) -> bool:
+    """Whether any character is of U+4E00 .. U+9FFF."""
+    return any("\u4e00" <= character <= "\u9fff" for character in text)
