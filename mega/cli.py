@@ -22,11 +22,13 @@ from mega.core.config.world import is_first_rank
 
 VERBS = {
     "quickstart": "From nothing to a trained model and its text, in about three minutes",
+    "train-tokenizer": "Train a tokenizer on texts",
     "preprocess": "Turn text into token files",
     "pretrain": "Train a model from scratch, or go on",
     "finetune": "Train a model towards a task",
     "eval": "Score a model on a benchmark",
     "serve": "Answer prompts over HTTP",
+    "generate": "Continue a text with a trained model",
     "reshard": "Cut a checkpoint for another layout",
     "checkpoint": "Look into checkpoints and verify them",
     "convert-llama": "Turn Llama weights into a checkpoint, and back",

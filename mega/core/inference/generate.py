@@ -1,0 +1,71 @@
+"""Text continued and text judged by a whole model on one device. Ids in, ids out: it knows no tokenizer.
+
+Nothing is cached between tokens: every new token is a forward pass over what the model can see.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from mega.core.batch import DecoderBatch
+from mega.core.inference.sampling import Sampling, choose
+from mega.core.model.decoder import DecoderStage
+
+
+@torch.no_grad()
+def logits(stage: DecoderStage, ids: torch.Tensor) -> torch.Tensor:
+    """ids int64 [b, s] -> [b, s, vocab], without the vocabulary's padding."""
+    positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+    weights = torch.ones(ids.shape, device=ids.device)
+    batch = DecoderBatch(ids, ids, weights, positions, torch.arange(len(ids), device=ids.device))
+    return stage.logits(batch)[..., : stage.model.vocab]
+
+
+def generate(
+    stage: DecoderStage,
+    prompt: Sequence[int],
+    tokens: int,
+    how: Sampling,
+    *,
+    seed: int = 0,
+    end: int | None = None,
+) -> Iterator[int]:
+    """Up to `tokens` ids that follow `prompt`, one by one; ends behind the id `end`, which it gives too.
+
+    Of a text longer than the model's positions, the model sees the end. Errors: ValueError for an empty prompt.
+    """
+    if not prompt:
+        raise ValueError("--prompt: must hold at least one token")
+    window, device = _window(stage), _device(stage)
+    generator = torch.Generator(device).manual_seed(seed)
+    seen = list(prompt)
+    for _ in range(tokens):
+        ids = torch.tensor([seen[-window:]], device=device)
+        seen.append(choose(logits(stage, ids)[0, -1], how, generator))
+        yield seen[-1]
+        if seen[-1] == end:
+            return
+
+
+def losses(stage: DecoderStage, ids: Sequence[int]) -> torch.Tensor:
+    """-ln p of every id but the first, [len(ids) - 1], in nats.
+
+    A long text is cut into windows of the model's positions, so what a window begins with is judged from little.
+    """
+    window, parts = _window(stage), [torch.zeros(0)]
+    for start in range(0, len(ids) - 1, window):
+        part = torch.tensor([ids[start : start + window + 1]], device=_device(stage))
+        found = logits(stage, part[:, :-1])
+        parts.append(torch.nn.functional.cross_entropy(found[0].float(), part[0, 1:], reduction="none").cpu())
+    return torch.cat(parts)
+
+
+def _window(stage: DecoderStage) -> int:
+    assert stage.model.positions is not None
+    return stage.model.positions
+
+
+def _device(stage: DecoderStage) -> torch.device:
+    return next(stage.parameters()).device

@@ -1,0 +1,46 @@
+"""A prompt and its continuation on stdout, as they come: what `mega generate` does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from mega.core.checkpoint.store import locate
+from mega.core.device import Device
+from mega.core.inference.generate import generate
+from mega.core.inference.load import load_decoder, load_tokenizer
+from mega.core.inference.sampling import Sampling
+
+
+def speak(
+    load: Path,
+    prompt: str,
+    tokens: int,
+    *,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    seed: int = 0,
+    device: str = "auto",
+) -> None:
+    """Print `prompt` and up to `tokens` tokens behind it. An empty prompt begins a document.
+
+    Errors: ValueError naming flag, file or tensor.
+    """
+    how = Sampling(temperature, top_k, top_p)
+    checkpoint = locate(load)
+    tokenizer = load_tokenizer(checkpoint)
+    start = tokenizer.bos if tokenizer.bos is not None else tokenizer.eod
+    ids = tokenizer.encode(prompt) or ([start] if start is not None else [])
+    stage = load_decoder(checkpoint, Device.choose(device).torch)
+    print(prompt, end="", flush=True)
+    found: list[int] = []
+    shown = ""
+    for token in generate(stage, ids, tokens, how, seed=seed, end=tokenizer.eod):
+        if token == tokenizer.eod:
+            break
+        found.append(token)
+        text = tokenizer.decode(found)
+        if not text.endswith("\N{REPLACEMENT CHARACTER}"):  # half a character waits for its other half
+            print(text[len(shown) :], end="", flush=True)
+            shown = text
+    print(tokenizer.decode(found)[len(shown) :])

@@ -1,0 +1,148 @@
+"""The tour, step by step. Each step is a command line that the user can type, and it is run as one: what is shown
+is what happens, on the path of every real run.
+
+    corpus -> tokenizer -> token files -> training on 4 ranks -> plot -> one rank -> verdict
+
+Three steps are the quickstart's own, and can be typed as `mega quickstart --only ...`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from mega.core.quickstart.corpus import make_corpus, read_corpus
+
+GPT2 = "--tokenizer GPT2BPETokenizer --vocab-file {out}/tokenizer/vocab.json --merge-file {out}/tokenizer/merges.txt"
+
+TOUR = (
+    ("A corpus: the documentation and source of the Python that runs this", "quickstart --only corpus --out {out}"),
+    (
+        "A tokenizer of 1024 entries, trained on it",
+        "train-tokenizer --input {out}/corpus/train.jsonl --vocab-size 1024 --output-dir {out}/tokenizer",
+    ),
+    (
+        "Text to token files",
+        f"preprocess --input {{out}}/corpus/train.jsonl --output-prefix {{out}}/tokens/train --append-eod {GPT2}",
+    ),
+    (
+        "The same for the documents that are held out",
+        f"preprocess --input {{out}}/corpus/held-out.jsonl --output-prefix {{out}}/tokens/held-out --append-eod {GPT2}",
+    ),
+    (
+        "A small GPT, cut in 2 tensor ranks x 2 pipeline stages: 4 processes, each with a part of every sum",
+        "pretrain --device cpu --nproc 4 --tp 2 --pp 2 --layers 4 --hidden 128 --heads 4 --seq-length 128"
+        " --init-std 0.05 --hidden-dropout 0 --attention-dropout 0 --micro-batch 8 --global-batch 16 --steps {steps}"
+        " --lr 1e-2 --min-lr 1e-4 --lr-decay cosine --lr-warmup-fraction 0.02 --adam-beta2 0.95"
+        " --train-data {out}/tokens/train_text_document --valid-data {out}/tokens/held-out_text_document"
+        f" {GPT2} --eval-iters 10 --log-interval 25 --save {{out}}/four-ranks --save-interval {{steps}}",
+    ),
+    ("Its loss, step by step", "quickstart --only plot --out {out}"),
+    (
+        "The checkpoint of 4 ranks, cut again for one",
+        "reshard --tp 1 --pp 1 --load-dir {out}/four-ranks --save-dir {out}/one-rank",
+    ),
+    (
+        "What the model has learnt: a document that it has never seen, and text of its own",
+        "quickstart --only verdict --out {out}",
+    ),
+)
+"""What each step is, and the command line that does it. Small enough for two cores and three minutes."""
+
+MORE = "generate --load {out}/one-rank --prompt 'import ' --temperature 0.8 --top-k 50"
+
+
+def tour(out: Path | None, steps: int) -> int:
+    """Play every step under `out` (a new directory below runs/ where None), training for `steps`; the exit code.
+
+    A step that fails has said why, and ends the tour. Errors: ValueError where `out` holds something already.
+    """
+    if steps < 1:
+        raise ValueError(f"--steps {steps}: must be at least 1")
+    out = _unused() if out is None else out
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ValueError(f"--out {out}: exists already; give a new directory, or remove it")
+    began = time.monotonic()
+    for number, (says, line) in enumerate(TOUR, 1):
+        typed = arguments(line, out, steps)
+        print(f"\n[{number}/{len(TOUR)}] {says}\n$ {shlex.join(['mega', *typed])}", flush=True)
+        code = subprocess.run([sys.executable, "-m", "mega", *typed], check=False).returncode
+        if code:
+            print(f"mega: step {number} of {len(TOUR)} failed with exit code {code}", file=sys.stderr)
+            return code
+    more = shlex.join(["mega", *arguments(MORE, out, steps)])
+    print(f"\nDone in {time.monotonic() - began:.0f} s; everything is in {out}. Ask the model for more:\n$ {more}")
+    return 0
+
+
+def arguments(line: str, out: Path, steps: int) -> list[str]:
+    """A line of TOUR as arguments; a directory with blanks stays one word.
+
+    >>> arguments("pretrain --save {out}/a --steps {steps}", Path("my run"), 9)
+    ['pretrain', '--save', 'my run/a', '--steps', '9']
+    """
+    return [word.format(out=out, steps=steps) for word in shlex.split(line)]
+
+
+def play(name: str, out: Path) -> None:
+    """A step of the tour itself: corpus, plot or verdict. Errors: ValueError where it needs an earlier one first."""
+    {"corpus": _corpus, "plot": _plot, "verdict": _verdict}[name](out)
+
+
+def _corpus(out: Path) -> None:
+    corpus = make_corpus(out / "corpus")
+    print(f"{corpus.documents:,} documents, {corpus.characters:,} characters")
+    print(corpus.train, corpus.held_out)
+
+
+def _plot(out: Path) -> None:
+    from mega.core.quickstart.chart import png, read_curve, terminal
+    from mega.core.quickstart.unigram import entropy
+
+    curve = read_curve(_needed(out / "four-ranks" / "metrics.jsonl"))
+    level = entropy(out / "tokens" / "train_text_document")
+    print(terminal(curve, level))
+    print(f"training loss, nats per token; dotted: {level:.2f}, the entropy of unigram statistics")
+    if png(curve, level, out / "loss.png"):
+        print(out / "loss.png")
+    else:
+        print("no PNG: matplotlib is not installed (pip install matplotlib)")
+
+
+def _verdict(out: Path) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    from mega.core.quickstart.verdict import chosen, verdict
+
+    document = chosen(read_corpus(_needed(out / "corpus" / "held-out.jsonl")))
+    found = verdict(_needed(out / "one-rank"), document, out / "tokens" / "train_text_document")
+    table = Table(title=f"Both begin: {found.prompt!r}", title_justify="left", show_lines=False, expand=True)
+    table.add_column(f"{document.name}, held out", ratio=1)
+    table.add_column("the model goes on", ratio=1)
+    table.add_row(Text(found.document), Text(found.sample))
+    Console().print(table)
+    print(f"{document.name}, {found.tokens:,} tokens: {found.model:.3f} nats per token under the model,")
+    print(f"{found.unigram:.3f} under unigram statistics")
+
+
+def _needed(path: Path) -> Path:
+    if not path.exists():
+        raise ValueError(f"{path}: does not exist; run the steps before this one first")
+    return path
+
+
+def _unused() -> Path:
+    """runs/quickstart, or the first of runs/quickstart-2, -3 ... that does not exist."""
+    return next(path for path in _names() if not path.exists())
+
+
+def _names() -> Iterator[Path]:
+    yield Path("runs/quickstart")
+    yield from (Path(f"runs/quickstart-{number}") for number in itertools.count(2))
