@@ -17,8 +17,9 @@ from mega.core.data.batches import Batches
 from mega.core.data.build import Datasets, build_datasets, parse_blend, samples_requested
 from mega.core.data.dataset import BlendedDataset, MockDataset
 from mega.core.data.gpt import GPTDataset, document_numbers, loss_weights, positions
-from mega.core.data.indexed import IndexedDataset, IndexedWriter, token_dtype
+from mega.core.data.indexed import IndexedDataset, token_dtype
 from mega.core.data.order import sample_order
+from mega.core.data.writer import IndexedWriter
 
 LENGTHS = [5, 3, 8, 2, 7, 4, 6, 9]
 

@@ -17,7 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mega.core.data import indexed
-from mega.core.data.indexed import IndexedDataset, IndexedWriter, exists, token_dtype
+from mega.core.data.indexed import IndexedDataset, exists, token_dtype
+from mega.core.data.writer import IndexedWriter
 from tests.support.shared import shared
 
 GOLDEN = [[[10, 11], [12]], [[20, 21]], [], [[30, 31, 32, 65000]]]
@@ -130,7 +131,7 @@ def test_flipped_bits_of_the_index_are_found(tmp_path: Path) -> None:
     [
         (b"", "no MMIDIDX header"),
         (b"x" * 100, "no MMIDIDX header"),
-        (b"TNTIDX\0\0" + bytes(60), "TNTIDX"),
+        (b"TNTIDX\0\0" + bytes(60), "version 0"),
         (struct.pack("<9sQBQQ", indexed.MAGIC, 2, 4, 0, 1) + bytes(8), "version 2"),
         (struct.pack("<9sQBQQ", indexed.MAGIC, 1, 9, 0, 1) + bytes(8), "dtype code 9"),
         (struct.pack("<9sQBQQ", indexed.MAGIC, 1, 7, 0, 1) + bytes(8), "dtype code 7"),
@@ -174,7 +175,7 @@ def test_failed_writer_leaves_nothing_and_the_old_pair_alone(tmp_path: Path) -> 
 def test_second_writer_is_refused_and_a_killed_one_is_not_in_the_way(tmp_path: Path) -> None:
     prefix = tmp_path / "a"
     program = (
-        "import os, sys; from mega.core.data.indexed import *\n"
+        "import os, sys; from mega.core.data.indexed import *; from mega.core.data.writer import *\n"
         "w = IndexedWriter(sys.argv[1], token_dtype(100)); w.add([[9] * 5000]); print('on', flush=True)\n"
         "sys.stdin.read(); os._exit(9)"
     )

@@ -19,7 +19,7 @@ from mega.core.checkpoint.store import CheckpointStore, locate
 from mega.core.config.resolve import data_parallel, resolve
 from mega.core.config.run import RunConfig, updated
 from mega.core.config.sections import ModelConfig
-from mega.core.data.indexed import IndexedWriter
+from mega.core.data.writer import IndexedWriter
 from mega.core.device import Device
 from mega.core.parallel.launch import Pool
 from mega.core.parallel.mesh import Groups, Mesh

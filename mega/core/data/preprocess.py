@@ -26,7 +26,8 @@ from typing import Any, BinaryIO, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from mega.core.data.indexed import IndexedWriter, token_dtype
+from mega.core.data.indexed import token_dtype
+from mega.core.data.writer import IndexedWriter
 from mega.core.text.tokenizer import Tokenizer, build
 
 OnError = Literal["stop", "skip"]

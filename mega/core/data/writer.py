@@ -1,0 +1,231 @@
+"""Writing token files: a pair that appears whole or not at all, in bounded memory, and can be gone on with.
+
+While it is written the pair is three files: `<prefix>.bin.tmp`, and the lengths and the sequences per document, from
+which the .idx is made at the end. This file knows neither texts nor tokenizers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mega.core.data.indexed import CODES, HEADER, MAGIC, IndexedDataset, bin_path, idx_path, note_path
+from mega.core.files import sync_directory, whole_file
+
+_BLOCK = 1 << 20
+
+
+class IndexedWriter:
+    """Writes a pair of token files that appears under `prefix` when `with` ends well, the .idx last.
+
+        with IndexedWriter(prefix, token_dtype(vocab_size)) as writer:
+            writer.add([[10, 11], [12]])     # one document of two sequences
+
+    Memory stays bounded: lengths and documents wait in files, not in lists. A second writer on the same prefix is
+    refused with ValueError.
+
+    keep: when the writing fails, leave what is there, so that a later writer that is given the last `state()` goes on
+    from it; without it nothing stays.
+    """
+
+    def __init__(
+        self, prefix: str | Path, dtype: np.dtype[Any], *, keep: bool = False, state: Mapping[str, Any] | None = None
+    ) -> None:
+        self.prefix = str(prefix)
+        self.dtype = np.dtype(dtype)
+        assert self.dtype in CODES, dtype
+        self.sequences = self.documents = self.tokens = 0
+        self._range: tuple[int, int] | None = None
+        self._keep = keep
+        self._digest = hashlib.sha256()
+        with self._named():
+            bin_path(prefix).parent.mkdir(parents=True, exist_ok=True)
+            self._paths = [Path(f"{prefix}.{name}.tmp") for name in ("bin", "lengths", "counts")]
+            self._bin = _open_alone(self._paths[0])
+            self._lengths, self._counts = (open(path, "a+b") for path in self._paths[1:])  # noqa: SIM115
+        self._restore(state or {"tokens": 0, "sequences": 0, "documents": 0, "range": None})
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        failed = True
+        try:
+            if kind is None:
+                with self._named():
+                    self._publish()
+                failed = False
+        finally:
+            if not (failed and self._keep):
+                for path in self._paths:
+                    path.unlink(missing_ok=True)
+            for file in self._files:
+                with contextlib.suppress(OSError):  # what a full disk did not take was never counted
+                    file.close()
+
+    @property
+    def _files(self) -> tuple[BinaryIO, BinaryIO, BinaryIO]:
+        return self._bin, self._lengths, self._counts
+
+    def state(self) -> dict[str, Any]:
+        """How much lies on the disk now, for a later writer; everything written so far is flushed first."""
+        with self._named():
+            for file in self._files:
+                file.flush()
+                os.fsync(file.fileno())
+        return {
+            "tokens": self.tokens,
+            "sequences": self.sequences,
+            "documents": self.documents,
+            "range": self._range,
+        }
+
+    def _restore(self, state: Mapping[str, Any]) -> None:
+        """Cut the files to what a former writer's `state()` says; ValueError where they hold less than that."""
+        self.tokens, self.sequences, self.documents = (state[name] for name in ("tokens", "sequences", "documents"))
+        self._range = tuple(state["range"]) if state["range"] else None
+        sizes = self.tokens * self.dtype.itemsize, 4 * self.sequences, 8 * self.documents
+        with self._named():
+            for path, file, size in zip(self._paths, self._files, sizes, strict=True):
+                if os.fstat(file.fileno()).st_size < size:
+                    raise ValueError(f"{path}: is shorter than when it was last saved; remove it and start again")
+                file.truncate(size)
+            with open(self._paths[0], "rb") as file:
+                while block := file.read(_BLOCK):
+                    self._digest.update(block)
+
+    def add(self, document: Sequence[Sequence[int]]) -> None:
+        """One document: its sequences, of which the empty ones are dropped."""
+        lengths = [len(sequence) for sequence in document if len(sequence)]
+        ids = [token for sequence in document for token in sequence]
+        self.extend(np.array(ids, np.int64), np.array(lengths, np.int64), np.array([len(lengths)]))
+
+    def extend(self, ids: NDArray[Any], lengths: NDArray[Any], counts: NDArray[Any]) -> None:
+        """Many documents at once: all their ids, the lengths of all their sequences, sequences per document.
+
+        Raises ValueError for an id that the dtype cannot hold.
+        """
+        assert len(ids) == lengths.sum() and len(lengths) == counts.sum()
+        self._write(ids, lengths, counts)
+
+    def append(self, other: IndexedDataset) -> None:
+        """All of another pair behind what is there; ValueError where its ids are of another width."""
+        if other.dtype != self.dtype:
+            raise ValueError(f"{other.prefix}: its ids are {other.dtype}, those of {self.prefix} {self.dtype}")
+        nothing = np.zeros(0, np.int64)
+        for first in range(0, len(other.tokens), _BLOCK):
+            self._write(other.tokens[first : first + _BLOCK], nothing, nothing)
+        for first in range(0, len(other), _BLOCK):
+            self._write(nothing, other.lengths[first : first + _BLOCK], nothing)
+        for first in range(0, other.documents, _BLOCK):
+            self._write(nothing, nothing, np.diff(other.document_index[first : first + _BLOCK + 1]))
+
+    def _write(self, ids: NDArray[Any], lengths: NDArray[Any], counts: NDArray[Any]) -> None:
+        if len(ids):
+            low, high = int(ids.min()), int(ids.max())
+            limits = np.iinfo(self.dtype)
+            if low < limits.min or high > limits.max:
+                raise ValueError(f"{self.prefix}: ids {low} .. {high} do not fit into {self.dtype}")
+            before = self._range or (low, high)
+            self._range = min(before[0], low), max(before[1], high)
+        data = ids.astype(self.dtype, copy=False).tobytes()
+        self._digest.update(data)
+        with self._named():
+            self._bin.write(data)
+            self._lengths.write(lengths.astype("<i4").tobytes())
+            self._counts.write(counts.astype("<i8").tobytes())
+        self.tokens += len(ids)
+        self.sequences += len(lengths)
+        self.documents += len(counts)
+
+    @contextlib.contextmanager
+    def _named(self) -> Iterator[None]:
+        """A full disk and its like become a ValueError that names the output."""
+        try:
+            yield
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.EIO, errno.EFBIG):
+                raise ValueError(f"{self.prefix}: cannot be written ({os.strerror(error.errno)})") from None
+            raise
+
+    def _publish(self) -> None:
+        """Take the old index away, then put down ids, note and index in this order."""
+        self._bin.flush()
+        os.fsync(self._bin.fileno())
+        for old in (idx_path(self.prefix), note_path(self.prefix)):
+            old.unlink(missing_ok=True)
+        os.replace(self._paths[0], bin_path(self.prefix))
+        sync_directory(self._paths[0].parent)
+        smallest, largest = self._range or (0, 0)
+        with whole_file(idx_path(self.prefix)) as file:
+            digest = hashlib.sha256()
+            for part in self._index():
+                digest.update(part)
+                file.write(part)
+            note = {
+                "counts": [self.sequences, self.documents, self.tokens],
+                "smallest": smallest,
+                "largest": largest,
+                "sha256": {"bin": self._digest.hexdigest(), "idx": digest.hexdigest()},
+            }
+            with whole_file(note_path(self.prefix)) as beside:
+                beside.write(json.dumps(note).encode() + b"\n")
+
+    def _index(self) -> Iterator[bytes]:
+        """The bytes of the .idx, part by part."""
+        yield HEADER.pack(MAGIC, 1, CODES[self.dtype], self.sequences, self.documents + 1)
+        for lengths in _stored(self._lengths, "<i4"):
+            yield lengths.tobytes()
+        offset = 0
+        for lengths in _stored(self._lengths, "<i4"):
+            ends = np.cumsum(lengths, dtype="<i8") * self.dtype.itemsize + offset
+            yield (ends - lengths.astype("<i8") * self.dtype.itemsize).tobytes()
+            offset = int(ends[-1])
+        yield struct.pack("<q", 0)
+        first = 0
+        for counts in _stored(self._counts, "<i8"):
+            ends = np.cumsum(counts, dtype="<i8") + first
+            yield ends.tobytes()
+            first = int(ends[-1])
+
+
+def _stored(file: Any, dtype: str) -> Iterator[NDArray[Any]]:
+    """The numbers of a spool file from its beginning, in blocks."""
+    file.seek(0)
+    while data := file.read(_BLOCK * np.dtype(dtype).itemsize):
+        yield np.frombuffer(data, dtype)
+
+
+def _open_alone(path: Path) -> BinaryIO:
+    """Open `path` and lock it; ValueError where a living process is writing it.
+
+    A killed writer's lock dies with it. Where the file system has no locks there is no check.
+    """
+    while True:
+        file = open(path, "ab")  # noqa: SIM115
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.close()
+            raise ValueError(f"{path}: another process is writing this output") from None
+        except OSError:
+            pass
+        # Another writer may have published or removed this very file between open and lock.
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
+                return file
+        file.close()
