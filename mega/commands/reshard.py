@@ -26,6 +26,9 @@ def run(
     true_vocab_size: Annotated[
         int | None, typer.Option("--true-vocab-size", help="vocabulary of a Megatron-LM tree without its padding")
     ] = None,
+    num_heads: Annotated[
+        int | None, typer.Option("--num-attention-heads", help="of a torch_dist folder that carries no arguments")
+    ] = None,
     model_type: Annotated[Literal["GPT"], typer.Option("--model-type", help="accepted; the files say it")] = "GPT",
 ) -> int:
     """Cut a checkpoint anew, on the CPU: weights, masters and moments; between Megatron-LM and us, weights.
@@ -34,7 +37,7 @@ def run(
     """
     from mega.core.checkpoint.exchange import exchange
 
-    report = exchange(load_dir, save_dir, target_tp, target_pp, saver, true_vocab_size)
+    report = exchange(load_dir, save_dir, target_tp, target_pp, saver, true_vocab_size, num_heads)
     print(
         f"{report.path}: {report.tensors:,} tensors, {report.elements:,} elements, "
         f"each with one origin and none left over; {report.bytes:,} bytes"

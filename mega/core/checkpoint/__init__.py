@@ -17,5 +17,6 @@ huggingface Llama and relatives: families, config.json
 meta        Llama as Meta releases it
 convert     all of these, from folder to folder
 megatron    Megatron-LM's trees; pickles reads torch files that hold more than tensors, inertly
+torch_dist  Megatron-core's distributed checkpoints, read only
 exchange    own checkpoints and Megatron-LM's trees, one into the other
 """

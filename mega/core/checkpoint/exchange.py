@@ -6,13 +6,14 @@ consumed samples, as Megatron's own tool does it.
 
 from __future__ import annotations
 
+import re
 import tempfile
 from pathlib import Path
 from typing import Literal
 
 import torch
 
-from mega.core.checkpoint import megatron
+from mega.core.checkpoint import megatron, torch_dist
 from mega.core.checkpoint.convert import (
     ConversionReport,
     OwnSource,
@@ -36,11 +37,19 @@ STYLES: dict[Saver, megatron.Style] = {
 }
 
 
-def exchange(load: Path, save: Path, tp: int, pp: int, saver: Saver, vocab: int | None) -> ConversionReport:
+def exchange(
+    load: Path,
+    save: Path,
+    tp: int,
+    pp: int,
+    saver: Saver,
+    vocab: int | None = None,
+    heads: int | None = None,
+) -> ConversionReport:
     """Whatever lies at `load` -> a `saver` at `save`, for tp x pp ranks.
 
-    vocab: the true vocabulary of a Megatron tree. Errors: ValueError naming flag, file or tensor; then
-    nothing new is at `save`.
+    vocab: the true vocabulary of a Megatron tree. heads: attention heads, where a tree does not say.
+    Errors: ValueError naming flag, file or tensor; then nothing new is at `save`.
     """
     for flag, value in (
         ("--target-tensor-parallel-size", tp),
@@ -49,22 +58,32 @@ def exchange(load: Path, save: Path, tp: int, pp: int, saver: Saver, vocab: int 
     ):
         if value < 1:
             raise ValueError(f"{flag} {value}: must be 1 or more")
-    foreign = megatron.is_tree(load)
+    foreign = megatron.is_tree(load) or torch_dist.is_distributed(megatron.iteration_of(load))
     if saver == "mega":
         if foreign:
-            return from_megatron(load, save, tp, pp, vocab)
+            return from_megatron(load, save, tp, pp, vocab, heads)
         report = reshard(load, save, tp, pp)
         return ConversionReport(report.tensors, report.elements, report.bytes, report.path)
     if not foreign:
         return to_megatron(load, save, tp, pp, STYLES[saver])
     save.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=save.parent, prefix=f".{save.name}.") as between:
-        from_megatron(load, Path(between), 1, 1, vocab)
+        from_megatron(load, Path(between), 1, 1, vocab, heads)
         return to_megatron(Path(between), save, tp, pp, STYLES[saver])
 
 
-def from_megatron(load: Path, save: Path, tp: int, pp: int, vocab: int | None) -> ConversionReport:
-    """A Megatron-LM tree -> an own checkpoint at the same step."""
+def from_megatron(load: Path, save: Path, tp: int, pp: int, vocab: int | None, heads: int | None) -> ConversionReport:
+    """A Megatron-LM tree, or a `torch_dist` folder, -> an own checkpoint at the same step."""
+    folder = megatron.iteration_of(load)
+    if torch_dist.is_distributed(folder):
+        source = torch_dist.DistributedSource(folder)
+        values = torch_dist.arguments(folder, source.tensors, heads)
+        table = source.tensors.get("0.0.0/embedding.word_embeddings.weight")
+        model = megatron.model_from_arguments(values, vocab or (table[0][0] if table else 0), str(folder))
+        rows = megatron.import_table(model, source.tensors, tp=1, pp=1, chunks=1, version=3)
+        name = re.fullmatch(r"iter_(\d+)", folder.name)
+        consumed = values.get("consumed_train_samples", 0)
+        return import_weights(source, rows, model, save, tp, pp, step=int(name[1]) if name else 0, consumed=consumed)
     tree = megatron.open_tree(load, vocab)
     return import_weights(
         tree.source, tree.table, tree.model, save, tp, pp, step=tree.iteration, consumed=tree.consumed

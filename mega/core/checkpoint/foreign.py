@@ -195,12 +195,13 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def inside(folder: Path, name: str) -> Path:
+def inside(folder: Path, name: str, hidden: str = "") -> Path:
     """A file of `folder`, links resolved; it must lie there, or in the blobs of a hub cache around `folder`.
 
+    hidden: what names may begin with besides letters and digits.
     Errors: CheckpointError for names with a path in them and links that lead elsewhere.
     """
-    if not _PLAIN.fullmatch(name):
+    if not isinstance(name, str) or not _PLAIN.fullmatch(name.removeprefix(hidden)):
         raise CheckpointError(f"{folder}: {name!r} is not a plain file name")
     root = folder.resolve()
     real = (root / name).resolve()

@@ -143,7 +143,7 @@ def open_tree(path: Path, vocab: int | None = None) -> Tree:
     vocab: the true vocabulary; without it padding cannot be told from tokens, and the table stays as it is.
     Errors: CheckpointError naming the file or tensor.
     """
-    folder = _iteration(path)
+    folder = iteration_of(path)
     ranks = {(int(m[1]), int(m[2] or 0)): e for e in _folders(folder) if (m := _RANK.fullmatch(e.name))}
     tp, pp = (1 + max((rank[axis] for rank in ranks), default=-1) for axis in (0, 1))
     absent = [(t, p) for t in range(tp) for p in range(pp) if (t, p) not in ranks]
@@ -178,7 +178,8 @@ def open_tree(path: Path, vocab: int | None = None) -> Tree:
     return Tree(source, model, table, *(n if type(n) is int and n >= 0 else 0 for n in (iteration, consumed)))
 
 
-def _iteration(path: Path) -> Path:
+def iteration_of(path: Path) -> Path:
+    """The directory of the iteration that the tracker names; the path itself without a tracker."""
     if not (path / TRACKER).exists():
         return path
     word = read_file(path / TRACKER, 100).decode("ascii", "replace").strip()

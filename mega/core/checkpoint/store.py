@@ -74,9 +74,9 @@ class SaveReport:
 class CheckpointStore:
     """The checkpoints of one run, under one directory.
 
-    >>> store = CheckpointStore(Path("runs/a"))
-    >>> store.save(10, [Piece("weights/w", (2,), (0,), torch.ones(2))], {"samples": 40})
-    >>> store.open(store.newest()).read([Piece("weights/w", (2,), (0,), w)])
+    store = CheckpointStore(Path("runs/a"))
+    store.save(10, [Piece("weights/w", (2,), (0,), torch.ones(2))], {"samples": 40})
+    store.open(store.newest()).read([Piece("weights/w", (2,), (0,), w)])
     """
 
     def __init__(self, directory: Path) -> None:
