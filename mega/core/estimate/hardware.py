@@ -1,0 +1,75 @@
+"""Devices and their clusters as numbers: hardware.toml beside this file, or a file of the user's in the same form."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """One kind of device in its cluster; hardware.toml says what each field means and in which unit."""
+
+    name: str
+    memory: float
+    peak: Mapping[str, float]
+    bandwidth: float
+    product: float
+    traffic: float
+    elementwise: float
+    attention_forward: float
+    attention_backward: float
+    launch: float
+    node: int
+    inside: float
+    outside: float
+    peer: float
+    latency: float
+    latency_outside: float
+
+
+@cache
+def _known() -> Mapping[str, Mapping[str, Any]]:
+    return tomllib.loads(files("mega.core.estimate").joinpath("hardware.toml").read_text(encoding="utf-8"))
+
+
+def hardware(name: str) -> Hardware:
+    """A device that we know, or the one that the TOML file `name` describes.
+
+    Errors: ValueError naming --gpu, for an unknown name, a broken file, or a field that is none.
+
+    >>> hardware("h200").peak["bf16"]
+    989.0
+    """
+    known = _known()
+    if not name.endswith(".toml"):
+        if name.lower() not in known or name.lower() == "base":
+            valid = ", ".join(other for other in known if other != "base")
+            raise ValueError(f"--gpu {name}: is no known device; valid: {valid}, or a TOML file")
+        return _made(name.lower(), known[name.lower()], name)
+    try:
+        with Path(name).open("rb") as file:
+            table = tomllib.load(file)
+    except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"--gpu {name}: cannot be read as TOML: {error}") from None
+    return _made(Path(name).stem, table, name)
+
+
+def _made(name: str, table: Mapping[str, Any], given: str) -> Hardware:
+    base = _known()["base"]
+    own = {field.name for field in fields(Hardware)} - {"name"}
+    if unknown := sorted(table.keys() - own):
+        raise ValueError(f"--gpu {given}: unknown field {unknown[0]}; valid: {', '.join(sorted(own))}")
+    values = {**base, **table}
+    peak = {**base["peak"], **table.get("peak", {})}
+    for key, value in {**values, **peak}.items():
+        if key != "peak" and (isinstance(value, bool) or not isinstance(value, int | float) or value <= 0):
+            raise ValueError(f"--gpu {given}: {key} is {value!r}; must be a number greater than 0")
+    return Hardware(name, **{**values, "peak": peak})

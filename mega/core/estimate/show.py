@@ -1,0 +1,247 @@
+"""An estimate for people and programs: a table, bars and a picture for the first, one JSON value for the second."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mega.core.config.resolve import data_parallel, microbatches
+from mega.core.config.run import RunConfig
+from mega.core.estimate.hardware import Hardware
+from mega.core.estimate.megatron import report
+from mega.core.estimate.memory import Memory, StageMemory, kv_cache_bytes
+from mega.core.estimate.steptime import step_time
+
+if TYPE_CHECKING:
+    from rich.table import Table
+    from rich.text import Text
+
+GIB = 2**30
+
+PARTS: tuple[tuple[str, str, str], ...] = (
+    ("weights", "weights", "#4c78a8"),
+    ("gradients", "grads", "#f58518"),
+    ("masters", "masters", "#54a24b"),
+    ("moments", "moments", "#b79a20"),
+    ("batches", "batches", "#9d755d"),
+    ("activations", "activations", "#e45756"),
+    ("working", "working", "#b279a2"),
+    ("cargo", "cargo", "#72b7b2"),
+)
+"""Heading, attribute, and colour of each part of a peak, from the bottom up."""
+
+
+SHORT = {"gradients": "grads", "activations": "activ.", "working": "work"}
+"""Headings where there is little room."""
+
+
+def parts(stage: StageMemory) -> dict[str, int]:
+    """Bytes of each part by its heading; they add up to the peak.
+
+    >>> list(dict.fromkeys(heading for heading, _, _ in PARTS))[:3]
+    ['weights', 'gradients', 'masters']
+    """
+    held = ("weights", "grads", "masters", "moments")
+    return {head: getattr(stage.held if name in held else stage, name) for head, name, _ in PARTS}
+
+
+def layout(run: RunConfig, world: int) -> str:
+    """One line: which ranks do what."""
+    parallel, batch = run.parallel, run.batch
+    words = [
+        f"world {world} = tp {parallel.tp} x cp {parallel.cp} x dp {data_parallel(run, world)} x pp {parallel.pp}",
+        f"{microbatches(run, world)} microbatches of {batch.micro_batch} x {batch.seq_length} tokens",
+        run.precision.dtype,
+        f"zero {parallel.zero}",
+        f"recompute {run.memory.recompute}",
+    ]
+    if parallel.sequence_parallel:
+        words.append("sequence parallel")
+    if parallel.pp > 1:
+        words.append(f"{parallel.schedule}, {parallel.chunks} chunks")
+    return "; ".join(words)
+
+
+def as_json(run: RunConfig, world: int, found: Memory) -> dict[str, Any]:
+    """Everything in bytes; stages in order."""
+    return {
+        "world": world,
+        "parameters": found.parameters,
+        "peak": found.worst.peak,
+        "peak_stage": found.worst.stage,
+        "checkpoint": found.checkpoint,
+        "kv_cache_per_token": kv_cache_bytes(run),
+        "stages": [
+            {
+                "stage": stage.stage,
+                "layers": stage.layers,
+                "parameters": stage.held.parameters,
+                **parts(stage),
+                "peak": stage.peak,
+                "slack": stage.slack,
+                "live_microbatches": stage.live,
+                "when": stage.when,
+            }
+            for stage in found.stages
+        ],
+    }
+
+
+def table(found: Memory) -> Table:
+    """GiB of each part at the peak, a row for each kind of stage; equal neighbours share one. Fits 80 columns."""
+    from rich.table import Table
+
+    shown = Table(
+        box=None, padding=(0, 1, 0, 0), pad_edge=False, title="GiB per rank at its peak", title_justify="left"
+    )
+    for heading in ("stage", "layers", *(SHORT.get(head, head) for head, _, _ in PARTS), "peak"):
+        shown.add_column(heading, justify="left" if heading == "stage" else "right", no_wrap=True)
+    for first, last, stage in _alike(found):
+        shown.add_row(
+            str(first) if first == last else f"{first}-{last}",
+            str(stage.layers),
+            *(gib(size) for size in parts(stage).values()),
+            f"[bold]{gib(stage.peak)}[/bold]",
+        )
+    return shown
+
+
+def bars(found: Memory, width: int = 52) -> Iterator[Text]:
+    """A stacked bar for each row of the table, and what the colours mean."""
+    from rich.text import Text
+
+    largest = max(stage.peak for stage in found.stages)
+    for first, last, stage in _alike(found):
+        line = Text(f"{f'stage {first}' if first == last else f'stages {first}-{last}':<14}")
+        end = 0
+        done = 0
+        for (_, _, colour), size in zip(PARTS, parts(stage).values(), strict=True):
+            done += size
+            cells = round(done / largest * width) - end
+            line.append("█" * cells, colour)
+            end += cells
+        yield line.append(f" {gib(stage.peak)} GiB")
+    legend = Text()
+    for head, _, colour in PARTS:
+        legend.append("█ ", colour).append(f"{SHORT.get(head, head)} ")
+    yield legend
+
+
+def notes(run: RunConfig, world: int, found: Memory, device: Hardware | None, megatron: bool) -> Iterator[str]:
+    """Lines below the table; with a `device`, whether it fits and how long a step takes."""
+    worst, held = found.worst, found.worst.held
+    yield (
+        f"peak: {gib(worst.peak)} GiB on stage {worst.stage}, in the {worst.when}, {worst.live} in flight; "
+        f"the allocator may take {gib(worst.slack)} more"
+    )
+    yield (
+        f"parameters {found.parameters / 1e9:.3f}e9, {held.parameters / 1e9:.3f}e9 on a rank of it, "
+        f"{held.total / held.parameters:.2f} bytes each; "
+        f"checkpoint {gib(found.checkpoint)} GiB; serving: {kv_cache_bytes(run) / 2**20:.3f} MiB of keys and values "
+        "per token"
+    )
+    if device is not None:
+        need = (worst.peak + worst.slack) / GIB
+        verdict = "fits" if need <= device.memory else "does not fit"
+        yield f"{device.name}: {need:.2f} GiB with slack, of {device.memory:g}: {verdict}"
+        step = step_time(run, world, device)
+        yield (
+            f"{device.name}: {step.seconds:.3f} s a step ({step.tflops:.0f} TFLOP/s per device, MFU {step.mfu:.1%}); "
+            f"pipeline {step.pipeline:.3f} s of which {step.bubble:.1%} bubble, gradients {step.reduction:.3f} s, "
+            f"update {step.update:.3f} s"
+        )
+    if megatron:
+        theirs = report(run, world)
+        yield (
+            f"Megatron-LM says: weights and optimizer {theirs.weights:.2f} MB, "
+            f"activations {theirs.activations:.2f} MB, total {theirs.total:.2f} MB"
+        )
+
+
+def draw(found: Memory, title: str, path: Path) -> None:
+    """The bars as a picture.
+
+    Errors: ValueError for an ending other than .svg or .png, or where a .png lacks matplotlib.
+    """
+    from mega.core.files import whole_file
+
+    writers = {".svg": _svg, ".png": _png}
+    if path.suffix not in writers:
+        raise ValueError(f"--draw {path}: must end in .svg or .png")
+    content = writers[path.suffix](found, title)
+    with whole_file(path) as out:
+        out.write(content)
+
+
+def gib(size: float) -> str:
+    """
+    >>> gib(3 * 2**29)
+    '1.50'
+    """
+    return f"{size / GIB:.2f}"
+
+
+def _alike(found: Memory) -> Iterator[tuple[int, int, StageMemory]]:
+    """First and last stage of each run of equal ones, to a hundredth of a GiB."""
+    begin = 0
+    for number, stage in enumerate(found.stages):
+        after = found.stages[number + 1] if number + 1 < len(found.stages) else None
+        if after is None or _shown(after) != _shown(stage):
+            yield begin, number, stage
+            begin = number + 1
+
+
+def _shown(stage: StageMemory) -> tuple[object, ...]:
+    return (stage.layers, stage.live, *(gib(size) for size in parts(stage).values()))
+
+
+def _svg(found: Memory, title: str) -> bytes:
+    rows = list(_alike(found))
+    largest = max(stage.peak for stage in found.stages)
+    height = 70 + 30 * len(rows)
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="1000" height="{height}" font-family="sans-serif" '
+        f'font-size="12"><rect width="100%" height="100%" fill="white"/><text x="8" y="18">{title}</text>'
+    ]
+    for index, (heading, _, colour) in enumerate(PARTS):
+        corner = 90 + 105 * index
+        lines.append(f'<rect x="{corner}" y="28" width="12" height="12" fill="{colour}"/>')
+        lines.append(f'<text x="{corner + 16}" y="38">{heading}</text>')
+    for row, (first, last, stage) in enumerate(rows):
+        top, left = 52 + 30 * row, 90.0
+        name = f"stage {first}" if first == last else f"{first} to {last}"
+        lines.append(f'<text x="8" y="{top + 15}">{name}</text>')
+        for (heading, _, colour), size in zip(PARTS, parts(stage).values(), strict=True):
+            wide = 800 * size / largest
+            lines.append(
+                f'<rect x="{left:.1f}" y="{top}" width="{wide:.1f}" height="22" fill="{colour}">'
+                f"<title>{heading}: {gib(size)} GiB</title></rect>"
+            )
+            left += wide
+        lines.append(f'<text x="{left + 6:.1f}" y="{top + 15}">{gib(stage.peak)} GiB</text>')
+    return "\n".join([*lines, "</svg>", ""]).encode()
+
+
+def _png(found: Memory, title: str) -> bytes:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ValueError("--draw: a .png needs matplotlib, which is missing; use .svg") from error
+    import io
+
+    rows = list(_alike(found))
+    figure = Figure(figsize=(11, 1.6 + 0.4 * len(rows)), layout="constrained")
+    axes = figure.subplots()
+    starts = [0.0] * len(rows)
+    for heading, _, colour in PARTS:
+        sizes = [parts(stage)[heading] / GIB for _, _, stage in rows]
+        axes.barh(range(len(rows)), sizes, left=starts, color=colour, label=heading)
+        starts = [before + size for before, size in zip(starts, sizes, strict=True)]
+    axes.set_yticks(range(len(rows)), [f"stage {a}" if a == b else f"stages {a}-{b}" for a, b, _ in rows])
+    axes.invert_yaxis()
+    axes.set(xlabel="GiB", title=title)
+    axes.legend(loc="center left", bbox_to_anchor=(1, 0.5))
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png", dpi=130)
+    return picture.getvalue()

@@ -1,0 +1,279 @@
+"""How long a step takes: products, attention, elementwise passes, collectives, and the pipeline's plan on a clock.
+
+    block      one microbatch through one block on one tensor rank: seconds forward and backward
+    stage      its blocks, embedding and head
+    pipeline   the plan that the trainer executes, played with those times
+    step       plus what is exposed of the reductions over data, and the optimizer
+
+A product takes its operations at the device's share of its peak, and a part of its reading and writing; all else takes
+its bytes. Nothing is measured here: hardware.toml has the constants.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from mega.core.config.resolve import data_parallel, microbatches
+from mega.core.config.run import RunConfig
+from mega.core.estimate.activations import Sizes
+from mega.core.estimate.flops import model_flops_per_token
+from mega.core.estimate.hardware import Hardware
+from mega.core.estimate.weights import BYTES, stage_weights
+from mega.core.plan import Costs, Plan, plan, simulate, stage_layers
+
+UPDATE_PASSES = 38
+"""Bytes per parameter that zeroing gradients, the norm and a fused AdamW move: 4 + 4 + (4 + 2 x 12) + 2."""
+
+
+@dataclass(frozen=True)
+class Pass:
+    """Seconds of a part: forward, backward towards its input, and the weights' gradient."""
+
+    forward: float = 0.0
+    backward: float = 0.0
+    weight: float = 0.0
+
+    def __add__(self, other: Pass) -> Pass:
+        return Pass(self.forward + other.forward, self.backward + other.backward, self.weight + other.weight)
+
+    def __mul__(self, times: float) -> Pass:
+        return Pass(self.forward * times, self.backward * times, self.weight * times)
+
+    @property
+    def all(self) -> float:
+        return self.forward + self.backward + self.weight
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of one step, and its parts. bubble: share of the pipeline's time in which ranks wait.
+
+    mfu: model operations over the devices' peak in that time.
+    """
+
+    seconds: float
+    pipeline: float
+    bubble: float
+    reduction: float
+    update: float
+    tflops: float
+    mfu: float
+
+
+def step_time(run: RunConfig, world: int, on: Hardware, *, overlap: bool = True, core_again: bool = False) -> StepTime:
+    """Predict one step of a resolved `run`.
+
+    overlap: communication runs beside computing where this trainer lets it. False computes nothing during an exchange
+    between stages or while gradients are summed, as Megatron-LM of 2021. core_again: selective recompute repeats plain
+    attention's core, as Megatron-LM's does, instead of norms and activations.
+    """
+    parallel, dp, count = run.parallel, data_parallel(run, world), microbatches(run, world)
+    assert run.model.layers and run.batch.seq_length and run.batch.global_batch and parallel.schedule
+    times = _Times(run, on, core_again)
+    layers = stage_layers(run.model.layers, parallel.pp, parallel.chunks, parallel.stage_layers)
+    pieces = parallel.pp * parallel.chunks
+    chunks = [
+        times.chunk(len(layers[g % parallel.pp][g // parallel.pp]), first=g == 0, last=g == pieces - 1)
+        for g in range(pieces)
+    ]
+    pipeline, busy = _pipeline(run, chunks, count, times.hop(parallel.tp * parallel.cp * dp), overlap)
+    reduction = _reduction(run, on, dp)
+    if overlap:
+        last = max(sum(chunk.backward + chunk.weight for chunk in chunks[r :: parallel.pp]) for r in range(parallel.pp))
+        reduction = max(0.1 * reduction, reduction - 0.8 * last)
+    held = stage_weights(run, dp, 0)
+    shares = dp * parallel.cp if parallel.zero else 1
+    update = UPDATE_PASSES * held.parameters / shares / (on.bandwidth * 1e12 * on.elementwise)
+    if shares > 1:
+        update += times.collective(held.weights, dp * parallel.cp, parallel.tp)
+    seconds = pipeline + reduction + update
+    flops = model_flops_per_token(run.model, run.batch.seq_length) * run.batch.seq_length * run.batch.global_batch
+    rate = flops / seconds / world / 1e12
+    return StepTime(
+        seconds=seconds,
+        pipeline=pipeline,
+        bubble=1 - busy / (parallel.pp * pipeline),
+        reduction=reduction,
+        update=update,
+        tflops=rate,
+        mfu=rate / on.peak[run.precision.dtype],
+    )
+
+
+def _pipeline(run: RunConfig, chunks: Sequence[Pass], count: int, hop: float, overlap: bool) -> tuple[float, float]:
+    """Length of all microbatches, and the sum of all ranks' work.
+
+    A long plan is played short: once the pipeline is full, each further round takes as long as the one before.
+    """
+    parallel = run.parallel
+    busy = count * sum(chunk.all for chunk in chunks)
+    if parallel.pp == 1:
+        return busy, busy
+    kind = parallel.schedule
+    assert kind is not None
+    waits = 0.0 if overlap else hop
+    costs = Costs(
+        [chunk.forward + waits for chunk in chunks],
+        [chunk.backward + waits for chunk in chunks],
+        [chunk.weight for chunk in chunks],
+        0.0 if waits else hop,
+    )
+    # 1F1B is in its steady state after pp microbatches, an interleaved plan after two rounds of pp.
+    short = 2 * parallel.pp + count % parallel.pp
+    longer = short + parallel.pp
+    if count <= longer:
+        return simulate(_plan(kind, parallel.pp, parallel.chunks, count), costs).makespan, busy
+    first = simulate(_plan(kind, parallel.pp, parallel.chunks, short), costs).makespan
+    second = simulate(_plan(kind, parallel.pp, parallel.chunks, longer), costs).makespan
+    return second + (second - first) * (count - longer) / parallel.pp, busy
+
+
+@lru_cache(maxsize=32)
+def _plan(kind: str, stages: int, chunks: int, count: int) -> Plan:
+    return plan(kind, stages, chunks, count)  # type: ignore[arg-type]
+
+
+def _reduction(run: RunConfig, on: Hardware, dp: int) -> float:
+    """Summing gradients over the data ranks, if nothing hides it."""
+    ranks = dp * run.parallel.cp
+    if ranks == 1:
+        return 0.0
+    assert run.precision.grad_dtype
+    times = _Times(run, on, False)
+    size = stage_weights(run, dp, 0).parameters * BYTES[run.precision.grad_dtype]
+    return times.collective(size, ranks, run.parallel.tp) * (1 if run.parallel.zero else 2)
+
+
+class _Times:
+    """Seconds of the parts of one microbatch on one tensor rank."""
+
+    def __init__(self, run: RunConfig, on: Hardware, core_again: bool) -> None:
+        self.run, self.on, self.z, self.core_again = run, on, Sizes(run), core_again
+        self.flops = on.peak[run.precision.dtype] * 1e12
+        self.bytes = on.bandwidth * 1e12
+
+    # -- pieces
+
+    def product(self, m: int, k: int, n: int) -> float:
+        moved = self.z.e * (m * k + k * n + m * n)
+        return (
+            2.0 * m * k * n / (self.flops * self.on.product)
+            + self.on.traffic * moved / self.bytes
+            + self.on.launch * 1e-6
+        )
+
+    def pointwise(self, size: float) -> float:
+        """An elementwise pass that reads and writes `size` bytes."""
+        return size / (self.bytes * self.on.elementwise) + self.on.launch * 1e-6
+
+    def collective(self, size: float, ranks: int, stride: int) -> float:
+        """An all-gather or reduce-scatter of `size` bytes in all over ranks that lie `stride` apart."""
+        if ranks == 1:
+            return 0.0
+        on = self.on
+        if stride * ranks <= on.node:
+            return (ranks - 1) / ranks * size / (on.inside * 1e9) + on.latency * 1e-6
+        # A ring that passes through a node on several GPUs uses the network card of each.
+        cards = max(1, on.node // stride)
+        rate = min(on.inside, on.outside * cards)
+        return (ranks - 1) / ranks * size / (rate * 1e9) + on.latency_outside * 1e-6 * ranks
+
+    def hop(self, distance: int) -> float:
+        """One piece of cargo to the next stage, whose ranks are `distance` away."""
+        outside = distance * self.run.parallel.pp > self.on.node
+        rate = self.on.outside if outside else self.on.peer
+        delay = self.on.latency_outside if outside else self.on.latency
+        # Every tensor rank holds the same where the sequence is whole; then each sends its part of it.
+        return self.z.residual / (1 if self.z.seq else self.z.tp) / (rate * 1e9) + delay * 1e-6
+
+    # -- parts
+
+    def chunk(self, blocks: int, *, first: bool, last: bool) -> Pass:
+        total = self.blocks(blocks)
+        if first:
+            total += self.embedding()
+        return total + self.head() if last else total
+
+    def blocks(self, count: int) -> Pass:
+        block, memory = self.block(), self.run.memory
+        if memory.recompute == "full":
+            again = count if memory.recompute_method == "uniform" else min(count, memory.recompute_layers or 0)
+            return block * count + Pass(0.0, block.forward * again, 0.0)
+        if memory.recompute == "selective":
+            repeated = self.core().forward if self.core_again else self.between().forward
+            return (block + Pass(0.0, repeated, 0.0)) * count
+        return block * count
+
+    def block(self) -> Pass:
+        z = self.z
+        gate = 2 if z.model.activation == "swiglu" else 1
+        total = self.between() + self.core()
+        for inner, outer in ((z.q, z.q + 2 * z.kv), (z.ffn, gate * z.ffn)):
+            total += self.column(outer) + self.row(inner)
+        return total
+
+    def column(self, outs: int) -> Pass:
+        """Entering the region: the gathered input waits, the input's gradient is summed beside the weight's product."""
+        z = self.z
+        forward, grad, weight = (
+            self.product(z.tokens, z.hidden, outs),
+            self.product(z.tokens, outs, z.hidden),
+            self.product(outs, z.tokens, z.hidden),
+        )
+        gather = self.collective(z.e * z.tokens * z.hidden, z.tp, 1)
+        summed = gather if z.seq else 2 * gather
+        waits = max(0.0, summed - weight) + (max(0.0, gather - grad) if z.seq else 0.0)
+        return Pass(forward + (gather if z.seq else 0.0), grad + waits, weight)
+
+    def row(self, ins: int) -> Pass:
+        """Leaving the region: its sum waits."""
+        z = self.z
+        gather = self.collective(z.e * z.tokens * z.hidden, z.tp, 1)
+        return Pass(
+            self.product(z.tokens, ins, z.hidden) + (gather if z.seq else 2 * gather),
+            self.product(z.tokens, z.hidden, ins) + (gather if z.seq else 0.0),
+            self.product(ins, z.tokens, z.hidden),
+        )
+
+    def between(self) -> Pass:
+        """Norms, residual additions, dropout and the activation, each one pass over its tensors."""
+        z = self.z
+        gate = 2 if z.model.activation == "swiglu" else 1
+        stream, wide = z.residual, z.e * z.tokens * z.ffn
+        norm = Pass(self.pointwise(4 * stream), self.pointwise(5 * stream), 0.0)
+        total = norm * 2 + Pass(self.pointwise((gate + 1) * wide), self.pointwise((2 * gate + 1) * wide), 0.0)
+        if z.model.hidden_dropout:
+            total += Pass(self.pointwise(2 * stream), self.pointwise(2 * stream), 0.0) * 2
+        if z.model.position == "rope":
+            turned = 2 * z.e * z.tokens * (z.q + z.kv)
+            total += Pass(self.pointwise(turned), self.pointwise(turned), 0.0)
+        return total
+
+    def core(self) -> Pass:
+        """Scores, softmax and values; fused, or every matrix written out."""
+        z = self.z
+        assert z.model.head_dim
+        half = 2.0 * z.tokens * z.length * z.q
+        if not z.plain:
+            narrow = self.flops * min(1.0, z.model.head_dim / 128)
+            return Pass(half / (narrow * self.on.attention_forward), 2.5 * half / (narrow * self.on.attention_backward))
+        scores = z.e * z.rows * z.heads * z.length**2
+        products = 2 * half / (self.flops * self.on.product) + 2 * self.on.traffic * scores / self.bytes
+        softmax, drops = 2 * scores, 2.5 * scores if z.model.attention_dropout else 0
+        return Pass(
+            products + self.pointwise(softmax + drops),
+            2 * products + self.pointwise(1.5 * softmax + drops),
+        )
+
+    def embedding(self) -> Pass:
+        z = self.z
+        rows = z.e * z.tokens * z.hidden
+        summed = self.collective(rows, z.tp, 1) * (1 if z.seq else 2)
+        return Pass(self.pointwise(3 * rows) + summed, self.pointwise(3 * rows), 0.0)
+
+    def head(self) -> Pass:
+        z = self.z
+        scores = z.e * z.tokens * z.vocab
+        return self.column(z.vocab) + Pass(self.pointwise(scores), self.pointwise(2 * scores), 0.0)

@@ -1,0 +1,128 @@
+"""Memory of a whole run: the parts add up, short plans peak like long ones, and the verb tells it quickly."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mega.core.config.compose import compose
+from mega.core.config.resolve import resolve
+from mega.core.config.run import RunConfig
+from mega.core.estimate import memory as estimate
+from mega.core.estimate import show
+from mega.core.plan import plan, simulate
+
+SMALL = {"layers": 24, "hidden": 64, "heads": 4, "vocab": 250, "seq_length": 32, "micro_batch": 1, "dtype": "bf16"}
+
+
+def run_of(world: int, **flags: Any) -> RunConfig:
+    return resolve(compose(flags={**SMALL, **flags}), world)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "pp", "chunks", "count"),
+    [("1f1b", 4, 1, 3), ("1f1b", 4, 1, 33), ("interleaved", 4, 3, 32), ("interleaved", 2, 2, 50), ("zb-h1", 4, 1, 17)],
+)
+def test_a_short_plan_peaks_like_the_whole(
+    schedule: str, pp: int, chunks: int, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = run_of(pp, schedule=schedule, pp=pp, chunks=chunks, global_batch=count)
+    short = estimate.memory(run, pp)
+    monkeypatch.setattr(estimate, "representative", lambda run, count: count)
+    assert short == estimate.memory(run, pp)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    schedule=st.sampled_from(["1f1b", "gpipe"]),
+    pp=st.sampled_from([1, 2, 3, 4]),
+    count=st.integers(1, 12),
+    tp=st.sampled_from([1, 2]),
+    dp=st.sampled_from([1, 2]),
+    zero=st.sampled_from([0, 1]),
+    sequence=st.booleans(),
+)
+def test_parts_add_up_and_live_microbatches_are_the_plans(schedule, pp, count, tp, dp, zero, sequence):  # type: ignore[no-untyped-def]
+    world = tp * pp * dp
+    run = run_of(
+        world, schedule=schedule, pp=pp, tp=tp, zero=zero, sequence_parallel=sequence, global_batch=count * dp
+    )
+    found = estimate.memory(run, world)
+    live = simulate(plan(schedule, pp, 1, count)).live
+    for stage in found.stages:
+        assert sum(show.parts(stage).values()) == stage.peak
+        assert stage.live == live[stage.stage]
+    document = json.loads(json.dumps(show.as_json(run, world, found)))
+    assert document["peak"] == max(stage["peak"] for stage in document["stages"])
+
+
+def test_more_costs_more() -> None:
+    """Each saving saves: sharded state, split sequences, recomputation, fewer microbatches in flight."""
+
+    def peak(world: int = 4, **flags: Any) -> int:
+        return estimate.memory(run_of(world, **{"global_batch": 64, "hidden": 512, **flags}), world).worst.peak
+
+    assert peak(zero=1) < peak()
+    assert peak(tp=2, sequence_parallel=True) < peak(tp=2) < peak()
+    assert peak(recompute="full", recompute_method="uniform", recompute_layers=1) < peak(recompute="selective") < peak()
+    assert peak(pp=4, schedule="1f1b") < peak(pp=4, schedule="gpipe")
+    assert peak(micro_batch=2) > peak()
+
+
+def test_a_checkpoint_holds_weights_masters_and_moments_without_padding() -> None:
+    run = run_of(1, tied=False)
+    found = estimate.memory(run, 1)
+    assert found.checkpoint == found.parameters * (2 + 4 + 4 + 4)
+    bare = run_of(1, tied=False, save_optim=False)
+    assert estimate.checkpoint_bytes(bare) == found.parameters * 2
+
+
+def test_keys_and_values_of_llama3() -> None:
+    # 2 x 32 layers x 8 heads x 128 wide x 2 bytes
+    run = resolve(compose("llama3-8b", flags={"micro_batch": 1, "dtype": "bf16"}), 1)
+    assert estimate.kv_cache_bytes(run) == 131072
+
+
+def verb(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "mega", "memory-estimate", *words],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+LLAMA = ["--model", "llama2-7b", "--micro-batch-size", "1", "--bf16", "--tensor-model-parallel-size", "2"]
+
+
+def test_the_verb_needs_no_torch() -> None:
+    done = verb(*LLAMA, "--world", "4", "--json")
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout)
+    assert document["parameters"] == 6738415616
+    imported = {line.rsplit("|", 1)[-1].strip() for line in done.stderr.splitlines()}
+    assert not imported & {"torch", "matplotlib"}
+
+
+def test_the_verb_judges_like_a_dry_run() -> None:
+    done = verb(*LLAMA, "--world", "3")
+    assert done.returncode == 2
+    assert "3 ranks given, but a model takes 2" in done.stderr
+
+
+def test_the_verb_shows_what_it_found(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    picture = tmp_path / "memory.svg"
+    words = [*LLAMA, "--pp", "2", "--world", "4", "--global-batch", "8", "--gpu", "h200", "--megatron"]
+    done = verb(*words, "--draw", str(picture), "--draw-schedule", str(tmp_path / "plan.svg"))
+    assert done.returncode == 0, done.stderr
+    for word in ("stage", "moments", "in flight", "h200", "MFU", "Megatron-LM says"):
+        assert word in done.stdout
+    assert max(map(len, done.stdout.splitlines()[1:5])) <= 80
+    assert picture.read_text().startswith("<svg")
+    assert (tmp_path / "plan.svg").exists()
