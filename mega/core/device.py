@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import time
 from collections.abc import Iterator
@@ -82,6 +83,11 @@ class Device:
         except OSError:
             return 0
 
+    def release(self) -> None:
+        """Give cached memory back, so that what comes next finds one whole piece."""
+        if self.is_cuda:
+            torch.cuda.empty_cache()
+
     def deterministic(self) -> None:
         """Only algorithms that give the same bits on every run."""
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -98,3 +104,9 @@ class Device:
         yield
         self.synchronize()
         into[name] = into.get(name, 0.0) + time.perf_counter() - begin
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """How many programs of a persistent kernel run side by side; 1 on a CPU, where kernels are only interpreted."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

@@ -52,7 +52,7 @@ def test_a_resolved_run_passes_as_the_typed_one_does() -> None:
         ({"zero": 2}, "--zero above 1: sharing gradients"),
         ({"dtype": "fp16"}, "--dtype fp16: fp16 and its loss scale are not built yet"),
         ({"dtype": "bf16", "grad_dtype": "bf16"}, "--grad-dtype of 16 bits: "),
-        ({"recompute": "selective"}, "--recompute: "),
+        ({"recompute": "full", "recompute_method": "uniform", "recompute_layers": 1}, "--recompute: "),
         ({"optimizer": "sgd"}, "--optimizer sgd: "),
         ({"embedding_fp32": True}, "--embedding-fp32: "),
         ({"residual_fp32": True, "dtype": "bf16"}, "--residual-fp32: "),

@@ -33,8 +33,8 @@ NOT_YET: dict[str, tuple[Callable[[RunConfig], bool], str]] = {
         "fp32 embeddings are not built yet; leave the flag out",
     ),
     "--recompute": (
-        lambda run: run.memory.recompute != "none",
-        "recomputing activations is not built yet; valid --recompute: none",
+        lambda run: run.memory.recompute == "full",
+        "recomputing whole blocks is not built yet; valid --recompute: none, selective",
     ),
     "--optimizer sgd": (
         lambda run: run.optimizer.optimizer == "sgd",

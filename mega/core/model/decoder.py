@@ -117,7 +117,7 @@ class DecoderStage(nn.Module):
         tokens = rows * columns // (self.tp.size if self.sequence else 1)
         return [((tokens, self.model.hidden), self.dtype)]
 
-    def hidden(self, batch: DecoderBatch, *cargo: torch.Tensor) -> Stream:
+    def _stream(self, batch: DecoderBatch, *cargo: torch.Tensor) -> Stream:
         """Everything up to the head, for our tokens under sequence."""
         seed = self.dropout_seed if self.training else None
         facts = flow(
@@ -136,10 +136,10 @@ class DecoderStage(nn.Module):
     def logits(self, batch: DecoderBatch, *cargo: torch.Tensor) -> torch.Tensor:
         """Last stage only: [b, s, ids of this rank]; whole where tp is 1."""
         assert self.head is not None
-        return self.head.logits(self.hidden(batch, *cargo)).unflatten(0, tuple(batch.tokens.shape))
+        return self.head.logits(self._stream(batch, *cargo)).unflatten(0, tuple(batch.tokens.shape))
 
     def forward(self, batch: DecoderBatch, *cargo: torch.Tensor) -> Cargo | Loss:
-        stream = self.hidden(batch, *cargo)
+        stream = self._stream(batch, *cargo)
         return (stream.sum(),) if self.head is None else self.head(stream, batch)
 
 

@@ -1,6 +1,6 @@
 """Small conventions between ops and those who call them: where a weight's gradient goes, what is computed again.
 
-A weight may have a method `take(gradient)` that adds to a store of its own and returns None; an op hands its weights'
+A weight may have a method `absorb(gradient)` that adds to a store of its own and returns None; an op hands its weights'
 gradients over in full precision and lets the weight decide. A tensor may carry a recipe: whoever would keep the tensor
 for the backward pass may keep the recipe instead and compute the tensor again.
 """
@@ -17,8 +17,8 @@ Recipe = Callable[[], torch.Tensor]
 
 def deliver(weight: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor | None:
     """Hand `gradient` to a weight that takes it; otherwise return it for autograd."""
-    take = getattr(weight, "take", None)
-    return gradient.to(weight.dtype) if take is None else take(gradient)
+    absorb = getattr(weight, "absorb", None)
+    return gradient.to(weight.dtype) if absorb is None else absorb(gradient)
 
 
 def with_recipe(x: torch.Tensor, recipe: Recipe) -> torch.Tensor:

@@ -56,6 +56,11 @@ class Ops:
     add_product: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None] = add_product
     adamw: Callable[..., None] | None = None
 
+    @property
+    def plain(self) -> bool:
+        """Whether these are the references."""
+        return self.name == "reference"
+
 
 REFERENCE = Ops()
 

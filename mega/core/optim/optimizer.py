@@ -10,11 +10,12 @@ Masters are the weights themselves where these are fp32 or fp64. Knows no model,
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 
+from mega.core.ops.suite import REFERENCE, Ops
 from mega.core.optim.adam import AdamW
 from mega.core.parallel.collectives import all_gather, all_reduce
 from mega.core.parallel.gradients import Bucket, GradBuffer
@@ -45,22 +46,35 @@ class Owned:
         """Whether masters are kept besides the weights."""
         return self.master.dtype != self.bucket.weights.dtype
 
+    @property
+    def decay_end(self) -> int:
+        """Where in our span decayed weights end."""
+        begin, end = self.bucket.span
+        return min(max(self.bucket.decay_end, begin), end) - begin
+
     def halves(self) -> Iterator[tuple[slice, bool]]:
         """Our span cut where decayed weights end: (slice of the span, decayed)."""
-        begin, end = self.bucket.span
-        border = min(max(self.bucket.decay_end, begin), end) - begin
-        yield slice(0, border), True
-        yield slice(border, end - begin), False
+        yield slice(0, self.decay_end), True
+        yield slice(self.decay_end, self.master.numel()), False
 
 
 class Optimizer:
-    """AdamW over a `GradBuffer`. `updates` counts the steps that were not skipped."""
+    """AdamW over a `GradBuffer`, by the suite's one pass on the device or by the rule's own steps."""
 
-    def __init__(self, grads: GradBuffer, rule: AdamW, clip: float, *, reference: bool = False):
-        self.grads, self.rule, self.clip = grads, rule, clip
-        self.updates = 0
-        self._apply = rule.reference if reference else rule.update
+    def __init__(self, grads: GradBuffer, rule: AdamW, clip: float, ops: Ops = REFERENCE):
+        self.grads, self.rule, self.clip, self.ops = grads, rule, clip, ops
+        self._apply = rule.reference if ops.plain else rule.update
         self.owned = [_own(bucket) for bucket in grads.buckets]
+        self._updates = torch.zeros((), dtype=torch.float64, device=grads.buckets[0].grads.device)
+
+    @property
+    def updates(self) -> int:
+        """Steps that were not skipped. Reading it waits for the device."""
+        return int(self._updates)
+
+    @updates.setter
+    def updates(self, count: int) -> None:
+        self._updates.fill_(count)
 
     def step(self, lr: float, decay: float) -> Outcome:
         """One update from the gradients that `grads.finish()` left."""
@@ -69,33 +83,59 @@ class Optimizer:
         all_reduce(squares, self.grads.norm_axis)
         norm = squares.sqrt()
         fine = torch.isfinite(norm)
-        if not bool(fine):
-            return Outcome(norm, fine)
-        self.updates += 1
+        self._updates += fine
         # 2
-        factor = (self.clip / (norm + 1e-6)).clamp(max=1.0) if self.clip else None
+        factor = (self.clip / (norm + 1e-6)).clamp(max=1.0) if self.clip else torch.ones_like(norm)
+        # 3, 4
+        if self.ops.adamw is not None:
+            self._update_on_device(self.ops.adamw, fine, factor, lr, decay)
+        elif bool(fine):
+            self._update(factor, lr, decay)
+        self.share_weights()
+        return Outcome(norm, fine)
+
+    def _update(self, factor: torch.Tensor, lr: float, decay: float) -> None:
+        """The update by the rule's own steps."""
+        step = self.updates
         for owned in self.owned:
-            bucket = owned.bucket
-            grad = bucket.own_grads
-            if factor is not None:
+            grad = owned.bucket.own_grads
+            if self.clip:
                 grad.mul_(factor)
             grad = grad.to(owned.master.dtype)
-            # 3
             for part, decays in owned.halves():
                 self._apply(
                     owned.master[part],
                     grad[part],
                     owned.moment1[part],
                     owned.moment2[part],
-                    step=self.updates,
+                    step=step,
                     lr=lr,
                     decay=decay if decays else 0.0,
                 )
-            # 4
             if owned.has_master:
-                bucket.own_weights.copy_(owned.master)
-        self.share_weights()
-        return Outcome(norm, fine)
+                owned.bucket.own_weights.copy_(owned.master)
+
+    def _update_on_device(
+        self, adamw: Callable[..., None], fine: torch.Tensor, factor: torch.Tensor, lr: float, decay: float
+    ) -> None:
+        """The update in one pass a bucket; whether it counts is decided on the device, so nobody waits."""
+        rule, t = self.rule, self._updates
+        facts = torch.stack([fine.double(), factor.double(), 1 - rule.beta1**t, 1 - rule.beta2**t]).float()
+        for owned in self.owned:
+            adamw(
+                owned.master,
+                owned.bucket.own_grads,
+                owned.moment1,
+                owned.moment2,
+                owned.bucket.own_weights if owned.has_master else None,
+                facts,
+                decay_end=owned.decay_end,
+                lr=lr,
+                decay=decay,
+                beta1=rule.beta1,
+                beta2=rule.beta2,
+                eps=rule.eps,
+            )
 
     def share_weights(self) -> None:
         """Every rank's spans to all ranks of the data axis, where spans are shared out."""

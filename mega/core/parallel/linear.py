@@ -50,7 +50,7 @@ class _ColumnProduct(torch.autograd.Function):
         if gathered is not None:
             gathered.wait()
         grad_weight = weight.add_product(grad, whole)
-        grad_bias = None if ctx.bias is None else ctx.bias.take(weight.ops.column_sums(grad))
+        grad_bias = None if ctx.bias is None else ctx.bias.absorb(weight.ops.column_sums(grad))
         summed.wait()
         return grad_x, grad_weight, grad_bias, None, None
 

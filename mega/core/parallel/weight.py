@@ -60,7 +60,7 @@ class Weight(nn.Parameter):
         self.arrived()
         return None
 
-    def take(self, grad: torch.Tensor) -> torch.Tensor | None:
+    def absorb(self, grad: torch.Tensor) -> torch.Tensor | None:
         """A whole gradient in any precision. Into the sink, or returned in our dtype where there is none."""
         if self.sink is None:
             return grad.to(self.dtype)

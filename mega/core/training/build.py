@@ -8,10 +8,15 @@ from torch import nn
 from mega.core.config.run import RunConfig
 from mega.core.device import DTYPES
 from mega.core.model.decoder import DecoderStage
-from mega.core.ops.suite import choose
+from mega.core.ops.suite import Ops, choose
 from mega.core.parallel.mesh import Mesh
 from mega.core.parallel.weight import Maker, Weight, initialise
 from mega.core.plan import stage_layers
+
+
+def chosen_ops(run: RunConfig, device: torch.device) -> Ops:
+    """What this run computes with on `device`."""
+    return choose(device, DTYPES[run.precision.dtype], reference=run.runtime.ops == "reference")
 
 
 def build_stages(run: RunConfig, mesh: Mesh, device: torch.device) -> list[DecoderStage]:
@@ -19,9 +24,13 @@ def build_stages(run: RunConfig, mesh: Mesh, device: torch.device) -> list[Decod
     model, parallel = run.model, run.parallel
     assert model.layers is not None
     coordinates = {"tp": (mesh.tp.index, mesh.tp.size)}
-    dtype = DTYPES[run.precision.dtype]
-    ops = choose(device, dtype, reference=run.runtime.ops == "reference")
-    make = Maker(coordinates, dtype, device, ops, again=run.memory.recompute == "selective")
+    make = Maker(
+        coordinates,
+        DTYPES[run.precision.dtype],
+        device,
+        chosen_ops(run, device),
+        again=run.memory.recompute == "selective",
+    )
     layers = stage_layers(model.layers, mesh.pp.size, parallel.chunks, parallel.stage_layers)[mesh.pp.index]
     drops = bool(model.hidden_dropout or model.attention_dropout)
     stages: list[DecoderStage] = []

@@ -23,7 +23,7 @@ from mega.core.parallel.mesh import Mesh
 from mega.core.parallel.pipeline import Pipeline
 from mega.core.parallel.weight import Weight
 from mega.core.shard import span_rectangles
-from mega.core.training.build import build_stages
+from mega.core.training.build import build_stages, chosen_ops
 
 
 @dataclass
@@ -57,7 +57,7 @@ class TrainState:
         )
         options = run.optimizer
         rule = AdamW(options.adam_beta1, options.adam_beta2, options.adam_eps)
-        self.optimizer = Optimizer(self.grads, rule, options.clip_grad, reference=run.runtime.ops == "reference")
+        self.optimizer = Optimizer(self.grads, rule, options.clip_grad, chosen_ops(run, device.torch))
         self.pipeline = Pipeline(self.stages, mesh, device.torch)
 
     def train(self, mode: bool = True) -> None:

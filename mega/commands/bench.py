@@ -1,0 +1,47 @@
+"""`mega bench`: how fast a run is on this machine, on random tokens."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Annotated
+
+import typer
+
+from mega.core.config.run import RunConfig, entries, updated, value_of
+from mega.core.config.world import ranks, world_from_env
+
+
+def run(
+    run: RunConfig,
+    rows: Annotated[
+        list[str] | None, typer.Argument(help="w1, w2 or w3; without one, the run that the flags say")
+    ] = None,
+    repeats: Annotated[int, typer.Option(help="timed steps; their median counts", min=1)] = 7,
+    warmup: Annotated[int, typer.Option(help="steps before those", min=1)] = 5,
+    json: Annotated[str | None, typer.Option(help="file that gets one JSON line a row")] = None,
+    against: Annotated[str | None, typer.Option(help="such a file of another time, to compare with")] = None,
+    trace: Annotated[str | None, typer.Option(help="file for one step's trace, for Perfetto")] = None,
+) -> int:
+    """Measure speed: the trainer's own step on random tokens, one row after another in one process group.
+
+    Rows: w1 is GPT 345M, w2 Llama-2 7B, w3 GPT 22B over 8 ranks. Other flags change them.
+    """
+    from mega.core.config.check import check
+    from mega.core.config.resolve import resolve
+    from mega.core.training import bench
+
+    world = world_from_env()
+    size = ranks(world, run.runtime.nproc)
+    typed = {name: value_of(run, name) for name, entry in entries().items() if value_of(run, name) != entry.default}
+    asked = [(name, bench.row(name, typed)) for name in rows or ()] or [("run", run)]
+    # Neither data nor a length is asked for: the rules of a run want both.
+    asked = [(name, updated(one, {"mock_data": True, "steps": warmup + repeats})) for name, one in asked]
+    for _, one in asked:
+        check(one, size)
+    resolved = [(name, resolve(one, size)) for name, one in asked]
+    job = partial(bench.bench, repeats=repeats, warmup=warmup, out=json, against=against, trace=trace)
+    if world.source != "alone" or size == 1:
+        return job(resolved)
+    from mega.core.parallel.launch import launch
+
+    return launch(size, job, resolved)

@@ -1,0 +1,24 @@
+"""The ops as Triton kernels: one file each, signatures and shapes of the references in the floor above this folder.
+
+They compute in fp32 whatever the tensors' dtype, keep no more than they need for the backward pass, and add up every
+sum in a fixed order, so that the same inputs give the same bits. Imported on CUDA only.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def table() -> dict[str, Any]:
+    """Op name -> implementation, for `suite.Ops`."""
+    from mega.core.ops.kernels import activation, adamw, columns, cross_entropy, heads, norm
+
+    return {
+        "add_norm": norm.add_norm,
+        "activate": activation.activate,
+        "split_heads": heads.split_heads,
+        "softmax_parts": cross_entropy.softmax_parts,
+        "softmax_gradient": cross_entropy.softmax_gradient,
+        "column_sums": columns.column_sums,
+        "adamw": adamw.adamw,
+    }

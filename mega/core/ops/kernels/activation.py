@@ -1,0 +1,159 @@
+"""Activations with their bias added in passing; the backward pass sums the bias's gradient in passing too."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from mega.core.ops.sink import deliver
+
+ROWS = 128
+"""Rows of one partial sum of the bias's gradient."""
+TALL, WIDE = 8, 512
+"""One tile."""
+KINDS = {"gelu_tanh": 0, "gelu": 1, "relu2": 2}
+
+
+@triton.jit
+def _value(x, KIND: tl.constexpr):
+    if KIND == 0:
+        # (1 + tanh u) / 2 is sigmoid(2u)
+        return x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+    elif KIND == 1:
+        return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    else:
+        return tl.where(x > 0, x * x, 0.0)
+
+
+@triton.jit
+def _slope(x, KIND: tl.constexpr):
+    if KIND == 0:
+        s = tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+        return s + x * s * (1.0 - s) * 1.5957691216057308 * (1.0 + 0.134145 * x * x)
+    elif KIND == 1:
+        return 0.5 * (1.0 + tl.erf(x * 0.7071067811865476)) + x * 0.3989422804014327 * tl.exp(-0.5 * x * x)
+    else:
+        return tl.where(x > 0, 2.0 * x, 0.0)
+
+
+@triton.jit
+def _forward(
+    x_at, bias_at, y_at, rows, width,
+    KIND: tl.constexpr, BIAS: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    column = tl.program_id(0) * WIDE + tl.arange(0, WIDE)
+    row = tl.program_id(1) * TALL + tl.arange(0, TALL)
+    real = (row < rows)[:, None] & (column < width)[None, :]
+    at = row.to(tl.int64)[:, None] * width + column[None, :]
+    x = tl.load(x_at + at, real, 0.0).to(tl.float32)
+    if BIAS:
+        x += tl.load(bias_at + column, column < width, 0.0).to(tl.float32)[None, :]
+    tl.store(y_at + at, _value(x, KIND).to(y_at.dtype.element_ty), real)
+
+
+@triton.jit
+def _backward(
+    x_at, bias_at, grad_at, out_at, sums_at, rows, width,
+    KIND: tl.constexpr, BIAS: tl.constexpr, ROWS: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    column = tl.program_id(0) * WIDE + tl.arange(0, WIDE)
+    inside = column < width
+    total = tl.zeros([WIDE], tl.float32)
+    if BIAS:
+        bias = tl.load(bias_at + column, inside, 0.0).to(tl.float32)
+    for step in range(0, ROWS, TALL):
+        row = tl.program_id(1) * ROWS + step + tl.arange(0, TALL)
+        real = (row < rows)[:, None] & inside[None, :]
+        at = row.to(tl.int64)[:, None] * width + column[None, :]
+        x = tl.load(x_at + at, real, 0.0).to(tl.float32)
+        if BIAS:
+            x += bias[None, :]
+        grad = tl.load(grad_at + at, real, 0.0).to(tl.float32) * _slope(x, KIND)
+        tl.store(out_at + at, grad.to(out_at.dtype.element_ty), real)
+        total += tl.sum(grad, 0)
+    if BIAS:
+        tl.store(sums_at + tl.program_id(1) * width + column, total, inside)
+
+
+class _Activate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, bias: torch.Tensor | None, kind: int) -> torch.Tensor:
+        rows, width = x.shape
+        y = torch.empty_like(x)
+        grid = (triton.cdiv(width, WIDE), triton.cdiv(rows, TALL))
+        _forward[grid](x, bias, y, rows, width, KIND=kind, BIAS=bias is not None, TALL=TALL, WIDE=WIDE)
+        ctx.save_for_backward(x)
+        ctx.bias, ctx.kind = bias, kind
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        (x,) = ctx.saved_tensors
+        bias = ctx.bias
+        rows, width = x.shape
+        parts = triton.cdiv(rows, ROWS)
+        out = torch.empty_like(x)
+        sums = torch.empty(parts, width, dtype=torch.float32, device=x.device) if bias is not None else None
+        _backward[(triton.cdiv(width, WIDE), parts)](
+            x, bias, grad.contiguous(), out, sums, rows, width,
+            KIND=ctx.kind, BIAS=bias is not None, ROWS=ROWS, TALL=TALL, WIDE=WIDE,
+        )  # fmt: skip
+        return out, None if sums is None else deliver(bias, sums.sum(0)), None
+
+
+@triton.jit
+def _gate_forward(x_at, y_at, width, BLOCK: tl.constexpr):
+    row = tl.program_id(1).to(tl.int64)
+    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    real = column < width
+    gate = tl.load(x_at + row * 2 * width + column, real, 0.0).to(tl.float32)
+    up = tl.load(x_at + row * 2 * width + width + column, real, 0.0).to(tl.float32)
+    y = gate * tl.sigmoid(gate) * up
+    tl.store(y_at + row * width + column, y.to(y_at.dtype.element_ty), real)
+
+
+@triton.jit
+def _gate_backward(x_at, grad_at, out_at, width, BLOCK: tl.constexpr):
+    row = tl.program_id(1).to(tl.int64)
+    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    real = column < width
+    at = row * 2 * width + column
+    gate = tl.load(x_at + at, real, 0.0).to(tl.float32)
+    up = tl.load(x_at + at + width, real, 0.0).to(tl.float32)
+    grad = tl.load(grad_at + row * width + column, real, 0.0).to(tl.float32)
+    s = tl.sigmoid(gate)
+    grad_gate = grad * up * s * (1.0 + gate * (1.0 - s))
+    tl.store(out_at + at, grad_gate.to(out_at.dtype.element_ty), real)
+    tl.store(out_at + at + width, (grad * gate * s).to(out_at.dtype.element_ty), real)
+
+
+BLOCK = 1024
+
+
+class _Gate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        rows, width = x.shape[0], x.shape[1] // 2
+        y = x.new_empty(rows, width)
+        _gate_forward[(triton.cdiv(width, BLOCK), rows)](x, y, width, BLOCK=BLOCK)
+        ctx.save_for_backward(x)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        (x,) = ctx.saved_tensors
+        rows, width = x.shape[0], x.shape[1] // 2
+        out = torch.empty_like(x)
+        _gate_backward[(triton.cdiv(width, BLOCK), rows)](x, grad.contiguous(), out, width, BLOCK=BLOCK)
+        return out
+
+
+def activate(x: torch.Tensor, bias: torch.Tensor | None, kind: str) -> torch.Tensor:
+    """`ops.activation.activate`."""
+    x = x.contiguous()
+    if kind == "swiglu":
+        return _Gate.apply(x if bias is None else x + bias)  # type: ignore[no-any-return]
+    return _Activate.apply(x, bias, KINDS[kind])  # type: ignore[no-any-return]

@@ -1,0 +1,69 @@
+"""AdamW over a flat span in one pass: clip, moments, master and the low-precision weight that the model reads.
+
+Whether the step counts, the clip factor and the bias corrections are device values, so nothing waits for the host.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+BLOCK = 2048
+
+
+@triton.jit
+def _step(
+    master_at, grad_at, moment1_at, moment2_at, weight_at, facts_at, size, decay_end, lr, decay, beta1, beta2,
+    gain1, gain2, eps, COPY: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    fine = tl.load(facts_at)
+    if fine != 0:
+        factor = tl.load(facts_at + 1)
+        correction1 = tl.load(facts_at + 2)
+        correction2 = tl.load(facts_at + 3)
+        at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        real = at < size
+        grad = tl.load(grad_at + at, real, 0.0).to(tl.float32) * factor
+        moment1 = tl.load(moment1_at + at, real, 0.0)
+        moment2 = tl.load(moment2_at + at, real, 0.0)
+        master = tl.load(master_at + at, real, 0.0)
+        moment1 = beta1 * moment1 + gain1 * grad
+        moment2 = beta2 * moment2 + gain2 * grad * grad
+        # In the order of torch: first the decay, then the step, both from the old master.
+        shrink = tl.where(at < decay_end, lr * decay, 0.0)
+        step = (moment1 / correction1) / (tl.sqrt(moment2 / correction2) + eps)
+        master = master - master * shrink - lr * step
+        tl.store(moment1_at + at, moment1, real)
+        tl.store(moment2_at + at, moment2, real)
+        tl.store(master_at + at, master, real)
+        if COPY:
+            tl.store(weight_at + at, master.to(weight_at.dtype.element_ty), real)
+
+
+def adamw(
+    master: torch.Tensor,
+    grad: torch.Tensor,
+    moment1: torch.Tensor,
+    moment2: torch.Tensor,
+    weights: torch.Tensor | None,
+    facts: torch.Tensor,
+    *,
+    decay_end: int,
+    lr: float,
+    decay: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+) -> None:
+    """One update in place; all flat and of one length, `weights` None where the master is the weight.
+
+    facts: fp32 [4] on the device: 1 where the step counts, else 0; clip factor; 1 - beta1^t; 1 - beta2^t. Elements
+    before `decay_end` decay.
+    """
+    size = master.numel()
+    if size:
+        _step[(triton.cdiv(size, BLOCK),)](
+            master, grad, moment1, moment2, weights, facts, size, decay_end, lr, decay, beta1, beta2,
+            1 - beta1, 1 - beta2, eps, COPY=weights is not None, BLOCK=BLOCK, num_warps=8,
+        )  # fmt: skip

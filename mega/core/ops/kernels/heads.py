@@ -1,0 +1,111 @@
+"""Query and key turned in place inside the fused product; backward turns back while it puts the three together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from mega.core.ops.heads import Rotary
+
+TOKENS = 32
+"""Tokens of one program."""
+
+
+@triton.jit
+def _turn(
+    x_at, cos_at, sin_at, tokens, stride, WIDTH: tl.constexpr, HALF: tl.constexpr, HALF_BLOCK: tl.constexpr,
+    TOKENS: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    part = tl.arange(0, HALF_BLOCK)
+    real = (token < tokens)[:, None] & (part < HALF)[None, :]
+    angle = token[:, None] * HALF + part[None, :]
+    cos = tl.load(cos_at + angle, real, 0.0)
+    sin = tl.load(sin_at + angle, real, 0.0)
+    at = x_at + token.to(tl.int64)[:, None] * stride + tl.program_id(1) * WIDTH + part[None, :]
+    first = tl.load(at, real, 0.0).to(tl.float32)
+    second = tl.load(at + HALF, real, 0.0).to(tl.float32)
+    tl.store(at, (first * cos - second * sin).to(x_at.dtype.element_ty), real)
+    tl.store(at + HALF, (second * cos + first * sin).to(x_at.dtype.element_ty), real)
+
+
+@triton.jit
+def _gather(
+    grad_at, out_at, cos_at, sin_at, tokens, grad_token, grad_head, out_token, out_first,
+    WIDTH: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    head = tl.program_id(1)
+    here = (token < tokens)[:, None]
+    source = grad_at + token.to(tl.int64)[:, None] * grad_token + head * grad_head
+    target = out_at + token.to(tl.int64)[:, None] * out_token + out_first + head * WIDTH
+    part = tl.arange(0, BLOCK)[None, :]
+    if HALF == 0:
+        real = here & (part < WIDTH)
+        tl.store(target + part, tl.load(source + part, real, 0.0), real)
+    else:
+        real = here & (part < HALF)
+        angle = token[:, None] * HALF + part
+        cos = tl.load(cos_at + angle, real, 0.0)
+        sin = tl.load(sin_at + angle, real, 0.0)
+        first = tl.load(source + part, real, 0.0).to(tl.float32)
+        second = tl.load(source + HALF + part, real, 0.0).to(tl.float32)
+        tl.store(target + part, (first * cos + second * sin).to(out_at.dtype.element_ty), real)
+        tl.store(target + HALF + part, (second * cos - first * sin).to(out_at.dtype.element_ty), real)
+        if 2 * HALF < WIDTH:
+            for begin in tl.static_range(2 * HALF, WIDTH, BLOCK):
+                rest = here & (begin + part < WIDTH)
+                tl.store(target + begin + part, tl.load(source + begin + part, rest, 0.0), rest)
+
+
+class _SplitHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        fused: torch.Tensor,
+        heads: int,
+        kv_heads: int,
+        cos: torch.Tensor | None,
+        sin: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        assert fused.is_contiguous()
+        tokens, stride = fused.shape
+        width = stride // (heads + 2 * kv_heads)
+        if cos is not None:
+            half = cos.shape[1]
+            _turn[(triton.cdiv(tokens, TOKENS), heads + kv_heads)](
+                fused, cos, sin, tokens, stride,
+                WIDTH=width, HALF=half, HALF_BLOCK=triton.next_power_of_2(half), TOKENS=TOKENS,
+            )  # fmt: skip
+        ctx.save_for_backward(cos, sin)
+        ctx.shape = (tokens, stride, width)
+        q, k, v = fused.detach().unflatten(1, (-1, width)).split([heads, kv_heads, kv_heads], dim=1)
+        return q, k, v
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        cos, sin = ctx.saved_tensors
+        tokens, stride, width = ctx.shape
+        out = torch.empty(tokens, stride, dtype=grads[0].dtype, device=grads[0].device)
+        first = 0
+        for grad, turned in zip(grads, (True, True, False), strict=True):
+            if grad.stride(2) != 1:
+                grad = grad.contiguous()
+            half = cos.shape[1] if cos is not None and turned else 0
+            _gather[(triton.cdiv(tokens, TOKENS), grad.shape[1])](
+                grad, out, cos, sin, tokens, grad.stride(0), grad.stride(1), stride, first,
+                WIDTH=width, HALF=half, BLOCK=triton.next_power_of_2(half or width), TOKENS=TOKENS,
+            )  # fmt: skip
+            first += grad.shape[1] * width
+        return out, None, None, None, None
+
+
+def split_heads(
+    fused: torch.Tensor, heads: int, kv_heads: int, rotary: Rotary | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`ops.heads.split_heads`, turning `fused` in place."""
+    cos, sin = (None, None) if rotary is None else rotary
+    return _SplitHeads.apply(fused, heads, kv_heads, cos, sin)  # type: ignore[no-any-return]

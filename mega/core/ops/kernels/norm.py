@@ -1,0 +1,157 @@
+"""Residual addition and norm in one pass, and their backward pass in one.
+
+Forward: a program takes one row. Backward: a program takes every n-th row and adds up its share of the gradients of
+weight, bias and branch bias, each in a row of its own of a small table that is summed at the end.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from mega.core.device import multiprocessors
+from mega.core.ops.sink import deliver
+
+
+@triton.jit
+def _forward(
+    x_at, branch_at, branch_bias_at, weight_at, bias_at, sum_at, normed_at, mean_at, rstd_at, width, eps,
+    BRANCH: tl.constexpr, BRANCH_BIAS: tl.constexpr, CENTRED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    real = at < width
+    x = tl.load(x_at + row * width + at, real, 0.0).to(tl.float32)
+    if BRANCH:
+        x += tl.load(branch_at + row * width + at, real, 0.0).to(tl.float32)
+        if BRANCH_BIAS:
+            x += tl.load(branch_bias_at + at, real, 0.0).to(tl.float32)
+        x = x.to(sum_at.dtype.element_ty)
+        tl.store(sum_at + row * width + at, x, real)
+        x = x.to(tl.float32)
+    if CENTRED:
+        mean = tl.sum(x, 0) / width
+        x = tl.where(real, x - mean, 0.0)
+        tl.store(mean_at + row, mean)
+    rstd = tl.rsqrt(tl.sum(x * x, 0) / width + eps)
+    tl.store(rstd_at + row, rstd)
+    y = x * rstd * tl.load(weight_at + at, real, 0.0).to(tl.float32)
+    if CENTRED:
+        y += tl.load(bias_at + at, real, 0.0).to(tl.float32)
+    tl.store(normed_at + row * width + at, y.to(normed_at.dtype.element_ty), real)
+
+
+@triton.jit
+def _backward(
+    x_at, weight_at, mean_at, rstd_at, grad_sum_at, grad_normed_at, grad_at, sums_at, rows, width, programs,
+    RESIDUAL: tl.constexpr, BRANCH_BIAS: tl.constexpr, CENTRED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    at = tl.arange(0, BLOCK)
+    real = at < width
+    weight = tl.load(weight_at + at, real, 0.0).to(tl.float32)
+    grad_weight = tl.zeros([BLOCK], tl.float32)
+    grad_bias = tl.zeros([BLOCK], tl.float32)
+    grad_branch = tl.zeros([BLOCK], tl.float32)
+    for number in range(program, rows, programs):
+        row = tl.cast(number, tl.int64)
+        x = tl.load(x_at + row * width + at, real, 0.0).to(tl.float32)
+        dy = tl.load(grad_normed_at + row * width + at, real, 0.0).to(tl.float32)
+        rstd = tl.load(rstd_at + row)
+        if CENTRED:
+            x = tl.where(real, x - tl.load(mean_at + row), 0.0)
+            grad_bias += dy
+        x *= rstd
+        grad_weight += dy * x
+        dy *= weight
+        dx = dy - x * (tl.sum(x * dy, 0) / width)
+        if CENTRED:
+            dx -= tl.sum(dy, 0) / width
+        dx *= rstd
+        if RESIDUAL:
+            dx += tl.load(grad_sum_at + row * width + at, real, 0.0).to(tl.float32)
+        if BRANCH_BIAS:
+            grad_branch += tl.where(real, dx, 0.0)
+        tl.store(grad_at + row * width + at, dx.to(grad_at.dtype.element_ty), real)
+    part = sums_at + program * width + at
+    tl.store(part, grad_weight, real)
+    if CENTRED:
+        tl.store(part + programs * width, grad_bias, real)
+    if BRANCH_BIAS:
+        tl.store(part + 2 * programs * width, grad_branch, real)
+
+
+def _shape(width: int) -> tuple[int, int]:
+    """Elements and warps of one program: a thread holds 8 to 16 elements of a row."""
+    block = triton.next_power_of_2(width)
+    return block, min(16, max(1, block // 256))
+
+
+class _AddNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        branch: torch.Tensor | None,
+        branch_bias: torch.Tensor | None,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        eps: float,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        assert x.is_contiguous() and (branch is None or branch.is_contiguous())
+        width = x.shape[-1]
+        rows = x.numel() // width
+        total = x if branch is None else torch.empty_like(x)
+        normed = torch.empty_like(x)
+        mean, rstd = torch.empty(2, rows, dtype=torch.float32, device=x.device)
+        block, warps = _shape(width)
+        _forward[(rows,)](
+            x, branch, branch_bias, weight, bias, total, normed, mean, rstd, width, eps,
+            BRANCH=branch is not None, BRANCH_BIAS=branch_bias is not None, CENTRED=bias is not None,
+            BLOCK=block, num_warps=warps,
+        )  # fmt: skip
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(total, mean, rstd)
+        ctx.weight, ctx.bias, ctx.branch_bias, ctx.branched = weight, bias, branch_bias, branch is not None
+        return total, normed
+
+    @staticmethod
+    def backward(ctx: Any, grad_sum: torch.Tensor | None, grad_normed: torch.Tensor | None) -> tuple[Any, ...]:
+        x, mean, rstd = ctx.saved_tensors
+        weight, bias, branch_bias = ctx.weight, ctx.bias, ctx.branch_bias
+        assert grad_normed is not None, "the norm itself is always used"
+        width = x.shape[-1]
+        rows = x.numel() // width
+        block, warps = _shape(width)
+        programs = min(rows, multiprocessors(x.device) * max(1, 32 // warps))
+        grad = torch.empty_like(x)
+        sums = torch.empty(3, programs, width, dtype=torch.float32, device=x.device)
+        _backward[(programs,)](
+            x, weight, mean, rstd, None if grad_sum is None else grad_sum.contiguous(), grad_normed.contiguous(),
+            grad, sums, rows, width, programs,
+            RESIDUAL=grad_sum is not None, BRANCH_BIAS=branch_bias is not None, CENTRED=bias is not None,
+            BLOCK=block, num_warps=warps,
+        )  # fmt: skip
+        return (
+            grad,
+            grad if ctx.branched else None,
+            None if branch_bias is None else deliver(branch_bias, sums[2].sum(0)),
+            deliver(weight, sums[0].sum(0)),
+            None if bias is None else deliver(bias, sums[1].sum(0)),
+            None,
+        )
+
+
+def add_norm(
+    x: torch.Tensor,
+    branch: torch.Tensor | None,
+    branch_bias: torch.Tensor | None,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`ops.norm.add_norm`; the sum is rounded once, where plain torch rounds after each addition."""
+    return _AddNorm.apply(x.contiguous(), branch, branch_bias, weight, bias, eps)  # type: ignore[no-any-return]

@@ -1,0 +1,305 @@
+"""How fast a run is: the trainer's own step on random tokens, timed whole, then taken apart once.
+
+    measure    median seconds of a step after warm-up, and what follows from it
+    profile    one more step under the profiler: where the device's time goes, by kind of work
+
+It measures one row after another in one process group. It knows neither data nor checkpoints.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+
+from mega.core.batch import DecoderBatch
+from mega.core.config.compose import compose
+from mega.core.config.resolve import data_parallel, microbatches
+from mega.core.config.run import RunConfig
+from mega.core.device import Device
+from mega.core.estimate.flops import model_flops_per_token
+from mega.core.parallel.collectives import all_reduce
+from mega.core.parallel.launch import connect, disconnect
+from mega.core.parallel.mesh import Groups, Mesh
+from mega.core.training.state import TrainState
+from mega.core.training.step import Report, train_step
+
+_NO_DROPOUT = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "lr": 1e-4}
+ROWS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "w1": ("gpt2-345m", {**_NO_DROPOUT, "vocab": 50304, "dtype": "bf16", "micro_batch": 32, "global_batch": 512}),
+    "w2": ("llama2-7b", {**_NO_DROPOUT, "dtype": "bf16", "micro_batch": 1, "global_batch": 16}),
+    "w3": (
+        "gpt-22b",
+        {
+            **_NO_DROPOUT,
+            "dtype": "bf16",
+            "micro_batch": 4,
+            "global_batch": 4,
+            "tp": 8,
+            "sequence_parallel": True,
+        },
+    ),
+}
+"""The rows that speed is compared by: a preset, and what it says beside it."""
+
+PRODUCTS, ATTENTION, COMMUNICATION, UPDATE, REST = "products", "attention", "communication", "update", "rest"
+KINDS = (
+    (COMMUNICATION, ("nccl", "gloo", "all_reduce", "all_gather", "reduce_scatter")),
+    (ATTENTION, ("cudnn_generated", "flash", "fmha", "sdpa", "sdp_", "attention")),
+    (PRODUCTS, ("gemm", "nvjet", "cutlass", "xmma", "mm", "splitk")),
+    (UPDATE, ("_step", "adam", "norm_two", "lpnorm")),
+)
+"""Kind of work -> parts of kernel names; the first that fits counts, what fits none is the rest."""
+
+
+@dataclass(frozen=True)
+class Speed:
+    """One row. tokens_per_second: of all ranks. tflops and mfu: per rank, by 6 N + 12 L h s; mfu None where the peak of
+    the device is not known. peak_gib: most memory of this rank. spread: (slowest - fastest) / median step.
+    """
+
+    name: str
+    world: int
+    device: str
+    ops: str
+    micro_batch: int
+    global_batch: int
+    seconds: float
+    spread: float
+    tokens_per_second: float
+    tflops: float
+    mfu: float | None
+    peak_gib: float
+    loss: float
+    steps: list[float] = field(default_factory=list)
+    phases: dict[str, float] = field(default_factory=dict)
+    """Milliseconds of device time of one step by kind of work, `idle` between kernels included."""
+
+    def fields(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def row(name: str, flags: Mapping[str, Any]) -> RunConfig:
+    """The run of a named row; `flags` are what the user asks for otherwise.
+
+    Errors: ValueError for a name that is none.
+    """
+    if name not in ROWS:
+        raise ValueError(f"row {name}: is not known; valid: {', '.join(ROWS)}")
+    preset, values = ROWS[name]
+    return compose(preset, values, flags)
+
+
+def bench(
+    runs: Sequence[tuple[str, RunConfig]],
+    *,
+    repeats: int,
+    warmup: int,
+    out: str | None = None,
+    against: str | None = None,
+    trace: str | None = None,
+) -> int:
+    """Measure `runs` as one rank of the world that the environment describes; the exit code.
+
+    out: file that gets one JSON line a row as soon as it is measured. against: such a file of another time.
+    """
+    before = _read(against) if against is not None else {}
+    runtime = runs[0][1].runtime
+    world, device, groups = connect(runtime.device, runtime.backend, runtime.timeout_minutes)
+    for name, run in runs:
+        speed = measure(name, run, world.rank, world.size, device, groups, repeats=repeats, warmup=warmup, trace=trace)
+        if world.rank:
+            continue
+        print(told(speed, before.get(name)), flush=True)
+        if out is not None:
+            with open(out, "a", encoding="utf-8") as file:
+                file.write(json.dumps(speed.fields()) + "\n")
+    disconnect()
+    return 0
+
+
+def _read(path: str) -> dict[str, float]:
+    """Row name -> tokens a second, of a file that `out` named; the last of a name counts."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            rows = [json.loads(line) for line in file if line.strip()]
+        return {str(row["name"]): float(row["tokens_per_second"]) for row in rows}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"--against {path}: is no file written by mega bench --json ({error})") from None
+
+
+def told(speed: Speed, before: float | None) -> str:
+    """Two lines for a human."""
+    mfu = "n/a" if speed.mfu is None else f"{100 * speed.mfu:.1f}%"
+    change = "" if before is None else f"  {100 * (speed.tokens_per_second / before - 1):+.1f}% against before"
+    per_rank = f" ({speed.tokens_per_second / speed.world:,.0f} a rank)" if speed.world > 1 else ""
+    return (
+        f"{speed.name}: {speed.tokens_per_second:,.0f} tokens/s{per_rank}  {speed.tflops:.1f} TFLOP/s  MFU {mfu}  "
+        f"{1e3 * speed.seconds:,.1f} ms a step, spread {100 * speed.spread:.1f}%  peak {speed.peak_gib:.1f} GiB  "
+        f"{speed.world} x {speed.device}, ops {speed.ops}, micro batch {speed.micro_batch}{change}\n"
+        f"  ms by kind: {', '.join(f'{kind} {ms:,.1f}' for kind, ms in sorted(speed.phases.items()))}"
+    )
+
+
+def measure(
+    name: str,
+    run: RunConfig,
+    rank: int,
+    world: int,
+    device: Device,
+    groups: Groups,
+    *,
+    repeats: int = 7,
+    warmup: int = 5,
+    trace: str | None = None,
+) -> Speed:
+    """Speed of a resolved run. Every rank takes part and gets the row; rank 0 writes `trace`, a Chrome trace."""
+    parallel, batch = run.parallel, run.batch
+    assert batch.micro_batch and batch.global_batch and batch.seq_length
+    mesh = Mesh(
+        rank,
+        tp=parallel.tp,
+        cp=parallel.cp,
+        pp=parallel.pp,
+        dp=data_parallel(run, world),
+        groups=groups if world > 1 else None,
+    )
+    state = TrainState(run, mesh, device)
+    batches = [
+        random_batch(run, number * mesh.dp.size + mesh.dp.index, device.torch)
+        for number in range(microbatches(run, world))
+    ]
+    device.reset_memory_peak()
+    times, report = [], None
+    for _ in range(warmup + repeats):
+        begin = time.perf_counter()
+        report = _step(state, batches)
+        device.synchronize()
+        times.append(time.perf_counter() - begin)
+    assert report is not None
+    times = times[warmup:]
+    # A step is as slow as its slowest rank.
+    slowest = torch.tensor(times, dtype=torch.float64, device=device.torch)
+    all_reduce(slowest, mesh.everyone, "max")
+    times = slowest.tolist()
+    seconds = statistics.median(times)
+    tokens = batch.global_batch * batch.seq_length
+    tflops = tokens / seconds / world * model_flops_per_token(run.model, batch.seq_length) / 1e12
+    peak = device.memory_peak() or device.resident()
+    phases = profile(state, batches, trace if rank == 0 else None)
+    speed = Speed(
+        name=name,
+        world=world,
+        device=device.name,
+        ops=state.optimizer.ops.name,
+        micro_batch=batch.micro_batch,
+        global_batch=batch.global_batch,
+        seconds=seconds,
+        spread=(max(times) - min(times)) / seconds,
+        tokens_per_second=tokens / seconds,
+        tflops=tflops,
+        mfu=None if device.peak_tflops is None else tflops / device.peak_tflops,
+        peak_gib=peak / 2**30,
+        loss=float(report.loss),
+        steps=times,
+        phases=phases,
+    )
+    del state, batches, report
+    gc.collect()
+    device.release()
+    return speed
+
+
+def _step(state: TrainState, batches: Sequence[DecoderBatch]) -> Report:
+    options = state.run.optimizer
+    return train_step(state, batches, options.lr or 0.0, options.weight_decay)
+
+
+def random_batch(run: RunConfig, number: int, device: torch.device) -> DecoderBatch:
+    """Microbatch `number` of uniformly random tokens, every one of which counts."""
+    rows, length, vocab = run.batch.micro_batch, run.batch.seq_length, run.model.vocab
+    assert rows and length and vocab
+    generator = torch.Generator().manual_seed(number)
+    text = torch.randint(0, vocab, (rows, length + 1), generator=generator).to(device)
+    positions = torch.arange(length, device=device).expand(rows, length)
+    weights = torch.ones(rows, length, device=device)
+    samples = torch.arange(number * rows, (number + 1) * rows, device=device)
+    return DecoderBatch(text[:, :-1].contiguous(), text[:, 1:].contiguous(), weights, positions, samples)
+
+
+def profile(state: TrainState, batches: Sequence[DecoderBatch], trace: str | None = None) -> dict[str, float]:
+    """Milliseconds of one more step by kind of work; on a CPU the whole step is the rest."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if not state.device.is_cuda:
+        begin = time.perf_counter()
+        _step(state, batches)
+        return {REST: 1e3 * (time.perf_counter() - begin)}
+    activities.append(torch.profiler.ProfilerActivity.CUDA)
+    with torch.profiler.profile(activities=activities) as profiler:
+        _step(state, batches)
+        state.device.synchronize()
+    if trace is not None:
+        profiler.export_chrome_trace(trace)
+    spans = [
+        (event.time_range.start, event.time_range.end, event.name)
+        for event in profiler.events() or []
+        if event.device_type == torch.autograd.DeviceType.CUDA
+    ]
+    return phases_of(spans)
+
+
+def phases_of(spans: Sequence[tuple[float, float, str]]) -> dict[str, float]:
+    """Milliseconds by kind of work from kernels (begin, end, name) in microseconds.
+
+    Communication counts only where nothing else runs beside it; `idle` is where nothing runs at all.
+
+    >>> phases_of([(0, 1000, "nvjet_tst"), (500, 2000, "ncclKernel"), (3000, 4000, "triton")])
+    {'products': 1.0, 'communication': 1.0, 'idle': 1.0, 'rest': 1.0}
+    """
+    found: dict[str, float] = {}
+    done = min((begin for begin, _, _ in spans), default=0.0)
+    # Communication last among those that begin together, so that what it runs beside covers it.
+    work = sorted((span for span in spans if kind_of(span[2]) != COMMUNICATION), key=lambda span: span[0])
+    exposed = _uncovered([span for span in spans if kind_of(span[2]) == COMMUNICATION], work)
+    for begin, end, name in sorted([*work, *exposed], key=lambda span: span[0]):
+        if begin > done:
+            found["idle"] = found.get("idle", 0.0) + (begin - done) / 1e3
+        if end > done:
+            kind = kind_of(name)
+            found[kind] = found.get(kind, 0.0) + (end - max(begin, done)) / 1e3
+            done = end
+    return found
+
+
+def _uncovered(
+    spans: Sequence[tuple[float, float, str]], covers: Sequence[tuple[float, float, str]]
+) -> list[tuple[float, float, str]]:
+    """What is left of `spans` outside `covers`, which begin in order."""
+    left: list[tuple[float, float, str]] = []
+    for begin, end, name in spans:
+        at = begin
+        for start, stop, _ in covers:
+            if start >= end:
+                break
+            if stop > at:
+                if start > at:
+                    left.append((at, start, name))
+                at = stop
+        if at < end:
+            left.append((at, end, name))
+    return left
+
+
+def kind_of(kernel: str) -> str:
+    """
+    >>> kind_of("nvjet_hsh_256x128"), kind_of("ncclDevKernel_AllReduce"), kind_of("_gate_forward")
+    ('products', 'communication', 'rest')
+    """
+    name = kernel.lower()
+    return next((kind for kind, parts in KINDS if any(part in name for part in parts)), REST)

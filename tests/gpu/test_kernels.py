@@ -1,0 +1,175 @@
+"""Every kernel against float64: within twice the error of the plain torch op in the same dtype.
+
+On a CUDA device as they are; without one where Triton is installed and TRITON_INTERPRET=1 lets it run on a CPU.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from mega.core.ops import activation, cross_entropy, heads, norm, suite
+from mega.core.ops.rotary import rotary_table
+from mega.core.optim.adam import AdamW
+
+CUDA = torch.cuda.is_available()
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        importlib.util.find_spec("triton") is None or not (CUDA or INTERPRETED),
+        reason="needs a CUDA device and triton (or triton with TRITON_INTERPRET=1)",
+    ),
+]
+DEVICE = "cuda" if CUDA else "cpu"
+DTYPE = torch.bfloat16 if CUDA else torch.float16  # the interpreter truncates to bf16
+TOKENS = 300 if CUDA else 37
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+def random(*shape: int, dtype: torch.dtype = DTYPE) -> torch.Tensor:
+    return torch.randn(*shape, device=DEVICE).to(dtype)
+
+
+def kernels() -> dict[str, Any]:
+    from mega.core.ops import kernels
+
+    return kernels.table()
+
+
+def error(ours: torch.Tensor, exact: torch.Tensor) -> float:
+    return float((ours.double() - exact).norm() / exact.norm().clamp(min=1e-30))
+
+
+def compare(
+    fast: Callable[..., Any], plain: Callable[..., Any], inputs: Sequence[torch.Tensor | None], slack: float = 2.0
+) -> None:
+    """Outputs and gradients of `fast`, within `slack` times the error of `plain`, both against `plain` in float64."""
+    results = []
+    upstream: list[torch.Tensor] = []
+    for function, dtype in ((plain, torch.float64), (plain, None), (fast, None)):
+        leaves = [None if x is None else x.detach().clone().to(dtype or x.dtype).requires_grad_() for x in inputs]
+        # Ops may overwrite what they are given: they get a copy, never the leaf.
+        outs = function(*(None if leaf is None else leaf * 1 for leaf in leaves))
+        outs = outs if isinstance(outs, tuple) else (outs,)
+        if not upstream:
+            upstream = [torch.randn_like(out).to(DTYPE) for out in outs]
+        torch.autograd.backward(outs, [grad.to(out.dtype) for grad, out in zip(upstream, outs, strict=True)])
+        grads = [leaf.grad for leaf in leaves if leaf is not None]
+        assert all(grad is not None for grad in grads)
+        results.append([*(out.detach() for out in outs), *grads])
+    exact, simple, ours = results
+    for number, (truth, a, b) in enumerate(zip(exact, simple, ours, strict=True)):
+        assert b.shape == truth.shape
+        bound = slack * error(a, truth) + 1e-7
+        assert error(b, truth) <= bound, f"output {number}: {error(b, truth):.3g} against {error(a, truth):.3g}"
+
+
+@pytest.mark.parametrize("width", [96, 1024])
+@pytest.mark.parametrize("centred", [False, True])
+@pytest.mark.parametrize("branch, branch_bias", [(False, False), (True, False), (True, True)])
+def test_add_norm(width: int, centred: bool, branch: bool, branch_bias: bool) -> None:
+    inputs = [
+        random(TOKENS, width),
+        random(TOKENS, width) if branch else None,
+        random(width) if branch_bias else None,
+        1 + 0.1 * random(width),
+        random(width) if centred else None,
+    ]
+    fast = kernels()["add_norm"]
+    compare(lambda *a: fast(*a, 1e-5), lambda *a: norm.add_norm(*a, 1e-5), inputs)
+
+
+@pytest.mark.parametrize("kind", ["gelu_tanh", "gelu", "relu2", "swiglu"])
+@pytest.mark.parametrize("bias", [False, True])
+def test_activate(kind: str, bias: bool) -> None:
+    inputs = [random(TOKENS, 600), random(600) if bias else None]
+    fast = kernels()["activate"]
+    compare(lambda *a: fast(*a, kind), lambda *a: activation.activate(*a, kind), inputs)
+
+
+@pytest.mark.parametrize(
+    "heads_, kv_heads, width, turned", [(4, 4, 64, 0), (4, 2, 64, 64), (2, 2, 96, 96), (2, 1, 96, 24)]
+)
+def test_split_heads(heads_: int, kv_heads: int, width: int, turned: int) -> None:
+    positions = torch.arange(TOKENS, device=DEVICE)
+    fast = kernels()["split_heads"]
+
+    def run(function: Callable[..., Any]) -> Callable[..., Any]:
+        def one(fused: torch.Tensor) -> Any:
+            rotary = rotary_table(positions, turned, 10000.0, 1.0, fused.dtype) if turned else None
+            return function(fused, heads_, kv_heads, rotary)
+
+        return one
+
+    compare(run(fast), run(heads.split_heads), [random(TOKENS, (heads_ + 2 * kv_heads) * width)])
+
+
+@pytest.mark.parametrize("real", [5000, 4999, 17])
+def test_cross_entropy(real: int) -> None:
+    table, width = kernels(), 5000
+    x = 3 * random(TOKENS, width)
+    labels = torch.randint(-5, real + 5, (TOKENS,), device=DEVICE)  # some are another rank's
+    scale = torch.rand(TOKENS, device=DEVICE)
+    exact = cross_entropy.softmax_parts(x.double(), labels, real)
+    for ours, truth in zip(table["softmax_parts"](x, labels, real), exact, strict=True):
+        assert error(ours, truth) < 1e-5
+    log_total = exact[1].log() + exact[0]
+    truth = cross_entropy.softmax_gradient(x.double(), labels, log_total, scale.double(), real)
+    plain = cross_entropy.softmax_gradient(x, labels, log_total.float(), scale, real)
+    ours = table["softmax_gradient"](x.clone(), labels, log_total.float(), scale, real)
+    assert error(ours, truth) <= 2 * error(plain, truth)
+    assert not ours[:, real:].any()
+
+
+def test_a_rank_that_holds_only_padding_adds_nothing() -> None:
+    x, labels = random(4, 64), torch.tensor([-1, 3, 70, 0], device=DEVICE)
+    for table in (kernels(), vars(suite.REFERENCE)):
+        largest, total, target = table["softmax_parts"](x, labels, 0)
+        assert not target.any() and not (total * (largest - 1.0).exp()).any()
+
+
+def test_column_sums() -> None:
+    x = random(TOKENS, 700)
+    assert error(kernels()["column_sums"](x), x.double().sum(0)) < 1e-6
+
+
+@pytest.mark.parametrize("fine", [1.0, 0.0])
+def test_adamw(fine: float) -> None:
+    size, border, step, factor = 5000, 3008, 3, 0.25
+    rule = AdamW(0.9, 0.999, 1e-8)
+    master, grad = random(size, dtype=torch.float32), random(size, dtype=torch.float32)
+    first, second = random(size, dtype=torch.float32), random(size, dtype=torch.float32).square()
+    weights = master.to(DTYPE)
+    exact = [t.double().clone() for t in (master, grad * factor, first, second)]
+    for part, decay in ((slice(0, border), 0.1), (slice(border, size), 0.0)):
+        rule.reference(*(t[part] for t in exact), step=step, lr=1e-2, decay=decay)
+    facts = torch.tensor([fine, factor, 1 - 0.9**step, 1 - 0.999**step], device=DEVICE)
+    before = weights.clone()
+    kernels()["adamw"](
+        master, grad, first, second, weights, facts,
+        decay_end=border, lr=1e-2, decay=0.1, beta1=0.9, beta2=0.999, eps=1e-8,
+    )  # fmt: skip
+    if not fine:
+        assert torch.equal(weights, before)
+        return
+    for ours, truth in zip((master, first, second), (exact[0], exact[2], exact[3]), strict=True):
+        assert error(ours, truth) < 1e-6
+    assert torch.equal(weights, master.to(DTYPE))
+
+
+@pytest.mark.skipif(not CUDA, reason="cuBLAS only")
+def test_add_product_wide() -> None:
+    sink, grad, x = random(256, 128, dtype=torch.float32), random(512, 256), random(512, 128)
+    exact = sink.double() + grad.double().t() @ x.double()
+    suite.add_product_wide(sink, grad, x)
+    assert error(sink, exact) < 1e-6
