@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from mega.core.parallel.launch import Pool
+from mega.core.training.layouts import LR
 from mega.core.training.parity import Snapshot, compare, snapshots, within
 from tests.support.runs import small_run
 
@@ -41,10 +42,6 @@ LAYOUTS = [
     ("qwen", 4, {"tp": 2, "pp": 2, **SP}),
     ("qwen", 8, {"tp": 4, "zero": 1}),
 ]
-
-LR = {"fp64": 1e-2, "fp32": 1e-4}
-"""Adam's first steps are lr x sign(gradient), and rounding decides the sign of a gradient that is nearly zero. A rate
-that trains the model keeps that noise within the bounds of fp32; fp64 bears a hundred times as much."""
 
 _references: dict[tuple[str, str], list[Snapshot]] = {}
 

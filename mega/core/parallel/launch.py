@@ -228,7 +228,6 @@ def _follow_parent() -> None:
 
 def _pool_rank(pipe: Connection[Any, Any], size: int) -> None:
     """Answer jobs until the pipe closes; join a new process group whenever the job's world has changed."""
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // size))
     joined, groups = "", Groups()
     while True:
         try:
@@ -240,6 +239,8 @@ def _pool_rank(pipe: Connection[Any, Any], size: int) -> None:
                 disconnect()
                 os.environ.update(environment)
                 _, _, groups = connect("cpu")
+                # Also in a job for one rank: threads that spin for each other starve on a busy machine.
+                torch.set_num_threads(max(1, (os.cpu_count() or 1) // size))
                 joined = environment[MEETING_FILE]
             pipe.send((True, job(groups, int(environment["RANK"]), *args)))
         except BaseException:

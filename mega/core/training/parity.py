@@ -100,7 +100,7 @@ def train_layout(
 
 def snapshots(pool: Pool, run: RunConfig, world: int, steps: Sequence[int]) -> list[Snapshot]:
     """Train `run` on `world` ranks of the pool; one snapshot per listed step."""
-    ranks = pool.run(train_layout, run, world, tuple(steps), world=world, timeout=60)
+    ranks = pool.run(train_layout, run, world, tuple(steps), world=world)
     return [
         Snapshot(at_step[0][0], at_step[0][1], assemble(piece for _, _, pieces in at_step for piece in pieces))
         for at_step in zip(*ranks, strict=True)
