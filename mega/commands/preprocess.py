@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
@@ -13,7 +12,12 @@ from mega.core.config.sections import TokenizerConfig
 
 
 def run(
-    input: Annotated[list[Path], typer.Option("--input", help="JSON-lines files, plain or .gz, or .txt")],
+    input: Annotated[
+        list[str],
+        typer.Option(
+            "--input", help="JSON lines, also .gz .zst .xz; .txt; .parquet; a dataset or folder; a glob; - for stdin"
+        ),
+    ],
     output_prefix: Annotated[str, typer.Option("--output-prefix", help="beginning of the output names")],
     tokenizer: TokenizerConfig,
     json_keys: Annotated[
@@ -24,23 +28,54 @@ def run(
     on_error: Annotated[
         Literal["stop", "skip"], typer.Option("--on-error", help="at a line that is no document")
     ] = "stop",
+    text_lines: Annotated[bool, typer.Option("--text-lines", help="each line of a .txt file is a document")] = False,
+    split_sentences: Annotated[
+        bool, typer.Option("--split-sentences", help="cut documents into sentences, as BERT and T5 need")
+    ] = False,
+    sentence_splitter: Annotated[
+        Literal["punkt", "sentencex"],
+        typer.Option("--sentence-splitter", help="punkt reads its data from NLTK_DATA; sentencex is faster"),
+    ] = "punkt",
+    lang: Annotated[str, typer.Option("--lang", help="language of the sentences")] = "english",
+    keep_newlines: Annotated[
+        bool, typer.Option("--keep-newlines", help="blanks behind a sentence belong to it")
+    ] = False,
+    shard: Annotated[
+        str, typer.Option("--shard", help="i/N, 1 <= i <= N: only this part; then `mega data merge` the parts")
+    ] = "1/1",
+    resume: Annotated[
+        bool, typer.Option("--resume", help="note progress on the disk, and go on from what is noted")
+    ] = False,
+    partitions: Annotated[
+        int, typer.Option("--partitions", help="accepted for Megatron-LM's command lines; changes nothing")
+    ] = 1,
 ) -> int:
     """Turn text into token files, PREFIX_KEY_document.bin and .idx, that training reads as --data-path.
 
-    The files are Megatron-LM's, byte for byte, however many workers write them.
+    The files are Megatron-LM's, byte for byte, however many workers write them. See also: mega data.
     """
-    from mega.core.data.preprocess import preprocess
+    from mega.core.data.preprocess import Sentences, preprocess
     from mega.core.data.progress import shown
+    from mega.core.data.sources import STDIN, find
 
-    with shown(sum(path.stat().st_size for path in input if path.is_file())) as progress:
+    index, count = _shard(shard)
+    if partitions < 1:
+        raise ValueError(f"--partitions {partitions}: must be at least 1")
+    with shown(sum(path.stat().st_size for path in find(input) if path != STDIN)) as progress:
         report = preprocess(
             input,
-            output_prefix,
+            output_prefix if count == 1 else f"{output_prefix}_{index + 1:05}-of-{count:05}",
             dataclasses.asdict(tokenizer),
             json_keys=json_keys or ["text"],
             append_eod=append_eod,
             workers=workers,
             on_error=on_error,
+            text_lines=text_lines,
+            sentences=Sentences(splitter=sentence_splitter, language=lang, keep_newlines=keep_newlines)
+            if split_sentences
+            else None,
+            shard=(index, count),
+            resume=resume,
             progress=progress,
         )
     for reason in report.reasons:
@@ -49,3 +84,11 @@ def run(
     for name in report.outputs:
         print(f"{name}.bin {name}.idx")
     return 0
+
+
+def _shard(text: str) -> tuple[int, int]:
+    """2/8 -> (1, 8)"""
+    index, _, count = text.partition("/")
+    if not (index.isdigit() and count.isdigit() and 1 <= int(index) <= int(count)):
+        raise ValueError(f"--shard {text}: must be i/N with 1 <= i <= N, such as 2/8")
+    return int(index) - 1, int(count)

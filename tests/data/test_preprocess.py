@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from mega.cli import main
-from mega.core.data import preprocess as module
+from mega.core.data import sources as module
 from mega.core.data.indexed import IndexedDataset
 from mega.core.data.preprocess import Report, preprocess
 from mega.core.text.tokenizer import build
@@ -48,7 +48,7 @@ def test_megatron_made_files_are_reproduced(tmp_path: Path, workers: int) -> Non
 def test_workers_and_packing_do_not_change_the_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = lines(tmp_path / "a.jsonl", *({"text": f"{i} {i % 7}" * (i % 3)} for i in range(5000)))
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(source.read_bytes()))
-    monkeypatch.setattr(module, "_BLOCK_BYTES", 1000)
+    monkeypatch.setattr(module, "BLOCK_BYTES", 1000)
     made = []
     for name, workers in (("a.jsonl", 1), ("a.jsonl", 2), ("a.jsonl.gz", 1)):
         report = preprocess([tmp_path / name], f"{tmp_path}/{len(made)}", NULL, append_eod=True, workers=workers)
@@ -114,17 +114,21 @@ def test_bad_line_is_named_or_skipped(tmp_path: Path, bad: bytes, workers: int) 
 
 
 def test_line_numbers_run_on_through_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_BLOCK_BYTES", 100)
+    monkeypatch.setattr(module, "BLOCK_BYTES", 100)
     source = lines(tmp_path / "a.jsonl", *[{"text": "1"}] * 40, b"\n", b"{\n")
     with pytest.raises(ValueError, match=r"a\.jsonl:42: "):
         run(source)
 
 
 def test_line_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_MOST_LINE_BYTES", 1 << 20)
+    monkeypatch.setattr(module, "MOST_LINE_BYTES", 1 << 20)
     source = lines(tmp_path / "a.jsonl", {"text": "1"}, {"text": "1 " * 10**6})
     with pytest.raises(ValueError, match=r"a\.jsonl:2: a line longer than 1 MiB"):
         run(source)
+    lines(source, {"text": "1"}, {"text": "1 " * 10**6}, {"text": "3"}, b"{\n")
+    report, sequences, _ = run(source, on_error="skip")
+    assert sequences == [[1], [3]] and (report.documents, report.skipped) == (2, 2)
+    assert ["jsonl:2: a line" in report.reasons[0], "jsonl:4: " in report.reasons[1]] == [True, True]
 
 
 def test_plain_text_is_one_document(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import glob
 import hashlib
 import json
 import os
@@ -54,6 +55,9 @@ class IndexedWriter:
             bin_path(prefix).parent.mkdir(parents=True, exist_ok=True)
             self._paths = [Path(f"{prefix}.{name}.tmp") for name in ("bin", "lengths", "counts")]
             self._bin = _open_alone(self._paths[0])
+            for published in (idx_path(prefix), note_path(prefix)):  # what a killed writer left of them
+                for stale in published.parent.glob(f"{glob.escape(published.name)}.*.tmp"):
+                    stale.unlink(missing_ok=True)
             self._lengths, self._counts = (open(path, "a+b") for path in self._paths[1:])  # noqa: SIM115
         self._restore(state or {"tokens": 0, "sequences": 0, "documents": 0, "range": None})
 
@@ -100,6 +104,12 @@ class IndexedWriter:
         self._range = tuple(state["range"]) if state["range"] else None
         sizes = self.tokens * self.dtype.itemsize, 4 * self.sequences, 8 * self.documents
         with self._named():
+            if self.tokens and not os.fstat(self._bin.fileno()).st_size and bin_path(self.prefix).exists():
+                # Killed between the two renames of publishing: the ids are under their name already.
+                idx_path(self.prefix).unlink(missing_ok=True)
+                os.replace(bin_path(self.prefix), self._paths[0])
+                self._bin.close()
+                self._bin = _open_alone(self._paths[0])
             for path, file, size in zip(self._paths, self._files, sizes, strict=True):
                 if os.fstat(file.fileno()).st_size < size:
                     raise ValueError(f"{path}: is shorter than when it was last saved; remove it and start again")

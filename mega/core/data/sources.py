@@ -1,0 +1,397 @@
+"""What `mega preprocess` reads: JSON lines in any wrapping, plain text, parquet, a dataset folder, standard input.
+
+Whatever it is, it leaves here as blocks of whole JSON lines. A source is cut into pieces so that several hosts can
+share it, and a piece can be entered anywhere, so that interrupted work goes on. It knows no tokenizer.
+"""
+
+from __future__ import annotations
+
+import glob
+import gzip
+import io
+import itertools
+import json
+import lzma
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, Literal, NamedTuple
+
+STDIN = Path("-")
+BLOCK_BYTES = 1 << 20
+MOST_LINE_BYTES = 1 << 27
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+
+_PACKED = (".gz", ".zst", ".xz")
+_ROWS = 1024
+
+Kind = Literal["lines", "packed lines", "text", "parquet", "arrow"]
+
+
+class BadLine(ValueError):
+    """A line that holds no document; its message names file and line."""
+
+
+class Block(NamedTuple):
+    """Neighbouring lines, or a reason why one line is none.
+
+    name: of the file, for messages; first_line: the number of the first line; text: whole JSON lines.
+    done: units of the piece (bytes unpacked, or rows) before the block's end; read: bytes of all files as stored.
+    """
+
+    name: str
+    first_line: int
+    text: bytes
+    lines: int
+    done: int
+    read: int
+    problem: str | None = None
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A run of one file: bytes `first` .. `last` of plain lines, row groups of parquet, or a whole file.
+
+    before: stored bytes of all files in front of this one.
+    """
+
+    path: Path
+    kind: Kind
+    first: int
+    last: int
+    before: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.path} (from byte {self.first})" if self.kind == "lines" and self.first else str(self.path)
+
+
+def find(words: Sequence[str | Path]) -> list[Path]:
+    """The files that `--input` means: files, globs, folders with all that is in them, `-` for standard input.
+
+    Raises ValueError naming the word that means no file.
+    """
+    found: list[Path] = []
+    for word in words:
+        path = Path(word)
+        if path == STDIN or path.is_file():
+            found.append(path)
+        elif path.is_dir():
+            found += _in_folder(path)
+        elif matches := sorted(glob.glob(str(word), recursive=True)):
+            found += find([match for match in matches if Path(match).is_file()])
+        elif glob.has_magic(str(word)):
+            raise ValueError(f"--input {word}: matches no file")
+        else:
+            raise ValueError(f"--input {word}: no such file")
+    return found
+
+
+def _in_folder(folder: Path) -> list[Path]:
+    """The arrow files of a saved Hugging Face dataset in their order, or every file below a folder by name."""
+    if (folder / "dataset_dict.json").is_file():
+        splits = ", ".join(str(folder / split) for split in _json(folder / "dataset_dict.json")["splits"])
+        raise ValueError(f"--input {folder}: a dataset of several splits; give one of {splits}")
+    if (folder / "state.json").is_file():
+        return [folder / file["filename"] for file in _json(folder / "state.json")["_data_files"]]
+    found = sorted(path for path in folder.rglob("*") if path.is_file() and not path.name.startswith("."))
+    if not found:
+        raise ValueError(f"--input {folder}: a folder without files")
+    return found
+
+
+def _json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"--input {path}: not JSON ({error})") from None
+
+
+def kind_of(path: Path) -> Kind:
+    """What a file's name says that it is; JSON lines, unless it says otherwise."""
+    packed = path.suffix in _PACKED
+    inner = Path(path.stem).suffix if packed else path.suffix
+    if inner == ".txt":
+        return "text"
+    if packed or path == STDIN:
+        return "packed lines"
+    return "parquet" if inner == ".parquet" else "arrow" if inner == ".arrow" else "lines"
+
+
+def pieces(paths: Sequence[Path], shard: tuple[int, int] = (0, 1)) -> list[Piece]:
+    """The part of all files that shard i of n reads; the shards' parts, one behind another, are everything.
+
+    All files are laid end to end and cut into n equal runs of stored bytes. Plain lines are cut where they fall (a
+    line belongs to the run in which it begins), parquet between row groups; any other file goes to the run in which
+    it begins.
+    """
+    index, count = shard
+    sizes = [0 if path == STDIN else path.stat().st_size for path in paths]
+    low, high = (sum(sizes) * i // count for i in (index, index + 1))
+    if index == count - 1:
+        high += 1  # an empty last file begins at the very end
+    found: list[Piece] = []
+    before = 0
+    for path, size in zip(paths, sizes, strict=True):
+        kind = kind_of(path)
+        if kind == "lines":
+            first, last = max(low - before, 0), min(high - before, size)
+        elif kind == "parquet":
+            groups = _parquet(path).num_row_groups
+            inside = [g for g in range(groups) if low <= before + size * g // groups < high]
+            first, last = (inside[0], inside[-1] + 1) if inside else (0, 0)
+        else:
+            first, last = 0, int(low <= before < high)
+        if first < last:
+            found.append(Piece(path, kind, first, last, before))
+        before += size
+    return found
+
+
+def blocks(piece: Piece, keys: Sequence[str], *, text_lines: bool, done: int = 0, line: int = 1) -> Iterator[Block]:
+    """The blocks of a piece behind its first `done` units; `line` is the number of the next line.
+
+    Raises ValueError naming the file where it cannot be read.
+    """
+    read = {"parquet": _parquet_rows, "arrow": _arrow_rows}.get(piece.kind)
+    try:
+        if read is not None:
+            yield from _row_blocks(piece, read(piece, keys, done), done, line)
+        elif piece.kind == "text" and not text_lines:
+            yield from _document(piece, done)
+        else:
+            yield from _line_blocks(piece, done, line)
+    except BadLine:
+        raise
+    except (OSError, EOFError, ValueError, lzma.LZMAError) as error:
+        raise ValueError(f"{piece.path}: cannot be read ({error})") from None
+
+
+# --- lines ----------------------------------------------------------------------------------------------------------
+
+
+def _line_blocks(piece: Piece, done: int, line: int) -> Iterator[Block]:
+    with _stored(piece.path) as stored, _unpacked(piece.path, stored) as text:
+        if piece.kind == "lines":
+            at = piece.first + done
+            text.seek(at)
+            if piece.first and not done:  # a line that begins before the piece is the piece's before it
+                text.seek(at - 1)
+                at += len(text.readline()) - 1
+            last = piece.last
+        else:
+            at, last = _skipped(text, done), sys.maxsize
+        while at < last:
+            try:
+                data = text.read(min(BLOCK_BYTES, last - at))
+                if data and not data.endswith(b"\n"):
+                    data += text.readline(MOST_LINE_BYTES)
+            except (OSError, EOFError, ValueError, lzma.LZMAError) as error:
+                raise BadLine(f"{piece.path}: cannot be read behind line {line - 1} ({error})") from None
+            if not data:
+                return
+            problem, size = None, len(data)
+            start = data.rfind(b"\n", 0, size - 1) + 1  # of the last line
+            if size - start > MOST_LINE_BYTES:
+                problem = f"a line longer than {MOST_LINE_BYTES >> 20} MiB"
+                size += 0 if data.endswith(b"\n") else _rest_of_line(text)
+                data = data[:start]
+            at += size
+            count = data.count(b"\n") + (not data.endswith(b"\n") and bool(data))
+            if piece.kind == "text":
+                data = _as_json(data)
+            if line == 1 and not piece.first:
+                data = data.removeprefix(BYTE_ORDER_MARK)
+            read = piece.before + (0 if piece.path == STDIN else stored.tell())
+            yield Block(piece.name, line, data, count, at - piece.first, read, problem)
+            line += count + (problem is not None)
+
+
+def _rest_of_line(text: BinaryIO) -> int:
+    size = 0
+    while part := text.readline(BLOCK_BYTES):
+        size += len(part)
+        if part.endswith(b"\n"):
+            break
+    return size
+
+
+def _as_json(data: bytes) -> bytes:
+    """Lines of plain text as JSON lines; a blank line stays blank."""
+    import orjson
+
+    written = []
+    for text in data.removesuffix(b"\n").split(b"\n"):
+        try:
+            line = text.removesuffix(b"\r").decode()
+            written.append(orjson.dumps({"text": line}) if line.strip() else b"")
+        except UnicodeDecodeError as error:
+            written.append(b"not UTF-8: " + str(error.reason).encode())  # no JSON, so that its line is named
+    return b"\n".join(written) + b"\n"
+
+
+def _document(piece: Piece, done: int) -> Iterator[Block]:
+    """A .txt file as the one JSON line that it amounts to, under the key "text"."""
+    import orjson
+
+    if done:
+        return
+    with _stored(piece.path) as stored, _unpacked(piece.path, stored) as text:
+        whole = text.read(MOST_LINE_BYTES)
+        if len(whole) == MOST_LINE_BYTES:
+            raise BadLine(f"{piece.path}: one document of more than {MOST_LINE_BYTES >> 20} MiB; see --text-lines")
+        if whole:
+            line = orjson.dumps({"text": whole.removeprefix(BYTE_ORDER_MARK).decode()})
+            yield Block(piece.name, 1, line, 1, 1, piece.before + stored.tell())
+
+
+def _stored(path: Path) -> BinaryIO:
+    return sys.stdin.buffer if path == STDIN else open(path, "rb")
+
+
+def _unpacked(path: Path, stored: BinaryIO) -> BinaryIO:
+    """The file's bytes as they were before it was packed."""
+    opener: Any
+    if path.suffix == ".gz":
+        try:
+            from isal import igzip
+
+            opener = igzip.open
+        except ImportError:
+            opener = gzip.open
+    elif path.suffix == ".xz":
+        opener = lzma.open
+    elif path.suffix == ".zst":
+        opener = _Zstandard.open
+    else:
+        return stored
+    found: BinaryIO = opener(stored)
+    return found
+
+
+class _Zstandard(io.RawIOBase):
+    """Zstandard frames one behind another. The library's own reader takes a cut file for a whole one."""
+
+    def __init__(self, stored: BinaryIO) -> None:
+        try:
+            import zstandard
+        except ImportError:
+            raise ValueError("needs zstandard; pip install 'mega[data]'") from None
+        self._stored, self._frames, self._error = stored, zstandard.ZstdDecompressor(), zstandard.ZstdError
+        self._frame: Any = None
+        self._ready = b""
+
+    @classmethod
+    def open(cls, stored: BinaryIO) -> io.BufferedReader:
+        return io.BufferedReader(cls(stored), BLOCK_BYTES)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._ready:
+            packed = b""
+            if self._frame is not None and self._frame.eof:
+                packed, self._frame = self._frame.unused_data, None
+            packed = packed or self._stored.read(1 << 16)
+            if not packed:
+                if self._frame is not None:
+                    raise EOFError("the last frame is cut short")
+                return 0
+            self._frame = self._frame or self._frames.decompressobj()
+            try:
+                self._ready = self._frame.decompress(packed)
+            except self._error as error:
+                raise OSError(str(error)) from None
+        size = min(len(buffer), len(self._ready))
+        buffer[:size], self._ready = self._ready[:size], self._ready[size:]
+        return size
+
+
+def _skipped(text: BinaryIO, size: int) -> int:
+    """Read and drop `size` bytes."""
+    left = size
+    while left:
+        data = text.read(min(left, BLOCK_BYTES))
+        if not data:
+            raise EOFError(f"ends before byte {size}, where the work was to go on")
+        left -= len(data)
+    return size
+
+
+# --- rows -----------------------------------------------------------------------------------------------------------
+
+Rows = Iterator[tuple[Any, int]]
+"""A record batch, and the stored bytes of the file before its end."""
+
+
+def _row_blocks(piece: Piece, rows: Rows, done: int, line: int) -> Iterator[Block]:
+    import orjson
+
+    for batch, read in rows:
+        written = b"".join(orjson.dumps(row) + b"\n" for row in batch.to_pylist())
+        done += batch.num_rows
+        yield Block(piece.name, line, written, batch.num_rows, done, piece.before + read)
+        line += batch.num_rows
+
+
+def _arrow() -> Any:
+    try:
+        import pyarrow
+        import pyarrow.ipc
+        import pyarrow.parquet
+    except ImportError:
+        raise ValueError("needs pyarrow; pip install 'mega[data]'") from None
+    return pyarrow
+
+
+def _parquet(path: Path) -> Any:
+    try:
+        return _arrow().parquet.ParquetFile(path)
+    except (OSError, ValueError) as error:  # pyarrow's own errors are ValueErrors
+        raise ValueError(f"{path}: cannot be read ({error})") from None
+
+
+def _columns(names: Sequence[str], keys: Sequence[str]) -> list[str]:
+    missing = [key for key in keys if key not in names]
+    if missing:
+        raise ValueError(f'no column "{missing[0]}"; there are {", ".join(names)}')
+    return list(keys)
+
+
+def _parquet_rows(piece: Piece, keys: Sequence[str], done: int) -> Rows:
+    file = _parquet(piece.path)
+    columns = _columns(file.schema_arrow.names, keys)
+    size, groups = piece.path.stat().st_size, file.num_row_groups
+    for group in range(piece.first, piece.last):
+        rows = file.metadata.row_group(group).num_rows
+        if done >= rows:
+            done -= rows
+            continue
+        for batch in file.iter_batches(_ROWS, row_groups=[group], columns=columns):
+            skip = min(done, batch.num_rows)
+            done -= skip
+            if skip < batch.num_rows:
+                yield batch.slice(skip), size * (group + 1) // groups
+
+
+def _arrow_rows(piece: Piece, keys: Sequence[str], done: int) -> Rows:
+    arrow = _arrow()
+    with arrow.memory_map(str(piece.path)) as stored:
+        stream = arrow.ipc.open_stream(stored)
+        columns = _columns(stream.schema.names, keys)
+        for batch in stream:
+            chosen = batch.select(columns)
+            for first in range(0, chosen.num_rows, _ROWS):
+                part = chosen.slice(first, _ROWS)
+                skip = min(done, part.num_rows)
+                done -= skip
+                if skip < part.num_rows:
+                    yield part.slice(skip), stored.tell()
+
+
+def everything(found: Sequence[Piece], keys: Sequence[str], text_lines: bool) -> Iterator[bytes]:
+    """The lines of all pieces, one by one: for work that needs no resuming."""
+    parts = itertools.chain.from_iterable(blocks(piece, keys, text_lines=text_lines) for piece in found)
+    return (line for block in parts for line in block.text.splitlines())
