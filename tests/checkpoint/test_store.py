@@ -513,3 +513,25 @@ def test_tilings_are_recognised(case: tuple[tuple[int, ...], list[Box], list[Box
     filled = [box for box in boxes if box.elements]
     lost = drop.draw(st.sampled_from(filled))
     assert "gap" in (tiling_fault(shape, [box for box in boxes if box is not lost]) or "")
+
+
+def test_all_is_synced_before_it_is_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the publishing rename every file, and the directory that names them, is already on the disk."""
+    synced: set[int] = set()
+    unsynced: dict[str, set[str]] = {}
+    real_sync, real_rename = os.fsync, os.rename
+
+    def sync(descriptor: int) -> None:
+        real_sync(descriptor)
+        synced.add(os.fstat(descriptor).st_ino)
+
+    def rename(source: Path, target: Path) -> None:
+        inside = [source, *source.iterdir()] if source.is_dir() else [source]
+        unsynced[Path(target).name] = {path.name for path in inside if path.stat().st_ino not in synced}
+        real_rename(source, target)
+
+    monkeypatch.setattr(os, "fsync", sync)
+    monkeypatch.setattr(os, "rename", rename)
+    small_store(tmp_path)
+    assert unsynced == {"step-0000010": set(), "latest": set()}
+    assert tmp_path.stat().st_ino in synced
