@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -12,6 +12,11 @@ from mega.core.config.check import check
 from mega.core.config.run import RunConfig, updated
 from mega.core.config.sections import DataConfig
 from mega.core.config.world import ranks, world_from_env
+
+if TYPE_CHECKING:
+    from mega.core.estimate.hardware import Hardware
+    from mega.core.estimate.memory import Memory
+    from mega.core.estimate.search import Found
 
 
 def run(
@@ -21,6 +26,14 @@ def run(
         str | None,
         typer.Option("--gpu", help="device to plan for: h200, h100, a100, ... or a TOML file; adds the step's time"),
     ] = None,
+    fit: Annotated[
+        str | None, typer.Option("--fit", help="find the fastest layout on these devices, such as 8x80GB or 8xh200")
+    ] = None,
+    gpus: Annotated[int | None, typer.Option("--gpus", help="find the fastest layout on so many of --gpu")] = None,
+    mtbf: Annotated[
+        float | None, typer.Option("--mtbf", min=0.01, help="hours between failures of the whole machine")
+    ] = None,
+    save_seconds: Annotated[float, typer.Option("--save-seconds", min=0, help="how long a save stops training")] = 30.0,
     megatron: Annotated[bool, typer.Option("--megatron", help="show Megatron-LM's own estimate beside ours")] = False,
     draw: Annotated[Path | None, typer.Option("--draw", help="write the bars to a .svg or .png file")] = None,
     draw_schedule: Annotated[
@@ -30,34 +43,86 @@ def run(
     """Say what a run needs, before it is started.
 
     Takes the flags of pretrain. Memory is counted as the trainer allocates it, for each pipeline stage; --world says
-    for how many ranks. No device and no torch are needed.
+    for how many ranks. With --fit or --gpus the layout is searched for. No device and no torch are needed.
     """
-    from rich.console import Console
-
     from mega.core.estimate import show
     from mega.core.estimate.hardware import hardware
-    from mega.core.estimate.memory import memory
 
-    resolved, world = planned(run)
-    device = hardware(gpu) if gpu is not None else None
-    found = memory(resolved, world)
+    if fit is not None or gpus is not None:
+        answer = _search(run, fit, gpus, gpu)
+    else:
+        answer = _estimate(*planned(run), hardware(gpu) if gpu is not None else None)
     if draw is not None:
-        show.draw(found, show.layout(resolved, world), draw)
+        show.draw(answer.memory, show.layout(answer.run, answer.world), draw)
     if draw_schedule is not None:
-        _draw_schedule(resolved, world, draw_schedule)
+        _draw_schedule(answer.run, answer.world, draw_schedule)
     if as_json:
         import json
 
-        print(json.dumps(show.as_json(resolved, world, found)))
-        return 0
-    console = Console()
-    console.print(show.layout(resolved, world), highlight=False)
-    console.print(show.table(found))
-    for line in show.bars(found):
-        console.print(line, soft_wrap=True)
-    for text in show.notes(resolved, world, found, device, megatron):
-        console.print(text, highlight=False, soft_wrap=True)
+        print(json.dumps(show.as_json(answer.run, answer.world, answer.memory, answer.device)))
+    else:
+        _say(answer, megatron, mtbf, save_seconds)
     return 0
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What is to be told: a resolved run and its memory; after a search also how it was found and how to start it."""
+
+    run: RunConfig
+    world: int
+    memory: Memory
+    device: Hardware | None
+    found: Found | None = None
+    start: tuple[str, ...] = ()
+
+
+def _estimate(run: RunConfig, world: int, device: Hardware | None) -> Answer:
+    from mega.core.estimate.memory import memory
+
+    return Answer(run, world, memory(run, world), device)
+
+
+def _search(run: RunConfig, fit: str | None, gpus: int | None, gpu: str | None) -> Answer:
+    from mega.core.estimate.search import any_layout, cluster, command, search
+    from mega.core.estimate.show import launch_lines
+
+    count, device = cluster(fit, gpus, gpu)
+    one, _ = planned(any_layout(run, 1))
+    found = search(updated(run, {"vocab": one.model.vocab}), count, device)
+    if not found.candidates:
+        raise ValueError(
+            f"--fit {count}x{device.name}: no layout fits into {device.memory:.1f} GiB; the smallest of "
+            f"{found.tried} needs {found.smallest:.1f} (valid: more devices, or a smaller model)"
+        )
+    best = found.candidates[0]
+    start = launch_lines(command(best, run), count, device.node)
+    return Answer(best.run, count, best.memory, device, found, tuple(start))
+
+
+def _say(answer: Answer, megatron: bool, mtbf: float | None, save_seconds: float) -> None:
+    from rich.console import Console
+
+    from mega.core.estimate import show
+    from mega.core.estimate.steptime import step_time
+
+    console = Console(highlight=False, soft_wrap=True)
+    run, world, device = answer.run, answer.world, answer.device
+    if answer.found is not None and device is not None:
+        console.print(show.layouts_table(answer.found))
+        console.print(show.why(answer.found, device))
+    console.print(show.layout(run, world))
+    console.print(show.table(answer.memory))
+    for bar in show.bars(answer.memory):
+        console.print(bar)
+    for line in show.notes(run, world, answer.memory, device, megatron):
+        console.print(line)
+    if device is not None:
+        note = show.training_note(run, step_time(run, world, device).seconds, mtbf, save_seconds)
+        if note is not None:
+            console.print(note)
+    for line in answer.start:
+        console.print(line, markup=False)
 
 
 def planned(run: RunConfig) -> tuple[RunConfig, int]:

@@ -50,9 +50,7 @@ def test_a_short_plan_peaks_like_the_whole(
 )
 def test_parts_add_up_and_live_microbatches_are_the_plans(schedule, pp, count, tp, dp, zero, sequence):  # type: ignore[no-untyped-def]
     world = tp * pp * dp
-    run = run_of(
-        world, schedule=schedule, pp=pp, tp=tp, zero=zero, sequence_parallel=sequence, global_batch=count * dp
-    )
+    run = run_of(world, schedule=schedule, pp=pp, tp=tp, zero=zero, sequence_parallel=sequence, global_batch=count * dp)
     found = estimate.memory(run, world)
     live = simulate(plan(schedule, pp, 1, count)).live
     for stage in found.stages:

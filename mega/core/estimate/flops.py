@@ -32,3 +32,23 @@ def model_flops_per_token(model: ModelConfig, seq: int) -> float:
     """
     assert model.layers and model.heads and model.head_dim, "resolve the model first"
     return 6.0 * product_parameters(model) + 12.0 * model.layers * model.heads * model.head_dim * seq
+
+
+def published_flops(model: ModelConfig, batch: int, seq: int) -> float:
+    """Operations of one step of `batch` samples: 72 B L s h^2 (1 + s/6h + V/12hL); Korthikanti et al. 2022.
+
+    For a GPT whose feed-forward layer is 4 h wide; the numerator of the published model utilisations.
+    """
+    layers, hidden, vocab = _shape(model)
+    return 72.0 * batch * layers * seq * hidden**2 * (1 + seq / (6 * hidden) + vocab / (12 * hidden * layers))
+
+
+def recomputed_flops(model: ModelConfig, batch: int, seq: int) -> float:
+    """The same with every block's forward run twice: 96 B s L h^2 (1 + s/6h + V/16Lh); Narayanan et al. 2021."""
+    layers, hidden, vocab = _shape(model)
+    return 96.0 * batch * layers * seq * hidden**2 * (1 + seq / (6 * hidden) + vocab / (16 * hidden * layers))
+
+
+def _shape(model: ModelConfig) -> tuple[int, int, int]:
+    assert model.layers and model.hidden and model.vocab, "resolve the model first"
+    return model.layers, model.hidden, model.vocab

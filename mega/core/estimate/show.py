@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mega.core.config.resolve import data_parallel, microbatches
+from mega.core.config.resolve import data_parallel, lengths, microbatches
 from mega.core.config.run import RunConfig
 from mega.core.estimate.hardware import Hardware
 from mega.core.estimate.megatron import report
 from mega.core.estimate.memory import Memory, StageMemory, kv_cache_bytes
+from mega.core.estimate.schedule import training_time
+from mega.core.estimate.search import Found
 from mega.core.estimate.steptime import step_time
 
 if TYPE_CHECKING:
@@ -18,6 +21,9 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 GIB = 2**30
+
+RESTART_SECONDS = 600.0
+"""From a failure to the next step: noticing it, new processes, reading a checkpoint."""
 
 PARTS: tuple[tuple[str, str, str], ...] = (
     ("weights", "weights", "#4c78a8"),
@@ -63,9 +69,22 @@ def layout(run: RunConfig, world: int) -> str:
     return "; ".join(words)
 
 
-def as_json(run: RunConfig, world: int, found: Memory) -> dict[str, Any]:
-    """Everything in bytes; stages in order."""
+def as_json(run: RunConfig, world: int, found: Memory, device: Hardware | None = None) -> dict[str, Any]:
+    """Sizes in bytes, times in seconds; stages in order. The layout stands by its options' names."""
+    parallel = run.parallel
+    timed = {} if device is None else {"device": device.name, "step": asdict(step_time(run, world, device))}
     return {
+        "layout": {
+            "tp": parallel.tp,
+            "cp": parallel.cp,
+            "pp": parallel.pp,
+            "dp": data_parallel(run, world),
+            "chunks": parallel.chunks,
+            "zero": parallel.zero,
+            "micro_batch": run.batch.micro_batch,
+            "recompute": run.memory.recompute,
+        },
+        **timed,
         "world": world,
         "parameters": found.parameters,
         "peak": found.worst.peak,
@@ -157,6 +176,77 @@ def notes(run: RunConfig, world: int, found: Memory, device: Hardware | None, me
             f"Megatron-LM says: weights and optimizer {theirs.weights:.2f} MB, "
             f"activations {theirs.activations:.2f} MB, total {theirs.total:.2f} MB"
         )
+
+
+def training_note(run: RunConfig, step_seconds: float, mtbf_hours: float | None, save_seconds: float) -> str | None:
+    """How long the whole training takes, where its length is given."""
+    steps = lengths(run).steps
+    if not steps:
+        return None
+    failures = mtbf_hours * 3600 if mtbf_hours else None
+    whole = training_time(
+        step_seconds, steps, save_seconds=save_seconds, restart_seconds=RESTART_SECONDS, failure_seconds=failures
+    )
+    if whole.save_every is None:
+        return f"{steps} steps: {whole.days:.2f} days"
+    best = max(1, round(whole.save_every / step_seconds))
+    return (
+        f"{steps} steps: {whole.days:.2f} days, of which {whole.effective:.1%} train; with a failure every "
+        f"{mtbf_hours:g} h save every {best} steps ({whole.save_every / 60:.0f} minutes)"
+    )
+
+
+def layouts_table(found: Found) -> Table:
+    """The best layouts, fastest first."""
+    from rich.table import Table
+
+    shown = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
+    for heading in ("tp", "pp", "dp", "chunks", "micro", "recompute", "s/step", "MFU", "bubble", "exposed", "GiB"):
+        shown.add_column(heading, justify="left" if heading == "recompute" else "right", no_wrap=True)
+    for candidate in found.candidates:
+        run, time = candidate.run, candidate.time
+        shown.add_row(
+            str(run.parallel.tp),
+            str(run.parallel.pp),
+            str(candidate.dp),
+            str(run.parallel.chunks),
+            str(run.batch.micro_batch),
+            run.memory.recompute,
+            f"[bold]{time.seconds:.3f}[/bold]",
+            f"{time.mfu:.1%}",
+            f"{time.bubble:.1%}",
+            f"{(time.reduction + time.update) / time.seconds:.1%}",
+            f"{candidate.need:.1f}",
+        )
+    return shown
+
+
+def why(found: Found, device: Hardware) -> str:
+    """The choice in a sentence."""
+    best = found.candidates[0]
+    text = (
+        f"{found.tried} layouts obey the rules, {found.fitting} fit into {device.memory:.1f} GiB of {device.name}; "
+        f"the first is predicted fastest ({best.time.seconds:.3f} s)"
+    )
+    if len(found.candidates) > 1:
+        second = found.candidates[1]
+        text += f", {second.time.seconds / best.time.seconds - 1:.1%} ahead of the second"
+    return f"{text}. exposed: gradients and update that nothing hides"
+
+
+def launch_lines(words: Sequence[str], world: int, node: int) -> list[str]:
+    """Ready command lines: torchrun on one host or several, and sbatch."""
+    import shlex
+
+    flags = shlex.join(words)
+    local = min(world, node)
+    hosts = -(-world // node)
+    join = "" if hosts == 1 else f" --nnodes {hosts} --rdzv-backend c10d --rdzv-endpoint $HEAD:29500"
+    wrapped = shlex.quote(f"srun mega pretrain {flags}")
+    return [
+        f"torchrun --nproc-per-node {local}{join} -m mega pretrain {flags}",
+        f"sbatch --nodes {hosts} --ntasks-per-node {local} --gpus-per-node {local} --wrap {wrapped}",
+    ]
 
 
 def draw(found: Memory, title: str, path: Path) -> None:

@@ -62,12 +62,15 @@ class StepTime:
     mfu: float
 
 
-def step_time(run: RunConfig, world: int, on: Hardware, *, overlap: bool = True, core_again: bool = False) -> StepTime:
+def step_time(
+    run: RunConfig, world: int, on: Hardware, *, overlap: bool = True, core_again: bool = False, play: bool = True
+) -> StepTime:
     """Predict one step of a resolved `run`.
 
     overlap: communication runs beside computing where this trainer lets it. False computes nothing during an exchange
     between stages or while gradients are summed, as Megatron-LM of 2021. core_again: selective recompute repeats plain
-    attention's core, as Megatron-LM's does, instead of norms and activations.
+    attention's core, as Megatron-LM's does, instead of norms and activations. play: False takes the pipeline's length
+    from its slowest stage, in no time.
     """
     parallel, dp, count = run.parallel, data_parallel(run, world), microbatches(run, world)
     assert run.model.layers and run.batch.seq_length and run.batch.global_batch and parallel.schedule
@@ -78,7 +81,8 @@ def step_time(run: RunConfig, world: int, on: Hardware, *, overlap: bool = True,
         times.chunk(len(layers[g % parallel.pp][g // parallel.pp]), first=g == 0, last=g == pieces - 1)
         for g in range(pieces)
     ]
-    pipeline, busy = _pipeline(run, chunks, count, times.hop(parallel.tp * parallel.cp * dp), overlap)
+    hop = times.hop(parallel.tp * parallel.cp * dp)
+    pipeline, busy = pipeline_time(run, chunks, count, hop, overlap) if play else _bound(run, chunks, count)
     reduction = _reduction(run, on, dp)
     if overlap:
         last = max(sum(chunk.backward + chunk.weight for chunk in chunks[r :: parallel.pp]) for r in range(parallel.pp))
@@ -102,7 +106,7 @@ def step_time(run: RunConfig, world: int, on: Hardware, *, overlap: bool = True,
     )
 
 
-def _pipeline(run: RunConfig, chunks: Sequence[Pass], count: int, hop: float, overlap: bool) -> tuple[float, float]:
+def pipeline_time(run: RunConfig, chunks: Sequence[Pass], count: int, hop: float, overlap: bool) -> tuple[float, float]:
     """Length of all microbatches, and the sum of all ranks' work.
 
     A long plan is played short: once the pipeline is full, each further round takes as long as the one before.
@@ -128,6 +132,13 @@ def _pipeline(run: RunConfig, chunks: Sequence[Pass], count: int, hop: float, ov
     first = simulate(_plan(kind, parallel.pp, parallel.chunks, short), costs).makespan
     second = simulate(_plan(kind, parallel.pp, parallel.chunks, longer), costs).makespan
     return second + (second - first) * (count - longer) / parallel.pp, busy
+
+
+def _bound(run: RunConfig, chunks: Sequence[Pass], count: int) -> tuple[float, float]:
+    """The slowest stage's work, and the others' share of the first and last microbatch."""
+    stages = [sum(chunk.all for chunk in chunks[rank :: run.parallel.pp]) for rank in range(run.parallel.pp)]
+    ends = (sum(stages) - max(stages)) / run.parallel.chunks
+    return count * max(stages) + ends, count * sum(stages)
 
 
 @lru_cache(maxsize=32)

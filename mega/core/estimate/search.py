@@ -1,0 +1,192 @@
+"""The layout of a run: every way to share a model out over some devices, those that fit, and the fastest of them.
+
+A candidate is the same run with other values for its layout. It is judged by the rules of every run, weighed by the
+memory estimate and timed by playing its plan; nothing here knows a formula of its own.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
+
+from mega.core.config.check import check
+from mega.core.config.compose import compose
+from mega.core.config.resolve import data_parallel, resolve
+from mega.core.config.run import RunConfig, entries, updated, value_of
+from mega.core.estimate.hardware import GIB, Hardware, hardware
+from mega.core.estimate.memory import Memory, memory
+from mega.core.estimate.steptime import StepTime, step_time
+
+LAYOUT = (
+    "tp", "pp", "chunks", "schedule", "layers_per_chunk", "sequence_parallel", "zero", "micro_batch",
+    "recompute", "recompute_method", "recompute_layers",
+)  # fmt: skip
+"""Options that the search sets."""
+
+RECOMPUTE: tuple[dict[str, Any], ...] = (
+    {"recompute": "none"},
+    {"recompute": "selective"},
+    {"recompute": "full", "recompute_method": "uniform", "recompute_layers": 1},
+)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A layout that fits: its options, the run it makes, and what is predicted of it."""
+
+    world: int
+    options: dict[str, Any]
+    run: RunConfig
+    memory: Memory
+    time: StepTime
+
+    @property
+    def dp(self) -> int:
+        return data_parallel(self.run, self.world)
+
+    @property
+    def need(self) -> float:
+        """GiB of the fullest rank, slack included."""
+        worst = self.memory.worst
+        return (worst.peak + worst.slack) / GIB
+
+
+@dataclass(frozen=True)
+class Found:
+    """Fastest first. tried: layouts that the rules allow. fitting: those of them that fit."""
+
+    candidates: list[Candidate]
+    tried: int
+    fitting: int
+    smallest: float
+    """GiB of the smallest layout, whether it fits or not."""
+
+
+def cluster(fit: str | None, gpus: int | None, gpu: str | None) -> tuple[int, Hardware]:
+    """How many of which device: `--fit 8x80GB` (an H100 with that memory), `--fit 8xh200`, or `--gpus 8 --gpu h200`.
+
+    Errors: ValueError naming the flag.
+
+    >>> count, device = cluster("64xh100", None, None)
+    >>> count, device.name
+    (64, 'h100')
+    """
+    if fit is None:
+        assert gpus is not None
+        count, device = gpus, hardware(gpu or "h100")
+    else:
+        parsed = re.fullmatch(r"(\d{1,7})x(?:(\d{1,4})GB|([\w.-]+))", fit, re.IGNORECASE)
+        if parsed is None or int(parsed[1]) < 1 or (gpus is not None and gpus != int(parsed[1])):
+            raise ValueError(f"--fit {fit}: must be a number of devices and what they are, such as 8x80GB or 8xh200")
+        count, device = int(parsed[1]), hardware(gpu or parsed[3] or "h100")
+        if parsed[2]:
+            # The driver keeps a little of what is printed on the box.
+            device = replace(device, memory=0.985 * int(parsed[2]))
+    if count < 1:
+        raise ValueError(f"--gpus {count}: must be at least 1")
+    return count, device
+
+
+def any_layout(run: RunConfig, world: int) -> RunConfig:
+    """`run` with the smallest layout in place of its own, as a dry run on `world` ranks."""
+    plain = {name: entries()[name].default for name in LAYOUT}
+    return updated(run, {**plain, "micro_batch": 1, "dry_run": True, "nproc": None, "world": world})
+
+
+def search(run: RunConfig, world: int, on: Hardware, keep: int = 8) -> Found:
+    """The best layouts of `run` on `world` devices.
+
+    Takes a run as typed, with its vocabulary; what it says of its layout is replaced. Errors: ValueError where the
+    global batch is missing, or the first rule that every layout breaks.
+    """
+    if run.batch.global_batch is None:
+        raise ValueError("--global-batch is missing: layouts can only be compared at one batch size")
+    for name in ("heads", "layers"):
+        if value_of(run, name) is None:
+            raise ValueError(f"--{name} is missing: give a number of at least 1, or a preset with --model")
+    fitting: list[tuple[float, dict[str, Any], RunConfig, Memory]] = []
+    tried, smallest, refusal = 0, float("inf"), ""
+    base = any_layout(run, world)
+    for options in layouts(run, world, on.node):
+        candidate = updated(base, options)
+        try:
+            check(candidate, world)
+        except ValueError as error:
+            refusal = refusal or str(error)
+            continue
+        tried += 1
+        resolved = resolve(candidate, world)
+        needs = memory(resolved, world)
+        worst = needs.worst
+        smallest = min(smallest, (worst.peak + worst.slack) / GIB)
+        if worst.peak + worst.slack <= on.memory * GIB:
+            rough = step_time(resolved, world, on, play=False).seconds
+            fitting.append((rough, options, resolved, needs))
+    if not tried:
+        raise ValueError(refusal or f"--gpus {world}: no layout divides the model")
+    fitting.sort(key=lambda row: row[0])
+    # The rough time is off by less than the pipeline's ends, so the best is among the first of it.
+    played = [
+        Candidate(world, options, resolved, needs, step_time(resolved, world, on))
+        for _, options, resolved, needs in fitting[: 3 * keep]
+    ]
+    played.sort(key=lambda candidate: candidate.time.seconds)
+    return Found(played[:keep], tried, len(fitting), smallest)
+
+
+def layouts(run: RunConfig, world: int, node: int) -> Iterator[dict[str, Any]]:
+    """Every layout worth judging, as options of a run."""
+    heads, layers, batch = run.model.heads, run.model.layers, run.batch.global_batch
+    assert heads and layers and batch
+    for tp, pp in product(_powers(min(node, world)), _divisors(layers)):
+        if heads % tp or world % (tp * pp):
+            continue
+        dp = world // (tp * pp)
+        chunk_counts = [1, *(c for c in (2, 3, 4) if pp > 1 and layers // pp % c == 0)]
+        for micro, chunks, again in product((1, 2, 4, 8, 16), chunk_counts, RECOMPUTE):
+            if batch % (micro * dp):
+                continue
+            yield {
+                "tp": tp,
+                "pp": pp,
+                "chunks": chunks,
+                "schedule": "interleaved" if chunks > 1 else "1f1b",
+                "layers_per_chunk": None,
+                "sequence_parallel": tp > 1,
+                "zero": 1 if dp > 1 else 0,
+                "micro_batch": micro,
+                "recompute_method": None,
+                "recompute_layers": None,
+                **again,
+            }
+
+
+def command(candidate: Candidate, typed: RunConfig) -> list[str]:
+    """The flags of `mega pretrain` for a candidate: what was typed, and the layout.
+
+    Options that are their family's defaults are left out.
+    """
+    chosen = updated(typed, candidate.options)
+    chosen = updated(chosen, {"dry_run": False, "world": None, "nproc": None})
+    plain = compose(flags={"family": chosen.model.family})
+    words: list[str] = []
+    for name, entry in entries().items():
+        value = value_of(chosen, name)
+        if name != "family" and value == value_of(plain, name):
+            continue
+        if entry.kind is bool and not entry.many:
+            words.append(entry.flag if value else entry.flag.replace("--", "--no-", 1))
+        elif value is not None:
+            words += [entry.flag, *(map(str, value) if entry.many else [str(value)])]
+    return words
+
+
+def _powers(limit: int) -> list[int]:
+    return [2**power for power in range(limit.bit_length()) if 2**power <= limit]
+
+
+def _divisors(number: int) -> list[int]:
+    return [part for part in range(1, number + 1) if number % part == 0]

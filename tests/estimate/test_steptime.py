@@ -1,0 +1,115 @@
+"""Step times against what others published and measured, and what must hold of any prediction."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mega.core.config.compose import compose
+from mega.core.config.resolve import resolve
+from mega.core.config.run import RunConfig
+from mega.core.estimate.flops import published_flops, recomputed_flops
+from mega.core.estimate.hardware import hardware
+from mega.core.estimate.steptime import Pass, pipeline_time, step_time
+from mega.core.plan import Costs, plan, simulate
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from published import SCALING, UTILISATION, Scaling, Utilisation, gpt3_run, scaling_run, utilisation_run
+
+A100 = hardware("a100")
+QUIET = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "dtype": "bf16"}
+
+
+@pytest.mark.parametrize("row", UTILISATION, ids=lambda row: row.preset)
+@pytest.mark.parametrize("full", [False, True], ids=["selective", "full"])
+def test_published_utilisation(row: Utilisation, full: bool) -> None:
+    """Within 4 points of the model operations' share of the peak."""
+    run = utilisation_run(row, full)
+    predicted = step_time(run, row.gpus, A100, overlap=False, core_again=True).seconds
+    flops = published_flops(run.model, row.batch, 2048)
+    seconds = row.full if full else row.seconds
+    share = {name: flops / time / row.gpus / 312e12 for name, time in (("theirs", seconds), ("ours", predicted))}
+    if not full:
+        assert share["theirs"] == pytest.approx(row.mfu / 100, abs=0.003)
+    assert share["ours"] == pytest.approx(share["theirs"], abs=0.04)
+
+
+@pytest.mark.parametrize("row", SCALING, ids=lambda row: row.preset)
+def test_published_weak_scaling(row: Scaling) -> None:
+    """Within 10 % of the operations per second, recomputation counted."""
+    run = scaling_run(row)
+    predicted = step_time(run, row.gpus, A100, overlap=False).seconds
+    rate = recomputed_flops(run.model, row.batch, 2048) / predicted / row.gpus / 1e12
+    assert rate == pytest.approx(row.tflops, rel=0.1)
+
+
+def test_gpt3_on_1024_devices() -> None:
+    """About 32 s, says its script's README."""
+    assert step_time(gpt3_run(), 1024, A100, overlap=False).seconds == pytest.approx(32, rel=0.1)
+
+
+MEASURED = [
+    ("gpt2-345m", 1, {"micro_batch": 16, "global_batch": 128}, 0.674),
+    ("llama2-7b", 1, {"micro_batch": 1, "global_batch": 4}, 1.338),
+    ("llama2-7b", 1, {"micro_batch": 1, "global_batch": 16}, 5.086),
+    ("llama2-7b", 8, {"micro_batch": 1, "global_batch": 32, "zero": 1}, 1.314),
+]
+"""Seconds of good trainers on H200s; ours is predicted as fast, within 5 %."""
+
+
+@pytest.mark.parametrize(("preset", "world", "flags", "seconds"), MEASURED)
+def test_measured_on_h200(preset: str, world: int, flags: dict[str, Any], seconds: float) -> None:
+    run = resolve(compose(preset, flags={**QUIET, **flags}), world)
+    assert step_time(run, world, hardware("h200")).seconds == pytest.approx(seconds, rel=0.05)
+
+
+def small(world: int, **flags: Any) -> RunConfig:
+    shape = {"layers": 24, "hidden": 1024, "heads": 16, "vocab": 50304, "seq_length": 1024, "micro_batch": 1}
+    return resolve(compose(flags={**QUIET, **shape, **flags}), world)
+
+
+@pytest.mark.parametrize(("schedule", "pp", "chunks", "count"), [("1f1b", 4, 1, 61), ("interleaved", 4, 3, 64)])
+def test_long_plans_are_played_short(schedule: str, pp: int, chunks: int, count: int) -> None:
+    """Continued from its first rounds, a plan is as long as played to the end."""
+    run = small(pp, pp=pp, chunks=chunks, schedule=schedule, global_batch=count)
+    passes = [Pass(1.0 + 0.1 * number, 1.2, 0.9) for number in range(pp * chunks)]
+    costs = Costs([p.forward for p in passes], [p.backward for p in passes], [p.weight for p in passes], 0.05)
+    length, _ = pipeline_time(run, passes, count, 0.05, overlap=True)
+    assert length == pytest.approx(simulate(plan(schedule, pp, chunks, count), costs).makespan, rel=1e-3)  # type: ignore[arg-type]
+
+
+def test_a_bubble_is_the_plans() -> None:
+    """Stages without embedding and head to speak of, and blocks that dwarf the links between them."""
+    run = small(4, pp=4, global_batch=16, hidden=8192, vocab=64, vocab_multiple=1)
+    equal = simulate(plan("1f1b", 4, 1, 16), Costs()).bubble
+    assert step_time(run, 4, hardware("h200")).bubble == pytest.approx(equal, abs=0.01)
+
+
+def test_what_slows_a_step() -> None:
+    on = hardware("h200")
+
+    def seconds(world: int = 8, **flags: Any) -> float:
+        return step_time(small(world, **{"global_batch": 64, **flags}), world, on).seconds
+
+    again = {"recompute": "full", "recompute_method": "uniform", "recompute_layers": 1}
+    assert seconds() < seconds(recompute="selective") < seconds(**again)
+    assert seconds() < seconds(attention_dropout=0.1)
+    assert seconds(micro_batch=8) < seconds()
+    assert seconds(16) < seconds() < seconds(4)
+    assert step_time(small(8, global_batch=64), 8, hardware("v100")).seconds > seconds()
+
+
+def test_devices_of_ones_own(tmp_path: Path) -> None:
+    own = tmp_path / "mine.toml"
+    own.write_text("memory = 40\n[peak]\nbf16 = 500\n")
+    assert (hardware(str(own)).memory, hardware(str(own)).peak["bf16"], hardware(str(own)).name) == (40, 500, "mine")
+    for text, complaint in (("speed = 3", "unknown field speed"), ("node = 0", "node is 0"), ("memory = [", "TOML")):
+        own.write_text(text)
+        with pytest.raises(ValueError, match=complaint):
+            hardware(str(own))
+    with pytest.raises(ValueError, match="--gpu h999: is no known device; valid: a100, h100, h200"):
+        hardware("h999")
