@@ -1,0 +1,187 @@
+"""The search for a layout, the length of a training, and any configuration at all."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import os
+import pkgutil
+from math import exp
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import mega.core.estimate
+from mega.core.config.check import check
+from mega.core.config.compose import compose
+from mega.core.config.resolve import data_parallel, resolve
+from mega.core.config.run import updated
+from mega.core.estimate import show
+from mega.core.estimate.hardware import GIB, hardware
+from mega.core.estimate.memory import memory
+from mega.core.estimate.schedule import optimum_interval, training_time
+from mega.core.estimate.search import cluster, command, layouts, search
+from mega.core.estimate.steptime import step_time
+from mega.core.parallel.mesh import Mesh
+from mega.core.training.build import build_stages
+from mega.options import command as options_of
+
+QUIET = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "dtype": "bf16", "dry_run": True}
+SMALL = {**QUIET, "layers": 4, "hidden": 512, "heads": 8, "vocab": 5000, "seq_length": 256, "global_batch": 32}
+
+
+def test_the_search_returns_the_fastest_that_fits() -> None:
+    run, (world, device) = compose(flags=SMALL), cluster("8xh200", None, None)
+    found = search(run, world, device)
+    times = [candidate.time.seconds for candidate in found.candidates]
+    assert times == sorted(times) and found.fitting == found.tried
+    everything = []
+    for options in layouts(run, world, 8):
+        one = updated(updated(run, {"world": world}), options)
+        try:
+            check(one, world)
+        except ValueError:
+            continue
+        everything.append(step_time(resolve(one, world), world, device).seconds)
+    assert len(everything) == found.tried
+    assert times[0] == pytest.approx(min(everything), rel=0.01)
+
+
+def test_what_does_not_fit_is_not_offered() -> None:
+    run = compose("llama2-7b", flags={**QUIET, "global_batch": 32})
+    world, device = cluster("8x24GB", None, "h100")
+    found = search(run, world, device)
+    assert 0 < found.fitting < found.tried
+    for candidate in found.candidates:
+        assert candidate.need <= device.memory < 24
+        assert candidate.world == candidate.dp * candidate.run.parallel.tp * candidate.run.parallel.pp
+    world, device = cluster("2x16GB", None, None)
+    nothing = search(run, world, device)
+    assert not nothing.candidates and nothing.smallest > device.memory
+
+
+def test_the_command_makes_the_very_run() -> None:
+    run = compose("llama2-7b", flags={**QUIET, "global_batch": 32, "steps": 10, "lr": 1e-4, "mock_data": True})
+    found = search(run, 8, hardware("h200"), keep=2)
+    words = command(found.candidates[0], run)
+    import typer
+    from typer.testing import CliRunner
+
+    seen: list[Any] = []
+
+    def verb(run: Any) -> None:
+        seen.append(run)
+
+    verb.__annotations__["run"] = type(run)
+    app = typer.Typer()
+    app.command()(options_of(verb))
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 0, result.output
+    chosen = updated(found.candidates[0].run, {"dry_run": False, "world": None})
+    assert resolve(seen[0], 8) == chosen
+    one, several = show.launch_lines(words, 8, 8), show.launch_lines(words, 64, 8)
+    assert one[0].startswith("torchrun --nproc-per-node 8 -m mega pretrain --family llama")
+    assert "--nnodes 8" in several[0] and several[1].startswith("sbatch --nodes 8 --ntasks-per-node 8")
+
+
+@pytest.mark.parametrize("words", [("8", None), ("0xh100", None), ("8x", None), ("8xh100", 4), ("8xh999", None)])
+def test_bad_clusters(words: tuple[str, int | None]) -> None:
+    with pytest.raises(ValueError, match=r"--(fit|gpu) "):
+        cluster(words[0], words[1], None)
+
+
+def test_clusters() -> None:
+    assert cluster(None, 1024, "a100")[0] == 1024
+    assert cluster("8x40GB", None, "a100")[1].memory == pytest.approx(39.4)
+    with pytest.raises(ValueError, match="--gpus 0"):
+        cluster(None, 0, None)
+    with pytest.raises(ValueError, match="--global-batch is missing"):
+        search(compose("llama2-7b"), 8, hardware("h100"))
+
+
+def test_the_best_interval_wastes_least() -> None:
+    """Against Daly's wall time at other intervals, and against the simplest possible bound."""
+    save, failures = 60.0, 20000.0
+    best = optimum_interval(save, failures)
+
+    def wall(interval: float) -> float:
+        return failures * (exp((interval + save) / failures) - 1) / interval
+
+    assert all(wall(best) <= wall(best * factor) * 1.0005 for factor in (0.5, 0.8, 0.95, 1.05, 1.2, 2.0))
+    plain = training_time(10.0, 1000)
+    assert (plain.days, plain.effective, plain.save_every) == (10000 / 86400, 1.0, None)
+    troubled = training_time(10.0, 1000, save_seconds=save, restart_seconds=600, failure_seconds=failures)
+    assert 0.8 < troubled.effective < 1 - save / (best + save)
+
+
+@settings(max_examples=int(os.environ.get("MEGA_RANDOM_CONFIGS", "60")), deadline=None)
+@given(
+    flags=st.fixed_dictionaries(
+        {
+            "layers": st.integers(1, 12),
+            "hidden": st.sampled_from([8, 24, 64, 96]),
+            "heads": st.sampled_from([1, 2, 3, 4, 8]),
+            "seq_length": st.sampled_from([8, 12, 16, 33]),
+            "micro_batch": st.integers(1, 3),
+            "tp": st.sampled_from([1, 2, 3, 4]),
+            "pp": st.sampled_from([1, 2, 3, 4]),
+            "global_batch": st.sampled_from([None, 4, 8, 12, 24, 25]),
+        },
+        optional={
+            "family": st.sampled_from(["gpt", "llama"]),
+            "kv_heads": st.sampled_from([1, 2, 3]),
+            "chunks": st.sampled_from([1, 2, 3]),
+            "schedule": st.sampled_from(["1f1b", "gpipe", "interleaved", "zb-h1"]),
+            "sequence_parallel": st.booleans(),
+            "zero": st.integers(0, 3),
+            "dtype": st.sampled_from(["fp32", "bf16", "fp16", "fp64"]),
+            "grad_dtype": st.sampled_from(["fp32", "bf16", "fp64"]),
+            "recompute": st.sampled_from(["none", "selective", "full"]),
+            "recompute_method": st.sampled_from(["uniform", "block"]),
+            "recompute_layers": st.integers(1, 4),
+            "distribute_saved": st.booleans(),
+            "reset_attention": st.booleans(),
+            "qk_norm": st.booleans(),
+            "norm_offset": st.booleans(),
+            "attention_dropout": st.sampled_from([0.0, 0.1]),
+            "activation": st.sampled_from(["gelu", "swiglu", "relu2"]),
+            "vocab_multiple": st.sampled_from([1, 128]),
+            "stage_layers": st.sampled_from([(), (2, 2), (1, 3)]),
+            "optimizer": st.sampled_from(["adam", "sgd"]),
+            "cp": st.sampled_from([1, 2]),
+            "ops": st.sampled_from(["auto", "reference"]),
+        },
+    ),
+    world=st.sampled_from([1, 2, 4, 8, 12]),
+)
+def test_any_configuration(flags: dict[str, Any], world: int) -> None:
+    """A mistake named by its flag, or an estimate that agrees with itself and with the stages as they are built."""
+    typed = {name: value for name, value in flags.items() if value is not None}
+    run = compose(flags={**typed, "vocab": 77, "dry_run": True, "world": world})
+    try:
+        check(run, world)
+    except ValueError as error:
+        assert all(line.startswith("--") for line in str(error).splitlines()), error
+        return
+    run = resolve(run, world)
+    found = memory(run, world)
+    time = step_time(run, world, hardware("h100"))
+    assert time.seconds > 0 and 0 <= time.bubble < 1 and 0 < time.mfu < 1
+    parallel, dp = run.parallel, data_parallel(run, world)
+    for stage in found.stages:
+        assert all(size >= 0 for size in show.parts(stage).values())
+        assert sum(show.parts(stage).values()) == stage.peak < GIB
+        mesh = Mesh.at(
+            stage.stage * parallel.tp * parallel.cp * dp, tp=parallel.tp, cp=parallel.cp, dp=dp, pp=parallel.pp
+        )
+        built = torch.nn.ModuleList(build_stages(run, mesh, torch.device("meta")))
+        assert stage.held.parameters == sum(parameter.numel() for parameter in built.parameters())
+
+
+def test_the_rooms_examples() -> None:
+    for module in pkgutil.iter_modules(mega.core.estimate.__path__):
+        results = doctest.testmod(importlib.import_module(f"mega.core.estimate.{module.name}"))
+        assert results.failed == 0
