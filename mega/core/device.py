@@ -44,6 +44,8 @@ class Device:
                     f"--device cuda: local rank {local_rank} needs {local_rank + 1} CUDA devices, this node has {count}"
                     " (valid: fewer local ranks, or --device cpu)"
                 )
+            # Tensors of many sizes would leave holes in fixed segments: 3 GiB of them for Llama-2 7B.
+            os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
             torch.cuda.set_device(local_rank)
             return cls(torch.device("cuda", local_rank), "nccl" if backend == "auto" else backend)
         return cls(torch.device("cpu"), "gloo" if backend == "auto" else backend)

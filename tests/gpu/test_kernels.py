@@ -100,18 +100,21 @@ def test_activate(kind: str, bias: bool) -> None:
 @pytest.mark.parametrize(
     "heads_, kv_heads, width, turned", [(4, 4, 64, 0), (4, 2, 64, 64), (2, 2, 96, 96), (2, 1, 96, 24)]
 )
-def test_split_heads(heads_: int, kv_heads: int, width: int, turned: int) -> None:
+@pytest.mark.parametrize("bias", [False, True])
+def test_split_heads(heads_: int, kv_heads: int, width: int, turned: int, bias: bool) -> None:
     positions = torch.arange(TOKENS, device=DEVICE)
     fast = kernels()["split_heads"]
 
     def run(function: Callable[..., Any]) -> Callable[..., Any]:
-        def one(fused: torch.Tensor) -> Any:
+        def one(fused: torch.Tensor, bias: torch.Tensor | None) -> Any:
             rotary = rotary_table(positions, turned, 10000.0, 1.0, fused.dtype) if turned else None
-            return function(fused, heads_, kv_heads, rotary)
+            return function(fused, bias, heads_, kv_heads, rotary)
 
         return one
 
-    compare(run(fast), run(heads.split_heads), [random(TOKENS, (heads_ + 2 * kv_heads) * width)])
+    columns = (heads_ + 2 * kv_heads) * width
+    bias_ = random(columns) if bias else None
+    compare(run(fast), run(heads.split_heads), [random(TOKENS, columns), bias_])
 
 
 @pytest.mark.parametrize("real", [5000, 4999, 17])
@@ -136,11 +139,6 @@ def test_a_rank_that_holds_only_padding_adds_nothing() -> None:
     for table in (kernels(), vars(suite.REFERENCE)):
         largest, total, target = table["softmax_parts"](x, labels, 0)
         assert not target.any() and not (total * (largest - 1.0).exp()).any()
-
-
-def test_column_sums() -> None:
-    x = random(TOKENS, 700)
-    assert error(kernels()["column_sums"](x), x.double().sum(0)) < 1e-6
 
 
 @pytest.mark.parametrize("fine", [1.0, 0.0])

@@ -85,7 +85,8 @@ class Attention(nn.Module):
     def forward(self, x: torch.Tensor, flow: Flow) -> torch.Tensor:
         """x [tokens, h] -> [tokens, h], to which the bias of `out` is still to be added."""
         normed = self.q_norm is not None
-        q, k, v = self.ops.split_heads(self.qkv(x), self.heads, self.kv_heads, None if normed else flow.rotary)
+        rotary = None if normed else flow.rotary
+        q, k, v = self.ops.split_heads(self.qkv.biased(x), self.qkv.bias, self.heads, self.kv_heads, rotary)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(Stream(q))[1], self.k_norm(Stream(k))[1]
             if flow.rotary is not None:

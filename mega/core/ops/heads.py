@@ -11,12 +11,15 @@ Rotary = tuple[torch.Tensor, torch.Tensor]
 
 
 def split_heads(
-    fused: torch.Tensor, heads: int, kv_heads: int, rotary: Rotary | None
+    fused: torch.Tensor, bias: torch.Tensor | None, heads: int, kv_heads: int, rotary: Rotary | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """fused [tokens, (heads + 2 kv_heads) d] -> q [tokens, heads, d], k and v [tokens, kv_heads, d]; q and k turned.
 
-    `fused` belongs to this op from here on: a fast implementation turns it in place.
+    bias: what the product has added to `fused` already; only its gradient is made here, in passing. `fused` belongs to
+    this op from here on: a fast implementation turns it in place.
     """
+    if bias is not None:
+        fused = fused + (bias - bias.detach())
     q, k, v = fused.unflatten(1, (heads + 2 * kv_heads, -1)).split([heads, kv_heads, kv_heads], dim=1)
     if rotary is not None:
         q, k = rotate(q, *rotary), rotate(k, *rotary)

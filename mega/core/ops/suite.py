@@ -17,11 +17,6 @@ import torch
 from mega.core.ops import activation, attention, cross_entropy, heads, norm
 
 
-def column_sums(x: torch.Tensor) -> torch.Tensor:
-    """x [n, f] -> [f], in max(fp32, dtype)."""
-    return x.sum(0, dtype=norm.accurate(x.dtype))
-
-
 def add_product(sink: torch.Tensor, grad: torch.Tensor, x: torch.Tensor) -> None:
     """sink [out, in] += grad [n, out]^T x [n, in]."""
     if sink.dtype == grad.dtype:
@@ -52,7 +47,6 @@ class Ops:
     attention: Callable[..., torch.Tensor] = attention.plain
     softmax_parts: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = cross_entropy.softmax_parts
     softmax_gradient: Callable[..., torch.Tensor] = cross_entropy.softmax_gradient
-    column_sums: Callable[[torch.Tensor], torch.Tensor] = column_sums
     add_product: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None] = add_product
     adamw: Callable[..., None] | None = None
 

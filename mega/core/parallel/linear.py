@@ -27,16 +27,14 @@ class _ColumnProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: Weight, bias: Weight | None, axis: Axis, sequence: bool
+        ctx: Any, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None, axis: Axis, sequence: bool
     ) -> torch.Tensor:
         keep(ctx, x)
-        ctx.weight, ctx.bias, ctx.axis, ctx.sequence = weight, bias, axis, sequence
+        ctx.weight, ctx.axis, ctx.sequence = weight, axis, sequence
         return F.linear(all_gather(x, axis) if sequence else x, weight, bias)
 
     @staticmethod
-    def backward(
-        ctx: Any, grad: torch.Tensor
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, None, None]:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None, None]:
         x = kept(ctx)
         weight, axis, sequence = ctx.weight, ctx.axis, ctx.sequence
         # 1 ask for the whole input again while the input's gradient is computed
@@ -50,9 +48,8 @@ class _ColumnProduct(torch.autograd.Function):
         if gathered is not None:
             gathered.wait()
         grad_weight = weight.add_product(grad, whole)
-        grad_bias = None if ctx.bias is None else ctx.bias.absorb(weight.ops.column_sums(grad))
         summed.wait()
-        return grad_x, grad_weight, grad_bias, None, None
+        return grad_x, grad_weight, None, None, None
 
 
 class _Product(torch.autograd.Function):
@@ -71,16 +68,20 @@ class _Product(torch.autograd.Function):
 
 
 def column_product(
-    x: torch.Tensor, weight: Weight, axis: Axis, sequence: bool, bias: Weight | None = None
+    x: torch.Tensor, weight: Weight, axis: Axis, sequence: bool, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Enter the region and multiply: x [tokens, in] (our tokens under sequence) -> [tokens, rows of weight]."""
+    """Enter the region and multiply: x [tokens, in] (our tokens under sequence) -> [tokens, rows of weight].
+
+    bias: added in the product's own pass; it gets no gradient from here.
+    """
     return _ColumnProduct.apply(x, weight, bias, axis, sequence and axis.size > 1)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class ColumnLinear(nn.Module):
     """Outputs cut over the axis; several logical tensors may be stacked (query, key, value).
 
-    `product` leaves the bias to the op behind, which can add it in passing.
+    The op behind makes the bias's gradient, in passing over its own. `biased` adds the bias while it multiplies;
+    `product` leaves that to the op behind too.
     """
 
     def __init__(self, make: Maker, weight: list[Tensor], bias: list[Tensor], axis: Axis, sequence: bool):
@@ -90,7 +91,13 @@ class ColumnLinear(nn.Module):
         self.axis, self.sequence = axis, sequence
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return column_product(x, self.weight, self.axis, self.sequence, self.bias)
+        y = self.product(x)
+        return y if self.bias is None else y + self.bias
+
+    def biased(self, x: torch.Tensor) -> torch.Tensor:
+        return column_product(
+            x, self.weight, self.axis, self.sequence, None if self.bias is None else self.bias.detach()
+        )
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
         return column_product(x, self.weight, self.axis, self.sequence)

@@ -51,9 +51,9 @@ ROWS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
 PRODUCTS, ATTENTION, COMMUNICATION, UPDATE, REST = "products", "attention", "communication", "update", "rest"
 KINDS = (
     (COMMUNICATION, ("nccl", "gloo", "all_reduce", "all_gather", "reduce_scatter")),
-    (ATTENTION, ("cudnn_generated", "flash", "fmha", "sdpa", "sdp_", "attention")),
+    (ATTENTION, ("cudnn", "flash", "fmha", "sdpa", "sdp_", "attention")),
     (PRODUCTS, ("gemm", "nvjet", "cutlass", "xmma", "mm", "splitk")),
-    (UPDATE, ("_step", "adam", "norm_two", "lpnorm")),
+    (UPDATE, ("adamw", "normtwo")),
 )
 """Kind of work -> parts of kernel names; the first that fits counts, what fits none is the rest."""
 

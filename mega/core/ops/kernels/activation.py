@@ -10,10 +10,10 @@ import triton.language as tl
 
 from mega.core.ops.sink import deliver
 
-ROWS = 128
+ROWS = 256
 """Rows of one partial sum of the bias's gradient."""
-TALL, WIDE = 8, 512
-"""One tile."""
+TALL, WIDE = 8, 128
+"""One tile. Both figures are the fastest measured on H200 (docs/performance.md)."""
 KINDS = {"gelu_tanh": 0, "gelu": 1, "relu2": 2}
 
 
@@ -40,7 +40,7 @@ def _slope(x, KIND: tl.constexpr):
 
 
 @triton.jit
-def _forward(
+def _activation_forward(
     x_at, bias_at, y_at, rows, width,
     KIND: tl.constexpr, BIAS: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
@@ -55,13 +55,13 @@ def _forward(
 
 
 @triton.jit
-def _backward(
+def _activation_backward(
     x_at, bias_at, grad_at, out_at, sums_at, rows, width,
     KIND: tl.constexpr, BIAS: tl.constexpr, ROWS: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     column = tl.program_id(0) * WIDE + tl.arange(0, WIDE)
     inside = column < width
-    total = tl.zeros([WIDE], tl.float32)
+    total = tl.zeros([TALL, WIDE], tl.float32)  # summed once, at the end: sums over rows cross warps
     if BIAS:
         bias = tl.load(bias_at + column, inside, 0.0).to(tl.float32)
     for step in range(0, ROWS, TALL):
@@ -73,9 +73,9 @@ def _backward(
             x += bias[None, :]
         grad = tl.load(grad_at + at, real, 0.0).to(tl.float32) * _slope(x, KIND)
         tl.store(out_at + at, grad.to(out_at.dtype.element_ty), real)
-        total += tl.sum(grad, 0)
+        total += grad
     if BIAS:
-        tl.store(sums_at + tl.program_id(1) * width + column, total, inside)
+        tl.store(sums_at + tl.program_id(1) * width + column, tl.sum(total, 0), inside)
 
 
 class _Activate(torch.autograd.Function):
@@ -84,7 +84,7 @@ class _Activate(torch.autograd.Function):
         rows, width = x.shape
         y = torch.empty_like(x)
         grid = (triton.cdiv(width, WIDE), triton.cdiv(rows, TALL))
-        _forward[grid](x, bias, y, rows, width, KIND=kind, BIAS=bias is not None, TALL=TALL, WIDE=WIDE)
+        _activation_forward[grid](x, bias, y, rows, width, KIND=kind, BIAS=bias is not None, TALL=TALL, WIDE=WIDE)
         ctx.save_for_backward(x)
         ctx.bias, ctx.kind = bias, kind
         return y
@@ -97,7 +97,7 @@ class _Activate(torch.autograd.Function):
         parts = triton.cdiv(rows, ROWS)
         out = torch.empty_like(x)
         sums = torch.empty(parts, width, dtype=torch.float32, device=x.device) if bias is not None else None
-        _backward[(triton.cdiv(width, WIDE), parts)](
+        _activation_backward[(triton.cdiv(width, WIDE), parts)](
             x, bias, grad.contiguous(), out, sums, rows, width,
             KIND=ctx.kind, BIAS=bias is not None, ROWS=ROWS, TALL=TALL, WIDE=WIDE,
         )  # fmt: skip

@@ -13,7 +13,7 @@ BLOCK = 2048
 
 
 @triton.jit
-def _step(
+def _adamw(
     master_at, grad_at, moment1_at, moment2_at, weight_at, facts_at, size, decay_end, lr, decay, beta1, beta2,
     gain1, gain2, eps, COPY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -63,7 +63,7 @@ def adamw(
     """
     size = master.numel()
     if size:
-        _step[(triton.cdiv(size, BLOCK),)](
+        _adamw[(triton.cdiv(size, BLOCK),)](
             master, grad, moment1, moment2, weights, facts, size, decay_end, lr, decay, beta1, beta2,
             1 - beta1, 1 - beta2, eps, COPY=weights is not None, BLOCK=BLOCK, num_warps=8,
         )  # fmt: skip

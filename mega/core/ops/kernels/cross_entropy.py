@@ -10,27 +10,27 @@ BLOCK = 4096
 
 
 @triton.jit
-def _parts(x_at, label_at, largest_at, total_at, target_at, stride, real, BLOCK: tl.constexpr):
+def _softmax_parts(x_at, label_at, largest_at, total_at, target_at, stride, real, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     label = tl.load(label_at + row)
-    largest = tl.full([BLOCK], -3.4028234663852886e38, tl.float32)
+    top = -3.4028234663852886e38
     total = tl.zeros([BLOCK], tl.float32)
     for begin in range(0, real, BLOCK):
         at = begin + tl.arange(0, BLOCK)
         x = tl.load(x_at + row * stride + at, at < real, -float("inf")).to(tl.float32)
-        higher = tl.maximum(largest, x)
-        total = total * tl.exp(largest - higher) + tl.exp(x - higher)
-        largest = higher
-    top = tl.max(largest, 0)
+        # One exponential an element: the row has one running maximum, not one for each lane.
+        higher = tl.maximum(top, tl.max(x, 0))
+        total = total * tl.exp(top - higher) + tl.exp(x - higher)
+        top = higher
     tl.store(largest_at + row, top)
-    tl.store(total_at + row, tl.sum(total * tl.exp(largest - top), 0))
+    tl.store(total_at + row, tl.sum(total, 0))
     ours = (label >= 0) & (label < real)
     target = tl.load(x_at + row * stride + label, ours, 0.0).to(tl.float32)
     tl.store(target_at + row, target)
 
 
 @triton.jit
-def _gradient(x_at, label_at, log_total_at, scale_at, stride, real, BLOCK: tl.constexpr):
+def _softmax_gradient(x_at, label_at, log_total_at, scale_at, stride, real, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     label = tl.load(label_at + row)
@@ -45,7 +45,7 @@ def softmax_parts(x: torch.Tensor, labels: torch.Tensor, real: int) -> tuple[tor
     """`ops.cross_entropy.softmax_parts`."""
     assert x.is_contiguous()
     largest, total, target = torch.empty(3, x.shape[0], dtype=torch.float32, device=x.device)
-    _parts[(x.shape[0],)](x, labels, largest, total, target, x.shape[1], real, BLOCK=BLOCK, num_warps=8)
+    _softmax_parts[(x.shape[0],)](x, labels, largest, total, target, x.shape[1], real, BLOCK=BLOCK, num_warps=8)
     return largest, total, target
 
 
@@ -54,5 +54,5 @@ def softmax_gradient(
 ) -> torch.Tensor:
     """`ops.cross_entropy.softmax_gradient`, written over `x`."""
     grid = (x.shape[0], triton.cdiv(x.shape[1], BLOCK))
-    _gradient[grid](x, labels, log_total, scale.contiguous(), x.shape[1], real, BLOCK=BLOCK, num_warps=8)
+    _softmax_gradient[grid](x, labels, log_total, scale.contiguous(), x.shape[1], real, BLOCK=BLOCK, num_warps=8)
     return x

@@ -9,9 +9,12 @@ import triton
 import triton.language as tl
 
 from mega.core.ops.heads import Rotary
+from mega.core.ops.sink import deliver
 
 TOKENS = 32
 """Tokens of one program."""
+SUMMED = 128
+"""Tokens of one program, and of one partial sum, where the bias's gradient is summed."""
 
 
 @triton.jit
@@ -34,18 +37,24 @@ def _turn(
 
 @triton.jit
 def _gather(
-    grad_at, out_at, cos_at, sin_at, tokens, grad_token, grad_head, out_token, out_first,
-    WIDTH: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr,
+    grad_at, out_at, cos_at, sin_at, sums_at, tokens, grad_token, grad_head, out_token, out_first,
+    WIDTH: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     head = tl.program_id(1)
     here = (token < tokens)[:, None]
     source = grad_at + token.to(tl.int64)[:, None] * grad_token + head * grad_head
     target = out_at + token.to(tl.int64)[:, None] * out_token + out_first + head * WIDTH
-    part = tl.arange(0, BLOCK)[None, :]
+    one = tl.arange(0, BLOCK)
+    part = one[None, :]
+    if SUMS:
+        sums = sums_at + tl.program_id(0) * out_token + out_first + head * WIDTH + one
     if HALF == 0:
         real = here & (part < WIDTH)
-        tl.store(target + part, tl.load(source + part, real, 0.0), real)
+        x = tl.load(source + part, real, 0.0)
+        tl.store(target + part, x, real)
+        if SUMS:
+            tl.store(sums, tl.sum(x.to(tl.float32), 0), one < WIDTH)
     else:
         real = here & (part < HALF)
         angle = token[:, None] * HALF + part
@@ -53,12 +62,19 @@ def _gather(
         sin = tl.load(sin_at + angle, real, 0.0)
         first = tl.load(source + part, real, 0.0).to(tl.float32)
         second = tl.load(source + HALF + part, real, 0.0).to(tl.float32)
-        tl.store(target + part, (first * cos + second * sin).to(out_at.dtype.element_ty), real)
-        tl.store(target + HALF + part, (second * cos - first * sin).to(out_at.dtype.element_ty), real)
+        before, behind = first * cos + second * sin, second * cos - first * sin
+        tl.store(target + part, before.to(out_at.dtype.element_ty), real)
+        tl.store(target + HALF + part, behind.to(out_at.dtype.element_ty), real)
+        if SUMS:
+            tl.store(sums, tl.sum(before, 0), one < HALF)
+            tl.store(sums + HALF, tl.sum(behind, 0), one < HALF)
         if 2 * HALF < WIDTH:
             for begin in tl.static_range(2 * HALF, WIDTH, BLOCK):
                 rest = here & (begin + part < WIDTH)
-                tl.store(target + begin + part, tl.load(source + begin + part, rest, 0.0), rest)
+                x = tl.load(source + begin + part, rest, 0.0)
+                tl.store(target + begin + part, x, rest)
+                if SUMS:
+                    tl.store(sums + begin, tl.sum(x.to(tl.float32), 0), begin + one < WIDTH)
 
 
 class _SplitHeads(torch.autograd.Function):
@@ -66,6 +82,7 @@ class _SplitHeads(torch.autograd.Function):
     def forward(
         ctx: Any,
         fused: torch.Tensor,
+        bias: torch.Tensor | None,
         heads: int,
         kv_heads: int,
         cos: torch.Tensor | None,
@@ -81,31 +98,35 @@ class _SplitHeads(torch.autograd.Function):
                 WIDTH=width, HALF=half, HALF_BLOCK=triton.next_power_of_2(half), TOKENS=TOKENS,
             )  # fmt: skip
         ctx.save_for_backward(cos, sin)
-        ctx.shape = (tokens, stride, width)
+        ctx.bias, ctx.shape = bias, (tokens, stride, width)
         q, k, v = fused.detach().unflatten(1, (-1, width)).split([heads, kv_heads, kv_heads], dim=1)
         return q, k, v
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         cos, sin = ctx.saved_tensors
-        tokens, stride, width = ctx.shape
+        bias, (tokens, stride, width) = ctx.bias, ctx.shape
+        block = TOKENS if bias is None else SUMMED
+        parts = triton.cdiv(tokens, block)
+        sums = None if bias is None else torch.empty(parts, stride, dtype=torch.float32, device=grads[0].device)
         out = torch.empty(tokens, stride, dtype=grads[0].dtype, device=grads[0].device)
         first = 0
         for grad, turned in zip(grads, (True, True, False), strict=True):
             if grad.stride(2) != 1:
                 grad = grad.contiguous()
             half = cos.shape[1] if cos is not None and turned else 0
-            _gather[(triton.cdiv(tokens, TOKENS), grad.shape[1])](
-                grad, out, cos, sin, tokens, grad.stride(0), grad.stride(1), stride, first,
-                WIDTH=width, HALF=half, BLOCK=triton.next_power_of_2(half or width), TOKENS=TOKENS,
+            _gather[(parts, grad.shape[1])](
+                grad, out, cos, sin, sums, tokens, grad.stride(0), grad.stride(1), stride, first,
+                WIDTH=width, HALF=half, BLOCK=triton.next_power_of_2(half or width), TOKENS=block,
+                SUMS=bias is not None,
             )  # fmt: skip
             first += grad.shape[1] * width
-        return out, None, None, None, None
+        return out, None if sums is None else deliver(bias, sums.sum(0)), None, None, None, None
 
 
 def split_heads(
-    fused: torch.Tensor, heads: int, kv_heads: int, rotary: Rotary | None
+    fused: torch.Tensor, bias: torch.Tensor | None, heads: int, kv_heads: int, rotary: Rotary | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`ops.heads.split_heads`, turning `fused` in place."""
     cos, sin = (None, None) if rotary is None else rotary
-    return _SplitHeads.apply(fused, heads, kv_heads, cos, sin)  # type: ignore[no-any-return]
+    return _SplitHeads.apply(fused, bias, heads, kv_heads, cos, sin)  # type: ignore[no-any-return]

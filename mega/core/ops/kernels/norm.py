@@ -15,9 +15,12 @@ import triton.language as tl
 from mega.core.device import multiprocessors
 from mega.core.ops.sink import deliver
 
+STAGES = 3
+"""Rows whose loads are in flight while one is computed, backward."""
+
 
 @triton.jit
-def _forward(
+def _norm_forward(
     x_at, branch_at, branch_bias_at, weight_at, bias_at, sum_at, normed_at, mean_at, rstd_at, width, eps,
     BRANCH: tl.constexpr, BRANCH_BIAS: tl.constexpr, CENTRED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -45,9 +48,10 @@ def _forward(
 
 
 @triton.jit
-def _backward(
+def _norm_backward(
     x_at, weight_at, mean_at, rstd_at, grad_sum_at, grad_normed_at, grad_at, sums_at, rows, width, programs,
     RESIDUAL: tl.constexpr, BRANCH_BIAS: tl.constexpr, CENTRED: tl.constexpr, BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     at = tl.arange(0, BLOCK)
@@ -56,7 +60,7 @@ def _backward(
     grad_weight = tl.zeros([BLOCK], tl.float32)
     grad_bias = tl.zeros([BLOCK], tl.float32)
     grad_branch = tl.zeros([BLOCK], tl.float32)
-    for number in range(program, rows, programs):
+    for number in tl.range(program, rows, programs, num_stages=STAGES):
         row = tl.cast(number, tl.int64)
         x = tl.load(x_at + row * width + at, real, 0.0).to(tl.float32)
         dy = tl.load(grad_normed_at + row * width + at, real, 0.0).to(tl.float32)
@@ -85,9 +89,9 @@ def _backward(
 
 
 def _shape(width: int) -> tuple[int, int]:
-    """Elements and warps of one program: a thread holds 8 to 16 elements of a row."""
+    """Elements and warps of one program: a thread holds 16 elements of a row, more of a long one."""
     block = triton.next_power_of_2(width)
-    return block, min(16, max(1, block // 256))
+    return block, min(8, max(1, block // 512))
 
 
 class _AddNorm(torch.autograd.Function):
@@ -108,7 +112,7 @@ class _AddNorm(torch.autograd.Function):
         normed = torch.empty_like(x)
         mean, rstd = torch.empty(2, rows, dtype=torch.float32, device=x.device)
         block, warps = _shape(width)
-        _forward[(rows,)](
+        _norm_forward[(rows,)](
             x, branch, branch_bias, weight, bias, total, normed, mean, rstd, width, eps,
             BRANCH=branch is not None, BRANCH_BIAS=branch_bias is not None, CENTRED=bias is not None,
             BLOCK=block, num_warps=warps,
@@ -126,14 +130,14 @@ class _AddNorm(torch.autograd.Function):
         width = x.shape[-1]
         rows = x.numel() // width
         block, warps = _shape(width)
-        programs = min(rows, multiprocessors(x.device) * max(1, 32 // warps))
+        programs = min(rows, multiprocessors(x.device) * (4 if warps < 4 else 2))
         grad = torch.empty_like(x)
         sums = torch.empty(3, programs, width, dtype=torch.float32, device=x.device)
-        _backward[(programs,)](
+        _norm_backward[(programs,)](
             x, weight, mean, rstd, None if grad_sum is None else grad_sum.contiguous(), grad_normed.contiguous(),
             grad, sums, rows, width, programs,
             RESIDUAL=grad_sum is not None, BRANCH_BIAS=branch_bias is not None, CENTRED=bias is not None,
-            BLOCK=block, num_warps=warps,
+            BLOCK=block, STAGES=STAGES, num_warps=warps,
         )  # fmt: skip
         return (
             grad,
