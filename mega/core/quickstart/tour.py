@@ -37,8 +37,8 @@ TOUR = (
     (
         "A small GPT, cut in 2 tensor ranks x 2 pipeline stages: 4 processes, each with a part of every sum",
         "pretrain --device cpu --nproc 4 --tp 2 --pp 2 --layers 4 --hidden 128 --heads 4 --seq-length 128"
-        " --init-std 0.05 --hidden-dropout 0 --attention-dropout 0 --micro-batch 8 --global-batch 16 --steps {steps}"
-        " --lr 1e-2 --min-lr 1e-4 --lr-decay cosine --lr-warmup-fraction 0.02 --adam-beta2 0.95"
+        " --init-std 0.06 --hidden-dropout 0 --attention-dropout 0 --micro-batch 8 --global-batch 16 --steps {steps}"
+        " --lr 5e-3 --min-lr 1e-4 --lr-decay cosine --lr-warmup-fraction 0.02 --adam-beta2 0.95"
         " --train-data {out}/tokens/train_text_document --valid-data {out}/tokens/held-out_text_document"
         f" {GPT2} --eval-iters 10 --log-interval 25 --save {{out}}/four-ranks --save-interval {{steps}}",
     ),

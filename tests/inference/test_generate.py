@@ -1,0 +1,113 @@
+"""A whole model out of a checkpoint: what it says, and what it makes of a text."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+
+from mega import cli
+from mega.core.checkpoint.store import Checkpoint, CheckpointStore, locate
+from mega.core.config.sections import ModelConfig
+from mega.core.inference.generate import generate, logits, losses
+from mega.core.inference.load import load_decoder, load_tokenizer, weight_pieces
+from mega.core.inference.sampling import Sampling
+from mega.core.model.decoder import DecoderStage
+from mega.core.parallel.mesh import SINGLE
+from mega.core.parallel.weight import Maker, initialise
+from mega.core.text.train import train_bpe
+
+GREEDY = Sampling(temperature=0.0)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Checkpoint, DecoderStage]:
+    """A model of random weights, and a checkpoint of it with a tokenizer."""
+    directory = tmp_path_factory.mktemp("saved")
+    files = train_bpe(["ab abc ab " * 20], 260, directory / "tokenizer")
+    model = ModelConfig(
+        layers=2, hidden=32, heads=4, kv_heads=4, head_dim=8, ffn=64, vocab=260, positions=8, qkv_bias=True
+    )
+    stage = DecoderStage(model, range(2), Maker({}, torch.float32, torch.device("cpu")), SINGLE)
+    initialise(stage, 5)
+    with torch.no_grad():
+        for weight in stage.parameters():
+            weight.mul_(8.0)  # far from uniform
+    meta = {"config": {"model": dataclasses.asdict(model), "tokenizer": {"tokenizer": "GPT2BPETokenizer"}}}
+    before = [(piece, piece.tensor.clone()) for piece in _pieces_without_change(stage)]
+    pieces = [dataclasses.replace(piece, tensor=tensor) for piece, tensor in before]
+    CheckpointStore(directory / "run").save(7, pieces, meta, attachments={path.name: path for path in files})
+    return locate(directory / "run"), stage.eval()
+
+
+def _pieces_without_change(stage: DecoderStage) -> list:  # type: ignore[type-arg]
+    """`weight_pieces` prepares a stage for reading and zeroes it; here its weights are to be kept."""
+    kept = [weight.data.clone() for weight in stage.parameters()]
+    pieces = list(weight_pieces(stage))
+    for weight, data in zip(stage.parameters(), kept, strict=True):
+        weight.data.copy_(data)
+    return pieces
+
+
+def test_the_loaded_model_is_the_saved_one(saved: tuple[Checkpoint, DecoderStage]) -> None:
+    checkpoint, stage = saved
+    ids = torch.tensor([[1, 2, 3, 4], [9, 8, 7, 6]])
+    found = logits(load_decoder(checkpoint), ids)
+    assert found.shape == (2, 4, 260)
+    torch.testing.assert_close(found, logits(stage, ids), rtol=1e-4, atol=1e-4)
+    assert found.std() > 0.1
+
+
+def test_greedy_text_is_the_likeliest_at_every_place(saved: tuple[Checkpoint, DecoderStage]) -> None:
+    _, stage = saved
+    said = list(generate(stage, [1, 2], 6, GREEDY))
+    best = logits(stage, torch.tensor([[1, 2, *said]]))[0].argmax(-1).tolist()
+    assert said == best[1:-1]
+
+
+def test_a_long_text_is_seen_from_its_end(saved: tuple[Checkpoint, DecoderStage]) -> None:
+    _, stage = saved
+    long = list(range(30, 50))
+    assert list(generate(stage, long, 1, GREEDY)) == list(generate(stage, long[-8:], 1, GREEDY))
+
+
+def test_the_end_token_ends_the_text(saved: tuple[Checkpoint, DecoderStage]) -> None:
+    _, stage = saved
+    said = list(generate(stage, [1, 2], 5, GREEDY))
+    assert list(generate(stage, [1, 2], 5, GREEDY, end=said[2])) == said[: said.index(said[2]) + 1]
+    with pytest.raises(ValueError, match="--prompt"):
+        list(generate(stage, [], 5, GREEDY))
+
+
+def test_losses_are_those_of_each_window(saved: tuple[Checkpoint, DecoderStage]) -> None:
+    _, stage = saved
+    ids = [(7 * i) % 200 for i in range(20)]  # windows of 8, 8 and 3
+    found = losses(stage, ids)
+    assert len(found) == 19
+    for start, stop in ((0, 8), (8, 16), (16, 19)):
+        rows = logits(stage, torch.tensor([ids[start:stop]]))[0].log_softmax(-1)
+        expected = [-float(rows[i, ids[start + i + 1]]) for i in range(stop - start)]
+        torch.testing.assert_close(found[start:stop], torch.tensor(expected), rtol=1e-4, atol=1e-4)
+
+
+def test_the_verb_says_the_same_text_for_the_same_seed(
+    saved: tuple[Checkpoint, DecoderStage], capfd: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint, _ = saved
+    told = []
+    for seed in ("1", "1", "2"):
+        line = ["generate", "--load", str(checkpoint.path), "--prompt", "ab", "--tokens", "9", "--seed", seed]
+        assert cli.main([*line, "--device", "cpu"]) == 0
+        told.append(capfd.readouterr().out)
+    assert told[0] == told[1] != told[2]
+    assert told[0].startswith("ab")
+
+
+def test_a_checkpoint_without_a_tokenizer_says_so(saved: tuple[Checkpoint, DecoderStage], tmp_path: Path) -> None:
+    checkpoint, stage = saved
+    meta = {"config": {"model": checkpoint.meta["config"]["model"], "tokenizer": {"tokenizer": None}}}
+    CheckpointStore(tmp_path).save(1, _pieces_without_change(stage), meta)
+    with pytest.raises(ValueError, match="carries no tokenizer"):
+        load_tokenizer(locate(tmp_path))

@@ -1,0 +1,27 @@
+"""The tour from end to end, with few training steps: every line works as it is shown."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mega.core.checkpoint.store import locate
+from mega.core.quickstart.tour import TOUR, tour
+
+
+def test_the_whole_tour(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "new place" / "quickstart"
+    assert tour(out, 12) == 0
+    told = capfd.readouterr().out
+    assert told.count("\n$ mega ") == len(TOUR) + 1
+    assert "step 12/12" in told and "nats per token under the model" in told
+    assert (locate(out / "four-ranks").world, locate(out / "one-rank").world) == (4, 1)
+
+
+def test_a_step_that_fails_ends_it(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("")
+    assert tour(tmp_path / "file" / "inside", 12) != 0
+    told = capfd.readouterr()
+    assert f"step 1 of {len(TOUR)} failed" in told.err
+    assert "[2/" not in told.out
