@@ -24,6 +24,7 @@ VERBS = {
     "quickstart": "From nothing to a trained model and its text, in about three minutes",
     "train-tokenizer": "Train a tokenizer on texts",
     "preprocess": "Turn text into token files",
+    "data": "Merge, verify, inspect and split corpora",
     "pretrain": "Train a model from scratch, or go on",
     "finetune": "Train a model towards a task",
     "eval": "Score a model on a benchmark",

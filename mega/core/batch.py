@@ -3,12 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from typing import Self
 
 import torch
 
 
 @dataclass(frozen=True)
-class DecoderBatch:
+class _Batch:
+    """Tensors under names."""
+
+    def to(self, device: torch.device) -> Self:
+        """The same batch on `device`; copies from pinned memory do not wait."""
+        moved = {
+            field.name: value.to(device, non_blocking=True)
+            for field in fields(self)
+            if (value := getattr(self, field.name)) is not None
+        }
+        return replace(self, **moved)
+
+
+@dataclass(frozen=True)
+class DecoderBatch(_Batch):
     """One microbatch of a left-to-right model: b rows of s tokens.
 
     tokens, labels: int64 [b, s]; label i is the token behind token i.
@@ -26,11 +41,41 @@ class DecoderBatch:
     samples: torch.Tensor
     documents: torch.Tensor | None = None
 
-    def to(self, device: torch.device) -> DecoderBatch:
-        """The same batch on `device`; copies from pinned memory do not wait."""
-        moved = {
-            field.name: value.to(device, non_blocking=True)
-            for field in fields(self)
-            if (value := getattr(self, field.name)) is not None
-        }
-        return replace(self, **moved)
+
+@dataclass(frozen=True)
+class MaskedBatch(_Batch):
+    """One microbatch of a masked model (BERT): b rows of s tokens, padded on the right.
+
+    tokens: int64 [b, s], with masks; labels: int64 [b, s], what stood under a mask, 0 elsewhere.
+    loss_weights: float32 [b, s], 1 where a token is to be foretold.
+    types: int64 [b, s], 0 for the first part and 1 for the second.
+    lengths: int64 [b], tokens of each row that are no padding.
+    pairs: int64 [b], 1 where the two parts stand in the wrong order.
+    samples: int64 [b], global sample numbers.
+    """
+
+    tokens: torch.Tensor
+    labels: torch.Tensor
+    loss_weights: torch.Tensor
+    types: torch.Tensor
+    lengths: torch.Tensor
+    pairs: torch.Tensor
+    samples: torch.Tensor
+
+
+@dataclass(frozen=True)
+class EncoderDecoderBatch(_Batch):
+    """One microbatch of an encoder and a decoder (T5), each padded on the right.
+
+    encoder_tokens: int64 [b, e]; encoder_lengths: int64 [b], tokens that are no padding.
+    tokens, labels: int64 [b, d] of the decoder; label i is the token behind token i, 0 behind the end.
+    loss_weights: float32 [b, d]; lengths: int64 [b]; samples: int64 [b], global sample numbers.
+    """
+
+    encoder_tokens: torch.Tensor
+    encoder_lengths: torch.Tensor
+    tokens: torch.Tensor
+    labels: torch.Tensor
+    loss_weights: torch.Tensor
+    lengths: torch.Tensor
+    samples: torch.Tensor

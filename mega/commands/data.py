@@ -1,0 +1,95 @@
+"""`mega data merge | verify | note | inspect | split | presplit`: work on token files and on corpora."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from mega.core.config.sections import TokenizerConfig
+from mega.options import Command, command
+
+app = typer.Typer(help="Merge, verify, inspect and split corpora.", no_args_is_help=True, add_completion=False)
+
+Prefixes = Annotated[list[str], typer.Argument(help="prefixes of .bin/.idx pairs")]
+Input = Annotated[list[str], typer.Option("--input", help="JSON lines, plain or packed; folders; globs")]
+Key = Annotated[str, typer.Option("--json-key", help="key of the text")]
+
+
+@app.command()
+def merge(
+    prefixes: Annotated[list[str], typer.Argument(help="prefixes in order, or one folder, sorted by name")],
+    output_prefix: Annotated[str, typer.Option("--output-prefix", help="prefix of the pair to write")],
+) -> None:
+    """One pair from many: their documents, one pair behind another."""
+    from mega.core.data.preprocess import merge as merged
+
+    if len(prefixes) == 1 and Path(prefixes[0]).is_dir():
+        prefixes = sorted(str(path)[: -len(".idx")] for path in Path(prefixes[0]).glob("*.idx"))
+    report = merged(prefixes, output_prefix)
+    print(f"{output_prefix}: {report.documents:,} documents, {report.tokens:,} tokens")
+
+
+@app.command()
+def verify(prefixes: Prefixes) -> None:
+    """Check magic, sizes, offsets and documents, and the checksums noted when the pair was written."""
+    from mega.core.data import inspect
+
+    for prefix in prefixes:
+        inspect.verify(prefix, typer.echo)
+
+
+@app.command()
+def note(prefixes: Prefixes) -> None:
+    """Note counts, range of ids and checksums of pairs that another program wrote."""
+    from mega.core.data import inspect
+
+    for prefix in prefixes:
+        inspect.note(prefix, typer.echo)
+
+
+def _inspect(
+    prefix: Annotated[str, typer.Argument(help="prefix of a .bin/.idx pair")],
+    tokenizer: TokenizerConfig,
+    samples: Annotated[int, typer.Option("--samples", help="sequences to show")] = 3,
+) -> None:
+    """Documents, tokens, a histogram of lengths and some sequences, decoded if a tokenizer is given."""
+    from mega.core.data import inspect
+    from mega.core.text.tokenizer import build
+
+    made = build(**dataclasses.asdict(tokenizer)) if tokenizer.tokenizer is not None else None
+    inspect.show(prefix, typer.echo, made, samples)
+
+
+app.command(name="inspect", cls=Command)(command(_inspect))
+
+
+@app.command()
+def split(
+    input: Input,
+    output_dir: Annotated[Path, typer.Option("--output-dir", help="where the three files go")],
+    shares: Annotated[str, typer.Option("--split", help="shares of train, valid and test")] = "98, 1, 1",
+    seed: Annotated[int, typer.Option("--seed", help="seed of the choice")] = 1234,
+    json_key: Key = "text",
+) -> None:
+    """Documents into train.jsonl, valid.jsonl and test.jsonl, by share and seed."""
+    from mega.core.data.split import split as into_parts
+
+    for name, count in into_parts(input, output_dir, shares, seed, json_key).items():
+        print(f"{output_dir / name}.jsonl: {count:,} documents")
+
+
+@app.command()
+def presplit(
+    input: Input,
+    output: Annotated[Path, typer.Option("--output", help="the JSON-lines file to write")],
+    sentence_splitter: Annotated[Literal["punkt", "sentencex"], typer.Option("--sentence-splitter")] = "punkt",
+    lang: Annotated[str, typer.Option("--lang", help="language of the text")] = "english",
+    json_key: Key = "text",
+) -> None:
+    """Each document's text as one sentence a line."""
+    from mega.core.data.split import presplit as by_line
+
+    print(f"{output}: {by_line(input, output, sentence_splitter, lang, json_key):,} documents")

@@ -1,0 +1,109 @@
+"""Questions about a pair of token files: is every byte what was written, and what is inside?"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mega.core.data.indexed import IndexedDataset, bin_path, idx_path, note_path
+from mega.core.text.tokenizer import Tokenizer
+
+_BLOCK = 1 << 22
+
+Tell = Callable[[str], None]
+
+
+def verify(prefix: str, tell: Tell) -> None:
+    """Check header, sizes, offsets and documents, and the checksums where they were noted.
+
+    Raises ValueError naming the file that is wrong.
+    """
+    data = IndexedDataset(prefix)
+    note = _note(prefix)
+    sums = note.get("sha256")
+    if sums is None:
+        tell(f"{prefix}: {_sizes(data)}; the structure is sound; no checksums were noted")
+        return
+    if note.get("counts") != [len(data), data.documents, len(data.tokens)]:
+        raise ValueError(f"{note_path(prefix)}: counts {note.get('counts')} are not those of the .idx")
+    for path, name in ((bin_path(prefix), "bin"), (idx_path(prefix), "idx")):
+        if _sha256(path) != sums.get(name):
+            raise ValueError(f"{path}: corrupt, its sha256 is not the one in {note_path(prefix)}")
+    tell(f"{prefix}: {_sizes(data)}; structure and checksums are sound")
+
+
+def note(prefix: str, tell: Tell) -> None:
+    """Write the note of a pair that has none (Megatron-LM's), so that later damage is found."""
+    data = IndexedDataset(prefix)
+    smallest, largest = data.token_range()
+    found = {
+        "counts": [len(data), data.documents, len(data.tokens)],
+        "smallest": smallest,
+        "largest": largest,
+        "sha256": {"bin": _sha256(bin_path(prefix)), "idx": _sha256(idx_path(prefix))},
+    }
+    from mega.core.files import whole_file
+
+    with whole_file(note_path(prefix)) as file:
+        file.write(json.dumps(found).encode() + b"\n")
+    tell(f"{note_path(prefix)}: written")
+
+
+def show(prefix: str, tell: Tell, tokenizer: Tokenizer | None = None, samples: int = 3) -> None:
+    """Sizes, the range of ids, a histogram of lengths and, with a tokenizer, the beginning of some sequences."""
+    data = IndexedDataset(prefix)
+    smallest, largest = data.token_range()
+    tell(f"{prefix}: {_sizes(data)}, {data.dtype}, ids {smallest} .. {largest}")
+    for line in histogram(data.lengths):
+        tell(line)
+    for number in np.linspace(0, len(data) - 1, min(samples, len(data)), dtype=int).tolist():
+        ids = data.get(number, 0, min(64, int(data.lengths[number]))).tolist()
+        told = repr(tokenizer.decode(ids)) if tokenizer is not None else " ".join(map(str, ids))
+        tell(f"sequence {number}, {int(data.lengths[number])} tokens: {told}")
+
+
+def histogram(lengths: NDArray[Any]) -> list[str]:
+    """How many sequences have 1, 2 .. 3, 4 .. 7, ... tokens, a line each.
+
+    >>> histogram(np.array([1, 2, 3, 3]))
+    ['      1 ..       1 tokens            1  25.0 %', '      2 ..       3 tokens            3  75.0 %']
+    """
+    if not len(lengths):
+        return []
+    powers = np.frexp(np.maximum(lengths, 1))[1] - 1
+    counts = np.bincount(powers)
+    return [
+        f"{1 << power:7} .. {(2 << power) - 1:7} tokens {count:12,} {100 * count / len(lengths):5.1f} %"
+        for power, count in enumerate(counts.tolist())
+        if count
+    ]
+
+
+def _sizes(data: IndexedDataset) -> str:
+    return f"{data.documents:,} documents, {len(data):,} sequences, {len(data.tokens):,} tokens"
+
+
+def _note(prefix: str) -> dict[str, Any]:
+    try:
+        found = json.loads(note_path(prefix).read_bytes())
+    except FileNotFoundError:
+        return {}
+    except ValueError as error:
+        raise ValueError(f"{note_path(prefix)}: corrupt ({error})") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{note_path(prefix)}: corrupt, not a JSON object")
+    return found
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while block := file.read(_BLOCK):
+            digest.update(block)
+    return digest.hexdigest()

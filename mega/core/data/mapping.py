@@ -1,0 +1,122 @@
+"""Which sentences make which BERT or T5 sample: Megatron-LM's mapping, number for number.
+
+Everything here is a function of document bounds, lengths and a seed. It knows no tokens and no files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+_LONGEST_SENTENCE = 512
+_BLOCK = 1 << 12
+
+
+def sentence_mapping(
+    documents: NDArray[np.int64],
+    lengths: NDArray[np.int32],
+    *,
+    samples: int,
+    max_length: int,
+    short_prob: float,
+    seed: int,
+    min_sentences: int,
+) -> NDArray[Any]:
+    """uint32 [n, 3]: first sentence, the one behind the last, and target length of each sample, shuffled.
+
+    documents: int64 [documents + 1], first sentence of each and the end; lengths: of all sentences of the corpus.
+    max_length: tokens of a sample without its control tokens. Whole passes are made until there are `samples`.
+    A document with too few sentences, or with one of more than 512 tokens beside others, is left out.
+    Raises ValueError where none remains.
+    """
+    usable = [
+        (first, lengths[first:last].tolist())
+        for first, last in zip(documents[:-1].tolist(), documents[1:].tolist(), strict=True)
+        if last - first >= min_sentences
+        and (last - first == 1 or (last > first and int(lengths[first:last].max()) <= _LONGEST_SENTENCE))
+    ]
+    if not usable and samples:
+        raise ValueError(
+            f"no document has {min_sentences} or more sentences of at most {_LONGEST_SENTENCE} tokens; "
+            "was the corpus made with --split-sentences?"
+        )
+    targets = _targets(max_length, short_prob, seed)
+    found: list[tuple[int, int, int]] = []
+    while len(found) < samples:
+        for first, sizes in usable:
+            found += _document(first, sizes, min_sentences, targets)
+    wide = len(lengths) > 2**32 - 1
+    mapping = np.array(found, np.uint64 if wide else np.uint32).reshape(-1, 3)
+    return mapping[_shuffled(len(found), seed + 1)]
+
+
+def _document(first: int, sizes: list[int], least: int, targets: Iterator[int]) -> Iterator[tuple[int, int, int]]:
+    """The samples of one document: sentences until the target is reached, but never one alone at the end.
+
+    One target is drawn more than there are samples, as in the original.
+    """
+    target = next(targets)
+    start = total = 0
+    left = len(sizes)
+    for i, size in enumerate(sizes):
+        total += size
+        left -= 1
+        if (total >= target and left > 1 and i + 1 - start >= least) or left == 0:
+            yield first + start, first + i + 1, target
+            start, total = i + 1, 0
+            target = next(targets)
+
+
+def _targets(max_length: int, short_prob: float, seed: int) -> Iterator[int]:
+    """max_length, but in one of round(1 / short_prob) draws 2 .. max_length: 32-bit draws of mt19937(seed)."""
+    ratio = round(1 / short_prob) if short_prob else 0
+    generator = np.random.RandomState(seed)
+    while True:
+        for draw in np.frombuffer(generator.bytes(4 * _BLOCK), "<u4").tolist() if ratio else [1] * _BLOCK:
+            yield 2 + draw % (max_length - 1) if ratio and draw % ratio == 0 else max_length
+
+
+def _shuffled(count: int, seed: int) -> list[int]:
+    """0 .. count - 1 after C++'s mt19937_64(seed) has swapped i with output mod (i + 1), from the last down."""
+    order = list(range(count))
+    draws = mt19937_64(seed)
+    for i in range(count - 1, 0, -1):
+        j = next(draws) % (i + 1)
+        order[i], order[j] = order[j], order[i]
+    return order
+
+
+def mt19937_64(seed: int) -> Iterator[int]:
+    """The 64-bit Mersenne twister of the C++ standard: 5489 -> 14514284786278117030, 4620546740167642908, ...
+
+    Source: Nishimura 2000, "Tables of 64-bit Mersenne twisters"; ISO C++ [rand.predef].
+    """
+    words = [seed & (2**64 - 1)]
+    for i in range(1, 312):
+        words.append((6364136223846793005 * (words[-1] ^ (words[-1] >> 62)) + i) & (2**64 - 1))
+    state = np.array(words, np.uint64)
+    while True:
+        state = _twisted(state)
+        x = state ^ ((state >> np.uint64(29)) & np.uint64(0x5555555555555555))
+        x ^= (x << np.uint64(17)) & np.uint64(0x71D67FFFEDA60000)
+        x ^= (x << np.uint64(37)) & np.uint64(0xFFF7EEE000000000)
+        yield from (x ^ (x >> np.uint64(43))).tolist()
+
+
+def _twisted(state: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """The next 312 words: word i from words i, i + 1 and i + 156, of which the later ones are new already."""
+    upper, lower = np.uint64(0xFFFFFFFF80000000), np.uint64(0x7FFFFFFF)
+
+    def mixed(high: Any, low: Any) -> Any:
+        y = (high & upper) | (low & lower)
+        return (y >> np.uint64(1)) ^ ((y & np.uint64(1)) * np.uint64(0xB5026F5AA96619E9))
+
+    found = np.empty_like(state)
+    twist = mixed(state[:-1], state[1:])
+    found[:156] = state[156:] ^ twist[:156]
+    found[156:311] = found[:155] ^ twist[156:]
+    found[311] = found[155] ^ mixed(state[311], found[0])
+    return found

@@ -1,0 +1,194 @@
+"""BERT's and T5's samples: golden vectors of Megatron-LM, and the statistics of masking."""
+
+from __future__ import annotations
+
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mega.core.data.batches import encoder_decoder_batch, masked_batch
+from mega.core.data.indexed import IndexedDataset, token_dtype
+from mega.core.data.mapping import mt19937_64, sentence_mapping
+from mega.core.data.masked import BertDataset, T5Dataset, Vocabulary, bert_sample, mask, t5_sample
+from mega.core.data.writer import IndexedWriter
+from mega.core.text.tokenizer import Roles, build
+from tests.support.shared import shared
+
+ROLES = Roles(cls=1, sep=2, mask=3, pad=0, bos=40, eos=41, sentinels=(42, 43, 44, 45, 46))
+SMALL = Vocabulary(ROLES, np.array([4 <= i < 40 and i % 4 == 0 for i in range(47)]), range(40))
+SENTENCES = [[5, 6, 8, 9, 10], [11, 12, 13], [14, 15, 16, 17, 18, 19, 20]]
+
+
+def test_mersenne_twister() -> None:
+    """The first outputs for the default seed, and the 10000th, which the C++ standard states."""
+    assert list(islice(mt19937_64(5489), 2)) == [14514284786278117030, 4620546740167642908]
+    assert next(islice(mt19937_64(5489), 9999, None)) == 9981545732273789042
+
+
+GOLDEN = [
+    ([0, 4, 4, 5, 8, 12], [10, 20, 30, 15, 40, 7, 9, 30, 12, 513, 3, 4], 61, 0.1, 1234, 8, 2,
+     "(0,4,61) (5,8,61) (5,8,61) (5,8,61) (0,4,61) (0,4,61) (0,4,61) (5,8,61)"),
+    ([0, 4, 4, 5, 8, 12], [10, 20, 30, 15, 40, 7, 9, 30, 12, 513, 3, 4], 61, 0.1, 1234, 8, 1,
+     "(5,8,61) (4,5,61) (4,5,61) (0,4,61) (5,8,61) (0,4,61) (4,5,61) (5,8,61) (0,4,61)"),
+    ([0, 6, 10], [10, 20, 30, 15, 40, 7, 9, 30, 12, 13], 29, 0.5, 7, 12, 2,
+     "(0,2,29) (4,6,16) (0,2,29) (8,10,18) (6,8,29) (2,4,22) (8,10,24) (4,6,29) (6,8,29) (2,4,26) (2,4,24) (0,2,4) "
+     "(4,6,29) (6,8,29) (8,10,29)"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("documents", "sizes", "longest", "short", "seed", "samples", "least", "expected"), GOLDEN)
+def test_golden_mapping(
+    documents: list[int], sizes: list[int], longest: int, short: float, seed: int, samples: int, least: int,
+    expected: str,
+) -> None:  # fmt: skip
+    found = sentence_mapping(
+        np.array(documents), np.array(sizes, np.int32), samples=samples, max_length=longest, short_prob=short,
+        seed=seed, min_sentences=least,
+    )  # fmt: skip
+    assert " ".join(f"({a},{b},{c})" for a, b, c in found.tolist()) == expected
+    assert found.dtype == np.uint32
+
+
+def test_corpus_without_a_usable_document() -> None:
+    with pytest.raises(ValueError, match=r"no document has 2 or more sentences.*--split-sentences"):
+        sentence_mapping(
+            np.array([0, 1, 2]), np.array([5, 6], np.int32), samples=1, max_length=9, short_prob=0.1, seed=1,
+            min_sentences=2,
+        )  # fmt: skip
+
+
+def padded(values: str, length: int, filler: int) -> list[int]:
+    found = [int(value) for value in values.split()]
+    return found + [filler] * (length - len(found))
+
+
+def test_golden_bert() -> None:
+    def sample(target: int, prob: float, head: bool, seed: int):  # type: ignore[no-untyped-def]
+        return bert_sample(SENTENCES, target, 24, SMALL, np.random.RandomState(seed), prob, head)
+
+    one = sample(13, 0.15, True, 1234)
+    assert one.text.tolist() == padded("1 3 15 16 17 18 19 20 2 5 6 8 9 10 11 2", 24, 0)
+    assert one.labels.tolist() == [14 if i == 1 else -1 for i in range(24)]
+    assert one.types.tolist() == [int(9 <= i <= 15) for i in range(24)]
+    assert one.padding_mask.tolist() == [int(i < 16) for i in range(24)]
+    assert (one.is_random, one.truncated, one.loss_mask.tolist()) == (1, 1, [int(i == 1) for i in range(24)])
+    two = sample(13, 0.15, True, 1235)
+    assert two.text.tolist() == padded("1 5 6 8 9 10 11 12 2 14 15 16 17 18 3 2", 24, 0)
+    assert two.labels.tolist() == [19 if i == 14 else -1 for i in range(24)]
+    assert (two.is_random, two.truncated) == (0, 1)
+    three = sample(21, 0.5, False, 99)
+    assert three.text.tolist() == padded("1 5 6 8 3 10 11 12 3 3 15 3 17 3 3 3 2", 24, 0)
+    labels = {4: 9, 8: 13, 9: 14, 10: 15, 11: 16, 13: 18, 14: 19, 15: 20}
+    assert three.labels.tolist() == [labels.get(i, -1) for i in range(24)]
+    assert not three.types.any() and (three.is_random, three.truncated) == (0, 0)
+
+
+def test_golden_t5() -> None:
+    def sample(seed: int):  # type: ignore[no-untyped-def]
+        return t5_sample(SENTENCES, 15, 20, 12, SMALL, np.random.RandomState(seed), 0.3)
+
+    one = sample(1234)
+    assert one.text_enc.tolist() == padded("42 6 8 43 10 11 12 13 14 15 16 44 45 19 20", 20, 0)
+    assert one.text_dec.tolist() == padded("40 42 5 43 9 44 17 45 18", 12, 0)
+    assert one.labels.tolist() == padded("42 5 43 9 44 17 45 18 41", 12, -1)
+    assert one.loss_mask.tolist() == [1] * 9 + [0] * 3 and one.truncated == 0
+    two = sample(1237)
+    assert two.text_enc.tolist() == padded("5 6 8 9 42 43 14 15 16 17 18 19 20", 20, 0)
+    assert two.text_dec.tolist() == padded("40 42 10 11 12 43 13", 12, 0)
+    assert two.labels.tolist() == padded("42 10 11 12 43 13 41", 12, -1)
+
+
+def test_t5_says_what_does_not_suffice() -> None:
+    few = Vocabulary(ROLES._replace(sentinels=(42,)), SMALL.continues, SMALL.ids)
+    with pytest.raises(ValueError, match="--vocab-extra-ids 1: a sample has 4 spans"):
+        t5_sample(SENTENCES, 15, 20, 12, few, np.random.RandomState(1234), 0.3)
+    with pytest.raises(ValueError, match="--decoder-seq-length 8: a sample takes 9"):
+        t5_sample(SENTENCES, 15, 20, 8, SMALL, np.random.RandomState(1234), 0.3)
+
+
+def test_statistics_of_masking() -> None:
+    """10,000 samples: 15 % of the tokens, 80 / 10 / 10, never CLS or SEP, words whole, runs of one to three words."""
+    rng = np.random.default_rng(0)
+    vocabulary = Vocabulary(ROLES, np.arange(1000) % 4 == 0, range(1000))
+    masked = kept = changed = total = 0
+    for i in range(10_000):
+        body = rng.integers(50, 1000, 62).tolist()
+        tokens = [1, *body, 2]
+        found, places, labels, spans = mask(
+            tokens, vocabulary, np.random.RandomState(i), style="bert", prob=0.15, limit=0.15 * 62, most=3
+        )
+        assert labels == [tokens[place] for place in places] and len(places) <= 10
+        assert 0 not in places and 63 not in places and places == sorted({p for span in spans for p in span})
+        for span in spans:
+            assert span == list(range(span[0], span[-1] + 1))
+            assert span[0] == 1 or tokens[span[0]] % 4, "a span begins with a word"
+            assert tokens[span[-1] + 1] == 2 or tokens[span[-1] + 1] % 4, "a span ends with a word"
+        total += len(places)
+        masked += sum(found[place] == 3 for place in places)
+        kept += sum(found[place] == tokens[place] for place in places)
+        changed += sum(found[place] not in (3, tokens[place]) for place in places)
+        assert all(found[j] == tokens[j] for j in range(64) if j not in places)
+    assert total == 90_000, "62 x 0.15 = 9.3 is the limit, so nine are masked, of words of one to many tokens"
+    for share, count in ((0.8, masked), (0.1, kept), (0.1, changed)):
+        assert abs(count / total - share) < 5 * (share * (1 - share) / total) ** 0.5 + 1e-4
+
+
+def corpus(tmp_path: Path, tokenizer, text: Path) -> IndexedDataset:  # type: ignore[no-untyped-def]
+    """A text of one sentence a line, a blank line between documents."""
+    with IndexedWriter(tmp_path / "a", token_dtype(tokenizer.vocab_size)) as writer:
+        for document in text.read_text().split("\n\n"):
+            writer.add([tokenizer.encode(line) for line in document.split("\n")])
+    return IndexedDataset(tmp_path / "a")
+
+
+def test_real_text(tmp_path: Path) -> None:
+    tokenizer = build(
+        tokenizer="BertWordPieceLowerCase", vocab_file=shared("bert/bert-base-uncased-vocab.txt"), vocab_extra_ids=100
+    )
+    data = corpus(tmp_path, tokenizer, shared("bert_tfrecord/sample_text.txt"))
+    vocabulary = Vocabulary.of(tokenizer)
+
+    def mapping(longest: int, least: int):  # type: ignore[no-untyped-def]
+        return sentence_mapping(
+            data.document_index, data.lengths, samples=200, max_length=longest, short_prob=0.1, seed=5,
+            min_sentences=least,
+        )  # fmt: skip
+
+    bert = BertDataset(data, mapping(125, 2), vocabulary, seq_length=128, seed=5)
+    assert len(bert) >= 200
+    swapped = 0
+    for i in range(200):
+        sample = bert[i]
+        whole = np.where(sample.labels >= 0, sample.labels, sample.text)[sample.padding_mask == 1]
+        assert whole[0] == 101 and whole[-1] == 102 and (whole == 102).sum() == 2
+        assert all(np.array_equal(a, b) for a, b in zip(sample[:5], bert[i][:5], strict=True))
+        swapped += sample.is_random
+    assert 60 < swapped < 140
+    batch = masked_batch([bert[i] for i in (3, 4)], 7)
+    assert batch.samples.tolist() == [7, 8] and batch.loss_weights.sum(1).tolist() == [
+        bert[i].loss_mask.sum() for i in (3, 4)
+    ]
+    assert batch.tokens[0, batch.lengths[0] - 1] == 102 and not batch.tokens[0, batch.lengths[0] :].any()
+    t5 = T5Dataset(data, mapping(126, 1), vocabulary, seq_length=128, decoder_seq_length=64, seed=5)
+    for i in range(200):
+        sample = t5[i]
+        spans, current = {}, None
+        for token in sample.labels[sample.loss_mask == 1][:-1].tolist():
+            if token in vocabulary.roles.sentinels:
+                current = spans.setdefault(token, [])
+            else:
+                current.append(token)
+        restored = [t for token in sample.text_enc.tolist() for t in spans.get(token, [token])]
+        first, last, target = t5._mapping[i].tolist()
+        original = [int(t) for s in range(first, last) for t in data[s]][:target]
+        assert restored[: len(original)] == original and not any(restored[len(original) :])
+    pair = encoder_decoder_batch([t5[0], t5[1]], 0, pad=0)
+    assert pair.tokens[0, 0] == vocabulary.roles.bos and pair.labels[0, pair.lengths[0] - 1] == vocabulary.roles.eos
+    assert pair.encoder_lengths.tolist() == [int((t5[i].text_enc > 0).sum()) for i in range(2)]
+    with pytest.raises(ValueError, match="--vocab-extra-ids 0"):
+        bare = Vocabulary(vocabulary.roles._replace(sentinels=()), vocabulary.continues, vocabulary.ids)
+        T5Dataset(data, mapping(126, 1), bare, seq_length=128, decoder_seq_length=64, seed=5)
+    with pytest.raises(ValueError, match="NullTokenizer: has no CLS"):
+        Vocabulary.of(build(tokenizer="NullTokenizer", vocab_size=9))
