@@ -117,8 +117,11 @@ class DecoderStage(nn.Module):
         tokens = rows * columns // (self.tp.size if self.sequence else 1)
         return [((tokens, self.model.hidden), self.dtype)]
 
+    def hidden(self, batch: DecoderBatch, *cargo: torch.Tensor) -> torch.Tensor:
+        """Everything up to the head: [tokens, h], our tokens under sequence."""
+        return self._stream(batch, *cargo).sum()
+
     def _stream(self, batch: DecoderBatch, *cargo: torch.Tensor) -> Stream:
-        """Everything up to the head, for our tokens under sequence."""
         seed = self.dropout_seed if self.training else None
         facts = flow(
             self.model,
@@ -139,8 +142,9 @@ class DecoderStage(nn.Module):
         return self.head.logits(self._stream(batch, *cargo)).unflatten(0, tuple(batch.tokens.shape))
 
     def forward(self, batch: DecoderBatch, *cargo: torch.Tensor) -> Cargo | Loss:
-        stream = self._stream(batch, *cargo)
-        return (stream.sum(),) if self.head is None else self.head(stream, batch)
+        if self.head is None:
+            return (self.hidden(batch, *cargo),)
+        return self.head(self._stream(batch, *cargo), batch)
 
 
 def _relative(tensors: dict[str, Tensor], layer: int) -> dict[str, Tensor]:
