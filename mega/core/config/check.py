@@ -212,12 +212,16 @@ def _stages(run: RunConfig) -> Problems:
             yield _line(run, name, f"must divide the {per_stage} layers of a stage; {valid}")
     if parallel.chunks > 1 and (parallel.schedule != "interleaved" or parallel.pp == 1):
         yield _line(run, "chunks", "needs --schedule interleaved and --pp of at least 2")
+    if parallel.schedule == "interleaved" and parallel.chunks == 1:
+        yield _line(run, "schedule", "needs --chunks of at least 2; with one chunk use 1f1b")
 
 
 def _tensor(run: RunConfig) -> Problems:
     """Everything that tensor and context ranks share must divide."""
     tp, cp, seq_length = run.parallel.tp, run.parallel.cp, run.batch.seq_length
     assert seq_length
+    if run.model.ffn == 0:
+        yield _line(run, "hidden", "is too narrow for a gated layer of 8/3 hidden in steps of 64; give --ffn")
     for name in ("heads", "kv_heads", "ffn"):
         size = value_of(run, name)
         # Where --kv-heads is simply --heads, one line says it.
