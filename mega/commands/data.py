@@ -93,3 +93,26 @@ def presplit(
     from mega.core.data.split import presplit as by_line
 
     print(f"{output}: {by_line(input, output, sentence_splitter, lang, json_key):,} documents")
+
+
+def _sample(
+    input: Input,
+    tokenizer: TokenizerConfig,
+    chat_template: Annotated[
+        str, typer.Option("--chat-template", help="llama2, llama3, chatml, plain, or a Jinja file")
+    ] = "plain",
+    number: Annotated[int, typer.Option("--number", help="which conversation, from 0")] = 0,
+) -> None:
+    """One conversation, a line a token: what it says, its id, whether it is trained on."""
+    from mega.core.data.chat import labelled, show_sample
+    from mega.core.text.chat import template
+    from mega.core.text.tokenizer import build
+
+    made = build(**dataclasses.asdict(tokenizer))
+    for i, found in enumerate(labelled(input, made, template(chat_template, made))):
+        if i == number:
+            return show_sample(found, made, typer.echo)
+    raise ValueError(f"--number {number}: there is no such conversation")
+
+
+app.command(name="show-sample", cls=Command)(command(_sample))

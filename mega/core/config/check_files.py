@@ -40,12 +40,12 @@ def _data(run: RunConfig) -> Problems:
     data = run.data
     given = [
         name
-        for name in ("data_path", "train_data", "valid_data", "test_data", "mock_data")
+        for name in ("data_path", "train_data", "valid_data", "test_data", "chat_data", "mock_data")
         if value_of(run, name)
     ]
     if not given and not run.runtime.dry_run:
         yield "--data-path is missing: give the prefix of a .bin/.idx pair, or --mock-data"
-    alone = next((name for name in ("data_path", "mock_data") if name in given), None)
+    alone = next((name for name in ("data_path", "chat_data", "mock_data") if name in given), None)
     if alone is not None and len(given) > 1:
         other = next(name for name in given if name != alone)
         yield f"{flag_of(alone)}: excludes {flag_of(other)}; give one of them"

@@ -367,6 +367,8 @@ class DataConfig:
     train_data: tuple[str, ...] = option((), "training prefixes, used whole", megatron="--train-data-path")
     valid_data: tuple[str, ...] = option((), "validation prefixes, used whole", megatron="--valid-data-path")
     test_data: tuple[str, ...] = option((), "test prefixes, used whole", megatron="--test-data-path")
+    chat_data: tuple[str, ...] = option((), "conversations in JSON lines, instead of token files")
+    chat_template: str = option("plain", "llama2, llama3, chatml, plain, or a Jinja file")
     split: str = option("969, 30, 1", "shares of training, validation and test", megatron="--split")
     data_cache: str | None = option(None, "directory of the sample-order cache", megatron="--data-cache-path")
     mock_data: bool = option(False, "random tokens instead of files", megatron={"--mock-data": True})

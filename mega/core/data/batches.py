@@ -56,6 +56,8 @@ class Batches:
         self._loss_eod = eod if eod_mask_loss else None
         self._position_eod = eod if reset_positions else None
         self._attention_eod = eod if reset_attention else None
+        # A dataset whose samples are more than a run of tokens says itself how they become a batch.
+        self._collate = getattr(dataset, "collate", None)
         self._threads = ThreadPoolExecutor(1, "read-ahead") if read_ahead else None
         self._ahead: dict[tuple[int, int], Future[list[DecoderBatch]]] = {}
         self._permutation: tuple[int, NDArray[np.int64]] | None = None
@@ -112,7 +114,11 @@ class Batches:
 
     def _batch(self, first_sample: int, entries: Sequence[int]) -> DecoderBatch:
         """Rows `entries` of the dataset under the global numbers from `first_sample` on."""
-        text = np.stack([self._dataset[entry] for entry in entries])
+        rows = [self._dataset[entry] for entry in entries]
+        if self._collate is not None:
+            collated: DecoderBatch = self._collate(rows, first_sample)
+            return collated
+        text = np.stack(rows)
         smallest, largest = int(text.min()), int(text.max())
         if smallest < 0 or largest >= self._vocab:
             raise ValueError(

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from mega.core.config.sections import DataConfig
 from mega.core.data.cache import Arrays, cached
+from mega.core.data.chat import ChatDataset, chat_dataset
 from mega.core.data.dataset import BlendedDataset, Dataset, MockDataset
 from mega.core.data.gpt import GPTDataset
 from mega.core.data.indexed import IndexedDataset, bin_path, exists
@@ -26,6 +27,8 @@ from mega.core.data.order import (
     split_boundaries,
     split_shares,
 )
+from mega.core.text.chat import TEMPLATES, template
+from mega.core.text.tokenizer import Tokenizer
 
 SPLITS = ("train", "valid", "test")
 _WHOLE = {"train": "1,0,0", "valid": "0,1,0", "test": "0,0,1"}
@@ -70,7 +73,13 @@ def parse_blend(flag: str, words: Sequence[str]) -> list[tuple[float, str]]:
 
 
 def build_datasets(
-    data: DataConfig, *, seq_length: int, seed: int, vocab: int, samples: tuple[int, int, int]
+    data: DataConfig,
+    *,
+    seq_length: int,
+    seed: int,
+    vocab: int,
+    samples: tuple[int, int, int],
+    tokenizer: Tokenizer | None = None,
 ) -> Datasets:
     """Datasets that hold at least `samples` (train, valid, test) samples of seq_length + 1 tokens.
 
@@ -83,6 +92,8 @@ def build_datasets(
             for i, count in enumerate(samples)
         )
         return Datasets(train, valid, test)
+    if data.chat_data:
+        return Datasets(train=_chat(data, seq_length, seed, samples[0], tokenizer))
     own = {"train": data.train_data, "valid": data.valid_data, "test": data.test_data}
     if data.data_path and any(own.values()):
         raise ValueError(
@@ -104,6 +115,22 @@ def build_datasets(
         for name, count in zip(SPLITS, samples, strict=True)
     }
     return Datasets(**made, notes=tuple(builder.notes))
+
+
+def _chat(
+    data: DataConfig, seq_length: int, seed: int, samples: int, tokenizer: Tokenizer | None
+) -> ChatDataset | None:
+    if tokenizer is None:
+        raise ValueError("--chat-data: needs a tokenizer; give --tokenizer and its files")
+    if not samples:
+        return None
+    name = data.chat_template
+    made = template(name, tokenizer)
+    key = name if name in TEMPLATES else Path(name).read_text()
+    cache = Path(data.data_cache) if data.data_cache else None
+    return chat_dataset(
+        data.chat_data, tokenizer, made, key, seq_length=seq_length, samples=samples, seed=seed, cache=cache
+    )
 
 
 class _Builder:

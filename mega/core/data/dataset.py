@@ -10,11 +10,14 @@ from numpy.typing import NDArray
 
 
 class Dataset(Protocol):
-    """`dataset[i]`, 0 <= i < len(dataset), is int64 [seq_length + 1]: inputs and, one further on, labels."""
+    """`dataset[i]`, 0 <= i < len(dataset), is int64 [seq_length + 1]: inputs and, one further on, labels.
+
+    A dataset whose samples are something else has `collate(samples, number of the first)`, which makes them a batch.
+    """
 
     def __len__(self) -> int: ...
 
-    def __getitem__(self, sample: int) -> NDArray[np.int64]: ...
+    def __getitem__(self, sample: int) -> Any: ...
 
 
 class MockDataset:

@@ -54,7 +54,7 @@ def prepare(run: RunConfig, world: int) -> Prepared:
     if not run.model.mask_padded_vocab:
         vocab = padded(vocab, run.parallel.tp, run.model.vocab_multiple)
     run = resolve(dataclasses.replace(run, model=dataclasses.replace(run.model, vocab=vocab)), world)
-    datasets = Datasets() if run.runtime.dry_run and not _has_data(run) else _datasets(run)
+    datasets = Datasets() if run.runtime.dry_run and not _has_data(run) else _datasets(run, tokenizer)
     return Prepared(run, tokenizer, datasets, (*notes, *datasets.notes))
 
 
@@ -85,10 +85,10 @@ def _vocabulary(run: RunConfig, tokenizer: Tokenizer | None, notes: list[str]) -
 
 def _has_data(run: RunConfig) -> bool:
     data = run.data
-    return bool(data.data_path or data.train_data or data.mock_data)
+    return bool(data.data_path or data.train_data or data.chat_data or data.mock_data)
 
 
-def _datasets(run: RunConfig) -> Datasets:
+def _datasets(run: RunConfig, tokenizer: Tokenizer | None) -> Datasets:
     batch, evaluation = run.batch, run.evaluation
     assert batch.global_batch is not None and batch.seq_length is not None and run.model.vocab is not None
     requested = samples_requested(
@@ -101,7 +101,12 @@ def _datasets(run: RunConfig) -> Datasets:
     if evaluation.skip_train:
         requested = (0, *requested[1:])
     return build_datasets(
-        run.data, seq_length=batch.seq_length, seed=run.runtime.seed, vocab=run.model.vocab, samples=requested
+        run.data,
+        seq_length=batch.seq_length,
+        seed=run.runtime.seed,
+        vocab=run.model.vocab,
+        samples=requested,
+        tokenizer=tokenizer,
     )
 
 
