@@ -7,6 +7,9 @@ from typing import NamedTuple
 from mega.core.config.compose import compose
 from mega.core.config.resolve import resolve
 from mega.core.config.run import RunConfig
+from mega.core.estimate.flops import published_flops, recomputed_flops
+from mega.core.estimate.hardware import hardware
+from mega.core.estimate.steptime import step_time
 
 
 class Utilisation(NamedTuple):
@@ -78,3 +81,38 @@ def gpt3_run() -> RunConfig:
     """Megatron-LM's example script for 175 billion parameters on 1024 devices."""
     typed = {"tp": 8, "pp": 16, "micro_batch": 1, "global_batch": 1536, "vocab": 51200, "dtype": "fp16"}
     return resolve(compose("gpt3-175b", flags={**typed, **FULL}), 1024)
+
+
+def tables() -> str:
+    """The tables of docs/planning.md, as Markdown."""
+    on = hardware("a100")
+    lines = [
+        "| model | GPUs | recompute | theirs, s | ours, s | their MFU | our MFU |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in UTILISATION:
+        for full in (False, True):
+            run = utilisation_run(row, full)
+            seconds = row.full if full else row.seconds
+            ours = step_time(run, row.gpus, on, overlap=False, core_again=True).seconds
+            share = published_flops(run.model, row.batch, 2048) / row.gpus / 312e12
+            lines.append(
+                f"| {row.preset} | {row.gpus} | {'full' if full else 'selective'} | {seconds:.2f} | {ours:.2f} "
+                f"| {share / seconds:.1%} | {share / ours:.1%} |"
+            )
+    lines += ["", "| model | GPUs | theirs, TFLOP/s per GPU | ours | difference |", "|---|---|---|---|---|"]
+    for line in SCALING:
+        run = scaling_run(line)
+        seconds = step_time(run, line.gpus, on, overlap=False).seconds
+        rate = recomputed_flops(run.model, line.batch, 2048) / seconds / line.gpus / 1e12
+        lines.append(f"| {line.preset} | {line.gpus} | {line.tflops} | {rate:.0f} | {rate / line.tflops - 1:+.1%} |")
+    seconds = step_time(gpt3_run(), 1024, on, overlap=False).seconds
+    lines += [
+        "",
+        f"GPT-3 175B on 1024 A100 (tp 8, pp 16, batch 1536): about 32 s published, {seconds:.1f} s predicted.",
+    ]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(tables())
