@@ -10,7 +10,7 @@ import typer
 
 def run(
     out: Annotated[Path | None, typer.Option("--out", help="a new directory for everything [runs/quickstart]")] = None,
-    steps: Annotated[int, typer.Option("--steps", help="training steps")] = 900,
+    steps: Annotated[int, typer.Option("--steps", help="training steps")] = 800,
     only: Annotated[
         Literal["corpus", "plot", "verdict"] | None,
         typer.Option("--only", help="one step, in the --out of an earlier tour"),
