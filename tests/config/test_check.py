@@ -48,11 +48,7 @@ def test_a_resolved_run_passes_as_the_typed_one_does() -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"schedule": "zb-h1"}, "--schedule zb-h1: the zero-bubble pipeline is not built yet"),
-        ({"zero": 2}, "--zero above 1: sharing gradients"),
-        ({"dtype": "fp16"}, "--dtype fp16: fp16 and its loss scale are not built yet"),
         ({"dtype": "bf16", "grad_dtype": "bf16"}, "--grad-dtype of 16 bits: "),
-        ({"recompute": "full", "recompute_method": "uniform", "recompute_layers": 1}, "--recompute: "),
         ({"optimizer": "sgd"}, "--optimizer sgd: "),
         ({"embedding_fp32": True}, "--embedding-fp32: "),
         ({"residual_fp32": True, "dtype": "bf16"}, "--residual-fp32: "),
@@ -69,6 +65,7 @@ def test_a_resolved_run_passes_as_the_typed_one_does() -> None:
             {"rampup": (1, 1, 10), "steps": None, "samples": 10, "global_batch": 4, "micro_batch": 2},
             "--rampup 1 1 10: passes through a batch of 1, which must be a multiple of 2",
         ),
+        ({"zero": 2, "pp": 2}, "--zero 2: needs --pp 1, not 2"),
         ({"recompute": "full"}, "--recompute full: needs --recompute-method; valid: uniform, block"),
         ({"keep_last": 2}, "--keep-last 2: needs --save"),
         (

@@ -195,6 +195,9 @@ def _positions(run: RunConfig) -> Problems:
 def _stages(run: RunConfig) -> Problems:
     parallel, layers = run.parallel, run.model.layers
     assert layers
+    if parallel.zero >= 2 and parallel.pp > 1:
+        # Every stage would reduce with every microbatch; Megatron-LM and DeepSpeed refuse the same.
+        yield _line(run, "zero", f"needs --pp 1, not {parallel.pp}; valid with pipelines: 0, 1")
     if parallel.stage_layers:
         pieces = parallel.pp * parallel.chunks
         if len(parallel.stage_layers) != pieces or sum(parallel.stage_layers) != layers:

@@ -8,21 +8,25 @@ A stage is a run of blocks, with the embedding in front of the first and the hea
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 import torch
 from torch import nn
 
 from mega.core.batch import DecoderBatch
-from mega.core.config.sections import ModelConfig
+from mega.core.config.sections import MemoryConfig, ModelConfig
 from mega.core.inventory import Place, Tensor, inventory
 from mega.core.model.block import Block, Norm, Stream
 from mega.core.model.flow import Flow, flow
 from mega.core.parallel.collectives import own_block
 from mega.core.parallel.mesh import Axis
 from mega.core.parallel.pipeline import Cargo, Loss
+from mega.core.parallel.recompute import groups, recomputed
 from mega.core.parallel.vocab import VocabEmbedding, cross_entropy, logits, look_up
 from mega.core.parallel.weight import Maker, Weight
+
+Around = Callable[[nn.Module, Callable[[torch.Tensor], torch.Tensor], torch.Tensor], torch.Tensor]
 
 OUTSIDE = -1
 """The "layer" of dropout outside the blocks."""
@@ -95,6 +99,7 @@ class DecoderStage(nn.Module):
         sequence: bool = False,
         dropout_seed: int | None = None,
         embedding: Weight | None = None,
+        recompute: MemoryConfig | None = None,
     ):
         super().__init__()
         self.model, self.tp, self.sequence = model, tp, sequence and tp.size > 1
@@ -108,6 +113,15 @@ class DecoderStage(nn.Module):
         self.blocks = nn.ModuleList(
             Block(make, model, _relative(by_place[layer], layer), layer, tp, self.sequence) for layer in self.layers
         )
+        full = recompute is not None and recompute.recompute == "full"
+        self.runs = list(
+            groups(len(self.layers), recompute.recompute_method, recompute.recompute_layers)
+            if recompute is not None and full
+            else groups(len(self.layers), None, None)
+        )
+        self.around: Around | None = None
+        """Runs a unit (embedding, block, head) with its weights here only meanwhile; None where they stay."""
+        self.share = tp if recompute is not None and recompute.distribute_saved and not self.sequence else None
         tied = self.embedding.tokens.weight if model.tied and self.embedding is not None else embedding
         self.head = Head(make, model, by_place["head"], tp, self.sequence, tied) if last else None
 
@@ -131,10 +145,48 @@ class DecoderStage(nn.Module):
             dropout_seed=seed,
             dtype=self.dtype,
         )
-        stream = Stream(cargo[0] if self.embedding is None else self.embedding(batch, facts))
-        for block in self.blocks:
-            stream = block(stream, facts)
+        stream = Stream(cargo[0] if self.embedding is None else self._embed(batch, facts))
+        for which, again in self.runs:
+            blocks = [self.blocks[number] for number in which]
+            if again and torch.is_grad_enabled():
+                run = partial(self._from_sum, blocks, facts)
+                stream = Stream(recomputed(run, stream.sum(), self.share))
+            else:
+                stream = self._through(blocks, stream, facts)
         return stream
+
+    def _embed(self, batch: DecoderBatch, facts: Flow) -> torch.Tensor:
+        assert self.embedding is not None
+        embedding = self.embedding
+        if self.around is None:
+            return embedding(batch, facts)
+        return self.around(embedding, lambda _: embedding(batch, facts), batch.tokens)
+
+    def _through(self, blocks: Iterable[nn.Module], stream: Stream, facts: Flow, around: bool = True) -> Stream:
+        for block in blocks:
+            if self.around is None or not around:
+                stream = block(stream, facts)
+            else:
+                alone = partial(self._from_sum, [block], facts, around=False)
+                stream = Stream(self.around(block, alone, stream.sum()))
+        return stream
+
+    def _from_sum(self, blocks: Sequence[nn.Module], facts: Flow, x: torch.Tensor, around: bool = True) -> torch.Tensor:
+        """Blocks as a function of one tensor, for whoever runs them as a unit."""
+        return self._through(blocks, Stream(x), facts, around).sum()
+
+    def _loss(self, stream: Stream, batch: DecoderBatch) -> Loss:
+        assert self.head is not None
+        if self.around is None:
+            return self.head(stream, batch)
+        made: list[Loss] = []
+
+        def run(x: torch.Tensor) -> torch.Tensor:
+            made.append(self.head(Stream(x), batch))  # type: ignore[misc]
+            return made[0].total
+
+        total = self.around(self.head, run, stream.sum())
+        return Loss(total, made[0].weight)
 
     def logits(self, batch: DecoderBatch, *cargo: torch.Tensor) -> torch.Tensor:
         """Last stage only: [b, s, ids of this rank]; whole where tp is 1."""
@@ -144,7 +196,7 @@ class DecoderStage(nn.Module):
     def forward(self, batch: DecoderBatch, *cargo: torch.Tensor) -> Cargo | Loss:
         if self.head is None:
             return (self.hidden(batch, *cargo),)
-        return self.head(self._stream(batch, *cargo), batch)
+        return self._loss(self._stream(batch, *cargo), batch)
 
 
 def _relative(tensors: dict[str, Tensor], layer: int) -> dict[str, Tensor]:

@@ -65,7 +65,7 @@ class Optimizer:
         self.grads, self.rule, self.clip, self.ops = grads, rule, clip, ops
         self._apply = rule.reference if ops.plain else rule.update
         self.owned = [_own(bucket) for bucket in grads.buckets]
-        self._updates = torch.zeros((), dtype=torch.float64, device=grads.buckets[0].grads.device)
+        self._updates = torch.zeros((), dtype=torch.float64, device=grads.buckets[0].own_grads.device)
 
     @property
     def updates(self) -> int:
@@ -76,32 +76,33 @@ class Optimizer:
     def updates(self, count: int) -> None:
         self._updates.fill_(count)
 
-    def step(self, lr: float, decay: float) -> Outcome:
-        """One update from the gradients that `grads.finish()` left."""
+    def step(self, lr: float, decay: float, scale: torch.Tensor | None = None) -> Outcome:
+        """One update from the gradients that `grads.finish()` left; `scale` is what losses were multiplied by."""
         # 1
         squares = self.grads.square_sum()
         all_reduce(squares, self.grads.norm_axis)
-        norm = squares.sqrt()
+        norm = squares.sqrt() if scale is None else squares.sqrt() / scale
         fine = torch.isfinite(norm)
         self._updates += fine
         # 2
         factor = (self.clip / (norm + 1e-6)).clamp(max=1.0) if self.clip else torch.ones_like(norm)
+        if scale is not None:
+            factor = factor / scale
         # 3, 4
         if self.ops.adamw is not None:
             self._update_on_device(self.ops.adamw, fine, factor, lr, decay)
         elif bool(fine):
-            self._update(factor, lr, decay)
+            self._update(factor if self.clip or scale is not None else None, lr, decay)
         self.share_weights()
         return Outcome(norm, fine)
 
-    def _update(self, factor: torch.Tensor, lr: float, decay: float) -> None:
+    def _update(self, factor: torch.Tensor | None, lr: float, decay: float) -> None:
         """The update by the rule's own steps."""
         step = self.updates
         for owned in self.owned:
-            grad = owned.bucket.own_grads
-            if self.clip:
+            grad = owned.bucket.own_grads.to(owned.master.dtype)
+            if factor is not None:
                 grad.mul_(factor)
-            grad = grad.to(owned.master.dtype)
             for part, decays in owned.halves():
                 self._apply(
                     owned.master[part],
@@ -139,7 +140,7 @@ class Optimizer:
 
     def share_weights(self) -> None:
         """Every rank's spans to all ranks of the data axis, where spans are shared out."""
-        if self.grads.zero and self.grads.mesh.data.size > 1:
+        if 0 < self.grads.zero < 3 and self.grads.mesh.data.size > 1:
             for bucket in self.grads.buckets:
                 bucket.weights.copy_(all_gather(bucket.own_weights, self.grads.mesh.data))
 

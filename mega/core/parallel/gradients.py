@@ -19,60 +19,108 @@ A tied tensor has a bucket of its own, of the same length and cut on both holder
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from mega.core.parallel.collectives import all_reduce, start_reduce_scatter
+from mega.core.parallel.collectives import all_gather, all_reduce, start_reduce_scatter
 from mega.core.parallel.mesh import Axis, Mesh
 from mega.core.parallel.weight import Weight, weights
 
 Kind = Literal["cut", "whole", "partial", "tied"]
 
+Product = tuple[Weight, torch.Tensor, torch.Tensor]
+"""A weight's gradient that is still to be computed: the weight, the output's gradient, the input."""
+
 ALIGNMENT = 64
 """Elements at which every weight starts, so that kernels read whole cache lines."""
 
 
-@dataclass
 class Bucket:
     """Some weights of one kind. `places` holds each weight's [begin, end) in the flat tensors.
 
     span: the part this rank owns and updates; the whole bucket where nothing is shared out.
     decay_end: weights before it decay, the rest do not. counted: whether this rank's copy enters norms.
-    own_grads: reduced gradients of the span, valid after `GradBuffer.finish`.
+    axes: along which reduced gradients are still to be added up.
+    own_weights, own_grads: our span; gradients are valid after `GradBuffer.finish`.
     """
 
-    kind: Kind
-    places: list[tuple[Weight, int, int]]
-    weights: torch.Tensor
-    grads: torch.Tensor
-    span: tuple[int, int]
-    decay_end: int
-    counted: bool
-    axes: tuple[Axis, ...]
-    waiting: int = 0
-    work: Any = None
-    own_grads: torch.Tensor = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.own_grads = self.grads[self.span[0] : self.span[1]]
+    def __init__(
+        self,
+        kind: Kind,
+        places: list[tuple[Weight, int, int]],
+        length: int,
+        span: tuple[int, int],
+        decay_end: int,
+        *,
+        counted: bool,
+        axes: tuple[Axis, ...],
+        zero: int,
+        dtype: torch.dtype,
+    ):
+        self.kind, self.places, self.span, self.decay_end = kind, places, span, decay_end
+        self.counted, self.axes, self.zero, self.dtype = counted, axes, zero, dtype
+        self.waiting = 0
+        self.works: list[tuple[Any, torch.Tensor]] = []
+        first = places[0][0]
+        self.weights = torch.zeros(length, dtype=first.dtype, device=first.device)
+        for weight, begin, stop in places:
+            self.weights[begin:stop].copy_(weight.detach().flatten())
+            weight.data = self.weights[begin:stop].view(weight.shape)
+        self._own = self.weights[span[0] : span[1]].clone() if zero >= 3 else None
+        self.grads: torch.Tensor | None = None
+        self.own_grads: torch.Tensor
+        if zero < 2:
+            self.open()
+            assert self.grads is not None
+            self.own_grads = self.grads[span[0] : span[1]]
+        else:
+            self.own_grads = torch.zeros(span[1] - span[0], dtype=dtype, device=first.device)
 
     @property
     def own_weights(self) -> torch.Tensor:
-        return self.weights[self.span[0] : self.span[1]]
+        return self.weights[self.span[0] : self.span[1]] if self._own is None else self._own
 
     @property
     def uses(self) -> int:
         return sum(weight.uses for weight, _, _ in self.places)
 
+    def open(self) -> None:
+        """Make room for the gradients of all our weights."""
+        self.grads = torch.zeros(self.weights.numel(), dtype=self.dtype, device=self.weights.device)
+        for weight, begin, stop in self.places:
+            weight.sink = self.grads[begin:stop].view(weight.shape)
+
+    def close(self) -> torch.Tensor:
+        """Take the gradients out of the weights' sight; the memory goes when the caller lets go of them."""
+        grads, self.grads = self.grads, None
+        assert grads is not None
+        for weight, _, _ in self.places:
+            weight.sink = None
+        return grads
+
+    def gather(self, axis: Axis) -> None:
+        """Bring back weights that only their owners keep."""
+        if self._own is not None and not self.weights.untyped_storage().size():
+            self.weights.untyped_storage().resize_(self.weights.numel() * self.weights.element_size())
+            self.weights.copy_(all_gather(self._own, axis))
+
+    def forget(self) -> None:
+        """Keep our span of the weights only."""
+        if self._own is not None:
+            self.weights.untyped_storage().resize_(0)
+
 
 class GradBuffer:
     """The gradients of one rank's stages, accumulated over microbatches and reduced as soon as they are complete.
 
-    zero: 0 leaves every rank all gradients; from 1 on a rank owns its span of each bucket only.
+    zero, over the data axis (Rajbhandari et al. 2020):
+        0  every rank has everything
+        1  a rank owns, and updates, its span of each bucket
+        2  also: gradients are reduced and let go with every microbatch, so only spans accumulate
+        3  also: weights are gathered when a unit of the model runs, and let go behind it
     """
 
     def __init__(
@@ -90,14 +138,20 @@ class GradBuffer:
         self.sequence = sequence and mesh.tp.size > 1
         self._claimed: set[int] = set()
         self.buckets = [
-            self._bucket(kind, group) for chunk in chunks for kind, group in self._groups(chunk, bucket_size)
+            self._bucket(kind, group)
+            for chunk in chunks
+            for unit in (_units(chunk) if zero >= 3 else [chunk])
+            for kind, group in self._groups(unit, bucket_size)
         ]
         self._home = {id(weight): bucket for bucket in self.buckets for weight, _, _ in bucket.places}
         self._final = False
+        self._held: list[Product] | None = None
         for bucket in self.buckets:
             for weight, _, _ in bucket.places:
-                weight.on_arrival = self._arrived
+                weight.on_arrival, weight.on_product = self._arrived, self._hold
+                weight.on_need = self._need if zero >= 2 else None
                 weight.register_post_accumulate_grad_hook(_into_sink)
+            bucket.forget()
 
     # -- construction
 
@@ -111,17 +165,17 @@ class GradBuffer:
             return "partial"
         return "whole"
 
-    def _groups(self, chunk: nn.Module, least: int) -> Iterator[tuple[Kind, list[Weight]]]:
+    def _groups(self, unit: nn.Module, least: int) -> Iterator[tuple[Kind, list[Weight]]]:
         """Neighbouring weights of one kind, at least `least` elements together where there are as many."""
         open_groups: dict[Kind, list[Weight]] = {}
-        for weight in weights(chunk):
-            if id(weight) in self._claimed:  # a tied tensor of two chunks of one rank
+        for weight in weights(unit):
+            if id(weight) in self._claimed:  # a tied tensor of two chunks or units of one rank
                 continue
             self._claimed.add(id(weight))
             kind = self._kind(weight)
             group = open_groups.setdefault(kind, [])
             group.append(weight)
-            if kind == "tied" or sum(w.numel() for w in group) >= least:
+            if kind == "tied" or (sum(w.numel() for w in group) >= least and self.zero < 3):
                 yield kind, open_groups.pop(kind)
         yield from open_groups.items()
 
@@ -138,47 +192,87 @@ class GradBuffer:
         length = _up(end, shares * ALIGNMENT)
         share = length // shares
         first = self.mesh.data.index * share if self.zero else 0
-        device, dtype = group[0].device, group[0].dtype
-        flat = torch.zeros(length, dtype=dtype, device=device)
-        grads = torch.zeros(length, dtype=self.dtype, device=device)
-        for weight, begin, stop in places:
-            flat[begin:stop].copy_(weight.detach().flatten())
-            weight.data = flat[begin:stop].view(weight.shape)
-            weight.sink = grads[begin:stop].view(weight.shape)
         tensor_rank = kind in ("cut", "tied") or self.mesh.tp.first
         holder = kind != "tied" or self.mesh.ends.first
         axes = {"partial": (self.mesh.tp,), "tied": (self.mesh.ends,)}.get(kind, ())
-        return Bucket(kind, places, flat, grads, (first, first + share), decay_end, tensor_rank and holder, axes)
+        return Bucket(
+            kind,
+            places,
+            length,
+            (first, first + share),
+            decay_end,
+            counted=tensor_rank and holder,
+            axes=axes,
+            zero=self.zero,
+            dtype=self.dtype,
+        )
 
     # -- one step
 
     def start(self) -> None:
         """Begin a step: no gradient has arrived."""
         for bucket in self.buckets:
-            bucket.grads.zero_()
-            bucket.waiting, bucket.work = bucket.uses, None
+            (bucket.own_grads if bucket.grads is None else bucket.grads).zero_()
+            bucket.waiting, bucket.works = bucket.uses, []
 
     def final(self, last: bool) -> None:
         """Say whether the backward pass that follows is the last of its chunk in this step."""
         self._final = last
 
+    def hold(self) -> None:
+        """From here on keep weight products instead of computing them (a backward pass for inputs only)."""
+        self._held = []
+
+    def release(self) -> list[Product]:
+        """The products kept since `hold`; products are computed at once again."""
+        held, self._held = self._held, None
+        assert held is not None
+        return held
+
+    def compute(self, products: list[Product]) -> None:
+        """Compute kept products, as the weight's act of a plan."""
+        with torch.no_grad():
+            for weight, grad, x in products:
+                weight.add_product(grad, x)
+
+    def _hold(self, weight: Weight, grad: torch.Tensor, x: torch.Tensor) -> bool:
+        if self._held is None:
+            return False
+        self._held.append((weight, grad, x))
+        return True
+
+    def _need(self, weight: Weight) -> None:
+        """The first gradient of a microbatch finds no room."""
+        bucket = self._home[id(weight)]
+        bucket.open()
+        bucket.waiting = bucket.uses
+
     def _arrived(self, weight: Weight) -> None:
-        if not self._final:
+        if not self._final and self.zero < 2:
             return
         bucket = self._home[id(weight)]
         bucket.waiting -= 1
         assert bucket.waiting >= 0, f"{weight.slots[0].shard.name}: more gradients than uses"
-        if bucket.waiting == 0 and self.overlap:
+        if bucket.waiting == 0 and (self.overlap or self.zero >= 2):
             self._leave(bucket)
 
     def _leave(self, bucket: Bucket) -> None:
         """Start the sum over data; the backward pass goes on meanwhile."""
+        data = self.mesh.data
+        if self.zero >= 2:
+            _settle(bucket)
+            out, work = start_reduce_scatter(bucket.close(), data)
+            bucket.works.append((work, out))
+            bucket.forget()
+            return
+        assert bucket.grads is not None
         if not self.zero:
-            bucket.work = all_reduce(bucket.grads, self.mesh.data, wait=False)
+            bucket.works.append((all_reduce(bucket.grads, data, wait=False), bucket.own_grads))
             return
         # NCCL may reduce into a part of its own input; gloo may not.
         out = bucket.own_grads if bucket.grads.is_cuda else torch.empty_like(bucket.own_grads)
-        bucket.own_grads, bucket.work = start_reduce_scatter(bucket.grads, self.mesh.data, out)
+        bucket.own_grads, work = start_reduce_scatter(bucket.grads, data, out)
+        bucket.works.append((work, bucket.own_grads))
 
     def finish(self) -> None:
         """Wait for the sums over data, then add up what is still partial. Errors name a weight without gradient."""
@@ -186,20 +280,34 @@ class GradBuffer:
             if bucket.waiting:
                 names = [weight.slots[0].shard.name for weight, _, _ in bucket.places]
                 raise RuntimeError(f"{bucket.waiting} gradients of {names[0]} ... {names[-1]} never arrived")
-            if bucket.work is None:
+            if not bucket.works:
                 self._leave(bucket)
         for bucket in self.buckets:
-            bucket.work.wait()
+            _settle(bucket)
             for axis in bucket.axes:
                 all_reduce(bucket.own_grads, axis)
         self._final = False
+
+    # -- weights that come and go (zero 3)
+
+    def around(self, unit: nn.Module, run: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        """run(x), a unit of the model on tensors, with its weights here while it runs, forward and backward."""
+        if self.zero < 3:
+            return run(x)
+        buckets = list({id(home): home for home in (self._home[id(w)] for w in weights(unit))}.values())
+        for bucket in buckets:
+            bucket.gather(self.mesh.data)
+        y = run(x)
+        for bucket in buckets:
+            bucket.forget()
+        return _Return.apply(y, buckets, self.mesh.data) if torch.is_grad_enabled() else y
 
     def square_sum(self) -> torch.Tensor:
         """Sum of squares of this rank's counted gradients, in max(fp32, their dtype)."""
         wide = torch.promote_types(self.dtype, torch.float32)
         counted = [bucket.own_grads for bucket in self.buckets if bucket.counted]
         if not counted:
-            return torch.zeros((), dtype=wide, device=self.buckets[0].grads.device)
+            return torch.zeros((), dtype=wide, device=self.buckets[0].own_grads.device)
         norms = [torch.linalg.vector_norm(grads, dtype=wide) for grads in counted]
         return torch.stack(norms).square().sum()
 
@@ -207,6 +315,39 @@ class GradBuffer:
     def norm_axis(self) -> Axis:
         """The ranks whose square sums add up to the whole model's."""
         return self.mesh.everyone if self.zero else self.mesh.model
+
+
+class _Return(torch.autograd.Function):
+    """Behind a unit: when its backward pass begins, its weights are brought back."""
+
+    @staticmethod
+    def forward(ctx: Any, y: torch.Tensor, buckets: list[Bucket], axis: Axis) -> torch.Tensor:
+        ctx.buckets, ctx.axis = buckets, axis
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        for bucket in ctx.buckets:
+            bucket.gather(ctx.axis)
+        return grad, None, None
+
+
+def _settle(bucket: Bucket) -> None:
+    """Wait for sums on their way; under zero 2 add them to what the span has."""
+    for work, out in bucket.works:
+        work.wait()
+        if bucket.zero >= 2:
+            bucket.own_grads.add_(out)
+    bucket.works = []
+
+
+def _units(chunk: nn.Module) -> Iterator[nn.Module]:
+    """What is gathered at a time: every block by itself, the embedding, the head."""
+    for child in chunk.children():
+        if isinstance(child, nn.ModuleList):
+            yield from child
+        else:
+            yield child
 
 
 def _up(value: int, multiple: int) -> int:
@@ -218,14 +359,11 @@ def _into_sink(parameter: torch.Tensor) -> None:
 
     The hook is called with no gradient where a layer has put it into the sink by itself.
     """
-    assert isinstance(parameter, Weight) and parameter.sink is not None
+    assert isinstance(parameter, Weight)
     if parameter.grad is None:
         return
-    parameter.sink.add_(parameter.grad)
+    sink = parameter.open_sink()
+    assert sink is not None
+    sink.add_(parameter.grad)
     parameter.grad = None
     parameter.arrived()
-
-
-def bytes_held(buckets: Iterable[Bucket]) -> int:
-    """Bytes of weights and gradients in these buckets."""
-    return sum(t.numel() * t.element_size() for bucket in buckets for t in (bucket.weights, bucket.grads))

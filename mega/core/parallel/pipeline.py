@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from mega.core.batch import DecoderBatch
-from mega.core.parallel.gradients import GradBuffer
+from mega.core.parallel.gradients import GradBuffer, Product
 from mega.core.parallel.mesh import Mesh
 from mega.core.plan import Compute, Exchange, Plan, Transfer
 
@@ -80,7 +80,9 @@ class _Step:
         self.sent: deque[tuple[Any, torch.Tensor]] = deque()
         self.inputs: dict[tuple[int, int], Cargo] = {}
         self.outputs: dict[tuple[int, int], Cargo] = {}
-        self.backwards = [0] * plan.chunks
+        self.backwards, self.weights = [0] * plan.chunks, [0] * plan.chunks
+        self.products: dict[tuple[int, int], list[Product]] = {}
+        self.splits = any(isinstance(act, Compute) and act.kind == "W" for act in plan.acts[self.rank])
         self.sums: list[torch.Tensor] = []
 
     def play(self) -> torch.Tensor:
@@ -89,8 +91,10 @@ class _Step:
                 self._exchange(act)
             elif act.kind == "F":
                 self._forward(act)
-            else:
+            elif act.kind == "B":
                 self._backward(act)
+            else:
+                self._weights(act)
         for work, _ in self.sent:
             work.wait()
         assert not (self.arriving or self.leaving or self.outputs), "cargo left over"
@@ -127,9 +131,20 @@ class _Step:
         self.backwards[act.chunk] += 1
         if self.grads is not None:
             self.grads.final(self.backwards[act.chunk] == self.plan.microbatches)
+            if self.splits:
+                self.grads.hold()
         torch.autograd.backward(out, grads)
+        if self.grads is not None and self.splits:
+            self.products[key] = self.grads.release()
         if stage:
             self._give("B", act, tuple(_gradient(tensor) for tensor in cargo), stage - 1)
+
+    def _weights(self, act: Compute) -> None:
+        """The weights' gradients that the backward pass of inputs left."""
+        assert self.grads is not None
+        self.weights[act.chunk] += 1
+        self.grads.final(self.weights[act.chunk] == self.plan.microbatches)
+        self.grads.compute(self.products.pop((act.microbatch, act.chunk)))
 
     def _take(self, kind: str, act: Compute) -> Cargo:
         """Cargo that this compute needs; waits until it is here."""

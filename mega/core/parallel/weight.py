@@ -37,45 +37,60 @@ class Weight(nn.Parameter):
 
     uses: how often its gradient arrives in one backward pass (2 for a tied embedding on one stage).
     sink: where gradients accumulate, shaped like the weight; None leaves them to autograd.
+    on_need: called before a gradient is added while there is no sink; it may make one.
     on_arrival: called with the weight each time a gradient has been added to the sink.
+    on_product: asked before a product is computed; True means that the caller keeps it for later.
     """
 
     slots: tuple[Slot, ...]
     ops: Ops
     uses: int
     sink: torch.Tensor | None
+    on_need: Callable[[Weight], None] | None
     on_arrival: Callable[[Weight], None] | None
+    on_product: Callable[[Weight, torch.Tensor, torch.Tensor], bool] | None
 
     def __new__(cls, data: torch.Tensor, slots: tuple[Slot, ...], ops: Ops = REFERENCE) -> Self:
         weight = super().__new__(cls, data, requires_grad=True)
         weight.slots, weight.ops, weight.uses = slots, ops, 1
-        weight.sink = weight.on_arrival = None
+        weight.sink = weight.on_need = weight.on_arrival = weight.on_product = None
         return weight
 
     def add_product(self, grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor | None:
         """The gradient of y = x W^T: grad [n, out], x [n, in]. Into the sink, or returned where there is none."""
-        if self.sink is None:
+        sink = self.open_sink()
+        if sink is None:
             return grad.t() @ x
-        self.ops.add_product(self.sink, grad, x)
+        if self.on_product is not None and self.on_product(self, grad, x):
+            return None
+        self.ops.add_product(sink, grad, x)
         self.arrived()
         return None
 
     def absorb(self, grad: torch.Tensor) -> torch.Tensor | None:
         """A whole gradient in any precision. Into the sink, or returned in our dtype where there is none."""
-        if self.sink is None:
+        sink = self.open_sink()
+        if sink is None:
             return grad.to(self.dtype)
-        self.sink.add_(grad)
+        sink.add_(grad)
         self.arrived()
         return None
 
     def add_rows(self, rows: torch.Tensor, grad: torch.Tensor) -> torch.Tensor | None:
         """The gradient of a look-up: grad [n, h] belongs to rows [n]."""
-        into = torch.zeros_like(self) if self.sink is None else self.sink
+        sink = self.open_sink()
+        into = torch.zeros_like(self) if sink is None else sink
         into.index_add_(0, rows, grad.to(into.dtype))
-        if self.sink is None:
+        if sink is None:
             return into
         self.arrived()
         return None
+
+    def open_sink(self) -> torch.Tensor | None:
+        """The sink, made now if somebody makes it on need."""
+        if self.sink is None and self.on_need is not None:
+            self.on_need(self)
+        return self.sink
 
     def arrived(self) -> None:
         if self.on_arrival is not None:

@@ -48,6 +48,7 @@ def build_stages(run: RunConfig, mesh: Mesh, device: torch.device) -> list[Decod
             sequence=parallel.sequence_parallel,
             dropout_seed=run.runtime.seed if drops else None,
             embedding=shared,
+            recompute=run.memory,
         )
         if stage.embedding is not None and model.tied:
             shared = stage.embedding.tokens.weight

@@ -123,7 +123,8 @@ class Training:
             step, options = self.progress.step, self.run.checkpoint
             due_save = options.save is not None and _every(options.save_interval, step)
             due_eval = self.valid is not None and _every(self.run.evaluation.eval_interval, step)
-            if due_save or due_eval or self.interrupt.asked or step == self.lengths.steps:
+            # With a loss scale the next learning rate depends on whether this step was skipped.
+            if due_save or due_eval or self.interrupt.asked or step == self.lengths.steps or self.state.scaler:
                 self._read(pending)
                 pending = None
             if due_eval and step < self.lengths.steps:
@@ -148,7 +149,8 @@ class Training:
         """Start one step; its numbers are read later."""
         progress, begun = self.progress, time.monotonic()
         size = global_batch_at(self.run.batch, progress.consumed)
-        lr, decay = self.learning_rate(progress.consumed), self.weight_decay(progress.consumed)
+        scheduled = progress.consumed - progress.unscheduled
+        lr, decay = self.learning_rate(scheduled), self.weight_decay(scheduled)
         assert self.train is not None
         batches = self.train.take(progress.consumed, microbatches(self.run, self.mesh.world, size))
         report = train_step(self.state, self._to_device(batches), lr, decay)
@@ -167,6 +169,7 @@ class Training:
         fine = bool(pending.report.fine)
         if not fine:
             self.progress.skipped += 1
+            self.progress.unscheduled += pending.samples
         if not math.isfinite(loss):
             raise RuntimeError(f"step {pending.step}: the loss is {loss} (gradient norm {norm})")
         pending.agreed.wait()
@@ -182,6 +185,7 @@ class Training:
                 "grad_norm": norm,
                 "batch": pending.samples,
                 "skipped": self.progress.skipped,
+                **({} if pending.report.scale is None else {"loss_scale": float(pending.report.scale)}),
                 "seconds": (ended or time.monotonic()) - pending.begun,
             }
             memory = self.device.memory_peak() or self.device.resident()

@@ -56,6 +56,7 @@ def save(state: TrainState, tokenizer: Tokenizer | None, fingerprint: str) -> Sa
         "config": dataclasses.asdict(run),
         "progress": dataclasses.asdict(state.progress),
         "updates": state.optimizer.updates,
+        "scaler": None if state.scaler is None else state.scaler.state(),
         "layout": state.mesh.sizes,
         "tokenizer": tokenizer.fingerprint() if tokenizer is not None else None,
         "fingerprint": fingerprint,
@@ -133,6 +134,8 @@ def restore(state: TrainState, origin: Origin) -> None:
             )
         checkpoint.read(wanted, cast=True)
         state.optimizer.updates = int(checkpoint.meta["updates"])
+        if state.scaler is not None and checkpoint.meta.get("scaler"):
+            state.scaler.restore(checkpoint.meta["scaler"])
     if not origin.weights_only:
         state.progress = Progress(**checkpoint.meta["progress"])
 

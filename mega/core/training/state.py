@@ -18,6 +18,7 @@ from mega.core.device import DTYPES, Device
 from mega.core.model.decoder import DecoderStage
 from mega.core.optim.adam import AdamW
 from mega.core.optim.optimizer import Optimizer
+from mega.core.optim.scaler import LossScaler
 from mega.core.parallel.gradients import GradBuffer
 from mega.core.parallel.mesh import Mesh
 from mega.core.parallel.pipeline import Pipeline
@@ -35,6 +36,8 @@ class Progress:
     """Training samples consumed: the data position."""
     consumed_valid: int = 0
     skipped: int = 0
+    unscheduled: int = 0
+    """Samples of skipped steps, which the learning rate's schedule does not count."""
 
 
 class TrainState:
@@ -55,9 +58,13 @@ class TrainState:
             bucket_size=run.parallel.bucket_size,
             overlap=run.parallel.overlap_grad_reduce,
         )
+        if run.parallel.zero >= 3:
+            for stage in self.stages:
+                stage.around = self.grads.around
         options = run.optimizer
         rule = AdamW(options.adam_beta1, options.adam_beta2, options.adam_eps)
         self.optimizer = Optimizer(self.grads, rule, options.clip_grad, chosen_ops(run, device.torch))
+        self.scaler = _scaler(run, device.torch)
         self.pipeline = Pipeline(self.stages, mesh, device.torch)
 
     def train(self, mode: bool = True) -> None:
@@ -68,8 +75,14 @@ class TrainState:
     def weight_pieces(self, *, mine: bool) -> Iterator[Piece]:
         """This rank's weights; with `mine`, only those that it writes (each element of the model once)."""
         for number, bucket in enumerate(self.grads.buckets):
+            low, high = bucket.span
             for weight, begin, end in bucket.places:
-                if not mine or (bucket.counted and number % self.mesh.data.size == self.mesh.data.index):
+                if self.grads.zero >= 3:  # nobody holds more than the span
+                    if not mine or bucket.counted:
+                        yield from _pieces(
+                            "weights", weight, bucket.own_weights, low, max(begin, low), min(end, high), begin
+                        )
+                elif not mine or (bucket.counted and number % self.mesh.data.size == self.mesh.data.index):
                     yield from _pieces("weights", weight, bucket.weights, 0, begin, end)
 
     def optimizer_pieces(self, *, mine: bool) -> Iterator[Piece]:
@@ -119,6 +132,22 @@ def _pieces(
                 view = view.narrow(dim, 0, length)
             origin = tuple(a + b for a, b in zip(shard.start, start, strict=True))
             yield Piece(f"{kind}/{shard.name}", shard.whole, origin, view)
+
+
+def _scaler(run: RunConfig, device: torch.device) -> LossScaler | None:
+    """fp16 needs a loss scale that follows its overflows; a constant one may be asked for in any precision."""
+    options = run.precision
+    if options.loss_scale is not None:
+        return LossScaler(initial=options.loss_scale, window=None, device=device)
+    if options.dtype != "fp16":
+        return None
+    return LossScaler(
+        initial=options.initial_loss_scale,
+        window=options.loss_scale_window,
+        hysteresis=options.hysteresis,
+        least=options.min_loss_scale,
+        device=device,
+    )
 
 
 def _count(size: tuple[int, ...]) -> int:

@@ -25,20 +25,26 @@ class Report:
     """What a step did, as device values: nobody waits for them until they are read.
 
     loss: mean over the global batch's weighted tokens. grad_norm: before clipping. fine: 0 if skipped.
+    scale: the loss scale that was in force.
     """
 
     loss: torch.Tensor
     grad_norm: torch.Tensor
     fine: torch.Tensor
+    scale: torch.Tensor | None = None
 
 
 def train_step(state: TrainState, batches: Sequence[DecoderBatch], lr: float, decay: float) -> Report:
     """One step over this data coordinate's microbatches; every rank of the mesh takes part."""
     sums = backward(state, batches)
     # 4
-    outcome = state.optimizer.step(lr, decay)
+    scaler = state.scaler
+    outcome = state.optimizer.step(lr, decay, None if scaler is None else scaler.scale)
+    scale = None if scaler is None else scaler.scale
+    if scaler is not None:
+        scaler.update(outcome.fine)
     # 5
-    return Report(mean_loss(state, sums), outcome.grad_norm, outcome.fine)
+    return Report(mean_loss(state, sums), outcome.grad_norm, outcome.fine, scale)
 
 
 def backward(state: TrainState, batches: Sequence[DecoderBatch]) -> torch.Tensor:
@@ -48,6 +54,8 @@ def backward(state: TrainState, batches: Sequence[DecoderBatch]) -> torch.Tensor
     state.grads.start()
     # 1
     scales = _scales(run.batch.loss_normalizer, batches, state)
+    if state.scaler is not None:
+        scales = [scale * state.scaler.scale for scale in scales]
     # 2
     assert run.parallel.schedule is not None
     schedule = plan(run.parallel.schedule, mesh.pp.size, run.parallel.chunks, len(batches))

@@ -1,0 +1,60 @@
+"""The dynamic loss scale of fp16: halve on overflow, double after a run of clean steps. All on the device.
+
+Losses are multiplied by the scale before backward, gradients divided by it before clipping. The state is three device
+scalars, so that no step waits for the host to learn whether it overflowed.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+class LossScaler:
+    """scale: the present factor. clean: steps since the last change. patience: overflows until it halves.
+
+    The patience is refilled when the scale doubles, not when it halves: once used up, every overflow halves.
+
+    >>> scaler = LossScaler(initial=2.0**32, window=3, hysteresis=2)
+    >>> seen = []
+    >>> for fine in (False, False, False, True, True, True):
+    ...     scaler.update(torch.tensor(fine))
+    ...     seen.append((int(scaler.scale.log2()), int(scaler.patience)))
+    >>> seen
+    [(32, 1), (31, 0), (30, -1), (30, -1), (30, -1), (31, 2)]
+    """
+
+    def __init__(
+        self,
+        *,
+        initial: float,
+        window: int | None = 1000,
+        hysteresis: int = 2,
+        least: float = 1.0,
+        device: torch.device | str = "cpu",
+    ):
+        self.window, self.hysteresis, self.least = window, hysteresis, least  # no window: a constant scale
+        self.scale = torch.tensor(initial, dtype=torch.float64, device=device)
+        self.clean = torch.tensor(0, device=device)
+        self.patience = torch.tensor(hysteresis, device=device)
+
+    def update(self, fine: torch.Tensor) -> None:
+        """Take one step's verdict: whether all gradients of all ranks were finite."""
+        if self.window is None:
+            return
+        self.clean = torch.where(fine, self.clean + 1, 0)
+        self.patience = torch.where(fine, self.patience, self.patience - 1)
+        backs_off = ~fine & (self.patience <= 0)
+        self.scale = torch.where(backs_off, (self.scale / 2).clamp(min=self.least), self.scale)
+        grows = self.clean == self.window
+        self.scale = torch.where(grows, self.scale * 2, self.scale)
+        self.clean = torch.where(grows, 0, self.clean)
+        self.patience = torch.where(grows, self.hysteresis, self.patience)
+
+    def state(self) -> dict[str, float]:
+        """Plain numbers for a checkpoint."""
+        return {"scale": float(self.scale), "clean": int(self.clean), "patience": int(self.patience)}
+
+    def restore(self, state: dict[str, float]) -> None:
+        self.scale.fill_(state["scale"])
+        self.clean.fill_(int(state["clean"]))
+        self.patience.fill_(int(state["patience"]))

@@ -1,0 +1,78 @@
+"""Keeping a run of blocks' input instead of everything inside it: the rest is computed again in the backward pass.
+
+Dropout is a function of what it acts on, so there is no random state to put back. With `share`, tensor ranks that all
+hold the same input keep a part of it each and gather it again (Megatron's distributed saved activations).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from mega.core.parallel.collectives import all_gather, own_block
+from mega.core.parallel.mesh import Axis
+
+
+class _Share(torch.autograd.Function):
+    """Our part of a tensor that every rank holds whole; its gradient comes back whole."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, axis: Axis) -> torch.Tensor:
+        ctx.axis = axis
+        return own_block(x, axis).clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return all_gather(grad, ctx.axis), None
+
+
+class _Whole(torch.autograd.Function):
+    """The whole of a shared tensor; every rank computes the same gradient of it and passes its part on."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, axis: Axis) -> torch.Tensor:
+        ctx.axis = axis
+        return all_gather(x, axis)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return own_block(grad, ctx.axis).clone(), None
+
+
+def recomputed(run: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, share: Axis | None = None) -> torch.Tensor:
+    """run(x), of which only x is kept for the backward pass; x [tokens, h], over `share` a part of its tokens."""
+    if share is None or share.size == 1:
+        return checkpoint(run, x, use_reentrant=False, preserve_rng_state=False)  # type: ignore[no-any-return]
+    part = _Share.apply(x, share)
+
+    def from_part(part: torch.Tensor) -> torch.Tensor:
+        return run(_Whole.apply(part, share))
+
+    return checkpoint(from_part, part, use_reentrant=False, preserve_rng_state=False)  # type: ignore[no-any-return]
+
+
+def groups(blocks: int, method: str | None, layers: int | None) -> Iterator[tuple[range, bool]]:
+    """A stage's blocks in runs: (which, whether the run is computed again).
+
+    uniform: every run of `layers` blocks. block: the first `layers` blocks one by one, the rest kept.
+
+    >>> list(groups(5, "uniform", 2))
+    [(range(0, 2), True), (range(2, 4), True), (range(4, 5), True)]
+    >>> list(groups(3, "block", 1))
+    [(range(0, 1), True), (range(1, 3), False)]
+    >>> list(groups(3, None, None))
+    [(range(0, 3), False)]
+    """
+    if method == "uniform":
+        step = layers or 1
+        for first in range(0, blocks, step):
+            yield range(first, min(first + step, blocks)), True
+        return
+    single = min(layers or 0, blocks) if method == "block" else 0
+    for number in range(single):
+        yield range(number, number + 1), True
+    if single < blocks:
+        yield range(single, blocks), False
