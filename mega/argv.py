@@ -202,9 +202,7 @@ def _judged(spelling: str, value: str, meaning: Sets) -> str:
     if choices and value not in choices:
         if value in meaning.choices:
             return value
-        raise ValueError(
-            f"{spelling} {value}: is no choice{nearest(value, choices)}; valid: {', '.join(choices)}"
-        )
+        raise ValueError(f"{spelling} {value}: is no choice{nearest(value, choices)}; valid: {', '.join(choices)}")
     if meaning.kind in (int, float) and not _reads_as(meaning.kind, value):
         whole = "whole " if meaning.kind is int else ""
         raise ValueError(f"{spelling} {value}: must be a {whole}number")

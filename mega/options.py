@@ -77,9 +77,7 @@ def command(function: Callable[..., Any]) -> Callable[..., Any]:
     whole = next((name for name in configs if hints[name] is RunConfig), None)
     if whole is not None:
         parameters += _RUN_PARAMETERS
-    chosen = [
-        entry for entry in entries().values() if any(entry.section in names for names in configs.values())
-    ]
+    chosen = [entry for entry in entries().values() if any(entry.section in names for names in configs.values())]
     parameters += [_parameter(entry) for entry in chosen]
     if any(not entry.option.common for entry in chosen):
         parameters.append(_HELP_ALL)

@@ -114,8 +114,6 @@ def test_the_tokenizers_vocabulary_is_the_models(
 
 
 def test_a_layout_of_128_ranks_is_checked_on_one(capsys: pytest.CaptureFixture[str]) -> None:
-    command = (
-        "pretrain --model gpt3-175b --tp 8 --pp 16 --micro-batch 1 --global-batch 64 --dry-run --world 128"
-    )
+    command = "pretrain --model gpt3-175b --tp 8 --pp 16 --micro-batch 1 --global-batch 64 --dry-run --world 128"
     assert cli.main(command.split()) == 0
     assert "nothing trained" in capsys.readouterr().out

@@ -56,9 +56,7 @@ def _at(places: dict[str, str], text: str) -> str:
 
 
 @pytest.mark.parametrize("bad", BAD)
-def test_one_clear_line_and_exit_2(
-    bad: str, places: dict[str, str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_one_clear_line_and_exit_2(bad: str, places: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
     expected = _at(places, BAD[bad])
     code = cli.main(f"{GOOD} {_at(places, bad)}".split())
     told = capsys.readouterr()
@@ -76,9 +74,7 @@ def test_the_command_without_a_mistake_starts_a_rank(capsys: pytest.CaptureFixtu
         assert "a rank was started" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "missing", ["--micro-batch 2", "--steps 10", "--lr 1e-3", "--vocab 100", "--mock-data"]
-)
+@pytest.mark.parametrize("missing", ["--micro-batch 2", "--steps 10", "--lr 1e-3", "--vocab 100", "--mock-data"])
 def test_what_a_run_needs_is_asked_for(missing: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(GOOD.replace(missing, "").split()) == 2
     (line,) = capsys.readouterr().err.splitlines()
@@ -95,9 +91,7 @@ def test_every_mistake_is_told_at_once(capsys: pytest.CaptureFixture[str]) -> No
     assert len(capsys.readouterr().err.splitlines()) == 6
 
 
-def test_only_the_first_rank_speaks(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_only_the_first_rank_speaks(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("RANK", "1")
     assert cli.main(f"{GOOD} --heads 5".split()) == 2

@@ -49,10 +49,7 @@ def test_a_part_whose_import_fails_says_why(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     monkeypatch.setattr(importlib, "import_module", broken)
-    assert (
-        doctor._state(PART, cuda=True)
-        == "present, but its import fails: ImportError: libmissing.so: cannot open"
-    )
+    assert doctor._state(PART, cuda=True) == "present, but its import fails: ImportError: libmissing.so: cannot open"
 
 
 def test_remarks_with_brackets_are_not_markup(

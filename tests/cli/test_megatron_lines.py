@@ -83,17 +83,14 @@ GPT_345M_FIELDS = {
 LINES: dict[str, tuple[str, dict[str, Any]]] = {
     "GPT 345M": (GPT_345M, GPT_345M_FIELDS),
     "GPT 345M, data parallel": (
-        GPT_345M.replace(
-            "--micro-batch-size 4 --global-batch-size 8", "--micro-batch-size 8 --global-batch-size 64"
-        ),
+        GPT_345M.replace("--micro-batch-size 4 --global-batch-size 8", "--micro-batch-size 8 --global-batch-size 64"),
         GPT_345M_FIELDS | {"micro_batch": 8, "global_batch": 64},
     ),
     "GPT 345M, distributed": (
         GPT_345M.replace("--global-batch-size 8", "--global-batch-size 16")
         + " --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --sequence-parallel"
         + " --distributed-backend nccl --local_rank=3",
-        GPT_345M_FIELDS
-        | {"global_batch": 16, "tp": 2, "pp": 2, "sequence_parallel": True, "backend": "nccl"},
+        GPT_345M_FIELDS | {"global_batch": 16, "tp": 2, "pp": 2, "sequence_parallel": True, "backend": "nccl"},
     ),
     "GPT-3 175B": (
         GPT3_175B,
@@ -151,9 +148,7 @@ LINES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "Llama-2 70B, grouped heads": (
-        LLAMA2_7B.replace(
-            "--num-attention-heads 32", "--num-query-groups 8 --group-query-attention --num-att 64"
-        ),
+        LLAMA2_7B.replace("--num-attention-heads 32", "--num-query-groups 8 --group-query-attention --num-att 64"),
         {"heads": 64, "kv_heads": 8},
     ),
     "76B of the weak-scaling table": (

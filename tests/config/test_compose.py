@@ -33,9 +33,7 @@ def test_a_value_equal_to_the_default_still_overrides() -> None:
 
 
 def test_an_unknown_preset_names_the_nearest() -> None:
-    with pytest.raises(
-        ValueError, match=r"--model lama2-7b: is no preset \(nearest: llama2-7b\); valid --model: "
-    ):
+    with pytest.raises(ValueError, match=r"--model lama2-7b: is no preset \(nearest: llama2-7b\); valid --model: "):
         compose("lama2-7b")
 
 
@@ -56,9 +54,7 @@ def test_families_and_presets_name_only_options() -> None:
         ("llama3-8b", {}, 8_030_261_248),
     ],
 )
-def test_presets_have_the_published_number_of_parameters(
-    preset: str, changes: dict[str, int], parameters: int
-) -> None:
+def test_presets_have_the_published_number_of_parameters(preset: str, changes: dict[str, int], parameters: int) -> None:
     run = resolve(updated(compose(preset), changes), world=1)
     assert sum(tensor.elements for tensor in inventory(run.model)) == parameters
 

@@ -10,8 +10,6 @@ import pytest
 ROOM = "check check_files compose megatron not_yet option presets resolve run sections toml world"
 
 
-@pytest.mark.parametrize(
-    "name", [*(f"mega.core.config.{name}" for name in ROOM.split()), "mega.argv", "mega.cli"]
-)
+@pytest.mark.parametrize("name", [*(f"mega.core.config.{name}" for name in ROOM.split()), "mega.argv", "mega.cli"])
 def test_examples(name: str) -> None:
     assert doctest.testmod(importlib.import_module(name)).failed == 0

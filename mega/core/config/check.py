@@ -112,13 +112,9 @@ def _pairs(run: RunConfig) -> Problems:
 
 def _steps_or_samples(run: RunConfig) -> Problems:
     by_steps = [name for name in ("steps", "lr_decay_steps", "lr_warmup_steps") if value_of(run, name)]
-    by_samples = [
-        name for name in ("samples", "lr_decay_samples", "lr_warmup_samples") if value_of(run, name)
-    ]
+    by_samples = [name for name in ("samples", "lr_decay_samples", "lr_warmup_samples") if value_of(run, name)]
     if by_steps and by_samples:
-        yield _line(
-            run, by_samples[0], f"excludes {flag_of(by_steps[0])}; count the whole run in steps or in samples"
-        )
+        yield _line(run, by_samples[0], f"excludes {flag_of(by_steps[0])}; count the whole run in steps or in samples")
     if run.schedule.lr_warmup_fraction is not None:
         for name in ("lr_warmup_steps", "lr_warmup_samples"):
             if value_of(run, name):
@@ -172,9 +168,7 @@ def _heads(run: RunConfig) -> Problems:
             f"must be divisible by --heads {model.heads}; valid --heads: {_divisors(model.hidden)}",
         )
     if model.heads % model.kv_heads:
-        yield _line(
-            run, "kv_heads", f"must divide --heads {model.heads}; valid --kv-heads: {_divisors(model.heads)}"
-        )
+        yield _line(run, "kv_heads", f"must divide --heads {model.heads}; valid --kv-heads: {_divisors(model.heads)}")
     if model.position == "rope" and (rotating := int(model.head_dim * model.rope_fraction)) % 2:
         yield _line(
             run,
@@ -204,9 +198,7 @@ def _stages(run: RunConfig) -> Problems:
             rule = f"must be {pieces} numbers (--pp x --chunks) whose sum is --layers {layers}"
             yield _line(run, "stage_layers", rule)
     elif layers % parallel.pp:
-        yield _line(
-            run, "layers", f"must be divisible by --pp {parallel.pp}; valid --pp: {_divisors(layers)}"
-        )
+        yield _line(run, "layers", f"must be divisible by --pp {parallel.pp}; valid --pp: {_divisors(layers)}")
     else:
         per_stage = layers // parallel.pp
         name = "layers_per_chunk" if parallel.layers_per_chunk else "chunks"
@@ -279,9 +271,7 @@ def _rampup(run: RunConfig) -> str | None:
         return "must be three numbers: start, increment, samples"
     start, increment, _ = batch.rampup
     if start > batch.global_batch or (batch.global_batch - start) % increment:
-        return (
-            f"must reach --global-batch {batch.global_batch} from {start} in whole increments of {increment}"
-        )
+        return f"must reach --global-batch {batch.global_batch} from {start} in whole increments of {increment}"
     return None
 
 

@@ -216,6 +216,4 @@ def _tokenizer(run: RunConfig) -> TokenizerConfig:
 
 
 def _log(log: LogConfig, save: str | None) -> LogConfig:
-    return (
-        log if log.metrics is not None else replace(log, metrics=os.path.join(save or ".", "metrics.jsonl"))
-    )
+    return log if log.metrics is not None else replace(log, metrics=os.path.join(save or ".", "metrics.jsonl"))

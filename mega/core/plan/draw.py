@@ -109,9 +109,7 @@ def _svg(simulation: Simulation) -> bytes:
                 f'stroke="white"><title>{label}: {span.start:g} to {span.end:g}</title></rect>'
             )
             if wide > 7 * len(label):
-                lines.append(
-                    f'<text x="{left + wide / 2:.2f}" y="{top + 16}" text-anchor="middle">{label}</text>'
-                )
+                lines.append(f'<text x="{left + wide / 2:.2f}" y="{top + 16}" text-anchor="middle">{label}</text>')
     return "\n".join([*lines, "</svg>", ""]).encode()
 
 
@@ -140,9 +138,7 @@ def _png(simulation: Simulation) -> bytes:
     axes.set_facecolor("#eeeeee")
     axes.set_title(_figures(simulation), fontsize=9)
     kinds = sorted({span.act.kind for row in simulation.rows for span in row}, key="FBW".index)
-    figure.legend(
-        handles=[Patch(color=_COLOURS[k], label=_MEANINGS[k]) for k in kinds], loc="outside right upper"
-    )
+    figure.legend(handles=[Patch(color=_COLOURS[k], label=_MEANINGS[k]) for k in kinds], loc="outside right upper")
     picture = io.BytesIO()
     figure.savefig(picture, format="png", dpi=130)
     return picture.getvalue()

@@ -49,9 +49,7 @@ def received(transfer: Transfer, rank: int, stages: int) -> Cargo:
     return (transfer.kind, transfer.microbatch, transfer.chunk * stages + rank + before)
 
 
-def with_exchanges(
-    orders: Sequence[Sequence[Compute]], stages: int, chunks: int
-) -> tuple[tuple[Act, ...], ...]:
+def with_exchanges(orders: Sequence[Sequence[Compute]], stages: int, chunks: int) -> tuple[tuple[Act, ...], ...]:
     """Every rank's acts: its computes in the given order, and the exchanges that let them run.
 
     Raises PlanError where the orders themselves wait for each other in a circle.
@@ -77,9 +75,7 @@ def with_exchanges(
             moment = min(wanted, kept_waiting)
             peer_gap = bisect_left(starts[peer], moment)
             sends[rank].setdefault(gap, []).append(Transfer(act.kind, act.microbatch, act.chunk, peer))
-            recvs[peer].setdefault(peer_gap, []).append(
-                Transfer(act.kind, act.microbatch, consuming.chunk, rank)
-            )
+            recvs[peer].setdefault(peer_gap, []).append(Transfer(act.kind, act.microbatch, consuming.chunk, rank))
     return tuple(_woven(*lists) for lists in zip(orders, sends, recvs, strict=True))
 
 
@@ -124,7 +120,5 @@ def _clock(orders: Sequence[Sequence[Compute]], stages: int, chunks: int) -> lis
                 runnable.append(waiting.pop(cargo))
     for rank, (order, slots) in enumerate(zip(orders, starts, strict=True)):
         if len(slots) < len(order):
-            raise PlanError(
-                f"rank {rank} waits for ever before {order[len(slots)]}: the orders form a circle"
-            )
+            raise PlanError(f"rank {rank} waits for ever before {order[len(slots)]}: the orders form a circle")
     return starts

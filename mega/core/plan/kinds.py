@@ -150,9 +150,7 @@ def _groups(stages: int, microbatches: int) -> list[range]:
     return [range(start, end) for start, end in pairwise(starts)]
 
 
-def _grouped(
-    kind: Literal["F", "B"], stages: int, chunks: Iterable[int], microbatches: int
-) -> Iterator[Compute]:
+def _grouped(kind: Literal["F", "B"], stages: int, chunks: Iterable[int], microbatches: int) -> Iterator[Compute]:
     """Each group of microbatches through all `chunks`, in their order, before the next group starts."""
     for group in _groups(stages, microbatches):
         for chunk in chunks:

@@ -26,9 +26,7 @@ Duration = Callable[[Compute, int], float]
 """(compute, its global stage) -> how long it takes."""
 
 
-def play(
-    plan: Plan, duration: Duration, transfer: float, overlap: bool = True
-) -> tuple[tuple[Span, ...], ...]:
+def play(plan: Plan, duration: Duration, transfer: float, overlap: bool = True) -> tuple[tuple[Span, ...], ...]:
     """Every rank's computes with their times, in order. Takes time linear in the number of acts.
 
     transfer: how long one piece of cargo travels, counted from when both sides have come to their exchange.

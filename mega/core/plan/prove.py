@@ -43,9 +43,7 @@ def _same_order(route: Route, leaving: list[Cargo], arriving: list[Cargo]) -> No
     for left, came in zip_longest(leaving, arriving):
         if left != came:
             sender, receiver, kind = route
-            raise PlanError(
-                f"{kind} from rank {sender} to rank {receiver}: {left} leaves where {came} arrives"
-            )
+            raise PlanError(f"{kind} from rank {sender} to rank {receiver}: {left} leaves where {came} arrives")
 
 
 class _Rank:
