@@ -69,6 +69,18 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "pp2x2": {"pp": 2, "chunks": 2},
     "tp2pp2sp": {"tp": 2, "pp": 2, "sequence_parallel": True},
     "tp2pp2x2sp": {"tp": 2, "pp": 2, "chunks": 2, "sequence_parallel": True},
+    "pp4zb": {"pp": 4, "schedule": "zb-h1"},
+    "zero2": {"zero": 2},
+    "zero3": {"zero": 3},
+    "tp2zero3sp": {"tp": 2, "zero": 3, "sequence_parallel": True},
+    "tp2pp2recompute": {
+        "tp": 2,
+        "pp": 2,
+        "sequence_parallel": True,
+        "recompute": "full",
+        "recompute_method": "uniform",
+        "recompute_layers": 1,
+    },
     "tp2zero1sp": {"tp": 2, "zero": 1, "sequence_parallel": True},
 }
 STEPS = 3
