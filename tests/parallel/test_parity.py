@@ -20,6 +20,7 @@ SP = {"sequence_parallel": True}
 WHOLE_BATCH: dict[str, Any] = {"micro_batch": 8}
 INTERLEAVED: dict[str, Any] = {"pp": 2, "chunks": 2}
 EVERYTHING: dict[str, Any] = {"tp": 2, "pp": 2, "zero": 1, **SP}
+RECOMPUTED: dict[str, Any] = {"recompute": "full", "recompute_method": "uniform", "recompute_layers": 1}
 
 LAYOUTS = [
     # (model, world, layout)
@@ -37,6 +38,12 @@ LAYOUTS = [
     ("llama", 4, {"tp": 2, "zero": 1, "overlap_grad_reduce": False}),
     ("llama", 8, {**EVERYTHING, "chunks": 2}),
     ("llama", 8, {"tp": 4, "pp": 2}),
+    ("gpt", 4, {"pp": 4, "schedule": "zb-h1"}),
+    ("gpt", 4, {"zero": 2}),
+    ("llama", 4, {"tp": 2, "zero": 3, **SP}),
+    ("gpt", 1, {"zero": 3, **RECOMPUTED}),
+    ("llama", 4, {"tp": 2, "pp": 2, **SP, **RECOMPUTED}),
+    ("gpt", 2, {"tp": 2, **RECOMPUTED, "distribute_saved": True}),
     ("gpt-odd", 2, {"tp": 2, **SP}),
     ("gpt-odd", 8, EVERYTHING),
     ("qwen", 4, {"tp": 2, "pp": 2, **SP}),

@@ -121,14 +121,14 @@ class Layout:
 
 
 def every_layout() -> list[Layout]:
-    """tp, pp in {1, 2, 4} x dp in {1, 2} on up to 8 ranks, with and without sequence parallelism and ZeRO 1."""
+    """tp, pp in {1, 2, 4} x dp in {1, 2} on up to 8 ranks, with and without sequence parallelism, at every stage of ZeRO."""
     found = []
     for tp in (1, 2, 4):
         for pp in (1, 2, 4):
             for dp in (1, 2):
                 if 1 < tp * pp * dp <= MOST_RANKS:
                     shares = (False, True) if tp > 1 else (False,)
-                    stages = (0, 1) if dp > 1 else (0,)
+                    stages = (0,) if dp == 1 else (0, 1) if pp > 1 else (0, 1, 2, 3)
                     found += [Layout(tp=tp, pp=pp, dp=dp, sp=sp, zero=zero) for sp in shares for zero in stages]
     return found
 
