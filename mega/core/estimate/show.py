@@ -43,11 +43,7 @@ SHORT = {"gradients": "grads", "activations": "activ.", "working": "work"}
 
 
 def parts(stage: StageMemory) -> dict[str, int]:
-    """Bytes of each part by its heading; they add up to the peak.
-
-    >>> list(dict.fromkeys(heading for heading, _, _ in PARTS))[:3]
-    ['weights', 'gradients', 'masters']
-    """
+    """Bytes of each part by its heading; they add up to the peak."""
     held = ("weights", "grads", "masters", "moments")
     return {head: getattr(stage.held if name in held else stage, name) for head, name, _ in PARTS}
 
