@@ -243,7 +243,7 @@ def test_bad_data(tmp_path: Path) -> None:
         ({"data_path": (f"{prefix}.bin",)}, f"did you mean {prefix}\\?"),
         ({"data_path": (str(tmp_path / "b"),)}, "did you mean .*b_text_document"),
         ({"data_path": (str(cut),)}, "--data-path .*cut.bin: has 86 bytes"),
-        ({"data_path": (prefix, prefix, prefix)}, "one prefix, or weight prefix"),
+        ({"data_path": ("1", prefix, prefix)}, "prefixes, or weight prefix"),
         ({"data_path": ("0", prefix, "1", prefix)}, "weights above 0"),
         ({"data_path": ("nan", prefix)}, "weights above 0"),
         ({"data_path": (prefix,), "split": "x"}, "--split"),
@@ -258,7 +258,8 @@ def test_bad_data(tmp_path: Path) -> None:
 
 
 def test_parse_blend() -> None:
-    assert parse_blend("--data-path", ("a",)) == [(1.0, "a")]
+    assert parse_blend("--data-path", ("a",)) == [(None, "a")]
+    assert parse_blend("--data-path", ("a", "b", "c")) == [(None, "a"), (None, "b"), (None, "c")]
     assert parse_blend("--data-path", ("0.2", "a", "3", "b")) == [(0.2, "a"), (3.0, "b")]
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
+from mega.core.config.corpora import expand, is_number
 from mega.core.config.run import RunConfig, flag_of, value_of
 from mega.core.config.sections import TokenizerConfig
 
@@ -52,20 +53,32 @@ def _data(run: RunConfig) -> Problems:
     if data.valid_data + data.test_data and not data.train_data and not run.evaluation.skip_train:
         yield "--train-data is missing: it is needed beside --valid-data and --test-data"
     for name in ("data_path", "train_data", "valid_data", "test_data"):
-        yield from _prefixes(flag_of(name), value_of(run, name))
+        try:
+            words = expand(value_of(run, name), data.corpora)
+        except ValueError as error:
+            yield str(error)
+            return
+        yield from _prefixes(flag_of(name), words)
+    for word in data.valid_sets:
+        name, _, prefix = word.partition("=")
+        if not name or not prefix:
+            yield f"--valid-sets {word}: must be name=prefix"
+        else:
+            yield from _prefixes("--valid-sets", expand([prefix], data.corpora))
 
 
 def _prefixes(flag: str, words: tuple[str, ...]) -> Problems:
-    """`words` are one prefix, or weights and prefixes in turn."""
-    if len(words) > 1:
+    """`words` are prefixes, or weights and prefixes in turn."""
+    weighted = any(map(is_number, words[::2]))
+    if weighted and len(words) > 1:
         if len(words) % 2:
-            yield f"{flag} {' '.join(words)}: must be one prefix, or pairs of weight and prefix"
+            yield f"{flag} {' '.join(words)}: must be prefixes, or pairs of weight and prefix"
             return
         for weight in words[::2]:
             if not _is_weight(weight):
                 yield f"{flag} {weight}: must be a weight greater than 0, as in 0.3 first 0.7 second"
                 return
-    for prefix in words[1::2] if len(words) > 1 else words:
+    for prefix in words[1::2] if weighted and len(words) > 1 else words:
         missing = [prefix + suffix for suffix in (".bin", ".idx") if not os.path.isfile(prefix + suffix)]
         if missing:
             yield f"{flag} {prefix}: there is no {' and no '.join(missing)}; `mega preprocess` writes both"

@@ -360,13 +360,15 @@ class DataConfig:
 
     data_path: tuple[str, ...] = option(
         (),
-        "prefix of a .bin/.idx pair, or weights and prefixes in turn",
+        "prefixes of .bin/.idx pairs, or weights and prefixes in turn",
         megatron="--data-path",
         common=True,
     )
     train_data: tuple[str, ...] = option((), "training prefixes, used whole", megatron="--train-data-path")
     valid_data: tuple[str, ...] = option((), "validation prefixes, used whole", megatron="--valid-data-path")
     test_data: tuple[str, ...] = option((), "test prefixes, used whole", megatron="--test-data-path")
+    valid_sets: tuple[str, ...] = option((), "more validation sets, each as name=prefix and reported by its name")
+    corpora: str | None = option(None, "a TOML file whose table [corpora] gives names to prefixes")
     chat_data: tuple[str, ...] = option((), "conversations in JSON lines, instead of token files")
     chat_template: str = option("plain", "llama2, llama3, chatml, plain, or a Jinja file")
     split: str = option("969, 30, 1", "shares of training, validation and test", megatron="--split")

@@ -7,10 +7,11 @@ starts, and fill the cache that the ranks then read.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from mega.core.config.corpora import expand, is_number
 from mega.core.config.sections import DataConfig
 from mega.core.data.cache import Arrays, cached
 from mega.core.data.chat import ChatDataset, chat_dataset
@@ -36,11 +37,15 @@ _WHOLE = {"train": "1,0,0", "valid": "0,1,0", "test": "0,0,1"}
 
 @dataclass(frozen=True)
 class Datasets:
-    """A dataset per split, None where nothing was asked or the split is empty; `notes` are for the user."""
+    """A dataset per split, None where nothing was asked or the split is empty; `notes` are for the user.
+
+    named: more validation sets, by the names that the user gave them.
+    """
 
     train: Dataset | None = None
     valid: Dataset | None = None
     test: Dataset | None = None
+    named: Mapping[str, Dataset] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
 
@@ -55,19 +60,16 @@ def samples_requested(
     return train, (steps // eval_interval + 1) * eval_iters * global_batch, eval_iters * global_batch
 
 
-def parse_blend(flag: str, words: Sequence[str]) -> list[tuple[float, str]]:
-    """One prefix, or weight prefix weight prefix ..., as (weight, prefix) pairs.
+def parse_blend(flag: str, words: Sequence[str]) -> list[tuple[float | None, str]]:
+    """Prefixes, or weight prefix weight prefix ..., as (weight, prefix) pairs; without weights they are None.
 
-    ("0.2", "a", "0.3", "b") -> [(0.2, "a"), (0.3, "b")]; ("a",) -> [(1.0, "a")].
+    ("0.2", "a", "0.3", "b") -> [(0.2, "a"), (0.3, "b")]; ("a", "b") -> [(None, "a"), (None, "b")].
     """
-    if len(words) == 1:
-        return [(1.0, words[0])]
-    rule = "must be one prefix, or weight prefix weight prefix ... with weights above 0"
-    try:
-        weights = [float(word) for word in words[::2]]
-    except ValueError:
-        weights = []
-    if len(words) % 2 or not weights or not all(0 < weight < float("inf") for weight in weights):
+    if len(words) == 1 or not any(map(is_number, words[::2])):
+        return [(None, word) for word in words]
+    rule = "must be prefixes, or weight prefix weight prefix ... with weights above 0"
+    weights = [float(word) if is_number(word) else -1.0 for word in words[::2]]
+    if len(words) % 2 or not all(0 < weight < float("inf") for weight in weights):
         raise ValueError(f"{flag} {' '.join(words)}: {rule}")
     return list(zip(weights, words[1::2], strict=True))
 
@@ -107,14 +109,20 @@ def build_datasets(
     made = {
         name: builder.blend(
             "--data-path" if data.data_path else f"--{name}-data",
-            data.data_path or own[name],
+            expand(data.data_path or own[name], data.corpora),
             data.split if data.data_path else _WHOLE[name],
             name,
             count,
         )
         for name, count in zip(SPLITS, samples, strict=True)
     }
-    return Datasets(**made, notes=tuple(builder.notes))
+    named = {}
+    for word in data.valid_sets:
+        label, _, prefix = word.partition("=")
+        found = builder.blend("--valid-sets", expand([prefix], data.corpora), _WHOLE["valid"], "valid", samples[2])
+        if found is not None:
+            named[label] = found
+    return Datasets(**made, named=named, notes=tuple(builder.notes))
 
 
 def _chat(
@@ -155,9 +163,12 @@ class _Builder:
                 raise ValueError(message)
             self.notes.append(message)
             return None
-        if len(words) == 1:
+        if len(given) == 1:
             return self._gpt(flag, parts[0][1], split, name, samples)
-        shares = blend_shares([weight for weight, _ in parts])
+        # Without weights each corpus has its own size, so that all end together.
+        shares = blend_shares(
+            [self._samples_once(flag, prefix, split, name) if weight is None else weight for weight, prefix in parts]
+        )
         counts = blend_samples(shares, samples)
         datasets = [
             self._gpt(flag, prefix, split, name, count) for (_, prefix), count in zip(parts, counts, strict=True)
@@ -201,6 +212,12 @@ class _Builder:
 
         arrays = cached(self._directory(prefix), key, ("documents", "samples", "shuffle"), compute)
         return GPTDataset(corpus, SampleOrder(**arrays), self._seq_length)
+
+    def _samples_once(self, flag: str, prefix: str, split: str, name: str) -> float:
+        """Samples that one pass over this part of a corpus gives."""
+        first, last = self._range(flag, prefix, split, name)
+        tokens = int(self._corpus(flag, prefix).lengths[first:last].sum(dtype="int64"))
+        return max((tokens - 1) // self._seq_length, 1)
 
     def _range(self, flag: str, prefix: str, split: str, name: str) -> tuple[int, int]:
         """First sequence of a split and the one behind its last; equal where it is empty."""

@@ -91,6 +91,7 @@ class Training:
         self.lengths = lengths(run)
         data = prepared.datasets
         self.train, self.valid, self.test = (self._batches(split) for split in (data.train, data.valid, data.test))
+        self.named = {name: self._batches(dataset) for name, dataset in data.named.items()}
         self.learning_rate, self.weight_decay = _schedules(run)
         self.interrupt = Interrupt(run.runtime.exit_on_signal, run.runtime.exit_minutes)
         self.meters = self._meters() if rank == 0 else None
@@ -105,7 +106,7 @@ class Training:
             if not self.run.evaluation.skip_train:
                 self._train()
             if not self.interrupt.asked:
-                self._evaluate("valid", self.valid)
+                self._validate()
                 self._evaluate("test", self.test)
         finally:
             self.interrupt.close()
@@ -122,13 +123,13 @@ class Training:
             pending = current
             step, options = self.progress.step, self.run.checkpoint
             due_save = options.save is not None and _every(options.save_interval, step)
-            due_eval = self.valid is not None and _every(self.run.evaluation.eval_interval, step)
+            due_eval = (self.valid is not None or bool(self.named)) and _every(self.run.evaluation.eval_interval, step)
             # With a loss scale the next learning rate depends on whether this step was skipped.
             if due_save or due_eval or self.interrupt.asked or step == self.lengths.steps or self.state.scaler:
                 self._read(pending)
                 pending = None
             if due_eval and step < self.lengths.steps:
-                self._evaluate("valid", self.valid)
+                self._validate()
             if due_save:
                 self._save()
                 saved = step
@@ -190,6 +191,12 @@ class Training:
             }
             memory = self.device.memory_peak() or self.device.resident()
             self.meters.step(pending.step, row, pending.samples * length, memory)
+
+    def _validate(self) -> None:
+        """The validation set from where it was left, and the named ones, each from its first sample."""
+        self._evaluate("valid", self.valid)
+        for name, batches in self.named.items():
+            self._evaluate(name, batches)
 
     def _evaluate(self, split: str, batches: Batches | None) -> None:
         """Mean loss over `eval_iters` global batches of a split."""

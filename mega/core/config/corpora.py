@@ -1,0 +1,40 @@
+"""Short names for corpora: a TOML table, name -> prefix or list of weights and prefixes, usable in every data option.
+
+[corpora]
+wikipedia = "/data/wikipedia_text_document"
+mixture = [0.3, "/data/code_text_document", 0.7, "/data/books_text_document"]
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+
+
+def expand(words: Sequence[str], file: str | None) -> tuple[str, ...]:
+    """`words` with each name that the file's table knows replaced by what it stands for.
+
+    Raises ValueError where the file is no such table.
+    """
+    if file is None or not words:
+        return tuple(words)
+    try:
+        table = tomllib.loads(Path(file).read_text())["corpora"]
+        meant = {
+            name: [str(part) for part in ([value] if isinstance(value, str) else value)]
+            for name, value in table.items()
+        }
+    except OSError as error:
+        raise ValueError(f"--corpora {file}: cannot be read ({error.strerror})") from None
+    except (tomllib.TOMLDecodeError, KeyError, AttributeError, TypeError, UnicodeDecodeError) as error:
+        raise ValueError(f"--corpora {file}: must hold a table [corpora] of names and prefixes ({error})") from None
+    return tuple(part for word in words for part in meant.get(word, [word]))
+
+
+def is_number(word: str) -> bool:
+    try:
+        float(word)
+    except ValueError:
+        return False
+    return True
