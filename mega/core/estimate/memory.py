@@ -66,7 +66,13 @@ class Memory:
 
     @property
     def worst(self) -> StageMemory:
-        return max(self.stages, key=lambda stage: stage.peak + stage.slack)
+        """The stage with the highest peak."""
+        return max(self.stages, key=lambda stage: stage.peak)
+
+    @property
+    def need(self) -> int:
+        """Bytes that a device must have for the fullest rank, slack included."""
+        return max(stage.peak + stage.slack for stage in self.stages)
 
 
 def memory(run: RunConfig, world: int) -> Memory:

@@ -50,8 +50,7 @@ class Candidate:
     @property
     def need(self) -> float:
         """GiB of the fullest rank, slack included."""
-        worst = self.memory.worst
-        return (worst.peak + worst.slack) / GIB
+        return self.memory.need / GIB
 
 
 @dataclass(frozen=True)
@@ -120,9 +119,8 @@ def search(run: RunConfig, world: int, on: Hardware, keep: int = 8) -> Found:
         tried += 1
         resolved = resolve(candidate, world)
         needs = memory(resolved, world)
-        worst = needs.worst
-        smallest = min(smallest, (worst.peak + worst.slack) / GIB)
-        if worst.peak + worst.slack <= on.memory * GIB:
+        smallest = min(smallest, needs.need / GIB)
+        if needs.need <= on.memory * GIB:
             rough = step_time(resolved, world, on, play=False).seconds
             fitting.append((rough, options, resolved, needs))
     if not tried:

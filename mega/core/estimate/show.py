@@ -157,7 +157,7 @@ def notes(run: RunConfig, world: int, found: Memory, device: Hardware | None, me
         "per token"
     )
     if device is not None:
-        need = (worst.peak + worst.slack) / GIB
+        need = found.need / GIB
         verdict = "fits" if need <= device.memory else "does not fit"
         yield f"{device.name}: {need:.2f} GiB with slack, of {device.memory:g}: {verdict}"
         step = step_time(run, world, device)
