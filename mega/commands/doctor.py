@@ -61,6 +61,7 @@ def run() -> int:
         ("Versions", list(_versions())),
         ("Devices", [*_host(), *cuda]),
         ("Backends", list(_backends(bool(cuda)))),
+        ("Operators of a bf16 run", list(_operators())),
         ("Optional parts", list(_parts(bool(cuda)))),
     ):
         table = Table(title=title, title_justify="left", title_style="bold", show_header=False)
@@ -146,6 +147,18 @@ def _backends(cuda: bool) -> Iterator[Row]:
             nccl,
             "live: ranks on CUDA devices" if cuda else "present, untested here: no CUDA device",
         )
+
+
+def _operators() -> Iterator[Row]:
+    """Which implementation of each op a run would use here, and why."""
+    if importlib.util.find_spec("torch") is None:
+        return
+    from mega.core.device import DTYPES, Device
+    from mega.core.ops.suite import choose
+
+    ops = choose(Device.choose().torch, DTYPES["bf16"])
+    for name, implementation in ops.chosen():
+        yield name, implementation, f"live: {ops.name}, {ops.reason}"
 
 
 def _parts(cuda: bool) -> Iterator[Row]:

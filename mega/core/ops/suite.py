@@ -8,7 +8,7 @@ on CUDA     our Triton kernels, cuDNN's attention where it takes the shape, prod
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -54,6 +54,16 @@ class Ops:
     def plain(self) -> bool:
         """Whether these are the references."""
         return self.name == "reference"
+
+    def chosen(self) -> Iterator[tuple[str, str]]:
+        """Each op and where its implementation is, for `mega doctor`.
+
+        >>> dict(REFERENCE.chosen())["add_norm"]
+        'norm.add_norm'
+        """
+        for name, value in vars(self).items():
+            if callable(value):
+                yield name, f"{value.__module__.removeprefix('mega.core.ops.')}.{value.__name__}"
 
 
 REFERENCE = Ops()

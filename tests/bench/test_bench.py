@@ -1,0 +1,77 @@
+"""`mega bench` on toy sizes: rows, files, several ranks, and the arithmetic of its phases."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mega import cli
+from mega.core.config.resolve import resolve
+from mega.core.estimate.flops import model_flops_per_token, product_parameters
+from mega.core.training import bench
+
+TOY = "--layers 1 --hidden 32 --heads 2 --seq-length 16 --vocab 100 --micro-batch 2 --global-batch 4 --dtype fp32"
+SHORT = ["--repeats", "2", "--warmup", "1"]
+
+
+def test_a_row_is_measured_told_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "rows.json"
+    assert cli.main(["bench", "w1", *TOY.split(), *SHORT, "--json", str(out)]) == 0
+    row = json.loads(out.read_text())
+    assert row["name"] == "w1" and row["world"] == 1 and len(row["steps"]) == 2
+    assert row["tokens_per_second"] == pytest.approx(4 * 16 / row["seconds"])
+    assert "tokens/s" in capsys.readouterr().out
+
+
+def test_against_another_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = tmp_path / "before.json"
+    before.write_text(json.dumps({"name": "w1", "tokens_per_second": 1e12}) + "\n")
+    assert cli.main(["bench", "w1", *TOY.split(), *SHORT, "--against", str(before)]) == 0
+    assert "-100.0% against before" in capsys.readouterr().out
+
+
+def test_two_ranks(capfd: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", "w1", *TOY.split(), *SHORT, "--nproc", "2", "--tp", "2"]) == 0
+    assert "2 x CPU" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "line, told",
+    [
+        ("bench w9", "row w9: is not known; valid: w1, w2, w3"),
+        ("bench w3", "--tp 8 x --pp 1: 1 rank given, but a model takes 8"),
+        (f"bench w1 {TOY} --against {__file__}", "is no file written by mega bench --json"),
+    ],
+)
+def test_mistakes(line: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(line.split()) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_the_rows_are_what_their_peers_were_measured_on() -> None:
+    billions = {"w1": 0.354, "w2": 6.607, "w3": 22.07}
+    flops = {"w1": 2.43, "w2": 46.09, "w3": 139.7}
+    for name in bench.ROWS:
+        run = resolve(bench.row(name, {}), 8)
+        assert run.batch.seq_length
+        assert product_parameters(run.model) / 1e9 == pytest.approx(billions[name], rel=5e-3)
+        assert model_flops_per_token(run.model, run.batch.seq_length) / 1e9 == pytest.approx(flops[name], rel=5e-3)
+        assert run.precision.dtype == "bf16" and run.precision.grad_dtype == "fp32"
+
+
+def test_flags_stand_above_a_row() -> None:
+    assert bench.row("w2", {"micro_batch": 2}).batch.micro_batch == 2
+
+
+def test_communication_counts_only_where_it_is_exposed() -> None:
+    found = bench.phases_of(
+        [
+            (0, 4000, "ncclDevKernel_AllGather"),
+            (1000, 2000, "nvjet_sm90"),
+            (3000, 6000, "cudnn_generated"),
+            (7000, 8000, "_adamw"),
+        ]
+    )
+    assert found == {"communication": 2.0, "products": 1.0, "attention": 3.0, "update": 1.0, "idle": 1.0}
