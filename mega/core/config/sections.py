@@ -525,6 +525,9 @@ class RuntimeConfig:
     deterministic: bool = option(
         False, "bitwise the same on every run", megatron={"--deterministic-mode": True}
     )
+    audit_interval: int = option(
+        0, "compare all copies of weights and moments every so many steps; 0 is never", unit="steps", within=NOT_NEGATIVE
+    )
     ops: Literal["auto", "reference"] = option("auto", "fast operators, or the plain references")
     dry_run: bool = option(
         False, "check everything, build every stage without memory, train nothing", common=True

@@ -94,6 +94,8 @@ class Mesh:
         """Ranks whose gradients of one weight add up: every sample and every part of it."""
         self.model = self.axis("tp", "pp")
         """Ranks that hold one replica of the model between them."""
+        self.stage = self.axis("tp", "cp", "dp")
+        """Ranks that hold the same pipeline stage, or a part of it."""
         self.reports = self.axis("cp", "dp", "pp")
         """Ranks whose losses add up to the global batch's (the last stages hold them, the others zero)."""
         self.ends = self._ends()

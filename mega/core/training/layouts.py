@@ -121,7 +121,7 @@ class Layout:
 
 
 def every_layout() -> list[Layout]:
-    """tp, pp in {1, 2, 4} x dp in {1, 2} on up to 8 ranks, with and without sequence parallelism, at every stage of ZeRO."""
+    """tp, pp in {1, 2, 4} x dp in {1, 2} on up to 8 ranks, with and without sequence parallelism, every ZeRO."""
     found = []
     for tp in (1, 2, 4):
         for pp in (1, 2, 4):

@@ -29,6 +29,7 @@ from mega.core.parallel.collectives import all_reduce
 from mega.core.parallel.launch import connect, disconnect
 from mega.core.parallel.mesh import Groups, Mesh
 from mega.core.text.tokenizer import Tokenizer
+from mega.core.training.audit import audit
 from mega.core.training.meters import Meters
 from mega.core.training.persist import find_origin, restore, same_everywhere, save
 from mega.core.training.prepare import Prepared, prepare
@@ -125,6 +126,8 @@ class Training:
             due_save = options.save is not None and _every(options.save_interval, step)
             due_eval = (self.valid is not None or bool(self.named)) and _every(self.run.evaluation.eval_interval, step)
             # With a loss scale the next learning rate depends on whether this step was skipped.
+            if _every(self.run.runtime.audit_interval, step):
+                audit(self.state)
             if due_save or due_eval or self.interrupt.asked or step == self.lengths.steps or self.state.scaler:
                 self._read(pending)
                 pending = None

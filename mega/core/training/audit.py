@@ -1,0 +1,119 @@
+"""Do copies still agree? Ranks that hold the same tensor compare a hash of its bits, and the one that drifted is named.
+
+A run whose replicas have drifted apart by one bit trains on, and its loss looks well (one large run went so for
+thousands of steps). The hash is the sum of bits x (2 position + 1) in wrapping int64: a change of one element always
+changes it, since odd numbers have inverses. It costs one pass over the weights and two small collectives.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from mega.core.parallel.collectives import all_gather, all_reduce
+from mega.core.parallel.mesh import SINGLE, Axis
+from mega.core.training.state import TrainState
+
+BLOCK = 1 << 22
+"""Elements hashed at a time: bounded memory."""
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True)
+class Copy:
+    """One tensor that other ranks hold too: its name, our memory of it, and who holds it."""
+
+    name: str
+    tensor: torch.Tensor
+    axis: Axis
+
+
+def bit_hash(tensor: torch.Tensor) -> torch.Tensor:
+    """int64 scalar of a contiguous tensor's bits.
+
+    >>> a = torch.tensor([1.0, 2.0]); b = torch.nextafter(a, torch.tensor(9.0))
+    >>> bool(bit_hash(a) == bit_hash(a.clone())), bool(bit_hash(a) == bit_hash(b))
+    (True, False)
+    """
+    bits = tensor.detach().reshape(-1).view(_BITS[tensor.element_size()])
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for begin in range(0, bits.numel(), BLOCK):
+        part = bits[begin : begin + BLOCK].to(torch.int64)
+        places = torch.arange(begin, begin + part.numel(), device=tensor.device)
+        total += (part * (2 * places + 1)).sum()
+    return total
+
+
+def copies(state: TrainState) -> Iterator[Copy]:
+    """Every weight and optimizer tensor of which this rank holds one copy of several."""
+    mesh, zero = state.mesh, state.grads.zero
+    for owned in state.optimizer.owned:
+        bucket, (low, high) = owned.bucket, owned.bucket.span
+        # Tensor ranks that hold the whole of a tensor hold equal copies; so do both ends of a tied one.
+        beside = {"whole": ("tp",), "partial": ("tp",)}.get(bucket.kind, ())
+        spans = {"master": owned.master, "moment1": owned.moment1, "moment2": owned.moment2}
+        if not owned.has_master:
+            del spans["master"]
+        for weight, begin, end in bucket.places:
+            name = weight.slots[0].shard.name
+            if zero < 3:
+                whole = bucket.weights[begin:end]
+                yield from _copy(f"weights/{name}", whole, _axis(state, *beside, "cp", "dp"))
+                if bucket.kind == "tied":
+                    yield from _copy(f"weights/{name}", whole, mesh.ends)
+            axis = _axis(state, *beside, *(("cp", "dp") if not zero else ()))
+            first, last = max(begin, low), min(end, high)
+            for kind, flat in spans.items():
+                if first < last:
+                    yield from _copy(f"{kind}/{name}", flat[first - low : last - low], axis)
+
+
+def _axis(state: TrainState, *names: str) -> Axis:
+    """The ranks along these axes; the mesh has made each of them at the start."""
+    mesh = state.mesh
+    known = {(): SINGLE, ("tp",): mesh.tp, ("cp", "dp"): mesh.data, ("tp", "cp", "dp"): mesh.stage}
+    return known[names]
+
+
+def _copy(name: str, tensor: torch.Tensor, axis: Axis) -> Iterator[Copy]:
+    if axis.size > 1:
+        yield Copy(name, tensor, axis)
+
+
+def audit(state: TrainState) -> None:
+    """Compare all copies; every rank takes part. Errors: RuntimeError on every rank, naming tensors and ranks."""
+    by_axis: dict[tuple[int, ...], list[Copy]] = {}
+    for copy in copies(state):
+        by_axis.setdefault(copy.axis.ranks, []).append(copy)
+    lines: list[str] = []
+    for held in by_axis.values():
+        axis = held[0].axis
+        hashes = torch.stack([bit_hash(copy.tensor) for copy in held])
+        table = all_gather(hashes[None, :], axis)  # [ranks, tensors]
+        for number in (table != table[:1]).any(0).nonzero().flatten().tolist():
+            lines.append(f"{held[number].name}: {_who(table[:, number].tolist(), axis.ranks)}")
+    found = torch.tensor(float(len(lines)), device=state.device.torch)
+    all_reduce(found, state.mesh.everyone, "max")
+    if float(found):
+        told = "; ".join(lines[:8]) or "copies on other ranks"
+        raise RuntimeError(f"step {state.progress.step}: copies have drifted apart: {told}")
+
+
+def _who(values: list[int], ranks: tuple[int, ...]) -> str:
+    """Names the ranks that differ from most.
+
+    >>> _who([7, 7, 9, 7], (0, 2, 4, 6))
+    'rank 4 differs from 3 others'
+    >>> _who([7, 9], (0, 2))
+    'ranks 0 and 2 differ (two copies cannot tell which is right)'
+    """
+    most, count = Counter(values).most_common(1)[0]
+    odd = [rank for rank, value in zip(ranks, values, strict=True) if value != most]
+    if 2 * count <= len(values):
+        return f"ranks {' and '.join(map(str, ranks))} differ (two copies cannot tell which is right)"
+    names = ", ".join(map(str, odd))
+    return f"rank{'s' if len(odd) > 1 else ''} {names} differ{'' if len(odd) > 1 else 's'} from {count} others"
