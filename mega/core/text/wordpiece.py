@@ -23,6 +23,8 @@ _CHINESE = (
 _WORDS = re.compile(rf"[{_CHINESE}]|[^\s{_CHINESE}]+")
 # Control characters at which Python would cut a word, but which the rules drop, joining what is around them.
 _JOINING = re.compile("[\x0b\x0c\x1c-\x1f\x85]")
+_ASCII_CONTROLS = re.compile("[\x00-\x1f\x7f]+")
+_ASCII_PARTS = re.compile("[0-9A-Za-z]+|[!-/:-@[-`{-~]")
 _LONGEST_WORD = 200
 _REQUIRED = ("[CLS]", "[SEP]", "[PAD]", "[MASK]", "[UNK]")
 
@@ -86,6 +88,10 @@ class WordPieceTokenizer(Tokenizer):
 
     def _word_ids(self, word: str) -> list[int]:
         """A word between blanks: cleaned, lower-cased, cut at punctuation, each part spelt in pieces."""
+        if word.isascii():  # by far the most, and for them every rule is one call
+            word = _ASCII_CONTROLS.sub("", word)
+            parts = _ASCII_PARTS.findall(word.lower() if self._lower else word)
+            return [token for part in parts for token in self._spell(part)]
         word = "".join(c for c in word if c != "\ufffd" and unicodedata.category(c) not in ("Cc", "Cf"))
         if self._lower:
             word = "".join(c for c in unicodedata.normalize("NFD", word.lower()) if unicodedata.category(c) != "Mn")
