@@ -32,6 +32,8 @@ class DecoderBatch(_Batch):
     samples: int64 [b], global sample numbers; with the column they name a token in every layout.
     documents: int64 [b, s], number of each token's document within its row, or None where attention
         may cross documents.
+    columns: int64 [s], where a rank holds some columns of its rows only: which ones, ascending. Documents are those of
+        the whole row even then, since a token may look at what other ranks hold.
     """
 
     tokens: torch.Tensor
@@ -40,6 +42,7 @@ class DecoderBatch(_Batch):
     positions: torch.Tensor
     samples: torch.Tensor
     documents: torch.Tensor | None = None
+    columns: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)

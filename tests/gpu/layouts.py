@@ -81,6 +81,11 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "recompute_method": "uniform",
         "recompute_layers": 1,
     },
+    "cp2": {"cp": 2},
+    "cp2ring": {"cp": 2, "cp_comm": "ring"},
+    "cp4ring": {"cp": 4, "cp_comm": "ring"},
+    "cp2tp2sp": {"cp": 2, "tp": 2, "sequence_parallel": True},
+    "cp2zero1": {"cp": 2, "cp_comm": "ring", "zero": 1},
     "tp2zero1sp": {"tp": 2, "zero": 1, "sequence_parallel": True},
 }
 STEPS = 3
@@ -155,7 +160,7 @@ def row(name: str, family: str, dtype: str, rank: int, world: int, device: Devic
     alone = resolve(updated(RunConfig(), options), 1)
     run = resolve(updated(RunConfig(), {**options, **LAYOUTS[name]}), world)
     parallel = run.parallel
-    mesh = Mesh(rank, tp=parallel.tp, pp=parallel.pp, dp=data_parallel(run, world), groups=groups)
+    mesh = Mesh(rank, tp=parallel.tp, cp=parallel.cp, pp=parallel.pp, dp=data_parallel(run, world), groups=groups)
     reference = Trained(alone, Mesh(0), device)
     began = time.perf_counter()
     other = Trained(run, mesh, device)

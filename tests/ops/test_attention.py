@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from mega.core.ops.attention import fused, plain
+from mega.core.ops.attention import Drop, fused, plain
 from mega.core.ops.counter import keep_mask, token_keys
 from tests.support.ranks import random
 
@@ -66,11 +66,14 @@ def test_attention(
 def test_dropout_of_weights(form: Callable[..., torch.Tensor]) -> None:
     """A weight's fate depends on its query token, head and key column alone."""
     qkv = inputs(4, 2)
-    keys = token_keys(7, torch.arange(ROWS), torch.arange(LENGTH))[:, None, :, None]
-    elements = torch.arange(4)[:, None, None] * (1 << 32) + torch.arange(LENGTH)
-    kept = keep_mask(keys, elements, 0.5)
+    keys, heads, columns = (
+        token_keys(7, torch.arange(ROWS), torch.arange(LENGTH)),
+        torch.arange(4),
+        torch.arange(LENGTH),
+    )
+    kept = keep_mask(keys[:, None, :, None], heads[:, None, None] * (1 << 32) + columns, 0.5)
     assert kept.shape == (ROWS, 4, LENGTH, LENGTH)
-    found = form(*qkv, None, (keys, elements, 0.5))
+    found = form(*qkv, None, Drop(keys, heads, columns, 0.5))
     torch.testing.assert_close(found, by_loops(*qkv, kept=kept), rtol=1e-12, atol=1e-12)
 
 

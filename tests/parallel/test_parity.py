@@ -48,6 +48,14 @@ LAYOUTS = [
     ("gpt-odd", 8, EVERYTHING),
     ("qwen", 4, {"tp": 2, "pp": 2, **SP}),
     ("qwen", 8, {"tp": 4, "zero": 1}),
+    # kv_heads / tp divides by cp but in two rows: the first go by all-to-all where no way is said, the others by ring
+    ("gpt", 2, {"cp": 2}),
+    ("gpt", 4, {"cp": 4, "cp_comm": "ring"}),
+    ("gpt", 8, {"cp": 4, "tp": 2, **SP}),
+    ("llama", 4, {"cp": 4, "micro_batch": 4}),
+    ("llama", 8, {**EVERYTHING, "cp": 2, "chunks": 2}),
+    ("gpt-odd", 4, {"cp": 2, "cp_comm": "ring", "zero": 1}),
+    ("qwen", 8, {"cp": 2, "tp": 4, **SP}),
 ]
 
 _references: dict[tuple[str, str], list[Snapshot]] = {}

@@ -9,6 +9,7 @@ listed in config/not_yet.py. No torch: what only the device knows is checked whe
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import lcm
 
 from mega.core.config.check_files import files
 from mega.core.config.not_yet import NOT_YET
@@ -36,7 +37,7 @@ def check(run: RunConfig, world: int) -> None:
     # A checkpoint that brings the model is opened later, and the whole run is then checked again.
     if not unsized and None not in (run.model.layers, run.model.hidden, run.model.heads):
         resolved = resolve(run, world)
-        for rule in (_heads, _positions, _stages, _tensor, _times, _not_yet):
+        for rule in (_heads, _positions, _stages, _tensor, _columns, _times, _not_yet):
             problems += rule(resolved)
         problems += _world(resolved, world) if world % _cells(run) else _batch(resolved, world)
     if problems:
@@ -212,9 +213,8 @@ def _stages(run: RunConfig) -> Problems:
 
 
 def _tensor(run: RunConfig) -> Problems:
-    """Everything that tensor and context ranks share must divide."""
-    tp, cp, seq_length = run.parallel.tp, run.parallel.cp, run.batch.seq_length
-    assert seq_length
+    """Everything that tensor ranks share must divide."""
+    tp = run.parallel.tp
     if run.model.ffn == 0:
         yield _line(run, "hidden", "is too narrow for a gated layer of 8/3 hidden in steps of 64; give --ffn")
     for name in ("heads", "kv_heads", "ffn"):
@@ -222,10 +222,21 @@ def _tensor(run: RunConfig) -> Problems:
         # Where --kv-heads is simply --heads, one line says it.
         if size % tp and not (name == "kv_heads" and size == run.model.heads):
             yield _line(run, name, f"must be divisible by --tp {tp}; valid --tp: {_divisors(size)}")
-    if run.parallel.sequence_parallel and seq_length % tp:
-        yield _line(run, "seq_length", f"must be divisible by --tp {tp} under --sequence-parallel")
-    if cp > 1 and seq_length % (2 * cp):
-        yield _line(run, "seq_length", f"must be divisible by {2 * cp}, twice --cp {cp}")
+
+
+def _columns(run: RunConfig) -> Problems:
+    """Ranks that share the columns of a row hold equally many: whole chunks of context, whole shares of sequence."""
+    cp, tp = run.parallel.cp, run.parallel.tp if run.parallel.sequence_parallel else 1
+    seq_length, kv_heads = run.batch.seq_length, value_of(run, "kv_heads")
+    assert seq_length
+    unit = lcm(2 * cp, tp * cp) if cp > 1 else tp
+    if seq_length % unit:
+        reasons = [f"twice --cp {cp}"] * (cp > 1) + [f"--tp {tp} under --sequence-parallel"] * (tp > 1)
+        yield _line(run, "seq_length", f"must be divisible by {unit}, for {' and '.join(reasons)}")
+    across = run.parallel.tp * cp
+    if cp > 1 and run.parallel.cp_comm == "all-to-all" and kv_heads % across:
+        rule = f"--kv-heads {kv_heads} must be divisible by {across}, --tp {run.parallel.tp} x --cp {cp}"
+        yield _line(run, "cp_comm", f"{rule}; valid: auto, ring")
 
 
 def _cells(run: RunConfig) -> int:

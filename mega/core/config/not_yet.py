@@ -7,7 +7,6 @@ from collections.abc import Callable
 from mega.core.config.run import RunConfig
 
 NOT_YET: dict[str, tuple[Callable[[RunConfig], bool], str]] = {
-    "--cp above 1": (lambda run: run.parallel.cp > 1, "context parallelism is not built yet; valid --cp: 1"),
     "--grad-dtype of 16 bits": (
         lambda run: run.precision.dtype != "fp16" and run.precision.grad_dtype in ("fp16", "bf16"),
         "16-bit gradients are not built yet; valid --grad-dtype: fp32, fp64",

@@ -190,6 +190,11 @@ class ParallelConfig:
         1, "pipeline stages", megatron="--pipeline-model-parallel-size", common=True, within=COUNT
     )
     cp: int = option(1, "context-parallel ranks", megatron="--context-parallel-size", within=COUNT)
+    cp_comm: Literal["auto", "ring", "all-to-all"] = option(
+        "auto",
+        "attention across context ranks; auto is all-to-all where the key/value heads divide, else ring",
+        megatron={"--cp-comm-type": {"p2p": "ring", "a2a": "all-to-all"}},
+    )
     sequence_parallel: bool = option(
         False,
         "split norms, dropout and residuals over the tensor ranks",

@@ -8,6 +8,7 @@ import torch
 
 from mega.core.batch import DecoderBatch
 from mega.core.config.sections import ModelConfig
+from mega.core.ops.attention import Drop
 from mega.core.ops.counter import site_keys, token_keys
 from mega.core.ops.dropout import dropout
 from mega.core.ops.rotary import rotary_table
@@ -19,12 +20,14 @@ from mega.core.parallel.mesh import Axis
 class Flow:
     """One microbatch on its way through a stage. Tokens are rows of [tokens, h], batch-major.
 
+    logical: int64 [s], the columns of the whole row that these are. documents: int64 [b, whole s], or None.
     rotary: cos and sin [tokens, R / 2], or None. keys: int64 [b, s] dropout keys, or None where nothing is dropped
     (evaluation, or probability 0).
     """
 
     rows: int
     columns: int
+    logical: torch.Tensor
     documents: torch.Tensor | None
     rotary: tuple[torch.Tensor, torch.Tensor] | None
     keys: torch.Tensor | None
@@ -43,17 +46,13 @@ class Flow:
             keys = own_block(keys, self.tp)
         return dropout(x, keys[:, None], torch.arange(x.shape[-1], device=x.device), probability)
 
-    def attention_drop(
-        self, probability: float, layer: int, first_head: int, heads: int
-    ) -> tuple[torch.Tensor, torch.Tensor, float] | None:
-        """Dropout of the attention weights of `heads` heads: a function of query token, head and key column."""
+    def attention_drop(self, probability: float, layer: int, first_head: int, heads: int) -> Drop | None:
+        """Dropout of the attention weights of `heads` heads."""
         if self.keys is None or not probability:
             return None
         keys = site_keys(self.keys, layer, "attention")
-        head = torch.arange(first_head, first_head + heads, device=keys.device)
-        column = torch.arange(self.columns, device=keys.device)
-        elements = head[:, None, None] * (1 << 32) + column
-        return keys[:, None, :, None], elements, probability
+        numbers = torch.arange(first_head, first_head + heads, device=keys.device)
+        return Drop(keys, numbers, self.logical, probability)
 
 
 def flow(
@@ -67,14 +66,15 @@ def flow(
 ) -> Flow:
     """What `batch` means to the blocks; dropout_seed None switches dropout off."""
     rows, columns = batch.tokens.shape
+    logical = batch.columns if batch.columns is not None else torch.arange(columns, device=batch.samples.device)
     drops = dropout_seed is not None and (model.hidden_dropout or model.attention_dropout)
     keys = None
     if drops:
         assert dropout_seed is not None
-        keys = token_keys(dropout_seed, batch.samples, torch.arange(columns, device=batch.samples.device))
+        keys = token_keys(dropout_seed, batch.samples, logical)
     rotary = None
     if model.position == "rope":
         assert model.head_dim is not None
         width = int(model.head_dim * model.rope_fraction)
         rotary = rotary_table(batch.positions.flatten(), width, model.rope_base, model.rope_interpolation, dtype)
-    return Flow(rows, columns, batch.documents, rotary, keys, tp, sequence and tp.size > 1)
+    return Flow(rows, columns, logical, batch.documents, rotary, keys, tp, sequence and tp.size > 1)

@@ -7,6 +7,7 @@ mask from a stream of its own).
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch.nn import functional as F
@@ -24,8 +25,22 @@ BACKENDS = [
 """torch's kernels, fastest first as measured on H200 (docs/performance.md)."""
 
 
-Drop = tuple[torch.Tensor, torch.Tensor, float]
-"""Keys [b, 1, s, 1], elements [heads, 1, s] and probability of the attention weights' dropout."""
+class Drop(NamedTuple):
+    """Dropout of attention weights: a function of query token, head and key column.
+
+    keys: int64 [b, s], of the queries. heads: int64 [heads], numbers among all heads of the model. columns: int64 [t],
+    of the keys.
+    """
+
+    keys: torch.Tensor
+    heads: torch.Tensor
+    columns: torch.Tensor
+    probability: float
+
+    def __call__(self, weights: torch.Tensor) -> torch.Tensor:
+        """[b, heads, s, t] -> the same, x / (1 - p) where kept, else 0."""
+        elements = self.heads[:, None, None] * (1 << 32) + self.columns
+        return dropout(weights, self.keys[:, None, :, None], elements, self.probability)
 
 
 def fused(
@@ -65,7 +80,7 @@ def plain(
     scores = scores.to(accurate(q.dtype)).masked_fill(~visible, -math.inf)
     weights = scores.softmax(-1).to(q.dtype)
     if drop is not None:
-        weights = dropout(weights, *drop)
+        weights = drop(weights)
     return (weights @ v).transpose(1, 2)
 
 

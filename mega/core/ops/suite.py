@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from mega.core.ops import activation, attention, cross_entropy, heads, norm
+from mega.core.ops import activation, attention, cross_entropy, heads, norm, partial_attention
 
 
 def add_product(sink: torch.Tensor, grad: torch.Tensor, x: torch.Tensor) -> None:
@@ -45,6 +45,7 @@ class Ops:
     activate: Callable[..., torch.Tensor] = activation.activate
     split_heads: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = heads.split_heads
     attention: Callable[..., torch.Tensor] = attention.plain
+    partial_attention: partial_attention.PartialAttention = partial_attention.PLAIN
     softmax_parts: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = cross_entropy.softmax_parts
     softmax_gradient: Callable[..., torch.Tensor] = cross_entropy.softmax_gradient
     add_product: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None] = add_product
@@ -73,7 +74,7 @@ def choose(device: torch.device, dtype: torch.dtype, *, reference: bool = False)
     """The fastest implementations for a device and a compute dtype; `reason` says why these."""
     if reference:
         return replace(REFERENCE, reason="asked for by --ops reference")
-    plain = replace(REFERENCE, name="torch", attention=attention.fused)
+    plain = replace(REFERENCE, name="torch", attention=attention.fused, partial_attention=partial_attention.FUSED)
     if device.type != "cuda":
         return replace(plain, reason="no CUDA device")
     if dtype == torch.float64:

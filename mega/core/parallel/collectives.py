@@ -6,6 +6,7 @@ A pair is the same exchange seen from forward and backward (Shoeybi et al. 2019;
     sum_out   : all-reduce     <->  identity            out of it again
     gather_in : all-gather     <->  reduce-scatter      the same two, where tokens are shared out over the axis
     scatter_out: reduce-scatter <-> all-gather
+    swap      : all-to-all     <->  all-to-all          from some tokens of all heads to all tokens of some heads
 
 All act on dim 0 of [tokens, ...]. On an axis of one rank each is the identity and copies nothing.
 """
@@ -72,6 +73,39 @@ def start_reduce_scatter(x: torch.Tensor, axis: Axis, out: torch.Tensor | None =
     return out, _scatter_sum(out, x.contiguous(), group=axis.group, async_op=True)
 
 
+def all_to_all(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """Block r of dim 0 goes to rank r; the blocks that come here lie in the order of the ranks they come from."""
+    if axis.size == 1:
+        return x
+    assert x.shape[0] % axis.size == 0, f"{x.shape[0]} rows over {axis.size} ranks"
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    dist.all_to_all_single(out, x.contiguous(), group=axis.group)
+    return out
+
+
+class HandOn:
+    """`x` on its way to the next rank of the axis, round and round, while the rank before hands us its own.
+
+    `wait` gives what arrived. Both stay untouched until then.
+    """
+
+    def __init__(self, x: torch.Tensor, axis: Axis):
+        self._sent = x.contiguous()
+        self._arriving = torch.empty_like(self._sent)
+        after, before = (axis.ranks[(axis.index + step) % axis.size] for step in (1, -1))
+        self._works = dist.batch_isend_irecv(
+            [
+                dist.P2POp(dist.isend, self._sent, after, axis.group),
+                dist.P2POp(dist.irecv, self._arriving, before, axis.group),
+            ]
+        )
+
+    def wait(self) -> torch.Tensor:
+        for work in self._works:
+            work.wait()
+        return self._arriving
+
+
 def own_block(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     """Our run of dim 0 of a tensor that every rank holds whole."""
     return x.chunk(axis.size, dim=0)[axis.index] if axis.size > 1 else x
@@ -122,6 +156,22 @@ class _ScatterOut(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         return all_gather(grad, ctx.axis), None
+
+
+class _Swap(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, axis: Axis) -> torch.Tensor:
+        ctx.axis = axis
+        return all_to_all(x, axis)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return all_to_all(grad, ctx.axis), None
+
+
+def swap(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """`all_to_all` that autograd knows."""
+    return _Swap.apply(x, axis)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def enter_region(x: torch.Tensor, axis: Axis, sequence: bool) -> torch.Tensor:

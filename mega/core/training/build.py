@@ -9,6 +9,7 @@ from mega.core.config.run import RunConfig
 from mega.core.device import DTYPES
 from mega.core.model.decoder import DecoderStage
 from mega.core.ops.suite import Ops, choose
+from mega.core.parallel.context import across
 from mega.core.parallel.mesh import Mesh
 from mega.core.parallel.weight import Maker, Weight, initialise
 from mega.core.plan import stage_layers
@@ -28,7 +29,7 @@ def build_stages(run: RunConfig, mesh: Mesh, device: torch.device) -> list[Decod
         coordinates,
         DTYPES[run.precision.dtype],
         device,
-        chosen_ops(run, device),
+        across(chosen_ops(run, device), mesh.cp, parallel.cp_comm),
         again=run.memory.recompute == "selective",
     )
     layers = stage_layers(model.layers, mesh.pp.size, parallel.chunks, parallel.stage_layers)[mesh.pp.index]

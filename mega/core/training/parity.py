@@ -49,7 +49,7 @@ class Difference:
 
 
 def synthetic_batch(run: RunConfig, samples: torch.Tensor) -> DecoderBatch:
-    """Tokens and ragged loss weights that are functions of the sample numbers alone. samples: int64 [b]."""
+    """Tokens, ragged loss weights and documents that are functions of the sample numbers alone. samples: int64 [b]."""
     length, vocab = run.batch.seq_length, run.model.vocab
     assert length is not None and vocab is not None
     columns = torch.arange(length + 1, device=samples.device)
@@ -59,7 +59,8 @@ def synthetic_batch(run: RunConfig, samples: torch.Tensor) -> DecoderBatch:
     counted = length // 3 + (samples * 7919) % (length - length // 3 + 1)
     weights = (columns[None, :length] < counted[:, None]).float()
     positions = columns[None, :length].expand(len(samples), length)
-    return DecoderBatch(text[:, :-1], text[:, 1:], weights, positions, samples)
+    documents = ((bits[:, :length] >> 32) % 5 == 0).cumsum(1) if run.data.reset_attention else None
+    return DecoderBatch(text[:, :-1], text[:, 1:], weights, positions, samples, documents)
 
 
 def own_samples(run: RunConfig, mesh: Mesh, consumed: int) -> Iterator[torch.Tensor]:

@@ -1,5 +1,6 @@
 """One optimizer step: forward and backward over the microbatches, reductions, update. Told as numbered phases.
 
+0 rows are cut over the context axis
 1 weight of the global batch   known before the first backward, so that losses divide by it exactly once
 2 the pipeline plays its plan  ready buckets leave while it runs
 3 gradients become whole
@@ -16,6 +17,7 @@ import torch
 
 from mega.core.batch import DecoderBatch
 from mega.core.parallel.collectives import all_reduce
+from mega.core.parallel.context import cut
 from mega.core.plan import plan
 from mega.core.training.state import TrainState
 
@@ -48,10 +50,12 @@ def train_step(state: TrainState, batches: Sequence[DecoderBatch], lr: float, de
 
 
 def backward(state: TrainState, batches: Sequence[DecoderBatch]) -> torch.Tensor:
-    """Phases 1 to 3: gradients of the global loss in `state.grads`; returns this rank's loss sums."""
+    """Phases 0 to 3: gradients of the global loss in `state.grads`; returns this rank's loss sums."""
     run, mesh = state.run, state.mesh
     state.train()
     state.grads.start()
+    # 0
+    batches = [cut(batch, mesh.cp) for batch in batches]
     # 1
     scales = _scales(run.batch.loss_normalizer, batches, state)
     if state.scaler is not None:
@@ -69,7 +73,8 @@ def _scales(normalizer: str, batches: Sequence[DecoderBatch], state: TrainState)
     """What each microbatch's summed loss is multiplied by."""
     own = torch.stack([batch.loss_weights.double().sum() for batch in batches])
     if normalizer == "microbatch":
-        return list(1.0 / (own.clamp(min=1e-30) * len(batches) * state.mesh.data.size))
+        all_reduce(own, state.mesh.cp)
+        return list(1.0 / (own.clamp(min=1e-30) * len(batches) * state.mesh.dp.size))
     total = own.sum()
     all_reduce(total, state.mesh.data)
     return [1.0 / total.clamp(min=1e-30)] * len(batches)
@@ -78,6 +83,7 @@ def _scales(normalizer: str, batches: Sequence[DecoderBatch], state: TrainState)
 def evaluate_step(state: TrainState, batches: Sequence[DecoderBatch]) -> torch.Tensor:
     """[sum of weight x loss, sum of weight] of the global batch, without gradients or dropout."""
     state.train(False)
+    batches = [cut(batch, state.mesh.cp) for batch in batches]
     schedule = plan("forward", state.mesh.pp.size, state.run.parallel.chunks, len(batches))
     sums = state.pipeline.run(schedule, batches)
     all_reduce(sums, state.mesh.reports)
