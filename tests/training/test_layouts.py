@@ -19,18 +19,22 @@ def test_worked_examples() -> None:
 
 
 def test_names_read_back() -> None:
-    for layout in [*every_layout(), *QUICK, Layout(), Layout(pp=2, chunks=2, zero=1)]:
+    for layout in [*every_layout(), *QUICK, Layout(), Layout(pp=2, chunks=2, zero=1), Layout(cp=2, ring=True)]:
         assert Layout.parse(layout.name) == layout
 
 
 def test_the_list_is_complete() -> None:
-    """tp, pp in {1, 2, 4} x dp in {1, 2}, at most 8 ranks, without the single rank."""
-    listed = every_layout()
+    """tp, pp in {1, 2, 4} x dp in {1, 2}, at most 8 ranks, without the single rank; cp beside each axis."""
+    listed = [layout for layout in every_layout() if layout.cp == 1]
     grids = {(one.tp, one.pp, one.dp) for one in listed}
-    assert len(grids) == 13 and len(listed) == len(set(listed)) == 30
-    assert all(Layout(*grid, sp=True) in listed for grid in grids if grid[0] > 1)
-    assert all(Layout(*grid, zero=1) in listed for grid in grids if grid[2] > 1)
-    for layout in listed:
+    assert len(grids) == 13 and len(listed) == len(set(listed)) == 40
+    assert all(Layout(tp=tp, pp=pp, dp=dp, sp=True) in listed for tp, pp, dp in grids if tp > 1)
+    assert all(Layout(tp=tp, pp=pp, dp=dp, zero=1) in listed for tp, pp, dp in grids if dp > 1)
+    across = [layout for layout in every_layout() if layout.cp > 1]
+    assert {layout.ring for layout in across} == {True, False} and {layout.cp for layout in across} == {2, 4}
+    for axis in ("tp", "pp", "dp"):
+        assert any(getattr(layout, axis) > 1 for layout in across), axis
+    for layout in every_layout():
         layout.run("gpt", "fp64"), layout.run("llama", "fp32")
 
 
@@ -72,7 +76,7 @@ def without_ranks(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 def test_the_table(without_ranks: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["parity"]) == 0
     told = capsys.readouterr().out
-    assert "60 of 60 layouts are within the bounds" in told and "tp2pp2dp2sp-zero1" in told
+    assert "110 of 110 layouts are within the bounds" in told and "tp2pp2dp2sp-zero1" in told
 
 
 def test_beyond_the_bounds(without_ranks: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,7 +1,7 @@
 """Layouts of ranks by name, the list that `mega parity` proves, and the loop that proves it. No torch until it runs.
 
-A name is what it says: tp2pp2dp2sp is 2 tensor ranks x 2 stages x 2 data ranks with sequence parallelism, and
--zero1 behind it shares out the optimizer's state.
+A name is what it says: tp2pp2dp2sp is 2 tensor ranks x 2 stages x 2 data ranks with sequence parallelism, cp4-ring is 4
+context ranks with ring attention, and -zero1 behind it shares out the optimizer's state.
 """
 
 from __future__ import annotations
@@ -62,15 +62,17 @@ class Layout:
     """Ranks along each axis, and how they share."""
 
     tp: int = 1
+    cp: int = 1
     pp: int = 1
     dp: int = 1
     chunks: int = 1
     sp: bool = False
+    ring: bool = False
     zero: int = 0
 
     @property
     def world(self) -> int:
-        return self.tp * self.pp * self.dp
+        return self.tp * self.cp * self.pp * self.dp
 
     @property
     def name(self) -> str:
@@ -78,30 +80,32 @@ class Layout:
         >>> Layout(tp=2, dp=4, sp=True, zero=1).name, Layout().name
         ('tp2dp4sp-zero1', 'tp1')
         """
-        axes = (("tp", self.tp), ("pp", self.pp), ("dp", self.dp))
+        axes = (("tp", self.tp), ("cp", self.cp), ("pp", self.pp), ("dp", self.dp))
         name = "".join(f"{axis}{size}" for axis, size in axes if size > 1) or "tp1"
         if self.sp:
             name += "sp"
         if self.chunks > 1:
             name += f"-chunks{self.chunks}"
+        if self.ring:
+            name += "-ring"
         return name + (f"-zero{self.zero}" if self.zero else "")
 
     @classmethod
     def parse(cls, text: str) -> Layout:
         """
         >>> Layout.parse("pp2tp2-sp-zero1")
-        Layout(tp=2, pp=2, dp=1, chunks=1, sp=True, zero=1)
+        Layout(tp=2, cp=1, pp=2, dp=1, chunks=1, sp=True, ring=False, zero=1)
 
         Errors: ValueError where the text is no layout.
         """
-        words = re.findall(r"(tp|pp|dp|chunks|zero)([1-9]\d*)|(sp)", text)
-        if not text or re.sub(r"(tp|pp|dp|chunks|zero)[1-9]\d*|sp|-", "", text):
+        words = re.findall(r"(tp|cp|pp|dp|chunks|zero)([1-9]\d*)|(sp|ring)", text)
+        if not text or re.sub(r"(tp|cp|pp|dp|chunks|zero)[1-9]\d*|sp|ring|-", "", text):
             raise ValueError(
                 f"--layouts {text}: not a layout (valid: names such as tp2pp2dp2sp or dp4-zero1, with commas between; "
-                "tpN, ppN, dpN, chunksN, zeroN, sp)"
+                "tpN, cpN, ppN, dpN, chunksN, zeroN, sp, ring)"
             )
         values: dict[str, Any] = {axis: int(size) for axis, size, flag in words if not flag}
-        return cls(**values, sp=any(flag for _, _, flag in words))
+        return cls(**values, **{flag: True for _, _, flag in words if flag})
 
     def run(self, family: Family, dtype: ParityDtype) -> RunConfig:
         """The small run that this layout is proven on.
@@ -110,7 +114,15 @@ class Layout:
         """
         if self.world > MOST_RANKS:
             raise ValueError(f"--layouts {self.name}: {self.world} ranks (valid: 1 to {MOST_RANKS} ranks in all)")
-        values = {"tp": self.tp, "pp": self.pp, "chunks": self.chunks, "sequence_parallel": self.sp, "zero": self.zero}
+        values = {
+            "tp": self.tp,
+            "cp": self.cp,
+            "cp_comm": "ring" if self.ring else "auto",
+            "pp": self.pp,
+            "chunks": self.chunks,
+            "sequence_parallel": self.sp,
+            "zero": self.zero,
+        }
         chosen = {**_VALUES, **_FAMILIES[family], "family": family, "dtype": dtype, "lr": LR[dtype], **values}
         run = resolve(updated(RunConfig(), chosen), self.world)
         try:
@@ -120,8 +132,30 @@ class Layout:
         return run
 
 
+CONTEXT = [
+    Layout(cp=2),
+    Layout(cp=2, ring=True),
+    Layout(cp=4),
+    Layout(cp=4, ring=True),
+    Layout(tp=2, cp=2),
+    Layout(tp=2, cp=2, sp=True, ring=True),
+    Layout(tp=2, cp=4, sp=True),
+    Layout(tp=4, cp=2, sp=True),
+    Layout(cp=2, pp=2, ring=True),
+    Layout(cp=4, pp=2, chunks=2),
+    Layout(cp=2, dp=2, zero=1),
+    Layout(cp=2, dp=2, ring=True, zero=2),
+    Layout(cp=2, dp=4, ring=True, zero=3),
+    Layout(tp=2, cp=2, pp=2, sp=True),
+    Layout(tp=2, cp=2, dp=2, sp=True, ring=True, zero=1),
+]
+"""Context ranks beside every other axis. Without `ring` attention goes by all-to-all where tp x cp divides the 4
+key/value heads."""
+
+
 def every_layout() -> list[Layout]:
-    """tp, pp in {1, 2, 4} x dp in {1, 2} on up to 8 ranks, with and without sequence parallelism, every ZeRO."""
+    """tp, pp in {1, 2, 4} x dp in {1, 2} on up to 8 ranks, with and without sequence parallelism, every ZeRO; and a
+    context axis beside each of them."""
     found = []
     for tp in (1, 2, 4):
         for pp in (1, 2, 4):
@@ -130,7 +164,7 @@ def every_layout() -> list[Layout]:
                     shares = (False, True) if tp > 1 else (False,)
                     stages = (0,) if dp == 1 else (0, 1) if pp > 1 else (0, 1, 2, 3)
                     found += [Layout(tp=tp, pp=pp, dp=dp, sp=sp, zero=zero) for sp in shares for zero in stages]
-    return found
+    return found + CONTEXT
 
 
 QUICK = [Layout.parse(name) for name in ("dp2-zero1", "tp2sp", "pp2", "tp2pp2dp2sp-zero1")]
