@@ -32,8 +32,11 @@ from mega.core.training.step import Report, train_step
 
 _NO_DROPOUT = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "lr": 1e-4}
 ROWS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
-    "w1": ("gpt2-345m", {**_NO_DROPOUT, "vocab": 50304, "dtype": "bf16", "micro_batch": 32, "global_batch": 512}),
-    "w2": ("llama2-7b", {**_NO_DROPOUT, "dtype": "bf16", "micro_batch": 1, "global_batch": 16}),
+    "w1": ("gpt2-345m", {**_NO_DROPOUT, "vocab": 50304, "dtype": "bf16", "micro_batch": 64, "global_batch": 512}),
+    "w2": (
+        "llama2-7b",
+        {**_NO_DROPOUT, "dtype": "bf16", "micro_batch": 2, "global_batch": 16, "recompute": "selective"},
+    ),
     "w3": (
         "gpt-22b",
         {
@@ -241,7 +244,7 @@ def profile(state: TrainState, batches: Sequence[DecoderBatch], trace: str | Non
         _step(state, batches)
         return {REST: 1e3 * (time.perf_counter() - begin)}
     activities.append(torch.profiler.ProfilerActivity.CUDA)
-    with torch.profiler.profile(activities=activities) as profiler:
+    with torch.profiler.profile(activities=activities, acc_events=True) as profiler:
         _step(state, batches)
         state.device.synchronize()
     if trace is not None:
