@@ -104,7 +104,8 @@ def hostile() -> dict[str, Any]:
     script = (
         "import json, resource, sys; from mega.core.data.preprocess import preprocess;"
         "r = preprocess(sys.argv[1:2], sys.argv[2], json.loads(sys.argv[3]), on_error='skip');"
-        "print(json.dumps([r.documents, r.skipped, r.reasons, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024]))"
+        "peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024;"
+        "print(json.dumps([r.documents, r.skipped, r.reasons, peak]))"
     )
     command = [sys.executable, "-c", script, str(path), str(HOME / "h"), json.dumps(tokenizer)]
     told = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=300).stdout
