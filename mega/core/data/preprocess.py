@@ -12,6 +12,7 @@ command line.
 from __future__ import annotations
 
 import contextlib
+import glob
 import hashlib
 import json
 import os
@@ -402,7 +403,10 @@ class _Notes:
         self._last = time.monotonic()
 
     def drop(self) -> None:
+        """The work is done: nothing stays, not even what a killed process had half written."""
         self._path.unlink(missing_ok=True)
+        for stale in self._path.parent.glob(f"{glob.escape(self._path.name)}.*.tmp"):
+            stale.unlink(missing_ok=True)
 
 
 def _published(prefix: str) -> bool:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple
 
 STDIN = Path("-")
-BLOCK_BYTES = 1 << 20
+BLOCK_BYTES = 1 << 22
 MOST_LINE_BYTES = 1 << 27
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
