@@ -121,6 +121,7 @@ def test_line_numbers_run_on_through_blocks(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_line_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "BLOCK_BYTES", 1 << 20)
     monkeypatch.setattr(module, "MOST_LINE_BYTES", 1 << 20)
     source = lines(tmp_path / "a.jsonl", {"text": "1"}, {"text": "1 " * 10**6})
     with pytest.raises(ValueError, match=r"a\.jsonl:2: a line longer than 1 MiB"):
