@@ -146,10 +146,10 @@ class Worst:
 def worst(
     reference: Trained, exact: Trained | None, other: Trained, which: int, mesh: Mesh, bound: float, share: float
 ) -> Worst:
-    """The gradient that is furthest beyond what is allowed: `bound` of its size, or twice the reference's own error.
+    """The gradient that is furthest beyond what is allowed.
 
-    A rounding error of the reference against fp64 is what any correct fp32 sum may have: a key bias's gradient is zero
-    in theory, and its fp32 value is all rounding.
+    Allowed is `bound` of its size from the reference; or, where the reference itself is rounding, an error against
+    fp64 of at most twice the reference's (a key bias's gradient is zero in theory, its fp32 value all rounding).
     """
     whole = {piece.key: piece.tensor for piece in reference.gradients[which]}
     true = {piece.key: piece.tensor for piece in exact.gradients[which]} if exact is not None else {}
@@ -158,11 +158,14 @@ def worst(
     for piece in other.gradients[which]:
         mine = whole[piece.key]
         scale = max(float(mine.abs().max()), floor)
-        own = float((mine - true[piece.key]).abs().max()) / scale if true else 0.0
+        sound = true.get(piece.key, mine)
+        own = float((mine - sound).abs().max())
         for dim, (start, size) in enumerate(zip(piece.start, piece.tensor.shape, strict=True)):
-            mine = mine.narrow(dim, start, size)
+            mine, sound = mine.narrow(dim, start, size), sound.narrow(dim, start, size)
         error = float((piece.tensor - mine).abs().max()) / scale
-        over = error / max(bound, 2 * own)
+        over = error / bound
+        if own:
+            over = min(over, float((piece.tensor - sound).abs().max()) / (2 * own))
         if not over <= found.over:
             found = Worst(error, over, piece.key)
     most = torch.tensor([found.error, found.over], device=mesh_device(mesh))
