@@ -132,9 +132,7 @@ def _backends(cuda: bool) -> Iterator[Row]:
 
     built = torch.version.cuda
     yield "CUDA", built or "-", "" if built else "this torch is built without CUDA"
-    nccl = next(
-        (found for name in ("nvidia-nccl-cu13", "nvidia-nccl-cu12") if (found := _version(name))), "-"
-    )
+    nccl = next((found for name in ("nvidia-nccl-cu13", "nvidia-nccl-cu12") if (found := _version(name))), "-")
     if not dist.is_available():
         yield "torch.distributed", "-", "this torch is built without it: one rank only"
         return

@@ -54,9 +54,7 @@ class ModelConfig:
         megatron={"--num-query-groups": VALUE, "--group-query-attention": weak(1)},
         within=COUNT,
     )
-    head_dim: int | None = option(
-        None, "width of one head [hidden / heads]", megatron="--kv-channels", within=COUNT
-    )
+    head_dim: int | None = option(None, "width of one head [hidden / heads]", megatron="--kv-channels", within=COUNT)
     ffn: int | None = option(
         None,
         "width of the feed-forward layer [4 hidden; 8/3 hidden when gated]",
@@ -84,9 +82,7 @@ class ModelConfig:
         },
     )
     rope_base: float = option(10000.0, "rotary base", megatron="--rotary-base", within=POSITIVE)
-    rope_fraction: float = option(
-        1.0, "share of each head that rotates", megatron="--rotary-percent", within=SHARE
-    )
+    rope_fraction: float = option(1.0, "share of each head that rotates", megatron="--rotary-percent", within=SHARE)
     rope_interpolation: float = option(
         1.0, "divide positions by this", megatron="--rotary-seq-len-interpolation-factor", within=POSITIVE
     )
@@ -125,9 +121,7 @@ class ModelConfig:
         "take the residual after the norm",
         megatron={"--apply-residual-connection-post-layernorm": True},
     )
-    hidden_dropout: float = option(
-        0.1, "dropout of the residual stream", megatron="--hidden-dropout", within=BELOW_ONE
-    )
+    hidden_dropout: float = option(0.1, "dropout of the residual stream", megatron="--hidden-dropout", within=BELOW_ONE)
     attention_dropout: float = option(
         0.1, "dropout of attention weights", megatron="--attention-dropout", within=BELOW_ONE
     )
@@ -156,9 +150,7 @@ class PrecisionConfig:
     initial_loss_scale: float = option(
         2.0**32, "first dynamic loss scale", megatron="--initial-loss-scale", within=POSITIVE
     )
-    min_loss_scale: float = option(
-        1.0, "smallest dynamic loss scale", megatron="--min-loss-scale", within=POSITIVE
-    )
+    min_loss_scale: float = option(1.0, "smallest dynamic loss scale", megatron="--min-loss-scale", within=POSITIVE)
     loss_scale_window: int = option(
         1000,
         "clean steps before the scale doubles",
@@ -166,9 +158,7 @@ class PrecisionConfig:
         unit="steps",
         within=COUNT,
     )
-    hysteresis: int = option(
-        2, "overflows tolerated before the scale halves", megatron="--hysteresis", within=COUNT
-    )
+    hysteresis: int = option(2, "overflows tolerated before the scale halves", megatron="--hysteresis", within=COUNT)
     residual_fp32: bool = option(
         False, "keep the residual stream in fp32", megatron={"--fp32-residual-connection": True}
     )
@@ -183,12 +173,8 @@ class ParallelConfig:
 
     title: ClassVar[str] = "Parallelism"
 
-    tp: int = option(
-        1, "tensor-parallel ranks", megatron="--tensor-model-parallel-size", common=True, within=COUNT
-    )
-    pp: int = option(
-        1, "pipeline stages", megatron="--pipeline-model-parallel-size", common=True, within=COUNT
-    )
+    tp: int = option(1, "tensor-parallel ranks", megatron="--tensor-model-parallel-size", common=True, within=COUNT)
+    pp: int = option(1, "pipeline stages", megatron="--pipeline-model-parallel-size", common=True, within=COUNT)
     cp: int = option(1, "context-parallel ranks", megatron="--context-parallel-size", within=COUNT)
     cp_comm: Literal["auto", "ring", "all-to-all"] = option(
         "auto",
@@ -218,9 +204,7 @@ class ParallelConfig:
         megatron={"--use-distributed-optimizer": 1, "--zero-stage": VALUE},
         within=ZERO_STAGE,
     )
-    bucket_size: int = option(
-        40_000_000, "least elements of a gradient bucket", unit="elements", within=COUNT
-    )
+    bucket_size: int = option(40_000_000, "least elements of a gradient bucket", unit="elements", within=COUNT)
     overlap_grad_reduce: bool = option(
         True, "reduce gradients while the backward pass runs", megatron={"--overlap-grad-reduce": True}
     )
@@ -275,9 +259,7 @@ class OptimizerConfig:
     adam_beta2: float = option(0.999, "decay of the second moment", megatron="--adam-beta2", within=BELOW_ONE)
     adam_eps: float = option(1e-8, "epsilon of the denominator", megatron="--adam-eps", within=POSITIVE)
     sgd_momentum: float = option(0.9, "momentum of sgd", megatron="--sgd-momentum", within=BELOW_ONE)
-    weight_decay: float = option(
-        0.01, "decoupled weight decay", megatron="--weight-decay", within=NOT_NEGATIVE
-    )
+    weight_decay: float = option(0.01, "decoupled weight decay", megatron="--weight-decay", within=NOT_NEGATIVE)
     clip_grad: float = option(
         1.0, "clip the global gradient norm to this; 0 is off", megatron="--clip-grad", within=NOT_NEGATIVE
     )
@@ -379,9 +361,7 @@ class DataConfig:
     split: str = option("969, 30, 1", "shares of training, validation and test", megatron="--split")
     data_cache: str | None = option(None, "directory of the sample-order cache", megatron="--data-cache-path")
     mock_data: bool = option(False, "random tokens instead of files", megatron={"--mock-data": True})
-    order: Literal["single", "cyclic"] = option(
-        "single", "sample order across epochs", megatron="--dataloader-type"
-    )
+    order: Literal["single", "cyclic"] = option("single", "sample order across epochs", megatron="--dataloader-type")
     reset_positions: bool = option(
         False, "positions restart behind each end of document", megatron={"--reset-position-ids": True}
     )
@@ -420,12 +400,8 @@ class TokenizerConfig:
     )
     vocab_file: str | None = option(None, "vocabulary file", megatron="--vocab-file", common=True)
     merge_file: str | None = option(None, "BPE merges file", megatron="--merge-file", common=True)
-    vocab_size: int | None = option(
-        None, "vocabulary of the NullTokenizer", megatron="--vocab-size", within=COUNT
-    )
-    vocab_extra_ids: int = option(
-        0, "sentinel tokens to add", megatron="--vocab-extra-ids", within=NOT_NEGATIVE
-    )
+    vocab_size: int | None = option(None, "vocabulary of the NullTokenizer", megatron="--vocab-size", within=COUNT)
+    vocab_extra_ids: int = option(0, "sentinel tokens to add", megatron="--vocab-extra-ids", within=NOT_NEGATIVE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -496,9 +472,7 @@ class LogConfig:
         within=COUNT,
     )
     log_params_norm: bool = option(False, "log the parameters' norm", megatron={"--log-params-norm": True})
-    log_zeros: bool = option(
-        False, "log the share of zero gradients", megatron={"--log-num-zeros-in-grad": True}
-    )
+    log_zeros: bool = option(False, "log the share of zero gradients", megatron={"--log-num-zeros-in-grad": True})
     progress: bool = option(True, "a progress bar on a terminal")
 
 
@@ -510,9 +484,7 @@ class RuntimeConfig:
 
     nproc: int | None = option(None, "start this many local ranks", common=True, within=COUNT)
     device: Literal["auto", "cpu", "cuda"] = option("auto", "where tensors live", common=True)
-    backend: Literal["auto", "gloo", "nccl"] = option(
-        "auto", "how ranks talk", megatron="--distributed-backend"
-    )
+    backend: Literal["auto", "gloo", "nccl"] = option("auto", "how ranks talk", megatron="--distributed-backend")
     timeout_minutes: int = option(
         10,
         "give up on a silent rank after this",
@@ -527,16 +499,15 @@ class RuntimeConfig:
         common=True,
         within=NOT_NEGATIVE,
     )
-    deterministic: bool = option(
-        False, "bitwise the same on every run", megatron={"--deterministic-mode": True}
-    )
+    deterministic: bool = option(False, "bitwise the same on every run", megatron={"--deterministic-mode": True})
     audit_interval: int = option(
-        0, "compare all copies of weights and moments every so many steps; 0 is never", unit="steps", within=NOT_NEGATIVE
+        0,
+        "compare all copies of weights and moments every so many steps; 0 is never",
+        unit="steps",
+        within=NOT_NEGATIVE,
     )
     ops: Literal["auto", "reference"] = option("auto", "fast operators, or the plain references")
-    dry_run: bool = option(
-        False, "check everything, build every stage without memory, train nothing", common=True
-    )
+    dry_run: bool = option(False, "check everything, build every stage without memory, train nothing", common=True)
     world: int | None = option(None, "world size to check in a dry run", unit="ranks", within=COUNT)
     exit_interval: int | None = option(
         None, "stop at a multiple of this many steps", megatron="--exit-interval", unit="steps", within=COUNT
