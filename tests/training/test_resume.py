@@ -113,7 +113,7 @@ def resave(groups: Groups, rank: int, run: RunConfig, world: int, source: str) -
     save(state, None, "")
 
 
-@pytest.mark.parametrize("layout", [{"tp": 4}, {"pp": 4}, {"zero": 1}, {"tp": 2, "pp": 2, "zero": 1}, {}])
+@pytest.mark.parametrize("layout", [{"tp": 4}, {"pp": 4}, {"zero": 1}, {"zero": 3}, {"tp": 2, "zero": 2}, {}])
 def test_restored_and_saved_again_is_the_same_bytes(
     straight: Path, tmp_path: Path, pool: Pool, layout: dict[str, int]
 ) -> None:

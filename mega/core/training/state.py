@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import prod
 
 import torch
 from torch import nn
@@ -126,8 +127,7 @@ def _pieces(
             if not all(real):
                 continue
             offset = first - base + start[0] * row + (start[1] if len(start) > 1 else 0)
-            count = _count(size)
-            view = flat[offset : offset + count].view(size)
+            view = flat[offset : offset + prod(size)].view(size)
             for dim, length in enumerate(real):
                 view = view.narrow(dim, 0, length)
             origin = tuple(a + b for a, b in zip(shard.start, start, strict=True))
@@ -148,10 +148,3 @@ def _scaler(run: RunConfig, device: torch.device) -> LossScaler | None:
         least=options.min_loss_scale,
         device=device,
     )
-
-
-def _count(size: tuple[int, ...]) -> int:
-    total = 1
-    for length in size:
-        total *= length
-    return total
