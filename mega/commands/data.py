@@ -57,7 +57,7 @@ def _inspect(
 ) -> None:
     """Documents, tokens, a histogram of lengths and some sequences, decoded if a tokenizer is given."""
     from mega.core.data import inspect
-    from mega.core.text.tokenizer import build
+    from mega.core.text.build import build
 
     made = build(**dataclasses.asdict(tokenizer)) if tokenizer.tokenizer is not None else None
     inspect.show(prefix, typer.echo, made, samples)
@@ -105,8 +105,8 @@ def _sample(
 ) -> None:
     """One conversation, a line a token: what it says, its id, whether it is trained on."""
     from mega.core.data.chat import labelled, show_sample
+    from mega.core.text.build import build
     from mega.core.text.chat import template
-    from mega.core.text.tokenizer import build
 
     made = build(**dataclasses.asdict(tokenizer))
     for i, found in enumerate(labelled(input, made, template(chat_template, made))):

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from mega.core.data.preprocess import preprocess
 from mega.core.text import gpt2
-from mega.core.text.tokenizer import build
+from mega.core.text.build import build
 from tests.battery.data_ledger import run
 from tests.support.shared import shared
 

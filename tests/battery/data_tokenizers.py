@@ -12,8 +12,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from mega.core.text import gpt2, llama3
+from mega.core.text.build import build
 from mega.core.text.probes import PROBES
-from mega.core.text.tokenizer import build
 from tests.battery.data_ledger import run
 from tests.support.shared import shared
 from tests.text.test_gpt2 import fuzz

@@ -13,8 +13,9 @@ import pytest
 from mega.cli import main
 from mega.core.data.batches import Batches
 from mega.core.data.chat import ChatDataset, chat_dataset, pack
+from mega.core.text.build import build
 from mega.core.text.chat import Message, conversation, encode, template
-from mega.core.text.tokenizer import Tokenizer, build
+from mega.core.text.tokenizer import Tokenizer
 from tests.support.shared import shared
 
 TALK = [

@@ -13,7 +13,8 @@ from mega.core.data.indexed import IndexedDataset, token_dtype
 from mega.core.data.mapping import mt19937_64, sentence_mapping
 from mega.core.data.masked import BertDataset, T5Dataset, Vocabulary, bert_sample, mask, t5_sample
 from mega.core.data.writer import IndexedWriter
-from mega.core.text.tokenizer import Roles, build
+from mega.core.text.build import build
+from mega.core.text.tokenizer import Roles
 from tests.support.shared import shared
 
 ROLES = Roles(cls=1, sep=2, mask=3, pad=0, bos=40, eos=41, sentinels=(42, 43, 44, 45, 46))

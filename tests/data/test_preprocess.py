@@ -13,7 +13,7 @@ from mega.cli import main
 from mega.core.data import sources as module
 from mega.core.data.indexed import IndexedDataset
 from mega.core.data.preprocess import Report, preprocess
-from mega.core.text.tokenizer import build
+from mega.core.text.build import build
 from tests.support.shared import shared
 
 NULL = {"tokenizer": "NullTokenizer", "vocab_size": 99}

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mega.core.data.tfrecords import TFRecordDataset, crc32c, read
-from mega.core.text.tokenizer import build
+from mega.core.text.build import build
 from tests.support.shared import shared
 
 

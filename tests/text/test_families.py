@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from mega.core.text import llama3, protobuf
+from mega.core.text.build import build
 from mega.core.text.probes import PROBES
-from mega.core.text.tokenizer import Encoded, build
+from mega.core.text.tokenizer import Encoded
 from tests.support.shared import shared
 from tests.text.test_gpt2 import fuzz
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from mega.core.text import gpt2
+from mega.core.text.build import build
 from mega.core.text.probes import PROBES
-from mega.core.text.tokenizer import build
 from tests.support.shared import shared
 
 LETTERS = gpt2.byte_letters()

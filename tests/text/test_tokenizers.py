@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from mega.core.text.build import build
 from mega.core.text.gpt2 import GPT2Tokenizer
 from mega.core.text.probes import PROBES
-from mega.core.text.tokenizer import build, flatten
+from mega.core.text.tokenizer import flatten
 from mega.core.text.train import train_bpe
 from tests.support.shared import shared
 from tests.text.test_gpt2 import fuzz

@@ -33,8 +33,9 @@ from mega.core.data.indexed import bin_path, exists, token_dtype
 from mega.core.data.sources import STDIN, BadLine, Block, Piece, blocks, find, pieces
 from mega.core.data.writer import IndexedWriter
 from mega.core.files import whole_file
+from mega.core.text.build import build
 from mega.core.text.sentences import splitter
-from mega.core.text.tokenizer import Tokenizer, build
+from mega.core.text.tokenizer import Tokenizer
 
 OnError = Literal["stop", "skip"]
 

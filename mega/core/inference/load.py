@@ -16,7 +16,8 @@ from mega.core.model.decoder import DecoderStage
 from mega.core.ops.suite import choose
 from mega.core.parallel.mesh import SINGLE
 from mega.core.parallel.weight import Maker, weights
-from mega.core.text.tokenizer import Tokenizer, build
+from mega.core.text.build import build
+from mega.core.text.tokenizer import Tokenizer
 
 FIELDS = {"vocab.json": "vocab_file", "merges.txt": "merge_file"}
 """Attached tokenizer file -> the option that names it; any other file is the tokenizer's model."""

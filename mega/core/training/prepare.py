@@ -19,7 +19,8 @@ from mega.core.config.run import RunConfig
 from mega.core.config.sections import ModelConfig
 from mega.core.data.build import Datasets, build_datasets, samples_requested
 from mega.core.inventory import padded
-from mega.core.text.tokenizer import Tokenizer, build
+from mega.core.text.build import build
+from mega.core.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
