@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
-import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -97,15 +94,6 @@ class Device:
         if self.is_cuda:
             torch.backends.cudnn.deterministic = True
             torch.backends.cudnn.benchmark = False
-
-    @contextlib.contextmanager
-    def timed(self, into: dict[str, float], name: str) -> Iterator[None]:
-        """Add the seconds of a block, device work included, to into[name]. It waits for the device: use it rarely."""
-        self.synchronize()
-        begin = time.perf_counter()
-        yield
-        self.synchronize()
-        into[name] = into.get(name, 0.0) + time.perf_counter() - begin
 
 
 @functools.cache

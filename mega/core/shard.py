@@ -18,7 +18,7 @@ class Shard:
 
     whole: the logical tensor's shape. start, size: the rectangle of real elements that this rank holds
     (size may be 0 where a rank holds only vocabulary padding). local: shape of the block in memory, size
-    plus padding at the end. replicas: axes along which other ranks hold the same block.
+    plus padding at the end.
     """
 
     tensor: Tensor
