@@ -19,6 +19,7 @@ A tied tensor has a bucket of its own, of the same length and cut on both holder
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
@@ -63,6 +64,7 @@ class Bucket:
         self.kind, self.places, self.span, self.decay_end = kind, places, span, decay_end
         self.counted, self.axes, self.zero, self.dtype = counted, axes, zero, dtype
         self.waiting = 0
+        self.came: Counter[int] = Counter()  # id of a weight -> gradients of this step that arrived
         self.works: list[tuple[Any, torch.Tensor]] = []
         first = places[0][0]
         self.weights = torch.zeros(length, dtype=first.dtype, device=first.device)
@@ -214,6 +216,7 @@ class GradBuffer:
         for bucket in self.buckets:
             (bucket.own_grads if bucket.grads is None else bucket.grads).zero_()
             bucket.waiting, bucket.works = bucket.uses, []
+            bucket.came.clear()
 
     def final(self, last: bool) -> None:
         """Say whether the backward pass that follows is the last of its chunk in this step."""
@@ -246,12 +249,14 @@ class GradBuffer:
         bucket = self._home[id(weight)]
         bucket.open()
         bucket.waiting = bucket.uses
+        bucket.came.clear()
 
     def _arrived(self, weight: Weight) -> None:
         if not self._final and self.zero < 2:
             return
         bucket = self._home[id(weight)]
         bucket.waiting -= 1
+        bucket.came[id(weight)] += 1
         assert bucket.waiting >= 0, f"{weight.slots[0].shard.name}: more gradients than uses"
         if bucket.waiting == 0 and (self.overlap or self.zero >= 2):
             self._leave(bucket)
@@ -278,8 +283,8 @@ class GradBuffer:
         """Wait for the sums over data, then add up what is still partial. Errors name a weight without gradient."""
         for bucket in self.buckets:
             if bucket.waiting:
-                names = [weight.slots[0].shard.name for weight, _, _ in bucket.places]
-                raise RuntimeError(f"{bucket.waiting} gradients of {names[0]} ... {names[-1]} never arrived")
+                silent = [w.slots[0].shard.name for w, _, _ in bucket.places if bucket.came[id(w)] < w.uses]
+                raise RuntimeError(f"{bucket.waiting} gradients never arrived: {', '.join(silent)}")
             if not bucket.works:
                 self._leave(bucket)
         for bucket in self.buckets:
