@@ -161,8 +161,12 @@ def measure(
     repeats: int = 7,
     warmup: int = 5,
     trace: str | None = None,
+    profiled: bool = True,
 ) -> Speed:
-    """Speed of a resolved run. Every rank takes part and gets the row; rank 0 writes `trace`, a Chrome trace."""
+    """Speed of a resolved run. Every rank takes part and gets the row; rank 0 writes `trace`, a Chrome trace.
+
+    profiled: whether one more step is taken apart, which costs seconds.
+    """
     parallel, batch = run.parallel, run.batch
     assert batch.micro_batch and batch.global_batch and batch.seq_length
     mesh = Mesh(
@@ -195,7 +199,7 @@ def measure(
     tokens = batch.global_batch * batch.seq_length
     tflops = tokens / seconds / world * model_flops_per_token(run.model, batch.seq_length) / 1e12
     peak = device.memory_peak() or device.resident()
-    phases = profile(state, batches, trace if rank == 0 else None)
+    phases = profile(state, batches, trace if rank == 0 else None) if profiled else {}
     speed = Speed(
         name=name,
         world=world,
