@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mega.core.config.check import check
 from mega.core.config.run import RunConfig, updated
-from mega.core.config.sections import DataConfig
 from mega.core.config.world import ranks, world_from_env
 
 if TYPE_CHECKING:
@@ -129,11 +127,9 @@ def planned(run: RunConfig) -> tuple[RunConfig, int]:
     """The run as its ranks would resolve it, and their number. Errors: ValueError, as of a dry run."""
     run = updated(run, {"dry_run": True})
     world = ranks(world_from_env(), run.runtime.nproc, run.runtime.world)
-    check(run, world)
-    from mega.core.training.prepare import prepare
+    from mega.core.training.prepare import complete
 
-    # What the token files hold changes nothing here.
-    return prepare(replace(run, data=DataConfig(reset_attention=run.data.reset_attention)), world).run, world
+    return complete(run, world)[0], world
 
 
 def _draw_schedule(run: RunConfig, world: int, path: Path) -> None:

@@ -36,8 +36,20 @@ def test_a_run_verb_loads_no_torch_before_its_checks(arguments: list[str]) -> No
     assert not [name for name in names if name.split(".")[0] in ("torch", "numpy")]
 
 
-@pytest.mark.parametrize(("arguments", "limit"), [(["--help"], 0.4), (["pretrain", "--help"], 1.0)])
-def test_help_is_quick(arguments: list[str], limit: float) -> None:
+ESTIMATE = [
+    *("memory-estimate", "--model", "llama2-7b", "--bf16", "--micro-batch", "1", "--global-batch", "256"),
+    *("--tp", "2", "--pp", "2", "--zero", "1", "--sequence-parallel", "--world", "8", "--gpu", "h200"),
+]
+
+
+def test_an_estimate_is_arithmetic_alone() -> None:
+    names = _loaded(*ESTIMATE)
+    assert "mega.core.estimate.memory" in names
+    assert not [name for name in names if name.split(".")[0] in ("torch", "numpy", "safetensors", "matplotlib")]
+
+
+@pytest.mark.parametrize(("arguments", "limit"), [(["--help"], 0.4), (["pretrain", "--help"], 1.0), (ESTIMATE, 0.5)])
+def test_starting_is_quick(arguments: list[str], limit: float) -> None:
     def seconds() -> float:
         before = os.times()
         subprocess.run([sys.executable, "-m", "mega", *arguments], check=True, stdout=subprocess.DEVNULL)

@@ -11,16 +11,18 @@ import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mega.core.config.check import check
 from mega.core.config.resolve import lengths, resolve
 from mega.core.config.run import RunConfig
 from mega.core.config.sections import ModelConfig
-from mega.core.data.build import Datasets, build_datasets, samples_requested
 from mega.core.inventory import padded
 from mega.core.text.build import build
 from mega.core.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from mega.core.data.build import Datasets
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,18 @@ def prepare(run: RunConfig, world: int) -> Prepared:
 
     Errors: ValueError naming the flag or file, its value, the rule and the valid values.
     """
+    from mega.core.data.build import Datasets
+
+    run, tokenizer, notes = complete(run, world)
+    datasets = Datasets() if run.runtime.dry_run and not _has_data(run) else _datasets(run, tokenizer)
+    return Prepared(run, tokenizer, datasets, (*notes, *datasets.notes))
+
+
+def complete(run: RunConfig, world: int) -> tuple[RunConfig, Tokenizer | None, tuple[str, ...]]:
+    """The checked run with nothing left to derive, its tokenizer, and lines for the user; no data, so no numpy.
+
+    Errors: ValueError, as of `prepare`.
+    """
     check(run, world)
     notes: list[str] = []
     if run.checkpoint.use_checkpoint_config:
@@ -55,8 +69,7 @@ def prepare(run: RunConfig, world: int) -> Prepared:
     if not run.model.mask_padded_vocab:
         vocab = padded(vocab, run.parallel.tp, run.model.vocab_multiple)
     run = resolve(dataclasses.replace(run, model=dataclasses.replace(run.model, vocab=vocab)), world)
-    datasets = Datasets() if run.runtime.dry_run and not _has_data(run) else _datasets(run, tokenizer)
-    return Prepared(run, tokenizer, datasets, (*notes, *datasets.notes))
+    return run, tokenizer, tuple(notes)
 
 
 def _tokenizer(run: RunConfig) -> Tokenizer | None:
@@ -90,6 +103,8 @@ def _has_data(run: RunConfig) -> bool:
 
 
 def _datasets(run: RunConfig, tokenizer: Tokenizer | None) -> Datasets:
+    from mega.core.data.build import build_datasets, samples_requested
+
     batch, evaluation = run.batch, run.evaluation
     assert batch.global_batch is not None and batch.seq_length is not None and run.model.vocab is not None
     requested = samples_requested(
