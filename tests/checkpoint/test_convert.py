@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mega.core.checkpoint import convert as conversion
-from mega.core.checkpoint import foreign, meta
+from mega.core.checkpoint import foreign, gpt2, huggingface, meta
 from mega.core.checkpoint.convert import convert
 from mega.core.checkpoint.huggingface import config_from_model, model_from_config
 from mega.core.checkpoint.pieces import CheckpointError
@@ -32,7 +32,8 @@ def test_there_and_back_is_byte_identical(tmp_path: Path, family: str, tp: int, 
     assert locate(tmp_path / "run").world == tp * pp
     convert(tmp_path / "run", tmp_path / "back", None, 1, 1, 1)
     before, after = (load_file(folder / "model.safetensors") for folder in (source, tmp_path / "back"))
-    assert set(before) == set(after) and report.tensors == len(before)
+    assert set(before) == set(after)
+    assert report.elements == sum(tensor.numel() for tensor in before.values())
     for name, tensor in before.items():
         assert tensor.dtype == after[name].dtype and torch.equal(tensor, after[name]), name
     for name in ("config.json", "generation_config.json"):
@@ -46,10 +47,11 @@ def test_our_own_config_opens_in_transformers_and_computes_the_same(tmp_path: Pa
     transformers = pytest.importorskip("transformers")
     source = hf_folder(tmp_path / "hf", family)
     given = json.loads((source / "config.json").read_text())
-    model = model_from_config(given, "config.json")
+    form = gpt2 if family == "gpt2" else huggingface
+    model = form.model_from_config(given, "config.json")
     convert(source, tmp_path / "run", None, 1, 1, 1)
     convert(tmp_path / "run", tmp_path / "back", None, 1, 1, 1)
-    (tmp_path / "back" / "config.json").write_text(json.dumps(config_from_model(model, "float32")))
+    (tmp_path / "back" / "config.json").write_text(json.dumps(form.config_from_model(model, "float32")))
     ids = torch.randint(0, 102, (2, 17), generator=torch.Generator().manual_seed(1))
     logits = []
     for folder in (source, tmp_path / "back"):
@@ -65,6 +67,32 @@ def test_linear_rope_scaling_both_ways(tmp_path: Path) -> None:
     model = model_from_config(json.loads((source / "config.json").read_text()), "config.json")
     assert model.rope_interpolation == 4.0
     assert model_from_config(config_from_model(model, "float32"), "config.json") == model
+
+
+def test_llama3_rope_scaling_both_ways(tmp_path: Path) -> None:
+    source = hf_folder(tmp_path / "hf", "llama3.2")
+    model = model_from_config(json.loads((source / "config.json").read_text()), "config.json")
+    assert (model.rope_scaling, model.rope_scaling_factor, model.rope_original_positions) == ("llama3", 32.0, 32)
+    assert model_from_config(config_from_model(model, "float32"), "config.json") == model
+
+
+def test_gpt2_as_it_was_first_released(tmp_path: Path) -> None:
+    """Names without a prefix, the causal mask among the weights, and mutations of what is fused."""
+    source = hf_folder(tmp_path / "hf", "gpt2")
+    state = {name.removeprefix("transformer."): t for name, t in load_file(source / "model.safetensors").items()}
+    mask = {f"h.{layer}.attn.bias": torch.ones(1, 1, 64, 64) for layer in range(2)}
+    save_file({**state, **mask}, source / "model.safetensors")
+    convert(source, tmp_path / "run", None, 2, 2, 1)
+    convert(tmp_path / "run", tmp_path / "back", None, 1, 1, 1)
+    after = load_file(tmp_path / "back" / "model.safetensors")
+    assert all(torch.equal(state[name.removeprefix("transformer.")], after[name]) for name in after)
+    assert len(state) == len(after)
+    for name in ("h.1.attn.c_attn.weight", "h.0.attn.c_attn.bias"):
+        for changed in ({**state, name: state[name][..., :-1].contiguous()}, {n: state[n] for n in state if n != name}):
+            save_file(changed, source / "model.safetensors")
+            with pytest.raises(CheckpointError, match=name):
+                convert(source, tmp_path / "x", None, 1, 1, 1)
+            assert not (tmp_path / "x").exists()
 
 
 @pytest.mark.parametrize("form", ["sharded", "bin", "sharded bin"])
@@ -213,9 +241,11 @@ def test_feed_forward_widths(hidden: int, ffn: int) -> None:
 
 
 @pytest.mark.parametrize("parts", [1, 2])
-@pytest.mark.parametrize("family", ["llama2", "llama3", "tied"])
+@pytest.mark.parametrize("family", ["llama2", "llama3", "llama3.2 of Meta", "tied"])
 def test_meta_there_and_back(tmp_path: Path, family: str, parts: int) -> None:
-    source = hf_folder(tmp_path / "hf", family)
+    rope = {**FAMILIES["llama3.2"]["rope_parameters"], "original_max_position_embeddings": 8192}
+    more = {"rope_parameters": rope, "max_position_embeddings": 131072} if "Meta" in family else {}
+    source = hf_folder(tmp_path / "hf", family.partition(" ")[0], **more)
     convert(source, tmp_path / "run", None, 1, 1, 1)
     convert(tmp_path / "run", tmp_path / "meta", "meta", 1, 1, parts)
     assert len(list((tmp_path / "meta").glob("consolidated.*.pth"))) == parts
@@ -224,6 +254,12 @@ def test_meta_there_and_back(tmp_path: Path, family: str, parts: int) -> None:
     before, after = (load_file(folder / "model.safetensors") for folder in (source, tmp_path / "back"))
     assert set(before) == set(after)
     assert all(torch.equal(before[name], after[name]) for name in before)
+    if more:
+        assert json.loads((tmp_path / "back" / "config.json").read_text())["rope_scaling"]["factor"] == 32.0
+        params = json.loads((tmp_path / "meta" / "params.json").read_text())
+        assert params.pop("rope_scaling_factor") == 32.0  # which Meta's own files of 3.2 do not say
+        (tmp_path / "meta" / "params.json").write_text(json.dumps(params))
+        assert meta.open_folder(tmp_path / "meta")[1].rope_scaling_factor == 32.0
 
 
 def meta_logits(state: dict[str, torch.Tensor], params: dict[str, Any], ids: torch.Tensor) -> torch.Tensor:
@@ -294,7 +330,7 @@ def test_the_trained_stories_model_passes_through_unchanged(tmp_path: Path) -> N
         assert made[0, -count:].tolist() == case["greedy_ids"]
 
 
-@pytest.mark.parametrize("change", ["drop", "reshape", "part", "replica", "vocab", "scaled", "kind"])
+@pytest.mark.parametrize("change", ["drop", "reshape", "part", "replica", "vocab", "kind"])
 def test_a_changed_meta_folder_is_refused(tmp_path: Path, change: str) -> None:
     source = hf_folder(tmp_path / "hf", "llama3")
     convert(source, tmp_path / "run", None, 1, 1, 1)
@@ -317,9 +353,6 @@ def test_a_changed_meta_folder_is_refused(tmp_path: Path, change: str) -> None:
     elif change == "vocab":
         params["vocab_size"] = 100
         words = "vocab_size 100"
-    elif change == "scaled":
-        params["use_scaled_rope"] = True
-        words = "use_scaled_rope"
     torch.save(state, path)
     (folder / "params.json").write_text(json.dumps(params))
     if change == "part":

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
-from mega.core.ops.rotary import rotary_table, rotate
+from mega.core.ops.rotary import Stretch, rotary_table, rotate
 from tests.support.ranks import random
 
 POSITIONS = torch.tensor([0, 1, 2, 500, 4095])
@@ -46,3 +48,24 @@ def test_products_depend_on_the_distance_alone() -> None:
         cos, sin = rotary_table(positions, 16, 1e4, 1.0, torch.float64)
         products.append((rotate(q, cos[:1], sin[:1]) * rotate(k, cos[1:], sin[1:])).sum())
     torch.testing.assert_close(products[0], products[1], rtol=1e-10, atol=1e-10)
+
+
+def test_stretched_frequencies_of_llama3() -> None:
+    """Against the rule by wavelengths, as Meta and transformers write it: kept, divided, or between the two."""
+    factor, low, high, original, base, width = 8.0, 1.0, 4.0, 8192, 5e5, 128
+    expected = []
+    for component in range(width // 2):
+        frequency = base ** (-2 * component / width)
+        wavelength = 2 * math.pi / frequency
+        if wavelength < original / high:
+            expected.append(frequency)
+        elif wavelength > original / low:
+            expected.append(frequency / factor)
+        else:
+            smooth = (original / wavelength - low) / (high - low)
+            expected.append((1 - smooth) * frequency / factor + smooth * frequency)
+    cos, sin = rotary_table(torch.tensor([1]), width, base, 1.0, torch.float64, Stretch(factor, low, high, original))
+    torch.testing.assert_close(
+        torch.atan2(sin, cos)[0], torch.tensor(expected, dtype=torch.float64), rtol=1e-12, atol=1e-12
+    )
+    assert len({round(e * base ** (2 * i / width), 6) for i, e in enumerate(expected)}) > 5

@@ -21,10 +21,23 @@ SIZES = {
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama2": {"model_type": "llama", "num_key_value_heads": 4},
     "llama3": {"model_type": "llama", "rope_theta": 500000.0},
+    "llama3.2": {
+        "model_type": "llama",
+        "tie_word_embeddings": True,
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 500000.0,
+            "factor": 32.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 32,
+        },
+    },
     "tied": {"model_type": "llama", "tie_word_embeddings": True},
     "mistral": {"model_type": "mistral", "head_dim": 16, "sliding_window": None},
     "qwen2": {"model_type": "qwen2"},
     "qwen3": {"model_type": "qwen3", "head_dim": 16},
+    "gpt2": {"model_type": "gpt2", "tie_word_embeddings": True, "n_inner": 48},
 }
 
 

@@ -14,12 +14,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, ModuleType
 from typing import Any, Literal
 
 import torch
 
-from mega.core.checkpoint import huggingface, meta
+from mega.core.checkpoint import gpt2, huggingface, meta
 from mega.core.checkpoint.container import write_container
 from mega.core.checkpoint.disk import creating, write_all
 from mega.core.checkpoint.foreign import hugging_face_source, inside, read_json
@@ -115,10 +115,12 @@ def to_mega(load: Path, save: Path, tp: int, pp: int) -> ConversionReport:
     """A Hugging Face or Meta folder -> step 0 of the run directory `save`, in files for tp x pp ranks."""
     source: Source
     if kind_of(load) == "hf":
-        config = load / "config.json"
-        model = huggingface.model_from_config(read_json(config), str(config))
+        path = load / "config.json"
+        config = read_json(path)
+        form = gpt2 if config.get("model_type") == "gpt2" else huggingface
+        model = form.model_from_config(config, str(path))
         source = hugging_face_source(load)
-        table = huggingface.import_table(model, source.tensors)
+        table = form.import_table(model, source.tensors)
     else:
         source, model, table = meta.open_folder(load)
     companions: dict[str, Path | bytes] = {name: inside(load, name) for name in COMPANIONS if (load / name).exists()}
@@ -164,9 +166,10 @@ def to_hugging_face(load: Path, save: Path) -> ConversionReport:
     """An own checkpoint -> a folder that `AutoModelForCausalLM.from_pretrained` opens."""
     checkpoint, model = open_own(load)
     source = OwnSource(checkpoint)
-    table = huggingface.export_table(model, source.tensors)
+    form = gpt2 if gpt2.is_gpt2(model) else huggingface
+    config = _own_config(form, checkpoint, model, source.tensors)
+    table = form.export_table(model, source.tensors)
     prove(table, source.tensors)
-    config = _own_config(checkpoint, model, source.tensors)
 
     def fill(folder: Path) -> int:
         written = _write_shards(folder, table, source)
@@ -211,18 +214,19 @@ def open_own(load: Path) -> tuple[Checkpoint, ModelConfig]:
     return checkpoint, model_of(checkpoint.meta, str(checkpoint.path))
 
 
-def _own_config(checkpoint: Checkpoint, model: ModelConfig, tensors: Tensors) -> dict[str, Any]:
+def _own_config(form: ModuleType, checkpoint: Checkpoint, model: ModelConfig, tensors: Tensors) -> dict[str, Any]:
     """config.json: the one the weights came with, as long as it still says the same; else our own."""
     attached = checkpoint.attachments.get("config.json")
     if attached is not None:
         config = read_json(attached)
         try:
-            same = huggingface.model_from_config(config, str(attached)) == model
+            same = form.model_from_config(config, str(attached)) == model
         except CheckpointError:
             same = False
         if same:
             return config
-    return huggingface.config_from_model(model, huggingface.DTYPES[huggingface.dtype_of(tensors)])
+    made: dict[str, Any] = form.config_from_model(model, huggingface.DTYPES[huggingface.dtype_of(tensors)])
+    return made
 
 
 def _generation(config: dict[str, Any]) -> dict[str, Any]:

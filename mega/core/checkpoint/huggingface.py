@@ -51,59 +51,83 @@ def model_from_config(config: Mapping[str, Any], where: str) -> ModelConfig:
     if family is None:
         valid = ", ".join(row.model_type for row in FAMILIES)
         raise CheckpointError(f"{where}: model_type {model_type!r} (valid: {valid})")
-    heads = _whole(config, "num_attention_heads", where)
-    hidden = _whole(config, "hidden_size", where)
-    _only(config, "hidden_act", ("silu", "swish"), where)
-    _only(config, "attention_bias", (False, None), where)
-    _only(config, "mlp_bias", (False, None), where)
-    base, interpolation, fraction = _rope(config, where)
+    heads = whole_in(config, "num_attention_heads", where)
+    hidden = whole_in(config, "hidden_size", where)
+    only(config, "hidden_act", ("silu", "swish"), where)
+    only(config, "attention_bias", (False, None), where)
+    only(config, "mlp_bias", (False, None), where)
     return ModelConfig(
         family="llama",
-        layers=_whole(config, "num_hidden_layers", where),
+        layers=whole_in(config, "num_hidden_layers", where),
         hidden=hidden,
         heads=heads,
-        kv_heads=_whole(config, "num_key_value_heads", where, heads),
-        head_dim=_whole(config, "head_dim", where, hidden // heads),
-        ffn=_whole(config, "intermediate_size", where),
-        vocab=_whole(config, "vocab_size", where),
+        kv_heads=whole_in(config, "num_key_value_heads", where, heads),
+        head_dim=whole_in(config, "head_dim", where, hidden // heads),
+        ffn=whole_in(config, "intermediate_size", where),
+        vocab=whole_in(config, "vocab_size", where),
         positions=_reach(config, where),
         position="rope",
-        rope_base=base,
-        rope_interpolation=interpolation,
-        rope_fraction=fraction,
+        **_rope(config, where),
         norm="rmsnorm",
-        norm_eps=_number(config, "rms_norm_eps", where, 1e-6),
+        norm_eps=number_in(config, "rms_norm_eps", where, 1e-6),
         activation="swiglu",
         bias=False,
         qkv_bias=family.qkv_bias,
         qk_norm=family.qk_norm,
         tied=config.get("tie_word_embeddings") is True,
         hidden_dropout=0.0,
-        attention_dropout=_number(config, "attention_dropout", where, 0.0),
-        init_std=_number(config, "initializer_range", where, 0.02),
+        attention_dropout=number_in(config, "attention_dropout", where, 0.0),
+        init_std=number_in(config, "initializer_range", where, 0.02),
     )
 
 
-def _rope(config: Mapping[str, Any], where: str) -> tuple[float, float, float]:
-    """Base, linear interpolation, rotating share. New files keep all three in `rope_parameters`."""
+def _rope(config: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The options about rotation. New files keep all their keys in `rope_parameters`."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(rope, Mapping):
         raise CheckpointError(f"{where}: rope_parameters must be an object")
     kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in ("default", "linear"):
-        raise CheckpointError(f"{where}: rope_type {kind!r} (valid: default, linear)")
+    if kind not in ("default", "linear", "llama3"):
+        raise CheckpointError(f"{where}: rope_type {kind!r} (valid: default, linear, llama3)")
     both = {**config, **rope}
-    base = _number(both, "rope_theta", where, 10000.0)
-    fraction = _number(both, "partial_rotary_factor", where, 1.0)
-    return base, _number(rope, "factor", where, 1.0) if kind == "linear" else 1.0, fraction
+    found: dict[str, Any] = {
+        "rope_base": number_in(both, "rope_theta", where, 10000.0),
+        "rope_fraction": number_in(both, "partial_rotary_factor", where, 1.0),
+    }
+    if kind == "linear":
+        found["rope_interpolation"] = number_in(rope, "factor", where)
+    if kind == "llama3":
+        found |= {
+            "rope_scaling": "llama3",
+            "rope_scaling_factor": number_in(rope, "factor", where),
+            "rope_low_freq_factor": number_in(rope, "low_freq_factor", where),
+            "rope_high_freq_factor": number_in(rope, "high_freq_factor", where),
+            "rope_original_positions": whole_in(rope, "original_max_position_embeddings", where),
+        }
+    return found
+
+
+def _scaling(model: ModelConfig) -> dict[str, Any] | None:
+    """`rope_scaling` of a config.json."""
+    if model.rope_scaling == "llama3":
+        return {
+            "rope_type": "llama3",
+            "factor": model.rope_scaling_factor,
+            "low_freq_factor": model.rope_low_freq_factor,
+            "high_freq_factor": model.rope_high_freq_factor,
+            "original_max_position_embeddings": model.rope_original_positions,
+        }
+    if model.rope_interpolation != 1.0:
+        return {"rope_type": "linear", "factor": model.rope_interpolation}
+    return None
 
 
 def _reach(config: Mapping[str, Any], where: str) -> int:
     """Positions. Within a sliding window attention is full, so a model with one ends with it."""
-    positions = _whole(config, "max_position_embeddings", where)
+    positions = whole_in(config, "max_position_embeddings", where)
     window = config.get("sliding_window")
     sliding = window is not None and config.get("use_sliding_window", True) is not False
-    return min(positions, _whole(config, "sliding_window", where)) if sliding else positions
+    return min(positions, whole_in(config, "sliding_window", where)) if sliding else positions
 
 
 def config_from_model(model: ModelConfig, dtype: str) -> dict[str, Any]:
@@ -119,6 +143,7 @@ def config_from_model(model: ModelConfig, dtype: str) -> dict[str, Any]:
         ("norm_offset", model.norm_offset, (False,)),
         ("post_norm_residual", model.post_norm_residual, (False,)),
         ("rope_fraction", model.rope_fraction, (1.0,)),
+        ("embedding_scale", model.embedding_scale, (False,)),
     ):
         if value not in valid:
             raise CheckpointError(f"--{name.replace('_', '-')} {value}: Hugging Face's Llama has only {valid[0]}")
@@ -126,7 +151,8 @@ def config_from_model(model: ModelConfig, dtype: str) -> dict[str, Any]:
     family = next((row for row in FAMILIES if (row.qkv_bias, row.qk_norm) == wanted), None)
     if family is None:
         raise CheckpointError("--qkv-bias and --qk-norm together: no Hugging Face family has both")
-    scaling = {"rope_type": "linear", "factor": model.rope_interpolation}
+    if model.rope_scaling != "none" and model.rope_interpolation != 1.0:
+        raise CheckpointError("--rope-scaling and --rope-interpolation together: Hugging Face has one or the other")
     return {
         "architectures": [family.architecture],
         "model_type": family.model_type,
@@ -139,7 +165,7 @@ def config_from_model(model: ModelConfig, dtype: str) -> dict[str, Any]:
         "vocab_size": model.vocab,
         "max_position_embeddings": model.positions,
         "rope_theta": model.rope_base,
-        "rope_scaling": None if model.rope_interpolation == 1.0 else scaling,
+        "rope_scaling": _scaling(model),
         "rms_norm_eps": model.norm_eps,
         "hidden_act": "silu",
         "attention_bias": False,
@@ -194,7 +220,8 @@ def dtype_of(tensors: Tensors) -> str:
     return next(names[dtype] for name, (_, dtype) in tensors.items() if name.endswith("embed_tokens.weight"))
 
 
-def _whole(config: Mapping[str, Any], key: str, where: str, otherwise: int | None = None) -> int:
+def whole_in(config: Mapping[str, Any], key: str, where: str, otherwise: int | None = None) -> int:
+    """The positive whole number `key` of the file `where`; `otherwise` where it is absent or null."""
     value = config.get(key)
     if value is None and otherwise is not None:
         return otherwise
@@ -203,15 +230,17 @@ def _whole(config: Mapping[str, Any], key: str, where: str, otherwise: int | Non
     return value
 
 
-def _number(config: Mapping[str, Any], key: str, where: str, otherwise: float) -> float:
+def number_in(config: Mapping[str, Any], key: str, where: str, otherwise: float | None = None) -> float:
+    """The number `key` of the file `where`; `otherwise` where it is absent or null."""
     value = config.get(key)
-    if value is None:
+    if value is None and otherwise is not None:
         return otherwise
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise CheckpointError(f"{where}: {key} {value!r}: must be a number")
     return float(value)
 
 
-def _only(config: Mapping[str, Any], key: str, valid: tuple[Any, ...], where: str) -> None:
+def only(config: Mapping[str, Any], key: str, valid: tuple[Any, ...], where: str) -> None:
+    """Errors: CheckpointError where `key` of the file `where` has a value that nothing here corresponds to."""
     if key in config and config[key] not in valid:
         raise CheckpointError(f"{where}: {key} {config[key]!r} (valid: {valid[0]!r})")

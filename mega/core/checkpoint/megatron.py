@@ -250,6 +250,8 @@ def model_from_arguments(values: Mapping[str, Any], vocab: int, where: str) -> M
         rope_base=decimal("rotary_base", 10000.0),
         rope_fraction=decimal("rotary_percent", 1.0),
         rope_interpolation=decimal("rotary_seq_len_interpolation_factor", 1.0),
+        rope_scaling="llama3" if values.get("use_rope_scaling") else "none",
+        rope_scaling_factor=decimal("rope_scaling_factor", 8.0),
         norm="rmsnorm" if rmsnorm else "layernorm",
         norm_eps=decimal("norm_epsilon", decimal("layernorm_epsilon", 1e-5)),
         norm_offset=bool(values.get("apply_layernorm_1p")),
@@ -278,6 +280,14 @@ def _activation(values: Mapping[str, Any], swiglu: bool, bias: bool) -> Literal[
 def arguments_of(model: ModelConfig, tp: int, pp: int, iteration: int, consumed: int) -> dict[str, Any]:
     """The arguments that Megatron's loaders ask a checkpoint for."""
     assert model.vocab is not None
+    stretch = (model.rope_low_freq_factor, model.rope_high_freq_factor, model.rope_original_positions)
+    for flag, value, valid in (
+        ("--position", model.position, ("learned", "rope", "none")),
+        ("--embedding-scale", model.embedding_scale, (False,)),
+        ("--rope-low-freq-factor, --rope-high-freq-factor, --rope-original-positions", stretch, ((1.0, 4.0, 8192),)),
+    ):
+        if value not in valid:
+            raise CheckpointError(f"{flag} {value}: Megatron-LM has only {', '.join(map(str, valid))}")
     rope = model.position == "rope"
     return {
         "num_layers": model.layers,
@@ -296,6 +306,8 @@ def arguments_of(model: ModelConfig, tp: int, pp: int, iteration: int, consumed:
         "rotary_percent": model.rope_fraction,
         "rotary_base": model.rope_base,
         "rotary_seq_len_interpolation_factor": None if model.rope_interpolation == 1 else model.rope_interpolation,
+        "use_rope_scaling": model.rope_scaling == "llama3",
+        "rope_scaling_factor": model.rope_scaling_factor,
         "normalization": "RMSNorm" if model.norm == "rmsnorm" else "LayerNorm",
         "norm_epsilon": model.norm_eps,
         "layernorm_epsilon": model.norm_eps,

@@ -24,6 +24,12 @@ from mega.core.inventory import Tensor, inventory
 POSITIONS = 4096
 """params.json does not say for how many positions a model was trained; Llama 2's number."""
 
+SCALED_POSITIONS = 131072
+"""The same where rotary positions are scaled: Llama 3.1's and 3.2's number."""
+
+SMALL_STRETCH = 32.0
+"""Factor of scaled positions in Llama 3.2, whose embeddings are tied, where params.json has none; 3.1's is 8."""
+
 NAMES = {
     "model.embed_tokens.weight": "tok_embeddings.weight",
     "model.norm.weight": "norm.weight",
@@ -96,9 +102,12 @@ def open_folder(folder: Path) -> tuple[Source, ModelConfig, Table]:
     for number, name in enumerate(names):
         tensors |= flat_tensors(inside(folder, name), f"{number}/")
     source = TorchSource(tensors)
-    model = model_from_params(read_json(folder / "params.json"), source.tensors, len(paths), str(folder))
+    params = read_json(folder / "params.json")
+    model = model_from_params(params, source.tensors, len(paths), str(folder))
     untied = import_table(model, source.tensors, len(paths))
     tied = replace(model, tied=True)
+    if params.get("use_scaled_rope") and "rope_scaling_factor" not in params:
+        tied = replace(tied, rope_scaling_factor=SMALL_STRETCH)
     if "0/output.weight" not in tensors:
         return source, tied, import_table(tied, source.tensors, len(paths))
     made = {target.name: target for target in untied.targets}
@@ -118,8 +127,6 @@ def model_from_params(params: Mapping[str, Any], tensors: Tensors, parts: int, w
 
     Errors: CheckpointError naming a key that has no counterpart or does not fit the tensors.
     """
-    if params.get("use_scaled_rope"):
-        raise CheckpointError(f"{where}/params.json: use_scaled_rope: scaled rotary positions are not supported")
 
     def number(key: str, otherwise: Any = None) -> Any:
         value = params.get(key, otherwise)
@@ -146,9 +153,11 @@ def model_from_params(params: Mapping[str, Any], tensors: Tensors, parts: int, w
         head_dim=hidden // heads,
         ffn=rows("layers.0.feed_forward.w1.weight") * parts,
         vocab=vocab,
-        positions=number("max_seq_len", POSITIONS),
+        positions=number("max_seq_len", SCALED_POSITIONS if params.get("use_scaled_rope") else POSITIONS),
         position="rope",
         rope_base=float(number("rope_theta", 10000.0)),
+        rope_scaling="llama3" if params.get("use_scaled_rope") else "none",
+        rope_scaling_factor=float(number("rope_scaling_factor", 8.0)),
         norm="rmsnorm",
         norm_eps=float(number("norm_eps", 1e-5)),
         activation="swiglu",
@@ -213,8 +222,15 @@ def joined(tables: Sequence[Table]) -> Table:
 def params_from_model(model: ModelConfig) -> dict[str, Any]:
     """A params.json. Errors: CheckpointError naming an option that Meta's Llama does not have."""
     config = config_from_model(model, "bfloat16")
-    if config["model_type"] != "llama" or config["rope_scaling"] is not None:
+    if config["model_type"] != "llama" or model.rope_interpolation != 1.0:
         raise CheckpointError("--qkv-bias, --qk-norm, --rope-interpolation: Meta's Llama has none of them")
+    stretch = (model.rope_low_freq_factor, model.rope_high_freq_factor, model.rope_original_positions)
+    if model.rope_scaling == "llama3" and stretch != (1.0, 4.0, 8192):
+        raise CheckpointError(
+            f"--rope-low-freq-factor, --rope-high-freq-factor, --rope-original-positions {stretch}: "
+            "Meta's Llama has only 1, 4, 8192"
+        )
+    scaled = {"use_scaled_rope": True, "rope_scaling_factor": model.rope_scaling_factor}
     assert model.hidden is not None and model.heads is not None and model.ffn is not None
     if model.head_dim != model.hidden // model.heads:
         raise CheckpointError(f"--head-dim {model.head_dim}: Meta's Llama has hidden / heads")
@@ -227,6 +243,7 @@ def params_from_model(model: ModelConfig) -> dict[str, Any]:
         **feed_forward(model.hidden, model.ffn),
         "norm_eps": model.norm_eps,
         "rope_theta": model.rope_base,
+        **(scaled if model.rope_scaling == "llama3" else {}),
     }
 
 

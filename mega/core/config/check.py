@@ -176,6 +176,12 @@ def _heads(run: RunConfig) -> Problems:
             "head_dim",
             f"{rotating} rotating dimensions must be even; choose --head-dim or --rope-fraction so",
         )
+    if model.rope_scaling != "none" and model.rope_low_freq_factor >= model.rope_high_freq_factor:
+        yield _line(
+            run, "rope_low_freq_factor", f"must be less than --rope-high-freq-factor {model.rope_high_freq_factor}"
+        )
+    if model.position == "sinusoidal" and (model.hidden % 2 or model.hidden < 4):
+        yield _line(run, "hidden", "must be even and at least 4 for --position sinusoidal")
 
 
 def _positions(run: RunConfig) -> Problems:
@@ -185,6 +191,9 @@ def _positions(run: RunConfig) -> Problems:
         yield _line(run, "positions", f"must be at least --seq-length {seq_length}")
     if model.norm == "rmsnorm" and model.norm_offset:
         yield _line(run, "norm_offset", "needs --norm layernorm")
+    for name, unset, position in (("rope_scaling", "none", "rope"), ("position_offset", 0, "sinusoidal")):
+        if value_of(run, name) != unset and model.position != position:
+            yield _line(run, name, f"needs --position {position}, not {model.position}")
 
 
 def _stages(run: RunConfig) -> Problems:

@@ -48,6 +48,12 @@ def _llama(
     }
 
 
+STRETCHED: Values = {"rope_base": 500000.0, "rope_scaling": "llama3"}
+"""Llama 3.1: the other numbers of the stretch are the options' defaults."""
+
+SMALL: Values = {"rope_scaling_factor": 32.0, "tied": True}
+"""Llama 3.2's text models, against 3.1."""
+
 PRESETS: Mapping[str, Values] = {
     # For tests and first steps; the vocabulary is the tokenizer's.
     "tiny-gpt": _gpt(2, 64, 4, 64, None),
@@ -77,4 +83,19 @@ PRESETS: Mapping[str, Values] = {
     "llama2-70b": _llama(80, 8192, 64, 8, 28672, 4096, 32000),
     # Dubey et al. 2024, arXiv 2407.21783
     "llama3-8b": {**_llama(32, 4096, 32, 8, 14336, 8192, 128256), "rope_base": 500000.0},
+    "llama3-70b": {**_llama(80, 8192, 64, 8, 28672, 8192, 128256), "rope_base": 500000.0},
+    "llama3.1-8b": {**_llama(32, 4096, 32, 8, 14336, 131072, 128256), **STRETCHED},
+    "llama3.1-70b": {**_llama(80, 8192, 64, 8, 28672, 131072, 128256), **STRETCHED},
+    # Meta 2024, the model cards of Llama 3.2
+    "llama3.2-1b": {**_llama(16, 2048, 32, 8, 8192, 131072, 128256), **STRETCHED, **SMALL},
+    "llama3.2-3b": {**_llama(28, 3072, 24, 8, 8192, 131072, 128256), **STRETCHED, **SMALL},
+    # Shoeybi et al. trained by fairseq, https://github.com/facebookresearch/fairseq/tree/main/examples/megatron_11b
+    "megatron-11b": {
+        **_gpt(72, 3072, 32, 1024, 51200),
+        "ffn": 18432,
+        "position": "sinusoidal",
+        "position_offset": 2,
+        "embedding_scale": True,
+        "activation": "gelu",
+    },
 }

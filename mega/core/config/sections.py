@@ -72,9 +72,9 @@ class ModelConfig:
     positions: int | None = option(
         None, "largest sequence length [seq-length]", megatron="--max-position-embeddings", within=COUNT
     )
-    position: Literal["learned", "rope", "none"] = option(
+    position: Literal["learned", "rope", "sinusoidal", "none"] = option(
         "learned",
-        "position encoding",
+        "position encoding; sinusoidal is fairseq's, half sines and half cosines",
         megatron={
             "--use-rotary-position-embeddings": "rope",
             "--no-position-embedding": weak("none"),
@@ -86,6 +86,21 @@ class ModelConfig:
     rope_interpolation: float = option(
         1.0, "divide positions by this", megatron="--rotary-seq-len-interpolation-factor", within=POSITIVE
     )
+    rope_scaling: Literal["none", "llama3"] = option(
+        "none", "stretch slow rotary frequencies, as Llama 3.1 does", megatron={"--use-rope-scaling": "llama3"}
+    )
+    rope_scaling_factor: float = option(
+        8.0, "slow frequencies are divided by this", megatron="--rope-scaling-factor", within=POSITIVE
+    )
+    rope_low_freq_factor: float = option(
+        1.0, "fewer turns than this over the original positions are slow", within=POSITIVE
+    )
+    rope_high_freq_factor: float = option(
+        4.0, "more turns than this over the original positions stay as they are", within=POSITIVE
+    )
+    rope_original_positions: int = option(8192, "positions before the stretch", within=COUNT)
+    position_offset: int = option(0, "number of the first sinusoidal position", within=NOT_NEGATIVE)
+    embedding_scale: bool = option(False, "multiply token rows by the square root of --hidden")
     norm: Literal["layernorm", "rmsnorm"] = option(
         "layernorm",
         "normalisation",

@@ -176,7 +176,9 @@ def embedding_ops(z: Sizes) -> Iterator[Op]:
     whole = z.e * z.tokens * z.hidden
     # 9: the id within this rank's rows, and whether it is ours
     yield Op("embedding", 9 * z.tokens, 2 * whole, z.residual + whole + z.w * whole // z.e)
-    if z.model.position == "learned":
+    if z.model.embedding_scale:
+        yield Op("embedding scale", 0, 2 * z.residual, 2 * z.residual)
+    if z.model.position in ("learned", "sinusoidal"):
         yield Op("positions", 0, 2 * z.residual, z.residual + z.w * z.residual // z.e)
     if z.model.hidden_dropout:
         yield _dropped("embedding dropout", z)

@@ -19,6 +19,7 @@ from mega.core.config.sections import MemoryConfig, ModelConfig
 from mega.core.inventory import Place, Tensor, inventory
 from mega.core.model.block import Block, Norm, Stream
 from mega.core.model.flow import Flow, flow
+from mega.core.ops.sinusoid import sinusoid
 from mega.core.parallel.collectives import own_block
 from mega.core.parallel.mesh import Axis
 from mega.core.parallel.pipeline import Cargo, Loss
@@ -33,20 +34,27 @@ OUTSIDE = -1
 
 
 class Embedding(nn.Module):
-    """Token rows plus learned positions, then dropout."""
+    """Token rows, scaled where the model says so, plus learned or sinusoidal positions, then dropout."""
 
     def __init__(self, make: Maker, model: ModelConfig, tensors: dict[str, Tensor], tp: Axis, sequence: bool):
         super().__init__()
         self.tokens = VocabEmbedding(make, tensors["model.embed_tokens.weight"], tp, sequence)
         table = tensors.get("model.embed_positions.weight")
         self.positions = make(table) if table is not None else None
+        assert model.hidden is not None
+        self.scale = model.hidden**0.5 if model.embedding_scale else None
+        self.offset = model.position_offset if model.position == "sinusoidal" else None
         self.dropout = model.hidden_dropout
 
     def forward(self, batch: DecoderBatch, flow: Flow) -> torch.Tensor:
         x = self.tokens(batch.tokens.flatten())
+        if self.scale is not None:
+            x = x * self.scale
+        where = own_block(batch.positions.flatten(), flow.tp) if flow.sequence else batch.positions.flatten()
         if self.positions is not None:
-            where = batch.positions.flatten()
-            x = x + look_up(own_block(where, flow.tp) if flow.sequence else where, self.positions)
+            x = x + look_up(where, self.positions)
+        elif self.offset is not None:
+            x = x + sinusoid(where + self.offset, x.shape[-1], x.dtype)
         return flow.drop(x, self.dropout, OUTSIDE, "embedding")
 
 

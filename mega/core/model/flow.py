@@ -11,7 +11,7 @@ from mega.core.config.sections import ModelConfig
 from mega.core.ops.attention import Drop
 from mega.core.ops.counter import site_keys, token_keys
 from mega.core.ops.dropout import dropout
-from mega.core.ops.rotary import rotary_table
+from mega.core.ops.rotary import Stretch, rotary_table
 from mega.core.parallel.collectives import own_block
 from mega.core.parallel.mesh import Axis
 
@@ -76,5 +76,17 @@ def flow(
     if model.position == "rope":
         assert model.head_dim is not None
         width = int(model.head_dim * model.rope_fraction)
-        rotary = rotary_table(batch.positions.flatten(), width, model.rope_base, model.rope_interpolation, dtype)
+        where, base, divisor = batch.positions.flatten(), model.rope_base, model.rope_interpolation
+        rotary = rotary_table(where, width, base, divisor, dtype, _stretch(model))
     return Flow(rows, columns, logical, batch.documents, rotary, keys, tp, sequence and tp.size > 1)
+
+
+def _stretch(model: ModelConfig) -> Stretch | None:
+    if model.rope_scaling == "none":
+        return None
+    return Stretch(
+        factor=model.rope_scaling_factor,
+        low=model.rope_low_freq_factor,
+        high=model.rope_high_freq_factor,
+        original=model.rope_original_positions,
+    )

@@ -2,18 +2,53 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
+
 import torch
 
 from mega.core.ops.norm import accurate
 
 
+@dataclass(frozen=True)
+class Stretch:
+    """Llama 3.1's way to more positions (Dubey et al. 2024, section 3.4.2; factors of the released models).
+
+    A component that turns fewer than `low` times within `original` positions is slowed by `factor`, one that turns
+    more than `high` times stays as it is, and between them the share that stays grows with the number of turns.
+    """
+
+    factor: float
+    low: float
+    high: float
+    original: int
+
+    def __call__(self, frequency: torch.Tensor) -> torch.Tensor:
+        """Radians a position -> radians a position.
+
+        >>> turns = torch.tensor([0.5, 1.0, 2.5, 4.0, 9.0])
+        >>> (Stretch(8.0, 1.0, 4.0, 100)(turns * 2 * math.pi / 100) / (2 * math.pi / 100)).tolist()
+        [0.0625, 0.125, 1.40625, 4.0, 9.0]
+        """
+        turns = frequency * (self.original / (2 * math.pi))
+        kept = ((turns - self.low) / (self.high - self.low)).clamp(0, 1)
+        return frequency * (kept + (1 - kept) / self.factor)
+
+
 def rotary_table(
-    positions: torch.Tensor, width: int, base: float, interpolation: float, dtype: torch.dtype
+    positions: torch.Tensor,
+    width: int,
+    base: float,
+    interpolation: float,
+    dtype: torch.dtype,
+    stretch: Stretch | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """cos and sin, each [tokens, width / 2], in max(fp32, dtype); positions int64 [tokens]."""
     wide = accurate(dtype)
     exponent = torch.arange(0, width, 2, device=positions.device, dtype=torch.float64) / width
     frequency = (base**-exponent) / interpolation
+    if stretch is not None:
+        frequency = stretch(frequency)
     angle = positions.to(torch.float64)[:, None] * frequency[None, :]
     return angle.cos().to(wide), angle.sin().to(wide)
 

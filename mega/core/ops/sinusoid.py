@@ -1,0 +1,21 @@
+"""Sinusoidal position encoding as fairseq computes it: half sines, half cosines (Vaswani et al. 2017, section 3.5)."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+
+def sinusoid(positions: torch.Tensor, width: int, dtype: torch.dtype) -> torch.Tensor:
+    """[tokens, width]: sines of position x frequency, then its cosines; positions int64 [tokens].
+
+    Frequencies fall geometrically from 1 to 1 / 10000, both included, over the width / 2 components of a half.
+
+    >>> sinusoid(torch.tensor([0, 1]), 4, torch.float64)[0].tolist()
+    [0.0, 0.0, 1.0, 1.0]
+    """
+    half = width // 2
+    component = torch.arange(half, device=positions.device, dtype=torch.float64)
+    angle = positions.to(torch.float64)[:, None] * torch.exp(component * (-math.log(10000.0) / (half - 1)))
+    return torch.cat([angle.sin(), angle.cos()], dim=1).to(dtype)
