@@ -3,8 +3,8 @@
     torchrun --nproc-per-node 4 tests/gpu/layouts.py --out rows.jsonl [--only tp2,pp2]
 
 Every rank trains the one-rank reference by itself, then all train the layout together; each rank compares the
-gradients it holds with the same rectangles of its reference. Same bounds as on a laptop; bf16's is
-4 x epsilon x sqrt(blocks), epsilon = 2^-8.
+gradients it holds with the same rectangles of its reference. Same bounds as on a laptop; in 16 bits they are
+4 x epsilon x sqrt(blocks), epsilon = 2^-8 (bf16) or 2^-11 (fp16).
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ import json
 import math
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 
+from mega.core.checkpoint.pieces import Piece
 from mega.core.config.resolve import data_parallel, resolve
 from mega.core.config.run import RunConfig, updated
 from mega.core.device import Device
@@ -27,7 +28,7 @@ from mega.core.parallel.collectives import all_reduce
 from mega.core.parallel.launch import connect, disconnect
 from mega.core.parallel.mesh import Groups, Mesh
 from mega.core.training.layouts import LR
-from mega.core.training.parity import own_samples, synthetic_batch
+from mega.core.training.parity import GRADIENT_BOUND, GRADIENT_FLOOR, LOSS_BOUND, Measure, own_samples, synthetic_batch
 from mega.core.training.state import TrainState
 from mega.core.training.step import backward, mean_loss
 
@@ -90,15 +91,16 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2zero1sp": {"tp": 2, "zero": 1, "sequence_parallel": True},
 }
 STEPS = 3
+EPSILON = {"bf16": 2.0**-8, "fp16": 2.0**-11}
 
 
 class Trained:
-    """Gradients and loss of the first and the last of STEPS steps."""
+    """Losses of STEPS steps; whole gradients, without the loss scale, and their norm of the first and the last."""
 
     def __init__(self, run: RunConfig, mesh: Mesh, device: Device):
         state = TrainState(run, mesh, device)
         self.losses: list[float] = []
-        self.gradients: list[list[Any]] = []
+        self.gradients: list[list[Piece]] = []
         self.norms: list[float] = []
         for step in range(STEPS):
             batches = [
@@ -106,108 +108,124 @@ class Trained:
                 for rows in own_samples(run, mesh, step * (run.batch.global_batch or 0))
             ]
             sums = backward(state, batches)
-            pieces = [replace(piece, tensor=piece.tensor.detach().clone()) for piece in state.gradient_pieces()]
-            outcome = state.optimizer.step(run.optimizer.lr or 0.0, run.optimizer.weight_decay)
+            scale = None if state.scaler is None else state.scaler.scale
+            kept = step in (0, STEPS - 1)
+            if kept:
+                self.gradients.append([_unscaled(piece, scale) for piece in state.gradient_pieces()])
+            outcome = state.optimizer.step(run.optimizer.lr or 0.0, run.optimizer.weight_decay, scale)
             self.losses.append(float(mean_loss(state, sums)))
-            self.norms.append(float(outcome.grad_norm))
-            if step in (0, STEPS - 1):
-                self.gradients.append(pieces)
+            if kept:
+                self.norms.append(float(outcome.grad_norm))
+
+
+def _unscaled(piece: Piece, scale: torch.Tensor | None) -> Piece:
+    grad = piece.tensor.detach()
+    return replace(piece, tensor=grad.clone() if scale is None else grad.float() / scale.float())
 
 
 @dataclass(frozen=True)
 class Bounds:
     """Loss at every step; gradients at the first and the last; the share of the global norm below which a tensor's
-    own size does not count. In bf16 tensors whose gradient is zero in theory hold noise of 2^-8, not of 2^-24; and
-    after the first update of AdamW, which is lr x sign(g), noise in small elements is of the size of the update: the
+    own size does not count. In 16 bits tensors whose gradient is zero in theory hold noise of epsilon, not of 2^-24;
+    and after the first update of AdamW, lr x sign(g), noise in small elements is of the size of the update: the
     last step's gradients are told, not judged."""
 
     loss: float
-    first: float
-    last: float
+    gradients: tuple[float, float]
     floor: float
 
 
 def bounds(run: RunConfig) -> Bounds:
-    if run.precision.dtype == "fp32":
-        return Bounds(2e-6, 1e-5, 2e-4, 1e-6)
-    wide = 4 * 2.0**-8 * math.sqrt(run.model.layers or 1)
-    return Bounds(wide, wide, math.inf, 1e-3)
+    dtype = run.precision.dtype
+    if dtype not in EPSILON:
+        return Bounds(LOSS_BOUND[dtype], (GRADIENT_BOUND[dtype][1], GRADIENT_BOUND[dtype][10]), GRADIENT_FLOOR)
+    wide = 4 * EPSILON[dtype] * math.sqrt(run.model.layers or 1)
+    return Bounds(wide, (wide, math.inf), 1e-3)
 
 
 @dataclass(frozen=True)
 class Worst:
-    """The worst gradient of any rank. error: against the tensor's own size. over: error against what is allowed."""
+    """The worst gradient of any rank. error: against the tensor's own size. over: share of what is allowed."""
 
     error: float
     over: float
     tensor: str
 
 
-def worst(
-    reference: Trained, exact: Trained | None, other: Trained, which: int, mesh: Mesh, bound: float, share: float
-) -> Worst:
-    """The gradient that is furthest beyond what is allowed.
+class Reference:
+    """One rank alone, as every rank trains it by itself; in fp32 also in fp64, which judges where fp32 is rounding."""
 
-    Allowed is `bound` of its size from the reference; or, where the reference itself is rounding, an error against
-    fp64 of at most twice the reference's (a key bias's gradient is zero in theory, its fp32 value all rounding).
-    """
-    whole = {piece.key: piece.tensor for piece in reference.gradients[which]}
-    true = {piece.key: piece.tensor for piece in exact.gradients[which]} if exact is not None else {}
-    floor = share * reference.norms[0 if which == 0 else -1]
-    found = Worst(0.0, 0.0, "")
-    for piece in other.gradients[which]:
-        mine = whole[piece.key]
-        scale = max(float(mine.abs().max()), floor)
-        sound = true.get(piece.key, mine)
-        own = float((mine - sound).abs().max())
-        for dim, (start, size) in enumerate(zip(piece.start, piece.tensor.shape, strict=True)):
-            mine, sound = mine.narrow(dim, start, size), sound.narrow(dim, start, size)
-        error = float((piece.tensor - mine).abs().max()) / scale
-        over = error / bound
-        if own:
-            over = min(over, float((piece.tensor - sound).abs().max()) / (2 * own))
-        if not over <= found.over:
-            found = Worst(error, over, piece.key)
-    most = torch.tensor([found.error, found.over], device=mesh_device(mesh))
-    all_reduce(most, mesh.everyone, "max")
-    return Worst(float(most[0]), float(most[1]), found.tensor)
+    def __init__(self, options: Mapping[str, Any], device: Device):
+        run = resolve(updated(RunConfig(), dict(options)), 1)
+        self.bounds = bounds(run)
+        trained, exact = Trained(run, Mesh(0), device), None
+        if run.precision.dtype == "fp32":
+            exact = Trained(resolve(updated(RunConfig(), {**options, "dtype": "fp64"}), 1), Mesh(0), device)
+        self.losses = trained.losses
+        self.measures = []
+        for which, bound in enumerate(self.bounds.gradients):
+            true = {} if exact is None else {piece.key: piece.tensor for piece in exact.gradients[which]}
+            floor = self.bounds.floor * trained.norms[which]
+            self.measures.append(
+                {
+                    piece.key: Measure(piece.tensor, true.get(piece.key), bound, floor)
+                    for piece in trained.gradients[which]
+                }
+            )
+
+    def worst(self, other: Trained, which: int, mesh: Mesh, device: Device) -> Worst:
+        """The gradient of the first (0) or last (1) step that is furthest beyond what is allowed, of any rank."""
+        found = Worst(0.0, 0.0, "")
+        for piece in other.gradients[which]:
+            error, share = self.measures[which][piece.key](piece.tensor, piece.start)
+            if not (share, error) <= (found.over, found.error):
+                found = Worst(error, share, piece.key)
+        most = torch.tensor([found.error, found.over], device=device.torch)
+        all_reduce(most, mesh.everyone, "max")
+        return Worst(float(most[0]), float(most[1]), found.tensor)
 
 
-def mesh_device(mesh: Mesh) -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-
-
-def row(name: str, family: str, dtype: str, rank: int, world: int, device: Device, groups: Groups) -> dict[str, Any]:
-    lr = LR["fp32"] if dtype == "fp32" else MODEL["lr"]
-    options = {**MODEL, **FAMILIES[family], "dtype": dtype, "lr": lr, "device": device.torch.type}
-    alone = resolve(updated(RunConfig(), options), 1)
-    run = resolve(updated(RunConfig(), {**options, **LAYOUTS[name]}), world)
+def judge(
+    reference: Reference,
+    options: Mapping[str, Any],
+    rank: int,
+    world: int,
+    device: Device,
+    groups: Groups,
+) -> dict[str, Any]:
+    """Train `options` on all ranks and compare with the reference: what a row says."""
+    run = resolve(updated(RunConfig(), dict(options)), world)
     parallel = run.parallel
     mesh = Mesh(rank, tp=parallel.tp, cp=parallel.cp, pp=parallel.pp, dp=data_parallel(run, world), groups=groups)
-    reference = Trained(alone, Mesh(0), device)
-    exact = None
-    if dtype == "fp32":
-        exact = Trained(resolve(updated(RunConfig(), {**options, "dtype": "fp64"}), 1), Mesh(0), device)
+    device.reset_memory_peak()
     began = time.perf_counter()
     other = Trained(run, mesh, device)
+    seconds = time.perf_counter() - began
+    allowed = reference.bounds
     loss = max(abs(a - b) / abs(a) for a, b in zip(reference.losses, other.losses, strict=True))
-    bound = bounds(run)
-    first = worst(reference, exact, other, 0, mesh, bound.first, bound.floor)
-    last = worst(reference, exact, other, 1, mesh, bound.last, bound.floor)
-    fine = loss <= bound.loss and first.over <= 1 and last.over <= 1
+    first, last = (reference.worst(other, which, mesh, device) for which in (0, 1))
     return {
-        "layout": name,
-        "family": family,
-        "dtype": dtype,
         "world": world,
         "device": device.name,
         "loss": loss,
         "gradient_first": asdict(first),
         "gradient_last": asdict(last),
-        "bounds": str(bound),
-        "fine": fine,
-        "seconds": round(time.perf_counter() - began, 2),
+        "bounds": str(allowed),
+        "fine": loss <= allowed.loss and first.over <= 1 and last.over <= 1,
+        "peak_gib": round((device.memory_peak() or 0) / 2**30, 2),
+        "seconds": round(seconds, 2),
     }
+
+
+def append(path: str, found: Mapping[str, Any]) -> None:
+    """One row to the screen and to the file, safe on disk before we go on."""
+    line = json.dumps(found)
+    print(line, flush=True)
+    os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
+    with open(path, "a", encoding="utf-8") as out:
+        out.write(line + "\n")
+        out.flush()
+        os.fsync(out.fileno())
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -216,20 +234,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", default="")
     parser.add_argument("--families", default="gpt,llama")
     parser.add_argument("--dtypes", default="fp32,bf16")
-    options = parser.parse_args(arguments)
+    asked = parser.parse_args(arguments)
     world, device, groups = connect("auto")
     torch.backends.cuda.matmul.allow_tf32 = False
     bad = 0
-    for dtype in options.dtypes.split(","):
-        for family in options.families.split(","):
-            for name in options.only.split(",") if options.only else LAYOUTS:
-                found = row(name, family, dtype, world.rank, world.size, device, groups)
+    for dtype in asked.dtypes.split(","):
+        for family in asked.families.split(","):
+            lr = LR["fp32"] if dtype == "fp32" else MODEL["lr"]
+            options = {**MODEL, **FAMILIES[family], "dtype": dtype, "lr": lr, "device": device.torch.type}
+            reference = Reference(options, device)
+            for name in asked.only.split(",") if asked.only else LAYOUTS:
+                found = judge(reference, {**options, **LAYOUTS[name]}, world.rank, world.size, device, groups)
                 bad += not found["fine"]
                 if world.rank == 0:
-                    print(json.dumps(found), flush=True)
-                    os.makedirs(os.path.dirname(os.path.abspath(options.out)), exist_ok=True)
-                    with open(options.out, "a", encoding="utf-8") as out:
-                        out.write(json.dumps(found) + "\n")
+                    append(asked.out, {"layout": name, "family": family, "dtype": dtype, **found})
     disconnect()
     return 1 if bad else 0
 

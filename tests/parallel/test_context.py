@@ -148,7 +148,7 @@ def test_auto_swaps_heads_where_they_divide_and_circles_elsewhere(pool: Pool) ->
 def agree(pool: Pool, world: int, layout: dict[str, Any], shared: dict[str, Any]) -> None:
     expected = snapshots(pool, small_run("llama", **shared), 1, (1, 2))
     found = snapshots(pool, small_run("llama", world, **shared, **layout), world, (1, 2))
-    for difference in compare((1, 2), expected, found):
+    for difference in compare("fp64", (1, 2), expected, found):
         assert within("fp64", difference), difference
 
 

@@ -71,7 +71,7 @@ def reference(pool: Pool, model: str, dtype: str) -> list[Snapshot]:
 def check(pool: Pool, model: str, world: int, layout: dict[str, Any], dtype: str) -> None:
     expected = reference(pool, model, dtype)
     found = snapshots(pool, small_run(model, world, dtype=dtype, lr=LR[dtype], **layout), world, STEPS)
-    for difference in compare(STEPS, expected, found):
+    for difference in compare(dtype, STEPS, expected, found):
         assert within(dtype, difference), difference
     for mine, theirs in zip(expected, found, strict=True):
         assert theirs.grad_norm == pytest.approx(mine.grad_norm, rel=1e-10 if dtype == "fp64" else 1e-4)
@@ -116,5 +116,5 @@ def test_the_comparison_sees_one_part_in_1e9(pool: Pool) -> None:
     loss, norm, gradients = expected[0].loss, expected[0].grad_norm, dict(expected[0].gradients)
     key = "grads/model.norm.weight"
     gradients[key] = gradients[key] * (1 + 1e-9)
-    (difference,) = compare((1,), expected[:1], [Snapshot(loss, norm, gradients)])
+    (difference,) = compare("fp64", (1,), expected[:1], [Snapshot(loss, norm, gradients)])
     assert difference.tensor == key and not within("fp64", difference)

@@ -7,6 +7,7 @@ import json
 from typing import Any
 
 import pytest
+import torch
 
 from mega.cli import main
 from mega.core.training import layouts as module
@@ -67,7 +68,7 @@ def test_one_layout_equals_one_rank(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.fixture
 def without_ranks(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """Every layout is found equal."""
-    same = [parity.Difference(step, 0.0, 0.0, "grads/model.norm.weight") for step in module.STEPS]
+    same = [parity.Difference(step, 0.0, 0.0, 0.0, "grads/model.norm.weight") for step in module.STEPS]
     monkeypatch.setattr(parity, "snapshots", lambda *_: None)
     monkeypatch.setattr(parity, "compare", lambda *_: same)
     return monkeypatch
@@ -80,7 +81,7 @@ def test_the_table(without_ranks: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
 
 
 def test_beyond_the_bounds(without_ranks: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    far = [parity.Difference(step, 0.0, 2e-10 * step, "grads/model.norm.weight") for step in module.STEPS]
+    far = [parity.Difference(step, 0.0, 2e-10 * step, 2.0 * step, "grads/model.norm.weight") for step in module.STEPS]
     without_ranks.setattr(parity, "compare", lambda *_: far)
     assert main(["parity", "--layouts", "tp2"]) == 1
     told = capsys.readouterr().out
@@ -102,10 +103,25 @@ def test_a_layout_that_fails_is_a_row(without_ranks: pytest.MonkeyPatch, capsys:
 
 
 def test_bounds_of_the_steps() -> None:
-    def at(step: int, gradient: float, loss: float = 0.0) -> parity.Difference:
-        return parity.Difference(step, loss, gradient, "")
+    """A share of 1 of what is allowed is the last that is fine; NaN never is."""
 
-    assert parity.within("fp64", at(1, 1e-10)) and not parity.within("fp64", at(10, 1.1e-10))
-    assert parity.within("fp32", at(10, 2e-4)) and not parity.within("fp32", at(1, 2e-4))
-    assert not parity.within("fp64", at(1, 0.0, 1.1e-12))
-    assert not parity.within("fp64", at(1, float("nan"))) and not parity.within("fp64", at(1, 0.0, float("nan")))
+    def fine(dtype: str, step: int, gradient: float, loss: float = 0.0) -> bool:
+        one = torch.ones(1, dtype=torch.float64)
+        error, share = parity.Measure(one, None, parity.gradient_bound(dtype, step), 0.0)(one + gradient)
+        return parity.within(dtype, parity.Difference(step, loss, error, share, ""))
+
+    assert fine("fp64", 1, 0.9e-10) and not fine("fp64", 10, 1.1e-10)
+    assert fine("fp32", 10, 1.9e-4) and not fine("fp32", 1, 2e-4)
+    assert not fine("fp64", 1, 0.0, 1.1e-12)
+    assert not fine("fp64", 1, float("nan")) and not fine("fp64", 1, 0.0, float("nan"))
+
+
+def test_where_the_reference_is_rounding_fp64_judges() -> None:
+    """Zero in theory: noise of the reference's own size is fine, more is not. Accurate: nothing is let pass."""
+    noise, zero = torch.tensor([3e-8, -1e-8]), torch.zeros(2, dtype=torch.float64)
+    measure = parity.Measure(noise, zero, 1e-5, 1e-6)
+    assert measure(torch.tensor([-5.9e-8, 0.0]))[1] < 1 < measure(torch.tensor([-6.1e-8, 0.0]))[1]
+    assert measure(torch.tensor([0.0]), start=(1,))[1] == 0.0
+    accurate = parity.Measure(torch.ones(2), torch.ones(2, dtype=torch.float64) + 1e-7, 1e-5, 1e-6)
+    assert accurate(torch.ones(2) + 2e-5)[1] > 1
+    assert accurate(torch.tensor([1.0, float("nan")]))[1] != 0.0

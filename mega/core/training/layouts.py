@@ -107,8 +107,8 @@ class Layout:
         values: dict[str, Any] = {axis: int(size) for axis, size, flag in words if not flag}
         return cls(**values, **{flag: True for _, _, flag in words if flag})
 
-    def run(self, family: Family, dtype: ParityDtype) -> RunConfig:
-        """The small run that this layout is proven on.
+    def run(self, family: Family, dtype: ParityDtype, lr: float | None = None) -> RunConfig:
+        """The small run that this layout is proven on; lr as `LR` says where it is not given.
 
         Errors: ValueError where the model cannot be cut so, naming the flag.
         """
@@ -123,7 +123,7 @@ class Layout:
             "sequence_parallel": self.sp,
             "zero": self.zero,
         }
-        chosen = {**_VALUES, **_FAMILIES[family], "family": family, "dtype": dtype, "lr": LR[dtype], **values}
+        chosen = {**_VALUES, **_FAMILIES[family], "family": family, "dtype": dtype, "lr": lr or LR[dtype], **values}
         run = resolve(updated(RunConfig(), chosen), self.world)
         try:
             check(run, self.world)
@@ -198,10 +198,11 @@ def prove(families: Sequence[Family], layouts: Sequence[Layout], dtype: ParityDt
     with Pool(max(layout.world for layout in layouts)) as pool:
         for family in families:
             expected = snapshots(pool, Layout().run(family, dtype), 1, STEPS)
+            exact = snapshots(pool, Layout().run(family, "fp64", LR[dtype]), 1, STEPS) if dtype == "fp32" else None
             for layout in layouts:
                 try:
                     found = snapshots(pool, runs[family, layout], layout.world, STEPS)
-                    differences = compare(STEPS, expected, found)
+                    differences = compare(dtype, STEPS, expected, found, exact)
                 except RuntimeError as error:
                     problem = str(error).strip().splitlines()[-1]
                     yield Row(family, layout.name, dtype, fine=False, problem=problem)
