@@ -18,17 +18,21 @@ Input = Annotated[list[str], typer.Option("--input", help="JSON lines, plain or 
 Key = Annotated[str, typer.Option("--json-key", help="key of the text")]
 
 
-@app.command()
+@app.command(cls=Command)
 def merge(
-    prefixes: Annotated[list[str], typer.Argument(help="prefixes in order, or one folder, sorted by name")],
     output_prefix: Annotated[str, typer.Option("--output-prefix", help="prefix of the pair to write")],
+    prefixes: Annotated[list[str] | None, typer.Argument(help="prefixes in order, or one folder")] = None,
+    input: Annotated[
+        list[str] | None, typer.Option("--input", help="the same, as Megatron-LM's merge_datasets.py has it")
+    ] = None,
 ) -> None:
-    """One pair from many: their documents, one pair behind another."""
+    """One pair from many: their documents, one pair behind another. Those of a folder are sorted by name."""
     from mega.core.data.preprocess import merge as merged
 
-    if len(prefixes) == 1 and Path(prefixes[0]).is_dir():
-        prefixes = sorted(str(path)[: -len(".idx")] for path in Path(prefixes[0]).glob("*.idx"))
-    report = merged(prefixes, output_prefix)
+    given = [*(prefixes or []), *(input or [])]
+    if len(given) == 1 and Path(given[0]).is_dir():
+        given = sorted(str(path)[: -len(".idx")] for path in Path(given[0]).glob("*.idx"))
+    report = merged(given, output_prefix)
     print(f"{output_prefix}: {report.documents:,} documents, {report.tokens:,} tokens")
 
 

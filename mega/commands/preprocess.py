@@ -46,9 +46,6 @@ def run(
     resume: Annotated[
         bool, typer.Option("--resume", help="note progress on the disk, and go on from what is noted")
     ] = False,
-    partitions: Annotated[
-        int, typer.Option("--partitions", help="accepted for Megatron-LM's command lines; changes nothing")
-    ] = 1,
 ) -> int:
     """Turn text into token files, PREFIX_KEY_document.bin and .idx, that training reads as --data-path.
 
@@ -59,8 +56,6 @@ def run(
     from mega.core.data.sources import STDIN, find
 
     index, count = _shard(shard)
-    if partitions < 1:
-        raise ValueError(f"--partitions {partitions}: must be at least 1")
     with shown(sum(path.stat().st_size for path in find(input) if path != STDIN)) as progress:
         report = preprocess(
             input,

@@ -3,20 +3,39 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 
 def run(
-    input: Annotated[list[Path], typer.Option("--input", help="JSON-lines files")],
-    vocab_size: Annotated[int, typer.Option("--vocab-size", help="entries, 257 or more")],
-    output_dir: Annotated[Path, typer.Option("--output-dir", help="where vocab.json and merges.txt go")],
+    input: Annotated[
+        list[str], typer.Option("--input", help="whatever `mega preprocess` reads: JSON lines, text, parquet, ...")
+    ],
+    vocab_size: Annotated[int, typer.Option("--vocab-size", help="entries of the vocabulary")],
+    output_dir: Annotated[Path, typer.Option("--output-dir", help="where the files go")],
+    kind: Annotated[
+        Literal["bpe", "sentencepiece"],
+        typer.Option("--kind", help="bpe: vocab.json and merges.txt as GPT-2's; sentencepiece: tokenizer.model"),
+    ] = "bpe",
+    model_type: Annotated[
+        Literal["unigram", "bpe", "char", "word"], typer.Option("--model-type", help="of a SentencePiece model")
+    ] = "unigram",
+    character_coverage: Annotated[
+        float, typer.Option("--character-coverage", help="share of all characters that a SentencePiece model knows")
+    ] = 1.0,
     json_key: Annotated[str, typer.Option("--json-key", help="key of each line that holds the text")] = "text",
+    text_lines: Annotated[bool, typer.Option("--text-lines", help="each line of a .txt file is a document")] = False,
 ) -> int:
-    """Train a byte-level BPE tokenizer, in the two files that --tokenizer GPT2BPETokenizer reads."""
-    from mega.core.text.train import texts, train_bpe
+    """Train a tokenizer: byte-level BPE for --tokenizer GPT2BPETokenizer, or a SentencePiece model."""
+    from mega.core.data.sources import texts
+    from mega.core.text import train
 
-    for path in train_bpe(texts(input, json_key), vocab_size, output_dir):
+    every = texts(input, json_key, text_lines=text_lines)
+    if kind == "bpe":
+        paths = train.train_bpe(every, vocab_size, output_dir)
+    else:
+        paths = train.train_sentencepiece(every, vocab_size, output_dir, model=model_type, coverage=character_coverage)
+    for path in paths:
         print(path)
     return 0

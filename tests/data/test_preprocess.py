@@ -136,7 +136,7 @@ def test_plain_text_is_one_document(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbf1 2\n3\n")
     assert run(tmp_path / "a.txt", append_eod=True)[1] == [[1, 2, 3, 99]]
     (tmp_path / "b.txt").write_bytes(b"1 \xff")
-    with pytest.raises(ValueError, match=r"b\.txt: cannot be read.*utf-8"):
+    with pytest.raises(ValueError, match=r"b\.txt:1: not UTF-8 at byte 2"):
         run(tmp_path / "b.txt")
 
 
@@ -187,3 +187,32 @@ def test_bad_command_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str], a
     told = capsys.readouterr().err.strip()
     assert code == 2 and message.format(d=tmp_path) in told and len(told.splitlines()) == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "empty"]
+
+
+def test_megatron_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its preprocess_data.py and merge_datasets.py as scripts call them."""
+    (tmp_path / "in.jsonl").write_text('{"text": "1 2", "title": "3"}\n{"text": "4", "title": "5 6"}\n')
+    preprocess = (
+        f"preprocess --input {tmp_path}/in.jsonl --output-prefix {tmp_path}/out/{{}} --json-keys text title"
+        " --tokenizer-type NullTokenizer --vocab-size 9 --append-eod --workers 1 --partitions 1 --dataset-impl mmap"
+        " --log-interval 1000 --keep-sequential-samples"
+    )
+    assert main(preprocess.format("a").split()) == 0
+    assert main(f"data merge --input {tmp_path}/out --output-prefix {tmp_path}/merged".split()) == 0
+    merged = IndexedDataset(tmp_path / "merged")
+    assert merged.tokens.tolist() == [1, 2, 9, 4, 9, 3, 9, 5, 6, 9] and merged.documents == 4
+    capsys.readouterr()
+
+
+def test_bad_text_file_is_one_bad_document(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"1 2\n3")
+    (tmp_path / "b.txt").write_bytes(b"4 \xff")
+    (tmp_path / "c.txt").write_bytes(b"5")
+    options = {"tokenizer": "NullTokenizer", "vocab_size": 9}
+    inputs = [tmp_path / f"{name}.txt" for name in "abc"]
+    with pytest.raises(ValueError, match=r"b\.txt:1: not UTF-8 at byte 2"):
+        preprocess(inputs, str(tmp_path / "out"), options)
+    report = preprocess(inputs, str(tmp_path / "out"), options, on_error="skip")
+    assert (report.documents, report.skipped) == (2, 1)
+    report = preprocess(inputs, str(tmp_path / "lines"), options, on_error="skip", text_lines=True)
+    assert (report.documents, report.skipped) == (3, 1) and "not valid UTF-8" in report.reasons[0]

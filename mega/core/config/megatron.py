@@ -70,6 +70,11 @@ IGNORED: Mapping[str, Ignored] = {
     "--no-data-sharding": Ignored(0, "every sample order is global"),
     "--inference-batch-times-seqlen-threshold": Ignored(1, "it means nothing in training"),
     "--max-tokens-to-oom": Ignored(1, "it means nothing in training"),
+    # preprocessing
+    "--dataset-impl": Ignored(1, "token files are always written in the mmap format"),
+    "--partitions": Ignored(1, "--workers share one input"),
+    "--keep-sequential-samples": Ignored(0, "documents always keep the order of the input"),
+    "--log-interval": Ignored(1, "progress is told every few seconds"),
     # logging
     "--timing-log-level": Ignored(1, _TIMED),
     "--timing-log-option": Ignored(1, _TIMED),

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mega.core.data.cache import Arrays, cached
-from mega.core.data.sources import BadLine, blocks, find, pieces
+from mega.core.data.sources import BadLine, find, lines
 from mega.core.text.chat import Labelled, Template, conversation, encode
 from mega.core.text.tokenizer import Tokenizer
 
@@ -139,16 +139,13 @@ def labelled(inputs: Sequence[str], tokenizer: Tokenizer, template: Template) ->
     """Every conversation of the inputs as tokens; ValueError naming file and line where one is none."""
     import orjson
 
-    for piece in pieces(find(inputs)):
-        for block in blocks(piece, ("messages",), text_lines=False):
-            for number, line in enumerate(block.text.split(b"\n"), block.first_line):
-                if line.strip():
-                    try:
-                        yield encode(template(conversation(orjson.loads(line))), tokenizer)
-                    except ValueError as error:
-                        if str(error).startswith("--"):
-                            raise
-                        raise BadLine(f"{block.name}:{number}: {error}") from None
+    for where, line in lines(inputs, ["messages"]):
+        try:
+            yield encode(template(conversation(orjson.loads(line))), tokenizer)
+        except ValueError as error:
+            if str(error).startswith("--"):
+                raise
+            raise BadLine(f"{where}: {error}") from None
 
 
 def _tokenised(inputs: Sequence[str], tokenizer: Tokenizer, template: Template) -> Arrays:

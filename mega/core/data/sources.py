@@ -9,7 +9,6 @@ from __future__ import annotations
 import glob
 import gzip
 import io
-import itertools
 import json
 import lzma
 import sys
@@ -218,7 +217,7 @@ def _rest_of_line(text: BinaryIO) -> int:
 
 
 def _as_json(data: bytes) -> bytes:
-    """Lines of plain text as JSON lines; a blank line stays blank."""
+    """Lines of plain text as JSON lines; a blank line stays blank, one of broken UTF-8 as it is, to be refused."""
     import orjson
 
     written = []
@@ -226,8 +225,8 @@ def _as_json(data: bytes) -> bytes:
         try:
             line = text.removesuffix(b"\r").decode()
             written.append(orjson.dumps({"text": line}) if line.strip() else b"")
-        except UnicodeDecodeError as error:
-            written.append(b"not UTF-8: " + str(error.reason).encode())  # no JSON, so that its line is named
+        except UnicodeDecodeError:
+            written.append(text)
     return b"\n".join(written) + b"\n"
 
 
@@ -239,11 +238,16 @@ def _document(piece: Piece, done: int) -> Iterator[Block]:
         return
     with _stored(piece.path) as stored, _unpacked(piece.path, stored) as text:
         whole = text.read(MOST_LINE_BYTES)
+        read, problem, line = piece.before + stored.tell(), None, b""
         if len(whole) == MOST_LINE_BYTES:
-            raise BadLine(f"{piece.path}: one document of more than {MOST_LINE_BYTES >> 20} MiB; see --text-lines")
-        if whole:
-            line = orjson.dumps({"text": whole.removeprefix(BYTE_ORDER_MARK).decode()})
-            yield Block(piece.name, 1, line, 1, 1, piece.before + stored.tell())
+            problem = f"one document of more than {MOST_LINE_BYTES >> 20} MiB; see --text-lines"
+        elif whole:
+            try:
+                line = orjson.dumps({"text": whole.removeprefix(BYTE_ORDER_MARK).decode()})
+            except UnicodeDecodeError as error:
+                problem = f"not UTF-8 at byte {error.start} ({error.reason})"
+        if line or problem:
+            yield Block(piece.name, 1, line, 0 if problem else 1, 1, read, problem)
 
 
 def _stored(path: Path) -> BinaryIO:
@@ -391,7 +395,36 @@ def _arrow_rows(piece: Piece, keys: Sequence[str], done: int) -> Rows:
                     yield part.slice(skip), stored.tell()
 
 
-def everything(found: Sequence[Piece], keys: Sequence[str], text_lines: bool) -> Iterator[bytes]:
-    """The lines of all pieces, one by one: for work that needs no resuming."""
-    parts = itertools.chain.from_iterable(blocks(piece, keys, text_lines=text_lines) for piece in found)
-    return (line for block in parts for line in block.text.splitlines())
+# --- for work that needs no resuming --------------------------------------------------------------------------------
+
+
+class Line(NamedTuple):
+    """One JSON line that is not blank, and where it stands: "file:number"."""
+
+    where: str
+    text: bytes
+
+
+def lines(inputs: Sequence[str | Path], keys: Sequence[str], *, text_lines: bool = False) -> Iterator[Line]:
+    """The lines of all inputs. Raises BadLine at one that is too long."""
+    for piece in pieces(find(inputs)):
+        for block in blocks(piece, keys, text_lines=text_lines):
+            for number, text in enumerate(block.text.split(b"\n"), block.first_line):
+                if text and not text.isspace():
+                    yield Line(f"{block.name}:{number}", text)
+            if block.problem:
+                raise BadLine(f"{block.name}:{block.first_line + block.lines}: {block.problem}")
+
+
+def texts(inputs: Sequence[str | Path], key: str = "text", *, text_lines: bool = False) -> Iterator[str]:
+    """The text under `key` of every line. Raises BadLine naming file and line of one that has none."""
+    import orjson
+
+    for where, line in lines(inputs, [key], text_lines=text_lines):
+        try:
+            found = orjson.loads(line)
+        except ValueError as error:
+            raise BadLine(f"{where}: {error}") from None
+        if not isinstance(found, dict) or not isinstance(found.get(key), str):
+            raise BadLine(f'{where}: must be a JSON object with a text under "{key}"')
+        yield found[key]

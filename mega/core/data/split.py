@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from mega.core.data.order import split_boundaries
-from mega.core.data.sources import everything, find, pieces
+from mega.core.data.sources import BadLine, lines
 from mega.core.files import whole_file
 
 NAMES = ("train", "valid", "test")
@@ -21,8 +21,7 @@ def split(inputs: Sequence[str | Path], directory: Path, shares: str, seed: int,
     shares: "98, 1, 1", as --split takes them. Which document goes where is a function of its number and the seed; in
     each file the documents keep the order of the input. Blank lines are dropped.
     """
-    found = pieces(find(inputs))
-    total = sum(1 for line in everything(found, [key], False) if line.strip())
+    total = sum(1 for _ in lines(inputs, [key]))
     if not total:
         raise ValueError(f"--input {' '.join(map(str, inputs))}: holds no document")
     bounds = split_boundaries(shares, total)
@@ -33,8 +32,7 @@ def split(inputs: Sequence[str | Path], directory: Path, shares: str, seed: int,
     directory.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as open_now:
         files = [open_now.enter_context(whole_file(directory / f"{name}.jsonl")) for name in NAMES]
-        lines = (line for line in everything(found, [key], False) if line.strip())
-        for owner, line in zip(owners.tolist(), lines, strict=True):
+        for owner, (_, line) in zip(owners.tolist(), lines(inputs, [key]), strict=True):
             files[owner].write(line.rstrip(b"\r") + b"\n")
     return dict(zip(NAMES, np.bincount(owners, minlength=3).tolist(), strict=True))
 
@@ -47,14 +45,12 @@ def presplit(inputs: Sequence[str | Path], output: Path, kind: str, language: st
 
     cut, count = splitter(kind, language), 0
     with whole_file(output) as file:
-        for number, line in enumerate(everything(pieces(find(inputs)), [key], False), 1):
-            if not line.strip():
-                continue
+        for where, line in lines(inputs, [key]):
             try:
                 found = orjson.loads(line)
                 found[key] = "\n".join(s for part in found[key].split("\n") for s in cut(part) if s.strip())
             except (ValueError, KeyError, TypeError, AttributeError) as error:
-                raise ValueError(f"document {number}: not a JSON object with text under {key!r} ({error})") from None
+                raise BadLine(f"{where}: not a JSON object with text under {key!r} ({error})") from None
             file.write(orjson.dumps(found) + b"\n")
             count += 1
     return count

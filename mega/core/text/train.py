@@ -1,13 +1,23 @@
-"""A small byte-level BPE vocabulary from one's own texts, in the two files that gpt2.py reads."""
+"""A vocabulary from one's own texts: byte-level BPE in the files that gpt2.py reads, or a SentencePiece model.
+
+Both count words first, so memory grows with the words of the corpus and not with its length.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Literal
 
 from mega.core.files import whole_file
 from mega.core.text.gpt2 import END_OF_TEXT, byte_letters
+
+Model = Literal["unigram", "bpe", "char", "word"]
+
+_MOST_WORDS = 10_000_000
+_LONGEST_WORD = 1000  # characters; the library leaves out longer ones
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int, directory: Path) -> tuple[Path, Path]:
@@ -19,7 +29,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int, directory: Path) -> tuple[P
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
     if vocab_size < 257:
-        raise ValueError(f"vocab_size {vocab_size}: must be at least 257, 256 bytes and {END_OF_TEXT}")
+        raise ValueError(f"--vocab-size {vocab_size}: must be at least 257, 256 bytes and {END_OF_TEXT}")
     library = Tokenizer(models.BPE())
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     trainer = trainers.BpeTrainer(
@@ -39,21 +49,64 @@ def train_bpe(texts: Iterable[str], vocab_size: int, directory: Path) -> tuple[P
     return vocab_file, merge_file
 
 
-def texts(paths: Sequence[Path], key: str = "text") -> Iterator[str]:
-    """The text under `key` of every line of JSON-lines files. Raises ValueError naming the file and line at fault."""
-    for path in paths:
-        if not path.is_file():
-            raise ValueError(f"--input {path}: no such file")
-        with path.open("rb") as file:
-            for number, line in enumerate(file, 1):
-                try:
-                    yield _text(json.loads(line), key)
-                except ValueError as error:
-                    raise ValueError(f"{path}:{number}: {error}") from None
+def train_sentencepiece(
+    texts: Iterable[str], vocab_size: int, directory: Path, *, model: Model = "unigram", coverage: float = 1.0
+) -> tuple[Path, Path]:
+    """Write tokenizer.model and tokenizer.vocab into `directory` and return their paths.
+
+    Ids 0, 1 and 2 are <unk>, <s> and </s>. coverage: share of the text's characters that get a piece; the others
+    are unknown. Raises ValueError where the texts do not give `vocab_size` pieces.
+    """
+    import io
+
+    import sentencepiece
+
+    if not 0.98 <= coverage <= 1:
+        raise ValueError(f"--character-coverage {coverage}: must be of 0.98 .. 1")
+    written = io.BytesIO()
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=(f"{word}\t{count}" for word, count in sorted(words(texts).items())),
+            input_format="tsv",
+            model_writer=written,
+            model_type=model,
+            vocab_size=vocab_size,
+            character_coverage=coverage,
+            input_sentence_size=0,
+            minloglevel=2,
+        )
+    except (RuntimeError, OSError) as error:
+        reason = str(error).rpartition("] ")[2].strip() or "the texts hold too few words"
+        raise ValueError(f"--vocab-size {vocab_size}: SentencePiece finds no such vocabulary ({reason})") from None
+    library = sentencepiece.SentencePieceProcessor(model_proto=written.getvalue())
+    pieces = (f"{library.id_to_piece(i)}\t{library.get_score(i):g}\n" for i in range(library.vocab_size()))
+    directory.mkdir(parents=True, exist_ok=True)
+    found = directory / "tokenizer.model", directory / "tokenizer.vocab"
+    for path, data in zip(found, (written.getvalue(), "".join(pieces).encode()), strict=True):
+        with whole_file(path) as file:
+            file.write(data)
+    return found
 
 
-def _text(found: object, key: str) -> str:
-    text = found.get(key) if isinstance(found, dict) else None
-    if not isinstance(text, str):
-        raise ValueError(f'must be a JSON object with a text under "{key}"')
-    return text
+def words(texts: Iterable[str], most: int = _MOST_WORDS) -> Counter[str]:
+    """How often each word between blanks occurs; a long one, as of a script without blanks, counts in parts.
+
+    Beyond `most` different words the rarest are forgotten now and then.
+
+    >>> words(["a b", "b"])
+    Counter({'b': 2, 'a': 1})
+    """
+    found: Counter[str] = Counter()
+    rare = 1
+    for text in texts:
+        found.update(_cut(text.replace("\0", " ").split()))
+        while len(found) > most:
+            found = Counter({word: count for word, count in found.items() if count > rare})
+            rare += 1
+    return found
+
+
+def _cut(every: Iterable[str]) -> Iterator[str]:
+    for word in every:
+        for first in range(0, len(word), _LONGEST_WORD):
+            yield word[first : first + _LONGEST_WORD]
