@@ -1,9 +1,10 @@
 """Config sections as command-line options: the signature of a verb is its configuration.
 
 A verb is a plain function. A parameter annotated `RunConfig` becomes every option of a run with `--model`,
-`--config` and `--print-config`; one annotated with a section becomes that section's options; the others
-are Typer's as they stand. Only what the user typed overrides presets and the TOML file. This file builds
-signatures and knows no verb and no option by name.
+`--config` and `--print-config`, and one beside it annotated `Asked` gets what of them was asked for; one
+annotated with a section becomes that section's options; the others are Typer's as they stand. Only what the
+user typed overrides presets and the TOML file. This file builds signatures and knows no verb and no option
+by name.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typer.core import TyperCommand
 
 from mega.argv import MANY, Meaning, Sets, meanings, translate
 from mega.core.config import toml
-from mega.core.config.compose import compose
+from mega.core.config.compose import Asked, compose
 from mega.core.config.run import Entry, RunConfig, entries, sections
 from mega.core.config.world import is_first_rank
 
@@ -68,6 +69,8 @@ def command(function: Callable[..., Any]) -> Callable[..., Any]:
     parameters: list[inspect.Parameter] = []
     configs: dict[str, tuple[str, ...]] = {}
     for name, parameter in inspect.signature(function).parameters.items():
+        if hints[name] is Asked:
+            continue
         if hints[name] is RunConfig:
             configs[name] = tuple(sections())
         elif (section := _section_of(hints[name])) is not None:
@@ -75,6 +78,8 @@ def command(function: Callable[..., Any]) -> Callable[..., Any]:
         else:
             parameters.append(parameter.replace(annotation=hints[name], kind=inspect.Parameter.KEYWORD_ONLY))
     whole = next((name for name in configs if hints[name] is RunConfig), None)
+    asked = next((name for name, hint in hints.items() if hint is Asked), None)
+    assert asked is None or whole is not None, "what was asked for is told beside the run"
     if whole is not None:
         parameters += _RUN_PARAMETERS
     chosen = [entry for entry in entries().values() if any(entry.section in names for names in configs.values())]
@@ -88,7 +93,10 @@ def command(function: Callable[..., Any]) -> Callable[..., Any]:
         options = _typed_options(typed, chosen)
         if whole is not None:
             preset, config = typed.pop("model"), typed.pop("config")
-            run = compose(preset, toml.read(config) if config is not None else {}, options)
+            file = toml.read(config) if config is not None else {}
+            run = compose(preset, file, options)
+            if asked is not None:
+                typed[asked] = Asked(preset, {**file, **options})
             if typed.pop("print_config"):
                 print(toml.write(run), end="")
                 return 0

@@ -7,14 +7,16 @@ from typing import Annotated
 
 import typer
 
-from mega.core.config.run import RunConfig, entries, updated, value_of
+from mega.core.config.compose import Asked
+from mega.core.config.run import RunConfig, updated
 from mega.core.config.world import ranks, world_from_env
 
 
 def run(
     run: RunConfig,
+    asked: Asked,
     rows: Annotated[
-        list[str] | None, typer.Argument(help="w1, w2 or w3; without one, the run that the flags say")
+        list[str] | None, typer.Argument(help="w1, w2, w2-fp8 or w3; without one, the run that the flags say")
     ] = None,
     repeats: Annotated[int, typer.Option(help="timed steps; their median counts", min=1)] = 7,
     warmup: Annotated[int, typer.Option(help="steps before those", min=1)] = 5,
@@ -24,7 +26,8 @@ def run(
 ) -> int:
     """Measure speed: the trainer's own step on random tokens, one row after another in one process group.
 
-    Rows: w1 is GPT 345M, w2 Llama-2 7B, w3 GPT 22B over 8 ranks. Other flags change them.
+    Rows: w1 is GPT 345M, w2 Llama-2 7B, w2-fp8 the same by --fp8, w3 GPT 22B by tensor ranks. Batch and layout of a row
+    follow the number of ranks; any flag that you type stands above the row.
     """
     from mega.core.config.check import check
     from mega.core.config.resolve import resolve
@@ -32,13 +35,14 @@ def run(
 
     world = world_from_env()
     size = ranks(world, run.runtime.nproc)
-    typed = {name: value_of(run, name) for name, entry in entries().items() if value_of(run, name) != entry.default}
-    asked = [(name, bench.row(name, typed)) for name in rows or ()] or [("run", run)]
+    if rows and asked.preset is not None:
+        raise ValueError(f"--model {asked.preset}: excludes rows, which say their model; leave out one of them")
+    runs = [(name, bench.row(name, asked.values, size)) for name in rows or ()] or [("run", run)]
     # Neither data nor a length is asked for: the rules of a run want both.
-    asked = [(name, updated(one, {"mock_data": True, "steps": warmup + repeats})) for name, one in asked]
-    for _, one in asked:
+    runs = [(name, updated(one, {"mock_data": True, "steps": warmup + repeats})) for name, one in runs]
+    for _, one in runs:
         check(one, size)
-    resolved = [(name, resolve(one, size)) for name, one in asked]
+    resolved = [(name, resolve(one, size)) for name, one in runs]
     job = partial(bench.bench, repeats=repeats, warmup=warmup, out=json, against=against, trace=trace)
     if world.source != "alone" or size == 1:
         return job(resolved)

@@ -100,3 +100,8 @@ class Device:
 def multiprocessors(device: torch.device) -> int:
     """How many programs of a persistent kernel run side by side; 1 on a CPU, where kernels are only interpreted."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+def fp8_products(device: torch.device) -> bool:
+    """Whether the device multiplies in fp8: from Ada and Hopper on."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)

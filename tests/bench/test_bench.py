@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 
 from mega import cli
 from mega.core.config.resolve import resolve
+from mega.core.config.run import value_of
 from mega.core.estimate.flops import model_flops_per_token, product_parameters
 from mega.core.training import bench
 
@@ -40,8 +43,9 @@ def test_two_ranks(capfd: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     "line, told",
     [
-        ("bench w9", "row w9: is not known; valid: w1, w2, w3"),
+        ("bench w9", "row w9: is not known; valid: w1, w2, w2-fp8, w3"),
         ("bench w3", "--tp 8 x --pp 1: 1 rank given, but a model takes 8"),
+        ("bench w2 --model tiny-gpt", "--model tiny-gpt: excludes rows"),
         (f"bench w1 {TOY} --against {__file__}", "is no file written by mega bench --json"),
     ],
 )
@@ -51,18 +55,42 @@ def test_mistakes(line: str, told: str, capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_the_rows_are_what_their_peers_were_measured_on() -> None:
-    billions = {"w1": 0.354, "w2": 6.607, "w3": 22.07}
-    flops = {"w1": 2.43, "w2": 46.09, "w3": 139.7}
+    billions = {"w1": 0.354, "w2": 6.607, "w2-fp8": 6.607, "w3": 22.07}
+    flops = {"w1": 2.43, "w2": 46.09, "w2-fp8": 46.09, "w3": 139.7}
     for name in bench.ROWS:
-        run = resolve(bench.row(name, {}), 8)
+        run = resolve(bench.row(name, {}, 8), 8)
         assert run.batch.seq_length
         assert product_parameters(run.model) / 1e9 == pytest.approx(billions[name], rel=5e-3)
         assert model_flops_per_token(run.model, run.batch.seq_length) / 1e9 == pytest.approx(flops[name], rel=5e-3)
         assert run.precision.dtype == "bf16" and run.precision.grad_dtype == "fp32"
 
 
-def test_flags_stand_above_a_row() -> None:
-    assert bench.row("w2", {"micro_batch": 2}).batch.micro_batch == 2
+def test_flags_stand_above_a_row(tmp_path: Path) -> None:
+    """A flag counts although its value is the default; so does a line of a TOML file."""
+    file = tmp_path / "run.toml"
+    file.write_text('[memory]\nrecompute = "none"\n')
+    toy = [*TOY.split(), *SHORT, "--kv-heads", "2", "--micro-batch", "4"]
+    for typed in (["--recompute", "none"], ["--config", str(file)]):
+        with mock.patch("mega.core.training.bench.bench", return_value=0) as measured:
+            assert cli.main(["bench", "w2", *toy, *typed]) == 0
+        [[(name, run)]] = measured.call_args.args
+        assert name == "w2" and run.memory.recompute == "none" and run.batch.micro_batch == 4
+
+
+@pytest.mark.parametrize(
+    "name, world, told",
+    [
+        ("w1", 4, {"micro_batch": 64, "global_batch": 512}),
+        ("w1", 16, {"micro_batch": 32, "global_batch": 512}),
+        ("w2", 4, {"global_batch": 16, "zero": 1, "recompute": "none"}),
+        ("w2-fp8", 8, {"global_batch": 32, "fp8": True}),
+        ("w3", 4, {"tp": 4, "global_batch": 4}),
+        ("w3", 8, {"tp": 8}),
+    ],
+)
+def test_a_row_follows_the_number_of_ranks(name: str, world: int, told: dict[str, Any]) -> None:
+    run = bench.row(name, {}, world)
+    assert {key: value_of(run, key) for key in told} == told
 
 
 def test_communication_counts_only_where_it_is_exposed() -> None:

@@ -272,7 +272,8 @@ def test_habits_become_canonical(line: str, expected: list[str]) -> None:
         ("--rampup-batch-size 16 x", "--rampup-batch-size x: must be a whole number"),
         ("--num-experts 8", "--num-experts: mixtures of experts are not built yet"),
         ("--batch-size 8", "--batch-size: was split in two; use --micro-batch and --global-batch"),
-        ("--fp8-format e4m3", "--fp8-format: fp8 is not built yet"),
+        ("--fp8-format e4m3", "--fp8-format e4m3: is no choice; valid: hybrid"),
+        ("--fp8-e4m3", "--fp8-e4m3: gradients in fp8 are e5m2; use --fp8-hybrid"),
         ("--data-path", "--data-path: needs a value"),
     ],
 )

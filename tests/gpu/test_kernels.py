@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from mega.core.ops import activation, cross_entropy, heads, norm, suite
+from mega.core.ops import activation, cross_entropy, fp8, heads, norm, products, suite
 from mega.core.ops.rotary import rotary_table
 from mega.core.optim.adam import AdamW
 
@@ -166,8 +166,52 @@ def test_adamw(fine: float) -> None:
 
 
 @pytest.mark.skipif(not CUDA, reason="cuBLAS only")
-def test_add_product_wide() -> None:
+def test_wide_products() -> None:
     sink, grad, x = random(256, 128, dtype=torch.float32), random(512, 256), random(512, 128)
     exact = sink.double() + grad.double().t() @ x.double()
-    suite.add_product_wide(sink, grad, x)
+    products.WideProducts().add_weight_gradient(sink, grad, x)
     assert error(sink, exact) < 1e-6
+
+
+@pytest.mark.parametrize("dtype", list(fp8.LIMITS))
+@pytest.mark.parametrize("shape", [(TOKENS, 200), (16, 16), (1, 4500)])
+def test_fp8_cast(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    """The same bytes as the plain cast, but where a product lies between two numbers and is rounded by one bit."""
+    from mega.core.ops.kernels import fp8 as fast
+
+    x = random(*shape)
+    ours, plain = fast.cast(x, dtype, rows=True, columns=True), fp8.cast(x, dtype, rows=True, columns=True)
+    assert ours.rows is not None and ours.columns is not None and plain.rows is not None
+    torch.testing.assert_close(ours.inverse, plain.inverse, rtol=1e-6, atol=0)
+    assert torch.equal(ours.rows.float().t(), ours.columns.float())
+    if CUDA:  # the interpreter rounds otherwise
+        assert float((ours.rows.float() != plain.rows.float()).double().mean()) < 1e-3
+    assert error(ours.rows.float(), plain.rows.double()) < 0.2
+    assert fast.cast(x, dtype, rows=True).columns is None
+
+
+@pytest.mark.skipif(not CUDA, reason="the interpreter knows no NaN of fp8")
+@pytest.mark.parametrize("dtype", list(fp8.LIMITS))
+def test_fp8_cast_of_zeros_and_of_what_is_not_finite(dtype: torch.dtype) -> None:
+    from mega.core.ops.kernels import fp8 as fast
+
+    x = torch.zeros(32, 32, dtype=DTYPE, device=DEVICE)
+    rows = fast.cast(x, dtype, rows=True).rows
+    assert rows is not None and not rows.float().any()
+    for wrong in (float("nan"), float("inf")):
+        x[3, 5] = wrong
+        rows = fast.cast(x, dtype, rows=True).rows
+        assert rows is not None and rows.float()[3, 5].isnan()
+
+
+@pytest.mark.skipif(not CUDA, reason="cuBLAS only")
+def test_fp8_multiply() -> None:
+    from mega.core.ops.kernels import fp8 as fast
+
+    a, b, bias = random(64, 128), random(48, 128), random(48)
+    one, two = fp8.cast(a, fp8.BACKWARD, rows=True), fp8.cast(b, fp8.FORWARD, rows=True)
+    for dtype, bound in ((torch.float32, 1e-6), (torch.bfloat16, 4e-3)):
+        given = (one.rows, two.rows, one.inverse, two.inverse, dtype, bias if dtype == torch.bfloat16 else None)
+        exact = fp8.multiply(*given[:4], torch.float64, given[5])
+        assert error(fast.multiply(*given), exact) < bound
+        assert error(fast.multiply(*given, fast=True), exact) < 10 * bound

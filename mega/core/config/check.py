@@ -37,7 +37,7 @@ def check(run: RunConfig, world: int) -> None:
     # A checkpoint that brings the model is opened later, and the whole run is then checked again.
     if not unsized and None not in (run.model.layers, run.model.hidden, run.model.heads):
         resolved = resolve(run, world)
-        for rule in (_heads, _positions, _stages, _tensor, _columns, _times, _not_yet):
+        for rule in (_heads, _positions, _stages, _tensor, _columns, _fp8, _times, _not_yet):
             problems += rule(resolved)
         problems += _world(resolved, world) if world % _cells(run) else _batch(resolved, world)
     if problems:
@@ -231,6 +231,26 @@ def _tensor(run: RunConfig) -> Problems:
         # Where --kv-heads is simply --heads, one line says it.
         if size % tp and not (name == "kv_heads" and size == run.model.heads):
             yield _line(run, name, f"must be divisible by --tp {tp}; valid --tp: {_divisors(size)}")
+
+
+def _fp8(run: RunConfig) -> Problems:
+    """An fp8 product takes lengths in whole pieces of 16 bytes."""
+    if not run.precision.fp8:
+        return
+    if run.precision.dtype != "bf16":
+        yield _line(run, "fp8", f"needs --dtype bf16, not {run.precision.dtype}")
+    model, tp, batch = run.model, run.parallel.tp, run.batch
+    assert model.hidden and model.heads and model.head_dim and model.ffn and batch.micro_batch and batch.seq_length
+    lengths_of = {
+        "hidden": model.hidden,
+        "ffn": model.ffn // tp,
+        "heads": model.heads * model.head_dim // tp,
+        "kv_heads": (value_of(run, "kv_heads") or 0) * model.head_dim // tp,
+        "micro_batch": batch.micro_batch * batch.seq_length // run.parallel.cp,
+    }
+    for name, length in lengths_of.items():
+        if length % 16:
+            yield _line(run, name, f"makes products of {length} on a rank; under --fp8 it must be a multiple of 16")
 
 
 def _columns(run: RunConfig) -> Problems:

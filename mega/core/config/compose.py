@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from mega.core.config.presets import FAMILIES, PRESETS
 from mega.core.config.run import RunConfig, updated
+
+
+class Asked(NamedTuple):
+    """What a user asked for: a preset, and the options that a TOML file or flags name, defaults among them."""
+
+    preset: str | None
+    values: Mapping[str, Any]
 
 
 def compose(

@@ -21,6 +21,7 @@ _FUSED = "operators are chosen by --ops, and `mega doctor` names them"
 _ALWAYS_LOGGED = "it is logged always"
 _NO_RANDOM_STATE = "dropout is a function of seed and sample, so there is no random state to save or load"
 _ONE_BUFFER = "gradients always lie in contiguous buckets"
+_NO_HISTORY = "fp8 scales are of the tensor at hand, without margin, interval or history"
 _TIMED = "step times are logged always"
 
 IGNORED: Mapping[str, Ignored] = {
@@ -43,6 +44,10 @@ IGNORED: Mapping[str, Ignored] = {
     "--attention-softmax-in-fp32": Ignored(0, "softmax always runs in at least fp32"),
     "--fp16-lm-cross-entropy": Ignored(0, "the loss always runs in at least fp32"),
     "--no-check-for-nan-in-loss-and-grad": Ignored(0, "the gradient norm is looked at anyway"),
+    "--fp8-margin": Ignored(1, _NO_HISTORY),
+    "--fp8-interval": Ignored(1, _NO_HISTORY),
+    "--fp8-amax-history-len": Ignored(1, _NO_HISTORY),
+    "--fp8-amax-compute-algo": Ignored(1, _NO_HISTORY),
     # ranks and communication
     "--no-async-tensor-model-parallel-allreduce": Ignored(0, "overlap is decided by the layers themselves"),
     "--no-scatter-gather-tensors-in-pipeline": Ignored(0, "it only says how stages exchange tensors"),
@@ -98,7 +103,8 @@ IGNORED: Mapping[str, Ignored] = {
 _BERT = "belongs to BERT, which is not built yet; valid --family: gpt, llama"
 _T5 = "belongs to T5, which is not built yet; valid --family: gpt, llama"
 _MOE = "mixtures of experts are not built yet"
-_FP8 = "fp8 is not built yet; valid --dtype: fp32, bf16, fp64"
+_HYBRID = "gradients in fp8 are e5m2; use --fp8-hybrid, which is --fp8"
+_WGRAD = "under --fp8 gradients of weights are products in fp8 too; leave the flag out"
 _PROFILE = "marking steps for a profiler is not built yet"
 
 _RETRO = (
@@ -178,14 +184,8 @@ REFUSED: Mapping[str, str] = {
     "--num-experts": _MOE,
     "--expert-parallel": _MOE,
     "--expert-model-parallel-size": _MOE,
-    "--fp8-format": _FP8,
-    "--fp8-e4m3": _FP8,
-    "--fp8-hybrid": _FP8,
-    "--fp8-margin": _FP8,
-    "--fp8-interval": _FP8,
-    "--fp8-amax-history-len": _FP8,
-    "--fp8-amax-compute-algo": _FP8,
-    "--no-fp8-wgrad": _FP8,
+    "--fp8-e4m3": _HYBRID,
+    "--no-fp8-wgrad": _WGRAD,
     "--profile": _PROFILE,
     "--profile-step-start": _PROFILE,
     "--profile-step-end": _PROFILE,

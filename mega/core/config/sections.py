@@ -154,6 +154,12 @@ class PrecisionConfig:
     dtype: Dtype = option(
         "fp32", "dtype of weights and activations", megatron={"--bf16": "bf16", "--fp16": "fp16"}, common=True
     )
+    fp8: bool = option(
+        False,
+        "multiply in fp8 within the blocks, e4m3 forward and e5m2 gradients, every tensor scaled by itself; the head,"
+        " sums and masters stay as they are",
+        megatron={"--fp8-hybrid": True, "--fp8-format": {"hybrid": True}},
+    )
     grad_dtype: Literal["fp32", "fp16", "bf16", "fp64"] | None = option(
         None,
         "dtype in which gradients accumulate and reduce [fp32; fp64 with fp64; fp16 with fp16]",

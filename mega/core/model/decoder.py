@@ -116,7 +116,7 @@ class DecoderStage(nn.Module):
         for tensor in inventory(model):
             for place in tensor.places:
                 by_place.setdefault(place, {})[tensor.name] = tensor
-        self.embedding = Embedding(make, model, by_place["embedding"], tp, self.sequence) if first else None
+        self.embedding = Embedding(make.exact, model, by_place["embedding"], tp, self.sequence) if first else None
         self.layers = list(layers)
         self.blocks = nn.ModuleList(
             Block(make, model, _relative(by_place[layer], layer), layer, tp, self.sequence) for layer in self.layers
@@ -131,7 +131,7 @@ class DecoderStage(nn.Module):
         """Runs a unit (embedding, block, head) with its weights here only meanwhile; None where they stay."""
         self.share = tp if recompute is not None and recompute.distribute_saved and not self.sequence else None
         tied = self.embedding.tokens.weight if model.tied and self.embedding is not None else embedding
-        self.head = Head(make, model, by_place["head"], tp, self.sequence, tied) if last else None
+        self.head = Head(make.exact, model, by_place["head"], tp, self.sequence, tied) if last else None
 
     def cargo(self, rows: int, columns: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
         """Shape and dtype of what flows between stages for b rows of s tokens."""

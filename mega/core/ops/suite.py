@@ -3,6 +3,7 @@
 REFERENCE   plain torch, any device and dtype; what every other implementation is tested against
 on a CPU    torch's fused attention, else the reference
 on CUDA     our Triton kernels, cuDNN's attention where it takes the shape, products that add into fp32
+--fp8       the blocks' products in fp8 beside any of these, emulated where the device has no such product
 """
 
 from __future__ import annotations
@@ -14,22 +15,10 @@ from typing import Any
 
 import torch
 
+from mega.core.device import fp8_products
 from mega.core.ops import activation, attention, cross_entropy, heads, norm, partial_attention
-
-
-def add_product(sink: torch.Tensor, grad: torch.Tensor, x: torch.Tensor) -> None:
-    """sink [out, in] += grad [n, out]^T x [n, in]."""
-    if sink.dtype == grad.dtype:
-        sink.addmm_(grad.t(), x)
-    else:
-        sink.add_(grad.t() @ x)
-
-
-def add_product_wide(sink: torch.Tensor, grad: torch.Tensor, x: torch.Tensor) -> None:
-    """The same, with a 16-bit product accumulated straight into an fp32 sink (CUDA)."""
-    if sink.dtype != torch.float32 or grad.element_size() != 2:
-        return add_product(sink, grad, x)
-    torch.ops.aten.addmm.dtype_out(sink, grad.t(), x, torch.float32, out=sink)
+from mega.core.ops.fp8 import Fp8Products
+from mega.core.ops.products import Products, WideProducts
 
 
 @dataclass(frozen=True)
@@ -48,7 +37,7 @@ class Ops:
     partial_attention: partial_attention.PartialAttention = partial_attention.PLAIN
     softmax_parts: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = cross_entropy.softmax_parts
     softmax_gradient: Callable[..., torch.Tensor] = cross_entropy.softmax_gradient
-    add_product: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None] = add_product
+    products: Products = Products()  # noqa: RUF009 - holds nothing
     adamw: Callable[..., None] | None = None
 
     @property
@@ -63,15 +52,24 @@ class Ops:
         'norm.add_norm'
         """
         for name, value in vars(self).items():
-            if callable(value):
-                yield name, f"{value.__module__.removeprefix('mega.core.ops.')}.{value.__name__}"
+            made = type(value) if isinstance(value, Products) else value
+            if callable(made):
+                yield name, f"{made.__module__.removeprefix('mega.core.ops.')}.{made.__name__}"
 
 
 REFERENCE = Ops()
 
 
-def choose(device: torch.device, dtype: torch.dtype, *, reference: bool = False) -> Ops:
+def choose(device: torch.device, dtype: torch.dtype, *, reference: bool = False, fp8: bool = False) -> Ops:
     """The fastest implementations for a device and a compute dtype; `reason` says why these."""
+    ops = _chosen(device, dtype, reference)
+    if not fp8:
+        return ops
+    fast = _fp8_kernels() if ops.name == "triton" and fp8_products(device) else {}
+    return replace(ops, products=Fp8Products(ops.products, **fast))
+
+
+def _chosen(device: torch.device, dtype: torch.dtype, reference: bool) -> Ops:
     if reference:
         return replace(REFERENCE, reason="asked for by --ops reference")
     plain = replace(REFERENCE, name="torch", attention=attention.fused, partial_attention=partial_attention.FUSED)
@@ -80,11 +78,17 @@ def choose(device: torch.device, dtype: torch.dtype, *, reference: bool = False)
     if dtype == torch.float64:
         return replace(plain, reason="the kernels compute in fp32, this run in fp64")
     if importlib.util.find_spec("triton") is None:
-        return replace(plain, reason="triton is absent", add_product=add_product_wide)
-    return replace(plain, name="triton", reason="CUDA device", add_product=add_product_wide, **_kernels())
+        return replace(plain, reason="triton is absent", products=WideProducts())
+    return replace(plain, name="triton", reason="CUDA device", products=WideProducts(), **_kernels())
 
 
 def _kernels() -> dict[str, Any]:
     from mega.core.ops import kernels
 
     return kernels.table()
+
+
+def _fp8_kernels() -> dict[str, Any]:
+    from mega.core.ops.kernels import fp8
+
+    return {"cast": fp8.cast, "multiply": fp8.multiply}

@@ -32,8 +32,9 @@ from mega.core.parallel.weight import Weight, weights
 
 Kind = Literal["cut", "whole", "partial", "tied"]
 
-Product = tuple[Weight, torch.Tensor, torch.Tensor]
-"""A weight's gradient that is still to be computed: the weight, the output's gradient, the input."""
+Product = tuple[Weight, Any, torch.Tensor]
+"""A weight's gradient that is still to be computed: the weight, the output's gradient as its products prepare it, the
+input."""
 
 ALIGNMENT = 64
 """Elements at which every weight starts, so that kernels read whole cache lines."""
@@ -238,7 +239,7 @@ class GradBuffer:
             for weight, grad, x in products:
                 weight.add_product(grad, x)
 
-    def _hold(self, weight: Weight, grad: torch.Tensor, x: torch.Tensor) -> bool:
+    def _hold(self, weight: Weight, grad: Any, x: torch.Tensor) -> bool:
         if self._held is None:
             return False
         self._held.append((weight, grad, x))

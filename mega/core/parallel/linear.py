@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from mega.core.inventory import Tensor
 from mega.core.ops.sink import keep, kept
@@ -31,7 +30,7 @@ class _ColumnProduct(torch.autograd.Function):
     ) -> torch.Tensor:
         keep(ctx, x)
         ctx.weight, ctx.axis, ctx.sequence = weight, axis, sequence
-        return F.linear(all_gather(x, axis) if sequence else x, weight, bias)
+        return weight.ops.products.output(all_gather(x, axis) if sequence else x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None, None]:
@@ -39,7 +38,8 @@ class _ColumnProduct(torch.autograd.Function):
         weight, axis, sequence = ctx.weight, ctx.axis, ctx.sequence
         # 1 ask for the whole input again while the input's gradient is computed
         whole, gathered = start_all_gather(x, axis) if sequence else (x, None)
-        grad_x = grad @ weight
+        grad = weight.ops.products.prepare(grad)
+        grad_x = weight.ops.products.input_gradient(grad, weight)
         # 2 sum the input's gradient over ranks while the weight's gradient is computed
         if sequence:
             grad_x, summed = start_reduce_scatter(grad_x, axis)
@@ -59,11 +59,13 @@ class _Product(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, weight: Weight) -> torch.Tensor:
         keep(ctx, x)
         ctx.weight = weight
-        return F.linear(x, weight)
+        return weight.ops.products.output(x, weight)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        grad_x = grad @ ctx.weight
+        products = ctx.weight.ops.products
+        grad = products.prepare(grad)
+        grad_x = products.input_gradient(grad, ctx.weight)
         return grad_x, ctx.weight.add_product(grad, kept(ctx))
 
 

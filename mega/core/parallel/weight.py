@@ -7,8 +7,8 @@ where each lies, so that whoever initialises, saves, reduces or compares goes by
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Self
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -48,7 +48,7 @@ class Weight(nn.Parameter):
     sink: torch.Tensor | None
     on_need: Callable[[Weight], None] | None
     on_arrival: Callable[[Weight], None] | None
-    on_product: Callable[[Weight, torch.Tensor, torch.Tensor], bool] | None
+    on_product: Callable[[Weight, Any, torch.Tensor], bool] | None
 
     def __new__(cls, data: torch.Tensor, slots: tuple[Slot, ...], ops: Ops = REFERENCE) -> Self:
         weight = super().__new__(cls, data, requires_grad=True)
@@ -56,14 +56,15 @@ class Weight(nn.Parameter):
         weight.sink = weight.on_need = weight.on_arrival = weight.on_product = None
         return weight
 
-    def add_product(self, grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor | None:
-        """The gradient of y = x W^T: grad [n, out], x [n, in]. Into the sink, or returned where there is none."""
+    def add_product(self, grad: Any, x: torch.Tensor) -> torch.Tensor | None:
+        """The gradient of y = x W^T: grad [n, out] as our products prepare it, x [n, in]. Into the sink, or returned
+        where there is none."""
         sink = self.open_sink()
         if sink is None:
-            return grad.t() @ x
+            return self.ops.products.weight_gradient(grad, x)
         if self.on_product is not None and self.on_product(self, grad, x):
             return None
-        self.ops.add_product(sink, grad, x)
+        self.ops.products.add_weight_gradient(sink, grad, x)
         self.arrived()
         return None
 
@@ -110,6 +111,11 @@ class Maker:
     device: torch.device
     ops: Ops = REFERENCE
     again: bool = False
+
+    @property
+    def exact(self) -> Maker:
+        """The same with products in the compute dtype, for the head."""
+        return replace(self, ops=replace(self.ops, products=self.ops.products.exact()))
 
     def __call__(self, *tensors: Tensor) -> Weight:
         """One parameter that holds these tensors one behind the other along dim 0."""

@@ -12,7 +12,7 @@ import gc
 import json
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -30,26 +30,36 @@ from mega.core.parallel.mesh import Groups, Mesh
 from mega.core.training.state import TrainState
 from mega.core.training.step import Report, train_step
 
-_NO_DROPOUT = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "lr": 1e-4}
-ROWS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
-    "w1": ("gpt2-345m", {**_NO_DROPOUT, "vocab": 50304, "dtype": "bf16", "micro_batch": 64, "global_batch": 512}),
-    "w2": (
-        "llama2-7b",
-        {**_NO_DROPOUT, "dtype": "bf16", "micro_batch": 2, "global_batch": 16, "recompute": "selective"},
-    ),
-    "w3": (
-        "gpt-22b",
-        {
-            **_NO_DROPOUT,
-            "dtype": "bf16",
-            "micro_batch": 4,
-            "global_batch": 4,
-            "tp": 8,
-            "sequence_parallel": True,
-        },
-    ),
+
+def _w1(world: int) -> Mapping[str, Any]:
+    return {"vocab": 50304, "micro_batch": max(1, min(64, 512 // world)), "global_batch": 512}
+
+
+def _w2(world: int) -> Mapping[str, Any]:
+    """Alone, memory is short: what is cheap is computed twice. Several ranks share masters and moments out."""
+    if world == 1:
+        return {"micro_batch": 2, "global_batch": 16, "recompute": "selective"}
+    return {"micro_batch": 2, "global_batch": 4 * world, "zero": 1}
+
+
+def _w2_fp8(world: int) -> Mapping[str, Any]:
+    return {**_w2(world), "fp8": True}
+
+
+def _w3(world: int) -> Mapping[str, Any]:
+    """18 bytes a parameter over 8 ranks are 50 GB a rank, over 4 they are 99 GB."""
+    return {"micro_batch": 4, "global_batch": 4, "tp": 4 if world == 4 else 8, "sequence_parallel": True}
+
+
+ROWS: Mapping[str, tuple[str, Callable[[int], Mapping[str, Any]]]] = {
+    "w1": ("gpt2-345m", _w1),
+    "w2": ("llama2-7b", _w2),
+    "w2-fp8": ("llama2-7b", _w2_fp8),
+    "w3": ("gpt-22b", _w3),
 }
-"""The rows that speed is compared by: a preset, and what it says beside it."""
+"""The rows that speed is compared by: a preset, and what it says beside it on that many ranks."""
+
+_EVERY_ROW = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "lr": 1e-4, "dtype": "bf16"}
 
 PRODUCTS, ATTENTION, COMMUNICATION, UPDATE, REST = "products", "attention", "communication", "update", "rest"
 KINDS = (
@@ -88,15 +98,18 @@ class Speed:
         return asdict(self)
 
 
-def row(name: str, flags: Mapping[str, Any]) -> RunConfig:
-    """The run of a named row; `flags` are what the user asks for otherwise.
+def row(name: str, flags: Mapping[str, Any], world: int) -> RunConfig:
+    """The run of a named row on `world` ranks; `flags` are what the user asks for otherwise.
 
     Errors: ValueError for a name that is none.
+
+    >>> row("w2", {"recompute": "none"}, 1).memory.recompute, row("w2", {}, 8).batch.global_batch
+    ('none', 32)
     """
     if name not in ROWS:
         raise ValueError(f"row {name}: is not known; valid: {', '.join(ROWS)}")
     preset, values = ROWS[name]
-    return compose(preset, values, flags)
+    return compose(preset, {**_EVERY_ROW, **values(world)}, flags)
 
 
 def bench(

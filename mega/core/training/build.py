@@ -17,7 +17,8 @@ from mega.core.plan import stage_layers
 
 def chosen_ops(run: RunConfig, device: torch.device) -> Ops:
     """What this run computes with on `device`."""
-    return choose(device, DTYPES[run.precision.dtype], reference=run.runtime.ops == "reference")
+    precision = run.precision
+    return choose(device, DTYPES[precision.dtype], reference=run.runtime.ops == "reference", fp8=precision.fp8)
 
 
 def build_stages(run: RunConfig, mesh: Mesh, device: torch.device) -> list[DecoderStage]:

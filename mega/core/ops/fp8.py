@@ -1,0 +1,97 @@
+"""Products of a linear layer in fp8: 8-bit factors with one scale each, summed in fp32 (Micikevicius et al. 2022).
+
+    e4m3  inputs and weights    3 bits of mantissa, up to 448
+    e5m2  gradients of outputs  2 bits of mantissa, up to 57344
+
+A factor's scale brings its largest magnitude to the format's limit. It is of the tensor at hand and not of steps
+before, so there is no history to keep, and a run goes on from a checkpoint as if it had never stopped. It is of the
+local tensor: another layout or micro batch rounds otherwise. Emulated here in plain torch; kernels/fp8.py is fast.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from mega.core.ops.products import Products
+
+LIMITS = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
+"""The largest number of a format."""
+FORWARD, BACKWARD = LIMITS
+TINY = 1e-30
+"""A tensor of nothing but zeros is scaled as if this were its largest magnitude."""
+
+
+class Cast(NamedTuple):
+    """x [r, c] in fp8: inverse (fp32, one number) times `rows` [r, c], and times the transpose of `columns` [c, r]."""
+
+    rows: torch.Tensor | None
+    columns: torch.Tensor | None
+    inverse: torch.Tensor
+
+
+def cast(x: torch.Tensor, dtype: torch.dtype, *, rows: bool = False, columns: bool = False) -> Cast:
+    """x [r, c] in an fp8 `dtype`, as it lies, transposed, or both. Numbers that are not finite make NaN.
+
+    >>> x = torch.tensor([[1.0, -2.0]])
+    >>> found = cast(x, torch.float8_e4m3fn, rows=True)
+    >>> found.rows.tolist(), found.inverse.item() * 448
+    ([[224.0, -448.0]], 2.0)
+    """
+    largest = x.abs().amax().float().clamp(min=TINY)
+    narrow = (x.float() * (LIMITS[dtype] / largest)).to(dtype)
+    return Cast(narrow if rows else None, narrow.t().contiguous() if columns else None, largest / LIMITS[dtype])
+
+
+def multiply(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    inverse_a: torch.Tensor,
+    inverse_b: torch.Tensor,
+    dtype: torch.dtype,
+    bias: torch.Tensor | None = None,
+    *,
+    fast: bool = False,
+) -> torch.Tensor:
+    """a [m, k] b^T, b [n, k], both fp8, times their inverses, plus bias [n]: [m, n] in `dtype`, summed in fp32.
+
+    fast: the sum may lose some bits on the way, where the device is faster so.
+    """
+    out = (a.float() @ b.float().t()) * (inverse_a * inverse_b)
+    return (out if bias is None else out + bias.float()).to(dtype)
+
+
+@dataclass(frozen=True)
+class Fp8Products(Products):
+    """wide: what multiplies where fp8 would cost too much. cast and multiply: those above or faster ones."""
+
+    wide: Products
+    cast: Callable[..., Cast] = cast
+    multiply: Callable[..., torch.Tensor] = multiply
+
+    def exact(self) -> Products:
+        return self.wide
+
+    def output(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        a, b = (self.cast(factor.detach(), FORWARD, rows=True) for factor in (x, weight))
+        return self.multiply(a.rows, b.rows, a.inverse, b.inverse, x.dtype, bias, fast=True)
+
+    def prepare(self, grad: torch.Tensor) -> Cast:
+        return self.cast(grad, BACKWARD, rows=True, columns=True)
+
+    def input_gradient(self, grad: Cast, weight: torch.Tensor) -> torch.Tensor:
+        b = self.cast(weight.detach(), FORWARD, columns=True)
+        return self.multiply(grad.rows, b.columns, grad.inverse, b.inverse, weight.dtype)
+
+    def weight_gradient(self, grad: Cast, x: torch.Tensor) -> torch.Tensor:
+        return self._gradient(grad, x, x.dtype)
+
+    def add_weight_gradient(self, sink: torch.Tensor, grad: Cast, x: torch.Tensor) -> None:
+        sink.add_(self._gradient(grad, x, torch.float32))
+
+    def _gradient(self, grad: Cast, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        b = self.cast(x.detach(), FORWARD, columns=True)
+        return self.multiply(grad.columns, b.columns, grad.inverse, b.inverse, dtype)

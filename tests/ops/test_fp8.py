@@ -1,0 +1,74 @@
+"""fp8 products against float64, and what their scales promise."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mega.core.ops.fp8 import BACKWARD, FORWARD, LIMITS, Fp8Products, cast, multiply
+from mega.core.ops.products import Products
+from mega.core.ops.suite import REFERENCE, choose
+from tests.support.ranks import random
+
+X, WEIGHT, BIAS, GRAD = random(32, 48, seed=0), random(64, 48, seed=1), random(64, seed=2), random(32, 64, seed=3)
+FP8 = Fp8Products(Products())
+
+
+def error(found: torch.Tensor, exact: torch.Tensor) -> float:
+    return float((found.double() - exact).norm() / exact.norm())
+
+
+@pytest.mark.parametrize("dtype, step", [(FORWARD, 2**-4), (BACKWARD, 2**-3)])
+def test_a_cast_rounds_to_the_nearest_number_of_its_format(dtype: torch.dtype, step: float) -> None:
+    """Half a unit in the last of 3 or 2 bits; the largest magnitude is met exactly; the transpose holds the same."""
+    x = X.float() * 1e-3
+    found = cast(x, dtype, rows=True, columns=True)
+    assert found.rows is not None and found.columns is not None
+    back = found.rows.float() * found.inverse
+    assert float(((back - x).abs() / x.abs().clamp(min=float(x.abs().max()) / LIMITS[dtype])).max()) <= step * 1.001
+    assert float(found.rows.float().abs().max()) == LIMITS[dtype]
+    assert torch.equal(found.columns.float(), found.rows.float().t())
+
+
+def test_scale_follows_the_tensor() -> None:
+    """A tensor a billion times as large rounds to the same bits."""
+    first, second = (cast(x, FORWARD, rows=True) for x in (X.float(), X.float() * 2**30))
+    assert torch.equal(first.rows.float(), second.rows.float())  # type: ignore[union-attr]
+    assert float(second.inverse / first.inverse) == 2**30
+
+
+def test_zeros_and_what_is_not_finite() -> None:
+    zeros = cast(torch.zeros(4, 4), FORWARD, rows=True)
+    assert zeros.rows is not None and not zeros.rows.float().any()
+    for wrong in (float("nan"), float("inf")):
+        x = torch.ones(4, 4)
+        x[1, 2] = wrong
+        rows = cast(x, BACKWARD, rows=True).rows
+        assert rows is not None and rows.float()[1, 2].isnan()
+
+
+def test_the_sum_is_that_of_float64() -> None:
+    a, b = cast(GRAD.t(), BACKWARD, rows=True), cast(X.t(), FORWARD, rows=True)
+    assert a.rows is not None and b.rows is not None
+    exact = (a.rows.double() @ b.rows.double().t()) * (a.inverse.double() * b.inverse.double())
+    assert error(multiply(a.rows, b.rows, a.inverse, b.inverse, torch.float32), exact) < 1e-6
+
+
+def test_the_three_products() -> None:
+    """As far from float64 as 3 and 2 bits of mantissa are, in every product; a sink gets what is added, in fp32."""
+    x, weight, bias, grad = (t.bfloat16() for t in (X, WEIGHT, BIAS, GRAD))
+    prepared = FP8.prepare(grad)
+    assert error(FP8.output(x, weight, bias), X @ WEIGHT.t() + BIAS) < 0.05
+    assert error(FP8.input_gradient(prepared, weight), GRAD @ WEIGHT) < 0.08
+    exact = GRAD.t() @ X
+    assert error(FP8.weight_gradient(prepared, x), exact) < 0.08
+    sink = torch.ones(64, 48)
+    FP8.add_weight_gradient(sink, prepared, x)
+    assert sink.dtype == torch.float32 and error(sink - 1, exact) < 0.08
+
+
+def test_who_multiplies_how() -> None:
+    """The head keeps the compute dtype; without --fp8 nothing is cast."""
+    ops = choose(torch.device("cpu"), torch.bfloat16, fp8=True)
+    assert isinstance(ops.products, Fp8Products) and type(ops.products.exact()) is Products
+    assert type(choose(torch.device("cpu"), torch.bfloat16).products) is type(REFERENCE.products) is Products
