@@ -50,8 +50,8 @@ def test_a_resolved_run_passes_as_the_typed_one_does() -> None:
     [
         ({"dtype": "bf16", "grad_dtype": "bf16"}, "--grad-dtype of 16 bits: "),
         ({"optimizer": "sgd"}, "--optimizer sgd: "),
-        ({"embedding_fp32": True}, "--embedding-fp32: "),
-        ({"residual_fp32": True, "dtype": "bf16"}, "--residual-fp32: "),
+        ({"embedding_fp32": True}, "--embedding-fp32: needs --dtype bf16 or fp16, not fp32"),
+        ({"residual_fp32": True, "dtype": "bf16", "post_norm_residual": True}, "--residual-fp32: excludes --post-norm"),
         ({"residual_fp32": True}, "--residual-fp32: needs --dtype bf16 or fp16, not fp32"),
         ({"stage_layers": (1, 2)}, "--stage-layers 1 2: must be 1 numbers (--pp x --chunks) whose sum is --layers 2"),
         ({"layers_per_chunk": 3}, "--layers-per-chunk 3: must divide the 2 layers of a stage"),

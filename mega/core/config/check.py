@@ -105,10 +105,17 @@ def _pairs(run: RunConfig) -> Problems:
         yield _line(run, "weight_decay_style", "needs both --start-weight-decay and --end-weight-decay")
     if run.optimizer.lr is not None and 0 <= run.optimizer.lr < run.schedule.min_lr:
         yield _line(run, "min_lr", f"must be at most --lr {run.optimizer.lr}")
-    if run.precision.residual_fp32 and run.precision.dtype not in ("bf16", "fp16"):
-        yield _line(run, "residual_fp32", f"needs --dtype bf16 or fp16, not {run.precision.dtype}")
+    yield from _precision(run)
     if run.runtime.backend == "nccl" and run.runtime.device == "cpu":
         yield _line(run, "backend", "needs --device cuda; valid with --device cpu: auto, gloo")
+
+
+def _precision(run: RunConfig) -> Problems:
+    for name in ("residual_fp32", "embedding_fp32"):
+        if value_of(run, name) and run.precision.dtype not in ("bf16", "fp16"):
+            yield _line(run, name, f"needs --dtype bf16 or fp16, not {run.precision.dtype}")
+    if run.precision.residual_fp32 and run.model.post_norm_residual:
+        yield _line(run, "residual_fp32", "excludes --post-norm-residual, whose stream is the norms' 16-bit result")
 
 
 def _steps_or_samples(run: RunConfig) -> Problems:

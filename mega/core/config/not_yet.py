@@ -11,14 +11,6 @@ NOT_YET: dict[str, tuple[Callable[[RunConfig], bool], str]] = {
         lambda run: run.precision.dtype != "fp16" and run.precision.grad_dtype in ("fp16", "bf16"),
         "16-bit gradients are not built yet; valid --grad-dtype: fp32, fp64",
     ),
-    "--residual-fp32": (
-        lambda run: run.precision.residual_fp32,
-        "the fp32 residual stream is not built yet; leave the flag out",
-    ),
-    "--embedding-fp32": (
-        lambda run: run.precision.embedding_fp32,
-        "fp32 embeddings are not built yet; leave the flag out",
-    ),
     "--optimizer sgd": (
         lambda run: run.optimizer.optimizer == "sgd",
         "sgd is not built yet; valid --optimizer: adam",

@@ -85,11 +85,17 @@ class Sizes:
         # A product goes straight into a bucket of its own dtype, or else through a matrix of the weights' dtype.
         straight = self.kernels or run.precision.grad_dtype == run.precision.dtype
         self.product = 0 if straight else self.e
+        # A head that shares an fp32 table multiplies by a 16-bit copy of it.
+        self.copied = self.e if run.precision.embedding_fp32 and model.tied else 0
         self.again = run.memory.recompute == "selective"
-        self.residual = self.e * self.own * self.hidden
         self.cast = self.w if self.w != self.e else 0
+        wide_stream = self.cast and run.precision.residual_fp32
+        self.normed = self.e * self.own * self.hidden
+        self.residual = self.w * self.own * self.hidden if wide_stream else self.normed
+        # Norms keep the stream in the wide dtype: the stream itself, or a copy of it.
+        self.widened = 0 if wide_stream else self.cast
         # While a block runs, its caller holds the stream before it; what the norms keep of that is counted there.
-        self.stream = self.residual * (3 if self.cast and not self.kernels else 1)
+        self.stream = self.residual * (3 if self.widened and not self.kernels else 1)
 
     @property
     def turns_in_place(self) -> bool:
@@ -107,7 +113,7 @@ def footprint(run: RunConfig, blocks: int, *, first: bool, last: bool) -> Footpr
     sizes = Sizes(run)
     segments = list(chunk_segments(run, sizes, blocks, first=first, last=last))
     # Cargo is kept beside what autograd keeps; in wide dtypes the first norm keeps the very same tensor.
-    shared = bool(sizes.cast == 0 and blocks and segments[0].origin is None)
+    shared = bool(sizes.widened == 0 and blocks and segments[0].origin is None)
     cargo = 0 if first or shared else sizes.residual
     out = 0 if last else sizes.residual
     held = sum(segment.held for segment in segments) + cargo + out
@@ -135,7 +141,8 @@ def chunk_segments(run: RunConfig, sizes: Sizes, blocks: int, *, first: bool, la
         yield from (Segment(block, origin) for _ in range(singly))
         yield from (Segment(block) for _ in range(blocks - singly))
     # What leaves a stage is the stream with its last branch added.
-    yield Segment(tuple(head_ops(sizes)) if last else (Op("sum", 0, 3 * sizes.residual, sizes.residual),))
+    leaves = Op("sum", 0, 2 * sizes.residual + sizes.normed, sizes.residual)
+    yield Segment(tuple(head_ops(sizes)) if last else (leaves,))
 
 
 def _forward_peak(segments: list[Segment]) -> int:
@@ -188,10 +195,10 @@ def block_ops(z: Sizes) -> Iterator[Op]:
     """One block. A branch is added to the residual stream by the norm behind it."""
     model = z.model
     assert model.head_dim
-    yield _norm("attention norm", z, z.own, z.hidden, z.again)
+    yield _norm("attention norm", z, z.own, z.hidden, z.again, z.widened)
     yield _column("qkv", z, z.q + 2 * z.kv, z.again)
     if model.qk_norm:
-        yield _norm("q and k norm", z, z.tokens * (z.q + z.kv) // model.head_dim, model.head_dim, z.again)
+        yield _norm("q and k norm", z, z.tokens * (z.q + z.kv) // model.head_dim, model.head_dim, z.again, z.cast)
     if model.position == "rope" and not z.turns_in_place:
         turned = z.w * z.tokens * z.q
         yield Op("rotary", 0, z.stream + 2 * turned, 3 * turned)
@@ -199,7 +206,7 @@ def block_ops(z: Sizes) -> Iterator[Op]:
     yield _row("attention out", z, z.q)
     if model.hidden_dropout:
         yield _dropped("attention dropout", z)
-    yield _norm("feed-forward norm", z, z.own, z.hidden, z.again)
+    yield _norm("feed-forward norm", z, z.own, z.hidden, z.again, z.widened)
     yield _column("up", z, z.ffn * (2 if model.activation == "swiglu" else 1), z.again)
     yield _activation(z)
     yield _row("down", z, z.ffn, again=z.again, besides=0 if z.again else _unbiased(z))
@@ -209,12 +216,12 @@ def block_ops(z: Sizes) -> Iterator[Op]:
 
 def head_ops(z: Sizes) -> Iterator[Op]:
     scores = z.tokens * z.vocab
-    yield _norm("final norm", z, z.own, z.hidden, z.again)
-    grad = z.e * scores + 2 * z.whole_input + z.residual + z.product * z.vocab * z.hidden
+    yield _norm("final norm", z, z.own, z.hidden, z.again, z.widened)
+    grad = z.e * scores + 2 * z.whole_input + z.normed + max(z.product, z.copied) * z.vocab * z.hidden
     logits = Op(
         "logits",
-        0 if z.again else z.residual,
-        z.stream + z.e * scores + z.whole_input,
+        0 if z.again else z.normed,
+        z.stream + z.e * scores + z.whole_input + z.copied * z.vocab * z.hidden,
         grad + z.e * z.tokens * z.hidden,
     )
     yield logits
@@ -232,8 +239,9 @@ def _rotary_table(z: Sizes) -> Op:
     return Op("rotary table", z.w * z.tokens * width, 12 * z.tokens * width, 0)
 
 
-def _norm(name: str, z: Sizes, tokens: int, width: int, again: bool) -> Op:
-    """Keeps its input in the wide dtype, and statistics; RMSNorm also its result before the weight.
+def _norm(name: str, z: Sizes, tokens: int, width: int, again: bool, widened: int) -> Op:
+    """Keeps its input in the wide dtype (`widened` where it has another), and statistics; RMSNorm also its result
+    before the weight.
 
     Kernels keep the input as it is. The output is the next op's to keep; to compute it `again`, the input is kept.
     """
@@ -241,8 +249,9 @@ def _norm(name: str, z: Sizes, tokens: int, width: int, again: bool) -> Op:
     high, low = z.w * n, z.e * n
     rms = z.model.norm == "rmsnorm"
     if z.kernels:
-        return Op(name, low + z.w * tokens * (1 if rms else 2), z.stream + 2 * z.residual, z.residual + 2 * low)
-    original = low if again and z.cast else 0
+        kept = low if widened or not z.cast else high
+        return Op(name, kept + z.w * tokens * (1 if rms else 2), z.stream + 2 * z.residual, z.residual + 2 * low)
+    original = low if again and widened else 0
     if rms:
         return Op(name, original + high + low + z.w * tokens, z.stream + high, z.residual + low + 4 * high)
     weights = 2 * width * z.w if z.cast else width * z.w * z.model.norm_offset
@@ -253,16 +262,16 @@ def _column(name: str, z: Sizes, outs: int, again: bool) -> Op:
     """Keeps its input, as one rank has it between regions, unless that is computed again."""
     y = z.e * z.tokens * outs
     weight = z.product * outs * z.hidden
-    inner = z.whole_input + z.e * z.tokens * z.hidden + (z.residual if z.seq else 0)
-    kept = 0 if again else z.residual
-    return Op(name, kept, (z.residual - kept) + z.stream + z.whole_input + y, z.residual + y + inner + weight)
+    inner = z.whole_input + z.e * z.tokens * z.hidden + (z.normed if z.seq else 0)
+    kept = 0 if again else z.normed
+    return Op(name, kept, (z.normed - kept) + z.stream + z.whole_input + y, z.residual + y + inner + weight)
 
 
 def _row(name: str, z: Sizes, ins: int, again: bool = False, besides: int = 0) -> Op:
     """Keeps its input, unless that is computed again. besides: what else lives in its forward."""
     x, y = z.e * z.tokens * ins, z.e * z.tokens * z.hidden
     weight = z.product * ins * z.hidden
-    outs = y * (2 if z.tp > 1 and not z.seq else 1) + (z.residual if z.seq else 0)
+    outs = y * (2 if z.tp > 1 and not z.seq else 1) + (z.normed if z.seq else 0)
     backward = z.residual + z.whole_input + x + weight
     if again:
         return Op(name, 0, z.stream + outs + besides + x, backward + x)
@@ -272,7 +281,7 @@ def _row(name: str, z: Sizes, ins: int, again: bool = False, besides: int = 0) -
 def _dropped(name: str, z: Sizes) -> Op:
     """Keeps one byte per element."""
     n = z.own * z.hidden
-    return Op(name, n, HASH * n + z.stream + z.residual, 3 * z.residual)
+    return Op(name, n, HASH * n + z.stream + z.normed, z.residual + 2 * z.normed)
 
 
 def _activation(z: Sizes) -> Op:

@@ -46,11 +46,15 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Bucket:
-    """One flat bucket: elements with padding, elements of parameters, and of the span that this rank updates."""
+    """One flat bucket: elements with padding, elements of parameters, and of the span that this rank updates.
+
+    dtype: of its weights.
+    """
 
     length: int
     parameters: int
     span: int
+    dtype: str
 
 
 @dataclass(frozen=True)
@@ -85,7 +89,7 @@ def stage_weights(run: RunConfig, dp: int, stage: int) -> Weights:
     parallel, precision = run.parallel, run.precision
     buckets = list(stage_buckets(run, dp, stage))
     length, span = sum(bucket.length for bucket in buckets), sum(bucket.span for bucket in buckets)
-    weight, high = BYTES[precision.dtype], wide(precision.dtype)
+    high = wide(precision.dtype)
     assert precision.grad_dtype is not None
     grads = (span if parallel.zero >= 2 else length) * BYTES[precision.grad_dtype]
     if parallel.zero and dp * parallel.cp > 1 and run.runtime.device == "cpu":
@@ -93,11 +97,11 @@ def stage_weights(run: RunConfig, dp: int, stage: int) -> Weights:
     momentum = {"adam": 2, "sgd": 1 if run.optimizer.sgd_momentum else 0}[run.optimizer.optimizer]
     return Weights(
         parameters=sum(bucket.parameters for bucket in buckets),
-        weights=(span if parallel.zero >= 3 else length) * weight,
+        weights=sum((one.span if parallel.zero >= 3 else one.length) * BYTES[one.dtype] for one in buckets),
         grads=grads,
-        masters=span * high if high != weight else 0,
+        masters=sum(one.span * high for one in buckets if BYTES[one.dtype] != high),
         moments=momentum * span * high,
-        largest=max(bucket.length for bucket in buckets) * weight,
+        largest=max(one.length * BYTES[one.dtype] for one in buckets),
     )
 
 
@@ -108,7 +112,8 @@ def stage_buckets(run: RunConfig, dp: int, stage: int) -> Iterator[Bucket]:
         for group in _groups(run, chunk):
             end = sum(_up(parameter.elements, ALIGNMENT) for parameter in group)
             length = _up(end, shares * ALIGNMENT)
-            yield Bucket(length, sum(parameter.elements for parameter in group), length // shares)
+            elements = sum(parameter.elements for parameter in group)
+            yield Bucket(length, elements, length // shares, _dtype(run, group[0].tensor))
 
 
 def stage_parameters(run: RunConfig, stage: int) -> Iterator[list[Parameter]]:
@@ -144,16 +149,18 @@ def _modules(model: ModelConfig, tp: int) -> tuple[list[Parameter], list[Paramet
 
 def _groups(run: RunConfig, chunk: list[Parameter]) -> Iterator[list[Parameter]]:
     """Neighbouring parameters whose gradients reduce alike, at least `bucket_size` elements where there are as many."""
-    groups: dict[str, list[Parameter]] = {}
-    sizes: dict[str, int] = {}
+    groups: dict[tuple[str, str], list[Parameter]] = {}
     for parameter in chunk:
-        kind = _kind(run, parameter.tensor)
-        groups.setdefault(kind, []).append(parameter)
-        sizes[kind] = sizes.get(kind, 0) + parameter.elements
-        if kind == "tied" or sizes[kind] >= run.parallel.bucket_size:
-            yield groups.pop(kind)
-            del sizes[kind]
+        alike = _kind(run, parameter.tensor), _dtype(run, parameter.tensor)
+        group = groups.setdefault(alike, [])
+        group.append(parameter)
+        if alike[0] == "tied" or sum(one.elements for one in group) >= run.parallel.bucket_size:
+            yield groups.pop(alike)
     yield from groups.values()
+
+
+def _dtype(run: RunConfig, tensor: Tensor) -> str:
+    return "fp32" if run.precision.embedding_fp32 and "embedding" in tensor.places else run.precision.dtype
 
 
 def _kind(run: RunConfig, tensor: Tensor) -> str:

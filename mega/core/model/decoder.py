@@ -34,10 +34,21 @@ OUTSIDE = -1
 
 
 class Embedding(nn.Module):
-    """Token rows, scaled where the model says so, plus learned or sinusoidal positions, then dropout."""
+    """Token rows, scaled where the model says so, plus learned or sinusoidal positions; in the residual stream's dtype,
+    then dropout.
+    """
 
-    def __init__(self, make: Maker, model: ModelConfig, tensors: dict[str, Tensor], tp: Axis, sequence: bool):
+    def __init__(
+        self,
+        make: Maker,
+        model: ModelConfig,
+        tensors: dict[str, Tensor],
+        tp: Axis,
+        sequence: bool,
+        residual: torch.dtype,
+    ):
         super().__init__()
+        self.residual = residual
         self.tokens = VocabEmbedding(make, tensors["model.embed_tokens.weight"], tp, sequence)
         table = tensors.get("model.embed_positions.weight")
         self.positions = make(table) if table is not None else None
@@ -55,7 +66,7 @@ class Embedding(nn.Module):
             x = x + look_up(where, self.positions)
         elif self.offset is not None:
             x = x + sinusoid(where + self.offset, x.shape[-1], x.dtype)
-        return flow.drop(x, self.dropout, OUTSIDE, "embedding")
+        return flow.drop(x.to(self.residual), self.dropout, OUTSIDE, "embedding")
 
 
 class Head(nn.Module):
@@ -92,7 +103,7 @@ class Head(nn.Module):
 class DecoderStage(nn.Module):
     """The blocks `layers` of a decoder, with embedding and head where this stage has them.
 
-    dropout_seed: None switches dropout off.
+    dropout_seed: None switches dropout off. residual: dtype of the residual stream, where it is not the weights'.
     """
 
     def __init__(
@@ -108,15 +119,19 @@ class DecoderStage(nn.Module):
         dropout_seed: int | None = None,
         embedding: Weight | None = None,
         recompute: MemoryConfig | None = None,
+        residual: torch.dtype | None = None,
     ):
         super().__init__()
         self.model, self.tp, self.sequence = model, tp, sequence and tp.size > 1
         self.dropout_seed, self.dtype = dropout_seed, make.dtype
+        self.residual = residual if residual is not None else make.dtype
         by_place: dict[Place, dict[str, Tensor]] = {}
         for tensor in inventory(model):
             for place in tensor.places:
                 by_place.setdefault(place, {})[tensor.name] = tensor
-        self.embedding = Embedding(make.exact, model, by_place["embedding"], tp, self.sequence) if first else None
+        self.embedding = (
+            Embedding(make.exact, model, by_place["embedding"], tp, self.sequence, self.residual) if first else None
+        )
         self.layers = list(layers)
         self.blocks = nn.ModuleList(
             Block(make, model, _relative(by_place[layer], layer), layer, tp, self.sequence) for layer in self.layers
@@ -137,7 +152,7 @@ class DecoderStage(nn.Module):
         """Shape and dtype of what flows between stages for b rows of s tokens."""
         assert self.model.hidden
         tokens = rows * columns // (self.tp.size if self.sequence else 1)
-        return [((tokens, self.model.hidden), self.dtype)]
+        return [((tokens, self.model.hidden), self.residual)]
 
     def hidden(self, batch: DecoderBatch, *cargo: torch.Tensor) -> torch.Tensor:
         """Everything up to the head: [tokens, h], our tokens under sequence."""

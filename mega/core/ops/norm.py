@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm: statistics in max(fp32, dtype), result in the input's dtype."""
+"""LayerNorm and RMSNorm: statistics in max(fp32, dtype), result in the weight's dtype; the stream may be wider."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ def accurate(dtype: torch.dtype) -> torch.dtype:
 def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
     """x [..., h], weight and bias [h] (Ba et al. 2016)."""
     wide = accurate(x.dtype)
-    return F.layer_norm(x.to(wide), x.shape[-1:], weight.to(wide), bias.to(wide), eps).to(x.dtype)
+    return F.layer_norm(x.to(wide), x.shape[-1:], weight.to(wide), bias.to(wide), eps).to(weight.dtype)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x / rms(x) rounded to x's dtype, times weight [h] (Zhang and Sennrich 2019; rounding as in Llama)."""
+    """x / rms(x) rounded to the weight's dtype, times weight [h] (Zhang and Sennrich 2019; rounding as in Llama)."""
     wide = x.to(accurate(x.dtype))
     scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return (wide * scale).to(x.dtype) * weight
+    return (wide * scale).to(weight.dtype) * weight
 
 
 def add_norm(

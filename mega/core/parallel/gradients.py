@@ -169,18 +169,19 @@ class GradBuffer:
         return "whole"
 
     def _groups(self, unit: nn.Module, least: int) -> Iterator[tuple[Kind, list[Weight]]]:
-        """Neighbouring weights of one kind, at least `least` elements together where there are as many."""
-        open_groups: dict[Kind, list[Weight]] = {}
+        """Neighbouring weights of one kind and dtype, at least `least` elements where there are as many."""
+        open_groups: dict[tuple[Kind, torch.dtype], list[Weight]] = {}
         for weight in weights(unit):
             if id(weight) in self._claimed:  # a tied tensor of two chunks or units of one rank
                 continue
             self._claimed.add(id(weight))
             kind = self._kind(weight)
-            group = open_groups.setdefault(kind, [])
+            group = open_groups.setdefault((kind, weight.dtype), [])
             group.append(weight)
             if kind == "tied" or (sum(w.numel() for w in group) >= least and self.zero < 3):
-                yield kind, open_groups.pop(kind)
-        yield from open_groups.items()
+                yield kind, open_groups.pop((kind, weight.dtype))
+        for (kind, _), group in open_groups.items():
+            yield kind, group
 
     def _bucket(self, kind: Kind, group: list[Weight]) -> Bucket:
         decays = [w for w in group if w.slots[0].shard.tensor.decays]

@@ -30,7 +30,7 @@ class _ColumnProduct(torch.autograd.Function):
     ) -> torch.Tensor:
         keep(ctx, x)
         ctx.weight, ctx.axis, ctx.sequence = weight, axis, sequence
-        return weight.ops.products.output(all_gather(x, axis) if sequence else x, weight, bias)
+        return weight.ops.products.output(all_gather(x, axis) if sequence else x, weight.to(x.dtype), bias)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None, None]:
@@ -39,7 +39,7 @@ class _ColumnProduct(torch.autograd.Function):
         # 1 ask for the whole input again while the input's gradient is computed
         whole, gathered = start_all_gather(x, axis) if sequence else (x, None)
         grad = weight.ops.products.prepare(grad)
-        grad_x = weight.ops.products.input_gradient(grad, weight)
+        grad_x = weight.ops.products.input_gradient(grad, weight.to(x.dtype))
         # 2 sum the input's gradient over ranks while the weight's gradient is computed
         if sequence:
             grad_x, summed = start_reduce_scatter(grad_x, axis)

@@ -102,8 +102,8 @@ class Weight(nn.Parameter):
 class Maker:
     """Makes the weights of one rank: `coordinates` as in `shard`, memory on `device`, values not set.
 
-    ops: what the layers that hold the weights compute with. again: norms and activations are computed again in the
-    backward pass, not kept.
+    embedding: dtype of the tables in front of the first block, where it is not `dtype`. ops: what the layers that hold
+    the weights compute with. again: norms and activations are computed again in the backward pass, not kept.
     """
 
     coordinates: Mapping[str, tuple[int, int]]
@@ -111,6 +111,7 @@ class Maker:
     device: torch.device
     ops: Ops = REFERENCE
     again: bool = False
+    embedding: torch.dtype | None = None
 
     @property
     def exact(self) -> Maker:
@@ -125,7 +126,9 @@ class Maker:
             slots.append(Slot(block, offset))
             offset += block.local[0]
         shape = (offset, *slots[0].shard.local[1:])
-        return Weight(torch.empty(shape, dtype=self.dtype, device=self.device), tuple(slots), self.ops)
+        table = "embedding" in slots[0].shard.tensor.places
+        dtype = self.embedding if self.embedding is not None and table else self.dtype
+        return Weight(torch.empty(shape, dtype=dtype, device=self.device), tuple(slots), self.ops)
 
 
 def weights(module: nn.Module) -> Iterator[Weight]:

@@ -32,6 +32,7 @@ def build_stages(run: RunConfig, mesh: Mesh, device: torch.device) -> list[Decod
         device,
         across(chosen_ops(run, device), mesh.cp, parallel.cp_comm),
         again=run.memory.recompute == "selective",
+        embedding=torch.float32 if run.precision.embedding_fp32 else None,
     )
     layers = stage_layers(model.layers, mesh.pp.size, parallel.chunks, parallel.stage_layers)[mesh.pp.index]
     drops = bool(model.hidden_dropout or model.attention_dropout)
@@ -51,6 +52,7 @@ def build_stages(run: RunConfig, mesh: Mesh, device: torch.device) -> list[Decod
             dropout_seed=run.runtime.seed if drops else None,
             embedding=shared,
             recompute=run.memory,
+            residual=torch.float32 if run.precision.residual_fp32 else None,
         )
         if stage.embedding is not None and model.tied:
             shared = stage.embedding.tokens.weight

@@ -113,20 +113,14 @@ def restore(state: TrainState, origin: Origin) -> None:
     """
     checkpoint, run = origin.checkpoint, state.run
     _same_model(run, checkpoint)
-    has_masters = any(key.startswith("master/") for key in checkpoint.tensors)
-    weights = list(state.weight_pieces(mine=False))
-    if has_masters:
-        # Masters are the truth; weights of another dtype are rounded from them.
-        weights = [dataclasses.replace(piece, key=piece.key.replace("weights/", "master/", 1)) for piece in weights]
-    checkpoint.read(weights, cast=True)
+    # Masters are the truth; weights of another dtype are rounded from them.
+    checkpoint.read([_truest(piece, checkpoint) for piece in state.weight_pieces(mine=False)], cast=True)
     state.optimizer.masters_from_weights()
-    if origin.weights_only or not run.checkpoint.load_optim:
-        if has_masters:
-            checkpoint.read([p for p in state.optimizer_pieces(mine=False) if p.key.startswith("master/")], cast=True)
-    else:
-        wanted = list(state.optimizer_pieces(mine=False))
-        if not has_masters:
-            wanted = [piece for piece in wanted if not piece.key.startswith("master/")]
+    held = list(state.optimizer_pieces(mine=False))
+    masters = [piece for piece in held if piece.key.startswith("master/")]
+    checkpoint.read([piece for piece in masters if piece.key in checkpoint.tensors], cast=True)
+    if not origin.weights_only and run.checkpoint.load_optim:
+        wanted = [piece for piece in held if not piece.key.startswith("master/")]
         missing = next((piece.key for piece in wanted if piece.key not in checkpoint.tensors), None)
         if missing is not None:
             raise CheckpointError(
@@ -138,6 +132,12 @@ def restore(state: TrainState, origin: Origin) -> None:
             state.scaler.restore(checkpoint.meta["scaler"])
     if not origin.weights_only:
         state.progress = Progress(**checkpoint.meta["progress"])
+
+
+def _truest(weight: Piece, checkpoint: Checkpoint) -> Piece:
+    """A weight read from its master, where the checkpoint holds one."""
+    master = weight.key.replace("weights/", "master/", 1)
+    return dataclasses.replace(weight, key=master) if master in checkpoint.tensors else weight
 
 
 def _same_model(run: RunConfig, checkpoint: Checkpoint) -> None:

@@ -109,7 +109,7 @@ class _AddNorm(torch.autograd.Function):
         width = x.shape[-1]
         rows = x.numel() // width
         total = x if branch is None else torch.empty_like(x)
-        normed = torch.empty_like(x)
+        normed = torch.empty_like(x, dtype=weight.dtype)
         mean, rstd = torch.empty(2, rows, dtype=torch.float32, device=x.device)
         block, warps = _shape(width)
         _norm_forward[(rows,)](
