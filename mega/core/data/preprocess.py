@@ -41,6 +41,7 @@ OnError = Literal["stop", "skip"]
 
 _LISTED = 100  # skipped lines that are named; the others are counted
 _BYTES_UNDER_WAY = 64 << 20
+_BATCH_BYTES = 1 << 17  # of lines that are parsed and tokenised together
 
 
 class Documents(NamedTuple):
@@ -115,8 +116,9 @@ def preprocess(
     level = "document" if sentences is None else "sentence"
     report = Report(outputs=[f"{output_prefix}_{key}_{level}" for key in json_keys])
     dtype = token_dtype(made.vocab_size)
-    job = _Job(tuple(json_keys), eod, dtype, on_error == "skip", sentences)
-    identity = [asdict(job) | {"dtype": str(dtype)}, made.fingerprint(), _stamps(paths), list(shard), text_lines]
+    job = _Job(tuple(json_keys), eod, dtype, sentences)
+    work = asdict(job) | {"dtype": str(dtype), "shard": shard, "text_lines": text_lines, "on_error": on_error}
+    identity = [work, made.fingerprint(), _stamps(paths)]
     notes = _Notes(Path(f"{output_prefix}.resume.json"), identity, save_every) if resume else None
     saved = notes.load() if notes else None
     if saved and saved["finished"] and all(_published(prefix) for prefix in report.outputs):
@@ -124,7 +126,7 @@ def preprocess(
         notes.drop()
         return Report(**saved["report"])
     states = saved["writers"] if saved else [None] * len(report.outputs)
-    begin = Begin(**saved["begin"]) if saved else Begin()
+    begin, line = (Begin(**saved["begin"]), saved["line"]) if saved else (Begin(), 0)
     if saved:
         report = Report(**saved["report"])
 
@@ -135,22 +137,28 @@ def preprocess(
         ]
         read = _blocks(pieces(paths, shard), json_keys, text_lines, begin)
         encoded = open_now.enter_context(contextlib.closing(_encoded(read, made, tokenizer, job, workers)))
-        for (block, begin), documents, reasons in encoded:
-            for writer, part in zip(writers, documents, strict=True):
+        for (block, after), found in encoded:
+            if after.piece != begin.piece:
+                line = 0
+            reasons = [f"{block.name}:{line + number}: {reason}" for number, reason in found.reasons]
+            if reasons and on_error == "stop":
+                raise BadLine(reasons[0])
+            for writer, part in zip(writers, found.documents, strict=True):
                 writer.extend(*part)
-            report.documents += len(documents[0].counts)
+            report.documents += len(found.documents[0].counts)
             report.tokens = sum(writer.tokens for writer in writers)
-            report.bytes += len(block.text)
-            report.skipped += len(reasons)
+            report.bytes += block.size
+            report.skipped += found.skipped
             report.reasons += reasons[: _LISTED - len(report.reasons)]
+            begin, line = after, line + found.lines
             if notes and notes.due():
-                notes.save(writers, begin, report)
+                notes.save(writers, begin, line, report)
             if progress:
                 progress(report, block.read)
         if not report.documents and shard == (0, 1):
             raise ValueError(f"--input {' '.join(map(str, inputs))}: holds no document")
         if notes:
-            notes.save(writers, begin, report, finished=True)
+            notes.save(writers, begin, line, report, finished=True)
     if notes:
         notes.drop()
     return report
@@ -166,25 +174,26 @@ def _checked_eod(tokenizer: Tokenizer, append_eod: bool) -> int | None:
 
 
 class Begin(NamedTuple):
-    """Where reading begins: the piece, how much of it is done, and the number of its next line."""
+    """Where reading begins: the piece, and how much of it is done."""
 
     piece: int = 0
     done: int = 0
-    line: int = 1
 
 
-Read = tuple[Block, Begin]
-"""A block, and where reading goes on behind it."""
+class Read(NamedTuple):
+    """A block, and where reading goes on behind it."""
+
+    block: Block
+    after: Begin
 
 
 def _blocks(found: Sequence[Piece], keys: Sequence[str], text_lines: bool, begin: Begin) -> Iterator[Read]:
     """The blocks of every piece, in order, from `begin` on."""
-    _, done, line = begin
+    done = begin.done
     for number, piece in enumerate(found[begin.piece :], begin.piece):
-        for block in blocks(piece, keys, text_lines=text_lines, done=done, line=line):
-            next_line = block.first_line + block.lines + (block.problem is not None)
-            yield block, Begin(number, block.done, next_line)
-        done, line = 0, 1
+        for block in blocks(piece, keys, text_lines=text_lines, done=done):
+            yield Read(block, Begin(number, block.done))
+        done = 0
 
 
 # --- 2 encode -------------------------------------------------------------------------------------------------------
@@ -197,17 +206,32 @@ class _Job:
     keys: tuple[str, ...]
     eod: int | None
     dtype: np.dtype[Any]
-    skip: bool
     sentences: Sentences | None
 
     def worker(self, tokenizer: Tokenizer) -> _Worker:
         cut = self.sentences
-        split = splitter(cut.splitter, cut.language, cut.keep_newlines) if cut else _whole
+        split = splitter(cut.splitter, cut.language, cut.keep_newlines) if cut else None
         return _Worker(self, tokenizer, split)
 
 
-def _whole(text: str) -> list[str]:
-    return [text]
+class Encoded(NamedTuple):
+    """What has become of a block.
+
+    documents: one per key; lines: how many the block has; skipped: those that hold no document, and for the first of
+    them the number within the block and the reason.
+    """
+
+    documents: list[Documents]
+    lines: int
+    skipped: int
+    reasons: list[tuple[int, str]]
+
+
+class _Batch(NamedTuple):
+    """Neighbouring documents on their way to the tokenizer: their lines, and of each the sentences under every key."""
+
+    lines: list[int]
+    texts: list[list[list[str]]]
 
 
 @dataclass(frozen=True)
@@ -216,87 +240,93 @@ class _Worker:
 
     job: _Job
     tokenizer: Tokenizer
-    split: Callable[[str], list[str]]
+    split: Callable[[str], list[str]] | None
 
-    def encode(self, block: Block) -> tuple[list[Documents], list[str]]:
-        """A `Documents` per key, and why lines were skipped. Raises BadLine where none may be."""
-        numbers: list[int] = []
-        texts: list[list[list[str]]] = []  # [document][key][sentence]
-        reasons: list[str] = []
-        for number, line in enumerate(block.text.split(b"\n"), block.first_line):
-            if not line or line.isspace():
-                continue
-            try:
-                texts.append(self._texts(line))
-                numbers.append(number)
-            except ValueError as error:
-                reasons.append(self._bad(block, number, error))
+    def encode(self, block: Block) -> Encoded:
+        """The documents of a block. Raises ValueError where its file cannot be read."""
+        text = block.lines()
+        lines = text.count(b"\n") + (not text.endswith(b"\n") and bool(text))
+        bad: list[tuple[int, str]] = []
+        parts = [part for batch in self._batches(text, lines, bad) for part in self._parts(batch, bad)]
         if block.problem:
-            reasons.append(self._bad(block, block.first_line + block.lines, ValueError(block.problem)))
-        try:
-            return self._per_key(texts), reasons
-        except ValueError:  # the tokenizer refuses a text: find it, one by one
-            parts: list[list[Documents]] = []
-            for number, text in zip(numbers, texts, strict=True):
-                try:
-                    parts.append(self._per_key([text]))
-                except ValueError as error:
-                    reasons.append(self._bad(block, number, error))
-            return [_joined([part[k] for part in parts]) for k in range(len(self.job.keys))], reasons
+            lines += 1
+            bad.append((lines, block.problem))
+        documents = [self._finished([part[k] for part in parts]) for k in range(len(self.job.keys))]
+        return Encoded(documents, lines, len(bad), sorted(bad)[:_LISTED])
 
-    def _per_key(self, texts: Sequence[Sequence[Sequence[str]]]) -> list[Documents]:
-        return [self._documents([text[k] for text in texts]) for k in range(len(self.job.keys))]
+    def _batches(self, text: bytes, lines: int, bad: list[tuple[int, str]]) -> Iterator[_Batch]:
+        """The documents, in runs that stay in a processor's cache while they are parsed and tokenised."""
+        from orjson import loads  # its error is a ValueError, for broken UTF-8 and deep nesting too
 
-    def _bad(self, block: Block, number: int, error: ValueError) -> str:
-        reason = f"{block.name}:{number}: {error}"
-        if not self.job.skip:
-            raise BadLine(reason) from None
-        return reason
+        view, begin, stop, batch = memoryview(text), 0, _BATCH_BYTES, _Batch([], [])
+        for number in range(1, lines + 1):
+            end = text.find(b"\n", begin)
+            line = view[begin : end if end >= 0 else None]
+            try:
+                batch.texts.append(self._texts(loads(line)))
+                batch.lines.append(number)
+            except ValueError as error:
+                if line and not bytes(line).isspace():
+                    bad.append((number, str(error)))
+            begin = end + 1
+            if begin >= stop:
+                yield batch
+                batch, stop = _Batch([], []), begin + _BATCH_BYTES
+        yield batch
 
-    def _texts(self, line: bytes) -> list[list[str]]:
-        """The sentences under each key of one JSON object; a plain string is one, unless it is to be cut."""
-        import orjson
-
-        found = orjson.loads(line)  # its error is a ValueError, for broken UTF-8 and deep nesting too
+    def _texts(self, found: Any) -> list[list[str]]:
+        """The sentences under each key of a line's value; a plain string is one, unless it is to be cut."""
         if not isinstance(found, dict):
             raise ValueError("not a JSON object")
-        return [[part for sentence in _sentences(found, key) for part in self.split(sentence)] for key in self.job.keys]
+        columns = [_sentences(found, key) for key in self.job.keys]
+        if self.split is None:
+            return columns
+        return [[part for sentence in column for part in self.split(sentence)] for column in columns]
+
+    def _parts(self, batch: _Batch, bad: list[tuple[int, str]]) -> list[list[Documents]]:
+        """A batch as one part; where the tokenizer refuses a text, as a part for each document that it takes."""
+        try:
+            return [[self._documents([texts[k] for texts in batch.texts]) for k in range(len(self.job.keys))]]
+        except ValueError as error:
+            if len(batch.lines) == 1:
+                bad.append((batch.lines[0], str(error)))
+                return []
+        singly = (_Batch([line], [texts]) for line, texts in zip(*batch, strict=True))
+        return [part for one in singly for part in self._parts(one, bad)]
 
     def _documents(self, documents: Sequence[Sequence[str]]) -> Documents:
-        """Tokenise documents of sentences; sentences without a token are dropped, then eod is appended."""
+        """Documents of sentences as they come from the tokenizer."""
         ids, offsets = self.tokenizer.encode_batch([text for sentences in documents for text in sentences])
-        lengths = np.diff(offsets)
-        owners = np.repeat(np.arange(len(documents)), [len(sentences) for sentences in documents])
+        limit = np.iinfo(self.job.dtype).max
+        if len(ids) and (largest := int(ids.max())) > limit:
+            raise ValueError(f"token id {largest} is above {limit}, the largest that {self.job.dtype} holds")
+        counts = np.array([len(sentences) for sentences in documents], np.int64)
+        return Documents(ids.astype(self.job.dtype), np.diff(offsets), counts)
+
+    def _finished(self, parts: Sequence[Documents]) -> Documents:
+        """All parts one behind another; sentences without a token are dropped, then eod is appended."""
+        nothing = Documents(np.zeros(0, self.job.dtype), np.zeros(0, np.int64), np.zeros(0, np.int64))
+        ids, lengths, counts = (np.concatenate(column) for column in zip(nothing, *parts, strict=True))
+        owners = np.repeat(np.arange(len(counts)), counts)
         lengths, owners = lengths[lengths > 0], owners[lengths > 0]
-        counts = np.bincount(owners, minlength=len(documents))
+        counts = np.bincount(owners, minlength=len(counts))
         if self.job.eod is not None and len(lengths):
             lasts = np.flatnonzero(np.diff(owners, append=-1))  # the last sentence of each document that has one
             ids = np.insert(ids, np.cumsum(lengths)[lasts], self.job.eod)
             lengths[lasts] += 1
-        limit = np.iinfo(self.job.dtype).max
-        if ids.max(initial=0) > limit:
-            raise ValueError(f"token id {ids.max()} is above {limit}, the largest that {self.job.dtype} holds")
-        return Documents(ids.astype(self.job.dtype), lengths, counts)
+        return Documents(ids, lengths, counts)
 
 
 def _sentences(found: dict[str, Any], key: str) -> list[str]:
+    value = found.get(key)
+    if isinstance(value, str):
+        return [value]
     if key not in found:
         raise ValueError(f'no key "{key}"; there are {", ".join(map(repr, found)) or "none"}')
-    value = found[key]
-    sentences = [value] if isinstance(value, str) else value
-    if not isinstance(sentences, list) or not all(isinstance(sentence, str) for sentence in sentences):
+    if not isinstance(value, list) or not all(isinstance(sentence, str) for sentence in value):
         raise ValueError(f'"{key}" is neither a string nor a list of strings')
-    return sentences
+    return value
 
-
-def _joined(parts: Sequence[Documents]) -> Documents:
-    """Documents one behind another."""
-    columns = zip(*parts, strict=True) if parts else ([], [], [])
-    ids, lengths, counts = (np.concatenate([np.zeros(0, np.int64), *column]) for column in columns)
-    return Documents(ids, lengths, counts)
-
-
-Encoded = tuple[Read, list[Documents], list[str]]
 
 _worker: _Worker  # of this process, if it is a worker
 
@@ -306,20 +336,20 @@ def _start_worker(tokenizer: Mapping[str, Any], job: _Job) -> None:
     _worker = job.worker(build(**tokenizer))
 
 
-def _encode_in_worker(block: Block) -> tuple[list[Documents], list[str]]:
+def _encode_in_worker(block: Block) -> Encoded:
     return _worker.encode(block)
 
 
 def _encoded(
     read: Iterator[Read], made: Tokenizer, tokenizer: Mapping[str, Any], job: _Job, workers: int
-) -> Generator[Encoded]:
-    """Every block with its documents, in the order of the input."""
+) -> Generator[tuple[Read, Encoded]]:
+    """Every block with what has become of it, in the order of the input."""
     if workers == 1:
         alone = job.worker(made)
-        for block, after in read:
-            yield ((block, after), *alone.encode(block))
+        for read_now in read:
+            yield read_now, alone.encode(read_now.block)
         return
-    under_way: deque[tuple[Read, Future[tuple[list[Documents], list[str]]]]] = deque()
+    under_way: deque[tuple[Read, Future[Encoded]]] = deque()
     held = 0
     with (
         _one_thread_each(),
@@ -328,16 +358,16 @@ def _encoded(
         ) as pool,
     ):
         try:
-            for block, after in read:
-                under_way.append(((block, after), pool.submit(_encode_in_worker, block)))
-                held += len(block.text)
+            for read_now in read:
+                under_way.append((read_now, pool.submit(_encode_in_worker, read_now.block)))
+                held += read_now.block.size
                 while len(under_way) > 3 * workers or (held > _BYTES_UNDER_WAY and under_way):
                     done, future = under_way.popleft()
-                    held -= len(done[0].text)
-                    yield (done, *future.result())
+                    held -= done.block.size
+                    yield done, future.result()
             while under_way:
                 done, future = under_way.popleft()
-                yield (done, *future.result())
+                yield done, future.result()
         except BrokenProcessPool:
             raise ChildProcessError("a worker was killed, perhaps for lack of memory; nothing was published") from None
         finally:
@@ -391,11 +421,15 @@ class _Notes:
     def due(self) -> bool:
         return time.monotonic() - self._last >= self._every
 
-    def save(self, writers: Sequence[IndexedWriter], begin: Begin, report: Report, *, finished: bool = False) -> None:
+    def save(
+        self, writers: Sequence[IndexedWriter], begin: Begin, line: int, report: Report, *, finished: bool = False
+    ) -> None:
+        """line: how many lines of the piece are done."""
         state = {
             "identity": self._identity,
             "finished": finished,
             "begin": begin._asdict(),
+            "line": line,
             "report": asdict(report),
             "writers": [writer.state() for writer in writers],
         }

@@ -11,6 +11,7 @@ import gzip
 import io
 import json
 import lzma
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ BLOCK_BYTES = 1 << 22
 MOST_LINE_BYTES = 1 << 27
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
+_TOO_LONG = "a line longer than {} MiB"
 _PACKED = (".gz", ".zst", ".xz")
 _ROWS = 1024
 
@@ -32,20 +34,43 @@ class BadLine(ValueError):
     """A line that holds no document; its message names file and line."""
 
 
-class Block(NamedTuple):
-    """Neighbouring lines, or a reason why one line is none.
+class Place(NamedTuple):
+    """A run of bytes of a file."""
 
-    name: of the file, for messages; first_line: the number of the first line; text: whole JSON lines.
+    path: Path
+    first: int
+    size: int
+
+    def read(self) -> bytes:
+        """Raises ValueError naming the file where it has shrunk meanwhile."""
+        with open(self.path, "rb", buffering=0) as file:
+            data = os.pread(file.fileno(), self.size, self.first)
+        if len(data) < self.size:
+            raise ValueError(f"{self.path}: has become shorter while it was read")
+        return data
+
+
+class Block(NamedTuple):
+    """Neighbouring lines, or a reason why the line behind them is none.
+
+    name: of the file, for messages; text: whole JSON lines, or where they lie in a file, for whoever wants them.
     done: units of the piece (bytes unpacked, or rows) before the block's end; read: bytes of all files as stored.
     """
 
     name: str
-    first_line: int
-    text: bytes
-    lines: int
+    text: bytes | Place
     done: int
     read: int
     problem: str | None = None
+
+    @property
+    def size(self) -> int:
+        """Bytes of text."""
+        return self.text.size if isinstance(self.text, Place) else len(self.text)
+
+    def lines(self) -> bytes:
+        """The text. Raises ValueError naming the file where it cannot be read."""
+        return self.text.read() if isinstance(self.text, Place) else self.text
 
 
 @dataclass(frozen=True)
@@ -148,19 +173,21 @@ def pieces(paths: Sequence[Path], shard: tuple[int, int] = (0, 1)) -> list[Piece
     return found
 
 
-def blocks(piece: Piece, keys: Sequence[str], *, text_lines: bool, done: int = 0, line: int = 1) -> Iterator[Block]:
-    """The blocks of a piece behind its first `done` units; `line` is the number of the next line.
+def blocks(piece: Piece, keys: Sequence[str], *, text_lines: bool, done: int = 0) -> Iterator[Block]:
+    """The blocks of a piece behind its first `done` units.
 
     Raises ValueError naming the file where it cannot be read.
     """
     read = {"parquet": _parquet_rows, "arrow": _arrow_rows}.get(piece.kind)
     try:
         if read is not None:
-            yield from _row_blocks(piece, read(piece, keys, done), done, line)
+            yield from _row_blocks(piece, read(piece, keys, done), done)
+        elif piece.kind == "lines":
+            yield from _plain_blocks(piece, done)
         elif piece.kind == "text" and not text_lines:
             yield from _document(piece, done)
         else:
-            yield from _line_blocks(piece, done, line)
+            yield from _packed_blocks(piece, done)
     except BadLine:
         raise
     except (OSError, EOFError, ValueError, lzma.LZMAError) as error:
@@ -170,41 +197,63 @@ def blocks(piece: Piece, keys: Sequence[str], *, text_lines: bool, done: int = 0
 # --- lines ----------------------------------------------------------------------------------------------------------
 
 
-def _line_blocks(piece: Piece, done: int, line: int) -> Iterator[Block]:
+def _plain_blocks(piece: Piece, done: int) -> Iterator[Block]:
+    """Lines that lie in a file as they are: only the ends of blocks are looked for, whoever wants the text reads it."""
+    with open(piece.path, "rb") as file:
+        at = piece.first + done
+        if piece.first and not done:  # a line that begins before the piece is the piece's before it
+            at = _end_of_line(file, at - 1)
+        elif not at and file.read(len(BYTE_ORDER_MARK)) == BYTE_ORDER_MARK:
+            at = len(BYTE_ORDER_MARK)
+        while at < piece.last:
+            cut = min(at + BLOCK_BYTES, piece.last)
+            end = _end_of_line(file, cut - 1)
+            place, problem = Place(piece.path, at, end - at), None
+            if end - at > MOST_LINE_BYTES:
+                start = at + Place(piece.path, at, cut - 1 - at).read().rfind(b"\n") + 1
+                if end - start > MOST_LINE_BYTES:
+                    place, problem = Place(piece.path, at, start - at), _TOO_LONG.format(MOST_LINE_BYTES >> 20)
+            at = end
+            yield Block(piece.name, place, at - piece.first, piece.before + at, problem)
+
+
+def _end_of_line(file: BinaryIO, at: int) -> int:
+    """The place behind the line, or the rest of one, that begins at `at`."""
+    file.seek(at)
+    while part := file.readline(BLOCK_BYTES):
+        at += len(part)
+        if part.endswith(b"\n"):
+            break
+    return at
+
+
+def _packed_blocks(piece: Piece, done: int) -> Iterator[Block]:
+    """Lines that have to be unpacked, or made of plain text, in one go from the file's beginning."""
     with _stored(piece.path) as stored, _unpacked(piece.path, stored) as text:
-        if piece.kind == "lines":
-            at = piece.first + done
-            text.seek(at)
-            if piece.first and not done:  # a line that begins before the piece is the piece's before it
-                text.seek(at - 1)
-                at += len(text.readline()) - 1
-            last = piece.last
-        else:
-            at, last = _skipped(text, done), sys.maxsize
-        while at < last:
+        at = _skipped(text, done)
+        while True:
             try:
-                data = text.read(min(BLOCK_BYTES, last - at))
+                data = text.read(BLOCK_BYTES)
                 if data and not data.endswith(b"\n"):
                     data += text.readline(MOST_LINE_BYTES)
             except (OSError, EOFError, ValueError, lzma.LZMAError) as error:
-                raise BadLine(f"{piece.path}: cannot be read behind line {line - 1} ({error})") from None
+                raise BadLine(f"{piece.path}: cannot be read behind byte {at} of its lines ({error})") from None
             if not data:
                 return
-            problem, size = None, len(data)
-            start = data.rfind(b"\n", 0, size - 1) + 1  # of the last line
-            if size - start > MOST_LINE_BYTES:
-                problem = f"a line longer than {MOST_LINE_BYTES >> 20} MiB"
-                size += 0 if data.endswith(b"\n") else _rest_of_line(text)
+            first = not at
+            at += len(data)
+            problem = None
+            start = data.rfind(b"\n", 0, len(data) - 1) + 1  # of the last line
+            if len(data) - start > MOST_LINE_BYTES:
+                problem = _TOO_LONG.format(MOST_LINE_BYTES >> 20)
+                at += 0 if data.endswith(b"\n") else _rest_of_line(text)
                 data = data[:start]
-            at += size
-            count = data.count(b"\n") + (not data.endswith(b"\n") and bool(data))
             if piece.kind == "text":
                 data = _as_json(data)
-            if line == 1 and not piece.first:
+            if first:
                 data = data.removeprefix(BYTE_ORDER_MARK)
             read = piece.before + (0 if piece.path == STDIN else stored.tell())
-            yield Block(piece.name, line, data, count, at - piece.first, read, problem)
-            line += count + (problem is not None)
+            yield Block(piece.name, data, at, read, problem)
 
 
 def _rest_of_line(text: BinaryIO) -> int:
@@ -247,7 +296,7 @@ def _document(piece: Piece, done: int) -> Iterator[Block]:
             except UnicodeDecodeError as error:
                 problem = f"not UTF-8 at byte {error.start} ({error.reason})"
         if line or problem:
-            yield Block(piece.name, 1, line, 0 if problem else 1, 1, read, problem)
+            yield Block(piece.name, line, 1, read, problem)
 
 
 def _stored(path: Path) -> BinaryIO:
@@ -330,14 +379,13 @@ Rows = Iterator[tuple[Any, int]]
 """A record batch, and the stored bytes of the file before its end."""
 
 
-def _row_blocks(piece: Piece, rows: Rows, done: int, line: int) -> Iterator[Block]:
+def _row_blocks(piece: Piece, rows: Rows, done: int) -> Iterator[Block]:
     import orjson
 
     for batch, read in rows:
         written = b"".join(orjson.dumps(row) + b"\n" for row in batch.to_pylist())
         done += batch.num_rows
-        yield Block(piece.name, line, written, batch.num_rows, done, piece.before + read)
-        line += batch.num_rows
+        yield Block(piece.name, written, done, piece.before + read)
 
 
 def _arrow() -> Any:
@@ -408,12 +456,14 @@ class Line(NamedTuple):
 def lines(inputs: Sequence[str | Path], keys: Sequence[str], *, text_lines: bool = False) -> Iterator[Line]:
     """The lines of all inputs. Raises BadLine at one that is too long."""
     for piece in pieces(find(inputs)):
+        number = 0
         for block in blocks(piece, keys, text_lines=text_lines):
-            for number, text in enumerate(block.text.split(b"\n"), block.first_line):
+            for text in block.lines().splitlines():
+                number += 1
                 if text and not text.isspace():
                     yield Line(f"{block.name}:{number}", text)
             if block.problem:
-                raise BadLine(f"{block.name}:{block.first_line + block.lines}: {block.problem}")
+                raise BadLine(f"{block.name}:{number + 1}: {block.problem}")
 
 
 def texts(inputs: Sequence[str | Path], key: str = "text", *, text_lines: bool = False) -> Iterator[str]:

@@ -152,7 +152,7 @@ class IndexedWriter:
                 raise ValueError(f"{self.prefix}: ids {low} .. {high} do not fit into {self.dtype}")
             before = self._range or (low, high)
             self._range = min(before[0], low), max(before[1], high)
-        data = ids.astype(self.dtype, copy=False).tobytes()
+        data = np.ascontiguousarray(ids, self.dtype).data
         self._digest.update(data)
         with self._named():
             self._bin.write(data)

@@ -101,7 +101,8 @@ def read_vocab(path: Path) -> dict[str, int]:
         vocab = json.loads(path.read_bytes())
     except ValueError as error:
         raise ValueError(f"--vocab-file {path}: not JSON ({error})") from None
-    if not isinstance(vocab, dict) or sorted(map(str, vocab.values())) != sorted(map(str, range(len(vocab)))):
+    ids = list(vocab.values()) if isinstance(vocab, dict) else [None]
+    if set(map(type, ids)) != {int} or set(ids) != set(range(len(ids))):
         raise ValueError(f"--vocab-file {path}: must be a JSON object of pieces whose ids are 0 .. n - 1, each once")
     return vocab
 
@@ -117,7 +118,7 @@ def read_merges(path: Path) -> list[tuple[str, str]]:
     pairs = []
     for number, line in enumerate(lines[1:-1], 2):
         left, _, right = line.partition(" ")
-        if not left or not right or set(right) & {" ", "\r"}:
+        if not left or not right or " " in right or "\r" in right:
             raise ValueError(f"--merge-file {path}:{number}: {line!r} is not two symbols with one space between")
         pairs.append((left, right))
     return pairs
