@@ -458,7 +458,8 @@ def lines(inputs: Sequence[str | Path], keys: Sequence[str], *, text_lines: bool
     for piece in pieces(find(inputs)):
         number = 0
         for block in blocks(piece, keys, text_lines=text_lines):
-            for text in block.lines().splitlines():
+            found = block.lines()
+            for text in found.removesuffix(b"\n").split(b"\n") if found else ():
                 number += 1
                 if text and not text.isspace():
                     yield Line(f"{block.name}:{number}", text)

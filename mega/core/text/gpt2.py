@@ -98,7 +98,7 @@ class GPT2Tokenizer(Tokenizer):
 def read_vocab(path: Path) -> dict[str, int]:
     """piece -> id of a vocab.json whose ids are 0 .. n - 1, each once; ValueError otherwise."""
     try:
-        vocab = json.loads(path.read_bytes())
+        vocab: dict[str, int] = json.loads(path.read_bytes())
     except ValueError as error:
         raise ValueError(f"--vocab-file {path}: not JSON ({error})") from None
     ids = list(vocab.values()) if isinstance(vocab, dict) else [None]
