@@ -1,4 +1,4 @@
-"""Llama weights from Hugging Face or Meta into own checkpoints cut for any tp x pp, and back out.
+"""Weights from Hugging Face, Meta, llama2.c or fairseq into own checkpoints cut for any tp x pp, and back out.
 
 Conversions stream: one rectangle is in memory at a time (one part, where a torch file is written). A table
 says where every element comes from; it is proven before a byte is written, and a ledger is kept of what
@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 import torch
 
-from mega.core.checkpoint import gpt2, huggingface, meta
+from mega.core.checkpoint import fairseq, gpt2, huggingface, llama2c, meta
 from mega.core.checkpoint.container import write_container
 from mega.core.checkpoint.disk import creating, write_all
 from mega.core.checkpoint.foreign import hugging_face_source, inside, read_json
@@ -46,10 +46,15 @@ COMPANIONS = (
     "vocab.json",
     "merges.txt",
     "chat_template.jinja",
+    "dict.txt",
 )
 """Files that travel with the weights, where they are there."""
 
 Kind = Literal["mega", "hf", "meta"]
+"""What can be written."""
+
+Found = Kind | Literal["llama2.c", "fairseq"]
+"""What can be read."""
 
 
 @dataclass(frozen=True)
@@ -76,8 +81,12 @@ class OwnSource:
         return tensor
 
 
-def kind_of(path: Path) -> Kind:
+def kind_of(path: Path) -> Found:
     """What lies at `path`. Errors: CheckpointError if none of them."""
+    if path.suffix in (".bin", ".pt") and not path.is_dir():
+        return "llama2.c"
+    if fairseq.parts_of(path):
+        return "fairseq"
     if (path / "params.json").exists() and any(path.glob("consolidated.*.pth")):
         return "meta"
     if (path / "config.json").exists() and not (path / "manifest.json").exists():
@@ -85,8 +94,8 @@ def kind_of(path: Path) -> Kind:
     if (path / "manifest.json").exists() or CheckpointStore(path).steps():
         return "mega"
     raise CheckpointError(
-        f"{path}: holds no config.json (Hugging Face), no params.json with consolidated.NN.pth (Meta) "
-        "and no step-NNNNNNN (mega)"
+        f"{path}: holds no config.json (Hugging Face), no params.json with consolidated.NN.pth (Meta), "
+        "no model-model_part-N.pt (fairseq) and no step-NNNNNNN (mega), and is no .bin or .pt (llama2.c)"
     )
 
 
@@ -112,9 +121,15 @@ def convert(load: Path, save: Path, to: Kind | None, tp: int, pp: int, parts: in
 
 
 def to_mega(load: Path, save: Path, tp: int, pp: int) -> ConversionReport:
-    """A Hugging Face or Meta folder -> step 0 of the run directory `save`, in files for tp x pp ranks."""
+    """A folder or file of others -> step 0 of the run directory `save`, in files for tp x pp ranks."""
     source: Source
-    if kind_of(load) == "hf":
+    kind = kind_of(load)
+    if kind == "llama2.c":
+        source, params = llama2c.open_file(load)
+        model, table = meta.understood(source, params, 1, str(load))
+    elif kind == "fairseq":
+        source, model, table = fairseq.open_folder(load)
+    elif kind == "hf":
         path = load / "config.json"
         config = read_json(path)
         form = gpt2 if config.get("model_type") == "gpt2" else huggingface

@@ -26,17 +26,12 @@ JSON_LIMIT = 64 << 20
 _PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
-class SafetensorsSource:
-    """The tensors of one or several safetensors files of one folder."""
+class EntrySource:
+    """Tensors that lie as plain bytes in files; each is read by rectangles, so memory does not grow with files."""
 
-    def __init__(self, paths: list[Path]) -> None:
-        self._entries: dict[str, tuple[Path, Entry]] = {}
-        for path in paths:
-            for entry in read_header(path):
-                if entry.key in self._entries:
-                    raise CheckpointError(f"{path}: {entry.key} is in {self._entries[entry.key][0].name} too")
-                self._entries[entry.key] = (path, entry)
-        self.tensors: Tensors = {name: (entry.whole, DTYPES[entry.dtype]) for name, (_, entry) in self._entries.items()}
+    def __init__(self, entries: Mapping[str, tuple[Path, Entry]]) -> None:
+        self._entries = entries
+        self.tensors: Tensors = {name: (entry.whole, DTYPES[entry.dtype]) for name, (_, entry) in entries.items()}
 
     def read(self, name: str, box: Box) -> torch.Tensor:
         path, entry = self._entries[name]
@@ -44,6 +39,17 @@ class SafetensorsSource:
         with opening(path) as (descriptor, _):
             read_box(path, descriptor, entry, box, tensor)
         return tensor
+
+
+def safetensors_source(paths: list[Path]) -> EntrySource:
+    """The tensors of one or several safetensors files."""
+    entries: dict[str, tuple[Path, Entry]] = {}
+    for path in paths:
+        for entry in read_header(path):
+            if entry.key in entries:
+                raise CheckpointError(f"{path}: {entry.key} is in {entries[entry.key][0].name} too")
+            entries[entry.key] = (path, entry)
+    return EntrySource(entries)
 
 
 def read_header(path: Path) -> list[Entry]:
@@ -147,11 +153,11 @@ def flat_tensors(path: Path, label: str = "") -> dict[str, torch.Tensor]:
     return {label + name: value for name, value in content.items()}
 
 
-def hugging_face_source(folder: Path) -> SafetensorsSource | TorchSource:
+def hugging_face_source(folder: Path) -> EntrySource | TorchSource:
     """The weights of a Hugging Face folder: safetensors if there, else `.bin`; alone or with an index."""
-    for single, index, kind in (
-        ("model.safetensors", "model.safetensors.index.json", SafetensorsSource),
-        ("pytorch_model.bin", "pytorch_model.bin.index.json", None),
+    for single, index in (
+        ("model.safetensors", "model.safetensors.index.json"),
+        ("pytorch_model.bin", "pytorch_model.bin.index.json"),
     ):
         if (folder / index).exists():
             weights = _weight_map(folder / index)
@@ -160,7 +166,7 @@ def hugging_face_source(folder: Path) -> SafetensorsSource | TorchSource:
             weights, paths = {}, [inside(folder, single)]
         else:
             continue
-        source = kind(paths) if kind else TorchSource(_merged(paths))
+        source = TorchSource(_merged(paths)) if single.endswith(".bin") else safetensors_source(paths)
         if weights and set(weights) != set(source.tensors):
             odd = min(set(weights) ^ set(source.tensors))
             where = "in the index only" if odd in weights else "not in the index"

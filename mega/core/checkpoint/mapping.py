@@ -104,6 +104,17 @@ def stacked(parts: Iterable[tuple[str, range]], columns: int | None, column: int
     return tuple(fragments)
 
 
+def beside(parts: Sequence[str], rows: int, width: int) -> tuple[Fragment, ...]:
+    """Fragments that lay whole sources of `rows` x `width` next to one another.
+
+    >>> [f.at.start for f in beside(["a", "b"], rows=2, width=5)]
+    [(0, 0), (0, 5)]
+    """
+    return tuple(
+        Fragment(part, Box((0, number * width), (rows, width)), range(rows)) for number, part in enumerate(parts)
+    )
+
+
 def assemble(target: Target, box: Box, source: Source) -> torch.Tensor:
     """The rectangle `box` of `target`, read from `source` by the table."""
     made = torch.empty(box.size, dtype=target.dtype)

@@ -18,7 +18,7 @@ import torch
 
 from mega.core.checkpoint.disk import read_file
 from mega.core.checkpoint.foreign import TorchSource
-from mega.core.checkpoint.mapping import Fragment, Table, Target, Tensors, stacked
+from mega.core.checkpoint.mapping import Fragment, Table, Target, Tensors, beside, stacked
 from mega.core.checkpoint.pickles import Arguments, read_pickled
 from mega.core.checkpoint.pieces import Box, CheckpointError
 from mega.core.config.sections import ModelConfig
@@ -417,11 +417,7 @@ def _gathered(
     share = len(parts)
     if tensor.cut is not None and tensor.cut.dim == 1:
         assert columns is not None
-        width = columns // share
-        rows = range(tensor.shape[0])
-        return tuple(
-            Fragment(part, Box((0, number * width), (len(rows), width)), rows) for number, part in enumerate(parts)
-        )
+        return beside(parts, tensor.shape[0], columns // share)
     runs = _runs(model, tensor, share, version)
     if runs is None:  # vocabulary rows, or a whole tensor: as many as there are, in order
         runs_of = {}

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from mega.core.checkpoint.foreign import TorchSource, flat_tensors, inside, read_json
-from mega.core.checkpoint.huggingface import config_from_model
-from mega.core.checkpoint.mapping import Fragment, Source, Table, Target, Tensors, assemble, stacked
+from mega.core.checkpoint.huggingface import config_from_model, number_in, whole_in
+from mega.core.checkpoint.mapping import Fragment, Source, Table, Target, Tensors, assemble, beside, stacked
 from mega.core.checkpoint.pieces import Box, CheckpointError
 from mega.core.config.sections import ModelConfig
 from mega.core.inventory import Tensor, inventory
@@ -45,7 +45,7 @@ NAMES = {
     "mlp.down_proj.weight": "feed_forward.w2.weight",
 }
 
-_BUFFERS = ("rope.freqs", "attention.mask", "inner_attention.rope.freqs")
+_BUFFERS = ("rope.freqs", "attention.mask", "freqs_cos", "freqs_sin")
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 
 
@@ -101,25 +101,32 @@ def open_folder(folder: Path) -> tuple[Source, ModelConfig, Table]:
     tensors: dict[str, torch.Tensor] = {}
     for number, name in enumerate(names):
         tensors |= flat_tensors(inside(folder, name), f"{number}/")
-    source = TorchSource(tensors)
-    params = read_json(folder / "params.json")
-    model = model_from_params(params, source.tensors, len(paths), str(folder))
-    untied = import_table(model, source.tensors, len(paths))
+    source, params = TorchSource(tensors), folder / "params.json"
+    return source, *understood(source, read_json(params), len(paths), str(params))
+
+
+def understood(source: Source, params: Mapping[str, Any], parts: int, where: str) -> tuple[ModelConfig, Table]:
+    """The model that tensors in Meta's names are, tied where its two tables are equal, and where each element goes.
+
+    where: names the origin of `params` in errors.
+    """
+    model = model_from_params(params, source.tensors, parts, where)
     tied = replace(model, tied=True)
     if params.get("use_scaled_rope") and "rope_scaling_factor" not in params:
         tied = replace(tied, rope_scaling_factor=SMALL_STRETCH)
-    if "0/output.weight" not in tensors:
-        return source, tied, import_table(tied, source.tensors, len(paths))
+    if "0/output.weight" not in source.tensors:
+        return tied, import_table(tied, source.tensors, parts)
+    untied = import_table(model, source.tensors, parts)
     made = {target.name: target for target in untied.targets}
     pair = [
         assemble(target, Box((0, 0), target.shape), source)
         for target in (made["weights/model.embed_tokens.weight"], made["weights/lm_head.weight"])
     ]
     if not torch.equal(*pair):
-        return source, model, untied
-    outputs = frozenset(name for name in tensors if name.endswith("/output.weight"))
-    table = import_table(tied, source.tensors, len(paths))
-    return source, tied, replace(table, ignored=table.ignored | outputs)
+        return model, untied
+    outputs = frozenset(name for name in source.tensors if name.endswith("/output.weight"))
+    table = import_table(tied, source.tensors, parts)
+    return tied, replace(table, ignored=table.ignored | outputs)
 
 
 def model_from_params(params: Mapping[str, Any], tensors: Tensors, parts: int, where: str) -> ModelConfig:
@@ -128,38 +135,33 @@ def model_from_params(params: Mapping[str, Any], tensors: Tensors, parts: int, w
     Errors: CheckpointError naming a key that has no counterpart or does not fit the tensors.
     """
 
-    def number(key: str, otherwise: Any = None) -> Any:
-        value = params.get(key, otherwise)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1 << 40:
-            raise CheckpointError(f"{where}/params.json: {key} {value!r}: must be a positive number")
-        return value
-
     def rows(name: str) -> int:
         if f"0/{name}" not in tensors:
-            raise CheckpointError(f"{where}: holds no {name}")
+            raise CheckpointError(f"{where}: the weights hold no {name}")
         return tensors[f"0/{name}"][0][0]
 
-    hidden, heads = number("dim"), number("n_heads")
-    cut_rows = tensors.get("0/tok_embeddings.weight", ((0, 0), torch.float32))[0][1] == hidden
+    hidden, heads = whole_in(params, "dim", where), whole_in(params, "n_heads", where)
+    cut_rows = tensors.get("0/tok_embeddings.weight", ((0, 0), torch.float32))[0][1:] == (hidden,)
     vocab = rows("tok_embeddings.weight") * (parts if cut_rows else 1)
     if params.get("vocab_size", -1) not in (-1, vocab):
-        raise CheckpointError(f"{where}/params.json: vocab_size {params['vocab_size']}, the table has {vocab} rows")
+        raise CheckpointError(f"{where}: vocab_size {params['vocab_size']}, the table has {vocab} rows")
+    scaled = bool(params.get("use_scaled_rope"))
     return ModelConfig(
         family="llama",
-        layers=number("n_layers"),
+        layers=whole_in(params, "n_layers", where),
         hidden=hidden,
         heads=heads,
-        kv_heads=number("n_kv_heads", heads) if params.get("n_kv_heads") is not None else heads,
+        kv_heads=whole_in(params, "n_kv_heads", where, heads),
         head_dim=hidden // heads,
         ffn=rows("layers.0.feed_forward.w1.weight") * parts,
         vocab=vocab,
-        positions=number("max_seq_len", SCALED_POSITIONS if params.get("use_scaled_rope") else POSITIONS),
+        positions=whole_in(params, "max_seq_len", where, SCALED_POSITIONS if scaled else POSITIONS),
         position="rope",
-        rope_base=float(number("rope_theta", 10000.0)),
-        rope_scaling="llama3" if params.get("use_scaled_rope") else "none",
-        rope_scaling_factor=float(number("rope_scaling_factor", 8.0)),
+        rope_base=number_in(params, "rope_theta", where, 10000.0),
+        rope_scaling="llama3" if scaled else "none",
+        rope_scaling_factor=number_in(params, "rope_scaling_factor", where, 8.0),
         norm="rmsnorm",
-        norm_eps=float(number("norm_eps", 1e-5)),
+        norm_eps=number_in(params, "norm_eps", where, 1e-5),
         activation="swiglu",
         bias=False,
         qkv_bias=False,
@@ -290,11 +292,7 @@ def _gathered(model: ModelConfig, tensor: Tensor, parts: list[str], dim: int | N
     columns = tensor.shape[1] if len(tensor.shape) == 2 else None
     if dim == 1:
         assert columns is not None
-        width = columns // len(parts)
-        return tuple(
-            Fragment(part, Box((0, number * width), (tensor.shape[0], width)), range(tensor.shape[0]))
-            for number, part in enumerate(parts)
-        )
+        return beside(parts, tensor.shape[0], columns // len(parts))
     rows = tensor.shape[0] // len(parts)
     if _rotates(tensor):
         assert model.head_dim is not None

@@ -16,6 +16,7 @@ Problems = Iterator[str]
 
 NEEDS: dict[str, tuple[str, ...]] = {
     "GPT2BPETokenizer": ("vocab_file", "merge_file"),
+    "FairseqTokenizer": ("vocab_file", "merge_file", "tokenizer_model"),
     "BertWordPieceLowerCase": ("vocab_file",),
     "BertWordPieceCase": ("vocab_file",),
     "SentencePieceTokenizer": ("tokenizer_model",),

@@ -404,6 +404,7 @@ class TokenizerConfig:
     tokenizer: (
         Literal[
             "GPT2BPETokenizer",
+            "FairseqTokenizer",
             "BertWordPieceLowerCase",
             "BertWordPieceCase",
             "SentencePieceTokenizer",
@@ -417,7 +418,10 @@ class TokenizerConfig:
         | None
     ) = option(None, "kind of tokenizer", megatron="--tokenizer-type", common=True)
     tokenizer_model: str | None = option(
-        None, "SentencePiece .model or Hugging Face tokenizer.json", megatron="--tokenizer-model", common=True
+        None,
+        "SentencePiece .model, Hugging Face tokenizer.json or fairseq dict.txt",
+        megatron="--tokenizer-model",
+        common=True,
     )
     vocab_file: str | None = option(None, "vocabulary file", megatron="--vocab-file", common=True)
     merge_file: str | None = option(None, "BPE merges file", megatron="--merge-file", common=True)

@@ -29,6 +29,11 @@ def build(
         from mega.core.text.gpt2 import GPT2Tokenizer
 
         return GPT2Tokenizer(_file(vocab_file, "--vocab-file", tokenizer), _file(merge_file, "--merge-file", tokenizer))
+    if tokenizer == "FairseqTokenizer":
+        from mega.core.text.fairseq import FairseqTokenizer
+
+        vocab, merges = _file(vocab_file, "--vocab-file", tokenizer), _file(merge_file, "--merge-file", tokenizer)
+        return FairseqTokenizer(vocab, merges, _file(tokenizer_model, "--tokenizer-model", tokenizer))
     if tokenizer in ("BertWordPieceLowerCase", "BertWordPieceCase"):
         from mega.core.text.wordpiece import WordPieceTokenizer
 

@@ -1,0 +1,87 @@
+"""fairseq's tokens on GPT-2's BPE: the same pieces, numbered by a dict.txt behind four special ids.
+
+A line of dict.txt is a GPT-2 id in digits and how often it occurred; its place, from 4 on, is the id. Lines such as
+`madeupword0000 0` fill the table up to a round size. RoBERTa, BART and Megatron-11b are numbered like this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+
+from mega.core.text.gpt2 import GPT2Tokenizer
+from mega.core.text.tokenizer import Encoded, Tokenizer
+
+SPECIAL = {"<s>": 0, "<pad>": 1, "</s>": 2, "<unk>": 3}
+"""What comes before the lines of every dict.txt."""
+
+OVERWRITE = "#fairseq:overwrite"
+"""A word behind the count which allows a symbol to come again; the later line wins."""
+
+
+class FairseqTokenizer(Tokenizer):
+    """vocab.json and merges.txt as GPT-2 has them, and dict.txt. Nothing is put around a text by itself."""
+
+    kind = "FairseqTokenizer"
+    bos = SPECIAL["<s>"]
+    pad = SPECIAL["<pad>"]
+    eod = SPECIAL["</s>"]
+
+    def __init__(self, vocab_file: Path, merge_file: Path, dictionary: Path) -> None:
+        self._gpt2 = GPT2Tokenizer(vocab_file, merge_file)
+        self._files = {**self._gpt2.files(), "dict.txt": dictionary}
+        self._symbols = read_dictionary(dictionary)
+
+    @property
+    def vocab_size(self) -> int:
+        return len(self._symbols)
+
+    def encode(self, text: str) -> list[int]:
+        return [self._fairseq_id.get(token, SPECIAL["<unk>"]) for token in self._gpt2.encode(text)]
+
+    def encode_batch(self, texts: Sequence[str]) -> Encoded:
+        import numpy as np
+
+        encoded = self._gpt2.encode_batch(texts)
+        table = np.full(self._gpt2.vocab_size, SPECIAL["<unk>"], np.int64)
+        for theirs, ours in self._fairseq_id.items():
+            if theirs < len(table):
+                table[theirs] = ours
+        return Encoded(table[encoded.ids], encoded.offsets)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Special and made-up ids have no text."""
+        symbols = (self._symbols[int(token)] for token in ids)
+        return self._gpt2.decode([int(symbol) for symbol in symbols if symbol.isdecimal()])
+
+    def control(self, name: str) -> int | None:
+        return SPECIAL.get(name)
+
+    def files(self) -> Mapping[str, Path]:
+        return dict(self._files)
+
+    @cached_property
+    def _fairseq_id(self) -> dict[int, int]:
+        """GPT-2's id -> fairseq's."""
+        return {int(symbol): number for number, symbol in enumerate(self._symbols) if symbol.isdecimal()}
+
+
+def read_dictionary(path: Path) -> list[str]:
+    """The symbol of every id. Errors: ValueError naming the file and the line that is none."""
+    symbols = list(SPECIAL)
+    places = dict(SPECIAL)
+    try:
+        lines = path.read_bytes().decode().splitlines()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"--tokenizer-model {path}: not UTF-8 ({error})") from None
+    for number, line in enumerate(lines, 1):
+        symbol, *rest = line.split(" ")
+        overwrites = rest[1:] == [OVERWRITE]
+        if not symbol or not rest or not rest[0].isdecimal() or (len(rest) > 1 and not overwrites):
+            raise ValueError(f"--tokenizer-model {path}:{number}: {line[:80]!r} is not a symbol and a count")
+        if symbol in places and not overwrites:
+            raise ValueError(f"--tokenizer-model {path}:{number}: {symbol} is there already, at id {places[symbol]}")
+        places[symbol] = len(symbols)
+        symbols.append(symbol)
+    return symbols
