@@ -14,12 +14,13 @@ import torch
 from torch.nn import functional as F
 
 from mega.cli import main
-from mega.core.checkpoint.convert import OwnSource, convert
+from mega.core.checkpoint.convert import OwnSource, convert, tokenizer_kind
 from mega.core.checkpoint.inspect import diff
 from mega.core.checkpoint.layout import model_of
 from mega.core.checkpoint.pieces import Box, CheckpointError
 from mega.core.checkpoint.store import locate
 from mega.core.inference.agreement import logits
+from mega.core.inference.load import load_tokenizer
 from tests.support.foreign_forms import FORMS, weights_of
 from tests.support.shared import shared
 
@@ -85,6 +86,7 @@ def test_llama2c_and_hugging_face_forms_of_the_trained_model_are_the_same(tmp_pa
         assert main(["convert-llama", "--load-dir", str(folder), "--save-dir", str(tmp_path / name)]) == 0
     flat, hf = locate(tmp_path / "flat"), locate(tmp_path / "hf")
     assert list(diff(flat, hf)) == []
+    assert load_tokenizer(hf).kind == "Llama2Tokenizer"
     for case in json.loads(shared("stories260K_hf/expected.json").read_text())["cases"]:
         prompt, expected = case["prompt_ids"], case["greedy_ids"]
         found = logits(flat, torch.tensor([prompt + expected]))[0]
@@ -131,3 +133,18 @@ def test_fairseq_options_without_a_counterpart(tmp_path: Path, options: dict[str
         torch.save(content, path)
     with pytest.raises(CheckpointError, match=words):
         convert(folder, tmp_path / "run", None, 1, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("files", "kind"),
+    [
+        ({"vocab.json": b"", "merges.txt": b"", "dict.txt": b""}, "FairseqTokenizer"),
+        ({"vocab.json": b"", "merges.txt": b""}, "GPT2BPETokenizer"),
+        ({"tokenizer.json": b"", "tokenizer.model": b""}, "HuggingFaceTokenizer"),
+        ({"tokenizer.model": b"IQ== 0\nIg== 1\n"}, "Llama3Tokenizer"),
+        ({"tokenizer.model": b"\n\x0e\n\x05<unk>"}, "Llama2Tokenizer"),
+        ({"config.json": b"{}"}, None),
+    ],
+)
+def test_the_tokenizer_is_known_by_its_files(files: dict[str, bytes], kind: str | None) -> None:
+    assert tokenizer_kind(files) == kind

@@ -7,11 +7,14 @@ was moved. A folder appears under its name only when it is complete.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
+from io import BytesIO
 from math import prod
 from pathlib import Path
 from types import MappingProxyType, ModuleType
@@ -170,11 +173,31 @@ def import_weights(
         "model": dataclasses.asdict(model),
         "precision": {"dtype": huggingface.dtype_of(tensors)},
         "parallel": {"tp": tp, "pp": pp},
+        "tokenizer": {"tokenizer": tokenizer_kind(attachments)},
     }
     store = CheckpointStore(save)
     state = {"config": config, "progress": {"step": step, "consumed": consumed}, "updates": step}
     report = store.save_all(step, files, state, fetch=fetch, check=ledger.close, attachments=attachments)
     return ConversionReport(len(targets), sum(ledger.expected.values()), report.bytes, store.path(step))
+
+
+def tokenizer_kind(companions: Attachments) -> str | None:
+    """The kind of tokenizer, in the words of --tokenizer, that files travelling with weights are; None for none.
+
+    Both Llama 2 and 3 call theirs tokenizer.model: Llama 3's is lines of a piece in base64 and its number.
+    """
+    if {"dict.txt", "vocab.json", "merges.txt"} <= companions.keys():
+        return "FairseqTokenizer"
+    if "tokenizer.json" in companions:
+        return "HuggingFaceTokenizer"
+    if {"vocab.json", "merges.txt"} <= companions.keys():
+        return "GPT2BPETokenizer"
+    file = companions.get("tokenizer.model")
+    if file is None:
+        return None
+    with contextlib.nullcontext(BytesIO(file)) if isinstance(file, bytes) else file.open("rb") as stream:
+        ranks = re.match(rb"[A-Za-z0-9+/]+=* \d+\n", stream.read(100))
+    return "Llama3Tokenizer" if ranks else "Llama2Tokenizer"
 
 
 def to_hugging_face(load: Path, save: Path) -> ConversionReport:

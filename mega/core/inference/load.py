@@ -19,8 +19,16 @@ from mega.core.parallel.weight import Maker, weights
 from mega.core.text.build import build
 from mega.core.text.tokenizer import Tokenizer
 
-FIELDS = {"vocab.json": "vocab_file", "merges.txt": "merge_file"}
-"""Attached tokenizer file -> the option that names it; any other file is the tokenizer's model."""
+FIELDS = {
+    "vocab.json": "vocab_file",
+    "vocab.txt": "vocab_file",
+    "merges.txt": "merge_file",
+    "tokenizer.model": "tokenizer_model",
+}
+"""Attached tokenizer file -> the option that names it."""
+
+MODELS = {"HuggingFaceTokenizer": "tokenizer.json", "FairseqTokenizer": "dict.txt"}
+"""Kind of tokenizer -> the attached file that is its model, where that is no tokenizer.model."""
 
 
 def load_decoder(
@@ -53,10 +61,8 @@ def load_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
     kind = options.get("tokenizer")
     if kind is None:
         raise CheckpointError(f"{checkpoint.path}: carries no tokenizer")
-    files = {
-        FIELDS.get(name, "tokenizer_model"): path
-        for name, path in checkpoint.attachments.items()
-        if name in FIELDS or name.startswith("tokenizer")
-    }
+    files = {FIELDS[name]: path for name, path in checkpoint.attachments.items() if name in FIELDS}
+    if (model := MODELS.get(kind)) in checkpoint.attachments:
+        files["tokenizer_model"] = checkpoint.attachments[str(model)]
     extra = options.get("vocab_extra_ids", 0)
     return build(tokenizer=kind, vocab_size=options.get("vocab_size"), vocab_extra_ids=extra, **files)
