@@ -112,7 +112,8 @@ def root(
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line and returns its exit code: 0, 1 for a failure, 2 for a mistake of the user.
 
-    A mistake is told in one line each on stderr, without a traceback unless MEGA_DEBUG=1.
+    A mistake, or a fault of the machine such as a full disk, is told in one line on stderr, without a traceback unless
+    MEGA_DEBUG=1.
     """
     if COMPLETE_VARIABLE in os.environ:
         from typer.completion import completion_init
@@ -131,6 +132,9 @@ def _told(error: Exception) -> int:
     """Tells an error on stderr and returns the exit code it ends with."""
     if isinstance(error, ValueError):
         return _say(str(error) or repr(error), 2)
+    if isinstance(error, OSError):
+        print(f"mega: {error}", file=sys.stderr)  # by every rank: each has met its own machine
+        return 1
     # Typer carries Click under different names in different versions; its own errors know their message.
     if hasattr(error, "format_message") and hasattr(error, "exit_code"):
         return _say(error.format_message(), int(error.exit_code))

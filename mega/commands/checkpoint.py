@@ -49,9 +49,12 @@ def clean(
     directory: Annotated[Path, typer.Argument(help="a run's directory; nothing may be saving into it")],
     keep_last: Annotated[int | None, typer.Option(help="remove all but the newest so many checkpoints")] = None,
     keep_every: Annotated[int | None, typer.Option(help="but keep multiples of this many steps")] = None,
+    keep_optimizer_last: Annotated[
+        int | None, typer.Option(help="remove the optimizer's state of all but the newest so many")
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="only say what would go")] = False,
 ) -> None:
-    """Remove what killed saves left behind and, with --keep-last, old checkpoints."""
+    """Remove what killed saves left behind and, as far as the limits say, old checkpoints."""
     from mega.core.checkpoint import inspect
 
-    inspect.clean(directory, keep_last, keep_every, dry_run, typer.echo)
+    inspect.clean(directory, keep_last, keep_every, keep_optimizer_last, dry_run, typer.echo)

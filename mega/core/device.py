@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import functools
 import os
+import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -94,6 +97,72 @@ class Device:
         if self.is_cuda:
             torch.backends.cudnn.deterministic = True
             torch.backends.cudnn.benchmark = False
+
+
+class HostCopy:
+    """A copy of some tensors in host memory, taken while the device goes on. One at a time; its memory is kept.
+
+    copy = HostCopy(device, bytes)
+    there = copy.take(tensors)      # the host goes on at once, and so does the device
+    copy.settle()                   # before the device changes the tensors again: it waits, the host does not
+    copy.arrived()                  # by whoever reads `there`: the host waits
+
+    On a CPU `take` copies before it returns, and there is nothing to wait for. `size` is in bytes, and large enough
+    for all tensors, each rounded up to ALIGNMENT.
+    """
+
+    ALIGNMENT = 64
+
+    def __init__(self, device: Device, size: int):
+        self._memory = torch.empty(size, dtype=torch.uint8)
+        self._stream = None
+        if device.is_cuda:
+            # Registered, not allocated as pinned memory, which torch rounds up to a power of two.
+            runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+            begin = self._memory.data_ptr()
+            code = int(runtime.cudaHostRegister(begin, size, 0)) if size else 0
+            if code:
+                raise OSError(f"{size} bytes of host memory could not be page-locked (CUDA error {code})")
+            if size:
+                weakref.finalize(self, runtime.cudaHostUnregister, begin)
+            self._stream = torch.cuda.Stream(device.torch)  # type: ignore[no-untyped-call]
+            self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+    @classmethod
+    def room(cls, tensors: Sequence[torch.Tensor]) -> int:
+        """Bytes that `tensors` take."""
+        return sum(-(-x.numel() * x.element_size() // cls.ALIGNMENT) * cls.ALIGNMENT for x in tensors)
+
+    def take(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Contiguous copies, valid until the next `take`, and on a GPU once they have `arrived`."""
+        places, offset = [], 0
+        for x in tensors:
+            size = x.numel() * x.element_size()
+            places.append(self._memory[offset : offset + size].view(x.dtype).view(x.shape))
+            offset += self.room([x])
+        if self._stream is None:
+            for place, x in zip(places, tensors, strict=True):
+                place.copy_(x.detach())
+            return places
+        now = torch.cuda.current_stream(self._stream.device)
+        if any(not x.is_cuda for x in tensors):
+            now.synchronize()  # the host copies these by itself, and the device may still be writing them
+        self._stream.wait_stream(now)
+        with torch.cuda.stream(self._stream):
+            for place, x in zip(places, tensors, strict=True):
+                place.copy_(x.detach(), non_blocking=True)
+            self._done.record()
+        return places
+
+    def settle(self) -> None:
+        """Work that the device is given from here on waits until the copy has been read."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self._stream.device).wait_event(self._done)
+
+    def arrived(self) -> None:
+        """Wait until the copy can be read on the host."""
+        if self._stream is not None:
+            self._done.synchronize()
 
 
 @functools.cache

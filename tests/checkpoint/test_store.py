@@ -103,17 +103,22 @@ def test_any_cut_reads_into_any_other(
         assert same_bytes(target, whole[box.inside(at_origin)])
 
 
-def on_ranks(world: int, run: Callable[[int, Callable[[], None]], None]) -> list[BaseException | None]:
-    """Run `run(rank, barrier)` on threads that share a barrier; what each rank raised."""
+def on_ranks(world: int, run: Callable[[int, Callable[[bool], bool]], None]) -> list[BaseException | None]:
+    """Run `run(rank, agree)` on threads that meet to agree; what each rank raised."""
     barrier = threading.Barrier(world, timeout=30)
     faults: list[BaseException | None] = [None] * world
-
-    def meet() -> None:
-        barrier.wait()
+    said = [True] * world
 
     def body(rank: int) -> None:
+        def agree(fine: bool) -> bool:
+            said[rank] = fine
+            barrier.wait()
+            verdict = all(said)
+            barrier.wait()
+            return verdict
+
         try:
-            run(rank, meet)
+            run(rank, agree)
         except Exception as error:
             faults[rank] = error
 
@@ -133,10 +138,10 @@ def test_flat_spans_of_several_ranks(tmp_path: Path, ranks: int) -> None:
     owner = [index * ranks // len(boxes) for index in range(len(boxes))]
     store = CheckpointStore(tmp_path)
 
-    def run(rank: int, barrier: Callable[[], None]) -> None:
+    def run(rank: int, agree: Callable[[bool], bool]) -> None:
         mine = [box for box, who in zip(boxes, owner, strict=True) if who == rank]
         pieces = [Piece("moment1/w", (11, 5), box.start, whole[box.inside(Box((0, 0), (11, 5)))]) for box in mine]
-        store.save(1, pieces, {"ranks": ranks}, rank=rank, world=ranks, barrier=barrier)
+        store.save(1, pieces, {"ranks": ranks}, rank=rank, world=ranks, agree=agree)
 
     assert on_ranks(ranks, run) == [None] * ranks
     checkpoint = store.open(1)
@@ -165,7 +170,7 @@ def test_opens_with_safetensors_and_explains_itself(tmp_path: Path) -> None:
     small_store(tmp_path)
     path = tmp_path / "step-0000010" / rank_file(0)
     with safe_open(str(path), "pt") as opened:
-        assert set(opened.keys()) == {"weights/a@0", "weights/a@1", "master/a", "scalar"}
+        assert set(opened.keys()) == {"weights/a@0", "weights/a@1", "scalar"}
         about = json.loads(opened.metadata()["mega"])
         assert about["pieces"]["weights/a@1"] == {"key": "weights/a", "whole": [6, 4], "start": [3, 0]}
         assert same_bytes(opened.get_tensor("weights/a@1"), tensor_of((3, 4), torch.bfloat16, 11))
@@ -292,9 +297,9 @@ def test_two_ranks_files_exchanged(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
     rows = tensor_of((4, 4), torch.float32, 0)
 
-    def run(rank: int, barrier: Callable[[], None]) -> None:
+    def run(rank: int, agree: Callable[[bool], bool]) -> None:
         half = rows[2 * rank : 2 * rank + 2]
-        store.save(1, [Piece("w", (4, 4), (2 * rank, 0), half)], {}, rank=rank, world=2, barrier=barrier)
+        store.save(1, [Piece("w", (4, 4), (2 * rank, 0), half)], {}, rank=rank, world=2, agree=agree)
 
     assert on_ranks(2, run) == [None, None]
     first, second = (tmp_path / "step-0000001" / rank_file(rank) for rank in range(2))
@@ -342,13 +347,13 @@ def test_the_same_step_again_replaces_it(tmp_path: Path) -> None:
 def test_one_rank_fails_and_all_say_so(tmp_path: Path) -> None:
     store = small_store(tmp_path)
 
-    def run(rank: int, barrier: Callable[[], None]) -> None:
+    def run(rank: int, agree: Callable[[bool], bool]) -> None:
         tensor = torch.zeros(2, dtype=torch.complex64 if rank == 1 else torch.float32)
-        store.save(12, [Piece("w", (6,), (2 * rank,), tensor)], {}, rank=rank, world=3, barrier=barrier)
+        store.save(12, [Piece("w", (6,), (2 * rank,), tensor)], {}, rank=rank, world=3, agree=agree)
 
     faults = on_ranks(3, run)
     assert all(isinstance(fault, SaveError) for fault in faults)
-    assert "rank 1" in str(faults[0]) and "complex64" in str(faults[1])
+    assert "another rank failed" in str(faults[0]) and "rank 1: w: dtype torch.complex64" in str(faults[1])
     assert sorted(os.listdir(tmp_path)) == ["latest", "step-0000010"]
     assert store.newest() == 10
 
@@ -368,7 +373,7 @@ def test_a_full_disk_leaves_the_previous_one(tmp_path: Path, monkeypatch: pytest
 
         with monkeypatch.context() as patch:
             patch.setattr(os, "write", write)
-            with pytest.raises(SaveError, match=r"step 11 was not saved.*No space left.*published steps: 10"):
+            with pytest.raises(SaveError, match=r"step 11 was not saved.*No space left.*whole: steps 10"):
                 store.save(11, [Piece("w", (400,), (0,), torch.ones(400))], {})
         assert sorted(os.listdir(tmp_path)) == ["latest", "step-0000010"]
         assert store.newest() == 10

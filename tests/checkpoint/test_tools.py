@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import random
+import shutil
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from mega.core.checkpoint.layout import plan_files
 from mega.core.checkpoint.pieces import CheckpointError, Piece
 from mega.core.checkpoint.reshard import Ledger, reshard
 from mega.core.checkpoint.retention import leftovers, retain, surplus
-from mega.core.checkpoint.store import CheckpointStore, SaveError, locate
+from mega.core.checkpoint.store import CheckpointStore, locate
 from mega.core.config.sections import ModelConfig
 from mega.core.inventory import inventory
 
@@ -116,7 +117,7 @@ def test_a_source_damaged_meanwhile_leaves_no_target(tmp_path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 4
     path.write_bytes(data)
-    with pytest.raises(SaveError, match=r"rank-00000.safetensors: the bytes of tensor"):
+    with pytest.raises(CheckpointError, match=r"safetensors: the bytes of tensor"):
         reshard(tmp_path / "a", tmp_path / "b", 2, 2)
     assert not (tmp_path / "b").exists()
 
@@ -156,18 +157,48 @@ def test_retention_keeps_the_newest_and_the_milestones(tmp_path: Path) -> None:
 def test_a_checkpoint_that_is_read_stays(tmp_path: Path) -> None:
     store = fill(tmp_path, [1, 2, 3])
     reading = store.open(1)
-    assert retain(store, keep_last=1) == [2] and store.steps() == [1, 3]
+    assert retain(store, keep_last=1).removed == [2] and store.steps() == [1, 3]
     w = torch.zeros(8)
     reading.read([Piece("w", (8,), (0,), w)])
     assert w[0] == 1
     del reading
-    assert retain(store, keep_last=1) == [1] and store.steps() == [3]
+    assert retain(store, keep_last=1).removed == [1] and store.steps() == [3]
+
+
+def test_older_checkpoints_keep_their_weights_only(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    for step in (1, 2, 3):
+        w = torch.full((8,), float(step))
+        store.save(step, [Piece("weights/w", (8,), (0,), w), Piece("moment1/w", (8,), (0,), w)], {})
+    reading = store.open(1)
+    assert retain(store, keep_optimizer_last=1).lightened == [2]
+    assert set(reading.tensors) == {"weights/w", "moment1/w"}, "taken from under a reader"
+    del reading
+    assert retain(store, keep_optimizer_last=1, dry_run=True).lightened == [1]
+    assert retain(store, keep_optimizer_last=1).lightened == [1]
+    assert retain(store, keep_optimizer_last=1).lightened == []
+    for step, kinds in ((1, {"weights/w"}), (2, {"weights/w"}), (3, {"weights/w", "moment1/w"})):
+        checkpoint = store.open(step)
+        checkpoint.verify()
+        assert set(checkpoint.tensors) == kinds
+    # Killed between the mark and the removal: the files no longer count, and the next time they go.
+    shutil.copy(store.path(3) / "rank-00000.state.safetensors", store.path(2))
+    store.open(2).verify()
+    assert retain(store, keep_optimizer_last=1).lightened == [2]
+    # Without the mark of this very checkpoint a missing file is a lost one.
+    shutil.copy(store.path(1) / "weights-only", store.path(3) / "weights-only")
+    with pytest.raises(CheckpointError, match="is not that of this checkpoint"):
+        store.open(3)
+    (store.path(3) / "weights-only").unlink()
+    (store.path(3) / "rank-00000.state.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="No such file"):
+        store.open(3)
 
 
 def test_a_damaged_checkpoint_does_not_push_a_whole_one_out(tmp_path: Path) -> None:
     store = fill(tmp_path, [1, 2, 3])
     os.truncate(store.path(3) / "rank-00000.safetensors", 9)
-    assert retain(store, keep_last=1) == [1]
+    assert retain(store, keep_last=1).removed == [1]
     assert store.newest() == 2
 
 

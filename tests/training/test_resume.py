@@ -23,7 +23,8 @@ from mega.core.data.writer import IndexedWriter
 from mega.core.device import Device
 from mega.core.parallel.launch import Pool
 from mega.core.parallel.mesh import Groups, Mesh
-from mega.core.training.persist import Origin, restore, save
+from mega.core.training.persist import Origin, restore
+from mega.core.training.saver import Saver
 from mega.core.training.state import TrainState
 
 MODEL = (
@@ -110,7 +111,7 @@ def resave(groups: Groups, rank: int, run: RunConfig, world: int, source: str) -
     mesh = Mesh(rank, tp=parallel.tp, pp=parallel.pp, dp=data_parallel(run, world), groups=groups)
     state = TrainState(run, mesh, Device.choose("cpu"))
     restore(state, Origin(locate(Path(source)), weights_only=False))
-    save(state, None, "")
+    Saver(state, None, "").save()
 
 
 @pytest.mark.parametrize("layout", [{"tp": 4}, {"pp": 4}, {"zero": 1}, {"zero": 3}, {"tp": 2, "zero": 2}, {}])

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from mega.core.checkpoint.pieces import Box, CheckpointError, Piece
-from mega.core.checkpoint.retention import leftovers, remove_leftover, retain, surplus
+from mega.core.checkpoint.retention import leftovers, remove_leftover, retain
 from mega.core.checkpoint.store import Checkpoint, CheckpointStore, locate
 
 Tell = Callable[[str], None]
@@ -120,18 +120,26 @@ def _parts(shape: tuple[int, ...]) -> Iterator[Box]:
         yield Box((begin, *(0 for _ in shape[1:])), (min(rows, shape[0] - begin), *shape[1:]))
 
 
-def clean(path: Path, keep_last: int | None, keep_every: int | None, dry_run: bool, tell: Tell) -> None:
-    """Remove what killed saves left, and, where `keep_last` is given, checkpoints beyond it."""
+def clean(
+    path: Path,
+    keep_last: int | None,
+    keep_every: int | None,
+    keep_optimizer_last: int | None,
+    dry_run: bool,
+    tell: Tell,
+) -> None:
+    """Remove what killed saves left, then checkpoints, or their optimizer's state, as far as the limits say."""
     store = CheckpointStore(path)
     verb = "would remove" if dry_run else "removed"
     for left in leftovers(store):
         if not dry_run:
             remove_leftover(left)
         tell(f"{verb} {left}")
-    if keep_last is not None:
-        steps = surplus(store.steps(), keep_last, keep_every) if dry_run else retain(store, keep_last, keep_every)
-        for step in steps:
-            tell(f"{verb} {store.path(step)}")
+    done = retain(store, keep_last, keep_every, keep_optimizer_last, dry_run=dry_run)
+    for step in done.removed:
+        tell(f"{verb} {store.path(step)}")
+    for step in done.lightened:
+        tell(f"{verb} the optimizer's state of {store.path(step)}")
 
 
 def _is_step(path: Path) -> bool:

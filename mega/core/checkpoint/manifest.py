@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,15 +19,19 @@ from typing import Any
 from mega.core.checkpoint.container import Container, Entry
 from mega.core.checkpoint.disk import creating, parse_json, read_file, write_all
 from mega.core.checkpoint.pieces import DTYPES, Box, CheckpointError, tiling_fault
+from mega.core.files import sync_directory
 
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
 SEAL = "manifest.json.sha256"
+WEIGHTS_ONLY = "weights-only"
+"""A file that is there once the optimizer's state was removed on purpose; a copy of the seal."""
+STATE_FILE = re.compile(r"rank-\d{5}\.state\.safetensors")
 LIMIT = 256 << 20
 """Most bytes of a manifest or sidecar. A trillion-parameter run on 1024 ranks needs about a tenth."""
 
 _ATTACHMENT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
-_RANK_FILE = re.compile(r"rank-\d{5}\.safetensors")
+_RANK_FILE = re.compile(r"rank-\d{5}(\.state)?\.safetensors")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _LARGEST = 1 << 62
 
@@ -41,29 +46,49 @@ class Attached:
 
 @dataclass(frozen=True)
 class Manifest:
-    """containers: rank file name -> what it holds. attachments: file name -> size and hash."""
+    """containers: rank file name -> what it holds. attachments: file name -> size and hash.
+
+    leaving: files of optimizer state that were, or are being, removed on purpose; they no longer count.
+    """
 
     step: int
     world: int
     containers: Mapping[str, Container]
     attachments: Mapping[str, Attached]
     meta: Mapping[str, Any]
+    leaving: frozenset[str] = frozenset()
 
     @property
     def names(self) -> set[str]:
-        """Every file that belongs to the checkpoint, and no other."""
-        return {MANIFEST, SEAL, *self.containers, *self.attachments}
+        """Every file that must be there; beside those, only `leaving` may."""
+        return {MANIFEST, SEAL, *self.containers, *self.attachments, *([WEIGHTS_ONLY] if self.leaving else [])}
 
 
 def rank_file(rank: int) -> str:
+    """A rank's weights, and whatever has no kind."""
     return f"rank-{rank:05d}.safetensors"
+
+
+def state_file(rank: int) -> str:
+    """A rank's optimizer state, where it has any."""
+    return f"rank-{rank:05d}.state.safetensors"
+
+
+def is_state(key: str) -> bool:
+    """Whether a tensor belongs into the `state_file`.
+
+    >>> is_state("moment1/model.norm.weight"), is_state("weights/model.norm.weight"), is_state("scale")
+    (True, False, False)
+    """
+    return "/" in key and not key.startswith("weights/")
 
 
 def check_attachment_name(name: str) -> None:
     """Errors: CheckpointError unless `name` is one plain file name that the format does not use itself."""
-    if not _ATTACHMENT.fullmatch(name) or name.startswith(("rank-", MANIFEST)):
+    if not _ATTACHMENT.fullmatch(name) or name.startswith(("rank-", MANIFEST, WEIGHTS_ONLY)):
         raise CheckpointError(
-            f"attachment {name!r}: letters, digits, '.', '_' and '-' only, and neither rank-* nor {MANIFEST}*"
+            f"attachment {name!r}: letters, digits, '.', '_' and '-' only, and neither rank-*, {MANIFEST}* "
+            f"nor {WEIGHTS_ONLY}"
         )
 
 
@@ -87,14 +112,27 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
             write_all(descriptor, data)
 
 
-def write_sidecar(path: Path, container: Container) -> None:
+def mark_weights_only(directory: Path) -> None:
+    """Say in a published checkpoint, for good, that its files of optimizer state no longer count."""
+    mark = directory.parent / f"{WEIGHTS_ONLY}.tmp"
+    mark.unlink(missing_ok=True)
+    with creating(mark) as descriptor:
+        write_all(descriptor, read_file(directory / SEAL, 200))
+    os.rename(mark, directory / WEIGHTS_ONLY)
+    sync_directory(directory)
+
+
+def write_sidecar(path: Path, containers: Mapping[str, Container]) -> None:
     """A rank's contribution to the manifest, for rank 0 to fold in."""
     with creating(path) as descriptor:
-        write_all(descriptor, _encode(container_fields(container)))
+        write_all(descriptor, _encode({name: container_fields(container) for name, container in containers.items()}))
 
 
-def read_sidecar(path: Path) -> Container:
-    return _container(parse_json(read_file(path, LIMIT), path), path, path.with_suffix(".safetensors").name)
+def read_sidecar(path: Path, rank: int) -> dict[str, Container]:
+    """File name -> what `rank` wrote into it."""
+    containers = _containers(parse_json(read_file(path, LIMIT), path), path)
+    assert containers.keys() <= {rank_file(rank), state_file(rank)}, containers.keys()
+    return containers
 
 
 def read_manifest(directory: Path) -> Manifest:
@@ -111,26 +149,29 @@ def read_manifest(directory: Path) -> Manifest:
         raise CheckpointError(
             f"{path}: format_version {fields.get('format_version')!r}, this version reads {FORMAT_VERSION}"
         )
-    containers = {
-        name: _container(value, path, name) for name, value in _record(fields.get("files"), path, "files").items()
-    }
-    for name in containers:
-        if not _RANK_FILE.fullmatch(name):
-            raise CheckpointError(f"{path}: file name {name!r} (valid: rank-NNNNN.safetensors)")
+    containers = _containers(fields.get("files"), path)
     attachments = {}
     for name, value in _record(fields.get("attachments"), path, "attachments").items():
         check_attachment_name(name)
         record = _record(value, path, name)
         attachments[name] = Attached(_count(record.get("size"), path, name), _digest(record.get("sha256"), path, name))
     world = _count(fields.get("world"), path, "world")
-    if set(containers) != {rank_file(rank) for rank in range(min(world, len(containers) + 1))}:
-        raise CheckpointError(f"{path}: files of {len(containers)} ranks, but world is {world}")
+    least = {rank_file(rank) for rank in range(min(world, len(containers) + 1))}
+    most = least | {state_file(rank) for rank in range(len(least))}
+    if not least <= containers.keys() <= most:
+        raise CheckpointError(f"{path}: holds the files {', '.join(sorted(containers))}, but world is {world}")
+    leaving: frozenset[str] = frozenset()
+    if os.path.lexists(directory / WEIGHTS_ONLY):
+        if read_file(directory / WEIGHTS_ONLY, 200) != seal:
+            raise CheckpointError(f"{directory / WEIGHTS_ONLY}: is not that of this checkpoint")
+        leaving = frozenset(name for name in containers if STATE_FILE.fullmatch(name))
     manifest = Manifest(
         _count(fields.get("step"), path, "step"),
         world,
-        containers,
+        {name: container for name, container in containers.items() if name not in leaving},
         attachments,
         _record(fields.get("meta"), path, "meta"),
+        leaving,
     )
     check_tiling(manifest, path)
     return manifest
@@ -167,6 +208,14 @@ def container_fields(container: Container) -> dict[str, Any]:
         "columns": ["key", "dtype", "shape", "start", "size", "offset", "sha256"],
         "entries": rows,
     }
+
+
+def _containers(value: object, path: Path) -> dict[str, Container]:
+    records = _record(value, path, "files")
+    for name in records:
+        if not _RANK_FILE.fullmatch(name):
+            raise CheckpointError(f"{path}: file name {name!r} (valid: rank-NNNNN[.state].safetensors)")
+    return {name: _container(record, path, name) for name, record in records.items()}
 
 
 def _container(value: object, path: Path, name: str) -> Container:

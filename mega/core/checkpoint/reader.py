@@ -107,7 +107,7 @@ class Checkpoint:
     def verify(self) -> None:
         """Hash every byte again. Errors: CheckpointError naming the first bad file, and the tensor."""
         present = {entry.name for entry in os.scandir(self.path)}
-        for name in sorted(present ^ self._manifest.names):
+        for name in sorted((present - self._manifest.leaving) ^ self._manifest.names):
             fault = "does not belong here" if name in present else "is missing"
             raise CheckpointError(f"{self.path / name}: {fault}")
         for name, container in self._manifest.containers.items():

@@ -2,14 +2,15 @@
 
     runs/a/latest                       the newest step's directory name
     runs/a/step-0000010/                published by one rename of step-0000010.tmp
-        rank-00000.safetensors          every rank's pieces
+        rank-00000.safetensors          every rank's weights
+        rank-00000.state.safetensors    every rank's optimizer state: a file of its own, so that it can go first
         tokenizer.json  run.toml        attachments
         manifest.json                   all files' hashes, all tensors' rectangles, plain state
         manifest.json.sha256
 
-Saving, on every rank: (1) rank 0 makes `step-N.tmp/`; (2) each rank writes its file and a sidecar, synced;
-(3) rank 0 folds the sidecars into the manifest, renames, moves the pointer; (4) every rank learns whether
-that worked. A barrier stands between two phases; it is a callable, since this room knows no ranks.
+Saving, on every rank: (1) rank 0 makes `step-N.tmp/`; (2) each rank writes its files and a sidecar, synced;
+(3) rank 0 folds the sidecars into the manifest, renames, moves the pointer. After each phase all ranks agree whether
+it went well, and stop together where it did not. How they agree is a callable, since this room knows no ranks.
 """
 
 from __future__ import annotations
@@ -32,8 +33,10 @@ from mega.core.checkpoint.manifest import (
     Manifest,
     check_attachment_name,
     check_tiling,
+    is_state,
     rank_file,
     read_sidecar,
+    state_file,
     write_manifest,
     write_sidecar,
 )
@@ -59,8 +62,8 @@ _STEP = re.compile(r"step-(\d{7,15})")
 _POINTER = "latest"
 
 
-class SaveError(ValueError):
-    """A save that failed, and why. Nothing was published; every earlier checkpoint is as it was."""
+class SaveError(OSError):
+    """A save that the machine did not carry out, and why. Nothing was published; every earlier checkpoint is whole."""
 
 
 @dataclass(frozen=True)
@@ -90,48 +93,44 @@ class CheckpointStore:
         *,
         rank: int = 0,
         world: int = 1,
-        barrier: Callable[[], None] = lambda: None,
+        agree: Callable[[bool], bool] = bool,
         attachments: Attachments = MappingProxyType({}),
     ) -> SaveReport:
         """Publish one checkpoint; all ranks call this together. Over all ranks, pieces tile their tensors.
 
         meta, attachments: rank 0's count. meta is plain JSON; attachments are small files, by plain name.
+        agree: told whether this rank is well, returns on all ranks together whether all are.
         An older checkpoint of the same step is replaced when the new one is complete.
         Errors: on every rank, SaveError if any rank failed (disk full, no permission, pieces that do not
         tile their tensors), naming the file; earlier checkpoints stay as they are.
         """
         began = time.monotonic()
         working = self.path(step).with_suffix(".tmp")
-        written: list[Container] = []
+        written = 0
 
         def prepare() -> None:
             if rank == 0:
                 self._prepare(working)
 
         def write() -> None:
-            written.append(_write_rank(working, step, rank, world, pieces, has_memory))
+            nonlocal written
+            written = _write_rank(working, step, rank, world, pieces, has_memory)
 
         def publish() -> None:
             if rank == 0:
                 self._publish(step, world, working, dict(meta), attachments)
 
-        fault: BaseException | None = None
         for phase in (prepare, write, publish):
-            if fault is None:  # a failed rank still meets the others at every barrier
-                try:
-                    phase()
-                except Exception as error:
-                    fault = error
-            barrier()
-        published = not working.exists() and self.path(step).is_dir()
-        barrier()
-        if fault is not None or not published:
-            if working.exists():
-                _unlink(working / rank_file(rank), _sidecar(working, rank))
-            if rank == 0:
-                shutil.rmtree(working, ignore_errors=True)
-            raise self._failure(step, rank, fault) from fault
-        return SaveReport(written[0].size, time.monotonic() - began)
+            fault: Exception | None = None
+            try:
+                phase()
+            except Exception as error:
+                fault = error
+            if not agree(fault is None):
+                if rank == 0:
+                    shutil.rmtree(working, ignore_errors=True)
+                raise SaveError(self._failure(step, rank, fault)) from fault
+        return SaveReport(written, time.monotonic() - began)
 
     def save_all(
         self,
@@ -148,26 +147,31 @@ class CheckpointStore:
         fetch: called once for every piece, in the order of the file, for its elements (which are not kept);
             then the pieces' own tensors may be meta tensors, and memory holds one tensor at a time.
         check: called when all is written; if it raises, nothing is published.
+        Errors: CheckpointError where what is to be written is at fault, SaveError where the machine is.
         """
         began = time.monotonic()
         working = self.path(step).with_suffix(".tmp")
         try:
             self._prepare(working)
-            written = [_write_rank(working, step, rank, len(ranks), pieces, fetch) for rank, pieces in enumerate(ranks)]
+            written = sum(
+                _write_rank(working, step, rank, len(ranks), pieces, fetch) for rank, pieces in enumerate(ranks)
+            )
             check()
             self._publish(step, len(ranks), working, dict(meta), attachments)
         except Exception as error:
             shutil.rmtree(working, ignore_errors=True)
             with contextlib.suppress(OSError):
                 self.directory.rmdir()  # only if nothing is in it
-            raise self._failure(step, None, error) from error
-        return SaveReport(sum(container.size for container in written), time.monotonic() - began)
+            kind = CheckpointError if isinstance(error, ValueError) else SaveError
+            raise kind(self._failure(step, None, error)) from error
+        return SaveReport(written, time.monotonic() - began)
 
     def _prepare(self, working: Path) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
         self._recover()
-        for left in self.directory.glob("step-*.tmp"):  # of a save that was killed
-            shutil.rmtree(left, ignore_errors=True)
+        for kind in ("tmp", "old"):  # of saves and removals that were killed
+            for left in self.directory.glob(f"step-*.{kind}"):
+                shutil.rmtree(left, ignore_errors=True)
         working.mkdir()
 
     def _publish(
@@ -179,12 +183,10 @@ class CheckpointStore:
         attachments: Attachments,
     ) -> None:
         attached = {name: _attach(working, name, source) for name, source in attachments.items()}
-        containers = {}
+        containers: dict[str, Container] = {}
         for rank in range(world):
             sidecar = _sidecar(working, rank)
-            if not sidecar.exists():
-                raise SaveError(f"rank {rank} did not complete {working / rank_file(rank)}")
-            containers[rank_file(rank)] = read_sidecar(sidecar)
+            containers |= read_sidecar(sidecar, rank)
             sidecar.unlink()
         manifest = Manifest(step, world, containers, attached, meta)
         check_tiling(manifest, working)
@@ -204,19 +206,19 @@ class CheckpointStore:
         sync_directory(self.directory)
         shutil.rmtree(previous, ignore_errors=True)
 
-    def _failure(self, step: int, rank: int | None, fault: BaseException | None) -> SaveError:
+    def _failure(self, step: int, rank: int | None, fault: BaseException | None) -> str:
         kept = ", ".join(map(str, self.steps())) or "none"
         where = f"{self.directory}: step {step} was not saved"
         if fault is None:
-            return SaveError(f"{where}: another rank failed (published steps: {kept})")
+            return f"{where}: another rank failed (whole: steps {kept})"
         if isinstance(fault, OSError):
             name = fault.filename or self.path(step)
             free = shutil.disk_usage(self.directory).free if self.directory.exists() else 0
             reason = f"{name}: {fault.strerror or fault}; {free} bytes are free"
         else:
-            reason = str(fault)
+            reason = str(fault) or repr(fault)
         who = "" if rank is None else f"rank {rank}: "
-        return SaveError(f"{where}: {who}{reason} (published steps: {kept})")
+        return f"{where}: {who}{reason} (whole: steps {kept})"
 
     def steps(self) -> list[int]:
         """Published steps, oldest first. Published means renamed into place; `newest` also verifies."""
@@ -305,21 +307,24 @@ def locate(path: Path) -> Checkpoint:
     return store.open(newest)
 
 
-def _write_rank(working: Path, step: int, rank: int, world: int, pieces: Iterable[Piece], fetch: Fetch) -> Container:
-    """One rank's container and its sidecar."""
-    kept = []
+def _write_rank(working: Path, step: int, rank: int, world: int, pieces: Iterable[Piece], fetch: Fetch) -> int:
+    """One rank's containers and its sidecar; the bytes of the former."""
+    files: dict[str, list[Piece]] = {rank_file(rank): []}
     for piece in pieces:
         piece.check()
         if piece.box.elements:
-            kept.append(piece)
-    path = working / rank_file(rank)
-    total = sum(piece.bytes for piece in kept)
-    try:
-        container = write_container(path, kept, {"step": step, "rank": rank, "world": world}, fetch)
-    except OSError as error:
-        raise OSError(error.errno, f"{error.strerror} ({total} bytes to write)", str(path)) from error
-    write_sidecar(_sidecar(working, rank), container)
-    return container
+            files.setdefault(state_file(rank) if is_state(piece.key) else rank_file(rank), []).append(piece)
+    containers = {}
+    for name, kept in files.items():
+        try:
+            about: dict[str, object] = {"step": step, "rank": rank, "world": world}
+            containers[name] = write_container(working / name, kept, about, fetch)
+        except OSError as error:
+            total = sum(piece.bytes for piece in kept)
+            path = str(working / name)
+            raise OSError(error.errno, f"{error.strerror} ({total} bytes to write)", path) from error
+    write_sidecar(_sidecar(working, rank), containers)
+    return sum(container.size for container in containers.values())
 
 
 def _attach(working: Path, name: str, source: Path | bytes) -> Attached:
@@ -332,11 +337,6 @@ def _attach(working: Path, name: str, source: Path | bytes) -> Attached:
 
 def _sidecar(working: Path, rank: int) -> Path:
     return working / f"rank-{rank:05d}.json"
-
-
-def _unlink(*paths: Path) -> None:
-    for path in paths:
-        path.unlink(missing_ok=True)
 
 
 def _is_directory(entry: os.DirEntry[str]) -> bool:

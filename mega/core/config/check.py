@@ -155,8 +155,8 @@ def _run_and_checkpoint(run: RunConfig) -> Problems:
             yield _line(run, name, "needs --load")
     if checkpoint.finetune and checkpoint.resume is not None:
         yield _line(run, "resume", "excludes --finetune, which starts at step 0")
-    for name in ("keep_last", "keep_every"):
-        if value_of(run, name) is not None and checkpoint.save is None:
+    for name in ("keep_last", "keep_every", "keep_optimizer_last", "async_save"):
+        if value_of(run, name) not in (None, False) and checkpoint.save is None:
             yield _line(run, name, "needs --save")
     if runtime.world is not None and not runtime.dry_run:
         yield _line(run, "world", "needs --dry-run; a real run is started by --nproc, torchrun or srun")

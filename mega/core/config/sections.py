@@ -461,9 +461,15 @@ class CheckpointConfig:
     finetune: bool = option(False, "load weights only and start at step 0", megatron={"--finetune": True})
     load_optim: bool = option(True, "load the optimizer's state", megatron={"--no-load-optim": False})
     save_optim: bool = option(True, "save the optimizer's state", megatron={"--no-save-optim": False})
+    async_save: bool = option(
+        False, "save behind the run's back, from a copy in host memory", megatron={"--async-save": True}
+    )
     keep_last: int | None = option(None, "keep only the newest checkpoints", within=COUNT)
     keep_every: int | None = option(
         None, "keep every checkpoint of this many steps besides", unit="steps", within=COUNT
+    )
+    keep_optimizer_last: int | None = option(
+        None, "keep the optimizer's state of the newest checkpoints only", within=COUNT
     )
     require_load: bool = option(
         False, "stop if --load holds no checkpoint", megatron={"--exit-on-missing-checkpoint": True}

@@ -205,9 +205,9 @@ def _rank(environment: dict[str, str], target: Callable[..., int | None], args: 
         code = target(*args) or 0
     except SystemExit as stop:
         code = stop.code if isinstance(stop.code, int) else 1
-    except ValueError as error:  # a mistake of the user, told in one line
+    except (ValueError, OSError) as error:  # a mistake of the user or a fault of the machine, told in one line
         sys.stderr.write("".join(f"mega: rank {environment['RANK']}: {line}\n" for line in str(error).splitlines()))
-        code = 2
+        code = 2 if isinstance(error, ValueError) else 1
     except BaseException:
         sys.stderr.write(f"rank {environment['RANK']}:\n{traceback.format_exc()}")
         code = 1

@@ -66,11 +66,11 @@ class Groups:
     backend: str | None = None
     made: dict[tuple[tuple[int, ...], str], dist.ProcessGroup] = field(default_factory=dict)
 
-    def make(self, parts: Sequence[tuple[int, ...]], purpose: str = "") -> None:
-        """One group for each of `parts` that has several ranks and no group yet."""
+    def make(self, parts: Sequence[tuple[int, ...]], purpose: str = "", backend: str | None = None) -> None:
+        """One group for each of `parts` that has several ranks and no group yet; on our backend or another."""
         for ranks in parts:
             if len(ranks) > 1 and (ranks, purpose) not in self.made:
-                self.made[ranks, purpose] = dist.new_group(list(ranks), backend=self.backend)
+                self.made[ranks, purpose] = dist.new_group(list(ranks), backend=backend or self.backend)
 
     def get(self, ranks: tuple[int, ...], purpose: str = "") -> dist.ProcessGroup | None:
         return self.made.get((ranks, purpose))
@@ -110,6 +110,17 @@ class Mesh:
         (1, 5)
         """
         return cls(rank, tp=tp, cp=cp, dp=dp, pp=pp)
+
+    def apart(self, purpose: str) -> Axis:
+        """Everyone on the host, with communicators of its own: for a thread that must not meet the training's.
+
+        All ranks must call this together.
+        """
+        everyone = self.everyone.ranks
+        if self._groups is None:
+            return Axis(purpose, everyone, self.everyone.index)
+        self._groups.make([everyone], purpose, "gloo")
+        return Axis(purpose, everyone, self.everyone.index, self._groups.get(everyone, purpose))
 
     def coordinates(self, rank: int | None = None) -> dict[str, int]:
         """Axis -> index of a rank (ours by default)."""

@@ -31,8 +31,9 @@ from mega.core.parallel.mesh import Groups, Mesh
 from mega.core.text.tokenizer import Tokenizer
 from mega.core.training.audit import audit
 from mega.core.training.meters import Meters
-from mega.core.training.persist import find_origin, restore, same_everywhere, save
+from mega.core.training.persist import find_origin, restore, same_everywhere
 from mega.core.training.prepare import Prepared, prepare
+from mega.core.training.saver import Saver
 from mega.core.training.state import TrainState
 from mega.core.training.step import Report, evaluate_step, train_step
 
@@ -96,6 +97,9 @@ class Training:
         self.learning_rate, self.weight_decay = _schedules(run)
         self.interrupt = Interrupt(run.runtime.exit_on_signal, run.runtime.exit_minutes)
         self.meters = self._meters() if rank == 0 else None
+        self.saver: Saver | None = None
+        if run.checkpoint.save is not None:
+            self.saver = Saver(self.state, self.tokenizer, self.fingerprint, self._say)
         for note in prepared.notes:
             self._say(note)
         if origin is not None:
@@ -123,7 +127,7 @@ class Training:
                 self._read(pending, current.begun)
             pending = current
             step, options = self.progress.step, self.run.checkpoint
-            due_save = options.save is not None and _every(options.save_interval, step)
+            due_save = self.saver is not None and _every(options.save_interval, step)
             due_eval = (self.valid is not None or bool(self.named)) and _every(self.run.evaluation.eval_interval, step)
             # With a loss scale the next learning rate depends on whether this step was skipped.
             if _every(self.run.runtime.audit_interval, step):
@@ -133,15 +137,19 @@ class Training:
                 pending = None
             if due_eval and step < self.lengths.steps:
                 self._validate()
-            if due_save:
-                self._save()
-                saved = step
+            if self.saver is not None:
+                self.saver.look()
+                if due_save:
+                    self.saver.save()
+                    saved = step
             if self.interrupt.asked or _every(self.run.runtime.exit_interval, step):
                 break
         if pending is not None:
             self._read(pending)
-        if self.run.checkpoint.save is not None and saved != self.progress.step:
-            self._save()
+        if self.saver is not None:
+            if saved != self.progress.step:
+                self.saver.save()
+            self.saver.wait()
         if self.interrupt.asked:
             self._say(f"stopped at step {self.progress.step}: {self.interrupt.reason}")
 
@@ -218,10 +226,6 @@ class Training:
         loss = float(sums[0] / sums[1])
         if self.meters is not None:
             self.meters.evaluation(self.progress.step, split, loss)
-
-    def _save(self) -> None:
-        report = save(self.state, self.tokenizer, self.fingerprint)
-        self._say(f"saved step {self.progress.step} in {report.seconds:.1f} s to {self.run.checkpoint.save}")
 
     def _to_device(self, batches: Sequence[DecoderBatch]) -> list[DecoderBatch]:
         return [batch.to(self.device.torch) for batch in batches] if self.device.is_cuda else list(batches)

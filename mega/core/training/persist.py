@@ -1,24 +1,20 @@
-"""Saving a run and going on from it: what of the state is kept, and which checkpoint a run starts from."""
+"""Going on from a checkpoint: which one a run starts from, and how its state is filled. saver.py writes them."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from mega import __version__
-from mega.core.checkpoint.pieces import CheckpointError, Piece
-from mega.core.checkpoint.retention import retain
-from mega.core.checkpoint.store import Checkpoint, CheckpointStore, SaveReport, locate
-from mega.core.config import toml
+from mega.core.checkpoint.pieces import CheckpointError
+from mega.core.checkpoint.store import Checkpoint, CheckpointStore, locate
 from mega.core.config.run import RunConfig
 from mega.core.parallel.collectives import all_reduce
 from mega.core.parallel.mesh import Mesh
-from mega.core.text.tokenizer import Tokenizer
 from mega.core.training.prepare import model_in
 from mega.core.training.state import Progress, TrainState
 
@@ -34,51 +30,6 @@ class Origin:
 
     checkpoint: Checkpoint
     weights_only: bool
-
-
-def barrier(state: TrainState) -> None:
-    """Return when every rank has come here."""
-    token = torch.zeros(1, device=state.device.torch)
-    all_reduce(token, state.mesh.everyone)
-    state.device.synchronize()
-
-
-def save(state: TrainState, tokenizer: Tokenizer | None, fingerprint: str) -> SaveReport:
-    """Publish a checkpoint of this moment; every rank takes part."""
-    run = state.run
-    assert run.checkpoint.save is not None
-    store = CheckpointStore(Path(run.checkpoint.save))
-    attachments: dict[str, Path | bytes] = {"run.toml": toml.write(run).encode()}
-    if tokenizer is not None:
-        attachments |= tokenizer.files()
-    meta = {
-        "mega": __version__,
-        "config": dataclasses.asdict(run),
-        "progress": dataclasses.asdict(state.progress),
-        "updates": state.optimizer.updates,
-        "scaler": None if state.scaler is None else state.scaler.state(),
-        "layout": state.mesh.sizes,
-        "tokenizer": tokenizer.fingerprint() if tokenizer is not None else None,
-        "fingerprint": fingerprint,
-    }
-    report = store.save(
-        state.progress.step,
-        _kept(state),
-        meta,
-        rank=state.mesh.rank,
-        world=state.mesh.world,
-        barrier=lambda: barrier(state),
-        attachments=attachments,
-    )
-    if state.mesh.rank == 0 and (run.checkpoint.keep_last is not None):
-        retain(store, run.checkpoint.keep_last, run.checkpoint.keep_every)
-    return report
-
-
-def _kept(state: TrainState) -> Iterable[Piece]:
-    yield from state.weight_pieces(mine=True)
-    if state.run.checkpoint.save_optim:
-        yield from state.optimizer_pieces(mine=True)
 
 
 def find_origin(run: RunConfig, tell: Tell) -> Origin | None:

@@ -15,7 +15,7 @@ from torch import nn
 
 from mega.core.checkpoint.pieces import Piece
 from mega.core.config.run import RunConfig
-from mega.core.device import DTYPES, Device
+from mega.core.device import DTYPES, Device, HostCopy
 from mega.core.model.decoder import DecoderStage
 from mega.core.optim.adam import AdamW
 from mega.core.optim.optimizer import Optimizer
@@ -67,6 +67,8 @@ class TrainState:
         self.optimizer = Optimizer(self.grads, rule, options.clip_grad, chosen_ops(run, device.torch))
         self.scaler = _scaler(run, device.torch)
         self.pipeline = Pipeline(self.stages, mesh, device.torch)
+        self.copy: HostCopy | None = None
+        """What is being copied for a save; a step settles it before it changes anything."""
 
     def train(self, mode: bool = True) -> None:
         nn.ModuleList(self.stages).train(mode)

@@ -40,6 +40,8 @@ def train_step(state: TrainState, batches: Sequence[DecoderBatch], lr: float, de
     """One step over this data coordinate's microbatches; every rank of the mesh takes part."""
     sums = backward(state, batches)
     # 4
+    if state.copy is not None:
+        state.copy.settle()
     scaler = state.scaler
     outcome = state.optimizer.step(lr, decay, None if scaler is None else scaler.scale)
     scale = None if scaler is None else scaler.scale

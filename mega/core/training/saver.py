@@ -1,0 +1,169 @@
+"""Saving a run: what of its state is kept, at once or behind the run's back. persist.py reads it again.
+
+A save with --async-save:
+
+    1 the save before has ended                  one is on its way at a time
+    2 every piece is copied to host memory       page-locked and kept for the next save; on a GPU by a stream of its
+                                                 own, while the next forward and backward run; the step after waits
+                                                 with its update until the copy has been read (HostCopy.settle)
+    3 a thread publishes the copy                the same `CheckpointStore.save`, so the same bytes; ranks agree through
+                                                 gloo communicators that nothing else uses
+    4 the run looks at the thread every step     a save that failed ends it; exit waits for the last one
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mega import __version__
+from mega.core.checkpoint.pieces import Piece
+from mega.core.checkpoint.retention import retain
+from mega.core.checkpoint.store import CheckpointStore
+from mega.core.config import toml
+from mega.core.device import HostCopy
+from mega.core.parallel.collectives import all_reduce
+from mega.core.parallel.mesh import Axis
+from mega.core.text.tokenizer import Tokenizer
+from mega.core.training.state import TrainState
+
+Say = Callable[[str], None]
+
+
+class Saver:
+    """Publishes the checkpoints of one run. All ranks call each method together."""
+
+    def __init__(
+        self, state: TrainState, tokenizer: Tokenizer | None, fingerprint: str, say: Say = lambda line: None
+    ) -> None:
+        self.state, self.options, self._say = state, state.run.checkpoint, say
+        assert self.options.save is not None
+        self.store = CheckpointStore(Path(self.options.save))
+        self._fixed = {
+            "mega": __version__,
+            "config": dataclasses.asdict(state.run),
+            "layout": state.mesh.sizes,
+            "tokenizer": tokenizer.fingerprint() if tokenizer is not None else None,
+            "fingerprint": fingerprint,
+        }
+        self._attachments: dict[str, Path | bytes] = {"run.toml": toml.write(state.run).encode()}
+        if tokenizer is not None:
+            self._attachments |= tokenizer.files()
+        self._running: _Task | None = None
+        self._writers: Axis | None = None
+        if self.options.async_save:
+            room = HostCopy.room([piece.tensor for piece in self._kept()])
+            state.copy = HostCopy(state.device, room)
+            self._writers = state.mesh.apart("writers")
+
+    def save(self) -> None:
+        """Publish a checkpoint of this moment; with --async-save only begin to.
+
+        Errors: SaveError on every rank if any rank failed; earlier checkpoints are whole.
+        """
+        state, began = self.state, time.monotonic()
+        if self._writers is None or state.copy is None:
+            agree = _agreement(state.mesh.everyone, state.device.torch)
+            self._told(self._publish(self._kept(), self._meta(), agree), "")
+            return
+        # 1
+        self.wait()
+        # 2
+        pieces, copy = list(self._kept()), state.copy
+        copies = copy.take([piece.tensor for piece in pieces])
+        staged = [dataclasses.replace(piece, tensor=there) for piece, there in zip(pieces, copies, strict=True)]
+        # 3
+        meta, agree = self._meta(), _agreement(self._writers, torch.device("cpu"))
+
+        def work() -> tuple[int, float]:
+            copy.arrived()
+            return self._publish(staged, meta, agree)
+
+        self._running = _Task(work)
+        self._stalled = time.monotonic() - began
+
+    def look(self) -> None:
+        """To be called every step: tell of a save that has ended, raise what ended it."""
+        if self._running is not None and self._running.ended:
+            self.wait()
+
+    def wait(self) -> None:
+        """Wait for the save that is on its way, if there is one. Errors: as `save`."""
+        if self._running is not None:
+            running, self._running = self._running, None
+            self._told(running.outcome(), f" behind the run, which stood still for {self._stalled:.2f} s")
+
+    def _told(self, done: tuple[int, float], how: str) -> None:
+        step, seconds = done
+        self._say(f"saved step {step} in {seconds:.1f} s{how} to {self.options.save}")
+
+    def _publish(
+        self, pieces: Iterable[Piece], meta: dict[str, Any], agree: Callable[[bool], bool]
+    ) -> tuple[int, float]:
+        """The step that was saved, and in how many seconds."""
+        mesh, step = self.state.mesh, int(meta["progress"]["step"])
+        report = self.store.save(
+            step, pieces, meta, rank=mesh.rank, world=mesh.world, agree=agree, attachments=self._attachments
+        )
+        if mesh.rank == 0:
+            retain(self.store, self.options.keep_last, self.options.keep_every, self.options.keep_optimizer_last)
+        return step, report.seconds
+
+    def _kept(self) -> Iterable[Piece]:
+        yield from self.state.weight_pieces(mine=True)
+        if self.options.save_optim:
+            yield from self.state.optimizer_pieces(mine=True)
+
+    def _meta(self) -> dict[str, Any]:
+        """Plain state of this moment."""
+        state = self.state
+        return {
+            **self._fixed,
+            "progress": dataclasses.asdict(state.progress),
+            "updates": state.optimizer.updates,
+            "scaler": None if state.scaler is None else state.scaler.state(),
+        }
+
+
+class _Task:
+    """A function on a thread of its own, and what came of it. It does not keep the process alive."""
+
+    def __init__(self, work: Callable[[], tuple[int, float]]) -> None:
+        self._work = work
+        self._fault: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="checkpoint-writer", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._result = self._work()
+        except BaseException as error:
+            self._fault = error
+
+    @property
+    def ended(self) -> bool:
+        return not self._thread.is_alive()
+
+    def outcome(self) -> tuple[int, float]:
+        """Wait for it; its result, or its error."""
+        self._thread.join()
+        if self._fault is not None:
+            raise self._fault
+        return self._result
+
+
+def _agreement(axis: Axis, device: torch.device) -> Callable[[bool], bool]:
+    """A function that tells all ranks of an axis whether this one is well, and returns whether all are."""
+
+    def agree(fine: bool) -> bool:
+        verdict = torch.tensor(float(fine), device=device)
+        all_reduce(verdict, axis, "min")
+        return bool(verdict)
+
+    return agree

@@ -1,0 +1,168 @@
+"""Saving behind the run's back: the same bytes as at once, of the moment asked for; faults are told soon."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mega.core.checkpoint import store as store_module
+from mega.core.checkpoint.inspect import diff
+from mega.core.checkpoint.store import CheckpointStore, SaveError
+from mega.core.config.resolve import data_parallel
+from mega.core.config.run import RunConfig
+from mega.core.device import Device
+from mega.core.parallel.launch import Pool
+from mega.core.parallel.mesh import Groups, Mesh
+from mega.core.training.saver import Saver
+from mega.core.training.state import TrainState
+from tests.support.runs import small_run
+
+
+def state_of(run: RunConfig, rank: int, world: int, groups: Groups | None) -> TrainState:
+    parallel = run.parallel
+    mesh = Mesh(rank, tp=parallel.tp, cp=parallel.cp, pp=parallel.pp, dp=data_parallel(run, world), groups=groups)
+    return TrainState(run, mesh, Device.choose("cpu"))
+
+
+def change(state: TrainState, by: float) -> None:
+    """Every number that a checkpoint keeps."""
+    for piece in (*state.weight_pieces(mine=False), *state.optimizer_pieces(mine=False)):
+        piece.tensor.detach().add_(by)
+
+
+def save_both_ways(groups: Groups, rank: int, run: RunConfig, world: int, sync: str, later: str) -> list[str]:
+    """Job: three saves at once and three behind the run, the state changing right after each is asked for."""
+    said: list[str] = []
+    for directory, behind in ((sync, False), (later, True)):
+        options = replace(run.checkpoint, save=directory, async_save=behind)
+        state = state_of(replace(run, checkpoint=options), rank, world, groups)
+        saver = Saver(state, None, "", said.append)
+        for step in (1, 2, 3):
+            state.progress.step = step
+            saver.save()
+            change(state, 0.5)
+            saver.look()
+        saver.wait()
+    return said
+
+
+def files_of(directory: Path) -> dict[str, bytes]:
+    """Name -> content of everything but the manifest, which names the directory."""
+    return {path.name: path.read_bytes() for path in directory.iterdir() if not path.name.startswith(("man", "run"))}
+
+
+def test_the_same_bytes_as_at_once(tmp_path: Path, pool: Pool) -> None:
+    run = small_run(world=4, tp=2, zero=1, dtype="bf16", save_interval=1)
+    said = pool.run(save_both_ways, run, 4, str(tmp_path / "sync"), str(tmp_path / "async"), world=4)
+    assert [line.split(" in ")[0] for line in said[0]] == ["saved step 1", "saved step 2", "saved step 3"] * 2
+    assert "behind the run" in said[0][-1]
+    sync, later = CheckpointStore(tmp_path / "sync"), CheckpointStore(tmp_path / "async")
+    for step in (1, 2, 3):
+        later.open(step).verify()
+        assert files_of(sync.path(step)) == files_of(later.path(step))
+    assert any(True for _ in diff(sync.open(1), sync.open(2)))
+
+
+def alone(directory: Path, **values: Any) -> tuple[TrainState, Saver]:
+    run = small_run(save=str(directory), save_interval=1, async_save=True, **values)
+    state = state_of(run, 0, 1, None)
+    return state, Saver(state, None, "")
+
+
+def full(*_: Any, **__: Any) -> None:
+    """In the place of `write_container`."""
+    raise OSError(28, "No space left on device")
+
+
+def until_raised(saver: Saver) -> SaveError:
+    """What `look` raises, soon."""
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        try:
+            saver.look()
+        except SaveError as error:
+            return error
+        time.sleep(0.01)
+    raise AssertionError("the writer's fault was never told")
+
+
+def test_a_writer_that_fails_is_told_at_the_next_look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state, saver = alone(tmp_path)
+    state.progress.step = 1
+    saver.save()
+    saver.wait()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store_module, "write_container", full)
+        state.progress.step = 2
+        saver.save()
+        error = until_raised(saver)
+    assert "step 2 was not saved: rank 0" in str(error) and "whole: steps 1" in str(error)
+    assert CheckpointStore(tmp_path).newest() == 1
+    state.progress.step = 3
+    saver.save()
+    saver.wait()
+    assert CheckpointStore(tmp_path).newest() == 3
+
+
+def test_one_save_is_on_its_way_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state, saver = alone(tmp_path)
+    events: list[str] = []
+    real = CheckpointStore.save
+
+    def slow(self: CheckpointStore, step: int, *args: Any, **kwargs: Any) -> Any:
+        events.append(f"begins {step}")
+        time.sleep(0.2)
+        report = real(self, step, *args, **kwargs)
+        events.append(f"ends {step}")
+        return report
+
+    monkeypatch.setattr(CheckpointStore, "save", slow)
+    for step in (1, 2):
+        state.progress.step = step
+        saver.save()
+    saver.wait()
+    assert events == ["begins 1", "ends 1", "begins 2", "ends 2"]
+
+
+def fail_on(groups: Groups, rank: int, run: RunConfig, world: int, broken: int) -> str:
+    """Job: an asynchronous save in which one rank's disk is full; what this rank is told."""
+    saver = Saver(state_of(run, rank, world, groups), None, "")
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == broken:
+            patch.setattr(store_module, "write_container", full)
+        saver.save()
+        try:
+            saver.wait()
+        except SaveError as error:
+            return str(error)
+    return "saved"
+
+
+@pytest.mark.parametrize("broken", [0, 1])
+def test_one_ranks_fault_is_everyones(tmp_path: Path, pool: Pool, broken: int) -> None:
+    run = small_run(world=2, tp=2, save=str(tmp_path / "a"), save_interval=1, async_save=True)
+    told: Sequence[str] = pool.run(fail_on, run, 2, broken, world=2)
+    assert f"rank {broken}" in told[broken] and "No space left" in told[broken]
+    assert "another rank failed" in told[1 - broken]
+    assert CheckpointStore(tmp_path / "a").newest() is None
+
+
+def test_the_copy_is_of_the_moment(tmp_path: Path) -> None:
+    state, saver = alone(tmp_path)
+    before = {piece.key: piece.tensor.detach().clone() for piece in state.weight_pieces(mine=True)}
+    state.progress.step = 1
+    saver.save()
+    change(state, 7.0)
+    saver.wait()
+    assert before
+    again = state_of(state.run, 0, 1, None)
+    CheckpointStore(tmp_path).open(1).read(again.weight_pieces(mine=False))
+    for piece in again.weight_pieces(mine=True):
+        assert torch.equal(piece.tensor, before[piece.key])
