@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from mega.core.checkpoint.pieces import CheckpointError
+from mega.core.checkpoint.pieces import CheckpointError, Piece
 from mega.core.checkpoint.store import Checkpoint, CheckpointStore, locate
 from mega.core.config.run import RunConfig
 from mega.core.parallel.collectives import all_reduce
