@@ -210,8 +210,9 @@ def test_fp8_multiply() -> None:
 
     a, b, bias = random(64, 128), random(48, 128), random(48)
     one, two = fp8.cast(a, fp8.BACKWARD, rows=True), fp8.cast(b, fp8.FORWARD, rows=True)
-    for dtype, bound in ((torch.float32, 1e-6), (torch.bfloat16, 4e-3)):
+    # The tensor cores keep 14 bits of a sum between the parts that fp32 adds up.
+    for dtype, bound in ((torch.float32, 1e-3), (torch.bfloat16, 5e-3)):
         given = (one.rows, two.rows, one.inverse, two.inverse, dtype, bias if dtype == torch.bfloat16 else None)
         exact = fp8.multiply(*given[:4], torch.float64, given[5])
         assert error(fast.multiply(*given), exact) < bound
-        assert error(fast.multiply(*given, fast=True), exact) < 10 * bound
+        assert error(fast.multiply(*given, fast=True), exact) < bound

@@ -61,12 +61,14 @@ ROWS: Mapping[str, tuple[str, Callable[[int], Mapping[str, Any]]]] = {
 
 _EVERY_ROW = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "lr": 1e-4, "dtype": "bf16"}
 
-PRODUCTS, ATTENTION, COMMUNICATION, UPDATE, REST = "products", "attention", "communication", "update", "rest"
+PRODUCTS, ATTENTION, COMMUNICATION = "products", "attention", "communication"
+UPDATE, CASTS, REST = "update", "casts", "rest"
 KINDS = (
     (COMMUNICATION, ("nccl", "gloo", "all_reduce", "all_gather", "reduce_scatter")),
     (ATTENTION, ("cudnn", "flash", "fmha", "sdpa", "sdp_", "attention")),
     (PRODUCTS, ("gemm", "nvjet", "cutlass", "xmma", "mm", "splitk")),
     (UPDATE, ("adamw", "normtwo")),
+    (CASTS, ("_cast", "_largest")),
 )
 """Kind of work -> parts of kernel names; the first that fits counts, what fits none is the rest."""
 
@@ -81,6 +83,8 @@ class Speed:
     world: int
     device: str
     ops: str
+    products: str
+    """dtype of the blocks' products: fp8 is a contract of its own, never compared with bf16."""
     micro_batch: int
     global_batch: int
     seconds: float
@@ -151,15 +155,17 @@ def _read(path: str) -> dict[str, float]:
 
 
 def told(speed: Speed, before: float | None) -> str:
-    """Two lines for a human."""
+    """Two lines for a human. Idle is what the host, or another rank, costs: the device had nothing to do."""
+    idle = 100 * speed.phases.get("idle", 0.0) / max(sum(speed.phases.values()), 1e-9)
     mfu = "n/a" if speed.mfu is None else f"{100 * speed.mfu:.1f}%"
     change = "" if before is None else f"  {100 * (speed.tokens_per_second / before - 1):+.1f}% against before"
     per_rank = f" ({speed.tokens_per_second / speed.world:,.0f} a rank)" if speed.world > 1 else ""
     return (
         f"{speed.name}: {speed.tokens_per_second:,.0f} tokens/s{per_rank}  {speed.tflops:.1f} TFLOP/s  MFU {mfu}  "
         f"{1e3 * speed.seconds:,.1f} ms a step, spread {100 * speed.spread:.1f}%  peak {speed.peak_gib:.1f} GiB  "
-        f"{speed.world} x {speed.device}, ops {speed.ops}, micro batch {speed.micro_batch}{change}\n"
-        f"  ms by kind: {', '.join(f'{kind} {ms:,.1f}' for kind, ms in sorted(speed.phases.items()))}"
+        f"{speed.world} x {speed.device}, ops {speed.ops}, {speed.products} products, micro batch {speed.micro_batch}"
+        f"{change}\n"
+        f"  ms by kind: {', '.join(f'{kind} {ms:,.1f}' for kind, ms in sorted(speed.phases.items()))}; idle {idle:.1f}%"
     )
 
 
@@ -218,6 +224,7 @@ def measure(
         world=world,
         device=device.name,
         ops=state.optimizer.ops.name,
+        products="fp8" if run.precision.fp8 else run.precision.dtype,
         micro_batch=batch.micro_batch,
         global_batch=batch.global_batch,
         seconds=seconds,

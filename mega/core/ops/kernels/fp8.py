@@ -10,8 +10,8 @@ from mega.core.ops.fp8 import LIMITS, TINY, Cast
 
 BLOCK, BLOCKS = 4096, 8
 """Elements that a program looks at in one step, and its steps."""
-TALL, WIDE, WARPS = 128, 128, 8
-"""One tile of the cast."""
+TALL, WIDE, WARPS = 256, 64, 8
+"""One tile of the cast: 3.8 TB/s with its transpose on H200, a copy 4.2."""
 INVERSE = 4
 """Where the inverse lies among the facts [8] of a cast, fp32: on 16 bytes. The largest magnitude lies first."""
 
