@@ -7,49 +7,48 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from mega.core.config.sections import Family
-
 if TYPE_CHECKING:
-    from mega.core.training.layouts import Row
+    from mega.core.training.rows import Row
 
 
 def run(
     layouts: Annotated[
         str | None, typer.Option("--layouts", help="only these, such as tp2pp2dp2sp,dp4-zero1,pp2-chunks2")
     ] = None,
+    every: Annotated[bool, typer.Option("--all", help="every layout, instead of one of each kind")] = False,
     family: Annotated[Literal["gpt", "llama"] | None, typer.Option("--family", help="only this family")] = None,
     dtype: Annotated[Literal["fp64", "fp32"], typer.Option("--dtype", help="precision of the proof")] = "fp64",
-    quick: Annotated[bool, typer.Option("--quick", help="one layout of each kind instead of all")] = False,
-    json_lines: Annotated[bool, typer.Option("--json", help="print a line of JSON per layout")] = False,
+    json_lines: Annotated[
+        str | None,
+        typer.Option("--json", help="append each row to this file; rows that it has for this commit are not run again"),
+    ] = None,
 ) -> int:
     """Train one small model from one seed in many layouts and compare losses and gradients with one rank's.
 
     Up to 8 local ranks on gloo; dropout on, a vocabulary of 50257. Exit 1 where a layout is not within the bounds.
     """
-    from mega.core.training.layouts import QUICK, Layout, every_layout, prove
+    from mega.core.training import rows
+    from mega.core.training.layouts import FAMILIES, SHORT, Layout, every_case
 
-    if layouts is not None:
-        chosen = [Layout.parse(name.strip()) for name in layouts.split(",")]
-    else:
-        chosen = QUICK if quick else every_layout()
-    families: list[Family] = [family] if family is not None else ["gpt", "llama"]
-    rows = []
-    for row in prove(families, chosen, dtype):
-        rows.append(row)
-        if json_lines:
-            _print_json(row)
-        else:
-            print(f"{len(rows)}/{len(families) * len(chosen)}  {row.family} {row.layout}", file=sys.stderr)
-    if not json_lines:
-        _print_table(rows)
-    return 0 if all(row.fine for row in rows) else 1
+    if every and layouts is not None:
+        raise ValueError(f"--layouts {layouts}: excludes --all")
+    named = SHORT if layouts is None else [Layout.parse(name.strip()) for name in layouts.split(",")]
+    cases = list(every_case()) if every else [(model, layout) for model in FAMILIES for layout in named]
+    cases = [case for case in cases if case[0].startswith(family or "")]
+    commit = rows.code() if json_lines else ""
+    wanted = {(model, layout.name, dtype) for model, layout in cases}
+    done = [row for row in rows.kept(json_lines, commit) if _key(row) in wanted] if json_lines else []
+    known = {_key(row) for row in done}
+    due = [(model, layout) for model, layout in cases if (model, layout.name, dtype) not in known]
+    for row in rows.prove(due, dtype):
+        done.append(rows.append(json_lines, row, commit) if json_lines else row)
+        print(f"{len(done)}/{len(cases)}  {row.family} {row.layout}", file=sys.stderr)
+    _print_table(done)
+    return 0 if all(row.fine for row in done) else 1
 
 
-def _print_json(row: Row) -> None:
-    import dataclasses
-    import json
-
-    print(json.dumps(dataclasses.asdict(row)), flush=True)
+def _key(row: Row) -> tuple[str, str, str]:
+    return row.family, row.layout, row.dtype
 
 
 def _print_table(rows: list[Row]) -> None:

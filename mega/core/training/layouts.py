@@ -1,35 +1,35 @@
-"""Layouts of ranks by name, the list that `mega parity` proves, and the loop that proves it. No torch until it runs.
+"""Layouts of ranks by name, and the lists that `mega parity` proves. No torch.
 
 A name is what it says: tp2pp2dp2sp is 2 tensor ranks x 2 stages x 2 data ranks with sequence parallelism, cp4-ring is 4
-context ranks with ring attention, and -zero1 behind it shares out the optimizer's state.
+context ranks with ring attention, and -zero1 behind it shares out the optimizer's state. How the work is shared over
+time is said alike: pp4-zb is the zero-bubble schedule, pp2-chunks3-uneven 6 chunks of unequal length, mbs8 one
+microbatch of 8 samples, tp2-full2 recomputes blocks two by two.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from mega.core.config.check import check
 from mega.core.config.resolve import resolve
 from mega.core.config.run import RunConfig, updated
-from mega.core.config.sections import Family
 
 ParityDtype = Literal["fp64", "fp32"]
 
 STEPS = (1, 10)
 MOST_RANKS = 8
+FEWEST_BLOCKS = 4
 
 _VALUES: dict[str, Any] = {
-    "layers": 4,
     "hidden": 32,
     "heads": 8,
     "kv_heads": 4,
     "vocab": 50257,
     "vocab_multiple": 1,
     "seq_length": 8,
-    "micro_batch": 1,
     "global_batch": 8,
     "steps": STEPS[-1],
     "device": "cpu",
@@ -39,27 +39,39 @@ _VALUES: dict[str, Any] = {
 """A model of one million weights with everything that a layout could get wrong: biases, grouped heads, dropout
 (Megatron's 0.1 by default), a vocabulary that no tensor axis divides, several gradient buckets."""
 
-_FAMILIES: dict[str, dict[str, Any]] = {
-    "gpt": {},
-    "llama": {
-        "norm": "rmsnorm",
-        "activation": "swiglu",
-        "position": "rope",
-        "tied": False,
-        "bias": False,
-        "qkv_bias": True,
-        "ffn": 96,
-    },
+_LLAMA: dict[str, Any] = {
+    "family": "llama",
+    "norm": "rmsnorm",
+    "activation": "swiglu",
+    "position": "rope",
+    "tied": False,
+    "bias": False,
+    "qkv_bias": True,
+    "ffn": 96,
 }
+MODELS: dict[str, dict[str, Any]] = {
+    "gpt": {},
+    "llama": _LLAMA,
+    "gpt-untied": {"tied": False},
+    "llama-tied": {**_LLAMA, "tied": True},
+}
+FAMILIES = ("gpt", "llama")
 
 LR = {"fp64": 1e-2, "fp32": 1.5e-4}
 """Adam's first steps are lr x sign(gradient), and rounding decides the sign of a gradient that is nearly zero. A rate
 that trains the model keeps that noise within the bounds of fp32; fp64 bears a hundred times as much."""
 
+NUMBERS = ("tp", "cp", "pp", "dp", "chunks", "mbs", "full", "block", "zero")
+FLAGS = ("sp", "ring", "gpipe", "zb", "uneven", "selective", "share")
+
 
 @dataclass(frozen=True)
 class Layout:
-    """Ranks along each axis, and how they share."""
+    """Ranks along each axis, how they share, in what order they work, and what they compute twice.
+
+    mbs: samples of a microbatch, 8 make a step. full, block: `--recompute-layers` of full recompute, by groups or for
+    the first blocks of a stage. share: saved activations are cut over the tensor ranks. uneven: stages are not equal.
+    """
 
     tp: int = 1
     cp: int = 1
@@ -68,6 +80,14 @@ class Layout:
     chunks: int = 1
     sp: bool = False
     ring: bool = False
+    gpipe: bool = False
+    zb: bool = False
+    uneven: bool = False
+    mbs: int = 1
+    selective: bool = False
+    full: int = 0
+    block: int = 0
+    share: bool = False
     zero: int = 0
 
     @property
@@ -77,54 +97,71 @@ class Layout:
     @property
     def name(self) -> str:
         """
-        >>> Layout(tp=2, dp=4, sp=True, zero=1).name, Layout().name
-        ('tp2dp4sp-zero1', 'tp1')
+        >>> Layout(tp=2, dp=4, sp=True, zero=1).name, Layout().name, Layout(pp=2, chunks=3, full=1).name
+        ('tp2dp4sp-zero1', 'tp1', 'pp2-chunks3-full1')
         """
         axes = (("tp", self.tp), ("cp", self.cp), ("pp", self.pp), ("dp", self.dp))
         name = "".join(f"{axis}{size}" for axis, size in axes if size > 1) or "tp1"
         if self.sp:
             name += "sp"
-        if self.chunks > 1:
-            name += f"-chunks{self.chunks}"
-        if self.ring:
-            name += "-ring"
-        return name + (f"-zero{self.zero}" if self.zero else "")
+        words = [
+            f"chunks{self.chunks}" * (self.chunks > 1),
+            *(word * getattr(self, word) for word in ("ring", "gpipe", "zb", "uneven")),
+            f"mbs{self.mbs}" * (self.mbs > 1),
+            "selective" * self.selective,
+            *(f"{word}{getattr(self, word)}" * bool(getattr(self, word)) for word in ("full", "block")),
+            "share" * self.share,
+            f"zero{self.zero}" * bool(self.zero),
+        ]
+        return "-".join([name, *filter(None, words)])
 
     @classmethod
     def parse(cls, text: str) -> Layout:
         """
-        >>> Layout.parse("pp2tp2-sp-zero1")
-        Layout(tp=2, cp=1, pp=2, dp=1, chunks=1, sp=True, ring=False, zero=1)
+        >>> Layout.parse("pp2tp2-sp-zero1") == Layout(tp=2, pp=2, sp=True, zero=1)
+        True
 
         Errors: ValueError where the text is no layout.
         """
-        words = re.findall(r"(tp|cp|pp|dp|chunks|zero)([1-9]\d*)|(sp|ring)", text)
-        if not text or re.sub(r"(tp|cp|pp|dp|chunks|zero)[1-9]\d*|sp|ring|-", "", text):
+        word = rf"({'|'.join(NUMBERS)})([1-9]\d*)|({'|'.join(FLAGS)})"
+        if not text or re.sub(rf"{word}|-", "", text):
             raise ValueError(
                 f"--layouts {text}: not a layout (valid: names such as tp2pp2dp2sp or dp4-zero1, with commas between; "
-                "tpN, cpN, ppN, dpN, chunksN, zeroN, sp, ring)"
+                f"{', '.join(f'{name}N' for name in NUMBERS)}, {', '.join(FLAGS)})"
             )
+        words = re.findall(word, text)
         values: dict[str, Any] = {axis: int(size) for axis, size, flag in words if not flag}
         return cls(**values, **{flag: True for _, _, flag in words if flag})
 
-    def run(self, family: Family, dtype: ParityDtype, lr: float | None = None) -> RunConfig:
-        """The small run that this layout is proven on; lr as `LR` says where it is not given.
+    @property
+    def blocks(self) -> int:
+        """Blocks of the model: one for each chunk at least, and one more where they are to be uneven."""
+        return max(FEWEST_BLOCKS, self.pp * self.chunks + self.uneven)
+
+    def run(self, model: str, dtype: ParityDtype) -> RunConfig:
+        """The small run that this layout is proven on, of one of `MODELS`.
 
         Errors: ValueError where the model cannot be cut so, naming the flag.
         """
         if self.world > MOST_RANKS:
             raise ValueError(f"--layouts {self.name}: {self.world} ranks (valid: 1 to {MOST_RANKS} ranks in all)")
         values = {
+            "micro_batch": self.mbs,
             "tp": self.tp,
             "cp": self.cp,
             "cp_comm": "ring" if self.ring else "auto",
             "pp": self.pp,
             "chunks": self.chunks,
+            "schedule": "zb-h1" if self.zb else "gpipe" if self.gpipe else None,
+            "stage_layers": tuple(uneven(self.blocks, self.pp * self.chunks)) if self.uneven else (),
             "sequence_parallel": self.sp,
             "zero": self.zero,
+            "recompute": "full" if self.full or self.block else "selective" if self.selective else "none",
+            "recompute_method": "uniform" if self.full else "block" if self.block else None,
+            "recompute_layers": self.full or self.block or None,
+            "distribute_saved": self.share,
         }
-        chosen = {**_VALUES, **_FAMILIES[family], "family": family, "dtype": dtype, "lr": lr or LR[dtype], **values}
-        run = resolve(updated(RunConfig(), chosen), self.world)
+        run = resolve(updated(alone(model, self.blocks, dtype), values), self.world)
         try:
             check(run, self.world)
         except ValueError as error:
@@ -132,30 +169,109 @@ class Layout:
         return run
 
 
-CONTEXT = [
-    Layout(cp=2),
-    Layout(cp=2, ring=True),
-    Layout(cp=4),
-    Layout(cp=4, ring=True),
-    Layout(tp=2, cp=2),
-    Layout(tp=2, cp=2, sp=True, ring=True),
-    Layout(tp=2, cp=4, sp=True),
-    Layout(tp=4, cp=2, sp=True),
-    Layout(cp=2, pp=2, ring=True),
-    Layout(cp=4, pp=2, chunks=2),
-    Layout(cp=2, dp=2, zero=1),
-    Layout(cp=2, dp=2, ring=True, zero=2),
-    Layout(cp=2, dp=4, ring=True, zero=3),
-    Layout(tp=2, cp=2, pp=2, sp=True),
-    Layout(tp=2, cp=2, dp=2, sp=True, ring=True, zero=1),
-]
+def alone(model: str, blocks: int, dtype: ParityDtype, lr: float | None = None) -> RunConfig:
+    """One rank, one sample at a time, of one of `MODELS`: what layouts are compared with. lr: as `LR` says if None."""
+    values = {"layers": blocks, "dtype": dtype, "lr": lr or LR[dtype], "micro_batch": 1}
+    return resolve(updated(RunConfig(), {**_VALUES, **MODELS[model], **values}), 1)
+
+
+def uneven(blocks: int, pieces: int) -> list[int]:
+    """Stages of unequal length, the later ones the longer.
+
+    >>> uneven(4, 2), uneven(5, 4), uneven(7, 6)
+    ([1, 3], [1, 1, 1, 2], [1, 1, 1, 1, 1, 2])
+    """
+    each, more = divmod(blocks, pieces)
+    sizes = [each + (number >= pieces - more) for number in range(pieces)]
+    if not more:
+        sizes[0], sizes[-1] = sizes[0] - 1, sizes[-1] + 1
+    return sizes
+
+
+# -- the lists
+
+
+def _named(*names: str) -> list[Layout]:
+    return [Layout.parse(name) for name in names]
+
+
+CONTEXT = _named(
+    "cp2",
+    "cp2-ring",
+    "cp4",
+    "cp4-ring",
+    "tp2cp2",
+    "tp2cp2sp-ring",
+    "tp2cp4sp",
+    "tp4cp2sp",
+    "cp2pp2-ring",
+    "cp4pp2-chunks2",
+    "cp2dp2-zero1",
+    "cp2dp2-ring-zero2",
+    "cp2dp4-ring-zero3",
+    "tp2cp2pp2sp",
+    "tp2cp2dp2sp-ring-zero1",
+)
 """Context ranks beside every other axis. Without `ring` attention goes by all-to-all where tp x cp divides the 4
 key/value heads."""
 
+STAGES = _named(
+    "pp2-chunks2",
+    "pp2-chunks3",
+    "pp4-chunks2",
+    "pp2-uneven",
+    "pp4-uneven",
+    "pp2-chunks2-uneven",
+    "pp2-chunks3-uneven",
+    "pp4-gpipe",
+    "pp2-zb",
+    "pp4-zb",
+    "pp4-zb-uneven",
+    "pp2dp2-zb-zero1",
+    "tp2pp2sp-zb",
+    "tp2pp4sp-zb",
+    "cp2pp2-ring-zb",
+    "tp2pp2sp-chunks3",
+    "tp2pp4sp-chunks2",
+    "pp2dp2-chunks3-zero1",
+    "pp4dp2-chunks2",
+    "tp2pp2dp2sp-chunks2-zero1",
+)
+"""Chunks, schedules and stages of unequal length."""
+
+AGAIN = _named(
+    "tp1-selective",
+    "tp2sp-selective",
+    "pp2-chunks2-selective",
+    "pp4-zb-selective",
+    "cp2-ring-selective",
+    "cp2-selective",
+    "dp4-selective-zero3",
+    "tp1-full1",
+    "tp2sp-full2",
+    "pp2dp2-full1-zero1",
+    "pp2-chunks2-full1",
+    "dp4-full1-zero2",
+    "dp2-full2-zero3",
+    "cp2-ring-full1",
+    "tp2pp2sp-block1",
+    "pp2-chunks3-block1",
+    "dp2-block2-zero2",
+    "tp2-full1-share",
+    "tp4-full2-share",
+    "tp2pp2-block1-share",
+)
+"""What is computed again, in each mode."""
+
+SPLITS = _named(
+    "tp1-mbs8", "tp1-mbs4", "dp4", "dp8", "dp4-mbs2", "dp2-mbs4-zero2", "tp2sp-mbs8", "pp2-mbs2", "cp2-mbs4"
+)
+"""The global batch of 8 in microbatches of other sizes, and over more data ranks."""
+
 
 def every_layout() -> list[Layout]:
-    """tp, pp in {1, 2, 4} x dp in {1, 2} on up to 8 ranks, with and without sequence parallelism, every ZeRO; and a
-    context axis beside each of them."""
+    """tp, pp in {1, 2, 4} x dp in {1, 2} on up to 8 ranks, with and without sequence parallelism, every ZeRO; and the
+    lists above."""
     found = []
     for tp in (1, 2, 4):
         for pp in (1, 2, 4):
@@ -164,55 +280,21 @@ def every_layout() -> list[Layout]:
                     shares = (False, True) if tp > 1 else (False,)
                     stages = (0,) if dp == 1 else (0, 1) if pp > 1 else (0, 1, 2, 3)
                     found += [Layout(tp=tp, pp=pp, dp=dp, sp=sp, zero=zero) for sp in shares for zero in stages]
-    return found + CONTEXT
+    return found + CONTEXT + STAGES + AGAIN + SPLITS
 
 
-QUICK = [Layout.parse(name) for name in ("dp2-zero1", "tp2sp", "pp2", "tp2pp2dp2sp-zero1")]
+SHORT = _named("dp2-zero1", "tp2sp", "pp2", "tp2pp2dp2sp-zero1")
 """One of each axis, and all together."""
 
+TIES = _named("tp2sp", "pp2", "pp2-chunks2", "pp4-zb", "dp2-zero3", "tp2pp2dp2sp-zero1")
+"""Where a tied embedding is shared, for the models that are tied otherwise."""
 
-@dataclass(frozen=True)
-class Row:
-    """How far one layout is from one rank.
-
-    loss: worst relative difference. gradients: worst difference at each of `STEPS`, and in which tensor. problem: why
-    there are no numbers.
-    """
-
-    family: str
-    layout: str
-    dtype: str
-    fine: bool
-    loss: float | None = None
-    gradients: tuple[float, ...] = ()
-    tensors: tuple[str, ...] = ()
-    problem: str | None = None
+Case = tuple[str, Layout]
+"""One of `MODELS` in one layout."""
 
 
-def prove(families: Sequence[Family], layouts: Sequence[Layout], dtype: ParityDtype) -> Iterator[Row]:
-    """Train every family in every layout on local ranks, one row each as it is done."""
-    from mega.core.parallel.launch import Pool
-    from mega.core.training.parity import compare, snapshots, within
-
-    runs = {(family, layout): layout.run(family, dtype) for family in families for layout in layouts}
-    with Pool(max(layout.world for layout in layouts)) as pool:
-        for family in families:
-            expected = snapshots(pool, Layout().run(family, dtype), 1, STEPS)
-            exact = snapshots(pool, Layout().run(family, "fp64", LR[dtype]), 1, STEPS) if dtype == "fp32" else None
-            for layout in layouts:
-                try:
-                    found = snapshots(pool, runs[family, layout], layout.world, STEPS)
-                    differences = compare(dtype, STEPS, expected, found, exact)
-                except RuntimeError as error:
-                    problem = str(error).strip().splitlines()[-1]
-                    yield Row(family, layout.name, dtype, fine=False, problem=problem)
-                    continue
-                yield Row(
-                    family,
-                    layout.name,
-                    dtype,
-                    fine=all(within(dtype, one) for one in differences),
-                    loss=max(one.loss for one in differences),
-                    gradients=tuple(one.gradient for one in differences),
-                    tensors=tuple(one.tensor.removeprefix("grads/") for one in differences),
-                )
+def every_case() -> Iterator[Case]:
+    """What `mega parity --all` proves."""
+    for model in MODELS:
+        for layout in every_layout() if model in FAMILIES else TIES:
+            yield model, layout
