@@ -88,9 +88,14 @@ class Saver:
         self._running = _Task(work)
         self._stalled = time.monotonic() - began
 
+    @property
+    def busy(self) -> bool:
+        """Whether a save is on its way."""
+        return self._running is not None and not self._running.ended
+
     def look(self) -> None:
         """To be called every step: tell of a save that has ended, raise what ended it."""
-        if self._running is not None and self._running.ended:
+        if not self.busy:
             self.wait()
 
     def wait(self) -> None:

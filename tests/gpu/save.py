@@ -1,0 +1,205 @@
+"""What a save costs on real devices: GB/s at once, GB/s of a load, and how much a save behind the run slows the run.
+
+    torchrun --nproc-per-node 4 tests/gpu/save.py --dir /tmp/saves --out rows.jsonl [--row w2] [--layers 16]
+
+One process group and one training state; each row is appended as it is known:
+
+    steps   seconds of a step when nothing is saved
+    sync    a save at once
+    async   a save behind the run, twice (the second finds its memory ready): how long the host stood still, the steps
+            while it was on its way, and whether its bytes are those of a save at once (sha256 of every tensor)
+    load    the newest checkpoint into the same layout, every byte verified; where we may, the page cache is dropped
+
+GB are 10^9 bytes of all ranks. Without a GPU, `--row tiny` shows that it works.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mega.core.checkpoint.manifest import read_manifest
+from mega.core.checkpoint.store import CheckpointStore
+from mega.core.config.resolve import data_parallel, microbatches, resolve
+from mega.core.config.run import RunConfig, updated
+from mega.core.parallel.collectives import all_reduce
+from mega.core.parallel.launch import connect, disconnect
+from mega.core.parallel.mesh import Mesh
+from mega.core.training.bench import random_batch, row
+from mega.core.training.persist import Origin, restore
+from mega.core.training.saver import Saver
+from mega.core.training.state import TrainState
+from mega.core.training.step import train_step
+
+TINY = {
+    "layers": 4,
+    "hidden": 128,
+    "heads": 4,
+    "vocab": 1000,
+    "seq_length": 32,
+    "micro_batch": 1,
+    "global_batch": 4,
+    "zero": 1,
+    "lr": 1e-4,
+    "dtype": "bf16",
+    "device": "cpu",
+}
+
+
+class Bench:
+    """One state, its batches and what every row needs."""
+
+    def __init__(self, options: argparse.Namespace):
+        self.world, self.device, groups = connect("cpu" if options.row == "tiny" else "auto")
+        size = self.world.size
+        flags: Mapping[str, Any] = {} if options.layers is None else {"layers": options.layers}
+        run = updated(RunConfig(), TINY) if options.row == "tiny" else row(options.row, flags, size)
+        self.directory, self.out = Path(options.dir), options.out
+        kept = replace(run.checkpoint, save=str(self.directory), save_interval=1, async_save=True, keep_last=1)
+        self.run = resolve(replace(run, checkpoint=kept), size)
+        parallel = self.run.parallel
+        self.mesh = Mesh(
+            self.world.rank,
+            tp=parallel.tp,
+            cp=parallel.cp,
+            pp=parallel.pp,
+            dp=data_parallel(self.run, size),
+            groups=groups if size > 1 else None,
+        )
+        self.state = TrainState(self.run, self.mesh, self.device)
+        self.batches = [
+            random_batch(self.run, number * self.mesh.dp.size + self.mesh.dp.index, self.device.torch)
+            for number in range(microbatches(self.run, size))
+        ]
+        self.store = CheckpointStore(self.directory)
+
+    def step(self) -> float:
+        """Seconds of one step, of the slowest rank."""
+        return self.timed(lambda: train_step(self.state, self.batches, 1e-5, 0.1))
+
+    def timed(self, act: Callable[[], Any]) -> float:
+        self.device.synchronize()
+        began = time.perf_counter()
+        act()
+        self.device.synchronize()
+        return self.slowest(time.perf_counter() - began)
+
+    def slowest(self, seconds: float) -> float:
+        most = torch.tensor(seconds, dtype=torch.float64, device=self.device.torch)
+        all_reduce(most, self.mesh.everyone, "max")
+        return float(most)
+
+    def row(self, name: str, **values: Any) -> None:
+        if self.world.rank:
+            return
+        found = {
+            "row": name,
+            "world": self.world.size,
+            "device": self.device.name,
+            "torch": torch.__version__,
+            **values,
+        }
+        print(json.dumps(found), flush=True)
+        os.makedirs(os.path.dirname(os.path.abspath(self.out)), exist_ok=True)
+        with open(self.out, "a", encoding="utf-8") as out:
+            out.write(json.dumps(found) + "\n")
+
+    def digests(self, step: int) -> dict[tuple[Any, ...], str]:
+        """Every stored rectangle's sha256, from the manifest."""
+        manifest = read_manifest(self.store.path(step))
+        return {
+            (entry.key, entry.box): entry.digest
+            for container in manifest.containers.values()
+            for entry in container.entries
+        }
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", required=True)
+    parser.add_argument("--dir", required=True, help="an empty directory on the disk to measure; removed at the end")
+    parser.add_argument("--row", default="w2", help="of mega bench, or tiny")
+    parser.add_argument("--layers", type=int, help="fewer blocks, where disk or memory are short")
+    parser.add_argument("--steps", type=int, default=8)
+    options = parser.parse_args(arguments)
+    bench = Bench(options)
+    state = bench.state
+    behind = Saver(state, None, "")
+    state.run = replace(bench.run, checkpoint=replace(bench.run.checkpoint, async_save=False))
+    at_once = Saver(state, None, "")
+
+    for _ in range(3):
+        bench.step()
+    times = [bench.step() for _ in range(options.steps)]
+    usual = statistics.median(times)
+    bench.row("steps", seconds=usual, times=times)
+
+    state.progress.step = 1
+    seconds = bench.timed(at_once.save)
+    size = bench.store.open(1).bytes if not bench.world.rank else 0
+    bench.row("sync", bytes=size, seconds=seconds, gb_per_s=size / seconds / 1e9)
+    before = bench.digests(1) if not bench.world.rank else {}
+
+    for step in (2, 3):
+        state.progress.step = step
+        bench.device.synchronize()
+        began = time.perf_counter()
+        behind.save()
+        stood = bench.slowest(time.perf_counter() - began)
+        # The step that follows at once is timed with the call before it: this is what a run feels.
+        first = bench.slowest(_since(began, bench, lambda: train_step(state, bench.batches, 1e-5, 0.1)))
+        during = []
+        while bench.slowest(float(behind.busy)) and len(during) < 200:
+            during.append(bench.step())
+        behind.wait()
+        published = bench.slowest(time.perf_counter() - began)
+        bench.row(
+            "async",
+            save=step - 1,
+            host_stood_still=stood,
+            save_and_next_step=first,
+            slower_percent=100 * (first / usual - 1),
+            steps_during=len(during),
+            during_median=statistics.median(during) if during else None,
+            during_slower_percent=100 * (statistics.median(during) / usual - 1) if during else None,
+            published_after=published,
+            gb_per_s=size / published / 1e9,
+            same_bytes_as_sync=bench.digests(step) == before if step == 2 and not bench.world.rank else None,
+        )
+
+    dropped = bench.device.is_cuda and not bench.world.rank and _drop_page_cache()
+    seconds = bench.timed(lambda: restore(state, Origin(bench.store.open(3), weights_only=False)))
+    bench.row("load", bytes=size, seconds=seconds, gb_per_s=size / seconds / 1e9, page_cache_dropped=dropped)
+    disconnect()
+    if not bench.world.rank:
+        shutil.rmtree(bench.directory)
+    return 0
+
+
+def _since(began: float, bench: Bench, act: Callable[[], Any]) -> float:
+    act()
+    bench.device.synchronize()
+    return time.perf_counter() - began
+
+
+def _drop_page_cache() -> bool:
+    try:
+        os.sync()
+        Path("/proc/sys/vm/drop_caches").write_text("3")
+    except OSError:
+        return False
+    return True
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
