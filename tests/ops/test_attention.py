@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from mega.core.ops.attention import Drop, fused, plain
+from mega.core.ops.attention import Drop, again, fused, plain
 from mega.core.ops.counter import keep_mask, token_keys
 from tests.support.ranks import random
 
@@ -98,3 +98,27 @@ def test_fused_is_as_accurate_as_plain_in_fp32() -> None:
     narrow = [tensor.detach().float() for tensor in qkv]
     errors = [float((form(*narrow).double() - exact).abs().max()) for form in (fused, plain)]
     assert errors[0] <= 2 * errors[1] + 1e-7
+
+
+@pytest.mark.parametrize("form", [plain, fused])
+@pytest.mark.parametrize("documents", [None, DOCUMENTS], ids=["whole", "documents"])
+def test_again_keeps_no_weights_and_changes_no_bit(
+    documents: torch.Tensor | None, form: Callable[..., torch.Tensor]
+) -> None:
+    """Nothing of the size of the weights is kept: query, key and value alone."""
+    qkv = inputs(4, 2)
+    drop = Drop(token_keys(1, torch.arange(ROWS), torch.arange(LENGTH)), torch.arange(4), torch.arange(LENGTH), 0.5)
+    grad = random(ROWS, LENGTH, 4, WIDTH, seed=9)
+    kept: list[torch.Tensor] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        found = again(form)(*qkv, documents, drop)
+    assert not any(tensor.is_floating_point() for tensor in kept if not any(tensor is x for x in qkv))
+    expected = form(*qkv, documents, drop)
+    assert torch.equal(found, expected)
+    for one, other in zip(torch.autograd.grad(found, qkv, grad), torch.autograd.grad(expected, qkv, grad), strict=True):
+        assert torch.equal(one, other)

@@ -335,6 +335,31 @@ def _attention(z: Sizes) -> Iterator[Op]:
     rounded = (e if z.cast else 0) * scores
     weights = z.w * scores + z.length**2 * (z.rows if z.documents else 1)
     weights += (1 + e) * scores if drops else rounded
+    # The gradient of the softmax beside what it is of; the weights that met the values are gone by then.
+    backward = z.residual + 2 * mixed + (2 * z.w - (e if drops or z.cast else 0)) * scores
+    if z.again:
+        yield _attention_again(z, fused, moved, weights, backward)
+        return
     yield Op("query, key, value", kept, z.stream + fused, z.residual + 2 * fused)
     forward = max((HASH + e) * scores if drops else 0, (z.w + 2 * e) * scores)
-    yield Op("attention weights", weights, z.stream + forward, z.residual + 2 * mixed + (2 * z.w + 2 * e) * scores)
+    yield Op("attention weights", weights, z.stream + forward, backward)
+
+
+def _attention_again(z: Sizes, fused: int, moved: bool, weights: int, backward: int) -> Op:
+    """The plain form as frugal as a fused kernel: keeps query, key and value, and what says which weights are dropped.
+
+    weights, backward: what the weights take, and what lives beside them in their backward; both live while it runs.
+    """
+    e, mixed = z.e, z.e * z.tokens * z.q
+    scores, mask = z.rows * z.heads * z.length**2, z.length**2
+    repeated = 2 * mixed if z.q > z.kv else 0
+    copies = repeated + mixed if repeated else fused
+    copies = copies if z.rows > 1 else repeated
+    rounded = z.cast and e
+    forward, again = (2 * z.w + rounded) * scores + mixed + mask, weights + backward
+    saved = fused + (e * z.tokens * (z.q + z.kv) if moved else 0)
+    if z.model.attention_dropout:
+        saved += 8 * (z.tokens + z.heads)
+        forward = max(forward, (HASH + z.w + e) * scores)
+        again = max(again, (HASH + 2 * z.w + (rounded or 1)) * scores + mask)
+    return Op("attention", saved, z.stream + repeated + mask + forward, copies + again)

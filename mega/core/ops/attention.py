@@ -1,17 +1,20 @@
 """Causal attention of grouped heads: the plain form with every feature, and torch's fused one.
 
 The plain form is the reference; it is also the only one with counter-based dropout (a fused kernel draws its
-mask from a stream of its own).
+mask from a stream of its own). It keeps the weights of every query and key for its backward pass, where a fused kernel
+keeps query, key, value and a number per query; `again` makes it as frugal.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
 
 from mega.core.ops.dropout import dropout
 from mega.core.ops.norm import accurate
@@ -82,6 +85,27 @@ def plain(
     if drop is not None:
         weights = drop(weights)
     return (weights @ v).transpose(1, 2)
+
+
+def plain_again(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: torch.Tensor | None = None, drop: Drop | None = None
+) -> torch.Tensor:
+    """`plain`, bit for bit, that keeps query, key and value only and computes the weights once more in the backward
+    pass (selective recompute, Korthikanti et al. 2022, section 5)."""
+    # Dropout is a function of what it acts on, so there is no random state to put back.
+    return checkpoint(plain, q, k, v, documents, drop, use_reentrant=False, preserve_rng_state=False)  # type: ignore[no-any-return]
+
+
+def fused_again(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: torch.Tensor | None = None, drop: Drop | None = None
+) -> torch.Tensor:
+    """`fused`, whose kernels compute the weights again by themselves; `plain_again` where there is no kernel."""
+    return fused(q, k, v, documents) if drop is None else plain_again(q, k, v, documents, drop)
+
+
+def again(attention: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """The form of an attention that keeps no weights."""
+    return {plain: plain_again, fused: fused_again}[attention]
 
 
 def _visible(documents: torch.Tensor, length: int) -> torch.Tensor:

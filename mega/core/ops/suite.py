@@ -60,9 +60,16 @@ class Ops:
 REFERENCE = Ops()
 
 
-def choose(device: torch.device, dtype: torch.dtype, *, reference: bool = False, fp8: bool = False) -> Ops:
-    """The fastest implementations for a device and a compute dtype; `reason` says why these."""
+def choose(
+    device: torch.device, dtype: torch.dtype, *, reference: bool = False, fp8: bool = False, again: bool = False
+) -> Ops:
+    """The fastest implementations for a device and a compute dtype; `reason` says why these.
+
+    again: attention computes its weights once more in the backward pass wherever it would keep them.
+    """
     ops = _chosen(device, dtype, reference)
+    if again:
+        ops = replace(ops, attention=attention.again(ops.attention))
     if not fp8:
         return ops
     fast = _fp8_kernels() if ops.name == "triton" and fp8_products(device) else {}

@@ -18,7 +18,13 @@ from mega.core.plan import stage_layers
 def chosen_ops(run: RunConfig, device: torch.device) -> Ops:
     """What this run computes with on `device`."""
     precision = run.precision
-    return choose(device, DTYPES[precision.dtype], reference=run.runtime.ops == "reference", fp8=precision.fp8)
+    return choose(
+        device,
+        DTYPES[precision.dtype],
+        reference=run.runtime.ops == "reference",
+        fp8=precision.fp8,
+        again=run.memory.recompute == "selective",
+    )
 
 
 def build_stages(run: RunConfig, mesh: Mesh, device: torch.device) -> list[DecoderStage]:
