@@ -6,10 +6,12 @@ import os
 import pickle
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from mega.core.data.cache import Arrays, cached
 
@@ -28,7 +30,7 @@ class Compute:
 
 
 def entry(directory: Path) -> Path:
-    return next(path for path in directory.iterdir() if path.is_dir())
+    return next(directory.glob("*.safetensors"))
 
 
 def test_computed_once_then_mapped(tmp_path: Path) -> None:
@@ -39,25 +41,47 @@ def test_computed_once_then_mapped(tmp_path: Path) -> None:
     assert compute.times == 1
     cached(tmp_path / "cache", {**KEY, "n": 6}, ("a", "b"), compute)
     assert compute.times == 2
-    assert not [path for path in (tmp_path / "cache").rglob("*") if path.suffix in (".tmp", ".broken")]
+    assert {path.suffix for path in (tmp_path / "cache").iterdir()} == {".safetensors", ".lock"}
 
 
-@pytest.mark.parametrize("damage", ["missing", "empty", "cut", "object", "pickle"])
+DAMAGES: dict[str, Callable[[bytes], bytes]] = {
+    "empty": lambda whole: b"",
+    "cut": lambda whole: whole[:-8],
+    "header cut": lambda whole: whole[:20],
+    "no header": lambda whole: b"\xff" * len(whole),
+    "a list": lambda whole: (2).to_bytes(8, "little") + b"[]",
+    "shape": lambda whole: whole.replace(b"[5]", b"[4]"),
+    "negative": lambda whole: whole.replace(b"[5]", b"-55"),
+    "object": lambda whole: whole.replace(b'"I64"', b'"OBJ"'),
+    "another key": lambda whole: whole.replace(b"5}", b"6}"),
+    "pickle": lambda whole: pickle.dumps([1, 2, 3]),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
 def test_damaged_entry_is_computed_again_and_replaced(tmp_path: Path, damage: str) -> None:
     compute = Compute()
     cached(tmp_path, KEY, ("a", "b"), compute)
-    path = entry(tmp_path) / "a.npy"
+    path = entry(tmp_path)
     whole = path.read_bytes()
-    path.unlink()
-    if damage == "pickle":
-        path.write_bytes(pickle.dumps([1, 2, 3]))
-    elif damage == "object":
-        np.save(path, np.array([{"x": 1}], object), allow_pickle=True)
-    elif damage != "missing":
-        path.write_bytes(whole[:-8] if damage == "cut" else b"")
+    assert DAMAGES[damage](whole) != whole
+    path.write_bytes(DAMAGES[damage](whole))
+    path.with_name(f"{path.name}.0.tmp").write_bytes(whole[:9])  # and what a killed process left
     for _ in range(2):
         assert cached(tmp_path, KEY, ("a", "b"), compute)["a"].tolist() == list(range(5))
-    assert compute.times == 2 and path.read_bytes() == whole
+    assert compute.times == 2 and path.read_bytes() == whole and not list(tmp_path.glob("*.tmp"))
+
+
+def test_any_reader_of_safetensors_opens_an_entry(tmp_path: Path) -> None:
+    """Wide arrays lie first, so that each is aligned."""
+    arrays = {"a": np.arange(3, dtype=np.int16), "b": np.arange(4, dtype=np.int64), "c": np.array([True, False])}
+    cached(tmp_path, KEY, tuple(arrays), lambda: arrays)
+    found = load_file(entry(tmp_path))
+    assert {name: (array.dtype, array.tolist()) for name, array in found.items()} == {
+        name: (array.dtype, array.tolist()) for name, array in arrays.items()
+    }
+    mapped = cached(tmp_path, KEY, tuple(arrays), Compute())
+    assert all(array.flags.aligned and not array.flags.writeable for array in mapped.values())
 
 
 def test_where_nothing_can_be_written_memory_serves(tmp_path: Path) -> None:

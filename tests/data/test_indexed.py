@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mega.core.data import indexed
+from mega.core.data import indexed, mapped
 from mega.core.data.indexed import IndexedDataset, exists, token_dtype
 from mega.core.data.writer import IndexedWriter
 from tests.support.shared import shared
@@ -66,6 +66,27 @@ def test_any_documents_read_back(tmp_path_factory: pytest.TempPathFactory, docum
     kept = [[sequence for sequence in document if sequence] for document in documents]
     assert [dataset[i].tolist() for i in range(len(dataset))] == [s for document in kept for s in document]
     assert np.diff(dataset.document_index).tolist() == [len(document) for document in kept]
+
+
+@pytest.mark.parametrize("way", ["mapped", "small", "unmapped"])
+def test_every_way_of_reading_gives_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    monkeypatch.setattr(mapped, "_SMALL", 0 if way == "mapped" else 1 << 16)
+    dataset = IndexedDataset(write(tmp_path / "a", GOLDEN), mmap=way != "unmapped")
+    assert [dataset[i].tolist() for i in range(len(dataset))] == [s for document in GOLDEN for s in document if s]
+    assert dataset.get(0, 1, 1).tolist() == GOLDEN[0][0][1:2] and dataset.get(0, 1, 0).tolist() == []
+    Path(f"{tmp_path}/a.json").unlink()
+    ids = [token for document in GOLDEN for sequence in document for token in sequence]
+    assert dataset.token_range() == (min(ids), max(ids)) and dataset.tokens[:].tolist() == ids
+    empty = IndexedDataset(write(tmp_path / "empty", []), mmap=way != "unmapped")
+    assert len(empty) == len(empty.tokens) == 0
+
+
+def test_a_file_cut_while_it_is_read_is_named(tmp_path: Path) -> None:
+    dataset = IndexedDataset(write(tmp_path / "a", [[[1] * 100], [[2] * 100]]), mmap=False)
+    (tmp_path / "a.bin").write_bytes(bytes(300))
+    assert dataset[0].tolist() == [0] * 100
+    with pytest.raises(ValueError, match=r"a\.bin: has become shorter"):
+        dataset[1]
 
 
 def test_blocks_join(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -156,12 +156,35 @@ def test_golden_blend_samples() -> None:
 @settings(max_examples=30, deadline=None)
 @given(st.lists(st.floats(0.01, 10), min_size=1, max_size=20), st.integers(0, 300))
 def test_blend_is_the_rule_whichever_way_it_is_computed(weights: list[float], size: int) -> None:
+    chosen, numbers = blend_order(blend_shares(weights), size)
+    assert list(zip(chosen.tolist(), numbers.tolist(), strict=True)) == blend_by_the_rule(weights, size)
+
+
+def blend_by_the_rule(weights: list[float], size: int) -> list[tuple[int, int]]:
     shares = np.array(blend_shares(weights))
     shares = shares / np.sum(shares)
-    counts, expected = np.zeros(len(shares)), []
+    counts, found = np.zeros(len(shares)), []
     for k in range(size):
         best = int(np.argmax(shares * max(k, 1) - counts))
-        expected.append((best, int(counts[best])))
+        found.append((best, int(counts[best])))
         counts[best] += 1
-    chosen, numbers = blend_order(blend_shares(weights), size)
-    assert list(zip(chosen.tolist(), numbers.tolist(), strict=True)) == expected
+    return found
+
+
+@pytest.mark.parametrize("guess", ["good", "worthless"])
+@pytest.mark.parametrize(
+    "weights", [[1.0], [0.1, 0.9], [1.0] * 7, [1e-6, 3.0, 0.2, 5.0], [float(i) for i in range(1, 30)]]
+)
+def test_blend_from_many_runs_side_by_side(weights: list[float], guess: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if guess == "worthless":
+        monkeypatch.setattr(order, "_guess", lambda shares, chosen: np.eye(len(shares))[0] * chosen)
+    monkeypatch.setattr(order, "_BLOCK", 1000)
+    again = []
+    run = order._run
+    monkeypatch.setattr(order, "_run", lambda *arguments: again.append(1) or run(*arguments))
+    chosen, numbers = blend_order(weights, 8001)
+    assert list(zip(chosen.tolist(), numbers.tolist(), strict=True)) == blend_by_the_rule(weights, 8001)
+    if guess == "good" and len(weights) < 8:
+        assert not again
+    elif len(weights) == 4:  # a count of 3000 instead of nothing is never caught up with
+        assert again

@@ -381,6 +381,9 @@ class DataConfig:
     chat_template: str = option("plain", "llama2, llama3, chatml, plain, or a Jinja file")
     split: str = option("969, 30, 1", "shares of training, validation and test", megatron="--split")
     data_cache: str | None = option(None, "directory of the sample-order cache", megatron="--data-cache-path")
+    mmap: bool = option(
+        True, "map token files into memory; else read each piece when needed", megatron={"--no-mmap-bin-files": False}
+    )
     mock_data: bool = option(False, "random tokens instead of files", megatron={"--mock-data": True})
     order: Literal["single", "cyclic"] = option("single", "sample order across epochs", megatron="--dataloader-type")
     reset_positions: bool = option(

@@ -105,7 +105,7 @@ def build_datasets(
     if not data.data_path and samples[0] and not data.train_data:
         raise ValueError("--data-path is missing: training needs it, or --train-data, or --mock-data")
     split_shares(data.split)
-    builder = _Builder(data.data_cache, seq_length, seed, vocab)
+    builder = _Builder(data.data_cache, seq_length, seed, vocab, mmap=data.mmap)
     made = {
         name: builder.blend(
             "--data-path" if data.data_path else f"--{name}-data",
@@ -144,8 +144,8 @@ def _chat(
 class _Builder:
     """Opens every corpus once and collects what the user should be told."""
 
-    def __init__(self, cache: str | None, seq_length: int, seed: int, vocab: int) -> None:
-        self._cache, self._seq_length, self._seed, self._vocab = cache, seq_length, seed, vocab
+    def __init__(self, cache: str | None, seq_length: int, seed: int, vocab: int, *, mmap: bool) -> None:
+        self._cache, self._seq_length, self._seed, self._vocab, self._mmap = cache, seq_length, seed, vocab, mmap
         self._corpora: dict[str, IndexedDataset] = {}
         self.notes: list[str] = []
 
@@ -228,14 +228,14 @@ class _Builder:
     def _corpus(self, flag: str, prefix: str) -> IndexedDataset:
         """The checked token files of `prefix`, opened once."""
         if prefix not in self._corpora:
-            self._corpora[prefix] = _open(flag, prefix, self._vocab)
+            self._corpora[prefix] = _open(flag, prefix, self._vocab, mmap=self._mmap)
         return self._corpora[prefix]
 
     def _directory(self, prefix: str) -> Path:
         return Path(self._cache) if self._cache else Path(prefix).parent / "index-cache"
 
 
-def _open(flag: str, prefix: str, vocab: int) -> IndexedDataset:
+def _open(flag: str, prefix: str, vocab: int, *, mmap: bool) -> IndexedDataset:
     """A corpus whose files agree and whose ids the vocabulary has."""
     if not exists(prefix):
         stem = prefix.removesuffix(".bin").removesuffix(".idx")
@@ -243,7 +243,7 @@ def _open(flag: str, prefix: str, vocab: int) -> IndexedDataset:
         hint = f"; did you mean {near[0]}?" if near else ""
         raise ValueError(f"{flag} {prefix}: {bin_path(prefix)} or its .idx does not exist{hint}")
     try:
-        corpus = IndexedDataset(prefix)
+        corpus = IndexedDataset(prefix, mmap=mmap)
     except ValueError as error:
         raise ValueError(f"{flag} {prefix}: {error}") from None
     smallest, largest = corpus.token_range()

@@ -1,8 +1,9 @@
 """Arrays that take long to compute and depend on nothing but a key: computed once, then mapped from the disk.
 
-An entry is a directory named by the key's hash. It is written beside its place and renamed, so it is whole or
-absent; a lock lets one process of a machine compute while the others wait. Where nothing can be written, the
-arrays live in memory. Nothing is ever unpickled.
+An entry is one file, named by the key's hash, in the format of safetensors: the 8-byte length of a JSON header, the
+header with the key and what lies where, the arrays. It is written beside its place and renamed, so it is whole or
+absent; a lock lets one process of a machine compute while the others wait. Where nothing can be written, the arrays
+live in memory. Nothing is ever unpickled.
 """
 
 from __future__ import annotations
@@ -12,9 +13,7 @@ import fcntl
 import hashlib
 import json
 import logging
-import os
-import shutil
-import uuid
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,9 +21,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mega.core.files import sync_directory, whole_file
+from mega.core.data.mapped import mapped
+from mega.core.files import whole_file
 
 Arrays = dict[str, NDArray[Any]]
+
+_NAMES = {"b1": "BOOL", "i2": "I16", "i4": "I32", "i8": "I64", "u2": "U16", "u4": "U32", "u8": "U64"}
+_DTYPES = {name: np.dtype(f"<{code}") for code, name in _NAMES.items()}
+_BLOCK = 1 << 24
 
 
 def cached(
@@ -36,8 +40,9 @@ def cached(
     """
     if directory is None:
         return compute()
-    entry = directory / hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:40]
-    found = _load(entry, names)
+    told = json.dumps(key, sort_keys=True)
+    entry = directory / f"{hashlib.sha256(told.encode()).hexdigest()[:40]}.safetensors"
+    found = _load(entry, told, names)
     if found is not None:
         return found
     with contextlib.ExitStack() as held:
@@ -45,46 +50,62 @@ def cached(
             directory.mkdir(parents=True, exist_ok=True)
             held.enter_context(_locked(entry.with_suffix(".lock")))
         except OSError:
-            return _load(entry, names) or compute()
-        found = _load(entry, names)
+            return _load(entry, told, names) or compute()
+        found = _load(entry, told, names)
         if found is not None:
             return found
         arrays = compute()
         try:
-            _publish(entry, key, arrays)
+            _sweep(entry)
+            _publish(entry, told, arrays)
         except OSError as error:
             logging.getLogger("mega").warning("index cache %s: not written (%s)", directory, error)
-        return _load(entry, names) or arrays
+        return _load(entry, told, names) or arrays
 
 
-def _load(entry: Path, names: Sequence[str]) -> Arrays | None:
-    """The entry's arrays, mapped; None where one is missing, cut short or no array."""
+def _load(entry: Path, key: str, names: Sequence[str]) -> Arrays | None:
+    """The entry's arrays, mapped; None where it is missing, cut short, damaged, or another key's."""
     try:
-        # A plain ndarray over the map: indexing numpy's memmap class costs microseconds.
-        return {name: np.asarray(np.load(entry / f"{name}.npy", mmap_mode="r", allow_pickle=False)) for name in names}
-    except (OSError, ValueError, EOFError):
+        stored = mapped(entry)
+        begin = 8 + int.from_bytes(stored[:8], "little")
+        header = json.loads(stored[8:begin])
+        if header["__metadata__"]["key"] != key:
+            return None
+        found = {}
+        for name in names:
+            dtype, shape = _DTYPES[header[name]["dtype"]], header[name]["shape"]
+            first, last = header[name]["data_offsets"]
+            if not 0 <= first <= last <= len(stored) - begin or last - first != math.prod(shape) * dtype.itemsize:
+                return None
+            found[name] = np.frombuffer(stored, dtype, math.prod(shape), begin + first).reshape(shape)
+        return found
+    except (ValueError, KeyError, TypeError, AttributeError):
         return None
 
 
-def _publish(entry: Path, key: Mapping[str, Any], arrays: Arrays) -> None:
-    """Write all files into a directory of their own and rename it to `entry`."""
-    unique = uuid.uuid4().hex[:12]
-    temporary = entry.with_name(f"{entry.name}.{unique}.tmp")
-    temporary.mkdir()
-    try:
-        for name, array in arrays.items():
-            with whole_file(temporary / f"{name}.npy") as file:
-                np.save(file, array, allow_pickle=False)
-        with whole_file(temporary / "key.json") as file:
-            file.write(json.dumps(dict(key), indent=1, sort_keys=True).encode())
-        if entry.exists():  # broken, or it would have been loaded
-            broken = entry.with_name(f"{entry.name}.{unique}.broken")
-            os.replace(entry, broken)
-            shutil.rmtree(broken, ignore_errors=True)
-        os.replace(temporary, entry)
-        sync_directory(entry.parent)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+def _publish(entry: Path, key: str, arrays: Arrays) -> None:
+    """Write all arrays, the widest first so that each is aligned, into one file that appears whole or not at all."""
+    header: dict[str, Any] = {"__metadata__": {"format": "np", "key": key}}
+    in_order = sorted(arrays.items(), key=lambda item: -item[1].itemsize)
+    end = 0
+    for name, array in in_order:
+        begin, end = end, end + array.nbytes
+        dtype = _NAMES[array.dtype.str[1:]]
+        header[name] = {"dtype": dtype, "shape": list(array.shape), "data_offsets": [begin, end]}
+    told = json.dumps(header).encode()
+    told += b" " * (-len(told) % 8)  # the arrays begin at a multiple of 8
+    with whole_file(entry) as file:
+        file.write(len(told).to_bytes(8, "little") + told)
+        for _, array in in_order:
+            data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+            for first in range(0, len(data), _BLOCK):
+                file.write(data[first : first + _BLOCK].data)
+
+
+def _sweep(entry: Path) -> None:
+    """Take away what a killed process left of this entry. Its lock is held, so none is being written here."""
+    for stale in entry.parent.glob(f"{entry.name}.*.tmp"):
+        stale.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager

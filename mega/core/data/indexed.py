@@ -15,20 +15,19 @@ it, and this one believes it only where its counts are those of the .idx. The ol
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import json
 import mmap
-import os
-import resource
 import struct
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from mega.core.data.mapped import Unmapped, mapped, whole
 
 MAGIC = b"MMIDIDX\x00\x00"
 _OLD_MAGIC = b"TNTIDX\x00\x00"
@@ -70,15 +69,16 @@ class IndexedDataset:
 
     lengths: int32 [S]; document_index: int64 [D]; tokens: the whole .bin.
     `dataset[i]` is sequence i, without a copy.
+    mmap: False reads the .idx at once and from the .bin each run of tokens when it is asked for.
     Raises ValueError naming the file where anything in the pair contradicts anything else.
     """
 
-    def __init__(self, prefix: str | Path) -> None:
+    def __init__(self, prefix: str | Path, *, mmap: bool = True) -> None:
         self.prefix = str(prefix)
         for path in (idx_path(prefix), bin_path(prefix)):
             if not path.is_file():
                 raise ValueError(f"{path}: no such file (a data path is the common prefix of a .bin and an .idx)")
-        index = _map(idx_path(prefix))
+        index = mapped(idx_path(prefix)) if mmap else whole(idx_path(prefix))
         read = _read_old_index if index[:8] == _OLD_MAGIC else _read_index
         self.lengths: NDArray[np.int32]
         self._offsets: NDArray[np.int64]
@@ -91,7 +91,11 @@ class IndexedDataset:
                 f"{bin_path(prefix)}: has {size} bytes, but its .idx describes {total} tokens, "
                 f"{total * self.dtype.itemsize} bytes: truncated, or of another .idx"
             )
-        self.tokens: NDArray[Any] = np.frombuffer(_map(bin_path(prefix)), self.dtype)
+        self.tokens: NDArray[Any] | Unmapped
+        if mmap:
+            self.tokens = np.frombuffer(mapped(bin_path(prefix)), self.dtype)
+        else:
+            self.tokens = Unmapped(bin_path(prefix), self.dtype)
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -149,37 +153,6 @@ class IndexedDataset:
         if not len(index) or index[0] != 0 or index[-1] != len(self) or (np.diff(index) < 0).any():
             raise ValueError(f"{path}: corrupt, documents do not run from sequence 0 to {len(self)}")
         return total
-
-
-def _map(path: Path) -> mmap.mmap | bytes:
-    """The whole file in memory's address space, read as it is touched. A map holds a file descriptor."""
-    with _open(path) as file:
-        if not os.fstat(file.fileno()).st_size:
-            return b""
-        try:
-            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        except OSError as error:
-            if error.errno == errno.EMFILE and _more_descriptors():
-                return _map(path)
-            raise ValueError(f"{path}: cannot be mapped ({error.strerror}); see ulimit -n") from None
-
-
-def _open(path: Path) -> BinaryIO:
-    try:
-        return open(path, "rb")
-    except OSError as error:
-        if error.errno == errno.EMFILE and _more_descriptors():
-            return _open(path)
-        raise ValueError(f"{path}: cannot be opened ({error.strerror})") from None
-
-
-def _more_descriptors() -> bool:
-    """Raise this process's own limit of open files to the hard one; False where it is there already."""
-    now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if now == most:
-        return False
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    return True
 
 
 Index = tuple[np.dtype[Any], NDArray[np.int32], NDArray[np.int64], NDArray[np.int64]]

@@ -15,7 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 _BLOCK = 1 << 20
-_FEW = 12  # datasets of a blend up to which a plain Python list beats an array
+_TOGETHER = 1 << 15  # entries of the table in which runs of a blend go on side by side: it stays in the cache
+_LEAST_RUNS = 8  # fewer are not worth it
 
 
 def split_shares(split: str) -> tuple[float, float, float]:
@@ -152,33 +153,86 @@ def blend_order(weights: Sequence[float], size: int) -> tuple[NDArray[np.int16],
     if len(weights) > 32766:
         raise ValueError(f"a blend of {len(weights)} datasets: must be at most 32766")
     # Megatron-LM divides by numpy's sum here, also where the weights are shares already.
-    exact = np.array(weights, np.float64) / np.sum(weights, dtype=np.float64)
-    shares: list[float] = exact.tolist()
-    chosen = np.empty(size, np.int16)
-    counts = [0] * len(shares)
-    if len(shares) <= _FEW:
-        for k in range(size):
-            x = float(max(k, 1))
-            errors = [share * x - count for share, count in zip(shares, counts, strict=True)]
-            best = errors.index(max(errors))
-            chosen[k] = best
-            counts[best] += 1
-    else:
-        wanted, given = exact, np.zeros(len(shares))
-        errors_of = np.empty(len(shares))
-        for k in range(size):
-            np.multiply(wanted, float(max(k, 1)), out=errors_of)
-            np.subtract(errors_of, given, out=errors_of)
-            best = int(errors_of.argmax())
-            chosen[k] = best
-            given[best] += 1
+    shares = np.array(weights, np.float64) / np.sum(weights, dtype=np.float64)
+    chosen = _chosen(shares, size)
     return chosen, _running_numbers(chosen, len(shares))
+
+
+def _chosen(shares: NDArray[np.float64], size: int) -> NDArray[np.int16]:
+    """The datasets of a blend, one after another, found by many runs side by side.
+
+    Who is next depends on how often each was chosen so far, so the order is a chain; but a run that begins anywhere
+    with about the right counts soon has exactly the right ones: the furthest behind catches up.
+
+        1 guess   each run begins some steps early, with every count next to its share
+        2 go      all runs take a step at a time, as rows of one table
+        3 check   a run stands where its predecessor has ended with the same counts; else it is done again from there
+
+    So every entry follows from the one before it by the rule, whatever the guesses were worth.
+    """
+    early = 64 + 2 * len(shares)
+    runs = min(_TOGETHER // len(shares), size // (4 * early))
+    if runs < _LEAST_RUNS:
+        return _run(shares, 0, np.zeros(len(shares)), size)[0]
+    length = -(-size // runs)
+    begins = np.arange(runs) * length
+    counts = np.stack([_guess(shares, begin - early) if begin else np.zeros(len(shares)) for begin in begins.tolist()])
+    _, counts[1:] = _side_by_side(shares, begins[1:] - early, counts[1:], early)
+    found, ends = _side_by_side(shares, begins, counts, length)
+    for run in range(1, runs):
+        if (counts[run] != ends[run - 1]).any():
+            found[run], ends[run] = _run(shares, int(begins[run]), ends[run - 1], length)
+    return found.ravel()[:size]
+
+
+def _guess(shares: NDArray[np.float64], chosen: int) -> NDArray[np.float64]:
+    """Whole counts with the sum `chosen`, each next to its share: 10 of 0.25, 0.33, 0.42 -> 2, 4, 4 (2.5, 3.3, 4.2)."""
+    exact = shares * chosen
+    counts = np.floor(exact)
+    counts[np.argsort(counts - exact, kind="stable")[: chosen - int(counts.sum())]] += 1
+    return counts
+
+
+def _run(
+    shares: NDArray[np.float64], begin: int, counts: NDArray[np.float64], steps: int
+) -> tuple[NDArray[np.int16], NDArray[np.float64]]:
+    """The rule: `steps` choices from `begin` on, with `counts` so far, and the counts behind them."""
+    counts, errors = counts.copy(), np.empty_like(counts)
+    found = np.empty(steps, np.int16)
+    for step in range(steps):
+        np.multiply(shares, float(max(begin + step, 1)), out=errors)
+        np.subtract(errors, counts, out=errors)
+        best = int(errors.argmax())
+        found[step] = best
+        counts[best] += 1
+    return found, counts
+
+
+def _side_by_side(
+    shares: NDArray[np.float64], begins: NDArray[np.int64], counts: NDArray[np.float64], steps: int
+) -> tuple[NDArray[np.int16], NDArray[np.float64]]:
+    """`_run` for many `begins` with `counts` [runs, datasets]: choices [runs, steps], counts [runs, datasets]."""
+    counts, errors = counts.copy(), np.empty_like(counts)
+    flat, rows = counts.reshape(-1), np.arange(len(begins)) * len(shares)
+    found = np.empty((steps, len(begins)), np.int16)
+    for step in range(steps):
+        np.multiply(np.maximum(begins + step, 1)[:, None], shares, out=errors)
+        np.subtract(errors, counts, out=errors)
+        best = errors.argmax(axis=1)
+        found[step] = best
+        flat[rows + best] += 1
+    return found.T, counts
 
 
 def _running_numbers(chosen: NDArray[np.int16], datasets: int) -> NDArray[np.int64]:
     """How often each entry occurred before: 2 1 2 2 -> 0 0 1 2."""
     numbers = np.empty(len(chosen), np.int64)
-    by_dataset = np.argsort(chosen, kind="stable")
-    sizes = np.bincount(chosen, minlength=datasets)
-    numbers[by_dataset] = np.arange(len(chosen)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+    before = np.zeros(datasets, np.int64)
+    for first in range(0, len(chosen), _BLOCK):
+        block = chosen[first : first + _BLOCK]
+        by_dataset = np.argsort(block, kind="stable")
+        sizes = np.bincount(block, minlength=datasets)
+        starts = np.cumsum(sizes) - sizes
+        numbers[first + by_dataset] = np.arange(len(block)) + np.repeat(before - starts, sizes)
+        before += sizes
     return numbers

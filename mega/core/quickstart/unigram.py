@@ -14,11 +14,11 @@ from mega.core.data.indexed import IndexedDataset
 
 def unigram(train: Path, ids: Sequence[int] | NDArray[Any], vocab: int) -> float:
     """Mean -ln p of `ids`, p being their frequencies in the token files `train`, each id counted once more."""
-    counts = np.bincount(IndexedDataset(train).tokens, minlength=vocab) + 1.0
+    counts = np.bincount(IndexedDataset(train).tokens[:], minlength=vocab) + 1.0
     return float(-np.log(counts / counts.sum())[np.asarray(ids)].mean())
 
 
 def entropy(train: Path) -> float:
     """What unigram statistics of the token files `train` leave open about them, nats per token."""
-    tokens = IndexedDataset(train).tokens
+    tokens = IndexedDataset(train).tokens[:]
     return unigram(train, tokens, int(tokens.max()) + 1)
