@@ -134,9 +134,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     bench = Bench(options)
     state = bench.state
-    behind = Saver(state, None, "")
+    behind = Saver(state)
     state.run = replace(bench.run, checkpoint=replace(bench.run.checkpoint, async_save=False))
-    at_once = Saver(state, None, "")
+    at_once = Saver(state)
 
     for _ in range(3):
         bench.step()

@@ -105,13 +105,28 @@ def test_goes_on_in_another_layout(corpus: str, straight: Path, tmp_path: Path, 
     assert 1 not in losses(tmp_path), "it started afresh"
 
 
+def test_another_schedule_is_refused_or_chosen(corpus: str, straight: Path, tmp_path: Path) -> None:
+    """The checkpoint's learning rate at step 11 is on a cosine of 20 steps that starts at 1e-2."""
+    source = ["--load", str(CheckpointStore(straight).path(10)), "--exit-interval", "1", "--lr", "2e-2"]
+    process = start(corpus, tmp_path, *source)
+    said, _ = process.communicate(timeout=240)
+    assert process.returncode == 2
+    assert "--lr 0.02: the checkpoint" in said and "has 0.01" in said and "Traceback" not in said
+    rates = {}
+    for choice in ("--override-schedule", "--use-checkpoint-schedule"):
+        run(corpus, tmp_path / choice, *source, choice)
+        rows = [json.loads(line) for line in (tmp_path / choice / "metrics.jsonl").read_text().splitlines()]
+        rates[choice] = next(row["lr"] for row in rows if row.get("step") == 11)
+    assert rates["--override-schedule"] == pytest.approx(2 * rates["--use-checkpoint-schedule"])
+
+
 def resave(groups: Groups, rank: int, run: RunConfig, world: int, source: str) -> None:
     """Job: restore a checkpoint in this run's layout and save it again."""
     parallel = run.parallel
     mesh = Mesh(rank, tp=parallel.tp, pp=parallel.pp, dp=data_parallel(run, world), groups=groups)
     state = TrainState(run, mesh, Device.choose("cpu"))
     restore(state, Origin(locate(Path(source)), weights_only=False))
-    Saver(state, None, "").save()
+    Saver(state).save()
 
 
 @pytest.mark.parametrize("layout", [{"tp": 4}, {"pp": 4}, {"zero": 1}, {"zero": 3}, {"tp": 2, "zero": 2}, {}])

@@ -42,7 +42,7 @@ def save_both_ways(groups: Groups, rank: int, run: RunConfig, world: int, sync: 
     for directory, behind in ((sync, False), (later, True)):
         options = replace(run.checkpoint, save=directory, async_save=behind)
         state = state_of(replace(run, checkpoint=options), rank, world, groups)
-        saver = Saver(state, None, "", said.append)
+        saver = Saver(state, say=said.append)
         for step in (1, 2, 3):
             state.progress.step = step
             saver.save()
@@ -72,7 +72,7 @@ def test_the_same_bytes_as_at_once(tmp_path: Path, pool: Pool) -> None:
 def alone(directory: Path, **values: Any) -> tuple[TrainState, Saver]:
     run = small_run(save=str(directory), save_interval=1, async_save=True, **values)
     state = state_of(run, 0, 1, None)
-    return state, Saver(state, None, "")
+    return state, Saver(state)
 
 
 def full(*_: Any, **__: Any) -> None:
@@ -133,7 +133,7 @@ def test_one_save_is_on_its_way_at_a_time(tmp_path: Path, monkeypatch: pytest.Mo
 
 def fail_on(groups: Groups, rank: int, run: RunConfig, world: int, broken: int) -> str:
     """Job: an asynchronous save in which one rank's disk is full; what this rank is told."""
-    saver = Saver(state_of(run, rank, world, groups), None, "")
+    saver = Saver(state_of(run, rank, world, groups))
     with pytest.MonkeyPatch.context() as patch:
         if rank == broken:
             patch.setattr(store_module, "write_container", full)

@@ -155,6 +155,8 @@ def _run_and_checkpoint(run: RunConfig) -> Problems:
             yield _line(run, name, "needs --load")
     if checkpoint.finetune and checkpoint.resume is not None:
         yield _line(run, "resume", "excludes --finetune, which starts at step 0")
+    if checkpoint.override_schedule and checkpoint.use_checkpoint_schedule:
+        yield "--use-checkpoint-schedule: excludes --override-schedule, which keeps this run's"
     for name in ("keep_last", "keep_every", "keep_optimizer_last", "async_save"):
         if value_of(run, name) not in (None, False) and checkpoint.save is None:
             yield _line(run, name, "needs --save")

@@ -193,7 +193,6 @@ REFUSED: Mapping[str, str] = {
     "--data-parallel-random-init": "weights that differ between replicas are not built yet",
     "--init-method-xavier-uniform": "only normal initial weights are built; use --init-std",
     "--standalone-embedding-stage": "a stage for the embedding alone is not built yet",
-    "--use-checkpoint-opt_param-scheduler": "taking the schedule from a checkpoint is not built yet",
     "--model-spec": "layers are chosen by options, not by module names",
     **dict.fromkeys(_RETRO, "belongs to Retro, which is not built yet"),
     **dict.fromkeys(_RETRIEVAL, "belongs to retrieval models, which are not built yet"),

@@ -485,6 +485,11 @@ class CheckpointConfig:
         "keep this run's schedule where the checkpoint's differs",
         megatron={"--override-opt_param-scheduler": True, "--override-opt-param-scheduler": True},
     )
+    use_checkpoint_schedule: bool = option(
+        False,
+        "take the checkpoint's schedule where this run's differs",
+        megatron={"--use-checkpoint-opt_param-scheduler": True, "--use-checkpoint-opt-param-scheduler": True},
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

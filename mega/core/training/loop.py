@@ -24,7 +24,6 @@ from mega.core.data.batches import Batches
 from mega.core.data.dataset import Dataset
 from mega.core.device import Device
 from mega.core.estimate.flops import model_flops_per_token
-from mega.core.optim.schedule import LearningRate, WeightDecay
 from mega.core.parallel.collectives import all_reduce
 from mega.core.parallel.launch import connect, disconnect
 from mega.core.parallel.mesh import Groups, Mesh
@@ -34,6 +33,7 @@ from mega.core.training.meters import Meters
 from mega.core.training.persist import find_origin, restore, same_everywhere
 from mega.core.training.prepare import Prepared, prepare
 from mega.core.training.saver import Saver
+from mega.core.training.schedules import Schedules, going_on
 from mega.core.training.state import TrainState
 from mega.core.training.step import Report, evaluate_step, train_step
 
@@ -94,12 +94,14 @@ class Training:
         data = prepared.datasets
         self.train, self.valid, self.test = (self._batches(split) for split in (data.train, data.valid, data.test))
         self.named = {name: self._batches(dataset) for name, dataset in data.named.items()}
-        self.learning_rate, self.weight_decay = _schedules(run)
+        self.schedules = Schedules.of(run)
+        if origin is not None and not origin.weights_only and run.checkpoint.load_optim:
+            self.schedules = going_on(run, origin.checkpoint.meta, str(origin.checkpoint.path))
         self.interrupt = Interrupt(run.runtime.exit_on_signal, run.runtime.exit_minutes)
         self.meters = self._meters() if rank == 0 else None
         self.saver: Saver | None = None
         if run.checkpoint.save is not None:
-            self.saver = Saver(self.state, self.tokenizer, self.fingerprint, self._say)
+            self.saver = Saver(self.state, self.tokenizer, self.fingerprint, self.schedules, self._say)
         for note in prepared.notes:
             self._say(note)
         if origin is not None:
@@ -162,7 +164,7 @@ class Training:
         progress, begun = self.progress, time.monotonic()
         size = global_batch_at(self.run.batch, progress.consumed)
         scheduled = progress.consumed - progress.unscheduled
-        lr, decay = self.learning_rate(scheduled), self.weight_decay(scheduled)
+        lr, decay = self.schedules.lr(scheduled), self.schedules.weight_decay(scheduled)
         assert self.train is not None
         batches = self.train.take(progress.consumed, microbatches(self.run, self.mesh.world, size))
         report = train_step(self.state, self._to_device(batches), lr, decay)
@@ -306,23 +308,3 @@ class Interrupt:
 
 def _every(interval: int | None, step: int) -> bool:
     return bool(interval) and step % (interval or 1) == 0
-
-
-def _schedules(run: RunConfig) -> tuple[LearningRate, WeightDecay]:
-    options, schedule, length = run.optimizer, run.schedule, lengths(run)
-    rate = LearningRate(
-        peak=options.lr or 0.0,
-        least=schedule.min_lr,
-        warmup=length.warmup_samples,
-        decay=length.decay_samples,
-        style=schedule.lr_decay,
-        initial=schedule.lr_warmup_init,
-    )
-    start, end = schedule.start_weight_decay, schedule.end_weight_decay
-    decay = WeightDecay(
-        start=options.weight_decay if start is None else start,
-        end=options.weight_decay if end is None else end,
-        total=length.samples,
-        style=schedule.weight_decay_style,
-    )
-    return rate, decay

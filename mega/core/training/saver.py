@@ -31,6 +31,7 @@ from mega.core.device import HostCopy
 from mega.core.parallel.collectives import all_reduce
 from mega.core.parallel.mesh import Axis
 from mega.core.text.tokenizer import Tokenizer
+from mega.core.training.schedules import Schedules
 from mega.core.training.state import TrainState
 
 Say = Callable[[str], None]
@@ -40,7 +41,12 @@ class Saver:
     """Publishes the checkpoints of one run. All ranks call each method together."""
 
     def __init__(
-        self, state: TrainState, tokenizer: Tokenizer | None, fingerprint: str, say: Say = lambda line: None
+        self,
+        state: TrainState,
+        tokenizer: Tokenizer | None = None,
+        fingerprint: str = "",
+        schedules: Schedules | None = None,
+        say: Say = lambda line: None,
     ) -> None:
         self.state, self.options, self._say = state, state.run.checkpoint, say
         assert self.options.save is not None
@@ -49,6 +55,7 @@ class Saver:
             "mega": __version__,
             "config": dataclasses.asdict(state.run),
             "layout": state.mesh.sizes,
+            "schedule": (schedules or Schedules.of(state.run)).facts(),
             "tokenizer": tokenizer.fingerprint() if tokenizer is not None else None,
             "fingerprint": fingerprint,
         }

@@ -1,0 +1,109 @@
+"""The schedules of a run, as plain numbers in its checkpoints, and which of the two counts when a run goes on.
+
+A run that goes on has the checkpoint's schedule or says what else it wants: a learning rate that jumps, because a flag
+was forgotten, spoils a run in silence.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from mega.core.checkpoint.pieces import CheckpointError
+from mega.core.config.resolve import lengths
+from mega.core.config.run import RunConfig
+from mega.core.optim.schedule import LearningRate, WeightDecay
+
+_FLAGS = {
+    "lr.peak": "--lr",
+    "lr.least": "--min-lr",
+    "lr.warmup": "learning rate warm-up in samples",
+    "lr.decay": "learning rate decay in samples",
+    "lr.style": "--lr-decay",
+    "lr.initial": "--lr-warmup-init",
+    "weight_decay.start": "--start-weight-decay",
+    "weight_decay.end": "--weight-decay",
+    "weight_decay.total": "weight decay's length in samples",
+    "weight_decay.style": "--weight-decay-style",
+}
+
+
+@dataclass(frozen=True)
+class Schedules:
+    """Learning rate and weight decay as functions of the samples that the schedule counts."""
+
+    lr: LearningRate
+    weight_decay: WeightDecay
+
+    @classmethod
+    def of(cls, run: RunConfig) -> Schedules:
+        """What a resolved run asks for."""
+        options, schedule, length = run.optimizer, run.schedule, lengths(run)
+        start, end = schedule.start_weight_decay, schedule.end_weight_decay
+        return cls(
+            LearningRate(
+                peak=options.lr or 0.0,
+                least=schedule.min_lr,
+                warmup=length.warmup_samples,
+                decay=length.decay_samples,
+                style=schedule.lr_decay,
+                initial=schedule.lr_warmup_init,
+            ),
+            WeightDecay(
+                start=options.weight_decay if start is None else start,
+                end=options.weight_decay if end is None else end,
+                total=length.samples,
+                style=schedule.weight_decay_style,
+            ),
+        )
+
+    def facts(self) -> dict[str, Any]:
+        """Plain values for a checkpoint."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_facts(cls, facts: Any, where: str) -> Schedules:
+        """What `facts` said. Errors: CheckpointError naming `where` they come from."""
+        try:
+            return cls(LearningRate(**facts["lr"]), WeightDecay(**facts["weight_decay"]))
+        except (KeyError, TypeError) as error:
+            raise CheckpointError(f"{where}: its schedule is not one that this version knows ({error})") from None
+
+    def differences(self, other: Schedules) -> Iterator[tuple[str, Any, Any]]:
+        """(flag, ours, theirs) of every value that matters and differs."""
+        ours, theirs = _mattering(self), _mattering(other)
+        for name in sorted({*ours, *theirs}):
+            if ours.get(name) != theirs.get(name):
+                yield _FLAGS[name], ours.get(name), theirs.get(name)
+
+
+def _mattering(schedules: Schedules) -> dict[str, Any]:
+    """Name -> value, without those that a constant schedule ignores."""
+    facts = {f"{kind}.{name}": value for kind, values in schedules.facts().items() for name, value in values.items()}
+    ignored = {"lr.decay", "lr.least"} if schedules.lr.style == "constant" else set()
+    if schedules.weight_decay.style == "constant":
+        ignored |= {"weight_decay.start", "weight_decay.total"}
+    return {name: value for name, value in facts.items() if name not in ignored}
+
+
+def going_on(run: RunConfig, meta: Any, where: str) -> Schedules:
+    """The schedules of a run that goes on from a checkpoint with plain state `meta`, found at `where`.
+
+    Errors: CheckpointError naming each flag that differs, unless the run says which side counts.
+    """
+    ours, facts = Schedules.of(run), meta.get("schedule")
+    if facts is None or run.checkpoint.override_schedule:  # imported weights have none
+        return ours
+    stored = Schedules.from_facts(facts, where)
+    if run.checkpoint.use_checkpoint_schedule:
+        return stored
+    lines = [
+        f"{flag} {mine}: the checkpoint {where} has {theirs}; must be the same, or say which counts with "
+        "--override-schedule or --use-checkpoint-schedule"
+        for flag, mine, theirs in ours.differences(stored)
+    ]
+    if lines:
+        raise CheckpointError("\n".join(lines))
+    return ours
