@@ -1,4 +1,4 @@
-"""`mega data merge | verify | note | inspect | split | presplit`: work on token files and on corpora."""
+"""`mega data merge | verify | note | inspect | split | presplit | show-sample`: token files, corpora, samples."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from mega.core.config.sections import TokenizerConfig
+from mega.core.config.sections import DataConfig, MaskingConfig, TokenizerConfig
 from mega.options import Command, command
 
 app = typer.Typer(help="Merge, verify, inspect and split corpora.", no_args_is_help=True, add_completion=False)
@@ -100,23 +100,30 @@ def presplit(
 
 
 def _sample(
-    input: Input,
+    data: DataConfig,
+    masking: MaskingConfig,
     tokenizer: TokenizerConfig,
-    chat_template: Annotated[
-        str, typer.Option("--chat-template", help="llama2, llama3, chatml, plain, or a Jinja file")
-    ] = "plain",
-    number: Annotated[int, typer.Option("--number", help="which conversation, from 0")] = 0,
+    input: Annotated[
+        list[str] | None, typer.Option("--input", help="show one conversation of these files by itself")
+    ] = None,
+    number: Annotated[int, typer.Option("--number", help="which conversation or training sample, from 0")] = 0,
+    count: Annotated[int, typer.Option("--count", help="how many, one behind another")] = 1,
+    seq_length: Annotated[int, typer.Option("--seq-length", help="tokens of a training sample")] = 512,
+    seed: Annotated[int, typer.Option("--seed", help="seed of the samples' order")] = 1234,
 ) -> None:
-    """One conversation, a line a token: what it says, its id, whether it is trained on."""
-    from mega.core.data.chat import labelled, show_sample
+    """Training samples, a line a token, as a model gets them: what it says, its id, whether it is trained on."""
+    from mega.core.data import show
     from mega.core.text.build import build
-    from mega.core.text.chat import template
 
     made = build(**dataclasses.asdict(tokenizer))
-    for i, found in enumerate(labelled(input, made, template(chat_template, made))):
-        if i == number:
-            return show_sample(found, made, typer.echo)
-    raise ValueError(f"--number {number}: there is no such conversation")
+    if number < 0 or count < 1:
+        raise ValueError(f"--number {number} --count {count}: must be at least 0 and 1")
+    if input:
+        lines = show.conversations(input, data.chat_template, made, number, count)
+    else:
+        lines = show.samples(data, masking, made, number, count, seq_length=seq_length, seed=seed)
+    for line in lines:
+        typer.echo(line)
 
 
 app.command(name="show-sample", cls=Command)(command(_sample))

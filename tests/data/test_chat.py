@@ -172,8 +172,8 @@ def small(tmp_path: Path, seq_length: int = 40) -> tuple[ChatDataset, Tokenizer]
     tokenizer = with_im(tmp_path)
     source = lines(tmp_path / "a.jsonl", 20)
     made = chat_dataset(
-        [str(source)], tokenizer, template("chatml", tokenizer), "chatml", seq_length=seq_length, samples=30, seed=3,
-        cache=tmp_path / "cache",
+        "--chat-data", [str(source)], tokenizer, template("chatml", tokenizer), "chatml", seq_length=seq_length,
+        samples=30, seed=3, cache=tmp_path / "cache",
     )  # fmt: skip
     return made, tokenizer
 
@@ -225,3 +225,23 @@ def test_training_reads_chat(tmp_path: Path) -> None:
     assert made.train is not None and len(made.train) >= 12
     with pytest.raises(ValueError, match="--chat-data: needs a tokenizer"):
         build_datasets(data, seq_length=64, seed=1, vocab=300, samples=(12, 0, 0))
+    named = DataConfig(**vars(data) | {"valid_sets": (f"held-out={lines(tmp_path / 'b.jsonl', 3)}",)})
+    both = build_datasets(named, seq_length=64, seed=1, vocab=300, samples=(12, 0, 5), tokenizer=tokenizer)
+    assert set(both.named) == {"held-out"} and len(both.named["held-out"]) >= 5
+    (tmp_path / "b.jsonl").write_text("\n")
+    with pytest.raises(ValueError, match=r"--valid-sets .*b\.jsonl: holds no conversation"):
+        build_datasets(named, seq_length=64, seed=1, vocab=300, samples=(12, 0, 5), tokenizer=tokenizer)
+
+
+def test_packed_rows_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The row that training gets: what is trained in it is what was said to be trained in its conversations."""
+    with_im(tmp_path)
+    files = f"--chat-template chatml --tokenizer HuggingFaceTokenizer --tokenizer-model {tmp_path}"
+    source = lines(tmp_path / "a.jsonl", 4)
+    assert main(f"data show-sample --input {source} --count 4 {files}".split()) == 0
+    alone = [line.split()[0] for line in capsys.readouterr().out.splitlines() if line.endswith("yes")]
+    assert main(f"data show-sample --chat-data {source} --seq-length 400 {files}".split()) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[0] == "sample 0" and shown[1].split() == ["token", "id", "trained", "position", "document"]
+    packed = [line.split()[0] for line in shown if "yes" in line.split()]
+    assert sorted(packed) == sorted(alone) and {line.split()[-1] for line in shown[2:-1]} == set("01234")

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from mega.core.data.batches import encoder_decoder_batch, masked_batch
+from mega.cli import main
+from mega.core.batch import EncoderDecoderBatch, MaskedBatch
+from mega.core.config.sections import DataConfig, MaskingConfig
+from mega.core.data.batches import Batches
+from mega.core.data.build import Datasets, build_datasets
+from mega.core.data.dataset import BlendedDataset
 from mega.core.data.indexed import IndexedDataset, token_dtype
 from mega.core.data.mapping import mt19937_64, sentence_mapping
 from mega.core.data.masked import BertDataset, T5Dataset, Vocabulary, bert_sample, mask, t5_sample
+from mega.core.data.order import split_boundaries
+from mega.core.data.recipes import recipe
 from mega.core.data.writer import IndexedWriter
 from mega.core.text.build import build
 from mega.core.text.tokenizer import Roles
@@ -24,8 +32,9 @@ SENTENCES = [[5, 6, 8, 9, 10], [11, 12, 13], [14, 15, 16, 17, 18, 19, 20]]
 
 def test_mersenne_twister() -> None:
     """The first outputs for the default seed, and the 10000th, which the C++ standard states."""
-    assert list(islice(mt19937_64(5489), 2)) == [14514284786278117030, 4620546740167642908]
-    assert next(islice(mt19937_64(5489), 9999, None)) == 9981545732273789042
+    words = np.concatenate(list(islice(mt19937_64(5489), 33))).tolist()
+    assert words[:2] == [14514284786278117030, 4620546740167642908]
+    assert words[9999] == 9981545732273789042
 
 
 GOLDEN = [
@@ -167,7 +176,7 @@ def test_real_text(tmp_path: Path) -> None:
         assert all(np.array_equal(a, b) for a, b in zip(sample[:5], bert[i][:5], strict=True))
         swapped += sample.is_random
     assert 60 < swapped < 140
-    batch = masked_batch([bert[i] for i in (3, 4)], 7)
+    batch = bert.collate([bert[i] for i in (3, 4)], 7)
     assert batch.samples.tolist() == [7, 8] and batch.loss_weights.sum(1).tolist() == [
         bert[i].loss_mask.sum() for i in (3, 4)
     ]
@@ -185,7 +194,7 @@ def test_real_text(tmp_path: Path) -> None:
         first, last, target = t5._mapping[i].tolist()
         original = [int(t) for s in range(first, last) for t in data[s]][:target]
         assert restored[: len(original)] == original and not any(restored[len(original) :])
-    pair = encoder_decoder_batch([t5[0], t5[1]], 0, pad=0)
+    pair = t5.collate([t5[0], t5[1]], 0)
     assert pair.tokens[0, 0] == vocabulary.roles.bos and pair.labels[0, pair.lengths[0] - 1] == vocabulary.roles.eos
     assert pair.encoder_lengths.tolist() == [int((t5[i].text_enc > 0).sum()) for i in range(2)]
     with pytest.raises(ValueError, match="--vocab-extra-ids 0"):
@@ -193,3 +202,96 @@ def test_real_text(tmp_path: Path) -> None:
         T5Dataset(data, mapping(126, 1), bare, seq_length=128, decoder_seq_length=64, seed=5)
     with pytest.raises(ValueError, match="NullTokenizer: has no CLS"):
         Vocabulary.of(build(tokenizer="NullTokenizer", vocab_size=9))
+
+
+def sentences(tmp_path: Path) -> tuple[str, dict[str, Any]]:
+    """A corpus of sentences as `mega preprocess --split-sentences` writes it, and its tokenizer's options."""
+    options = {
+        "tokenizer": "BertWordPieceLowerCase",
+        "vocab_file": shared("bert/bert-base-uncased-vocab.txt"),
+        "vocab_extra_ids": 100,
+    }
+    lines = [line for line in shared("bert_tfrecord/sample_text.txt").read_text().split("\n") if line]
+    documents = tmp_path / "documents.txt"
+    documents.write_text("\n\n".join("\n".join(lines[i : i + 4]) for i in range(0, len(lines), 4)))
+    corpus(tmp_path, build(**options), documents)
+    return str(tmp_path / "a"), options
+
+
+def made(data: DataConfig, masking: MaskingConfig, options: dict[str, Any], samples: tuple[int, int, int]) -> Datasets:
+    tokenizer = build(**options)
+    return build_datasets(
+        data, seq_length=64, seed=5, vocab=tokenizer.vocab_size, samples=samples, tokenizer=tokenizer, masking=masking
+    )
+
+
+def test_datasets_of_a_config(tmp_path: Path) -> None:
+    """Documents are shared out, the rest is Megatron-LM's: mapping of 61 (or 62) tokens, samples by seed and number."""
+    prefix, options = sentences(tmp_path)
+    data = DataConfig(data_path=(prefix,), split="60, 30, 10", data_cache=str(tmp_path / "cache"))
+    bert = made(data, MaskingConfig(sample_kind="bert"), options, (50, 20, 10))
+    corpus = IndexedDataset(prefix)
+    bounds = split_boundaries("60, 30, 10", corpus.documents)
+    for dataset, first, last, count in zip(
+        (bert.train, bert.valid, bert.test), bounds, bounds[1:], (50, 20, 10), strict=False
+    ):
+        mapping = sentence_mapping(
+            corpus.document_index[first : last + 1], corpus.lengths, samples=count, max_length=61, short_prob=0.1,
+            seed=5, min_sentences=2,
+        )  # fmt: skip
+        expected = BertDataset(corpus, mapping, Vocabulary.of(build(**options)), seq_length=64, seed=5)
+        assert dataset is not None and len(dataset) == len(mapping) >= count
+        assert all(np.array_equal(a, b) for i in range(count) for a, b in zip(dataset[i], expected[i], strict=True))
+    assert any("its train part has" in note and "epochs" in note for note in bert.notes)
+    batches = Batches(bert.train, micro_batch=2, dp_index=1, dp_size=2, vocab=40000)
+    batch = batches.take(4, 2)[1]
+    assert isinstance(batch, MaskedBatch) and batch.samples.tolist() == [10, 11] and batch.tokens.shape == (2, 64)
+    t5 = made(data, MaskingConfig(sample_kind="t5", decoder_seq_length=40), options, (9, 0, 0)).train
+    batch = Batches(t5, micro_batch=3, vocab=40000).take(3, 1)[0]
+    assert isinstance(batch, EncoderDecoderBatch) and batch.tokens.shape == (3, 40)
+
+
+def test_blend_of_masked_corpora(tmp_path: Path) -> None:
+    prefix, options = sentences(tmp_path)
+    (tmp_path / "b").mkdir()
+    other, _ = sentences(tmp_path / "b")
+    data = DataConfig(train_data=("0.25", prefix, "0.75", other))
+    blend = made(data, MaskingConfig(sample_kind="bert", binary_head=False), options, (40, 0, 0)).train
+    assert isinstance(blend, BlendedDataset) and len(blend) >= 40
+    assert isinstance(Batches(blend, micro_batch=4, vocab=40000).take(0, 1)[0], MaskedBatch)
+    unweighted = made(DataConfig(train_data=(prefix, other)), MaskingConfig(sample_kind="bert"), options, (8, 0, 0))
+    assert len(unweighted.train) >= 8
+
+
+def test_what_a_masked_corpus_needs(tmp_path: Path) -> None:
+    prefix, options = sentences(tmp_path)
+    data = DataConfig(train_data=(prefix,))
+    bert = MaskingConfig(sample_kind="bert")
+    with pytest.raises(ValueError, match="--sample-kind bert: needs a tokenizer"):
+        build_datasets(data, seq_length=64, seed=1, vocab=40000, samples=(1, 0, 0), masking=bert)
+    with pytest.raises(ValueError, match="--vocab-extra-ids 0: must be greater than 0 for T5"):
+        made(data, MaskingConfig(sample_kind="t5"), options | {"vocab_extra_ids": 0}, (1, 0, 0))
+    with pytest.raises(ValueError, match="--seq-length 4: must be at least 5"):
+        recipe(bert, 4, 1, build(**options))
+    with IndexedWriter(tmp_path / "whole", np.dtype("<u2")) as writer:
+        writer.add([[5, 6]])
+    with pytest.raises(ValueError, match=r"--train-data .*whole: its train part: no document has 2 or more sentences"):
+        made(DataConfig(train_data=(str(tmp_path / "whole"),)), bert, options, (1, 0, 0))
+
+
+def test_samples_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prefix, options = sentences(tmp_path)
+    show = (
+        f"data show-sample --data-path {prefix} --split 1 --seq-length 64 --number 3 --tokenizer-type "
+        f"BertWordPieceLowerCase --vocab-file {options['vocab_file']} --vocab-extra-ids 100 --sample-kind"
+    ).split()
+    assert main([*show, "bert", "--bert-no-binary-head"]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said[0] == "sample 3" and said[3].split()[:2] == ["'[CLS]'", "101"]
+    assert any(line.split()[0] == "'[MASK]'" and len(line.split()) == 4 for line in said[3:])
+    assert main([*show, "t5", "--count", "2"]) == 0
+    said = capsys.readouterr().out
+    assert "sample 4" in said and said.count("decoder's token") == 2 and "'<extra_id_0>'" in said
+    train = f"pretrain --model tiny-gpt --sample-kind bert --data-path {prefix} --steps 1 --lr 1 --micro-batch 1"
+    assert main([*train.split(), "--vocab", "99"]) == 2
+    assert "--sample-kind: the models of BERT and T5 are not built yet" in capsys.readouterr().err

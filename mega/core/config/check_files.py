@@ -59,11 +59,17 @@ def _data(run: RunConfig) -> Problems:
         except ValueError as error:
             yield str(error)
             return
-        yield from _prefixes(flag_of(name), words)
+        if run.masking.sample_kind == "tfrecords":
+            yield from (f"{flag_of(name)} {word}: there is no such file" for word in words if not os.path.isfile(word))
+        else:
+            yield from _prefixes(flag_of(name), words)
     for word in data.valid_sets:
         name, _, prefix = word.partition("=")
         if not name or not prefix:
-            yield f"--valid-sets {word}: must be name=prefix"
+            yield f"--valid-sets {word}: must be name=prefix, or name=file beside --chat-data"
+        elif data.chat_data:
+            if not os.path.isfile(prefix):
+                yield f"--valid-sets {prefix}: there is no such file of conversations"
         else:
             yield from _prefixes("--valid-sets", expand([prefix], data.corpora))
 

@@ -75,7 +75,8 @@ IGNORED: Mapping[str, Ignored] = {
     "--no-data-sharding": Ignored(0, "every sample order is global"),
     "--inference-batch-times-seqlen-threshold": Ignored(1, "it means nothing in training"),
     "--max-tokens-to-oom": Ignored(1, "it means nothing in training"),
-    # preprocessing
+    # preprocessing and samples
+    "--max-preds-per-seq": Ignored(1, "TFRecords say themselves how many words they mask"),
     "--dataset-impl": Ignored(1, "token files are always written in the mmap format"),
     "--partitions": Ignored(1, "--workers share one input"),
     "--keep-sequential-samples": Ignored(0, "documents always keep the order of the input"),
@@ -173,13 +174,9 @@ REFUSED: Mapping[str, str] = {
     "--activations-checkpoint-method": "was renamed; use --recompute-method",
     "--activations-checkpoint-num-layers": "was renamed; use --recompute-layers",
     # not built
-    "--bert-no-binary-head": _BERT,
-    "--mask-prob": _BERT,
-    "--short-seq-prob": _BERT,
     "--output-bert-embeddings": _BERT,
     "--bert-embedder-type": _BERT,
     "--decoder-num-layers": _T5,
-    "--decoder-seq-length": _T5,
     "--pipeline-model-parallel-split-rank": _T5,
     "--num-experts": _MOE,
     "--expert-parallel": _MOE,

@@ -22,6 +22,7 @@ from mega.core.config.sections import (
     DataConfig,
     EvaluationConfig,
     LogConfig,
+    MaskingConfig,
     MemoryConfig,
     ModelConfig,
     OptimizerConfig,
@@ -45,6 +46,7 @@ class RunConfig:
     schedule: ScheduleConfig = ScheduleConfig()
     memory: MemoryConfig = MemoryConfig()
     data: DataConfig = DataConfig()
+    masking: MaskingConfig = MaskingConfig()
     tokenizer: TokenizerConfig = TokenizerConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()

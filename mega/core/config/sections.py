@@ -372,7 +372,9 @@ class DataConfig:
         megatron="--data-path",
         common=True,
     )
-    train_data: tuple[str, ...] = option((), "training prefixes, used whole", megatron="--train-data-path")
+    train_data: tuple[str, ...] = option(
+        (), "training prefixes (or TFRecords), used whole", megatron="--train-data-path"
+    )
     valid_data: tuple[str, ...] = option((), "validation prefixes, used whole", megatron="--valid-data-path")
     test_data: tuple[str, ...] = option((), "test prefixes, used whole", megatron="--test-data-path")
     valid_sets: tuple[str, ...] = option((), "more validation sets, each as name=prefix and reported by its name")
@@ -396,6 +398,31 @@ class DataConfig:
         False, "no loss where the input is an end of document", megatron={"--eod-mask-loss": True}
     )
     data_workers: int = option(2, "threads that read ahead", megatron="--num-workers", within=NOT_NEGATIVE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MaskingConfig:
+    """What a sample is, and how words are masked in the samples of BERT and T5."""
+
+    title: ClassVar[str] = "Samples"
+
+    sample_kind: Literal["gpt", "bert", "t5", "tfrecords"] = option(
+        "gpt",
+        "runs of tokens; pairs of parts with masked words; text without some spans; BERT's pairs read from TFRecords",
+        megatron={"--use-tfrecords": "tfrecords"},
+    )
+    mask_prob: float = option(
+        0.15, "share of the tokens that is masked or taken out", megatron="--mask-prob", within=SHARE
+    )
+    short_seq_prob: float = option(
+        0.1, "share of the samples that is shorter on purpose", megatron="--short-seq-prob", within=BELOW_ONE
+    )
+    binary_head: bool = option(
+        True, "a BERT sample has two parts, whose order is to be told", megatron={"--bert-no-binary-head": False}
+    )
+    decoder_seq_length: int = option(
+        128, "tokens of a T5 sample's decoder", megatron="--decoder-seq-length", within=COUNT
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,10 +15,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from mega.core.batch import DecoderBatch, EncoderDecoderBatch, MaskedBatch
+from mega.core.batch import DecoderBatch
 from mega.core.data import gpt
 from mega.core.data.dataset import Dataset
-from mega.core.data.masked import BertSample, T5Sample
 
 
 class Batches:
@@ -137,31 +136,3 @@ class Batches:
             samples=torch.arange(first_sample, first_sample + len(entries)),
             documents=documents,
         )
-
-
-def masked_batch(rows: Sequence[BertSample], first_sample: int) -> MaskedBatch:
-    """BERT samples as one microbatch whose first row is global sample `first_sample`."""
-    text, types, labels, weights, padding = (np.stack([row[i] for row in rows]) for i in range(5))
-    return MaskedBatch(
-        tokens=torch.from_numpy(text),
-        labels=torch.from_numpy(np.maximum(labels, 0)),
-        loss_weights=torch.from_numpy(weights.astype(np.float32)),
-        types=torch.from_numpy(types),
-        lengths=torch.from_numpy(padding.sum(axis=1)),
-        pairs=torch.tensor([row.is_random for row in rows]),
-        samples=torch.arange(first_sample, first_sample + len(rows)),
-    )
-
-
-def encoder_decoder_batch(rows: Sequence[T5Sample], first_sample: int, pad: int) -> EncoderDecoderBatch:
-    """T5 samples as one microbatch whose first row is global sample `first_sample`; `pad` fills their ends."""
-    encoder, decoder, labels, weights = (np.stack([row[i] for row in rows]) for i in range(4))
-    return EncoderDecoderBatch(
-        encoder_tokens=torch.from_numpy(encoder),
-        encoder_lengths=torch.from_numpy((encoder != pad).sum(axis=1)),
-        tokens=torch.from_numpy(decoder),
-        labels=torch.from_numpy(np.maximum(labels, 0)),
-        loss_weights=torch.from_numpy(weights.astype(np.float32)),
-        lengths=torch.from_numpy(weights.sum(axis=1)),
-        samples=torch.arange(first_sample, first_sample + len(rows)),
-    )

@@ -12,26 +12,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mega.core.config.corpora import expand, is_number
-from mega.core.config.sections import DataConfig
-from mega.core.data.cache import Arrays, cached
+from mega.core.config.sections import DataConfig, MaskingConfig
+from mega.core.data.cache import cached
 from mega.core.data.chat import ChatDataset, chat_dataset
 from mega.core.data.dataset import BlendedDataset, Dataset, MockDataset
-from mega.core.data.gpt import GPTDataset
 from mega.core.data.indexed import IndexedDataset, bin_path, exists
-from mega.core.data.order import (
-    SampleOrder,
-    blend_order,
-    blend_samples,
-    blend_shares,
-    epochs,
-    sample_order,
-    split_boundaries,
-    split_shares,
-)
+from mega.core.data.order import blend_order, blend_samples, blend_shares, split_boundaries, split_shares
+from mega.core.data.recipes import Part, Recipe, recipe
+from mega.core.data.tfrecords import record_dataset
 from mega.core.text.chat import TEMPLATES, template
 from mega.core.text.tokenizer import Tokenizer
 
 SPLITS = ("train", "valid", "test")
+_GPT = MaskingConfig()
 _WHOLE = {"train": "1,0,0", "valid": "0,1,0", "test": "0,0,1"}
 
 
@@ -82,10 +75,12 @@ def build_datasets(
     vocab: int,
     samples: tuple[int, int, int],
     tokenizer: Tokenizer | None = None,
+    masking: MaskingConfig = _GPT,
 ) -> Datasets:
-    """Datasets that hold at least `samples` (train, valid, test) samples of seq_length + 1 tokens.
+    """Datasets that hold at least `samples` (train, valid, test) samples of the kind that `masking` names.
 
-    vocab: the true vocabulary size, against which every corpus is held.
+    seq_length: tokens of a sample; a GPT sample has one more. vocab: the true vocabulary size, against which every
+    corpus is held.
     Raises ValueError naming flag and file.
     """
     if data.mock_data:
@@ -95,7 +90,7 @@ def build_datasets(
         )
         return Datasets(train, valid, test)
     if data.chat_data:
-        return Datasets(train=_chat(data, seq_length, seed, samples[0], tokenizer))
+        return _chat(data, seq_length, seed, samples, tokenizer)
     own = {"train": data.train_data, "valid": data.valid_data, "test": data.test_data}
     if data.data_path and any(own.values()):
         raise ValueError(
@@ -104,8 +99,10 @@ def build_datasets(
         )
     if not data.data_path and samples[0] and not data.train_data:
         raise ValueError("--data-path is missing: training needs it, or --train-data, or --mock-data")
+    if masking.sample_kind == "tfrecords":
+        return _records(data, own, seq_length, seed, vocab, samples)
     split_shares(data.split)
-    builder = _Builder(data.data_cache, seq_length, seed, vocab, mmap=data.mmap)
+    builder = _Builder(recipe(masking, seq_length, seed, tokenizer), data.data_cache, vocab, mmap=data.mmap)
     made = {
         name: builder.blend(
             "--data-path" if data.data_path else f"--{name}-data",
@@ -117,35 +114,68 @@ def build_datasets(
         for name, count in zip(SPLITS, samples, strict=True)
     }
     named = {}
-    for word in data.valid_sets:
-        label, _, prefix = word.partition("=")
-        found = builder.blend("--valid-sets", expand([prefix], data.corpora), _WHOLE["valid"], "valid", samples[2])
+    for label, word in _named(data):
+        found = builder.blend("--valid-sets", expand([word], data.corpora), _WHOLE["valid"], "valid", samples[2])
         if found is not None:
             named[label] = found
     return Datasets(**made, named=named, notes=tuple(builder.notes))
 
 
+def _named(data: DataConfig) -> list[tuple[str, str]]:
+    """The name and the prefix or file of each of --valid-sets."""
+    pairs = [word.partition("=") for word in data.valid_sets]
+    return [(name, value) for name, _, value in pairs]
+
+
 def _chat(
-    data: DataConfig, seq_length: int, seed: int, samples: int, tokenizer: Tokenizer | None
-) -> ChatDataset | None:
+    data: DataConfig, seq_length: int, seed: int, samples: tuple[int, int, int], tokenizer: Tokenizer | None
+) -> Datasets:
+    """Rows of conversations; --valid-sets are files of conversations too."""
     if tokenizer is None:
         raise ValueError("--chat-data: needs a tokenizer; give --tokenizer and its files")
-    if not samples:
-        return None
     name = data.chat_template
     made = template(name, tokenizer)
     key = name if name in TEMPLATES else Path(name).read_text()
     cache = Path(data.data_cache) if data.data_cache else None
-    return chat_dataset(
-        data.chat_data, tokenizer, made, key, seq_length=seq_length, samples=samples, seed=seed, cache=cache
+
+    def rows(flag: str, inputs: Sequence[str], count: int) -> ChatDataset:
+        return chat_dataset(
+            flag, inputs, tokenizer, made, key, seq_length=seq_length, samples=count, seed=seed, cache=cache
+        )
+
+    train = rows("--chat-data", data.chat_data, samples[0]) if samples[0] else None
+    named = {label: rows("--valid-sets", [file], samples[2]) for label, file in _named(data) if samples[2]}
+    return Datasets(train=train, named=named)
+
+
+def _records(
+    data: DataConfig,
+    own: Mapping[str, Sequence[str]],
+    seq_length: int,
+    seed: int,
+    vocab: int,
+    samples: tuple[int, int, int],
+) -> Datasets:
+    """BERT's samples from TFRecords, one list of files for each split."""
+    if data.data_path:
+        raise ValueError("--data-path: cannot be split where --sample-kind is tfrecords; give --train-data FILES")
+    cache = Path(data.data_cache) if data.data_cache else None
+    train, valid, test = (
+        record_dataset(
+            f"--{name}-data", own[name], seq_length=seq_length, vocab=vocab, samples=count, seed=seed, cache=cache
+        )
+        if own[name] and count
+        else None
+        for name, count in zip(SPLITS, samples, strict=True)
     )
+    return Datasets(train, valid, test)
 
 
 class _Builder:
     """Opens every corpus once and collects what the user should be told."""
 
-    def __init__(self, cache: str | None, seq_length: int, seed: int, vocab: int, *, mmap: bool) -> None:
-        self._cache, self._seq_length, self._seed, self._vocab, self._mmap = cache, seq_length, seed, vocab, mmap
+    def __init__(self, recipe: Recipe, cache: str | None, vocab: int, *, mmap: bool) -> None:
+        self._recipe, self._cache, self._vocab, self._mmap = recipe, cache, vocab, mmap
         self._corpora: dict[str, IndexedDataset] = {}
         self.notes: list[str] = []
 
@@ -154,9 +184,9 @@ class _Builder:
         if not words or not samples:
             return None
         given = parse_blend(flag, words)
-        ranges = [self._range(flag, prefix, split, name) for _, prefix in given]
+        whole = [(weight, prefix, self._part(flag, prefix, split, name)) for weight, prefix in given]
         # A corpus whose part is empty leaves the blend; the others share its weight.
-        parts = [pair for pair, (first, last) in zip(given, ranges, strict=True) if first < last]
+        parts = [(weight, prefix, part) for weight, prefix, part in whole if part.first < part.last]
         if not parts:
             message = f'{flag} {" ".join(words)}: the {name} part of --split "{split}" is empty'
             if name == "train":
@@ -164,15 +194,11 @@ class _Builder:
             self.notes.append(message)
             return None
         if len(given) == 1:
-            return self._gpt(flag, parts[0][1], split, name, samples)
+            return self._dataset(*parts[0][1:], samples)
         # Without weights each corpus has its own size, so that all end together.
-        shares = blend_shares(
-            [self._samples_once(flag, prefix, split, name) if weight is None else weight for weight, prefix in parts]
-        )
+        shares = blend_shares([self._recipe.once(part) if weight is None else weight for weight, _, part in parts])
         counts = blend_samples(shares, samples)
-        datasets = [
-            self._gpt(flag, prefix, split, name, count) for (_, prefix), count in zip(parts, counts, strict=True)
-        ]
+        datasets = [self._dataset(prefix, part, count) for (_, prefix, part), count in zip(parts, counts, strict=True)]
         size = sum(counts)
         arrays = cached(
             self._directory(parts[0][1]),
@@ -182,48 +208,15 @@ class _Builder:
         )
         return BlendedDataset(datasets, arrays["chosen"], arrays["numbers"])
 
-    def _gpt(self, flag: str, prefix: str, split: str, name: str, samples: int) -> GPTDataset:
+    def _dataset(self, prefix: str, part: Part, samples: int) -> Dataset:
+        return self._recipe.dataset(part, samples, self._directory(prefix), self.notes.append)
+
+    def _part(self, flag: str, prefix: str, split: str, name: str) -> Part:
+        """What a split may use of a corpus; nothing where the split is empty."""
         corpus = self._corpus(flag, prefix)
-        first, last = self._range(flag, prefix, split, name)
-        tokens = int(corpus.lengths[first:last].sum(dtype="int64"))
-        if tokens <= self._seq_length:
-            raise ValueError(
-                f"{flag} {prefix}: its {name} part has {tokens} tokens, needs {self._seq_length + 1} for one "
-                f"sample of --seq-length {self._seq_length}"
-            )
-        passes = epochs(tokens, self._seq_length, samples)
-        if passes > 1:
-            self.notes.append(
-                f"{name}: {prefix} has {tokens:,} tokens; {samples:,} samples of {self._seq_length} take "
-                f"{passes} epochs"
-            )
-        key = {
-            "kind": "gpt",
-            "corpus": corpus.fingerprint,
-            "sequences": [first, last],
-            "seq_length": self._seq_length,
-            "samples": samples,
-            "seed": self._seed,
-        }
-
-        def compute() -> Arrays:
-            length, seed = self._seq_length, self._seed
-            return vars(sample_order(corpus.lengths, first, last, seq_length=length, samples=samples, seed=seed))
-
-        arrays = cached(self._directory(prefix), key, ("documents", "samples", "shuffle"), compute)
-        return GPTDataset(corpus, SampleOrder(**arrays), self._seq_length)
-
-    def _samples_once(self, flag: str, prefix: str, split: str, name: str) -> float:
-        """Samples that one pass over this part of a corpus gives."""
-        first, last = self._range(flag, prefix, split, name)
-        tokens = int(self._corpus(flag, prefix).lengths[first:last].sum(dtype="int64"))
-        return max((tokens - 1) // self._seq_length, 1)
-
-    def _range(self, flag: str, prefix: str, split: str, name: str) -> tuple[int, int]:
-        """First sequence of a split and the one behind its last; equal where it is empty."""
-        bounds = split_boundaries(split, len(self._corpus(flag, prefix)))
-        part = SPLITS.index(name)
-        return bounds[part], bounds[part + 1]
+        bounds = split_boundaries(split, self._recipe.units(corpus))
+        place = SPLITS.index(name)
+        return Part(corpus, bounds[place], bounds[place + 1], f"{flag} {prefix}: its {name} part")
 
     def _corpus(self, flag: str, prefix: str) -> IndexedDataset:
         """The checked token files of `prefix`, opened once."""
@@ -239,7 +232,8 @@ def _open(flag: str, prefix: str, vocab: int, *, mmap: bool) -> IndexedDataset:
     """A corpus whose files agree and whose ids the vocabulary has."""
     if not exists(prefix):
         stem = prefix.removesuffix(".bin").removesuffix(".idx")
-        near = [near for near in (stem, f"{stem}_text_document") if near != prefix and exists(near)]
+        others = (stem, f"{stem}_text_document", f"{stem}_text_sentence")
+        near = [near for near in others if near != prefix and exists(near)]
         hint = f"; did you mean {near[0]}?" if near else ""
         raise ValueError(f"{flag} {prefix}: {bin_path(prefix)} or its .idx does not exist{hint}")
     try:

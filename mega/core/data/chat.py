@@ -7,7 +7,7 @@ not attend to one another, and positions begin anew with each.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -83,6 +83,7 @@ class ChatDataset:
 
 
 def chat_dataset(
+    flag: str,
     inputs: Sequence[str],
     tokenizer: Tokenizer,
     template: Template,
@@ -93,7 +94,7 @@ def chat_dataset(
     seed: int,
     cache: Path | None,
 ) -> ChatDataset:
-    """At least `samples` rows from conversations in JSON lines.
+    """At least `samples` rows from conversations in JSON lines. `flag` is the one that gave them, for messages.
 
     Raises ValueError naming file and line of a conversation that is none.
     """
@@ -107,7 +108,7 @@ def chat_dataset(
         "tokenizer": tokenizer.fingerprint(),
         "template": template_name,
     }
-    found = cached(cache, key, ("ids", "trained", "offsets"), lambda: _tokenised(inputs, tokenizer, template))
+    found = cached(cache, key, ("ids", "trained", "offsets"), lambda: _tokenised(flag, inputs, tokenizer, template))
     lengths = np.minimum(np.diff(found["offsets"]), seq_length + 1)
     packing = key | {"kind": "packing", "seq_length": seq_length, "samples": samples, "seed": seed}
     packed = cached(cache, packing, ("members", "rows"), lambda: pack(lengths, seq_length + 1, samples, seed))
@@ -148,20 +149,13 @@ def labelled(inputs: Sequence[str], tokenizer: Tokenizer, template: Template) ->
             raise BadLine(f"{where}: {error}") from None
 
 
-def _tokenised(inputs: Sequence[str], tokenizer: Tokenizer, template: Template) -> Arrays:
+def _tokenised(flag: str, inputs: Sequence[str], tokenizer: Tokenizer, template: Template) -> Arrays:
     ids: list[NDArray[np.int32]] = []
     trained: list[NDArray[np.bool_]] = []
     for found in labelled(inputs, tokenizer, template):
         ids.append(np.array(found.ids, np.int32))
         trained.append(np.array(found.trained, np.bool_))
     if not ids:
-        raise ValueError(f"--chat-data {' '.join(inputs)}: holds no conversation")
+        raise ValueError(f"{flag} {' '.join(inputs)}: holds no conversation")
     offsets = np.concatenate([[0], np.cumsum([len(part) for part in ids])]).astype(np.int64)
     return {"ids": np.concatenate(ids), "trained": np.concatenate(trained), "offsets": offsets}
-
-
-def show_sample(found: Labelled, tokenizer: Tokenizer, tell: Callable[[str], None]) -> None:
-    """A line a token: what it says, its id, and whether it is trained on."""
-    tell(f"{'token':24} {'id':>8}  trained")
-    for token, train in zip(*found, strict=True):
-        tell(f"{tokenizer.decode([token])!r:24} {token:8}  {'yes' if train else ''}".rstrip())

@@ -36,17 +36,17 @@ class MockDataset:
 
 
 class BlendedDataset:
-    """Sample i is sample numbers[i] of datasets[chosen[i]]; see `order.blend_order`."""
+    """Sample i is sample numbers[i] of datasets[chosen[i]]; see `order.blend_order`. All are of one kind."""
 
     def __init__(self, datasets: Sequence[Dataset], chosen: NDArray[Any], numbers: NDArray[Any]) -> None:
         assert len(chosen) == len(numbers)
         self._datasets, self._chosen, self._numbers = datasets, chosen, numbers
+        self.collate = getattr(datasets[0], "collate", None)
 
     def __len__(self) -> int:
         return len(self._chosen)
 
-    def __getitem__(self, sample: int) -> NDArray[np.int64]:
+    def __getitem__(self, sample: int) -> Any:
         if not 0 <= sample < len(self):
             raise IndexError(f"no sample {sample}, there are {len(self)}")
-        found: NDArray[np.int64] = self._datasets[int(self._chosen[sample])][int(self._numbers[sample])]
-        return found
+        return self._datasets[int(self._chosen[sample])][int(self._numbers[sample])]

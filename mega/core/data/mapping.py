@@ -5,6 +5,7 @@ Everything here is a function of document bounds, lengths and a seed. It knows n
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,6 +14,7 @@ from numpy.typing import NDArray
 
 _LONGEST_SENTENCE = 512
 _BLOCK = 1 << 12
+_WORDS = 312  # of the 64-bit twister's state
 
 
 def sentence_mapping(
@@ -44,17 +46,17 @@ def sentence_mapping(
             "was the corpus made with --split-sentences?"
         )
     targets = _targets(max_length, short_prob, seed)
-    found: list[tuple[int, int, int]] = []
-    while len(found) < samples:
-        for first, sizes in usable:
-            found += _document(first, sizes, min_sentences, targets)
     wide = len(lengths) > 2**32 - 1
-    mapping = np.array(found, np.uint64 if wide else np.uint32).reshape(-1, 3)
-    return mapping[_shuffled(len(found), seed + 1)]
+    found = array("Q" if wide else "I")  # a list of tuples would take ten times the memory
+    while len(found) < 3 * samples:
+        for first, sizes in usable:
+            found.extend(_document(first, sizes, min_sentences, targets))
+    mapping = np.frombuffer(found, np.uint64 if wide else np.uint32).reshape(-1, 3)
+    return mapping[_shuffled(len(mapping), seed + 1)]
 
 
-def _document(first: int, sizes: list[int], least: int, targets: Iterator[int]) -> Iterator[tuple[int, int, int]]:
-    """The samples of one document: sentences until the target is reached, but never one alone at the end.
+def _document(first: int, sizes: list[int], least: int, targets: Iterator[int]) -> Iterator[int]:
+    """Three numbers a sample of one document: sentences until the target is reached, but never one alone at the end.
 
     One target is drawn more than there are samples, as in the original.
     """
@@ -65,7 +67,7 @@ def _document(first: int, sizes: list[int], least: int, targets: Iterator[int]) 
         total += size
         left -= 1
         if (total >= target and left > 1 and i + 1 - start >= least) or left == 0:
-            yield first + start, first + i + 1, target
+            yield from (first + start, first + i + 1, target)
             start, total = i + 1, 0
             target = next(targets)
 
@@ -79,23 +81,27 @@ def _targets(max_length: int, short_prob: float, seed: int) -> Iterator[int]:
             yield 2 + draw % (max_length - 1) if ratio and draw % ratio == 0 else max_length
 
 
-def _shuffled(count: int, seed: int) -> list[int]:
+def _shuffled(count: int, seed: int) -> NDArray[np.uint64]:
     """0 .. count - 1 after C++'s mt19937_64(seed) has swapped i with output mod (i + 1), from the last down."""
-    order = list(range(count))
+    order = array("Q", range(count))
     draws = mt19937_64(seed)
-    for i in range(count - 1, 0, -1):
-        j = next(draws) % (i + 1)
-        order[i], order[j] = order[j], order[i]
-    return order
+    last = count - 1
+    while last > 0:
+        places = np.arange(last, max(last - _WORDS, 0), -1, dtype=np.uint64)
+        partners = next(draws)[: len(places)] % (places + np.uint64(1))
+        for i, j in zip(places.tolist(), partners.tolist(), strict=True):
+            order[i], order[j] = order[j], order[i]
+        last -= len(places)
+    return np.frombuffer(order, np.uint64)
 
 
-def mt19937_64(seed: int) -> Iterator[int]:
-    """The 64-bit Mersenne twister of the C++ standard: 5489 -> 14514284786278117030, 4620546740167642908, ...
+def mt19937_64(seed: int) -> Iterator[NDArray[np.uint64]]:
+    """The 64-bit Mersenne twister of the C++ standard, 312 words at a time: 5489 -> 14514284786278117030, ...
 
     Source: Nishimura 2000, "Tables of 64-bit Mersenne twisters"; ISO C++ [rand.predef].
     """
     words = [seed & (2**64 - 1)]
-    for i in range(1, 312):
+    for i in range(1, _WORDS):
         words.append((6364136223846793005 * (words[-1] ^ (words[-1] >> 62)) + i) & (2**64 - 1))
     state = np.array(words, np.uint64)
     while True:
@@ -103,7 +109,7 @@ def mt19937_64(seed: int) -> Iterator[int]:
         x = state ^ ((state >> np.uint64(29)) & np.uint64(0x5555555555555555))
         x ^= (x << np.uint64(17)) & np.uint64(0x71D67FFFEDA60000)
         x ^= (x << np.uint64(37)) & np.uint64(0xFFF7EEE000000000)
-        yield from (x ^ (x >> np.uint64(43))).tolist()
+        yield x ^ (x >> np.uint64(43))
 
 
 def _twisted(state: NDArray[np.uint64]) -> NDArray[np.uint64]:

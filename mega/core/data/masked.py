@@ -66,6 +66,24 @@ class Vocabulary:
         return cls(tokenizer.roles, np.array([tokenizer.continues(i) for i in range(size)]), range(size))
 
 
+def bert_batch(rows: Sequence[BertSample], first_sample: int) -> Any:
+    """BERT samples as one microbatch whose first row is global sample `first_sample`: a `MaskedBatch`."""
+    import torch
+
+    from mega.core.batch import MaskedBatch
+
+    text, types, labels, weights, padding = (np.stack([row[i] for row in rows]) for i in range(5))
+    return MaskedBatch(
+        tokens=torch.from_numpy(text),
+        labels=torch.from_numpy(np.maximum(labels, 0)),
+        loss_weights=torch.from_numpy(weights.astype(np.float32)),
+        types=torch.from_numpy(types),
+        lengths=torch.from_numpy(padding.sum(axis=1)),
+        pairs=torch.tensor([row.is_random for row in rows]),
+        samples=torch.arange(first_sample, first_sample + len(rows)),
+    )
+
+
 class _Mapped:
     """Sentences of a corpus, sample by sample. mapping: see `mapping.sentence_mapping`."""
 
@@ -108,6 +126,8 @@ class BertDataset(_Mapped):
             sentences, target, self._length, self._vocabulary, generator, self._mask_prob, self._binary_head
         )
 
+    collate = staticmethod(bert_batch)
+
 
 class T5Dataset(_Mapped):
     """Text without some spans, and the spans. See `t5_sample`."""
@@ -131,6 +151,23 @@ class T5Dataset(_Mapped):
     def __getitem__(self, sample: int) -> T5Sample:
         sentences, target, generator = self._read(sample)
         return t5_sample(sentences, target, *self._lengths, self._vocabulary, generator, self._mask_prob)
+
+    def collate(self, rows: Sequence[T5Sample], first_sample: int) -> Any:
+        """Samples as one microbatch whose first row is global sample `first_sample`: an `EncoderDecoderBatch`."""
+        import torch
+
+        from mega.core.batch import EncoderDecoderBatch
+
+        encoder, decoder, labels, weights = (np.stack([row[i] for row in rows]) for i in range(4))
+        return EncoderDecoderBatch(
+            encoder_tokens=torch.from_numpy(encoder),
+            encoder_lengths=torch.from_numpy((encoder != self._vocabulary.roles.pad).sum(axis=1)),
+            tokens=torch.from_numpy(decoder),
+            labels=torch.from_numpy(np.maximum(labels, 0)),
+            loss_weights=torch.from_numpy(weights.astype(np.float32)),
+            lengths=torch.from_numpy(weights.sum(axis=1)),
+            samples=torch.arange(first_sample, first_sample + len(rows)),
+        )
 
 
 def bert_sample(

@@ -83,6 +83,9 @@ class PlainSentencePiece(Tokenizer):
     def decode(self, ids: Iterable[int]) -> str:
         return str(self._model.decode([int(token) for token in ids]))
 
+    def piece(self, token: int) -> str:
+        return str(self._model.id_to_piece(token))
+
     def files(self) -> Mapping[str, Path]:
         return {"tokenizer.model": self._path}
 
@@ -145,6 +148,9 @@ class ExtendedSentencePiece(Tokenizer):
     @cached_property
     def _encode(self) -> Encode:
         return _encoder(self._model)
+
+    def piece(self, token: int) -> str:
+        return self._names.get(token) or str(self._model.id_to_piece(token))
 
     def decode(self, ids: Iterable[int]) -> str:
         """Special tokens are written by name, apart by spaces."""

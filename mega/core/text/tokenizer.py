@@ -69,6 +69,10 @@ class Tokenizer(Protocol):
         """The text of some ids; bytes that are not UTF-8 become U+FFFD."""
         ...
 
+    def piece(self, token: int) -> str:
+        """One token as a person should see it, control tokens by name."""
+        return self.decode([token])
+
     def continues(self, token: int) -> bool:
         """Whether a token goes on with the word before it, so that whole-word masking takes both."""
         return False

@@ -123,6 +123,7 @@ def _datasets(run: RunConfig, tokenizer: Tokenizer | None) -> Datasets:
         vocab=run.model.vocab,
         samples=requested,
         tokenizer=tokenizer,
+        masking=run.masking,
     )
 
 

@@ -1,0 +1,178 @@
+"""How a part of a corpus becomes samples: GPT's runs of tokens, BERT's pairs of sentences, T5's spans.
+
+A recipe knows what `--split` divides, what one pass yields, and how a dataset of so many samples is made and cached.
+It knows neither flags' values nor blends.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from mega.core.config.sections import MaskingConfig
+from mega.core.data.cache import Arrays, cached
+from mega.core.data.dataset import Dataset
+from mega.core.data.gpt import GPTDataset
+from mega.core.data.indexed import IndexedDataset
+from mega.core.data.mapping import sentence_mapping
+from mega.core.data.masked import BertDataset, T5Dataset, Vocabulary
+from mega.core.data.order import SampleOrder, epochs, sample_order
+from mega.core.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one split may use of a corpus: units `first` .. `last` - 1. `label` begins a message about it."""
+
+    corpus: IndexedDataset
+    first: int
+    last: int
+    label: str
+
+
+class Recipe(Protocol):
+    """One kind of samples."""
+
+    def units(self, corpus: IndexedDataset) -> int:
+        """How many things `--split` shares out: sequences or documents."""
+        ...
+
+    def once(self, part: Part) -> int:
+        """About how many samples one pass yields: the weight of a corpus that was given none."""
+        ...
+
+    def dataset(self, part: Part, samples: int, cache: Path, tell: Callable[[str], None]) -> Dataset:
+        """At least `samples` samples. `tell` is called with what the user should know; ValueError if there are none."""
+        ...
+
+
+@dataclass(frozen=True)
+class Gpt:
+    """Runs of seq_length + 1 tokens; sequences are shared out, as in Megatron-LM."""
+
+    seq_length: int
+    seed: int
+
+    def units(self, corpus: IndexedDataset) -> int:
+        return len(corpus)
+
+    def once(self, part: Part) -> int:
+        return max((self._tokens(part) - 1) // self.seq_length, 1)
+
+    def dataset(self, part: Part, samples: int, cache: Path, tell: Callable[[str], None]) -> GPTDataset:
+        tokens, length = self._tokens(part), self.seq_length
+        if tokens <= length:
+            raise ValueError(
+                f"{part.label} has {tokens} tokens, needs {length + 1} for one sample of --seq-length {length}"
+            )
+        if (passes := epochs(tokens, length, samples)) > 1:
+            tell(f"{part.label} has {tokens:,} tokens; {samples:,} samples of {length} take {passes} epochs")
+        key = {
+            "kind": "gpt",
+            "corpus": part.corpus.fingerprint,
+            "sequences": [part.first, part.last],
+            "seq_length": length,
+            "samples": samples,
+            "seed": self.seed,
+        }
+
+        def compute() -> Arrays:
+            order = sample_order(
+                part.corpus.lengths, part.first, part.last, seq_length=length, samples=samples, seed=self.seed
+            )
+            return vars(order)
+
+        arrays = cached(cache, key, ("documents", "samples", "shuffle"), compute)
+        return GPTDataset(part.corpus, SampleOrder(**arrays), length)
+
+    def _tokens(self, part: Part) -> int:
+        return int(part.corpus.lengths[part.first : part.last].sum(dtype="int64"))
+
+
+@dataclass(frozen=True)
+class Masked:
+    """BERT's or T5's samples of a corpus of sentences; documents are shared out."""
+
+    masking: MaskingConfig
+    vocabulary: Vocabulary
+    seq_length: int
+    seed: int
+
+    def __post_init__(self) -> None:
+        if self._room < 2:
+            raise ValueError(f"--seq-length {self.seq_length}: must be at least 5, of which control tokens take 3")
+        if self.masking.sample_kind == "t5" and not self.vocabulary.roles.sentinels:
+            raise ValueError("--vocab-extra-ids 0: must be greater than 0 for T5, which marks spans with them; try 100")
+
+    @property
+    def _room(self) -> int:
+        """Tokens of a sample that are text."""
+        return self.seq_length - (3 if self.masking.sample_kind == "bert" else 2)
+
+    def units(self, corpus: IndexedDataset) -> int:
+        return corpus.documents
+
+    def once(self, part: Part) -> int:
+        first, last = part.corpus.document_index[[part.first, part.last]].tolist()
+        return max(int(part.corpus.lengths[first:last].sum(dtype="int64")) // self._room, 1)
+
+    def dataset(self, part: Part, samples: int, cache: Path, tell: Callable[[str], None]) -> Dataset:
+        corpus, masking = part.corpus, self.masking
+        documents = corpus.document_index[part.first : part.last + 1]
+        asked: dict[str, Any] = {
+            "samples": samples,
+            "max_length": self._room,
+            "short_prob": masking.short_seq_prob,
+            "seed": self.seed,
+            "min_sentences": 2 if masking.sample_kind == "bert" and masking.binary_head else 1,
+        }
+        key = {
+            "kind": "sentences",
+            "corpus": corpus.fingerprint,
+            "documents": hashlib.sha256(documents.tobytes()).hexdigest(),
+            **asked,
+        }
+
+        def compute() -> Arrays:
+            return {"mapping": sentence_mapping(documents, corpus.lengths, **asked)}
+
+        try:
+            mapping = cached(cache, key, ("mapping",), compute)["mapping"]
+        except ValueError as error:
+            raise ValueError(f"{part.label}: {error}") from None
+        # The first document that is used gives the sample that begins earliest, once in every pass.
+        if (passes := int(np.count_nonzero(mapping[:, 0] == mapping[:, 0].min()))) > 1:
+            tell(f"{part.label} has {len(documents) - 1:,} documents; {samples:,} samples take {passes} epochs")
+        if masking.sample_kind == "bert":
+            return BertDataset(
+                corpus,
+                mapping,
+                self.vocabulary,
+                seq_length=self.seq_length,
+                seed=self.seed,
+                mask_prob=masking.mask_prob,
+                binary_head=masking.binary_head,
+            )
+        return T5Dataset(
+            corpus,
+            mapping,
+            self.vocabulary,
+            seq_length=self.seq_length,
+            decoder_seq_length=masking.decoder_seq_length,
+            seed=self.seed,
+            mask_prob=masking.mask_prob,
+        )
+
+
+def recipe(masking: MaskingConfig, seq_length: int, seed: int, tokenizer: Tokenizer | None) -> Recipe:
+    """The recipe of `--sample-kind`; ValueError where the tokenizer has not what it takes."""
+    if masking.sample_kind == "gpt":
+        return Gpt(seq_length, seed)
+    if tokenizer is None:
+        raise ValueError(f"--sample-kind {masking.sample_kind}: needs a tokenizer; give --tokenizer and its files")
+    return Masked(masking, Vocabulary.of(tokenizer), seq_length, seed)
