@@ -1,4 +1,7 @@
-"""`mega reshard`: write a checkpoint again, cut for other ranks; from and to Megatron-LM's trees too."""
+"""`mega reshard`: write a checkpoint again, cut for other ranks; from and to Megatron-LM's trees too.
+
+Every flag of Megatron-LM's own tool (tools/checkpoint) is taken; those that only steer its two processes do nothing.
+"""
 
 from __future__ import annotations
 
@@ -10,26 +13,33 @@ import typer
 
 def run(
     load_dir: Annotated[
-        Path, typer.Option("--load-dir", help="a run's directory, one step-NNNNNNN in it, or a Megatron-LM tree")
+        Path,
+        typer.Option("--load-dir", help="a run's directory, one step-NNNNNNN in it, or what others have written"),
     ],
     save_dir: Annotated[Path, typer.Option("--save-dir", help="directory of the new checkpoint")],
     target_tp: Annotated[int, typer.Option("--target-tensor-parallel-size", "--tp", help="tensor ranks")] = 1,
     target_pp: Annotated[int, typer.Option("--target-pipeline-parallel-size", "--pp", help="pipeline stages")] = 1,
     saver: Annotated[
-        Literal["mega", "megatron", "megatron-23.06", "mcore", "mcore-local"],
+        Literal["mega", "megatron", "megatron-23.06", "mcore", "mcore-local", "core"],
         typer.Option("--saver", help="kind to write: ours, Megatron-LM's legacy names, or Megatron-core's"),
     ] = "mega",
     loader: Annotated[
-        Literal["mega", "megatron", "mcore"] | None,
-        typer.Option("--loader", help="accepted; what is read is recognised by its files"),
+        str | None, typer.Option("--loader", help="accepted; what is read is recognised by its files")
     ] = None,
     true_vocab_size: Annotated[
         int | None, typer.Option("--true-vocab-size", help="vocabulary of a Megatron-LM tree without its padding")
+    ] = None,
+    vocab_file: Annotated[
+        Path | None, typer.Option("--vocab-file", help="a vocab.json whose length is the true vocabulary")
     ] = None,
     num_heads: Annotated[
         int | None, typer.Option("--num-attention-heads", help="of a torch_dist folder that carries no arguments")
     ] = None,
     model_type: Annotated[Literal["GPT"], typer.Option("--model-type", help="accepted; the files say it")] = "GPT",
+    megatron_path: Annotated[str | None, typer.Option("--megatron-path", help="accepted; not needed")] = None,
+    tokenizer_model: Annotated[str | None, typer.Option("--tokenizer-model", help="accepted; not needed")] = None,
+    max_queue_size: Annotated[int, typer.Option("--max-queue-size", help="accepted; not needed")] = 50,
+    no_checking: Annotated[bool, typer.Option("--no-checking", help="accepted; tensors are always checked")] = False,
 ) -> int:
     """Cut a checkpoint anew, on the CPU: weights, masters and moments; between Megatron-LM and us, weights.
 
@@ -37,9 +47,21 @@ def run(
     """
     from mega.core.checkpoint.exchange import exchange
 
-    report = exchange(load_dir, save_dir, target_tp, target_pp, saver, true_vocab_size, num_heads)
+    if vocab_file is not None and true_vocab_size is None:
+        true_vocab_size = _pieces_of(vocab_file)
+    style = "mcore" if saver == "core" else saver
+    report = exchange(load_dir, save_dir, target_tp, target_pp, style, true_vocab_size, num_heads)
     print(
         f"{report.path}: {report.tensors:,} tensors, {report.elements:,} elements, "
         f"each with one origin and none left over; {report.bytes:,} bytes"
     )
     return 0
+
+
+def _pieces_of(path: Path) -> int:
+    """How many pieces a vocab.json has."""
+    from mega.core.text.gpt2 import read_vocab
+
+    if not path.is_file():
+        raise ValueError(f"--vocab-file {path}: no such file")
+    return len(read_vocab(path))

@@ -10,7 +10,7 @@ import torch
 
 from mega.core.checkpoint.convert import convert
 from mega.core.checkpoint.store import locate
-from mega.core.inference.agreement import agreement, logits
+from mega.core.inference.agreement import agreement, logits, their_logits
 from tests.support.hugging_face import FAMILIES, hf_folder
 from tests.support.shared import shared
 
@@ -21,6 +21,16 @@ def test_logits_of_every_family(tmp_path: Path, family: str) -> None:
     convert(source, tmp_path / "run", None, 2, 2, 1)
     found = agreement(source, tmp_path / "run")
     assert found.largest < 1e-5 * max(1.0, found.scale) and found.same == 1.0
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_their_model_run_block_by_block_is_their_model(tmp_path: Path, family: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    source = hf_folder(tmp_path / "hf", family, **({"n_layer": 3} if family == "gpt2" else {"num_hidden_layers": 3}))
+    ids = torch.randint(0, 102, (2, 17), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        whole = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)(ids).logits
+    assert torch.equal(their_logits(source, ids), whole)
 
 
 def test_a_wrong_weight_shows(tmp_path: Path) -> None:

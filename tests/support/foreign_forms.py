@@ -250,8 +250,8 @@ def llama2c_writer(version: int, model: ModelConfig) -> Callable[[Path, Files], 
         head = struct.pack("<7i", 16, 24, 2, 4, 2, vocab, 12)
         if version:
             head = (struct.pack("<Ii", 0x616B3432, version) + head + bytes([model.tied])).ljust(256, b"\0")
-        tensors = files["model.bin"].values()
-        body = b"".join(tensor.contiguous().numpy().tobytes() for tensor in tensors)
+        flat = (tensor.flatten().view(torch.uint8) for tensor in files["model.bin"].values())
+        body = b"".join(tensor.numpy().tobytes() for tensor in flat)
         (folder / "model.bin").write_bytes(head + body)
 
     return write
@@ -517,11 +517,19 @@ def own(weights: State) -> Files:
     return {"step-0000007/rank-00000.safetensors": weights}
 
 
+def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.dtype == b.dtype and torch.equal(a, b)
+
+
 def write_own(folder: Path, files: Files) -> None:
-    (state,) = files.values()
-    pieces = [Piece(f"weights/{name}", tuple(t.shape), (0,) * t.dim(), t.contiguous()) for name, t in state.items()]
+    """A checkpoint of the store's; where its tensors were changed, they are changed in the rank's file."""
+    good = weights_of(LLAMA)
+    pieces = [Piece(f"weights/{name}", tuple(t.shape), (0,) * t.dim(), t) for name, t in good.items()]
     meta = {"config": {"model": dataclasses.asdict(LLAMA)}, "progress": {"step": 7, "consumed": 28}, "updates": 7}
     CheckpointStore(folder).save(7, pieces, meta)
+    ((name, state),) = files.items()
+    if list(state) != list(good) or any(not _same(state[key], good[key]) for key in good):
+        save_file({f"weights/{key}": tensor.contiguous() for key, tensor in state.items()}, folder / name)
 
 
 FORMS: dict[str, Form] = {

@@ -12,6 +12,7 @@ import dataclasses
 import json
 import re
 import shutil
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from io import BytesIO
@@ -158,6 +159,7 @@ def import_weights(
     consumed: int = 0,
 ) -> ConversionReport:
     """A table of `weights/...` targets, proven first -> one step of the run directory `save`."""
+    _one_floating_dtype(table)
     prove(table, source.tensors)
     check_copies(table, source)
     targets = {target.name: target for target in table.targets}
@@ -179,6 +181,16 @@ def import_weights(
     state = {"config": config, "progress": {"step": step, "consumed": consumed}, "updates": step}
     report = store.save_all(step, files, state, fetch=fetch, check=ledger.close, attachments=attachments)
     return ConversionReport(len(targets), sum(ledger.expected.values()), report.bytes, store.path(step))
+
+
+def _one_floating_dtype(table: Table) -> None:
+    """A model's weights have one dtype; one of another is damaged, or was never meant to be a weight."""
+    counts = Counter(target.dtype for target in table.targets)
+    usual = max(counts, key=lambda dtype: (dtype.is_floating_point, counts[dtype]))
+    for target in table.targets:
+        if target.dtype != usual or not usual.is_floating_point:
+            wanted = f"the others are {usual}" if usual.is_floating_point else "a floating dtype is wanted"
+            raise CheckpointError(f"{target.fragments[0].source}: is {target.dtype}, {wanted}")
 
 
 def tokenizer_kind(companions: Attachments) -> str | None:

@@ -1,7 +1,7 @@
-"""What `mega reshard` does: own checkpoints and Megatron-LM trees into one another, cut for any tp x pp.
+"""What `mega reshard` does: own checkpoints, Megatron-LM's trees and others' into one another, cut for any tp x pp.
 
-Own to own keeps everything (reshard.py); to and from Megatron-LM goes the model, with iteration and
-consumed samples, as Megatron's own tool does it.
+Own to own keeps everything (reshard.py); to and from Megatron-LM goes the model, with iteration and consumed
+samples, as Megatron's own tool does it; of what convert.py reads (Hugging Face, Meta, ...) there are only weights.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ from mega.core.checkpoint.convert import (
     OwnSource,
     filled_folder,
     import_weights,
+    kind_of,
     open_own,
     report_of,
+    to_mega,
 )
 from mega.core.checkpoint.disk import creating, write_all
 from mega.core.checkpoint.mapping import assemble, prove
@@ -58,17 +60,22 @@ def exchange(
     ):
         if value < 1:
             raise ValueError(f"{flag} {value}: must be 1 or more")
-    foreign = megatron.is_tree(load) or torch_dist.is_distributed(megatron.iteration_of(load))
-    if saver == "mega":
-        if foreign:
-            return from_megatron(load, save, tp, pp, vocab, heads)
+    tree = megatron.is_tree(load) or torch_dist.is_distributed(megatron.iteration_of(load))
+    own = not tree and kind_of(load) == "mega"
+
+    def to_own(save: Path, tp: int, pp: int) -> ConversionReport:
+        return from_megatron(load, save, tp, pp, vocab, heads) if tree else to_mega(load, save, tp, pp)
+
+    if saver == "mega" and own:
         report = reshard(load, save, tp, pp)
         return ConversionReport(report.tensors, report.elements, report.bytes, report.path)
-    if not foreign:
+    if saver == "mega":
+        return to_own(save, tp, pp)
+    if own:
         return to_megatron(load, save, tp, pp, STYLES[saver])
     save.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=save.parent, prefix=f".{save.name}.") as between:
-        from_megatron(load, Path(between), 1, 1, vocab, heads)
+        to_own(Path(between), 1, 1)
         return to_megatron(Path(between), save, tp, pp, STYLES[saver])
 
 

@@ -186,6 +186,11 @@ def import_table(model: ModelConfig, tensors: Tensors, parts: int) -> Table:
         )
         targets.append(Target(f"weights/{tensor.name}", tensor.shape, tensors[here[0]][1], fragments))
     table = fairseq_name("model.embed_tokens.weight")
-    copies += [(f"{part}/{OUTPUT}", f"{part}/{table}") for part in range(parts) if f"{part}/{OUTPUT}" in tensors]
+    outputs = [f"{part}/{OUTPUT}" for part in range(parts)]
+    if any(output in tensors for output in outputs):
+        for part, output in enumerate(outputs):
+            if output not in tensors:
+                raise CheckpointError(f"{output}: is missing, other parts have it")
+            copies.append((output, f"{part}/{table}"))
     ignored = frozenset(name for name in tensors if name.endswith(_IGNORED))
     return Table(tuple(targets), copies=tuple(copies), ignored=ignored)

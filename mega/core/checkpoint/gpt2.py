@@ -148,8 +148,6 @@ def import_table(model: ModelConfig, tensors: Tensors) -> Table:
         expected = _fused_shape(model, tensor)
         if shape != expected:
             raise CheckpointError(f"{name}: has shape {shape}, the config says {expected}")
-        if not dtype.is_floating_point:
-            raise CheckpointError(f"{name}: is {dtype}, a floating dtype is wanted")
         rows = _rows(tensor)
         at = Box((0,) * len(tensor.shape), tensor.shape)
         fragment = Fragment(name, at, rows, transposed=_is_product(tensor))

@@ -168,6 +168,11 @@ def open_tree(path: Path, vocab: int | None = None) -> Tree:
     values = arguments.values if isinstance(arguments, Arguments) else {}
     source = TorchSource(tensors)
     rows = source.tensors.get("0.0.0/embedding.word_embeddings.weight", ((0,), torch.float32))[0][0]
+    if type(values.get("padded_vocab_size")) is int and values["padded_vocab_size"] != rows * tp:
+        raise CheckpointError(
+            f"0.0.0/embedding.word_embeddings.weight: has {rows} rows, args.padded_vocab_size "
+            f"{values['padded_vocab_size']} on {tp} tensor ranks says {values['padded_vocab_size'] / tp:g}"
+        )
     model = model_from_arguments(values, vocab or rows * tp, str(folder))
     version = first.get("checkpoint_version", 0)
     if not isinstance(version, int | float) or version not in (0, 1, 2, 3):
@@ -369,7 +374,9 @@ def import_table(model: ModelConfig, tensors: Tensors, tp: int, pp: int, chunks:
         raise CheckpointError(f"checkpoint_version {version}: has no grouped heads")
     places = _places(tensors, pp, chunks)
     if len(places) != model.layers:
-        raise CheckpointError(f"args.num_layers {model.layers}: the files hold {len(places)} layers")
+        last = f"encoder.layers.{max((number for _, number in places.values()), default=0)}."
+        named = next((name for name in tensors if last in name), "none")
+        raise CheckpointError(f"args.num_layers {model.layers}: the files hold {len(places)} layers ({named})")
     targets: list[Target] = []
     copies: list[tuple[str, str]] = []
     dropped: dict[str, range] = {}
@@ -381,6 +388,9 @@ def import_table(model: ModelConfig, tensors: Tensors, tp: int, pp: int, chunks:
         for part in parts:
             if part not in tensors:
                 raise CheckpointError(f"{part}: is missing")
+            expected = _part_shape(model, tensor, tensors[parts[0]][0], tp)
+            if tensors[part][0] != expected:
+                raise CheckpointError(f"{part}: has shape {tensors[part][0]}, args and other ranks imply {expected}")
         if tensor.cut is None:
             copies += [(part, parts[0]) for part in parts[1:]]
             parts = parts[:1]
@@ -408,6 +418,22 @@ def _places(tensors: Tensors, pp: int, chunks: int) -> dict[int, tuple[str, int]
             for number in sorted(local):
                 found[len(found)] = (f"{rank}.{chunk}", number)
     return found
+
+
+def _part_shape(model: ModelConfig, tensor: Tensor, first: tuple[int, ...], share: int) -> tuple[int, ...]:
+    """The shape of one rank's tensor that holds its share of a logical one. Vocabularies are padded as the first is."""
+    if tensor.cut is None:
+        return tensor.shape
+    if tensor.cut.multiple:
+        return (*first[:1], *tensor.shape[1:])
+    module = tensor.name.rpartition(".")[0]
+    rows, *columns = (size // share if dim == tensor.cut.dim else size for dim, size in enumerate(tensor.shape))
+    assert model.heads and model.kv_heads and model.head_dim
+    if _runs(model, tensor, share, version=3) is None:
+        return (rows, *columns)
+    if "self_attn" in module:
+        return ((model.heads + 2 * model.kv_heads) * model.head_dim // share, *columns)
+    return (2 * rows, *columns)
 
 
 def _gathered(

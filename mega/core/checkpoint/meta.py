@@ -144,7 +144,7 @@ def model_from_params(params: Mapping[str, Any], tensors: Tensors, parts: int, w
     cut_rows = tensors.get("0/tok_embeddings.weight", ((0, 0), torch.float32))[0][1:] == (hidden,)
     vocab = rows("tok_embeddings.weight") * (parts if cut_rows else 1)
     if params.get("vocab_size", -1) not in (-1, vocab):
-        raise CheckpointError(f"{where}: vocab_size {params['vocab_size']}, the table has {vocab} rows")
+        raise CheckpointError(f"{where}: vocab_size {params['vocab_size']}, tok_embeddings.weight has {vocab} rows")
     scaled = bool(params.get("use_scaled_rope"))
     return ModelConfig(
         family="llama",

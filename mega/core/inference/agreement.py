@@ -1,19 +1,21 @@
 """Does a checkpoint compute what the model it was converted from computes? One forward pass through both.
 
-Our model runs one block at a time in fp32, so only one block of it is ever in memory.
+Both models run one block at a time in fp32, so of each only one block, and the tables of tokens, are ever in memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from mega.core.batch import DecoderBatch
+from mega.core.checkpoint.foreign import hugging_face_source
 from mega.core.checkpoint.layout import model_of
-from mega.core.checkpoint.pieces import Piece
+from mega.core.checkpoint.pieces import Box, Piece
 from mega.core.checkpoint.store import Checkpoint, locate
 from mega.core.config.sections import ModelConfig
 from mega.core.model.decoder import DecoderStage
@@ -44,21 +46,64 @@ def agreement(one: Path, other: Path) -> Agreement:
     folder, load = (one, other) if (one / "config.json").exists() else (other, one)
     if not (folder / "config.json").exists():
         raise ValueError(f"--verify: neither {one} nor {other} is a Hugging Face folder")
-    try:
-        from transformers import AutoModelForCausalLM
-    except ImportError:
-        raise ValueError("--verify: needs transformers (pip install 'mega[hf]')") from None
     checkpoint = locate(load)
     model = model_of(checkpoint.meta, str(checkpoint.path))
     assert model.vocab is not None and model.positions is not None
     rows, columns = TOKENS
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, model.vocab, (rows, min(columns, model.positions)), generator=generator)
-    with torch.no_grad():
-        theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(ids).logits
-    ours = logits(checkpoint, ids)
+    theirs, ours = their_logits(folder, ids), logits(checkpoint, ids)
     same = (ours.argmax(-1) == theirs.argmax(-1)).float().mean()
     return Agreement(float((ours - theirs).abs().max()), float(theirs.abs().max()), float(same))
+
+
+@torch.no_grad()
+def their_logits(folder: Path, ids: torch.Tensor) -> torch.Tensor:
+    """[b, s, vocab] in fp32, computed by transformers from a Hugging Face folder for token ids [b, s].
+
+    The model is made with one block, which then stands at every place and gets the weights of each when it is called.
+    """
+    try:
+        from transformers import AutoConfig, AutoModelForCausalLM
+    except ImportError:
+        raise ValueError("--verify: needs transformers (pip install 'mega[hf]')") from None
+    source = hugging_face_source(folder)
+    config: Any = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    kinds, count = getattr(config, "layer_types", None), config.num_hidden_layers
+    config.num_hidden_layers = 1
+    if kinds is not None:
+        config.layer_types = kinds[:1]
+    maker: Any = AutoModelForCausalLM
+    model = maker.from_config(config, dtype=torch.float32, trust_remote_code=False).eval()
+    backbone = model.base_model
+    stem = "h" if hasattr(backbone, "h") else "layers"
+    (block,) = getattr(backbone, stem)
+    config.num_hidden_layers = count
+    if kinds is not None:
+        config.layer_types = kinds
+    setattr(backbone, stem, torch.nn.ModuleList([block] * count))
+    prefix = f"{model.base_model_prefix}."
+    here = prefix if any(name.startswith(prefix) for name in source.tensors) else ""
+
+    def fill(module: torch.nn.Module, names: Iterable[tuple[str, str]]) -> None:
+        tensors = dict(module.named_parameters())
+        for own, theirs in names:
+            shape = source.tensors[theirs][0]
+            tensors[own].copy_(source.read(theirs, Box((0,) * len(shape), shape)))
+
+    outside = [name for name, _ in model.named_parameters() if f".{stem}." not in name]
+    fill(model, [(name, here + name.removeprefix(prefix) if name.startswith(prefix) else name) for name in outside])
+    inside = [name for name, _ in block.named_parameters()]
+    numbers = iter(range(count))
+
+    def next_weights(module: torch.nn.Module, inputs: object) -> None:
+        number = next(numbers)
+        fill(module, [(name, f"{here}{stem}.{number}.{name}") for name in inside])
+
+    block.register_forward_pre_hook(next_weights)
+    found: torch.Tensor = model(ids, use_cache=False).logits
+    assert next(numbers, None) is None, "every block was run"
+    return found
 
 
 @torch.no_grad()
