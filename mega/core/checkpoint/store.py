@@ -236,7 +236,7 @@ class CheckpointStore:
         never silently started afresh.
         """
         self._recover()
-        steps = self.steps()
+        steps, reason = self.steps(), ""
         for step in reversed(steps):
             try:
                 checkpoint = self.open(step)
@@ -244,13 +244,14 @@ class CheckpointStore:
                     checkpoint.verify()
             except CheckpointError as error:
                 tell(f"step {step} is passed over: {error}")
+                reason = reason or str(error)
                 continue
             pointer = self._pointer()
             if pointer != self.path(step).name:
                 tell(f"{self.directory / _POINTER} says {pointer!r}; the newest whole one is step {step}")
             return step
         if steps:
-            raise CheckpointError(f"{self.directory}: none of the checkpoints {steps} can be trusted")
+            raise CheckpointError(f"{self.directory}: none of the checkpoints {steps} can be trusted: {reason}")
         if os.path.lexists(self.directory / _POINTER):
             raise CheckpointError(
                 f"{self.directory / _POINTER} says {self._pointer()!r}, but no checkpoint is there; "
