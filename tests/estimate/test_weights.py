@@ -54,8 +54,10 @@ def agree(run: RunConfig, dp: int, stage: int, tensor: int = 0) -> None:
     optimizer = Optimizer(buffer, AdamW(0.9, 0.999, 1e-8), 1.0)
     counted = stage_weights(run, dp, stage)
     assert counted.parameters == sum(w.numel() for b in buffer.buckets for w, _, _ in b.places)
-    assert counted.weights == sum(b.weights.nbytes for b in buffer.buckets)
-    assert counted.grads == sum(b.grads.nbytes for b in buffer.buckets)
+    # What spans alone keep is an `own` tensor; the whole ones come and go.
+    whole = run.parallel.zero
+    assert counted.weights == sum((b.own_weights if whole >= 3 else b.weights).nbytes for b in buffer.buckets)
+    assert counted.grads == sum((b.own_grads if whole >= 2 else b.grads).nbytes for b in buffer.buckets)
     assert counted.masters == sum(owned.master.nbytes for owned in optimizer.owned if owned.has_master)
     assert counted.moments == sum(owned.moment1.nbytes + owned.moment2.nbytes for owned in optimizer.owned)
 
@@ -83,7 +85,7 @@ def test_every_preset_is_counted_as_it_is_built(preset: str) -> None:
     tp=st.sampled_from([1, 2]),
     pp=st.sampled_from([1, 2]),
     dp=st.sampled_from([1, 2, 3]),
-    zero=st.sampled_from([0, 1]),
+    zero=st.sampled_from([0, 1, 2, 3]),
     dtype=st.sampled_from(["fp32", "bf16", "fp64"]),
     bucket_size=st.sampled_from([1, 500, 40_000_000]),
     extra=st.fixed_dictionaries(
@@ -105,6 +107,8 @@ def test_every_preset_is_counted_as_it_is_built(preset: str) -> None:
 )
 def test_any_shape_and_layout(family, heads, width, layers, vocab, tp, pp, dp, zero, dtype, bucket_size, extra):  # type: ignore[no-untyped-def]
     flags = {"hidden": heads * width * 2, "heads": heads, "layers": layers, "vocab": vocab, "seq_length": 16}
+    if zero >= 2:
+        pp = 1
     flags |= {"family": family, "tp": tp, "pp": pp, "zero": zero, "dtype": dtype, "bucket_size": bucket_size, "ffn": 12}
     if dtype != "bf16":
         extra.pop("embedding_fp32", None)

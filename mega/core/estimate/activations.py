@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from mega.core.config.run import RunConfig
-from mega.core.estimate.weights import BYTES, wide
+from mega.core.estimate.weights import BYTES, Passing, wide
 from mega.core.inventory import padded
 
 HASH = 24
@@ -108,17 +108,25 @@ class Sizes:
         return self.e * self.tokens * self.hidden if self.seq else 0
 
 
-def footprint(run: RunConfig, blocks: int, *, first: bool, last: bool) -> Footprint:
-    """One microbatch of a resolved `run` on a chunk of `blocks` blocks, with embedding or head where it has them."""
+def footprint(run: RunConfig, blocks: int, *, first: bool, last: bool, passing: Passing | None = None) -> Footprint:
+    """One microbatch of a resolved `run` on a chunk of `blocks` blocks, with embedding or head where it has them.
+
+    passing: buckets that come and go meanwhile.
+    """
     sizes = Sizes(run)
     segments = list(chunk_segments(run, sizes, blocks, first=first, last=last))
-    # Cargo is kept beside what autograd keeps; in wide dtypes the first norm keeps the very same tensor.
-    shared = bool(sizes.widened == 0 and blocks and segments[0].origin is None)
-    cargo = 0 if first or shared else sizes.residual
+    cargo = 0 if first or (blocks and _keeps_cargo(run, sizes)) else sizes.residual
     out = 0 if last else sizes.residual
     held = sum(segment.held for segment in segments) + cargo + out
-    forward = cargo + out + _forward_peak(segments)
-    return Footprint(held, max(held, forward), max(held, _backward_peak(segments, held)))
+    walk = _Walk(segments, blocks, sizes.residual, passing)
+    return Footprint(held, max(held, cargo + out + walk.forward()), max(held, walk.backward(held)))
+
+
+def _keeps_cargo(run: RunConfig, sizes: Sizes) -> bool:
+    """Whether what came from the stage before is the very tensor that a first block keeps of it."""
+    if run.memory.recompute == "full" and (run.memory.recompute_method == "uniform" or run.memory.recompute_layers):
+        return not run.memory.distribute_saved
+    return sizes.kernels or not sizes.widened
 
 
 def chunk_segments(run: RunConfig, sizes: Sizes, blocks: int, *, first: bool, last: bool) -> Iterator[Segment]:
@@ -130,6 +138,9 @@ def chunk_segments(run: RunConfig, sizes: Sizes, blocks: int, *, first: bool, la
         yield Segment((_rotary_table(sizes),))
     block = tuple(block_ops(sizes))
     origin = sizes.residual // (sizes.tp if memory.distribute_saved else 1)
+    if memory.recompute == "full":
+        drops = sizes.model.hidden_dropout or sizes.model.attention_dropout
+        yield Segment((Op("facts", 8 * (sizes.length + (sizes.tokens if drops else 0)), 0, 0),))
     if memory.recompute != "full":
         yield from (Segment(block) for _ in range(blocks))
     elif memory.recompute_method == "uniform":
@@ -145,35 +156,75 @@ def chunk_segments(run: RunConfig, sizes: Sizes, blocks: int, *, first: bool, la
     yield Segment(tuple(head_ops(sizes)) if last else (leaves,))
 
 
-def _forward_peak(segments: list[Segment]) -> int:
-    live = peak = 0
-    for segment in segments:
-        peak = max(peak, live + _walk(segment.ops))
-        live += segment.held
-    return peak
+class _Walk:
+    """The ops of a chunk, run forwards and backwards with what is alive at each."""
+
+    def __init__(self, segments: list[Segment], blocks: int, residual: int, passing: Passing | None) -> None:
+        self.residual, self.passing = residual, passing
+        self.segments: list[tuple[Segment, list[tuple[Op, int]]]] = []
+        unit = 0
+        for segment in segments:
+            placed = []
+            for op in segment.ops:
+                unit += op.name == "attention norm"
+                if op.name == "final norm":
+                    unit = blocks + 1
+                placed.append((op, unit))
+            self.segments.append((segment, placed))
+
+    def forward(self) -> int:
+        live = peak = self.passing.left if self.passing else 0
+        for segment, placed in self.segments:
+            peak = max(peak, live + (self._through(placed) if segment.origin is None else self._pass(placed)))
+            live += segment.held
+        return peak
+
+    def _through(self, placed: list[tuple[Op, int]]) -> int:
+        """The peak of running ops forwards and keeping what their backward pass needs."""
+        live = peak = 0
+        for op, unit in placed:
+            live += op.saved
+            peak = max(peak, live + self._weights(op, unit, op.forward))
+        return peak
+
+    def _pass(self, placed: list[tuple[Op, int]]) -> int:
+        """The peak of running ops forwards where nothing is kept: roughly that of the widest."""
+        return max(op.saved + self._weights(op, unit, op.forward) for op, unit in placed)
+
+    def _weights(self, op: Op, unit: int, working: int) -> int:
+        """What an op takes besides what is kept: `working`, and the weights that are here for it."""
+        if self.passing is None:
+            return working
+        here, arriving = self.passing.gathered.get(unit, (0, 0))
+        # While a unit's weights arrive there is a bucket of them twice, and nothing runs yet.
+        return here + (max(working, arriving) if op.name in _ENDS else working)
+
+    def backward(self, held: int) -> int:
+        passing = self.passing
+        leaving = passing.left if passing else 0
+        live = peak = held + leaving
+        for segment, placed in reversed(self.segments):
+            if segment.origin is not None:
+                # What comes back from behind waits while the run is computed again.
+                peak = max(peak, live + self.residual + self._through(placed))
+                live += segment.saved
+            for op, unit in reversed(placed):
+                if passing:
+                    live += passing.opened.get((unit, op.name), 0)
+                peak = max(peak, live + self._weights(op, unit, op.backward))
+                live -= op.saved
+                for gradients, span in passing.closed.get((unit, op.name), ()) if passing else ():
+                    # One bucket at a time is on its way, with room for our span of its sum.
+                    peak = max(peak, live + span)
+                    live += span - leaving
+                    leaving = gradients + span
+            if segment.origin is not None:
+                live -= segment.origin
+        return peak
 
 
-def _walk(ops: tuple[Op, ...]) -> int:
-    """The peak of running `ops` forwards."""
-    live = peak = 0
-    for op in ops:
-        live += op.saved
-        peak = max(peak, live + op.forward)
-    return peak
-
-
-def _backward_peak(segments: list[Segment], held: int) -> int:
-    live = peak = held
-    for segment in reversed(segments):
-        if segment.origin is not None:
-            peak = max(peak, live + _walk(segment.ops))
-            live += segment.saved
-        for op in reversed(segment.ops):
-            peak = max(peak, live + op.backward)
-            live -= op.saved
-        if segment.origin is not None:
-            live -= segment.origin
-    return peak
+_ENDS = ("embedding", "attention norm", "down", "final norm", "logits")
+"""Ops with which a unit begins, forwards or backwards."""
 
 
 # The rows ---------------------------------------------------------------------------------------------------
@@ -182,7 +233,8 @@ def _backward_peak(segments: list[Segment], held: int) -> int:
 def embedding_ops(z: Sizes) -> Iterator[Op]:
     whole = z.e * z.tokens * z.hidden
     # 9: the id within this rank's rows, and whether it is ours
-    yield Op("embedding", 9 * z.tokens, 2 * whole, z.residual + whole + z.w * whole // z.e)
+    kept = 9 * z.tokens if z.tp > 1 else 0
+    yield Op("embedding", kept, 2 * whole, z.residual + whole + z.w * whole // z.e)
     if z.model.embedding_scale:
         yield Op("embedding scale", 0, 2 * z.residual, 2 * z.residual)
     if z.model.position in ("learned", "sinusoidal"):
@@ -250,7 +302,7 @@ def _norm(name: str, z: Sizes, tokens: int, width: int, again: bool, widened: in
     rms = z.model.norm == "rmsnorm"
     if z.kernels:
         kept = low if widened or not z.cast else high
-        return Op(name, kept + z.w * tokens * (1 if rms else 2), z.stream + 2 * z.residual, z.residual + 2 * low)
+        return Op(name, kept + 2 * z.w * tokens, z.stream + 2 * z.residual, z.residual + 2 * low)
     original = low if again and widened else 0
     if rms:
         return Op(name, original + high + low + z.w * tokens, z.stream + high, z.residual + low + 4 * high)
@@ -264,7 +316,13 @@ def _column(name: str, z: Sizes, outs: int, again: bool) -> Op:
     weight = z.product * outs * z.hidden
     inner = z.whole_input + z.e * z.tokens * z.hidden + (z.normed if z.seq else 0)
     kept = 0 if again else z.normed
-    return Op(name, kept, (z.normed - kept) + z.stream + z.whole_input + y, z.residual + y + inner + weight)
+    again_input = z.normed - kept
+    return Op(
+        name,
+        kept,
+        again_input + z.stream + z.whole_input + y,
+        again_input + z.residual + y + inner + weight,
+    )
 
 
 def _row(name: str, z: Sizes, ins: int, again: bool = False, besides: int = 0) -> Op:

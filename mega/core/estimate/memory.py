@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from mega.core.config.resolve import data_parallel, microbatches
 from mega.core.config.run import RunConfig
 from mega.core.estimate.activations import Footprint, Sizes, footprint
-from mega.core.estimate.weights import BYTES, Weights, stage_weights, wide
+from mega.core.estimate.weights import BYTES, Weights, passing, stage_weights, wide
 from mega.core.inventory import parameters
 from mega.core.plan import Act, Compute, Exchange, plan, stage_layers
 
@@ -99,18 +99,20 @@ def kv_cache_bytes(run: RunConfig) -> int:
     return 2 * model.layers * model.kv_heads * model.head_dim * BYTES[run.precision.dtype]
 
 
-def footprints(run: RunConfig, stage: int) -> list[Footprint]:
-    """One microbatch on each chunk of a stage."""
+def footprints(run: RunConfig, stage: int, dp: int, count: int) -> list[Footprint]:
+    """One microbatch of `count` on each chunk of a stage."""
     parallel = run.parallel
     assert run.model.layers
     layers = stage_layers(run.model.layers, parallel.pp, parallel.chunks, parallel.stage_layers)[stage]
     last = parallel.chunks - 1
+    moving = passing(run, dp, repeats=count > 1)
     return [
         footprint(
             run,
             len(blocks),
             first=stage == 0 and chunk == 0,
             last=stage == parallel.pp - 1 and chunk == last,
+            passing=moving,
         )
         for chunk, blocks in enumerate(layers)
     ]
@@ -133,7 +135,7 @@ def _stage(run: RunConfig, acts: Sequence[Act], stage: int, dp: int, count: int)
     parallel = run.parallel
     assert run.model.layers
     sizes, held = Sizes(run), stage_weights(run, dp, stage)
-    playing = _Playing(acts, footprints(run, stage), sizes.residual, stage, parallel.pp)
+    playing = _Playing(acts, footprints(run, stage, dp, count), sizes.residual, stage, parallel.pp)
     activations, working, cargo, when = playing.peak
     update = _update(run, held, dp)
     if update > activations + working + cargo:
@@ -162,7 +164,7 @@ def _update(run: RunConfig, held: Weights, dp: int) -> int:
     widened = 0
     if BYTES[run.precision.grad_dtype] != wide(run.precision.dtype):
         widened = held.largest // weight // shares * wide(run.precision.dtype)
-    return max(widened, held.largest if shares > 1 else 0)
+    return max(widened, held.largest if shares > 1 and run.parallel.zero < 3 else 0)
 
 
 class _Playing:

@@ -6,7 +6,7 @@ them share one parameter, and how parameters lie in buckets (parallel/gradients.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -21,40 +21,50 @@ BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 ALIGNMENT = 64
 """Elements at which every parameter starts in its bucket (parallel/gradients.py)."""
 
-_EMBEDDING = (("model.embed_positions",), ("model.embed_tokens",))
-_BLOCK = (
-    ("input_layernorm",),
-    ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    ("self_attn.q_norm",),
-    ("self_attn.k_norm",),
-    ("self_attn.o_proj",),
-    ("post_attention_layernorm",),
-    ("mlp.gate_proj", "mlp.up_proj"),
-    ("mlp.down_proj",),
+Rows = tuple[tuple[str, tuple[str, ...]], ...]
+
+_EMBEDDING: Rows = (("positions", ("model.embed_positions",)), ("embedding", ("model.embed_tokens",)))
+_BLOCK: Rows = (
+    ("attention norm", ("input_layernorm",)),
+    ("qkv", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
+    ("q and k norm", ("self_attn.q_norm",)),
+    ("q and k norm", ("self_attn.k_norm",)),
+    ("attention out", ("self_attn.o_proj",)),
+    ("feed-forward norm", ("post_attention_layernorm",)),
+    ("up", ("mlp.gate_proj", "mlp.up_proj")),
+    ("down", ("mlp.down_proj",)),
 )
-_HEAD = (("lm_head",), ("model.norm",))
-"""Modules in the order in which a stage defines them; those in one row are one parameter."""
+_HEAD: Rows = (("logits", ("lm_head",)), ("final norm", ("model.norm",)))
+"""The op that uses them, and modules in the order in which a stage defines them; those in one row are one parameter."""
+
+Place = tuple[int, str]
+"""Where in a chunk: a unit (0 the embedding, then the blocks, then the head), and an op of it."""
+
+Placed = tuple[int, "Parameter"]
+"""A parameter and its unit."""
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """One parameter of a rank: the first of its logical tensors, and elements in memory."""
+    """One parameter of a rank: the first of its logical tensors, elements in memory, and the op that uses it."""
 
     tensor: Tensor
     elements: int
+    op: str
 
 
 @dataclass(frozen=True)
 class Bucket:
     """One flat bucket: elements with padding, elements of parameters, and of the span that this rank updates.
 
-    dtype: of its weights.
+    dtype: of its weights. places: where they are used.
     """
 
     length: int
     parameters: int
     span: int
     dtype: str
+    places: tuple[Place, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -92,7 +102,7 @@ def stage_weights(run: RunConfig, dp: int, stage: int) -> Weights:
     high = wide(precision.dtype)
     assert precision.grad_dtype is not None
     grads = (span if parallel.zero >= 2 else length) * BYTES[precision.grad_dtype]
-    if parallel.zero and dp * parallel.cp > 1 and run.runtime.device == "cpu":
+    if parallel.zero == 1 and dp * parallel.cp > 1 and run.runtime.device == "cpu":
         grads += span * BYTES[precision.grad_dtype]
     momentum = {"adam": 2, "sgd": 1 if run.optimizer.sgd_momentum else 0}[run.optimizer.optimizer]
     return Weights(
@@ -110,14 +120,64 @@ def stage_buckets(run: RunConfig, dp: int, stage: int) -> Iterator[Bucket]:
     shares = dp * run.parallel.cp if run.parallel.zero else 1
     for chunk in stage_parameters(run, stage):
         for group in _groups(run, chunk):
-            end = sum(_up(parameter.elements, ALIGNMENT) for parameter in group)
+            end = sum(_up(parameter.elements, ALIGNMENT) for _, parameter in group)
             length = _up(end, shares * ALIGNMENT)
-            elements = sum(parameter.elements for parameter in group)
-            yield Bucket(length, elements, length // shares, _dtype(run, group[0].tensor))
+            elements = sum(parameter.elements for _, parameter in group)
+            places = tuple((unit, parameter.op) for unit, parameter in group)
+            yield Bucket(length, elements, length // shares, _dtype(run, group[0][1].tensor), places)
 
 
-def stage_parameters(run: RunConfig, stage: int) -> Iterator[list[Parameter]]:
-    """The parameters of each chunk of a stage, in order of definition; a tied one appears once on a rank."""
+@dataclass(frozen=True)
+class Passing:
+    """Whole buckets that come and go around the spans that a rank owns (ZeRO 2 and 3), in bytes.
+
+    opened: place -> gradients that begin to exist with its backward pass. closed: place -> (gradients, span) of each
+    bucket that is complete behind it and leaves. gathered: unit -> weights that are here while it runs, and the largest
+    bucket of them, which arrives beside. left: what of the microbatch before is still leaving.
+    """
+
+    opened: Mapping[Place, int]
+    closed: Mapping[Place, Sequence[tuple[int, int]]]
+    gathered: Mapping[int, tuple[int, int]]
+    left: int
+
+
+def passing(run: RunConfig, dp: int, *, repeats: bool) -> Passing | None:
+    """What comes and goes on a rank of the only stage, where something does. repeats: over several microbatches."""
+    if run.parallel.zero < 2:
+        return None
+    assert run.model.layers and run.precision.grad_dtype
+    opened: dict[Place, int] = {}
+    closed: dict[Place, list[tuple[int, int]]] = {}
+    gathered: dict[int, tuple[int, int]] = {}
+    for bucket in stage_buckets(run, dp, 0):
+        places = set(bucket.places)
+        if run.model.tied and (0, "embedding") in places:
+            places.add((run.model.layers + 1, "logits"))
+        first, last = min(places, key=_order), max(places, key=_order)
+        size = bucket.length * BYTES[run.precision.grad_dtype]
+        opened[last] = opened.get(last, 0) + size
+        closed.setdefault(first, []).append((size, size * bucket.span // bucket.length))
+        if run.parallel.zero >= 3:
+            here = bucket.length * BYTES[bucket.dtype]
+            for unit in {unit for unit, _ in places}:
+                held, largest = gathered.get(unit, (0, 0))
+                gathered[unit] = (held + here, max(largest, here))
+    left = sum(closed[min(closed, key=_order)][-1]) if repeats else 0
+    return Passing(opened, closed, gathered, left)
+
+
+_OPS = [op for rows in (tuple(reversed(_EMBEDDING)), _BLOCK, tuple(reversed(_HEAD))) for op, _ in rows]
+
+
+def _order(place: Place) -> tuple[int, int]:
+    """Places in the order of the forward pass."""
+    unit, op = place
+    return unit, _OPS.index(op)
+
+
+def stage_parameters(run: RunConfig, stage: int) -> Iterator[list[Placed]]:
+    """The parameters of each chunk of a stage with their units, in order of definition; a tied one once on a rank."""
     model, parallel = run.model, run.parallel
     assert model.layers is not None
     embedding, block, head = _modules(model, parallel.tp)
@@ -126,7 +186,8 @@ def stage_parameters(run: RunConfig, stage: int) -> Iterator[list[Parameter]]:
         first = stage == 0 and number == 0
         last = stage == parallel.pp - 1 and number == parallel.chunks - 1
         tied = [embedding[-1]] if model.tied and last and parallel.pp > 1 else []
-        yield (embedding if first else []) + block * len(blocks) + (tied + head if last else [])
+        units = [embedding if first else [], *[block] * len(blocks), tied + head if last else []]
+        yield [(unit, parameter) for unit, parameters in enumerate(units) for parameter in parameters]
 
 
 @lru_cache(maxsize=64)
@@ -134,27 +195,35 @@ def _modules(model: ModelConfig, tp: int) -> tuple[list[Parameter], list[Paramet
     """Parameters of the embedding, of a block and of the head (without a tied weight)."""
     logical = {tensor.name.removeprefix("model.layers.0."): tensor for tensor in inventory(replace(model, layers=1))}
 
-    def parameters(rows: tuple[tuple[str, ...], ...]) -> list[Parameter]:
+    def parameters(rows: Rows) -> list[Parameter]:
         found = []
-        for names in rows:
+        for op, names in rows:
             for part in ("weight", "bias"):
                 held = [logical[f"{name}.{part}"] for name in names if f"{name}.{part}" in logical]
                 if held:
                     elements = sum(shard(tensor, {"tp": (0, tp)}).elements for tensor in held)
-                    found.append(Parameter(held[0], elements))
+                    found.append(Parameter(held[0], elements, op))
         return found
 
     return parameters(_EMBEDDING), parameters(_BLOCK), parameters(_HEAD)
 
 
-def _groups(run: RunConfig, chunk: list[Parameter]) -> Iterator[list[Parameter]]:
-    """Neighbouring parameters whose gradients reduce alike, at least `bucket_size` elements where there are as many."""
-    groups: dict[tuple[str, str], list[Parameter]] = {}
-    for parameter in chunk:
+def _groups(run: RunConfig, chunk: list[Placed]) -> Iterator[list[Placed]]:
+    """Neighbouring parameters whose gradients reduce alike, at least `bucket_size` elements where there are as many.
+
+    Under ZeRO 3 those of each unit by themselves, whatever their size.
+    """
+    groups: dict[tuple[str, str], list[Placed]] = {}
+    alone, before = run.parallel.zero >= 3, 0
+    for unit, parameter in chunk:
+        if alone and unit != before:
+            yield from groups.values()
+            groups, before = {}, unit
         alike = _kind(run, parameter.tensor), _dtype(run, parameter.tensor)
         group = groups.setdefault(alike, [])
-        group.append(parameter)
-        if alike[0] == "tied" or sum(one.elements for one in group) >= run.parallel.bucket_size:
+        group.append((unit, parameter))
+        full = not alone and sum(one.elements for _, one in group) >= run.parallel.bucket_size
+        if alike[0] == "tied" or full:
             yield groups.pop(alike)
     yield from groups.values()
 

@@ -148,6 +148,7 @@ class GradBuffer:
         ]
         self._home = {id(weight): bucket for bucket in self.buckets for weight, _, _ in bucket.places}
         self._final = False
+        self._leaving: Bucket | None = None
         self._held: list[Product] | None = None
         for bucket in self.buckets:
             for weight, _, _ in bucket.places:
@@ -271,6 +272,10 @@ class GradBuffer:
             out, work = start_reduce_scatter(bucket.close(), data)
             bucket.works.append((work, out))
             bucket.forget()
+            # A sum on its way holds the whole bucket's gradients, so only one is.
+            before, self._leaving = self._leaving, bucket
+            if before is not None and before is not bucket:
+                _settle(before)
             return
         assert bucket.grads is not None
         if not self.zero:
@@ -287,7 +292,7 @@ class GradBuffer:
             if bucket.waiting:
                 silent = [w.slots[0].shard.name for w, _, _ in bucket.places if bucket.came[id(w)] < w.uses]
                 raise RuntimeError(f"{bucket.waiting} gradients never arrived: {', '.join(silent)}")
-            if not bucket.works:
+            if not bucket.works and bucket.grads is not None:
                 self._leave(bucket)
         for bucket in self.buckets:
             _settle(bucket)

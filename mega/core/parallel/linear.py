@@ -63,10 +63,11 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        x = kept(ctx)  # first: where it brings a whole block back, there is nothing else yet
         products = ctx.weight.ops.products
         grad = products.prepare(grad)
         grad_x = products.input_gradient(grad, ctx.weight)
-        return grad_x, ctx.weight.add_product(grad, kept(ctx))
+        return grad_x, ctx.weight.add_product(grad, x)
 
 
 def column_product(
