@@ -1,4 +1,4 @@
-"""`mega data merge | verify | note | inspect | split | presplit | show-sample`: token files, corpora, samples."""
+"""`mega data merge | verify | note | inspect | from-numpy | split | presplit | show-sample`: token files, corpora."""
 
 from __future__ import annotations
 
@@ -68,6 +68,19 @@ def _inspect(
 
 
 app.command(name="inspect", cls=Command)(command(_inspect))
+
+
+@app.command(name="from-numpy", cls=Command)
+def from_numpy(
+    input: Annotated[list[str], typer.Option("--input", help=".npy files of ids, folders, globs")],
+    output_prefix: Annotated[str, typer.Option("--output-prefix", help="prefix of the pair to write")],
+    eod: Annotated[int | None, typer.Option("--eod", help="a run of ids ends a document behind this one")] = None,
+) -> None:
+    """Token files from numpy arrays: an array of arrays, a table with a document a row, or one run of ids."""
+    from mega.core.data.numpy_files import convert
+
+    report = convert(input, output_prefix, eod)
+    print(f"{output_prefix}: {report.documents:,} documents, {report.tokens:,} tokens")
 
 
 @app.command()

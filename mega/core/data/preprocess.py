@@ -317,6 +317,13 @@ class _Worker:
         return Documents(ids, lengths, counts)
 
 
+def encoder(tokenizer: Tokenizer, *, append_eod: bool) -> Callable[[Sequence[str]], Documents]:
+    """A function from texts to what `preprocess` would write of them, for another program's pipeline."""
+    job = _Job(("text",), _checked_eod(tokenizer, append_eod), token_dtype(tokenizer.vocab_size), None)
+    worker = job.worker(tokenizer)
+    return lambda texts: worker._finished([worker._documents([[text] for text in texts])])
+
+
 def _sentences(found: dict[str, Any], key: str) -> list[str]:
     value = found.get(key)
     if isinstance(value, str):

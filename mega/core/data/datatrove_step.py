@@ -1,0 +1,58 @@
+"""A step for datatrove's pipelines that writes token files: the bytes of `mega preprocess`, one pair for each task.
+
+    from datatrove.executor import SlurmPipelineExecutor
+    from datatrove.pipeline.readers import JsonlReader
+    from mega.core.data.datatrove_step import TokenFiles
+
+    options = {"tokenizer": "GPT2BPETokenizer", "vocab_file": "vocab.json", "merge_file": "merges.txt"}
+    SlurmPipelineExecutor([JsonlReader("corpus"), TokenFiles("tokens/corpus", options, append_eod=True)], tasks=64, ...)
+
+Then `mega data merge tokens --output-prefix corpus_text_document`. Nothing here imports this file, since it needs
+datatrove: pip install 'mega[datatrove]'.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
+from typing import Any
+
+from datatrove.data import Document
+from datatrove.pipeline.base import PipelineStep
+
+from mega.core.data.indexed import token_dtype
+from mega.core.data.preprocess import encoder
+from mega.core.data.writer import IndexedWriter
+from mega.core.text.build import build
+
+_TOGETHER = 256
+
+
+class TokenFiles(PipelineStep):  # type: ignore[misc]
+    """Tokenises documents and passes them on with their `token_count`.
+
+    tokenizer: the fields of the configuration's tokenizer section, as `text.build.build` takes them.
+    Task 3 of 8 writes `<output_prefix>_00003-of-00008_text_document`, a single task `<output_prefix>_text_document`.
+    """
+
+    name = "mega token files"
+    type = "TOKENIZER"
+
+    def __init__(self, output_prefix: str, tokenizer: Mapping[str, Any], *, append_eod: bool = False) -> None:
+        super().__init__()
+        self.output_prefix, self.tokenizer, self.append_eod = output_prefix, dict(tokenizer), append_eod
+
+    def run(self, data: Iterable[Document], rank: int = 0, world_size: int = 1) -> Iterator[Document]:
+        made = build(**self.tokenizer)
+        encode = encoder(made, append_eod=self.append_eod)
+        part = f"_{rank + 1:05}-of-{world_size:05}" if world_size > 1 else ""
+        documents = iter(data)
+        with IndexedWriter(f"{self.output_prefix}{part}_text_document", token_dtype(made.vocab_size)) as writer:
+            while block := list(islice(documents, _TOGETHER)):
+                with self.track_time("batch"):
+                    for document in block:
+                        before = writer.tokens
+                        writer.extend(*encode([document.text]))
+                        document.metadata["token_count"] = writer.tokens - before
+                        self.update_doc_stats(document)
+                yield from block

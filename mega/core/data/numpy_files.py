@@ -1,0 +1,179 @@
+"""Token ids in numpy's .npy files, as Megatron-LM of 2019 and others kept them, one document after another.
+
+An array of integers is read as it is. An array of arrays lies in the file as a pickle: its opcodes are read by the
+standard library's disassembler, which runs nothing, and only what describes arrays of integers is understood.
+"""
+
+from __future__ import annotations
+
+import pickletools
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+from numpy.lib import format as npy
+from numpy.typing import NDArray
+
+from mega.core.data.indexed import token_dtype
+from mega.core.data.preprocess import Report
+from mega.core.data.sources import find
+from mega.core.data.writer import IndexedWriter
+
+
+def convert(inputs: Sequence[str | Path], output_prefix: str, eod: int | None) -> Report:
+    """Write the documents of all files as one pair of token files.
+
+    Raises ValueError naming a file that holds anything but ids.
+    """
+    paths = [path for path in find(inputs) if path.suffix == ".npy"]
+    if not paths:
+        raise ValueError(f"--input {' '.join(map(str, inputs))}: holds no .npy file")
+    narrow = all(document.dtype.itemsize < 3 for path in paths for document in documents(path, eod))
+    with IndexedWriter(output_prefix, token_dtype(0 if narrow else 1 << 17)) as writer:
+        for path in paths:
+            for document in documents(path, eod):
+                writer.extend(document, np.array([len(document)]), np.array([1]))
+    return Report(documents=writer.documents, tokens=writer.tokens, outputs=[output_prefix])
+
+
+def documents(path: Path, eod: int | None) -> Iterator[NDArray[Any]]:
+    """The documents of one file: the arrays in an array of arrays, the rows of a table, else all ids.
+
+    eod: a run of ids ends a document behind each of these. 7 8 0 9 0 with eod 0 -> 7 8 0 | 9 0.
+    """
+    try:
+        found = _array(path)
+    except Exception as error:  # numpy's parser of a damaged header raises whatever it meets
+        raise ValueError(f"{path}: not an array of token ids ({error})") from None
+    for row in found if found.dtype.hasobject or found.ndim == 2 else [found]:
+        ids = np.asarray(row)
+        if ids.ndim != 1 or ids.dtype.kind not in "iu":
+            raise ValueError(f"{path}: holds {ids.dtype} of {ids.ndim} dimensions; must be runs of whole numbers")
+        one = eod is None or found.dtype.hasobject
+        yield from (part for part in ([ids] if one else np.split(ids, np.flatnonzero(ids == eod) + 1)) if len(part))
+
+
+def _array(path: Path) -> NDArray[Any]:
+    with open(path, "rb") as file:
+        major, _ = npy.read_magic(file)
+        header = npy.read_array_header_1_0(file) if major == 1 else npy.read_array_header_2_0(file)
+        shape, _, dtype = header
+        if dtype.hasobject:
+            rows = _rows(_described(file))
+            if len(rows) != np.prod(shape, dtype=int):
+                raise ValueError(f"{len(rows)} arrays, {shape} announced")
+            found = np.empty(len(rows), object)
+            found[:] = rows
+            return found
+    mapped: NDArray[Any] = np.load(path, mmap_mode="r", allow_pickle=False)
+    return mapped
+
+
+# --- arrays of arrays -----------------------------------------------------------------------------------------------
+
+
+class _Object:
+    """Stands for whatever a pickle names: keeps its name, its arguments and its state, and does nothing."""
+
+    def __init__(self, name: str, arguments: tuple[Any, ...] = ()) -> None:
+        self.name, self.arguments = name, arguments
+        self.state: Any = None
+
+
+def _rows(whole: Any) -> list[NDArray[Any]]:
+    """The arrays in numpy's description of an array of objects, whose state ends in a list."""
+    rows = whole.state[-1] if isinstance(whole, _Object) and isinstance(whole.state, tuple) else None
+    if not isinstance(rows, list):
+        raise ValueError("a pickle of something else than an array")
+    return [_integers(row) for row in rows]
+
+
+def _integers(row: Any) -> NDArray[Any]:
+    """A list of numbers, or numpy's description of an array: state = (version, shape, dtype, order, bytes)."""
+    if isinstance(row, list) and all(type(token) is int for token in row):
+        return np.array(row, np.int64)
+    try:
+        _, shape, dtype, _, data = row.state
+        kind, order = dtype.arguments[0], dtype.state[1]
+        found = np.frombuffer(data, np.dtype(kind).newbyteorder(order))
+        if dtype.name != "numpy dtype" or np.dtype(kind).kind not in "iu" or found.shape != shape:
+            raise TypeError
+    except (AttributeError, TypeError, IndexError, ValueError):
+        raise ValueError("an array that holds something else than arrays of whole numbers") from None
+    return found
+
+
+_LITERALS = frozenset(
+    "BININT BININT1 BININT2 LONG1 INT BINUNICODE SHORT_BINUNICODE BINUNICODE8 UNICODE "
+    "BINBYTES SHORT_BINBYTES BINBYTES8 BINSTRING SHORT_BINSTRING STRING".split()
+)
+_CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
+_MARK = object()
+
+
+def _described(file: BinaryIO) -> Any:
+    """What a pickle describes, without making any of it: named things become `_Object`s.
+
+    Raises ValueError for an opcode that arrays do not need.
+    """
+    stack: list[Any] = []
+    memo: dict[int, Any] = {}
+
+    def since_mark() -> list[Any]:
+        at = len(stack) - 1 - stack[::-1].index(_MARK)
+        found = stack[at + 1 :]
+        del stack[at:]
+        return found
+
+    for opcode, argument, _ in pickletools.genops(file):
+        name = opcode.name
+        if name in ("PROTO", "FRAME"):
+            continue
+        if name == "STOP":
+            return stack[-1]
+        if name in _LITERALS:
+            stack.append(argument)
+        elif name in _CONSTANTS:
+            stack.append(_CONSTANTS[name])
+        elif name == "MARK":
+            stack.append(_MARK)
+        elif name == "GLOBAL":
+            stack.append(_Object(str(argument)))
+        elif name == "STACK_GLOBAL":
+            stack[-2:] = [_Object(f"{stack[-2]} {stack[-1]}")]
+        elif name in ("EMPTY_TUPLE", "EMPTY_LIST"):
+            stack.append(() if name == "EMPTY_TUPLE" else [])
+        elif name in ("TUPLE1", "TUPLE2", "TUPLE3"):
+            count = int(name[-1])
+            stack[-count:] = [tuple(stack[-count:])]
+        elif name == "TUPLE":
+            stack.append(tuple(since_mark()))
+        elif name == "APPEND":
+            stack[-2].append(stack.pop())
+        elif name == "APPENDS":
+            items = since_mark()
+            stack[-1].extend(items)
+        elif name == "REDUCE":
+            arguments = stack.pop()
+            stack[-1] = _made(stack[-1].name, arguments)
+        elif name == "BUILD":
+            state = stack.pop()
+            stack[-1].state = state
+        elif name in ("BINPUT", "LONG_BINPUT", "PUT"):
+            memo[int(str(argument))] = stack[-1]
+        elif name == "MEMOIZE":
+            memo[len(memo)] = stack[-1]
+        elif name in ("BINGET", "LONG_BINGET", "GET"):
+            stack.append(memo[int(str(argument))])
+        else:
+            raise ValueError(f"a pickle with {name}, which arrays of numbers do not need")
+    raise ValueError("a pickle without an end")
+
+
+def _made(name: str, arguments: tuple[Any, ...]) -> Any:
+    """Bytes travel as text in old pickles; anything else is only noted."""
+    if name == "_codecs encode":
+        text, encoding = arguments
+        return str(text).encode("latin1" if encoding == "latin1" else "utf-8")
+    return _Object(name, arguments)
