@@ -20,8 +20,11 @@ from mega import cli
 
 COMMON = (
     "--seq-length 1024 --micro-batch 8 --global-batch 16 --vocab 50257 --dtype bf16 --hidden-dropout 0 "
-    "--attention-dropout 0 --lr 6e-4 --lr-warmup-steps 20 --eval-iters 0 --split 1,0,0 --log-interval 50 --no-progress"
+    "--attention-dropout 0 --lr 3e-4 --lr-warmup-steps 40 --adam-beta2 0.95 --eval-iters 0 --split 1,0,0 "
+    "--log-interval 50 --no-progress"
 ).split()
+"""A calm beginning: at twice the rate, and beta2 0.999, the Llama's loss leaps at step 25 and any rounding decides where
+it lands, 1.4 % apart in the mean of a tenth."""
 MODELS: Mapping[str, Sequence[str]] = {
     "gpt": "--model gpt2-124m".split(),
     "llama": ("--family llama --layers 12 --hidden 768 --heads 12 --kv-heads 4 --ffn 2048 --positions 1024".split()),
