@@ -23,8 +23,8 @@ COMMON = (
     "--attention-dropout 0 --lr 3e-4 --lr-warmup-steps 40 --adam-beta2 0.95 --eval-iters 0 --split 1,0,0 "
     "--log-interval 50 --no-progress"
 ).split()
-"""A calm beginning: at twice the rate, and beta2 0.999, the Llama's loss leaps at step 25 and any rounding decides where
-it lands, 1.4 % apart in the mean of a tenth."""
+"""A calm beginning: at twice the rate, and beta2 0.999, the Llama's loss leaps at step 25, any rounding decides where
+it lands, and curves that are all right lie 1.4 % apart."""
 MODELS: Mapping[str, Sequence[str]] = {
     "gpt": "--model gpt2-124m".split(),
     "llama": ("--family llama --layers 12 --hidden 768 --heads 12 --kv-heads 4 --ffn 2048 --positions 1024".split()),

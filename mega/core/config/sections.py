@@ -208,6 +208,11 @@ class ParallelConfig:
         megatron={"--sequence-parallel": True},
         common=True,
     )
+    tp_overlap: bool = option(
+        False,
+        "cut a micro batch into two halves that take turns: tensor ranks exchange one while they compute the other",
+        megatron={"--tp-comm-overlap": True},
+    )
     schedule: Literal["1f1b", "gpipe", "interleaved", "zb-h1"] | None = option(
         None, "pipeline schedule [1f1b; interleaved with several chunks]"
     )

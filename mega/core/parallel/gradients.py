@@ -378,4 +378,5 @@ def _into_sink(parameter: torch.Tensor) -> None:
     assert sink is not None
     sink.add_(parameter.grad)
     parameter.grad = None
-    parameter.arrived()
+    for _ in range(parameter.uses):  # autograd has added them up
+        parameter.arrived()

@@ -9,31 +9,61 @@ The gathered input is not kept; backward gathers it again while it multiplies (K
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from mega.core.inventory import Tensor
 from mega.core.ops.sink import keep, kept
-from mega.core.parallel.collectives import all_gather, all_reduce, leave_region, start_all_gather, start_reduce_scatter
+from mega.core.parallel.collectives import (
+    Finished,
+    Leaving,
+    all_reduce,
+    start_all_gather,
+    start_reduce_scatter,
+)
 from mega.core.parallel.mesh import Axis
 from mega.core.parallel.weight import Maker, Weight
 
 
+class Entering(NamedTuple):
+    """x [tokens or our tokens, in] on its way into the region: `whole` [tokens, in] is there when `work` is done."""
+
+    x: torch.Tensor
+    whole: torch.Tensor
+    work: Any
+
+
+def entering(x: torch.Tensor, axis: Axis, sequence: bool) -> Entering:
+    """Ask for the tokens of all ranks; what is computed before they are needed runs beside the exchange."""
+    if not sequence or axis.size == 1:
+        return Entering(x, x, Finished())
+    return Entering(x, *start_all_gather(x.detach(), axis))
+
+
 class _ColumnProduct(torch.autograd.Function):
-    """x [tokens or our tokens, in] -> [tokens, out of this rank]."""
+    """x, which is on its way -> [tokens, out of this rank]."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None, axis: Axis, sequence: bool
+        ctx: Any,
+        x: torch.Tensor,
+        entering: Entering,
+        weight: Weight,
+        bias: torch.Tensor | None,
+        axis: Axis,
+        sequence: bool,
     ) -> torch.Tensor:
         keep(ctx, x)
         ctx.weight, ctx.axis, ctx.sequence = weight, axis, sequence
-        return weight.ops.products.output(all_gather(x, axis) if sequence else x, weight.to(x.dtype), bias)
+        entering.work.wait()
+        return weight.ops.products.output(entering.whole, weight.to(x.dtype), bias)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None, None]:
+    def backward(
+        ctx: Any, grad: torch.Tensor
+    ) -> tuple[torch.Tensor | None, None, torch.Tensor | None, None, None, None]:
         x = kept(ctx)
         weight, axis, sequence = ctx.weight, ctx.axis, ctx.sequence
         # 1 ask for the whole input again while the input's gradient is computed
@@ -49,7 +79,7 @@ class _ColumnProduct(torch.autograd.Function):
             gathered.wait()
         grad_weight = weight.add_product(grad, whole)
         summed.wait()
-        return grad_x, grad_weight, None, None, None
+        return grad_x, None, grad_weight, None, None, None
 
 
 class _Product(torch.autograd.Function):
@@ -71,13 +101,14 @@ class _Product(torch.autograd.Function):
 
 
 def column_product(
-    x: torch.Tensor, weight: Weight, axis: Axis, sequence: bool, bias: torch.Tensor | None = None
+    x: torch.Tensor | Entering, weight: Weight, axis: Axis, sequence: bool, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Enter the region and multiply: x [tokens, in] (our tokens under sequence) -> [tokens, rows of weight].
 
     bias: added in the product's own pass; it gets no gradient from here.
     """
-    return _ColumnProduct.apply(x, weight, bias, axis, sequence and axis.size > 1)  # type: ignore[no-any-return, no-untyped-call]
+    on_its_way = x if isinstance(x, Entering) else entering(x, axis, sequence)
+    return _ColumnProduct.apply(on_its_way.x, on_its_way, weight, bias, axis, sequence and axis.size > 1)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class ColumnLinear(nn.Module):
@@ -97,17 +128,20 @@ class ColumnLinear(nn.Module):
         y = self.product(x)
         return y if self.bias is None else y + self.bias
 
-    def biased(self, x: torch.Tensor) -> torch.Tensor:
+    def entering(self, x: torch.Tensor) -> Entering:
+        return entering(x, self.axis, self.sequence)
+
+    def biased(self, x: torch.Tensor | Entering) -> torch.Tensor:
         return column_product(
             x, self.weight, self.axis, self.sequence, None if self.bias is None else self.bias.detach()
         )
 
-    def product(self, x: torch.Tensor) -> torch.Tensor:
+    def product(self, x: torch.Tensor | Entering) -> torch.Tensor:
         return column_product(x, self.weight, self.axis, self.sequence)
 
 
 class RowLinear(nn.Module):
-    """Inputs cut over the axis; the bias is to be added once, after the sum: `product` leaves it to the op behind."""
+    """Inputs cut over the axis; the bias is to be added once, after the sum: `leaving` leaves it to the op behind."""
 
     def __init__(self, make: Maker, weight: Tensor, bias: Tensor | None, axis: Axis, sequence: bool):
         super().__init__()
@@ -116,10 +150,11 @@ class RowLinear(nn.Module):
         self.axis, self.sequence = axis, sequence
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.biased(self.product(x))
+        return self.biased(self.leaving(x).arrived())
 
     def biased(self, product: torch.Tensor) -> torch.Tensor:
         return product if self.bias is None else product + self.bias
 
-    def product(self, x: torch.Tensor) -> torch.Tensor:
-        return leave_region(_Product.apply(x, self.weight), self.axis, self.sequence)  # type: ignore[no-untyped-call]
+    def leaving(self, x: torch.Tensor) -> Leaving:
+        """The product, on its way to be summed over ranks."""
+        return Leaving(_Product.apply(x, self.weight), self.axis, self.sequence)  # type: ignore[no-untyped-call]

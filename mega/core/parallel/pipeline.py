@@ -31,6 +31,9 @@ class Loss:
     total: torch.Tensor
     weight: torch.Tensor
 
+    def __add__(self, other: Loss) -> Loss:
+        return Loss(self.total + other.total, self.weight + other.weight)
+
 
 class Stage(Protocol):
     """One chunk of the model on one rank."""

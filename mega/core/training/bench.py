@@ -48,7 +48,8 @@ def _w2_fp8(world: int) -> Mapping[str, Any]:
 
 def _w3(world: int) -> Mapping[str, Any]:
     """18 bytes a parameter over 8 ranks are 50 GB a rank, over 4 they are 99 GB."""
-    return {"micro_batch": 4, "global_batch": 4, "tp": 4 if world == 4 else 8, "sequence_parallel": True}
+    across = {"tp": 4 if world == 4 else 8, "sequence_parallel": True, "tp_overlap": True}
+    return {"micro_batch": 4, "global_batch": 4, **across}
 
 
 ROWS: Mapping[str, tuple[str, Callable[[int], Mapping[str, Any]]]] = {

@@ -11,7 +11,7 @@ from mega.core.model.decoder import DecoderStage
 from mega.core.ops.suite import Ops, choose
 from mega.core.parallel.context import across
 from mega.core.parallel.mesh import Mesh
-from mega.core.parallel.weight import Maker, Weight, initialise
+from mega.core.parallel.weight import Maker, Weight, initialise, weights
 from mega.core.plan import stage_layers
 
 
@@ -59,10 +59,14 @@ def build_stages(run: RunConfig, mesh: Mesh, device: torch.device) -> list[Decod
             embedding=shared,
             recompute=run.memory,
             residual=torch.float32 if run.precision.residual_fp32 else None,
+            halves=parallel.tp_overlap,
         )
         if stage.embedding is not None and model.tied:
             shared = stage.embedding.tokens.weight
         stages.append(stage)
+    if parallel.tp_overlap:
+        for weight in weights(nn.ModuleList(stages)):
+            weight.uses *= 2  # by either half
     if device.type != "meta":
         initialise(nn.ModuleList(stages), run.runtime.seed)
     return stages
