@@ -7,6 +7,7 @@
                     and Llama in bf16, fp16 and fp32, against one rank (bounds: tests/gpu/layouts.py)
     context         a Llama at 32,768 tokens in bf16, ring and all-to-all over 2 and 4 ranks, against one rank
     deterministic   five runs of the same steps end in the same bytes under --deterministic, and what that costs
+    gather          ZeRO 1 with weights gathered under the next forward pass: the same bytes, and what it saves
     llama2-7b       its true shape, 50 steps on a text that can be learned: the loss falls to less than half
 
 `--only` takes beginnings of row names. Rows that the file has for this commit are not run again, whether they were
@@ -78,7 +79,15 @@ WIDE: dict[str, Any] = {
     "micro_batch": 2,
     "global_batch": 32,
     "ffn": 5632,
+}
+DENSE: dict[str, Any] = {
+    **WIDE,
+    **FAMILIES["llama"],
+    "ffn": WIDE["ffn"],
+    "dtype": "bf16",
+    "lr": 1e-4,
     "hidden_dropout": 0.1,
+    "bucket_size": 40_000_000,
 }
 TINY: dict[str, Any] = {
     "hidden": 32,
@@ -138,6 +147,7 @@ def rows(stand: Stand) -> Iterator[Row]:
     yield from layout_rows(stand)
     yield from context_rows(stand)
     yield "deterministic", partial(reruns, stand)
+    yield "gather", partial(gathers, stand)
     yield "llama2-7b", partial(learning, stand)
 
 
@@ -194,8 +204,7 @@ def against_one(
 def reruns(stand: Stand) -> dict[str, Any]:
     """Five runs in one process, each from its initial weights; then the time of a step with and without."""
     stand.sweep()
-    options = {**WIDE, **FAMILIES["llama"], "ffn": WIDE["ffn"], "dtype": "bf16", "lr": 1e-4, "hidden_dropout": 0.1}
-    run = stand.run({**options, "tp": 2, "pp": 2, **SP, "zero": 1})
+    run = stand.run({**DENSE, "tp": 2, "pp": 2, **SP, "zero": 1})
     mesh = stand.mesh(run)
     usual = _step_seconds(stand, run, mesh)
     stand.device.deterministic()
@@ -212,6 +221,26 @@ def reruns(stand: Stand) -> dict[str, Any]:
         "step_seconds": round(usual, 5),
         "step_seconds_deterministic": round(seconds, 5),
         "cost": round(seconds / usual, 4),
+    }
+
+
+def gathers(stand: Stand) -> dict[str, Any]:
+    """ZeRO 1 over all ranks, with updated weights gathered under the next forward pass and before it."""
+    stand.sweep()
+    prints, seconds = [], []
+    for overlap in (True, False):
+        run = stand.run({**DENSE, "zero": 1, "overlap_param_gather": overlap, "global_batch": 2 * stand.world})
+        mesh = stand.mesh(run)
+        seconds.append(_step_seconds(stand, run, mesh))
+        stand.device.deterministic()
+        try:
+            prints.append(_fingerprint(stand, run, mesh))
+        finally:
+            torch.use_deterministic_algorithms(False)
+    return {
+        "fine": stand.everywhere(prints[0] == prints[1]),
+        "step_seconds": round(seconds[0], 5),
+        "step_seconds_without": round(seconds[1], 5),
     }
 
 

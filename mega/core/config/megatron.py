@@ -55,7 +55,6 @@ IGNORED: Mapping[str, Ignored] = {
     "--use-ring-exchange-p2p": Ignored(0, "it only says how stages exchange tensors"),
     "--delay-grad-reduce": Ignored(0, "gradients leave when their bucket is complete"),
     "--no-delay-grad-reduce": Ignored(0, "gradients leave when their bucket is complete"),
-    "--overlap-param-gather": Ignored(0, "it only says when parameters are gathered"),
     "--DDP-impl": Ignored(1, _ONE_BUFFER),
     "--no-contiguous-buffers-in-local-ddp": Ignored(0, _ONE_BUFFER),
     "--use-contiguous-buffers-in-local-ddp": Ignored(0, _ONE_BUFFER),

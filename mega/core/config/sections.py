@@ -234,6 +234,11 @@ class ParallelConfig:
     overlap_grad_reduce: bool = option(
         True, "reduce gradients while the backward pass runs", megatron={"--overlap-grad-reduce": True}
     )
+    overlap_param_gather: bool = option(
+        True,
+        "with zero 1 and 2, gather updated weights while the next forward pass runs",
+        megatron={"--overlap-param-gather": True},
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

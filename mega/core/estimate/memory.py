@@ -157,14 +157,12 @@ def _stage(run: RunConfig, acts: Sequence[Act], stage: int, dp: int, count: int)
 
 
 def _update(run: RunConfig, held: Weights, dp: int) -> int:
-    """What the optimizer needs besides its state: a bucket's gradients widened, or its weights gathered."""
+    """What the optimizer needs besides its state: a bucket's gradients widened. Weights are gathered in place."""
     assert run.precision.grad_dtype
-    weight = BYTES[run.precision.dtype]
+    if BYTES[run.precision.grad_dtype] == wide(run.precision.dtype):
+        return 0
     shares = dp * run.parallel.cp if run.parallel.zero else 1
-    widened = 0
-    if BYTES[run.precision.grad_dtype] != wide(run.precision.dtype):
-        widened = held.largest // weight // shares * wide(run.precision.dtype)
-    return max(widened, held.largest if shares > 1 and run.parallel.zero < 3 else 0)
+    return held.largest // BYTES[run.precision.dtype] // shares * wide(run.precision.dtype)
 
 
 class _Playing:

@@ -17,7 +17,7 @@ import torch
 
 from mega.core.ops.suite import REFERENCE, Ops
 from mega.core.optim.adam import AdamW
-from mega.core.parallel.collectives import all_gather, all_reduce
+from mega.core.parallel.collectives import all_reduce
 from mega.core.parallel.gradients import Bucket, GradBuffer
 
 
@@ -93,7 +93,7 @@ class Optimizer:
             self._update_on_device(self.ops.adamw, fine, factor, lr, decay)
         elif bool(fine):
             self._update(factor if self.clip or scale is not None else None, lr, decay)
-        self.share_weights()
+        self.grads.share_weights()
         return Outcome(norm, fine)
 
     def _update(self, factor: torch.Tensor | None, lr: float, decay: float) -> None:
@@ -137,12 +137,6 @@ class Optimizer:
                 beta2=rule.beta2,
                 eps=rule.eps,
             )
-
-    def share_weights(self) -> None:
-        """Every rank's spans to all ranks of the data axis, where spans are shared out."""
-        if 0 < self.grads.zero < 3 and self.grads.mesh.data.size > 1:
-            for bucket in self.grads.buckets:
-                bucket.weights.copy_(all_gather(bucket.own_weights, self.grads.mesh.data))
 
     def masters_from_weights(self) -> None:
         """Start masters from the weights, where a checkpoint had none."""

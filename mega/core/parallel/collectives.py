@@ -50,10 +50,11 @@ def all_gather(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     return out
 
 
-def start_all_gather(x: torch.Tensor, axis: Axis) -> tuple[torch.Tensor, Any]:
+def start_all_gather(x: torch.Tensor, axis: Axis, out: torch.Tensor | None = None) -> tuple[torch.Tensor, Any]:
     if axis.size == 1:
         return x, Finished()
-    out = x.new_empty((x.shape[0] * axis.size, *x.shape[1:]))
+    if out is None:
+        out = x.new_empty((x.shape[0] * axis.size, *x.shape[1:]))
     return out, _gather_into(out, x.contiguous(), group=axis.group, async_op=True)
 
 

@@ -21,12 +21,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from mega.core.parallel.collectives import all_gather, all_reduce, start_reduce_scatter
+from mega.core.parallel.collectives import all_gather, all_reduce, start_all_gather, start_reduce_scatter
 from mega.core.parallel.mesh import Axis, Mesh
 from mega.core.parallel.weight import Weight, weights
 
@@ -47,6 +48,7 @@ class Bucket:
     decay_end: weights before it decay, the rest do not. counted: whether this rank's copy enters norms.
     axes: along which reduced gradients are still to be added up.
     own_weights, own_grads: our span; gradients are valid after `GradBuffer.finish`.
+    arriving: the handle of weights that are on their way from other ranks, if any are.
     """
 
     def __init__(
@@ -67,12 +69,13 @@ class Bucket:
         self.waiting = 0
         self.came: Counter[int] = Counter()  # id of a weight -> gradients of this step that arrived
         self.works: list[tuple[Any, torch.Tensor]] = []
+        self.arriving: Any = None
         first = places[0][0]
-        self.weights = torch.zeros(length, dtype=first.dtype, device=first.device)
+        self._weights = torch.zeros(length, dtype=first.dtype, device=first.device)
         for weight, begin, stop in places:
-            self.weights[begin:stop].copy_(weight.detach().flatten())
-            weight.data = self.weights[begin:stop].view(weight.shape)
-        self._own = self.weights[span[0] : span[1]].clone() if zero >= 3 else None
+            self._weights[begin:stop].copy_(weight.detach().flatten())
+            weight.data = self._weights[begin:stop].view(weight.shape)
+        self._own = self._weights[span[0] : span[1]].clone() if zero >= 3 else None
         self.grads: torch.Tensor | None = None
         self.own_grads: torch.Tensor
         if zero < 2:
@@ -83,8 +86,14 @@ class Bucket:
             self.own_grads = torch.zeros(span[1] - span[0], dtype=dtype, device=first.device)
 
     @property
+    def weights(self) -> torch.Tensor:
+        """All our weights; waits for those that are on their way."""
+        self.arrive()
+        return self._weights
+
+    @property
     def own_weights(self) -> torch.Tensor:
-        return self.weights[self.span[0] : self.span[1]] if self._own is None else self._own
+        return self._weights[self.span[0] : self.span[1]] if self._own is None else self._own
 
     @property
     def uses(self) -> int:
@@ -92,7 +101,7 @@ class Bucket:
 
     def open(self) -> None:
         """Make room for the gradients of all our weights."""
-        self.grads = torch.zeros(self.weights.numel(), dtype=self.dtype, device=self.weights.device)
+        self.grads = torch.zeros(self._weights.numel(), dtype=self.dtype, device=self._weights.device)
         for weight, begin, stop in self.places:
             weight.sink = self.grads[begin:stop].view(weight.shape)
 
@@ -104,16 +113,28 @@ class Bucket:
             weight.sink = None
         return grads
 
+    def share(self, axis: Axis) -> None:
+        """Send our span of the weights to all ranks of the axis and take theirs, until `arrive`."""
+        own = self.own_weights
+        # NCCL may gather into the tensor that its own part is a view of; gloo may not.
+        _, self.arriving = start_all_gather(own if own.is_cuda else own.clone(), axis, self._weights)
+
+    def arrive(self) -> None:
+        """Wait for the weights that are on their way."""
+        if self.arriving is not None:
+            self.arriving.wait()
+            self.arriving = None
+
     def gather(self, axis: Axis) -> None:
         """Bring back weights that only their owners keep."""
-        if self._own is not None and not self.weights.untyped_storage().size():
-            self.weights.untyped_storage().resize_(self.weights.numel() * self.weights.element_size())
-            self.weights.copy_(all_gather(self._own, axis))
+        if self._own is not None and not self._weights.untyped_storage().size():
+            self._weights.untyped_storage().resize_(self._weights.numel() * self._weights.element_size())
+            self._weights.copy_(all_gather(self._own, axis))
 
     def forget(self) -> None:
         """Keep our span of the weights only."""
         if self._own is not None:
-            self.weights.untyped_storage().resize_(0)
+            self._weights.untyped_storage().resize_(0)
 
 
 class GradBuffer:
@@ -136,6 +157,7 @@ class GradBuffer:
         zero: int = 0,
         bucket_size: int = 40_000_000,
         overlap: bool = True,
+        overlap_gather: bool = True,
     ):
         self.mesh, self.dtype, self.zero, self.overlap = mesh, dtype, zero, overlap
         self.sequence = sequence and mesh.tp.size > 1
@@ -156,6 +178,14 @@ class GradBuffer:
                 weight.on_need = self._need if zero >= 2 else None
                 weight.register_post_accumulate_grad_hook(_into_sink)
             bucket.forget()
+        self._shared, self._overlap_gather = 0 < zero < 3 and mesh.data.size > 1, overlap_gather
+        self._road = mesh.data
+        if self._shared and overlap_gather:
+            # The loss's few numbers are added up meanwhile, and must not queue behind the weights.
+            self._road = mesh.channel("weights", "cp", "dp")
+            for chunk in chunks:
+                for unit in _units(chunk):
+                    unit.register_forward_pre_hook(partial(_arrive, self._homes(unit)))
 
     # -- construction
 
@@ -294,19 +324,39 @@ class GradBuffer:
                 raise RuntimeError(f"{bucket.waiting} gradients never arrived: {', '.join(silent)}")
             if not bucket.works and bucket.grads is not None:
                 self._leave(bucket)
+        self.arrive()
         for bucket in self.buckets:
             _settle(bucket)
             for axis in bucket.axes:
                 all_reduce(bucket.own_grads, axis)
         self._final = False
 
-    # -- weights that come and go (zero 3)
+    # -- weights that travel: updated spans (zero 1 and 2), units that come and go (zero 3)
+
+    def share_weights(self) -> None:
+        """Send updated spans to every rank. With overlap they arrive while the next forward pass runs, where each unit
+        of the model waits for its own; whoever asks a bucket for its weights waits too."""
+        if not self._shared:
+            return
+        for bucket in self.buckets:
+            bucket.share(self._road)
+        if not self._overlap_gather:
+            self.arrive()
+
+    def arrive(self) -> None:
+        """Wait for all weights that are on their way."""
+        for bucket in self.buckets:
+            bucket.arrive()
+
+    def _homes(self, unit: nn.Module) -> list[Bucket]:
+        """The distinct buckets of a unit's weights."""
+        return list({id(home): home for home in (self._home[id(weight)] for weight in weights(unit))}.values())
 
     def around(self, unit: nn.Module, run: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
         """run(x), a unit of the model on tensors, with its weights here while it runs, forward and backward."""
         if self.zero < 3:
             return run(x)
-        buckets = list({id(home): home for home in (self._home[id(w)] for w in weights(unit))}.values())
+        buckets = self._homes(unit)
         for bucket in buckets:
             bucket.gather(self.mesh.data)
         y = run(x)
@@ -342,6 +392,12 @@ class _Return(torch.autograd.Function):
         for bucket in ctx.buckets:
             bucket.gather(ctx.axis)
         return grad, None, None
+
+
+def _arrive(buckets: list[Bucket], *_: Any) -> None:
+    """In front of a unit's forward pass: its weights are here."""
+    for bucket in buckets:
+        bucket.arrive()
 
 
 def _settle(bucket: Bucket) -> None:

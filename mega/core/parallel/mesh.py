@@ -133,6 +133,10 @@ class Mesh:
         """The ranks that differ from us in these axes only; the first of ORDER runs fastest."""
         return self._axis("x".join(names), self.slices(*names))
 
+    def channel(self, purpose: str, *names: str) -> Axis:
+        """`axis` on a communicator of its own, so that nothing else waits behind what travels there."""
+        return self._axis("x".join(names), self.slices(*names), purpose)
+
     def slices(self, *names: str) -> list[tuple[int, ...]]:
         """The whole world cut into runs of ranks that differ in these axes only.
 

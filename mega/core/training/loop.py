@@ -115,6 +115,7 @@ class Training:
             if not self.interrupt.asked:
                 self._validate()
                 self._evaluate("test", self.test)
+            self.state.grads.arrive()
         finally:
             self.interrupt.close()
             if self.meters is not None:

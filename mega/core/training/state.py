@@ -58,6 +58,7 @@ class TrainState:
             zero=run.parallel.zero,
             bucket_size=run.parallel.bucket_size,
             overlap=run.parallel.overlap_grad_reduce,
+            overlap_gather=run.parallel.overlap_param_gather,
         )
         if run.parallel.zero >= 3:
             for stage in self.stages:
