@@ -1,9 +1,17 @@
-"""`mega preprocess` beside a pure-Python BPE and beside the bare library, all in one run: the ratios of one machine.
+"""`mega preprocess` beside a pure-Python BPE and beside the bare library, in turn in one run: the ratios of one machine.
 
     MEGA_SHARED_DATA=... python tests/battery/data_speed.py
 
-GPT-2 BPE on the novels repeated: (1) regex and a dictionary in Python, one process, on a twentieth of the text; (2) the
-library in a bare loop of two processes on lists of texts; (3) `preprocess` with two workers, from the file to the pair.
+GPT-2 BPE on the novels repeated 40 times, by two processes each time:
+
+    python     regex and a dictionary (one process, a twentieth of the text)
+    in memory  the library in a bare loop over texts that lie in memory, its start and the reading left out
+    one by one the same with a call for each text, as a plain loop has it
+    from file  a bare script: starts, loads the library, reads JSON lines of its half of the file, drops the ids
+    mega       the command line, from its start to the finished pair with checksums
+
+Seconds of the processor stand beside those of the clock, since the machine may be shared: their ratio says what a
+quiet machine of two cores would show.
 """
 
 from __future__ import annotations
@@ -12,90 +20,161 @@ import gzip
 import json
 import os
 import resource
+import statistics
+import subprocess
 import sys
 import tempfile
 import time
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from mega.core.data.preprocess import preprocess
 from mega.core.text import gpt2
-from mega.core.text.build import build
-from tests.battery.data_ledger import run
+from tests.battery.data_ledger import ROOT, run
 from tests.support.shared import shared
 
 REPEATS = int(os.environ.get("REPEATS", "40"))
-OPTIONS = {
-    "tokenizer": "GPT2BPETokenizer",
-    "vocab_file": str(shared("gpt2/gpt2-vocab.json")),
-    "merge_file": str(shared("gpt2/gpt2-merges.txt")),
-}
+ROUNDS = int(os.environ.get("ROUNDS", "3"))
+VOCAB, MERGES = (Path(shared(f"gpt2/gpt2-{name}")) for name in ("vocab.json", "merges.txt"))
 
-_library: Any
+LIBRARY = """
+import json, sys, time
+from pathlib import Path
+from fastokens import Tokenizer
+from mega.core.text import gpt2
+import orjson
+way, vocab, merges, path, first, last, repeats = sys.argv[1:]
+first, last, repeats = int(first), int(last), int(repeats)
+library = Tokenizer.from_json_str(gpt2._tokenizer_json(gpt2.read_vocab(Path(vocab)), gpt2.read_merges(Path(merges))))
+tokens = 0
+"""
+IN_MEMORY = """
+with open(path, "rb") as file:
+    texts = [orjson.loads(line)["text"] for line in file]
+library.encode("")
+batches = [texts[i : i + 64] for i in range(0, len(texts), 64)]
+clock, processor = time.perf_counter(), time.process_time()
+for _ in range(repeats):
+    if way == "one by one":
+        for text in texts:
+            tokens += len(library.encode(text, split_special_tokens=True).ids)
+    else:
+        for batch in batches:
+            tokens += len(library.encode_batch_flat(batch, split_special_tokens=True)[0]) // 4
+print(json.dumps([tokens, time.perf_counter() - clock, time.process_time() - processor]))
+"""
+FROM_FILE = """
+with open(path, "rb") as file:
+    if first:
+        file.seek(first - 1)
+        file.readline()
+    while file.tell() < last:
+        texts = [orjson.loads(line)["text"] for line in file.readlines(1 << 18)]
+        tokens += len(library.encode_batch_flat(texts, split_special_tokens=True)[0]) // 4
+print(json.dumps([tokens, 0, 0]))
+"""
+
+Seconds = tuple[float, float]
+"""Of the clock, and of the processor."""
 
 
-def start() -> None:
-    global _library
-    _library = build(**OPTIONS)
-    _library.encode_batch([""])
+def bare(way: str, source: Path, expected: int) -> Seconds:
+    """Two processes of the library; expected: the tokens that they must find."""
+    middle, end = source.stat().st_size // 2, source.stat().st_size
+    script = LIBRARY + (FROM_FILE if way == "from file" else IN_MEMORY)
+    environment = os.environ | {"RAYON_NUM_THREADS": "1"}
+    clock, processor = time.perf_counter(), _children()
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-c", script, way, VOCAB, MERGES, source, str(first), str(last), str(REPEATS // 2)],
+            cwd=ROOT, env=environment, stdout=subprocess.PIPE,
+        )
+        for first, last in ((0, middle), (middle, end))
+    ]  # fmt: skip
+    told = [json.loads(process.communicate()[0]) for process in running]
+    assert sum(found[0] for found in told) == expected, (told, expected)
+    if way == "from file":
+        return time.perf_counter() - clock, _children() - processor
+    return max(found[1] for found in told), sum(found[2] for found in told)
 
 
-def encode(texts: list[str]) -> int:
-    return len(_library.encode_batch(texts).ids)
+def mega(source: Path, home: Path, expected: int) -> Seconds:
+    command = [
+        sys.executable, "-m", "mega", "preprocess", "--input", source, "--output-prefix", home / "out", "--workers", "2",
+        "--tokenizer-type", "GPT2BPETokenizer", "--vocab-file", VOCAB, "--merge-file", MERGES,
+    ]  # fmt: skip
+    clock, processor = time.perf_counter(), _children()
+    subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    found = time.perf_counter() - clock, _children() - processor
+    assert json.loads((home / "out_text_document.json").read_text())["counts"][2] == expected
+    return found
 
 
-def ready(_: int) -> None:
-    time.sleep(0.5)
+def _children() -> float:
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
 
 
 def speed() -> dict[str, Any]:
     lines = gzip.decompress(shared("novels/novels.jsonl.gz").read_bytes())
     texts = [json.loads(line)["text"] for line in lines.splitlines()]
-    size = sum(len(text.encode()) for text in texts)
-    home = Path(tempfile.mkdtemp(prefix="mega-speed-"))
-    with open(home / "a.jsonl", "wb") as file:
-        for _ in range(REPEATS):
-            file.write(lines)
+    megabytes = REPEATS * sum(len(text.encode()) for text in texts) / 1e6
+    python = gpt2.reference(gpt2.read_vocab(VOCAB), gpt2.read_merges(MERGES))
+    with tempfile.TemporaryDirectory(prefix="mega-speed-") as name:
+        home = Path(name)
+        (home / "once.jsonl").write_bytes(lines)
+        with open(home / "many.jsonl", "wb") as file:
+            for _ in range(REPEATS):
+                file.write(lines)
+        _, engine = gpt2.choose_engine(gpt2.read_vocab(VOCAB), gpt2.read_merges(MERGES))
+        expected = REPEATS * len(engine(texts).ids)
+        rows: dict[str, list[Seconds]] = {}
+        for _ in range(ROUNDS):
+            part = texts[::20]
+            clock, processor = time.perf_counter(), time.process_time()
+            python(part)
+            scale = REPEATS * len(texts) / len(part) / 2  # all of it, in two processes
+            slow = (time.perf_counter() - clock) * scale, (time.process_time() - processor) * scale * 2
+            rows.setdefault("python", []).append(slow)
+            for way in ("in memory", "one by one"):
+                rows.setdefault(way, []).append(bare(way, home / "once.jsonl", expected))
+            rows.setdefault("from file", []).append(bare("from file", home / "many.jsonl", expected))
+            rows.setdefault("mega", []).append(mega(home / "many.jsonl", home, expected))
+    found: dict[str, Any] = {"MB": round(megabytes), "rounds": ROUNDS}
+    for kind, name in enumerate(("clock", "processor")):
+        for way, seconds in rows.items():
+            found[f"{way}, s of {name}"] = round(statistics.median(row[kind] for row in seconds), 2)
+        for way in list(rows)[:-1]:
+            ratios = [other[kind] / own[kind] for other, own in zip(rows[way], rows["mega"], strict=True)]
+            found[f"mega / {way}, by {name}"] = round(statistics.median(ratios), 2)
+    return found | {"load": round(os.getloadavg()[0], 1)}
 
-    merges = gpt2.read_merges(Path(OPTIONS["merge_file"]))
-    python = gpt2.reference(gpt2.read_vocab(Path(OPTIONS["vocab_file"])), merges)
-    part = texts[::20]
-    begin = time.perf_counter()
-    python(part)
-    slow = sum(len(text.encode()) for text in part) / (time.perf_counter() - begin) / 1e6
 
-    os.environ["RAYON_NUM_THREADS"] = "1"
-    with ProcessPoolExecutor(2, get_context("fork"), initializer=start) as pool:
-        list(pool.map(ready, range(4)))
-        blocks = [texts[i : i + 256] for i in range(0, len(texts), 256)] * REPEATS
-        begin = time.perf_counter()
-        tokens = sum(pool.map(encode, blocks, chunksize=4))
-        bare = REPEATS * size / (time.perf_counter() - begin) / 1e6
-    del os.environ["RAYON_NUM_THREADS"]
+PEAK = """
+import json, resource, sys
+from mega.core.data.preprocess import preprocess
+preprocess([sys.argv[1]], sys.argv[2], json.loads(sys.argv[3]), workers=2)
+print(json.dumps([resource.getrusage(who).ru_maxrss >> 10 for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]))
+"""
 
-    begin = time.perf_counter()
-    report = preprocess([home / "a.jsonl"], str(home / "out"), OPTIONS, workers=2)
-    whole = REPEATS * size / (time.perf_counter() - begin) / 1e6
-    assert report.tokens == tokens
-    usage = [resource.getrusage(who).ru_maxrss // 1024 for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    for path in home.iterdir():
-        path.unlink()
-    return {
-        "MB": round(REPEATS * size / 1e6),
-        "python MB/s": round(slow, 2),
-        "bare library, 2 processes, MB/s": round(bare, 1),
-        "preprocess, 2 workers, MB/s": round(whole, 1),
-        "preprocess / python": round(whole / slow, 1),
-        "preprocess / bare": round(whole / bare, 2),
-        "peak MiB of parent": usage[0],
-        "peak MiB of a worker": usage[1],
-        "load": round(os.getloadavg()[0], 1),
-    }
+
+def memory() -> dict[str, Any]:
+    """Peak memory of the parent and of the larger worker, on 40 times the text and on 4 times."""
+    lines = gzip.decompress(shared("novels/novels.jsonl.gz").read_bytes())
+    tokenizer = {"tokenizer": "GPT2BPETokenizer", "vocab_file": str(VOCAB), "merge_file": str(MERGES)}
+    found: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory(prefix="mega-speed-") as home:
+        for repeats in (4, 40):
+            with open(f"{home}/a.jsonl", "wb") as file:
+                for _ in range(repeats):
+                    file.write(lines)
+            command = [sys.executable, "-c", PEAK, f"{home}/a.jsonl", f"{home}/out", json.dumps(tokenizer)]
+            parent, worker = json.loads(subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE).stdout)
+            assert parent < 1024 and worker < 200 + 200, (parent, worker)
+            found |= {f"parent, MiB, x{repeats}": parent, f"worker, MiB, x{repeats}": worker}
+    return found
 
 
 if __name__ == "__main__":
-    run("data_speed", [("GPT-2 BPE on the novels", speed)])
+    run("data_speed", [("GPT-2 BPE on the novels", speed), ("peak memory", memory)])
