@@ -1,5 +1,5 @@
 """The order of samples at the sizes of real corpora: 100 million documents, a blend of 100 million samples, 2,000
-prefixes, a resume far on, one sample. Seconds are of the processor, since the machine may be shared; memory is the peak.
+prefixes, a resume far on, one sample. Seconds are of the processor, as the machine may be shared; memory is the peak.
 
     python tests/battery/data_scale.py [item ...]      # needs 4 GB in /dev/shm, or in TMPDIR
 """

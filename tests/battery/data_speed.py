@@ -1,4 +1,4 @@
-"""`mega preprocess` beside a pure-Python BPE and beside the bare library, in turn in one run: the ratios of one machine.
+"""`mega preprocess` beside a pure-Python BPE and beside the bare library, in turn in one run: ratios of one machine.
 
     MEGA_SHARED_DATA=... python tests/battery/data_speed.py
 
@@ -101,11 +101,11 @@ def bare(way: str, source: Path, expected: int) -> Seconds:
 
 def mega(source: Path, home: Path, expected: int) -> Seconds:
     command = [
-        sys.executable, "-m", "mega", "preprocess", "--input", source, "--output-prefix", home / "out", "--workers", "2",
-        "--tokenizer-type", "GPT2BPETokenizer", "--vocab-file", VOCAB, "--merge-file", MERGES,
+        sys.executable, "-m", "mega", "preprocess", "--input", source, "--output-prefix", home / "out",
+        "--workers", "2", "--tokenizer-type", "GPT2BPETokenizer", "--vocab-file", VOCAB, "--merge-file", MERGES,
     ]  # fmt: skip
     clock, processor = time.perf_counter(), _children()
-    subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
     found = time.perf_counter() - clock, _children() - processor
     assert json.loads((home / "out_text_document.json").read_text())["counts"][2] == expected
     return found
