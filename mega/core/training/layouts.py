@@ -57,9 +57,9 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 FAMILIES = ("gpt", "llama")
 
-LR = {"fp64": 1e-2, "fp32": 1.5e-4}
+LR = {"fp64": 3e-3, "fp32": 1.5e-4}
 """Adam's first steps are lr x sign(gradient), and rounding decides the sign of a gradient that is nearly zero. A rate
-that trains the model keeps that noise within the bounds of fp32; fp64 bears a hundred times as much."""
+that trains the model keeps that noise within the bounds of fp32; fp64 bears twenty times as much."""
 
 NUMBERS = ("tp", "cp", "pp", "dp", "chunks", "mbs", "full", "block", "zero")
 FLAGS = ("sp", "ring", "gpipe", "zb", "uneven", "selective", "share")
