@@ -1,6 +1,6 @@
 """What `mega memory-estimate` predicts, beside what is measured: peaks of memory and step times, in one process group.
 
-    torchrun --nproc-per-node 4 --max-restarts 6 tests/gpu/estimates.py --out rows.jsonl [--only NAME,NAME]
+    torchrun --nproc-per-node 4 --max-restarts 6 tests/gpu/estimates.py --out rows.jsonl [--only "NAME;NAME"]
     python tests/gpu/estimates.py --compare rows.jsonl                     (no device: predict the same rows anew)
 
 Four sets of rows, the most telling first:
@@ -55,8 +55,9 @@ ALONE: Mapping[str, Flags] = {
         "micro_batch": 2,
         "global_batch": 8,
         "dtype": "fp16",
+        "initial_loss_scale": 65536.0,
     },
-    "gpt fp16": {**GPT, "micro_batch": 4, "global_batch": 8, "dtype": "fp16"},
+    "gpt fp16": {**GPT, "micro_batch": 4, "global_batch": 8, "dtype": "fp16", "initial_loss_scale": 65536.0},
     "gpt dropout": {"preset": "gpt-22b", "layers": 3, "micro_batch": 1, "global_batch": 4},
     "llama block 2": {**LLAMA, **FULL, "recompute_method": "block", "recompute_layers": 2, "global_batch": 4},
     "llama3 8b": {"preset": "llama3-8b", "layers": 3, "micro_batch": 1, "global_batch": 2},
@@ -80,7 +81,7 @@ LAYOUTS: Mapping[str, Flags] = {
     },
     "gpt interleaved fp16": {
         **GPT, "tp": 2, "pp": 2, "chunks": 2, "sequence_parallel": True, "global_batch": 16, "micro_batch": 2,
-        "dtype": "fp16",
+        "dtype": "fp16", "initial_loss_scale": 65536.0,
     },
     "gpt tp2 plain, zero 1": {**GPT, "tp": 2, "zero": 1, "recompute": "selective", "global_batch": 16},
     "llama tp4 full": {**LLAMA, **FULL, "tp": 4, "sequence_parallel": True, "micro_batch": 4, "global_batch": 16},
@@ -135,7 +136,9 @@ def choices(world: int, device: str, on: Hardware) -> Iterator[tuple[str, Flags]
             if place >= 4 and kind not in seen:
                 others.append(candidate)
             seen.add(kind)
-        for place, candidate in enumerate([*found[:4], *others][:COUNT]):
+        chosen = list(enumerate([*found[:4], *others][:COUNT]))
+        # Communicators pile up in a process that tries many layouts: the fullest goes first.
+        for place, candidate in sorted(chosen, key=lambda one: -one[1].need):
             options = {key: value for key, value in candidate.options.items() if value is not None}
             layout = " ".join(f"{key}{options[key]}" for key in ("tp", "pp", "chunks", "micro_batch", "recompute"))
             yield f"{name} choice {place}: {layout}", {**flags, **options}
@@ -147,7 +150,7 @@ def predicted(run: RunConfig, world: int, on: Hardware) -> dict[str, Any]:
     return {
         "peaks": [stage.peak for stage in needs.stages],
         "when": needs.worst.when,
-        "need": needs.need,
+        "need": needs.needed(on.communicator),
         "seconds": time_.seconds,
         "bubble": time_.bubble,
         "reduction": time_.reduction,
@@ -183,8 +186,8 @@ class Bench:
         for name in sorted(died & rows.keys()):
             if self.world.rank == 0:
                 self.note({"name": name, "flags": rows[name], "outcome": "died"})
-        only = self.options.only.split(",") if self.options.only else list(rows)
-        return {name: flags for name, flags in rows.items() if name in only and name not in ended | died}
+        only = tuple(self.options.only.split(";"))
+        return {name: flags for name, flags in rows.items() if name.startswith(only) and name not in ended | died}
 
     def late(self) -> bool:
         """Whether the time is over, by rank 0's clock."""
@@ -319,9 +322,9 @@ def compare(path: Path, gpu: str) -> int:
     best: dict[str, list[tuple[float, str]]] = {}
     for record in _records(path):
         name = record["name"]
-        if record["outcome"] in ("out of memory", "died"):
+        if record["outcome"] in ("out of memory", "died") and record.get("rank", 0) == 0:
             run = resolve(run_of(record["flags"], "cuda"), record["ranks"])
-            needs = memory(run, record["ranks"]).need / 2**30
+            needs = memory(run, record["ranks"]).needed(on.communicator)
             print(f"{name:<62} out of memory; predicted {needs:.1f} of {on.memory:g} GiB")
         if record["outcome"] != "measured":
             continue
@@ -350,7 +353,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--compare", type=Path, help="a file of rows to predict anew; nothing is measured")
     parser.add_argument("--gpu", default="h200", help="the device of the prediction, or a TOML file")
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--only", default="", help="names of rows, with commas between")
+    parser.add_argument("--only", default="", help="how names of rows begin, with ; between")
     parser.add_argument("--sets", default="alone,layouts,choices,beyond")
     parser.add_argument("--seconds", type=float, default=280.0, help="begin no row after so long")
     parser.add_argument("--warmup", type=int, default=3)

@@ -23,12 +23,16 @@ HASH = 24
 
 @dataclass(frozen=True)
 class Op:
-    """saved: bytes kept until its backward. forward, backward: bytes that live besides, while it runs."""
+    """saved: bytes kept until its backward. forward, backward: bytes that live besides, while it runs.
+
+    product: what the weight's gradient needs, where that is computed later (zero-bubble plans).
+    """
 
     name: str
     saved: int
     forward: int
     backward: int
+    product: int = 0
 
 
 @dataclass(frozen=True)
@@ -52,11 +56,13 @@ class Footprint:
     """One microbatch on one chunk, in bytes.
 
     held: from its forward to its backward. forward, backward: the most that lives while it runs, `held` included.
+    products: from its backward to its weights' act, where these are two.
     """
 
     held: int
     forward: int
     backward: int
+    products: int = 0
 
 
 class Sizes:
@@ -68,7 +74,7 @@ class Sizes:
         assert batch.seq_length and batch.micro_batch and run.precision.grad_dtype
         tp, self.model = parallel.tp, model
         self.tp, self.seq = tp, parallel.sequence_parallel and tp > 1
-        self.rows, self.length = batch.micro_batch, batch.seq_length // parallel.cp
+        self.rows, self.length, self.whole = batch.micro_batch, batch.seq_length // parallel.cp, batch.seq_length
         self.tokens = self.rows * self.length
         self.own = self.tokens // tp if self.seq else self.tokens
         self.hidden = model.hidden
@@ -119,7 +125,9 @@ def footprint(run: RunConfig, blocks: int, *, first: bool, last: bool, passing: 
     out = 0 if last else sizes.residual
     held = sum(segment.held for segment in segments) + cargo + out
     walk = _Walk(segments, blocks, sizes.residual, passing)
-    return Footprint(held, max(held, cargo + out + walk.forward()), max(held, walk.backward(held)))
+    later = run.parallel.schedule == "zb-h1"
+    products = sum(op.product for segment in segments for op in segment.ops) if later else 0
+    return Footprint(held, max(held, cargo + out + walk.forward()), max(held, walk.backward(held, later)), products)
 
 
 def _keeps_cargo(run: RunConfig, sizes: Sizes) -> bool:
@@ -199,7 +207,8 @@ class _Walk:
         # While a unit's weights arrive there is a bucket of them twice, and nothing runs yet.
         return here + (max(working, arriving) if op.name in _ENDS else working)
 
-    def backward(self, held: int) -> int:
+    def backward(self, held: int, later: bool) -> int:
+        """later: products of weights are kept, not computed."""
         passing = self.passing
         leaving = passing.left if passing else 0
         live = peak = held + leaving
@@ -212,7 +221,7 @@ class _Walk:
                 if passing:
                     live += passing.opened.get((unit, op.name), 0)
                 peak = max(peak, live + self._weights(op, unit, op.backward))
-                live -= op.saved
+                live += (op.product if later else 0) - op.saved
                 for gradients, span in passing.closed.get((unit, op.name), ()) if passing else ():
                     # One bucket at a time is on its way, with room for our span of its sum.
                     peak = max(peak, live + span)
@@ -275,6 +284,7 @@ def head_ops(z: Sizes) -> Iterator[Op]:
         0 if z.again else z.normed,
         z.stream + z.e * scores + z.whole_input + z.copied * z.vocab * z.hidden,
         grad + z.e * z.tokens * z.hidden,
+        (z.whole_input or z.normed) + z.e * scores,
     )
     yield logits
     # the logits, each token's label and log-sum-exp, its loss (and its weight, where that is widened)
@@ -322,6 +332,7 @@ def _column(name: str, z: Sizes, outs: int, again: bool) -> Op:
         kept,
         again_input + z.stream + z.whole_input + y,
         again_input + z.residual + y + inner + weight,
+        (z.whole_input or z.normed) + y,
     )
 
 
@@ -332,8 +343,8 @@ def _row(name: str, z: Sizes, ins: int, again: bool = False, besides: int = 0) -
     outs = y * (2 if z.tp > 1 and not z.seq else 1) + (z.normed if z.seq else 0)
     backward = z.residual + z.whole_input + x + weight
     if again:
-        return Op(name, 0, z.stream + outs + besides + x, backward + x)
-    return Op(name, x, z.stream + outs + besides, backward)
+        return Op(name, 0, z.stream + outs + besides + x, backward + x, x + y)
+    return Op(name, x, z.stream + outs + besides, backward, x + y)
 
 
 def _dropped(name: str, z: Sizes) -> Op:

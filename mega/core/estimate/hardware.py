@@ -19,6 +19,7 @@ class Hardware:
 
     name: str
     memory: float
+    communicator: float
     peak: Mapping[str, float]
     bandwidth: float
     product: float

@@ -20,6 +20,9 @@ from mega.core.plan import Act, Compute, Exchange, plan, stage_layers
 LIBRARIES = 32 << 20
 """Workspace of cuBLAS on a Hopper device, which comes out of the allocator like any tensor."""
 
+SENT = 4
+"""Sends of a pipeline that may be on their way (parallel/pipeline.py)."""
+
 SLACK = 0.06
 """Share of the moving memory that the caching allocator reserves and cannot use, as we budget it."""
 
@@ -63,6 +66,8 @@ class Memory:
     stages: tuple[StageMemory, ...]
     parameters: int
     checkpoint: int
+    communicators: int
+    """The most that one rank takes part in; each has buffers outside the allocator."""
 
     @property
     def worst(self) -> StageMemory:
@@ -74,6 +79,10 @@ class Memory:
         """Bytes that a device must have for the fullest rank, slack included."""
         return max(stage.peak + stage.slack for stage in self.stages)
 
+    def needed(self, communicator: float) -> float:
+        """GiB of the fullest rank, with so many GiB for each communicator."""
+        return self.need / 2**30 + self.communicators * communicator
+
 
 def memory(run: RunConfig, world: int) -> Memory:
     """What a resolved `run` needs on `world` ranks."""
@@ -82,7 +91,26 @@ def memory(run: RunConfig, world: int) -> Memory:
     acts = plan(parallel.schedule, parallel.pp, parallel.chunks, representative(run, count)).acts
     dp = data_parallel(run, world)
     stages = tuple(_stage(run, acts[stage], stage, dp, count) for stage in range(parallel.pp))
-    return Memory(stages, parameters(run.model), checkpoint_bytes(run))
+    return Memory(stages, parameters(run.model), checkpoint_bytes(run), communicators(run, dp))
+
+
+def communicators(run: RunConfig, dp: int) -> int:
+    """Process groups of an inner rank: those of its axes (equal sets of ranks share one), and links to neighbours.
+
+    >>> from mega.core.config.compose import compose
+    >>> from mega.core.config.resolve import resolve
+    >>> run = resolve(compose("llama2-7b", flags={"micro_batch": 1, "tp": 2, "pp": 2}), world=4)
+    >>> communicators(run, dp=1)  # tp, pp, both together, and a link for each direction
+    5
+    """
+    parallel = run.parallel
+    sizes = {"tp": parallel.tp, "cp": parallel.cp, "dp": dp, "pp": parallel.pp}
+    norm = sizes if parallel.zero else ("tp", "pp")
+    used = [("tp",), ("cp",), ("cp", "dp"), ("cp", "dp", "pp"), norm]
+    groups = {frozenset(axis for axis in axes if sizes[axis] > 1) for axes in used} - {frozenset()}
+    links = 0 if parallel.pp == 1 else 2 if parallel.pp == 2 and parallel.chunks == 1 else 4
+    ends = parallel.pp > 1 and run.model.tied
+    return len(groups) + links + ends
 
 
 def checkpoint_bytes(run: RunConfig) -> int:
@@ -172,24 +200,22 @@ class _Playing:
         self, acts: Sequence[Act], chunks: Sequence[Footprint], residual: int, stage: int, stages: int
     ) -> None:
         self.chunks, self.residual, self.stage, self.stages = chunks, residual, stage, stages
-        frees = "W" if any(isinstance(act, Compute) and act.kind == "W" for act in acts) else "B"
         self.peak = (0, 0, 0, "never")
         self.held = self.live = self.most = 0
         self.arrived = 0
-        self.leaving: deque[int] = deque()
+        self.leaving: deque[int] = deque(maxlen=SENT)
         for act in acts:
             if isinstance(act, Exchange):
                 self._exchange(act)
             else:
-                self._compute(act, frees)
+                self._compute(act)
 
     def _exchange(self, act: Exchange) -> None:
-        # A send's tensor lives until the send is over, which is seen at the next exchange.
-        self.leaving.clear()
-        self.leaving.extend(self.residual for transfer in act.sends if transfer.kind == "B")
+        # What is sent forwards is kept for the backward pass anyway.
+        self.leaving.extend(self.residual if transfer.kind == "B" else 0 for transfer in act.sends)
         self.arrived += len(act.recvs) * self.residual
 
-    def _compute(self, act: Compute, frees: str) -> None:
+    def _compute(self, act: Compute) -> None:
         chunk, where = self.chunks[act.chunk], act.chunk * self.stages + self.stage
         last = where == len(self.chunks) * self.stages - 1
         if act.kind == "F":
@@ -201,9 +227,10 @@ class _Playing:
         elif act.kind == "B":
             self._see(chunk.backward - chunk.held, act)
             self.arrived -= self.residual if not last and self.stages > 1 else 0
-        if act.kind == frees:
-            self.held -= chunk.held
+            self.held += chunk.products - chunk.held
             self.live -= 1
+        else:
+            self.held -= chunk.products
 
     def _see(self, working: int, act: Compute) -> None:
         cargo = max(0, self.arrived) + sum(self.leaving)

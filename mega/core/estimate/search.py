@@ -16,7 +16,7 @@ from mega.core.config.check import check
 from mega.core.config.compose import compose
 from mega.core.config.resolve import data_parallel, resolve
 from mega.core.config.run import RunConfig, entries, updated, value_of
-from mega.core.estimate.hardware import GIB, Hardware, hardware
+from mega.core.estimate.hardware import Hardware, hardware
 from mega.core.estimate.memory import Memory, memory
 from mega.core.estimate.steptime import StepTime, step_time
 
@@ -42,6 +42,7 @@ class Candidate:
     run: RunConfig
     memory: Memory
     time: StepTime
+    communicator: float
 
     @property
     def dp(self) -> int:
@@ -49,8 +50,8 @@ class Candidate:
 
     @property
     def need(self) -> float:
-        """GiB of the fullest rank, slack included."""
-        return self.memory.need / GIB
+        """GiB of the fullest rank, slack and communicators included."""
+        return self.memory.needed(self.communicator)
 
 
 @dataclass(frozen=True)
@@ -119,8 +120,9 @@ def search(run: RunConfig, world: int, on: Hardware, keep: int = 8) -> Found:
         tried += 1
         resolved = resolve(candidate, world)
         needs = memory(resolved, world)
-        smallest = min(smallest, needs.need / GIB)
-        if needs.need <= on.memory * GIB:
+        size = needs.needed(on.communicator)
+        smallest = min(smallest, size)
+        if size <= on.memory:
             rough = step_time(resolved, world, on, play=False).seconds
             fitting.append((rough, options, resolved, needs))
     if not tried:
@@ -128,7 +130,7 @@ def search(run: RunConfig, world: int, on: Hardware, keep: int = 8) -> Found:
     fitting.sort(key=lambda row: row[0])
     # The rough time is off by less than the pipeline's ends, so the best is among the first of it.
     played = [
-        Candidate(world, options, resolved, needs, step_time(resolved, world, on))
+        Candidate(world, options, resolved, needs, step_time(resolved, world, on), on.communicator)
         for _, options, resolved, needs in fitting[: 3 * keep]
     ]
     played.sort(key=lambda candidate: candidate.time.seconds)

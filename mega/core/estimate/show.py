@@ -157,9 +157,10 @@ def notes(run: RunConfig, world: int, found: Memory, device: Hardware | None, me
         "per token"
     )
     if device is not None:
-        need = found.need / GIB
+        need = found.needed(device.communicator)
         verdict = "fits" if need <= device.memory else "does not fit"
-        yield f"{device.name}: {need:.2f} GiB with slack, of {device.memory:g}: {verdict}"
+        outside = f"with slack and {found.communicators} communicators" if found.communicators else "with slack"
+        yield f"{device.name}: {need:.2f} GiB {outside}, of {device.memory:g}: {verdict}"
         step = step_time(run, world, device)
         yield (
             f"{device.name}: {step.seconds:.3f} s a step ({step.tflops:.0f} TFLOP/s per device, MFU {step.mfu:.1%}); "

@@ -27,6 +27,13 @@ UPDATE_PASSES = 38
 """Bytes per parameter that zeroing gradients, the norm and a fused AdamW move: 4 + 4 + (4 + 2 x 12) + 2."""
 
 
+MASK, DROP = 265, 9
+"""Bytes per element that hashing a dropout mask moves, int64 pass after pass (ops/counter.py), and applying it."""
+
+CROWDED = 0.2
+"""Share of a collective that runs beside a product which slows the product down: it takes some of its processors."""
+
+
 @dataclass(frozen=True)
 class Pass:
     """Seconds of a part: forward, backward towards its input, and the weights' gradient."""
@@ -74,7 +81,7 @@ def step_time(
     """
     parallel, dp, count = run.parallel, data_parallel(run, world), microbatches(run, world)
     assert run.model.layers and run.batch.seq_length and run.batch.global_batch and parallel.schedule
-    times = _Times(run, on, core_again)
+    times = _Times(run, on, core_again, overlap)
     layers = stage_layers(run.model.layers, parallel.pp, parallel.chunks, parallel.stage_layers)
     pieces = parallel.pp * parallel.chunks
     chunks = [
@@ -83,14 +90,16 @@ def step_time(
     ]
     hop = times.hop(parallel.tp * parallel.cp * dp)
     pipeline, busy = pipeline_time(run, chunks, count, hop, overlap) if play else _bound(run, chunks, count)
-    reduction = _reduction(run, on, dp)
-    if overlap:
+    reduction = times.reduction(dp)
+    if parallel.zero >= 2:
+        reduction = count * times.sharing(dp, chunks[0])
+    elif overlap:
         last = max(sum(chunk.backward + chunk.weight for chunk in chunks[r :: parallel.pp]) for r in range(parallel.pp))
         reduction = max(0.1 * reduction, reduction - 0.8 * last)
     held = stage_weights(run, dp, 0)
     shares = dp * parallel.cp if parallel.zero else 1
     update = UPDATE_PASSES * held.parameters / shares / (on.bandwidth * 1e12 * on.elementwise)
-    if shares > 1:
+    if shares > 1 and parallel.zero < 3:
         update += times.collective(held.weights, dp * parallel.cp, parallel.tp)
     seconds = pipeline + reduction + update
     flops = model_flops_per_token(run.model, run.batch.seq_length) * run.batch.seq_length * run.batch.global_batch
@@ -146,22 +155,11 @@ def _plan(kind: str, stages: int, chunks: int, count: int) -> Plan:
     return plan(kind, stages, chunks, count)  # type: ignore[arg-type]
 
 
-def _reduction(run: RunConfig, on: Hardware, dp: int) -> float:
-    """Summing gradients over the data ranks, if nothing hides it."""
-    ranks = dp * run.parallel.cp
-    if ranks == 1:
-        return 0.0
-    assert run.precision.grad_dtype
-    times = _Times(run, on, False)
-    size = stage_weights(run, dp, 0).parameters * BYTES[run.precision.grad_dtype]
-    return times.collective(size, ranks, run.parallel.tp) * (1 if run.parallel.zero else 2)
-
-
 class _Times:
-    """Seconds of the parts of one microbatch on one tensor rank."""
+    """Seconds of the parts of one microbatch on one tensor rank. ours: dropout and overlap are this trainer's."""
 
-    def __init__(self, run: RunConfig, on: Hardware, core_again: bool) -> None:
-        self.run, self.on, self.z, self.core_again = run, on, Sizes(run), core_again
+    def __init__(self, run: RunConfig, on: Hardware, core_again: bool, ours: bool) -> None:
+        self.run, self.on, self.z, self.core_again, self.ours = run, on, Sizes(run), core_again, ours
         self.flops = on.peak[run.precision.dtype] * 1e12
         self.bytes = on.bandwidth * 1e12
 
@@ -199,6 +197,43 @@ class _Times:
         # Every tensor rank holds the same where the sequence is whole; then each sends its part of it.
         return self.z.residual / (1 if self.z.seq else self.z.tp) / (rate * 1e9) + delay * 1e-6
 
+    def dropped(self, elements: int) -> Pass:
+        """Dropout of so many elements; others draw the mask in the kernel that applies it."""
+        e = self.z.e
+        if not self.ours:
+            return Pass(self.pointwise(2 * e * elements), self.pointwise(2 * e * elements), 0.0)
+        return Pass(self.pointwise((MASK + DROP) * elements), self.pointwise(DROP * elements), 0.0)
+
+    def beside(self, communication: float, product: float) -> float:
+        """What a collective adds to the product that it runs beside."""
+        hidden = min(communication, product)
+        return communication - hidden + (CROWDED * hidden if self.ours else 0.0)
+
+    # -- gradients and weights over the data ranks
+
+    def reduction(self, dp: int) -> float:
+        """Summing gradients over the data ranks, if nothing hides it."""
+        parallel = self.run.parallel
+        assert self.run.precision.grad_dtype
+        size = stage_weights(self.run, dp, 0).parameters * BYTES[self.run.precision.grad_dtype]
+        return self.collective(size, dp * parallel.cp, parallel.tp) * (1 if parallel.zero else 2)
+
+    def sharing(self, dp: int, chunk: Pass) -> float:
+        """What ZeRO 2 and 3 add to every microbatch: buckets made, summed and added up; weights gathered twice.
+
+        Under ZeRO 3 all of it waits: a gathering stands behind the sums in the same queue.
+        """
+        run, ranks = self.run, dp * self.run.parallel.cp
+        assert run.precision.grad_dtype
+        parameters = stage_weights(run, dp, 0).parameters
+        grads, weights = parameters * BYTES[run.precision.grad_dtype], parameters * self.z.e
+        summed = self.collective(grads, ranks, run.parallel.tp)
+        made = self.pointwise(grads + 3 * grads / ranks)
+        if run.parallel.zero < 3:
+            return made + max(0.1 * summed, summed - 0.8 * (chunk.backward + chunk.weight))
+        gathered = self.collective(weights, ranks, run.parallel.tp) + self.pointwise(2 * weights)
+        return made + summed + 2 * gathered
+
     # -- parts
 
     def chunk(self, blocks: int, *, first: bool, last: bool) -> Pass:
@@ -235,7 +270,7 @@ class _Times:
         )
         gather = self.collective(z.e * z.tokens * z.hidden, z.tp, 1)
         summed = gather if z.seq else 2 * gather
-        waits = max(0.0, summed - weight) + (max(0.0, gather - grad) if z.seq else 0.0)
+        waits = self.beside(summed, weight) + (self.beside(gather, grad) if z.seq else 0.0)
         return Pass(forward + (gather if z.seq else 0.0), grad + waits, weight)
 
     def row(self, ins: int) -> Pass:
@@ -256,33 +291,62 @@ class _Times:
         norm = Pass(self.pointwise(4 * stream), self.pointwise(5 * stream), 0.0)
         total = norm * 2 + Pass(self.pointwise((gate + 1) * wide), self.pointwise((2 * gate + 1) * wide), 0.0)
         if z.model.hidden_dropout:
-            total += Pass(self.pointwise(2 * stream), self.pointwise(2 * stream), 0.0) * 2
-        if z.model.position == "rope":
-            turned = 2 * z.e * z.tokens * (z.q + z.kv)
-            total += Pass(self.pointwise(turned), self.pointwise(turned), 0.0)
-        return total
+            total += self.dropped(z.own * z.hidden) * 2
+        # Query, key and value are put together again on the way back; turned only where they know positions so.
+        turned = 2 * z.e * z.tokens * (z.q + z.kv) if z.model.position == "rope" else 0
+        return total + Pass(self.pointwise(turned), self.pointwise(2 * z.e * z.tokens * (z.q + 2 * z.kv)), 0.0)
 
     def core(self) -> Pass:
-        """Scores, softmax and values; fused, or every matrix written out."""
+        """Scores, softmax and values; fused, or every matrix written out; over the context ranks."""
         z = self.z
         assert z.model.head_dim
-        half = 2.0 * z.tokens * z.length * z.q
+        half = 2.0 * z.tokens * z.whole * z.q
         if not z.plain:
             narrow = self.flops * min(1.0, z.model.head_dim / 128)
-            return Pass(half / (narrow * self.on.attention_forward), 2.5 * half / (narrow * self.on.attention_backward))
-        scores = z.e * z.rows * z.heads * z.length**2
+            return self.across(
+                half / (narrow * self.on.attention_forward), 2.5 * half / (narrow * self.on.attention_backward)
+            )
+        elements = z.rows * z.heads * z.length * z.whole
+        scores = z.e * elements
         products = 2 * half / (self.flops * self.on.product) + 2 * self.on.traffic * scores / self.bytes
-        softmax, drops = 2 * scores, 2.5 * scores if z.model.attention_dropout else 0
-        return Pass(
-            products + self.pointwise(softmax + drops),
-            2 * products + self.pointwise(1.5 * softmax + drops),
+        # Plain torch scales, widens, masks, takes the softmax and narrows again, each in a pass of its own.
+        softmax, slope = (38 * elements, 42 * elements) if self.ours else (2 * scores, 3 * scores)
+        drops = self.dropped(elements) if z.model.attention_dropout else Pass()
+        return drops + self.across(
+            products + self.pointwise(softmax),
+            2 * products + self.pointwise(slope),
         )
+
+    def across(self, forward: float, backward: float) -> Pass:
+        """Attention of so many seconds on one rank of the context axis, and what it takes to see all tokens.
+
+        all-to-all: query, key and value are dealt out, the result comes back, and each is laid out anew. ring: keys and
+        values travel beside the computing, on the way back with their gradients in fp32, and parts are merged.
+        """
+        z, parallel = self.z, self.run.parallel
+        size = parallel.cp
+        if size == 1:
+            return Pass(forward, backward, 0.0)
+        mixed, both = z.tokens * z.q, 2 * z.tokens * z.kv
+        if parallel.cp_comm != "ring" and z.q % size == 0 and (z.kv // (z.model.head_dim or 1)) % size == 0:
+            dealt = z.e * (mixed + both)
+            swap = self.collective(dealt, size, parallel.tp) + self.collective(z.e * mixed, size, parallel.tp)
+            laid = self.pointwise(8 * dealt + 6 * z.e * mixed)
+            return Pass(forward + swap + laid, backward + swap + laid, 0.0)
+        hand = z.e * both / (self.on.peer * 1e9) + self.on.latency * 1e-6
+        wide = z.w * both / (self.on.peer * 1e9) + self.on.latency * 1e-6
+        ahead = (size - 1) * max(0.0, hand - forward / size)
+        back = (size - 1) * max(0.0, hand + wide - backward / size) + wide
+        merged = (size - 1) * 26 * mixed * 0.75 + 6 * mixed
+        added = size * 0.75 * 10 * (mixed + both)
+        return Pass(forward + ahead + self.pointwise(merged), backward + back + self.pointwise(added), 0.0)
 
     def embedding(self) -> Pass:
         z = self.z
         rows = z.e * z.tokens * z.hidden
         summed = self.collective(rows, z.tp, 1) * (1 if z.seq else 2)
-        return Pass(self.pointwise(3 * rows) + summed, self.pointwise(3 * rows), 0.0)
+        total = Pass(self.pointwise(3 * rows) + summed, self.pointwise(3 * rows), 0.0)
+        return total + self.dropped(z.own * z.hidden) if z.model.hidden_dropout and self.ours else total
 
     def head(self) -> Pass:
         z = self.z

@@ -19,6 +19,9 @@ from mega.core.parallel.gradients import GradBuffer, Product
 from mega.core.parallel.mesh import Mesh
 from mega.core.plan import Compute, Exchange, Plan, Transfer
 
+SENT = 4
+"""Sends that may be on their way before the oldest is waited for."""
+
 Cargo = tuple[torch.Tensor, ...]
 Key = tuple[str, int, int]
 """(kind, microbatch, chunk on this rank): one piece of cargo."""
@@ -172,8 +175,9 @@ class _Step:
                 self.sent.append((work, tensor))
         for transfer in act.recvs:
             self._receive(transfer)
-        while self.sent and self.sent[0][0].is_completed():
-            self.sent.popleft()
+        # The host runs ahead of a device and would hold on to every piece of a step; old ones have long been taken.
+        while len(self.sent) > SENT:
+            self.sent.popleft()[0].wait()
 
     def _receive(self, transfer: Transfer) -> None:
         rows, columns = self.batches[transfer.microbatch].tokens.shape
