@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import random
 import resource
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -172,4 +173,7 @@ ITEMS = [
 ]
 
 if __name__ == "__main__":
-    run("data_damage", ITEMS)
+    try:
+        run("data_damage", ITEMS)
+    finally:
+        shutil.rmtree(HOME)

@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -163,4 +164,7 @@ ITEMS = [
 ]
 
 if __name__ == "__main__":
-    run("data_preprocess", ITEMS)
+    try:
+        run("data_preprocess", ITEMS)
+    finally:
+        shutil.rmtree(HOME)
