@@ -20,6 +20,7 @@ from mega.core.data.gpt import GPTDataset, document_numbers, loss_weights, posit
 from mega.core.data.indexed import IndexedDataset, token_dtype
 from mega.core.data.order import sample_order
 from mega.core.data.writer import IndexedWriter
+from mega.core.ops.attention import fused
 
 LENGTHS = [5, 3, 8, 2, 7, 4, 6, 9]
 
@@ -275,3 +276,24 @@ def test_a_sample_is_read_in_microseconds(tmp_path: Path) -> None:
             dataset[i]
         best = min(best, (time.perf_counter() - begin) / len(dataset))
     assert best < 100e-6, f"{best * 1e6:.1f} us"
+
+
+def test_documents_apart_cost_the_same_however_many() -> None:
+    """Numbers and positions of documents, and attention within them: rows of 2 documents against rows of 1,000."""
+    length = 2000
+    q = torch.randn(1, length, 2, 16)
+
+    def seconds(every: int) -> float:
+        text = np.arange(1, length + 2) % every
+        dataset = [text.astype(np.int64)] * 8
+        batches = Batches(dataset, micro_batch=8, vocab=length, eod=0, reset_positions=True, reset_attention=True)
+        best = float("inf")
+        for _ in range(5):
+            begin = time.perf_counter()
+            batch = batches.take(0, 1)[0]
+            assert batch.documents is not None and int(batch.documents[0, -1]) + 1 == -(-length // every)
+            fused(q, q, q, batch.documents[:1])
+            best = min(best, time.perf_counter() - begin)
+        return best
+
+    assert seconds(2) < 2 * seconds(1000)
