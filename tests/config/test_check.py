@@ -48,8 +48,8 @@ def test_a_resolved_run_passes_as_the_typed_one_does() -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"dtype": "bf16", "grad_dtype": "bf16"}, "--grad-dtype of 16 bits: "),
-        ({"optimizer": "sgd"}, "--optimizer sgd: "),
+        ({"dtype": "bf16", "grad_dtype": "fp16"}, "--grad-dtype fp16: needs --dtype fp16, not bf16"),
+        ({"masters": False}, "--no-masters (--memory-efficient-fp16): needs --dtype bf16 or fp16, not fp32"),
         ({"embedding_fp32": True}, "--embedding-fp32: needs --dtype bf16 or fp16, not fp32"),
         ({"residual_fp32": True, "dtype": "bf16", "post_norm_residual": True}, "--residual-fp32: excludes --post-norm"),
         ({"residual_fp32": True}, "--residual-fp32: needs --dtype bf16 or fp16, not fp32"),

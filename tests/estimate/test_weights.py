@@ -13,7 +13,7 @@ from mega.core.config.resolve import resolve
 from mega.core.config.run import RunConfig, updated
 from mega.core.device import DTYPES
 from mega.core.estimate.weights import stage_buckets, stage_weights
-from mega.core.optim.adam import AdamW
+from mega.core.optim.choose import rule_of
 from mega.core.optim.optimizer import Optimizer
 from mega.core.parallel.gradients import GradBuffer
 from mega.core.parallel.mesh import Mesh
@@ -31,7 +31,8 @@ def run_of(preset: str | None, world: int, **flags: object) -> RunConfig:
 def built(run: RunConfig, dp: int, stage: int, tensor: int = 0) -> GradBuffer:
     """The buckets of one rank as training makes them, on the meta device."""
     parallel = run.parallel
-    rank = tensor + stage * parallel.tp * dp
+    last = dp - 1 if run.optimizer.optimizer == "adafactor" else 0  # which holds the vectors
+    rank = tensor + last * parallel.tp + stage * parallel.tp * dp
     mesh = Mesh.at(rank, tp=parallel.tp, dp=dp, pp=parallel.pp)
     stages = build_stages(run, mesh, torch.device("meta"))
     assert run.precision.grad_dtype is not None
@@ -51,15 +52,17 @@ def agree(run: RunConfig, dp: int, stage: int, tensor: int = 0) -> None:
     assert [(b.length, b.span) for b in stage_buckets(run, dp, stage)] == [
         (bucket.weights.numel(), span) for bucket, span in zip(buffer.buckets, spans)
     ]
-    optimizer = Optimizer(buffer, AdamW(0.9, 0.999, 1e-8), 1.0)
+    optimizer = Optimizer(buffer, rule_of(run.optimizer), 1.0, masters=run.precision.masters)
     counted = stage_weights(run, dp, stage)
     assert counted.parameters == sum(w.numel() for b in buffer.buckets for w, _, _ in b.places)
     # What spans alone keep is an `own` tensor; the whole ones come and go.
     whole = run.parallel.zero
     assert counted.weights == sum((b.own_weights if whole >= 3 else b.weights).nbytes for b in buffer.buckets)
     assert counted.grads == sum((b.own_grads if whole >= 2 else b.grads).nbytes for b in buffer.buckets)
-    assert counted.masters == sum(owned.master.nbytes for owned in optimizer.owned if owned.has_master)
-    assert counted.moments == sum(owned.moment1.nbytes + owned.moment2.nbytes for owned in optimizer.owned)
+    held = sum(tensor.nbytes for owned in optimizer.owned for tensor in owned.tensors())
+    masters = sum(owned.master.nbytes for owned in optimizer.owned if owned.master is not None)
+    assert counted.masters == masters
+    assert counted.moments == held - masters
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -101,6 +104,9 @@ def test_every_preset_is_counted_as_it_is_built(preset: str) -> None:
             "activation": st.sampled_from(["gelu", "swiglu", "relu2"]),
             "vocab_multiple": st.sampled_from([1, 7, 128]),
             "embedding_fp32": st.booleans(),
+            "masters": st.booleans(),
+            "optimizer": st.sampled_from(["sgd", "lamb", "adafactor"]),
+            "sgd_momentum": st.sampled_from([0.0, 0.9]),
             "kv_heads": st.just(2),
         },
     ),
@@ -111,7 +117,7 @@ def test_any_shape_and_layout(family, heads, width, layers, vocab, tp, pp, dp, z
         pp = 1
     flags |= {"family": family, "tp": tp, "pp": pp, "zero": zero, "dtype": dtype, "bucket_size": bucket_size, "ffn": 12}
     if dtype != "bf16":
-        extra.pop("embedding_fp32", None)
+        extra.pop("embedding_fp32", None), extra.pop("masters", None)
     run = run_of(None, tp * pp * dp, **{**flags, **extra})
     for stage in range(pp):
         for tensor in range(tp):

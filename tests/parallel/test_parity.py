@@ -62,20 +62,29 @@ LAYOUTS = [
     ("llama", 8, {**EVERYTHING, "cp": 2, "chunks": 2}),
     ("gpt-odd", 4, {"cp": 2, "cp_comm": "ring", "zero": 1}),
     ("qwen", 8, {"cp": 2, "tp": 4, **SP}),
+    # rules that look at whole tensors: cut over tensor ranks, cut in spans, tied over two stages, kept off the device
+    ("gpt", 8, {**EVERYTHING, "optimizer": "lamb"}),
+    ("llama", 4, {"tp": 2, "zero": 3, **SP, "optimizer": "lamb"}),
+    ("gpt", 4, {"tp": 4, "optimizer": "adafactor"}),
+    ("gpt", 8, {**EVERYTHING, "optimizer": "adafactor", "optimizer_offload": True}),
+    ("qwen", 4, {"cp": 2, "zero": 2, "optimizer": "adafactor"}),
+    ("gpt", 4, {"pp": 2, "zero": 1, "optimizer": "sgd"}),
 ]
 
-_references: dict[tuple[str, str], list[Snapshot]] = {}
+_references: dict[tuple[str, str, str], list[Snapshot]] = {}
 
 
-def reference(pool: Pool, model: str, dtype: str) -> list[Snapshot]:
+def reference(pool: Pool, model: str, dtype: str, optimizer: str = "adam") -> list[Snapshot]:
     """One rank, one sample at a time."""
-    if (model, dtype) not in _references:
-        _references[model, dtype] = snapshots(pool, small_run(model, dtype=dtype, lr=LR[dtype]), 1, STEPS)
-    return _references[model, dtype]
+    key = model, dtype, optimizer
+    if key not in _references:
+        run = small_run(model, dtype=dtype, lr=LR[dtype], optimizer=optimizer)
+        _references[key] = snapshots(pool, run, 1, STEPS)
+    return _references[key]
 
 
 def check(pool: Pool, model: str, world: int, layout: dict[str, Any], dtype: str) -> None:
-    expected = reference(pool, model, dtype)
+    expected = reference(pool, model, dtype, layout.get("optimizer", "adam"))
     found = snapshots(pool, small_run(model, world, dtype=dtype, lr=LR[dtype], **layout), world, STEPS)
     for difference in compare(dtype, STEPS, expected, found):
         assert within(dtype, difference), difference

@@ -26,8 +26,8 @@ def plan_files(tensors: Tensors, model: ModelConfig, tp: int, pp: int) -> list[l
     """For each of tp x pp ranks (tp fastest), its pieces of `tensors`, every element exactly once.
 
     Keys are `kind/logical name`. Kinds that hold the model's tensors (weights, masters, moments) are cut as
-    the inventory says and must hold only those; `weights` must hold all. Whatever else there is goes to
-    rank 0.
+    the inventory says and must hold only those; `weights` must hold all. Whatever else there is (rows and columns of
+    factored moments, whole on every rank) goes to rank 0.
     Errors: CheckpointError naming a tensor that is missing, unknown or of another shape; ValueError where
     the model does not divide.
     """

@@ -111,9 +111,14 @@ def _pairs(run: RunConfig) -> Problems:
 
 
 def _precision(run: RunConfig) -> Problems:
-    for name in ("residual_fp32", "embedding_fp32"):
-        if value_of(run, name) and run.precision.dtype not in ("bf16", "fp16"):
-            yield _line(run, name, f"needs --dtype bf16 or fp16, not {run.precision.dtype}")
+    dtype, grad_dtype = run.precision.dtype, run.precision.grad_dtype
+    halved = {"residual_fp32": True, "embedding_fp32": True, "masters": False}
+    for name, asked in halved.items():
+        if value_of(run, name) == asked and dtype not in ("bf16", "fp16"):
+            flag = flag_of(name) if asked else "--no-masters (--memory-efficient-fp16)"
+            yield f"{flag}: needs --dtype bf16 or fp16, not {dtype}"
+    if grad_dtype in ("fp16", "bf16") and grad_dtype != dtype:
+        yield _line(run, "grad_dtype", f"needs --dtype {grad_dtype}, not {dtype}; valid: fp32, fp64, or as --dtype")
     if run.precision.residual_fp32 and run.model.post_norm_residual:
         yield _line(run, "residual_fp32", "excludes --post-norm-residual, whose stream is the norms' 16-bit result")
 

@@ -165,6 +165,11 @@ class PrecisionConfig:
         "dtype in which gradients accumulate and reduce [fp32; fp64 with fp64; fp16 with fp16]",
         megatron={"--accumulate-allreduce-grads-in-fp32": "fp32"},
     )
+    masters: bool = option(
+        True,
+        "keep fp32 masters of 16-bit weights",
+        megatron={"--memory-efficient-fp16": False, "--memory-efficient-bf16": False},
+    )
     loss_scale: float | None = option(
         None, "constant loss scale [fp16: dynamic]", megatron="--loss-scale", within=POSITIVE
     )
@@ -284,15 +289,29 @@ class OptimizerConfig:
 
     title: ClassVar[str] = "Optimizer"
 
-    optimizer: Literal["adam", "sgd"] = option("adam", "update rule; adam is AdamW", megatron="--optimizer")
+    optimizer: Literal["adam", "sgd", "lamb", "adafactor"] = option(
+        "adam", "update rule; adam is AdamW", megatron="--optimizer"
+    )
     lr: float | None = option(None, "peak learning rate", megatron="--lr", common=True, within=NOT_NEGATIVE)
-    adam_beta1: float = option(0.9, "decay of the first moment", megatron="--adam-beta1", within=BELOW_ONE)
-    adam_beta2: float = option(0.999, "decay of the second moment", megatron="--adam-beta2", within=BELOW_ONE)
-    adam_eps: float = option(1e-8, "epsilon of the denominator", megatron="--adam-eps", within=POSITIVE)
+    adam_beta1: float = option(0.9, "decay of the first moment (adam, lamb)", megatron="--adam-beta1", within=BELOW_ONE)
+    adam_beta2: float = option(
+        0.999, "decay of the second moment (adam, lamb)", megatron="--adam-beta2", within=BELOW_ONE
+    )
+    adam_eps: float = option(1e-8, "epsilon of the denominator (adam, lamb)", megatron="--adam-eps", within=POSITIVE)
     sgd_momentum: float = option(0.9, "momentum of sgd", megatron="--sgd-momentum", within=BELOW_ONE)
-    weight_decay: float = option(0.01, "decoupled weight decay", megatron="--weight-decay", within=NOT_NEGATIVE)
+    adafactor_relative: bool = option(False, "adafactor: steps of weight size x min(lr, 1 / sqrt step) instead of lr")
+    adafactor_clip: float = option(1.0, "adafactor: largest root mean square of an update", within=POSITIVE)
+    adafactor_decay: float = option(0.8, "adafactor: second moments forget by 1 - step^-this", within=POSITIVE)
+    weight_decay: float = option(
+        0.01, "weight decay, decoupled but in sgd", megatron="--weight-decay", within=NOT_NEGATIVE
+    )
     clip_grad: float = option(
         1.0, "clip the global gradient norm to this; 0 is off", megatron="--clip-grad", within=NOT_NEGATIVE
+    )
+    optimizer_offload: bool = option(
+        False,
+        "keep masters and moments in the host's memory, and update there",
+        megatron={"--optimizer-cpu-offload": True, "--zero-offload": {"cpu": "true", "none": "false"}},
     )
 
 

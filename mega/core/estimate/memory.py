@@ -116,7 +116,9 @@ def communicators(run: RunConfig, dp: int) -> int:
 def checkpoint_bytes(run: RunConfig) -> int:
     """Bytes of tensors in one checkpoint: weights, and masters and moments where they are saved."""
     weight, high = BYTES[run.precision.dtype], wide(run.precision.dtype)
-    state = (high if high != weight else 0) + 2 * high
+    masters = high if high != weight and run.precision.masters else 0
+    moments = {"adam": 2, "lamb": 2, "sgd": int(run.optimizer.sgd_momentum > 0), "adafactor": 0}
+    state = masters + moments[run.optimizer.optimizer] * high
     return parameters(run.model) * (weight + (state if run.checkpoint.save_optim else 0))
 
 
@@ -185,12 +187,14 @@ def _stage(run: RunConfig, acts: Sequence[Act], stage: int, dp: int, count: int)
 
 
 def _update(run: RunConfig, held: Weights, dp: int) -> int:
-    """What the optimizer needs besides its state: a bucket's gradients widened. Weights are gathered in place."""
-    assert run.precision.grad_dtype
-    if BYTES[run.precision.grad_dtype] == wide(run.precision.dtype):
-        return 0
+    """What the optimizer needs besides its state: copies of a bucket's span, wide. Weights are gathered in place."""
+    precision, options = run.precision, run.optimizer
+    assert precision.grad_dtype
+    weight, high = BYTES[precision.dtype], wide(precision.dtype)
+    copies = {"adam": 0, "sgd": 1, "lamb": 3, "adafactor": 2}[options.optimizer]
+    copies += (BYTES[precision.grad_dtype] != high) + (not precision.masters)
     shares = dp * run.parallel.cp if run.parallel.zero else 1
-    return held.largest // BYTES[run.precision.dtype] // shares * wide(run.precision.dtype)
+    return 0 if options.optimizer_offload else copies * (held.largest // weight // shares * high)
 
 
 class _Playing:

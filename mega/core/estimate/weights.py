@@ -46,32 +46,41 @@ Placed = tuple[int, "Parameter"]
 
 @dataclass(frozen=True)
 class Parameter:
-    """One parameter of a rank: the first of its logical tensors, elements in memory, and the op that uses it."""
+    """One parameter of a rank: its logical tensors, elements in memory, and the op that uses it."""
 
-    tensor: Tensor
+    tensors: tuple[Tensor, ...]
     elements: int
     op: str
+
+    @property
+    def tensor(self) -> Tensor:
+        """The first, which says what holds for all."""
+        return self.tensors[0]
 
 
 @dataclass(frozen=True)
 class Bucket:
     """One flat bucket: elements with padding, elements of parameters, and of the span that this rank updates.
 
-    dtype: of its weights. places: where they are used.
+    dtype: of its weights. vectors: elements behind the last matrix. factors: rows and columns of all its matrices.
+    places: where they are used.
     """
 
     length: int
     parameters: int
     span: int
     dtype: str
+    vectors: int
+    factors: int
     places: tuple[Place, ...] = ()
 
 
 @dataclass(frozen=True)
 class Weights:
-    """Bytes of one rank. `masters` is 0 where the weights are themselves wide enough.
+    """Bytes of one rank. `masters` is 0 where the weights are themselves wide enough, or none are kept.
 
-    parameters: elements, vocabulary padding included. largest: bytes of the largest bucket's weights.
+    parameters: elements, vocabulary padding included. largest: bytes of the largest bucket's weights. host: masters and
+    moments that lie in the host's memory instead.
     """
 
     parameters: int
@@ -80,6 +89,7 @@ class Weights:
     masters: int
     moments: int
     largest: int
+    host: int = 0
 
     @property
     def total(self) -> int:
@@ -104,15 +114,28 @@ def stage_weights(run: RunConfig, dp: int, stage: int) -> Weights:
     grads = (span if parallel.zero >= 2 else length) * BYTES[precision.grad_dtype]
     if parallel.zero == 1 and dp * parallel.cp > 1 and run.runtime.device == "cpu":
         grads += span * BYTES[precision.grad_dtype]
-    momentum = {"adam": 2, "sgd": 1 if run.optimizer.sgd_momentum else 0}[run.optimizer.optimizer]
+    apart = run.optimizer.optimizer_offload
+    masters = sum(one.span * high for one in buckets if apart or (precision.masters and BYTES[one.dtype] != high))
+    moments = sum(_moments(run, bucket) for bucket in buckets) * high
     return Weights(
         parameters=sum(bucket.parameters for bucket in buckets),
         weights=sum((one.span if parallel.zero >= 3 else one.length) * BYTES[one.dtype] for one in buckets),
         grads=grads,
-        masters=sum(one.span * high for one in buckets if BYTES[one.dtype] != high),
-        moments=momentum * span * high,
+        masters=0 if apart else masters,
+        moments=0 if apart else moments,
         largest=max(one.length * BYTES[one.dtype] for one in buckets),
+        host=masters + moments if apart else 0,
     )
+
+
+def _moments(run: RunConfig, bucket: Bucket) -> int:
+    """Values that the rule keeps of a bucket. The last data rank has most of Adafactor's: vectors lie at the end."""
+    options = run.optimizer
+    if options.optimizer == "adafactor":
+        return bucket.factors + min(bucket.span, bucket.vectors)
+    if options.optimizer == "sgd":
+        return bucket.span if options.sgd_momentum else 0
+    return 2 * bucket.span
 
 
 def stage_buckets(run: RunConfig, dp: int, stage: int) -> Iterator[Bucket]:
@@ -122,9 +145,16 @@ def stage_buckets(run: RunConfig, dp: int, stage: int) -> Iterator[Bucket]:
         for group in _groups(run, chunk):
             end = sum(_up(parameter.elements, ALIGNMENT) for _, parameter in group)
             length = _up(end, shares * ALIGNMENT)
-            elements = sum(parameter.elements for _, parameter in group)
-            places = tuple((unit, parameter.op) for unit, parameter in group)
-            yield Bucket(length, elements, length // shares, _dtype(run, group[0][1].tensor), places)
+            matrices = [parameter for _, parameter in group if parameter.tensor.decays]
+            yield Bucket(
+                length,
+                sum(parameter.elements for _, parameter in group),
+                length // shares,
+                _dtype(run, group[0][1].tensor),
+                length - sum(_up(parameter.elements, ALIGNMENT) for parameter in matrices),
+                sum(sum(tensor.shape) for parameter in matrices for tensor in parameter.tensors),
+                tuple((unit, parameter.op) for unit, parameter in group),
+            )
 
 
 @dataclass(frozen=True)
@@ -202,7 +232,7 @@ def _modules(model: ModelConfig, tp: int) -> tuple[list[Parameter], list[Paramet
                 held = [logical[f"{name}.{part}"] for name in names if f"{name}.{part}" in logical]
                 if held:
                     elements = sum(shard(tensor, {"tp": (0, tp)}).elements for tensor in held)
-                    found.append(Parameter(held[0], elements, op))
+                    found.append(Parameter(tuple(held), elements, op))
         return found
 
     return parameters(_EMBEDDING), parameters(_BLOCK), parameters(_HEAD)

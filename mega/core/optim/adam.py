@@ -1,7 +1,6 @@
-"""AdamW on one flat span: p <- p - lr (m / (sqrt v + eps) + decay p), moments bias-corrected.
+"""AdamW: p <- p - lr (m / (sqrt v + eps) + decay p), moments bias-corrected.
 
-Source: Loshchilov and Hutter 2019, in the form of torch and apex. Each function is elementwise, so where a span
-begins and ends changes nothing.
+Source: Loshchilov and Hutter 2019, in the form of torch and apex.
 """
 
 from __future__ import annotations
@@ -10,29 +9,30 @@ from dataclasses import dataclass
 
 import torch
 
+from mega.core.optim.rule import Elementwise
+
 
 @dataclass(frozen=True)
-class AdamW:
-    """The rule's constants."""
+class AdamW(Elementwise):
+    """The rule's constants. plain: in the steps of `reference`, not in torch's one pass."""
 
     beta1: float
     beta2: float
     eps: float
+    plain: bool = False
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        return "moment1", "moment2"
 
     def update(
-        self,
-        master: torch.Tensor,
-        grad: torch.Tensor,
-        moment1: torch.Tensor,
-        moment2: torch.Tensor,
-        *,
-        step: int,
-        lr: float,
-        decay: float,
+        self, master: torch.Tensor, grad: torch.Tensor, *moments: torch.Tensor, step: int, lr: float, decay: float
     ) -> None:
-        """One update in place; all tensors flat, of one length and dtype. `step` counts from 1."""
+        if self.plain:
+            return self.reference(master, grad, *moments, step=step, lr=lr, decay=decay)
         if master.numel() == 0:
             return
+        moment1, moment2 = moments
         torch._fused_adamw_(
             [master],
             [grad],
@@ -50,19 +50,16 @@ class AdamW:
         )
 
     def reference(
-        self,
-        master: torch.Tensor,
-        grad: torch.Tensor,
-        moment1: torch.Tensor,
-        moment2: torch.Tensor,
-        *,
-        step: int,
-        lr: float,
-        decay: float,
+        self, master: torch.Tensor, grad: torch.Tensor, *moments: torch.Tensor, step: int, lr: float, decay: float
     ) -> None:
         """The same in plain steps."""
+        direction = self.direction(grad, *moments, step=step)
+        master.sub_(lr * (direction + decay * master))
+
+    def direction(self, grad: torch.Tensor, moment1: torch.Tensor, moment2: torch.Tensor, *, step: int) -> torch.Tensor:
+        """Takes a gradient into the moments; Adam's update before rate and decay."""
         moment1.mul_(self.beta1).add_(grad, alpha=1 - self.beta1)
         moment2.mul_(self.beta2).addcmul_(grad, grad, value=1 - self.beta2)
         first = moment1 / (1 - self.beta1**step)
         second = moment2 / (1 - self.beta2**step)
-        master.sub_(lr * (first / (second.sqrt() + self.eps) + decay * master))
+        return first.div_(second.sqrt_().add_(self.eps))

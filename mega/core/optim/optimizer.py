@@ -2,21 +2,24 @@
 
     1 norm over the whole model      square sums of counted gradients, added over ranks
     2 clip                           scale down to the limit
-    3 update                         masters and moments of our spans
+    3 update                         masters and moments of our spans, by the rule
     4 write back                     weights from masters, and every rank's spans to all (ZeRO)
 
-Masters are the weights themselves where these are fp32 or fp64. Knows no model, no schedule and no disk.
+Masters are the weights themselves where these are fp32 or fp64, and wherever none are kept: then an update begins with
+the 16-bit weights and ends in them. Offloaded, masters and moments lie in pinned memory of the host, and updates are
+computed there. Knows no model, no schedule and no disk.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from mega.core.ops.suite import REFERENCE, Ops
 from mega.core.optim.adam import AdamW
+from mega.core.optim.rule import Owned, Room, Rule
 from mega.core.parallel.collectives import all_reduce
 from mega.core.parallel.gradients import Bucket, GradBuffer
 
@@ -32,39 +35,26 @@ class Outcome:
     fine: torch.Tensor
 
 
-@dataclass
-class Owned:
-    """Optimizer state of our span of one bucket, flat and of the span's length."""
-
-    bucket: Bucket
-    master: torch.Tensor
-    moment1: torch.Tensor
-    moment2: torch.Tensor
-
-    @property
-    def has_master(self) -> bool:
-        """Whether masters are kept besides the weights."""
-        return self.master.dtype != self.bucket.weights.dtype
-
-    @property
-    def decay_end(self) -> int:
-        """Where in our span decayed weights end."""
-        begin, end = self.bucket.span
-        return min(max(self.bucket.decay_end, begin), end) - begin
-
-    def halves(self) -> Iterator[tuple[slice, bool]]:
-        """Our span cut where decayed weights end: (slice of the span, decayed)."""
-        yield slice(0, self.decay_end), True
-        yield slice(self.decay_end, self.master.numel()), False
-
-
 class Optimizer:
-    """AdamW over a `GradBuffer`, by the suite's one pass on the device or by the rule's own steps."""
+    """A rule over a `GradBuffer`: AdamW by the suite's one pass on the device, any rule by its own steps.
 
-    def __init__(self, grads: GradBuffer, rule: AdamW, clip: float, ops: Ops = REFERENCE):
+    masters: keep fp32 masters of 16-bit weights. offload: keep masters and moments on the host, and update there.
+    """
+
+    def __init__(
+        self,
+        grads: GradBuffer,
+        rule: Rule,
+        clip: float,
+        ops: Ops = REFERENCE,
+        *,
+        masters: bool = True,
+        offload: bool = False,
+    ):
         self.grads, self.rule, self.clip, self.ops = grads, rule, clip, ops
-        self._apply = rule.reference if ops.plain else rule.update
-        self.owned = [_own(bucket) for bucket in grads.buckets]
+        self._pass = ops.adamw if not offload else None
+        self._masters, self._offload = masters, offload
+        self.owned = [self._own(bucket) for bucket in grads.buckets]
         self._updates = torch.zeros((), dtype=torch.float64, device=grads.buckets[0].own_grads.device)
 
     @property
@@ -89,8 +79,8 @@ class Optimizer:
         if scale is not None:
             factor = factor / scale
         # 3, 4
-        if self.ops.adamw is not None:
-            self._update_on_device(self.ops.adamw, fine, factor, lr, decay)
+        if self._pass is not None and isinstance(self.rule, AdamW):
+            self._update_on_device(self._pass, self.rule, fine, factor, lr, decay)
         elif bool(fine):
             self._update(factor if self.clip or scale is not None else None, lr, decay)
         self.grads.share_weights()
@@ -100,35 +90,34 @@ class Optimizer:
         """The update by the rule's own steps."""
         step = self.updates
         for owned in self.owned:
-            grad = owned.bucket.own_grads.to(owned.master.dtype)
+            weights = owned.bucket.own_weights
+            master = weights.to(_wide(weights)) if owned.master is None else owned.master
+            grad = _beside(owned.bucket.own_grads, master)
             if factor is not None:
-                grad.mul_(factor)
-            for part, decays in owned.halves():
-                self._apply(
-                    owned.master[part],
-                    grad[part],
-                    owned.moment1[part],
-                    owned.moment2[part],
-                    step=step,
-                    lr=lr,
-                    decay=decay if decays else 0.0,
-                )
-            if owned.has_master:
-                owned.bucket.own_weights.copy_(owned.master)
+                grad.mul_(factor.to(grad.device))
+            self.rule.move(owned, master, grad, self.grads.whole_sums, step=step, lr=lr, decay=decay)
+            if master is not weights:
+                weights.copy_(master)
 
     def _update_on_device(
-        self, adamw: Callable[..., None], fine: torch.Tensor, factor: torch.Tensor, lr: float, decay: float
+        self,
+        adamw: Callable[..., None],
+        rule: AdamW,
+        fine: torch.Tensor,
+        factor: torch.Tensor,
+        lr: float,
+        decay: float,
     ) -> None:
         """The update in one pass a bucket; whether it counts is decided on the device, so nobody waits."""
-        rule, t = self.rule, self._updates
+        t = self._updates
         facts = torch.stack([fine.double(), factor.double(), 1 - rule.beta1**t, 1 - rule.beta2**t]).float()
         for owned in self.owned:
+            weights = owned.bucket.own_weights
             adamw(
-                owned.master,
+                weights if owned.master is None else owned.master,
                 owned.bucket.own_grads,
-                owned.moment1,
-                owned.moment2,
-                owned.bucket.own_weights if owned.has_master else None,
+                *(flat.values for flat in owned.moments.values()),
+                None if owned.master is None else weights,
                 facts,
                 decay_end=owned.decay_end,
                 lr=lr,
@@ -141,12 +130,26 @@ class Optimizer:
     def masters_from_weights(self) -> None:
         """Start masters from the weights, where a checkpoint had none."""
         for owned in self.owned:
-            if owned.has_master:
+            if owned.master is not None:
                 owned.master.copy_(owned.bucket.own_weights)
 
+    def _own(self, bucket: Bucket) -> Owned:
+        """Masters and moments as they are before the first step."""
+        weights = bucket.own_weights
+        leaves = self._offload and weights.is_cuda
+        room = Room(_wide(weights), torch.device("cpu") if leaves else weights.device, pinned=leaves)
+        apart = self._offload or (self._masters and room.dtype != weights.dtype)
+        owned = Owned(bucket, room.zeros(weights.numel()).copy_(weights) if apart else None)
+        self.rule.start(owned, room)
+        return owned
 
-def _own(bucket: Bucket) -> Owned:
-    weights = bucket.own_weights
-    wide = torch.promote_types(weights.dtype, torch.float32)
-    master = weights if weights.dtype == wide else weights.to(wide, copy=True)
-    return Owned(bucket, master, torch.zeros_like(weights, dtype=wide), torch.zeros_like(weights, dtype=wide))
+
+def _wide(weights: torch.Tensor) -> torch.dtype:
+    return torch.promote_types(weights.dtype, torch.float32)
+
+
+def _beside(grad: torch.Tensor, master: torch.Tensor) -> torch.Tensor:
+    """A gradient where the master is, in its dtype; the gradient itself where that is so already."""
+    if grad.device != master.device:
+        grad = torch.empty_like(grad, device=master.device, pin_memory=True).copy_(grad)
+    return grad.to(master.dtype)

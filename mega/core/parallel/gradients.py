@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from math import prod
 from typing import Any, Literal
 
 import torch
@@ -30,6 +31,7 @@ from torch import nn
 from mega.core.parallel.collectives import all_gather, all_reduce, start_all_gather, start_reduce_scatter
 from mega.core.parallel.mesh import Axis, Mesh
 from mega.core.parallel.weight import Weight, weights
+from mega.core.shard import Shard, span_rectangles
 
 Kind = Literal["cut", "whole", "partial", "tied"]
 
@@ -98,6 +100,40 @@ class Bucket:
     @property
     def uses(self) -> int:
         return sum(weight.uses for weight, _, _ in self.places)
+
+    def runs(self) -> Iterator[tuple[Shard, slice]]:
+        """Every logical tensor's elements in our span, as a slice of it (vocabulary padding included, may be empty).
+
+        All ranks that hold the bucket name the same tensors in the same order.
+        """
+        low, high = self.span
+        for shard, first in self._logical():
+            begin, end = (min(max(at, low), high) - low for at in (first, first + shard.elements))
+            yield shard, slice(begin, end)
+
+    def rectangles(self, flat: torch.Tensor, base: int) -> Iterator[tuple[Shard, tuple[int, ...], torch.Tensor]]:
+        """What `flat`, whose first element is number `base` of the bucket, holds of logical tensors.
+
+        Rectangles as (shard, where it starts in the whole, view of `flat`); padding is left out.
+        """
+        for shard, first in self._logical():
+            row = prod(shard.local[1:])
+            low, high = max(base, first), min(base + flat.numel(), first + shard.elements)
+            for start, size in span_rectangles(shard.local, low - first, high - first):
+                real = tuple(max(0, min(n, have - at)) for at, n, have in zip(start, size, shard.size, strict=True))
+                if not all(real):
+                    continue
+                offset = first - base + start[0] * row + (start[1] if len(start) > 1 else 0)
+                view = flat[offset : offset + prod(size)].view(size)
+                for dim, length in enumerate(real):
+                    view = view.narrow(dim, 0, length)
+                yield shard, tuple(a + b for a, b in zip(shard.start, start, strict=True)), view
+
+    def _logical(self) -> Iterator[tuple[Shard, int]]:
+        """The blocks of logical tensors that weights hold, and where in the bucket each begins."""
+        for weight, begin, _ in self.places:
+            for slot in weight.slots:
+                yield slot.shard, begin + slot.offset * prod(weight.shape[1:])
 
     def open(self) -> None:
         """Make room for the gradients of all our weights."""
@@ -372,6 +408,21 @@ class GradBuffer:
             return torch.zeros((), dtype=wide, device=self.buckets[0].own_grads.device)
         norms = [torch.linalg.vector_norm(grads, dtype=wide) for grads in counted]
         return torch.stack(norms).square().sum()
+
+    def whole_sums(self, bucket: Bucket, sums: torch.Tensor) -> torch.Tensor:
+        """Sums over whole logical tensors, from what each rank of the stage has summed over its span of `bucket`.
+
+        Where tensor ranks hold copies, the first one's count. Both ends of a tied tensor get the first end's bits.
+        """
+        whole = sums.to(bucket.own_weights.device)
+        if bucket.kind not in ("cut", "tied") and not self.mesh.tp.first:
+            whole = torch.zeros_like(whole)
+        all_reduce(whole, self.mesh.stage if self.zero else self.mesh.tp)
+        if bucket.kind == "tied":
+            if not self.mesh.ends.first:
+                whole = torch.zeros_like(whole)
+            all_reduce(whole, self.mesh.ends)
+        return whole.to(sums.device)
 
     @property
     def norm_axis(self) -> Axis:

@@ -52,12 +52,17 @@ def copies(state: TrainState) -> Iterator[Copy]:
     """Every weight and optimizer tensor of which this rank holds one copy of several."""
     mesh, zero = state.mesh, state.grads.zero
     for owned in state.optimizer.owned:
-        bucket, (low, high) = owned.bucket, owned.bucket.span
+        bucket = owned.bucket
         # Tensor ranks that hold the whole of a tensor hold equal copies; so do both ends of a tied one.
         beside = {"whole": ("tp",), "partial": ("tp",)}.get(bucket.kind, ())
-        spans = {"master": owned.master, "moment1": owned.moment1, "moment2": owned.moment2}
-        if not owned.has_master:
-            del spans["master"]
+        flats = {kind: (flat.begin, flat.values) for kind, flat in owned.moments.items()}
+        if owned.has_master:
+            assert owned.master is not None
+            flats["master"] = (bucket.span[0], owned.master)
+        for name, factor in owned.factors.items():
+            yield from _copy(name, factor, mesh.stage)
+            if bucket.kind == "tied":
+                yield from _copy(name, factor, mesh.ends)
         for weight, begin, end in bucket.places:
             name = weight.slots[0].shard.name
             if zero < 3:
@@ -66,10 +71,10 @@ def copies(state: TrainState) -> Iterator[Copy]:
                 if bucket.kind == "tied":
                     yield from _copy(f"weights/{name}", whole, mesh.ends)
             axis = _axis(state, *beside, *(("cp", "dp") if not zero else ()))
-            first, last = max(begin, low), min(end, high)
-            for kind, flat in spans.items():
+            for kind, (base, values) in flats.items():
+                first, last = max(begin, base), min(end, base + values.numel())
                 if first < last:
-                    yield from _copy(f"{kind}/{name}", flat[first - low : last - low], axis)
+                    yield from _copy(f"{kind}/{name}", values[first - base : last - base], axis)
 
 
 def _axis(state: TrainState, *names: str) -> Axis:

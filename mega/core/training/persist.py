@@ -71,6 +71,7 @@ def restore(state: TrainState, origin: Origin) -> None:
     masters = [piece for piece in held if piece.key.startswith("master/")]
     checkpoint.read([piece for piece in masters if piece.key in checkpoint.tensors], cast=True)
     if not origin.weights_only and run.checkpoint.load_optim:
+        _same_rule(run, checkpoint)
         wanted = [piece for piece in held if not piece.key.startswith("master/")]
         missing = next((piece.key for piece in wanted if piece.key not in checkpoint.tensors), None)
         if missing is not None:
@@ -89,6 +90,16 @@ def _truest(weight: Piece, checkpoint: Checkpoint) -> Piece:
     """A weight read from its master, where the checkpoint holds one."""
     master = weight.key.replace("weights/", "master/", 1)
     return dataclasses.replace(weight, key=master) if master in checkpoint.tensors else weight
+
+
+def _same_rule(run: RunConfig, checkpoint: Checkpoint) -> None:
+    """One rule's moments are not another's, though they may bear the same name."""
+    ours, stored = run.optimizer.optimizer, checkpoint.meta.get("config", {}).get("optimizer", {}).get("optimizer")
+    if stored not in (None, ours):
+        raise CheckpointError(
+            f"--optimizer {ours}: {checkpoint.path} holds the state of {stored}; give --optimizer {stored}, or "
+            "--no-load-optim to start with none"
+        )
 
 
 def _same_model(run: RunConfig, checkpoint: Checkpoint) -> None:

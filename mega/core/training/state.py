@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import prod
 
 import torch
 from torch import nn
@@ -17,14 +16,12 @@ from mega.core.checkpoint.pieces import Piece
 from mega.core.config.run import RunConfig
 from mega.core.device import DTYPES, Device, HostCopy
 from mega.core.model.decoder import DecoderStage
-from mega.core.optim.adam import AdamW
+from mega.core.optim.choose import rule_of
 from mega.core.optim.optimizer import Optimizer
 from mega.core.optim.scaler import LossScaler
-from mega.core.parallel.gradients import GradBuffer
+from mega.core.parallel.gradients import Bucket, GradBuffer
 from mega.core.parallel.mesh import Mesh
 from mega.core.parallel.pipeline import Pipeline
-from mega.core.parallel.weight import Weight
-from mega.core.shard import span_rectangles
 from mega.core.training.build import build_stages, chosen_ops
 
 
@@ -63,9 +60,15 @@ class TrainState:
         if run.parallel.zero >= 3:
             for stage in self.stages:
                 stage.around = self.grads.around
-        options = run.optimizer
-        rule = AdamW(options.adam_beta1, options.adam_beta2, options.adam_eps)
-        self.optimizer = Optimizer(self.grads, rule, options.clip_grad, chosen_ops(run, device.torch))
+        options, ops = run.optimizer, chosen_ops(run, device.torch)
+        self.optimizer = Optimizer(
+            self.grads,
+            rule_of(options, plain=ops.plain),
+            options.clip_grad,
+            ops,
+            masters=run.precision.masters,
+            offload=options.optimizer_offload,
+        )
         self.scaler = _scaler(run, device.torch)
         self.pipeline = Pipeline(self.stages, mesh, device.torch)
         self.copy: HostCopy | None = None
@@ -79,62 +82,43 @@ class TrainState:
     def weight_pieces(self, *, mine: bool) -> Iterator[Piece]:
         """This rank's weights; with `mine`, only those that it writes (each element of the model once)."""
         for number, bucket in enumerate(self.grads.buckets):
-            low, high = bucket.span
-            for weight, begin, end in bucket.places:
-                if self.grads.zero >= 3:  # nobody holds more than the span
-                    if not mine or bucket.counted:
-                        yield from _pieces(
-                            "weights", weight, bucket.own_weights, low, max(begin, low), min(end, high), begin
-                        )
-                elif not mine or (bucket.counted and number % self.mesh.data.size == self.mesh.data.index):
-                    yield from _pieces("weights", weight, bucket.weights, 0, begin, end)
+            if self.grads.zero >= 3:  # nobody holds more than the span
+                if not mine or bucket.counted:
+                    yield from _pieces("weights", bucket, bucket.own_weights, bucket.span[0])
+            elif not mine or (bucket.counted and self._our_turn(number)):
+                yield from _pieces("weights", bucket, bucket.weights, 0)
 
     def optimizer_pieces(self, *, mine: bool) -> Iterator[Piece]:
-        """Masters (where there are any) and moments of this rank's spans."""
+        """Masters (where they say more than weights), moments and factors of this rank's spans."""
         for number, owned in enumerate(self.optimizer.owned):
-            bucket, (low, high) = owned.bucket, owned.bucket.span
+            bucket = owned.bucket
             if mine and not bucket.counted:
                 continue
-            if mine and not self.grads.zero and number % self.mesh.data.size != self.mesh.data.index:
+            if not mine or self._our_turn(number):  # every rank has whole factors
+                for key, factor in owned.factors.items():
+                    yield Piece(key, tuple(factor.shape), (0,), factor)
+            if mine and not self.grads.zero and not self._our_turn(number):
                 continue
-            state = {"moment1": owned.moment1, "moment2": owned.moment2}
             if owned.has_master:
-                state["master"] = owned.master
-            for weight, begin, end in bucket.places:
-                for kind, flat in state.items():
-                    yield from _pieces(kind, weight, flat, low, max(begin, low), min(end, high), begin)
+                assert owned.master is not None
+                yield from _pieces("master", bucket, owned.master, bucket.span[0])
+            for kind, flat in owned.moments.items():
+                yield from _pieces(kind, bucket, flat.values, flat.begin)
 
     def gradient_pieces(self) -> Iterator[Piece]:
         """Reduced gradients of this rank's spans, for comparing layouts."""
         for bucket in self.grads.buckets:
-            low, high = bucket.span
-            for weight, begin, end in bucket.places:
-                yield from _pieces("grads", weight, bucket.own_grads, low, max(begin, low), min(end, high), begin)
+            yield from _pieces("grads", bucket, bucket.own_grads, bucket.span[0])
+
+    def _our_turn(self, number: int) -> bool:
+        """Whether this data rank writes what all of them hold of bucket `number`."""
+        return number % self.mesh.data.size == self.mesh.data.index
 
 
-def _pieces(
-    kind: str, weight: Weight, flat: torch.Tensor, base: int, begin: int, end: int, home: int | None = None
-) -> Iterator[Piece]:
-    """Elements [begin, end) of a bucket that lie in `weight`, as rectangles of its logical tensors.
-
-    `weight` begins at element `home` of the bucket. flat[0] is element `base` of the bucket. Padding is left out.
-    """
-    home = begin if home is None else home
-    row = weight.numel() // weight.shape[0]
-    for slot in weight.slots:
-        shard = slot.shard
-        first = home + slot.offset * row
-        low, high = max(begin, first), min(end, first + shard.elements)
-        for start, size in span_rectangles(shard.local, low - first, high - first):
-            real = tuple(max(0, min(n, have - at)) for at, n, have in zip(start, size, shard.size, strict=True))
-            if not all(real):
-                continue
-            offset = first - base + start[0] * row + (start[1] if len(start) > 1 else 0)
-            view = flat[offset : offset + prod(size)].view(size)
-            for dim, length in enumerate(real):
-                view = view.narrow(dim, 0, length)
-            origin = tuple(a + b for a, b in zip(shard.start, start, strict=True))
-            yield Piece(f"{kind}/{shard.name}", shard.whole, origin, view)
+def _pieces(kind: str, bucket: Bucket, flat: torch.Tensor, base: int) -> Iterator[Piece]:
+    """`flat`, whose first element is number `base` of the bucket, as rectangles of logical tensors."""
+    for shard, origin, view in bucket.rectangles(flat, base):
+        yield Piece(f"{kind}/{shard.name}", shard.whole, origin, view)
 
 
 def _scaler(run: RunConfig, device: torch.device) -> LossScaler | None:

@@ -1,0 +1,109 @@
+"""Adafactor: second moments of a matrix as one value a row and one a column; updates clipped by their size.
+
+    R, C    running means of g^2 over each row and each column     n + m values for a matrix of n x m
+    V       R C / mean R; a vector keeps its own means
+    u       g / sqrt V, divided by max(1, rms(u) / clip)
+    p       p - rate u - lr decay p
+
+Source: Shazeer and Stern 2018, algorithms 4 and 5, without momentum. Means are over whole logical tensors, whatever
+ranks hold them. The rate is lr; or, relative to the weights' size, max(eps, rms p) x min(lr, 1 / sqrt step).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod, sqrt
+
+import torch
+
+from mega.core.optim.rule import Flat, Owned, Room, Sums
+from mega.core.shard import Shard
+
+SMALLEST = 1e-30
+"""Added to squares, so that a row without gradient divides by no zero (the paper's first epsilon)."""
+
+LEAST_SIZE = 1e-3
+"""The size that weights are taken to have at least, relative steps (the paper's second epsilon)."""
+
+ROWS, COLUMNS = "factors/rows", "factors/columns"
+
+
+@dataclass(frozen=True)
+class Adafactor:
+    """decay_rate: of the means' memory, 1 - step^-rate. clip: the root mean square that an update may have."""
+
+    decay_rate: float = 0.8
+    clip: float = 1.0
+    relative: bool = False
+
+    def start(self, owned: Owned, room: Room) -> None:
+        begin, end = owned.bucket.span
+        first = begin + owned.decay_end
+        owned.moments = {"moment2": Flat(first, room.zeros(end - first))}
+        for shard, _ in _matrices(owned):
+            rows, columns = shard.whole
+            owned.factors[f"{ROWS}/{shard.name}"] = room.zeros(rows)
+            owned.factors[f"{COLUMNS}/{shard.name}"] = room.zeros(columns)
+
+    def move(
+        self,
+        owned: Owned,
+        master: torch.Tensor,
+        grad: torch.Tensor,
+        sums: Sums,
+        *,
+        step: int,
+        lr: float,
+        decay: float,
+    ) -> None:
+        forget = 1 - step**-self.decay_rate
+        # 1 means of the squares, now and over time
+        self._take(owned, grad, sums, forget)
+        # 2 the update, divided by the second moments' root
+        update = torch.zeros_like(grad)
+        self._divide(owned, grad, update, forget)
+        # 3 its size, and the weights', over whole tensors
+        runs = list(owned.bucket.runs())
+        squares = [torch.linalg.vector_norm(x[run]).double().square() for _, run in runs for x in (update, master)]
+        totals = sums(owned.bucket, torch.stack(squares)).view(-1, 2)
+        elements = torch.tensor([prod(shard.whole) for shard, _ in runs], dtype=totals.dtype, device=totals.device)
+        sizes = (totals / elements[:, None]).sqrt()
+        # 4
+        master[: owned.decay_end].mul_(1 - lr * decay)
+        for (_, run), (size, weight) in zip(runs, sizes.to(update.dtype), strict=True):
+            rate = lr if not self.relative else weight.clamp(min=LEAST_SIZE) * min(lr, 1 / sqrt(step))
+            master[run].sub_(update[run] * (rate / (size / self.clip).clamp(min=1.0)))
+
+    def _take(self, owned: Owned, grad: torch.Tensor, sums: Sums, forget: float) -> None:
+        """Squares of this step's gradients into the means of rows and columns, over all ranks."""
+        now = {key: torch.zeros_like(factor) for key, factor in owned.factors.items()}
+        if not now:
+            return
+        for shard, (row, column), part in owned.bucket.rectangles(grad[: owned.decay_end], owned.bucket.span[0]):
+            squares = part.square()
+            now[f"{ROWS}/{shard.name}"][row : row + part.shape[0]] += squares.sum(1)
+            now[f"{COLUMNS}/{shard.name}"][column : column + part.shape[1]] += squares.sum(0)
+        totals = torch.split(sums(owned.bucket, torch.cat(list(now.values()))), [len(one) for one in now.values()])
+        across = (length for shard, _ in _matrices(owned) for length in reversed(shard.whole))
+        for factor, total, length in zip(owned.factors.values(), totals, across, strict=True):
+            factor.mul_(forget).add_(total / length + SMALLEST, alpha=1 - forget)
+
+    def _divide(self, owned: Owned, grad: torch.Tensor, update: torch.Tensor, forget: float) -> None:
+        begin, end = owned.bucket.span[0], owned.decay_end
+        parts = zip(
+            owned.bucket.rectangles(grad[:end], begin), owned.bucket.rectangles(update[:end], begin), strict=True
+        )
+        for (shard, (row, column), from_), (_, _, into) in parts:
+            rows, columns = (owned.factors[f"{kind}/{shard.name}"] for kind in (ROWS, COLUMNS))
+            high = (rows[row : row + into.shape[0]] / rows.mean()).rsqrt()
+            wide = columns[column : column + into.shape[1]].rsqrt()
+            torch.mul(from_ * high[:, None], wide, out=into)
+        vectors, moment = grad[end:], owned.moments["moment2"].values
+        moment.mul_(forget).add_(vectors.square() + SMALLEST, alpha=1 - forget)
+        torch.mul(vectors, moment.rsqrt(), out=update[end:])
+
+
+def _matrices(owned: Owned) -> Iterator[tuple[Shard, slice]]:
+    """The bucket's logical matrices, also those of which nothing is in our span."""
+    return ((shard, run) for shard, run in owned.bucket.runs() if len(shard.whole) == 2)

@@ -1,0 +1,22 @@
+"""From the options to the update rule."""
+
+from __future__ import annotations
+
+from mega.core.config.sections import OptimizerConfig
+from mega.core.optim.adafactor import Adafactor
+from mega.core.optim.adam import AdamW
+from mega.core.optim.lamb import LAMB
+from mega.core.optim.rule import Rule
+from mega.core.optim.sgd import SGD
+
+
+def rule_of(options: OptimizerConfig, *, plain: bool = False) -> Rule:
+    """The rule that `options` name; `plain` for its own steps where torch has them in one pass."""
+    adam = AdamW(options.adam_beta1, options.adam_beta2, options.adam_eps, plain)
+    if options.optimizer == "adam":
+        return adam
+    if options.optimizer == "lamb":
+        return LAMB(adam)
+    if options.optimizer == "sgd":
+        return SGD(options.sgd_momentum)
+    return Adafactor(options.adafactor_decay, options.adafactor_clip, options.adafactor_relative)

@@ -1,0 +1,55 @@
+"""LAMB: Adam's update, scaled for every tensor so that its norm is the tensor's own.
+
+    r = m / (sqrt v + eps) + decay p        moments bias-corrected
+    p <- p - lr (|p| / |r|) r               the ratio is 1 where either norm is 0
+
+Source: You et al. 2020, algorithm 2 with phi the identity. Norms are those of whole logical tensors, whatever ranks
+hold them. Biases and norms, which do not decay, take the rate as it is, as in the authors' code.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from mega.core.optim.adam import AdamW
+from mega.core.optim.rule import Owned, Room, Sums
+
+
+@dataclass(frozen=True)
+class LAMB:
+    """The constants of its Adam."""
+
+    adam: AdamW
+
+    def start(self, owned: Owned, room: Room) -> None:
+        self.adam.start(owned, room)
+
+    def move(
+        self,
+        owned: Owned,
+        master: torch.Tensor,
+        grad: torch.Tensor,
+        sums: Sums,
+        *,
+        step: int,
+        lr: float,
+        decay: float,
+    ) -> None:
+        # 1 the direction of every element
+        moment1, moment2 = owned.moments.values()
+        update = self.adam.direction(grad, moment1.values, moment2.values, step=step)
+        decayed = slice(0, owned.decay_end)
+        update[decayed].add_(master[decayed], alpha=decay)
+        # 2 square norms of weight and update of every whole matrix
+        runs = [run for shard, run in owned.bucket.runs() if shard.tensor.decays]
+        squares = [torch.linalg.vector_norm(x[run]).double().square() for run in runs for x in (master, update)]
+        # 3 the ratio
+        if squares:
+            norms = sums(owned.bucket, torch.stack(squares)).sqrt().view(-1, 2)
+            ratios = torch.where((norms > 0).all(1), norms[:, 0] / norms[:, 1], 1.0).to(update.dtype)
+            for run, ratio in zip(runs, ratios, strict=True):
+                update[run].mul_(ratio)
+        # 4
+        master.sub_(update, alpha=lr)

@@ -1,0 +1,128 @@
+"""What every update rule is to the optimizer: it keeps state for our span of a bucket, and moves the span's weights.
+
+A rule that treats every element alike need not know where a span begins and ends. One that looks at whole tensors
+(LAMB, Adafactor) asks for its sums over all ranks that hold a part of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+import torch
+
+from mega.core.parallel.gradients import Bucket
+
+Sums = Callable[[Bucket, torch.Tensor], torch.Tensor]
+"""Sums over whole logical tensors from each rank's sums over its own parts (`GradBuffer.whole_sums`)."""
+
+
+class Flat(NamedTuple):
+    """A run of a bucket's elements: where in the bucket it begins, and one value for each."""
+
+    begin: int
+    values: torch.Tensor
+
+
+class Room(NamedTuple):
+    """Where state is kept, and how wide."""
+
+    dtype: torch.dtype
+    device: torch.device
+    pinned: bool = False
+
+    def zeros(self, elements: int) -> torch.Tensor:
+        return torch.zeros(elements, dtype=self.dtype, device=self.device, pin_memory=self.pinned)
+
+
+@dataclass
+class Owned:
+    """What the optimizer keeps for our span of one bucket, in max(fp32, dtype).
+
+    master: the weights, where they are kept besides the model's own. moments: by kind. factors: vectors that belong to
+    whole logical tensors, by "kind/name"; every rank that holds a part of the tensor keeps them whole.
+    """
+
+    bucket: Bucket
+    master: torch.Tensor | None
+    moments: dict[str, Flat] = field(default_factory=dict)
+    factors: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def has_master(self) -> bool:
+        """Whether a master says more than the weight."""
+        return self.master is not None and self.master.dtype != self.bucket.own_weights.dtype
+
+    @property
+    def decay_end(self) -> int:
+        """Where in our span decayed weights end."""
+        begin, end = self.bucket.span
+        return min(max(self.bucket.decay_end, begin), end) - begin
+
+    def halves(self) -> Iterator[tuple[slice, bool]]:
+        """Our span cut where decayed weights end: (slice of the span, decayed)."""
+        begin, end = self.bucket.span
+        yield slice(0, self.decay_end), True
+        yield slice(self.decay_end, end - begin), False
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Everything that is kept."""
+        if self.master is not None:
+            yield self.master
+        yield from (flat.values for flat in self.moments.values())
+        yield from self.factors.values()
+
+
+class Rule(Protocol):
+    """An update rule with its constants."""
+
+    def start(self, owned: Owned, room: Room) -> None:
+        """Make the state of a span that has seen no gradient."""
+
+    def move(
+        self,
+        owned: Owned,
+        master: torch.Tensor,
+        grad: torch.Tensor,
+        sums: Sums,
+        *,
+        step: int,
+        lr: float,
+        decay: float,
+    ) -> None:
+        """One update of `master` in place; `grad` is ours to change. Both are our span's. `step` counts from 1."""
+
+
+class Elementwise:
+    """A rule that treats every element alike."""
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Moments, of which every element has one value each."""
+        raise NotImplementedError
+
+    def update(
+        self, master: torch.Tensor, grad: torch.Tensor, *moments: torch.Tensor, step: int, lr: float, decay: float
+    ) -> None:
+        """One update in place; all tensors flat, of one length and dtype."""
+        raise NotImplementedError
+
+    def start(self, owned: Owned, room: Room) -> None:
+        begin, end = owned.bucket.span
+        owned.moments = {kind: Flat(begin, room.zeros(end - begin)) for kind in self.kinds}
+
+    def move(
+        self,
+        owned: Owned,
+        master: torch.Tensor,
+        grad: torch.Tensor,
+        sums: Sums,
+        *,
+        step: int,
+        lr: float,
+        decay: float,
+    ) -> None:
+        for part, decays in owned.halves():
+            moments = (flat.values[part] for flat in owned.moments.values())
+            self.update(master[part], grad[part], *moments, step=step, lr=lr, decay=decay if decays else 0.0)
