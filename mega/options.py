@@ -19,7 +19,7 @@ import typer
 from typer.core import TyperCommand
 
 from mega.argv import MANY, Meaning, Sets, meanings, translate
-from mega.core.config import toml
+from mega.core.config import deepspeed, toml
 from mega.core.config.compose import Asked, compose
 from mega.core.config.run import Entry, RunConfig, entries, sections
 from mega.core.config.world import is_first_rank
@@ -92,8 +92,10 @@ def command(function: Callable[..., Any]) -> Callable[..., Any]:
         typed.pop("help_all", None)
         options = _typed_options(typed, chosen)
         if whole is not None:
-            preset, config = typed.pop("model"), typed.pop("config")
+            preset, config, ds_json = (typed.pop(name) for name in ("model", "config", "deepspeed_config"))
             file = toml.read(config) if config is not None else {}
+            if ds_json is not None:
+                file = deepspeed.above(file, ds_json, options)
             run = compose(preset, file, options)
             if asked is not None:
                 typed[asked] = Asked(preset, {**file, **options})
@@ -220,6 +222,14 @@ _RUN_PARAMETERS = [
         default=None,
         annotation=Annotated[
             str | None, typer.Option("--config", "-c", help="a TOML file of options; stands below flags")
+        ],
+    ),
+    inspect.Parameter(
+        "deepspeed_config",
+        inspect.Parameter.KEYWORD_ONLY,
+        default=None,
+        annotation=Annotated[
+            str | None, typer.Option("--deepspeed-config", help="a DeepSpeed JSON of options; stands below flags")
         ],
     ),
     inspect.Parameter(

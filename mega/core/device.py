@@ -117,14 +117,7 @@ class HostCopy:
         self._memory = torch.empty(size, dtype=torch.uint8)
         self._stream = None
         if device.is_cuda:
-            # Registered, not allocated as pinned memory, which torch rounds up to a power of two.
-            runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-            begin = self._memory.data_ptr()
-            code = int(runtime.cudaHostRegister(begin, size, 0)) if size else 0
-            if code:
-                raise OSError(f"{size} bytes of host memory could not be page-locked (CUDA error {code})")
-            if size:
-                weakref.finalize(self, runtime.cudaHostUnregister, begin)
+            page_locked(self._memory)
             self._stream = torch.cuda.Stream(device.torch)  # type: ignore[no-untyped-call]
             self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
@@ -163,6 +156,22 @@ class HostCopy:
         """Wait until the copy can be read on the host."""
         if self._stream is not None:
             self._done.synchronize()
+
+
+def page_locked(memory: torch.Tensor) -> torch.Tensor:
+    """`memory` of the host, locked in its place while it lives, so that a device reads and writes it by itself.
+
+    Registered, not allocated as pinned memory, which torch rounds up to a power of two. Errors: OSError.
+    """
+    begin, size = memory.data_ptr(), memory.nbytes
+    if not size:
+        return memory
+    runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    code = int(runtime.cudaHostRegister(begin, size, 0))
+    if code:
+        raise OSError(f"{size} bytes of host memory could not be page-locked (CUDA error {code})")
+    weakref.finalize(memory, runtime.cudaHostUnregister, begin)
+    return memory
 
 
 @functools.cache

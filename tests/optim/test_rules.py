@@ -122,16 +122,14 @@ def test_sgd_is_torchs() -> None:
 
 @pytest.mark.parametrize("relative", [False, True])
 def test_the_reference_of_adafactor_is_the_librarys(relative: bool) -> None:
-    """Relative steps as torch.optim.Adafactor has them, a fixed rate as transformers does, which T5 was finetuned by."""
+    """Relative steps as torch.optim.Adafactor has them; a fixed rate as transformers has it."""
     update, weight = adafactor(relative), torch.nn.Parameter(torch.linspace(-1, 2, 12).double().view(3, 4))
     ours = weight.detach().clone()
     if relative:
         theirs: Any = torch.optim.Adafactor([weight], lr=LR, eps=(1e-30, 1e-3), weight_decay=DECAY)
     else:
         optimization = pytest.importorskip("transformers.optimization")
-        theirs = optimization.Adafactor(
-            [weight], lr=LR, scale_parameter=False, relative_step=False, weight_decay=DECAY
-        )
+        theirs = optimization.Adafactor([weight], lr=LR, scale_parameter=False, relative_step=False, weight_decay=DECAY)
     for step in range(1, 5):
         weight.grad = torch.sin(torch.arange(12.0).double() * step).view(3, 4)
         ours -= update("w", ours, weight.grad, step, DECAY)

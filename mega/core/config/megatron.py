@@ -61,6 +61,10 @@ IGNORED: Mapping[str, Ignored] = {
     "--local_rank": Ignored(1, "the rank is read from the environment"),
     "--lazy-mpu-init": Ignored(1, "the mesh is built at once"),
     "--use-mpi": Ignored(0, "the world is read from the environment"),
+    "--deepspeed": Ignored(0, "its file is read by --deepspeed-config, and --zero does the rest"),
+    "--zero-allgather-bucket-size": Ignored(1, "weights are gathered bucket by bucket; see --bucket-size"),
+    "--zero-contigious-gradients": Ignored(0, _ONE_BUFFER),
+    "--zero-reduce-scatter": Ignored(0, "what is shared out is always reduced so"),
     "--adlr-autoresume": Ignored(0, "it belongs to one vendor's cluster; see --resume auto"),
     "--adlr-autoresume-interval": Ignored(1, "it belongs to one vendor's cluster; see --resume auto"),
     # start, memory, files

@@ -185,7 +185,7 @@ def _parallel(parallel: ParallelConfig, layers: int | None) -> ParallelConfig:
 def _batch(batch: BatchConfig, dp: int) -> BatchConfig:
     if batch.global_batch is not None or batch.micro_batch is None:
         return batch
-    return replace(batch, global_batch=batch.micro_batch * max(dp, 1))
+    return replace(batch, global_batch=batch.micro_batch * max(dp, 1) * (batch.accumulation or 1))
 
 
 def _schedule(run: RunConfig) -> ScheduleConfig:

@@ -235,7 +235,13 @@ class ParallelConfig:
         megatron={"--use-distributed-optimizer": 1, "--zero-stage": VALUE},
         within=ZERO_STAGE,
     )
-    bucket_size: int = option(40_000_000, "least elements of a gradient bucket", unit="elements", within=COUNT)
+    bucket_size: int = option(
+        40_000_000,
+        "least elements of a gradient bucket",
+        megatron="--zero-reduce-bucket-size",
+        unit="elements",
+        within=COUNT,
+    )
     overlap_grad_reduce: bool = option(
         True, "reduce gradients while the backward pass runs", megatron={"--overlap-grad-reduce": True}
     )
@@ -268,6 +274,9 @@ class BatchConfig:
         megatron="--global-batch-size",
         common=True,
         within=COUNT,
+    )
+    accumulation: int | None = option(
+        None, "microbatches of one step on each data rank, instead of --global-batch", within=COUNT
     )
     rampup: tuple[int, ...] = option(
         (), "start, increment and samples of the batch ramp-up", megatron="--rampup-batch-size", within=COUNT
@@ -344,6 +353,9 @@ class ScheduleConfig:
     )
     lr_warmup_fraction: float | None = option(
         None, "warm-up as a share of the decay", megatron="--lr-warmup-fraction", within=BELOW_ONE
+    )
+    lr_warmup_style: Literal["linear", "log"] = option(
+        "linear", "shape of the warm-up; log grows with the logarithm of the step"
     )
     lr_warmup_init: float = option(
         0.0, "learning rate of the first step", megatron="--lr-warmup-init", within=NOT_NEGATIVE

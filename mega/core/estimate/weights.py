@@ -104,7 +104,7 @@ def wide(dtype: str) -> int:
 def stage_weights(run: RunConfig, dp: int, stage: int) -> Weights:
     """What each rank of pipeline stage `stage` holds of a resolved `run` on `dp` data-parallel ranks.
 
-    All tensor ranks of a stage hold equally much. On a CPU every reduce-scattered span is a tensor of its own.
+    All tensor ranks of a stage hold equally much.
     """
     parallel, precision = run.parallel, run.precision
     buckets = list(stage_buckets(run, dp, stage))
@@ -112,8 +112,6 @@ def stage_weights(run: RunConfig, dp: int, stage: int) -> Weights:
     high = wide(precision.dtype)
     assert precision.grad_dtype is not None
     grads = (span if parallel.zero >= 2 else length) * BYTES[precision.grad_dtype]
-    if parallel.zero == 1 and dp * parallel.cp > 1 and run.runtime.device == "cpu":
-        grads += span * BYTES[precision.grad_dtype]
     apart = run.optimizer.optimizer_offload
     masters = sum(one.span * high for one in buckets if apart or (precision.masters and BYTES[one.dtype] != high))
     moments = sum(_moments(run, bucket) for bucket in buckets) * high

@@ -6,7 +6,7 @@
     4 write back                     weights from masters, and every rank's spans to all (ZeRO)
 
 Masters are the weights themselves where these are fp32 or fp64, and wherever none are kept: then an update begins with
-the 16-bit weights and ends in them. Offloaded, masters and moments lie in pinned memory of the host, and updates are
+the 16-bit weights and ends in them. Offloaded, masters and moments lie in locked memory of the host, and updates are
 computed there. Knows no model, no schedule and no disk.
 """
 
@@ -55,6 +55,7 @@ class Optimizer:
         self._pass = ops.adamw if not offload else None
         self._masters, self._offload = masters, offload
         self.owned = [self._own(bucket) for bucket in grads.buckets]
+        self._landing = self._landed() if offload else None
         self._updates = torch.zeros((), dtype=torch.float64, device=grads.buckets[0].own_grads.device)
 
     @property
@@ -92,7 +93,10 @@ class Optimizer:
         for owned in self.owned:
             weights = owned.bucket.own_weights
             master = weights.to(_wide(weights)) if owned.master is None else owned.master
-            grad = _beside(owned.bucket.own_grads, master)
+            grad = owned.bucket.own_grads
+            if self._landing is not None:
+                grad = self._landing[: grad.numel()].copy_(grad)
+            grad = grad.to(master.dtype)
             if factor is not None:
                 grad.mul_(factor.to(grad.device))
             self.rule.move(owned, master, grad, self.grads.whole_sums, step=step, lr=lr, decay=decay)
@@ -137,19 +141,17 @@ class Optimizer:
         """Masters and moments as they are before the first step."""
         weights = bucket.own_weights
         leaves = self._offload and weights.is_cuda
-        room = Room(_wide(weights), torch.device("cpu") if leaves else weights.device, pinned=leaves)
+        room = Room(_wide(weights), torch.device("cpu") if leaves else weights.device, locked=leaves)
         apart = self._offload or (self._masters and room.dtype != weights.dtype)
         owned = Owned(bucket, room.zeros(weights.numel()).copy_(weights) if apart else None)
         self.rule.start(owned, room)
         return owned
 
+    def _landed(self) -> torch.Tensor:
+        """Host memory in which one span's gradients arrive."""
+        grads = max((bucket.own_grads for bucket in self.grads.buckets), key=torch.Tensor.numel)
+        return Room(grads.dtype, torch.device("cpu"), locked=grads.is_cuda).zeros(grads.numel())
+
 
 def _wide(weights: torch.Tensor) -> torch.dtype:
     return torch.promote_types(weights.dtype, torch.float32)
-
-
-def _beside(grad: torch.Tensor, master: torch.Tensor) -> torch.Tensor:
-    """A gradient where the master is, in its dtype; the gradient itself where that is so already."""
-    if grad.device != master.device:
-        grad = torch.empty_like(grad, device=master.device, pin_memory=True).copy_(grad)
-    return grad.to(master.dtype)

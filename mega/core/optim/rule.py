@@ -12,6 +12,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from mega.core.device import page_locked
 from mega.core.parallel.gradients import Bucket
 
 Sums = Callable[[Bucket, torch.Tensor], torch.Tensor]
@@ -26,14 +27,15 @@ class Flat(NamedTuple):
 
 
 class Room(NamedTuple):
-    """Where state is kept, and how wide."""
+    """Where state is kept, and how wide; `locked` where it is host memory that a device reads."""
 
     dtype: torch.dtype
     device: torch.device
-    pinned: bool = False
+    locked: bool = False
 
     def zeros(self, elements: int) -> torch.Tensor:
-        return torch.zeros(elements, dtype=self.dtype, device=self.device, pin_memory=self.pinned)
+        made = torch.zeros(elements, dtype=self.dtype, device=self.device)
+        return page_locked(made) if self.locked else made
 
 
 @dataclass

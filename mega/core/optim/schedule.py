@@ -10,6 +10,9 @@ from dataclasses import dataclass
 class LearningRate:
     """Warm-up from `initial` to `peak` over `warmup` samples, then `style` down to `least` at `decay` samples.
 
+    batch: samples of a step, in which a warm-up by logarithm counts: ln(step + 1) / ln(steps of the warm-up), as
+    DeepSpeed has it; None where it is linear.
+
     >>> rate = LearningRate(peak=1.5e-4, least=1e-5, warmup=100, decay=1000, style="linear")
     >>> rate(0), rate(50), round(rate(550), 12), rate(1001)
     (0.0, 7.5e-05, 8e-05, 1e-05)
@@ -21,10 +24,11 @@ class LearningRate:
     decay: int
     style: str
     initial: float = 0.0
+    batch: int | None = None
 
     def __call__(self, samples: int) -> float:
         if self.warmup > 0 and samples <= self.warmup:
-            return self.initial + (self.peak - self.initial) * samples / self.warmup
+            return self.initial + (self.peak - self.initial) * self._warm(samples)
         if self.style == "constant":
             return self.peak
         if samples > self.decay:
@@ -34,6 +38,12 @@ class LearningRate:
         done = (samples - self.warmup) / (self.decay - self.warmup)
         left = 1 - done if self.style == "linear" else 0.5 * (math.cos(math.pi * done) + 1)
         return self.least + (self.peak - self.least) * left
+
+    def _warm(self, samples: int) -> float:
+        """Share of the way from `initial` to `peak`."""
+        if self.batch is None:
+            return samples / self.warmup
+        return min(1.0, math.log(samples / self.batch + 1) / math.log(max(2, self.warmup // self.batch)))
 
 
 @dataclass(frozen=True)

@@ -349,8 +349,8 @@ class GradBuffer:
             return
         # NCCL may reduce into a part of its own input; gloo may not.
         out = bucket.own_grads if bucket.grads.is_cuda else torch.empty_like(bucket.own_grads)
-        bucket.own_grads, work = start_reduce_scatter(bucket.grads, data, out)
-        bucket.works.append((work, bucket.own_grads))
+        out, work = start_reduce_scatter(bucket.grads, data, out)
+        bucket.works.append((work, out))
 
     def finish(self) -> None:
         """Wait for the sums over data, then add up what is still partial. Errors name a weight without gradient."""
@@ -452,11 +452,13 @@ def _arrive(buckets: list[Bucket], *_: Any) -> None:
 
 
 def _settle(bucket: Bucket) -> None:
-    """Wait for sums on their way; under zero 2 add them to what the span has."""
+    """Wait for sums on their way and bring them to the span; under zero 2 add them to what it has."""
     for work, out in bucket.works:
         work.wait()
         if bucket.zero >= 2:
             bucket.own_grads.add_(out)
+        elif out.data_ptr() != bucket.own_grads.data_ptr():
+            bucket.own_grads.copy_(out)
     bucket.works = []
 
 

@@ -62,7 +62,9 @@ LR = {"fp64": 3e-3, "fp32": 1.5e-4}
 that trains the model keeps that noise within the bounds of fp32; fp64 bears twenty times as much."""
 
 NUMBERS = ("tp", "cp", "pp", "dp", "chunks", "mbs", "full", "block", "zero")
-FLAGS = ("sp", "ring", "gpipe", "zb", "uneven", "selective", "share")
+FLAGS = ("sp", "ring", "gpipe", "zb", "uneven", "selective", "share", "offload")
+RULES = ("sgd", "lamb", "adafactor")
+"""Update rules besides adam."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,7 @@ class Layout:
 
     mbs: samples of a microbatch, 8 make a step. full, block: `--recompute-layers` of full recompute, by groups or for
     the first blocks of a stage. share: saved activations are cut over the tensor ranks. uneven: stages are not equal.
+    offload: the optimizer's state lies on the host.
     """
 
     tp: int = 1
@@ -89,6 +92,8 @@ class Layout:
     block: int = 0
     share: bool = False
     zero: int = 0
+    rule: str = "adam"
+    offload: bool = False
 
     @property
     def world(self) -> int:
@@ -112,6 +117,8 @@ class Layout:
             *(f"{word}{getattr(self, word)}" * bool(getattr(self, word)) for word in ("full", "block")),
             "share" * self.share,
             f"zero{self.zero}" * bool(self.zero),
+            self.rule * (self.rule in RULES),
+            "offload" * self.offload,
         ]
         return "-".join([name, *filter(None, words)])
 
@@ -123,15 +130,17 @@ class Layout:
 
         Errors: ValueError where the text is no layout.
         """
-        word = rf"({'|'.join(NUMBERS)})([1-9]\d*)|({'|'.join(FLAGS)})"
+        word = rf"({'|'.join(NUMBERS)})([1-9]\d*)|({'|'.join(FLAGS + RULES)})"
         if not text or re.sub(rf"{word}|-", "", text):
             raise ValueError(
                 f"--layouts {text}: not a layout (valid: names such as tp2pp2dp2sp or dp4-zero1, with commas between; "
-                f"{', '.join(f'{name}N' for name in NUMBERS)}, {', '.join(FLAGS)})"
+                f"{', '.join(f'{name}N' for name in NUMBERS)}, {', '.join(FLAGS + RULES)})"
             )
         words = re.findall(word, text)
         values: dict[str, Any] = {axis: int(size) for axis, size, flag in words if not flag}
-        return cls(**values, **{flag: True for _, _, flag in words if flag})
+        flags = {flag: True for _, _, flag in words if flag in FLAGS}
+        rule = next((flag for _, _, flag in words if flag in RULES), "adam")
+        return cls(**values, **flags, rule=rule)
 
     @property
     def blocks(self) -> int:
@@ -160,8 +169,9 @@ class Layout:
             "recompute_method": "uniform" if self.full else "block" if self.block else None,
             "recompute_layers": self.full or self.block or None,
             "distribute_saved": self.share,
+            "optimizer_offload": self.offload,
         }
-        run = resolve(updated(alone(model, self.blocks, dtype), values), self.world)
+        run = resolve(updated(alone(model, self.blocks, dtype, rule=self.rule), values), self.world)
         try:
             check(run, self.world)
         except ValueError as error:
@@ -169,9 +179,9 @@ class Layout:
         return run
 
 
-def alone(model: str, blocks: int, dtype: ParityDtype, lr: float | None = None) -> RunConfig:
+def alone(model: str, blocks: int, dtype: ParityDtype, lr: float | None = None, rule: str = "adam") -> RunConfig:
     """One rank, one sample at a time, of one of `MODELS`: what layouts are compared with. lr: as `LR` says if None."""
-    values = {"layers": blocks, "dtype": dtype, "lr": lr or LR[dtype], "micro_batch": 1}
+    values = {"layers": blocks, "dtype": dtype, "lr": lr or LR[dtype], "micro_batch": 1, "optimizer": rule}
     return resolve(updated(RunConfig(), {**_VALUES, **MODELS[model], **values}), 1)
 
 
@@ -269,6 +279,25 @@ SPLITS = _named(
 """The global batch of 8 in microbatches of other sizes, and over more data ranks."""
 
 
+UPDATES = _named(
+    "dp2-zero1-lamb",
+    "tp2sp-lamb",
+    "tp2dp2-zero3-lamb",
+    "tp2pp2dp2sp-zero1-lamb",
+    "tp4-adafactor",
+    "pp4-adafactor",
+    "dp4-zero3-adafactor",
+    "cp2dp2-zero2-adafactor",
+    "tp2pp2dp2sp-zero1-adafactor",
+    "pp2dp2-zero1-sgd",
+    "dp2-offload",
+    "tp2pp2dp2sp-zero1-adafactor-offload",
+    "dp4-zero3-lamb-offload",
+)
+"""The other rules, where tensors are cut over tensor ranks and in spans, and where two stages share one; state on the
+host."""
+
+
 def every_layout() -> list[Layout]:
     """tp, pp in {1, 2, 4} x dp in {1, 2} on up to 8 ranks, with and without sequence parallelism, every ZeRO; and the
     lists above."""
@@ -280,7 +309,7 @@ def every_layout() -> list[Layout]:
                     shares = (False, True) if tp > 1 else (False,)
                     stages = (0,) if dp == 1 else (0, 1) if pp > 1 else (0, 1, 2, 3)
                     found += [Layout(tp=tp, pp=pp, dp=dp, sp=sp, zero=zero) for sp in shares for zero in stages]
-    return found + CONTEXT + STAGES + AGAIN + SPLITS
+    return found + CONTEXT + STAGES + AGAIN + SPLITS + UPDATES
 
 
 SHORT = _named("dp2-zero1", "tp2sp", "pp2", "tp2pp2dp2sp-zero1")

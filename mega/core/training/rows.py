@@ -51,12 +51,12 @@ def prove(cases: Sequence[Case], dtype: ParityDtype) -> Iterator[Row]:
     runs = [layout.run(model, dtype) for model, layout in cases]
     if not cases:
         return
-    references: dict[tuple[str, int], tuple[list[Snapshot], list[Snapshot] | None]] = {}
+    references: dict[tuple[str, int, str], tuple[list[Snapshot], list[Snapshot] | None]] = {}
     with Pool(max(layout.world for _, layout in cases)) as pool:
         for (model, layout), run in zip(cases, runs, strict=True):
-            key = (model, layout.blocks)
+            key = (model, layout.blocks, layout.rule)
             if key not in references:
-                references[key] = _reference(pool, model, layout.blocks, dtype)
+                references[key] = _reference(pool, *key, dtype)
             expected, exact = references[key]
             try:
                 found = snapshots(pool, run, layout.world, STEPS)
@@ -77,14 +77,16 @@ def prove(cases: Sequence[Case], dtype: ParityDtype) -> Iterator[Row]:
             )
 
 
-def _reference(pool: Pool, model: str, blocks: int, dtype: ParityDtype) -> tuple[list[Snapshot], list[Snapshot] | None]:
+def _reference(
+    pool: Pool, model: str, blocks: int, rule: str, dtype: ParityDtype
+) -> tuple[list[Snapshot], list[Snapshot] | None]:
     """One rank, one sample at a time; in fp32 also in fp64, with the same learning rate."""
     from mega.core.training.parity import snapshots
 
-    expected = snapshots(pool, alone(model, blocks, dtype), 1, STEPS)
+    expected = snapshots(pool, alone(model, blocks, dtype, rule=rule), 1, STEPS)
     if dtype == "fp64":
         return expected, None
-    return expected, snapshots(pool, alone(model, blocks, "fp64", LR[dtype]), 1, STEPS)
+    return expected, snapshots(pool, alone(model, blocks, "fp64", LR[dtype], rule), 1, STEPS)
 
 
 # -- the file

@@ -23,6 +23,7 @@ _FLAGS = {
     "lr.decay": "learning rate decay in samples",
     "lr.style": "--lr-decay",
     "lr.initial": "--lr-warmup-init",
+    "lr.batch": "batch of a --lr-warmup-style log",
     "weight_decay.start": "--start-weight-decay",
     "weight_decay.end": "--weight-decay",
     "weight_decay.total": "weight decay's length in samples",
@@ -50,6 +51,7 @@ class Schedules:
                 decay=length.decay_samples,
                 style=schedule.lr_decay,
                 initial=schedule.lr_warmup_init,
+                batch=run.batch.global_batch if schedule.lr_warmup_style == "log" else None,
             ),
             WeightDecay(
                 start=options.weight_decay if start is None else start,

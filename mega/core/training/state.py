@@ -94,7 +94,7 @@ class TrainState:
             bucket = owned.bucket
             if mine and not bucket.counted:
                 continue
-            if not mine or self._our_turn(number):  # every rank has whole factors
+            if not mine or (self._our_turn(number) and self.mesh.tp.first):  # every rank of the stage has them whole
                 for key, factor in owned.factors.items():
                     yield Piece(key, tuple(factor.shape), (0,), factor)
             if mine and not self.grads.zero and not self._our_turn(number):

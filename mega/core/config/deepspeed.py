@@ -1,0 +1,337 @@
+"""A DeepSpeed JSON as options of a run: batch, precision, ZeRO, clipping, optimizer, schedule.
+
+    {"train_micro_batch_size_per_gpu": 2, "fp16": {"enabled": true}, "zero_optimization": {"stage": 2}}
+        ->  micro_batch 2, dtype fp16, zero 2
+
+Only what the file says: its absent keys leave our defaults. A key that changes what is computed and has no option here
+is refused by name; one that only says how DeepSpeed does it is dropped; "auto" leaves the option to flags.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from mega.core.config.compose import nearest
+from mega.core.config.run import entries, flag_of
+
+Options = dict[str, Any]
+Problems = list[str]
+
+
+def read(path: str) -> Options:
+    """Option name -> value of the JSON at `path`. Errors: ValueError with a line for each key that cannot be taken."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            content = json.load(file)
+    except OSError as error:
+        raise ValueError(f"--deepspeed-config {path}: cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"--deepspeed-config {path}: is not JSON: {error}") from None
+    return values(content, path)
+
+
+def above(file: Mapping[str, Any], path: str, flags: Mapping[str, Any]) -> Options:
+    """The options of a TOML `file` with those of the JSON at `path`. Where both say something, they say the same, or a
+    flag decides. Errors: ValueError naming the option, and as `read`.
+    """
+    options = read(path)
+    lines = [
+        f"--deepspeed-config {path}: means {flag_of(name)} {value}, --config says {file[name]}; give the flag"
+        for name, value in options.items()
+        if name not in flags and file.get(name, value) != value
+    ]
+    if lines:
+        raise ValueError("\n".join(lines))
+    return {**file, **options}
+
+
+def values(content: Any, source: str) -> Options:
+    """Option name -> value of a parsed file that came from `source`.
+
+    >>> values({"bf16": {"enabled": True}, "gradient_clipping": 1.0, "zero_optimization": {"stage": 1}}, "ds.json")
+    {'clip_grad': 1.0, 'dtype': 'bf16', 'zero': 1}
+    >>> values({"zero_optimization": {"stag": 2}}, "ds.json")
+    Traceback (most recent call last):
+    ...
+    ValueError: ds.json: zero_optimization.stag: is no key of DeepSpeed's that is known here (nearest: stage)
+    """
+    if not isinstance(content, dict):
+        raise ValueError(f"{source}: must be one JSON object")
+    table = _Table(content, "")
+    _batch(table)
+    _precision(table)
+    _zero(table)
+    _optimizer(table)
+    _scheduler(table)
+    _logging(table)
+    table.drop(*_DROPPED)
+    table.refuse_others()
+    if table.problems:
+        raise ValueError("\n".join(f"{source}: {line}" for line in table.problems))
+    return table.found
+
+
+_DROPPED = (
+    "wall_clock_breakdown",
+    "memory_breakdown",
+    "dump_state",
+    "zero_allow_untested_optimizer",
+    "zero_force_ds_cpu_optimizer",
+    "prescale_gradients",
+    "gradient_predivide_factor",
+    "communication_data_type",
+    "comms_logger",
+    "flops_profiler",
+    "wandb",
+    "csv_monitor",
+    "aio",
+    "checkpoint",
+    "steps_per_print_rank",
+)
+"""What says how DeepSpeed does it, and not what is computed."""
+
+
+class _Table:
+    """One JSON object: its keys are taken one by one, and what nobody took is refused at the end."""
+
+    def __init__(self, content: Mapping[str, Any], prefix: str, parent: _Table | None = None):
+        self.content, self.prefix = dict(content), prefix
+        self.known: set[str] = set()
+        self.found: Options = parent.found if parent is not None else {}
+        self.problems: Problems = parent.problems if parent is not None else []
+
+    def take(self, key: str, *kinds: type) -> Any:
+        """The value at `key`, or None where it is absent, null or "auto"; of another kind is a problem."""
+        self.known.add(key)
+        value = self.content.pop(key, None)
+        if value is None or value == "auto":
+            return None
+        if kinds and not (isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool))):
+            self.refuse(key, f"must be {' or '.join(_KINDS[kind] for kind in kinds)}, not {json.dumps(value)}")
+            return None
+        return value
+
+    def option(self, key: str, name: str, *kinds: type, change: Callable[[Any], Any] = lambda value: value) -> None:
+        """The value at `key` is the option `name`."""
+        value = self.take(key, *kinds)
+        choices = entries()[name].choices
+        if choices and value is not None and value not in choices:
+            self.refuse(key, f"{value} is not supported; valid: {', '.join(choices)}")
+        elif value is not None:
+            self.found[name] = change(value)
+
+    def table(self, key: str) -> _Table | None:
+        """The object at `key`."""
+        content = self.take(key, dict)
+        return None if content is None else _Table(content, f"{self.prefix}{key}.", self)
+
+    def drop(self, *keys: str) -> None:
+        for key in keys:
+            self.take(key)
+
+    def only(self, key: str, valid: Any, why: str) -> None:
+        """A key that changes what is computed, of which one value is what happens here."""
+        value = self.take(key)
+        if value is not None and value != valid:
+            self.refuse(key, f"{json.dumps(value)} is not supported: {why}; valid: {json.dumps(valid)}")
+
+    def refuse(self, key: str, why: str) -> None:
+        self.problems.append(f"{self.prefix}{key}: {why}")
+
+    def refuse_others(self) -> None:
+        for key in self.content:
+            self.refuse(key, f"is no key of DeepSpeed's that is known here{nearest(key, self.known)}")
+
+
+_KINDS = {int: "a whole number", float: "a number", str: "a string", bool: "true or false", dict: "an object"}
+
+
+def _batch(root: _Table) -> None:
+    root.option("train_batch_size", "global_batch", int)
+    root.option("train_micro_batch_size_per_gpu", "micro_batch", int)
+    root.option("gradient_accumulation_steps", "accumulation", int)
+    root.option("gradient_clipping", "clip_grad", int, float, change=float)
+
+
+def _precision(root: _Table) -> None:
+    fp16, enabled = root.table("fp16"), []
+    if fp16 is not None:
+        if fp16.take("enabled", bool):
+            enabled.append("fp16")
+        # 0 is DeepSpeed's word for a dynamic scale
+        scale = fp16.take("loss_scale", int, float)
+        power = fp16.take("initial_scale_power", int)
+        if enabled:
+            if scale:
+                root.found["loss_scale"] = float(scale)
+            elif power is not None:
+                root.found["initial_loss_scale"] = 2.0**power
+        fp16.option("loss_scale_window", "loss_scale_window", int)
+        fp16.option("hysteresis", "hysteresis", int)
+        fp16.option("min_loss_scale", "min_loss_scale", int, float, change=float)
+        fp16.only("consecutive_hysteresis", False, "tolerated overflows come back when the scale grows")
+        fp16.only("fp16_master_weights_and_grads", False, "masters are fp32, or none with --memory-efficient-fp16")
+        fp16.drop("auto_cast")
+        fp16.refuse_others()
+    for key in ("bf16", "bfloat16"):
+        bf16 = root.table(key)
+        if bf16 is not None:
+            if bf16.take("enabled", bool):
+                enabled.append(key)
+            bf16.drop("immediate_grad_update")
+            bf16.refuse_others()
+    if len(enabled) > 1:
+        root.refuse(enabled[1], f"is enabled beside {enabled[0]}; enable one of them")
+    if enabled:
+        root.found["dtype"] = "fp16" if enabled[0] == "fp16" else "bf16"
+    amp = root.table("amp")
+    if amp is not None and amp.take("enabled", bool):
+        root.refuse("amp", "apex's mixed precision is not supported; valid: fp16, bf16")
+    types = root.table("data_types")
+    if types is not None:
+        types.option("grad_accum_dtype", "grad_dtype", str)
+        types.refuse_others()
+    root.only("fp32_allreduce", False, "gradients are reduced in the dtype of --grad-dtype")
+    root.only("sparse_gradients", False, "gradients of embeddings are dense")
+
+
+def _zero(root: _Table) -> None:
+    zero = root.table("zero_optimization")
+    if zero is None:
+        return
+    zero.option("stage", "zero", int)
+    zero.option("reduce_bucket_size", "bucket_size", int, float, change=int)
+    zero.option("overlap_comm", "overlap_grad_reduce", bool)
+    zero.option("cpu_offload", "optimizer_offload", bool)
+    device = _device(zero, "offload_optimizer")
+    if device not in (None, "none", "cpu"):
+        zero.refuse("offload_optimizer.device", f"{device} is not supported; valid: cpu, none")
+    elif device is not None:
+        zero.found["optimizer_offload"] = device == "cpu"
+    if _device(zero, "offload_param") not in (None, "none"):
+        zero.refuse("offload_param.device", "parameters stay on the device; valid: none")
+    zero.only("cpu_offload_params", False, "parameters stay on the device")
+    zero.drop(
+        "allgather_partitions",
+        "allgather_bucket_size",
+        "reduce_scatter",
+        "contiguous_gradients",
+        "cpu_offload_use_pin_memory",
+        "elastic_checkpoint",
+        "ignore_unused_parameters",
+        "legacy_stage1",
+        "load_from_fp32_weights",
+        "round_robin_gradients",
+        "stage3_gather_16bit_weights_on_model_save",
+        "stage3_gather_fp16_weights_on_model_save",
+        "stage3_max_live_parameters",
+        "stage3_max_reuse_distance",
+        "stage3_param_persistence_threshold",
+        "stage3_prefetch_bucket_size",
+        "sub_group_size",
+    )
+    zero.refuse_others()
+
+
+def _device(zero: _Table, key: str) -> str | None:
+    """Where something is offloaded to; how is DeepSpeed's business."""
+    table = zero.table(key)
+    if table is None:
+        return None
+    device: str | None = table.take("device", str)
+    table.drop("pin_memory", "buffer_count", "buffer_size", "fast_init", "max_in_cpu", "nvme_path", "pipeline_read")
+    table.drop("pipeline_write", "pipeline", "ratio")
+    table.refuse_others()
+    return device
+
+
+_RULES = {"Adam": "adam", "AdamW": "adam", "Lamb": "lamb", "SGD": "sgd", "Adafactor": "adafactor"}
+
+
+def _optimizer(root: _Table) -> None:
+    chosen = root.table("optimizer")
+    if chosen is None:
+        return
+    kind = chosen.take("type", str)
+    if kind is not None and kind.lower() not in (known := {name.lower(): rule for name, rule in _RULES.items()}):
+        chosen.refuse("type", f"{kind} is not supported{nearest(kind, _RULES)}; valid: {', '.join(_RULES)}")
+    elif kind is not None:
+        root.found["optimizer"] = known[kind.lower()]
+    params = chosen.table("params")
+    if params is not None:
+        params.option("lr", "lr", int, float, change=float)
+        params.option("eps", "adam_eps", int, float, change=float)
+        params.option("weight_decay", "weight_decay", int, float, change=float)
+        params.option("momentum", "sgd_momentum", int, float, change=float)
+        betas = params.take("betas")
+        if isinstance(betas, list) and len(betas) == 2 and all(isinstance(beta, int | float) for beta in betas):
+            root.found["adam_beta1"], root.found["adam_beta2"] = map(float, betas)
+        elif betas is not None:
+            params.refuse("betas", f"must be two numbers, not {json.dumps(betas)}")
+        params.only("bias_correction", True, "moments are always corrected")
+        params.only("adam_w_mode", True, "adam's weight decay is decoupled")
+        params.only("amsgrad", False, "only Adam itself is built")
+        params.only("nesterov", False, "momentum is the plain one")
+        params.only("dampening", 0, "momentum is not dampened")
+        for bound in ("max_coeff", "min_coeff"):
+            if params.take(bound) is not None:
+                params.refuse(bound, "LAMB's ratio has no bounds here; leave the key out")
+        params.drop("torch_adam", "fp32_optimizer_states", "cuda_aware", "comm_backend_name")
+        params.refuse_others()
+    chosen.drop("legacy_fusion")
+    chosen.refuse_others()
+
+
+_SCHEDULES = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
+
+
+def _scheduler(root: _Table) -> None:
+    """Schedules as warm-up and decay; their largest rate stands above the optimizer's."""
+    chosen = root.table("scheduler")
+    if chosen is None:
+        return
+    kind = chosen.take("type", str)
+    params = chosen.table("params") or _Table({}, "scheduler.params.", root)
+    chosen.refuse_others()
+    if kind not in _SCHEDULES:
+        chosen.refuse(
+            "type", f"{kind} is not supported{nearest(str(kind), _SCHEDULES)}; valid: {', '.join(_SCHEDULES)}"
+        )
+        return
+    found = root.found
+    params.option("warmup_num_steps", "lr_warmup_steps", int)
+    found.setdefault("lr_warmup_steps", 1000)
+    params.option("warmup_type", "lr_warmup_style", str)
+    found.setdefault("lr_warmup_style", "log")
+    params.option("total_num_steps", "lr_decay_steps", int)
+    found["lr_decay"] = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}[kind]
+    if kind == "WarmupCosineLR":
+        for key, name, default in (("warmup_min_ratio", "lr_warmup_init", 0.0), ("cos_min_ratio", "min_lr", 1e-4)):
+            ratio = params.take(key, int, float)
+            if "lr" in found:
+                found[name] = (default if ratio is None else ratio) * found["lr"]
+            else:
+                chosen.refuse(f"params.{key}", "is a share of optimizer.params.lr, which is absent")
+    else:
+        params.option("warmup_max_lr", "lr", int, float, change=float)
+        params.option("warmup_min_lr", "lr_warmup_init", int, float, change=float)
+    params.drop("last_batch_iteration")
+    params.refuse_others()
+
+
+def _logging(root: _Table) -> None:
+    root.option("steps_per_print", "log_interval", int)
+    board = root.table("tensorboard")
+    if board is not None:
+        parts = [part for part in (board.take("output_path", str), board.take("job_name", str)) if part]
+        if board.take("enabled", bool):
+            root.found["tensorboard_dir"] = "/".join(part.rstrip("/") for part in parts) or "runs"
+        board.refuse_others()
+    saved = root.table("activation_checkpointing")
+    if saved is not None:
+        saved.only("cpu_checkpointing", False, "saved activations stay on the device")
+        saved.option("partition_activations", "distribute_saved", bool)
+        saved.drop("contiguous_memory_optimization", "number_checkpoints", "synchronize_checkpoint_boundary", "profile")
+        saved.refuse_others()
