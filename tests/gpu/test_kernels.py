@@ -165,6 +165,21 @@ def test_adamw(fine: float) -> None:
     assert torch.equal(weights, master.to(DTYPE))
 
 
+def test_adamw_without_masters() -> None:
+    """The pass begins and ends with 16-bit weights, computes in fp32 between, and rounds once."""
+    weights, grad = random(5000), random(5000)
+    first, second = random(5000, dtype=torch.float32), random(5000, dtype=torch.float32).square()
+    exact = [t.double().clone() for t in (weights, grad, first, second)]
+    AdamW(0.9, 0.999, 1e-8).reference(*exact, step=3, lr=1e-2, decay=0.1)
+    facts = torch.tensor([1.0, 1.0, 1 - 0.9**3, 1 - 0.999**3], device=DEVICE)
+    kernels()["adamw"](
+        weights, grad, first, second, None, facts,
+        decay_end=5000, lr=1e-2, decay=0.1, beta1=0.9, beta2=0.999, eps=1e-8,
+    )  # fmt: skip
+    assert error(first, exact[2]) < 1e-6
+    assert float((weights.double() - exact[0]).abs().max() / exact[0].abs().max()) < 2**-8
+
+
 @pytest.mark.skipif(not CUDA, reason="cuBLAS only")
 def test_wide_products() -> None:
     sink, grad, x = random(256, 128, dtype=torch.float32), random(512, 256), random(512, 128)

@@ -93,6 +93,7 @@ def as_json(run: RunConfig, world: int, found: Memory, device: Hardware | None =
                 "layers": stage.layers,
                 "parameters": stage.held.parameters,
                 **parts(stage),
+                "host": stage.held.host,
                 "peak": stage.peak,
                 "slack": stage.slack,
                 "live_microbatches": stage.live,
@@ -156,6 +157,8 @@ def notes(run: RunConfig, world: int, found: Memory, device: Hardware | None, me
         f"checkpoint {gib(found.checkpoint)} GiB; serving: {kv_cache_bytes(run) / 2**20:.3f} MiB of keys and values "
         "per token"
     )
+    if held.host:
+        yield f"in the host's memory: {gib(held.host)} GiB of masters and moments for each rank"
     if device is not None:
         need = found.needed(device.communicator)
         verdict = "fits" if need <= device.memory else "does not fit"

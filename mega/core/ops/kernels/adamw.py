@@ -27,7 +27,7 @@ def _adamw(
         grad = tl.load(grad_at + at, real, 0.0).to(tl.float32) * factor
         moment1 = tl.load(moment1_at + at, real, 0.0)
         moment2 = tl.load(moment2_at + at, real, 0.0)
-        master = tl.load(master_at + at, real, 0.0)
+        master = tl.load(master_at + at, real, 0.0).to(tl.float32)
         moment1 = beta1 * moment1 + gain1 * grad
         moment2 = beta2 * moment2 + gain2 * grad * grad
         # In the order of torch: first the decay, then the step, both from the old master.
@@ -36,7 +36,7 @@ def _adamw(
         master = master - master * shrink - lr * step
         tl.store(moment1_at + at, moment1, real)
         tl.store(moment2_at + at, moment2, real)
-        tl.store(master_at + at, master, real)
+        tl.store(master_at + at, master.to(master_at.dtype.element_ty), real)
         if COPY:
             tl.store(weight_at + at, master.to(weight_at.dtype.element_ty), real)
 
@@ -56,7 +56,7 @@ def adamw(
     beta2: float,
     eps: float,
 ) -> None:
-    """One update in place; all flat and of one length, `weights` None where the master is the weight.
+    """One update in place; all flat and of one length, `weights` None where the master is the weight, of any dtype.
 
     facts: fp32 [4] on the device: 1 where the step counts, else 0; clip factor; 1 - beta1^t; 1 - beta2^t. Elements
     before `decay_end` decay.
