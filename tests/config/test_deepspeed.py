@@ -122,7 +122,7 @@ def test_the_whole_file_is_a_run() -> None:
         ({"optimizer": {"params": {"betas": 0.9}}}, "optimizer.params.betas: must be two numbers, not 0.9"),
         (
             {"scheduler": {"type": "OneCycle"}},
-            "scheduler.type: OneCycle is not supported; valid: WarmupLR, WarmupDecayLR, WarmupCosineLR",
+            "scheduler.type: OneCycle is not supported; valid: WarmupLR, WarmupDecayLR, WarmupCosineLR, LRRangeTest",
         ),
         ({"data_types": {"grad_accum_dtype": "fp8"}}, "data_types.grad_accum_dtype: fp8 is not supported; valid:"),
         ({"train_batch_size": True}, "train_batch_size: must be a whole number, not true"),
@@ -167,6 +167,19 @@ def test_bad_files(tmp_path: Path, text: str | None, says: str) -> None:
         path.write_text(text)
     with pytest.raises(ValueError, match=f"--deepspeed-config .*: {says}"):
         deepspeed.read(str(path))
+
+
+def test_a_range_test_is_the_same_line() -> None:
+    """lr = min_lr (1 + step_rate x step / step_size)."""
+    params = {"lr_range_test_min_lr": 1e-4, "lr_range_test_step_size": 50, "lr_range_test_step_rate": 5}
+    found = values({"scheduler": {"type": "LRRangeTest", "params": params}}, "ds.json")
+    assert found == {"lr_decay": "range-test", "lr": 1e-4, "lr_decay_steps": 10}
+    rate = LearningRate(peak=1e-4, least=0.0, warmup=0, decay=10 * 8, style="range-test")
+    assert [rate(8 * step) for step in (0, 7, 100)] == pytest.approx(
+        [1e-4 * (1 + 5 * step / 50) for step in (0, 7, 100)]
+    )
+    with pytest.raises(ValueError, match="lr_range_test_staircase: true is not supported"):
+        values({"scheduler": {"type": "LRRangeTest", "params": {"lr_range_test_staircase": True}}}, "ds.json")
 
 
 def test_warm_up_by_logarithm() -> None:

@@ -284,7 +284,7 @@ def _optimizer(root: _Table) -> None:
     chosen.refuse_others()
 
 
-_SCHEDULES = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
+_SCHEDULES = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "LRRangeTest")
 
 
 def _scheduler(root: _Table) -> None:
@@ -300,7 +300,29 @@ def _scheduler(root: _Table) -> None:
             "type", f"{kind} is not supported{nearest(str(kind), _SCHEDULES)}; valid: {', '.join(_SCHEDULES)}"
         )
         return
-    found = root.found
+    if kind == "LRRangeTest":
+        _range_test(params)
+    else:
+        _warm_up(kind, params)
+    params.drop("last_batch_iteration")
+    params.refuse_others()
+
+
+def _range_test(params: _Table) -> None:
+    """min_lr (1 + rate x step / size) grows by min_lr every size / rate steps."""
+    params.found["lr_decay"] = "range-test"
+    params.option("lr_range_test_min_lr", "lr", int, float, change=float)
+    size = params.take("lr_range_test_step_size", int)
+    rate = params.take("lr_range_test_step_rate", int, float)
+    steps = (2000 if size is None else size) / (rate or 1.0)
+    if steps < 1 or steps != int(steps):
+        params.refuse("lr_range_test_step_rate", f"{rate} must divide lr_range_test_step_size into whole steps")
+    params.found["lr_decay_steps"] = int(steps)
+    params.only("lr_range_test_staircase", False, "the rate grows with every step")
+
+
+def _warm_up(kind: str, params: _Table) -> None:
+    found = params.found
     params.option("warmup_num_steps", "lr_warmup_steps", int)
     found.setdefault("lr_warmup_steps", 1000)
     params.option("warmup_type", "lr_warmup_style", str)
@@ -313,12 +335,10 @@ def _scheduler(root: _Table) -> None:
             if "lr" in found:
                 found[name] = (default if ratio is None else ratio) * found["lr"]
             else:
-                chosen.refuse(f"params.{key}", "is a share of optimizer.params.lr, which is absent")
+                params.refuse(key, "is a share of optimizer.params.lr, which is absent")
     else:
         params.option("warmup_max_lr", "lr", int, float, change=float)
         params.option("warmup_min_lr", "lr_warmup_init", int, float, change=float)
-    params.drop("last_batch_iteration")
-    params.refuse_others()
 
 
 def _logging(root: _Table) -> None:

@@ -330,8 +330,8 @@ class ScheduleConfig:
 
     title: ClassVar[str] = "Schedule"
 
-    lr_decay: Literal["constant", "linear", "cosine", "inverse-square-root"] = option(
-        "linear", "shape of the decay", megatron="--lr-decay-style"
+    lr_decay: Literal["constant", "linear", "cosine", "inverse-square-root", "range-test"] = option(
+        "linear", "shape of the decay; range-test grows by --lr every --lr-decay-steps", megatron="--lr-decay-style"
     )
     min_lr: float = option(0.0, "learning rate at the end", megatron="--min-lr", within=NOT_NEGATIVE)
     lr_decay_steps: int | None = option(

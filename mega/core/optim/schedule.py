@@ -10,6 +10,8 @@ from dataclasses import dataclass
 class LearningRate:
     """Warm-up from `initial` to `peak` over `warmup` samples, then `style` down to `least` at `decay` samples.
 
+    The style "range-test" looks for the rate that a run bears (Smith 2017): it grows by `peak` every `decay` samples.
+
     batch: samples of a step, in which a warm-up by logarithm counts: ln(step + 1) / ln(steps of the warm-up), as
     DeepSpeed has it; None where it is linear.
 
@@ -31,6 +33,8 @@ class LearningRate:
             return self.initial + (self.peak - self.initial) * self._warm(samples)
         if self.style == "constant":
             return self.peak
+        if self.style == "range-test":
+            return self.peak * (1 + samples / self.decay)
         if samples > self.decay:
             return self.least
         if self.style == "inverse-square-root":

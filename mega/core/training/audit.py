@@ -97,7 +97,7 @@ def audit(state: TrainState) -> None:
     lines: list[str] = []
     for held in by_axis.values():
         axis = held[0].axis
-        hashes = torch.stack([bit_hash(copy.tensor) for copy in held])
+        hashes = torch.stack([bit_hash(copy.tensor).to(state.device.torch) for copy in held])
         table = all_gather(hashes[None, :], axis)  # [ranks, tensors]
         for number in (table != table[:1]).any(0).nonzero().flatten().tolist():
             lines.append(f"{held[number].name}: {_who(table[:, number].tolist(), axis.ranks)}")
