@@ -23,18 +23,23 @@ def run(
     json: Annotated[str | None, typer.Option(help="file that gets one JSON line a row")] = None,
     against: Annotated[str | None, typer.Option(help="such a file of another time, to compare with")] = None,
     trace: Annotated[str | None, typer.Option(help="file for one step's trace, for Perfetto")] = None,
+    calibrate: Annotated[
+        str | None, typer.Option(help="measure this machine instead, into a .toml that memory-estimate --gpu reads")
+    ] = None,
 ) -> int:
     """Measure speed: the trainer's own step on random tokens, one row after another in one process group.
 
     Rows: w1 is GPT 345M, w2 Llama-2 7B, w2-fp8 the same by --fp8, w3 GPT 22B by tensor ranks. Batch and layout of a row
     follow the number of ranks; any flag that you type stands above the row.
     """
+    world = world_from_env()
+    size = ranks(world, run.runtime.nproc)
+    if calibrate is not None:
+        return _calibrate(run, calibrate, repeats, world.source == "alone" and size > 1, size)
     from mega.core.config.check import check
     from mega.core.config.resolve import resolve
     from mega.core.training import bench
 
-    world = world_from_env()
-    size = ranks(world, run.runtime.nproc)
     if rows and asked.preset is not None:
         raise ValueError(f"--model {asked.preset}: excludes rows, which say their model; leave out one of them")
     runs = [(name, bench.row(name, asked.values, size)) for name in rows or ()] or [("run", run)]
@@ -49,3 +54,17 @@ def run(
     from mega.core.parallel.launch import launch
 
     return launch(size, job, resolved)
+
+
+def _calibrate(run: RunConfig, out: str, repeats: int, start: bool, size: int) -> int:
+    if not out.endswith(".toml"):
+        raise ValueError(f"--calibrate {out}: must end in .toml, as memory-estimate --gpu tells files from names")
+    from mega.core.training.calibrate import calibrate
+
+    runtime = run.runtime
+    arguments = (out, runtime.device, runtime.backend, runtime.timeout_minutes, repeats)
+    if not start:
+        return calibrate(*arguments)
+    from mega.core.parallel.launch import launch
+
+    return launch(size, calibrate, *arguments)

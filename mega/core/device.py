@@ -85,6 +85,12 @@ class Device:
         except OSError:
             return 0
 
+    def room(self) -> int:
+        """Bytes that can be had on this device, what we hold included; on a CPU the host's memory."""
+        if self.is_cuda:
+            return torch.cuda.mem_get_info(self.torch)[0] + torch.cuda.memory_reserved(self.torch)
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
     def release(self) -> None:
         """Give cached memory back, so that what comes next finds one whole piece."""
         if self.is_cuda:
