@@ -86,12 +86,14 @@ def test_records_of_another_run(tmp_path: Path) -> None:
         dataset(path, seq_length=64)
     with pytest.raises(ValueError, match=r"holds token id \d+, but the vocabulary's are 0 .. 99"):
         record_dataset("--train-data", [str(path)], seq_length=128, vocab=100, samples=1, seed=1, cache=None)
-    data = DataConfig(train_data=(str(path),), valid_data=(str(path),), data_cache=str(tmp_path))
+    data = DataConfig(
+        train_data=(str(path),), valid_data=(str(path),), valid_sets=(f"more={path}",), data_cache=str(tmp_path)
+    )
     made = build_datasets(
         data, seq_length=128, seed=1, vocab=30522, samples=(70, 5, 5), masking=MaskingConfig(sample_kind="tfrecords")
     )
     assert made.train is not None and made.valid is not None and made.test is None
-    assert (len(made.train), len(made.valid)) == (70, 5)
+    assert (len(made.train), len(made.valid), len(made.named["more"])) == (70, 5, 5)
     (tmp_path / "empty").touch()
     with pytest.raises(ValueError, match=r"--train-data .*empty: holds no record"):
         dataset(tmp_path / "empty")

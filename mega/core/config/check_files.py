@@ -66,10 +66,10 @@ def _data(run: RunConfig) -> Problems:
     for word in data.valid_sets:
         name, _, prefix = word.partition("=")
         if not name or not prefix:
-            yield f"--valid-sets {word}: must be name=prefix, or name=file beside --chat-data"
-        elif data.chat_data:
+            yield f"--valid-sets {word}: must be name=prefix, or name=file beside --chat-data or TFRecords"
+        elif data.chat_data or run.masking.sample_kind == "tfrecords":
             if not os.path.isfile(prefix):
-                yield f"--valid-sets {prefix}: there is no such file of conversations"
+                yield f"--valid-sets {prefix}: there is no such file"
         else:
             yield from _prefixes("--valid-sets", expand([prefix], data.corpora))
 

@@ -160,15 +160,17 @@ def _records(
     if data.data_path:
         raise ValueError("--data-path: cannot be split where --sample-kind is tfrecords; give --train-data FILES")
     cache = Path(data.data_cache) if data.data_cache else None
+
+    def records(flag: str, inputs: Sequence[str], count: int) -> Dataset | None:
+        if not inputs or not count:
+            return None
+        return record_dataset(flag, inputs, seq_length=seq_length, vocab=vocab, samples=count, seed=seed, cache=cache)
+
     train, valid, test = (
-        record_dataset(
-            f"--{name}-data", own[name], seq_length=seq_length, vocab=vocab, samples=count, seed=seed, cache=cache
-        )
-        if own[name] and count
-        else None
-        for name, count in zip(SPLITS, samples, strict=True)
+        records(f"--{name}-data", own[name], count) for name, count in zip(SPLITS, samples, strict=True)
     )
-    return Datasets(train, valid, test)
+    found = {label: records("--valid-sets", [file], samples[2]) for label, file in _named(data)}
+    return Datasets(train, valid, test, named={label: one for label, one in found.items() if one is not None})
 
 
 class _Builder:
