@@ -102,9 +102,17 @@ def _entry(path: Path, name: str, value: object, base: int) -> Entry:
 
 
 class TorchSource:
-    """The tensors of torch files; names are `label/name` where several files hold the same names."""
+    """The tensors of torch files; names are `label/name` where several files hold the same names.
+
+    Errors: CheckpointError naming a tensor that is not dense, or larger than what is stored of it.
+    """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        for name, tensor in tensors.items():
+            if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type != "cpu":
+                raise CheckpointError(f"{name}: is no plain tensor in memory")
+            if tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
+                raise CheckpointError(f"{name}: has {tensor.numel()} elements, fewer are stored")
         self._tensors = tensors
         self.tensors: Tensors = {name: (tuple(t.shape), t.dtype) for name, t in tensors.items()}
 

@@ -13,13 +13,19 @@ from typing import Any
 import torch
 
 from mega.core.checkpoint.pieces import CheckpointError, Piece
+from mega.core.config.run import entries
 from mega.core.config.sections import ModelConfig
+from mega.core.config.toml import unfit
 from mega.core.inventory import Place, inventory
 from mega.core.plan.layers import stage_layers
 from mega.core.shard import shard
 
 Tensors = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 """Key -> whole shape and dtype, as `Checkpoint.tensors` has it."""
+
+
+SIZES = ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "positions")
+"""What a resolved model section says."""
 
 
 def plan_files(tensors: Tensors, model: ModelConfig, tp: int, pp: int) -> list[list[Piece]]:
@@ -31,11 +37,12 @@ def plan_files(tensors: Tensors, model: ModelConfig, tp: int, pp: int) -> list[l
     Errors: CheckpointError naming a tensor that is missing, unknown or of another shape; ValueError where
     the model does not divide.
     """
-    logical = {tensor.name: tensor for tensor in inventory(model)}
+    logical = {}
+    for tensor in inventory(model):  # of a hostile config, endless but for this check
+        if f"weights/{tensor.name}" not in tensors:
+            raise CheckpointError(f"weights/{tensor.name}: the model has it, the checkpoint does not")
+        logical[tensor.name] = tensor
     kinds = {key.partition("/")[0] for key in tensors if key.partition("/")[2] in logical} | {"weights"}
-    for name in logical:
-        if f"weights/{name}" not in tensors:
-            raise CheckpointError(f"weights/{name}: the model has it, the checkpoint does not")
     owner = _stages(model, pp)
     files: list[list[Piece]] = [[] for _ in range(tp * pp)]
     for key, (shape, dtype) in tensors.items():
@@ -81,4 +88,13 @@ def model_of(meta: Mapping[str, Any], where: str) -> ModelConfig:
     known = {field.name for field in dataclasses.fields(ModelConfig)}
     if unknown := sorted(set(fields) - known):
         raise CheckpointError(f"{where}: config.model.{unknown[0]} is unknown to this version")
+    for name, value in fields.items():
+        within = entries()[name].option.within
+        problem = None if value is None else unfit("model", name, value)
+        if problem is None and value is not None and within is not None and not within.holds(value):
+            problem = f"{value!r} must be {within.rule}"
+        if problem is None and value is None and name in SIZES:
+            problem = "is missing"
+        if problem is not None:
+            raise CheckpointError(f"{where}: config.model.{name}: {problem}")
     return ModelConfig(**fields)

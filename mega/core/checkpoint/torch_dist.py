@@ -95,6 +95,8 @@ def read_records(data: bytes, path: Path) -> Any:
                 stack[-1].extend(items)
             elif name in ("SETITEM", "SETITEMS"):
                 items = [stack.pop(-2), stack.pop()] if name == "SETITEM" else since_mark()
+                if not all(isinstance(key, str | int | Record) for key in items[::2]):
+                    raise ValueError("a key is neither text, number nor record")  # tuples can take for ever to hash
                 stack[-1].update(zip(items[::2], items[1::2], strict=True))
             else:
                 raise CheckpointError(f"{path}: the pickle holds the instruction {name}")

@@ -73,7 +73,7 @@ def values(text: str, source: str) -> dict[str, Any]:
             problems.append(f"{source}: {table}: must be a table, written [{table}]")
         else:
             for key, value in keys.items():
-                if (problem := _unfit(table, key, value)) is not None:
+                if (problem := unfit(table, key, value)) is not None:
                     problems.append(f"{source}: [{table}] {key}: {problem}")
                 else:
                     found[key] = _held(entries()[key], value)
@@ -88,8 +88,8 @@ def _unknown_table(table: str) -> str:
     return f"is no table{nearest(table, sections())}; valid: {', '.join(sections())}"
 
 
-def _unfit(table: str, key: str, value: Any) -> str | None:
-    """Why `value` cannot stand at `key` of `table`, or None if it can."""
+def unfit(table: str, key: str, value: Any) -> str | None:
+    """Why `value`, of TOML or JSON, cannot stand at `key` of `table`, or None if it can."""
     entry = entries().get(key)
     if entry is None:
         own = [name for name, entry in entries().items() if entry.section == table]

@@ -1,0 +1,371 @@
+"""Hostile checkpoints: payloads that would run code in every file that any loader reads, and headers that would eat
+time or memory. Under an audit hook nothing is executed, opened or connected; every bomb ends in an error within 2 s
+of processor time and 200 MB.
+
+An item is one kind of checkpoint: 15 payloads x 5 wrappings x each of its files. What a wrapping does to a file that
+is only copied (a dict.txt) or not looked at may end well; code must not run there either.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import pickle
+import random
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+import zipfile
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import torch
+
+from mega.cli import main
+from tests.battery.data_ledger import run
+from tests.support.foreign_forms import FORMS, Form
+
+HOME = Path(tempfile.mkdtemp(prefix="mega-hostile-"))
+CANARY = HOME / "canary"
+MODULE = "mega_hostile_canary"
+MEGABYTES = 200
+SECONDS = 2.0
+
+
+class Payload:
+    """Pickled, it is a call of `function` with `arguments`."""
+
+    def __init__(self, function: Callable[..., Any], *arguments: Any) -> None:
+        self.call = (function, arguments)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self.call
+
+
+def payloads() -> dict[str, Payload]:
+    import ctypes
+    import functools
+    import importlib
+    import operator
+    import runpy
+    import webbrowser
+
+    touch = f"touch {CANARY}/ran"
+    return {
+        "os.system": Payload(os.system, touch),
+        "subprocess.Popen": Payload(subprocess.Popen, ["touch", f"{CANARY}/ran"]),
+        "eval": Payload(eval, f"open({str(CANARY / 'ran')!r}, 'w')"),
+        "exec": Payload(exec, f"open({str(CANARY / 'ran')!r}, 'w')"),
+        "open": Payload(open, str(CANARY / "ran"), "w"),
+        "socket": Payload(socket.create_connection, ("127.0.0.1", 9)),
+        "import": Payload(importlib.import_module, MODULE),
+        "dlopen": Payload(ctypes.CDLL, str(CANARY / "library.so")),
+        "run_path": Payload(runpy.run_path, str(CANARY / "script.py")),
+        "browser": Payload(webbrowser.open, "http://127.0.0.1:9"),
+        "execv": Payload(os.execv, "/bin/true", ["true"]),
+        "rmtree": Payload(shutil.rmtree, str(CANARY)),
+        "torch.load": Payload(torch.load, str(CANARY / "inner.pt")),
+        "partial": Payload(functools.partial, os.system, touch),
+        "attrgetter": Payload(operator.attrgetter("system"), os),
+    }
+
+
+# What must not happen: judged by the interpreter's own audit events ------------------------------------------------
+
+FORBIDDEN = ("os.system", "os.exec", "os.posix_spawn", "os.spawn", "os.fork", "subprocess.", "socket.", "webbrowser.")
+armed = False
+seen: list[str] = []
+
+
+def audit(event: str, arguments: tuple[Any, ...]) -> None:
+    if not armed:
+        return
+    canary = any(str(CANARY) in str(argument) or argument == MODULE for argument in arguments[:2])
+    if event.startswith(FORBIDDEN) or event in ("pickle.find_class", "ctypes.dlopen") or canary:
+        seen.append(f"{event} {arguments[:2]!r}"[:200])
+
+
+def read(form: Form, load: Path, target: Path) -> tuple[int, str]:
+    """Run the verb with the hook on."""
+    global armed
+    output = io.StringIO()
+    command = [form.verb, "--load-dir", str(load), "--save-dir", str(target), *form.options]
+    with contextlib.redirect_stderr(output), contextlib.redirect_stdout(output):
+        armed = True
+        try:
+            code = main(command)
+        finally:
+            armed = False
+    return code, output.getvalue()
+
+
+def raw(protocol: int) -> Callable[[Path, Payload], None]:
+    return lambda path, payload: path.write_bytes(_pickled(payload, protocol)) and None
+
+
+def _pickled(payload: Payload, protocol: int) -> bytes:
+    try:
+        return pickle.dumps({"model": payload}, protocol)
+    except TypeError:  # attrgetter of a module: named, not pickled
+        return b"cos\nsystem\n(S'touch " + str(CANARY / "ran").encode() + b"'\ntR."
+
+
+def torch_file(path: Path, payload: Payload, zipped: bool) -> None:
+    with contextlib.suppress(TypeError):
+        torch.save({"model": payload, "args": payload}, path, _use_new_zipfile_serialization=zipped)
+
+
+def embedded(path: Path, payload: Payload) -> None:
+    """Beside what belongs there: in the original dict of a torch file; in a string of any other."""
+    try:
+        with torch.serialization.safe_globals([__import__("argparse").Namespace]):
+            content = torch.load(path, weights_only=True)
+        torch.save({**content, "rng_state": payload}, path)
+    except Exception:
+        path.write_bytes(path.read_bytes() + _pickled(payload, 2))
+
+
+WRAPPINGS: dict[str, Callable[[Path, Payload], None]] = {
+    "pickle 2": raw(2),
+    "pickle 4": raw(4),
+    "torch zip": lambda path, payload: torch_file(path, payload, True),
+    "torch legacy": lambda path, payload: torch_file(path, payload, False),
+    "embedded": embedded,
+}
+
+
+def payload_item(kind: str) -> Callable[[], dict[str, Any]]:
+    def prove() -> dict[str, Any]:
+        form, counts = FORMS[kind], Counter[str]()
+        pristine = HOME / "pristine"
+        shutil.rmtree(pristine, ignore_errors=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            form.make(pristine)
+        files = sorted(path.relative_to(pristine) for path in pristine.rglob("*") if path.is_file())
+        for file in files:
+            for payload_name, payload in payloads().items():
+                for wrapping, wrap in WRAPPINGS.items():
+                    source, target = HOME / "source", HOME / "target"
+                    shutil.rmtree(source, ignore_errors=True)
+                    shutil.rmtree(target, ignore_errors=True)
+                    shutil.copytree(pristine, source)
+                    wrap(source / file, payload)
+                    seen.clear()
+                    code, text = read(form, source / form.path, target)
+                    where = f"{file}, {payload_name}, {wrapping}"
+                    assert not seen, f"{where}: {seen}"
+                    assert sorted(os.listdir(CANARY)) == KEPT, where
+                    assert code in (0, 2), f"{where}: exit {code}: {text}"
+                    assert code == 0 or not target.exists(), where
+                    counts["refused" if code else "of no effect"] += 1
+        return {"files": len(files), **counts}
+
+    return prove
+
+
+# Bombs and tricks ----------------------------------------------------------------------------------------------------
+
+
+def bomb_item(kind: str, name: str, change: Callable[[Path], None]) -> Callable[[], dict[str, Any]]:
+    def prove() -> dict[str, Any]:
+        source, target, form = HOME / "source", HOME / "target", FORMS[kind]
+        for folder in (source, target):
+            shutil.rmtree(folder, ignore_errors=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            load = form.make(source)
+        change(source)
+        Path("/proc/self/clear_refs").write_text("5")  # the peak counts anew
+        before, begin = resident("VmRSS"), time.process_time()
+        code, text = read(form, load, target)
+        seconds, grown = time.process_time() - begin, resident("VmHWM") - before
+        assert code == 2 and text.strip(), (code, text)
+        assert not target.exists() and not seen, seen
+        assert seconds < SECONDS and grown < MEGABYTES, (seconds, grown)
+        return {"cpu seconds": round(seconds, 2), "MB": grown, "said": text.strip()[-150:]}
+
+    return prove
+
+
+def resident(field: str) -> int:
+    """MB of this process."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(field)) >> 10
+
+
+def header(text: bytes, length: int | None = None, data: bytes = b"") -> Callable[[Path], None]:
+    size = (len(text) if length is None else length).to_bytes(8, "little")
+    return lambda source: (source / "model.safetensors").write_bytes(size + text + data) and None
+
+
+def entry(**fields: Any) -> Callable[[Path], None]:
+    whole = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4], **fields}
+    return header(json.dumps({"lm_head.weight": whole}).encode(), data=b"0000")
+
+
+def config(**fields: Any) -> Callable[[Path], None]:
+    def change(source: Path) -> None:
+        path = source / "config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+
+    return change
+
+
+def text(name: str, content: bytes) -> Callable[[Path], None]:
+    return lambda source: (source / name).write_bytes(content) and None
+
+
+def index(file: str) -> Callable[[Path], None]:
+    return text("model.safetensors.index.json", json.dumps({"weight_map": {"lm_head.weight": file}}).encode())
+
+
+def link(name: str, to: str) -> Callable[[Path], None]:
+    def change(source: Path) -> None:
+        (source / name).unlink()
+        (source / name).symlink_to(to)
+
+    return change
+
+
+def fifo(name: str) -> Callable[[Path], None]:
+    def change(source: Path) -> None:
+        (source / name).unlink()
+        os.mkfifo(source / name)
+
+    return change
+
+
+def zip_bomb(name: str) -> Callable[[Path], None]:
+    """1 GiB of zeros, packed to a megabyte, as a tensor's data."""
+
+    def change(source: Path) -> None:
+        with zipfile.ZipFile(source / name, "w", zipfile.ZIP_DEFLATED) as archive:
+            archive.writestr("archive/data.pkl", pickle.dumps({"a": 1}, 2))
+            with archive.open("archive/data/0", "w", force_zip64=True) as stream:
+                for _ in range(1 << 10):
+                    stream.write(bytes(1 << 20))
+
+    return change
+
+
+def state_of(name: str, change: Callable[[Any], Any]) -> Callable[[Path], None]:
+    def apply(source: Path) -> None:
+        with torch.serialization.safe_globals([__import__("argparse").Namespace]):
+            content = torch.load(source / name, weights_only=True)
+        torch.save(change(content), source / name)
+
+    return apply
+
+
+def vast(content: dict[str, Any]) -> dict[str, Any]:
+    """Tables of 2^40 rows, each the same stored one."""
+    row = torch.zeros(16)
+    tables = {name: row.expand(1 << 40, 16) for name in ("tok_embeddings.weight", "output.weight")}
+    return {**content, **tables}
+
+
+def claimed(source: Path) -> None:
+    """A flat file whose header claims 2^30 of everything."""
+    path = source / "model.bin"
+    data = path.read_bytes()
+    path.write_bytes(b"".join((1 << 29).to_bytes(4, "little") for _ in range(7)) + data[28:])
+
+
+def sealed(**fields: Any) -> Callable[[Path], None]:
+    """Our own manifest with other values in its model section, and a seal that fits."""
+
+    def change(source: Path) -> None:
+        import hashlib
+
+        folder = source / "step-0000007"
+        manifest = json.loads((folder / "manifest.json").read_text())
+        manifest["meta"]["config"]["model"].update(fields)
+        data = json.dumps(manifest).encode()
+        (folder / "manifest.json").write_bytes(data)
+        seal = f"{hashlib.sha256(data).hexdigest()}  manifest.json\n"
+        (folder / "manifest.json.sha256").write_text(seal)
+
+    return change
+
+
+def tuples(source: Path) -> None:
+    """A pickle whose key is a tuple of tuples, 60 deep, each twice the one before: hashing it takes for ever."""
+    data = b"\x80\x04}" + b"K\x01" + b"\x94h\x00\x86" + b"".join(b"\x94h" + bytes([n]) + b"\x86" for n in range(1, 60))
+    (source / "iter_0000010" / ".metadata").write_bytes(data + b"K\x01s.")
+
+
+BOMBS: list[tuple[str, str, Callable[[Path], None]]] = [
+    ("hf", "a header of 2^63 bytes", header(b"{}", 1 << 63)),
+    ("hf", "a header of 2^40 bytes", header(b"{}", 1 << 40)),
+    ("hf", "a header of 2^64 - 1 bytes", header(b"{}", (1 << 64) - 1)),
+    ("hf", "a header nested 10^6 deep", header(b"[" * 1_000_000)),
+    ("hf", "a shape of 2^61 x 2^61", entry(shape=[1 << 61, 1 << 61])),
+    ("hf", "a shape of 2^200", entry(shape=[1 << 200])),
+    ("hf", "a shape of 10^5 dims", entry(shape=[1] * 100_000)),
+    ("hf", "offsets at 2^62", entry(data_offsets=[1 << 62, (1 << 62) + 4])),
+    ("hf", "negative offsets", entry(data_offsets=[-4, 0])),
+    ("hf", "10^12 layers", config(num_hidden_layers=10**12)),
+    ("hf", "10^11 layers", config(num_hidden_layers=10**11)),
+    ("hf", "a vocabulary of 10^11", config(vocab_size=10**11)),
+    (
+        "hf",
+        "a number of 10^5 digits",
+        text("config.json", b'{"model_type": "llama", "vocab_size": ' + b"9" * 100_000 + b"}"),
+    ),
+    ("hf", "JSON nested 10^6 deep", text("config.json", b'{"a":' * 1_000_000)),
+    ("hf", "a config of the root directory", link("config.json", "/etc/passwd")),
+    ("hf", "weights linked elsewhere", link("model.safetensors", "/etc/hostname")),
+    ("hf", "weights that are a device", link("model.safetensors", "/dev/zero")),
+    ("hf", "weights that are a pipe", fifo("model.safetensors")),
+    ("hf", "a config that is a pipe", fifo("config.json")),
+    ("hf sharded", "an index to ../", index("../canary/script.py")),
+    ("hf sharded", "an index to /etc", index("/etc/passwd")),
+    ("hf bin", "a zip bomb", zip_bomb("pytorch_model.bin")),
+    ("meta", "a zip bomb", zip_bomb("consolidated.00.pth")),
+    ("meta", "2^40 rows of one stored", state_of("consolidated.00.pth", vast)),
+    ("meta", "10^9 layers", text("params.json", b'{"dim": 16, "n_layers": 1000000000, "n_heads": 4}')),
+    ("llama2.c", "sizes of 2^29", claimed),
+    ("llama2.c", "a file that is a device", link("model.bin", "/dev/zero")),
+    ("llama2.c", "a file that is a pipe", fifo("model.bin")),
+    ("megatron", "a zip bomb", zip_bomb("iter_0000007/mp_rank_00_000/model_optim_rng.pt")),
+    ("megatron", "a tracker to ../", text("latest_checkpointed_iteration.txt", b"../../canary")),
+    ("megatron", "a tracker of 10^9 digits", text("latest_checkpointed_iteration.txt", b"9" * 10_000_000)),
+    ("torch_dist", "a tuple that hashes for ever", tuples),
+    ("torch_dist", "an index of 10^6 marks", text("iter_0000010/.metadata", b"\x80\x04" + b"(" * 1_000_000)),
+    ("mega", "10^12 layers", sealed(layers=10**12)),
+    ("mega", "heads as text", sealed(heads="4")),
+    ("mega", "a fraction of layers", sealed(layers=2.5)),
+    ("mega", "no width", sealed(hidden=None)),
+    ("mega", "minus one head", sealed(heads=-1)),
+]
+
+if __name__ == "__main__":
+    CANARY.mkdir()
+    (HOME / f"{MODULE}.py").write_text(f"open({str(CANARY / 'ran')!r}, 'w')")
+    (CANARY / "script.py").write_text(f"open({str(CANARY / 'ran')!r}, 'w')")
+    torch.save({}, CANARY / "inner.pt")
+    KEPT = sorted(os.listdir(CANARY))
+    sys.path.insert(0, str(HOME))
+    for each in FORMS.values():  # whatever is imported lazily is imported before the hook is on
+        with tempfile.TemporaryDirectory() as scratch, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            assert read(each, each.make(Path(scratch) / "source"), Path(scratch) / "target")[0] == 0
+    sys.addaudithook(audit)
+    random.seed(0)
+    items = [(f"payloads in {kind}", payload_item(kind)) for kind in FORMS]
+    items += [(f"{kind}: {name}", bomb_item(kind, name, change)) for kind, name, change in BOMBS]
+    try:
+        run("hostile", items)
+    finally:
+        shutil.rmtree(HOME, ignore_errors=True)
