@@ -27,7 +27,7 @@ import torch
 from mega.core.checkpoint.container import write_container
 from mega.core.checkpoint.huggingface import config_from_model
 from mega.core.checkpoint.layout import planned
-from mega.core.checkpoint.pieces import Piece
+from mega.core.checkpoint.pieces import Box, Piece
 from mega.core.config.compose import compose
 from mega.core.config.resolve import resolve
 from mega.core.config.sections import ModelConfig
@@ -51,9 +51,8 @@ def make(folder: Path) -> Path:
     seven = model()
     block = torch.randn(1 << 24, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
 
-    def fetch(piece: Piece) -> torch.Tensor:
-        count = piece.tensor.numel()
-        return block.repeat(-(-count // len(block)))[:count].view(piece.size)
+    def fetch(piece: Piece, box: Box) -> torch.Tensor:
+        return block[: box.elements].view(box.size)
 
     shards: list[list[Piece]] = [[]]
     for tensor in inventory(seven):

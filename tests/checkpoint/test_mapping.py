@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
+from mega.core.checkpoint import container
 from mega.core.checkpoint.mapping import Fragment, Table, Target, prove, stacked, whole
 from mega.core.checkpoint.pieces import Box, CheckpointError
 
@@ -43,3 +46,13 @@ def test_whole_strided_and_transposed_tables_pass() -> None:
 def test_every_fault_is_named(table: Table, words: str) -> None:
     with pytest.raises(CheckpointError, match=words):
         prove(table, SOURCE)
+
+
+def test_blocks_tile_a_rectangle_in_the_order_of_its_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(container, "BLOCK", 40)
+    for size in ((), (3,), (30,), (4, 3), (2, 25), (3, 2, 11), (1, 1, 50)):
+        whole = torch.arange(math.prod(size)).view(size)
+        box = Box((5,) * len(size), size)
+        parts = list(container.blocks(box, 4))
+        assert all(part.elements <= 10 for part in parts)
+        assert torch.equal(torch.cat([whole[part.inside(box)].flatten() for part in parts]), whole.flatten())

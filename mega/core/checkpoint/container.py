@@ -25,13 +25,14 @@ from mega.core.checkpoint.pieces import DTYPES, NAMES, Box, CheckpointError, Pie
 SMALL_ROW = 16 << 10
 """Stored rows of fewer bytes are read whole and cut in memory: a call a row would cost more."""
 
-Fetch = Callable[[Piece], torch.Tensor]
-"""Gives the elements of a piece whose tensor has no memory (a meta tensor), just before they are written."""
+Fetch = Callable[[Piece, Box], torch.Tensor]
+"""Gives a rectangle of a piece whose tensor has no memory (a meta tensor), about a block of it just before it is
+written. The rectangle counts from the logical tensor's corner."""
 
 
-def has_memory(piece: Piece) -> torch.Tensor:
+def has_memory(piece: Piece, box: Box) -> torch.Tensor:
     """The `Fetch` of pieces that bring their elements with them."""
-    return piece.tensor
+    return piece.tensor[box.inside(piece.box)]
 
 
 @dataclass(frozen=True)
@@ -77,9 +78,10 @@ def write_container(
         write_all(descriptor, header)
         for piece in ordered:
             entry_hash = hashlib.sha256()
-            tensor = fetch(piece)
-            assert (tensor.shape, tensor.dtype) == (piece.tensor.shape, piece.tensor.dtype), piece.key
-            for block in _blocks(tensor):
+            for box in blocks(piece.box, piece.tensor.element_size()):
+                tensor = fetch(piece, box)
+                assert (tuple(tensor.shape), tensor.dtype) == (box.size, piece.tensor.dtype), piece.key
+                block = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
                 entry_hash.update(block)
                 write_all(descriptor, block)
             entry = Entry(
@@ -129,19 +131,21 @@ def _header(names: Sequence[str], pieces: Sequence[Piece], about: dict[str, obje
     return len(text).to_bytes(8, "little") + text
 
 
-def _blocks(tensor: torch.Tensor) -> Iterator[memoryview]:
-    """A tensor's bytes in row-major order, at most about one block at a time, from any strides and device.
+def blocks(box: Box, item: int) -> Iterator[Box]:
+    """A rectangle cut into runs of at most about a block of bytes, in row-major order. item: bytes of an element.
 
-    A single row longer than a block is cut further; nothing larger than a block is ever copied.
+    A single row longer than a block is cut further, so that nothing larger than a block is ever copied.
     """
-    if tensor.numel() * tensor.element_size() <= BLOCK:
-        flat = tensor.detach().cpu().contiguous().reshape(-1)
-        yield flat.view(torch.uint8).numpy().data
+    if box.elements * item <= BLOCK:
+        yield box
         return
-    rows = max(1, BLOCK * len(tensor) // (tensor.numel() * tensor.element_size()))
-    for begin in range(0, len(tensor), rows):
-        part = tensor[begin : begin + rows]
-        yield from _blocks(part[0] if len(part) == 1 else part)
+    dim = next(number for number, size in enumerate(box.size) if size > 1)
+    rows = max(1, BLOCK * box.size[dim] // (box.elements * item))
+    for begin in range(0, box.size[dim], rows):
+        start, size = list(box.start), list(box.size)
+        start[dim] += begin
+        size[dim] = min(rows, box.size[dim] - begin)
+        yield from blocks(Box(tuple(start), tuple(size)), item)
 
 
 def read_box(path: Path, descriptor: int, entry: Entry, box: Box, target: torch.Tensor) -> None:

@@ -167,9 +167,9 @@ def import_weights(
     files = plan_files(tensors, model, tp, pp)
     ledger = Ledger({target.name: prod(target.shape) for target in table.targets})
 
-    def fetch(piece: Piece) -> torch.Tensor:
-        ledger.moved(piece.key, piece.tensor.numel())
-        return assemble(targets[piece.key], piece.box, source)
+    def fetch(piece: Piece, box: Box) -> torch.Tensor:
+        ledger.moved(piece.key, box.elements)
+        return assemble(targets[piece.key], box, source)
 
     config = {
         "model": dataclasses.asdict(model),
@@ -245,7 +245,7 @@ def to_meta(load: Path, save: Path, parts: int) -> ConversionReport:
         written = 0
         for number, table in enumerate(tables):
             content = {
-                target.name: assemble(target, Box((0,) * len(target.shape), target.shape), kept)
+                target.name: assemble(target, Box((0,) * len(target.shape), target.shape), kept).clone()
                 for target in table.targets
             }
             path = folder / f"consolidated.{number:02d}.pth"
@@ -304,8 +304,8 @@ def _write_shards(folder: Path, table: Table, source: Source) -> int:
         names = ["model.safetensors"]
     written = 0
 
-    def fetch(piece: Piece) -> torch.Tensor:
-        return assemble(targets[piece.key], piece.box, source)
+    def fetch(piece: Piece, box: Box) -> torch.Tensor:
+        return assemble(targets[piece.key], box, source)
 
     for name, pieces in zip(names, shards, strict=True):
         written += write_container(folder / name, pieces, None, fetch).size

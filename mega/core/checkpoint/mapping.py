@@ -116,10 +116,13 @@ def beside(parts: Sequence[str], rows: int, width: int) -> tuple[Fragment, ...]:
 
 
 def assemble(target: Target, box: Box, source: Source) -> torch.Tensor:
-    """The rectangle `box` of `target`, read from `source` by the table."""
+    """The rectangle `box` of `target`, read from `source` by the table; it may be a view of what the source holds."""
+    for fragment in target.fragments:
+        if not box.size or fragment.at.meet(box) == box:
+            return _read(fragment, box, source)
     made = torch.empty(box.size, dtype=target.dtype)
     for fragment in target.fragments:
-        shared = fragment.at.meet(box) if box.size else box
+        shared = fragment.at.meet(box)
         if shared is not None:
             made[shared.inside(box)] = _read(fragment, shared, source)
     return made

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from mega.core.checkpoint.layout import model_of, plan_files
-from mega.core.checkpoint.pieces import CheckpointError, Piece
+from mega.core.checkpoint.pieces import Box, CheckpointError, Piece
 from mega.core.checkpoint.store import Checkpoint, CheckpointStore, locate
 
 Progress = Callable[[int, int], None]
@@ -56,12 +56,12 @@ def reshard(
     total = sum(piece.bytes for pieces in files for piece in pieces)
     done = 0
 
-    def fetch(piece: Piece) -> torch.Tensor:
+    def fetch(piece: Piece, box: Box) -> torch.Tensor:
         nonlocal done
-        tensor = torch.empty(piece.size, dtype=piece.tensor.dtype)
-        source.read([Piece(piece.key, piece.whole, piece.start, tensor)])
-        ledger.moved(piece.key, tensor.numel())
-        done += piece.bytes
+        tensor = torch.empty(box.size, dtype=piece.tensor.dtype)
+        source.read([Piece(piece.key, piece.whole, box.start, tensor)])
+        ledger.moved(piece.key, box.elements)
+        done += tensor.numel() * tensor.element_size()
         progress(done, total)
         return tensor
 

@@ -127,6 +127,7 @@ class DistributedSource:
         self._folder = folder
         index = read_records(read_file(folder / ".metadata", INDEX_LIMIT), folder / ".metadata")
         shapes, self._chunks = _index(index, folder / ".metadata")
+        self._last: tuple[Chunk, torch.Tensor] | None = None
         self._dtypes = {name: self._dtype(name) for name in shapes}
         self._where: dict[str, tuple[str, int | None]] = {}
         self.tensors: Tensors = {}
@@ -156,7 +157,9 @@ class DistributedSource:
         return self._load(name, self._chunks[name][0]).dtype
 
     def _load(self, name: str, chunk: Chunk) -> torch.Tensor:
-        """One stored rectangle: a small torch file within a file."""
+        """One stored rectangle: a small torch file within a file. The last is kept, since it is asked for in blocks."""
+        if self._last is not None and self._last[0] is chunk:
+            return self._last[1]
         path = inside(self._folder, chunk.file, hidden="__")
         with opening(path) as (descriptor, size):
             if chunk.offset + chunk.length > size:
@@ -169,7 +172,8 @@ class DistributedSource:
             raise CheckpointError(f"{path}: {name}: torch refuses it ({type(error).__name__})") from None
         if not isinstance(tensor, torch.Tensor) or tuple(tensor.shape) != chunk.box.size:
             raise CheckpointError(f"{path}: {name}: not the tensor of shape {chunk.box.size} that the index promises")
-        return tensor.detach()
+        self._last = (chunk, tensor.detach())
+        return self._last[1]
 
 
 def _index(index: Any, path: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, list[Chunk]]]:
