@@ -21,13 +21,14 @@ class Part(NamedTuple):
     """An optional library.
 
     package: its name on the package index. module: what is imported. use: what it is for.
-    cuda: it can only be tried on a CUDA device.
+    cuda: it can only be tried on a CUDA device. tried: somebody has run mega with it.
     """
 
     package: str
     module: str
     use: str
     cuda: bool = False
+    tried: bool = True
 
 
 REQUIRED = ("torch", "numpy", "safetensors", "typer", "rich")
@@ -43,10 +44,8 @@ PARTS = (
     Part("matplotlib", "matplotlib", "plots"),
     Part("transformers", "transformers", "comparing conversions with the originals"),
     Part("triton", "triton", "compiled GPU operators", cuda=True),
-    Part("flash-attn", "flash_attn", "fused attention", cuda=True),
-    Part("apex", "apex", "fused norms and optimizers", cuda=True),
-    Part("transformer-engine", "transformer_engine", "fp8 layers", cuda=True),
-    Part("liger-kernel", "liger_kernel", "fused GPU operators", cuda=True),
+    Part("flash-attn", "flash_attn", "attention by --ops flash-attn", cuda=True, tried=False),
+    Part("apex", "apex", "norms by --ops apex", cuda=True, tried=False),
 )
 
 
@@ -176,7 +175,7 @@ def _state(part: Part, cuda: bool) -> str:
     except Exception as error:
         reason = next(iter(str(error).splitlines()), "no reason given")
         return f"present, but its import fails: {type(error).__name__}: {reason}"
-    return "live"
+    return "live" if part.tried else "present, untested here: nobody has run mega with it yet"
 
 
 def _version(package: str) -> str | None:

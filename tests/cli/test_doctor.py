@@ -43,6 +43,14 @@ def test_a_part_that_needs_a_gpu_is_not_called_live(monkeypatch: pytest.MonkeyPa
     assert doctor._state(PART._replace(cuda=True), cuda=False) == "present, untested here: no CUDA device"
 
 
+def test_a_part_that_nobody_has_tried_is_not_called_live(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(importlib, "import_module", lambda name: types.ModuleType(name))
+    told = doctor._state(PART._replace(cuda=True, tried=False), cuda=True)
+    assert told == "present, untested here: nobody has run mega with it yet"
+    assert doctor._state(PART, cuda=True) == "live"
+
+
 def test_a_part_whose_import_fails_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(name: str) -> types.ModuleType:
         raise ImportError("libmissing.so: cannot open\nmore")

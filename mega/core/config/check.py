@@ -8,6 +8,7 @@ listed in config/not_yet.py. No torch: what only the device knows is checked whe
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
 from math import lcm
 
@@ -17,6 +18,9 @@ from mega.core.config.resolve import batch_sizes, data_parallel, lengths, microb
 from mega.core.config.run import RunConfig, entries, flag_of, value_of
 
 Problems = Iterator[str]
+
+PACKAGES = {"flash-attn": "flash_attn", "apex": "apex"}
+"""What `--ops` may name -> the module that must be there."""
 
 
 def check(run: RunConfig, world: int) -> None:
@@ -106,6 +110,9 @@ def _pairs(run: RunConfig) -> Problems:
     if run.optimizer.lr is not None and 0 <= run.optimizer.lr < run.schedule.min_lr:
         yield _line(run, "min_lr", f"must be at most --lr {run.optimizer.lr}")
     yield from _precision(run)
+    package = PACKAGES.get(run.runtime.ops)
+    if package is not None and importlib.util.find_spec(package) is None:
+        yield _line(run, "ops", f"the package {package} is absent here; valid: auto, reference")
     if run.runtime.backend == "nccl" and run.runtime.device == "cpu":
         yield _line(run, "backend", "needs --device cuda; valid with --device cpu: auto, gloo")
 

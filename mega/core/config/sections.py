@@ -613,7 +613,9 @@ class RuntimeConfig:
         unit="steps",
         within=NOT_NEGATIVE,
     )
-    ops: Literal["auto", "reference"] = option("auto", "fast operators, or the plain references")
+    ops: Literal["auto", "reference", "flash-attn", "apex"] = option(
+        "auto", "fast operators, the plain references, or the attention or norms of a package in place of ours"
+    )
     dry_run: bool = option(False, "check everything, build every stage without memory, train nothing", common=True)
     world: int | None = option(None, "world size to check in a dry run", unit="ranks", within=COUNT)
     exit_interval: int | None = option(

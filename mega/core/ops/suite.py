@@ -18,6 +18,7 @@ import torch
 from mega.core.device import fp8_products
 from mega.core.ops import activation, attention, cross_entropy, heads, norm, partial_attention
 from mega.core.ops.fp8 import Fp8Products
+from mega.core.ops.packages import PACKAGES
 from mega.core.ops.products import Products, WideProducts
 
 
@@ -61,15 +62,24 @@ REFERENCE = Ops()
 
 
 def choose(
-    device: torch.device, dtype: torch.dtype, *, reference: bool = False, fp8: bool = False, again: bool = False
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    reference: bool = False,
+    fp8: bool = False,
+    again: bool = False,
+    package: str | None = None,
 ) -> Ops:
     """The fastest implementations for a device and a compute dtype; `reason` says why these.
 
-    again: attention computes its weights once more in the backward pass wherever it would keep them.
+    again: attention computes its weights once more in the backward pass wherever it would keep them. package: one of
+    `PACKAGES`, whose ops stand in for ours.
     """
     ops = _chosen(device, dtype, reference)
     if again:
         ops = replace(ops, attention=attention.again(ops.attention))
+    if package is not None:
+        ops = replace(ops, reason=f"{ops.reason}; --ops {package}", **PACKAGES[package])
     if not fp8:
         return ops
     fast = _fp8_kernels() if ops.name == "triton" and fp8_products(device) else {}

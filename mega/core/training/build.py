@@ -8,6 +8,7 @@ from torch import nn
 from mega.core.config.run import RunConfig
 from mega.core.device import DTYPES
 from mega.core.model.decoder import DecoderStage
+from mega.core.ops.packages import PACKAGES
 from mega.core.ops.suite import Ops, choose
 from mega.core.parallel.context import across
 from mega.core.parallel.mesh import Mesh
@@ -22,6 +23,7 @@ def chosen_ops(run: RunConfig, device: torch.device) -> Ops:
         device,
         DTYPES[precision.dtype],
         reference=run.runtime.ops == "reference",
+        package=run.runtime.ops if run.runtime.ops in PACKAGES else None,
         fp8=precision.fp8,
         again=run.memory.recompute == "selective",
     )

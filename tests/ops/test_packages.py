@@ -1,0 +1,98 @@
+"""The seam to flash-attn and apex, with stand-ins in their place: what is handed over, and what comes back."""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Iterator
+from importlib.machinery import ModuleSpec
+
+import pytest
+import torch
+
+from mega import cli
+from mega.core.config.check import check
+from mega.core.device import Device
+from mega.core.ops.attention import fused
+from mega.core.ops.norm import add_norm, layer_norm, rms_norm
+from mega.core.ops.packages import apex_add_norm, flash_attention
+from mega.core.parallel.mesh import Mesh
+from mega.core.training.parity import own_samples, synthetic_batch
+from mega.core.training.state import TrainState
+from mega.core.training.step import train_step
+from tests.support.ranks import random
+from tests.support.runs import small_run
+
+COMMON = {"dtype": "bf16", "hidden_dropout": 0.0, "attention_dropout": 0.0, "steps": 1, "mock_data": True}
+calls: list[str] = []
+
+
+def flash_attn_func(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool) -> torch.Tensor:
+    """With flash-attn's signature and layout: [b, s, heads, d], key and value heads may be fewer."""
+    calls.append("flash")
+    assert causal and q.dim() == 4
+    return fused(q, k, v)
+
+
+@pytest.fixture(autouse=True)
+def _stand_ins(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    flash, norms = types.ModuleType("flash_attn"), types.ModuleType("apex.normalization.fused_layer_norm")
+    flash.flash_attn_func = flash_attn_func  # type: ignore[attr-defined]
+    norms.fused_rms_norm_affine = (  # type: ignore[attr-defined]
+        lambda x, weight, shape, eps: calls.append("rms") or rms_norm(x, weight, eps)
+    )
+    norms.fused_layer_norm_affine = (  # type: ignore[attr-defined]
+        lambda x, weight, bias, shape, eps: calls.append("layer") or layer_norm(x, weight, bias, eps)
+    )
+    for name, module in {
+        "flash_attn": flash,
+        "apex": types.ModuleType("apex"),
+        "apex.normalization": types.ModuleType("apex.normalization"),
+        "apex.normalization.fused_layer_norm": norms,
+    }.items():
+        module.__spec__ = ModuleSpec(name, None)
+        monkeypatch.setitem(sys.modules, name, module)
+    calls.clear()
+    yield
+
+
+def test_flash_attention_takes_what_it_can() -> None:
+    q, k, v = (random(2, 8, heads, 16, seed=heads).bfloat16() for heads in (4, 2, 2))
+    assert torch.equal(flash_attention(q, k, v), fused(q, k, v)) and calls == ["flash"]
+    documents = torch.zeros(2, 8, dtype=torch.int64)
+    flash_attention(q, k, v, documents)
+    flash_attention(q.float(), k.float(), v.float())
+    assert calls == ["flash"]
+
+
+def test_norms_of_apex() -> None:
+    x, branch, weight, bias = random(4, 16, seed=0), random(4, 16, seed=1), random(16, seed=2), random(16, seed=3)
+    for shift in (None, bias):
+        for found, expected in zip(
+            apex_add_norm(x, branch, bias, weight, shift, 1e-5),
+            add_norm(x, branch, bias, weight, shift, 1e-5),
+            strict=True,
+        ):
+            assert torch.equal(found, expected)
+    assert calls == ["rms", "layer"]
+
+
+@pytest.mark.parametrize("package, called", [("flash-attn", "flash"), ("apex", "rms")])
+def test_a_run_by_a_package(package: str, called: str) -> None:
+    """Asked for by name, it is in every block; the loss is that of our own ops."""
+    found = {}
+    for ops in ("auto", package):
+        run = small_run("llama", **{**COMMON, "ops": ops})
+        state = TrainState(run, Mesh(0), Device.choose("cpu"))
+        batches = [synthetic_batch(run, rows) for rows in own_samples(run, state.mesh, 0)]
+        found[ops] = float(train_step(state, batches, 1e-3, 0.0).loss)
+        assert bool(calls) == (ops == package)
+    assert set(calls) == {called} and found[package] == pytest.approx(found["auto"], rel=1e-6)
+    check(run, 1)
+
+
+def test_an_absent_package_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.delitem(sys.modules, "flash_attn")
+    line = "pretrain --model tiny-gpt --vocab 100 --micro-batch 1 --mock-data --steps 1 --lr 1e-3 --ops flash-attn"
+    assert cli.main(line.split()) == 2
+    assert "--ops flash-attn: the package flash_attn is absent here; valid: auto, reference" in capsys.readouterr().err
