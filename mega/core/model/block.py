@@ -20,7 +20,7 @@ from mega.core.ops.sink import with_recipe
 from mega.core.parallel.collectives import Leaving
 from mega.core.parallel.linear import ColumnLinear, Entering, RowLinear
 from mega.core.parallel.mesh import Axis
-from mega.core.parallel.turns import Turns, alone
+from mega.core.parallel.turns import Turns
 from mega.core.parallel.weight import Maker, Weight
 
 Tensors = Mapping[str, Tensor]
@@ -136,11 +136,8 @@ class Block(nn.Module):
         self.feed_forward_norm = Norm(make, model, tensors, "post_attention_layernorm")
         self.feed_forward = FeedForward(make, model, tensors, tp, sequence)
 
-    def forward(self, stream: Stream, flow: Flow) -> Stream:
-        return alone(self.turns(stream, flow))
-
-    def turns(self, stream: Stream, flow: Flow) -> Turns[Stream]:
-        """The block, which gives its turn away wherever tokens are on their way between tensor ranks."""
+    def forward(self, stream: Stream, flow: Flow) -> Turns[Stream]:
+        """The block at work, which gives its turn away wherever tokens are on their way between tensor ranks."""
         x, normed = self.attention_norm(stream)
         entering = self.attention.qkv.entering(normed)
         yield

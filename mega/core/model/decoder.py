@@ -193,9 +193,8 @@ class DecoderStage(nn.Module):
 
     def _through(self, blocks: Iterable[nn.Module], stream: Stream, facts: Flow, around: bool = True) -> Turns[Stream]:
         for block in blocks:
-            assert isinstance(block, Block)
             if self.around is None or not around:
-                stream = yield from block.turns(stream, facts)
+                stream = yield from block(stream, facts)
             else:
                 run = partial(self._from_sum, [block], facts, around=False)
                 stream = Stream(self.around(block, run, stream.sum()))
