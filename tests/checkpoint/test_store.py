@@ -341,6 +341,7 @@ def test_the_same_step_again_replaces_it(tmp_path: Path) -> None:
     assert store.open(10).meta == {"again": True}
     assert sorted(os.listdir(tmp_path)) == ["latest", "step-0000010"]
     os.rename(tmp_path / "step-0000010", tmp_path / "step-0000010.old")  # killed between two renames
+    assert store.leftovers() == [], "the only copy is no leftover"
     assert store.newest() == 10
 
 

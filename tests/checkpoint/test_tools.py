@@ -20,7 +20,7 @@ from mega.core.checkpoint import inspect
 from mega.core.checkpoint.layout import plan_files
 from mega.core.checkpoint.pieces import CheckpointError, Piece
 from mega.core.checkpoint.reshard import Ledger, reshard
-from mega.core.checkpoint.retention import leftovers, retain, surplus
+from mega.core.checkpoint.retention import retain, surplus
 from mega.core.checkpoint.store import CheckpointStore, locate
 from mega.core.config.sections import ModelConfig
 from mega.core.inventory import inventory
@@ -225,9 +225,9 @@ def test_verbs(tmp_path: Path) -> None:
     assert other.exit_code == 1 and "w: 8 of 8 elements, largest |a - b| 1" in other.output
 
     would = run(verbs.app, ["clean", "--dry-run", "--keep-last", "1", str(tmp_path / "a")])
-    assert would.exit_code == 0 and store.steps() == [1, 2] and len(leftovers(store)) == 1
+    assert would.exit_code == 0 and store.steps() == [1, 2] and len(store.leftovers()) == 1
     cleaned = run(verbs.app, ["clean", "--keep-last", "1", str(tmp_path / "a")])
-    assert cleaned.exit_code == 0 and store.steps() == [2] and leftovers(store) == []
+    assert cleaned.exit_code == 0 and store.steps() == [2] and store.leftovers() == []
 
     os.truncate(store.path(2) / "manifest.json", 5)
     damaged = run(verbs.app, ["verify", str(tmp_path / "a")])

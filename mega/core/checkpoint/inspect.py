@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 
 from mega.core.checkpoint.pieces import Box, CheckpointError, Piece
-from mega.core.checkpoint.retention import leftovers, remove_leftover, retain
-from mega.core.checkpoint.store import Checkpoint, CheckpointStore, locate
+from mega.core.checkpoint.retention import retain
+from mega.core.checkpoint.store import Checkpoint, CheckpointStore, locate, remove_leftover
 
 Tell = Callable[[str], None]
 
@@ -131,7 +131,7 @@ def clean(
     """Remove what killed saves left, then checkpoints, or their optimizer's state, as far as the limits say."""
     store = CheckpointStore(path)
     verb = "would remove" if dry_run else "removed"
-    for left in leftovers(store):
+    for left in store.leftovers():
         if not dry_run:
             remove_leftover(left)
         tell(f"{verb} {left}")

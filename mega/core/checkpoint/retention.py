@@ -9,19 +9,16 @@ from __future__ import annotations
 
 import fcntl
 import os
-import re
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from mega.core.checkpoint.disk import opening
-from mega.core.checkpoint.manifest import MANIFEST, STATE_FILE, WEIGHTS_ONLY, mark_weights_only
+from mega.core.checkpoint.manifest import MANIFEST, STATE_FILE, mark_weights_only
 from mega.core.checkpoint.pieces import CheckpointError
 from mega.core.checkpoint.store import CheckpointStore
 from mega.core.files import sync_directory
-
-_OURS = re.compile(rf"step-\d+\.|latest\.|{WEIGHTS_ONLY}\.")
 
 
 def surplus(steps: list[int], keep_last: int | None, keep_every: int | None) -> list[int]:
@@ -79,18 +76,6 @@ def retain(
 def _at_least_one(flag: str, value: int | None) -> None:
     if value is not None and value < 1:
         raise ValueError(f"{flag} {value}: must be 1 or more")
-
-
-def leftovers(store: CheckpointStore) -> list[Path]:
-    """What killed saves and removals left under the run's directory; none of it is a checkpoint."""
-    return sorted(path for end in ("tmp", "old") for path in store.directory.glob(f"*.{end}") if _OURS.match(path.name))
-
-
-def remove_leftover(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
 
 
 def _opens(store: CheckpointStore, step: int) -> bool:

@@ -29,6 +29,7 @@ from typing import Any
 from mega.core.checkpoint.container import Container, Fetch, file_digest, has_memory, write_container
 from mega.core.checkpoint.disk import creating, read_file, write_all
 from mega.core.checkpoint.manifest import (
+    WEIGHTS_ONLY,
     Attached,
     Manifest,
     check_attachment_name,
@@ -60,6 +61,7 @@ Attachments = Mapping[str, Path | bytes]
 
 _STEP = re.compile(r"step-(\d{7,15})")
 _POINTER = "latest"
+_LEFTOVER = re.compile(rf"(step-\d+|{_POINTER}|{WEIGHTS_ONLY})\.(tmp|old)")
 
 
 class SaveError(OSError):
@@ -128,7 +130,7 @@ class CheckpointStore:
                 fault = error
             if not agree(fault is None):
                 if rank == 0:
-                    shutil.rmtree(working, ignore_errors=True)
+                    self._clear()
                 raise SaveError(self._failure(step, rank, fault)) from fault
         return SaveReport(written, time.monotonic() - began)
 
@@ -159,7 +161,7 @@ class CheckpointStore:
             check()
             self._publish(step, len(ranks), working, dict(meta), attachments)
         except Exception as error:
-            shutil.rmtree(working, ignore_errors=True)
+            self._clear()
             with contextlib.suppress(OSError):
                 self.directory.rmdir()  # only if nothing is in it
             kind = CheckpointError if isinstance(error, ValueError) else SaveError
@@ -168,11 +170,14 @@ class CheckpointStore:
 
     def _prepare(self, working: Path) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
-        self._recover()
-        for kind in ("tmp", "old"):  # of saves and removals that were killed
-            for left in self.directory.glob(f"step-*.{kind}"):
-                shutil.rmtree(left, ignore_errors=True)
+        self._clear()
         working.mkdir()
+
+    def _clear(self) -> None:
+        """Take away what is no checkpoint; nothing else may be saving here."""
+        self._recover()
+        for left in self.leftovers():
+            remove_leftover(left)
 
     def _publish(
         self,
@@ -195,7 +200,6 @@ class CheckpointStore:
         final = self.path(step)
         previous = final.with_suffix(".old")
         pointer = self.directory / f"{_POINTER}.tmp"
-        pointer.unlink(missing_ok=True)
         with creating(pointer) as descriptor:
             write_all(descriptor, f"{final.name}\n".encode())
         if final.exists():
@@ -226,6 +230,11 @@ class CheckpointStore:
             return []
         found = (_STEP.fullmatch(entry.name) for entry in os.scandir(self.directory) if _is_directory(entry))
         return sorted(int(match[1]) for match in found if match)
+
+    def leftovers(self) -> list[Path]:
+        """What killed saves and removals left behind; none of it is a checkpoint."""
+        found = [path for end in ("tmp", "old") for path in self.directory.glob(f"*.{end}")]
+        return sorted(path for path in found if _LEFTOVER.fullmatch(path.name) and not _only_copy(path))
 
     def newest(self, *, verify: bool = True, tell: Callable[[str], None] = lambda line: None) -> int | None:
         """The newest published step that can be trusted; None only where nothing was ever published.
@@ -293,6 +302,13 @@ class CheckpointStore:
                     continue  # another rank was faster
 
 
+def remove_leftover(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
 def locate(path: Path) -> Checkpoint:
     """Open what a user points at: a step's directory, or a run's, which means its newest step.
 
@@ -338,6 +354,11 @@ def _attach(working: Path, name: str, source: Path | bytes) -> Attached:
 
 def _sidecar(working: Path, rank: int) -> Path:
     return working / f"rank-{rank:05d}.json"
+
+
+def _only_copy(path: Path) -> bool:
+    """Whether this is a checkpoint that was moved aside and whose replacement never came."""
+    return path.suffix == ".old" and not path.with_suffix("").exists()
 
 
 def _is_directory(entry: os.DirEntry[str]) -> bool:
