@@ -361,7 +361,7 @@ def replay(seed: int) -> dict[str, Any]:
         for length in range(begin, len(ops) + 1):
             least = max(step for mark, step in marks if mark <= length)
             last_sync = max((i for i in range(length) if ops[i][0] == "sync" and ops[i][1] == "."), default=0)
-            for how in ("kept", "dropped", "torn", "names lost", "names lost"):
+            for how in ("kept", "dropped", "torn", "names lost"):
                 cut = length if how != "names lost" else rng.randrange(max(last_sync, begin), length + 1)
                 disk = Disk()
                 for number, op in enumerate(ops[:length]):

@@ -1,13 +1,12 @@
 """SIGKILL of all ranks at random moments of saving: 100 times at once, 100 times behind the run.
 
-Four ranks (tp 2, dp 2, ZeRO 1, bf16 with masters) save without a pause, every number of a checkpoint being its step;
+Two ranks (dp 2, ZeRO 1, bf16 with masters) save without a pause, every number of a checkpoint being its step;
 behind the run the numbers change as soon as the save has been asked for. After the kill the newest checkpoint is at
 least the last that was said to be saved, verifies, and holds its step in every element; the next run can save.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import random
 import shutil
@@ -32,16 +31,18 @@ from mega.core.training.state import TrainState
 from tests.battery.data_ledger import Item, run
 from tests.support.runs import small_run
 
-WORLD, KILLS = 4, 100
+WORLD, KILLS = 2, 100
 
 
 def rank_body(rank: int, home: Path, behind: bool) -> None:
     """Save until killed; rank 0 writes down each step that it was told of."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group("gloo", init_method=f"file://{home / 'meeting'}", rank=rank, world_size=WORLD)
-    resolved = small_run(world=WORLD, tp=2, zero=1, dtype="bf16", save=str(home / "run"), save_interval=1, keep_last=2)
+    resolved = small_run(
+        world=WORLD, layers=1, zero=1, dtype="bf16", save=str(home / "run"), save_interval=1, keep_last=2
+    )
     resolved = dataclasses.replace(resolved, checkpoint=dataclasses.replace(resolved.checkpoint, async_save=behind))
-    state = TrainState(resolved, Mesh(rank, tp=2, dp=2, groups=Groups("gloo")), Device.choose("cpu"))
+    state = TrainState(resolved, Mesh(rank, dp=WORLD, groups=Groups("gloo")), Device.choose("cpu"))
     said = os.open(home / "said", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
     def say(line: str) -> None:

@@ -82,7 +82,8 @@ class TrainState:
     def weight_pieces(self, *, mine: bool) -> Iterator[Piece]:
         """This rank's weights; with `mine`, only those that it writes (each element of the model once)."""
         for number, bucket in enumerate(self.grads.buckets):
-            if self.grads.zero >= 3:  # nobody holds more than the span
+            # Under zero 3 nobody holds more than the span; under 1 and 2 the rest may still be on its way.
+            if self.grads.zero >= 3 or (self.grads.zero and mine):
                 if not mine or bucket.counted:
                     yield from _pieces("weights", bucket, bucket.own_weights, bucket.span[0])
             elif not mine or (bucket.counted and self._our_turn(number)):
