@@ -129,7 +129,7 @@ def embedded(path: Path, payload: Payload) -> None:
     """Beside what belongs there: in the original dict of a torch file; in a string of any other."""
     try:
         with torch.serialization.safe_globals([__import__("argparse").Namespace]):
-            content = torch.load(path, weights_only=True)
+            content = torch.load(io.BytesIO(path.read_bytes()), weights_only=True)
         torch.save({**content, "rng_state": payload}, path)
     except Exception:
         path.write_bytes(path.read_bytes() + _pickled(payload, 2))
@@ -193,7 +193,7 @@ def bomb_item(kind: str, name: str, change: Callable[[Path], None]) -> Callable[
         assert code == 2 and text.strip(), (code, text)
         assert not target.exists() and not seen, seen
         assert seconds < SECONDS and grown < MEGABYTES, (seconds, grown)
-        return {"cpu seconds": round(seconds, 2), "MB": grown, "said": text.strip()[-150:]}
+        return {"cpu seconds": round(seconds, 2), "MB": grown, "said": text.strip().replace(f"{HOME}/", "")[-150:]}
 
     return prove
 
@@ -262,7 +262,7 @@ def zip_bomb(name: str) -> Callable[[Path], None]:
 def state_of(name: str, change: Callable[[Any], Any]) -> Callable[[Path], None]:
     def apply(source: Path) -> None:
         with torch.serialization.safe_globals([__import__("argparse").Namespace]):
-            content = torch.load(source / name, weights_only=True)
+            content = torch.load(io.BytesIO((source / name).read_bytes()), weights_only=True)
         torch.save(change(content), source / name)
 
     return apply
@@ -334,7 +334,7 @@ BOMBS: list[tuple[str, str, Callable[[Path], None]]] = [
     ("hf bin", "a zip bomb", zip_bomb("pytorch_model.bin")),
     ("meta", "a zip bomb", zip_bomb("consolidated.00.pth")),
     ("meta", "2^40 rows of one stored", state_of("consolidated.00.pth", vast)),
-    ("meta", "10^9 layers", text("params.json", b'{"dim": 16, "n_layers": 1000000000, "n_heads": 4}')),
+    ("meta", "10^9 layers", text("params.json", b'{"dim": 16, "n_layers": 1000000000, "n_heads": 4, "n_kv_heads": 2}')),
     ("llama2.c", "sizes of 2^29", claimed),
     ("llama2.c", "a file that is a device", link("model.bin", "/dev/zero")),
     ("llama2.c", "a file that is a pipe", fifo("model.bin")),
