@@ -66,7 +66,7 @@ def product_shares(samples: Sequence[Product], peak: float, bandwidth: float, la
         first, second = (ay * bb - by * ab) / determinant, (by * aa - ay * ab) / determinant
         if first > 0 and second > 0:
             per_flop, per_byte = first, second
-    return 1 / (per_flop * peak), max(per_byte * bandwidth, 1e-3)
+    return min(1.0, 1 / (per_flop * peak)), max(per_byte * bandwidth, 1e-3)
 
 
 def _squares(a: float, b: float) -> tuple[tuple[float, float], ...]:
