@@ -70,7 +70,7 @@ with open(path, "rb") as file:
         file.seek(first - 1)
         file.readline()
     while file.tell() < last:
-        texts = [orjson.loads(line)["text"] for line in file.readlines(1 << 18)]
+        texts = [orjson.loads(line)["text"] for line in file.readlines(min(1 << 18, max(last - file.tell() - 1, 1)))]
         tokens += len(library.encode_batch_flat(texts, split_special_tokens=True)[0]) // 4
 print(json.dumps([tokens, 0, 0]))
 """
