@@ -103,6 +103,15 @@ def test_any_cut_reads_into_any_other(
         assert same_bytes(target, whole[box.inside(at_origin)])
 
 
+def test_one_element_with_the_strides_of_a_view(tmp_path: Path) -> None:
+    columns = torch.arange(8.0).view(2, 4).mT.contiguous().mT
+    store = CheckpointStore(tmp_path)
+    store.save(1, [Piece("w", (1,), (0,), columns[0, 1:2])], {})
+    into = torch.zeros(2, 4).mT.contiguous().mT
+    store.open(1).read([Piece("w", (1,), (0,), into[1, 2:3])])
+    assert into[1, 2] == 1 and into.sum() == 1
+
+
 def on_ranks(world: int, run: Callable[[int, Callable[[bool], bool]], None]) -> list[BaseException | None]:
     """Run `run(rank, agree)` on threads that meet to agree; what each rank raised."""
     barrier = threading.Barrier(world, timeout=30)

@@ -81,7 +81,7 @@ def write_container(
             for box in blocks(piece.box, piece.tensor.element_size()):
                 tensor = fetch(piece, box)
                 assert (tuple(tensor.shape), tensor.dtype) == (box.size, piece.tensor.dtype), piece.key
-                block = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+                block = _memory(tensor.detach().cpu().contiguous())
                 entry_hash.update(block)
                 write_all(descriptor, block)
             entry = Entry(
@@ -148,6 +148,11 @@ def blocks(box: Box, item: int) -> Iterator[Box]:
         yield from blocks(Box(tuple(start), tuple(size)), item)
 
 
+def _memory(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous tensor on the CPU. One element counts as contiguous, whatever its strides say."""
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy().data
+
+
 def read_box(path: Path, descriptor: int, entry: Entry, box: Box, target: torch.Tensor) -> None:
     """Fill `target` (shape of `box`) with the rectangle `box` of the stored `entry`, which contains it.
 
@@ -201,7 +206,7 @@ def _run_shape(stored: Box, box: Box) -> tuple[int, ...]:
 
 def _read_runs(path: Path, descriptor: int, entry: Entry, box: Box, target: torch.Tensor) -> None:
     """Fill the memory of `target` (contiguous, the entry's dtype, on the CPU) with the rectangle `box`."""
-    view = target.reshape(-1).view(torch.uint8).numpy().data
+    view = _memory(target)
     item = DTYPES[entry.dtype].itemsize
     run_shape = _run_shape(entry.box, box)
     run = prod(run_shape) * item
