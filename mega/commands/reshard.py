@@ -46,11 +46,13 @@ def run(
     Checkpoints of ours load into any layout without this; it makes files that fit their ranks.
     """
     from mega.core.checkpoint.exchange import exchange
+    from mega.core.checkpoint.tables import progress_bar
 
     if vocab_file is not None and true_vocab_size is None:
         true_vocab_size = _pieces_of(vocab_file)
     style = "mcore" if saver == "core" else saver
-    report = exchange(load_dir, save_dir, target_tp, target_pp, style, true_vocab_size, num_heads)
+    with progress_bar("reshard") as progress:
+        report = exchange(load_dir, save_dir, target_tp, target_pp, style, true_vocab_size, num_heads, progress)
     print(
         f"{report.path}: {report.tensors:,} tensors, {report.elements:,} elements, "
         f"each with one origin and none left over; {report.bytes:,} bytes"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import os
 import random
 import shutil
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from typer.testing import CliRunner
 
 from mega.commands import checkpoint as verbs
@@ -22,6 +24,7 @@ from mega.core.checkpoint.pieces import CheckpointError, Piece
 from mega.core.checkpoint.reshard import Ledger, reshard
 from mega.core.checkpoint.retention import retain, surplus
 from mega.core.checkpoint.store import CheckpointStore, locate
+from mega.core.checkpoint.tables import progress_bar
 from mega.core.config.sections import ModelConfig
 from mega.core.inventory import inventory
 
@@ -238,6 +241,15 @@ def test_reshard_verb(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     save_model(tmp_path / "a", LLAMA)
     assert reshard_verb(tmp_path / "a", tmp_path / "b", target_tp=2) == 0
     assert "each with one origin and none left over" in capsys.readouterr().out
+
+
+def test_progress_is_shown_on_a_terminal_only(tmp_path: Path) -> None:
+    save_model(tmp_path / "a", LLAMA)
+    for terminal in (True, False):
+        console = Console(file=io.StringIO(), force_terminal=terminal, width=100)
+        with progress_bar("reshard", console) as progress:
+            reshard(tmp_path / "a", tmp_path / str(terminal), 2, 1, progress)
+        assert isinstance(console.file, io.StringIO) and ("reshard" in console.file.getvalue()) == terminal
 
 
 def test_diff_tells_presence_shape_and_dtype(tmp_path: Path) -> None:

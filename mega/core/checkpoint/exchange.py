@@ -27,7 +27,7 @@ from mega.core.checkpoint.convert import (
 from mega.core.checkpoint.disk import creating, write_all
 from mega.core.checkpoint.mapping import assemble, prove
 from mega.core.checkpoint.pieces import Box
-from mega.core.checkpoint.reshard import reshard
+from mega.core.checkpoint.reshard import Progress, reshard
 
 Saver = Literal["mega", "megatron", "megatron-23.06", "mcore", "mcore-local"]
 
@@ -47,10 +47,12 @@ def exchange(
     saver: Saver,
     vocab: int | None = None,
     heads: int | None = None,
+    progress: Progress = lambda done, total: None,
 ) -> ConversionReport:
     """Whatever lies at `load` -> a `saver` at `save`, for tp x pp ranks.
 
-    vocab: the true vocabulary of a Megatron tree. heads: attention heads, where a tree does not say.
+    vocab: the true vocabulary of a Megatron tree. heads: attention heads, where a tree does not say. progress: told
+    how far it has come, where own checkpoints become own checkpoints.
     Errors: ValueError naming flag, file or tensor; then nothing new is at `save`.
     """
     for flag, value in (
@@ -67,7 +69,7 @@ def exchange(
         return from_megatron(load, save, tp, pp, vocab, heads) if tree else to_mega(load, save, tp, pp)
 
     if saver == "mega" and own:
-        report = reshard(load, save, tp, pp)
+        report = reshard(load, save, tp, pp, progress)
         return ConversionReport(report.tensors, report.elements, report.bytes, report.path)
     if saver == "mega":
         return to_own(save, tp, pp)

@@ -1,15 +1,45 @@
-"""Answers about checkpoints as tables in the terminal."""
+"""Answers about checkpoints as tables in the terminal, and how far a long job has come."""
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 from rich.table import Table
 
 from mega.core.checkpoint import inspect
 from mega.core.checkpoint.store import locate
+
+
+@contextlib.contextmanager
+def progress_bar(what: str, console: Console | None = None) -> Iterator[Callable[[int, int], None]]:
+    """A bar on stderr that is told bytes done and bytes in all; nothing where that is no terminal."""
+    bar = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+        console=console or Console(stderr=True),
+        transient=True,
+    )
+    if not bar.console.is_terminal:
+        yield lambda done, total: None
+        return
+    with bar:
+        task = bar.add_task(what)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 def show_checkpoint(path: Path, tensors: bool, meta: bool) -> None:
