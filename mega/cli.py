@@ -32,7 +32,7 @@ VERBS = {
     "generate": "Continue a text with a trained model",
     "reshard": "Cut a checkpoint for another layout",
     "checkpoint": "Look into checkpoints and verify them",
-    "convert-llama": "Turn Llama weights into a checkpoint, and back",
+    "convert-llama": "Turn weights of others into a checkpoint, and back",
     "memory-estimate": "Say what a run needs, before it is started",
     "parity": "Prove that every layout computes the same",
     "bench": "Measure speed",

@@ -1,4 +1,4 @@
-"""`mega convert-llama`: Llama-like weights from Hugging Face or Meta to checkpoints, and back."""
+"""`mega convert-llama`: weights from Hugging Face, Meta, llama2.c or fairseq to checkpoints, and back to the first two."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ import typer
 
 def run(
     load_dir: Annotated[
-        Path, typer.Option("--load-dir", help="Hugging Face or Meta folder, run directory, or step-NNNNNNN")
+        Path,
+        typer.Option(
+            "--load-dir", help="Hugging Face, Meta or fairseq folder, llama2.c file, run directory, or step-NNNNNNN"
+        ),
     ],
     save_dir: Annotated[Path, typer.Option("--save-dir", help="where to write; a folder, complete or absent")],
     to: Annotated[
@@ -30,6 +33,7 @@ def run(
 ) -> int:
     """Turn weights into a checkpoint for any layout, or a checkpoint into a folder that others open.
 
+    Llama and its relatives (Mistral, Qwen), GPT-2 in Hugging Face's form, fairseq's Megatron-11b.
     What is read is recognised by its files. Nothing is executed, no tensor is lost or made up.
     """
     from mega.core.checkpoint.convert import convert
