@@ -1,4 +1,4 @@
-"""`mega convert-llama`: weights from Hugging Face, Meta, llama2.c or fairseq to checkpoints, and back to the first two."""
+"""`mega convert-llama`: weights from Hugging Face, Meta, llama2.c or fairseq to checkpoints; back to the first two."""
 
 from __future__ import annotations
 

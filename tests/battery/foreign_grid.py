@@ -32,7 +32,7 @@ def layouts(family: str) -> Any:
         for dtype in (torch.float32, torch.bfloat16):
             with tempfile.TemporaryDirectory(prefix="mega-grid-") as name:
                 home = Path(name)
-                source = hf_folder(home / "hf", family, dtype, **(OF_GPT2 if family == "gpt2" else SIZES))
+                source = hf_folder(home / "hf", family, dtype, std=0.3, **(OF_GPT2 if family == "gpt2" else SIZES))
                 before = load_file(source / "model.safetensors")
                 for tp in (1, 2, 4):
                     for pp in (1, 2):

@@ -41,15 +41,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-def hf_folder(folder: Path, family: str, dtype: torch.dtype = torch.float32, **more: Any) -> Path:
-    """A tiny random model of `family`, written by transformers."""
+def hf_folder(folder: Path, family: str, dtype: torch.dtype = torch.float32, *, std: float = 1.0, **more: Any) -> Path:
+    """A tiny random model of `family`, written by transformers. std: of all its weights, norms and biases too."""
     transformers = pytest.importorskip("transformers")
     values = {"tie_word_embeddings": False, **SIZES, **FAMILIES[family], **more}
     config = transformers.AutoConfig.for_model(values.pop("model_type"), **values)
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config).to(dtype)
     for parameter in model.parameters():  # biases and norms are constants at first
-        torch.nn.init.normal_(parameter)
+        torch.nn.init.normal_(parameter, std=std)
     model.save_pretrained(folder)
     (folder / "tokenizer.model").write_bytes(b"pieces")
     return folder

@@ -7,6 +7,7 @@ embedding, which turns neighbours (2i, 2i + 1) where ours turns halves (i, i + H
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -153,7 +154,7 @@ def model_from_params(params: Mapping[str, Any], tensors: Tensors, parts: int, w
         heads=heads,
         kv_heads=whole_in(params, "n_kv_heads", where, heads),
         head_dim=hidden // heads,
-        ffn=rows("layers.0.feed_forward.w1.weight") * parts,
+        ffn=_feed_forward_rows(tensors, where) * parts,
         vocab=vocab,
         positions=whole_in(params, "max_seq_len", where, SCALED_POSITIONS if scaled else POSITIONS),
         position="rope",
@@ -169,6 +170,18 @@ def model_from_params(params: Mapping[str, Any], tensors: Tensors, parts: int, w
         hidden_dropout=0.0,
         attention_dropout=0.0,
     )
+
+
+def _feed_forward_rows(tensors: Tensors, where: str) -> int:
+    """The width of the feed-forward layers in one part: what most of their matrices have, so that an odd one is told."""
+    sizes = Counter(
+        shape[1 if name.endswith("w2.weight") else 0]
+        for name, (shape, _) in tensors.items()
+        if "feed_forward" in name and len(shape) == 2
+    )
+    if not sizes:
+        raise CheckpointError(f"{where}: the weights hold no layers.0.feed_forward.w1.weight")
+    return sizes.most_common(1)[0][0]
 
 
 def import_table(model: ModelConfig, tensors: Tensors, parts: int) -> Table:
