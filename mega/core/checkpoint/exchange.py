@@ -88,11 +88,13 @@ def from_megatron(load: Path, save: Path, tp: int, pp: int, vocab: int | None, h
         source = torch_dist.DistributedSource(folder)
         values = torch_dist.arguments(folder, source.tensors, heads)
         table = source.tensors.get("0.0.0/embedding.word_embeddings.weight")
-        model = megatron.model_from_arguments(values, vocab or (table[0][0] if table else 0), str(folder))
-        rows = megatron.import_table(model, source.tensors, tp=1, pp=1, chunks=1, version=3)
+        rows = table[0][0] if table else 0
+        megatron.check_vocabulary(values, rows, tp=1)
+        model = megatron.model_from_arguments(values, vocab or rows, str(folder))
+        places = megatron.import_table(model, source.tensors, tp=1, pp=1, chunks=1, version=3)
         name = re.fullmatch(r"iter_(\d+)", folder.name)
         consumed = values.get("consumed_train_samples", 0)
-        return import_weights(source, rows, model, save, tp, pp, step=int(name[1]) if name else 0, consumed=consumed)
+        return import_weights(source, places, model, save, tp, pp, step=int(name[1]) if name else 0, consumed=consumed)
     tree = megatron.open_tree(load, vocab)
     return import_weights(
         tree.source, tree.table, tree.model, save, tp, pp, step=tree.iteration, consumed=tree.consumed

@@ -168,11 +168,7 @@ def open_tree(path: Path, vocab: int | None = None) -> Tree:
     values = arguments.values if isinstance(arguments, Arguments) else {}
     source = TorchSource(tensors)
     rows = source.tensors.get("0.0.0/embedding.word_embeddings.weight", ((0,), torch.float32))[0][0]
-    if type(values.get("padded_vocab_size")) is int and values["padded_vocab_size"] != rows * tp:
-        raise CheckpointError(
-            f"0.0.0/embedding.word_embeddings.weight: has {rows} rows, args.padded_vocab_size "
-            f"{values['padded_vocab_size']} on {tp} tensor ranks says {values['padded_vocab_size'] / tp:g}"
-        )
+    check_vocabulary(values, rows, tp)
     model = model_from_arguments(values, vocab or rows * tp, str(folder))
     version = first.get("checkpoint_version", 0)
     if not isinstance(version, int | float) or version not in (0, 1, 2, 3):
@@ -216,6 +212,16 @@ def _flat(tree: Any, where: Path, prefix: str = "") -> Iterable[tuple[str, torch
             yield name, value
         else:
             yield from _flat(value, where, f"{name}.")
+
+
+def check_vocabulary(values: Mapping[str, Any], rows: int, tp: int) -> None:
+    """Errors: CheckpointError where a rank's table has not as many rows as the arguments say."""
+    whole = values.get("padded_vocab_size")
+    if type(whole) is int and whole != rows * tp:
+        raise CheckpointError(
+            f"0.0.0/embedding.word_embeddings.weight: has {rows} rows, args.padded_vocab_size {whole} on {tp} tensor "
+            f"ranks says {whole / tp:g}"
+        )
 
 
 def model_from_arguments(values: Mapping[str, Any], vocab: int, where: str) -> ModelConfig:
@@ -480,13 +486,15 @@ def _padding(tensors: Tensors, parts: list[str], vocab: int) -> dict[str, range]
 
 
 def _tied_copies(tensors: Tensors, tp: int, last: str) -> list[tuple[str, str]]:
-    """The last stage's copy of a tied embedding, under either of its names."""
-    pairs = [
-        (f"{t}.{last}/{name}", f"{t}.0.0/embedding.word_embeddings.weight")
-        for t in range(tp)
-        for name in (TIED_COPY, "output_layer.weight")
-    ]
-    return [pair for pair in pairs if pair[0] in tensors]
+    """The last stage's copy of a tied embedding, under either of its names. A stage that is the first too has none."""
+    pairs = []
+    for rank in range(tp):
+        names = [f"{rank}.{last}/{name}" for name in (TIED_COPY, "output_layer.weight")]
+        found = [name for name in names if name in tensors]
+        if not found and last != "0.0":
+            raise CheckpointError(f"{names[0]}: is missing")
+        pairs += [(name, f"{rank}.0.0/embedding.word_embeddings.weight") for name in found]
+    return pairs
 
 
 # Writing
