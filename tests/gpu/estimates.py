@@ -69,6 +69,10 @@ LAYOUTS: Mapping[str, Flags] = {
     "llama tp2 pp2": {**LLAMA, "layers": 8, "tp": 2, "pp": 2, "sequence_parallel": True, "global_batch": 8},
     "gpt tp4": {**GPT, "tp": 4, "sequence_parallel": True, "micro_batch": 4, "global_batch": 16},
     "llama zero 1": {**LLAMA, "zero": 1, "global_batch": 8},
+    "gpt tp2 selective, zero 1": {
+        **GPT, "tp": 2, "sequence_parallel": True, "zero": 1, "recompute": "selective", "micro_batch": 2,
+        "global_batch": 16,
+    },
     "llama zero 3": {**LLAMA, "zero": 3, "global_batch": 8},
     "gpt pp4": {**GPT, "layers": 8, "pp": 4, "global_batch": 16},
     "llama interleaved": {**LLAMA, "layers": 8, "pp": 4, "chunks": 2, "global_batch": 8},
@@ -340,6 +344,8 @@ def compare(path: Path, gpu: str) -> int:
         first = next(seconds for seconds, row in measured if " choice 0:" in row)
         fastest, row = min(measured)
         print(f"{name}: the planner's first is {first / fastest - 1:+.1%} from the best of {len(measured)} ({row})")
+    if not time_:
+        return 1
     print(
         f"{len(time_)} runs, {len(space)} peaks: median error {statistics.median(space):.1%}, worst {max(space):.1%}; "
         f"step time: median {statistics.median(time_):.1%}, worst {max(time_):.1%}"

@@ -26,6 +26,9 @@ LAYOUT = (
 )  # fmt: skip
 """Options that the search sets."""
 
+RESERVE = 0.03
+"""Share of a device's memory that a layout must leave: peaks are predicted to within about as much."""
+
 RECOMPUTE: tuple[dict[str, Any], ...] = (
     {"recompute": "none"},
     {"recompute": "selective"},
@@ -122,7 +125,7 @@ def search(run: RunConfig, world: int, on: Hardware, keep: int = 8) -> Found:
         needs = memory(resolved, world)
         size = needs.needed(on.communicator)
         smallest = min(smallest, size)
-        if size <= on.memory:
+        if size <= (1 - RESERVE) * on.memory:
             rough = step_time(resolved, world, on, play=False).seconds
             fitting.append((rough, options, resolved, needs))
     if not tried:

@@ -13,7 +13,7 @@ from mega.core.estimate.hardware import Hardware
 from mega.core.estimate.megatron import report
 from mega.core.estimate.memory import Memory, StageMemory, kv_cache_bytes
 from mega.core.estimate.schedule import training_time
-from mega.core.estimate.search import Found
+from mega.core.estimate.search import RESERVE, Found
 from mega.core.estimate.steptime import step_time
 
 if TYPE_CHECKING:
@@ -225,7 +225,8 @@ def why(found: Found, device: Hardware) -> str:
     """The choice in a sentence."""
     best = found.candidates[0]
     text = (
-        f"{found.tried} layouts obey the rules, {found.fitting} fit into {device.memory:.1f} GiB of {device.name}; "
+        f"{found.tried} layouts obey the rules, {found.fitting} fit into {1 - RESERVE:.0%} of the {device.memory:.1f} "
+        f"GiB of {device.name}; "
         f"the first is predicted fastest ({best.time.seconds:.3f} s)"
     )
     if len(found.candidates) > 1:
