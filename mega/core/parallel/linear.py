@@ -9,7 +9,7 @@ The gathered input is not kept; backward gathers it again while it multiplies (K
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -27,19 +27,23 @@ from mega.core.parallel.mesh import Axis
 from mega.core.parallel.weight import Maker, Weight
 
 
-class Entering(NamedTuple):
-    """x [tokens or our tokens, in] on its way into the region: `whole` [tokens, in] is there when `work` is done."""
+class Entering:
+    """x [tokens or our tokens, in] on its way into a tensor-parallel region: under sequence all ranks' tokens are asked
+    for, and what is computed before `arrived` runs beside the exchange."""
 
-    x: torch.Tensor
-    whole: torch.Tensor
-    work: Any
+    def __init__(self, x: torch.Tensor, axis: Axis, sequence: bool):
+        self.x = x
+        self._whole: torch.Tensor = x
+        self._work: Any = Finished()
+        if sequence and axis.size > 1:
+            self._whole, self._work = start_all_gather(x.detach(), axis)
 
-
-def entering(x: torch.Tensor, axis: Axis, sequence: bool) -> Entering:
-    """Ask for the tokens of all ranks; what is computed before they are needed runs beside the exchange."""
-    if not sequence or axis.size == 1:
-        return Entering(x, x, Finished())
-    return Entering(x, *start_all_gather(x.detach(), axis))
+    def arrived(self) -> torch.Tensor:
+        """All tokens [tokens, in]. Call it once: what was gathered is kept no longer than its taker keeps it."""
+        self._work.wait()
+        whole = self._whole
+        del self._whole
+        return whole
 
 
 class _ColumnProduct(torch.autograd.Function):
@@ -57,8 +61,7 @@ class _ColumnProduct(torch.autograd.Function):
     ) -> torch.Tensor:
         keep(ctx, x)
         ctx.weight, ctx.axis, ctx.sequence = weight, axis, sequence
-        entering.work.wait()
-        return weight.ops.products.output(entering.whole, weight.to(x.dtype), bias)
+        return weight.ops.products.output(entering.arrived(), weight.to(x.dtype), bias)
 
     @staticmethod
     def backward(
@@ -107,8 +110,8 @@ def column_product(
 
     bias: added in the product's own pass; it gets no gradient from here.
     """
-    on_its_way = x if isinstance(x, Entering) else entering(x, axis, sequence)
-    return _ColumnProduct.apply(on_its_way.x, on_its_way, weight, bias, axis, sequence and axis.size > 1)  # type: ignore[no-any-return, no-untyped-call]
+    entering = x if isinstance(x, Entering) else Entering(x, axis, sequence)
+    return _ColumnProduct.apply(entering.x, entering, weight, bias, axis, sequence and axis.size > 1)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class ColumnLinear(nn.Module):
@@ -129,7 +132,7 @@ class ColumnLinear(nn.Module):
         return y if self.bias is None else y + self.bias
 
     def entering(self, x: torch.Tensor) -> Entering:
-        return entering(x, self.axis, self.sequence)
+        return Entering(x, self.axis, self.sequence)
 
     def biased(self, x: torch.Tensor | Entering) -> torch.Tensor:
         return column_product(
