@@ -110,11 +110,16 @@ def test_every_listed_verb_loads_and_shows_help(capsys: pytest.CaptureFixture[st
 
 
 @pytest.mark.parametrize(
-    ("error", "code"),
-    [(ValueError("--x 1: must be 2"), 2), (RuntimeError("broken"), 1), (KeyError("gone"), 1)],
+    ("error", "code", "traced"),
+    [
+        (ValueError("--x 1: must be 2"), 2, False),
+        (OSError("runs/a: step 20 was not saved: the disk is full (whole: steps 10)"), 1, False),
+        (RuntimeError("broken"), 1, True),
+        (KeyError("gone"), 1, True),
+    ],
 )
 def test_exit_codes(
-    error: Exception, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    error: Exception, code: int, traced: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fails(**_: object) -> None:
         raise error
@@ -123,5 +128,5 @@ def test_exit_codes(
     monkeypatch.delenv("MEGA_DEBUG", raising=False)
     assert cli.main([]) == code
     told = capsys.readouterr().err
-    assert ("Traceback" in told) == (code == 1)
+    assert ("Traceback" in told) == traced
     assert str(error.args[0]) in told
