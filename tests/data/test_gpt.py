@@ -208,6 +208,16 @@ def test_blend_draws_from_every_corpus_by_its_weight(tmp_path: Path) -> None:
     assert ones == stream_samples(tmp_path / "a", 4, 6, 1234)[: len(ones)]
 
 
+def test_every_sample_of_a_blend_can_be_read(tmp_path: Path) -> None:
+    """Not only the one that was asked for: the cyclic order shuffles them all. Each corpus has one sample."""
+    words = [str(word) for i, weight in enumerate((4.664, 3.454, 0.818, 1.195)) for word in (weight, tmp_path / f"{i}")]
+    for prefix in words[1::2]:
+        corpus(Path(prefix), [5])
+    made = build((1, 0, 0), data_path=tuple(words), split="1,0,0", vocab=1000)
+    assert made.train is not None
+    assert [len(made.train[i]) for i in range(len(made.train))] == [5, 5, 5]
+
+
 def test_part_of_a_blend_that_is_empty_is_left_out(tmp_path: Path) -> None:
     large, tiny = str(corpus(tmp_path / "a", LENGTHS * 10)), str(corpus(tmp_path / "b", [9], base=900))
     made = build((30, 5, 0), data_path=("1", large, "1", tiny), split="90,10,0")

@@ -12,6 +12,7 @@ from mega.core.data.order import (
     blend_order,
     blend_samples,
     blend_shares,
+    entries_served,
     epochs,
     sample_order,
     split_boundaries,
@@ -141,6 +142,11 @@ def test_golden_blends() -> None:
         assert chosen.tolist() == [int(word) for word in datasets.split()]
         assert numbered.tolist() == [int(word) for word in numbers.split()]
         assert (chosen.dtype, numbered.dtype) == (np.int16, np.int64)
+
+
+def test_entries_that_their_datasets_have() -> None:
+    chosen, numbers = np.array([0, 1, 0, 0], np.int16), np.array([0, 0, 1, 2])
+    assert [entries_served(chosen, numbers, lengths) for lengths in ([2, 5], [3, 5], [3, 0], [0, 5])] == [3, 4, 1, 0]
 
 
 def test_golden_blend_samples() -> None:

@@ -13,11 +13,18 @@ from pathlib import Path
 
 from mega.core.config.corpora import expand, is_number
 from mega.core.config.sections import DataConfig, MaskingConfig
-from mega.core.data.cache import cached
+from mega.core.data.cache import Arrays, cached
 from mega.core.data.chat import ChatDataset, chat_dataset
 from mega.core.data.dataset import BlendedDataset, Dataset, MockDataset
 from mega.core.data.indexed import IndexedDataset, bin_path, exists
-from mega.core.data.order import blend_order, blend_samples, blend_shares, split_boundaries, split_shares
+from mega.core.data.order import (
+    blend_order,
+    blend_samples,
+    blend_shares,
+    entries_served,
+    split_boundaries,
+    split_shares,
+)
 from mega.core.data.recipes import Part, Recipe, recipe
 from mega.core.data.tfrecords import record_dataset
 from mega.core.text.chat import TEMPLATES, template
@@ -201,13 +208,17 @@ class _Builder:
         shares = blend_shares([self._recipe.once(part) if weight is None else weight for weight, _, part in parts])
         counts = blend_samples(shares, samples)
         datasets = [self._dataset(prefix, part, count) for (_, prefix, part), count in zip(parts, counts, strict=True)]
-        size = sum(counts)
-        arrays = cached(
-            self._directory(parts[0][1]),
-            {"kind": "blend", "shares": shares, "size": size},
-            ("chosen", "numbers"),
-            lambda: dict(zip(("chosen", "numbers"), blend_order(shares, size), strict=True)),
-        )
+        size, lengths = sum(counts), [len(dataset) for dataset in datasets]
+
+        def compute() -> Arrays:
+            """As long as Megatron-LM's, but for entries at the end that a corpus is too short for."""
+            chosen, numbers = blend_order(shares, size)
+            served = entries_served(chosen, numbers, lengths)
+            assert served >= samples
+            return {"chosen": chosen[:served], "numbers": numbers[:served]}
+
+        key = {"kind": "blend", "shares": shares, "size": size, "lengths": lengths}
+        arrays = cached(self._directory(parts[0][1]), key, ("chosen", "numbers"), compute)
         return BlendedDataset(datasets, arrays["chosen"], arrays["numbers"])
 
     def _dataset(self, prefix: str, part: Part, samples: int) -> Dataset:

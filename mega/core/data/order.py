@@ -158,6 +158,15 @@ def blend_order(weights: Sequence[float], size: int) -> tuple[NDArray[np.int16],
     return chosen, _running_numbers(chosen, len(shares))
 
 
+def entries_served(chosen: NDArray[np.int16], numbers: NDArray[np.int64], lengths: Sequence[int]) -> int:
+    """How many entries of a blend come before the first that its dataset, of one of `lengths`, does not have.
+
+    Datasets 0 1 0 0 with numbers 0 0 1 2 and lengths 2, 5 -> 3.
+    """
+    beyond = np.flatnonzero(numbers >= np.array(lengths)[chosen])
+    return int(beyond[0]) if len(beyond) else len(chosen)
+
+
 def _chosen(shares: NDArray[np.float64], size: int) -> NDArray[np.int16]:
     """The datasets of a blend, one after another, found by many runs side by side.
 
