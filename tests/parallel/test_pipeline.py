@@ -140,13 +140,15 @@ class _Alone(Piece):
         return [((rows, columns, WIDTH), torch.float64)]
 
 
-def against_torch(groups: Groups, rank: int, ranks: int, kind: Any) -> None:
-    from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+def against_torch(groups: Groups, rank: int, ranks: int, kind: Any, chunks: int) -> None:
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
-    theirs = _Plain(Piece(rank, rank == ranks - 1))
-    stage = PipelineStage(theirs, rank, ranks, CPU)
-    make = ScheduleGPipe if kind == "gpipe" else Schedule1F1B
-    schedule = make(stage, MICROBATCHES, loss_fn=lambda y, _: y.square().sum(), scale_grads=False)
+    numbers = range(rank, ranks * chunks, ranks)
+    theirs = [_Plain(Piece(number, number == ranks * chunks - 1)) for number in numbers]
+    stages = [PipelineStage(one, number, ranks * chunks, CPU) for one, number in zip(theirs, numbers, strict=True)]
+    make: Any = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved": ScheduleInterleaved1F1B}[kind]
+    given: Any = stages if chunks > 1 else stages[0]
+    schedule = make(given, MICROBATCHES, loss_fn=lambda y, _: y.square().sum(), scale_grads=False)
     whole = torch.cat([source(batch) for batch in batches()])
     if rank == 0:
         schedule.step(whole)
@@ -155,13 +157,14 @@ def against_torch(groups: Groups, rank: int, ranks: int, kind: Any) -> None:
     else:
         schedule.step()
 
-    piece = _Alone(rank, rank == ranks - 1)
+    ours = [_Alone(number, number == ranks * chunks - 1) for number in numbers]
     scales = [torch.ones((), dtype=torch.float64)] * MICROBATCHES
-    pipeline = Pipeline([piece], Mesh(rank, pp=ranks, groups=groups), CPU)
-    pipeline.run(plan(kind, ranks, 1, MICROBATCHES), batches(), scales)
-    torch.testing.assert_close(piece.matrix.grad, theirs.piece.matrix.grad, rtol=1e-12, atol=1e-12)
+    pipeline = Pipeline(ours, Mesh(rank, pp=ranks, groups=groups), CPU)
+    pipeline.run(plan(kind, ranks, chunks, MICROBATCHES), batches(), scales)
+    for mine, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine.matrix.grad, other.piece.matrix.grad, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("kind", ["gpipe", "1f1b"])
-def test_torchs_pipeline_agrees(pool: Pool, kind: str) -> None:
-    pool.run(against_torch, 3, kind, world=3)
+@pytest.mark.parametrize(("kind", "chunks"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 2)])
+def test_torchs_pipeline_agrees(pool: Pool, kind: str, chunks: int) -> None:
+    pool.run(against_torch, 3, kind, chunks, world=3)
