@@ -122,7 +122,14 @@ def _pickled(payload: Payload, protocol: int) -> bytes:
 
 def torch_file(path: Path, payload: Payload, zipped: bool) -> None:
     with contextlib.suppress(TypeError):
-        torch.save({"model": payload, "args": payload}, path, _use_new_zipfile_serialization=zipped)
+        written(path, {"model": payload, "args": payload}, zipped)
+
+
+def written(path: Path, content: Any, zipped: bool = True) -> None:
+    """As torch.save, which has no files whose names begin with a dot."""
+    buffer = io.BytesIO()
+    torch.save(content, buffer, _use_new_zipfile_serialization=zipped)
+    path.write_bytes(buffer.getvalue())
 
 
 def embedded(path: Path, payload: Payload) -> None:
@@ -130,7 +137,7 @@ def embedded(path: Path, payload: Payload) -> None:
     try:
         with torch.serialization.safe_globals([__import__("argparse").Namespace]):
             content = torch.load(io.BytesIO(path.read_bytes()), weights_only=True)
-        torch.save({**content, "rng_state": payload}, path)
+        written(path, {**content, "rng_state": payload})
     except Exception:
         path.write_bytes(path.read_bytes() + _pickled(payload, 2))
 
