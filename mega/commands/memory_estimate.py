@@ -35,7 +35,8 @@ def run(
     megatron: Annotated[bool, typer.Option("--megatron", help="show Megatron-LM's own estimate beside ours")] = False,
     draw: Annotated[Path | None, typer.Option("--draw", help="write the bars to a .svg or .png file")] = None,
     draw_schedule: Annotated[
-        Path | None, typer.Option("--draw-schedule", help="write the pipeline's timeline to a .svg or .png file")
+        Path | None,
+        typer.Option("--draw-schedule", help="write the pipeline's timeline to a .svg or .png file, or - for here"),
     ] = None,
 ) -> int:
     """Say what a run needs, before it is started.
@@ -46,6 +47,8 @@ def run(
     from mega.core.estimate import show
     from mega.core.estimate.hardware import hardware
 
+    if as_json and str(draw_schedule) == "-":
+        raise ValueError("--draw-schedule -: excludes --json; valid: a .svg or .png file")
     if fit is not None or gpus is not None:
         answer = _search(run, fit, gpus, gpu)
     else:
@@ -134,8 +137,12 @@ def planned(run: RunConfig) -> tuple[RunConfig, int]:
 
 def _draw_schedule(run: RunConfig, world: int, path: Path) -> None:
     from mega.core.config.resolve import microbatches
-    from mega.core.plan import draw, plan, simulate
+    from mega.core.plan import draw, draw_text, plan, simulate
 
     parallel = run.parallel
     assert parallel.schedule is not None
-    draw(simulate(plan(parallel.schedule, parallel.pp, parallel.chunks, microbatches(run, world))), path)
+    playing = simulate(plan(parallel.schedule, parallel.pp, parallel.chunks, microbatches(run, world)))
+    if str(path) == "-":
+        print(draw_text(playing))
+    else:
+        draw(playing, path)

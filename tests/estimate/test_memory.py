@@ -122,5 +122,7 @@ def test_the_verb_shows_what_it_found(tmp_path) -> None:  # type: ignore[no-unty
     for word in ("stage", "moments", "in flight", "h200", "MFU", "Megatron-LM says"):
         assert word in done.stdout
     assert max(map(len, done.stdout.splitlines()[1:5])) <= 80
+    assert verb(*words, "--draw-schedule", "-").stdout.startswith("rank 0  F0")
+    assert "excludes --json" in verb(*words, "--draw-schedule", "-", "--json").stderr
     assert picture.read_text().startswith("<svg")
     assert (tmp_path / "plan.svg").exists()

@@ -122,6 +122,11 @@ def checkpoint_bytes(run: RunConfig) -> int:
     return parameters(run.model) * (weight + (state if run.checkpoint.save_optim else 0))
 
 
+def serving_bytes(run: RunConfig) -> int:
+    """Bytes of the weights alone, over all tensor ranks, as a server holds them."""
+    return parameters(run.model) * BYTES[run.precision.dtype]
+
+
 def kv_cache_bytes(run: RunConfig) -> int:
     """Bytes of one token's keys and values over all layers and tensor ranks, while serving."""
     model = run.model

@@ -11,7 +11,7 @@ from mega.core.config.resolve import data_parallel, lengths, microbatches
 from mega.core.config.run import RunConfig
 from mega.core.estimate.hardware import Hardware
 from mega.core.estimate.megatron import report
-from mega.core.estimate.memory import Memory, StageMemory, kv_cache_bytes
+from mega.core.estimate.memory import Memory, StageMemory, kv_cache_bytes, serving_bytes
 from mega.core.estimate.schedule import training_time
 from mega.core.estimate.search import RESERVE, Found
 from mega.core.estimate.steptime import step_time
@@ -86,6 +86,7 @@ def as_json(run: RunConfig, world: int, found: Memory, device: Hardware | None =
         "peak": found.worst.peak,
         "peak_stage": found.worst.stage,
         "checkpoint": found.checkpoint,
+        "serving_weights": serving_bytes(run),
         "kv_cache_per_token": kv_cache_bytes(run),
         "stages": [
             {
@@ -154,7 +155,8 @@ def notes(run: RunConfig, world: int, found: Memory, device: Hardware | None, me
     yield (
         f"parameters {found.parameters / 1e9:.3f}e9, {held.parameters / 1e9:.3f}e9 on a rank of it, "
         f"{held.total / held.parameters:.2f} bytes each; "
-        f"checkpoint {gib(found.checkpoint)} GiB; serving: {kv_cache_bytes(run) / 2**20:.3f} MiB of keys and values "
+        f"checkpoint {gib(found.checkpoint)} GiB; serving: {gib(serving_bytes(run))} GiB of weights, "
+        f"{kv_cache_bytes(run) / 2**20:.3f} MiB of keys and values "
         "per token"
     )
     if held.host:
