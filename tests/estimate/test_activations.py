@@ -48,6 +48,7 @@ CASES: dict[str, dict[str, Any]] = {
     "tp 2": {**QUIET, "tp": 2, "dtype": "bf16"},
     "tp 2, sequence": {"tp": 2, "sequence_parallel": True, "dtype": "bf16"},
     "llama tp 2, sequence": {"family": "llama", "tp": 2, "sequence_parallel": True, "dtype": "bf16"},
+    "tp 2, sequence, again": {**QUIET, "tp": 2, "sequence_parallel": True, "recompute": "selective", "dtype": "bf16"},
     "again": {**QUIET, "recompute": "selective"},
     "llama again": {"family": "llama", "recompute": "selective", "dtype": "bf16"},
     "again with dropout": {"recompute": "selective"},
@@ -152,17 +153,17 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Collectives that keep sizes and say nothing of values: one process stands for a tensor rank."""
 
     class Work:
-        """Holds what it was given until somebody waits for it, as NCCL's does."""
+        """Holds what it was given until somebody waits for it, and what it made for as long as it lives, as NCCL's."""
 
-        def __init__(self, given: torch.Tensor | None = None) -> None:
-            self.given = given
+        def __init__(self, given: torch.Tensor | None = None, made: torch.Tensor | None = None) -> None:
+            self.given, self.made = given, made
 
         def wait(self) -> None:
             self.given = None
 
     def gather(out: torch.Tensor, x: torch.Tensor, **_: Any) -> Work:
         out.zero_()
-        return Work(x)
+        return Work(x, out)
 
     def nothing(*_: Any, **__: Any) -> Work:
         return Work()

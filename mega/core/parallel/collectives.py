@@ -142,6 +142,11 @@ class _Flight:
     work: Any
     grad: torch.Tensor | None = None
 
+    def land(self) -> None:
+        """Wait, and let go of the handle: NCCL's holds on to what it made as long as it lives itself."""
+        self.work.wait()
+        self.work = Finished()
+
 
 class _Start(torch.autograd.Function):
     @staticmethod
@@ -158,7 +163,7 @@ class _Start(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, None, None, None]:
         """`grad` is what _Finish was given; what it has started since then counts."""
         flight: _Flight = ctx.flight
-        flight.work.wait()
+        flight.land()
         grad_x, flight.grad = flight.grad, None
         return grad_x, None, None, None
 
@@ -167,7 +172,7 @@ class _Finish(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, out: torch.Tensor, axis: Axis, sequence: bool, flight: _Flight) -> torch.Tensor:
         ctx.axis, ctx.sequence, ctx.flight = axis, sequence, flight
-        flight.work.wait()
+        flight.land()
         return out.view_as(out)
 
     @staticmethod

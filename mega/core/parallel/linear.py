@@ -42,7 +42,7 @@ class Entering:
         """All tokens [tokens, in]. Call it once: what was gathered is kept no longer than its taker keeps it."""
         self._work.wait()
         whole = self._whole
-        del self._whole
+        del self._whole, self._work  # NCCL's handle holds what it made
         return whole
 
 
