@@ -94,6 +94,7 @@ def measure(groups: Groups, rank: int, run: RunConfig, world: int) -> tuple[int,
     watched = Watched(state.optimizer.rule, known)
     state.optimizer.rule = watched  # type: ignore[assignment]
     step(state, 0)
+    state.grads.arrive()  # gloo sends updated weights from a copy
     return parameters, living(known)[0], watched.bytes
 
 
