@@ -56,8 +56,11 @@ def product_shares(samples: Sequence[Product], peak: float, bandwidth: float, la
     ...         for m, n in ((64, 64), (512, 64), (512, 2048))]
     >>> [round(share, 6) for share in product_shares(made, 1e12, 1e11, 0.0)]
     [0.5, 0.5]
+    >>> min(product_shares(made, 1e12, 1e11, launch=1.0)) > 0
+    True
     """
-    rows = [(one.flops / one.seconds, one.moved / one.seconds, 1 - launch / one.seconds) for one in samples]
+    # A product is never all launch, though a tiny one may be measured faster than the launch was.
+    rows = [(one.flops / one.seconds, one.moved / one.seconds, max(1 - launch / one.seconds, 0.1)) for one in samples]
     aa, ab, bb = (sum(x * y for x, y in pairs) for pairs in zip(*(_squares(a, b) for a, b, _ in rows), strict=True))
     ay, by = sum(a * y for a, _, y in rows), sum(b * y for _, b, y in rows)
     determinant = aa * bb - ab * ab
