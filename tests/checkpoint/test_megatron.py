@@ -22,40 +22,12 @@ from mega.core.checkpoint.exchange import exchange
 from mega.core.checkpoint.pieces import CheckpointError, Piece
 from mega.core.checkpoint.store import CheckpointStore, locate
 from mega.core.config.sections import ModelConfig
-from mega.core.inventory import inventory
-from tests.support.foreign_forms import FORMS
+from tests.support import foreign_forms
+from tests.support.foreign_forms import FORMS, weights_of
 
-GPT = ModelConfig(
-    layers=4,
-    hidden=16,
-    heads=4,
-    kv_heads=4,
-    head_dim=4,
-    ffn=24,
-    vocab=53,
-    vocab_multiple=8,
-    positions=10,
-    qkv_bias=True,
-)
-LLAMA = dataclasses.replace(
-    GPT,
-    family="llama",
-    kv_heads=2,
-    norm="rmsnorm",
-    activation="swiglu",
-    bias=False,
-    qkv_bias=False,
-    tied=False,
-    position="rope",
-    hidden_dropout=0.0,
-    attention_dropout=0.0,
-)
+SHAPE: dict[str, Any] = {"layers": 4, "vocab": 53, "vocab_multiple": 8, "positions": 10}
+GPT, LLAMA = (dataclasses.replace(model, **SHAPE) for model in (foreign_forms.GPT, foreign_forms.LLAMA))
 MODELS = {"gpt": GPT, "llama": LLAMA}
-
-
-def weights_of(model: ModelConfig) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    return {tensor.name: torch.randn(tensor.shape, generator=generator) for tensor in inventory(model)}
 
 
 def own(directory: Path, model: ModelConfig) -> Path:

@@ -24,6 +24,13 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return (wide * scale).to(weight.dtype) * weight
 
 
+def added(x: torch.Tensor, branch: torch.Tensor | None, branch_bias: torch.Tensor | None) -> torch.Tensor:
+    """The residual stream x [tokens, h] after its pending branch, if there is one."""
+    if branch is None:
+        return x
+    return x + (branch if branch_bias is None else branch + branch_bias)
+
+
 def add_norm(
     x: torch.Tensor,
     branch: torch.Tensor | None,
@@ -32,12 +39,11 @@ def add_norm(
     bias: torch.Tensor | None,
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The residual stream x [tokens, h] after its pending branch, and its norm: RMSNorm where there is no bias.
+    """What `added` gives, and its norm: RMSNorm where there is no bias.
 
     >>> x, normed = add_norm(torch.ones(1, 2), torch.ones(1, 2), None, torch.ones(2), None, 0.0)
     >>> x.tolist(), normed.tolist()
     ([[2.0, 2.0]], [[1.0, 1.0]])
     """
-    if branch is not None:
-        x = x + (branch if branch_bias is None else branch + branch_bias)
+    x = added(x, branch, branch_bias)
     return x, rms_norm(x, weight, eps) if bias is None else layer_norm(x, weight, bias, eps)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from mega.core.ops.attention import Drop, fused
+from mega.core.ops.norm import added
 
 
 def flash_attention(
@@ -32,8 +33,7 @@ def apex_add_norm(
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`norm.add_norm` with the norm by apex; the addition stays torch's."""
-    if branch is not None:
-        x = x + (branch if branch_bias is None else branch + branch_bias)
+    x = added(x, branch, branch_bias)
     apex = import_module("apex.normalization.fused_layer_norm")
     shape = (x.shape[-1],)
     if bias is None:
