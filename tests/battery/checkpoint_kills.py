@@ -1,6 +1,6 @@
 """SIGKILL of all ranks at random moments of saving: 100 times at once, 100 times behind the run.
 
-Two ranks (dp 2, ZeRO 1, bf16 with masters) save without a pause, every number of a checkpoint being its step;
+Four ranks (dp 4, ZeRO 1, bf16 with masters) save without a pause, every number of a checkpoint being its step;
 behind the run the numbers change as soon as the save has been asked for. After the kill the newest checkpoint is at
 least the last that was said to be saved, verifies, and holds its step in every element; the next run can save.
 """
@@ -31,7 +31,7 @@ from mega.core.training.state import TrainState
 from tests.battery.data_ledger import Item, run
 from tests.support.runs import small_run
 
-WORLD, KILLS = 2, 100
+WORLD, KILLS = 4, 100
 
 
 def rank_body(rank: int, home: Path, behind: bool) -> None:
