@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 
+from mega.core.config.resolve import divisors
 from mega.core.inventory import Tensor, padded
 
 
@@ -56,7 +57,7 @@ def shard(tensor: Tensor, coordinates: Mapping[str, tuple[int, int]]) -> Shard:
         if parts % ranks:
             raise ValueError(
                 f"--{cut.axis} {ranks}: {tensor.name} has {parts} parts; "
-                f"they must divide by {cut.axis} (valid: {_divisors(parts)})"
+                f"they must divide by {cut.axis} (valid: {', '.join(map(str, divisors(parts)))})"
             )
         width = tensor.shape[cut.dim] // cut.parts  # elements of one part: a head's width, or 1
         run = parts // ranks * width
@@ -65,11 +66,6 @@ def shard(tensor: Tensor, coordinates: Mapping[str, tuple[int, int]]) -> Shard:
         size[cut.dim] = min(run, tensor.shape[cut.dim] - begin)
         local[cut.dim] = run
     return Shard(tensor, tuple(start), tuple(size), tuple(local))
-
-
-def _divisors(number: int) -> str:
-    found = [n for n in range(1, min(number, 128) + 1) if number % n == 0]
-    return ", ".join(map(str, found))
 
 
 def span_rectangles(shape: tuple[int, ...], begin: int, end: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:

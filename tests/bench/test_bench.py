@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
+import torch.distributed as dist
 
 from mega import cli
 from mega.core.config.resolve import resolve
-from mega.core.config.run import value_of
+from mega.core.config.run import RunConfig, value_of
+from mega.core.device import Device
 from mega.core.estimate.flops import model_flops_per_token, product_parameters
+from mega.core.parallel import collectives
+from mega.core.parallel.launch import Pool
+from mega.core.parallel.mesh import Groups
 from mega.core.training import bench
+from tests.support.runs import small_run
 
 TOY = "--layers 1 --hidden 32 --heads 2 --seq-length 16 --vocab 100 --micro-batch 2 --global-batch 4 --dtype fp32"
 SHORT = ["--repeats", "2", "--warmup", "1"]
@@ -91,6 +99,61 @@ def test_flags_stand_above_a_row(tmp_path: Path) -> None:
 def test_a_row_follows_the_number_of_ranks(name: str, world: int, told: dict[str, Any]) -> None:
     run = bench.row(name, {}, world)
     assert {key: value_of(run, key) for key in told} == told
+
+
+class Handle:
+    """An exchange's handle that says when it has been waited for."""
+
+    def __init__(self, work: Any, name: str, open_: dict[int, str]):
+        self._work, self._open = work, open_
+        open_[id(self)] = name
+        self._kept = self  # as NCCL keeps what nobody waited for; also, no other handle gets our id
+
+    def wait(self) -> None:
+        self._work.wait()
+        self._open.pop(id(self), None)
+
+
+@contextlib.contextmanager
+def watched() -> Iterator[dict[int, str]]:
+    """Names of the exchanges that nobody has waited for, by handle."""
+    waiting: dict[int, str] = {}
+
+    def watch(start: Callable[..., Any]) -> Callable[..., Any]:
+        def begin(*args: Any, **options: Any) -> Any:
+            work = start(*args, **options)
+            return None if work is None else Handle(work, getattr(start, "__name__", "exchange"), waiting)
+
+        return begin
+
+    places = [(collectives, "_gather_into"), (collectives, "_scatter_sum")]
+    places += [(dist, name) for name in ("all_reduce", "isend", "irecv")]
+    with contextlib.ExitStack() as stack:
+        for place, name in places:
+            stack.enter_context(mock.patch.object(place, name, watch(getattr(place, name))))
+        yield waiting
+
+
+def left_open(groups: Groups, rank: int, run: RunConfig, world: int) -> list[str]:
+    """Job: exchanges of a measured row that are still on their way when its state has been thrown away."""
+    with watched() as waiting:
+        bench.measure("row", run, rank, world, Device.choose("cpu"), groups, repeats=1, warmup=1)
+        return sorted(waiting.values())
+
+
+@pytest.mark.parametrize(
+    "world, layout",
+    [
+        (2, {"zero": 1}),
+        (2, {"zero": 3}),
+        (4, {"zero": 2, "tp": 2, "sequence_parallel": True}),
+        (4, {"zero": 1, "pp": 2, "chunks": 2}),
+    ],
+)
+def test_a_row_waits_for_all_it_has_begun(pool: Pool, world: int, layout: dict[str, Any]) -> None:
+    """NCCL keeps the tensors of an exchange that nobody waited for: the next row would find less memory."""
+    run = small_run("llama", world, **layout)
+    assert pool.run(left_open, run, world, world=world) == [[]] * world
 
 
 def test_communication_counts_only_where_it_is_exposed() -> None:

@@ -116,6 +116,7 @@ class Trained:
             self.losses.append(float(mean_loss(state, sums)))
             if kept:
                 self.norms.append(float(outcome.grad_norm))
+        state.grads.arrive()
 
 
 def _unscaled(piece: Piece, scale: torch.Tensor | None) -> Piece:

@@ -250,6 +250,7 @@ def _fingerprint(stand: Stand, run: RunConfig, mesh: Mesh) -> str:
     for step in range(RERUN_STEPS):
         report = _synthetic_step(stand, state, step)
         seen.update(str((float(report.loss), float(report.grad_norm))).encode())
+    state.grads.arrive()
     for piece in (*state.weight_pieces(mine=False), *state.optimizer_pieces(mine=False)):
         seen.update(piece.key.encode())
         seen.update(piece.tensor.detach().contiguous().cpu().view(torch.uint8).numpy().data)
@@ -265,6 +266,7 @@ def _step_seconds(stand: Stand, run: RunConfig, mesh: Mesh) -> float:
         _synthetic_step(stand, state, step)
         stand.device.synchronize()
         times.append(time.perf_counter() - began)
+    state.grads.arrive()
     return statistics.median(times[5:])
 
 
@@ -298,6 +300,7 @@ def learning(stand: Stand) -> dict[str, Any]:
         report = train_step(state, batches, run.optimizer.lr * min(1.0, (step + 1) / 10), run.optimizer.weight_decay)
         losses.append(float(report.loss))
         times.append(time.perf_counter() - began)
+    state.grads.arrive()
     seconds = statistics.median(times[5:])
     tokens = run.batch.seq_length * run.batch.global_batch / seconds
     tflops = tokens * model_flops_per_token(run.model, run.batch.seq_length) / n / 1e12

@@ -14,7 +14,7 @@ from math import lcm
 
 from mega.core.config.check_files import files
 from mega.core.config.not_yet import NOT_YET
-from mega.core.config.resolve import batch_sizes, data_parallel, lengths, microbatches, resolve
+from mega.core.config.resolve import batch_sizes, data_parallel, divisors, lengths, microbatches, resolve
 from mega.core.config.run import RunConfig, entries, flag_of, value_of
 
 Problems = Iterator[str]
@@ -59,7 +59,7 @@ def _line(run: RunConfig, name: str, rule: str) -> str:
 
 def _divisors(number: int) -> str:
     """Divisors as a message lists them: "1, 2, 4"."""
-    return ", ".join(str(part) for part in range(1, number + 1) if number % part == 0)
+    return ", ".join(map(str, divisors(number)))
 
 
 # What is typed: present, in range, and not at odds with another flag ----------------------------------------

@@ -56,6 +56,15 @@ def data_parallel(run: RunConfig, world: int) -> int:
     return world // (run.parallel.tp * run.parallel.pp * run.parallel.cp)
 
 
+def divisors(number: int) -> list[int]:
+    """Ascending: how many ranks or stages so many heads or layers can be shared out over.
+
+    >>> divisors(12)
+    [1, 2, 3, 4, 6, 12]
+    """
+    return [part for part in range(1, number + 1) if number % part == 0]
+
+
 def microbatches(run: RunConfig, world: int, global_batch: int | None = None) -> int:
     """Microbatches of one step on each rank, of a resolved run; `global_batch` replaces the run's own."""
     batch = global_batch if global_batch is not None else run.batch.global_batch

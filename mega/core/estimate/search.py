@@ -14,7 +14,7 @@ from typing import Any
 
 from mega.core.config.check import check
 from mega.core.config.compose import compose
-from mega.core.config.resolve import data_parallel, resolve
+from mega.core.config.resolve import data_parallel, divisors, resolve
 from mega.core.config.run import RunConfig, entries, updated, value_of
 from mega.core.estimate.hardware import Hardware, hardware
 from mega.core.estimate.memory import Memory, memory
@@ -144,7 +144,7 @@ def layouts(run: RunConfig, world: int, node: int) -> Iterator[dict[str, Any]]:
     """Every layout worth judging, as options of a run."""
     heads, layers, batch = run.model.heads, run.model.layers, run.batch.global_batch
     assert heads and layers and batch
-    for tp, pp in product(_powers(min(node, world)), _divisors(layers)):
+    for tp, pp in product(_powers(min(node, world)), divisors(layers)):
         if heads % tp or world % (tp * pp):
             continue
         dp = world // (tp * pp)
@@ -189,7 +189,3 @@ def command(candidate: Candidate, typed: RunConfig) -> list[str]:
 
 def _powers(limit: int) -> list[int]:
     return [2**power for power in range(limit.bit_length()) if 2**power <= limit]
-
-
-def _divisors(number: int) -> list[int]:
-    return [part for part in range(1, number + 1) if number % part == 0]

@@ -380,7 +380,8 @@ class GradBuffer:
             self.arrive()
 
     def arrive(self) -> None:
-        """Wait for all weights that are on their way."""
+        """Wait for all weights that are on their way. Due before a buffer is thrown away, too: NCCL's group holds the
+        tensors of an exchange that nobody waited for until the next one on the same group."""
         for bucket in self.buckets:
             bucket.arrive()
 

@@ -238,6 +238,7 @@ def measure(
         steps=times,
         phases=phases,
     )
+    state.grads.arrive()
     del state, batches, report
     gc.collect()
     device.release()

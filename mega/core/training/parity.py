@@ -134,6 +134,7 @@ def train_layout(
         loss = mean_loss(state, sums)
         if step in steps:
             found.append((float(loss), float(outcome.grad_norm), pieces))
+    state.grads.arrive()
     return found
 
 
