@@ -46,7 +46,7 @@ from mega.core.text import gpt2
 import orjson
 way, vocab, merges, path, first, last, repeats = sys.argv[1:]
 first, last, repeats = int(first), int(last), int(repeats)
-library = Tokenizer.from_json_str(gpt2._tokenizer_json(gpt2.read_vocab(Path(vocab)), gpt2.read_merges(Path(merges))))
+library = Tokenizer.from_json_str(gpt2.tokenizer_json(gpt2.read_vocab(Path(vocab)), gpt2.read_merges(Path(merges))))
 tokens = 0
 """
 IN_MEMORY = """

@@ -15,14 +15,10 @@ import contextlib
 import glob
 import hashlib
 import json
-import os
 import time
-from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from multiprocessing import get_context
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -31,6 +27,7 @@ from numpy.typing import NDArray
 
 from mega.core.data.indexed import bin_path, exists, token_dtype
 from mega.core.data.sources import STDIN, BadLine, Block, Piece, blocks, find, pieces
+from mega.core.data.workers import Slot, Workers
 from mega.core.data.writer import IndexedWriter
 from mega.core.files import whole_file
 from mega.core.text.build import build
@@ -40,7 +37,6 @@ from mega.core.text.tokenizer import Tokenizer
 OnError = Literal["stop", "skip"]
 
 _LISTED = 100  # skipped lines that are named; the others are counted
-_BYTES_UNDER_WAY = 64 << 20
 _BATCH_BYTES = 1 << 17  # of lines that are parsed and tokenised together
 
 
@@ -131,13 +127,13 @@ def preprocess(
         report = Report(**saved["report"])
 
     with contextlib.ExitStack() as open_now:
+        encoded = open_now.enter_context(_encoders(made, tokenizer, job, workers))
         writers = [
             open_now.enter_context(IndexedWriter(prefix, dtype, keep=resume, state=state))
             for prefix, state in zip(report.outputs, states, strict=True)
         ]
         read = _blocks(pieces(paths, shard), json_keys, text_lines, begin)
-        encoded = open_now.enter_context(contextlib.closing(_encoded(read, made, tokenizer, job, workers)))
-        for (block, after), found in encoded:
+        for (block, after), found in encoded(read):
             if after.piece != begin.piece:
                 line = 0
             reasons = [f"{block.name}:{line + number}: {reason}" for number, reason in found.reasons]
@@ -186,6 +182,10 @@ class Read(NamedTuple):
     block: Block
     after: Begin
 
+    @property
+    def size(self) -> int:
+        return self.block.size
+
 
 def _blocks(found: Sequence[Piece], keys: Sequence[str], text_lines: bool, begin: Begin) -> Iterator[Read]:
     """The blocks of every piece, in order, from `begin` on."""
@@ -226,6 +226,11 @@ class Encoded(NamedTuple):
     skipped: int
     reasons: list[tuple[int, str]]
 
+    def with_ids(self, ids: Sequence[NDArray[Any]]) -> Encoded:
+        """The same with other ids: an array for each key."""
+        documents = [part._replace(ids=own) for part, own in zip(self.documents, ids, strict=True)]
+        return self._replace(documents=documents)
+
 
 class _Batch(NamedTuple):
     """Neighbouring documents on their way to the tokenizer: their lines, and of each the sentences under every key."""
@@ -241,6 +246,11 @@ class _Worker:
     job: _Job
     tokenizer: Tokenizer
     split: Callable[[str], list[str]] | None
+
+    def load(self) -> _Worker:
+        """This, when the tokenizer has loaded its library: the first text does that."""
+        self.tokenizer.encode_batch([""])
+        return self
 
     def encode(self, block: Block) -> Encoded:
         """The documents of a block. Raises ValueError where its file cannot be read."""
@@ -301,12 +311,13 @@ class _Worker:
         if len(ids) and (largest := int(ids.max())) > limit:
             raise ValueError(f"token id {largest} is above {limit}, the largest that {self.job.dtype} holds")
         counts = np.array([len(sentences) for sentences in documents], np.int64)
-        return Documents(ids.astype(self.job.dtype), np.diff(offsets), counts)
+        return Documents(ids, np.diff(offsets), counts)
 
     def _finished(self, parts: Sequence[Documents]) -> Documents:
         """All parts one behind another; sentences without a token are dropped, then eod is appended."""
         nothing = Documents(np.zeros(0, self.job.dtype), np.zeros(0, np.int64), np.zeros(0, np.int64))
-        ids, lengths, counts = (np.concatenate(column) for column in zip(nothing, *parts, strict=True))
+        columns = zip(nothing, *parts, strict=True)
+        ids, lengths, counts = (np.concatenate(c, dtype=c[0].dtype, casting="unsafe") for c in columns)
         owners = np.repeat(np.arange(len(counts)), counts)
         lengths, owners = lengths[lengths > 0], owners[lengths > 0]
         counts = np.bincount(owners, minlength=len(counts))
@@ -335,66 +346,53 @@ def _sentences(found: dict[str, Any], key: str) -> list[str]:
     return value
 
 
-_worker: _Worker  # of this process, if it is a worker
+class Handed(NamedTuple):
+    """What a worker hands over.
+
+    inside: how many ids of each key lie in the slot, one key's behind another's; empty where it is too small for them
+    and they come along.
+    """
+
+    found: Encoded
+    inside: list[int]
 
 
-def _start_worker(tokenizer: Mapping[str, Any], job: _Job) -> None:
-    global _worker
-    _worker = job.worker(build(**tokenizer))
+def _hand_over(worker: _Worker, read: Read, slot: Slot) -> Handed:
+    """In a worker: what has become of a block, with its ids in the slot."""
+    found = worker.encode(read.block)
+    ids = [part.ids for part in found.documents]
+    if sum(part.nbytes for part in ids) > len(slot):
+        return Handed(found, [])
+    inside = [len(part) for part in ids]
+    np.concatenate(ids, out=np.frombuffer(slot, ids[0].dtype)[: sum(inside)])
+    return Handed(found.with_ids([part[:0] for part in ids]), inside)
 
 
-def _encode_in_worker(block: Block) -> Encoded:
-    return _worker.encode(block)
+def _taken_over(handed: Handed, slot: Slot) -> Encoded:
+    """The inverse: ids that last as long as the slot's content."""
+    found, inside = handed
+    if not inside:
+        return found
+    ids = np.frombuffer(slot, found.documents[0].ids.dtype)
+    return found.with_ids(np.split(ids[: sum(inside)], np.cumsum(inside)[:-1]))
 
 
-def _encoded(
-    read: Iterator[Read], made: Tokenizer, tokenizer: Mapping[str, Any], job: _Job, workers: int
-) -> Generator[tuple[Read, Encoded]]:
-    """Every block with what has become of it, in the order of the input."""
-    if workers == 1:
-        alone = job.worker(made)
-        for read_now in read:
-            yield read_now, alone.encode(read_now.block)
-        return
-    under_way: deque[tuple[Read, Future[Encoded]]] = deque()
-    held = 0
-    with (
-        _one_thread_each(),
-        ProcessPoolExecutor(
-            workers, get_context("spawn"), initializer=_start_worker, initargs=(dict(tokenizer), job)
-        ) as pool,
-    ):
-        try:
-            for read_now in read:
-                under_way.append((read_now, pool.submit(_encode_in_worker, read_now.block)))
-                held += read_now.block.size
-                while len(under_way) > 3 * workers or (held > _BYTES_UNDER_WAY and under_way):
-                    done, future = under_way.popleft()
-                    held -= done.block.size
-                    yield done, future.result()
-            while under_way:
-                done, future = under_way.popleft()
-                yield done, future.result()
-        except BrokenProcessPool:
-            raise ChildProcessError("a worker was killed, perhaps for lack of memory; nothing was published") from None
-        finally:
-            pool.shutdown(wait=True, cancel_futures=True)
+def _another(tokenizer: Mapping[str, Any], job: _Job) -> Callable[[Read, Slot], Handed]:
+    return partial(_hand_over, job.worker(build(**tokenizer)))
 
 
 @contextlib.contextmanager
-def _one_thread_each() -> Iterator[None]:
-    """Workers that start inside run their libraries on one thread: the processes are the parallelism."""
-    names = ("RAYON_NUM_THREADS", "OMP_NUM_THREADS")
-    before = {name: os.environ.get(name) for name in names}
-    os.environ.update(dict.fromkeys(names, "1"))
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+def _encoders(
+    made: Tokenizer, tokenizer: Mapping[str, Any], job: _Job, workers: int
+) -> Iterator[Callable[[Iterator[Read]], Iterator[tuple[Read, Encoded]]]]:
+    """A function that gives every block with what has become of it, in the order of the input."""
+    alone = job.worker(made)
+    if workers == 1:
+        yield lambda read: ((now, alone.encode(now.block)) for now in read)
+        return
+    pool = Workers(workers, here=lambda: partial(_hand_over, alone.load()), there=partial(_another, tokenizer, job))
+    with pool:
+        yield lambda read: ((now, _taken_over(handed, slot)) for now, handed, slot in pool.answers(read))
 
 
 # --- 4 note ---------------------------------------------------------------------------------------------------------

@@ -25,9 +25,17 @@ def shown(total: int) -> Iterator[Callable[[Report, int], None]]:
             TextColumn("{task.percentage:3.0f} %  {task.description}"),
             TimeRemainingColumn(),
         )
-        with Progress(*columns, console=Console(stderr=True)) as bar:
-            task = bar.add_task("", total=total)
-            yield lambda report, read: bar.update(task, completed=read, description=_line(report, begin))
+        bar = Progress(*columns, console=Console(stderr=True))
+        task = bar.add_task("", total=total)
+
+        def draw(report: Report, read: int) -> None:
+            bar.start()  # its thread only now: processes that are forked must find none
+            bar.update(task, completed=read, description=_line(report, begin))
+
+        try:
+            yield draw
+        finally:
+            bar.stop()
         return
 
     told = begin

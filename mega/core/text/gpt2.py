@@ -8,7 +8,6 @@ Source: Radford et al. 2019, "Language Models are Unsupervised Multitask Learner
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
@@ -97,8 +96,10 @@ class GPT2Tokenizer(Tokenizer):
 
 def read_vocab(path: Path) -> dict[str, int]:
     """piece -> id of a vocab.json whose ids are 0 .. n - 1, each once; ValueError otherwise."""
+    import orjson
+
     try:
-        vocab: dict[str, int] = json.loads(path.read_bytes())
+        vocab: dict[str, int] = orjson.loads(path.read_bytes())
     except ValueError as error:
         raise ValueError(f"--vocab-file {path}: not JSON ({error})") from None
     ids = list(vocab.values()) if isinstance(vocab, dict) else [None]
@@ -187,8 +188,10 @@ def _joined(pieces: list[str], pair: tuple[str, str]) -> Iterator[str]:
             i += 1
 
 
-def _tokenizer_json(vocab: Mapping[str, int], merges: Merges) -> str:
+def tokenizer_json(vocab: Mapping[str, int], merges: Merges) -> str:
     """The same vocabulary as a tokenizer.json; without added tokens it has an ordinary path only."""
+    import orjson
+
     bytewise = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
     absent = ("truncation", "padding", "normalizer", "post_processor")
     unused = ("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix")
@@ -201,7 +204,7 @@ def _tokenizer_json(vocab: Mapping[str, int], merges: Merges) -> str:
         "decoder": bytewise,
         "model": model,
     }
-    return json.dumps(whole | dict.fromkeys(absent))
+    return orjson.dumps(whole | dict.fromkeys(absent)).decode()
 
 
 def _fastokens(vocab: Mapping[str, int], merges: Merges) -> Encode:
@@ -209,7 +212,7 @@ def _fastokens(vocab: Mapping[str, int], merges: Merges) -> Encode:
     import numpy as np
     from fastokens import Tokenizer as Library
 
-    library = Library.from_json_str(_tokenizer_json(vocab, merges))
+    library = Library.from_json_str(tokenizer_json(vocab, merges))
 
     def encode(texts: Sequence[str]) -> Encoded:
         ids, offsets = library.encode_batch_flat(list(texts), split_special_tokens=True)
@@ -222,7 +225,7 @@ def _tokenizers(vocab: Mapping[str, int], merges: Merges) -> Encode:
     """Hugging Face's library on the same vocabulary."""
     from tokenizers import Tokenizer as Library
 
-    library = Library.from_str(_tokenizer_json(vocab, merges))
+    library = Library.from_str(tokenizer_json(vocab, merges))
 
     def encode(texts: Sequence[str]) -> Encoded:
         return flatten([found.ids for found in library.encode_batch_fast(list(texts))])

@@ -1,0 +1,133 @@
+"""Worker processes: forked or begun anew, the same answers; none stays when its parent is gone."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from mega.core.data import sources, workers
+from mega.core.data.preprocess import preprocess
+from mega.core.data.workers import Slot, Workers
+from mega.core.text.build import build
+from tests.support.shared import shared
+
+
+class Number(NamedTuple):
+    value: int
+    size: int = 1 << 20
+
+
+def squared(number: Number, slot: Slot) -> None:
+    """Leaves the square in the slot."""
+    if number.value < 0:
+        raise ValueError(f"{number.value}: below 0")
+    if number.value == 1000:
+        os.kill(os.getpid(), signal.SIGKILL)
+    slot[:8] = (number.value**2).to_bytes(8)
+
+
+def asked(values: list[int]) -> list[int]:
+    with Workers(2, here=lambda: squared, there=str) as pool:
+        return [int.from_bytes(slot[:8]) for _, _, slot in pool.answers(map(Number, values))]
+
+
+def test_answers_come_in_order_and_through_shared_memory() -> None:
+    assert asked(list(range(100))) == [i * i for i in range(100)]
+    assert asked([]) == []
+
+
+def test_an_error_in_a_worker_is_told() -> None:
+    with pytest.raises(ValueError, match="-1: below 0"):
+        asked([1, 2, -1, 4])
+
+
+def test_a_killed_worker_is_told() -> None:
+    with pytest.raises(ChildProcessError, match="a worker was killed"):
+        asked([1, 2, 1000, *range(3, 50)])
+
+
+@pytest.fixture
+def novel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(sources, "BLOCK_BYTES", 50_000)
+    path = tmp_path / "a.jsonl"
+    text = shared("tinyshakespeare/input.txt").read_text()[:400_000]
+    path.write_text("".join(json.dumps({"text": text[i : i + 2000]}) + "\n" for i in range(0, len(text), 2000)))
+    return path
+
+
+def bytes_of(novel: Path, count: int) -> bytes:
+    tokenizer = {
+        "tokenizer": "GPT2BPETokenizer",
+        "vocab_file": shared("gpt2/gpt2-vocab.json"),
+        "merge_file": shared("gpt2/gpt2-merges.txt"),
+    }
+    report = preprocess([novel], f"{novel.parent}/{count}", tokenizer, append_eod=True, workers=count)
+    return b"".join(Path(f"{report.outputs[0]}.{end}").read_bytes() for end in ("bin", "idx"))
+
+
+def test_the_bytes_do_not_depend_on_how_they_travel(novel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = bytes_of(novel, 1)
+    assert bytes_of(novel, 2) == expected, "forked, ids in shared memory"
+    monkeypatch.setattr(workers, "SLOT_BYTES", 20_000)
+    assert bytes_of(novel, 2) == expected, "a slot is too small for some blocks and large enough for others"
+    stay = threading.Event()
+    threading.Thread(target=stay.wait).start()
+    try:
+        assert bytes_of(novel, 2) == expected, "begun anew, beside another thread"
+    finally:
+        stay.set()
+
+
+def test_libraries_in_workers_have_one_thread(novel: Path) -> None:
+    """A library's own threads, one for each core in each worker, would stand in each other's way."""
+    tokenizer = build(
+        tokenizer="GPT2BPETokenizer",
+        vocab_file=shared("gpt2/gpt2-vocab.json"),
+        merge_file=shared("gpt2/gpt2-merges.txt"),
+    )
+
+    def threads(number: Number, slot: Slot) -> int:
+        tokenizer.encode_batch(["many words"] * 1000)
+        return len(os.listdir("/proc/self/task"))
+
+    with Workers(1, here=lambda: threads, there=str) as pool:
+        found = [answer for _, answer, _ in pool.answers([Number(1)])]
+    assert found[0] <= 3  # its own, the one that waits for the parent's end, and numpy's where it has one
+
+
+def test_a_killed_parent_leaves_no_worker(tmp_path: Path) -> None:
+    command = [
+        sys.executable, "-m", "mega", "preprocess", "--input", "-", "--output-prefix", tmp_path / "out",
+        "--tokenizer-type", "NullTokenizer", "--vocab-size", "9", "--workers", "2",
+    ]  # fmt: skip
+    with subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True) as process:
+        while len(group(process.pid)) < 3:
+            assert process.poll() is None
+            time.sleep(0.05)
+        process.kill()
+    end = time.monotonic() + 20
+    while group(process.pid) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not group(process.pid)
+
+
+def group(leader: int) -> list[int]:
+    """Living processes of a session."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, _, _, session = path.read_text().rpartition(")")[2].split()[:4]
+        except (OSError, ValueError):
+            continue
+        if int(session) == leader and state != "Z":
+            found.append(int(path.parent.name))
+    return found
