@@ -221,7 +221,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
-        real = {name: getattr(os, name) for name in ("open", "write", "fsync", "close", "rename", "unlink", "mkdir")}
+        real = {name: getattr(os, name) for name in ("open", "pwrite", "fsync", "close", "rename", "unlink", "mkdir")}
         rmtree = shutil.rmtree
 
         def opened(path: Any, flags: int, *rest: Any, **more: Any) -> int:
@@ -233,10 +233,10 @@ class Recorder:
                     self.ops.append(("create", name))
             return descriptor
 
-        def written(descriptor: int, data: Any) -> int:
-            count = int(real["write"](descriptor, data))
+        def written(descriptor: int, data: Any, offset: int) -> int:
+            count = int(real["pwrite"](descriptor, data, offset))
             if descriptor in self._open:
-                self.ops.append(("write", self._open[descriptor], bytes(memoryview(data)[:count])))
+                self.ops.append(("write", self._open[descriptor], bytes(memoryview(data)[:count]), offset))
             return count
 
         def synced(descriptor: int) -> None:
@@ -267,7 +267,7 @@ class Recorder:
             finally:
                 self._deep -= 1
 
-        stand_ins = {"open": opened, "write": written, "fsync": synced, "close": closed}
+        stand_ins = {"open": opened, "pwrite": written, "fsync": synced, "close": closed}
         stand_ins |= {name: named(name) for name in ("rename", "unlink", "mkdir")}
         with patch.multiple(os, **stand_ins), patch.object(shutil, "rmtree", removed):
             yield
@@ -291,7 +291,8 @@ class Disk:
             self.files[name] = len(self.written)
             self.written[len(self.written)] = b""
         elif kind == "write":
-            self.written[self.files[name]] += op[2]
+            before, data, offset = self.written[self.files[name]], op[2], op[3]
+            self.written[self.files[name]] = before[:offset].ljust(offset, b"\0") + data + before[offset + len(data) :]
         elif kind == "sync" and name in self.files:
             self.safe[self.files[name]] = self.written[self.files[name]]
         elif kind == "unlink":

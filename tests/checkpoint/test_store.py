@@ -370,19 +370,19 @@ def test_one_rank_fails_and_all_say_so(tmp_path: Path) -> None:
 
 def test_a_full_disk_leaves_the_previous_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = small_store(tmp_path)
-    real = os.write
+    real = os.pwrite
     for room in range(0, 2000, 97):
         left = [room]
 
-        def write(descriptor: int, data: bytes, left: list[int] = left) -> int:
+        def write(descriptor: int, data: bytes, offset: int, left: list[int] = left) -> int:
             if left[0] <= 0:
                 raise OSError(errno.ENOSPC, "No space left on device")
-            count = real(descriptor, data[: left[0]])
+            count = real(descriptor, data[: left[0]], offset)
             left[0] -= count
             return count
 
         with monkeypatch.context() as patch:
-            patch.setattr(os, "write", write)
+            patch.setattr(os, "pwrite", write)
             with pytest.raises(SaveError, match=r"step 11 was not saved.*No space left.*whole: steps 10"):
                 store.save(11, [Piece("w", (400,), (0,), torch.ones(400))], {})
         assert sorted(os.listdir(tmp_path)) == ["latest", "step-0000010"]

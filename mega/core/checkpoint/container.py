@@ -2,7 +2,7 @@
 
 The layout is safetensors' own: 8 bytes of header length (little endian), a JSON header, raw row-major
 bytes without holes. Any safetensors reader opens it; its `__metadata__` says which rectangle of which
-logical tensor every entry is, so that a file explains itself without its manifest. Memory: one block.
+logical tensor every entry is, so that a file explains itself without its manifest. Memory: one block a thread.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import accumulate, product
 from math import prod
 from pathlib import Path
 
 import torch
 
-from mega.core.checkpoint.disk import BLOCK, creating, opening, read_into, write_all
+from mega.core.checkpoint.disk import BLOCK, creating, opening, read_into, side_by_side, write_all
 from mega.core.checkpoint.pieces import DTYPES, NAMES, Box, CheckpointError, Piece
 
 SMALL_ROW = 16 << 10
@@ -27,7 +27,8 @@ SMALL_ROW = 16 << 10
 
 Fetch = Callable[[Piece, Box], torch.Tensor]
 """Gives a rectangle of a piece whose tensor has no memory (a meta tensor), about a block of it just before it is
-written. The rectangle counts from the logical tensor's corner."""
+written. The rectangle counts from the logical tensor's corner. Blocks of one piece come in order and from one thread,
+those of several pieces side by side."""
 
 
 def has_memory(piece: Piece, box: Box) -> torch.Tensor:
@@ -72,29 +73,30 @@ def write_container(
     ordered = sorted(pieces, key=lambda piece: -piece.tensor.element_size())  # so that every entry is aligned
     names = _entry_names(ordered)
     header = _header(names, ordered, about)
-    entries = []
-    offset = len(header)
+    *offsets, size = accumulate((piece.bytes for piece in ordered), initial=len(header))
     with creating(path) as descriptor:
         write_all(descriptor, header)
-        for piece in ordered:
-            entry_hash = hashlib.sha256()
-            for box in blocks(piece.box, piece.tensor.element_size()):
-                tensor = fetch(piece, box)
-                assert (tuple(tensor.shape), tensor.dtype) == (box.size, piece.tensor.dtype), piece.key
-                block = _memory(tensor.detach().cpu().contiguous())
-                entry_hash.update(block)
-                write_all(descriptor, block)
-            entry = Entry(
-                piece.key,
-                NAMES[piece.tensor.dtype],
-                piece.whole,
-                piece.box,
-                offset,
-                entry_hash.hexdigest(),
-            )
-            entries.append(entry)
-            offset += entry.bytes
-    return Container(offset, len(header), hashlib.sha256(header).hexdigest(), tuple(entries))
+
+        def write(job: tuple[Piece, int]) -> Entry:
+            piece, offset = job
+            digest = _write_entry(descriptor, piece, offset, fetch)
+            return Entry(piece.key, NAMES[piece.tensor.dtype], piece.whole, piece.box, offset, digest)
+
+        entries = side_by_side(write, list(zip(ordered, offsets, strict=True)), size)
+    return Container(size, len(header), hashlib.sha256(header).hexdigest(), tuple(entries))
+
+
+def _write_entry(descriptor: int, piece: Piece, offset: int, fetch: Fetch) -> str:
+    """Write one rectangle's bytes at `offset`, hashed before; their sha256."""
+    digest = hashlib.sha256()
+    for box in blocks(piece.box, piece.tensor.element_size()):
+        tensor = fetch(piece, box)
+        assert (tuple(tensor.shape), tensor.dtype) == (box.size, piece.tensor.dtype), piece.key
+        block = _memory(tensor.detach().cpu().contiguous())
+        digest.update(block)
+        write_all(descriptor, block, offset)
+        offset += block.nbytes
+    return digest.hexdigest()
 
 
 def _entry_names(pieces: Sequence[Piece]) -> list[str]:

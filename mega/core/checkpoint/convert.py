@@ -1,6 +1,6 @@
 """Weights from Hugging Face, Meta, llama2.c or fairseq into own checkpoints cut for any tp x pp, and back out.
 
-Conversions stream: one rectangle is in memory at a time (one part, where a torch file is written). A table
+Conversions stream: a few blocks are in memory at a time (one part, where a torch file is written). A table
 says where every element comes from; it is proven before a byte is written, and a ledger is kept of what
 was moved. A folder appears under its name only when it is complete.
 """

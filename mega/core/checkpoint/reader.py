@@ -11,12 +11,13 @@ import fcntl
 import os
 import weakref
 from collections.abc import Iterable, Mapping
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from mega.core.checkpoint.container import Entry, check_bytes, file_digest, read_box
-from mega.core.checkpoint.disk import opening
+from mega.core.checkpoint.disk import opening, side_by_side
 from mega.core.checkpoint.manifest import MANIFEST, read_manifest
 from mega.core.checkpoint.pieces import DTYPES, Box, CheckpointError, Piece
 
@@ -66,21 +67,26 @@ class Checkpoint:
         that is touched, once; else only the bytes needed are read.
         Errors: CheckpointError naming the tensor (unknown key, other shape or dtype) or the damaged file.
         """
-        by_file: dict[str, list[tuple[Entry, Box, torch.Tensor]]] = {}
+        parts: dict[tuple[str, int], list[tuple[Entry, Box, torch.Tensor]]] = {}
+        size = 0
         for piece in wanted:
             piece.check()
             if not piece.box.elements:
                 continue
+            size += piece.bytes
             for name, entry, shared in self._sources(piece, cast):
                 part = piece.tensor[shared.inside(piece.box)]
-                by_file.setdefault(name, []).append((entry, shared, part))
-        with torch.no_grad():
-            for name in sorted(by_file):
-                with opening(self.path / name) as (descriptor, _):
-                    for entry, shared, part in sorted(by_file[name], key=lambda read: read[0].offset):
-                        if verify:
-                            self._check(name, descriptor, entry)
-                        read_box(self.path / name, descriptor, entry, shared, part)
+                parts.setdefault((name, entry.offset), []).append((entry, shared, part))
+
+        def fill(place: tuple[str, int]) -> None:
+            path = self.path / place[0]
+            with torch.no_grad(), opening(path) as (descriptor, _):
+                for entry, shared, part in parts[place]:
+                    if verify:
+                        self._check(place[0], descriptor, entry)
+                    read_box(path, descriptor, entry, shared, part)
+
+        side_by_side(fill, sorted(parts), size)
 
     def _sources(self, piece: Piece, cast: bool) -> list[tuple[str, Entry, Box]]:
         if piece.key not in self.tensors:
@@ -114,8 +120,8 @@ class Checkpoint:
             path = self.path / name
             with opening(path) as (descriptor, _):
                 check_bytes(path, descriptor, 0, container.header, container.digest, "the header")
-                for entry in container.entries:
-                    self._check(name, descriptor, entry)
+                check = partial(self._check, name, descriptor)
+                side_by_side(check, container.entries, container.size)
         for name, attached in self._manifest.attachments.items():
             if file_digest(self.path / name) != (attached.size, attached.digest):
                 raise CheckpointError(f"{self.path / name}: not the bytes that were saved (sha256 differs)")

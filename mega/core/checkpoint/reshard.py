@@ -1,11 +1,12 @@
 """Own checkpoint -> own checkpoint, cut for another tp x pp grid: weights, masters, moments and the rest.
 
-Any layout loads into any other without this; it serves those who want files that fit their ranks. One
-tensor's rectangle is in memory at a time, and a ledger proves that nothing was lost or doubled.
+Any layout loads into any other without this; it serves those who want files that fit their ranks. A few
+blocks are in memory at a time, and a ledger proves that nothing was lost or doubled.
 """
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -54,15 +55,16 @@ def reshard(
     files = plan_files(source.tensors, model_of(source.meta, str(source.path)), tp, pp)
     ledger = Ledger({key: prod(shape) for key, (shape, _) in source.tensors.items()})
     total = sum(piece.bytes for pieces in files for piece in pieces)
-    done = 0
+    done, counting = 0, threading.Lock()
 
     def fetch(piece: Piece, box: Box) -> torch.Tensor:
         nonlocal done
         tensor = torch.empty(box.size, dtype=piece.tensor.dtype)
         source.read([Piece(piece.key, piece.whole, box.start, tensor)])
         ledger.moved(piece.key, box.elements)
-        done += tensor.numel() * tensor.element_size()
-        progress(done, total)
+        with counting:
+            done += tensor.numel() * tensor.element_size()
+            progress(done, total)
         return tensor
 
     report = CheckpointStore(save_dir).save_all(
@@ -85,9 +87,11 @@ class Ledger:
     def __init__(self, expected: Mapping[str, int]) -> None:
         self.expected = expected
         self._moved: Counter[str] = Counter()
+        self._lock = threading.Lock()
 
     def moved(self, key: str, elements: int) -> None:
-        self._moved[key] += elements
+        with self._lock:
+            self._moved[key] += elements
 
     def close(self) -> None:
         """Errors: CheckpointError naming the first tensor that was not moved exactly once."""

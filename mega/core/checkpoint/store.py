@@ -146,8 +146,8 @@ class CheckpointStore:
     ) -> SaveReport:
         """As `save`, but one process writes the file of every rank, one after another.
 
-        fetch: called for every block of every piece, in the order of the file, for its elements (which are not kept);
-            then the pieces' own tensors may be meta tensors, and memory holds one tensor at a time.
+        fetch: called for every block of every piece for its elements (which are not kept), of several pieces side by
+            side; then the pieces' own tensors may be meta tensors, and memory holds a few blocks.
         check: called when all is written; if it raises, nothing is published.
         Errors: CheckpointError where what is to be written is at fault, SaveError where the machine is.
         """

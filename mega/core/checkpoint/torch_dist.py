@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import pickletools
 import re
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -117,6 +118,13 @@ class Chunk:
     length: int
 
 
+class _Last(threading.local):
+    """The stored rectangle that this thread read last."""
+
+    chunk: Chunk | None = None
+    tensor: torch.Tensor
+
+
 class DistributedSource:
     """The model's tensors of a `torch_dist` folder, by common names of one rank: `0.0.0/encoder.layers.N...`.
 
@@ -127,7 +135,7 @@ class DistributedSource:
         self._folder = folder
         index = read_records(read_file(folder / ".metadata", INDEX_LIMIT), folder / ".metadata")
         shapes, self._chunks = _index(index, folder / ".metadata")
-        self._last: tuple[Chunk, torch.Tensor] | None = None
+        self._last = _Last()
         self._dtypes = {name: self._dtype(name) for name in shapes}
         self._where: dict[str, tuple[str, int | None]] = {}
         self.tensors: Tensors = {}
@@ -157,9 +165,9 @@ class DistributedSource:
         return self._load(name, self._chunks[name][0]).dtype
 
     def _load(self, name: str, chunk: Chunk) -> torch.Tensor:
-        """One stored rectangle: a small torch file within a file. The last is kept, since it is asked for in blocks."""
-        if self._last is not None and self._last[0] is chunk:
-            return self._last[1]
+        """One stored rectangle, a small torch file within a file. A thread keeps its last: blocks are asked for."""
+        if self._last.chunk is chunk:
+            return self._last.tensor
         path = inside(self._folder, chunk.file, hidden="__")
         with opening(path) as (descriptor, size):
             if chunk.offset + chunk.length > size:
@@ -172,8 +180,8 @@ class DistributedSource:
             raise CheckpointError(f"{path}: {name}: torch refuses it ({type(error).__name__})") from None
         if not isinstance(tensor, torch.Tensor) or tuple(tensor.shape) != chunk.box.size:
             raise CheckpointError(f"{path}: {name}: not the tensor of shape {chunk.box.size} that the index promises")
-        self._last = (chunk, tensor.detach())
-        return self._last[1]
+        self._last.chunk, self._last.tensor = chunk, tensor.detach()
+        return self._last.tensor
 
 
 def _index(index: Any, path: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, list[Chunk]]]:
