@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import threading
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -110,11 +111,11 @@ class HostCopy:
 
     copy = HostCopy(device, bytes)
     there = copy.take(tensors)      # the host goes on at once, and so does the device
-    copy.settle()                   # before the device changes the tensors again: it waits, the host does not
-    copy.arrived()                  # by whoever reads `there`: the host waits
+    copy.arrive()                   # by whoever reads `there`, on a thread of its own: fetches, and waits
+    copy.settle()                   # before the tensors change again: the device waits until they have been read
 
     On a CPU `take` copies before it returns, and there is nothing to wait for. `size` is in bytes, and large enough
-    for all tensors, each rounded up to ALIGNMENT.
+    for all tensors, each rounded up to ALIGNMENT. All of it is made, and page-locked for a GPU, here and not later.
     """
 
     ALIGNMENT = 64
@@ -122,10 +123,16 @@ class HostCopy:
     def __init__(self, device: Device, size: int):
         self._memory = torch.empty(size, dtype=torch.uint8)
         self._stream = None
+        self._asked: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._fetching = threading.Event()
         if device.is_cuda:
             page_locked(self._memory)
             self._stream = torch.cuda.Stream(device.torch)  # type: ignore[no-untyped-call]
+            self._now = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._fetching.set()
+        else:
+            self._memory.fill_(0)  # the system gives memory when it is first touched
 
     @classmethod
     def room(cls, tensors: Sequence[torch.Tensor]) -> int:
@@ -133,35 +140,45 @@ class HostCopy:
         return sum(-(-x.numel() * x.element_size() // cls.ALIGNMENT) * cls.ALIGNMENT for x in tensors)
 
     def take(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Contiguous copies, valid until the next `take`, and on a GPU once they have `arrived`."""
+        """Contiguous copies, valid until the next `take`, and on a GPU once they have arrived."""
         places, offset = [], 0
         for x in tensors:
             size = x.numel() * x.element_size()
             places.append(self._memory[offset : offset + size].view(x.dtype).view(x.shape))
             offset += self.room([x])
+        self._asked = [(place, x.detach()) for place, x in zip(places, tensors, strict=True)]
         if self._stream is None:
-            for place, x in zip(places, tensors, strict=True):
-                place.copy_(x.detach())
-            return places
-        now = torch.cuda.current_stream(self._stream.device)
-        if any(not x.is_cuda for x in tensors):
-            now.synchronize()  # the host copies these by itself, and the device may still be writing them
-        self._stream.wait_stream(now)
-        with torch.cuda.stream(self._stream):
-            for place, x in zip(places, tensors, strict=True):
-                place.copy_(x.detach(), non_blocking=True)
-            self._done.record()
+            self._fetch()
+        else:
+            self._fetching.clear()
+            self._now.record(torch.cuda.current_stream(self._stream.device))
         return places
 
-    def settle(self) -> None:
-        """Work that the device is given from here on waits until the copy has been read."""
-        if self._stream is not None:
-            torch.cuda.current_stream(self._stream.device).wait_event(self._done)
+    def arrive(self) -> None:
+        """Fetch what was asked for, and wait until the host can read it. To be called once after each `take`."""
+        if self._stream is None:
+            return
+        try:
+            if any(not x.is_cuda for _, x in self._asked):
+                self._now.synchronize()  # the host copies these by itself, and the device may still be writing them
+            self._stream.wait_event(self._now)
+            with torch.cuda.stream(self._stream):
+                self._fetch()
+                self._done.record()
+        finally:
+            self._fetching.set()  # a fault must not leave `settle` waiting
+        self._done.synchronize()
 
-    def arrived(self) -> None:
-        """Wait until the copy can be read on the host."""
+    def _fetch(self) -> None:
+        asked, self._asked = self._asked, []
+        for place, x in asked:
+            place.copy_(x, non_blocking=True)
+
+    def settle(self) -> None:
+        """Work that the device is given from here on waits until the tensors have been read."""
         if self._stream is not None:
-            self._done.synchronize()
+            self._fetching.wait()
+            torch.cuda.current_stream(self._stream.device).wait_event(self._done)
 
 
 def page_locked(memory: torch.Tensor) -> torch.Tensor:

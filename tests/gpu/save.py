@@ -5,10 +5,11 @@
 One process group and one training state; each row is appended as it is known:
 
     steps   seconds of a step when nothing is saved
-    sync    a save at once
-    async   a save behind the run, twice (the second finds its memory ready): how long the host stood still, the steps
-            while it was on its way, and whether its bytes are those of a save at once (sha256 of every tensor)
+    async   a save behind the run, twice: how long the host stood still, the first steps while it was on its way, and
+            when it was published
     load    the newest checkpoint into the same layout, every byte verified; where we may, the page cache is dropped
+    sync    the state that was loaded, saved at once, and whether its bytes are those of the checkpoint that it came
+            from (sha256 of every tensor)
 
 GB are 10^9 bytes of all ranks. Without a GPU, `--row tiny` shows that it works.
 """
@@ -23,6 +24,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +66,7 @@ class Bench:
         size = self.world.size
         flags: Mapping[str, Any] = {} if options.layers is None else {"layers": options.layers}
         run = updated(RunConfig(), TINY) if options.row == "tiny" else row(options.row, flags, size)
-        self.directory, self.out = Path(options.dir), options.out
+        self.directory, self.out, self.commit = Path(options.dir), options.out, options.commit
         kept = replace(run.checkpoint, save=str(self.directory), save_interval=1, async_save=True, keep_last=1)
         self.run = resolve(replace(run, checkpoint=kept), size)
         parallel = self.run.parallel
@@ -108,11 +110,17 @@ class Bench:
             "device": self.device.name,
             "torch": torch.__version__,
             **values,
+            "commit": self.commit,
+            "date": f"{datetime.now(UTC):%Y-%m-%d}",
         }
         print(json.dumps(found), flush=True)
         os.makedirs(os.path.dirname(os.path.abspath(self.out)), exist_ok=True)
         with open(self.out, "a", encoding="utf-8") as out:
             out.write(json.dumps(found) + "\n")
+
+    def size(self, step: int) -> int:
+        """Bytes of a checkpoint's tensors."""
+        return self.store.open(step).bytes
 
     def digests(self, step: int) -> dict[tuple[Any, ...], str]:
         """Every stored rectangle's sha256, from the manifest."""
@@ -130,7 +138,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--dir", required=True, help="an empty directory on the disk to measure; removed at the end")
     parser.add_argument("--row", default="w2", help="of mega bench, or tiny")
     parser.add_argument("--layers", type=int, help="fewer blocks, where disk or memory are short")
-    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=4, help="that are timed, alone and during each save")
+    parser.add_argument("--commit", default=None, help="what the rows are marked with")
     options = parser.parse_args(arguments)
     bench = Bench(options)
     state = bench.state
@@ -138,19 +147,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     state.run = replace(bench.run, checkpoint=replace(bench.run.checkpoint, async_save=False))
     at_once = Saver(state)
 
-    for _ in range(3):
+    for _ in range(2):
         bench.step()
     times = [bench.step() for _ in range(options.steps)]
     usual = statistics.median(times)
     bench.row("steps", seconds=usual, times=times)
 
-    state.progress.step = 1
-    seconds = bench.timed(at_once.save)
-    size = bench.store.open(1).bytes if not bench.world.rank else 0
-    bench.row("sync", bytes=size, seconds=seconds, gb_per_s=size / seconds / 1e9)
-    before = bench.digests(1) if not bench.world.rank else {}
-
-    for step in (2, 3):
+    for step in (1, 2):
         state.progress.step = step
         bench.device.synchronize()
         began = time.perf_counter()
@@ -159,31 +162,37 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # The step that follows at once is timed with the call before it: this is what a run feels.
         first = bench.slowest(_since(began, bench, lambda: train_step(state, bench.batches, 1e-5, 0.1)))
         during = []
-        while bench.slowest(float(behind.busy)) and len(during) < 200:
+        while bench.slowest(float(behind.busy)) and len(during) < options.steps:
             during.append(bench.step())
         behind.wait()
         published = bench.slowest(time.perf_counter() - began)
+        size = bench.size(step)
         bench.row(
             "async",
-            save=step - 1,
+            save=step,
+            bytes=size,
             host_stood_still=stood,
             save_and_next_step=first,
             slower_percent=100 * (first / usual - 1),
-            steps_during=len(during),
-            during_median=statistics.median(during) if during else None,
+            during=during,
             during_slower_percent=100 * (statistics.median(during) / usual - 1) if during else None,
             published_after=published,
             gb_per_s=size / published / 1e9,
-            same_bytes_as_sync=bench.digests(step) == before if step == 2 and not bench.world.rank else None,
         )
 
+    before = bench.digests(2)
     dropped = bench.device.is_cuda and not bench.world.rank and _drop_page_cache()
-    seconds = bench.timed(lambda: restore(state, Origin(bench.store.open(3), weights_only=False)))
+    seconds = bench.timed(lambda: restore(state, Origin(bench.store.open(2), weights_only=False)))
     bench.row("load", bytes=size, seconds=seconds, gb_per_s=size / seconds / 1e9, page_cache_dropped=dropped)
+
+    state.progress.step = 3
+    seconds = bench.timed(at_once.save)
+    same = bench.digests(3) == before
+    bench.row("sync", bytes=size, seconds=seconds, gb_per_s=size / seconds / 1e9, same_bytes_as_async=same)
     disconnect()
     if not bench.world.rank:
         shutil.rmtree(bench.directory)
-    return 0
+    return 0 if same else 1
 
 
 def _since(began: float, bench: Bench, act: Callable[[], Any]) -> float:

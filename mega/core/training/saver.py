@@ -3,9 +3,9 @@
 A save with --async-save:
 
     1 the save before has ended                  one is on its way at a time
-    2 every piece is copied to host memory       page-locked and kept for the next save; on a GPU by a stream of its
-                                                 own, while the next forward and backward run; the step after waits
-                                                 with its update until the copy has been read (HostCopy.settle)
+    2 every piece is copied to host memory       made and page-locked before the first step, and kept; on a GPU by a
+                                                 thread and a stream of its own, while the next forward and backward
+                                                 run; its update waits until all has been read (HostCopy.settle)
     3 a thread publishes the copy                the same `CheckpointStore.save`, so the same bytes; ranks agree through
                                                  gloo communicators that nothing else uses
     4 the run looks at the thread every step     a save that failed ends it; exit waits for the last one
@@ -89,7 +89,7 @@ class Saver:
         meta, agree = self._meta(), _agreement(self._writers, torch.device("cpu"))
 
         def work() -> tuple[int, float]:
-            copy.arrived()
+            copy.arrive()
             return self._publish(staged, meta, agree)
 
         self._running = _Task(work)
