@@ -15,7 +15,8 @@ def run(
     input: Annotated[
         list[str],
         typer.Option(
-            "--input", help="JSON lines, also .gz .zst .xz; .txt; .parquet; a dataset or folder; a glob; - for stdin"
+            "--input",
+            help="JSON lines, also .gz .zst .xz .bz2; .txt; .parquet; a dataset or folder; a glob; - for stdin",
         ),
     ],
     output_prefix: Annotated[str, typer.Option("--output-prefix", help="beginning of the output names")],

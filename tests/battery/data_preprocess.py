@@ -66,6 +66,11 @@ def wrapping(kind: str) -> Any:
         if kind == "gz":
             path = path.with_suffix(".jsonl.gz")
             path.write_bytes(gzip.compress(data))
+        elif kind == "bz2":
+            import bz2
+
+            path = path.with_suffix(".jsonl.bz2")
+            path.write_bytes(bz2.compress(data, 1))
         elif kind == "xz":
             import lzma
 
@@ -157,7 +162,7 @@ def kill(number: int) -> Any:
 
 
 ITEMS = [
-    *((f"wrapping {kind}", wrapping(kind)) for kind in ("gz", "xz", "zst", "parquet", "txt", "dataset")),
+    *((f"wrapping {kind}", wrapping(kind)) for kind in ("gz", "xz", "bz2", "zst", "parquet", "txt", "dataset")),
     *((f"workers {count}", workers(count)) for count in (1, 2, 3, 4)),
     *((f"shards {count}", shards(count)) for count in (2, 7)),
     *((f"kill {number}", kill(number)) for number in range(10)),

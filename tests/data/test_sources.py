@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bz2
 import gzip
 import json
 import lzma
@@ -62,7 +63,12 @@ def zstd(data: bytes) -> bytes:
     return b"".join(zstandard.ZstdCompressor().compress(part) for part in (data[:half], data[half:]))
 
 
-PACKED: dict[str, Callable[[bytes], bytes]] = {"gz": gzip.compress, "xz": lzma.compress, "zst": zstd}
+PACKED: dict[str, Callable[[bytes], bytes]] = {
+    "gz": gzip.compress,
+    "xz": lzma.compress,
+    "bz2": bz2.compress,
+    "zst": zstd,
+}
 
 
 @pytest.mark.parametrize("end", PACKED)

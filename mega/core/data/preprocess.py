@@ -87,7 +87,7 @@ def preprocess(
 ) -> Report:
     """Tokenise `inputs` into `<output_prefix>_<key>_document.bin/.idx`, a pair of files per key.
 
-    inputs: files, folders, globs or "-", see `sources.find`. JSON lines, also in .gz, .zst or .xz; parquet; arrow;
+    inputs: files, folders, globs or "-", see `sources.find`. JSON lines, also in .gz .zst .xz .bz2; parquet; arrow;
         a .txt file is one document under the key "text", or with `text_lines` each of its lines is.
     tokenizer: the fields of the configuration's tokenizer section, as `text.tokenizer.build` takes them.
     append_eod: put the end-of-document id behind every document that has a token.

@@ -6,6 +6,7 @@ share it, and a piece can be entered anywhere, so that interrupted work goes on.
 
 from __future__ import annotations
 
+import bz2
 import glob
 import gzip
 import io
@@ -24,7 +25,7 @@ MOST_LINE_BYTES = 1 << 27
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 _TOO_LONG = "a line longer than {} MiB"
-_PACKED = (".gz", ".zst", ".xz")
+_PACKED = (".gz", ".zst", ".xz", ".bz2")
 _ROWS = 1024
 
 Kind = Literal["lines", "packed lines", "text", "parquet", "arrow"]
@@ -315,6 +316,8 @@ def _unpacked(path: Path, stored: BinaryIO) -> BinaryIO:
             opener = gzip.open
     elif path.suffix == ".xz":
         opener = lzma.open
+    elif path.suffix == ".bz2":
+        opener = bz2.open
     elif path.suffix == ".zst":
         opener = _Zstandard.open
     else:
