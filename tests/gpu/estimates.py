@@ -1,18 +1,20 @@
-"""What `mega memory-estimate` predicts, beside what is measured: peaks of memory and step times, in one process group.
+"""What `mega memory-estimate` predicts, beside what is measured: peaks of memory and step times.
 
-    torchrun --nproc-per-node 4 --max-restarts 6 tests/gpu/estimates.py --out rows.jsonl [--only "NAME;NAME"]
+    python tests/gpu/estimates.py --nproc 4 --out rows.jsonl [--sets choices] [--only "NAME;NAME"] [--seconds 540]
     python tests/gpu/estimates.py --compare rows.jsonl                     (no device: predict the same rows anew)
 
 Four sets of rows, the most telling first:
 
+    choices    GPT 22B and Llama-2 7B whole, in the layouts that the planner likes best; the first choice first
     alone      one rank's work; every rank of the launch measures another row of them at the same time
     layouts    slices of real shapes on all ranks: tp, pp by each schedule, cp, ZeRO 0 to 3, recompute, bf16 and fp16
-    choices    Llama-2 7B and GPT 22B whole, in the layouts that the planner likes best
     beyond     one row that does not fit, and is predicted so
 
-A row is appended as soon as it is known, so a launch that was cut short goes on where it stopped. A rank that runs out
-of memory leaves its peers in a collective: it says so in the file and dies, and torchrun starts all ranks again for the
-rows that are left. Peaks are bytes, one for each pipeline stage, the most of its ranks.
+This process only starts ranks. A row that may not fit gets ranks of its own, in which nothing lies from the row before;
+the rows of `alone` and of `layouts` share theirs. A rank that runs out of memory leaves its peers in a collective: it
+says so in the file and ends, which ends its peers, and the next row gets new ranks. A row is appended as soon as it is
+known, so a launch that was cut short goes on where it stopped. Peaks are bytes, one for each pipeline stage, the most
+of its ranks.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from mega.core.config.check import check
 from mega.core.config.compose import compose
@@ -110,8 +114,8 @@ BEYOND: Mapping[str, Flags] = {
 """To run out of memory, and to be predicted so."""
 
 CHOICES: Mapping[str, Flags] = {
-    "llama2-7b": {"preset": "llama2-7b", "global_batch": 16},
     "gpt-22b": {"preset": "gpt-22b", "global_batch": 16, **QUIET},
+    "llama2-7b": {"preset": "llama2-7b", "global_batch": 16},
 }
 COUNT = 8
 """Layouts of each choice that are measured."""
@@ -140,9 +144,7 @@ def choices(world: int, device: str, on: Hardware) -> Iterator[tuple[str, Flags]
             if place >= 4 and kind not in seen:
                 others.append(candidate)
             seen.add(kind)
-        chosen = list(enumerate([*found[:4], *others][:COUNT]))
-        # Communicators pile up in a process that tries many layouts: the fullest goes first.
-        for place, candidate in sorted(chosen, key=lambda one: -one[1].need):
+        for place, candidate in enumerate([*found[:4], *others][:COUNT]):
             options = {key: value for key, value in candidate.options.items() if value is not None}
             layout = " ".join(f"{key}{options[key]}" for key in ("tp", "pp", "chunks", "micro_batch", "recompute"))
             yield f"{name} choice {place}: {layout}", {**flags, **options}
@@ -162,8 +164,73 @@ def predicted(run: RunConfig, world: int, on: Hardware) -> dict[str, Any]:
     }
 
 
+class Row(NamedTuple):
+    """A run to be measured. alone: by one rank, beside others. apart: in ranks that measure nothing else."""
+
+    name: str
+    flags: Flags
+    alone: bool = False
+    apart: bool = False
+
+
+def rows(options: argparse.Namespace, on: Hardware) -> Iterator[Row]:
+    """All rows that are asked for, in order."""
+    only = tuple(options.only.split(";"))
+    for name in options.sets.split(","):
+        named: Mapping[str, Flags] = {"alone": ALONE, "layouts": LAYOUTS, "beyond": BEYOND}.get(name, {})
+        if name == "choices":
+            named = dict(choices(options.nproc, _kind(options.device), on))
+        for title, flags in named.items():
+            cells = 1 if name == "alone" else flags.get("tp", 1) * flags.get("pp", 1) * flags.get("cp", 1)
+            if title.startswith(only) and options.nproc % cells == 0:
+                yield Row(title, flags, alone=name == "alone", apart=name in ("choices", "beyond"))
+
+
+def conduct(options: argparse.Namespace) -> int:
+    """Start ranks for the rows that are left, until none is or the time is over; 1 if ranks could not even begin."""
+    from mega.core.parallel.launch import launch
+
+    until, out = time.monotonic() + options.seconds, Path(options.out)
+    asked = list(rows(options, hardware(options.gpu)))
+    _bury(out)
+    while True:
+        done = {record["name"] for record in _records(out)}
+        left = [row for row in asked if row.name not in done]
+        if not left or time.monotonic() > until:
+            return 0
+        first = left[0]
+        mates = [row for row in left if not row.apart and row.alone == first.alone]
+        code = launch(options.nproc, measure_rows, options, [first] if first.apart else mates, until)
+        _bury(out)
+        if code and len(done) == len({record["name"] for record in _records(out)}):
+            return 1
+
+
+def _bury(path: Path) -> None:
+    """Rows that were begun and have no end have died with their ranks."""
+    records = _records(path)
+    ended = {record["name"] for record in records if record["outcome"] != "begun"}
+    for name, record in {record["name"]: record for record in records}.items():
+        if name not in ended:
+            _append(path, {**record, "outcome": "died"})
+
+
+def measure_rows(options: argparse.Namespace, together: Sequence[Row], until: float) -> None:
+    """One rank's part of a launch."""
+    from mega.core.parallel.launch import disconnect
+
+    bench = Bench(options)
+    alone, rank, world = together[0].alone, bench.world.rank, bench.world.size
+    bench.late(until)  # nobody leaves before all have come
+    for row in together[rank::world] if alone else together:
+        if time.monotonic() > until if alone else bench.late(until):
+            break
+        bench.row(row, rank=0 if alone else rank, world=1 if alone else world)
+    disconnect()
+
+
 class Bench:
-    """One launch: its ranks, its file, and the rows that it has done."""
+    """One launch, seen from one of its ranks."""
 
     def __init__(self, options: argparse.Namespace):
         from mega.core.parallel.launch import connect
@@ -172,57 +239,27 @@ class Bench:
         self.world, self.device, self.groups = connect(options.device)
         self.kind = self.device.torch.type
         self.on = hardware(options.gpu)
-        self.before = _records(self.out)
-        self.begun = time.monotonic()
 
     def note(self, record: dict[str, Any]) -> None:
-        """One line of the file, on the disk when this returns."""
-        line = json.dumps({"world": self.world.size, "device": self.device.name, **record}) + "\n"
-        with self.out.open("a", encoding="utf-8") as file:
-            file.write(line)
-            file.flush()
-            os.fsync(file.fileno())
+        _append(self.out, {"world": self.world.size, "device": self.device.name, **record})
 
-    def todo(self, rows: Mapping[str, Flags]) -> dict[str, Flags]:
-        """Rows without an end in the file; one that was begun by an earlier launch and never ended has died."""
-        ended = {record["name"] for record in self.before if record["outcome"] != "begun"}
-        died = {record["name"] for record in self.before} - ended
-        for name in sorted(died & rows.keys()):
-            if self.world.rank == 0:
-                self.note({"name": name, "flags": rows[name], "outcome": "died"})
-        only = tuple(self.options.only.split(";"))
-        return {name: flags for name, flags in rows.items() if name.startswith(only) and name not in ended | died}
-
-    def late(self) -> bool:
-        """Whether the time is over, by rank 0's clock."""
+    def late(self, until: float) -> bool:
+        """Whether the time is over, by the last rank's clock."""
         import torch
 
         from mega.core.parallel.collectives import all_reduce
         from mega.core.parallel.mesh import Mesh
 
-        passed = torch.tensor(time.monotonic() - self.begun, dtype=torch.float64, device=self.device.torch)
-        all_reduce(passed, Mesh(self.world.rank, dp=self.world.size, groups=self.groups).everyone, "max")
-        return float(passed) > self.options.seconds
+        over = torch.tensor(time.monotonic() - until, dtype=torch.float64, device=self.device.torch)
+        all_reduce(over, Mesh(self.world.rank, dp=self.world.size, groups=self.groups).everyone, "max")
+        return float(over) > 0
 
-    def alone(self, rows: Mapping[str, Flags]) -> None:
-        """Every rank its own rows."""
-        rank, size = self.world.rank, self.world.size
-        for name, flags in list(self.todo(rows).items())[rank::size]:
-            self.row(name, flags, rank=0, world=1)
-
-    def together(self, rows: Mapping[str, Flags]) -> None:
-        for name, flags in self.todo(rows).items():
-            if self.late():
-                return
-            cells = flags.get("tp", 1) * flags.get("pp", 1) * flags.get("cp", 1)
-            if self.world.size % cells == 0:
-                self.row(name, flags, rank=self.world.rank, world=self.world.size)
-
-    def row(self, name: str, flags: Flags, *, rank: int, world: int) -> None:
+    def row(self, row: Row, *, rank: int, world: int) -> None:
+        """Measure it and write what came of it, as rank `rank` of `world`."""
         import torch
 
-        record: dict[str, Any] = {"name": name, "flags": flags, "ranks": world}
-        typed = run_of(flags, self.kind)
+        record: dict[str, Any] = {"name": row.name, "flags": row.flags, "ranks": world}
+        typed = run_of(row.flags, self.kind)
         try:
             check(typed, world)
         except ValueError as error:
@@ -234,11 +271,11 @@ class Bench:
         if rank == 0:
             self.note({**record, "outcome": "begun"})
         try:
-            found = self.measured(name, run, rank, world)
+            found = self.measured(row, run, rank, world)
         except torch.OutOfMemoryError as error:
             self.note({**record, "outcome": "out of memory", "rank": rank, "error": str(error).splitlines()[0]})
             if world > 1:
-                os._exit(3)  # peers wait in a collective: torchrun ends them and starts anew
+                os._exit(3)  # peers wait in a collective: whoever launched us ends them
             self.device.release()
             return
         if rank == 0:
@@ -246,7 +283,7 @@ class Bench:
             line = _told({**record, **found})
             print(line, flush=True)
 
-    def measured(self, name: str, run: RunConfig, rank: int, world: int) -> dict[str, Any]:
+    def measured(self, row: Row, run: RunConfig, rank: int, world: int) -> dict[str, Any]:
         import torch
 
         from mega.core.parallel.collectives import all_reduce
@@ -254,17 +291,16 @@ class Bench:
         from mega.core.training.bench import measure
 
         began, before, options = time.perf_counter(), self.device.resident(), self.options
-        whole = "choice" in name
         speed = measure(
-            name,
+            row.name,
             run,
             rank,
             world,
             self.device,
             self.groups,
-            warmup=1 if whole else options.warmup,
-            repeats=2 if whole else options.repeats,
-            profiled=not whole and options.profile,
+            warmup=1 if row.apart else options.warmup,
+            repeats=2 if row.apart else options.repeats,
+            profiled=not row.apart and options.profile,
         )
         stages = run.parallel.pp
         peaks = torch.zeros(3, stages, dtype=torch.float64, device=self.device.torch)
@@ -293,6 +329,13 @@ class Bench:
         }
 
 
+def _kind(device: str) -> str:
+    """cuda or cpu; asking makes no context on a device."""
+    import torch
+
+    return device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+
+
 def _reserved(device: Any) -> tuple[int, int]:
     """The most that the allocator took from the device, and what was given out beside it (contexts, NCCL)."""
     import torch
@@ -301,6 +344,14 @@ def _reserved(device: Any) -> tuple[int, int]:
         return 0, 0
     free, total = torch.cuda.mem_get_info(device)
     return torch.cuda.max_memory_reserved(device), total - free - torch.cuda.memory_reserved(device)
+
+
+def _append(path: Path, record: Mapping[str, Any]) -> None:
+    """One line of the file, on the disk when this returns."""
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(record) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _records(path: Path) -> list[dict[str, Any]]:
@@ -324,15 +375,15 @@ def compare(path: Path, gpu: str) -> int:
     on = hardware(gpu)
     space, time_ = [], []
     best: dict[str, list[tuple[float, str]]] = {}
+    failed: set[str] = set()
     for record in _records(path):
-        name = record["name"]
-        if record["outcome"] in ("out of memory", "died") and record.get("rank", 0) == 0:
-            run = resolve(run_of(record["flags"], "cuda"), record["ranks"])
-            needs = memory(run, record["ranks"]).needed(on.communicator)
-            print(f"{name:<62} out of memory; predicted {needs:.1f} of {on.memory:g} GiB")
+        name, world = record["name"], int(record.get("ranks", record["world"]))
+        if record["outcome"] in ("out of memory", "died") and name not in failed:
+            failed.add(name)
+            needs = memory(resolve(run_of(record["flags"], "cuda"), world), world).needed(on.communicator)
+            print(f"{name:<62} {record['outcome']}; predicted {needs:.1f} of {on.memory:g} GiB")
         if record["outcome"] != "measured":
             continue
-        world = record["ranks"]
         record["predicted"] = predicted(resolve(run_of(record["flags"], "cuda"), world), world, on)
         print(_told(record))
         guess = record["predicted"]
@@ -341,9 +392,10 @@ def compare(path: Path, gpu: str) -> int:
         if " choice " in name:
             best.setdefault(name.split()[0], []).append((record["seconds"], name))
     for name, measured in best.items():
-        first = next(seconds for seconds, row in measured if " choice 0:" in row)
+        first = next((seconds for seconds, row in measured if " choice 0:" in row), None)
         fastest, row = min(measured)
-        print(f"{name}: the planner's first is {first / fastest - 1:+.1%} from the best of {len(measured)} ({row})")
+        distance = "has not been measured" if first is None else f"is {first / fastest - 1:+.1%} from the best"
+        print(f"{name}: the planner's first {distance} of {len(measured)} (best: {row})")
     if not time_:
         return 1
     print(
@@ -360,7 +412,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--gpu", default="h200", help="the device of the prediction, or a TOML file")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--only", default="", help="how names of rows begin, with ; between")
-    parser.add_argument("--sets", default="alone,layouts,choices,beyond")
+    parser.add_argument("--sets", default="choices,alone,layouts,beyond")
+    parser.add_argument("--nproc", type=int, default=1, help="ranks, one a device")
     parser.add_argument("--seconds", type=float, default=280.0, help="begin no row after so long")
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--repeats", type=int, default=4)
@@ -368,21 +421,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.compare is not None:
         return compare(options.compare, options.gpu)
-    from mega.core.parallel.launch import disconnect
-
-    bench = Bench(options)
-    sets = options.sets.split(",")
-    bench.late()  # all ranks have read the file before one writes to it
-    if "alone" in sets:
-        bench.alone(ALONE)
-    if "layouts" in sets:
-        bench.together(LAYOUTS)
-    if "choices" in sets:
-        bench.together(dict(choices(bench.world.size, bench.kind, bench.on)))
-    if "beyond" in sets:
-        bench.together(BEYOND)
-    disconnect()
-    return 0
+    return conduct(options)
 
 
 if __name__ == "__main__":
