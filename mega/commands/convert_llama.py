@@ -40,6 +40,8 @@ def run(
 
     report = convert(load_dir, save_dir, to, target_tp, target_pp, parts)
     print(f"{report.path}: {report.tensors:,} tensors, {report.elements:,} elements, {report.bytes:,} bytes")
+    for note in report.notes:
+        print(note)
     if not verify:
         return 0
     from mega.core.inference.agreement import BOUND, agreement

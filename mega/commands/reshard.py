@@ -39,9 +39,12 @@ def run(
     megatron_path: Annotated[str | None, typer.Option("--megatron-path", help="accepted; not needed")] = None,
     tokenizer_model: Annotated[str | None, typer.Option("--tokenizer-model", help="accepted; not needed")] = None,
     max_queue_size: Annotated[int, typer.Option("--max-queue-size", help="accepted; not needed")] = 50,
+    no_load_optim: Annotated[
+        bool, typer.Option("--no-load-optim", help="leave a Megatron-LM optimizer's state behind, read or written")
+    ] = False,
     no_checking: Annotated[bool, typer.Option("--no-checking", help="accepted; tensors are always checked")] = False,
 ) -> int:
-    """Cut a checkpoint anew, on the CPU: weights, masters and moments; between Megatron-LM and us, weights.
+    """Cut a checkpoint anew, on the CPU: weights, masters and moments; to and from Megatron-LM Adam's state goes too.
 
     Checkpoints of ours load into any layout without this; it makes files that fit their ranks.
     """
@@ -52,7 +55,19 @@ def run(
         true_vocab_size = _pieces_of(vocab_file)
     style = "mcore" if saver == "core" else saver
     with progress_bar("reshard") as progress:
-        report = exchange(load_dir, save_dir, target_tp, target_pp, style, true_vocab_size, num_heads, progress)
+        report = exchange(
+            load_dir,
+            save_dir,
+            target_tp,
+            target_pp,
+            style,
+            true_vocab_size,
+            num_heads,
+            progress,
+            optimizer=not no_load_optim,
+        )
+    for note in report.notes:
+        print(note)
     print(
         f"{report.path}: {report.tensors:,} tensors, {report.elements:,} elements, "
         f"each with one origin and none left over; {report.bytes:,} bytes"

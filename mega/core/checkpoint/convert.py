@@ -13,7 +13,7 @@ import json
 import re
 import shutil
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from io import BytesIO
 from math import prod
@@ -63,20 +63,23 @@ Found = Kind | Literal["llama2.c", "fairseq"]
 
 @dataclass(frozen=True)
 class ConversionReport:
-    """What was made: tensors, elements (each with one origin), bytes, and where."""
+    """What was made: tensors, elements (each with one origin), bytes, and where. notes: lines for the user."""
 
     tensors: int
     elements: int
     bytes: int
     path: Path
+    notes: tuple[str, ...] = ()
 
 
 class OwnSource:
-    """The weights of an own checkpoint as a source of conversions."""
+    """The tensors of an own checkpoint as a source of conversions: its weights, or some kinds."""
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
+    def __init__(self, checkpoint: Checkpoint, kinds: Sequence[str] = ("weights",)) -> None:
         self._checkpoint = checkpoint
-        self.tensors: Tensors = {key: value for key, value in checkpoint.tensors.items() if key.startswith("weights/")}
+        self.tensors: Tensors = {
+            key: value for key, value in checkpoint.tensors.items() if key.partition("/")[0] in kinds
+        }
 
     def read(self, name: str, box: Box) -> torch.Tensor:
         whole, dtype = self.tensors[name]
@@ -157,9 +160,13 @@ def import_weights(
     attachments: Attachments = MappingProxyType({}),
     step: int = 0,
     consumed: int = 0,
+    known: Mapping[str, Any] = MappingProxyType({}),
 ) -> ConversionReport:
-    """A table of `weights/...` targets, proven first -> one step of the run directory `save`."""
-    _one_floating_dtype(table)
+    """A table of `weights/...` targets (and of an optimizer's), proven first -> one step of the run directory `save`.
+
+    known: what the checkpoint should say besides, or instead, in its plain state.
+    """
+    notes = dtypes_said(table)
     prove(table, source.tensors)
     check_copies(table, source)
     targets = {target.name: target for target in table.targets}
@@ -178,19 +185,41 @@ def import_weights(
         "tokenizer": {"tokenizer": tokenizer_kind(attachments)},
     }
     store = CheckpointStore(save)
-    state = {"config": config, "progress": {"step": step, "consumed": consumed}, "updates": step}
+    state = {"progress": {"step": step, "consumed": consumed}, "updates": step, **known}
+    state["config"] = {**config, **known.get("config", {})}
     report = store.save_all(step, files, state, fetch=fetch, check=ledger.close, attachments=attachments)
-    return ConversionReport(len(targets), sum(ledger.expected.values()), report.bytes, store.path(step))
+    elements = sum(ledger.expected.values())
+    return ConversionReport(len(targets), elements, report.bytes, store.path(step), notes)
 
 
-def _one_floating_dtype(table: Table) -> None:
-    """A model's weights have one dtype; one of another is damaged, or was never meant to be a weight."""
-    counts = Counter(target.dtype for target in table.targets)
-    usual = max(counts, key=lambda dtype: (dtype.is_floating_point, counts[dtype]))
-    for target in table.targets:
-        if target.dtype != usual or not usual.is_floating_point:
-            wanted = f"the others are {usual}" if usual.is_floating_point else "a floating dtype is wanted"
-            raise CheckpointError(f"{target.fragments[0].source}: is {target.dtype}, {wanted}")
+def dtypes_said(table: Table) -> tuple[str, ...]:
+    """Lines on weights that are wider than most: fp32 ones of a 16-bit model, such as norms. They are kept as they are.
+
+    They must be of one kind in every block. Any other mixture is damage, or was never meant to be a weight.
+    Errors: CheckpointError naming a weight of a dtype that it should not have.
+    """
+    weights = [target for target in table.targets if target.name.startswith("weights/")]
+    elements, kinds = Counter[torch.dtype](), Counter[tuple[str, torch.dtype]]()
+    for target in weights:
+        elements[target.dtype] += prod(target.shape)
+        kinds[_kind(target.name), target.dtype] += 1
+    usual = max(elements, key=lambda dtype: (dtype.is_floating_point, elements[dtype]))
+    of_kind = {kind: dtype for (kind, dtype), _ in reversed(kinds.most_common())}
+    for target in weights:
+        kept = {usual, torch.float32} if usual in (torch.bfloat16, torch.float16) else {usual}
+        wanted = of_kind[_kind(target.name)] if of_kind[_kind(target.name)] in kept else usual
+        if target.dtype != wanted or not usual.is_floating_point:
+            others = f"the others are {wanted}" if usual.is_floating_point else "a floating dtype is wanted"
+            raise CheckpointError(f"{target.fragments[0].source}: is {target.dtype}, {others}")
+    wide = [target.name.removeprefix("weights/") for target in weights if target.dtype != usual]
+    if not wide:
+        return ()
+    return (f"{len(wide)} of {len(weights)} tensors are fp32 among {usual} ({wide[0]}, ...): each keeps its dtype",)
+
+
+def _kind(name: str) -> str:
+    """The name that a tensor has in every block."""
+    return re.sub(r"\.layers\.\d+\.", ".layers.*.", name)
 
 
 def tokenizer_kind(companions: Attachments) -> str | None:

@@ -1,15 +1,17 @@
 """What `mega reshard` does: own checkpoints, Megatron-LM's trees and others' into one another, cut for any tp x pp.
 
-Own to own keeps everything (reshard.py); to and from Megatron-LM goes the model, with iteration and consumed
-samples, as Megatron's own tool does it; of what convert.py reads (Hugging Face, Meta, ...) there are only weights.
+Own to own keeps everything (reshard.py); to and from Megatron-LM go the model, iteration and consumed samples, and
+Adam's state where its form is known (megatron_state.py); of what convert.py reads (Hugging Face, Meta, ...) there are
+only weights.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import tempfile
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -25,9 +27,11 @@ from mega.core.checkpoint.convert import (
     to_mega,
 )
 from mega.core.checkpoint.disk import creating, write_all
-from mega.core.checkpoint.mapping import assemble, prove
-from mega.core.checkpoint.pieces import Box
+from mega.core.checkpoint.mapping import assemble, joined, prove
+from mega.core.checkpoint.megatron_state import LEAVE, Facts, facts_of, written_alike, written_state
+from mega.core.checkpoint.pieces import Box, CheckpointError
 from mega.core.checkpoint.reshard import Progress, reshard
+from mega.core.checkpoint.store import Checkpoint
 
 Saver = Literal["mega", "megatron", "megatron-23.06", "mcore", "mcore-local"]
 
@@ -48,11 +52,14 @@ def exchange(
     vocab: int | None = None,
     heads: int | None = None,
     progress: Progress = lambda done, total: None,
+    *,
+    optimizer: bool = True,
 ) -> ConversionReport:
     """Whatever lies at `load` -> a `saver` at `save`, for tp x pp ranks.
 
     vocab: the true vocabulary of a Megatron tree. heads: attention heads, where a tree does not say. progress: told
-    how far it has come, where own checkpoints become own checkpoints.
+    how far it has come, where own checkpoints become own checkpoints. optimizer: take Adam's state along, from and to
+    Megatron's trees; where it is there and its form is not known, that is an error.
     Errors: ValueError naming flag, file or tensor; then nothing new is at `save`.
     """
     for flag, value in (
@@ -66,26 +73,32 @@ def exchange(
     own = not tree and kind_of(load) == "mega"
 
     def to_own(save: Path, tp: int, pp: int) -> ConversionReport:
-        return from_megatron(load, save, tp, pp, vocab, heads) if tree else to_mega(load, save, tp, pp)
+        return from_megatron(load, save, tp, pp, vocab, heads, optimizer) if tree else to_mega(load, save, tp, pp)
 
     if saver == "mega" and own:
+        if not optimizer:
+            raise ValueError("--no-load-optim: is for trees of Megatron-LM; between own checkpoints everything goes")
         report = reshard(load, save, tp, pp, progress)
         return ConversionReport(report.tensors, report.elements, report.bytes, report.path)
     if saver == "mega":
         return to_own(save, tp, pp)
     if own:
-        return to_megatron(load, save, tp, pp, STYLES[saver])
+        return to_megatron(load, save, tp, pp, STYLES[saver], optimizer)
     save.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=save.parent, prefix=f".{save.name}.") as between:
         to_own(Path(between), 1, 1)
-        return to_megatron(Path(between), save, tp, pp, STYLES[saver])
+        return to_megatron(Path(between), save, tp, pp, STYLES[saver], optimizer)
 
 
-def from_megatron(load: Path, save: Path, tp: int, pp: int, vocab: int | None, heads: int | None) -> ConversionReport:
+def from_megatron(
+    load: Path, save: Path, tp: int, pp: int, vocab: int | None, heads: int | None, optimizer: bool
+) -> ConversionReport:
     """A Megatron-LM tree, or a `torch_dist` folder, -> an own checkpoint at the same step."""
     folder = megatron.iteration_of(load)
     if torch_dist.is_distributed(folder):
         source = torch_dist.DistributedSource(folder)
+        if source.state and optimizer:
+            raise CheckpointError(f"{folder}: {source.state[0]}: the form of this state is not known; {LEAVE}")
         values = torch_dist.arguments(folder, source.tensors, heads)
         table = source.tensors.get("0.0.0/embedding.word_embeddings.weight")
         rows = table[0][0] if table else 0
@@ -95,23 +108,73 @@ def from_megatron(load: Path, save: Path, tp: int, pp: int, vocab: int | None, h
         name = re.fullmatch(r"iter_(\d+)", folder.name)
         consumed = values.get("consumed_train_samples", 0)
         return import_weights(source, places, model, save, tp, pp, step=int(name[1]) if name else 0, consumed=consumed)
-    tree = megatron.open_tree(load, vocab)
-    return import_weights(
-        tree.source, tree.table, tree.model, save, tp, pp, step=tree.iteration, consumed=tree.consumed
+    tree = megatron.open_tree(load, vocab, optimizer=optimizer)
+    report = import_weights(
+        tree.source,
+        tree.table,
+        tree.model,
+        save,
+        tp,
+        pp,
+        step=tree.iteration,
+        consumed=tree.consumed,
+        known=_known(tree),
     )
+    return dataclasses.replace(report, notes=(*report.notes, _said(tree.optimizer, optimizer, "taken")))
 
 
-def to_megatron(load: Path, save: Path, tp: int, pp: int, style: megatron.Style) -> ConversionReport:
+def _known(tree: megatron.Tree) -> dict[str, Any]:
+    """What an own checkpoint says of its run, where it has the optimizer's state."""
+    facts = tree.optimizer
+    if facts is None:
+        return {}
+    unscheduled = 0 if facts.samples is None else max(0, tree.consumed - facts.samples)
+    return {
+        "config": {"optimizer": {"optimizer": "adam", **facts.constants}},
+        "progress": {
+            "step": tree.iteration,
+            "consumed": tree.consumed,
+            "consumed_valid": tree.consumed_valid,
+            "skipped": max(0, tree.iteration - facts.updates),
+            "unscheduled": unscheduled,
+        },
+        "updates": facts.updates,
+        "scaler": facts.scaler,
+        "schedule": facts.schedule,
+    }
+
+
+def _said(facts: Facts | None, wanted: bool, done: str) -> str:
+    """One line on the optimizer's state."""
+    if not wanted:
+        return "optimizer: left behind, if there is any (--no-load-optim)"
+    if facts is None:
+        return "optimizer: the source holds no state of one"
+    beside = [name for name, value in (("loss scale", facts.scaler), ("schedule", facts.schedule)) if value]
+    return f"optimizer: Adam's state after {facts.updates:,} updates {done}" + "".join(f", {name}" for name in beside)
+
+
+def to_megatron(
+    load: Path, save: Path, tp: int, pp: int, style: megatron.Style, optimizer: bool = True
+) -> ConversionReport:
     """An own checkpoint -> a tree that Megatron-LM loads; one rank's file is in memory at a time."""
     checkpoint, model = open_own(load)
-    source = OwnSource(checkpoint)
-    tables = megatron.export_tables(model, source.tensors, tp, pp)
+    kinds = _state_kinds(checkpoint, style) if optimizer else ()
+    facts = facts_of(checkpoint.meta, str(checkpoint.path)) if kinds else None
+    source = OwnSource(checkpoint, ("weights", *kinds))
+    of_weights = megatron.export_tables(model, source.tensors, tp, pp)
+    tables = {
+        rank: joined([table, *(written_alike(table, kind) for kind in kinds)]) for rank, table in of_weights.items()
+    }
     table = megatron.whole_table(tables.values())
     prove(table, source.tensors)
     iteration = max(1, checkpoint.step)  # Megatron's loader refuses 0
     progress = checkpoint.meta.get("progress")
     consumed = progress.get("consumed", 0) if isinstance(progress, dict) else 0
     arguments = megatron.arguments_of(model, tp, pp, iteration, consumed)
+    if facts is not None and isinstance(progress, dict):
+        arguments["consumed_valid_samples"] = progress.get("consumed_valid", 0)
+        arguments["lr_warmup_init"] = facts.schedule["lr"]["initial"] if facts.schedule else 0.0
 
     def fill(folder: Path) -> int:
         written = 0
@@ -120,13 +183,38 @@ def to_megatron(load: Path, save: Path, tp: int, pp: int, style: megatron.Style)
                 target.name: assemble(target, Box((0,) * len(target.shape), target.shape), source)
                 for target in mine.targets
             }
+            state = {key: content.pop(key) for key in list(content) if key.partition("/")[0] in kinds}
+            said = written_state(state, facts) if facts is not None else {}
             directory = folder / f"iter_{iteration:07d}" / megatron.rank_directory(rank, stage, pp)
             directory.mkdir(parents=True)
             path = directory / megatron.WEIGHTS
-            torch.save(megatron.file_content(megatron.nested(content, style), arguments, iteration), path)
+            torch.save(megatron.file_content(megatron.nested(content, style), arguments, iteration, said), path)
             written += path.stat().st_size
         with creating(folder / megatron.TRACKER) as descriptor:
             write_all(descriptor, str(iteration).encode())
         return written
 
-    return report_of(table, filled_folder(save, fill), save)
+    report = report_of(table, filled_folder(save, fill), save)
+    return dataclasses.replace(report, notes=(_said(facts, optimizer, "written"),))
+
+
+def _state_kinds(checkpoint: Checkpoint, style: megatron.Style) -> tuple[str, ...]:
+    """The kinds of state that go into a tree; none where there is none.
+
+    Errors: CheckpointError where there is state that such a tree does not hold.
+    """
+    kinds = {key.partition("/")[0] for key in checkpoint.tensors} - {"weights"}
+    if not kinds:
+        return ()
+    if style.startswith("core"):
+        raise CheckpointError(
+            f"{checkpoint.path}: holds an optimizer's state, and its form for Megatron-core is not known; {LEAVE}"
+        )
+    narrow = {dtype for key, (_, dtype) in checkpoint.tensors.items() if key.startswith("weights/")} != {torch.float32}
+    wanted = {"moment1", "moment2", *(["master"] if narrow else [])}
+    if kinds != wanted:
+        raise CheckpointError(
+            f"{checkpoint.path}: holds {', '.join(sorted(kinds))} beside its weights, a tree of Megatron-LM "
+            f"{', '.join(sorted(wanted))}; {LEAVE}"
+        )
+    return tuple(sorted(wanted))

@@ -8,8 +8,8 @@ A table of fragments says all of that; one function reads by it, one proves it. 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from math import prod
 from typing import Protocol
@@ -86,6 +86,36 @@ def whole(name: str, source: str, shape: tuple[int, ...], dtype: torch.dtype, tr
     at = Box((0,) * len(shape), shape)
     rows = range(shape[0]) if shape else range(1)
     return Target(name, shape, dtype, (Fragment(source, at, rows, transposed=transposed),))
+
+
+def moved_alike(table: Table, target: Callable[[str], str], source: Callable[[str], str], dtype: torch.dtype) -> Table:
+    """The same moves for other tensors of the same shapes: `target` and `source` turn the table's names into theirs."""
+    return Table(
+        tuple(
+            Target(
+                target(each.name),
+                each.shape,
+                dtype,
+                tuple(replace(fragment, source=source(fragment.source)) for fragment in each.fragments),
+            )
+            for each in table.targets
+        ),
+        copies=tuple((source(copy), source(original)) for copy, original in table.copies),
+        dropped={source(name): rows for name, rows in table.dropped.items()},
+        repeats=frozenset(map(source, table.repeats)),
+    )
+
+
+def joined(tables: Iterable[Table]) -> Table:
+    """Several conversions as one."""
+    tables = list(tables)
+    return Table(
+        tuple(target for table in tables for target in table.targets),
+        copies=tuple(pair for table in tables for pair in table.copies),
+        dropped={name: rows for table in tables for name, rows in table.dropped.items()},
+        ignored=frozenset().union(*(table.ignored for table in tables)),
+        repeats=frozenset().union(*(table.repeats for table in tables)),
+    )
 
 
 def stacked(parts: Iterable[tuple[str, range]], columns: int | None, column: int = 0) -> tuple[Fragment, ...]:

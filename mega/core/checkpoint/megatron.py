@@ -2,7 +2,8 @@
 
 Two vocabularies of names, the legacy one (2019 to 2023) and Megatron-core's, come down to one table; fused
 query-key-value rows stand in the order that `checkpoint_version` says. A tree is read from any tensor and
-pipeline size, interleaved or not, and written for any. Random states and optimizers are left behind.
+pipeline size, interleaved or not, and written for any. Random states are left behind, and megatron_state.py has
+optimizers.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ import torch
 
 from mega.core.checkpoint.disk import read_file
 from mega.core.checkpoint.foreign import TorchSource
-from mega.core.checkpoint.mapping import Fragment, Table, Target, Tensors, beside, stacked
+from mega.core.checkpoint.mapping import Fragment, Table, Target, Tensors, beside, joined, stacked
+from mega.core.checkpoint.megatron_state import LEAVE, Facts, State, read_alike, read_state
 from mega.core.checkpoint.pickles import Arguments, read_pickled
 from mega.core.checkpoint.pieces import Box, CheckpointError
 from mega.core.config.sections import ModelConfig
@@ -131,16 +133,19 @@ class Tree:
     table: Table
     iteration: int
     consumed: int
+    consumed_valid: int
+    optimizer: Facts | None
 
 
 def is_tree(path: Path) -> bool:
     return (path / TRACKER).exists() or any(_RANK.fullmatch(entry.name) for entry in _folders(path))
 
 
-def open_tree(path: Path, vocab: int | None = None) -> Tree:
+def open_tree(path: Path, vocab: int | None = None, *, optimizer: bool = True) -> Tree:
     """Read a tree: its root (the iteration that the tracker names) or one iteration's directory.
 
     vocab: the true vocabulary; without it padding cannot be told from tokens, and the table stays as it is.
+    optimizer: take masters and moments too, where they are there.
     Errors: CheckpointError naming the file or tensor.
     """
     folder = iteration_of(path)
@@ -150,6 +155,7 @@ def open_tree(path: Path, vocab: int | None = None) -> Tree:
     if not ranks or absent:
         raise CheckpointError(f"{folder}: holds no mp_rank_XX of (tensor, pipeline) rank {absent or (0, 0)}")
     tensors: dict[str, torch.Tensor] = {}
+    state = State()
     chunks = 1
     first: dict[str, Any] = {}
     for (t, p), directory in sorted(ranks.items()):
@@ -161,12 +167,17 @@ def open_tree(path: Path, vocab: int | None = None) -> Tree:
         if not models:
             raise CheckpointError(f"{directory}: holds no model")
         chunks = len(models)
-        for chunk, key in enumerate(models):
-            for name, tensor in _flat(content[key], directory):
-                tensors[f"{t}.{p}.{chunk}/{common_name(name)}"] = tensor
+        weights = [{common_name(name): each for name, each in _flat(content[key], directory)} for key in models]
+        for chunk, named in enumerate(weights):
+            tensors |= {f"{t}.{p}.{chunk}/{name}": tensor for name, tensor in named.items()}
+        if optimizer:
+            _check_legacy(content, models, directory)
+            read_state(content, directory, f"{t}.{p}", weights, state)
+    if state.ranks not in (0, len(ranks)):
+        raise CheckpointError(f"{folder}: {state.ranks} of {len(ranks)} ranks hold the optimizer's state; {LEAVE}")
     arguments = first.get("args")
     values = arguments.values if isinstance(arguments, Arguments) else {}
-    source = TorchSource(tensors)
+    source = TorchSource(tensors | state.tensors)
     rows = source.tensors.get("0.0.0/embedding.word_embeddings.weight", ((0,), torch.float32))[0][0]
     check_vocabulary(values, rows, tp)
     model = model_from_arguments(values, vocab or rows * tp, str(folder))
@@ -174,9 +185,21 @@ def open_tree(path: Path, vocab: int | None = None) -> Tree:
     if not isinstance(version, int | float) or version not in (0, 1, 2, 3):
         raise CheckpointError(f"{folder}: checkpoint_version {version!r} (valid: 0, 1, 2, 3)")
     table = import_table(model, source.tensors, tp, pp, chunks, int(version))
-    iteration = first.get("iteration", first.get("total_iters", 0))
-    consumed = values.get("consumed_train_samples", 0)
-    return Tree(source, model, table, *(n if type(n) is int and n >= 0 else 0 for n in (iteration, consumed)))
+    counts = (
+        first.get("iteration", first.get("total_iters", 0)),
+        values.get("consumed_train_samples", 0),
+        values.get("consumed_valid_samples", 0),
+    )
+    iteration, consumed, consumed_valid = (n if type(n) is int and n >= 0 else 0 for n in counts)
+    whole = joined([table, *(read_alike(table, kind) for kind in state.kinds)])
+    return Tree(source, model, whole, iteration, consumed, consumed_valid, state.facts)
+
+
+def _check_legacy(content: Mapping[str, Any], models: Iterable[str], directory: Path) -> None:
+    """Of Megatron-core's optimizers the order of parameters is not known."""
+    legacy = all(isinstance(content[key], dict) and "language_model" in content[key] for key in models)
+    if content.get("optimizer") is not None and not legacy:
+        raise CheckpointError(f"{directory}: the order of Megatron-core's optimizer state is not known; {LEAVE}")
 
 
 def iteration_of(path: Path) -> Path:
@@ -567,7 +590,7 @@ def _sources(model: ModelConfig, group: list[Tensor], rank: int, tp: int) -> lis
 
 def whole_table(tables: Iterable[Table]) -> Table:
     """All files' targets as one table, for the proof; copies of norms and of the vocabulary are allowed."""
-    targets = tuple(target for table in tables for target in table.targets)
+    targets = joined(tables).targets
     sources = {fragment.source for target in targets for fragment in target.fragments}
     linear = ("q_proj", "k_proj", "v_proj", "o_proj.weight", "gate_proj", "up_proj", "down_proj.weight")
     repeats = frozenset(source for source in sources if not any(word in source for word in linear))
@@ -592,11 +615,14 @@ def rank_directory(tp_rank: int, stage: int, pp: int) -> str:
     return f"mp_rank_{tp_rank:02d}" + (f"_{stage:03d}" if pp > 1 else "")
 
 
-def file_content(model: Mapping[str, Any], arguments: Mapping[str, Any], iteration: int) -> dict[str, Any]:
-    """The top level of a `model_optim_rng.pt`."""
+def file_content(
+    model: Mapping[str, Any], arguments: Mapping[str, Any], iteration: int, state: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The top level of a `model_optim_rng.pt`; `state` is what it says of the optimizer."""
     return {
         "args": argparse.Namespace(**arguments),
         "checkpoint_version": 3.0,
         "iteration": iteration,
         "model": dict(model),
+        **state,
     }

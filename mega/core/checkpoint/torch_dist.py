@@ -128,13 +128,14 @@ class _Last(threading.local):
 class DistributedSource:
     """The model's tensors of a `torch_dist` folder, by common names of one rank: `0.0.0/encoder.layers.N...`.
 
-    Uniform layers are stacked in the files, [layers, ...]; here each layer is a tensor of its own.
+    Uniform layers are stacked in the files, [layers, ...]; here each layer is a tensor of its own. `state` are the
+    names of an optimizer's tensors, which are not read.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         index = read_records(read_file(folder / ".metadata", INDEX_LIMIT), folder / ".metadata")
-        shapes, self._chunks = _index(index, folder / ".metadata")
+        shapes, self._chunks, self.state = _index(index, folder / ".metadata")
         self._last = _Last()
         self._dtypes = {name: self._dtype(name) for name in shapes}
         self._where: dict[str, tuple[str, int | None]] = {}
@@ -184,8 +185,8 @@ class DistributedSource:
         return self._last.tensor
 
 
-def _index(index: Any, path: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, list[Chunk]]]:
-    """Shapes and stored rectangles of the model's tensors, from the records of the index."""
+def _index(index: Any, path: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, list[Chunk]], list[str]]:
+    """Shapes and stored rectangles of the model's tensors, and the names of an optimizer's, as the index has them."""
     try:
         state = index.state
         stored = {
@@ -195,9 +196,13 @@ def _index(index: Any, path: Path) -> tuple[dict[str, tuple[int, ...]], dict[str
         }
         shapes: dict[str, tuple[int, ...]] = {}
         chunks: dict[str, list[Chunk]] = {}
+        optimizer: list[str] = []
         for name, record in state["state_dict_metadata"].items():
-            if not record.name.endswith(".TensorStorageMetadata") or name.startswith("optimizer."):
-                continue  # opaque bytes (extra states, random states) and optimizer states
+            if not record.name.endswith(".TensorStorageMetadata"):
+                continue  # opaque bytes (extra states, random states)
+            if name.startswith("optimizer."):
+                optimizer.append(name)
+                continue
             shapes[name] = _numbers(record.state["size"])
             for chunk in record.state["chunks"]:
                 start, size = _numbers(chunk.state["offsets"]), _numbers(chunk.state["sizes"])
@@ -211,7 +216,7 @@ def _index(index: Any, path: Path) -> tuple[dict[str, tuple[int, ...]], dict[str
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(f"{path}: not the index of a distributed checkpoint ({error!r})") from None
-    return shapes, chunks
+    return shapes, chunks, optimizer
 
 
 def _numbers(value: Any) -> tuple[int, ...]:
