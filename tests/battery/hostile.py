@@ -312,6 +312,39 @@ def tuples(source: Path) -> None:
     (source / "iter_0000010" / ".metadata").write_bytes(data + b"K\x01s.")
 
 
+def hashed_for_ever(name: str, zipped: bool = True) -> Callable[[Path], None]:
+    """The torch file `name` with such a key: of tuples of twice a tuple, 60 deep."""
+    steps = (b"q" + bytes([n]) + b"h" + bytes([n]) + b"h" + bytes([n]) + b"\x86" for n in range(60))
+    body = b"\x80\x02}K\x01" + b"".join(steps) + b"K\x01s."
+
+    def change(source: Path) -> None:
+        buffer = io.BytesIO()
+        torch.save(None, buffer, _use_new_zipfile_serialization=zipped)
+        if not zipped:
+            data = buffer.getvalue()
+            nothing = data.rindex(b"\x80\x02N.")
+            (source / name).write_bytes(data[:nothing] + body + data[nothing + 4 :])
+            return
+        with zipfile.ZipFile(buffer) as old, zipfile.ZipFile(source / name, "w") as new:
+            for item in old.infolist():
+                new.writestr(item, body if item.filename.endswith("/data.pkl") else old.read(item))
+
+    return change
+
+
+FOR_EVER = {
+    "hf bin": "pytorch_model.bin",
+    "meta": "consolidated.01.pth",
+    "llama2.c pt": "ckpt.pt",
+    "megatron": "iter_0000007/mp_rank_01_000/model_optim_rng.pt",
+    "mcore": "iter_0000007/mp_rank_01/model_optim_rng.pt",
+    "megatron released": "release/mp_rank_00/model_optim_rng.pt",
+    "torch_dist": "iter_0000010/common.pt",
+    "fairseq": "model-model_part-1.pt",
+}
+"""A torch file of each kind that has one."""
+
+
 BOMBS: list[tuple[str, str, Callable[[Path], None]]] = [
     ("hf", "a header of 2^63 bytes", header(b"{}", 1 << 63)),
     ("hf", "a header of 2^40 bytes", header(b"{}", 1 << 40)),
@@ -353,6 +386,8 @@ BOMBS: list[tuple[str, str, Callable[[Path], None]]] = [
     ("mega", "10^12 layers", sealed(layers=10**12)),
     ("mega", "heads as text", sealed(heads="4")),
     ("mega", "a fraction of layers", sealed(layers=2.5)),
+    *((kind, "a key that hashes for ever", hashed_for_ever(name)) for kind, name in FOR_EVER.items()),
+    *((kind, "such a key, no archive", hashed_for_ever(name, zipped=False)) for kind, name in FOR_EVER.items()),
     ("mega", "no width", sealed(hidden=None)),
     ("mega", "minus one head", sealed(heads=-1)),
 ]

@@ -6,10 +6,12 @@ whatever else such a file holds is refused by name. Knows files and names, no mo
 
 from __future__ import annotations
 
+import contextlib
 import re
 import warnings
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from io import BytesIO
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -19,10 +21,14 @@ import torch
 from mega.core.checkpoint.container import Entry, read_box
 from mega.core.checkpoint.disk import opening, parse_json, read_file, read_into
 from mega.core.checkpoint.mapping import Tensors
+from mega.core.checkpoint.pickle_scan import BYTES, Scan
 from mega.core.checkpoint.pieces import DTYPES, Box, CheckpointError
 
 HEADER_LIMIT = 64 << 20
 JSON_LIMIT = 64 << 20
+LEGACY_PICKLES = 5
+"""A torch file that is no archive begins with so many: magic number, version, machine, content, names of storages."""
+
 _PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
@@ -120,25 +126,54 @@ class TorchSource:
         return self._tensors[name][box.inside(Box((0,) * len(box.start), box.size))]
 
 
-def torch_file(path: Path) -> Any:
-    """What a torch file holds, mapped rather than read, unpickled by torch's allow-list only."""
-    with opening(path) as (_, size):
-        pass
-    mapped = zipfile.is_zipfile(path)
-    if mapped:
-        try:
-            with zipfile.ZipFile(path) as archive:
-                unpacked = sum(item.file_size for item in archive.infolist())
-        except (zipfile.BadZipFile, ValueError, NotImplementedError) as error:
-            raise CheckpointError(f"{path}: not a torch file ({error})") from None
-        if unpacked > size:
-            raise CheckpointError(f"{path}: {unpacked} bytes are packed into a file of {size}")
+def torch_file(path: Path, calls: Collection[str] = ()) -> Any:
+    """What a torch file holds, mapped rather than read, unpickled by torch's allow-list only.
+
+    calls: names besides torch's own for which the caller has given torch something inert.
+    """
+    with opening(path):
+        return unpickled(path, path, calls)
+
+
+def unpickled(source: Path | BytesIO, path: Path, calls: Collection[str] = ()) -> Any:
+    """`torch_file`, whose bytes are those of the file `source`, or given out of the file `path`.
+
+    Its pickles are scanned first, so that they cannot keep torch busy; then the same bytes go to torch.
+    """
+    with source.open("rb") if isinstance(source, Path) else contextlib.nullcontext(source) as stream:
+        zipped = stream.read(4) == b"PK\3\4"  # as torch decides
+        stream.seek(0)
+        head = BytesIO(_pickle_of(source, path) if zipped else stream.read(BYTES))
+        stream.seek(0)
+    scan = Scan(path, calls)
+    for _ in range(1 if zipped else LEGACY_PICKLES):
+        scan.check(head)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+            mapped = zipped and isinstance(source, Path)
+            return torch.load(source, map_location="cpu", weights_only=True, mmap=mapped)
     except Exception as error:
         raise CheckpointError(f"{path}: torch refuses it with weights_only=True: {_met(str(error))}") from None
+
+
+def _pickle_of(source: Path | BytesIO, path: Path) -> bytes:
+    """The pickle of a zipped torch file, as torch itself finds it."""
+    try:
+        with zipfile.ZipFile(source) as archive:
+            members = archive.infolist()
+            packed = sum(item.compress_size for item in members)
+        if (unpacked := sum(item.file_size for item in members)) > packed:
+            raise CheckpointError(f"{path}: {unpacked} bytes are packed into {packed}")
+        if any(item.filename.endswith("/data.pkl") and item.file_size > BYTES for item in members):
+            raise CheckpointError(f"{path}: its pickle has more than {BYTES} bytes")
+        reader = torch._C.PyTorchFileReader(source if isinstance(source, BytesIO) else str(source))
+        found: bytes = reader.get_record("data.pkl")
+    except (zipfile.BadZipFile, ValueError, NotImplementedError, RuntimeError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"{path}: not a torch file ({str(error).partition(chr(10))[0]:.100})") from None
+    return found
 
 
 def _met(message: str) -> str:

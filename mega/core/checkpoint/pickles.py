@@ -61,4 +61,4 @@ def read_pickled(path: Path) -> Any:
     """What a torch file holds. Errors: CheckpointError naming the file and the first thing that is not allowed."""
     stand_ins: list[Any] = [(cls, name) for name, cls in STAND_INS.items()]
     with torch.serialization.safe_globals(stand_ins):
-        return torch_file(path)
+        return torch_file(path, STAND_INS)

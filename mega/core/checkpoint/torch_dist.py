@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from mega.core.checkpoint.disk import opening, read_file, read_into
-from mega.core.checkpoint.foreign import inside
+from mega.core.checkpoint.foreign import inside, unpickled
 from mega.core.checkpoint.mapping import Tensors
 from mega.core.checkpoint.megatron import common_name
 from mega.core.checkpoint.pickles import Arguments, read_pickled
@@ -175,10 +175,7 @@ class DistributedSource:
                 raise CheckpointError(f"{path}: {name} should end at byte {chunk.offset + chunk.length} of {size}")
             buffer = bytearray(chunk.length)
             read_into(descriptor, memoryview(buffer), chunk.offset, path)
-        try:
-            tensor = torch.load(io.BytesIO(buffer), map_location="cpu", weights_only=True)
-        except Exception as error:
-            raise CheckpointError(f"{path}: {name}: torch refuses it ({type(error).__name__})") from None
+        tensor = unpickled(io.BytesIO(buffer), path)
         if not isinstance(tensor, torch.Tensor) or tuple(tensor.shape) != chunk.box.size:
             raise CheckpointError(f"{path}: {name}: not the tensor of shape {chunk.box.size} that the index promises")
         self._last.chunk, self._last.tensor = chunk, tensor.detach()
