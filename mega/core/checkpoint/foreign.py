@@ -142,8 +142,9 @@ def unpickled(source: Path | BytesIO, path: Path, calls: Collection[str] = ()) -
     """
     with source.open("rb") if isinstance(source, Path) else contextlib.nullcontext(source) as stream:
         zipped = stream.read(4) == b"PK\3\4"  # as torch decides
+        size = stream.seek(0, 2)
         stream.seek(0)
-        head = BytesIO(_pickle_of(source, path) if zipped else stream.read(BYTES))
+        head = BytesIO(_pickle_of(source, path, size) if zipped else stream.read(BYTES))
         stream.seek(0)
     scan = Scan(path, calls)
     for _ in range(1 if zipped else LEGACY_PICKLES):
@@ -157,16 +158,17 @@ def unpickled(source: Path | BytesIO, path: Path, calls: Collection[str] = ()) -
         raise CheckpointError(f"{path}: torch refuses it with weights_only=True: {_met(str(error))}") from None
 
 
-def _pickle_of(source: Path | BytesIO, path: Path) -> bytes:
-    """The pickle of a zipped torch file, as torch itself finds it."""
+def _pickle_of(source: Path | BytesIO, path: Path, size: int) -> bytes:
+    """The pickle of a zipped torch file of `size` bytes, as torch itself finds it."""
     try:
         with zipfile.ZipFile(source) as archive:
             members = archive.infolist()
-            packed = sum(item.compress_size for item in members)
-        if (unpacked := sum(item.file_size for item in members)) > packed:
-            raise CheckpointError(f"{path}: {unpacked} bytes are packed into {packed}")
+        if (unpacked := sum(item.file_size for item in members)) > size:
+            raise CheckpointError(f"{path}: {unpacked} bytes are packed into {size}")
         if any(item.filename.endswith("/data.pkl") and item.file_size > BYTES for item in members):
             raise CheckpointError(f"{path}: its pickle has more than {BYTES} bytes")
+        if isinstance(source, BytesIO):
+            source.seek(0)
         reader = torch._C.PyTorchFileReader(source if isinstance(source, BytesIO) else str(source))
         found: bytes = reader.get_record("data.pkl")
     except (zipfile.BadZipFile, ValueError, NotImplementedError, RuntimeError) as error:
