@@ -4,10 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
+
+_URL = re.compile(r"([a-z][a-z0-9+]+):/{1,2}([^/].*)")
+
+
+def url_of(place: Path | str) -> str | None:
+    """The URL that a place is, also where a `Path` took one of its slashes; None for a place in the file system.
+
+    >>> url_of("s3://bucket/run"), url_of(Path("s3://bucket/run")), url_of("runs/first")
+    ('s3://bucket/run', 's3://bucket/run', None)
+    """
+    found = _URL.fullmatch(str(place))
+    return f"{found[1]}://{found[2]}" if found else None
 
 
 @contextlib.contextmanager

@@ -31,7 +31,7 @@ from mega.core.checkpoint.layout import model_of, plan_files, planned
 from mega.core.checkpoint.mapping import Source, Table, Tensors, assemble, check_copies, prove
 from mega.core.checkpoint.pieces import Box, CheckpointError, Piece
 from mega.core.checkpoint.reshard import Ledger
-from mega.core.checkpoint.store import Attachments, Checkpoint, CheckpointStore, locate
+from mega.core.checkpoint.store import Attachments, Checkpoint, locate, store_at
 from mega.core.config.sections import ModelConfig
 from mega.core.files import sync_directory
 
@@ -98,7 +98,7 @@ def kind_of(path: Path) -> Found:
         return "meta"
     if (path / "config.json").exists() and not (path / "manifest.json").exists():
         return "hf"
-    if (path / "manifest.json").exists() or CheckpointStore(path).steps():
+    if (path / "manifest.json").exists() or store_at(path).steps():
         return "mega"
     raise CheckpointError(
         f"{path}: holds no config.json (Hugging Face), no params.json with consolidated.NN.pth (Meta), "
@@ -184,7 +184,7 @@ def import_weights(
         "parallel": {"tp": tp, "pp": pp},
         "tokenizer": {"tokenizer": tokenizer_kind(attachments)},
     }
-    store = CheckpointStore(save)
+    store = store_at(save)
     state = {"progress": {"step": step, "consumed": consumed}, "updates": step, **known}
     state["config"] = {**config, **known.get("config", {})}
     report = store.save_all(step, files, state, fetch=fetch, check=ledger.close, attachments=attachments)

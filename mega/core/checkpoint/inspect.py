@@ -14,7 +14,8 @@ import torch
 
 from mega.core.checkpoint.pieces import Box, CheckpointError, Piece
 from mega.core.checkpoint.retention import retain
-from mega.core.checkpoint.store import Checkpoint, CheckpointStore, locate, remove_leftover
+from mega.core.checkpoint.store import Checkpoint, CheckpointStore, locate, remove_leftover, store_at
+from mega.core.files import url_of
 
 Tell = Callable[[str], None]
 
@@ -30,8 +31,7 @@ def verify(path: Path, tell: Tell) -> None:
     if _is_step(path):
         checkpoints = [path]
     else:
-        store = CheckpointStore(path)
-        checkpoints = [store.path(step) for step in store.steps()] or [locate(path).path]
+        checkpoints = [path / f"step-{step:07d}" for step in store_at(path).steps()] or [locate(path).path]
     damaged = []
     for each in checkpoints:
         try:
@@ -129,6 +129,8 @@ def clean(
     tell: Tell,
 ) -> None:
     """Remove what killed saves left, then checkpoints, or their optimizer's state, as far as the limits say."""
+    if url_of(path) is not None:
+        raise ValueError(f"{url_of(path)}: nothing is removed from object stores; use their own tools")
     store = CheckpointStore(path)
     verb = "would remove" if dry_run else "removed"
     for left in store.leftovers():

@@ -38,9 +38,9 @@ class Checkpoint:
         self.meta = self._manifest.meta
         self._stored: dict[str, list[tuple[str, Entry]]] = {}
         for name, container in self._manifest.containers.items():
-            with opening(path / name) as (_, size):
-                if size != container.size:
-                    raise CheckpointError(f"{path / name}: {size} bytes, {container.size} were saved")
+            size = self._size(name)
+            if size != container.size:
+                raise CheckpointError(f"{path / name}: {size} bytes, {container.size} were saved")
             for entry in container.entries:
                 self._stored.setdefault(entry.key, []).append((name, entry))
         self.tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]] = {
@@ -55,6 +55,18 @@ class Checkpoint:
             descriptor = os.open(self.path / MANIFEST, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
             weakref.finalize(self, os.close, descriptor)
             fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+
+    def _file(self, name: str) -> Path:
+        """Where a file of the checkpoint is to be read."""
+        return self.path / name
+
+    def _size(self, name: str) -> int:
+        with opening(self.path / name) as (_, size):
+            return size
+
+    def _present(self) -> Iterable[str]:
+        """The names of all files that are there."""
+        return [entry.name for entry in os.scandir(self.path)]
 
     @property
     def bytes(self) -> int:
@@ -79,7 +91,7 @@ class Checkpoint:
                 parts.setdefault((name, entry.offset), []).append((entry, shared, part))
 
         def fill(place: tuple[str, int]) -> None:
-            path = self.path / place[0]
+            path = self._file(place[0])
             with torch.no_grad(), opening(path) as (descriptor, _):
                 for entry, shared, part in parts[place]:
                     if verify:
@@ -112,12 +124,12 @@ class Checkpoint:
 
     def verify(self) -> None:
         """Hash every byte again. Errors: CheckpointError naming the first bad file, and the tensor."""
-        present = {entry.name for entry in os.scandir(self.path)}
+        present = set(self._present())
         for name in sorted((present - self._manifest.leaving) ^ self._manifest.names):
             fault = "does not belong here" if name in present else "is missing"
             raise CheckpointError(f"{self.path / name}: {fault}")
         for name, container in self._manifest.containers.items():
-            path = self.path / name
+            path = self._file(name)
             with opening(path) as (descriptor, _):
                 check_bytes(path, descriptor, 0, container.header, container.digest, "the header")
                 check = partial(self._check, name, descriptor)

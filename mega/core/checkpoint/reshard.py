@@ -18,7 +18,7 @@ import torch
 
 from mega.core.checkpoint.layout import model_of, plan_files
 from mega.core.checkpoint.pieces import Box, CheckpointError, Piece
-from mega.core.checkpoint.store import Checkpoint, CheckpointStore, locate
+from mega.core.checkpoint.store import Checkpoint, locate, store_at
 
 Progress = Callable[[int, int], None]
 """Told bytes done and bytes in all."""
@@ -67,7 +67,8 @@ def reshard(
             progress(done, total)
         return tensor
 
-    report = CheckpointStore(save_dir).save_all(
+    store = store_at(save_dir)
+    report = store.save_all(
         source.step,
         files,
         _with_layout(source, tp, pp),
@@ -76,8 +77,7 @@ def reshard(
         attachments=source.attachments,
     )
     elements = sum(ledger.expected.values())
-    path = CheckpointStore(save_dir).path(source.step)
-    return ReshardReport(source.step, len(source.tensors), elements, total, report.seconds, path)
+    return ReshardReport(source.step, len(source.tensors), elements, total, report.seconds, store.path(source.step))
 
 
 class Ledger:

@@ -64,6 +64,8 @@ def retain(
     Only checkpoints that open count, so damaged ones never push out a whole one; one that somebody
     reads stays as it is for now.
     """
+    if keep_last is keep_every is keep_optimizer_last is None:
+        return Retained([], [])
     whole = [step for step in store.steps() if _opens(store, step)]
     doomed = surplus(whole, keep_last, keep_every)
     heavy = [step for step in laden(whole, keep_optimizer_last) if step not in doomed and _states(store.path(step))]

@@ -43,7 +43,7 @@ from mega.core.checkpoint.manifest import (
 )
 from mega.core.checkpoint.pieces import CheckpointError, Piece
 from mega.core.checkpoint.reader import Checkpoint
-from mega.core.files import sync_directory
+from mega.core.files import sync_directory, url_of
 
 __all__ = [
     "Attachments",
@@ -54,14 +54,15 @@ __all__ = [
     "SaveError",
     "SaveReport",
     "locate",
+    "store_at",
 ]
 
 Attachments = Mapping[str, Path | bytes]
 """Small files to keep beside the tensors: plain name -> where it is now, or its content."""
 
-_STEP = re.compile(r"step-(\d{7,15})")
-_POINTER = "latest"
-_LEFTOVER = re.compile(rf"(step-\d+|{_POINTER}|{WEIGHTS_ONLY})\.(tmp|old)")
+STEP = re.compile(r"step-(\d{7,15})")
+POINTER = "latest"
+_LEFTOVER = re.compile(rf"(step-\d+|{POINTER}|{WEIGHTS_ONLY})\.(tmp|old)")
 
 
 class SaveError(OSError):
@@ -116,7 +117,7 @@ class CheckpointStore:
 
         def write() -> None:
             nonlocal written
-            written = _write_rank(working, step, rank, world, pieces, has_memory)
+            written = self._write(working, step, rank, world, pieces, has_memory)
 
         def publish() -> None:
             if rank == 0:
@@ -156,7 +157,7 @@ class CheckpointStore:
         try:
             self._prepare(working)
             written = sum(
-                _write_rank(working, step, rank, len(ranks), pieces, fetch) for rank, pieces in enumerate(ranks)
+                self._write(working, step, rank, len(ranks), pieces, fetch) for rank, pieces in enumerate(ranks)
             )
             check()
             self._publish(step, len(ranks), working, dict(meta), attachments)
@@ -173,62 +174,66 @@ class CheckpointStore:
         self._clear()
         working.mkdir()
 
+    def _write(self, working: Path, step: int, rank: int, world: int, pieces: Iterable[Piece], fetch: Fetch) -> int:
+        return write_rank(working, step, rank, world, pieces, fetch)
+
     def _clear(self) -> None:
         """Take away what is no checkpoint; nothing else may be saving here."""
         self._recover()
         for left in self.leftovers():
             remove_leftover(left)
 
-    def _publish(
-        self,
-        step: int,
-        world: int,
-        working: Path,
-        meta: dict[str, Any],
-        attachments: Attachments,
-    ) -> None:
-        attached = {name: _attach(working, name, source) for name, source in attachments.items()}
-        containers: dict[str, Container] = {}
-        for rank in range(world):
-            sidecar = _sidecar(working, rank)
-            containers |= read_sidecar(sidecar, rank)
-            sidecar.unlink()
-        manifest = Manifest(step, world, containers, attached, meta)
-        check_tiling(manifest, working)
-        write_manifest(working, manifest)
+    def _publish(self, step: int, world: int, working: Path, meta: dict[str, Any], attachments: Attachments) -> None:
+        self._seal(step, world, working, meta, attachments)
         sync_directory(working)
         final = self.path(step)
         previous = final.with_suffix(".old")
-        pointer = self.directory / f"{_POINTER}.tmp"
+        pointer = self.directory / f"{POINTER}.tmp"
         with creating(pointer) as descriptor:
             write_all(descriptor, f"{final.name}\n".encode())
         if final.exists():
             shutil.rmtree(previous, ignore_errors=True)
             os.rename(final, previous)
         os.rename(working, final)  # here it is published; all that took space was done before
-        os.rename(pointer, self.directory / _POINTER)
+        os.rename(pointer, self.directory / POINTER)
         sync_directory(self.directory)
         shutil.rmtree(previous, ignore_errors=True)
 
+    def _seal(self, step: int, world: int, working: Path, meta: dict[str, Any], attachments: Attachments) -> None:
+        """Fold the sidecars, which go, into the manifest."""
+        attached = {name: _attach(working, name, source) for name, source in attachments.items()}
+        containers: dict[str, Container] = {}
+        for rank in range(world):
+            path = sidecar(working, rank)
+            containers |= read_sidecar(path, rank)
+            path.unlink()
+        manifest = Manifest(step, world, containers, attached, meta)
+        check_tiling(manifest, working)
+        write_manifest(working, manifest)
+
     def _failure(self, step: int, rank: int | None, fault: BaseException | None) -> str:
         kept = ", ".join(map(str, self.steps())) or "none"
-        where = f"{self.directory}: step {step} was not saved"
+        place, free = self._where(step)
+        where = f"{place}: step {step} was not saved"
         if fault is None:
             return f"{where}: another rank failed (whole: steps {kept})"
         if isinstance(fault, OSError):
             name = fault.filename or self.path(step)
-            free = shutil.disk_usage(self.directory).free if self.directory.exists() else 0
-            reason = f"{name}: {fault.strerror or fault}; {free} bytes are free"
+            reason = f"{name}: {fault.strerror or fault}" + ("" if free is None else f"; {free} bytes are free")
         else:
             reason = str(fault) or repr(fault)
         who = "" if rank is None else f"rank {rank}: "
         return f"{where}: {who}{reason} (whole: steps {kept})"
 
+    def _where(self, step: int) -> tuple[str, int | None]:
+        """What to call the place of a save, and the bytes that are free there."""
+        return str(self.directory), shutil.disk_usage(self.directory).free if self.directory.exists() else 0
+
     def steps(self) -> list[int]:
         """Published steps, oldest first. Published means renamed into place; `newest` also verifies."""
         if not self.directory.is_dir():
             return []
-        found = (_STEP.fullmatch(entry.name) for entry in os.scandir(self.directory) if _is_directory(entry))
+        found = (STEP.fullmatch(entry.name) for entry in os.scandir(self.directory) if _is_directory(entry))
         return sorted(int(match[1]) for match in found if match)
 
     def leftovers(self) -> list[Path]:
@@ -257,13 +262,13 @@ class CheckpointStore:
                 continue
             pointer = self._pointer()
             if pointer != self.path(step).name:
-                tell(f"{self.directory / _POINTER} says {pointer!r}; the newest whole one is step {step}")
+                tell(f"{self.directory / POINTER} says {pointer!r}; the newest whole one is step {step}")
             return step
         if steps:
             raise CheckpointError(f"{self.directory}: none of the checkpoints {steps} can be trusted: {reason}")
-        if os.path.lexists(self.directory / _POINTER):
+        if self._has_pointer():
             raise CheckpointError(
-                f"{self.directory / _POINTER} says {self._pointer()!r}, but no checkpoint is there; "
+                f"{self.directory / POINTER} says {self._pointer()!r}, but no checkpoint is there; "
                 "remove it to start afresh"
             )
         return None
@@ -285,9 +290,12 @@ class CheckpointStore:
 
     def _pointer(self) -> str:
         try:
-            return read_file(self.directory / _POINTER, 200).decode("ascii", "replace").strip()
+            return read_file(self.directory / POINTER, 200).decode("ascii", "replace").strip()
         except CheckpointError as error:
             return str(error)
+
+    def _has_pointer(self) -> bool:
+        return os.path.lexists(self.directory / POINTER)
 
     def _recover(self) -> None:
         """Undo a replacement that was cut between its two renames: the old one comes back."""
@@ -295,7 +303,7 @@ class CheckpointStore:
             return
         for entry in os.scandir(self.directory):
             final = Path(entry.path).with_suffix("")
-            if entry.name.endswith(".old") and _STEP.fullmatch(final.name) and not final.exists():
+            if entry.name.endswith(".old") and STEP.fullmatch(final.name) and not final.exists():
                 try:
                     os.rename(entry.path, final)
                 except FileNotFoundError:
@@ -309,22 +317,32 @@ def remove_leftover(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def locate(path: Path) -> Checkpoint:
-    """Open what a user points at: a step's directory, or a run's, which means its newest step.
+def store_at(place: Path | str) -> CheckpointStore:
+    """The checkpoints under a directory or a URL. Errors: ValueError for a URL that cannot be reached."""
+    url = url_of(place)
+    if url is None:
+        return CheckpointStore(Path(os.path.abspath(place)))
+    from mega.core.checkpoint.remote import RemoteStore
+
+    return RemoteStore(url)
+
+
+def locate(place: Path | str) -> Checkpoint:
+    """Open what a user points at: a step's directory, or a run's, which means its newest step; or a URL of either.
 
     Errors: CheckpointError where there is neither.
     """
-    path = Path(os.path.abspath(path))
-    if match := _STEP.fullmatch(path.name):
-        return CheckpointStore(path.parent).open(int(match[1]))
-    store = CheckpointStore(path)
+    path = Path(place if url_of(place) else os.path.abspath(place))
+    if match := STEP.fullmatch(path.name):
+        return store_at(path.parent).open(int(match[1]))
+    store = store_at(path)
     newest = store.newest(verify=False)
     if newest is None:
         raise CheckpointError(f"{path}: holds no checkpoint (a directory with step-NNNNNNN in it is wanted)")
     return store.open(newest)
 
 
-def _write_rank(working: Path, step: int, rank: int, world: int, pieces: Iterable[Piece], fetch: Fetch) -> int:
+def write_rank(working: Path, step: int, rank: int, world: int, pieces: Iterable[Piece], fetch: Fetch) -> int:
     """One rank's containers and its sidecar; the bytes of the former."""
     files: dict[str, list[Piece]] = {rank_file(rank): []}
     for piece in pieces:
@@ -340,7 +358,7 @@ def _write_rank(working: Path, step: int, rank: int, world: int, pieces: Iterabl
             total = sum(piece.bytes for piece in kept)
             path = str(working / name)
             raise OSError(error.errno, f"{error.strerror} ({total} bytes to write)", path) from error
-    write_sidecar(_sidecar(working, rank), containers)
+    write_sidecar(sidecar(working, rank), containers)
     return sum(container.size for container in containers.values())
 
 
@@ -352,7 +370,7 @@ def _attach(working: Path, name: str, source: Path | bytes) -> Attached:
     return Attached(*file_digest(working / name))
 
 
-def _sidecar(working: Path, rank: int) -> Path:
+def sidecar(working: Path, rank: int) -> Path:
     return working / f"rank-{rank:05d}.json"
 
 

@@ -16,6 +16,7 @@ from mega.core.config.check_files import files
 from mega.core.config.not_yet import NOT_YET
 from mega.core.config.resolve import batch_sizes, data_parallel, divisors, lengths, microbatches, resolve
 from mega.core.config.run import RunConfig, entries, flag_of, value_of
+from mega.core.files import url_of
 
 Problems = Iterator[str]
 
@@ -172,6 +173,9 @@ def _run_and_checkpoint(run: RunConfig) -> Problems:
     for name in ("keep_last", "keep_every", "keep_optimizer_last", "async_save"):
         if value_of(run, name) not in (None, False) and checkpoint.save is None:
             yield _line(run, name, "needs --save")
+    for name in ("keep_last", "keep_every", "keep_optimizer_last"):
+        if value_of(run, name) is not None and checkpoint.save is not None and url_of(checkpoint.save):
+            yield _line(run, name, f"needs --save to be a directory, not {checkpoint.save}: nothing is removed there")
     if runtime.world is not None and not runtime.dry_run:
         yield _line(run, "world", "needs --dry-run; a real run is started by --nproc, torchrun or srun")
 

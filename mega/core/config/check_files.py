@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from mega.core.config.corpora import expand, is_number
 from mega.core.config.run import RunConfig, flag_of, value_of
 from mega.core.config.sections import TokenizerConfig
+from mega.core.files import url_of
 
 Problems = Iterator[str]
 
@@ -139,7 +140,7 @@ def _directories(run: RunConfig) -> Problems:
         if path is not None and os.path.exists(path) and not os.path.isdir(path):
             yield f"{flag_of(name)} {path}: is a file; must be a directory"
     load, resume = run.checkpoint.load, run.checkpoint.resume
-    if load is not None and run.checkpoint.require_load and not os.path.isdir(load):
+    if load is not None and run.checkpoint.require_load and not (url_of(load) or os.path.isdir(load)):
         yield f"--load {load}: there is no such directory, and --require-load is given"
-    if resume not in (None, "auto") and not os.path.isdir(str(resume)):
+    if resume not in (None, "auto") and not (url_of(str(resume)) or os.path.isdir(str(resume))):
         yield f"--resume {resume}: there is no such directory; valid --resume: auto, or a step directory"

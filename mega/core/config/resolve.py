@@ -20,6 +20,7 @@ from mega.core.config.sections import (
     ScheduleConfig,
     TokenizerConfig,
 )
+from mega.core.files import url_of
 
 
 def resolve(run: RunConfig, world: int, vocab: int | None = None) -> RunConfig:
@@ -225,4 +226,6 @@ def _tokenizer(run: RunConfig) -> TokenizerConfig:
 
 
 def _log(log: LogConfig, save: str | None) -> LogConfig:
-    return log if log.metrics is not None else replace(log, metrics=os.path.join(save or ".", "metrics.jsonl"))
+    if log.metrics is not None:
+        return log
+    return replace(log, metrics=os.path.join(save if save and not url_of(save) else ".", "metrics.jsonl"))

@@ -5,13 +5,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from mega.core.checkpoint.pieces import CheckpointError, Piece
-from mega.core.checkpoint.store import Checkpoint, CheckpointStore, locate
+from mega.core.checkpoint.store import Checkpoint, locate, store_at
 from mega.core.config.run import RunConfig
 from mega.core.parallel.collectives import all_reduce
 from mega.core.parallel.mesh import Mesh
@@ -40,21 +39,21 @@ def find_origin(run: RunConfig, tell: Tell) -> Origin | None:
     options = run.checkpoint
     if options.resume == "auto":
         assert options.save is not None
-        store = CheckpointStore(Path(options.save))
+        store = store_at(options.save)
         step = store.newest(verify=True, tell=tell)
         if step is not None:
             return Origin(store.open(step), weights_only=False)
         tell(f"--resume auto: no checkpoint under {options.save} yet")
     elif options.resume is not None:
-        return Origin(locate(Path(options.resume)), weights_only=False)
+        return Origin(locate(options.resume), weights_only=False)
     if options.load is None:
         return None
     # The first start of a run that loads from where it saves; anywhere else a missing checkpoint is a mistake.
     first = options.load == options.save and not options.require_load
-    if first and CheckpointStore(Path(options.load)).newest(verify=False) is None:
+    if first and store_at(options.load).newest(verify=False) is None:
         tell(f"--load {options.load}: holds no checkpoint yet; starting from the beginning")
         return None
-    return Origin(locate(Path(options.load)), weights_only=options.finetune)
+    return Origin(locate(options.load), weights_only=options.finetune)
 
 
 def restore(state: TrainState, origin: Origin) -> None:

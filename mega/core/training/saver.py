@@ -25,7 +25,7 @@ import torch
 from mega import __version__
 from mega.core.checkpoint.pieces import Piece
 from mega.core.checkpoint.retention import retain
-from mega.core.checkpoint.store import CheckpointStore
+from mega.core.checkpoint.store import store_at
 from mega.core.config import toml
 from mega.core.device import HostCopy
 from mega.core.parallel.collectives import all_reduce
@@ -50,7 +50,7 @@ class Saver:
     ) -> None:
         self.state, self.options, self._say = state, state.run.checkpoint, say
         assert self.options.save is not None
-        self.store = CheckpointStore(Path(self.options.save))
+        self.store = store_at(self.options.save)
         self._fixed = {
             "mega": __version__,
             "config": dataclasses.asdict(state.run),
