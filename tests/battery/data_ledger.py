@@ -89,7 +89,8 @@ def _proven(name: str, prove: Callable[[], dict[str, Any]], now: str, results: P
 def _summary(names: Sequence[str], known: Mapping[str, Mapping[str, Any]], now: str) -> bool:
     """A line for each kind of item (its name without the number), one for each that failed; whether all are good."""
     good = {name for name in names if name in known and known[name]["ok"]}
-    kinds = [name.rstrip("0123456789").rstrip() for name in names]
+    bare = [name.rstrip("0123456789").rstrip() for name in names]
+    kinds = [kind if bare.count(kind) > 1 else name for name, kind in zip(names, bare, strict=True)]
     for kind in dict.fromkeys(kinds):
         mine = [name for name, its in zip(names, kinds, strict=True) if its == kind]
         missing = sum(name not in known for name in mine)

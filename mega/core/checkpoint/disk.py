@@ -21,8 +21,9 @@ from mega.core.checkpoint.pieces import CheckpointError
 BLOCK = 4 << 20
 """Bytes handled at a time, so that memory does not grow with tensors, and what was read is still near when it is hashed
 and written."""
-WORKERS = 4
-"""Threads that handle tensors side by side: reading and writing wait for disks, and one core hashes 1 to 2 GB/s."""
+WORKERS = min(8, max(3, (os.cpu_count() or 1) // 4))
+"""Threads that handle tensors side by side: reading and writing wait for disks, and one core hashes 1 to 2 GB/s. A node
+may have eight ranks that save at once."""
 EARLY = 1 << 20
 """Writes of at least so many bytes are sent to the disk at once."""
 
