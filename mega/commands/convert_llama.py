@@ -28,7 +28,10 @@ def run(
     ] = 1,
     parts: Annotated[int, typer.Option("--parts", help="files of a Meta folder")] = 1,
     verify: Annotated[
-        bool, typer.Option("--verify", help="run both models on random tokens (Hugging Face only; needs transformers)")
+        bool,
+        typer.Option(
+            "--verify", help="Hugging Face: run both models on random tokens; others: read back, compare bits"
+        ),
     ] = False,
 ) -> int:
     """Turn weights into a checkpoint for any layout, or a checkpoint into a folder that others open.
@@ -43,6 +46,13 @@ def run(
     for note in report.notes:
         print(note)
     if not verify:
+        return 0
+    from mega.core.checkpoint.convert import kind_of
+
+    if "hf" not in (kind_of(load_dir), kind_of(report.path)):
+        from mega.core.checkpoint.read_back import read_back
+
+        print(read_back(load_dir, report.path))
         return 0
     from mega.core.inference.agreement import BOUND, agreement
 

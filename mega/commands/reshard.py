@@ -42,6 +42,9 @@ def run(
     no_load_optim: Annotated[
         bool, typer.Option("--no-load-optim", help="leave a Megatron-LM optimizer's state behind, read or written")
     ] = False,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="read back what was written and compare it with its source, bit for bit")
+    ] = False,
     no_checking: Annotated[bool, typer.Option("--no-checking", help="accepted; tensors are always checked")] = False,
 ) -> int:
     """Cut a checkpoint anew, on the CPU: weights, masters and moments; to and from Megatron-LM Adam's state goes too.
@@ -49,8 +52,11 @@ def run(
     Checkpoints of ours load into any layout without this; it makes files that fit their ranks.
     """
     from mega.core.checkpoint.exchange import exchange
+    from mega.core.checkpoint.read_back import check_comparable, read_back
     from mega.core.checkpoint.tables import progress_bar
 
+    if verify:
+        check_comparable(load_dir, to_ours=saver == "mega")
     if vocab_file is not None and true_vocab_size is None:
         true_vocab_size = _pieces_of(vocab_file)
     style = "mcore" if saver == "core" else saver
@@ -72,6 +78,8 @@ def run(
         f"{report.path}: {report.tensors:,} tensors, {report.elements:,} elements, "
         f"each with one origin and none left over; {report.bytes:,} bytes"
     )
+    if verify:
+        print(read_back(load_dir, report.path, num_heads))
     return 0
 
 

@@ -129,24 +129,27 @@ def convert(load: Path, save: Path, to: Kind | None, tp: int, pp: int, parts: in
 
 def to_mega(load: Path, save: Path, tp: int, pp: int) -> ConversionReport:
     """A folder or file of others -> step 0 of the run directory `save`, in files for tp x pp ranks."""
-    source: Source
+    source, model, table = opened(load)
+    companions: dict[str, Path | bytes] = {name: inside(load, name) for name in COMPANIONS if (load / name).exists()}
+    return import_weights(source, table, model, save, tp, pp, attachments=companions)
+
+
+def opened(load: Path) -> tuple[Source, ModelConfig, Table]:
+    """The tensors of a folder or file of others, the model that they are, and where each element goes."""
     kind = kind_of(load)
     if kind == "llama2.c":
         source, params = llama2c.open_file(load)
-        model, table = meta.understood(source, params, 1, str(load))
-    elif kind == "fairseq":
-        source, model, table = fairseq.open_folder(load)
-    elif kind == "hf":
-        path = load / "config.json"
-        config = read_json(path)
-        form = gpt2 if config.get("model_type") == "gpt2" else huggingface
-        model = form.model_from_config(config, str(path))
-        source = hugging_face_source(load)
-        table = form.import_table(model, source.tensors)
-    else:
-        source, model, table = meta.open_folder(load)
-    companions: dict[str, Path | bytes] = {name: inside(load, name) for name in COMPANIONS if (load / name).exists()}
-    return import_weights(source, table, model, save, tp, pp, attachments=companions)
+        return source, *meta.understood(source, params, 1, str(load))
+    if kind == "fairseq":
+        return fairseq.open_folder(load)
+    if kind == "meta":
+        return meta.open_folder(load)
+    path = load / "config.json"
+    config = read_json(path)
+    form = gpt2 if config.get("model_type") == "gpt2" else huggingface
+    model = form.model_from_config(config, str(path))
+    weights = hugging_face_source(load)
+    return weights, model, form.import_table(model, weights.tensors)
 
 
 def import_weights(

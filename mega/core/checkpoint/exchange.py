@@ -94,21 +94,7 @@ def from_megatron(
     load: Path, save: Path, tp: int, pp: int, vocab: int | None, heads: int | None, optimizer: bool
 ) -> ConversionReport:
     """A Megatron-LM tree, or a `torch_dist` folder, -> an own checkpoint at the same step."""
-    folder = megatron.iteration_of(load)
-    if torch_dist.is_distributed(folder):
-        source = torch_dist.DistributedSource(folder)
-        if source.state and optimizer:
-            raise CheckpointError(f"{folder}: {source.state[0]}: the form of this state is not known; {LEAVE}")
-        values = torch_dist.arguments(folder, source.tensors, heads)
-        table = source.tensors.get("0.0.0/embedding.word_embeddings.weight")
-        rows = table[0][0] if table else 0
-        megatron.check_vocabulary(values, rows, tp=1)
-        model = megatron.model_from_arguments(values, vocab or rows, str(folder))
-        places = megatron.import_table(model, source.tensors, tp=1, pp=1, chunks=1, version=3)
-        name = re.fullmatch(r"iter_(\d+)", folder.name)
-        consumed = values.get("consumed_train_samples", 0)
-        return import_weights(source, places, model, save, tp, pp, step=int(name[1]) if name else 0, consumed=consumed)
-    tree = megatron.open_tree(load, vocab, optimizer=optimizer)
+    tree = opened_tree(load, vocab, heads, optimizer)
     report = import_weights(
         tree.source,
         tree.table,
@@ -121,6 +107,25 @@ def from_megatron(
         known=_known(tree),
     )
     return dataclasses.replace(report, notes=(*report.notes, _said(tree.optimizer, optimizer, "taken")))
+
+
+def opened_tree(load: Path, vocab: int | None, heads: int | None, optimizer: bool) -> megatron.Tree:
+    """A Megatron-LM tree or a `torch_dist` folder, opened. Arguments: as of `exchange`."""
+    folder = megatron.iteration_of(load)
+    if not torch_dist.is_distributed(folder):
+        return megatron.open_tree(load, vocab, optimizer=optimizer)
+    source = torch_dist.DistributedSource(folder)
+    if source.state and optimizer:
+        raise CheckpointError(f"{folder}: {source.state[0]}: the form of this state is not known; {LEAVE}")
+    values = torch_dist.arguments(folder, source.tensors, heads)
+    table = source.tensors.get("0.0.0/embedding.word_embeddings.weight")
+    rows = table[0][0] if table else 0
+    megatron.check_vocabulary(values, rows, tp=1)
+    model = megatron.model_from_arguments(values, vocab or rows, str(folder))
+    places = megatron.import_table(model, source.tensors, tp=1, pp=1, chunks=1, version=3)
+    name = re.fullmatch(r"iter_(\d+)", folder.name)
+    consumed = values.get("consumed_train_samples", 0)
+    return megatron.Tree(source, model, places, int(name[1]) if name else 0, consumed, 0, None)
 
 
 def _known(tree: megatron.Tree) -> dict[str, Any]:

@@ -19,7 +19,7 @@ import torch
 
 from mega.core.checkpoint.disk import read_file
 from mega.core.checkpoint.foreign import TorchSource
-from mega.core.checkpoint.mapping import Fragment, Table, Target, Tensors, beside, joined, stacked
+from mega.core.checkpoint.mapping import Fragment, Source, Table, Target, Tensors, beside, joined, stacked
 from mega.core.checkpoint.megatron_state import LEAVE, Facts, State, read_alike, read_state
 from mega.core.checkpoint.pickles import Arguments, read_pickled
 from mega.core.checkpoint.pieces import Box, CheckpointError
@@ -128,7 +128,7 @@ def styled(name: str, style: Style) -> str:
 class Tree:
     """An opened tree. Source names are `tp.pp.chunk/common name`; all files must agree on what they are."""
 
-    source: TorchSource
+    source: Source
     model: ModelConfig
     table: Table
     iteration: int
