@@ -101,10 +101,9 @@ class RemoteStore(CheckpointStore):
         return RemoteCheckpoint(self, step)
 
     def _pointer(self) -> str:
-        place = f"{self._root}/{POINTER}"
-        return (
-            bytes(self._files.cat_file(place)[:200]).decode("ascii", "replace").strip() if self._has_pointer() else ""
-        )
+        if not self._has_pointer():
+            return ""
+        return bytes(self._files.cat_file(f"{self._root}/{POINTER}")[:200]).decode("ascii", "replace").strip()
 
     def _has_pointer(self) -> bool:
         return bool(self._files.exists(f"{self._root}/{POINTER}"))
@@ -139,6 +138,7 @@ class RemoteStore(CheckpointStore):
 
     def sizes(self, step: int) -> Mapping[str, int]:
         """The files of a checkpoint there, and their bytes."""
+        self._files.invalidate_cache()
         listed = self._files.ls(self._at(step), detail=True)
         return {str(file["name"]).rsplit("/", 1)[-1]: int(file["size"] or 0) for file in listed}
 
