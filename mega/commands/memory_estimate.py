@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -60,7 +60,7 @@ def run(
     if as_json:
         import json
 
-        print(json.dumps(show.as_json(answer.run, answer.world, answer.memory, answer.device)))
+        print(json.dumps(_document(answer, megatron, mtbf, save_seconds)))
     else:
         _say(answer, megatron, mtbf, save_seconds)
     return 0
@@ -99,6 +99,27 @@ def _search(run: RunConfig, fit: str | None, gpus: int | None, gpu: str | None) 
     best = found.candidates[0]
     start = launch_lines(command(best, run), count, device.node)
     return Answer(best.run, count, best.memory, device, found, tuple(start))
+
+
+def _document(answer: Answer, megatron: bool, mtbf: float | None, save_seconds: float) -> dict[str, Any]:
+    """Everything that `_say` says, for a program."""
+    from dataclasses import asdict
+
+    from mega.core.estimate import show
+    from mega.core.estimate.megatron import report
+
+    run, world, device = answer.run, answer.world, answer.device
+    document = show.as_json(run, world, answer.memory, device)
+    if answer.found is not None:
+        document |= show.choice_as_json(answer.found, answer.start)
+    if megatron:
+        theirs = report(run, world)
+        document["megatron_mb"] = {name: getattr(theirs, name) for name in ("weights", "activations", "total")}
+    if device is not None:
+        whole = show.training(run, document["step"]["seconds"], mtbf, save_seconds)
+        if whole is not None:
+            document["training"] = asdict(whole)
+    return document
 
 
 def _say(answer: Answer, megatron: bool, mtbf: float | None, save_seconds: float) -> None:

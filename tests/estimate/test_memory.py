@@ -108,6 +108,23 @@ def test_the_verb_needs_no_torch() -> None:
     assert not imported & {"torch", "matplotlib"}
 
 
+def test_a_program_reads_all_that_a_person_does() -> None:
+    """--fit, --megatron and the length of the training, in one JSON value."""
+    small = ["--layers", "4", "--hidden", "512", "--heads", "8", "--vocab", "5000", "--seq-length", "256"]
+    words = ["--global-batch", "32", "--steps", "1000", "--mtbf", "24", "--megatron", "--json"]
+    done = verb(*small, *words, "--fit", "8xh200")
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout)
+    first = document["layouts"][0]
+    assert {name: first[name] for name in document["layout"] if name != "cp"} == {
+        name: size for name, size in document["layout"].items() if name != "cp"
+    }
+    assert first["step"] == document["step"] and first["need_gib"] > document["peak"] / 2**30
+    assert document["tried"] >= document["fitting"] >= len(document["layouts"]) > 1
+    assert document["start"][0].startswith("torchrun --nproc-per-node 8 -m mega pretrain ")
+    assert 0 < document["training"]["effective"] < 1 and document["megatron_mb"]["total"] > 0
+
+
 def test_the_verb_judges_like_a_dry_run() -> None:
     done = verb(*LLAMA, "--world", "3")
     assert done.returncode == 2

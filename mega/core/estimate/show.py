@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -12,7 +13,7 @@ from mega.core.config.run import RunConfig
 from mega.core.estimate.hardware import Hardware
 from mega.core.estimate.megatron import report
 from mega.core.estimate.memory import Memory, StageMemory, kv_cache_bytes, serving_bytes
-from mega.core.estimate.schedule import training_time
+from mega.core.estimate.schedule import Training, training_time
 from mega.core.estimate.search import RESERVE, Found
 from mega.core.estimate.steptime import step_time
 
@@ -105,6 +106,19 @@ def as_json(run: RunConfig, world: int, found: Memory, device: Hardware | None =
     }
 
 
+def choice_as_json(found: Found, start: Sequence[str]) -> dict[str, Any]:
+    """What a search found, fastest first: each layout by its options, GiB of its fullest rank, and its step."""
+    return {
+        "tried": found.tried,
+        "fitting": found.fitting,
+        "layouts": [
+            {**candidate.options, "dp": candidate.dp, "need_gib": candidate.need, "step": asdict(candidate.time)}
+            for candidate in found.candidates
+        ],
+        "start": list(start),
+    }
+
+
 def table(found: Memory) -> Table:
     """GiB of each part at the peak, a row for each kind of stage; equal neighbours share one. Fits 80 columns."""
     from rich.table import Table
@@ -164,8 +178,9 @@ def notes(run: RunConfig, world: int, found: Memory, device: Hardware | None, me
     if device is not None:
         need = found.needed(device.communicator)
         verdict = "fits" if need <= device.memory else "does not fit"
-        outside = f"with slack and {found.communicators} communicators" if found.communicators else "with slack"
-        yield f"{device.name}: {need:.2f} GiB {outside}, of {device.memory:g}: {verdict}"
+        groups = found.communicators
+        outside = f" and {groups} communicator{'s' if groups > 1 else ''}" if groups else ""
+        yield f"{device.name}: {need:.2f} GiB with slack{outside}, of {device.memory:g}: {verdict}"
         step = step_time(run, world, device)
         yield (
             f"{device.name}: {step.seconds:.3f} s a step ({step.tflops:.0f} TFLOP/s per device, MFU {step.mfu:.1%}); "
@@ -180,15 +195,22 @@ def notes(run: RunConfig, world: int, found: Memory, device: Hardware | None, me
         )
 
 
-def training_note(run: RunConfig, step_seconds: float, mtbf_hours: float | None, save_seconds: float) -> str | None:
+def training(run: RunConfig, step_seconds: float, mtbf_hours: float | None, save_seconds: float) -> Training | None:
     """How long the whole training takes, where its length is given."""
     steps = lengths(run).steps
     if not steps:
         return None
     failures = mtbf_hours * 3600 if mtbf_hours else None
-    whole = training_time(
+    return training_time(
         step_seconds, steps, save_seconds=save_seconds, restart_seconds=RESTART_SECONDS, failure_seconds=failures
     )
+
+
+def training_note(run: RunConfig, step_seconds: float, mtbf_hours: float | None, save_seconds: float) -> str | None:
+    """The same in words."""
+    steps, whole = lengths(run).steps, training(run, step_seconds, mtbf_hours, save_seconds)
+    if whole is None:
+        return None
     if whole.save_every is None:
         return f"{steps} steps: {whole.days:.2f} days"
     best = max(1, round(whole.save_every / step_seconds))
@@ -333,7 +355,8 @@ def _png(found: Memory, title: str) -> bytes:
         starts = [before + size for before, size in zip(starts, sizes, strict=True)]
     axes.set_yticks(range(len(rows)), [f"stage {a}" if a == b else f"stages {a}-{b}" for a, b, _ in rows])
     axes.invert_yaxis()
-    axes.set(xlabel="GiB", title=title)
+    axes.set(xlabel="GiB")
+    figure.suptitle(textwrap.fill(title, 140), fontsize=9)
     axes.legend(loc="center left", bbox_to_anchor=(1, 0.5))
     picture = io.BytesIO()
     figure.savefig(picture, format="png", dpi=130)
