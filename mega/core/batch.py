@@ -44,16 +44,6 @@ class DecoderBatch(_Batch):
     documents: torch.Tensor | None = None
     columns: torch.Tensor | None = None
 
-    def halves(self) -> tuple[Self, Self]:
-        """The first and the second half of the rows, which are even in number."""
-        by_row = {
-            field.name: value.chunk(2)
-            for field in fields(self)
-            if field.name != "columns" and (value := getattr(self, field.name)) is not None
-        }
-        first, second = ({name: parts[half] for name, parts in by_row.items()} for half in range(2))
-        return replace(self, **first), replace(self, **second)
-
 
 @dataclass(frozen=True)
 class MaskedBatch(_Batch):

@@ -88,6 +88,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "cp4ring": {"cp": 4, "cp_comm": "ring"},
     "cp2tp2sp": {"cp": 2, "tp": 2, "sequence_parallel": True},
     "cp2zero1": {"cp": 2, "cp_comm": "ring", "zero": 1},
+    "tp2sp overlap": {"tp": 2, "sequence_parallel": True, "tp_overlap": True},
+    "tp4sp overlap": {"tp": 4, "sequence_parallel": True, "tp_overlap": True},
+    "tp2zbsp overlap": {"tp": 2, "pp": 2, "schedule": "zb-h1", "sequence_parallel": True, "tp_overlap": True},
     "tp2zero1sp": {"tp": 2, "zero": 1, "sequence_parallel": True},
 }
 STEPS = 3

@@ -181,6 +181,15 @@ def test_adamw_without_masters() -> None:
 
 
 @pytest.mark.skipif(not CUDA, reason="cuBLAS only")
+@pytest.mark.parametrize("shape", [(2, 5, 7), (4, 2048, 6144), (8, 4097)])
+def test_total(shape: tuple[int, ...]) -> None:
+    from mega.core.ops.kernels.total import total
+
+    blocks = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+    exact = blocks.double().sum(0)
+    torch.testing.assert_close(total(blocks), exact.bfloat16(), rtol=2**-8, atol=1e-5)
+
+
 def test_wide_products() -> None:
     sink, grad, x = random(256, 128, dtype=torch.float32), random(512, 256), random(512, 128)
     exact = sink.double() + grad.double().t() @ x.double()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from mega.core.parallel.collectives import (
 from mega.core.parallel.launch import Pool
 from mega.core.parallel.linear import ColumnLinear, RowLinear
 from mega.core.parallel.mesh import SINGLE, Axis, Groups, Mesh
+from mega.core.parallel.peers import peers
 from mega.core.parallel.vocab import VocabEmbedding, cross_entropy, logits
 from tests.support.ranks import assert_own_part, fill, maker, random
 
@@ -103,7 +105,7 @@ DOWN_BIAS = Tensor("down_bias", (8,), (0,), Init(), partial=("sequence",))
 TOKENS = 12
 
 
-def linears(groups: Groups, rank: int, size: int, sequence: bool) -> None:
+def linears(groups: Groups, rank: int, size: int, sequence: bool, beside: bool) -> None:
     """A gated feed-forward: two stacked columns, then a row."""
     tensors = (GATE, UP, GATE_BIAS, UP_BIAS, DOWN, DOWN_BIAS)
     wholes = {t.name: random(*t.shape, seed=seed).requires_grad_() for seed, t in enumerate(tensors)}
@@ -115,6 +117,8 @@ def linears(groups: Groups, rank: int, size: int, sequence: bool) -> None:
     expected.backward(grad)
 
     axis = tensor_axis(groups, rank, size)
+    if beside:
+        axis = replace(axis, peers=peers(axis, torch.device("cpu")))
     make = maker(axis.index, axis.size)
     column = ColumnLinear(make, [GATE, UP], [GATE_BIAS, UP_BIAS], axis, sequence)
     row = RowLinear(make, DOWN, DOWN_BIAS, axis, sequence)
@@ -143,7 +147,12 @@ def linears(groups: Groups, rank: int, size: int, sequence: bool) -> None:
 @pytest.mark.parametrize("sequence", [False, True])
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_linears(pool: Pool, size: int, sequence: bool) -> None:
-    pool.run(linears, size, sequence and size > 1, world=size)
+    pool.run(linears, size, sequence and size > 1, False, world=size)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_linears_exchange_beside_products(pool: Pool, size: int) -> None:
+    pool.run(linears, size, True, True, world=size)
 
 
 def test_gradients_accumulate_in_the_sink() -> None:

@@ -20,7 +20,7 @@ SP = {"sequence_parallel": True}
 WHOLE_BATCH: dict[str, Any] = {"micro_batch": 8}
 INTERLEAVED: dict[str, Any] = {"pp": 2, "chunks": 2}
 EVERYTHING: dict[str, Any] = {"tp": 2, "pp": 2, "zero": 1, **SP}
-HALVES: dict[str, Any] = {"tp_overlap": True, "micro_batch": 2}
+BESIDE: dict[str, Any] = {"tp_overlap": True, **SP}
 RECOMPUTED: dict[str, Any] = {"recompute": "full", "recompute_method": "uniform", "recompute_layers": 1}
 
 LAYOUTS = [
@@ -49,11 +49,12 @@ LAYOUTS = [
     ("gpt-odd", 8, EVERYTHING),
     ("qwen", 4, {"tp": 2, "pp": 2, **SP}),
     ("qwen", 8, {"tp": 4, "zero": 1}),
-    ("gpt", 2, {"tp": 2, **HALVES}),
-    ("gpt-odd", 2, {"tp": 2, **SP, **HALVES, "recompute": "selective"}),
-    ("gpt", 4, {"tp": 2, "pp": 2, "schedule": "zb-h1", **SP, **HALVES}),
-    ("llama", 8, {**EVERYTHING, **HALVES, "chunks": 2}),
-    ("llama", 8, {"tp": 2, "cp": 2, "zero": 2, **SP, **HALVES}),
+    ("gpt", 4, {"tp": 4, **BESIDE}),
+    ("gpt-odd", 2, {"tp": 2, **BESIDE, "recompute": "selective"}),
+    ("gpt", 4, {"tp": 2, "pp": 2, "schedule": "zb-h1", **BESIDE}),
+    ("llama", 8, {**EVERYTHING, **BESIDE, "chunks": 2}),
+    ("llama", 8, {"tp": 2, "cp": 2, "zero": 2, **BESIDE}),
+    ("llama", 4, {"tp": 2, "zero": 3, **BESIDE, **RECOMPUTED}),
     # kv_heads / tp divides by cp but in two rows: the first go by all-to-all where no way is said, the others by ring
     ("gpt", 2, {"cp": 2}),
     ("gpt", 4, {"cp": 4, "cp_comm": "ring"}),

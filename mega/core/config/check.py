@@ -42,7 +42,7 @@ def check(run: RunConfig, world: int) -> None:
     # A checkpoint that brings the model is opened later, and the whole run is then checked again.
     if not unsized and None not in (run.model.layers, run.model.hidden, run.model.heads):
         resolved = resolve(run, world)
-        for rule in (_heads, _positions, _stages, _tensor, _columns, _halves, _fp8, _times, _not_yet):
+        for rule in (_heads, _positions, _stages, _tensor, _columns, _overlap, _fp8, _times, _not_yet):
             problems += rule(resolved)
         problems += _world(resolved, world) if world % _cells(run) else _batch(resolved, world)
     if problems:
@@ -278,17 +278,15 @@ def _fp8(run: RunConfig) -> Problems:
             yield _line(run, name, f"makes products of {length} on a rank; under --fp8 it must be a multiple of 16")
 
 
-def _halves(run: RunConfig) -> Problems:
+def _overlap(run: RunConfig) -> Problems:
     if not run.parallel.tp_overlap:
         return
     if run.parallel.tp == 1:
         yield _line(run, "tp_overlap", "needs --tp of at least 2")
-    if run.batch.micro_batch and run.batch.micro_batch % 2:
-        yield _line(run, "micro_batch", "must be even under --tp-overlap, which cuts it into halves")
-    if run.memory.recompute == "full":
-        yield _line(run, "tp_overlap", "excludes --recompute full; valid --recompute: none, selective")
-    if run.parallel.zero >= 3:
-        yield _line(run, "tp_overlap", f"excludes --zero {run.parallel.zero}; valid --zero: 0, 1, 2")
+    if not run.parallel.sequence_parallel:
+        yield _line(run, "tp_overlap", "needs --sequence-parallel")
+    if run.precision.fp8:
+        yield _line(run, "tp_overlap", "excludes --fp8")
 
 
 def _columns(run: RunConfig) -> Problems:

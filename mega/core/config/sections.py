@@ -215,7 +215,7 @@ class ParallelConfig:
     )
     tp_overlap: bool = option(
         False,
-        "cut a micro batch into two halves that take turns: tensor ranks exchange one while they compute the other",
+        "tensor ranks exchange tokens beside the products they feed, by copies into each other's memory",
         megatron={"--tp-comm-overlap": True},
     )
     schedule: Literal["1f1b", "gpipe", "interleaved", "zb-h1"] | None = option(

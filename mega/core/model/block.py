@@ -17,10 +17,8 @@ from mega.core.inventory import Tensor
 from mega.core.model.flow import Flow
 from mega.core.ops.rotary import rotate
 from mega.core.ops.sink import with_recipe
-from mega.core.parallel.collectives import Leaving
-from mega.core.parallel.linear import ColumnLinear, Entering, RowLinear
+from mega.core.parallel.linear import ColumnLinear, RowLinear
 from mega.core.parallel.mesh import Axis
-from mega.core.parallel.turns import Turns
 from mega.core.parallel.weight import Maker, Weight
 
 Tensors = Mapping[str, Tensor]
@@ -84,7 +82,7 @@ class Attention(nn.Module):
         out = "self_attn.o_proj"
         self.out = RowLinear(make, tensors[f"{out}.weight"], tensors.get(f"{out}.bias"), tp, sequence)
 
-    def forward(self, x: Entering, flow: Flow) -> Leaving:
+    def forward(self, x: torch.Tensor, flow: Flow) -> torch.Tensor:
         """x [tokens, h] -> [tokens, h], to which the bias of `out` is still to be added."""
         normed = self.q_norm is not None
         rotary = None if normed else flow.rotary
@@ -98,7 +96,7 @@ class Attention(nn.Module):
             flow.documents,
             flow.attention_drop(self.dropout, self.layer, self.first_head, self.heads),
         )
-        return self.out.leaving(mixed.reshape(flow.rows * flow.columns, -1))
+        return self.out.product(mixed.reshape(flow.rows * flow.columns, -1))
 
 
 class FeedForward(nn.Module):
@@ -114,14 +112,14 @@ class FeedForward(nn.Module):
         down = "mlp.down_proj"
         self.down = RowLinear(make, tensors[f"{down}.weight"], tensors.get(f"{down}.bias"), tp, sequence)
 
-    def forward(self, x: Entering) -> Leaving:
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [tokens, h] -> [tokens, h], to which the bias of `down` is still to be added."""
         wide, bias = self.up.product(x), self.up.bias
         active = self.ops.activate(wide, bias, self.activation)
         if self.again:
             forget = wide.detach()
             with_recipe(active, lambda: self.ops.activate(forget, bias, self.activation))
-        return self.down.leaving(active)
+        return self.down.product(active)
 
 
 class Block(nn.Module):
@@ -136,20 +134,11 @@ class Block(nn.Module):
         self.feed_forward_norm = Norm(make, model, tensors, "post_attention_layernorm")
         self.feed_forward = FeedForward(make, model, tensors, tp, sequence)
 
-    def forward(self, stream: Stream, flow: Flow) -> Turns[Stream]:
-        """The block at work, which gives its turn away wherever tokens are on their way between tensor ranks."""
+    def forward(self, stream: Stream, flow: Flow) -> Stream:
         x, normed = self.attention_norm(stream)
-        entering = self.attention.qkv.entering(normed)
-        yield
-        leaving = self.attention(entering, flow)
-        yield
-        branch = self._branch(leaving.arrived(), self.attention.out, flow, "attention_out")
+        branch = self._branch(self.attention(normed, flow), self.attention.out, flow, "attention_out")
         x, normed = self.feed_forward_norm(Stream(normed if self.post_norm_residual else x, *branch))
-        entering = self.feed_forward.up.entering(normed)
-        yield
-        leaving = self.feed_forward(entering)
-        yield
-        branch = self._branch(leaving.arrived(), self.feed_forward.down, flow, "feed_forward_out")
+        branch = self._branch(self.feed_forward(normed), self.feed_forward.down, flow, "feed_forward_out")
         return Stream(normed if self.post_norm_residual else x, *branch)
 
     def _branch(

@@ -8,9 +8,8 @@ A stage is a run of blocks, with the embedding in front of the first and the hea
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial, reduce
+from functools import partial
 
 import torch
 from torch import nn
@@ -25,7 +24,6 @@ from mega.core.parallel.collectives import own_block
 from mega.core.parallel.mesh import Axis
 from mega.core.parallel.pipeline import Cargo, Loss
 from mega.core.parallel.recompute import groups, recomputed
-from mega.core.parallel.turns import Turns, alone, alternately
 from mega.core.parallel.vocab import VocabEmbedding, cross_entropy, logits, look_up
 from mega.core.parallel.weight import Maker, Weight
 
@@ -106,8 +104,6 @@ class DecoderStage(nn.Module):
     """The blocks `layers` of a decoder, with embedding and head where this stage has them.
 
     dropout_seed: None switches dropout off. residual: dtype of the residual stream, where it is not the weights'.
-    halves: the rows of a batch go through in two halves that take turns, one computes while the other's tokens are on
-    their way between tensor ranks.
     """
 
     def __init__(
@@ -124,10 +120,8 @@ class DecoderStage(nn.Module):
         embedding: Weight | None = None,
         recompute: MemoryConfig | None = None,
         residual: torch.dtype | None = None,
-        halves: bool = False,
     ):
         super().__init__()
-        self.halves = halves
         self.model, self.tp, self.sequence = model, tp, sequence and tp.size > 1
         self.dropout_seed, self.dtype = dropout_seed, make.dtype
         self.residual = residual if residual is not None else make.dtype
@@ -162,9 +156,9 @@ class DecoderStage(nn.Module):
 
     def hidden(self, batch: DecoderBatch, *cargo: torch.Tensor) -> torch.Tensor:
         """Everything up to the head: [tokens, h], our tokens under sequence."""
-        return alone(self._turns(batch, *cargo)).sum()
+        return self._stream(batch, *cargo).sum()
 
-    def _turns(self, batch: DecoderBatch, *cargo: torch.Tensor) -> Turns[Stream]:
+    def _stream(self, batch: DecoderBatch, *cargo: torch.Tensor) -> Stream:
         seed = self.dropout_seed if self.training else None
         facts = flow(
             self.model,
@@ -181,7 +175,7 @@ class DecoderStage(nn.Module):
                 run = partial(self._from_sum, blocks, facts)
                 stream = Stream(recomputed(run, stream.sum(), self.share))
             else:
-                stream = yield from self._through(blocks, stream, facts)
+                stream = self._through(blocks, stream, facts)
         return stream
 
     def _embed(self, batch: DecoderBatch, facts: Flow) -> torch.Tensor:
@@ -191,10 +185,10 @@ class DecoderStage(nn.Module):
             return embedding(batch, facts)
         return self.around(embedding, lambda _: embedding(batch, facts), batch.tokens)
 
-    def _through(self, blocks: Iterable[nn.Module], stream: Stream, facts: Flow, around: bool = True) -> Turns[Stream]:
+    def _through(self, blocks: Iterable[nn.Module], stream: Stream, facts: Flow, around: bool = True) -> Stream:
         for block in blocks:
             if self.around is None or not around:
-                stream = yield from block(stream, facts)
+                stream = block(stream, facts)
             else:
                 run = partial(self._from_sum, [block], facts, around=False)
                 stream = Stream(self.around(block, run, stream.sum()))
@@ -202,7 +196,7 @@ class DecoderStage(nn.Module):
 
     def _from_sum(self, blocks: Sequence[nn.Module], facts: Flow, x: torch.Tensor, around: bool = True) -> torch.Tensor:
         """Blocks as a function of one tensor, for whoever runs them as a unit."""
-        return alone(self._through(blocks, Stream(x), facts, around)).sum()
+        return self._through(blocks, Stream(x), facts, around).sum()
 
     def _loss(self, stream: Stream, batch: DecoderBatch) -> Loss:
         assert self.head is not None
@@ -220,17 +214,11 @@ class DecoderStage(nn.Module):
     def logits(self, batch: DecoderBatch, *cargo: torch.Tensor) -> torch.Tensor:
         """Last stage only: [b, s, ids of this rank]; whole where tp is 1."""
         assert self.head is not None
-        return self.head.logits(alone(self._turns(batch, *cargo))).unflatten(0, tuple(batch.tokens.shape))
+        return self.head.logits(self._stream(batch, *cargo)).unflatten(0, tuple(batch.tokens.shape))
 
     def forward(self, batch: DecoderBatch, *cargo: torch.Tensor) -> Cargo | Loss:
-        batches = batch.halves() if self.halves else (batch,)
-        # Cargo of halves is one half behind the other, for whoever sends it and here.
-        cargos = zip(*(tensor.chunk(len(batches)) for tensor in cargo), strict=True) if cargo else ((),) * len(batches)
-        streams = alternately(self._turns(part, *ours) for part, ours in zip(batches, cargos, strict=True))
-        if self.head is None:
-            return (torch.cat([stream.sum() for stream in streams]) if self.halves else streams[0].sum(),)
-        losses = (self._loss(stream, part) for stream, part in zip(streams, batches, strict=True))
-        return reduce(operator.add, losses)
+        stream = self._stream(batch, *cargo)
+        return (stream.sum(),) if self.head is None else self._loss(stream, batch)
 
 
 def _relative(tensors: dict[str, Tensor], layer: int) -> dict[str, Tensor]:

@@ -75,14 +75,23 @@ class Fp8Products(Products):
     def exact(self) -> Products:
         return self.wide
 
-    def output(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def output(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        *,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        assert out is None, "--fp8 excludes --tp-overlap"
         a, b = (self.cast(factor.detach(), FORWARD, rows=True) for factor in (x, weight))
         return self.multiply(a.rows, b.rows, a.inverse, b.inverse, x.dtype, bias, fast=True)
 
     def prepare(self, grad: torch.Tensor) -> Cast:
         return self.cast(grad, BACKWARD, rows=True, columns=True)
 
-    def input_gradient(self, grad: Cast, weight: torch.Tensor) -> torch.Tensor:
+    def input_gradient(self, grad: Cast, weight: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
+        assert out is None, "--fp8 excludes --tp-overlap"
         b = self.cast(weight.detach(), FORWARD, columns=True)
         return self.multiply(grad.rows, b.columns, grad.inverse, b.inverse, weight.dtype)
 

@@ -4,8 +4,8 @@
     input_gradient    dx = dy W [n, in]
     weight_gradient   dW = dy^T x [out, in], in a tensor of its own or added to a sink
 
-`prepare` brings dy once into the form that both gradients take. In the dtype of what is multiplied here; fp8.py does it
-in fp8. Knows no ranks and no layers.
+`prepare` brings dy once into the form that both gradients take. `out`: where the result goes. In the dtype of what is
+multiplied here; fp8.py does it in fp8. Knows no ranks and no layers.
 """
 
 from __future__ import annotations
@@ -23,14 +23,23 @@ class Products:
         """What multiplies where rounding to fewer bits would cost too much: the head."""
         return self
 
-    def output(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        return F.linear(x, weight, bias)
+    def output(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        *,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        if out is None:
+            return F.linear(x, weight, bias)
+        return torch.mm(x, weight.t(), out=out) if bias is None else torch.addmm(bias, x, weight.t(), out=out)
 
     def prepare(self, grad: torch.Tensor) -> Any:
         return grad
 
-    def input_gradient(self, grad: Any, weight: torch.Tensor) -> torch.Tensor:
-        return grad @ weight  # type: ignore[no-any-return]
+    def input_gradient(self, grad: Any, weight: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
+        return torch.mm(grad, weight, out=out)
 
     def weight_gradient(self, grad: Any, x: torch.Tensor) -> torch.Tensor:
         return grad.t() @ x  # type: ignore[no-any-return]

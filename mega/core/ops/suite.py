@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from mega.core.device import fp8_products
-from mega.core.ops import activation, attention, cross_entropy, heads, norm, partial_attention
+from mega.core.ops import activation, attention, cross_entropy, heads, norm, partial_attention, total
 from mega.core.ops.fp8 import Fp8Products
 from mega.core.ops.packages import PACKAGES
 from mega.core.ops.products import Products, WideProducts
@@ -38,6 +38,7 @@ class Ops:
     partial_attention: partial_attention.PartialAttention = partial_attention.PLAIN
     softmax_parts: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = cross_entropy.softmax_parts
     softmax_gradient: Callable[..., torch.Tensor] = cross_entropy.softmax_gradient
+    total: Callable[[torch.Tensor], torch.Tensor] = total.total
     products: Products = Products()  # noqa: RUF009 - holds nothing
     adamw: Callable[..., None] | None = None
 

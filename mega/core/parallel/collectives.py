@@ -4,8 +4,8 @@ A pair is the same exchange seen from forward and backward (Shoeybi et al. 2019;
 
     copy_in    : identity       <->  all-reduce         into a region where each rank computes its own outputs
     gather_in  : all-gather     <->  reduce-scatter     the same, where tokens are shared out over the axis
-    leaving    : all-reduce     <->  identity           out of it again
-                 reduce-scatter <->  all-gather         the same, where tokens are shared out
+    sum_out    : all-reduce     <->  identity           out of it again
+    scatter_out: reduce-scatter <->  all-gather         the same, where tokens are shared out
     swap       : all-to-all     <->  all-to-all         from some tokens of all heads to all tokens of some heads
 
 All act on dim 0 of [tokens, ...]. On an axis of one rank each is the identity and copies nothing.
@@ -136,67 +136,27 @@ class _GatherIn(torch.autograd.Function):
         return reduce_scatter(grad, ctx.axis), None
 
 
-class _Flight:
-    """An exchange that has been started: of the forward pass first, later its conjugate of the backward pass."""
-
-    work: Any
-    grad: torch.Tensor | None = None
-
-    def land(self) -> None:
-        """Wait, and let go of the handle: NCCL's holds on to what it made as long as it lives itself."""
-        self.work.wait()
-        self.work = Finished()
-
-
-class _Start(torch.autograd.Function):
+class _SumOut(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, axis: Axis, sequence: bool, flight: _Flight) -> torch.Tensor:
-        ctx.flight = flight
-        if sequence:
-            out, flight.work = start_reduce_scatter(x, axis)
-        else:
-            out = x.clone(memory_format=torch.contiguous_format)
-            flight.work = all_reduce(out, axis, wait=False)
+    def forward(ctx: Any, x: torch.Tensor, axis: Axis) -> torch.Tensor:
+        out = x.clone(memory_format=torch.contiguous_format)
+        all_reduce(out, axis)
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, None, None, None]:
-        """`grad` is what _Finish was given; what it has started since then counts."""
-        flight: _Flight = ctx.flight
-        flight.land()
-        grad_x, flight.grad = flight.grad, None
-        return grad_x, None, None, None
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad, None
 
 
-class _Finish(torch.autograd.Function):
+class _ScatterOut(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, out: torch.Tensor, axis: Axis, sequence: bool, flight: _Flight) -> torch.Tensor:
-        ctx.axis, ctx.sequence, ctx.flight = axis, sequence, flight
-        flight.land()
-        return out.view_as(out)
+    def forward(ctx: Any, x: torch.Tensor, axis: Axis) -> torch.Tensor:
+        ctx.axis = axis
+        return reduce_scatter(x, axis)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        flight: _Flight = ctx.flight
-        flight.grad, flight.work = start_all_gather(grad, ctx.axis) if ctx.sequence else (grad, Finished())
-        return grad, None, None, None
-
-
-class Leaving:
-    """x on its way out of a tensor-parallel region: parts of all ranks add up; under sequence our tokens stay.
-
-    The sum is started when this is made and waited for by `arrived`. Its conjugate is started and waited for at the
-    same two places of the backward pass, in the opposite order. What is computed between them runs beside it.
-    """
-
-    def __init__(self, x: torch.Tensor, axis: Axis, sequence: bool):
-        self._axis, self._sequence, self._flight = axis, sequence, _Flight()
-        self._out = x if axis.size == 1 else _Start.apply(x, axis, sequence, self._flight)  # type: ignore[no-untyped-call]
-
-    def arrived(self) -> torch.Tensor:
-        if self._axis.size == 1:
-            return self._out
-        return _Finish.apply(self._out, self._axis, self._sequence, self._flight)  # type: ignore[no-any-return, no-untyped-call]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return all_gather(grad, ctx.axis), None
 
 
 class _Swap(torch.autograd.Function):
@@ -224,5 +184,8 @@ def enter_region(x: torch.Tensor, axis: Axis, sequence: bool) -> torch.Tensor:
 
 
 def leave_region(x: torch.Tensor, axis: Axis, sequence: bool) -> torch.Tensor:
-    """Out of a tensor-parallel region, with nothing beside the exchange."""
-    return Leaving(x, axis, sequence).arrived()
+    """Out of a tensor-parallel region: parts of all ranks add up; under sequence our tokens of the sum stay."""
+    if axis.size == 1:
+        return x
+    pair = _ScatterOut if sequence else _SumOut
+    return pair.apply(x, axis)  # type: ignore[no-any-return, no-untyped-call]

@@ -5,6 +5,7 @@
 
 Under sequence parallelism tokens are shared out between regions: entering gathers them, leaving scatters the sum.
 The gathered input is not kept; backward gathers it again while it multiplies (Korthikanti et al. 2022, section 4.2).
+Where the axis has peers, these exchanges run beside the very products they feed, a rank's tokens at a time.
 """
 
 from __future__ import annotations
@@ -17,101 +18,104 @@ from torch import nn
 from mega.core.inventory import Tensor
 from mega.core.ops.sink import keep, kept
 from mega.core.parallel.collectives import (
-    Finished,
-    Leaving,
+    all_gather,
     all_reduce,
+    reduce_scatter,
     start_all_gather,
     start_reduce_scatter,
 )
 from mega.core.parallel.mesh import Axis
+from mega.core.parallel.peers import Gather, Scatter
 from mega.core.parallel.weight import Maker, Weight
 
 
-class Entering:
-    """x [tokens or our tokens, in] on its way into a tensor-parallel region: under sequence all ranks' tokens are asked
-    for, and what is computed before `arrived` runs beside the exchange."""
-
-    def __init__(self, x: torch.Tensor, axis: Axis, sequence: bool):
-        self.x = x
-        self._whole: torch.Tensor = x
-        self._work: Any = Finished()
-        if sequence and axis.size > 1:
-            self._whole, self._work = start_all_gather(x.detach(), axis)
-
-    def arrived(self) -> torch.Tensor:
-        """All tokens [tokens, in]. Call it once: what was gathered is kept no longer than its taker keeps it."""
-        self._work.wait()
-        whole = self._whole
-        del self._whole, self._work  # NCCL's handle holds what it made
-        return whole
-
-
 class _ColumnProduct(torch.autograd.Function):
-    """x, which is on its way -> [tokens, out of this rank]."""
+    """x [tokens, in] -> [tokens, out of this rank]; under sequence x are our tokens."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        entering: Entering,
-        weight: Weight,
-        bias: torch.Tensor | None,
-        axis: Axis,
-        sequence: bool,
+        ctx: Any, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None, axis: Axis, sequence: bool
     ) -> torch.Tensor:
         keep(ctx, x)
         ctx.weight, ctx.axis, ctx.sequence = weight, axis, sequence
-        return weight.ops.products.output(entering.arrived(), weight.to(x.dtype), bias)
+        products, factor = weight.ops.products, weight.to(x.dtype)
+        if sequence and axis.peers is not None:
+            y = x.new_empty((x.shape[0] * axis.size, weight.shape[0]))
+            for rows, part in Gather(x, axis.peers).parts():
+                products.output(part, factor, bias, out=y[rows])
+            return y
+        return products.output(all_gather(x, axis) if sequence else x, factor, bias)
 
     @staticmethod
-    def backward(
-        ctx: Any, grad: torch.Tensor
-    ) -> tuple[torch.Tensor | None, None, torch.Tensor | None, None, None, None]:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None, None, None]:
         x = kept(ctx)
         weight, axis, sequence = ctx.weight, ctx.axis, ctx.sequence
+        products, factor = weight.ops.products, weight.to(x.dtype)
+        if sequence and axis.peers is not None:
+            gathered, summed = Gather(x, axis.peers), Scatter(*x.shape, x, axis.peers)  # type: ignore[call-arg]
+            for rows, out in summed.parts():
+                products.input_gradient(grad[rows], factor, out=out)
+            grad_weight = weight.add_product(grad, gathered.whole(keep=weight.on_product is not None))
+            return weight.ops.total(summed.blocks()), grad_weight, None, None, None
         # 1 ask for the whole input again while the input's gradient is computed
-        whole, gathered = start_all_gather(x, axis) if sequence else (x, None)
-        grad = weight.ops.products.prepare(grad)
-        grad_x = weight.ops.products.input_gradient(grad, weight.to(x.dtype))
+        whole, gathering = start_all_gather(x, axis) if sequence else (x, None)
+        grad = products.prepare(grad)
+        grad_x = products.input_gradient(grad, factor)
         # 2 sum the input's gradient over ranks while the weight's gradient is computed
         if sequence:
-            grad_x, summed = start_reduce_scatter(grad_x, axis)
+            grad_x, summing = start_reduce_scatter(grad_x, axis)
         else:
-            summed = all_reduce(grad_x, axis, wait=False)
-        if gathered is not None:
-            gathered.wait()
+            summing = all_reduce(grad_x, axis, wait=False)
+        if gathering is not None:
+            gathering.wait()
         grad_weight = weight.add_product(grad, whole)
-        summed.wait()
-        return grad_x, None, grad_weight, None, None, None
+        summing.wait()
+        return grad_x, grad_weight, None, None, None
 
 
-class _Product(torch.autograd.Function):
-    """x [tokens, in of this rank] -> [tokens, out], this rank's part of the sum."""
+class _RowProduct(torch.autograd.Function):
+    """x [tokens, in of this rank] -> [tokens, out], summed over ranks; under sequence our tokens of it."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: Weight) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, weight: Weight, axis: Axis, sequence: bool) -> torch.Tensor:
         keep(ctx, x)
-        ctx.weight = weight
-        return weight.ops.products.output(x, weight)
+        ctx.weight, ctx.axis, ctx.sequence = weight, axis, sequence
+        products = weight.ops.products
+        if sequence and axis.peers is not None:
+            summed = Scatter(x.shape[0] // axis.size, weight.shape[0], x, axis.peers)
+            for rows, out in summed.parts():
+                products.output(x[rows], weight, out=out)
+            return weight.ops.total(summed.blocks())  # type: ignore[no-any-return]
+        y = products.output(x, weight)
+        if sequence:
+            return reduce_scatter(y, axis)
+        all_reduce(y, axis)
+        return y
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None, None]:
         x = kept(ctx)  # first: where it brings a whole block back, there is nothing else yet
-        products = ctx.weight.ops.products
-        grad = products.prepare(grad)
-        grad_x = products.input_gradient(grad, ctx.weight)
-        return grad_x, ctx.weight.add_product(grad, x)
+        weight, axis, sequence = ctx.weight, ctx.axis, ctx.sequence
+        products = weight.ops.products
+        if sequence and axis.peers is not None:
+            gathered, grad_x = Gather(grad, axis.peers), torch.empty_like(x)
+            for rows, part in gathered.parts():
+                products.input_gradient(part, weight, out=grad_x[rows])
+            grad = gathered.whole(keep=weight.on_product is not None)
+        else:
+            grad = products.prepare(all_gather(grad, axis) if sequence else grad)
+            grad_x = products.input_gradient(grad, weight)
+        return grad_x, weight.add_product(grad, x), None, None
 
 
 def column_product(
-    x: torch.Tensor | Entering, weight: Weight, axis: Axis, sequence: bool, bias: torch.Tensor | None = None
+    x: torch.Tensor, weight: Weight, axis: Axis, sequence: bool, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Enter the region and multiply: x [tokens, in] (our tokens under sequence) -> [tokens, rows of weight].
 
     bias: added in the product's own pass; it gets no gradient from here.
     """
-    entering = x if isinstance(x, Entering) else Entering(x, axis, sequence)
-    return _ColumnProduct.apply(entering.x, entering, weight, bias, axis, sequence and axis.size > 1)  # type: ignore[no-any-return, no-untyped-call]
+    return _ColumnProduct.apply(x, weight, bias, axis, sequence and axis.size > 1)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class ColumnLinear(nn.Module):
@@ -131,20 +135,17 @@ class ColumnLinear(nn.Module):
         y = self.product(x)
         return y if self.bias is None else y + self.bias
 
-    def entering(self, x: torch.Tensor) -> Entering:
-        return Entering(x, self.axis, self.sequence)
-
-    def biased(self, x: torch.Tensor | Entering) -> torch.Tensor:
+    def biased(self, x: torch.Tensor) -> torch.Tensor:
         return column_product(
             x, self.weight, self.axis, self.sequence, None if self.bias is None else self.bias.detach()
         )
 
-    def product(self, x: torch.Tensor | Entering) -> torch.Tensor:
+    def product(self, x: torch.Tensor) -> torch.Tensor:
         return column_product(x, self.weight, self.axis, self.sequence)
 
 
 class RowLinear(nn.Module):
-    """Inputs cut over the axis; the bias is to be added once, after the sum: `leaving` leaves it to the op behind."""
+    """Inputs cut over the axis; the bias is to be added once, after the sum: `product` leaves it to the op behind."""
 
     def __init__(self, make: Maker, weight: Tensor, bias: Tensor | None, axis: Axis, sequence: bool):
         super().__init__()
@@ -153,11 +154,10 @@ class RowLinear(nn.Module):
         self.axis, self.sequence = axis, sequence
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.biased(self.leaving(x).arrived())
+        return self.biased(self.product(x))
 
     def biased(self, product: torch.Tensor) -> torch.Tensor:
         return product if self.bias is None else product + self.bias
 
-    def leaving(self, x: torch.Tensor) -> Leaving:
-        """The product, on its way to be summed over ranks."""
-        return Leaving(_Product.apply(x, self.weight), self.axis, self.sequence)  # type: ignore[no-untyped-call]
+    def product(self, x: torch.Tensor) -> torch.Tensor:
+        return _RowProduct.apply(x, self.weight, self.axis, self.sequence and self.axis.size > 1)  # type: ignore[no-any-return, no-untyped-call]

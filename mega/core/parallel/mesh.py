@@ -18,8 +18,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import prod
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from mega.core.parallel.peers import Peers
 
 ORDER = ("tp", "cp", "dp", "pp")
 
@@ -36,6 +40,7 @@ class Axis:
     ranks: tuple[int, ...]
     index: int
     group: dist.ProcessGroup | None = None
+    peers: Peers | None = None
 
     @property
     def size(self) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import nn
 
@@ -12,7 +14,8 @@ from mega.core.ops.packages import PACKAGES
 from mega.core.ops.suite import Ops, choose
 from mega.core.parallel.context import across
 from mega.core.parallel.mesh import Mesh
-from mega.core.parallel.weight import Maker, Weight, initialise, weights
+from mega.core.parallel.peers import peers
+from mega.core.parallel.weight import Maker, Weight, initialise
 from mega.core.plan import stage_layers
 
 
@@ -33,7 +36,10 @@ def build_stages(run: RunConfig, mesh: Mesh, device: torch.device) -> list[Decod
     """The model chunks of one rank, with their initial values unless `device` is meta."""
     model, parallel = run.model, run.parallel
     assert model.layers is not None
-    coordinates = {"tp": (mesh.tp.index, mesh.tp.size)}
+    tp = mesh.tp
+    if parallel.tp_overlap and tp.group is not None:
+        tp = replace(tp, peers=peers(tp, device))
+    coordinates = {"tp": (tp.index, tp.size)}
     make = Maker(
         coordinates,
         DTYPES[run.precision.dtype],
@@ -53,7 +59,7 @@ def build_stages(run: RunConfig, mesh: Mesh, device: torch.device) -> list[Decod
             model,
             blocks,
             make,
-            mesh.tp,
+            tp,
             first=first,
             last=last,
             sequence=parallel.sequence_parallel,
@@ -61,14 +67,10 @@ def build_stages(run: RunConfig, mesh: Mesh, device: torch.device) -> list[Decod
             embedding=shared,
             recompute=run.memory,
             residual=torch.float32 if run.precision.residual_fp32 else None,
-            halves=parallel.tp_overlap,
         )
         if stage.embedding is not None and model.tied:
             shared = stage.embedding.tokens.weight
         stages.append(stage)
-    if parallel.tp_overlap:
-        for weight in weights(nn.ModuleList(stages)):
-            weight.uses *= 2  # by either half
     if device.type != "meta":
         initialise(nn.ModuleList(stages), run.runtime.seed)
     return stages

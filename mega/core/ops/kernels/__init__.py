@@ -11,7 +11,7 @@ from typing import Any
 
 def table() -> dict[str, Any]:
     """Op name -> implementation, for `suite.Ops`."""
-    from mega.core.ops.kernels import activation, adamw, cross_entropy, heads, norm
+    from mega.core.ops.kernels import activation, adamw, cross_entropy, heads, norm, total
 
     return {
         "add_norm": norm.add_norm,
@@ -19,5 +19,6 @@ def table() -> dict[str, Any]:
         "split_heads": heads.split_heads,
         "softmax_parts": cross_entropy.softmax_parts,
         "softmax_gradient": cross_entropy.softmax_gradient,
+        "total": total.total,
         "adamw": adamw.adamw,
     }
