@@ -65,7 +65,7 @@ _EVERY_ROW = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "lr": 1e-4, "dtyp
 PRODUCTS, ATTENTION, COMMUNICATION = "products", "attention", "communication"
 UPDATE, CASTS, REST = "update", "casts", "rest"
 KINDS = (
-    (COMMUNICATION, ("nccl", "gloo", "all_reduce", "all_gather", "reduce_scatter")),
+    (COMMUNICATION, ("nccl", "gloo", "all_reduce", "all_gather", "reduce_scatter", "memcpy ptop")),
     (ATTENTION, ("cudnn", "flash", "fmha", "sdpa", "sdp_", "attention")),
     (PRODUCTS, ("gemm", "nvjet", "cutlass", "xmma", "mm", "splitk")),
     (UPDATE, ("adamw", "normtwo")),
