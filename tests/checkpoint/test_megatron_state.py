@@ -20,7 +20,7 @@ from mega.core.checkpoint.pieces import Box, CheckpointError, Piece
 from mega.core.checkpoint.store import CheckpointStore, locate
 from mega.core.config.sections import ModelConfig
 from tests.support import foreign_forms
-from tests.support.foreign_forms import weights_of
+from tests.support.foreign_forms import FORMS, Files, weights_of
 
 SHAPE: dict[str, Any] = {"layers": 4, "vocab": 53, "vocab_multiple": 8, "positions": 10}
 GPT, LLAMA = (dataclasses.replace(model, **SHAPE) for model in (foreign_forms.GPT, foreign_forms.LLAMA))
@@ -324,3 +324,14 @@ def test_what_has_no_known_form_is_refused(tmp_path: Path, capsys: pytest.Captur
         exchange(tmp_path / "tree", tmp_path / "back", 1, 1, "mega", 53)
     with pytest.raises(CheckpointError, match=r"q_layernorm\.weight: its place"):
         parameter_place("encoder.layers.0.self_attention.q_layernorm.weight")
+
+
+def test_state_of_a_distributed_checkpoint_is_never_dropped_in_silence(tmp_path: Path) -> None:
+    def change(files: Files) -> None:
+        files["iter_0000010/__0_0.distcp"]["optimizer.state.exp_avg.decoder.final_layernorm.weight"] = torch.zeros(16)
+
+    load = FORMS["torch_dist"].make(tmp_path / "source", change)
+    with pytest.raises(CheckpointError, match=r"optimizer\.state\.exp_avg.*: the form of this state is not known"):
+        exchange(load, tmp_path / "run", 1, 1, "mega", 56)
+    assert not (tmp_path / "run").exists()
+    exchange(load, tmp_path / "run", 1, 1, "mega", 56, optimizer=False)
