@@ -142,11 +142,15 @@ class HostCopy:
     def take(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Contiguous copies, valid until the next `take`, and on a GPU once they have arrived."""
         places, offset = [], 0
-        for x in tensors:
-            size = x.numel() * x.element_size()
-            places.append(self._memory[offset : offset + size].view(x.dtype).view(x.shape))
-            offset += self.room([x])
-        self._asked = [(place, x.detach()) for place, x in zip(places, tensors, strict=True)]
+        self._asked = []
+        for run in _runs(tensors):
+            counts, first = [x.numel() for x in run], run[0].detach()
+            size = sum(counts) * first.element_size()
+            there = self._memory[offset : offset + size].view(first.dtype)
+            places += [part.view(x.shape) for part, x in zip(torch.split(there, counts), run, strict=True)]
+            whole = first.as_strided(there.shape, (1,)) if len(run) > 1 else first
+            self._asked.append((there.view(whole.shape), whole))
+            offset += self.room([whole])
         if self._stream is None:
             self._fetch()
         else:
@@ -179,6 +183,26 @@ class HostCopy:
         if self._stream is not None:
             self._fetching.wait()
             torch.cuda.current_stream(self._stream.device).wait_event(self._done)
+
+
+def _runs(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Neighbours of a list that are neighbours in memory too: one copy takes them all.
+
+    A thread that copies takes turns with the thread that trains, and may wait milliseconds for each.
+
+    >>> flat = torch.zeros(10)
+    >>> [len(run) for run in _runs([flat[:2], flat[2:6], flat[7:], flat[6:7]])]
+    [2, 1, 1]
+    """
+    runs: list[list[torch.Tensor]] = []
+    end = None
+    for x in tensors:
+        begin = (x.untyped_storage().data_ptr(), x.dtype, x.storage_offset())
+        if not (runs and begin == end and x.is_contiguous()):
+            runs.append([])
+        runs[-1].append(x)
+        end = (*begin[:2], begin[2] + x.numel()) if x.is_contiguous() else None
+    return runs
 
 
 def page_locked(memory: torch.Tensor) -> torch.Tensor:

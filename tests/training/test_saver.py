@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,12 +12,13 @@ from typing import Any
 import pytest
 import torch
 
+from mega.core import device as device_module
 from mega.core.checkpoint import store as store_module
 from mega.core.checkpoint.inspect import diff
 from mega.core.checkpoint.store import CheckpointStore, SaveError
 from mega.core.config.resolve import data_parallel
 from mega.core.config.run import RunConfig
-from mega.core.device import Device
+from mega.core.device import Device, HostCopy
 from mega.core.parallel.launch import Pool
 from mega.core.parallel.mesh import Groups, Mesh
 from mega.core.training.saver import Saver
@@ -166,3 +168,14 @@ def test_the_copy_is_of_the_moment(tmp_path: Path) -> None:
     CheckpointStore(tmp_path).open(1).read(again.weight_pieces(mine=False))
     for piece in again.weight_pieces(mine=True):
         assert torch.equal(piece.tensor, before[piece.key])
+
+
+def test_a_copy_of_neighbours_and_of_others() -> None:
+    flat, other = torch.arange(700.0), torch.arange(64).to(torch.bfloat16)
+    tensors = [flat[:10].view(2, 5), flat[10:10], flat[10:110], flat[200:400].view(20, 10)]
+    tensors += [flat[400:].view(30, 10).narrow(1, 0, 9), other[:3], other[3:], torch.tensor(5.0)]
+    copy = HostCopy(Device.choose("cpu"), HostCopy.room(tensors))
+    for _ in range(2):
+        places = copy.take(tensors)
+        assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(places, tensors, strict=True))
+    assert doctest.testmod(device_module).failed == 0
