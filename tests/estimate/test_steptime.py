@@ -13,6 +13,7 @@ from mega.core.config.resolve import resolve
 from mega.core.config.run import RunConfig
 from mega.core.estimate.flops import published_flops, recomputed_flops
 from mega.core.estimate.hardware import hardware
+from mega.core.estimate.memory import memory
 from mega.core.estimate.steptime import Pass, pipeline_time, step_time
 from mega.core.plan import Costs, plan, simulate
 
@@ -70,6 +71,15 @@ def test_measured_on_h200(preset: str, world: int, flags: dict[str, Any], second
 def small(world: int, **flags: Any) -> RunConfig:
     shape = {"layers": 24, "hidden": 1024, "heads": 16, "vocab": 50304, "seq_length": 1024, "micro_batch": 1}
     return resolve(compose(flags={**QUIET, **shape, **flags}), world)
+
+
+@pytest.mark.parametrize(("beside", "seconds"), [(False, 0.373), (True, 0.357)])
+def test_tensor_exchanges_beside_products(beside: bool, seconds: float) -> None:
+    """16 blocks of GPT 22B on two devices, measured; the memory that they map is counted."""
+    flags = {**QUIET, "micro_batch": 4, "global_batch": 4, "layers": 16, "tp": 2, "sequence_parallel": True}
+    run = resolve(compose("gpt-22b", flags={**flags, "tp_overlap": beside}), 2)
+    assert step_time(run, 2, hardware("h200")).seconds == pytest.approx(seconds, rel=0.03)
+    assert memory(run, 2).mapped == (4 * 4 * 2048 * 6144 * 2 if beside else 0)
 
 
 @pytest.mark.parametrize(("schedule", "pp", "chunks", "count"), [("1f1b", 4, 1, 61), ("interleaved", 4, 3, 64)])

@@ -68,6 +68,8 @@ class Memory:
     checkpoint: int
     communicators: int
     """The most that one rank takes part in; each has buffers outside the allocator."""
+    mapped: int
+    """Bytes outside the allocator that tensor ranks write for one another (--tp-overlap)."""
 
     @property
     def worst(self) -> StageMemory:
@@ -81,7 +83,7 @@ class Memory:
 
     def needed(self, communicator: float) -> float:
         """GiB of the fullest rank, with so many GiB for each communicator."""
-        return self.need / 2**30 + self.communicators * communicator
+        return (self.need + self.mapped) / 2**30 + self.communicators * communicator
 
 
 def memory(run: RunConfig, world: int) -> Memory:
@@ -91,7 +93,7 @@ def memory(run: RunConfig, world: int) -> Memory:
     acts = plan(parallel.schedule, parallel.pp, parallel.chunks, representative(run, count)).acts
     dp = data_parallel(run, world)
     stages = tuple(_stage(run, acts[stage], stage, dp, count) for stage in range(parallel.pp))
-    return Memory(stages, parameters(run.model), checkpoint_bytes(run), communicators(run, dp))
+    return Memory(stages, parameters(run.model), checkpoint_bytes(run), communicators(run, dp), mapped_bytes(run))
 
 
 def communicators(run: RunConfig, dp: int) -> int:
@@ -111,6 +113,15 @@ def communicators(run: RunConfig, dp: int) -> int:
     links = 0 if parallel.pp == 1 else 2 if parallel.pp == 2 and parallel.chunks == 1 else 4
     ends = parallel.pp > 1 and run.model.tied
     return len(groups) + links + ends
+
+
+def mapped_bytes(run: RunConfig) -> int:
+    """Four exchanges of a microbatch's tokens, see parallel/peers.py."""
+    batch, parallel = run.batch, run.parallel
+    if not parallel.tp_overlap:
+        return 0
+    assert batch.micro_batch and batch.seq_length and run.model.hidden
+    return 4 * batch.micro_batch * batch.seq_length // parallel.cp * run.model.hidden * BYTES[run.precision.dtype]
 
 
 def checkpoint_bytes(run: RunConfig) -> int:

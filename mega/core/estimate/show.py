@@ -180,6 +180,7 @@ def notes(run: RunConfig, world: int, found: Memory, device: Hardware | None, me
         verdict = "fits" if need <= device.memory else "does not fit"
         groups = found.communicators
         outside = f" and {groups} communicator{'s' if groups > 1 else ''}" if groups else ""
+        outside += f" and {gib(found.mapped)} GiB mapped" if found.mapped else ""
         yield f"{device.name}: {need:.2f} GiB with slack{outside}, of {device.memory:g}: {verdict}"
         step = step_time(run, world, device)
         yield (

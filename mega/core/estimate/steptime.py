@@ -261,7 +261,10 @@ class _Times:
         return total
 
     def column(self, outs: int) -> Pass:
-        """Entering the region: the gathered input waits, the input's gradient is summed beside the weight's product."""
+        """Entering the region: the gathered input waits, the input's gradient is summed beside the weight's product.
+
+        Under --tp-overlap the exchanges run beside the products that they feed.
+        """
         z = self.z
         forward, grad, weight = (
             self.product(z.tokens, z.hidden, outs),
@@ -269,6 +272,9 @@ class _Times:
             self.product(outs, z.tokens, z.hidden),
         )
         gather = self.collective(z.e * z.tokens * z.hidden, z.tp, 1)
+        if self.run.parallel.tp_overlap:
+            waits = self.uncovered(2 * gather, grad) + self.total()
+            return Pass(forward + self.uncovered(gather, forward), grad + waits, weight)
         summed = gather if z.seq else 2 * gather
         waits = self.beside(summed, weight) + (self.beside(gather, grad) if z.seq else 0.0)
         return Pass(forward + (gather if z.seq else 0.0), grad + waits, weight)
@@ -277,11 +283,24 @@ class _Times:
         """Leaving the region: its sum waits."""
         z = self.z
         gather = self.collective(z.e * z.tokens * z.hidden, z.tp, 1)
-        return Pass(
-            self.product(z.tokens, ins, z.hidden) + (gather if z.seq else 2 * gather),
-            self.product(z.tokens, z.hidden, ins) + (gather if z.seq else 0.0),
+        forward, grad, weight = (
+            self.product(z.tokens, ins, z.hidden),
+            self.product(z.tokens, z.hidden, ins),
             self.product(ins, z.tokens, z.hidden),
         )
+        if self.run.parallel.tp_overlap:
+            out = self.uncovered(gather, forward) + self.total()
+            return Pass(forward + out, grad + self.uncovered(gather, grad), weight)
+        return Pass(forward + (gather if z.seq else 2 * gather), grad + (gather if z.seq else 0.0), weight)
+
+    def uncovered(self, exchange: float, product: float) -> float:
+        """What an exchange adds to the product that it feeds piece by piece: the first piece has nothing beside it."""
+        return max(exchange - product * (self.z.tp - 1) / self.z.tp, 0.0)
+
+    def total(self) -> float:
+        """Adding up the parts that the tensor ranks have made of our tokens."""
+        z = self.z
+        return self.pointwise(z.e * z.tokens * z.hidden * (z.tp + 1) / z.tp)
 
     def between(self) -> Pass:
         """Norms, residual additions, dropout and the activation, each one pass over its tensors."""
