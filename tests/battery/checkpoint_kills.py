@@ -61,6 +61,15 @@ def rank_body(rank: int, home: Path, behind: bool) -> None:
         saver.look()
 
 
+def when_said(home: Path, saves: int) -> float:
+    """Wait until rank 0 was told of so many saves; the time then."""
+    deadline = time.monotonic() + 120
+    while not (home / "said").exists() or (home / "said").read_text().count("\n") < saves:
+        assert time.monotonic() < deadline, "the first saves never came"
+        time.sleep(0.001)
+    return time.monotonic()
+
+
 def prove(number: int, behind: bool) -> dict[str, Any]:
     rng = random.Random(1000 * behind + number)
     home = Path(tempfile.mkdtemp(prefix="mega-kill-"))
@@ -74,17 +83,16 @@ def prove(number: int, behind: bool) -> dict[str, Any]:
                 finally:
                     os._exit(3)
             ranks.append(child)
-        deadline = time.monotonic() + 120
-        while not (home / "said").exists() or not (home / "said").read_text().endswith("\n"):
-            assert time.monotonic() < deadline, "the first save never came"
-            time.sleep(0.01)
-        began = time.monotonic()
-        time.sleep(rng.uniform(0, 0.4))
+        one = when_said(home, 1)
+        began = when_said(home, 2)
+        moment = rng.uniform(0, 3)  # in saves, so that any moment of a save is as likely on any machine
+        time.sleep(moment * (began - one))
         for child in ranks:
             os.kill(child, signal.SIGKILL)
         codes = {os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in ranks}
         ranks = []
         assert -signal.SIGKILL in codes and codes <= {-signal.SIGKILL, 3}, codes  # 3: saw another one die first
+        killed = time.monotonic() - began
         said = int((home / "said").read_text().split()[-1])
         store = CheckpointStore(home / "run")
         unfinished = len(list(store.directory.glob("*.tmp")))
@@ -97,7 +105,7 @@ def prove(number: int, behind: bool) -> dict[str, Any]:
             assert bool((tensor == newest).all()), f"step {newest}: {key}"
         store.save(900, [Piece("w", (1,), (0,), torch.ones(1))], {})
         assert store.newest() == 900 and not list(store.directory.glob("*.tmp"))
-        return {"after": round(time.monotonic() - began, 3), "said": said, "newest": newest, "unfinished": unfinished}
+        return {"after": round(killed, 3), "said": said, "newest": newest, "unfinished": unfinished}
     finally:
         for child in ranks:
             os.kill(child, signal.SIGKILL)
