@@ -92,9 +92,10 @@ def _search(run: RunConfig, fit: str | None, gpus: int | None, gpu: str | None) 
     one, _ = planned(any_layout(run, 1))
     found = search(updated(run, {"vocab": one.model.vocab}), count, device)
     if not found.candidates:
+        asked = f"--gpus {count}" if fit is None else f"--fit {fit}"
         raise ValueError(
-            f"--fit {count}x{device.name}: no layout fits into {device.memory:.1f} GiB; the smallest of "
-            f"{found.tried} needs {found.smallest:.1f} (valid: more devices, or a smaller model)"
+            f"{asked}: no layout fits into {device.memory:.1f} GiB; the smallest of {found.tried} "
+            f"needs {found.smallest:.1f} (valid: more devices, or a smaller model)"
         )
     best = found.candidates[0]
     start = launch_lines(command(best, run), count, device.node)

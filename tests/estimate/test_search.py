@@ -50,6 +50,17 @@ def test_the_search_returns_the_fastest_that_fits() -> None:
     assert times[0] == pytest.approx(min(everything), rel=0.01)
 
 
+def test_every_axis_plan_and_stage_of_sharing_is_weighed() -> None:
+    run, device = compose(flags={**SMALL, "seq_length": 16384, "global_batch": 8}), hardware("h200")
+    tried = [options for options in layouts(run, 8, device.node)]
+    assert {options["cp"] for options in tried} == {1, 2, 4}
+    assert {(options["schedule"], options["chunks"]) for options in tried} >= {("zb-h1", 1), ("1f1b", 1)}
+    assert {options["zero"] for options in tried if options["pp"] == 1} == {0, 1, 2, 3}
+    assert {options["zero"] for options in tried if options["pp"] > 1} == {0, 1}
+    found = search(compose(flags={**SMALL, "seq_length": 16384, "global_batch": 1}), 4, device)
+    assert max(candidate.options["cp"] for candidate in found.candidates) > 1  # one sequence, several ranks
+
+
 def test_what_does_not_fit_is_not_offered() -> None:
     run = compose("llama2-7b", flags={**QUIET, "global_batch": 32})
     world, device = cluster("8x24GB", None, "h100")

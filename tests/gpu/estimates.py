@@ -147,6 +147,8 @@ def choices(world: int, device: str, on: Hardware) -> Iterator[tuple[str, Flags]
         for place, candidate in enumerate([*found[:4], *others][:COUNT]):
             options = {key: value for key, value in candidate.options.items() if value is not None}
             layout = " ".join(f"{key}{options[key]}" for key in ("tp", "pp", "chunks", "micro_batch", "recompute"))
+            layout += f" zero{options['zero']}" if options["zero"] > 1 else ""
+            layout += " zb-h1" if options["schedule"] == "zb-h1" else ""
             yield f"{name} choice {place}: {layout}", {**flags, **options}
 
 

@@ -41,36 +41,37 @@ def _known() -> Mapping[str, Mapping[str, Any]]:
     return tomllib.loads(files("mega.core.estimate").joinpath("hardware.toml").read_text(encoding="utf-8"))
 
 
-def hardware(name: str) -> Hardware:
+def hardware(name: str, asked: str | None = None) -> Hardware:
     """A device that we know, or the one that the TOML file `name` describes.
 
-    Errors: ValueError naming --gpu, for an unknown name, a broken file, or a field that is none.
+    asked: how the user said it, if not by --gpu. Errors: ValueError naming that, for an unknown name, a broken file, or
+    a field that is none.
 
     >>> hardware("h200").peak["bf16"]
     989.0
     """
-    known = _known()
+    known, asked = _known(), asked or f"--gpu {name}"
     if not name.endswith(".toml"):
         if name.lower() not in known or name.lower() == "base":
             valid = ", ".join(other for other in known if other != "base")
-            raise ValueError(f"--gpu {name}: is no known device; valid: {valid}, or a TOML file")
-        return _made(name.lower(), known[name.lower()], name)
+            raise ValueError(f"{asked}: is no known device; valid: {valid}, or a TOML file")
+        return _made(name.lower(), known[name.lower()], asked)
     try:
         with Path(name).open("rb") as file:
             table = tomllib.load(file)
     except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"--gpu {name}: cannot be read as TOML: {error}") from None
-    return _made(Path(name).stem, table, name)
+        raise ValueError(f"{asked}: cannot be read as TOML: {error}") from None
+    return _made(Path(name).stem, table, asked)
 
 
-def _made(name: str, table: Mapping[str, Any], given: str) -> Hardware:
+def _made(name: str, table: Mapping[str, Any], asked: str) -> Hardware:
     base = _known()["base"]
     own = {field.name for field in fields(Hardware)} - {"name"}
     if unknown := sorted(table.keys() - own):
-        raise ValueError(f"--gpu {given}: unknown field {unknown[0]}; valid: {', '.join(sorted(own))}")
+        raise ValueError(f"{asked}: unknown field {unknown[0]}; valid: {', '.join(sorted(own))}")
     values = {**base, **table}
     peak = {**base["peak"], **table.get("peak", {})}
     for key, value in {**values, **peak}.items():
         if key != "peak" and (isinstance(value, bool) or not isinstance(value, int | float) or value <= 0):
-            raise ValueError(f"--gpu {given}: {key} is {value!r}; must be a number greater than 0")
+            raise ValueError(f"{asked}: {key} is {value!r}; must be a number greater than 0")
     return Hardware(name, **{**values, "peak": peak})

@@ -21,13 +21,19 @@ from mega.core.estimate.memory import Memory, memory
 from mega.core.estimate.steptime import StepTime, step_time
 
 LAYOUT = (
-    "tp", "pp", "chunks", "schedule", "layers_per_chunk", "sequence_parallel", "zero", "micro_batch",
+    "tp", "cp", "pp", "chunks", "schedule", "layers_per_chunk", "sequence_parallel", "zero", "micro_batch",
     "recompute", "recompute_method", "recompute_layers",
 )  # fmt: skip
 """Options that the search sets."""
 
 RESERVE = 0.03
 """Share of a device's memory that a layout must leave: peaks are predicted to within about as much."""
+
+CONTEXT = 4096
+"""Tokens of a sequence that a rank of the context axis keeps at least; shorter parts are cheaper to share otherwise."""
+
+ZERO = (1, 2, 3)
+"""Ways to share the optimizer's state; pipelines know the first."""
 
 RECOMPUTE: tuple[dict[str, Any], ...] = (
     {"recompute": "none"},
@@ -84,7 +90,8 @@ def cluster(fit: str | None, gpus: int | None, gpu: str | None) -> tuple[int, Ha
         parsed = re.fullmatch(r"(\d{1,7})x(?:(\d{1,4})GB|([\w.-]+))", fit, re.IGNORECASE)
         if parsed is None or int(parsed[1]) < 1 or (gpus is not None and gpus != int(parsed[1])):
             raise ValueError(f"--fit {fit}: must be a number of devices and what they are, such as 8x80GB or 8xh200")
-        count, device = int(parsed[1]), hardware(gpu or parsed[3] or "h100")
+        count = int(parsed[1])
+        device = hardware(gpu or parsed[3] or "h100", None if gpu else f"--fit {fit}")
         if parsed[2]:
             # The driver keeps a little of what is printed on the box.
             device = replace(device, memory=0.985 * int(parsed[2]))
@@ -144,27 +151,42 @@ def layouts(run: RunConfig, world: int, node: int) -> Iterator[dict[str, Any]]:
     """Every layout worth judging, as options of a run."""
     heads, layers, batch = run.model.heads, run.model.layers, run.batch.global_batch
     assert heads and layers and batch
-    for tp, pp in product(_powers(min(node, world)), divisors(layers)):
-        if heads % tp or world % (tp * pp):
+    for tp, cp, pp in product(_powers(min(node, world)), _powers(_most_context(run)), divisors(layers)):
+        if heads % tp or world % (tp * cp * pp):
             continue
-        dp = world // (tp * pp)
-        chunk_counts = [1, *(c for c in (2, 3, 4) if pp > 1 and layers // pp % c == 0)]
-        for micro, chunks, again in product((1, 2, 4, 8, 16), chunk_counts, RECOMPUTE):
+        dp = world // (tp * cp * pp)
+        data = dp * cp
+        stages = ZERO if pp == 1 else ZERO[:1]
+        for micro, (schedule, chunks), again in product((1, 2, 4, 8, 16), _schedules(layers, pp), RECOMPUTE):
             if batch % (micro * dp):
                 continue
-            yield {
-                "tp": tp,
-                "pp": pp,
-                "chunks": chunks,
-                "schedule": "interleaved" if chunks > 1 else "1f1b",
-                "layers_per_chunk": None,
-                "sequence_parallel": tp > 1,
-                "zero": 1 if dp > 1 else 0,
-                "micro_batch": micro,
-                "recompute_method": None,
-                "recompute_layers": None,
-                **again,
-            }
+            for zero in stages if data > 1 else (0,):
+                yield {
+                    "tp": tp,
+                    "cp": cp,
+                    "pp": pp,
+                    "chunks": chunks,
+                    "schedule": schedule,
+                    "layers_per_chunk": None,
+                    "sequence_parallel": tp > 1,
+                    "zero": zero,
+                    "micro_batch": micro,
+                    "recompute_method": None,
+                    "recompute_layers": None,
+                    **again,
+                }
+
+
+def _most_context(run: RunConfig) -> int:
+    """The context axis leaves a rank at least CONTEXT tokens of a sequence."""
+    return max(1, (run.batch.seq_length or 0) // CONTEXT)
+
+
+def _schedules(layers: int, pp: int) -> list[tuple[str, int]]:
+    """Plans of a pipeline, with their chunks."""
+    if pp == 1:
+        return [("1f1b", 1)]
+    return [("1f1b", 1), ("zb-h1", 1), *(("interleaved", c) for c in (2, 3, 4) if layers // pp % c == 0)]
 
 
 def command(candidate: Candidate, typed: RunConfig) -> list[str]:

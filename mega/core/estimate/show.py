@@ -226,15 +226,31 @@ def layouts_table(found: Found) -> Table:
     from rich.table import Table
 
     shown = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
-    for heading in ("tp", "pp", "dp", "chunks", "micro", "recompute", "s/step", "MFU", "bubble", "exposed", "GiB"):
-        shown.add_column(heading, justify="left" if heading == "recompute" else "right", no_wrap=True)
+    for heading in (
+        "tp",
+        "cp",
+        "pp",
+        "dp",
+        "zero",
+        "plan",
+        "micro",
+        "recompute",
+        "s/step",
+        "MFU",
+        "bubble",
+        "exposed",
+        "GiB",
+    ):
+        shown.add_column(heading, justify="left" if heading in ("plan", "recompute") else "right", no_wrap=True)
     for candidate in found.candidates:
         run, time = candidate.run, candidate.time
         shown.add_row(
             str(run.parallel.tp),
+            str(run.parallel.cp),
             str(run.parallel.pp),
             str(candidate.dp),
-            str(run.parallel.chunks),
+            str(run.parallel.zero),
+            _plan(run),
             str(run.batch.micro_batch),
             run.memory.recompute,
             f"[bold]{time.seconds:.3f}[/bold]",
@@ -244,6 +260,14 @@ def layouts_table(found: Found) -> Table:
             f"{candidate.need:.1f}",
         )
     return shown
+
+
+def _plan(run: RunConfig) -> str:
+    """The pipeline's schedule in a word."""
+    parallel = run.parallel
+    if parallel.pp == 1:
+        return ""
+    return f"{parallel.chunks} chunks" if parallel.chunks > 1 else str(parallel.schedule)
 
 
 def why(found: Found, device: Hardware) -> str:
