@@ -377,13 +377,13 @@ def test_pickled_code_is_refused_and_named(tmp_path: Path, how: str, monkeypatch
     source = hf_folder(tmp_path / "hf", "llama2")
     (source / "model.safetensors").unlink()
     path = source / "pytorch_model.bin"
-    words = "posix.system"
+    words = "it holds posix.system"
     if "raw" in how:
         path.write_bytes(pickle.dumps({"a": Bomb()}, protocol=4 if "newer" in how else 2))
         words = "not a pickle" if "newer" in how else words
     else:
         torch.save({"a": Bomb()}, path, _use_new_zipfile_serialization=how == "zip")
-    with pytest.raises(CheckpointError, match=rf"pytorch_model.bin: torch refuses it.*{words}"):
+    with pytest.raises(CheckpointError, match=rf"pytorch_model.bin: {words}"):
         convert(source, tmp_path / "run", None, 1, 1, 1)
     assert not (tmp_path / "executed").exists()
 

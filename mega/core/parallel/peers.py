@@ -13,15 +13,14 @@ neither weights nor layers. All ranks of an axis make the same exchanges in the 
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Callable, Iterator
-from functools import cache
+from collections.abc import Iterator
 from math import prod
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
+from mega.core.device import CopyStream
 from mega.core.parallel.mesh import Axis
 
 FULL = 2048
@@ -50,7 +49,7 @@ class Peers(Protocol):
     axis: Axis
 
     def open(self, rows: int, columns: int, like: torch.Tensor) -> Exchange:
-        """The next exchange; `like` has its dtype and device. At most two are under way."""
+        """The next exchange; `like` has its dtype and device. At most two are under way, of one size."""
 
 
 def peers(axis: Axis, device: torch.device) -> Peers:
@@ -201,7 +200,7 @@ class Mapped:
         self._memory: torch.Tensor | None = None
         self._handle: Any = None
         self._views: dict[tuple[Any, ...], torch.Tensor] = {}
-        self._stream = torch.cuda.Stream()
+        self._beside = CopyStream()
 
     def open(self, rows: int, columns: int, like: torch.Tensor) -> Exchange:
         self._make(rows * columns * like.element_size(), like.device)
@@ -225,16 +224,11 @@ class Mapped:
 
     def write(self, block: torch.Tensor, rank: int, number: int) -> None:
         ours = self.axis.index
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            self.block(rank, number, ours, tuple(block.shape), block.dtype).copy_(block)  # type: ignore[arg-type]
-            _driver("cuStreamWriteValue32_v2", self._stream, self._mark(rank, number, ours), number)
-        block.record_stream(self._stream)
+        into = self.block(rank, number, ours, tuple(block.shape), block.dtype)  # type: ignore[arg-type]
+        self._beside.copy(block, into, self._mark(rank, number, ours), number)
 
     def wait(self, rank: int, number: int) -> None:
-        _driver(
-            "cuStreamWaitValue32_v2", torch.cuda.current_stream(), self._mark(self.axis.index, number, rank), number
-        )
+        self._beside.wait(self._mark(self.axis.index, number, rank), number)
 
     def _offset(self, number: int, writer: int, size: int) -> int:
         return number % SLOTS * self.axis.size * self._bytes + writer * size
@@ -252,14 +246,14 @@ class Mapped:
         assert self.axis.group is not None
         self._bytes = -(-size // 512) * 512
         self._views.clear()
-        torch.cuda.synchronize(device)
+        self._beside.settle()
         dist.barrier(self.axis.group)  # nobody reads or writes the old one any more
         self._handle = self._memory = None
         marks = SLOTS * self.axis.size
         self._memory = symmetric.empty(
             SLOTS * self.axis.size * self._bytes + 4 * marks, dtype=torch.uint8, device=device
         ).zero_()
-        torch.cuda.synchronize(device)
+        self._beside.settle()
         try:
             self._handle = symmetric.rendezvous(self._memory, self.axis.group)
         except RuntimeError as error:
@@ -280,17 +274,3 @@ class _Written:
 
     def arrive(self, rank: int) -> None:
         self._through.wait(rank, self._number)
-
-
-@cache
-def _function(name: str) -> Callable[..., int]:
-    function = getattr(ctypes.CDLL("libcuda.so.1"), name)
-    function.argtypes = (ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint)
-    return function  # type: ignore[no-any-return]
-
-
-def _driver(name: str, stream: torch.cuda.Stream, address: int, value: int) -> None:
-    """A write of `value`, or a wait until at least `value` stands there (flag 0 of both; numbers go in a circle)."""
-    code = _function(name)(stream.cuda_stream, address, value % 2**32, 0)
-    if code:
-        raise RuntimeError(f"{name}: CUDA error {code}")
