@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,9 +17,9 @@ import pytest
 
 from mega.core.data import sources, workers
 from mega.core.data.preprocess import preprocess
-from mega.core.data.workers import Slot, Workers
+from mega.core.data.workers import Slot, Work, Workers
 from mega.core.text.build import build
-from tests.support.shared import shared
+from tests.support.shared import REPOSITORY, shared
 
 
 class Number(NamedTuple):
@@ -26,33 +27,75 @@ class Number(NamedTuple):
     size: int = 1 << 20
 
 
-def squared(number: Number, slot: Slot) -> None:
-    """Leaves the square in the slot."""
+def squared(number: Number, slot: Slot) -> int | None:
+    """The square, in the slot where it has memory."""
     if number.value < 0:
         raise ValueError(f"{number.value}: below 0")
     if number.value == 1000:
         os.kill(os.getpid(), signal.SIGKILL)
+    if not slot:
+        return number.value**2
     slot[:8] = (number.value**2).to_bytes(8)
+    return None
+
+
+def made_squared() -> Work[Number, int | None]:
+    return squared
 
 
 def asked(values: list[int]) -> list[int]:
-    with Workers(2, here=lambda: squared, there=str) as pool:
-        return [int.from_bytes(slot[:8]) for _, _, slot in pool.answers(map(Number, values))]
+    with Workers(2, here=made_squared, there=made_squared) as pool:
+        return [
+            int.from_bytes(slot[:8]) if found is None else found for _, found, slot in pool.answers(map(Number, values))
+        ]
 
 
-def test_answers_come_in_order_and_through_shared_memory() -> None:
+def answers_come_in_order() -> None:
     assert asked(list(range(100))) == [i * i for i in range(100)]
     assert asked([]) == []
 
 
-def test_an_error_in_a_worker_is_told() -> None:
+def an_error_is_told() -> None:
     with pytest.raises(ValueError, match="-1: below 0"):
         asked([1, 2, -1, 4])
 
 
-def test_a_killed_worker_is_told() -> None:
+def a_kill_is_told() -> None:
     with pytest.raises(ChildProcessError, match="a worker was killed"):
         asked([1, 2, 1000, *range(3, 50)])
+
+
+def libraries_have_one_thread() -> None:
+    """A library's own threads, one for each core in each worker, would stand in each other's way."""
+    tokenizer = build(
+        tokenizer="GPT2BPETokenizer",
+        vocab_file=shared("gpt2/gpt2-vocab.json"),
+        merge_file=shared("gpt2/gpt2-merges.txt"),
+    )
+
+    def threads(number: Number, slot: Slot) -> int:
+        tokenizer.encode_batch(["many words"] * 1000)
+        return len(os.listdir("/proc/self/task"))
+
+    with Workers(1, here=lambda: threads, there=lambda: threads) as pool:
+        found = [answer for _, answer, _ in pool.answers([Number(1)])]
+    assert found[0] <= 3  # its own, the one that waits for the parent's end, and numpy's where it has one
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="workers are forked on Linux only")
+@pytest.mark.parametrize("check", [answers_come_in_order, an_error_is_told, a_kill_is_told, libraries_have_one_thread])
+def test_forked(check: Callable[[], None]) -> None:
+    """In a process of its own: threads of other tests may live in this one."""
+    if check is libraries_have_one_thread:
+        shared("gpt2/gpt2-vocab.json")
+    program = f"from tests.data import test_workers as t; assert t.workers._can_fork(); t.{check.__name__}()"
+    subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, check=True, timeout=120)
+
+
+@pytest.mark.parametrize("check", [answers_come_in_order, an_error_is_told, a_kill_is_told])
+def test_begun_anew(check: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workers, "_can_fork", lambda: False)
+    check()
 
 
 @pytest.fixture
@@ -85,23 +128,6 @@ def test_the_bytes_do_not_depend_on_how_they_travel(novel: Path, monkeypatch: py
         assert bytes_of(novel, 2) == expected, "begun anew, beside another thread"
     finally:
         stay.set()
-
-
-def test_libraries_in_workers_have_one_thread(novel: Path) -> None:
-    """A library's own threads, one for each core in each worker, would stand in each other's way."""
-    tokenizer = build(
-        tokenizer="GPT2BPETokenizer",
-        vocab_file=shared("gpt2/gpt2-vocab.json"),
-        merge_file=shared("gpt2/gpt2-merges.txt"),
-    )
-
-    def threads(number: Number, slot: Slot) -> int:
-        tokenizer.encode_batch(["many words"] * 1000)
-        return len(os.listdir("/proc/self/task"))
-
-    with Workers(1, here=lambda: threads, there=str) as pool:
-        found = [answer for _, answer, _ in pool.answers([Number(1)])]
-    assert found[0] <= 3  # its own, the one that waits for the parent's end, and numpy's where it has one
 
 
 def test_a_killed_parent_leaves_no_worker(tmp_path: Path) -> None:
