@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gzip
 import hashlib
+import functools
 import json
 import os
 import random
@@ -136,27 +137,45 @@ preprocess([sys.argv[1]], sys.argv[2], json.loads(sys.argv[3]), append_eod=True,
 """
 
 
+def started(prefix: str) -> subprocess.Popen[bytes]:
+    """A run that goes on where the last one on this prefix stopped, past its imports."""
+    command = [sys.executable, "-c", SCRIPT, str(source()), prefix, json.dumps(TOKENIZER)]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, start_new_session=True)
+    assert process.stdout is not None
+    process.stdout.readline()
+    return process
+
+
+@functools.cache
+def length() -> float:
+    """Seconds of a run that nobody kills."""
+    process, begin = started(f"{HOME}/length"), time.perf_counter()
+    assert process.wait() == 0
+    return time.perf_counter() - begin
+
+
 def kill(number: int) -> Any:
-    """Kill -9 at a random moment, three times over, then resume to the end."""
+    """Kill -9 at a random moment of a run, three times over, then resume to the end."""
 
     def prove() -> dict[str, Any]:
-        rng, prefix, kills = random.Random(number), f"{HOME}/k{number}", 0
-        command = [sys.executable, "-c", SCRIPT, str(source()), prefix, json.dumps(TOKENIZER)]
-        for _ in range(3):
-            process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, start_new_session=True)
-            assert process.stdout is not None
-            process.stdout.readline()
-            time.sleep(rng.random() * 2.5)
+        rng, prefix, kills, ended = random.Random(number), f"{HOME}/k{number}", 0, 0
+        while kills < 3:
+            process = started(prefix)
+            time.sleep(rng.random() * length())
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
+            if process.wait() == -9:
                 kills += 1
-                assert process.wait() == -9
-            assert process.returncode in (0, -9), process.returncode
-        subprocess.run(command, cwd=ROOT, stdout=subprocess.DEVNULL, check=True)
+            else:  # nothing is left to be killed: from the beginning
+                assert process.returncode == 0, process.returncode
+                ended += 1
+                for path in HOME.glob(f"k{number}_*"):
+                    path.unlink()
+        assert started(prefix).wait() == 0
         assert digest(f"{prefix}_text_document") == expected()
         left = [path.name for path in HOME.glob(f"k{number}*") if path.suffix not in (".bin", ".idx", ".json")]
         assert not left, left
-        return {"kills": kills}
+        return {"kills": kills, "ended before": ended, "length": round(length(), 2)}
 
     return prove
 
