@@ -5,9 +5,9 @@ MEGA_SHARED_DATA=... python tests/battery/data_preprocess.py [item ...]
 
 from __future__ import annotations
 
+import functools
 import gzip
 import hashlib
-import functools
 import json
 import os
 import random
