@@ -1,6 +1,6 @@
 """What a save costs on real devices: GB/s at once, GB/s of a load, and how much a save behind the run slows the run.
 
-    torchrun --nproc-per-node 4 tests/gpu/save.py --dir /tmp/saves --out rows.jsonl [--row w2] [--layers 16]
+    torchrun --nproc-per-node 4 tests/gpu/save.py --dir /tmp/saves --out rows.jsonl [--row w2]
 
 One process group and one training state; each row is appended as it is known:
 
@@ -11,7 +11,8 @@ One process group and one training state; each row is appended as it is known:
     sync    the state that was loaded, saved at once, and whether its bytes are those of the checkpoint that it came
             from (sha256 of every tensor)
 
-GB are 10^9 bytes of all ranks. Without a GPU, `--row tiny` shows that it works.
+The disk needs room for one checkpoint: each is removed before the next is written. GB are 10^9 bytes of all ranks.
+Without a GPU, `--row tiny` shows that it works.
 """
 
 from __future__ import annotations
@@ -64,8 +65,9 @@ class Bench:
     def __init__(self, options: argparse.Namespace):
         self.world, self.device, groups = connect("cpu" if options.row == "tiny" else "auto")
         size = self.world.size
-        flags: Mapping[str, Any] = {} if options.layers is None else {"layers": options.layers}
-        run = updated(RunConfig(), TINY) if options.row == "tiny" else row(options.row, flags, size)
+        asked: Mapping[str, Any] = {"layers": options.layers, "global_batch": options.global_batch}
+        flags = {flag: value for flag, value in asked.items() if value is not None}
+        run = updated(RunConfig(), {**TINY, **flags}) if options.row == "tiny" else row(options.row, flags, size)
         self.directory, self.out, self.commit = Path(options.dir), options.out, options.commit
         kept = replace(run.checkpoint, save=str(self.directory), save_interval=1, async_save=True, keep_last=1)
         self.run = resolve(replace(run, checkpoint=kept), size)
@@ -122,6 +124,13 @@ class Bench:
         """Bytes of a checkpoint's tensors."""
         return self.store.open(step).bytes
 
+    def remove(self, step: int) -> None:
+        """Make room on the disk for the next one."""
+        self.slowest(0)  # everybody has read it
+        if not self.world.rank:
+            shutil.rmtree(self.store.path(step))
+        self.slowest(0)  # nobody writes before it is gone
+
     def digests(self, step: int) -> dict[tuple[Any, ...], str]:
         """Every stored rectangle's sha256, from the manifest."""
         manifest = read_manifest(self.store.path(step))
@@ -138,6 +147,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--dir", required=True, help="an empty directory on the disk to measure; removed at the end")
     parser.add_argument("--row", default="w2", help="of mega bench, or tiny")
     parser.add_argument("--layers", type=int, help="fewer blocks, where disk or memory are short")
+    parser.add_argument("--global-batch", type=int, help="sequences a step; else the row's")
     parser.add_argument("--steps", type=int, default=4, help="that are timed, alone and during each save")
     parser.add_argument("--commit", default=None, help="what the rows are marked with")
     options = parser.parse_args(arguments)
@@ -161,7 +171,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         stood = bench.slowest(time.perf_counter() - began)
         # The step that follows at once is timed with the call before it: this is what a run feels.
         first = bench.slowest(_since(began, bench, lambda: train_step(state, bench.batches, 1e-5, 0.1)))
-        during = []
+        during: list[float] = []
         while bench.slowest(float(behind.busy)) and len(during) < options.steps:
             during.append(bench.step())
         behind.wait()
@@ -171,6 +181,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "async",
             save=step,
             bytes=size,
+            sequences=bench.run.batch.global_batch,
             host_stood_still=stood,
             save_and_next_step=first,
             slower_percent=100 * (first / usual - 1),
@@ -180,11 +191,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
             gb_per_s=size / published / 1e9,
         )
 
+        if step == 1:
+            bench.remove(step)
+
     before = bench.digests(2)
     dropped = bench.device.is_cuda and not bench.world.rank and _drop_page_cache()
     seconds = bench.timed(lambda: restore(state, Origin(bench.store.open(2), weights_only=False)))
     bench.row("load", bytes=size, seconds=seconds, gb_per_s=size / seconds / 1e9, page_cache_dropped=dropped)
 
+    bench.remove(2)
     state.progress.step = 3
     seconds = bench.timed(at_once.save)
     same = bench.digests(3) == before
