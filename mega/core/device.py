@@ -163,6 +163,8 @@ class HostCopy:
         """Fetch what was asked for, and wait until the host can read it. To be called once after each `take`."""
         if self._stream is None:
             return
+        # A new thread begins on the first device, where its calls would make a context: half a second for all threads.
+        torch.cuda.set_device(self._stream.device)
         try:
             if any(not x.is_cuda for _, x in self._asked):
                 self._now.synchronize()  # the host copies these by itself, and the device may still be writing them
