@@ -1,40 +1,135 @@
-"""Exchanges beside products: tokens and sums arrive as by the group's own collectives, two exchanges under way."""
+"""Exchanges beside products: tokens and sums arrive as by the group's own collectives, two exchanges under way.
+
+By messages as they are; by mapped memory with a stand-in for the device: memory is a file that all ranks map, and what
+a device does by itself, its copies and marks, a thread does late, at random.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import queue
+import random
+import threading
+import time
+from math import prod
+from pathlib import Path
+from unittest import mock
+
 import pytest
 import torch
+import torch.distributed as dist
 
 from mega.core.parallel.collectives import all_gather, reduce_scatter
 from mega.core.parallel.launch import Pool
-from mega.core.parallel.mesh import Groups, Mesh
-from mega.core.parallel.peers import FULL, Gather, Scatter, peers
+from mega.core.parallel.mesh import Axis, Groups, Mesh
+from mega.core.parallel.peers import FULL, Gather, Mapped, Peers, Scatter, peers
 
 CPU = torch.device("cpu")
+PAIRS = 2
+"""So many rows are gathered and scattered in pairs alone, where ranks wait for each other the least."""
+DELAYS = (0.0, 0.0, 0.0, 0.001, 0.005)
+"""Seconds; drawn for each copy and each wait."""
 
 
 def exchanges(groups: Groups, rank: int, size: int, rows: int) -> None:
     axis = Mesh(rank, tp=size, groups=groups).tp
-    through = peers(axis, CPU)
-    generator = torch.Generator().manual_seed(rank)
-    for _ in range(3):
-        x, full = (torch.randn(count, 3, generator=generator) for count in (rows, rows * size))
-        gathered, scattered = all_gather(x, axis), reduce_scatter(full, axis)
+    compare(peers(axis, CPU), [rows] * 3)
+
+
+def compare(through: Peers, many: list[int]) -> None:
+    """Exchanges of each kind for each number of rows, in which ranks meet nowhere else."""
+    axis = through.axis
+    size = axis.size
+    generator = torch.Generator().manual_seed(axis.index)
+    ours = [[torch.randn(count, 3, generator=generator) for count in (rows, rows * size)] for rows in many]
+    expected = [(all_gather(x, axis), reduce_scatter(full, axis)) for x, full in ours]
+    for rows, (x, full), (gathered, scattered) in zip(many, ours, expected, strict=True):
         gather, scatter = Gather(x, through), Scatter(rows, 3, x, through)
-        parts = dict.fromkeys(range(rows * size), 0)
-        for where, part in gather.parts():
-            assert torch.equal(part, gathered[where])
-            parts.update(dict.fromkeys(range(where.start, where.stop), 1))
-        assert all(parts.values())
+        if rows != PAIRS:
+            parts = dict.fromkeys(range(rows * size), 0)
+            for where, part in gather.parts():
+                assert torch.equal(part, gathered[where])
+                parts.update(dict.fromkeys(range(where.start, where.stop), 1))
+            assert all(parts.values())
         for where, out in scatter.parts():
             out.copy_(full[where])
         assert torch.equal(gather.whole(), gathered)
         torch.testing.assert_close(scatter.blocks().sum(0), scattered)
-        kept = Gather(x, through).whole(keep=True)
-        assert torch.equal(kept, gathered)
+        if rows != PAIRS:
+            kept = Gather(x, through).whole(keep=True)
+            assert torch.equal(kept, gathered)
 
 
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("rows", [1, FULL // 2, FULL])
 def test_exchanges(pool: Pool, size: int, rows: int) -> None:
     pool.run(exchanges, size, rows, world=size)
+
+
+class LateCopies:
+    """What CopyStream does, by a thread that takes its time."""
+
+    def __init__(self, seed: int) -> None:
+        self._asked: queue.Queue[tuple[torch.Tensor, torch.Tensor, int, int]] = queue.Queue()
+        self._delays = random.Random(seed)
+        threading.Thread(target=self._work, daemon=True).start()
+
+    def copy(self, block: torch.Tensor, into: torch.Tensor, mark: int, value: int) -> None:
+        self._asked.put((block, into, mark, value))
+
+    def wait(self, mark: int, value: int) -> None:
+        time.sleep(self._delays.choice(DELAYS))
+        until = time.monotonic() + 60
+        while ctypes.c_uint32.from_address(mark).value < value:
+            assert time.monotonic() < until, "a mark never came"
+            time.sleep(0)
+
+    def settle(self) -> None:
+        self._asked.join()
+
+    def _work(self) -> None:
+        while True:
+            block, into, mark, value = self._asked.get()
+            time.sleep(self._delays.choice(DELAYS))
+            into.copy_(block)
+            ctypes.c_uint32.from_address(mark).value = value
+            self._asked.task_done()
+
+
+class SharedFiles:
+    """What a handle of symmetric memory does: every rank's memory, here a file, mapped by all."""
+
+    def __init__(self, directory: Path, axis: Axis, size: int):
+        dist.barrier(axis.group)  # each has made its own
+        self._memory = [
+            torch.from_file(str(directory / f"{rank}-{size}"), shared=True, size=size, dtype=torch.uint8)
+            for rank in range(axis.size)
+        ]
+        self.buffer_ptrs = [memory.data_ptr() for memory in self._memory]
+
+    def get_buffer(self, rank: int, shape: tuple[int, ...], dtype: torch.dtype, offset: int) -> torch.Tensor:
+        begin = offset * dtype.itemsize
+        return self._memory[rank][begin : begin + prod(shape) * dtype.itemsize].view(dtype).view(shape)
+
+
+def mapped_exchanges(groups: Groups, rank: int, size: int, directory: Path) -> None:
+    axis = Mesh(rank, tp=size, groups=groups).tp
+
+    def empty(count: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.from_file(str(directory / f"{rank}-{count}"), shared=True, size=count, dtype=dtype)
+
+    def rendezvous(memory: torch.Tensor, group: dist.ProcessGroup) -> SharedFiles:
+        return SharedFiles(directory, axis, len(memory))
+
+    with (
+        mock.patch("mega.core.parallel.peers.CopyStream", lambda: LateCopies(rank)),
+        mock.patch("torch.distributed._symmetric_memory.empty", empty),
+        mock.patch("torch.distributed._symmetric_memory.rendezvous", rendezvous),
+    ):
+        compare(Mapped(axis), [4, 1, 3, 4, FULL, 5, 7, *[PAIRS] * 24])
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_exchanges_through_mapped_memory(pool: Pool, tmp_path: Path, size: int) -> None:
+    """Memory is used again and again, is made anew for a larger block, and no block is lost or read too early."""
+    pool.run(mapped_exchanges, size, tmp_path, world=size)

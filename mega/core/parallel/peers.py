@@ -14,7 +14,6 @@ neither weights nor layers. All ranks of an axis make the same exchanges in the 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from math import prod
 from typing import Any, Protocol
 
 import torch
@@ -207,31 +206,21 @@ class Mapped:
         self._count += 1
         return _Written(self, self._count, (rows, columns), like.dtype)
 
-    def block(self, rank: int, number: int, writer: int, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
-        """Where in the memory of `rank` the block of `writer` of this exchange lies."""
-        key = (rank, number % SLOTS, writer, shape, dtype)
+    def slot(self, rank: int, number: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """[ranks, rows, columns] in the memory of `rank`: the blocks of this exchange that come to it."""
+        key = (rank, number % SLOTS, shape, dtype)
         if key not in self._views:
-            offset = self._offset(number, writer, prod(shape) * dtype.itemsize) // dtype.itemsize
-            self._views[key] = self._handle.get_buffer(rank, shape, dtype, offset)
-        return self._views[key]
-
-    def slot(self, number: int, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
-        key = ("slot", number % SLOTS, shape, dtype)
-        if key not in self._views:
-            offset = self._offset(number, 0, 0) // dtype.itemsize
-            self._views[key] = self._handle.get_buffer(self.axis.index, (self.axis.size, *shape), dtype, offset)
+            offset = number % SLOTS * self.axis.size * self._bytes // dtype.itemsize
+            self._views[key] = self._handle.get_buffer(rank, (self.axis.size, *shape), dtype, offset)
         return self._views[key]
 
     def write(self, block: torch.Tensor, rank: int, number: int) -> None:
         ours = self.axis.index
-        into = self.block(rank, number, ours, tuple(block.shape), block.dtype)  # type: ignore[arg-type]
+        into = self.slot(rank, number, tuple(block.shape), block.dtype)[ours]
         self._beside.copy(block, into, self._mark(rank, number, ours), number)
 
     def wait(self, rank: int, number: int) -> None:
         self._beside.wait(self._mark(self.axis.index, number, rank), number)
-
-    def _offset(self, number: int, writer: int, size: int) -> int:
-        return number % SLOTS * self.axis.size * self._bytes + writer * size
 
     def _mark(self, rank: int, number: int, writer: int) -> int:
         marks = SLOTS * self.axis.size * self._bytes
@@ -265,9 +254,9 @@ class Mapped:
 
 
 class _Written:
-    def __init__(self, through: Mapped, number: int, shape: tuple[int, int], dtype: torch.dtype):
+    def __init__(self, through: Mapped, number: int, shape: tuple[int, ...], dtype: torch.dtype):
         self._through, self._number = through, number
-        self.slot = through.slot(number, shape, dtype)
+        self.slot = through.slot(through.axis.index, number, shape, dtype)
 
     def send(self, block: torch.Tensor, rank: int) -> None:
         self._through.write(block, rank, self._number)
