@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -13,7 +12,6 @@ from mega.core.inventory import Cut, Init, Tensor
 from mega.core.parallel.collectives import (
     all_gather,
     all_reduce,
-    enter_region,
     leave_region,
     own_block,
     reduce_scatter,
@@ -53,37 +51,22 @@ def collectives(groups: Groups, rank: int, size: int) -> None:
     same(reduce_scatter(mine.t().contiguous().t(), axis), own_block(total, axis))  # not contiguous
 
 
-def pairs(groups: Groups, rank: int, size: int) -> None:
-    """Forward and backward of both regions, with and without tokens shared out."""
+def regions(groups: Groups, rank: int, size: int) -> None:
+    """Forward and backward of leaving a region, with and without tokens shared out."""
     axis = tensor_axis(groups, rank, size)
     parts = [random(2 * size, 3, seed=number) for number in range(size)]
-    grads = [random(2 * size, 3, seed=100 + number) for number in range(size)]
-    sum_parts, sum_grads = torch.stack(parts).sum(0), torch.stack(grads).sum(0)
-
-    def passed(region: Callable[..., torch.Tensor], x: torch.Tensor, grad: torch.Tensor, sequence: bool) -> None:
-        nonlocal out, back
-        leaf = x.clone().requires_grad_()
-        out = region(leaf, axis, sequence)
-        out.backward(grad)
-        back = leaf.grad
-
-    out: torch.Tensor
-    back: torch.Tensor | None
-    whole, our_grad = parts[0], grads[rank]
-    passed(enter_region, whole, our_grad, False)
-    same((out, back), (whole, sum_grads))
-    passed(leave_region, parts[rank], grads[0], False)
-    same((out, back), (sum_parts, grads[0]))
-    passed(enter_region, own_block(whole, axis), our_grad, True)
-    same((out, back), (whole, own_block(sum_grads, axis)))
-    passed(leave_region, parts[rank], own_block(grads[0], axis), True)
-    same((out, back), (own_block(sum_parts, axis), grads[0]))
+    total, grad = torch.stack(parts).sum(0), random(2 * size, 3, seed=100)
+    for sequence, ours in ((False, lambda x: x), (True, lambda x: own_block(x, axis))):
+        leaf = parts[rank].clone().requires_grad_()
+        out = leave_region(leaf, axis, sequence)
+        out.backward(ours(grad))
+        same((out, leaf.grad), (ours(total), grad))
 
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_collectives(pool: Pool, size: int) -> None:
     pool.run(collectives, size, world=size)
-    pool.run(pairs, size, world=size)
+    pool.run(regions, size, world=size)
 
 
 def test_an_axis_of_one_rank_copies_nothing() -> None:
@@ -91,8 +74,7 @@ def test_an_axis_of_one_rank_copies_nothing() -> None:
     all_reduce(x, SINGLE)
     for once in (all_gather(x, SINGLE), reduce_scatter(x, SINGLE), own_block(x, SINGLE)):
         assert once is x
-    for region in (enter_region, leave_region):
-        assert region(x, SINGLE, True) is x
+    assert leave_region(x, SINGLE, True) is x
 
 
 # -- linears

@@ -112,30 +112,6 @@ def own_block(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     return x.chunk(axis.size, dim=0)[axis.index] if axis.size > 1 else x
 
 
-class _CopyIn(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, axis: Axis) -> torch.Tensor:
-        ctx.axis = axis
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        grad = grad.clone(memory_format=torch.contiguous_format)
-        all_reduce(grad, ctx.axis)
-        return grad, None
-
-
-class _GatherIn(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, axis: Axis) -> torch.Tensor:
-        ctx.axis = axis
-        return all_gather(x, axis)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return reduce_scatter(grad, ctx.axis), None
-
-
 class _SumOut(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, axis: Axis) -> torch.Tensor:
@@ -173,14 +149,6 @@ class _Swap(torch.autograd.Function):
 def swap(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     """`all_to_all` that autograd knows."""
     return _Swap.apply(x, axis)  # type: ignore[no-any-return, no-untyped-call]
-
-
-def enter_region(x: torch.Tensor, axis: Axis, sequence: bool) -> torch.Tensor:
-    """Into a tensor-parallel region: whole tokens on every rank; gradients of all ranks add up."""
-    if axis.size == 1:
-        return x
-    pair = _GatherIn if sequence else _CopyIn
-    return pair.apply(x, axis)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def leave_region(x: torch.Tensor, axis: Axis, sequence: bool) -> torch.Tensor:
