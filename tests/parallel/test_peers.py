@@ -87,6 +87,7 @@ class LateCopies:
     def settle(self) -> None:
         self._asked.join()
 
+    @torch.no_grad()
     def _work(self) -> None:
         while True:
             block, into, mark, value = self._asked.get()

@@ -1,0 +1,120 @@
+"""How fast a layout of more tensor ranks than there are devices would be: two devices play two of its ranks.
+
+    torchrun --nproc-per-node 2 -m tests.gpu.imitate --out rows.jsonl [--row w3] [--world 8] [--full 1024 2048 4096]
+
+Each device holds one rank's weights of all `--world` and makes that rank's products. Blocks for the other ranks all go
+to the one peer, which takes them for blocks of the ranks whose turn it is: as many bytes leave and come by the same
+link, in the same order, and are waited for at the same places. (A switch gives each pair of devices the whole link of
+both, so that one peer is as fast as seven.) The few collectives beside the blocks' exchanges, of the embedding and the
+loss, run among two. So the time is that of the layout; the loss is nobody's.
+
+Where the layout has two ranks nothing is imitated, and the row is `mega bench`'s. --full: other sizes of a product's
+pieces (parallel/peers.py), a row each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mega.core.config.resolve import resolve
+from mega.core.parallel import collectives
+from mega.core.parallel import peers as exchanges
+from mega.core.parallel.launch import connect, disconnect
+from mega.core.parallel.mesh import Axis, Groups
+from mega.core.training.bench import measure, row, told
+
+
+class Two(Groups):
+    """Every group is the two ranks that exist."""
+
+    def make(self, parts: Sequence[tuple[int, ...]], purpose: str = "", backend: str | None = None) -> None:
+        for ranks in parts:
+            if len(ranks) > 1 and (ranks, purpose) not in self.made:
+                self.made[ranks, purpose] = dist.new_group([0, 1], backend=backend or self.backend)
+
+
+def gather_two(out: torch.Tensor, x: torch.Tensor, group: dist.ProcessGroup, async_op: bool) -> Any:
+    """The two real blocks, over and over."""
+    both = x.new_empty((2 * len(x), *x.shape[1:]))
+    work = REAL_GATHER(both, x, group=group)
+    out.view(-1, *both.shape).copy_(both)
+    return work or collectives.Finished()
+
+
+def scatter_two(out: torch.Tensor, x: torch.Tensor, group: dist.ProcessGroup, async_op: bool) -> Any:
+    return REAL_SCATTER(out, x[: 2 * len(out)], group=group, async_op=async_op)
+
+
+REAL_GATHER, REAL_SCATTER = collectives._gather_into, collectives._scatter_sum
+
+
+class Imitated(exchanges.Mapped):
+    """Blocks for all others go to the one other, in the places of the ranks whose blocks are due there."""
+
+    def __init__(self, axis: Axis):
+        super().__init__(axis)
+        self._peer = Axis(axis.name, axis.ranks, 1 - axis.index)
+        self._sent: Counter[int] = Counter()
+
+    def slot(self, rank: int, number: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return super().slot(self._real(rank), number, shape, dtype)
+
+    def write(self, block: torch.Tensor, rank: int, number: int) -> None:
+        due = [
+            writer
+            for ranks in exchanges._order(self._peer, len(block), ours_first=True, coming=True)
+            for writer in ranks
+            if writer != self._peer.index
+        ]
+        writer = due[self._sent[number]]
+        self._sent[number] += 1
+        into = self.slot(rank, number, tuple(block.shape), block.dtype)[writer]
+        self._beside.copy(block, into, self._mark(rank, number, writer), number)
+
+    def _mark(self, rank: int, number: int, writer: int) -> int:
+        return super()._mark(self._real(rank), number, writer)
+
+    def _real(self, rank: int) -> int:
+        return self.axis.index if rank == self.axis.index else self._peer.index
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", required=True)
+    parser.add_argument("--row", default="w3", help="of mega bench")
+    parser.add_argument("--world", type=int, default=8)
+    parser.add_argument("--layers", type=int, help="fewer blocks")
+    parser.add_argument("--full", type=int, nargs="*", default=[exchanges.FULL])
+    parser.add_argument("--trace", help="a Chrome trace of the last row")
+    parser.add_argument("--commit", default=None, help="what the rows are marked with")
+    asked = parser.parse_args(arguments)
+    world, device, groups = connect("auto")
+    assert world.size == 2, world.size
+    if asked.world > 2:
+        groups = Two(groups.backend)
+        collectives._gather_into, collectives._scatter_sum = gather_two, scatter_two
+        exchanges.Mapped = Imitated  # type: ignore[misc]
+    flags = {"tp": asked.world} | ({} if asked.layers is None else {"layers": asked.layers})
+    run = resolve(row(asked.row, flags, asked.world), asked.world)
+    for full in asked.full:
+        exchanges.FULL = full
+        name = f"{asked.row}, tp {asked.world}" + (" imitated" if asked.world > 2 else "")
+        speed = measure(name, run, world.rank, asked.world, device, groups, trace=asked.trace)
+        if world.rank == 0:
+            print(told(speed, None), flush=True)
+            found = {**speed.fields(), "layers": run.model.layers, "full": full, "commit": asked.commit}
+            with open(asked.out, "a", encoding="utf-8") as file:
+                file.write(json.dumps(found) + "\n")
+    disconnect()
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
