@@ -42,8 +42,7 @@ class Command(TyperCommand):
         own: dict[str, Meaning] = {}
         configured: list[Entry] = []
         for param in self.get_params(ctx):
-            entry = entries().get(param.name or "")
-            if entry is not None and entry.flag in param.opts:
+            if (entry := _entry(param)) is not None:
                 configured.append(entry)
             elif param.param_type_name == "option":
                 own |= _own_flags(param)
@@ -51,6 +50,12 @@ class Command(TyperCommand):
         if notes and is_first_rank():
             print("\n".join(notes), file=sys.stderr)
         return super().parse_args(ctx, canonical)
+
+
+def _entry(param: Any) -> Entry | None:
+    """The option of a config that `param` was made from; a verb's own option may have the name of another."""
+    entry = entries().get(param.name or "")
+    return entry if entry is not None and getattr(param, "rich_help_panel", None) == entry.title else None
 
 
 def _own_flags(param: Any) -> Mapping[str, Meaning]:
@@ -186,8 +191,7 @@ def _kind(param: Any) -> str:
     """What stands behind a flag: ` INT`, ` adam|sgd`, ` STR ...`, or nothing behind a switch."""
     if param.is_flag:
         return ""
-    entry = entries().get(param.name)
-    if entry is None or entry.flag not in param.opts:
+    if (entry := _entry(param)) is None:
         return " VALUE"
     return f" {'|'.join(entry.choices) or entry.kind.__name__.upper()}{' ...' if entry.many else ''}"
 

@@ -259,7 +259,11 @@ def test_kill_and_resume(tmp_path: Path) -> None:
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-    assert run(tmp_path, source, name="r", resume=True) == expected
+    tokenizer = ["--tokenizer", "NullTokenizer", "--vocab-size", "99"]
+    outcome = main(
+        ["preprocess", f"--input={source}", f"--output-prefix={tmp_path}/r", *tokenizer, "--append-eod", "--resume"]
+    )
+    assert outcome == 0 and made(f"{tmp_path}/r_text_document") == expected
 
 
 def test_full_disk_names_the_output(tmp_path: Path, plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
