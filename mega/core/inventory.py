@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import ceil, prod, sqrt
 from typing import Literal
 
@@ -133,6 +134,7 @@ def _norm(model: ModelConfig, name: str, width: int, place: Place, partial: Part
         yield Tensor(f"{name}.bias", (width,), (place,), Init(), partial=(partial,))
 
 
+@lru_cache(maxsize=16)
 def parameters(model: ModelConfig) -> int:
     """Elements of all logical tensors: true vocabulary rows, tied tensors once."""
     return sum(tensor.elements for tensor in inventory(model))

@@ -12,7 +12,7 @@ from mega.core.config.presets import PRESETS
 from mega.core.config.resolve import resolve
 from mega.core.config.run import RunConfig
 from mega.core.device import DTYPES
-from mega.core.estimate.weights import stage_buckets, stage_weights
+from mega.core.estimate.weights import stage_buckets, stage_chunks, stage_weights
 from mega.core.optim.choose import rule_of
 from mega.core.optim.optimizer import Optimizer
 from mega.core.parallel.gradients import GradBuffer
@@ -49,11 +49,11 @@ def built(run: RunConfig, dp: int, stage: int, tensor: int = 0) -> GradBuffer:
 def agree(run: RunConfig, dp: int, stage: int, tensor: int = 0) -> None:
     buffer = built(run, dp, stage, tensor)
     spans = [bucket.span[1] - bucket.span[0] for bucket in buffer.buckets]
-    assert [(b.length, b.span) for b in stage_buckets(run, dp, stage)] == [
+    assert [(b.length, b.span) for b in stage_buckets(run, dp, stage_chunks(run)[stage])] == [
         (bucket.weights.numel(), span) for bucket, span in zip(buffer.buckets, spans)
     ]
     optimizer = Optimizer(buffer, rule_of(run.optimizer), 1.0, masters=run.precision.masters)
-    counted = stage_weights(run, dp, stage)
+    counted = stage_weights(run, dp, stage_chunks(run)[stage])
     assert counted.parameters == sum(w.numel() for b in buffer.buckets for w, _, _ in b.places)
     # What spans alone keep is an `own` tensor; the whole ones come and go.
     whole = run.parallel.zero

@@ -6,10 +6,13 @@ no device and no time.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from mega.core.config.sections import ModelConfig
 from mega.core.inventory import inventory
 
 
+@lru_cache(maxsize=16)
 def product_parameters(model: ModelConfig) -> int:
     """Elements of every tensor but those that are only looked up: the input embedding and the positions.
 

@@ -7,15 +7,20 @@ when it comes. The plan is the one that the trainer executes.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import chain
+from operator import mul
+from typing import NamedTuple
 
 from mega.core.config.resolve import data_parallel, microbatches
 from mega.core.config.run import RunConfig
 from mega.core.estimate.activations import Footprint, Sizes, footprint
-from mega.core.estimate.weights import BYTES, Weights, passing, stage_weights, wide
+from mega.core.estimate.weights import BYTES, Chunk, Weights, passing, stage_chunks, stage_weights, wide
 from mega.core.inventory import parameters
-from mega.core.plan import Act, Compute, Exchange, plan, stage_layers
+from mega.core.plan import Act, Compute, Exchange, Kind, plan
+from mega.core.plan.exchange import needs
 
 LIBRARIES = 32 << 20
 """Workspace of cuBLAS on a Hopper device, which comes out of the allocator like any tensor."""
@@ -90,10 +95,34 @@ def memory(run: RunConfig, world: int) -> Memory:
     """What a resolved `run` needs on `world` ranks."""
     parallel, count = run.parallel, microbatches(run, world)
     assert parallel.schedule is not None
-    acts = plan(parallel.schedule, parallel.pp, parallel.chunks, representative(run, count)).acts
-    dp = data_parallel(run, world)
-    stages = tuple(_stage(run, acts[stage], stage, dp, count) for stage in range(parallel.pp))
-    return Memory(stages, parameters(run.model), checkpoint_bytes(run), communicators(run, dp), mapped_bytes(run))
+    courses = played(parallel.schedule, parallel.pp, parallel.chunks, representative(run, count))
+    dp, sizes, chunks = data_parallel(run, world), Sizes(run), stage_chunks(run)
+    weights = {own: stage_weights(run, dp, own) for own in set(chunks)}
+    prints = footprints(run, set(chain(*chunks)), dp, count)
+    # tokens, labels and positions are int64, loss weights fp32; all microbatches of a step are on the device
+    batches = count * sizes.rows * (sizes.length * (36 if sizes.documents else 28) + 8)
+    stages = []
+    for stage, own in enumerate(chunks):
+        held, course = weights[own], courses[stage]
+        activations, working, cargo, when = course.peak([prints[chunk] for chunk in own], sizes.residual)
+        update = _update(run, held, dp)
+        if update > activations + working + cargo:
+            activations, working, cargo, when = 0, update, 0, "optimizer step"
+        stages.append(
+            StageMemory(
+                stage=stage,
+                layers=sum(chunk.blocks for chunk in own),
+                held=held,
+                batches=batches,
+                activations=activations,
+                working=working + (LIBRARIES if sizes.kernels else 0),
+                cargo=cargo,
+                live=course.live,
+                when=when,
+            )
+        )
+    whole = parameters(run.model), checkpoint_bytes(run), communicators(run, dp), mapped_bytes(run)
+    return Memory(tuple(stages), *whole)
 
 
 def communicators(run: RunConfig, dp: int) -> int:
@@ -145,23 +174,10 @@ def kv_cache_bytes(run: RunConfig) -> int:
     return 2 * model.layers * model.kv_heads * model.head_dim * BYTES[run.precision.dtype]
 
 
-def footprints(run: RunConfig, stage: int, dp: int, count: int) -> list[Footprint]:
-    """One microbatch of `count` on each chunk of a stage."""
-    parallel = run.parallel
-    assert run.model.layers
-    layers = stage_layers(run.model.layers, parallel.pp, parallel.chunks, parallel.stage_layers)[stage]
-    last = parallel.chunks - 1
+def footprints(run: RunConfig, chunks: Collection[Chunk], dp: int, count: int) -> dict[Chunk, Footprint]:
+    """One microbatch of `count` on each of the chunks."""
     moving = passing(run, dp, repeats=count > 1)
-    return [
-        footprint(
-            run,
-            len(blocks),
-            first=stage == 0 and chunk == 0,
-            last=stage == parallel.pp - 1 and chunk == last,
-            passing=moving,
-        )
-        for chunk, blocks in enumerate(layers)
-    ]
+    return {chunk: footprint(run, chunk.blocks, first=chunk.first, last=chunk.last, passing=moving) for chunk in chunks}
 
 
 def representative(run: RunConfig, count: int) -> int:
@@ -177,31 +193,6 @@ def representative(run: RunConfig, count: int) -> int:
     return min(count, full)
 
 
-def _stage(run: RunConfig, acts: Sequence[Act], stage: int, dp: int, count: int) -> StageMemory:
-    parallel = run.parallel
-    assert run.model.layers
-    sizes, held = Sizes(run), stage_weights(run, dp, stage)
-    playing = _Playing(acts, footprints(run, stage, dp, count), sizes.residual, stage, parallel.pp)
-    activations, working, cargo, when = playing.peak
-    update = _update(run, held, dp)
-    if update > activations + working + cargo:
-        activations, working, cargo, when = 0, update, 0, "optimizer step"
-    # tokens, labels and positions are int64, loss weights fp32; all microbatches of a step are on the device
-    batches = count * sizes.rows * (sizes.length * (36 if sizes.documents else 28) + 8)
-    layers = stage_layers(run.model.layers, parallel.pp, parallel.chunks, parallel.stage_layers)[stage]
-    return StageMemory(
-        stage=stage,
-        layers=sum(map(len, layers)),
-        held=held,
-        batches=batches,
-        activations=activations,
-        working=working + (LIBRARIES if sizes.kernels else 0),
-        cargo=cargo,
-        live=playing.most,
-        when=when,
-    )
-
-
 def _update(run: RunConfig, held: Weights, dp: int) -> int:
     """What the optimizer needs besides its state: copies of a bucket's span, wide. Weights are gathered in place."""
     precision, options = run.precision, run.optimizer
@@ -213,48 +204,72 @@ def _update(run: RunConfig, held: Weights, dp: int) -> int:
     return 0 if options.optimizer_offload else copies * (held.largest // weight // shares * high)
 
 
-class _Playing:
-    """One rank's acts in order, with what is alive at each. `peak`: activations, working, cargo, and when."""
+class Moment(NamedTuple):
+    """What is alive on a rank when a compute begins, in numbers: no bytes, so that many runs share one plan's.
 
-    def __init__(
-        self, acts: Sequence[Act], chunks: Sequence[Footprint], residual: int, stage: int, stages: int
-    ) -> None:
-        self.chunks, self.residual, self.stage, self.stages = chunks, residual, stage, stages
-        self.peak = (0, 0, 0, "never")
-        self.held = self.live = self.most = 0
-        self.arrived = 0
-        self.leaving: deque[int] = deque(maxlen=SENT)
-        for act in acts:
-            if isinstance(act, Exchange):
-                self._exchange(act)
-            else:
-                self._compute(act)
+    held: microbatches of each chunk between forward and backward. products: those between backward and weights.
+    cargo: pieces that have come and wait, and gradients sent that may be on their way.
+    """
 
-    def _exchange(self, act: Exchange) -> None:
-        # What is sent forwards is kept for the backward pass anyway.
-        self.leaving.extend(self.residual if transfer.kind == "B" else 0 for transfer in act.sends)
-        self.arrived += len(act.recvs) * self.residual
+    kind: str
+    chunk: int
+    held: tuple[int, ...]
+    products: tuple[int, ...]
+    cargo: int
 
-    def _compute(self, act: Compute) -> None:
-        chunk, where = self.chunks[act.chunk], act.chunk * self.stages + self.stage
-        last = where == len(self.chunks) * self.stages - 1
-        if act.kind == "F":
-            self.arrived -= self.residual if where and self.stages > 1 else 0
-            self._see(chunk.forward, act)
-            self.held += chunk.held
-            self.live += 1
-            self.most = max(self.most, self.live)
-        elif act.kind == "B":
-            self._see(chunk.backward - chunk.held, act)
-            self.arrived -= self.residual if not last and self.stages > 1 else 0
-            self.held += chunk.products - chunk.held
-            self.live -= 1
+
+@dataclass(frozen=True)
+class Course:
+    """One rank's plan: its different moments, each with the first microbatch that meets it, in order.
+
+    live: the most microbatches (of a chunk) in flight.
+    """
+
+    moments: Mapping[Moment, int]
+    live: int
+
+    def peak(self, chunks: Sequence[Footprint], residual: int) -> tuple[int, int, int, str]:
+        """Activations, working and cargo of the first of the dearest moments, and what runs then."""
+        held, products = [chunk.held for chunk in chunks], [chunk.products for chunk in chunks]
+        working = {"F": [chunk.forward for chunk in chunks], "B": [chunk.backward - chunk.held for chunk in chunks]}
+
+        def bytes_of(moment: Moment) -> tuple[int, int, int]:
+            kept = sum(map(mul, moment.held, held)) + sum(map(mul, moment.products, products))
+            return kept, working[moment.kind][moment.chunk], moment.cargo * residual
+
+        dearest = max(self.moments, key=lambda moment: sum(bytes_of(moment)))
+        pass_ = "forward" if dearest.kind == "F" else "backward"
+        chunk = f", chunk {dearest.chunk}" if len(chunks) > 1 else ""
+        return *bytes_of(dearest), f"{pass_} of microbatch {self.moments[dearest]}{chunk}"
+
+
+@lru_cache(maxsize=64)
+def played(kind: Kind, stages: int, chunks: int, count: int) -> tuple[Course, ...]:
+    """Every rank's course through a plan."""
+    acts = plan(kind, stages, chunks, count).acts
+    return tuple(_course(acts[stage], stage, stages, chunks) for stage in range(stages))
+
+
+def _course(acts: Sequence[Act], stage: int, stages: int, chunks: int) -> Course:
+    moments: dict[Moment, int] = {}
+    held, products, live = [0] * chunks, [0] * chunks, 0
+    later = any(isinstance(act, Compute) and act.kind == "W" for act in acts)
+    arrived, sent = 0, deque[bool](maxlen=SENT)
+    for act in acts:
+        if isinstance(act, Exchange):
+            # What is sent forwards is kept for the backward pass anyway.
+            sent.extend(transfer.kind == "B" for transfer in act.sends)
+            arrived += len(act.recvs)
+        elif act.kind == "W":
+            products[act.chunk] -= 1
         else:
-            self.held -= chunk.products
-
-    def _see(self, working: int, act: Compute) -> None:
-        cargo = max(0, self.arrived) + sum(self.leaving)
-        if self.held + working + cargo > sum(self.peak[:3]):
-            pass_ = "forward" if act.kind == "F" else "backward"
-            chunk = f", chunk {act.chunk}" if len(self.chunks) > 1 else ""
-            self.peak = (self.held, working, cargo, f"{pass_} of microbatch {act.microbatch}{chunk}")
+            forward, brought = act.kind == "F", needs(act, act.chunk * stages + stage, chunks * stages - 1)
+            used = stages > 1 and brought is not None
+            arrived -= used and forward
+            moment = Moment(act.kind, act.chunk, tuple(held), tuple(products), max(0, arrived) + sum(sent))
+            moments.setdefault(moment, act.microbatch)
+            arrived -= used and not forward
+            held[act.chunk] += 1 if forward else -1
+            products[act.chunk] += later and not forward
+            live = max(live, sum(held))
+    return Course(moments, live)

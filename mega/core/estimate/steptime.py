@@ -13,15 +13,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from itertools import chain
 
 from mega.core.config.resolve import data_parallel, microbatches
 from mega.core.config.run import RunConfig
 from mega.core.estimate.activations import Sizes
 from mega.core.estimate.flops import model_flops_per_token
 from mega.core.estimate.hardware import Hardware
-from mega.core.estimate.weights import BYTES, stage_weights
-from mega.core.plan import Costs, Plan, plan, simulate, stage_layers
+from mega.core.estimate.weights import BYTES, Chunk, stage_chunks, stage_weights
+from mega.core.plan import Costs, plan, simulate
 
 UPDATE_PASSES = 38
 """Bytes per parameter that zeroing gradients, the norm and a fused AdamW move: 4 + 4 + (4 + 2 x 12) + 2."""
@@ -82,12 +82,9 @@ def step_time(
     parallel, dp, count = run.parallel, data_parallel(run, world), microbatches(run, world)
     assert run.model.layers and run.batch.seq_length and run.batch.global_batch and parallel.schedule
     times = _Times(run, on, core_again, overlap)
-    layers = stage_layers(run.model.layers, parallel.pp, parallel.chunks, parallel.stage_layers)
-    pieces = parallel.pp * parallel.chunks
-    chunks = [
-        times.chunk(len(layers[g % parallel.pp][g // parallel.pp]), first=g == 0, last=g == pieces - 1)
-        for g in range(pieces)
-    ]
+    stages = stage_chunks(run)
+    passes = {chunk: times.chunk(chunk) for chunk in set(chain(*stages))}
+    chunks = [passes[stage[number]] for number in range(parallel.chunks) for stage in stages]
     hop = times.hop(parallel.tp * parallel.cp * dp)
     pipeline, busy = pipeline_time(run, chunks, count, hop, overlap) if play else _bound(run, chunks, count)
     reduction = times.reduction(dp)
@@ -96,7 +93,7 @@ def step_time(
     elif overlap:
         last = max(sum(chunk.backward + chunk.weight for chunk in chunks[r :: parallel.pp]) for r in range(parallel.pp))
         reduction = max(0.1 * reduction, reduction - 0.8 * last)
-    held = stage_weights(run, dp, 0)
+    held = stage_weights(run, dp, stages[0])
     shares = dp * parallel.cp if parallel.zero else 1
     update = UPDATE_PASSES * held.parameters / shares / (on.bandwidth * 1e12 * on.elementwise)
     if shares > 1 and parallel.zero < 3:
@@ -137,9 +134,9 @@ def pipeline_time(run: RunConfig, chunks: Sequence[Pass], count: int, hop: float
     short = 2 * parallel.pp + count % parallel.pp
     longer = short + parallel.pp
     if count <= longer:
-        return simulate(_plan(kind, parallel.pp, parallel.chunks, count), costs).makespan, busy
-    first = simulate(_plan(kind, parallel.pp, parallel.chunks, short), costs).makespan
-    second = simulate(_plan(kind, parallel.pp, parallel.chunks, longer), costs).makespan
+        return simulate(plan(kind, parallel.pp, parallel.chunks, count), costs).makespan, busy
+    first = simulate(plan(kind, parallel.pp, parallel.chunks, short), costs).makespan
+    second = simulate(plan(kind, parallel.pp, parallel.chunks, longer), costs).makespan
     return second + (second - first) * (count - longer) / parallel.pp, busy
 
 
@@ -148,11 +145,6 @@ def _bound(run: RunConfig, chunks: Sequence[Pass], count: int) -> tuple[float, f
     stages = [sum(chunk.all for chunk in chunks[rank :: run.parallel.pp]) for rank in range(run.parallel.pp)]
     ends = (sum(stages) - max(stages)) / run.parallel.chunks
     return count * max(stages) + ends, count * sum(stages)
-
-
-@lru_cache(maxsize=32)
-def _plan(kind: str, stages: int, chunks: int, count: int) -> Plan:
-    return plan(kind, stages, chunks, count)  # type: ignore[arg-type]
 
 
 class _Times:
@@ -215,7 +207,7 @@ class _Times:
         """Summing gradients over the data ranks, if nothing hides it."""
         parallel = self.run.parallel
         assert self.run.precision.grad_dtype
-        size = stage_weights(self.run, dp, 0).parameters * BYTES[self.run.precision.grad_dtype]
+        size = stage_weights(self.run, dp, stage_chunks(self.run)[0]).parameters * BYTES[self.run.precision.grad_dtype]
         return self.collective(size, dp * parallel.cp, parallel.tp) * (1 if parallel.zero else 2)
 
     def sharing(self, dp: int, chunk: Pass) -> float:
@@ -225,7 +217,7 @@ class _Times:
         """
         run, ranks = self.run, dp * self.run.parallel.cp
         assert run.precision.grad_dtype
-        parameters = stage_weights(run, dp, 0).parameters
+        parameters = stage_weights(run, dp, stage_chunks(run)[0]).parameters
         grads, weights = parameters * BYTES[run.precision.grad_dtype], parameters * self.z.e
         summed = self.collective(grads, ranks, run.parallel.tp)
         made = self.pointwise(grads + 3 * grads / ranks)
@@ -236,11 +228,11 @@ class _Times:
 
     # -- parts
 
-    def chunk(self, blocks: int, *, first: bool, last: bool) -> Pass:
-        total = self.blocks(blocks)
-        if first:
+    def chunk(self, chunk: Chunk) -> Pass:
+        total = self.blocks(chunk.blocks)
+        if chunk.first:
             total += self.embedding()
-        return total + self.head() if last else total
+        return total + self.head() if chunk.last else total
 
     def blocks(self, count: int) -> Pass:
         block, memory = self.block(), self.run.memory

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import NamedTuple
 
 from mega.core.config.run import RunConfig
 from mega.core.config.sections import ModelConfig
@@ -42,6 +43,17 @@ Place = tuple[int, str]
 
 Placed = tuple[int, "Parameter"]
 """A parameter and its unit."""
+
+
+class Chunk(NamedTuple):
+    """What a rank holds of the model in one piece: so many blocks, with the embedding or the head where it has them.
+
+    Ranks whose chunks are equal hold equally much, and take equally long.
+    """
+
+    blocks: int
+    first: bool
+    last: bool
 
 
 @dataclass(frozen=True)
@@ -101,13 +113,36 @@ def wide(dtype: str) -> int:
     return max(4, BYTES[dtype])
 
 
-def stage_weights(run: RunConfig, dp: int, stage: int) -> Weights:
-    """What each rank of pipeline stage `stage` holds of a resolved `run` on `dp` data-parallel ranks.
+def stage_chunks(run: RunConfig) -> tuple[tuple[Chunk, ...], ...]:
+    """The chunks of every pipeline stage of a resolved `run`, as `[stage][chunk]`."""
+    model, parallel = run.model, run.parallel
+    assert model.layers is not None
+    layers = stage_layers(model.layers, parallel.pp, parallel.chunks, parallel.stage_layers)
+    ends = (0, 0), (parallel.pp - 1, parallel.chunks - 1)
+    return tuple(
+        tuple(
+            Chunk(len(blocks), (stage, number) == ends[0], (stage, number) == ends[1])
+            for number, blocks in enumerate(chunks)
+        )
+        for stage, chunks in enumerate(layers)
+    )
+
+
+def stage_weights(run: RunConfig, dp: int, chunks: tuple[Chunk, ...]) -> Weights:
+    """What each rank with these `chunks` holds of a resolved `run` on `dp` data-parallel ranks.
 
     All tensor ranks of a stage hold equally much.
     """
+    # All that matters here, so that layouts which differ elsewhere share their answer.
+    parallel = replace(run.parallel, schedule=None)
+    holding = RunConfig(model=run.model, precision=run.precision, parallel=parallel, optimizer=run.optimizer)
+    return _stage_weights(holding, dp, chunks)
+
+
+@lru_cache(maxsize=64)
+def _stage_weights(run: RunConfig, dp: int, chunks: tuple[Chunk, ...]) -> Weights:
     parallel, precision = run.parallel, run.precision
-    buckets = list(stage_buckets(run, dp, stage))
+    buckets = list(stage_buckets(run, dp, chunks))
     length, span = sum(bucket.length for bucket in buckets), sum(bucket.span for bucket in buckets)
     high = wide(precision.dtype)
     assert precision.grad_dtype is not None
@@ -136,10 +171,10 @@ def _moments(run: RunConfig, bucket: Bucket) -> int:
     return 2 * bucket.span
 
 
-def stage_buckets(run: RunConfig, dp: int, stage: int) -> Iterator[Bucket]:
+def stage_buckets(run: RunConfig, dp: int, chunks: Sequence[Chunk]) -> Iterator[Bucket]:
     """The buckets of one rank of a stage, chunk by chunk (`GradBuffer`)."""
     shares = dp * run.parallel.cp if run.parallel.zero else 1
-    for chunk in stage_parameters(run, stage):
+    for chunk in stage_parameters(run, chunks):
         for group in _groups(run, chunk):
             end = sum(_up(parameter.elements, ALIGNMENT) for _, parameter in group)
             length = _up(end, shares * ALIGNMENT)
@@ -178,7 +213,7 @@ def passing(run: RunConfig, dp: int, *, repeats: bool) -> Passing | None:
     opened: dict[Place, int] = {}
     closed: dict[Place, list[tuple[int, int]]] = {}
     gathered: dict[int, tuple[int, int]] = {}
-    for bucket in stage_buckets(run, dp, 0):
+    for bucket in stage_buckets(run, dp, stage_chunks(run)[0]):
         places = set(bucket.places)
         if run.model.tied and (0, "embedding") in places:
             places.add((run.model.layers + 1, "logits"))
@@ -204,17 +239,13 @@ def _order(place: Place) -> tuple[int, int]:
     return unit, _OPS.index(op)
 
 
-def stage_parameters(run: RunConfig, stage: int) -> Iterator[list[Placed]]:
+def stage_parameters(run: RunConfig, chunks: Sequence[Chunk]) -> Iterator[list[Placed]]:
     """The parameters of each chunk of a stage with their units, in order of definition; a tied one once on a rank."""
     model, parallel = run.model, run.parallel
-    assert model.layers is not None
     embedding, block, head = _modules(model, parallel.tp)
-    layers = stage_layers(model.layers, parallel.pp, parallel.chunks, parallel.stage_layers)[stage]
-    for number, blocks in enumerate(layers):
-        first = stage == 0 and number == 0
-        last = stage == parallel.pp - 1 and number == parallel.chunks - 1
+    for blocks, first, last in chunks:
         tied = [embedding[-1]] if model.tied and last and parallel.pp > 1 else []
-        units = [embedding if first else [], *[block] * len(blocks), tied + head if last else []]
+        units = [embedding if first else [], *[block] * blocks, tied + head if last else []]
         yield [(unit, parameter) for unit, parameters in enumerate(units) for parameter in parameters]
 
 
@@ -242,16 +273,18 @@ def _groups(run: RunConfig, chunk: list[Placed]) -> Iterator[list[Placed]]:
     Under ZeRO 3 those of each unit by themselves, whatever their size.
     """
     groups: dict[tuple[str, str], list[Placed]] = {}
+    sizes: dict[tuple[str, str], int] = {}
     alone, before = run.parallel.zero >= 3, 0
     for unit, parameter in chunk:
         if alone and unit != before:
             yield from groups.values()
             groups, before = {}, unit
         alike = _kind(run, parameter.tensor), _dtype(run, parameter.tensor)
-        group = groups.setdefault(alike, [])
-        group.append((unit, parameter))
-        full = not alone and sum(one.elements for _, one in group) >= run.parallel.bucket_size
+        groups.setdefault(alike, []).append((unit, parameter))
+        sizes[alike] = sizes.get(alike, 0) + parameter.elements
+        full = not alone and sizes[alike] >= run.parallel.bucket_size
         if alike[0] == "tied" or full:
+            del sizes[alike]
             yield groups.pop(alike)
     yield from groups.values()
 

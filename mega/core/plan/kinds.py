@@ -26,6 +26,7 @@ Sources: gpipe, Huang et al. 2019 (arXiv 1811.06965); 1f1b and interleaved, Nara
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import lru_cache
 from itertools import pairwise
 from typing import Literal
 
@@ -52,6 +53,12 @@ def plan(kind: Kind, stages: int, chunks: int = 1, microbatches: int = 1) -> Pla
      Exchange(sends=(Transfer(kind='B', microbatch=0, chunk=0, peer=0),), recvs=()))
     """
     _check(kind, stages, chunks, microbatches)
+    return _made(kind, stages, chunks, microbatches)
+
+
+@lru_cache(maxsize=64)
+def _made(kind: Kind, stages: int, chunks: int, microbatches: int) -> Plan:
+    """Made once: a search of layouts, and every step of a training, ask for the same few again and again."""
     order = _ORDERS[kind]
     orders = [order(rank, stages, chunks, microbatches) for rank in range(stages)]
     return Plan(kind, stages, chunks, microbatches, with_exchanges(orders, stages, chunks))
