@@ -112,8 +112,8 @@ def root(
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line and returns its exit code: 0, 1 for a failure, 2 for a mistake of the user.
 
-    A mistake, or a fault of the machine such as a full disk, is told in one line on stderr, without a traceback unless
-    MEGA_DEBUG=1.
+    A mistake, a loss that is no number, or a fault of the machine such as a full disk, is told in one line on stderr,
+    without a traceback unless MEGA_DEBUG=1.
     """
     if COMPLETE_VARIABLE in os.environ:
         from typer.completion import completion_init
@@ -132,6 +132,8 @@ def _told(error: Exception) -> int:
     """Tells an error on stderr and returns the exit code it ends with."""
     if isinstance(error, ValueError):
         return _say(str(error) or repr(error), 2)
+    if isinstance(error, FloatingPointError):
+        return _say(str(error), 1)
     if isinstance(error, OSError):
         print(f"mega: {error}", file=sys.stderr)  # by every rank: each has met its own machine
         return 1

@@ -10,6 +10,8 @@ import platform
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
+from mega.core.config.world import cores
+
 if TYPE_CHECKING:
     from rich.text import Text
 
@@ -90,8 +92,7 @@ def _versions() -> Iterator[Row]:
 
 
 def _host() -> Iterator[Row]:
-    available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    yield "CPU", f"{available} cores", f"{os.cpu_count()} in all, {platform.machine()}"
+    yield "CPU", f"{cores()} cores", f"{os.cpu_count()} in all, {platform.machine()}"
     memory = _memory()
     if memory is not None:
         yield "memory", f"{memory / 2**30:.0f} GiB", ""

@@ -25,7 +25,14 @@ def url_of(place: Path | str) -> str | None:
 
 @contextlib.contextmanager
 def whole_file(path: Path) -> Iterator[BinaryIO]:
-    """Open a temporary file that becomes `path` when the block ends well and vanishes when it does not."""
+    """Open a temporary file that becomes `path` when the block ends well and vanishes when it does not.
+
+    A device or a pipe, such as /dev/null, is written to as it is: a rename would put a plain file in its place.
+    """
+    if path.exists() and not path.is_file():
+        with open(path, "wb") as file:
+            yield file
+        return
     temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex[:12]}.tmp")
     try:
         with open(temporary, "xb") as file:

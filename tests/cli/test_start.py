@@ -114,6 +114,7 @@ def test_every_listed_verb_loads_and_shows_help(capsys: pytest.CaptureFixture[st
     [
         (ValueError("--x 1: must be 2"), 2, False),
         (OSError("runs/a: step 20 was not saved: the disk is full (whole: steps 10)"), 1, False),
+        (FloatingPointError("step 3: the loss is nan"), 1, False),
         (RuntimeError("broken"), 1, True),
         (KeyError("gone"), 1, True),
     ],

@@ -139,6 +139,8 @@ def _directories(run: RunConfig) -> Problems:
         path = value_of(run, name)
         if path is not None and os.path.exists(path) and not os.path.isdir(path):
             yield f"{flag_of(name)} {path}: is a file; must be a directory"
+    if run.log.metrics is not None and os.path.isdir(run.log.metrics):
+        yield f"--metrics {run.log.metrics}: is a directory; must be a file"
     load, resume = run.checkpoint.load, run.checkpoint.resume
     if load is not None and run.checkpoint.require_load and not (url_of(load) or os.path.isdir(load)):
         yield f"--load {load}: there is no such directory, and --require-load is given"

@@ -17,6 +17,7 @@ from mega.core.config.option import (
     COUNT,
     NOT_NEGATIVE,
     POSITIVE,
+    SEED,
     SHARE,
     VALUE,
     ZERO_STAGE,
@@ -604,7 +605,7 @@ class RuntimeConfig:
         "seed of initial weights, dropout and data order",
         megatron="--seed",
         common=True,
-        within=NOT_NEGATIVE,
+        within=SEED,
     )
     deterministic: bool = option(False, "bitwise the same on every run", megatron={"--deterministic-mode": True})
     audit_interval: int = option(
@@ -624,4 +625,6 @@ class RuntimeConfig:
     exit_minutes: int | None = option(
         None, "stop after this long", megatron="--exit-duration-in-mins", unit="minutes", within=COUNT
     )
-    exit_on_signal: bool = option(True, "save and stop on SIGTERM", megatron={"--exit-signal-handler": True})
+    exit_on_signal: bool = option(
+        True, "save and stop on Ctrl-C, SIGTERM or SIGUSR1", megatron={"--exit-signal-handler": True}
+    )

@@ -66,6 +66,13 @@ def is_first_rank(environ: Mapping[str, str] = os.environ) -> bool:
     return environ.get("RANK", environ.get("SLURM_PROCID", "0")) == "0"
 
 
+def cores() -> int:
+    """Processor cores that this process may use; a scheduler or a container may leave it few of the host's."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 def _slurm_local_size(environ: Mapping[str, str], size: int) -> int:
     """Tasks of this node from SLURM_STEP_TASKS_PER_NODE or SLURM_NTASKS_PER_NODE, such as `4(x2),2`.
 

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import multiprocessing.forkserver
 import os
+import signal
 import sys
 import tempfile
 import threading
@@ -27,24 +29,32 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mega.core.config.world import World, world_from_env
+from mega.core.config.world import World, cores, world_from_env
 from mega.core.device import Device
 from mega.core.parallel.mesh import Groups
 
 MEETING_FILE = "MEGA_MEETING_FILE"
 """Environment variable: where ranks started by `launch` meet."""
 
+STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+"""What asks a run to stop: Ctrl-C, a scheduler, and SLURM's warning ahead of the end (--signal=USR1@120)."""
+
+SAME_SIGNAL_SECONDS = 2.0
+
 
 def connect(kind: str = "auto", backend: str = "auto", timeout_minutes: float = 10) -> tuple[World, Device, Groups]:
     """Join the process group as the rank that the environment says we are.
 
-    Alone there is no group, and every axis has size 1. Errors: ValueError where the device is absent.
+    Alone there is no group, and every axis has size 1. Errors: ValueError where the device is absent, or the backend
+    is not for it.
     """
     world = world_from_env()
     device = Device.choose(kind, world.local_rank, backend)
     if not device.is_cuda:
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // world.local_size))
+        torch.set_num_threads(threads(world.local_size))
     if world.size > 1 and not dist.is_initialized():
+        if device.backend == "nccl" and not device.is_cuda:
+            raise ValueError("--backend nccl: needs CUDA devices, and these ranks are on CPUs; valid: auto, gloo")
         meeting = os.environ.get(MEETING_FILE)
         if world.source == "slurm" and meeting is None:
             os.environ.setdefault("MASTER_ADDR", _first_host(os.environ))
@@ -59,6 +69,12 @@ def connect(kind: str = "auto", backend: str = "auto", timeout_minutes: float = 
             timeout=timedelta(minutes=timeout_minutes),
         )
     return world, device, Groups(device.backend)
+
+
+def threads(ranks: int) -> int:
+    """CPU threads of one of `ranks` on this host: what OMP_NUM_THREADS says, else its share of the cores."""
+    asked = os.environ.get("OMP_NUM_THREADS", "")
+    return int(asked) if asked.isdecimal() and int(asked) else max(1, cores() // ranks)
 
 
 def disconnect() -> None:
@@ -84,7 +100,7 @@ def launch(nproc: int, target: Callable[..., int | None], *args: Any) -> int:
     """Run `target(*args)` on `nproc` local ranks and return the job's exit code.
 
     `target` must be importable by name. The first rank that fails ends the others and names itself; the code is
-    its code. SIGINT and SIGTERM reach every rank.
+    its code. SIGINT, SIGTERM and SIGUSR1 reach every rank; a second SIGINT ends them all.
     """
     with tempfile.TemporaryDirectory(prefix="mega-") as directory:
         ranks = [
@@ -183,9 +199,23 @@ class Pool:
 
 
 def _server() -> Any:
+    """What ranks are forked from. It outlives a signal to the whole job: without it nobody knows how its ranks end."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch.distributed", __name__])
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in STOPPING}  # a new process inherits this
+    try:
+        multiprocessing.forkserver.ensure_running()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
     return context
+
+
+def _hear_signals() -> None:
+    """In a new rank: what its server ignores counts again."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_DFL)
 
 
 def _environment(rank: int, size: int, directory: str, meeting: str = "meeting") -> dict[str, str]:
@@ -199,15 +229,18 @@ def _environment(rank: int, size: int, directory: str, meeting: str = "meeting")
 
 
 def _rank(environment: dict[str, str], target: Callable[..., int | None], args: tuple[Any, ...]) -> None:
+    _hear_signals()
     os.environ.update(environment)
     threading.Thread(target=_follow_parent, name="follow-parent", daemon=True).start()
     try:
         code = target(*args) or 0
     except SystemExit as stop:
         code = stop.code if isinstance(stop.code, int) else 1
-    except (ValueError, OSError) as error:  # a mistake of the user or a fault of the machine, told in one line
+    except (ValueError, OSError, FloatingPointError) as error:  # what is told in one line, as in cli.py
         sys.stderr.write("".join(f"mega: rank {environment['RANK']}: {line}\n" for line in str(error).splitlines()))
         code = 2 if isinstance(error, ValueError) else 1
+    except KeyboardInterrupt:
+        code = 128 + signal.SIGINT
     except BaseException:
         sys.stderr.write(f"rank {environment['RANK']}:\n{traceback.format_exc()}")
         code = 1
@@ -228,6 +261,7 @@ def _follow_parent() -> None:
 
 def _pool_rank(pipe: Connection[Any, Any], size: int) -> None:
     """Answer jobs until the pipe closes; join a new process group whenever the job's world has changed."""
+    _hear_signals()
     joined, groups = "", Groups()
     while True:
         try:
@@ -240,7 +274,7 @@ def _pool_rank(pipe: Connection[Any, Any], size: int) -> None:
                 os.environ.update(environment)
                 _, _, groups = connect("cpu")
                 # Also in a job for one rank: threads that spin for each other starve on a busy machine.
-                torch.set_num_threads(max(1, (os.cpu_count() or 1) // size))
+                torch.set_num_threads(threads(size))
                 joined = environment[MEETING_FILE]
             pipe.send((True, job(groups, int(environment["RANK"]), *args)))
         except BaseException:
@@ -267,21 +301,39 @@ def _supervise(ranks: list[BaseProcess]) -> int:
 
 @contextlib.contextmanager
 def _passing_signals(ranks: list[BaseProcess]) -> Iterator[None]:
-    """SIGTERM goes on to the ranks, which save and stop; SIGINT reaches them by itself from a terminal."""
-    import signal
+    """What asks this process to stop goes on to the ranks, which save and stop; who asks again will not wait."""
+    asked = Asked()
 
     def pass_on(number: int, _: Any) -> None:
+        if asked.again(number):
+            raise KeyboardInterrupt
         for process in ranks:
             if process.pid and process.is_alive():
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(process.pid, number)
 
-    before = {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    before = {number: signal.signal(number, pass_on) for number in STOPPING}
     try:
         yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+class Asked:
+    """Tells who presses Ctrl-C again from a signal that came twice: from the terminal or the scheduler, which reach
+    every process of a job, and from the launcher.
+    """
+
+    def __init__(self) -> None:
+        self._first: float | None = None
+
+    def again(self, number: int) -> bool:
+        """Note a signal; whether it says that the user will not wait for what the first one began."""
+        now = time.monotonic()
+        if self._first is None:
+            self._first = now
+        return number == signal.SIGINT and now > self._first + SAME_SIGNAL_SECONDS
 
 
 def _end(ranks: list[BaseProcess], patience: float = 5.0) -> None:

@@ -25,7 +25,7 @@ from mega.core.data.dataset import Dataset
 from mega.core.device import Device
 from mega.core.estimate.flops import model_flops_per_token
 from mega.core.parallel.collectives import all_reduce
-from mega.core.parallel.launch import connect, disconnect
+from mega.core.parallel.launch import STOPPING, Asked, connect, disconnect
 from mega.core.parallel.mesh import Groups, Mesh
 from mega.core.text.tokenizer import Tokenizer
 from mega.core.training.audit import audit
@@ -41,7 +41,8 @@ from mega.core.training.step import Report, evaluate_step, train_step
 def pretrain(run: RunConfig) -> int:
     """Train as one rank of the world that the environment describes; the exit code.
 
-    Errors: ValueError for what the user can mend; RuntimeError for what went wrong on the way.
+    Errors: ValueError for what the user can mend; FloatingPointError where the loss is no number any more;
+    RuntimeError for what else went wrong on the way.
     """
     runtime = run.runtime
     prepared = prepare(run, world_from_env().size)
@@ -186,7 +187,10 @@ class Training:
             self.progress.skipped += 1
             self.progress.unscheduled += pending.samples
         if not math.isfinite(loss):
-            raise RuntimeError(f"step {pending.step}: the loss is {loss} (gradient norm {norm})")
+            raise FloatingPointError(
+                f"step {pending.step}: the loss is {loss}, and the gradient norm {norm}: training has diverged. Go on "
+                "from an earlier checkpoint with a lower --lr, a longer warm-up or --clip-grad"
+            )
         pending.agreed.wait()
         if bool(pending.stop):
             self.interrupt.agree()
@@ -275,23 +279,24 @@ class Training:
 
 
 class Interrupt:
-    """Reasons to stop early: SIGTERM or SIGINT, or the time is up. One rank's wish becomes everyone's by agreement."""
+    """Reasons to stop early: a signal, or the time is up. One rank's wish becomes everyone's by agreement."""
 
     def __init__(self, on_signal: bool, minutes: int | None):
         self.reason = "another rank was asked to stop"
         self.asked = False
         """All ranks know that the run is to stop."""
-        self._signalled = False
+        self._wanted = False
+        self._signals = Asked()
         self._deadline = time.monotonic() + 60 * minutes if minutes else math.inf
         self._before: dict[int, Any] = {}
         if on_signal and threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._note) for number in (signal.SIGTERM, signal.SIGINT)}
+            self._before = {number: signal.signal(number, self._note) for number in STOPPING}
 
     def wanted(self) -> bool:
         """Whether this rank was asked."""
-        if time.monotonic() > self._deadline:
-            self.reason, self._signalled = "--exit-minutes are over", True
-        return self._signalled
+        if not self._wanted and time.monotonic() > self._deadline:
+            self.reason, self._wanted = "--exit-minutes are over", True
+        return self._wanted
 
     def agree(self) -> None:
         self.asked = True
@@ -301,9 +306,12 @@ class Interrupt:
             signal.signal(number, handler)
 
     def _note(self, number: int, _: Any) -> None:
-        if self._signalled:  # asked twice: at once
+        if self._signals.again(number):
+            self._before.clear()  # and deaf from now on: a third one would only break the way out
+            for other in STOPPING:
+                signal.signal(other, signal.SIG_IGN)
             raise KeyboardInterrupt
-        self._signalled = True
+        self._wanted = True
         self.reason = f"{signal.Signals(number).name} was received"
 
 

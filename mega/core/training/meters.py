@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import sys
 from collections.abc import Mapping
@@ -100,8 +101,13 @@ class Meters:
             self._board.close()
 
     def _write(self, row: Mapping[str, Any]) -> None:
-        self._rows.write(json.dumps(row) + "\n")
+        self._rows.write(json.dumps({name: _plain(value) for name, value in row.items()}) + "\n")
         self._rows.flush()
+
+
+def _plain(value: Any) -> Any:
+    """JSON knows neither nan nor inf, and the gradient norm of a skipped step is one of them."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _clock(seconds: int) -> str:
@@ -110,17 +116,19 @@ def _clock(seconds: int) -> str:
 
 
 def _open_rows(path: Path, start: int) -> Any:
-    """The metrics file, without rows behind step `start`; a broken last row (of a kill) goes too."""
+    """The metrics file, without rows behind step `start`; a broken last row (of a kill) goes too.
+
+    The file of a run that began anew stands aside as `.previous`.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    if path.exists():
+    if path.is_file() and start == 0:
+        os.replace(path, path.with_suffix(path.suffix + ".previous"))
+    elif path.is_file():
         kept = []
         for line in path.read_text(encoding="utf-8").splitlines():
             with contextlib.suppress(ValueError, TypeError, KeyError):
                 if json.loads(line)["step"] <= start:
                     kept.append(line)
-        if start == 0 and kept:
-            os.replace(path, path.with_suffix(path.suffix + ".previous"))
-            kept = []
         with whole_file(path) as out:
             out.write("".join(f"{line}\n" for line in kept).encode())
     return path.open("a", encoding="utf-8")

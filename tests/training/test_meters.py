@@ -1,0 +1,57 @@
+"""What a run tells: rows that every JSON reader takes, and none of an earlier run lost."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mega.core.config.sections import LogConfig
+from mega.core.training.meters import Meters
+
+
+def write(path: Path, start: int, *steps: int, norm: float = 1.0) -> None:
+    """Rows of some steps, by a run that starts at `start`."""
+    options = LogConfig(metrics=str(path), progress=False)
+    meters = Meters(options, start=start, steps=100, flops_per_token=1.0, devices=1, peak=None)
+    for step in steps:
+        meters.step(step, {"consumed": step, "loss": 2.0, "grad_norm": norm, "seconds": 1.0}, 8, 0)
+    meters.close()
+
+
+def rows(path: Path) -> list[dict[str, Any]]:
+    def refuse(word: str) -> None:
+        raise AssertionError(f"{word} is not JSON")
+
+    return [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
+
+
+def test_a_run_begun_anew_keeps_the_rows_of_the_one_before(tmp_path: Path) -> None:
+    write(tmp_path / "m.jsonl", 0, 1, 2, 3)
+    write(tmp_path / "m.jsonl", 0, 1)
+    assert [row["step"] for row in rows(tmp_path / "m.jsonl")] == [1]
+    assert [row["step"] for row in rows(tmp_path / "m.jsonl.previous")] == [1, 2, 3]
+
+
+def test_going_on_tells_each_step_once(tmp_path: Path) -> None:
+    write(tmp_path / "m.jsonl", 0, 1, 2, 3)
+    write(tmp_path / "m.jsonl", 2, 3, 4)
+    assert [row["step"] for row in rows(tmp_path / "m.jsonl")] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("norm", [float("nan"), float("inf")])
+def test_the_norm_of_a_skipped_step_is_null(tmp_path: Path, norm: float) -> None:
+    write(tmp_path / "m.jsonl", 0, 1, norm=norm)
+    assert rows(tmp_path / "m.jsonl")[0]["grad_norm"] is None
+
+
+def test_a_pipe_or_a_device_is_not_replaced(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    write(tmp_path / "pipe", 0, 1)
+    assert (tmp_path / "pipe").is_fifo()
+    assert json.loads(os.read(reader, 10_000))["step"] == 1
+    os.close(reader)
