@@ -134,8 +134,8 @@ def _told(error: Exception) -> int:
         return _say(str(error) or repr(error), 2)
     if isinstance(error, FloatingPointError):
         return _say(str(error), 1)
-    if isinstance(error, OSError):
-        print(f"mega: {error}", file=sys.stderr)  # by every rank: each has met its own machine
+    if isinstance(error, OSError | MemoryError):
+        print(f"mega: {str(error) or 'out of memory'}", file=sys.stderr)  # by every rank: each has met its own machine
         return 1
     # Typer carries Click under different names in different versions; its own errors know their message.
     if hasattr(error, "format_message") and hasattr(error, "exit_code"):

@@ -131,6 +131,8 @@ def _sample(
     made = build(**dataclasses.asdict(tokenizer))
     if number < 0 or count < 1:
         raise ValueError(f"--number {number} --count {count}: must be at least 0 and 1")
+    if seq_length < 1 or not 0 <= seed < 2**32:
+        raise ValueError(f"--seq-length {seq_length} --seed {seed}: must be at least 1 and 0 .. {2**32 - 1}")
     if input:
         lines = show.conversations(input, data.chat_template, made, number, count)
     else:

@@ -85,6 +85,6 @@ def run(
 def _shard(text: str) -> tuple[int, int]:
     """2/8 -> (1, 8)"""
     index, _, count = text.partition("/")
-    if not (index.isdigit() and count.isdigit() and 1 <= int(index) <= int(count)):
+    if not (index.isdecimal() and count.isdecimal() and 1 <= int(index) <= int(count)):
         raise ValueError(f"--shard {text}: must be i/N with 1 <= i <= N, such as 2/8")
     return int(index) - 1, int(count)

@@ -118,6 +118,8 @@ def test_chatml_and_the_same_in_jinja(tmp_path: Path) -> None:
         ("{% for %}", "not a Jinja template"),
         ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
         ("{{ nothing.at.all }}", "undefined"),
+        ("{% for i in range(10 ** 9) %}x{% endfor %}", "Range too big"),
+        ("{{ messages + 5 }}", "can only concatenate list"),
     ],
 )
 def test_jinja_in_its_sandbox(tmp_path: Path, source: str, message: str) -> None:

@@ -119,6 +119,18 @@ def test_merge_and_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     told = capsys.readouterr().out
     assert "3 documents, 3 sequences, 12 tokens, uint16, ids 0 .. 2" in told and "'0 0 0'" in told
     assert "2 ..       3 tokens            1  33.3 %" in told
+    for wrong, message in (("--vocab-size 1", "m: holds ids up to 2, but"), ("--samples -1", "--samples -1: must be")):
+        assert main([*line.split(), *wrong.split()]) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_numbers_of_a_sample_to_show(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    corpus(tmp_path, "a", 30, 1)
+    line = f"data show-sample --data-path {tmp_path}/a --tokenizer NullTokenizer --vocab-size 9 --split 1"
+    for wrong in ("--seq-length 0", "--seq-length -5", "--seed -1", "--seed 4294967296"):
+        assert main([*line.split(), *wrong.split()]) == 2
+        told = capsys.readouterr().err
+        assert wrong in told and len(told.splitlines()) == 1
 
 
 def test_split_and_presplit(tmp_path: Path) -> None:
@@ -133,6 +145,7 @@ def test_split_and_presplit(tmp_path: Path) -> None:
     assert [len(part) for part in made[0]] == [160, 30, 10]
     assert made[0] == made[1] != made[2]
     assert sorted(chain(*made[2]), key=lambda text: json.loads(text)["n"]) == source.read_text().splitlines()
+    assert main(f"data split --input - --output-dir {tmp_path}/s".split()) == 2
     pytest.importorskip("sentencex")
     line = f"data presplit --input {source} --output {tmp_path}/b.jsonl --sentence-splitter sentencex"
     assert main(line.split()) == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -135,9 +136,30 @@ def test_line_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_plain_text_is_one_document(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbf1 2\n3\n")
     assert run(tmp_path / "a.txt", append_eod=True)[1] == [[1, 2, 3, 99]]
+    assert run(tmp_path / "a.txt", text_lines=True)[1] == [[1, 2], [3]]
     (tmp_path / "b.txt").write_bytes(b"1 \xff")
     with pytest.raises(ValueError, match=r"b\.txt:1: not UTF-8 at byte 2"):
         run(tmp_path / "b.txt")
+
+
+def test_what_python_writes_into_json_is_read(tmp_path: Path) -> None:
+    """NaN is no JSON, but Megatron-LM's reader takes it; half a surrogate pair is taken by neither's tokenizer."""
+    source = tmp_path / "a.jsonl"
+    lines(source, {"text": "1", "score": float("nan"), "worth": float("inf")}, b'{"text": "2", "n": 1e999}\n')
+    assert run(source)[1] == [[1], [2]]
+    lines(
+        source,
+        {"text": "1"},
+        b'{"text": "2", "n": [nan]}\n',
+        b'{"text": "3", "n": NaN, "k": "\\ud83d"}\n',
+        b'{"text": "\xff"}\n',
+    )
+    report, sequences, _ = run(source, on_error="skip")
+    assert sequences == [[1]] and [reason.rpartition(": ")[2] for reason in report.reasons] == [
+        "not JSON, invalid literal, expected 'null' at character 20",
+        "not JSON, unexpected character, expected a JSON value at character 19",
+        "not UTF-8 at byte 10",
+    ]
 
 
 def test_real_text_comes_back(tmp_path: Path) -> None:
@@ -176,6 +198,17 @@ def test_cut_gzip_is_named(tmp_path: Path) -> None:
         ("--input {d}/a --tokenizer-type GPT2BPETokenizer", "--vocab-file is missing"),
         ("--input {d}/a --tokenizer-type NullTokenizer --vocab-size 9 --workers 0", "--workers 0: must be"),
         ("--input {d}/a --tokenizer-type NullTokenizer --vocab-size 9 --json-keys a a", "--json-keys a a"),
+        ("--input {d}/a {d}/pipe --tokenizer-type NullTokenizer --vocab-size 9", "{d}/pipe: a pipe or a device"),
+        ("--input {d}/[ap]* --tokenizer-type NullTokenizer --vocab-size 9", "{d}/pipe: a pipe or a device"),
+        ("--input {d}/a {d}/lost --tokenizer-type NullTokenizer --vocab-size 9", "{d}/lost: no such file, the link"),
+        ("--input {d} --tokenizer-type NullTokenizer --vocab-size 9", "{d}/lost: no such file, the link"),
+        ("--input= --tokenizer-type NullTokenizer --vocab-size 9", "--input : no such file"),
+        ("--input {d}/a --tokenizer-type NullTokenizer --vocab-size 3000000000", "--vocab-size 3000000000: Null"),
+        ("--input {d}/a --tokenizer-type NullTokenizer --vocab-size 9 --vocab-extra-ids -1", "--vocab-extra-ids -1: "),
+        (
+            "--input {d}/a --tokenizer-type NullTokenizer --vocab-size 9 --shard \u00b2/3",
+            "--shard \u00b2/3: must be i/N",
+        ),
         ("--input {d}/empty --tokenizer-type NullTokenizer --vocab-size 9", "holds no document"),
         ("--input {d}/a --tokenizer-type NullTokenizer --vocab-size 9 --json-keys b", '{d}/a:1: no key "b"'),
     ],
@@ -183,10 +216,28 @@ def test_cut_gzip_is_named(tmp_path: Path) -> None:
 def test_bad_command_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: str, message: str) -> None:
     lines(tmp_path / "a", {"text": "1"})
     lines(tmp_path / "empty")
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "lost").symlink_to("nowhere")
     code = main(["preprocess", "--output-prefix", f"{tmp_path}/out", *arguments.format(d=tmp_path).split()])
     told = capsys.readouterr().err.strip()
     assert code == 2 and message.format(d=tmp_path) in told and len(told.splitlines()) == 1
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "empty"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "empty", "lost", "pipe"]
+
+
+def test_broken_merges_are_no_document_of_the_input(tmp_path: Path) -> None:
+    (tmp_path / "vocab.json").write_text('{"a": 0}')
+    (tmp_path / "merges.txt").write_text("a a")
+    files = {"vocab_file": str(tmp_path / "vocab.json"), "merge_file": str(tmp_path / "merges.txt")}
+    source = lines(tmp_path / "a.jsonl", {"text": "a"})
+    for workers in (1, 2):
+        with pytest.raises(ValueError, match=r"^--merge-file .*merges\.txt: must begin with"):
+            preprocess(
+                [source],
+                f"{tmp_path}/out",
+                {"tokenizer": "GPT2BPETokenizer", **files},
+                on_error="skip",
+                workers=workers,
+            )
 
 
 def test_megatron_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -215,4 +266,4 @@ def test_bad_text_file_is_one_bad_document(tmp_path: Path) -> None:
     report = preprocess(inputs, str(tmp_path / "out"), options, on_error="skip")
     assert (report.documents, report.skipped) == (2, 1)
     report = preprocess(inputs, str(tmp_path / "lines"), options, on_error="skip", text_lines=True)
-    assert (report.documents, report.skipped) == (3, 1) and "not valid UTF-8" in report.reasons[0]
+    assert (report.documents, report.skipped) == (3, 1) and "not UTF-8 at byte" in report.reasons[0]

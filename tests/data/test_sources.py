@@ -82,6 +82,27 @@ def test_packed_lines(tmp_path: Path, plain: Path, end: str) -> None:
     assert not list(tmp_path.glob("c*"))
 
 
+def test_endings_in_capitals_and_a_long_window(tmp_path: Path, plain: Path) -> None:
+    zstandard = pytest.importorskip("zstandard")
+    expected = run(tmp_path, plain)
+    (tmp_path / "B.JSONL.GZ").write_bytes(gzip.compress(plain.read_bytes()))
+    assert run(tmp_path, tmp_path / "B.JSONL.GZ", name="b") == expected
+    window = zstandard.ZstdCompressionParameters.from_level(1, window_log=31, enable_ldm=True)
+    packer = zstandard.ZstdCompressor(compression_params=window).compressobj()
+    (tmp_path / "c.zst").write_bytes(packer.compress(plain.read_bytes()) + packer.flush())
+    assert run(tmp_path, tmp_path / "c.zst", name="c") == expected
+
+
+def test_rows_that_are_no_text_are_refused(tmp_path: Path) -> None:
+    import decimal
+
+    rows: list[Any] = [b"1", decimal.Decimal(1)]
+    for i, row in enumerate(rows):
+        source = parquet(tmp_path / f"{i}.parquet", [row], 1)
+        with pytest.raises(ValueError, match=rf'{i}\.parquet:1: "text" is neither a string nor a list of strings'):
+            run(tmp_path, source)
+
+
 def test_rows(tmp_path: Path, plain: Path) -> None:
     arrow = pytest.importorskip("pyarrow")
 

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mega.core.data.cache import Arrays, cached
-from mega.core.data.sources import BadLine, find, lines
+from mega.core.data.sources import BadLine, find, lines, parsed
 from mega.core.text.chat import Labelled, Template, conversation, encode
 from mega.core.text.tokenizer import Tokenizer
 
@@ -138,11 +138,9 @@ def pack(lengths: NDArray[np.int64], room: int, samples: int, seed: int) -> Arra
 
 def labelled(inputs: Sequence[str], tokenizer: Tokenizer, template: Template) -> Iterator[Labelled]:
     """Every conversation of the inputs as tokens; ValueError naming file and line where one is none."""
-    import orjson
-
     for where, line in lines(inputs, ["messages"]):
         try:
-            yield encode(template(conversation(orjson.loads(line))), tokenizer)
+            yield encode(template(conversation(parsed(line))), tokenizer)
         except ValueError as error:
             if str(error).startswith("--"):
                 raise

@@ -57,8 +57,15 @@ def note(prefix: str, tell: Tell) -> None:
 
 def show(prefix: str, tell: Tell, tokenizer: Tokenizer | None = None, samples: int = 3) -> None:
     """Sizes, the range of ids, a histogram of lengths and, with a tokenizer, the beginning of some sequences."""
+    if samples < 0:
+        raise ValueError(f"--samples {samples}: must be at least 0")
     data = IndexedDataset(prefix)
     smallest, largest = data.token_range()
+    if tokenizer is not None and len(data.tokens) and largest >= tokenizer.vocab_size:
+        raise ValueError(
+            f"{prefix}: holds ids up to {largest}, but those of {tokenizer.kind} end at {tokenizer.vocab_size - 1}: "
+            "it was made with another tokenizer"
+        )
     tell(f"{prefix}: {_sizes(data)}, {data.dtype}, ids {smallest} .. {largest}")
     for line in histogram(data.lengths):
         tell(line)

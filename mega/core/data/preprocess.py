@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mega.core.data.indexed import bin_path, exists, token_dtype
-from mega.core.data.sources import STDIN, BadLine, Block, Piece, blocks, find, pieces
+from mega.core.data.sources import STDIN, BadLine, Block, Piece, blocks, find, parsed, pieces
 from mega.core.data.workers import Slot, Workers
 from mega.core.data.writer import IndexedWriter
 from mega.core.files import whole_file
@@ -266,14 +266,12 @@ class _Worker:
 
     def _batches(self, text: bytes, lines: int, bad: list[tuple[int, str]]) -> Iterator[_Batch]:
         """The documents, in runs that stay in a processor's cache while they are parsed and tokenised."""
-        from orjson import loads  # its error is a ValueError, for broken UTF-8 and deep nesting too
-
         view, begin, stop, batch = memoryview(text), 0, _BATCH_BYTES, _Batch([], [])
         for number in range(1, lines + 1):
             end = text.find(b"\n", begin)
             line = view[begin : end if end >= 0 else None]
             try:
-                batch.texts.append(self._texts(loads(line)))
+                batch.texts.append(self._texts(parsed(line)))
                 batch.lines.append(number)
             except ValueError as error:
                 if line and not bytes(line).isspace():
@@ -388,6 +386,7 @@ def _encoders(
     """A function that gives every block with what has become of it, in the order of the input."""
     alone = job.worker(made)
     if workers == 1:
+        alone.load()
         yield lambda read: ((now, alone.encode(now.block)) for now in read)
         return
     pool = Workers(workers, here=lambda: partial(_hand_over, alone.load()), there=partial(_another, tokenizer, job))

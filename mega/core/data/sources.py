@@ -27,6 +27,7 @@ BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _TOO_LONG = "a line longer than {} MiB"
 _PACKED = (".gz", ".zst", ".xz", ".bz2")
 _ROWS = 1024
+_WINDOW_BYTES = 1 << 31  # of a Zstandard frame: large corpora are packed with `zstd --long=31`
 
 Kind = Literal["lines", "packed lines", "text", "parquet", "arrow"]
 
@@ -95,22 +96,32 @@ class Piece:
 def find(words: Sequence[str | Path]) -> list[Path]:
     """The files that `--input` means: files, globs, folders with all that is in them, `-` for standard input.
 
-    Raises ValueError naming the word that means no file.
+    Raises ValueError naming the word that means no file, and whatever is found that cannot be read as one.
     """
     found: list[Path] = []
-    for word in words:
-        path = Path(word)
-        if path == STDIN or path.is_file():
-            found.append(path)
-        elif path.is_dir():
-            found += _in_folder(path)
-        elif matches := sorted(glob.glob(str(word), recursive=True)):
-            found += find([match for match in matches if Path(match).is_file()])
-        elif glob.has_magic(str(word)):
-            raise ValueError(f"--input {word}: matches no file")
+    for word in map(str, words):
+        if word and os.path.isdir(word):
+            found += _in_folder(Path(word))
+        elif glob.has_magic(word) and not os.path.exists(word):
+            matches = [match for match in sorted(glob.glob(word, recursive=True)) if not os.path.isdir(match)]
+            if not matches:
+                raise ValueError(f"--input {word}: matches no file")
+            found += map(_file, matches)
         else:
-            raise ValueError(f"--input {word}: no such file")
+            found.append(_file(word))
     return found
+
+
+def _file(word: str) -> Path:
+    """A file's path; ValueError where there is none that can be entered anywhere and read twice."""
+    path = Path(word)
+    if path == STDIN or os.path.isfile(word):
+        return path
+    if os.path.isdir(word):
+        raise ValueError(f"--input {word}: a link to a folder; give the folder by itself")
+    if os.path.exists(word):
+        raise ValueError(f"--input {word}: a pipe or a device; must be a file, or - for standard input")
+    raise ValueError(f"--input {word}: no such file" + (", the link leads nowhere" if os.path.islink(word) else ""))
 
 
 def _in_folder(folder: Path) -> list[Path]:
@@ -120,7 +131,8 @@ def _in_folder(folder: Path) -> list[Path]:
         raise ValueError(f"--input {folder}: a dataset of several splits; give one of {splits}")
     if (folder / "state.json").is_file():
         return [folder / file["filename"] for file in _json(folder / "state.json")["_data_files"]]
-    found = sorted(path for path in folder.rglob("*") if path.is_file() and not path.name.startswith("."))
+    inside = sorted(path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir())
+    found = [_file(str(path)) for path in inside if not path.name.startswith(".")]
     if not found:
         raise ValueError(f"--input {folder}: a folder without files")
     return found
@@ -135,8 +147,9 @@ def _json(path: Path) -> Any:
 
 def kind_of(path: Path) -> Kind:
     """What a file's name says that it is; JSON lines, unless it says otherwise."""
-    packed = path.suffix in _PACKED
-    inner = Path(path.stem).suffix if packed else path.suffix
+    suffix = path.suffix.lower()
+    packed = suffix in _PACKED
+    inner = Path(path.stem).suffix.lower() if packed else suffix
     if inner == ".txt":
         return "text"
     if packed or path == STDIN:
@@ -243,6 +256,8 @@ def _packed_blocks(piece: Piece, done: int) -> Iterator[Block]:
                 return
             first = not at
             at += len(data)
+            if first:
+                data = data.removeprefix(BYTE_ORDER_MARK)
             problem = None
             start = data.rfind(b"\n", 0, len(data) - 1) + 1  # of the last line
             if len(data) - start > MOST_LINE_BYTES:
@@ -251,8 +266,6 @@ def _packed_blocks(piece: Piece, done: int) -> Iterator[Block]:
                 data = data[:start]
             if piece.kind == "text":
                 data = _as_json(data)
-            if first:
-                data = data.removeprefix(BYTE_ORDER_MARK)
             read = piece.before + (0 if piece.path == STDIN else stored.tell())
             yield Block(piece.name, data, at, read, problem)
 
@@ -301,24 +314,29 @@ def _document(piece: Piece, done: int) -> Iterator[Block]:
 
 
 def _stored(path: Path) -> BinaryIO:
-    return sys.stdin.buffer if path == STDIN else open(path, "rb")
+    if path != STDIN:
+        return open(path, "rb")
+    if sys.stdin is None:
+        raise OSError("standard input is closed")
+    return sys.stdin.buffer
 
 
 def _unpacked(path: Path, stored: BinaryIO) -> BinaryIO:
     """The file's bytes as they were before it was packed."""
     opener: Any
-    if path.suffix == ".gz":
+    suffix = path.suffix.lower()
+    if suffix == ".gz":
         try:
             from isal import igzip
 
             opener = igzip.open
         except ImportError:
             opener = gzip.open
-    elif path.suffix == ".xz":
+    elif suffix == ".xz":
         opener = lzma.open
-    elif path.suffix == ".bz2":
+    elif suffix == ".bz2":
         opener = bz2.open
-    elif path.suffix == ".zst":
+    elif suffix == ".zst":
         opener = _Zstandard.open
     else:
         return stored
@@ -334,7 +352,8 @@ class _Zstandard(io.RawIOBase):
             import zstandard
         except ImportError:
             raise ValueError("needs zstandard; pip install 'mega[data]'") from None
-        self._stored, self._frames, self._error = stored, zstandard.ZstdDecompressor(), zstandard.ZstdError
+        self._stored, self._error = stored, zstandard.ZstdError
+        self._frames = zstandard.ZstdDecompressor(max_window_size=_WINDOW_BYTES)
         self._frame: Any = None
         self._ready = b""
 
@@ -386,7 +405,8 @@ def _row_blocks(piece: Piece, rows: Rows, done: int) -> Iterator[Block]:
     import orjson
 
     for batch, read in rows:
-        written = b"".join(orjson.dumps(row) + b"\n" for row in batch.to_pylist())
+        # What JSON has no word for (bytes, decimals) is no text either: null is refused with its row.
+        written = b"".join(orjson.dumps(row, default=lambda value: None) + b"\n" for row in batch.to_pylist())
         done += batch.num_rows
         yield Block(piece.name, written, done, piece.before + read)
 
@@ -446,6 +466,32 @@ def _arrow_rows(piece: Piece, keys: Sequence[str], done: int) -> Rows:
                     yield part.slice(skip), stored.tell()
 
 
+# --- one line -------------------------------------------------------------------------------------------------------
+
+
+def parsed(line: bytes | memoryview) -> Any:
+    """The value of one JSON line; ValueError saying where it is none.
+
+    NaN and Infinity, which are not JSON but which Python's writer writes, are read as Python reads them.
+    """
+    import orjson
+
+    try:
+        return orjson.loads(line)
+    except orjson.JSONDecodeError as error:
+        reason = f"not JSON, {error.msg} at character {error.pos}"
+    if len(line) <= BLOCK_BYTES:
+        try:
+            found = json.loads(str(line, "utf-8"))
+            json.dumps(found, ensure_ascii=False).encode()  # half a surrogate pair is no text
+            return found
+        except UnicodeDecodeError as error:
+            reason = f"not UTF-8 at byte {error.start}"
+        except (ValueError, RecursionError):
+            pass
+    raise ValueError(reason)
+
+
 # --- for work that needs no resuming --------------------------------------------------------------------------------
 
 
@@ -472,11 +518,9 @@ def lines(inputs: Sequence[str | Path], keys: Sequence[str], *, text_lines: bool
 
 def texts(inputs: Sequence[str | Path], key: str = "text", *, text_lines: bool = False) -> Iterator[str]:
     """The text under `key` of every line. Raises BadLine naming file and line of one that has none."""
-    import orjson
-
     for where, line in lines(inputs, [key], text_lines=text_lines):
         try:
-            found = orjson.loads(line)
+            found = parsed(line)
         except ValueError as error:
             raise BadLine(f"{where}: {error}") from None
         if not isinstance(found, dict) or not isinstance(found.get(key), str):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
 from mega.core.data.order import split_boundaries
-from mega.core.data.sources import BadLine, lines
+from mega.core.data.sources import STDIN, BadLine, find, lines, parsed
 from mega.core.files import whole_file
 
 NAMES = ("train", "valid", "test")
@@ -21,6 +22,8 @@ def split(inputs: Sequence[str | Path], directory: Path, shares: str, seed: int,
     shares: "98, 1, 1", as --split takes them. Which document goes where is a function of its number and the seed; in
     each file the documents keep the order of the input. Blank lines are dropped.
     """
+    if STDIN in find(inputs):
+        raise ValueError("--input -: standard input is gone once it is read, and a split reads twice; give a file")
     total = sum(1 for _ in lines(inputs, [key]))
     if not total:
         raise ValueError(f"--input {' '.join(map(str, inputs))}: holds no document")
@@ -39,18 +42,16 @@ def split(inputs: Sequence[str | Path], directory: Path, shares: str, seed: int,
 
 def presplit(inputs: Sequence[str | Path], output: Path, kind: str, language: str, key: str = "text") -> int:
     """Each document's text as one sentence a line, the other keys as they are; returns the documents."""
-    import orjson
-
     from mega.core.text.sentences import splitter
 
     cut, count = splitter(kind, language), 0
     with whole_file(output) as file:
         for where, line in lines(inputs, [key]):
             try:
-                found = orjson.loads(line)
+                found = parsed(line)
                 found[key] = "\n".join(s for part in found[key].split("\n") for s in cut(part) if s.strip())
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise BadLine(f"{where}: not a JSON object with text under {key!r} ({error})") from None
-            file.write(orjson.dumps(found) + b"\n")
+            file.write(json.dumps(found, ensure_ascii=False, separators=(",", ":")).encode() + b"\n")
             count += 1
     return count

@@ -8,6 +8,7 @@ from mega.core.config.run import entries
 from mega.core.text.tokenizer import Tokenizer
 
 _WITH_EXTRA_IDS = ("BertWordPieceLowerCase", "BertWordPieceCase", "SentencePieceTokenizer")
+_MOST_EXTRA_IDS = 1_000_000
 
 
 def build(
@@ -23,6 +24,8 @@ def build(
 
     Raises ValueError, naming the flag, where the kind is unknown or one of its files is missing or broken.
     """
+    if not 0 <= vocab_extra_ids <= _MOST_EXTRA_IDS:
+        raise ValueError(f"--vocab-extra-ids {vocab_extra_ids}: must be 0 .. {_MOST_EXTRA_IDS}")
     if vocab_extra_ids and tokenizer not in _WITH_EXTRA_IDS:
         raise ValueError(f"--vocab-extra-ids {vocab_extra_ids}: must be 0 but for {', '.join(_WITH_EXTRA_IDS)}")
     if tokenizer == "GPT2BPETokenizer":
@@ -65,8 +68,8 @@ def build(
     if tokenizer == "NullTokenizer":
         from mega.core.text.null import NullTokenizer
 
-        if vocab_size is None or vocab_size < 1:
-            raise ValueError(f"--vocab-size {vocab_size}: NullTokenizer needs a vocabulary size of at least 1")
+        if vocab_size is None or not 1 <= vocab_size < 2**31:
+            raise ValueError(f"--vocab-size {vocab_size}: NullTokenizer needs a vocabulary size of 1 .. {2**31 - 1}")
         return NullTokenizer(vocab_size)
     raise ValueError(f"--tokenizer {tokenizer}: must be one of {', '.join(entries()['tokenizer'].choices)}")
 

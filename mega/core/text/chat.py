@@ -100,7 +100,10 @@ def template(name: str, tokenizer: Tokenizer) -> Template:
     if name in TEMPLATES:
         return TEMPLATES[name]
     if Path(name).is_file():
-        return jinja(Path(name).read_text(), tokenizer)
+        try:
+            return jinja(Path(name).read_bytes().decode(), tokenizer)
+        except UnicodeDecodeError as error:
+            raise ValueError(f"--chat-template {name}: not UTF-8 ({error})") from None
     raise ValueError(f"--chat-template {name}: must be {', '.join(TEMPLATES)}, or a Jinja file")
 
 
@@ -138,7 +141,9 @@ def jinja(source: str, tokenizer: Tokenizer) -> Template:
         marked = [{"role": m.role, "content": _MARK.format(i)} for i, m in enumerate(messages)]
         try:
             text = compiled.render(messages=marked, bos_token=bos, eos_token=eos, add_generation_prompt=False)
-        except TemplateError as error:
+        except ValueError:
+            raise
+        except Exception as error:  # a template is a program, which may fail in any way
             raise ValueError(f"--chat-template: {error}") from None
         found: list[Part] = []
         ending = False
