@@ -271,6 +271,8 @@ def test_pickled_code_is_refused(tmp_path: Path, where: str, monkeypatch: pytest
         ("rank", "of \\(tensor, pipeline\\) rank"),
         ("tracker", "says 'garbage'"),
         ("groups", "args.num_query_groups"),
+        ("pairs", "args.rotary_interleaved True"),
+        ("alibi", "args.position_embedding_type 'alibi'"),
     ],
 )
 def test_a_changed_tree_is_refused_by_name(tmp_path: Path, change: str, words: str) -> None:
@@ -297,6 +299,10 @@ def test_a_changed_tree_is_refused_by_name(tmp_path: Path, change: str, words: s
             content["checkpoint_version"] = 7
         elif change == "groups":
             content["args"].num_query_groups = "2"
+        elif change == "pairs":
+            content["args"].rotary_interleaved = True
+        elif change == "alibi":
+            content["args"].position_embedding_type = "alibi"
         torch.save(content, path)
     if change == "rank":
         os.rename(folder / "mp_rank_00", folder / "mp_rank_05")

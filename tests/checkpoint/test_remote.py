@@ -114,7 +114,7 @@ def test_a_flipped_byte_and_a_missing_file_are_named(url: str) -> None:
 
 def test_what_cannot_be_is_refused(url: str) -> None:
     save(url, 1)
-    with pytest.raises((SaveError, CheckpointError), match="cannot replace it"):
+    with pytest.raises((SaveError, CheckpointError), match="is there already"):
         save(url, 1)
     with pytest.raises(ValueError, match="nothing is removed"):
         inspect.clean(Path(url), 1, None, None, False, print)

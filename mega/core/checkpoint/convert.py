@@ -10,8 +10,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import os
 import re
 import shutil
+import uuid
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,13 +29,13 @@ from mega.core.checkpoint import fairseq, gpt2, huggingface, llama2c, meta
 from mega.core.checkpoint.container import write_container
 from mega.core.checkpoint.disk import creating, write_all
 from mega.core.checkpoint.foreign import hugging_face_source, inside, read_json
-from mega.core.checkpoint.layout import model_of, plan_files, planned
+from mega.core.checkpoint.layout import check_model, model_of, plan_files, planned
 from mega.core.checkpoint.mapping import Source, Table, Tensors, assemble, check_copies, prove
 from mega.core.checkpoint.pieces import Box, CheckpointError, Piece
 from mega.core.checkpoint.reshard import Ledger
 from mega.core.checkpoint.store import Attachments, Checkpoint, locate, store_at
 from mega.core.config.sections import ModelConfig
-from mega.core.files import sync_directory
+from mega.core.files import sync_directory, url_of
 
 SHARD_BYTES = 5 << 30
 """Largest safetensors file of an exported folder."""
@@ -90,6 +92,8 @@ class OwnSource:
 
 def kind_of(path: Path) -> Found:
     """What lies at `path`. Errors: CheckpointError if none of them."""
+    if url_of(path) is None and not path.exists():
+        raise CheckpointError(f"{path}: no such file or directory")
     if path.suffix in (".bin", ".pt") and not path.is_dir():
         return "llama2.c"
     if fairseq.parts_of(path):
@@ -130,7 +134,11 @@ def convert(load: Path, save: Path, to: Kind | None, tp: int, pp: int, parts: in
 def to_mega(load: Path, save: Path, tp: int, pp: int) -> ConversionReport:
     """A folder or file of others -> step 0 of the run directory `save`, in files for tp x pp ranks."""
     source, model, table = opened(load)
-    companions: dict[str, Path | bytes] = {name: inside(load, name) for name in COMPANIONS if (load / name).exists()}
+    companions = {name: inside(load, name) for name in COMPANIONS if (load / name).exists()}
+    for path in companions.values():
+        if not path.is_file():
+            raise CheckpointError(f"{path}: not a regular file")
+    check_model(model, str(load))
     return import_weights(source, table, model, save, tp, pp, attachments=companions)
 
 
@@ -146,6 +154,12 @@ def opened(load: Path) -> tuple[Source, ModelConfig, Table]:
         return meta.open_folder(load)
     path = load / "config.json"
     config = read_json(path)
+    if config.get("quantization_config"):
+        raise CheckpointError(f"{path}: quantization_config: quantised weights are not read; dequantise them first")
+    if (load / "adapter_config.json").exists():
+        raise CheckpointError(
+            f"{load / 'adapter_config.json'}: an adapter is not read; merge it into the weights, or take its files away"
+        )
     form = gpt2 if config.get("model_type") == "gpt2" else huggingface
     model = form.model_from_config(config, str(path))
     weights = hugging_face_source(load)
@@ -192,7 +206,7 @@ def import_weights(
     state["config"] = {**config, **known.get("config", {})}
     report = store.save_all(step, files, state, fetch=fetch, check=ledger.close, attachments=attachments)
     elements = sum(ledger.expected.values())
-    return ConversionReport(len(targets), elements, report.bytes, store.path(step), notes)
+    return ConversionReport(len(targets), elements, report.bytes, save / store.path(step).name, notes)
 
 
 def dtypes_said(table: Table) -> tuple[str, ...]:
@@ -257,7 +271,7 @@ def to_hugging_face(load: Path, save: Path) -> ConversionReport:
         written = _write_shards(folder, table, source)
         _write_json(folder / "config.json", config)
         if "generation_config.json" not in checkpoint.attachments:
-            _write_json(folder / "generation_config.json", _generation(config))
+            _write_json(folder / "generation_config.json", {"_from_model_config": True, **_tokens(config)})
         _copy_companions(checkpoint, folder, skip={"config.json", "params.json"})
         return written
 
@@ -297,25 +311,28 @@ def open_own(load: Path) -> tuple[Checkpoint, ModelConfig]:
 
 
 def _own_config(form: ModuleType, checkpoint: Checkpoint, model: ModelConfig, tensors: Tensors) -> dict[str, Any]:
-    """config.json: the one the weights came with, as long as it still says the same; else our own."""
+    """config.json: the one the weights came with, as long as it still says the same; else our own, with its tokens.
+
+    A released file may claim another dtype than its weights'. Once they were trained, it must say theirs: transformers
+    opens them in it.
+    """
+    dtype = huggingface.DTYPES[huggingface.dtype_of(tensors)]
     attached = checkpoint.attachments.get("config.json")
-    if attached is not None:
-        config = read_json(attached)
-        try:
-            same = form.model_from_config(config, str(attached)) == model
-        except CheckpointError:
-            same = False
-        if same:
-            return config
-    made: dict[str, Any] = form.config_from_model(model, huggingface.DTYPES[huggingface.dtype_of(tensors)])
-    return made
+    config = {} if attached is None else read_json(attached)
+    try:
+        same = form.model_from_config(config, str(attached)) == model
+    except CheckpointError:
+        same = False
+    if not same:
+        made: dict[str, Any] = form.config_from_model(model, dtype)
+        return {**made, **_tokens(config)}
+    if checkpoint.step:
+        config |= {key: dtype for key in ("dtype", "torch_dtype") if key in config}
+    return config
 
 
-def _generation(config: dict[str, Any]) -> dict[str, Any]:
-    tokens: dict[str, Any] = {
-        key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in config
-    }
-    return {"_from_model_config": True, **tokens}
+def _tokens(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in config}
 
 
 def _write_shards(folder: Path, table: Table, source: Source) -> int:
@@ -360,19 +377,24 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
         write_all(descriptor, (json.dumps(content, indent=2) + "\n").encode())
 
 
-def filled_folder(save: Path, fill: Callable[[Path], int]) -> int:
-    """Fill a temporary folder, then give it its name; nothing is left where that fails."""
+def check_fresh(save: Path) -> None:
+    """Errors: ValueError where no folder can be filled at `save`."""
+    if (url := url_of(save)) is not None:
+        raise ValueError(f"--save-dir {url}: only checkpoints of ours go to an object store; give a folder")
     if save.exists() and (not save.is_dir() or any(save.iterdir())):
         raise ValueError(f"{save}: exists and is not an empty folder")
-    working = save.with_name(save.name + ".tmp")
-    shutil.rmtree(working, ignore_errors=True)
+
+
+def filled_folder(save: Path, fill: Callable[[Path], int]) -> int:
+    """Fill a temporary folder, then give it its name; nothing is left where that fails."""
+    check_fresh(save)
+    save = Path(os.path.realpath(save))  # "." and links: what they mean gets the name
+    working = save.with_name(f"{save.name}.{uuid.uuid4().hex[:12]}.tmp")
     working.mkdir(parents=True)
     try:
         written = fill(working)
         sync_directory(working)
-        if save.exists():
-            save.rmdir()
-        working.rename(save)
+        working.rename(save)  # an empty folder of that name gives way
     except BaseException:
         shutil.rmtree(working, ignore_errors=True)
         raise

@@ -19,6 +19,7 @@ from mega.core.checkpoint import megatron, torch_dist
 from mega.core.checkpoint.convert import (
     ConversionReport,
     OwnSource,
+    check_fresh,
     filled_folder,
     import_weights,
     kind_of,
@@ -27,6 +28,7 @@ from mega.core.checkpoint.convert import (
     to_mega,
 )
 from mega.core.checkpoint.disk import creating, write_all
+from mega.core.checkpoint.layout import check_model
 from mega.core.checkpoint.mapping import assemble, joined, prove
 from mega.core.checkpoint.megatron_state import LEAVE, Facts, facts_of, written_alike, written_state
 from mega.core.checkpoint.pieces import Box, CheckpointError
@@ -84,6 +86,7 @@ def exchange(
         return to_own(save, tp, pp)
     if own:
         return to_megatron(load, save, tp, pp, STYLES[saver], optimizer)
+    check_fresh(save)
     save.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=save.parent, prefix=f".{save.name}.") as between:
         to_own(Path(between), 1, 1)
@@ -95,6 +98,7 @@ def from_megatron(
 ) -> ConversionReport:
     """A Megatron-LM tree, or a `torch_dist` folder, -> an own checkpoint at the same step."""
     tree = opened_tree(load, vocab, heads, optimizer)
+    check_model(tree.model, str(load))
     report = import_weights(
         tree.source,
         tree.table,

@@ -199,16 +199,19 @@ def flat_tensors(path: Path, label: str = "") -> dict[str, torch.Tensor]:
 
 
 def hugging_face_source(folder: Path) -> EntrySource | TorchSource:
-    """The weights of a Hugging Face folder: safetensors if there, else `.bin`; alone or with an index."""
+    """The weights of a Hugging Face folder: safetensors if there, else `.bin`; alone or with an index.
+
+    Where a folder has several, it is the one that transformers opens.
+    """
     for single, index in (
         ("model.safetensors", "model.safetensors.index.json"),
         ("pytorch_model.bin", "pytorch_model.bin.index.json"),
     ):
-        if (folder / index).exists():
+        if (folder / single).exists():
+            weights, paths = {}, [inside(folder, single)]
+        elif (folder / index).exists():
             weights = _weight_map(folder / index)
             paths = [inside(folder, name) for name in sorted(set(weights.values()))]
-        elif (folder / single).exists():
-            weights, paths = {}, [inside(folder, single)]
         else:
             continue
         source = TorchSource(_merged(paths)) if single.endswith(".bin") else safetensors_source(paths)

@@ -19,19 +19,25 @@ from mega.core.inventory import inventory
 
 @dataclass(frozen=True)
 class Family:
-    """One `model_type` of config.json, and what distinguishes it from Llama."""
+    """One `model_type` of config.json, and what distinguishes it from Llama.
+
+    window: `sliding_window` where the file does not say; None where the family has none. window_on_demand: it counts
+    only where `use_sliding_window` is true.
+    """
 
     model_type: str
     architecture: str
     qkv_bias: bool = False
     qk_norm: bool = False
+    window: int | None = None
+    window_on_demand: bool = False
 
 
 FAMILIES = (
     Family("llama", "LlamaForCausalLM"),
-    Family("mistral", "MistralForCausalLM"),
-    Family("qwen2", "Qwen2ForCausalLM", qkv_bias=True),
-    Family("qwen3", "Qwen3ForCausalLM", qk_norm=True),
+    Family("mistral", "MistralForCausalLM", window=4096),
+    Family("qwen2", "Qwen2ForCausalLM", qkv_bias=True, window=4096, window_on_demand=True),
+    Family("qwen3", "Qwen3ForCausalLM", qk_norm=True, window=4096, window_on_demand=True),
 )
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}
@@ -56,6 +62,7 @@ def model_from_config(config: Mapping[str, Any], where: str) -> ModelConfig:
     only(config, "hidden_act", ("silu", "swish"), where)
     only(config, "attention_bias", (False, None), where)
     only(config, "mlp_bias", (False, None), where)
+    only(config, "tie_word_embeddings", (False, True, None), where)
     return ModelConfig(
         family="llama",
         layers=whole_in(config, "num_hidden_layers", where),
@@ -65,7 +72,7 @@ def model_from_config(config: Mapping[str, Any], where: str) -> ModelConfig:
         head_dim=whole_in(config, "head_dim", where, hidden // heads),
         ffn=whole_in(config, "intermediate_size", where),
         vocab=whole_in(config, "vocab_size", where),
-        positions=_reach(config, where),
+        positions=_reach(config, family, where),
         position="rope",
         **_rope(config, where),
         norm="rmsnorm",
@@ -82,18 +89,17 @@ def model_from_config(config: Mapping[str, Any], where: str) -> ModelConfig:
 
 
 def _rope(config: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The options about rotation. New files keep all their keys in `rope_parameters`."""
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if not isinstance(rope, Mapping):
-        raise CheckpointError(f"{where}: rope_parameters must be an object")
+    """The options about rotation. New files keep all their keys in `rope_parameters`; the old place wins, as there."""
+    key = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
+    rope = config.get(key) or {}
+    if not isinstance(rope, Mapping) or any(isinstance(value, Mapping) for value in rope.values()):
+        raise CheckpointError(f"{where}: {key} {rope!r}: must be an object of numbers, the same for all layers")
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ("default", "linear", "llama3"):
         raise CheckpointError(f"{where}: rope_type {kind!r} (valid: default, linear, llama3)")
     both = {**config, **rope}
-    found: dict[str, Any] = {
-        "rope_base": number_in(both, "rope_theta", where, 10000.0),
-        "rope_fraction": number_in(both, "partial_rotary_factor", where, 1.0),
-    }
+    only(both, "partial_rotary_factor", (1.0, None), where)
+    found: dict[str, Any] = {"rope_base": number_in(both, "rope_theta", where, 10000.0)}
     if kind == "linear":
         found["rope_interpolation"] = number_in(rope, "factor", where)
     if kind == "llama3":
@@ -122,12 +128,13 @@ def _scaling(model: ModelConfig) -> dict[str, Any] | None:
     return None
 
 
-def _reach(config: Mapping[str, Any], where: str) -> int:
+def _reach(config: Mapping[str, Any], family: Family, where: str) -> int:
     """Positions. Within a sliding window attention is full, so a model with one ends with it."""
     positions = whole_in(config, "max_position_embeddings", where)
-    window = config.get("sliding_window")
-    sliding = window is not None and config.get("use_sliding_window", True) is not False
-    return min(positions, whole_in(config, "sliding_window", where)) if sliding else positions
+    wanted = bool(config.get("use_sliding_window")) if family.window_on_demand else family.window is not None
+    if not wanted or config.get("sliding_window", family.window) is None:
+        return positions
+    return min(positions, whole_in(config, "sliding_window", where, family.window))
 
 
 def config_from_model(model: ModelConfig, dtype: str) -> dict[str, Any]:

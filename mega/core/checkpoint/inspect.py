@@ -14,7 +14,7 @@ import torch
 
 from mega.core.checkpoint.pieces import Box, CheckpointError, Piece
 from mega.core.checkpoint.retention import retain
-from mega.core.checkpoint.store import Checkpoint, CheckpointStore, locate, remove_leftover, store_at
+from mega.core.checkpoint.store import STEP, Checkpoint, CheckpointStore, locate, remove_leftover, store_at
 from mega.core.files import url_of
 
 Tell = Callable[[str], None]
@@ -145,4 +145,4 @@ def clean(
 
 
 def _is_step(path: Path) -> bool:
-    return path.name.startswith("step-")
+    return STEP.fullmatch(path.name) is not None

@@ -42,6 +42,13 @@ def plan_files(tensors: Tensors, model: ModelConfig, tp: int, pp: int) -> list[l
         if f"weights/{tensor.name}" not in tensors:
             raise CheckpointError(f"weights/{tensor.name}: the model has it, the checkpoint does not")
         logical[tensor.name] = tensor
+    assert model.layers is not None
+    if model.layers % pp:
+        valid = ", ".join(str(n) for n in range(1, model.layers + 1) if model.layers % n == 0)
+        raise ValueError(f"--target-pipeline-parallel-size {pp}: must divide {model.layers} layers (valid: {valid})")
+    for tensor in logical.values():
+        if tensor.cut:
+            shard(tensor, {"tp": (0, tp)})  # raises where it does not divide
     kinds = {key.partition("/")[0] for key in tensors if key.partition("/")[2] in logical} | {"weights"}
     owner = _stages(model, pp)
     files: list[list[Piece]] = [[] for _ in range(tp * pp)]
@@ -77,6 +84,11 @@ def _stages(model: ModelConfig, pp: int) -> Callable[[Place], int]:
     for rank, chunks in enumerate(stage_layers(model.layers, pp)):
         ranks.update((block, rank) for chunk in chunks for block in chunk)
     return ranks.__getitem__
+
+
+def check_model(model: ModelConfig, where: str) -> None:
+    """Errors: CheckpointError naming an option of a model from elsewhere whose value no run may have."""
+    model_of({"config": {"model": dataclasses.asdict(model)}}, where)
 
 
 def model_of(meta: Mapping[str, Any], where: str) -> ModelConfig:

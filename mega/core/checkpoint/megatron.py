@@ -247,6 +247,21 @@ def check_vocabulary(values: Mapping[str, Any], rows: int, tp: int) -> None:
         )
 
 
+UNCHANGED: dict[str, tuple[object, ...]] = {
+    "position_embedding_type": ("learned_absolute", "rope", "none"),
+    "rotary_interleaved": (False, None),
+    "normalization": ("LayerNorm", "RMSNorm"),
+    "window_size": (None,),
+    "quick_geglu": (False, None),
+    "attention_output_gate": (False, None),
+    "qk_l2_norm": (False, None),
+    "softmax_type": ("vanilla", None),
+    "no_rope_freq": (None, 0),
+    "multi_latent_attention": (False, None),
+}
+"""Arguments that change what the same tensors compute, and the values in which they are as ours are."""
+
+
 def model_from_arguments(values: Mapping[str, Any], vocab: int, where: str) -> ModelConfig:
     """The resolved model section that Megatron's arguments describe; they have had several spellings."""
 
@@ -261,6 +276,9 @@ def model_from_arguments(values: Mapping[str, Any], vocab: int, where: str) -> M
         value = values.get(name, otherwise)
         return float(value) if isinstance(value, int | float) else otherwise
 
+    for name, valid in UNCHANGED.items():
+        if values.get(name, valid[0]) not in valid:
+            raise CheckpointError(f"{where}: args.{name} {values[name]!r} (valid: {', '.join(map(repr, valid))})")
     hidden, heads = number("hidden_size"), number("num_attention_heads")
     grouped = bool(values.get("group_query_attention"))
     rope = values.get("position_embedding_type", "learned_absolute") == "rope"

@@ -77,7 +77,9 @@ def reshard(
         attachments=source.attachments,
     )
     elements = sum(ledger.expected.values())
-    return ReshardReport(source.step, len(source.tensors), elements, total, report.seconds, store.path(source.step))
+    return ReshardReport(
+        source.step, len(source.tensors), elements, total, report.seconds, save_dir / store.path(source.step).name
+    )
 
 
 class Ledger:

@@ -16,11 +16,12 @@ it went well, and stop together where it did not. How they agree is a callable, 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -150,24 +151,49 @@ class CheckpointStore:
         fetch: called for every block of every piece for its elements (which are not kept), of several pieces side by
             side; then the pieces' own tensors may be meta tensors, and memory holds a few blocks.
         check: called when all is written; if it raises, nothing is published.
+        Nothing is replaced, and nothing put behind a newer step, where no run would find it.
         Errors: CheckpointError where what is to be written is at fault, SaveError where the machine is.
         """
         began = time.monotonic()
         working = self.path(step).with_suffix(".tmp")
         try:
-            self._prepare(working)
-            written = sum(
-                self._write(working, step, rank, len(ranks), pieces, fetch) for rank, pieces in enumerate(ranks)
-            )
-            check()
-            self._publish(step, len(ranks), working, dict(meta), attachments)
+            with self._claimed(step):
+                try:
+                    self._prepare(working)
+                    written = sum(
+                        self._write(working, step, rank, len(ranks), pieces, fetch) for rank, pieces in enumerate(ranks)
+                    )
+                    check()
+                    self._publish(step, len(ranks), working, dict(meta), attachments)
+                except BaseException:
+                    self._clear()
+                    raise
         except Exception as error:
-            self._clear()
             with contextlib.suppress(OSError):
                 self.directory.rmdir()  # only if nothing is in it
             kind = CheckpointError if isinstance(error, ValueError) else SaveError
             raise kind(self._failure(step, None, error)) from error
         return SaveReport(written, time.monotonic() - began)
+
+    @contextlib.contextmanager
+    def _claimed(self, step: int) -> Iterator[None]:
+        """The directory for one process, which will publish `step` there. Without lock support, for whoever comes.
+
+        Errors: CheckpointError where another has it, or where that step or a newer one is there.
+        """
+        self.directory.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            with contextlib.suppress(OSError):
+                try:
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    raise CheckpointError("another process is writing there") from None
+            if there := [each for each in self.steps() if each >= step]:
+                raise CheckpointError(f"step {there[-1]} is there already; give a new directory")
+            yield
+        finally:
+            os.close(descriptor)
 
     def _prepare(self, working: Path) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)

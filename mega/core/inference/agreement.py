@@ -16,6 +16,7 @@ from mega.core.batch import DecoderBatch
 from mega.core.checkpoint.foreign import hugging_face_source
 from mega.core.checkpoint.layout import model_of
 from mega.core.checkpoint.pieces import Box, Piece
+from mega.core.checkpoint.read_back import is_ours
 from mega.core.checkpoint.store import Checkpoint, locate
 from mega.core.config.sections import ModelConfig
 from mega.core.model.decoder import DecoderStage
@@ -43,7 +44,7 @@ def agreement(one: Path, other: Path) -> Agreement:
 
     Errors: ValueError where there is no Hugging Face folder or transformers is not installed.
     """
-    folder, load = (one, other) if (one / "config.json").exists() else (other, one)
+    folder, load = (other, one) if is_ours(one) else (one, other)
     if not (folder / "config.json").exists():
         raise ValueError(f"--verify: neither {one} nor {other} is a Hugging Face folder")
     checkpoint = locate(load)

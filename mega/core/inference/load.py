@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import torch
 
+from mega.core.checkpoint.convert import tokenizer_kind
 from mega.core.checkpoint.layout import model_of
 from mega.core.checkpoint.pieces import Piece
 from mega.core.checkpoint.store import Checkpoint, CheckpointError
@@ -53,12 +54,12 @@ def weight_pieces(stage: DecoderStage) -> Iterator[Piece]:
 
 
 def load_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
-    """The tokenizer that the run trained with, from the files that the checkpoint carries.
+    """The tokenizer that the run trained with, or came with its weights, from the files that the checkpoint carries.
 
     Errors: ValueError where there is none.
     """
     options = checkpoint.meta.get("config", {}).get("tokenizer", {})
-    kind = options.get("tokenizer")
+    kind = options.get("tokenizer") or tokenizer_kind(checkpoint.attachments)
     if kind is None:
         raise CheckpointError(f"{checkpoint.path}: carries no tokenizer")
     files = {FIELDS[name]: path for name, path in checkpoint.attachments.items() if name in FIELDS}

@@ -30,7 +30,7 @@ from mega.core.parallel.mesh import Groups, Mesh
 from mega.core.text.tokenizer import Tokenizer
 from mega.core.training.audit import audit
 from mega.core.training.meters import Meters
-from mega.core.training.persist import find_origin, restore, same_everywhere
+from mega.core.training.persist import companions, find_origin, restore, same_everywhere
 from mega.core.training.prepare import Prepared, prepare
 from mega.core.training.saver import Saver
 from mega.core.training.schedules import Schedules, going_on
@@ -102,7 +102,8 @@ class Training:
         self.meters = self._meters() if rank == 0 else None
         self.saver: Saver | None = None
         if run.checkpoint.save is not None:
-            self.saver = Saver(self.state, self.tokenizer, self.fingerprint, self.schedules, self._say)
+            old = companions(origin.checkpoint, self.tokenizer) if origin is not None and rank == 0 else {}
+            self.saver = Saver(self.state, self.tokenizer, self.fingerprint, self.schedules, self._say, old)
         for note in prepared.notes:
             self._say(note)
         if origin is not None:

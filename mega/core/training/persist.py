@@ -14,6 +14,7 @@ from mega.core.checkpoint.store import Checkpoint, locate, store_at
 from mega.core.config.run import RunConfig
 from mega.core.parallel.collectives import all_reduce
 from mega.core.parallel.mesh import Mesh
+from mega.core.text.tokenizer import Tokenizer
 from mega.core.training.prepare import model_in
 from mega.core.training.state import Progress, TrainState
 
@@ -54,6 +55,16 @@ def find_origin(run: RunConfig, tell: Tell) -> Origin | None:
         tell(f"--load {options.load}: holds no checkpoint yet; starting from the beginning")
         return None
     return Origin(locate(options.load), weights_only=options.finetune)
+
+
+def companions(checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> dict[str, bytes]:
+    """The files that travel with the weights a run starts from: its tokenizer's, and what others' tools go by.
+
+    run.toml is each run's own. Nothing where the run has another tokenizer: the files speak of the old one's ids.
+    """
+    found = {name: path.read_bytes() for name, path in checkpoint.attachments.items() if name != "run.toml"}
+    own = {name: path.read_bytes() for name, path in (tokenizer.files() if tokenizer is not None else {}).items()}
+    return found if own.items() <= found.items() else {}
 
 
 def restore(state: TrainState, origin: Origin) -> None:

@@ -17,7 +17,7 @@ import dataclasses
 import threading
 import time
 from collections.abc import Callable, Iterable
-from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ import torch
 from mega import __version__
 from mega.core.checkpoint.pieces import Piece
 from mega.core.checkpoint.retention import retain
-from mega.core.checkpoint.store import store_at
+from mega.core.checkpoint.store import Attachments, store_at
 from mega.core.config import toml
 from mega.core.device import HostCopy
 from mega.core.parallel.collectives import all_reduce
@@ -47,7 +47,9 @@ class Saver:
         fingerprint: str = "",
         schedules: Schedules | None = None,
         say: Say = lambda line: None,
+        companions: Attachments = MappingProxyType({}),
     ) -> None:
+        """companions: small files that came with the weights and go on with them; rank 0's count."""
         self.state, self.options, self._say = state, state.run.checkpoint, say
         assert self.options.save is not None
         self.store = store_at(self.options.save)
@@ -59,7 +61,7 @@ class Saver:
             "tokenizer": tokenizer.fingerprint() if tokenizer is not None else None,
             "fingerprint": fingerprint,
         }
-        self._attachments: dict[str, Path | bytes] = {"run.toml": toml.write(state.run).encode()}
+        self._attachments = {**companions, "run.toml": toml.write(state.run).encode()}
         if tokenizer is not None:
             self._attachments |= tokenizer.files()
         self._running: _Task | None = None

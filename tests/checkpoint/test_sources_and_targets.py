@@ -1,0 +1,207 @@
+"""What a conversion may read and where it may write: nothing misread in silence, nobody's files touched."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from mega.cli import main
+from mega.core.checkpoint.convert import convert
+from mega.core.checkpoint.huggingface import model_from_config
+from mega.core.checkpoint.pieces import CheckpointError
+from mega.core.checkpoint.reshard import reshard
+from mega.core.checkpoint.store import CheckpointStore, Piece, locate
+from mega.core.files import url_of
+from mega.core.training.persist import companions
+from tests.support.foreign_forms import LLAMA, hf_config, hf_writer, weights_of
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """A Hugging Face folder."""
+    folder = tmp_path / "hf"
+    folder.mkdir()
+    config = {**hf_config(LLAMA, "llama"), "bos_token_id": 3, "eos_token_id": 5, "dtype": "float32"}
+    hf_writer(config)(folder, {"model.safetensors": weights_of(LLAMA)})
+    return folder
+
+
+@pytest.fixture
+def run(source: Path) -> Path:
+    """The same as a checkpoint of ours."""
+    return convert(source, source.parent / "run", None, 1, 1, 1).path.parent
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "yarn"}}}, "the same for all layers"),
+        ({"rope_scaling": {"type": "yarn"}, "rope_parameters": {"rope_type": "default"}}, "'yarn'"),
+        ({"rope_scaling": {"type": "linear", "factor": 0.0}}, "rope_interpolation"),
+        ({"rope_theta": -5.0}, "rope_base"),
+        ({"rms_norm_eps": 0.0}, "norm_eps"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"tie_word_embeddings": "true"}, "tie_word_embeddings"),
+    ],
+)
+def test_a_config_that_means_another_model_is_refused(source: Path, values: dict[str, Any], words: str) -> None:
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**config, **values}))
+    with pytest.raises(CheckpointError, match=words):
+        convert(source, source.parent / "x", None, 1, 1, 1)
+    assert not (source.parent / "x").exists()
+
+
+@pytest.mark.parametrize(
+    ("family", "said", "positions"),
+    [
+        ("mistral", {}, 4096),  # transformers' own default
+        ("mistral", {"sliding_window": None}, 9000),
+        ("mistral", {"sliding_window": 100}, 100),
+        ("qwen2", {"sliding_window": 100}, 9000),  # only where it is asked for
+        ("qwen3", {"sliding_window": 100, "use_sliding_window": True}, 100),
+        ("qwen3", {"use_sliding_window": True}, 4096),
+        ("llama", {"sliding_window": 100}, 9000),  # it has none
+    ],
+)
+def test_windows_as_transformers_understands_them(family: str, said: dict[str, Any], positions: int) -> None:
+    config = {**hf_config(LLAMA, family), "max_position_embeddings": 9000, **said}
+    assert model_from_config(config, "config.json").positions == positions
+
+
+def test_of_two_sets_of_weights_the_one_that_transformers_opens(source: Path) -> None:
+    """An index from an earlier save beside the single file."""
+    state = load_file(source / "model.safetensors")
+    save_file({name: tensor + 1 for name, tensor in state.items()}, source / "model-00001-of-00001.safetensors")
+    index = {"weight_map": dict.fromkeys(state, "model-00001-of-00001.safetensors")}
+    (source / "model.safetensors.index.json").write_text(json.dumps(index))
+    convert(source, source.parent / "run", None, 1, 1, 1)
+    convert(source.parent / "run", source.parent / "back", None, 1, 1, 1)
+    back = load_file(source.parent / "back" / "model.safetensors")
+    assert all(torch.equal(back[name], tensor) for name, tensor in state.items())
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (lambda folder: (folder / "adapter_config.json").write_text("{}"), "adapter_config.json: an adapter"),
+        (lambda folder: os.mkfifo(folder / "tokenizer.model"), "tokenizer.model: not a regular file"),
+        (lambda folder: (folder / "tokenizer.json").mkdir(), "tokenizer.json: not a regular file"),
+        (shutil.rmtree, "hf: no such file or directory"),
+    ],
+)
+def test_other_things_in_the_folder(source: Path, spoil: Callable[[Path], Any], words: str) -> None:
+    spoil(source)
+    with pytest.raises(CheckpointError, match=words):
+        convert(source, source.parent / "x", None, 1, 1, 1)
+    assert not (source.parent / "x").exists()
+
+
+def test_a_layout_that_does_not_divide_is_told_at_once(source: Path) -> None:
+    for tp, pp, words in ((10**9, 1, "--tp 1000000000"), (1, 3, "--target-pipeline-parallel-size 3: .*valid: 1, 2")):
+        with pytest.raises(ValueError, match=words):
+            convert(source, source.parent / "x", None, tp, pp, 1)
+
+
+def test_a_folder_of_the_users_is_never_cleared(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "out.tmp").mkdir()
+    (tmp_path / "out.tmp" / "mine").write_text("work of a week")
+    convert(run, tmp_path / "out", None, 1, 1, 1)
+    assert (tmp_path / "out.tmp" / "mine").exists()
+    assert not list(tmp_path.glob("out.*.tmp"))
+
+
+def test_here_and_links_to_empty_folders_are_filled(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    convert(run, tmp_path / "link", None, 1, 1, 1)
+    assert (tmp_path / "real" / "model.safetensors").exists() and (tmp_path / "link").is_symlink()
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    convert(run, Path("."), None, 1, 1, 1)
+    assert (tmp_path / "here" / "model.safetensors").exists()
+
+
+def test_exports_do_not_go_to_urls(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(ValueError, match="s3://bucket/model: only checkpoints of ours"):
+        convert(run, Path("s3://bucket/model"), None, 1, 1, 1)
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_checkpoint_at_a_url_is_called_by_it(source: Path) -> None:
+    pytest.importorskip("fsspec")
+    made = convert(source, Path(f"memory://{source.parent.name}/run"), None, 1, 1, 1).path
+    assert url_of(made) == f"memory://{source.parent.name}/run/step-0000000"
+    assert locate(made).tensors
+
+
+def test_no_checkpoint_is_replaced_or_hidden(source: Path, run: Path) -> None:
+    """The step that is written, or a newer one, is there already."""
+    for step in (0, 7):
+        store = CheckpointStore(source.parent / f"other{step}")
+        store.save(step, [Piece("w", (2,), (0,), torch.ones(2))], {})
+        with pytest.raises(CheckpointError, match=f"step {step} is there already"):
+            convert(source, store.directory, None, 1, 1, 1)
+        with pytest.raises(CheckpointError, match=f"step {step} is there already"):
+            reshard(run, store.directory, 1, 1)
+        assert store.steps() == [step] and list(store.open(step).tensors) == ["w"]
+
+
+def test_of_two_at_once_in_one_directory_one_is_refused(source: Path) -> None:
+    target = source.parent / "run"
+    (target / "step-0000000.tmp").mkdir(parents=True)  # of the first
+    descriptor = os.open(target, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        with pytest.raises(CheckpointError, match="another process is writing there"):
+            convert(source, target, None, 1, 1, 1)
+        assert (target / "step-0000000.tmp").is_dir()
+    finally:
+        os.close(descriptor)
+    assert convert(source, target, None, 1, 1, 1).tensors
+
+
+def test_verify_of_a_step_that_carries_a_config(run: Path, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    step = str(run / "step-0000000")
+    assert main(["convert-llama", "--load-dir", step, "--save-dir", str(tmp_path / "out"), "--verify"]) == 0
+
+
+def test_training_takes_along_what_came_with_the_weights(source: Path, tmp_path: Path) -> None:
+    (source / "vocab.json").write_text("{}")
+    run = convert(source, tmp_path / "run", None, 1, 1, 1).path
+    line = "--use-checkpoint-config --finetune --mock-data --steps 1 --lr 1e-3 --micro-batch 1 --global-batch 1"
+    more = "--seq-length 8 --save-interval 1 --device cpu --eval-iters 0"
+    places = ["--load", str(run), "--save", str(tmp_path / "on")]
+    assert main(["pretrain", *places, *line.split(), *more.split()]) == 0
+    assert {"config.json", "vocab.json", "run.toml"} <= locate(tmp_path / "on").attachments.keys()
+
+
+def test_what_came_with_the_weights_goes_on_with_them(source: Path, run: Path, tmp_path: Path) -> None:
+    """A run from converted weights saves; its export has their tokens and says the dtype that it now has."""
+    origin = locate(run)
+    carried = companions(origin, None)
+    assert sorted(carried) == ["config.json"] and json.loads(carried["config.json"])["eos_token_id"] == 5
+    pieces = [
+        Piece(name, whole, (0,) * len(whole), torch.zeros(whole, dtype=torch.bfloat16))
+        for name, (whole, _) in origin.tensors.items()
+    ]
+    for number, dropout in enumerate((0.0, 0.1)):  # the same model, and one whose config.json is written anew
+        meta = {"config": {"model": {**origin.meta["config"]["model"], "attention_dropout": dropout}}}
+        CheckpointStore(tmp_path / f"trained{number}").save(2, pieces, meta, attachments=carried)
+        convert(tmp_path / f"trained{number}", tmp_path / f"out{number}", None, 1, 1, 1)
+        config = json.loads((tmp_path / f"out{number}" / "config.json").read_text())
+        assert (config["bos_token_id"], config["eos_token_id"]) == (3, 5)
+        assert "bfloat16" in (config.get("dtype"), config.get("torch_dtype"))
