@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -47,6 +48,15 @@ def run(
     from mega.core.estimate import show
     from mega.core.estimate.hardware import hardware
 
+    for flag, picture in (("--draw", draw), ("--draw-schedule", draw_schedule)):
+        if picture is not None and not picture.parent.is_dir():
+            raise ValueError(f"{flag} {picture}: there is no directory {picture.parent}; make it first")
+    for flag, number in (("--mtbf", mtbf), ("--save-seconds", save_seconds)):
+        if number is not None and not isfinite(number):
+            raise ValueError(f"{flag} {number}: must be a finite number")
+    timed = (gpu, fit, gpus) != (None, None, None) and (run.batch.steps, run.batch.samples) != (None, None)
+    if mtbf is not None and not timed:
+        raise ValueError(f"--mtbf {mtbf:g}: needs a device (--gpu or --fit), and --steps or --samples to train")
     if as_json and str(draw_schedule) == "-":
         raise ValueError("--draw-schedule -: excludes --json; valid: a .svg or .png file")
     if fit is not None or gpus is not None:
@@ -98,7 +108,7 @@ def _search(run: RunConfig, fit: str | None, gpus: int | None, gpu: str | None) 
             f"needs {found.smallest:.1f} (valid: more devices, or a smaller model)"
         )
     best = found.candidates[0]
-    start = launch_lines(command(best, run), count, device.node)
+    start = launch_lines(command(best, run), count, device.node, best.run.parallel.tp)
     return Answer(best.run, count, best.memory, device, found, tuple(start))
 
 

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mega.cli import main
 from mega.core.config.compose import compose
 from mega.core.config.resolve import resolve
 from mega.core.config.run import RunConfig
@@ -58,6 +59,15 @@ def test_parts_add_up_and_live_microbatches_are_the_plans(schedule, pp, count, t
         assert stage.live == live[stage.stage]
     document = json.loads(json.dumps(show.as_json(run, world, found)))
     assert document["peak"] == max(stage["peak"] for stage in document["stages"])
+
+
+def test_what_is_kept_counts_as_activations_in_a_forward_peak_too() -> None:
+    """One microbatch whose peak is at its loss: what autograd keeps of it is no temporary."""
+    run = resolve(compose("gpt2-124m", flags={"micro_batch": 1}), 1)
+    (stage,) = estimate.memory(run, 1).stages
+    assert stage.when.startswith("forward")
+    (kept,) = estimate.footprints(run, estimate.stage_chunks(run)[0], 1, 1).values()
+    assert stage.activations == kept.held > stage.working
 
 
 def test_more_costs_more() -> None:
@@ -129,6 +139,22 @@ def test_the_verb_judges_like_a_dry_run() -> None:
     done = verb(*LLAMA, "--world", "3")
     assert done.returncode == 2
     assert "3 ranks given, but a model takes 2" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--draw", "nowhere/bars.svg"], "--draw nowhere/bars.svg: there is no directory nowhere"),
+        (["--draw-schedule", "nowhere/plan.svg"], "--draw-schedule nowhere/plan.svg: there is no directory nowhere"),
+        (["--mtbf", "24"], "--mtbf 24: needs a device"),
+        (["--mtbf", "24", "--gpu", "h100"], "--mtbf 24: needs a device (--gpu or --fit), and --steps or --samples"),
+        (["--mtbf", "inf", "--gpu", "h100", "--steps", "5"], "--mtbf inf: must be a finite number"),
+        (["--save-seconds", "inf"], "--save-seconds inf: must be a finite number"),
+    ],
+)
+def test_what_cannot_be_told_is_refused(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["memory-estimate", *LLAMA, "--world", "2", *words]) == 2
+    assert capsys.readouterr().err.startswith(f"mega: {said}")
 
 
 def test_the_verb_shows_what_it_found(tmp_path) -> None:  # type: ignore[no-untyped-def]

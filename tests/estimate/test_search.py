@@ -6,7 +6,8 @@ import doctest
 import importlib
 import os
 import pkgutil
-from math import exp
+from math import exp, inf
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,12 +20,14 @@ from mega.core.config.check import check
 from mega.core.config.compose import compose
 from mega.core.config.resolve import data_parallel, resolve
 from mega.core.config.run import updated
+from mega.core.estimate import memory as estimate
 from mega.core.estimate import show
 from mega.core.estimate.hardware import GIB, hardware
 from mega.core.estimate.memory import memory
 from mega.core.estimate.schedule import optimum_interval, training_time
 from mega.core.estimate.search import cluster, command, layouts, search
 from mega.core.estimate.steptime import step_time
+from mega.core.inventory import inventory, parameters
 from mega.core.parallel.mesh import Mesh
 from mega.core.training.build import build_stages
 from mega.options import command as options_of
@@ -93,7 +96,7 @@ def test_the_command_makes_the_very_run() -> None:
     assert result.exit_code == 0, result.output
     chosen = updated(found.candidates[0].run, {"dry_run": False, "world": None})
     assert resolve(seen[0], 8) == chosen
-    one, several = show.launch_lines(words, 8, 8), show.launch_lines(words, 64, 8)
+    one, several = show.launch_lines(words, 8, 8, 2), show.launch_lines(words, 64, 8, 2)
     assert one[0].startswith("torchrun --nproc-per-node 8 -m mega pretrain --family llama")
     assert "--nnodes 8" in several[0] and several[1].startswith("sbatch --nodes 8 --ntasks-per-node 8")
 
@@ -102,6 +105,71 @@ def test_the_command_makes_the_very_run() -> None:
 def test_bad_clusters(words: tuple[str, int | None]) -> None:
     with pytest.raises(ValueError, match=r"--(fit|gpu) "):
         cluster(words[0], words[1], None)
+
+
+def test_a_cluster_is_said_once(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="--fit 8xh100: excludes --gpu a100"):
+        cluster("8xh100", None, "a100")
+    with pytest.raises(ValueError, match="--fit 8x80GB: excludes --gpus 4"):
+        cluster("8x80GB", 4, None)
+    mine = tmp_path / "my own.toml"
+    mine.write_text("memory = 10.0\n")
+    assert cluster(f"4x{mine}", None, None)[1].memory == 10.0
+
+
+@pytest.mark.parametrize(
+    ("world", "tp", "hosts"), [(12, 2, (2, 6)), (12, 4, (3, 4)), (14, 1, (2, 7)), (13, 1, (13, 1))]
+)
+def test_hosts_start_as_many_ranks_as_there_are_devices(world: int, tp: int, hosts: tuple[int, int]) -> None:
+    """Whole hosts of 8 would start 16 ranks for 12 devices."""
+    words = show.launch_lines([], world, 8, tp)
+    assert f"--nproc-per-node {hosts[1]} --nnodes {hosts[0]} " in words[0]
+    assert f"--nodes {hosts[0]} --ntasks-per-node {hosts[1]} " in words[1]
+
+
+@pytest.mark.parametrize(
+    ("table", "said"),
+    [
+        ("peak = 5", "peak is 5; must be a table"),
+        ("peak = {int8 = 5}", "unknown field int8"),
+        ("memory = nan", "memory is nan"),
+        ("bandwidth = inf", "bandwidth is inf"),
+        ("node = 3.5", "node is 3.5; must be a whole number"),
+        ("memory = true", "memory is True"),
+    ],
+)
+def test_a_broken_device_is_told(table: str, said: str, tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(table)
+    with pytest.raises(ValueError, match=said):
+        hardware(str(path))
+
+
+def test_no_layout_says_what_to_change() -> None:
+    with pytest.raises(
+        ValueError, match=r"--global-batch 32: no layout of 7 devices divides it.*valid: multiples of 7"
+    ):
+        search(compose(flags=SMALL), 7, hardware("h100"))
+
+
+def test_a_search_makes_nothing_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hundreds of layouts have a few plans and one model in common."""
+    counted = {"inventory": 0, "played": 0}
+
+    def counting(name: str, function: Any) -> Any:
+        def call(*args: Any) -> Any:
+            counted[name] += 1
+            return function(*args)
+
+        return call
+
+    monkeypatch.setattr("mega.core.inventory.inventory", counting("inventory", inventory))
+    monkeypatch.setattr("mega.core.estimate.memory._course", counting("played", estimate._course))
+    estimate.played.cache_clear()
+    parameters.cache_clear()
+    found = search(compose("gpt-22b", flags={"dtype": "bf16", "global_batch": 64}), 16, hardware("a100"), keep=1)
+    assert found.tried == 759
+    assert counted["inventory"] == 1 and counted["played"] <= 339
 
 
 def test_clusters() -> None:
@@ -126,6 +194,16 @@ def test_the_best_interval_wastes_least() -> None:
     assert (plain.days, plain.effective, plain.save_every) == (10000 / 86400, 1.0, None)
     troubled = training_time(10.0, 1000, save_seconds=save, restart_seconds=600, failure_seconds=failures)
     assert 0.8 < troubled.effective < 1 - save / (best + save)
+
+
+def test_no_interval_is_too_long_or_too_short() -> None:
+    rare = training_time(10.0, 1000, save_seconds=60, restart_seconds=600, failure_seconds=1e300)
+    assert rare.days == pytest.approx(10000 / 86400) and rare.effective == pytest.approx(1.0)
+    often = training_time(10.0, 1000, save_seconds=1e9, restart_seconds=600, failure_seconds=36.0)
+    assert (often.days, often.effective) == (inf, 0.0)
+    run = compose("gpt2-124m", flags={"micro_batch": 1, "global_batch": 1, "steps": 10})
+    with pytest.raises(ValueError, match=r"--mtbf 0.01: .* never ends"):
+        show.training(run, 1.0, 0.01, 1e9)
 
 
 @settings(max_examples=int(os.environ.get("MEGA_RANDOM_CONFIGS", "60")), deadline=None)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import cache
 from importlib.resources import files
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -65,13 +66,17 @@ def hardware(name: str, asked: str | None = None) -> Hardware:
 
 
 def _made(name: str, table: Mapping[str, Any], asked: str) -> Hardware:
-    base = _known()["base"]
-    own = {field.name for field in fields(Hardware)} - {"name"}
-    if unknown := sorted(table.keys() - own):
-        raise ValueError(f"{asked}: unknown field {unknown[0]}; valid: {', '.join(sorted(own))}")
-    values = {**base, **table}
-    peak = {**base["peak"], **table.get("peak", {})}
+    base, own = _known()["base"], {field.name for field in fields(Hardware)} - {"name"}
+    given = table.get("peak", {})
+    if not isinstance(given, Mapping):
+        raise ValueError(f"{asked}: peak is {given!r}; must be a table of TFLOP/s by dtype, such as {{bf16 = 989.0}}")
+    for keys, valid in ((table.keys(), own), (given.keys(), base["peak"].keys())):
+        if unknown := sorted(keys - valid):
+            raise ValueError(f"{asked}: unknown field {unknown[0]}; valid: {', '.join(sorted(valid))}")
+    values, peak = {**base, **table}, {**base["peak"], **given}
     for key, value in {**values, **peak}.items():
-        if key != "peak" and (isinstance(value, bool) or not isinstance(value, int | float) or value <= 0):
+        if key != "peak" and (type(value) not in (int, float) or not 0 < value < inf):
             raise ValueError(f"{asked}: {key} is {value!r}; must be a number greater than 0")
+    if type(values["node"]) is not int:
+        raise ValueError(f"{asked}: node is {values['node']!r}; must be a whole number of GPUs")
     return Hardware(name, **{**values, "peak": peak})

@@ -205,9 +205,9 @@ def _update(run: RunConfig, held: Weights, dp: int) -> int:
 
 
 class Moment(NamedTuple):
-    """What is alive on a rank when a compute begins, in numbers: no bytes, so that many runs share one plan's.
+    """What is alive on a rank during a compute, in numbers: no bytes, so that many runs share one plan's.
 
-    held: microbatches of each chunk between forward and backward. products: those between backward and weights.
+    held: microbatches of each chunk from forward to backward. products: those between backward and weights.
     cargo: pieces that have come and wait, and gradients sent that may be on their way.
     """
 
@@ -231,11 +231,11 @@ class Course:
     def peak(self, chunks: Sequence[Footprint], residual: int) -> tuple[int, int, int, str]:
         """Activations, working and cargo of the first of the dearest moments, and what runs then."""
         held, products = [chunk.held for chunk in chunks], [chunk.products for chunk in chunks]
-        working = {"F": [chunk.forward for chunk in chunks], "B": [chunk.backward - chunk.held for chunk in chunks]}
+        peaks = {"F": [chunk.forward for chunk in chunks], "B": [chunk.backward for chunk in chunks]}
 
         def bytes_of(moment: Moment) -> tuple[int, int, int]:
             kept = sum(map(mul, moment.held, held)) + sum(map(mul, moment.products, products))
-            return kept, working[moment.kind][moment.chunk], moment.cargo * residual
+            return kept, peaks[moment.kind][moment.chunk] - held[moment.chunk], moment.cargo * residual
 
         dearest = max(self.moments, key=lambda moment: sum(bytes_of(moment)))
         pass_ = "forward" if dearest.kind == "F" else "backward"
@@ -243,7 +243,7 @@ class Course:
         return *bytes_of(dearest), f"{pass_} of microbatch {self.moments[dearest]}{chunk}"
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=256)
 def played(kind: Kind, stages: int, chunks: int, count: int) -> tuple[Course, ...]:
     """Every rank's course through a plan."""
     acts = plan(kind, stages, chunks, count).acts
@@ -252,7 +252,7 @@ def played(kind: Kind, stages: int, chunks: int, count: int) -> tuple[Course, ..
 
 def _course(acts: Sequence[Act], stage: int, stages: int, chunks: int) -> Course:
     moments: dict[Moment, int] = {}
-    held, products, live = [0] * chunks, [0] * chunks, 0
+    held, products = [0] * chunks, [0] * chunks
     later = any(isinstance(act, Compute) and act.kind == "W" for act in acts)
     arrived, sent = 0, deque[bool](maxlen=SENT)
     for act in acts:
@@ -266,10 +266,10 @@ def _course(acts: Sequence[Act], stage: int, stages: int, chunks: int) -> Course
             forward, brought = act.kind == "F", needs(act, act.chunk * stages + stage, chunks * stages - 1)
             used = stages > 1 and brought is not None
             arrived -= used and forward
+            held[act.chunk] += forward
             moment = Moment(act.kind, act.chunk, tuple(held), tuple(products), max(0, arrived) + sum(sent))
             moments.setdefault(moment, act.microbatch)
             arrived -= used and not forward
-            held[act.chunk] += 1 if forward else -1
+            held[act.chunk] -= not forward
             products[act.chunk] += later and not forward
-            live = max(live, sum(held))
-    return Course(moments, live)
+    return Course(moments, max(sum(moment.held) for moment in moments))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import exp, sqrt
+from math import exp, expm1, inf, sqrt
 
 DAY = 86400.0
 
@@ -34,7 +34,8 @@ def training_time(
     failure_seconds: mean time between failures of the whole machine, not of one device; None for never.
 
     Source: Daly 2006, "A higher order estimate of the optimum checkpoint interval for restart dumps". The wall time is
-    his equation 20: M exp(R/M) (exp((t+d)/M) - 1) T/t for interval t, save d, restart R, failures M, work T.
+    his equation 20: M exp(R/M) (exp((t+d)/M) - 1) T/t for interval t, save d, restart R, failures M, work T; infinite
+    where that is more than a float holds.
 
     >>> plan = training_time(30.0, 95000, save_seconds=60, restart_seconds=600, failure_seconds=10 * 3600)
     >>> round(plan.days, 1), round(plan.effective, 3), round(plan.save_every / 60)
@@ -46,7 +47,10 @@ def training_time(
     save = max(save_seconds, 1e-3)
     interval = optimum_interval(save, failure_seconds)
     rate = 1.0 / failure_seconds
-    wall = failure_seconds * exp(restart_seconds * rate) * (exp((interval + save) * rate) - 1) * work / interval
+    try:
+        wall = failure_seconds * exp(restart_seconds * rate) * expm1((interval + save) * rate) * work / interval
+    except OverflowError:
+        wall = inf
     return Training(wall / DAY, work / wall, interval)
 
 

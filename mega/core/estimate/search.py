@@ -87,10 +87,14 @@ def cluster(fit: str | None, gpus: int | None, gpu: str | None) -> tuple[int, Ha
         assert gpus is not None
         count, device = gpus, hardware(gpu or "h100")
     else:
-        parsed = re.fullmatch(r"(\d{1,7})x(?:(\d{1,4})GB|([\w.-]+))", fit, re.IGNORECASE)
-        if parsed is None or int(parsed[1]) < 1 or (gpus is not None and gpus != int(parsed[1])):
+        parsed = re.fullmatch(r"([0-9]{1,7})x(?:([0-9]{1,4})GB|(.+))", fit, re.IGNORECASE)
+        if parsed is None or int(parsed[1]) < 1:
             raise ValueError(f"--fit {fit}: must be a number of devices and what they are, such as 8x80GB or 8xh200")
         count = int(parsed[1])
+        if gpus not in (None, count):
+            raise ValueError(f"--fit {fit}: excludes --gpus {gpus}; give one of them")
+        if gpu is not None and parsed[3] not in (None, gpu):
+            raise ValueError(f"--fit {fit}: excludes --gpu {gpu}; give one of them, or the memory as in {count}x80GB")
         device = hardware(gpu or parsed[3] or "h100", None if gpu else f"--fit {fit}")
         if parsed[2]:
             # The driver keeps a little of what is printed on the box.
@@ -136,7 +140,12 @@ def search(run: RunConfig, world: int, on: Hardware, keep: int = 8) -> Found:
             rough = step_time(resolved, world, on, play=False).seconds
             fitting.append((rough, options, resolved, needs))
     if not tried:
-        raise ValueError(refusal or f"--gpus {world}: no layout divides the model")
+        layers, heads, batch = run.model.layers, run.model.heads, run.batch.global_batch
+        raise ValueError(
+            refusal
+            or f"--global-batch {batch}: no layout of {world} devices divides it, --layers {layers} and "
+            f"--heads {heads}; valid: multiples of {world}, or another number of devices"
+        )
     fitting.sort(key=lambda row: row[0])
     # The rough time is off by less than the pipeline's ends, so the best is among the first of it.
     played = [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -197,14 +198,20 @@ def notes(run: RunConfig, world: int, found: Memory, device: Hardware | None, me
 
 
 def training(run: RunConfig, step_seconds: float, mtbf_hours: float | None, save_seconds: float) -> Training | None:
-    """How long the whole training takes, where its length is given."""
+    """How long the whole training takes, where its length is given. Errors: ValueError where it would never end."""
     steps = lengths(run).steps
     if not steps:
         return None
     failures = mtbf_hours * 3600 if mtbf_hours else None
-    return training_time(
+    whole = training_time(
         step_seconds, steps, save_seconds=save_seconds, restart_seconds=RESTART_SECONDS, failure_seconds=failures
     )
+    if whole.days == inf:
+        raise ValueError(
+            f"--mtbf {mtbf_hours:g}: with --save-seconds {save_seconds:g} and {RESTART_SECONDS:g} s from a failure to "
+            "the next step such a training never ends; valid: more hours, or shorter saves"
+        )
+    return whole
 
 
 def training_note(run: RunConfig, step_seconds: float, mtbf_hours: float | None, save_seconds: float) -> str | None:
@@ -284,13 +291,16 @@ def why(found: Found, device: Hardware) -> str:
     return f"{text}. exposed: gradients and update that nothing hides"
 
 
-def launch_lines(words: Sequence[str], world: int, node: int) -> list[str]:
-    """Ready command lines: torchrun on one host or several, and sbatch."""
+def launch_lines(words: Sequence[str], world: int, node: int, tp: int) -> list[str]:
+    """Ready command lines: torchrun on one host or several, and sbatch.
+
+    Every host starts equally many ranks, as many as there are devices or else whole groups of `tp`.
+    """
     import shlex
 
     flags = shlex.join(words)
-    local = min(world, node)
-    hosts = -(-world // node)
+    local = max(part for part in range(1, min(world, node) + 1) if world % part == 0 and part % tp == 0)
+    hosts = world // local
     join = "" if hosts == 1 else f" --nnodes {hosts} --rdzv-backend c10d --rdzv-endpoint $HEAD:29500"
     wrapped = shlex.quote(f"srun mega pretrain {flags}")
     return [
