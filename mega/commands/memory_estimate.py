@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
@@ -61,6 +62,8 @@ def run(
         raise ValueError("--draw-schedule -: excludes --json; valid: a .svg or .png file")
     if fit is not None or gpus is not None:
         answer = _search(run, fit, gpus, gpu)
+        if replaced := _typed_layout(run):
+            print(f"the search sets the layout anew, instead of {replaced}", file=sys.stderr)
     else:
         answer = _estimate(*planned(run), hardware(gpu) if gpu is not None else None)
     if draw is not None:
@@ -95,11 +98,13 @@ def _estimate(run: RunConfig, world: int, device: Hardware | None) -> Answer:
 
 
 def _search(run: RunConfig, fit: str | None, gpus: int | None, gpu: str | None) -> Answer:
-    from mega.core.estimate.search import any_layout, cluster, command, search
+    from mega.core.estimate.search import any_layout, cluster, command, search, without_layout
     from mega.core.estimate.show import launch_lines
 
     count, device = cluster(fit, gpus, gpu)
-    one, _ = planned(any_layout(run, 1))
+    run = without_layout(run)
+    # One rank has no tensor axis to overlap; all else that is wrong of every layout is told here.
+    one, _ = planned(updated(any_layout(run, 1), {"tp_overlap": False}))
     found = search(updated(run, {"vocab": one.model.vocab}), count, device)
     if not found.candidates:
         asked = f"--gpus {count}" if fit is None else f"--fit {fit}"
@@ -110,6 +115,17 @@ def _search(run: RunConfig, fit: str | None, gpus: int | None, gpu: str | None) 
     best = found.candidates[0]
     start = launch_lines(command(best, run), count, device.node, best.run.parallel.tp)
     return Answer(best.run, count, best.memory, device, found, tuple(start))
+
+
+def _typed_layout(run: RunConfig) -> str:
+    """The flags of `run` that a search replaces."""
+    from mega.core.config.run import entries, value_of
+    from mega.core.estimate.search import LAYOUT
+
+    said = {
+        entries()[name].flag: value_of(run, name) for name in LAYOUT if value_of(run, name) != entries()[name].default
+    }
+    return ", ".join(flag if value is True else f"{flag} {value}" for flag, value in said.items())
 
 
 def _document(answer: Answer, megatron: bool, mtbf: float | None, save_seconds: float) -> dict[str, Any]:

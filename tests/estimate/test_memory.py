@@ -157,6 +157,20 @@ def test_what_cannot_be_told_is_refused(words: list[str], said: str, capsys: pyt
     assert capsys.readouterr().err.startswith(f"mega: {said}")
 
 
+def test_a_search_says_what_it_replaces(capsys: pytest.CaptureFixture[str]) -> None:
+    words = (
+        "--layers 4 --hidden 512 --heads 8 --vocab 5000 --seq-length 256 --global-batch 8 --gpus 2 --bf16 --fp8".split()
+    )
+    typed = "--tp 2 --sequence-parallel --tp-overlap --stage-layers 2 2 --accumulation 4".split()
+    assert main(["memory-estimate", *words[:-1], *typed]) == 0
+    told = capsys.readouterr()
+    assert "instead of --tp 2, --sequence-parallel, --stage-layers (2, 2), --accumulation 4" in told.err
+    assert "--tp-overlap" in told.out and "--stage-layers" not in told.out and "--accumulation" not in told.out
+    assert main(["memory-estimate", *words]) == 0
+    told = capsys.readouterr()
+    assert not told.err and "--fp8: products are timed" in told.out
+
+
 def test_the_verb_shows_what_it_found(tmp_path) -> None:  # type: ignore[no-untyped-def]
     picture = tmp_path / "memory.svg"
     words = [*LLAMA, "--pp", "2", "--world", "4", "--global-batch", "8", "--gpu", "h200", "--megatron"]

@@ -22,9 +22,9 @@ from mega.core.estimate.steptime import StepTime, step_time
 
 LAYOUT = (
     "tp", "cp", "pp", "chunks", "schedule", "layers_per_chunk", "sequence_parallel", "zero", "micro_batch",
-    "recompute", "recompute_method", "recompute_layers",
+    "recompute", "recompute_method", "recompute_layers", "stage_layers", "distribute_saved", "accumulation",
 )  # fmt: skip
-"""Options that the search sets."""
+"""Options that the search sets, or leaves at their defaults."""
 
 RESERVE = 0.03
 """Share of a device's memory that a layout must leave: peaks are predicted to within about as much."""
@@ -104,10 +104,14 @@ def cluster(fit: str | None, gpus: int | None, gpu: str | None) -> tuple[int, Ha
     return count, device
 
 
+def without_layout(run: RunConfig) -> RunConfig:
+    """`run` as if it said nothing of its layout."""
+    return updated(run, {name: entries()[name].default for name in LAYOUT})
+
+
 def any_layout(run: RunConfig, world: int) -> RunConfig:
     """`run` with the smallest layout in place of its own, as a dry run on `world` ranks."""
-    plain = {name: entries()[name].default for name in LAYOUT}
-    return updated(run, {**plain, "micro_batch": 1, "dry_run": True, "nproc": None, "world": world})
+    return updated(without_layout(run), {"micro_batch": 1, "dry_run": True, "nproc": None, "world": world})
 
 
 def search(run: RunConfig, world: int, on: Hardware, keep: int = 8) -> Found:

@@ -189,6 +189,8 @@ def notes(run: RunConfig, world: int, found: Memory, device: Hardware | None, me
             f"pipeline {step.pipeline:.3f} s of which {step.bubble:.1%} bubble, gradients {step.reduction:.3f} s, "
             f"update {step.update:.3f} s"
         )
+    if run.precision.fp8:
+        yield "--fp8: products are timed, and what they keep is counted, as in bf16"
     if megatron:
         theirs = report(run, world)
         yield (
