@@ -335,6 +335,8 @@ def _batch(run: RunConfig, world: int) -> Problems:
             else:
                 yield _line(run, "rampup", f"passes through a batch of {size}, which must {rule}")
             return
+    if batch.samples is not None and batch.samples < next(batch_sizes(batch)):
+        yield _line(run, "samples", f"must be at least {next(batch_sizes(batch))}, the samples of the first step")
     if batch.accumulation and batch.global_batch != unit * batch.accumulation:
         made = f"--micro-batch {batch.micro_batch} x {dp} data-parallel ranks x this"
         yield _line(run, "accumulation", f"{made} must be --global-batch {batch.global_batch}; give one of the two")

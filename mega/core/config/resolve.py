@@ -145,6 +145,24 @@ def lengths(run: RunConfig) -> Lengths:
     return Lengths(steps=steps, samples=samples, decay_samples=decay, warmup_samples=warmup)
 
 
+def last_step(run: RunConfig, step: int = 0, consumed: int = 0) -> int:
+    """The step with which a resolved run ends that has come to `step` and `consumed` samples.
+
+    A run measured in samples ends with the last whole batch of them, whatever its batches were before.
+
+    >>> from mega.core.config.run import updated
+    >>> by_samples = updated(RunConfig(), {"global_batch": 8, "samples": 100})
+    >>> last_step(by_samples), last_step(by_samples, step=10, consumed=40)
+    (12, 17)
+    """
+    batch = run.batch
+    if batch.samples is None:
+        return batch.steps or 0
+    while (after := consumed + global_batch_at(batch, consumed)) <= batch.samples:
+        step, consumed = step + 1, after
+    return step
+
+
 def _steps_of(batch: BatchConfig) -> int:
     assert batch.global_batch is not None and batch.samples is not None
     steps, consumed = 0, 0

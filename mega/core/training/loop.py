@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from mega.core.batch import DecoderBatch
-from mega.core.config.resolve import data_parallel, global_batch_at, lengths, microbatches
+from mega.core.config.resolve import data_parallel, global_batch_at, last_step, microbatches
 from mega.core.config.run import RunConfig
 from mega.core.config.world import world_from_env
 from mega.core.data.batches import Batches
@@ -30,7 +30,7 @@ from mega.core.parallel.mesh import Groups, Mesh
 from mega.core.text.tokenizer import Tokenizer
 from mega.core.training.audit import audit
 from mega.core.training.meters import Meters
-from mega.core.training.persist import companions, find_origin, restore, same_everywhere
+from mega.core.training.persist import alone_in, companions, differences, find_origin, restore, same_everywhere
 from mega.core.training.prepare import Prepared, prepare
 from mega.core.training.saver import Saver
 from mega.core.training.schedules import Schedules, going_on
@@ -91,8 +91,11 @@ class Training:
         if origin is not None:
             restore(self.state, origin)
         self.progress = self.state.progress
-        self.lengths = lengths(run)
+        self.steps = last_step(run, self.progress.step, self.progress.consumed)
         data = prepared.datasets
+        if not run.evaluation.skip_train:
+            alone_in(run, self.progress.step)
+            self._enough(data.train)
         self.train, self.valid, self.test = (self._batches(split) for split in (data.train, data.valid, data.test))
         self.named = {name: self._batches(dataset) for name, dataset in data.named.items()}
         self.schedules = Schedules.of(run)
@@ -108,6 +111,10 @@ class Training:
             self._say(note)
         if origin is not None:
             self._say(f"going on from {origin.checkpoint.path} at step {self.progress.step}")
+            if not origin.weights_only and (told := differences(run, origin)):
+                self._say(told)
+            if self.progress.step >= self.steps:
+                self._say(f"nothing is left to train: the run ends with step {self.steps}")
 
     def play(self) -> None:
         """Train to the last step, then validate; whatever happens, the voice is closed."""
@@ -126,7 +133,7 @@ class Training:
     def _train(self) -> None:
         pending: Pending | None = None
         saved = self.progress.step
-        while self.progress.step < self.lengths.steps and not self._ended():
+        while self.progress.step < self.steps:
             current = self._step()
             if pending is not None:
                 self._read(pending, current.begun)
@@ -137,10 +144,10 @@ class Training:
             # With a loss scale the next learning rate depends on whether this step was skipped.
             if _every(self.run.runtime.audit_interval, step):
                 audit(self.state)
-            if due_save or due_eval or self.interrupt.asked or step == self.lengths.steps or self.state.scaler:
+            if due_save or due_eval or self.interrupt.asked or step == self.steps or self.state.scaler:
                 self._read(pending)
                 pending = None
-            if due_eval and step < self.lengths.steps:
+            if due_eval and step < self.steps:
                 self._validate()
             if self.saver is not None:
                 self.saver.look()
@@ -158,9 +165,19 @@ class Training:
         if self.interrupt.asked:
             self._say(f"stopped at step {self.progress.step}: {self.interrupt.reason}")
 
-    def _ended(self) -> bool:
-        samples = self.run.batch.samples
-        return samples is not None and self.progress.consumed >= samples
+    def _enough(self, dataset: Dataset | None) -> None:
+        """See that the data last to the end, which another batch since the checkpoint changes. Errors: ValueError."""
+        batch, progress = self.run.batch, self.progress
+        if dataset is None or self.run.data.order == "cyclic" or batch.samples is not None:
+            return
+        assert batch.global_batch is not None
+        end = progress.consumed + (self.steps - progress.step) * batch.global_batch
+        if end > len(dataset) and progress.step < self.steps:
+            raise ValueError(
+                f"--global-batch {batch.global_batch}: the checkpoint has consumed {progress.consumed} samples in "
+                f"{progress.step} steps, so --steps {self.steps} ends with sample {end}, but the data were laid out "
+                f"for {len(dataset)}; give --samples {end} instead of --steps"
+            )
 
     def _step(self) -> Pending:
         """Start one step; its numbers are read later."""
@@ -263,7 +280,7 @@ class Training:
         return Meters(
             run.log,
             start=self.progress.step,
-            steps=self.lengths.steps,
+            steps=self.steps,
             flops_per_token=model_flops_per_token(run.model, run.batch.seq_length),
             devices=self.mesh.world,
             peak=self.device.peak_tflops,

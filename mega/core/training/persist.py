@@ -11,7 +11,7 @@ import torch
 
 from mega.core.checkpoint.pieces import CheckpointError, Piece
 from mega.core.checkpoint.store import Checkpoint, locate, store_at
-from mega.core.config.run import RunConfig
+from mega.core.config.run import RunConfig, flag_of, value_of
 from mega.core.parallel.collectives import all_reduce
 from mega.core.parallel.mesh import Mesh
 from mega.core.text.tokenizer import Tokenizer
@@ -22,6 +22,13 @@ Tell = Callable[[str], None]
 
 FREE_OPTIONS = {"hidden_dropout", "attention_dropout", "init_std", "vocab_multiple", "positions"}
 """Model options that may change between a checkpoint and the run that loads it."""
+
+TOLD_OPTIONS = (
+    *("seed", "data_path", "train_data", "chat_data", "split", "order", "seq_length", "global_batch", "dtype"),
+    *("reset_positions", "reset_attention", "eod_mask_loss", "loss_normalizer", "hidden_dropout", "attention_dropout"),
+    *("clip_grad", "adam_beta1", "adam_beta2", "adam_eps", "sgd_momentum"),
+)
+"""Options that may change as well, but not unnoticed: with another value the run computes something else."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +101,40 @@ def restore(state: TrainState, origin: Origin) -> None:
             state.scaler.restore(checkpoint.meta["scaler"])
     if not origin.weights_only:
         state.progress = Progress(**checkpoint.meta["progress"])
+
+
+def differences(run: RunConfig, origin: Origin) -> str | None:
+    """What this run does otherwise than the one it goes on with, as one line; None where there is nothing to tell.
+
+    The schedule is not of it: schedules.py refuses another one.
+    """
+    sections = origin.checkpoint.meta.get("config", {})
+    stored = {name: value for section in sections.values() for name, value in section.items()}
+    told = []
+    for name in TOLD_OPTIONS:
+        value = value_of(run, name)
+        ours = list(value) if isinstance(value, tuple) else value
+        if name in stored and stored[name] != ours:
+            told.append(f"{flag_of(name)} {_words(ours)} (was {_words(stored[name])})")
+    return f"not as in the checkpoint: {', '.join(told)}" if told else None
+
+
+def _words(value: Any) -> str:
+    return " ".join(map(str, value)) or "none" if isinstance(value, list) else str(value)
+
+
+def alone_in(run: RunConfig, start: int) -> None:
+    """See that --save holds no checkpoint behind step `start`, where this run starts.
+
+    Else a later --resume auto would take that one, of another history. Errors: ValueError.
+    """
+    place = run.checkpoint.save
+    newest = store_at(place).newest(verify=False) if place is not None else None
+    if newest is not None and newest > start:
+        raise ValueError(
+            f"--save {place}: holds step {newest}, and this run starts at step {start}; to go on from there give "
+            "--resume auto, else another directory, or move the later checkpoints away"
+        )
 
 
 def _truest(weight: Piece, checkpoint: Checkpoint) -> Piece:

@@ -76,9 +76,9 @@ class Schedules:
     def differences(self, other: Schedules) -> Iterator[tuple[str, Any, Any]]:
         """(flag, ours, theirs) of every value that matters and differs."""
         ours, theirs = _mattering(self), _mattering(other)
-        for name in sorted({*ours, *theirs}):
-            if ours.get(name) != theirs.get(name):
-                yield _FLAGS[name], ours.get(name), theirs.get(name)
+        for name in sorted(ours.keys() & theirs.keys()):  # what one style alone has differs with the style
+            if ours[name] != theirs[name]:
+                yield _FLAGS[name], ours[name], theirs[name]
 
 
 def _mattering(schedules: Schedules) -> dict[str, Any]:

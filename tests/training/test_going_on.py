@@ -1,0 +1,96 @@
+"""Going on with other options, or where another run has been: nothing changes and nothing mixes unnoticed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from mega import cli
+from mega.core.checkpoint.store import CheckpointStore
+
+Told = Callable[..., tuple[int, str]]
+
+RUN = (
+    "pretrain --layers 1 --hidden 8 --heads 1 --seq-length 8 --vocab 64 --mock-data --micro-batch 1 --lr 1e-3 "
+    "--lr-decay constant --eval-iters 0 --save-interval 2 --log-interval 1 --device cpu"
+).split()
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Told:
+    """Run the command line and give (exit code, all that it said)."""
+    for variable in ("WORLD_SIZE", "RANK", "SLURM_PROCID", "SLURM_NTASKS", "MEGA_DEBUG"):
+        monkeypatch.delenv(variable, raising=False)
+
+    def run(*flags: str) -> tuple[int, str]:
+        code = cli.main([*RUN, *flags])
+        return code, "".join(capsys.readouterr())
+
+    return run
+
+
+def consumed(place: Path) -> dict[int, int]:
+    rows = [json.loads(line) for line in (place / "metrics.jsonl").read_text().splitlines()]
+    return {row["step"]: row["consumed"] for row in rows if "consumed" in row}
+
+
+def test_another_history_is_not_mixed_in(tmp_path: Path, told: Told) -> None:
+    save = ["--save", str(tmp_path)]
+    assert told(*save, "--steps", "4")[0] == 0
+    before = (tmp_path / "metrics.jsonl").read_bytes()
+    for start, flags in ((0, []), (2, ["--resume", str(CheckpointStore(tmp_path).path(2))])):
+        code, said = told(*save, "--steps", "6", "--seed", "7", *flags)
+        assert code == 2
+        assert f"--save {tmp_path}: holds step 4, and this run starts at step {start}" in said
+    assert (tmp_path / "metrics.jsonl").read_bytes() == before
+    code, said = told(*save, "--steps", "6", "--resume", "auto")
+    assert code == 0 and "step 4" in said
+
+
+def test_what_changes_the_numbers_is_told(tmp_path: Path, told: Told) -> None:
+    save = ["--save", str(tmp_path), "--resume", "auto"]
+    told(*save, "--steps", "2", "--global-batch", "2")
+    assert "not as in" not in told(*save, "--steps", "4", "--global-batch", "2", "--zero", "1")[1]
+    said = told(*save, "--steps", "8", "--global-batch", "4", "--seed", "7", "--hidden-dropout", "0")[1]
+    assert (
+        "not as in the checkpoint: --seed 7 (was 1234), --global-batch 4 (was 2), --hidden-dropout 0.0 (was 0.1)\n"
+        in said
+    )
+
+
+def test_data_that_would_end_before_the_run_are_told_at_its_start(tmp_path: Path, told: Told) -> None:
+    save = ["--save", str(tmp_path), "--resume", "auto"]
+    assert told(*save, "--steps", "8", "--exit-interval", "4", "--global-batch", "4")[0] == 0
+    code, said = told(*save, "--steps", "8", "--global-batch", "2")
+    assert code == 2 and "step 5" not in said
+    assert (
+        "--global-batch 2: the checkpoint has consumed 16 samples in 4 steps" in said
+        and "give --samples 24 instead of --steps" in said
+    )
+    assert told(*save, "--samples", "24", "--global-batch", "2")[0] == 0
+    assert max(consumed(tmp_path).items()) == (8, 24)
+
+
+def test_a_run_in_samples_ends_with_them_whatever_its_batches_were(tmp_path: Path, told: Told) -> None:
+    save = ["--save", str(tmp_path), "--resume", "auto", "--samples", "20"]
+    assert told(*save, "--exit-interval", "8", "--global-batch", "1")[0] == 0
+    code, said = told(*save, "--global-batch", "4")
+    assert code == 0 and "step 11/11 | samples 20" in said
+    assert "nothing is left to train: the run ends with step 11" in told(*save, "--global-batch", "4")[1]
+
+
+def test_a_schedule_of_another_style_is_told_in_one_line(tmp_path: Path, told: Told) -> None:
+    told("--save", str(tmp_path), "--steps", "2")
+    code, said = told("--save", str(tmp_path), "--steps", "4", "--resume", "auto", "--lr-decay", "linear")
+    assert code == 2 and said.count("--use-checkpoint-schedule") == 1
+    assert "--lr-decay linear: the checkpoint" in said and "None" not in said
+
+
+def test_samples_for_less_than_a_step_are_refused(told: Told) -> None:
+    assert told("--samples", "3", "--global-batch", "4") == (
+        2,
+        "mega: --samples 3: must be at least 4, the samples of the first step\n",
+    )
