@@ -108,6 +108,11 @@ def command(function: Callable[..., Any]) -> Callable[..., Any]:
                 print(toml.write(run), end="")
                 return 0
             typed[whole] = run
+        elif options:
+            from mega.core.config.check import out_of_range
+
+            if problems := list(out_of_range(options)):
+                raise ValueError("\n".join(problems))
         for name, names in configs.items():
             if name != whole:
                 cls = sections()[names[0]]

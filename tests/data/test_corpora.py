@@ -127,7 +127,8 @@ def test_merge_and_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 def test_numbers_of_a_sample_to_show(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     corpus(tmp_path, "a", 30, 1)
     line = f"data show-sample --data-path {tmp_path}/a --tokenizer NullTokenizer --vocab-size 9 --split 1"
-    for wrong in ("--seq-length 0", "--seq-length -5", "--seed -1", "--seed 4294967296"):
+    ranges = ("--mask-prob nan", "--mask-prob -1", "--short-seq-prob 2", "--decoder-seq-length 0", "--vocab-size 0")
+    for wrong in ("--seq-length 0", "--seq-length -5", "--seed -1", "--seed 4294967296", *ranges):
         assert main([*line.split(), *wrong.split()]) == 2
         told = capsys.readouterr().err
         assert wrong in told and len(told.splitlines()) == 1

@@ -55,6 +55,8 @@ def test_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         (by_line.replace("34", "9000"), "--vocab-size 9000: SentencePiece"),
         (f"{by_line} --character-coverage 0.5", "--character-coverage 0.5: must"),
         (by_line.replace("sentencepiece", "bpe"), "--vocab-size 34: must be at least 257"),
+        (f"{by_line} --vocab-size {10**20}", f"--vocab-size {10**20}: must be 1 .. "),
+        (f"{by_line} --vocab-size {10**20}".replace("sentencepiece", "bpe"), f"--vocab-size {10**20}: must be at"),
     ]:
         assert main(arguments.split()) == 2
         assert message in capsys.readouterr().err

@@ -9,8 +9,9 @@ listed in config/not_yet.py. No torch: what only the device knows is checked whe
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from math import lcm
+from typing import Any
 
 from mega.core.config.check_files import files
 from mega.core.config.not_yet import NOT_YET
@@ -50,8 +51,11 @@ def check(run: RunConfig, world: int) -> None:
 
 
 def _line(run: RunConfig, name: str, rule: str) -> str:
+    return _told(name, value_of(run, name), rule)
+
+
+def _told(name: str, value: Any, rule: str) -> str:
     """`--flag value: rule`."""
-    value = value_of(run, name)
     shown = " ".join(map(str, value)) if isinstance(value, tuple) else value
     if isinstance(value, bool):
         return f"{flag_of(name)}: {rule}"
@@ -67,12 +71,18 @@ def _divisors(number: int) -> str:
 
 
 def _ranges(run: RunConfig) -> Problems:
-    for name, entry in entries().items():
-        within, value = entry.option.within, value_of(run, name)
+    return out_of_range({name: value_of(run, name) for name in entries()})
+
+
+def out_of_range(values: Mapping[str, Any]) -> Problems:
+    """A line for each option, by field name, with a number outside its range: for verbs that take no whole run too."""
+    for name, value in values.items():
+        entry = entries()[name]
+        within = entry.option.within
         if within is None or value is None:
             continue
         if not all(within.holds(number) for number in (value if entry.many else (value,))):
-            yield _line(run, name, f"must be {within.rule}")
+            yield _told(name, value, f"must be {within.rule}")
 
 
 def _sizes(run: RunConfig) -> Problems:

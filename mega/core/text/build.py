@@ -24,8 +24,8 @@ def build(
 
     Raises ValueError, naming the flag, where the kind is unknown or one of its files is missing or broken.
     """
-    if not 0 <= vocab_extra_ids <= _MOST_EXTRA_IDS:
-        raise ValueError(f"--vocab-extra-ids {vocab_extra_ids}: must be 0 .. {_MOST_EXTRA_IDS}")
+    if vocab_extra_ids > _MOST_EXTRA_IDS:
+        raise ValueError(f"--vocab-extra-ids {vocab_extra_ids}: must be at most {_MOST_EXTRA_IDS}")
     if vocab_extra_ids and tokenizer not in _WITH_EXTRA_IDS:
         raise ValueError(f"--vocab-extra-ids {vocab_extra_ids}: must be 0 but for {', '.join(_WITH_EXTRA_IDS)}")
     if tokenizer == "GPT2BPETokenizer":

@@ -46,7 +46,7 @@ def _punkt(language: str, keep_newlines: bool) -> Callable[[str], list[str]]:
         raise ValueError("--sentence-splitter punkt: needs nltk; pip install 'mega[data]'") from None
     try:
         model: Any = punkt.PunktTokenizer(language)
-    except (LookupError, OSError):
+    except (LookupError, OSError, ValueError):
         raise ValueError(
             f"--lang {language}: there is no tokenizers/punkt_tab/{language} where NLTK looks; set NLTK_DATA to the "
             "folder that holds it, or take --sentence-splitter sentencex"

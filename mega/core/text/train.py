@@ -28,8 +28,8 @@ def train_bpe(texts: Iterable[str], vocab_size: int, directory: Path) -> tuple[P
     """
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
-    if vocab_size < 257:
-        raise ValueError(f"--vocab-size {vocab_size}: must be at least 257, 256 bytes and {END_OF_TEXT}")
+    if not 257 <= vocab_size < 2**31:
+        raise ValueError(f"--vocab-size {vocab_size}: must be at least 257, 256 bytes and {END_OF_TEXT}, below 2^31")
     library = Tokenizer(models.BPE())
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     trainer = trainers.BpeTrainer(
@@ -61,6 +61,8 @@ def train_sentencepiece(
 
     import sentencepiece
 
+    if not 1 <= vocab_size < 2**31:
+        raise ValueError(f"--vocab-size {vocab_size}: must be 1 .. {2**31 - 1}")
     if not 0.98 <= coverage <= 1:
         raise ValueError(f"--character-coverage {coverage}: must be of 0.98 .. 1")
     written = io.BytesIO()
