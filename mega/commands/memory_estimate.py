@@ -143,7 +143,7 @@ def _document(answer: Answer, megatron: bool, mtbf: float | None, save_seconds: 
         theirs = report(run, world)
         document["megatron_mb"] = {name: getattr(theirs, name) for name in ("weights", "activations", "total")}
     if device is not None:
-        whole = show.training(run, document["step"]["seconds"], mtbf, save_seconds)
+        whole = show.training(run, world, device, mtbf, save_seconds)
         if whole is not None:
             document["training"] = asdict(whole)
     return document
@@ -153,7 +153,6 @@ def _say(answer: Answer, megatron: bool, mtbf: float | None, save_seconds: float
     from rich.console import Console
 
     from mega.core.estimate import show
-    from mega.core.estimate.steptime import step_time
 
     console = Console(highlight=False, soft_wrap=True)
     run, world, device = answer.run, answer.world, answer.device
@@ -167,7 +166,7 @@ def _say(answer: Answer, megatron: bool, mtbf: float | None, save_seconds: float
     for line in show.notes(run, world, answer.memory, device, megatron):
         console.print(line)
     if device is not None:
-        note = show.training_note(run, step_time(run, world, device).seconds, mtbf, save_seconds)
+        note = show.training_note(run, world, device, mtbf, save_seconds)
         if note is not None:
             console.print(note)
     for line in answer.start:

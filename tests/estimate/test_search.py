@@ -201,9 +201,22 @@ def test_no_interval_is_too_long_or_too_short() -> None:
     assert rare.days == pytest.approx(10000 / 86400) and rare.effective == pytest.approx(1.0)
     often = training_time(10.0, 1000, save_seconds=1e9, restart_seconds=600, failure_seconds=36.0)
     assert (often.days, often.effective) == (inf, 0.0)
-    run = compose("gpt2-124m", flags={"micro_batch": 1, "global_batch": 1, "steps": 10})
+    run = resolve(compose("gpt2-124m", flags={"micro_batch": 1, "global_batch": 1, "steps": 10}), 1)
     with pytest.raises(ValueError, match=r"--mtbf 0.01: .* never ends"):
-        show.training(run, 1.0, 0.01, 1e9)
+        show.training(run, 1, hardware("h100"), 0.01, 1e9)
+
+
+def test_small_batches_of_a_ramp_take_less_time() -> None:
+    """GPT-3's: 111,354 steps, of which 19,802 rise from 16 samples to 1,536; every sample counts alike on one rank."""
+    flags = {"micro_batch": 1, "global_batch": 1536, "samples": 146484375, "optimizer": "sgd", "sgd_momentum": 0.0}
+    device = hardware("h100")
+    days = []
+    for rampup in ((), (16, 16, 5859375)):
+        run = resolve(compose("gpt2-345m", flags={**QUIET, **flags, "rampup": rampup}), 1)
+        whole = show.training(run, 1, device, None, 0.0)
+        assert whole is not None
+        days.append(whole.days)
+    assert days[0] < days[1] < 1.01 * days[0]
 
 
 @settings(max_examples=int(os.environ.get("MEGA_RANDOM_CONFIGS", "60")), deadline=None)

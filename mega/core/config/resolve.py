@@ -108,6 +108,21 @@ def batch_sizes(batch: BatchConfig) -> Iterator[int]:
     yield batch.global_batch
 
 
+def rising_steps(batch: BatchConfig) -> Iterator[int]:
+    """Samples of each step until the ramp-up's samples are consumed; nothing without one.
+
+    >>> list(rising_steps(BatchConfig(global_batch=6, rampup=(2, 2, 8), samples=100)))
+    [2, 2, 4, 6]
+    """
+    if not batch.rampup or batch.samples is None:
+        return
+    consumed, ramp = 0, min(batch.rampup[2], batch.samples)
+    while consumed <= ramp:
+        size = global_batch_at(batch, consumed)
+        consumed += size
+        yield size
+
+
 @dataclass(frozen=True)
 class Lengths:
     """The run's length and its schedule's, all in samples, and the number of optimizer steps."""
@@ -165,13 +180,8 @@ def last_step(run: RunConfig, step: int = 0, consumed: int = 0) -> int:
 
 def _steps_of(batch: BatchConfig) -> int:
     assert batch.global_batch is not None and batch.samples is not None
-    steps, consumed = 0, 0
-    if batch.rampup:
-        ramp = min(batch.rampup[2], batch.samples)
-        while consumed <= ramp:
-            consumed += global_batch_at(batch, consumed)
-            steps += 1
-    return steps + max(0, batch.samples - consumed) // batch.global_batch
+    rising = list(rising_steps(batch))
+    return len(rising) + max(0, batch.samples - sum(rising)) // batch.global_batch
 
 
 def _model(model: ModelConfig, seq_length: int | None, vocab: int | None) -> ModelConfig:

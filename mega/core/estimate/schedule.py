@@ -22,7 +22,7 @@ class Training:
 
 def training_time(
     step_seconds: float,
-    steps: int,
+    steps: float,
     *,
     save_seconds: float = 0.0,
     restart_seconds: float = 0.0,

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import textwrap
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mega.core.config.resolve import data_parallel, lengths, microbatches
-from mega.core.config.run import RunConfig
+from mega.core.config.resolve import data_parallel, lengths, microbatches, rising_steps
+from mega.core.config.run import RunConfig, updated
 from mega.core.estimate.hardware import Hardware
 from mega.core.estimate.megatron import report
 from mega.core.estimate.memory import Memory, StageMemory, kv_cache_bytes, serving_bytes
@@ -199,14 +200,19 @@ def notes(run: RunConfig, world: int, found: Memory, device: Hardware | None, me
         )
 
 
-def training(run: RunConfig, step_seconds: float, mtbf_hours: float | None, save_seconds: float) -> Training | None:
+def training(
+    run: RunConfig, world: int, device: Hardware, mtbf_hours: float | None, save_seconds: float
+) -> Training | None:
     """How long the whole training takes, where its length is given. Errors: ValueError where it would never end."""
-    steps = lengths(run).steps
-    if not steps:
+    if not lengths(run).steps:
         return None
     failures = mtbf_hours * 3600 if mtbf_hours else None
     whole = training_time(
-        step_seconds, steps, save_seconds=save_seconds, restart_seconds=RESTART_SECONDS, failure_seconds=failures
+        step_time(run, world, device).seconds,
+        _whole_steps(run, world, device),
+        save_seconds=save_seconds,
+        restart_seconds=RESTART_SECONDS,
+        failure_seconds=failures,
     )
     if whole.days == inf:
         raise ValueError(
@@ -216,14 +222,28 @@ def training(run: RunConfig, step_seconds: float, mtbf_hours: float | None, save
     return whole
 
 
-def training_note(run: RunConfig, step_seconds: float, mtbf_hours: float | None, save_seconds: float) -> str | None:
+def _whole_steps(run: RunConfig, world: int, device: Hardware) -> float:
+    """The training's length in steps of the whole batch: those of a ramp-up are shorter."""
+
+    def rough(size: int) -> float:
+        return step_time(updated(run, {"global_batch": size}), world, device, play=False).seconds
+
+    rising = Counter(rising_steps(run.batch))
+    assert run.batch.global_batch is not None
+    whole = rough(run.batch.global_batch)
+    return lengths(run).steps - sum(count * (1 - rough(size) / whole) for size, count in rising.items())
+
+
+def training_note(
+    run: RunConfig, world: int, device: Hardware, mtbf_hours: float | None, save_seconds: float
+) -> str | None:
     """The same in words."""
-    steps, whole = lengths(run).steps, training(run, step_seconds, mtbf_hours, save_seconds)
+    steps, whole = lengths(run).steps, training(run, world, device, mtbf_hours, save_seconds)
     if whole is None:
         return None
     if whole.save_every is None:
         return f"{steps} steps: {whole.days:.2f} days"
-    best = max(1, round(whole.save_every / step_seconds))
+    best = max(1, round(whole.save_every / step_time(run, world, device).seconds))
     return (
         f"{steps} steps: {whole.days:.2f} days, of which {whole.effective:.1%} train; with a failure every "
         f"{mtbf_hours:g} h save every {best} steps ({whole.save_every / 60:.0f} minutes)"
