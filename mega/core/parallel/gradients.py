@@ -401,14 +401,23 @@ class GradBuffer:
             bucket.forget()
         return _Return.apply(y, buckets, self.mesh.data) if torch.is_grad_enabled() else y
 
-    def square_sum(self) -> torch.Tensor:
-        """Sum of squares of this rank's counted gradients, in max(fp32, their dtype)."""
+    def square_sum(self, *, weights: bool = False) -> torch.Tensor:
+        """Sum of squares of this rank's counted gradients, or weights, in max(fp32, the gradients' dtype)."""
         wide = torch.promote_types(self.dtype, torch.float32)
-        counted = [bucket.own_grads for bucket in self.buckets if bucket.counted]
+        counted = [bucket.own_weights if weights else bucket.own_grads for bucket in self.buckets if bucket.counted]
         if not counted:
             return torch.zeros((), dtype=wide, device=self.buckets[0].own_grads.device)
         norms = [torch.linalg.vector_norm(grads, dtype=wide) for grads in counted]
         return torch.stack(norms).square().sum()
+
+    def zeros(self) -> torch.Tensor:
+        """[zeros, elements] among this rank's counted gradients, float64 [2]; padding is none of them."""
+        counts = torch.zeros(2, dtype=torch.float64, device=self.buckets[0].own_grads.device)
+        for bucket in self.buckets:
+            if bucket.counted:
+                for _, _, grads in bucket.rectangles(bucket.own_grads, bucket.span[0]):
+                    counts += torch.stack([(grads == 0).sum(), counts.new_tensor(grads.numel())])
+        return counts
 
     def whole_sums(self, bucket: Bucket, sums: torch.Tensor) -> torch.Tensor:
         """Sums over whole logical tensors, from what each rank of the stage has summed over its span of `bucket`.

@@ -222,7 +222,7 @@ class Training:
                 "grad_norm": norm,
                 "batch": pending.samples,
                 "skipped": self.progress.skipped,
-                **({} if pending.report.scale is None else {"loss_scale": float(pending.report.scale)}),
+                **pending.report.extras(),
                 "seconds": (ended or time.monotonic()) - pending.begun,
             }
             memory = self.device.memory_peak() or self.device.resident()

@@ -75,7 +75,7 @@ class Meters:
             f"step {step:>{len(str(self.steps))}}/{self.steps} | samples {row['consumed']} | loss {row['loss']:.6f} | "
             f"lr {row['lr']:.3e} | grad norm {row['grad_norm']:.3f} | {1000 * seconds / count:.1f} ms/step | "
             f"{rate:,.0f} tokens/s/device | {tflops:.2f} TFLOP/s/device | MFU {usage} | "
-            f"{memory / 2**30:.2f} GiB | skipped {row['skipped']} | eta {_clock(remaining)}"
+            f"{memory / 2**30:.2f} GiB | skipped {row['skipped']}{_extras(row)} | eta {_clock(remaining)}"
         )
 
     def evaluation(self, step: int, split: str, loss: float) -> None:
@@ -103,6 +103,16 @@ class Meters:
     def _write(self, row: Mapping[str, Any]) -> None:
         self._rows.write(json.dumps({name: _plain(value) for name, value in row.items()}) + "\n")
         self._rows.flush()
+
+
+def _extras(row: Mapping[str, Any]) -> str:
+    """What only some runs tell.
+
+    >>> _extras({"loss": 2.0, "params_norm": 12.3456, "zeros": 0.25})
+    ' | params norm 12.346 | zeros 25.0%'
+    """
+    told = {"loss_scale": "loss scale {:g}", "params_norm": "params norm {:.3f}", "zeros": "zeros {:.1%}"}
+    return "".join(f" | {how.format(row[name])}" for name, how in told.items() if name in row)
 
 
 def _plain(value: Any) -> Any:

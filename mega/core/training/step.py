@@ -27,13 +27,21 @@ class Report:
     """What a step did, as device values: nobody waits for them until they are read.
 
     loss: mean over the global batch's weighted tokens. grad_norm: before clipping. fine: 0 if skipped.
-    scale: the loss scale that was in force.
+    scale: the loss scale that was in force. params_norm, zeros: of the weights behind the update, and the share of zero
+    gradients, where the run asks for them.
     """
 
     loss: torch.Tensor
     grad_norm: torch.Tensor
     fine: torch.Tensor
     scale: torch.Tensor | None = None
+    params_norm: torch.Tensor | None = None
+    zeros: torch.Tensor | None = None
+
+    def extras(self) -> dict[str, float]:
+        """What only some runs have, by the name that it has in the metrics. Reading it waits for the device."""
+        found = {"loss_scale": self.scale, "params_norm": self.params_norm, "zeros": self.zeros}
+        return {name: float(value) for name, value in found.items() if value is not None}
 
 
 def train_step(state: TrainState, batches: Sequence[DecoderBatch], lr: float, decay: float) -> Report:
@@ -48,7 +56,15 @@ def train_step(state: TrainState, batches: Sequence[DecoderBatch], lr: float, de
     if scaler is not None:
         scaler.update(outcome.fine)
     # 5
-    return Report(mean_loss(state, sums), outcome.grad_norm, outcome.fine, scale)
+    log = state.run.log
+    return Report(
+        mean_loss(state, sums),
+        outcome.grad_norm,
+        outcome.fine,
+        scale,
+        params_norm=_params_norm(state) if log.log_params_norm else None,
+        zeros=_share_of_zeros(state) if log.log_zeros else None,
+    )
 
 
 def backward(state: TrainState, batches: Sequence[DecoderBatch]) -> torch.Tensor:
@@ -80,6 +96,18 @@ def _scales(normalizer: str, batches: Sequence[DecoderBatch], state: TrainState)
     total = own.sum()
     all_reduce(total, state.mesh.data)
     return [1.0 / total.clamp(min=1e-30)] * len(batches)
+
+
+def _params_norm(state: TrainState) -> torch.Tensor:
+    squares = state.grads.square_sum(weights=True)
+    all_reduce(squares, state.grads.norm_axis)
+    return squares.sqrt()
+
+
+def _share_of_zeros(state: TrainState) -> torch.Tensor:
+    counts = state.grads.zeros()
+    all_reduce(counts, state.grads.norm_axis)
+    return counts[0] / counts[1]
 
 
 def evaluate_step(state: TrainState, batches: Sequence[DecoderBatch]) -> torch.Tensor:
