@@ -173,6 +173,30 @@ def test_of_two_at_once_in_one_directory_one_is_refused(source: Path) -> None:
     assert convert(source, target, None, 1, 1, 1).tensors
 
 
+def test_an_older_step_is_never_taken_in_silence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    store = CheckpointStore(tmp_path / "run")
+    for step in (1, 2):
+        store.save(step, [Piece("w", (2,), (0,), torch.ones(2))], {})
+    assert locate(store.directory).step == 2 and not capsys.readouterr().err
+    (store.path(2) / "manifest.json").unlink()
+    assert locate(store.directory).step == 1
+    assert "step 2 is passed over" in capsys.readouterr().err
+
+
+def test_a_damaged_companion_is_not_copied_on(run: Path, tmp_path: Path) -> None:
+    config = run / "step-0000000" / "config.json"
+    config.write_text(config.read_text().replace("5", "6"))
+    for write in (lambda: reshard(run, tmp_path / "out", 1, 1), lambda: convert(run, tmp_path / "out", None, 1, 1, 1)):
+        with pytest.raises(CheckpointError, match=r"config\.json: not the bytes that were saved"):
+            write()
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("where", ["gone", "run/step-0000000", "hf"])
+def test_clean_wants_a_run(run: Path, tmp_path: Path, where: str) -> None:
+    assert main(["checkpoint", "clean", str(tmp_path / where)]) == 2
+
+
 def test_verify_of_a_step_that_carries_a_config(run: Path, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     step = str(run / "step-0000000")

@@ -14,7 +14,7 @@ import torch
 
 from mega.core.checkpoint.pieces import Box, CheckpointError, Piece
 from mega.core.checkpoint.retention import retain
-from mega.core.checkpoint.store import STEP, Checkpoint, CheckpointStore, locate, remove_leftover, store_at
+from mega.core.checkpoint.store import NOTHING, STEP, Checkpoint, CheckpointStore, locate, remove_leftover, store_at
 from mega.core.files import url_of
 
 Tell = Callable[[str], None]
@@ -132,6 +132,8 @@ def clean(
     if url_of(path) is not None:
         raise ValueError(f"{url_of(path)}: nothing is removed from object stores; use their own tools")
     store = CheckpointStore(path)
+    if not store.steps() and not store.leftovers():
+        raise CheckpointError(f"{path}: {NOTHING}")
     verb = "would remove" if dry_run else "removed"
     for left in store.leftovers():
         if not dry_run:

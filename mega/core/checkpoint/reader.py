@@ -11,7 +11,7 @@ import fcntl
 import os
 import weakref
 from collections.abc import Iterable, Mapping
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 
 import torch
@@ -26,7 +26,7 @@ class Checkpoint:
     """One published checkpoint, opened for reading.
 
     step, world: of the run that saved it. meta: its plain state. tensors: key -> (whole shape, dtype).
-    attachments: file name -> path. Errors of the constructor: CheckpointError naming the file at fault.
+    Errors of the constructor: CheckpointError naming the file at fault.
     """
 
     def __init__(self, path: Path) -> None:
@@ -46,7 +46,6 @@ class Checkpoint:
         self.tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]] = {
             key: (stored[0][1].whole, DTYPES[stored[0][1].dtype]) for key, stored in self._stored.items()
         }
-        self.attachments: Mapping[str, Path] = {name: path / name for name in self._manifest.attachments}
         self._sound: set[tuple[str, int]] = set()
 
     def _hold(self) -> None:
@@ -134,6 +133,15 @@ class Checkpoint:
                 check_bytes(path, descriptor, 0, container.header, container.digest, "the header")
                 check = partial(self._check, name, descriptor)
                 side_by_side(check, container.entries, container.size)
+        self._check_attachments()
+
+    @cached_property
+    def attachments(self) -> Mapping[str, Path]:
+        """File name -> path of the small files, hashed first. Errors: CheckpointError naming one that is damaged."""
+        self._check_attachments()
+        return {name: self.path / name for name in self._manifest.attachments}
+
+    def _check_attachments(self) -> None:
         for name, attached in self._manifest.attachments.items():
             if file_digest(self.path / name) != (attached.size, attached.digest):
                 raise CheckpointError(f"{self.path / name}: not the bytes that were saved (sha256 differs)")

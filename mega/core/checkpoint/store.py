@@ -20,6 +20,7 @@ import fcntl
 import os
 import re
 import shutil
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -63,6 +64,7 @@ Attachments = Mapping[str, Path | bytes]
 
 STEP = re.compile(r"step-(\d{7,15})")
 POINTER = "latest"
+NOTHING = "holds no checkpoint (a directory with step-NNNNNNN in it is wanted)"
 _LEFTOVER = re.compile(rf"(step-\d+|{POINTER}|{WEIGHTS_ONLY})\.(tmp|old)")
 
 
@@ -353,18 +355,23 @@ def store_at(place: Path | str) -> CheckpointStore:
     return RemoteStore(url)
 
 
-def locate(place: Path | str) -> Checkpoint:
+def _warn(line: str) -> None:
+    print(f"mega: {line}", file=sys.stderr)
+
+
+def locate(place: Path | str, tell: Callable[[str], None] = _warn) -> Checkpoint:
     """Open what a user points at: a step's directory, or a run's, which means its newest step; or a URL of either.
 
+    tell: is given a line for every newer checkpoint that is passed over because it is damaged.
     Errors: CheckpointError where there is neither.
     """
     path = Path(place if url_of(place) else os.path.abspath(place))
     if match := STEP.fullmatch(path.name):
         return store_at(path.parent).open(int(match[1]))
     store = store_at(path)
-    newest = store.newest(verify=False)
+    newest = store.newest(verify=False, tell=tell)
     if newest is None:
-        raise CheckpointError(f"{path}: holds no checkpoint (a directory with step-NNNNNNN in it is wanted)")
+        raise CheckpointError(f"{path}: {NOTHING}")
     return store.open(newest)
 
 

@@ -53,7 +53,7 @@ def find_origin(run: RunConfig, tell: Tell) -> Origin | None:
             return Origin(store.open(step), weights_only=False)
         tell(f"--resume auto: no checkpoint under {options.save} yet")
     elif options.resume is not None:
-        return Origin(locate(options.resume), weights_only=False)
+        return Origin(locate(options.resume, tell), weights_only=False)
     if options.load is None:
         return None
     # The first start of a run that loads from where it saves; anywhere else a missing checkpoint is a mistake.
@@ -61,7 +61,7 @@ def find_origin(run: RunConfig, tell: Tell) -> Origin | None:
     if first and store_at(options.load).newest(verify=False) is None:
         tell(f"--load {options.load}: holds no checkpoint yet; starting from the beginning")
         return None
-    return Origin(locate(options.load), weights_only=options.finetune)
+    return Origin(locate(options.load, tell), weights_only=options.finetune)
 
 
 def companions(checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> dict[str, bytes]:

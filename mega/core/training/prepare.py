@@ -131,7 +131,8 @@ def _checkpoint_model(run: RunConfig) -> ModelConfig:
     from mega.core.checkpoint.store import locate
 
     assert run.checkpoint.load is not None
-    return model_in(locate(Path(run.checkpoint.load)).meta, run.checkpoint.load)
+    origin = locate(Path(run.checkpoint.load), tell=lambda line: None)  # told when weights are read
+    return model_in(origin.meta, run.checkpoint.load)
 
 
 def model_in(meta: Any, where: str) -> ModelConfig:
