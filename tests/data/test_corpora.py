@@ -147,8 +147,9 @@ def test_split_and_presplit(tmp_path: Path) -> None:
     assert made[0] == made[1] != made[2]
     assert sorted(chain(*made[2]), key=lambda text: json.loads(text)["n"]) == source.read_text().splitlines()
     assert main(f"data split --input - --output-dir {tmp_path}/s".split()) == 2
+    assert main(f"data split --input {source} --output-dir {tmp_path}/s --seed -1".split()) == 2
     pytest.importorskip("sentencex")
-    line = f"data presplit --input {source} --output {tmp_path}/b.jsonl --sentence-splitter sentencex"
+    line = f"data presplit --input {source} --output {tmp_path}/new/b.jsonl --sentence-splitter sentencex"
     assert main(line.split()) == 0
-    first = json.loads((tmp_path / "b.jsonl").read_text().splitlines()[0])
+    first = json.loads((tmp_path / "new" / "b.jsonl").read_text().splitlines()[0])
     assert [part.strip() for part in first["text"].split("\n")] == ["One 0.", "Two."] and first["n"] == 0

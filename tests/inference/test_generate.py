@@ -77,6 +77,7 @@ def test_the_end_token_ends_the_text(saved: tuple[Checkpoint, DecoderStage]) -> 
     _, stage = saved
     said = list(generate(stage, [1, 2], 5, GREEDY))
     assert list(generate(stage, [1, 2], 5, GREEDY, end=said[2])) == said[: said.index(said[2]) + 1]
+    assert max(said) > 2 >= max(generate(stage, [1, 2], 5, GREEDY, known=3))
     with pytest.raises(ValueError, match="--prompt"):
         list(generate(stage, [], 5, GREEDY))
 

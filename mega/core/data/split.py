@@ -22,6 +22,8 @@ def split(inputs: Sequence[str | Path], directory: Path, shares: str, seed: int,
     shares: "98, 1, 1", as --split takes them. Which document goes where is a function of its number and the seed; in
     each file the documents keep the order of the input. Blank lines are dropped.
     """
+    if not 0 <= seed < 2**32:
+        raise ValueError(f"--seed {seed}: must be 0 .. {2**32 - 1}")
     if STDIN in find(inputs):
         raise ValueError("--input -: standard input is gone once it is read, and a split reads twice; give a file")
     total = sum(1 for _ in lines(inputs, [key]))
@@ -45,6 +47,7 @@ def presplit(inputs: Sequence[str | Path], output: Path, kind: str, language: st
     from mega.core.text.sentences import splitter
 
     cut, count = splitter(kind, language), 0
+    output.parent.mkdir(parents=True, exist_ok=True)
     with whole_file(output) as file:
         for where, line in lines(inputs, [key]):
             try:

@@ -31,9 +31,11 @@ def generate(
     *,
     seed: int = 0,
     end: int | None = None,
+    known: int | None = None,
 ) -> Iterator[int]:
     """Up to `tokens` ids that follow `prompt`, one by one; ends behind the id `end`, which it gives too.
 
+    known: ids are drawn below this: a model's vocabulary may be rounded up beyond its tokenizer's.
     Of a text longer than the model's positions, the model sees the end. Errors: ValueError for an empty prompt.
     """
     if not prompt:
@@ -43,7 +45,7 @@ def generate(
     seen = list(prompt)
     for _ in range(tokens):
         ids = torch.tensor([seen[-window:]], device=device)
-        seen.append(choose(logits(stage, ids)[0, -1], how, generator))
+        seen.append(choose(logits(stage, ids)[0, -1, :known], how, generator))
         yield seen[-1]
         if seen[-1] == end:
             return

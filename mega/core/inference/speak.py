@@ -35,7 +35,7 @@ def speak(
     print(prompt, end="", flush=True)
     found: list[int] = []
     shown = ""
-    for token in generate(stage, ids, tokens, how, seed=seed, end=tokenizer.eod):
+    for token in generate(stage, ids, tokens, how, seed=seed, end=tokenizer.eod, known=tokenizer.vocab_size):
         if token == tokenizer.eod:
             break
         found.append(token)
