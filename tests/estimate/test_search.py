@@ -272,6 +272,7 @@ def test_any_configuration(flags: dict[str, Any], world: int) -> None:
     found = memory(run, world)
     time = step_time(run, world, hardware("h100"))
     assert time.seconds > 0 and 0 <= time.bubble < 1 and 0 < time.mfu < 1
+    assert estimate.least(run, world, 0.4) <= found.needed(0.4)
     parallel, dp = run.parallel, data_parallel(run, world)
     for stage in found.stages:
         assert all(size >= 0 for size in show.parts(stage).values())

@@ -125,6 +125,12 @@ def memory(run: RunConfig, world: int) -> Memory:
     return Memory(tuple(stages), *whole)
 
 
+def least(run: RunConfig, world: int, communicator: float) -> float:
+    """GiB below which `memory(run, world).needed(communicator)` cannot be: what the first stage holds all the time."""
+    dp = data_parallel(run, world)
+    return stage_weights(run, dp, stage_chunks(run)[0]).total / 2**30 + communicators(run, dp) * communicator
+
+
 def communicators(run: RunConfig, dp: int) -> int:
     """Process groups of an inner rank: those of its axes (equal sets of ranks share one), and links to neighbours.
 

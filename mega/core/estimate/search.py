@@ -17,7 +17,7 @@ from mega.core.config.compose import compose
 from mega.core.config.resolve import data_parallel, divisors, resolve
 from mega.core.config.run import RunConfig, entries, updated, value_of
 from mega.core.estimate.hardware import Hardware, hardware
-from mega.core.estimate.memory import Memory, memory
+from mega.core.estimate.memory import Memory, least, memory
 from mega.core.estimate.steptime import StepTime, step_time
 
 LAYOUT = (
@@ -127,7 +127,7 @@ def search(run: RunConfig, world: int, on: Hardware, keep: int = 8) -> Found:
             raise ValueError(f"--{name} is missing: give a number of at least 1, or a preset with --model")
     fitting: list[tuple[float, dict[str, Any], RunConfig, Memory]] = []
     tried, smallest, refusal = 0, float("inf"), ""
-    base = any_layout(run, world)
+    base, room = any_layout(run, world), (1 - RESERVE) * on.memory
     for options in layouts(run, world, on.node):
         candidate = updated(base, options)
         try:
@@ -137,10 +137,12 @@ def search(run: RunConfig, world: int, on: Hardware, keep: int = 8) -> Found:
             continue
         tried += 1
         resolved = resolve(candidate, world)
+        if least(resolved, world, on.communicator) > max(room, smallest):
+            continue
         needs = memory(resolved, world)
         size = needs.needed(on.communicator)
         smallest = min(smallest, size)
-        if size <= (1 - RESERVE) * on.memory:
+        if size <= room:
             rough = step_time(resolved, world, on, play=False).seconds
             fitting.append((rough, options, resolved, needs))
     if not tried:
