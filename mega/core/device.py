@@ -224,46 +224,78 @@ def page_locked(memory: torch.Tensor) -> torch.Tensor:
     return memory
 
 
-@functools.cache
 class CopyStream:
     """Copies beside what a CUDA device computes, and marks in its memory that streams write and wait for.
 
-    Copy engines and the streams themselves do both (cuStreamWriteValue32, cuStreamWaitValue32), so that neither waits
-    for a multiprocessor that some product takes.
+    Copy engines and the streams themselves do both, so that neither waits for a multiprocessor that some product takes.
+    The driver is called by hand and with many marks at a time: a layer makes dozens of these calls, and the host has as
+    long for them as the device for the layer's products.
     """
 
     def __init__(self) -> None:
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self._ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
-    def copy(self, block: torch.Tensor, into: torch.Tensor, mark: int, value: int) -> None:
-        """`block` as the current stream leaves it goes to `into`, then `value` to the address `mark`."""
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            into.copy_(block)
-        _on_stream("cuStreamWriteValue32_v2", self._stream, mark, value)
-        block.record_stream(self._stream)
+    def copy(self, x: torch.Tensor, pieces: Sequence[tuple[int, int, int]], marks: tuple[int, ...], value: int) -> None:
+        """Pieces (first byte of `x`, address to copy to, bytes) as the current stream leaves them, then `value` to the
+        addresses `marks`. `x` is contiguous; it may be let go."""
+        self._ready.record()
+        self._stream.wait_event(self._ready)
+        stream, begin, copy = self._stream.cuda_stream, x.data_ptr(), _driver().cuMemcpyAsync
+        for first, target, size in pieces:
+            _done("cuMemcpyAsync", copy(target, begin + first, size, stream))
+        _on_marks(stream, _WRITE, marks, value)
+        x.record_stream(self._stream)
 
-    def wait(self, mark: int, value: int) -> None:
-        """The current stream goes on when at least `value`, in a circle of 32 bits, stands at the address `mark`."""
-        _on_stream("cuStreamWaitValue32_v2", torch.cuda.current_stream(), mark, value)
+    def wait(self, marks: tuple[int, ...], value: int) -> None:
+        """The current stream goes on when at least `value`, in a circle of 32 bits, stands at all of `marks`."""
+        _on_marks(torch.cuda.current_stream().cuda_stream, _WAIT, marks, value)
 
     def settle(self) -> None:
         """Everything that was asked of the device is done."""
         torch.cuda.synchronize()
 
 
-def _on_stream(name: str, stream: torch.cuda.Stream, address: int, value: int) -> None:
-    function = getattr(_driver(), name)
-    code = function(
-        ctypes.c_void_p(stream.cuda_stream), ctypes.c_uint64(address), ctypes.c_uint32(value % 2**32), ctypes.c_uint(0)
+class _MarkOperation(ctypes.Structure):
+    """CUstreamBatchMemOpParams: what a stream does with one word of memory."""
+
+    _fields_ = (
+        ("kind", ctypes.c_uint32),
+        ("address", ctypes.c_uint64),
+        ("value", ctypes.c_uint64),
+        ("flags", ctypes.c_uint32),
+        ("rest", ctypes.c_uint64 * 2),
     )
+
+
+_WAIT, _WRITE = 1, 2
+"""Kinds of these operations on words of 32 bits; a wait without flags is for "at least"."""
+
+
+def _on_marks(stream: int, kind: int, marks: tuple[int, ...], value: int) -> None:
+    operations = _operations(kind, marks)
+    for operation in operations:
+        operation.value = value % 2**32
+    _done("cuStreamBatchMemOp", _driver().cuStreamBatchMemOp_v2(stream, len(marks), operations, 0))
+
+
+@functools.lru_cache(maxsize=4096)
+def _operations(kind: int, marks: tuple[int, ...]) -> ctypes.Array[_MarkOperation]:
+    return (_MarkOperation * len(marks))(*[_MarkOperation(kind, mark) for mark in marks])
+
+
+def _done(name: str, code: int) -> None:
     if code:
         raise RuntimeError(f"{name}: CUDA error {code}")
 
 
 @functools.cache
 def _driver() -> ctypes.CDLL:
-    return ctypes.CDLL("libcuda.so.1")
+    library = ctypes.CDLL("libcuda.so.1")
+    word = ctypes.c_uint64
+    library.cuMemcpyAsync.argtypes = (word, word, ctypes.c_size_t, ctypes.c_void_p)
+    library.cuStreamBatchMemOp_v2.argtypes = (ctypes.c_void_p, ctypes.c_uint, ctypes.c_void_p, ctypes.c_uint)
+    return library
 
 
 def multiprocessors(device: torch.device) -> int:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -58,31 +57,26 @@ REAL_GATHER, REAL_SCATTER = collectives._gather_into, collectives._scatter_sum
 class Imitated(exchanges.Mapped):
     """Blocks for all others go to the one other, in the places of the ranks whose blocks are due there."""
 
-    def __init__(self, axis: Axis):
-        super().__init__(axis)
-        self._peer = Axis(axis.name, axis.ranks, 1 - axis.index)
-        self._sent: Counter[int] = Counter()
+    rows = 0
+    """Tokens of a rank."""
 
-    def slot(self, rank: int, number: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        return super().slot(self._real(rank), number, shape, dtype)
+    def _make(self, size: int, device: torch.device) -> None:
+        before = self._bytes
+        super()._make(size, device)
+        if self._bytes != before:
+            real, ours = self._begins, self.axis.index
+            self._begins = [real[ours] if rank == ours else real[1 - ours] for rank in range(self.axis.size)]
 
-    def write(self, block: torch.Tensor, rank: int, number: int) -> None:
-        due = [
-            writer
-            for ranks in exchanges._order(self._peer, len(block), ours_first=True, coming=True)
-            for writer in ranks
-            if writer != self._peer.index
-        ]
-        writer = due[self._sent[number]]
-        self._sent[number] += 1
-        into = self.slot(rank, number, tuple(block.shape), block.dtype)[writer]
-        self._beside.copy(block, into, self._mark(rank, number, writer), number)
+    def _writer(self, rank: int) -> int:
+        """Who it is there whose block is due when we send to `rank`."""
+        peer = Axis(self.axis.name, self.axis.ranks, 1 - self.axis.index)
+        sent = _others(self.axis, exchanges._order(self.axis, self.rows, ours_first=True))
+        due = _others(peer, exchanges._order(peer, self.rows, ours_first=True, coming=True))
+        return due[sent.index(rank)]
 
-    def _mark(self, rank: int, number: int, writer: int) -> int:
-        return super()._mark(self._real(rank), number, writer)
 
-    def _real(self, rank: int) -> int:
-        return self.axis.index if rank == self.axis.index else self._peer.index
+def _others(axis: Axis, turns: Sequence[range]) -> list[int]:
+    return [rank for ranks in turns for rank in ranks if rank != axis.index]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -103,6 +97,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         exchanges.Mapped = Imitated  # type: ignore[misc]
     flags = {"tp": asked.world} | ({} if asked.layers is None else {"layers": asked.layers})
     run = resolve(row(asked.row, flags, asked.world), asked.world)
+    assert run.batch.micro_batch and run.batch.seq_length
+    Imitated.rows = run.batch.micro_batch * run.batch.seq_length // asked.world
     for full in asked.full:
         exchanges.FULL = full
         name = f"{asked.row}, tp {asked.world}" + (" imitated" if asked.world > 2 else "")

@@ -11,7 +11,7 @@ import queue
 import random
 import threading
 import time
-from math import prod
+from collections.abc import Sequence
 from pathlib import Path
 from unittest import mock
 
@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from mega.core.parallel.collectives import all_gather, reduce_scatter
 from mega.core.parallel.launch import Pool
-from mega.core.parallel.mesh import Axis, Groups, Mesh
+from mega.core.parallel.mesh import Groups, Mesh
 from mega.core.parallel.peers import FULL, Gather, Mapped, Peers, Scatter, peers
 
 CPU = torch.device("cpu")
@@ -70,47 +70,43 @@ class LateCopies:
     """What CopyStream does, by a thread that takes its time."""
 
     def __init__(self, seed: int) -> None:
-        self._asked: queue.Queue[tuple[torch.Tensor, torch.Tensor, int, int]] = queue.Queue()
+        self._asked: queue.Queue[tuple[torch.Tensor, Sequence[tuple[int, int, int]], tuple[int, ...], int]]
+        self._asked = queue.Queue()
         self._delays = random.Random(seed)
         threading.Thread(target=self._work, daemon=True).start()
 
-    def copy(self, block: torch.Tensor, into: torch.Tensor, mark: int, value: int) -> None:
-        self._asked.put((block, into, mark, value))
+    def copy(self, x: torch.Tensor, pieces: Sequence[tuple[int, int, int]], marks: tuple[int, ...], value: int) -> None:
+        assert x.is_contiguous()
+        self._asked.put((x, pieces, marks, value))
 
-    def wait(self, mark: int, value: int) -> None:
+    def wait(self, marks: tuple[int, ...], value: int) -> None:
         time.sleep(self._delays.choice(DELAYS))
         until = time.monotonic() + 60
-        while ctypes.c_uint32.from_address(mark).value < value:
+        while any(ctypes.c_uint32.from_address(mark).value < value for mark in marks):
             assert time.monotonic() < until, "a mark never came"
             time.sleep(0)
 
     def settle(self) -> None:
         self._asked.join()
 
-    @torch.no_grad()
     def _work(self) -> None:
         while True:
-            block, into, mark, value = self._asked.get()
-            time.sleep(self._delays.choice(DELAYS))
-            into.copy_(block)
-            ctypes.c_uint32.from_address(mark).value = value
+            x, pieces, marks, value = self._asked.get()
+            for first, target, size in pieces:
+                time.sleep(self._delays.choice(DELAYS))
+                ctypes.memmove(target, x.data_ptr() + first, size)
+            for mark in marks:
+                ctypes.c_uint32.from_address(mark).value = value
             self._asked.task_done()
 
 
 class SharedFiles:
-    """What a handle of symmetric memory does: every rank's memory, here a file, mapped by all."""
+    """What a handle of symmetric memory knows: where every rank's memory, here a file, is mapped."""
 
-    def __init__(self, directory: Path, axis: Axis, size: int):
-        dist.barrier(axis.group)  # each has made its own
-        self._memory = [
-            torch.from_file(str(directory / f"{rank}-{size}"), shared=True, size=size, dtype=torch.uint8)
-            for rank in range(axis.size)
-        ]
+    def __init__(self, files: Sequence[Path], ours: torch.Tensor):
+        size = len(ours)
+        self._memory = [torch.from_file(str(file), shared=True, size=size, dtype=torch.uint8) for file in files]
         self.buffer_ptrs = [memory.data_ptr() for memory in self._memory]
-
-    def get_buffer(self, rank: int, shape: tuple[int, ...], dtype: torch.dtype, offset: int) -> torch.Tensor:
-        begin = offset * dtype.itemsize
-        return self._memory[rank][begin : begin + prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
 
 def mapped_exchanges(groups: Groups, rank: int, size: int, directory: Path) -> None:
@@ -120,14 +116,18 @@ def mapped_exchanges(groups: Groups, rank: int, size: int, directory: Path) -> N
         return torch.from_file(str(directory / f"{rank}-{count}"), shared=True, size=count, dtype=dtype)
 
     def rendezvous(memory: torch.Tensor, group: dist.ProcessGroup) -> SharedFiles:
-        return SharedFiles(directory, axis, len(memory))
+        dist.barrier(group)  # each has made its own
+        return SharedFiles([directory / f"{rank}-{len(memory)}" for rank in range(size)], memory)
 
+    copies = LateCopies(rank)
     with (
-        mock.patch("mega.core.parallel.peers.CopyStream", lambda: LateCopies(rank)),
+        mock.patch("mega.core.parallel.peers.CopyStream", lambda: copies),
         mock.patch("torch.distributed._symmetric_memory.empty", empty),
         mock.patch("torch.distributed._symmetric_memory.rendezvous", rendezvous),
     ):
-        compare(Mapped(axis), [4, 1, 3, 4, FULL, 5, 7, *[PAIRS] * 24])
+        through = Mapped(axis)
+        compare(through, [4, 1, 3, 4, FULL, 5, 7, *[PAIRS] * 24])
+        copies.settle()  # before memory of others is let go
 
 
 @pytest.mark.parametrize("size", [2, 4, 8])

@@ -14,6 +14,8 @@ neither weights nor layers. All ranks of an axis make the same exchanges in the 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
+from math import prod
 from typing import Any, Protocol
 
 import torch
@@ -33,15 +35,17 @@ Rows = slice
 
 
 class Exchange(Protocol):
-    """Blocks [rows, columns] on their way: `slot` [ranks, rows, columns] holds what comes, by rank."""
+    """Blocks [rows, columns] on their way: `slot` [ranks, rows, columns] holds what comes, by rank. Our own block is
+    neither sent nor waited for."""
 
     slot: torch.Tensor
 
-    def send(self, block: torch.Tensor, rank: int) -> None:
-        """`block`, as the current stream leaves it; it may be let go, but not written to."""
+    def send(self, blocks: torch.Tensor, ranks: range) -> None:
+        """To each of `ranks` its block of `blocks` [ranks x rows, columns], or the only one to all; as the current
+        stream leaves them. They are contiguous, and may be let go, but not written to."""
 
-    def arrive(self, rank: int) -> None:
-        """What follows on the current stream finds the block of `rank` in its place."""
+    def arrive(self, ranks: range) -> None:
+        """What follows on the current stream finds the blocks of `ranks` in their places."""
 
 
 class Peers(Protocol):
@@ -64,32 +68,31 @@ class Gather:
     def __init__(self, x: torch.Tensor, through: Peers):
         self._x, self._axis = x.contiguous(), through.axis
         self._exchange = through.open(*x.shape, x)  # type: ignore[call-arg]
-        for ranks in _order(self._axis, x.shape[0], ours_first=True):
-            for rank in ranks:
-                if rank != self._axis.index:
-                    self._exchange.send(self._x, rank)
+        self._whole = self._exchange.slot.flatten(0, 1)
+        self._ours = False
+        for ranks in _order(self._axis, len(x), ours_first=True):
+            self._exchange.send(self._x, ranks)
 
     def parts(self) -> Iterator[tuple[Rows, torch.Tensor]]:
         """(which rows of the whole, these rows), each as soon as it is here."""
         for ranks in _order(self._axis, len(self._x), ours_first=True, coming=True):
-            part = self._x
-            if ranks != range(self._axis.index, self._axis.index + 1):
+            where = _rows(ranks, len(self._x))
+            if ranks == range(self._axis.index, self._axis.index + 1):
+                yield where, self._x
+            else:
                 self._fill(ranks)
-                part = self._exchange.slot[ranks.start : ranks.stop].flatten(0, 1)
-            yield _rows(ranks, len(self._x)), part
+                yield where, self._whole[where]
 
     def whole(self, *, keep: bool = False) -> torch.Tensor:
         """[ranks x rows, columns], good until the next exchange but one; keep: for longer."""
         self._fill(range(self._axis.size))
-        whole = self._exchange.slot.flatten(0, 1)
-        return whole.clone() if keep else whole
+        return self._whole.clone() if keep else self._whole
 
     def _fill(self, ranks: range) -> None:
-        for rank in ranks:
-            if rank == self._axis.index:
-                self._exchange.slot[rank].copy_(self._x)
-            else:
-                self._exchange.arrive(rank)
+        self._exchange.arrive(ranks)
+        if self._axis.index in ranks and not self._ours:
+            self._exchange.slot[self._axis.index].copy_(self._x)
+            self._ours = True
 
 
 class Scatter:
@@ -108,17 +111,13 @@ class Scatter:
                 continue
             part = self._like.new_empty((len(ranks) * rows, slot.shape[-1]))
             yield _rows(ranks, rows), part
-            for rank, block in zip(ranks, part.split(rows), strict=True):
-                if rank == ours:
-                    slot[ours].copy_(block)
-                else:
-                    self._exchange.send(block, rank)
+            self._exchange.send(part, ranks)
+            if ours in ranks:
+                slot[ours].copy_(part[_rows(range(ranks.index(ours), ranks.index(ours) + 1), rows)])
 
     def blocks(self) -> torch.Tensor:
         """[ranks, rows, columns]: what every rank made of our rows, to be added up before the next exchange but one."""
-        for rank in range(self._axis.size):
-            if rank != self._axis.index:
-                self._exchange.arrive(rank)
+        self._exchange.arrive(range(self._axis.size))
         return self._exchange.slot
 
 
@@ -126,25 +125,29 @@ def _rows(ranks: range, rows: int) -> Rows:
     return Rows(ranks.start * rows, ranks.stop * rows)
 
 
-def _order(axis: Axis, rows: int, *, ours_first: bool, coming: bool = False) -> Iterator[range]:
+def _order(axis: Axis, rows: int, *, ours_first: bool, coming: bool = False) -> tuple[range, ...]:
     """Ranks that go through one product together, in the order in which they are sent to, or in which theirs come.
 
     >>> axis = Axis("tp", tuple(range(4)), 1)
-    >>> list(_order(axis, 2048, ours_first=True))
-    [range(1, 2), range(2, 3), range(3, 4), range(0, 1)]
-    >>> list(_order(axis, 2048, ours_first=True, coming=True))
-    [range(1, 2), range(0, 1), range(3, 4), range(2, 3)]
-    >>> list(_order(axis, 1024, ours_first=False))
-    [range(2, 4), range(0, 2)]
+    >>> _order(axis, 2048, ours_first=True)
+    (range(1, 2), range(2, 3), range(3, 4), range(0, 1))
+    >>> _order(axis, 2048, ours_first=True, coming=True)
+    (range(1, 2), range(0, 1), range(3, 4), range(2, 3))
+    >>> _order(axis, 1024, ours_first=False)
+    (range(2, 4), range(0, 2))
     """
+    return _turns(axis.size, axis.index, -(-FULL // rows), ours_first, coming)
+
+
+@cache
+def _turns(size: int, index: int, enough: int, ours_first: bool, coming: bool) -> tuple[range, ...]:
     together = 1
-    while together < axis.size and axis.size % (2 * together) == 0 and together * rows < FULL:
+    while together < min(size, enough) and size % (2 * together) == 0:
         together *= 2
-    groups = axis.size // together
+    groups = size // together
     steps = range(groups) if ours_first else range(1, groups + 1)
-    for step in steps:
-        group = (axis.index // together + (-step if coming else step)) % groups
-        yield range(group * together, (group + 1) * together)
+    begins = [(index // together + (-step if coming else step)) % groups * together for step in steps]
+    return tuple(range(begin, begin + together) for begin in begins)
 
 
 # -- by messages
@@ -170,13 +173,18 @@ class _Posted:
         }
         self._going: list[Any] = []
 
-    def send(self, block: torch.Tensor, rank: int) -> None:
-        self._going.append((dist.isend(block, self._axis.ranks[rank], self._axis.group), block))
+    def send(self, blocks: torch.Tensor, ranks: range) -> None:
+        rows = self.slot.shape[1]
+        each = blocks.split(rows) if len(blocks) > rows else [blocks] * len(ranks)
+        for rank, block in zip(ranks, each, strict=True):
+            if rank != self._axis.index:
+                self._going.append((dist.isend(block, self._axis.ranks[rank], self._axis.group), block))
 
-    def arrive(self, rank: int) -> None:
-        work = self._coming.pop(rank, None)
-        if work is not None:
-            work.wait()
+    def arrive(self, ranks: range) -> None:
+        for rank in ranks:
+            work = self._coming.pop(rank, None)
+            if work is not None:
+                work.wait()
         if not self._coming:
             for sent, _ in self._going:
                 sent.wait()
@@ -190,7 +198,8 @@ class Mapped:
     """Exchanges by copies into memory of the other ranks, which is mapped here.
 
     The memory is SLOTS slots of one block a rank, and behind them a mark for each slot and rank: the number of the last
-    exchange whose block has been written. It is made by the first exchange, and anew where a larger one comes.
+    exchange whose block has been written. It is made by the first exchange, and anew where a larger one comes. What an
+    exchange needs but its number is kept for the next one that uses its slot: the host is what is short.
     """
 
     def __init__(self, axis: Axis):
@@ -198,33 +207,64 @@ class Mapped:
         self.axis, self._count, self._bytes = axis, 0, 0
         self._memory: torch.Tensor | None = None
         self._handle: Any = None
-        self._views: dict[tuple[Any, ...], torch.Tensor] = {}
+        self._begins: list[int] = []
+        """Where every rank's memory is mapped here."""
+        self._slots: dict[tuple[Any, ...], torch.Tensor] = {}
+        self._sends: dict[tuple[Any, ...], tuple[list[tuple[int, int, int]], tuple[int, ...]]] = {}
+        self._waits: dict[tuple[int, range], tuple[int, ...]] = {}
         self._beside = CopyStream()
 
     def open(self, rows: int, columns: int, like: torch.Tensor) -> Exchange:
         self._make(rows * columns * like.element_size(), like.device)
         self._count += 1
-        return _Written(self, self._count, (rows, columns), like.dtype)
+        return _Written(self, self._count, self._slot((rows, columns), like.dtype))
 
-    def slot(self, rank: int, number: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """[ranks, rows, columns] in the memory of `rank`: the blocks of this exchange that come to it."""
-        key = (rank, number % SLOTS, shape, dtype)
-        if key not in self._views:
-            offset = number % SLOTS * self.axis.size * self._bytes // dtype.itemsize
-            self._views[key] = self._handle.get_buffer(rank, (self.axis.size, *shape), dtype, offset)
-        return self._views[key]
+    def _slot(self, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
+        """[ranks, rows, columns] of our memory for the exchange at hand."""
+        number = self._count % SLOTS
+        if (number, shape, dtype) not in self._slots:
+            assert self._memory is not None
+            begin, size = self._place(number, 0, 0), self.axis.size * prod(shape) * dtype.itemsize
+            whole = self._memory[begin : begin + size].view(dtype).view(self.axis.size, *shape)
+            self._slots[number, shape, dtype] = whole
+        return self._slots[number, shape, dtype]
 
-    def write(self, block: torch.Tensor, rank: int, number: int) -> None:
-        ours = self.axis.index
-        into = self.slot(rank, number, tuple(block.shape), block.dtype)[ours]
-        self._beside.copy(block, into, self._mark(rank, number, ours), number)
+    def write(self, blocks: torch.Tensor, ranks: range, number: int, size: int) -> None:
+        """size: bytes of a block."""
+        several = blocks.nbytes > size
+        key = (number % SLOTS, ranks, size, several)
+        if key not in self._sends:
+            to = [
+                (rank, self._writer(rank), place * size if several else 0)
+                for place, rank in enumerate(ranks)
+                if rank != self.axis.index
+            ]
+            self._sends[key] = (
+                [(first, self._begins[rank] + self._place(number, writer, size), size) for rank, writer, first in to],
+                tuple(self._mark(rank, number, writer) for rank, writer, _ in to),
+            )
+        pieces, marks = self._sends[key]
+        if pieces:
+            self._beside.copy(blocks, pieces, marks, number)
 
-    def wait(self, rank: int, number: int) -> None:
-        self._beside.wait(self._mark(self.axis.index, number, rank), number)
+    def wait(self, ranks: range, number: int) -> None:
+        key = (number % SLOTS, ranks)
+        if key not in self._waits:
+            ours = self.axis.index
+            self._waits[key] = tuple(self._mark(ours, number, rank) for rank in ranks if rank != ours)
+        if self._waits[key]:
+            self._beside.wait(self._waits[key], number)
+
+    def _writer(self, rank: int) -> int:
+        """As whom we write to `rank`."""
+        return self.axis.index
+
+    def _place(self, number: int, writer: int, size: int) -> int:
+        return number % SLOTS * self.axis.size * self._bytes + writer * size
 
     def _mark(self, rank: int, number: int, writer: int) -> int:
         marks = SLOTS * self.axis.size * self._bytes
-        return int(self._handle.buffer_ptrs[rank]) + marks + 4 * (number % SLOTS * self.axis.size + writer)
+        return self._begins[rank] + marks + 4 * (number % SLOTS * self.axis.size + writer)
 
     def _make(self, size: int, device: torch.device) -> None:
         """Room for blocks of `size` bytes."""
@@ -234,7 +274,9 @@ class Mapped:
 
         assert self.axis.group is not None
         self._bytes = -(-size // 512) * 512
-        self._views.clear()
+        self._slots.clear()
+        self._sends.clear()
+        self._waits.clear()
         self._beside.settle()
         dist.barrier(self.axis.group)  # nobody reads or writes the old one any more
         self._handle = self._memory = None
@@ -250,16 +292,17 @@ class Mapped:
                 f"--tp-overlap: ranks {self.axis.ranks} cannot map each other's memory ({error}); leave it out, or "
                 "keep tensor ranks on one host whose devices reach each other"
             ) from None
+        self._begins = [int(begin) for begin in self._handle.buffer_ptrs]
         dist.barrier(self.axis.group)  # all marks are zero
 
 
 class _Written:
-    def __init__(self, through: Mapped, number: int, shape: tuple[int, ...], dtype: torch.dtype):
-        self._through, self._number = through, number
-        self.slot = through.slot(through.axis.index, number, shape, dtype)
+    def __init__(self, through: Mapped, number: int, slot: torch.Tensor):
+        self.slot, self._through, self._number = slot, through, number
+        self._bytes = slot.nbytes // len(slot)
 
-    def send(self, block: torch.Tensor, rank: int) -> None:
-        self._through.write(block, rank, self._number)
+    def send(self, blocks: torch.Tensor, ranks: range) -> None:
+        self._through.write(blocks, ranks, self._number, self._bytes)
 
-    def arrive(self, rank: int) -> None:
-        self._through.wait(rank, self._number)
+    def arrive(self, ranks: range) -> None:
+        self._through.wait(ranks, self._number)
