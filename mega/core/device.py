@@ -9,7 +9,7 @@ import threading
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -224,6 +224,13 @@ def page_locked(memory: torch.Tensor) -> torch.Tensor:
     return memory
 
 
+class Way(NamedTuple):
+    """Where parts of a tensor go: (first byte of it, address, bytes) each. marks: addresses that tell of them all."""
+
+    pieces: tuple[tuple[int, int, int], ...]
+    marks: tuple[int, ...]
+
+
 class CopyStream:
     """Copies beside what a CUDA device computes, and marks in its memory that streams write and wait for.
 
@@ -236,16 +243,18 @@ class CopyStream:
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self._ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
-    def copy(self, x: torch.Tensor, pieces: Sequence[tuple[int, int, int]], marks: tuple[int, ...], value: int) -> None:
-        """Pieces (first byte of `x`, address to copy to, bytes) as the current stream leaves them, then `value` to the
-        addresses `marks`. `x` is contiguous; it may be let go."""
+    def copy(self, x: torch.Tensor, ways: Sequence[Way], value: int) -> None:
+        """Copy pieces of the contiguous `x`, as the current stream leaves it, and then mark each way's with `value`.
+
+        Whoever calls keeps `x`, and does not write to it, until it has been copied.
+        """
         self._ready.record()
         self._stream.wait_event(self._ready)
         stream, begin, copy = self._stream.cuda_stream, x.data_ptr(), _driver().cuMemcpyAsync
-        for first, target, size in pieces:
-            _done("cuMemcpyAsync", copy(target, begin + first, size, stream))
-        _on_marks(stream, _WRITE, marks, value)
-        x.record_stream(self._stream)
+        for way in ways:
+            for first, target, size in way.pieces:
+                _done("cuMemcpyAsync", copy(target, begin + first, size, stream))
+            _on_marks(stream, _WRITE, way.marks, value)
 
     def wait(self, marks: tuple[int, ...], value: int) -> None:
         """The current stream goes on when at least `value`, in a circle of 32 bits, stands at all of `marks`."""
@@ -273,6 +282,8 @@ _WAIT, _WRITE = 1, 2
 
 
 def _on_marks(stream: int, kind: int, marks: tuple[int, ...], value: int) -> None:
+    if not marks:
+        return
     operations = _operations(kind, marks)
     for operation in operations:
         operation.value = value % 2**32

@@ -19,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from mega.core.device import Way
 from mega.core.parallel.collectives import all_gather, reduce_scatter
 from mega.core.parallel.launch import Pool
 from mega.core.parallel.mesh import Groups, Mesh
@@ -70,14 +71,13 @@ class LateCopies:
     """What CopyStream does, by a thread that takes its time."""
 
     def __init__(self, seed: int) -> None:
-        self._asked: queue.Queue[tuple[torch.Tensor, Sequence[tuple[int, int, int]], tuple[int, ...], int]]
-        self._asked = queue.Queue()
+        self._asked: queue.Queue[tuple[torch.Tensor, Sequence[Way], int]] = queue.Queue()
         self._delays = random.Random(seed)
         threading.Thread(target=self._work, daemon=True).start()
 
-    def copy(self, x: torch.Tensor, pieces: Sequence[tuple[int, int, int]], marks: tuple[int, ...], value: int) -> None:
+    def copy(self, x: torch.Tensor, ways: Sequence[Way], value: int) -> None:
         assert x.is_contiguous()
-        self._asked.put((x, pieces, marks, value))
+        self._asked.put((x, ways, value))
 
     def wait(self, marks: tuple[int, ...], value: int) -> None:
         time.sleep(self._delays.choice(DELAYS))
@@ -91,12 +91,13 @@ class LateCopies:
 
     def _work(self) -> None:
         while True:
-            x, pieces, marks, value = self._asked.get()
-            for first, target, size in pieces:
-                time.sleep(self._delays.choice(DELAYS))
-                ctypes.memmove(target, x.data_ptr() + first, size)
-            for mark in marks:
-                ctypes.c_uint32.from_address(mark).value = value
+            x, ways, value = self._asked.get()
+            for way in ways:
+                for first, target, size in way.pieces:
+                    time.sleep(self._delays.choice(DELAYS))
+                    ctypes.memmove(target, x.data_ptr() + first, size)
+                for mark in way.marks:
+                    ctypes.c_uint32.from_address(mark).value = value
             self._asked.task_done()
 
 

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from mega.core.device import CopyStream
+from mega.core.device import CopyStream, Way
 from mega.core.parallel.mesh import Axis
 
 FULL = 2048
@@ -40,9 +40,9 @@ class Exchange(Protocol):
 
     slot: torch.Tensor
 
-    def send(self, blocks: torch.Tensor, ranks: range) -> None:
-        """To each of `ranks` its block of `blocks` [ranks x rows, columns], or the only one to all; as the current
-        stream leaves them. They are contiguous, and may be let go, but not written to."""
+    def send(self, blocks: torch.Tensor, *turns: range) -> None:
+        """To each rank of the only turn its block of `blocks` [ranks x rows, columns], or to all ranks of all turns the
+        only one; as the current stream leaves them. They are contiguous, and may be let go, but not written to."""
 
     def arrive(self, ranks: range) -> None:
         """What follows on the current stream finds the blocks of `ranks` in their places."""
@@ -70,8 +70,7 @@ class Gather:
         self._exchange = through.open(*x.shape, x)  # type: ignore[call-arg]
         self._whole = self._exchange.slot.flatten(0, 1)
         self._ours = False
-        for ranks in _order(self._axis, len(x), ours_first=True):
-            self._exchange.send(self._x, ranks)
+        self._exchange.send(self._x, *_order(self._axis, len(x), ours_first=True))
 
     def parts(self) -> Iterator[tuple[Rows, torch.Tensor]]:
         """(which rows of the whole, these rows), each as soon as it is here."""
@@ -89,10 +88,10 @@ class Gather:
         return self._whole.clone() if keep else self._whole
 
     def _fill(self, ranks: range) -> None:
-        self._exchange.arrive(ranks)
         if self._axis.index in ranks and not self._ours:
             self._exchange.slot[self._axis.index].copy_(self._x)
             self._ours = True
+        self._exchange.arrive(ranks)
 
 
 class Scatter:
@@ -173,8 +172,8 @@ class _Posted:
         }
         self._going: list[Any] = []
 
-    def send(self, blocks: torch.Tensor, ranks: range) -> None:
-        rows = self.slot.shape[1]
+    def send(self, blocks: torch.Tensor, *turns: range) -> None:
+        rows, ranks = self.slot.shape[1], [rank for ranks in turns for rank in ranks]
         each = blocks.split(rows) if len(blocks) > rows else [blocks] * len(ranks)
         for rank, block in zip(ranks, each, strict=True):
             if rank != self._axis.index:
@@ -210,13 +209,16 @@ class Mapped:
         self._begins: list[int] = []
         """Where every rank's memory is mapped here."""
         self._slots: dict[tuple[Any, ...], torch.Tensor] = {}
-        self._sends: dict[tuple[Any, ...], tuple[list[tuple[int, int, int]], tuple[int, ...]]] = {}
+        self._ways: dict[tuple[Any, ...], list[Way]] = {}
         self._waits: dict[tuple[int, range], tuple[int, ...]] = {}
+        self._sent: list[list[torch.Tensor]] = [[] for _ in range(SLOTS)]
+        """Blocks by slot, kept until all ranks have them, as they have when the slot's next exchange begins."""
         self._beside = CopyStream()
 
     def open(self, rows: int, columns: int, like: torch.Tensor) -> Exchange:
         self._make(rows * columns * like.element_size(), like.device)
         self._count += 1
+        self._sent[self._count % SLOTS].clear()
         return _Written(self, self._count, self._slot((rows, columns), like.dtype))
 
     def _slot(self, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
@@ -229,31 +231,31 @@ class Mapped:
             self._slots[number, shape, dtype] = whole
         return self._slots[number, shape, dtype]
 
-    def write(self, blocks: torch.Tensor, ranks: range, number: int, size: int) -> None:
+    def write(self, blocks: torch.Tensor, turns: tuple[range, ...], number: int, size: int) -> None:
         """size: bytes of a block."""
         several = blocks.nbytes > size
-        key = (number % SLOTS, ranks, size, several)
-        if key not in self._sends:
-            to = [
-                (rank, self._writer(rank), place * size if several else 0)
-                for place, rank in enumerate(ranks)
-                if rank != self.axis.index
-            ]
-            self._sends[key] = (
-                [(first, self._begins[rank] + self._place(number, writer, size), size) for rank, writer, first in to],
-                tuple(self._mark(rank, number, writer) for rank, writer, _ in to),
-            )
-        pieces, marks = self._sends[key]
-        if pieces:
-            self._beside.copy(blocks, pieces, marks, number)
+        key = (number % SLOTS, turns, size, several)
+        if key not in self._ways:
+            self._ways[key] = [self._way(ranks, number, size, several) for ranks in turns]
+        self._beside.copy(blocks, self._ways[key], number)
+        self._sent[number % SLOTS].append(blocks)
+
+    def _way(self, ranks: range, number: int, size: int, several: bool) -> Way:
+        to = [(place, rank, self._writer(rank)) for place, rank in enumerate(ranks) if rank != self.axis.index]
+        return Way(
+            tuple(
+                (place * size if several else 0, self._begins[rank] + self._place(number, writer, size), size)
+                for place, rank, writer in to
+            ),
+            tuple(self._mark(rank, number, writer) for _, rank, writer in to),
+        )
 
     def wait(self, ranks: range, number: int) -> None:
         key = (number % SLOTS, ranks)
         if key not in self._waits:
             ours = self.axis.index
             self._waits[key] = tuple(self._mark(ours, number, rank) for rank in ranks if rank != ours)
-        if self._waits[key]:
-            self._beside.wait(self._waits[key], number)
+        self._beside.wait(self._waits[key], number)
 
     def _writer(self, rank: int) -> int:
         """As whom we write to `rank`."""
@@ -275,7 +277,7 @@ class Mapped:
         assert self.axis.group is not None
         self._bytes = -(-size // 512) * 512
         self._slots.clear()
-        self._sends.clear()
+        self._ways.clear()
         self._waits.clear()
         self._beside.settle()
         dist.barrier(self.axis.group)  # nobody reads or writes the old one any more
@@ -301,8 +303,8 @@ class _Written:
         self.slot, self._through, self._number = slot, through, number
         self._bytes = slot.nbytes // len(slot)
 
-    def send(self, blocks: torch.Tensor, ranks: range) -> None:
-        self._through.write(blocks, ranks, self._number, self._bytes)
+    def send(self, blocks: torch.Tensor, *turns: range) -> None:
+        self._through.write(blocks, turns, self._number, self._bytes)
 
     def arrive(self, ranks: range) -> None:
         self._through.wait(ranks, self._number)
