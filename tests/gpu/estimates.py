@@ -396,7 +396,7 @@ def compare(path: Path, gpu: str) -> int:
         space += [abs(a / b - 1) for a, b in zip(guess["peaks"], record["peaks"], strict=True)]
         time_.append(abs(guess["seconds"] / record["seconds"] - 1))
         if " choice " in name:
-            best.setdefault(name.split()[0], []).append((record["seconds"], name))
+            best.setdefault(name.split(" choice ")[0], []).append((record["seconds"], name))
     for name, measured in best.items():
         first = next((seconds for seconds, row in measured if " choice 0:" in row), None)
         fastest, row = min(measured)

@@ -1,6 +1,6 @@
 """How fast a layout of more tensor ranks than there are devices would be: two devices play two of its ranks.
 
-    torchrun --nproc-per-node 2 -m tests.gpu.imitate --out rows.jsonl [--row w3] [--world 8] [--full 1024 2048 4096]
+    torchrun --nproc-per-node 2 -m tests.gpu.imitate --out rows.jsonl [--row w3] [--world 8] [--full 256 512 1024]
 
 Each device holds one rank's weights of all `--world` and makes that rank's products. Blocks for the other ranks all go
 to the one peer, which takes them for blocks of the ranks whose turn it is: as many bytes leave and come by the same

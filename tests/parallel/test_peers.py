@@ -62,9 +62,10 @@ def compare(through: Peers, many: list[int]) -> None:
 
 
 @pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("rows", [1, FULL // 2, FULL])
-def test_exchanges(pool: Pool, size: int, rows: int) -> None:
-    pool.run(exchanges, size, rows, world=size)
+@pytest.mark.parametrize("share", [0, 1 / 2, 1])
+def test_exchanges(pool: Pool, size: int, share: float) -> None:
+    """Blocks of which all, two or one make a whole piece."""
+    pool.run(exchanges, size, max(1, int(share * size * FULL)), world=size)
 
 
 class LateCopies:
@@ -127,7 +128,7 @@ def mapped_exchanges(groups: Groups, rank: int, size: int, directory: Path) -> N
         mock.patch("torch.distributed._symmetric_memory.rendezvous", rendezvous),
     ):
         through = Mapped(axis)
-        compare(through, [4, 1, 3, 4, FULL, 5, 7, *[PAIRS] * 24])
+        compare(through, [4, 1, 3, 4, size * FULL, 5, 7, *[PAIRS] * 24])
         copies.settle()  # before memory of others is let go
 
 

@@ -24,8 +24,9 @@ import torch.distributed as dist
 from mega.core.device import CopyStream, Way
 from mega.core.parallel.mesh import Axis
 
-FULL = 2048
-"""Rows of a product that leave no multiprocessor without work: smaller blocks of several ranks go together."""
+FULL = 512
+"""Rows of a product for each rank that its columns are shared out over: a piece of fewer leaves multiprocessors without
+work, and the host no time to ask for the next one. Smaller blocks of several ranks go together."""
 
 SLOTS = 4
 """Exchanges whose blocks are kept. A rank begins exchange k + 4 when its stream has waited for every block of k + 2, at
@@ -135,7 +136,7 @@ def _order(axis: Axis, rows: int, *, ours_first: bool, coming: bool = False) -> 
     >>> _order(axis, 1024, ours_first=False)
     (range(2, 4), range(0, 2))
     """
-    return _turns(axis.size, axis.index, -(-FULL // rows), ours_first, coming)
+    return _turns(axis.size, axis.index, -(-FULL * axis.size // rows), ours_first, coming)
 
 
 @cache
