@@ -50,6 +50,16 @@ def test_another_history_is_not_mixed_in(tmp_path: Path, told: Told) -> None:
     assert code == 0 and "step 4" in said
 
 
+def test_a_damaged_checkpoint_is_passed_over_and_replaced(tmp_path: Path, told: Told) -> None:
+    save = ["--save", str(tmp_path), "--resume", "auto"]
+    assert told(*save, "--steps", "4")[0] == 0
+    weights = CheckpointStore(tmp_path).path(4) / "rank-00000.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"x")
+    code, said = told(*save, "--steps", "6")
+    assert code == 0 and "step 4 is passed over" in said and "at step 2" in said
+    assert [step for step in (4, 6) if CheckpointStore(tmp_path).open(step).verify() is None] == [4, 6]
+
+
 def test_what_changes_the_numbers_is_told(tmp_path: Path, told: Told) -> None:
     save = ["--save", str(tmp_path), "--resume", "auto"]
     told(*save, "--steps", "2", "--global-batch", "2")

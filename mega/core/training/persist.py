@@ -126,10 +126,13 @@ def _words(value: Any) -> str:
 def alone_in(run: RunConfig, start: int) -> None:
     """See that --save holds no checkpoint behind step `start`, where this run starts.
 
-    Else a later --resume auto would take that one, of another history. Errors: ValueError.
+    Else a later --resume auto would take that one, of another history. That option itself starts from the newest that
+    can be trusted, and what is behind it will be replaced. Errors: ValueError.
     """
     place = run.checkpoint.save
-    newest = store_at(place).newest(verify=False) if place is not None else None
+    if place is None or run.checkpoint.resume == "auto":
+        return
+    newest = store_at(place).newest(verify=False)
     if newest is not None and newest > start:
         raise ValueError(
             f"--save {place}: holds step {newest}, and this run starts at step {start}; to go on from there give "
