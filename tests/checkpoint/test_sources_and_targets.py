@@ -5,7 +5,9 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import resource
 import shutil
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -130,6 +132,24 @@ def test_here_and_links_to_empty_folders_are_filled(run: Path, tmp_path: Path, m
     monkeypatch.chdir(tmp_path / "here")
     convert(run, Path("."), None, 1, 1, 1)
     assert (tmp_path / "here" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("to", ["hf", "meta", "megatron"])
+def test_a_full_disk_is_told_in_one_line(
+    run: Path, tmp_path: Path, to: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    verb = ["reshard", "--saver", to] if to == "megatron" else ["convert-llama", "--to", to]
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (3000, hard))
+    try:
+        assert main([*verb, "--load-dir", str(run), "--save-dir", str(tmp_path / "out")]) == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, before)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "out: was not written" in line and "File too large" in line
+    assert not list(tmp_path.glob("out*"))
 
 
 def test_exports_do_not_go_to_urls(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,7 +35,7 @@ from mega.core.checkpoint.pieces import Box, CheckpointError, Piece
 from mega.core.checkpoint.reshard import Ledger
 from mega.core.checkpoint.store import Attachments, Checkpoint, locate, store_at
 from mega.core.config.sections import ModelConfig
-from mega.core.files import sync_directory, url_of
+from mega.core.files import sync_directory, url_of, whole_file
 
 SHARD_BYTES = 5 << 30
 """Largest safetensors file of an exported folder."""
@@ -294,9 +294,7 @@ def to_meta(load: Path, save: Path, parts: int) -> ConversionReport:
                 target.name: assemble(target, Box((0,) * len(target.shape), target.shape), kept).clone()
                 for target in table.targets
             }
-            path = folder / f"consolidated.{number:02d}.pth"
-            torch.save(content, path)
-            written += path.stat().st_size
+            written += write_torch(folder / f"consolidated.{number:02d}.pth", content)
         _write_json(folder / "params.json", params)
         _copy_companions(checkpoint, folder, skip={"config.json", "generation_config.json", "params.json"})
         return written
@@ -369,12 +367,25 @@ def _write_shards(folder: Path, table: Table, source: Source) -> int:
 def _copy_companions(checkpoint: Checkpoint, folder: Path, skip: set[str]) -> None:
     for name in COMPANIONS:
         if name in checkpoint.attachments and name not in skip:
-            shutil.copyfile(checkpoint.attachments[name], folder / name)
+            with whole_file(folder / name) as file:
+                file.write(checkpoint.attachments[name].read_bytes())
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:
     with creating(path) as descriptor:
         write_all(descriptor, (json.dumps(content, indent=2) + "\n").encode())
+
+
+def write_torch(path: Path, content: object) -> int:
+    """A torch file, safe on the disk; its bytes. Errors: OSError, of a full disk for example."""
+    try:
+        with whole_file(path) as file:
+            torch.save(content, file)
+    except RuntimeError as error:  # torch closes its archive nevertheless, which hides what stopped it
+        if isinstance(error.__context__, OSError):
+            raise error.__context__ from None
+        raise
+    return path.stat().st_size
 
 
 def check_fresh(save: Path) -> None:
@@ -395,8 +406,10 @@ def filled_folder(save: Path, fill: Callable[[Path], int]) -> int:
         written = fill(working)
         sync_directory(working)
         working.rename(save)  # an empty folder of that name gives way
-    except BaseException:
+    except BaseException as error:
         shutil.rmtree(working, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise OSError(f"{save}: was not written: {error}") from error
         raise
     sync_directory(save.parent)
     return written

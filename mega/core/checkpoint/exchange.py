@@ -26,6 +26,7 @@ from mega.core.checkpoint.convert import (
     open_own,
     report_of,
     to_mega,
+    write_torch,
 )
 from mega.core.checkpoint.disk import creating, write_all
 from mega.core.checkpoint.layout import check_model
@@ -196,9 +197,8 @@ def to_megatron(
             said = written_state(state, facts) if facts is not None else {}
             directory = folder / f"iter_{iteration:07d}" / megatron.rank_directory(rank, stage, pp)
             directory.mkdir(parents=True)
-            path = directory / megatron.WEIGHTS
-            torch.save(megatron.file_content(megatron.nested(content, style), arguments, iteration, said), path)
-            written += path.stat().st_size
+            kept = megatron.file_content(megatron.nested(content, style), arguments, iteration, said)
+            written += write_torch(directory / megatron.WEIGHTS, kept)
         with creating(folder / megatron.TRACKER) as descriptor:
             write_all(descriptor, str(iteration).encode())
         return written
