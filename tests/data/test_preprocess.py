@@ -224,6 +224,15 @@ def test_bad_command_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str], a
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "empty", "lost", "pipe"]
 
 
+@pytest.mark.parametrize("forks", [True, False])
+def test_workers_hand_over_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forks: bool) -> None:
+    """A block without a token, from processes forked or begun anew."""
+    monkeypatch.setattr("mega.core.data.workers._can_fork", lambda: forks)
+    source = lines(tmp_path / "a.jsonl", {"text": ""}, b"bad\n")
+    report, sequences, _ = run(source, workers=2, on_error="skip")
+    assert sequences == [] and (report.documents, report.skipped) == (1, 1)
+
+
 def test_broken_merges_are_no_document_of_the_input(tmp_path: Path) -> None:
     (tmp_path / "vocab.json").write_text('{"a": 0}')
     (tmp_path / "merges.txt").write_text("a a")

@@ -30,6 +30,8 @@ def verify(prefix: str, tell: Tell) -> None:
     if sums is None:
         tell(f"{prefix}: {_sizes(data)}; the structure is sound; no checksums were noted")
         return
+    if not isinstance(sums, dict):
+        raise ValueError(f"{note_path(prefix)}: corrupt, its sha256 is no table")
     if note.get("counts") != [len(data), data.documents, len(data.tokens)]:
         raise ValueError(f"{note_path(prefix)}: counts {note.get('counts')} are not those of the .idx")
     for path, name in ((bin_path(prefix), "bin"), (idx_path(prefix), "idx")):

@@ -359,7 +359,7 @@ def _hand_over(worker: _Worker, read: Read, slot: Slot) -> Handed:
     """In a worker: what has become of a block, with its ids in the slot."""
     found = worker.encode(read.block)
     ids = [part.ids for part in found.documents]
-    if sum(part.nbytes for part in ids) > len(slot):
+    if not slot or sum(part.nbytes for part in ids) > len(slot):
         return Handed(found, [])
     inside = [len(part) for part in ids]
     np.concatenate(ids, out=np.frombuffer(slot, ids[0].dtype)[: sum(inside)])
@@ -415,7 +415,7 @@ class _Notes:
             return None
         except ValueError as error:
             raise ValueError(f"{self._path}: damaged ({error}); remove it to start anew") from None
-        if found.get("identity") != self._identity:
+        if not isinstance(found, dict) or found.get("identity") != self._identity:
             raise ValueError(
                 f"--resume: {self._path} belongs to work with other inputs, options or tokenizer; "
                 "repeat its command line, or remove the file to start anew"

@@ -62,10 +62,11 @@ class Workers(Generic[Ask, Answer]):
         with contextlib.ExitStack() as stack:
             stack.enter_context(_one_thread_each())
             asks = (_ASKS_EACH * self._count) + 1
-            if forked := _can_fork():
+            forked = _can_fork()
+            work = self._here()  # also where processes begin anew, so that what is wrong with it is told by this one
+            if forked:
                 memory = memoryview(mmap.mmap(-1, asks * SLOT_BYTES))
                 slots = [memory[i * SLOT_BYTES : (i + 1) * SLOT_BYTES] for i in range(asks)]
-                work = self._here()
                 begin: tuple[Any, ...] = (lambda: work, slots)
             else:
                 slots = [memoryview(b"")] * asks
