@@ -152,3 +152,7 @@ def _say(message: str, code: int) -> int:
         for line in message.splitlines():
             print(f"mega: {line}", file=sys.stderr)
     return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

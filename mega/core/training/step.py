@@ -21,6 +21,9 @@ from mega.core.parallel.context import cut
 from mega.core.plan import plan
 from mega.core.training.state import TrainState
 
+LEAST_WEIGHT = 1e-30
+"""What losses are divided by, at the least: a batch may be of prompts alone."""
+
 
 @dataclass(frozen=True)
 class Report:
@@ -92,10 +95,10 @@ def _scales(normalizer: str, batches: Sequence[DecoderBatch], state: TrainState)
     own = torch.stack([batch.loss_weights.double().sum() for batch in batches])
     if normalizer == "microbatch":
         all_reduce(own, state.mesh.cp)
-        return list(1.0 / (own.clamp(min=1e-30) * len(batches) * state.mesh.dp.size))
+        return list(1.0 / (own.clamp(min=LEAST_WEIGHT) * len(batches) * state.mesh.dp.size))
     total = own.sum()
     all_reduce(total, state.mesh.data)
-    return [1.0 / total.clamp(min=1e-30)] * len(batches)
+    return [1.0 / total.clamp(min=LEAST_WEIGHT)] * len(batches)
 
 
 def _params_norm(state: TrainState) -> torch.Tensor:
@@ -121,6 +124,6 @@ def evaluate_step(state: TrainState, batches: Sequence[DecoderBatch]) -> torch.T
 
 
 def mean_loss(state: TrainState, sums: torch.Tensor) -> torch.Tensor:
-    """Loss of the global batch from the ranks' sums."""
+    """Loss of the global batch from the ranks' sums; 0 where no token of it counts."""
     all_reduce(sums, state.mesh.reports)
-    return sums[0] / sums[1]
+    return sums[0] / sums[1].clamp(min=LEAST_WEIGHT)
