@@ -51,6 +51,11 @@ def save(store: CheckpointStore, step: int, numbers: int = NUMBERS) -> None:
     store.save_all(step, ranks, {"step": step}, attachments={"run.toml": b"steps = 9\n"})
 
 
+def replace(store: CheckpointStore, step: int) -> None:
+    """As a run saves, which replaces a checkpoint of the same step; `save_all` refuses to."""
+    store.save(step, [*pieces_of(step, 0), *pieces_of(step, 1)], {"step": step})
+
+
 def assert_exact(checkpoint: Checkpoint) -> None:
     """Every byte is what was saved."""
     checkpoint.verify()
@@ -333,7 +338,7 @@ NAMES = ("mkdir", "create", "rename", "unlink", "rmdir")
 
 
 def replay(seed: int) -> dict[str, Any]:
-    """Step 1 is there; then step 2 is saved, step 1 loses its optimizer's state, step 3 is saved, step 1 goes."""
+    """Step 1 is there; step 2 is saved, 1 loses its optimizer, step 3 is saved, step 1 goes, step 3 is replaced."""
     rng, tried = random.Random(seed), 0
     with home() as directory:
         store = CheckpointStore(directory / "live")
@@ -351,7 +356,7 @@ def replay(seed: int) -> dict[str, Any]:
                 lambda: retain(store, keep_optimizer_last=1),
                 lambda: save(store, 3),
                 lambda: retain(store, keep_last=2),
-                lambda: save(store, 3),  # once more: replaces it
+                lambda: replace(store, 3),
             ):
                 act()
                 done(store.steps()[-1])
