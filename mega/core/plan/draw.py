@@ -6,8 +6,9 @@ nothing of schedules: what it draws is a `Simulation`.
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
+
+from mega.core.files import whole_file
 
 from .play import Span
 from .simulate import Simulation
@@ -46,7 +47,9 @@ def draw(simulation: Simulation, path: Path) -> None:
     writers = {".svg": _svg, ".png": _png}
     if path.suffix not in writers:
         raise ValueError(f"--draw-schedule {path}: must end in {' or '.join(writers)}")
-    _publish(path, writers[path.suffix](simulation))
+    content = writers[path.suffix](simulation)
+    with whole_file(path) as file:
+        file.write(content)
 
 
 def _scale(simulation: Simulation, room: int) -> float:
@@ -147,12 +150,3 @@ def _png(simulation: Simulation) -> bytes:
 def _opacity(span: Span, simulation: Simulation) -> float:
     """Later chunks are drawn paler."""
     return 1.0 - 0.6 * span.act.chunk / simulation.plan.chunks
-
-
-def _publish(path: Path, content: bytes) -> None:
-    temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
