@@ -2,12 +2,11 @@
 
 A pair is the same exchange seen from forward and backward (Shoeybi et al. 2019; Korthikanti et al. 2022):
 
-    copy_in    : identity       <->  all-reduce         into a region where each rank computes its own outputs
-    gather_in  : all-gather     <->  reduce-scatter     the same, where tokens are shared out over the axis
-    sum_out    : all-reduce     <->  identity           out of it again
-    scatter_out: reduce-scatter <->  all-gather         the same, where tokens are shared out
-    swap       : all-to-all     <->  all-to-all         from some tokens of all heads to all tokens of some heads
+    sum_out    : all-reduce     <->  identity      out of a region where each rank computes its own outputs
+    scatter_out: reduce-scatter <->  all-gather    the same, where tokens are shared out over the axis
+    swap       : all-to-all     <->  all-to-all    from some tokens of all heads to all tokens of some heads
 
+The way into a region is the column product's own (linear.py), beside which its exchanges run.
 All act on dim 0 of [tokens, ...]. On an axis of one rank each is the identity and copies nothing.
 """
 
