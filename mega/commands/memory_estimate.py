@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
@@ -49,17 +50,16 @@ def run(
     from mega.core.estimate import show
     from mega.core.estimate.hardware import hardware
 
-    for flag, picture in (("--draw", draw), ("--draw-schedule", draw_schedule)):
-        if picture is not None and not picture.parent.is_dir():
-            raise ValueError(f"{flag} {picture}: there is no directory {picture.parent}; make it first")
+    here = str(draw_schedule) == "-"
+    if as_json and here:
+        raise ValueError("--draw-schedule -: excludes --json; valid: a .svg or .png file")
+    _check_pictures({"--draw": draw, "--draw-schedule": None if here else draw_schedule})
     for flag, number in (("--mtbf", mtbf), ("--save-seconds", save_seconds)):
         if number is not None and not isfinite(number):
             raise ValueError(f"{flag} {number}: must be a finite number")
     timed = (gpu, fit, gpus) != (None, None, None) and (run.batch.steps, run.batch.samples) != (None, None)
     if mtbf is not None and not timed:
         raise ValueError(f"--mtbf {mtbf:g}: needs a device (--gpu or --fit), and --steps or --samples to train")
-    if as_json and str(draw_schedule) == "-":
-        raise ValueError("--draw-schedule -: excludes --json; valid: a .svg or .png file")
     if fit is not None or gpus is not None:
         answer = _search(run, fit, gpus, gpu)
         if replaced := _typed_layout(run):
@@ -77,6 +77,25 @@ def run(
     else:
         _say(answer, megatron, mtbf, save_seconds)
     return 0
+
+
+def _check_pictures(asked: Mapping[str, Path | None]) -> None:
+    """That each picture can be written, before anything is computed, and none over another. Errors: ValueError."""
+    from importlib.util import find_spec
+
+    seen: dict[Path, str] = {}
+    for flag, path in asked.items():
+        if path is None:
+            continue
+        if path.suffix not in (".svg", ".png"):
+            raise ValueError(f"{flag} {path}: must end in .svg or .png")
+        if path.suffix == ".png" and find_spec("matplotlib") is None:
+            raise ValueError(f"{flag} {path}: a .png needs matplotlib, which is missing; use .svg")
+        if not path.parent.is_dir():
+            raise ValueError(f"{flag} {path}: there is no directory {path.parent}; make it first")
+        if other := seen.get(path.resolve()):
+            raise ValueError(f"{flag} {path}: is the file of {other}, which it would replace; valid: another one")
+        seen[path.resolve()] = flag
 
 
 @dataclass(frozen=True)

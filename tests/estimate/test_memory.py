@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -146,15 +147,34 @@ def test_the_verb_judges_like_a_dry_run() -> None:
     [
         (["--draw", "nowhere/bars.svg"], "--draw nowhere/bars.svg: there is no directory nowhere"),
         (["--draw-schedule", "nowhere/plan.svg"], "--draw-schedule nowhere/plan.svg: there is no directory nowhere"),
+        (["--draw", "bars.gif"], "--draw bars.gif: must end in .svg or .png"),
+        (["--draw-schedule", "plan.gif"], "--draw-schedule plan.gif: must end in .svg or .png"),
+        (["--draw", "a.svg", "--draw-schedule", "./a.svg"], "--draw-schedule a.svg: is the file of --draw"),
+        (["--draw", "a.svg", "--draw-schedule", "plan.gif"], "--draw-schedule plan.gif: must end in .svg or .png"),
         (["--mtbf", "24"], "--mtbf 24: needs a device"),
         (["--mtbf", "24", "--gpu", "h100"], "--mtbf 24: needs a device (--gpu or --fit), and --steps or --samples"),
         (["--mtbf", "inf", "--gpu", "h100", "--steps", "5"], "--mtbf inf: must be a finite number"),
         (["--save-seconds", "inf"], "--save-seconds inf: must be a finite number"),
     ],
 )
-def test_what_cannot_be_told_is_refused(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_told_is_refused(
+    words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one line, and before a picture is written."""
+    monkeypatch.chdir(tmp_path)
     assert main(["memory-estimate", *LLAMA, "--world", "2", *words]) == 2
     assert capsys.readouterr().err.startswith(f"mega: {said}")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_png_without_matplotlib_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.chdir(tmp_path)
+    assert main(["memory-estimate", *LLAMA, "--world", "2", "--draw", "a.svg", "--draw-schedule", "b.png"]) == 2
+    assert "--draw-schedule b.png: a .png needs matplotlib" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_search_says_what_it_replaces(capsys: pytest.CaptureFixture[str]) -> None:

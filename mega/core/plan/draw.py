@@ -40,14 +40,8 @@ def draw_text(simulation: Simulation, width: int = 100) -> str:
 
 
 def draw(simulation: Simulation, path: Path) -> None:
-    """Writes the picture to `path`: .svg, or .png (needs matplotlib). The file appears whole or not at all.
-
-    Raises ValueError for another ending, and for .png where matplotlib is missing.
-    """
-    writers = {".svg": _svg, ".png": _png}
-    if path.suffix not in writers:
-        raise ValueError(f"--draw-schedule {path}: must end in {' or '.join(writers)}")
-    content = writers[path.suffix](simulation)
+    """Writes the picture to `path`: .svg, or .png (needs matplotlib). The file appears whole or not at all."""
+    content = {".svg": _svg, ".png": _png}[path.suffix](simulation)
     with whole_file(path) as file:
         file.write(content)
 
@@ -117,12 +111,10 @@ def _svg(simulation: Simulation) -> bytes:
 
 
 def _png(simulation: Simulation) -> bytes:
-    try:
-        from matplotlib.figure import Figure
-        from matplotlib.patches import Patch
-    except ImportError as error:
-        raise ValueError("--draw-schedule: a .png needs matplotlib, which is missing; use .svg") from error
     import io
+
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
 
     plan = simulation.plan
     figure = Figure(figsize=(14, 1.2 + 0.3 * plan.stages), layout="constrained")
