@@ -16,6 +16,7 @@ import torch
 from mega.core.ops import activation, cross_entropy, fp8, heads, norm, products, suite
 from mega.core.ops.rotary import rotary_table
 from mega.core.optim.adam import AdamW
+from mega.core.optim.rule import Pace
 
 CUDA = torch.cuda.is_available()
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -150,7 +151,7 @@ def test_adamw(fine: float) -> None:
     weights = master.to(DTYPE)
     exact = [t.double().clone() for t in (master, grad * factor, first, second)]
     for part, decay in ((slice(0, border), 0.1), (slice(border, size), 0.0)):
-        rule.reference(*(t[part] for t in exact), step=step, lr=1e-2, decay=decay)
+        rule.reference(*(t[part] for t in exact), pace=Pace(step, 1e-2, decay))
     facts = torch.tensor([fine, factor, 1 - 0.9**step, 1 - 0.999**step], device=DEVICE)
     before = weights.clone()
     kernels()["adamw"](
@@ -170,7 +171,7 @@ def test_adamw_without_masters() -> None:
     weights, grad = random(5000), random(5000)
     first, second = random(5000, dtype=torch.float32), random(5000, dtype=torch.float32).square()
     exact = [t.double().clone() for t in (weights, grad, first, second)]
-    AdamW(0.9, 0.999, 1e-8).reference(*exact, step=3, lr=1e-2, decay=0.1)
+    AdamW(0.9, 0.999, 1e-8).reference(*exact, pace=Pace(3, 1e-2, 0.1))
     facts = torch.tensor([1.0, 1.0, 1 - 0.9**3, 1 - 0.999**3], device=DEVICE)
     kernels()["adamw"](
         weights, grad, first, second, None, facts,

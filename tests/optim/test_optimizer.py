@@ -11,6 +11,7 @@ from mega.core.config.run import RunConfig
 from mega.core.device import Device
 from mega.core.model.decoder import DecoderStage
 from mega.core.optim.adam import AdamW
+from mega.core.optim.rule import Pace
 from mega.core.parallel.mesh import Mesh
 from mega.core.parallel.weight import Weight, weights
 from mega.core.training.build import build_stages
@@ -65,8 +66,8 @@ def test_fused_update_is_the_reference() -> None:
     span[3].square_()
     fused, plain = [[tensor.clone() for tensor in span] for _ in range(2)]
     for step in (1, 2, 1000):
-        RULE.update(*fused, step=step, lr=LR, decay=DECAY)
-        RULE.reference(*plain, step=step, lr=LR, decay=DECAY)
+        RULE.update(*fused, pace=Pace(step, LR, DECAY))
+        RULE.reference(*plain, pace=Pace(step, LR, DECAY))
     torch.testing.assert_close(fused, plain, rtol=1e-12, atol=1e-14)
 
 
@@ -74,9 +75,9 @@ def test_a_cut_span_changes_nothing() -> None:
     """Where a span begins and ends is no business of the rule: halves give the whole's bits."""
     whole = [random(100, seed=seed).abs() for seed in range(4)]
     halves = [tensor.clone() for tensor in whole]
-    RULE.update(*whole, step=3, lr=LR, decay=DECAY)
+    RULE.update(*whole, pace=Pace(3, LR, DECAY))
     for part in (slice(0, 37), slice(37, 37), slice(37, 100)):
-        RULE.update(*(tensor[part] for tensor in halves), step=3, lr=LR, decay=DECAY)
+        RULE.update(*(tensor[part] for tensor in halves), pace=Pace(3, LR, DECAY))
     torch.testing.assert_close(whole, halves, rtol=0, atol=0)
 
 

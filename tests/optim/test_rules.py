@@ -11,6 +11,7 @@ import torch
 from mega.core.device import Device
 from mega.core.optim.adafactor import Adafactor
 from mega.core.optim.choose import rule_of
+from mega.core.optim.rule import Pace
 from mega.core.parallel.mesh import Mesh
 from mega.core.parallel.weight import Weight, weights
 from mega.core.training.build import build_stages
@@ -115,7 +116,7 @@ def test_sgd_is_torchs() -> None:
     torchs, velocity = torch.optim.SGD([theirs], LR, momentum=0.9, weight_decay=DECAY), torch.zeros(8)
     for step in range(1, 4):
         theirs.grad = torch.linspace(-1, 1, 8) * step
-        rule.update(ours, theirs.grad.clone(), velocity, step=step, lr=LR, decay=DECAY)  # type: ignore[attr-defined]
+        rule.update(ours, theirs.grad.clone(), velocity, pace=Pace(step, LR, DECAY))  # type: ignore[attr-defined]
         torchs.step()
     torch.testing.assert_close(ours, theirs.detach())
 

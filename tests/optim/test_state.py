@@ -81,9 +81,9 @@ class Watched:
     def __init__(self, rule: Rule, known: set[int]):
         self.rule, self.known, self.bytes = rule, known, 0
 
-    def move(self, *arguments: Any, **options: Any) -> None:
+    def move(self, *arguments: Any) -> None:
         self.bytes = max(self.bytes, living(self.known, 1024)[0])  # no row of a batch is so long
-        self.rule.move(*arguments, **options)
+        self.rule.move(*arguments)
 
 
 def measure(groups: Groups, rank: int, run: RunConfig, world: int) -> tuple[int, int, int]:

@@ -17,7 +17,7 @@ from math import prod, sqrt
 
 import torch
 
-from mega.core.optim.rule import Flat, Owned, Room, Sums
+from mega.core.optim.rule import Flat, Owned, Pace, Room, Sums
 from mega.core.shard import Shard
 
 SMALLEST = 1e-30
@@ -46,18 +46,8 @@ class Adafactor:
             owned.factors[f"{ROWS}/{shard.name}"] = room.zeros(rows)
             owned.factors[f"{COLUMNS}/{shard.name}"] = room.zeros(columns)
 
-    def move(
-        self,
-        owned: Owned,
-        master: torch.Tensor,
-        grad: torch.Tensor,
-        sums: Sums,
-        *,
-        step: int,
-        lr: float,
-        decay: float,
-    ) -> None:
-        forget = 1 - step**-self.decay_rate
+    def move(self, owned: Owned, master: torch.Tensor, grad: torch.Tensor, sums: Sums, pace: Pace) -> None:
+        forget = 1 - pace.step**-self.decay_rate
         # 1 means of the squares, now and over time
         self._take(owned, grad, sums, forget)
         # 2 the update, divided by the second moments' root
@@ -70,9 +60,9 @@ class Adafactor:
         elements = torch.tensor([prod(shard.whole) for shard, _ in runs], dtype=totals.dtype, device=totals.device)
         sizes = (totals / elements[:, None]).sqrt()
         # 4
-        master[: owned.decay_end].mul_(1 - lr * decay)
+        master[: owned.decay_end].mul_(1 - pace.lr * pace.decay)
         for (_, run), (size, weight) in zip(runs, sizes.to(update.dtype), strict=True):
-            rate = lr if not self.relative else weight.clamp(min=LEAST_SIZE) * min(lr, 1 / sqrt(step))
+            rate = pace.lr if not self.relative else weight.clamp(min=LEAST_SIZE) * min(pace.lr, 1 / sqrt(pace.step))
             master[run].sub_(update[run] * (rate / (size / self.clip).clamp(min=1.0)))
 
     def _take(self, owned: Owned, grad: torch.Tensor, sums: Sums, forget: float) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from mega.core.optim.rule import Elementwise
+from mega.core.optim.rule import Elementwise, Pace
 
 
 @dataclass(frozen=True)
@@ -25,11 +25,9 @@ class AdamW(Elementwise):
     def kinds(self) -> tuple[str, ...]:
         return "moment1", "moment2"
 
-    def update(
-        self, master: torch.Tensor, grad: torch.Tensor, *moments: torch.Tensor, step: int, lr: float, decay: float
-    ) -> None:
+    def update(self, master: torch.Tensor, grad: torch.Tensor, *moments: torch.Tensor, pace: Pace) -> None:
         if self.plain:
-            return self.reference(master, grad, *moments, step=step, lr=lr, decay=decay)
+            return self.reference(master, grad, *moments, pace=pace)
         if master.numel() == 0:
             return
         moment1, moment2 = moments
@@ -39,22 +37,20 @@ class AdamW(Elementwise):
             [moment1],
             [moment2],
             [],
-            [torch.tensor(float(step), dtype=torch.float32, device=master.device)],
-            lr=lr,
+            [torch.tensor(float(pace.step), dtype=torch.float32, device=master.device)],
+            lr=pace.lr,
             beta1=self.beta1,
             beta2=self.beta2,
-            weight_decay=decay,
+            weight_decay=pace.decay,
             eps=self.eps,
             amsgrad=False,
             maximize=False,
         )
 
-    def reference(
-        self, master: torch.Tensor, grad: torch.Tensor, *moments: torch.Tensor, step: int, lr: float, decay: float
-    ) -> None:
+    def reference(self, master: torch.Tensor, grad: torch.Tensor, *moments: torch.Tensor, pace: Pace) -> None:
         """The same in plain steps."""
-        direction = self.direction(grad, *moments, step=step)
-        master.sub_(lr * (direction + decay * master))
+        direction = self.direction(grad, *moments, step=pace.step)
+        master.sub_(pace.lr * (direction + pace.decay * master))
 
     def direction(self, grad: torch.Tensor, moment1: torch.Tensor, moment2: torch.Tensor, *, step: int) -> torch.Tensor:
         """Takes a gradient into the moments; Adam's update before rate and decay."""

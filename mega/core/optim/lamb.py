@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from mega.core.optim.adam import AdamW
-from mega.core.optim.rule import Owned, Room, Sums
+from mega.core.optim.rule import Owned, Pace, Room, Sums
 
 
 @dataclass(frozen=True)
@@ -26,22 +26,12 @@ class LAMB:
     def start(self, owned: Owned, room: Room) -> None:
         self.adam.start(owned, room)
 
-    def move(
-        self,
-        owned: Owned,
-        master: torch.Tensor,
-        grad: torch.Tensor,
-        sums: Sums,
-        *,
-        step: int,
-        lr: float,
-        decay: float,
-    ) -> None:
+    def move(self, owned: Owned, master: torch.Tensor, grad: torch.Tensor, sums: Sums, pace: Pace) -> None:
         # 1 the direction of every element
         moment1, moment2 = owned.moments.values()
-        update = self.adam.direction(grad, moment1.values, moment2.values, step=step)
+        update = self.adam.direction(grad, moment1.values, moment2.values, step=pace.step)
         decayed = slice(0, owned.decay_end)
-        update[decayed].add_(master[decayed], alpha=decay)
+        update[decayed].add_(master[decayed], alpha=pace.decay)
         # 2 square norms of weight and update of every whole matrix
         runs = [run for shard, run in owned.bucket.runs() if shard.tensor.decays]
         squares = [torch.linalg.vector_norm(x[run]).double().square() for run in runs for x in (master, update)]
@@ -52,4 +42,4 @@ class LAMB:
             for run, ratio in zip(runs, ratios, strict=True):
                 update[run].mul_(ratio)
         # 4
-        master.sub_(update, alpha=lr)
+        master.sub_(update, alpha=pace.lr)

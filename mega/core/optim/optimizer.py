@@ -19,7 +19,7 @@ import torch
 
 from mega.core.ops.suite import REFERENCE, Ops
 from mega.core.optim.adam import AdamW
-from mega.core.optim.rule import Owned, Room, Rule
+from mega.core.optim.rule import Owned, Pace, Room, Rule
 from mega.core.parallel.collectives import all_reduce
 from mega.core.parallel.gradients import Bucket, GradBuffer
 
@@ -89,7 +89,7 @@ class Optimizer:
 
     def _update(self, factor: torch.Tensor | None, lr: float, decay: float) -> None:
         """The update by the rule's own steps."""
-        step = self.updates
+        pace = Pace(self.updates, lr, decay)
         for owned in self.owned:
             weights = owned.bucket.own_weights
             master = weights.to(_wide(weights)) if owned.master is None else owned.master
@@ -99,7 +99,7 @@ class Optimizer:
             grad = grad.to(master.dtype)
             if factor is not None:
                 grad.mul_(factor.to(grad.device))
-            self.rule.move(owned, master, grad, self.grads.whole_sums, step=step, lr=lr, decay=decay)
+            self.rule.move(owned, master, grad, self.grads.whole_sums, pace)
             if master is not weights:
                 weights.copy_(master)
 

@@ -19,6 +19,14 @@ Sums = Callable[[Bucket, torch.Tensor], torch.Tensor]
 """Sums over whole logical tensors from each rank's sums over its own parts (`GradBuffer.whole_sums`)."""
 
 
+class Pace(NamedTuple):
+    """How far one update goes: its count from 1, the rate, what weights decay by."""
+
+    step: int
+    lr: float
+    decay: float
+
+
 class Flat(NamedTuple):
     """A run of a bucket's elements: where in the bucket it begins, and one value for each."""
 
@@ -82,18 +90,8 @@ class Rule(Protocol):
     def start(self, owned: Owned, room: Room) -> None:
         """Make the state of a span that has seen no gradient."""
 
-    def move(
-        self,
-        owned: Owned,
-        master: torch.Tensor,
-        grad: torch.Tensor,
-        sums: Sums,
-        *,
-        step: int,
-        lr: float,
-        decay: float,
-    ) -> None:
-        """One update of `master` in place; `grad` is ours to change. Both are our span's. `step` counts from 1."""
+    def move(self, owned: Owned, master: torch.Tensor, grad: torch.Tensor, sums: Sums, pace: Pace) -> None:
+        """One update of `master` in place; `grad` is ours to change. Both are our span's."""
 
 
 class Elementwise:
@@ -104,9 +102,7 @@ class Elementwise:
         """Moments, of which every element has one value each."""
         raise NotImplementedError
 
-    def update(
-        self, master: torch.Tensor, grad: torch.Tensor, *moments: torch.Tensor, step: int, lr: float, decay: float
-    ) -> None:
+    def update(self, master: torch.Tensor, grad: torch.Tensor, *moments: torch.Tensor, pace: Pace) -> None:
         """One update in place; all tensors flat, of one length and dtype."""
         raise NotImplementedError
 
@@ -114,17 +110,7 @@ class Elementwise:
         begin, end = owned.bucket.span
         owned.moments = {kind: Flat(begin, room.zeros(end - begin)) for kind in self.kinds}
 
-    def move(
-        self,
-        owned: Owned,
-        master: torch.Tensor,
-        grad: torch.Tensor,
-        sums: Sums,
-        *,
-        step: int,
-        lr: float,
-        decay: float,
-    ) -> None:
+    def move(self, owned: Owned, master: torch.Tensor, grad: torch.Tensor, sums: Sums, pace: Pace) -> None:
         for part, decays in owned.halves():
             moments = (flat.values[part] for flat in owned.moments.values())
-            self.update(master[part], grad[part], *moments, step=step, lr=lr, decay=decay if decays else 0.0)
+            self.update(master[part], grad[part], *moments, pace=pace if decays else pace._replace(decay=0.0))
