@@ -39,17 +39,23 @@ def run(
     Llama and its relatives (Mistral, Qwen), GPT-2 in Hugging Face's form, fairseq's Megatron-11b.
     What is read is recognised by its files. Nothing is executed, no tensor is lost or made up.
     """
-    from mega.core.checkpoint.convert import convert
+    from mega.core.checkpoint.convert import convert, target_of
+    from mega.core.checkpoint.kinds import check_flags, kind_of
 
+    source = kind_of(load_dir)
+    target = target_of(load_dir, source, to)
+    check_flags(
+        source,
+        target,
+        {"--target-tensor-parallel-size": target_tp, "--target-pipeline-parallel-size": target_pp, "--parts": parts},
+    )
     report = convert(load_dir, save_dir, to, target_tp, target_pp, parts)
     print(f"{report.path}: {report.tensors:,} tensors, {report.elements:,} elements, {report.bytes:,} bytes")
     for note in report.notes:
         print(note)
     if not verify:
         return 0
-    from mega.core.checkpoint.convert import kind_of
-
-    if "hf" not in (kind_of(load_dir), kind_of(report.path)):
+    if "hf" not in (source, target):
         from mega.core.checkpoint.read_back import read_back
 
         print(read_back(load_dir, report.path))

@@ -52,13 +52,26 @@ def run(
     Checkpoints of ours load into any layout without this; it makes files that fit their ranks.
     """
     from mega.core.checkpoint.exchange import exchange
+    from mega.core.checkpoint.kinds import check_flags, kind_of
     from mega.core.checkpoint.read_back import check_comparable, read_back
     from mega.core.checkpoint.tables import progress_bar
 
     if verify:
         check_comparable(load_dir, to_ours=saver == "mega")
-    if vocab_file is not None and true_vocab_size is None:
-        true_vocab_size = _pieces_of(vocab_file)
+    given = {
+        "--target-tensor-parallel-size": target_tp,
+        "--target-pipeline-parallel-size": target_pp,
+        "--true-vocab-size": true_vocab_size,
+        "--vocab-file": vocab_file,
+        "--num-attention-heads": num_heads,
+        "--no-load-optim": no_load_optim,
+    }
+    check_flags(kind_of(load_dir), "mega" if saver == "mega" else "megatron", given)
+    if vocab_file is not None:
+        pieces = _pieces_of(vocab_file)
+        if true_vocab_size not in (None, pieces):
+            raise ValueError(f"--true-vocab-size {true_vocab_size}: --vocab-file {vocab_file} has {pieces} pieces")
+        true_vocab_size = pieces
     style = "mcore" if saver == "core" else saver
     with progress_bar("reshard") as progress:
         report = exchange(

@@ -213,7 +213,7 @@ def test_refusals_of_the_verb(tmp_path: Path) -> None:
     source = hf_folder(tmp_path / "hf", "llama2")
     with pytest.raises(CheckpointError, match=r"holds no config\.json"):
         convert(tmp_path, tmp_path / "x", None, 1, 1, 1)
-    with pytest.raises(ValueError, match="one of the two must be mega"):
+    with pytest.raises(ValueError, match="exactly one of the two must be mega"):
         convert(source, tmp_path / "x", "meta", 1, 1, 1)
     with pytest.raises(ValueError, match="--tp 3"):
         convert(source, tmp_path / "x", None, 3, 1, 1)

@@ -21,7 +21,7 @@ from io import BytesIO
 from math import prod
 from pathlib import Path
 from types import MappingProxyType, ModuleType
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -29,6 +29,7 @@ from mega.core.checkpoint import fairseq, gpt2, huggingface, llama2c, meta
 from mega.core.checkpoint.container import write_container
 from mega.core.checkpoint.disk import creating, write_all
 from mega.core.checkpoint.foreign import hugging_face_source, inside, read_json
+from mega.core.checkpoint.kinds import NAMES, Kind, Target, kind_of
 from mega.core.checkpoint.layout import check_model, model_of, plan_files, planned
 from mega.core.checkpoint.mapping import Source, Table, Tensors, assemble, check_copies, prove
 from mega.core.checkpoint.pieces import Box, CheckpointError, Piece
@@ -55,12 +56,6 @@ COMPANIONS = (
     "dict.txt",
 )
 """Files that travel with the weights, where they are there."""
-
-Kind = Literal["mega", "hf", "meta"]
-"""What can be written."""
-
-Found = Kind | Literal["llama2.c", "fairseq"]
-"""What can be read."""
 
 
 @dataclass(frozen=True)
@@ -90,45 +85,25 @@ class OwnSource:
         return tensor
 
 
-def kind_of(path: Path) -> Found:
-    """What lies at `path`. Errors: CheckpointError if none of them."""
-    if url_of(path) is None and not path.exists():
-        raise CheckpointError(f"{path}: no such file or directory")
-    if path.suffix in (".bin", ".pt") and not path.is_dir():
-        return "llama2.c"
-    if fairseq.parts_of(path):
-        return "fairseq"
-    if (path / "params.json").exists() and any(path.glob("consolidated.*.pth")):
-        return "meta"
-    if (path / "config.json").exists() and not (path / "manifest.json").exists():
-        return "hf"
-    if (path / "manifest.json").exists() or store_at(path).steps():
-        return "mega"
-    raise CheckpointError(
-        f"{path}: holds no config.json (Hugging Face), no params.json with consolidated.NN.pth (Meta), "
-        "no model-model_part-N.pt (fairseq) and no step-NNNNNNN (mega), and is no .bin or .pt (llama2.c)"
-    )
-
-
-def convert(load: Path, save: Path, to: Kind | None, tp: int, pp: int, parts: int) -> ConversionReport:
+def convert(load: Path, save: Path, to: Target | None, tp: int, pp: int, parts: int) -> ConversionReport:
     """Whatever lies at `load` -> a `to` at `save`; own checkpoints go to Hugging Face unless told otherwise.
 
     Errors: ValueError naming flag, file or tensor; `save` is then as it was.
     """
-    have = kind_of(load)
-    wanted = to or ("hf" if have == "mega" else "mega")
-    if have == wanted or "mega" not in (have, wanted):
-        raise ValueError(f"--to {wanted}: {load} is {have}; one of the two must be mega")
-    for flag, value in (
-        ("--target-tensor-parallel-size", tp),
-        ("--target-pipeline-parallel-size", pp),
-        ("--parts", parts),
-    ):
-        if value < 1:
-            raise ValueError(f"{flag} {value}: must be 1 or more")
-    if wanted == "mega":
+    target = target_of(load, kind_of(load), to)
+    if target == "mega":
         return to_mega(load, save, tp, pp)
-    return to_hugging_face(load, save) if wanted == "hf" else to_meta(load, save, parts)
+    return to_hugging_face(load, save) if target == "hf" else to_meta(load, save, parts)
+
+
+def target_of(load: Path, kind: Kind, to: Target | None) -> Target:
+    """What a `kind` becomes at --to `to`. Errors: ValueError where one is not made of the other here."""
+    if kind in ("megatron", "torch_dist"):
+        raise ValueError(f"{load}: is {NAMES[kind]}; `mega reshard` reads it")
+    target = to or ("hf" if kind == "mega" else "mega")
+    if (kind == "mega") == (target == "mega"):
+        raise ValueError(f"--to {target}: {load} is {NAMES[kind]}; exactly one of the two must be mega")
+    return target
 
 
 def to_mega(load: Path, save: Path, tp: int, pp: int) -> ConversionReport:

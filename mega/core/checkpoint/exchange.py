@@ -22,13 +22,13 @@ from mega.core.checkpoint.convert import (
     check_fresh,
     filled_folder,
     import_weights,
-    kind_of,
     open_own,
     report_of,
     to_mega,
     write_torch,
 )
 from mega.core.checkpoint.disk import creating, write_all
+from mega.core.checkpoint.kinds import kind_of
 from mega.core.checkpoint.layout import check_model
 from mega.core.checkpoint.mapping import assemble, joined, prove
 from mega.core.checkpoint.megatron_state import LEAVE, Facts, facts_of, written_alike, written_state
@@ -65,22 +65,13 @@ def exchange(
     Megatron's trees; where it is there and its form is not known, that is an error.
     Errors: ValueError naming flag, file or tensor; then nothing new is at `save`.
     """
-    for flag, value in (
-        ("--target-tensor-parallel-size", tp),
-        ("--target-pipeline-parallel-size", pp),
-        ("--true-vocab-size", 1 if vocab is None else vocab),
-    ):
-        if value < 1:
-            raise ValueError(f"{flag} {value}: must be 1 or more")
-    tree = megatron.is_tree(load) or torch_dist.is_distributed(megatron.iteration_of(load))
-    own = not tree and kind_of(load) == "mega"
+    kind = kind_of(load)
+    own, tree = kind == "mega", kind in ("megatron", "torch_dist")
 
     def to_own(save: Path, tp: int, pp: int) -> ConversionReport:
         return from_megatron(load, save, tp, pp, vocab, heads, optimizer) if tree else to_mega(load, save, tp, pp)
 
     if saver == "mega" and own:
-        if not optimizer:
-            raise ValueError("--no-load-optim: is for trees of Megatron-LM; between own checkpoints everything goes")
         report = reshard(load, save, tp, pp, progress)
         return ConversionReport(report.tensors, report.elements, report.bytes, report.path)
     if saver == "mega":

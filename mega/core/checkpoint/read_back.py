@@ -13,10 +13,10 @@ from pathlib import Path
 
 import torch
 
-from mega.core.checkpoint import megatron, torch_dist
 from mega.core.checkpoint.container import blocks
-from mega.core.checkpoint.convert import kind_of, opened
+from mega.core.checkpoint.convert import opened
 from mega.core.checkpoint.exchange import opened_tree
+from mega.core.checkpoint.kinds import kind_of
 from mega.core.checkpoint.layout import model_of
 from mega.core.checkpoint.mapping import Source, Table, assemble, check_copies, prove
 from mega.core.checkpoint.pieces import Box, CheckpointError, Piece
@@ -44,7 +44,7 @@ def read_back(one: Path, other: Path, heads: int | None = None) -> ReadBack:
     """
     own, foreign = (one, other) if is_ours(one) else (other, one)
     checkpoint = locate(own)
-    if not _is_tree(foreign):
+    if kind_of(foreign) not in ("megatron", "torch_dist"):
         source, _, table = opened(foreign)
         return compare(source, table, checkpoint)
     vocab = model_of(checkpoint.meta, str(checkpoint.path)).vocab
@@ -62,11 +62,7 @@ def check_comparable(load: Path, to_ours: bool) -> None:
 
 def is_ours(path: Path) -> bool:
     """Whether a checkpoint is in the project's own format."""
-    return not _is_tree(path) and kind_of(path) == "mega"
-
-
-def _is_tree(path: Path) -> bool:
-    return megatron.is_tree(path) or torch_dist.is_distributed(megatron.iteration_of(path))
+    return kind_of(path) == "mega"
 
 
 def compare(source: Source, table: Table, checkpoint: Checkpoint) -> ReadBack:

@@ -43,12 +43,6 @@ def reshard(
 
     Errors: ValueError naming the flag, file or tensor; then `save_dir` has no new checkpoint.
     """
-    for flag, value in (
-        ("--target-tensor-parallel-size", tp),
-        ("--target-pipeline-parallel-size", pp),
-    ):
-        if value < 1:
-            raise ValueError(f"{flag} {value}: must be 1 or more")
     source = locate(load_dir)
     if source.path.parent.resolve() == save_dir.resolve():
         raise ValueError(f"--save-dir {save_dir}: must not be the directory that is read")

@@ -239,6 +239,9 @@ def arguments(folder: Path, tensors: Tensors, heads: int | None) -> dict[str, An
         content = read_pickled(folder / "common.pt")
         found = content.get("args") if isinstance(content, dict) else None
         if isinstance(found, Arguments) and found.values:
+            said = found.values.get("num_attention_heads")
+            if heads not in (None, said):
+                raise CheckpointError(f"--num-attention-heads {heads}: {folder / 'common.pt'} says {said}")
             return found.values
     if heads is None:
         raise CheckpointError(f"{folder}: carries no arguments; give --num-attention-heads")

@@ -1,0 +1,93 @@
+"""Every flag of the conversions against every pair of kinds: it means something there, or it is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+from mega.cli import load, main
+from mega.core.checkpoint.kinds import USES, check_flags, kind_of
+from tests.golden.make import HERE
+
+SOURCES = ["mega", "hf", "meta", "llama2.c", "fairseq", "megatron", "torch_dist"]
+PLACES = {kind: HERE / kind / "model.bin" if kind == "llama2.c" else HERE / kind for kind in SOURCES}
+MEANT = {
+    "--target-tensor-parallel-size 2": lambda source, target: target in ("mega", "megatron", "mcore"),
+    "--pp 2": lambda source, target: target in ("mega", "megatron", "mcore"),
+    "--parts 2": lambda source, target: target == "meta",
+    "--true-vocab-size 55": lambda source, target: source in ("megatron", "torch_dist"),
+    "--vocab-file FILE": lambda source, target: source in ("megatron", "torch_dist"),
+    "--num-attention-heads 4": lambda source, target: source == "torch_dist",
+    "--no-load-optim": lambda source, target: source in ("megatron", "torch_dist") or target in ("megatron", "mcore"),
+}
+EVERYWHERE = {"load_dir", "save_dir", "to", "saver", "verify"}
+NOT_NEEDED = {"loader", "model_type", "megatron_path", "tokenizer_model", "max_queue_size", "no_checking"}
+"""Said to be accepted only, in the help."""
+
+
+def lines(flag: str) -> list[tuple[str, str, str]]:
+    """(verb, source, target) of every conversion that there is, of the verbs that have the flag."""
+    into = [("convert-llama", kind, "mega") for kind in SOURCES[1:5]]
+    out = [("convert-llama", "mega", kind) for kind in ("hf", "meta")]
+    anew = [("reshard", *pair) for pair in product(SOURCES, ("mega", "megatron", "mcore"))]
+    convert, other = flag.startswith("--parts"), flag.startswith(("--true", "--vocab", "--num", "--no-load"))
+    return (into + out if not other else []) + (anew if not convert else [])
+
+
+@pytest.mark.parametrize(("flag", "meant"), MEANT.items())
+def test_a_flag_means_something_or_is_refused(
+    tmp_path: Path, flag: str, meant: Callable[[str, str], bool], capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "vocab.json").write_text(json.dumps({str(piece): piece for piece in range(55)}))
+    refused = 0
+    for verb, source, target in lines(flag):
+        to = ["--to" if verb == "convert-llama" else "--saver", target]
+        places = ["--load-dir", str(PLACES[source]), "--save-dir", str(tmp_path / "out")]
+        name, *value = flag.replace("FILE", str(tmp_path / "vocab.json")).split()
+        name = "--target-pipeline-parallel-size" if name == "--pp" else name
+        if meant(source, target):
+            number = int(value[0]) if value and value[0].isdecimal() else value[0] if value else True
+            check_flags(kind_of(PLACES[source]), "megatron" if target == "mcore" else target, {name: number})  # type: ignore[arg-type]
+            continue
+        assert main([verb, *places, *to, name, *value]) == 2, (verb, source, target)
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith(f"mega: {' '.join([name, *value])}: means nothing from ") and "leave it out" in line
+        assert not (tmp_path / "out").exists()
+        refused += 1
+    assert refused
+
+
+@pytest.mark.parametrize("verb", ["convert-llama", "reshard"])
+def test_every_flag_is_decided(verb: str) -> None:
+    decided = EVERYWHERE | NOT_NEEDED | {"help", "help_all"}
+    names = {option.opts[0] for option in load(verb).params if option.name not in decided}
+    assert names and names <= USES.keys()
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("convert-llama --load-dir HERE/hf --tp 0", "--target-tensor-parallel-size 0: must be 1 or more"),
+        ("reshard --load-dir HERE/mega --pp -1", "--target-pipeline-parallel-size -1: must be 1 or more"),
+        ("convert-llama --load-dir HERE/hf --parts 0", "--parts 0: must be 1 or more"),
+        ("reshard --load-dir HERE/megatron --true-vocab-size 0", "--true-vocab-size 0: must be 1 or more"),
+        ("reshard --load-dir HERE/megatron --true-vocab-size 54 --vocab-file FILE", "vocab.json has 55 pieces"),
+        ("reshard --load-dir HERE/torch_dist --num-attention-heads 3", "common.pt says 4"),
+        ("convert-llama --load-dir HERE/megatron", "is a tree of Megatron-LM; `mega reshard` reads it"),
+        ("convert-llama --load-dir HERE/torch_dist", "is a torch_dist folder of Megatron-LM; `mega reshard` reads it"),
+        ("convert-llama --load-dir HERE/hf --to meta", "is a Hugging Face folder; exactly one of the two must be mega"),
+        (
+            "convert-llama --load-dir HERE/mega --to mega",
+            "is a checkpoint of ours; exactly one of the two must be mega",
+        ),
+    ],
+)
+def test_values_that_cannot_be(tmp_path: Path, line: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "vocab.json").write_text(json.dumps({str(piece): piece for piece in range(55)}))
+    line = line.replace("HERE", str(HERE)).replace("FILE", str(tmp_path / "vocab.json"))
+    assert main([*line.split(), "--save-dir", str(tmp_path / "out")]) == 2
+    assert words in capsys.readouterr().err and not (tmp_path / "out").exists()
