@@ -16,8 +16,10 @@ from mega.core.config.compose import compose
 from mega.core.config.resolve import resolve
 from mega.core.config.run import RunConfig
 from mega.core.device import DTYPES
-from mega.core.estimate.activations import footprint
+from mega.core.estimate.activations import Sizes, block_ops, footprint
 from mega.core.estimate.weights import passing
+from mega.core.ops.fp8 import Cast, Fp8Products
+from mega.core.ops.products import Products
 from mega.core.parallel import collectives
 from mega.core.parallel.gradients import Bucket, GradBuffer
 from mega.core.parallel.mesh import Axis, Mesh
@@ -25,6 +27,8 @@ from mega.core.training.build import build_stages
 
 SHAPE = {"layers": 4, "hidden": 64, "heads": 4, "vocab": 250, "seq_length": 96, "micro_batch": 2, "device": "cpu"}
 QUIET = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
+FP8 = {"dtype": "bf16", "fp8": True, "ffn": 640, "vocab": 8, "vocab_multiple": 8}
+"""With few words, lest all peaks be the loss's."""
 FULL = {"recompute": "full", "recompute_method": "uniform", "recompute_layers": 1}
 BLOCK = {**FULL, "recompute_method": "block"}
 
@@ -78,6 +82,14 @@ CASES: dict[str, dict[str, Any]] = {
         **{"dtype": "bf16", "residual_fp32": True},
     },
     "fp32 residual, pp 2": {**QUIET, "dtype": "bf16", "residual_fp32": True, "pp": 2},
+    "fp8": {**FP8, **QUIET},
+    "fp8, short and wide": {**FP8, **QUIET, "seq_length": 16, "hidden": 128},
+    "fp8, llama": {**FP8, "family": "llama", "kv_heads": 2},
+    "fp8, llama again": {**FP8, "family": "llama", "recompute": "selective"},
+    "fp8, tp 2": {**FP8, **QUIET, "tp": 2},
+    "fp8, tp 2, sequence": {**FP8, **QUIET, "tp": 2, "sequence_parallel": True, "seq_length": 32},
+    "fp8, narrow, tp 2, sequence": {**FP8, **QUIET, "ffn": 64, "tp": 2, "sequence_parallel": True},
+    "fp8, llama pp 2": {**FP8, "family": "llama", "pp": 2},
     "pp 2": {**QUIET, "pp": 2},
     "pp 2 bf16": {**QUIET, "pp": 2, "dtype": "bf16"},
     "llama pp 2, tp 2": {"family": "llama", "pp": 2, "tp": 2, "dtype": "bf16"},
@@ -277,3 +289,39 @@ def test_buckets_that_come_and_go(name: str, alone: Callable[[], None]) -> None:
     assert counted.held == pytest.approx(held, rel=0.01)
     assert max(counted.forward, counted.backward) == pytest.approx(max(forward, backward), rel=0.15)
     assert counted.backward == pytest.approx(backward, rel=0.15)
+
+
+def frugal_cast(x: torch.Tensor, dtype: torch.dtype, *, rows: bool = False, columns: bool = False) -> Cast:
+    """What a kernel's cast leaves, in nobody's numbers."""
+    tall, wide = x.shape
+    as_it_lies = torch.empty(tall, wide, dtype=dtype) if rows else None
+    return Cast(as_it_lies, torch.empty(wide, tall, dtype=dtype) if columns else None, torch.empty(0))
+
+
+def frugal_product(
+    a: torch.Tensor, b: torch.Tensor, _a: torch.Tensor, _b: torch.Tensor, dtype: torch.dtype, *_: Any, **__: Any
+) -> torch.Tensor:
+    return torch.empty(len(a), len(b), dtype=dtype)
+
+
+@pytest.mark.parametrize(("op", "ins", "outs"), [("up", 64, 1280), ("attention out", 64, 64), ("down", 640, 64)])
+def test_what_fp8_kernels_take_besides(op: str, ins: int, outs: int) -> None:
+    """The products of a layer with kernels that allocate their results alone, against those in bf16."""
+    flags = {**FP8, "family": "llama", "device": "cuda"}
+    rows = [block_ops(Sizes(run_of({**flags, "fp8": fp8}))) for fp8 in (True, False)]
+    narrow, plain = (next(row for row in each if row.name == op) for each in rows)
+    tokens, products = 2 * 96, Fp8Products(Products(), cast=frugal_cast, multiply=frugal_product)
+    x, grad = torch.zeros(tokens, ins).bfloat16(), torch.zeros(tokens, outs).bfloat16()
+    weight, sink = torch.zeros(outs, ins).bfloat16(), torch.zeros(outs, ins)
+    forward, backward = Live(), Live()
+    for live in (forward, backward):
+        live.know(x, grad, weight, sink)
+    with forward:
+        products.output(x, weight)
+    with backward:
+        prepared = products.prepare(grad)
+        to_input = products.input_gradient(prepared, weight)
+        products.add_weight_gradient(sink, prepared, x)
+    assert narrow.saved == plain.saved and narrow.product == plain.product
+    assert forward.peak - grad.nbytes == narrow.forward - plain.forward
+    assert backward.peak - to_input.nbytes == narrow.backward - plain.backward

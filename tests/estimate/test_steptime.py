@@ -68,6 +68,18 @@ def test_measured_on_h200(preset: str, world: int, flags: dict[str, Any], second
     assert step_time(run, world, hardware("h200")).seconds == pytest.approx(seconds, rel=0.05)
 
 
+def test_fp8_beside_bf16() -> None:
+    """Llama-2 7B as measured on an H200, 4.803 s in bf16 and 3.549 in fp8; emulated, fp8 is no gain."""
+
+    def seconds(device: str, fp8: bool) -> float:
+        flags = {**QUIET, "micro_batch": 2, "global_batch": 16, "recompute": "selective", "fp8": fp8}
+        return step_time(resolve(compose("llama2-7b", flags=flags), 1), 1, hardware(device)).seconds
+
+    assert seconds("h200", fp8=True) == pytest.approx(3.549, rel=0.06)
+    assert seconds("h200", fp8=True) / seconds("h200", fp8=False) == pytest.approx(3.549 / 4.803, rel=0.02)
+    assert seconds("a100", fp8=True) > 5 * seconds("a100", fp8=False)
+
+
 def small(world: int, **flags: Any) -> RunConfig:
     shape = {"layers": 24, "hidden": 1024, "heads": 16, "vocab": 50304, "seq_length": 1024, "micro_batch": 1}
     return resolve(compose(flags={**QUIET, **shape, **flags}), world)

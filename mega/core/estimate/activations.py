@@ -88,6 +88,7 @@ class Sizes:
         self.documents = run.data.reset_attention
         self.plain = bool(model.attention_dropout) or run.runtime.ops == "reference"
         self.kernels = run.runtime.device != "cpu" and run.runtime.ops == "auto" and run.precision.dtype != "fp64"
+        self.fp8 = run.precision.fp8
         # A product goes straight into a bucket of its own dtype, or else through a matrix of the weights' dtype.
         straight = self.kernels or run.precision.grad_dtype == run.precision.dtype
         self.product = 0 if straight else self.e
@@ -323,15 +324,15 @@ def _norm(name: str, z: Sizes, tokens: int, width: int, again: bool, widened: in
 def _column(name: str, z: Sizes, outs: int, again: bool) -> Op:
     """Keeps its input, as one rank has it between regions, unless that is computed again."""
     y = z.e * z.tokens * outs
-    weight = z.product * outs * z.hidden
+    forward, backward = _products(z, z.hidden, outs)
     inner = z.whole_input + z.e * z.tokens * z.hidden + (z.normed if z.seq else 0)
     kept = 0 if again else z.normed
     again_input = z.normed - kept
     return Op(
         name,
         kept,
-        again_input + z.stream + z.whole_input + y,
-        again_input + z.residual + y + inner + weight,
+        again_input + z.stream + z.whole_input + y + forward,
+        again_input + z.residual + y + inner + backward,
         (z.whole_input or z.normed) + y,
     )
 
@@ -339,12 +340,35 @@ def _column(name: str, z: Sizes, outs: int, again: bool) -> Op:
 def _row(name: str, z: Sizes, ins: int, again: bool = False, besides: int = 0) -> Op:
     """Keeps its input, unless that is computed again. besides: what else lives in its forward."""
     x, y = z.e * z.tokens * ins, z.e * z.tokens * z.hidden
-    weight = z.product * ins * z.hidden
+    product, products = _products(z, ins, z.hidden)
     outs = y * (2 if z.tp > 1 and not z.seq else 1) + (z.normed if z.seq else 0)
-    backward = z.residual + z.whole_input + x + weight
+    forward = z.stream + outs + besides + product
+    # In 8 bits the gathered gradient is let go.
+    backward = z.residual + (0 if z.fp8 else z.whole_input) + x + products
     if again:
-        return Op(name, 0, z.stream + outs + besides + x, backward + x, x + y)
-    return Op(name, x, z.stream + outs + besides, backward, x + y)
+        return Op(name, 0, forward + x, backward + x, x + y)
+    return Op(name, x, forward, backward, x + y)
+
+
+def _products(z: Sizes, ins: int, outs: int) -> tuple[int, int]:
+    """What a linear layer's products take forward and backward, besides its input, output and their gradients.
+
+    A matrix for a weight's gradient that does not go straight into its bucket. Under --fp8 (ops/fp8.py) forward both
+    factors; backward the output's gradient as it lies and turned, then the input, and the weight's gradient in fp32.
+    Nothing in 8 bits is kept from one to the other. Where fp8 is emulated casts and products are made in fp32.
+    """
+    x, w, y = z.tokens * ins, ins * outs, z.tokens * outs
+    if not z.fp8:
+        return 0, z.product * w
+    if z.kernels:
+        return x + w, 2 * y + x + 4 * w
+
+    def product(a: int, b: int, out: int) -> int:
+        return a + b + max(4 * (a + b + out), 8 * out)
+
+    forward = max(8 * x, x + 8 * w, product(x, w, y)) - z.e * y
+    towards_input = max(8 * y, 2 * y + 8 * w, y + product(y, w, x)) - z.e * x
+    return forward, max(towards_input, 2 * y + 8 * x, y + product(y, x, w))
 
 
 def _dropped(name: str, z: Sizes) -> Op:

@@ -36,6 +36,11 @@ class Hardware:
     latency: float
     latency_outside: float
 
+    @property
+    def fp8(self) -> float:
+        """TFLOP/s of products in fp8: in fp32, which they are emulated in, where the device has none."""
+        return self.peak.get("fp8", self.peak["fp32"])
+
 
 @cache
 def _known() -> Mapping[str, Mapping[str, Any]]:
@@ -70,7 +75,7 @@ def _made(name: str, table: Mapping[str, Any], asked: str) -> Hardware:
     given = table.get("peak", {})
     if not isinstance(given, Mapping):
         raise ValueError(f"{asked}: peak is {given!r}; must be a table of TFLOP/s by dtype, such as {{bf16 = 989.0}}")
-    for keys, valid in ((table.keys(), own), (given.keys(), base["peak"].keys())):
+    for keys, valid in ((table.keys(), own), (given.keys(), base["peak"].keys() | {"fp8"})):
         if unknown := sorted(keys - valid):
             raise ValueError(f"{asked}: unknown field {unknown[0]}; valid: {', '.join(sorted(valid))}")
     values, peak = {**base, **table}, {**base["peak"], **given}

@@ -190,8 +190,8 @@ def notes(run: RunConfig, world: int, found: Memory, device: Hardware | None, me
             f"pipeline {step.pipeline:.3f} s of which {step.bubble:.1%} bubble, gradients {step.reduction:.3f} s, "
             f"update {step.update:.3f} s"
         )
-    if run.precision.fp8:
-        yield "--fp8: products are timed, and what they keep is counted, as in bf16"
+        if run.precision.fp8 and "fp8" not in device.peak:
+            yield f"--fp8: {device.name} has no fp8 products; timed as emulated in fp32, wide copies not counted"
     if megatron:
         theirs = report(run, world)
         yield (

@@ -6,7 +6,8 @@
     step       plus what is exposed of the reductions over data, and the optimizer
 
 A product takes its operations at the device's share of its peak, and a part of its reading and writing; all else takes
-its bytes. Nothing is measured here: hardware.toml has the constants.
+its bytes. In fp8 the share is of another peak, and casts are passes like any other. Nothing is measured here:
+hardware.toml has the constants.
 """
 
 from __future__ import annotations
@@ -158,12 +159,21 @@ class _Times:
     # -- pieces
 
     def product(self, m: int, k: int, n: int) -> float:
-        moved = self.z.e * (m * k + k * n + m * n)
-        return (
-            2.0 * m * k * n / (self.flops * self.on.product)
-            + self.on.traffic * moved / self.bytes
-            + self.on.launch * 1e-6
-        )
+        return self.multiplied(m, k, n, self.flops, self.z.e * (m * k + k * n + m * n))
+
+    def fp8_product(self, m: int, k: int, n: int, out: int) -> float:
+        """out: bytes of an element of the result."""
+        return self.multiplied(m, k, n, self.on.fp8 * 1e12, m * k + k * n + out * m * n)
+
+    def multiplied(self, m: int, k: int, n: int, peak: float, moved: int) -> float:
+        """[m, k] times [k, n] on a device with so many operations a second, in and out of memory by so many bytes."""
+        calculated = 2.0 * m * k * n / (peak * self.on.product)
+        return calculated + self.on.traffic * moved / self.bytes + self.on.launch * 1e-6
+
+    def cast(self, size: int, copies: int = 1) -> float:
+        """Elements to fp8, as they lie, turned, or both (2 copies): a place for their scale, the largest, the cast."""
+        e = self.z.e
+        return self.pointwise(0) + self.pointwise(e * size) + self.pointwise((e + copies) * size)
 
     def pointwise(self, size: float) -> float:
         """An elementwise pass that reads and writes `size` bytes."""
@@ -248,21 +258,35 @@ class _Times:
         z = self.z
         gate = 2 if z.model.activation == "swiglu" else 1
         total = self.between() + self.core()
+        linear = self.fp8_linear if self.run.precision.fp8 else self.linear
         for inner, outer in ((z.q, z.q + 2 * z.kv), (z.ffn, gate * z.ffn)):
-            total += self.column(outer) + self.row(inner)
+            total += self.column(linear(z.hidden, outer)) + self.row(linear(inner, z.hidden))
         return total
 
-    def column(self, outs: int) -> Pass:
+    def linear(self, ins: int, outs: int) -> Pass:
+        """The three products of a linear layer."""
+        tokens = self.z.tokens
+        return Pass(self.product(tokens, ins, outs), self.product(tokens, outs, ins), self.product(outs, tokens, ins))
+
+    def fp8_linear(self, ins: int, outs: int) -> Pass:
+        """The same with casts before each, and the weight's gradient added up behind it (ops/fp8.py)."""
+        tokens, e = self.z.tokens, self.z.e
+        x, w, y = tokens * ins, ins * outs, tokens * outs
+        assert self.run.precision.grad_dtype
+        added = self.pointwise((4 + 2 * BYTES[self.run.precision.grad_dtype]) * w)
+        return Pass(
+            self.cast(x) + self.cast(w) + self.fp8_product(tokens, ins, outs, e),
+            self.cast(y, 2) + self.cast(w) + self.fp8_product(tokens, outs, ins, e),
+            self.cast(x) + self.fp8_product(outs, tokens, ins, 4) + added,
+        )
+
+    def column(self, products: Pass) -> Pass:
         """Entering the region: the gathered input waits, the input's gradient is summed beside the weight's product.
 
         Under --tp-overlap the exchanges run beside the products that they feed.
         """
         z = self.z
-        forward, grad, weight = (
-            self.product(z.tokens, z.hidden, outs),
-            self.product(z.tokens, outs, z.hidden),
-            self.product(outs, z.tokens, z.hidden),
-        )
+        forward, grad, weight = products.forward, products.backward, products.weight
         gather = self.collective(z.e * z.tokens * z.hidden, z.tp, 1)
         if self.run.parallel.tp_overlap:
             waits = self.uncovered(2 * gather, grad) + self.total()
@@ -271,15 +295,11 @@ class _Times:
         waits = self.beside(summed, weight) + (self.beside(gather, grad) if z.seq else 0.0)
         return Pass(forward + (gather if z.seq else 0.0), grad + waits, weight)
 
-    def row(self, ins: int) -> Pass:
+    def row(self, products: Pass) -> Pass:
         """Leaving the region: its sum waits."""
         z = self.z
         gather = self.collective(z.e * z.tokens * z.hidden, z.tp, 1)
-        forward, grad, weight = (
-            self.product(z.tokens, ins, z.hidden),
-            self.product(z.tokens, z.hidden, ins),
-            self.product(ins, z.tokens, z.hidden),
-        )
+        forward, grad, weight = products.forward, products.backward, products.weight
         if self.run.parallel.tp_overlap:
             out = self.uncovered(gather, forward) + self.total()
             return Pass(forward + out, grad + self.uncovered(gather, grad), weight)
@@ -362,4 +382,6 @@ class _Times:
     def head(self) -> Pass:
         z = self.z
         scores = z.e * z.tokens * z.vocab
-        return self.column(z.vocab) + Pass(self.pointwise(scores), self.pointwise(2 * scores), 0.0)
+        return self.column(self.linear(z.hidden, z.vocab)) + Pass(
+            self.pointwise(scores), self.pointwise(2 * scores), 0.0
+        )
