@@ -7,6 +7,7 @@ import dataclasses
 import enum
 import json
 import os
+import re
 import sys
 import types
 from pathlib import Path
@@ -198,10 +199,57 @@ def test_the_released_form(tmp_path: Path, version: int | None) -> None:
     assert list(inspect.diff(locate(tmp_path / "expected"), found)) == []
 
 
-def test_without_the_true_vocabulary_padding_stays(tmp_path: Path) -> None:
+def test_without_the_true_vocabulary_padding_stays_and_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Both sizes are named as far as anything knows them, straight into another tree too; no row is cut on a guess."""
     Trees.released(tmp_path / "tree", None)
-    exchange(tmp_path / "tree", tmp_path / "run", 1, 1, "mega", None)
+    line = f"reshard --load-dir {tmp_path}/tree --save-dir {tmp_path}"
+    assert main(f"{line}/run".split()) == 0
     assert locate(tmp_path / "run").tensors["weights/model.embed_tokens.weight"][0] == (56, 16)
+    note = "vocabulary: all 56 rows are kept; how many of them are tokens, and how many padding, is not said"
+    told = capsys.readouterr().out
+    assert f"{note}; --true-vocab-size or --vocab-file leaves" in told
+    (tmp_path / "tree" / "vocab.json").write_text(json.dumps({str(piece): piece for piece in range(53)}))
+    assert main(f"{line}/other --saver megatron".split()) == 0
+    assert f"{note} ({tmp_path}/tree/vocab.json has 53 pieces); --true" in capsys.readouterr().out
+    assert main(f"{line}/cut --vocab-file {tmp_path}/tree/vocab.json".split()) == 0
+    assert "53 of 56 rows are tokens, 3 of padding are left behind" in capsys.readouterr().out
+    assert locate(tmp_path / "cut").tensors["weights/model.embed_tokens.weight"][0] == (53, 16)
+
+
+@pytest.mark.parametrize(
+    ("values", "given", "known", "words"),
+    [
+        ({}, None, 64, r"all 64 rows are kept; .* is not said; --true"),
+        ({"vocab_size": 52}, None, 64, r"all 64 rows are kept; .*\(args\.vocab_size is 52\)"),
+        ({"vocab_size": 64}, None, 64, None),  # a converted Llama
+        ({"vocab_size": 64}, 60, 60, "60 of 64 rows are tokens, 4 of padding"),
+        ({"vocab_size": 70, "true_vocab_size": "53"}, None, 64, "all 64 rows are kept"),
+        ({"true_vocab_size": 53}, None, 53, "53 of 64 rows are tokens, 11 of padding"),
+        ({"true_vocab_size": 53}, 53, 53, "53 of 64 rows are tokens, 11 of padding"),
+        ({}, 64, 64, None),
+        ({}, 65, None, "--true-vocab-size 65: the table of tokens has 64 rows"),
+        ({"true_vocab_size": 53}, 52, None, r"--true-vocab-size 52: args\.true_vocab_size is 53"),
+    ],
+)
+def test_the_vocabulary_is_known_or_kept(
+    tmp_path: Path, values: dict[str, Any], given: int | None, known: int | None, words: str | None
+) -> None:
+    if known is None:
+        with pytest.raises(ValueError, match=words):
+            megatron.vocabulary(values, 64, given, tmp_path)
+        return
+    found, notes = megatron.vocabulary(values, 64, given, tmp_path)
+    assert found == known and len(notes) == (words is not None)
+    assert words is None or re.search(words, notes[0])
+
+
+def test_our_own_trees_say_how_many_tokens_they_have(tmp_path: Path) -> None:
+    exchange(own(tmp_path / "run", GPT), tmp_path / "tree", 2, 1, "megatron")
+    report = exchange(tmp_path / "tree", tmp_path / "back", 1, 1, "mega")
+    assert "53 of 64 rows" in report.notes[0]
+    assert list(inspect.diff(locate(tmp_path / "run"), locate(tmp_path / "back"))) == []
 
 
 def test_interleaved_chunks_are_put_in_order(tmp_path: Path) -> None:

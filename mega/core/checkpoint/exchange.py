@@ -72,8 +72,8 @@ def exchange(
         return from_megatron(load, save, tp, pp, vocab, heads, optimizer) if tree else to_mega(load, save, tp, pp)
 
     if saver == "mega" and own:
-        report = reshard(load, save, tp, pp, progress)
-        return ConversionReport(report.tensors, report.elements, report.bytes, report.path)
+        moved = reshard(load, save, tp, pp, progress)
+        return ConversionReport(moved.tensors, moved.elements, moved.bytes, moved.path)
     if saver == "mega":
         return to_own(save, tp, pp)
     if own:
@@ -81,8 +81,9 @@ def exchange(
     check_fresh(save)
     save.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=save.parent, prefix=f".{save.name}.") as between:
-        to_own(Path(between), 1, 1)
-        return to_megatron(Path(between), save, tp, pp, STYLES[saver], optimizer)
+        taken = to_own(Path(between), 1, 1)
+        report = to_megatron(Path(between), save, tp, pp, STYLES[saver], optimizer)
+    return dataclasses.replace(report, notes=(*taken.notes, *report.notes))
 
 
 def from_megatron(
@@ -102,7 +103,7 @@ def from_megatron(
         consumed=tree.consumed,
         known=_known(tree),
     )
-    return dataclasses.replace(report, notes=(*report.notes, _said(tree.optimizer, optimizer, "taken")))
+    return dataclasses.replace(report, notes=(*tree.notes, *report.notes, _said(tree.optimizer, optimizer, "taken")))
 
 
 def opened_tree(load: Path, vocab: int | None, heads: int | None, optimizer: bool) -> megatron.Tree:
@@ -117,11 +118,12 @@ def opened_tree(load: Path, vocab: int | None, heads: int | None, optimizer: boo
     table = source.tensors.get("0.0.0/embedding.word_embeddings.weight")
     rows = table[0][0] if table else 0
     megatron.check_vocabulary(values, rows, tp=1)
-    model = megatron.model_from_arguments(values, vocab or rows, str(folder))
+    tokens, notes = megatron.vocabulary(values, rows, vocab, load)
+    model = megatron.model_from_arguments(values, tokens, str(folder))
     places = megatron.import_table(model, source.tensors, tp=1, pp=1, chunks=1, version=3)
     name = re.fullmatch(r"iter_(\d+)", folder.name)
     consumed = values.get("consumed_train_samples", 0)
-    return megatron.Tree(source, model, places, int(name[1]) if name else 0, consumed, 0, None)
+    return megatron.Tree(source, model, places, int(name[1]) if name else 0, consumed, 0, None, notes)
 
 
 def _known(tree: megatron.Tree) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from typing import Any, Literal
 import torch
 
 from mega.core.checkpoint.disk import read_file
-from mega.core.checkpoint.foreign import TorchSource
+from mega.core.checkpoint.foreign import TorchSource, read_json
 from mega.core.checkpoint.mapping import Fragment, Source, Table, Target, Tensors, beside, joined, stacked
 from mega.core.checkpoint.megatron_state import LEAVE, Facts, State, read_alike, read_state
 from mega.core.checkpoint.pickles import Arguments, read_pickled
@@ -126,7 +126,10 @@ def styled(name: str, style: Style) -> str:
 
 @dataclass(frozen=True)
 class Tree:
-    """An opened tree. Source names are `tp.pp.chunk/common name`; all files must agree on what they are."""
+    """An opened tree. Source names are `tp.pp.chunk/common name`; all files must agree on what they are.
+
+    notes: lines for the user.
+    """
 
     source: Source
     model: ModelConfig
@@ -135,6 +138,7 @@ class Tree:
     consumed: int
     consumed_valid: int
     optimizer: Facts | None
+    notes: tuple[str, ...]
 
 
 def is_tree(path: Path) -> bool:
@@ -144,7 +148,7 @@ def is_tree(path: Path) -> bool:
 def open_tree(path: Path, vocab: int | None = None, *, optimizer: bool = True) -> Tree:
     """Read a tree: its root (the iteration that the tracker names) or one iteration's directory.
 
-    vocab: the true vocabulary; without it padding cannot be told from tokens, and the table stays as it is.
+    vocab: the true vocabulary, as of `vocabulary`.
     optimizer: take masters and moments too, where they are there.
     Errors: CheckpointError naming the file or tensor.
     """
@@ -180,7 +184,8 @@ def open_tree(path: Path, vocab: int | None = None, *, optimizer: bool = True) -
     source = TorchSource(tensors | state.tensors)
     rows = source.tensors.get("0.0.0/embedding.word_embeddings.weight", ((0,), torch.float32))[0][0]
     check_vocabulary(values, rows, tp)
-    model = model_from_arguments(values, vocab or rows * tp, str(folder))
+    tokens, notes = vocabulary(values, rows * tp, vocab, path)
+    model = model_from_arguments(values, tokens, str(folder))
     version = first.get("checkpoint_version", 0)
     if not isinstance(version, int | float) or version not in (0, 1, 2, 3):
         raise CheckpointError(f"{folder}: checkpoint_version {version!r} (valid: 0, 1, 2, 3)")
@@ -192,7 +197,7 @@ def open_tree(path: Path, vocab: int | None = None, *, optimizer: bool = True) -
     )
     iteration, consumed, consumed_valid = (n if type(n) is int and n >= 0 else 0 for n in counts)
     whole = joined([table, *(read_alike(table, kind) for kind in state.kinds)])
-    return Tree(source, model, whole, iteration, consumed, consumed_valid, state.facts)
+    return Tree(source, model, whole, iteration, consumed, consumed_valid, state.facts, notes)
 
 
 def _check_legacy(content: Mapping[str, Any], models: Iterable[str], directory: Path) -> None:
@@ -245,6 +250,33 @@ def check_vocabulary(values: Mapping[str, Any], rows: int, tp: int) -> None:
             f"0.0.0/embedding.word_embeddings.weight: has {rows} rows, args.padded_vocab_size {whole} on {tp} tensor "
             f"ranks says {whole / tp:g}"
         )
+
+
+def vocabulary(values: Mapping[str, Any], rows: int, given: int | None, folder: Path) -> tuple[int, tuple[str, ...]]:
+    """How many of a table's rows are tokens, and lines for the user on those that are not, or may not be.
+
+    Megatron's arguments know what was padded to. What was padded they say only where it is the same: `vocab_size` may
+    leave out an end of document. Trees of ours say `true_vocab_size`. A tokenizer in the `folder` is told of, but no
+    row is cut on a guess. given: what the user says. Errors: ValueError where that cannot be.
+
+    >>> vocabulary({"padded_vocab_size": 50304}, 50304, 50257, Path("gpt"))
+    (50257, ('vocabulary: 50,257 of 50,304 rows are tokens, 47 of padding are left behind',))
+    """
+    said, plain = values.get("true_vocab_size"), values.get("vocab_size")
+    said = said if type(said) is int and 0 < said <= rows else None
+    if given is not None and (0 < rows < given or said not in (None, given)):
+        rule = f"args.true_vocab_size is {said}" if said else f"the table of tokens has {rows} rows"
+        raise ValueError(f"--true-vocab-size {given}: {rule}")
+    if known := given or said or (rows if plain == rows else None):
+        behind = f"vocabulary: {known:,} of {rows:,} rows are tokens, {rows - known:,} of padding are left behind"
+        return known, (behind,) if known < rows else ()
+    hints = [f"args.vocab_size is {plain:,}"] if type(plain) is int and 0 < plain < rows else []
+    if (beside := folder / "vocab.json").is_file():
+        hints.append(f"{beside} has {len(read_json(beside)):,} pieces")
+    return rows, (
+        f"vocabulary: all {rows:,} rows are kept; how many of them are tokens, and how many padding, is not said"
+        f"{' (' + ', '.join(hints) + ')' if hints else ''}; --true-vocab-size or --vocab-file leaves padding behind",
+    )
 
 
 UNCHANGED: dict[str, tuple[object, ...]] = {
@@ -380,6 +412,7 @@ def arguments_of(model: ModelConfig, tp: int, pp: int, iteration: int, consumed:
         "init_method_std": model.init_std,
         "make_vocab_size_divisible_by": model.vocab_multiple,
         "padded_vocab_size": padded(model.vocab, tp, model.vocab_multiple),
+        "true_vocab_size": model.vocab,  # Megatron's loaders ignore it, ours asks for it
         "tokenizer_type": None,
         "data_parallel_random_init": False,
         "tensor_model_parallel_size": tp,
