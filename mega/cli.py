@@ -10,7 +10,6 @@ import importlib
 import importlib.util
 import os
 import sys
-import traceback
 from collections.abc import Sequence
 from typing import Annotated, Any
 
@@ -18,7 +17,6 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from mega import COMPLETE_VARIABLE, __version__
-from mega.core.config.world import is_first_rank
 
 VERBS = {
     "quickstart": "From nothing to a trained model and its text, in about three minutes",
@@ -129,29 +127,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _told(error: Exception) -> int:
-    """Tells an error on stderr and returns the exit code it ends with."""
-    if isinstance(error, ValueError):
-        return _say(str(error) or repr(error), 2)
-    if isinstance(error, FloatingPointError):
-        return _say(str(error), 1)
-    if isinstance(error, OSError | MemoryError):
-        print(f"mega: {str(error) or 'out of memory'}", file=sys.stderr)  # by every rank: each has met its own machine
-        return 1
+    """Tells an error on stderr, once for all ranks, and returns the exit code it ends with."""
+    from mega.core.parallel.last_words import Words, tell, words_of
+
     # Typer carries Click under different names in different versions; its own errors know their message.
     if hasattr(error, "format_message") and hasattr(error, "exit_code"):
-        return _say(error.format_message(), int(error.exit_code))
+        return tell(Words(int(error.exit_code), error.format_message()))
     if isinstance(error, typer.Abort):
-        return _say("aborted", 1)
-    traceback.print_exception(error)
-    return 1
-
-
-def _say(message: str, code: int) -> int:
-    """`message` on stderr, by the first rank only: every rank finds the same mistake."""
-    if is_first_rank():
-        for line in message.splitlines():
-            print(f"mega: {line}", file=sys.stderr)
-    return code
+        return tell(Words(1, "aborted"))
+    return tell(words_of(error))
 
 
 if __name__ == "__main__":

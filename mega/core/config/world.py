@@ -1,4 +1,4 @@
-"""How many ranks there are and which one this is, as the launcher says in the environment. No torch.
+"""How many ranks there are, which one this is, where they meet, as the launcher says in the environment. No torch.
 
 torchrun sets WORLD_SIZE and its kin; a bare `srun` sets SLURM_*; anything else is one process, which may
 start more of its own with `--nproc`.
@@ -7,11 +7,14 @@ start more of its own with `--nproc`.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Literal
 
 Source = Literal["torchrun", "slurm", "alone"]
+
+MEETING_FILE = "MEGA_MEETING_FILE"
+"""Environment variable: where ranks that --nproc started meet."""
 
 
 @dataclass(frozen=True)
@@ -66,11 +69,37 @@ def is_first_rank(environ: Mapping[str, str] = os.environ) -> bool:
     return environ.get("RANK", environ.get("SLURM_PROCID", "0")) == "0"
 
 
+def point_to_first_host(world: World, environ: MutableMapping[str, str] = os.environ) -> None:
+    """Under srun, set the address at which ranks meet, which torchrun sets by itself.
+
+    >>> environ = {"SLURM_STEP_NODELIST": "node[003-010,012]", "SLURM_JOB_ID": "7"}
+    >>> point_to_first_host(World(3, 4, 3, 4, "slurm"), environ)
+    >>> environ["MASTER_ADDR"], environ["MASTER_PORT"]
+    ('node003', '20007')
+    """
+    if world.source == "slurm":
+        environ.setdefault("MASTER_ADDR", _first_host(environ))
+        environ.setdefault("MASTER_PORT", str(20000 + int(environ.get("SLURM_JOB_ID", "0")) % 20000))
+
+
 def cores() -> int:
     """Processor cores that this process may use; a scheduler or a container may leave it few of the host's."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def _first_host(environ: Mapping[str, str]) -> str:
+    """First host of SLURM's list, such as `node[003-010,012]` or `a1,a2`.
+
+    >>> _first_host({"SLURM_STEP_NODELIST": "node[003-010,012]"}), _first_host({"SLURM_NODELIST": "a1,a2"})
+    ('node003', 'a1')
+    """
+    hosts = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_NODELIST") or "localhost"
+    head, bracket, rest = hosts.partition("[")
+    if not bracket or "," in head:
+        return hosts.split(",")[0]
+    return head + rest.split("]")[0].split(",")[0].split("-")[0]
 
 
 def _slurm_local_size(environ: Mapping[str, str], size: int) -> int:

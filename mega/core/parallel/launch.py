@@ -11,6 +11,7 @@ one. Ranks of one host meet in a file, not on a port, so nothing can be taken tw
 from __future__ import annotations
 
 import contextlib
+import math
 import multiprocessing
 import multiprocessing.forkserver
 import os
@@ -20,7 +21,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -29,17 +30,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mega.core.config.world import World, cores, world_from_env
+from mega.core.config.world import MEETING_FILE, World, cores, point_to_first_host, world_from_env
 from mega.core.device import Device
+from mega.core.parallel.last_words import tell, words_of
 from mega.core.parallel.mesh import Groups
-
-MEETING_FILE = "MEGA_MEETING_FILE"
-"""Environment variable: where ranks started by `launch` meet."""
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 """What asks a run to stop: Ctrl-C, a scheduler, and SLURM's warning ahead of the end (--signal=USR1@120)."""
 
 SAME_SIGNAL_SECONDS = 2.0
+
+PATIENCE = 1.0
+"""Seconds that the other ranks have to end by themselves when one has failed."""
+
+_TOLD = (1, 2)
+"""Exit codes of ranks that have said why."""
 
 
 def connect(kind: str = "auto", backend: str = "auto", timeout_minutes: float = 10) -> tuple[World, Device, Groups]:
@@ -56,9 +61,7 @@ def connect(kind: str = "auto", backend: str = "auto", timeout_minutes: float = 
         if device.backend == "nccl" and not device.is_cuda:
             raise ValueError("--backend nccl: needs CUDA devices, and these ranks are on CPUs; valid: auto, gloo")
         meeting = os.environ.get(MEETING_FILE)
-        if world.source == "slurm" and meeting is None:
-            os.environ.setdefault("MASTER_ADDR", _first_host(os.environ))
-            os.environ.setdefault("MASTER_PORT", str(20000 + int(os.environ.get("SLURM_JOB_ID", "0")) % 20000))
+        point_to_first_host(world)
         if world.local_size == world.size and device.backend == "gloo":
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
         dist.init_process_group(
@@ -81,19 +84,6 @@ def disconnect() -> None:
     """Leave the process group, if there is one."""
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-def _first_host(environ: Mapping[str, str]) -> str:
-    """First host of SLURM's list, such as `node[003-010,012]` or `a1,a2`.
-
-    >>> _first_host({"SLURM_STEP_NODELIST": "node[003-010,012]"}), _first_host({"SLURM_NODELIST": "a1,a2"})
-    ('node003', 'a1')
-    """
-    hosts = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_NODELIST") or "localhost"
-    head, bracket, rest = hosts.partition("[")
-    if not bracket or "," in head:
-        return hosts.split(",")[0]
-    return head + rest.split("]")[0].split(",")[0].split("-")[0]
 
 
 def launch(nproc: int, target: Callable[..., int | None], *args: Any) -> int:
@@ -236,14 +226,10 @@ def _rank(environment: dict[str, str], target: Callable[..., int | None], args: 
         code = target(*args) or 0
     except SystemExit as stop:
         code = stop.code if isinstance(stop.code, int) else 1
-    except (ValueError, OSError, FloatingPointError) as error:  # what is told in one line, as in cli.py
-        sys.stderr.write("".join(f"mega: rank {environment['RANK']}: {line}\n" for line in str(error).splitlines()))
-        code = 2 if isinstance(error, ValueError) else 1
     except KeyboardInterrupt:
         code = 128 + signal.SIGINT
-    except BaseException:
-        sys.stderr.write(f"rank {environment['RANK']}:\n{traceback.format_exc()}")
-        code = 1
+    except BaseException as error:
+        code = tell(words_of(error))
     sys.stdout.flush()
     sys.stderr.flush()
     if code:
@@ -282,21 +268,44 @@ def _pool_rank(pipe: Connection[Any, Any], size: int) -> None:
 
 
 def _supervise(ranks: list[BaseProcess]) -> int:
-    """Wait until all have ended well, or the first has not; its exit code (128 + signal if killed)."""
+    """Wait until all have ended well, or the first has not; its exit code (128 + signal if killed).
+
+    A rank that fails has said why (last_words.py). For one that was killed we speak, before its peers, whom it leaves
+    in the middle of an exchange; then they have PATIENCE seconds for what they may have to say for themselves.
+    """
     running = {process.sentinel: process for process in ranks}
+    failed, deadline = 0, math.inf
     with _passing_signals(ranks):
-        while running:
-            ready = wait(list(running))
-            for process in [running.pop(sentinel) for sentinel in list(running) if sentinel in ready]:
-                process.join()
+        while running and time.monotonic() < deadline:
+            ready = wait(list(running), None if not failed else max(0.0, deadline - time.monotonic()))
+            ended = [running.pop(sentinel) for sentinel in list(running) if sentinel in ready]
+            for process in sorted(ended, key=lambda process: process.exitcode or 0):  # the killed ones first
                 code = process.exitcode or 0
-                if code:
-                    if code < 0:
-                        sys.stderr.write(f"mega: {process.name} was killed by signal {-code}\n")
-                    else:
-                        sys.stderr.write(f"mega: {process.name} failed with exit code {code}\n")
-                    return 128 - code if code < 0 else code
-    return 0
+                if code and code not in _TOLD:
+                    sys.stderr.write(f"mega: {process.name} {_ending(code)}\n")
+                if code and not failed:
+                    failed, deadline = 128 - code if code < 0 else code, time.monotonic() + PATIENCE
+    return failed
+
+
+def _ending(code: int) -> str:
+    """
+    >>> _ending(-11), _ending(7)
+    ('was killed by SIGSEGV', 'ended with exit code 7')
+    """
+    if code > 0:
+        return f"ended with exit code {code}"
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        name = f"signal {-code}"
+    advice = ""
+    if -code == signal.SIGKILL:
+        advice = (
+            ": if nobody did that by hand, this host ran out of memory (`dmesg` tells); take fewer ranks, a smaller "
+            "--micro-batch or --recompute, and go on from the newest checkpoint"
+        )
+    return f"was killed by {name}{advice}"
 
 
 @contextlib.contextmanager
@@ -337,13 +346,12 @@ class Asked:
 
 
 def _end(ranks: list[BaseProcess], patience: float = 5.0) -> None:
-    """Ask the ranks that still run to stop, then make them."""
-    for process in ranks:
-        if process.is_alive():
-            process.terminate()
+    """Ask the ranks that still run to stop, again and again since a run takes it for a wish; then make them."""
     deadline = time.monotonic() + patience
+    while (alive := [process for process in ranks if process.is_alive()]) and time.monotonic() < deadline:
+        for process in alive:
+            process.terminate()
+        wait([process.sentinel for process in alive], 0.2)
     for process in ranks:
-        process.join(max(0.0, deadline - time.monotonic()))
-        if process.is_alive():
-            process.kill()
-            process.join()
+        process.kill()
+        process.join()

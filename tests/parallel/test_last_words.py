@@ -1,0 +1,172 @@
+"""Failures of ranks are read once: the cause, with the rank's number where ranks differ, before or without all else."""
+
+from __future__ import annotations
+
+import doctest
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from mega.core.config.world import MEETING_FILE
+from mega.core.parallel import last_words
+from mega.core.parallel import launch as launcher
+from mega.core.parallel.launch import connect, launch
+
+
+def _same_mistake() -> int:
+    connect("cpu")
+    raise ValueError("--load here: does not fit\n--hidden 8: must be 16")
+
+
+def _same_fault() -> int:
+    connect("cpu")
+    raise KeyError("ours")
+
+
+def _own_mistakes() -> int:
+    world, _, _ = connect("cpu")
+    raise OSError(f"{'even' if world.rank % 2 == 0 else 'odd'} disks are full")
+
+
+def _one_mistake() -> int:
+    """Rank 2 alone; the others wait for it in an exchange and lose it there."""
+    world, _, _ = connect("cpu")
+    if world.rank == 2:
+        raise ValueError("--data-path bad: damaged")
+    return _exchange()
+
+
+def _mistake_before_they_met() -> int:
+    if os.environ["RANK"] == "1":
+        raise ValueError("--data-path bad: damaged here")
+    connect("cpu")
+    return _exchange()
+
+
+def _killed() -> int:
+    world, _, _ = connect("cpu")
+    if world.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return _exchange()
+
+
+def _killed_beside_a_fault() -> int:
+    world, _, _ = connect("cpu")
+    if world.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if world.rank == 2:
+        raise OSError("no space left on device")
+    return _exchange()
+
+
+def _lost(port: int) -> int:
+    """Ranks that nobody watches, as of srun: one goes without a word, the others know no cause."""
+    _meet_at(port)
+    world, _, _ = connect("cpu")
+    if world.rank == 1:
+        signal.pause()
+    raise RuntimeError("gloo: Connection closed by peer [127.0.0.1]:1234")
+
+
+def _same_mistake_at_an_address(port: int) -> int:
+    _meet_at(port)
+    raise ValueError("--lr 0: must be positive")
+
+
+def _meet_at(port: int) -> None:
+    del os.environ[MEETING_FILE]
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+
+
+def _exchange() -> int:
+    dist.all_reduce(torch.ones(1))
+    dist.all_reduce(torch.ones(1))
+    return 0
+
+
+def _port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+CASES: tuple[Callable[..., int], ...] = (
+    *(_same_mistake, _same_fault, _own_mistakes, _one_mistake, _mistake_before_they_met, _killed),
+    *(_killed_beside_a_fault, _same_mistake_at_an_address, _lost),
+)
+
+
+@pytest.fixture(scope="module")
+def told() -> dict[str, tuple[int, list[str]]]:
+    """Case -> exit code of three ranks, lines on stderr. All in one process: its ranks write where it does."""
+    environ = {name: value for name, value in os.environ.items() if name != "MEGA_DEBUG"}
+    done = subprocess.run([sys.executable, __file__], capture_output=True, text=True, timeout=120, env=environ)
+    assert done.returncode == 0, done.stderr
+    found = {}
+    for part in done.stderr.split("== ")[1:]:
+        name, *lines, code = part.splitlines()
+        found[name] = int(code), lines
+    return found
+
+
+def test_examples() -> None:
+    assert doctest.testmod(last_words).failed == doctest.testmod(launcher).failed == 0
+
+
+def test_what_all_say_is_read_once(told: dict[str, tuple[int, list[str]]]) -> None:
+    lines = ["mega: --load here: does not fit", "mega: --hidden 8: must be 16"]
+    assert told["_same_mistake"] == (2, lines)
+    assert told["_same_mistake_at_an_address"] == (2, ["mega: --lr 0: must be positive"])
+
+
+def test_a_fault_of_ours_shows_one_traceback(told: dict[str, tuple[int, list[str]]]) -> None:
+    code, lines = told["_same_fault"]
+    assert code == 1 and lines[0].startswith("Traceback") and lines[-1] == "KeyError: 'ours'"
+    assert sum("Traceback" in line for line in lines) == 1
+
+
+def test_what_differs_is_told_with_its_ranks(told: dict[str, tuple[int, list[str]]]) -> None:
+    assert told["_own_mistakes"] == (1, ["mega: ranks 0, 2: even disks are full", "mega: rank 1: odd disks are full"])
+
+
+@pytest.mark.parametrize(
+    ("case", "line"),
+    [
+        ("_one_mistake", "mega: rank 2: --data-path bad: damaged"),
+        ("_mistake_before_they_met", "mega: rank 1: --data-path bad: damaged here"),
+    ],
+)
+def test_what_one_rank_met_is_told_without_its_peers_losing_it(
+    case: str, line: str, told: dict[str, tuple[int, list[str]]]
+) -> None:
+    assert told[case] == (2, [line])
+
+
+def test_a_killed_rank_is_named_and_its_peers_say_nothing(told: dict[str, tuple[int, list[str]]]) -> None:
+    code, (line,) = told["_killed"]
+    assert code == 128 + signal.SIGKILL
+    assert line.startswith("mega: rank 1 was killed by SIGKILL: ") and "memory" in line
+
+
+def test_a_peer_with_a_reason_of_its_own_says_it_too(told: dict[str, tuple[int, list[str]]]) -> None:
+    _, lines = told["_killed_beside_a_fault"]
+    assert len(lines) == 2, lines
+    assert lines[0].startswith("mega: rank 1 was killed") and lines[1] == "mega: rank 2: no space left on device"
+
+
+def test_a_lost_peer_is_told_where_nobody_knows_more(told: dict[str, tuple[int, list[str]]]) -> None:
+    code, (line,) = told["_lost"]
+    assert code == 1 and line.startswith("mega: rank 0: lost another rank")
+
+
+if __name__ == "__main__":
+    for case in CASES:
+        print("==", case.__name__, file=sys.stderr, flush=True)
+        print(launch(3, case, *([_port()] if case.__code__.co_argcount else [])), file=sys.stderr, flush=True)
