@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 
+from mega.core.checkpoint.inspect import diff
 from mega.core.checkpoint.store import CheckpointStore
+from mega.core.config.compose import compose
+from mega.core.device import Device
 from mega.core.parallel import launch
+from mega.core.parallel.launch import Pool
+from mega.core.parallel.mesh import Groups
+from mega.core.training import loop
+from mega.core.training.prepare import prepare
 
 RUN = (
     "--layers 1 --hidden 8 --heads 1 --seq-length 8 --vocab 64 --mock-data --micro-batch 1 --lr 1e-3 --steps 1000000 "
@@ -32,6 +43,50 @@ def test_a_signal_to_the_whole_job_saves_and_stops(number: signal.Signals, tmp_p
     said, _ = job.communicate(timeout=60)
     assert job.returncode == 0, said
     assert f"stopped at step {store.steps()[-1]}" in said and "Traceback" not in said
+
+
+LONG = {
+    **{"layers": 1, "hidden": 8, "heads": 1, "seq_length": 8, "vocab": 64, "mock_data": True, "micro_batch": 1},
+    **{"lr": 1e-3, "steps": 6, "save_interval": 3, "eval_interval": 2, "eval_iters": 5, "resume": "auto"},
+}
+
+
+def _trained(groups: Groups, rank: int, place: str, stop: tuple[int, int] | None) -> tuple[int, int]:
+    """Job: steps and validation samples of a run on two ranks; `stop`: a rank, and the batch at which it is asked."""
+    whole, batches = loop.evaluate_step, 0
+
+    def evaluate(*arguments: Any) -> torch.Tensor:
+        nonlocal batches
+        batches += 1
+        if stop == (rank, batches):
+            os.kill(os.getpid(), signal.SIGTERM)
+        return whole(*arguments)
+
+    with mock.patch.object(loop, "evaluate_step", evaluate):
+        prepared = prepare(compose(flags=LONG | {"save": place}), 2)
+        training = loop.Training(prepared, rank, 2, Device.choose("cpu"), groups)
+        training.play()
+    return training.progress.step, training.progress.consumed_valid
+
+
+def _figures(place: Path) -> dict[int, float]:
+    """Step -> the last validation loss told at it."""
+    rows = [json.loads(line) for line in (place / "metrics.jsonl").read_text().splitlines()]
+    return {row["step"]: row["valid_loss"] for row in rows if "valid_loss" in row}
+
+
+def test_a_validation_is_cut_short_and_changes_nothing(pool: Pool, tmp_path: Path) -> None:
+    """One of two ranks is asked in the third of five batches: both leave behind it, save, and lose nothing by that."""
+    straight, cut = tmp_path / "straight", tmp_path / "cut"
+    assert pool.run(_trained, str(straight), None, world=2) == [(6, 30)] * 2
+    assert pool.run(_trained, str(cut), (1, 3), world=2) == [(2, 10)] * 2  # as behind a whole validation
+    assert CheckpointStore(cut).steps() == [2] and _figures(cut) == {}
+    assert pool.run(_trained, str(cut), None, world=2) == [(6, 30)] * 2
+    one, other = (CheckpointStore(place).open(6) for place in (straight, cut))
+    assert not list(diff(one, other)) and one.meta["progress"] == other.meta["progress"]
+    figures = _figures(straight)
+    assert sorted(figures) == [2, 4, 6]
+    assert _figures(cut) == {step: figures[step] for step in (4, 6)}
 
 
 def test_the_same_signal_twice_is_one_and_a_later_ctrl_c_is_another(monkeypatch: pytest.MonkeyPatch) -> None:

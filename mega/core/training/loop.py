@@ -2,17 +2,15 @@
 
 for each step:   report = train_step(...)           device values, read while the next step runs
                  due: log, validate, save, stop     all ranks agree on each, so none waits alone
+                                                    a wish to stop ends a validation between its batches
 """
 
 from __future__ import annotations
 
 import math
-import signal
-import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -24,11 +22,11 @@ from mega.core.data.batches import Batches
 from mega.core.data.dataset import Dataset
 from mega.core.device import Device
 from mega.core.estimate.flops import model_flops_per_token
-from mega.core.parallel.collectives import all_reduce
-from mega.core.parallel.launch import STOPPING, Asked, connect, disconnect
+from mega.core.parallel.launch import connect, disconnect
 from mega.core.parallel.mesh import Groups, Mesh
 from mega.core.text.tokenizer import Tokenizer
 from mega.core.training.audit import audit
+from mega.core.training.interrupt import Interrupt, Vote
 from mega.core.training.meters import Meters
 from mega.core.training.persist import alone_in, companions, differences, find_origin, restore, same_everywhere
 from mega.core.training.prepare import Prepared, prepare
@@ -64,8 +62,7 @@ class Pending:
     samples: int
     begun: float
     report: Report
-    stop: torch.Tensor
-    agreed: Any
+    vote: Vote
 
 
 class Training:
@@ -101,7 +98,9 @@ class Training:
         self.schedules = Schedules.of(run)
         if origin is not None and not origin.weights_only and run.checkpoint.load_optim:
             self.schedules = going_on(run, origin.checkpoint.meta, str(origin.checkpoint.path))
-        self.interrupt = Interrupt(run.runtime.exit_on_signal, run.runtime.exit_minutes)
+        self.interrupt = Interrupt(
+            self.mesh.everyone, device.torch, on_signal=run.runtime.exit_on_signal, minutes=run.runtime.exit_minutes
+        )
         self.meters = self._meters() if rank == 0 else None
         self.saver: Saver | None = None
         if run.checkpoint.save is not None:
@@ -190,9 +189,7 @@ class Training:
         report = train_step(self.state, self._to_device(batches), lr, decay)
         progress.step += 1
         progress.consumed += size
-        stop = torch.tensor(float(self.interrupt.wanted()), device=self.device.torch)
-        agreed = all_reduce(stop, self.mesh.everyone, "max", wait=False)
-        return Pending(progress.step, progress.consumed, lr, size, begun, report, stop, agreed)
+        return Pending(progress.step, progress.consumed, lr, size, begun, report, self.interrupt.vote())
 
     def _read(self, pending: Pending, ended: float | None = None) -> None:
         """Wait for a step's numbers; tell them; learn whether any rank was asked to stop.
@@ -209,9 +206,7 @@ class Training:
                 f"step {pending.step}: the loss is {loss}, and the gradient norm {norm}: training has diverged. Go on "
                 "from an earlier checkpoint with a lower --lr, a longer warm-up or --clip-grad"
             )
-        pending.agreed.wait()
-        if bool(pending.stop):
-            self.interrupt.agree()
+        pending.vote.count()
         if self.meters is not None:
             length = self.run.batch.seq_length
             assert length is not None
@@ -235,19 +230,28 @@ class Training:
             self._evaluate(name, batches)
 
     def _evaluate(self, split: str, batches: Batches | None) -> None:
-        """Mean loss over `eval_iters` global batches of a split."""
+        """Mean loss over `eval_iters` global batches of a split; none where a wish to stop cuts it short.
+
+        Either way the next validation begins where it would have, so no figure depends on interruptions.
+        """
         iterations, batch = self.run.evaluation.eval_iters, self.run.batch.global_batch
         if batches is None or not iterations:
             return
         assert batch is not None
         sums = torch.zeros(2, dtype=torch.float64, device=self.device.torch)
-        consumed = self.progress.consumed_valid if split == "valid" else 0
-        count = microbatches(self.run, self.mesh.world)
-        for _ in range(iterations):
-            sums += evaluate_step(self.state, self._to_device(batches.take(consumed, count)))
-            consumed += batch
+        begin = 0
         if split == "valid":
-            self.progress.consumed_valid = consumed
+            begin = self.progress.consumed_valid
+            self.progress.consumed_valid += iterations * batch
+        count = microbatches(self.run, self.mesh.world)
+        for done in range(iterations):
+            if self.interrupt.asked:
+                told = f"{split} at step {self.progress.step} | cut short after {done} of {iterations} batches"
+                self._say(f"{told}: {self.interrupt.reason}")
+                return
+            vote = self.interrupt.vote()
+            sums += evaluate_step(self.state, self._to_device(batches.take(begin + done * batch, count)))
+            vote.count()  # a GPU still computes this batch
         loss = float(sums[0] / sums[1])
         if self.meters is not None:
             self.meters.evaluation(self.progress.step, split, loss)
@@ -294,43 +298,6 @@ class Training:
             meters.say(line)
         else:
             print(line, flush=True)
-
-
-class Interrupt:
-    """Reasons to stop early: a signal, or the time is up. One rank's wish becomes everyone's by agreement."""
-
-    def __init__(self, on_signal: bool, minutes: int | None):
-        self.reason = "another rank was asked to stop"
-        self.asked = False
-        """All ranks know that the run is to stop."""
-        self._wanted = False
-        self._signals = Asked()
-        self._deadline = time.monotonic() + 60 * minutes if minutes else math.inf
-        self._before: dict[int, Any] = {}
-        if on_signal and threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._note) for number in STOPPING}
-
-    def wanted(self) -> bool:
-        """Whether this rank was asked."""
-        if not self._wanted and time.monotonic() > self._deadline:
-            self.reason, self._wanted = "--exit-minutes are over", True
-        return self._wanted
-
-    def agree(self) -> None:
-        self.asked = True
-
-    def close(self) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _note(self, number: int, _: Any) -> None:
-        if self._signals.again(number):
-            self._before.clear()  # and deaf from now on: a third one would only break the way out
-            for other in STOPPING:
-                signal.signal(other, signal.SIG_IGN)
-            raise KeyboardInterrupt
-        self._wanted = True
-        self.reason = f"{signal.Signals(number).name} was received"
 
 
 def _every(interval: int | None, step: int) -> bool:

@@ -1,0 +1,74 @@
+"""Reasons to stop early: a signal, or the time is up. One rank's wish becomes everyone's at the same moment.
+
+    vote = interrupt.vote()     every rank says whether it was asked; the answers travel while the next work runs
+    vote.count()                every rank learns, at the same place of its program, whether any was
+
+It knows neither steps nor validation.
+"""
+
+from __future__ import annotations
+
+import math
+import signal
+import threading
+import time
+from typing import Any
+
+import torch
+
+from mega.core.parallel.collectives import all_reduce
+from mega.core.parallel.launch import STOPPING, Asked
+from mega.core.parallel.mesh import Axis
+
+
+class Interrupt:
+    """What may end this run before its last step.
+
+    on_signal: heed what a terminal or a scheduler sends. minutes: how long the run may take, from now.
+    """
+
+    def __init__(self, everyone: Axis, device: torch.device, *, on_signal: bool, minutes: int | None):
+        self.reason = "another rank was asked to stop"
+        self.asked = False
+        """All ranks know that the run is to stop."""
+        self._everyone, self._device = everyone, device
+        self._wanted = False
+        self._signals = Asked()
+        self._deadline = time.monotonic() + 60 * minutes if minutes else math.inf
+        self._before: dict[int, Any] = {}
+        if on_signal and threading.current_thread() is threading.main_thread():
+            self._before = {number: signal.signal(number, self._note) for number in STOPPING}
+
+    def vote(self) -> Vote:
+        """Ask all ranks whether one of them was asked to stop; every rank does so at the same place."""
+        if not self._wanted and time.monotonic() > self._deadline:
+            self.reason, self._wanted = "--exit-minutes are over", True
+        wish = torch.tensor(float(self._wanted), device=self._device)
+        return Vote(self, wish, all_reduce(wish, self._everyone, "max", wait=False))
+
+    def close(self) -> None:
+        """Signals mean again what they meant before."""
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, _: Any) -> None:
+        if self._signals.again(number):
+            self._before.clear()  # and deaf from now on: a third one would only break the way out
+            for other in STOPPING:
+                signal.signal(other, signal.SIG_IGN)
+            raise KeyboardInterrupt
+        self._wanted = True
+        self.reason = f"{signal.Signals(number).name} was received"
+
+
+class Vote:
+    """The wishes of all ranks, on their way."""
+
+    def __init__(self, interrupt: Interrupt, wish: torch.Tensor, under_way: Any):
+        self._interrupt, self._wish, self._under_way = interrupt, wish, under_way
+
+    def count(self) -> None:
+        """Wait for them; if any rank was asked to stop, the interrupt is `asked` on all."""
+        self._under_way.wait()
+        if bool(self._wish):
+            self._interrupt.asked = True
