@@ -46,7 +46,9 @@ def diff(
 
 @app.command()
 def clean(
-    directory: Annotated[Path, typer.Argument(help="a run's directory; nothing may be saving into it")],
+    directory: Annotated[
+        Path, typer.Argument(help="a run's directory, while no run saves into it; or where an export was to go")
+    ],
     keep_last: Annotated[int | None, typer.Option(help="remove all but the newest so many checkpoints")] = None,
     keep_every: Annotated[int | None, typer.Option(help="but keep multiples of this many steps")] = None,
     keep_optimizer_last: Annotated[
@@ -54,7 +56,7 @@ def clean(
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="only say what would go")] = False,
 ) -> None:
-    """Remove what killed saves left behind and, as far as the limits say, old checkpoints."""
+    """Remove what killed saves and exports left behind and, as far as the limits say, old checkpoints."""
     from mega.core.checkpoint import inspect
 
     inspect.clean(directory, keep_last, keep_every, keep_optimizer_last, dry_run, typer.echo)

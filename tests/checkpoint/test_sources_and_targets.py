@@ -8,6 +8,8 @@ import os
 import resource
 import shutil
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,9 @@ from safetensors.torch import load_file, save_file
 
 from mega.cli import main
 from mega.core.checkpoint.convert import convert
+from mega.core.checkpoint.exchange import exchange
 from mega.core.checkpoint.huggingface import model_from_config
+from mega.core.checkpoint.inspect import clean
 from mega.core.checkpoint.pieces import CheckpointError
 from mega.core.checkpoint.reshard import reshard
 from mega.core.checkpoint.store import CheckpointStore, Piece, locate
@@ -123,6 +127,57 @@ def test_a_folder_of_the_users_is_never_cleared(run: Path, tmp_path: Path) -> No
     assert not list(tmp_path.glob("out.*.tmp"))
 
 
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from mega.core.checkpoint import folders
+
+def fill(folder):
+    (folder / "half").write_bytes(b"a" * 1000)
+    if sys.argv[2] == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    print(folder, flush=True)
+    sys.stdin.readline()
+    return 0
+
+folders.filled_folder(Path(sys.argv[1]), fill)
+"""
+
+
+@pytest.mark.parametrize("sweeper", ["clean", "export", "tree"])
+def test_what_a_killed_export_left_goes_and_nothing_else(
+    source: Path, run: Path, tmp_path: Path, sweeper: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`clean`, or the next export to the same place, of either kind; a living writer's folder stays."""
+    out, writer = tmp_path / "out", [sys.executable, "-c", KILLED, str(tmp_path / "out")]
+    assert subprocess.run([*writer, "killed"]).returncode == -signal.SIGKILL
+    (left,) = tmp_path.glob("out.*.tmp")
+    mine = [tmp_path / name for name in ("out.tmp", "out.0123456789AB.tmp", "other.0123456789ab.tmp")]
+    for folder in mine:
+        folder.mkdir()
+    (tmp_path / "out.0123456789ab.tmp").write_text("a file")
+    (tmp_path / "out.0123456789ac.tmp").symlink_to(run)
+    with subprocess.Popen([*writer, "waits"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as living:
+        assert living.stdout is not None
+        filled = Path(living.stdout.readline().strip())
+        assert filled.is_dir() and not left.exists(), "the next writer of the name has swept"
+        left.mkdir()
+        if sweeper == "clean":
+            assert main(["checkpoint", "clean", "--dry-run", str(out)]) == 0
+            assert capsys.readouterr().out == f"would remove {left}\n" and left.exists()
+            assert main(["checkpoint", "clean", str(out)]) == 0
+            assert main(["checkpoint", "clean", str(out)]) == 2
+        elif sweeper == "export":
+            convert(run, out, None, 1, 1, 1)
+        else:
+            exchange(source, out, 1, 1, "megatron")
+        assert not left.exists() and filled.is_dir() and all(folder.is_dir() for folder in mine)
+        assert len(list(tmp_path.glob("*.tmp"))) == 6
+        living.communicate("\n")
+        assert living.returncode == (0 if sweeper == "clean" else 1), "the other was first"
+    assert not filled.exists() and out.is_dir()
+
+
 def test_here_and_links_to_empty_folders_are_filled(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to("real")
@@ -185,8 +240,10 @@ def test_of_two_at_once_in_one_directory_one_is_refused(source: Path) -> None:
     descriptor = os.open(target, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
-        with pytest.raises(CheckpointError, match="another process is writing there"):
+        with pytest.raises(CheckpointError, match="another process is writing into"):
             convert(source, target, None, 1, 1, 1)
+        with pytest.raises(CheckpointError, match="another process is writing into"):
+            clean(target, None, None, None, False, print)
         assert (target / "step-0000000.tmp").is_dir()
     finally:
         os.close(descriptor)

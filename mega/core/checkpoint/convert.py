@@ -10,12 +10,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import os
 import re
-import shutil
-import uuid
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from io import BytesIO
 from math import prod
@@ -28,6 +25,7 @@ import torch
 from mega.core.checkpoint import fairseq, gpt2, huggingface, llama2c, meta
 from mega.core.checkpoint.container import write_container
 from mega.core.checkpoint.disk import creating, write_all
+from mega.core.checkpoint.folders import filled_folder
 from mega.core.checkpoint.foreign import hugging_face_source, inside, read_json
 from mega.core.checkpoint.kinds import NAMES, Kind, Target, kind_of
 from mega.core.checkpoint.layout import check_model, model_of, plan_files, planned
@@ -36,7 +34,7 @@ from mega.core.checkpoint.pieces import Box, CheckpointError, Piece
 from mega.core.checkpoint.reshard import Ledger
 from mega.core.checkpoint.store import Attachments, Checkpoint, locate, store_at
 from mega.core.config.sections import ModelConfig
-from mega.core.files import sync_directory, url_of, whole_file
+from mega.core.files import whole_file
 
 SHARD_BYTES = 5 << 30
 """Largest safetensors file of an exported folder."""
@@ -361,33 +359,6 @@ def write_torch(path: Path, content: object) -> int:
             raise error.__context__ from None
         raise
     return path.stat().st_size
-
-
-def check_fresh(save: Path) -> None:
-    """Errors: ValueError where no folder can be filled at `save`."""
-    if (url := url_of(save)) is not None:
-        raise ValueError(f"--save-dir {url}: only checkpoints of ours go to an object store; give a folder")
-    if save.exists() and (not save.is_dir() or any(save.iterdir())):
-        raise ValueError(f"{save}: exists and is not an empty folder")
-
-
-def filled_folder(save: Path, fill: Callable[[Path], int]) -> int:
-    """Fill a temporary folder, then give it its name; nothing is left where that fails."""
-    check_fresh(save)
-    save = Path(os.path.realpath(save))  # "." and links: what they mean gets the name
-    working = save.with_name(f"{save.name}.{uuid.uuid4().hex[:12]}.tmp")
-    working.mkdir(parents=True)
-    try:
-        written = fill(working)
-        sync_directory(working)
-        working.rename(save)  # an empty folder of that name gives way
-    except BaseException as error:
-        shutil.rmtree(working, ignore_errors=True)
-        if isinstance(error, OSError):
-            raise OSError(f"{save}: was not written: {error}") from error
-        raise
-    sync_directory(save.parent)
-    return written
 
 
 def report_of(table: Table, written: int, path: Path) -> ConversionReport:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import tempfile
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,8 +18,6 @@ from mega.core.checkpoint import megatron, torch_dist
 from mega.core.checkpoint.convert import (
     ConversionReport,
     OwnSource,
-    check_fresh,
-    filled_folder,
     import_weights,
     open_own,
     report_of,
@@ -28,6 +25,7 @@ from mega.core.checkpoint.convert import (
     write_torch,
 )
 from mega.core.checkpoint.disk import creating, write_all
+from mega.core.checkpoint.folders import check_fresh, filled_folder, folder_beside
 from mega.core.checkpoint.kinds import kind_of
 from mega.core.checkpoint.layout import check_model
 from mega.core.checkpoint.mapping import assemble, joined, prove
@@ -79,10 +77,9 @@ def exchange(
     if own:
         return to_megatron(load, save, tp, pp, STYLES[saver], optimizer)
     check_fresh(save)
-    save.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=save.parent, prefix=f".{save.name}.") as between:
-        taken = to_own(Path(between), 1, 1)
-        report = to_megatron(Path(between), save, tp, pp, STYLES[saver], optimizer)
+    with folder_beside(save) as between:
+        taken = to_own(between / "own", 1, 1)
+        report = to_megatron(between / "own", save, tp, pp, STYLES[saver], optimizer)
     return dataclasses.replace(report, notes=(*taken.notes, *report.notes))
 
 

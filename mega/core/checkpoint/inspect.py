@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from mega.core.checkpoint.folders import sweep
 from mega.core.checkpoint.pieces import Box, CheckpointError, Piece
 from mega.core.checkpoint.retention import retain
 from mega.core.checkpoint.store import NOTHING, STEP, Checkpoint, CheckpointStore, locate, remove_leftover, store_at
@@ -128,17 +129,27 @@ def clean(
     dry_run: bool,
     tell: Tell,
 ) -> None:
-    """Remove what killed saves left, then checkpoints, or their optimizer's state, as far as the limits say."""
+    """Remove what killed saves and exports left, then checkpoints, or optimizers' state, as far as the limits say.
+
+    What an export to `path` left lies beside it; `path` itself need not be there then.
+    Errors: CheckpointError where there is nothing to clean, or a conversion is writing.
+    """
     if url_of(path) is not None:
         raise ValueError(f"{url_of(path)}: nothing is removed from object stores; use their own tools")
     store = CheckpointStore(path)
-    if not store.steps() and not store.leftovers():
-        raise CheckpointError(f"{path}: {NOTHING}")
     verb = "would remove" if dry_run else "removed"
-    for left in store.leftovers():
-        if not dry_run:
-            remove_leftover(left)
+    beside = sweep(path, dry_run=dry_run)
+    for left in beside:
         tell(f"{verb} {left}")
+    if not store.steps() and not store.leftovers():
+        if beside:
+            return
+        raise CheckpointError(f"{path}: {NOTHING}")
+    with store.held():
+        for left in store.leftovers():
+            if not dry_run:
+                remove_leftover(left)
+            tell(f"{verb} {left}")
     done = retain(store, keep_last, keep_every, keep_optimizer_last, dry_run=dry_run)
     for step in done.removed:
         tell(f"{verb} {store.path(step)}")

@@ -179,20 +179,29 @@ class CheckpointStore:
 
     @contextlib.contextmanager
     def _claimed(self, step: int) -> Iterator[None]:
-        """The directory for one process, which will publish `step` there. Without lock support, for whoever comes.
+        """The directory, held, in which `step` may be published.
 
         Errors: CheckpointError where another has it, or where that step or a newer one is there.
         """
         self.directory.mkdir(parents=True, exist_ok=True)
+        with self.held():
+            if there := [each for each in self.steps() if each >= step]:
+                raise CheckpointError(f"step {there[-1]} is there already; give a new directory")
+            yield
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """The directory for one process that writes or removes. Without lock support, for whoever comes.
+
+        Errors: CheckpointError where another has it.
+        """
         descriptor = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY)
         try:
             with contextlib.suppress(OSError):
                 try:
                     fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except BlockingIOError:
-                    raise CheckpointError("another process is writing there") from None
-            if there := [each for each in self.steps() if each >= step]:
-                raise CheckpointError(f"step {there[-1]} is there already; give a new directory")
+                    raise CheckpointError(f"another process is writing into {self.directory}") from None
             yield
         finally:
             os.close(descriptor)

@@ -1,0 +1,96 @@
+"""Exported folders, which appear under their name complete or not at all, and what killed writers of them left behind.
+
+A folder is filled beside its place, as `NAME.<12 hexadecimal digits>.tmp`, under a lock that ends with its writer,
+however that ends. So the next writer of the same name, or `mega checkpoint clean NAME`, can tell what is abandoned
+from what somebody still fills. Where a file system has no locks, nothing is taken away. Knows nothing of contents.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import shutil
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from mega.core.files import sync_directory, url_of
+
+
+def check_fresh(save: Path) -> None:
+    """Errors: ValueError where no folder can be filled at `save`."""
+    if (url := url_of(save)) is not None:
+        raise ValueError(f"--save-dir {url}: only checkpoints of ours go to an object store; give a folder")
+    if save.exists() and (not save.is_dir() or any(save.iterdir())):
+        raise ValueError(f"{save}: exists and is not an empty folder")
+
+
+def filled_folder(save: Path, fill: Callable[[Path], int]) -> int:
+    """Fill a folder beside `save`, then give it that name; what `fill` returns. Nothing is left where that fails."""
+    check_fresh(save)
+    save = Path(os.path.realpath(save))  # "." and links: what they mean gets the name
+    try:
+        with folder_beside(save) as working:
+            written = fill(working)
+            sync_directory(working)
+            working.rename(save)  # an empty folder of that name gives way
+    except OSError as error:
+        raise OSError(f"{save}: was not written: {error}") from error
+    sync_directory(save.parent)
+    return written
+
+
+@contextlib.contextmanager
+def folder_beside(save: Path) -> Iterator[Path]:
+    """A new folder beside `save`, which goes when the block ends unless it was renamed. Abandoned ones go first."""
+    save = Path(os.path.realpath(save))
+    sweep(save)
+    working, descriptor = _locked_folder(save)
+    try:
+        yield working
+    finally:
+        shutil.rmtree(working, ignore_errors=True)
+        os.close(descriptor)
+
+
+def _locked_folder(save: Path) -> tuple[Path, int]:
+    """A new folder and the descriptor that holds its lock. Should a sweep take it between the two, another is made."""
+    while True:
+        working = save.with_name(f"{save.name}.{uuid.uuid4().hex[:12]}.tmp")
+        working.mkdir(parents=True)
+        with contextlib.suppress(FileNotFoundError):
+            descriptor = os.open(working, os.O_RDONLY | os.O_DIRECTORY)
+            with contextlib.suppress(OSError):
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+            if working.exists():
+                return working, descriptor
+            os.close(descriptor)
+
+
+def sweep(save: Path, *, dry_run: bool = False) -> list[Path]:
+    """Remove the folders that writers of `save` filled when they were killed; which they are. Files and links stay."""
+    save = Path(os.path.realpath(save))
+    name = re.compile(rf"{re.escape(save.name)}\.[0-9a-f]{{12}}\.tmp")
+    beside = sorted(path for path in save.parent.glob("*.tmp") if name.fullmatch(path.name))
+    return [path for path in beside if _removed(path, dry_run)]
+
+
+def _removed(folder: Path, dry_run: bool) -> bool:
+    """Remove a folder of this user's that nobody has locked; whether it is one."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError:
+        return False
+    try:
+        if os.fstat(descriptor).st_uid != os.geteuid():
+            return False
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not dry_run:
+            shutil.rmtree(folder, ignore_errors=True)
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
