@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,21 +17,28 @@ from mega.core.config.compose import compose
 from mega.core.config.resolve import resolve
 from mega.core.config.run import RunConfig
 from mega.core.device import DTYPES
+from mega.core.estimate import activations
 from mega.core.estimate.activations import Sizes, block_ops, footprint
 from mega.core.estimate.weights import passing
 from mega.core.ops.fp8 import Cast, Fp8Products
 from mega.core.ops.products import Products
-from mega.core.parallel import collectives
+from mega.core.parallel import collectives, peers
 from mega.core.parallel.gradients import Bucket, GradBuffer
 from mega.core.parallel.mesh import Axis, Mesh
+from mega.core.parallel.peers import Mapped
+from mega.core.training import build
 from mega.core.training.build import build_stages
 
 SHAPE = {"layers": 4, "hidden": 64, "heads": 4, "vocab": 250, "seq_length": 96, "micro_batch": 2, "device": "cpu"}
 QUIET = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
+FEW = {"vocab": 8, "vocab_multiple": 8}
+OVERLAP = {"dtype": "bf16", "tp": 2, "sequence_parallel": True, "tp_overlap": True}
 FP8 = {"dtype": "bf16", "fp8": True, "ffn": 640, "vocab": 8, "vocab_multiple": 8}
 """With few words, lest all peaks be the loss's."""
 FULL = {"recompute": "full", "recompute_method": "uniform", "recompute_layers": 1}
 BLOCK = {**FULL, "recompute_method": "block"}
+
+MAPPED = torch.zeros(1 << 20, dtype=torch.uint8)
 
 CASES: dict[str, dict[str, Any]] = {
     "gpt": QUIET,
@@ -90,6 +98,13 @@ CASES: dict[str, dict[str, Any]] = {
     "fp8, tp 2, sequence": {**FP8, **QUIET, "tp": 2, "sequence_parallel": True, "seq_length": 32},
     "fp8, narrow, tp 2, sequence": {**FP8, **QUIET, "ffn": 64, "tp": 2, "sequence_parallel": True},
     "fp8, llama pp 2": {**FP8, "family": "llama", "pp": 2},
+    "overlap": {**OVERLAP, **QUIET},
+    "overlap, few words": {**OVERLAP, **QUIET, **FEW},
+    "overlap in pieces": {**OVERLAP, **QUIET, **FEW, "layers": 2, "seq_length": 1024, "micro_batch": 1},
+    "overlap, wide": {**OVERLAP, **QUIET, **FEW, "ffn": 640},
+    "overlap, llama": {**OVERLAP, **FEW, "family": "llama"},
+    "overlap, llama again": {**OVERLAP, **FEW, "family": "llama", "recompute": "selective"},
+    "overlap, tp 4": {**OVERLAP, **QUIET, **FEW, "tp": 4},
     "pp 2": {**QUIET, "pp": 2},
     "pp 2 bf16": {**QUIET, "pp": 2, "dtype": "bf16"},
     "llama pp 2, tp 2": {"family": "llama", "pp": 2, "tp": 2, "dtype": "bf16"},
@@ -180,6 +195,22 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     def nothing(*_: Any, **__: Any) -> Work:
         return Work()
 
+    class Copies:
+        """Sees everything arrive at once."""
+
+        def copy(self, *_: Any) -> None:
+            pass
+
+        wait = copy
+
+    class Apart(Mapped):
+        """Memory that all ranks map, which no allocator knows of and nobody writes to."""
+
+        def _make(self, size: int, device: torch.device) -> None:
+            self._bytes, self._memory, self._begins = size, MAPPED, [0] * self.axis.size
+
+    monkeypatch.setattr(peers, "CopyStream", Copies)
+    monkeypatch.setattr(build, "peers", lambda axis, device: Apart(axis))
     monkeypatch.setattr(collectives, "_gather_into", gather)
     monkeypatch.setattr(collectives, "_scatter_sum", gather)
     monkeypatch.setattr(collectives.dist, "all_reduce", nothing)
@@ -215,6 +246,8 @@ def measured(run: RunConfig, stage: int, dp: int = 1) -> tuple[int, int, int]:
     """Bytes held after the forward, and peaks of forward and backward, of one rank of a stage."""
     parallel = run.parallel
     mesh = Mesh.at(stage * parallel.tp * dp + parallel.tp - 1, tp=parallel.tp, pp=parallel.pp, dp=dp)
+    if parallel.tp_overlap:
+        mesh.tp = replace(mesh.tp, group=object())  # type: ignore[arg-type]
     (chunk,) = build_stages(run, mesh, torch.device("cpu"))
     assert run.precision.grad_dtype and run.batch.micro_batch and run.batch.seq_length
     grads = GradBuffer(
@@ -230,7 +263,7 @@ def measured(run: RunConfig, stage: int, dp: int = 1) -> tuple[int, int, int]:
     live = Live()
     for bucket in grads.buckets:
         live.know(bucket.weights, bucket.own_weights, bucket.own_grads, *([] if parallel.zero > 1 else [bucket.grads]))
-    live.know(*(t for t in vars(batch).values() if t is not None))
+    live.know(MAPPED, *(t for t in vars(batch).values() if t is not None))
     if parallel.zero >= 3:
         Coming(live, grads)
         chunk.around = grads.around
@@ -263,7 +296,7 @@ def test_against_autograd(name: str, alone: Callable[[], None]) -> None:
         assert layers
         counted = footprint(run, layers // run.parallel.pp, first=first, last=last)
         held, forward, backward = measured(run, stage)
-        assert counted.held == pytest.approx(held, rel=0.002)
+        assert counted.held + counted.travelling == pytest.approx(held, rel=0.002)
         assert counted.forward == pytest.approx(forward, rel=0.05)
         assert counted.backward == pytest.approx(backward, rel=0.05)
 
@@ -289,6 +322,15 @@ def test_buckets_that_come_and_go(name: str, alone: Callable[[], None]) -> None:
     assert counted.held == pytest.approx(held, rel=0.01)
     assert max(counted.forward, counted.backward) == pytest.approx(max(forward, backward), rel=0.15)
     assert counted.backward == pytest.approx(backward, rel=0.15)
+
+
+@pytest.mark.parametrize("tp", [2, 4, 8, 6])
+@pytest.mark.parametrize("rows", [128, 500, 512, 1024, 4096])
+def test_pieces_are_those_of_the_exchanges(tp: int, rows: int) -> None:
+    flags = {**QUIET, **OVERLAP, "tp": tp, "hidden": 96, "heads": 24, "seq_length": rows * tp // 2}
+    axis = Axis("tp", tuple(range(tp)), 0)
+    assert Sizes(run_of(flags)).pieces == len(peers._order(axis, rows, ours_first=True))
+    assert (activations.FULL, activations.SLOTS) == (peers.FULL, peers.SLOTS)
 
 
 def frugal_cast(x: torch.Tensor, dtype: torch.dtype, *, rows: bool = False, columns: bool = False) -> Cast:

@@ -11,6 +11,7 @@ import pytest
 from mega.core.config.compose import compose
 from mega.core.config.resolve import resolve
 from mega.core.config.run import RunConfig
+from mega.core.estimate import activations
 from mega.core.estimate.flops import published_flops, recomputed_flops
 from mega.core.estimate.hardware import hardware
 from mega.core.estimate.memory import memory
@@ -92,6 +93,15 @@ def test_tensor_exchanges_beside_products(beside: bool, seconds: float) -> None:
     run = resolve(compose("gpt-22b", flags={**flags, "tp_overlap": beside}), 2)
     assert step_time(run, 2, hardware("h200")).seconds == pytest.approx(seconds, rel=0.03)
     assert memory(run, 2).mapped == (4 * 4 * 2048 * 6144 * 2 if beside else 0)
+
+
+@pytest.mark.parametrize(("tp", "full", "seconds"), [(4, 512, 0.535), (8, 512, 0.347), (8, 1024, 0.339)])
+def test_fewer_pieces_hide_less(tp: int, full: int, seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """GPT 22B whole, as two devices imitated it: 4 pieces, 2 and 1."""
+    monkeypatch.setattr(activations, "FULL", full)
+    flags = {**QUIET, "micro_batch": 4, "global_batch": 4, "tp": tp, "sequence_parallel": True, "tp_overlap": True}
+    run = resolve(compose("gpt-22b", flags=flags), tp)
+    assert step_time(run, tp, hardware("h200")).seconds == pytest.approx(seconds, rel=0.08)
 
 
 @pytest.mark.parametrize(("schedule", "pp", "chunks", "count"), [("1f1b", 4, 1, 61), ("interleaved", 4, 3, 64)])

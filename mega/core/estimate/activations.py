@@ -10,7 +10,8 @@ e bytes of the dtype, w of max(fp32, dtype); widths (h, q, kv, f, v) are those o
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from mega.core.config.run import RunConfig
@@ -20,12 +21,19 @@ from mega.core.inventory import padded
 HASH = 24
 """Bytes per element that a dropout mask takes while it is hashed: three int64 tensors (ops/counter.py)."""
 
+FULL = 512
+"""Rows for each tensor rank that a piece of a product beside its exchange has at least (parallel/peers.py)."""
+
+SLOTS = 4
+"""Exchanges beside products whose blocks are kept (parallel/peers.py)."""
+
 
 @dataclass(frozen=True)
 class Op:
     """saved: bytes kept until its backward. forward, backward: bytes that live besides, while it runs.
 
-    product: what the weight's gradient needs, where that is computed later (zero-bubble plans).
+    product: what the weight's gradient needs, where that is computed later (zero-bubble plans). sent, returned: for
+    each exchange beside its products (--tp-overlap), forward and backward, what stays of the blocks behind the op.
     """
 
     name: str
@@ -33,6 +41,8 @@ class Op:
     forward: int
     backward: int
     product: int = 0
+    sent: tuple[int, ...] = ()
+    returned: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -56,13 +66,15 @@ class Footprint:
     """One microbatch on one chunk, in bytes.
 
     held: from its forward to its backward. forward, backward: the most that lives while it runs, `held` included.
-    products: from its backward to its weights' act, where these are two.
+    products: from its backward to its weights' act, where these are two. travelling: blocks of exchanges that are
+    over, behind a forward pass, once for all microbatches; what there is of them is part of `forward` and `backward`.
     """
 
     held: int
     forward: int
     backward: int
     products: int = 0
+    travelling: int = 0
 
 
 class Sizes:
@@ -85,6 +97,7 @@ class Sizes:
         whole = padded(model.vocab, tp, model.vocab_multiple)
         self.vocab, self.pads = whole // tp, whole != model.vocab
         self.e, self.w = BYTES[run.precision.dtype], wide(run.precision.dtype)
+        self.beside = parallel.tp_overlap
         self.documents = run.data.reset_attention
         self.plain = bool(model.attention_dropout) or run.runtime.ops == "reference"
         self.kernels = run.runtime.device != "cpu" and run.runtime.ops == "auto" and run.precision.dtype != "fp64"
@@ -111,8 +124,28 @@ class Sizes:
 
     @property
     def whole_input(self) -> int:
-        """A region's gathered input under sequence parallelism."""
-        return self.e * self.tokens * self.hidden if self.seq else 0
+        """A region's gathered input under sequence parallelism; --tp-overlap has it in memory that all ranks map."""
+        return self.e * self.tokens * self.hidden if self.seq and not self.beside else 0
+
+    @property
+    def pieces(self) -> int:
+        """Into how many pieces a product is cut for its exchange.
+
+        >>> from mega.core.config.compose import compose
+        >>> from mega.core.config.resolve import resolve
+        >>> flags = {"micro_batch": 4, "global_batch": 4, "sequence_parallel": True, "tp_overlap": True}
+        >>> [Sizes(resolve(compose("gpt-22b", flags={**flags, "tp": tp}), tp)).pieces for tp in (2, 4, 8)]
+        [2, 4, 2]
+        """
+        together = 1
+        while together * self.own < FULL * self.tp and self.tp % (2 * together) == 0:
+            together *= 2
+        return self.tp // together
+
+    @property
+    def parts(self) -> int:
+        """Blocks that a product makes to be summed over ranks; a piece that is ours alone is made in its place."""
+        return self.e * (self.tokens - (self.own if self.pieces == self.tp else 0)) * self.hidden
 
 
 def footprint(run: RunConfig, blocks: int, *, first: bool, last: bool, passing: Passing | None = None) -> Footprint:
@@ -125,10 +158,11 @@ def footprint(run: RunConfig, blocks: int, *, first: bool, last: bool, passing: 
     cargo = 0 if first or (blocks and _keeps_cargo(run, sizes)) else sizes.residual
     out = 0 if last else sizes.residual
     held = sum(segment.held for segment in segments) + cargo + out
-    walk = _Walk(segments, blocks, sizes.residual, passing)
+    walk = _Walk(segments, blocks, sizes.residual, passing, sizes.beside)
     later = run.parallel.schedule == "zb-h1"
     products = sum(op.product for segment in segments for op in segment.ops) if later else 0
-    return Footprint(held, max(held, cargo + out + walk.forward()), max(held, walk.backward(held, later)), products)
+    forward, travelling = cargo + out + walk.forward(), walk.travelling
+    return Footprint(held, max(held, forward), max(held, walk.backward(held, later)), products, travelling)
 
 
 def _keeps_cargo(run: RunConfig, sizes: Sizes) -> bool:
@@ -166,9 +200,14 @@ def chunk_segments(run: RunConfig, sizes: Sizes, blocks: int, *, first: bool, la
 
 
 class _Walk:
-    """The ops of a chunk, run forwards and backwards with what is alive at each."""
+    """The ops of a chunk, run forwards and backwards with what is alive at each.
 
-    def __init__(self, segments: list[Segment], blocks: int, residual: int, passing: Passing | None) -> None:
+    A microbatch finds the blocks that the one before left on their way, forwards those of a backward pass.
+    """
+
+    def __init__(
+        self, segments: list[Segment], blocks: int, residual: int, passing: Passing | None, beside: bool
+    ) -> None:
         self.residual, self.passing = residual, passing
         self.segments: list[tuple[Segment, list[tuple[Op, int]]]] = []
         unit = 0
@@ -180,6 +219,16 @@ class _Walk:
                     unit = blocks + 1
                 placed.append((op, unit))
             self.segments.append((segment, placed))
+        self._blocks = deque([0] * SLOTS, maxlen=SLOTS) if beside else None
+        if self._blocks is not None:
+            self._blocks.extend(
+                size for segment in reversed(segments) for op in segment.ops[::-1] for size in op.returned
+            )
+
+    @property
+    def travelling(self) -> int:
+        """Blocks of exchanges that are over, and kept."""
+        return sum(self._blocks or ())
 
     def forward(self) -> int:
         live = peak = self.passing.left if self.passing else 0
@@ -193,15 +242,21 @@ class _Walk:
         live = peak = 0
         for op, unit in placed:
             live += op.saved
-            peak = max(peak, live + self._weights(op, unit, op.forward))
+            peak = max(peak, live + self._besides(op, unit, op.forward, op.sent))
         return peak
 
     def _pass(self, placed: list[tuple[Op, int]]) -> int:
         """The peak of running ops forwards where nothing is kept: roughly that of the widest."""
-        return max(op.saved + self._weights(op, unit, op.forward) for op, unit in placed)
+        return max(op.saved + self._besides(op, unit, op.forward, op.sent) for op, unit in placed)
 
-    def _weights(self, op: Op, unit: int, working: int) -> int:
-        """What an op takes besides what is kept: `working`, and the weights that are here for it."""
+    def _besides(self, op: Op, unit: int, working: int, sent: Sequence[int]) -> int:
+        """What an op takes besides what is kept: `working`, weights that are here for it, and blocks on their way.
+
+        sent: what it adds to those; each of its exchanges lets the oldest go.
+        """
+        if self._blocks is not None:
+            working += sum(list(self._blocks)[len(sent) :])
+            self._blocks.extend(sent)
         if self.passing is None:
             return working
         here, arriving = self.passing.gathered.get(unit, (0, 0))
@@ -209,7 +264,7 @@ class _Walk:
         return here + (max(working, arriving) if op.name in _ENDS else working)
 
     def backward(self, held: int, later: bool) -> int:
-        """later: products of weights are kept, not computed."""
+        """later: products of weights are kept, not computed. After `forward`."""
         passing = self.passing
         leaving = passing.left if passing else 0
         live = peak = held + leaving
@@ -221,7 +276,7 @@ class _Walk:
             for op, unit in reversed(placed):
                 if passing:
                     live += passing.opened.get((unit, op.name), 0)
-                peak = max(peak, live + self._weights(op, unit, op.backward))
+                peak = max(peak, live + self._besides(op, unit, op.backward, op.returned))
                 live += (op.product if later else 0) - op.saved
                 for gradients, span in passing.closed.get((unit, op.name), ()) if passing else ():
                     # One bucket at a time is on its way, with room for our span of its sum.
@@ -285,7 +340,8 @@ def head_ops(z: Sizes) -> Iterator[Op]:
         0 if z.again else z.normed,
         z.stream + z.e * scores + z.whole_input + z.copied * z.vocab * z.hidden,
         grad + z.e * z.tokens * z.hidden,
-        (z.whole_input or z.normed) + z.e * scores,
+        z.e * (z.tokens * z.hidden + scores),
+        *_column_blocks(z),
     )
     yield logits
     # the logits, each token's label and log-sum-exp, its loss (and its weight, where that is widened)
@@ -333,8 +389,14 @@ def _column(name: str, z: Sizes, outs: int, again: bool) -> Op:
         kept,
         again_input + z.stream + z.whole_input + y + forward,
         again_input + z.residual + y + inner + backward,
-        (z.whole_input or z.normed) + y,
+        z.e * z.tokens * z.hidden + y,
+        *_column_blocks(z),
     )
+
+
+def _column_blocks(z: Sizes) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Of a gathering forward, and of one with a sum backward. A norm's output that is not kept stays for the blocks."""
+    return ((z.normed if z.again else 0,), (z.normed, z.parts)) if z.beside else ((), ())
 
 
 def _row(name: str, z: Sizes, ins: int, again: bool = False, besides: int = 0) -> Op:
@@ -345,9 +407,10 @@ def _row(name: str, z: Sizes, ins: int, again: bool = False, besides: int = 0) -
     forward = z.stream + outs + besides + product
     # In 8 bits the gathered gradient is let go.
     backward = z.residual + (0 if z.fp8 else z.whole_input) + x + products
+    sent, returned = ((z.parts,), (z.normed,)) if z.beside else ((), ())
     if again:
-        return Op(name, 0, forward + x, backward + x, x + y)
-    return Op(name, x, forward, backward, x + y)
+        return Op(name, 0, forward + x, backward + x, x + y, sent, returned)
+    return Op(name, x, forward, backward, x + y, sent, returned)
 
 
 def _products(z: Sizes, ins: int, outs: int) -> tuple[int, int]:

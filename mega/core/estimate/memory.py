@@ -105,7 +105,7 @@ def memory(run: RunConfig, world: int) -> Memory:
     for stage, own in enumerate(chunks):
         held, course = weights[own], courses[stage]
         activations, working, cargo, when = course.peak([prints[chunk] for chunk in own], sizes.residual)
-        update = _update(run, held, dp)
+        update = _update(run, held, dp) + max(prints[chunk].travelling for chunk in own)
         if update > activations + working + cargo:
             activations, working, cargo, when = 0, update, 0, "optimizer step"
         stages.append(

@@ -288,9 +288,11 @@ class _Times:
         z = self.z
         forward, grad, weight = products.forward, products.backward, products.weight
         gather = self.collective(z.e * z.tokens * z.hidden, z.tp, 1)
-        if self.run.parallel.tp_overlap:
-            waits = self.uncovered(2 * gather, grad) + self.total()
-            return Pass(forward + self.uncovered(gather, forward), grad + waits, weight)
+        if z.beside:
+            # The input is gathered anew; behind it parts of its gradient leave, until the weight's product ends too.
+            late = max(gather - grad, 0.0)
+            left = max(2 * gather, grad + self.alone(gather)) - (grad + late + weight)
+            return Pass(forward + self.uncovered(gather, forward), grad + late + max(left, 0.0) + self.total(), weight)
         summed = gather if z.seq else 2 * gather
         waits = self.beside(summed, weight) + (self.beside(gather, grad) if z.seq else 0.0)
         return Pass(forward + (gather if z.seq else 0.0), grad + waits, weight)
@@ -300,14 +302,18 @@ class _Times:
         z = self.z
         gather = self.collective(z.e * z.tokens * z.hidden, z.tp, 1)
         forward, grad, weight = products.forward, products.backward, products.weight
-        if self.run.parallel.tp_overlap:
+        if z.beside:
             out = self.uncovered(gather, forward) + self.total()
             return Pass(forward + out, grad + self.uncovered(gather, grad), weight)
         return Pass(forward + (gather if z.seq else 2 * gather), grad + (gather if z.seq else 0.0), weight)
 
     def uncovered(self, exchange: float, product: float) -> float:
-        """What an exchange adds to the product that it feeds piece by piece: the first piece has nothing beside it."""
-        return max(exchange - product * (self.z.tp - 1) / self.z.tp, 0.0)
+        """What an exchange adds to the product that it feeds, or that feeds it, piece by piece."""
+        return max(exchange - product * (self.z.pieces - 1) / self.z.pieces, self.alone(exchange))
+
+    def alone(self, exchange: float) -> float:
+        """What is beside nothing: blocks in one piece with our own tokens, a gathering's first and a sum's last."""
+        return exchange * (self.z.tp / self.z.pieces - 1) / (self.z.tp - 1)
 
     def total(self) -> float:
         """Adding up the parts that the tensor ranks have made of our tokens."""
