@@ -26,6 +26,10 @@ def run(
     target_pp: Annotated[
         int, typer.Option("--target-pipeline-parallel-size", "--pp", help="pipeline stages of a checkpoint")
     ] = 1,
+    chunks: Annotated[int, typer.Option("--chunks", help="model chunks per pipeline rank of a checkpoint")] = 1,
+    stage_layers: Annotated[
+        list[int] | None, typer.Option("--stage-layers", help="blocks of each stage, where they are not equal")
+    ] = None,
     parts: Annotated[int, typer.Option("--parts", help="files of a Meta folder")] = 1,
     verify: Annotated[
         bool,
@@ -44,12 +48,17 @@ def run(
 
     source = kind_of(load_dir)
     target = target_of(load_dir, source, to)
-    check_flags(
-        source,
-        target,
-        {"--target-tensor-parallel-size": target_tp, "--target-pipeline-parallel-size": target_pp, "--parts": parts},
+    given = {
+        "--target-tensor-parallel-size": target_tp,
+        "--target-pipeline-parallel-size": target_pp,
+        "--chunks": chunks,
+        "--stage-layers": tuple(stage_layers or ()),
+        "--parts": parts,
+    }
+    check_flags(source, target, given)
+    report = convert(
+        load_dir, save_dir, to, target_tp, target_pp, parts, chunks=chunks, stage_layers=stage_layers or ()
     )
-    report = convert(load_dir, save_dir, to, target_tp, target_pp, parts)
     print(f"{report.path}: {report.tensors:,} tensors, {report.elements:,} elements, {report.bytes:,} bytes")
     for note in report.notes:
         print(note)

@@ -19,6 +19,10 @@ def run(
     save_dir: Annotated[Path, typer.Option("--save-dir", help="directory of the new checkpoint")],
     target_tp: Annotated[int, typer.Option("--target-tensor-parallel-size", "--tp", help="tensor ranks")] = 1,
     target_pp: Annotated[int, typer.Option("--target-pipeline-parallel-size", "--pp", help="pipeline stages")] = 1,
+    chunks: Annotated[int, typer.Option("--chunks", help="model chunks per pipeline rank")] = 1,
+    stage_layers: Annotated[
+        list[int] | None, typer.Option("--stage-layers", help="blocks of each stage, where they are not equal")
+    ] = None,
     saver: Annotated[
         Literal["mega", "megatron", "megatron-23.06", "mcore", "mcore-local", "core"],
         typer.Option("--saver", help="kind to write: ours, Megatron-LM's legacy names, or Megatron-core's"),
@@ -61,6 +65,8 @@ def run(
     given = {
         "--target-tensor-parallel-size": target_tp,
         "--target-pipeline-parallel-size": target_pp,
+        "--chunks": chunks,
+        "--stage-layers": tuple(stage_layers or ()),
         "--true-vocab-size": true_vocab_size,
         "--vocab-file": vocab_file,
         "--num-attention-heads": num_heads,
@@ -84,6 +90,8 @@ def run(
             num_heads,
             progress,
             optimizer=not no_load_optim,
+            chunks=chunks,
+            stage_layers=stage_layers or (),
         )
     for note in report.notes:
         print(note)

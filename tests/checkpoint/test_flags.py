@@ -18,6 +18,8 @@ PLACES = {kind: HERE / kind / "model.bin" if kind == "llama2.c" else HERE / kind
 MEANT = {
     "--target-tensor-parallel-size 2": lambda source, target: target in ("mega", "megatron", "mcore"),
     "--pp 2": lambda source, target: target in ("mega", "megatron", "mcore"),
+    "--chunks 2": lambda source, target: target == "mega",
+    "--stage-layers 2 0": lambda source, target: target == "mega",
     "--parts 2": lambda source, target: target == "meta",
     "--true-vocab-size 55": lambda source, target: source in ("megatron", "torch_dist"),
     "--vocab-file FILE": lambda source, target: source in ("megatron", "torch_dist"),
@@ -50,8 +52,8 @@ def test_a_flag_means_something_or_is_refused(
         name, *value = flag.replace("FILE", str(tmp_path / "vocab.json")).split()
         name = "--target-pipeline-parallel-size" if name == "--pp" else name
         if meant(source, target):
-            number = int(value[0]) if value and value[0].isdecimal() else value[0] if value else True
-            check_flags(kind_of(PLACES[source]), "megatron" if target == "mcore" else target, {name: number})  # type: ignore[arg-type]
+            written = "megatron" if target == "mcore" else target
+            check_flags(kind_of(PLACES[source]), written, {name: tuple(value)})  # type: ignore[arg-type]
             continue
         assert main([verb, *places, *to, name, *value]) == 2, (verb, source, target)
         (line,) = capsys.readouterr().err.splitlines()

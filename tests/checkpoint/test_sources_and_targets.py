@@ -23,6 +23,7 @@ from mega.core.checkpoint.convert import convert
 from mega.core.checkpoint.exchange import exchange
 from mega.core.checkpoint.huggingface import model_from_config
 from mega.core.checkpoint.inspect import clean
+from mega.core.checkpoint.layout import Layout
 from mega.core.checkpoint.pieces import CheckpointError
 from mega.core.checkpoint.reshard import reshard
 from mega.core.checkpoint.store import CheckpointStore, Piece, locate
@@ -114,7 +115,7 @@ def test_other_things_in_the_folder(source: Path, spoil: Callable[[Path], Any], 
 
 
 def test_a_layout_that_does_not_divide_is_told_at_once(source: Path) -> None:
-    for tp, pp, words in ((10**9, 1, "--tp 1000000000"), (1, 3, "--target-pipeline-parallel-size 3: .*valid: 1, 2")):
+    for tp, pp, words in ((10**9, 1, "--tp 1000000000"), (1, 3, "--layers 2: must be a multiple of --pp 3")):
         with pytest.raises(ValueError, match=words):
             convert(source, source.parent / "x", None, tp, pp, 1)
 
@@ -230,7 +231,7 @@ def test_no_checkpoint_is_replaced_or_hidden(source: Path, run: Path) -> None:
         with pytest.raises(CheckpointError, match=f"step {step} is there already"):
             convert(source, store.directory, None, 1, 1, 1)
         with pytest.raises(CheckpointError, match=f"step {step} is there already"):
-            reshard(run, store.directory, 1, 1)
+            reshard(run, store.directory, Layout(1, 1))
         assert store.steps() == [step] and list(store.open(step).tensors) == ["w"]
 
 
@@ -263,7 +264,10 @@ def test_an_older_step_is_never_taken_in_silence(tmp_path: Path, capsys: pytest.
 def test_a_damaged_companion_is_not_copied_on(run: Path, tmp_path: Path) -> None:
     config = run / "step-0000000" / "config.json"
     config.write_text(config.read_text().replace("5", "6"))
-    for write in (lambda: reshard(run, tmp_path / "out", 1, 1), lambda: convert(run, tmp_path / "out", None, 1, 1, 1)):
+    for write in (
+        lambda: reshard(run, tmp_path / "out", Layout(1, 1)),
+        lambda: convert(run, tmp_path / "out", None, 1, 1, 1),
+    ):
         with pytest.raises(CheckpointError, match=r"config\.json: not the bytes that were saved"):
             write()
     assert not (tmp_path / "out").exists()

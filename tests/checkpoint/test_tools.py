@@ -6,6 +6,7 @@ import dataclasses
 import io
 import os
 import random
+import re
 import shutil
 from itertools import pairwise
 from pathlib import Path
@@ -14,12 +15,14 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
+from safetensors.torch import load_file
 from typer.testing import CliRunner
 
+from mega.cli import main
 from mega.commands import checkpoint as verbs
 from mega.commands.reshard import run as reshard_verb
 from mega.core.checkpoint import inspect
-from mega.core.checkpoint.layout import plan_files
+from mega.core.checkpoint.layout import Layout, plan_files
 from mega.core.checkpoint.pieces import CheckpointError, Piece
 from mega.core.checkpoint.reshard import Ledger, reshard
 from mega.core.checkpoint.retention import retain, surplus
@@ -66,7 +69,7 @@ def save_model(directory: Path, model: ModelConfig, step: int = 7, change: str =
 def test_reshard_there_and_on(tmp_path: Path, model: ModelConfig, layout: list[tuple[int, int]]) -> None:
     save_model(tmp_path / "0", model)
     for number, (tp, pp) in enumerate(layout):
-        report = reshard(tmp_path / str(number), tmp_path / str(number + 1), tp, pp)
+        report = reshard(tmp_path / str(number), tmp_path / str(number + 1), Layout(tp, pp))
         assert locate(tmp_path / str(number + 1)).world == tp * pp
         assert report.step == 7 and report.elements > 1000
     first, last = locate(tmp_path / "0"), locate(tmp_path / str(len(layout)))
@@ -76,10 +79,34 @@ def test_reshard_there_and_on(tmp_path: Path, model: ModelConfig, layout: list[t
     assert last.meta["samples"] == 28 and last.attachments["tokenizer.json"].read_bytes() == b"{}"
 
 
+@pytest.mark.parametrize(
+    ("flags", "blocks"),
+    [
+        ("--pp 3 --stage-layers 2 1 1", [{0, 1}, {2}, {3}]),
+        ("--pp 3 --stage-layers 2 0 2", [{0, 1}, set(), {2, 3}]),
+        ("--pp 2 --chunks 2", [{0, 2}, {1, 3}]),
+        ("--pp 2 --chunks 2 --stage-layers 0 1 2 1", [{1, 2}, {0, 3}]),
+    ],
+)
+def test_reshard_for_uneven_stages_and_chunks(tmp_path: Path, flags: str, blocks: list[set[int]]) -> None:
+    """As a run with the same flags cuts its model."""
+    save_model(tmp_path / "a", LLAMA)
+    assert main(f"reshard --load-dir {tmp_path}/a --save-dir {tmp_path}/b --tp 2 {flags}".split()) == 0
+    made = locate(tmp_path / "b")
+    assert list(inspect.diff(locate(tmp_path / "a"), made)) == []
+    for stage, expected in enumerate(blocks):
+        for rank in (2 * stage, 2 * stage + 1):
+            keys = load_file(made.path / f"rank-{rank:05d}.safetensors")
+            assert {int(match[1]) for key in keys if (match := re.search(r"layers\.(\d+)\.mlp", key))} == expected
+    counts = [int(word) for word in re.findall(r"(?<= )\d+", flags.partition("--stage-layers")[2])]
+    chunks = 2 if "--chunks" in flags else 1
+    assert made.meta["config"]["parallel"] == {"tp": 2, "pp": len(blocks), "chunks": chunks, "stage_layers": counts}
+
+
 def test_files_fit_their_ranks() -> None:
     """Every rank of tp 2 x pp 2 finds in its own file exactly what it holds; padding is not stored."""
     tensors = {f"weights/{t.name}": (t.shape, torch.float32) for t in inventory(GPT)}
-    files = plan_files(tensors, GPT, 2, 2)
+    files = plan_files(tensors, GPT, Layout(2, 2))
     held = [{piece.key for piece in pieces} for pieces in files]
     assert "weights/model.embed_positions.weight" in held[0] and "weights/model.norm.weight" in held[2]
     assert not any("layers.2" in key or "layers.3" in key for key in held[0] | held[1])
@@ -99,19 +126,24 @@ def test_files_fit_their_ranks() -> None:
 def test_reshard_refuses_what_is_not_the_model(tmp_path: Path, change: str, words: str) -> None:
     save_model(tmp_path / "a", GPT, change=change)
     with pytest.raises(CheckpointError, match=words):
-        reshard(tmp_path / "a", tmp_path / "b", 2, 1)
+        reshard(tmp_path / "a", tmp_path / "b", Layout(2, 1))
     assert not (tmp_path / "b").exists()
 
 
 def test_reshard_refuses_bad_targets(tmp_path: Path) -> None:
     save_model(tmp_path / "a", GPT)
-    for tp, pp, words in ((3, 1, "--tp 3"), (1, 3, "pipeline-parallel-size 3")):
+    for layout, words in (
+        (Layout(3), "--tp 3"),
+        (Layout(1, 3), "--layers 4: must be a multiple of --pp 3 .* or give --stage-layers with 3 numbers"),
+        (Layout(1, 2, stage_layers=(2, 3)), "--stage-layers 2 3: adds up to 5"),
+        (Layout(1, 2, 2, (2, 2)), "--stage-layers 2 2: has 2 numbers, must have --pp 2 x --chunks 2 = 4"),
+    ):
         with pytest.raises(ValueError, match=words):
-            reshard(tmp_path / "a", tmp_path / "b", tp, pp)
+            reshard(tmp_path / "a", tmp_path / "b", layout)
     with pytest.raises(ValueError, match="--save-dir"):
-        reshard(tmp_path / "a", tmp_path / "a", 1, 1)
+        reshard(tmp_path / "a", tmp_path / "a", Layout(1, 1))
     with pytest.raises(CheckpointError, match="holds no checkpoint"):
-        reshard(tmp_path / "none", tmp_path / "b", 1, 1)
+        reshard(tmp_path / "none", tmp_path / "b", Layout(1, 1))
 
 
 def test_a_source_damaged_meanwhile_leaves_no_target(tmp_path: Path) -> None:
@@ -121,7 +153,7 @@ def test_a_source_damaged_meanwhile_leaves_no_target(tmp_path: Path) -> None:
     data[len(data) // 2] ^= 4
     path.write_bytes(data)
     with pytest.raises(CheckpointError, match=r"safetensors: the bytes of tensor"):
-        reshard(tmp_path / "a", tmp_path / "b", 2, 2)
+        reshard(tmp_path / "a", tmp_path / "b", Layout(2, 2))
     assert not (tmp_path / "b").exists()
 
 
@@ -248,7 +280,7 @@ def test_progress_is_shown_on_a_terminal_only(tmp_path: Path) -> None:
     for terminal in (True, False):
         console = Console(file=io.StringIO(), force_terminal=terminal, width=100)
         with progress_bar("reshard", console) as progress:
-            reshard(tmp_path / "a", tmp_path / str(terminal), 2, 1, progress)
+            reshard(tmp_path / "a", tmp_path / str(terminal), Layout(2, 1), progress)
         assert isinstance(console.file, io.StringIO) and ("reshard" in console.file.getvalue()) == terminal
 
 

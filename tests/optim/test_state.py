@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from mega.core.checkpoint.inspect import diff
+from mega.core.checkpoint.layout import Layout
 from mega.core.checkpoint.pieces import CheckpointError
 from mega.core.checkpoint.reshard import reshard
 from mega.core.checkpoint.store import CheckpointStore, locate
@@ -188,7 +189,7 @@ def test_any_layout_reads_any_other(pool: Pool, tmp_path: Path, rule: str, other
         again = small_run("gpt", 4, optimizer=rule, dtype="fp32", save=str(tmp_path / str(number)), **layout)
         pool.run(keep, again, 4, str(first.path), (), world=4)
         assert not list(diff(first, CheckpointStore(tmp_path / str(number)).open(2)))
-    reshard(tmp_path / "first", tmp_path / "cut", 1, 2)
+    reshard(tmp_path / "first", tmp_path / "cut", Layout(1, 2))
     assert not list(diff(first, CheckpointStore(tmp_path / "cut").open(2)))
     pool.run(keep, run, 8, str(first.path), (2,), world=8)
     straight = small_run("gpt", 8, optimizer=rule, dtype="fp32", save=str(tmp_path / "straight"), **MIXED)

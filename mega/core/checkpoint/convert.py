@@ -28,7 +28,7 @@ from mega.core.checkpoint.disk import creating, write_all
 from mega.core.checkpoint.folders import filled_folder
 from mega.core.checkpoint.foreign import hugging_face_source, inside, read_json
 from mega.core.checkpoint.kinds import NAMES, Kind, Target, kind_of
-from mega.core.checkpoint.layout import check_model, model_of, plan_files, planned
+from mega.core.checkpoint.layout import Layout, check_model, model_of, plan_files, planned
 from mega.core.checkpoint.mapping import Source, Table, Tensors, assemble, check_copies, prove
 from mega.core.checkpoint.pieces import Box, CheckpointError, Piece
 from mega.core.checkpoint.reshard import Ledger
@@ -83,14 +83,25 @@ class OwnSource:
         return tensor
 
 
-def convert(load: Path, save: Path, to: Target | None, tp: int, pp: int, parts: int) -> ConversionReport:
+def convert(
+    load: Path,
+    save: Path,
+    to: Target | None,
+    tp: int,
+    pp: int,
+    parts: int,
+    *,
+    chunks: int = 1,
+    stage_layers: Sequence[int] = (),
+) -> ConversionReport:
     """Whatever lies at `load` -> a `to` at `save`; own checkpoints go to Hugging Face unless told otherwise.
 
+    tp, pp, chunks, stage_layers: as of `Layout`, for checkpoints. parts: files of a Meta folder.
     Errors: ValueError naming flag, file or tensor; `save` is then as it was.
     """
     target = target_of(load, kind_of(load), to)
     if target == "mega":
-        return to_mega(load, save, tp, pp)
+        return to_mega(load, save, Layout(tp, pp, chunks, tuple(stage_layers)))
     return to_hugging_face(load, save) if target == "hf" else to_meta(load, save, parts)
 
 
@@ -104,15 +115,15 @@ def target_of(load: Path, kind: Kind, to: Target | None) -> Target:
     return target
 
 
-def to_mega(load: Path, save: Path, tp: int, pp: int) -> ConversionReport:
-    """A folder or file of others -> step 0 of the run directory `save`, in files for tp x pp ranks."""
+def to_mega(load: Path, save: Path, layout: Layout) -> ConversionReport:
+    """A folder or file of others -> step 0 of the run directory `save`, in files for the ranks of `layout`."""
     source, model, table = opened(load)
     companions = {name: inside(load, name) for name in COMPANIONS if (load / name).exists()}
     for path in companions.values():
         if not path.is_file():
             raise CheckpointError(f"{path}: not a regular file")
     check_model(model, str(load))
-    return import_weights(source, table, model, save, tp, pp, attachments=companions)
+    return import_weights(source, table, model, save, layout, attachments=companions)
 
 
 def opened(load: Path) -> tuple[Source, ModelConfig, Table]:
@@ -144,8 +155,7 @@ def import_weights(
     table: Table,
     model: ModelConfig,
     save: Path,
-    tp: int,
-    pp: int,
+    layout: Layout,
     *,
     attachments: Attachments = MappingProxyType({}),
     step: int = 0,
@@ -161,7 +171,7 @@ def import_weights(
     check_copies(table, source)
     targets = {target.name: target for target in table.targets}
     tensors = {target.name: (target.shape, target.dtype) for target in table.targets}
-    files = plan_files(tensors, model, tp, pp)
+    files = plan_files(tensors, model, layout)
     ledger = Ledger({target.name: prod(target.shape) for target in table.targets})
 
     def fetch(piece: Piece, box: Box) -> torch.Tensor:
@@ -171,7 +181,7 @@ def import_weights(
     config = {
         "model": dataclasses.asdict(model),
         "precision": {"dtype": huggingface.dtype_of(tensors)},
-        "parallel": {"tp": tp, "pp": pp},
+        "parallel": layout.section,
         "tokenizer": {"tokenizer": tokenizer_kind(attachments)},
     }
     store = store_at(save)

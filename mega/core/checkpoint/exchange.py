@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,7 +28,7 @@ from mega.core.checkpoint.convert import (
 from mega.core.checkpoint.disk import creating, write_all
 from mega.core.checkpoint.folders import check_fresh, filled_folder, folder_beside
 from mega.core.checkpoint.kinds import kind_of
-from mega.core.checkpoint.layout import check_model
+from mega.core.checkpoint.layout import Layout, check_model
 from mega.core.checkpoint.mapping import assemble, joined, prove
 from mega.core.checkpoint.megatron_state import LEAVE, Facts, facts_of, written_alike, written_state
 from mega.core.checkpoint.pieces import Box, CheckpointError
@@ -55,36 +56,41 @@ def exchange(
     progress: Progress = lambda done, total: None,
     *,
     optimizer: bool = True,
+    chunks: int = 1,
+    stage_layers: Sequence[int] = (),
 ) -> ConversionReport:
     """Whatever lies at `load` -> a `saver` at `save`, for tp x pp ranks.
 
     vocab: the true vocabulary of a Megatron tree. heads: attention heads, where a tree does not say. progress: told
     how far it has come, where own checkpoints become own checkpoints. optimizer: take Adam's state along, from and to
-    Megatron's trees; where it is there and its form is not known, that is an error.
+    Megatron's trees; where it is there and its form is not known, that is an error. chunks, stage_layers: as of
+    `Layout`, for checkpoints of ours.
     Errors: ValueError naming flag, file or tensor; then nothing new is at `save`.
     """
     kind = kind_of(load)
     own, tree = kind == "mega", kind in ("megatron", "torch_dist")
 
-    def to_own(save: Path, tp: int, pp: int) -> ConversionReport:
-        return from_megatron(load, save, tp, pp, vocab, heads, optimizer) if tree else to_mega(load, save, tp, pp)
+    layout = Layout(tp, pp, chunks, tuple(stage_layers))
+
+    def to_own(save: Path, layout: Layout) -> ConversionReport:
+        return from_megatron(load, save, layout, vocab, heads, optimizer) if tree else to_mega(load, save, layout)
 
     if saver == "mega" and own:
-        moved = reshard(load, save, tp, pp, progress)
+        moved = reshard(load, save, layout, progress)
         return ConversionReport(moved.tensors, moved.elements, moved.bytes, moved.path)
     if saver == "mega":
-        return to_own(save, tp, pp)
+        return to_own(save, layout)
     if own:
         return to_megatron(load, save, tp, pp, STYLES[saver], optimizer)
     check_fresh(save)
     with folder_beside(save) as between:
-        taken = to_own(between / "own", 1, 1)
+        taken = to_own(between / "own", Layout())
         report = to_megatron(between / "own", save, tp, pp, STYLES[saver], optimizer)
     return dataclasses.replace(report, notes=(*taken.notes, *report.notes))
 
 
 def from_megatron(
-    load: Path, save: Path, tp: int, pp: int, vocab: int | None, heads: int | None, optimizer: bool
+    load: Path, save: Path, layout: Layout, vocab: int | None, heads: int | None, optimizer: bool
 ) -> ConversionReport:
     """A Megatron-LM tree, or a `torch_dist` folder, -> an own checkpoint at the same step."""
     tree = opened_tree(load, vocab, heads, optimizer)
@@ -94,8 +100,7 @@ def from_megatron(
         tree.table,
         tree.model,
         save,
-        tp,
-        pp,
+        layout,
         step=tree.iteration,
         consumed=tree.consumed,
         known=_known(tree),

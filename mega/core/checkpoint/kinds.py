@@ -80,9 +80,13 @@ _VOCABULARY = Use(
     load=("megatron", "torch_dist"),
 )
 
+_STAGES = "only checkpoints of ours are cut for chunks and uneven stages; leave it out"
+
 USES = {
     "--target-tensor-parallel-size": _RANKS,
     "--target-pipeline-parallel-size": _RANKS,
+    "--chunks": Use(_STAGES, save=("mega",), unset=1),
+    "--stage-layers": Use(_STAGES, save=("mega",), unset=()),
     "--parts": Use("only a Meta folder has parts; leave it out, or give --to meta", save=("meta",), unset=1),
     "--true-vocab-size": _VOCABULARY,
     "--vocab-file": _VOCABULARY,
@@ -104,5 +108,6 @@ def check_flags(source: Kind, target: Kind, given: Mapping[str, object]) -> None
         if type(value) is int and value < 1:
             raise ValueError(f"{flag} {value}: must be 1 or more")
         if value != use.unset and source not in use.load and target not in use.save:
-            shown = flag if value is True else f"{flag} {value}"
+            values = value if isinstance(value, tuple) else () if value is True else (value,)
+            shown = " ".join(map(str, (flag, *values)))
             raise ValueError(f"{shown}: means nothing from {NAMES[source]} to {NAMES[target]}: {use.rule}")

@@ -1,4 +1,4 @@
-"""The files of a tp x pp grid, planned from a model's inventory: which rank writes which rectangles.
+"""The files of a layout's ranks, planned from a model's inventory: which rank writes which rectangles.
 
 Arithmetic on configs; what the rectangles hold comes later, so the pieces are meta tensors.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -28,7 +29,25 @@ SIZES = ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "p
 """What a resolved model section says."""
 
 
-def plan_files(tensors: Tensors, model: ModelConfig, tp: int, pp: int) -> list[list[Piece]]:
+@dataclass(frozen=True)
+class Layout:
+    """Ranks that files are cut for: `tp` tensor ranks of `pp` stages, each with `chunks` runs of blocks.
+
+    stage_layers: blocks of each global stage, where they are not equal, as of `stage_layers` in plan/layers.py.
+    """
+
+    tp: int = 1
+    pp: int = 1
+    chunks: int = 1
+    stage_layers: tuple[int, ...] = ()
+
+    @property
+    def section(self) -> dict[str, Any]:
+        """What a checkpoint says of it in `config.parallel`."""
+        return {**dataclasses.asdict(self), "stage_layers": list(self.stage_layers)}
+
+
+def plan_files(tensors: Tensors, model: ModelConfig, layout: Layout) -> list[list[Piece]]:
     """For each of tp x pp ranks (tp fastest), its pieces of `tensors`, every element exactly once.
 
     Keys are `kind/logical name`. Kinds that hold the model's tensors (weights, masters, moments) are cut as
@@ -42,16 +61,12 @@ def plan_files(tensors: Tensors, model: ModelConfig, tp: int, pp: int) -> list[l
         if f"weights/{tensor.name}" not in tensors:
             raise CheckpointError(f"weights/{tensor.name}: the model has it, the checkpoint does not")
         logical[tensor.name] = tensor
-    assert model.layers is not None
-    if model.layers % pp:
-        valid = ", ".join(str(n) for n in range(1, model.layers + 1) if model.layers % n == 0)
-        raise ValueError(f"--target-pipeline-parallel-size {pp}: must divide {model.layers} layers (valid: {valid})")
+    owner, tp = _stages(model, layout), layout.tp
     for tensor in logical.values():
         if tensor.cut:
             shard(tensor, {"tp": (0, tp)})  # raises where it does not divide
     kinds = {key.partition("/")[0] for key in tensors if key.partition("/")[2] in logical} | {"weights"}
-    owner = _stages(model, pp)
-    files: list[list[Piece]] = [[] for _ in range(tp * pp)]
+    files: list[list[Piece]] = [[] for _ in range(tp * layout.pp)]
     for key, (shape, dtype) in tensors.items():
         kind, _, name = key.partition("/")
         if kind not in kinds:
@@ -77,11 +92,11 @@ def planned(
     return Piece(key, whole, start, torch.empty(size, dtype=dtype, device="meta"))
 
 
-def _stages(model: ModelConfig, pp: int) -> Callable[[Place], int]:
+def _stages(model: ModelConfig, layout: Layout) -> Callable[[Place], int]:
     """Place -> pipeline rank."""
     assert model.layers is not None
-    ranks: dict[Place, int] = {"embedding": 0, "head": pp - 1}
-    for rank, chunks in enumerate(stage_layers(model.layers, pp)):
+    ranks: dict[Place, int] = {"embedding": 0, "head": layout.pp - 1}
+    for rank, chunks in enumerate(stage_layers(model.layers, layout.pp, layout.chunks, layout.stage_layers)):
         ranks.update((block, rank) for chunk in chunks for block in chunk)
     return ranks.__getitem__
 

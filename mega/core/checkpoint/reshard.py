@@ -1,4 +1,4 @@
-"""Own checkpoint -> own checkpoint, cut for another tp x pp grid: weights, masters, moments and the rest.
+"""Own checkpoint -> own checkpoint, cut for another layout: weights, masters, moments and the rest.
 
 Any layout loads into any other without this; it serves those who want files that fit their ranks. A few
 blocks are in memory at a time, and a ledger proves that nothing was lost or doubled.
@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from mega.core.checkpoint.layout import model_of, plan_files
+from mega.core.checkpoint.layout import Layout, model_of, plan_files
 from mega.core.checkpoint.pieces import Box, CheckpointError, Piece
 from mega.core.checkpoint.store import Checkpoint, locate, store_at
 
@@ -37,7 +37,7 @@ class ReshardReport:
 
 
 def reshard(
-    load_dir: Path, save_dir: Path, tp: int, pp: int, progress: Progress = lambda done, total: None
+    load_dir: Path, save_dir: Path, layout: Layout, progress: Progress = lambda done, total: None
 ) -> ReshardReport:
     """Write the checkpoint at `load_dir` (a run's directory: its newest; or a step's) into `save_dir`.
 
@@ -46,7 +46,7 @@ def reshard(
     source = locate(load_dir)
     if source.path.parent.resolve() == save_dir.resolve():
         raise ValueError(f"--save-dir {save_dir}: must not be the directory that is read")
-    files = plan_files(source.tensors, model_of(source.meta, str(source.path)), tp, pp)
+    files = plan_files(source.tensors, model_of(source.meta, str(source.path)), layout)
     ledger = Ledger({key: prod(shape) for key, (shape, _) in source.tensors.items()})
     total = sum(piece.bytes for pieces in files for piece in pieces)
     done, counting = 0, threading.Lock()
@@ -65,7 +65,7 @@ def reshard(
     report = store.save_all(
         source.step,
         files,
-        _with_layout(source, tp, pp),
+        _with_layout(source, layout),
         fetch=fetch,
         check=ledger.close,
         attachments=source.attachments,
@@ -98,9 +98,9 @@ class Ledger:
                 )
 
 
-def _with_layout(source: Checkpoint, tp: int, pp: int) -> dict[str, Any]:
+def _with_layout(source: Checkpoint, layout: Layout) -> dict[str, Any]:
     """The source's plain state, its parallel section saying the layout of the new files."""
     config = dict(source.meta["config"])
     if isinstance(config.get("parallel"), dict):
-        config["parallel"] = {**config["parallel"], "tp": tp, "pp": pp, "chunks": 1, "stage_layers": []}
+        config["parallel"] = {**config["parallel"], **layout.section}
     return {**source.meta, "config": config}
