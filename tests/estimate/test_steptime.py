@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from mega.core.config.resolve import resolve
 from mega.core.config.run import RunConfig
 from mega.core.estimate import activations
 from mega.core.estimate.flops import published_flops, recomputed_flops
-from mega.core.estimate.hardware import hardware
+from mega.core.estimate.hardware import Hardware, hardware
 from mega.core.estimate.memory import memory
 from mega.core.estimate.steptime import Pass, pipeline_time, step_time
 from mega.core.plan import Costs, plan, simulate
@@ -133,6 +134,19 @@ def test_what_slows_a_step() -> None:
     assert seconds(micro_batch=8) < seconds()
     assert seconds(16) < seconds() < seconds(4)
     assert step_time(small(8, global_batch=64), 8, hardware("v100")).seconds > seconds()
+
+
+def test_a_device_that_is_faster_than_its_host_waits() -> None:
+    """GPT 345M shrunk until it does: 353 ms measured on an H200. At its own size it does not notice."""
+    on = hardware("h200")
+
+    def seconds(on: Hardware, **flags: int) -> float:
+        run = resolve(compose("gpt2-345m", flags={**QUIET, "micro_batch": 64, "global_batch": 512, **flags}), 1)
+        return step_time(run, 1, on).seconds
+
+    shrunk = seconds(on, hidden=128, ffn=512, heads=8, seq_length=64, vocab=512)
+    assert shrunk == pytest.approx(0.353, rel=0.01)
+    assert seconds(on) == seconds(replace(on, host=1.0))
 
 
 def test_devices_of_ones_own(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ class Hardware:
     attention_forward: float
     attention_backward: float
     launch: float
+    host: float
     node: int
     inside: float
     outside: float
