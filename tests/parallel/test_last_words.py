@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 
 import pytest
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from mega.core.config.world import MEETING_FILE
 from mega.core.parallel import last_words
 from mega.core.parallel import launch as launcher
-from mega.core.parallel.launch import connect, launch
+from mega.core.parallel.launch import connect, disconnect, launch
 
 
 def _same_mistake() -> int:
@@ -60,6 +61,7 @@ def _killed() -> int:
 def _killed_beside_a_fault() -> int:
     world, _, _ = connect("cpu")
     if world.rank == 1:
+        time.sleep(0.5)
         os.kill(os.getpid(), signal.SIGKILL)
     if world.rank == 2:
         raise OSError("no space left on device")
@@ -76,6 +78,9 @@ def _lost(port: int) -> int:
 
 
 def _same_mistake_at_an_address(port: int) -> int:
+    """Before they have met there, and at the same time."""
+    connect("cpu")
+    disconnect()
     _meet_at(port)
     raise ValueError("--lr 0: must be positive")
 
