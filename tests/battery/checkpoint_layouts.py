@@ -35,7 +35,8 @@ from mega.core.config.resolve import data_parallel
 from mega.core.config.run import RunConfig
 from mega.core.device import Device
 from mega.core.parallel.launch import Pool
-from mega.core.parallel.mesh import Groups, Mesh
+from mega.core.parallel.mesh import Groups
+from mega.core.training.build import build_mesh
 from mega.core.training.parity import LOSS_BOUND, own_samples, synthetic_batch
 from mega.core.training.persist import Origin, restore
 from mega.core.training.saver import Saver
@@ -147,8 +148,7 @@ def prove_pair(number: int) -> dict[str, Any]:
 
 
 def make(groups: Groups | None, rank: int, run: RunConfig, world: int) -> TrainState:
-    parallel = run.parallel
-    mesh = Mesh(rank, tp=parallel.tp, cp=parallel.cp, pp=parallel.pp, dp=data_parallel(run, world), groups=groups)
+    mesh = build_mesh(run, rank, world, groups)
     return TrainState(run, mesh, Device.choose("cpu"))
 
 

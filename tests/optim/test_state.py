@@ -15,12 +15,12 @@ from mega.core.checkpoint.layout import Layout
 from mega.core.checkpoint.pieces import CheckpointError
 from mega.core.checkpoint.reshard import reshard
 from mega.core.checkpoint.store import CheckpointStore, locate
-from mega.core.config.resolve import data_parallel
 from mega.core.config.run import RunConfig
 from mega.core.device import Device
 from mega.core.optim.rule import Rule
 from mega.core.parallel.launch import Pool
-from mega.core.parallel.mesh import Groups, Mesh
+from mega.core.parallel.mesh import Groups
+from mega.core.training.build import build_mesh
 from mega.core.training.parity import own_samples, synthetic_batch
 from mega.core.training.persist import Origin, restore
 from mega.core.training.saver import Saver
@@ -53,8 +53,7 @@ BYTES: dict[str, tuple[dict[str, Any], Fraction, Fraction, Fraction]] = {
 
 
 def state_of(run: RunConfig, rank: int = 0, world: int = 1, groups: Groups | None = None) -> TrainState:
-    parallel = run.parallel
-    mesh = Mesh(rank, tp=parallel.tp, pp=parallel.pp, dp=data_parallel(run, world), groups=groups)
+    mesh = build_mesh(run, rank, world, groups)
     return TrainState(run, mesh, Device(CPU, "gloo"))
 
 

@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from mega.core.config.resolve import data_parallel, resolve
+from mega.core.config.resolve import resolve
 from mega.core.config.run import RunConfig, updated
 from mega.core.device import Device
 from mega.core.parallel.launch import Pool
-from mega.core.parallel.mesh import Groups, Mesh
+from mega.core.parallel.mesh import Groups
 from mega.core.training.audit import audit, copies
+from mega.core.training.build import build_mesh
 from mega.core.training.parity import own_samples, synthetic_batch
 from mega.core.training.state import TrainState
 from mega.core.training.step import train_step
@@ -34,8 +35,7 @@ MODEL: dict[str, Any] = {
 
 def drift(groups: Groups, rank: int, run: RunConfig, world: int, seeds: list[int]) -> list[tuple[str, int, str]]:
     """Job: per seed one element of one copy on one rank moves by one ulp; (tensor, rank, what the audit said)."""
-    parallel = run.parallel
-    mesh = Mesh(rank, tp=parallel.tp, pp=parallel.pp, dp=data_parallel(run, world), groups=groups)
+    mesh = build_mesh(run, rank, world, groups)
     state, found = TrainState(run, mesh, Device.choose("cpu")), []
     train_step(state, [synthetic_batch(run, rows) for rows in own_samples(run, mesh, 0)], 1e-3, 0.01)
     audit(state)  # nothing has drifted

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from mega.core.config.resolve import data_parallel
 from mega.core.config.run import RunConfig
 from mega.core.device import Device
 from mega.core.parallel.launch import Pool
-from mega.core.parallel.mesh import Groups, Mesh
+from mega.core.parallel.mesh import Groups
 from mega.core.training.audit import audit
+from mega.core.training.build import build_mesh
 from mega.core.training.parity import own_samples, synthetic_batch
 from mega.core.training.state import TrainState
 from mega.core.training.step import evaluate_step, train_step
@@ -20,8 +20,7 @@ from tests.support.runs import small_run
 
 
 def begin(groups: Groups, rank: int, run: RunConfig, world: int) -> TrainState:
-    parallel = run.parallel
-    mesh = Mesh(rank, tp=parallel.tp, cp=parallel.cp, pp=parallel.pp, dp=data_parallel(run, world), groups=groups)
+    mesh = build_mesh(run, rank, world, groups)
     return TrainState(run, mesh, Device.choose("cpu"))
 
 

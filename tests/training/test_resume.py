@@ -16,13 +16,14 @@ import pytest
 
 from mega.core.checkpoint.inspect import diff
 from mega.core.checkpoint.store import CheckpointStore, locate
-from mega.core.config.resolve import data_parallel, resolve
+from mega.core.config.resolve import resolve
 from mega.core.config.run import RunConfig, updated
 from mega.core.config.sections import ModelConfig
 from mega.core.data.writer import IndexedWriter
 from mega.core.device import Device
 from mega.core.parallel.launch import Pool
-from mega.core.parallel.mesh import Groups, Mesh
+from mega.core.parallel.mesh import Groups
+from mega.core.training.build import build_mesh
 from mega.core.training.persist import Origin, restore
 from mega.core.training.saver import Saver
 from mega.core.training.state import TrainState
@@ -122,8 +123,7 @@ def test_another_schedule_is_refused_or_chosen(corpus: str, straight: Path, tmp_
 
 def resave(groups: Groups, rank: int, run: RunConfig, world: int, source: str) -> None:
     """Job: restore a checkpoint in this run's layout and save it again."""
-    parallel = run.parallel
-    mesh = Mesh(rank, tp=parallel.tp, pp=parallel.pp, dp=data_parallel(run, world), groups=groups)
+    mesh = build_mesh(run, rank, world, groups)
     state = TrainState(run, mesh, Device.choose("cpu"))
     restore(state, Origin(locate(Path(source)), weights_only=False))
     Saver(state).save()

@@ -16,19 +16,18 @@ from mega.core import device as device_module
 from mega.core.checkpoint import store as store_module
 from mega.core.checkpoint.inspect import diff
 from mega.core.checkpoint.store import CheckpointStore, SaveError
-from mega.core.config.resolve import data_parallel
 from mega.core.config.run import RunConfig
 from mega.core.device import Device, HostCopy
 from mega.core.parallel.launch import Pool
-from mega.core.parallel.mesh import Groups, Mesh
+from mega.core.parallel.mesh import Groups
+from mega.core.training.build import build_mesh
 from mega.core.training.saver import Saver
 from mega.core.training.state import TrainState
 from tests.support.runs import small_run
 
 
 def state_of(run: RunConfig, rank: int, world: int, groups: Groups | None) -> TrainState:
-    parallel = run.parallel
-    mesh = Mesh(rank, tp=parallel.tp, cp=parallel.cp, pp=parallel.pp, dp=data_parallel(run, world), groups=groups)
+    mesh = build_mesh(run, rank, world, groups)
     return TrainState(run, mesh, Device.choose("cpu"))
 
 

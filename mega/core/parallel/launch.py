@@ -1,7 +1,7 @@
 """Ranks: starting them on this host, joining those that a launcher started, and keeping some alive for many jobs.
 
     connect     one rank's way into the process group, from torchrun, srun, `launch` or alone
-    launch      run a function on N new local ranks; the first failure ends all and names its rank
+    launch      run a function on N new local ranks; a failure of one ends all
     Pool        N local ranks that stay, for tests and for comparing many layouts in one go
 
 New ranks are forked from a small server process that has torch imported already, so eight of them start as fast as
@@ -89,8 +89,8 @@ def disconnect() -> None:
 def launch(nproc: int, target: Callable[..., int | None], *args: Any) -> int:
     """Run `target(*args)` on `nproc` local ranks and return the job's exit code.
 
-    `target` must be importable by name. The first rank that fails ends the others and names itself; the code is
-    its code. SIGINT, SIGTERM and SIGUSR1 reach every rank; a second SIGINT ends them all.
+    `target` must be importable by name. The first rank that fails ends the others; the code is its code, 128 + signal
+    if it was killed. SIGINT, SIGTERM and SIGUSR1 reach every rank; a second SIGINT ends them all.
     """
     with tempfile.TemporaryDirectory(prefix="mega-") as directory:
         ranks = [

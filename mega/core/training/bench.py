@@ -20,13 +20,14 @@ import torch
 
 from mega.core.batch import DecoderBatch
 from mega.core.config.compose import compose
-from mega.core.config.resolve import data_parallel, microbatches
+from mega.core.config.resolve import microbatches
 from mega.core.config.run import RunConfig
 from mega.core.device import Device
 from mega.core.estimate.flops import model_flops_per_token
 from mega.core.parallel.collectives import all_reduce
 from mega.core.parallel.launch import connect, disconnect
-from mega.core.parallel.mesh import Groups, Mesh
+from mega.core.parallel.mesh import Groups
+from mega.core.training.build import build_mesh
 from mega.core.training.state import TrainState
 from mega.core.training.step import Report, train_step
 
@@ -187,16 +188,9 @@ def measure(
 
     profiled: whether one more step is taken apart, which costs seconds.
     """
-    parallel, batch = run.parallel, run.batch
+    batch = run.batch
     assert batch.micro_batch and batch.global_batch and batch.seq_length
-    mesh = Mesh(
-        rank,
-        tp=parallel.tp,
-        cp=parallel.cp,
-        pp=parallel.pp,
-        dp=data_parallel(run, world),
-        groups=groups if world > 1 else None,
-    )
+    mesh = build_mesh(run, rank, world, groups)
     state = TrainState(run, mesh, device)
     batches = [
         random_batch(run, number * mesh.dp.size + mesh.dp.index, device.torch)

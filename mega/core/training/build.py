@@ -1,4 +1,7 @@
-"""From a resolved config and a mesh to this rank's stages. Also builds ranks that do not exist, on the meta device."""
+"""From a resolved config to a rank's place in the mesh and its stages there.
+
+Also of ranks that do not exist: without groups, on the meta device.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +10,23 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from mega.core.config.resolve import data_parallel
 from mega.core.config.run import RunConfig
 from mega.core.device import DTYPES
 from mega.core.model.decoder import DecoderStage
 from mega.core.ops.packages import PACKAGES
 from mega.core.ops.suite import Ops, choose
 from mega.core.parallel.context import across
-from mega.core.parallel.mesh import Mesh
+from mega.core.parallel.mesh import Groups, Mesh
 from mega.core.parallel.peers import peers
 from mega.core.parallel.weight import Maker, Weight, initialise
 from mega.core.plan import stage_layers
+
+
+def build_mesh(run: RunConfig, rank: int, world: int, groups: Groups | None = None) -> Mesh:
+    """The layout of a run as one rank of `world` sees it."""
+    parallel, dp = run.parallel, data_parallel(run, world)
+    return Mesh(rank, tp=parallel.tp, cp=parallel.cp, dp=dp, pp=parallel.pp, groups=groups)
 
 
 def chosen_ops(run: RunConfig, device: torch.device) -> Ops:

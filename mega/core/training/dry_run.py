@@ -1,7 +1,7 @@
 """Check a run of any size on a laptop: every kind of rank built without memory, the plan proven, sizes told.
 
-Stages are built on the meta device through `Mesh.at`, so a 128-rank layout needs no second process. Tensor and data
-coordinates of one stage hold equally large blocks; all tensor ranks of the first data coordinate are built.
+Stages are built on the meta device in a mesh without groups, so a 128-rank layout needs no second process. Tensor and
+data coordinates of one stage hold equally large blocks; all tensor ranks of the first data coordinate are built.
 """
 
 from __future__ import annotations
@@ -12,10 +12,9 @@ from rich.table import Table
 
 from mega.core.config.resolve import data_parallel, microbatches
 from mega.core.inventory import parameters
-from mega.core.parallel.mesh import Mesh
 from mega.core.parallel.weight import local_parameters
 from mega.core.plan import plan, prove, simulate
-from mega.core.training.build import build_stages
+from mega.core.training.build import build_mesh, build_stages
 from mega.core.training.prepare import Prepared
 
 
@@ -30,7 +29,7 @@ def dry_run(prepared: Prepared, world: int) -> None:
     for stage in range(parallel.pp):
         sizes = set()
         for tensor_rank in range(parallel.tp):
-            mesh = Mesh.at(stage * stride + tensor_rank, tp=parallel.tp, cp=parallel.cp, dp=dp, pp=parallel.pp)
+            mesh = build_mesh(run, stage * stride + tensor_rank, world)
             chunks = build_stages(run, mesh, torch.device("meta"))
             sizes.add(sum(local_parameters(chunk) for chunk in chunks))
         blocks = ", ".join(_run_of(chunk.layers) for chunk in chunks)

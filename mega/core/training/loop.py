@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from mega.core.batch import DecoderBatch
-from mega.core.config.resolve import data_parallel, global_batch_at, last_step, microbatches
+from mega.core.config.resolve import global_batch_at, last_step, microbatches
 from mega.core.config.run import RunConfig
 from mega.core.config.world import world_from_env
 from mega.core.data.batches import Batches
@@ -23,9 +23,10 @@ from mega.core.data.dataset import Dataset
 from mega.core.device import Device
 from mega.core.estimate.flops import model_flops_per_token
 from mega.core.parallel.launch import connect, disconnect
-from mega.core.parallel.mesh import Groups, Mesh
+from mega.core.parallel.mesh import Groups
 from mega.core.text.tokenizer import Tokenizer
 from mega.core.training.audit import audit
+from mega.core.training.build import build_mesh
 from mega.core.training.interrupt import Interrupt, Vote
 from mega.core.training.meters import Meters
 from mega.core.training.persist import alone_in, companions, differences, find_origin, restore, same_everywhere
@@ -70,17 +71,10 @@ class Training:
 
     def __init__(self, prepared: Prepared, rank: int, world: int, device: Device, groups: Groups):
         run = self.run = prepared.run
-        parallel = run.parallel
+        self.meters: Meters | None = None
         self.tokenizer: Tokenizer | None = prepared.tokenizer
         self.fingerprint = prepared.fingerprint()
-        self.mesh = Mesh(
-            rank,
-            tp=parallel.tp,
-            cp=parallel.cp,
-            pp=parallel.pp,
-            dp=data_parallel(run, world),
-            groups=groups if world > 1 else None,
-        )
+        self.mesh = build_mesh(run, rank, world, groups)
         same_everywhere(self.mesh, self.fingerprint, device.torch)
         self.device = device
         self.state = TrainState(run, self.mesh, device)
@@ -101,7 +95,8 @@ class Training:
         self.interrupt = Interrupt(
             self.mesh.everyone, device.torch, on_signal=run.runtime.exit_on_signal, minutes=run.runtime.exit_minutes
         )
-        self.meters = self._meters() if rank == 0 else None
+        if rank == 0:
+            self.meters = self._meters()
         self.saver: Saver | None = None
         if run.checkpoint.save is not None:
             old = companions(origin.checkpoint, self.tokenizer) if origin is not None and rank == 0 else {}
@@ -140,9 +135,9 @@ class Training:
             step, options = self.progress.step, self.run.checkpoint
             due_save = self.saver is not None and _every(options.save_interval, step)
             due_eval = (self.valid is not None or bool(self.named)) and _every(self.run.evaluation.eval_interval, step)
-            # With a loss scale the next learning rate depends on whether this step was skipped.
             if _every(self.run.runtime.audit_interval, step):
                 audit(self.state)
+            # With a loss scale the next learning rate depends on whether this step was skipped.
             if due_save or due_eval or self.interrupt.asked or step == self.steps or self.state.scaler:
                 self._read(pending)
                 pending = None
@@ -293,9 +288,8 @@ class Training:
     def _say(self, line: str) -> None:
         if self.mesh.rank != 0:
             return
-        meters = getattr(self, "meters", None)
-        if meters is not None:
-            meters.say(line)
+        if self.meters is not None:
+            self.meters.say(line)
         else:
             print(line, flush=True)
 

@@ -22,8 +22,8 @@ from mega.core.files import whole_file
 class Meters:
     """The voice of one run; made on rank 0 only.
 
-    steps: of the whole run. tokens_per_step: of the global batch. flops_per_token: of the model, forward and
-    backward. peak: TFLOP/s of one device, or None where unknown. devices: how many share the work.
+    start: the step it goes on from. steps: of the whole run. flops_per_token: of the model, forward and backward.
+    devices: how many share the work. peak: TFLOP/s of one device, or None where unknown.
     """
 
     def __init__(
@@ -47,12 +47,14 @@ class Meters:
         """Steps, tokens and seconds since the last line."""
 
     def step(self, step: int, row: Mapping[str, Any], tokens: int, memory: int) -> None:
-        """Take one step's numbers; every `log_interval` steps, and at the last, say a line."""
-        self._steps, self._tokens, self._seconds = (
-            self._steps + 1,
-            self._tokens + tokens,
-            self._seconds + row["seconds"],
-        )
+        """Take one step's numbers; every `log_interval` steps, and at the last, say a line.
+
+        row: what the step did, "seconds", "loss" and "consumed" samples among it. tokens: of its global batch. memory:
+        bytes of this rank.
+        """
+        self._steps += 1
+        self._tokens += tokens
+        self._seconds += row["seconds"]
         self._write({"step": step, **row})
         if self._board is not None and step % self.options.tensorboard_interval == 0:
             for name, value in row.items():
@@ -80,7 +82,7 @@ class Meters:
 
     def evaluation(self, step: int, split: str, loss: float) -> None:
         """Say and keep one validation."""
-        perplexity = 2.718281828459045 ** min(20.0, loss)
+        perplexity = math.exp(min(20.0, loss))
         self._write({"step": step, f"{split}_loss": loss, f"{split}_perplexity": perplexity})
         if self._board is not None:
             self._board.add_scalar(f"loss {split}", loss, step)

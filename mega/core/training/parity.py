@@ -6,6 +6,7 @@ below; `Measure` says how far one tensor's gradient may be from the reference's.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -13,12 +14,13 @@ import torch
 
 from mega.core.batch import DecoderBatch
 from mega.core.checkpoint.pieces import Piece
-from mega.core.config.resolve import data_parallel, microbatches
+from mega.core.config.resolve import microbatches
 from mega.core.config.run import RunConfig
 from mega.core.device import Device
 from mega.core.ops.counter import key, mix
 from mega.core.parallel.launch import Pool
 from mega.core.parallel.mesh import Groups, Mesh
+from mega.core.training.build import build_mesh
 from mega.core.training.state import TrainState
 from mega.core.training.step import backward, mean_loss
 
@@ -114,8 +116,7 @@ def train_layout(
     groups: Groups, rank: int, run: RunConfig, world: int, steps: Sequence[int]
 ) -> list[tuple[float, float, list[Piece]]]:
     """Job of one rank: train to the last of `steps`; per listed step loss, gradient norm and this rank's pieces."""
-    parallel = run.parallel
-    mesh = Mesh(rank, tp=parallel.tp, cp=parallel.cp, pp=parallel.pp, dp=data_parallel(run, world), groups=groups)
+    mesh = build_mesh(run, rank, world, groups)
     device = Device.choose(run.runtime.device, rank)
     state, found = TrainState(run, mesh, device), []
     lr = run.optimizer.lr
@@ -187,13 +188,13 @@ def compare(
         for name, mine in ours.gradients.items():
             true = None if exact is None else exact[number].gradients[name]
             judged[name] = Measure(mine, true, bound, floor)(theirs.gradients[name])
-        worst = max(judged, key=lambda name: _nan_last(judged[name][1]))
+        worst = max(judged, key=lambda name: _nan_is_worst(judged[name][1]))
         found.append(Difference(step, abs(theirs.loss - ours.loss) / abs(ours.loss), *judged[worst], worst))
     return found
 
 
-def _nan_last(value: float) -> float:
-    return value if value == value else float("inf")
+def _nan_is_worst(share: float) -> float:
+    return math.inf if math.isnan(share) else share
 
 
 def gradient_bound(dtype: str, step: int) -> float:

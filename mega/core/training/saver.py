@@ -65,6 +65,8 @@ class Saver:
         if tokenizer is not None:
             self._attachments |= tokenizer.files()
         self._running: _Task | None = None
+        self._stalled = 0.0
+        """Seconds that the run stood still for the save that is on its way."""
         self._writers: Axis | None = None
         if self.options.async_save:
             room = HostCopy.room([piece.tensor for piece in self._kept()])
@@ -151,6 +153,7 @@ class _Task:
     def __init__(self, work: Callable[[], tuple[int, float]]) -> None:
         self._work = work
         self._fault: BaseException | None = None
+        self._result: tuple[int, float] | None = None
         self._thread = threading.Thread(target=self._run, name="checkpoint-writer", daemon=True)
         self._thread.start()
 
@@ -169,6 +172,7 @@ class _Task:
         self._thread.join()
         if self._fault is not None:
             raise self._fault
+        assert self._result is not None
         return self._result
 
 
