@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from mega.cli import load, main
+from mega.commands import convert_llama
 from mega.core.checkpoint.kinds import USES, check_flags, kind_of
 from tests.golden.make import HERE
 
@@ -93,3 +94,13 @@ def test_values_that_cannot_be(tmp_path: Path, line: str, words: str, capsys: py
     line = line.replace("HERE", str(HERE)).replace("FILE", str(tmp_path / "vocab.json"))
     assert main([*line.split(), "--save-dir", str(tmp_path / "out")]) == 2
     assert words in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("source", ["hf", "mega"])
+def test_a_proof_that_cannot_run_is_refused_at_once(
+    tmp_path: Path, source: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="--verify: needs transformers"):
+        convert_llama.run(HERE / source, tmp_path / "out", verify=True)
+    assert not (tmp_path / "out").exists()

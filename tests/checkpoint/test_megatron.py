@@ -20,6 +20,7 @@ import torch
 from mega.cli import main
 from mega.core.checkpoint import inspect, megatron
 from mega.core.checkpoint.exchange import exchange
+from mega.core.checkpoint.megatron_arguments import vocabulary
 from mega.core.checkpoint.pieces import CheckpointError, Piece
 from mega.core.checkpoint.store import CheckpointStore, locate
 from mega.core.config.sections import ModelConfig
@@ -238,9 +239,9 @@ def test_the_vocabulary_is_known_or_kept(
 ) -> None:
     if known is None:
         with pytest.raises(ValueError, match=words):
-            megatron.vocabulary(values, 64, given, tmp_path)
+            vocabulary(values, 64, given, tmp_path)
         return
-    found, notes = megatron.vocabulary(values, 64, given, tmp_path)
+    found, notes = vocabulary(values, 64, given, tmp_path)
     assert found == known and len(notes) == (words is not None)
     assert words is None or re.search(words, notes[0])
 

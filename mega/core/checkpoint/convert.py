@@ -13,7 +13,6 @@ import json
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from io import BytesIO
 from math import prod
 from pathlib import Path
@@ -29,9 +28,9 @@ from mega.core.checkpoint.folders import filled_folder
 from mega.core.checkpoint.foreign import hugging_face_source, inside, read_json
 from mega.core.checkpoint.kinds import NAMES, Kind, Target, kind_of
 from mega.core.checkpoint.layout import Layout, check_model, model_of, plan_files, planned
+from mega.core.checkpoint.ledger import ConversionReport, Ledger
 from mega.core.checkpoint.mapping import Source, Table, Tensors, assemble, check_copies, prove
 from mega.core.checkpoint.pieces import Box, CheckpointError, Piece
-from mega.core.checkpoint.reshard import Ledger
 from mega.core.checkpoint.store import Attachments, Checkpoint, locate, store_at
 from mega.core.config.sections import ModelConfig
 from mega.core.files import whole_file
@@ -54,17 +53,6 @@ COMPANIONS = (
     "dict.txt",
 )
 """Files that travel with the weights, where they are there."""
-
-
-@dataclass(frozen=True)
-class ConversionReport:
-    """What was made: tensors, elements (each with one origin), bytes, and where. notes: lines for the user."""
-
-    tensors: int
-    elements: int
-    bytes: int
-    path: Path
-    notes: tuple[str, ...] = ()
 
 
 class OwnSource:

@@ -17,7 +17,6 @@ import torch
 
 from mega.core.checkpoint import megatron, torch_dist
 from mega.core.checkpoint.convert import (
-    ConversionReport,
     OwnSource,
     import_weights,
     open_own,
@@ -29,7 +28,14 @@ from mega.core.checkpoint.disk import creating, write_all
 from mega.core.checkpoint.folders import check_fresh, filled_folder, folder_beside
 from mega.core.checkpoint.kinds import kind_of
 from mega.core.checkpoint.layout import Layout, check_model
+from mega.core.checkpoint.ledger import ConversionReport
 from mega.core.checkpoint.mapping import assemble, joined, prove
+from mega.core.checkpoint.megatron_arguments import (
+    arguments_of,
+    check_vocabulary,
+    model_from_arguments,
+    vocabulary,
+)
 from mega.core.checkpoint.megatron_state import LEAVE, Facts, facts_of, written_alike, written_state
 from mega.core.checkpoint.pieces import Box, CheckpointError
 from mega.core.checkpoint.reshard import Progress, reshard
@@ -76,8 +82,7 @@ def exchange(
         return from_megatron(load, save, layout, vocab, heads, optimizer) if tree else to_mega(load, save, layout)
 
     if saver == "mega" and own:
-        moved = reshard(load, save, layout, progress)
-        return ConversionReport(moved.tensors, moved.elements, moved.bytes, moved.path)
+        return reshard(load, save, layout, progress)
     if saver == "mega":
         return to_own(save, layout)
     if own:
@@ -119,9 +124,9 @@ def opened_tree(load: Path, vocab: int | None, heads: int | None, optimizer: boo
     values = torch_dist.arguments(folder, source.tensors, heads)
     table = source.tensors.get("0.0.0/embedding.word_embeddings.weight")
     rows = table[0][0] if table else 0
-    megatron.check_vocabulary(values, rows, tp=1)
-    tokens, notes = megatron.vocabulary(values, rows, vocab, load)
-    model = megatron.model_from_arguments(values, tokens, str(folder))
+    check_vocabulary(values, rows, tp=1)
+    tokens, notes = vocabulary(values, rows, vocab, load)
+    model = model_from_arguments(values, tokens, str(folder))
     places = megatron.import_table(model, source.tensors, tp=1, pp=1, chunks=1, version=3)
     name = re.fullmatch(r"iter_(\d+)", folder.name)
     consumed = values.get("consumed_train_samples", 0)
@@ -176,7 +181,7 @@ def to_megatron(
     iteration = max(1, checkpoint.step)  # Megatron's loader refuses 0
     progress = checkpoint.meta.get("progress")
     consumed = progress.get("consumed", 0) if isinstance(progress, dict) else 0
-    arguments = megatron.arguments_of(model, tp, pp, iteration, consumed)
+    arguments = arguments_of(model, tp, pp, iteration, consumed)
     if facts is not None and isinstance(progress, dict):
         arguments["consumed_valid_samples"] = progress.get("consumed_valid", 0)
         arguments["lr_warmup_init"] = facts.schedule["lr"]["initial"] if facts.schedule else 0.0

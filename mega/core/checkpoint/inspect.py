@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from mega.core.checkpoint.container import blocks
 from mega.core.checkpoint.folders import sweep
 from mega.core.checkpoint.pieces import Box, CheckpointError, Piece
 from mega.core.checkpoint.retention import retain
@@ -19,9 +20,6 @@ from mega.core.checkpoint.store import NOTHING, STEP, Checkpoint, CheckpointStor
 from mega.core.files import url_of
 
 Tell = Callable[[str], None]
-
-_PART = 4 << 20
-"""Elements compared at a time."""
 
 
 def verify(path: Path, tell: Tell) -> None:
@@ -99,7 +97,7 @@ def diff(first: Checkpoint, second: Checkpoint) -> Iterator[Difference]:
 def _compare(first: Checkpoint, second: Checkpoint, key: str) -> Difference | None:
     shape, dtype = first.tensors[key]
     differing, largest = 0, 0.0
-    for box in _parts(shape):
+    for box in blocks(Box((0,) * len(shape), shape), dtype.itemsize):
         pair = [torch.empty(box.size, dtype=dtype) for _ in range(2)]
         for checkpoint, tensor in zip((first, second), pair, strict=True):
             checkpoint.read([Piece(key, shape, box.start, tensor)])
@@ -109,16 +107,6 @@ def _compare(first: Checkpoint, second: Checkpoint, key: str) -> Difference | No
             differing += int(unequal.sum())
             largest = max(largest, float((pair[0].double() - pair[1].double()).abs().nan_to_num(torch.inf).max()))
     return Difference(key, f"{differing} of {prod(shape)} elements", largest) if differing else None
-
-
-def _parts(shape: tuple[int, ...]) -> Iterator[Box]:
-    """A tensor in runs of rows that fit into memory."""
-    if not shape:
-        yield Box((), ())
-        return
-    rows = max(1, _PART // max(1, prod(shape[1:])))
-    for begin in range(0, shape[0], rows):
-        yield Box((begin, *(0 for _ in shape[1:])), (min(rows, shape[0] - begin), *shape[1:]))
 
 
 def clean(

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from mega.core.checkpoint.mapping import Tensors
 from mega.core.checkpoint.pieces import CheckpointError, Piece
 from mega.core.config.run import entries
 from mega.core.config.sections import ModelConfig
@@ -20,10 +21,6 @@ from mega.core.config.toml import unfit
 from mega.core.inventory import Place, inventory
 from mega.core.plan.layers import stage_layers
 from mega.core.shard import shard
-
-Tensors = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
-"""Key -> whole shape and dtype, as `Checkpoint.tensors` has it."""
-
 
 SIZES = ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "positions")
 """What a resolved model section says."""

@@ -16,6 +16,7 @@ from typing import Protocol
 
 import torch
 
+from mega.core.checkpoint.container import blocks
 from mega.core.checkpoint.pieces import Box, CheckpointError, tiling_fault
 
 Tensors = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
@@ -234,10 +235,7 @@ def check_copies(table: Table, source: Source) -> None:
         (shape, dtype), (other_shape, other_dtype) = source.tensors[copy], source.tensors[original]
         if (shape, dtype) != (other_shape, other_dtype):
             raise CheckpointError(f"{copy}: is {dtype} {shape}, but {original} is {other_dtype} {other_shape}")
-        rows = max(1, (4 << 20) // max(1, prod(shape[1:])))
-        for begin in range(0, shape[0] if shape else 1, rows):
-            size = (min(rows, shape[0] - begin), *shape[1:]) if shape else ()
-            box = Box((begin, *(0 for _ in shape[1:])) if shape else (), size)
+        for box in blocks(Box((0,) * len(shape), shape), dtype.itemsize):
             a, b = (source.read(name, box).contiguous().view(torch.uint8) for name in (copy, original))
             if not torch.equal(a, b):
                 raise CheckpointError(f"{copy}: differs from {original}, which it should repeat")

@@ -42,7 +42,7 @@ def read_back(one: Path, other: Path, heads: int | None = None) -> ReadBack:
 
     heads: as of `exchange`. Errors: CheckpointError naming the first tensor that differs.
     """
-    own, foreign = (one, other) if is_ours(one) else (other, one)
+    own, foreign = (one, other) if kind_of(one) == "mega" else (other, one)
     checkpoint = locate(own)
     if kind_of(foreign) not in ("megatron", "torch_dist"):
         source, _, table = opened(foreign)
@@ -55,14 +55,9 @@ def read_back(one: Path, other: Path, heads: int | None = None) -> ReadBack:
 
 def check_comparable(load: Path, to_ours: bool) -> None:
     """Errors: ValueError unless one side of a conversion is ours and the other is not."""
-    if is_ours(load) == to_ours:
+    if (kind_of(load) == "mega") == to_ours:
         other = "; `mega checkpoint diff` compares two of ours" if to_ours else ""
         raise ValueError(f"--verify: {load}: one of source and target must be ours, and only one{other}")
-
-
-def is_ours(path: Path) -> bool:
-    """Whether a checkpoint is in the project's own format."""
-    return kind_of(path) == "mega"
 
 
 def compare(source: Source, table: Table, checkpoint: Checkpoint) -> ReadBack:

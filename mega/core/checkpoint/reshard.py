@@ -7,9 +7,7 @@ blocks are in memory at a time, and a ledger proves that nothing was lost or dou
 from __future__ import annotations
 
 import threading
-from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -17,28 +15,17 @@ from typing import Any
 import torch
 
 from mega.core.checkpoint.layout import Layout, model_of, plan_files
-from mega.core.checkpoint.pieces import Box, CheckpointError, Piece
+from mega.core.checkpoint.ledger import ConversionReport, Ledger
+from mega.core.checkpoint.pieces import Box, Piece
 from mega.core.checkpoint.store import Checkpoint, locate, store_at
 
 Progress = Callable[[int, int], None]
 """Told bytes done and bytes in all."""
 
 
-@dataclass(frozen=True)
-class ReshardReport:
-    """What was moved: checkpoint step, tensors, elements (each read once and written once), bytes."""
-
-    step: int
-    tensors: int
-    elements: int
-    bytes: int
-    seconds: float
-    path: Path
-
-
 def reshard(
     load_dir: Path, save_dir: Path, layout: Layout, progress: Progress = lambda done, total: None
-) -> ReshardReport:
+) -> ConversionReport:
     """Write the checkpoint at `load_dir` (a run's directory: its newest; or a step's) into `save_dir`.
 
     Errors: ValueError naming the flag, file or tensor; then `save_dir` has no new checkpoint.
@@ -62,7 +49,7 @@ def reshard(
         return tensor
 
     store = store_at(save_dir)
-    report = store.save_all(
+    store.save_all(
         source.step,
         files,
         _with_layout(source, layout),
@@ -71,31 +58,7 @@ def reshard(
         attachments=source.attachments,
     )
     elements = sum(ledger.expected.values())
-    return ReshardReport(
-        source.step, len(source.tensors), elements, total, report.seconds, save_dir / store.path(source.step).name
-    )
-
-
-class Ledger:
-    """Counts what is moved. Target rectangles tile their tensors (the store sees to that), and each is read
-    from the source at its own place: where the counts agree, every element was read and written once."""
-
-    def __init__(self, expected: Mapping[str, int]) -> None:
-        self.expected = expected
-        self._moved: Counter[str] = Counter()
-        self._lock = threading.Lock()
-
-    def moved(self, key: str, elements: int) -> None:
-        with self._lock:
-            self._moved[key] += elements
-
-    def close(self) -> None:
-        """Errors: CheckpointError naming the first tensor that was not moved exactly once."""
-        for key in sorted({*self.expected, *self._moved}):
-            if self._moved[key] != self.expected.get(key, 0):
-                raise CheckpointError(
-                    f"{key}: {self._moved[key]} elements were moved, {self.expected.get(key, 0)} are there"
-                )
+    return ConversionReport(len(source.tensors), elements, total, save_dir / store.path(source.step).name)
 
 
 def _with_layout(source: Checkpoint, layout: Layout) -> dict[str, Any]:

@@ -5,6 +5,7 @@ Both models run one block at a time in fp32, so of each only one block, and the 
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,9 +15,9 @@ import torch
 
 from mega.core.batch import DecoderBatch
 from mega.core.checkpoint.foreign import hugging_face_source
+from mega.core.checkpoint.kinds import kind_of
 from mega.core.checkpoint.layout import model_of
 from mega.core.checkpoint.pieces import Box, Piece
-from mega.core.checkpoint.read_back import is_ours
 from mega.core.checkpoint.store import Checkpoint, locate
 from mega.core.config.sections import ModelConfig
 from mega.core.model.decoder import DecoderStage
@@ -39,12 +40,19 @@ class Agreement:
     same: float
 
 
+def check_transformers() -> None:
+    """Errors: ValueError where transformers is not installed."""
+    if importlib.util.find_spec("transformers") is None:
+        raise ValueError("--verify: needs transformers for a Hugging Face folder (pip install 'mega[hf]')")
+
+
 def agreement(one: Path, other: Path) -> Agreement:
     """Compare a Hugging Face folder and a checkpoint, in either order, on random tokens, both in fp32.
 
     Errors: ValueError where there is no Hugging Face folder or transformers is not installed.
     """
-    folder, load = (other, one) if is_ours(one) else (one, other)
+    check_transformers()
+    folder, load = (other, one) if kind_of(one) == "mega" else (one, other)
     if not (folder / "config.json").exists():
         raise ValueError(f"--verify: neither {one} nor {other} is a Hugging Face folder")
     checkpoint = locate(load)
@@ -64,10 +72,8 @@ def their_logits(folder: Path, ids: torch.Tensor) -> torch.Tensor:
 
     The model is made with one block, which then stands at every place and gets the weights of each when it is called.
     """
-    try:
-        from transformers import AutoConfig, AutoModelForCausalLM
-    except ImportError:
-        raise ValueError("--verify: needs transformers (pip install 'mega[hf]')") from None
+    from transformers import AutoConfig, AutoModelForCausalLM
+
     source = hugging_face_source(folder)
     config: Any = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     kinds, count = getattr(config, "layer_types", None), config.num_hidden_layers
