@@ -67,7 +67,9 @@ def run(
     else:
         answer = _estimate(*planned(run), hardware(gpu) if gpu is not None else None)
     if draw is not None:
-        show.draw(answer.memory, show.layout(answer.run, answer.world), draw)
+        from mega.core.estimate import picture
+
+        picture.draw(answer.memory, show.layout(answer.run, answer.world), draw)
     if draw_schedule is not None:
         _draw_schedule(answer.run, answer.world, draw_schedule)
     if as_json:
@@ -152,6 +154,7 @@ def _document(answer: Answer, megatron: bool, mtbf: float | None, save_seconds: 
     from dataclasses import asdict
 
     from mega.core.estimate import show
+    from mega.core.estimate.duration import training
     from mega.core.estimate.megatron import report
 
     run, world, device = answer.run, answer.world, answer.device
@@ -162,7 +165,7 @@ def _document(answer: Answer, megatron: bool, mtbf: float | None, save_seconds: 
         theirs = report(run, world)
         document["megatron_mb"] = {name: getattr(theirs, name) for name in ("weights", "activations", "total")}
     if device is not None:
-        whole = show.training(run, world, device, mtbf, save_seconds)
+        whole = training(run, world, device, mtbf, save_seconds)
         if whole is not None:
             document["training"] = asdict(whole)
     return document
@@ -203,7 +206,8 @@ def planned(run: RunConfig) -> tuple[RunConfig, int]:
 
 def _draw_schedule(run: RunConfig, world: int, path: Path) -> None:
     from mega.core.config.resolve import microbatches
-    from mega.core.plan import draw, draw_text, plan, simulate
+    from mega.core.plan import plan, simulate
+    from mega.core.plan.draw import draw, draw_text
 
     parallel = run.parallel
     assert parallel.schedule is not None

@@ -22,9 +22,9 @@ from mega.core.config.resolve import data_parallel, resolve
 from mega.core.config.run import updated
 from mega.core.estimate import memory as estimate
 from mega.core.estimate import show
+from mega.core.estimate.duration import optimum_interval, training, training_time
 from mega.core.estimate.hardware import GIB, hardware
 from mega.core.estimate.memory import memory
-from mega.core.estimate.schedule import optimum_interval, training_time
 from mega.core.estimate.search import cluster, command, layouts, search
 from mega.core.estimate.steptime import step_time
 from mega.core.inventory import inventory, parameters
@@ -203,7 +203,7 @@ def test_no_interval_is_too_long_or_too_short() -> None:
     assert (often.days, often.effective) == (inf, 0.0)
     run = resolve(compose("gpt2-124m", flags={"micro_batch": 1, "global_batch": 1, "steps": 10}), 1)
     with pytest.raises(ValueError, match=r"--mtbf 0.01: .* never ends"):
-        show.training(run, 1, hardware("h100"), 0.01, 1e9)
+        training(run, 1, hardware("h100"), 0.01, 1e9)
 
 
 def test_small_batches_of_a_ramp_take_less_time() -> None:
@@ -213,7 +213,7 @@ def test_small_batches_of_a_ramp_take_less_time() -> None:
     days = []
     for rampup in ((), (16, 16, 5859375)):
         run = resolve(compose("gpt2-345m", flags={**QUIET, **flags, "rampup": rampup}), 1)
-        whole = show.training(run, 1, device, None, 0.0)
+        whole = training(run, 1, device, None, 0.0)
         assert whole is not None
         days.append(whole.days)
     assert days[0] < days[1] < 1.01 * days[0]

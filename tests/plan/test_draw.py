@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mega.core.plan import Costs, Plan, draw, draw_text, plan, simulate
+from mega.core.plan import Costs, Plan, plan, simulate
+from mega.core.plan.draw import draw, draw_text
 from tests.plan.cases import WHOLE, computes, plans
 
 

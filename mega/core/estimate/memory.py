@@ -16,7 +16,8 @@ from typing import NamedTuple
 
 from mega.core.config.resolve import data_parallel, microbatches
 from mega.core.config.run import RunConfig
-from mega.core.estimate.activations import Footprint, Sizes, footprint
+from mega.core.estimate.activations import SLOTS, Footprint, Sizes, footprint
+from mega.core.estimate.hardware import GIB
 from mega.core.estimate.weights import BYTES, Chunk, Weights, passing, stage_chunks, stage_weights, wide
 from mega.core.inventory import parameters
 from mega.core.plan import Act, Compute, Exchange, Kind, plan
@@ -74,7 +75,7 @@ class Memory:
     communicators: int
     """The most that one rank takes part in; each has buffers outside the allocator."""
     mapped: int
-    """Bytes outside the allocator that tensor ranks write for one another (--tp-overlap)."""
+    """Bytes outside the allocator, into which tensor ranks write the tokens of an exchange (--tp-overlap)."""
 
     @property
     def worst(self) -> StageMemory:
@@ -88,7 +89,7 @@ class Memory:
 
     def needed(self, communicator: float) -> float:
         """GiB of the fullest rank, with so many GiB for each communicator."""
-        return (self.need + self.mapped) / 2**30 + self.communicators * communicator
+        return (self.need + self.mapped) / GIB + self.communicators * communicator
 
 
 def memory(run: RunConfig, world: int) -> Memory:
@@ -121,14 +122,19 @@ def memory(run: RunConfig, world: int) -> Memory:
                 when=when,
             )
         )
-    whole = parameters(run.model), checkpoint_bytes(run), communicators(run, dp), mapped_bytes(run)
-    return Memory(tuple(stages), *whole)
+    return Memory(
+        tuple(stages),
+        parameters=parameters(run.model),
+        checkpoint=checkpoint_bytes(run),
+        communicators=communicators(run, dp),
+        mapped=SLOTS * sizes.e * sizes.tokens * sizes.hidden if sizes.beside else 0,
+    )
 
 
 def least(run: RunConfig, world: int, communicator: float) -> float:
     """GiB below which `memory(run, world).needed(communicator)` cannot be: what the first stage holds all the time."""
     dp = data_parallel(run, world)
-    return stage_weights(run, dp, stage_chunks(run)[0]).total / 2**30 + communicators(run, dp) * communicator
+    return stage_weights(run, dp, stage_chunks(run)[0]).total / GIB + communicators(run, dp) * communicator
 
 
 def communicators(run: RunConfig, dp: int) -> int:
@@ -148,15 +154,6 @@ def communicators(run: RunConfig, dp: int) -> int:
     links = 0 if parallel.pp == 1 else 2 if parallel.pp == 2 and parallel.chunks == 1 else 4
     ends = parallel.pp > 1 and run.model.tied
     return len(groups) + links + ends
-
-
-def mapped_bytes(run: RunConfig) -> int:
-    """Four exchanges of a microbatch's tokens, see parallel/peers.py."""
-    batch, parallel = run.batch, run.parallel
-    if not parallel.tp_overlap:
-        return 0
-    assert batch.micro_batch and batch.seq_length and run.model.hidden
-    return 4 * batch.micro_batch * batch.seq_length // parallel.cp * run.model.hidden * BYTES[run.precision.dtype]
 
 
 def checkpoint_bytes(run: RunConfig) -> int:

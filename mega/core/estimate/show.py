@@ -1,32 +1,22 @@
-"""An estimate for people and programs: a table, bars and a picture for the first, one JSON value for the second."""
+"""An estimate for people and programs: tables, bars and lines for the first, one JSON value for the second."""
 
 from __future__ import annotations
 
-import textwrap
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from math import inf
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mega.core.config.resolve import data_parallel, lengths, microbatches, rising_steps
-from mega.core.config.run import RunConfig, updated
-from mega.core.estimate.hardware import Hardware
-from mega.core.estimate.megatron import report
+from mega.core.config.resolve import data_parallel, lengths, microbatches
+from mega.core.config.run import RunConfig
+from mega.core.estimate.duration import training
+from mega.core.estimate.hardware import GIB, Hardware
 from mega.core.estimate.memory import Memory, StageMemory, kv_cache_bytes, serving_bytes
-from mega.core.estimate.schedule import Training, training_time
 from mega.core.estimate.search import RESERVE, Found
 from mega.core.estimate.steptime import step_time
 
 if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
-
-GIB = 2**30
-
-RESTART_SECONDS = 600.0
-"""From a failure to the next step: noticing it, new processes, reading a checkpoint."""
 
 PARTS: tuple[tuple[str, str, str], ...] = (
     ("weights", "weights", "#4c78a8"),
@@ -69,9 +59,13 @@ def layout(run: RunConfig, world: int) -> str:
 
 
 def as_json(run: RunConfig, world: int, found: Memory, device: Hardware | None = None) -> dict[str, Any]:
-    """Sizes in bytes, times in seconds; stages in order. The layout stands by its options' names."""
+    """Sizes in bytes (`_gib`: GiB), times in seconds; stages in order. The layout stands by its options' names."""
     parallel = run.parallel
-    timed = {} if device is None else {"device": device.name, "step": asdict(step_time(run, world, device))}
+    timed: dict[str, Any] = {}
+    if device is not None:
+        need = found.needed(device.communicator)
+        timed = {"device": device.name, "step": asdict(step_time(run, world, device))}
+        timed |= {"need_gib": need, "fits": need <= device.memory}
     return {
         "layout": {
             "tp": parallel.tp,
@@ -89,6 +83,8 @@ def as_json(run: RunConfig, world: int, found: Memory, device: Hardware | None =
         "peak": found.worst.peak,
         "peak_stage": found.worst.stage,
         "checkpoint": found.checkpoint,
+        "communicators": found.communicators,
+        "mapped": found.mapped,
         "serving_weights": serving_bytes(run),
         "kv_cache_per_token": kv_cache_bytes(run),
         "stages": [
@@ -130,7 +126,7 @@ def table(found: Memory) -> Table:
     )
     for heading in ("stage", "layers", *(SHORT.get(head, head) for head, _, _ in PARTS), "peak"):
         shown.add_column(heading, justify="left" if heading == "stage" else "right", no_wrap=True)
-    for first, last, stage in _alike(found):
+    for first, last, stage in alike(found):
         shown.add_row(
             str(first) if first == last else f"{first}-{last}",
             str(stage.layers),
@@ -145,7 +141,7 @@ def bars(found: Memory, width: int = 52) -> Iterator[Text]:
     from rich.text import Text
 
     largest = max(stage.peak for stage in found.stages)
-    for first, last, stage in _alike(found):
+    for first, last, stage in alike(found):
         line = Text(f"{f'stage {first}' if first == last else f'stages {first}-{last}':<14}")
         end = 0
         done = 0
@@ -193,45 +189,13 @@ def notes(run: RunConfig, world: int, found: Memory, device: Hardware | None, me
         if run.precision.fp8 and "fp8" not in device.peak:
             yield f"--fp8: {device.name} has no fp8 products; timed as emulated in fp32, wide copies not counted"
     if megatron:
+        from mega.core.estimate.megatron import report
+
         theirs = report(run, world)
         yield (
             f"Megatron-LM says: weights and optimizer {theirs.weights:.2f} MB, "
             f"activations {theirs.activations:.2f} MB, total {theirs.total:.2f} MB"
         )
-
-
-def training(
-    run: RunConfig, world: int, device: Hardware, mtbf_hours: float | None, save_seconds: float
-) -> Training | None:
-    """How long the whole training takes, where its length is given. Errors: ValueError where it would never end."""
-    if not lengths(run).steps:
-        return None
-    failures = mtbf_hours * 3600 if mtbf_hours else None
-    whole = training_time(
-        step_time(run, world, device).seconds,
-        _whole_steps(run, world, device),
-        save_seconds=save_seconds,
-        restart_seconds=RESTART_SECONDS,
-        failure_seconds=failures,
-    )
-    if whole.days == inf:
-        raise ValueError(
-            f"--mtbf {mtbf_hours:g}: with --save-seconds {save_seconds:g} and {RESTART_SECONDS:g} s from a failure to "
-            "the next step such a training never ends; valid: more hours, or shorter saves"
-        )
-    return whole
-
-
-def _whole_steps(run: RunConfig, world: int, device: Hardware) -> float:
-    """The training's length in steps of the whole batch: those of a ramp-up are shorter."""
-
-    def rough(size: int) -> float:
-        return step_time(updated(run, {"global_batch": size}), world, device, play=False).seconds
-
-    rising = Counter(rising_steps(run.batch))
-    assert run.batch.global_batch is not None
-    whole = rough(run.batch.global_batch)
-    return lengths(run).steps - sum(count * (1 - rough(size) / whole) for size, count in rising.items())
 
 
 def training_note(
@@ -331,15 +295,6 @@ def launch_lines(words: Sequence[str], world: int, node: int, tp: int) -> list[s
     ]
 
 
-def draw(found: Memory, title: str, path: Path) -> None:
-    """The bars as a picture: .svg, or .png (needs matplotlib). The file appears whole or not at all."""
-    from mega.core.files import whole_file
-
-    content = {".svg": _svg, ".png": _png}[path.suffix](found, title)
-    with whole_file(path) as out:
-        out.write(content)
-
-
 def gib(size: float) -> str:
     """
     >>> gib(3 * 2**29)
@@ -348,7 +303,7 @@ def gib(size: float) -> str:
     return f"{size / GIB:.2f}"
 
 
-def _alike(found: Memory) -> Iterator[tuple[int, int, StageMemory]]:
+def alike(found: Memory) -> Iterator[tuple[int, int, StageMemory]]:
     """First and last stage of each run of equal ones, to a hundredth of a GiB."""
     begin = 0
     for number, stage in enumerate(found.stages):
@@ -360,53 +315,3 @@ def _alike(found: Memory) -> Iterator[tuple[int, int, StageMemory]]:
 
 def _shown(stage: StageMemory) -> tuple[object, ...]:
     return (stage.layers, stage.live, *(gib(size) for size in parts(stage).values()))
-
-
-def _svg(found: Memory, title: str) -> bytes:
-    rows = list(_alike(found))
-    largest = max(stage.peak for stage in found.stages)
-    height = 70 + 30 * len(rows)
-    lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="1000" height="{height}" font-family="sans-serif" '
-        f'font-size="12"><rect width="100%" height="100%" fill="white"/><text x="8" y="18">{title}</text>'
-    ]
-    for index, (heading, _, colour) in enumerate(PARTS):
-        corner = 90 + 105 * index
-        lines.append(f'<rect x="{corner}" y="28" width="12" height="12" fill="{colour}"/>')
-        lines.append(f'<text x="{corner + 16}" y="38">{heading}</text>')
-    for row, (first, last, stage) in enumerate(rows):
-        top, left = 52 + 30 * row, 90.0
-        name = f"stage {first}" if first == last else f"{first} to {last}"
-        lines.append(f'<text x="8" y="{top + 15}">{name}</text>')
-        for (heading, _, colour), size in zip(PARTS, parts(stage).values(), strict=True):
-            wide = 800 * size / largest
-            lines.append(
-                f'<rect x="{left:.1f}" y="{top}" width="{wide:.1f}" height="22" fill="{colour}">'
-                f"<title>{heading}: {gib(size)} GiB</title></rect>"
-            )
-            left += wide
-        lines.append(f'<text x="{left + 6:.1f}" y="{top + 15}">{gib(stage.peak)} GiB</text>')
-    return "\n".join([*lines, "</svg>", ""]).encode()
-
-
-def _png(found: Memory, title: str) -> bytes:
-    import io
-
-    from matplotlib.figure import Figure
-
-    rows = list(_alike(found))
-    figure = Figure(figsize=(11, 1.6 + 0.4 * len(rows)), layout="constrained")
-    axes = figure.subplots()
-    starts = [0.0] * len(rows)
-    for heading, _, colour in PARTS:
-        sizes = [parts(stage)[heading] / GIB for _, _, stage in rows]
-        axes.barh(range(len(rows)), sizes, left=starts, color=colour, label=heading)
-        starts = [before + size for before, size in zip(starts, sizes, strict=True)]
-    axes.set_yticks(range(len(rows)), [f"stage {a}" if a == b else f"stages {a}-{b}" for a, b, _ in rows])
-    axes.invert_yaxis()
-    axes.set(xlabel="GiB")
-    figure.suptitle(textwrap.fill(title, 140), fontsize=9)
-    axes.legend(loc="center left", bbox_to_anchor=(1, 0.5))
-    picture = io.BytesIO()
-    figure.savefig(picture, format="png", dpi=130)
-    return picture.getvalue()

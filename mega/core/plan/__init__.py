@@ -6,13 +6,12 @@
     play       a clock that plays a plan
     prove      every act once, nothing missing, no deadlock even under blocking sends
     simulate   length, bubble, live microbatches; the lower bound for any plan
-    draw       the picture of a simulation: text, SVG, PNG
     layers     which blocks of the model each stage holds
+    draw       the picture of a simulation: text, SVG, PNG (imported by whoever wants one)
 
 A new schedule is a new function in `kinds`; nothing else changes, and not the executor that plays plans.
 """
 
-from .draw import draw, draw_text
 from .kinds import plan
 from .layers import stage_layers
 from .play import Span
@@ -31,8 +30,6 @@ __all__ = [
     "Simulation",
     "Span",
     "Transfer",
-    "draw",
-    "draw_text",
     "lower_bound",
     "plan",
     "prove",

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from math import exp, expm1, inf, sqrt
 
+from mega.core.config.resolve import lengths, rising_steps
+from mega.core.config.run import RunConfig, updated
+from mega.core.estimate.hardware import Hardware
+from mega.core.estimate.steptime import step_time
+
 DAY = 86400.0
+
+RESTART_SECONDS = 600.0
+"""From a failure to the next step: noticing it, new processes, reading a checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -18,6 +27,40 @@ class Training:
     days: float
     effective: float
     save_every: float | None
+
+
+def training(
+    run: RunConfig, world: int, device: Hardware, mtbf_hours: float | None, save_seconds: float
+) -> Training | None:
+    """How long the whole training takes, where its length is given. Errors: ValueError where it would never end."""
+    if not lengths(run).steps:
+        return None
+    failures = mtbf_hours * 3600 if mtbf_hours else None
+    whole = training_time(
+        step_time(run, world, device).seconds,
+        _whole_steps(run, world, device),
+        save_seconds=save_seconds,
+        restart_seconds=RESTART_SECONDS,
+        failure_seconds=failures,
+    )
+    if whole.days == inf:
+        raise ValueError(
+            f"--mtbf {mtbf_hours:g}: with --save-seconds {save_seconds:g} and {RESTART_SECONDS:g} s from a failure to "
+            "the next step such a training never ends; valid: more hours, or shorter saves"
+        )
+    return whole
+
+
+def _whole_steps(run: RunConfig, world: int, device: Hardware) -> float:
+    """The training's length in steps of the whole batch: those of a ramp-up are shorter."""
+
+    def rough(size: int) -> float:
+        return step_time(updated(run, {"global_batch": size}), world, device, play=False).seconds
+
+    rising = Counter(rising_steps(run.batch))
+    assert run.batch.global_batch is not None
+    whole = rough(run.batch.global_batch)
+    return lengths(run).steps - sum(count * (1 - rough(size) / whole) for size, count in rising.items())
 
 
 def training_time(
