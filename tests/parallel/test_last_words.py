@@ -10,11 +10,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from mega.core.checkpoint.store import CheckpointStore, SaveError
 from mega.core.config.world import MEETING_FILE
 from mega.core.parallel import last_words
 from mega.core.parallel import launch as launcher
@@ -164,6 +166,15 @@ def test_a_peer_with_a_reason_of_its_own_says_it_too(told: dict[str, tuple[int, 
     _, lines = told["_killed_beside_a_fault"]
     assert len(lines) == 2, lines
     assert lines[0].startswith("mega: rank 1 was killed") and lines[1] == "mega: rank 2: no space left on device"
+
+
+def test_a_save_that_failed_on_another_rank_is_left_to_that_one(tmp_path: Path) -> None:
+    """The second rank is well, and hears that the first is not."""
+    with pytest.raises(SaveError) as found:
+        CheckpointStore(tmp_path).save(1, [], {}, rank=1, world=2, agree=lambda fine: False)
+    other = last_words.words_of(found.value)
+    own = last_words.words_of(SaveError("step 1 was not saved: disk full"))
+    assert last_words.told({0: own, 1: other}, 2) == "mega: rank 0: step 1 was not saved: disk full\n"
 
 
 def test_a_lost_peer_is_told_where_nobody_knows_more(told: dict[str, tuple[int, list[str]]]) -> None:

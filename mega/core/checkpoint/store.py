@@ -69,7 +69,12 @@ _LEFTOVER = re.compile(rf"(step-\d+|{POINTER}|{WEIGHTS_ONLY})\.(tmp|old)")
 
 
 class SaveError(OSError):
-    """A save that the machine did not carry out, and why. Nothing was published; every earlier checkpoint is whole."""
+    """A save that the machine did not carry out, and why. Nothing was published; every earlier checkpoint is whole.
+
+    elsewhere: the fault is another rank's, whose error says more.
+    """
+
+    elsewhere = False
 
 
 @dataclass(frozen=True)
@@ -135,7 +140,9 @@ class CheckpointStore:
             if not agree(fault is None):
                 if rank == 0:
                     self._clear()
-                raise SaveError(self._failure(step, rank, fault)) from fault
+                failure = SaveError(self._failure(step, fault))
+                failure.elsewhere = fault is None
+                raise failure from fault
         return SaveReport(written, time.monotonic() - began)
 
     def save_all(
@@ -174,7 +181,7 @@ class CheckpointStore:
             with contextlib.suppress(OSError):
                 self.directory.rmdir()  # only if nothing is in it
             kind = CheckpointError if isinstance(error, ValueError) else SaveError
-            raise kind(self._failure(step, None, error)) from error
+            raise kind(self._failure(step, error)) from error
         return SaveReport(written, time.monotonic() - began)
 
     @contextlib.contextmanager
@@ -248,7 +255,7 @@ class CheckpointStore:
         check_tiling(manifest, working)
         write_manifest(working, manifest)
 
-    def _failure(self, step: int, rank: int | None, fault: BaseException | None) -> str:
+    def _failure(self, step: int, fault: BaseException | None) -> str:
         kept = ", ".join(map(str, self.steps())) or "none"
         place, free = self._where(step)
         where = f"{place}: step {step} was not saved"
@@ -259,8 +266,7 @@ class CheckpointStore:
             reason = f"{name}: {fault.strerror or fault}" + ("" if free is None else f"; {free} bytes are free")
         else:
             reason = str(fault) or repr(fault)
-        who = "" if rank is None else f"rank {rank}: "
-        return f"{where}: {who}{reason} (whole: steps {kept})"
+        return f"{where}: {reason} (whole: steps {kept})"
 
     def _where(self, step: int) -> tuple[str, int | None]:
         """What to call the place of a save, and the bytes that are free there."""

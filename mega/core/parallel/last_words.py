@@ -3,8 +3,8 @@
     1 every rank that fails hands its words in       through the store in which the ranks met, or would have met
     2 the first to do so waits for the others        until all have come, GRACE seconds are over, or SIGTERM says that
                                                      whoever started us knows of the end already
-    3 it tells: what all say, once; what some say, with their numbers. That a peer is gone is a consequence: it is told
-      only where no rank knows more, and nobody has ended us for it
+    3 it tells: what all say, once; what some say, with their numbers. A consequence of what another rank has met, such
+      as that it is gone, is told only where no rank knows more, and nobody has ended us for it
     4 the others leave with the same exit code, rank 0, which may host the store, last; who comes later tells only
       what has not been told
 
@@ -37,7 +37,7 @@ _NAMED = 8
 
 @dataclass(frozen=True)
 class Words:
-    """What a rank says of its end, and the exit code. kind: one line, a traceback, or only that a peer is gone."""
+    """What a rank says of its end, and the exit code. kind: "line", "trace", or "consequence" of another rank's end."""
 
     code: int
     text: str
@@ -45,7 +45,7 @@ class Words:
 
 
 def words_of(error: BaseException) -> Words:
-    """A mistake of the user ends with 2, a fault of the machine or of ours with 1; the latter has a traceback.
+    """A mistake of the user ends with 2, all else with 1. What is neither that nor the machine's shows its traceback.
 
     >>> words_of(ValueError("--lr -1: must be positive"))
     Words(code=2, text='--lr -1: must be positive', kind='line')
@@ -54,9 +54,11 @@ def words_of(error: BaseException) -> Words:
     if _debugging():
         return Words(code, _trace(error), "trace")
     if isinstance(error, ValueError | OSError | FloatingPointError | MemoryError):
-        return Words(code, str(error) or ("out of memory" if isinstance(error, MemoryError) else repr(error)))
+        text = str(error) or ("out of memory" if isinstance(error, MemoryError) else repr(error))
+        return Words(code, text, "consequence" if getattr(error, "elsewhere", False) else "line")
     if isinstance(error, RuntimeError) and any(sign in str(error) for sign in _PEER_IS_GONE):
-        return Words(code, f"lost another rank, which has ended or cannot be reached: {error}".splitlines()[0], "lost")
+        text = f"lost another rank, which has ended or cannot be reached: {error}".splitlines()[0]
+        return Words(code, text, "consequence")
     return Words(code, _trace(error), "trace")
 
 
@@ -82,10 +84,10 @@ def told(words: Mapping[int, Words], world: int) -> str:
 
     >>> print(told({0: Words(2, "no such file"), 1: Words(2, "no such file")}, 2), end="")
     mega: no such file
-    >>> print(told({3: Words(1, "disk full"), 2: Words(1, "peer gone", "lost"), 1: Words(1, "disk full")}, 4), end="")
+    >>> print(told({3: Words(1, "disk full"), 2: Words(1, "lost", "consequence"), 1: Words(1, "disk full")}, 4), end="")
     mega: ranks 1, 3: disk full
     """
-    causes = {rank: said for rank, said in words.items() if said.kind != "lost"} or dict([min(words.items())])
+    causes = {rank: said for rank, said in words.items() if said.kind != "consequence"} or dict([min(words.items())])
     ranks: dict[Words, list[int]] = {}
     for rank, said in sorted(causes.items()):
         ranks.setdefault(said, []).append(rank)
@@ -123,7 +125,7 @@ def _tell_together(words: Words, world: World) -> int:
             _wait(lambda: stopped.is_set() or store.add("count", 0) >= world.size, GRACE)
             present = [rank for rank in range(world.size) if store.check([str(rank)])]
             found = {rank: Words(**json.loads(store.get(str(rank)))) for rank in present}
-            causes = [said for said in found.values() if said.kind != "lost"]
+            causes = [said for said in found.values() if said.kind != "consequence"]
             # 3
             if causes or not stopped.is_set():
                 _write(told(found, world.size))
@@ -133,7 +135,7 @@ def _tell_together(words: Words, world: World) -> int:
             raise TimeoutError("who was to tell has gone")
         # 4
         verdict = json.loads(store.get("told"))
-        if words.kind != "lost" and words.text not in verdict["texts"]:
+        if words.kind != "consequence" and words.text not in verdict["texts"]:
             _write(told({world.rank: words}, world.size))
         store.add("left", 1)
         if world.rank == 0:

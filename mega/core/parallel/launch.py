@@ -39,6 +39,7 @@ STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 """What asks a run to stop: Ctrl-C, a scheduler, and SLURM's warning ahead of the end (--signal=USR1@120)."""
 
 SAME_SIGNAL_SECONDS = 2.0
+"""A signal that comes again within this time is the same wish, by another way."""
 
 PATIENCE = 1.0
 """Seconds that the other ranks have to end by themselves when one has failed."""
@@ -224,8 +225,6 @@ def _rank(environment: dict[str, str], target: Callable[..., int | None], args: 
     threading.Thread(target=_follow_parent, name="follow-parent", daemon=True).start()
     try:
         code = target(*args) or 0
-    except SystemExit as stop:
-        code = stop.code if isinstance(stop.code, int) else 1
     except KeyboardInterrupt:
         code = 128 + signal.SIGINT
     except BaseException as error:
@@ -275,14 +274,16 @@ def _supervise(ranks: list[BaseProcess]) -> int:
     """
     running = {process.sentinel: process for process in ranks}
     failed, deadline = 0, math.inf
+    told: set[str] = set()
     with _passing_signals(ranks):
         while running and time.monotonic() < deadline:
             ready = wait(list(running), None if not failed else max(0.0, deadline - time.monotonic()))
             ended = [running.pop(sentinel) for sentinel in list(running) if sentinel in ready]
             for process in sorted(ended, key=lambda process: process.exitcode or 0):  # the killed ones first
                 code = process.exitcode or 0
-                if code and code not in _TOLD:
-                    sys.stderr.write(f"mega: {process.name} {_ending(code)}\n")
+                if code and code not in _TOLD and (ending := _ending(code)) not in told:  # all may end by one signal
+                    sys.stderr.write(f"mega: {process.name} {ending}\n")
+                    told.add(ending)
                 if code and not failed:
                     failed, deadline = 128 - code if code < 0 else code, time.monotonic() + PATIENCE
     return failed

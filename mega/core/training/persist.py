@@ -182,6 +182,6 @@ def same_everywhere(mesh: Mesh, fingerprint: str, device: torch.device) -> None:
     all_reduce(most, mesh.everyone, "max")
     if not torch.equal(least, most):
         raise ValueError(
-            f"rank {mesh.rank}: this rank's configuration or tokenizer is not that of all others "
+            "configuration or tokenizer are not those of every other rank "
             f"(fingerprint {fingerprint[:16]}); start every rank with the same flags and files"
         )
