@@ -253,15 +253,18 @@ def test_our_own_trees_say_how_many_tokens_they_have(tmp_path: Path) -> None:
     assert list(inspect.diff(locate(tmp_path / "run"), locate(tmp_path / "back"))) == []
 
 
-def test_interleaved_chunks_are_put_in_order(tmp_path: Path) -> None:
-    """pp 2 x 2 chunks from pp 4: stage s of 4 is chunk s // 2 of rank s % 2."""
-    exchange(own(tmp_path / "run", LLAMA), tmp_path / "tree", 1, 4, "megatron", None)
-    four = tmp_path / "tree" / "iter_0000007"
-    stages = [load(four / f"mp_rank_00_{s:03d}" / "model_optim_rng.pt") for s in range(4)]
+@pytest.mark.parametrize("chunks", [2, 11])
+def test_interleaved_chunks_are_put_in_order(tmp_path: Path, chunks: int) -> None:
+    """pp 2 x 2 chunks from pp 4: stage s of 4 is chunk s // 2 of rank s % 2. Chunk 10 comes behind chunk 9, not 1."""
+    count = 2 * chunks
+    model = dataclasses.replace(LLAMA, layers=count)
+    exchange(own(tmp_path / "run", model), tmp_path / "tree", 1, count, "megatron", None)
+    whole = tmp_path / "tree" / "iter_0000007"
+    stages = [load(whole / f"mp_rank_00_{s:03d}" / "model_optim_rng.pt") for s in range(count)]
     folder = tmp_path / "interleaved" / "iter_0000007"
     for rank in range(2):
         content = {key: value for key, value in stages[rank].items() if key != "model"}
-        content |= {"model0": stages[rank]["model"], "model1": stages[rank + 2]["model"]}
+        content |= {f"model{chunk}": stages[rank + 2 * chunk]["model"] for chunk in range(chunks)}
         (folder / f"mp_rank_00_{rank:03d}").mkdir(parents=True)
         torch.save(content, folder / f"mp_rank_00_{rank:03d}" / "model_optim_rng.pt")
     exchange(folder, tmp_path / "back", 1, 1, "mega", 53)

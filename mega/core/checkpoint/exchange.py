@@ -1,4 +1,4 @@
-"""What `mega reshard` does: own checkpoints, Megatron-LM's trees and others' into one another, cut for any tp x pp.
+"""What `mega reshard` does: own checkpoints, Megatron-LM's trees and others' into one another, cut for any ranks.
 
 Own to own keeps everything (reshard.py); to and from Megatron-LM go the model, iteration and consumed samples, and
 Adam's state where its form is known (megatron_state.py); of what convert.py reads (Hugging Face, Meta, ...) there are

@@ -143,6 +143,7 @@ class Tree:
 
 
 def is_tree(path: Path) -> bool:
+    """Whether a path is the root of a tree, or one iteration's directory."""
     return (path / TRACKER).exists() or any(_RANK.fullmatch(entry.name) for entry in _folders(path))
 
 
@@ -154,11 +155,7 @@ def open_tree(path: Path, vocab: int | None = None, *, optimizer: bool = True) -
     Errors: CheckpointError naming the file or tensor.
     """
     folder = iteration_of(path)
-    ranks = {(int(m[1]), int(m[2] or 0)): e for e in _folders(folder) if (m := _RANK.fullmatch(e.name))}
-    tp, pp = (1 + max((rank[axis] for rank in ranks), default=-1) for axis in (0, 1))
-    absent = [(t, p) for t in range(tp) for p in range(pp) if (t, p) not in ranks]
-    if not ranks or absent:
-        raise CheckpointError(f"{folder}: holds no mp_rank_XX of (tensor, pipeline) rank {absent or (0, 0)}")
+    ranks, tp, pp = _ranks(folder)
     tensors: dict[str, torch.Tensor] = {}
     state = State()
     chunks = 1
@@ -168,9 +165,7 @@ def open_tree(path: Path, vocab: int | None = None, *, optimizer: bool = True) -
         if not isinstance(content, dict):
             raise CheckpointError(f"{directory}: holds {type(content).__name__}, not a checkpoint")
         first = first or content
-        models = sorted(key for key in content if re.fullmatch(r"model\d*", str(key)))
-        if not models:
-            raise CheckpointError(f"{directory}: holds no model")
+        models = _models(content, directory)
         chunks = len(models)
         weights = [{common_name(name): each for name, each in _flat(content[key], directory)} for key in models]
         for chunk, named in enumerate(weights):
@@ -199,6 +194,24 @@ def open_tree(path: Path, vocab: int | None = None, *, optimizer: bool = True) -
     iteration, consumed, consumed_valid = (n if type(n) is int and n >= 0 else 0 for n in counts)
     whole = joined([table, *(read_alike(table, kind) for kind in state.kinds)])
     return Tree(source, model, whole, iteration, consumed, consumed_valid, state.facts, notes)
+
+
+def _ranks(folder: Path) -> tuple[dict[tuple[int, int], Path], int, int]:
+    """The directory of each (tensor, pipeline) rank, and how many ranks there are of either kind."""
+    ranks = {(int(m[1]), int(m[2] or 0)): e for e in _folders(folder) if (m := _RANK.fullmatch(e.name))}
+    tp, pp = (1 + max((rank[axis] for rank in ranks), default=-1) for axis in (0, 1))
+    absent = [(t, p) for t in range(tp) for p in range(pp) if (t, p) not in ranks]
+    if not ranks or absent:
+        raise CheckpointError(f"{folder}: holds no mp_rank_XX of (tensor, pipeline) rank {absent or (0, 0)}")
+    return ranks, tp, pp
+
+
+def _models(content: Mapping[str, Any], directory: Path) -> list[str]:
+    """The keys of a rank's chunks in their order: `model`, or `model0`, `model1`, ..."""
+    numbers = {str(key): int(m[1] or 0) for key in content if (m := re.fullmatch(r"model(\d{0,6})", str(key)))}
+    if not numbers:
+        raise CheckpointError(f"{directory}: holds no model")
+    return sorted(numbers, key=numbers.__getitem__)
 
 
 def _check_legacy(content: Mapping[str, Any], models: Iterable[str], directory: Path) -> None:
