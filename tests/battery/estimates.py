@@ -95,6 +95,8 @@ def drawn(number: int) -> tuple[str | None, dict[str, Any]]:
         "vocab_multiple": (0.2, [1, 64, 128]),
         "reset_attention": (0.1, [True]),
         "world": (0.95, [1, 2, 4, 6, 8, 16, 24, 64]),
+        "fp8": (0.15, [True]),
+        "tp_overlap": (0.2, [True]),
     }
     for name, (share, values) in choices.items():
         if rng.random() < share:
@@ -117,6 +119,11 @@ def repair(rng: random.Random, preset: str | None, flags: dict[str, Any]) -> Non
         del flags["chunks"], flags["schedule"]
     if flags.get("pp", 1) > 1:
         flags["zero"] = min(flags.get("zero", 0), 1)
+    if flags.get("fp8"):
+        flags["dtype"] = "bf16"
+        flags.pop("tp_overlap", None)
+    if flags.get("tp_overlap"):
+        flags |= {"tp": rng.choice([2, 4, 8]), "sequence_parallel": True}
     flags.pop("grad_dtype", None)
     flags.pop("norm_offset", None)
     if preset is None:
