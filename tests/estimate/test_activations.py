@@ -121,6 +121,11 @@ AGAIN: dict[str, dict[str, Any]] = {
     "llama, three of four": {**BLOCK, "family": "llama", "recompute_layers": 3, "dtype": "bf16"},
     "tp 2, sequence": {**QUIET, **FULL, "tp": 2, "sequence_parallel": True, "dtype": "bf16"},
     "tp 2, shared": {**QUIET, **FULL, "tp": 2, "distribute_saved": True, "dtype": "bf16"},
+    "fp8": {**FP8, **QUIET, **FULL},
+    "fp8, llama, two": {**FP8, **FULL, "family": "llama", "recompute_layers": 2},
+    "overlap": {**OVERLAP, **QUIET, **FEW, **FULL},
+    "overlap, llama, two": {**OVERLAP, **FEW, **FULL, "family": "llama", "recompute_layers": 2},
+    "overlap, two of four": {**OVERLAP, **QUIET, **FEW, **BLOCK, "recompute_layers": 2},
     "pp 2": {**QUIET, **FULL, "pp": 2, "dtype": "bf16"},
 }
 """Blocks computed again: what is kept is exact, the peaks are within a tenth."""
@@ -309,7 +314,7 @@ def test_blocks_computed_again(name: str, alone: Callable[[], None]) -> None:
         last = stage == run.parallel.pp - 1
         counted = footprint(run, run.model.layers // run.parallel.pp, first=stage == 0, last=last)
         held, forward, backward = measured(run, stage)
-        assert counted.held == pytest.approx(held, rel=0.006)
+        assert counted.held + counted.travelling == pytest.approx(held, rel=0.006)
         assert max(counted.forward, counted.backward) == pytest.approx(max(forward, backward), rel=0.1)
 
 

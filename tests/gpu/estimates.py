@@ -68,6 +68,11 @@ ALONE: Mapping[str, Flags] = {
     "gpt 345m": {"preset": "gpt2-345m", **QUIET, "micro_batch": 16, "global_batch": 32, "vocab": 50304},
     "llama2 70b": {"preset": "llama2-70b", "layers": 2, "micro_batch": 1, "global_batch": 4},
     "gpt selective": {**GPT, "micro_batch": 4, "global_batch": 8, "recompute": "selective"},
+    "llama fp8": {**LLAMA, "global_batch": 4, "fp8": True},
+    "gpt fp8, selective": {**GPT, "micro_batch": 4, "global_batch": 8, "recompute": "selective", "fp8": True},
+    "llama fp8, full": {**LLAMA, **FULL, "micro_batch": 2, "global_batch": 8, "fp8": True},
+    "gpt 345m, one by one": {"preset": "gpt2-345m", **QUIET, "micro_batch": 1, "global_batch": 16, "vocab": 50304},
+    "gpt 345m, four by four": {"preset": "gpt2-345m", **QUIET, "micro_batch": 4, "global_batch": 64, "vocab": 50304},
 }
 LAYOUTS: Mapping[str, Flags] = {
     "llama tp2 pp2": {**LLAMA, "layers": 8, "tp": 2, "pp": 2, "sequence_parallel": True, "global_batch": 8},
@@ -107,6 +112,14 @@ LAYOUTS: Mapping[str, Flags] = {
     "llama ring cp4": {**LLAMA, "cp": 4, "cp_comm": "ring", "seq_length": 16384, "global_batch": 2},
     "gpt gpipe": {**GPT, "layers": 8, "pp": 4, "schedule": "gpipe", "recompute": "selective", "global_batch": 8},
     "gpt tp4 plain dropout": {"preset": "gpt-22b", "layers": 4, "tp": 4, "micro_batch": 2, "global_batch": 8},
+    "gpt tp2 beside": {
+        **GPT, "layers": 8, "tp": 2, "sequence_parallel": True, "tp_overlap": True, "micro_batch": 4, "global_batch": 8,
+    },
+    "llama tp2 beside, selective": {
+        **LLAMA, "layers": 8, "tp": 2, "sequence_parallel": True, "tp_overlap": True, "recompute": "selective",
+        "micro_batch": 2, "global_batch": 8,
+    },
+    "llama tp2 fp8": {**LLAMA, "layers": 8, "tp": 2, "sequence_parallel": True, "fp8": True, "global_batch": 8},
 }  # fmt: skip
 BEYOND: Mapping[str, Flags] = {
     "llama beyond": {"preset": "llama2-7b", "layers": 40, "micro_batch": 1, "global_batch": 4},

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from mega.core.config.run import RunConfig
 from mega.core.estimate.weights import BYTES, Passing, wide
@@ -28,12 +29,25 @@ SLOTS = 4
 """Exchanges beside products whose blocks are kept (parallel/peers.py)."""
 
 
+class Blocks(NamedTuple):
+    """What stays of the blocks of each exchange beside an op's products (--tp-overlap), besides what autograd keeps.
+
+    forward: of a forward pass. passed: of one of which nothing is kept. backward: of a backward pass.
+    """
+
+    forward: tuple[int, ...] = ()
+    passed: tuple[int, ...] = ()
+    backward: tuple[int, ...] = ()
+
+
+NO_BLOCKS = Blocks()
+
+
 @dataclass(frozen=True)
 class Op:
     """saved: bytes kept until its backward. forward, backward: bytes that live besides, while it runs.
 
-    product: what the weight's gradient needs, where that is computed later (zero-bubble plans). sent, returned: for
-    each exchange beside its products (--tp-overlap), forward and backward, what stays of the blocks behind the op.
+    product: what the weight's gradient needs, where that is computed later (zero-bubble plans).
     """
 
     name: str
@@ -41,8 +55,7 @@ class Op:
     forward: int
     backward: int
     product: int = 0
-    sent: tuple[int, ...] = ()
-    returned: tuple[int, ...] = ()
+    blocks: Blocks = NO_BLOCKS
 
 
 @dataclass(frozen=True)
@@ -222,7 +235,7 @@ class _Walk:
         self._blocks = deque([0] * SLOTS, maxlen=SLOTS) if beside else None
         if self._blocks is not None:
             self._blocks.extend(
-                size for segment in reversed(segments) for op in segment.ops[::-1] for size in op.returned
+                size for segment in reversed(segments) for op in segment.ops[::-1] for size in op.blocks.backward
             )
 
     @property
@@ -242,12 +255,12 @@ class _Walk:
         live = peak = 0
         for op, unit in placed:
             live += op.saved
-            peak = max(peak, live + self._besides(op, unit, op.forward, op.sent))
+            peak = max(peak, live + self._besides(op, unit, op.forward, op.blocks.forward))
         return peak
 
     def _pass(self, placed: list[tuple[Op, int]]) -> int:
         """The peak of running ops forwards where nothing is kept: roughly that of the widest."""
-        return max(op.saved + self._besides(op, unit, op.forward, op.sent) for op, unit in placed)
+        return max(op.saved + self._besides(op, unit, op.forward, op.blocks.passed) for op, unit in placed)
 
     def _besides(self, op: Op, unit: int, working: int, sent: Sequence[int]) -> int:
         """What an op takes besides what is kept: `working`, weights that are here for it, and blocks on their way.
@@ -276,7 +289,7 @@ class _Walk:
             for op, unit in reversed(placed):
                 if passing:
                     live += passing.opened.get((unit, op.name), 0)
-                peak = max(peak, live + self._besides(op, unit, op.backward, op.returned))
+                peak = max(peak, live + self._besides(op, unit, op.backward, op.blocks.backward))
                 live += (op.product if later else 0) - op.saved
                 for gradients, span in passing.closed.get((unit, op.name), ()) if passing else ():
                     # One bucket at a time is on its way, with room for our span of its sum.
@@ -341,7 +354,7 @@ def head_ops(z: Sizes) -> Iterator[Op]:
         z.stream + z.e * scores + z.whole_input + z.copied * z.vocab * z.hidden,
         grad + z.e * z.tokens * z.hidden,
         z.e * (z.tokens * z.hidden + scores),
-        *_column_blocks(z),
+        _column_blocks(z),
     )
     yield logits
     # the logits, each token's label and log-sum-exp, its loss (and its weight, where that is widened)
@@ -390,13 +403,15 @@ def _column(name: str, z: Sizes, outs: int, again: bool) -> Op:
         again_input + z.stream + z.whole_input + y + forward,
         again_input + z.residual + y + inner + backward,
         z.e * z.tokens * z.hidden + y,
-        *_column_blocks(z),
+        _column_blocks(z),
     )
 
 
-def _column_blocks(z: Sizes) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Of a gathering forward, and of one with a sum backward. A norm's output that is not kept stays for the blocks."""
-    return ((z.normed if z.again else 0,), (z.normed, z.parts)) if z.beside else ((), ())
+def _column_blocks(z: Sizes) -> Blocks:
+    """A gathering forward, one and a sum backward."""
+    if not z.beside:
+        return NO_BLOCKS
+    return Blocks((z.normed if z.again else 0,), (z.normed,), (z.normed, z.parts))
 
 
 def _row(name: str, z: Sizes, ins: int, again: bool = False, besides: int = 0) -> Op:
@@ -407,10 +422,10 @@ def _row(name: str, z: Sizes, ins: int, again: bool = False, besides: int = 0) -
     forward = z.stream + outs + besides + product
     # In 8 bits the gathered gradient is let go.
     backward = z.residual + (0 if z.fp8 else z.whole_input) + x + products
-    sent, returned = ((z.parts,), (z.normed,)) if z.beside else ((), ())
+    blocks = Blocks((z.parts,), (z.parts,), (z.normed,)) if z.beside else NO_BLOCKS
     if again:
-        return Op(name, 0, forward + x, backward + x, x + y, sent, returned)
-    return Op(name, x, forward, backward, x + y, sent, returned)
+        return Op(name, 0, forward + x, backward + x, x + y, blocks)
+    return Op(name, x, forward, backward, x + y, blocks)
 
 
 def _products(z: Sizes, ins: int, outs: int) -> tuple[int, int]:
