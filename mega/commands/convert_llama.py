@@ -45,14 +45,16 @@ def run(
     """
     from mega.core.checkpoint.convert import convert, target_of
     from mega.core.checkpoint.kinds import check_flags, kind_of
+    from mega.core.checkpoint.layout import Layout
 
     source = kind_of(load_dir)
     target = target_of(load_dir, source, to)
+    runs = tuple(stage_layers or ())
     given = {
         "--target-tensor-parallel-size": target_tp,
         "--target-pipeline-parallel-size": target_pp,
         "--chunks": chunks,
-        "--stage-layers": tuple(stage_layers or ()),
+        "--stage-layers": runs,
         "--parts": parts,
     }
     check_flags(source, target, given)
@@ -61,9 +63,7 @@ def run(
         from mega.core.inference.agreement import BOUND, agreement, check_transformers
 
         check_transformers()
-    report = convert(
-        load_dir, save_dir, to, target_tp, target_pp, parts, chunks=chunks, stage_layers=stage_layers or ()
-    )
+    report = convert(load_dir, save_dir, target, Layout(target_tp, target_pp, chunks, runs), parts)
     print(f"{report.path}: {report.tensors:,} tensors, {report.elements:,} elements, {report.bytes:,} bytes")
     for note in report.notes:
         print(note)

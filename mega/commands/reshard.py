@@ -57,16 +57,18 @@ def run(
     """
     from mega.core.checkpoint.exchange import exchange
     from mega.core.checkpoint.kinds import check_flags, kind_of
+    from mega.core.checkpoint.layout import Layout
     from mega.core.checkpoint.read_back import check_comparable, read_back
     from mega.core.checkpoint.tables import progress_bar
 
     if verify:
         check_comparable(load_dir, to_ours=saver == "mega")
+    runs = tuple(stage_layers or ())
     given = {
         "--target-tensor-parallel-size": target_tp,
         "--target-pipeline-parallel-size": target_pp,
         "--chunks": chunks,
-        "--stage-layers": tuple(stage_layers or ()),
+        "--stage-layers": runs,
         "--true-vocab-size": true_vocab_size,
         "--vocab-file": vocab_file,
         "--num-attention-heads": num_heads,
@@ -83,15 +85,12 @@ def run(
         report = exchange(
             load_dir,
             save_dir,
-            target_tp,
-            target_pp,
+            Layout(target_tp, target_pp, chunks, runs),
             style,
             true_vocab_size,
             num_heads,
             progress,
             optimizer=not no_load_optim,
-            chunks=chunks,
-            stage_layers=stage_layers or (),
         )
     for note in report.notes:
         print(note)

@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 from mega.core.checkpoint.convert import convert
+from mega.core.checkpoint.layout import Layout
 from mega.core.checkpoint.store import locate
 from mega.core.inference.agreement import BOUND, agreement
 from tests.battery.data_ledger import run
@@ -37,9 +38,9 @@ def layouts(family: str) -> Any:
                 for tp in (1, 2, 4):
                     for pp in (1, 2):
                         made, back = home / f"run-{tp}-{pp}", home / f"back-{tp}-{pp}"
-                        convert(source, made, None, tp, pp, 1)
+                        convert(source, made, layout=Layout(tp, pp))
                         assert locate(made).world == tp * pp
-                        convert(made, back, None, 1, 1, 1)
+                        convert(made, back)
                         after = load_file(back / "model.safetensors")
                         assert before.keys() == after.keys()
                         for key, tensor in before.items():

@@ -18,6 +18,7 @@ from mega.core.checkpoint import convert as conversion
 from mega.core.checkpoint import foreign, gpt2, huggingface, meta
 from mega.core.checkpoint.convert import convert
 from mega.core.checkpoint.huggingface import config_from_model, model_from_config
+from mega.core.checkpoint.layout import Layout
 from mega.core.checkpoint.pieces import CheckpointError
 from mega.core.checkpoint.store import locate
 from tests.support.hugging_face import FAMILIES, SIZES, hf_folder
@@ -28,9 +29,9 @@ from tests.support.shared import shared
 @pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 2)])
 def test_there_and_back_is_byte_identical(tmp_path: Path, family: str, tp: int, pp: int) -> None:
     source = hf_folder(tmp_path / "hf", family, torch.bfloat16)
-    report = convert(source, tmp_path / "run", None, tp, pp, 1)
+    report = convert(source, tmp_path / "run", layout=Layout(tp, pp))
     assert locate(tmp_path / "run").world == tp * pp
-    convert(tmp_path / "run", tmp_path / "back", None, 1, 1, 1)
+    convert(tmp_path / "run", tmp_path / "back")
     before, after = (load_file(folder / "model.safetensors") for folder in (source, tmp_path / "back"))
     assert set(before) == set(after)
     assert report.elements == sum(tensor.numel() for tensor in before.values())
@@ -49,8 +50,8 @@ def test_our_own_config_opens_in_transformers_and_computes_the_same(tmp_path: Pa
     given = json.loads((source / "config.json").read_text())
     form = gpt2 if family == "gpt2" else huggingface
     model = form.model_from_config(given, "config.json")
-    convert(source, tmp_path / "run", None, 1, 1, 1)
-    convert(tmp_path / "run", tmp_path / "back", None, 1, 1, 1)
+    convert(source, tmp_path / "run")
+    convert(tmp_path / "run", tmp_path / "back")
     (tmp_path / "back" / "config.json").write_text(json.dumps(form.config_from_model(model, "float32")))
     ids = torch.randint(0, 102, (2, 17), generator=torch.Generator().manual_seed(1))
     logits = []
@@ -82,8 +83,8 @@ def test_gpt2_as_it_was_first_released(tmp_path: Path) -> None:
     state = {name.removeprefix("transformer."): t for name, t in load_file(source / "model.safetensors").items()}
     mask = {f"h.{layer}.attn.bias": torch.ones(1, 1, 64, 64) for layer in range(2)}
     save_file({**state, **mask}, source / "model.safetensors")
-    convert(source, tmp_path / "run", None, 2, 2, 1)
-    convert(tmp_path / "run", tmp_path / "back", None, 1, 1, 1)
+    convert(source, tmp_path / "run", layout=Layout(2, 2))
+    convert(tmp_path / "run", tmp_path / "back")
     after = load_file(tmp_path / "back" / "model.safetensors")
     assert all(torch.equal(state[name.removeprefix("transformer.")], after[name]) for name in after)
     assert len(state) == len(after)
@@ -91,7 +92,7 @@ def test_gpt2_as_it_was_first_released(tmp_path: Path) -> None:
         for changed in ({**state, name: state[name][..., :-1].contiguous()}, {n: state[n] for n in state if n != name}):
             save_file(changed, source / "model.safetensors")
             with pytest.raises(CheckpointError, match=name):
-                convert(source, tmp_path / "x", None, 1, 1, 1)
+                convert(source, tmp_path / "x")
             assert not (tmp_path / "x").exists()
 
 
@@ -115,8 +116,8 @@ def test_other_forms_of_the_same_weights(tmp_path: Path, form: str) -> None:
     if len(files) == 2:
         weights = {name: file for file, group in zip(files, groups, strict=True) for name in group}
         (source / f"{stem}.{ending}.index.json").write_text(json.dumps({"weight_map": weights}))
-    convert(source, tmp_path / "run", "mega", 2, 1, 1)
-    convert(tmp_path / "run", tmp_path / "back", "hf", 1, 1, 1)
+    convert(source, tmp_path / "run", "mega", Layout(2, 1))
+    convert(tmp_path / "run", tmp_path / "back", "hf")
     after = load_file(tmp_path / "back" / "model.safetensors")
     assert all(torch.equal(state[name], after[name]) for name in state)
 
@@ -124,15 +125,15 @@ def test_other_forms_of_the_same_weights(tmp_path: Path, form: str) -> None:
 def test_large_exports_are_cut_into_files_with_an_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     transformers = pytest.importorskip("transformers")
     source = hf_folder(tmp_path / "hf", "llama2")
-    convert(source, tmp_path / "run", None, 1, 1, 1)
+    convert(source, tmp_path / "run")
     monkeypatch.setattr(conversion, "SHARD_BYTES", 30_000)
-    convert(tmp_path / "run", tmp_path / "back", None, 1, 1, 1)
+    convert(tmp_path / "run", tmp_path / "back")
     assert len(list((tmp_path / "back").glob("model-*.safetensors"))) > 2
     before, after = (
         transformers.AutoModelForCausalLM.from_pretrained(folder).state_dict() for folder in (source, tmp_path / "back")
     )
     assert all(torch.equal(before[name], after[name]) for name in before)
-    convert(tmp_path / "back", tmp_path / "again", None, 1, 2, 1)
+    convert(tmp_path / "back", tmp_path / "again", layout=Layout(1, 2))
 
 
 def mutations() -> dict[str, Callable[[dict[str, torch.Tensor]], str]]:
@@ -175,7 +176,7 @@ def test_a_changed_source_is_refused_by_name(tmp_path: Path, name: str, ending: 
     else:
         save_file(state, source / "model.safetensors")
     with pytest.raises(CheckpointError, match=culprit.replace(".", r"\.")):
-        convert(source, tmp_path / "run", None, 1, 1, 1)
+        convert(source, tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
@@ -184,11 +185,11 @@ def test_a_tied_head_must_equal_the_embedding(tmp_path: Path) -> None:
     state = load_file(source / "model.safetensors")
     state["lm_head.weight"] = state["model.embed_tokens.weight"].clone()
     save_file(state, source / "model.safetensors")
-    convert(source, tmp_path / "run", None, 1, 1, 1)
+    convert(source, tmp_path / "run")
     state["lm_head.weight"][5, 5] += 1
     save_file(state, source / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"lm_head.weight: differs"):
-        convert(source, tmp_path / "other", None, 1, 1, 1)
+        convert(source, tmp_path / "other")
 
 
 @pytest.mark.parametrize(
@@ -212,16 +213,16 @@ def test_configs_without_a_counterpart(key: str, value: object) -> None:
 def test_refusals_of_the_verb(tmp_path: Path) -> None:
     source = hf_folder(tmp_path / "hf", "llama2")
     with pytest.raises(CheckpointError, match=r"holds no config\.json"):
-        convert(tmp_path, tmp_path / "x", None, 1, 1, 1)
+        convert(tmp_path, tmp_path / "x")
     with pytest.raises(ValueError, match="exactly one of the two must be mega"):
-        convert(source, tmp_path / "x", "meta", 1, 1, 1)
+        convert(source, tmp_path / "x", "meta")
     with pytest.raises(ValueError, match="--tp 3"):
-        convert(source, tmp_path / "x", None, 3, 1, 1)
-    convert(source, tmp_path / "run", None, 1, 1, 1)
+        convert(source, tmp_path / "x", layout=Layout(3, 1))
+    convert(source, tmp_path / "run")
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").write_text("mine")
     with pytest.raises(ValueError, match="not an empty folder"):
-        convert(tmp_path / "run", tmp_path / "full", None, 1, 1, 1)
+        convert(tmp_path / "run", tmp_path / "full")
     assert sorted(os.listdir(tmp_path)) == ["full", "hf", "run"]
 
 
@@ -246,11 +247,11 @@ def test_meta_there_and_back(tmp_path: Path, family: str, parts: int) -> None:
     rope = {**FAMILIES["llama3.2"]["rope_parameters"], "original_max_position_embeddings": 8192}
     more = {"rope_parameters": rope, "max_position_embeddings": 131072} if "Meta" in family else {}
     source = hf_folder(tmp_path / "hf", family.partition(" ")[0], **more)
-    convert(source, tmp_path / "run", None, 1, 1, 1)
-    convert(tmp_path / "run", tmp_path / "meta", "meta", 1, 1, parts)
+    convert(source, tmp_path / "run")
+    convert(tmp_path / "run", tmp_path / "meta", "meta", parts=parts)
     assert len(list((tmp_path / "meta").glob("consolidated.*.pth"))) == parts
-    convert(tmp_path / "meta", tmp_path / "run2", "mega", 2, 2, 1)
-    convert(tmp_path / "run2", tmp_path / "back", "hf", 1, 1, 1)
+    convert(tmp_path / "meta", tmp_path / "run2", "mega", Layout(2, 2))
+    convert(tmp_path / "run2", tmp_path / "back", "hf")
     before, after = (load_file(folder / "model.safetensors") for folder in (source, tmp_path / "back"))
     assert set(before) == set(after)
     assert all(torch.equal(before[name], after[name]) for name in before)
@@ -299,8 +300,8 @@ def test_a_real_meta_checkpoint_computes_the_same_in_transformers(tmp_path: Path
     folder.mkdir()
     shutil.copy(shared("llama_meta_random/demo_rand_params.pth"), folder / "consolidated.00.pth")
     shutil.copy(shared("llama_meta_random/demo_config.json"), folder / "params.json")
-    convert(folder, tmp_path / "run", None, 2, 1, 1)
-    convert(tmp_path / "run", tmp_path / "hf", None, 1, 1, 1)
+    convert(folder, tmp_path / "run", layout=Layout(2, 1))
+    convert(tmp_path / "run", tmp_path / "hf")
     state = torch.load(folder / "consolidated.00.pth", weights_only=True)
     params = json.loads((folder / "params.json").read_text())
     ids = torch.randint(0, 512, (23,), generator=torch.Generator().manual_seed(2))
@@ -314,10 +315,10 @@ def test_the_trained_stories_model_passes_through_unchanged(tmp_path: Path) -> N
     """Weights through mega and Meta's form and back: transformers still says the expected tokens."""
     transformers = pytest.importorskip("transformers")
     source = shared("stories260K_hf/config.json").parent
-    convert(source, tmp_path / "run", None, 1, 1, 1)
-    convert(tmp_path / "run", tmp_path / "meta", "meta", 1, 1, 1)
-    convert(tmp_path / "meta", tmp_path / "run2", None, 4, 1, 1)
-    convert(tmp_path / "run2", tmp_path / "hf", "hf", 1, 1, 1)
+    convert(source, tmp_path / "run")
+    convert(tmp_path / "run", tmp_path / "meta", "meta")
+    convert(tmp_path / "meta", tmp_path / "run2", layout=Layout(4, 1))
+    convert(tmp_path / "run2", tmp_path / "hf", "hf")
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
     for case in json.loads((source / "expected.json").read_text())["cases"]:
         ids = torch.tensor([case["prompt_ids"]])
@@ -333,9 +334,9 @@ def test_the_trained_stories_model_passes_through_unchanged(tmp_path: Path) -> N
 @pytest.mark.parametrize("change", ["drop", "reshape", "part", "replica", "vocab", "kind"])
 def test_a_changed_meta_folder_is_refused(tmp_path: Path, change: str) -> None:
     source = hf_folder(tmp_path / "hf", "llama3")
-    convert(source, tmp_path / "run", None, 1, 1, 1)
+    convert(source, tmp_path / "run")
     folder = tmp_path / "meta"
-    convert(tmp_path / "run", folder, "meta", 1, 1, 2)
+    convert(tmp_path / "run", folder, "meta", parts=2)
     path = folder / "consolidated.01.pth"
     state: dict[str, Any] = torch.load(path, weights_only=True)
     params = json.loads((folder / "params.json").read_text())
@@ -359,7 +360,7 @@ def test_a_changed_meta_folder_is_refused(tmp_path: Path, change: str) -> None:
         (folder / "consolidated.00.pth").unlink()
         words = "parts"
     with pytest.raises(CheckpointError, match=words):
-        convert(folder, tmp_path / "x", None, 1, 1, 1)
+        convert(folder, tmp_path / "x")
     assert not (tmp_path / "x").exists()
 
 
@@ -384,7 +385,7 @@ def test_pickled_code_is_refused_and_named(tmp_path: Path, how: str, monkeypatch
     else:
         torch.save({"a": Bomb()}, path, _use_new_zipfile_serialization=how == "zip")
     with pytest.raises(CheckpointError, match=rf"pytorch_model.bin: {words}"):
-        convert(source, tmp_path / "run", None, 1, 1, 1)
+        convert(source, tmp_path / "run")
     assert not (tmp_path / "executed").exists()
 
 
@@ -428,7 +429,7 @@ def test_an_index_may_not_lead_out_of_the_folder(tmp_path: Path, name: str) -> N
     shutil.move(source / "model.safetensors", tmp_path / "secret.safetensors")
     (source / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
     with pytest.raises(CheckpointError, match="not a plain file name"):
-        convert(source, tmp_path / "run", None, 1, 1, 1)
+        convert(source, tmp_path / "run")
 
 
 def test_links_are_followed_only_within_a_hub_cache(tmp_path: Path) -> None:
@@ -440,8 +441,8 @@ def test_links_are_followed_only_within_a_hub_cache(tmp_path: Path) -> None:
     for number, path in enumerate(source.iterdir()):
         shutil.copy(path, blobs / str(number))
         (snapshot / path.name).symlink_to(f"../../blobs/{number}")
-    convert(snapshot, tmp_path / "run", None, 1, 1, 1)
+    convert(snapshot, tmp_path / "run")
     (source / "model.safetensors").rename(tmp_path / "elsewhere")
     (source / "model.safetensors").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(CheckpointError, match="outside the folder"):
-        convert(source, tmp_path / "run2", None, 1, 1, 1)
+        convert(source, tmp_path / "run2")

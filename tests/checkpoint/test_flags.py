@@ -80,6 +80,11 @@ def test_every_flag_is_decided(verb: str) -> None:
         ("reshard --load-dir HERE/megatron --true-vocab-size 0", "--true-vocab-size 0: must be 1 or more"),
         ("reshard --load-dir HERE/megatron --true-vocab-size 54 --vocab-file FILE", "vocab.json has 55 pieces"),
         ("reshard --load-dir HERE/torch_dist --num-attention-heads 3", "common.pt says 4"),
+        (
+            "reshard --load-dir HERE/mega --saver megatron --pp 3",
+            "--target-pipeline-parallel-size 3: must divide layers 2 for Megatron-LM",
+        ),
+        ("reshard --load-dir HERE/mega --saver mcore --tp 3", "--target-tensor-parallel-size 3: must divide heads 4"),
         ("convert-llama --load-dir HERE/megatron", "is a tree of Megatron-LM; `mega reshard` reads it"),
         ("convert-llama --load-dir HERE/torch_dist", "is a torch_dist folder of Megatron-LM; `mega reshard` reads it"),
         ("convert-llama --load-dir HERE/hf --to meta", "is a Hugging Face folder; exactly one of the two must be mega"),

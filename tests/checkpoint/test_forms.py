@@ -110,7 +110,7 @@ def test_llama2c_files_that_do_not_fit(tmp_path: Path, change: Callable[[bytes],
     path = FORMS["llama2.c"].make(tmp_path / "source")
     path.write_bytes(change(path.read_bytes()))
     with pytest.raises(CheckpointError, match=rf"model\.bin.*{words}"):
-        convert(path, tmp_path / "run", None, 1, 1, 1)
+        convert(path, tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
@@ -132,7 +132,7 @@ def test_fairseq_options_without_a_counterpart(tmp_path: Path, options: dict[str
         vars(content["args"]).update(options)
         torch.save(content, path)
     with pytest.raises(CheckpointError, match=words):
-        convert(folder, tmp_path / "run", None, 1, 1, 1)
+        convert(folder, tmp_path / "run")
 
 
 @pytest.mark.parametrize(

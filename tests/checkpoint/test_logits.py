@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from mega.core.checkpoint.convert import convert
+from mega.core.checkpoint.layout import Layout
 from mega.core.checkpoint.store import locate
 from mega.core.inference.agreement import agreement, logits, their_logits
 from tests.support.hugging_face import FAMILIES, hf_folder
@@ -18,7 +19,7 @@ from tests.support.shared import shared
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_of_every_family(tmp_path: Path, family: str) -> None:
     source = hf_folder(tmp_path / "hf", family)
-    convert(source, tmp_path / "run", None, 2, 2, 1)
+    convert(source, tmp_path / "run", layout=Layout(2, 2))
     found = agreement(source, tmp_path / "run")
     assert found.largest < 1e-5 * max(1.0, found.scale) and found.same == 1.0
 
@@ -36,13 +37,13 @@ def test_their_model_run_block_by_block_is_their_model(tmp_path: Path, family: s
 def test_a_wrong_weight_shows(tmp_path: Path) -> None:
     source = hf_folder(tmp_path / "hf", "llama3")
     other = hf_folder(tmp_path / "other", "llama3", rope_theta=100.0)
-    convert(source, tmp_path / "run", None, 1, 1, 1)
+    convert(source, tmp_path / "run")
     assert agreement(other, tmp_path / "run").largest > 1e-3
 
 
 def test_the_trained_model_tells_its_story(tmp_path: Path) -> None:
     source = shared("stories260K_hf/config.json").parent
-    convert(source, tmp_path / "run", None, 1, 1, 1)
+    convert(source, tmp_path / "run")
     checkpoint = locate(tmp_path / "run")
     for case in json.loads((source / "expected.json").read_text())["cases"]:
         prompt, expected = case["prompt_ids"], case["greedy_ids"]

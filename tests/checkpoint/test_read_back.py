@@ -11,6 +11,7 @@ import torch
 from mega.cli import main
 from mega.core.checkpoint.convert import OwnSource, convert
 from mega.core.checkpoint.exchange import exchange
+from mega.core.checkpoint.layout import Layout
 from mega.core.checkpoint.pieces import Box, CheckpointError
 from mega.core.checkpoint.read_back import read_back
 from mega.core.checkpoint.store import locate
@@ -32,7 +33,7 @@ def test_verify_reads_every_form_back(tmp_path: Path, kind: str, capsys: pytest.
 
 def test_a_difference_is_named(tmp_path: Path) -> None:
     """One element of one part of the source is another than it was."""
-    convert(FORMS["meta"].make(tmp_path / "source"), tmp_path / "run", None, 1, 1, 1)
+    convert(FORMS["meta"].make(tmp_path / "source"), tmp_path / "run")
 
     def change(files: Files) -> None:
         files["consolidated.01.pth"]["layers.1.attention.wq.weight"][3, 5] += 1
@@ -44,7 +45,7 @@ def test_a_difference_is_named(tmp_path: Path) -> None:
 
 
 def test_what_is_written_is_read_back_by_the_other_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    convert(FORMS["meta"].make(tmp_path / "source"), tmp_path / "run", None, 2, 1, 1)
+    convert(FORMS["meta"].make(tmp_path / "source"), tmp_path / "run", layout=Layout(2, 1))
     command = [
         "convert-llama",
         "--load-dir",
@@ -101,11 +102,11 @@ def test_fp32_norms_of_a_16_bit_model_are_kept(
 
 def test_mixed_dtypes_there_and_back_are_the_same_bytes(tmp_path: Path) -> None:
     load = FORMS["hf"].make(tmp_path / "source", lambda files: narrowed(files, "norm"))
-    convert(load, tmp_path / "run", None, 2, 2, 1)
-    convert(tmp_path / "run", tmp_path / "back", None, 1, 1, 1)
-    exchange(tmp_path / "run", tmp_path / "tree", 2, 1, "megatron")
-    exchange(tmp_path / "tree", tmp_path / "own", 1, 1, "mega", 56)
-    convert(tmp_path / "own", tmp_path / "through", None, 1, 1, 1)
+    convert(load, tmp_path / "run", layout=Layout(2, 2))
+    convert(tmp_path / "run", tmp_path / "back")
+    exchange(tmp_path / "run", tmp_path / "tree", Layout(2, 1), "megatron")
+    exchange(tmp_path / "tree", tmp_path / "own", Layout(), "mega", 56)
+    convert(tmp_path / "own", tmp_path / "through")
     from safetensors.torch import load_file
 
     first, *others = (load_file(tmp_path / name / "model.safetensors") for name in ("source", "back", "through"))
@@ -126,5 +127,5 @@ def test_one_odd_tensor_is_damage(tmp_path: Path, dtype: torch.dtype) -> None:
 
     load = FORMS["hf"].make(tmp_path / "source", change)
     with pytest.raises(CheckpointError, match=rf"layers\.[01]\.input_layernorm\.weight: is {dtype}"):
-        convert(load, tmp_path / "run", None, 1, 1, 1)
+        convert(load, tmp_path / "run")
     assert not (tmp_path / "run").exists()

@@ -45,7 +45,7 @@ def source(tmp_path: Path) -> Path:
 @pytest.fixture
 def run(source: Path) -> Path:
     """The same as a checkpoint of ours."""
-    return convert(source, source.parent / "run", None, 1, 1, 1).path.parent
+    return convert(source, source.parent / "run").path.parent
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_a_config_that_means_another_model_is_refused(source: Path, values: dict
     config = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps({**config, **values}))
     with pytest.raises(CheckpointError, match=words):
-        convert(source, source.parent / "x", None, 1, 1, 1)
+        convert(source, source.parent / "x")
     assert not (source.parent / "x").exists()
 
 
@@ -92,8 +92,8 @@ def test_of_two_sets_of_weights_the_one_that_transformers_opens(source: Path) ->
     save_file({name: tensor + 1 for name, tensor in state.items()}, source / "model-00001-of-00001.safetensors")
     index = {"weight_map": dict.fromkeys(state, "model-00001-of-00001.safetensors")}
     (source / "model.safetensors.index.json").write_text(json.dumps(index))
-    convert(source, source.parent / "run", None, 1, 1, 1)
-    convert(source.parent / "run", source.parent / "back", None, 1, 1, 1)
+    convert(source, source.parent / "run")
+    convert(source.parent / "run", source.parent / "back")
     back = load_file(source.parent / "back" / "model.safetensors")
     assert all(torch.equal(back[name], tensor) for name, tensor in state.items())
 
@@ -110,20 +110,20 @@ def test_of_two_sets_of_weights_the_one_that_transformers_opens(source: Path) ->
 def test_other_things_in_the_folder(source: Path, spoil: Callable[[Path], Any], words: str) -> None:
     spoil(source)
     with pytest.raises(CheckpointError, match=words):
-        convert(source, source.parent / "x", None, 1, 1, 1)
+        convert(source, source.parent / "x")
     assert not (source.parent / "x").exists()
 
 
 def test_a_layout_that_does_not_divide_is_told_at_once(source: Path) -> None:
     for tp, pp, words in ((10**9, 1, "--tp 1000000000"), (1, 3, "--layers 2: must be a multiple of --pp 3")):
         with pytest.raises(ValueError, match=words):
-            convert(source, source.parent / "x", None, tp, pp, 1)
+            convert(source, source.parent / "x", layout=Layout(tp, pp))
 
 
 def test_a_folder_of_the_users_is_never_cleared(run: Path, tmp_path: Path) -> None:
     (tmp_path / "out.tmp").mkdir()
     (tmp_path / "out.tmp" / "mine").write_text("work of a week")
-    convert(run, tmp_path / "out", None, 1, 1, 1)
+    convert(run, tmp_path / "out")
     assert (tmp_path / "out.tmp" / "mine").exists()
     assert not list(tmp_path.glob("out.*.tmp"))
 
@@ -169,9 +169,9 @@ def test_what_a_killed_export_left_goes_and_nothing_else(
             assert main(["checkpoint", "clean", str(out)]) == 0
             assert main(["checkpoint", "clean", str(out)]) == 2
         elif sweeper == "export":
-            convert(run, out, None, 1, 1, 1)
+            convert(run, out)
         else:
-            exchange(source, out, 1, 1, "megatron")
+            exchange(source, out, Layout(), "megatron")
         assert not left.exists() and filled.is_dir() and all(folder.is_dir() for folder in mine)
         assert len(list(tmp_path.glob("*.tmp"))) == 6
         living.communicate("\n")
@@ -182,11 +182,11 @@ def test_what_a_killed_export_left_goes_and_nothing_else(
 def test_here_and_links_to_empty_folders_are_filled(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to("real")
-    convert(run, tmp_path / "link", None, 1, 1, 1)
+    convert(run, tmp_path / "link")
     assert (tmp_path / "real" / "model.safetensors").exists() and (tmp_path / "link").is_symlink()
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
-    convert(run, Path("."), None, 1, 1, 1)
+    convert(run, Path("."))
     assert (tmp_path / "here" / "model.safetensors").exists()
 
 
@@ -212,13 +212,13 @@ def test_exports_do_not_go_to_urls(run: Path, tmp_path: Path, monkeypatch: pytes
     monkeypatch.chdir(tmp_path)
     before = sorted(tmp_path.iterdir())
     with pytest.raises(ValueError, match="s3://bucket/model: only checkpoints of ours"):
-        convert(run, Path("s3://bucket/model"), None, 1, 1, 1)
+        convert(run, Path("s3://bucket/model"))
     assert sorted(tmp_path.iterdir()) == before
 
 
 def test_a_checkpoint_at_a_url_is_called_by_it(source: Path) -> None:
     pytest.importorskip("fsspec")
-    made = convert(source, Path(f"memory://{source.parent.name}/run"), None, 1, 1, 1).path
+    made = convert(source, Path(f"memory://{source.parent.name}/run")).path
     assert url_of(made) == f"memory://{source.parent.name}/run/step-0000000"
     assert locate(made).tensors
 
@@ -229,7 +229,7 @@ def test_no_checkpoint_is_replaced_or_hidden(source: Path, run: Path) -> None:
         store = CheckpointStore(source.parent / f"other{step}")
         store.save(step, [Piece("w", (2,), (0,), torch.ones(2))], {})
         with pytest.raises(CheckpointError, match=f"step {step} is there already"):
-            convert(source, store.directory, None, 1, 1, 1)
+            convert(source, store.directory)
         with pytest.raises(CheckpointError, match=f"step {step} is there already"):
             reshard(run, store.directory, Layout(1, 1))
         assert store.steps() == [step] and list(store.open(step).tensors) == ["w"]
@@ -242,13 +242,13 @@ def test_of_two_at_once_in_one_directory_one_is_refused(source: Path) -> None:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         with pytest.raises(CheckpointError, match="another process is writing into"):
-            convert(source, target, None, 1, 1, 1)
+            convert(source, target)
         with pytest.raises(CheckpointError, match="another process is writing into"):
             clean(target, None, None, None, False, print)
         assert (target / "step-0000000.tmp").is_dir()
     finally:
         os.close(descriptor)
-    assert convert(source, target, None, 1, 1, 1).tensors
+    assert convert(source, target).tensors
 
 
 def test_an_older_step_is_never_taken_in_silence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -266,7 +266,7 @@ def test_a_damaged_companion_is_not_copied_on(run: Path, tmp_path: Path) -> None
     config.write_text(config.read_text().replace("5", "6"))
     for write in (
         lambda: reshard(run, tmp_path / "out", Layout(1, 1)),
-        lambda: convert(run, tmp_path / "out", None, 1, 1, 1),
+        lambda: convert(run, tmp_path / "out"),
     ):
         with pytest.raises(CheckpointError, match=r"config\.json: not the bytes that were saved"):
             write()
@@ -286,7 +286,7 @@ def test_verify_of_a_step_that_carries_a_config(run: Path, tmp_path: Path) -> No
 
 def test_training_takes_along_what_came_with_the_weights(source: Path, tmp_path: Path) -> None:
     (source / "vocab.json").write_text("{}")
-    run = convert(source, tmp_path / "run", None, 1, 1, 1).path
+    run = convert(source, tmp_path / "run").path
     line = "--use-checkpoint-config --finetune --mock-data --steps 1 --lr 1e-3 --micro-batch 1 --global-batch 1"
     more = "--seq-length 8 --save-interval 1 --device cpu --eval-iters 0"
     places = ["--load", str(run), "--save", str(tmp_path / "on")]
@@ -306,7 +306,7 @@ def test_what_came_with_the_weights_goes_on_with_them(source: Path, run: Path, t
     for number, dropout in enumerate((0.0, 0.1)):  # the same model, and one whose config.json is written anew
         meta = {"config": {"model": {**origin.meta["config"]["model"], "attention_dropout": dropout}}}
         CheckpointStore(tmp_path / f"trained{number}").save(2, pieces, meta, attachments=carried)
-        convert(tmp_path / f"trained{number}", tmp_path / f"out{number}", None, 1, 1, 1)
+        convert(tmp_path / f"trained{number}", tmp_path / f"out{number}")
         config = json.loads((tmp_path / f"out{number}" / "config.json").read_text())
         assert (config["bos_token_id"], config["eos_token_id"]) == (3, 5)
         assert "bfloat16" in (config.get("dtype"), config.get("torch_dtype"))

@@ -27,7 +27,7 @@ from mega.core.checkpoint.disk import creating, write_all
 from mega.core.checkpoint.folders import filled_folder
 from mega.core.checkpoint.foreign import hugging_face_source, inside, read_json
 from mega.core.checkpoint.kinds import NAMES, Kind, Target, kind_of
-from mega.core.checkpoint.layout import Layout, check_model, model_of, plan_files, planned
+from mega.core.checkpoint.layout import ONE, Layout, check_model, model_of, plan_files, planned
 from mega.core.checkpoint.ledger import ConversionReport, Ledger
 from mega.core.checkpoint.mapping import Source, Table, Tensors, assemble, check_copies, prove
 from mega.core.checkpoint.pieces import Box, CheckpointError, Piece
@@ -71,25 +71,15 @@ class OwnSource:
         return tensor
 
 
-def convert(
-    load: Path,
-    save: Path,
-    to: Target | None,
-    tp: int,
-    pp: int,
-    parts: int,
-    *,
-    chunks: int = 1,
-    stage_layers: Sequence[int] = (),
-) -> ConversionReport:
+def convert(load: Path, save: Path, to: Target | None = None, layout: Layout = ONE, parts: int = 1) -> ConversionReport:
     """Whatever lies at `load` -> a `to` at `save`; own checkpoints go to Hugging Face unless told otherwise.
 
-    tp, pp, chunks, stage_layers: as of `Layout`, for checkpoints. parts: files of a Meta folder.
+    layout: ranks that a checkpoint is cut for. parts: files of a Meta folder.
     Errors: ValueError naming flag, file or tensor; `save` is then as it was.
     """
     target = target_of(load, kind_of(load), to)
     if target == "mega":
-        return to_mega(load, save, Layout(tp, pp, chunks, tuple(stage_layers)))
+        return to_mega(load, save, layout)
     return to_hugging_face(load, save) if target == "hf" else to_meta(load, save, parts)
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,7 +26,7 @@ from mega.core.checkpoint.convert import (
 from mega.core.checkpoint.disk import creating, write_all
 from mega.core.checkpoint.folders import check_fresh, filled_folder, folder_beside
 from mega.core.checkpoint.kinds import kind_of
-from mega.core.checkpoint.layout import Layout, check_model
+from mega.core.checkpoint.layout import ONE, Layout, check_model
 from mega.core.checkpoint.ledger import ConversionReport
 from mega.core.checkpoint.mapping import assemble, joined, prove
 from mega.core.checkpoint.megatron_arguments import (
@@ -54,29 +53,23 @@ STYLES: dict[Saver, megatron.Style] = {
 def exchange(
     load: Path,
     save: Path,
-    tp: int,
-    pp: int,
+    layout: Layout,
     saver: Saver,
     vocab: int | None = None,
     heads: int | None = None,
     progress: Progress = lambda done, total: None,
     *,
     optimizer: bool = True,
-    chunks: int = 1,
-    stage_layers: Sequence[int] = (),
 ) -> ConversionReport:
-    """Whatever lies at `load` -> a `saver` at `save`, for tp x pp ranks.
+    """Whatever lies at `load` -> a `saver` at `save`, for the ranks of `layout`; trees know only its tp and pp.
 
     vocab: the true vocabulary of a Megatron tree. heads: attention heads, where a tree does not say. progress: told
     how far it has come, where own checkpoints become own checkpoints. optimizer: take Adam's state along, from and to
-    Megatron's trees; where it is there and its form is not known, that is an error. chunks, stage_layers: as of
-    `Layout`, for checkpoints of ours.
+    Megatron's trees; where it is there and its form is not known, that is an error.
     Errors: ValueError naming flag, file or tensor; then nothing new is at `save`.
     """
     kind = kind_of(load)
     own, tree = kind == "mega", kind in ("megatron", "torch_dist")
-
-    layout = Layout(tp, pp, chunks, tuple(stage_layers))
 
     def to_own(save: Path, layout: Layout) -> ConversionReport:
         return from_megatron(load, save, layout, vocab, heads, optimizer) if tree else to_mega(load, save, layout)
@@ -86,11 +79,11 @@ def exchange(
     if saver == "mega":
         return to_own(save, layout)
     if own:
-        return to_megatron(load, save, tp, pp, STYLES[saver], optimizer)
+        return to_megatron(load, save, layout, STYLES[saver], optimizer)
     check_fresh(save)
     with folder_beside(save) as between:
-        taken = to_own(between / "own", Layout())
-        report = to_megatron(between / "own", save, tp, pp, STYLES[saver], optimizer)
+        taken = to_own(between / "own", ONE)
+        report = to_megatron(between / "own", save, layout, STYLES[saver], optimizer)
     return dataclasses.replace(report, notes=(*taken.notes, *report.notes))
 
 
@@ -165,9 +158,10 @@ def _said(facts: Facts | None, wanted: bool, done: str) -> str:
 
 
 def to_megatron(
-    load: Path, save: Path, tp: int, pp: int, style: megatron.Style, optimizer: bool = True
+    load: Path, save: Path, layout: Layout, style: megatron.Style, optimizer: bool = True
 ) -> ConversionReport:
     """An own checkpoint -> a tree that Megatron-LM loads; one rank's file is in memory at a time."""
+    tp, pp = layout.tp, layout.pp
     checkpoint, model = open_own(load)
     kinds = _state_kinds(checkpoint, style) if optimizer else ()
     facts = facts_of(checkpoint.meta, str(checkpoint.path)) if kinds else None

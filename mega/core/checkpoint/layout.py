@@ -44,6 +44,10 @@ class Layout:
         return {**dataclasses.asdict(self), "stage_layers": list(self.stage_layers)}
 
 
+ONE = Layout()
+"""Of one rank."""
+
+
 def plan_files(tensors: Tensors, model: ModelConfig, layout: Layout) -> list[list[Piece]]:
     """For each of tp x pp ranks (tp fastest), its pieces of `tensors`, every element exactly once.
 

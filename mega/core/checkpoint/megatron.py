@@ -407,11 +407,12 @@ def _tied_copies(tensors: Tensors, tp: int, last: str) -> list[tuple[str, str]]:
 
 def export_tables(model: ModelConfig, tensors: Tensors, tp: int, pp: int) -> dict[tuple[int, int], Table]:
     """(tensor rank, stage) -> the targets of its file, by common name, made of `weights/<name>`."""
-    assert model.layers is not None and model.heads and model.kv_heads
+    for kind, ranks, names in (("tensor", tp, ("heads", "kv_heads", "ffn")), ("pipeline", pp, ("layers",))):
+        for name in names:
+            if (number := getattr(model, name)) % ranks:
+                raise ValueError(f"--target-{kind}-parallel-size {ranks}: must divide {name} {number} for Megatron-LM")
+    assert model.layers is not None
     stages = [chunks[0] for chunks in stage_layers(model.layers, pp)]
-    for name, number in (("heads", model.heads), ("kv_heads", model.kv_heads), ("ffn", model.ffn)):
-        if number is None or number % tp:
-            raise ValueError(f"--target-tensor-parallel-size {tp}: must divide {name} {number}")
     tables = {}
     for stage, blocks in enumerate(stages):
         mine: dict[str, list[Tensor]] = {}
