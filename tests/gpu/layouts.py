@@ -21,12 +21,13 @@ from typing import Any
 import torch
 
 from mega.core.checkpoint.pieces import Piece
-from mega.core.config.resolve import data_parallel, resolve
+from mega.core.config.resolve import resolve
 from mega.core.config.run import RunConfig, updated
 from mega.core.device import Device
 from mega.core.parallel.collectives import all_reduce
 from mega.core.parallel.launch import connect, disconnect
 from mega.core.parallel.mesh import Groups, Mesh
+from mega.core.training.build import build_mesh
 from mega.core.training.layouts import LR
 from mega.core.training.parity import GRADIENT_BOUND, GRADIENT_FLOOR, LOSS_BOUND, Measure, own_samples, synthetic_batch
 from mega.core.training.state import TrainState
@@ -199,8 +200,7 @@ def judge(
 ) -> dict[str, Any]:
     """Train `options` on all ranks and compare with the reference: what a row says."""
     run = resolve(updated(RunConfig(), dict(options)), world)
-    parallel = run.parallel
-    mesh = Mesh(rank, tp=parallel.tp, cp=parallel.cp, pp=parallel.pp, dp=data_parallel(run, world), groups=groups)
+    mesh = build_mesh(run, rank, world, groups)
     device.reset_memory_peak()
     began = time.perf_counter()
     other = Trained(run, mesh, device)

@@ -33,12 +33,12 @@ import torch
 
 from mega.core.checkpoint.manifest import read_manifest
 from mega.core.checkpoint.store import CheckpointStore
-from mega.core.config.resolve import data_parallel, microbatches, resolve
+from mega.core.config.resolve import microbatches, resolve
 from mega.core.config.run import RunConfig, updated
 from mega.core.parallel.collectives import all_reduce
 from mega.core.parallel.launch import connect, disconnect
-from mega.core.parallel.mesh import Mesh
 from mega.core.training.bench import random_batch, row
+from mega.core.training.build import build_mesh
 from mega.core.training.persist import Origin, restore
 from mega.core.training.saver import Saver
 from mega.core.training.state import TrainState
@@ -71,15 +71,7 @@ class Bench:
         self.directory, self.out, self.commit = Path(options.dir), options.out, options.commit
         kept = replace(run.checkpoint, save=str(self.directory), save_interval=1, async_save=True, keep_last=1)
         self.run = resolve(replace(run, checkpoint=kept), size)
-        parallel = self.run.parallel
-        self.mesh = Mesh(
-            self.world.rank,
-            tp=parallel.tp,
-            cp=parallel.cp,
-            pp=parallel.pp,
-            dp=data_parallel(self.run, size),
-            groups=groups if size > 1 else None,
-        )
+        self.mesh = build_mesh(self.run, self.world.rank, size, groups)
         self.state = TrainState(self.run, self.mesh, self.device)
         self.batches = [
             random_batch(self.run, number * self.mesh.dp.size + self.mesh.dp.index, self.device.torch)

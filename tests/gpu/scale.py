@@ -36,13 +36,14 @@ import torch.distributed as dist
 
 from mega.core.batch import DecoderBatch
 from mega.core.config.compose import compose
-from mega.core.config.resolve import data_parallel, resolve
+from mega.core.config.resolve import resolve
 from mega.core.config.run import RunConfig, updated
 from mega.core.device import Device
 from mega.core.estimate.flops import model_flops_per_token
 from mega.core.parallel.collectives import all_reduce
 from mega.core.parallel.launch import connect, disconnect
 from mega.core.parallel.mesh import Groups, Mesh
+from mega.core.training.build import build_mesh
 from mega.core.training.layouts import LR
 from mega.core.training.parity import own_samples, synthetic_batch
 from mega.core.training.state import TrainState
@@ -120,9 +121,7 @@ class Stand:
         return {**options, "device": self.device.torch.type, **(TINY if self.tiny else {})}
 
     def mesh(self, run: RunConfig) -> Mesh:
-        parallel = run.parallel
-        dp = data_parallel(run, self.world)
-        return Mesh(self.rank, tp=parallel.tp, cp=parallel.cp, pp=parallel.pp, dp=dp, groups=self.groups)
+        return build_mesh(run, self.rank, self.world, self.groups)
 
     def everywhere(self, fine: bool) -> bool:
         """Whether all ranks say so."""

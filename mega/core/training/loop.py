@@ -29,7 +29,7 @@ from mega.core.training.audit import audit
 from mega.core.training.build import build_mesh
 from mega.core.training.interrupt import Interrupt, Vote
 from mega.core.training.meters import Meters
-from mega.core.training.persist import alone_in, companions, differences, find_origin, restore, same_everywhere
+from mega.core.training.persist import Origin, alone_in, companions, differences, find_origin, restore, same_everywhere
 from mega.core.training.prepare import Prepared, prepare
 from mega.core.training.saver import Saver
 from mega.core.training.schedules import Schedules, going_on
@@ -101,17 +101,22 @@ class Training:
         if run.checkpoint.save is not None:
             old = companions(origin.checkpoint, self.tokenizer) if origin is not None and rank == 0 else {}
             self.saver = Saver(self.state, self.tokenizer, self.fingerprint, self.schedules, self._say, old)
-        for note in prepared.notes:
+        self._introduce(prepared.notes, origin)
+
+    def _introduce(self, notes: Sequence[str], origin: Origin | None) -> None:
+        """What the user is to know before the first step."""
+        for note in notes:
             self._say(note)
-        if origin is not None:
-            self._say(f"going on from {origin.checkpoint.path} at step {self.progress.step}")
-            if not origin.weights_only and (told := differences(run, origin)):
-                self._say(told)
-            if self.progress.step >= self.steps:
-                self._say(f"nothing is left to train: the run ends with step {self.steps}")
+        if origin is None:
+            return
+        self._say(f"going on from {origin.checkpoint.path} at step {self.progress.step}")
+        if not origin.weights_only and (told := differences(self.run, origin)):
+            self._say(told)
+        if self.progress.step >= self.steps:
+            self._say(f"nothing is left to train: the run ends with step {self.steps}")
 
     def play(self) -> None:
-        """Train to the last step, then validate; whatever happens, the voice is closed."""
+        """Train to the last step, then validate and test; whatever happens, the voice is closed."""
         try:
             if not self.run.evaluation.skip_train:
                 self._train()
@@ -125,6 +130,7 @@ class Training:
                 self.meters.close()
 
     def _train(self) -> None:
+        """Every step and what is due behind it, to the last or a wish to stop; then a checkpoint of where we are."""
         pending: Pending | None = None
         saved = self.progress.step
         while self.progress.step < self.steps:
