@@ -12,7 +12,7 @@ import pytest
 from mega.core.config.compose import compose
 from mega.core.config.resolve import resolve
 from mega.core.config.run import RunConfig
-from mega.core.estimate import activations
+from mega.core.estimate import operators
 from mega.core.estimate.flops import published_flops, recomputed_flops
 from mega.core.estimate.hardware import Hardware, hardware
 from mega.core.estimate.memory import memory
@@ -99,7 +99,7 @@ def test_tensor_exchanges_beside_products(beside: bool, seconds: float) -> None:
 @pytest.mark.parametrize(("tp", "full", "seconds"), [(4, 512, 0.535), (8, 512, 0.347), (8, 1024, 0.339)])
 def test_fewer_pieces_hide_less(tp: int, full: int, seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """GPT 22B whole, as two devices imitated it: 4 pieces, 2 and 1."""
-    monkeypatch.setattr(activations, "FULL", full)
+    monkeypatch.setattr(operators, "FULL", full)
     flags = {**QUIET, "micro_batch": 4, "global_batch": 4, "tp": tp, "sequence_parallel": True, "tp_overlap": True}
     run = resolve(compose("gpt-22b", flags=flags), tp)
     assert step_time(run, tp, hardware("h200")).seconds == pytest.approx(seconds, rel=0.08)

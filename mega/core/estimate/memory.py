@@ -16,8 +16,9 @@ from typing import NamedTuple
 
 from mega.core.config.resolve import data_parallel, microbatches
 from mega.core.config.run import RunConfig
-from mega.core.estimate.activations import SLOTS, Footprint, Sizes, footprint
+from mega.core.estimate.activations import Footprint, footprint
 from mega.core.estimate.hardware import GIB
+from mega.core.estimate.operators import SLOTS, Sizes
 from mega.core.estimate.weights import BYTES, Chunk, Weights, passing, stage_chunks, stage_weights, wide
 from mega.core.inventory import parameters
 from mega.core.plan import Act, Compute, Exchange, Kind, plan

@@ -18,21 +18,23 @@ from itertools import chain
 
 from mega.core.config.resolve import data_parallel, microbatches
 from mega.core.config.run import RunConfig
-from mega.core.estimate.activations import Sizes
 from mega.core.estimate.flops import model_flops_per_token
 from mega.core.estimate.hardware import Hardware
+from mega.core.estimate.operators import Sizes
 from mega.core.estimate.weights import BYTES, Chunk, stage_chunks, stage_weights
 from mega.core.plan import Costs, plan, simulate
 
-UPDATE_PASSES = 38
+UPDATE = 38
 """Bytes per parameter that zeroing gradients, the norm and a fused AdamW move: 4 + 4 + (4 + 2 x 12) + 2."""
-
 
 MASK, DROP = 265, 9
 """Bytes per element that hashing a dropout mask moves, int64 pass after pass (ops/counter.py), and applying it."""
 
 CROWDED = 0.2
 """Share of a collective that runs beside a product which slows the product down: it takes some of its processors."""
+
+HIDES, LAST = 0.8, 0.1
+"""Share of a backward pass beside which gradients are summed, and of the sum what is left when that pass is over."""
 
 
 @dataclass(frozen=True)
@@ -93,10 +95,10 @@ def step_time(
         reduction = count * times.sharing(dp, chunks[0])
     elif overlap:
         last = max(sum(chunk.backward + chunk.weight for chunk in chunks[r :: parallel.pp]) for r in range(parallel.pp))
-        reduction = max(0.1 * reduction, reduction - 0.8 * last)
+        reduction = exposed(reduction, last)
     held = stage_weights(run, dp, stages[0])
     shares = dp * parallel.cp if parallel.zero else 1
-    update = UPDATE_PASSES * held.parameters / shares / (on.bandwidth * 1e12 * on.elementwise)
+    update = UPDATE * held.parameters / shares / (on.bandwidth * 1e12 * on.elementwise)
     if shares > 1 and parallel.zero < 3:
         update += times.collective(held.weights, dp * parallel.cp, parallel.tp)
     seconds = pipeline + reduction + update
@@ -111,6 +113,11 @@ def step_time(
         tflops=rate,
         mfu=rate / on.peak[run.precision.dtype],
     )
+
+
+def exposed(summed: float, backward: float) -> float:
+    """What of summing gradients over the data ranks the backward pass beside it does not hide."""
+    return max(LAST * summed, summed - HIDES * backward)
 
 
 def pipeline_time(run: RunConfig, chunks: Sequence[Pass], count: int, hop: float, overlap: bool) -> tuple[float, float]:
@@ -232,7 +239,7 @@ class _Times:
         summed = self.collective(grads, ranks, run.parallel.tp)
         made = self.pointwise(grads + 3 * grads / ranks)
         if run.parallel.zero < 3:
-            return made + max(0.1 * summed, summed - 0.8 * (chunk.backward + chunk.weight))
+            return made + exposed(summed, chunk.backward + chunk.weight)
         gathered = self.collective(weights, ranks, run.parallel.tp) + self.pointwise(2 * weights)
         return made + summed + 2 * gathered
 
