@@ -27,6 +27,8 @@ def show(
     meta: Annotated[bool, typer.Option("--meta", help="print the plain state as JSON")] = False,
 ) -> None:
     """What a checkpoint holds."""
+    if tensors and meta:
+        raise ValueError("--tensors: --meta prints the plain state alone; give one of the two")
     from mega.core.checkpoint.tables import show_checkpoint
 
     show_checkpoint(directory, tensors, meta)

@@ -85,6 +85,7 @@ def test_every_flag_is_decided(verb: str) -> None:
             "--target-pipeline-parallel-size 3: must divide layers 2 for Megatron-LM",
         ),
         ("reshard --load-dir HERE/mega --saver mcore --tp 3", "--target-tensor-parallel-size 3: must divide heads 4"),
+        ("checkpoint show HERE/mega --tensors --meta", "--tensors: --meta prints the plain state alone"),
         ("convert-llama --load-dir HERE/megatron", "is a tree of Megatron-LM; `mega reshard` reads it"),
         ("convert-llama --load-dir HERE/torch_dist", "is a torch_dist folder of Megatron-LM; `mega reshard` reads it"),
         ("convert-llama --load-dir HERE/hf --to meta", "is a Hugging Face folder; exactly one of the two must be mega"),
@@ -97,7 +98,8 @@ def test_every_flag_is_decided(verb: str) -> None:
 def test_values_that_cannot_be(tmp_path: Path, line: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "vocab.json").write_text(json.dumps({str(piece): piece for piece in range(55)}))
     line = line.replace("HERE", str(HERE)).replace("FILE", str(tmp_path / "vocab.json"))
-    assert main([*line.split(), "--save-dir", str(tmp_path / "out")]) == 2
+    save = ["--save-dir", str(tmp_path / "out")] if "--load-dir" in line else []
+    assert main([*line.split(), *save]) == 2
     assert words in capsys.readouterr().err and not (tmp_path / "out").exists()
 
 
