@@ -6,8 +6,8 @@
     collectives     by size over all ranks of this host            -> inside, latency
     hand-overs      from one rank to the next, by size             -> peer
 
-The file is read by `mega memory-estimate --gpu FILE.toml`. What one host cannot tell (links between hosts) keeps the
-values of `base` in estimate/hardware.toml. It knows no model.
+The file is read by `mega memory-estimate --gpu FILE.toml`. What one host cannot tell (links between hosts), or only
+a model (what a block takes the host), keeps the values of `base` in estimate/hardware.toml. It knows no model.
 """
 
 from __future__ import annotations
