@@ -19,6 +19,7 @@ def test_a_file_that_the_estimator_reads(pool, tmp_path: Path, capsys: pytest.Ca
     mine = hardware(str(path))
     assert mine.name == "mine" and mine.node == 2
     assert mine.product == pytest.approx(found["product"], rel=1e-3)
+    assert mine.host < mine.launch, "ranks on CPUs are their own hosts"
     assert 0 < mine.product <= 1 and peaks["fp64"] == peaks["fp32"] / 2
     words = ["--model", "tiny-gpt", "--vocab", "100", "--micro-batch", "1", "--world", "2", "--gpu", str(path)]
     assert cli.main(["memory-estimate", *words]) == 0
