@@ -230,6 +230,8 @@ def test_without_the_true_vocabulary_padding_stays_and_is_told(
         ({"vocab_size": 70, "true_vocab_size": "53"}, None, 64, "all 64 rows are kept"),
         ({"true_vocab_size": 53}, None, 53, "53 of 64 rows are tokens, 11 of padding"),
         ({"true_vocab_size": 53}, 53, 53, "53 of 64 rows are tokens, 11 of padding"),
+        ({"true_vocab_size": 64}, None, 64, None),
+        ({"true_vocab_size": 64}, 60, 60, "60 of 64 rows are tokens, 4 of padding"),  # made of a tree that did not say
         ({}, 64, 64, None),
         ({}, 65, None, "--true-vocab-size 65: the table of tokens has 64 rows"),
         ({"true_vocab_size": 53}, 52, None, r"--true-vocab-size 52: args\.true_vocab_size is 53"),
@@ -245,6 +247,27 @@ def test_the_vocabulary_is_known_or_kept(
     found, notes = vocabulary(values, 64, given, tmp_path)
     assert found == known and len(notes) == (words is not None)
     assert words is None or re.search(words, notes[0])
+
+
+@pytest.mark.parametrize("content", ["[1]", "{", None])
+def test_a_file_that_gives_no_hint_is_no_fault(tmp_path: Path, content: str | None) -> None:
+    (tmp_path / "tree").mkdir()
+    file = tmp_path / "tree" / "vocab.json"
+    if content is None:
+        (tmp_path / "elsewhere.json").write_text("{}")
+        file.symlink_to(tmp_path / "elsewhere.json")
+    else:
+        file.write_text(content)
+    found, (note,) = vocabulary({}, 64, None, tmp_path / "tree")
+    assert found == 64 and "is not said; --true" in note
+
+
+def test_what_is_said_on_the_way_to_another_tree_is_said_once(tmp_path: Path) -> None:
+    Trees.released(tmp_path / "tree", None)
+    report = exchange(tmp_path / "tree", tmp_path / "other", Layout(), "megatron")
+    assert len(report.notes) == len(set(report.notes)) == 2
+    back = exchange(tmp_path / "other", tmp_path / "run", Layout(), "mega", 53)
+    assert "53 of 56 rows" in back.notes[0]
 
 
 def test_our_own_trees_say_how_many_tokens_they_have(tmp_path: Path) -> None:

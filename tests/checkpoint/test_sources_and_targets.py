@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 from mega.cli import main
 from mega.core.checkpoint.convert import convert
 from mega.core.checkpoint.exchange import exchange
+from mega.core.checkpoint.folders import LOCK
 from mega.core.checkpoint.huggingface import model_from_config
 from mega.core.checkpoint.inspect import clean
 from mega.core.checkpoint.layout import Layout
@@ -30,6 +31,7 @@ from mega.core.checkpoint.store import CheckpointStore, Piece, locate
 from mega.core.files import url_of
 from mega.core.training.persist import companions
 from tests.support.foreign_forms import LLAMA, hf_config, hf_writer, weights_of
+from tests.support.nfs import locks_of_nfs
 
 
 @pytest.fixture
@@ -145,17 +147,27 @@ folders.filled_folder(Path(sys.argv[1]), fill)
 """
 
 
-@pytest.mark.parametrize("sweeper", ["clean", "export", "tree"])
+@pytest.mark.parametrize("sweeper", ["clean", "clean on NFS", "export", "tree"])
 def test_what_a_killed_export_left_goes_and_nothing_else(
-    source: Path, run: Path, tmp_path: Path, sweeper: str, capsys: pytest.CaptureFixture[str]
+    source: Path,
+    run: Path,
+    tmp_path: Path,
+    sweeper: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """`clean`, or the next export to the same place, of either kind; a living writer's folder stays."""
+    if "NFS" in sweeper:
+        locks_of_nfs(monkeypatch)
     out, writer = tmp_path / "out", [sys.executable, "-c", KILLED, str(tmp_path / "out")]
     assert subprocess.run([*writer, "killed"]).returncode == -signal.SIGKILL
     (left,) = tmp_path.glob("out.*.tmp")
-    mine = [tmp_path / name for name in ("out.tmp", "out.0123456789AB.tmp", "other.0123456789ab.tmp")]
+    names = ("out.tmp", "out.0123456789AB.tmp", "out.0123456789ad.tmp", "other.0123456789ab.tmp")
+    mine = [tmp_path / name for name in names]
     for folder in mine:
         folder.mkdir()
+        (folder / LOCK).touch()
+    (tmp_path / "out.0123456789ad.tmp" / LOCK).unlink()
     (tmp_path / "out.0123456789ab.tmp").write_text("a file")
     (tmp_path / "out.0123456789ac.tmp").symlink_to(run)
     with subprocess.Popen([*writer, "waits"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as living:
@@ -163,7 +175,8 @@ def test_what_a_killed_export_left_goes_and_nothing_else(
         filled = Path(living.stdout.readline().strip())
         assert filled.is_dir() and not left.exists(), "the next writer of the name has swept"
         left.mkdir()
-        if sweeper == "clean":
+        (left / LOCK).touch()
+        if "clean" in sweeper:
             assert main(["checkpoint", "clean", "--dry-run", str(out)]) == 0
             assert capsys.readouterr().out == f"would remove {left}\n" and left.exists()
             assert main(["checkpoint", "clean", str(out)]) == 0
@@ -173,10 +186,10 @@ def test_what_a_killed_export_left_goes_and_nothing_else(
         else:
             exchange(source, out, Layout(), "megatron")
         assert not left.exists() and filled.is_dir() and all(folder.is_dir() for folder in mine)
-        assert len(list(tmp_path.glob("*.tmp"))) == 6
+        assert len(list(tmp_path.glob("*.tmp"))) == 7
         living.communicate("\n")
-        assert living.returncode == (0 if sweeper == "clean" else 1), "the other was first"
-    assert not filled.exists() and out.is_dir()
+        assert living.returncode == (0 if "clean" in sweeper else 1), "the other was first"
+    assert not filled.exists() and out.is_dir() and not (out / LOCK).exists()
 
 
 def test_here_and_links_to_empty_folders_are_filled(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

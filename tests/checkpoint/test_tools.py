@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
+import fcntl
 import io
 import os
 import random
@@ -23,6 +25,7 @@ from mega.commands import checkpoint as verbs
 from mega.commands.reshard import run as reshard_verb
 from mega.core.checkpoint import inspect
 from mega.core.checkpoint.layout import Layout, plan_files
+from mega.core.checkpoint.manifest import MANIFEST
 from mega.core.checkpoint.pieces import CheckpointError, Piece
 from mega.core.checkpoint.reshard import Ledger, reshard
 from mega.core.checkpoint.retention import retain, surplus
@@ -30,6 +33,7 @@ from mega.core.checkpoint.store import CheckpointStore, locate
 from mega.core.checkpoint.tables import progress_bar
 from mega.core.config.sections import ModelConfig
 from mega.core.inventory import inventory
+from tests.support.nfs import locks_of_nfs
 
 GPT = ModelConfig(
     layers=4, hidden=16, heads=4, kv_heads=4, head_dim=4, ffn=24, vocab=53, vocab_multiple=8, positions=10
@@ -189,8 +193,11 @@ def test_retention_keeps_the_newest_and_the_milestones(tmp_path: Path) -> None:
     assert all(step % 100 == 0 for step in store.steps()[:-2])
 
 
-def test_a_checkpoint_that_is_read_stays(tmp_path: Path) -> None:
+@pytest.mark.parametrize("nfs", [False, True])
+def test_a_checkpoint_that_is_read_stays(tmp_path: Path, nfs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     store = fill(tmp_path, [1, 2, 3])
+    if nfs:
+        locks_of_nfs(monkeypatch)
     reading = store.open(1)
     assert retain(store, keep_last=1).removed == [2] and store.steps() == [1, 3]
     w = torch.zeros(8)
@@ -198,6 +205,22 @@ def test_a_checkpoint_that_is_read_stays(tmp_path: Path) -> None:
     assert w[0] == 1
     del reading
     assert retain(store, keep_last=1).removed == [1] and store.steps() == [3]
+
+
+def test_without_locks_old_checkpoints_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    store = fill(tmp_path, [1, 2])
+    monkeypatch.setattr(fcntl, "flock", none)
+    assert retain(store, keep_last=1).removed == [1] and store.steps() == [2]
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="nothing is write-protected from root")
+def test_a_write_protected_checkpoint_stays(tmp_path: Path) -> None:
+    store = fill(tmp_path, [1, 2])
+    (store.path(1) / MANIFEST).chmod(0o444)
+    assert retain(store, keep_last=1).removed == [] and store.steps() == [1, 2]
 
 
 def test_older_checkpoints_keep_their_weights_only(tmp_path: Path) -> None:

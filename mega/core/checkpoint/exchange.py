@@ -84,7 +84,7 @@ def exchange(
     with folder_beside(save) as between:
         taken = to_own(between / "own", ONE)
         report = to_megatron(between / "own", save, layout, STYLES[saver], optimizer)
-    return dataclasses.replace(report, notes=(*taken.notes, *report.notes))
+    return dataclasses.replace(report, notes=tuple(dict.fromkeys((*taken.notes, *report.notes))))
 
 
 def from_megatron(

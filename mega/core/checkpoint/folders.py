@@ -2,7 +2,8 @@
 
 A folder is filled beside its place, as `NAME.<12 hexadecimal digits>.tmp`, under a lock that ends with its writer,
 however that ends. So the next writer of the same name, or `mega checkpoint clean NAME`, can tell what is abandoned
-from what somebody still fills. Where a file system has no locks, nothing is taken away. Knows nothing of contents.
+from what somebody still fills. The lock is on a file in it, since NFS keeps those of directories from other machines.
+Without that file, or where a file system has no locks, nothing is taken away. Knows nothing of contents.
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from mega.core.files import sync_directory, url_of
+
+LOCK = ".writing"
+"""The file in a folder that its writer has locked; it goes before the folder gets its name."""
 
 
 def check_fresh(save: Path) -> None:
@@ -34,6 +38,7 @@ def filled_folder(save: Path, fill: Callable[[Path], int]) -> int:
     try:
         with folder_beside(save) as working:
             written = fill(working)
+            (working / LOCK).unlink()
             sync_directory(working)
             working.rename(save)  # an empty folder of that name gives way
     except OSError as error:
@@ -60,13 +65,12 @@ def _locked_folder(save: Path) -> tuple[Path, int]:
     while True:
         working = save.with_name(f"{save.name}.{uuid.uuid4().hex[:12]}.tmp")
         working.mkdir(parents=True)
-        with contextlib.suppress(FileNotFoundError):
-            descriptor = os.open(working, os.O_RDONLY | os.O_DIRECTORY)
-            with contextlib.suppress(OSError):
-                fcntl.flock(descriptor, fcntl.LOCK_EX)
-            if working.exists():
-                return working, descriptor
-            os.close(descriptor)
+        descriptor = os.open(working / LOCK, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        if (working / LOCK).exists():
+            return working, descriptor
+        os.close(descriptor)
 
 
 def sweep(save: Path, *, dry_run: bool = False) -> list[Path]:
@@ -74,13 +78,13 @@ def sweep(save: Path, *, dry_run: bool = False) -> list[Path]:
     save = Path(os.path.realpath(save))
     name = re.compile(rf"{re.escape(save.name)}\.[0-9a-f]{{12}}\.tmp")
     beside = sorted(path for path in save.parent.glob("*.tmp") if name.fullmatch(path.name))
-    return [path for path in beside if _removed(path, dry_run)]
+    return [path for path in beside if not path.is_symlink() and _removed(path, dry_run)]
 
 
 def _removed(folder: Path, dry_run: bool) -> bool:
     """Remove a folder of this user's that nobody has locked; whether it is one."""
     try:
-        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_NOFOLLOW)
     except OSError:
         return False
     try:
@@ -88,7 +92,7 @@ def _removed(folder: Path, dry_run: bool) -> bool:
             return False
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if not dry_run:
-            shutil.rmtree(folder, ignore_errors=True)
+            shutil.rmtree(folder)
         return True
     except OSError:
         return False

@@ -5,6 +5,7 @@ The vocabulary without its padding, which they hardly ever say, is settled here 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -29,23 +30,25 @@ def vocabulary(values: Mapping[str, Any], rows: int, given: int | None, folder: 
     """How many of a table's rows are tokens, and lines for the user on those that are not, or may not be.
 
     Megatron's arguments know what was padded to. What was padded they say only where it is the same: `vocab_size` may
-    leave out an end of document. Trees of ours say `true_vocab_size`. A tokenizer in the `folder` is told of, but no
-    row is cut on a guess. given: what the user says. Errors: ValueError where that cannot be.
+    leave out an end of document. Trees of ours say `true_vocab_size`, which is all rows also where they were made of a
+    tree that did not say. A tokenizer in the `folder` is told of, but no row is cut on a guess. given: what the user
+    says. Errors: ValueError where that cannot be.
 
     >>> vocabulary({"padded_vocab_size": 50304}, 50304, 50257, Path("gpt"))
     (50257, ('vocabulary: 50,257 of 50,304 rows are tokens, 47 of padding are left behind',))
     """
     said, plain = values.get("true_vocab_size"), values.get("vocab_size")
     said = said if type(said) is int and 0 < said <= rows else None
-    if given is not None and (0 < rows < given or said not in (None, given)):
-        rule = f"args.true_vocab_size is {said}" if said else f"the table of tokens has {rows} rows"
+    if given is not None and (0 < rows < given or said not in (None, rows, given)):
+        rule = f"the table of tokens has {rows} rows" if given > rows else f"args.true_vocab_size is {said}"
         raise ValueError(f"--true-vocab-size {given}: {rule}")
     if known := given or said or (rows if plain == rows else None):
         behind = f"vocabulary: {known:,} of {rows:,} rows are tokens, {rows - known:,} of padding are left behind"
         return known, (behind,) if known < rows else ()
     hints = [f"args.vocab_size is {plain:,}"] if type(plain) is int and 0 < plain < rows else []
     if (beside := folder / "vocab.json").is_file():
-        hints.append(f"{beside} has {len(read_json(beside)):,} pieces")
+        with contextlib.suppress(CheckpointError):  # not one that counts pieces
+            hints.append(f"{beside} has {len(read_json(beside)):,} pieces")
     return rows, (
         f"vocabulary: all {rows:,} rows are kept; how many of them are tokens, and how many padding, is not said"
         f"{' (' + ', '.join(hints) + ')' if hints else ''}; --true-vocab-size or --vocab-file leaves padding behind",

@@ -7,6 +7,7 @@ first, so that files on their way out are never taken for files that were lost.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import shutil
@@ -14,7 +15,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from mega.core.checkpoint.disk import opening
 from mega.core.checkpoint.manifest import MANIFEST, STATE_FILE, mark_weights_only
 from mega.core.checkpoint.pieces import CheckpointError
 from mega.core.checkpoint.store import CheckpointStore
@@ -89,13 +89,23 @@ def _opens(store: CheckpointStore, step: int) -> bool:
 
 
 def _unless_read(path: Path, act: Callable[[Path], None]) -> bool:
-    """Do something to one checkpoint, unless a reader's lock is on it; whether it was done."""
-    with opening(path / MANIFEST) as (descriptor, _):
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
+    """Do something to one checkpoint, unless a reader's lock is on it, or it is write-protected; whether it was done.
+
+    Without lock support there are no readers' locks either.
+    """
+    try:  # to be written, though it is not: NFS gives no other descriptor a lock for itself alone
+        descriptor = os.open(path / MANIFEST, os.O_RDWR | os.O_NOFOLLOW)
+    except PermissionError:
+        return False
+    try:
+        with contextlib.suppress(OSError):
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return False
         act(path)
+    finally:
+        os.close(descriptor)
     return True
 
 
