@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from mega.cli import main
 from mega.core.checkpoint.convert import convert
 from mega.core.checkpoint.exchange import exchange
-from mega.core.checkpoint.folders import LOCK
+from mega.core.checkpoint.folders import LOCK, filled_folder
 from mega.core.checkpoint.huggingface import model_from_config
 from mega.core.checkpoint.inspect import clean
 from mega.core.checkpoint.layout import Layout
@@ -190,6 +190,28 @@ def test_what_a_killed_export_left_goes_and_nothing_else(
         living.communicate("\n")
         assert living.returncode == (0 if "clean" in sweeper else 1), "the other was first"
     assert not filled.exists() and out.is_dir() and not (out / LOCK).exists()
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="asks the kernel which files are open")
+def test_nothing_in_a_folder_is_open_when_it_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NFS would keep it under another name, and its folder."""
+    remove, gone = shutil.rmtree, []
+
+    def rmtree(folder: Path, **more: Any) -> None:
+        links = [f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd")]
+        gone.append([path for path in map(os.path.realpath, links) if str(folder) in path])
+        remove(folder, **more)
+
+    def fill(folder: Path) -> int:
+        raise ValueError
+
+    left = tmp_path / "out.0123456789ab.tmp"
+    left.mkdir()
+    (left / LOCK).touch()
+    monkeypatch.setattr(shutil, "rmtree", rmtree)
+    with pytest.raises(ValueError):
+        filled_folder(tmp_path / "out", fill)
+    assert gone == [[], []] and not list(tmp_path.iterdir())
 
 
 def test_here_and_links_to_empty_folders_are_filled(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,8 +56,8 @@ def folder_beside(save: Path) -> Iterator[Path]:
     try:
         yield working
     finally:
+        os.close(descriptor)  # first, since NFS keeps files that are open, and their folder
         shutil.rmtree(working, ignore_errors=True)
-        os.close(descriptor)
 
 
 def _locked_folder(save: Path) -> tuple[Path, int]:
@@ -91,10 +91,12 @@ def _removed(folder: Path, dry_run: bool) -> bool:
         if os.fstat(descriptor).st_uid != os.geteuid():
             return False
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if not dry_run:
-            shutil.rmtree(folder)
-        return True
+        if dry_run:
+            return True
+        (folder / LOCK).unlink()
     except OSError:
         return False
     finally:
         os.close(descriptor)
+    shutil.rmtree(folder, ignore_errors=True)
+    return not folder.exists()
