@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -103,11 +105,13 @@ def test_values_that_cannot_be(tmp_path: Path, line: str, words: str, capsys: py
     assert words in capsys.readouterr().err and not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("broken", [False, True])
 @pytest.mark.parametrize("source", ["hf", "mega"])
 def test_a_proof_that_cannot_run_is_refused_at_once(
-    tmp_path: Path, source: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, source: str, broken: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    """transformers is not there, or cannot be imported."""
+    monkeypatch.setitem(sys.modules, "transformers", ModuleType("transformers") if broken else None)
     with pytest.raises(ValueError, match="--verify: needs transformers"):
         convert_llama.run(HERE / source, tmp_path / "out", verify=True)
     assert not (tmp_path / "out").exists()

@@ -5,7 +5,6 @@ Both models run one block at a time in fp32, so of each only one block, and the 
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,9 +40,12 @@ class Agreement:
 
 
 def check_transformers() -> None:
-    """Errors: ValueError where transformers is not installed."""
-    if importlib.util.find_spec("transformers") is None:
-        raise ValueError("--verify: needs transformers for a Hugging Face folder (pip install 'mega[hf]')")
+    """Errors: ValueError where transformers is not installed, or what it needs is not."""
+    try:
+        from transformers import AutoConfig, AutoModelForCausalLM  # noqa: F401
+    except ImportError as error:
+        needs = "needs transformers for a Hugging Face folder (pip install 'mega[hf]')"
+        raise ValueError(f"--verify: {needs}: {' '.join(str(error).split())}") from None
 
 
 def agreement(one: Path, other: Path) -> Agreement:
