@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from mega.core import device as device_module
+from mega.core.checkpoint import retention
 from mega.core.checkpoint import store as store_module
 from mega.core.checkpoint.inspect import diff
 from mega.core.checkpoint.store import CheckpointStore, SaveError
@@ -110,6 +111,33 @@ def test_a_writer_that_fails_is_told_at_the_next_look(tmp_path: Path, monkeypatc
     saver.save()
     saver.wait()
     assert CheckpointStore(tmp_path).newest() == 3
+
+
+@pytest.mark.parametrize("behind", [False, True])
+def test_an_old_checkpoint_that_cannot_go_ends_no_run(
+    tmp_path: Path, behind: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = small_run(save=str(tmp_path), save_interval=1, keep_last=1, async_save=behind)
+    state, said = state_of(run, 0, 1, None), list[str]()
+    saver = Saver(state, say=said.append)
+
+    def busy(path: Path) -> None:
+        raise OSError(16, "Device or resource busy", str(path))
+
+    for step in (1, 2, 3):
+        state.progress.step = step
+        with monkeypatch.context() as patch:
+            if step == 2:
+                patch.setattr(retention, "_remove", busy)
+            saver.save()
+            saver.wait()
+    words = "older checkpoints stay for now: [Errno 16] Device or resource busy: "
+    assert said[1].startswith(words) and [line[:12] for line in (said[0], *said[2:])] == [
+        "saved step 1",
+        "saved step 2",
+        "saved step 3",
+    ]
+    assert CheckpointStore(tmp_path).steps() == [3]
 
 
 def test_one_save_is_on_its_way_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

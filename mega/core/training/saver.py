@@ -128,7 +128,10 @@ class Saver:
             step, pieces, meta, rank=mesh.rank, world=mesh.world, agree=agree, attachments=self._attachments
         )
         if mesh.rank == 0:
-            retain(self.store, self.options.keep_last, self.options.keep_every, self.options.keep_optimizer_last)
+            try:
+                retain(self.store, self.options.keep_last, self.options.keep_every, self.options.keep_optimizer_last)
+            except OSError as error:  # the new checkpoint is whole: no reason to end a run
+                self._say(f"older checkpoints stay for now: {error}")
         return step, report.seconds
 
     def _kept(self) -> Iterable[Piece]:
