@@ -43,10 +43,10 @@ def parts(stage: StageMemory) -> dict[str, int]:
 
 def layout(run: RunConfig, world: int) -> str:
     """One line: which ranks do what."""
-    parallel, batch = run.parallel, run.batch
+    parallel, batch, count = run.parallel, run.batch, microbatches(run, world)
     words = [
         f"world {world} = tp {parallel.tp} x cp {parallel.cp} x dp {data_parallel(run, world)} x pp {parallel.pp}",
-        f"{microbatches(run, world)} microbatches of {batch.micro_batch} x {batch.seq_length} tokens",
+        f"{count} microbatch{'' if count == 1 else 'es'} of {batch.micro_batch} x {batch.seq_length} tokens",
         run.precision.dtype,
         f"zero {parallel.zero}",
         f"recompute {run.memory.recompute}",
@@ -54,7 +54,7 @@ def layout(run: RunConfig, world: int) -> str:
     if parallel.sequence_parallel:
         words.append("sequence parallel")
     if parallel.pp > 1:
-        words.append(f"{parallel.schedule}, {parallel.chunks} chunks")
+        words.append(f"{parallel.schedule}" + (f", {parallel.chunks} chunks" if parallel.chunks > 1 else ""))
     return "; ".join(words)
 
 
