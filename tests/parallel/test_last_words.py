@@ -8,9 +8,11 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -114,7 +116,7 @@ CASES: tuple[Callable[..., int], ...] = (
 def told() -> dict[str, tuple[int, list[str]]]:
     """Case -> exit code of three ranks, lines on stderr. All in one process: its ranks write where it does."""
     environ = {name: value for name, value in os.environ.items() if name != "MEGA_DEBUG"}
-    done = subprocess.run([sys.executable, __file__], capture_output=True, text=True, timeout=120, env=environ)
+    done = subprocess.run([sys.executable, __file__], capture_output=True, text=True, timeout=600, env=environ)
     assert done.returncode == 0, done.stderr
     found = {}
     for part in done.stderr.split("== ")[1:]:
@@ -180,6 +182,33 @@ def test_a_save_that_failed_on_another_rank_is_left_to_that_one(tmp_path: Path) 
 def test_a_lost_peer_is_told_where_nobody_knows_more(told: dict[str, tuple[int, list[str]]]) -> None:
     code, (line,) = told["_lost"]
     assert code == 1 and line.startswith("mega: rank 0: lost another rank")
+
+
+def test_the_stores_host_is_a_peer_too() -> None:
+    error = RuntimeError("Failed to recv, got 0 bytes. Connection was likely closed. Did the remote server shutdown?")
+    assert last_words.words_of(error).kind == "consequence"
+
+
+def _silent(world: object) -> Any:
+    """Of a host that was cut off: no answer, and no end of the connection."""
+    threading.Event().wait()
+
+
+def _absent(world: object) -> Any:
+    raise AttributeError("module 'torch.distributed' has no attribute 'FileStore'")
+
+
+@pytest.mark.parametrize("store", [_silent, _absent])
+def test_a_store_that_does_not_work_holds_no_rank(
+    store: Callable[[object], Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.delenv("MEGA_DEBUG", raising=False)
+    monkeypatch.setattr(last_words, "_store", store)
+    monkeypatch.setattr(last_words, "LIMIT", 0.2)
+    assert last_words.tell(last_words.Words(2, "--lr 0: must be positive")) == 2
+    assert capsys.readouterr().err == "mega: rank 1: --lr 0: must be positive\n"
 
 
 if __name__ == "__main__":

@@ -8,11 +8,13 @@
     4 the others leave with the same exit code, rank 0, which may host the store, last; who comes later tells only
       what has not been told
 
+None of this may hold a rank: it speaks for itself where the store is gone, or does not answer within LIMIT seconds.
 MEGA_DEBUG=1 lets every rank show its own traceback at once. No torch for one rank alone.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -30,7 +32,13 @@ from mega.core.config.world import MEETING_FILE, World, is_first_rank, point_to_
 GRACE = 2.0
 """Seconds in which ranks that meet the same fault are expected to say so."""
 
-_PEER_IS_GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "ncclRemoteError")
+LIMIT = 10 * GRACE
+"""Seconds for all of it: the store of a host that has stopped, or was cut off, never answers, nor closes."""
+
+_PEER_IS_GONE = (
+    *("Connection closed by peer", "Connection reset by peer", "Broken pipe", "ncclRemoteError"),
+    "Connection was likely closed",  # of the store, which went with its host
+)
 _NAMED = 8
 """Ranks that a line names before it counts the rest."""
 
@@ -71,10 +79,9 @@ def tell(words: Words) -> int:
         if not is_first_rank():
             return words.code
     if world.size > 1 and not _debugging():
-        try:
-            return _tell_together(words, world)
-        except (LookupError, ValueError, OSError, RuntimeError):
-            pass  # there is nowhere to meet, or its host has gone
+        code = _tell_in_time(words, world)
+        if code is not None:
+            return code
     _write(told({world.rank: words}, world.size))
     return words.code
 
@@ -110,39 +117,53 @@ def _name(ranks: list[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:_NAMED]))}{rest}"
 
 
-def _tell_together(words: Words, world: World) -> int:
-    """Phases 1 to 4. Errors: of the store, where the ranks cannot meet."""
-    import torch.distributed as dist
+def _tell_in_time(words: Words, world: World) -> int | None:
+    """The exit code of all; None where there is nowhere to meet, or no answer within LIMIT seconds."""
+    stopped, codes = threading.Event(), list[int]()
 
-    stopped = threading.Event()
+    def talk() -> None:
+        with contextlib.suppress(Exception):  # what is wrong with the store is not what we came to tell
+            codes.append(_tell_together(words, world, stopped))
+
+    # On a thread of its own: a call to a store that does not answer hears neither the clock nor a signal.
+    talking = threading.Thread(target=talk, name="last-words", daemon=True)
     before = signal.signal(signal.SIGTERM, lambda *_: stopped.set())
     try:
-        store = dist.PrefixStore("last-words", _store(world))
-        # 1
-        store.set(str(world.rank), json.dumps(asdict(words)))
-        if store.add("count", 1) == 1:
-            # 2
-            _wait(lambda: stopped.is_set() or store.add("count", 0) >= world.size, GRACE)
-            present = [rank for rank in range(world.size) if store.check([str(rank)])]
-            found = {rank: Words(**json.loads(store.get(str(rank)))) for rank in present}
-            causes = [said for said in found.values() if said.kind != "consequence"]
-            # 3
-            if causes or not stopped.is_set():
-                _write(told(found, world.size))
-            verdict = {"code": causes[0].code if causes else words.code, "texts": [said.text for said in causes]}
-            store.set("told", json.dumps(verdict))
-        elif not _wait(lambda: store.check(["told"]), GRACE + 1):
-            raise TimeoutError("who was to tell has gone")
-        # 4
-        verdict = json.loads(store.get("told"))
-        if words.kind != "consequence" and words.text not in verdict["texts"]:
-            _write(told({world.rank: words}, world.size))
-        store.add("left", 1)
-        if world.rank == 0:
-            _wait(lambda: store.add("left", 0) >= store.add("count", 0), GRACE)
-        return int(verdict["code"])
+        talking.start()
+        talking.join(LIMIT)
     finally:
         signal.signal(signal.SIGTERM, before)
+    return codes[0] if codes else None
+
+
+def _tell_together(words: Words, world: World, stopped: threading.Event) -> int:
+    """Phases 1 to 4. stopped: whoever started us knows of the end. Errors: whatever keeps the ranks from meeting."""
+    import torch.distributed as dist
+
+    store = dist.PrefixStore("last-words", _store(world))
+    # 1
+    store.set(str(world.rank), json.dumps(asdict(words)))
+    if store.add("count", 1) == 1:
+        # 2
+        _wait(lambda: stopped.is_set() or store.add("count", 0) >= world.size, GRACE)
+        present = [rank for rank in range(world.size) if store.check([str(rank)])]
+        found = {rank: Words(**json.loads(store.get(str(rank)))) for rank in present}
+        causes = [said for said in found.values() if said.kind != "consequence"]
+        # 3
+        if causes or not stopped.is_set():
+            _write(told(found, world.size))
+        verdict = {"code": causes[0].code if causes else words.code, "texts": [said.text for said in causes]}
+        store.set("told", json.dumps(verdict))
+    else:
+        store.wait(["told"], timedelta(seconds=GRACE + 1))
+    # 4
+    verdict = json.loads(store.get("told"))
+    if words.kind != "consequence" and words.text not in verdict["texts"]:
+        _write(told({world.rank: words}, world.size))
+    store.add("left", 1)
+    if world.rank == 0:
+        _wait(lambda: store.add("left", 0) >= store.add("count", 0), GRACE)
+    return int(verdict["code"])
 
 
 def _write(text: str) -> None:
