@@ -184,6 +184,14 @@ def test_a_lost_peer_is_told_where_nobody_knows_more(told: dict[str, tuple[int, 
     assert code == 1 and line.startswith("mega: rank 0: lost another rank")
 
 
+def test_devices_that_are_full_are_told_in_one_line() -> None:
+    """Ranks run out of memory together, each with figures of its own, which torch tells behind what they have alike."""
+    own = "CUDA out of memory. Tried to allocate 2.50 GiB. GPU {0} has a total capacity of 139.80 GiB of which {0} MiB"
+    words = {rank: last_words.words_of(torch.OutOfMemoryError(own.format(rank))) for rank in range(2)}
+    (line,) = last_words.told(words, 2).splitlines()
+    assert line.startswith("mega: CUDA out of memory. Tried to allocate 2.50 GiB; mega memory-estimate says")
+
+
 def test_the_stores_host_is_a_peer_too() -> None:
     error = RuntimeError("Failed to recv, got 0 bytes. Connection was likely closed. Did the remote server shutdown?")
     assert last_words.words_of(error).kind == "consequence"

@@ -64,6 +64,9 @@ def words_of(error: BaseException) -> Words:
     if isinstance(error, ValueError | OSError | FloatingPointError | MemoryError):
         text = str(error) or ("out of memory" if isinstance(error, MemoryError) else repr(error))
         return Words(code, text, "consequence" if getattr(error, "elsewhere", False) else "line")
+    if type(error).__name__ == "OutOfMemoryError":  # torch's; its message goes on with figures of this very process
+        text = ". ".join(str(error).split(". ")[:2])
+        return Words(code, f"{text}; mega memory-estimate says what a run needs, and MEGA_DEBUG=1 shows where it was")
     if isinstance(error, RuntimeError) and any(sign in str(error) for sign in _PEER_IS_GONE):
         text = f"lost another rank, which has ended or cannot be reached: {error}".splitlines()[0]
         return Words(code, text, "consequence")

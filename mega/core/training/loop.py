@@ -252,7 +252,7 @@ class Training:
                 return
             vote = self.interrupt.vote()
             sums += evaluate_step(self.state, self._to_device(batches.take(begin + done * batch, count)))
-            vote.count()  # a GPU still computes this batch
+            vote.count()  # it travelled during this batch, whose end a GPU's host waits for here
         loss = float(sums[0] / sums[1])
         if self.meters is not None:
             self.meters.evaluation(self.progress.step, split, loss)
