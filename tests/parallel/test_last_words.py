@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from mega.core.checkpoint.store import CheckpointStore, SaveError
-from mega.core.config.world import MEETING_FILE
+from mega.core.config.world import MEETING_FILE, World
 from mega.core.parallel import last_words
 from mega.core.parallel import launch as launcher
 from mega.core.parallel.launch import connect, disconnect, launch
@@ -217,6 +218,26 @@ def test_a_store_that_does_not_work_holds_no_rank(
     monkeypatch.setattr(last_words, "LIMIT", 0.2)
     assert last_words.tell(last_words.Words(2, "--lr 0: must be positive")) == 2
     assert capsys.readouterr().err == "mega: rank 1: --lr 0: must be positive\n"
+
+
+def test_a_rank_that_comes_late_finds_the_store(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Tasks of srun that read torch from one slow disk: the first, whose store it is, has spoken long ago."""
+    for name in (MEETING_FILE, "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(_port()))
+    monkeypatch.setattr(last_words, "GRACE", 0.1)
+
+    def come(rank: int) -> int:
+        time.sleep(rank)
+        words = last_words.Words(2, "--lr 0: must be positive")
+        return last_words._tell_together(words, World(rank, 2, rank, 2, "torchrun"), threading.Event())
+
+    with ThreadPoolExecutor(2) as ranks:
+        assert list(ranks.map(come, range(2))) == [2, 2]
+    assert capsys.readouterr().err == "mega: rank 0: --lr 0: must be positive\n"
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -31,6 +32,9 @@ from mega.core.config.world import MEETING_FILE, World, is_first_rank, point_to_
 
 GRACE = 2.0
 """Seconds in which ranks that meet the same fault are expected to say so."""
+
+COMING = 5 * GRACE
+"""Seconds in which ranks that have not met yet may come: each loads torch first, from a disk that all of them read."""
 
 LIMIT = 10 * GRACE
 """Seconds for all of it: the store of a host that has stopped, or was cut off, never answers, nor closes."""
@@ -164,7 +168,9 @@ def _tell_together(words: Words, world: World, stopped: threading.Event) -> int:
     if words.kind != "consequence" and words.text not in verdict["texts"]:
         _write(told({world.rank: words}, world.size))
     store.add("left", 1)
-    if world.rank == 0:
+    if _hosting(world):  # those that come now find nobody once we are gone
+        _wait(lambda: stopped.is_set() or store.add("left", 0) >= world.size, COMING)
+    elif world.rank == 0:
         _wait(lambda: store.add("left", 0) >= store.add("count", 0), GRACE)
     return int(verdict["code"])
 
@@ -178,15 +184,40 @@ def _store(world: World) -> Any:
     """The store of the process group; before there is one, that in which the ranks are about to meet."""
     import torch.distributed as dist
 
-    if dist.is_initialized():
-        return dist.distributed_c10d._get_default_store()
     if MEETING_FILE in os.environ:
+        if dist.is_initialized():
+            return dist.distributed_c10d._get_default_store()
         return dist.FileStore(os.environ[MEETING_FILE], world.size)
     point_to_first_host(world)
-    hosting = world.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    store = dist.TCPStore(address, port, None, hosting, timedelta(seconds=5 * GRACE), wait_for_workers=False)
+    if dist.is_initialized():
+        _reach(address, port, 0.0)
+        return dist.distributed_c10d._get_default_store()
+    hosting = _hosting(world)
+    if not hosting:
+        _reach(address, port, COMING)
+    store = dist.TCPStore(address, port, None, hosting, timedelta(seconds=COMING), wait_for_workers=False)
     return dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+
+
+def _hosting(world: World) -> bool:
+    """Whether the store of ranks that have not met yet is this rank's, and goes with it."""
+    import torch.distributed as dist
+
+    elsewhere = MEETING_FILE in os.environ or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return world.rank == 0 and not elsewhere and not dist.is_initialized()
+
+
+def _reach(address: str, port: int, seconds: float) -> None:
+    """Wait until the store's host listens. Errors: OSError. Torch would tell of its own waiting, in frames of C++."""
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            return socket.create_connection((address, port), GRACE).close()
+        except OSError:
+            if time.monotonic() > deadline:
+                raise
+        time.sleep(0.1)
 
 
 def _wait(done: Callable[[], bool], seconds: float) -> bool:
