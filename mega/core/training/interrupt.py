@@ -43,7 +43,7 @@ class Interrupt:
         """Ask all ranks whether one of them was asked to stop; every rank does so at the same place."""
         if not self._wanted and time.monotonic() > self._deadline:
             self.reason, self._wanted = "--exit-minutes are over", True
-        wish = torch.tensor(float(self._wanted), device=self._device)
+        wish = torch.full((), float(self._wanted), device=self._device)  # filled, not copied: a GPU's host would wait
         return Vote(self, wish, all_reduce(wish, self._everyone, "max", wait=False))
 
     def close(self) -> None:
