@@ -49,21 +49,14 @@ def run(
 
     source = kind_of(load_dir)
     target = target_of(load_dir, source, to)
-    runs = tuple(stage_layers or ())
-    given = {
-        "--target-tensor-parallel-size": target_tp,
-        "--target-pipeline-parallel-size": target_pp,
-        "--chunks": chunks,
-        "--stage-layers": runs,
-        "--parts": parts,
-    }
-    check_flags(source, target, given)
+    layout = Layout(target_tp, target_pp, chunks, tuple(stage_layers or ()))
+    check_flags(source, target, {**layout.flags, "--parts": parts})
     runs_both = verify and "hf" in (source, target)
     if runs_both:
         from mega.core.inference.agreement import BOUND, agreement, check_transformers
 
         check_transformers()
-    report = convert(load_dir, save_dir, target, Layout(target_tp, target_pp, chunks, runs), parts)
+    report = convert(load_dir, save_dir, target, layout, parts)
     print(f"{report.path}: {report.tensors:,} tensors, {report.elements:,} elements, {report.bytes:,} bytes")
     for note in report.notes:
         print(note)

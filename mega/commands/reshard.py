@@ -63,12 +63,9 @@ def run(
 
     if verify:
         check_comparable(load_dir, to_ours=saver == "mega")
-    runs = tuple(stage_layers or ())
+    layout = Layout(target_tp, target_pp, chunks, tuple(stage_layers or ()))
     given = {
-        "--target-tensor-parallel-size": target_tp,
-        "--target-pipeline-parallel-size": target_pp,
-        "--chunks": chunks,
-        "--stage-layers": runs,
+        **layout.flags,
         "--true-vocab-size": true_vocab_size,
         "--vocab-file": vocab_file,
         "--num-attention-heads": num_heads,
@@ -85,7 +82,7 @@ def run(
         report = exchange(
             load_dir,
             save_dir,
-            Layout(target_tp, target_pp, chunks, runs),
+            layout,
             style,
             true_vocab_size,
             num_heads,

@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all: written beside their place, flushed to the disk, then renamed."""
+"""Files that appear whole or not at all, written beside their place, flushed to the disk, then renamed; and locks."""
 
 from __future__ import annotations
 
@@ -54,3 +54,19 @@ def sync_directory(directory: Path) -> None:
             os.fsync(handle)
         finally:
             os.close(handle)
+
+
+def locked_alone(descriptor: int) -> bool:
+    """Lock what is open for this process alone, until it is closed; False where another has it.
+
+    A killed holder's lock dies with it. A file system without locks refuses nobody.
+    """
+    import fcntl  # Unix has it alone, and who only asks for an estimate needs none
+
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    return True

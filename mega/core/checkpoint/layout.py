@@ -39,6 +39,16 @@ class Layout:
     stage_layers: tuple[int, ...] = ()
 
     @property
+    def flags(self) -> dict[str, Any]:
+        """The flags of a conversion that ask for it, with their values."""
+        return {
+            "--target-tensor-parallel-size": self.tp,
+            "--target-pipeline-parallel-size": self.pp,
+            "--chunks": self.chunks,
+            "--stage-layers": self.stage_layers,
+        }
+
+    @property
     def section(self) -> dict[str, Any]:
         """What a checkpoint says of it in `config.parallel`."""
         return {**dataclasses.asdict(self), "stage_layers": list(self.stage_layers)}

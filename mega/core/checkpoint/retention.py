@@ -7,8 +7,6 @@ first, so that files on their way out are never taken for files that were lost.
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import os
 import shutil
 from collections.abc import Callable
@@ -18,7 +16,7 @@ from pathlib import Path
 from mega.core.checkpoint.manifest import MANIFEST, STATE_FILE, mark_weights_only
 from mega.core.checkpoint.pieces import CheckpointError
 from mega.core.checkpoint.store import CheckpointStore
-from mega.core.files import sync_directory
+from mega.core.files import locked_alone, sync_directory
 
 
 def surplus(steps: list[int], keep_last: int | None, keep_every: int | None) -> list[int]:
@@ -98,11 +96,8 @@ def _unless_read(path: Path, act: Callable[[Path], None]) -> bool:
     except PermissionError:
         return False
     try:
-        with contextlib.suppress(OSError):
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return False
+        if not locked_alone(descriptor):
+            return False
         act(path)
     finally:
         os.close(descriptor)

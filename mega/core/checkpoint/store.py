@@ -16,7 +16,6 @@ it went well, and stop together where it did not. How they agree is a callable, 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import re
 import shutil
@@ -45,7 +44,7 @@ from mega.core.checkpoint.manifest import (
 )
 from mega.core.checkpoint.pieces import CheckpointError, Piece
 from mega.core.checkpoint.reader import Checkpoint
-from mega.core.files import sync_directory, url_of
+from mega.core.files import locked_alone, sync_directory, url_of
 
 __all__ = [
     "Attachments",
@@ -204,11 +203,8 @@ class CheckpointStore:
         """
         descriptor = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY)
         try:
-            with contextlib.suppress(OSError):
-                try:
-                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except BlockingIOError:
-                    raise CheckpointError(f"another process is writing into {self.directory}") from None
+            if not locked_alone(descriptor):
+                raise CheckpointError(f"another process is writing into {self.directory}")
             yield
         finally:
             os.close(descriptor)

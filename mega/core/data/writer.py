@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import glob
 import hashlib
 import json
@@ -23,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mega.core.data.indexed import CODES, HEADER, MAGIC, IndexedDataset, bin_path, idx_path, note_path
-from mega.core.files import sync_directory, whole_file
+from mega.core.files import locked_alone, sync_directory, whole_file
 
 _BLOCK = 1 << 20
 
@@ -221,19 +220,12 @@ def _stored(file: Any, dtype: str) -> Iterator[NDArray[Any]]:
 
 
 def _open_alone(path: Path) -> BinaryIO:
-    """Open `path` and lock it; ValueError where a living process is writing it.
-
-    A killed writer's lock dies with it. Where the file system has no locks there is no check.
-    """
+    """Open `path` and lock it; ValueError where a living process is writing it."""
     while True:
         file = open(path, "ab")  # noqa: SIM115
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not locked_alone(file.fileno()):
             file.close()
-            raise ValueError(f"{path}: another process is writing this output") from None
-        except OSError:
-            pass
+            raise ValueError(f"{path}: another process is writing this output")
         # Another writer may have published or removed this very file between open and lock.
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(file.fileno()), os.stat(path)):

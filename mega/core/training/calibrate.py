@@ -7,7 +7,7 @@
     hand-overs      from one rank to the next, by size             -> peer
 
 The file is read by `mega memory-estimate --gpu FILE.toml`. What one host cannot tell (links between hosts), or only
-a model (what a block takes the host), keeps the values of `base` in estimate/hardware.toml. It knows no model.
+a model (what a block takes a GPU's host), keeps the values of `base` in estimate/hardware.toml. It knows no model.
 """
 
 from __future__ import annotations
