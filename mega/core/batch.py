@@ -12,10 +12,10 @@ import torch
 class _Batch:
     """Tensors under names."""
 
-    def to(self, device: torch.device) -> Self:
-        """The same batch on `device`; copies from pinned memory do not wait."""
+    def to_gpu(self, device: torch.device) -> Self:
+        """The same batch on a GPU. Copies leave from pinned memory: from any other the host would wait for its turn."""
         moved = {
-            field.name: value.to(device, non_blocking=True)
+            field.name: value.pin_memory().to(device, non_blocking=True)
             for field in fields(self)
             if (value := getattr(self, field.name)) is not None
         }

@@ -7,7 +7,7 @@ import functools
 import os
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -105,6 +105,30 @@ class Device:
         if self.is_cuda:
             torch.backends.cudnn.deterministic = True
             torch.backends.cudnn.benchmark = False
+
+
+class Reading:
+    """Named numbers of a device on their way to the host, which may give the device more work before it reads them.
+
+    A number that is read as it stands (`float`) is copied behind everything that the device was given since: the host
+    waits for all of that, and then the device for the host.
+    """
+
+    def __init__(self, values: Mapping[str, torch.Tensor]):
+        self._names = tuple(values)
+        there = torch.stack([value.detach().double() for value in values.values()])
+        self._arrived = None
+        if there.is_cuda:
+            self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            there = torch.empty_like(there, device="cpu", pin_memory=True).copy_(there, non_blocking=True)
+            self._arrived.record()
+        self._there = there
+
+    def numbers(self) -> dict[str, float]:
+        """Waits until the device is as far as it had been asked to go when this was made."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return dict(zip(self._names, self._there.tolist(), strict=True))
 
 
 class HostCopy:

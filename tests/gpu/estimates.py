@@ -129,10 +129,12 @@ BEYOND: Mapping[str, Flags] = {
 CHOICES: Mapping[str, Flags] = {
     "gpt-22b": {"preset": "gpt-22b", "global_batch": 16, **QUIET},
     "llama2-7b": {"preset": "llama2-7b", "global_batch": 16},
+    "gpt-22b by adafactor": {"preset": "gpt-22b", "global_batch": 16, "optimizer": "adafactor", **QUIET},
     "gpt-22b's half": {"preset": "gpt-22b", "layers": 24, "global_batch": 8, **QUIET},
     "gpt-22b's quarter": {"preset": "gpt-22b", "layers": 12, "global_batch": 8, **QUIET},
 }
-"""On 2 devices half of the blocks leave each as much to hold as the whole on 4, a quarter as much as the whole on 8."""
+"""On 2 devices half of the blocks leave each as much to hold as the whole on 4, a quarter as much as the whole on 8.
+All of them lie there where the optimizer keeps no moments of full size."""
 
 COUNT = 8
 """Layouts of each choice that are measured."""

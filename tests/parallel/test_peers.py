@@ -11,6 +11,7 @@ import queue
 import random
 import threading
 import time
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from unittest import mock
@@ -101,6 +102,7 @@ class LateCopies:
                     ctypes.memmove(target, x.data_ptr() + first, size)
                 for mark in way.marks:
                     ctypes.c_uint32.from_address(mark).value = value
+            del x
             self._asked.task_done()
 
 
@@ -131,7 +133,14 @@ def mapped_exchanges(groups: Groups, rank: int, size: int, directory: Path) -> N
     ):
         through = Mapped(axis)
         compare(through, [4, 1, 3, 4, size * FULL, 5, 7, *[PAIRS] * 16])
+        weight = torch.ones(3, requires_grad=True)
+        block, made_of = weight * torch.ones(PAIRS, 3), weakref.ref(weight)
+        with torch.no_grad():
+            whole = Gather(block, through).whole()
         copies.settle()  # before memory of others is let go
+        assert float(whole.sum()) == 3 * PAIRS * size
+        del weight, block
+        assert made_of() is None, "a block on its way kept what it was made of"
 
 
 @pytest.mark.parametrize("size", [2, 4, 8])

@@ -212,8 +212,8 @@ class Mapped:
         self._slots: dict[tuple[Any, ...], torch.Tensor] = {}
         self._ways: dict[tuple[Any, ...], list[Way]] = {}
         self._waits: dict[tuple[int, range], tuple[int, ...]] = {}
-        self._sent: list[list[torch.Tensor]] = [[] for _ in range(SLOTS)]
-        """Blocks by slot, kept until all ranks have them, as they have when the slot's next exchange begins."""
+        self._sent: list[list[torch.UntypedStorage]] = [[] for _ in range(SLOTS)]
+        """Memory of blocks by slot, kept until all ranks have them: they do when the slot's next exchange begins."""
         self._beside = CopyStream()
 
     def open(self, rows: int, columns: int, like: torch.Tensor) -> Exchange:
@@ -239,7 +239,7 @@ class Mapped:
         if key not in self._ways:
             self._ways[key] = [self._way(ranks, number, size, several) for ranks in turns]
         self._beside.copy(blocks, self._ways[key], number)
-        self._sent[number % SLOTS].append(blocks)
+        self._sent[number % SLOTS].append(blocks.untyped_storage())  # not the tensor, which knows what it was made of
 
     def _way(self, ranks: range, number: int, size: int, several: bool) -> Way:
         to = [(place, rank, self._writer(rank)) for place, rank in enumerate(ranks) if rank != self.axis.index]

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from mega.core.device import Reading
 from mega.core.parallel.collectives import all_reduce
 from mega.core.parallel.launch import STOPPING, Asked
 from mega.core.parallel.mesh import Axis
@@ -66,9 +67,14 @@ class Vote:
 
     def __init__(self, interrupt: Interrupt, wish: torch.Tensor, under_way: Any):
         self._interrupt, self._wish, self._under_way = interrupt, wish, under_way
+        self._reading = self._read() if wish.is_cuda else None  # there it is the stream that waits for the others
 
     def count(self) -> None:
         """Wait for them; if any rank was asked to stop, the interrupt is `asked` on all."""
-        self._under_way.wait()
-        if bool(self._wish):
+        reading = self._reading or self._read()
+        if any(reading.numbers().values()):
             self._interrupt.asked = True
+
+    def _read(self) -> Reading:
+        self._under_way.wait()
+        return Reading({"wish": self._wish})

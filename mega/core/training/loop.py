@@ -20,7 +20,7 @@ from mega.core.config.run import RunConfig
 from mega.core.config.world import world_from_env
 from mega.core.data.batches import Batches
 from mega.core.data.dataset import Dataset
-from mega.core.device import Device
+from mega.core.device import Device, Reading
 from mega.core.estimate.flops import model_flops_per_token
 from mega.core.parallel.launch import connect, disconnect
 from mega.core.parallel.mesh import Groups
@@ -34,7 +34,7 @@ from mega.core.training.prepare import Prepared, prepare
 from mega.core.training.saver import Saver
 from mega.core.training.schedules import Schedules, going_on
 from mega.core.training.state import TrainState
-from mega.core.training.step import Report, evaluate_step, train_step
+from mega.core.training.step import evaluate_step, train_step
 
 
 def pretrain(run: RunConfig) -> int:
@@ -62,7 +62,7 @@ class Pending:
     lr: float
     samples: int
     begun: float
-    report: Report
+    numbers: Reading
     vote: Vote
 
 
@@ -72,6 +72,7 @@ class Training:
     def __init__(self, prepared: Prepared, rank: int, world: int, device: Device, groups: Groups):
         run = self.run = prepared.run
         self.meters: Meters | None = None
+        self._read_at = 0.0
         self.tokenizer: Tokenizer | None = prepared.tokenizer
         self.fingerprint = prepared.fingerprint()
         self.mesh = build_mesh(run, rank, world, groups)
@@ -136,7 +137,7 @@ class Training:
         while self.progress.step < self.steps:
             current = self._step()
             if pending is not None:
-                self._read(pending, current.begun)
+                self._read(pending)
             pending = current
             step, options = self.progress.step, self.run.checkpoint
             due_save = self.saver is not None and _every(options.save_interval, step)
@@ -190,16 +191,15 @@ class Training:
         report = train_step(self.state, self._to_device(batches), lr, decay)
         progress.step += 1
         progress.consumed += size
-        return Pending(progress.step, progress.consumed, lr, size, begun, report, self.interrupt.vote())
+        numbers, vote = report.start_reading(), self.interrupt.vote()
+        return Pending(progress.step, progress.consumed, lr, size, begun, numbers, vote)
 
-    def _read(self, pending: Pending, ended: float | None = None) -> None:
-        """Wait for a step's numbers; tell them; learn whether any rank was asked to stop.
-
-        ended: when the next step began, if one has.
-        """
-        loss, norm = float(pending.report.loss), float(pending.report.grad_norm)
-        fine = bool(pending.report.fine)
-        if not fine:
+    def _read(self, pending: Pending) -> None:
+        """Wait for a step's numbers; tell them; learn whether any rank was asked to stop."""
+        numbers, before = pending.numbers.numbers(), self._read_at
+        self._read_at = time.monotonic()
+        loss, norm = numbers["loss"], numbers["grad_norm"]
+        if not numbers.pop("fine"):
             self.progress.skipped += 1
             self.progress.unscheduled += pending.samples
         if not math.isfinite(loss):
@@ -213,13 +213,12 @@ class Training:
             assert length is not None
             row = {
                 "consumed": pending.consumed,
-                "loss": loss,
                 "lr": pending.lr,
-                "grad_norm": norm,
                 "batch": pending.samples,
                 "skipped": self.progress.skipped,
-                **pending.report.extras(),
-                "seconds": (ended or time.monotonic()) - pending.begun,
+                **numbers,
+                # A step that was asked for while another ran begins with that one's end.
+                "seconds": self._read_at - max(before, pending.begun),
             }
             memory = self.device.memory_peak() or self.device.resident()
             self.meters.step(pending.step, row, pending.samples * length, memory)
@@ -252,13 +251,13 @@ class Training:
                 return
             vote = self.interrupt.vote()
             sums += evaluate_step(self.state, self._to_device(batches.take(begin + done * batch, count)))
-            vote.count()  # it travelled during this batch, whose end a GPU's host waits for here
+            vote.count()  # it travelled while this batch was asked for
         loss = float(sums[0] / sums[1])
         if self.meters is not None:
             self.meters.evaluation(self.progress.step, split, loss)
 
     def _to_device(self, batches: Sequence[DecoderBatch]) -> list[DecoderBatch]:
-        return [batch.to(self.device.torch) for batch in batches] if self.device.is_cuda else list(batches)
+        return [batch.to_gpu(self.device.torch) for batch in batches] if self.device.is_cuda else list(batches)
 
     def _batches(self, dataset: Dataset | None) -> Batches | None:
         if dataset is None:

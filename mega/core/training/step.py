@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from mega.core.batch import DecoderBatch
+from mega.core.device import Reading
 from mega.core.parallel.collectives import all_reduce
 from mega.core.parallel.context import cut
 from mega.core.plan import plan
@@ -41,10 +42,11 @@ class Report:
     params_norm: torch.Tensor | None = None
     zeros: torch.Tensor | None = None
 
-    def extras(self) -> dict[str, float]:
-        """What only some runs have, by the name that it has in the metrics. Reading it waits for the device."""
-        found = {"loss_scale": self.scale, "params_norm": self.params_norm, "zeros": self.zeros}
-        return {name: float(value) for name, value in found.items() if value is not None}
+    def start_reading(self) -> Reading:
+        """All that there is, on its way to the host by the names that metrics have."""
+        always = {"loss": self.loss, "grad_norm": self.grad_norm, "fine": self.fine}
+        asked = {"loss_scale": self.scale, "params_norm": self.params_norm, "zeros": self.zeros}
+        return Reading(always | {name: value for name, value in asked.items() if value is not None})
 
 
 def train_step(state: TrainState, batches: Sequence[DecoderBatch], lr: float, decay: float) -> Report:
