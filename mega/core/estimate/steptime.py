@@ -21,11 +21,15 @@ from mega.core.config.run import RunConfig
 from mega.core.estimate.flops import model_flops_per_token
 from mega.core.estimate.hardware import Hardware
 from mega.core.estimate.operators import Sizes
-from mega.core.estimate.weights import BYTES, Chunk, stage_chunks, stage_weights
+from mega.core.estimate.weights import BYTES, Chunk, stage_chunks, stage_weights, wide
 from mega.core.plan import Costs, plan, simulate
 
-UPDATE = 38
-"""Bytes per parameter that zeroing gradients, the norm and a fused AdamW move: 4 + 4 + (4 + 2 x 12) + 2."""
+RULES = {"sgd": 5.5, "lamb": 29.0, "adafactor": 23.0}
+"""Wide numbers per parameter that an update in torch's own steps moves, besides masters and gradients on their way;
+of pass after pass, as measured (tests/gpu/updates.py). AdamW's is one pass of a kernel."""
+
+MOMENTUM = 4.5
+"""The same for the velocities of SGD."""
 
 MASK, DROP = 265, 9
 """Bytes per element that hashing a dropout mask moves, int64 pass after pass (ops/counter.py), and applying it."""
@@ -98,7 +102,7 @@ def step_time(
         reduction = exposed(reduction, last)
     held = stage_weights(run, dp, stages[0])
     shares = dp * parallel.cp if parallel.zero else 1
-    update = UPDATE * held.parameters / shares / (on.bandwidth * 1e12 * on.elementwise)
+    update = update_bytes(run) * held.parameters / shares / (on.bandwidth * 1e12 * on.elementwise)
     if shares > 1 and parallel.zero < 3:
         update += times.collective(held.weights, dp * parallel.cp, parallel.tp)
     seconds = pipeline + reduction + update
@@ -113,6 +117,28 @@ def step_time(
         tflops=rate,
         mfu=rate / on.peak[run.precision.dtype],
     )
+
+
+def update_bytes(run: RunConfig) -> float:
+    """Bytes per parameter that zeroing gradients, their norm and the update by the run's rule move on a device.
+
+    >>> from mega.core.config.resolve import resolve
+    >>> from mega.core.config.compose import compose
+    >>> rules = ({}, {"masters": False}, {"optimizer": "sgd", "sgd_momentum": 0.0}, {"optimizer": "adafactor"})
+    >>> [update_bytes(resolve(compose("gpt2-345m", flags={"dtype": "bf16", **rule}), 1)) for rule in rules]
+    [38, 32, 44.0, 114.0]
+    """
+    precision, options = run.precision, run.optimizer
+    assert precision.grad_dtype
+    grad, weight, high = BYTES[precision.grad_dtype], BYTES[precision.dtype], wide(precision.dtype)
+    apart = precision.masters and weight != high
+    if options.optimizer == "adam":
+        return 3 * grad + 4 * high + (2 * high + weight if apart else 2 * weight)
+    # Zeroed, read for the norm and scaled; a master made where none is kept; the weight written from it.
+    moved = 2 * grad + 2 * high + (grad + high if grad != high else 0)
+    moved += (0 if apart or weight == high else weight + high) + (high + weight if weight != high else 0)
+    momentum = MOMENTUM if options.optimizer == "sgd" and options.sgd_momentum else 0.0
+    return moved + (RULES[options.optimizer] + momentum) * high
 
 
 def exposed(summed: float, backward: float) -> float:
