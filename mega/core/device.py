@@ -7,7 +7,7 @@ import functools
 import os
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -98,12 +98,12 @@ class Device:
         if self.is_cuda:
             torch.cuda.empty_cache()
 
-    def deterministic(self) -> None:
-        """Only algorithms that give the same bits on every run."""
+    def deterministic(self, only: bool = True) -> None:
+        """Only algorithms that give the same bits on every run, from here on; or again all of them."""
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)
+        torch.use_deterministic_algorithms(only)
         if self.is_cuda:
-            torch.backends.cudnn.deterministic = True
+            torch.backends.cudnn.deterministic = only
             torch.backends.cudnn.benchmark = False
 
 
@@ -129,6 +129,22 @@ class Reading:
         if self._arrived is not None:
             self._arrived.synchronize()
         return dict(zip(self._names, self._there.tolist(), strict=True))
+
+
+class Recording:
+    """Work of a CUDA device as one graph: written down while `work` asks for it, done whenever it is played.
+
+    Nothing is computed while it is recorded. What it reads and writes lies where it lay then; what it allocates stays.
+    """
+
+    def __init__(self, work: Callable[[], None]):
+        self._graph = torch.cuda.CUDAGraph()
+        # Other threads go on asking the device about work of their own: NCCL's watchdog.
+        with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
+            work()
+
+    def play(self) -> None:
+        self._graph.replay()
 
 
 class HostCopy:
@@ -283,6 +299,10 @@ class CopyStream:
     def wait(self, marks: tuple[int, ...], value: int) -> None:
         """The current stream goes on when at least `value`, in a circle of 32 bits, stands at all of `marks`."""
         _on_marks(torch.cuda.current_stream().cuda_stream, _WAIT, marks, value)
+
+    def join(self) -> None:
+        """The current stream goes on when all copies that were asked for are done."""
+        torch.cuda.current_stream().wait_stream(self._stream)
 
     def settle(self) -> None:
         """Everything that was asked of the device is done."""

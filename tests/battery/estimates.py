@@ -97,6 +97,7 @@ def drawn(number: int) -> tuple[str | None, dict[str, Any]]:
         "world": (0.95, [1, 2, 4, 6, 8, 16, 24, 64]),
         "fp8": (0.15, [True]),
         "tp_overlap": (0.2, [True]),
+        "cuda_graph": (0.2, [True]),
     }
     for name, (share, values) in choices.items():
         if rng.random() < share:
@@ -124,6 +125,8 @@ def repair(rng: random.Random, preset: str | None, flags: dict[str, Any]) -> Non
         flags.pop("tp_overlap", None)
     if flags.get("tp_overlap"):
         flags |= {"tp": rng.choice([2, 4, 8]), "sequence_parallel": True}
+    if flags.get("pp", 1) > 1 or flags.get("zero", 0) > 1:
+        flags.pop("cuda_graph", None)
     flags.pop("grad_dtype", None)
     flags.pop("norm_offset", None)
     if preset is None:

@@ -96,11 +96,23 @@ def test_tensor_exchanges_beside_products(beside: bool, seconds: float) -> None:
     assert memory(run, 2).mapped == (4 * 4 * 2048 * 6144 * 2 if beside else 0)
 
 
-@pytest.mark.parametrize(("tp", "full", "seconds"), [(4, 512, 0.535), (8, 512, 0.347), (8, 1024, 0.339)])
-def test_fewer_pieces_hide_less(tp: int, full: int, seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """GPT 22B whole, as two devices imitated it: 4 pieces, 2 and 1."""
+@pytest.mark.parametrize(
+    ("tp", "full", "graph", "seconds"),
+    [
+        (4, 512, True, 0.545),
+        (8, 256, True, 0.310),
+        (8, 512, True, 0.315),
+        (8, 1024, True, 0.340),
+        (8, 512, False, 0.363),
+    ],
+)
+def test_fewer_pieces_hide_less(
+    tp: int, full: int, graph: bool, seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """GPT 22B whole, as two devices imitated it: 4 pieces, 2 and 1; without a graph the host is late."""
     monkeypatch.setattr(operators, "FULL", full)
     flags = {**QUIET, "micro_batch": 4, "global_batch": 4, "tp": tp, "sequence_parallel": True, "tp_overlap": True}
+    flags |= {"cuda_graph": graph}
     run = resolve(compose("gpt-22b", flags=flags), tp)
     assert step_time(run, tp, hardware("h200")).seconds == pytest.approx(seconds, rel=0.08)
 
@@ -126,18 +138,19 @@ def test_what_slows_a_step() -> None:
     on = hardware("h200")
 
     def seconds(world: int = 8, **flags: Any) -> float:
-        return step_time(small(world, **{"global_batch": 64, **flags}), world, on).seconds
+        return step_time(small(world, **{"global_batch": 64, "cuda_graph": True, **flags}), world, on).seconds
 
     again = {"recompute": "full", "recompute_method": "uniform", "recompute_layers": 1}
     assert seconds() < seconds(recompute="selective") < seconds(**again)
     assert seconds() < seconds(attention_dropout=0.1)
     assert seconds(micro_batch=8) < seconds()
     assert seconds(16) < seconds() < seconds(4)
+    assert seconds() < seconds(cuda_graph=False)
     assert step_time(small(8, global_batch=64), 8, hardware("v100")).seconds > seconds()
 
 
 def test_a_device_that_is_faster_than_its_host_waits() -> None:
-    """GPT 345M shrunk until it does: 353 ms measured on an H200. At its own size it does not notice."""
+    """GPT 345M shrunk until it does: 353 and 401 ms measured on two H200s. At its own size it does not notice."""
     on = hardware("h200")
 
     def seconds(on: Hardware, **flags: int) -> float:
@@ -145,7 +158,7 @@ def test_a_device_that_is_faster_than_its_host_waits() -> None:
         return step_time(run, 1, on).seconds
 
     shrunk = seconds(on, hidden=128, ffn=512, heads=8, seq_length=64, vocab=512)
-    assert shrunk == pytest.approx(0.353, rel=0.01)
+    assert 0.353 < shrunk < 0.401
     assert seconds(on) == seconds(replace(on, host=1.0))
 
 

@@ -136,6 +136,10 @@ CHOICES: Mapping[str, Flags] = {
 """On 2 devices half of the blocks leave each as much to hold as the whole on 4, a quarter as much as the whole on 8.
 All of them lie there where the optimizer keeps no moments of full size."""
 
+WORKSPACES = 80 << 20
+"""Bytes that libraries keep from row to row, at the most, and that are each row's own. What lay there besides when a
+row began is another's and not in its peak."""
+
 COUNT = 8
 """Layouts of each choice that are measured."""
 
@@ -406,6 +410,8 @@ def compare(path: Path, gpu: str) -> int:
         if record["outcome"] != "measured":
             continue
         record["predicted"] = predicted(resolve(run_of(record["flags"], "cuda"), world), world, on)
+        left = record["before"] if record["before"] > WORKSPACES else 0
+        record["peaks"] = [peak - left for peak in record["peaks"]]
         print(_told(record))
         guess = record["predicted"]
         space += [abs(a / b - 1) for a, b in zip(guess["peaks"], record["peaks"], strict=True)]

@@ -85,6 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--row", default="w3", help="of mega bench")
     parser.add_argument("--world", type=int, default=8)
     parser.add_argument("--layers", type=int, help="fewer blocks")
+    parser.add_argument("--cuda-graph", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--full", type=int, nargs="*", default=[exchanges.FULL])
     parser.add_argument("--trace", help="a Chrome trace of the last row")
     parser.add_argument("--commit", default=None, help="what the rows are marked with")
@@ -95,7 +96,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         groups = Two(groups.backend)
         collectives._gather_into, collectives._scatter_sum = gather_two, scatter_two
         exchanges.Mapped = Imitated  # type: ignore[misc]
-    flags = {"tp": asked.world} | ({} if asked.layers is None else {"layers": asked.layers})
+    flags = {"tp": asked.world, "cuda_graph": asked.cuda_graph}
+    flags |= {} if asked.layers is None else {"layers": asked.layers}
     run = resolve(row(asked.row, flags, asked.world), asked.world)
     assert run.batch.micro_batch and run.batch.seq_length
     Imitated.rows = run.batch.micro_batch * run.batch.seq_length // asked.world
@@ -105,7 +107,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         speed = measure(name, run, world.rank, asked.world, device, groups, trace=asked.trace)
         if world.rank == 0:
             print(told(speed, None), flush=True)
-            found = {**speed.fields(), "layers": run.model.layers, "full": full, "commit": asked.commit}
+            found = {
+                **speed.fields(),
+                "layers": run.model.layers,
+                "full": full,
+                "cuda_graph": asked.cuda_graph,
+                "commit": asked.commit,
+            }
             with open(asked.out, "a", encoding="utf-8") as file:
                 file.write(json.dumps(found) + "\n")
     disconnect()

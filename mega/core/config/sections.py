@@ -617,6 +617,12 @@ class RuntimeConfig:
     ops: Literal["auto", "reference", "flash-attn", "apex"] = option(
         "auto", "fast operators, the plain references, or the attention or norms of a package in place of ours"
     )
+    cuda_graph: bool = option(
+        False,
+        "on a GPU, ask for a microbatch's forward and backward pass as one recorded graph: for work so small that the "
+        "device waits for the host",
+        megatron={"--enable-cuda-graph": True},
+    )
     dry_run: bool = option(False, "check everything, build every stage without memory, train nothing", common=True)
     world: int | None = option(None, "world size to check in a dry run", unit="ranks", within=COUNT)
     exit_interval: int | None = option(

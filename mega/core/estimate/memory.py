@@ -39,7 +39,8 @@ class StageMemory:
     """One rank of a pipeline stage; bytes. The parts add up to the peak.
 
     activations: kept for microbatches in flight. working: what the op at the peak needs besides. cargo: pipeline
-    sends and receives. live: the most microbatches (of a chunk) in flight. when: what runs at the peak.
+    sends and receives. live: the most microbatches (of a chunk) in flight. when: what runs at the peak. graph: what a
+    recorded microbatch keeps from the allocator besides (--cuda-graph).
     """
 
     stage: int
@@ -51,6 +52,7 @@ class StageMemory:
     cargo: int
     live: int
     when: str
+    graph: int = 0
 
     @property
     def moving(self) -> int:
@@ -63,7 +65,7 @@ class StageMemory:
 
     @property
     def slack(self) -> int:
-        return int(SLACK * self.moving)
+        return int(SLACK * self.moving) + self.graph
 
 
 @dataclass(frozen=True)
@@ -108,8 +110,11 @@ def memory(run: RunConfig, world: int) -> Memory:
         held, course = weights[own], courses[stage]
         activations, working, cargo, when = course.peak([prints[chunk] for chunk in own], sizes.residual)
         update = _update(run, held, dp) + max(prints[chunk].travelling for chunk in own)
+        # A graph keeps what its microbatch took. Beside it run the last one, where data are shared, or validation.
+        graph = (activations + working) if run.runtime.cuda_graph else 0
+        beside = graph if dp * parallel.cp > 1 else min(graph, working)
         if update > activations + working + cargo:
-            activations, working, cargo, when = 0, update, 0, "optimizer step"
+            activations, working, cargo, when, beside = 0, update, 0, "optimizer step", graph
         stages.append(
             StageMemory(
                 stage=stage,
@@ -121,6 +126,7 @@ def memory(run: RunConfig, world: int) -> Memory:
                 cargo=cargo,
                 live=course.live,
                 when=when,
+                graph=beside,
             )
         )
     return Memory(

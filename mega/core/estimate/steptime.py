@@ -31,6 +31,10 @@ of pass after pass, as measured (tests/gpu/updates.py). AdamW's is one pass of a
 MOMENTUM = 4.5
 """The same for the velocities of SGD."""
 
+CASTS, EXCHANGES, BESIDE = 1.0, 1.5, 2.75
+"""What casts to fp8 add to the host's time for a block, in its own measure; and exchanges among tensor ranks, who wait
+for each other's hosts too: collectives, or blocks beside the products."""
+
 MASK, DROP = 265, 9
 """Bytes per element that hashing a dropout mask moves, int64 pass after pass (ops/counter.py), and applying it."""
 
@@ -294,8 +298,11 @@ class _Times:
         linear = self.fp8_linear if self.run.precision.fp8 else self.linear
         for inner, outer in ((z.q, z.q + 2 * z.kv), (z.ffn, gate * z.ffn)):
             total += self.column(linear(z.hidden, outer)) + self.row(linear(inner, z.hidden))
+        if self.run.runtime.cuda_graph:
+            return total
         # The host asks for one block after the other, and a device that is faster waits.
-        return total * max(1.0, self.on.host * 1e-6 / total.all)
+        asks = 1 + CASTS * z.fp8 + (BESIDE if z.beside else EXCHANGES if z.tp > 1 else 0.0)
+        return total * max(1.0, asks * self.on.host * 1e-6 / total.all)
 
     def linear(self, ins: int, outs: int) -> Pass:
         """The three products of a linear layer."""

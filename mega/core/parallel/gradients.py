@@ -352,6 +352,11 @@ class GradBuffer:
         out, work = start_reduce_scatter(bucket.grads, data, out)
         bucket.works.append((work, out))
 
+    def all_arrived(self) -> None:
+        """Every gradient of this step is in its place, though nobody told of each: the device did it by itself."""
+        for bucket in self.buckets:
+            bucket.waiting = 0
+
     def finish(self) -> None:
         """Wait for the sums over data, then add up what is still partial. Errors name a weight without gradient."""
         for bucket in self.buckets:

@@ -55,6 +55,16 @@ class Peers(Protocol):
     def open(self, rows: int, columns: int, like: torch.Tensor) -> Exchange:
         """The next exchange; `like` has its dtype and device. At most two are under way, of one size."""
 
+    @property
+    def count(self) -> int:
+        """Exchanges so far."""
+
+    def join(self) -> None:
+        """What follows on the current stream finds all blocks of ours gone. A recording of exchanges ends with it."""
+
+    def again(self, count: int) -> None:
+        """Before a recording is played whose first exchange is number `count` + 1: nobody has seen a block of it."""
+
 
 def peers(axis: Axis, device: torch.device) -> Peers:
     return Mapped(axis) if device.type == "cuda" else Messages(axis)
@@ -157,10 +167,17 @@ class Messages:
     """Exchanges by sends and receives of the group."""
 
     def __init__(self, axis: Axis):
-        self.axis = axis
+        self.axis, self.count = axis, 0
 
     def open(self, rows: int, columns: int, like: torch.Tensor) -> Exchange:
+        self.count += 1
         return _Posted(self.axis, like.new_empty((self.axis.size, rows, columns)))
+
+    def join(self) -> None:
+        """Blocks have gone when theirs have come."""
+
+    def again(self, count: int) -> None:
+        """A message is of no number."""
 
 
 class _Posted:
@@ -204,7 +221,7 @@ class Mapped:
 
     def __init__(self, axis: Axis):
         assert axis.group is not None
-        self.axis, self._count, self._bytes = axis, 0, 0
+        self.axis, self.count, self._bytes = axis, 0, 0
         self._memory: torch.Tensor | None = None
         self._handle: Any = None
         self._begins: list[int] = []
@@ -218,19 +235,30 @@ class Mapped:
 
     def open(self, rows: int, columns: int, like: torch.Tensor) -> Exchange:
         self._make(rows * columns * like.element_size(), like.device)
-        self._count += 1
-        self._sent[self._count % SLOTS].clear()
-        return _Written(self, self._count, self._slot((rows, columns), like.dtype))
+        self.count += 1
+        self._sent[self.count % SLOTS].clear()
+        return _Written(self, self.count, self._slot((rows, columns), like.dtype))
 
     def _slot(self, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
         """[ranks, rows, columns] of our memory for the exchange at hand."""
-        number = self._count % SLOTS
+        number = self.count % SLOTS
         if (number, shape, dtype) not in self._slots:
             assert self._memory is not None
             begin, size = self._place(number, 0, 0), self.axis.size * prod(shape) * dtype.itemsize
             whole = self._memory[begin : begin + size].view(dtype).view(self.axis.size, *shape)
             self._slots[number, shape, dtype] = whole
         return self._slots[number, shape, dtype]
+
+    def join(self) -> None:
+        self._beside.join()
+
+    def again(self, count: int) -> None:
+        if self._memory is None:
+            return
+        # Our stream has waited for every block so far, so nobody writes here before all have met.
+        marks = self._memory[self._mark(self.axis.index, 0, 0) - self._begins[self.axis.index] :].view(torch.int32)
+        marks.fill_((count + 2**31) % 2**32 - 2**31)
+        dist.all_reduce(self._meeting, group=self.axis.group)
 
     def write(self, blocks: torch.Tensor, turns: tuple[range, ...], number: int, size: int) -> None:
         """size: bytes of a block."""
@@ -296,6 +324,7 @@ class Mapped:
                 "keep tensor ranks on one host whose devices reach each other"
             ) from None
         self._begins = [int(begin) for begin in self._handle.buffer_ptrs]
+        self._meeting = torch.zeros(1, device=device)
         dist.barrier(self.axis.group)  # all marks are zero
 
 

@@ -65,6 +65,9 @@ class Pipeline:
         """
         return _Step(self, plan, batches, scales, grads).play()
 
+    def close(self) -> None:
+        """Let go of what the device keeps besides tensors. Due before the process group goes."""
+
 
 class _Step:
     """What is in flight during one playing of a plan."""

@@ -126,6 +126,7 @@ class Training:
                 self._evaluate("test", self.test)
             self.state.grads.arrive()
         finally:
+            self.state.pipeline.close()
             self.interrupt.close()
             if self.meters is not None:
                 self.meters.close()

@@ -22,6 +22,7 @@ from mega.core.optim.scaler import LossScaler
 from mega.core.parallel.gradients import Bucket, GradBuffer
 from mega.core.parallel.mesh import Mesh
 from mega.core.parallel.pipeline import Pipeline
+from mega.core.parallel.replay import ReplayedPipeline
 from mega.core.training.build import build_stages, chosen_ops
 
 
@@ -71,6 +72,8 @@ class TrainState:
         )
         self.scaler = _scaler(run, device.torch)
         self.pipeline = Pipeline(self.stages, mesh, device.torch)
+        if run.runtime.cuda_graph and device.is_cuda:
+            self.pipeline = ReplayedPipeline(self.stages, mesh, device.torch, self.stages[0].tp.peers)
         self.copy: HostCopy | None = None
         """What is being copied for a save; a step settles it before it changes anything."""
 

@@ -1,0 +1,127 @@
+"""A microbatch's forward and backward pass as one graph of the device: recorded once, then played with other tokens.
+
+Asking for a block's kernels takes the host about 2 ms, and a device that is done sooner waits for it. A graph it asks
+for at once.
+
+    the first step       as ever: kernels are compiled and chosen, memory of exchanges is made
+    each microbatch      its tokens and its loss's factor are put where the graph reads them; play; take its sums
+    the last, if shared  as ever: buckets leave for the other data ranks as soon as their gradients have arrived
+
+For one stage of one chunk: microbatches in flight would each need a graph's memory. Knows no model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from typing import Protocol
+
+import torch
+
+from mega.core.batch import DecoderBatch
+from mega.core.device import Recording
+from mega.core.parallel.gradients import GradBuffer
+from mega.core.parallel.mesh import Mesh
+from mega.core.parallel.peers import Peers
+from mega.core.parallel.pipeline import Loss, Pipeline, Stage
+from mega.core.plan import Plan, plan
+
+
+class Record(Protocol):
+    def play(self) -> None: ...
+
+
+class ReplayedPipeline(Pipeline):
+    """A pipeline of one stage that plays recorded microbatches.
+
+    peers: through whom tensor ranks exchange blocks beside products, if they do. record: what records (tests).
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[Stage],
+        mesh: Mesh,
+        device: torch.device,
+        peers: Peers | None = None,
+        record: Callable[[Callable[[], None]], Record] = Recording,
+    ):
+        super().__init__(chunks, mesh, device)
+        assert mesh.pp.size == len(self.chunks) == 1
+        self._peers, self._make = peers, record
+        self._begun = False
+        self._recorded: _Recorded | None = None
+
+    def run(
+        self,
+        plan_: Plan,
+        batches: Sequence[DecoderBatch],
+        scales: Sequence[torch.Tensor] | None = None,
+        grads: GradBuffer | None = None,
+    ) -> torch.Tensor:
+        if scales is None or grads is None or not self._begun:
+            self._begun = self._begun or grads is not None
+            return super().run(plan_, batches, scales, grads)
+        grads.arrive()
+        sums = torch.zeros(2, dtype=torch.float64, device=self.device)
+        shared = self.mesh.data.size > 1
+        alone = len(batches) - shared
+        for batch, scale in zip(batches[:alone], scales[:alone], strict=True):
+            if self._recorded is None:
+                grads.final(False)
+                self._recorded = _Recorded(self.chunks[0], batch, scale, self._peers, self._make)
+            sums += self._recorded.play(batch, scale)
+        if shared:
+            return sums + super().run(plan("1f1b", 1, 1, 1), batches[alone:], scales[alone:], grads)
+        grads.all_arrived()
+        return sums
+
+    def close(self) -> None:
+        if self._recorded is not None:
+            self._recorded.close()
+        self._recorded = None
+
+
+class _Recorded:
+    """One microbatch, with the places of what it is given and of what it finds."""
+
+    def __init__(
+        self,
+        stage: Stage,
+        batch: DecoderBatch,
+        scale: torch.Tensor,
+        peers: Peers | None,
+        record: Callable[[Callable[[], None]], Record],
+    ):
+        self._batch = type(batch)(**{name: value.clone() for name, value in _tensors(batch)})
+        self._scale, self._peers = scale.clone(), peers
+        self._sums = torch.zeros(2, dtype=torch.float64, device=scale.device)
+        self._exchanges = 0 if peers is None else peers.count
+
+        def work() -> None:
+            with torch.enable_grad():
+                loss = stage(self._batch)
+            assert isinstance(loss, Loss)
+            self._sums.copy_(torch.stack([loss.total.detach(), loss.weight]))
+            torch.autograd.backward((loss.total,), (self._scale.to(loss.total.dtype),))
+            if peers is not None:
+                peers.join()
+
+        self._record = record(work)
+
+    def play(self, batch: DecoderBatch, scale: torch.Tensor) -> torch.Tensor:
+        """[sum of weight x loss, sum of weight], until the next one is played; gradients are added to their sinks."""
+        for (_, ours), (_, given) in zip(_tensors(self._batch), _tensors(batch), strict=True):
+            ours.copy_(given)
+        self._scale.copy_(scale)
+        if self._peers is not None:
+            self._peers.again(self._exchanges)
+        self._record.play()
+        return self._sums
+
+    def close(self) -> None:
+        del self._record  # NCCL ends no group while a graph that speaks through it lives
+
+
+def _tensors(batch: DecoderBatch) -> list[tuple[str, torch.Tensor]]:
+    named = ((field.name, getattr(batch, field.name)) for field in fields(batch))
+    return [(name, value) for name, value in named if value is not None]

@@ -1,0 +1,101 @@
+"""Recorded microbatches: the same numbers, bit for bit, as asking for each kernel, in each layout that may be recorded.
+
+The device's graph is a stand-in here that asks again each time; it shows what is read where, and when. Real graphs are
+compared by `tests/gpu/graphs.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from mega.core.config.check import check
+from mega.core.config.resolve import resolve
+from mega.core.config.run import RunConfig, updated
+from mega.core.device import Device
+from mega.core.parallel.launch import Pool
+from mega.core.parallel.mesh import Groups
+from mega.core.parallel.replay import ReplayedPipeline
+from mega.core.training.build import build_mesh
+from mega.core.training.parity import own_samples, synthetic_batch
+from mega.core.training.state import TrainState
+from mega.core.training.step import train_step
+
+TINY: dict[str, Any] = {
+    "layers": 2, "hidden": 16, "heads": 2, "vocab": 64, "seq_length": 8, "micro_batch": 1, "global_batch": 6,
+    "lr": 1e-2, "hidden_dropout": 0.1, "attention_dropout": 0.1, "reset_attention": True,
+}  # fmt: skip
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "one": (1, {}),
+    "one, fp16": (1, {"dtype": "fp16", "initial_loss_scale": 1024.0}),
+    "one, again": (1, {"recompute": "full", "recompute_method": "uniform", "recompute_layers": 1}),
+    "two of data": (2, {}),
+    "two of data, zero 1": (2, {"zero": 1}),
+    "two of tensors": (2, {"tp": 2, "sequence_parallel": True, "tp_overlap": True}),
+    "two of context": (2, {"cp": 2, "reset_attention": False, "attention_dropout": 0.0}),
+}
+
+
+class Again:
+    """Asks once more for everything, as often as it is played."""
+
+    made = played = alive = 0
+
+    def __init__(self, work: Callable[[], None]):
+        self._work = work
+        Again.made += 1
+        Again.alive += 1
+
+    def __del__(self) -> None:
+        Again.alive -= 1
+
+    def play(self) -> None:
+        self._work()
+        Again.played += 1
+
+
+def train(groups: Groups, rank: int, run: RunConfig, world: int) -> None:
+    """Three steps each way, in turns."""
+    mesh, device = build_mesh(run, rank, world, groups), Device.choose("cpu")
+    plain, replayed = TrainState(run, mesh, device), TrainState(run, mesh, device)
+    replayed.pipeline = ReplayedPipeline(replayed.stages, mesh, device.torch, replayed.stages[0].tp.peers, Again)
+    Again.made = Again.played = 0
+    for step in range(3):
+        batches = [synthetic_batch(run, rows) for rows in own_samples(run, mesh, 6 * step)]
+        one, other = (train_step(state, batches, 1e-2, 0.1) for state in (plain, replayed))
+        assert torch.equal(one.loss, other.loss) and torch.equal(one.grad_norm, other.grad_norm)
+        for a, b in zip(plain.grads.buckets, replayed.grads.buckets, strict=True):
+            assert torch.equal(a.weights, b.weights)
+    shared = mesh.data.size > 1
+    assert (Again.made, Again.played) == (1, 2 * (len(batches) - shared))
+    for state in (plain, replayed):
+        state.grads.arrive()
+        state.pipeline.close()
+    assert Again.alive == 0
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_replayed_microbatches_are_those_asked_for(pool: Pool, layout: str) -> None:
+    world, flags = LAYOUTS[layout]
+    pool.run(train, resolve(updated(RunConfig(), {**TINY, **flags}), world), world, world=world)
+
+
+def test_a_gradient_that_was_not_recorded_is_missed() -> None:
+    """The stand-in can fail: a graph that is never played leaves other weights."""
+    run = resolve(updated(RunConfig(), {**TINY, "attention_dropout": 0.0}), 1)
+    with mock.patch.object(Again, "play", lambda self: None), pytest.raises(AssertionError):
+        train(Groups("gloo"), 0, run, 1)
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [({"pp": 2}, "--cuda-graph: needs --pp 1"), ({"zero": 2}, "--cuda-graph: needs --zero 0 or 1")],
+)
+def test_what_cannot_be_recorded_is_refused(flags: dict[str, Any], told: str) -> None:
+    run = updated(RunConfig(), {**TINY, "steps": 1, "mock_data": True, "cuda_graph": True, **flags})
+    with pytest.raises(ValueError, match=told):
+        check(run, 2)
