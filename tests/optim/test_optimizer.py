@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,11 +12,12 @@ from mega.core.config.run import RunConfig
 from mega.core.device import Device
 from mega.core.model.decoder import DecoderStage
 from mega.core.optim.adam import AdamW
-from mega.core.optim.rule import Pace
-from mega.core.parallel.mesh import Mesh
+from mega.core.optim.rule import Owned, Pace
+from mega.core.parallel.launch import Pool
+from mega.core.parallel.mesh import Groups, Mesh
 from mega.core.parallel.weight import Weight, weights
-from mega.core.training.build import build_stages
-from mega.core.training.parity import synthetic_batch
+from mega.core.training.build import build_mesh, build_stages
+from mega.core.training.parity import own_samples, synthetic_batch
 from mega.core.training.state import TrainState
 from mega.core.training.step import backward, train_step
 from tests.support.ranks import CPU, random
@@ -113,3 +115,25 @@ def test_masters_carry_what_bf16_would_lose() -> None:
     assert all(2e-6 < float(one) < 6e-6 for one in moved)
     for owned in state.optimizer.owned:
         assert torch.equal(owned.bucket.own_weights, owned.master.to(torch.bfloat16))
+
+
+def order_of_updates(groups: Groups, rank: int) -> list[str]:
+    run = small_run(layers=2, pp=2, optimizer="adafactor", bucket_size=1, micro_batch=8, global_batch=16)
+    state = TrainState(run, build_mesh(run, rank, 2, groups), Device(CPU, "gloo"))
+    kinds: list[str] = []
+    move = state.optimizer.rule.move
+
+    def seen(owned: Owned, *given: Any) -> None:
+        kinds.append(owned.bucket.kind)
+        move(owned, *given)
+
+    with mock.patch.object(type(state.optimizer.rule), "move", lambda _, owned, *given: seen(owned, *given)):
+        train_step(state, [synthetic_batch(run, rows) for rows in own_samples(run, state.mesh, 0)], LR, DECAY)
+    return kinds
+
+
+def test_ends_of_a_pipeline_meet_when_both_are_done_with_the_rest(pool: Pool) -> None:
+    """They wait for each other over the tensor they share: were it one's first and the other's last, no stage's update
+    would run beside the other's."""
+    for kinds in pool.run(order_of_updates, world=2):
+        assert kinds[-1] == "tied" and kinds.count("tied") == 1 < len(kinds)

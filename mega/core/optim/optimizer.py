@@ -90,7 +90,8 @@ class Optimizer:
     def _update(self, factor: torch.Tensor | None, lr: float, decay: float) -> None:
         """The update by the rule's own steps."""
         pace = Pace(self.updates, lr, decay)
-        for owned in self.owned:
+        # The ends of a pipeline meet over the tensor they share, which comes first in one and last in the other.
+        for owned in sorted(self.owned, key=lambda owned: owned.bucket.kind == "tied"):
             weights = owned.bucket.own_weights
             master = weights.to(_wide(weights)) if owned.master is None else owned.master
             grad = owned.bucket.own_grads
