@@ -204,6 +204,28 @@ def test_a_search_says_what_it_replaces(capsys: pytest.CaptureFixture[str]) -> N
     assert "--fp8: a100 has no fp8 products; timed as emulated in fp32" in capsys.readouterr().out
 
 
+def test_a_late_host_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "--model gpt2-345m --hidden-dropout 0 --attention-dropout 0 --global-batch 64 --world 1 --bf16 --gpu h200"
+    late = []
+    for more in (["1"], ["64"], ["1", "--cuda-graph"]):
+        assert main(["memory-estimate", *words.split(), "--micro-batch", *more]) == 0
+        late.append("with --cuda-graph" in capsys.readouterr().out)
+    assert late == [True, False, False]
+
+
+def test_a_graph_keeps_its_microbatchs_memory() -> None:
+    """Beside it validation works where data are one rank's, and the last microbatch where they are shared."""
+    for world, zero in ((1, 0), (2, 0), (2, 1)):
+        flags = {"micro_batch": 4, "global_batch": 16, "dtype": "bf16", "zero": zero}
+        with_, without = (
+            estimate.memory(resolve(compose("gpt2-345m", flags={**flags, "cuda_graph": graph}), world), world)
+            for graph in (True, False)
+        )
+        ((ours,), (theirs,)) = with_.stages, without.stages
+        kept = ours.working if world == 1 else ours.activations + ours.working
+        assert ours.peak == theirs.peak and abs(ours.slack - theirs.slack - kept) <= 64 << 20
+
+
 def test_the_verb_shows_what_it_found(tmp_path) -> None:  # type: ignore[no-untyped-def]
     picture = tmp_path / "memory.svg"
     words = [*LLAMA, "--pp", "2", "--world", "4", "--global-batch", "8", "--gpu", "h200", "--megatron"]

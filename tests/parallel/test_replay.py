@@ -91,6 +91,15 @@ def test_a_gradient_that_was_not_recorded_is_missed() -> None:
         train(Groups("gloo"), 0, run, 1)
 
 
+def test_what_the_device_cannot_record_is_told() -> None:
+    run = resolve(updated(RunConfig(), {**TINY, "attention_dropout": 0.0}), 1)
+    refused = mock.patch.object(Again, "__init__", side_effect=RuntimeError("stream is capturing"))
+    unmade = mock.patch.object(Again, "__del__", lambda self: None)
+    told = pytest.raises(RuntimeError, match=r"--cuda-graph: this run cannot be recorded \(stream .*\); leave it out")
+    with refused, unmade, told:
+        train(Groups("gloo"), 0, run, 1)
+
+
 @pytest.mark.parametrize(
     ("flags", "told"),
     [({"pp": 2}, "--cuda-graph: needs --pp 1"), ({"zero": 2}, "--cuda-graph: needs --zero 0 or 1")],

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from mega.core.config.resolve import data_parallel, lengths, microbatches
-from mega.core.config.run import RunConfig
+from mega.core.config.run import RunConfig, updated
 from mega.core.estimate.duration import training
 from mega.core.estimate.hardware import GIB, Hardware
 from mega.core.estimate.memory import Memory, StageMemory, kv_cache_bytes, serving_bytes
@@ -30,6 +30,9 @@ PARTS: tuple[tuple[str, str, str], ...] = (
 )
 """Heading, attribute, and colour of each part of a peak, from the bottom up."""
 
+
+LATE = 0.95
+"""A host is told to be late where a step without it takes this share of the time, or less."""
 
 SHORT = {"gradients": "grads", "activations": "activ.", "working": "work"}
 """Headings where there is little room."""
@@ -186,6 +189,12 @@ def notes(run: RunConfig, world: int, found: Memory, device: Hardware | None, me
             f"pipeline {step.pipeline:.3f} s of which {step.bubble:.1%} bubble, gradients {step.reduction:.3f} s, "
             f"update {step.update:.3f} s"
         )
+        recorded = _recorded(run, world, device)
+        if recorded is not None and recorded < LATE * step.seconds:
+            yield (
+                f"{device.name}: it is done with a block before its host has asked for the next; with --cuda-graph "
+                f"{recorded:.3f} s a step"
+            )
         if run.precision.fp8 and "fp8" not in device.peak:
             yield f"--fp8: {device.name} has no fp8 products; timed as emulated in fp32, wide copies not counted"
     if megatron:
@@ -196,6 +205,13 @@ def notes(run: RunConfig, world: int, found: Memory, device: Hardware | None, me
             f"Megatron-LM says: weights and optimizer {theirs.weights:.2f} MB, "
             f"activations {theirs.activations:.2f} MB, total {theirs.total:.2f} MB"
         )
+
+
+def _recorded(run: RunConfig, world: int, device: Hardware) -> float | None:
+    """Seconds of a step by --cuda-graph, where the run may have it and has it not."""
+    if run.runtime.cuda_graph or run.parallel.pp > 1 or run.parallel.zero > 1:
+        return None
+    return step_time(updated(run, {"cuda_graph": True}), world, device).seconds
 
 
 def training_note(

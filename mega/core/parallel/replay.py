@@ -106,7 +106,12 @@ class _Recorded:
             if peers is not None:
                 peers.join()
 
-        self._record = record(work)
+        try:
+            self._record = record(work)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            raise RuntimeError(f"--cuda-graph: this run cannot be recorded ({error}); leave it out") from error
 
     def play(self, batch: DecoderBatch, scale: torch.Tensor) -> torch.Tensor:
         """[sum of weight x loss, sum of weight], until the next one is played; gradients are added to their sinks."""
