@@ -6,6 +6,7 @@ import ctypes
 import functools
 import os
 import threading
+import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -107,6 +108,27 @@ class Device:
             torch.backends.cudnn.benchmark = False
 
 
+class Moment:
+    """When a device has done all that it had been asked for so far; on a CPU, now."""
+
+    def __init__(self, device: torch.device):
+        self._host, self._event = time.monotonic(), None
+        if device.type == "cuda":
+            self._event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            self._event.record()
+
+    def wait(self) -> None:
+        if self._event is not None:
+            self._event.synchronize()
+
+    def seconds_to(self, later: Moment) -> float:
+        """Waits for both."""
+        if self._event is None or later._event is None:
+            return later._host - self._host
+        later.wait()
+        return float(self._event.elapsed_time(later._event)) / 1e3
+
+
 class Reading:
     """Named numbers of a device on their way to the host, which may give the device more work before it reads them.
 
@@ -117,17 +139,14 @@ class Reading:
     def __init__(self, values: Mapping[str, torch.Tensor]):
         self._names = tuple(values)
         there = torch.stack([value.detach().double() for value in values.values()])
-        self._arrived = None
         if there.is_cuda:
-            self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
             there = torch.empty_like(there, device="cpu", pin_memory=True).copy_(there, non_blocking=True)
-            self._arrived.record()
         self._there = there
+        self.moment = Moment(next(iter(values.values())).device)
 
     def numbers(self) -> dict[str, float]:
         """Waits until the device is as far as it had been asked to go when this was made."""
-        if self._arrived is not None:
-            self._arrived.synchronize()
+        self.moment.wait()
         return dict(zip(self._names, self._there.tolist(), strict=True))
 
 
@@ -139,9 +158,23 @@ class Recording:
 
     def __init__(self, work: Callable[[], None]):
         self._graph = torch.cuda.CUDAGraph()
-        # Other threads go on asking the device about work of their own: NCCL's watchdog.
-        with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
-            work()
+        failed: list[Exception] = []
+
+        def watched() -> None:
+            try:
+                work()
+            except Exception as error:
+                failed.append(error)
+                raise
+
+        try:
+            # Other threads go on asking the device about work of their own: NCCL's watchdog.
+            with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
+                watched()
+        except RuntimeError:
+            if failed:
+                raise failed[0] from None  # what an unfinished recording complains of comes of it
+            raise
 
     def play(self) -> None:
         self._graph.replay()

@@ -133,6 +133,14 @@ def mapped_exchanges(groups: Groups, rank: int, size: int, directory: Path) -> N
     ):
         through = Mapped(axis)
         compare(through, [4, 1, 3, 4, size * FULL, 5, 7, *[PAIRS] * 16])
+        count = through.count
+        for _ in range(3):  # as a recording plays them: under the same numbers, and others behind
+            through.again(count)
+            through.count = count
+            compare(through, [4, *[PAIRS] * 3])
+            played = through.count
+            compare(through, [PAIRS] * 2)
+            assert through.count > played
         weight = torch.ones(3, requires_grad=True)
         block, made_of = weight * torch.ones(PAIRS, 3), weakref.ref(weight)
         with torch.no_grad():

@@ -25,7 +25,8 @@ from mega.core.plan import Act, Compute, Exchange, Kind, plan
 from mega.core.plan.exchange import needs
 
 LIBRARIES = 32 << 20
-"""Workspace of cuBLAS on a Hopper device, which comes out of the allocator like any tensor."""
+"""Workspace of cuBLAS on a Hopper device, which comes out of the allocator like any tensor; a graph has two of its own,
+one for each pass."""
 
 SENT = 4
 """Sends of a pipeline that may be on their way (parallel/pipeline.py)."""
@@ -110,9 +111,10 @@ def memory(run: RunConfig, world: int) -> Memory:
         held, course = weights[own], courses[stage]
         activations, working, cargo, when = course.peak([prints[chunk] for chunk in own], sizes.residual)
         update = _update(run, held, dp) + max(prints[chunk].travelling for chunk in own)
-        # A graph keeps what its microbatch took. Beside it run the last one, where data are shared, or validation.
+        # A graph keeps what its microbatch took. Beside it run the last of several, where data are shared, or else
+        # updates and validation.
         graph = (activations + working) if run.runtime.cuda_graph else 0
-        beside = graph if dp * parallel.cp > 1 else min(graph, working)
+        beside = graph if dp * parallel.cp > 1 and count > 1 else min(graph, max(update, working))
         if update > activations + working + cargo:
             activations, working, cargo, when, beside = 0, update, 0, "optimizer step", graph
         stages.append(
@@ -122,7 +124,7 @@ def memory(run: RunConfig, world: int) -> Memory:
                 held=held,
                 batches=batches,
                 activations=activations,
-                working=working + (LIBRARIES if sizes.kernels else 0),
+                working=working + (LIBRARIES * (3 if graph else 1) if sizes.kernels else 0),
                 cargo=cargo,
                 live=course.live,
                 when=when,

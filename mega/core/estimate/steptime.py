@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from itertools import chain
 
 from mega.core.config.resolve import data_parallel, microbatches
-from mega.core.config.run import RunConfig
+from mega.core.config.run import RunConfig, updated
 from mega.core.estimate.flops import model_flops_per_token
 from mega.core.estimate.hardware import Hardware
 from mega.core.estimate.operators import Sizes
@@ -31,9 +31,9 @@ of pass after pass, as measured (tests/gpu/updates.py). AdamW's is one pass of a
 MOMENTUM = 4.5
 """The same for the velocities of SGD."""
 
-CASTS, EXCHANGES, BESIDE = 1.0, 1.5, 2.75
-"""What casts to fp8 add to the host's time for a block, in its own measure; and exchanges among tensor ranks, who wait
-for each other's hosts too: collectives, or blocks beside the products."""
+CASTS, EXCHANGES, BESIDE, MASKS, AGAIN = 1.0, 1.5, 2.75, 0.5, 0.7
+"""What adds to the host's time for a block, in its own measure: casts to fp8; exchanges among tensor ranks, who wait
+for each other's hosts too, by collectives or beside the products; dropout; blocks asked for again within a backward."""
 
 MASK, DROP = 265, 9
 """Bytes per element that hashing a dropout mask moves, int64 pass after pass (ops/counter.py), and applying it."""
@@ -104,6 +104,12 @@ def step_time(
     elif overlap:
         last = max(sum(chunk.backward + chunk.weight for chunk in chunks[r :: parallel.pp]) for r in range(parallel.pp))
         reduction = exposed(reduction, last)
+    if run.runtime.cuda_graph and dp * parallel.cp > 1:
+        if count > 1:  # the last microbatch is asked for as ever, so that sums run beside it
+            late = _Times(updated(run, {"cuda_graph": False}), on, core_again, overlap).chunk(stages[0][0])
+            pipeline += late.all - chunks[0].all
+        else:
+            reduction = times.reduction(dp)
     held = stage_weights(run, dp, stages[0])
     shares = dp * parallel.cp if parallel.zero else 1
     update = update_bytes(run) * held.parameters / shares / (on.bandwidth * 1e12 * on.elementwise)
@@ -302,6 +308,7 @@ class _Times:
             return total
         # The host asks for one block after the other, and a device that is faster waits.
         asks = 1 + CASTS * z.fp8 + (BESIDE if z.beside else EXCHANGES if z.tp > 1 else 0.0)
+        asks += MASKS * bool(z.model.hidden_dropout) + AGAIN * (self.run.memory.recompute == "full")
         return total * max(1.0, asks * self.on.host * 1e-6 / total.all)
 
     def linear(self, ins: int, outs: int) -> Pass:

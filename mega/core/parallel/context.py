@@ -36,13 +36,13 @@ Way = Literal["auto", "ring", "all-to-all"]
 # -- which columns a rank holds
 
 
-def columns(length: int, axis: Axis) -> torch.Tensor:
+def columns(length: int, axis: Axis, device: torch.device | None = None) -> torch.Tensor:
     """The columns of a row of `length` that our rank of the axis holds, ascending: int64 [length / size].
 
     >>> columns(8, Axis("cp", (0, 1), 0)), columns(8, Axis("cp", (0, 1), 1))
     (tensor([0, 1, 6, 7]), tensor([2, 3, 4, 5]))
     """
-    return _own(torch.arange(length)[None], axis, axis.index)[0]
+    return _own(torch.arange(length, device=device)[None], axis, axis.index)[0]
 
 
 def cut(batch: DecoderBatch, axis: Axis) -> DecoderBatch:
@@ -55,7 +55,7 @@ def cut(batch: DecoderBatch, axis: Axis) -> DecoderBatch:
         labels=_own(batch.labels, axis, axis.index),
         loss_weights=_own(batch.loss_weights, axis, axis.index),
         positions=_own(batch.positions, axis, axis.index),
-        columns=columns(batch.tokens.shape[1], axis).to(batch.tokens.device),
+        columns=columns(batch.tokens.shape[1], axis, batch.tokens.device),
     )
 
 

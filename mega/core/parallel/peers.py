@@ -50,14 +50,14 @@ class Exchange(Protocol):
 
 
 class Peers(Protocol):
+    """count: the number of the last exchange. One that is played again has the number that it was recorded with, and
+    the next goes on from there."""
+
     axis: Axis
+    count: int
 
     def open(self, rows: int, columns: int, like: torch.Tensor) -> Exchange:
         """The next exchange; `like` has its dtype and device. At most two are under way, of one size."""
-
-    @property
-    def count(self) -> int:
-        """Exchanges so far."""
 
     def join(self) -> None:
         """What follows on the current stream finds all blocks of ours gone. A recording of exchanges ends with it."""

@@ -5,7 +5,7 @@ for at once.
 
     the first step       as ever: kernels are compiled and chosen, memory of exchanges is made
     each microbatch      its tokens and its loss's factor are put where the graph reads them; play; take its sums
-    the last, if shared  as ever: buckets leave for the other data ranks as soon as their gradients have arrived
+    the last of several  as ever where data are shared: buckets leave for other ranks as soon as gradients have arrived
 
 For one stage of one chunk: microbatches in flight would each need a graph's memory. Knows no model.
 """
@@ -63,14 +63,14 @@ class ReplayedPipeline(Pipeline):
             return super().run(plan_, batches, scales, grads)
         grads.arrive()
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
-        shared = self.mesh.data.size > 1
-        alone = len(batches) - shared
+        asked = self.mesh.data.size > 1 and len(batches) > 1
+        alone = len(batches) - asked
         for batch, scale in zip(batches[:alone], scales[:alone], strict=True):
             if self._recorded is None:
                 grads.final(False)
                 self._recorded = _Recorded(self.chunks[0], batch, scale, self._peers, self._make)
             sums += self._recorded.play(batch, scale)
-        if shared:
+        if asked:
             return sums + super().run(plan("1f1b", 1, 1, 1), batches[alone:], scales[alone:], grads)
         grads.all_arrived()
         return sums
@@ -112,6 +112,7 @@ class _Recorded:
             raise
         except RuntimeError as error:
             raise RuntimeError(f"--cuda-graph: this run cannot be recorded ({error}); leave it out") from error
+        self._end = 0 if peers is None else peers.count
 
     def play(self, batch: DecoderBatch, scale: torch.Tensor) -> torch.Tensor:
         """[sum of weight x loss, sum of weight], until the next one is played; gradients are added to their sinks."""
@@ -121,6 +122,8 @@ class _Recorded:
         if self._peers is not None:
             self._peers.again(self._exchanges)
         self._record.play()
+        if self._peers is not None:
+            self._peers.count = self._end
         return self._sums
 
     def close(self) -> None:

@@ -8,7 +8,6 @@ for each step:   report = train_step(...)           device values, read while th
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -20,7 +19,7 @@ from mega.core.config.run import RunConfig
 from mega.core.config.world import world_from_env
 from mega.core.data.batches import Batches
 from mega.core.data.dataset import Dataset
-from mega.core.device import Device, Reading
+from mega.core.device import Device, Moment, Reading
 from mega.core.estimate.flops import model_flops_per_token
 from mega.core.parallel.launch import connect, disconnect
 from mega.core.parallel.mesh import Groups
@@ -61,7 +60,7 @@ class Pending:
     consumed: int
     lr: float
     samples: int
-    begun: float
+    begun: Moment
     numbers: Reading
     vote: Vote
 
@@ -72,7 +71,6 @@ class Training:
     def __init__(self, prepared: Prepared, rank: int, world: int, device: Device, groups: Groups):
         run = self.run = prepared.run
         self.meters: Meters | None = None
-        self._read_at = 0.0
         self.tokenizer: Tokenizer | None = prepared.tokenizer
         self.fingerprint = prepared.fingerprint()
         self.mesh = build_mesh(run, rank, world, groups)
@@ -136,7 +134,7 @@ class Training:
         pending: Pending | None = None
         saved = self.progress.step
         while self.progress.step < self.steps:
-            current = self._step()
+            current = self._step(pending)
             if pending is not None:
                 self._read(pending)
             pending = current
@@ -181,9 +179,11 @@ class Training:
                 f"for {len(dataset)}; give --samples {end} instead of --steps"
             )
 
-    def _step(self) -> Pending:
-        """Start one step; its numbers are read later."""
-        progress, begun = self.progress, time.monotonic()
+    def _step(self, before: Pending | None) -> Pending:
+        """Start one step; its numbers are read later. One that is asked for while the one before runs begins with that
+        one's end."""
+        progress = self.progress
+        begun = Moment(self.device.torch) if before is None else before.numbers.moment
         size = global_batch_at(self.run.batch, progress.consumed)
         scheduled = progress.consumed - progress.unscheduled
         lr, decay = self.schedules.lr(scheduled), self.schedules.weight_decay(scheduled)
@@ -197,8 +197,7 @@ class Training:
 
     def _read(self, pending: Pending) -> None:
         """Wait for a step's numbers; tell them; learn whether any rank was asked to stop."""
-        numbers, before = pending.numbers.numbers(), self._read_at
-        self._read_at = time.monotonic()
+        numbers = pending.numbers.numbers()
         loss, norm = numbers["loss"], numbers["grad_norm"]
         if not numbers.pop("fine"):
             self.progress.skipped += 1
@@ -218,8 +217,7 @@ class Training:
                 "batch": pending.samples,
                 "skipped": self.progress.skipped,
                 **numbers,
-                # A step that was asked for while another ran begins with that one's end.
-                "seconds": self._read_at - max(before, pending.begun),
+                "seconds": pending.begun.seconds_to(pending.numbers.moment),
             }
             memory = self.device.memory_peak() or self.device.resident()
             self.meters.step(pending.step, row, pending.samples * length, memory)
