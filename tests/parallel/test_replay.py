@@ -18,7 +18,8 @@ from mega.core.config.resolve import resolve
 from mega.core.config.run import RunConfig, updated
 from mega.core.device import Device
 from mega.core.parallel.launch import Pool
-from mega.core.parallel.mesh import Groups
+from mega.core.parallel.mesh import Groups, Mesh
+from mega.core.parallel.pipeline import Pipeline
 from mega.core.parallel.replay import ReplayedPipeline
 from mega.core.training.build import build_mesh
 from mega.core.training.parity import own_samples, synthetic_batch
@@ -83,6 +84,12 @@ def train(groups: Groups, rank: int, run: RunConfig, world: int) -> None:
 def test_replayed_microbatches_are_those_asked_for(pool: Pool, layout: str) -> None:
     world, flags = LAYOUTS[layout]
     pool.run(train, resolve(updated(RunConfig(), {**TINY, **flags}), world), world, world=world)
+
+
+def test_on_a_cpu_nothing_is_recorded() -> None:
+    """So that one command line does for both."""
+    run = resolve(updated(RunConfig(), {**TINY, "cuda_graph": True}), 1)
+    assert type(TrainState(run, Mesh(0), Device.choose("cpu")).pipeline) is Pipeline
 
 
 def test_a_gradient_that_was_not_recorded_is_missed() -> None:
