@@ -14,12 +14,13 @@ class _Batch:
 
     def to_gpu(self, device: torch.device) -> Self:
         """The same batch on a GPU. Copies leave from pinned memory: from any other the host would wait for its turn."""
-        moved = {
-            field.name: value.pin_memory().to(device, non_blocking=True)
-            for field in fields(self)
-            if (value := getattr(self, field.name)) is not None
-        }
+        moved = {name: value.pin_memory().to(device, non_blocking=True) for name, value in self.tensors().items()}
         return replace(self, **moved)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Those that it has, by field."""
+        named = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: value for name, value in named.items() if value is not None}
 
 
 @dataclass(frozen=True)

@@ -158,22 +158,18 @@ class Recording:
 
     def __init__(self, work: Callable[[], None]):
         self._graph = torch.cuda.CUDAGraph()
-        failed: list[Exception] = []
-
-        def watched() -> None:
-            try:
-                work()
-            except Exception as error:
-                failed.append(error)
-                raise
-
+        failed: Exception | None = None
         try:
             # Other threads go on asking the device about work of their own: NCCL's watchdog.
             with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
-                watched()
+                try:
+                    work()
+                except Exception as error:
+                    failed = error
+                    raise
         except RuntimeError:
-            if failed:
-                raise failed[0] from None  # what an unfinished recording complains of comes of it
+            if failed is not None:
+                raise failed from None  # what an unfinished recording complains of comes of it
             raise
 
     def play(self) -> None:

@@ -3,8 +3,8 @@
     torchrun --nproc-per-node 1|2 -m tests.gpu.graphs --out rows.jsonl [--only NAME;NAME]
 
 Some steps of real shapes each way on random tokens. With algorithms that give the same bits on every run (most of the
-fastest do not), losses, norms and weights must be equal bit for bit; times are those of the fastest. A row is appended
-for each. Rows of two ranks need two devices.
+fastest do not), losses and norms of every step must be equal bit for bit, and in the end sums over the bits of all
+weights; times are those of the fastest. A row is appended for each. Rows of two ranks need two devices.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ ROWS: Mapping[str, Mapping[str, Any]] = {
 
 
 def steps(run: RunConfig, device: Device, groups: Groups, rank: int, world: int, count: int) -> dict[str, Any]:
-    """What `count` steps find, their times, and sums over ranks of the bits of the weights in the end."""
+    """What `count` steps find, their times, and a sum over the bits of all ranks' weights in the end."""
     mesh = build_mesh(run, rank, world, groups)
     device.reset_memory_peak()
     state, told, times = TrainState(run, mesh, device), [], []
@@ -78,7 +78,7 @@ def steps(run: RunConfig, device: Device, groups: Groups, rank: int, world: int,
     state.grads.arrive()
     state.pipeline.close()
     # The first step is as ever, the second records.
-    return {"told": told, "bits": bits.tolist(), "seconds": statistics.median(times[2:]), "peak": device.memory_peak()}
+    return {"told": told, "bits": int(bits), "seconds": statistics.median(times[2:]), "peak": device.memory_peak()}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -43,7 +43,7 @@ def check(run: RunConfig, world: int) -> None:
     # A checkpoint that brings the model is opened later, and the whole run is then checked again.
     if not unsized and None not in (run.model.layers, run.model.hidden, run.model.heads):
         resolved = resolve(run, world)
-        for rule in (_heads, _positions, _stages, _tensor, _columns, _overlap, _fp8, _graph, _times, _not_yet):
+        for rule in (_heads, _positions, _stages, _tensor, _columns, _overlap, _fp8, graph, _times, _not_yet):
             problems += rule(resolved)
         problems += _world(resolved, world) if world % _cells(run) else _batch(resolved, world)
     if problems:
@@ -299,14 +299,15 @@ def _overlap(run: RunConfig) -> Problems:
         yield _line(run, "tp_overlap", "excludes --fp8")
 
 
-def _graph(run: RunConfig) -> Problems:
+def graph(run: RunConfig) -> Problems:
     """A graph's memory is that of one microbatch in flight, its buckets stay in their places."""
     if not run.runtime.cuda_graph:
         return
-    if run.parallel.pp > 1 or run.parallel.chunks > 1:
-        yield _line(run, "cuda_graph", "needs --pp 1")
-    if run.parallel.zero > 1:
-        yield _line(run, "cuda_graph", "needs --zero 0 or 1")
+    parallel = run.parallel
+    if parallel.pp > 1:
+        yield _line(run, "cuda_graph", f"needs --pp 1, not {parallel.pp}; valid there: --no-cuda-graph")
+    if parallel.zero > 1:
+        yield _line(run, "cuda_graph", f"needs --zero 0 or 1, not {parallel.zero}; valid there: --no-cuda-graph")
 
 
 def _columns(run: RunConfig) -> Problems:

@@ -73,6 +73,16 @@ def microbatches(run: RunConfig, world: int, global_batch: int | None = None) ->
     return batch // (run.batch.micro_batch * data_parallel(run, world))
 
 
+def unrecorded(shares: int, count: int) -> int:
+    """How many of `count` microbatches --cuda-graph leaves as they are, with data shared over `shares` ranks: the last
+    of several, beside whose backward pass gradients are summed.
+
+    >>> unrecorded(1, 4), unrecorded(2, 4), unrecorded(2, 1)
+    (0, 1, 0)
+    """
+    return int(shares > 1 and count > 1)
+
+
 def gated_ffn(hidden: int) -> int:
     """Megatron's feed-forward width of a gated MLP: 2/3 of 4 hidden, down to a multiple of 64.
 

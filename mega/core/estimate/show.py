@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from mega.core.config.check import graph
 from mega.core.config.resolve import data_parallel, lengths, microbatches
 from mega.core.config.run import RunConfig, updated
 from mega.core.estimate.duration import training
@@ -209,9 +210,10 @@ def notes(run: RunConfig, world: int, found: Memory, device: Hardware | None, me
 
 def _recorded(run: RunConfig, world: int, device: Hardware) -> float | None:
     """Seconds of a step by --cuda-graph, where the run may have it and has it not."""
-    if run.runtime.cuda_graph or run.parallel.pp > 1 or run.parallel.zero > 1:
+    recorded = updated(run, {"cuda_graph": True})
+    if run.runtime.cuda_graph or any(graph(recorded)):
         return None
-    return step_time(updated(run, {"cuda_graph": True}), world, device).seconds
+    return step_time(recorded, world, device).seconds
 
 
 def training_note(

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-from mega.core.config.resolve import data_parallel, microbatches
+from mega.core.config.resolve import data_parallel, microbatches, unrecorded
 from mega.core.config.run import RunConfig, updated
 from mega.core.estimate.flops import model_flops_per_token
 from mega.core.estimate.hardware import Hardware
@@ -105,7 +105,7 @@ def step_time(
         last = max(sum(chunk.backward + chunk.weight for chunk in chunks[r :: parallel.pp]) for r in range(parallel.pp))
         reduction = exposed(reduction, last)
     if run.runtime.cuda_graph and dp * parallel.cp > 1:
-        if count > 1:  # the last microbatch is asked for as ever, so that sums run beside it
+        if unrecorded(dp * parallel.cp, count):
             late = _Times(updated(run, {"cuda_graph": False}), on, core_again, overlap).chunk(stages[0][0])
             pipeline += late.all - chunks[0].all
         else:

@@ -13,18 +13,21 @@ For one stage of one chunk: microbatches in flight would each need a graph's mem
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import fields
 from typing import Protocol
 
 import torch
 
 from mega.core.batch import DecoderBatch
+from mega.core.config.resolve import unrecorded
 from mega.core.device import Recording
 from mega.core.parallel.gradients import GradBuffer
 from mega.core.parallel.mesh import Mesh
 from mega.core.parallel.peers import Peers
 from mega.core.parallel.pipeline import Loss, Pipeline, Stage
 from mega.core.plan import Plan, plan
+
+ALONE = plan("1f1b", 1)
+"""The plan of a step of one microbatch."""
 
 
 class Record(Protocol):
@@ -53,17 +56,17 @@ class ReplayedPipeline(Pipeline):
 
     def run(
         self,
-        plan_: Plan,
+        plan: Plan,
         batches: Sequence[DecoderBatch],
         scales: Sequence[torch.Tensor] | None = None,
         grads: GradBuffer | None = None,
     ) -> torch.Tensor:
         if scales is None or grads is None or not self._begun:
             self._begun = self._begun or grads is not None
-            return super().run(plan_, batches, scales, grads)
+            return super().run(plan, batches, scales, grads)
         grads.arrive()
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
-        asked = self.mesh.data.size > 1 and len(batches) > 1
+        asked = unrecorded(self.mesh.data.size, len(batches))
         alone = len(batches) - asked
         for batch, scale in zip(batches[:alone], scales[:alone], strict=True):
             if self._recorded is None:
@@ -71,7 +74,7 @@ class ReplayedPipeline(Pipeline):
                 self._recorded = _Recorded(self.chunks[0], batch, scale, self._peers, self._make)
             sums += self._recorded.play(batch, scale)
         if asked:
-            return sums + super().run(plan("1f1b", 1, 1, 1), batches[alone:], scales[alone:], grads)
+            return sums + super().run(ALONE, batches[alone:], scales[alone:], grads)
         grads.all_arrived()
         return sums
 
@@ -92,7 +95,7 @@ class _Recorded:
         peers: Peers | None,
         record: Callable[[Callable[[], None]], Record],
     ):
-        self._batch = type(batch)(**{name: value.clone() for name, value in _tensors(batch)})
+        self._batch = type(batch)(**{name: value.clone() for name, value in batch.tensors().items()})
         self._scale, self._peers = scale.clone(), peers
         self._sums = torch.zeros(2, dtype=torch.float64, device=scale.device)
         self._exchanges = 0 if peers is None else peers.count
@@ -116,7 +119,7 @@ class _Recorded:
 
     def play(self, batch: DecoderBatch, scale: torch.Tensor) -> torch.Tensor:
         """[sum of weight x loss, sum of weight], until the next one is played; gradients are added to their sinks."""
-        for (_, ours), (_, given) in zip(_tensors(self._batch), _tensors(batch), strict=True):
+        for ours, given in zip(self._batch.tensors().values(), batch.tensors().values(), strict=True):
             ours.copy_(given)
         self._scale.copy_(scale)
         if self._peers is not None:
@@ -128,8 +131,3 @@ class _Recorded:
 
     def close(self) -> None:
         del self._record  # NCCL ends no group while a graph that speaks through it lives
-
-
-def _tensors(batch: DecoderBatch) -> list[tuple[str, torch.Tensor]]:
-    named = ((field.name, getattr(batch, field.name)) for field in fields(batch))
-    return [(name, value) for name, value in named if value is not None]
