@@ -266,7 +266,9 @@ class Bench:
         self.on = hardware(options.gpu)
 
     def note(self, record: dict[str, Any]) -> None:
-        _append(self.out, {"world": self.world.size, "device": self.device.name, **record})
+        _append(
+            self.out, {"world": self.world.size, "device": self.device.name, "commit": self.options.commit, **record}
+        )
 
     def late(self, until: float) -> bool:
         """Whether the time is over, by the last rank's clock."""
@@ -444,6 +446,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=280.0, help="begin no row after so long")
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--repeats", type=int, default=4)
+    parser.add_argument("--commit", default=None, help="what the rows are marked with")
     parser.add_argument("--profile", action=argparse.BooleanOptionalAction, default=True)
     options = parser.parse_args(arguments)
     if options.compare is not None:
