@@ -50,6 +50,8 @@ ROWS: Mapping[str, Mapping[str, Any]] = {
     "llama tp2 beside": {**LLAMA, **ACROSS, "tp_overlap": True},
     "llama tp2 fp8": {**LLAMA, **ACROSS, "fp8": True},
     "gpt dp2 zero 1": {**SMALL, "zero": 1, "global_batch": 32},
+    "gpt cp2": {**SMALL, "cp": 2},
+    "llama cp2": {**LLAMA, "cp": 2},
 }
 
 
@@ -100,7 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     world, device, groups = connect("cuda")
     wrong = 0
     for name, flags in ROWS.items():
-        two = flags.get("tp", 1) > 1 or flags.get("zero", 0) > 0
+        two = any(flags.get(axis, 1) > 1 for axis in ("tp", "cp")) or flags.get("zero", 0) > 0
         if not name.startswith(tuple(asked.only.split(";"))) or two != (world.size == 2):
             continue
         fast: dict[bool, dict[str, Any]] = {}
