@@ -49,8 +49,8 @@ class Device:
                 )
             # Tensors of many sizes would leave holes in fixed segments: 3 GiB of them for Llama-2 7B.
             os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-            # What a recorded graph sends, NCCL would map into its peers as one piece, which such segments are not: context
-            # ranks then wait for each other for ever.
+            # What a recorded graph sends, NCCL would map into its peers as one piece; such segments are several, and
+            # context ranks would wait for each other for ever.
             os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
             torch.cuda.set_device(local_rank)
             return cls(torch.device("cuda", local_rank), "nccl" if backend == "auto" else backend)
