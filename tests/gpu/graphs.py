@@ -107,11 +107,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             continue
         fast: dict[bool, dict[str, Any]] = {}
         same: dict[bool, dict[str, Any]] = {}
-        for graph in (False, True):
-            typed = {"lr": 1e-4, "dtype": "bf16", "device": "cuda", "cuda_graph": graph, **flags}
-            run = resolve(compose(typed.pop("preset"), flags=typed), world.size)
-            for deterministic, into in ((False, fast), (True, same)):
-                device.deterministic(deterministic)
+        for deterministic, into in ((False, fast), (True, same)):  # peaks first, while nothing is kept
+            device.deterministic(deterministic)
+            for graph in (False, True):
+                typed = {"lr": 1e-4, "dtype": "bf16", "device": "cuda", "cuda_graph": graph, **flags}
+                run = resolve(compose(typed.pop("preset"), flags=typed), world.size)
                 count = 3 if deterministic else asked.steps
                 into[graph] = steps(run, device, groups, world.rank, world.size, count, keep=deterministic)
                 gc.collect()

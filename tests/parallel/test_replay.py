@@ -6,6 +6,7 @@ compared by `tests/gpu/graphs.py`.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -116,3 +117,21 @@ def test_what_cannot_be_recorded_is_refused(flags: dict[str, Any], told: str) ->
     run = updated(RunConfig(), {**TINY, "steps": 1, "mock_data": True, "cuda_graph": True, **flags})
     with pytest.raises(ValueError, match=told):
         check(run, 2)
+
+
+def test_nccl_maps_nothing_that_a_graph_sends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found on two devices: so mapped, memory that grows in segments lets a replayed exchange wait for ever."""
+    for name in ("NCCL_GRAPH_REGISTER", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.setenv(name, "")  # so that both are put back behind the test
+        monkeypatch.delenv(name)
+    with (
+        mock.patch("torch.cuda.is_available", return_value=True),
+        mock.patch("torch.cuda.device_count", return_value=1),
+        mock.patch("torch.cuda.set_device"),
+    ):
+        Device.choose("cuda")
+        assert os.environ["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
+        assert os.environ["NCCL_GRAPH_REGISTER"] == "0"
+        monkeypatch.setenv("NCCL_GRAPH_REGISTER", "1")
+        Device.choose("cuda")
+        assert os.environ["NCCL_GRAPH_REGISTER"] == "1"  # a user's word stands
