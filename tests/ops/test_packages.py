@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.machinery import ModuleSpec
 
 import pytest
@@ -13,9 +13,10 @@ import torch
 from mega import cli
 from mega.core.config.check import check
 from mega.core.device import Device
-from mega.core.ops.attention import fused
+from mega.core.ops.attention import Drop, fused
 from mega.core.ops.norm import add_norm, layer_norm, rms_norm
 from mega.core.ops.packages import apex_add_norm, flash_attention
+from mega.core.ops.suite import choose
 from mega.core.parallel.mesh import Mesh
 from mega.core.training.parity import own_samples, synthetic_batch
 from mega.core.training.state import TrainState
@@ -63,6 +64,39 @@ def test_flash_attention_takes_what_it_can() -> None:
     flash_attention(q, k, v, documents)
     flash_attention(q.float(), k.float(), v.float())
     assert calls == ["flash"]
+
+
+def _most_kept(work: Callable[[], torch.Tensor]) -> int:
+    """Elements of the largest tensor that autograd keeps."""
+    sizes = [0]
+
+    def keep(x: torch.Tensor) -> torch.Tensor:
+        sizes.append(x.numel())
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        work()
+    return max(sizes)
+
+
+def test_what_it_hands_over_is_computed_again_where_a_run_asks() -> None:
+    """Dropout is ours: under selective recompute its weights must not be kept."""
+    drop = Drop(torch.arange(256).expand(2, 256), torch.arange(4), torch.arange(256), 0.1)
+    kept = []
+    for again in (False, True):
+        ops = choose(torch.device("cpu"), torch.bfloat16, again=again, package="flash-attn")
+        q, k, v = (random(2, 256, 4, 16, seed=seed).bfloat16().requires_grad_() for seed in range(3))
+        kept.append(_most_kept(lambda ops=ops, q=q, k=k, v=v: ops.attention(q, k, v, None, drop)))
+        assert dict(ops.chosen())["attention"] == "packages.flash_attention"
+    assert not calls and kept[0] >= 2 * 4 * 256 * 256 > 4 * kept[1]
+
+
+def test_a_ring_has_no_place_for_it() -> None:
+    """Of each part a ring needs the log-sum-exp too."""
+    layout = {**COMMON, "ops": "flash-attn", "cp": 2}
+    with pytest.raises(ValueError, match="--ops flash-attn: has no part in a ring of context ranks"):
+        check(small_run("llama", **layout, cp_comm="ring"), 2)
+    check(small_run("llama", **layout, cp_comm="all-to-all"), 2)
 
 
 def test_norms_of_apex() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 
 from mega import cli
 from mega.core.checkpoint.store import CheckpointStore
+from mega.core.parallel.gradients import GradBuffer
 
 Told = Callable[..., tuple[int, str]]
 
@@ -104,3 +106,41 @@ def test_samples_for_less_than_a_step_are_refused(told: Told) -> None:
         2,
         "mega: --samples 3: must be at least 4, the samples of the first step\n",
     )
+
+
+def test_a_skipped_step_changes_nothing_by_when_it_is_noticed(
+    tmp_path: Path, told: Told, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A gradient that is not finite skips step 2, which is read behind step 3 unless a save or a stop reads it."""
+    finish = GradBuffer.finish
+
+    def spoiled(grads: GradBuffer) -> None:
+        finish(grads)
+        nonlocal left
+        left -= 1
+        if left == 0:
+            grads.buckets[0].own_grads[0] = math.inf
+
+    monkeypatch.setattr(GradBuffer, "finish", spoiled)
+    ways = {"straight": [["6"]], "saved": [["6", "--save-interval", "1"]], "resumed": [["2"], ["6"]]}
+    found = {}
+    for name, parts in ways.items():
+        left = 2
+        for steps, *more in parts:
+            place = ["--save", str(tmp_path / name), "--save-interval", "6", "--resume", "auto"]
+            code, said = told(*place, "--lr-decay", "linear", "--lr-decay-steps", "6", "--steps", steps, *more)
+            assert code == 0, said
+        rows = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        found[name] = [(row["step"], row["lr"], row["loss"], row["skipped"]) for row in rows if "lr" in row]
+    assert found["straight"] == found["saved"] == found["resumed"]
+    assert [skipped for *_, skipped in found["straight"]] == [0, 1, 1, 1, 1, 1]
+
+
+def test_a_constant_loss_scale_is_what_the_run_says(tmp_path: Path, told: Told) -> None:
+    """The one that a checkpoint holds would never move again."""
+    save = ["--save", str(tmp_path), "--resume", "auto"]
+    told(*save, "--steps", "2", "--dtype", "fp16", "--initial-loss-scale", "4294967296")
+    code, said = told(*save, "--steps", "6", "--dtype", "fp16", "--loss-scale", "64")
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert code == 0 and "--loss-scale 64.0 (was None)" in said
+    assert [row["loss_scale"] for row in rows if row.get("step", 0) > 2 and "loss_scale" in row] == [64.0] * 4

@@ -17,6 +17,7 @@ from mega.core.config.check_files import files
 from mega.core.config.not_yet import NOT_YET
 from mega.core.config.resolve import batch_sizes, data_parallel, divisors, lengths, microbatches, resolve
 from mega.core.config.run import RunConfig, entries, flag_of, value_of
+from mega.core.config.sections import PrecisionConfig
 from mega.core.files import url_of
 
 Problems = Iterator[str]
@@ -137,6 +138,11 @@ def _precision(run: RunConfig) -> Problems:
             yield f"{flag}: needs --dtype bf16 or fp16, not {dtype}"
     if grad_dtype in ("fp16", "bf16") and grad_dtype != dtype:
         yield _line(run, "grad_dtype", f"needs --dtype {grad_dtype}, not {dtype}; valid: fp32, fp64, or as --dtype")
+    if run.precision.loss_scale is not None:
+        first = PrecisionConfig()
+        for name in ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"):
+            if value_of(run, name) != getattr(first, name):
+                yield _line(run, name, "excludes --loss-scale, which is constant")
     if run.precision.residual_fp32 and run.model.post_norm_residual:
         yield _line(run, "residual_fp32", "excludes --post-norm-residual, whose stream is the norms' 16-bit result")
 
@@ -162,6 +168,8 @@ def _recompute(run: RunConfig) -> Problems:
         yield "--recompute full: needs --recompute-layers, a number of blocks"
     if memory.recompute != "full" and memory.recompute_method is not None:
         yield _line(run, "recompute_method", f"needs --recompute full, not {memory.recompute}")
+    if memory.recompute != "full" and memory.recompute_layers is not None:
+        yield _line(run, "recompute_layers", f"needs --recompute full, not {memory.recompute}")
     if memory.distribute_saved:
         if memory.recompute != "full" or run.parallel.tp == 1:
             yield _line(run, "distribute_saved", "needs --recompute full and --tp of at least 2")
@@ -323,6 +331,8 @@ def _columns(run: RunConfig) -> Problems:
     if cp > 1 and run.parallel.cp_comm == "all-to-all" and kv_heads % across:
         rule = f"--kv-heads {kv_heads} must be divisible by {across}, --tp {run.parallel.tp} x --cp {cp}"
         yield _line(run, "cp_comm", f"{rule}; valid: auto, ring")
+    if cp > 1 and run.runtime.ops == "flash-attn" and (run.parallel.cp_comm == "ring" or kv_heads % across):
+        yield _line(run, "ops", "has no part in a ring of context ranks; valid there: auto, reference")
 
 
 def _cells(run: RunConfig) -> int:

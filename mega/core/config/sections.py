@@ -439,7 +439,9 @@ class DataConfig:
     eod_mask_loss: bool = option(
         False, "no loss where the input is an end of document", megatron={"--eod-mask-loss": True}
     )
-    data_workers: int = option(2, "threads that read ahead", megatron="--num-workers", within=NOT_NEGATIVE)
+    data_workers: int = option(
+        2, "0: read a step when it is due, else ahead on a thread", megatron="--num-workers", within=NOT_NEGATIVE
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,6 +6,8 @@ run asks for it: that a package is there is checked before (config/check.py).
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -16,11 +18,17 @@ from mega.core.ops.norm import added
 
 
 def flash_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: torch.Tensor | None = None, drop: Drop | None = None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    documents: torch.Tensor | None = None,
+    drop: Drop | None = None,
+    *,
+    other: Callable[..., torch.Tensor] = fused,
 ) -> torch.Tensor:
-    """`attention.plain` by flash-attn in 16 bits; documents and dropout, which it does otherwise, by torch's."""
+    """`attention.plain` by flash-attn in 16 bits; documents and dropout, which it does otherwise, by `other`."""
     if documents is not None or drop is not None or q.element_size() != 2:
-        return fused(q, k, v, documents, drop)
+        return other(q, k, v, documents, drop)
     return import_module("flash_attn").flash_attn_func(q, k, v, causal=True)  # type: ignore[no-any-return]
 
 
@@ -41,8 +49,12 @@ def apex_add_norm(
     return x, apex.fused_layer_norm_affine(x, weight, bias, shape, eps)
 
 
-PACKAGES: dict[str, dict[str, Any]] = {
-    "flash-attn": {"attention": flash_attention},
-    "apex": {"add_norm": apex_add_norm},
-}
-"""What `--ops` may name -> the ops that come from there."""
+def package(name: str, attention: Callable[..., torch.Tensor]) -> dict[str, Any]:
+    """The ops that a package of `NAMES` brings; `attention` is what a run would have without it."""
+    if name == "flash-attn":
+        return {"attention": partial(flash_attention, other=attention)}
+    return {"add_norm": apex_add_norm}
+
+
+NAMES = ("flash-attn", "apex")
+"""What `--ops` may name."""

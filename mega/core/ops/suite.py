@@ -16,9 +16,8 @@ from typing import Any
 import torch
 
 from mega.core.device import fp8_products
-from mega.core.ops import activation, attention, cross_entropy, heads, norm, partial_attention, total
+from mega.core.ops import activation, attention, cross_entropy, heads, norm, packages, partial_attention, total
 from mega.core.ops.fp8 import Fp8Products
-from mega.core.ops.packages import PACKAGES
 from mega.core.ops.products import Products, WideProducts
 
 
@@ -54,7 +53,7 @@ class Ops:
         'norm.add_norm'
         """
         for name, value in vars(self).items():
-            made = type(value) if isinstance(value, Products) else value
+            made = type(value) if isinstance(value, Products) else getattr(value, "func", value)
             if callable(made):
                 yield name, f"{made.__module__.removeprefix('mega.core.ops.')}.{made.__name__}"
 
@@ -74,13 +73,13 @@ def choose(
     """The fastest implementations for a device and a compute dtype; `reason` says why these.
 
     again: attention computes its weights once more in the backward pass wherever it would keep them. package: one of
-    `PACKAGES`, whose ops stand in for ours.
+    `packages.NAMES`, whose ops stand in for ours.
     """
     ops = _chosen(device, dtype, reference)
     if again:
         ops = replace(ops, attention=attention.again(ops.attention))
     if package is not None:
-        ops = replace(ops, reason=f"{ops.reason}; --ops {package}", **PACKAGES[package])
+        ops = replace(ops, reason=f"{ops.reason}; --ops {package}", **packages.package(package, ops.attention))
     if not fp8:
         return ops
     fast = _fp8_kernels() if ops.name == "triton" and fp8_products(device) else {}

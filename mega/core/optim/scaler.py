@@ -45,7 +45,7 @@ class LossScaler:
         self.patience = torch.where(fine, self.patience, self.patience - 1)
         backs_off = ~fine & (self.patience <= 0)
         self.scale = torch.where(backs_off, (self.scale / 2).clamp(min=self.least), self.scale)
-        grows = self.clean == self.window
+        grows = self.clean >= self.window  # more, where a run goes on with a shorter window
         self.scale = torch.where(grows, self.scale * 2, self.scale)
         self.clean = torch.where(grows, 0, self.clean)
         self.patience = torch.where(grows, self.hysteresis, self.patience)
@@ -55,6 +55,9 @@ class LossScaler:
         return {"scale": float(self.scale), "clean": int(self.clean), "patience": int(self.patience)}
 
     def restore(self, state: dict[str, float]) -> None:
+        """Go on where a scale stood; a constant one is what the run says."""
+        if self.window is None:
+            return
         self.scale.fill_(state["scale"])
         self.clean.fill_(int(state["clean"]))
         self.patience.fill_(int(state["patience"]))

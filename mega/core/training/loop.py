@@ -201,7 +201,10 @@ class Training:
         loss, norm = numbers["loss"], numbers["grad_norm"]
         if not numbers.pop("fine"):
             self.progress.skipped += 1
-            self.progress.unscheduled += pending.samples
+            # Without a loss scale the next step has been asked for by now: a step that the schedule did not count would
+            # be left out one step earlier wherever this one is read at once, as before a save.
+            if self.state.scaler is not None:
+                self.progress.unscheduled += pending.samples
         if not math.isfinite(loss):
             raise FloatingPointError(
                 f"step {pending.step}: the loss is {loss}, and the gradient norm {norm}: training has diverged. Go on "

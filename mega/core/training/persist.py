@@ -27,6 +27,7 @@ TOLD_OPTIONS = (
     *("seed", "data_path", "train_data", "chat_data", "split", "order", "seq_length", "global_batch", "dtype"),
     *("reset_positions", "reset_attention", "eod_mask_loss", "loss_normalizer", "hidden_dropout", "attention_dropout"),
     *("clip_grad", "adam_beta1", "adam_beta2", "adam_eps", "sgd_momentum"),
+    *("fp8", "grad_dtype", "masters", "residual_fp32", "embedding_fp32", "loss_scale", "ops"),
 )
 """Options that may change as well, but not unnoticed: with another value the run computes something else."""
 

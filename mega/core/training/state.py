@@ -36,7 +36,7 @@ class Progress:
     consumed_valid: int = 0
     skipped: int = 0
     unscheduled: int = 0
-    """Samples of skipped steps, which the learning rate's schedule does not count."""
+    """Samples of steps skipped under a loss scale, which the learning rate's schedule does not count."""
 
 
 class TrainState:
