@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import os
+import sys
+from dataclasses import replace
 from functools import partial
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from mega.core.config.compose import Asked
-from mega.core.config.run import RunConfig, updated
-from mega.core.config.world import ranks, world_from_env
+from mega.core.config.run import RunConfig, entries, flag_of, updated
+from mega.core.config.world import is_first_rank, ranks, world_from_env
+
+UNUSED = ("data", "schedule", "evaluation", "checkpoint", "log")
+"""Sections of a run that have no part in its speed."""
+
+LENGTH = ("steps", "samples", "rampup")
+
+HOST = ("device", "backend", "timeout_minutes", "nproc")
+"""Options that say where to measure."""
 
 
 def run(
@@ -22,7 +33,9 @@ def run(
     warmup: Annotated[int, typer.Option(help="steps before those", min=1)] = 5,
     json: Annotated[str | None, typer.Option(help="file that gets one JSON line a row")] = None,
     against: Annotated[str | None, typer.Option(help="such a file of another time, to compare with")] = None,
-    trace: Annotated[str | None, typer.Option(help="file for one step's trace, for Perfetto")] = None,
+    trace: Annotated[
+        str | None, typer.Option(help="file for one step's trace, for Perfetto; of several rows, one each")
+    ] = None,
     calibrate: Annotated[
         str | None, typer.Option(help="measure this machine instead, into a .toml that memory-estimate --gpu reads")
     ] = None,
@@ -33,27 +46,60 @@ def run(
     follow the number of ranks; any flag that you type stands above the row.
     """
     world = world_from_env()
-    size = ranks(world, run.runtime.nproc)
+    size = ranks(world, run.runtime.nproc, run.runtime.world)
+    for flag, path in (("--json", json), ("--trace", trace), ("--calibrate", calibrate)):
+        if path is not None:
+            _can_be_written(flag, path)
     if calibrate is not None:
+        beside = {"--json": json, "--against": against, "--trace": trace, "--model": asked.preset}
+        typed = [f"{flag} {value}" for flag, value in beside.items() if value is not None] + list(rows or ())
+        typed += [flag_of(name) for name in asked.values if name not in HOST]
+        if typed:
+            raise ValueError(f"--calibrate {calibrate}: measures this machine, no run; leave out {', '.join(typed)}")
         return _calibrate(run, calibrate, repeats, world.source == "alone" and size > 1, size)
-    from mega.core.config.check import check
-    from mega.core.config.resolve import resolve
     from mega.core.training import bench
+    from mega.core.training.prepare import complete
 
     if rows and asked.preset is not None:
         raise ValueError(f"--model {asked.preset}: excludes rows, which say their model; leave out one of them")
     runs = [(name, bench.row(name, asked.values, size)) for name in rows or ()] or [("run", run)]
-    # Neither data nor a length is asked for: the rules of a run want both.
-    runs = [(name, updated(one, {"mock_data": True, "steps": warmup + repeats})) for name, one in runs]
-    for _, one in runs:
-        check(one, size)
-    resolved = [(name, resolve(one, size)) for name, one in runs]
+    resolved = [(name, complete(_measurable(one, asked, warmup + repeats), size)[0]) for name, one in runs]
+    unused = [flag_of(name) for name in asked.values if entries()[name].section in UNUSED or name in LENGTH]
+    if unused and is_first_rank():
+        print(f"not used, random tokens are measured and nothing is kept: {', '.join(unused)}", file=sys.stderr)
+    if run.runtime.dry_run:
+        if is_first_rank():
+            print("everything checked, nothing measured")
+        return 0
     job = partial(bench.bench, repeats=repeats, warmup=warmup, out=json, against=against, trace=trace)
     if world.source != "alone" or size == 1:
         return job(resolved)
     from mega.core.parallel.launch import launch
 
     return launch(size, job, resolved)
+
+
+def _measurable(run: RunConfig, asked: Asked, steps: int) -> RunConfig:
+    """`run` without what names data, files and a length, and with what the rules of a run want of those."""
+    whole = RunConfig()
+    run = replace(run, **{section: getattr(whole, section) for section in UNUSED})
+    values: dict[str, Any] = {"mock_data": True, "steps": steps, "samples": None, "rampup": ()}
+    values |= {"lr": 1e-4} if run.optimizer.lr is None else {}
+    # From where a scale starts, most of the timed steps would overflow and update nothing.
+    if "initial_loss_scale" not in asked.values and run.precision.loss_scale is None:
+        values["initial_loss_scale"] = 2.0**16
+    return updated(run, values)
+
+
+def _can_be_written(flag: str, path: str) -> None:
+    """A file that is asked for must not turn out to be impossible when all has been measured. Errors: ValueError."""
+    folder = os.path.dirname(path) or "."
+    if os.path.isdir(path):
+        raise ValueError(f"{flag} {path}: is a directory; must be a file")
+    if not os.path.isdir(folder):
+        raise ValueError(f"{flag} {path}: there is no directory {folder}; make it, or name another file")
+    if not os.access(path if os.path.exists(path) else folder, os.W_OK):
+        raise ValueError(f"{flag} {path}: cannot be written by this user; name another file")
 
 
 def _calibrate(run: RunConfig, out: str, repeats: int, start: bool, size: int) -> int:

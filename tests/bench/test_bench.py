@@ -39,10 +39,43 @@ def test_a_row_is_measured_told_and_written(tmp_path: Path, capsys: pytest.Captu
 
 
 def test_against_another_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    before = tmp_path / "before.json"
-    before.write_text(json.dumps({"name": "w1", "tokens_per_second": 1e12}) + "\n")
-    assert cli.main(["bench", "w1", *TOY.split(), *SHORT, "--against", str(before)]) == 0
-    assert "-100.0% against before" in capsys.readouterr().out
+    """Of the same work only: a smaller model is no faster trainer."""
+    before = str(tmp_path / "before.json")
+    line = ["bench", "w1", *TOY.split(), *SHORT]
+    assert cli.main([*line, "--json", before]) == 0
+    capsys.readouterr()
+    assert cli.main([*line, "--against", before, "--recompute", "selective"]) == 0
+    assert f"% against {before}" in capsys.readouterr().out
+    assert cli.main([*line, "--against", before, "--hidden", "64"]) == 0
+    told = capsys.readouterr().out
+    assert "is other work: hidden 32, here 64; " in told and "%" not in told.split("not compared")[1].splitlines()[0]
+    assert cli.main(["bench", *line[2:], "--against", before]) == 0
+    assert "which has no row run" in capsys.readouterr().out
+
+
+def test_a_pasted_line_of_a_run_is_measured(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """What has no part in speed is told; what has is measured, padding of the vocabulary among it."""
+    out = tmp_path / "rows.json"
+    line = ["bench", *TOY.split(), *SHORT, "--json", str(out), "--trace", str(tmp_path / "trace.json")]
+    more = ["--save", "/nowhere", "--samples", "100", "--load", "/nowhere", "--no-mask-padded-vocab", "--deterministic"]
+    assert cli.main([*line, *more, "--dry-run"]) == 0
+    told = capfd.readouterr()
+    assert "nothing measured" in told.out and not out.exists()
+    with mock.patch.object(Device, "deterministic") as asked:
+        assert cli.main([*line, *more]) == 0
+    asked.assert_called_once_with()
+    assert "not used, random tokens are measured and nothing is kept: --samples, " in told.err
+    assert all(flag in told.err for flag in ("--save", "--load")) and "--deterministic" not in told.err
+    assert json.loads(out.read_text())["work"]["vocab"] == 128
+    assert "traceEvents" in json.loads((tmp_path / "trace.json").read_text())
+
+
+def test_overflows_are_not_timed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "rows.json"
+    line = ["bench", *TOY.replace("fp32", "fp16").split(), *SHORT, "--json", str(out)]
+    assert cli.main(line) == 0 and cli.main([*line, "--initial-loss-scale", "1e30"]) == 0
+    assert [json.loads(row)["skipped"] for row in out.read_text().splitlines()] == [0, 2]
+    assert "; 2 of the timed steps were skipped and updated nothing" in capsys.readouterr().out
 
 
 def test_two_ranks() -> None:
@@ -58,6 +91,9 @@ def test_two_ranks() -> None:
         ("bench w3", "--tp 8 x --pp 1: 1 rank given, but a model takes 8"),
         ("bench w2 --model tiny-gpt", "--model tiny-gpt: excludes rows"),
         (f"bench w1 {TOY} --against {__file__}", "is no file written by mega bench --json"),
+        (f"bench w1 {TOY} --json /nowhere/x", "--json /nowhere/x: there is no directory /nowhere"),
+        (f"bench w1 {TOY} --trace /", "--trace /: is a directory; must be a file"),
+        ("bench w1 --calibrate x.toml --lr 1", "--calibrate x.toml: measures this machine, no run; leave out w1, --lr"),
     ],
 )
 def test_mistakes(line: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:

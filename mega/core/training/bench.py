@@ -87,7 +87,9 @@ class Speed:
     device: str
     ops: str
     products: str
-    """dtype of the blocks' products: fp8 is a contract of its own, never compared with bf16."""
+    """dtype of the blocks' products: fp8 is a contract of its own."""
+    work: dict[str, Any]
+    """What the step computes, whatever the layout: rows of other work are never compared."""
     micro_batch: int
     global_batch: int
     seconds: float
@@ -97,6 +99,8 @@ class Speed:
     mfu: float | None
     peak_gib: float
     loss: float
+    skipped: int = 0
+    """Timed steps whose update was skipped."""
     steps: list[float] = field(default_factory=list)
     phases: dict[str, float] = field(default_factory=dict)
     """Milliseconds of device time of one step by kind of work, `idle` between kernels included."""
@@ -132,14 +136,19 @@ def bench(
 
     out: file that gets one JSON line a row as soon as it is measured. against: such a file of another time.
     """
-    before = _read(against) if against is not None else {}
+    before = _read(against) if against is not None else []
     runtime = runs[0][1].runtime
     world, device, groups = connect(runtime.device, runtime.backend, runtime.timeout_minutes)
     for name, run in runs:
-        speed = measure(name, run, world.rank, world.size, device, groups, repeats=repeats, warmup=warmup, trace=trace)
+        if run.runtime.deterministic:
+            device.deterministic()
+        traced = None if trace is None else trace if len(runs) == 1 else f"{trace}.{name}"
+        speed = measure(name, run, world.rank, world.size, device, groups, repeats=repeats, warmup=warmup, trace=traced)
         if world.rank:
             continue
-        print(told(speed, before.get(name)), flush=True)
+        print(told(speed), flush=True)
+        if against is not None:
+            print(f"  {compared(speed, before, against)}", flush=True)
         if out is not None:
             with open(out, "a", encoding="utf-8") as file:
                 file.write(json.dumps(speed.fields()) + "\n")
@@ -147,27 +156,58 @@ def bench(
     return 0
 
 
-def _read(path: str) -> dict[str, float]:
-    """Row name -> tokens a second, of a file that `out` named; the last of a name counts."""
+def _read(path: str) -> list[Mapping[str, Any]]:
+    """The rows of a file that `out` named."""
     try:
         with open(path, encoding="utf-8") as file:
             rows = [json.loads(line) for line in file if line.strip()]
-        return {str(row["name"]): float(row["tokens_per_second"]) for row in rows}
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"--against {path}: is no file written by mega bench --json ({error})") from None
+        if all(isinstance(row["name"], str) and float(row["tokens_per_second"]) > 0 for row in rows):
+            return rows
+        error: Exception | str = "names must be words, speeds greater than 0"
+    except (OSError, ValueError, KeyError, TypeError) as problem:
+        error = problem
+    raise ValueError(f"--against {path}: is no file written by mega bench --json ({error})")
 
 
-def told(speed: Speed, before: float | None) -> str:
+def compared(speed: Speed, before: Sequence[Mapping[str, Any]], path: str) -> str:
+    """`speed` against the last row of `before` that has its name, if both are the same work.
+
+    >>> now = Speed("w1", 1, "CPU", "torch", "bf16", {"layers": 24}, 1, 1, 1.0, 0.0, 110.0, 1.0, None, 1.0, 1.0)
+    >>> compared(now, [{"name": "w1", "tokens_per_second": 100, "work": {"layers": 24}}], "old")
+    '+10.0% against old'
+    >>> compared(now, [{"name": "w1", "tokens_per_second": 100, "work": {"layers": 12}}], "old")
+    'not compared with old, whose row w1 is other work: layers 12, here 24'
+    """
+    row = next((row for row in reversed(before) if row["name"] == speed.name), None)
+    if row is None:
+        return f"not compared with {path}, which has no row {speed.name}"
+    then, now = row.get("work", {}), speed.work
+    unlike = [f"{name} {then.get(name)}, here {value}" for name, value in now.items() if then.get(name) != value]
+    if unlike:
+        return f"not compared with {path}, whose row {speed.name} is other work: {'; '.join(unlike)}"
+    return f"{100 * (speed.tokens_per_second / float(row['tokens_per_second']) - 1):+.1f}% against {path}"
+
+
+def _work(run: RunConfig, world: int) -> dict[str, Any]:
+    """Model, batch, precision and ranks: what two rows must have in common."""
+    batch, precision = run.batch, run.precision
+    options: dict[str, Any] = {**asdict(run.model), "seq_length": batch.seq_length, "global_batch": batch.global_batch}
+    options |= {name: getattr(precision, name) for name in ("dtype", "fp8", "grad_dtype", "masters")}
+    options |= {"optimizer": run.optimizer.optimizer, "world": world}
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in options.items()}
+
+
+def told(speed: Speed) -> str:
     """Two lines for a human. Idle is what the host, or another rank, costs: the device had nothing to do."""
     idle = 100 * speed.phases.get("idle", 0.0) / max(sum(speed.phases.values()), 1e-9)
     mfu = "n/a" if speed.mfu is None else f"{100 * speed.mfu:.1f}%"
-    change = "" if before is None else f"  {100 * (speed.tokens_per_second / before - 1):+.1f}% against before"
     per_rank = f" ({speed.tokens_per_second / speed.world:,.0f} a rank)" if speed.world > 1 else ""
+    skipped = f"; {speed.skipped} of the timed steps were skipped and updated nothing" if speed.skipped else ""
     return (
         f"{speed.name}: {speed.tokens_per_second:,.0f} tokens/s{per_rank}  {speed.tflops:.1f} TFLOP/s  MFU {mfu}  "
         f"{1e3 * speed.seconds:,.1f} ms a step, spread {100 * speed.spread:.1f}%  peak {speed.peak_gib:.1f} GiB  "
         f"{speed.world} x {speed.device}, ops {speed.ops}, {speed.products} products, micro batch {speed.micro_batch}"
-        f"{change}\n"
+        f"{skipped}\n"
         f"  ms by kind: {', '.join(f'{kind} {ms:,.1f}' for kind, ms in sorted(speed.phases.items()))}; idle {idle:.1f}%"
     )
 
@@ -187,7 +227,8 @@ def measure(
 ) -> Speed:
     """Speed of a resolved run. Every rank takes part and gets the row; rank 0 writes `trace`, a Chrome trace.
 
-    profiled: whether one more step is taken apart, which costs seconds.
+    warmup: steps before the timed ones; at least two where the second one records a graph. profiled: whether one more
+    step is taken apart, which costs seconds.
     """
     batch = run.batch
     assert batch.micro_batch and batch.global_batch and batch.seq_length
@@ -198,12 +239,14 @@ def measure(
         for number in range(microbatches(run, world))
     ]
     device.reset_memory_peak()
-    times, report = [], None
+    times, report, fine = [], None, []
+    warmup = max(warmup, 2) if run.runtime.cuda_graph else warmup
     for _ in range(warmup + repeats):
         begin = time.perf_counter()
         report = _step(state, batches)
         device.synchronize()
         times.append(time.perf_counter() - begin)
+        fine.append(report.fine)
     assert report is not None
     times = times[warmup:]
     # A step is as slow as its slowest rank.
@@ -221,6 +264,7 @@ def measure(
         device=device.name,
         ops=state.optimizer.ops.name,
         products="fp8" if run.precision.fp8 else run.precision.dtype,
+        work=_work(run, world),
         micro_batch=batch.micro_batch,
         global_batch=batch.global_batch,
         seconds=seconds,
@@ -230,6 +274,7 @@ def measure(
         mfu=None if device.peak_tflops is None else tflops / device.peak_tflops,
         peak_gib=peak / 2**30,
         loss=float(report.loss),
+        skipped=sum(not bool(one) for one in fine[warmup:]),
         steps=times,
         phases=phases,
     )
@@ -260,17 +305,20 @@ def random_batch(run: RunConfig, number: int, device: torch.device) -> DecoderBa
 
 def profile(state: TrainState, batches: Sequence[DecoderBatch], trace: str | None = None) -> dict[str, float]:
     """Milliseconds of one more step by kind of work; on a CPU the whole step is the rest."""
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    if not state.device.is_cuda:
-        begin = time.perf_counter()
+    activities, begin = [torch.profiler.ProfilerActivity.CPU], time.perf_counter()
+    if not state.device.is_cuda and trace is None:
         _step(state, batches)
         return {REST: 1e3 * (time.perf_counter() - begin)}
-    activities.append(torch.profiler.ProfilerActivity.CUDA)
+    if state.device.is_cuda:
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
     with torch.profiler.profile(activities=activities, acc_events=True) as profiler:
         _step(state, batches)
         state.device.synchronize()
+    seconds = time.perf_counter() - begin
     if trace is not None:
         profiler.export_chrome_trace(trace)
+    if not state.device.is_cuda:
+        return {REST: 1e3 * seconds}
     spans = [
         (event.time_range.start, event.time_range.end, event.name)
         for event in profiler.events() or []
