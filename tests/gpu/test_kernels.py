@@ -98,6 +98,12 @@ def test_activate(kind: str, bias: bool) -> None:
     compare(lambda *a: fast(*a, kind), lambda *a: activation.activate(*a, kind), inputs)
 
 
+def test_more_tokens_than_a_second_dimension_of_a_grid_holds() -> None:
+    """65,536 of them: 16 sequences of 4,096."""
+    fast = kernels()["activate"]
+    compare(lambda x: fast(x, None, "swiglu"), lambda x: activation.activate(x, None, "swiglu"), [random(65_539, 32)])
+
+
 @pytest.mark.parametrize(
     "heads_, kv_heads, width, turned", [(4, 4, 64, 0), (4, 2, 64, 64), (2, 2, 96, 96), (2, 1, 96, 24)]
 )

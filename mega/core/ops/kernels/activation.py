@@ -105,9 +105,16 @@ class _Activate(torch.autograd.Function):
 
 
 @triton.jit
+def _row_and_columns(width, BLOCK: tl.constexpr):
+    """Where this program works. All along one dimension of the grid: a second one ends at 65,535 rows."""
+    across = tl.cdiv(width, BLOCK)
+    number = tl.program_id(0)
+    return (number // across).to(tl.int64), number % across * BLOCK + tl.arange(0, BLOCK)
+
+
+@triton.jit
 def _gate_forward(x_at, y_at, width, BLOCK: tl.constexpr):
-    row = tl.program_id(1).to(tl.int64)
-    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    row, column = _row_and_columns(width, BLOCK)
     real = column < width
     gate = tl.load(x_at + row * 2 * width + column, real, 0.0).to(tl.float32)
     up = tl.load(x_at + row * 2 * width + width + column, real, 0.0).to(tl.float32)
@@ -117,8 +124,7 @@ def _gate_forward(x_at, y_at, width, BLOCK: tl.constexpr):
 
 @triton.jit
 def _gate_backward(x_at, grad_at, out_at, width, BLOCK: tl.constexpr):
-    row = tl.program_id(1).to(tl.int64)
-    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    row, column = _row_and_columns(width, BLOCK)
     real = column < width
     at = row * 2 * width + column
     gate = tl.load(x_at + at, real, 0.0).to(tl.float32)
@@ -138,7 +144,7 @@ class _Gate(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
         rows, width = x.shape[0], x.shape[1] // 2
         y = x.new_empty(rows, width)
-        _gate_forward[(triton.cdiv(width, BLOCK), rows)](x, y, width, BLOCK=BLOCK)
+        _gate_forward[(triton.cdiv(width, BLOCK) * rows,)](x, y, width, BLOCK=BLOCK)
         ctx.save_for_backward(x)
         return y
 
@@ -147,7 +153,7 @@ class _Gate(torch.autograd.Function):
         (x,) = ctx.saved_tensors
         rows, width = x.shape[0], x.shape[1] // 2
         out = torch.empty_like(x)
-        _gate_backward[(triton.cdiv(width, BLOCK), rows)](x, grad.contiguous(), out, width, BLOCK=BLOCK)
+        _gate_backward[(triton.cdiv(width, BLOCK) * rows,)](x, grad.contiguous(), out, width, BLOCK=BLOCK)
         return out
 
 
