@@ -24,6 +24,7 @@ from mega.core.estimate.weights import passing
 from mega.core.ops.fp8 import Cast, Fp8Products
 from mega.core.ops.products import Products
 from mega.core.parallel import collectives, peers
+from mega.core.parallel.context import cut
 from mega.core.parallel.gradients import Bucket, GradBuffer
 from mega.core.parallel.mesh import Axis, Mesh
 from mega.core.parallel.peers import Mapped
@@ -36,6 +37,8 @@ FEW = {"vocab": 8, "vocab_multiple": 8}
 OVERLAP = {"dtype": "bf16", "tp": 2, "sequence_parallel": True, "tp_overlap": True}
 FP8 = {"dtype": "bf16", "fp8": True, "ffn": 640, "vocab": 8, "vocab_multiple": 8}
 """With few words, lest all peaks be the loss's."""
+HEADS = {"cp": 2, "cp_comm": "all-to-all"}
+RING = {"cp": 2, "cp_comm": "ring"}
 FULL = {"recompute": "full", "recompute_method": "uniform", "recompute_layers": 1}
 BLOCK = {**FULL, "recompute_method": "block"}
 
@@ -81,6 +84,9 @@ CASES: dict[str, dict[str, Any]] = {
         "recompute": "selective",
         "dtype": "bf16",
     },
+    "relu2 again": {**QUIET, "activation": "relu2", "bias": False, "recompute": "selective"},
+    "relu2 again, bf16": {**QUIET, "activation": "relu2", "bias": False, "recompute": "selective", "dtype": "bf16"},
+    "relu2 again with bias": {**QUIET, "activation": "relu2", "recompute": "selective"},
     "few words": {**QUIET, "vocab": 8, "vocab_multiple": 8, "dtype": "bf16"},
     "llama, few words": {"family": "llama", "vocab": 8, "vocab_multiple": 8, "dtype": "bf16"},
     "fp32 residual": {**QUIET, "dtype": "bf16", "residual_fp32": True},
@@ -106,6 +112,24 @@ CASES: dict[str, dict[str, Any]] = {
     "overlap, llama": {**OVERLAP, **FEW, "family": "llama"},
     "overlap, llama again": {**OVERLAP, **FEW, "family": "llama", "recompute": "selective"},
     "overlap, tp 4": {**OVERLAP, **QUIET, **FEW, "tp": 4},
+    "documents": {"family": "llama", "dtype": "bf16", "reset_attention": True},
+    "documents with dropout": {"reset_attention": True},
+    "by heads": {**QUIET, **HEADS, "dtype": "bf16"},
+    "by heads, documents": {**HEADS, "family": "llama", "dtype": "bf16", "reset_attention": True},
+    "by heads, cp 4": {**HEADS, "cp": 4, "family": "llama", "dtype": "bf16", "micro_batch": 1},
+    "by heads, again": {**QUIET, **HEADS, "recompute": "selective", "dtype": "bf16"},
+    "by heads, again with dropout": {**HEADS, "recompute": "selective", "dtype": "bf16"},
+    "by heads, tp 2": {**QUIET, **HEADS, "tp": 2, "sequence_parallel": True, "dtype": "bf16"},
+    "by heads, grouped": {**HEADS, "family": "llama", "kv_heads": 2, "dtype": "bf16"},
+    "by heads with dropout, bf16": {**HEADS, "dtype": "bf16"},
+    "by heads, plain": {**QUIET, **HEADS, "ops": "reference", "dtype": "bf16"},
+    "ring": {**QUIET, **RING, "seq_length": 384, "dtype": "bf16"},
+    "ring, llama": {**RING, "family": "llama", "dtype": "bf16"},
+    "ring, grouped": {**RING, "family": "llama", "kv_heads": 2, "dtype": "bf16", "cp_comm": "auto", "cp": 4},
+    "ring with dropout": {**RING, "dtype": "bf16"},
+    "ring with dropout, documents": {**RING, "cp": 4, "reset_attention": True},
+    "ring, again": {**QUIET, **RING, "seq_length": 384, "recompute": "selective", "dtype": "bf16"},
+    "ring, plain": {**QUIET, **RING, "ops": "reference"},
     "pp 2": {**QUIET, "pp": 2},
     "pp 2 bf16": {**QUIET, "pp": 2, "dtype": "bf16"},
     "llama pp 2, tp 2": {"family": "llama", "pp": 2, "tp": 2, "dtype": "bf16"},
@@ -220,6 +244,9 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(collectives, "_gather_into", gather)
     monkeypatch.setattr(collectives, "_scatter_sum", gather)
     monkeypatch.setattr(collectives.dist, "all_reduce", nothing)
+    monkeypatch.setattr(collectives.dist, "all_to_all_single", nothing)
+    monkeypatch.setattr(collectives.dist, "P2POp", nothing)
+    monkeypatch.setattr(collectives.dist, "batch_isend_irecv", lambda _: [])
 
 
 def batch_of(run: RunConfig) -> DecoderBatch:
@@ -227,7 +254,8 @@ def batch_of(run: RunConfig) -> DecoderBatch:
     assert rows and length and run.model.vocab
     tokens = torch.randint(run.model.vocab, (rows, length))
     positions = torch.arange(length).expand(rows, length).contiguous()
-    return DecoderBatch(tokens, tokens, torch.ones(rows, length), positions, torch.arange(rows))
+    documents = torch.zeros(rows, length, dtype=torch.int64) if run.data.reset_attention else None
+    return DecoderBatch(tokens, tokens, torch.ones(rows, length), positions, torch.arange(rows), documents)
 
 
 class Coming:
@@ -251,7 +279,8 @@ class Coming:
 def measured(run: RunConfig, stage: int, dp: int = 1) -> tuple[int, int, int]:
     """Bytes held after the forward, and peaks of forward and backward, of one rank of a stage."""
     parallel = run.parallel
-    mesh = Mesh.at(stage * parallel.tp * dp + parallel.tp - 1, tp=parallel.tp, pp=parallel.pp, dp=dp)
+    cells = parallel.tp * parallel.cp
+    mesh = Mesh.at(stage * cells * dp + cells - 1, tp=parallel.tp, cp=parallel.cp, pp=parallel.pp, dp=dp)
     if parallel.tp_overlap:
         mesh.tp = replace(mesh.tp, group=object())  # type: ignore[arg-type]
     (chunk,) = build_stages(run, mesh, torch.device("cpu"))
@@ -265,7 +294,7 @@ def measured(run: RunConfig, stage: int, dp: int = 1) -> tuple[int, int, int]:
         zero=parallel.zero,
         bucket_size=parallel.bucket_size,
     )
-    batch = batch_of(run)
+    batch = cut(batch_of(run), mesh.cp)
     live = Live()
     for bucket in grads.buckets:
         live.know(bucket.weights, bucket.own_weights, bucket.own_grads, *([] if parallel.zero > 1 else [bucket.grads]))
@@ -276,7 +305,7 @@ def measured(run: RunConfig, stage: int, dp: int = 1) -> tuple[int, int, int]:
     grads.start()
     grads.final(True)
     with live:
-        ((shape, dtype),) = chunk.cargo(run.batch.micro_batch, run.batch.seq_length)
+        ((shape, dtype),) = chunk.cargo(run.batch.micro_batch, run.batch.seq_length // parallel.cp)
         cargo = () if mesh.pp.first else (torch.zeros(shape, dtype=dtype, requires_grad=True),)
         out = chunk(batch, *cargo)
         tensor = out.total if mesh.pp.last else out[0]
@@ -290,7 +319,7 @@ def measured(run: RunConfig, stage: int, dp: int = 1) -> tuple[int, int, int]:
 
 def run_of(flags: dict[str, Any], dp: int = 1) -> RunConfig:
     typed = {**SHAPE, **flags}
-    return resolve(compose(flags=typed), typed.get("tp", 1) * typed.get("pp", 1) * dp)
+    return resolve(compose(flags=typed), typed.get("tp", 1) * typed.get("pp", 1) * typed.get("cp", 1) * dp)
 
 
 @pytest.mark.parametrize("name", CASES)

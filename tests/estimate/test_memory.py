@@ -90,6 +90,9 @@ def test_a_checkpoint_holds_weights_masters_and_moments_without_padding() -> Non
     assert found.checkpoint == found.parameters * (2 + 4 + 4 + 4)
     bare = run_of(1, tied=False, save_optim=False)
     assert estimate.checkpoint_bytes(bare) == found.parameters * 2
+    for dtype, offload, size in (("bf16", False, 10), ("bf16", True, 14), ("fp32", True, 12)):
+        apart = run_of(1, tied=False, dtype=dtype, masters=dtype != "bf16", optimizer_offload=offload)
+        assert estimate.checkpoint_bytes(apart) == found.parameters * size
 
 
 @pytest.mark.parametrize(("fp8", "peak"), [(False, 136.5), (True, 136.7)])

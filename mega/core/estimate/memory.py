@@ -168,7 +168,8 @@ def communicators(run: RunConfig, dp: int) -> int:
 def checkpoint_bytes(run: RunConfig) -> int:
     """Bytes of tensors in one checkpoint: weights, and masters and moments where they are saved."""
     weight, high = BYTES[run.precision.dtype], wide(run.precision.dtype)
-    masters = high if high != weight and run.precision.masters else 0
+    apart = run.optimizer.optimizer_offload  # the host then updates masters of its own
+    masters = high if high != weight and (apart or run.precision.masters) else 0
     moments = {"adam": 2, "lamb": 2, "sgd": int(run.optimizer.sgd_momentum > 0), "adafactor": 0}
     state = masters + moments[run.optimizer.optimizer] * high
     return parameters(run.model) * (weight + (state if run.checkpoint.save_optim else 0))

@@ -70,6 +70,8 @@ class Sizes:
         self.own = self.tokens // tp if self.seq else self.tokens
         self.hidden = model.hidden
         self.heads = model.heads // tp
+        self.cp, kv_heads = parallel.cp, model.kv_heads // tp
+        self.ring = self.cp > 1 and (parallel.cp_comm == "ring" or self.heads % self.cp > 0 or kv_heads % self.cp > 0)
         self.q = self.heads * model.head_dim
         self.kv = model.kv_heads // tp * model.head_dim
         self.ffn = model.ffn // tp
@@ -100,6 +102,11 @@ class Sizes:
     def turns_in_place(self) -> bool:
         """Kernels turn query and key inside the fused product, unless norms stand between."""
         return self.kernels and not self.model.qk_norm
+
+    @property
+    def scores(self) -> int:
+        """Weights of all queries and keys, of the heads that a context rank has while it has all columns."""
+        return self.rows * self.heads // self.cp * self.whole**2
 
     @property
     def whole_input(self) -> int:
@@ -283,7 +290,9 @@ def _activation(z: Sizes) -> Op:
         return Op(z.model.activation, reads, z.stream + n, z.residual + reads + n)
     kept, forward, backward = {"swiglu": (3, 1, 5), "relu2": (1, 2, 3)}.get(z.model.activation, (1, 1, 2))
     biased = _unbiased(z)
-    original = biased if z.again else 0
+    # What it is computed from once more; without a bias relu2 alone keeps something else for itself.
+    read = n if z.model.activation == "relu2" and not z.model.bias else biased
+    original = read if z.again else 0
     return Op(
         z.model.activation,
         kept * n + original,
@@ -300,18 +309,38 @@ def _unbiased(z: Sizes) -> int:
 
 def _attention(z: Sizes) -> Iterator[Op]:
     """Keeps query, key, value, the result (which the next product keeps too), and what its backward needs."""
+    if z.ring:
+        yield _ring(z)
+        return
+    fused = z.e * z.tokens * (z.q + 2 * z.kv)
+    moved = (z.model.position == "rope" and not z.turns_in_place) or z.model.qk_norm
+    if z.cp == 1:
+        yield from _whole_attention(z, moved)
+        return
+    # All columns of a share of the heads, dealt out anew: as many bytes, in one piece, and what they were made of.
+    made = 2 * fused + (z.e * z.tokens * (z.q + z.kv) if moved else 0)
+    for op in _whole_attention(z, moved=False):
+        mixed = 0 if z.plain else z.e * z.tokens * z.q  # a kernel keeps its result, which the way back copies
+        dealing = z.stream + (5 if z.rows > 1 else 4) * fused - op.saved
+        undoing = z.residual + 2 * mixed + 4 * fused
+        yield Op(op.name, op.saved + mixed, max(made + op.forward, dealing), max(op.backward, undoing))
+
+
+def _whole_attention(z: Sizes, moved: bool) -> Iterator[Op]:
+    """Of all columns; moved: query and key are no longer views of the fused product."""
     model = z.model
     e, tokens, groups = z.e, z.tokens, z.q // z.kv
     fused = e * tokens * (z.q + 2 * z.kv)
-    moved = (model.position == "rope" and not z.turns_in_place) or model.qk_norm
     mixed = e * tokens * z.q
     if not z.plain:
         # value is a view of the fused product, which lives as long; query and key are too, unless they moved on
         copies = e * tokens * (z.q + z.kv) if moved else 0
         wide_query = 4 * tokens * z.q if z.kernels else 0
         sums = z.w * tokens * z.heads
-        mask = z.rows * z.length**2 * (1 + e) if z.documents else 0
-        yield Op("attention", fused + copies + sums + mask, z.stream, z.residual + 2 * mixed + fused + wide_query)
+        # Kernels take the documents' mask as numbers to add; as truth values it is there beside them.
+        mask = z.rows * z.whole**2 if z.documents else 0
+        saved, backward = fused + copies + sums + e * mask, z.residual + 2 * mixed + fused + wide_query
+        yield Op("attention", saved, z.stream + mask, backward)
         return
     if groups > 1:
         alone = z.rows > 1 or moved
@@ -320,10 +349,10 @@ def _attention(z: Sizes) -> Iterator[Op]:
         kept = fused
     else:
         kept = fused + (e * tokens * (z.q + z.kv) if moved else 0)
-    scores = z.rows * z.heads * z.length**2
+    scores = z.scores
     drops = bool(model.attention_dropout)
     rounded = (e if z.cast else 0) * scores
-    weights = z.w * scores + z.length**2 * (z.rows if z.documents else 1)
+    weights = z.w * scores + z.whole**2 * (z.rows if z.documents else 1)
     weights += (1 + e) * scores if drops else rounded
     # The gradient of the softmax beside what it is of; the weights that met the values are gone by then.
     backward = z.residual + 2 * mixed + (2 * z.w - (e if drops or z.cast else 0)) * scores
@@ -341,7 +370,7 @@ def _attention_again(z: Sizes, fused: int, moved: bool, weights: int, backward: 
     weights, backward: what the weights take, and what lives beside them in their backward; both live while it runs.
     """
     e, mixed = z.e, z.e * z.tokens * z.q
-    scores, mask = z.rows * z.heads * z.length**2, z.length**2
+    scores, mask = z.scores, z.whole**2
     repeated = 2 * mixed if z.q > z.kv else 0
     copies = repeated + mixed if repeated else fused
     copies = copies if z.rows > 1 else repeated
@@ -349,7 +378,29 @@ def _attention_again(z: Sizes, fused: int, moved: bool, weights: int, backward: 
     forward, again = (2 * z.w + rounded) * scores + mixed + mask, weights + backward
     saved = fused + (e * z.tokens * (z.q + z.kv) if moved else 0)
     if z.model.attention_dropout:
-        saved += 8 * (z.tokens + z.heads)
+        saved += 8 * (z.tokens * z.cp + z.heads // z.cp + (z.whole if z.cp > 1 else 0))
         forward = max(forward, (HASH + z.w + e) * scores)
         again = max(again, (HASH + 2 * z.w + (rounded or 1)) * scores + mask)
     return Op("attention", saved, z.stream + repeated + mask + forward, copies + again)
+
+
+def _ring(z: Sizes) -> Op:
+    """Parts by the keys of one rank after the other (parallel/context.py): keeps query, key, value, the result and its
+    log-sum-exp, and of a dropout what says which weights are dropped."""
+    e, w, tokens = z.e, z.w, z.tokens
+    fused, mixed, sums = e * tokens * (z.q + 2 * z.kv), e * tokens * z.q, w * tokens * z.heads
+    travelling = 2 * e * tokens * 2 * z.kv
+    moved = (z.model.position == "rope" and not z.turns_in_place) or z.model.qk_norm
+    saved = fused + sums + (e * tokens * (z.q + z.kv) if moved else 0)
+    if z.model.attention_dropout:
+        saved += 8 * (tokens + z.heads)
+    forward = z.stream + travelling + 2 * w * tokens * z.q
+    backward = z.residual + travelling + w * tokens * (z.q + 4 * z.kv) + 2 * mixed + fused
+    if z.kernels and not z.plain and not z.documents:
+        return Op("attention", saved, forward, backward)
+    # The plain form; its result lies by heads, so that the next product keeps a copy.
+    scores = z.rows * z.heads * z.length**2
+    each = HASH + e - 2 * w if z.model.attention_dropout else 0
+    rounded = e if z.cast and not each else 0
+    forward, backward = forward + (3 * w + each) * scores, backward + (4 * w + each + rounded) * scores
+    return Op("attention", saved + mixed, forward, backward)
