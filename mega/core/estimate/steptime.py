@@ -21,7 +21,7 @@ from mega.core.config.run import RunConfig, updated
 from mega.core.estimate.flops import model_flops_per_token
 from mega.core.estimate.hardware import Hardware
 from mega.core.estimate.operators import Sizes
-from mega.core.estimate.weights import BYTES, Chunk, stage_chunks, stage_weights, wide
+from mega.core.estimate.weights import BYTES, Chunk, Weights, stage_chunks, stage_weights, wide
 from mega.core.plan import Costs, plan, simulate
 
 RULES = {"sgd": 5.5, "lamb": 29.0, "adafactor": 23.0}
@@ -98,23 +98,22 @@ def step_time(
     chunks = [passes[stage[number]] for number in range(parallel.chunks) for stage in stages]
     hop = times.hop(parallel.tp * parallel.cp * dp)
     pipeline, busy = pipeline_time(run, chunks, count, hop, overlap) if play else _bound(run, chunks, count)
-    reduction = times.reduction(dp)
+    # Every stage has its own; all of them wait for the norm of all, and for the slowest update.
+    held = {stage: stage_weights(run, dp, stage) for stage in set(stages)}
+    sums = [times.reduction(dp, held[stage]) for stage in stages]
+    reduction = max(sums)
     if parallel.zero >= 2:
-        reduction = count * times.sharing(dp, chunks[0])
-    elif overlap:
-        last = max(sum(chunk.backward + chunk.weight for chunk in chunks[r :: parallel.pp]) for r in range(parallel.pp))
-        reduction = exposed(reduction, last)
+        reduction = count * times.sharing(dp, held[stages[0]], chunks[0])
+    elif overlap and parallel.overlap_grad_reduce:
+        beside = [sum(chunk.backward + chunk.weight for chunk in chunks[r :: parallel.pp]) for r in range(parallel.pp)]
+        reduction = max(exposed(summed, backward) for summed, backward in zip(sums, beside, strict=True))
     if run.runtime.cuda_graph and dp * parallel.cp > 1:
         if unrecorded(dp * parallel.cp, count):
             late = _Times(updated(run, {"cuda_graph": False}), on, core_again, overlap).chunk(stages[0][0])
             pipeline += late.all - chunks[0].all
         else:
-            reduction = times.reduction(dp)
-    held = stage_weights(run, dp, stages[0])
-    shares = dp * parallel.cp if parallel.zero else 1
-    update = update_bytes(run) * held.parameters / shares / (on.bandwidth * 1e12 * on.elementwise)
-    if shares > 1 and parallel.zero < 3:
-        update += times.collective(held.weights, dp * parallel.cp, parallel.tp)
+            reduction = max(sums)
+    update = max(times.update(dp, own) for own in held.values())
     seconds = pipeline + reduction + update
     flops = model_flops_per_token(run.model, run.batch.seq_length) * run.batch.seq_length * run.batch.global_batch
     rate = flops / seconds / world / 1e12
@@ -256,28 +255,40 @@ class _Times:
 
     # -- gradients and weights over the data ranks
 
-    def reduction(self, dp: int) -> float:
-        """Summing gradients over the data ranks, if nothing hides it."""
+    def reduction(self, dp: int, held: Weights) -> float:
+        """Summing a stage's gradients over the data ranks, if nothing hides it."""
         parallel = self.run.parallel
         assert self.run.precision.grad_dtype
-        size = stage_weights(self.run, dp, stage_chunks(self.run)[0]).parameters * BYTES[self.run.precision.grad_dtype]
+        size = held.parameters * BYTES[self.run.precision.grad_dtype]
         return self.collective(size, dp * parallel.cp, parallel.tp) * (1 if parallel.zero else 2)
 
-    def sharing(self, dp: int, chunk: Pass) -> float:
+    def sharing(self, dp: int, held: Weights, chunk: Pass) -> float:
         """What ZeRO 2 and 3 add to every microbatch: buckets made, summed and added up; weights gathered twice.
 
-        Under ZeRO 3 all of it waits: a gathering stands behind the sums in the same queue.
+        Under ZeRO 3 all of it waits: a gathering stands behind the sums in the same queue. Under ZeRO 2 a bucket leaves
+        as soon as it is complete, whatever --overlap-grad-reduce says.
         """
         run, ranks = self.run, dp * self.run.parallel.cp
         assert run.precision.grad_dtype
-        parameters = stage_weights(run, dp, stage_chunks(run)[0]).parameters
-        grads, weights = parameters * BYTES[run.precision.grad_dtype], parameters * self.z.e
+        grads, weights = held.parameters * BYTES[run.precision.grad_dtype], held.parameters * self.z.e
         summed = self.collective(grads, ranks, run.parallel.tp)
         made = self.pointwise(grads + 3 * grads / ranks)
         if run.parallel.zero < 3:
             return made + exposed(summed, chunk.backward + chunk.weight)
         gathered = self.collective(weights, ranks, run.parallel.tp) + self.pointwise(2 * weights)
         return made + summed + 2 * gathered
+
+    def update(self, dp: int, held: Weights) -> float:
+        """The update of a stage's rank, and under ZeRO 1 and 2 the updated weights on their way to all.
+
+        They are taken to wait under --overlap-param-gather, too: what the next forward pass hides is not counted.
+        """
+        run, on, parallel = self.run, self.on, self.run.parallel
+        shares = dp * parallel.cp if parallel.zero else 1
+        seconds = update_bytes(run) * held.parameters / shares / (on.bandwidth * 1e12 * on.elementwise)
+        if shares > 1 and parallel.zero < 3:
+            seconds += self.collective(held.weights, shares, parallel.tp)
+        return seconds
 
     # -- parts
 
