@@ -233,13 +233,17 @@ class _Times:
         rate = min(on.inside, on.outside * cards)
         return (ranks - 1) / ranks * size / (rate * 1e9) + on.latency_outside * 1e-6 * ranks
 
-    def hop(self, distance: int) -> float:
-        """One piece of cargo to the next stage, whose ranks are `distance` away."""
-        outside = distance * self.run.parallel.pp > self.on.node
+    def handed(self, size: float, ranks: int, stride: int) -> float:
+        """`size` bytes from each of ranks that lie `stride` apart to the next, all at once: the slowest pair counts."""
+        outside = stride * ranks > self.on.node
         rate = self.on.outside if outside else self.on.peer
         delay = self.on.latency_outside if outside else self.on.latency
+        return size / (rate * 1e9) + delay * 1e-6
+
+    def hop(self, distance: int) -> float:
+        """One piece of cargo to the next stage, whose ranks are `distance` away."""
         # Every tensor rank holds the same where the sequence is whole; then each sends its part of it.
-        return self.z.residual / (1 if self.z.seq else self.z.tp) / (rate * 1e9) + delay * 1e-6
+        return self.handed(self.z.residual / (1 if self.z.seq else self.z.tp), self.run.parallel.pp, distance)
 
     def dropped(self, elements: int) -> Pass:
         """Dropout of so many elements; others draw the mask in the kernel that applies it."""
@@ -429,8 +433,7 @@ class _Times:
             swap = self.collective(dealt, size, parallel.tp) + self.collective(z.e * mixed, size, parallel.tp)
             laid = self.pointwise(8 * dealt + 6 * z.e * mixed)
             return Pass(forward + swap + laid, backward + swap + laid, 0.0)
-        hand = z.e * both / (self.on.peer * 1e9) + self.on.latency * 1e-6
-        wide = z.w * both / (self.on.peer * 1e9) + self.on.latency * 1e-6
+        hand, wide = (self.handed(width * both, size, parallel.tp) for width in (z.e, z.w))
         ahead = (size - 1) * max(0.0, hand - forward / size)
         back = (size - 1) * max(0.0, hand + wide - backward / size) + wide
         merged = (size - 1) * 26 * mixed * 0.75 + 6 * mixed
