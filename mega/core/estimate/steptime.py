@@ -24,9 +24,10 @@ from mega.core.estimate.operators import Sizes
 from mega.core.estimate.weights import BYTES, Chunk, Weights, stage_chunks, stage_weights, wide
 from mega.core.plan import Costs, plan, simulate
 
-RULES = {"sgd": 5.5, "lamb": 29.0, "adafactor": 23.0}
+RULES = {"adam": 7.0, "sgd": 5.5, "lamb": 29.0, "adafactor": 23.0}
 """Wide numbers per parameter that an update in torch's own steps moves, besides masters and gradients on their way;
-of pass after pass, as measured (tests/gpu/updates.py). AdamW's is one pass of a kernel."""
+of pass after pass, as measured (tests/gpu/updates.py). AdamW's are of torch's one pass on a host; on a device it is one
+pass of a kernel."""
 
 MOMENTUM = 4.5
 """The same for the velocities of SGD."""
@@ -131,6 +132,8 @@ def step_time(
 def update_bytes(run: RunConfig) -> float:
     """Bytes per parameter that zeroing gradients, their norm and the update by the run's rule move on a device.
 
+    Of an update on the host the first two are left.
+
     >>> from mega.core.config.resolve import resolve
     >>> from mega.core.config.compose import compose
     >>> rules = ({}, {"masters": False}, {"optimizer": "sgd", "sgd_momentum": 0.0}, {"optimizer": "adafactor"})
@@ -140,12 +143,28 @@ def update_bytes(run: RunConfig) -> float:
     precision, options = run.precision, run.optimizer
     assert precision.grad_dtype
     grad, weight, high = BYTES[precision.grad_dtype], BYTES[precision.dtype], wide(precision.dtype)
+    if options.optimizer_offload:
+        return 2 * grad
     apart = precision.masters and weight != high
     if options.optimizer == "adam":
         return 3 * grad + 4 * high + (2 * high + weight if apart else 2 * weight)
-    # Zeroed, read for the norm and scaled; a master made where none is kept; the weight written from it.
-    moved = 2 * grad + 2 * high + (grad + high if grad != high else 0)
-    moved += (0 if apart or weight == high else weight + high) + (high + weight if weight != high else 0)
+    # A master is made where none is kept.
+    return 2 * grad + (0 if apart or weight == high else weight + high) + stepwise_bytes(run)
+
+
+def stepwise_bytes(run: RunConfig) -> float:
+    """Bytes per parameter that the update in torch's own steps moves in the memory where masters lie.
+
+    >>> from mega.core.config.resolve import resolve
+    >>> from mega.core.config.compose import compose
+    >>> [stepwise_bytes(resolve(compose("gpt2-345m", flags={"dtype": dtype}), 1)) for dtype in ("bf16", "fp32")]
+    [42.0, 36.0]
+    """
+    precision, options = run.precision, run.optimizer
+    assert precision.grad_dtype
+    grad, weight, high = BYTES[precision.grad_dtype], BYTES[precision.dtype], wide(precision.dtype)
+    # The gradient is widened and scaled, the weight written from the master.
+    moved = (grad + high if grad != high else 0) + 2 * high + (high + weight if weight != high else 0)
     momentum = MOMENTUM if options.optimizer == "sgd" and options.sgd_momentum else 0.0
     return moved + (RULES[options.optimizer] + momentum) * high
 
@@ -289,10 +308,23 @@ class _Times:
         """
         run, on, parallel = self.run, self.on, self.run.parallel
         shares = dp * parallel.cp if parallel.zero else 1
-        seconds = update_bytes(run) * held.parameters / shares / (on.bandwidth * 1e12 * on.elementwise)
+        own = held.parameters / shares
+        seconds = update_bytes(run) * own / (self.bytes * on.elementwise)
+        if run.optimizer.optimizer_offload:
+            seconds += self.offloaded(own, min(dp * parallel.cp * parallel.tp * parallel.pp, on.node))
         if shares > 1 and parallel.zero < 3:
             seconds += self.collective(held.weights, shares, parallel.tp)
         return seconds
+
+    def offloaded(self, parameters: float, mates: int) -> float:
+        """An update on the host, whose memory `mates` ranks share: one bucket after the other, and nothing beside it.
+
+        Gradients go there as they are summed and are widened there; weights are narrowed there and come back.
+        """
+        precision = self.run.precision
+        assert precision.grad_dtype
+        travels = (BYTES[precision.grad_dtype] + self.z.e) / self.on.link
+        return parameters * (travels + stepwise_bytes(self.run) * mates / self.on.host_memory) / 1e9
 
     # -- parts
 
