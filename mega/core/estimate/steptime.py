@@ -95,9 +95,7 @@ def step_time(
     assert run.model.layers and run.batch.seq_length and run.batch.global_batch and parallel.schedule
     times = _Times(run, on, core_again, overlap)
     stages = stage_chunks(run)
-    passes = {chunk: times.chunk(chunk) for chunk in set(chain(*stages))}
-    chunks = [passes[stage[number]] for number in range(parallel.chunks) for stage in stages]
-    hop = times.hop(parallel.tp * parallel.cp * dp)
+    chunks, hop = times.pipeline(), times.hop(parallel.tp * parallel.cp * dp)
     pipeline, busy = pipeline_time(run, chunks, count, hop, overlap) if play else _bound(run, chunks, count)
     # Every stage has its own; all of them wait for the norm of all, and for the slowest update.
     held = {stage: stage_weights(run, dp, stage) for stage in set(stages)}
@@ -127,6 +125,12 @@ def step_time(
         tflops=rate,
         mfu=rate / on.peak[run.precision.dtype],
     )
+
+
+def plan_costs(run: RunConfig, world: int, on: Hardware) -> Costs:
+    """Seconds of what the pipeline's plan consists of, as `step_time` plays it."""
+    times, parallel = _Times(run, on, core_again=False, ours=True), run.parallel
+    return _costs(times.pipeline(), times.hop(parallel.tp * parallel.cp * data_parallel(run, world)), overlap=True)
 
 
 def update_bytes(run: RunConfig) -> float:
@@ -185,13 +189,7 @@ def pipeline_time(run: RunConfig, chunks: Sequence[Pass], count: int, hop: float
         return busy, busy
     kind = parallel.schedule
     assert kind is not None
-    waits = 0.0 if overlap else hop
-    costs = Costs(
-        [chunk.forward + waits for chunk in chunks],
-        [chunk.backward + waits for chunk in chunks],
-        [chunk.weight for chunk in chunks],
-        0.0 if waits else hop,
-    )
+    costs = _costs(chunks, hop, overlap)
     # 1F1B is in its steady state after pp microbatches, an interleaved plan after two rounds of pp.
     short = 2 * parallel.pp + count % parallel.pp
     longer = short + parallel.pp
@@ -200,6 +198,17 @@ def pipeline_time(run: RunConfig, chunks: Sequence[Pass], count: int, hop: float
     first = simulate(plan(kind, parallel.pp, parallel.chunks, short), costs).makespan
     second = simulate(plan(kind, parallel.pp, parallel.chunks, longer), costs).makespan
     return second + (second - first) * (count - longer) / parallel.pp, busy
+
+
+def _costs(chunks: Sequence[Pass], hop: float, overlap: bool) -> Costs:
+    """Without overlap a rank computes nothing while its cargo is on the way."""
+    waits = 0.0 if overlap else hop
+    return Costs(
+        [chunk.forward + waits for chunk in chunks],
+        [chunk.backward + waits for chunk in chunks],
+        [chunk.weight for chunk in chunks],
+        0.0 if waits else hop,
+    )
 
 
 def _bound(run: RunConfig, chunks: Sequence[Pass], count: int) -> tuple[float, float]:
@@ -327,6 +336,12 @@ class _Times:
         return parameters * (travels + stepwise_bytes(self.run) * mates / self.on.host_memory) / 1e9
 
     # -- parts
+
+    def pipeline(self) -> list[Pass]:
+        """One microbatch through every stage, one chunk of them after the other."""
+        stages = stage_chunks(self.run)
+        passes = {chunk: self.chunk(chunk) for chunk in set(chain(*stages))}
+        return [passes[stage[number]] for number in range(self.run.parallel.chunks) for stage in stages]
 
     def chunk(self, chunk: Chunk) -> Pass:
         total = self.blocks(chunk.blocks)
