@@ -71,7 +71,7 @@ def run(
 
         picture.draw(answer.memory, show.layout(answer.run, answer.world), draw)
     if draw_schedule is not None:
-        _draw_schedule(answer.run, answer.world, draw_schedule)
+        _draw_schedule(answer.run, answer.world, answer.device, draw_schedule)
     if as_json:
         import json
 
@@ -204,14 +204,17 @@ def planned(run: RunConfig) -> tuple[RunConfig, int]:
     return complete(run, world)[0], world
 
 
-def _draw_schedule(run: RunConfig, world: int, path: Path) -> None:
+def _draw_schedule(run: RunConfig, world: int, device: Hardware | None, path: Path) -> None:
+    """With a device, as the step is timed on it; else every act takes equally long."""
     from mega.core.config.resolve import microbatches
+    from mega.core.estimate.steptime import plan_costs
     from mega.core.plan import plan, simulate
     from mega.core.plan.draw import draw, draw_text
 
     parallel = run.parallel
     assert parallel.schedule is not None
-    playing = simulate(plan(parallel.schedule, parallel.pp, parallel.chunks, microbatches(run, world)))
+    costs = None if device is None else plan_costs(run, world, device)
+    playing = simulate(plan(parallel.schedule, parallel.pp, parallel.chunks, microbatches(run, world)), costs)
     if str(path) == "-":
         print(draw_text(playing))
     else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from mega.cli import main
 from mega.core.config.compose import compose
 from mega.core.config.resolve import resolve
 from mega.core.config.run import RunConfig
@@ -16,7 +18,8 @@ from mega.core.estimate import operators
 from mega.core.estimate.flops import published_flops, recomputed_flops
 from mega.core.estimate.hardware import Hardware, hardware
 from mega.core.estimate.memory import memory
-from mega.core.estimate.steptime import Pass, pipeline_time, step_time
+from mega.core.estimate.steptime import Pass, StepTime, pipeline_time, step_time
+from mega.core.estimate.weights import stage_chunks, stage_weights
 from mega.core.plan import Costs, plan, simulate
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -132,6 +135,99 @@ def test_a_bubble_is_the_plans() -> None:
     run = small(4, pp=4, global_batch=16, hidden=8192, vocab=64, vocab_multiple=1)
     equal = simulate(plan("1f1b", 4, 1, 16), Costs()).bubble
     assert step_time(run, 4, hardware("h200")).bubble == pytest.approx(equal, abs=0.01)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_stage_with_most_to_sum_and_to_update_counts(tied: bool) -> None:
+    """Wherever it is. A tied embedding lies on the last stage too; without one the ends mirror each other."""
+    on = hardware("h100")
+
+    def step(*layers: int) -> StepTime:
+        return step_time(small(16, pp=2, global_batch=8, tied=tied, stage_layers=layers), 16, on)
+
+    first, last, even = step(23, 1), step(1, 23), step(12, 12)
+    for part in ("reduction", "update"):
+        # The ends differ by positions and a norm, far less than a block.
+        assert getattr(last, part) == pytest.approx(getattr(first, part), rel=0.01)
+        assert getattr(last, part) > 1.3 * getattr(even, part)
+
+
+def test_a_sum_that_nothing_hides_is_whole() -> None:
+    on = hardware("h200")
+
+    def step(**flags: Any) -> StepTime:
+        return step_time(small(8, **{"global_batch": 64, **flags}), 8, on)
+
+    beside, behind = step(), step(overlap_grad_reduce=False)
+    assert behind.reduction == pytest.approx(10 * beside.reduction)
+    assert behind.seconds - beside.seconds == pytest.approx(behind.reduction - beside.reduction)
+    # Nothing left to hide; buckets that leave with every microbatch do so anyway; the weights' way is always counted.
+    assert step(overlap_grad_reduce=False, cuda_graph=True, global_batch=8) == step(cuda_graph=True, global_batch=8)
+    assert step(overlap_grad_reduce=False, zero=2) == step(zero=2)
+    assert step(overlap_param_gather=False, zero=1) == step(zero=1)
+
+
+def test_a_ring_between_hosts_is_as_fast_as_their_network() -> None:
+    on = hardware("h200")
+    run = small(8, tp=2, cp=4, cp_comm="ring", global_batch=1, seq_length=32768, cuda_graph=True)
+
+    def pipeline(run: RunConfig, **cluster: float) -> float:
+        return step_time(run, 8, replace(on, **cluster)).pipeline
+
+    slow = {"outside": on.outside / 4}
+    assert pipeline(run) == pipeline(run, **slow) < pipeline(run, node=4) < pipeline(run, node=4, **slow)
+    # A network like the links within a host, and the ring is one.
+    assert pipeline(run, node=4, outside=on.peer, latency_outside=on.latency) == pipeline(run)
+
+
+@pytest.mark.parametrize(
+    ("flags", "device", "there", "back", "host"),
+    [
+        ({}, 2 * 4, 4, 2, 8 + 28 + 6),
+        ({"grad_dtype": "bf16"}, 2 * 2, 2, 2, 6 + 8 + 28 + 6),
+        ({"dtype": "fp32"}, 2 * 4, 4, 4, 8 + 28),
+        ({"optimizer": "sgd", "sgd_momentum": 0.0}, 2 * 4, 4, 2, 8 + 22 + 6),
+    ],
+)
+def test_an_offloaded_update_is_its_way_and_the_hosts_work(
+    flags: dict[str, Any], device: int, there: int, back: int, host: int
+) -> None:
+    """Bytes a parameter. On the device: zeroed and read for the norm. On the host: widened, scaled, the rule, narrowed.
+
+    Ranks of a host share its memory; each has a link of its own. Under ZeRO 1 each updates its share.
+    """
+    on = hardware("h100")
+
+    def update(world: int, **more: Any) -> float:
+        run = small(world, global_batch=world, optimizer_offload=True, **flags, **more)
+        return step_time(run, world, on).update
+
+    run = small(1, global_batch=1, **flags)
+    parameters = stage_weights(run, 1, stage_chunks(run)[0]).parameters
+    local = parameters * (device / (on.bandwidth * on.elementwise * 1e3) + (there + back) / on.link) / 1e9
+    shared = parameters * host / on.host_memory / 1e9
+    assert update(1) == pytest.approx(local + shared)
+    assert update(1) > 10 * step_time(run, 1, on).update
+    assert update(16) == pytest.approx(local + 8 * shared), "8 ranks of each of two hosts"
+    whole, share = (step_time(small(8, global_batch=8, zero=zero, **flags), 8, on).update for zero in (0, 1))
+    gathered = share - whole / 8
+    assert update(8, zero=1) == pytest.approx(local / 8 + shared + gathered)
+
+
+@pytest.mark.parametrize("layout", ["--pp 4", "--pp 2 --chunks 2", "--pp 4 --schedule zb-h1"])
+def test_a_drawn_plan_is_the_timed_one(layout: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """One answer, one bubble. Without a device all acts are equally long."""
+    words = ["memory-estimate", "--model", "llama2-7b", "--dtype", "bf16", "--micro-batch", "1", "--global-batch", "8"]
+    words += [*layout.split(), "--world", "4", "--draw-schedule", "-"]
+
+    def bubbles(*more: str) -> list[str]:
+        assert main([*words, *more]) == 0
+        said = capsys.readouterr().out
+        return re.findall(r"bubble ([\d.]+%)", said) + re.findall(r"([\d.]+%) bubble", said)
+
+    drawn, told = bubbles("--gpu", "h100")
+    assert drawn == told
+    assert bubbles() not in ([drawn], [])
 
 
 def test_what_slows_a_step() -> None:

@@ -36,6 +36,8 @@ class Hardware:
     peer: float
     latency: float
     latency_outside: float
+    link: float
+    host_memory: float
 
     @property
     def fp8(self) -> float:

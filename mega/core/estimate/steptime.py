@@ -24,9 +24,10 @@ from mega.core.estimate.operators import Sizes
 from mega.core.estimate.weights import BYTES, Chunk, Weights, stage_chunks, stage_weights, wide
 from mega.core.plan import Costs, plan, simulate
 
-RULES = {"sgd": 5.5, "lamb": 29.0, "adafactor": 23.0}
+RULES = {"adam": 7.0, "sgd": 5.5, "lamb": 29.0, "adafactor": 23.0}
 """Wide numbers per parameter that an update in torch's own steps moves, besides masters and gradients on their way;
-of pass after pass, as measured (tests/gpu/updates.py). AdamW's is one pass of a kernel."""
+of pass after pass, as measured (tests/gpu/updates.py). AdamW's are of torch's one pass on a host; on a device it is one
+pass of a kernel."""
 
 MOMENTUM = 4.5
 """The same for the velocities of SGD."""
@@ -94,9 +95,7 @@ def step_time(
     assert run.model.layers and run.batch.seq_length and run.batch.global_batch and parallel.schedule
     times = _Times(run, on, core_again, overlap)
     stages = stage_chunks(run)
-    passes = {chunk: times.chunk(chunk) for chunk in set(chain(*stages))}
-    chunks = [passes[stage[number]] for number in range(parallel.chunks) for stage in stages]
-    hop = times.hop(parallel.tp * parallel.cp * dp)
+    chunks, hop = times.pipeline(), times.hop(parallel.tp * parallel.cp * dp)
     pipeline, busy = pipeline_time(run, chunks, count, hop, overlap) if play else _bound(run, chunks, count)
     # Every stage has its own; all of them wait for the norm of all, and for the slowest update.
     held = {stage: stage_weights(run, dp, stage) for stage in set(stages)}
@@ -128,8 +127,16 @@ def step_time(
     )
 
 
+def plan_costs(run: RunConfig, world: int, on: Hardware) -> Costs:
+    """Seconds of what the pipeline's plan consists of, as `step_time` plays it."""
+    times, parallel = _Times(run, on, core_again=False, ours=True), run.parallel
+    return _costs(times.pipeline(), times.hop(parallel.tp * parallel.cp * data_parallel(run, world)), overlap=True)
+
+
 def update_bytes(run: RunConfig) -> float:
     """Bytes per parameter that zeroing gradients, their norm and the update by the run's rule move on a device.
+
+    Of an update on the host the first two are left.
 
     >>> from mega.core.config.resolve import resolve
     >>> from mega.core.config.compose import compose
@@ -140,12 +147,28 @@ def update_bytes(run: RunConfig) -> float:
     precision, options = run.precision, run.optimizer
     assert precision.grad_dtype
     grad, weight, high = BYTES[precision.grad_dtype], BYTES[precision.dtype], wide(precision.dtype)
+    if options.optimizer_offload:
+        return 2 * grad
     apart = precision.masters and weight != high
     if options.optimizer == "adam":
         return 3 * grad + 4 * high + (2 * high + weight if apart else 2 * weight)
-    # Zeroed, read for the norm and scaled; a master made where none is kept; the weight written from it.
-    moved = 2 * grad + 2 * high + (grad + high if grad != high else 0)
-    moved += (0 if apart or weight == high else weight + high) + (high + weight if weight != high else 0)
+    # A master is made where none is kept.
+    return 2 * grad + (0 if apart or weight == high else weight + high) + stepwise_bytes(run)
+
+
+def stepwise_bytes(run: RunConfig) -> float:
+    """Bytes per parameter that the update in torch's own steps moves in the memory where masters lie.
+
+    >>> from mega.core.config.resolve import resolve
+    >>> from mega.core.config.compose import compose
+    >>> [stepwise_bytes(resolve(compose("gpt2-345m", flags={"dtype": dtype}), 1)) for dtype in ("bf16", "fp32")]
+    [42.0, 36.0]
+    """
+    precision, options = run.precision, run.optimizer
+    assert precision.grad_dtype
+    grad, weight, high = BYTES[precision.grad_dtype], BYTES[precision.dtype], wide(precision.dtype)
+    # The gradient is widened and scaled, the weight written from the master.
+    moved = (grad + high if grad != high else 0) + 2 * high + (high + weight if weight != high else 0)
     momentum = MOMENTUM if options.optimizer == "sgd" and options.sgd_momentum else 0.0
     return moved + (RULES[options.optimizer] + momentum) * high
 
@@ -166,13 +189,7 @@ def pipeline_time(run: RunConfig, chunks: Sequence[Pass], count: int, hop: float
         return busy, busy
     kind = parallel.schedule
     assert kind is not None
-    waits = 0.0 if overlap else hop
-    costs = Costs(
-        [chunk.forward + waits for chunk in chunks],
-        [chunk.backward + waits for chunk in chunks],
-        [chunk.weight for chunk in chunks],
-        0.0 if waits else hop,
-    )
+    costs = _costs(chunks, hop, overlap)
     # 1F1B is in its steady state after pp microbatches, an interleaved plan after two rounds of pp.
     short = 2 * parallel.pp + count % parallel.pp
     longer = short + parallel.pp
@@ -181,6 +198,17 @@ def pipeline_time(run: RunConfig, chunks: Sequence[Pass], count: int, hop: float
     first = simulate(plan(kind, parallel.pp, parallel.chunks, short), costs).makespan
     second = simulate(plan(kind, parallel.pp, parallel.chunks, longer), costs).makespan
     return second + (second - first) * (count - longer) / parallel.pp, busy
+
+
+def _costs(chunks: Sequence[Pass], hop: float, overlap: bool) -> Costs:
+    """Without overlap a rank computes nothing while its cargo is on the way."""
+    waits = 0.0 if overlap else hop
+    return Costs(
+        [chunk.forward + waits for chunk in chunks],
+        [chunk.backward + waits for chunk in chunks],
+        [chunk.weight for chunk in chunks],
+        0.0 if waits else hop,
+    )
 
 
 def _bound(run: RunConfig, chunks: Sequence[Pass], count: int) -> tuple[float, float]:
@@ -233,13 +261,17 @@ class _Times:
         rate = min(on.inside, on.outside * cards)
         return (ranks - 1) / ranks * size / (rate * 1e9) + on.latency_outside * 1e-6 * ranks
 
-    def hop(self, distance: int) -> float:
-        """One piece of cargo to the next stage, whose ranks are `distance` away."""
-        outside = distance * self.run.parallel.pp > self.on.node
+    def handed(self, size: float, ranks: int, stride: int) -> float:
+        """`size` bytes from each of ranks that lie `stride` apart to the next, all at once: the slowest pair counts."""
+        outside = stride * ranks > self.on.node
         rate = self.on.outside if outside else self.on.peer
         delay = self.on.latency_outside if outside else self.on.latency
+        return size / (rate * 1e9) + delay * 1e-6
+
+    def hop(self, distance: int) -> float:
+        """One piece of cargo to the next stage, whose ranks are `distance` away."""
         # Every tensor rank holds the same where the sequence is whole; then each sends its part of it.
-        return self.z.residual / (1 if self.z.seq else self.z.tp) / (rate * 1e9) + delay * 1e-6
+        return self.handed(self.z.residual / (1 if self.z.seq else self.z.tp), self.run.parallel.pp, distance)
 
     def dropped(self, elements: int) -> Pass:
         """Dropout of so many elements; others draw the mask in the kernel that applies it."""
@@ -285,12 +317,31 @@ class _Times:
         """
         run, on, parallel = self.run, self.on, self.run.parallel
         shares = dp * parallel.cp if parallel.zero else 1
-        seconds = update_bytes(run) * held.parameters / shares / (on.bandwidth * 1e12 * on.elementwise)
+        own = held.parameters / shares
+        seconds = update_bytes(run) * own / (self.bytes * on.elementwise)
+        if run.optimizer.optimizer_offload:
+            seconds += self.offloaded(own, min(dp * parallel.cp * parallel.tp * parallel.pp, on.node))
         if shares > 1 and parallel.zero < 3:
             seconds += self.collective(held.weights, shares, parallel.tp)
         return seconds
 
+    def offloaded(self, parameters: float, mates: int) -> float:
+        """An update on the host, whose memory `mates` ranks share: one bucket after the other, and nothing beside it.
+
+        Gradients go there as they are summed and are widened there; weights are narrowed there and come back.
+        """
+        precision = self.run.precision
+        assert precision.grad_dtype
+        travels = (BYTES[precision.grad_dtype] + self.z.e) / self.on.link
+        return parameters * (travels + stepwise_bytes(self.run) * mates / self.on.host_memory) / 1e9
+
     # -- parts
+
+    def pipeline(self) -> list[Pass]:
+        """One microbatch through every stage, one chunk of them after the other."""
+        stages = stage_chunks(self.run)
+        passes = {chunk: self.chunk(chunk) for chunk in set(chain(*stages))}
+        return [passes[stage[number]] for number in range(self.run.parallel.chunks) for stage in stages]
 
     def chunk(self, chunk: Chunk) -> Pass:
         total = self.blocks(chunk.blocks)
@@ -429,8 +480,7 @@ class _Times:
             swap = self.collective(dealt, size, parallel.tp) + self.collective(z.e * mixed, size, parallel.tp)
             laid = self.pointwise(8 * dealt + 6 * z.e * mixed)
             return Pass(forward + swap + laid, backward + swap + laid, 0.0)
-        hand = z.e * both / (self.on.peer * 1e9) + self.on.latency * 1e-6
-        wide = z.w * both / (self.on.peer * 1e9) + self.on.latency * 1e-6
+        hand, wide = (self.handed(width * both, size, parallel.tp) for width in (z.e, z.w))
         ahead = (size - 1) * max(0.0, hand - forward / size)
         back = (size - 1) * max(0.0, hand + wide - backward / size) + wide
         merged = (size - 1) * 26 * mixed * 0.75 + 6 * mixed
