@@ -7,9 +7,9 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from mega.core.config.check import graph
-from mega.core.config.resolve import data_parallel, lengths, microbatches
+from mega.core.config.resolve import data_parallel, microbatches
 from mega.core.config.run import RunConfig, updated
-from mega.core.estimate.duration import training
+from mega.core.estimate.duration import Stops, Training
 from mega.core.estimate.hardware import GIB, Hardware
 from mega.core.estimate.memory import Memory, StageMemory, kv_cache_bytes, serving_bytes
 from mega.core.estimate.search import RESERVE, Found
@@ -216,20 +216,21 @@ def _recorded(run: RunConfig, world: int, device: Hardware) -> float | None:
     return step_time(recorded, world, device).seconds
 
 
-def training_note(
-    run: RunConfig, world: int, device: Hardware, mtbf_hours: float | None, save_seconds: float
-) -> str | None:
-    """The same in words."""
-    steps, whole = lengths(run).steps, training(run, world, device, mtbf_hours, save_seconds)
-    if whole is None:
-        return None
-    if whole.save_every is None:
-        return f"{steps} steps: {whole.days:.2f} days"
-    best = max(1, round(whole.save_every / step_time(run, world, device).seconds))
-    return (
-        f"{steps} steps: {whole.days:.2f} days, of which {whole.effective:.1%} train; with a failure every "
-        f"{mtbf_hours:g} h save every {best} steps ({whole.save_every / 60:.0f} minutes)"
+def training_note(whole: Training, stops: Stops, typed: bool) -> str:
+    """How long the training takes, in words; typed: its saves are those that were asked for."""
+    told = f"{whole.steps} steps: {whole.days:.2f} days"
+    if whole.save_interval is None:
+        return told
+    told += f", of which {whole.effective:.1%} train"
+    if typed:
+        told += f", with {whole.saves} saves, one every {whole.save_interval} steps"
+    if whole.save_every is None or whole.save_every_days is None:
+        return told
+    told += (
+        f"; with a failure every {stops.mtbf_hours:g} h save every {whole.save_every_steps} steps "
+        f"({whole.save_every / 60:.0f} minutes)"
     )
+    return f"{told}: {whole.save_every_days:.2f} days" if typed else told
 
 
 def layouts_table(found: Found) -> Table:
