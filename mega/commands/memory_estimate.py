@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mega.core.config.run import RunConfig, updated
+from mega.core.config.run import RunConfig, flag_of, updated, value_of
 from mega.core.config.world import ranks, world_from_env
 
 if TYPE_CHECKING:
@@ -141,7 +141,10 @@ def _check_pictures(asked: Mapping[str, Path | None]) -> None:
 
 @dataclass(frozen=True)
 class Answer:
-    """What is to be told: a resolved run and its memory; after a search also how it was found and how to start it."""
+    """What is to be told: a resolved run and its memory; after a search also how it was found and how to start it.
+
+    missing: flags that the lines of `start` lack, for nobody has said them.
+    """
 
     run: RunConfig
     world: int
@@ -149,6 +152,7 @@ class Answer:
     device: Hardware | None
     found: Found | None = None
     start: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
 
 
 def _estimate(run: RunConfig, world: int, device: Hardware | None) -> Answer:
@@ -162,25 +166,40 @@ def _search(run: RunConfig, fit: str | None, gpus: int | None, gpu: str | None) 
     from mega.core.estimate.show import launch_lines
 
     count, device = cluster(fit, gpus, gpu)
+    asked = f"--gpus {count}" if fit is None else f"--fit {fit}"
+    for name in ("world", "nproc"):
+        if (typed := value_of(run, name)) not in (None, count):
+            raise ValueError(f"{flag_of(name)} {typed}: excludes {asked}, which plans {count} ranks; leave it out")
     run = without_layout(run)
     # One rank has no tensor axis to overlap, and other lengths of fp8 products than most layouts; all else that is
     # wrong of every layout is told here.
     one, _ = planned(updated(any_layout(run, 1), {"tp_overlap": False, "fp8": False}))
     found = search(updated(run, {"vocab": one.model.vocab}), count, device)
     if not found.candidates:
-        asked = f"--gpus {count}" if fit is None else f"--fit {fit}"
         raise ValueError(
             f"{asked}: no layout fits into {device.memory:.1f} GiB; the smallest of {found.tried} "
             f"needs {found.smallest:.1f} (valid: more devices, or a smaller model)"
         )
     best = found.candidates[0]
     start = launch_lines(command(best, run), count, device.node, best.run.parallel.tp)
-    return Answer(best.run, count, best.memory, device, found, tuple(start))
+    return Answer(best.run, count, best.memory, device, found, tuple(start), _missing(best.run, count))
+
+
+def _missing(run: RunConfig, world: int) -> tuple[str, ...]:
+    """Flags without which `pretrain` refuses to start `run`."""
+    from mega.core.config.check import check
+
+    try:
+        check(updated(run, {"dry_run": False, "world": None}), world)
+    except ValueError as error:
+        told = (line.partition(" is missing: ") for line in str(error).splitlines())
+        return tuple(flag for flag, missing, _ in told if missing)
+    return ()
 
 
 def _typed_layout(run: RunConfig) -> str:
     """The flags of `run` that a search replaces."""
-    from mega.core.config.run import entries, value_of
+    from mega.core.config.run import entries
     from mega.core.estimate.search import LAYOUT
 
     said = {
@@ -200,10 +219,11 @@ def _document(answer: Answer, megatron: bool, stops: Stops) -> dict[str, Any]:
     run, world, device = answer.run, answer.world, answer.device
     document = show.as_json(run, world, answer.memory, device)
     if answer.found is not None:
-        document |= show.choice_as_json(answer.found, answer.start)
+        document |= show.choice_as_json(answer.found, answer.start, answer.missing)
     if megatron:
         theirs = report(run, world)
-        document["megatron_mb"] = {name: getattr(theirs, name) for name in ("weights", "activations", "total")}
+        document["megatron"] = {name: getattr(theirs, name) for name in ("parameters", "shard", "others", "in_flight")}
+        document["megatron_mb"] = {name: getattr(theirs, name) for name in ("weights", "activations", "total", "layer")}
     if device is not None:
         whole = training(run, world, device, stops)
         if whole is not None:
@@ -234,6 +254,8 @@ def _say(answer: Answer, megatron: bool, stops: Stops) -> None:
             console.print(show.training_note(whole, stops, run.checkpoint.save_interval is not None))
     for line in answer.start:
         console.print(line, markup=False)
+    if answer.missing:
+        console.print(f"still to be given there: {', '.join(answer.missing)}")
 
 
 def planned(run: RunConfig) -> tuple[RunConfig, int]:

@@ -136,6 +136,12 @@ def test_hosts_start_as_many_ranks_as_there_are_devices(world: int, tp: int, hos
         ("bandwidth = inf", "bandwidth is inf"),
         ("node = 3.5", "node is 3.5; must be a whole number"),
         ("memory = true", "memory is True"),
+        (f"memory = 1{'0' * 400}", "memory is 1000.*must be a number from 1e-12 to 1e"),
+        (f"memory = 1{'0' * 5000}", "cannot be read as TOML"),
+        ("memory = " + "[" * 2000, "cannot be read as TOML: nested too deeply"),
+        ("product = 5", "product is 5; must be a number from 1e-12 to 1"),
+        ("elementwise = 100", "elementwise is 100; must be"),
+        ("attention_forward = 1.01", "attention_forward is 1.01; must be"),
     ],
 )
 def test_a_broken_device_is_told(table: str, said: str, tmp_path: Path) -> None:
@@ -150,6 +156,17 @@ def test_no_layout_says_what_to_change() -> None:
         ValueError, match=r"--global-batch 32: no layout of 7 devices divides it.*valid: multiples of 7"
     ):
         search(compose(flags=SMALL), 7, hardware("h100"))
+
+
+def test_groups_of_tensor_ranks_fill_whole_hosts() -> None:
+    """96 heads can be shared by 3 and 6, but on hosts of 8 such groups would leave devices idle or lie on two."""
+    run = compose("gpt3-175b", flags={**QUIET, "global_batch": 1536})
+    assert {options["tp"] for options in layouts(run, 768, 8)} == {1, 2, 4, 8}
+    assert {options["tp"] for options in layouts(run, 6, 8)} == {1, 2, 3, 6}
+    odd = updated(run, {"layers": 4, "global_batch": 4})
+    assert {options["tp"] for options in layouts(odd, 24, 8)} == {3, 6}  # no other layout divides 4 samples
+    long = compose(flags={**SMALL, "seq_length": 12288, "global_batch": 1})
+    assert {options["cp"] for options in layouts(long, 3, 8)} == {3}
 
 
 def test_a_search_makes_nothing_twice(monkeypatch: pytest.MonkeyPatch) -> None:

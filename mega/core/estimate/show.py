@@ -77,9 +77,16 @@ def as_json(run: RunConfig, world: int, found: Memory, device: Hardware | None =
             "pp": parallel.pp,
             "dp": data_parallel(run, world),
             "chunks": parallel.chunks,
+            "schedule": parallel.schedule,
+            "stage_layers": list(parallel.stage_layers),
+            "sequence_parallel": parallel.sequence_parallel,
             "zero": parallel.zero,
             "micro_batch": run.batch.micro_batch,
+            "microbatches": microbatches(run, world),
+            "dtype": run.precision.dtype,
             "recompute": run.memory.recompute,
+            "recompute_method": run.memory.recompute_method,
+            "recompute_layers": run.memory.recompute_layers,
         },
         **timed,
         "world": world,
@@ -96,6 +103,7 @@ def as_json(run: RunConfig, world: int, found: Memory, device: Hardware | None =
                 "stage": stage.stage,
                 "layers": stage.layers,
                 "parameters": stage.held.parameters,
+                "bytes_per_parameter": stage.held.total / stage.held.parameters,
                 **parts(stage),
                 "host": stage.held.host,
                 "peak": stage.peak,
@@ -108,8 +116,11 @@ def as_json(run: RunConfig, world: int, found: Memory, device: Hardware | None =
     }
 
 
-def choice_as_json(found: Found, start: Sequence[str]) -> dict[str, Any]:
-    """What a search found, fastest first: each layout by its options, GiB of its fullest rank, and its step."""
+def choice_as_json(found: Found, start: Sequence[str], missing: Sequence[str]) -> dict[str, Any]:
+    """What a search found, fastest first: each layout by its options, GiB of its fullest rank, and its step.
+
+    start: lines that start the first; missing: flags that they still lack.
+    """
     return {
         "tried": found.tried,
         "fitting": found.fitting,
@@ -118,6 +129,7 @@ def choice_as_json(found: Found, start: Sequence[str]) -> dict[str, Any]:
             for candidate in found.candidates
         ],
         "start": list(start),
+        "missing": list(missing),
     }
 
 
@@ -202,6 +214,12 @@ def notes(run: RunConfig, world: int, found: Memory, device: Hardware | None, me
         from mega.core.estimate.megatron import report
 
         theirs = report(run, world)
+        others = f", {theirs.others / 1e9:.4f}e9 on the others" if run.parallel.pp > 1 else ""
+        in_flight = f", {theirs.in_flight} microbatches in flight" if theirs.in_flight is not None else ""
+        yield (
+            f"Megatron-LM says: {theirs.parameters / 1e9:.4f}e9 parameters, {theirs.shard / 1e9:.4f}e9 on the fullest "
+            f"shard{others}; activations of a layer {theirs.layer:.2f} MB{in_flight}"
+        )
         yield (
             f"Megatron-LM says: weights and optimizer {theirs.weights:.2f} MB, "
             f"activations {theirs.activations:.2f} MB, total {theirs.total:.2f} MB"
