@@ -62,32 +62,37 @@ def layout(run: RunConfig, world: int) -> str:
     return "; ".join(words)
 
 
+def options(run: RunConfig, world: int) -> dict[str, Any]:
+    """The layout by its options' names, and what follows from them: `dp` and `microbatches`."""
+    parallel = run.parallel
+    return {
+        "tp": parallel.tp,
+        "cp": parallel.cp,
+        "pp": parallel.pp,
+        "dp": data_parallel(run, world),
+        "chunks": parallel.chunks,
+        "schedule": parallel.schedule,
+        "stage_layers": list(parallel.stage_layers),
+        "sequence_parallel": parallel.sequence_parallel,
+        "zero": parallel.zero,
+        "micro_batch": run.batch.micro_batch,
+        "microbatches": microbatches(run, world),
+        "dtype": run.precision.dtype,
+        "recompute": run.memory.recompute,
+        "recompute_method": run.memory.recompute_method,
+        "recompute_layers": run.memory.recompute_layers,
+    }
+
+
 def as_json(run: RunConfig, world: int, found: Memory, device: Hardware | None = None) -> dict[str, Any]:
     """Sizes in bytes (`_gib`: GiB), times in seconds; stages in order. The layout stands by its options' names."""
-    parallel = run.parallel
     timed: dict[str, Any] = {}
     if device is not None:
         need = found.needed(device.communicator)
         timed = {"device": device.name, "step": asdict(step_time(run, world, device))}
         timed |= {"need_gib": need, "fits": need <= device.memory}
     return {
-        "layout": {
-            "tp": parallel.tp,
-            "cp": parallel.cp,
-            "pp": parallel.pp,
-            "dp": data_parallel(run, world),
-            "chunks": parallel.chunks,
-            "schedule": parallel.schedule,
-            "stage_layers": list(parallel.stage_layers),
-            "sequence_parallel": parallel.sequence_parallel,
-            "zero": parallel.zero,
-            "micro_batch": run.batch.micro_batch,
-            "microbatches": microbatches(run, world),
-            "dtype": run.precision.dtype,
-            "recompute": run.memory.recompute,
-            "recompute_method": run.memory.recompute_method,
-            "recompute_layers": run.memory.recompute_layers,
-        },
+        "layout": options(run, world),
         **timed,
         "world": world,
         "parameters": found.parameters,
@@ -125,7 +130,12 @@ def choice_as_json(found: Found, start: Sequence[str], missing: Sequence[str]) -
         "tried": found.tried,
         "fitting": found.fitting,
         "layouts": [
-            {**candidate.options, "dp": candidate.dp, "need_gib": candidate.need, "step": asdict(candidate.time)}
+            {
+                **candidate.options,
+                **options(candidate.run, candidate.world),
+                "need_gib": candidate.need,
+                "step": asdict(candidate.time),
+            }
             for candidate in found.candidates
         ],
         "start": list(start),
