@@ -5,16 +5,16 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mega.core.config.run import RunConfig, updated
+from mega.core.config.run import RunConfig, flag_of, updated, value_of
 from mega.core.config.world import ranks, world_from_env
 
 if TYPE_CHECKING:
+    from mega.core.estimate.duration import Stops
     from mega.core.estimate.hardware import Hardware
     from mega.core.estimate.memory import Memory
     from mega.core.estimate.search import Found
@@ -30,11 +30,18 @@ def run(
     fit: Annotated[
         str | None, typer.Option("--fit", help="find the fastest layout on these devices, such as 8x80GB or 8xh200")
     ] = None,
-    gpus: Annotated[int | None, typer.Option("--gpus", help="find the fastest layout on so many of --gpu")] = None,
-    mtbf: Annotated[
-        float | None, typer.Option("--mtbf", min=0.01, help="hours between failures of the whole machine")
+    gpus: Annotated[
+        str | None, typer.Option("--gpus", metavar="COUNT", help="find the fastest layout on so many of --gpu")
     ] = None,
-    save_seconds: Annotated[float, typer.Option("--save-seconds", min=0, help="how long a save stops training")] = 30.0,
+    mtbf: Annotated[
+        str | None, typer.Option("--mtbf", metavar="HOURS", help="hours between failures of the whole machine")
+    ] = None,
+    save_seconds: Annotated[
+        str, typer.Option("--save-seconds", metavar="SECONDS", help="how long a save takes; it stops training")
+    ] = "30",
+    restart_seconds: Annotated[
+        str, typer.Option("--restart-seconds", metavar="SECONDS", help="from a failure to the next step")
+    ] = "600",
     megatron: Annotated[bool, typer.Option("--megatron", help="show Megatron-LM's own estimate beside ours")] = False,
     draw: Annotated[Path | None, typer.Option("--draw", help="write the bars to a .svg or .png file")] = None,
     draw_schedule: Annotated[
@@ -54,14 +61,13 @@ def run(
     if as_json and here:
         raise ValueError("--draw-schedule -: excludes --json; valid: a .svg or .png file")
     _check_pictures({"--draw": draw, "--draw-schedule": None if here else draw_schedule})
-    for flag, number in (("--mtbf", mtbf), ("--save-seconds", save_seconds)):
-        if number is not None and not isfinite(number):
-            raise ValueError(f"{flag} {number}: must be a finite number")
+    count = None if gpus is None else int(_number("--gpus", gpus, 1, DEVICES, whole=True))
+    stops = _stops(mtbf, save_seconds, restart_seconds)
     timed = (gpu, fit, gpus) != (None, None, None) and (run.batch.steps, run.batch.samples) != (None, None)
     if mtbf is not None and not timed:
-        raise ValueError(f"--mtbf {mtbf:g}: needs a device (--gpu or --fit), and --steps or --samples to train")
-    if fit is not None or gpus is not None:
-        answer = _search(run, fit, gpus, gpu)
+        raise ValueError(f"--mtbf {mtbf}: needs a device (--gpu or --fit), and --steps or --samples to train")
+    if fit is not None or count is not None:
+        answer = _search(run, fit, count, gpu)
         if replaced := _typed_layout(run):
             print(f"the search sets the layout anew, instead of {replaced}", file=sys.stderr)
     else:
@@ -75,10 +81,41 @@ def run(
     if as_json:
         import json
 
-        print(json.dumps(_document(answer, megatron, mtbf, save_seconds)))
+        print(json.dumps(_document(answer, megatron, stops)))
     else:
-        _say(answer, megatron, mtbf, save_seconds)
+        _say(answer, megatron, stops)
     return 0
+
+
+MOST = 10**9
+"""The most hours or seconds that are reckoned with."""
+
+DEVICES = 10**7 - 1
+
+
+def _number(flag: str, text: str, least: float, most: float, whole: bool = False) -> float:
+    """The number that `text` says. Errors: ValueError with the flag and its value.
+
+    >>> _number("--gpus", "8", 1, DEVICES, whole=True)
+    8
+    """
+    try:
+        number = int(text) if whole else float(text)
+        if least <= number <= most:  # nan is not
+            return number
+    except ValueError:
+        pass
+    raise ValueError(f"{flag} {text}: must be a {'whole ' * whole}number from {least:,} to {most:,}")
+
+
+def _stops(mtbf: str | None, save_seconds: str, restart_seconds: str) -> Stops:
+    from mega.core.estimate.duration import Stops
+
+    return Stops(
+        None if mtbf is None else _number("--mtbf", mtbf, 0.01, MOST),
+        _number("--save-seconds", save_seconds, 0, MOST),
+        _number("--restart-seconds", restart_seconds, 0, MOST),
+    )
 
 
 def _check_pictures(asked: Mapping[str, Path | None]) -> None:
@@ -93,6 +130,8 @@ def _check_pictures(asked: Mapping[str, Path | None]) -> None:
             raise ValueError(f"{flag} {path}: must end in .svg or .png")
         if path.suffix == ".png" and find_spec("matplotlib") is None:
             raise ValueError(f"{flag} {path}: a .png needs matplotlib, which is missing; use .svg")
+        if path.is_dir():
+            raise ValueError(f"{flag} {path}: is a directory; valid: a .svg or .png file")
         if not path.parent.is_dir():
             raise ValueError(f"{flag} {path}: there is no directory {path.parent}; make it first")
         if other := seen.get(path.resolve()):
@@ -102,7 +141,10 @@ def _check_pictures(asked: Mapping[str, Path | None]) -> None:
 
 @dataclass(frozen=True)
 class Answer:
-    """What is to be told: a resolved run and its memory; after a search also how it was found and how to start it."""
+    """What is to be told: a resolved run and its memory; after a search also how it was found and how to start it.
+
+    missing: flags that the lines of `start` lack, for nobody has said them.
+    """
 
     run: RunConfig
     world: int
@@ -110,6 +152,7 @@ class Answer:
     device: Hardware | None
     found: Found | None = None
     start: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
 
 
 def _estimate(run: RunConfig, world: int, device: Hardware | None) -> Answer:
@@ -123,24 +166,40 @@ def _search(run: RunConfig, fit: str | None, gpus: int | None, gpu: str | None) 
     from mega.core.estimate.show import launch_lines
 
     count, device = cluster(fit, gpus, gpu)
+    asked = f"--gpus {count}" if fit is None else f"--fit {fit}"
+    for name in ("world", "nproc"):
+        if (typed := value_of(run, name)) not in (None, count):
+            raise ValueError(f"{flag_of(name)} {typed}: excludes {asked}, which plans {count} ranks; leave it out")
     run = without_layout(run)
-    # One rank has no tensor axis to overlap; all else that is wrong of every layout is told here.
-    one, _ = planned(updated(any_layout(run, 1), {"tp_overlap": False}))
+    # One rank has no tensor axis to overlap, and other lengths of fp8 products than most layouts; all else that is
+    # wrong of every layout is told here.
+    one, _ = planned(updated(any_layout(run, 1), {"tp_overlap": False, "fp8": False}))
     found = search(updated(run, {"vocab": one.model.vocab}), count, device)
     if not found.candidates:
-        asked = f"--gpus {count}" if fit is None else f"--fit {fit}"
         raise ValueError(
             f"{asked}: no layout fits into {device.memory:.1f} GiB; the smallest of {found.tried} "
             f"needs {found.smallest:.1f} (valid: more devices, or a smaller model)"
         )
     best = found.candidates[0]
     start = launch_lines(command(best, run), count, device.node, best.run.parallel.tp)
-    return Answer(best.run, count, best.memory, device, found, tuple(start))
+    return Answer(best.run, count, best.memory, device, found, tuple(start), _missing(best.run, count))
+
+
+def _missing(run: RunConfig, world: int) -> tuple[str, ...]:
+    """Flags without which `pretrain` refuses to start `run`."""
+    from mega.core.config.check import check
+
+    try:
+        check(updated(run, {"dry_run": False, "world": None}), world)
+    except ValueError as error:
+        told = (line.partition(" is missing: ") for line in str(error).splitlines())
+        return tuple(flag for flag, missing, _ in told if missing)
+    return ()
 
 
 def _typed_layout(run: RunConfig) -> str:
     """The flags of `run` that a search replaces."""
-    from mega.core.config.run import entries, value_of
+    from mega.core.config.run import entries
     from mega.core.estimate.search import LAYOUT
 
     said = {
@@ -149,7 +208,7 @@ def _typed_layout(run: RunConfig) -> str:
     return ", ".join(flag if value is True else f"{flag} {value}" for flag, value in said.items())
 
 
-def _document(answer: Answer, megatron: bool, mtbf: float | None, save_seconds: float) -> dict[str, Any]:
+def _document(answer: Answer, megatron: bool, stops: Stops) -> dict[str, Any]:
     """Everything that `_say` says, for a program."""
     from dataclasses import asdict
 
@@ -160,21 +219,23 @@ def _document(answer: Answer, megatron: bool, mtbf: float | None, save_seconds: 
     run, world, device = answer.run, answer.world, answer.device
     document = show.as_json(run, world, answer.memory, device)
     if answer.found is not None:
-        document |= show.choice_as_json(answer.found, answer.start)
+        document |= show.choice_as_json(answer.found, answer.start, answer.missing)
     if megatron:
         theirs = report(run, world)
-        document["megatron_mb"] = {name: getattr(theirs, name) for name in ("weights", "activations", "total")}
+        document["megatron"] = {name: getattr(theirs, name) for name in ("parameters", "shard", "others", "in_flight")}
+        document["megatron_mb"] = {name: getattr(theirs, name) for name in ("weights", "activations", "total", "layer")}
     if device is not None:
-        whole = training(run, world, device, mtbf, save_seconds)
+        whole = training(run, world, device, stops)
         if whole is not None:
-            document["training"] = asdict(whole)
+            document["training"] = {**asdict(whole), **asdict(stops), "async_save": run.checkpoint.async_save}
     return document
 
 
-def _say(answer: Answer, megatron: bool, mtbf: float | None, save_seconds: float) -> None:
+def _say(answer: Answer, megatron: bool, stops: Stops) -> None:
     from rich.console import Console
 
     from mega.core.estimate import show
+    from mega.core.estimate.duration import training
 
     console = Console(highlight=False, soft_wrap=True)
     run, world, device = answer.run, answer.world, answer.device
@@ -188,11 +249,13 @@ def _say(answer: Answer, megatron: bool, mtbf: float | None, save_seconds: float
     for line in show.notes(run, world, answer.memory, device, megatron):
         console.print(line)
     if device is not None:
-        note = show.training_note(run, world, device, mtbf, save_seconds)
-        if note is not None:
-            console.print(note)
+        whole = training(run, world, device, stops)
+        if whole is not None:
+            console.print(show.training_note(whole, stops, run.checkpoint.save_interval is not None))
     for line in answer.start:
         console.print(line, markup=False)
+    if answer.missing:
+        console.print(f"still to be given there: {', '.join(answer.missing)}")
 
 
 def planned(run: RunConfig) -> tuple[RunConfig, int]:

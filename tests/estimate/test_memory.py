@@ -167,8 +167,8 @@ def test_the_verb_judges_like_a_dry_run() -> None:
         (["--draw", "a.svg", "--draw-schedule", "plan.gif"], "--draw-schedule plan.gif: must end in .svg or .png"),
         (["--mtbf", "24"], "--mtbf 24: needs a device"),
         (["--mtbf", "24", "--gpu", "h100"], "--mtbf 24: needs a device (--gpu or --fit), and --steps or --samples"),
-        (["--mtbf", "inf", "--gpu", "h100", "--steps", "5"], "--mtbf inf: must be a finite number"),
-        (["--save-seconds", "inf"], "--save-seconds inf: must be a finite number"),
+        (["--mtbf", "inf", "--gpu", "h100", "--steps", "5"], "--mtbf inf: must be a number from 0.01 to"),
+        (["--save-seconds", "inf"], "--save-seconds inf: must be a number from 0 to"),
     ],
 )
 def test_what_cannot_be_told_is_refused(

@@ -22,7 +22,7 @@ from mega.core.config.resolve import data_parallel, resolve
 from mega.core.config.run import updated
 from mega.core.estimate import memory as estimate
 from mega.core.estimate import show
-from mega.core.estimate.duration import optimum_interval, training, training_time
+from mega.core.estimate.duration import Stops, optimum_interval, training, training_time
 from mega.core.estimate.hardware import GIB, hardware
 from mega.core.estimate.memory import memory
 from mega.core.estimate.search import cluster, command, layouts, search
@@ -136,6 +136,12 @@ def test_hosts_start_as_many_ranks_as_there_are_devices(world: int, tp: int, hos
         ("bandwidth = inf", "bandwidth is inf"),
         ("node = 3.5", "node is 3.5; must be a whole number"),
         ("memory = true", "memory is True"),
+        (f"memory = 1{'0' * 400}", "memory is 1000.*must be a number from 1e-12 to 1e"),
+        (f"memory = 1{'0' * 5000}", "cannot be read as TOML"),
+        ("memory = " + "[" * 2000, "cannot be read as TOML: nested too deeply"),
+        ("product = 5", "product is 5; must be a number from 1e-12 to 1"),
+        ("elementwise = 100", "elementwise is 100; must be"),
+        ("attention_forward = 1.01", "attention_forward is 1.01; must be"),
     ],
 )
 def test_a_broken_device_is_told(table: str, said: str, tmp_path: Path) -> None:
@@ -150,6 +156,17 @@ def test_no_layout_says_what_to_change() -> None:
         ValueError, match=r"--global-batch 32: no layout of 7 devices divides it.*valid: multiples of 7"
     ):
         search(compose(flags=SMALL), 7, hardware("h100"))
+
+
+def test_groups_of_tensor_ranks_fill_whole_hosts() -> None:
+    """96 heads can be shared by 3 and 6, but on hosts of 8 such groups would leave devices idle or lie on two."""
+    run = compose("gpt3-175b", flags={**QUIET, "global_batch": 1536})
+    assert {options["tp"] for options in layouts(run, 768, 8)} == {1, 2, 4, 8}
+    assert {options["tp"] for options in layouts(run, 6, 8)} == {1, 2, 3, 6}
+    odd = updated(run, {"layers": 4, "global_batch": 4})
+    assert {options["tp"] for options in layouts(odd, 24, 8)} == {3, 6}  # no other layout divides 4 samples
+    long = compose(flags={**SMALL, "seq_length": 12288, "global_batch": 1})
+    assert {options["cp"] for options in layouts(long, 3, 8)} == {3}
 
 
 def test_a_search_makes_nothing_twice(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,12 +215,46 @@ def test_the_best_interval_wastes_least() -> None:
 
 def test_no_interval_is_too_long_or_too_short() -> None:
     rare = training_time(10.0, 1000, save_seconds=60, restart_seconds=600, failure_seconds=1e300)
-    assert rare.days == pytest.approx(10000 / 86400) and rare.effective == pytest.approx(1.0)
+    assert rare.days == pytest.approx(10060 / 86400) and (rare.saves, rare.save_every_steps) == (1, 1000)
     often = training_time(10.0, 1000, save_seconds=1e9, restart_seconds=600, failure_seconds=36.0)
     assert (often.days, often.effective) == (inf, 0.0)
     run = resolve(compose("gpt2-124m", flags={"micro_batch": 1, "global_batch": 1, "steps": 10}), 1)
     with pytest.raises(ValueError, match=r"--mtbf 0.01: .* never ends"):
-        training(run, 1, hardware("h100"), 0.01, 1e9)
+        training(run, 1, hardware("h100"), Stops(0.01, 1e9))
+    assert training(updated(run, {"steps": None}), 1, hardware("h100"), Stops()) is None
+
+
+@pytest.mark.parametrize(
+    ("interval", "beside", "seconds"),
+    [
+        (None, False, 10000.0),  # never saved
+        (100, False, 10000 + 10 * 400.0),
+        (300, False, 10000 + 4 * 400.0),  # after 300, 600, 900, and the last
+        (5000, False, 10000 + 400.0),
+        (100, True, 10000 + 400.0),  # each fits beside the next 100 steps; the last is waited for
+        (30, True, 10000 + 33 * 100.0 + 400.0),  # 400 s do not fit beside 300
+    ],
+)
+def test_saves_take_their_time(interval: int | None, beside: bool, seconds: float) -> None:
+    """1,000 steps of 10 s, with saves of 400 s."""
+    whole = training_time(10.0, 1000, save_interval=interval, save_seconds=400.0, beside=beside)
+    assert whole.days == pytest.approx(seconds / 86400) and whole.effective == pytest.approx(10000 / seconds)
+    assert whole.save_every is None
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_the_time_is_that_of_the_interval_asked_for(beside: bool) -> None:
+    days = {}
+    for interval in (1, 20, 54, 90, 160, 1000, None):
+        whole = training_time(
+            10.0, 20000, save_interval=interval, save_seconds=70.0, beside=beside, failure_seconds=4000.0
+        )
+        days[interval] = whole.days
+        assert whole.save_every_steps == (7 if beside else 70)
+        assert whole.save_every_days == pytest.approx(days[None]) if interval is None else days[interval] > 0
+    assert min(days.values()) == days[None] and len(set(days.values())) == 7
+    slower = training_time(10.0, 20000, save_seconds=70.0, beside=beside, failure_seconds=4000.0, restart_seconds=900.0)
+    assert slower.days > 1.2 * days[None]
 
 
 def test_small_batches_of_a_ramp_take_less_time() -> None:
@@ -213,7 +264,7 @@ def test_small_batches_of_a_ramp_take_less_time() -> None:
     days = []
     for rampup in ((), (16, 16, 5859375)):
         run = resolve(compose("gpt2-345m", flags={**QUIET, **flags, "rampup": rampup}), 1)
-        whole = training(run, 1, device, None, 0.0)
+        whole = training(run, 1, device, Stops())
         assert whole is not None
         days.append(whole.days)
     assert days[0] < days[1] < 1.01 * days[0]

@@ -22,6 +22,9 @@ from mega.core.files import url_of
 
 Problems = Iterator[str]
 
+MOST = 2**63 - 1
+"""The largest whole number of a tensor, and so of any option."""
+
 PACKAGES = {"flash-attn": "flash_attn", "apex": "apex"}
 """What `--ops` may name -> the module that must be there."""
 
@@ -82,8 +85,11 @@ def out_of_range(values: Mapping[str, Any]) -> Problems:
         within = entry.option.within
         if within is None or value is None:
             continue
-        if not all(within.holds(number) for number in (value if entry.many else (value,))):
+        numbers = value if entry.many else (value,)
+        if not all(within.holds(number) for number in numbers):
             yield _told(name, value, f"must be {within.rule}")
+        elif any(isinstance(number, int) and number > MOST for number in numbers):
+            yield _told(name, value, f"must be at most {MOST}, as counters hold")
 
 
 def _sizes(run: RunConfig) -> Problems:

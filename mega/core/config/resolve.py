@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from math import isqrt
 
 from mega.core.config.run import RunConfig
 from mega.core.config.sections import (
@@ -63,7 +64,8 @@ def divisors(number: int) -> list[int]:
     >>> divisors(12)
     [1, 2, 3, 4, 6, 12]
     """
-    return [part for part in range(1, number + 1) if number % part == 0]
+    small = [part for part in range(1, isqrt(number) + 1) if number % part == 0]
+    return small + [number // part for part in reversed(small) if part * part != number]
 
 
 def microbatches(run: RunConfig, world: int, global_batch: int | None = None) -> int:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from mega.core.estimate.hardware import SHARES
+
 
 @dataclass(frozen=True)
 class Product:
@@ -77,9 +79,15 @@ def _squares(a: float, b: float) -> tuple[tuple[float, float], ...]:
 
 
 def as_toml(values: Mapping[str, float], peaks: Mapping[str, float], title: str) -> str:
-    """A file that `memory-estimate --gpu` reads; what is not named keeps the value of `base` in hardware.toml."""
+    """A file that `memory-estimate --gpu` reads; what is not named keeps the value of `base` in hardware.toml.
+
+    >>> print(as_toml({"elementwise": 1.02, "node": 8}, {"bf16": 989.0}, "measured").splitlines()[1])
+    elementwise = 1
+    """
+    # A share is measured above 1 where what it is a share of was measured too small.
+    shown = {name: min(value, 1.0) if name in SHARES else value for name, value in values.items()}
     lines = [f"# {title}"]
-    lines += [f"{name} = {_number(value)}" for name, value in values.items()]
+    lines += [f"{name} = {_number(value)}" for name, value in shown.items()]
     lines += ["[peak]", *(f"{name} = {_number(value)}" for name, value in peaks.items())]
     return "\n".join(lines) + "\n"
 

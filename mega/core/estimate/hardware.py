@@ -7,11 +7,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import cache
 from importlib.resources import files
-from math import inf
 from pathlib import Path
 from typing import Any
 
 GIB = 2**30
+
+SHARES = ("product", "elementwise", "attention_forward", "attention_backward")
+"""Fields that are a share of what the device can do at most. (`traffic` is none: more of it only takes longer.)"""
+
+LEAST, MOST = 1e-12, 1e12
+"""What a number of any field may be: far from where reckoning with it ends."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +73,9 @@ def hardware(name: str, asked: str | None = None) -> Hardware:
     try:
         with Path(name).open("rb") as file:
             table = tomllib.load(file)
-    except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except RecursionError:
+        raise ValueError(f"{asked}: cannot be read as TOML: nested too deeply") from None
+    except (OSError, ValueError) as error:  # of TOML, of UTF-8, or of a number with thousands of digits
         raise ValueError(f"{asked}: cannot be read as TOML: {error}") from None
     return _made(Path(name).stem, table, asked)
 
@@ -83,8 +90,9 @@ def _made(name: str, table: Mapping[str, Any], asked: str) -> Hardware:
             raise ValueError(f"{asked}: unknown field {unknown[0]}; valid: {', '.join(sorted(valid))}")
     values, peak = {**base, **table}, {**base["peak"], **given}
     for key, value in {**values, **peak}.items():
-        if key != "peak" and (type(value) not in (int, float) or not 0 < value < inf):
-            raise ValueError(f"{asked}: {key} is {value!r}; must be a number greater than 0")
+        most = 1.0 if key in SHARES else MOST
+        if key != "peak" and (type(value) not in (int, float) or not LEAST <= value <= most):
+            raise ValueError(f"{asked}: {key} is {value!r}; must be a number from {LEAST:g} to {most:g}")
     if type(values["node"]) is not int:
         raise ValueError(f"{asked}: node is {values['node']!r}; must be a whole number of GPUs")
     return Hardware(name, **{**values, "peak": peak})

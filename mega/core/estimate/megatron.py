@@ -18,9 +18,10 @@ MEGABYTE = 1024.0**2
 
 @dataclass(frozen=True)
 class Report:
-    """What Megatron-LM prints. Parameters are elements of one rank; sizes are megabytes of the most loaded rank.
+    """What Megatron-LM prints. Parameters are elements; sizes are megabytes of the most loaded rank.
 
-    others: parameters of the other shards, where there are several stages. layer: activations of one layer and rank.
+    parameters: of the whole model. shard: of the most loaded rank; others: of the other shards, where there are several
+    stages. layer: activations of one layer and rank. in_flight: microbatches, where there are several stages.
     """
 
     parameters: float

@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
+from math import gcd
 from typing import Any
 
 from mega.core.config.check import check
@@ -31,6 +32,9 @@ RESERVE = 0.03
 
 CONTEXT = 4096
 """Tokens of a sequence that a rank of the context axis keeps at least; shorter parts are cheaper to share otherwise."""
+
+MICRO = (1, 2, 4, 8, 16)
+"""Samples of a microbatch."""
 
 ZERO = (1, 2, 3)
 """Ways to share the optimizer's state; pipelines know the first."""
@@ -126,14 +130,14 @@ def search(run: RunConfig, world: int, on: Hardware, keep: int = 8) -> Found:
         if value_of(run, name) is None:
             raise ValueError(f"--{name} is missing: give a number of at least 1, or a preset with --model")
     fitting: list[tuple[float, dict[str, Any], RunConfig, Memory]] = []
-    tried, smallest, refusal = 0, float("inf"), ""
+    tried, smallest, refusals = 0, float("inf"), list[str]()
     base, room = any_layout(run, world), (1 - RESERVE) * on.memory
     for options in layouts(run, world, on.node):
         candidate = updated(base, options)
         try:
             check(candidate, world)
         except ValueError as error:
-            refusal = refusal or str(error)
+            refusals.append(str(error))
             continue
         tried += 1
         resolved = resolve(candidate, world)
@@ -146,12 +150,7 @@ def search(run: RunConfig, world: int, on: Hardware, keep: int = 8) -> Found:
             rough = step_time(resolved, world, on, play=False).seconds
             fitting.append((rough, options, resolved, needs))
     if not tried:
-        layers, heads, batch = run.model.layers, run.model.heads, run.batch.global_batch
-        raise ValueError(
-            refusal
-            or f"--global-batch {batch}: no layout of {world} devices divides it, --layers {layers} and "
-            f"--heads {heads}; valid: multiples of {world}, or another number of devices"
-        )
+        raise ValueError(_no_layout(run, world, on.node, refusals))
     fitting.sort(key=lambda row: row[0])
     # The rough time is off by less than the pipeline's ends, so the best is among the first of it.
     played = [
@@ -162,17 +161,64 @@ def search(run: RunConfig, world: int, on: Hardware, keep: int = 8) -> Found:
     return Found(played[:keep], tried, len(fitting), smallest)
 
 
-def layouts(run: RunConfig, world: int, node: int) -> Iterator[dict[str, Any]]:
-    """Every layout worth judging, as options of a run."""
-    heads, layers, batch = run.model.heads, run.model.layers, run.batch.global_batch
-    assert heads and layers and batch
-    for tp, cp, pp in product(_powers(min(node, world)), _powers(_most_context(run)), divisors(layers)):
-        if heads % tp or world % (tp * cp * pp):
+def _no_layout(run: RunConfig, world: int, node: int, refusals: list[str]) -> str:
+    """Why no layout obeys the rules: those that all break, or else what would have to divide."""
+    first = refusals[0].splitlines() if refusals else []
+    broken = [set(refusal.splitlines()) for refusal in refusals]
+    if shared := [line for line in first if all(line in lines for lines in broken)]:
+        return "\n".join(shared)
+    said = f"--global-batch {run.batch.global_batch}: no layout of {world} devices "
+    if refusals:
+        said += f"obeys every rule (of {len(refusals)} that divide it the first breaks: {first[0]})"
+    else:
+        said += f"divides it, --layers {run.model.layers} and --heads {run.model.heads}"
+    units = _units(run, world, node)
+    multiples = f"multiples of {' or '.join(map(str, units))}, or " if units else ""
+    return f"{said}; valid: {multiples}another number of devices"
+
+
+def _units(run: RunConfig, world: int, node: int) -> list[int]:
+    """Global batches for which there is a layout, as there is for their multiples, those left out.
+
+    >>> _units(compose("llama2-13b"), 12, 8), _units(compose("llama2-13b"), 14, 8)
+    ([3], [7])
+    """
+    base, found = any_layout(run, world), list[int]()
+    sizes = {world // (tp * cp * pp) * micro for (tp, cp, pp), micro in product(_grids(run, world, node), MICRO)}
+    for size in sorted(sizes):
+        asked = updated(base, {"global_batch": size})
+        if any(size % unit == 0 for unit in found):
             continue
+        if any(_allowed(updated(asked, options), world) for options in layouts(asked, world, node)):
+            found.append(size)
+    return found
+
+
+def _allowed(run: RunConfig, world: int) -> bool:
+    try:
+        check(run, world)
+    except ValueError:
+        return False
+    return True
+
+
+def layouts(run: RunConfig, world: int, node: int) -> list[dict[str, Any]]:
+    """Every layout worth judging, as options of a run.
+
+    On whole hosts a group of tensor ranks fills its share of one; others only where there is no such layout.
+    """
+    every = list(_layouts(run, world, node))
+    return [options for options in every if world % node or node % options["tp"] == 0] or every
+
+
+def _layouts(run: RunConfig, world: int, node: int) -> Iterator[dict[str, Any]]:
+    layers, batch = run.model.layers, run.batch.global_batch
+    assert layers and batch
+    for tp, cp, pp in _grids(run, world, node):
         dp = world // (tp * cp * pp)
         data = dp * cp
         stages = ZERO if pp == 1 else ZERO[:1]
-        for micro, (schedule, chunks), again in product((1, 2, 4, 8, 16), _schedules(layers, pp), RECOMPUTE):
+        for micro, (schedule, chunks), again in product(MICRO, _schedules(layers, pp), RECOMPUTE):
             if batch % (micro * dp):
                 continue
             for zero in stages if data > 1 else (0,):
@@ -183,7 +229,7 @@ def layouts(run: RunConfig, world: int, node: int) -> Iterator[dict[str, Any]]:
                     "chunks": chunks,
                     "schedule": schedule,
                     "layers_per_chunk": None,
-                    "sequence_parallel": tp > 1,
+                    "sequence_parallel": tp > 1 and (run.batch.seq_length or 0) % (tp * cp) == 0,
                     "zero": zero,
                     "micro_batch": micro,
                     "recompute_method": None,
@@ -192,9 +238,20 @@ def layouts(run: RunConfig, world: int, node: int) -> Iterator[dict[str, Any]]:
                 }
 
 
-def _most_context(run: RunConfig) -> int:
-    """The context axis leaves a rank at least CONTEXT tokens of a sequence."""
-    return max(1, (run.batch.seq_length or 0) // CONTEXT)
+def _grids(run: RunConfig, world: int, node: int) -> Iterator[tuple[int, int, int]]:
+    """tp, cp and pp of whole replicas on `world` ranks.
+
+    Tensor ranks share out a block's heads and its feed-forward layer, on one host; the context axis leaves a rank at
+    least CONTEXT tokens of a sequence.
+    """
+    model, parts = resolve(run, world).model, (run.batch.seq_length or 0) // CONTEXT
+    assert model.heads and model.layers
+    shared = gcd(model.heads, model.kv_heads or 0, model.ffn or 0)
+    tps = [tp for tp in range(1, min(node, world) + 1) if shared % tp == 0]
+    cps = [cp for cp in range(1, min(max(parts, 1), world) + 1) if world % cp == 0]
+    for tp, cp, pp in product(tps, cps, divisors(model.layers)):
+        if world % (tp * cp * pp) == 0:
+            yield tp, cp, pp
 
 
 def _schedules(layers: int, pp: int) -> list[tuple[str, int]]:
@@ -222,7 +279,3 @@ def command(candidate: Candidate, typed: RunConfig) -> list[str]:
         elif value is not None:
             words += [entry.flag, *(map(str, value) if entry.many else [str(value)])]
     return words
-
-
-def _powers(limit: int) -> list[int]:
-    return [2**power for power in range(limit.bit_length()) if 2**power <= limit]

@@ -7,9 +7,9 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from mega.core.config.check import graph
-from mega.core.config.resolve import data_parallel, lengths, microbatches
+from mega.core.config.resolve import data_parallel, microbatches
 from mega.core.config.run import RunConfig, updated
-from mega.core.estimate.duration import training
+from mega.core.estimate.duration import Stops, Training
 from mega.core.estimate.hardware import GIB, Hardware
 from mega.core.estimate.memory import Memory, StageMemory, kv_cache_bytes, serving_bytes
 from mega.core.estimate.search import RESERVE, Found
@@ -62,25 +62,37 @@ def layout(run: RunConfig, world: int) -> str:
     return "; ".join(words)
 
 
+def options(run: RunConfig, world: int) -> dict[str, Any]:
+    """The layout by its options' names, and what follows from them: `dp` and `microbatches`."""
+    parallel = run.parallel
+    return {
+        "tp": parallel.tp,
+        "cp": parallel.cp,
+        "pp": parallel.pp,
+        "dp": data_parallel(run, world),
+        "chunks": parallel.chunks,
+        "schedule": parallel.schedule,
+        "stage_layers": list(parallel.stage_layers),
+        "sequence_parallel": parallel.sequence_parallel,
+        "zero": parallel.zero,
+        "micro_batch": run.batch.micro_batch,
+        "microbatches": microbatches(run, world),
+        "dtype": run.precision.dtype,
+        "recompute": run.memory.recompute,
+        "recompute_method": run.memory.recompute_method,
+        "recompute_layers": run.memory.recompute_layers,
+    }
+
+
 def as_json(run: RunConfig, world: int, found: Memory, device: Hardware | None = None) -> dict[str, Any]:
     """Sizes in bytes (`_gib`: GiB), times in seconds; stages in order. The layout stands by its options' names."""
-    parallel = run.parallel
     timed: dict[str, Any] = {}
     if device is not None:
         need = found.needed(device.communicator)
         timed = {"device": device.name, "step": asdict(step_time(run, world, device))}
         timed |= {"need_gib": need, "fits": need <= device.memory}
     return {
-        "layout": {
-            "tp": parallel.tp,
-            "cp": parallel.cp,
-            "pp": parallel.pp,
-            "dp": data_parallel(run, world),
-            "chunks": parallel.chunks,
-            "zero": parallel.zero,
-            "micro_batch": run.batch.micro_batch,
-            "recompute": run.memory.recompute,
-        },
+        "layout": options(run, world),
         **timed,
         "world": world,
         "parameters": found.parameters,
@@ -96,6 +108,7 @@ def as_json(run: RunConfig, world: int, found: Memory, device: Hardware | None =
                 "stage": stage.stage,
                 "layers": stage.layers,
                 "parameters": stage.held.parameters,
+                "bytes_per_parameter": stage.held.total / stage.held.parameters,
                 **parts(stage),
                 "host": stage.held.host,
                 "peak": stage.peak,
@@ -108,16 +121,25 @@ def as_json(run: RunConfig, world: int, found: Memory, device: Hardware | None =
     }
 
 
-def choice_as_json(found: Found, start: Sequence[str]) -> dict[str, Any]:
-    """What a search found, fastest first: each layout by its options, GiB of its fullest rank, and its step."""
+def choice_as_json(found: Found, start: Sequence[str], missing: Sequence[str]) -> dict[str, Any]:
+    """What a search found, fastest first: each layout by its options, GiB of its fullest rank, and its step.
+
+    start: lines that start the first; missing: flags that they still lack.
+    """
     return {
         "tried": found.tried,
         "fitting": found.fitting,
         "layouts": [
-            {**candidate.options, "dp": candidate.dp, "need_gib": candidate.need, "step": asdict(candidate.time)}
+            {
+                **candidate.options,
+                **options(candidate.run, candidate.world),
+                "need_gib": candidate.need,
+                "step": asdict(candidate.time),
+            }
             for candidate in found.candidates
         ],
         "start": list(start),
+        "missing": list(missing),
     }
 
 
@@ -202,6 +224,12 @@ def notes(run: RunConfig, world: int, found: Memory, device: Hardware | None, me
         from mega.core.estimate.megatron import report
 
         theirs = report(run, world)
+        others = f", {theirs.others / 1e9:.4f}e9 on the others" if run.parallel.pp > 1 else ""
+        in_flight = f", {theirs.in_flight} microbatches in flight" if theirs.in_flight is not None else ""
+        yield (
+            f"Megatron-LM says: {theirs.parameters / 1e9:.4f}e9 parameters, {theirs.shard / 1e9:.4f}e9 on the fullest "
+            f"shard{others}; activations of a layer {theirs.layer:.2f} MB{in_flight}"
+        )
         yield (
             f"Megatron-LM says: weights and optimizer {theirs.weights:.2f} MB, "
             f"activations {theirs.activations:.2f} MB, total {theirs.total:.2f} MB"
@@ -216,20 +244,21 @@ def _recorded(run: RunConfig, world: int, device: Hardware) -> float | None:
     return step_time(recorded, world, device).seconds
 
 
-def training_note(
-    run: RunConfig, world: int, device: Hardware, mtbf_hours: float | None, save_seconds: float
-) -> str | None:
-    """The same in words."""
-    steps, whole = lengths(run).steps, training(run, world, device, mtbf_hours, save_seconds)
-    if whole is None:
-        return None
-    if whole.save_every is None:
-        return f"{steps} steps: {whole.days:.2f} days"
-    best = max(1, round(whole.save_every / step_time(run, world, device).seconds))
-    return (
-        f"{steps} steps: {whole.days:.2f} days, of which {whole.effective:.1%} train; with a failure every "
-        f"{mtbf_hours:g} h save every {best} steps ({whole.save_every / 60:.0f} minutes)"
+def training_note(whole: Training, stops: Stops, typed: bool) -> str:
+    """How long the training takes, in words; typed: its saves are those that were asked for."""
+    told = f"{whole.steps} steps: {whole.days:.2f} days"
+    if whole.save_interval is None:
+        return told
+    told += f", of which {whole.effective:.1%} train"
+    if typed:
+        told += f", with {whole.saves} saves, one every {whole.save_interval} steps"
+    if whole.save_every is None or whole.save_every_days is None:
+        return told
+    told += (
+        f"; with a failure every {stops.mtbf_hours:g} h save every {whole.save_every_steps} steps "
+        f"({whole.save_every / 60:.0f} minutes)"
     )
+    return f"{told}: {whole.save_every_days:.2f} days" if typed else told
 
 
 def layouts_table(found: Found) -> Table:
