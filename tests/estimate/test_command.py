@@ -118,3 +118,14 @@ def test_the_flags_that_a_start_lacks_are_told(capsys: pytest.CaptureFixture[str
     assert cli.main(["memory-estimate", *words, "--lr", "1e-4"]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "still to be given there: --steps, --data-path"
     assert estimate(capsys, *words, "--lr", "1e-4", "--steps", "9", "--mock-data")["missing"] == []
+
+
+def test_logits_and_groups_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each token's logits in bf16, half the words on a rank."""
+    words = [*SMALL, "--seq-length", "256", "--micro-batch", "1", "--global-batch", "2", "--tp", "2", "--world", "2"]
+    logits = estimate(capsys, *words)["logits"]
+    more = estimate(capsys, *words, "--vocab", "2048")["logits"]
+    assert more - logits == 2 * 256 * 1024 // 2  # the smaller one is padded to 1,024
+    assert cli.main(["memory-estimate", *words]) == 0
+    told = capsys.readouterr().out
+    assert "logits and loss of a microbatch: 0.00 GiB" in told and "outside the allocator: 1 communicator\n" in told

@@ -18,7 +18,7 @@ from mega.core.config.resolve import data_parallel, microbatches, unrecorded
 from mega.core.config.run import RunConfig
 from mega.core.estimate.activations import Footprint, footprint
 from mega.core.estimate.hardware import GIB
-from mega.core.estimate.operators import SLOTS, Sizes
+from mega.core.estimate.operators import SLOTS, Sizes, head_ops
 from mega.core.estimate.weights import BYTES, Chunk, Weights, passing, stage_chunks, stage_weights, wide
 from mega.core.inventory import parameters
 from mega.core.plan import Act, Compute, Exchange, Kind, plan
@@ -173,6 +173,11 @@ def checkpoint_bytes(run: RunConfig) -> int:
     moments = {"adam": 2, "lamb": 2, "sgd": int(run.optimizer.sgd_momentum > 0), "adafactor": 0}
     state = masters + moments[run.optimizer.optimizer] * high
     return parameters(run.model) * (weight + (state if run.checkpoint.save_optim else 0))
+
+
+def logits_bytes(run: RunConfig) -> int:
+    """Bytes that the last stage keeps of a microbatch's logits and loss until their backward pass."""
+    return sum(op.saved for op in head_ops(Sizes(run)))
 
 
 def serving_bytes(run: RunConfig) -> int:

@@ -11,7 +11,7 @@ from mega.core.config.resolve import data_parallel, microbatches
 from mega.core.config.run import RunConfig, updated
 from mega.core.estimate.duration import Stops, Training
 from mega.core.estimate.hardware import GIB, Hardware
-from mega.core.estimate.memory import Memory, StageMemory, kv_cache_bytes, serving_bytes
+from mega.core.estimate.memory import Memory, StageMemory, kv_cache_bytes, logits_bytes, serving_bytes
 from mega.core.estimate.search import RESERVE, Found
 from mega.core.estimate.steptime import step_time
 
@@ -101,6 +101,7 @@ def as_json(run: RunConfig, world: int, found: Memory, device: Hardware | None =
         "checkpoint": found.checkpoint,
         "communicators": found.communicators,
         "mapped": found.mapped,
+        "logits": logits_bytes(run),
         "serving_weights": serving_bytes(run),
         "kv_cache_per_token": kv_cache_bytes(run),
         "stages": [
@@ -197,15 +198,19 @@ def notes(run: RunConfig, world: int, found: Memory, device: Hardware | None, me
         f"{kv_cache_bytes(run) / 2**20:.3f} MiB of keys and values "
         "per token"
     )
+    yield f"logits and loss of a microbatch: {gib(logits_bytes(run))} GiB of the last stage's activations"
+    groups = found.communicators
+    outside = f"{groups} communicator{'s' if groups > 1 else ''}" if groups else ""
+    outside += f" and {gib(found.mapped)} GiB mapped" if found.mapped else ""
+    if outside and device is None:
+        yield f"besides, outside the allocator: {outside}"
     if held.host:
         yield f"in the host's memory: {gib(held.host)} GiB of masters and moments for each rank"
     if device is not None:
         need = found.needed(device.communicator)
         verdict = "fits" if need <= device.memory else "does not fit"
-        groups = found.communicators
-        outside = f" and {groups} communicator{'s' if groups > 1 else ''}" if groups else ""
-        outside += f" and {gib(found.mapped)} GiB mapped" if found.mapped else ""
-        yield f"{device.name}: {need:.2f} GiB with slack{outside}, of {device.memory:g}: {verdict}"
+        beside = f" and {outside}" if outside else ""
+        yield f"{device.name}: {need:.2f} GiB with slack{beside}, of {device.memory:g}: {verdict}"
         step = step_time(run, world, device)
         yield (
             f"{device.name}: {step.seconds:.3f} s a step ({step.tflops:.0f} TFLOP/s per device, MFU {step.mfu:.1%}); "
