@@ -155,7 +155,8 @@ def _look_up(typed: str, known: Mapping[str, Meaning]) -> tuple[str, Meaning]:
         return exact[0], known[exact[0]]
     if not found:
         valid = [name for name, meaning in known.items() if isinstance(meaning, Sets)]
-        raise ValueError(f"{typed}: is no option{nearest(typed, valid)}; --help-all lists all")
+        every = "--help-all" if "--help-all" in known else "--help"
+        raise ValueError(f"{typed}: is no option{nearest(typed, valid)}; {every} lists all")
     first = next(iter(found))
     if any(meaning != found[first] for meaning in found.values()):
         raise ValueError(f"{typed}: is short for several flags: {', '.join(sorted(found))}")

@@ -266,6 +266,28 @@ def test_retention_flags(last: int, every: int | None) -> None:
         surplus([1], last, every)
 
 
+def test_clean_reads_what_it_is_to_keep(tmp_path: Path) -> None:
+    """A flipped bit leaves sizes as they were."""
+    store = fill(tmp_path / "a", [1, 2, 3])
+    (damaged,) = (store.path(3)).glob("rank-*.safetensors")
+    damaged.write_bytes(damaged.read_bytes()[:-1] + bytes([damaged.read_bytes()[-1] ^ 1]))
+    cleaned = CliRunner().invoke(verbs.app, ["clean", "--keep-last", "1", str(tmp_path / "a")])
+    assert cleaned.exit_code == 0 and store.steps() == [2, 3]
+    assert "step 3 is damaged, and counts for no limit" in cleaned.output
+    store.open(2).verify()
+
+
+def test_no_other_model_is_hidden(tmp_path: Path) -> None:
+    save_model(tmp_path / "gpt", GPT, step=3)
+    save_model(tmp_path / "later", GPT, step=5)
+    save_model(tmp_path / "llama", LLAMA, step=7)
+    reshard(tmp_path / "gpt", tmp_path / "out", Layout(2, 1))
+    with pytest.raises(CheckpointError, match="step 3 of another model is there, and would be hidden"):
+        reshard(tmp_path / "llama", tmp_path / "out", Layout(1, 1))
+    reshard(tmp_path / "later", tmp_path / "out", Layout(1, 1))
+    assert CheckpointStore(tmp_path / "out").steps() == [3, 5]
+
+
 def test_verbs(tmp_path: Path) -> None:
     store = fill(tmp_path / "a", [1, 2])
     (tmp_path / "a" / "step-0000003.tmp").mkdir()

@@ -190,7 +190,8 @@ def test_split_of_one_corpus(tmp_path: Path) -> None:
     prefix = str(corpus(tmp_path / "a", LENGTHS * 4))
     made = build((20, 3, 0), data_path=(prefix,), split="75,25,0", vocab=1000)
     assert made.train is not None and made.valid is not None and made.test is None and not made.notes
-    tokens = {name: {t for i in range(len(d)) for t in d[i].tolist()} for name, d in vars(made).items() if d}
+    splits = {"train": made.train, "valid": made.valid}
+    tokens = {name: {t for i in range(len(d)) for t in d[i].tolist()} for name, d in splits.items()}
     assert max(tokens["train"]) < 240 <= min(tokens["valid"])  # document 24 begins with 240
     assert len(list((tmp_path / "index-cache").glob("*.safetensors"))) == 2
     again = build((20, 3, 0), data_path=(prefix,), split="75,25,0", vocab=1000)

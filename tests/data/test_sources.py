@@ -188,6 +188,10 @@ def test_merge_refuses_other_widths_and_damage(tmp_path: Path, plain: Path) -> N
         merge([first, report.outputs[0]], f"{tmp_path}/m")
     with pytest.raises(ValueError, match="no such file"):
         merge([first, f"{tmp_path}/none"], f"{tmp_path}/m")
+    before = Path(f"{first}.bin").read_bytes()
+    with pytest.raises(ValueError, match=r"is the input .*, which would be lost"):
+        merge([first, first], f"{tmp_path}/../{tmp_path.name}/out_text_document")
+    assert Path(f"{first}.bin").read_bytes() == before
     assert not list(tmp_path.glob("m*"))
 
 

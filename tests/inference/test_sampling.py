@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -44,8 +46,15 @@ def test_draws_follow_the_seed_and_the_probabilities() -> None:
 
 @pytest.mark.parametrize(
     ("options", "flag"),
-    [({"temperature": -1.0}, "--temperature"), ({"top_k": -1}, "--top-k"), ({"top_p": 0.0}, "--top-p")],
+    [({"temperature": t}, f"--temperature {t}") for t in (-1.0, math.nan, math.inf)]
+    + [({"top_k": -1}, "--top-k"), ({"top_p": 0.0}, "--top-p")],
 )
 def test_what_cannot_be_is_refused(options: dict[str, float], flag: str) -> None:
     with pytest.raises(ValueError, match=flag):
         Sampling(**options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("temperature", [1e-30, 1e-300])
+def test_the_coldest_takes_the_likeliest(temperature: float) -> None:
+    logits = torch.tensor([500.0, 3.0, -1e30, 499.0])
+    assert probabilities(logits, Sampling(temperature)).tolist() == [1.0, 0.0, 0.0, 0.0]

@@ -142,3 +142,14 @@ def test_broken_files_are_named(tmp_path: Path, vocab: str, merges: str, message
             merge_file=tmp_path / "merges.txt",
         ).encode("a")
     assert str(tmp_path) in str(caught.value)
+
+
+def test_two_files_of_two_tokenizers_are_refused(tmp_path: Path) -> None:
+    """Pieces without an id are 0, as ever; of a pair that lacks most of them nothing would be left."""
+    few = small(tmp_path, ["t h", "th e"], drop="the")
+    assert few.encode("the") == [0]
+    pairs = [f"{a} {b}" for a in "abcdefghijk" for b in "lmnopqrstuvw"]
+    (tmp_path / "merges.txt").write_text("\n".join(["#version: 0.2", *pairs, ""]))
+    other = gpt2.GPT2Tokenizer(tmp_path / "vocab.json", tmp_path / "merges.txt")
+    with pytest.raises(ValueError, match=r"132 of its 132 merges make pieces that --vocab-file .* does not have"):
+        other.encode("al")

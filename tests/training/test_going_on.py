@@ -7,10 +7,12 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from mega import cli
 from mega.core.checkpoint.store import CheckpointStore
+from mega.core.data.writer import IndexedWriter
 from mega.core.parallel.gradients import GradBuffer
 
 Told = Callable[..., tuple[int, str]]
@@ -144,3 +146,29 @@ def test_a_constant_loss_scale_is_what_the_run_says(tmp_path: Path, told: Told) 
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert code == 0 and "--loss-scale 64.0 (was None)" in said
     assert [row["loss_scale"] for row in rows if row.get("step", 0) > 2 and "loss_scale" in row] == [64.0] * 4
+
+
+def write(prefix: Path, seed: int) -> None:
+    """Token files of 40 documents, whose lengths do not depend on the seed."""
+    generator = np.random.default_rng(seed)
+    with IndexedWriter(prefix, np.dtype(np.uint16)) as writer:
+        for length in range(20, 60):
+            writer.add([generator.integers(0, 63, length).tolist()])
+
+
+def test_other_tokens_under_the_same_prefix_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--data-path", str(tmp_path / "corpus"), "--save", str(tmp_path / "run"), "--resume", "auto"]
+    run = [word for word in RUN if word != "--mock-data"]
+    for steps, seed in ((2, 0), (4, 0), (6, 1)):
+        write(tmp_path / "corpus", seed)
+        assert cli.main([*run, *words, "--steps", str(steps)]) == 0
+        told = f"not as in the checkpoint: {tmp_path / 'corpus'} holds other tokens than those"
+        assert (told in capsys.readouterr().out) == (steps == 6)
+
+
+def test_a_step_is_validated_once(tmp_path: Path, told: Told) -> None:
+    """The run ends early where it has just been validated."""
+    more = ["--eval-iters", "2", "--eval-interval", "3", "--exit-interval", "3"]
+    assert told("--save", str(tmp_path), "--steps", "6", *more)[0] == 0
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if "valid_loss" in row] == [3]

@@ -138,7 +138,11 @@ def clean(
             if not dry_run:
                 remove_leftover(left)
             tell(f"{verb} {left}")
-    done = retain(store, keep_last, keep_every, keep_optimizer_last, dry_run=dry_run)
+
+    def damaged(step: int, reason: str) -> None:
+        tell(f"step {step} is damaged, and counts for no limit: {reason}")
+
+    done = retain(store, keep_last, keep_every, keep_optimizer_last, dry_run=dry_run, damaged=damaged)
     for step in done.removed:
         tell(f"{verb} {store.path(step)}")
     for step in done.lightened:

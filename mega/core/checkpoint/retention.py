@@ -56,16 +56,27 @@ def retain(
     keep_optimizer_last: int | None = None,
     *,
     dry_run: bool = False,
+    damaged: Callable[[int, str], None] | None = None,
 ) -> Retained:
     """Remove what is not to be kept. To be called by one process, after a save.
 
     Only checkpoints that open count, so damaged ones never push out a whole one; one that somebody
-    reads stays as it is for now.
+    reads stays as it is for now. damaged: also read all of what is to be kept before anything goes; is told of a step
+    that is not what was saved, which does not count then.
     """
     if keep_last is keep_every is keep_optimizer_last is None:
         return Retained([], [])
     whole = [step for step in store.steps() if _opens(store, step)]
     doomed = surplus(whole, keep_last, keep_every)
+    sound: set[int] = set()
+    while damaged is not None and (unread := [step for step in whole if step not in doomed and step not in sound]):
+        try:
+            store.open(unread[-1]).verify()
+            sound.add(unread[-1])
+        except CheckpointError as error:
+            damaged(unread[-1], str(error))
+            whole.remove(unread[-1])
+            doomed = surplus(whole, keep_last, keep_every)
     heavy = [step for step in laden(whole, keep_optimizer_last) if step not in doomed and _states(store.path(step))]
     if not dry_run:
         doomed = [step for step in doomed if _unless_read(store.path(step), _remove)]

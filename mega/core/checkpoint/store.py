@@ -16,6 +16,7 @@ it went well, and stop together where it did not. How they agree is a callable, 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import shutil
@@ -159,13 +160,14 @@ class CheckpointStore:
         fetch: called for every block of every piece for its elements (which are not kept), of several pieces side by
             side; then the pieces' own tensors may be meta tensors, and memory holds a few blocks.
         check: called when all is written; if it raises, nothing is published.
-        Nothing is replaced, and nothing put behind a newer step, where no run would find it.
+        Nothing is replaced, nothing put behind a newer step, where no run would find it, and no other model hidden.
         Errors: CheckpointError where what is to be written is at fault, SaveError where the machine is.
         """
         began = time.monotonic()
         working = self.path(step).with_suffix(".tmp")
         try:
             with self._claimed(step):
+                self._same_model(meta)
                 try:
                     self._prepare(working)
                     written = sum(
@@ -194,6 +196,15 @@ class CheckpointStore:
             if there := [each for each in self.steps() if each >= step]:
                 raise CheckpointError(f"step {there[-1]} is there already; give a new directory")
             yield
+
+    def _same_model(self, meta: Mapping[str, Any]) -> None:
+        """See that what is here is of the model that `meta` describes. Errors: CheckpointError."""
+        there = self.newest(verify=False)
+        if there is None:
+            return
+        ours, theirs = (facts.get("config", {}).get("model") for facts in (meta, self.open(there).meta))
+        if ours and theirs and json.loads(json.dumps(ours)) != theirs:
+            raise CheckpointError(f"step {there} of another model is there, and would be hidden; give a new directory")
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:

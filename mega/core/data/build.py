@@ -39,7 +39,7 @@ _WHOLE = {"train": "1,0,0", "valid": "0,1,0", "test": "0,0,1"}
 class Datasets:
     """A dataset per split, None where nothing was asked or the split is empty; `notes` are for the user.
 
-    named: more validation sets, by the names that the user gave them.
+    named: more validation sets, by the names that the user gave them. corpora: prefix of token files -> their content.
     """
 
     train: Dataset | None = None
@@ -47,6 +47,7 @@ class Datasets:
     test: Dataset | None = None
     named: Mapping[str, Dataset] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    corpora: Mapping[str, Mapping[str, str | None]] = field(default_factory=dict)
 
 
 def samples_requested(
@@ -125,7 +126,8 @@ def build_datasets(
         found = builder.blend("--valid-sets", expand([word], data.corpora), _WHOLE["valid"], "valid", samples[2])
         if found is not None:
             named[label] = found
-    return Datasets(**made, named=named, notes=tuple(builder.notes))
+    contents = {prefix: corpus.content() for prefix, corpus in builder.corpora.items()}
+    return Datasets(**made, named=named, notes=tuple(builder.notes), corpora=contents)
 
 
 def _named(data: DataConfig) -> list[tuple[str, str]]:
@@ -185,7 +187,7 @@ class _Builder:
 
     def __init__(self, recipe: Recipe, cache: str | None, vocab: int, *, mmap: bool) -> None:
         self._recipe, self._cache, self._vocab, self._mmap = recipe, cache, vocab, mmap
-        self._corpora: dict[str, IndexedDataset] = {}
+        self.corpora: dict[str, IndexedDataset] = {}
         self.notes: list[str] = []
 
     def blend(self, flag: str, words: Sequence[str], split: str, name: str, samples: int) -> Dataset | None:
@@ -233,9 +235,9 @@ class _Builder:
 
     def _corpus(self, flag: str, prefix: str) -> IndexedDataset:
         """The checked token files of `prefix`, opened once."""
-        if prefix not in self._corpora:
-            self._corpora[prefix] = _open(flag, prefix, self._vocab, mmap=self._mmap)
-        return self._corpora[prefix]
+        if prefix not in self.corpora:
+            self.corpora[prefix] = _open(flag, prefix, self._vocab, mmap=self._mmap)
+        return self.corpora[prefix]
 
     def _directory(self, prefix: str) -> Path:
         return Path(self._cache) if self._cache else Path(prefix).parent / "index-cache"

@@ -126,6 +126,13 @@ class IndexedDataset:
             digest.update(self.lengths[block].tobytes())
         return digest.hexdigest()
 
+    def content(self) -> dict[str, str | None]:
+        """Hashes that tell these token files from others: of lengths, and of tokens where their writer noted it."""
+        tokens = None
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            tokens = str(json.loads(note_path(self.prefix).read_bytes())["sha256"]["bin"])
+        return {"lengths": self.fingerprint, "tokens": tokens}
+
     def token_range(self) -> tuple[int, int]:
         """The smallest and largest id: noted by the writer, else searched for (evenly in a huge file)."""
         if not len(self.tokens):

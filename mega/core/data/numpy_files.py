@@ -20,6 +20,9 @@ from mega.core.data.preprocess import Report
 from mega.core.data.sources import find
 from mega.core.data.writer import IndexedWriter
 
+LARGEST = 2**31 - 1
+"""The largest id that token files hold."""
+
 
 def convert(inputs: Sequence[str | Path], output_prefix: str, eod: int | None) -> Report:
     """Write the documents of all files as one pair of token files.
@@ -50,6 +53,8 @@ def documents(path: Path, eod: int | None) -> Iterator[NDArray[Any]]:
         ids = np.asarray(row)
         if ids.ndim != 1 or ids.dtype.kind not in "iu":
             raise ValueError(f"{path}: holds {ids.dtype} of {ids.ndim} dimensions; must be runs of whole numbers")
+        if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) <= LARGEST:
+            raise ValueError(f"{path}: holds {ids.min()} to {ids.max()}; ids must be 0 to {LARGEST}")
         one = eod is None or found.dtype.hasobject
         yield from (part for part in ([ids] if one else np.split(ids, np.flatnonzero(ids == eod) + 1)) if len(part))
 

@@ -15,6 +15,7 @@ import contextlib
 import glob
 import hashlib
 import json
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -99,6 +100,7 @@ def preprocess(
     """
     made = build(**tokenizer)
     eod = _checked_eod(made, append_eod)
+    made.encode("")  # what is wrong with its files is found here, not in every worker
     if workers < 1:
         raise ValueError(f"--workers {workers}: must be at least 1")
     if not json_keys or len(set(json_keys)) != len(json_keys):
@@ -468,6 +470,11 @@ def merge(prefixes: Sequence[str], output_prefix: str) -> Report:
 
     if not prefixes:
         raise ValueError("--input: must be at least one prefix of a .bin/.idx pair")
+    for prefix in prefixes:
+        if os.path.realpath(bin_path(prefix)) == os.path.realpath(bin_path(output_prefix)):
+            raise ValueError(
+                f"--output-prefix {output_prefix}: is the input {prefix}, which would be lost; name another"
+            )
     first = IndexedDataset(prefixes[0])
     with IndexedWriter(output_prefix, first.dtype) as writer:
         for prefix in prefixes:

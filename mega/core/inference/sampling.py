@@ -5,6 +5,7 @@ Source of top-p: Holtzman et al. 2020, "The Curious Case of Neural Text Degenera
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -22,8 +23,10 @@ class Sampling:
     top_p: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.temperature < 0:
-            raise ValueError(f"--temperature {self.temperature}: must be at least 0 (0 takes the likeliest)")
+        if not 0 <= self.temperature < math.inf:
+            raise ValueError(
+                f"--temperature {self.temperature}: must be a number of at least 0 (0 takes the likeliest)"
+            )
         if self.top_k < 0:
             raise ValueError(f"--top-k {self.top_k}: must be at least 0 (0 is off)")
         if not 0 < self.top_p <= 1:
@@ -37,9 +40,10 @@ def probabilities(logits: torch.Tensor, how: Sampling) -> torch.Tensor:
     tensor([0.6250, 0.3750, 0.0000])
     """
     logits = logits.float()
-    if how.temperature == 0:
+    # Below what fp32 tells from 0 the likeliest has all.
+    if how.temperature < torch.finfo(torch.float32).tiny:
         return torch.nn.functional.one_hot(logits.argmax(-1), logits.shape[-1]).float()
-    logits = logits / how.temperature
+    logits = (logits - logits.amax(-1, keepdim=True)) / how.temperature
     if 0 < how.top_k < logits.shape[-1]:
         least = logits.topk(how.top_k).values[..., -1:]
         logits = logits.masked_fill(logits < least, -torch.inf)

@@ -22,6 +22,9 @@ from mega.core.text.words import Remembered
 END_OF_TEXT = "<|endoftext|>"
 _WORDS = r"""'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
 
+MISMATCHED = 100
+"""Merges without an id; with more of them two files are not of one tokenizer."""
+
 Encode = Callable[[Sequence[str]], Encoded]
 Merges = Sequence[tuple[str, str]]
 
@@ -83,7 +86,15 @@ class GPT2Tokenizer(Tokenizer):
     @cached_property
     def _chosen(self) -> tuple[str, Encode]:
         # Merges are read only when something is encoded: training needs the vocabulary's size alone.
-        return choose_engine(self._vocab, read_merges(self._files["merges.txt"]))
+        merges = read_merges(self._files["merges.txt"])
+        lost = [left + right for left, right in merges if left + right not in self._vocab]
+        if len(lost) > MISMATCHED:
+            raise ValueError(
+                f"--merge-file {self._files['merges.txt']}: {len(lost)} of its {len(merges)} merges make pieces that "
+                f"--vocab-file {self._files['vocab.json']} does not have, such as {lost[0]!r}, and such text would be "
+                "lost; give the two files of one tokenizer"
+            )
+        return choose_engine(self._vocab, merges)
 
     @cached_property
     def _pieces(self) -> dict[int, str]:

@@ -71,6 +71,8 @@ class Training:
     def __init__(self, prepared: Prepared, rank: int, world: int, device: Device, groups: Groups):
         run = self.run = prepared.run
         self.meters: Meters | None = None
+        self.validated: int | None = None
+        """The step behind which the validation sets were last read."""
         self.tokenizer: Tokenizer | None = prepared.tokenizer
         self.fingerprint = prepared.fingerprint()
         self.mesh = build_mesh(run, rank, world, groups)
@@ -99,18 +101,21 @@ class Training:
         self.saver: Saver | None = None
         if run.checkpoint.save is not None:
             old = companions(origin.checkpoint, self.tokenizer) if origin is not None and rank == 0 else {}
-            self.saver = Saver(self.state, self.tokenizer, self.fingerprint, self.schedules, self._say, old)
-        self._introduce(prepared.notes, origin)
+            self.saver = Saver(
+                self.state, self.tokenizer, self.fingerprint, self.schedules, self._say, old, data.corpora
+            )
+        self._introduce(prepared, origin)
 
-    def _introduce(self, notes: Sequence[str], origin: Origin | None) -> None:
+    def _introduce(self, prepared: Prepared, origin: Origin | None) -> None:
         """What the user is to know before the first step."""
-        for note in notes:
+        for note in prepared.notes:
             self._say(note)
         if origin is None:
             return
         self._say(f"going on from {origin.checkpoint.path} at step {self.progress.step}")
-        if not origin.weights_only and (told := differences(self.run, origin)):
-            self._say(told)
+        if not origin.weights_only:
+            for told in differences(self.run, origin, prepared.datasets.corpora):
+                self._say(told)
         if self.progress.step >= self.steps:
             self._say(f"nothing is left to train: the run ends with step {self.steps}")
 
@@ -120,7 +125,8 @@ class Training:
             if not self.run.evaluation.skip_train:
                 self._train()
             if not self.interrupt.asked:
-                self._validate()
+                if self.validated != self.progress.step:
+                    self._validate()
                 self._evaluate("test", self.test)
             self.state.grads.arrive()
         finally:
@@ -227,6 +233,7 @@ class Training:
 
     def _validate(self) -> None:
         """The validation set from where it was left, and the named ones, each from its first sample."""
+        self.validated = self.progress.step
         self._evaluate("valid", self.valid)
         for name, batches in self.named.items():
             self._evaluate(name, batches)

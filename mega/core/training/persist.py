@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -104,8 +104,8 @@ def restore(state: TrainState, origin: Origin) -> None:
         state.progress = Progress(**checkpoint.meta["progress"])
 
 
-def differences(run: RunConfig, origin: Origin) -> str | None:
-    """What this run does otherwise than the one it goes on with, as one line; None where there is nothing to tell.
+def differences(run: RunConfig, origin: Origin, corpora: Mapping[str, Mapping[str, str | None]]) -> Iterator[str]:
+    """Lines of what this run does otherwise than the one it goes on with, and what its token files hold otherwise.
 
     The schedule is not of it: schedules.py refuses another one.
     """
@@ -117,7 +117,12 @@ def differences(run: RunConfig, origin: Origin) -> str | None:
         ours = list(value) if isinstance(value, tuple) else value
         if name in stored and stored[name] != ours:
             told.append(f"{flag_of(name)} {_words(ours)} (was {_words(stored[name])})")
-    return f"not as in the checkpoint: {', '.join(told)}" if told else None
+    if told:
+        yield f"not as in the checkpoint: {', '.join(told)}"
+    for prefix, now in corpora.items():
+        then = origin.checkpoint.meta.get("corpora", {}).get(prefix, now)
+        if any(None not in (hashed, then.get(name)) and then[name] != hashed for name, hashed in now.items()):
+            yield f"not as in the checkpoint: {prefix} holds other tokens than those that the run has been trained on"
 
 
 def _words(value: Any) -> str:

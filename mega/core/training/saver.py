@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -48,8 +48,10 @@ class Saver:
         schedules: Schedules | None = None,
         say: Say = lambda line: None,
         companions: Attachments = MappingProxyType({}),
+        corpora: Mapping[str, Mapping[str, str | None]] = MappingProxyType({}),
     ) -> None:
-        """companions: small files that came with the weights and go on with them; rank 0's count."""
+        """companions: small files that came with the weights and go on with them; rank 0's count. corpora: what the
+        token files hold that the run reads."""
         self.state, self.options, self._say = state, state.run.checkpoint, say
         assert self.options.save is not None
         self.store = store_at(self.options.save)
@@ -60,6 +62,7 @@ class Saver:
             "schedule": (schedules or Schedules.of(state.run)).facts(),
             "tokenizer": tokenizer.fingerprint() if tokenizer is not None else None,
             "fingerprint": fingerprint,
+            "corpora": {prefix: dict(content) for prefix, content in corpora.items()},
         }
         self._attachments = {**companions, "run.toml": toml.write(state.run).encode()}
         if tokenizer is not None:
