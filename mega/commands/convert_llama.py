@@ -47,6 +47,8 @@ def run(
     from mega.core.checkpoint.kinds import check_flags, kind_of
     from mega.core.checkpoint.layout import Layout
 
+    if save_dir.resolve() == load_dir.resolve():
+        raise ValueError(f"--save-dir {save_dir}: must not be the directory that is read")
     source = kind_of(load_dir)
     target = target_of(load_dir, source, to)
     layout = Layout(target_tp, target_pp, chunks, tuple(stage_layers or ()))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -19,23 +21,35 @@ def run(
         typer.Option("--kind", help="bpe: vocab.json and merges.txt as GPT-2's; sentencepiece: tokenizer.model"),
     ] = "bpe",
     model_type: Annotated[
-        Literal["unigram", "bpe", "char", "word"], typer.Option("--model-type", help="of a SentencePiece model")
-    ] = "unigram",
+        Literal["unigram", "bpe", "char", "word"] | None,
+        typer.Option("--model-type", help="of a SentencePiece model; unigram if none is given"),
+    ] = None,
     character_coverage: Annotated[
-        float, typer.Option("--character-coverage", help="share of all characters that a SentencePiece model knows")
-    ] = 1.0,
+        float | None,
+        typer.Option(
+            "--character-coverage", help="share of characters that a SentencePiece model knows; 1 if not given"
+        ),
+    ] = None,
     json_key: Annotated[str, typer.Option("--json-key", help="key of each line that holds the text")] = "text",
     text_lines: Annotated[bool, typer.Option("--text-lines", help="each line of a .txt file is a document")] = False,
 ) -> int:
     """Train a tokenizer: byte-level BPE for --tokenizer GPT2BPETokenizer, or a SentencePiece model."""
     from mega.core.data.sources import texts
+    from mega.core.files import check_folder
     from mega.core.text import train
 
+    check_folder("--output-dir", output_dir, output_dir)
+    for flag, value in (("--model-type", model_type), ("--character-coverage", character_coverage)):
+        if kind == "bpe" and value is not None:
+            raise ValueError(f"{flag} {value}: needs --kind sentencepiece")
     every = texts(input, json_key, text_lines=text_lines)
     if kind == "bpe":
         paths = train.train_bpe(every, vocab_size, output_dir)
+        if (entries := len(json.loads(paths[0].read_bytes()))) < vocab_size:
+            print(f"--vocab-size {vocab_size}: the texts give {entries} entries and no more", file=sys.stderr)
     else:
-        paths = train.train_sentencepiece(every, vocab_size, output_dir, model=model_type, coverage=character_coverage)
+        shape, coverage = model_type or "unigram", 1.0 if character_coverage is None else character_coverage
+        paths = train.train_sentencepiece(every, vocab_size, output_dir, model=shape, coverage=coverage)
     for path in paths:
         print(path)
     return 0

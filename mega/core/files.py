@@ -23,6 +23,17 @@ def url_of(place: Path | str) -> str | None:
     return f"{found[1]}://{found[2]}" if found else None
 
 
+def check_folder(flag: str, value: object, folder: Path | str) -> None:
+    """See that files can be put into `folder`, or that it can be made. Errors: ValueError naming flag and value."""
+    above = Path(folder).absolute()
+    while not above.exists() and above != above.parent:
+        above = above.parent
+    if not above.is_dir():
+        raise ValueError(f"{flag} {value}: {above} is no directory; name another place")
+    if not os.access(above, os.W_OK | os.X_OK):
+        raise ValueError(f"{flag} {value}: nothing may be written into {above}; name another place")
+
+
 @contextlib.contextmanager
 def whole_file(path: Path) -> Iterator[BinaryIO]:
     """Open a temporary file that becomes `path` when the block ends well and vanishes when it does not.

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from mega.cli import main
 from mega.core.text.build import build
 from mega.core.text.gpt2 import GPT2Tokenizer
 from mega.core.text.probes import PROBES
@@ -155,3 +156,16 @@ def test_trained_vocabulary(tmp_path: Path) -> None:
 def test_bad_arguments_name_the_flag(arguments: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         build(**arguments)  # type: ignore[arg-type]
+
+
+def test_what_is_asked_in_vain_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = tmp_path / "a.jsonl"
+    text.write_text('{"text": "ab ab"}\n')
+    line = f"train-tokenizer --input {text} --vocab-size 900 --output-dir"
+    assert main([*line.split(), str(tmp_path / "out")]) == 0
+    assert "--vocab-size 900: the texts give 259 entries and no more" in capsys.readouterr().err
+    assert main([*line.split(), str(tmp_path / "other"), "--model-type", "word"]) == 2
+    assert main([*line.split(), str(text)]) == 2
+    told = capsys.readouterr().err
+    assert "--model-type word: needs --kind sentencepiece" in told
+    assert f"--output-dir {text}: {text} is no directory" in told and not (tmp_path / "other").exists()

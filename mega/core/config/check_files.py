@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from mega.core.config.corpora import expand, is_number
 from mega.core.config.run import RunConfig, flag_of, value_of
 from mega.core.config.sections import TokenizerConfig
-from mega.core.files import url_of
+from mega.core.files import check_folder, url_of
 
 Problems = Iterator[str]
 
@@ -134,11 +134,24 @@ def _any_file(tokenizer: TokenizerConfig) -> bool:
     return any((tokenizer.tokenizer_model, tokenizer.vocab_file, tokenizer.merge_file))
 
 
+def _places(run: RunConfig) -> Problems:
+    for name in ("save", "metrics", "tensorboard_dir"):
+        path = value_of(run, name)
+        if path is None or url_of(path) or (name != "metrics" and os.path.exists(path) and not os.path.isdir(path)):
+            continue
+        try:
+            check_folder(flag_of(name), path, os.path.dirname(path) or "." if name == "metrics" else path)
+        except ValueError as problem:
+            yield str(problem)
+
+
 def _directories(run: RunConfig) -> Problems:
     for name in ("save", "data_cache", "tensorboard_dir"):
         path = value_of(run, name)
         if path is not None and os.path.exists(path) and not os.path.isdir(path):
             yield f"{flag_of(name)} {path}: is a file; must be a directory"
+    if not run.runtime.dry_run:  # which may be asked far from where the run will be
+        yield from _places(run)
     if run.log.metrics is not None and os.path.isdir(run.log.metrics):
         yield f"--metrics {run.log.metrics}: is a directory; must be a file"
     load, resume = run.checkpoint.load, run.checkpoint.resume

@@ -30,7 +30,7 @@ from mega.core.data.indexed import bin_path, exists, token_dtype
 from mega.core.data.sources import STDIN, BadLine, Block, Piece, blocks, find, parsed, pieces
 from mega.core.data.workers import Slot, Workers
 from mega.core.data.writer import IndexedWriter
-from mega.core.files import whole_file
+from mega.core.files import check_folder, whole_file
 from mega.core.text.build import build
 from mega.core.text.sentences import splitter
 from mega.core.text.tokenizer import Tokenizer
@@ -98,6 +98,7 @@ def preprocess(
     progress: called after every block with the report so far and the bytes read of the input files.
     Raises ValueError naming flag, or file and line; then nothing appears under the output names.
     """
+    check_folder("--output-prefix", output_prefix, Path(output_prefix).parent)
     made = build(**tokenizer)
     eod = _checked_eod(made, append_eod)
     made.encode("")  # what is wrong with its files is found here, not in every worker
@@ -470,6 +471,7 @@ def merge(prefixes: Sequence[str], output_prefix: str) -> Report:
 
     if not prefixes:
         raise ValueError("--input: must be at least one prefix of a .bin/.idx pair")
+    check_folder("--output-prefix", output_prefix, Path(output_prefix).parent)
     for prefix in prefixes:
         if os.path.realpath(bin_path(prefix)) == os.path.realpath(bin_path(output_prefix)):
             raise ValueError(
