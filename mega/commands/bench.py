@@ -81,10 +81,12 @@ def run(
 
 def _measurable(run: RunConfig, asked: Asked, steps: int) -> RunConfig:
     """`run` without what names data, files and a length, and with what the rules of a run want of those."""
+    from mega.core.training.bench import LR
+
     whole = RunConfig()
     run = replace(run, **{section: getattr(whole, section) for section in UNUSED})
     values: dict[str, Any] = {"mock_data": True, "steps": steps, "samples": None, "rampup": ()}
-    values |= {"lr": 1e-4} if run.optimizer.lr is None else {}
+    values |= {"lr": LR} if run.optimizer.lr is None else {}
     # From where a scale starts, most of the timed steps would overflow and update nothing.
     if "initial_loss_scale" not in asked.values and run.precision.loss_scale is None:
         values["initial_loss_scale"] = 2.0**16

@@ -104,6 +104,16 @@ class Sizes:
         return self.kernels and not self.model.qk_norm
 
     @property
+    def moved(self) -> bool:
+        """Whether query and key are no longer views of the fused product when attention takes them."""
+        return (self.model.position == "rope" and not self.turns_in_place) or self.model.qk_norm
+
+    @property
+    def fused(self) -> int:
+        """Query, key and value as one product makes them."""
+        return self.e * self.tokens * (self.q + 2 * self.kv)
+
+    @property
     def scores(self) -> int:
         """Weights of all queries and keys, of the heads that a context rank has while it has all columns."""
         return self.rows * self.heads // self.cp * self.whole**2
@@ -312,17 +322,15 @@ def _attention(z: Sizes) -> Iterator[Op]:
     if z.ring:
         yield _ring(z)
         return
-    fused = z.e * z.tokens * (z.q + 2 * z.kv)
-    moved = (z.model.position == "rope" and not z.turns_in_place) or z.model.qk_norm
     if z.cp == 1:
-        yield from _whole_attention(z, moved)
+        yield from _whole_attention(z, z.moved)
         return
     # All columns of a share of the heads, dealt out anew: as many bytes, in one piece, and what they were made of.
-    made = 2 * fused + (z.e * z.tokens * (z.q + z.kv) if moved else 0)
+    made = 2 * z.fused + (z.e * z.tokens * (z.q + z.kv) if z.moved else 0)
     for op in _whole_attention(z, moved=False):
         mixed = 0 if z.plain else z.e * z.tokens * z.q  # a kernel keeps its result, which the way back copies
-        dealing = z.stream + (5 if z.rows > 1 else 4) * fused - op.saved
-        undoing = z.residual + 2 * mixed + 4 * fused
+        dealing = z.stream + (5 if z.rows > 1 else 4) * z.fused - op.saved
+        undoing = z.residual + 2 * mixed + 4 * z.fused
         yield Op(op.name, op.saved + mixed, max(made + op.forward, dealing), max(op.backward, undoing))
 
 
@@ -330,8 +338,7 @@ def _whole_attention(z: Sizes, moved: bool) -> Iterator[Op]:
     """Of all columns; moved: query and key are no longer views of the fused product."""
     model = z.model
     e, tokens, groups = z.e, z.tokens, z.q // z.kv
-    fused = e * tokens * (z.q + 2 * z.kv)
-    mixed = e * tokens * z.q
+    fused, mixed = z.fused, e * tokens * z.q
     if not z.plain:
         # value is a view of the fused product, which lives as long; query and key are too, unless they moved on
         copies = e * tokens * (z.q + z.kv) if moved else 0
@@ -388,14 +395,13 @@ def _ring(z: Sizes) -> Op:
     """Parts by the keys of one rank after the other (parallel/context.py): keeps query, key, value, the result and its
     log-sum-exp, and of a dropout what says which weights are dropped."""
     e, w, tokens = z.e, z.w, z.tokens
-    fused, mixed, sums = e * tokens * (z.q + 2 * z.kv), e * tokens * z.q, w * tokens * z.heads
+    mixed, sums = e * tokens * z.q, w * tokens * z.heads
     travelling = 2 * e * tokens * 2 * z.kv
-    moved = (z.model.position == "rope" and not z.turns_in_place) or z.model.qk_norm
-    saved = fused + sums + (e * tokens * (z.q + z.kv) if moved else 0)
+    saved = z.fused + sums + (e * tokens * (z.q + z.kv) if z.moved else 0)
     if z.model.attention_dropout:
         saved += 8 * (tokens + z.heads)
     forward = z.stream + travelling + 2 * w * tokens * z.q
-    backward = z.residual + travelling + w * tokens * (z.q + 4 * z.kv) + 2 * mixed + fused
+    backward = z.residual + travelling + w * tokens * (z.q + 4 * z.kv) + 2 * mixed + z.fused
     if z.kernels and not z.plain and not z.documents:
         return Op("attention", saved, forward, backward)
     # The plain form; its result lies by heads, so that the next product keeps a copy.

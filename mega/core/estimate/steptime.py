@@ -475,7 +475,7 @@ class _Times:
         if size == 1:
             return Pass(forward, backward, 0.0)
         mixed, both = z.tokens * z.q, 2 * z.tokens * z.kv
-        if parallel.cp_comm != "ring" and z.q % size == 0 and (z.kv // (z.model.head_dim or 1)) % size == 0:
+        if not z.ring:
             dealt = z.e * (mixed + both)
             swap = self.collective(dealt, size, parallel.tp) + self.collective(z.e * mixed, size, parallel.tp)
             laid = self.pointwise(8 * dealt + 6 * z.e * mixed)

@@ -50,11 +50,7 @@ def apex_add_norm(
 
 
 def package(name: str, attention: Callable[..., torch.Tensor]) -> dict[str, Any]:
-    """The ops that a package of `NAMES` brings; `attention` is what a run would have without it."""
+    """The ops of a package, by its name in `--ops`; `attention` is what a run would have without it."""
     if name == "flash-attn":
         return {"attention": partial(flash_attention, other=attention)}
     return {"add_norm": apex_add_norm}
-
-
-NAMES = ("flash-attn", "apex")
-"""What `--ops` may name."""

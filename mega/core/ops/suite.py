@@ -72,8 +72,8 @@ def choose(
 ) -> Ops:
     """The fastest implementations for a device and a compute dtype; `reason` says why these.
 
-    again: attention computes its weights once more in the backward pass wherever it would keep them. package: one of
-    `packages.NAMES`, whose ops stand in for ours.
+    again: attention computes its weights once more in the backward pass wherever it would keep them. package: what
+    `packages.package` knows, whose ops stand in for ours.
     """
     ops = _chosen(device, dtype, reference)
     if again:

@@ -62,7 +62,10 @@ ROWS: Mapping[str, tuple[str, Callable[[int], Mapping[str, Any]]]] = {
 }
 """The rows that speed is compared by: a preset, and what it says beside it on that many ranks."""
 
-_EVERY_ROW = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "lr": 1e-4, "dtype": "bf16"}
+LR = 1e-4
+"""Of a row, and of a run that says none."""
+
+_EVERY_ROW = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "lr": LR, "dtype": "bf16"}
 
 PRODUCTS, ATTENTION, COMMUNICATION = "products", "attention", "communication"
 UPDATE, CASTS, REST = "update", "casts", "rest"

@@ -10,11 +10,11 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from mega.core.config.check import PACKAGES
 from mega.core.config.resolve import data_parallel
 from mega.core.config.run import RunConfig
 from mega.core.device import DTYPES
 from mega.core.model.decoder import DecoderStage
-from mega.core.ops.packages import NAMES
 from mega.core.ops.suite import Ops, choose
 from mega.core.parallel.context import across
 from mega.core.parallel.mesh import Groups, Mesh
@@ -36,7 +36,7 @@ def chosen_ops(run: RunConfig, device: torch.device) -> Ops:
         device,
         DTYPES[precision.dtype],
         reference=run.runtime.ops == "reference",
-        package=run.runtime.ops if run.runtime.ops in NAMES else None,
+        package=run.runtime.ops if run.runtime.ops in PACKAGES else None,
         fp8=precision.fp8,
         again=run.memory.recompute == "selective",
     )
