@@ -24,6 +24,9 @@ DTYPES = {
 # Dense bf16 peak of the devices we know, TFLOP/s (vendors' datasheets); MFU is n/a on others.
 PEAK_TFLOPS = {"H200": 989.0, "H100": 989.0, "A100": 312.0, "B200": 2250.0, "V100": 125.0}
 
+MARK = "spin_kernel"
+"""What a profile calls the kernel that `Device.mark` starts."""
+
 
 @dataclass(frozen=True)
 class Device:
@@ -72,6 +75,11 @@ class Device:
     def synchronize(self) -> None:
         if self.is_cuda:
             torch.cuda.synchronize(self.torch)
+
+    def mark(self) -> None:
+        """A kernel named MARK, by which a profile shows when all that was asked for before was done."""
+        if self.is_cuda:
+            torch.cuda._sleep(1)  # type: ignore[no-untyped-call]
 
     def memory_peak(self) -> int | None:
         """Most bytes allocated so far, or None on a CPU (see `resident`)."""

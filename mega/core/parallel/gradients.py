@@ -207,10 +207,10 @@ class GradBuffer:
         self._home = {id(weight): bucket for bucket in self.buckets for weight, _, _ in bucket.places}
         self._final = False
         self._leaving: Bucket | None = None
-        self._held: list[Product] | None = None
+        self._held: list[Product] = []
         for bucket in self.buckets:
             for weight, _, _ in bucket.places:
-                weight.on_arrival, weight.on_product = self._arrived, self._hold
+                weight.on_arrival = self._arrived
                 weight.on_need = self._need if zero >= 2 else None
                 weight.register_post_accumulate_grad_hook(_into_sink)
             bucket.forget()
@@ -294,24 +294,27 @@ class GradBuffer:
     def hold(self) -> None:
         """From here on keep weight products instead of computing them (a backward pass for inputs only)."""
         self._held = []
+        self._route(self._hold)
 
     def release(self) -> list[Product]:
         """The products kept since `hold`; products are computed at once again."""
-        held, self._held = self._held, None
-        assert held is not None
+        self._route(None)
+        held, self._held = self._held, []
         return held
+
+    def _route(self, products: Callable[[Weight, Any, torch.Tensor], None] | None) -> None:
+        for bucket in self.buckets:
+            for weight, _, _ in bucket.places:
+                weight.on_product = products
+
+    def _hold(self, weight: Weight, grad: Any, x: torch.Tensor) -> None:
+        self._held.append((weight, grad, x))
 
     def compute(self, products: list[Product]) -> None:
         """Compute kept products, as the weight's act of a plan."""
         with torch.no_grad():
             for weight, grad, x in products:
                 weight.add_product(grad, x)
-
-    def _hold(self, weight: Weight, grad: Any, x: torch.Tensor) -> bool:
-        if self._held is None:
-            return False
-        self._held.append((weight, grad, x))
-        return True
 
     def _need(self, weight: Weight) -> None:
         """The first gradient of a microbatch finds no room."""

@@ -39,7 +39,7 @@ class Weight(nn.Parameter):
     sink: where gradients accumulate, shaped like the weight; None leaves them to autograd.
     on_need: called before a gradient is added while there is no sink; it may make one.
     on_arrival: called with the weight each time a gradient has been added to the sink.
-    on_product: asked before a product is computed; True means that the caller keeps it for later.
+    on_product: takes a product to compute it later; None has it computed at once.
     """
 
     slots: tuple[Slot, ...]
@@ -48,7 +48,7 @@ class Weight(nn.Parameter):
     sink: torch.Tensor | None
     on_need: Callable[[Weight], None] | None
     on_arrival: Callable[[Weight], None] | None
-    on_product: Callable[[Weight, Any, torch.Tensor], bool] | None
+    on_product: Callable[[Weight, Any, torch.Tensor], None] | None
 
     def __new__(cls, data: torch.Tensor, slots: tuple[Slot, ...], ops: Ops = REFERENCE) -> Self:
         weight = super().__new__(cls, data, requires_grad=True)
@@ -62,7 +62,8 @@ class Weight(nn.Parameter):
         sink = self.open_sink()
         if sink is None:
             return self.ops.products.weight_gradient(grad, x)
-        if self.on_product is not None and self.on_product(self, grad, x):
+        if self.on_product is not None:
+            self.on_product(self, grad, x)
             return None
         self.ops.products.add_weight_gradient(sink, grad, x)
         self.arrived()

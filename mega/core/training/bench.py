@@ -3,6 +3,8 @@
     measure    median seconds of a step after warm-up, and what follows from it
     profile    one more step under the profiler: where the device's time goes, by kind of work
 
+Steps follow each other as in training: one is asked for while the one before runs, and lasts from that one's end to its
+own. Weights that ranks gather from each other are on their way behind a step's end, and waited for in the next.
 It measures one row after another in one process group. It knows neither data nor checkpoints.
 """
 
@@ -14,6 +16,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -22,7 +25,7 @@ from mega.core.batch import DecoderBatch
 from mega.core.config.compose import compose
 from mega.core.config.resolve import microbatches
 from mega.core.config.run import RunConfig
-from mega.core.device import Device
+from mega.core.device import MARK, Device, Moment
 from mega.core.estimate.flops import model_flops_per_token
 from mega.core.parallel.collectives import all_reduce
 from mega.core.parallel.launch import connect, disconnect
@@ -77,6 +80,9 @@ KINDS = (
     (CASTS, ("_cast", "_largest")),
 )
 """Kind of work -> parts of kernel names; the first that fits counts, what fits none is the rest."""
+
+Span = tuple[float, float, str]
+"""Begin and end in microseconds and name of a kernel or a copy."""
 
 
 @dataclass(frozen=True)
@@ -242,16 +248,18 @@ def measure(
         for number in range(microbatches(run, world))
     ]
     device.reset_memory_peak()
-    times, report, fine = [], None, []
     warmup = max(warmup, 2) if run.runtime.cuda_graph else warmup
-    for _ in range(warmup + repeats):
-        begin = time.perf_counter()
-        report = _step(state, batches)
-        device.synchronize()
-        times.append(time.perf_counter() - begin)
-        fine.append(report.fine)
-    assert report is not None
-    times = times[warmup:]
+    ends, found = [Moment(device.torch)], dict[str, float]()
+    before, skipped = None, 0
+    for number in range(warmup + repeats + 1):
+        reading = _step(state, batches).start_reading() if number < warmup + repeats else None
+        if before is not None:
+            found = before.numbers()
+            skipped += number > warmup and not found["fine"]
+        if reading is not None:
+            ends.append(reading.moment)
+        before = reading
+    times = [begin.seconds_to(end) for begin, end in pairwise(ends[warmup:])]
     # A step is as slow as its slowest rank.
     slowest = torch.tensor(times, dtype=torch.float64, device=device.torch)
     all_reduce(slowest, mesh.everyone, "max")
@@ -276,14 +284,14 @@ def measure(
         tflops=tflops,
         mfu=None if device.peak_tflops is None else tflops / device.peak_tflops,
         peak_gib=peak / 2**30,
-        loss=float(report.loss),
-        skipped=sum(not bool(one) for one in fine[warmup:]),
+        loss=found["loss"],
+        skipped=skipped,
         steps=times,
         phases=phases,
     )
     state.grads.arrive()
     state.pipeline.close()
-    del state, batches, report
+    del state, batches
     gc.collect()
     device.release()
     return speed
@@ -307,7 +315,10 @@ def random_batch(run: RunConfig, number: int, device: torch.device) -> DecoderBa
 
 
 def profile(state: TrainState, batches: Sequence[DecoderBatch], trace: str | None = None) -> dict[str, float]:
-    """Milliseconds of one more step by kind of work; on a CPU the whole step is the rest."""
+    """Milliseconds of one more step by kind of work; on a CPU the whole step is the rest.
+
+    The device is profiled over two steps, of which the second counts: it finds what the first has left on its way.
+    """
     activities, begin = [torch.profiler.ProfilerActivity.CPU], time.perf_counter()
     if not state.device.is_cuda and trace is None:
         _step(state, batches)
@@ -315,7 +326,9 @@ def profile(state: TrainState, batches: Sequence[DecoderBatch], trace: str | Non
     if state.device.is_cuda:
         activities.append(torch.profiler.ProfilerActivity.CUDA)
     with torch.profiler.profile(activities=activities, acc_events=True) as profiler:
-        _step(state, batches)
+        for _ in range(2 if state.device.is_cuda else 1):
+            _step(state, batches)
+            state.device.mark()
         state.device.synchronize()
     seconds = time.perf_counter() - begin
     if trace is not None:
@@ -327,10 +340,21 @@ def profile(state: TrainState, batches: Sequence[DecoderBatch], trace: str | Non
         for event in profiler.events() or []
         if event.device_type == torch.autograd.DeviceType.CUDA
     ]
-    return phases_of(spans)
+    return phases_of(between_marks(spans))
 
 
-def phases_of(spans: Sequence[tuple[float, float, str]]) -> dict[str, float]:
+def between_marks(spans: Sequence[Span]) -> list[Span]:
+    """What lies between the ends of the last two marks, cut there.
+
+    >>> between_marks([(0, 9, "a"), (4, 5, "spin_kernel"), (6, 8, "b"), (7, 12, "c"), (9, 10, "spin_kernel")])
+    [(5, 9, 'a'), (6, 8, 'b'), (7, 10, 'c')]
+    """
+    first, last = sorted(end for _, end, name in spans if MARK in name)[-2:]
+    cut = [(max(begin, first), min(end, last), name) for begin, end, name in spans if MARK not in name]
+    return [(begin, end, name) for begin, end, name in cut if begin < end]
+
+
+def phases_of(spans: Sequence[Span]) -> dict[str, float]:
     """Milliseconds by kind of work from kernels (begin, end, name) in microseconds.
 
     Communication counts only where nothing else runs beside it; `idle` is where nothing runs at all.
@@ -353,11 +377,9 @@ def phases_of(spans: Sequence[tuple[float, float, str]]) -> dict[str, float]:
     return found
 
 
-def _uncovered(
-    spans: Sequence[tuple[float, float, str]], covers: Sequence[tuple[float, float, str]]
-) -> list[tuple[float, float, str]]:
+def _uncovered(spans: Sequence[Span], covers: Sequence[Span]) -> list[Span]:
     """What is left of `spans` outside `covers`, which begin in order."""
-    left: list[tuple[float, float, str]] = []
+    left: list[Span] = []
     for begin, end, name in spans:
         at = begin
         for start, stop, _ in covers:
