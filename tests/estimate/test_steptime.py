@@ -161,10 +161,20 @@ def test_a_sum_that_nothing_hides_is_whole() -> None:
     beside, behind = step(), step(overlap_grad_reduce=False)
     assert behind.reduction == pytest.approx(10 * beside.reduction)
     assert behind.seconds - beside.seconds == pytest.approx(behind.reduction - beside.reduction)
-    # Nothing left to hide; buckets that leave with every microbatch do so anyway; the weights' way is always counted.
+    # Nothing left to hide; buckets that leave with every microbatch do so anyway.
     assert step(overlap_grad_reduce=False, cuda_graph=True, global_batch=8) == step(cuda_graph=True, global_batch=8)
     assert step(overlap_grad_reduce=False, zero=2) == step(zero=2)
-    assert step(overlap_param_gather=False, zero=1) == step(zero=1)
+
+
+def test_weights_on_their_way_are_hidden_by_a_forward_pass() -> None:
+    on = hardware("h200")
+
+    def update(**flags: Any) -> float:
+        return step_time(small(8, **{"global_batch": 64, "zero": 1, **flags}), 8, on).update
+
+    whole, own = update(overlap_param_gather=False), update(overlap_param_gather=False, zero=3)
+    assert update() - own == pytest.approx(0.1 * (whole - own))
+    assert update(cuda_graph=True) == update(cuda_graph=True, overlap_param_gather=False) == whole
 
 
 def test_a_ring_between_hosts_is_as_fast_as_their_network() -> None:

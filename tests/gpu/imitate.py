@@ -106,7 +106,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         name = f"{asked.row}, tp {asked.world}" + (" imitated" if asked.world > 2 else "")
         speed = measure(name, run, world.rank, asked.world, device, groups, trace=asked.trace)
         if world.rank == 0:
-            print(told(speed, None), flush=True)
+            print(told(speed), flush=True)
             found = {
                 **speed.fields(),
                 "layers": run.model.layers,

@@ -43,7 +43,8 @@ CROWDED = 0.2
 """Share of a collective that runs beside a product which slows the product down: it takes some of its processors."""
 
 HIDES, LAST = 0.8, 0.1
-"""Share of a backward pass beside which gradients are summed, and of the sum what is left when that pass is over."""
+"""Share of a pass beside which data ranks exchange, and of the exchange what no pass hides: the last gradients' sum,
+the first weights' coming."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,8 @@ def step_time(
             pipeline += late.all - chunks[0].all
         else:
             reduction = max(sums)
-    update = max(times.update(dp, own) for own in held.values())
+    forwards = [sum(chunk.forward for chunk in chunks[r :: parallel.pp]) for r in range(parallel.pp)]
+    update = max(times.update(dp, held[stage], forward) for stage, forward in zip(stages, forwards, strict=True))
     seconds = pipeline + reduction + update
     flops = model_flops_per_token(run.model, run.batch.seq_length) * run.batch.seq_length * run.batch.global_batch
     rate = flops / seconds / world / 1e12
@@ -173,9 +175,9 @@ def stepwise_bytes(run: RunConfig) -> float:
     return moved + (RULES[options.optimizer] + momentum) * high
 
 
-def exposed(summed: float, backward: float) -> float:
-    """What of summing gradients over the data ranks the backward pass beside it does not hide."""
-    return max(LAST * summed, summed - HIDES * backward)
+def exposed(exchange: float, beside: float) -> float:
+    """What of gradients or weights on their way between data ranks the pass beside them does not hide."""
+    return max(LAST * exchange, exchange - HIDES * beside)
 
 
 def pipeline_time(run: RunConfig, chunks: Sequence[Pass], count: int, hop: float, overlap: bool) -> tuple[float, float]:
@@ -310,10 +312,11 @@ class _Times:
         gathered = self.collective(weights, ranks, run.parallel.tp) + self.pointwise(2 * weights)
         return made + summed + 2 * gathered
 
-    def update(self, dp: int, held: Weights) -> float:
-        """The update of a stage's rank, and under ZeRO 1 and 2 the updated weights on their way to all.
+    def update(self, dp: int, held: Weights, forward: float) -> float:
+        """The update of a stage's rank, and under ZeRO 1 and 2 what is exposed of the weights on their way to all.
 
-        They are taken to wait under --overlap-param-gather, too: what the next forward pass hides is not counted.
+        forward: seconds of the rank's first forward pass, whose units wait for their weights one after the other. Where
+        passes are recorded, the first finds all of them there.
         """
         run, on, parallel = self.run, self.on, self.run.parallel
         shares = dp * parallel.cp if parallel.zero else 1
@@ -322,7 +325,9 @@ class _Times:
         if run.optimizer.optimizer_offload:
             seconds += self.offloaded(own, min(dp * parallel.cp * parallel.tp * parallel.pp, on.node))
         if shares > 1 and parallel.zero < 3:
-            seconds += self.collective(held.weights, shares, parallel.tp)
+            gathered = self.collective(held.weights, shares, parallel.tp)
+            beside = self.ours and parallel.overlap_param_gather and not run.runtime.cuda_graph
+            seconds += exposed(gathered, forward) if beside else gathered
         return seconds
 
     def offloaded(self, parameters: float, mates: int) -> float:
