@@ -1,10 +1,14 @@
 """Layouts on real devices: one process group, many rows, each appended to a file as it is known.
 
     torchrun --nproc-per-node 4 tests/gpu/layouts.py --out rows.jsonl [--only tp2,pp2]
+    torchrun --nproc-per-node 4 tests/gpu/layouts.py --out rows.jsonl --drawn 200 [--seed 1 --seconds 300]
 
 Every rank trains the one-rank reference by itself, then all train the layout together; each rank compares the
 gradients it holds with the same rectangles of its reference. Same bounds as on a laptop; in 16 bits they are
 4 x epsilon x sqrt(blocks), epsilon = 2^-8 (bf16) or 2^-11 (fp16).
+
+--drawn: so many layouts drawn at random instead, EACH of them for a model and a precision drawn at random; what is
+refused is drawn again.
 """
 
 from __future__ import annotations
@@ -13,14 +17,17 @@ import argparse
 import json
 import math
 import os
+import random
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from mega.core.checkpoint.pieces import Piece
+from mega.core.config.check import check
 from mega.core.config.resolve import resolve
 from mega.core.config.run import RunConfig, updated
 from mega.core.device import Device
@@ -44,6 +51,9 @@ MODEL = {
     "global_batch": 8,
     "lr": 1e-3,
     "bucket_size": 300_000,
+    "initial_loss_scale": 1024.0,
+    "mock_data": True,
+    "steps": 3,
     "device": "cuda",
 }
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -94,6 +104,48 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2zbsp overlap": {"tp": 2, "pp": 2, "schedule": "zb-h1", "sequence_parallel": True, "tp_overlap": True},
     "tp2zero1sp": {"tp": 2, "zero": 1, "sequence_parallel": True},
 }
+MODELS: dict[str, Sequence[Any]] = {
+    "family": ("gpt", "llama"),
+    "kv_heads": (8, 4, 2, 1),
+    "head_dim": (32, 32, 64),
+    "ffn": (512, 1000),
+    "vocab": (50257, 32000),
+    "position": ("learned", "rope", "sinusoidal"),
+    "norm": ("layernorm", "rmsnorm"),
+    "activation": ("gelu_tanh", "gelu", "swiglu", "relu2"),
+    "bias": (True, False),
+    "qkv_bias": (None, True),
+    "qk_norm": (False, False, True),
+    "tied": (True, False),
+    "rope_fraction": (1.0, 0.5),
+    "hidden_dropout": (0.0, 0.1),
+    "attention_dropout": (0.0, 0.0, 0.1),
+    "post_norm_residual": (False, False, True),
+    "dtype": ("fp32", "fp32", "bf16", "fp16"),
+    "residual_fp32": (False, False, True),
+    "clip_grad": (0.0, 1.0),
+}
+DRAWN: dict[str, Sequence[Any]] = {
+    "tp": (1, 2, 4),
+    "pp": (1, 2, 4),
+    "cp": (1, 1, 2, 4),
+    "cp_comm": ("auto", "ring", "all-to-all"),
+    "sequence_parallel": (True, False),
+    "tp_overlap": (True, False),
+    "schedule": (None, None, "gpipe", "zb-h1"),
+    "chunks": (1, 1, 2),
+    "zero": (0, 1, 2, 3),
+    "bucket_size": (300_000, 5_000_000),
+    "overlap_grad_reduce": (True, False),
+    "overlap_param_gather": (True, False),
+    "micro_batch": (1, 2),
+    "recompute": ("none", "none", "selective", "full"),
+    "distribute_saved": (False, True),
+    "cuda_graph": (False, True),
+    "ops": ("auto", "auto", "reference"),
+    "optimizer_offload": (False, False, True),
+}
+EACH = 8
 STEPS = 3
 EPSILON = {"bf16": 2.0**-8, "fp16": 2.0**-11}
 
@@ -221,6 +273,43 @@ def judge(
     }
 
 
+def drawn(
+    draw: random.Random, among: Mapping[str, Sequence[Any]], base: Mapping[str, Any], world: int
+) -> dict[str, Any]:
+    """What of `among` a run of `world` ranks may have."""
+    while True:
+        found = {name: draw.choice(values) for name, values in among.items()}
+        try:
+            check(resolve(updated(RunConfig(), {**base, **found}), world), world)
+        except ValueError:
+            continue
+        return found
+
+
+def random_layouts(asked: argparse.Namespace, rank: int, world: int, device: Device, groups: Groups) -> int:
+    """How many of the drawn layouts are wrong. A rank that fails alone is found by its silence."""
+    draw, bad, until = random.Random(asked.seed), 0, time.monotonic() + asked.seconds
+    for _ in range(-(-asked.drawn // EACH)):
+        late = torch.tensor([time.monotonic() - until], device=device.torch)
+        dist.all_reduce(late, dist.ReduceOp.MAX)
+        if late > 0:
+            break
+        model = drawn(draw, MODELS, {**MODEL, "device": device.torch.type}, 1)
+        model["lr"] = LR["fp32"] if model["dtype"] == "fp32" else MODEL["lr"]
+        options = {**MODEL, **model, "device": device.torch.type}
+        reference = Reference(options, device)
+        for _ in range(EACH):
+            layout = drawn(draw, DRAWN, options, world)
+            try:
+                found = judge(reference, {**options, **layout}, rank, world, device, groups)
+            except Exception as error:
+                found = {"fine": False, "error": f"{type(error).__name__}: {error}"[:500]}
+            bad += not found["fine"]
+            if rank == 0:
+                append(asked.out, {"seed": asked.seed, "model": model, "layout": layout, **found})
+    return bad
+
+
 def append(path: str, found: Mapping[str, Any]) -> None:
     """One row to the screen and to the file, safe on disk before we go on."""
     line = json.dumps(found)
@@ -238,11 +327,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", default="")
     parser.add_argument("--families", default="gpt,llama")
     parser.add_argument("--dtypes", default="fp32,bf16")
+    parser.add_argument("--drawn", type=int, default=0, help="layouts drawn at random")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--seconds", type=float, default=math.inf, help="draw no model after so long")
     asked = parser.parse_args(arguments)
-    world, device, groups = connect("auto")
+    world, device, groups = connect("auto", timeout_minutes=2)
     torch.backends.cuda.matmul.allow_tf32 = False
-    bad = 0
-    for dtype in asked.dtypes.split(","):
+    bad = random_layouts(asked, world.rank, world.size, device, groups) if asked.drawn else 0
+    for dtype in asked.dtypes.split(",") if not asked.drawn else ():
         for family in asked.families.split(","):
             lr = LR["fp32"] if dtype == "fp32" else MODEL["lr"]
             options = {**MODEL, **FAMILIES[family], "dtype": dtype, "lr": lr, "device": device.torch.type}
