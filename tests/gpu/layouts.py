@@ -51,7 +51,7 @@ MODEL = {
     "global_batch": 8,
     "lr": 1e-3,
     "bucket_size": 300_000,
-    "initial_loss_scale": 1024.0,
+    "initial_loss_scale": 65536.0,
     "mock_data": True,
     "steps": 3,
     "device": "cuda",
