@@ -34,10 +34,10 @@ def run(
         bool, typer.Option("--split-sentences", help="cut documents into sentences, as BERT and T5 need")
     ] = False,
     sentence_splitter: Annotated[
-        Literal["punkt", "sentencex"],
-        typer.Option("--sentence-splitter", help="punkt reads its data from NLTK_DATA; sentencex is faster"),
-    ] = "punkt",
-    lang: Annotated[str, typer.Option("--lang", help="language of the sentences")] = "english",
+        Literal["punkt", "sentencex"] | None,
+        typer.Option("--sentence-splitter", help="punkt reads its data from NLTK_DATA; sentencex is faster [punkt]"),
+    ] = None,
+    lang: Annotated[str | None, typer.Option("--lang", help="language of the sentences [english]")] = None,
     keep_newlines: Annotated[
         bool, typer.Option("--keep-newlines", help="blanks behind a sentence belong to it")
     ] = False,
@@ -57,6 +57,10 @@ def run(
     from mega.core.data.sources import STDIN, find
 
     index, count = _shard(shard)
+    of_sentences = {"--sentence-splitter": sentence_splitter, "--lang": lang, "--keep-newlines": keep_newlines or None}
+    for flag, value in of_sentences.items() if not split_sentences else ():
+        if value is not None:
+            raise ValueError(f"{flag}: says how sentences are cut; give --split-sentences too, or leave it out")
     with shown(sum(path.stat().st_size for path in find(input) if path != STDIN)) as progress:
         report = preprocess(
             input,
@@ -67,7 +71,9 @@ def run(
             workers=workers,
             on_error=on_error,
             text_lines=text_lines,
-            sentences=Sentences(splitter=sentence_splitter, language=lang, keep_newlines=keep_newlines)
+            sentences=Sentences(
+                splitter=sentence_splitter or "punkt", language=lang or "english", keep_newlines=keep_newlines
+            )
             if split_sentences
             else None,
             shard=(index, count),

@@ -194,7 +194,9 @@ def test_cut_gzip_is_named(tmp_path: Path) -> None:
     [
         ("--input {d}/no --tokenizer-type NullTokenizer --vocab-size 9", "--input {d}/no: no such file"),
         ("--input {d}/a --tokenizer-type NullTokenizer", "--vocab-size"),
-        ("--input {d}/a", "--tokenizer None: must be one of"),
+        ("--input {d}/a", "--tokenizer is missing: it must be one of"),
+        ("--input {d}/a --tokenizer-type NullTokenizer --vocab-size 9 --lang german", "--lang: says how sentences"),
+        ("--input {d}/a --tokenizer-type NullTokenizer --vocab-size 9 --keep-newlines", "--keep-newlines: says how"),
         ("--input {d}/a --tokenizer-type GPT2BPETokenizer", "--vocab-file is missing"),
         ("--input {d}/a --tokenizer-type NullTokenizer --vocab-size 9 --workers 0", "--workers 0: must be"),
         ("--input {d}/a --tokenizer-type NullTokenizer --vocab-size 9 --json-keys a a", "--json-keys a a"),

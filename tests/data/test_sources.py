@@ -309,6 +309,10 @@ def test_sentences(tmp_path: Path) -> None:
     tokenizer = {"tokenizer": "BertWordPieceLowerCase", "vocab_file": str(tmp_path / "vocab.txt")}
     report = preprocess([tmp_path / "a.jsonl"], f"{tmp_path}/out", tokenizer, sentences=Sentences(splitter="sentencex"))
     assert report.outputs == [f"{tmp_path}/out_text_sentence"]
+    line = f"preprocess --input {tmp_path}/a.jsonl --output-prefix {tmp_path}/line --split-sentences --lang en"
+    flags = f"--sentence-splitter sentencex --tokenizer BertWordPieceLowerCase --vocab-file {tmp_path}/vocab.txt"
+    assert main([*line.split(), *flags.split()]) == 0
+    assert (tmp_path / "line_text_sentence.bin").read_bytes() == (tmp_path / "out_text_sentence.bin").read_bytes()
     data = IndexedDataset(report.outputs[0])
     assert data.lengths.tolist() == [6, 3, 1] and data.document_index.tolist() == [0, 2, 3, 3]
 

@@ -139,7 +139,7 @@ def test_trained_vocabulary(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"tokenizer": None}, "--tokenizer None: must be one of GPT2BPETokenizer"),
+        ({"tokenizer": None}, "--tokenizer is missing: it must be one of GPT2BPETokenizer"),
         ({"tokenizer": "Bert"}, "--tokenizer Bert: must be one of"),
         ({"tokenizer": "GPT2BPETokenizer"}, "--vocab-file is missing"),
         (

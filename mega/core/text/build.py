@@ -71,7 +71,8 @@ def build(
         if vocab_size is None or not 1 <= vocab_size < 2**31:
             raise ValueError(f"--vocab-size {vocab_size}: NullTokenizer needs a vocabulary size of 1 .. {2**31 - 1}")
         return NullTokenizer(vocab_size)
-    raise ValueError(f"--tokenizer {tokenizer}: must be one of {', '.join(entries()['tokenizer'].choices)}")
+    told = "--tokenizer is missing: it" if tokenizer is None else f"--tokenizer {tokenizer}:"
+    raise ValueError(f"{told} must be one of {', '.join(entries()['tokenizer'].choices)}")
 
 
 def _file(path: str | Path | None, flag: str, kind: str) -> Path:
