@@ -272,7 +272,7 @@ class Recorder:
             finally:
                 self._deep -= 1
 
-        stand_ins = {"open": opened, "pwrite": written, "fsync": synced, "close": closed}
+        stand_ins: dict[str, Any] = {"open": opened, "pwrite": written, "fsync": synced, "close": closed}
         stand_ins |= {name: named(name) for name in ("rename", "unlink", "mkdir")}
         with patch.multiple(os, **stand_ins), patch.object(shutil, "rmtree", removed):
             yield
@@ -435,7 +435,8 @@ def retention(seed: int) -> dict[str, Any]:
             return act
 
         names = ("rename", "unlink", "rmdir", "mkdir", "fsync")
-        with patch.multiple(os, **{name: watched(getattr(os, name)) for name in names}):
+        stand_ins: dict[str, Any] = {name: watched(getattr(os, name)) for name in names}
+        with patch.multiple(os, **stand_ins):
             deaths = sorted(rng.sample(range(2, 26), KILLS))
             for step in range(1, 31):
                 if countdown > 10**6 and deaths and step >= deaths[0]:  # else the one before is still to come

@@ -38,7 +38,7 @@ def rank_body(rank: int, home: Path, behind: bool) -> None:
     """Save until killed; rank 0 writes down each step that it was told of."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group("gloo", init_method=f"file://{home / 'meeting'}", rank=rank, world_size=WORLD)
-    options = {"save": str(home / "run"), "save_interval": 1, "keep_last": 2, "async_save": behind}
+    options: dict[str, Any] = {"save": str(home / "run"), "save_interval": 1, "keep_last": 2, "async_save": behind}
     resolved = small_run(world=WORLD, layers=1, zero=1, dtype="bf16", **options)
     state = TrainState(resolved, Mesh(rank, dp=WORLD, groups=Groups("gloo")), Device.choose("cpu"))
     said = os.open(home / "said", os.O_WRONLY | os.O_CREAT | os.O_APPEND)

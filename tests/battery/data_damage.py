@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +95,7 @@ def cut_under_way() -> dict[str, Any]:
 
 def hostile() -> dict[str, Any]:
     rng = random.Random(1)
-    bad = [
+    bad: list[Callable[[], bytes]] = [
         lambda: b'{"text": "\xff\xfe"}',
         lambda: b'{"text": "\\ud800"}',
         lambda: b"[" * 100_000,
@@ -110,7 +111,7 @@ def hostile() -> dict[str, Any]:
         lambda: b'{"text": "\x00"}',
         lambda: b"\xff\xfe" + '{"text": "a"}'.encode("utf-16-le").replace(b"\n", b""),
     ]
-    good = [
+    good: list[Callable[[], bytes]] = [
         lambda: b'{"text": ""}',
         lambda: b'{"text": "a\\u0000b"}',
         lambda: b'{"text": "<|endoftext|>"}\r',

@@ -33,7 +33,7 @@ def hugging_face() -> dict[str, Any]:
 def samples(kind: str, folder: Path) -> tuple[Any, Any]:
     """A dataset of 10,000 samples over 400 documents of novels cut into sentences, and its tokenizer."""
     vocab = shared("bert/bert-base-uncased-vocab.txt")
-    options = {"tokenizer": "BertWordPieceLowerCase", "vocab_file": vocab, "vocab_extra_ids": 100}
+    options: dict[str, Any] = {"tokenizer": "BertWordPieceLowerCase", "vocab_file": vocab, "vocab_extra_ids": 100}
     with gzip.open(shared("novels/novels.jsonl.gz"), "rb") as file:
         (folder / "in.jsonl").write_bytes(b"".join(file.readlines()[::13][:400]))
     preprocess([folder / "in.jsonl"], str(folder / "a"), options, sentences=Sentences(splitter="sentencex"))

@@ -66,7 +66,7 @@ def drawn(rng: random.Random) -> Case:
     group = micro * most
     batch = group * rng.randrange(1, 5)
     samples = batch * rng.randrange(1, 30)
-    ramp = ()
+    ramp: tuple[int, ...] = ()
     if batch > group and rng.random() < 0.5:
         ramp = (group, group, rng.randrange(1, samples + 1))
     seq_length = rng.choice((1, 2, 5, 16, 64))

@@ -114,6 +114,7 @@ def race(number: int) -> Any:
             while living:
                 assert time.monotonic() - begin < 240, "hangs"
                 for told in wait(list(living), timeout=1):
+                    assert isinstance(told, Connection)
                     child = living[told]
                     try:
                         message = told.recv()

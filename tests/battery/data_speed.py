@@ -115,7 +115,7 @@ def bare(way: str, source: Path, expected: int) -> Seconds:
 
 
 def mega(source: Path, home: Path, expected: int) -> Seconds:
-    command = [
+    command: list[str | Path] = [
         sys.executable, "-m", "mega", "preprocess", "--input", source, "--output-prefix", home / "out",
         "--workers", "2", "--tokenizer-type", "GPT2BPETokenizer", "--vocab-file", VOCAB, "--merge-file", MERGES,
     ]  # fmt: skip

@@ -40,7 +40,7 @@ def same(options: dict[str, Any], oracle: Callable[[Sequence[str]], list[list[in
 def against_gpt2() -> dict[str, Any]:
     import tiktoken
 
-    options = {
+    options: dict[str, Any] = {
         "tokenizer": "GPT2BPETokenizer",
         "vocab_file": shared("gpt2/gpt2-vocab.json"),
         "merge_file": shared("gpt2/gpt2-merges.txt"),

@@ -110,7 +110,10 @@ def read(form: Form, load: Path, target: Path) -> tuple[int, str]:
 
 
 def raw(protocol: int) -> Callable[[Path, Payload], None]:
-    return lambda path, payload: path.write_bytes(_pickled(payload, protocol)) and None
+    def write(path: Path, payload: Payload) -> None:
+        path.write_bytes(_pickled(payload, protocol))
+
+    return write
 
 
 def _pickled(payload: Payload, protocol: int) -> bytes:
@@ -213,7 +216,11 @@ def resident(field: str) -> int:
 
 def header(text: bytes, length: int | None = None, data: bytes = b"") -> Callable[[Path], None]:
     size = (len(text) if length is None else length).to_bytes(8, "little")
-    return lambda source: (source / "model.safetensors").write_bytes(size + text + data) and None
+
+    def change(source: Path) -> None:
+        (source / "model.safetensors").write_bytes(size + text + data)
+
+    return change
 
 
 def entry(**fields: Any) -> Callable[[Path], None]:
@@ -230,7 +237,10 @@ def config(**fields: Any) -> Callable[[Path], None]:
 
 
 def text(name: str, content: bytes) -> Callable[[Path], None]:
-    return lambda source: (source / name).write_bytes(content) and None
+    def change(source: Path) -> None:
+        (source / name).write_bytes(content)
+
+    return change
 
 
 def index(file: str) -> Callable[[Path], None]:
