@@ -14,6 +14,7 @@ from mega import cli
 from mega.core.checkpoint.store import CheckpointStore
 from mega.core.data.writer import IndexedWriter
 from mega.core.parallel.gradients import GradBuffer
+from mega.core.training import persist
 
 Told = Callable[..., tuple[int, str]]
 
@@ -172,3 +173,64 @@ def test_a_step_is_validated_once(tmp_path: Path, told: Told) -> None:
     assert told("--save", str(tmp_path), "--steps", "6", *more)[0] == 0
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows if "valid_loss" in row] == [3]
+
+
+def test_other_validations_read_what_there_is(tmp_path: Path, told: Told) -> None:
+    """The run before validated more often than this one has samples laid out for."""
+    save = ["--save", str(tmp_path), "--resume", "auto", "--steps", "10", "--eval-iters", "2"]
+    assert told(*save, "--eval-interval", "1", "--exit-interval", "5")[0] == 0
+    code, said = told(*save, "--eval-interval", "5")
+    assert code == 0 and "valid at step 10" in said
+
+
+def test_a_place_is_one_runs_alone(tmp_path: Path, told: Told, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(persist, "PATIENCE", 0.1)
+    save = ["--save", str(tmp_path / "run"), "--steps", "2"]
+    (tmp_path / "run").mkdir()
+    with CheckpointStore(tmp_path / "run").held():
+        code, said = told(*save)
+        assert code == 2 and f"--save {tmp_path / 'run'}: another process is writing there" in said
+    assert list((tmp_path / "run").iterdir()) == [] and told(*save)[0] == 0
+    with CheckpointStore(tmp_path / "run").held():
+        """The run gave it back."""
+
+
+@pytest.mark.parametrize("steps", [30, 70])
+def test_data_that_are_dealt_anew_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str], steps: int) -> None:
+    """40 documents of 1,580 tokens are 197 samples: 50 steps of 4 are more than one pass."""
+    write(tmp_path / "corpus", 0)
+    words = ["--data-path", str(tmp_path / "corpus"), "--split", "1", "--save", str(tmp_path / "run")]
+    run = [*(word for word in RUN if word != "--mock-data"), *words, "--global-batch", "4", "--resume", "auto"]
+    assert cli.main([*run, "--steps", "20", "--exit-interval", "2"]) == 0
+    assert cli.main([*run, "--steps", str(steps), "--exit-interval", "4"]) == 0
+    told = f"not as in the checkpoint: --steps {steps} (was --steps 20): passes over the data are dealt together"
+    assert (told in capsys.readouterr().out) == (steps == 70)
+    assert cli.main([*run, "--steps", "20", "--exit-interval", "6"]) == 0
+    told = f"not as in the checkpoint: --steps 20 (was --steps {steps}): passes over the data are dealt together"
+    assert (told in capsys.readouterr().out) == (steps == 70)
+
+
+def test_cyclic_order_of_other_ranks_is_told(tmp_path: Path, told: Told) -> None:
+    save = ["--save", str(tmp_path), "--resume", "auto", "--order", "cyclic", "--global-batch", "4"]
+    told(*save, "--steps", "2")
+    said = told(*save, "--steps", "4", "--micro-batch", "2")[1]
+    assert "1 data ranks of --micro-batch 2 (was 1 of 1): --order cyclic deals each" in said
+
+
+def test_what_counts_beside_the_checkpoints_model_is_told(tmp_path: Path, told: Told) -> None:
+    told("--save", str(tmp_path), "--steps", "2")
+    more = ["--load", str(tmp_path), "--finetune", "--use-checkpoint-config", "--steps", "2", "--ffn", "16"]
+    plain, dropped = (told(*more, "--hidden-dropout", rate)[1] for rate in ("0.1", "0.9"))
+    assert "--use-checkpoint-config: the checkpoint's model counts, and not --ffn 16\n" in dropped
+    assert [line for line in plain.splitlines() if "loss" in line] != [
+        line for line in dropped.splitlines() if "loss" in line
+    ]
+
+
+def test_a_file_that_holds_no_metrics_is_left_alone(tmp_path: Path, told: Told) -> None:
+    (tmp_path / "notes").write_text("mine\n")
+    code, said = told("--steps", "2", "--metrics", str(tmp_path / "notes"))
+    assert code == 2 and f"--metrics {tmp_path / 'notes'}: holds something else than metrics" in said
+    assert (tmp_path / "notes").read_text() == "mine\n"
+    (tmp_path / "notes").write_text('{"step": 1, "lo')  # cut by a kill
+    assert told("--steps", "2", "--metrics", str(tmp_path / "notes"))[0] == 0

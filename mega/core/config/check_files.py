@@ -5,6 +5,7 @@ What is inside a `.bin`, an `.idx` or a tokenizer is the business of the rooms t
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 
@@ -145,6 +146,16 @@ def _places(run: RunConfig) -> Problems:
             yield str(problem)
 
 
+def _rows(path: str) -> bool:
+    """Whether a file is empty or begins as metrics do. A first row that is the last may have been cut by a kill."""
+    with open(path, "rb") as file:
+        first, more = file.readline(1 << 20), file.read(1)
+    try:
+        return "step" in json.loads(first)
+    except (ValueError, TypeError):
+        return not first.strip() or (first.startswith(b'{"step"') and not more)
+
+
 def _directories(run: RunConfig) -> Problems:
     for name in ("save", "data_cache", "tensorboard_dir"):
         path = value_of(run, name)
@@ -154,6 +165,8 @@ def _directories(run: RunConfig) -> Problems:
         yield from _places(run)
     if run.log.metrics is not None and os.path.isdir(run.log.metrics):
         yield f"--metrics {run.log.metrics}: is a directory; must be a file"
+    elif run.log.metrics is not None and os.path.isfile(run.log.metrics) and not _rows(run.log.metrics):
+        yield f"--metrics {run.log.metrics}: holds something else than metrics, which would be lost; name another file"
     load, resume = run.checkpoint.load, run.checkpoint.resume
     if load is not None and run.checkpoint.require_load and not (url_of(load) or os.path.isdir(load)):
         yield f"--load {load}: there is no such directory, and --require-load is given"

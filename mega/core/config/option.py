@@ -43,8 +43,8 @@ class Range:
 
 
 COUNT = Range("at least 1", lambda value: value >= 1)
-NOT_NEGATIVE = Range("at least 0", lambda value: 0 <= value < math.inf)
-POSITIVE = Range("greater than 0", lambda value: 0 < value < math.inf)
+NOT_NEGATIVE = Range("at least 0, and finite", lambda value: 0 <= value < math.inf)
+POSITIVE = Range("greater than 0, and finite", lambda value: 0 < value < math.inf)
 SHARE = Range("greater than 0 and at most 1", lambda value: 0 < value <= 1)
 BELOW_ONE = Range("at least 0 and less than 1", lambda value: 0 <= value < 1)
 SEED = Range("0 to 4294967295", lambda value: 0 <= value < 2**32)

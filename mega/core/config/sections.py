@@ -429,7 +429,11 @@ class DataConfig:
         True, "map token files into memory; else read each piece when needed", megatron={"--no-mmap-bin-files": False}
     )
     mock_data: bool = option(False, "random tokens instead of files", megatron={"--mock-data": True})
-    order: Literal["single", "cyclic"] = option("single", "sample order across epochs", megatron="--dataloader-type")
+    order: Literal["single", "cyclic"] = option(
+        "single",
+        "sample order across epochs; cyclic deals each data rank samples of its own, so other ranks are another run",
+        megatron="--dataloader-type",
+    )
     reset_positions: bool = option(
         False, "positions restart behind each end of document", megatron={"--reset-position-ids": True}
     )

@@ -73,6 +73,16 @@ class Batches:
             self._ahead = {(after, microbatches): self._threads.submit(self._read, after, microbatches)}
         return batches
 
+    def turn(self, consumed: int, size: int) -> int:
+        """Where `size` samples begin that are read together, as by a validation, when `consumed` have been read.
+
+        As many are laid out as a run reads in all. One that goes on with other sizes or intervals may have read more
+        than that: it begins again with the first. (Cyclic order does so by itself.)
+        """
+        if self._order == "cyclic":
+            return consumed
+        return consumed // size % max(len(self._dataset) // size, 1) * size
+
     @property
     def _group(self) -> int:
         """Samples of one microbatch over all coordinates."""
@@ -100,7 +110,11 @@ class Batches:
             raise ValueError(f"the dataset has {len(self._dataset)} samples, a microbatch takes {self._group}")
         epoch, within = divmod(begin, groups * self._group)
         if within % self._group:
-            raise ValueError(f"sample {begin}: --order cyclic goes on at multiples of {self._group} samples only")
+            raise ValueError(
+                f"--order cyclic: deals {self._ranks} data ranks of --micro-batch {self._rows} whole rounds of "
+                f"{self._group} samples, and the checkpoint lies at sample {begin}, within one; take the ranks and the "
+                "micro batch that it was made with"
+            )
         share = groups * self._rows
         permutation = self._permutation  # held here, since the thread that reads ahead may put another epoch's
         if permutation is None or permutation[0] != epoch:

@@ -40,6 +40,7 @@ class Datasets:
     """A dataset per split, None where nothing was asked or the split is empty; `notes` are for the user.
 
     named: more validation sets, by the names that the user gave them. corpora: prefix of token files -> their content.
+    repeats: whether a corpus of the training set is read in more passes than one.
     """
 
     train: Dataset | None = None
@@ -48,6 +49,7 @@ class Datasets:
     named: Mapping[str, Dataset] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     corpora: Mapping[str, Mapping[str, str | None]] = field(default_factory=dict)
+    repeats: bool = False
 
 
 def samples_requested(
@@ -127,7 +129,9 @@ def build_datasets(
         if found is not None:
             named[label] = found
     contents = {prefix: corpus.content() for prefix, corpus in builder.corpora.items()}
-    return Datasets(**made, named=named, notes=tuple(builder.notes), corpora=contents)
+    return Datasets(
+        **made, named=named, notes=tuple(builder.notes), corpora=contents, repeats="train" in builder.repeated
+    )
 
 
 def _named(data: DataConfig) -> list[tuple[str, str]]:
@@ -189,6 +193,8 @@ class _Builder:
         self._recipe, self._cache, self._vocab, self._mmap = recipe, cache, vocab, mmap
         self.corpora: dict[str, IndexedDataset] = {}
         self.notes: list[str] = []
+        self.repeated: set[str] = set()
+        """Splits that read a corpus more than once."""
 
     def blend(self, flag: str, words: Sequence[str], split: str, name: str, samples: int) -> Dataset | None:
         """The dataset of one split; None where nothing is asked of it or it is empty."""
@@ -204,12 +210,16 @@ class _Builder:
                 raise ValueError(message)
             self.notes.append(message)
             return None
+        told = len(self.notes)
         if len(given) == 1:
-            return self._dataset(*parts[0][1:], samples)
+            dataset = self._dataset(*parts[0][1:], samples)
+            self.repeated |= {name} if len(self.notes) > told else set()
+            return dataset
         # Without weights each corpus has its own size, so that all end together.
         shares = blend_shares([self._recipe.once(part) if weight is None else weight for weight, _, part in parts])
         counts = blend_samples(shares, samples)
         datasets = [self._dataset(prefix, part, count) for (_, prefix, part), count in zip(parts, counts, strict=True)]
+        self.repeated |= {name} if len(self.notes) > told else set()
         size, lengths = sum(counts), [len(dataset) for dataset in datasets]
 
         def compute() -> Arrays:

@@ -7,6 +7,7 @@ for each step:   report = train_step(...)           device values, read while th
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,7 +29,16 @@ from mega.core.training.audit import audit
 from mega.core.training.build import build_mesh
 from mega.core.training.interrupt import Interrupt, Vote
 from mega.core.training.meters import Meters
-from mega.core.training.persist import Origin, alone_in, companions, differences, find_origin, restore, same_everywhere
+from mega.core.training.persist import (
+    Origin,
+    alone_in,
+    claim,
+    companions,
+    differences,
+    find_origin,
+    restore,
+    same_everywhere,
+)
 from mega.core.training.prepare import Prepared, prepare
 from mega.core.training.saver import Saver
 from mega.core.training.schedules import Schedules, going_on
@@ -85,9 +95,12 @@ class Training:
         self.progress = self.state.progress
         self.steps = last_step(run, self.progress.step, self.progress.consumed)
         data = prepared.datasets
+        self.claim = contextlib.ExitStack()
+        """What this run alone may write to, until it is closed."""
         if not run.evaluation.skip_train:
             alone_in(run, self.progress.step)
             self._enough(data.train)
+            claim(self.claim, run.checkpoint.save, self.mesh, device.torch)
         self.train, self.valid, self.test = (self._batches(split) for split in (data.train, data.valid, data.test))
         self.named = {name: self._batches(dataset) for name, dataset in data.named.items()}
         self.schedules = Schedules.of(run)
@@ -114,7 +127,7 @@ class Training:
             return
         self._say(f"going on from {origin.checkpoint.path} at step {self.progress.step}")
         if not origin.weights_only:
-            for told in differences(self.run, origin, prepared.datasets.corpora):
+            for told in differences(self.run, origin, prepared.datasets, self.mesh):
                 self._say(told)
         if self.progress.step >= self.steps:
             self._say(f"nothing is left to train: the run ends with step {self.steps}")
@@ -132,6 +145,7 @@ class Training:
         finally:
             self.state.pipeline.close()
             self.interrupt.close()
+            self.claim.close()
             if self.meters is not None:
                 self.meters.close()
 
@@ -250,7 +264,7 @@ class Training:
         sums = torch.zeros(2, dtype=torch.float64, device=self.device.torch)
         begin = 0
         if split == "valid":
-            begin = self.progress.consumed_valid
+            begin = batches.turn(self.progress.consumed_valid, iterations * batch)
             self.progress.consumed_valid += iterations * batch
         count = microbatches(self.run, self.mesh.world)
         for done in range(iterations):
@@ -262,6 +276,8 @@ class Training:
             sums += evaluate_step(self.state, self._to_device(batches.take(begin + done * batch, count)))
             vote.count()  # it travelled while this batch was asked for
         loss = float(sums[0] / sums[1])
+        if math.isnan(loss) and not sums[1]:
+            self._say(f"{split} at step {self.progress.step} | no token of its {iterations} batches is trained on")
         if self.meters is not None:
             self.meters.evaluation(self.progress.step, split, loss)
 

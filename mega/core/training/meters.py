@@ -40,7 +40,7 @@ class Meters:
         self.options, self.steps, self.devices = options, steps, devices
         self.flops_per_token, self.peak = flops_per_token, peak
         self._rows = _open_rows(Path(options.metrics), start)
-        self._board = _board(options.tensorboard_dir)
+        self._board = _board(options.tensorboard_dir, start)
         self._bar = _bar(start, steps) if options.progress and sys.stderr.isatty() else None
         self._steps = self._tokens = 0
         self._seconds = 0.0
@@ -81,8 +81,8 @@ class Meters:
         )
 
     def evaluation(self, step: int, split: str, loss: float) -> None:
-        """Say and keep one validation."""
-        perplexity = math.exp(min(20.0, loss))
+        """Say and keep one validation. loss: nan where no token of it counts."""
+        perplexity = math.exp(min(loss, 20.0))
         self._write({"step": step, f"{split}_loss": loss, f"{split}_perplexity": perplexity})
         if self._board is not None:
             self._board.add_scalar(f"loss {split}", loss, step)
@@ -146,7 +146,8 @@ def _open_rows(path: Path, start: int) -> Any:
     return path.open("a", encoding="utf-8")
 
 
-def _board(directory: str | None) -> Any:
+def _board(directory: str | None, start: int) -> Any:
+    """What is behind step `start` there goes out of sight, as rows of metrics go."""
     if directory is None:
         return None
     try:
@@ -155,7 +156,7 @@ def _board(directory: str | None) -> Any:
         raise ValueError(
             f"--tensorboard-dir {directory}: needs the package tensorboard (pip install tensorboard)"
         ) from None
-    return SummaryWriter(directory)
+    return SummaryWriter(directory, purge_step=start + 1 if start else None)
 
 
 def _bar(start: int, steps: int) -> Any:

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from mega.core.checkpoint.pieces import CheckpointError, Piece
-from mega.core.checkpoint.store import Checkpoint, locate, store_at
+from mega.core.checkpoint.store import Checkpoint, CheckpointStore, locate, store_at
 from mega.core.config.run import RunConfig, flag_of, value_of
+from mega.core.data.build import Datasets
+from mega.core.data.dataset import BlendedDataset
+from mega.core.files import url_of
 from mega.core.parallel.collectives import all_reduce
 from mega.core.parallel.mesh import Mesh
 from mega.core.text.tokenizer import Tokenizer
@@ -104,7 +110,7 @@ def restore(state: TrainState, origin: Origin) -> None:
         state.progress = Progress(**checkpoint.meta["progress"])
 
 
-def differences(run: RunConfig, origin: Origin, corpora: Mapping[str, Mapping[str, str | None]]) -> Iterator[str]:
+def differences(run: RunConfig, origin: Origin, data: Datasets, mesh: Mesh) -> Iterator[str]:
     """Lines of what this run does otherwise than the one it goes on with, and what its token files hold otherwise.
 
     The schedule is not of it: schedules.py refuses another one.
@@ -119,10 +125,40 @@ def differences(run: RunConfig, origin: Origin, corpora: Mapping[str, Mapping[st
             told.append(f"{flag_of(name)} {_words(ours)} (was {_words(stored[name])})")
     if told:
         yield f"not as in the checkpoint: {', '.join(told)}"
-    for prefix, now in corpora.items():
+    if length := _dealt_anew(run, stored, data):
+        yield f"not as in the checkpoint: {length}: passes over the data are dealt together, so all of it is dealt anew"
+    if run.data.order == "cyclic":
+        then = origin.checkpoint.meta.get("layout", {}).get("dp", mesh.dp.size), stored.get("micro_batch")
+        if then != (mesh.dp.size, run.batch.micro_batch):
+            yield (
+                f"not as in the checkpoint: {mesh.dp.size} data ranks of --micro-batch {run.batch.micro_batch} (was "
+                f"{then[0]} of {then[1]}): --order cyclic deals each of them samples of its own, so all are dealt anew"
+            )
+    for prefix, now in data.corpora.items():
         then = origin.checkpoint.meta.get("corpora", {}).get(prefix, now)
         if any(None not in (hashed, then.get(name)) and then[name] != hashed for name, hashed in now.items()):
             yield f"not as in the checkpoint: {prefix} holds other tokens than those that the run has been trained on"
+
+
+def _dealt_anew(run: RunConfig, stored: Mapping[str, Any], data: Datasets) -> str:
+    """How the length that the data are dealt for differs, where that deals other samples; else nothing.
+
+    One pass is one shuffle, however much of it is read. Several are dealt for the whole length, as Megatron-LM deals.
+    """
+    (now, count), (then, before) = _asked(dataclasses.asdict(run.batch)), _asked(stored)
+    if data.train is None or not (run.data.data_path or run.data.train_data) or count == before:
+        return ""
+    # What is shorter now may have been several passes before.
+    several = data.repeats or (before > len(data.train) and not isinstance(data.train, BlendedDataset))
+    return f"{now} (was {then})" if several else ""
+
+
+def _asked(values: Mapping[str, Any]) -> tuple[str, int]:
+    """How long a run was asked to be, and in samples."""
+    samples, steps, batch = (values.get(name) for name in ("samples", "steps", "global_batch"))
+    return (
+        (f"--samples {samples}", samples) if samples is not None else (f"--steps {steps}", (steps or 0) * (batch or 0))
+    )
 
 
 def _words(value: Any) -> str:
@@ -144,6 +180,45 @@ def alone_in(run: RunConfig, start: int) -> None:
             f"--save {place}: holds step {newest}, and this run starts at step {start}; to go on from there give "
             "--resume auto, else another directory, or move the later checkpoints away"
         )
+
+
+PATIENCE = 10.0
+"""Seconds for which a run waits for another that still holds its directory: one that was stopped may be on its way
+out."""
+
+
+def claim(until: contextlib.ExitStack, place: str | None, mesh: Mesh, device: torch.device) -> None:
+    """Hold --save for this run alone, so that no other one replaces its checkpoints, nor `checkpoint clean` what it is
+    writing. All ranks call this together. Errors: ValueError on all where another process has it."""
+    free = torch.ones((), device=device)
+    if place is not None and url_of(place) is None and mesh.rank == 0:
+        store, deadline = store_at(place), time.monotonic() + PATIENCE
+        with contextlib.suppress(OSError):  # a place that cannot be written to is the saver's to tell
+            store.directory.mkdir(parents=True, exist_ok=True)
+            until.callback(_leave, store.directory)
+            while not _hold(until, store):
+                if time.monotonic() > deadline:
+                    free.zero_()
+                    break
+                time.sleep(0.2)
+    all_reduce(free, mesh.everyone, "min")
+    if not free:
+        raise ValueError(
+            f"--save {place}: another process is writing there; wait for its end, or give another directory"
+        )
+
+
+def _hold(until: contextlib.ExitStack, store: CheckpointStore) -> bool:
+    try:
+        until.enter_context(store.held())
+    except CheckpointError:
+        return False
+    return True
+
+
+def _leave(directory: Path) -> None:
+    with contextlib.suppress(OSError):
+        directory.rmdir()  # only if nothing is in it
 
 
 def _truest(weight: Piece, checkpoint: Checkpoint) -> Piece:
@@ -171,7 +246,7 @@ def _same_model(run: RunConfig, checkpoint: Checkpoint) -> None:
         differ.append("positions")
     if differ:
         lines = [
-            f"--{name.replace('_', '-')} {ours[name]}: the checkpoint {checkpoint.path} has {stored[name]}; "
+            f"{flag_of(name)} {_words(ours[name])}: the checkpoint {checkpoint.path} has {_words(stored[name])}; "
             "must be the same (or give --use-checkpoint-config)"
             for name in differ
         ]

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from mega.core.config.check import check
 from mega.core.config.resolve import lengths, resolve
-from mega.core.config.run import RunConfig
+from mega.core.config.run import RunConfig, flag_of
 from mega.core.config.sections import ModelConfig
 from mega.core.inventory import padded
 from mega.core.text.build import build
@@ -61,7 +61,7 @@ def complete(run: RunConfig, world: int) -> tuple[RunConfig, Tokenizer | None, t
     check(run, world)
     notes: list[str] = []
     if run.checkpoint.use_checkpoint_config:
-        run = dataclasses.replace(run, model=_checkpoint_model(run))
+        run = dataclasses.replace(run, model=_checkpoint_model(run, notes))
         check(run, world)
     resolved = resolve(run, world)
     tokenizer = _tokenizer(resolved)
@@ -127,12 +127,22 @@ def _datasets(run: RunConfig, tokenizer: Tokenizer | None) -> Datasets:
     )
 
 
-def _checkpoint_model(run: RunConfig) -> ModelConfig:
+def _checkpoint_model(run: RunConfig, notes: list[str]) -> ModelConfig:
+    """The checkpoint's model; of what the user says of the model, dropout counts, and what does not is told."""
     from mega.core.checkpoint.store import locate
 
     assert run.checkpoint.load is not None
     origin = locate(Path(run.checkpoint.load), tell=lambda line: None)  # told when weights are read
-    return model_in(origin.meta, run.checkpoint.load)
+    model, silent = model_in(origin.meta, run.checkpoint.load), ModelConfig()
+    said = {
+        field.name: value
+        for field in dataclasses.fields(ModelConfig)
+        if (value := getattr(run.model, field.name)) not in (getattr(silent, field.name), getattr(model, field.name))
+    }
+    kept = {name: value for name, value in said.items() if name in ("hidden_dropout", "attention_dropout")}
+    if left := [f"{flag_of(name)} {value}" for name, value in said.items() if name not in kept]:
+        notes.append(f"--use-checkpoint-config: the checkpoint's model counts, and not {', '.join(left)}")
+    return dataclasses.replace(model, **kept)
 
 
 def model_in(meta: Any, where: str) -> ModelConfig:
