@@ -62,6 +62,9 @@ def run(
 
     if rows and asked.preset is not None:
         raise ValueError(f"--model {asked.preset}: excludes rows, which say their model; leave out one of them")
+    # Rows are added to what a file holds; to anything else, such as a script, they would be damage. Devices hold none.
+    if json is not None and os.path.isfile(json):
+        bench.read_rows("--json", json)
     runs = [(name, bench.row(name, asked.values, size)) for name in rows or ()] or [("run", run)]
     resolved = [(name, complete(_measurable(one, asked, warmup + repeats), size)[0]) for name, one in runs]
     unused = [flag_of(name) for name in asked.values if entries()[name].section in UNUSED or name in LENGTH]

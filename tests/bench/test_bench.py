@@ -101,6 +101,16 @@ def test_mistakes(line: str, told: str, capsys: pytest.CaptureFixture[str]) -> N
     assert told in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("held", ["print(1)\n", '{"family": "gpt", "layout": "tp2"}\n'])
+def test_rows_are_not_added_to_another_file(tmp_path: Path, held: str, capsys: pytest.CaptureFixture[str]) -> None:
+    other = tmp_path / "script.py"
+    other.write_text(held)
+    with mock.patch("mega.core.training.bench.measure", side_effect=AssertionError("measured")):
+        assert cli.main(["bench", "w1", *TOY.split(), *SHORT, "--json", str(other)]) == 2
+    assert f"--json {other}: is no file written by mega bench --json" in capsys.readouterr().err
+    assert other.read_text() == held
+
+
 def test_the_rows_are_what_their_peers_were_measured_on() -> None:
     billions = {"w1": 0.354, "w2": 6.607, "w2-fp8": 6.607, "w3": 22.07}
     flops = {"w1": 2.43, "w2": 46.09, "w2-fp8": 46.09, "w3": 139.7}

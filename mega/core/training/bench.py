@@ -145,7 +145,7 @@ def bench(
 
     out: file that gets one JSON line a row as soon as it is measured. against: such a file of another time.
     """
-    before = _read(against) if against is not None else []
+    before = read_rows("--against", against) if against is not None else []
     runtime = runs[0][1].runtime
     world, device, groups = connect(runtime.device, runtime.backend, runtime.timeout_minutes)
     for name, run in runs:
@@ -165,8 +165,8 @@ def bench(
     return 0
 
 
-def _read(path: str) -> list[Mapping[str, Any]]:
-    """The rows of a file that `out` named."""
+def read_rows(flag: str, path: str) -> list[Mapping[str, Any]]:
+    """The rows of a file that `out` named. Errors: ValueError with the flag where it holds anything else."""
     try:
         with open(path, encoding="utf-8") as file:
             rows = [json.loads(line) for line in file if line.strip()]
@@ -175,7 +175,7 @@ def _read(path: str) -> list[Mapping[str, Any]]:
         error: Exception | str = "names must be words, speeds greater than 0"
     except (OSError, ValueError, KeyError, TypeError) as problem:
         error = problem
-    raise ValueError(f"--against {path}: is no file written by mega bench --json ({error})")
+    raise ValueError(f"{flag} {path}: is no file written by mega bench --json ({error})")
 
 
 def compared(speed: Speed, before: Sequence[Mapping[str, Any]], path: str) -> str:
