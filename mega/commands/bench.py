@@ -13,6 +13,7 @@ import typer
 from mega.core.config.compose import Asked
 from mega.core.config.run import RunConfig, entries, flag_of, updated
 from mega.core.config.world import is_first_rank, ranks, world_from_env
+from mega.core.files import check_file
 
 UNUSED = ("data", "schedule", "evaluation", "checkpoint", "log")
 """Sections of a run that have no part in its speed."""
@@ -49,7 +50,7 @@ def run(
     size = ranks(world, run.runtime.nproc, run.runtime.world)
     for flag, path in (("--json", json), ("--trace", trace), ("--calibrate", calibrate)):
         if path is not None:
-            _can_be_written(flag, path)
+            check_file(flag, path)
     if calibrate is not None:
         beside = {"--json": json, "--against": against, "--trace": trace, "--model": asked.preset}
         typed = [f"{flag} {value}" for flag, value in beside.items() if value is not None] + list(rows or ())
@@ -94,17 +95,6 @@ def _measurable(run: RunConfig, asked: Asked, steps: int) -> RunConfig:
     if "initial_loss_scale" not in asked.values and run.precision.loss_scale is None:
         values["initial_loss_scale"] = 2.0**16
     return updated(run, values)
-
-
-def _can_be_written(flag: str, path: str) -> None:
-    """A file that is asked for must not turn out to be impossible when all has been measured. Errors: ValueError."""
-    folder = os.path.dirname(path) or "."
-    if os.path.isdir(path):
-        raise ValueError(f"{flag} {path}: is a directory; must be a file")
-    if not os.path.isdir(folder):
-        raise ValueError(f"{flag} {path}: there is no directory {folder}; make it, or name another file")
-    if not os.access(path if os.path.exists(path) else folder, os.W_OK):
-        raise ValueError(f"{flag} {path}: cannot be written by this user; name another file")
 
 
 def _calibrate(run: RunConfig, out: str, repeats: int, start: bool, size: int) -> int:

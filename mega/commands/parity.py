@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from mega.core.files import check_file
+
 if TYPE_CHECKING:
     from mega.core.training.rows import Row
 
@@ -27,6 +29,8 @@ def run(
 
     Up to 8 local ranks on gloo; dropout on, a vocabulary of 50257. Exit 1 where a layout is not within the bounds.
     """
+    if json_lines is not None:
+        check_file("--json", json_lines)
     from mega.core.training import rows
     from mega.core.training.layouts import FAMILIES, SHORT, Layout, every_case
 

@@ -34,6 +34,18 @@ def check_folder(flag: str, value: object, folder: Path | str) -> None:
         raise ValueError(f"{flag} {value}: nothing may be written into {above}; name another place")
 
 
+def check_file(flag: str, path: str) -> None:
+    """A file that is asked for must not turn out to be impossible when the work is done. Errors: ValueError."""
+    place = os.path.realpath(path)  # a link may lead to a file that is still to be made
+    folder = os.path.dirname(place)
+    if os.path.isdir(place):
+        raise ValueError(f"{flag} {path}: is a directory; must be a file")
+    if not os.path.isdir(folder):
+        raise ValueError(f"{flag} {path}: there is no directory {folder}; make it, or name another file")
+    if not os.access(place if os.path.exists(place) else folder, os.W_OK):
+        raise ValueError(f"{flag} {path}: cannot be written by this user; name another file")
+
+
 @contextlib.contextmanager
 def whole_file(path: Path) -> Iterator[BinaryIO]:
     """Open a temporary file that becomes `path` when the block ends well and vanishes when it does not.

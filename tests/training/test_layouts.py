@@ -124,6 +124,17 @@ def test_another_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "is no file written by mega parity" in capsys.readouterr().err
 
 
+def test_a_file_that_cannot_be_is_refused_before_the_work(
+    without_ranks: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    without_ranks.setattr(parity, "snapshots", lambda *_: pytest.fail("a layout was trained"))
+    lost = tmp_path / "none" / "rows"
+    (tmp_path / "link").symlink_to(lost)
+    for path in (lost, tmp_path / "link"):
+        assert main(["parity", "--layouts", "tp2", "--json", str(path)]) == 2
+        assert f"--json {path}: there is no directory {tmp_path / 'none'}" in capsys.readouterr().err
+
+
 def test_beyond_the_bounds(without_ranks: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     far = [parity.Difference(step, 0.0, 2e-10 * step, 2.0 * step, "grads/model.norm.weight") for step in module.STEPS]
     without_ranks.setattr(parity, "compare", lambda *_: far)
