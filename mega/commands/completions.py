@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from mega import COMPLETE_VARIABLE
+from mega.core.files import check_folder
 
 SHELLS = ("bash", "zsh", "fish")
 
@@ -30,6 +31,7 @@ def run(
 
     Then source the file of your shell from its start-up file.
     """
+    check_folder("directory", directory, directory)
     directory.mkdir(parents=True, exist_ok=True)
     for shell in SHELLS:
         path = directory / f"mega.{shell}"

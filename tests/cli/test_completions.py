@@ -30,6 +30,14 @@ def test_the_verb_writes_them(tmp_path: Path) -> None:
     ]
 
 
+def test_a_file_is_no_place_for_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    for place in (file, file / "below"):
+        assert cli.main(["completions", str(place)]) == 2
+        assert capsys.readouterr().err == f"mega: directory {place}: {file} is no directory; name another place\n"
+
+
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
