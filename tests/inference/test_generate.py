@@ -106,6 +106,19 @@ def test_the_verb_says_the_same_text_for_the_same_seed(
     assert told[0].startswith("ab")
 
 
+def test_a_seed_that_no_generator_takes(
+    saved: tuple[Checkpoint, DecoderStage], capfd: pytest.CaptureFixture[str]
+) -> None:
+    line = ["generate", "--load", str(saved[0].path), "--prompt", "ab", "--tokens", "1", "--device", "cpu", "--seed"]
+    for seed in (-(2**63), 2**64 - 1):
+        assert cli.main([*line, str(seed)]) == 0
+    capfd.readouterr()
+    for seed in (-(2**63) - 1, 2**64):
+        assert cli.main([*line, str(seed)]) == 2
+        told = capfd.readouterr()
+        assert told.out == "" and told.err.startswith(f"mega: --seed {seed}: must be a whole number from -92")
+
+
 def test_a_checkpoint_without_a_tokenizer_says_so(saved: tuple[Checkpoint, DecoderStage], tmp_path: Path) -> None:
     checkpoint, stage = saved
     meta = {"config": {"model": checkpoint.meta["config"]["model"], "tokenizer": {"tokenizer": None}}}

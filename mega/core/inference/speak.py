@@ -10,6 +10,9 @@ from mega.core.inference.generate import generate
 from mega.core.inference.load import load_decoder, load_tokenizer
 from mega.core.inference.sampling import Sampling
 
+SEEDS = (-(2**63), 2**64 - 1)
+"""The least and the greatest seed that torch's generators take."""
+
 
 def speak(
     load: Path,
@@ -27,6 +30,8 @@ def speak(
     Errors: ValueError naming flag, file or tensor.
     """
     how = Sampling(temperature, top_k, top_p)
+    if not SEEDS[0] <= seed <= SEEDS[1]:  # found here, before any text is on its way
+        raise ValueError(f"--seed {seed}: must be a whole number from {SEEDS[0]} to {SEEDS[1]}")
     checkpoint = locate(load)
     tokenizer = load_tokenizer(checkpoint)
     start = tokenizer.bos if tokenizer.bos is not None else tokenizer.eod
