@@ -46,7 +46,9 @@ def run(
     from mega.core.checkpoint.convert import convert, target_of
     from mega.core.checkpoint.kinds import check_flags, kind_of
     from mega.core.checkpoint.layout import Layout
+    from mega.core.files import check_save_dir
 
+    check_save_dir(save_dir)
     if save_dir.resolve() == load_dir.resolve():
         raise ValueError(f"--save-dir {save_dir}: must not be the directory that is read")
     source = kind_of(load_dir)

@@ -60,7 +60,9 @@ def run(
     from mega.core.checkpoint.layout import Layout
     from mega.core.checkpoint.read_back import check_comparable, read_back
     from mega.core.checkpoint.tables import progress_bar
+    from mega.core.files import check_save_dir
 
+    check_save_dir(save_dir)
     if verify:
         check_comparable(load_dir, to_ours=saver == "mega")
     layout = Layout(target_tp, target_pp, chunks, tuple(stage_layers or ()))

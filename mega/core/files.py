@@ -34,6 +34,12 @@ def check_folder(flag: str, value: object, folder: Path | str) -> None:
         raise ValueError(f"{flag} {value}: nothing may be written into {above}; name another place")
 
 
+def check_save_dir(place: Path) -> None:
+    """See that `--save-dir`, which may be in an object store, can be a folder. Errors: ValueError."""
+    if url_of(place) is None:
+        check_folder("--save-dir", place, place)
+
+
 def check_file(flag: str, path: str) -> None:
     """A file that is asked for must not turn out to be impossible when the work is done. Errors: ValueError."""
     place = os.path.realpath(path)  # a link may lead to a file that is still to be made

@@ -105,6 +105,18 @@ def test_values_that_cannot_be(tmp_path: Path, line: str, words: str, capsys: py
     assert words in capsys.readouterr().err and not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    "line", ["convert-llama --load-dir HERE/hf", "convert-llama --load-dir HERE/mega", "reshard --load-dir HERE/mega"]
+)
+def test_no_folder_below_a_file(tmp_path: Path, line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    for place in (file, file / "below"):
+        assert main([*line.replace("HERE", str(HERE)).split(), "--save-dir", str(place)]) == 2
+        told = f"mega: --save-dir {place}: {file} is no directory; name another place\n"
+        assert capsys.readouterr().err == told
+
+
 @pytest.mark.parametrize("broken", [False, True])
 @pytest.mark.parametrize("source", ["hf", "mega"])
 def test_a_proof_that_cannot_run_is_refused_at_once(

@@ -29,7 +29,7 @@ from mega.core.checkpoint.manifest import MANIFEST
 from mega.core.checkpoint.pieces import CheckpointError, Piece
 from mega.core.checkpoint.reshard import Ledger, reshard
 from mega.core.checkpoint.retention import retain, surplus
-from mega.core.checkpoint.store import CheckpointStore, locate
+from mega.core.checkpoint.store import CheckpointStore, SaveError, locate
 from mega.core.checkpoint.tables import progress_bar
 from mega.core.config.sections import ModelConfig
 from mega.core.inventory import inventory
@@ -286,6 +286,13 @@ def test_no_other_model_is_hidden(tmp_path: Path) -> None:
         reshard(tmp_path / "llama", tmp_path / "out", Layout(1, 1))
     reshard(tmp_path / "later", tmp_path / "out", Layout(1, 1))
     assert CheckpointStore(tmp_path / "out").steps() == [3, 5]
+
+
+def test_no_free_bytes_are_told_where_nobody_knows_them(tmp_path: Path) -> None:
+    save_model(tmp_path / "a", LLAMA)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SaveError, match=r"Not a directory \(whole: steps none\)$"):
+        reshard(tmp_path / "a", tmp_path / "file" / "below", Layout(1, 1))
 
 
 def test_verbs(tmp_path: Path) -> None:

@@ -276,8 +276,8 @@ class CheckpointStore:
         return f"{where}: {reason} (whole: steps {kept})"
 
     def _where(self, step: int) -> tuple[str, int | None]:
-        """What to call the place of a save, and the bytes that are free there."""
-        return str(self.directory), shutil.disk_usage(self.directory).free if self.directory.exists() else 0
+        """What to call the place of a save, and the bytes that are free there; None where nobody knows."""
+        return str(self.directory), shutil.disk_usage(self.directory).free if self.directory.exists() else None
 
     def steps(self) -> list[int]:
         """Published steps, oldest first. Published means renamed into place; `newest` also verifies."""
