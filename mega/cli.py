@@ -132,10 +132,29 @@ def _told(error: Exception) -> int:
 
     # Typer carries Click under different names in different versions; its own errors know their message.
     if hasattr(error, "format_message") and hasattr(error, "exit_code"):
-        return tell(Words(int(error.exit_code), error.format_message()))
+        return tell(Words(int(error.exit_code), _said(error)))
     if isinstance(error, typer.Abort):
         return tell(Words(1, "aborted"))
     return tell(words_of(error))
+
+
+RULES = {
+    "int_parsing": "must be a whole number",
+    "float_parsing": "must be a number",
+    "greater_than_equal": "must be at least {ge}",
+}
+"""Kinds of problems that Pydantic, which judges values for newer versions of Typer, has with them."""
+
+
+def _said(error: Any) -> str:
+    """What Typer says of a mistake; where it leaves a bad value out, its flag, the value and the rule, as of a run."""
+    problems: list[Any] = getattr(error.__cause__, "errors", list)()
+    param = getattr(error, "param", None)
+    if not problems or param is None or problems[0]["type"] not in RULES:
+        return str(error.format_message())
+    rule = RULES[problems[0]["type"]].format(**problems[0].get("ctx", {}))
+    several = ", or several with blanks between them" if getattr(param, "multiple", False) else ""
+    return f"{param.opts[0]} {problems[0]['input']}: {rule}{several}"
 
 
 if __name__ == "__main__":

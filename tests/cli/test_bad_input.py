@@ -82,6 +82,27 @@ def test_what_a_run_needs_is_asked_for(missing: str, capsys: pytest.CaptureFixtu
     assert line.startswith(f"mega: {named} is missing: ")
 
 
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("reshard --load-dir a --save-dir b --tp abc", "--target-tensor-parallel-size abc: must be a whole number"),
+        (
+            "reshard --load-dir a --save-dir b --stage-layers 3,0",
+            "--stage-layers 3,0: must be a whole number, or several with blanks between them",
+        ),
+        ("checkpoint clean a --keep-last 1.5", "--keep-last 1.5: must be a whole number"),
+        ("generate --load a --temperature hot", "--temperature hot: must be a number"),
+        ("generate --load a --tokens 0", "--tokens 0: must be at least 1"),
+        ("bench --repeats 0", "--repeats 0: must be at least 1"),
+    ],
+)
+def test_a_bad_value_of_a_verbs_own_flag_is_told_as_a_runs(
+    line: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(line.split()) == 2
+    assert capsys.readouterr().err == f"mega: {said}\n"
+
+
 def test_the_table_is_long_enough() -> None:
     assert len(BAD) >= 40
 
