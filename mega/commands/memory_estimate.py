@@ -37,11 +37,13 @@ def run(
         str | None, typer.Option("--mtbf", metavar="HOURS", help="hours between failures of the whole machine")
     ] = None,
     save_seconds: Annotated[
-        str, typer.Option("--save-seconds", metavar="SECONDS", help="how long a save takes; it stops training")
-    ] = "30",
+        str | None,
+        typer.Option("--save-seconds", metavar="SECONDS", help="how long a save takes; it stops training [30]"),
+    ] = None,
     restart_seconds: Annotated[
-        str, typer.Option("--restart-seconds", metavar="SECONDS", help="from a failure to the next step")
-    ] = "600",
+        str | None,
+        typer.Option("--restart-seconds", metavar="SECONDS", help="from a failure to the next step [600]"),
+    ] = None,
     megatron: Annotated[bool, typer.Option("--megatron", help="show Megatron-LM's own estimate beside ours")] = False,
     draw: Annotated[Path | None, typer.Option("--draw", help="write the bars to a .svg or .png file")] = None,
     draw_schedule: Annotated[
@@ -66,6 +68,13 @@ def run(
     timed = (gpu, fit, gpus) != (None, None, None) and (run.batch.steps, run.batch.samples) != (None, None)
     if mtbf is not None and not timed:
         raise ValueError(f"--mtbf {mtbf}: needs a device (--gpu or --fit), and --steps or --samples to train")
+    if restart_seconds is not None and mtbf is None:
+        raise ValueError(f"--restart-seconds {restart_seconds}: needs --mtbf, without which nothing fails")
+    if save_seconds is not None and not (timed and (mtbf, run.checkpoint.save_interval) != (None, None)):
+        raise ValueError(
+            f"--save-seconds {save_seconds}: needs --mtbf or --save-interval, a device (--gpu or --fit), "
+            "and --steps or --samples to train"
+        )
     if fit is not None or count is not None:
         answer = _search(run, fit, count, gpu)
         if replaced := _typed_layout(run):
@@ -108,14 +117,16 @@ def _number(flag: str, text: str, least: float, most: float, whole: bool = False
     raise ValueError(f"{flag} {text}: must be a {'whole ' * whole}number from {least:,} to {most:,}")
 
 
-def _stops(mtbf: str | None, save_seconds: str, restart_seconds: str) -> Stops:
+def _stops(mtbf: str | None, save_seconds: str | None, restart_seconds: str | None) -> Stops:
+    """What was typed of them; the rest as `Stops` has it. Errors: ValueError with the flag and its value."""
     from mega.core.estimate.duration import Stops
 
-    return Stops(
-        None if mtbf is None else _number("--mtbf", mtbf, 0.01, MOST),
-        _number("--save-seconds", save_seconds, 0, MOST),
-        _number("--restart-seconds", restart_seconds, 0, MOST),
-    )
+    said = {
+        "mtbf_hours": None if mtbf is None else _number("--mtbf", mtbf, 0.01, MOST),
+        "save_seconds": None if save_seconds is None else _number("--save-seconds", save_seconds, 0, MOST),
+        "restart_seconds": None if restart_seconds is None else _number("--restart-seconds", restart_seconds, 0, MOST),
+    }
+    return Stops(**{name: value for name, value in said.items() if value is not None})
 
 
 def _check_pictures(asked: Mapping[str, Path | None]) -> None:
