@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from mega import cli
 
 SEVEN = ["--model", "llama2-7b", "--dtype", "bf16", "--micro-batch", "1", "--global-batch", "64"]
 SMALL = ["--layers", "4", "--hidden", "1024", "--heads", "8", "--vocab", "1000", "--dtype", "bf16"]
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "planning.md"
 HUGE = "9" * 400
 
 
@@ -133,3 +135,14 @@ def test_logits_and_groups_are_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["memory-estimate", *words]) == 0
     told = capsys.readouterr().out
     assert "logits and loss of a microbatch: 0.00 GiB" in told and "outside the allocator: 1 communicator\n" in told
+
+
+def test_the_page_shows_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    """Every line under an example; the page may leave lines out."""
+    page = PAGE.read_text(encoding="utf-8").replace("\\\n", "")
+    examples = re.findall(r"^    mega (memory-estimate [^\n]*)\n\n```\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    assert len(examples) == 2
+    for line, shown in examples:
+        assert cli.main(line.split()) == 0
+        printed = iter(capsys.readouterr().out.splitlines())
+        assert [said for said in shown.splitlines() if said not in printed] == []  # in this order
