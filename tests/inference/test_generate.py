@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from mega import cli
+from mega.core.checkpoint.convert import convert
 from mega.core.checkpoint.store import Checkpoint, CheckpointStore, locate
 from mega.core.config.sections import ModelConfig
 from mega.core.inference.generate import generate, logits, losses
@@ -18,6 +19,7 @@ from mega.core.model.decoder import DecoderStage
 from mega.core.parallel.mesh import SINGLE
 from mega.core.parallel.weight import Maker, initialise
 from mega.core.text.train import train_bpe
+from tests.support.shared import shared
 
 GREEDY = Sampling(temperature=0.0)
 
@@ -117,6 +119,24 @@ def test_a_seed_that_no_generator_takes(
         assert cli.main([*line, str(seed)]) == 2
         told = capfd.readouterr()
         assert told.out == "" and told.err.startswith(f"mega: --seed {seed}: must be a whole number from -92")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "text"),
+    [
+        ("Once", "Once upon a time, there was"),
+        ("Lily and", "Lily and Tom were playing"),
+        ("", "Once upon a time, there"),
+    ],
+)
+def test_the_blank_behind_the_prompt_is_told(
+    tmp_path: Path, prompt: str, text: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """SentencePiece's decoder drops the blank of a first piece, and the first new piece is not the text's first."""
+    convert(shared("stories260K_hf/config.json").parent, tmp_path)
+    line = ["generate", "--load", str(tmp_path), "--prompt", prompt, "--tokens", "6", "--temperature", "0"]
+    assert cli.main([*line, "--device", "cpu"]) == 0
+    assert capfd.readouterr().out == f"{text}\n"
 
 
 def test_a_checkpoint_without_a_tokenizer_says_so(saved: tuple[Checkpoint, DecoderStage], tmp_path: Path) -> None:

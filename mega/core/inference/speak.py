@@ -36,6 +36,10 @@ def speak(
     tokenizer = load_tokenizer(checkpoint)
     start = tokenizer.bos if tokenizer.bos is not None else tokenizer.eod
     ids = tokenizer.encode(prompt) or ([start] if start is not None else [])
+    # Decoders drop the blank in front of the first piece, so what is new is read off behind the prompt's own pieces.
+    # Behind an empty prompt the first new piece is the text's first.
+    before = ids if prompt else []
+    start_of_new = len(tokenizer.decode(before))
     stage = load_decoder(checkpoint, Device.choose(device).torch)
     print(prompt, end="", flush=True)
     found: list[int] = []
@@ -44,8 +48,8 @@ def speak(
         if token == tokenizer.eod:
             break
         found.append(token)
-        text = tokenizer.decode(found)
+        text = tokenizer.decode([*before, *found])[start_of_new:]
         if not text.endswith("\N{REPLACEMENT CHARACTER}"):  # half a character waits for its other half
             print(text[len(shown) :], end="", flush=True)
             shown = text
-    print(tokenizer.decode(found)[len(shown) :])
+    print(tokenizer.decode([*before, *found])[start_of_new + len(shown) :])
