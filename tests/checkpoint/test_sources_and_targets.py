@@ -270,6 +270,26 @@ def test_no_checkpoint_is_replaced_or_hidden(source: Path, run: Path) -> None:
         assert store.steps() == [step] and list(store.open(step).tensors) == ["w"]
 
 
+@pytest.mark.parametrize("verb", ["convert-llama", "reshard"])
+def test_no_checkpoint_goes_beside_the_weights_of_others(
+    source: Path, run: Path, tmp_path: Path, verb: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The next conversion of that folder would take the other model in silence."""
+    theirs = shutil.copytree(source, tmp_path / "theirs")
+    before = sorted(theirs.rglob("*"))
+    load = source if verb == "convert-llama" else run
+    assert main([verb, "--load-dir", str(load), "--save-dir", str(theirs)]) == 2
+    assert f"--save-dir {theirs}: holds a Hugging Face folder" in capsys.readouterr().err
+    assert sorted(theirs.rglob("*")) == before
+    shutil.copytree(run / "step-0000000", theirs / "step-0000000")  # an earlier version, or a hand, put it there
+    assert main(["reshard", "--load-dir", str(theirs), "--save-dir", str(tmp_path / "out")]) == 2
+    assert "holds a Hugging Face folder and checkpoints of ours (steps 0)" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "notes.txt").write_text("of the user's, and no weights")
+    assert main(["reshard", "--load-dir", str(theirs / "step-0000000"), "--save-dir", str(tmp_path / "out")]) == 0
+
+
 def test_of_two_at_once_in_one_directory_one_is_refused(source: Path) -> None:
     target = source.parent / "run"
     (target / "step-0000000.tmp").mkdir(parents=True)  # of the first

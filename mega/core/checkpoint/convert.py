@@ -26,7 +26,7 @@ from mega.core.checkpoint.container import write_container
 from mega.core.checkpoint.disk import creating, write_all
 from mega.core.checkpoint.folders import filled_folder
 from mega.core.checkpoint.foreign import hugging_face_source, inside, read_json
-from mega.core.checkpoint.kinds import NAMES, Kind, Target, kind_of
+from mega.core.checkpoint.kinds import NAMES, Kind, Target, check_place, kind_of
 from mega.core.checkpoint.layout import ONE, Layout, check_model, model_of, plan_files, planned
 from mega.core.checkpoint.ledger import ConversionReport, Ledger
 from mega.core.checkpoint.mapping import Source, Table, Tensors, assemble, check_copies, prove
@@ -144,6 +144,7 @@ def import_weights(
 
     known: what the checkpoint should say besides, or instead, in its plain state.
     """
+    check_place(save)
     notes = dtypes_said(table)
     prove(table, source.tensors)
     check_copies(table, source)

@@ -33,9 +33,40 @@ NAMES: dict[Kind, str] = {
 
 
 def kind_of(path: Path) -> Kind:
-    """What lies at `path`. Errors: CheckpointError if none of them."""
+    """What lies at `path`. Errors: CheckpointError if none of them, or both ours and another's."""
     if url_of(path) is None and not path.exists():
         raise CheckpointError(f"{path}: no such file or directory")
+    foreign = _foreign_kind(path)
+    steps = store_at(path).steps() if foreign is None or path.is_dir() else []
+    if foreign is not None and steps:
+        ours = f"checkpoints of ours (steps {', '.join(map(str, steps))})"
+        raise CheckpointError(
+            f"{path}: holds {NAMES[foreign]} and {ours}, and which is meant cannot be told; give the step-NNNNNNN, or "
+            "move one of the two elsewhere"
+        )
+    if foreign is not None:
+        return foreign
+    if (path / "manifest.json").exists() or steps:
+        return "mega"
+    raise CheckpointError(
+        f"{path}: holds no config.json (Hugging Face), no params.json with consolidated.NN.pth (Meta), "
+        "no model-model_part-N.pt (fairseq), no mp_rank_NN (Megatron-LM), no .metadata (torch_dist) and no "
+        "step-NNNNNNN (mega), and is no .bin or .pt (llama2.c)"
+    )
+
+
+def check_place(save: Path) -> None:
+    """See that checkpoints of ours at `save` will be told as such. Errors: ValueError where others' weights are there.
+
+    Beside them nobody could tell which of the two models is meant, and the next conversion would take the other one.
+    """
+    foreign = _foreign_kind(save) if url_of(save) is None and save.exists() else None
+    if foreign is not None:
+        raise ValueError(f"--save-dir {save}: holds {NAMES[foreign]}; must be a run's directory, or new")
+
+
+def _foreign_kind(path: Path) -> Kind | None:
+    """What others have written at `path`, told by the names of files; None where nothing of theirs is there."""
     if path.suffix in (".bin", ".pt") and not path.is_dir():
         return "llama2.c"
     if torch_dist.is_distributed(megatron.iteration_of(path)):
@@ -48,13 +79,7 @@ def kind_of(path: Path) -> Kind:
         return "meta"
     if (path / "config.json").exists() and not (path / "manifest.json").exists():
         return "hf"
-    if (path / "manifest.json").exists() or store_at(path).steps():
-        return "mega"
-    raise CheckpointError(
-        f"{path}: holds no config.json (Hugging Face), no params.json with consolidated.NN.pth (Meta), "
-        "no model-model_part-N.pt (fairseq), no mp_rank_NN (Megatron-LM), no .metadata (torch_dist) and no "
-        "step-NNNNNNN (mega), and is no .bin or .pt (llama2.c)"
-    )
+    return None
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from mega.core.checkpoint.kinds import check_place
 from mega.core.checkpoint.layout import Layout, model_of, plan_files
 from mega.core.checkpoint.ledger import ConversionReport, Ledger
 from mega.core.checkpoint.pieces import Box, Piece
@@ -33,6 +34,7 @@ def reshard(
     source = locate(load_dir)
     if source.path.parent.resolve() == save_dir.resolve():
         raise ValueError(f"--save-dir {save_dir}: must not be the directory that is read")
+    check_place(save_dir)
     files = plan_files(source.tensors, model_of(source.meta, str(source.path)), layout)
     ledger = Ledger({key: prod(shape) for key, (shape, _) in source.tensors.items()})
     total = sum(piece.bytes for pieces in files for piece in pieces)
