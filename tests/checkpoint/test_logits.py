@@ -34,6 +34,17 @@ def test_their_model_run_block_by_block_is_their_model(tmp_path: Path, family: s
     assert torch.equal(their_logits(source, ids), whole)
 
 
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+@pytest.mark.parametrize("full", [0, 1, 3])
+def test_sliding_layers_behind_full_ones(tmp_path: Path, family: str, full: int) -> None:
+    """`full` blocks without a window, then those with one; a model of ours ends with the window."""
+    window = {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": full}
+    source = hf_folder(tmp_path / "hf", family, num_hidden_layers=3, **window)
+    convert(source, tmp_path / "run")
+    found = agreement(source, tmp_path / "run")
+    assert found.largest < 1e-5 * max(1.0, found.scale) and found.same == 1.0
+
+
 def test_a_wrong_weight_shows(tmp_path: Path) -> None:
     source = hf_folder(tmp_path / "hf", "llama3")
     other = hf_folder(tmp_path / "other", "llama3", rope_theta=100.0)

@@ -73,6 +73,7 @@ def their_logits(folder: Path, ids: torch.Tensor) -> torch.Tensor:
     """[b, s, vocab] in fp32, computed by transformers from a Hugging Face folder for token ids [b, s].
 
     The model is made with one block, which then stands at every place and gets the weights of each when it is called.
+    Where blocks are of two kinds it is of the first one's: ids end with the window, within which both see the same.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -89,7 +90,7 @@ def their_logits(folder: Path, ids: torch.Tensor) -> torch.Tensor:
     (block,) = getattr(backbone, stem)
     config.num_hidden_layers = count
     if kinds is not None:
-        config.layer_types = kinds
+        config.layer_types = kinds[:1] * count  # the backbone makes masks only for the kinds that it was made with
     setattr(backbone, stem, torch.nn.ModuleList([block] * count))
     prefix = f"{model.base_model_prefix}."
     here = prefix if any(name.startswith(prefix) for name in source.tensors) else ""
