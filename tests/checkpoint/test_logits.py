@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
+from mega.cli import main
+from mega.core.checkpoint import huggingface
 from mega.core.checkpoint.convert import convert
+from mega.core.checkpoint.huggingface import model_from_config as _read
 from mega.core.checkpoint.layout import Layout
 from mega.core.checkpoint.store import locate
 from mega.core.inference.agreement import agreement, logits, their_logits
@@ -50,6 +55,39 @@ def test_a_wrong_weight_shows(tmp_path: Path) -> None:
     other = hf_folder(tmp_path / "other", "llama3", rope_theta=100.0)
     convert(source, tmp_path / "run")
     assert agreement(other, tmp_path / "run").largest > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("change", "code", "words"),
+    [
+        ("large", 0, ""),
+        ("wrong", 1, "do not compute the same"),
+        ("nan", 1, "model.layers.1.mlp.up_proj.weight holds what is no finite number"),
+    ],
+)
+def test_verify_follows_the_size_of_logits_and_says_what_failed(
+    tmp_path: Path,
+    change: str,
+    code: int,
+    words: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    source = hf_folder(tmp_path / "hf", "llama3")
+    state = load_file(source / "model.safetensors")
+    if change == "large":  # a power of two: the same roundings, only larger, and beyond a bound that is no part
+        state["lm_head.weight"] *= 2.0**10
+    if change == "nan":
+        state["model.layers.1.mlp.up_proj.weight"][3, 5] = float("nan")
+    save_file(state, source / "model.safetensors", {"format": "pt"})
+    if change == "wrong":
+        monkeypatch.setattr(huggingface, "model_from_config", lambda *given: replace(_read(*given), rope_base=100.0))
+    command = ["convert-llama", "--load-dir", str(source), "--save-dir", str(tmp_path / "run"), "--verify"]
+    assert main(command) == code
+    told = capsys.readouterr().err
+    assert words in told and ("mega: --verify: " in told) == bool(code)
+    if change == "large":
+        assert agreement(source, tmp_path / "run").largest > 1e-4
 
 
 def test_the_trained_model_tells_its_story(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ Both models run one block at a time in fp32, so of each only one block, and the 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,8 @@ from typing import Any
 import torch
 
 from mega.core.batch import DecoderBatch
+from mega.core.checkpoint.container import blocks
+from mega.core.checkpoint.convert import OwnSource
 from mega.core.checkpoint.foreign import hugging_face_source
 from mega.core.checkpoint.kinds import kind_of
 from mega.core.checkpoint.layout import model_of
@@ -24,7 +27,7 @@ from mega.core.parallel.mesh import Mesh
 from mega.core.parallel.weight import Maker, weights
 
 BOUND = 1e-4
-"""Largest difference of a logit that conversion may cause, in fp32."""
+"""Largest difference of a logit that conversion may cause, in fp32, as a part of the largest logit (1 at least)."""
 
 TOKENS = (2, 64)
 """Rows and columns of the random tokens."""
@@ -37,6 +40,15 @@ class Agreement:
     largest: float
     scale: float
     same: float
+
+    @property
+    def bound(self) -> float:
+        """What `largest` may be: the rounding of a sum grows with what is summed."""
+        return BOUND * max(1.0, self.scale)
+
+    @property
+    def holds(self) -> bool:
+        return math.isfinite(self.largest) and self.largest <= self.bound
 
 
 def check_transformers() -> None:
@@ -66,6 +78,16 @@ def agreement(one: Path, other: Path) -> Agreement:
     theirs, ours = their_logits(folder, ids), logits(checkpoint, ids)
     same = (ours.argmax(-1) == theirs.argmax(-1)).float().mean()
     return Agreement(float((ours - theirs).abs().max()), float(theirs.abs().max()), float(same))
+
+
+def not_finite(one: Path, other: Path) -> str | None:
+    """The first weight of the checkpoint, whichever of the two it is, with a NaN or an infinity; None without one."""
+    source = OwnSource(locate(one if kind_of(one) == "mega" else other))
+    for name, (shape, dtype) in source.tensors.items():
+        for box in blocks(Box((0,) * len(shape), shape), dtype.itemsize):
+            if not source.read(name, box).isfinite().all():
+                return name.removeprefix("weights/")
+    return None
 
 
 @torch.no_grad()
