@@ -66,6 +66,8 @@ def run(
     print(f"{report.path}: {report.tensors:,} tensors, {report.elements:,} elements, {report.bytes:,} bytes")
     for note in report.notes:
         print(note)
+    for loss in report.losses:
+        print(f"mega: {loss}", file=sys.stderr)
     if runs_both:
         found = agreement(load_dir, save_dir)
         difference = f"largest difference of a logit {found.largest:.3g}"

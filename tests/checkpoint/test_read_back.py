@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from mega.cli import main
 from mega.core.checkpoint.convert import OwnSource, convert
 from mega.core.checkpoint.exchange import exchange
 from mega.core.checkpoint.layout import Layout
+from mega.core.checkpoint.meta import open_folder
 from mega.core.checkpoint.pieces import Box, CheckpointError
 from mega.core.checkpoint.read_back import read_back
 from mega.core.checkpoint.store import locate
@@ -73,6 +75,23 @@ def test_what_is_written_is_read_back_by_the_other_table(tmp_path: Path, capsys:
     command = ["reshard", "--load-dir", str(run), "--save-dir", str(tmp_path / "again"), "--verify"]
     assert main(command) == 2 and "checkpoint diff" in capsys.readouterr().err
     assert not (tmp_path / "again").exists()
+
+
+@pytest.mark.parametrize("positions", [12, 4096])
+def test_positions_that_a_meta_folder_cannot_say_are_told(
+    tmp_path: Path, positions: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its reader takes Llama 2's number. Meta's loader would not open a params.json with another key in it."""
+    source = FORMS["hf"].make(tmp_path / "source")
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**config, "max_position_embeddings": positions}))
+    convert(source, tmp_path / "run")
+    places = ["--load-dir", str(tmp_path / "run"), "--save-dir", str(tmp_path / "m")]
+    assert main(["convert-llama", *places, "--to", "meta"]) == 0
+    told = capsys.readouterr().err
+    assert ("mega: positions 12: params.json has no place for them" in told) == (positions == 12)
+    assert "max_seq_len" not in json.loads((tmp_path / "m" / "params.json").read_text())
+    assert open_folder(tmp_path / "m")[1].positions == 4096
 
 
 def narrowed(files: Files, keep: str) -> None:

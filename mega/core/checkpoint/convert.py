@@ -261,7 +261,8 @@ def to_meta(load: Path, save: Path, parts: int) -> ConversionReport:
         _copy_companions(checkpoint, folder, skip={"config.json", "generation_config.json", "params.json"})
         return written
 
-    return report_of(meta.joined(tables), filled_folder(save, fill), save)
+    report = report_of(meta.joined(tables), filled_folder(save, fill), save)
+    return dataclasses.replace(report, losses=meta.losses(model))
 
 
 def open_own(load: Path) -> tuple[Checkpoint, ModelConfig]:

@@ -13,13 +13,17 @@ from mega.core.checkpoint.pieces import CheckpointError
 
 @dataclass(frozen=True)
 class ConversionReport:
-    """What was made: tensors, elements (each with one origin), bytes, and where. notes: lines for the user."""
+    """What was made: tensors, elements (each with one origin), bytes, and where. notes: lines for the user.
+
+    losses: lines on what the source says and the form that was written has no place for.
+    """
 
     tensors: int
     elements: int
     bytes: int
     path: Path
     notes: tuple[str, ...] = ()
+    losses: tuple[str, ...] = ()
 
 
 class Ledger:

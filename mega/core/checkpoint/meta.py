@@ -156,7 +156,7 @@ def model_from_params(params: Mapping[str, Any], tensors: Tensors, parts: int, w
         head_dim=hidden // heads,
         ffn=_feed_forward_rows(tensors, where) * parts,
         vocab=vocab,
-        positions=whole_in(params, "max_seq_len", where, SCALED_POSITIONS if scaled else POSITIONS),
+        positions=whole_in(params, "max_seq_len", where, _positions_unsaid(scaled)),
         position="rope",
         rope_base=number_in(params, "rope_theta", where, 10000.0),
         rope_scaling="llama3" if scaled else "none",
@@ -260,6 +260,22 @@ def params_from_model(model: ModelConfig) -> dict[str, Any]:
         "rope_theta": model.rope_base,
         **(scaled if model.rope_scaling == "llama3" else {}),
     }
+
+
+def losses(model: ModelConfig) -> tuple[str, ...]:
+    """Lines on what a params.json cannot say of a model and its reader would take otherwise.
+
+    Meta's loader is given `max_seq_len` by its caller beside all keys of params.json, and fails where that has it too.
+    """
+    taken = _positions_unsaid(model.rope_scaling == "llama3")
+    if model.positions == taken:
+        return ()
+    return (f"positions {model.positions}: params.json has no place for them; whoever reads it back takes {taken}",)
+
+
+def _positions_unsaid(scaled: bool) -> int:
+    """The positions of a params.json that does not say them."""
+    return SCALED_POSITIONS if scaled else POSITIONS
 
 
 def feed_forward(hidden: int, ffn: int) -> dict[str, Any]:
