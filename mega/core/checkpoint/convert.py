@@ -12,7 +12,7 @@ import dataclasses
 import json
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from io import BytesIO
 from math import prod
 from pathlib import Path
@@ -225,7 +225,8 @@ def to_hugging_face(load: Path, save: Path) -> ConversionReport:
     checkpoint, model = open_own(load)
     source = OwnSource(checkpoint)
     form = gpt2 if gpt2.is_gpt2(model) else huggingface
-    config = _own_config(form, checkpoint, model, source.tensors)
+    with _named(load):
+        config = _own_config(form, checkpoint, model, source.tensors)
     table = form.export_table(model, source.tensors)
     prove(table, source.tensors)
 
@@ -244,7 +245,8 @@ def to_meta(load: Path, save: Path, parts: int) -> ConversionReport:
     """An own checkpoint -> params.json and `parts` files consolidated.NN.pth, as Meta releases Llama."""
     checkpoint, model = open_own(load)
     source = OwnSource(checkpoint)
-    params = meta.params_from_model(model)
+    with _named(load):
+        params = meta.params_from_model(model)
     tables = meta.export_tables(model, source.tensors, parts)
     prove(meta.joined(tables), source.tensors)
     kept = meta.LastTensor(source)
@@ -269,6 +271,15 @@ def open_own(load: Path) -> tuple[Checkpoint, ModelConfig]:
     """What a user points at, and the model that it holds."""
     checkpoint = locate(load)
     return checkpoint, model_of(checkpoint.meta, str(checkpoint.path))
+
+
+@contextlib.contextmanager
+def _named(load: Path) -> Iterator[None]:
+    """Say of which checkpoint it is that what is written has no place for it: no flag of the verb is at fault."""
+    try:
+        yield
+    except CheckpointError as error:
+        raise CheckpointError(f"--load-dir {load}: {error}") from None
 
 
 def _own_config(form: ModuleType, checkpoint: Checkpoint, model: ModelConfig, tensors: Tensors) -> dict[str, Any]:

@@ -114,7 +114,7 @@ def config_from_model(model: ModelConfig, dtype: str) -> dict[str, Any]:
         ("head_dim", model.head_dim, (model.hidden // model.heads,)),
     ):
         if value not in valid:
-            raise CheckpointError(f"--{name.replace('_', '-')} {value}: Hugging Face's GPT-2 has only {valid[0]}")
+            raise CheckpointError(f"{name} {value}: Hugging Face's GPT-2 has only {valid[0]}")
     return {
         "architectures": ["GPT2LMHeadModel"],
         "model_type": "gpt2",

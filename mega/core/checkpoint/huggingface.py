@@ -137,11 +137,8 @@ def _reach(config: Mapping[str, Any], family: Family, where: str) -> int:
     return min(positions, whole_in(config, "sliding_window", where, family.window))
 
 
-def config_from_model(model: ModelConfig, dtype: str) -> dict[str, Any]:
-    """A config.json for `AutoModelForCausalLM`. dtype: of the weights, in torch's words ("bfloat16").
-
-    Errors: CheckpointError naming the option that these families do not have.
-    """
+def check_llama(model: ModelConfig, whose: str) -> None:
+    """See that a model is one of Llama's kind. Errors: CheckpointError naming the option that `whose` does not have."""
     for name, value, valid in (
         ("position", model.position, ("rope",)),
         ("norm", model.norm, ("rmsnorm",)),
@@ -153,13 +150,21 @@ def config_from_model(model: ModelConfig, dtype: str) -> dict[str, Any]:
         ("embedding_scale", model.embedding_scale, (False,)),
     ):
         if value not in valid:
-            raise CheckpointError(f"--{name.replace('_', '-')} {value}: Hugging Face's Llama has only {valid[0]}")
+            raise CheckpointError(f"{name} {value}: {whose} has only {valid[0]}")
+
+
+def config_from_model(model: ModelConfig, dtype: str) -> dict[str, Any]:
+    """A config.json for `AutoModelForCausalLM`. dtype: of the weights, in torch's words ("bfloat16").
+
+    Errors: CheckpointError naming the option that these families do not have.
+    """
+    check_llama(model, "Hugging Face's Llama")
     wanted = (bool(model.qkv_bias), model.qk_norm)
     family = next((row for row in FAMILIES if (row.qkv_bias, row.qk_norm) == wanted), None)
     if family is None:
-        raise CheckpointError("--qkv-bias and --qk-norm together: no Hugging Face family has both")
+        raise CheckpointError("qkv_bias and qk_norm together: no Hugging Face family has both")
     if model.rope_scaling != "none" and model.rope_interpolation != 1.0:
-        raise CheckpointError("--rope-scaling and --rope-interpolation together: Hugging Face has one or the other")
+        raise CheckpointError("rope_scaling and rope_interpolation together: Hugging Face has one or the other")
     return {
         "architectures": [family.architecture],
         "model_type": family.model_type,

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from mega.core.checkpoint.foreign import TorchSource, flat_tensors, inside, read_json
-from mega.core.checkpoint.huggingface import config_from_model, number_in, whole_in
+from mega.core.checkpoint.huggingface import check_llama, number_in, whole_in
 from mega.core.checkpoint.mapping import Fragment, Source, Table, Target, Tensors, assemble, beside, stacked
 from mega.core.checkpoint.pieces import Box, CheckpointError
 from mega.core.config.sections import ModelConfig
@@ -236,19 +236,19 @@ def joined(tables: Sequence[Table]) -> Table:
 
 def params_from_model(model: ModelConfig) -> dict[str, Any]:
     """A params.json. Errors: CheckpointError naming an option that Meta's Llama does not have."""
-    config = config_from_model(model, "bfloat16")
-    if config["model_type"] != "llama" or model.rope_interpolation != 1.0:
-        raise CheckpointError("--qkv-bias, --qk-norm, --rope-interpolation: Meta's Llama has none of them")
+    check_llama(model, "Meta's Llama")
+    if model.qkv_bias or model.qk_norm or model.rope_interpolation != 1.0:
+        raise CheckpointError("qkv_bias, qk_norm, rope_interpolation: Meta's Llama has none of them")
     stretch = (model.rope_low_freq_factor, model.rope_high_freq_factor, model.rope_original_positions)
     if model.rope_scaling == "llama3" and stretch != (1.0, 4.0, 8192):
         raise CheckpointError(
-            f"--rope-low-freq-factor, --rope-high-freq-factor, --rope-original-positions {stretch}: "
+            f"rope_low_freq_factor, rope_high_freq_factor, rope_original_positions {stretch}: "
             "Meta's Llama has only 1, 4, 8192"
         )
     scaled = {"use_scaled_rope": True, "rope_scaling_factor": model.rope_scaling_factor}
     assert model.hidden is not None and model.heads is not None and model.ffn is not None
     if model.head_dim != model.hidden // model.heads:
-        raise CheckpointError(f"--head-dim {model.head_dim}: Meta's Llama has hidden / heads")
+        raise CheckpointError(f"head_dim {model.head_dim}: Meta's Llama has hidden / heads")
     return {
         "dim": model.hidden,
         "n_layers": model.layers,
