@@ -154,7 +154,7 @@ def test_cyclic_order_is_each_share_shuffled_by_the_epoch() -> None:
             found = [batch.tokens[:, 0].tolist() for batch in rank.take(8 * epoch, 2)]
             assert found == [expected[:2], expected[2:]]
             assert rank.take(8 * epoch + 4, 1)[0].tokens[:, 0].tolist() == expected[2:]
-    with pytest.raises(ValueError, match="whole rounds of 4 samples.*at sample 2"):
+    with pytest.raises(ValueError, match=r"whole rounds of 4 samples.*at sample 2"):
         ranks[0].take(2, 1)
     with pytest.raises(ValueError, match="takes 4"):
         Batches(Numbers(3), micro_batch=2, vocab=99, dp_size=2, order="cyclic").take(0, 1)
