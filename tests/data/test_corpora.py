@@ -153,3 +153,19 @@ def test_split_and_presplit(tmp_path: Path) -> None:
     assert main(line.split()) == 0
     first = json.loads((tmp_path / "new" / "b.jsonl").read_text().splitlines()[0])
     assert [part.strip() for part in first["text"].split("\n")] == ["One 0.", "Two."] and first["n"] == 0
+
+
+def test_split_and_presplit_spare_their_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """An output among the inputs would be lost; in a folder that is read again its documents would come twice."""
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps({"text": f"One {i}."}) + "\n" for i in range(20)))
+    (tmp_path / "link.jsonl").symlink_to(tmp_path / "train.jsonl")
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    for line in (
+        f"data split --input {tmp_path}/train.jsonl --output-dir {tmp_path}",
+        f"data split --input {tmp_path}/link.jsonl --output-dir {tmp_path}",
+        f"data split --input {tmp_path} --output-dir {tmp_path}/.",
+        f"data presplit --input {tmp_path}/link.jsonl --output {tmp_path}/train.jsonl --sentence-splitter sentencex",
+    ):
+        assert main(line.split()) == 2
+        assert ": would replace the input " in capsys.readouterr().err
+        assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before

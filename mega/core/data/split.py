@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -24,8 +25,10 @@ def split(inputs: Sequence[str | Path], directory: Path, shares: str, seed: int,
     """
     if not 0 <= seed < 2**32:
         raise ValueError(f"--seed {seed}: must be 0 .. {2**32 - 1}")
-    if STDIN in find(inputs):
+    paths = find(inputs)
+    if STDIN in paths:
         raise ValueError("--input -: standard input is gone once it is read, and a split reads twice; give a file")
+    _spared("--output-dir", directory, paths, [directory / f"{name}.jsonl" for name in NAMES])
     total = sum(1 for _ in lines(inputs, [key]))
     if not total:
         raise ValueError(f"--input {' '.join(map(str, inputs))}: holds no document")
@@ -46,6 +49,7 @@ def presplit(inputs: Sequence[str | Path], output: Path, kind: str, language: st
     """Each document's text as one sentence a line, the other keys as they are; returns the documents."""
     from mega.core.text.sentences import splitter
 
+    _spared("--output", output, find(inputs), [output])
     cut, count = splitter(kind, language), 0
     output.parent.mkdir(parents=True, exist_ok=True)
     with whole_file(output) as file:
@@ -58,3 +62,11 @@ def presplit(inputs: Sequence[str | Path], output: Path, kind: str, language: st
             file.write(json.dumps(found, ensure_ascii=False, separators=(",", ":")).encode() + b"\n")
             count += 1
     return count
+
+
+def _spared(flag: str, value: Path, inputs: Sequence[Path], outputs: Sequence[Path]) -> None:
+    """ValueError where an output is an input: it would be lost, or be split again with what it was split from."""
+    places = {os.path.realpath(path) for path in outputs}
+    for path in inputs:
+        if path != STDIN and os.path.realpath(path) in places:
+            raise ValueError(f"{flag} {value}: would replace the input {path}; name another place, or give other files")
