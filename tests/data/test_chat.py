@@ -111,6 +111,23 @@ def test_chatml_and_the_same_in_jinja(tmp_path: Path) -> None:
     assert by_name.ids.count(tokenizer.control("<|im_end|>")) == 2
 
 
+def test_jinja_ends_a_turn_with_a_token_of_id_0(tmp_path: Path) -> None:
+    """As GPT-NeoX's tokenizer has it: an id, not a sign that there is none."""
+    pytest.importorskip("jinja2")
+    from tokenizers import Tokenizer as Library
+    from tokenizers import models, pre_tokenizers
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    library = Library(models.BPE({"<|endoftext|>": 0} | {letter: i for i, letter in enumerate(letters, 1)}, []))
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    library.add_special_tokens(["<|endoftext|>"])
+    library.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = build(tokenizer="HuggingFaceTokenizer", tokenizer_model=tmp_path)
+    (tmp_path / "chat.jinja").write_text("{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}")
+    ids, trained = encode(template(str(tmp_path / "chat.jinja"), tokenizer)(TALK[-2:]), tokenizer)
+    assert tokenizer.control("<|endoftext|>") == 0 == ids[-1] and ids.count(0) == 2 and trained[-1]
+
+
 @pytest.mark.parametrize(
     ("source", "message"),
     [

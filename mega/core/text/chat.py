@@ -135,7 +135,8 @@ def jinja(source: str, tokenizer: Tokenizer) -> Template:
         raise ValueError(f"--chat-template: not a Jinja template ({error})") from None
     names = re.compile(r"(<\|[^|<>]+\|>|</?s>|\[/?[A-Z]+\])")
     bos = next((n for n in ("<s>", "<|begin_of_text|>", "<|endoftext|>") if tokenizer.control(n) is not None), "")
-    eos = next((n for n in ("</s>", "<|eot_id|>", "<|im_end|>", "<|endoftext|>") if tokenizer.control(n)), "")
+    ends = ("</s>", "<|eot_id|>", "<|im_end|>", "<|endoftext|>")
+    eos = next((n for n in ends if tokenizer.control(n) is not None), "")
 
     def render(messages: Sequence[Message]) -> list[Part]:
         marked = [{"role": m.role, "content": _MARK.format(i)} for i, m in enumerate(messages)]
