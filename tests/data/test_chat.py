@@ -12,7 +12,7 @@ import pytest
 
 from mega.cli import main
 from mega.core.data.batches import Batches
-from mega.core.data.chat import ChatDataset, chat_dataset, pack
+from mega.core.data.chat import ChatDataset, chat_dataset, labelled, pack
 from mega.core.text.build import build
 from mega.core.text.chat import Message, conversation, encode, template
 from mega.core.text.tokenizer import Tokenizer
@@ -187,12 +187,13 @@ def lines(path: Path, count: int) -> Path:
     return path
 
 
-def small(tmp_path: Path, seq_length: int = 40) -> tuple[ChatDataset, Tokenizer]:
+def small(tmp_path: Path, seq_length: int, notes: list[str] | None = None) -> tuple[ChatDataset, Tokenizer]:
+    notes = [] if notes is None else notes
     tokenizer = with_im(tmp_path)
     source = lines(tmp_path / "a.jsonl", 20)
     made = chat_dataset(
         "--chat-data", [str(source)], tokenizer, template("chatml", tokenizer), "chatml", seq_length=seq_length,
-        samples=30, seed=3, cache=tmp_path / "cache",
+        samples=30, seed=3, cache=tmp_path / "cache", note=notes.append,
     )  # fmt: skip
     return made, tokenizer
 
@@ -214,9 +215,20 @@ def test_rows_of_conversations(tmp_path: Path) -> None:
         assert pieces[-1] == "" and all(len(set(piece.split())) == 1 for piece in pieces[:-1]), pieces
 
 
-def test_too_long_a_conversation_is_cut(tmp_path: Path) -> None:
-    dataset, _ = small(tmp_path, 10)
-    assert dataset[0].tokens.shape == (10,) and set(dataset[0].documents.tolist()) == {0}
+def test_too_long_a_conversation_is_cut_and_told(tmp_path: Path) -> None:
+    """A row of 25 tokens and a label more: the answers begin at tokens 21, 23, 25 and 27."""
+    notes: list[str] = []
+    dataset, tokenizer = small(tmp_path, 25, notes)
+    assert dataset[0].tokens.shape == (25,) and set(dataset[0].documents.tolist()) == {0}
+    whole = list(labelled([str(tmp_path / "a.jsonl")], tokenizer, template("chatml", tokenizer)))
+    cut, barren = sum(len(ids) > 26 for ids, _ in whole), sum(not any(trained[1:26]) for _, trained in whole)
+    assert 0 < barren == 5 < cut < 20
+    told = f"of 20 conversations --seq-length 25 cuts {cut}; {barren} have no trained token"
+    assert notes == [f"--chat-data {tmp_path}/a.jsonl: {told}"]
+    small(tmp_path, 60, notes)
+    assert len(notes) == 1, "where all fit there is nothing to tell"
+    with pytest.raises(ValueError, match=r"--chat-data .*: no token is trained in what --seq-length 10 leaves"):
+        small(tmp_path, 10)
 
 
 def test_shown_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -246,6 +258,9 @@ def test_training_reads_chat(tmp_path: Path) -> None:
         build_datasets(data, seq_length=64, seed=1, vocab=300, samples=(12, 0, 0))
     named = DataConfig(**vars(data) | {"valid_sets": (f"held-out={lines(tmp_path / 'b.jsonl', 3)}",)})
     both = build_datasets(named, seq_length=64, seed=1, vocab=300, samples=(12, 0, 5), tokenizer=tokenizer)
+    data = DataConfig(**vars(named) | {"valid_sets": ()})
+    short = build_datasets(data, seq_length=30, seed=1, vocab=300, samples=(12, 0, 0), tokenizer=tokenizer)
+    assert not both.notes and "--seq-length 30 cuts " in short.notes[0]
     assert set(both.named) == {"held-out"} and len(both.named["held-out"]) >= 5
     (tmp_path / "b.jsonl").write_text("\n")
     with pytest.raises(ValueError, match=r"--valid-sets .*b\.jsonl: holds no conversation"):

@@ -150,15 +150,15 @@ def _chat(
     made = template(name, tokenizer)
     key = name if name in TEMPLATES else Path(name).read_text()
     cache = Path(data.data_cache) if data.data_cache else None
+    notes: list[str] = []
 
     def rows(flag: str, inputs: Sequence[str], count: int) -> ChatDataset:
-        return chat_dataset(
-            flag, inputs, tokenizer, made, key, seq_length=seq_length, samples=count, seed=seed, cache=cache
-        )
+        size = {"seq_length": seq_length, "samples": count, "seed": seed}
+        return chat_dataset(flag, inputs, tokenizer, made, key, **size, cache=cache, note=notes.append)
 
     train = rows("--chat-data", data.chat_data, samples[0]) if samples[0] else None
     named = {label: rows("--valid-sets", [file], samples[2]) for label, file in _named(data) if samples[2]}
-    return Datasets(train=train, named=named)
+    return Datasets(train=train, named=named, notes=tuple(notes))
 
 
 def _records(

@@ -7,7 +7,7 @@ not attend to one another, and positions begin anew with each.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -93,10 +93,12 @@ def chat_dataset(
     samples: int,
     seed: int,
     cache: Path | None,
+    note: Callable[[str], None],
 ) -> ChatDataset:
     """At least `samples` rows from conversations in JSON lines. `flag` is the one that gave them, for messages.
 
-    Raises ValueError naming file and line of a conversation that is none.
+    note: is told what the user should know. Raises ValueError naming file and line of a conversation that is none, or
+    where nothing is trained.
     """
     paths = find(inputs)
     digest = hashlib.sha256()
@@ -109,11 +111,32 @@ def chat_dataset(
         "template": template_name,
     }
     found = cached(cache, key, ("ids", "trained", "offsets"), lambda: _tokenised(flag, inputs, tokenizer, template))
+    if told := _lost(f"{flag} {' '.join(inputs)}", found, seq_length):
+        note(told)
     lengths = np.minimum(np.diff(found["offsets"]), seq_length + 1)
     packing = key | {"kind": "packing", "seq_length": seq_length, "samples": samples, "seed": seed}
     packed = cached(cache, packing, ("members", "rows"), lambda: pack(lengths, seq_length + 1, samples, seed))
     filler = next(t for t in (tokenizer.pad, tokenizer.eod, 0) if t is not None)
     return ChatDataset({**found, **packed}, seq_length, filler)
+
+
+def _lost(what: str, found: Arrays, seq_length: int) -> str | None:
+    """How many conversations a row is too short for, and how many train nothing; ValueError where none trains anything.
+
+    Who trains on nothing gets a loss of 0 and a model that weight decay alone has changed.
+    """
+    sizes = np.diff(found["offsets"])
+    firsts = found["offsets"][:-1]
+    trained = np.flatnonzero(found["trained"])
+    # The first token of a conversation is nobody's label.
+    until, since = firsts + np.minimum(sizes, seq_length + 1), firsts + 1
+    barren = int((np.searchsorted(trained, until) <= np.searchsorted(trained, since)).sum())
+    cut = int((sizes > seq_length + 1).sum())
+    if barren == len(sizes):
+        raise ValueError(f"{what}: no token is trained in what --seq-length {seq_length} leaves of its conversations")
+    if not cut and not barren:
+        return None
+    return f"{what}: of {len(sizes)} conversations --seq-length {seq_length} cuts {cut}; {barren} have no trained token"
 
 
 def pack(lengths: NDArray[np.int64], room: int, samples: int, seed: int) -> Arrays:
