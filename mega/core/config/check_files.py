@@ -31,6 +31,8 @@ NEEDS: dict[str, tuple[str, ...]] = {
 }
 """Kind of tokenizer -> the options without which it cannot be made."""
 
+_SPLITS = ("train", "valid", "test")
+
 
 def files(run: RunConfig) -> Problems:
     """One line for each file or directory that is missing or in the way."""
@@ -65,15 +67,21 @@ def _data(run: RunConfig) -> Problems:
             yield from (f"{flag_of(name)} {word}: there is no such file" for word in words if not os.path.isfile(word))
         else:
             yield from _prefixes(flag_of(name), words)
+    names: set[str] = set()
     for word in data.valid_sets:
         name, _, prefix = word.partition("=")
         if not name or not prefix:
             yield f"--valid-sets {word}: must be name=prefix, or name=file beside --chat-data or TFRecords"
+        elif name in names:
+            yield f"--valid-sets {word}: the name {name} is given twice; each set needs its own"
+        elif name in _SPLITS:  # whose rows, and whose place in the data, they would be taken for
+            yield f"--valid-sets {word}: must have another name than {', '.join(_SPLITS)}, which are the run's own"
         elif data.chat_data or run.masking.sample_kind == "tfrecords":
             if not os.path.isfile(prefix):
                 yield f"--valid-sets {prefix}: there is no such file"
         else:
             yield from _prefixes("--valid-sets", expand([prefix], data.corpora))
+        names.add(name)
 
 
 def _prefixes(flag: str, words: tuple[str, ...]) -> Problems:
