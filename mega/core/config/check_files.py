@@ -55,6 +55,8 @@ def _data(run: RunConfig) -> Problems:
     if alone is not None and len(given) > 1:
         other = next(name for name in given if name != alone)
         yield f"{flag_of(alone)}: excludes {flag_of(other)}; give one of them"
+    if data.mock_data and data.valid_sets:
+        yield f"--mock-data: excludes --valid-sets {' '.join(data.valid_sets)}; leave them out, or give data"
     if data.valid_data + data.test_data and not data.train_data and not run.evaluation.skip_train:
         yield "--train-data is missing: it is needed beside --valid-data and --test-data"
     for name in ("data_path", "train_data", "valid_data", "test_data"):
