@@ -223,6 +223,11 @@ def test_part_of_a_blend_that_is_empty_is_left_out(tmp_path: Path) -> None:
     large, tiny = str(corpus(tmp_path / "a", LENGTHS * 10)), str(corpus(tmp_path / "b", [9], base=900))
     made = build((30, 5, 0), data_path=("1", large, "1", tiny), split="90,10,0")
     assert made.valid is not None and max(int(made.valid[i].max()) for i in range(5)) < 900
+    assert f"--data-path {tiny}: its valid part is empty; the other corpora have its share" in made.notes
+    made = build((30, 0, 0), data_path=(large, tiny), split="49,51,0")
+    assert f"--data-path {tiny}: its train part is empty; the other corpora have its share" in made.notes
+    with pytest.raises(ValueError, match="its train part is empty, but its weight is 9;"):
+        build((30, 0, 0), data_path=("1", large, "9", tiny), split="49,51,0")
 
 
 def test_corpus_of_each_split(tmp_path: Path) -> None:

@@ -202,7 +202,7 @@ class _Builder:
             return None
         given = parse_blend(flag, words)
         whole = [(weight, prefix, self._part(flag, prefix, split, name)) for weight, prefix in given]
-        # A corpus whose part is empty leaves the blend; the others share its weight.
+        # A corpus whose part is empty leaves the blend; the others share its weight, which is told.
         parts = [(weight, prefix, part) for weight, prefix, part in whole if part.first < part.last]
         if not parts:
             message = f'{flag} {" ".join(words)}: the {name} part of --split "{split}" is empty'
@@ -210,6 +210,13 @@ class _Builder:
                 raise ValueError(message)
             self.notes.append(message)
             return None
+        for weight, prefix, part in whole:
+            if part.first < part.last:
+                continue
+            message = f"{flag} {prefix}: its {name} part is empty"
+            if name == "train" and weight is not None:
+                raise ValueError(f"{message}, but its weight is {weight:g}; leave both out, or give it another share")
+            self.notes.append(f"{message}; the other corpora have its share")
         told = len(self.notes)
         if len(given) == 1:
             dataset = self._dataset(*parts[0][1:], samples)
