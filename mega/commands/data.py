@@ -63,7 +63,8 @@ def _inspect(
     from mega.core.data import inspect
     from mega.core.text.build import build
 
-    made = build(**dataclasses.asdict(tokenizer)) if tokenizer.tokenizer is not None else None
+    # Anything said of a tokenizer asks for one: without its kind the ids would stay bare, and its files unread.
+    made = build(**dataclasses.asdict(tokenizer)) if tokenizer != TokenizerConfig() else None
     inspect.show(prefix, typer.echo, made, samples)
 
 
