@@ -256,6 +256,10 @@ def test_training_reads_chat(tmp_path: Path) -> None:
     assert made.train is not None and len(made.train) >= 12
     with pytest.raises(ValueError, match="--chat-data: needs a tokenizer"):
         build_datasets(data, seq_length=64, seed=1, vocab=300, samples=(12, 0, 0))
+    for word, message in (("-", "-: standard input is gone"), (f"{tmp_path}/no", ".*no: no such file")):
+        absent = DataConfig(**vars(data) | {"chat_data": (word,)})
+        with pytest.raises(ValueError, match=f"^--chat-data {message}"):
+            build_datasets(absent, seq_length=64, seed=1, vocab=300, samples=(12, 0, 0), tokenizer=tokenizer)
     named = DataConfig(**vars(data) | {"valid_sets": (f"held-out={lines(tmp_path / 'b.jsonl', 3)}",)})
     both = build_datasets(named, seq_length=64, seed=1, vocab=300, samples=(12, 0, 5), tokenizer=tokenizer)
     data = DataConfig(**vars(named) | {"valid_sets": ()})

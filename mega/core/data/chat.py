@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mega.core.data.cache import Arrays, cached
-from mega.core.data.sources import BadLine, find, lines, parsed
+from mega.core.data.sources import STDIN, BadLine, find, lines, parsed
 from mega.core.text.chat import Labelled, Template, conversation, encode
 from mega.core.text.tokenizer import Tokenizer
 
@@ -100,7 +100,9 @@ def chat_dataset(
     note: is told what the user should know. Raises ValueError naming file and line of a conversation that is none, or
     where nothing is trained.
     """
-    paths = find(inputs)
+    paths = find(inputs, flag)
+    if STDIN in paths:
+        raise ValueError(f"{flag} -: standard input is gone once it is read, and every rank reads; give a file")
     digest = hashlib.sha256()
     for path in paths:
         digest.update(hashlib.sha256(path.read_bytes()).digest())

@@ -93,56 +93,56 @@ class Piece:
         return f"{self.path} (from byte {self.first})" if self.kind == "lines" and self.first else str(self.path)
 
 
-def find(words: Sequence[str | Path]) -> list[Path]:
-    """The files that `--input` means: files, globs, folders with all that is in them, `-` for standard input.
+def find(words: Sequence[str | Path], flag: str = "--input") -> list[Path]:
+    """The files that the words of `flag` mean: files, globs, folders with all that is in them, `-` for standard input.
 
     Raises ValueError naming the word that means no file, and whatever is found that cannot be read as one.
     """
     found: list[Path] = []
     for word in map(str, words):
         if word and os.path.isdir(word):
-            found += _in_folder(Path(word))
+            found += _in_folder(flag, Path(word))
         elif glob.has_magic(word) and not os.path.exists(word):
             matches = [match for match in sorted(glob.glob(word, recursive=True)) if not os.path.isdir(match)]
             if not matches:
-                raise ValueError(f"--input {word}: matches no file")
-            found += map(_file, matches)
+                raise ValueError(f"{flag} {word}: matches no file")
+            found += [_file(flag, match) for match in matches]
         else:
-            found.append(_file(word))
+            found.append(_file(flag, word))
     return found
 
 
-def _file(word: str) -> Path:
+def _file(flag: str, word: str) -> Path:
     """A file's path; ValueError where there is none that can be entered anywhere and read twice."""
     path = Path(word)
     if path == STDIN or os.path.isfile(word):
         return path
     if os.path.isdir(word):
-        raise ValueError(f"--input {word}: a link to a folder; give the folder by itself")
+        raise ValueError(f"{flag} {word}: a link to a folder; give the folder by itself")
     if os.path.exists(word):
-        raise ValueError(f"--input {word}: a pipe or a device; must be a file, or - for standard input")
-    raise ValueError(f"--input {word}: no such file" + (", the link leads nowhere" if os.path.islink(word) else ""))
+        raise ValueError(f"{flag} {word}: a pipe or a device; must be a file, or - for standard input")
+    raise ValueError(f"{flag} {word}: no such file" + (", the link leads nowhere" if os.path.islink(word) else ""))
 
 
-def _in_folder(folder: Path) -> list[Path]:
+def _in_folder(flag: str, folder: Path) -> list[Path]:
     """The arrow files of a saved Hugging Face dataset in their order, or every file below a folder by name."""
     if (folder / "dataset_dict.json").is_file():
-        splits = ", ".join(str(folder / split) for split in _json(folder / "dataset_dict.json")["splits"])
-        raise ValueError(f"--input {folder}: a dataset of several splits; give one of {splits}")
+        splits = ", ".join(str(folder / split) for split in _json(flag, folder / "dataset_dict.json")["splits"])
+        raise ValueError(f"{flag} {folder}: a dataset of several splits; give one of {splits}")
     if (folder / "state.json").is_file():
-        return [folder / file["filename"] for file in _json(folder / "state.json")["_data_files"]]
+        return [folder / file["filename"] for file in _json(flag, folder / "state.json")["_data_files"]]
     inside = sorted(path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir())
-    found = [_file(str(path)) for path in inside if not path.name.startswith(".")]
+    found = [_file(flag, str(path)) for path in inside if not path.name.startswith(".")]
     if not found:
-        raise ValueError(f"--input {folder}: a folder without files")
+        raise ValueError(f"{flag} {folder}: a folder without files")
     return found
 
 
-def _json(path: Path) -> Any:
+def _json(flag: str, path: Path) -> Any:
     try:
         return json.loads(path.read_bytes())
     except ValueError as error:
-        raise ValueError(f"--input {path}: not JSON ({error})") from None
+        raise ValueError(f"{flag} {path}: not JSON ({error})") from None
 
 
 def kind_of(path: Path) -> Kind:

@@ -71,7 +71,7 @@ def record_dataset(
     flag: str, inputs: Sequence[str], *, seq_length: int, vocab: int, samples: int, seed: int, cache: Path | None
 ) -> TFRecordDataset:
     """`samples` samples of the record files, folders and globs that `flag` gives. Raises ValueError for damage."""
-    paths = [path.absolute() for path in find(inputs)]
+    paths = [path.absolute() for path in find(inputs, flag)]
     stamps = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
 
     def compute() -> NDArray[np.int64]:
