@@ -172,3 +172,19 @@ def test_split_and_presplit_spare_their_input(tmp_path: Path, capsys: pytest.Cap
         assert main(line.split()) == 2
         assert ": would replace the input " in capsys.readouterr().err
         assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_places_that_cannot_be_written_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = tmp_path / "a.jsonl"
+    source.write_text('{"text": "One."}\n')
+    np.save(tmp_path / "a.npy", np.array([1, 2]))
+    for line, flag, rule in (
+        (f"split --input {source}", f"--output-dir {source}", "is no directory"),
+        (f"split --input {source}", f"--output-dir {source}/x", "is no directory"),
+        (f"presplit --input {source}", f"--output {source}/x", "is no directory"),
+        (f"presplit --input {source}", f"--output {tmp_path}", "is a directory; must be a file"),
+        (f"from-numpy --input {tmp_path}/a.npy", f"--output-prefix {source}/x", "is no directory"),
+    ):
+        assert main(["data", *line.split(), *flag.split()]) == 2
+        told = capsys.readouterr().err
+        assert told.startswith(f"mega: {flag}: ") and rule in told and len(told.splitlines()) == 1

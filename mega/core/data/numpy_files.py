@@ -19,6 +19,7 @@ from mega.core.data.indexed import token_dtype
 from mega.core.data.preprocess import Report
 from mega.core.data.sources import find
 from mega.core.data.writer import IndexedWriter
+from mega.core.files import check_folder
 
 LARGEST = 2**31 - 1
 """The largest id that token files hold."""
@@ -29,6 +30,7 @@ def convert(inputs: Sequence[str | Path], output_prefix: str, eod: int | None) -
 
     Raises ValueError naming a file that holds anything but ids.
     """
+    check_folder("--output-prefix", output_prefix, Path(output_prefix).parent)
     paths = [path for path in find(inputs) if path.suffix == ".npy"]
     if not paths:
         raise ValueError(f"--input {' '.join(map(str, inputs))}: holds no .npy file")

@@ -12,7 +12,7 @@ import numpy as np
 
 from mega.core.data.order import split_boundaries
 from mega.core.data.sources import STDIN, BadLine, find, lines, parsed
-from mega.core.files import whole_file
+from mega.core.files import check_folder, whole_file
 
 NAMES = ("train", "valid", "test")
 
@@ -25,6 +25,7 @@ def split(inputs: Sequence[str | Path], directory: Path, shares: str, seed: int,
     """
     if not 0 <= seed < 2**32:
         raise ValueError(f"--seed {seed}: must be 0 .. {2**32 - 1}")
+    check_folder("--output-dir", directory, directory)
     paths = find(inputs)
     if STDIN in paths:
         raise ValueError("--input -: standard input is gone once it is read, and a split reads twice; give a file")
@@ -49,6 +50,9 @@ def presplit(inputs: Sequence[str | Path], output: Path, kind: str, language: st
     """Each document's text as one sentence a line, the other keys as they are; returns the documents."""
     from mega.core.text.sentences import splitter
 
+    check_folder("--output", output, output.parent)
+    if output.is_dir():
+        raise ValueError(f"--output {output}: is a directory; must be a file")
     _spared("--output", output, find(inputs), [output])
     cut, count = splitter(kind, language), 0
     output.parent.mkdir(parents=True, exist_ok=True)
