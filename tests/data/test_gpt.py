@@ -263,6 +263,7 @@ def test_bad_data(tmp_path: Path) -> None:
         ({"data_path": ("1", prefix, prefix)}, "prefixes, or weight prefix"),
         ({"data_path": ("0", prefix, "1", prefix)}, "weights above 0"),
         ({"data_path": ("nan", prefix)}, "weights above 0"),
+        ({"data_path": ("1e308", prefix, "1e308", prefix)}, "the weights' sum must be a finite number"),
         ({"data_path": (prefix,), "split": "x"}, "--split"),
         ({"data_path": (prefix,), "split": "0,1,0"}, "train part of --split .* is empty"),
         ({"data_path": (prefix,), "train_data": (prefix,)}, "cannot stand beside"),

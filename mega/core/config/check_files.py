@@ -97,6 +97,9 @@ def _prefixes(flag: str, words: tuple[str, ...]) -> Problems:
             if not _is_weight(weight):
                 yield f"{flag} {weight}: must be a weight greater than 0, as in 0.3 first 0.7 second"
                 return
+        if not sum(map(float, words[::2])) < float("inf"):
+            yield f"{flag} {' '.join(words)}: the weights' sum must be a finite number"
+            return
     for prefix in words[1::2] if weighted and len(words) > 1 else words:
         missing = [prefix + suffix for suffix in (".bin", ".idx") if not os.path.isfile(prefix + suffix)]
         if missing:

@@ -74,6 +74,8 @@ def parse_blend(flag: str, words: Sequence[str]) -> list[tuple[float | None, str
     weights = [float(word) if is_number(word) else -1.0 for word in words[::2]]
     if len(words) % 2 or not all(0 < weight < float("inf") for weight in weights):
         raise ValueError(f"{flag} {' '.join(words)}: {rule}")
+    if not sum(weights) < float("inf"):  # each share would be 0
+        raise ValueError(f"{flag} {' '.join(words)}: the weights' sum must be a finite number")
     return list(zip(weights, words[1::2], strict=True))
 
 
