@@ -40,7 +40,7 @@ def test_golden_splits(items: int, rows: list[str | None]) -> None:
             assert split_boundaries(split, items) == tuple(map(int, row.split()))
 
 
-@pytest.mark.parametrize("split", ["", "a", "1,b", "0,0,0", "-1,2", "nan", "inf,1", "1;2"])
+@pytest.mark.parametrize("split", ["", "a", "1,b", "0,0,0", "-1,2", "nan", "inf,1", "1;2", "1,2,3,4"])
 def test_bad_split_names_the_flag(split: str) -> None:
     with pytest.raises(ValueError, match="--split"):
         split_shares(split)

@@ -22,16 +22,16 @@ _LEAST_RUNS = 8  # fewer are not worth it
 def split_shares(split: str) -> tuple[float, float, float]:
     """Shares of train, validation and test, summing to 1: "969, 30, 1", "90/10" or "1".
 
-    Raises ValueError where a share is not a number of at least 0, or all are 0.
+    Raises ValueError where there are more than three, a share is not a number of at least 0, or all are 0.
     """
     parts = re.split("," if "," in split else "/", split)
     try:
         shares = [float(part) for part in parts]
     except ValueError:
         shares = [-1.0]
-    if not all(0 <= share < float("inf") for share in shares) or not sum(shares[:3]) > 0:
+    if len(shares) > 3 or not all(0 <= share < float("inf") for share in shares) or not sum(shares) > 0:
         raise ValueError(f'--split "{split}": must be up to three numbers of at least 0, such as "969, 30, 1"')
-    train, valid, test = [*shares, 0.0, 0.0][:3]
+    train, valid, test = [*shares, 0.0, 0.0][:3]  # those that are not given are 0
     total = train + valid + test
     return train / total, valid / total, test / total
 
