@@ -164,6 +164,11 @@ def test_what_is_asked_in_vain_is_told(tmp_path: Path, capsys: pytest.CaptureFix
     line = f"train-tokenizer --input {text} --vocab-size 900 --output-dir"
     assert main([*line.split(), str(tmp_path / "out")]) == 0
     assert "--vocab-size 900: the texts give 259 entries and no more" in capsys.readouterr().err
+    for empty in ("", '{"text": ""}\n'):
+        (tmp_path / "empty.jsonl").write_text(empty)
+        words = f"train-tokenizer --input {tmp_path}/empty.jsonl --vocab-size 300 --output-dir {tmp_path}/other"
+        assert main(words.split()) == 2
+        assert "--input: holds no text to train on" in capsys.readouterr().err
     assert main([*line.split(), str(tmp_path / "other"), "--model-type", "word"]) == 2
     assert main([*line.split(), str(text)]) == 2
     told = capsys.readouterr().err

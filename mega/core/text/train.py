@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Literal
 
@@ -24,18 +25,22 @@ def train_bpe(texts: Iterable[str], vocab_size: int, directory: Path) -> tuple[P
     """Write vocab.json and merges.txt into `directory` and return their paths.
 
     Ids 0 .. 255 are the bytes, then come the merges in order of rank, and the last id is <|endoftext|>.
-    Few texts may give fewer than `vocab_size` entries. Raises ValueError for a vocab_size below 257.
+    Few texts may give fewer than `vocab_size` entries. Raises ValueError for a vocab_size below 257, or no text.
     """
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
     if not 257 <= vocab_size < 2**31:
         raise ValueError(f"--vocab-size {vocab_size}: must be at least 257, 256 bytes and {END_OF_TEXT}, below 2^31")
+    every = iter(texts)
+    first = next((text for text in every if text), None)
+    if first is None:  # the bytes alone would look like a trained vocabulary
+        raise ValueError("--input: holds no text to train on")
     library = Tokenizer(models.BPE())
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size - 1, initial_alphabet=sorted(byte_letters().values()), show_progress=False
     )
-    library.train_from_iterator(texts, trainer)
+    library.train_from_iterator(chain([first], every), trainer)
     model = json.loads(library.to_str())["model"]
 
     vocab = {**model["vocab"], END_OF_TEXT: len(model["vocab"])}
