@@ -59,7 +59,8 @@ def presplit(inputs: Sequence[str | Path], output: Path, kind: str, language: st
     with whole_file(output) as file:
         for where, line in lines(inputs, [key]):
             try:
-                found = parsed(line)
+                parsed(line)  # is it what preprocess will read?
+                found = json.loads(line)  # the other reader rounds whole numbers of more than 64 bits
                 found[key] = "\n".join(s for part in found[key].split("\n") for s in cut(part) if s.strip())
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise BadLine(f"{where}: not a JSON object with text under {key!r} ({error})") from None
