@@ -25,8 +25,9 @@ RUN = (
 
 
 @pytest.fixture
-def told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Told:
+def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Told:
     """Run the command line and give (exit code, all that it said)."""
+    monkeypatch.chdir(tmp_path)  # where metrics go that have no other place
     for variable in ("WORLD_SIZE", "RANK", "SLURM_PROCID", "SLURM_NTASKS", "MEGA_DEBUG"):
         monkeypatch.delenv(variable, raising=False)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -64,7 +65,7 @@ def _trained(groups: Groups, rank: int, place: str, stop: tuple[int, int] | None
 
     with mock.patch.object(loop, "evaluate_step", evaluate):
         prepared = prepare(compose(flags=LONG | {"save": place}), 2)
-        training = loop.Training(prepared, rank, 2, Device.choose("cpu"), groups)
+        training = loop.Training(prepared, rank, 2, Device.choose("cpu"), groups, contextlib.ExitStack())
         training.play()
     return training.progress.step, training.progress.consumed_valid
 

@@ -57,7 +57,8 @@ def pretrain(run: RunConfig) -> int:
     world, device, groups = connect(runtime.device, runtime.backend, runtime.timeout_minutes)
     if runtime.deterministic:
         device.deterministic()
-    Training(prepared, world.rank, world.size, device, groups).play()
+    with contextlib.ExitStack() as held:
+        Training(prepared, world.rank, world.size, device, groups, held).play()
     disconnect()
     return 0
 
@@ -78,7 +79,16 @@ class Pending:
 class Training:
     """One rank's run, from its origin to its end."""
 
-    def __init__(self, prepared: Prepared, rank: int, world: int, device: Device, groups: Groups):
+    def __init__(
+        self,
+        prepared: Prepared,
+        rank: int,
+        world: int,
+        device: Device,
+        groups: Groups,
+        held: contextlib.ExitStack,
+    ):
+        """held: keeps what is this run's alone until it is closed."""
         run = self.run = prepared.run
         self.meters: Meters | None = None
         self.validated: int | None = None
@@ -88,6 +98,8 @@ class Training:
         self.mesh = build_mesh(run, rank, world, groups)
         same_everywhere(self.mesh, self.fingerprint, device.torch)
         self.device = device
+        # Before the newest checkpoint is looked for: whoever has the place may be saving one.
+        claim(held, None if run.evaluation.skip_train else run.checkpoint.save, self.mesh, device.torch)
         self.state = TrainState(run, self.mesh, device)
         origin = find_origin(run, self._say)
         if origin is not None:
@@ -95,12 +107,9 @@ class Training:
         self.progress = self.state.progress
         self.steps = last_step(run, self.progress.step, self.progress.consumed)
         data = prepared.datasets
-        self.claim = contextlib.ExitStack()
-        """What this run alone may write to, until it is closed."""
         if not run.evaluation.skip_train:
             alone_in(run, self.progress.step)
             self._enough(data.train)
-            claim(self.claim, run.checkpoint.save, self.mesh, device.torch)
         self.train, self.valid, self.test = (self._batches(split) for split in (data.train, data.valid, data.test))
         self.named = {name: self._batches(dataset) for name, dataset in data.named.items()}
         self.schedules = Schedules.of(run)
@@ -145,7 +154,6 @@ class Training:
         finally:
             self.state.pipeline.close()
             self.interrupt.close()
-            self.claim.close()
             if self.meters is not None:
                 self.meters.close()
 

@@ -194,8 +194,9 @@ def claim(until: contextlib.ExitStack, place: str | None, mesh: Mesh, device: to
     if place is not None and url_of(place) is None and mesh.rank == 0:
         store, deadline = store_at(place), time.monotonic() + PATIENCE
         with contextlib.suppress(OSError):  # a place that cannot be written to is the saver's to tell
-            store.directory.mkdir(parents=True, exist_ok=True)
-            until.callback(_leave, store.directory)
+            if not store.directory.exists():
+                store.directory.mkdir(parents=True)
+                until.callback(_leave, store.directory)
             while not _hold(until, store):
                 if time.monotonic() > deadline:
                     free.zero_()
