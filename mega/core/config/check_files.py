@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from mega.core.config.corpora import expand, is_number
 from mega.core.config.run import RunConfig, flag_of, value_of
-from mega.core.config.sections import TokenizerConfig
+from mega.core.config.sections import SPLITS, TokenizerConfig
 from mega.core.files import check_folder, url_of
 
 Problems = Iterator[str]
@@ -30,8 +30,6 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "NullTokenizer": ("vocab_size",),
 }
 """Kind of tokenizer -> the options without which it cannot be made."""
-
-_SPLITS = ("train", "valid", "test")
 
 
 def files(run: RunConfig) -> Problems:
@@ -76,8 +74,8 @@ def _data(run: RunConfig) -> Problems:
             yield f"--valid-sets {word}: must be name=prefix, or name=file beside --chat-data or TFRecords"
         elif name in names:
             yield f"--valid-sets {word}: the name {name} is given twice; each set needs its own"
-        elif name in _SPLITS:  # whose rows, and whose place in the data, they would be taken for
-            yield f"--valid-sets {word}: must have another name than {', '.join(_SPLITS)}, which are the run's own"
+        elif name in SPLITS:  # whose rows, and whose place in the data, they would be taken for
+            yield f"--valid-sets {word}: must have another name than {', '.join(SPLITS)}, which are the run's own"
         elif data.chat_data or run.masking.sample_kind == "tfrecords":
             if not os.path.isfile(prefix):
                 yield f"--valid-sets {prefix}: there is no such file"

@@ -402,6 +402,10 @@ class MemoryConfig:
     )
 
 
+SPLITS = ("train", "valid", "test")
+"""What a run reads of its data, in the order of --split's shares."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
     """Token files, their splits, and the order in which they are read."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mega.core.config.corpora import expand, is_number
-from mega.core.config.sections import DataConfig, MaskingConfig
+from mega.core.config.sections import SPLITS, DataConfig, MaskingConfig
 from mega.core.data.cache import Arrays, cached
 from mega.core.data.chat import ChatDataset, chat_dataset
 from mega.core.data.dataset import BlendedDataset, Dataset, MockDataset
@@ -30,7 +30,6 @@ from mega.core.data.tfrecords import record_dataset
 from mega.core.text.chat import TEMPLATES, template
 from mega.core.text.tokenizer import Tokenizer
 
-SPLITS = ("train", "valid", "test")
 _GPT = MaskingConfig()
 _WHOLE = {"train": "1,0,0", "valid": "0,1,0", "test": "0,0,1"}
 
@@ -219,16 +218,14 @@ class _Builder:
             if name == "train" and weight is not None:
                 raise ValueError(f"{message}, but its weight is {weight:g}; leave both out, or give it another share")
             self.notes.append(f"{message}; the other corpora have its share")
-        told = len(self.notes)
         if len(given) == 1:
-            dataset = self._dataset(*parts[0][1:], samples)
-            self.repeated |= {name} if len(self.notes) > told else set()
-            return dataset
+            return self._dataset(*parts[0][1:], samples, name)
         # Without weights each corpus has its own size, so that all end together.
         shares = blend_shares([self._recipe.once(part) if weight is None else weight for weight, _, part in parts])
         counts = blend_samples(shares, samples)
-        datasets = [self._dataset(prefix, part, count) for (_, prefix, part), count in zip(parts, counts, strict=True)]
-        self.repeated |= {name} if len(self.notes) > told else set()
+        datasets = [
+            self._dataset(prefix, part, count, name) for (_, prefix, part), count in zip(parts, counts, strict=True)
+        ]
         size, lengths = sum(counts), [len(dataset) for dataset in datasets]
 
         def compute() -> Arrays:
@@ -242,8 +239,12 @@ class _Builder:
         arrays = cached(self._directory(parts[0][1]), key, ("chosen", "numbers"), compute)
         return BlendedDataset(datasets, arrays["chosen"], arrays["numbers"])
 
-    def _dataset(self, prefix: str, part: Part, samples: int) -> Dataset:
-        return self._recipe.dataset(part, samples, self._directory(prefix), self.notes.append)
+    def _dataset(self, prefix: str, part: Part, samples: int, name: str) -> Dataset:
+        def passes(note: str) -> None:
+            self.notes.append(note)
+            self.repeated.add(name)
+
+        return self._recipe.dataset(part, samples, self._directory(prefix), passes)
 
     def _part(self, flag: str, prefix: str, split: str, name: str) -> Part:
         """What a split may use of a corpus; nothing where the split is empty."""

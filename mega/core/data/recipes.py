@@ -47,7 +47,7 @@ class Recipe(Protocol):
         ...
 
     def dataset(self, part: Part, samples: int, cache: Path, tell: Callable[[str], None]) -> Dataset:
-        """At least `samples` samples. `tell` is called with what the user should know; ValueError if there are none."""
+        """At least `samples` samples. `tell` is told where they take several passes; ValueError if there are none."""
         ...
 
 

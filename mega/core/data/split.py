@@ -10,11 +10,10 @@ from pathlib import Path
 
 import numpy as np
 
+from mega.core.config.sections import SPLITS
 from mega.core.data.order import split_boundaries
 from mega.core.data.sources import STDIN, BadLine, find, lines, parsed
 from mega.core.files import check_folder, whole_file
-
-NAMES = ("train", "valid", "test")
 
 
 def split(inputs: Sequence[str | Path], directory: Path, shares: str, seed: int, key: str = "text") -> dict[str, int]:
@@ -29,7 +28,7 @@ def split(inputs: Sequence[str | Path], directory: Path, shares: str, seed: int,
     paths = find(inputs)
     if STDIN in paths:
         raise ValueError("--input -: standard input is gone once it is read, and a split reads twice; give a file")
-    _spared("--output-dir", directory, paths, [directory / f"{name}.jsonl" for name in NAMES])
+    _spared("--output-dir", directory, paths, [directory / f"{name}.jsonl" for name in SPLITS])
     total = sum(1 for _ in lines(inputs, [key]))
     if not total:
         raise ValueError(f"--input {' '.join(map(str, inputs))}: holds no document")
@@ -40,10 +39,10 @@ def split(inputs: Sequence[str | Path], directory: Path, shares: str, seed: int,
         owners[order[bounds[part] : bounds[part + 1]]] = part
     directory.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as open_now:
-        files = [open_now.enter_context(whole_file(directory / f"{name}.jsonl")) for name in NAMES]
+        files = [open_now.enter_context(whole_file(directory / f"{name}.jsonl")) for name in SPLITS]
         for owner, (_, line) in zip(owners.tolist(), lines(inputs, [key]), strict=True):
             files[owner].write(line.rstrip(b"\r") + b"\n")
-    return dict(zip(NAMES, np.bincount(owners, minlength=3).tolist(), strict=True))
+    return dict(zip(SPLITS, np.bincount(owners, minlength=3).tolist(), strict=True))
 
 
 def presplit(inputs: Sequence[str | Path], output: Path, kind: str, language: str, key: str = "text") -> int:

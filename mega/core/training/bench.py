@@ -25,7 +25,7 @@ from mega.core.batch import DecoderBatch
 from mega.core.config.compose import compose
 from mega.core.config.resolve import microbatches
 from mega.core.config.run import RunConfig
-from mega.core.device import MARK, Device, Moment
+from mega.core.device import MARK, Device, Moment, Reading
 from mega.core.estimate.flops import model_flops_per_token
 from mega.core.parallel.collectives import all_reduce
 from mega.core.parallel.launch import connect, disconnect
@@ -249,16 +249,13 @@ def measure(
     ]
     device.reset_memory_peak()
     warmup = max(warmup, 2) if run.runtime.cuda_graph else warmup
-    ends, found = [Moment(device.torch)], dict[str, float]()
-    before, skipped = None, 0
-    for number in range(warmup + repeats + 1):
-        reading = _step(state, batches).start_reading() if number < warmup + repeats else None
-        if before is not None:
-            found = before.numbers()
-            skipped += number > warmup and not found["fine"]
-        if reading is not None:
-            ends.append(reading.moment)
-        before = reading
+    begun, readings = Moment(device.torch), list[Reading]()
+    for _ in range(warmup + repeats):
+        readings.append(_step(state, batches).start_reading())
+        if len(readings) > 1:
+            readings[-2].numbers()  # the host is one step ahead, as in training
+    found = [reading.numbers() for reading in readings]
+    ends = [begun, *(reading.moment for reading in readings)]
     times = [begin.seconds_to(end) for begin, end in pairwise(ends[warmup:])]
     # A step is as slow as its slowest rank.
     slowest = torch.tensor(times, dtype=torch.float64, device=device.torch)
@@ -284,8 +281,8 @@ def measure(
         tflops=tflops,
         mfu=None if device.peak_tflops is None else tflops / device.peak_tflops,
         peak_gib=peak / 2**30,
-        loss=found["loss"],
-        skipped=skipped,
+        loss=found[-1]["loss"],
+        skipped=sum(not numbers["fine"] for numbers in found[warmup:]),
         steps=times,
         phases=phases,
     )
