@@ -58,7 +58,7 @@ def run(
         if typed:
             raise ValueError(f"--calibrate {calibrate}: measures this machine, no run; leave out {', '.join(typed)}")
         return _calibrate(run, calibrate, repeats, world.source == "alone" and size > 1, size)
-    from mega.core.training import bench
+    from mega.core.proof import bench
     from mega.core.training.prepare import complete
 
     if rows and asked.preset is not None:
@@ -85,7 +85,7 @@ def run(
 
 def _measurable(run: RunConfig, asked: Asked, steps: int) -> RunConfig:
     """`run` without what names data, files and a length, and with what the rules of a run want of those."""
-    from mega.core.training.bench import LR
+    from mega.core.proof.bench import LR
 
     whole = RunConfig()
     run = replace(run, **{section: getattr(whole, section) for section in UNUSED})
@@ -100,7 +100,7 @@ def _measurable(run: RunConfig, asked: Asked, steps: int) -> RunConfig:
 def _calibrate(run: RunConfig, out: str, repeats: int, start: bool, size: int) -> int:
     if not out.endswith(".toml"):
         raise ValueError(f"--calibrate {out}: must end in .toml, as memory-estimate --gpu tells files from names")
-    from mega.core.training.calibrate import calibrate
+    from mega.core.proof.calibrate import calibrate
 
     runtime = run.runtime
     arguments = (out, runtime.device, runtime.backend, runtime.timeout_minutes, repeats)

@@ -15,7 +15,7 @@ Directory = Annotated[Path, typer.Argument(help="a run's directory, or one step-
 @app.command()
 def verify(directory: Directory) -> None:
     """Hash every byte again and compare with what was saved."""
-    from mega.core.checkpoint import inspect
+    from mega.core.checkpoint.own import inspect
 
     inspect.verify(directory, typer.echo)
 
@@ -29,7 +29,7 @@ def show(
     """What a checkpoint holds."""
     if tensors and meta:
         raise ValueError("--tensors: --meta prints the plain state alone; give one of the two")
-    from mega.core.checkpoint.tables import show_checkpoint
+    from mega.core.checkpoint.own.tables import show_checkpoint
 
     show_checkpoint(directory, tensors, meta)
 
@@ -40,7 +40,7 @@ def diff(
     second: Directory,
 ) -> None:
     """Tensors that differ between two checkpoints, whatever their layouts; exit 1 if any does."""
-    from mega.core.checkpoint.tables import show_differences
+    from mega.core.checkpoint.own.tables import show_differences
 
     if show_differences(first, second):
         raise typer.Exit(1)
@@ -59,6 +59,6 @@ def clean(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="only say what would go")] = False,
 ) -> None:
     """Remove what killed saves and exports left behind and, as far as the limits say, old checkpoints."""
-    from mega.core.checkpoint import inspect
+    from mega.core.checkpoint.own import inspect
 
     inspect.clean(directory, keep_last, keep_every, keep_optimizer_last, dry_run, typer.echo)

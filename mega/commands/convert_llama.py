@@ -45,9 +45,9 @@ def run(
     Llama and its relatives (Mistral, Qwen), GPT-2 in Hugging Face's form, fairseq's Megatron-11b.
     What is read is recognised by its files. Nothing is executed, no tensor is lost or made up.
     """
-    from mega.core.checkpoint.convert import convert, target_of
-    from mega.core.checkpoint.kinds import check_flags, kind_of
-    from mega.core.checkpoint.layout import Layout
+    from mega.core.checkpoint.forms.convert import convert, target_of
+    from mega.core.checkpoint.forms.kinds import check_flags, kind_of
+    from mega.core.checkpoint.own.layout import Layout
     from mega.core.files import check_save_dir
 
     check_save_dir(save_dir)
@@ -59,7 +59,7 @@ def run(
     check_flags(source, target, {**layout.flags, "--parts": parts})
     runs_both = verify and "hf" in (source, target)
     if runs_both:
-        from mega.core.inference.agreement import agreement, check_transformers, not_finite
+        from mega.core.proof.logits import agreement, check_transformers, not_finite
 
         check_transformers()
     report = convert(load_dir, save_dir, target, layout, parts)
@@ -79,7 +79,7 @@ def run(
         print(f"mega: --verify: {load_dir} and {save_dir} {why}; {save_dir} is kept", file=sys.stderr)
         return 1
     if verify:
-        from mega.core.checkpoint.read_back import read_back
+        from mega.core.checkpoint.forms.read_back import read_back
 
         print(read_back(load_dir, report.path))
     return 0

@@ -10,7 +10,7 @@ import typer
 from mega.core.files import check_file
 
 if TYPE_CHECKING:
-    from mega.core.training.rows import Row
+    from mega.core.proof.rows import Row
 
 
 def run(
@@ -31,8 +31,8 @@ def run(
     """
     if json_lines is not None:
         check_file("--json", json_lines)
-    from mega.core.training import rows
-    from mega.core.training.layouts import FAMILIES, SHORT, Layout, every_case
+    from mega.core.proof import rows
+    from mega.core.proof.layouts import FAMILIES, SHORT, Layout, every_case
 
     if every and layouts is not None:
         raise ValueError(f"--layouts {layouts}: excludes --all")
@@ -60,7 +60,7 @@ def _print_table(rows: list[Row]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from mega.core.training.layouts import STEPS
+    from mega.core.proof.layouts import STEPS
 
     table = Table(title=f"{rows[0].dtype}: difference from one rank", box=box.SIMPLE_HEAD)
     for name in ("model", "layout", "loss", *(f"step {step}" for step in STEPS)):

@@ -55,11 +55,11 @@ def run(
 
     Checkpoints of ours load into any layout without this; it makes files that fit their ranks.
     """
-    from mega.core.checkpoint.exchange import exchange
-    from mega.core.checkpoint.kinds import check_flags, kind_of
-    from mega.core.checkpoint.layout import Layout
-    from mega.core.checkpoint.read_back import check_comparable, read_back
-    from mega.core.checkpoint.tables import progress_bar
+    from mega.core.checkpoint.forms.exchange import exchange
+    from mega.core.checkpoint.forms.kinds import check_flags, kind_of
+    from mega.core.checkpoint.forms.read_back import check_comparable, read_back
+    from mega.core.checkpoint.own.layout import Layout
+    from mega.core.checkpoint.own.tables import progress_bar
     from mega.core.files import check_save_dir
 
     check_save_dir(save_dir)

@@ -22,8 +22,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 import torch.distributed as dist
 
-from mega.core.checkpoint.pieces import Piece
-from mega.core.checkpoint.store import CheckpointStore
+from mega.core.checkpoint.own.pieces import Piece
+from mega.core.checkpoint.own.store import CheckpointStore
 from mega.core.device import Device
 from mega.core.parallel.mesh import Groups, Mesh
 from mega.core.training.saver import Saver

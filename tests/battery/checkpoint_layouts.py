@@ -27,17 +27,17 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from mega.core.checkpoint.inspect import diff
-from mega.core.checkpoint.pieces import Box, Piece
-from mega.core.checkpoint.store import Checkpoint, CheckpointStore, locate
+from mega.core.checkpoint.own.inspect import diff
+from mega.core.checkpoint.own.pieces import Box, Piece
+from mega.core.checkpoint.own.store import Checkpoint, CheckpointStore, locate
 from mega.core.config.check import check
 from mega.core.config.resolve import data_parallel
 from mega.core.config.run import RunConfig
 from mega.core.device import Device
 from mega.core.parallel.launch import Pool
 from mega.core.parallel.mesh import Groups
+from mega.core.proof.parity import LOSS_BOUND, own_samples, synthetic_batch
 from mega.core.training.build import build_mesh
-from mega.core.training.parity import LOSS_BOUND, own_samples, synthetic_batch
 from mega.core.training.persist import Origin, restore
 from mega.core.training.saver import Saver
 from mega.core.training.state import TrainState

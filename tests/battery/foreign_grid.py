@@ -16,10 +16,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 from safetensors.torch import load_file
 
-from mega.core.checkpoint.convert import convert
-from mega.core.checkpoint.layout import Layout
-from mega.core.checkpoint.store import locate
-from mega.core.inference.agreement import BOUND, agreement
+from mega.core.checkpoint.forms.convert import convert
+from mega.core.checkpoint.own.layout import Layout
+from mega.core.checkpoint.own.store import locate
+from mega.core.proof.logits import BOUND, agreement
 from tests.battery.data_ledger import run
 from tests.support.hugging_face import FAMILIES, hf_folder
 

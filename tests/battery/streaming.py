@@ -24,10 +24,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 
-from mega.core.checkpoint.container import write_container
-from mega.core.checkpoint.huggingface import config_from_model
-from mega.core.checkpoint.layout import planned
-from mega.core.checkpoint.pieces import Box, Piece
+from mega.core.checkpoint.forms.huggingface import config_from_model
+from mega.core.checkpoint.own.container import write_container
+from mega.core.checkpoint.own.layout import planned
+from mega.core.checkpoint.own.pieces import Box, Piece
 from mega.core.config.compose import compose
 from mega.core.config.resolve import resolve
 from mega.core.config.sections import ModelConfig

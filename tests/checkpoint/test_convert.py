@@ -15,13 +15,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from mega.core.checkpoint import convert as conversion
-from mega.core.checkpoint import foreign, gpt2, huggingface, meta
-from mega.core.checkpoint.convert import convert
-from mega.core.checkpoint.huggingface import config_from_model, model_from_config
-from mega.core.checkpoint.layout import Layout
-from mega.core.checkpoint.pieces import CheckpointError
-from mega.core.checkpoint.store import locate
+from mega.core.checkpoint.forms import convert as conversion
+from mega.core.checkpoint.forms import foreign, gpt2, huggingface, meta
+from mega.core.checkpoint.forms.convert import convert
+from mega.core.checkpoint.forms.huggingface import config_from_model, model_from_config
+from mega.core.checkpoint.own.layout import Layout
+from mega.core.checkpoint.own.pieces import CheckpointError
+from mega.core.checkpoint.own.store import locate
 from tests.support.hugging_face import FAMILIES, SIZES, hf_folder
 from tests.support.shared import shared
 

@@ -13,7 +13,7 @@ import pytest
 
 from mega.cli import load, main
 from mega.commands import convert_llama
-from mega.core.checkpoint.kinds import USES, check_flags, kind_of
+from mega.core.checkpoint.forms.kinds import USES, check_flags, kind_of
 from tests.golden.make import HERE
 
 SOURCES = ["mega", "hf", "meta", "llama2.c", "fairseq", "megatron", "torch_dist"]

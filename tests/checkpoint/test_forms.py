@@ -14,13 +14,13 @@ import torch
 from torch.nn import functional as F
 
 from mega.cli import main
-from mega.core.checkpoint.convert import OwnSource, convert, tokenizer_kind
-from mega.core.checkpoint.inspect import diff
-from mega.core.checkpoint.layout import model_of
-from mega.core.checkpoint.pieces import Box, CheckpointError
-from mega.core.checkpoint.store import locate
-from mega.core.inference.agreement import logits
+from mega.core.checkpoint.forms.convert import OwnSource, convert, tokenizer_kind
+from mega.core.checkpoint.own.inspect import diff
+from mega.core.checkpoint.own.layout import model_of
+from mega.core.checkpoint.own.pieces import Box, CheckpointError
+from mega.core.checkpoint.own.store import locate
 from mega.core.inference.load import load_tokenizer
+from mega.core.proof.logits import logits
 from tests.support.foreign_forms import FORMS, weights_of
 from tests.support.shared import shared
 

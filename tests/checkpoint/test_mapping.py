@@ -7,9 +7,9 @@ import math
 import pytest
 import torch
 
-from mega.core.checkpoint import container
-from mega.core.checkpoint.mapping import Fragment, Table, Target, prove, stacked, whole
-from mega.core.checkpoint.pieces import Box, CheckpointError
+from mega.core.checkpoint.forms.mapping import Fragment, Table, Target, prove, stacked, whole
+from mega.core.checkpoint.own import container
+from mega.core.checkpoint.own.pieces import Box, CheckpointError
 
 F32 = torch.float32
 SOURCE = {"a": ((4, 3), F32), "b": ((2,), F32)}

@@ -18,12 +18,13 @@ import pytest
 import torch
 
 from mega.cli import main
-from mega.core.checkpoint import inspect, megatron
-from mega.core.checkpoint.exchange import exchange
-from mega.core.checkpoint.layout import Layout
-from mega.core.checkpoint.megatron_arguments import vocabulary
-from mega.core.checkpoint.pieces import CheckpointError, Piece
-from mega.core.checkpoint.store import CheckpointStore, locate
+from mega.core.checkpoint.forms import megatron
+from mega.core.checkpoint.forms.exchange import exchange
+from mega.core.checkpoint.forms.megatron_arguments import vocabulary
+from mega.core.checkpoint.own import inspect
+from mega.core.checkpoint.own.layout import Layout
+from mega.core.checkpoint.own.pieces import CheckpointError, Piece
+from mega.core.checkpoint.own.store import CheckpointStore, locate
 from mega.core.config.sections import ModelConfig
 from tests.support import foreign_forms
 from tests.support.foreign_forms import FORMS, weights_of

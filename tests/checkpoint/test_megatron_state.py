@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from mega.cli import main
-from mega.core.checkpoint import inspect
-from mega.core.checkpoint.convert import OwnSource
-from mega.core.checkpoint.exchange import exchange
-from mega.core.checkpoint.layout import Layout
-from mega.core.checkpoint.megatron_state import DISTRIBUTED, parameter_place
-from mega.core.checkpoint.pieces import Box, CheckpointError, Piece
-from mega.core.checkpoint.store import CheckpointStore, locate
+from mega.core.checkpoint.forms.convert import OwnSource
+from mega.core.checkpoint.forms.exchange import exchange
+from mega.core.checkpoint.forms.megatron_state import DISTRIBUTED, parameter_place
+from mega.core.checkpoint.own import inspect
+from mega.core.checkpoint.own.layout import Layout
+from mega.core.checkpoint.own.pieces import Box, CheckpointError, Piece
+from mega.core.checkpoint.own.store import CheckpointStore, locate
 from mega.core.config.sections import ModelConfig
 from tests.support import foreign_forms
 from tests.support.foreign_forms import FORMS, Files, weights_of

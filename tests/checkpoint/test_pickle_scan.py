@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 import torch
 
-from mega.core.checkpoint.foreign import torch_file
-from mega.core.checkpoint.pickles import Arguments, read_pickled
-from mega.core.checkpoint.pieces import CheckpointError
+from mega.core.checkpoint.forms.foreign import torch_file
+from mega.core.checkpoint.forms.pickles import Arguments, read_pickled
+from mega.core.checkpoint.own.pieces import CheckpointError
 
 START = b"\x80\x02"
 

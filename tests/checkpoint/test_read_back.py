@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from mega.cli import main
-from mega.core.checkpoint.convert import OwnSource, convert
-from mega.core.checkpoint.exchange import exchange
-from mega.core.checkpoint.layout import Layout
-from mega.core.checkpoint.meta import open_folder
-from mega.core.checkpoint.pieces import Box, CheckpointError
-from mega.core.checkpoint.read_back import read_back
-from mega.core.checkpoint.store import locate
+from mega.core.checkpoint.forms.convert import OwnSource, convert
+from mega.core.checkpoint.forms.exchange import exchange
+from mega.core.checkpoint.forms.meta import open_folder
+from mega.core.checkpoint.forms.read_back import read_back
+from mega.core.checkpoint.own.layout import Layout
+from mega.core.checkpoint.own.pieces import Box, CheckpointError
+from mega.core.checkpoint.own.store import locate
 from tests.checkpoint.test_megatron_state import GPT, own
 from tests.support.foreign_forms import FORMS, Files, weights_of
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from mega.core.checkpoint import inspect
-from mega.core.checkpoint.pieces import CheckpointError
-from mega.core.checkpoint.store import Checkpoint, CheckpointStore, Piece, SaveError, locate, store_at
+from mega.core.checkpoint.own import inspect
+from mega.core.checkpoint.own.pieces import CheckpointError
+from mega.core.checkpoint.own.store import Checkpoint, CheckpointStore, Piece, SaveError, locate, store_at
 from mega.core.config.check import check
 from mega.core.device import Device
 from mega.core.parallel.mesh import Mesh

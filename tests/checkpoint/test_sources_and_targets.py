@@ -19,15 +19,15 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mega.cli import main
-from mega.core.checkpoint.convert import convert
-from mega.core.checkpoint.exchange import exchange
-from mega.core.checkpoint.folders import LOCK, filled_folder
-from mega.core.checkpoint.huggingface import model_from_config
-from mega.core.checkpoint.inspect import clean
-from mega.core.checkpoint.layout import Layout
-from mega.core.checkpoint.pieces import CheckpointError
-from mega.core.checkpoint.reshard import reshard
-from mega.core.checkpoint.store import CheckpointStore, Piece, locate
+from mega.core.checkpoint.forms.convert import convert
+from mega.core.checkpoint.forms.exchange import exchange
+from mega.core.checkpoint.forms.folders import LOCK, filled_folder
+from mega.core.checkpoint.forms.huggingface import model_from_config
+from mega.core.checkpoint.own.inspect import clean
+from mega.core.checkpoint.own.layout import Layout
+from mega.core.checkpoint.own.pieces import CheckpointError
+from mega.core.checkpoint.own.reshard import reshard
+from mega.core.checkpoint.own.store import CheckpointStore, Piece, locate
 from mega.core.files import url_of
 from mega.core.training.persist import companions
 from tests.support.foreign_forms import LLAMA, hf_config, hf_writer, weights_of
@@ -133,7 +133,7 @@ def test_a_folder_of_the_users_is_never_cleared(run: Path, tmp_path: Path) -> No
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from mega.core.checkpoint import folders
+from mega.core.checkpoint.forms import folders
 
 def fill(folder):
     (folder / "half").write_bytes(b"a" * 1000)

@@ -24,10 +24,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from mega.core.checkpoint import container
-from mega.core.checkpoint.manifest import MANIFEST, SEAL, rank_file
-from mega.core.checkpoint.pieces import DTYPES, Box, CheckpointError, tiling_fault
-from mega.core.checkpoint.store import Checkpoint, CheckpointStore, Piece, SaveError
+from mega.core.checkpoint.own import container
+from mega.core.checkpoint.own.manifest import MANIFEST, SEAL, rank_file
+from mega.core.checkpoint.own.pieces import DTYPES, Box, CheckpointError, tiling_fault
+from mega.core.checkpoint.own.store import Checkpoint, CheckpointStore, Piece, SaveError
 from mega.core.shard import span_rectangles
 
 
@@ -406,7 +406,7 @@ def test_read_only_directory(tmp_path: Path) -> None:
 KILLED = """
 import sys, torch
 from pathlib import Path
-from mega.core.checkpoint.store import CheckpointStore, Piece
+from mega.core.checkpoint.own.store import CheckpointStore, Piece
 store = CheckpointStore(Path(sys.argv[1]))
 for step in range(1, 100_000):
     w = torch.full((200, 1000), float(step))

@@ -23,14 +23,14 @@ from typer.testing import CliRunner
 from mega.cli import main
 from mega.commands import checkpoint as verbs
 from mega.commands.reshard import run as reshard_verb
-from mega.core.checkpoint import inspect
-from mega.core.checkpoint.layout import Layout, plan_files
-from mega.core.checkpoint.manifest import MANIFEST
-from mega.core.checkpoint.pieces import CheckpointError, Piece
-from mega.core.checkpoint.reshard import Ledger, reshard
-from mega.core.checkpoint.retention import retain, surplus
-from mega.core.checkpoint.store import CheckpointStore, SaveError, locate
-from mega.core.checkpoint.tables import progress_bar
+from mega.core.checkpoint.own import inspect
+from mega.core.checkpoint.own.layout import Layout, plan_files
+from mega.core.checkpoint.own.manifest import MANIFEST
+from mega.core.checkpoint.own.pieces import CheckpointError, Piece
+from mega.core.checkpoint.own.reshard import Ledger, reshard
+from mega.core.checkpoint.own.retention import retain, surplus
+from mega.core.checkpoint.own.store import CheckpointStore, SaveError, locate
+from mega.core.checkpoint.own.tables import progress_bar
 from mega.core.config.sections import ModelConfig
 from mega.core.inventory import inventory
 from tests.support.nfs import locks_of_nfs

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from mega.core.checkpoint import torch_dist
-from mega.core.checkpoint.exchange import exchange
-from mega.core.checkpoint.layout import Layout
-from mega.core.checkpoint.pieces import Box, CheckpointError, Piece
-from mega.core.checkpoint.store import locate
+from mega.core.checkpoint.forms import torch_dist
+from mega.core.checkpoint.forms.exchange import exchange
+from mega.core.checkpoint.own.layout import Layout
+from mega.core.checkpoint.own.pieces import Box, CheckpointError, Piece
+from mega.core.checkpoint.own.store import locate
 from tests.support.shared import shared
 
 

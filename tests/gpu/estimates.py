@@ -315,7 +315,7 @@ class Bench:
 
         from mega.core.parallel.collectives import all_reduce
         from mega.core.parallel.mesh import Mesh
-        from mega.core.training.bench import measure
+        from mega.core.proof.bench import measure
 
         began, before, options = time.perf_counter(), self.device.resident(), self.options
         speed = measure(

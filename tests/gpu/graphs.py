@@ -27,7 +27,7 @@ from mega.core.device import Device
 from mega.core.parallel.collectives import all_reduce
 from mega.core.parallel.launch import connect, disconnect
 from mega.core.parallel.mesh import Groups, Mesh
-from mega.core.training.bench import random_batch
+from mega.core.proof.bench import random_batch
 from mega.core.training.build import build_mesh
 from mega.core.training.state import TrainState
 from mega.core.training.step import train_step

@@ -27,7 +27,7 @@ from mega.core.parallel import collectives
 from mega.core.parallel import peers as exchanges
 from mega.core.parallel.launch import connect, disconnect
 from mega.core.parallel.mesh import Axis, Groups
-from mega.core.training.bench import measure, row, told
+from mega.core.proof.bench import measure, row, told
 
 
 class Two(Groups):

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mega.core.checkpoint.pieces import Piece
+from mega.core.checkpoint.own.pieces import Piece
 from mega.core.config.check import check
 from mega.core.config.resolve import resolve
 from mega.core.config.run import RunConfig, updated
@@ -34,9 +34,9 @@ from mega.core.device import Device
 from mega.core.parallel.collectives import all_reduce
 from mega.core.parallel.launch import connect, disconnect
 from mega.core.parallel.mesh import Groups, Mesh
+from mega.core.proof.layouts import LR
+from mega.core.proof.parity import GRADIENT_BOUND, GRADIENT_FLOOR, LOSS_BOUND, Measure, own_samples, synthetic_batch
 from mega.core.training.build import build_mesh
-from mega.core.training.layouts import LR
-from mega.core.training.parity import GRADIENT_BOUND, GRADIENT_FLOOR, LOSS_BOUND, Measure, own_samples, synthetic_batch
 from mega.core.training.state import TrainState
 from mega.core.training.step import backward, mean_loss
 

@@ -19,8 +19,8 @@ from mega.core.config.run import RunConfig, updated
 from mega.core.device import Device
 from mega.core.parallel.launch import connect, disconnect
 from mega.core.parallel.mesh import Groups, Mesh
-from mega.core.training.layouts import LR
-from mega.core.training.parity import own_samples, synthetic_batch
+from mega.core.proof.layouts import LR
+from mega.core.proof.parity import own_samples, synthetic_batch
 from mega.core.training.state import TrainState
 from mega.core.training.step import train_step
 from tests.gpu.layouts import FAMILIES, LAYOUTS, MODEL, Reference, append, judge

@@ -31,13 +31,13 @@ from typing import Any
 
 import torch
 
-from mega.core.checkpoint.manifest import read_manifest
-from mega.core.checkpoint.store import CheckpointStore
+from mega.core.checkpoint.own.manifest import read_manifest
+from mega.core.checkpoint.own.store import CheckpointStore
 from mega.core.config.resolve import microbatches, resolve
 from mega.core.config.run import RunConfig, updated
 from mega.core.parallel.collectives import all_reduce
 from mega.core.parallel.launch import connect, disconnect
-from mega.core.training.bench import random_batch, row
+from mega.core.proof.bench import random_batch, row
 from mega.core.training.build import build_mesh
 from mega.core.training.persist import Origin, restore
 from mega.core.training.saver import Saver

@@ -43,9 +43,9 @@ from mega.core.estimate.flops import model_flops_per_token
 from mega.core.parallel.collectives import all_reduce
 from mega.core.parallel.launch import connect, disconnect
 from mega.core.parallel.mesh import Groups, Mesh
+from mega.core.proof.layouts import LR
+from mega.core.proof.parity import own_samples, synthetic_batch
 from mega.core.training.build import build_mesh
-from mega.core.training.layouts import LR
-from mega.core.training.parity import own_samples, synthetic_batch
 from mega.core.training.state import TrainState
 from mega.core.training.step import train_step
 from tests.gpu.layouts import FAMILIES, Reference, append, judge

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from mega import cli
-from mega.core.checkpoint.convert import convert
-from mega.core.checkpoint.store import Checkpoint, CheckpointStore, locate
+from mega.core.checkpoint.forms.convert import convert
+from mega.core.checkpoint.own.store import Checkpoint, CheckpointStore, locate
 from mega.core.config.sections import ModelConfig
 from mega.core.inference.generate import generate, logits, losses
 from mega.core.inference.load import load_decoder, load_tokenizer, weight_pieces

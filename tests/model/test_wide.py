@@ -14,8 +14,8 @@ from mega.core.model.decoder import DecoderStage
 from mega.core.parallel.launch import Pool
 from mega.core.parallel.mesh import Mesh
 from mega.core.parallel.weight import weights
+from mega.core.proof.parity import snapshots, synthetic_batch
 from mega.core.training.build import build_stages
-from mega.core.training.parity import snapshots, synthetic_batch
 from mega.core.training.state import TrainState
 from mega.core.training.step import train_step
 from tests.support.ranks import CPU

@@ -18,7 +18,7 @@ from mega.core.ops.norm import add_norm, layer_norm, rms_norm
 from mega.core.ops.packages import apex_add_norm, flash_attention
 from mega.core.ops.suite import choose
 from mega.core.parallel.mesh import Mesh
-from mega.core.training.parity import own_samples, synthetic_batch
+from mega.core.proof.parity import own_samples, synthetic_batch
 from mega.core.training.state import TrainState
 from mega.core.training.step import train_step
 from tests.support.ranks import random

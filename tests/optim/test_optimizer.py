@@ -16,8 +16,8 @@ from mega.core.optim.rule import Owned, Pace
 from mega.core.parallel.launch import Pool
 from mega.core.parallel.mesh import Groups, Mesh
 from mega.core.parallel.weight import Weight, weights
+from mega.core.proof.parity import own_samples, synthetic_batch
 from mega.core.training.build import build_mesh, build_stages
-from mega.core.training.parity import own_samples, synthetic_batch
 from mega.core.training.state import TrainState
 from mega.core.training.step import backward, train_step
 from tests.support.ranks import CPU, random

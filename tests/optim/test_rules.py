@@ -14,8 +14,8 @@ from mega.core.optim.choose import rule_of
 from mega.core.optim.rule import Pace
 from mega.core.parallel.mesh import Mesh
 from mega.core.parallel.weight import Weight, weights
+from mega.core.proof.parity import synthetic_batch
 from mega.core.training.build import build_stages
-from mega.core.training.parity import synthetic_batch
 from mega.core.training.state import TrainState
 from mega.core.training.step import train_step
 from tests.support.ranks import CPU

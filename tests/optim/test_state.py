@@ -10,18 +10,18 @@ from typing import Any
 import pytest
 import torch
 
-from mega.core.checkpoint.inspect import diff
-from mega.core.checkpoint.layout import Layout
-from mega.core.checkpoint.pieces import CheckpointError
-from mega.core.checkpoint.reshard import reshard
-from mega.core.checkpoint.store import CheckpointStore, locate
+from mega.core.checkpoint.own.inspect import diff
+from mega.core.checkpoint.own.layout import Layout
+from mega.core.checkpoint.own.pieces import CheckpointError
+from mega.core.checkpoint.own.reshard import reshard
+from mega.core.checkpoint.own.store import CheckpointStore, locate
 from mega.core.config.run import RunConfig
 from mega.core.device import Device
 from mega.core.optim.rule import Rule
 from mega.core.parallel.launch import Pool
 from mega.core.parallel.mesh import Groups
+from mega.core.proof.parity import own_samples, synthetic_batch
 from mega.core.training.build import build_mesh
-from mega.core.training.parity import own_samples, synthetic_batch
 from mega.core.training.persist import Origin, restore
 from mega.core.training.saver import Saver
 from mega.core.training.state import TrainState

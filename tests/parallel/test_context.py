@@ -19,7 +19,7 @@ from mega.core.ops.suite import REFERENCE
 from mega.core.parallel.context import Way, across, columns, cut, divides
 from mega.core.parallel.launch import Pool
 from mega.core.parallel.mesh import Axis, Groups, Mesh
-from mega.core.training.parity import compare, own_samples, snapshots, synthetic_batch, within
+from mega.core.proof.parity import compare, own_samples, snapshots, synthetic_batch, within
 from tests.support.ranks import random
 from tests.support.runs import small_run
 

@@ -15,8 +15,8 @@ from mega.core.device import Device
 from mega.core.parallel.launch import Pool
 from mega.core.parallel.mesh import Groups, Mesh
 from mega.core.parallel.weight import weights
+from mega.core.proof.parity import assemble, own_samples, synthetic_batch
 from mega.core.training.build import build_stages
-from mega.core.training.parity import assemble, own_samples, synthetic_batch
 from mega.core.training.state import TrainState
 from mega.core.training.step import train_step
 from tests.model.test_transformers import from_gpt2

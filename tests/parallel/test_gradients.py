@@ -15,8 +15,8 @@ from mega.core.parallel.gradients import GradBuffer
 from mega.core.parallel.mesh import Mesh
 from mega.core.parallel.pipeline import Loss
 from mega.core.parallel.weight import weights
+from mega.core.proof.parity import synthetic_batch
 from mega.core.training.build import build_stages
-from mega.core.training.parity import synthetic_batch
 from tests.support.ranks import CPU
 from tests.support.runs import small_run
 

@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mega.core.checkpoint.store import CheckpointStore, SaveError
+from mega.core.checkpoint.own.store import CheckpointStore, SaveError
 from mega.core.config.world import MEETING_FILE, World
 from mega.core.parallel import last_words
 from mega.core.parallel import launch as launcher

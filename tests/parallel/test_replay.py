@@ -22,8 +22,8 @@ from mega.core.parallel.launch import Pool
 from mega.core.parallel.mesh import Groups, Mesh
 from mega.core.parallel.pipeline import Pipeline
 from mega.core.parallel.replay import ReplayedPipeline
+from mega.core.proof.parity import own_samples, synthetic_batch
 from mega.core.training.build import build_mesh
-from mega.core.training.parity import own_samples, synthetic_batch
 from mega.core.training.state import TrainState
 from mega.core.training.step import train_step
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mega.core.checkpoint.store import locate
+from mega.core.checkpoint.own.store import locate
 from mega.core.quickstart.tour import TOUR, tour
 
 

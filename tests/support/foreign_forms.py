@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from mega.core.checkpoint.pieces import Piece
-from mega.core.checkpoint.store import CheckpointStore
+from mega.core.checkpoint.own.pieces import Piece
+from mega.core.checkpoint.own.store import CheckpointStore
 from mega.core.config.sections import ModelConfig
 from mega.core.inventory import inventory
 

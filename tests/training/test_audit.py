@@ -13,9 +13,9 @@ from mega.core.config.run import RunConfig, updated
 from mega.core.device import Device
 from mega.core.parallel.launch import Pool
 from mega.core.parallel.mesh import Groups
+from mega.core.proof.parity import own_samples, synthetic_batch
 from mega.core.training.audit import audit, copies
 from mega.core.training.build import build_mesh
-from mega.core.training.parity import own_samples, synthetic_batch
 from mega.core.training.state import TrainState
 from mega.core.training.step import train_step
 

@@ -9,7 +9,7 @@ import torch
 
 from mega.core.device import Device
 from mega.core.parallel.mesh import Mesh
-from mega.core.training.parity import own_samples, synthetic_batch
+from mega.core.proof.parity import own_samples, synthetic_batch
 from mega.core.training.state import TrainState
 from mega.core.training.step import train_step
 from tests.support.runs import small_run

@@ -11,9 +11,9 @@ from mega.core.config.run import RunConfig
 from mega.core.device import Device
 from mega.core.parallel.launch import Pool
 from mega.core.parallel.mesh import Groups
+from mega.core.proof.parity import own_samples, synthetic_batch
 from mega.core.training.audit import audit
 from mega.core.training.build import build_mesh
-from mega.core.training.parity import own_samples, synthetic_batch
 from mega.core.training.state import TrainState
 from mega.core.training.step import evaluate_step, train_step
 from tests.support.runs import small_run

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from mega import cli
-from mega.core.checkpoint.store import CheckpointStore
+from mega.core.checkpoint.own.store import CheckpointStore
 from mega.core.data.writer import IndexedWriter
 from mega.core.parallel.gradients import GradBuffer
 from mega.core.training import persist

@@ -16,8 +16,8 @@ from unittest import mock
 import pytest
 import torch
 
-from mega.core.checkpoint.inspect import diff
-from mega.core.checkpoint.store import CheckpointStore
+from mega.core.checkpoint.own.inspect import diff
+from mega.core.checkpoint.own.store import CheckpointStore
 from mega.core.config.compose import compose
 from mega.core.device import Device
 from mega.core.parallel import launch

@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mega.core.checkpoint.inspect import diff
-from mega.core.checkpoint.store import CheckpointStore, locate
+from mega.core.checkpoint.own.inspect import diff
+from mega.core.checkpoint.own.store import CheckpointStore, locate
 from mega.core.config.resolve import resolve
 from mega.core.config.run import RunConfig, updated
 from mega.core.config.sections import ModelConfig

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from mega.core import device as device_module
-from mega.core.checkpoint import retention
-from mega.core.checkpoint import store as store_module
-from mega.core.checkpoint.inspect import diff
-from mega.core.checkpoint.store import CheckpointStore, SaveError
+from mega.core.checkpoint.own import retention
+from mega.core.checkpoint.own import store as store_module
+from mega.core.checkpoint.own.inspect import diff
+from mega.core.checkpoint.own.store import CheckpointStore, SaveError
 from mega.core.config.run import RunConfig
 from mega.core.device import Device, HostCopy
 from mega.core.parallel.launch import Pool

@@ -11,7 +11,7 @@ from mega.core.config.resolve import resolve
 from mega.core.config.run import RunConfig, updated
 from mega.core.device import Device
 from mega.core.parallel.mesh import Mesh
-from mega.core.training.parity import own_samples, synthetic_batch
+from mega.core.proof.parity import own_samples, synthetic_batch
 from mega.core.training.state import TrainState
 from mega.core.training.step import train_step
 

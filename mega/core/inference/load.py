@@ -9,10 +9,10 @@ from collections.abc import Iterator
 
 import torch
 
-from mega.core.checkpoint.convert import tokenizer_kind
-from mega.core.checkpoint.layout import model_of
-from mega.core.checkpoint.pieces import Piece
-from mega.core.checkpoint.store import Checkpoint, CheckpointError
+from mega.core.checkpoint.forms.convert import tokenizer_kind
+from mega.core.checkpoint.own.layout import model_of
+from mega.core.checkpoint.own.pieces import Piece
+from mega.core.checkpoint.own.store import Checkpoint, CheckpointError
 from mega.core.model.decoder import DecoderStage
 from mega.core.ops.suite import choose
 from mega.core.parallel.mesh import SINGLE

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mega.core.checkpoint.store import locate
+from mega.core.checkpoint.own.store import locate
 from mega.core.device import Device
 from mega.core.inference.generate import generate
 from mega.core.inference.load import load_decoder, load_tokenizer

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from mega.core.checkpoint.store import locate
+from mega.core.checkpoint.own.store import locate
 from mega.core.inference.generate import generate, losses
 from mega.core.inference.load import load_decoder, load_tokenizer
 from mega.core.inference.sampling import Sampling

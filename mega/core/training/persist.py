@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from mega.core.checkpoint.pieces import CheckpointError, Piece
-from mega.core.checkpoint.store import Checkpoint, CheckpointStore, locate, store_at
+from mega.core.checkpoint.own.pieces import CheckpointError, Piece
+from mega.core.checkpoint.own.store import Checkpoint, CheckpointStore, locate, store_at
 from mega.core.config.run import RunConfig, flag_of, value_of
 from mega.core.data.build import Datasets
 from mega.core.data.dataset import BlendedDataset

@@ -129,7 +129,7 @@ def _datasets(run: RunConfig, tokenizer: Tokenizer | None) -> Datasets:
 
 def _checkpoint_model(run: RunConfig, notes: list[str]) -> ModelConfig:
     """The checkpoint's model; of what the user says of the model, dropout counts, and what does not is told."""
-    from mega.core.checkpoint.store import locate
+    from mega.core.checkpoint.own.store import locate
 
     assert run.checkpoint.load is not None
     origin = locate(Path(run.checkpoint.load), tell=lambda line: None)  # told when weights are read

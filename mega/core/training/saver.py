@@ -23,9 +23,9 @@ from typing import Any
 import torch
 
 from mega import __version__
-from mega.core.checkpoint.pieces import Piece
-from mega.core.checkpoint.retention import retain
-from mega.core.checkpoint.store import Attachments, store_at
+from mega.core.checkpoint.own.pieces import Piece
+from mega.core.checkpoint.own.retention import retain
+from mega.core.checkpoint.own.store import Attachments, store_at
 from mega.core.config import toml
 from mega.core.device import HostCopy
 from mega.core.parallel.collectives import all_reduce

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from mega.core.checkpoint.pieces import CheckpointError
+from mega.core.checkpoint.own.pieces import CheckpointError
 from mega.core.config.resolve import lengths
 from mega.core.config.run import RunConfig
 from mega.core.optim.schedule import LearningRate, WeightDecay

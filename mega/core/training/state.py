@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from mega.core.checkpoint.pieces import Piece
+from mega.core.checkpoint.own.pieces import Piece
 from mega.core.config.run import RunConfig
 from mega.core.device import DTYPES, Device, HostCopy
 from mega.core.model.decoder import DecoderStage

@@ -1,0 +1,265 @@
+"""Tensors in other people's files: safetensors, alone or with an index, and torch's `.bin`, `.pth`, `.pt`.
+
+Nothing is executed: safetensors headers are read by us, torch files only with `weights_only=True`, and
+whatever else such a file holds is refused by name. Knows files and names, no model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import warnings
+import zipfile
+from collections.abc import Collection, Mapping
+from io import BytesIO
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mega.core.checkpoint.forms.mapping import Tensors
+from mega.core.checkpoint.forms.pickle_scan import BYTES, Scan
+from mega.core.checkpoint.own.container import Entry, read_box
+from mega.core.checkpoint.own.disk import opening, parse_json, read_file, read_into
+from mega.core.checkpoint.own.pieces import DTYPES, Box, CheckpointError
+
+HEADER_LIMIT = 64 << 20
+JSON_LIMIT = 64 << 20
+LEGACY_PICKLES = 5
+"""A torch file that is no archive begins with so many: magic number, version, machine, content, names of storages."""
+
+_PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+
+
+class EntrySource:
+    """Tensors that lie as plain bytes in files; each is read by rectangles, so memory does not grow with files."""
+
+    def __init__(self, entries: Mapping[str, tuple[Path, Entry]]) -> None:
+        self._entries = entries
+        self.tensors: Tensors = {name: (entry.whole, DTYPES[entry.dtype]) for name, (_, entry) in entries.items()}
+
+    def read(self, name: str, box: Box) -> torch.Tensor:
+        path, entry = self._entries[name]
+        tensor = torch.empty(box.size, dtype=DTYPES[entry.dtype])
+        with opening(path) as (descriptor, _):
+            read_box(path, descriptor, entry, box, tensor)
+        return tensor
+
+
+def safetensors_source(paths: list[Path]) -> EntrySource:
+    """The tensors of one or several safetensors files."""
+    entries: dict[str, tuple[Path, Entry]] = {}
+    for path in paths:
+        for entry in read_header(path):
+            if entry.key in entries:
+                raise CheckpointError(f"{path}: {entry.key} is in {entries[entry.key][0].name} too")
+            entries[entry.key] = (path, entry)
+    return EntrySource(entries)
+
+
+def read_header(path: Path) -> list[Entry]:
+    """The entries of a safetensors file. Errors: CheckpointError for anything not of the format."""
+    with opening(path) as (descriptor, size):
+        length = bytearray(8)
+        if size < 8:
+            raise CheckpointError(f"{path}: {size} bytes are no safetensors file")
+        read_into(descriptor, memoryview(length), 0, path)
+        count = int.from_bytes(length, "little")
+        if count > min(size - 8, HEADER_LIMIT):
+            raise CheckpointError(f"{path}: a header of {count} bytes in a file of {size}")
+        text = bytearray(count)
+        read_into(descriptor, memoryview(text), 8, path)
+    header = parse_json(bytes(text), path)
+    if not isinstance(header, dict):
+        raise CheckpointError(f"{path}: the header is no object")
+    header.pop("__metadata__", None)
+    entries = sorted(
+        (_entry(path, name, value, 8 + count) for name, value in header.items()),
+        key=lambda entry: entry.offset,
+    )
+    end = 8 + count
+    for entry in entries:
+        if entry.offset != end:
+            raise CheckpointError(f"{path}: {entry.key} lies at byte {entry.offset}, not {end}")
+        end += entry.bytes
+    if end != size:
+        raise CheckpointError(f"{path}: {size} bytes, its tensors end at {end}")
+    return entries
+
+
+def _entry(path: Path, name: str, value: object, base: int) -> Entry:
+    fields = value if isinstance(value, dict) else {}
+    dtype, shape, offsets = (fields.get(key) for key in ("dtype", "shape", "data_offsets"))
+    if dtype not in DTYPES:
+        raise CheckpointError(f"{path}: {name}: dtype {dtype!r} (valid: {', '.join(DTYPES)})")
+    for numbers, most in ((shape, 8), (offsets, 2)):
+        if (
+            not isinstance(numbers, list)
+            or len(numbers) > most
+            or any(type(n) is not int or not 0 <= n < 1 << 62 for n in numbers)
+        ):
+            raise CheckpointError(f"{path}: {name}: shape or offsets are not counts")
+    assert isinstance(shape, list) and isinstance(offsets, list)
+    if len(offsets) != 2 or offsets[1] - offsets[0] != prod(shape) * DTYPES[dtype].itemsize:
+        raise CheckpointError(f"{path}: {name}: offsets {offsets} do not hold {dtype} {shape}")
+    box = Box((0,) * len(shape), tuple(shape))
+    return Entry(name, dtype, tuple(shape), box, base + offsets[0], "")
+
+
+class TorchSource:
+    """The tensors of torch files; names are `label/name` where several files hold the same names.
+
+    Errors: CheckpointError naming a tensor that is not dense, or larger than what is stored of it.
+    """
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        for name, tensor in tensors.items():
+            if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type != "cpu":
+                raise CheckpointError(f"{name}: is no plain tensor in memory")
+            if tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
+                raise CheckpointError(f"{name}: has {tensor.numel()} elements, fewer are stored")
+        self._tensors = tensors
+        self.tensors: Tensors = {name: (tuple(t.shape), t.dtype) for name, t in tensors.items()}
+
+    def read(self, name: str, box: Box) -> torch.Tensor:
+        return self._tensors[name][box.inside(Box((0,) * len(box.start), box.size))]
+
+
+def torch_file(path: Path, calls: Collection[str] = ()) -> Any:
+    """What a torch file holds, mapped rather than read, unpickled by torch's allow-list only.
+
+    calls: names besides torch's own for which the caller has given torch something inert.
+    """
+    with opening(path):
+        return unpickled(path, path, calls)
+
+
+def unpickled(source: Path | BytesIO, path: Path, calls: Collection[str] = ()) -> Any:
+    """`torch_file`, whose bytes are those of the file `source`, or given out of the file `path`.
+
+    Its pickles are scanned first, so that they cannot keep torch busy; then the same bytes go to torch.
+    """
+    with source.open("rb") if isinstance(source, Path) else contextlib.nullcontext(source) as stream:
+        zipped = stream.read(4) == b"PK\3\4"  # as torch decides
+        size = stream.seek(0, 2)
+        stream.seek(0)
+        head = BytesIO(_pickle_of(source, path, size) if zipped else stream.read(BYTES))
+        stream.seek(0)
+    scan = Scan(path, calls)
+    for _ in range(1 if zipped else LEGACY_PICKLES):
+        scan.check(head)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            mapped = zipped and isinstance(source, Path)
+            return torch.load(source, map_location="cpu", weights_only=True, mmap=mapped)
+    except Exception as error:
+        raise CheckpointError(f"{path}: torch refuses it with weights_only=True: {_met(str(error))}") from None
+
+
+def _pickle_of(source: Path | BytesIO, path: Path, size: int) -> bytes:
+    """The pickle of a zipped torch file of `size` bytes, as torch itself finds it."""
+    try:
+        with zipfile.ZipFile(source) as archive:
+            members = archive.infolist()
+        if (unpacked := sum(item.file_size for item in members)) > size:
+            raise CheckpointError(f"{path}: {unpacked} bytes are packed into {size}")
+        if any(item.filename.endswith("/data.pkl") and item.file_size > BYTES for item in members):
+            raise CheckpointError(f"{path}: its pickle has more than {BYTES} bytes")
+        if isinstance(source, BytesIO):
+            source.seek(0)
+        reader = torch._C.PyTorchFileReader(source if isinstance(source, BytesIO) else str(source))
+        found: bytes = reader.get_record("data.pkl")
+    except (zipfile.BadZipFile, ValueError, NotImplementedError, RuntimeError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"{path}: not a torch file ({str(error).partition(chr(10))[0]:.100})") from None
+    return found
+
+
+def _met(message: str) -> str:
+    """What torch met, cut out of the advice around it."""
+    if found := re.search(r"(?:GLOBAL|class|global)[: ]+(?:GLOBAL )?(\w+(?:\.\w+)+)", message):
+        return f"it holds {found[1]}"
+    if found := re.search(r"Unsupported \w+ \d+", message):
+        return f"not a pickle that torch writes ({found[0]})"
+    return "it is damaged or no torch file"
+
+
+def flat_tensors(path: Path, label: str = "") -> dict[str, torch.Tensor]:
+    """The tensors of a torch file that is one flat dict of them."""
+    content = torch_file(path)
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path}: holds {type(content).__name__}, not a dict of tensors")
+    for name, value in content.items():
+        if not isinstance(name, str) or not isinstance(value, torch.Tensor):
+            raise CheckpointError(f"{path}: {name!r} is {type(value).__name__}, not a tensor")
+    return {label + name: value for name, value in content.items()}
+
+
+def hugging_face_source(folder: Path) -> EntrySource | TorchSource:
+    """The weights of a Hugging Face folder: safetensors if there, else `.bin`; alone or with an index.
+
+    Where a folder has several, it is the one that transformers opens.
+    """
+    for single, index in (
+        ("model.safetensors", "model.safetensors.index.json"),
+        ("pytorch_model.bin", "pytorch_model.bin.index.json"),
+    ):
+        if (folder / single).exists():
+            weights, paths = {}, [inside(folder, single)]
+        elif (folder / index).exists():
+            weights = _weight_map(folder / index)
+            paths = [inside(folder, name) for name in sorted(set(weights.values()))]
+        else:
+            continue
+        source = TorchSource(_merged(paths)) if single.endswith(".bin") else safetensors_source(paths)
+        if weights and set(weights) != set(source.tensors):
+            odd = min(set(weights) ^ set(source.tensors))
+            where = "in the index only" if odd in weights else "not in the index"
+            raise CheckpointError(f"{folder / index}: {odd} is {where}")
+        return source
+    raise CheckpointError(f"{folder}: holds neither model.safetensors nor pytorch_model.bin, nor an index of either")
+
+
+def _merged(paths: list[Path]) -> dict[str, torch.Tensor]:
+    merged: dict[str, torch.Tensor] = {}
+    for path in paths:
+        tensors = flat_tensors(path)
+        if twice := merged.keys() & tensors.keys():
+            raise CheckpointError(f"{path}: {min(twice)} is in another file too")
+        merged |= tensors
+    return merged
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    content = read_json(index)
+    weights = content.get("weight_map")
+    if not isinstance(weights, dict) or not all(isinstance(file, str) for file in weights.values()):
+        raise CheckpointError(f"{index}: weight_map must give a file name for every tensor")
+    return weights
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file of another tool."""
+    content = parse_json(read_file(inside(path.parent, path.name), JSON_LIMIT), path)
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path}: must be a JSON object")
+    return content
+
+
+def inside(folder: Path, name: str, hidden: str = "") -> Path:
+    """A file of `folder`, links resolved; it must lie there, or in the blobs of a hub cache around `folder`.
+
+    hidden: what names may begin with besides letters and digits.
+    Errors: CheckpointError for names with a path in them and links that lead elsewhere.
+    """
+    if not isinstance(name, str) or not _PLAIN.fullmatch(name.removeprefix(hidden)):
+        raise CheckpointError(f"{folder}: {name!r} is not a plain file name")
+    root = folder.resolve()
+    real = (root / name).resolve()
+    allowed = [root, *([root.parent.parent / "blobs"] if root.parent.name == "snapshots" else [])]
+    if real.parent not in allowed:
+        raise CheckpointError(f"{folder / name}: leads to {real}, outside the folder")
+    return real

@@ -1,0 +1,206 @@
+"""GPT-2 in Hugging Face's form: its names, its products stored [in, out], its fused query, key and value.
+
+Knows config.json and tensors' names, no files. Source: transformers' GPT2LMHeadModel.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from mega.core.checkpoint.forms.huggingface import number_in, only, whole_in
+from mega.core.checkpoint.forms.mapping import Fragment, Table, Target, Tensors, whole
+from mega.core.checkpoint.own.pieces import Box, CheckpointError
+from mega.core.config.sections import ModelConfig
+from mega.core.inventory import Tensor, inventory
+
+PREFIX = "transformer."
+"""In front of every name in a GPT2LMHeadModel; the first releases have none."""
+
+NAMES = {
+    "model.embed_tokens": "wte",
+    "model.embed_positions": "wpe",
+    "model.norm": "ln_f",
+    "input_layernorm": "ln_1",
+    "self_attn.q_proj": "attn.c_attn",
+    "self_attn.k_proj": "attn.c_attn",
+    "self_attn.v_proj": "attn.c_attn",
+    "self_attn.o_proj": "attn.c_proj",
+    "post_attention_layernorm": "ln_2",
+    "mlp.up_proj": "mlp.c_fc",
+    "mlp.down_proj": "mlp.c_proj",
+}
+"""Our modules -> GPT-2's."""
+
+ACTIVATIONS = {"gelu_tanh": "gelu_new", "gelu": "gelu"}
+"""Ours -> config.json's `activation_function`."""
+
+HEAD = "lm_head.weight"
+_BUFFERS = (".attn.bias", ".attn.masked_bias")
+"""Ends of names that old exports carry and that hold the causal mask, not `c_attn.bias`."""
+
+_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
+
+
+def gpt2_name(name: str) -> str:
+    """GPT-2's name of a logical tensor, without the prefix.
+
+    >>> gpt2_name("model.layers.3.self_attn.k_proj.bias"), gpt2_name("model.norm.weight")
+    ('h.3.attn.c_attn.bias', 'ln_f.weight')
+    """
+    module, _, kind = name.rpartition(".")
+    if match := _LAYER.fullmatch(module):
+        return f"h.{match[1]}.{NAMES[match[2]]}.{kind}"
+    return f"{NAMES[module]}.{kind}"
+
+
+def is_gpt2(model: ModelConfig) -> bool:
+    """Whether a model's positions are those of GPT-2, rather than Llama's."""
+    return model.position == "learned"
+
+
+def model_from_config(config: Mapping[str, Any], where: str) -> ModelConfig:
+    """The resolved model section that a config.json describes. Errors: CheckpointError naming the key."""
+    for key in ("scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn", "add_cross_attention"):
+        only(config, key, (False, None), where)
+    only(config, "scale_attn_weights", (True, None), where)
+    only(config, "tie_word_embeddings", (True, None), where)
+    theirs = config.get("activation_function", "gelu_new")
+    activation = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}.get(theirs)
+    if activation is None:
+        raise CheckpointError(f"{where}: activation_function {theirs!r} (valid: gelu_new, gelu_pytorch_tanh, gelu)")
+    hidden, heads = whole_in(config, "n_embd", where), whole_in(config, "n_head", where)
+    dropout = number_in(config, "resid_pdrop", where, 0.1)
+    if number_in(config, "embd_pdrop", where, dropout) != dropout:
+        raise CheckpointError(f"{where}: embd_pdrop {config['embd_pdrop']}: must be resid_pdrop {dropout}")
+    return ModelConfig(
+        family="gpt",
+        layers=whole_in(config, "n_layer", where),
+        hidden=hidden,
+        heads=heads,
+        kv_heads=heads,
+        head_dim=hidden // heads,
+        ffn=whole_in(config, "n_inner", where, 4 * hidden),
+        vocab=whole_in(config, "vocab_size", where),
+        positions=whole_in(config, "n_positions", where),
+        position="learned",
+        norm="layernorm",
+        norm_eps=number_in(config, "layer_norm_epsilon", where, 1e-5),
+        activation="gelu" if activation == "gelu" else "gelu_tanh",
+        bias=True,
+        qkv_bias=True,
+        tied=True,
+        hidden_dropout=dropout,
+        attention_dropout=number_in(config, "attn_pdrop", where, 0.1),
+        init_std=number_in(config, "initializer_range", where, 0.02),
+    )
+
+
+def config_from_model(model: ModelConfig, dtype: str) -> dict[str, Any]:
+    """A config.json for `AutoModelForCausalLM`. Errors: CheckpointError naming the option that GPT-2 does not have."""
+    assert model.hidden is not None and model.heads is not None
+    for name, value, valid in (
+        ("norm", model.norm, ("layernorm",)),
+        ("activation", model.activation, tuple(ACTIVATIONS)),
+        ("bias", model.bias, (True,)),
+        ("qkv_bias", model.qkv_bias, (True, None)),
+        ("qk_norm", model.qk_norm, (False,)),
+        ("tied", model.tied, (True,)),
+        ("norm_offset", model.norm_offset, (False,)),
+        ("post_norm_residual", model.post_norm_residual, (False,)),
+        ("embedding_scale", model.embedding_scale, (False,)),
+        ("kv_heads", model.kv_heads, (model.heads,)),
+        ("head_dim", model.head_dim, (model.hidden // model.heads,)),
+    ):
+        if value not in valid:
+            raise CheckpointError(f"{name} {value}: Hugging Face's GPT-2 has only {valid[0]}")
+    return {
+        "architectures": ["GPT2LMHeadModel"],
+        "model_type": "gpt2",
+        "n_embd": model.hidden,
+        "n_layer": model.layers,
+        "n_head": model.heads,
+        "n_inner": None if model.ffn == 4 * model.hidden else model.ffn,
+        "n_positions": model.positions,
+        "vocab_size": model.vocab,
+        "activation_function": ACTIVATIONS[model.activation],
+        "layer_norm_epsilon": model.norm_eps,
+        "resid_pdrop": model.hidden_dropout,
+        "embd_pdrop": model.hidden_dropout,
+        "attn_pdrop": model.attention_dropout,
+        "initializer_range": model.init_std,
+        "tie_word_embeddings": True,
+        "use_cache": True,
+        "torch_dtype": dtype,
+    }
+
+
+def import_table(model: ModelConfig, tensors: Tensors) -> Table:
+    """`weights/<name>` of every logical tensor from GPT-2's."""
+    prefix = PREFIX if any(name.startswith(PREFIX) for name in tensors) else ""
+    targets = []
+    for tensor in inventory(model):
+        name = prefix + gpt2_name(tensor.name)
+        if name not in tensors:
+            raise CheckpointError(f"{name}: the model has it, the source does not")
+        shape, dtype = tensors[name]
+        expected = _fused_shape(model, tensor)
+        if shape != expected:
+            raise CheckpointError(f"{name}: has shape {shape}, the config says {expected}")
+        rows = _rows(tensor)
+        at = Box((0,) * len(tensor.shape), tensor.shape)
+        fragment = Fragment(name, at, rows, transposed=_is_product(tensor))
+        targets.append(Target(f"weights/{tensor.name}", tensor.shape, dtype, (fragment,)))
+    copies = ((HEAD, f"{prefix}wte.weight"),) if HEAD in tensors else ()
+    ignored = frozenset(name for name in tensors if name.endswith(_BUFFERS))
+    return Table(tuple(targets), copies=copies, ignored=ignored)
+
+
+def export_table(model: ModelConfig, tensors: Tensors) -> Table:
+    """The other way; tensors that are no weights stay behind."""
+    targets = []
+    for tensor in inventory(model):
+        source = f"weights/{tensor.name}"
+        if source not in tensors:
+            raise CheckpointError(f"{source}: the model has it, the checkpoint does not")
+        shape, dtype = _fused_shape(model, tensor), tensors[source][1]
+        name = PREFIX + gpt2_name(tensor.name)
+        if "c_attn" not in name:
+            targets.append(whole(name, source, shape, dtype, transposed=_is_product(tensor)))
+        elif "q_proj" in source:  # the three lie side by side
+            parts = [source.replace("q_proj", f"{part}_proj") for part in "qkv"]
+            targets.append(Target(name, shape, dtype, _beside(parts, shape)))
+    return Table(tuple(targets))
+
+
+def _beside(parts: list[str], shape: tuple[int, ...]) -> tuple[Fragment, ...]:
+    """Columns (of a matrix) or elements (of a bias) of three sources beside each other."""
+    width = shape[-1] // len(parts)
+    fragments = []
+    for number, part in enumerate(parts):
+        start = (*(0 for _ in shape[:-1]), number * width)
+        at = Box(start, (*shape[:-1], width))
+        rows = range(shape[0]) if len(shape) == 2 else range(width)
+        fragments.append(Fragment(part, at, rows, transposed=len(shape) == 2))
+    return tuple(fragments)
+
+
+def _is_product(tensor: Tensor) -> bool:
+    """Matrices but for the two tables are stored [in, out]."""
+    return len(tensor.shape) == 2 and "embed_" not in tensor.name
+
+
+def _rows(tensor: Tensor) -> range:
+    """Where a tensor's rows stand in GPT-2's: behind one another for query, key and value."""
+    part = tensor.name.rpartition("_proj")[0][-1:]
+    place = "qkv".index(part) if part in ("q", "k", "v") and "self_attn" in tensor.name else 0
+    return range(place * tensor.shape[0], (place + 1) * tensor.shape[0])
+
+
+def _fused_shape(model: ModelConfig, tensor: Tensor) -> tuple[int, ...]:
+    """The shape of GPT-2's tensor that holds a logical one."""
+    assert model.hidden is not None
+    fused = 3 if "c_attn" in gpt2_name(tensor.name) else 1
+    shape = (fused * tensor.shape[0], *tensor.shape[1:])
+    return shape[::-1] if _is_product(tensor) else shape

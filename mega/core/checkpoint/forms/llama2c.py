@@ -1,0 +1,139 @@
+"""Llama as llama2.c keeps it: one flat file of fp32 numbers (versions 0 and 1), or its training script's `.pt`.
+
+Tensors and their row order are Meta's, so they come out under Meta's names and meta.py does the rest. The
+quantised version 2 is refused: its int8 groups have no counterpart here.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Mapping
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mega.core.checkpoint.forms.foreign import EntrySource, TorchSource, torch_file
+from mega.core.checkpoint.forms.mapping import Source
+from mega.core.checkpoint.own.container import Entry
+from mega.core.checkpoint.own.disk import opening, read_into
+from mega.core.checkpoint.own.pieces import Box, CheckpointError
+
+MAGIC = 0x616B3432
+"""First number of versions 1 and 2; version 0 begins with the width."""
+
+HEADER = 256
+"""Bytes of the header of version 1; version 0 has 28."""
+
+SIZES = ("dim", "hidden_dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size", "max_seq_len")
+"""The header's numbers, in order."""
+
+BLOCKS = (
+    ("attention_norm", "dim"),
+    ("attention.wq", "dim", "dim"),
+    ("attention.wk", "kv", "dim"),
+    ("attention.wv", "kv", "dim"),
+    ("attention.wo", "dim", "dim"),
+    ("ffn_norm", "dim"),
+    ("feed_forward.w1", "hidden_dim", "dim"),
+    ("feed_forward.w2", "dim", "hidden_dim"),
+    ("feed_forward.w3", "hidden_dim", "dim"),
+)
+"""Each tensor of a block, in version 0's order: that of all blocks, then the next one."""
+
+
+def is_torch_file(path: Path) -> bool:
+    """Whether a file is the training script's, by its ending."""
+    return path.suffix == ".pt"
+
+
+def open_file(path: Path) -> tuple[Source, dict[str, Any]]:
+    """The tensors of a file (named `0/...` as Meta does) and what it says about them, in params.json's words.
+
+    Errors: CheckpointError naming the file and what does not fit.
+    """
+    return _open_torch(path) if is_torch_file(path) else _open_flat(path)
+
+
+def _open_torch(path: Path) -> tuple[Source, dict[str, Any]]:
+    content = torch_file(path)
+    parts = [content.get(key) if isinstance(content, dict) else None for key in ("model", "model_args")]
+    state, params = parts
+    if not isinstance(state, dict) or not isinstance(params, dict):
+        raise CheckpointError(f"{path}: holds no dict of model and model_args, as llama2.c's training script writes")
+    for name, tensor in state.items():
+        if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
+            raise CheckpointError(f"{path}: model: {name!r} is {type(tensor).__name__}, not a tensor")
+    tensors = {f"0/{name.removeprefix('_orig_mod.')}": tensor for name, tensor in state.items()}
+    return TorchSource(tensors), params
+
+
+def _open_flat(path: Path) -> tuple[Source, dict[str, Any]]:
+    with opening(path) as (descriptor, size):
+        head = bytearray(min(size, HEADER))
+        read_into(descriptor, memoryview(head), 0, path)
+    if len(head) < 28:
+        raise CheckpointError(f"{path}: {size} bytes are no llama2.c file")
+    version, begin = 0, 28
+    numbers = struct.unpack_from("<7i", head)
+    if struct.unpack_from("<I", head) == (MAGIC,) and len(head) == HEADER:
+        version, begin = struct.unpack_from("<i", head, 4)[0], HEADER
+        numbers = struct.unpack_from("<7i", head, 8)
+        if version != 1:
+            raise CheckpointError(f"{path}: version {version} of llama2.c's format (valid: 0, 1; 2 is quantised)")
+    tied = numbers[5] > 0 if version == 0 else head[36] == 1
+    params: dict[str, Any] = dict(zip(SIZES, (*numbers[:5], abs(numbers[5]), numbers[6]), strict=True))
+    for key, value in params.items():
+        if not 0 < value < 1 << 30:
+            raise CheckpointError(f"{path}: {key} {value}: must be a positive number, or this is no llama2.c file")
+    if params["dim"] % params["n_heads"] or params["n_heads"] % params["n_kv_heads"]:
+        raise CheckpointError(f"{path}: n_heads {params['n_heads']}: does not divide into the other sizes")
+    if params["n_layers"] * params["dim"] > size:
+        raise CheckpointError(f"{path}: {params['n_layers']} layers in a file of {size} bytes")
+    entries: dict[str, tuple[Path, Entry]] = {}
+    for name, shape in (_order0 if version == 0 else _order1)(params, tied):
+        if name:
+            box = Box((0,) * len(shape), shape)
+            entries[f"0/{name}.weight"] = (path, Entry(name, "F32", shape, box, begin, ""))
+        begin += 4 * prod(shape)
+    if begin != size:
+        raise CheckpointError(f"{path}: {size} bytes, its sizes {params} make {begin}")
+    return EntrySource(entries), params
+
+
+Laid = Iterator[tuple[str, tuple[int, ...]]]
+"""Name and shape of every run of numbers in a file; no name: tables that are computed."""
+
+
+def _order0(params: Mapping[str, int], tied: bool) -> Laid:
+    width = params["dim"] // params["n_heads"]
+    yield "tok_embeddings", (params["vocab_size"], params["dim"])
+    for row in BLOCKS:
+        yield from _of_all_blocks(params, *row)
+    yield "norm", (params["dim"],)
+    yield "", (params["max_seq_len"], width // 2)  # cosines
+    yield "", (params["max_seq_len"], width // 2)  # sines
+    if not tied:
+        yield "output", (params["vocab_size"], params["dim"])
+
+
+def _order1(params: Mapping[str, int], tied: bool) -> Laid:
+    """The norms first."""
+    rows = sorted(BLOCKS, key=lambda row: not row[0].endswith("norm"))
+    norms, matrices = rows[:2], rows[2:]
+    for row in norms:
+        yield from _of_all_blocks(params, *row)
+    yield "norm", (params["dim"],)
+    yield "tok_embeddings", (params["vocab_size"], params["dim"])
+    for row in matrices:
+        yield from _of_all_blocks(params, *row)
+    if not tied:
+        yield "output", (params["vocab_size"], params["dim"])
+
+
+def _of_all_blocks(params: Mapping[str, int], name: str, *sizes: str) -> Laid:
+    kv = params["dim"] // params["n_heads"] * params["n_kv_heads"]
+    shape = tuple({**params, "kv": kv}[size] for size in sizes)
+    for layer in range(params["n_layers"]):
+        yield f"layers.{layer}.{name}", shape

@@ -1,0 +1,201 @@
+"""What a checkpoint of Megatron-LM says of its model: its arguments, which have had several spellings, both ways.
+
+The vocabulary without its padding, which they hardly ever say, is settled here too. Knows no tensors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from mega.core.checkpoint.forms.foreign import read_json
+from mega.core.checkpoint.own.pieces import CheckpointError
+from mega.core.config.sections import ModelConfig
+from mega.core.inventory import padded
+
+
+def check_vocabulary(values: Mapping[str, Any], rows: int, tp: int) -> None:
+    """Errors: CheckpointError where a rank's table has not as many rows as the arguments say."""
+    whole = values.get("padded_vocab_size")
+    if type(whole) is int and whole != rows * tp:
+        raise CheckpointError(
+            f"0.0.0/embedding.word_embeddings.weight: has {rows} rows, args.padded_vocab_size {whole} on {tp} tensor "
+            f"ranks says {whole / tp:g}"
+        )
+
+
+def vocabulary(values: Mapping[str, Any], rows: int, given: int | None, folder: Path) -> tuple[int, tuple[str, ...]]:
+    """How many of a table's rows are tokens, and lines for the user on those that are not, or may not be.
+
+    Megatron's arguments know what was padded to. What was padded they say only where it is the same: `vocab_size` may
+    leave out an end of document. Trees of ours say `true_vocab_size`, which is all rows also where they were made of a
+    tree that did not say. A tokenizer in the `folder` is told of, but no row is cut on a guess. given: what the user
+    says. Errors: ValueError where that cannot be.
+
+    >>> vocabulary({"padded_vocab_size": 50304}, 50304, 50257, Path("gpt"))
+    (50257, ('vocabulary: 50,257 of 50,304 rows are tokens, 47 of padding are left behind',))
+    """
+    said, plain = values.get("true_vocab_size"), values.get("vocab_size")
+    said = said if type(said) is int and 0 < said <= rows else None
+    if given is not None and (0 < rows < given or said not in (None, rows, given)):
+        rule = f"the table of tokens has {rows} rows" if given > rows else f"args.true_vocab_size is {said}"
+        raise ValueError(f"--true-vocab-size {given}: {rule}")
+    if known := given or said or (rows if plain == rows else None):
+        behind = f"vocabulary: {known:,} of {rows:,} rows are tokens, {rows - known:,} of padding are left behind"
+        return known, (behind,) if known < rows else ()
+    hints = [f"args.vocab_size is {plain:,}"] if type(plain) is int and 0 < plain < rows else []
+    if (beside := folder / "vocab.json").is_file():
+        with contextlib.suppress(CheckpointError):  # not one that counts pieces
+            hints.append(f"{beside} has {len(read_json(beside)):,} pieces")
+    return rows, (
+        f"vocabulary: all {rows:,} rows are kept; how many of them are tokens, and how many padding, is not said"
+        f"{' (' + ', '.join(hints) + ')' if hints else ''}; --true-vocab-size or --vocab-file leaves padding behind",
+    )
+
+
+UNCHANGED: dict[str, tuple[object, ...]] = {
+    "position_embedding_type": ("learned_absolute", "rope", "none"),
+    "rotary_interleaved": (False, None),
+    "normalization": ("LayerNorm", "RMSNorm"),
+    "window_size": (None,),
+    "quick_geglu": (False, None),
+    "attention_output_gate": (False, None),
+    "qk_l2_norm": (False, None),
+    "softmax_type": ("vanilla", None),
+    "no_rope_freq": (None, 0),
+    "multi_latent_attention": (False, None),
+}
+"""Arguments that change what the same tensors compute, and the values in which they are as ours are."""
+
+
+def model_from_arguments(values: Mapping[str, Any], vocab: int, where: str) -> ModelConfig:
+    """The resolved model section that Megatron's arguments describe; they have had several spellings."""
+
+    def number(name: str, otherwise: int | None = None) -> int:
+        value = values.get(name)
+        value = otherwise if value is None else value
+        if type(value) is not int or value < 1:
+            raise CheckpointError(f"{where}: args.{name} {value!r}: must be a positive whole number")
+        return value
+
+    def decimal(name: str, otherwise: float) -> float:
+        value = values.get(name, otherwise)
+        return float(value) if isinstance(value, int | float) else otherwise
+
+    for name, valid in UNCHANGED.items():
+        if values.get(name, valid[0]) not in valid:
+            raise CheckpointError(f"{where}: args.{name} {values[name]!r} (valid: {', '.join(map(repr, valid))})")
+    hidden, heads = number("hidden_size"), number("num_attention_heads")
+    grouped = bool(values.get("group_query_attention"))
+    rope = values.get("position_embedding_type", "learned_absolute") == "rope"
+    rope = rope or bool(values.get("use_rotary_position_embeddings"))
+    learned = values.get("add_position_embedding", True) and not rope
+    swiglu = bool(values.get("swiglu"))
+    bias = bool(values.get("add_bias_linear", not values.get("disable_bias_linear", False)))
+    rmsnorm = values.get("normalization", "LayerNorm") == "RMSNorm"
+    return ModelConfig(
+        family="llama" if rmsnorm and swiglu and rope else "gpt",
+        layers=number("num_layers"),
+        hidden=hidden,
+        heads=heads,
+        kv_heads=number("num_query_groups") if grouped else heads,
+        head_dim=number("kv_channels", hidden // heads),
+        ffn=number("ffn_hidden_size", 4 * hidden),
+        vocab=vocab,
+        vocab_multiple=number("make_vocab_size_divisible_by", 128),
+        positions=number("max_position_embeddings"),
+        position="rope" if rope else "learned" if learned else "none",
+        rope_base=decimal("rotary_base", 10000.0),
+        rope_fraction=decimal("rotary_percent", 1.0),
+        rope_interpolation=decimal("rotary_seq_len_interpolation_factor", 1.0),
+        rope_scaling="llama3" if values.get("use_rope_scaling") else "none",
+        rope_scaling_factor=decimal("rope_scaling_factor", 8.0),
+        norm="rmsnorm" if rmsnorm else "layernorm",
+        norm_eps=decimal("norm_epsilon", decimal("layernorm_epsilon", 1e-5)),
+        norm_offset=bool(values.get("apply_layernorm_1p")),
+        activation=_activation(values, swiglu, bias),
+        bias=bias,
+        qkv_bias=bias or bool(values.get("add_qkv_bias")),
+        qk_norm=bool(values.get("qk_layernorm")),
+        tied=not values.get("untie_embeddings_and_output_weights", False),
+        post_norm_residual=bool(values.get("apply_residual_connection_post_layernorm")),
+        hidden_dropout=decimal("hidden_dropout", 0.1),
+        attention_dropout=decimal("attention_dropout", 0.1),
+        init_std=decimal("init_method_std", 0.02),
+    )
+
+
+def _activation(values: Mapping[str, Any], swiglu: bool, bias: bool) -> Literal["gelu_tanh", "gelu", "swiglu", "relu2"]:
+    """Megatron's fused gelu, which needs biases, is the tanh form; the unfused one is the erf form."""
+    if swiglu:
+        return "swiglu"
+    if values.get("squared_relu"):
+        return "relu2"
+    fused = values.get("bias_gelu_fusion", True) and bias
+    return "gelu_tanh" if fused or values.get("openai_gelu") else "gelu"
+
+
+def arguments_of(model: ModelConfig, tp: int, pp: int, iteration: int, consumed: int) -> dict[str, Any]:
+    """The arguments that Megatron's loaders ask a checkpoint for."""
+    assert model.vocab is not None
+    stretch = (model.rope_low_freq_factor, model.rope_high_freq_factor, model.rope_original_positions)
+    for flag, value, valid in (
+        ("--position", model.position, ("learned", "rope", "none")),
+        ("--embedding-scale", model.embedding_scale, (False,)),
+        ("--rope-low-freq-factor, --rope-high-freq-factor, --rope-original-positions", stretch, ((1.0, 4.0, 8192),)),
+    ):
+        if value not in valid:
+            raise CheckpointError(f"{flag} {value}: Megatron-LM has only {', '.join(map(str, valid))}")
+    rope = model.position == "rope"
+    return {
+        "num_layers": model.layers,
+        "encoder_num_layers": model.layers,
+        "hidden_size": model.hidden,
+        "ffn_hidden_size": model.ffn,
+        "num_attention_heads": model.heads,
+        "group_query_attention": model.kv_heads != model.heads,
+        "num_query_groups": model.kv_heads if model.kv_heads != model.heads else 1,
+        "kv_channels": model.head_dim,
+        "seq_length": model.positions,
+        "max_position_embeddings": model.positions,
+        "position_embedding_type": "rope" if rope else "learned_absolute",
+        "add_position_embedding": model.position == "learned",
+        "use_rotary_position_embeddings": rope,
+        "rotary_percent": model.rope_fraction,
+        "rotary_base": model.rope_base,
+        "rotary_seq_len_interpolation_factor": None if model.rope_interpolation == 1 else model.rope_interpolation,
+        "use_rope_scaling": model.rope_scaling == "llama3",
+        "rope_scaling_factor": model.rope_scaling_factor,
+        "normalization": "RMSNorm" if model.norm == "rmsnorm" else "LayerNorm",
+        "norm_epsilon": model.norm_eps,
+        "layernorm_epsilon": model.norm_eps,
+        "apply_layernorm_1p": model.norm_offset,
+        "swiglu": model.activation == "swiglu",
+        "squared_relu": model.activation == "relu2",
+        "openai_gelu": model.activation == "gelu_tanh" and not model.bias,
+        "bias_gelu_fusion": model.activation == "gelu_tanh" and model.bias,
+        "add_bias_linear": model.bias,
+        "disable_bias_linear": not model.bias,
+        "add_qkv_bias": bool(model.qkv_bias) and not model.bias,
+        "qk_layernorm": model.qk_norm,
+        "untie_embeddings_and_output_weights": not model.tied,
+        "apply_residual_connection_post_layernorm": model.post_norm_residual,
+        "apply_query_key_layer_scaling": False,
+        "hidden_dropout": model.hidden_dropout,
+        "attention_dropout": model.attention_dropout,
+        "init_method_std": model.init_std,
+        "make_vocab_size_divisible_by": model.vocab_multiple,
+        "padded_vocab_size": padded(model.vocab, tp, model.vocab_multiple),
+        "true_vocab_size": model.vocab,  # Megatron's loaders ignore it, ours asks for it
+        "tokenizer_type": None,
+        "data_parallel_random_init": False,
+        "tensor_model_parallel_size": tp,
+        "pipeline_model_parallel_size": pp,
+        "virtual_pipeline_model_parallel_size": None,
+        "num_layers_per_virtual_pipeline_stage": None,
+        "iteration": iteration,
+        "consumed_train_samples": consumed,
+        "consumed_valid_samples": 0,
+    }

@@ -1,0 +1,423 @@
+"""Adam's state in Megatron-LM's legacy trees: masters and moments, beside the weights that they belong to.
+
+Megatron numbers its parameters: a tensor of the state has no name, only its place. `parameter_place` says in which
+order a model lists them, which is that of its tree; by it the state gets the names of the weights, and then the table
+that moves a weight moves its master and its moments too.
+
+Three forms are read: the fp32 optimizer's, that of 16-bit weights with fp32 masters, and the distributed optimizer's
+`distrib_optim.pt` up to 2023; the first two are written. Any other form is refused, since a wrong guess at the order
+would give each weight another's moments. Knows nothing of training.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import isfinite, prod
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mega.core.checkpoint.forms.foreign import torch_file
+from mega.core.checkpoint.forms.mapping import Table, moved_alike
+from mega.core.checkpoint.own.pieces import CheckpointError
+from mega.core.config.sections import OptimizerConfig
+
+KINDS = {"moment1": "exp_avg", "moment2": "exp_avg_sq", "master": "param"}
+"""Our kinds of state, and what the distributed optimizer calls them."""
+
+DISTRIBUTED = "distrib_optim.pt"
+LEAVE = "give --no-load-optim to take the weights alone"
+PADDING = 1 << 16
+"""A flat buffer is padded to a multiple of its data ranks, of which there are never more."""
+
+_OUTSIDE = (
+    "embedding.word_embeddings",
+    "embedding.position_embeddings",
+    "encoder.layers",
+    "encoder.final_norm",
+    "output_layer",
+    "word_embeddings_for_head",
+)
+_INSIDE = (
+    "input_norm",
+    "self_attention.query_key_value",
+    "self_attention.dense",
+    "post_attention_norm",
+    "mlp.dense_h_to_4h",
+    "mlp.dense_4h_to_h",
+)
+_LAYER = re.compile(r"(encoder\.layers)\.(\d+)\.(.+)")
+
+
+def parameter_place(name: str) -> tuple[int, int, int, bool]:
+    """Sorts the common names of one model chunk as Megatron's modules list their parameters.
+
+    Errors: CheckpointError for a parameter that those models do not have.
+
+    >>> names = ["output_layer.weight", "encoder.layers.0.mlp.dense_4h_to_h.bias", "encoder.layers.0.input_norm.weight"]
+    >>> [name.rpartition(".")[0] for name in sorted(names, key=parameter_place)]
+    ['encoder.layers.0.input_norm', 'encoder.layers.0.mlp.dense_4h_to_h', 'output_layer']
+    """
+    module, _, kind = name.rpartition(".")
+    match = _LAYER.fullmatch(module)
+    outer, layer, inner = (match[1], int(match[2]), match[3]) if match else (module, 0, _INSIDE[0])
+    if outer not in _OUTSIDE or inner not in _INSIDE or kind not in ("weight", "bias"):
+        raise CheckpointError(f"{name}: its place among Megatron-LM's parameters is not known; {LEAVE}")
+    return _OUTSIDE.index(outer), layer, _INSIDE.index(inner), kind == "bias"
+
+
+def groups_of(dims: Mapping[str, int]) -> dict[bool, list[str]]:
+    """Megatron's groups of parameters: True with weight decay, then False without, each in the order of `dims`.
+
+    dims: name -> dims of the tensor.
+    """
+    groups: dict[bool, list[str]] = {True: [], False: []}
+    for name, count in dims.items():
+        groups[count > 1 and not name.endswith(".bias")].append(name)
+    return {decayed: names for decayed, names in groups.items() if names}
+
+
+def read_alike(weights: Table, kind: str) -> Table:
+    """How a kind of state goes from a tree into an own checkpoint, where `weights` is how the weights go."""
+    return moved_alike(
+        weights, lambda name: name.replace("weights/", f"{kind}/", 1), lambda name: f"{kind}/{name}", torch.float32
+    )
+
+
+def written_alike(weights: Table, kind: str) -> Table:
+    """How a kind of state goes from an own checkpoint into a rank's file, where `weights` is how the weights go."""
+    return moved_alike(
+        weights, lambda name: f"{kind}/{name}", lambda name: name.replace("weights/", f"{kind}/", 1), torch.float32
+    )
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a state says besides its tensors.
+
+    updates: steps that were not skipped. constants: Adam's, by the names of our options. scaler: our loss scaler's
+    state. schedule, samples: our schedule and how far it has counted; None where there is none that both know.
+    """
+
+    updates: int
+    constants: Mapping[str, float]
+    scaler: Mapping[str, float] | None = None
+    schedule: Mapping[str, Any] | None = None
+    samples: int | None = None
+
+
+@dataclass
+class State:
+    """The state of all ranks: tensors by `kind/tp.pp.chunk/common name`, and the facts, which are equal on all."""
+
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    facts: Facts | None = None
+    ranks: int = 0
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(name.partition("/")[0] for name in self.tensors))
+
+    def add(self, tensors: Mapping[str, torch.Tensor], facts: Facts, where: Path) -> None:
+        """One rank's. Errors: CheckpointError where it says something else than the ones before."""
+        if self.facts not in (None, facts):
+            raise CheckpointError(f"{where}: its optimizer is not at the step, scale and schedule of other ranks'")
+        self.facts = facts
+        self.tensors.update(tensors)
+        self.ranks += 1
+
+
+# Reading
+
+
+def read_state(
+    content: Mapping[str, Any], directory: Path, label: str, chunks: Sequence[Mapping[str, torch.Tensor]], to: State
+) -> None:
+    """Add one rank's state to `to`, if it has any.
+
+    content: of the rank's file of weights. label: `tp.pp`, as the rank is called in names. chunks: the weights of each
+    model chunk by common name. Errors: CheckpointError naming the file, and the tensor or key that does not fit.
+    """
+    optimizer = content.get("optimizer")
+    distributed = directory / DISTRIBUTED
+    if optimizer is None and not distributed.exists():
+        if (directory / "model_rng.pt").exists():
+            raise CheckpointError(f"{directory}: the form of optim.pt beside model_rng.pt (2022) is not known; {LEAVE}")
+        return
+    inner = optimizer.get("optimizer", optimizer) if isinstance(optimizer, dict) else None
+    groups = inner.get("param_groups") if isinstance(inner, dict) else None
+    if not isinstance(optimizer, dict) or not isinstance(inner, dict) or not isinstance(groups, list):
+        raise CheckpointError(f"{directory}: optimizer holds no param_groups, so its form is not known; {LEAVE}")
+    weights = {
+        f"{label}.{number}/{name}": chunk[name]
+        for number, chunk in enumerate(chunks)
+        for name in sorted(chunk, key=parameter_place)
+    }
+    grouped = groups_of({name: tensor.dim() for name, tensor in weights.items()})
+    _check_groups(groups, grouped, directory)
+    if distributed.exists():
+        found = dict(_distributed(distributed, weights))
+    else:
+        found = dict(_ordinary(optimizer, inner, groups, list(grouped.values()), directory))
+    wide = all(tensor.dtype == torch.float32 for tensor in weights.values())
+    tensors = _checked(found, weights)
+    if wide:  # then the weights are the masters
+        tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith("master/")}
+    to.add(tensors, _facts(content, optimizer, inner, groups, directory), directory)
+
+
+def _check_groups(groups: Sequence[Any], grouped: Mapping[bool, Sequence[str]], where: Path) -> None:
+    if len(groups) != len(grouped) or not all(isinstance(group, dict) for group in groups):
+        raise CheckpointError(f"{where}: optimizer has {len(groups)} param_groups, the model makes {len(grouped)}")
+    for number, (group, decayed) in enumerate(zip(groups, grouped, strict=True)):
+        for key, valid in (("wd_mult", float(decayed)), ("lr_mult", 1.0)):
+            if not _numbers(found := group.get(key, valid)) or found != valid:
+                raise CheckpointError(
+                    f"{where}: optimizer.param_groups[{number}].{key} {found!r}: must be {valid:g}, since it begins "
+                    f"with {grouped[decayed][0]}; {LEAVE}"
+                )
+
+
+def _ordinary(
+    optimizer: Mapping[str, Any],
+    inner: Mapping[str, Any],
+    groups: Sequence[Mapping[str, Any]],
+    grouped: Sequence[Sequence[str]],
+    where: Path,
+) -> Iterator[tuple[str, Any]]:
+    """Masters and moments of the optimizers that keep them tensor by tensor."""
+    states = inner.get("state")
+    if not isinstance(states, dict):
+        raise CheckpointError(f"{where}: optimizer holds no state, and there is no {DISTRIBUTED}; {LEAVE}")
+    count = sum(map(len, grouped))
+    if len(states) != count:
+        raise CheckpointError(f"{where}: optimizer.state has {len(states)} entries, the model has {count} parameters")
+    masters = optimizer.get("fp32_from_fp16_params", optimizer.get("fp32_from_fp16"))
+    if masters is not None:
+        masters = _listed(masters, len(grouped), f"{where}: optimizer.fp32_from_fp16_params")
+    for number, (group, names) in enumerate(zip(groups, grouped, strict=True)):
+        indices = _listed(group.get("params"), len(names), f"{where}: optimizer.param_groups[{number}].params")
+        for name, index in zip(names, indices, strict=True):
+            own = states.get(index) if isinstance(index, int) else None
+            for kind in ("moment1", "moment2"):
+                yield f"{kind}/{name}", own.get(KINDS[kind]) if isinstance(own, dict) else None
+        if masters is not None:
+            what = f"{where}: optimizer.fp32_from_fp16_params[{number}]"
+            for name, master in zip(names, _listed(masters[number], len(names), what), strict=True):
+                yield f"master/{name}", master
+
+
+def _listed(found: Any, count: int, what: str) -> list[Any]:
+    if not isinstance(found, list) or len(found) != count:
+        has = f"has {len(found)} entries" if isinstance(found, list) else "is no list"
+        raise CheckpointError(f"{what}: {has}, the model has {count}; {LEAVE}")
+    return found
+
+
+def _distributed(path: Path, weights: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Masters and moments of the distributed optimizer: flat vectors, the last parameter first, padding at the end.
+
+    Of 23.06 (one vector a dtype) and of the rest of 2023 (a list, one for each bucket). Later ones leave gaps between
+    parameters, of which too little is known here.
+    """
+    content = torch_file(path)
+    if not isinstance(content, dict) or "buckets_coalesced" in content:
+        raise CheckpointError(f"{path}: its buffers are laid out as after 2023, which is not known; {LEAVE}")
+    chunks: dict[int, list[str]] = {}
+    for name in weights:
+        chunks.setdefault(int(name.partition("/")[0].rpartition(".")[2]), []).append(name)
+    if odd := set(content) - {"bucket_sizes", *chunks}:
+        raise CheckpointError(f"{path}: holds {str(min(odd, key=str))!r:.40}, the model has {len(chunks)} chunks")
+    for number, names in chunks.items():
+        dtypes = content.get(number)
+        if not isinstance(dtypes, dict) or len(dtypes) != 1:
+            raise CheckpointError(f"{path}: holds no vectors of model chunk {number} in one gradient dtype")
+        (vectors,) = dtypes.values()
+        for kind, theirs in KINDS.items():
+            flat = _flat(vectors.get(theirs) if isinstance(vectors, dict) else None, f"{path}: {number}: {theirs}")
+            begin = 0
+            for name in reversed(names):
+                shape = weights[name].shape
+                if begin + prod(shape) > len(flat):
+                    raise CheckpointError(f"{path}: {theirs}: ends at {len(flat)} numbers, within {name}")
+                yield f"{kind}/{name}", flat[begin : begin + prod(shape)].view(shape)
+                begin += prod(shape)
+            if len(flat) - begin >= PADDING:
+                raise CheckpointError(f"{path}: {theirs}: {len(flat) - begin} numbers behind {names[0]}")
+
+
+def _flat(found: Any, what: str) -> torch.Tensor:
+    buckets = found if isinstance(found, list) and found else [found]
+    for bucket in buckets:
+        if not isinstance(bucket, torch.Tensor) or bucket.dim() != 1 or bucket.dtype != torch.float32:
+            raise CheckpointError(f"{what}: is no fp32 vector")
+    return buckets[0] if len(buckets) == 1 else torch.cat(buckets)
+
+
+def _checked(found: Mapping[str, Any], weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """All of them, fp32, of their weights' shapes; a master, rounded, is its weight: this proves the order, too."""
+    kinds = {name.partition("/")[0] for name in found}
+    if any(tensor.dtype != torch.float32 for tensor in weights.values()):
+        kinds.add("master")
+    for kind in sorted(kinds):
+        for name, weight in weights.items():
+            tensor = found.get(f"{kind}/{name}")
+            if not isinstance(tensor, torch.Tensor):
+                raise CheckpointError(f"{kind}/{name}: is missing in the optimizer's state")
+            if tensor.shape != weight.shape or tensor.dtype != torch.float32:
+                wanted = f"torch.float32 {tuple(weight.shape)}"
+                raise CheckpointError(f"{kind}/{name}: is {tensor.dtype} {tuple(tensor.shape)}, {wanted} is wanted")
+            if kind == "master" and not torch.equal(tensor.to(weight.dtype), weight):
+                raise CheckpointError(f"{kind}/{name}: rounded to {weight.dtype}, it is not the weight; {LEAVE}")
+    return dict(found)
+
+
+def _facts(
+    content: Mapping[str, Any],
+    optimizer: Mapping[str, Any],
+    inner: Mapping[str, Any],
+    groups: Sequence[Mapping[str, Any]],
+    where: Path,
+) -> Facts:
+    states = inner.get("state")
+    kept = list(states.values()) if isinstance(states, dict) else []
+    said = [_scalar(each["step"]) for each in (*groups, *kept) if isinstance(each, dict) and "step" in each]
+    if len(set(said)) != 1 or not _numbers(said[0]) or said[0] < 0:
+        raise CheckpointError(f"{where}: optimizer: step {sorted(set(map(str, said)))}: must be one number")
+    betas, eps = groups[0].get("betas"), groups[0].get("eps")
+    if not isinstance(betas, tuple | list) or len(betas) != 2 or not _numbers(*betas, eps):
+        raise CheckpointError(f"{where}: optimizer: betas {betas!r}, eps {eps!r}: are not Adam's; {LEAVE}")
+    constants = dict(zip(("adam_beta1", "adam_beta2", "adam_eps"), map(float, (*betas, eps)), strict=True))
+    return Facts(int(said[0]), constants, _scaler(optimizer.get("grad_scaler"), where), *_schedule(content))
+
+
+def _scalar(value: Any) -> Any:
+    return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+
+
+def _numbers(*values: Any) -> bool:
+    return all(isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value) for value in values)
+
+
+def _scaler(found: Any, where: Path) -> dict[str, float] | None:
+    """A constant scale keeps nothing."""
+    if not found:
+        return None
+    names = {"scale": "scale", "clean": "growth_tracker", "patience": "hysteresis_tracker"}
+    values = {ours: _scalar(found.get(theirs)) for ours, theirs in names.items()} if isinstance(found, dict) else {}
+    if not values or not _numbers(*values.values()) or values["scale"] <= 0:
+        raise CheckpointError(f"{where}: optimizer.grad_scaler: is no loss scale; {LEAVE}")
+    return {"scale": float(values["scale"]), "clean": int(values["clean"]), "patience": int(values["patience"])}
+
+
+_LR = {"peak": "max_lr", "least": "min_lr", "warmup": "lr_warmup_steps", "decay": "lr_decay_steps"}
+_DECAY = {"start": "start_wd", "end": "end_wd", "total": "wd_incr_steps"}
+_STYLES = ("constant", "linear", "cosine", "inverse-square-root")
+"""Of the learning rate; weight decay has the first three."""
+
+
+def _schedule(content: Mapping[str, Any]) -> tuple[dict[str, Any] | None, int | None]:
+    """Our schedule and the samples it has counted, from `opt_param_scheduler`; nothing from one of another form."""
+    found = content.get("opt_param_scheduler")
+    if not isinstance(found, dict):
+        return None, None
+    lr: dict[str, Any] = {ours: found.get(theirs) for ours, theirs in _LR.items()}
+    decay: dict[str, Any] = {ours: found.get(theirs) for ours, theirs in _DECAY.items()}
+    styles, samples = (found.get("lr_decay_style"), found.get("wd_incr_style")), found.get("num_steps")
+    if not _numbers(*lr.values(), *decay.values(), samples) or not all(style in _STYLES for style in styles):
+        return None, None
+    arguments = getattr(content.get("args"), "values", {})
+    initial = arguments.get("lr_warmup_init", 0.0)
+    lr |= {"style": styles[0], "initial": initial if _numbers(initial) else 0.0, "batch": None}
+    for values, name in ((lr, "warmup"), (lr, "decay"), (decay, "total")):
+        values[name] = int(values[name])
+    return {"lr": lr, "weight_decay": {**decay, "style": styles[1]}}, int(samples or 0)
+
+
+# Writing
+
+
+def facts_of(meta: Mapping[str, Any], where: str) -> Facts:
+    """What an own checkpoint says of its optimizer. Errors: CheckpointError where that is not Adam."""
+    config = meta.get("config")
+    options = config.get("optimizer") if isinstance(config, dict) else None
+    options = options if isinstance(options, dict) else {}
+    if options.get("optimizer", "adam") != "adam":
+        raise CheckpointError(f"{where}: holds the state of {options['optimizer']}, Megatron-LM's is Adam's; {LEAVE}")
+    defaults = OptimizerConfig()
+    names = ("lr", "adam_beta1", "adam_beta2", "adam_eps", "weight_decay")
+    constants = {name: options.get(name, getattr(defaults, name)) or 0.0 for name in names}
+    progress = meta.get("progress", {})
+    samples = progress.get("consumed", 0) - progress.get("unscheduled", 0)
+    return Facts(int(meta.get("updates", 0)), constants, meta.get("scaler"), meta.get("schedule"), samples)
+
+
+def written_state(tensors: Mapping[str, torch.Tensor], facts: Facts) -> dict[str, Any]:
+    """What one rank's file says of the optimizer: `optimizer`, and `opt_param_scheduler` where Megatron knows ours.
+
+    tensors: by `kind/common name`. With masters it is the form of 16-bit weights, else the fp32 optimizer's.
+    """
+    of_kind = {
+        kind: {
+            name: tensors[f"{kind}/{name}"]
+            for name in sorted(
+                (key.partition("/")[2] for key in tensors if key.startswith(f"{kind}/")), key=parameter_place
+            )
+        }
+        for kind in KINDS
+    }
+    grouped = groups_of({name: tensor.dim() for name, tensor in of_kind["moment1"].items()})
+    states: dict[int, dict[str, torch.Tensor]] = {}
+    groups: list[dict[str, Any]] = []
+    for decayed, names in grouped.items():
+        first = len(states)
+        for name in names:
+            states[len(states)] = {KINDS[kind]: of_kind[kind][name] for kind in ("moment1", "moment2")}
+        groups.append(_group(facts, decayed, range(first, len(states))))
+    optimizer: dict[str, Any] = {"state": states, "param_groups": groups}
+    if of_kind["master"]:
+        masters = [[of_kind["master"][name] for name in names] for names in grouped.values()]
+        optimizer = {"optimizer": optimizer, "fp32_from_fp16_params": masters}
+        if facts.scaler is not None:
+            optimizer["grad_scaler"] = {
+                "scale": torch.tensor([facts.scaler["scale"]], dtype=torch.float32),
+                "growth_tracker": int(facts.scaler["clean"]),
+                "hysteresis_tracker": int(facts.scaler["patience"]),
+            }
+    scheduler = _scheduler(facts)
+    return {"optimizer": optimizer, **({"opt_param_scheduler": scheduler} if scheduler else {})}
+
+
+def _group(facts: Facts, decayed: bool, params: range) -> dict[str, Any]:
+    """Rate and decay of the moment are set by Megatron's scheduler before it makes a step."""
+    constants = facts.constants
+    return {
+        "lr": constants["lr"],
+        "betas": (constants["adam_beta1"], constants["adam_beta2"]),
+        "eps": constants["adam_eps"],
+        "weight_decay": constants["weight_decay"] * decayed,
+        "bias_correction": True,
+        "step": facts.updates,
+        "wd_mult": float(decayed),
+        "lr_mult": 1.0,
+        "params": list(params),
+    }
+
+
+def _scheduler(facts: Facts) -> dict[str, Any] | None:
+    """Megatron's scheduler from our schedule; None where it has none such."""
+    if facts.schedule is None:
+        return None
+    lr, decay = facts.schedule["lr"], facts.schedule["weight_decay"]
+    if lr["style"] not in _STYLES or lr.get("batch") is not None:
+        return None
+    return {
+        **{theirs: lr[ours] for ours, theirs in _LR.items()},
+        "lr_decay_style": lr["style"],
+        **{theirs: decay[ours] for ours, theirs in _DECAY.items()},
+        "wd_incr_style": decay["style"],
+        "num_steps": facts.samples,
+    }

@@ -1,0 +1,219 @@
+"""What a torch file's pickles would cost, told before torch's restricted reader builds anything of them.
+
+That reader runs no code, but it does what the instructions say, and few bytes can say much: a key that is a tuple of
+tuples, each naming the one before it twice, takes for ever to hash; a dict handed to a thousand objects takes a
+thousand times its memory. Here the instructions are played with sizes in place of objects. What files of tensors do
+not need is refused: other instructions, calls of other functions, depth, and work that grows faster than the file.
+"""
+
+from __future__ import annotations
+
+import pickletools
+from collections.abc import Collection
+from dataclasses import dataclass
+from io import BytesIO
+from pathlib import Path
+
+from mega.core.checkpoint.own.pieces import CheckpointError
+
+BYTES = 64 << 20
+"""Longest pickle. That of 10,000 tensors has about 2 MB."""
+
+INSTRUCTIONS = 400_000
+"""In all pickles of a file: about 12,000 tensors."""
+
+WORK = 2_000_000
+"""Elements hashed, compared or copied besides those that the file spells out."""
+
+DEPTH = 100
+"""Of tuples in tuples; hashing goes down as deep."""
+
+ODD_KEYS = 1_000
+"""Keys that are neither text nor small numbers: such can be chosen to collide, and then each is compared with all."""
+
+HASHING = frozenset({"collections.OrderedDict", "collections.Counter", "builtins.set", "__builtin__.set"})
+CALLS = HASHING | {
+    "builtins.complex",
+    "_codecs.encode",
+    "torch.Size",
+    "torch.device",
+    "torch.nn.parameter.Parameter",
+    "torch.serialization._get_layout",
+    "torch._utils._rebuild_parameter",
+    "torch._utils._rebuild_parameter_with_state",
+    "torch._utils._rebuild_tensor",
+    "torch._utils._rebuild_tensor_v2",
+    "torch._utils._rebuild_tensor_v3",
+}
+"""What files of tensors call. torch's reader allows more: bytearray(10^12), say."""
+
+CODECS = ("latin1", "latin-1", "utf-8", "ascii")
+"""Of others (punycode, idna) the time grows with the square of the text."""
+
+
+@dataclass(slots=True, eq=False)
+class Sized:
+    """An object of the pickle.
+
+    size: elements that hashing or copying it goes through. depth: of tuples in it. plain: text, a small number or a
+    constant. items: a tuple's. says: what a name, or a text that matters, says.
+    """
+
+    size: int = 1
+    depth: int = 0
+    plain: bool = False
+    items: tuple[Sized, ...] | None = None
+    says: str = ""
+    grows: bool = False
+
+    @property
+    def spread(self) -> int:
+        """What handing it on costs: of a tuple's containers the elements, which no hash goes through, count too."""
+        return self.size if self.items is None else sum(item.size for item in self.items)
+
+
+_PLAIN = Sized(plain=True)
+_OBJECT = Sized()
+_CODEC = {codec: Sized(plain=True, says=codec) for codec in CODECS}
+_MARK = Sized()
+
+_NUMBERS = frozenset({"BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT"})
+_TEXTS = frozenset({"BINUNICODE", "SHORT_BINSTRING"})
+_CONSTANTS = frozenset({"NONE", "NEWTRUE", "NEWFALSE"})
+_EMPTY = frozenset({"EMPTY_DICT", "EMPTY_LIST", "EMPTY_SET"})
+_TUPLES = {"EMPTY_TUPLE": 0, "TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
+
+
+class _RefusedError(ValueError):
+    """Why torch does not get a pickle."""
+
+
+class Scan:
+    """Plays a file's pickles, one after another; the limits hold for all of them together.
+
+    calls: names that may be called besides those of tensors, since inert objects stand for them.
+    """
+
+    def __init__(self, path: Path, calls: Collection[str] = ()) -> None:
+        self._path = path
+        self._calls = CALLS | set(calls)
+        self._left, self._work, self._odd = INSTRUCTIONS, WORK, ODD_KEYS
+
+    def check(self, stream: BytesIO) -> None:
+        """Play the pickle that begins where `stream` stands; then it stands behind it.
+
+        Errors: CheckpointError naming the file and what is met.
+        """
+        try:
+            self._play(stream)
+        except _RefusedError as error:
+            raise CheckpointError(f"{self._path}: {error}") from None
+        except (IndexError, KeyError, TypeError, ValueError, AttributeError, OverflowError):
+            raise CheckpointError(f"{self._path}: it is damaged or no torch file") from None
+
+    def _play(self, stream: BytesIO) -> None:
+        stack: list[Sized] = []
+        memo: dict[object, Sized] = {}
+        for operation, argument, _ in pickletools.genops(stream):
+            self._left -= 1
+            if self._left < 0:
+                raise _RefusedError(f"its pickle has more than {INSTRUCTIONS:,} instructions")
+            name = operation.name
+            if name in _NUMBERS:
+                stack.append(_OBJECT if isinstance(argument, int) and abs(argument) >= 1 << 60 else _PLAIN)
+            elif name in _TEXTS:
+                stack.append(_CODEC.get(str(argument), _PLAIN))
+            elif name in _CONSTANTS:
+                stack.append(_PLAIN)
+            elif name in ("BINPUT", "LONG_BINPUT"):
+                memo[argument] = stack[-1]
+            elif name in ("BINGET", "LONG_BINGET"):
+                again = memo[argument]
+                if again.items is not None:
+                    self._charge(again.size)
+                stack.append(again)
+            elif name in _EMPTY:
+                stack.append(Sized(0, grows=True))
+            elif name == "MARK":
+                stack.append(_MARK)
+            elif name == "TUPLE":
+                stack.append(_tuple(_since_mark(stack)))
+            elif name in _TUPLES:
+                stack.append(_tuple(_last(stack, _TUPLES[name])))
+            elif name == "GLOBAL":
+                stack.append(Sized(says=str(argument).replace(" ", ".")))
+            elif name in ("REDUCE", "NEWOBJ"):
+                called, given = _last(stack, 2)
+                stack.append(self._called(called.says, given))
+            elif name == "BUILD":
+                self._charge(stack.pop().spread)
+            elif name in ("APPEND", "APPENDS"):
+                self._grown(stack, _last(stack, 1) if name == "APPEND" else _since_mark(stack))
+            elif name in ("SETITEM", "SETITEMS"):
+                pairs = _last(stack, 2) if name == "SETITEM" else _since_mark(stack)
+                for key in pairs[::2]:
+                    self._key(key)
+                self._grown(stack, pairs)
+            elif name == "BINPERSID":
+                stored = stack.pop().items
+                self._key(stored[2] if stored is not None else _OBJECT)
+                stack.append(_OBJECT)
+            elif name not in ("PROTO", "STOP"):
+                raise _RefusedError(f"not a pickle that torch writes ({name})")
+
+    def _charge(self, work: int) -> None:
+        self._work -= work
+        if self._work < 0:
+            raise _RefusedError(f"its pickle repeats itself more than {WORK:,} times, as no file of tensors does")
+
+    def _key(self, key: Sized) -> None:
+        if not key.plain:
+            self._charge(key.size)
+            self._odd -= 1
+        if self._odd < 0:
+            raise _RefusedError(f"its pickle has more than {ODD_KEYS:,} keys that are no text and no small number")
+
+    def _grown(self, stack: list[Sized], items: list[Sized]) -> None:
+        """A list's elements, or a dict's keys and values, come to the container on top, or to an object like one."""
+        top = stack[-1]
+        if top.grows:
+            top.size += sum(1 if item.grows else item.size for item in items)
+        elif top is not _OBJECT:
+            raise ValueError("elements of what is no container")
+
+    def _called(self, name: str, given: Sized) -> Sized:
+        if not name or given.items is None:
+            raise ValueError("a call of what is no function")
+        if name not in self._calls:
+            raise _RefusedError(f"it holds {name}")
+        self._charge(given.spread)
+        if name in HASHING and given.spread > ODD_KEYS:
+            raise _RefusedError(f"it holds {name} of more than {ODD_KEYS:,} elements")
+        if name == "_codecs.encode" and not all(argument.says in CODECS for argument in given.items[1:]):
+            raise _RefusedError(f"it holds {name} into none of {', '.join(CODECS)}")
+        return Sized(0, grows=True) if name in HASHING else _OBJECT
+
+
+def _tuple(items: list[Sized]) -> Sized:
+    depth = 1 + max((item.depth for item in items), default=0)
+    if depth > DEPTH:
+        raise _RefusedError(f"its pickle nests tuples more than {DEPTH} deep")
+    return Sized(1 + sum(1 if item.grows else item.size for item in items), depth, items=tuple(items))
+
+
+def _last(stack: list[Sized], count: int) -> list[Sized]:
+    if len(stack) < count:
+        raise IndexError("the stack is empty")
+    begin = len(stack) - count
+    items = stack[begin:]
+    del stack[begin:]
+    return items
+
+
+def _since_mark(stack: list[Sized]) -> list[Sized]:
+    count = 0
+    while stack[-1 - count] is not _MARK:
+        count += 1
+    items = _last(stack, count)
+    stack.pop()
+    return items

@@ -1,0 +1,153 @@
+"""What a user may ask about checkpoints: is it whole, what is in it, how do two differ, what is left over.
+
+Answers are plain values and lines of text; the commands print them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+import torch
+
+from mega.core.checkpoint.forms.folders import sweep
+from mega.core.checkpoint.own.container import blocks
+from mega.core.checkpoint.own.pieces import Box, CheckpointError, Piece
+from mega.core.checkpoint.own.retention import retain
+from mega.core.checkpoint.own.store import NOTHING, STEP, Checkpoint, CheckpointStore, locate, remove_leftover, store_at
+from mega.core.files import url_of
+
+Tell = Callable[[str], None]
+
+
+def verify(path: Path, tell: Tell) -> None:
+    """Hash every byte of one step, or of all steps of a run.
+
+    Errors: CheckpointError after the last step if any of them is damaged.
+    """
+    if _is_step(path):
+        checkpoints = [path]
+    else:
+        checkpoints = [path / f"step-{step:07d}" for step in store_at(path).steps()] or [locate(path).path]
+    damaged = []
+    for each in checkpoints:
+        try:
+            checkpoint = locate(each)
+            checkpoint.verify()
+            tell(f"step {checkpoint.step}: whole, {len(checkpoint.tensors)} tensors, {checkpoint.bytes} bytes")
+        except CheckpointError as error:
+            tell(f"{each.name}: damaged: {error}")
+            damaged.append(each.name)
+    if damaged:
+        raise CheckpointError(f"{path}: damaged: {', '.join(damaged)}")
+
+
+@dataclass(frozen=True)
+class Kind:
+    """The tensors of one kind (weights, master, moment1, ...): how many, elements, dtypes."""
+
+    name: str
+    tensors: int
+    elements: int
+    dtypes: tuple[str, ...]
+
+
+def kinds(checkpoint: Checkpoint) -> list[Kind]:
+    """What a checkpoint holds, by the first word of the keys."""
+    grouped: dict[str, list[str]] = {}
+    for key in checkpoint.tensors:
+        grouped.setdefault(key.partition("/")[0], []).append(key)
+    return [
+        Kind(
+            name,
+            len(keys),
+            sum(prod(checkpoint.tensors[key][0]) for key in keys),
+            tuple(sorted({str(checkpoint.tensors[key][1]).removeprefix("torch.") for key in keys})),
+        )
+        for name, keys in grouped.items()
+    ]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How one tensor differs: what is said of it, and the largest |a - b| where values can be compared."""
+
+    key: str
+    text: str
+    largest: float | None = None
+
+
+def diff(first: Checkpoint, second: Checkpoint) -> Iterator[Difference]:
+    """Tensors that differ in presence, shape, dtype or any bit, in the order of their names."""
+    for key in sorted({*first.tensors, *second.tensors}):
+        if key not in first.tensors or key not in second.tensors:
+            yield Difference(key, f"only in the {'first' if key in first.tensors else 'second'}")
+            continue
+        (shape, dtype), (other_shape, other_dtype) = first.tensors[key], second.tensors[key]
+        if (shape, dtype) != (other_shape, other_dtype):
+            yield Difference(key, f"{dtype} {shape} against {other_dtype} {other_shape}")
+            continue
+        found = _compare(first, second, key)
+        if found:
+            yield found
+
+
+def _compare(first: Checkpoint, second: Checkpoint, key: str) -> Difference | None:
+    shape, dtype = first.tensors[key]
+    differing, largest = 0, 0.0
+    for box in blocks(Box((0,) * len(shape), shape), dtype.itemsize):
+        pair = [torch.empty(box.size, dtype=dtype) for _ in range(2)]
+        for checkpoint, tensor in zip((first, second), pair, strict=True):
+            checkpoint.read([Piece(key, shape, box.start, tensor)])
+        a, b = (tensor.reshape(-1).view(torch.uint8).reshape(-1, dtype.itemsize) for tensor in pair)
+        unequal = (a != b).any(dim=1)
+        if unequal.any():
+            differing += int(unequal.sum())
+            largest = max(largest, float((pair[0].double() - pair[1].double()).abs().nan_to_num(torch.inf).max()))
+    return Difference(key, f"{differing} of {prod(shape)} elements", largest) if differing else None
+
+
+def clean(
+    path: Path,
+    keep_last: int | None,
+    keep_every: int | None,
+    keep_optimizer_last: int | None,
+    dry_run: bool,
+    tell: Tell,
+) -> None:
+    """Remove what killed saves and exports left, then checkpoints, or optimizers' state, as far as the limits say.
+
+    What an export to `path` left lies beside it; `path` itself need not be there then.
+    Errors: CheckpointError where there is nothing to clean, or a conversion is writing.
+    """
+    if url_of(path) is not None:
+        raise ValueError(f"{url_of(path)}: nothing is removed from object stores; use their own tools")
+    store = CheckpointStore(path)
+    verb = "would remove" if dry_run else "removed"
+    beside = sweep(path, dry_run=dry_run)
+    for left in beside:
+        tell(f"{verb} {left}")
+    if not store.steps() and not store.leftovers():
+        if beside:
+            return
+        raise CheckpointError(f"{path}: {NOTHING}")
+    with store.held():
+        for left in store.leftovers():
+            if not dry_run:
+                remove_leftover(left)
+            tell(f"{verb} {left}")
+
+    def damaged(step: int, reason: str) -> None:
+        tell(f"step {step} is damaged, and counts for no limit: {reason}")
+
+    done = retain(store, keep_last, keep_every, keep_optimizer_last, dry_run=dry_run, damaged=damaged)
+    for step in done.removed:
+        tell(f"{verb} {store.path(step)}")
+    for step in done.lightened:
+        tell(f"{verb} the optimizer's state of {store.path(step)}")
+
+
+def _is_step(path: Path) -> bool:
+    return STEP.fullmatch(path.name) is not None

@@ -1,0 +1,138 @@
+"""The files of a layout's ranks, planned from a model's inventory: which rank writes which rectangles.
+
+Arithmetic on configs; what the rectangles hold comes later, so the pieces are meta tensors.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+
+from mega.core.checkpoint.forms.mapping import Tensors
+from mega.core.checkpoint.own.pieces import CheckpointError, Piece
+from mega.core.config.run import entries
+from mega.core.config.sections import ModelConfig
+from mega.core.config.toml import unfit
+from mega.core.inventory import Place, inventory
+from mega.core.plan.layers import stage_layers
+from mega.core.shard import shard
+
+SIZES = ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "positions")
+"""What a resolved model section says."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Ranks that files are cut for: `tp` tensor ranks of `pp` stages, each with `chunks` runs of blocks.
+
+    stage_layers: blocks of each global stage, where they are not equal, as of `stage_layers` in plan/layers.py.
+    """
+
+    tp: int = 1
+    pp: int = 1
+    chunks: int = 1
+    stage_layers: tuple[int, ...] = ()
+
+    @property
+    def flags(self) -> dict[str, Any]:
+        """The flags of a conversion that ask for it, with their values."""
+        return {
+            "--target-tensor-parallel-size": self.tp,
+            "--target-pipeline-parallel-size": self.pp,
+            "--chunks": self.chunks,
+            "--stage-layers": self.stage_layers,
+        }
+
+    @property
+    def section(self) -> dict[str, Any]:
+        """What a checkpoint says of it in `config.parallel`."""
+        return {**dataclasses.asdict(self), "stage_layers": list(self.stage_layers)}
+
+
+ONE = Layout()
+"""Of one rank."""
+
+
+def plan_files(tensors: Tensors, model: ModelConfig, layout: Layout) -> list[list[Piece]]:
+    """For each of tp x pp ranks (tp fastest), its pieces of `tensors`, every element exactly once.
+
+    Keys are `kind/logical name`. Kinds that hold the model's tensors (weights, masters, moments) are cut as
+    the inventory says and must hold only those; `weights` must hold all. Whatever else there is (rows and columns of
+    factored moments, whole on every rank) goes to rank 0.
+    Errors: CheckpointError naming a tensor that is missing, unknown or of another shape; ValueError where
+    the model does not divide.
+    """
+    logical = {}
+    for tensor in inventory(model):  # of a hostile config, endless but for this check
+        if f"weights/{tensor.name}" not in tensors:
+            raise CheckpointError(f"weights/{tensor.name}: the model has it, the checkpoint does not")
+        logical[tensor.name] = tensor
+    owner, tp = _stages(model, layout), layout.tp
+    for tensor in logical.values():
+        if tensor.cut:
+            shard(tensor, {"tp": (0, tp)})  # raises where it does not divide
+    kinds = {key.partition("/")[0] for key in tensors if key.partition("/")[2] in logical} | {"weights"}
+    files: list[list[Piece]] = [[] for _ in range(tp * layout.pp)]
+    for key, (shape, dtype) in tensors.items():
+        kind, _, name = key.partition("/")
+        if kind not in kinds:
+            files[0].append(planned(key, shape, (0,) * len(shape), shape, dtype))
+            continue
+        if name not in logical:
+            raise CheckpointError(f"{key}: the model has no such tensor")
+        tensor = logical[name]
+        if tensor.shape != shape:
+            raise CheckpointError(f"{key}: has shape {shape}, the model's is {tensor.shape}")
+        first = owner(tensor.places[0]) * tp
+        for rank in range(tp if tensor.cut else 1):
+            block = shard(tensor, {"tp": (rank, tp)})
+            if prod(block.size):
+                files[first + rank].append(planned(key, shape, block.start, block.size, dtype))
+    return files
+
+
+def planned(
+    key: str, whole: tuple[int, ...], start: tuple[int, ...], size: tuple[int, ...], dtype: torch.dtype
+) -> Piece:
+    """A piece without memory, whose elements `save_all` will ask for."""
+    return Piece(key, whole, start, torch.empty(size, dtype=dtype, device="meta"))
+
+
+def _stages(model: ModelConfig, layout: Layout) -> Callable[[Place], int]:
+    """Place -> pipeline rank."""
+    assert model.layers is not None
+    ranks: dict[Place, int] = {"embedding": 0, "head": layout.pp - 1}
+    for rank, chunks in enumerate(stage_layers(model.layers, layout.pp, layout.chunks, layout.stage_layers)):
+        ranks.update((block, rank) for chunk in chunks for block in chunk)
+    return ranks.__getitem__
+
+
+def check_model(model: ModelConfig, where: str) -> None:
+    """Errors: CheckpointError naming an option of a model from elsewhere whose value no run may have."""
+    model_of({"config": {"model": dataclasses.asdict(model)}}, where)
+
+
+def model_of(meta: Mapping[str, Any], where: str) -> ModelConfig:
+    """The model section that a checkpoint carries. Errors: CheckpointError naming what does not fit."""
+    config = meta.get("config")
+    fields = config.get("model") if isinstance(config, dict) else None
+    if not isinstance(fields, dict):
+        raise CheckpointError(f"{where}: meta holds no config.model")
+    known = {field.name for field in dataclasses.fields(ModelConfig)}
+    if unknown := sorted(set(fields) - known):
+        raise CheckpointError(f"{where}: config.model.{unknown[0]} is unknown to this version")
+    for name, value in fields.items():
+        within = entries()[name].option.within
+        problem = None if value is None else unfit("model", name, value)
+        if problem is None and value is not None and within is not None and not within.holds(value):
+            problem = f"{value!r} must be {within.rule}"
+        if problem is None and value is None and name in SIZES:
+            problem = "is missing"
+        if problem is not None:
+            raise CheckpointError(f"{where}: config.model.{name}: {problem}")
+    return ModelConfig(**fields)

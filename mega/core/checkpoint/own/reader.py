@@ -1,0 +1,147 @@
+"""One published checkpoint, read in any layout: only the bytes that are wanted, never a tensor made up.
+
+Trusts the manifest only as far as it checks out, and holds a shared lock on it while open, so that
+retention leaves a checkpoint alone that somebody reads. Knows no ranks; a layout is a list of pieces.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import weakref
+from collections.abc import Iterable, Mapping
+from functools import cached_property, partial
+from pathlib import Path
+
+import torch
+
+from mega.core.checkpoint.own.container import Entry, check_bytes, file_digest, read_box
+from mega.core.checkpoint.own.disk import opening, side_by_side
+from mega.core.checkpoint.own.manifest import MANIFEST, read_manifest
+from mega.core.checkpoint.own.pieces import DTYPES, Box, CheckpointError, Piece
+
+
+class Checkpoint:
+    """One published checkpoint, opened for reading.
+
+    step, world: of the run that saved it. meta: its plain state. tensors: key -> (whole shape, dtype).
+    Errors of the constructor: CheckpointError naming the file at fault.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._hold()
+        self._manifest = read_manifest(path)
+        self.step = self._manifest.step
+        self.world = self._manifest.world
+        self.meta = self._manifest.meta
+        self._stored: dict[str, list[tuple[str, Entry]]] = {}
+        for name, container in self._manifest.containers.items():
+            size = self._size(name)
+            if size != container.size:
+                raise CheckpointError(f"{path / name}: {size} bytes, {container.size} were saved")
+            for entry in container.entries:
+                self._stored.setdefault(entry.key, []).append((name, entry))
+        self.tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]] = {
+            key: (stored[0][1].whole, DTYPES[stored[0][1].dtype]) for key, stored in self._stored.items()
+        }
+        self._sound: set[tuple[str, int]] = set()
+
+    def _hold(self) -> None:
+        """A shared lock for as long as this object lives; without lock support, none."""
+        with contextlib.suppress(OSError):
+            descriptor = os.open(self.path / MANIFEST, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            weakref.finalize(self, os.close, descriptor)
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+
+    def _file(self, name: str) -> Path:
+        """Where a file of the checkpoint is to be read."""
+        return self.path / name
+
+    def _size(self, name: str) -> int:
+        with opening(self.path / name) as (_, size):
+            return size
+
+    def _present(self) -> Iterable[str]:
+        """The names of all files that are there."""
+        return [entry.name for entry in os.scandir(self.path)]
+
+    @property
+    def bytes(self) -> int:
+        return sum(container.size for container in self._manifest.containers.values())
+
+    def read(self, wanted: Iterable[Piece], *, cast: bool = False, verify: bool = True) -> None:
+        """Fill the tensors of `wanted` in place, from whatever layout they were saved in.
+
+        cast: convert where dtypes differ, instead of refusing. verify: first hash every stored rectangle
+        that is touched, once; else only the bytes needed are read.
+        Errors: CheckpointError naming the tensor (unknown key, other shape or dtype) or the damaged file.
+        """
+        parts: dict[tuple[str, int], list[tuple[Entry, Box, torch.Tensor]]] = {}
+        size = 0
+        for piece in wanted:
+            piece.check()
+            if not piece.box.elements:
+                continue
+            size += piece.bytes
+            for name, entry, shared in self._sources(piece, cast):
+                part = piece.tensor[shared.inside(piece.box)]
+                parts.setdefault((name, entry.offset), []).append((entry, shared, part))
+
+        def fill(place: tuple[str, int]) -> None:
+            path = self._file(place[0])
+            with torch.no_grad(), opening(path) as (descriptor, _):
+                for entry, shared, part in parts[place]:
+                    if verify:
+                        self._check(place[0], descriptor, entry)
+                    read_box(path, descriptor, entry, shared, part)
+
+        side_by_side(fill, sorted(parts), size)
+
+    def _sources(self, piece: Piece, cast: bool) -> list[tuple[str, Entry, Box]]:
+        if piece.key not in self.tensors:
+            raise CheckpointError(f"{self.path}: holds no tensor {piece.key}")
+        whole, dtype = self.tensors[piece.key]
+        if whole != piece.whole:
+            raise CheckpointError(f"{self.path}: {piece.key} has shape {whole}, {piece.whole} is wanted")
+        if dtype != piece.tensor.dtype and not cast:
+            raise CheckpointError(f"{self.path}: {piece.key} is {dtype}, {piece.tensor.dtype} is wanted")
+        found = []
+        for name, entry in self._stored[piece.key]:
+            shared = entry.box.meet(piece.box)
+            if shared:
+                found.append((name, entry, shared))
+        present = sum(shared.elements for _, _, shared in found)
+        assert present == piece.box.elements, f"{piece.key}: the manifest's tiling was checked"
+        return found
+
+    def _check(self, name: str, descriptor: int, entry: Entry) -> None:
+        if (name, entry.offset) not in self._sound:
+            check_bytes(self.path / name, descriptor, entry.offset, entry.bytes, entry.digest, f"tensor {entry.key}")
+            self._sound.add((name, entry.offset))
+
+    def verify(self) -> None:
+        """Hash every byte again. Errors: CheckpointError naming the first bad file, and the tensor."""
+        present = set(self._present())
+        for name in sorted((present - self._manifest.leaving) ^ self._manifest.names):
+            fault = "does not belong here" if name in present else "is missing"
+            raise CheckpointError(f"{self.path / name}: {fault}")
+        for name, container in self._manifest.containers.items():
+            path = self._file(name)
+            with opening(path) as (descriptor, _):
+                check_bytes(path, descriptor, 0, container.header, container.digest, "the header")
+                check = partial(self._check, name, descriptor)
+                side_by_side(check, container.entries, container.size)
+        self._check_attachments()
+
+    @cached_property
+    def attachments(self) -> Mapping[str, Path]:
+        """File name -> path of the small files, hashed first. Errors: CheckpointError naming one that is damaged."""
+        self._check_attachments()
+        return {name: self.path / name for name in self._manifest.attachments}
+
+    def _check_attachments(self) -> None:
+        for name, attached in self._manifest.attachments.items():
+            if file_digest(self.path / name) != (attached.size, attached.digest):
+                raise CheckpointError(f"{self.path / name}: not the bytes that were saved (sha256 differs)")

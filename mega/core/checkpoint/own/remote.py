@@ -1,0 +1,167 @@
+"""Checkpoints in an object store (S3 and whatever else fsspec reaches), by the same files and the same manifest.
+
+There is no rename there, so a checkpoint counts from the moment its seal, `manifest.json.sha256`, is there, which is
+put behind all it vouches for; then comes the pointer. Files are written, and read again, through a local folder of
+this process ($TMPDIR), a rank's own at a time: containers come down when they are first needed, are hashed as ever,
+and go with the checkpoint that was opened.
+
+What an object store cannot do is refused: replacing a checkpoint whole, removing old ones under a reader's lock.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import weakref
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from mega.core.checkpoint.own.container import Fetch
+from mega.core.checkpoint.own.manifest import MANIFEST, SEAL, WEIGHTS_ONLY, rank_file, read_manifest, state_file
+from mega.core.checkpoint.own.pieces import CheckpointError, Piece
+from mega.core.checkpoint.own.reader import Checkpoint
+from mega.core.checkpoint.own.store import POINTER, STEP, Attachments, CheckpointStore, sidecar, write_rank
+
+
+class RemoteStore(CheckpointStore):
+    """The checkpoints under a URL such as s3://bucket/run or memory://run.
+
+    Errors of the constructor: ValueError where fsspec, or what it needs for this kind of URL, is absent.
+    """
+
+    def __init__(self, url: str) -> None:
+        try:
+            from fsspec.core import url_to_fs  # type: ignore[import-untyped, unused-ignore]
+
+            self._files, self._root = url_to_fs(url)
+        except (ImportError, ValueError) as error:
+            raise ValueError(f"{url}: cannot be reached: {error}") from None
+        self.url = url
+        super().__init__(Path(tempfile.mkdtemp(prefix="mega-remote-")))
+        weakref.finalize(self, shutil.rmtree, self.directory, ignore_errors=True)
+
+    # -- saving
+
+    def _prepare(self, working: Path) -> None:
+        step = int(working.stem.removeprefix("step-"))
+        if self._there(step, SEAL):
+            raise ValueError(f"{self._at(step)}: is there already, and an object store cannot replace it whole")
+        if self._files.exists(self._at(step)):
+            self._files.rm(self._at(step), recursive=True)  # what a killed save left
+        self._files.makedirs(self._at(step), exist_ok=True)
+
+    def _write(self, working: Path, step: int, rank: int, world: int, pieces: Iterable[Piece], fetch: Fetch) -> int:
+        working.mkdir(exist_ok=True)
+        written = write_rank(working, step, rank, world, pieces, fetch)
+        for path in (working / rank_file(rank), working / state_file(rank), sidecar(working, rank)):
+            if path.exists():
+                self._put(path, step)
+                path.unlink()
+        return written
+
+    def _publish(self, step: int, world: int, working: Path, meta: dict[str, Any], attachments: Attachments) -> None:
+        sidecars = [sidecar(working, rank) for rank in range(world)]
+        for path in sidecars:
+            self._files.get_file(self._at(step, path.name), str(path))
+        self._seal(step, world, working, meta, attachments)
+        for name in (*attachments, MANIFEST):
+            self._put(working / name, step)
+        for path in sidecars:
+            self._files.rm_file(self._at(step, path.name))
+        self._put(working / SEAL, step)  # here it is published
+        self._files.pipe_file(f"{self._root}/{POINTER}", f"{self.path(step).name}\n".encode())
+        shutil.rmtree(working)
+
+    def _clear(self) -> None:
+        """What a save that failed wrote here; what it put there counts for nothing, and the next one removes it."""
+        for left in self.directory.glob("*.tmp"):
+            shutil.rmtree(left, ignore_errors=True)
+
+    def _where(self, step: int) -> tuple[str, int | None]:
+        return self._at(step), None
+
+    # -- reading
+
+    def steps(self) -> list[int]:
+        self._files.invalidate_cache()
+        if not self._files.exists(self._root):
+            return []
+        names = (str(path).rstrip("/").rsplit("/", 1)[-1] for path in self._files.ls(self._root, detail=False))
+        found = sorted(int(match[1]) for match in map(STEP.fullmatch, names) if match)
+        return [step for step in found if self._there(step, SEAL)]
+
+    def leftovers(self) -> list[Path]:
+        return []
+
+    def open(self, step: int) -> Checkpoint:
+        if not self._there(step, SEAL):
+            published = ", ".join(map(str, self.steps())) or "none"
+            raise CheckpointError(f"{self._at(step)}: no such checkpoint (published steps: {published})")
+        return RemoteCheckpoint(self, step)
+
+    def _pointer(self) -> str:
+        if not self._has_pointer():
+            return ""
+        return bytes(self._files.cat_file(f"{self._root}/{POINTER}")[:200]).decode("ascii", "replace").strip()
+
+    def _has_pointer(self) -> bool:
+        return bool(self._files.exists(f"{self._root}/{POINTER}"))
+
+    def _recover(self) -> None:
+        """Nothing is moved there, so nothing is cut between two moves."""
+
+    # -- files there
+
+    def _at(self, step: int, name: str = "") -> str:
+        return f"{self._root}/{self.path(step).name}/{name}".rstrip("/")
+
+    def _there(self, step: int, name: str) -> bool:
+        return bool(self._files.exists(self._at(step, name)))
+
+    def _put(self, path: Path, step: int) -> None:
+        self._files.put_file(str(path), self._at(step, path.name))
+
+    def fetch(self, step: int, name: str) -> Path:
+        """A file of a checkpoint, brought here unless it is here already."""
+        here = self.path(step) / name
+        if not here.exists():
+            here.parent.mkdir(exist_ok=True)
+            coming = Path(tempfile.mkdtemp(dir=self.directory)) / name
+            try:
+                self._files.get_file(self._at(step, name), str(coming))
+            except FileNotFoundError:
+                raise CheckpointError(f"{self._at(step, name)}: is missing") from None
+            coming.rename(here)
+            coming.parent.rmdir()
+        return here
+
+    def sizes(self, step: int) -> Mapping[str, int]:
+        """The files of a checkpoint there, and their bytes."""
+        self._files.invalidate_cache()
+        listed = self._files.ls(self._at(step), detail=True)
+        return {str(file["name"]).rsplit("/", 1)[-1]: int(file["size"] or 0) for file in listed}
+
+
+class RemoteCheckpoint(Checkpoint):
+    """A checkpoint whose files come down when they are first asked for; the folder goes with the store."""
+
+    def __init__(self, store: RemoteStore, step: int) -> None:
+        self._store, self._number, self._sizes = store, step, store.sizes(step)
+        for name in {MANIFEST, SEAL, WEIGHTS_ONLY} & self._sizes.keys():
+            store.fetch(step, name)
+        path = store.path(step)
+        for name in read_manifest(path).attachments:
+            store.fetch(step, name)
+        super().__init__(path)
+
+    def _file(self, name: str) -> Path:
+        return self._store.fetch(self._number, name)
+
+    def _size(self, name: str) -> int:
+        if name not in self._sizes:
+            raise CheckpointError(f"{self.path / name}: is missing")
+        return self._sizes[name]
+
+    def _present(self) -> Iterable[str]:
+        return self._sizes

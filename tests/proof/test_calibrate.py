@@ -1,0 +1,47 @@
+"""A machine measured on two ranks becomes a file that the estimator reads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mega import cli
+from mega.core.estimate.hardware import hardware
+from mega.core.proof import calibrate
+
+
+def test_a_file_that_the_estimator_reads(pool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:  # type: ignore[no-untyped-def]
+    found, peaks = pool.run(_measured, world=2)[0]
+    assert found["node"] == 2 and found["inside"] > 0 and found["peer"] > 0
+    path = tmp_path / "mine.toml"
+    path.write_text(calibrate.as_toml(found, peaks, "two ranks"))
+    mine = hardware(str(path))
+    assert mine.name == "mine" and mine.node == 2
+    assert mine.product == pytest.approx(found["product"], rel=1e-3)
+    assert mine.host < mine.launch, "ranks on CPUs are their own hosts"
+    assert 0 < mine.product <= 1 and peaks["fp64"] == peaks["fp32"] / 2
+    words = ["--model", "tiny-gpt", "--vocab", "100", "--micro-batch", "1", "--world", "2", "--gpu", str(path)]
+    assert cli.main(["memory-estimate", *words]) == 0
+    assert "mine:" in capsys.readouterr().out
+
+
+def _measured(groups, rank: int):  # type: ignore[no-untyped-def]
+    from mega.core.config.world import World
+    from mega.core.device import Device
+
+    world = World(rank=rank, size=2, local_rank=rank, local_size=2, source="torchrun")
+    machine = calibrate.Machine(world, Device.choose("cpu"), groups, repeats=1)
+    machine.extent = calibrate.Extent(
+        dtype="fp32",
+        products=((32, 32, 32), (64, 64, 64), (128, 64, 32)),
+        attention=(1, 32, 2, 16),
+        sizes=(1 << 12, 1 << 16),
+        elements=(64, 64),
+    )
+    return machine.measured()
+
+
+def test_the_file_must_be_toml(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", "--calibrate", "mine.txt"]) == 2
+    assert "--calibrate mine.txt: must end in .toml" in capsys.readouterr().err

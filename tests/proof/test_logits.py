@@ -1,0 +1,102 @@
+"""Converted weights in our own model: the logits of transformers, and the text of a trained model."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from mega.cli import main
+from mega.core.checkpoint.forms import huggingface
+from mega.core.checkpoint.forms.convert import convert
+from mega.core.checkpoint.forms.huggingface import model_from_config as _read
+from mega.core.checkpoint.own.layout import Layout
+from mega.core.checkpoint.own.store import locate
+from mega.core.proof.logits import agreement, logits, their_logits
+from tests.support.hugging_face import FAMILIES, hf_folder
+from tests.support.shared import shared
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_of_every_family(tmp_path: Path, family: str) -> None:
+    source = hf_folder(tmp_path / "hf", family)
+    convert(source, tmp_path / "run", layout=Layout(2, 2))
+    found = agreement(source, tmp_path / "run")
+    assert found.largest < 1e-5 * max(1.0, found.scale) and found.same == 1.0
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_their_model_run_block_by_block_is_their_model(tmp_path: Path, family: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    source = hf_folder(tmp_path / "hf", family, **({"n_layer": 3} if family == "gpt2" else {"num_hidden_layers": 3}))
+    ids = torch.randint(0, 102, (2, 17), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        whole = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)(ids).logits
+    assert torch.equal(their_logits(source, ids), whole)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+@pytest.mark.parametrize("full", [0, 1, 3])
+def test_sliding_layers_behind_full_ones(tmp_path: Path, family: str, full: int) -> None:
+    """`full` blocks without a window, then those with one; a model of ours ends with the window."""
+    window = {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": full}
+    source = hf_folder(tmp_path / "hf", family, num_hidden_layers=3, **window)
+    convert(source, tmp_path / "run")
+    found = agreement(source, tmp_path / "run")
+    assert found.largest < 1e-5 * max(1.0, found.scale) and found.same == 1.0
+
+
+def test_a_wrong_weight_shows(tmp_path: Path) -> None:
+    source = hf_folder(tmp_path / "hf", "llama3")
+    other = hf_folder(tmp_path / "other", "llama3", rope_theta=100.0)
+    convert(source, tmp_path / "run")
+    assert agreement(other, tmp_path / "run").largest > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("change", "code", "words"),
+    [
+        ("large", 0, ""),
+        ("wrong", 1, "do not compute the same"),
+        ("nan", 1, "model.layers.1.mlp.up_proj.weight holds what is no finite number"),
+    ],
+)
+def test_verify_follows_the_size_of_logits_and_says_what_failed(
+    tmp_path: Path,
+    change: str,
+    code: int,
+    words: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    source = hf_folder(tmp_path / "hf", "llama3")
+    state = load_file(source / "model.safetensors")
+    if change == "large":  # a power of two: the same roundings, only larger, and beyond a bound that is no part
+        state["lm_head.weight"] *= 2.0**10
+    if change == "nan":
+        state["model.layers.1.mlp.up_proj.weight"][3, 5] = float("nan")
+    save_file(state, source / "model.safetensors", {"format": "pt"})
+    if change == "wrong":
+        monkeypatch.setattr(huggingface, "model_from_config", lambda *given: replace(_read(*given), rope_base=100.0))
+    command = ["convert-llama", "--load-dir", str(source), "--save-dir", str(tmp_path / "run"), "--verify"]
+    assert main(command) == code
+    told = capsys.readouterr().err
+    assert words in told and ("mega: --verify: " in told) == bool(code)
+    if change == "large":
+        assert agreement(source, tmp_path / "run").largest > 1e-4
+
+
+def test_the_trained_model_tells_its_story(tmp_path: Path) -> None:
+    source = shared("stories260K_hf/config.json").parent
+    convert(source, tmp_path / "run")
+    checkpoint = locate(tmp_path / "run")
+    for case in json.loads((source / "expected.json").read_text())["cases"]:
+        prompt, expected = case["prompt_ids"], case["greedy_ids"]
+        found = logits(checkpoint, torch.tensor([prompt + expected]))[0]
+        wanted = torch.tensor(case["last_prompt_position_logits"])
+        assert (found[len(prompt) - 1] - wanted).abs().max() < 1e-4
+        assert found[len(prompt) - 1 : -1].argmax(-1).tolist() == expected
