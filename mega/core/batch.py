@@ -1,19 +1,56 @@
-"""What flows into a model: one dataclass a family. Tensors only; where they come from is data's affair."""
+"""What flows into a model: what the engine asks of any family's batch, and the families' own dataclasses.
+
+Tensors only; where they come from is data's affair, and how a loss is made of them the model's.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Self
+from typing import NamedTuple, Protocol, Self
 
 import torch
 
 
+class Term(NamedTuple):
+    """One loss or metric as two sums over tokens, rows or whatever it counts: its mean is total / weight."""
+
+    total: torch.Tensor
+    weight: torch.Tensor
+
+
+Terms = Mapping[str, Term]
+
+
+class Batch(Protocol):
+    """One microbatch of any family."""
+
+    @property
+    def samples(self) -> torch.Tensor:
+        """int64 [b], global sample numbers; with the column they name a token in every layout."""
+
+    @property
+    def weights(self) -> Mapping[str, torch.Tensor]:
+        """Name of each loss term -> weights whose sum is its divisor. Known before the first forward pass."""
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """All tensors, by field."""
+
+    def to(self, device: torch.device) -> Self:
+        """The same batch on `device`."""
+
+    def split(self, index: int, size: int) -> Self:
+        """The columns that rank `index` of a context axis of `size` ranks holds."""
+
+
 @dataclass(frozen=True)
-class _Batch:
+class _Tensors:
     """Tensors under names."""
 
-    def to_gpu(self, device: torch.device) -> Self:
-        """The same batch on a GPU. Copies leave from pinned memory: from any other the host would wait for its turn."""
+    def to(self, device: torch.device) -> Self:
+        """Copies to a GPU leave from pinned memory: from any other the host would wait for its turn."""
+        if device.type != "cuda":
+            return replace(self, **{name: value.to(device) for name, value in self.tensors().items()})
         moved = {name: value.pin_memory().to(device, non_blocking=True) for name, value in self.tensors().items()}
         return replace(self, **moved)
 
@@ -24,13 +61,13 @@ class _Batch:
 
 
 @dataclass(frozen=True)
-class DecoderBatch(_Batch):
+class DecoderBatch(_Tensors):
     """One microbatch of a left-to-right model: b rows of s tokens.
 
-    tokens, labels: int64 [b, s]; label i is the token behind token i.
+    tokens, labels: int64 [b, s]; label i is the token after token i.
     loss_weights: float32 [b, s]; the loss is sum(weight x nll) / sum(weight) over the global batch.
     positions: int64 [b, s], for position encodings.
-    samples: int64 [b], global sample numbers; with the column they name a token in every layout.
+    samples: int64 [b], global sample numbers.
     documents: int64 [b, s], number of each token's document within its row, or None where attention
         may cross documents.
     columns: int64 [s], where a rank holds some columns of its rows only: which ones, ascending. Documents are those of
@@ -45,15 +82,31 @@ class DecoderBatch(_Batch):
     documents: torch.Tensor | None = None
     columns: torch.Tensor | None = None
 
+    @property
+    def weights(self) -> Mapping[str, torch.Tensor]:
+        return {"lm": self.loss_weights}
+
+    def split(self, index: int, size: int) -> DecoderBatch:
+        if size == 1:
+            return self
+        return replace(
+            self,
+            tokens=zigzag(self.tokens, index, size),
+            labels=zigzag(self.labels, index, size),
+            loss_weights=zigzag(self.loss_weights, index, size),
+            positions=zigzag(self.positions, index, size),
+            columns=zigzag(torch.arange(self.tokens.shape[1], device=self.tokens.device)[None], index, size)[0],
+        )
+
 
 @dataclass(frozen=True)
-class MaskedBatch(_Batch):
+class MaskedBatch(_Tensors):
     """One microbatch of a masked model (BERT): b rows of s tokens, padded on the right.
 
     tokens: int64 [b, s], with masks; labels: int64 [b, s], what stood under a mask, 0 elsewhere.
-    loss_weights: float32 [b, s], 1 where a token is to be foretold.
+    loss_weights: float32 [b, s], 1 where a token is to be predicted.
     types: int64 [b, s], 0 for the first part and 1 for the second.
-    lengths: int64 [b], tokens of each row that are no padding.
+    lengths: int64 [b], tokens of each row that are not padding.
     pairs: int64 [b], 1 where the two parts stand in the wrong order.
     samples: int64 [b], global sample numbers.
     """
@@ -68,11 +121,11 @@ class MaskedBatch(_Batch):
 
 
 @dataclass(frozen=True)
-class EncoderDecoderBatch(_Batch):
+class EncoderDecoderBatch(_Tensors):
     """One microbatch of an encoder and a decoder (T5), each padded on the right.
 
-    encoder_tokens: int64 [b, e]; encoder_lengths: int64 [b], tokens that are no padding.
-    tokens, labels: int64 [b, d] of the decoder; label i is the token behind token i, 0 behind the end.
+    encoder_tokens: int64 [b, e]; encoder_lengths: int64 [b], tokens that are not padding.
+    tokens, labels: int64 [b, d] of the decoder; label i is the token after token i, 0 after the end.
     loss_weights: float32 [b, d]; lengths: int64 [b]; samples: int64 [b], global sample numbers.
     """
 
@@ -83,3 +136,19 @@ class EncoderDecoderBatch(_Batch):
     loss_weights: torch.Tensor
     lengths: torch.Tensor
     samples: torch.Tensor
+
+
+def zigzag(rows: torch.Tensor, index: int, size: int) -> torch.Tensor:
+    """[b, s, ...] -> [b, s / size, ...]: the columns that rank `index` of a context axis of `size` ranks holds.
+
+    A row is cut into 2 size chunks, and a rank holds chunks index and 2 size - 1 - index, so that under causal
+    attention, which sees little from early chunks and much from late ones, all ranks have equal work.
+
+    >>> zigzag(torch.arange(8)[None], 1, 2)
+    tensor([[2, 3, 4, 5]])
+    """
+    if size == 1:
+        return rows
+    assert rows.shape[1] % (2 * size) == 0, f"{rows.shape[1]} columns over {size} ranks"
+    chunks = rows.chunk(2 * size, dim=1)
+    return torch.cat([chunks[index], chunks[-1 - index]], dim=1)

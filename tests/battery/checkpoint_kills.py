@@ -27,7 +27,7 @@ from mega.core.checkpoint.own.store import CheckpointStore
 from mega.core.device import Device
 from mega.core.parallel.mesh import Groups, Mesh
 from mega.core.training.saver import Saver
-from mega.core.training.state import TrainState
+from mega.core.training.wire import build_state
 from tests.battery.data_ledger import Item, run
 from tests.support.runs import small_run
 
@@ -40,7 +40,7 @@ def rank_body(rank: int, home: Path, behind: bool) -> None:
     dist.init_process_group("gloo", init_method=f"file://{home / 'meeting'}", rank=rank, world_size=WORLD)
     options: dict[str, Any] = {"save": str(home / "run"), "save_interval": 1, "keep_last": 2, "async_save": behind}
     resolved = small_run(world=WORLD, layers=1, zero=1, dtype="bf16", **options)
-    state = TrainState(resolved, Mesh(rank, dp=WORLD, groups=Groups("gloo")), Device.choose("cpu"))
+    state = build_state(resolved, Mesh(rank, dp=WORLD, groups=Groups("gloo")), Device.choose("cpu"))
     said = os.open(home / "said", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
     def say(line: str) -> None:

@@ -37,11 +37,11 @@ from mega.core.device import Device
 from mega.core.parallel.launch import Pool
 from mega.core.parallel.mesh import Groups
 from mega.core.proof.parity import LOSS_BOUND, own_samples, synthetic_batch
-from mega.core.training.build import build_mesh
 from mega.core.training.persist import Origin, restore
 from mega.core.training.saver import Saver
 from mega.core.training.state import TrainState
 from mega.core.training.step import train_step
+from mega.core.training.wire import build_mesh, build_state
 from tests.battery.data_ledger import Item, run
 from tests.support.runs import MODELS, small_run
 
@@ -149,7 +149,7 @@ def prove_pair(number: int) -> dict[str, Any]:
 
 def make(groups: Groups | None, rank: int, run: RunConfig, world: int) -> TrainState:
     mesh = build_mesh(run, rank, world, groups)
-    return TrainState(run, mesh, Device.choose("cpu"))
+    return build_state(run, mesh, Device.choose("cpu"))
 
 
 def step(state: TrainState) -> float:

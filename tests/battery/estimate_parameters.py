@@ -27,7 +27,7 @@ from mega.core.config.run import RunConfig
 from mega.core.estimate.memory import parameters
 from mega.core.parallel.mesh import Mesh
 from mega.core.parallel.weight import weights
-from mega.core.training.build import build_stages
+from mega.core.training.wire import build_stages
 from tests.battery.data_ledger import Item, run
 from tests.estimate.test_weights import agree, run_of
 

@@ -37,9 +37,9 @@ from mega.core.estimate.memory import memory
 from mega.core.estimate.steptime import step_time
 from mega.core.parallel.mesh import Mesh
 from mega.core.parallel.weight import local_parameters
-from mega.core.training.build import build_stages
 from mega.core.training.dry_run import dry_run
 from mega.core.training.prepare import prepare
+from mega.core.training.wire import build_stages
 from tests.battery.data_ledger import commit
 
 RESULTS = Path(__file__).parent / "results" / "estimates.jsonl"

@@ -17,7 +17,7 @@ from mega.core.device import Device
 from mega.core.parallel.mesh import Mesh
 from mega.core.training.persist import Origin, restore
 from mega.core.training.saver import Saver
-from mega.core.training.state import TrainState
+from mega.core.training.wire import build_state
 from tests.support.runs import small_run
 
 fsspec = pytest.importorskip("fsspec")
@@ -127,12 +127,12 @@ def test_what_cannot_be_is_refused(url: str) -> None:
 @pytest.mark.parametrize("behind", [False, True])
 def test_a_run_saves_there_and_goes_on(url: str, behind: bool) -> None:
     run = small_run(save=url, save_interval=1, async_save=behind, dtype="bf16", layers=1)
-    state = TrainState(run, Mesh(0), Device.choose("cpu"))
+    state = build_state(run, Mesh(0), Device.choose("cpu"))
     state.progress.step = 3
     saver = Saver(state)
     saver.save()
     saver.wait()
-    again = TrainState(run, Mesh(0), Device.choose("cpu"))
+    again = build_state(run, Mesh(0), Device.choose("cpu"))
     for piece in again.weight_pieces(mine=False):
         piece.tensor.detach().zero_()
     restore(again, Origin(locate(url), weights_only=False))

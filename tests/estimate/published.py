@@ -7,9 +7,9 @@ from typing import NamedTuple
 from mega.core.config.compose import compose
 from mega.core.config.resolve import resolve
 from mega.core.config.run import RunConfig
-from mega.core.estimate.flops import published_flops, recomputed_flops
 from mega.core.estimate.hardware import hardware
 from mega.core.estimate.steptime import step_time
+from mega.core.flops import published_flops, recomputed_flops
 
 
 class Utilisation(NamedTuple):

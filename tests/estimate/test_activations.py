@@ -28,8 +28,8 @@ from mega.core.parallel.context import cut
 from mega.core.parallel.gradients import Bucket, GradBuffer
 from mega.core.parallel.mesh import Axis, Mesh
 from mega.core.parallel.peers import Mapped
-from mega.core.training import build
-from mega.core.training.build import build_stages
+from mega.core.training import wire
+from mega.core.training.wire import build_stages
 
 SHAPE = {"layers": 4, "hidden": 64, "heads": 4, "vocab": 250, "seq_length": 96, "micro_batch": 2, "device": "cpu"}
 QUIET = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
@@ -240,7 +240,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
             self._bytes, self._memory, self._begins = size, MAPPED, [0] * self.axis.size
 
     monkeypatch.setattr(peers, "CopyStream", Copies)
-    monkeypatch.setattr(build, "peers", lambda axis, device: Apart(axis))
+    monkeypatch.setattr(wire, "peers", lambda axis, device: Apart(axis))
     monkeypatch.setattr(collectives, "_gather_into", gather)
     monkeypatch.setattr(collectives, "_scatter_sum", gather)
     monkeypatch.setattr(collectives.dist, "all_reduce", nothing)
@@ -308,7 +308,7 @@ def measured(run: RunConfig, stage: int, dp: int = 1) -> tuple[int, int, int]:
         ((shape, dtype),) = chunk.cargo(run.batch.micro_batch, run.batch.seq_length // parallel.cp)
         cargo = () if mesh.pp.first else (torch.zeros(shape, dtype=dtype, requires_grad=True),)
         out = chunk(batch, *cargo)
-        tensor = out.total if mesh.pp.last else out[0]
+        tensor = out.terms["lm"].total if mesh.pp.last else out.cargo[0]
         del out
         held, forward = live.live, live.peak
         live.peak = live.live

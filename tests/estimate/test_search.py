@@ -29,7 +29,7 @@ from mega.core.estimate.search import cluster, command, layouts, search
 from mega.core.estimate.steptime import step_time
 from mega.core.inventory import inventory, parameters
 from mega.core.parallel.mesh import Mesh
-from mega.core.training.build import build_stages
+from mega.core.training.wire import build_stages
 from mega.options import command as options_of
 
 QUIET = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "dtype": "bf16", "dry_run": True}

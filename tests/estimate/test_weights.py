@@ -17,7 +17,7 @@ from mega.core.optim.choose import rule_of
 from mega.core.optim.optimizer import Optimizer
 from mega.core.parallel.gradients import GradBuffer
 from mega.core.parallel.mesh import Mesh
-from mega.core.training.build import build_stages
+from mega.core.training.wire import build_stages
 
 
 def run_of(preset: str | None, world: int, **flags: object) -> RunConfig:

@@ -28,9 +28,8 @@ from mega.core.parallel.collectives import all_reduce
 from mega.core.parallel.launch import connect, disconnect
 from mega.core.parallel.mesh import Groups, Mesh
 from mega.core.proof.bench import random_batch
-from mega.core.training.build import build_mesh
-from mega.core.training.state import TrainState
 from mega.core.training.step import train_step
+from mega.core.training.wire import build_mesh, build_state
 
 QUIET: Mapping[str, Any] = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
 SMALL: Mapping[str, Any] = {"preset": "gpt2-345m", "micro_batch": 1, "global_batch": 16, **QUIET}
@@ -61,7 +60,7 @@ def steps(
     """What `count` steps find, their times, and, if asked, the bytes of this rank's state in the end."""
     mesh = build_mesh(run, rank, world, groups)
     device.reset_memory_peak()
-    state, told, times = TrainState(run, mesh, device), [], []
+    state, told, times = build_state(run, mesh, device), [], []
     for step in range(count):
         first = step * microbatches(run, world)
         batches = [
@@ -74,7 +73,7 @@ def steps(
         device.synchronize()
         times.append(time.perf_counter() - began)
         told.append((float(report.loss), float(report.grad_norm)))
-    state.grads.arrive()
+    state.grads.wait_param_gather()
     pieces = (*state.weight_pieces(mine=False), *state.optimizer_pieces(mine=False)) if keep else ()
     kept = {piece.key: piece.tensor.detach().clone(memory_format=torch.contiguous_format) for piece in pieces}
     state.pipeline.close()

@@ -36,9 +36,8 @@ from mega.core.parallel.launch import connect, disconnect
 from mega.core.parallel.mesh import Groups, Mesh
 from mega.core.proof.layouts import LR
 from mega.core.proof.parity import GRADIENT_BOUND, GRADIENT_FLOOR, LOSS_BOUND, Measure, own_samples, synthetic_batch
-from mega.core.training.build import build_mesh
-from mega.core.training.state import TrainState
-from mega.core.training.step import backward, mean_loss
+from mega.core.training.step import backward, means
+from mega.core.training.wire import build_mesh, build_state
 
 MODEL = {
     "layers": 4,
@@ -154,7 +153,7 @@ class Trained:
     """Losses of STEPS steps; whole gradients, without the loss scale, and their norm of the first and the last."""
 
     def __init__(self, run: RunConfig, mesh: Mesh, device: Device):
-        state = TrainState(run, mesh, device)
+        state = build_state(run, mesh, device)
         self.losses: list[float] = []
         self.gradients: list[list[Piece]] = []
         self.norms: list[float] = []
@@ -169,10 +168,10 @@ class Trained:
             if kept:
                 self.gradients.append([_unscaled(piece, scale) for piece in state.gradient_pieces()])
             outcome = state.optimizer.step(run.optimizer.lr or 0.0, run.optimizer.weight_decay, scale)
-            self.losses.append(float(mean_loss(state, sums)))
+            self.losses.append(float(means(state, sums)[0]))
             if kept:
                 self.norms.append(float(outcome.grad_norm))
-        state.grads.arrive()
+        state.grads.wait_param_gather()
 
 
 def _unscaled(piece: Piece, scale: torch.Tensor | None) -> Piece:

@@ -21,8 +21,8 @@ from mega.core.parallel.launch import connect, disconnect
 from mega.core.parallel.mesh import Groups, Mesh
 from mega.core.proof.layouts import LR
 from mega.core.proof.parity import own_samples, synthetic_batch
-from mega.core.training.state import TrainState
 from mega.core.training.step import train_step
+from mega.core.training.wire import build_state
 from tests.gpu.layouts import FAMILIES, LAYOUTS, MODEL, Reference, append, judge
 
 FEATURES: dict[str, dict[str, Any]] = {
@@ -48,7 +48,7 @@ def speed(options: Mapping[str, Any], rank: int, world: int, device: Device, gro
     run = resolve(updated(RunConfig(), {**options, **SPEED}), world)
     mesh = Mesh(rank, dp=world, groups=groups)
     device.reset_memory_peak()
-    state, times = TrainState(run, mesh, device), []
+    state, times = build_state(run, mesh, device), []
     for number in range(8):
         batches = [
             synthetic_batch(run, rows.to(device.torch))
@@ -59,12 +59,12 @@ def speed(options: Mapping[str, Any], rank: int, world: int, device: Device, gro
         train_step(state, batches, 1e-4, 0.1)
         device.synchronize()
         times.append(time.perf_counter() - began)
-    state.grads.arrive()
+    state.grads.wait_param_gather()
     return {
         "step_seconds": round(statistics.median(times[3:]), 4),
         "held_bytes": device.resident(),
         "peak_bytes": device.memory_peak(),
-        "parameters": sum(weight.numel() for bucket in state.grads.buckets for weight, _, _ in bucket.places),
+        "parameters": sum(weight.numel() for bucket in state.grads.buckets for weight, _, _ in bucket.offsets),
     }
 
 

@@ -38,11 +38,10 @@ from mega.core.config.run import RunConfig, updated
 from mega.core.parallel.collectives import all_reduce
 from mega.core.parallel.launch import connect, disconnect
 from mega.core.proof.bench import random_batch, row
-from mega.core.training.build import build_mesh
 from mega.core.training.persist import Origin, restore
 from mega.core.training.saver import Saver
-from mega.core.training.state import TrainState
 from mega.core.training.step import train_step
+from mega.core.training.wire import build_mesh, build_state
 
 TINY = {
     "layers": 4,
@@ -72,7 +71,7 @@ class Bench:
         kept = replace(run.checkpoint, save=str(self.directory), save_interval=1, async_save=True, keep_last=1)
         self.run = resolve(replace(run, checkpoint=kept), size)
         self.mesh = build_mesh(self.run, self.world.rank, size, groups)
-        self.state = TrainState(self.run, self.mesh, self.device)
+        self.state = build_state(self.run, self.mesh, self.device)
         self.batches = [
             random_batch(self.run, number * self.mesh.dp.size + self.mesh.dp.index, self.device.torch)
             for number in range(microbatches(self.run, size))

@@ -39,15 +39,15 @@ from mega.core.config.compose import compose
 from mega.core.config.resolve import resolve
 from mega.core.config.run import RunConfig, updated
 from mega.core.device import Device
-from mega.core.estimate.flops import model_flops_per_token
+from mega.core.flops import model_flops_per_token
 from mega.core.parallel.collectives import all_reduce
 from mega.core.parallel.launch import connect, disconnect
 from mega.core.parallel.mesh import Groups, Mesh
 from mega.core.proof.layouts import LR
 from mega.core.proof.parity import own_samples, synthetic_batch
-from mega.core.training.build import build_mesh
 from mega.core.training.state import TrainState
 from mega.core.training.step import train_step
+from mega.core.training.wire import build_mesh, build_state
 from tests.gpu.layouts import FAMILIES, Reference, append, judge
 
 SP = {"sequence_parallel": True}
@@ -245,11 +245,11 @@ def gathers(stand: Stand) -> dict[str, Any]:
 
 def _fingerprint(stand: Stand, run: RunConfig, mesh: Mesh) -> str:
     """Hash of every byte of this rank's weights, masters and moments, and of every loss."""
-    state, seen = TrainState(run, mesh, stand.device), hashlib.sha256()
+    state, seen = build_state(run, mesh, stand.device), hashlib.sha256()
     for step in range(RERUN_STEPS):
         report = _synthetic_step(stand, state, step)
         seen.update(str((float(report.loss), float(report.grad_norm))).encode())
-    state.grads.arrive()
+    state.grads.wait_param_gather()
     for piece in (*state.weight_pieces(mine=False), *state.optimizer_pieces(mine=False)):
         seen.update(piece.key.encode())
         seen.update(piece.tensor.detach().contiguous().cpu().view(torch.uint8).numpy().data)
@@ -258,14 +258,14 @@ def _fingerprint(stand: Stand, run: RunConfig, mesh: Mesh) -> str:
 
 def _step_seconds(stand: Stand, run: RunConfig, mesh: Mesh) -> float:
     """Median seconds of a step."""
-    state, times = TrainState(run, mesh, stand.device), []
+    state, times = build_state(run, mesh, stand.device), []
     for step in range(TIMED_STEPS + 5):
         stand.device.synchronize()
         began = time.perf_counter()
         _synthetic_step(stand, state, step)
         stand.device.synchronize()
         times.append(time.perf_counter() - began)
-    state.grads.arrive()
+    state.grads.wait_param_gather()
     return statistics.median(times[5:])
 
 
@@ -290,7 +290,7 @@ def learning(stand: Stand) -> dict[str, Any]:
     assert run.batch.seq_length and run.batch.global_batch and run.optimizer.lr
     mesh = stand.mesh(run)
     stand.device.reset_memory_peak()
-    state, losses, times = TrainState(run, mesh, stand.device), [], []
+    state, losses, times = build_state(run, mesh, stand.device), [], []
     text = _orbits(run).to(stand.device.torch)
     for step in range(LEARNING_STEPS):
         began = time.perf_counter()
@@ -299,12 +299,12 @@ def learning(stand: Stand) -> dict[str, Any]:
         report = train_step(state, batches, run.optimizer.lr * min(1.0, (step + 1) / 10), run.optimizer.weight_decay)
         losses.append(float(report.loss))
         times.append(time.perf_counter() - began)
-    state.grads.arrive()
+    state.grads.wait_param_gather()
     seconds = statistics.median(times[5:])
     tokens = run.batch.seq_length * run.batch.global_batch / seconds
     tflops = tokens * model_flops_per_token(run.model, run.batch.seq_length) / n / 1e12
     peak = stand.device.peak_tflops
-    weights = sum(weight.numel() for bucket in state.grads.buckets for weight, _, _ in bucket.places)
+    weights = sum(weight.numel() for bucket in state.grads.buckets for weight, _, _ in bucket.offsets)
     return {
         "fine": stand.everywhere(sum(losses[-5:]) / 5 < losses[0] / 2),
         "layout": mesh.sizes,

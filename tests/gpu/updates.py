@@ -21,8 +21,8 @@ from mega.core.estimate.hardware import hardware
 from mega.core.estimate.steptime import update_bytes
 from mega.core.estimate.weights import BYTES
 from mega.core.parallel.launch import connect, disconnect
-from mega.core.training.build import build_mesh
 from mega.core.training.state import TrainState
+from mega.core.training.wire import build_mesh, build_state
 
 MODEL: Mapping[str, Any] = {"layers": 3, "micro_batch": 1, "global_batch": 1, "dtype": "bf16", "lr": 1e-4}
 SHAPES: Mapping[str, Mapping[str, Any]] = {
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for shape, sizes in SHAPES.items():
         for name, rule in RULES.items():
             run = resolve(compose("gpt-22b", flags={**MODEL, **sizes, **rule, "device": "cuda"}), 1)
-            state = TrainState(run, build_mesh(run, 0, 1, groups), device)
+            state = build_state(run, build_mesh(run, 0, 1, groups), device)
             for bucket in state.grads.buckets:
                 bucket.own_grads.normal_()
             times = [_milliseconds(state) for _ in range(7)][2:]
@@ -69,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"{shape:<6} {name:<22} {row['ms']:7.2f} ms, predicted {said:7.2f}", flush=True)
             with open(asked.out, "a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
-            state.grads.arrive()
+            state.grads.wait_param_gather()
             del state, bucket
             device.release()
     disconnect()

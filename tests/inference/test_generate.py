@@ -13,11 +13,12 @@ from mega.core.checkpoint.forms.convert import convert
 from mega.core.checkpoint.own.store import Checkpoint, CheckpointStore, locate
 from mega.core.config.sections import ModelConfig
 from mega.core.inference.generate import generate, logits, losses
-from mega.core.inference.load import load_decoder, load_tokenizer, weight_pieces
+from mega.core.inference.load import load_model, load_tokenizer, weight_pieces
 from mega.core.inference.sampling import Sampling
+from mega.core.inventory import units
 from mega.core.model.decoder import DecoderStage
-from mega.core.parallel.mesh import SINGLE
-from mega.core.parallel.weight import Maker, initialise
+from mega.core.parallel.region import ALONE
+from mega.core.parallel.weight import ParameterFactory, initialise
 from mega.core.text.train import train_bpe
 from tests.support.shared import shared
 
@@ -32,7 +33,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Checkpoint, Decoder
     model = ModelConfig(
         layers=2, hidden=32, heads=4, kv_heads=4, head_dim=8, ffn=64, vocab=260, positions=8, qkv_bias=True
     )
-    stage = DecoderStage(model, range(2), Maker({}, torch.float32, torch.device("cpu")), SINGLE)
+    stage = DecoderStage(model, units(model), ParameterFactory({}, torch.float32, torch.device("cpu")), ALONE)
     initialise(stage, 5)
     with torch.no_grad():
         for weight in stage.parameters():
@@ -56,7 +57,7 @@ def _pieces_without_change(stage: DecoderStage) -> list:  # type: ignore[type-ar
 def test_the_loaded_model_is_the_saved_one(saved: tuple[Checkpoint, DecoderStage]) -> None:
     checkpoint, stage = saved
     ids = torch.tensor([[1, 2, 3, 4], [9, 8, 7, 6]])
-    found = logits(load_decoder(checkpoint), ids)
+    found = logits(load_model(checkpoint), ids)
     assert found.shape == (2, 4, 260)
     torch.testing.assert_close(found, logits(stage, ids), rtol=1e-4, atol=1e-4)
     assert found.std() > 0.1

@@ -9,7 +9,7 @@ import torch
 
 from mega.core.parallel.mesh import Mesh
 from mega.core.parallel.weight import weights
-from mega.core.training.build import build_stages
+from mega.core.training.wire import build_stages
 from tests.support.ranks import CPU
 from tests.support.runs import small_run
 

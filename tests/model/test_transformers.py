@@ -17,7 +17,7 @@ from mega.core.config.run import RunConfig, updated
 from mega.core.model.decoder import DecoderStage
 from mega.core.parallel.mesh import Mesh
 from mega.core.parallel.weight import weights
-from mega.core.training.build import build_stages
+from mega.core.training.wire import build_stages
 from tests.support.ranks import CPU, random
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed (pip install mega[hf])")
@@ -84,13 +84,15 @@ def check(stage: DecoderStage, theirs: Any, to_ours: Any, bound: float = 1e-5) -
     positions = torch.arange(LENGTH).expand(ROWS, LENGTH)
     batch = DecoderBatch(text[:, :-1], text[:, 1:], scale, positions, torch.arange(ROWS))
     logits = theirs(batch.tokens).logits
-    torch.testing.assert_close(stage.logits(batch).detach(), logits.detach(), rtol=bound, atol=bound)
+    found = stage(batch, outputs=True).outputs
+    assert found is not None
+    torch.testing.assert_close(found.detach(), logits.detach(), rtol=bound, atol=bound)
 
     nll = F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), reduction="none")
     weight = scale.to(nll.dtype)
     expected = (nll * weight.flatten()).sum() / weight.sum()
     expected.backward()
-    loss: Any = stage(batch)
+    loss = stage(batch).terms["lm"]
     mean = loss.total / loss.weight
     mean.backward()
     torch.testing.assert_close(mean, expected, rtol=bound, atol=bound)

@@ -15,9 +15,8 @@ from mega.core.parallel.launch import Pool
 from mega.core.parallel.mesh import Mesh
 from mega.core.parallel.weight import weights
 from mega.core.proof.parity import snapshots, synthetic_batch
-from mega.core.training.build import build_stages
-from mega.core.training.state import TrainState
 from mega.core.training.step import train_step
+from mega.core.training.wire import build_stages, build_state
 from tests.support.ranks import CPU
 from tests.support.runs import small_run
 
@@ -55,10 +54,10 @@ def test_what_is_wide(model: str) -> None:
     """The stream that stages hand on; the tables in front; nothing else."""
     run, stage = stage_of(model=model, dtype="bf16", **WIDE)
     batch = synthetic_batch(run, torch.arange(2))
-    assert stage.cargo(2, 16) == [((32, 32), torch.float32)]
+    assert stage.cargo(batch) == [((batch.tokens.numel(), 32), torch.float32)]
     assert stage.hidden(batch).dtype == torch.float32
-    assert stage.logits(batch).dtype == torch.bfloat16
-    tables = {tensor.name for tensor in inventory(run.model) if "embedding" in tensor.places}
+    assert stage(batch, outputs=True).outputs.dtype == torch.bfloat16
+    tables = {tensor.name for tensor in inventory(run.model) if "embedding" in tensor.units}
     for weight in weights(stage):
         wide = weight.slots[0].shard.name in tables
         assert weight.dtype == (torch.float32 if wide else torch.bfloat16)
@@ -85,7 +84,7 @@ def test_layouts_agree_as_bf16_does(pool: Pool, layout: dict[str, Any]) -> None:
 
 def test_wide_tables_are_their_own_masters() -> None:
     run = small_run(dtype="bf16", micro_batch=8, **WIDE)
-    state = TrainState(run, Mesh.at(0), Device(CPU, "gloo"))
+    state = build_state(run, Mesh.at(0), Device(CPU, "gloo"))
     for owned in state.optimizer.owned:
         assert owned.has_master == (owned.bucket.weights.dtype == torch.bfloat16)
     keys = {piece.key for piece in state.optimizer_pieces(mine=True)}

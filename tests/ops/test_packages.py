@@ -19,8 +19,8 @@ from mega.core.ops.packages import apex_add_norm, flash_attention
 from mega.core.ops.suite import choose
 from mega.core.parallel.mesh import Mesh
 from mega.core.proof.parity import own_samples, synthetic_batch
-from mega.core.training.state import TrainState
 from mega.core.training.step import train_step
+from mega.core.training.wire import build_state
 from tests.support.ranks import random
 from tests.support.runs import small_run
 
@@ -117,7 +117,7 @@ def test_a_run_by_a_package(package: str, called: str) -> None:
     found = {}
     for ops in ("auto", package):
         run = small_run("llama", **{**COMMON, "ops": ops})
-        state = TrainState(run, Mesh(0), Device.choose("cpu"))
+        state = build_state(run, Mesh(0), Device.choose("cpu"))
         batches = [synthetic_batch(run, rows) for rows in own_samples(run, state.mesh, 0)]
         found[ops] = float(train_step(state, batches, 1e-3, 0.0).loss)
         assert bool(calls) == (ops == package)

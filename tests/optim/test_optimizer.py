@@ -17,9 +17,9 @@ from mega.core.parallel.launch import Pool
 from mega.core.parallel.mesh import Groups, Mesh
 from mega.core.parallel.weight import Weight, weights
 from mega.core.proof.parity import own_samples, synthetic_batch
-from mega.core.training.build import build_mesh, build_stages
 from mega.core.training.state import TrainState
 from mega.core.training.step import backward, train_step
+from mega.core.training.wire import build_mesh, build_stages, build_state
 from tests.support.ranks import CPU, random
 from tests.support.runs import small_run
 
@@ -29,7 +29,7 @@ LR, DECAY = 1e-2, 0.1
 
 def state_of(**values: Any) -> tuple[RunConfig, TrainState]:
     run = small_run(layers=2, adam_beta2=0.95, micro_batch=8, **values)
-    return run, TrainState(run, Mesh.at(0), Device(CPU, "gloo"))
+    return run, build_state(run, Mesh.at(0), Device(CPU, "gloo"))
 
 
 def torch_adamw(stage: DecoderStage) -> torch.optim.AdamW:
@@ -52,7 +52,7 @@ def test_five_steps_are_torchs(clip: float, ops: str) -> None:
         batch = synthetic_batch(run, torch.arange(8 * step, 8 * step + 8))
         report = train_step(state, [batch], LR, DECAY)
         theirs.zero_grad()
-        loss = alone(batch)
+        loss = alone(batch).terms["lm"]
         (loss.total / loss.weight).backward()
         norm = torch.nn.utils.clip_grad_norm_(alone.parameters(), clip or float("inf"))
         theirs.step()
@@ -93,12 +93,12 @@ def test_a_step_that_is_not_finite_is_skipped(value: float) -> None:
     backward(state, [batch])
     state.grads.buckets[-1].grads[0] = value
     outcome = state.optimizer.step(LR, DECAY)
-    assert not bool(outcome.fine) and state.optimizer.updates == 0
+    assert not bool(outcome.finite) and state.optimizer.updates == 0
     for weight, old in zip(weights(state.stages[0]), before, strict=True):
         assert torch.equal(weight, old)
     assert not any(flat.values.any() for owned in state.optimizer.owned for flat in owned.moments.values())
     for one in (state, other):
-        assert bool(train_step(one, [batch], LR, DECAY).fine)
+        assert bool(train_step(one, [batch], LR, DECAY).finite)
     for mine, expected in zip(weights(state.stages[0]), weights(other.stages[0]), strict=True):
         assert torch.equal(mine, expected)
 
@@ -119,12 +119,12 @@ def test_masters_carry_what_bf16_would_lose() -> None:
 
 def order_of_updates(groups: Groups, rank: int) -> list[str]:
     run = small_run(layers=2, pp=2, optimizer="adafactor", bucket_size=1, micro_batch=8, global_batch=16)
-    state = TrainState(run, build_mesh(run, rank, 2, groups), Device(CPU, "gloo"))
+    state = build_state(run, build_mesh(run, rank, 2, groups), Device(CPU, "gloo"))
     kinds: list[str] = []
     move = state.optimizer.rule.move
 
     def seen(owned: Owned, *given: Any) -> None:
-        kinds.append(owned.bucket.kind)
+        kinds.append("tied" if owned.bucket.tied_name() else "own")
         move(owned, *given)
 
     with mock.patch.object(type(state.optimizer.rule), "move", lambda _, owned, *given: seen(owned, *given)):

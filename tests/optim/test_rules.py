@@ -15,9 +15,8 @@ from mega.core.optim.rule import Pace
 from mega.core.parallel.mesh import Mesh
 from mega.core.parallel.weight import Weight, weights
 from mega.core.proof.parity import synthetic_batch
-from mega.core.training.build import build_stages
-from mega.core.training.state import TrainState
 from mega.core.training.step import train_step
+from mega.core.training.wire import build_stages, build_state
 from tests.support.ranks import CPU
 from tests.support.runs import small_run
 
@@ -91,13 +90,13 @@ def test_against_whole_tensors(name: str) -> None:
     """Query, key and value lie in one parameter and weights share buckets, but every logical tensor is its own."""
     options, update = RULES[name]
     run = small_run("llama", layers=2, micro_batch=8, clip_grad=0.0, **options)
-    state = TrainState(run, Mesh.at(0), Device(CPU, "gloo"))
+    state = build_state(run, Mesh.at(0), Device(CPU, "gloo"))
     (alone,) = build_stages(run, Mesh.at(0), CPU)
     for step in range(1, STEPS + 1):
         batch = synthetic_batch(run, torch.arange(8 * step, 8 * step + 8))
         train_step(state, [batch], LR, DECAY)
         alone.zero_grad()
-        loss = alone(batch)
+        loss = alone(batch).terms["lm"]
         (loss.total / loss.weight).backward()
         with torch.no_grad():
             for weight in weights(alone):
@@ -141,7 +140,7 @@ def test_the_reference_of_adafactor_is_the_librarys(relative: bool) -> None:
 
 def test_adafactor_keeps_rows_and_columns() -> None:
     """n + m values for a matrix of n x m, n for a vector."""
-    state = TrainState(small_run(layers=2, optimizer="adafactor"), Mesh.at(0), Device(CPU, "gloo"))
+    state = build_state(small_run(layers=2, optimizer="adafactor"), Mesh.at(0), Device(CPU, "gloo"))
     assert isinstance(state.optimizer.rule, Adafactor)
     kept = {piece.key: piece.whole for piece in state.optimizer_pieces(mine=True)}
     assert kept["factors/rows/model.embed_tokens.weight"] == (509,)

@@ -21,11 +21,11 @@ from mega.core.optim.rule import Rule
 from mega.core.parallel.launch import Pool
 from mega.core.parallel.mesh import Groups
 from mega.core.proof.parity import own_samples, synthetic_batch
-from mega.core.training.build import build_mesh
 from mega.core.training.persist import Origin, restore
 from mega.core.training.saver import Saver
 from mega.core.training.state import TrainState
 from mega.core.training.step import train_step
+from mega.core.training.wire import build_mesh, build_state
 from tests.support.ranks import CPU
 from tests.support.runs import small_run
 
@@ -54,7 +54,7 @@ BYTES: dict[str, tuple[dict[str, Any], Fraction, Fraction, Fraction]] = {
 
 def state_of(run: RunConfig, rank: int = 0, world: int = 1, groups: Groups | None = None) -> TrainState:
     mesh = build_mesh(run, rank, world, groups)
-    return TrainState(run, mesh, Device(CPU, "gloo"))
+    return build_state(run, mesh, Device(CPU, "gloo"))
 
 
 def step(state: TrainState, number: int, lr: float = 1e-2) -> None:
@@ -90,11 +90,11 @@ def measure(groups: Groups, rank: int, run: RunConfig, world: int) -> tuple[int,
     """Job: parameters, bytes between two steps, bytes while an update runs."""
     _, known = living(set())
     state = state_of(run, rank, world, groups)
-    parameters = sum(weight.numel() for bucket in state.grads.buckets for weight, _, _ in bucket.places)
+    parameters = sum(weight.numel() for bucket in state.grads.buckets for weight, _, _ in bucket.offsets)
     watched = Watched(state.optimizer.rule, known)
     state.optimizer.rule = watched  # type: ignore[assignment]
     step(state, 0)
-    state.grads.arrive()  # gloo sends updated weights from a copy
+    state.grads.wait_param_gather()  # gloo sends updated weights from a copy
     return parameters, living(known)[0], watched.bytes
 
 

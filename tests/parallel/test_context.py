@@ -12,11 +12,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mega.core.batch import DecoderBatch
+from mega.core.batch import DecoderBatch, zigzag
 from mega.core.ops.attention import Drop, plain
 from mega.core.ops.counter import token_keys
 from mega.core.ops.suite import REFERENCE
-from mega.core.parallel.context import Way, across, columns, cut, divides
+from mega.core.parallel.context import Way, across, divides
 from mega.core.parallel.launch import Pool
 from mega.core.parallel.mesh import Axis, Groups, Mesh
 from mega.core.proof.parity import compare, own_samples, snapshots, synthetic_batch, within
@@ -38,7 +38,7 @@ def axis_of(size: int, index: int) -> Axis:
 @given(size=st.integers(1, 9), chunk=st.integers(1, 5))
 def test_every_column_has_one_holder_and_all_have_equal_work(size: int, chunk: int) -> None:
     length = 2 * size * chunk
-    held = [columns(length, axis_of(size, index)) for index in range(size)]
+    held = [zigzag(torch.arange(length)[None], index, size)[0] for index in range(size)]
     assert torch.equal(torch.cat(held).sort().values, torch.arange(length))
     assert all(bool((one.diff() > 0).all()) for one in held)
     # A query in column c sees c + 1 keys.
@@ -54,7 +54,7 @@ def batch(rows: int, length: int) -> DecoderBatch:
 def test_a_batch_is_cut_by_columns_and_keeps_its_documents() -> None:
     whole = batch(2, 12)
     for index, expected in enumerate([[0, 1, 10, 11], [2, 3, 8, 9], [4, 5, 6, 7]]):
-        ours = cut(whole, axis_of(3, index))
+        ours = whole.split(index, 3)
         assert ours.columns is not None and ours.columns.tolist() == expected
         for name in ("tokens", "labels", "loss_weights", "positions"):
             assert torch.equal(getattr(ours, name), getattr(whole, name)[:, expected]), name
@@ -63,7 +63,7 @@ def test_a_batch_is_cut_by_columns_and_keeps_its_documents() -> None:
 
 def test_one_rank_cuts_nothing() -> None:
     whole = batch(1, 7)
-    assert cut(whole, axis_of(1, 0)) is whole
+    assert whole.split(0, 1) is whole
     assert across(REFERENCE, axis_of(1, 0), "ring") is REFERENCE
 
 
@@ -92,7 +92,7 @@ def side_inputs(kind: str, length: int, heads: int) -> tuple[torch.Tensor | None
 def attention(groups: Groups, rank: int, size: int, way: Way, kind: str, heads: int, kv_heads: int) -> None:
     axis = Mesh(rank, cp=size, groups=groups).cp
     length = 6 * size
-    own = columns(length, axis)
+    own = zigzag(torch.arange(length)[None], axis.index, axis.size)[0]
     documents, drop = side_inputs(kind, length, heads)
     whole = [
         random(ROWS, length, n, WIDTH, seed=n + i).requires_grad_() for i, n in enumerate((heads, kv_heads, kv_heads))
@@ -167,6 +167,6 @@ def test_some_rank_of_the_rows_above_has_nothing_to_learn() -> None:
     """Ragged loss weights leave a shard wholly masked, while its neighbours' keys and values still need it."""
     run = small_run("llama", 4, cp=4, global_batch=4)
     rows = torch.cat(list(own_samples(run, Mesh.at(0, cp=4), 0)))
-    shards = [cut(synthetic_batch(run, rows), axis_of(4, index)).loss_weights.sum(1) for index in range(4)]
+    shards = [synthetic_batch(run, rows).split(index, 4).weights["lm"].sum(1) for index in range(4)]
     sums = torch.stack(shards)
     assert bool((sums == 0).any()) and bool((sums.sum(0) > 0).all())

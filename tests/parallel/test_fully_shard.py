@@ -16,9 +16,8 @@ from mega.core.parallel.launch import Pool
 from mega.core.parallel.mesh import Groups, Mesh
 from mega.core.parallel.weight import weights
 from mega.core.proof.parity import assemble, own_samples, synthetic_batch
-from mega.core.training.build import build_stages
-from mega.core.training.state import TrainState
 from mega.core.training.step import train_step
+from mega.core.training.wire import build_stages, build_state
 from tests.model.test_transformers import from_gpt2
 from tests.support.ranks import CPU
 from tests.support.runs import small_run
@@ -44,7 +43,7 @@ def steps(run: RunConfig, mesh: Mesh) -> list[list[DecoderBatch]]:
 def ours(groups: Groups, rank: int, run: RunConfig) -> list[Any]:
     """Job: train in ZeRO; this rank's weights."""
     mesh = Mesh(rank, dp=RANKS, groups=groups)
-    state = TrainState(run, mesh, Device.choose("cpu"))
+    state = build_state(run, mesh, Device.choose("cpu"))
     for batches in steps(run, mesh):
         train_step(state, batches, LR, DECAY)
     return list(state.weight_pieces(mine=False))

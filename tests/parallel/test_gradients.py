@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from mega.core.batch import DecoderBatch
+from mega.core.config.run import updated
 from mega.core.model.decoder import DecoderStage
-from mega.core.parallel.gradients import GradBuffer
+from mega.core.parallel.gradients import Bucket, GradBuffer
 from mega.core.parallel.mesh import Mesh
-from mega.core.parallel.pipeline import Loss
 from mega.core.parallel.weight import weights
 from mega.core.proof.parity import synthetic_batch
-from mega.core.training.build import build_stages
+from mega.core.training.wire import build_grads, build_stages
 from tests.support.ranks import CPU
 from tests.support.runs import small_run
 
@@ -26,17 +26,12 @@ def built(model: str = "gpt", rank: int = 0, *, zero: int = 0, overlap: bool = T
     mesh = Mesh.at(rank, **{axis: size for axis, size in sizes.items() if axis in ("tp", "pp", "dp")})
     layout = {name: value for name, value in sizes.items() if name != "dp"}
     run = small_run(model, mesh.world, **layout)
-    stages = build_stages(run, mesh, CPU)
-    sequence = run.parallel.sequence_parallel
-    return GradBuffer(
-        stages, mesh, dtype=torch.float64, sequence=sequence, zero=zero, bucket_size=3000, overlap=overlap
-    )
+    run = updated(run, {"zero": zero, "bucket_size": 3000, "overlap_grad_reduce": overlap, "grad_dtype": "fp64"})
+    return build_grads(run, mesh, build_stages(run, mesh, CPU))
 
 
 def loss_of(stage: DecoderStage, batch: DecoderBatch) -> torch.Tensor:
-    loss = stage(batch)
-    assert isinstance(loss, Loss)
-    return loss.total
+    return stage(batch).terms["lm"].total
 
 
 def one_stage(**options: Any) -> tuple[DecoderStage, GradBuffer, DecoderBatch]:
@@ -52,7 +47,7 @@ def test_weights_live_in_their_buckets() -> None:
     for bucket in buffer.buckets:
         assert len(bucket.weights) == len(bucket.grads)
         free = 0
-        for weight, begin, end in bucket.places:
+        for weight, begin, end in bucket.offsets:
             assert begin >= free and begin % 64 == 0 and end - begin == weight.numel()
             assert weight.data_ptr() == bucket.weights[begin:].data_ptr()
             assert weight.sink is not None and weight.sink.data_ptr() == bucket.grads[begin:].data_ptr()
@@ -62,16 +57,24 @@ def test_weights_live_in_their_buckets() -> None:
 def test_decayed_weights_come_first() -> None:
     """Matrices decay; biases, norms and nothing else do not."""
     for bucket in built(tp=2, sequence_parallel=True).buckets:
-        for weight, begin, end in bucket.places:
+        for weight, begin, end in bucket.offsets:
             matrix = weight.dim() == 2
             assert (end <= bucket.decay_end) if matrix else (begin >= bucket.decay_end)
 
 
+def kind(bucket: Bucket) -> str:
+    """What the gradients of a bucket need, in a word."""
+    reduction = bucket.reduction
+    if reduction.stages:
+        return "tied"
+    return "partial" if reduction.partial else "whole" if reduction.replicated else "cut"
+
+
 def kinds(buffer: GradBuffer) -> dict[str, str]:
     return {
-        slot.shard.name.removeprefix("model."): bucket.kind
+        slot.shard.name.removeprefix("model."): kind(bucket)
         for bucket in buffer.buckets
-        for weight, _, _ in bucket.places
+        for weight, _, _ in bucket.offsets
         for slot in weight.slots
     }
 
@@ -90,14 +93,14 @@ def test_what_is_partial() -> None:
 def test_tied_weights_have_a_bucket_of_their_own() -> None:
     """The same length on both ends; counted on the first only; one weight used twice on a single stage."""
     first, last = built(rank=0, pp=2), built(rank=1, pp=2)
-    (ours,) = [bucket for bucket in first.buckets if bucket.kind == "tied"]
-    (theirs,) = [bucket for bucket in last.buckets if bucket.kind == "tied"]
-    assert len(ours.grads) == len(theirs.grads) and len(ours.places) == len(theirs.places) == 1
+    (ours,) = [bucket for bucket in first.buckets if kind(bucket) == "tied"]
+    (theirs,) = [bucket for bucket in last.buckets if kind(bucket) == "tied"]
+    assert len(ours.grads) == len(theirs.grads) and len(ours.offsets) == len(theirs.offsets) == 1
     assert (ours.counted, theirs.counted) == (True, False)
-    assert [axis.name for axis in ours.axes] == ["ends"]
+    assert [axis.ranks for axis in ours.axes] == [(0, 1)]
     alone = built()
     assert "tied" not in kinds(alone).values()
-    assert sum(bucket.uses - len(bucket.places) for bucket in alone.buckets) == 1
+    assert sum(bucket.uses - len(bucket.offsets) for bucket in alone.buckets) == 1
 
 
 @pytest.mark.parametrize("model", ["gpt", "llama", "gpt-odd"])
@@ -107,7 +110,7 @@ def test_every_element_is_counted_once(model: str) -> None:
     whole: dict[str, int] = {}
     for rank in range(4):
         for bucket in built(model, rank, tp=2, pp=2, sequence_parallel=True).buckets:
-            for slot in (slot for weight, _, _ in bucket.places for slot in weight.slots):
+            for slot in (slot for weight, _, _ in bucket.offsets for slot in weight.slots):
                 whole[slot.shard.name] = torch.Size(slot.shard.whole).numel()
                 mine = torch.Size(slot.shard.size).numel() if bucket.counted else 0
                 counted[slot.shard.name] = counted.get(slot.shard.name, 0) + mine

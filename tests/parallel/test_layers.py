@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch.nn import functional as F
@@ -20,6 +18,7 @@ from mega.core.parallel.launch import Pool
 from mega.core.parallel.linear import ColumnLinear, RowLinear
 from mega.core.parallel.mesh import SINGLE, Axis, Groups, Mesh
 from mega.core.parallel.peers import peers
+from mega.core.parallel.region import ALONE, Region
 from mega.core.parallel.vocab import VocabEmbedding, cross_entropy, logits
 from tests.support.ranks import assert_own_part, fill, maker, random
 
@@ -99,11 +98,10 @@ def linears(groups: Groups, rank: int, size: int, sequence: bool, beside: bool) 
     expected.backward(grad)
 
     axis = tensor_axis(groups, rank, size)
-    if beside:
-        axis = replace(axis, peers=peers(axis, torch.device("cpu")))
+    region = Region(axis, sequence, peers(axis, torch.device("cpu")) if beside else None)
     make = maker(axis.index, axis.size)
-    column = ColumnLinear(make, [GATE, UP], [GATE_BIAS, UP_BIAS], axis, sequence)
-    row = RowLinear(make, DOWN, DOWN_BIAS, axis, sequence)
+    column = ColumnLinear(make, [GATE, UP], [GATE_BIAS, UP_BIAS], region)
+    row = RowLinear(make, DOWN, DOWN_BIAS, region)
     for weight in (column.weight, column.bias, row.weight, row.bias):
         assert weight is not None
         fill(weight, {name: whole.detach() for name, whole in wholes.items()})
@@ -138,7 +136,7 @@ def test_linears_exchange_beside_products(pool: Pool, size: int) -> None:
 
 
 def test_gradients_accumulate_in_the_sink() -> None:
-    column = ColumnLinear(maker(), [GATE], [], SINGLE, False)
+    column = ColumnLinear(maker(), [GATE], [], ALONE)
     fill(column.weight, {"gate": random(12, 8, seed=0)})
     arrivals: list[str] = []
     column.weight.sink = torch.zeros(12, 8, dtype=torch.float64)
@@ -164,17 +162,18 @@ def vocabulary(groups: Groups, rank: int, size: int, sequence: bool) -> None:
     (expected * scale).sum().backward()
 
     axis = tensor_axis(groups, rank, size)
-    embedding = VocabEmbedding(maker(axis.index, axis.size), table, axis, sequence)
+    region = Region(axis, sequence)
+    embedding = VocabEmbedding(maker(axis.index, axis.size), table, region)
     fill(embedding.weight, {"table": whole.detach()})
     with torch.no_grad():
         embedding.weight.nan_to_num_(1e3)  # padding must not count, whatever it holds
     x = embedding(ids).tanh()
     assert x.shape[0] == (12 // size if sequence else 12)
-    nll = cross_entropy(x * 50, labels, embedding.weight, axis, sequence)
+    nll = cross_entropy(x * 50, labels, embedding.weight, region)
     (nll * scale).sum().backward()
     same(nll, expected, rtol=1e-12, atol=1e-12)
     assert_own_part(embedding.weight, embedding.weight.grad, {"table": whole.grad})
-    scores = all_gather(logits(x * 50, embedding.weight, axis, sequence).detach().t(), axis).t()
+    scores = all_gather(logits(x * 50, embedding.weight, region).detach().t(), axis).t()
     same(torch.logsumexp(scores, 1) - scores.gather(1, labels[:, None])[:, 0], expected, rtol=1e-12, atol=1e-12)
     real = embedding.weight.slots[0].shard.size[0]
     assert embedding.weight.grad is not None and not embedding.weight.grad[real:].any(), "padding has a gradient"

@@ -15,7 +15,7 @@ from mega.core.inventory import inventory
 from mega.core.parallel import mesh as module
 from mega.core.parallel.mesh import ORDER, Mesh
 from mega.core.parallel.weight import weights
-from mega.core.training.build import build_stages
+from mega.core.training.wire import build_stages
 
 
 def test_worked_examples() -> None:
@@ -29,12 +29,13 @@ def test_groups_of_sixteen() -> None:
     assert mesh.slices("dp") == [(0, 2), (1, 3), (4, 6), (5, 7), (8, 10), (9, 11), (12, 14), (13, 15)]
     assert mesh.slices("pp") == [(0, 4, 8, 12), (1, 5, 9, 13), (2, 6, 10, 14), (3, 7, 11, 15)]
     assert mesh.slices("tp", "pp") == [(0, 1, 4, 5, 8, 9, 12, 13), (2, 3, 6, 7, 10, 11, 14, 15)]
-    ends = {Mesh.at(rank, tp=2, dp=2, pp=4).ends.ranks for rank in (0, 1, 2, 3)}
+    ends = {Mesh.at(rank, tp=2, dp=2, pp=4).stages((0, 3)).ranks for rank in (0, 1, 2, 3)}
     assert ends == {(0, 12), (1, 13), (2, 14), (3, 15)}
 
 
 def test_a_rank_between_the_ends_shares_nothing() -> None:
-    assert Mesh.at(5, tp=2, dp=2, pp=4).ends.ranks == (5,)
+    assert Mesh.at(5, tp=2, dp=2, pp=4).stages((0, 3)).ranks == (5,)
+    assert Mesh.at(5, tp=2, dp=2, pp=4).stages((0, 1, 3)).ranks == (1, 5, 13)
 
 
 @given(st.integers(1, 3), st.integers(1, 2), st.integers(1, 3), st.integers(1, 4), st.data())
@@ -80,6 +81,6 @@ def test_gpt3_175b_on_128_ranks() -> None:
                     size = torch.Size(slot.shard.size).numel()
                     held[slot.shard.name] = held.get(slot.shard.name, 0) + size
     for tensor in inventory(run.model):
-        copies = len(tensor.places) * (1 if tensor.cut else 8)
+        copies = len(tensor.units) * (1 if tensor.cut else 8)
         assert held.pop(tensor.name) == copies * tensor.elements, tensor.name
     assert not held

@@ -23,9 +23,8 @@ from mega.core.parallel.mesh import Groups, Mesh
 from mega.core.parallel.pipeline import Pipeline
 from mega.core.parallel.replay import ReplayedPipeline
 from mega.core.proof.parity import own_samples, synthetic_batch
-from mega.core.training.build import build_mesh
-from mega.core.training.state import TrainState
 from mega.core.training.step import train_step
+from mega.core.training.wire import build_mesh, build_state
 
 TINY: dict[str, Any] = {
     "layers": 2, "hidden": 16, "heads": 2, "vocab": 64, "seq_length": 8, "micro_batch": 1, "global_batch": 6,
@@ -64,8 +63,10 @@ class Again:
 def train(groups: Groups, rank: int, run: RunConfig, world: int) -> None:
     """Three steps each way, in turns."""
     mesh, device = build_mesh(run, rank, world, groups), Device.choose("cpu")
-    plain, replayed = TrainState(run, mesh, device), TrainState(run, mesh, device)
-    replayed.pipeline = ReplayedPipeline(replayed.stages, mesh, device.torch, replayed.stages[0].tp.peers, Again)
+    plain, replayed = build_state(run, mesh, device), build_state(run, mesh, device)
+    replayed.pipeline = ReplayedPipeline(
+        replayed.stages, mesh, device.torch, replayed.stages[0].region.transport, Again
+    )
     Again.made = Again.played = 0
     for step in range(3):
         batches = [synthetic_batch(run, rows) for rows in own_samples(run, mesh, 6 * step)]
@@ -76,7 +77,7 @@ def train(groups: Groups, rank: int, run: RunConfig, world: int) -> None:
     asked = mesh.data.size > 1 and len(batches) > 1
     assert (Again.made, Again.played) == (1, 2 * (len(batches) - asked))
     for state in (plain, replayed):
-        state.grads.arrive()
+        state.grads.wait_param_gather()
         state.pipeline.close()
     assert Again.alive == 0
 
@@ -90,7 +91,7 @@ def test_replayed_microbatches_are_those_asked_for(pool: Pool, layout: str) -> N
 def test_on_a_cpu_nothing_is_recorded() -> None:
     """So that one command line does for both."""
     run = resolve(updated(RunConfig(), {**TINY, "cuda_graph": True}), 1)
-    assert type(TrainState(run, Mesh(0), Device.choose("cpu")).pipeline) is Pipeline
+    assert type(build_state(run, Mesh(0), Device.choose("cpu")).pipeline) is Pipeline
 
 
 def test_a_gradient_that_was_not_recorded_is_missed() -> None:

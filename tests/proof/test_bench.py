@@ -18,7 +18,7 @@ from mega import cli
 from mega.core.config.resolve import resolve
 from mega.core.config.run import RunConfig, value_of
 from mega.core.device import Device
-from mega.core.estimate.flops import model_flops_per_token, product_parameters
+from mega.core.flops import model_flops_per_token, product_parameters
 from mega.core.parallel import collectives
 from mega.core.parallel.launch import Pool
 from mega.core.parallel.mesh import Groups

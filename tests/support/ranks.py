@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
-from mega.core.parallel.weight import Maker, Weight
+from mega.core.parallel.weight import ParameterFactory, Weight
 
 CPU = torch.device("cpu")
 
@@ -16,9 +16,9 @@ def random(*shape: int, seed: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def maker(index: int = 0, size: int = 1, dtype: torch.dtype = torch.float64) -> Maker:
+def maker(index: int = 0, size: int = 1, dtype: torch.dtype = torch.float64) -> ParameterFactory:
     """Makes the weights of one tensor rank."""
-    return Maker({"tp": (index, size)}, dtype, CPU)
+    return ParameterFactory({"tp": (index, size)}, dtype, CPU)
 
 
 def fill(weight: Weight, wholes: Mapping[str, torch.Tensor]) -> None:

@@ -15,9 +15,8 @@ from mega.core.parallel.launch import Pool
 from mega.core.parallel.mesh import Groups
 from mega.core.proof.parity import own_samples, synthetic_batch
 from mega.core.training.audit import audit, copies
-from mega.core.training.build import build_mesh
-from mega.core.training.state import TrainState
 from mega.core.training.step import train_step
+from mega.core.training.wire import build_mesh, build_state
 
 MODEL: dict[str, Any] = {
     "layers": 2,
@@ -36,7 +35,7 @@ MODEL: dict[str, Any] = {
 def drift(groups: Groups, rank: int, run: RunConfig, world: int, seeds: list[int]) -> list[tuple[str, int, str]]:
     """Job: per seed one element of one copy on one rank moves by one ulp; (tensor, rank, what the audit said)."""
     mesh = build_mesh(run, rank, world, groups)
-    state, found = TrainState(run, mesh, Device.choose("cpu")), []
+    state, found = build_state(run, mesh, Device.choose("cpu")), []
     train_step(state, [synthetic_batch(run, rows) for rows in own_samples(run, mesh, 0)], 1e-3, 0.01)
     audit(state)  # nothing has drifted
     for seed in seeds:

@@ -12,6 +12,7 @@ from mega.core.parallel.mesh import Mesh
 from mega.core.proof.parity import own_samples, synthetic_batch
 from mega.core.training.state import TrainState
 from mega.core.training.step import Report, train_step
+from mega.core.training.wire import build_state
 
 OPTIONS = {
     "layers": 2,
@@ -35,7 +36,7 @@ def train(
     """Steps 1 ... `steps`; those in `overflow` find an infinity among their gradients."""
     run = resolve(updated(RunConfig(), options), 1)
     mesh = Mesh(0)
-    state, reports = TrainState(run, mesh, Device.choose("cpu")), []
+    state, reports = build_state(run, mesh, Device.choose("cpu")), []
     finish = state.grads.finish
     for step in range(1, steps + 1):
 
@@ -53,7 +54,7 @@ def train(
 def test_scale_and_skips_follow_the_golden_sequence() -> None:
     """Appendix A.9's sequence: overflow x 3, then three clean steps; from 2^10 instead of 2^32."""
     state, reports = train(OPTIONS, 7, frozenset({1, 2, 3}))
-    assert [int(report.fine) for report in reports] == [0, 0, 0, 1, 1, 1, 1]
+    assert [int(report.finite) for report in reports] == [0, 0, 0, 1, 1, 1, 1]
     assert [float(report.scale) for report in reports if report.scale is not None] == [
         1024,
         1024,
@@ -89,4 +90,4 @@ def test_the_scale_cancels() -> None:
 def test_a_real_overflow_is_found() -> None:
     """At 2^32 fp16 gradients overflow by themselves."""
     _, reports = train({**OPTIONS, "initial_loss_scale": 2.0**32}, 1)
-    assert not bool(reports[0].fine)
+    assert not bool(reports[0].finite)

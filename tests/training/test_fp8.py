@@ -10,8 +10,8 @@ import torch
 from mega.core.device import Device
 from mega.core.parallel.mesh import Mesh
 from mega.core.proof.parity import own_samples, synthetic_batch
-from mega.core.training.state import TrainState
 from mega.core.training.step import train_step
+from mega.core.training.wire import build_state
 from tests.support.runs import small_run
 
 OPTIONS: dict[str, Any] = {
@@ -33,7 +33,7 @@ def losses(model: str, steps: int = 12, **values: Any) -> list[float]:
     """Losses of a few steps on the same samples, so that there is something to learn."""
     run = small_run(model, **{**OPTIONS, **values})
     mesh = Mesh(0)
-    state = TrainState(run, mesh, Device.choose("cpu"))
+    state = build_state(run, mesh, Device.choose("cpu"))
     batches = [synthetic_batch(run, rows) for rows in own_samples(run, mesh, 0)]
     return [float(train_step(state, batches, 3e-3, 0.01).loss) for _ in range(steps)]
 
@@ -53,7 +53,7 @@ def test_what_is_recomputed_is_cast_to_the_same_bits() -> None:
 
 
 def test_the_head_is_not_cast() -> None:
-    state = TrainState(small_run("llama", **OPTIONS, fp8=True), Mesh(0), Device.choose("cpu"))
+    state = build_state(small_run("llama", **OPTIONS, fp8=True), Mesh(0), Device.choose("cpu"))
     stage = state.stages[0]
     assert stage.head is not None
     kinds = {type(weight.ops.products).__name__ for weight in stage.blocks.parameters()}  # type: ignore[attr-defined]

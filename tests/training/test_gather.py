@@ -13,15 +13,15 @@ from mega.core.parallel.launch import Pool
 from mega.core.parallel.mesh import Groups
 from mega.core.proof.parity import own_samples, synthetic_batch
 from mega.core.training.audit import audit
-from mega.core.training.build import build_mesh
 from mega.core.training.state import TrainState
 from mega.core.training.step import evaluate_step, train_step
+from mega.core.training.wire import build_mesh, build_state
 from tests.support.runs import small_run
 
 
 def begin(groups: Groups, rank: int, run: RunConfig, world: int) -> TrainState:
     mesh = build_mesh(run, rank, world, groups)
-    return TrainState(run, mesh, Device.choose("cpu"))
+    return build_state(run, mesh, Device.choose("cpu"))
 
 
 def play(state: TrainState, step: int) -> float:
@@ -43,8 +43,8 @@ def trained(groups: Groups, rank: int, run: RunConfig, world: int) -> tuple[list
     play(state, 3)
     batches = [synthetic_batch(run, rows) for rows in own_samples(run, state.mesh, 0)]
     sums = evaluate_step(state, batches)
-    state.grads.arrive()
-    return losses, float(sums[0]), found
+    state.grads.wait_param_gather()
+    return losses, float(sums[0, 0]), found
 
 
 @pytest.mark.parametrize(

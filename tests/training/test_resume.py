@@ -23,10 +23,9 @@ from mega.core.data.writer import IndexedWriter
 from mega.core.device import Device
 from mega.core.parallel.launch import Pool
 from mega.core.parallel.mesh import Groups
-from mega.core.training.build import build_mesh
 from mega.core.training.persist import Origin, restore
 from mega.core.training.saver import Saver
-from mega.core.training.state import TrainState
+from mega.core.training.wire import build_mesh, build_state
 
 MODEL = (
     "--layers 4 --hidden 32 --heads 4 --seq-length 32 --tokenizer NullTokenizer --vocab-size 508 --vocab-multiple 4 "
@@ -124,7 +123,7 @@ def test_another_schedule_is_refused_or_chosen(corpus: str, straight: Path, tmp_
 def resave(groups: Groups, rank: int, run: RunConfig, world: int, source: str) -> None:
     """Job: restore a checkpoint in this run's layout and save it again."""
     mesh = build_mesh(run, rank, world, groups)
-    state = TrainState(run, mesh, Device.choose("cpu"))
+    state = build_state(run, mesh, Device.choose("cpu"))
     restore(state, Origin(locate(Path(source)), weights_only=False))
     Saver(state).save()
 

@@ -21,15 +21,15 @@ from mega.core.config.run import RunConfig
 from mega.core.device import Device, HostCopy
 from mega.core.parallel.launch import Pool
 from mega.core.parallel.mesh import Groups
-from mega.core.training.build import build_mesh
 from mega.core.training.saver import Saver
 from mega.core.training.state import TrainState
+from mega.core.training.wire import build_mesh, build_state
 from tests.support.runs import small_run
 
 
 def state_of(run: RunConfig, rank: int, world: int, groups: Groups | None) -> TrainState:
     mesh = build_mesh(run, rank, world, groups)
-    return TrainState(run, mesh, Device.choose("cpu"))
+    return build_state(run, mesh, Device.choose("cpu"))
 
 
 def change(state: TrainState, by: float) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 Values = Mapping[str, Any]
 
-FAMILIES: Mapping[str, Values] = {
+FAMILIES: dict[str, Values] = {
     "gpt": {},
     # Touvron et al. 2023, arXiv 2307.09288
     "llama": {

@@ -18,10 +18,10 @@ from itertools import chain
 
 from mega.core.config.resolve import data_parallel, microbatches, unrecorded
 from mega.core.config.run import RunConfig, updated
-from mega.core.estimate.flops import model_flops_per_token
 from mega.core.estimate.hardware import Hardware
 from mega.core.estimate.operators import Sizes
 from mega.core.estimate.weights import BYTES, Chunk, Weights, stage_chunks, stage_weights, wide
+from mega.core.flops import model_flops_per_token
 from mega.core.plan import Costs, plan, simulate
 
 RULES = {"adam": 7.0, "sgd": 5.5, "lamb": 29.0, "adafactor": 23.0}

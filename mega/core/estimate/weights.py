@@ -290,12 +290,12 @@ def _groups(run: RunConfig, chunk: list[Placed]) -> Iterator[list[Placed]]:
 
 
 def _dtype(run: RunConfig, tensor: Tensor) -> str:
-    return "fp32" if run.precision.embedding_fp32 and "embedding" in tensor.places else run.precision.dtype
+    return "fp32" if run.precision.embedding_fp32 and "embedding" in tensor.units else run.precision.dtype
 
 
 def _kind(run: RunConfig, tensor: Tensor) -> str:
     parallel = run.parallel
-    if len(tensor.places) > 1 and parallel.pp > 1:
+    if len(tensor.units) > 1 and parallel.pp > 1:
         return "tied"
     if parallel.tp == 1 or tensor.cut is not None:
         return "cut"

@@ -6,25 +6,25 @@ Nothing is cached between tokens: every new token is a forward pass over what th
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 
-from mega.core.batch import DecoderBatch
+from mega.core.family import family
 from mega.core.inference.sampling import Sampling, choose
-from mega.core.model.decoder import DecoderStage
 
 
 @torch.no_grad()
-def logits(stage: DecoderStage, ids: torch.Tensor) -> torch.Tensor:
+def logits(stage: Any, ids: torch.Tensor) -> torch.Tensor:
     """ids int64 [b, s] -> [b, s, vocab], without the vocabulary's padding."""
-    positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
-    weights = torch.ones(ids.shape, device=ids.device)
-    batch = DecoderBatch(ids, ids, weights, positions, torch.arange(len(ids), device=ids.device))
-    return stage.logits(batch)[..., : stage.model.vocab]
+    prompt = family(stage.model).prompt
+    assert prompt is not None, "a family that continues text"
+    found: torch.Tensor = stage(prompt(ids), outputs=True).outputs
+    return found[..., : stage.model.vocab]
 
 
 def generate(
-    stage: DecoderStage,
+    stage: Any,
     prompt: Sequence[int],
     tokens: int,
     how: Sampling,
@@ -51,7 +51,7 @@ def generate(
             return
 
 
-def losses(stage: DecoderStage, ids: Sequence[int]) -> torch.Tensor:
+def losses(stage: Any, ids: Sequence[int]) -> torch.Tensor:
     """-ln p of every id but the first, [len(ids) - 1], in nats.
 
     A long text is cut into windows of the model's positions, so what a window begins with is judged from little.
@@ -64,10 +64,12 @@ def losses(stage: DecoderStage, ids: Sequence[int]) -> torch.Tensor:
     return torch.cat(parts)
 
 
-def _window(stage: DecoderStage) -> int:
-    assert stage.model.positions is not None
-    return stage.model.positions
+def _window(stage: Any) -> int:
+    positions: int | None = stage.model.positions
+    assert positions is not None
+    return positions
 
 
-def _device(stage: DecoderStage) -> torch.device:
-    return next(stage.parameters()).device
+def _device(stage: Any) -> torch.device:
+    device: torch.device = next(stage.parameters()).device
+    return device

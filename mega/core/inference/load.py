@@ -6,17 +6,20 @@ It also finds the tokenizer that a checkpoint carries. It knows neither prompts 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
+from torch import nn
 
 from mega.core.checkpoint.forms.convert import tokenizer_kind
 from mega.core.checkpoint.own.layout import model_of
 from mega.core.checkpoint.own.pieces import Piece
 from mega.core.checkpoint.own.store import Checkpoint, CheckpointError
-from mega.core.model.decoder import DecoderStage
+from mega.core.family import family
+from mega.core.inventory import units
 from mega.core.ops.suite import choose
-from mega.core.parallel.mesh import SINGLE
-from mega.core.parallel.weight import Maker, weights
+from mega.core.parallel.region import ALONE
+from mega.core.parallel.weight import ParameterFactory, weights
 from mega.core.text.build import build
 from mega.core.text.tokenizer import Tokenizer
 
@@ -32,20 +35,17 @@ MODELS = {"HuggingFaceTokenizer": "tokenizer.json", "FairseqTokenizer": "dict.tx
 """Kind of tokenizer -> the attached file that is its model, where that is no tokenizer.model."""
 
 
-def load_decoder(
-    checkpoint: Checkpoint, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
-) -> DecoderStage:
-    """All blocks with embedding and head, for evaluation. Errors: CheckpointError naming file or tensor."""
+def load_model(checkpoint: Checkpoint, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> Any:
+    """The whole model as one stage, for evaluation. Errors: CheckpointError naming file or tensor."""
     where = torch.device(device)
     model = model_of(checkpoint.meta, str(checkpoint.path))
-    assert model.layers is not None
-    make = Maker({}, dtype, where, choose(where, dtype))
-    stage = DecoderStage(model, range(model.layers), make, SINGLE)
+    factory = ParameterFactory({}, dtype, where, choose(where, dtype))
+    stage: Any = family(model).stage(model, units(model), factory, ALONE)
     checkpoint.read(weight_pieces(stage), cast=True)
     return stage.eval()
 
 
-def weight_pieces(stage: DecoderStage) -> Iterator[Piece]:
+def weight_pieces(stage: nn.Module) -> Iterator[Piece]:
     """Every weight of a stage as the rectangles that a checkpoint fills; padding becomes zero."""
     for weight in weights(stage):
         weight.data.zero_()

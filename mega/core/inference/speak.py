@@ -7,7 +7,7 @@ from pathlib import Path
 from mega.core.checkpoint.own.store import locate
 from mega.core.device import Device
 from mega.core.inference.generate import generate
-from mega.core.inference.load import load_decoder, load_tokenizer
+from mega.core.inference.load import load_model, load_tokenizer
 from mega.core.inference.sampling import Sampling
 
 SEEDS = (-(2**63), 2**64 - 1)
@@ -40,7 +40,7 @@ def speak(
     # Behind an empty prompt the first new piece is the text's first.
     before = ids if prompt else []
     start_of_new = len(tokenizer.decode(before))
-    stage = load_decoder(checkpoint, Device.choose(device).torch)
+    stage = load_model(checkpoint, Device.choose(device).torch)
     print(prompt, end="", flush=True)
     found: list[int] = []
     shown = ""

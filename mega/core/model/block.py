@@ -18,8 +18,8 @@ from mega.core.model.flow import Flow
 from mega.core.ops.rotary import rotate
 from mega.core.ops.sink import with_recipe
 from mega.core.parallel.linear import ColumnLinear, RowLinear
-from mega.core.parallel.mesh import Axis
-from mega.core.parallel.weight import Maker, Weight
+from mega.core.parallel.region import Region
+from mega.core.parallel.weight import ParameterFactory, Weight
 
 Tensors = Mapping[str, Tensor]
 """The block's inventory by names relative to the block."""
@@ -41,18 +41,18 @@ class Stream(NamedTuple):
 class Norm(nn.Module):
     """LayerNorm or RMSNorm over the last dim; its weights are whole on every rank."""
 
-    def __init__(self, make: Maker, model: ModelConfig, tensors: Tensors, name: str):
+    def __init__(self, make: ParameterFactory, model: ModelConfig, tensors: Tensors, name: str):
         super().__init__()
         self.weight = make(tensors[f"{name}.weight"])
         self.bias = make(tensors[f"{name}.bias"]) if f"{name}.bias" in tensors else None
         self.eps, self.offset = model.norm_eps, model.norm_offset
-        self.ops, self.again = make.ops, make.again
+        self.ops, self.recompute = make.ops, make.recompute
 
     def forward(self, stream: Stream) -> tuple[torch.Tensor, torch.Tensor]:
         """The stream with its branch added, and its norm."""
         weight = self.weight + 1 if self.offset else self.weight
         x, normed = self.ops.add_norm(*stream, weight, self.bias, self.eps)
-        if self.again:
+        if self.recompute:
             forget = (x.detach(), None, None, weight.detach(), self.bias, self.eps)
             with_recipe(normed, lambda: self.ops.add_norm(*forget)[1])
         return x, normed
@@ -65,22 +65,20 @@ def biases(tensors: Tensors, *names: str) -> list[Tensor]:
 class Attention(nn.Module):
     """Causal self-attention with grouped heads; query, key and value are one product."""
 
-    def __init__(self, make: Maker, model: ModelConfig, tensors: Tensors, layer: int, tp: Axis, sequence: bool):
+    def __init__(self, make: ParameterFactory, model: ModelConfig, tensors: Tensors, layer: int, region: Region):
         super().__init__()
         assert model.heads and model.kv_heads and model.head_dim
         self.layer, self.width = layer, model.head_dim
-        self.heads, self.kv_heads = model.heads // tp.size, model.kv_heads // tp.size
-        self.first_head = tp.index * self.heads
+        self.heads, self.kv_heads = model.heads // region.size, model.kv_heads // region.size
+        self.first_head = region.axis.index * self.heads
         self.dropout = model.attention_dropout
         names = [f"self_attn.{one}_proj" for one in "qkv"]
         self.ops = make.ops
-        self.qkv = ColumnLinear(
-            make, [tensors[f"{name}.weight"] for name in names], biases(tensors, *names), tp, sequence
-        )
+        self.qkv = ColumnLinear(make, [tensors[f"{name}.weight"] for name in names], biases(tensors, *names), region)
         self.q_norm = Norm(make, model, tensors, "self_attn.q_norm") if model.qk_norm else None
         self.k_norm = Norm(make, model, tensors, "self_attn.k_norm") if model.qk_norm else None
         out = "self_attn.o_proj"
-        self.out = RowLinear(make, tensors[f"{out}.weight"], tensors.get(f"{out}.bias"), tp, sequence)
+        self.out = RowLinear(make, tensors[f"{out}.weight"], tensors.get(f"{out}.bias"), region)
 
     def forward(self, x: torch.Tensor, flow: Flow) -> torch.Tensor:
         """x [tokens, h] -> [tokens, h], to which the bias of `out` is still to be added."""
@@ -102,21 +100,19 @@ class Attention(nn.Module):
 class FeedForward(nn.Module):
     """Out to the wide layer, activation, and back; gate and up are one product."""
 
-    def __init__(self, make: Maker, model: ModelConfig, tensors: Tensors, tp: Axis, sequence: bool):
+    def __init__(self, make: ParameterFactory, model: ModelConfig, tensors: Tensors, region: Region):
         super().__init__()
-        self.activation, self.ops, self.again = model.activation, make.ops, make.again
+        self.activation, self.ops, self.recompute = model.activation, make.ops, make.recompute
         names = ["mlp.gate_proj", "mlp.up_proj"] if model.activation == "swiglu" else ["mlp.up_proj"]
-        self.up = ColumnLinear(
-            make, [tensors[f"{name}.weight"] for name in names], biases(tensors, *names), tp, sequence
-        )
+        self.up = ColumnLinear(make, [tensors[f"{name}.weight"] for name in names], biases(tensors, *names), region)
         down = "mlp.down_proj"
-        self.down = RowLinear(make, tensors[f"{down}.weight"], tensors.get(f"{down}.bias"), tp, sequence)
+        self.down = RowLinear(make, tensors[f"{down}.weight"], tensors.get(f"{down}.bias"), region)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [tokens, h] -> [tokens, h], to which the bias of `down` is still to be added."""
         wide, bias = self.up.product(x), self.up.bias
         active = self.ops.activate(wide, bias, self.activation)
-        if self.again:
+        if self.recompute:
             forget = wide.detach()
             with_recipe(active, lambda: self.ops.activate(forget, bias, self.activation))
         return self.down.product(active)
@@ -125,14 +121,14 @@ class FeedForward(nn.Module):
 class Block(nn.Module):
     """Block number `layer` of the model (0 is the first, whichever stage holds it)."""
 
-    def __init__(self, make: Maker, model: ModelConfig, tensors: Tensors, layer: int, tp: Axis, sequence: bool):
+    def __init__(self, make: ParameterFactory, model: ModelConfig, tensors: Tensors, layer: int, region: Region):
         super().__init__()
         self.layer, self.dropout = layer, model.hidden_dropout
         self.post_norm_residual = model.post_norm_residual
         self.attention_norm = Norm(make, model, tensors, "input_layernorm")
-        self.attention = Attention(make, model, tensors, layer, tp, sequence)
+        self.attention = Attention(make, model, tensors, layer, region)
         self.feed_forward_norm = Norm(make, model, tensors, "post_attention_layernorm")
-        self.feed_forward = FeedForward(make, model, tensors, tp, sequence)
+        self.feed_forward = FeedForward(make, model, tensors, region)
 
     def forward(self, stream: Stream, flow: Flow) -> Stream:
         x, normed = self.attention_norm(stream)

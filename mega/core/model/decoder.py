@@ -1,33 +1,33 @@
 """Left-to-right language models, cut into pipeline stages: GPT and Llama are values of one config.
 
-A stage is a run of blocks, with the embedding in front of the first and the head behind the last:
+A stage is a run of blocks, with the embedding in front of the first and the head after the last:
 
-    stage(batch, *cargo) -> cargo            [tokens, h], our tokens under sequence parallelism
-    last(batch, *cargo)  -> (sum of weight x loss, sum of weight)
+    stage(batch, *cargo) -> cargo             [tokens, h], our tokens under sequence parallelism
+    last(batch, *cargo)  -> the term "lm"     sum of weight x negative log-likelihood, sum of weight
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 
 import torch
 from torch import nn
 
-from mega.core.batch import DecoderBatch
-from mega.core.config.sections import MemoryConfig, ModelConfig
-from mega.core.inventory import Place, Tensor, inventory
+from mega.core.batch import DecoderBatch, Term
+from mega.core.config.sections import ModelConfig
+from mega.core.inventory import Tensor, Unit, inventory
 from mega.core.model.block import Block, Norm, Stream
 from mega.core.model.flow import Flow, flow
+from mega.core.model.stage import StageOptions, UnshardHook
 from mega.core.ops.sinusoid import sinusoid
 from mega.core.parallel.collectives import own_block
 from mega.core.parallel.mesh import Axis
-from mega.core.parallel.pipeline import Cargo, Loss
+from mega.core.parallel.pipeline import StageOutput
 from mega.core.parallel.recompute import groups, recomputed
+from mega.core.parallel.region import Region
 from mega.core.parallel.vocab import VocabEmbedding, cross_entropy, logits, look_up
-from mega.core.parallel.weight import Maker, Weight
-
-Around = Callable[[nn.Module, Callable[[torch.Tensor], torch.Tensor], torch.Tensor], torch.Tensor]
+from mega.core.parallel.weight import ParameterFactory
 
 OUTSIDE = -1
 """The "layer" of dropout outside the blocks."""
@@ -40,18 +40,17 @@ class Embedding(nn.Module):
 
     def __init__(
         self,
-        make: Maker,
+        factory: ParameterFactory,
         model: ModelConfig,
         tensors: dict[str, Tensor],
-        tp: Axis,
-        sequence: bool,
+        region: Region,
         residual: torch.dtype,
     ):
         super().__init__()
         self.residual = residual
-        self.tokens = VocabEmbedding(make, tensors["model.embed_tokens.weight"], tp, sequence)
+        self.tokens = VocabEmbedding(factory, tensors["model.embed_tokens.weight"], region)
         table = tensors.get("model.embed_positions.weight")
-        self.positions = make(table) if table is not None else None
+        self.positions = factory(table) if table is not None else None
         assert model.hidden is not None
         self.scale = model.hidden**0.5 if model.embedding_scale else None
         self.offset = model.position_offset if model.position == "sinusoidal" else None
@@ -70,101 +69,87 @@ class Embedding(nn.Module):
 
 
 class Head(nn.Module):
-    """Final norm, logits over the cut vocabulary, and the loss. `tied` is the embedding's weight where shared."""
+    """Final norm, logits over the cut vocabulary, and the loss."""
 
-    def __init__(
-        self,
-        make: Maker,
-        model: ModelConfig,
-        tensors: dict[str, Tensor],
-        tp: Axis,
-        sequence: bool,
-        tied: Weight | None,
-    ):
+    def __init__(self, factory: ParameterFactory, model: ModelConfig, tensors: dict[str, Tensor], region: Region):
         super().__init__()
-        self.norm = Norm(make, model, tensors, "model.norm")
-        name = "model.embed_tokens.weight" if model.tied else "lm_head.weight"
-        self.weight = make(tensors[name]) if tied is None else tied
-        if tied is not None:
-            tied.uses += 1
-        self.tp, self.sequence = tp, sequence
+        self.norm = Norm(factory, model, tensors, "model.norm")
+        self.weight = factory(tensors["model.embed_tokens.weight" if model.tied else "lm_head.weight"])
+        self.region = region
 
     def logits(self, stream: Stream) -> torch.Tensor:
         """[tokens, ids of this rank]"""
-        return logits(self.norm(stream)[1], self.weight, self.tp, self.sequence)
+        return logits(self.norm(stream)[1], self.weight, self.region)
 
-    def forward(self, stream: Stream, batch: DecoderBatch) -> Loss:
+    def forward(self, stream: Stream, batch: DecoderBatch) -> Term:
         normed = self.norm(stream)[1]
-        nll = cross_entropy(normed, batch.labels.flatten(), self.weight, self.tp, self.sequence)
+        nll = cross_entropy(normed, batch.labels.flatten(), self.weight, self.region)
         weight = batch.loss_weights.flatten().to(nll.dtype)
-        return Loss((nll * weight).sum(), weight.sum())
+        return Term((nll * weight).sum(), weight.sum())
 
 
 class DecoderStage(nn.Module):
-    """The blocks `layers` of a decoder, with embedding and head where this stage has them.
+    """The units of a decoder that one stage holds: "embedding", blocks by number, "head", in this order.
 
-    dropout_seed: None switches dropout off. residual: dtype of the residual stream, where it is not the weights'.
+    with_full_params: runs a unit with its whole weights on this rank only meanwhile; None where they stay.
     """
+
+    terms, metrics = ("lm",), ()
 
     def __init__(
         self,
         model: ModelConfig,
-        layers: Iterable[int],
-        make: Maker,
-        tp: Axis,
-        *,
-        first: bool = True,
-        last: bool = True,
-        sequence: bool = False,
-        dropout_seed: int | None = None,
-        embedding: Weight | None = None,
-        recompute: MemoryConfig | None = None,
-        residual: torch.dtype | None = None,
+        units: Sequence[Unit],
+        factory: ParameterFactory,
+        region: Region,
+        options: StageOptions = StageOptions(),  # noqa: B008 - frozen
     ):
         super().__init__()
-        self.model, self.tp, self.sequence = model, tp, sequence and tp.size > 1
-        self.dropout_seed, self.dtype = dropout_seed, make.dtype
-        self.residual = residual if residual is not None else make.dtype
-        by_place: dict[Place, dict[str, Tensor]] = {}
+        self.model, self.units, self.region, self.options = model, tuple(units), region, options
+        self.dtype, self.residual = factory.dtype, options.residual or factory.dtype
+        self.with_full_params: UnshardHook | None = None
+        by_unit: dict[Unit, dict[str, Tensor]] = {}
         for tensor in inventory(model):
-            for place in tensor.places:
-                by_place.setdefault(place, {})[tensor.name] = tensor
+            for unit in tensor.units:
+                by_unit.setdefault(unit, {})[tensor.name] = tensor
         self.embedding = (
-            Embedding(make.exact, model, by_place["embedding"], tp, self.sequence, self.residual) if first else None
+            Embedding(factory.exact, model, by_unit["embedding"], region, self.residual)
+            if "embedding" in units
+            else None
         )
-        self.layers = list(layers)
+        self.layers = [unit for unit in units if isinstance(unit, int)]
         self.blocks = nn.ModuleList(
-            Block(make, model, _relative(by_place[layer], layer), layer, tp, self.sequence) for layer in self.layers
+            Block(factory, model, _relative(by_unit[layer], layer), layer, region) for layer in self.layers
         )
-        full = recompute is not None and recompute.recompute == "full"
-        self.runs = list(
-            groups(len(self.layers), recompute.recompute_method, recompute.recompute_layers)
-            if recompute is not None and full
-            else groups(len(self.layers), None, None)
-        )
-        self.around: Around | None = None
-        """Runs a unit (embedding, block, head) with its weights here only meanwhile; None where they stay."""
-        self.share = tp if recompute is not None and recompute.distribute_saved and not self.sequence else None
-        tied = self.embedding.tokens.weight if model.tied and self.embedding is not None else embedding
-        self.head = Head(make.exact, model, by_place["head"], tp, self.sequence, tied) if last else None
+        self.runs = list(groups(len(self.layers), *options.full_recompute))
+        self.head = Head(factory.exact, model, by_unit["head"], region) if "head" in units else None
 
-    def cargo(self, rows: int, columns: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        """Shape and dtype of what flows between stages for b rows of s tokens."""
+    def cargo(self, batch: DecoderBatch) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and dtype of what this stage is given for `batch`."""
         assert self.model.hidden
-        tokens = rows * columns // (self.tp.size if self.sequence else 1)
+        tokens = batch.tokens.numel() // (self.region.size if self.region.sequence else 1)
         return [((tokens, self.model.hidden), self.residual)]
+
+    def forward(self, batch: DecoderBatch, *cargo: torch.Tensor, outputs: bool = False) -> StageOutput:
+        """outputs: the last stage gives logits [b, s, ids of this rank] instead of the loss."""
+        stream = self._stream(batch, *cargo)
+        if self.head is None:
+            return StageOutput(cargo=(stream.sum(),))
+        if outputs:
+            return StageOutput(outputs=self.head.logits(stream).unflatten(0, tuple(batch.tokens.shape)))
+        return StageOutput(terms={"lm": self._loss(stream, batch)})
 
     def hidden(self, batch: DecoderBatch, *cargo: torch.Tensor) -> torch.Tensor:
         """Everything up to the head: [tokens, h], our tokens under sequence."""
         return self._stream(batch, *cargo).sum()
 
     def _stream(self, batch: DecoderBatch, *cargo: torch.Tensor) -> Stream:
-        seed = self.dropout_seed if self.training else None
+        seed = self.options.dropout_seed if self.training else None
         facts = flow(
             self.model,
             batch,
-            self.tp,
-            sequence=self.sequence,
+            self.region.axis,
+            sequence=self.region.sequence,
             dropout_seed=seed,
             dtype=self.dtype,
         )
@@ -173,52 +158,50 @@ class DecoderStage(nn.Module):
             blocks = [self.blocks[number] for number in which]
             if again and torch.is_grad_enabled():
                 run = partial(self._from_sum, blocks, facts)
-                stream = Stream(recomputed(run, stream.sum(), self.share))
+                stream = Stream(recomputed(run, stream.sum(), self._share))
             else:
                 stream = self._through(blocks, stream, facts)
         return stream
 
+    @property
+    def _share(self) -> Axis | None:
+        """Over which ranks what recompute keeps is shared out."""
+        return self.region.axis if self.options.distribute_saved and not self.region.sequence else None
+
     def _embed(self, batch: DecoderBatch, facts: Flow) -> torch.Tensor:
         assert self.embedding is not None
         embedding = self.embedding
-        if self.around is None:
+        if self.with_full_params is None:
             return embedding(batch, facts)
-        return self.around(embedding, lambda _: embedding(batch, facts), batch.tokens)
+        return self.with_full_params(embedding, lambda _: embedding(batch, facts), batch.tokens)
 
-    def _through(self, blocks: Iterable[nn.Module], stream: Stream, facts: Flow, around: bool = True) -> Stream:
+    def _through(self, blocks: Iterable[nn.Module], stream: Stream, facts: Flow, unshard: bool = True) -> Stream:
         for block in blocks:
-            if self.around is None or not around:
+            if self.with_full_params is None or not unshard:
                 stream = block(stream, facts)
             else:
-                run = partial(self._from_sum, [block], facts, around=False)
-                stream = Stream(self.around(block, run, stream.sum()))
+                run = partial(self._from_sum, [block], facts, unshard=False)
+                stream = Stream(self.with_full_params(block, run, stream.sum()))
         return stream
 
-    def _from_sum(self, blocks: Sequence[nn.Module], facts: Flow, x: torch.Tensor, around: bool = True) -> torch.Tensor:
-        """Blocks as a function of one tensor, for whoever runs them as a unit."""
-        return self._through(blocks, Stream(x), facts, around).sum()
+    def _from_sum(
+        self, blocks: Sequence[nn.Module], facts: Flow, x: torch.Tensor, unshard: bool = True
+    ) -> torch.Tensor:
+        """Blocks as a function of one tensor, for callers that run them as a unit."""
+        return self._through(blocks, Stream(x), facts, unshard).sum()
 
-    def _loss(self, stream: Stream, batch: DecoderBatch) -> Loss:
+    def _loss(self, stream: Stream, batch: DecoderBatch) -> Term:
         assert self.head is not None
-        if self.around is None:
+        if self.with_full_params is None:
             return self.head(stream, batch)
-        made: list[Loss] = []
+        made: list[Term] = []
 
         def run(x: torch.Tensor) -> torch.Tensor:
             made.append(self.head(Stream(x), batch))  # type: ignore[misc]
             return made[0].total
 
-        total = self.around(self.head, run, stream.sum())
-        return Loss(total, made[0].weight)
-
-    def logits(self, batch: DecoderBatch, *cargo: torch.Tensor) -> torch.Tensor:
-        """Last stage only: [b, s, ids of this rank]; whole where tp is 1."""
-        assert self.head is not None
-        return self.head.logits(self._stream(batch, *cargo)).unflatten(0, tuple(batch.tokens.shape))
-
-    def forward(self, batch: DecoderBatch, *cargo: torch.Tensor) -> Cargo | Loss:
-        stream = self._stream(batch, *cargo)
-        return (stream.sum(),) if self.head is None else self._loss(stream, batch)
+        total = self.with_full_params(self.head, run, stream.sum())
+        return Term(total, made[0].weight)
 
 
 def _relative(tensors: dict[str, Tensor], layer: int) -> dict[str, Tensor]:

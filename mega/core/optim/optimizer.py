@@ -28,11 +28,11 @@ from mega.core.parallel.gradients import Bucket, GradBuffer
 class Outcome:
     """What one step did; device values, so that nobody has to wait for them.
 
-    grad_norm: before clipping. fine: 0 where the gradients were not finite and the step was skipped.
+    grad_norm: before clipping. finite: 0 where the gradients were not finite and the step was skipped.
     """
 
     grad_norm: torch.Tensor
-    fine: torch.Tensor
+    finite: torch.Tensor
 
 
 class Optimizer:
@@ -73,25 +73,25 @@ class Optimizer:
         squares = self.grads.square_sum()
         all_reduce(squares, self.grads.norm_axis)
         norm = squares.sqrt() if scale is None else squares.sqrt() / scale
-        fine = torch.isfinite(norm)
-        self._updates += fine
+        finite = torch.isfinite(norm)
+        self._updates += finite
         # 2
         factor = (self.clip / (norm + 1e-6)).clamp(max=1.0) if self.clip else torch.ones_like(norm)
         if scale is not None:
             factor = factor / scale
         # 3, 4
         if self._pass is not None and isinstance(self.rule, AdamW):
-            self._update_on_device(self._pass, self.rule, fine, factor, lr, decay)
-        elif bool(fine):
+            self._update_on_device(self._pass, self.rule, finite, factor, lr, decay)
+        elif bool(finite):
             self._update(factor if self.clip or scale is not None else None, lr, decay)
-        self.grads.share_weights()
-        return Outcome(norm, fine)
+        self.grads.start_param_gather()
+        return Outcome(norm, finite)
 
     def _update(self, factor: torch.Tensor | None, lr: float, decay: float) -> None:
         """The update by the rule's own steps."""
         pace = Pace(self.updates, lr, decay)
-        # The ends of a pipeline meet over the tensor they share, which comes first in one and last in the other.
-        for owned in sorted(self.owned, key=lambda owned: owned.bucket.kind == "tied"):
+        # Stages meet over the tensors they share, which come first in one and last in another.
+        for owned in sorted(self.owned, key=lambda owned: owned.bucket.tied_name()):
             weights = owned.bucket.own_weights
             master = weights.to(_wide(weights)) if owned.master is None else owned.master
             grad = owned.bucket.own_grads
@@ -108,14 +108,14 @@ class Optimizer:
         self,
         adamw: Callable[..., None],
         rule: AdamW,
-        fine: torch.Tensor,
+        finite: torch.Tensor,
         factor: torch.Tensor,
         lr: float,
         decay: float,
     ) -> None:
         """The update in one pass a bucket; whether it counts is decided on the device, so nobody waits."""
         t = self._updates
-        facts = torch.stack([fine.double(), factor.double(), 1 - rule.beta1**t, 1 - rule.beta2**t]).float()
+        facts = torch.stack([finite.double(), factor.double(), 1 - rule.beta1**t, 1 - rule.beta2**t]).float()
         for owned in self.owned:
             weights = owned.bucket.own_weights
             adamw(

@@ -23,7 +23,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from mega.core.batch import DecoderBatch
+from mega.core.batch import zigzag
 from mega.core.ops.attention import Drop
 from mega.core.ops.partial_attention import PartialAttention, Sight, merge
 from mega.core.ops.suite import Ops
@@ -34,38 +34,6 @@ Way = Literal["auto", "ring", "all-to-all"]
 
 
 # -- which columns a rank holds
-
-
-def columns(length: int, axis: Axis, device: torch.device | None = None) -> torch.Tensor:
-    """The columns of a row of `length` that our rank of the axis holds, ascending: int64 [length / size].
-
-    >>> columns(8, Axis("cp", (0, 1), 0)), columns(8, Axis("cp", (0, 1), 1))
-    (tensor([0, 1, 6, 7]), tensor([2, 3, 4, 5]))
-    """
-    return _own(torch.arange(length, device=device)[None], axis, axis.index)[0]
-
-
-def cut(batch: DecoderBatch, axis: Axis) -> DecoderBatch:
-    """The columns of `batch` that our rank of the axis holds; `documents` stay whole."""
-    if axis.size == 1:
-        return batch
-    return replace(
-        batch,
-        tokens=_own(batch.tokens, axis, axis.index),
-        labels=_own(batch.labels, axis, axis.index),
-        loss_weights=_own(batch.loss_weights, axis, axis.index),
-        positions=_own(batch.positions, axis, axis.index),
-        columns=columns(batch.tokens.shape[1], axis, batch.tokens.device),
-    )
-
-
-def _own(rows: torch.Tensor, axis: Axis, index: int) -> torch.Tensor:
-    """[b, s, ...] -> [b, s / size, ...], what rank `index` of the axis holds."""
-    if axis.size == 1:
-        return rows
-    assert rows.shape[1] % (2 * axis.size) == 0, f"{rows.shape[1]} columns over {axis.size} ranks"
-    chunks = rows.chunk(2 * axis.size, dim=1)
-    return torch.cat([chunks[index], chunks[-1 - index]], dim=1)
 
 
 def _join(parts: torch.Tensor) -> torch.Tensor:
@@ -178,13 +146,13 @@ class Circle(NamedTuple):
         if self.documents is not None:
             rows = self.documents
             documents = (
-                _own(rows, self.axis, ours)[:, queries],
-                _own(rows, self.axis, source)[:, keys],
+                zigzag(rows, ours, self.axis.size)[:, queries],
+                zigzag(rows, source, self.axis.size)[:, keys],
             )
         if self.drop is not None:
             theirs = torch.arange(length * self.axis.size, device=self.drop.columns.device)
             drop = self.drop._replace(
-                keys=self.drop.keys[:, queries], columns=_own(theirs[None], self.axis, source)[0, keys]
+                keys=self.drop.keys[:, queries], columns=zigzag(theirs[None], source, self.axis.size)[0, keys]
             )
         return Part(queries, keys, Sight(source == ours, documents, drop))
 

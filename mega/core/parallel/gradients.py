@@ -7,74 +7,62 @@ coordinates:
     grads   |                 |                  |         |     gradients accumulate into views of this
             |<- rank 0 of data ->|<- rank 1 ->|  ...             own spans, equal for all (ZeRO)
 
-What a bucket's gradients need, by kind (tp: the tensor axis; data: every rank that sees other tokens):
+Which parameters lie where is planned as data (layout.py). What a bucket's gradients need, by its reduction (tp: the
+tensor axis; data: every rank that sees other tokens):
 
-    cut      each tensor rank holds its own rows or columns           sum over data
-    whole    every tensor rank computed the same gradient             sum over data
-    partial  every tensor rank saw a part of the tokens or heads      sum over data, then tp
-    tied     first and last stage hold the same tensor                sum over data, then the two ends
-
-A tied tensor has a bucket of its own, of the same length and cut on both holders.
+    nothing more             each tensor rank holds its own rows or columns           sum over data
+    replicated               every tensor rank computed the same gradient             sum over data
+    replicated and partial   every tensor rank saw a part of the tokens or heads      sum over data, then tp
+    stages                   several pipeline stages hold the same tensor             sum over data, then these stages
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from math import prod
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
 
 from mega.core.parallel.collectives import all_gather, all_reduce, start_all_gather, start_reduce_scatter
+from mega.core.parallel.layout import BucketRules, BucketSpec, ParameterSpec, plan_buckets
 from mega.core.parallel.mesh import Axis, Mesh
 from mega.core.parallel.weight import Weight, weights
 from mega.core.shard import Shard, span_rectangles
 
-Kind = Literal["cut", "whole", "partial", "tied"]
-
-Product = tuple[Weight, Any, torch.Tensor]
-"""A weight's gradient that is still to be computed: the weight, the output's gradient as its products prepare it, the
+DeferredWgrad = tuple[Weight, Any, torch.Tensor]
+"""A weight's gradient that is still to be computed: the weight, the output's gradient as its GEMM prepares it, the
 input."""
-
-ALIGNMENT = 64
-"""Elements at which every weight starts, so that kernels read whole cache lines."""
 
 
 class Bucket:
-    """Some weights of one kind. `places` holds each weight's [begin, end) in the flat tensors.
+    """Some weights whose gradients reduce alike. `offsets` holds each weight's [begin, end) in the flat tensors.
 
     span: the part this rank owns and updates; the whole bucket where nothing is shared out.
     decay_end: weights before it decay, the rest do not. counted: whether this rank's copy enters norms.
-    axes: along which reduced gradients are still to be added up.
+    axes: along which reduced gradients are still to be added up. holders: the stages of our pipeline that hold it.
     own_weights, own_grads: our span; gradients are valid after `GradBuffer.finish`.
-    arriving: the handle of weights that are on their way from other ranks, if any are.
+    gathering: the handle of weights that are on their way from other ranks, if any are.
     """
 
-    def __init__(
-        self,
-        kind: Kind,
-        places: list[tuple[Weight, int, int]],
-        length: int,
-        span: tuple[int, int],
-        decay_end: int,
-        *,
-        counted: bool,
-        axes: tuple[Axis, ...],
-        zero: int,
-        dtype: torch.dtype,
-    ):
-        self.kind, self.places, self.span, self.decay_end = kind, places, span, decay_end
-        self.counted, self.axes, self.zero, self.dtype = counted, axes, zero, dtype
+    def __init__(self, spec: BucketSpec, held: Sequence[Weight], mesh: Mesh, *, zero: int, dtype: torch.dtype):
+        self.reduction, self.decay_end, self.zero, self.dtype = spec.reduction, spec.decay_end, zero, dtype
+        self.offsets = [(held[number], *at) for number, at in zip(spec.parameters, spec.offsets, strict=True)]
+        first = mesh.data.index * spec.shard if zero else 0
+        self.span = span = (first, first + spec.shard)
+        self.holders = mesh.stages(self.reduction.stages)
+        self.axes = (*(mesh.axis(name) for name in self.reduction.partial), self.holders)
+        self.counted = (not self.replicated or mesh.tp.first) and self.holders.first
         self.waiting = 0
-        self.came: Counter[int] = Counter()  # id of a weight -> gradients of this step that arrived
+        self.ready: Counter[int] = Counter()  # id of a weight -> gradients of this step that arrived
         self.works: list[tuple[Any, torch.Tensor]] = []
-        self.arriving: Any = None
-        first = places[0][0]
-        self._weights = torch.zeros(length, dtype=first.dtype, device=first.device)
-        for weight, begin, stop in places:
+        self.gathering: Any = None
+        like = self.offsets[0][0]
+        self._weights = torch.zeros(spec.length, dtype=like.dtype, device=like.device)
+        for weight, begin, stop in self.offsets:
             self._weights[begin:stop].copy_(weight.detach().flatten())
             weight.data = self._weights[begin:stop].view(weight.shape)
         self._own = self._weights[span[0] : span[1]].clone() if zero >= 3 else None
@@ -85,12 +73,21 @@ class Bucket:
             assert self.grads is not None
             self.own_grads = self.grads[span[0] : span[1]]
         else:
-            self.own_grads = torch.zeros(span[1] - span[0], dtype=dtype, device=first.device)
+            self.own_grads = torch.zeros(span[1] - span[0], dtype=dtype, device=like.device)
+
+    def tied_name(self) -> str:
+        """Name of the tensor, if several stages hold it, else nothing."""
+        return self.offsets[0][0].slots[0].shard.name if self.reduction.stages else ""
+
+    @property
+    def replicated(self) -> bool:
+        """Whether every tensor rank holds an equal copy."""
+        return bool(self.reduction.replicated)
 
     @property
     def weights(self) -> torch.Tensor:
         """All our weights; waits for those that are on their way."""
-        self.arrive()
+        self.wait_param_gather()
         return self._weights
 
     @property
@@ -99,7 +96,7 @@ class Bucket:
 
     @property
     def uses(self) -> int:
-        return sum(weight.uses for weight, _, _ in self.places)
+        return sum(weight.uses for weight, _, _ in self.offsets)
 
     def runs(self) -> Iterator[tuple[Shard, slice]]:
         """Every logical tensor's elements in our span, as a slice of it (vocabulary padding included, may be empty).
@@ -131,43 +128,43 @@ class Bucket:
 
     def _logical(self) -> Iterator[tuple[Shard, int]]:
         """The blocks of logical tensors that weights hold, and where in the bucket each begins."""
-        for weight, begin, _ in self.places:
+        for weight, begin, _ in self.offsets:
             for slot in weight.slots:
                 yield slot.shard, begin + slot.offset * prod(weight.shape[1:])
 
     def open(self) -> None:
         """Make room for the gradients of all our weights."""
         self.grads = torch.zeros(self._weights.numel(), dtype=self.dtype, device=self._weights.device)
-        for weight, begin, stop in self.places:
+        for weight, begin, stop in self.offsets:
             weight.sink = self.grads[begin:stop].view(weight.shape)
 
     def close(self) -> torch.Tensor:
         """Take the gradients out of the weights' sight; the memory goes when the caller lets go of them."""
         grads, self.grads = self.grads, None
         assert grads is not None
-        for weight, _, _ in self.places:
+        for weight, _, _ in self.offsets:
             weight.sink = None
         return grads
 
-    def share(self, axis: Axis) -> None:
-        """Send our span of the weights to all ranks of the axis and take theirs, until `arrive`."""
+    def start_param_gather(self, axis: Axis) -> None:
+        """Send our span of the weights to all ranks of the axis and take theirs, until `wait_param_gather`."""
         own = self.own_weights
         # NCCL may gather into the tensor that its own part is a view of; gloo may not.
-        _, self.arriving = start_all_gather(own if own.is_cuda else own.clone(), axis, self._weights)
+        _, self.gathering = start_all_gather(own if own.is_cuda else own.clone(), axis, self._weights)
 
-    def arrive(self) -> None:
+    def wait_param_gather(self) -> None:
         """Wait for the weights that are on their way."""
-        if self.arriving is not None:
-            self.arriving.wait()
-            self.arriving = None
+        if self.gathering is not None:
+            self.gathering.wait()
+            self.gathering = None
 
-    def gather(self, axis: Axis) -> None:
+    def unshard(self, axis: Axis) -> None:
         """Bring back weights that only their owners keep."""
         if self._own is not None and not self._weights.untyped_storage().size():
             self._weights.untyped_storage().resize_(self._weights.numel() * self._weights.element_size())
             self._weights.copy_(all_gather(self._own, axis))
 
-    def forget(self) -> None:
+    def reshard(self) -> None:
         """Keep our span of the weights only."""
         if self._own is not None:
             self._weights.untyped_storage().resize_(0)
@@ -180,7 +177,10 @@ class GradBuffer:
         0  every rank has everything
         1  a rank owns, and updates, its span of each bucket
         2  also: gradients are reduced and let go with every microbatch, so only spans accumulate
-        3  also: weights are gathered when a unit of the model runs, and let go behind it
+        3  also: weights are gathered when a unit of the model runs, and let go after it
+
+    shared: name of every tensor that several pipeline stages hold -> these stages (`shared_stages`); all ranks give the
+    same.
     """
 
     def __init__(
@@ -190,93 +190,53 @@ class GradBuffer:
         *,
         dtype: torch.dtype,
         sequence: bool = False,
+        shared: Mapping[str, tuple[int, ...]] | None = None,
         zero: int = 0,
         bucket_size: int = 40_000_000,
         overlap: bool = True,
         overlap_gather: bool = True,
     ):
         self.mesh, self.dtype, self.zero, self.overlap = mesh, dtype, zero, overlap
-        self.sequence = sequence and mesh.tp.size > 1
         self._claimed: set[int] = set()
+        for stages in sorted(set((shared or {}).values())):
+            mesh.stages(stages)  # groups are made by all ranks, those that hold none of these tensors too
+        shards = mesh.data.size if zero else 1
+        rules = BucketRules(mesh.tp.size, sequence, shards, bucket_size if zero < 3 else None, shared or {})
         self.buckets = [
-            self._bucket(kind, group)
+            bucket
             for chunk in chunks
             for unit in (_units(chunk) if zero >= 3 else [chunk])
-            for kind, group in self._groups(unit, bucket_size)
+            for bucket in self._buckets(unit, rules)
         ]
-        self._home = {id(weight): bucket for bucket in self.buckets for weight, _, _ in bucket.places}
+        self._bucket_of = {id(weight): bucket for bucket in self.buckets for weight, _, _ in bucket.offsets}
+        # Stages that share several tensors must add them up in one order.
+        self._tied_last = sorted(self.buckets, key=Bucket.tied_name)
         self._final = False
-        self._leaving: Bucket | None = None
-        self._held: list[Product] = []
+        self._reducing: Bucket | None = None
+        self._deferred: list[DeferredWgrad] = []
         for bucket in self.buckets:
-            for weight, _, _ in bucket.places:
-                weight.on_arrival = self._arrived
-                weight.on_need = self._need if zero >= 2 else None
-                weight.register_post_accumulate_grad_hook(_into_sink)
-            bucket.forget()
+            for weight, _, _ in bucket.offsets:
+                weight.on_arrival = self._grad_ready
+                weight.on_need = self._open_main_grad if zero >= 2 else None
+                weight.register_post_accumulate_grad_hook(_into_main_grad)
+            bucket.reshard()
         self._shared, self._overlap_gather = 0 < zero < 3 and mesh.data.size > 1, overlap_gather
-        self._road = mesh.data
+        self._gather_axis = mesh.data
         if self._shared and overlap_gather:
             # The loss's few numbers are added up meanwhile, and must not queue behind the weights.
-            self._road = mesh.channel("weights", "cp", "dp")
+            self._gather_axis = mesh.channel("weights", "cp", "dp")
             for chunk in chunks:
                 for unit in _units(chunk):
-                    unit.register_forward_pre_hook(partial(_arrive, self._homes(unit)))
+                    unit.register_forward_pre_hook(partial(_wait_param_gather, self.buckets_of(unit)))
 
     # -- construction
 
-    def _kind(self, weight: Weight) -> Kind:
-        tensor = weight.slots[0].shard.tensor
-        if len(tensor.places) > 1 and self.mesh.pp.size > 1:
-            return "tied"
-        if self.mesh.tp.size == 1 or tensor.cut is not None:
-            return "cut"
-        if "tp" in tensor.partial or ("sequence" in tensor.partial and self.sequence):
-            return "partial"
-        return "whole"
-
-    def _groups(self, unit: nn.Module, least: int) -> Iterator[tuple[Kind, list[Weight]]]:
-        """Neighbouring weights of one kind and dtype, at least `least` elements where there are as many."""
-        open_groups: dict[tuple[Kind, torch.dtype], list[Weight]] = {}
-        for weight in weights(unit):
-            if id(weight) in self._claimed:  # a tied tensor of two chunks or units of one rank
-                continue
-            self._claimed.add(id(weight))
-            kind = self._kind(weight)
-            group = open_groups.setdefault((kind, weight.dtype), [])
-            group.append(weight)
-            if kind == "tied" or (sum(w.numel() for w in group) >= least and self.zero < 3):
-                yield kind, open_groups.pop((kind, weight.dtype))
-        for (kind, _), group in open_groups.items():
-            yield kind, group
-
-    def _bucket(self, kind: Kind, group: list[Weight]) -> Bucket:
-        decays = [w for w in group if w.slots[0].shard.tensor.decays]
-        rest = [w for w in group if not w.slots[0].shard.tensor.decays]
-        places, end, decay_end = [], 0, 0
-        for weight in decays + rest:
-            places.append((weight, end, end + weight.numel()))
-            end = _up(end + weight.numel(), ALIGNMENT)
-            if len(places) <= len(decays):
-                decay_end = end
-        shares = self.mesh.data.size if self.zero else 1
-        length = _up(end, shares * ALIGNMENT)
-        share = length // shares
-        first = self.mesh.data.index * share if self.zero else 0
-        tensor_rank = kind in ("cut", "tied") or self.mesh.tp.first
-        holder = kind != "tied" or self.mesh.ends.first
-        axes = {"partial": (self.mesh.tp,), "tied": (self.mesh.ends,)}.get(kind, ())
-        return Bucket(
-            kind,
-            places,
-            length,
-            (first, first + share),
-            decay_end,
-            counted=tensor_rank and holder,
-            axes=axes,
-            zero=self.zero,
-            dtype=self.dtype,
-        )
+    def _buckets(self, unit: nn.Module, rules: BucketRules) -> Iterator[Bucket]:
+        """Those of the weights of `unit` that no other unit of this rank has had before (tied ones)."""
+        held = [weight for weight in weights(unit) if id(weight) not in self._claimed]
+        self._claimed.update(map(id, held))
+        for spec in plan_buckets([parameter_spec(weight) for weight in held], rules):
+            yield Bucket(spec, held, self.mesh, zero=self.zero, dtype=self.dtype)
 
     # -- one step
 
@@ -285,64 +245,64 @@ class GradBuffer:
         for bucket in self.buckets:
             (bucket.own_grads if bucket.grads is None else bucket.grads).zero_()
             bucket.waiting, bucket.works = bucket.uses, []
-            bucket.came.clear()
+            bucket.ready.clear()
 
     def final(self, last: bool) -> None:
         """Say whether the backward pass that follows is the last of its chunk in this step."""
         self._final = last
 
-    def hold(self) -> None:
+    def defer_wgrad(self) -> None:
         """From here on keep weight products instead of computing them (a backward pass for inputs only)."""
-        self._held = []
-        self._route(self._hold)
+        self._deferred = []
+        self._route_wgrad(self._defer)
 
-    def release(self) -> list[Product]:
-        """The products kept since `hold`; products are computed at once again."""
-        self._route(None)
-        held, self._held = self._held, []
+    def take_deferred(self) -> list[DeferredWgrad]:
+        """The products kept since `defer_wgrad`; products are computed at once again."""
+        self._route_wgrad(None)
+        held, self._deferred = self._deferred, []
         return held
 
-    def _route(self, products: Callable[[Weight, Any, torch.Tensor], None] | None) -> None:
+    def _route_wgrad(self, products: Callable[[Weight, Any, torch.Tensor], None] | None) -> None:
         for bucket in self.buckets:
-            for weight, _, _ in bucket.places:
+            for weight, _, _ in bucket.offsets:
                 weight.on_product = products
 
-    def _hold(self, weight: Weight, grad: Any, x: torch.Tensor) -> None:
-        self._held.append((weight, grad, x))
+    def _defer(self, weight: Weight, grad: Any, x: torch.Tensor) -> None:
+        self._deferred.append((weight, grad, x))
 
-    def compute(self, products: list[Product]) -> None:
+    def run_wgrad(self, products: list[DeferredWgrad]) -> None:
         """Compute kept products, as the weight's act of a plan."""
         with torch.no_grad():
             for weight, grad, x in products:
                 weight.add_product(grad, x)
 
-    def _need(self, weight: Weight) -> None:
+    def _open_main_grad(self, weight: Weight) -> None:
         """The first gradient of a microbatch finds no room."""
-        bucket = self._home[id(weight)]
+        bucket = self._bucket_of[id(weight)]
         bucket.open()
         bucket.waiting = bucket.uses
-        bucket.came.clear()
+        bucket.ready.clear()
 
-    def _arrived(self, weight: Weight) -> None:
+    def _grad_ready(self, weight: Weight) -> None:
         if not self._final and self.zero < 2:
             return
-        bucket = self._home[id(weight)]
+        bucket = self._bucket_of[id(weight)]
         bucket.waiting -= 1
-        bucket.came[id(weight)] += 1
+        bucket.ready[id(weight)] += 1
         assert bucket.waiting >= 0, f"{weight.slots[0].shard.name}: more gradients than uses"
         if bucket.waiting == 0 and (self.overlap or self.zero >= 2):
-            self._leave(bucket)
+            self._launch_grad_reduce(bucket)
 
-    def _leave(self, bucket: Bucket) -> None:
+    def _launch_grad_reduce(self, bucket: Bucket) -> None:
         """Start the sum over data; the backward pass goes on meanwhile."""
         data = self.mesh.data
         if self.zero >= 2:
             _settle(bucket)
             out, work = start_reduce_scatter(bucket.close(), data)
             bucket.works.append((work, out))
-            bucket.forget()
+            bucket.reshard()
             # A sum on its way holds the whole bucket's gradients, so only one is.
-            before, self._leaving = self._leaving, bucket
+            before, self._reducing = self._reducing, bucket
             if before is not None and before is not bucket:
                 _settle(before)
             return
@@ -355,7 +315,7 @@ class GradBuffer:
         out, work = start_reduce_scatter(bucket.grads, data, out)
         bucket.works.append((work, out))
 
-    def all_arrived(self) -> None:
+    def all_ready(self) -> None:
         """Every gradient of this step is in its place, though nobody told of each: the device did it by itself."""
         for bucket in self.buckets:
             bucket.waiting = 0
@@ -364,49 +324,52 @@ class GradBuffer:
         """Wait for the sums over data, then add up what is still partial. Errors name a weight without gradient."""
         for bucket in self.buckets:
             if bucket.waiting:
-                silent = [w.slots[0].shard.name for w, _, _ in bucket.places if bucket.came[id(w)] < w.uses]
+                silent = [w.slots[0].shard.name for w, _, _ in bucket.offsets if bucket.ready[id(w)] < w.uses]
                 raise RuntimeError(f"{bucket.waiting} gradients never arrived: {', '.join(silent)}")
             if not bucket.works and bucket.grads is not None:
-                self._leave(bucket)
-        self.arrive()
+                self._launch_grad_reduce(bucket)
+        self.wait_param_gather()
         for bucket in self.buckets:
             _settle(bucket)
+        for bucket in self._tied_last:
             for axis in bucket.axes:
                 all_reduce(bucket.own_grads, axis)
         self._final = False
 
     # -- weights that travel: updated spans (zero 1 and 2), units that come and go (zero 3)
 
-    def share_weights(self) -> None:
+    def start_param_gather(self) -> None:
         """Send updated spans to every rank. With overlap they arrive while the next forward pass runs, where each unit
         of the model waits for its own; whoever asks a bucket for its weights waits too."""
         if not self._shared:
             return
         for bucket in self.buckets:
-            bucket.share(self._road)
+            bucket.start_param_gather(self._gather_axis)
         if not self._overlap_gather:
-            self.arrive()
+            self.wait_param_gather()
 
-    def arrive(self) -> None:
+    def wait_param_gather(self) -> None:
         """Wait for all weights that are on their way. Due before a buffer is thrown away, too: NCCL's group holds the
         tensors of an exchange that nobody waited for until the next one on the same group."""
         for bucket in self.buckets:
-            bucket.arrive()
+            bucket.wait_param_gather()
 
-    def _homes(self, unit: nn.Module) -> list[Bucket]:
+    def buckets_of(self, unit: nn.Module) -> list[Bucket]:
         """The distinct buckets of a unit's weights."""
-        return list({id(home): home for home in (self._home[id(weight)] for weight in weights(unit))}.values())
+        return list({id(home): home for home in (self._bucket_of[id(weight)] for weight in weights(unit))}.values())
 
-    def around(self, unit: nn.Module, run: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    def with_full_params(
+        self, unit: nn.Module, run: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor
+    ) -> torch.Tensor:
         """run(x), a unit of the model on tensors, with its weights here while it runs, forward and backward."""
         if self.zero < 3:
             return run(x)
-        buckets = self._homes(unit)
+        buckets = self.buckets_of(unit)
         for bucket in buckets:
-            bucket.gather(self.mesh.data)
+            bucket.unshard(self.mesh.data)
         y = run(x)
         for bucket in buckets:
-            bucket.forget()
+            bucket.reshard()
         return _Return.apply(y, buckets, self.mesh.data) if torch.is_grad_enabled() else y
 
     def square_sum(self, *, weights: bool = False) -> torch.Tensor:
@@ -430,16 +393,15 @@ class GradBuffer:
     def whole_sums(self, bucket: Bucket, sums: torch.Tensor) -> torch.Tensor:
         """Sums over whole logical tensors, from what each rank of the stage has summed over its span of `bucket`.
 
-        Where tensor ranks hold copies, the first one's count. Both ends of a tied tensor get the first end's bits.
+        Where tensor ranks hold copies, the first one's count; all stages that hold a tied tensor get the first one's.
         """
         whole = sums.to(bucket.own_weights.device)
-        if bucket.kind not in ("cut", "tied") and not self.mesh.tp.first:
+        if bucket.replicated and not self.mesh.tp.first:
             whole = torch.zeros_like(whole)
         all_reduce(whole, self.mesh.stage if self.zero else self.mesh.tp)
-        if bucket.kind == "tied":
-            if not self.mesh.ends.first:
-                whole = torch.zeros_like(whole)
-            all_reduce(whole, self.mesh.ends)
+        if not bucket.holders.first:
+            whole = torch.zeros_like(whole)
+        all_reduce(whole, bucket.holders)
         return whole.to(sums.device)
 
     @property
@@ -459,14 +421,14 @@ class _Return(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         for bucket in ctx.buckets:
-            bucket.gather(ctx.axis)
+            bucket.unshard(ctx.axis)
         return grad, None, None
 
 
-def _arrive(buckets: list[Bucket], *_: Any) -> None:
+def _wait_param_gather(buckets: list[Bucket], *_: Any) -> None:
     """In front of a unit's forward pass: its weights are here."""
     for bucket in buckets:
-        bucket.arrive()
+        bucket.wait_param_gather()
 
 
 def _settle(bucket: Bucket) -> None:
@@ -489,11 +451,13 @@ def _units(chunk: nn.Module) -> Iterator[nn.Module]:
             yield child
 
 
-def _up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
+def parameter_spec(weight: Weight) -> ParameterSpec:
+    """What decides where `weight` lies."""
+    tensors = tuple(slot.shard.tensor for slot in weight.slots)
+    return ParameterSpec(tensors, weight.numel(), str(weight.dtype))
 
 
-def _into_sink(parameter: torch.Tensor) -> None:
+def _into_main_grad(parameter: torch.Tensor) -> None:
     """Move what autograd accumulated (norms, biases, positions) into the bucket.
 
     The hook is called with no gradient where a layer has put it into the sink by itself.

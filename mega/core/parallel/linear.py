@@ -5,7 +5,7 @@
 
 Under sequence parallelism tokens are shared out between regions: entering gathers them, leaving scatters the sum.
 The gathered input is not kept; backward gathers it again while it multiplies (Korthikanti et al. 2022, section 4.2).
-Where the axis has peers, these exchanges run beside the very products they feed, a rank's tokens at a time.
+Where the region has a transport, these exchanges run beside the very products they feed, a rank's tokens at a time.
 """
 
 from __future__ import annotations
@@ -24,39 +24,37 @@ from mega.core.parallel.collectives import (
     start_all_gather,
     start_reduce_scatter,
 )
-from mega.core.parallel.mesh import Axis
 from mega.core.parallel.peers import Gather, Scatter
-from mega.core.parallel.weight import Maker, Weight
+from mega.core.parallel.region import Region
+from mega.core.parallel.weight import ParameterFactory, Weight
 
 
 class _ColumnProduct(torch.autograd.Function):
     """x [tokens, in] -> [tokens, out of this rank]; under sequence x are our tokens."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None, axis: Axis, sequence: bool
-    ) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None, region: Region) -> torch.Tensor:
         keep(ctx, x)
-        ctx.weight, ctx.axis, ctx.sequence = weight, axis, sequence
+        ctx.weight, ctx.region, axis, sequence = weight, region, region.axis, region.sequence
         products, factor = weight.ops.products, weight.to(x.dtype)
-        if sequence and axis.peers is not None:
+        if sequence and region.transport is not None:
             y = x.new_empty((x.shape[0] * axis.size, weight.shape[0]))
-            for rows, part in Gather(x, axis.peers).parts():
+            for rows, part in Gather(x, region.transport).parts():
                 products.output(part, factor, bias, out=y[rows])
             return y
         return products.output(all_gather(x, axis) if sequence else x, factor, bias)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None, None, None]:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None, None]:
         x = kept(ctx)
-        weight, axis, sequence = ctx.weight, ctx.axis, ctx.sequence
+        weight, axis, sequence = ctx.weight, ctx.region.axis, ctx.region.sequence
         products, factor = weight.ops.products, weight.to(x.dtype)
-        if sequence and axis.peers is not None:
-            gathered, summed = Gather(x, axis.peers), Scatter(*x.shape, x, axis.peers)  # type: ignore[call-arg]
+        if sequence and ctx.region.transport is not None:
+            gathered, summed = Gather(x, ctx.region.transport), Scatter(*x.shape, x, ctx.region.transport)  # type: ignore[call-arg]
             for rows, out in summed.parts():
                 products.input_gradient(grad[rows], factor, out=out)
             grad_weight = weight.add_product(grad, gathered.whole(keep=weight.on_product is not None))
-            return weight.ops.total(summed.blocks()), grad_weight, None, None, None
+            return weight.ops.total(summed.blocks()), grad_weight, None, None
         # 1 ask for the whole input again while the input's gradient is computed
         whole, gathering = start_all_gather(x, axis) if sequence else (x, None)
         grad = products.prepare(grad)
@@ -70,19 +68,19 @@ class _ColumnProduct(torch.autograd.Function):
             gathering.wait()
         grad_weight = weight.add_product(grad, whole)
         summing.wait()
-        return grad_x, grad_weight, None, None, None
+        return grad_x, grad_weight, None, None
 
 
 class _RowProduct(torch.autograd.Function):
     """x [tokens, in of this rank] -> [tokens, out], summed over ranks; under sequence our tokens of it."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: Weight, axis: Axis, sequence: bool) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, weight: Weight, region: Region) -> torch.Tensor:
         keep(ctx, x)
-        ctx.weight, ctx.axis, ctx.sequence = weight, axis, sequence
+        ctx.weight, ctx.region, axis, sequence = weight, region, region.axis, region.sequence
         products = weight.ops.products
-        if sequence and axis.peers is not None:
-            summed = Scatter(x.shape[0] // axis.size, weight.shape[0], x, axis.peers)
+        if sequence and region.transport is not None:
+            summed = Scatter(x.shape[0] // axis.size, weight.shape[0], x, region.transport)
             for rows, out in summed.parts():
                 products.output(x[rows], weight, out=out)
             return weight.ops.total(summed.blocks())  # type: ignore[no-any-return]
@@ -93,29 +91,27 @@ class _RowProduct(torch.autograd.Function):
         return y
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None, None]:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None]:
         x = kept(ctx)  # first: where it brings a whole block back, there is nothing else yet
-        weight, axis, sequence = ctx.weight, ctx.axis, ctx.sequence
+        weight, axis, sequence = ctx.weight, ctx.region.axis, ctx.region.sequence
         products = weight.ops.products
-        if sequence and axis.peers is not None:
-            gathered, grad_x = Gather(grad, axis.peers), torch.empty_like(x)
+        if sequence and ctx.region.transport is not None:
+            gathered, grad_x = Gather(grad, ctx.region.transport), torch.empty_like(x)
             for rows, part in gathered.parts():
                 products.input_gradient(part, weight, out=grad_x[rows])
             grad = gathered.whole(keep=weight.on_product is not None)
         else:
             grad = products.prepare(all_gather(grad, axis) if sequence else grad)
             grad_x = products.input_gradient(grad, weight)
-        return grad_x, weight.add_product(grad, x), None, None
+        return grad_x, weight.add_product(grad, x), None
 
 
-def column_product(
-    x: torch.Tensor, weight: Weight, axis: Axis, sequence: bool, bias: torch.Tensor | None = None
-) -> torch.Tensor:
+def column_product(x: torch.Tensor, weight: Weight, region: Region, bias: torch.Tensor | None = None) -> torch.Tensor:
     """Enter the region and multiply: x [tokens, in] (our tokens under sequence) -> [tokens, rows of weight].
 
     bias: added in the product's own pass; it gets no gradient from here.
     """
-    return _ColumnProduct.apply(x, weight, bias, axis, sequence and axis.size > 1)  # type: ignore[no-any-return, no-untyped-call]
+    return _ColumnProduct.apply(x, weight, bias, region)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class ColumnLinear(nn.Module):
@@ -125,33 +121,31 @@ class ColumnLinear(nn.Module):
     `product` leaves that to the op behind too.
     """
 
-    def __init__(self, make: Maker, weight: list[Tensor], bias: list[Tensor], axis: Axis, sequence: bool):
+    def __init__(self, make: ParameterFactory, weight: list[Tensor], bias: list[Tensor], region: Region):
         super().__init__()
         self.weight = make(*weight)
         self.bias = make(*bias) if bias else None
-        self.axis, self.sequence = axis, sequence
+        self.region = region
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.product(x)
         return y if self.bias is None else y + self.bias
 
     def biased(self, x: torch.Tensor) -> torch.Tensor:
-        return column_product(
-            x, self.weight, self.axis, self.sequence, None if self.bias is None else self.bias.detach()
-        )
+        return column_product(x, self.weight, self.region, None if self.bias is None else self.bias.detach())
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
-        return column_product(x, self.weight, self.axis, self.sequence)
+        return column_product(x, self.weight, self.region)
 
 
 class RowLinear(nn.Module):
     """Inputs cut over the axis; the bias is to be added once, after the sum: `product` leaves it to the op behind."""
 
-    def __init__(self, make: Maker, weight: Tensor, bias: Tensor | None, axis: Axis, sequence: bool):
+    def __init__(self, make: ParameterFactory, weight: Tensor, bias: Tensor | None, region: Region):
         super().__init__()
         self.weight = make(weight)
         self.bias = make(bias) if bias is not None else None
-        self.axis, self.sequence = axis, sequence
+        self.region = region
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.biased(self.product(x))
@@ -160,4 +154,4 @@ class RowLinear(nn.Module):
         return product if self.bias is None else product + self.bias
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
-        return _RowProduct.apply(x, self.weight, self.axis, self.sequence and self.axis.size > 1)  # type: ignore[no-any-return, no-untyped-call]
+        return _RowProduct.apply(x, self.weight, self.region)  # type: ignore[no-any-return, no-untyped-call]

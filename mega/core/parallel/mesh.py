@@ -18,12 +18,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import TYPE_CHECKING
 
 import torch.distributed as dist
-
-if TYPE_CHECKING:
-    from mega.core.parallel.peers import Peers
 
 ORDER = ("tp", "cp", "dp", "pp")
 
@@ -40,7 +36,6 @@ class Axis:
     ranks: tuple[int, ...]
     index: int
     group: dist.ProcessGroup | None = None
-    peers: Peers | None = None
 
     @property
     def size(self) -> int:
@@ -103,8 +98,6 @@ class Mesh:
         """Ranks that hold the same pipeline stage, or a part of it."""
         self.reports = self.axis("cp", "dp", "pp")
         """Ranks whose losses add up to the global batch's (the last stages hold them, the others zero)."""
-        self.ends = self._ends()
-        """First and last stage, which share tied embeddings."""
         self.links = self._links()
 
     @classmethod
@@ -142,6 +135,15 @@ class Mesh:
         """`axis` on a communicator of its own, so that nothing else waits behind what travels there."""
         return self._axis("x".join(names), self.slices(*names), purpose)
 
+    def stages(self, held: Sequence[int]) -> Axis:
+        """The ranks of our pipeline at these stages, if ours is among them, else we alone. All ranks call it alike.
+
+        >>> Mesh.at(5, tp=2, pp=4).stages((0, 2, 3)).ranks, Mesh.at(3, tp=2, pp=4).stages((0, 3)).ranks
+        ((1, 5, 7), (3,))
+        """
+        parts = [tuple(ranks[stage] for stage in held) for ranks in self.slices("pp")] if len(held) > 1 else []
+        return self._axis("stages", parts, "stages")
+
     def slices(self, *names: str) -> list[tuple[int, ...]]:
         """The whole world cut into runs of ranks that differ in these axes only.
 
@@ -161,11 +163,6 @@ class Mesh:
         ranks = next((part for part in parts if self.rank in part), (self.rank,))
         group = self._groups.get(ranks, purpose) if self._groups is not None else None
         return Axis(name, ranks, ranks.index(self.rank), group)
-
-    def _ends(self) -> Axis:
-        pipelines = self.slices("pp")
-        ends = [(ranks[0], ranks[-1]) if len(ranks) > 1 else ranks for ranks in pipelines]
-        return self._axis("ends", ends, "ends")
 
     def _links(self) -> dict[tuple[str, int], Axis]:
         """(kind, receiving stage) -> the pair of ranks, for the links that touch us.

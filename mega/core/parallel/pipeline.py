@@ -1,26 +1,26 @@
 """The executor that plays any plan: computes, and moves cargo between stages. It knows no schedule and no model.
 
-A stage is a callable `stage(batch, *cargo) -> cargo`; the last one of the model returns a `Loss`. Cargo is a tuple
-of tensors whose shapes and dtypes the stage states, so a family may send two tensors where another sends one.
+A stage is a callable `stage(batch, *cargo) -> StageOutput`. Cargo is a tuple of tensors whose shapes and dtypes the
+stage states, so a family may send two tensors where another sends one; loss terms may come from any stage.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
-from mega.core.batch import DecoderBatch
-from mega.core.parallel.gradients import GradBuffer, Product
+from mega.core.batch import Batch, Terms
+from mega.core.parallel.gradients import DeferredWgrad, GradBuffer
 from mega.core.parallel.mesh import Mesh
 from mega.core.plan import Compute, Exchange, Plan, Transfer
 
-SENT = 4
-"""Sends that may be on their way before the oldest is waited for."""
+MAX_SENDS = 4
+"""Sends that may be in flight before the oldest is waited for."""
 
 Cargo = tuple[torch.Tensor, ...]
 Key = tuple[str, int, int]
@@ -28,22 +28,32 @@ Key = tuple[str, int, int]
 
 
 @dataclass(frozen=True)
-class Loss:
-    """Sums over one microbatch: weight x negative log-likelihood, and weight."""
+class StageOutput:
+    """What a stage makes of one microbatch.
 
-    total: torch.Tensor
-    weight: torch.Tensor
+    cargo: for the next stage. terms: losses that are trained, metrics: what is only reported, by the stage's names.
+    outputs: what the last stage says of the batch (logits), where it was asked for.
+    """
 
-    def __add__(self, other: Loss) -> Loss:
-        return Loss(self.total + other.total, self.weight + other.weight)
+    cargo: Cargo = ()
+    terms: Terms = field(default_factory=dict)
+    metrics: Terms = field(default_factory=dict)
+    outputs: torch.Tensor | None = None
 
 
 class Stage(Protocol):
-    """One chunk of the model on one rank."""
+    """One chunk of the model on one rank.
 
-    def __call__(self, batch: DecoderBatch, *cargo: torch.Tensor) -> Cargo | Loss: ...
+    terms, metrics: names of all losses and metrics of the model, whichever stage they arise on.
+    """
 
-    def cargo(self, rows: int, columns: int) -> list[tuple[tuple[int, ...], torch.dtype]]: ...
+    terms: tuple[str, ...]
+    metrics: tuple[str, ...]
+
+    def __call__(self, batch: Any, *cargo: torch.Tensor, outputs: bool = False) -> StageOutput: ...
+
+    def cargo(self, batch: Any) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """Shapes and dtypes of what this stage is given by the one before."""
 
 
 class Pipeline:
@@ -51,22 +61,42 @@ class Pipeline:
 
     def __init__(self, chunks: Sequence[Stage], mesh: Mesh, device: torch.device):
         self.chunks, self.mesh, self.device = list(chunks), mesh, device
+        self.names = (*self.chunks[0].terms, *self.chunks[0].metrics)
 
     def run(
         self,
         plan: Plan,
-        batches: Sequence[DecoderBatch],
+        batches: Sequence[Batch],
         scales: Sequence[torch.Tensor] | None = None,
         grads: GradBuffer | None = None,
     ) -> torch.Tensor:
-        """Play `plan` over the microbatches; [sum of weight x loss, sum of weight], zeros but on the last stage.
+        """Play `plan` over the microbatches; float64 [names, 2], this rank's sums: total and weight of every term, then
+        of every metric.
 
-        scales: what each microbatch's summed loss is multiplied by before its backward pass (none in a forward plan).
+        scales: float64 [terms] a microbatch, what its terms' totals are multiplied by before its backward pass (none in
+        a forward plan).
         """
         return _Step(self, plan, batches, scales, grads).play()
 
+    def outputs(self, plan: Plan, batches: Sequence[Batch]) -> list[torch.Tensor]:
+        """Play a forward plan; what the last stage says of every microbatch, in order. Empty on all other stages."""
+        assert plan.kind == "forward"
+        step = _Step(self, plan, batches, None, None, asked=True)
+        step.play()
+        return [step.said[number] for number in range(len(step.said))]
+
     def close(self) -> None:
         """Let go of what the device keeps besides tensors. Due before the process group goes."""
+
+
+def stacked(names: Sequence[str], output: StageOutput) -> torch.Tensor:
+    """float64 [names, 2]: totals and weights of an output's terms and metrics, zeros for those that arise elsewhere."""
+    found = {
+        name: torch.stack([one.total.detach(), one.weight]).double()
+        for name, one in (*output.terms.items(), *output.metrics.items())
+    }
+    nothing = torch.zeros_like(next(iter(found.values()))) if len(found) < len(names) else None
+    return torch.stack([found.get(name, nothing) for name in names])  # type: ignore[misc]
 
 
 class _Step:
@@ -76,23 +106,26 @@ class _Step:
         self,
         pipeline: Pipeline,
         plan: Plan,
-        batches: Sequence[DecoderBatch],
+        batches: Sequence[Batch],
         scales: Sequence[torch.Tensor] | None,
         grads: GradBuffer | None,
+        asked: bool = False,
     ):
         assert plan.microbatches == len(batches) and plan.stages == pipeline.mesh.pp.size
         self.pipeline, self.plan, self.batches, self.scales, self.grads = pipeline, plan, batches, scales, grads
         self.rank, self.ranks = pipeline.mesh.pp.index, pipeline.mesh.pp.ranks
         self.stages = plan.stages * plan.chunks
-        self.arriving: dict[Key, tuple[Cargo, list[Any]]] = {}
-        self.leaving: dict[Key, Cargo] = {}
+        self.received: dict[Key, tuple[Cargo, list[Any]]] = {}
+        self.to_send: dict[Key, Cargo] = {}
         self.sent: deque[tuple[Any, torch.Tensor]] = deque()
         self.inputs: dict[tuple[int, int], Cargo] = {}
-        self.outputs: dict[tuple[int, int], Cargo] = {}
+        self.outputs: dict[tuple[int, int], StageOutput] = {}
         self.backwards, self.weights = [0] * plan.chunks, [0] * plan.chunks
-        self.products: dict[tuple[int, int], list[Product]] = {}
+        self.deferred: dict[tuple[int, int], list[DeferredWgrad]] = {}
         self.splits = any(isinstance(act, Compute) and act.kind == "W" for act in plan.acts[self.rank])
         self.sums: list[torch.Tensor] = []
+        self.asked = asked
+        self.said: dict[int, torch.Tensor] = {}
 
     def play(self) -> torch.Tensor:
         for act in self.plan.acts[self.rank]:
@@ -106,9 +139,9 @@ class _Step:
                 self._weights(act)
         for work, _ in self.sent:
             work.wait()
-        assert not (self.arriving or self.leaving or self.outputs), "cargo left over"
+        assert not (self.received or self.to_send or self.outputs), "cargo left over"
         if not self.sums:
-            return torch.zeros(2, dtype=torch.float64, device=self.pipeline.device)
+            return torch.zeros(len(self.pipeline.names), 2, dtype=torch.float64, device=self.pipeline.device)
         return torch.stack(self.sums).sum(0)
 
     def _forward(self, act: Compute) -> None:
@@ -119,12 +152,13 @@ class _Step:
         for tensor in cargo:
             tensor.requires_grad_(trains)
         with torch.set_grad_enabled(trains):
-            out = chunk(batch, *cargo)
-        if isinstance(out, Loss):
-            self.sums.append(torch.stack([out.total.detach(), out.weight]).double())
-            out = (out.total,)
-        else:
-            self._give("F", act, tuple(tensor.detach() for tensor in out), stage + 1)
+            out = chunk(batch, *cargo, outputs=self.asked)
+        if out.terms or out.metrics:
+            self.sums.append(stacked(self.pipeline.names, out))
+        if stage < self.stages - 1:
+            self._give("F", act, tuple(tensor.detach() for tensor in out.cargo), stage + 1)
+        if out.outputs is not None:
+            self.said[act.microbatch] = out.outputs
         if trains:
             self.inputs[act.microbatch, act.chunk], self.outputs[act.microbatch, act.chunk] = cargo, out
 
@@ -132,19 +166,16 @@ class _Step:
         key = (act.microbatch, act.chunk)
         stage = act.chunk * self.plan.stages + self.rank
         out, cargo = self.outputs.pop(key), self.inputs.pop(key)
-        if stage == self.stages - 1:
-            assert self.scales is not None
-            grads: Cargo = (self.scales[act.microbatch].to(out[0].dtype),)
-        else:
-            grads = self._take("B", act)
+        arrived = self._take("B", act) if stage < self.stages - 1 else ()
         self.backwards[act.chunk] += 1
         if self.grads is not None:
             self.grads.final(self.backwards[act.chunk] == self.plan.microbatches)
             if self.splits:
-                self.grads.hold()
-        torch.autograd.backward(out, grads)
+                self.grads.defer_wgrad()
+        scale = None if self.scales is None else self.scales[act.microbatch]
+        backward(self.pipeline.chunks[act.chunk].terms, out, arrived, scale)
         if self.grads is not None and self.splits:
-            self.products[key] = self.grads.release()
+            self.deferred[key] = self.grads.take_deferred()
         if stage:
             self._give("B", act, tuple(_gradient(tensor) for tensor in cargo), stage - 1)
 
@@ -153,45 +184,60 @@ class _Step:
         assert self.grads is not None
         self.weights[act.chunk] += 1
         self.grads.final(self.weights[act.chunk] == self.plan.microbatches)
-        self.grads.compute(self.products.pop((act.microbatch, act.chunk)))
+        self.grads.run_wgrad(self.deferred.pop((act.microbatch, act.chunk)))
 
     def _take(self, kind: str, act: Compute) -> Cargo:
         """Cargo that this compute needs; waits until it is here."""
-        cargo, works = self.arriving.pop((kind, act.microbatch, act.chunk))
+        cargo, works = self.received.pop((kind, act.microbatch, act.chunk))
         for work in works:
             work.wait()
         return cargo
 
     def _give(self, kind: str, act: Compute, cargo: Cargo, to: int) -> None:
-        """Put cargo where its consumer finds it: on this rank, or at the door for the next exchange."""
+        """Put cargo where its consumer finds it: on this rank, or ready for the next exchange."""
         if to % self.plan.stages == self.rank:
-            self.arriving[kind, act.microbatch, to // self.plan.stages] = (cargo, [])
+            self.received[kind, act.microbatch, to // self.plan.stages] = (cargo, [])
         else:
-            self.leaving[kind, act.microbatch, act.chunk] = cargo
+            self.to_send[kind, act.microbatch, act.chunk] = cargo
 
     def _exchange(self, act: Exchange) -> None:
         """Start every send and receive; a receive is waited for by the compute that needs it."""
         for transfer in act.sends:
-            for tensor in self.leaving.pop((transfer.kind, transfer.microbatch, transfer.chunk)):
+            for tensor in self.to_send.pop((transfer.kind, transfer.microbatch, transfer.chunk)):
                 tensor = tensor.contiguous()
                 work = dist.isend(tensor, self.ranks[transfer.peer], group=self._link(transfer.kind, transfer.peer))
                 self.sent.append((work, tensor))
         for transfer in act.recvs:
             self._receive(transfer)
         # The host runs ahead of a device and would hold on to every piece of a step; old ones have long been taken.
-        while len(self.sent) > SENT:
+        while len(self.sent) > MAX_SENDS:
             self.sent.popleft()[0].wait()
 
     def _receive(self, transfer: Transfer) -> None:
-        rows, columns = self.batches[transfer.microbatch].tokens.shape
-        shapes = self.pipeline.chunks[transfer.chunk].cargo(rows, columns)
+        """An activation has the shape that the stage states, a gradient that of what the stage has sent."""
+        key = transfer.microbatch, transfer.chunk
+        if transfer.kind == "F":
+            shapes = self.pipeline.chunks[transfer.chunk].cargo(self.batches[transfer.microbatch])
+        else:
+            shapes = [(tuple(tensor.shape), tensor.dtype) for tensor in self.outputs[key].cargo]
         cargo = tuple(torch.empty(shape, dtype=dtype, device=self.pipeline.device) for shape, dtype in shapes)
         group = self._link(transfer.kind, self.rank)
         works = [dist.irecv(tensor, self.ranks[transfer.peer], group=group) for tensor in cargo]
-        self.arriving[transfer.kind, transfer.microbatch, transfer.chunk] = (cargo, works)
+        self.received[transfer.kind, *key] = (cargo, works)
 
     def _link(self, kind: str, target: int) -> dist.ProcessGroup | None:
         return self.pipeline.mesh.links[kind, target].group
+
+
+def backward(names: Sequence[str], out: StageOutput, arrived: Cargo, scale: torch.Tensor | None) -> None:
+    """The backward pass of one microbatch on one stage: from its own terms, scaled, and from its cargo's gradients."""
+    totals, factors = [], []
+    for number, name in enumerate(names):
+        if name in out.terms:
+            assert scale is not None
+            totals.append(out.terms[name].total)
+            factors.append(scale[number].to(totals[-1].dtype))
+    torch.autograd.backward((*totals, *out.cargo), (*factors, *arrived))
 
 
 def _gradient(tensor: torch.Tensor) -> torch.Tensor:

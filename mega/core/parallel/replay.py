@@ -17,13 +17,13 @@ from typing import Protocol
 
 import torch
 
-from mega.core.batch import DecoderBatch
+from mega.core.batch import Batch
 from mega.core.config.resolve import unrecorded
 from mega.core.device import Recording
 from mega.core.parallel.gradients import GradBuffer
 from mega.core.parallel.mesh import Mesh
 from mega.core.parallel.peers import Peers
-from mega.core.parallel.pipeline import Loss, Pipeline, Stage
+from mega.core.parallel.pipeline import Pipeline, Stage, backward, stacked
 from mega.core.plan import Plan, plan
 
 ALONE = plan("1f1b", 1)
@@ -57,15 +57,15 @@ class ReplayedPipeline(Pipeline):
     def run(
         self,
         plan: Plan,
-        batches: Sequence[DecoderBatch],
+        batches: Sequence[Batch],
         scales: Sequence[torch.Tensor] | None = None,
         grads: GradBuffer | None = None,
     ) -> torch.Tensor:
         if scales is None or grads is None or not self._begun:
             self._begun = self._begun or grads is not None
             return super().run(plan, batches, scales, grads)
-        grads.arrive()
-        sums = torch.zeros(2, dtype=torch.float64, device=self.device)
+        grads.wait_param_gather()
+        sums = torch.zeros(len(self.names), 2, dtype=torch.float64, device=self.device)
         asked = unrecorded(self.mesh.data.size, len(batches))
         alone = len(batches) - asked
         for batch, scale in zip(batches[:alone], scales[:alone], strict=True):
@@ -75,7 +75,7 @@ class ReplayedPipeline(Pipeline):
             sums += self._recorded.play(batch, scale)
         if asked:
             return sums + super().run(ALONE, batches[alone:], scales[alone:], grads)
-        grads.all_arrived()
+        grads.all_ready()
         return sums
 
     def close(self) -> None:
@@ -90,22 +90,22 @@ class _Recorded:
     def __init__(
         self,
         stage: Stage,
-        batch: DecoderBatch,
+        batch: Batch,
         scale: torch.Tensor,
         peers: Peers | None,
         record: Callable[[Callable[[], None]], Record],
     ):
         self._batch = type(batch)(**{name: value.clone() for name, value in batch.tensors().items()})
         self._scale, self._peers = scale.clone(), peers
-        self._sums = torch.zeros(2, dtype=torch.float64, device=scale.device)
+        names = (*stage.terms, *stage.metrics)
+        self._sums = torch.zeros(len(names), 2, dtype=torch.float64, device=scale.device)
         self._exchanges = 0 if peers is None else peers.count
 
         def work() -> None:
             with torch.enable_grad():
-                loss = stage(self._batch)
-            assert isinstance(loss, Loss)
-            self._sums.copy_(torch.stack([loss.total.detach(), loss.weight]))
-            torch.autograd.backward((loss.total,), (self._scale.to(loss.total.dtype),))
+                out = stage(self._batch)
+            self._sums.copy_(stacked(names, out))
+            backward(stage.terms, out, (), self._scale)
             if peers is not None:
                 peers.join()
 
@@ -117,8 +117,8 @@ class _Recorded:
             raise RuntimeError(f"--cuda-graph: this run cannot be recorded ({error}); leave it out") from error
         self._end = 0 if peers is None else peers.count
 
-    def play(self, batch: DecoderBatch, scale: torch.Tensor) -> torch.Tensor:
-        """[sum of weight x loss, sum of weight], until the next one is played; gradients are added to their sinks."""
+    def play(self, batch: Batch, scale: torch.Tensor) -> torch.Tensor:
+        """The sums, as of `Pipeline.run`, until the next one is played; gradients are added to `main_grad`."""
         for ours, given in zip(self._batch.tensors().values(), batch.tensors().values(), strict=True):
             ours.copy_(given)
         self._scale.copy_(scale)

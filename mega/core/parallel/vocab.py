@@ -16,7 +16,8 @@ from mega.core.inventory import Tensor
 from mega.core.parallel.collectives import all_reduce, leave_region
 from mega.core.parallel.linear import column_product
 from mega.core.parallel.mesh import Axis
-from mega.core.parallel.weight import Maker, Weight
+from mega.core.parallel.region import Region
+from mega.core.parallel.weight import ParameterFactory, Weight
 
 
 class _LookUp(torch.autograd.Function):
@@ -50,20 +51,20 @@ def look_up(ids: torch.Tensor, weight: Weight) -> torch.Tensor:
 class VocabEmbedding(nn.Module):
     """Token ids [tokens] -> [tokens, h], or our tokens under sequence."""
 
-    def __init__(self, make: Maker, tensor: Tensor, axis: Axis, sequence: bool):
+    def __init__(self, make: ParameterFactory, tensor: Tensor, region: Region):
         super().__init__()
         self.weight = make(tensor)
-        self.axis, self.sequence = axis, sequence
+        self.region = region
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        first = self.axis.index * self.weight.shape[0] if self.axis.size > 1 else None
+        first = self.region.axis.index * self.weight.shape[0] if self.region.size > 1 else None
         rows = _LookUp.apply(ids, self.weight, first)  # type: ignore[no-untyped-call]
-        return leave_region(rows, self.axis, self.sequence)
+        return leave_region(rows, self.region.axis, self.region.sequence)
 
 
-def logits(x: torch.Tensor, weight: Weight, axis: Axis, sequence: bool) -> torch.Tensor:
+def logits(x: torch.Tensor, weight: Weight, region: Region) -> torch.Tensor:
     """x [tokens, h] (our tokens under sequence) -> [tokens, ids of this rank], padding at minus infinity."""
-    out = column_product(x, weight, axis, sequence)
+    out = column_product(x, weight, region)
     real = weight.slots[0].shard.size[0]
     if real == weight.shape[0]:
         return out
@@ -99,9 +100,9 @@ class _CrossEntropy(torch.autograd.Function):
         return ctx.ops.softmax_gradient(x, local, log_total, grad, ctx.real), None, None, None
 
 
-def cross_entropy(x: torch.Tensor, labels: torch.Tensor, weight: Weight, axis: Axis, sequence: bool) -> torch.Tensor:
+def cross_entropy(x: torch.Tensor, labels: torch.Tensor, weight: Weight, region: Region) -> torch.Tensor:
     """Negative log-likelihood [tokens] in max(fp32, dtype) under the head `weight`, for the labels int64 [tokens].
 
     x [tokens, h], our tokens under sequence.
     """
-    return _CrossEntropy.apply(column_product(x, weight, axis, sequence), labels, weight, axis)  # type: ignore[no-any-return, no-untyped-call]
+    return _CrossEntropy.apply(column_product(x, weight, region), labels, weight, region.axis)  # type: ignore[no-any-return, no-untyped-call]

@@ -7,7 +7,7 @@ where each lies, so that whoever initialises, saves, reduces or compares goes by
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 import torch
@@ -100,36 +100,48 @@ class Weight(nn.Parameter):
 
 
 @dataclass(frozen=True)
-class Maker:
+class ParameterFactory:
     """Makes the weights of one rank: `coordinates` as in `shard`, memory on `device`, values not set.
 
     embedding: dtype of the tables in front of the first block, where it is not `dtype`. ops: what the layers that hold
-    the weights compute with. again: norms and activations are computed again in the backward pass, not kept.
+    the weights compute with. recompute: norms and activations are computed again in the backward pass, not kept.
+    tied: the tensors of several units that this rank has made.
     """
 
     coordinates: Mapping[str, tuple[int, int]]
     dtype: torch.dtype
     device: torch.device
     ops: Ops = REFERENCE
-    again: bool = False
+    recompute: bool = False
     embedding: torch.dtype | None = None
+    tied: dict[str, Weight] = field(default_factory=dict)
 
     @property
-    def exact(self) -> Maker:
+    def exact(self) -> ParameterFactory:
         """The same with products in the compute dtype, for the head."""
         return replace(self, ops=replace(self.ops, products=self.ops.products.exact()))
 
     def __call__(self, *tensors: Tensor) -> Weight:
-        """One parameter that holds these tensors one behind the other along dim 0."""
-        slots, offset = [], 0
+        """One parameter that holds these tensors one after the other along dim 0.
+
+        A tied tensor that this rank holds already is the same parameter, used once more.
+        """
+        if tensors[0].name in self.tied:
+            weight = self.tied[tensors[0].name]
+            weight.uses += 1
+            return weight
+        segments, offset = [], 0
         for tensor in tensors:
             block = shard(tensor, self.coordinates)
-            slots.append(Slot(block, offset))
+            segments.append(Slot(block, offset))
             offset += block.local[0]
-        shape = (offset, *slots[0].shard.local[1:])
-        table = "embedding" in slots[0].shard.tensor.places
+        shape = (offset, *segments[0].shard.local[1:])
+        table = "embedding" in tensors[0].units
         dtype = self.embedding if self.embedding is not None and table else self.dtype
-        return Weight(torch.empty(shape, dtype=dtype, device=self.device), tuple(slots), self.ops)
+        weight = Weight(torch.empty(shape, dtype=dtype, device=self.device), tuple(segments), self.ops)
+        if len(tensors[0].units) > 1:
+            self.tied[tensors[0].name] = weight
+        return weight
 
 
 def weights(module: nn.Module) -> Iterator[Weight]:

@@ -1,9 +1,12 @@
-"""Which blocks of the model lie on which chunk of which pipeline rank. Knows only numbers of blocks."""
+"""Which blocks of the model lie on which chunk of which pipeline rank. Knows units by name only."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from itertools import accumulate
+
+from mega.core.inventory import Unit
 
 
 def stage_layers(
@@ -54,3 +57,24 @@ def _explicit(explicit: Sequence[int], layers: int, stages: int, chunks: int) ->
     if sum(explicit) != layers:
         raise ValueError(f"--stage-layers {shown}: adds up to {sum(explicit)}, must be --layers {layers}")
     return explicit
+
+
+def unit_stages(units: Sequence[Unit], layers: Sequence[Sequence[range]]) -> dict[Unit, tuple[int, int]]:
+    """Unit -> (pipeline rank, chunk) that holds it. units: in the order of the forward pass, blocks by number.
+
+    layers: as of `stage_layers`. Units before the first block lie on the first stage, those after the last block on the
+    last one, and others with the block that follows.
+
+    >>> unit_stages(["embedding", 0, 1, "head"], stage_layers(2, stages=2))
+    {'embedding': (0, 0), 0: (0, 0), 1: (1, 0), 'head': (1, 0)}
+    """
+    of_block: dict[Unit, tuple[int, int]] = {
+        block: (rank, chunk) for rank, chunks in enumerate(layers) for chunk, run in enumerate(chunks) for block in run
+    }
+    found: dict[Unit, tuple[int, int]] = {}
+    place = len(layers) - 1, len(layers[0]) - 1
+    for unit in reversed(units):
+        place = found[unit] = of_block.get(unit, place)
+    for unit in itertools.takewhile(lambda unit: unit not in of_block, units):
+        found[unit] = 0, 0
+    return dict(reversed(found.items()))

@@ -21,18 +21,19 @@ from typing import Any
 
 import torch
 
-from mega.core.batch import DecoderBatch
+from mega.core.batch import Batch
 from mega.core.config.compose import compose
 from mega.core.config.resolve import microbatches
 from mega.core.config.run import RunConfig
 from mega.core.device import MARK, Device, Moment, Reading
-from mega.core.estimate.flops import model_flops_per_token
+from mega.core.family import family
+from mega.core.flops import model_flops_per_token
 from mega.core.parallel.collectives import all_reduce
 from mega.core.parallel.launch import connect, disconnect
 from mega.core.parallel.mesh import Groups
-from mega.core.training.build import build_mesh
 from mega.core.training.state import TrainState
 from mega.core.training.step import Report, train_step
+from mega.core.training.wire import build_mesh, build_state
 
 
 def _w1(world: int) -> Mapping[str, Any]:
@@ -242,7 +243,7 @@ def measure(
     batch = run.batch
     assert batch.micro_batch and batch.global_batch and batch.seq_length
     mesh = build_mesh(run, rank, world, groups)
-    state = TrainState(run, mesh, device)
+    state = build_state(run, mesh, device)
     batches = [
         random_batch(run, number * mesh.dp.size + mesh.dp.index, device.torch)
         for number in range(microbatches(run, world))
@@ -282,11 +283,11 @@ def measure(
         mfu=None if device.peak_tflops is None else tflops / device.peak_tflops,
         peak_gib=peak / 2**30,
         loss=found[-1]["loss"],
-        skipped=sum(not numbers["fine"] for numbers in found[warmup:]),
+        skipped=sum(not numbers["finite"] for numbers in found[warmup:]),
         steps=times,
         phases=phases,
     )
-    state.grads.arrive()
+    state.grads.wait_param_gather()
     state.pipeline.close()
     del state, batches
     gc.collect()
@@ -294,24 +295,20 @@ def measure(
     return speed
 
 
-def _step(state: TrainState, batches: Sequence[DecoderBatch]) -> Report:
+def _step(state: TrainState, batches: Sequence[Batch]) -> Report:
     options = state.run.optimizer
     return train_step(state, batches, options.lr or 0.0, options.weight_decay)
 
 
-def random_batch(run: RunConfig, number: int, device: torch.device) -> DecoderBatch:
-    """Microbatch `number` of uniformly random tokens, every one of which counts."""
-    rows, length, vocab = run.batch.micro_batch, run.batch.seq_length, run.model.vocab
-    assert rows and length and vocab
-    generator = torch.Generator().manual_seed(number)
-    text = torch.randint(0, vocab, (rows, length + 1), generator=generator).to(device)
-    positions = torch.arange(length, device=device).expand(rows, length)
-    weights = torch.ones(rows, length, device=device)
+def random_batch(run: RunConfig, number: int, device: torch.device) -> Batch:
+    """Microbatch `number` of random tokens, every one of which counts."""
+    rows, length = run.batch.micro_batch, run.batch.seq_length
+    assert rows and length
     samples = torch.arange(number * rows, (number + 1) * rows, device=device)
-    return DecoderBatch(text[:, :-1].contiguous(), text[:, 1:].contiguous(), weights, positions, samples)
+    return family(run.model).synthetic(run.model, length, samples, seed=run.runtime.seed, ragged=False)
 
 
-def profile(state: TrainState, batches: Sequence[DecoderBatch], trace: str | None = None) -> dict[str, float]:
+def profile(state: TrainState, batches: Sequence[Batch], trace: str | None = None) -> dict[str, float]:
     """Milliseconds of one more step by kind of work; on a CPU the whole step is the rest.
 
     The device is profiled over two steps, of which the second counts: it finds what the first has left on its way.

@@ -6,25 +6,26 @@ Both models run one block at a time in fp32, so of each only one block, and the 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from mega.core.batch import DecoderBatch
 from mega.core.checkpoint.forms.convert import OwnSource
 from mega.core.checkpoint.forms.foreign import hugging_face_source
 from mega.core.checkpoint.forms.kinds import kind_of
 from mega.core.checkpoint.own.container import blocks
 from mega.core.checkpoint.own.layout import model_of
-from mega.core.checkpoint.own.pieces import Box, Piece
+from mega.core.checkpoint.own.pieces import Box
 from mega.core.checkpoint.own.store import Checkpoint, locate
 from mega.core.config.sections import ModelConfig
-from mega.core.model.decoder import DecoderStage
-from mega.core.parallel.mesh import Mesh
-from mega.core.parallel.weight import Maker, weights
+from mega.core.family import family
+from mega.core.inference.load import weight_pieces
+from mega.core.inventory import units
+from mega.core.parallel.region import ALONE
+from mega.core.parallel.weight import ParameterFactory
 
 BOUND = 1e-4
 """Largest difference of a logit that conversion may cause, in fp32, as a part of the largest logit (1 at least)."""
@@ -143,31 +144,21 @@ def logits(checkpoint: Checkpoint, ids: torch.Tensor) -> torch.Tensor:
     """[b, s, vocab] in fp32 for token ids [b, s]."""
     model = model_of(checkpoint.meta, str(checkpoint.path))
     assert model.layers is not None and model.vocab is not None
-    positions = torch.arange(ids.shape[1]).expand_as(ids)
-    batch = DecoderBatch(ids, ids, torch.ones(ids.shape), positions, torch.arange(len(ids)))
+    prompt = family(model).prompt
+    assert prompt is not None, "a family that continues text"
+    batch = prompt(ids)
     cargo: tuple[torch.Tensor, ...] = ()
     for stage in _stages(checkpoint, model):
-        if stage.head is not None:
-            return stage.logits(batch, *cargo)[..., : model.vocab]
-        cargo = stage(batch, *cargo)
-    raise AssertionError("the last stage has the head")
+        out = stage(batch, *cargo, outputs=True)
+        cargo = out.cargo
+    assert out.outputs is not None, "the last stage has the head"
+    return out.outputs[..., : model.vocab]
 
 
-def _stages(checkpoint: Checkpoint, model: ModelConfig) -> Iterator[DecoderStage]:
-    """The embedding, each block and the head as stages of their own, filled when their turn comes."""
-    assert model.layers is not None
-    parts: list[tuple[Sequence[int], bool, bool]] = [((), True, False)]
-    parts += [((layer,), False, False) for layer in range(model.layers)]
-    parts.append(((), False, True))
-    for layers, first, last in parts:
-        make = Maker({}, torch.float32, torch.device("cpu"))
-        stage = DecoderStage(model, layers, make, Mesh(0).tp, first=first, last=last).eval()
-        checkpoint.read(_pieces(stage), cast=True)
+def _stages(checkpoint: Checkpoint, model: ModelConfig) -> Iterator[Any]:
+    """Each unit as a stage of its own, filled when its turn comes."""
+    for unit in units(model):
+        factory = ParameterFactory({}, torch.float32, torch.device("cpu"))
+        stage = family(model).stage(model, [unit], factory, ALONE).eval()
+        checkpoint.read(weight_pieces(stage), cast=True)
         yield stage
-
-
-def _pieces(stage: DecoderStage) -> Iterator[Piece]:
-    for weight in weights(stage):
-        weight.data.zero_()  # padding of the vocabulary
-        for slot in weight.slots:
-            yield Piece(f"weights/{slot.shard.name}", slot.shard.whole, slot.shard.start, slot.real(weight.data))

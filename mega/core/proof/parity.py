@@ -12,17 +12,16 @@ from dataclasses import dataclass
 
 import torch
 
-from mega.core.batch import DecoderBatch
+from mega.core.batch import Batch
 from mega.core.checkpoint.own.pieces import Piece
 from mega.core.config.resolve import microbatches
 from mega.core.config.run import RunConfig
 from mega.core.device import Device
-from mega.core.ops.counter import key, mix
+from mega.core.family import family
 from mega.core.parallel.launch import Pool
 from mega.core.parallel.mesh import Groups, Mesh
-from mega.core.training.build import build_mesh
-from mega.core.training.state import TrainState
-from mega.core.training.step import backward, mean_loss
+from mega.core.training.step import backward, means
+from mega.core.training.wire import build_mesh, build_state
 
 LOSS_BOUND = {"fp64": 1e-12, "fp32": 2e-6}
 GRADIENT_BOUND = {"fp64": {1: 1e-10, 10: 1e-10}, "fp32": {1: 1e-5, 10: 2e-4}}
@@ -88,19 +87,11 @@ def _cut(whole: torch.Tensor, start: Sequence[int] | None, like: torch.Tensor) -
     return whole
 
 
-def synthetic_batch(run: RunConfig, samples: torch.Tensor) -> DecoderBatch:
-    """Tokens, ragged loss weights and documents that are functions of the sample numbers alone. samples: int64 [b]."""
-    length, vocab = run.batch.seq_length, run.model.vocab
-    assert length is not None and vocab is not None
-    columns = torch.arange(length + 1, device=samples.device)
-    bits = mix(mix(samples + key(run.runtime.seed, "synthetic"))[:, None] + columns)
-    text = (bits & 0x7FFFFFFF) % vocab
-    # Rows differ in how many tokens count, from a third to all: a per-rank mean would show.
-    counted = length // 3 + (samples * 7919) % (length - length // 3 + 1)
-    weights = (columns[None, :length] < counted[:, None]).float()
-    positions = columns[None, :length].expand(len(samples), length)
-    documents = ((bits[:, :length] >> 32) % 5 == 0).cumsum(1) if run.data.reset_attention else None
-    return DecoderBatch(text[:, :-1], text[:, 1:], weights, positions, samples, documents)
+def synthetic_batch(run: RunConfig, samples: torch.Tensor) -> Batch:
+    """A batch of the run's family that is a function of the sample numbers alone. samples: int64 [b]."""
+    length, kept_apart = run.batch.seq_length, run.data.reset_attention
+    assert length is not None
+    return family(run.model).synthetic(run.model, length, samples, seed=run.runtime.seed, documents=kept_apart)
 
 
 def own_samples(run: RunConfig, mesh: Mesh, consumed: int) -> Iterator[torch.Tensor]:
@@ -118,7 +109,7 @@ def train_layout(
     """Job of one rank: train to the last of `steps`; per listed step loss, gradient norm and this rank's pieces."""
     mesh = build_mesh(run, rank, world, groups)
     device = Device.choose(run.runtime.device, rank)
-    state, found = TrainState(run, mesh, device), []
+    state, found = build_state(run, mesh, device), []
     lr = run.optimizer.lr
     assert lr is not None and run.batch.global_batch is not None
     for step in range(1, max(steps) + 1):
@@ -132,10 +123,10 @@ def train_layout(
                 for piece in state.gradient_pieces()
             ]
         outcome = state.optimizer.step(lr, run.optimizer.weight_decay)
-        loss = mean_loss(state, sums)
+        loss = means(state, sums)[0]
         if step in steps:
             found.append((float(loss), float(outcome.grad_norm), pieces))
-    state.grads.arrive()
+    state.grads.wait_param_gather()
     return found
 
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from mega.core.checkpoint.own.store import locate
 from mega.core.inference.generate import generate, losses
-from mega.core.inference.load import load_decoder, load_tokenizer
+from mega.core.inference.load import load_model, load_tokenizer
 from mega.core.inference.sampling import Sampling
 from mega.core.quickstart.corpus import Document
 from mega.core.quickstart.unigram import unigram
@@ -37,7 +37,7 @@ class Verdict(NamedTuple):
 def verdict(checkpoint: Path, document: Document, train: Path) -> Verdict:
     """Judge `document`; train is the prefix of the training tokens, whose frequencies are the unigram statistics."""
     opened = locate(checkpoint)
-    tokenizer, stage = load_tokenizer(opened), load_decoder(opened)
+    tokenizer, stage = load_tokenizer(opened), load_model(opened)
     assert tokenizer.eod is not None
     ids = [tokenizer.eod, *tokenizer.encode(document.text)]
     how = Sampling(temperature=0.8, top_k=50)

@@ -53,24 +53,22 @@ def copies(state: TrainState) -> Iterator[Copy]:
     mesh, zero = state.mesh, state.grads.zero
     for owned in state.optimizer.owned:
         bucket = owned.bucket
-        # Tensor ranks that hold the whole of a tensor hold equal copies; so do both ends of a tied one.
-        beside = {"whole": ("tp",), "partial": ("tp",)}.get(bucket.kind, ())
+        # Tensor ranks that hold the whole of a tensor hold equal copies; so do all stages that hold a tied one.
+        copied = bucket.reduction.replicated
         flats = {kind: (flat.begin, flat.values) for kind, flat in owned.moments.items()}
         if owned.has_master:
             assert owned.master is not None
             flats["master"] = (bucket.span[0], owned.master)
         for name, factor in owned.factors.items():
             yield from _copy(name, factor, mesh.stage)
-            if bucket.kind == "tied":
-                yield from _copy(name, factor, mesh.ends)
-        for weight, begin, end in bucket.places:
+            yield from _copy(name, factor, bucket.holders)
+        for weight, begin, end in bucket.offsets:
             name = weight.slots[0].shard.name
             if zero < 3:
                 whole = bucket.weights[begin:end]
-                yield from _copy(f"weights/{name}", whole, _axis(state, *beside, "cp", "dp"))
-                if bucket.kind == "tied":
-                    yield from _copy(f"weights/{name}", whole, mesh.ends)
-            axis = _axis(state, *beside, *(("cp", "dp") if not zero else ()))
+                yield from _copy(f"weights/{name}", whole, _axis(state, *copied, "cp", "dp"))
+                yield from _copy(f"weights/{name}", whole, bucket.holders)
+            axis = _axis(state, *copied, *(("cp", "dp") if not zero else ()))
             for kind, (base, values) in flats.items():
                 first, last = max(begin, base), min(end, base + values.numel())
                 if first < last:

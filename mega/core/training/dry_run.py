@@ -14,8 +14,8 @@ from mega.core.config.resolve import data_parallel, microbatches
 from mega.core.inventory import parameters
 from mega.core.parallel.weight import local_parameters
 from mega.core.plan import plan, prove, simulate
-from mega.core.training.build import build_mesh, build_stages
 from mega.core.training.prepare import Prepared
+from mega.core.training.wire import build_mesh, build_stages
 
 
 def dry_run(prepared: Prepared, world: int) -> None:
@@ -32,8 +32,8 @@ def dry_run(prepared: Prepared, world: int) -> None:
             mesh = build_mesh(run, stage * stride + tensor_rank, world)
             chunks = build_stages(run, mesh, torch.device("meta"))
             sizes.add(sum(local_parameters(chunk) for chunk in chunks))
-        blocks = ", ".join(_run_of(chunk.layers) for chunk in chunks)
-        ends = [name for name in ("embedding", "head") if any(getattr(chunk, name) is not None for chunk in chunks)]
+        blocks = ", ".join(_run_of([unit for unit in chunk.units if isinstance(unit, int)]) for chunk in chunks)
+        ends = [unit for chunk in chunks for unit in chunk.units if isinstance(unit, str)]
         ranks = f"{stage * stride}-{(stage + 1) * stride - 1}" if stride > 1 else str(stage)
         table.add_row(str(stage), ranks, blocks, " + ".join(ends), " or ".join(f"{size:,}" for size in sorted(sizes)))
     console.print(table)

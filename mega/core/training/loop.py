@@ -14,19 +14,18 @@ from dataclasses import dataclass
 
 import torch
 
-from mega.core.batch import DecoderBatch
+from mega.core.batch import Batch
 from mega.core.config.resolve import global_batch_at, last_step, microbatches
 from mega.core.config.run import RunConfig
 from mega.core.config.world import world_from_env
 from mega.core.data.batches import Batches
 from mega.core.data.dataset import Dataset
 from mega.core.device import Device, Moment, Reading
-from mega.core.estimate.flops import model_flops_per_token
+from mega.core.flops import model_flops_per_token
 from mega.core.parallel.launch import connect, disconnect
 from mega.core.parallel.mesh import Groups
 from mega.core.text.tokenizer import Tokenizer
 from mega.core.training.audit import audit
-from mega.core.training.build import build_mesh
 from mega.core.training.interrupt import Interrupt, Vote
 from mega.core.training.meters import Meters
 from mega.core.training.persist import (
@@ -42,8 +41,8 @@ from mega.core.training.persist import (
 from mega.core.training.prepare import Prepared, prepare
 from mega.core.training.saver import Saver
 from mega.core.training.schedules import Schedules, going_on
-from mega.core.training.state import TrainState
 from mega.core.training.step import evaluate_step, train_step
+from mega.core.training.wire import build_mesh, build_state
 
 
 def pretrain(run: RunConfig) -> int:
@@ -100,7 +99,7 @@ class Training:
         self.device = device
         # Before the newest checkpoint is looked for: whoever has the place may be saving one.
         claim(held, None if run.evaluation.skip_train else run.checkpoint.save, self.mesh, device.torch)
-        self.state = TrainState(run, self.mesh, device)
+        self.state = build_state(run, self.mesh, device)
         origin = find_origin(run, self._say)
         if origin is not None:
             restore(self.state, origin)
@@ -150,7 +149,7 @@ class Training:
                 if self.validated != self.progress.step:
                     self._validate()
                 self._evaluate("test", self.test)
-            self.state.grads.arrive()
+            self.state.grads.wait_param_gather()
         finally:
             self.state.pipeline.close()
             self.interrupt.close()
@@ -227,7 +226,7 @@ class Training:
         """Wait for a step's numbers; tell them; learn whether any rank was asked to stop."""
         numbers = pending.numbers.numbers()
         loss, norm = numbers["loss"], numbers["grad_norm"]
-        if not numbers.pop("fine"):
+        if not numbers.pop("finite"):
             self.progress.skipped += 1
             # Without a loss scale the next step has been asked for by now: a step that the schedule did not count would
             # be left out one step earlier wherever this one is read at once, as before a save.
@@ -269,7 +268,7 @@ class Training:
         if batches is None or not iterations:
             return
         assert batch is not None
-        sums = torch.zeros(2, dtype=torch.float64, device=self.device.torch)
+        sums = torch.zeros(len(self.state.pipeline.names), 2, dtype=torch.float64, device=self.device.torch)
         begin = 0
         if split == "valid":
             begin = batches.turn(self.progress.consumed_valid, iterations * batch)
@@ -283,14 +282,15 @@ class Training:
             vote = self.interrupt.vote()
             sums += evaluate_step(self.state, self._to_device(batches.take(begin + done * batch, count)))
             vote.count()  # it travelled while this batch was asked for
-        loss = float(sums[0] / sums[1])
-        if math.isnan(loss) and not sums[1]:
+        terms = len(self.state.stages[0].terms)
+        loss = float((sums[:terms, 0] / sums[:terms, 1]).sum())
+        if math.isnan(loss) and not sums[:terms, 1].all():
             self._say(f"{split} at step {self.progress.step} | no token of its {iterations} batches is trained on")
         if self.meters is not None:
             self.meters.evaluation(self.progress.step, split, loss)
 
-    def _to_device(self, batches: Sequence[DecoderBatch]) -> list[DecoderBatch]:
-        return [batch.to_gpu(self.device.torch) for batch in batches] if self.device.is_cuda else list(batches)
+    def _to_device(self, batches: Sequence[Batch]) -> list[Batch]:
+        return [batch.to(self.device.torch) for batch in batches]
 
     def _batches(self, dataset: Dataset | None) -> Batches | None:
         if dataset is None:

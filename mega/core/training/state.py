@@ -7,23 +7,21 @@ by any other. Dropout and initial values are functions of the seed, so no random
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
 
 from mega.core.checkpoint.own.pieces import Piece
 from mega.core.config.run import RunConfig
-from mega.core.device import DTYPES, Device, HostCopy
-from mega.core.model.decoder import DecoderStage
-from mega.core.optim.choose import rule_of
+from mega.core.device import Device, HostCopy
 from mega.core.optim.optimizer import Optimizer
 from mega.core.optim.scaler import LossScaler
 from mega.core.parallel.gradients import Bucket, GradBuffer
 from mega.core.parallel.mesh import Mesh
 from mega.core.parallel.pipeline import Pipeline
-from mega.core.parallel.replay import ReplayedPipeline
-from mega.core.training.build import build_stages, chosen_ops
+from mega.core.plan import Kind
 
 
 @dataclass
@@ -39,43 +37,39 @@ class Progress:
     """Samples of steps skipped under a loss scale, which the learning rate's schedule does not count."""
 
 
-class TrainState:
-    """Everything of one rank that a step reads or changes."""
+@dataclass(frozen=True)
+class StepOptions:
+    """schedule, chunks: the plan's. normalizer: what losses are divided by, the "global" batch's weights or each
+    "microbatch"'s own. params_norm, zeros: whether a step reports them.
+    """
 
-    def __init__(self, run: RunConfig, mesh: Mesh, device: Device):
-        self.run, self.mesh, self.device = run, mesh, device
-        self.progress = Progress()
-        self.stages: list[DecoderStage] = build_stages(run, mesh, device.torch)
-        grad_dtype = run.precision.grad_dtype
-        assert grad_dtype is not None
-        self.grads = GradBuffer(
-            self.stages,
-            mesh,
-            dtype=DTYPES[grad_dtype],
-            sequence=run.parallel.sequence_parallel,
-            zero=run.parallel.zero,
-            bucket_size=run.parallel.bucket_size,
-            overlap=run.parallel.overlap_grad_reduce,
-            overlap_gather=run.parallel.overlap_param_gather,
-        )
-        if run.parallel.zero >= 3:
-            for stage in self.stages:
-                stage.around = self.grads.around
-        options, ops = run.optimizer, chosen_ops(run, device.torch)
-        self.optimizer = Optimizer(
-            self.grads,
-            rule_of(options, plain=ops.plain),
-            options.clip_grad,
-            ops,
-            masters=run.precision.masters,
-            offload=options.optimizer_offload,
-        )
-        self.scaler = _scaler(run, device.torch)
-        self.pipeline = Pipeline(self.stages, mesh, device.torch)
-        if run.runtime.cuda_graph and device.is_cuda:
-            self.pipeline = ReplayedPipeline(self.stages, mesh, device.torch, self.stages[0].tp.peers)
-        self.copy: HostCopy | None = None
-        """What is being copied for a save; a step settles it before it changes anything."""
+    schedule: Kind
+    chunks: int = 1
+    normalizer: str = "global"
+    params_norm: bool = False
+    zeros: bool = False
+
+
+@dataclass
+class TrainState:
+    """Everything of one rank that a step reads or changes.
+
+    run: the config that it was built from, which checkpoints keep; a step does not read it. stages: this rank's chunks
+    of the model, each a `ModelStage`. copy: what is being copied for a save; a step settles it before it changes
+    anything.
+    """
+
+    run: RunConfig
+    mesh: Mesh
+    device: Device
+    stages: list[Any]
+    grads: GradBuffer
+    optimizer: Optimizer
+    pipeline: Pipeline
+    scaler: LossScaler | None
+    step: StepOptions
+    progress: Progress = field(default_factory=Progress)
+    copy: HostCopy | None = None
 
     def train(self, mode: bool = True) -> None:
         nn.ModuleList(self.stages).train(mode)
@@ -123,19 +117,3 @@ def _pieces(kind: str, bucket: Bucket, flat: torch.Tensor, base: int) -> Iterato
     """`flat`, whose first element is number `base` of the bucket, as rectangles of logical tensors."""
     for shard, origin, view in bucket.rectangles(flat, base):
         yield Piece(f"{kind}/{shard.name}", shard.whole, origin, view)
-
-
-def _scaler(run: RunConfig, device: torch.device) -> LossScaler | None:
-    """fp16 needs a loss scale that follows its overflows; a constant one may be asked for in any precision."""
-    options = run.precision
-    if options.loss_scale is not None:
-        return LossScaler(initial=options.loss_scale, window=None, device=device)
-    if options.dtype != "fp16":
-        return None
-    return LossScaler(
-        initial=options.initial_loss_scale,
-        window=options.loss_scale_window,
-        hysteresis=options.hysteresis,
-        least=options.min_loss_scale,
-        device=device,
-    )

@@ -10,16 +10,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from mega.core.batch import DecoderBatch
+from mega.core.batch import Batch
 from mega.core.device import Reading
 from mega.core.parallel.collectives import all_reduce
-from mega.core.parallel.context import cut
-from mega.core.plan import plan
+from mega.core.plan import Plan, plan
 from mega.core.training.state import TrainState
 
 LEAST_WEIGHT = 1e-30
@@ -28,28 +27,30 @@ LEAST_WEIGHT = 1e-30
 
 @dataclass(frozen=True)
 class Report:
-    """What a step did, as device values: nobody waits for them until they are read.
+    """What a step did, as device values: the host does not wait for them until they are read.
 
-    loss: mean over the global batch's weighted tokens. grad_norm: before clipping. fine: 0 if skipped.
-    scale: the loss scale that was in force. params_norm, zeros: of the weights behind the update, and the share of zero
-    gradients, where the run asks for them.
+    loss: of the global batch. means: of each term and metric, by name. grad_norm: before clipping. finite: 0 if the
+    update was skipped. scale: the loss scale that was in force. params_norm, zeros: of the weights after the update,
+    and the share of zero gradients, where the run asks for them.
     """
 
     loss: torch.Tensor
+    means: Mapping[str, torch.Tensor]
     grad_norm: torch.Tensor
-    fine: torch.Tensor
+    finite: torch.Tensor
     scale: torch.Tensor | None = None
     params_norm: torch.Tensor | None = None
     zeros: torch.Tensor | None = None
 
     def start_reading(self) -> Reading:
         """All that there is, on its way to the host by the names that metrics have."""
-        always = {"loss": self.loss, "grad_norm": self.grad_norm, "fine": self.fine}
+        always = {"loss": self.loss, "grad_norm": self.grad_norm, "finite": self.finite}
         asked = {"loss_scale": self.scale, "params_norm": self.params_norm, "zeros": self.zeros}
-        return Reading(always | {name: value for name, value in asked.items() if value is not None})
+        several = self.means if len(self.means) > 1 else {}
+        return Reading(always | {name: value for name, value in asked.items() if value is not None} | dict(several))
 
 
-def train_step(state: TrainState, batches: Sequence[DecoderBatch], lr: float, decay: float) -> Report:
+def train_step(state: TrainState, batches: Sequence[Batch], lr: float, decay: float) -> Report:
     """One step over this data coordinate's microbatches; every rank of the mesh takes part."""
     sums = backward(state, batches)
     # 4
@@ -59,48 +60,54 @@ def train_step(state: TrainState, batches: Sequence[DecoderBatch], lr: float, de
     outcome = state.optimizer.step(lr, decay, None if scaler is None else scaler.scale)
     scale = None if scaler is None else scaler.scale
     if scaler is not None:
-        scaler.update(outcome.fine)
+        scaler.update(outcome.finite)
     # 5
-    log = state.run.log
+    loss, by_name = means(state, sums)
     return Report(
-        mean_loss(state, sums),
+        loss,
+        by_name,
         outcome.grad_norm,
-        outcome.fine,
+        outcome.finite,
         scale,
-        params_norm=_params_norm(state) if log.log_params_norm else None,
-        zeros=_share_of_zeros(state) if log.log_zeros else None,
+        params_norm=_params_norm(state) if state.step.params_norm else None,
+        zeros=_share_of_zeros(state) if state.step.zeros else None,
     )
 
 
-def backward(state: TrainState, batches: Sequence[DecoderBatch]) -> torch.Tensor:
+def backward(state: TrainState, batches: Sequence[Batch]) -> torch.Tensor:
     """Phases 0 to 3: gradients of the global loss in `state.grads`; returns this rank's loss sums."""
-    run, mesh = state.run, state.mesh
+    mesh, options = state.mesh, state.step
     state.train()
     state.grads.start()
     # 0
-    batches = [cut(batch, mesh.cp) for batch in batches]
+    batches = [batch.split(mesh.cp.index, mesh.cp.size) for batch in batches]
     # 1
-    scales = _scales(run.batch.loss_normalizer, batches, state)
-    if state.scaler is not None:
-        scales = [scale * state.scaler.scale for scale in scales]
+    scales = _scales(options.normalizer, batches, state)
     # 2
-    assert run.parallel.schedule is not None
-    schedule = plan(run.parallel.schedule, mesh.pp.size, run.parallel.chunks, len(batches))
+    schedule = plan(options.schedule, mesh.pp.size, options.chunks, len(batches))
     sums = state.pipeline.run(schedule, batches, scales, state.grads)
     # 3
     state.grads.finish()
     return sums
 
 
-def _scales(normalizer: str, batches: Sequence[DecoderBatch], state: TrainState) -> list[torch.Tensor]:
-    """What each microbatch's summed loss is multiplied by."""
-    own = torch.stack([batch.loss_weights.double().sum() for batch in batches])
+def _scales(normalizer: str, batches: Sequence[Batch], state: TrainState) -> list[torch.Tensor]:
+    """For each microbatch, float64 [terms]: what its terms' totals are multiplied by."""
+    by_term = [_scales_of(name, normalizer, batches, state) for name in state.stages[0].terms]
+    return [torch.stack(of_batch) for of_batch in zip(*by_term, strict=True)]
+
+
+def _scales_of(name: str, normalizer: str, batches: Sequence[Batch], state: TrainState) -> list[torch.Tensor]:
+    """One term's factor for each microbatch."""
+    own = torch.stack([batch.weights[name].double().sum() for batch in batches])
     if normalizer == "microbatch":
         all_reduce(own, state.mesh.cp)
-        return list(1.0 / (own.clamp(min=LEAST_WEIGHT) * len(batches) * state.mesh.dp.size))
-    total = own.sum()
-    all_reduce(total, state.mesh.data)
-    return [1.0 / total.clamp(min=LEAST_WEIGHT)] * len(batches)
+        scales = list(1.0 / (own.clamp(min=LEAST_WEIGHT) * len(batches) * state.mesh.dp.size))
+    else:
+        total = own.sum()
+        all_reduce(total, state.mesh.data)
+        scales = [1.0 / total.clamp(min=LEAST_WEIGHT)] * len(batches)
+    return scales if state.scaler is None else [scale * state.scaler.scale for scale in scales]
 
 
 def _params_norm(state: TrainState) -> torch.Tensor:
@@ -115,17 +122,32 @@ def _share_of_zeros(state: TrainState) -> torch.Tensor:
     return counts[0] / counts[1]
 
 
-def evaluate_step(state: TrainState, batches: Sequence[DecoderBatch]) -> torch.Tensor:
-    """[sum of weight x loss, sum of weight] of the global batch, without gradients or dropout."""
-    state.train(False)
-    batches = [cut(batch, state.mesh.cp) for batch in batches]
-    schedule = plan("forward", state.mesh.pp.size, state.run.parallel.chunks, len(batches))
+def evaluate_step(state: TrainState, batches: Sequence[Batch]) -> torch.Tensor:
+    """float64 [names, 2]: total and weight of every term and metric over the global batch, without dropout."""
+    schedule, batches = _forward_only(state, batches)
     sums = state.pipeline.run(schedule, batches)
     all_reduce(sums, state.mesh.reports)
     return sums
 
 
-def mean_loss(state: TrainState, sums: torch.Tensor) -> torch.Tensor:
-    """Loss of the global batch from the ranks' sums; 0 where no token of it counts."""
+def output_step(state: TrainState, batches: Sequence[Batch]) -> list[torch.Tensor]:
+    """What the model says of each microbatch, on the ranks of the last stage; [] on others. Without dropout."""
+    schedule, batches = _forward_only(state, batches)
+    return state.pipeline.outputs(schedule, batches)
+
+
+def _forward_only(state: TrainState, batches: Sequence[Batch]) -> tuple[Plan, list[Batch]]:
+    mesh = state.mesh
+    state.train(False)
+    return plan("forward", mesh.pp.size, state.step.chunks, len(batches)), [
+        batch.split(mesh.cp.index, mesh.cp.size) for batch in batches
+    ]
+
+
+def means(state: TrainState, sums: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Loss of the global batch from the ranks' sums, and each term and metric; 0 where nothing of one counts."""
     all_reduce(sums, state.mesh.reports)
-    return sums[0] / sums[1].clamp(min=LEAST_WEIGHT)
+    found = sums[:, 0] / sums[:, 1].clamp(min=LEAST_WEIGHT)
+    names, terms = state.pipeline.names, len(state.stages[0].terms)
+    loss = found[0] if terms == 1 else found[:terms].sum()
+    return loss, dict(zip(names, found, strict=True))

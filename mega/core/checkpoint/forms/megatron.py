@@ -292,7 +292,7 @@ def import_table(model: ModelConfig, tensors: Tensors, tp: int, pp: int, chunks:
     copies: list[tuple[str, str]] = []
     dropped: dict[str, range] = {}
     for tensor in inventory(model):
-        place = tensor.places[0]
+        place = tensor.units[0]
         stage, layer = places[place] if isinstance(place, int) else (_end(place, pp, chunks), None)
         name = legacy_name(tensor.name, layer)
         parts = [f"{t}.{stage}/{name}" for t in range(tp)]
@@ -417,11 +417,11 @@ def export_tables(model: ModelConfig, tensors: Tensors, tp: int, pp: int) -> dic
     for stage, blocks in enumerate(stages):
         mine: dict[str, list[Tensor]] = {}
         for tensor in inventory(model):
-            for place in tensor.places:
+            for place in tensor.units:
                 if isinstance(place, int) and place in blocks:
                     mine.setdefault(legacy_name(tensor.name, place - blocks[0]), []).append(tensor)
                 elif (place == "embedding" and stage == 0) or (place == "head" and stage == pp - 1):
-                    copy = place == "head" and place != tensor.places[0]
+                    copy = place == "head" and place != tensor.units[0]
                     if not (copy and pp == 1):
                         mine.setdefault(TIED_COPY if copy else legacy_name(tensor.name), []).append(tensor)
         for rank in range(tp):

@@ -18,8 +18,8 @@ from mega.core.checkpoint.own.pieces import CheckpointError, Piece
 from mega.core.config.run import entries
 from mega.core.config.sections import ModelConfig
 from mega.core.config.toml import unfit
-from mega.core.inventory import Place, inventory
-from mega.core.plan.layers import stage_layers
+from mega.core.inventory import Unit, inventory, units
+from mega.core.plan.layers import stage_layers, unit_stages
 from mega.core.shard import shard
 
 SIZES = ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "positions")
@@ -88,7 +88,7 @@ def plan_files(tensors: Tensors, model: ModelConfig, layout: Layout) -> list[lis
         tensor = logical[name]
         if tensor.shape != shape:
             raise CheckpointError(f"{key}: has shape {shape}, the model's is {tensor.shape}")
-        first = owner(tensor.places[0]) * tp
+        first = owner(tensor.units[0]) * tp
         for rank in range(tp if tensor.cut else 1):
             block = shard(tensor, {"tp": (rank, tp)})
             if prod(block.size):
@@ -103,13 +103,12 @@ def planned(
     return Piece(key, whole, start, torch.empty(size, dtype=dtype, device="meta"))
 
 
-def _stages(model: ModelConfig, layout: Layout) -> Callable[[Place], int]:
-    """Place -> pipeline rank."""
+def _stages(model: ModelConfig, layout: Layout) -> Callable[[Unit], int]:
+    """Unit -> pipeline rank."""
     assert model.layers is not None
-    ranks: dict[Place, int] = {"embedding": 0, "head": layout.pp - 1}
-    for rank, chunks in enumerate(stage_layers(model.layers, layout.pp, layout.chunks, layout.stage_layers)):
-        ranks.update((block, rank) for chunk in chunks for block in chunk)
-    return ranks.__getitem__
+    layers = stage_layers(model.layers, layout.pp, layout.chunks, layout.stage_layers)
+    stages = unit_stages(units(model), layers)
+    return lambda unit: stages[unit][0]
 
 
 def check_model(model: ModelConfig, where: str) -> None:

@@ -18,7 +18,7 @@ def product_parameters(model: ModelConfig) -> int:
 
     A tied embedding counts once, for the head is a product.
     """
-    return sum(tensor.elements for tensor in inventory(model) if tensor.places != ("embedding",))
+    return sum(tensor.elements for tensor in inventory(model) if tensor.units != ("embedding",))
 
 
 def model_flops_per_token(model: ModelConfig, seq: int) -> float:

@@ -1,0 +1,94 @@
+"""A model family as one record: what everything above asks of it, and the only place that tells families apart.
+
+Every room holds its own part under the family's name: options in config, tensors in inventory, names on disk in
+checkpoint. Here stage and batches are put beside them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from mega.core import inventory
+from mega.core.batch import Batch
+from mega.core.config.sections import ModelConfig
+from mega.core.data import synthetic
+from mega.core.inventory import Table, Unit
+from mega.core.model.decoder import DecoderStage
+from mega.core.model.stage import StageOptions, UnshardHook
+from mega.core.parallel.pipeline import Stage
+from mega.core.parallel.region import Region
+from mega.core.parallel.weight import ParameterFactory
+
+
+class ModelStage(Stage, Protocol):
+    """A stage as its owner holds it.
+
+    units: what it holds of the model. with_full_params: runs a unit with its whole weights here only meanwhile.
+    """
+
+    units: tuple[Unit, ...]
+    region: Region
+    with_full_params: UnshardHook | None
+
+
+class BuildStage(Protocol):
+    def __call__(
+        self,
+        model: ModelConfig,
+        units: Sequence[Unit],
+        factory: ParameterFactory,
+        region: Region,
+        options: StageOptions = ...,
+    ) -> Any:
+        """The `units` of a model as one stage, an nn.Module that is a `ModelStage`."""
+
+
+class Synthetic(Protocol):
+    def __call__(
+        self,
+        model: ModelConfig,
+        length: int,
+        samples: torch.Tensor,
+        *,
+        seed: int,
+        ragged: bool = True,
+        documents: bool = False,
+    ) -> Batch:
+        """A batch that is a function of sample numbers alone."""
+
+
+class Prompt(Protocol):
+    def __call__(self, ids: torch.Tensor) -> Batch:
+        """ids int64 [b, s] as rows to be continued or judged."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """stage: builds one. synthetic: batches without data. prompt: ids as a batch, where the family continues text."""
+
+    stage: BuildStage
+    synthetic: Synthetic
+    prompt: Prompt | None = None
+
+
+DECODER = Family(DecoderStage, synthetic.decoder_batch, synthetic.decoder_prompt)
+
+FAMILIES: dict[str, Family] = {"gpt": DECODER, "llama": DECODER}
+"""Family -> its record."""
+
+
+def family(model: ModelConfig) -> Family:
+    """The record of a model's family."""
+    return FAMILIES[model.family]
+
+
+def register(name: str, record: Family, table: Table, defaults: Mapping[str, Any]) -> None:
+    """Make a family known: its record, its part of the inventory, its options' defaults (besides GPT's)."""
+    from mega.core.config import presets
+
+    FAMILIES[name], inventory.TABLES[name] = record, table
+    presets.FAMILIES[name] = {"family": name, **defaults}

@@ -1,0 +1,39 @@
+"""Every LOGICAL tensor of a model, once: name, whole shape, cuts, init, decay, units, partial gradients.
+
+One table a family, read by everything that must agree about a model: layers (which tensors, how large, how cut),
+initialisation, gradient norms and reductions, optimizer spans, checkpoints, converters and the memory estimator.
+
+    >>> tensors = inventory(ModelConfig(layers=1, hidden=8, heads=2, vocab=10, positions=4, ...))
+    >>> next(t for t in tensors if t.name.endswith("q_proj.weight"))
+    Tensor(name='model.layers.0.self_attn.q_proj.weight', shape=(8, 8), cut=Cut(dim=0, axis='tp', parts=2), ...)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+
+from mega.core.config.sections import ModelConfig
+from mega.core.inventory import decoder
+from mega.core.inventory.tensor import Cut, Init, Partial, Table, Tensor, Unit, padded
+
+__all__ = ["TABLES", "Cut", "Init", "Partial", "Table", "Tensor", "Unit", "inventory", "padded", "parameters", "units"]
+
+TABLES: dict[str, Table] = {"gpt": decoder.TABLE, "llama": decoder.TABLE}
+"""Family -> its table."""
+
+
+def inventory(model: ModelConfig) -> Iterator[Tensor]:
+    """The logical tensors of a resolved model config, in the order of its forward pass."""
+    return TABLES[model.family].tensors(model)
+
+
+def units(model: ModelConfig) -> tuple[Unit, ...]:
+    """The units of a resolved model config, in the order of its forward pass."""
+    return TABLES[model.family].units(model)
+
+
+@lru_cache(maxsize=16)
+def parameters(model: ModelConfig) -> int:
+    """Elements of all logical tensors: true vocabulary rows, tied tensors once."""
+    return sum(tensor.elements for tensor in inventory(model))

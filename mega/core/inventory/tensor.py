@@ -1,0 +1,87 @@
+"""What a model's table says of one logical tensor. It refuses to know torch, ranks, and how layers fuse tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from math import ceil, prod
+from typing import Literal
+
+from mega.core.config.sections import ModelConfig
+
+Unit = int | str
+"""A part of the model that one pipeline stage holds whole: a block's number, or a name such as "embedding"."""
+
+Partial = Literal["tp", "sequence"]
+"""Axes over which a rank's gradient is only a part of the whole: "tp" always (norms of a rank's own heads),
+"sequence" when the tensor ranks split the sequence (norms and row biases see only their tokens)."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """`dim` is shared out over `axis` in equal runs of whole parts (heads, columns, vocabulary rows).
+
+    multiple: 0 if `parts` must divide by the axis; else the dim is first padded to a multiple of
+        `multiple x axis size`, and ranks at the end hold padding.
+    """
+
+    dim: int
+    axis: str
+    parts: int
+    multiple: int = 0
+
+
+@dataclass(frozen=True)
+class Init:
+    """Initial values: a constant, or N(0, std) when std is positive."""
+
+    constant: float = 0.0
+    std: float = 0.0
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """One logical tensor. Several units mean one tensor used several times (tied embeddings)."""
+
+    name: str
+    shape: tuple[int, ...]
+    units: tuple[Unit, ...]
+    init: Init
+    cut: Cut | None = None
+    partial: tuple[Partial, ...] = ()
+
+    @property
+    def decays(self) -> bool:
+        """Megatron's rule: neither biases nor one-dimensional tensors decay."""
+        return len(self.shape) > 1
+
+    @property
+    def elements(self) -> int:
+        return prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Table:
+    """A family's part of the inventory.
+
+    tensors: the logical tensors of a resolved model. units: the model's units in the order of its forward pass.
+    """
+
+    tensors: Callable[[ModelConfig], Iterator[Tensor]]
+    units: Callable[[ModelConfig], tuple[Unit, ...]]
+
+
+def padded(parts: int, size: int, multiple: int) -> int:
+    """`parts` rounded up to a multiple of `multiple x size`.
+
+    >>> padded(50257, 1, 128), padded(50257, 8, 128)
+    (50304, 51200)
+    """
+    unit = multiple * size
+    return ceil(parts / unit) * unit
+
+
+def resolved(value: int | None, name: str) -> int:
+    """An option of the model that `resolve` has derived."""
+    assert value is not None, f"model.{name} is not resolved"
+    return value

@@ -1,0 +1,159 @@
+"""From a resolved config to what a rank trains: its place in the mesh, its stages, and the state of its run.
+
+The one file of this room that reads a whole config; everything below is given sections or plain numbers. Also of ranks
+that do not exist: without groups, on the meta device.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from mega.core.config.check import PACKAGES
+from mega.core.config.resolve import data_parallel
+from mega.core.config.run import RunConfig
+from mega.core.device import DTYPES, Device
+from mega.core.family import ModelStage, family
+from mega.core.inventory import Unit, inventory, units
+from mega.core.model.stage import StageOptions
+from mega.core.ops.suite import Ops, choose
+from mega.core.optim.choose import rule_of
+from mega.core.optim.optimizer import Optimizer
+from mega.core.optim.scaler import LossScaler
+from mega.core.parallel.context import across
+from mega.core.parallel.gradients import GradBuffer
+from mega.core.parallel.layout import shared_stages
+from mega.core.parallel.mesh import Groups, Mesh
+from mega.core.parallel.peers import peers
+from mega.core.parallel.pipeline import Pipeline
+from mega.core.parallel.region import Region
+from mega.core.parallel.replay import ReplayedPipeline
+from mega.core.parallel.weight import ParameterFactory, initialise
+from mega.core.plan.layers import stage_layers, unit_stages
+from mega.core.training.state import StepOptions, TrainState
+
+
+def build_mesh(run: RunConfig, rank: int, world: int, groups: Groups | None = None) -> Mesh:
+    """The layout of a run as one rank of `world` sees it."""
+    parallel, dp = run.parallel, data_parallel(run, world)
+    return Mesh(rank, tp=parallel.tp, cp=parallel.cp, dp=dp, pp=parallel.pp, groups=groups)
+
+
+def build_state(run: RunConfig, mesh: Mesh, device: Device) -> TrainState:
+    """Everything of one rank that a step reads or changes, with its initial values."""
+    parallel, options, ops = run.parallel, run.optimizer, chosen_ops(run, device.torch)
+    stages = build_stages(run, mesh, device.torch)
+    grads = build_grads(run, mesh, stages)
+    if parallel.zero >= 3:
+        for stage in stages:
+            stage.with_full_params = grads.with_full_params
+    optimizer = Optimizer(
+        grads,
+        rule_of(options, plain=ops.plain),
+        options.clip_grad,
+        ops,
+        masters=run.precision.masters,
+        offload=options.optimizer_offload,
+    )
+    pipeline = Pipeline(stages, mesh, device.torch)
+    if run.runtime.cuda_graph and device.is_cuda:
+        pipeline = ReplayedPipeline(stages, mesh, device.torch, stages[0].region.transport)
+    assert parallel.schedule is not None
+    step = StepOptions(
+        parallel.schedule,
+        parallel.chunks,
+        run.batch.loss_normalizer,
+        params_norm=run.log.log_params_norm,
+        zeros=run.log.log_zeros,
+    )
+    return TrainState(run, mesh, device, stages, grads, optimizer, pipeline, _scaler(run, device.torch), step)
+
+
+def build_grads(run: RunConfig, mesh: Mesh, stages: list[Any]) -> GradBuffer:
+    """The buckets of one rank's stages, which take their weights over."""
+    parallel, precision = run.parallel, run.precision
+    assert precision.grad_dtype is not None
+    return GradBuffer(
+        stages,
+        mesh,
+        dtype=DTYPES[precision.grad_dtype],
+        sequence=parallel.sequence_parallel,
+        shared=shared_stages(inventory(run.model), _placement(run)),
+        zero=parallel.zero,
+        bucket_size=parallel.bucket_size,
+        overlap=parallel.overlap_grad_reduce,
+        overlap_gather=parallel.overlap_param_gather,
+    )
+
+
+def build_stages(run: RunConfig, mesh: Mesh, device: torch.device) -> list[Any]:
+    """The model chunks of one rank, each a `ModelStage`, with their initial values unless `device` is meta."""
+    model, parallel, precision, memory = run.model, run.parallel, run.precision, run.memory
+    factory = ParameterFactory(
+        {"tp": (mesh.tp.index, mesh.tp.size)},
+        DTYPES[precision.dtype],
+        device,
+        across(chosen_ops(run, device), mesh.cp, parallel.cp_comm),
+        recompute=memory.recompute == "selective",
+        embedding=torch.float32 if precision.embedding_fp32 else None,
+    )
+    overlaps = parallel.tp_overlap and mesh.tp.group is not None
+    region = Region(
+        mesh.tp,
+        sequence=parallel.sequence_parallel and mesh.tp.size > 1,
+        transport=peers(mesh.tp, device) if overlaps else None,
+    )
+    drops, full = bool(model.hidden_dropout or model.attention_dropout), memory.recompute == "full"
+    options = StageOptions(
+        dropout_seed=run.runtime.seed if drops else None,
+        residual=torch.float32 if precision.residual_fp32 else None,
+        full_recompute=(memory.recompute_method, memory.recompute_layers) if full else (None, None),
+        distribute_saved=memory.distribute_saved,
+    )
+    held: list[list[Unit]] = [[] for _ in range(parallel.chunks)]
+    for unit, (stage, chunk) in _placement(run).items():
+        if stage == mesh.pp.index:
+            held[chunk].append(unit)
+    build = family(model).stage
+    stages: list[ModelStage] = [build(model, chunk, factory, region, options) for chunk in held]
+    if device.type != "meta":
+        initialise(nn.ModuleList(stages), run.runtime.seed)  # type: ignore[arg-type]
+    return stages
+
+
+def chosen_ops(run: RunConfig, device: torch.device) -> Ops:
+    """What this run computes with on `device`."""
+    precision = run.precision
+    return choose(
+        device,
+        DTYPES[precision.dtype],
+        reference=run.runtime.ops == "reference",
+        package=run.runtime.ops if run.runtime.ops in PACKAGES else None,
+        fp8=precision.fp8,
+        again=run.memory.recompute == "selective",
+    )
+
+
+def _placement(run: RunConfig) -> dict[Unit, tuple[int, int]]:
+    """Unit of the model -> (pipeline stage, chunk) that holds it."""
+    model, parallel = run.model, run.parallel
+    assert model.layers is not None
+    return unit_stages(units(model), stage_layers(model.layers, parallel.pp, parallel.chunks, parallel.stage_layers))
+
+
+def _scaler(run: RunConfig, device: torch.device) -> LossScaler | None:
+    """fp16 needs a loss scale that follows its overflows; a constant one may be asked for in any precision."""
+    options = run.precision
+    if options.loss_scale is not None:
+        return LossScaler(initial=options.loss_scale, window=None, device=device)
+    if options.dtype != "fp16":
+        return None
+    return LossScaler(
+        initial=options.initial_loss_scale,
+        window=options.loss_scale_window,
+        hysteresis=options.hysteresis,
+        least=options.min_loss_scale,
+        device=device,
+    )
