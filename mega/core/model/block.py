@@ -93,8 +93,7 @@ class Attention(nn.Module):
                 q, k = rotate(q, *flow.rotary), rotate(k, *flow.rotary)
         mixed = self.ops.attention(
             *(t.unflatten(0, (flow.rows, flow.columns)) for t in (q, k, v)),
-            flow.documents,
-            flow.attention_drop(self.dropout, self.layer, self.first_head, self.heads),
+            flow.attention_mask(self.dropout, self.layer, self.first_head, self.heads),
         )
         return self.out.product(mixed.reshape(flow.rows * flow.columns, -1))
 

@@ -123,7 +123,7 @@ class DecoderStage(nn.Module):
     ):
         super().__init__()
         self.model, self.tp, self.sequence = model, tp, sequence and tp.size > 1
-        self.dropout_seed, self.dtype = dropout_seed, make.dtype
+        self.dropout_seed, self.dtype, self.row_shards = dropout_seed, make.dtype, make.ops.row_shards
         self.residual = residual if residual is not None else make.dtype
         by_place: dict[Place, dict[str, Tensor]] = {}
         for tensor in inventory(model):
@@ -167,6 +167,7 @@ class DecoderStage(nn.Module):
             sequence=self.sequence,
             dropout_seed=seed,
             dtype=self.dtype,
+            row_shards=self.row_shards,
         )
         stream = Stream(cargo[0] if self.embedding is None else self._embed(batch, facts))
         for which, again in self.runs:

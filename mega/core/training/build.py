@@ -16,7 +16,7 @@ from mega.core.config.run import RunConfig
 from mega.core.device import DTYPES
 from mega.core.model.decoder import DecoderStage
 from mega.core.ops.suite import Ops, choose
-from mega.core.parallel.context import across
+from mega.core.parallel.context import with_context_parallel
 from mega.core.parallel.mesh import Groups, Mesh
 from mega.core.parallel.peers import peers
 from mega.core.parallel.weight import Maker, Weight, initialise
@@ -38,7 +38,7 @@ def chosen_ops(run: RunConfig, device: torch.device) -> Ops:
         reference=run.runtime.ops == "reference",
         package=run.runtime.ops if run.runtime.ops in PACKAGES else None,
         fp8=precision.fp8,
-        again=run.memory.recompute == "selective",
+        recompute=run.memory.recompute == "selective",
     )
 
 
@@ -54,7 +54,7 @@ def build_stages(run: RunConfig, mesh: Mesh, device: torch.device) -> list[Decod
         coordinates,
         DTYPES[run.precision.dtype],
         device,
-        across(chosen_ops(run, device), mesh.cp, parallel.cp_comm),
+        with_context_parallel(chosen_ops(run, device), mesh.cp, parallel.cp_comm),
         again=run.memory.recompute == "selective",
         embedding=torch.float32 if run.precision.embedding_fp32 else None,
     )
