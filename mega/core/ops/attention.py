@@ -96,4 +96,5 @@ def fused_recomputing(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: A
 
 def recomputing(attention: Attention) -> Attention:
     """The form of an attention that saves no weights."""
-    return {plain: plain_recomputing, fused: fused_recomputing}[attention]
+    forms: dict[Attention, Attention] = {plain: plain_recomputing, fused: fused_recomputing}
+    return forms[attention]
