@@ -36,7 +36,8 @@ def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: AttentionMask
     """softmax(q k' / sqrt(d)) v, step by step."""
     s, t = q.shape[1], k.shape[1]
     visible = mask.visible(s, t, q.device)
-    weights = scores(q, k, visible).softmax(-1).to(q.dtype)
+    found = scores(q, k, visible)
+    weights = found.softmax(-1).to(q.dtype)
     if visible is not None and mask.may_hide_all(s, t):
         weights = weights.masked_fill(~visible, 0.0)  # NaN where a query sees no key
     if mask.dropout is not None:
