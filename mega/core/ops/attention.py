@@ -68,7 +68,7 @@ def fused(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: AttentionMask
     if kind is None:
         visible = mask.visible(s, t, q.device)
         if visible is not None and mask.may_hide_all(s, t):
-            # Kernels differ in what they give for a row without a key: let such a query see all, then set it to 0.
+            # Kernels differ on a query without a key: let it see every key, then set its result to 0.
             blind = ~visible.any(-1, keepdim=True)
             visible = visible | blind
     with sdpa_kernel(BACKENDS, set_priority=True):

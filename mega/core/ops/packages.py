@@ -1,7 +1,7 @@
 """Ops of third-party packages, used only where they are asked for by name: `--ops flash-attn`, `--ops apex`.
 
-Each is tested against its reference like any other op, and leaves to ours what the package does not do. Imported when a
-run asks for it: that a package is installed is checked before (config/check.py).
+Each is tested against its reference like any other op, and falls back to our op where the package does not apply.
+Imported when a run asks for it: that a package is installed is checked before (config/check.py).
 """
 
 from __future__ import annotations

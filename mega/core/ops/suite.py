@@ -3,7 +3,7 @@
 REFERENCE   plain torch, any device and dtype; what every other implementation is tested against
 on a CPU    torch's fused attention, else the reference
 on CUDA     our Triton kernels, cuDNN's attention where it takes the shape, products that add into fp32
---fp8       the blocks' products in fp8 beside any of these, emulated where the device has no such product
+--fp8       the blocks' products in fp8 along with any of these, emulated where the device has no such product
 """
 
 from __future__ import annotations

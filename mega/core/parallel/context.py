@@ -1,4 +1,4 @@
-"""The sequence cut over the context axis, and attention over the whole of it.
+"""The sequence cut over the context axis, and attention over whole rows.
 
 A row of s columns is cut into 2n chunks, and rank i of n holds chunks i and 2n - 1 - i: one of the first, which see
 little, and one of the last, which see much, so that all ranks have equal work. With n = 2 and s = 8
@@ -215,7 +215,7 @@ class _Ring(torch.autograd.Function):
         2 meanwhile our queries look at them; each block is merged into the result by its log-sum-exp
         3 receive those of the rank before
 
-    Backward travels the same way again, and the gradients of keys and values travel one step after them:
+    Backward goes around the same way, and the gradients of keys and values follow one step after them:
         1 send keys and values
         2 meanwhile compute the gradients of these blocks; ours of q add up here
         3 receive the gradients that other ranks found for these keys and values, add ours, and send them on
