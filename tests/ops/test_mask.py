@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import random
 from dataclasses import replace
 
@@ -10,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mega.core.ops import mask as module
 from mega.core.ops.mask import CAUSAL, FULL, AttentionMask
 from tests.support.masks import dense, draw_mask
 
@@ -72,3 +74,7 @@ def test_a_kernel_needs_no_mask_where_the_kind_says_all() -> None:
 def test_nonsense_is_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(AssertionError):
         AttentionMask(**wrong)  # type: ignore[arg-type]
+
+
+def test_examples() -> None:
+    assert doctest.testmod(module).failed == 0
