@@ -21,6 +21,7 @@ from mega.core.data.indexed import IndexedDataset, token_dtype
 from mega.core.data.order import sample_order
 from mega.core.data.writer import IndexedWriter
 from mega.core.ops.attention import fused
+from mega.core.ops.mask import AttentionMask
 
 LENGTHS = [5, 3, 8, 2, 7, 4, 6, 9]
 
@@ -309,7 +310,8 @@ def test_documents_apart_cost_the_same_however_many() -> None:
             begin = time.perf_counter()
             batch = batches.take(0, 1)[0]
             assert batch.documents is not None and int(batch.documents[0, -1]) + 1 == -(-length // every)
-            fused(q, q, q, batch.documents[:1])
+            documents = batch.documents[:1]
+            fused(q, q, q, AttentionMask(q_documents=documents, k_documents=documents))
             best = min(best, time.perf_counter() - begin)
         return best
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from mega.core.ops import partial_attention
-from mega.core.ops.partial_attention import FUSED, PLAIN, PartialAttention, Sight, merge
+from mega.core.ops.mask import CAUSAL, FULL
+from mega.core.ops.partial_attention import FUSED, PLAIN, PartialAttention, merge
 
 pytestmark = [
     pytest.mark.gpu,
@@ -15,7 +16,7 @@ pytestmark = [
 
 LENGTH, HALF, WIDTH = 512, 256, 64
 FRONT, BACK = slice(0, HALF), slice(HALF, LENGTH)
-PARTS = [(FRONT, FRONT, True), (BACK, BACK, True), (BACK, FRONT, False)]
+PARTS = [(FRONT, FRONT, CAUSAL), (BACK, BACK, CAUSAL), (BACK, FRONT, FULL)]
 
 
 def whole(op: PartialAttention, grad: torch.Tensor, *qkv: torch.Tensor) -> list[torch.Tensor]:
@@ -23,14 +24,14 @@ def whole(op: PartialAttention, grad: torch.Tensor, *qkv: torch.Tensor) -> list[
     q, k, v = qkv
     out = torch.zeros(q.shape, dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
     lse = torch.full((q.shape[0], q.shape[2], LENGTH), -torch.inf, dtype=out.dtype, device=q.device)
-    for queries, keys, causal in PARTS:
-        found, found_lse = op.forward(q[:, queries], k[:, keys], v[:, keys], Sight(causal))
+    for queries, keys, mask in PARTS:
+        found, found_lse = op.forward(q[:, queries], k[:, keys], v[:, keys], mask)
         merge(out[:, queries], lse[:, :, queries], found, found_lse)
     grads = [torch.zeros(x.shape, dtype=out.dtype, device=q.device) for x in qkv]
     narrow = out.to(q.dtype)
-    for queries, keys, causal in PARTS:
+    for queries, keys, mask in PARTS:
         at_queries, at_keys = (x[:, queries] for x in (grad, q)), (x[:, keys] for x in (k, v))
-        parts = op.backward(*at_queries, *at_keys, narrow[:, queries], lse[:, :, queries], Sight(causal))
+        parts = op.backward(*at_queries, *at_keys, narrow[:, queries], lse[:, :, queries], mask)
         for total, place, part in zip(grads, (queries, keys, keys), parts, strict=True):
             total[:, place] += part
     return [out, *grads]

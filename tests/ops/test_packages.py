@@ -13,7 +13,9 @@ import torch
 from mega import cli
 from mega.core.config.check import check
 from mega.core.device import Device
-from mega.core.ops.attention import Drop, fused
+from mega.core.ops.attention import fused
+from mega.core.ops.dropout import AttentionDropout
+from mega.core.ops.mask import CAUSAL, FULL, AttentionMask
 from mega.core.ops.norm import add_norm, layer_norm, rms_norm
 from mega.core.ops.packages import apex_add_norm, flash_attention
 from mega.core.ops.suite import choose
@@ -31,8 +33,8 @@ calls: list[str] = []
 def flash_attn_func(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool) -> torch.Tensor:
     """With flash-attn's signature and layout: [b, s, heads, d], key and value heads may be fewer."""
     calls.append("flash")
-    assert causal and q.dim() == 4
-    return fused(q, k, v)
+    assert q.dim() == 4
+    return fused(q, k, v, CAUSAL if causal else FULL)
 
 
 @pytest.fixture(autouse=True)
@@ -59,11 +61,14 @@ def _stand_ins(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def test_flash_attention_takes_what_it_can() -> None:
     q, k, v = (random(2, 8, heads, 16, seed=heads).bfloat16() for heads in (4, 2, 2))
-    assert torch.equal(flash_attention(q, k, v), fused(q, k, v)) and calls == ["flash"]
+    for mask in (CAUSAL, FULL, AttentionMask(window=8)):
+        assert torch.equal(flash_attention(q, k, v, mask), fused(q, k, v, mask))
+    assert calls == ["flash"] * 3
     documents = torch.zeros(2, 8, dtype=torch.int64)
-    flash_attention(q, k, v, documents)
-    flash_attention(q.float(), k.float(), v.float())
-    assert calls == ["flash"]
+    for mask in (AttentionMask(q_documents=documents, k_documents=documents), AttentionMask(window=7)):
+        assert torch.equal(flash_attention(q, k, v, mask), fused(q, k, v, mask))
+    flash_attention(q.float(), k.float(), v.float(), CAUSAL)
+    assert calls == ["flash"] * 3
 
 
 def _most_kept(work: Callable[[], torch.Tensor]) -> int:
@@ -79,14 +84,15 @@ def _most_kept(work: Callable[[], torch.Tensor]) -> int:
     return max(sizes)
 
 
-def test_what_it_hands_over_is_computed_again_where_a_run_asks() -> None:
-    """Dropout is ours: under selective recompute its weights must not be kept."""
-    drop = Drop(torch.arange(256).expand(2, 256), torch.arange(4), torch.arange(256), 0.1)
+def test_what_it_leaves_to_ours_is_recomputed_where_a_run_asks() -> None:
+    """Dropout is ours: under selective recompute its weights must not be saved."""
+    drop = AttentionDropout(torch.arange(256).expand(2, 256), torch.arange(4), torch.arange(256), 0.1)
+    mask = AttentionMask(dropout=drop)
     kept = []
-    for again in (False, True):
-        ops = choose(torch.device("cpu"), torch.bfloat16, again=again, package="flash-attn")
+    for recompute in (False, True):
+        ops = choose(torch.device("cpu"), torch.bfloat16, recompute=recompute, package="flash-attn")
         q, k, v = (random(2, 256, 4, 16, seed=seed).bfloat16().requires_grad_() for seed in range(3))
-        kept.append(_most_kept(lambda ops=ops, q=q, k=k, v=v: ops.attention(q, k, v, None, drop)))
+        kept.append(_most_kept(lambda ops=ops, q=q, k=k, v=v: ops.attention(q, k, v, mask)))
         assert dict(ops.chosen())["attention"] == "packages.flash_attention"
     assert not calls and kept[0] >= 2 * 4 * 256 * 256 > 4 * kept[1]
 

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from mega.core.ops.rotary import Stretch, rotary_table, rotate
+from mega.core.ops.rotary import RopeScaling, rotary_table, rotate
 from tests.support.ranks import random
 
 POSITIONS = torch.tensor([0, 1, 2, 500, 4095])
@@ -50,7 +50,7 @@ def test_products_depend_on_the_distance_alone() -> None:
     torch.testing.assert_close(products[0], products[1], rtol=1e-10, atol=1e-10)
 
 
-def test_stretched_frequencies_of_llama3() -> None:
+def test_scaled_frequencies_of_llama3() -> None:
     """Against the rule by wavelengths, as Meta and transformers write it: kept, divided, or between the two."""
     factor, low, high, original, base, width = 8.0, 1.0, 4.0, 8192, 5e5, 128
     expected = []
@@ -64,7 +64,9 @@ def test_stretched_frequencies_of_llama3() -> None:
         else:
             smooth = (original / wavelength - low) / (high - low)
             expected.append((1 - smooth) * frequency / factor + smooth * frequency)
-    cos, sin = rotary_table(torch.tensor([1]), width, base, 1.0, torch.float64, Stretch(factor, low, high, original))
+    cos, sin = rotary_table(
+        torch.tensor([1]), width, base, 1.0, torch.float64, RopeScaling(factor, low, high, original)
+    )
     torch.testing.assert_close(
         torch.atan2(sin, cos)[0], torch.tensor(expected, dtype=torch.float64), rtol=1e-12, atol=1e-12
     )

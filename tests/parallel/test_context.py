@@ -13,10 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mega.core.batch import DecoderBatch, zigzag
-from mega.core.ops.attention import Drop, plain
+from mega.core.ops.attention import plain
 from mega.core.ops.counter import token_keys
+from mega.core.ops.dropout import AttentionDropout
+from mega.core.ops.mask import CAUSAL, AttentionMask
 from mega.core.ops.suite import REFERENCE
-from mega.core.parallel.context import Way, across, divides
+from mega.core.parallel.context import ContextComm, divides, with_context_parallel
 from mega.core.parallel.launch import Pool
 from mega.core.parallel.mesh import Axis, Groups, Mesh
 from mega.core.proof.parity import compare, own_samples, snapshots, synthetic_batch, within
@@ -25,7 +27,7 @@ from tests.support.runs import small_run
 
 same = torch.testing.assert_close
 
-WAYS: list[Way] = ["ring", "all-to-all"]
+COMMS: list[ContextComm] = ["ring", "all-to-all"]
 
 
 def axis_of(size: int, index: int) -> Axis:
@@ -64,10 +66,10 @@ def test_a_batch_is_cut_by_columns_and_keeps_its_documents() -> None:
 def test_one_rank_cuts_nothing() -> None:
     whole = batch(1, 7)
     assert whole.split(0, 1) is whole
-    assert across(REFERENCE, axis_of(1, 0), "ring") is REFERENCE
+    assert with_context_parallel(REFERENCE, axis_of(1, 0), "ring") is REFERENCE
 
 
-def test_heads_are_dealt_out_where_key_value_heads_divide() -> None:
+def test_heads_are_shared_out_where_key_value_heads_divide() -> None:
     assert divides(8, 4, 2) and divides(8, 4, 4) and not divides(8, 2, 4) and not divides(3, 3, 2)
 
 
@@ -76,49 +78,71 @@ def test_heads_are_dealt_out_where_key_value_heads_divide() -> None:
 ROWS, WIDTH, FIRST_HEAD = 2, 4, 3
 
 
-def side_inputs(kind: str, length: int, heads: int) -> tuple[torch.Tensor | None, Drop | None]:
-    """Documents and dropout of whole rows."""
-    documents = drop = None
-    if "documents" in kind:
+def mask_of(features: str, s: int, t: int, heads: int) -> AttentionMask:
+    """The mask of whole rows that has the features named, such as "full window dropout"."""
+    queries = keys = dropout = None
+    if "documents" in features:
         # Row 0: two halves, so that no query of a late chunk sees an early one. Row 1: documents of three tokens.
-        halves = torch.arange(length) // (length // 2)
-        documents = torch.stack([halves, torch.arange(length) // 3])
-    if "dropout" in kind:
-        keys = token_keys(7, torch.arange(ROWS), torch.arange(length))
-        drop = Drop(keys, torch.arange(FIRST_HEAD, FIRST_HEAD + heads), torch.arange(length), 0.3)
-    return documents, drop
+        queries, keys = (torch.stack([torch.arange(n) // (n // 2), torch.arange(n) // 3]) for n in (s, t))
+    if "dropout" in features:
+        token = token_keys(7, torch.arange(ROWS), torch.arange(s))
+        dropout = AttentionDropout(token, torch.arange(FIRST_HEAD, FIRST_HEAD + heads), torch.arange(t), 0.3)
+    return AttentionMask(
+        kind="full" if "full" in features else "causal",
+        window=t // 3 if "window" in features else None,
+        q_documents=queries,
+        k_documents=queries if s == t else keys,
+        q_offset=t - s if "offset" in features else 0,
+        dropout=dropout,
+    )
 
 
-def attention(groups: Groups, rank: int, size: int, way: Way, kind: str, heads: int, kv_heads: int) -> None:
+def attention(
+    groups: Groups, rank: int, size: int, comm: ContextComm, features: str, heads: int, kv_heads: int
+) -> None:
+    """Each of the masks named, which are parted by commas; of cross attention queries and keys differ in number."""
     axis = Mesh(rank, cp=size, groups=groups).cp
-    length = 6 * size
-    own = zigzag(torch.arange(length)[None], axis.index, axis.size)[0]
-    documents, drop = side_inputs(kind, length, heads)
-    whole = [
-        random(ROWS, length, n, WIDTH, seed=n + i).requires_grad_() for i, n in enumerate((heads, kv_heads, kv_heads))
-    ]
-    grad = random(ROWS, length, heads, WIDTH, seed=99)
-    expected = plain(*whole, documents, drop)
-    wanted = torch.autograd.grad(expected, whole, grad)
+    for each in features.split(","):
+        s, t = 6 * size, (10 if "cross" in each else 6) * size
+        mask = mask_of(each, s, t, heads)
+        whole = [
+            random(ROWS, length, n, WIDTH, seed=n + i).requires_grad_()
+            for i, (length, n) in enumerate(((s, heads), (t, kv_heads), (t, kv_heads)))
+        ]
+        grad = random(ROWS, s, heads, WIDTH, seed=99)
+        expected = plain(*whole, mask)
+        wanted = torch.autograd.grad(expected, whole, grad)
 
-    ours = [x.detach()[:, own].requires_grad_() for x in whole]
-    our_drop = None if drop is None else drop._replace(keys=drop.keys[:, own], columns=own)
-    found = across(REFERENCE, axis, way).attention(*ours, documents, our_drop)
-    same(found, expected[:, own], rtol=1e-12, atol=1e-12)
-    same(torch.autograd.grad(found, ours, grad[:, own]), tuple(g[:, own] for g in wanted), rtol=1e-11, atol=1e-12)
+        own = [zigzag(torch.arange(n)[None], rank, size)[0] for n in (s, t, t)]
+        ours = [x.detach()[:, held].requires_grad_() for x, held in zip(whole, own, strict=True)]
+        found = with_context_parallel(REFERENCE, axis, comm).attention(*ours, mask)
+        same(found, expected[:, own[0]], rtol=1e-12, atol=1e-12)
+        grads = torch.autograd.grad(found, ours, grad[:, own[0]])
+        same(grads, tuple(g[:, held] for g, held in zip(wanted, own, strict=True)), rtol=1e-11, atol=1e-12)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("comm", COMMS)
 @pytest.mark.parametrize("kind", ["causal", "documents", "dropout", "documents and dropout"])
-def test_attention_across_the_cut(pool: Pool, way: Way, kind: str) -> None:
-    pool.run(attention, 2, way, kind, 4, 2, world=2)
+def test_attention_across_the_cut(pool: Pool, comm: ContextComm, kind: str) -> None:
+    pool.run(attention, 2, comm, kind, 4, 2, world=2)
+
+
+EVERY = "full,full documents dropout,window,window documents dropout,full window dropout"
+CROSS = "full cross documents dropout,cross offset,cross offset window dropout,cross full window documents,cross"
+
+
+@pytest.mark.parametrize("comm", COMMS)
+@pytest.mark.parametrize("size", [2, 3])
+def test_every_mask_across_the_cut(pool: Pool, size: int, comm: ContextComm) -> None:
+    """Of `cross` alone, queries stand at the first keys, so that the last keys are seen by no query."""
+    pool.run(attention, size, comm, f"{EVERY},{CROSS}", 6, 6 if size == 3 else 2, world=size)
 
 
 @pytest.mark.parametrize(
-    ("size", "way", "heads", "kv_heads"), [(3, "ring", 2, 1), (4, "ring", 4, 2), (4, "all-to-all", 8, 4)]
+    ("size", "comm", "heads", "kv_heads"), [(3, "ring", 2, 1), (4, "ring", 4, 2), (4, "all-to-all", 8, 4)]
 )
-def test_attention_across_more_ranks(pool: Pool, size: int, way: Way, heads: int, kv_heads: int) -> None:
-    pool.run(attention, size, way, "documents and dropout", heads, kv_heads, world=size)
+def test_attention_across_more_ranks(pool: Pool, size: int, comm: ContextComm, heads: int, kv_heads: int) -> None:
+    pool.run(attention, size, comm, "documents and dropout", heads, kv_heads, world=size)
 
 
 def chooses(groups: Groups, rank: int, heads: int, kv_heads: int) -> int:
@@ -127,17 +151,17 @@ def chooses(groups: Groups, rank: int, heads: int, kv_heads: int) -> int:
 
     seen: list[int] = []
 
-    def spy(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *more: Any) -> torch.Tensor:
+    def spy(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: AttentionMask) -> torch.Tensor:
         seen.append(q.shape[2])
-        return plain(q, k, v, *more)
+        return plain(q, k, v, mask)
 
     axis = Mesh(rank, cp=2, groups=groups).cp
     x = [random(1, 4, n, WIDTH, seed=n) for n in (heads, kv_heads, kv_heads)]
-    across(replace(REFERENCE, attention=spy), axis, "auto").attention(*x)
+    with_context_parallel(replace(REFERENCE, attention=spy), axis, "auto").attention(*x, CAUSAL)
     return sum(seen)
 
 
-def test_auto_swaps_heads_where_they_divide_and_circles_elsewhere(pool: Pool) -> None:
+def test_auto_exchanges_heads_where_they_divide_and_is_a_ring_elsewhere(pool: Pool) -> None:
     assert pool.run(chooses, 4, 2, world=2) == [2, 2]
     assert pool.run(chooses, 4, 1, world=2) == [0, 0]
 
@@ -152,10 +176,10 @@ def agree(pool: Pool, world: int, layout: dict[str, Any], shared: dict[str, Any]
         assert within("fp64", difference), difference
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_packed_documents(pool: Pool, way: Way) -> None:
+@pytest.mark.parametrize("comm", COMMS)
+def test_packed_documents(pool: Pool, comm: ContextComm) -> None:
     """Their borders fall inside chunks, and hide whole blocks."""
-    agree(pool, 4, {"cp": 4, "cp_comm": way}, {"reset_attention": True, "global_batch": 4})
+    agree(pool, 4, {"cp": 4, "cp_comm": comm}, {"reset_attention": True, "global_batch": 4})
 
 
 def test_the_mean_of_each_microbatch(pool: Pool) -> None:

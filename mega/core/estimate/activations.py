@@ -82,7 +82,8 @@ def chunk_segments(run: RunConfig, sizes: Sizes, blocks: int, *, first: bool, la
     origin = sizes.residual // (sizes.tp if memory.distribute_saved else 1)
     if memory.recompute == "full":
         drops = sizes.model.hidden_dropout or sizes.model.attention_dropout
-        yield Segment((Op("facts", 8 * (sizes.length + (sizes.tokens if drops else 0)), 0, 0),))
+        own = sizes.tokens * (sizes.cp + 1 if sizes.cp > 1 else 1)
+        yield Segment((Op("dropout keys", 8 * own if drops else 0, 0, 0),))
     if memory.recompute != "full":
         yield from (Segment(block) for _ in range(blocks))
     elif memory.recompute_method == "uniform":

@@ -385,7 +385,7 @@ def _attention_again(z: Sizes, fused: int, moved: bool, weights: int, backward: 
     forward, again = (2 * z.w + rounded) * scores + mixed + mask, weights + backward
     saved = fused + (e * z.tokens * (z.q + z.kv) if moved else 0)
     if z.model.attention_dropout:
-        saved += 8 * (z.tokens * z.cp + z.heads // z.cp + (z.whole if z.cp > 1 else 0))
+        saved += 8 * (z.tokens * z.cp + z.heads // z.cp + z.whole)
         forward = max(forward, (HASH + z.w + e) * scores)
         again = max(again, (HASH + 2 * z.w + (rounded or 1)) * scores + mask)
     return Op("attention", saved, z.stream + repeated + mask + forward, copies + again)
@@ -399,7 +399,7 @@ def _ring(z: Sizes) -> Op:
     travelling = 2 * e * tokens * 2 * z.kv
     saved = z.fused + sums + (e * tokens * (z.q + z.kv) if z.moved else 0)
     if z.model.attention_dropout:
-        saved += 8 * (tokens + z.heads)
+        saved += 8 * (tokens * z.cp + z.heads + z.whole)
     forward = z.stream + travelling + 2 * w * tokens * z.q
     backward = z.residual + travelling + w * tokens * (z.q + 4 * z.kv) + 2 * mixed + z.fused
     if z.kernels and not z.plain and not z.documents:

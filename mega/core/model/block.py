@@ -89,11 +89,9 @@ class Attention(nn.Module):
             q, k = self.q_norm(Stream(q))[1], self.k_norm(Stream(k))[1]
             if flow.rotary is not None:
                 q, k = rotate(q, *flow.rotary), rotate(k, *flow.rotary)
-        mixed = self.ops.attention(
-            *(t.unflatten(0, (flow.rows, flow.columns)) for t in (q, k, v)),
-            flow.documents,
-            flow.attention_drop(self.dropout, self.layer, self.first_head, self.heads),
-        )
+        q, k, v = (x.unflatten(0, (flow.rows, flow.columns)) for x in (q, k, v))
+        mask = flow.attention_mask(self.dropout, self.layer, self.first_head, self.heads)
+        mixed = self.ops.attention(q, k, v, mask)
         return self.out.product(mixed.reshape(flow.rows * flow.columns, -1))
 
 

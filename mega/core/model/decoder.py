@@ -107,6 +107,7 @@ class DecoderStage(nn.Module):
         super().__init__()
         self.model, self.units, self.region, self.options = model, tuple(units), region, options
         self.dtype, self.residual = factory.dtype, options.residual or factory.dtype
+        self.row_shards = factory.ops.row_shards
         self.with_full_params: UnshardHook | None = None
         by_unit: dict[Unit, dict[str, Tensor]] = {}
         for tensor in inventory(model):
@@ -152,6 +153,7 @@ class DecoderStage(nn.Module):
             sequence=self.region.sequence,
             dropout_seed=seed,
             dtype=self.dtype,
+            row_shards=self.row_shards,
         )
         stream = Stream(cargo[0] if self.embedding is None else self._embed(batch, facts))
         for which, again in self.runs:

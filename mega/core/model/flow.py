@@ -8,10 +8,10 @@ import torch
 
 from mega.core.batch import DecoderBatch
 from mega.core.config.sections import ModelConfig
-from mega.core.ops.attention import Drop
 from mega.core.ops.counter import site_keys, token_keys
-from mega.core.ops.dropout import dropout
-from mega.core.ops.rotary import Stretch, rotary_table
+from mega.core.ops.dropout import AttentionDropout, dropout
+from mega.core.ops.mask import AttentionMask
+from mega.core.ops.rotary import RopeScaling, rotary_table
 from mega.core.parallel.collectives import own_block
 from mega.core.parallel.mesh import Axis
 
@@ -20,17 +20,17 @@ from mega.core.parallel.mesh import Axis
 class Flow:
     """One microbatch on its way through a stage. Tokens are rows of [tokens, h], batch-major.
 
-    logical: int64 [s], the columns of the whole row that these are. documents: int64 [b, whole s], or None.
-    rotary: cos and sin [tokens, R / 2], or None. keys: int64 [b, s] dropout keys, or None where nothing is dropped
-    (evaluation, or probability 0).
+    documents: int64 [b, whole s], or None. rotary: cos and sin [tokens, R / 2], or None. keys: int64 [b, s], dropout
+    keys of our tokens; row_keys: int64 [b, whole s], of the whole rows; None where nothing is dropped (evaluation, or
+    probability 0).
     """
 
     rows: int
     columns: int
-    logical: torch.Tensor
     documents: torch.Tensor | None
     rotary: tuple[torch.Tensor, torch.Tensor] | None
     keys: torch.Tensor | None
+    row_keys: torch.Tensor | None
     tp: Axis
     sequence: bool
 
@@ -46,13 +46,15 @@ class Flow:
             keys = own_block(keys, self.tp)
         return dropout(x, keys[:, None], torch.arange(x.shape[-1], device=x.device), probability)
 
-    def attention_drop(self, probability: float, layer: int, first_head: int, heads: int) -> Drop | None:
-        """Dropout of the attention weights of `heads` heads."""
-        if self.keys is None or not probability:
-            return None
-        keys = site_keys(self.keys, layer, "attention")
-        numbers = torch.arange(first_head, first_head + heads, device=keys.device)
-        return Drop(keys, numbers, self.logical, probability)
+    def attention_mask(self, probability: float, layer: int, first_head: int, heads: int) -> AttentionMask:
+        """What the tokens of the whole rows see of one another, with dropout of the weights of `heads` heads."""
+        dropout = None
+        if self.row_keys is not None and probability:
+            keys = site_keys(self.row_keys, layer, "attention")
+            numbers = torch.arange(first_head, first_head + heads, device=keys.device)
+            columns = torch.arange(keys.shape[1], device=keys.device)
+            dropout = AttentionDropout(keys, numbers, columns, probability)
+        return AttentionMask(q_documents=self.documents, k_documents=self.documents, dropout=dropout)
 
 
 def flow(
@@ -63,28 +65,30 @@ def flow(
     sequence: bool,
     dropout_seed: int | None,
     dtype: torch.dtype,
+    row_shards: int = 1,
 ) -> Flow:
-    """What `batch` means to the blocks; dropout_seed None switches dropout off."""
+    """What `batch` means to the blocks; dropout_seed None switches dropout off. row_shards: ranks that share a row."""
     rows, columns = batch.tokens.shape
-    logical = batch.columns if batch.columns is not None else torch.arange(columns, device=batch.samples.device)
     drops = dropout_seed is not None and (model.hidden_dropout or model.attention_dropout)
-    keys = None
+    keys = row_keys = None
     if drops:
         assert dropout_seed is not None
-        keys = token_keys(dropout_seed, batch.samples, logical)
+        whole = torch.arange(columns * row_shards, device=batch.samples.device)
+        row_keys = token_keys(dropout_seed, batch.samples, whole)
+        keys = row_keys if batch.columns is None else row_keys[:, batch.columns]
     rotary = None
     if model.position == "rope":
         assert model.head_dim is not None
         width = int(model.head_dim * model.rope_fraction)
         where, base, divisor = batch.positions.flatten(), model.rope_base, model.rope_interpolation
-        rotary = rotary_table(where, width, base, divisor, dtype, _stretch(model))
-    return Flow(rows, columns, logical, batch.documents, rotary, keys, tp, sequence and tp.size > 1)
+        rotary = rotary_table(where, width, base, divisor, dtype, _rope_scaling(model))
+    return Flow(rows, columns, batch.documents, rotary, keys, row_keys, tp, sequence and tp.size > 1)
 
 
-def _stretch(model: ModelConfig) -> Stretch | None:
+def _rope_scaling(model: ModelConfig) -> RopeScaling | None:
     if model.rope_scaling == "none":
         return None
-    return Stretch(
+    return RopeScaling(
         factor=model.rope_scaling_factor,
         low=model.rope_low_freq_factor,
         high=model.rope_high_freq_factor,

@@ -1,4 +1,4 @@
-"""From the fused product of query, key and value to heads that know their positions."""
+"""From the fused projection of query, key and value to heads, with rotary positions applied."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ Rotary = tuple[torch.Tensor, torch.Tensor]
 def split_heads(
     fused: torch.Tensor, bias: torch.Tensor | None, heads: int, kv_heads: int, rotary: Rotary | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """fused [tokens, (heads + 2 kv_heads) d] -> q [tokens, heads, d], k and v [tokens, kv_heads, d]; q and k turned.
+    """fused [tokens, (heads + 2 kv_heads) d] -> q [tokens, heads, d], k and v [tokens, kv_heads, d]; q and k rotated.
 
-    bias: what the product has added to `fused` already; only its gradient is made here, in passing. `fused` belongs to
-    this op from here on: a fast implementation turns it in place.
+    bias: already added to `fused`; only its gradient is computed here. `fused` belongs to this op from here on: a fast
+    implementation rotates it in place.
     """
     if bias is not None:
         fused = fused + (bias - bias.detach())

@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm: statistics in max(fp32, dtype), result in the weight's dtype; the stream may be wider."""
+"""LayerNorm and RMSNorm: statistics in max(fp32, dtype), result in the weight's dtype; the residual may be wider."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def added(x: torch.Tensor, branch: torch.Tensor | None, branch_bias: torch.Tensor | None) -> torch.Tensor:
-    """The residual stream x [tokens, h] after its pending branch, if there is one."""
+    """The residual x [tokens, h] plus the pending output of its branch, if there is one."""
     if branch is None:
         return x
     return x + (branch if branch_bias is None else branch + branch_bias)
@@ -39,7 +39,7 @@ def add_norm(
     bias: torch.Tensor | None,
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What `added` gives, and its norm: RMSNorm where there is no bias.
+    """The sum of `added`, and its norm: RMSNorm where there is no bias.
 
     >>> x, normed = add_norm(torch.ones(1, 2), torch.ones(1, 2), None, torch.ones(2), None, 0.0)
     >>> x.tolist(), normed.tolist()

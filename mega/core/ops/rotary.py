@@ -11,11 +11,11 @@ from mega.core.ops.norm import accurate
 
 
 @dataclass(frozen=True)
-class Stretch:
-    """Llama 3.1's way to more positions (Dubey et al. 2024, section 3.4.2; factors of the released models).
+class RopeScaling:
+    """Llama 3.1's extension to more positions (Dubey et al. 2024, section 3.4.2; factors of the released models).
 
-    A component that turns fewer than `low` times within `original` positions is slowed by `factor`, one that turns
-    more than `high` times stays as it is, and between them the share that stays grows with the number of turns.
+    The frequency of a component that turns fewer than `low` times within `original` positions is divided by `factor`,
+    one that turns more than `high` times is unchanged, and between them the unchanged share grows with the turns.
     """
 
     factor: float
@@ -27,7 +27,7 @@ class Stretch:
         """Radians a position -> radians a position.
 
         >>> turns = torch.tensor([0.5, 1.0, 2.5, 4.0, 9.0])
-        >>> (Stretch(8.0, 1.0, 4.0, 100)(turns * 2 * math.pi / 100) / (2 * math.pi / 100)).tolist()
+        >>> (RopeScaling(8.0, 1.0, 4.0, 100)(turns * 2 * math.pi / 100) / (2 * math.pi / 100)).tolist()
         [0.0625, 0.125, 1.40625, 4.0, 9.0]
         """
         turns = frequency * (self.original / (2 * math.pi))
@@ -41,14 +41,14 @@ def rotary_table(
     base: float,
     interpolation: float,
     dtype: torch.dtype,
-    stretch: Stretch | None = None,
+    scaling: RopeScaling | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """cos and sin, each [tokens, width / 2], in max(fp32, dtype); positions int64 [tokens]."""
     wide = accurate(dtype)
     exponent = torch.arange(0, width, 2, device=positions.device, dtype=torch.float64) / width
     frequency = (base**-exponent) / interpolation
-    if stretch is not None:
-        frequency = stretch(frequency)
+    if scaling is not None:
+        frequency = scaling(frequency)
     angle = positions.to(torch.float64)[:, None] * frequency[None, :]
     return angle.cos().to(wide), angle.sin().to(wide)
 

@@ -3,7 +3,7 @@
 REFERENCE   plain torch, any device and dtype; what every other implementation is tested against
 on a CPU    torch's fused attention, else the reference
 on CUDA     our Triton kernels, cuDNN's attention where it takes the shape, products that add into fp32
---fp8       the blocks' products in fp8 beside any of these, emulated where the device has no such product
+--fp8       the blocks' products in fp8 along with any of these, emulated where the device has no such product
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from mega.core.ops.products import Products, WideProducts
 class Ops:
     """One implementation of each op; signatures and shapes are those of the references.
 
-    adamw: the optimizer's whole pass on the device, or None for the rule's own steps. name: what `mega doctor` says.
+    adamw: the optimizer's whole pass on the device, or None for the rule's own steps. name: what `mega doctor` shows.
+    row_shards: ranks over which a row is cut: `attention` takes our columns of q, k, v and the mask of the whole rows.
     """
 
     name: str = "reference"
@@ -33,13 +34,14 @@ class Ops:
     add_norm: Callable[..., tuple[torch.Tensor, torch.Tensor]] = norm.add_norm
     activate: Callable[..., torch.Tensor] = activation.activate
     split_heads: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = heads.split_heads
-    attention: Callable[..., torch.Tensor] = attention.plain
+    attention: attention.Attention = attention.plain
     partial_attention: partial_attention.PartialAttention = partial_attention.PLAIN
     softmax_parts: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = cross_entropy.softmax_parts
     softmax_gradient: Callable[..., torch.Tensor] = cross_entropy.softmax_gradient
     total: Callable[[torch.Tensor], torch.Tensor] = total.total
     products: Products = Products()  # noqa: RUF009 - holds nothing
     adamw: Callable[..., None] | None = None
+    row_shards: int = 1
 
     @property
     def plain(self) -> bool:
@@ -67,17 +69,17 @@ def choose(
     *,
     reference: bool = False,
     fp8: bool = False,
-    again: bool = False,
+    recompute: bool = False,
     package: str | None = None,
 ) -> Ops:
     """The fastest implementations for a device and a compute dtype; `reason` says why these.
 
-    again: attention computes its weights once more in the backward pass wherever it would keep them. package: what
-    `packages.package` knows, whose ops stand in for ours.
+    recompute: attention recomputes its weights in the backward pass wherever it would save them. package: a name that
+    `packages.package` knows, whose ops replace ours.
     """
     ops = _chosen(device, dtype, reference)
-    if again:
-        ops = replace(ops, attention=attention.again(ops.attention))
+    if recompute:
+        ops = replace(ops, attention=attention.recomputing(ops.attention))
     if package is not None:
         ops = replace(ops, reason=f"{ops.reason}; --ops {package}", **packages.package(package, ops.attention))
     if not fp8:

@@ -4,7 +4,7 @@ A pair is the same exchange seen from forward and backward (Shoeybi et al. 2019;
 
     sum_out    : all-reduce     <->  identity      out of a region where each rank computes its own outputs
     scatter_out: reduce-scatter <->  all-gather    the same, where tokens are shared out over the axis
-    swap       : all-to-all     <->  all-to-all    from some tokens of all heads to all tokens of some heads
+    all_to_all : all-to-all     <->  all-to-all    from some tokens of all heads to all tokens of some heads
 
 The way into a region is the column product's own (linear.py), beside which its exchanges run.
 All act on dim 0 of [tokens, ...]. On an axis of one rank each is the identity and copies nothing.
@@ -73,20 +73,10 @@ def start_reduce_scatter(x: torch.Tensor, axis: Axis, out: torch.Tensor | None =
     return out, _scatter_sum(out, x.contiguous(), group=axis.group, async_op=True)
 
 
-def all_to_all(x: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """Block r of dim 0 goes to rank r; the blocks that come here lie in the order of the ranks they come from."""
-    if axis.size == 1:
-        return x
-    assert x.shape[0] % axis.size == 0, f"{x.shape[0]} rows over {axis.size} ranks"
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    dist.all_to_all_single(out, x.contiguous(), group=axis.group)
-    return out
+class RingShift:
+    """An exchange around the axis in flight: `x` goes to the next rank, while the rank before sends us its own.
 
-
-class HandOn:
-    """`x` on its way to the next rank of the axis, round and round, while the rank before hands us its own.
-
-    `wait` gives what arrived. Both stay untouched until then.
+    `wait` gives what arrived. `x` must not change until then.
     """
 
     def __init__(self, x: torch.Tensor, axis: Axis):
@@ -134,20 +124,29 @@ class _ScatterOut(torch.autograd.Function):
         return all_gather(grad, ctx.axis), None
 
 
-class _Swap(torch.autograd.Function):
+def _exchange(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    if axis.size == 1:
+        return x
+    assert x.shape[0] % axis.size == 0, f"{x.shape[0]} rows over {axis.size} ranks"
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    dist.all_to_all_single(out, x.contiguous(), group=axis.group)
+    return out
+
+
+class _AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, axis: Axis) -> torch.Tensor:
         ctx.axis = axis
-        return all_to_all(x, axis)
+        return _exchange(x, axis)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return all_to_all(grad, ctx.axis), None
+        return _exchange(grad, ctx.axis), None
 
 
-def swap(x: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """`all_to_all` that autograd knows."""
-    return _Swap.apply(x, axis)  # type: ignore[no-any-return, no-untyped-call]
+def all_to_all(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """Block r of dim 0 goes to rank r; the blocks that come here lie in the order of the ranks they come from."""
+    return _AllToAll.apply(x, axis)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def leave_region(x: torch.Tensor, axis: Axis, sequence: bool) -> torch.Tensor:

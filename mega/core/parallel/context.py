@@ -1,4 +1,4 @@
-"""The sequence cut over the context axis, and attention across the cut.
+"""The sequence cut over the context axis, and attention over whole rows.
 
 A row of s columns is cut into 2n chunks, and rank i of n holds chunks i and 2n - 1 - i: one of the first, which see
 little, and one of the last, which see much, so that all ranks have equal work. With n = 2 and s = 8
@@ -6,31 +6,33 @@ little, and one of the last, which see much, so that all ranks have equal work. 
     rank 0   0 1 . . . . 6 7
     rank 1   . . 2 3 4 5 . .
 
-Everything but attention acts on tokens one by one and never notices. Attention has two ways across:
+Everything but attention acts on tokens one by one. Attention has two forms:
 
     ring        keys and values travel once around the axis and every rank's queries look at each (Liu et al. 2023);
-                the journey hides behind the computing, and any number of heads will do
-    all-to-all  tokens are swapped for heads: every rank attends over whole rows with its share of the heads (Jacobs et
-                al. 2023); two exchanges, one part, but the key/value heads must divide
+                communication overlaps computation, and any number of heads is possible
+    all-to-all  tokens are exchanged for heads: every rank attends over whole rows with its share of the heads (Jacobs
+                et al. 2023); two exchanges and no merging, but the key/value heads must divide
 
-It refuses to know the model: a suite of ops whose attention goes across the axis looks to a layer like any other.
+It refuses to know the model: to a layer, a suite of ops with context parallelism looks like any other.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
 import torch
 
 from mega.core.batch import zigzag
-from mega.core.ops.attention import Drop
-from mega.core.ops.partial_attention import PartialAttention, Sight, merge
+from mega.core.ops.mask import AttentionMask
+from mega.core.ops.norm import accurate
+from mega.core.ops.partial_attention import PartialAttention, merge
 from mega.core.ops.suite import Ops
-from mega.core.parallel.collectives import HandOn, all_gather, swap
+from mega.core.parallel.collectives import RingShift, all_to_all
 from mega.core.parallel.mesh import Axis
 
-Way = Literal["auto", "ring", "all-to-all"]
+ContextComm = Literal["auto", "ring", "all-to-all"]
 
 
 # -- which columns a rank holds
@@ -48,33 +50,27 @@ def _split(rows: torch.Tensor, size: int) -> torch.Tensor:
     return torch.cat([early, late.flip(0)], dim=2)
 
 
-# -- the choice between the two ways
+# -- the choice between the two forms
 
 
-def across(ops: Ops, axis: Axis, way: Way) -> Ops:
-    """`ops` with an attention that goes across the context axis.
+def with_context_parallel(ops: Ops, axis: Axis, comm: ContextComm) -> Ops:
+    """`ops` with an attention over rows that are cut over the context axis.
 
-    It takes what `ops.attention` takes: q, k and v of our columns, `documents` of the whole rows.
+    It takes what `ops.attention` takes: q, k and v of our columns, but the mask of the whole rows, equal on all ranks.
     """
     if axis.size == 1:
         return ops
 
-    def attention(
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        documents: torch.Tensor | None = None,
-        drop: Drop | None = None,
-    ) -> torch.Tensor:
-        if way == "ring" or (way == "auto" and not divides(q.shape[2], k.shape[2], axis.size)):
-            return _Ring.apply(q, k, v, Circle(axis, ops.partial_attention, documents, drop))  # type: ignore[no-any-return, no-untyped-call]
-        return _by_heads(ops, axis, q, k, v, documents, drop)
+    def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: AttentionMask) -> torch.Tensor:
+        if comm == "ring" or (comm == "auto" and not divides(q.shape[2], k.shape[2], axis.size)):
+            return _Ring.apply(q, k, v, RingState(axis, ops.partial_attention, mask))  # type: ignore[no-any-return, no-untyped-call]
+        return _by_heads(ops, axis, q, k, v, mask)
 
-    return replace(ops, attention=attention)
+    return replace(ops, attention=attention, row_shards=axis.size)
 
 
 def divides(heads: int, kv_heads: int, size: int) -> bool:
-    """Whether all-to-all can deal a rank's heads out over `size` ranks."""
+    """Whether all-to-all can share a rank's heads out over `size` ranks."""
     return heads % size == 0 and kv_heads % size == 0
 
 
@@ -82,146 +78,175 @@ def divides(heads: int, kv_heads: int, size: int) -> bool:
 
 
 def _by_heads(
-    ops: Ops,
-    axis: Axis,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    documents: torch.Tensor | None,
-    drop: Drop | None,
+    ops: Ops, axis: Axis, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: AttentionMask
 ) -> torch.Tensor:
-    """q [b, s / size, heads, d], k and v alike -> [b, s / size, heads, d]."""
+    """q [b, s / size, heads, d], k and v [b, t / size, kv_heads, d] -> [b, s / size, heads, d]."""
     size = axis.size
     assert divides(q.shape[2], k.shape[2], size), (q.shape, k.shape, size)
-    # 1 swap our columns of all heads for all columns of our heads: one exchange for q, k and v
-    dealt = torch.cat([x.unflatten(2, (size, -1)) for x in (q, k, v)], dim=3).movedim(2, 0)
-    rows = _join(swap(dealt, axis))
-    share, kv_share = q.shape[2] // size, k.shape[2] // size
-    # 2 attention as on one rank
-    mixed = ops.attention(*rows.split([share, kv_share, kv_share], dim=2), documents, _whole(drop, axis))
-    # 3 swap back
-    return swap(_split(mixed, size), axis).movedim(0, 2).flatten(2, 3)
+    # 1 exchange our columns of all heads for all columns of our heads: at once for q, k and v of equal length
+    if q.shape[1] == k.shape[1]:
+        q, k, v = _whole_rows(axis, q, k, v)
+    else:
+        (q,), (k, v) = _whole_rows(axis, q), _whole_rows(axis, k, v)
+    # 2 attention as on one rank, which drops by the numbers of our heads
+    if mask.dropout is not None:
+        heads = mask.dropout.heads.chunk(size)[axis.index]
+        mask = replace(mask, dropout=replace(mask.dropout, heads=heads))
+    mixed = ops.attention(q, k, v, mask)
+    # 3 exchange back
+    return all_to_all(_split(mixed, size), axis).movedim(0, 2).flatten(2, 3)
 
 
-def _whole(drop: Drop | None, axis: Axis) -> Drop | None:
-    """The same dropout for all columns of our share of the heads."""
-    if drop is None:
-        return None
-    keys = _join(all_gather(drop.keys, axis).unflatten(0, (axis.size, -1)))
-    heads = drop.heads.chunk(axis.size)[axis.index]
-    return Drop(keys, heads, torch.arange(keys.shape[1], device=keys.device), drop.probability)
+def _whole_rows(axis: Axis, *parts: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Our columns of all heads, each [b, s / size, heads, d] -> all columns of our heads, [b, s, heads / size, d]."""
+    sent = torch.cat([x.unflatten(2, (axis.size, -1)) for x in parts], dim=3).movedim(2, 0)
+    return _join(all_to_all(sent, axis)).split([x.shape[2] // axis.size for x in parts], dim=2)
 
 
 # -- the ring
 
 
-class Part(NamedTuple):
-    """Which of our queries see which keys of one rank: slices of our columns and of theirs."""
+class RingBlock(NamedTuple):
+    """Which of our queries see which keys of one rank, and how: slices of our columns and of theirs."""
 
     queries: slice
     keys: slice
-    sight: Sight
+    mask: AttentionMask
 
 
-class Circle(NamedTuple):
-    """One attention on its way around the axis."""
+class RingState(NamedTuple):
+    """One attention around the axis. mask: of the whole rows."""
 
     axis: Axis
     op: PartialAttention
-    documents: torch.Tensor | None
-    drop: Drop | None
+    mask: AttentionMask
 
-    def part(self, source: int, length: int) -> Part:
-        """What our queries see of the keys of rank `source`; both hold `length` columns, early and late ones.
+    def blocks(self, source: int, s: int, t: int) -> list[RingBlock]:
+        """What our s queries see of the t keys of rank `source`; a rank holds an early and a late chunk of each.
 
-        Keys of ourselves: all, causally. Of a rank before us: its early chunk is in front of all of ours, its late
-        chunk behind. Of a rank behind us: both its chunks are in front of our late one and behind our early one.
-        So every rank computes half of every arriving block, and nothing that is masked.
+        Of plain causal rows: all keys of ourselves, causally. Of a rank before us: its early chunk precedes all of
+        ours, its late chunk follows. Of a rank after us: both its chunks precede our late one and follow our early
+        one. So every rank computes half of every arriving block, and nothing that is masked. Of a window, or where
+        queries and keys differ in position: each chunk by each, but for pairs that see nothing.
         """
-        early, late, both = slice(0, length // 2), slice(length // 2, length), slice(0, length)
-        ours = self.axis.index
-        queries = late if source > ours else both
-        keys = early if source < ours else both
-        documents = drop = None
-        if self.documents is not None:
-            rows = self.documents
-            documents = (
-                zigzag(rows, ours, self.axis.size)[:, queries],
-                zigzag(rows, source, self.axis.size)[:, keys],
+        mask, ours = self._of(source), self.axis.index
+        queries, keys = _halves(s), _halves(t)
+        if mask.window is None and mask.kind == "full":
+            return [RingBlock(slice(0, s), slice(0, t), mask)]
+        if mask.window is None and mask.q_offset == 0 and s == t:
+            if source == ours:
+                return [RingBlock(slice(0, s), slice(0, t), mask)]
+            of, to = (slice(0, s), keys[0]) if source < ours else (queries[1], slice(0, t))
+            return [RingBlock(of, to, replace(mask.cut(of, to), kind="full", q_offset=0))]
+        found = []
+        for of, q_chunk in zip(queries, self._chunks(ours), strict=True):
+            for to, k_chunk in zip(keys, self._chunks(source), strict=True):
+                offset = mask.q_offset + q_chunk * (s // 2) - k_chunk * (t // 2)
+                block = replace(mask.cut(of, to), q_offset=offset)
+                if not block.empty(s // 2, t // 2):
+                    found.append(RingBlock(of, to, block))
+        return found
+
+    def _chunks(self, index: int) -> tuple[int, int]:
+        """Which chunks of a row rank `index` holds."""
+        return index, 2 * self.axis.size - 1 - index
+
+    def _of(self, source: int) -> AttentionMask:
+        """Documents and dropout of our queries and the keys of rank `source`; positions are those of the rows."""
+        axis, mask = self.axis, self.mask
+        if mask.q_documents is not None and mask.k_documents is not None:
+            q_documents, k_documents = (
+                zigzag(mask.q_documents, axis.index, axis.size),
+                zigzag(mask.k_documents, source, axis.size),
             )
-        if self.drop is not None:
-            theirs = torch.arange(length * self.axis.size, device=self.drop.columns.device)
-            drop = self.drop._replace(
-                keys=self.drop.keys[:, queries], columns=zigzag(theirs[None], source, self.axis.size)[0, keys]
-            )
-        return Part(queries, keys, Sight(source == ours, documents, drop))
+            mask = replace(mask, q_documents=q_documents, k_documents=k_documents)
+        if mask.dropout is not None:
+            keys = zigzag(mask.dropout.keys, axis.index, axis.size)
+            columns = zigzag(mask.dropout.columns[None], source, axis.size)[0]
+            mask = replace(mask, dropout=replace(mask.dropout, keys=keys, columns=columns))
+        return mask
+
+
+def _halves(length: int) -> tuple[slice, slice]:
+    return slice(0, length // 2), slice(length // 2, length)
+
+
+def _nothing(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and log-sum-exp of queries that have seen no key."""
+    b, s, heads, _ = q.shape
+    wide = accurate(q.dtype)
+    return torch.zeros_like(q, dtype=wide), torch.full((b, heads, s), -math.inf, dtype=wide, device=q.device)
 
 
 class _Ring(torch.autograd.Function):
-    """q [b, s / size, heads, d], k and v [b, s / size, kv_heads, d] -> [b, s / size, heads, d].
+    """q [b, s / size, heads, d], k and v [b, t / size, kv_heads, d] -> [b, s / size, heads, d].
 
     Forward, for every rank of the axis, ourselves first and then backwards around it:
-        1 hand the keys and values that we have on to the next rank
-        2 meanwhile our queries look at them; the part is merged into the result by its log-sum-exp
-        3 take what the rank before handed on
+        1 send the keys and values that we have to the next rank
+        2 meanwhile our queries look at them; each block is merged into the result by its log-sum-exp
+        3 receive those of the rank before
 
-    Backward travels the same way again, and the gradients of keys and values travel one step behind them:
-        1 hand keys and values on
-        2 meanwhile compute this part's gradients; ours of q add up here
-        3 take the gradients that other ranks found for these keys and values, add ours, and hand them on
+    Backward goes around the same way, and the gradients of keys and values follow one step after them:
+        1 send keys and values
+        2 meanwhile compute the gradients of these blocks; ours of q add up here
+        3 receive the gradients that other ranks found for these keys and values, add ours, and send them on
         4 after the last step they have arrived at the rank that owns the keys and values
     """
 
     @staticmethod
-    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, circle: Circle) -> torch.Tensor:
-        axis, op = circle.axis, circle.op
-        here, length = torch.stack([k, v]), q.shape[1]
-        out = lse = torch.empty(0)
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ring: RingState) -> torch.Tensor:
+        axis, op = ring.axis, ring.op
+        here, s, t = torch.stack([k, v]), q.shape[1], k.shape[1]
+        result: tuple[torch.Tensor, torch.Tensor] | None = None
         for step in range(axis.size):
             # 1
-            leaving = HandOn(here, axis) if step < axis.size - 1 else None
+            shift = RingShift(here, axis) if step < axis.size - 1 else None
             # 2
-            queries, keys, sight = circle.part((axis.index - step) % axis.size, length)
-            their_k, their_v = here[:, :, keys]
-            found, found_lse = op.forward(q[:, queries], their_k, their_v, sight)
-            if step == 0:
-                out, lse = found.to(found_lse.dtype), found_lse
-            else:
-                merge(out[:, queries], lse[:, :, queries], found, found_lse)
+            for queries, keys, mask in ring.blocks((axis.index - step) % axis.size, s, t):
+                block, block_lse = op.forward(q[:, queries], here[0, :, keys], here[1, :, keys], mask)
+                if result is None and block.shape[1] == s:
+                    result = block.to(block_lse.dtype), block_lse
+                else:
+                    result = result or _nothing(q)
+                    merge(result[0][:, queries], result[1][:, :, queries], block, block_lse)
             # 3
-            here = here if leaving is None else leaving.wait()
+            here = here if shift is None else shift.wait()
+        out, lse = result or _nothing(q)
         out = out.to(q.dtype)
-        ctx.circle = circle
+        ctx.ring = ring
         ctx.save_for_backward(q, k, v, out, lse)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None]:
-        circle: Circle = ctx.circle
-        axis, op = circle.axis, circle.op
+        ring: RingState = ctx.ring
+        axis, op = ring.axis, ring.op
         q, k, v, out, lse = ctx.saved_tensors
-        here, length = torch.stack([k, v]), q.shape[1]
+        here, s, t = torch.stack([k, v]), q.shape[1], k.shape[1]
         grad_q = torch.zeros_like(q, dtype=lse.dtype)
         grad_here = torch.zeros_like(here, dtype=lse.dtype)
-        behind: HandOn | None = None
+        grad_shift: RingShift | None = None
         for step in range(axis.size):
             # 1
-            leaving = HandOn(here, axis) if step < axis.size - 1 else None
+            shift = RingShift(here, axis) if step < axis.size - 1 else None
             # 2
-            queries, keys, sight = circle.part((axis.index - step) % axis.size, length)
-            their_k, their_v = here[:, :, keys]
-            of_q, of_k, of_v = op.backward(
-                grad[:, queries], q[:, queries], their_k, their_v, out[:, queries], lse[:, :, queries], sight
-            )
-            grad_q[:, queries] += of_q
+            found = []
+            for queries, keys, mask in ring.blocks((axis.index - step) % axis.size, s, t):
+                their_k, their_v = here[:, :, keys]
+                of_q, of_k, of_v = op.backward(
+                    grad[:, queries], q[:, queries], their_k, their_v, out[:, queries], lse[:, :, queries], mask
+                )
+                grad_q[:, queries] += of_q
+                found.append((keys, of_k, of_v))
             # 3
-            if behind is not None:
-                grad_here = behind.wait()
-            grad_here[0, :, keys] += of_k
-            grad_here[1, :, keys] += of_v
-            behind = HandOn(grad_here, axis)
-            here = here if leaving is None else leaving.wait()
+            if grad_shift is not None:
+                grad_here = grad_shift.wait()
+            for keys, of_k, of_v in found:
+                grad_here[0, :, keys] += of_k
+                grad_here[1, :, keys] += of_v
+            grad_shift = RingShift(grad_here, axis)
+            here = here if shift is None else shift.wait()
         # 4
-        assert behind is not None
-        grad_k, grad_v = behind.wait().to(k.dtype)
+        assert grad_shift is not None
+        grad_k, grad_v = grad_shift.wait().to(k.dtype)
         return grad_q.to(q.dtype), grad_k, grad_v, None

@@ -24,8 +24,9 @@ from mega.core.config.world import World
 from mega.core.device import DTYPES, Device, fp8_products
 from mega.core.estimate.fit import Product, as_toml, line, product_shares
 from mega.core.files import whole_file
+from mega.core.ops.mask import CAUSAL
 from mega.core.ops.suite import Ops, choose
-from mega.core.parallel.collectives import HandOn, all_gather, all_reduce
+from mega.core.parallel.collectives import RingShift, all_gather, all_reduce
 from mega.core.parallel.launch import connect, disconnect
 from mega.core.parallel.mesh import Axis, Groups, Mesh
 
@@ -168,8 +169,8 @@ class Machine:
         rows, length, heads, width = self.extent.attention
         q, k, v = (self.filled(rows, length, heads, width).requires_grad_() for _ in range(3))
         half = 2.0 * rows * length * length * heads * width
-        forward = self.seconds(lambda: self.ops.attention(q, k, v))
-        out = self.ops.attention(q, k, v)
+        forward = self.seconds(lambda: self.ops.attention(q, k, v, CAUSAL))
+        out = self.ops.attention(q, k, v, CAUSAL)
         grad = torch.ones_like(out)
         backward = self.seconds(lambda: torch.autograd.grad(out, (q, k, v), grad, retain_graph=True))
         return half / forward, 2.5 * half / backward
@@ -186,4 +187,4 @@ class Machine:
     def _handing(self) -> float:
         """Bytes a second from each rank to the next, all at once."""
         x = torch.zeros(self.extent.sizes[-1], dtype=torch.uint8, device=self.device.torch)
-        return x.nbytes / self.seconds(lambda: HandOn(x, self.axis).wait())
+        return x.nbytes / self.seconds(lambda: RingShift(x, self.axis).wait())

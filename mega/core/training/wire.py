@@ -22,7 +22,7 @@ from mega.core.ops.suite import Ops, choose
 from mega.core.optim.choose import rule_of
 from mega.core.optim.optimizer import Optimizer
 from mega.core.optim.scaler import LossScaler
-from mega.core.parallel.context import across
+from mega.core.parallel.context import with_context_parallel
 from mega.core.parallel.gradients import GradBuffer
 from mega.core.parallel.layout import shared_stages
 from mega.core.parallel.mesh import Groups, Mesh
@@ -95,7 +95,7 @@ def build_stages(run: RunConfig, mesh: Mesh, device: torch.device) -> list[Any]:
         {"tp": (mesh.tp.index, mesh.tp.size)},
         DTYPES[precision.dtype],
         device,
-        across(chosen_ops(run, device), mesh.cp, parallel.cp_comm),
+        with_context_parallel(chosen_ops(run, device), mesh.cp, parallel.cp_comm),
         recompute=memory.recompute == "selective",
         embedding=torch.float32 if precision.embedding_fp32 else None,
     )
@@ -132,7 +132,7 @@ def chosen_ops(run: RunConfig, device: torch.device) -> Ops:
         reference=run.runtime.ops == "reference",
         package=run.runtime.ops if run.runtime.ops in PACKAGES else None,
         fp8=precision.fp8,
-        again=run.memory.recompute == "selective",
+        recompute=run.memory.recompute == "selective",
     )
 
 

@@ -1,0 +1,80 @@
+"""The value that every attention takes, against its definition for one query and one key."""
+
+from __future__ import annotations
+
+import doctest
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mega.core.ops import mask as module
+from mega.core.ops.mask import CAUSAL, FULL, AttentionMask
+from tests.support.masks import dense, draw_mask
+
+CPU = torch.device("cpu")
+
+
+def visible(mask: AttentionMask, b: int, s: int, t: int) -> torch.Tensor:
+    found = mask.visible(s, t, CPU)
+    return torch.ones(b, s, t, dtype=torch.bool) if found is None else found.expand(b, 1, s, t)[:, 0]
+
+
+@given(seed=st.integers(0, 1 << 30), b=st.integers(1, 2), s=st.integers(1, 7), t=st.integers(1, 7))
+def test_visible_is_the_definition(seed: int, b: int, s: int, t: int) -> None:
+    """And what is concluded without looking at documents is true of all of them."""
+    mask = draw_mask(random.Random(seed), b, s, t, 2)
+    expected = dense(mask, b, s, t)
+    assert torch.equal(visible(mask, b, s, t), expected)
+    bare = replace(mask, dropout=None)
+    if bare.simple_kind(s, t) is not None:
+        assert mask.q_documents is None
+        square = torch.ones(s, t, dtype=torch.bool)
+        assert torch.equal(expected[0], square.tril() if bare.simple_kind(s, t) == "causal" else square)
+    elif mask.q_documents is None:
+        assert not expected.all() and not (s == t and torch.equal(expected[0], torch.ones_like(expected[0]).tril()))
+    if mask.empty(s, t):
+        assert not expected.any()
+    elif mask.q_documents is None:
+        assert expected.any()
+    if not mask.may_hide_all(s, t):
+        assert expected.any(-1).all()
+    elif mask.q_documents is None:
+        assert not expected.any(-1).all()
+
+
+@given(seed=st.integers(0, 1 << 30), data=st.data())
+def test_a_part_of_a_mask_is_the_mask_of_the_part(seed: int, data: st.DataObject) -> None:
+    b, s, t, heads = 2, 6, 7, 2
+    mask = draw_mask(random.Random(seed), b, s, t, heads)
+    queries, keys = (
+        slice(*sorted(data.draw(st.lists(st.integers(0, n), min_size=2, max_size=2, unique=True)))) for n in (s, t)
+    )
+    part = mask.cut(queries, keys)
+    size = (b, queries.stop - queries.start, keys.stop - keys.start)
+    assert torch.equal(visible(part, *size), visible(mask, b, s, t)[:, queries, keys])
+    if mask.dropout is not None and part.dropout is not None:
+        whole = mask.dropout(torch.ones(b, heads, s, t))
+        assert torch.equal(part.dropout(torch.ones(b, heads, *size[1:])), whole[:, :, queries, keys])
+
+
+def test_a_kernel_needs_no_mask_where_the_kind_says_all() -> None:
+    assert CAUSAL.simple_kind(5, 5) == "causal" and FULL.simple_kind(3, 5) == "full"
+    assert AttentionMask(window=5).simple_kind(5, 5) == "causal" and AttentionMask(window=4).simple_kind(5, 5) is None
+    assert CAUSAL.simple_kind(3, 5) is None and AttentionMask(q_offset=2).simple_kind(3, 5) is None
+    assert AttentionMask(q_offset=4).simple_kind(1, 5) == "full"  # one more token after four cached ones
+    documents = torch.zeros(1, 5, dtype=torch.int64)
+    assert AttentionMask(q_documents=documents, k_documents=documents).simple_kind(5, 5) is None
+
+
+@pytest.mark.parametrize("wrong", [{"window": 0}, {"kind": "causla"}, {"k_documents": torch.zeros(1, 1)}])
+def test_nonsense_is_refused(wrong: dict[str, object]) -> None:
+    with pytest.raises(AssertionError):
+        AttentionMask(**wrong)  # type: ignore[arg-type]
+
+
+def test_examples() -> None:
+    assert doctest.testmod(module).failed == 0
