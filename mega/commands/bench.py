@@ -4,24 +4,15 @@ from __future__ import annotations
 
 import os
 import sys
-from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any
 
 import typer
 
 from mega.core.config.compose import Asked
-from mega.core.config.run import RunConfig, entries, flag_of, updated
+from mega.core.config.run import RunConfig, entries, flag_of, options_with, updated
 from mega.core.config.world import is_first_rank, ranks, world_from_env
 from mega.core.files import check_file
-
-UNUSED = ("data", "schedule", "evaluation", "checkpoint", "log")
-"""Sections of a run that have no part in its speed."""
-
-LENGTH = ("steps", "samples", "rampup")
-
-HOST = ("device", "backend", "timeout_minutes", "nproc")
-"""Options that say where to measure."""
 
 
 def run(
@@ -54,7 +45,7 @@ def run(
     if calibrate is not None:
         beside = {"--json": json, "--against": against, "--trace": trace, "--model": asked.preset}
         typed = [f"{flag} {value}" for flag, value in beside.items() if value is not None] + list(rows or ())
-        typed += [flag_of(name) for name in asked.values if name not in HOST]
+        typed += [flag_of(name) for name in asked.values if name not in options_with(bench="host")]
         if typed:
             raise ValueError(f"--calibrate {calibrate}: measures this machine, no run; leave out {', '.join(typed)}")
         return _calibrate(run, calibrate, repeats, world.source == "alone" and size > 1, size)
@@ -68,7 +59,7 @@ def run(
         bench.read_rows("--json", json)
     runs = [(name, bench.row(name, asked.values, size)) for name in rows or ()] or [("run", run)]
     resolved = [(name, complete(_measurable(one, asked, warmup + repeats), size)[0]) for name, one in runs]
-    unused = [flag_of(name) for name in asked.values if entries()[name].section in UNUSED or name in LENGTH]
+    unused = [flag_of(name) for name in asked.values if name in options_with(bench="unused")]
     if unused and is_first_rank():
         print(f"not used, random tokens are measured and nothing is kept: {', '.join(unused)}", file=sys.stderr)
     if run.runtime.dry_run:
@@ -87,9 +78,8 @@ def _measurable(run: RunConfig, asked: Asked, steps: int) -> RunConfig:
     """`run` without what names data, files and a length, and with what the rules of a run want of those."""
     from mega.core.proof.bench import LR
 
-    whole = RunConfig()
-    run = replace(run, **{section: getattr(whole, section) for section in UNUSED})
-    values: dict[str, Any] = {"mock_data": True, "steps": steps, "samples": None, "rampup": ()}
+    values: dict[str, Any] = {name: entries()[name].default for name in options_with(bench="unused")}
+    values |= {"mock_data": True, "steps": steps}
     values |= {"lr": LR} if run.optimizer.lr is None else {}
     # From where a scale starts, most of the timed steps would overflow and update nothing.
     if "initial_loss_scale" not in asked.values and run.precision.loss_scale is None:

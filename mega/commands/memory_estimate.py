@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mega.core.config.run import RunConfig, flag_of, updated, value_of
+from mega.core.config.run import RunConfig, entries, flag_of, options_with, updated, value_of
 from mega.core.config.world import ranks, world_from_env
 
 if TYPE_CHECKING:
@@ -210,13 +210,9 @@ def _missing(run: RunConfig, world: int) -> tuple[str, ...]:
 
 def _typed_layout(run: RunConfig) -> str:
     """The flags of `run` that a search replaces."""
-    from mega.core.config.run import entries
-    from mega.core.estimate.search import LAYOUT
-
-    said = {
-        entries()[name].flag: value_of(run, name) for name in LAYOUT if value_of(run, name) != entries()[name].default
-    }
-    return ", ".join(flag if value is True else f"{flag} {value}" for flag, value in said.items())
+    given = {name: value_of(run, name) for name in options_with(layout=True)}
+    changed = {flag_of(name): value for name, value in given.items() if value != entries()[name].default}
+    return ", ".join(flag if value is True else f"{flag} {value}" for flag, value in changed.items())
 
 
 def _document(answer: Answer, megatron: bool, stops: Stops) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mega.core.config.compose import compose
-from mega.core.config.presets import FAMILIES, PRESETS
+from mega.core.config.presets import FAMILY_DEFAULTS, PRESETS
 from mega.core.config.resolve import resolve
 from mega.core.config.run import RunConfig, entries, updated, value_of
 from mega.core.inventory import inventory
@@ -38,7 +38,7 @@ def test_an_unknown_preset_names_the_nearest() -> None:
 
 
 def test_families_and_presets_name_only_options() -> None:
-    for row in (*FAMILIES.values(), *PRESETS.values()):
+    for row in (*(family.values for family in FAMILY_DEFAULTS.values()), *PRESETS.values()):
         assert set(row) <= set(entries())
 
 

@@ -72,7 +72,7 @@ def test_what_changes_the_numbers_is_told(tmp_path: Path, told: Told) -> None:
     assert "not as in" not in told(*save, "--steps", "4", "--global-batch", "2", "--zero", "1")[1]
     said = told(*save, "--steps", "8", "--global-batch", "4", "--seed", "7", "--hidden-dropout", "0")[1]
     assert (
-        "not as in the checkpoint: --seed 7 (was 1234), --global-batch 4 (was 2), --hidden-dropout 0.0 (was 0.1)\n"
+        "not as in the checkpoint: --hidden-dropout 0.0 (was 0.1), --global-batch 4 (was 2), --seed 7 (was 1234)\n"
         in said
     )
 

@@ -11,25 +11,10 @@ from collections.abc import Iterator
 
 from mega.core.config.corpora import expand, is_number
 from mega.core.config.run import RunConfig, flag_of, value_of
-from mega.core.config.sections import SPLITS, TokenizerConfig
+from mega.core.config.sections import SPLITS, TOKENIZERS, TokenizerConfig
 from mega.core.files import check_folder, url_of
 
 Problems = Iterator[str]
-
-NEEDS: dict[str, tuple[str, ...]] = {
-    "GPT2BPETokenizer": ("vocab_file", "merge_file"),
-    "FairseqTokenizer": ("vocab_file", "merge_file", "tokenizer_model"),
-    "BertWordPieceLowerCase": ("vocab_file",),
-    "BertWordPieceCase": ("vocab_file",),
-    "SentencePieceTokenizer": ("tokenizer_model",),
-    "GPTSentencePieceTokenizer": ("tokenizer_model",),
-    "Llama2Tokenizer": ("tokenizer_model",),
-    "Llama3Tokenizer": ("tokenizer_model",),
-    "HuggingFaceTokenizer": ("tokenizer_model",),
-    "EncDecTokenizer": ("vocab_file",),
-    "NullTokenizer": ("vocab_size",),
-}
-"""Kind of tokenizer -> the options without which it cannot be made."""
 
 
 def files(run: RunConfig) -> Problems:
@@ -131,7 +116,7 @@ def _tokenizer(run: RunConfig) -> Problems:
         if path is not None and not os.path.exists(path):
             yield f"{flag_of(name)} {path}: there is no such file"
     if tokenizer.tokenizer is not None:
-        for name in NEEDS[tokenizer.tokenizer]:
+        for name in TOKENIZERS[tokenizer.tokenizer]:
             if value_of(run, name) is None:
                 yield f"--tokenizer {tokenizer.tokenizer}: needs {flag_of(name)}"
     elif run.model.vocab is None and not _any_file(tokenizer) and not run.checkpoint.use_checkpoint_config:

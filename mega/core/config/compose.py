@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from mega.core.config.presets import FAMILIES, PRESETS
+from mega.core.config.presets import FAMILY_DEFAULTS, PRESETS
 from mega.core.config.run import RunConfig, updated
 
 
@@ -33,7 +33,7 @@ def compose(
     row = PRESETS[preset] if preset is not None else {}
     values = {**row, **(file or {}), **(flags or {})}
     family = values.get("family", "gpt")
-    return updated(RunConfig(), {**FAMILIES[family], **values})
+    return updated(RunConfig(), {**FAMILY_DEFAULTS[family].values, **values})
 
 
 def nearest(word: str, valid: Iterable[str]) -> str:

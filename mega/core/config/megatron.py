@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from mega.core.config.presets import FAMILY_DEFAULTS
+
 
 class Ignored(NamedTuple):
     """A flag that changes nothing: how many values it brings, and why."""
@@ -104,8 +106,8 @@ IGNORED: Mapping[str, Ignored] = {
     "--wandb-id": Ignored(1, "metrics go to --metrics and --tensorboard-dir"),
 }
 
-_BERT = "belongs to BERT, which is not built yet; valid --family: gpt, llama"
-_T5 = "belongs to T5, which is not built yet; valid --family: gpt, llama"
+_BERT = f"belongs to BERT, which is not built yet; valid --family: {', '.join(FAMILY_DEFAULTS)}"
+_T5 = f"belongs to T5, which is not built yet; valid --family: {', '.join(FAMILY_DEFAULTS)}"
 _MOE = "mixtures of experts are not built yet"
 _HYBRID = "gradients in fp8 are e5m2; use --fp8-hybrid, which is --fp8"
 _WGRAD = "under --fp8 gradients of weights are products in fp8 too; leave the flag out"

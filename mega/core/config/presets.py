@@ -7,14 +7,31 @@ mappings of option names to values and stand above Megatron-LM's defaults and be
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 Values = Mapping[str, Any]
 
-FAMILIES: dict[str, Values] = {
-    "gpt": {},
-    # Touvron et al. 2023, arXiv 2307.09288
-    "llama": {
+
+class FamilyDefaults(NamedTuple):
+    """What a family says where a run does not. sentencepiece: the kind of tokenizer that a SentencePiece model is."""
+
+    values: Values
+    sentencepiece: str = "GPTSentencePieceTokenizer"
+
+
+FAMILY_DEFAULTS: dict[str, FamilyDefaults] = {}
+"""Every family by its name: the choices of --family."""
+
+
+def register_family(name: str, values: Values, **more: Any) -> None:
+    """Make `name` a choice of --family with defaults `values`; `more` are the other fields of `FamilyDefaults`."""
+    FAMILY_DEFAULTS[name] = FamilyDefaults(values, **more)
+
+
+register_family("gpt", {})
+register_family(  # Touvron et al. 2023, arXiv 2307.09288
+    "llama",
+    {
         "position": "rope",
         "norm": "rmsnorm",
         "activation": "swiglu",
@@ -23,7 +40,8 @@ FAMILIES: dict[str, Values] = {
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
     },
-}
+    sentencepiece="Llama2Tokenizer",
+)
 
 
 def _gpt(layers: int, hidden: int, heads: int, seq_length: int, vocab: int | None) -> dict[str, Any]:

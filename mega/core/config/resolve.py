@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import isqrt
 
+from mega.core.config.presets import FAMILY_DEFAULTS
 from mega.core.config.run import RunConfig
 from mega.core.config.sections import (
     BatchConfig,
@@ -258,8 +259,7 @@ def _tokenizer(run: RunConfig) -> TokenizerConfig:
     if model is not None and (model.endswith(".json") or os.path.isdir(model)):
         return replace(tokenizer, tokenizer="HuggingFaceTokenizer")
     if model is not None:
-        llama = run.model.family == "llama"
-        return replace(tokenizer, tokenizer="Llama2Tokenizer" if llama else "GPTSentencePieceTokenizer")
+        return replace(tokenizer, tokenizer=FAMILY_DEFAULTS[run.model.family].sentencepiece)
     if tokenizer.vocab_file is not None:
         return replace(tokenizer, tokenizer="GPT2BPETokenizer")
     return tokenizer

@@ -14,7 +14,7 @@ import torch
 
 from mega.core.checkpoint.own.pieces import CheckpointError, Piece
 from mega.core.checkpoint.own.store import Checkpoint, CheckpointStore, locate, store_at
-from mega.core.config.run import RunConfig, flag_of, value_of
+from mega.core.config.run import RunConfig, flag_of, options_with, value_of
 from mega.core.data.build import Datasets
 from mega.core.data.dataset import BlendedDataset
 from mega.core.files import url_of
@@ -25,17 +25,6 @@ from mega.core.training.prepare import model_in
 from mega.core.training.state import Progress, TrainState
 
 Tell = Callable[[str], None]
-
-FREE_OPTIONS = {"hidden_dropout", "attention_dropout", "init_std", "vocab_multiple", "positions"}
-"""Model options that may change between a checkpoint and the run that loads it."""
-
-TOLD_OPTIONS = (
-    *("seed", "data_path", "train_data", "chat_data", "split", "order", "seq_length", "global_batch", "dtype"),
-    *("reset_positions", "reset_attention", "eod_mask_loss", "loss_normalizer", "hidden_dropout", "attention_dropout"),
-    *("clip_grad", "adam_beta1", "adam_beta2", "adam_eps", "sgd_momentum"),
-    *("fp8", "grad_dtype", "masters", "residual_fp32", "embedding_fp32", "loss_scale", "ops"),
-)
-"""Options that may change as well, but not unnoticed: with another value the run computes something else."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +107,7 @@ def differences(run: RunConfig, origin: Origin, data: Datasets, mesh: Mesh) -> I
     sections = origin.checkpoint.meta.get("config", {})
     stored = {name: value for section in sections.values() for name, value in section.items()}
     told = []
-    for name in TOLD_OPTIONS:
+    for name in options_with(on_resume="noted"):
         value = value_of(run, name)
         ours = list(value) if isinstance(value, tuple) else value
         if name in stored and stored[name] != ours:
@@ -242,7 +231,7 @@ def _same_model(run: RunConfig, checkpoint: Checkpoint) -> None:
     """The model's mathematics must be the checkpoint's; else the weights mean something else."""
     stored: dict[str, Any] = dataclasses.asdict(model_in(checkpoint.meta, str(checkpoint.path)))
     ours = dataclasses.asdict(run.model)
-    differ = [name for name in ours if name not in FREE_OPTIONS and ours[name] != stored[name]]
+    differ = [name for name in options_with(on_resume="must match") if name in ours and ours[name] != stored[name]]
     if run.model.position == "learned" and stored["positions"] != ours["positions"]:
         differ.append("positions")
     if differ:
