@@ -50,7 +50,7 @@ def run(
             raise ValueError(f"--calibrate {calibrate}: measures this machine, no run; leave out {', '.join(typed)}")
         return _calibrate(run, calibrate, repeats, world.source == "alone" and size > 1, size)
     from mega.core.proof import bench
-    from mega.core.training.prepare import complete
+    from mega.core.training.inputs import resolve_run
 
     if rows and asked.preset is not None:
         raise ValueError(f"--model {asked.preset}: excludes rows, which say their model; leave out one of them")
@@ -58,7 +58,7 @@ def run(
     if json is not None and os.path.isfile(json):
         bench.read_rows("--json", json)
     runs = [(name, bench.row(name, asked.values, size)) for name in rows or ()] or [("run", run)]
-    resolved = [(name, complete(_measurable(one, asked, warmup + repeats), size)[0]) for name, one in runs]
+    resolved = [(name, resolve_run(_measurable(one, asked, warmup + repeats), size).run) for name, one in runs]
     unused = [flag_of(name) for name in asked.values if name in options_with(bench="unused")]
     if unused and is_first_rank():
         print(f"not used, random tokens are measured and nothing is kept: {', '.join(unused)}", file=sys.stderr)

@@ -269,9 +269,9 @@ def planned(run: RunConfig) -> tuple[RunConfig, int]:
     """The run as its ranks would resolve it, and their number. Errors: ValueError, as of a dry run."""
     run = updated(run, {"dry_run": True})
     world = ranks(world_from_env(), run.runtime.nproc, run.runtime.world)
-    from mega.core.training.prepare import complete
+    from mega.core.training.inputs import resolve_run
 
-    return complete(run, world)[0], world
+    return resolve_run(run, world).run, world
 
 
 def _draw_schedule(run: RunConfig, world: int, device: Hardware | None, path: Path) -> None:

@@ -24,7 +24,7 @@ from mega.core.parallel import launch
 from mega.core.parallel.launch import Pool
 from mega.core.parallel.mesh import Groups
 from mega.core.training import loop
-from mega.core.training.prepare import prepare
+from mega.core.training.inputs import open_inputs, resolve_run
 
 RUN = (
     "--layers 1 --hidden 8 --heads 1 --seq-length 8 --vocab 64 --mock-data --micro-batch 1 --lr 1e-3 --steps 1000000 "
@@ -64,7 +64,7 @@ def _trained(groups: Groups, rank: int, place: str, stop: tuple[int, int] | None
         return whole(*arguments)
 
     with mock.patch.object(loop, "evaluate_step", evaluate):
-        prepared = prepare(compose(flags=LONG | {"save": place}), 2)
+        prepared = open_inputs(resolve_run(compose(flags=LONG | {"save": place}), 2))
         training = loop.Training(prepared, rank, 2, Device.choose("cpu"), groups, contextlib.ExitStack())
         training.play()
     return training.progress.step, training.progress.consumed_valid

@@ -16,8 +16,6 @@ import torch
 
 from mega.core.batch import Batch
 from mega.core.config.resolve import global_batch_at, last_step, microbatches
-from mega.core.config.run import RunConfig
-from mega.core.config.world import world_from_env
 from mega.core.data.batches import Batches
 from mega.core.data.dataset import Dataset
 from mega.core.device import Device, Moment, Reading
@@ -26,6 +24,7 @@ from mega.core.parallel.launch import connect, disconnect
 from mega.core.parallel.mesh import Groups
 from mega.core.text.tokenizer import Tokenizer
 from mega.core.training.audit import audit
+from mega.core.training.inputs import Inputs, ResolvedRun, open_inputs
 from mega.core.training.interrupt import Interrupt, Vote
 from mega.core.training.meters import Meters
 from mega.core.training.persist import (
@@ -38,21 +37,19 @@ from mega.core.training.persist import (
     restore,
     same_everywhere,
 )
-from mega.core.training.prepare import Prepared, prepare
 from mega.core.training.saver import Saver
 from mega.core.training.schedules import Schedules, going_on
 from mega.core.training.step import evaluate_step, train_step
 from mega.core.training.wire import build_mesh, build_state
 
 
-def pretrain(run: RunConfig) -> int:
+def pretrain(resolved: ResolvedRun) -> int:
     """Train as one rank of the world that the environment describes; the exit code.
 
     Errors: ValueError for what the user can mend; FloatingPointError where the loss is no number any more;
     RuntimeError for what else went wrong on the way.
     """
-    runtime = run.runtime
-    prepared = prepare(run, world_from_env().size)
+    runtime, prepared = resolved.run.runtime, open_inputs(resolved)
     world, device, groups = connect(runtime.device, runtime.backend, runtime.timeout_minutes)
     if runtime.deterministic:
         device.deterministic()
@@ -80,7 +77,7 @@ class Training:
 
     def __init__(
         self,
-        prepared: Prepared,
+        prepared: Inputs,
         rank: int,
         world: int,
         device: Device,
@@ -127,7 +124,7 @@ class Training:
             )
         self._introduce(prepared, origin)
 
-    def _introduce(self, prepared: Prepared, origin: Origin | None) -> None:
+    def _introduce(self, prepared: Inputs, origin: Origin | None) -> None:
         """What the user is to know before the first step."""
         for note in prepared.notes:
             self._say(note)

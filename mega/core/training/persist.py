@@ -21,7 +21,7 @@ from mega.core.files import url_of
 from mega.core.parallel.collectives import all_reduce
 from mega.core.parallel.mesh import Mesh
 from mega.core.text.tokenizer import Tokenizer
-from mega.core.training.prepare import model_in
+from mega.core.training.inputs import model_in
 from mega.core.training.state import Progress, TrainState
 
 Tell = Callable[[str], None]
