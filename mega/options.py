@@ -1,7 +1,7 @@
 """Config sections as command-line options: the signature of a verb is its configuration.
 
 A verb is a plain function. A parameter annotated `RunConfig` becomes every option of a run with `--model`,
-`--config` and `--print-config`, and one beside it annotated `Asked` gets what of them was asked for; one
+`--config` and `--print-config`, and one next to it annotated `GivenOptions` gets those of them that were given; one
 annotated with a section becomes that section's options; the others are Typer's as they stand. Only what the
 user typed overrides presets and the TOML file. This file builds signatures and knows no verb and no option
 by name.
@@ -20,7 +20,7 @@ from typer.core import TyperCommand
 
 from mega.argv import MANY, Meaning, Sets, meanings, translate
 from mega.core.config import deepspeed, toml
-from mega.core.config.compose import Asked, compose
+from mega.core.config.compose import GivenOptions, compose
 from mega.core.config.run import Entry, RunConfig, entries, sections
 from mega.core.config.world import is_first_rank
 
@@ -74,7 +74,7 @@ def command(function: Callable[..., Any]) -> Callable[..., Any]:
     parameters: list[inspect.Parameter] = []
     configs: dict[str, tuple[str, ...]] = {}
     for name, parameter in inspect.signature(function).parameters.items():
-        if hints[name] is Asked:
+        if hints[name] is GivenOptions:
             continue
         if hints[name] is RunConfig:
             configs[name] = tuple(sections())
@@ -83,8 +83,8 @@ def command(function: Callable[..., Any]) -> Callable[..., Any]:
         else:
             parameters.append(parameter.replace(annotation=hints[name], kind=inspect.Parameter.KEYWORD_ONLY))
     whole = next((name for name in configs if hints[name] is RunConfig), None)
-    asked = next((name for name, hint in hints.items() if hint is Asked), None)
-    assert asked is None or whole is not None, "what was asked for is told beside the run"
+    given = next((name for name, hint in hints.items() if hint is GivenOptions), None)
+    assert given is None or whole is not None, "GivenOptions comes along with a run"
     if whole is not None:
         parameters += _RUN_PARAMETERS
     chosen = [entry for entry in entries().values() if any(entry.section in names for names in configs.values())]
@@ -102,8 +102,8 @@ def command(function: Callable[..., Any]) -> Callable[..., Any]:
             if ds_json is not None:
                 file = deepspeed.above(file, ds_json, options)
             run = compose(preset, file, options)
-            if asked is not None:
-                typed[asked] = Asked(preset, {**file, **options})
+            if given is not None:
+                typed[given] = GivenOptions(preset, {**file, **options})
             if typed.pop("print_config"):
                 print(toml.write(run), end="")
                 return 0
@@ -141,10 +141,10 @@ def _typed_options(typed: dict[str, Any], chosen: Sequence[Entry]) -> dict[str, 
 
 
 def _parameter(entry: Entry) -> inspect.Parameter:
-    """An option of a config as a parameter; None says that it was not typed."""
+    """An option of a config as a parameter; None where it was not typed."""
     one: Any = Literal[entry.choices] if entry.choices else entry.kind
     kind: Any = list[one] if entry.many else one
-    flag = f"{entry.flag}/--no-{entry.flag.removeprefix('--')}" if entry.kind is bool else entry.flag
+    flag = f"{entry.flag}/{entry.off}" if entry.kind is bool else entry.flag
     declared = typer.Option(
         *((flag, entry.option.short) if entry.option.short else (flag,)),
         help=_help(entry),
@@ -193,7 +193,7 @@ def _show_everything(ctx: typer.Context, asked: bool) -> None:
 
 
 def _kind(param: Any) -> str:
-    """What stands behind a flag: ` INT`, ` adam|sgd`, ` STR ...`, or nothing behind a switch."""
+    """What follows a flag in help: ` INT`, ` adam|sgd`, ` STR ...`, or nothing for a switch."""
     if param.is_flag:
         return ""
     if (entry := _entry(param)) is None:
@@ -222,7 +222,7 @@ _RUN_PARAMETERS = [
         inspect.Parameter.KEYWORD_ONLY,
         default=None,
         annotation=Annotated[
-            str | None, typer.Option("--model", help="a preset, such as llama2-7b; stands below --config")
+            str | None, typer.Option("--model", help="a preset, such as llama2-7b; --config overrides it")
         ],
     ),
     inspect.Parameter(
@@ -230,7 +230,7 @@ _RUN_PARAMETERS = [
         inspect.Parameter.KEYWORD_ONLY,
         default=None,
         annotation=Annotated[
-            str | None, typer.Option("--config", "-c", help="a TOML file of options; stands below flags")
+            str | None, typer.Option("--config", "-c", help="a TOML file of options; flags override it")
         ],
     ),
     inspect.Parameter(
@@ -238,7 +238,7 @@ _RUN_PARAMETERS = [
         inspect.Parameter.KEYWORD_ONLY,
         default=None,
         annotation=Annotated[
-            str | None, typer.Option("--deepspeed-config", help="a DeepSpeed JSON of options; stands below flags")
+            str | None, typer.Option("--deepspeed-config", help="a DeepSpeed JSON of options; flags override it")
         ],
     ),
     inspect.Parameter(

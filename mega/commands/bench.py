@@ -4,31 +4,22 @@ from __future__ import annotations
 
 import os
 import sys
-from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any
 
 import typer
 
-from mega.core.config.compose import Asked
-from mega.core.config.run import RunConfig, entries, flag_of, updated
+from mega.core.config.compose import GivenOptions
+from mega.core.config.run import RunConfig, entries, flag_of, options_with, updated
 from mega.core.config.world import is_first_rank, ranks, world_from_env
 from mega.core.files import check_file
-
-UNUSED = ("data", "schedule", "evaluation", "checkpoint", "log")
-"""Sections of a run that have no part in its speed."""
-
-LENGTH = ("steps", "samples", "rampup")
-
-HOST = ("device", "backend", "timeout_minutes", "nproc")
-"""Options that say where to measure."""
 
 
 def run(
     run: RunConfig,
-    asked: Asked,
+    given: GivenOptions,
     rows: Annotated[
-        list[str] | None, typer.Argument(help="w1, w2, w2-fp8 or w3; without one, the run that the flags say")
+        list[str] | None, typer.Argument(help="w1, w2, w2-fp8 or w3; without one, the run that the flags define")
     ] = None,
     repeats: Annotated[int, typer.Option(help="timed steps; their median counts", min=1)] = 7,
     warmup: Annotated[int, typer.Option(help="steps before those", min=1)] = 5,
@@ -44,7 +35,7 @@ def run(
     """Measure speed: the trainer's own step on random tokens, one row after another in one process group.
 
     Rows: w1 is GPT 345M, w2 Llama-2 7B, w2-fp8 the same by --fp8, w3 GPT 22B by tensor ranks. Batch and layout of a row
-    follow the number of ranks; any flag that you type stands above the row.
+    follow the number of ranks; any flag that you type overrides the row.
     """
     world = world_from_env()
     size = ranks(world, run.runtime.nproc, run.runtime.world)
@@ -52,23 +43,23 @@ def run(
         if path is not None:
             check_file(flag, path)
     if calibrate is not None:
-        beside = {"--json": json, "--against": against, "--trace": trace, "--model": asked.preset}
-        typed = [f"{flag} {value}" for flag, value in beside.items() if value is not None] + list(rows or ())
-        typed += [flag_of(name) for name in asked.values if name not in HOST]
+        excluded = {"--json": json, "--against": against, "--trace": trace, "--model": given.preset}
+        typed = [f"{flag} {value}" for flag, value in excluded.items() if value is not None] + list(rows or ())
+        typed += [flag_of(name) for name in given.values if name not in options_with(bench="host")]
         if typed:
-            raise ValueError(f"--calibrate {calibrate}: measures this machine, no run; leave out {', '.join(typed)}")
+            raise ValueError(f"--calibrate {calibrate}: measures this machine, not a run; leave out {', '.join(typed)}")
         return _calibrate(run, calibrate, repeats, world.source == "alone" and size > 1, size)
     from mega.core.proof import bench
-    from mega.core.training.prepare import complete
+    from mega.core.training.inputs import resolve_run
 
-    if rows and asked.preset is not None:
-        raise ValueError(f"--model {asked.preset}: excludes rows, which say their model; leave out one of them")
+    if rows and given.preset is not None:
+        raise ValueError(f"--model {given.preset}: excludes rows, which name their model; leave out one of them")
     # Rows are added to what a file holds; to anything else, such as a script, they would be damage. Devices hold none.
     if json is not None and os.path.isfile(json):
         bench.read_rows("--json", json)
-    runs = [(name, bench.row(name, asked.values, size)) for name in rows or ()] or [("run", run)]
-    resolved = [(name, complete(_measurable(one, asked, warmup + repeats), size)[0]) for name, one in runs]
-    unused = [flag_of(name) for name in asked.values if entries()[name].section in UNUSED or name in LENGTH]
+    runs = [(name, bench.row(name, given.values, size)) for name in rows or ()] or [("run", run)]
+    resolved = [(name, resolve_run(_measurable(one, given, warmup + repeats), size).run) for name, one in runs]
+    unused = [flag_of(name) for name in given.values if name in options_with(bench="unused")]
     if unused and is_first_rank():
         print(f"not used, random tokens are measured and nothing is kept: {', '.join(unused)}", file=sys.stderr)
     if run.runtime.dry_run:
@@ -83,23 +74,22 @@ def run(
     return launch(size, job, resolved)
 
 
-def _measurable(run: RunConfig, asked: Asked, steps: int) -> RunConfig:
-    """`run` without what names data, files and a length, and with what the rules of a run want of those."""
+def _measurable(run: RunConfig, given: GivenOptions, steps: int) -> RunConfig:
+    """`run` without its data, files and length, and with the least of them that a run must have."""
     from mega.core.proof.bench import LR
 
-    whole = RunConfig()
-    run = replace(run, **{section: getattr(whole, section) for section in UNUSED})
-    values: dict[str, Any] = {"mock_data": True, "steps": steps, "samples": None, "rampup": ()}
+    values: dict[str, Any] = {name: entries()[name].default for name in options_with(bench="unused")}
+    values |= {"mock_data": True, "steps": steps}
     values |= {"lr": LR} if run.optimizer.lr is None else {}
     # From where a scale starts, most of the timed steps would overflow and update nothing.
-    if "initial_loss_scale" not in asked.values and run.precision.loss_scale is None:
+    if "initial_loss_scale" not in given.values and run.precision.loss_scale is None:
         values["initial_loss_scale"] = 2.0**16
     return updated(run, values)
 
 
 def _calibrate(run: RunConfig, out: str, repeats: int, start: bool, size: int) -> int:
     if not out.endswith(".toml"):
-        raise ValueError(f"--calibrate {out}: must end in .toml, as memory-estimate --gpu tells files from names")
+        raise ValueError(f"--calibrate {out}: must end in .toml, as a file for memory-estimate --gpu does")
     from mega.core.proof.calibrate import calibrate
 
     runtime = run.runtime

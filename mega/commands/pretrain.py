@@ -2,35 +2,33 @@
 
 from __future__ import annotations
 
-from mega.core.config.check import check
 from mega.core.config.run import RunConfig
 from mega.core.config.world import is_first_rank, ranks, world_from_env
 
 
 def run(run: RunConfig) -> int:
-    """Train a model from scratch, or go on where a checkpoint ends.
+    """Train a model from scratch, or resume from a checkpoint.
 
     Alone with --nproc, under torchrun or under a bare srun. Every flag also answers to its Megatron-LM
-    spelling; --model, then --config, then flags say what the run is, each above the one before.
+    spelling; --model, then --config, then flags define the run, each above the one before.
     """
+    from mega.core.training.inputs import open_inputs, resolve_run
+
     world = world_from_env()
     size = ranks(world, run.runtime.nproc, run.runtime.world)
-    check(run, size)  # in a moment, before anything heavy is loaded
+    resolved = resolve_run(run, size)  # in a moment, before anything heavy is imported
     if run.runtime.dry_run:
         if is_first_rank():
             from mega.core.training.dry_run import dry_run
-            from mega.core.training.prepare import prepare
 
-            dry_run(prepare(run, size), size)
+            dry_run(open_inputs(resolved), size)
         return 0
-    if world.source != "alone" or size == 1:
+    if world.source == "alone" and size > 1:
+        open_inputs(resolved)  # a mistake in a file is reported once, before any rank starts
+        from mega.core.parallel.launch import launch
         from mega.core.training.loop import pretrain
 
-        return pretrain(run)
-    from mega.core.training.prepare import prepare
-
-    prepare(run, size)  # mistakes in the files are told once, before any rank starts
-    from mega.core.parallel.launch import launch
+        return launch(size, pretrain, resolved)
     from mega.core.training.loop import pretrain
 
-    return launch(size, pretrain, run)
+    return pretrain(resolved)

@@ -37,7 +37,7 @@ from mega.core.device import Device
 from mega.core.parallel.launch import Pool
 from mega.core.parallel.mesh import Groups
 from mega.core.proof.parity import LOSS_BOUND, own_samples, synthetic_batch
-from mega.core.training.persist import Origin, restore
+from mega.core.training.resume import ResumePoint, restore
 from mega.core.training.saver import Saver
 from mega.core.training.state import TrainState
 from mega.core.training.step import train_step
@@ -135,7 +135,7 @@ def prove_pair(number: int) -> dict[str, Any]:
         after = [make(None, rank, run_b, world_b) for rank in range(world_b)]
         held = 0
         for state in after:
-            restore(state, Origin(locate(first.path), weights_only=False))
+            restore(state, ResumePoint(locate(first.path), weights_only=False))
             for piece in all_pieces(state):
                 assert torch.equal(piece.tensor, part(piece)), f"{piece.key} at {piece.start} of rank {state.mesh.rank}"
                 held += piece.tensor.numel()
@@ -173,7 +173,7 @@ def first(groups: Groups, rank: int, run: RunConfig, world: int) -> float:
 def second(groups: Groups, rank: int, run: RunConfig, world: int, source: str) -> float:
     """Job: restore, save, the loss of the third step."""
     state = make(groups, rank, run, world)
-    restore(state, Origin(locate(Path(source)), weights_only=False))
+    restore(state, ResumePoint(locate(Path(source)), weights_only=False))
     Saver(state).save()
     return step(state)
 

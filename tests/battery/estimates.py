@@ -26,7 +26,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 
 from mega.commands.memory_estimate import planned
-from mega.core.config.check import check
 from mega.core.config.compose import compose
 from mega.core.config.presets import PRESETS
 from mega.core.config.resolve import data_parallel
@@ -38,7 +37,7 @@ from mega.core.estimate.steptime import step_time
 from mega.core.parallel.mesh import Mesh
 from mega.core.parallel.weight import local_parameters
 from mega.core.training.dry_run import dry_run
-from mega.core.training.prepare import prepare
+from mega.core.training.inputs import open_inputs, resolve_run
 from mega.core.training.wire import build_stages
 from tests.battery.data_ledger import commit
 
@@ -150,9 +149,8 @@ def dry(run: RunConfig) -> None:
     """What `pretrain --dry-run` does, without its print."""
     run = updated(run, {"dry_run": True})
     world = run.runtime.world or 1
-    check(run, world)
     with contextlib.redirect_stdout(io.StringIO()):
-        dry_run(prepare(run, world), world)
+        dry_run(open_inputs(resolve_run(run, world)), world)
 
 
 def judged(number: int) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from mega.core.checkpoint.own.store import Checkpoint, CheckpointStore, Piece, S
 from mega.core.config.check import check
 from mega.core.device import Device
 from mega.core.parallel.mesh import Mesh
-from mega.core.training.persist import Origin, restore
+from mega.core.training.resume import ResumePoint, restore
 from mega.core.training.saver import Saver
 from mega.core.training.wire import build_state
 from tests.support.runs import small_run
@@ -135,7 +135,7 @@ def test_a_run_saves_there_and_goes_on(url: str, behind: bool) -> None:
     again = build_state(run, Mesh(0), Device.choose("cpu"))
     for piece in again.weight_pieces(mine=False):
         piece.tensor.detach().zero_()
-    restore(again, Origin(locate(url), weights_only=False))
+    restore(again, ResumePoint(locate(url), weights_only=False))
     assert again.progress.step == 3
     for ours, theirs in zip(state.weight_pieces(mine=False), again.weight_pieces(mine=False), strict=True):
         assert torch.equal(ours.tensor, theirs.tensor)

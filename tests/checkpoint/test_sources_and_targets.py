@@ -29,7 +29,7 @@ from mega.core.checkpoint.own.pieces import CheckpointError
 from mega.core.checkpoint.own.reshard import reshard
 from mega.core.checkpoint.own.store import CheckpointStore, Piece, locate
 from mega.core.files import url_of
-from mega.core.training.persist import companions
+from mega.core.training.resume import sidecar_files
 from tests.support.foreign_forms import LLAMA, hf_config, hf_writer, weights_of
 from tests.support.nfs import locks_of_nfs
 
@@ -352,7 +352,7 @@ def test_training_takes_along_what_came_with_the_weights(source: Path, tmp_path:
 def test_what_came_with_the_weights_goes_on_with_them(source: Path, run: Path, tmp_path: Path) -> None:
     """A run from converted weights saves; its export has their tokens and says the dtype that it now has."""
     origin = locate(run)
-    carried = companions(origin, None)
+    carried = sidecar_files(origin, None)
     assert sorted(carried) == ["config.json"] and json.loads(carried["config.json"])["eos_token_id"] == 5
     pieces = [
         Piece(name, whole, (0,) * len(whole), torch.zeros(whole, dtype=torch.bfloat16))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mega.core.config.compose import compose
-from mega.core.config.presets import FAMILIES, PRESETS
+from mega.core.config.presets import FAMILY_DEFAULTS, PRESETS
 from mega.core.config.resolve import resolve
 from mega.core.config.run import RunConfig, entries, updated, value_of
 from mega.core.inventory import inventory
@@ -33,12 +33,12 @@ def test_a_value_equal_to_the_default_still_overrides() -> None:
 
 
 def test_an_unknown_preset_names_the_nearest() -> None:
-    with pytest.raises(ValueError, match=r"--model lama2-7b: is no preset \(nearest: llama2-7b\); valid --model: "):
+    with pytest.raises(ValueError, match=r"--model lama2-7b: is not a preset \(nearest: llama2-7b\); valid --model: "):
         compose("lama2-7b")
 
 
 def test_families_and_presets_name_only_options() -> None:
-    for row in (*FAMILIES.values(), *PRESETS.values()):
+    for row in (*(family.values for family in FAMILY_DEFAULTS.values()), *PRESETS.values()):
         assert set(row) <= set(entries())
 
 

@@ -38,7 +38,7 @@ from mega.core.config.run import RunConfig, updated
 from mega.core.parallel.collectives import all_reduce
 from mega.core.parallel.launch import connect, disconnect
 from mega.core.proof.bench import random_batch, row
-from mega.core.training.persist import Origin, restore
+from mega.core.training.resume import ResumePoint, restore
 from mega.core.training.saver import Saver
 from mega.core.training.step import train_step
 from mega.core.training.wire import build_mesh, build_state
@@ -190,7 +190,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     before = bench.digests(2)
     dropped = bench.device.is_cuda and not bench.world.rank and _drop_page_cache()
-    seconds = bench.timed(lambda: restore(state, Origin(bench.store.open(2), weights_only=False)))
+    seconds = bench.timed(lambda: restore(state, ResumePoint(bench.store.open(2), weights_only=False)))
     bench.row("load", bytes=size, seconds=seconds, gb_per_s=size / seconds / 1e9, page_cache_dropped=dropped)
 
     bench.remove(2)

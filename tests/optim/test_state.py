@@ -21,7 +21,7 @@ from mega.core.optim.rule import Rule
 from mega.core.parallel.launch import Pool
 from mega.core.parallel.mesh import Groups
 from mega.core.proof.parity import own_samples, synthetic_batch
-from mega.core.training.persist import Origin, restore
+from mega.core.training.resume import ResumePoint, restore
 from mega.core.training.saver import Saver
 from mega.core.training.state import TrainState
 from mega.core.training.step import train_step
@@ -162,7 +162,7 @@ def keep(groups: Groups, rank: int, run: RunConfig, world: int, source: str | No
     """Job: begin, or go on from a checkpoint; take these steps; save."""
     state = state_of(run, rank, world, groups)
     if source is not None:
-        restore(state, Origin(locate(Path(source)), weights_only=False))
+        restore(state, ResumePoint(locate(Path(source)), weights_only=False))
     for number in steps:
         step(state, number)
         state.progress.step = number + 1
@@ -202,4 +202,4 @@ def test_one_rules_state_is_not_anothers(tmp_path: Path) -> None:
     Saver(state_of(run)).save()
     other = state_of(small_run(layers=2, optimizer="lamb"))
     with pytest.raises(CheckpointError, match=r"--optimizer lamb: .* holds the state of adam"):
-        restore(other, Origin(locate(tmp_path), weights_only=False))
+        restore(other, ResumePoint(locate(tmp_path), weights_only=False))

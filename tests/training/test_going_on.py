@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from collections.abc import Callable
@@ -12,9 +13,10 @@ import pytest
 
 from mega import cli
 from mega.core.checkpoint.own.store import CheckpointStore
+from mega.core.config.run import entries, options_with
 from mega.core.data.writer import IndexedWriter
 from mega.core.parallel.gradients import GradBuffer
-from mega.core.training import persist
+from mega.core.training import place, schedules
 
 Told = Callable[..., tuple[int, str]]
 
@@ -72,7 +74,7 @@ def test_what_changes_the_numbers_is_told(tmp_path: Path, told: Told) -> None:
     assert "not as in" not in told(*save, "--steps", "4", "--global-batch", "2", "--zero", "1")[1]
     said = told(*save, "--steps", "8", "--global-batch", "4", "--seed", "7", "--hidden-dropout", "0")[1]
     assert (
-        "not as in the checkpoint: --seed 7 (was 1234), --global-batch 4 (was 2), --hidden-dropout 0.0 (was 0.1)\n"
+        "not as in the checkpoint: --hidden-dropout 0.0 (was 0.1), --global-batch 4 (was 2), --seed 7 (was 1234)\n"
         in said
     )
 
@@ -185,7 +187,7 @@ def test_other_validations_read_what_there_is(tmp_path: Path, told: Told) -> Non
 
 
 def test_a_place_is_one_runs_alone(tmp_path: Path, told: Told, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(persist, "PATIENCE", 0.1)
+    monkeypatch.setattr(place, "LOCK_WAIT", 0.1)
     save = ["--save", str(tmp_path / "run"), "--steps", "2"]
     (tmp_path / "run").mkdir()
     with CheckpointStore(tmp_path / "run").held():
@@ -231,7 +233,18 @@ def test_what_counts_beside_the_checkpoints_model_is_told(tmp_path: Path, told: 
 def test_a_file_that_holds_no_metrics_is_left_alone(tmp_path: Path, told: Told) -> None:
     (tmp_path / "notes").write_text("mine\n")
     code, said = told("--steps", "2", "--metrics", str(tmp_path / "notes"))
-    assert code == 2 and f"--metrics {tmp_path / 'notes'}: holds something else than metrics" in said
+    assert code == 2 and f"--metrics {tmp_path / 'notes'}: holds something other than metrics" in said
     assert (tmp_path / "notes").read_text() == "mine\n"
     (tmp_path / "notes").write_text('{"step": 1, "lo')  # cut by a kill
     assert told("--steps", "2", "--metrics", str(tmp_path / "notes"))[0] == 0
+
+
+def test_every_part_of_a_schedule_is_named_by_an_option_that_says_so() -> None:
+    """A flag in a message about the schedule is one that must match it, and every value of a schedule has a name."""
+    flags = {entries()[name].flag for name in options_with(on_resume="schedule")}
+    assert {label for label in schedules._LABELS.values() if label.startswith("--")} <= flags
+    assert set(schedules._LABELS) == {
+        f"{kind}.{field.name}"
+        for kind, cls in (("lr", schedules.LearningRate), ("weight_decay", schedules.WeightDecay))
+        for field in dataclasses.fields(cls)
+    }

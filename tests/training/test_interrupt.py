@@ -23,8 +23,9 @@ from mega.core.device import Device
 from mega.core.parallel import launch
 from mega.core.parallel.launch import Pool
 from mega.core.parallel.mesh import Groups
-from mega.core.training import loop
-from mega.core.training.prepare import prepare
+from mega.core.training import evaluation
+from mega.core.training.inputs import open_inputs, resolve_run
+from mega.core.training.start import start
 
 RUN = (
     "--layers 1 --hidden 8 --heads 1 --seq-length 8 --vocab 64 --mock-data --micro-batch 1 --lr 1e-3 --steps 1000000 "
@@ -54,7 +55,7 @@ LONG = {
 
 def _trained(groups: Groups, rank: int, place: str, stop: tuple[int, int] | None) -> tuple[int, int]:
     """Job: steps and validation samples of a run on two ranks; `stop`: a rank, and the batch at which it is asked."""
-    whole, batches = loop.evaluate_step, 0
+    whole, batches = evaluation.evaluate_step, 0
 
     def evaluate(*arguments: Any) -> torch.Tensor:
         nonlocal batches
@@ -63,11 +64,12 @@ def _trained(groups: Groups, rank: int, place: str, stop: tuple[int, int] | None
             os.kill(os.getpid(), signal.SIGTERM)
         return whole(*arguments)
 
-    with mock.patch.object(loop, "evaluate_step", evaluate):
-        prepared = prepare(compose(flags=LONG | {"save": place}), 2)
-        training = loop.Training(prepared, rank, 2, Device.choose("cpu"), groups, contextlib.ExitStack())
+    with mock.patch.object(evaluation, "evaluate_step", evaluate):
+        prepared = open_inputs(resolve_run(compose(flags=LONG | {"save": place}), 2))
+        training = start(prepared, rank, 2, Device.choose("cpu"), groups, contextlib.ExitStack())
         training.play()
-    return training.progress.step, training.progress.consumed_valid
+    progress = training.state.progress
+    return progress.step, progress.consumed_valid
 
 
 def _figures(place: Path) -> dict[int, float]:

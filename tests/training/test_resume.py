@@ -23,7 +23,7 @@ from mega.core.data.writer import IndexedWriter
 from mega.core.device import Device
 from mega.core.parallel.launch import Pool
 from mega.core.parallel.mesh import Groups
-from mega.core.training.persist import Origin, restore
+from mega.core.training.resume import ResumePoint, restore
 from mega.core.training.saver import Saver
 from mega.core.training.wire import build_mesh, build_state
 
@@ -84,7 +84,7 @@ def test_killed_and_resumed_is_bitwise_the_straight_run(corpus: str, straight: P
     process.communicate()
     assert CheckpointStore(tmp_path).steps() == [10], "killed too late or too early"
     said = run(corpus, tmp_path, *LAYOUT, "--resume", "auto")
-    assert "going on from" in said
+    assert "resuming from" in said
     assert losses(tmp_path) == losses(straight)
     first, second = CheckpointStore(straight).open(20), CheckpointStore(tmp_path).open(20)
     assert set(first.tensors) == set(second.tensors) and any(key.startswith("moment2/") for key in first.tensors)
@@ -124,7 +124,7 @@ def resave(groups: Groups, rank: int, run: RunConfig, world: int, source: str) -
     """Job: restore a checkpoint in this run's layout and save it again."""
     mesh = build_mesh(run, rank, world, groups)
     state = build_state(run, mesh, Device.choose("cpu"))
-    restore(state, Origin(locate(Path(source)), weights_only=False))
+    restore(state, ResumePoint(locate(Path(source)), weights_only=False))
     Saver(state).save()
 
 

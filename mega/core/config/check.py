@@ -1,8 +1,9 @@
-"""Every rule of a run, judged at once and before any process starts.
+"""Every rule of a run, checked at once and before any process starts.
 
 `check` raises one ValueError with a line for each problem: the flag as a user types it, its value, the
-rule, and the valid values. A rule stands here once, in a small generator of such lines; what is derived
-comes from config/resolve.py, files are judged in config/check_files.py, and what is not built yet is
+rule, and the valid values. Ranges and most of what an option needs are properties of the option
+(config/option.py); every other rule is here once, in a small generator of such lines. Derived values
+come from config/resolve.py, files are checked in config/check_files.py, and what is not built yet is
 listed in config/not_yet.py. No torch: what only the device knows is checked where the device is.
 """
 
@@ -29,41 +30,50 @@ PACKAGES = {"flash-attn": "flash_attn", "apex": "apex"}
 """What `--ops` may name -> the module that must be there."""
 
 
-def check(run: RunConfig, world: int) -> None:
-    """Raises ValueError with one line per problem of `run` on `world` ranks; returns where there is none.
+def check(run: RunConfig, world: int) -> RunConfig:
+    """`run`, as typed or as resolved, with every value derived for `world` ranks (as `resolve` derives).
 
-    Takes a run as typed or as resolved.
+    A run whose model is still to be read from a checkpoint is returned as it is.
+    Errors: ValueError with one line per problem.
 
     >>> from mega.core.config.compose import compose
     >>> typed = {"steps": 1, "lr": 1e-3, "mock_data": True, "vocab": 100, "micro_batch": 1, "tp": 3}
-    >>> check(compose("tiny-gpt", flags=typed), world=3)
+    >>> _ = check(compose("tiny-gpt", flags=typed), world=3)
     Traceback (most recent call last):
     ...
     ValueError: --heads 4: must be divisible by --tp 3; valid --tp: 1, 2, 4
     --ffn 256: must be divisible by --tp 3; valid --tp: 1, 2, 4, 8, 16, 32, 64, 128, 256
     """
     unsized = [*_sizes(run), *_ranges(run)]
-    problems = [*unsized, *_missing(run), *_pairs(run), *files(run)]
-    # A checkpoint that brings the model is opened later, and the whole run is then checked again.
+    problems = [*unsized, *_missing(run), *_needs(run), *_pairs(run), *files(run)]
     if not unsized and None not in (run.model.layers, run.model.hidden, run.model.heads):
-        resolved = resolve(run, world)
+        run = resolve(run, world)
         for rule in (_heads, _positions, _stages, _tensor, _columns, _overlap, _fp8, graph, _times, _not_yet):
-            problems += rule(resolved)
-        problems += _world(resolved, world) if world % _cells(run) else _batch(resolved, world)
+            problems += rule(run)
+        problems += _world(run, world) if world % _cells(run) else _batch(run, world)
     if problems:
         raise ValueError("\n".join(dict.fromkeys(problems)))
+    return run
 
 
 def _line(run: RunConfig, name: str, rule: str) -> str:
-    return _told(name, value_of(run, name), rule)
+    return _format(name, value_of(run, name), rule)
 
 
-def _told(name: str, value: Any, rule: str) -> str:
-    """`--flag value: rule`."""
+def _format(name: str, value: Any, rule: str) -> str:
+    """`--flag value: rule`. A switch that is off is shown as it may have been typed, in both spellings.
+
+    >>> _format("rampup", (1, 2), "must be three numbers"), _format("masters", False, "needs --dtype bf16")
+    ('--rampup 1 2: must be three numbers', '--no-masters (--memory-efficient-fp16): needs --dtype bf16')
+    """
+    entry = entries()[name]
+    if value is True:
+        return f"{entry.flag}: {rule}"
+    if value is False:
+        spelling = next((f" ({word})" for word, constant in entry.option.megatron.items() if constant is False), "")
+        return f"{entry.off}{spelling}: {rule}"
     shown = " ".join(map(str, value)) if isinstance(value, tuple) else value
-    if isinstance(value, bool):
-        return f"{flag_of(name)}: {rule}"
-    return f"{flag_of(name)} {shown}: {rule}"
+    return f"{entry.flag} {shown}: {rule}"
 
 
 def _divisors(number: int) -> str:
@@ -71,7 +81,7 @@ def _divisors(number: int) -> str:
     return ", ".join(map(str, divisors(number)))
 
 
-# What is typed: present, in range, and not at odds with another flag ----------------------------------------
+# What is typed: present, in range, and consistent with other flags --------------------------------------------
 
 
 def _ranges(run: RunConfig) -> Problems:
@@ -87,9 +97,22 @@ def out_of_range(values: Mapping[str, Any]) -> Problems:
             continue
         numbers = value if entry.many else (value,)
         if not all(within.holds(number) for number in numbers):
-            yield _told(name, value, f"must be {within.rule}")
+            yield _format(name, value, f"must be {within.rule}")
         elif any(isinstance(number, int) and number > MOST for number in numbers):
-            yield _told(name, value, f"must be at most {MOST}, as counters hold")
+            yield _format(name, value, f"must be at most {MOST}, as counters hold")
+
+
+def _needs(run: RunConfig) -> Problems:
+    """What an option that is not at its default needs of others."""
+    for name, entry in entries().items():
+        if not entry.option.needs or (value := value_of(run, name)) == entry.default:
+            continue
+        for other, valid in entry.option.needs.items():
+            found = value_of(run, other)
+            if not valid and found in (None, False):
+                yield _format(name, value, f"needs {flag_of(other)}")
+            elif valid and found not in valid:
+                yield _format(name, value, f"needs {flag_of(other)} {' or '.join(valid)}, not {found}")
 
 
 def _sizes(run: RunConfig) -> Problems:
@@ -119,9 +142,7 @@ def _pairs(run: RunConfig) -> Problems:
     ends = (schedule.start_weight_decay, schedule.end_weight_decay)
     if schedule.weight_decay_style == "constant" and any(end not in (None, decay) for end in ends):
         yield _line(
-            run,
-            "weight_decay_style",
-            "excludes --start-weight-decay and --end-weight-decay; valid: linear, cosine",
+            run, "weight_decay_style", "excludes --start-weight-decay and --end-weight-decay; valid: linear, cosine"
         )
     if schedule.weight_decay_style != "constant" and None in ends:
         yield _line(run, "weight_decay_style", "needs both --start-weight-decay and --end-weight-decay")
@@ -137,11 +158,6 @@ def _pairs(run: RunConfig) -> Problems:
 
 def _precision(run: RunConfig) -> Problems:
     dtype, grad_dtype = run.precision.dtype, run.precision.grad_dtype
-    halved = {"residual_fp32": True, "embedding_fp32": True, "masters": False}
-    for name, asked in halved.items():
-        if value_of(run, name) == asked and dtype not in ("bf16", "fp16"):
-            flag = flag_of(name) if asked else "--no-masters (--memory-efficient-fp16)"
-            yield f"{flag}: needs --dtype bf16 or fp16, not {dtype}"
     if grad_dtype in ("fp16", "bf16") and grad_dtype != dtype:
         yield _line(run, "grad_dtype", f"needs --dtype {grad_dtype}, not {dtype}; valid: fp32, fp64, or as --dtype")
     if run.precision.loss_scale is not None:
@@ -172,10 +188,6 @@ def _recompute(run: RunConfig) -> Problems:
         yield "--recompute full: needs --recompute-method; valid: uniform, block"
     if memory.recompute == "full" and memory.recompute_layers is None:
         yield "--recompute full: needs --recompute-layers, a number of blocks"
-    if memory.recompute != "full" and memory.recompute_method is not None:
-        yield _line(run, "recompute_method", f"needs --recompute full, not {memory.recompute}")
-    if memory.recompute != "full" and memory.recompute_layers is not None:
-        yield _line(run, "recompute_layers", f"needs --recompute full, not {memory.recompute}")
     if memory.distribute_saved:
         if memory.recompute != "full" or run.parallel.tp == 1:
             yield _line(run, "distribute_saved", "needs --recompute full and --tp of at least 2")
@@ -187,16 +199,10 @@ def _run_and_checkpoint(run: RunConfig) -> Problems:
     checkpoint, runtime = run.checkpoint, run.runtime
     if checkpoint.resume == "auto" and checkpoint.save is None:
         yield "--resume auto: needs --save, under which it looks for checkpoints"
-    for name in ("finetune", "require_load", "use_checkpoint_config"):
-        if value_of(run, name) and checkpoint.load is None:
-            yield _line(run, name, "needs --load")
     if checkpoint.finetune and checkpoint.resume is not None:
         yield _line(run, "resume", "excludes --finetune, which starts at step 0")
     if checkpoint.override_schedule and checkpoint.use_checkpoint_schedule:
         yield "--use-checkpoint-schedule: excludes --override-schedule, which keeps this run's"
-    for name in ("keep_last", "keep_every", "keep_optimizer_last", "async_save"):
-        if value_of(run, name) not in (None, False) and checkpoint.save is None:
-            yield _line(run, name, "needs --save")
     for name in ("keep_last", "keep_every", "keep_optimizer_last"):
         if value_of(run, name) is not None and checkpoint.save is not None and url_of(checkpoint.save):
             yield _line(run, name, f"needs --save to be a directory, not {checkpoint.save}: nothing is removed there")
@@ -213,17 +219,13 @@ def _heads(run: RunConfig) -> Problems:
     # Where head_dim was derived by rounding down, the heads do not fill the hidden width.
     if model.hidden % model.heads and model.head_dim == model.hidden // model.heads:
         yield _line(
-            run,
-            "hidden",
-            f"must be divisible by --heads {model.heads}; valid --heads: {_divisors(model.hidden)}",
+            run, "hidden", f"must be divisible by --heads {model.heads}; valid --heads: {_divisors(model.hidden)}"
         )
     if model.heads % model.kv_heads:
         yield _line(run, "kv_heads", f"must divide --heads {model.heads}; valid --kv-heads: {_divisors(model.heads)}")
     if model.position == "rope" and (rotating := int(model.head_dim * model.rope_fraction)) % 2:
         yield _line(
-            run,
-            "head_dim",
-            f"{rotating} rotating dimensions must be even; choose --head-dim or --rope-fraction so",
+            run, "head_dim", f"{rotating} rotating dimensions must be even; choose --head-dim or --rope-fraction so"
         )
     if model.rope_scaling != "none" and model.rope_low_freq_factor >= model.rope_high_freq_factor:
         yield _line(
@@ -238,11 +240,6 @@ def _positions(run: RunConfig) -> Problems:
     assert model.positions and seq_length
     if model.positions < seq_length:
         yield _line(run, "positions", f"must be at least --seq-length {seq_length}")
-    if model.norm == "rmsnorm" and model.norm_offset:
-        yield _line(run, "norm_offset", "needs --norm layernorm")
-    for name, unset, position in (("rope_scaling", "none", "rope"), ("position_offset", 0, "sinusoidal")):
-        if value_of(run, name) != unset and model.position != position:
-            yield _line(run, name, f"needs --position {position}, not {model.position}")
 
 
 def _stages(run: RunConfig) -> Problems:
@@ -277,17 +274,15 @@ def _tensor(run: RunConfig) -> Problems:
         yield _line(run, "hidden", "is too narrow for a gated layer of 8/3 hidden in steps of 64; give --ffn")
     for name in ("heads", "kv_heads", "ffn"):
         size = value_of(run, name)
-        # Where --kv-heads is simply --heads, one line says it.
+        # Where --kv-heads is simply --heads, one line is enough.
         if size % tp and not (name == "kv_heads" and size == run.model.heads):
             yield _line(run, name, f"must be divisible by --tp {tp}; valid --tp: {_divisors(size)}")
 
 
 def _fp8(run: RunConfig) -> Problems:
-    """An fp8 product takes lengths in whole pieces of 16 bytes."""
+    """An fp8 GEMM takes dimensions in multiples of 16 bytes."""
     if not run.precision.fp8:
         return
-    if run.precision.dtype != "bf16":
-        yield _line(run, "fp8", f"needs --dtype bf16, not {run.precision.dtype}")
     model, tp, batch = run.model, run.parallel.tp, run.batch
     assert model.hidden and model.heads and model.head_dim and model.ffn and batch.micro_batch and batch.seq_length
     lengths_of = {
@@ -299,7 +294,7 @@ def _fp8(run: RunConfig) -> Problems:
     }
     for name, length in lengths_of.items():
         if length % 16:
-            yield _line(run, name, f"makes products of {length} on a rank; under --fp8 it must be a multiple of 16")
+            yield _line(run, name, f"makes GEMMs of {length} on a rank; under --fp8 it must be a multiple of 16")
 
 
 def _overlap(run: RunConfig) -> Problems:
@@ -307,8 +302,6 @@ def _overlap(run: RunConfig) -> Problems:
         return
     if run.parallel.tp == 1:
         yield _line(run, "tp_overlap", "needs --tp of at least 2")
-    if not run.parallel.sequence_parallel:
-        yield _line(run, "tp_overlap", "needs --sequence-parallel")
     if run.precision.fp8:
         yield _line(run, "tp_overlap", "excludes --fp8")
 
@@ -338,7 +331,7 @@ def _columns(run: RunConfig) -> Problems:
         rule = f"--kv-heads {kv_heads} must be divisible by {across}, --tp {run.parallel.tp} x --cp {cp}"
         yield _line(run, "cp_comm", f"{rule}; valid: auto, ring")
     if cp > 1 and run.runtime.ops == "flash-attn" and (run.parallel.cp_comm == "ring" or kv_heads % across):
-        yield _line(run, "ops", "has no part in a ring of context ranks; valid there: auto, reference")
+        yield _line(run, "ops", "cannot be used in a ring of context ranks; valid there: auto, reference")
 
 
 def _cells(run: RunConfig) -> int:

@@ -6,12 +6,12 @@ import difflib
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from mega.core.config.presets import FAMILIES, PRESETS
+from mega.core.config.presets import FAMILY_DEFAULTS, PRESETS
 from mega.core.config.run import RunConfig, updated
 
 
-class Asked(NamedTuple):
-    """What a user asked for: a preset, and the options that a TOML file or flags name, defaults among them."""
+class GivenOptions(NamedTuple):
+    """What a user gave: a preset, and the options that a TOML file or flags name, defaults among them."""
 
     preset: str | None
     values: Mapping[str, Any]
@@ -28,12 +28,12 @@ def compose(
     """
     if preset is not None and preset not in PRESETS:
         raise ValueError(
-            f"--model {preset}: is no preset{nearest(preset, PRESETS)}; valid --model: {', '.join(PRESETS)}"
+            f"--model {preset}: is not a preset{nearest(preset, PRESETS)}; valid --model: {', '.join(PRESETS)}"
         )
     row = PRESETS[preset] if preset is not None else {}
     values = {**row, **(file or {}), **(flags or {})}
     family = values.get("family", "gpt")
-    return updated(RunConfig(), {**FAMILIES[family], **values})
+    return updated(RunConfig(), {**FAMILY_DEFAULTS[family].values, **values})
 
 
 def nearest(word: str, valid: Iterable[str]) -> str:

@@ -1,17 +1,39 @@
 """One line per option: what a field of a config section is, to every reader of it.
 
 A section is a frozen, keyword-only dataclass whose fields are made by `option`. The field *is* the
-command-line flag, the TOML key, the line of help and the Megatron-LM spelling: nothing about an option
-is written a second time anywhere. This file knows neither Typer nor TOML; they read `Option`.
+command-line flag, the TOML key, the line of help and the Megatron-LM spelling, and records whether it may change on
+resume, belongs to a layout, and is read by `mega bench`: nothing about an option is written a second time anywhere.
+This file knows neither Typer nor TOML nor any option; they read `Option`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, Literal
+
+OnResume = Literal["must match", "schedule", "noted", "free"]
+"""What happens where a run resumes with another value than the checkpoint's:
+
+    must match   it is refused
+    schedule     it is refused, unless --override-schedule or --use-checkpoint-schedule chooses which one counts
+    noted        it is accepted, and reported with both values: the run computes something else from here on
+    free         it is accepted
+"""
+
+Bench = Literal["read", "unused", "host"]
+"""What `mega bench` does with an option: it is part of what is measured; it is dropped, with a note; it chooses where
+to measure, which is all that --calibrate takes."""
+
+
+class Section:
+    """A panel of flags and a table of the TOML file; on_resume and bench hold for options that do not set their own."""
+
+    title: ClassVar[str]
+    on_resume: ClassVar[OnResume] = "free"
+    bench: ClassVar[Bench] = "read"
 
 
 class _TakesValue:
@@ -28,7 +50,7 @@ VALUE = _TakesValue()
 class weak:
     """A constant that gives way to any other flag of the same option.
 
-    `--recompute-activations` means "selective", unless `--recompute-granularity full` stands beside it.
+    `--recompute-activations` means "selective", unless `--recompute-granularity full` is given as well.
     """
 
     value: Any
@@ -36,7 +58,7 @@ class weak:
 
 @dataclass(frozen=True)
 class Range:
-    """The numbers that an option may hold: a test, and the same in words behind "must be"."""
+    """The numbers that an option may hold: a test, and the words that follow "must be"."""
 
     rule: str
     holds: Callable[[float], bool]
@@ -63,6 +85,11 @@ class Option:
     common: shown in the short `--help`; the rest appears under `--help-all`.
     unit: what a number counts, for help and messages ("samples", "minutes").
     within: the range of a number, or of each number of a tuple.
+    choices: valid values that are registered while the program runs; fixed ones are a `Literal` type.
+    needs: option -> its values with which this one may differ from its default; () is any value but none and off.
+    on_resume, bench: as above; None takes the section's.
+    layout: how ranks share the work and in what order. It changes no result by more than rounding, so
+        `memory-estimate --fit` chooses it.
     """
 
     help: str
@@ -71,30 +98,26 @@ class Option:
     common: bool = False
     unit: str | None = None
     within: Range | None = None
+    choices: Collection[str] | None = None
+    needs: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+    on_resume: OnResume | None = None
+    bench: Bench | None = None
+    layout: bool = False
 
 
-def option(
-    default: Any,
-    help: str,
-    *,
-    megatron: str | Mapping[str, Any] | None = None,
-    short: str | None = None,
-    common: bool = False,
-    unit: str | None = None,
-    within: Range | None = None,
-) -> Any:
-    """A dataclass field that is also a flag. `megatron` as a plain string means that flag with a value."""
-    if megatron is None:
-        spellings: Mapping[str, Any] = {}
-    elif isinstance(megatron, str):
-        spellings = {megatron: VALUE}
-    else:
-        spellings = dict(megatron)
-    described = Option(help=help, megatron=spellings, short=short, common=common, unit=unit, within=within)
+def option(default: Any, help: str, *, megatron: str | Mapping[str, Any] | None = None, **properties: Any) -> Any:
+    """A dataclass field that is also a flag. `megatron` as a plain string means that flag with a value; `properties`
+    are the other fields of `Option`."""
+    spellings = {megatron: VALUE} if isinstance(megatron, str) else dict(megatron or {})
+    described = Option(help=help, megatron=spellings, **properties)
     return dataclasses.field(default=default, metadata={"option": described})
 
 
-def describe(field: dataclasses.Field[Any]) -> Option:
-    """The `Option` behind a field of a section."""
+def describe(field: dataclasses.Field[Any], section: type[Section]) -> Option:
+    """The `Option` of a field of `section`, with nothing left to the section."""
     described: Option = field.metadata["option"]
-    return described
+    return dataclasses.replace(
+        described,
+        on_resume=described.on_resume or section.on_resume,
+        bench=described.bench or section.bench,
+    )

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
-from mega.core.config.option import Option, describe
+from mega.core.config.option import Option, Section, describe
 from mega.core.config.sections import (
     BatchConfig,
     CheckpointConfig,
@@ -36,7 +36,7 @@ from mega.core.config.sections import (
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """Everything that says what a run is; each section is a panel of flags and a table of the TOML file."""
+    """Everything that defines a run; each section is a panel of flags and a table of the TOML file."""
 
     model: ModelConfig = ModelConfig()
     precision: PrecisionConfig = PrecisionConfig()
@@ -69,10 +69,15 @@ class Entry(NamedTuple):
     """A tuple of `kind`."""
     optional: bool
     """`None`, meaning "derived", is a value."""
-    choices: tuple[str, ...]
-    """The only valid values, or ()."""
+    literal: tuple[str, ...]
+    """The values of a `Literal`, or ()."""
     default: Any
     option: Option
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """The only valid values, or ()."""
+        return self.literal if self.option.choices is None else tuple(self.option.choices)
 
     @property
     def flag(self) -> str:
@@ -83,9 +88,18 @@ class Entry(NamedTuple):
         """
         return "--" + self.name.replace("_", "-")
 
+    @property
+    def off(self) -> str:
+        """The flag that switches a `bool` off.
+
+        >>> entries()["bias"].off
+        '--no-bias'
+        """
+        return "--no-" + self.name.replace("_", "-")
+
 
 @functools.cache
-def sections() -> Mapping[str, type]:
+def sections() -> Mapping[str, type[Section]]:
     """Section name -> its dataclass, in the order of panels and TOML tables."""
     hints = get_type_hints(RunConfig)
     return {field.name: hints[field.name] for field in dataclasses.fields(RunConfig)}
@@ -97,21 +111,35 @@ def entries() -> Mapping[str, Entry]:
     found: dict[str, Entry] = {}
     for section, cls in sections().items():
         hints = get_type_hints(cls)
-        for field in dataclasses.fields(cls):
-            assert field.name not in found, f"option {field.name} is written twice"
-            kind, many, optional, choices = _shape(hints[field.name])
+        for field in dataclasses.fields(cls):  # type: ignore[arg-type]
+            assert field.name not in found, f"option {field.name} is defined twice"
+            kind, many, optional, literal = _shape(hints[field.name])
             found[field.name] = Entry(
                 section=section,
-                title=cls.title,  # type: ignore[attr-defined]
+                title=cls.title,
                 name=field.name,
                 kind=kind,
                 many=many,
                 optional=optional,
-                choices=choices,
+                literal=literal,
                 default=field.default,
-                option=describe(field),
+                option=describe(field, cls),
             )
     return found
+
+
+def options_with(**properties: Any) -> list[str]:
+    """Names of the options whose properties are these, in the order of sections.
+
+    >>> options_with(bench="host")
+    ['nproc', 'device', 'backend', 'timeout_minutes']
+    """
+    wanted = properties.items()
+    return [
+        name
+        for name, entry in entries().items()
+        if all(getattr(entry.option, property) == value for property, value in wanted)
+    ]
 
 
 def updated(run: RunConfig, values: Mapping[str, Any]) -> RunConfig:
@@ -140,7 +168,7 @@ def flag_of(name: str) -> str:
 
 
 def _shape(hint: Any) -> tuple[type, bool, bool, tuple[str, ...]]:
-    """Takes a field's type apart: kind, many, optional, choices."""
+    """Takes a field's type apart: kind, many, optional, values of a `Literal`."""
     optional = False
     if get_origin(hint) in (Union, types.UnionType):
         (hint,) = (part for part in get_args(hint) if part is not type(None))

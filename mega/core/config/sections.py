@@ -1,8 +1,8 @@
 """WHAT a run is: the sections of its configuration, each a panel of flags and a table of the TOML file.
 
-Defaults are Megatron-LM's (2023) unless a preset or a family says otherwise. `None` means "derived": from
+Defaults are Megatron-LM's (2023) unless a preset or a family sets others. `None` means "derived": from
 other fields by `resolve` (config/resolve.py), or from the tokenizer and the world size. No torch here, and
-no checks: config/check.py holds the rules, so that each rule stands once.
+no checks: config/check.py holds the rules, so that each rule is written once.
 """
 
 # ruff: noqa: RUF009 - every default below is immutable
@@ -21,21 +21,25 @@ from mega.core.config.option import (
     SHARE,
     VALUE,
     ZERO_STAGE,
+    Bench,
+    OnResume,
+    Section,
     option,
     weak,
 )
+from mega.core.config.presets import FAMILY_DEFAULTS
 
-Family = Literal["gpt", "llama"]
 Dtype = Literal["fp32", "bf16", "fp16", "fp64"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig:
+class ModelConfig(Section):
     """The mathematics and the shape of one model. Everything `inventory` needs, and nothing else."""
 
     title: ClassVar[str] = "Model"
+    on_resume: ClassVar[OnResume] = "must match"
 
-    family: Family = option("gpt", "model family; sets the family's defaults", common=True)
+    family: str = option("gpt", "model family; sets the family's defaults", common=True, choices=FAMILY_DEFAULTS)
     layers: int | None = option(
         None,
         "transformer blocks",
@@ -68,10 +72,15 @@ class ModelConfig:
         "pad the vocabulary to a multiple of this times tp",
         megatron="--make-vocab-size-divisible-by",
         within=COUNT,
+        on_resume="free",
     )
     mask_padded_vocab: bool = option(True, "keep padded vocabulary rows out of the softmax")
     positions: int | None = option(
-        None, "largest sequence length [seq-length]", megatron="--max-position-embeddings", within=COUNT
+        None,
+        "largest sequence length [seq-length]",
+        megatron="--max-position-embeddings",
+        within=COUNT,
+        on_resume="free",
     )
     position: Literal["learned", "rope", "sinusoidal", "none"] = option(
         "learned",
@@ -88,7 +97,10 @@ class ModelConfig:
         1.0, "divide positions by this", megatron="--rotary-seq-len-interpolation-factor", within=POSITIVE
     )
     rope_scaling: Literal["none", "llama3"] = option(
-        "none", "stretch slow rotary frequencies, as Llama 3.1 does", megatron={"--use-rope-scaling": "llama3"}
+        "none",
+        "scale slow rotary frequencies, as Llama 3.1 does",
+        megatron={"--use-rope-scaling": "llama3"},
+        needs={"position": ("rope",)},
     )
     rope_scaling_factor: float = option(
         8.0, "slow frequencies are divided by this", megatron="--rope-scaling-factor", within=POSITIVE
@@ -99,21 +111,20 @@ class ModelConfig:
     rope_high_freq_factor: float = option(
         4.0, "more turns than this over the original positions stay as they are", within=POSITIVE
     )
-    rope_original_positions: int = option(8192, "positions before the stretch", within=COUNT)
-    position_offset: int = option(0, "number of the first sinusoidal position", within=NOT_NEGATIVE)
+    rope_original_positions: int = option(8192, "positions before the scaling", within=COUNT)
+    position_offset: int = option(
+        0, "number of the first sinusoidal position", within=NOT_NEGATIVE, needs={"position": ("sinusoidal",)}
+    )
     embedding_scale: bool = option(False, "multiply token rows by the square root of --hidden")
     norm: Literal["layernorm", "rmsnorm"] = option(
-        "layernorm",
-        "normalisation",
-        megatron={"--normalization": {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"}},
+        "layernorm", "normalisation", megatron={"--normalization": {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"}}
     )
     norm_eps: float = option(
-        1e-5,
-        "epsilon of the norms",
-        megatron={"--norm-epsilon": VALUE, "--layernorm-epsilon": VALUE},
-        within=POSITIVE,
+        1e-5, "epsilon of the norms", megatron={"--norm-epsilon": VALUE, "--layernorm-epsilon": VALUE}, within=POSITIVE
     )
-    norm_offset: bool = option(False, "store norm weights minus one", megatron={"--apply-layernorm-1p": True})
+    norm_offset: bool = option(
+        False, "store norm weights minus one", megatron={"--apply-layernorm-1p": True}, needs={"norm": ("layernorm",)}
+    )
     activation: Literal["gelu_tanh", "gelu", "swiglu", "relu2"] = option(
         "gelu_tanh",
         "feed-forward activation; gelu is the erf form",
@@ -128,81 +139,100 @@ class ModelConfig:
     qkv_bias: bool | None = option(None, "biases of query, key and value [as --bias]")
     qk_norm: bool = option(False, "normalise queries and keys per head", megatron={"--qk-layernorm": True})
     tied: bool = option(
-        True,
-        "output layer shares the embedding's weights",
-        megatron={"--untie-embeddings-and-output-weights": False},
+        True, "output layer shares the embedding's weights", megatron={"--untie-embeddings-and-output-weights": False}
     )
     post_norm_residual: bool = option(
-        False,
-        "take the residual after the norm",
-        megatron={"--apply-residual-connection-post-layernorm": True},
+        False, "take the residual after the norm", megatron={"--apply-residual-connection-post-layernorm": True}
     )
-    hidden_dropout: float = option(0.1, "dropout of the residual stream", megatron="--hidden-dropout", within=BELOW_ONE)
+    hidden_dropout: float = option(
+        0.1, "dropout of the residual stream", megatron="--hidden-dropout", within=BELOW_ONE, on_resume="noted"
+    )
     attention_dropout: float = option(
-        0.1, "dropout of attention weights", megatron="--attention-dropout", within=BELOW_ONE
+        0.1, "dropout of attention weights", megatron="--attention-dropout", within=BELOW_ONE, on_resume="noted"
     )
     init_std: float = option(
-        0.02, "standard deviation of the initial weights", megatron="--init-method-std", within=NOT_NEGATIVE
+        0.02,
+        "standard deviation of the initial weights",
+        megatron="--init-method-std",
+        within=NOT_NEGATIVE,
+        on_resume="free",
     )
 
 
 @dataclass(frozen=True, kw_only=True)
-class PrecisionConfig:
+class PrecisionConfig(Section):
     """Dtypes of weights, gradients and the loss scale."""
 
     title: ClassVar[str] = "Precision"
 
     dtype: Dtype = option(
-        "fp32", "dtype of weights and activations", megatron={"--bf16": "bf16", "--fp16": "fp16"}, common=True
+        "fp32",
+        "dtype of weights and activations",
+        megatron={"--bf16": "bf16", "--fp16": "fp16"},
+        common=True,
+        on_resume="noted",
     )
     fp8: bool = option(
         False,
         "multiply in fp8 within the blocks, e4m3 forward and e5m2 gradients, every tensor scaled by itself; the head,"
         " sums and masters stay as they are",
         megatron={"--fp8-hybrid": True, "--fp8-format": {"hybrid": True}},
+        on_resume="noted",
+        needs={"dtype": ("bf16",)},
     )
     grad_dtype: Literal["fp32", "fp16", "bf16", "fp64"] | None = option(
         None,
         "dtype in which gradients accumulate and reduce [fp32; fp64 with fp64; fp16 with fp16]",
         megatron={"--accumulate-allreduce-grads-in-fp32": "fp32"},
+        on_resume="noted",
     )
     masters: bool = option(
         True,
         "keep fp32 masters of 16-bit weights",
         megatron={"--memory-efficient-fp16": False, "--memory-efficient-bf16": False},
+        on_resume="noted",
+        needs={"dtype": ("bf16", "fp16")},
     )
     loss_scale: float | None = option(
-        None, "constant loss scale [fp16: dynamic]", megatron="--loss-scale", within=POSITIVE
+        None, "constant loss scale [fp16: dynamic]", megatron="--loss-scale", within=POSITIVE, on_resume="noted"
     )
     initial_loss_scale: float = option(
         2.0**32, "first dynamic loss scale", megatron="--initial-loss-scale", within=POSITIVE
     )
     min_loss_scale: float = option(1.0, "smallest dynamic loss scale", megatron="--min-loss-scale", within=POSITIVE)
     loss_scale_window: int = option(
-        1000,
-        "clean steps before the scale doubles",
-        megatron="--loss-scale-window",
-        unit="steps",
-        within=COUNT,
+        1000, "clean steps before the scale doubles", megatron="--loss-scale-window", unit="steps", within=COUNT
     )
     hysteresis: int = option(2, "overflows tolerated before the scale halves", megatron="--hysteresis", within=COUNT)
     residual_fp32: bool = option(
-        False, "keep the residual stream in fp32", megatron={"--fp32-residual-connection": True}
+        False,
+        "keep the residual stream in fp32",
+        megatron={"--fp32-residual-connection": True},
+        on_resume="noted",
+        needs={"dtype": ("bf16", "fp16")},
     )
     embedding_fp32: bool = option(
-        False, "keep embedding weights in fp32", megatron={"--embedding-weights-in-fp32": True}
+        False,
+        "keep embedding weights in fp32",
+        megatron={"--embedding-weights-in-fp32": True},
+        on_resume="noted",
+        needs={"dtype": ("bf16", "fp16")},
     )
 
 
 @dataclass(frozen=True, kw_only=True)
-class ParallelConfig:
+class ParallelConfig(Section):
     """How many ranks share the work and along which axes. dp is what the world size leaves over."""
 
     title: ClassVar[str] = "Parallelism"
 
-    tp: int = option(1, "tensor-parallel ranks", megatron="--tensor-model-parallel-size", common=True, within=COUNT)
-    pp: int = option(1, "pipeline stages", megatron="--pipeline-model-parallel-size", common=True, within=COUNT)
-    cp: int = option(1, "context-parallel ranks", megatron="--context-parallel-size", within=COUNT)
+    tp: int = option(
+        1, "tensor-parallel ranks", megatron="--tensor-model-parallel-size", common=True, within=COUNT, layout=True
+    )
+    pp: int = option(
+        1, "pipeline stages", megatron="--pipeline-model-parallel-size", common=True, within=COUNT, layout=True
+    )
+    cp: int = option(1, "context-parallel ranks", megatron="--context-parallel-size", within=COUNT, layout=True)
     cp_comm: Literal["auto", "ring", "all-to-all"] = option(
         "auto",
         "attention across context ranks; auto is all-to-all where the key/value heads divide, else ring",
@@ -213,28 +243,34 @@ class ParallelConfig:
         "split norms, dropout and residuals over the tensor ranks",
         megatron={"--sequence-parallel": True},
         common=True,
+        layout=True,
     )
     tp_overlap: bool = option(
         False,
-        "tensor ranks exchange tokens beside the products they feed, by copies into each other's memory",
+        "overlap the exchange of tokens between tensor ranks with the GEMMs that need them, by copies into peer memory",
         megatron={"--tp-comm-overlap": True},
+        needs={"sequence_parallel": ()},
     )
     schedule: Literal["1f1b", "gpipe", "interleaved", "zb-h1"] | None = option(
-        None, "pipeline schedule [1f1b; interleaved with several chunks]"
+        None, "pipeline schedule [1f1b; interleaved with several chunks]", layout=True
     )
-    chunks: int = option(1, "model chunks per pipeline rank (interleaving)", within=COUNT)
+    chunks: int = option(1, "model chunks per pipeline rank (interleaving)", within=COUNT, layout=True)
     layers_per_chunk: int | None = option(
         None,
         "blocks of one chunk, instead of --chunks",
         megatron="--num-layers-per-virtual-pipeline-stage",
         within=COUNT,
+        layout=True,
     )
-    stage_layers: tuple[int, ...] = option((), "blocks of each stage, where they are not equal", within=COUNT)
+    stage_layers: tuple[int, ...] = option(
+        (), "blocks of each stage, where they are not equal", within=COUNT, layout=True
+    )
     zero: int = option(
         0,
         "share optimizer state (1), gradients (2), parameters (3) over dp",
         megatron={"--use-distributed-optimizer": 1, "--zero-stage": VALUE},
         within=ZERO_STAGE,
+        layout=True,
     )
     bucket_size: int = option(
         40_000_000,
@@ -254,7 +290,7 @@ class ParallelConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BatchConfig:
+class BatchConfig(Section):
     """How much is consumed: samples a step, their length, and for how long."""
 
     title: ClassVar[str] = "Batch"
@@ -265,9 +301,15 @@ class BatchConfig:
         megatron={"--seq-length": VALUE, "--encoder-seq-length": VALUE},
         common=True,
         within=COUNT,
+        on_resume="noted",
     )
     micro_batch: int | None = option(
-        None, "samples of one forward pass per rank", megatron="--micro-batch-size", common=True, within=COUNT
+        None,
+        "samples of one forward pass per rank",
+        megatron="--micro-batch-size",
+        common=True,
+        within=COUNT,
+        layout=True,
     )
     global_batch: int | None = option(
         None,
@@ -275,48 +317,76 @@ class BatchConfig:
         megatron="--global-batch-size",
         common=True,
         within=COUNT,
+        on_resume="noted",
     )
     accumulation: int | None = option(
-        None, "microbatches of one step on each data rank, instead of --global-batch", within=COUNT
+        None, "microbatches of one step on each data rank, instead of --global-batch", within=COUNT, layout=True
     )
     rampup: tuple[int, ...] = option(
-        (), "start, increment and samples of the batch ramp-up", megatron="--rampup-batch-size", within=COUNT
+        (),
+        "start, increment and samples of the batch ramp-up",
+        megatron="--rampup-batch-size",
+        within=COUNT,
+        bench="unused",
     )
     steps: int | None = option(
-        None, "optimizer steps to train", megatron="--train-iters", common=True, unit="steps", within=COUNT
+        None,
+        "optimizer steps to train",
+        megatron="--train-iters",
+        common=True,
+        unit="steps",
+        within=COUNT,
+        bench="unused",
     )
     samples: int | None = option(
-        None, "samples to train, instead of steps", megatron="--train-samples", unit="samples", within=COUNT
+        None,
+        "samples to train, instead of steps",
+        megatron="--train-samples",
+        unit="samples",
+        within=COUNT,
+        bench="unused",
     )
     loss_normalizer: Literal["global", "microbatch"] = option(
-        "global", "divide the loss by the global batch's weight, or by each microbatch's as Megatron does"
+        "global",
+        "divide the loss by the global batch's weight, or by each microbatch's as Megatron does",
+        on_resume="noted",
     )
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptimizerConfig:
+class OptimizerConfig(Section):
     """The update rule and its constants."""
 
     title: ClassVar[str] = "Optimizer"
 
     optimizer: Literal["adam", "sgd", "lamb", "adafactor"] = option(
-        "adam", "update rule; adam is AdamW", megatron="--optimizer"
+        "adam", "update rule; adam is AdamW", megatron="--optimizer", on_resume="must match"
     )
-    lr: float | None = option(None, "peak learning rate", megatron="--lr", common=True, within=NOT_NEGATIVE)
-    adam_beta1: float = option(0.9, "decay of the first moment (adam, lamb)", megatron="--adam-beta1", within=BELOW_ONE)
+    lr: float | None = option(
+        None, "peak learning rate", megatron="--lr", common=True, within=NOT_NEGATIVE, on_resume="schedule"
+    )
+    adam_beta1: float = option(
+        0.9, "decay of the first moment (adam, lamb)", megatron="--adam-beta1", within=BELOW_ONE, on_resume="noted"
+    )
     adam_beta2: float = option(
-        0.999, "decay of the second moment (adam, lamb)", megatron="--adam-beta2", within=BELOW_ONE
+        0.999, "decay of the second moment (adam, lamb)", megatron="--adam-beta2", within=BELOW_ONE, on_resume="noted"
     )
-    adam_eps: float = option(1e-8, "epsilon of the denominator (adam, lamb)", megatron="--adam-eps", within=POSITIVE)
-    sgd_momentum: float = option(0.9, "momentum of sgd", megatron="--sgd-momentum", within=BELOW_ONE)
+    adam_eps: float = option(
+        1e-8, "epsilon of the denominator (adam, lamb)", megatron="--adam-eps", within=POSITIVE, on_resume="noted"
+    )
+    sgd_momentum: float = option(0.9, "momentum of sgd", megatron="--sgd-momentum", within=BELOW_ONE, on_resume="noted")
     adafactor_relative: bool = option(False, "adafactor: steps of weight size x min(lr, 1 / sqrt step) instead of lr")
     adafactor_clip: float = option(1.0, "adafactor: largest root mean square of an update", within=POSITIVE)
-    adafactor_decay: float = option(0.8, "adafactor: second moments forget by 1 - step^-this", within=POSITIVE)
+    adafactor_decay: float = option(0.8, "adafactor: second moments decay by 1 - step^-this", within=POSITIVE)
     weight_decay: float = option(
-        0.01, "weight decay, decoupled but in sgd", megatron="--weight-decay", within=NOT_NEGATIVE
+        0.01, "weight decay, decoupled but in sgd", megatron="--weight-decay", within=NOT_NEGATIVE, on_resume="schedule"
     )
     clip_grad: float = option(
-        1.0, "clip the global gradient norm to this; 0 is off", megatron="--clip-grad", within=NOT_NEGATIVE
+        1.0,
+        "clip the global gradient norm to this; 0 is off",
+        megatron="--clip-grad",
+        within=NOT_NEGATIVE,
+        on_resume="noted",
     )
     optimizer_offload: bool = option(
         False,
@@ -326,10 +396,12 @@ class OptimizerConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScheduleConfig:
+class ScheduleConfig(Section):
     """Learning rate and weight decay over time."""
 
     title: ClassVar[str] = "Schedule"
+    on_resume: ClassVar[OnResume] = "schedule"
+    bench: ClassVar[Bench] = "unused"
 
     lr_decay: Literal["constant", "linear", "cosine", "inverse-square-root", "range-test"] = option(
         "linear", "shape of the decay; range-test grows by --lr every --lr-decay-steps", megatron="--lr-decay-style"
@@ -342,12 +414,7 @@ class ScheduleConfig:
         None, "samples of the decay [all]", megatron="--lr-decay-samples", unit="samples", within=COUNT
     )
     lr_warmup_steps: int = option(
-        0,
-        "steps of the warm-up",
-        megatron="--lr-warmup-iters",
-        common=True,
-        unit="steps",
-        within=NOT_NEGATIVE,
+        0, "steps of the warm-up", megatron="--lr-warmup-iters", common=True, unit="steps", within=NOT_NEGATIVE
     )
     lr_warmup_samples: int = option(
         0, "samples of the warm-up", megatron="--lr-warmup-samples", unit="samples", within=NOT_NEGATIVE
@@ -362,10 +429,7 @@ class ScheduleConfig:
         0.0, "learning rate of the first step", megatron="--lr-warmup-init", within=NOT_NEGATIVE
     )
     start_weight_decay: float | None = option(
-        None,
-        "weight decay at the start, where it changes",
-        megatron="--start-weight-decay",
-        within=NOT_NEGATIVE,
+        None, "weight decay at the start, where it changes", megatron="--start-weight-decay", within=NOT_NEGATIVE
     )
     end_weight_decay: float | None = option(
         None, "weight decay at the end, where it changes", megatron="--end-weight-decay", within=NOT_NEGATIVE
@@ -376,29 +440,37 @@ class ScheduleConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MemoryConfig:
-    """What is computed again instead of kept."""
+class MemoryConfig(Section):
+    """What is recomputed instead of kept."""
 
     title: ClassVar[str] = "Memory"
 
     recompute: Literal["none", "selective", "full"] = option(
         "none",
-        "activations to compute again in the backward pass",
+        "activations to recompute in the backward pass",
         megatron={"--recompute-activations": weak("selective"), "--recompute-granularity": VALUE},
+        layout=True,
     )
     recompute_method: Literal["uniform", "block"] | None = option(
-        None, "how full recompute chooses its blocks", megatron="--recompute-method"
+        None,
+        "how full recompute chooses its blocks",
+        megatron="--recompute-method",
+        layout=True,
+        needs={"recompute": ("full",)},
     )
     recompute_layers: int | None = option(
         None,
         "blocks per group (uniform) or per stage (block)",
         megatron="--recompute-num-layers",
         within=COUNT,
+        layout=True,
+        needs={"recompute": ("full",)},
     )
     distribute_saved: bool = option(
         False,
         "cut saved activations over the tensor ranks",
         megatron={"--distribute-saved-activations": True},
+        layout=True,
     )
 
 
@@ -407,27 +479,29 @@ SPLITS = ("train", "valid", "test")
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataConfig:
+class DataConfig(Section):
     """Token files, their splits, and the order in which they are read."""
 
     title: ClassVar[str] = "Data"
+    bench: ClassVar[Bench] = "unused"
 
     data_path: tuple[str, ...] = option(
         (),
         "prefixes of .bin/.idx pairs, or weights and prefixes in turn",
         megatron="--data-path",
         common=True,
+        on_resume="noted",
     )
     train_data: tuple[str, ...] = option(
-        (), "training prefixes (or TFRecords), used whole", megatron="--train-data-path"
+        (), "training prefixes (or TFRecords), used whole", megatron="--train-data-path", on_resume="noted"
     )
     valid_data: tuple[str, ...] = option((), "validation prefixes, used whole", megatron="--valid-data-path")
     test_data: tuple[str, ...] = option((), "test prefixes, used whole", megatron="--test-data-path")
     valid_sets: tuple[str, ...] = option((), "more validation sets, each as name=prefix and reported by its name")
     corpora: str | None = option(None, "a TOML file whose table [corpora] gives names to prefixes")
-    chat_data: tuple[str, ...] = option((), "conversations in JSON lines, instead of token files")
+    chat_data: tuple[str, ...] = option((), "conversations in JSON lines, instead of token files", on_resume="noted")
     chat_template: str = option("plain", "llama2, llama3, chatml, plain, or a Jinja file")
-    split: str = option("969, 30, 1", "shares of training, validation and test", megatron="--split")
+    split: str = option("969, 30, 1", "shares of training, validation and test", megatron="--split", on_resume="noted")
     data_cache: str | None = option(None, "directory of the sample-order cache", megatron="--data-cache-path")
     mmap: bool = option(
         True, "map token files into memory; else read each piece when needed", megatron={"--no-mmap-bin-files": False}
@@ -435,17 +509,21 @@ class DataConfig:
     mock_data: bool = option(False, "random tokens instead of files", megatron={"--mock-data": True})
     order: Literal["single", "cyclic"] = option(
         "single",
-        "sample order across epochs; cyclic deals each data rank samples of its own, so other ranks are another run",
+        "sample order across epochs; cyclic assigns samples to data ranks, so another number of them is another run",
         megatron="--dataloader-type",
+        on_resume="noted",
     )
     reset_positions: bool = option(
-        False, "positions restart behind each end of document", megatron={"--reset-position-ids": True}
+        False,
+        "positions restart after each end of document",
+        megatron={"--reset-position-ids": True},
+        on_resume="noted",
     )
     reset_attention: bool = option(
-        False, "documents do not attend to one another", megatron={"--reset-attention-mask": True}
+        False, "documents do not attend to one another", megatron={"--reset-attention-mask": True}, on_resume="noted"
     )
     eod_mask_loss: bool = option(
-        False, "no loss where the input is an end of document", megatron={"--eod-mask-loss": True}
+        False, "no loss where the input is an end of document", megatron={"--eod-mask-loss": True}, on_resume="noted"
     )
     data_workers: int = option(
         2, "0: read a step when it is due, else ahead on a thread", megatron="--num-workers", within=NOT_NEGATIVE
@@ -453,7 +531,7 @@ class DataConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MaskingConfig:
+class MaskingConfig(Section):
     """What a sample is, and how words are masked in the samples of BERT and T5."""
 
     title: ClassVar[str] = "Samples"
@@ -470,35 +548,38 @@ class MaskingConfig:
         0.1, "share of the samples that is shorter on purpose", megatron="--short-seq-prob", within=BELOW_ONE
     )
     binary_head: bool = option(
-        True, "a BERT sample has two parts, whose order is to be told", megatron={"--bert-no-binary-head": False}
+        True, "a BERT sample has two parts, whose order is to be predicted", megatron={"--bert-no-binary-head": False}
     )
     decoder_seq_length: int = option(
         128, "tokens of a T5 sample's decoder", megatron="--decoder-seq-length", within=COUNT
     )
 
 
+TOKENIZERS: dict[str, tuple[str, ...]] = {
+    "GPT2BPETokenizer": ("vocab_file", "merge_file"),
+    "FairseqTokenizer": ("vocab_file", "merge_file", "tokenizer_model"),
+    "BertWordPieceLowerCase": ("vocab_file",),
+    "BertWordPieceCase": ("vocab_file",),
+    "SentencePieceTokenizer": ("tokenizer_model",),
+    "GPTSentencePieceTokenizer": ("tokenizer_model",),
+    "Llama2Tokenizer": ("tokenizer_model",),
+    "Llama3Tokenizer": ("tokenizer_model",),
+    "HuggingFaceTokenizer": ("tokenizer_model",),
+    "EncDecTokenizer": ("vocab_file",),
+    "NullTokenizer": ("vocab_size",),
+}
+"""Kind of tokenizer -> the options without which it cannot be built; text/build.py builds it."""
+
+
 @dataclass(frozen=True, kw_only=True)
-class TokenizerConfig:
+class TokenizerConfig(Section):
     """Which tokenizer made, or makes, the token files."""
 
     title: ClassVar[str] = "Tokenizer"
 
-    tokenizer: (
-        Literal[
-            "GPT2BPETokenizer",
-            "FairseqTokenizer",
-            "BertWordPieceLowerCase",
-            "BertWordPieceCase",
-            "SentencePieceTokenizer",
-            "GPTSentencePieceTokenizer",
-            "Llama2Tokenizer",
-            "Llama3Tokenizer",
-            "HuggingFaceTokenizer",
-            "EncDecTokenizer",
-            "NullTokenizer",
-        ]
-        | None
-    ) = option(None, "kind of tokenizer", megatron="--tokenizer-type", common=True)
+    tokenizer: str | None = option(
+        None, "kind of tokenizer", megatron="--tokenizer-type", common=True, choices=TOKENIZERS
+    )
     tokenizer_model: str | None = option(
         None,
         "SentencePiece .model, Hugging Face tokenizer.json or fairseq dict.txt",
@@ -512,10 +593,11 @@ class TokenizerConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluationConfig:
+class EvaluationConfig(Section):
     """Validation during and after training."""
 
     title: ClassVar[str] = "Evaluation"
+    bench: ClassVar[Bench] = "unused"
 
     eval_interval: int = option(
         1000, "validate every so many steps", megatron="--eval-interval", unit="steps", within=COUNT
@@ -527,10 +609,11 @@ class EvaluationConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckpointConfig:
-    """Where a run is kept and from where it goes on."""
+class CheckpointConfig(Section):
+    """Where a run is saved and from where it resumes."""
 
     title: ClassVar[str] = "Checkpoint"
+    bench: ClassVar[Bench] = "unused"
 
     save: str | None = option(None, "directory to save to", megatron="--save", common=True)
     load: str | None = option(None, "directory to load from", megatron="--load", common=True)
@@ -540,24 +623,29 @@ class CheckpointConfig:
     resume: str | None = option(
         None, "auto: the newest checkpoint under --save that verifies; or a step directory", common=True
     )
-    finetune: bool = option(False, "load weights only and start at step 0", megatron={"--finetune": True})
+    finetune: bool = option(
+        False, "load weights only and start at step 0", megatron={"--finetune": True}, needs={"load": ()}
+    )
     load_optim: bool = option(True, "load the optimizer's state", megatron={"--no-load-optim": False})
     save_optim: bool = option(True, "save the optimizer's state", megatron={"--no-save-optim": False})
     async_save: bool = option(
-        False, "save behind the run's back, from a copy in host memory", megatron={"--async-save": True}
+        False, "save in the background, from a copy in host memory", megatron={"--async-save": True}, needs={"save": ()}
     )
-    keep_last: int | None = option(None, "keep only the newest checkpoints", within=COUNT)
+    keep_last: int | None = option(None, "keep only the newest checkpoints", within=COUNT, needs={"save": ()})
     keep_every: int | None = option(
-        None, "keep every checkpoint of this many steps besides", unit="steps", within=COUNT
+        None, "also keep the checkpoint of every so many steps", unit="steps", within=COUNT, needs={"save": ()}
     )
     keep_optimizer_last: int | None = option(
-        None, "keep the optimizer's state of the newest checkpoints only", within=COUNT
+        None, "keep the optimizer's state of the newest checkpoints only", within=COUNT, needs={"save": ()}
     )
     require_load: bool = option(
-        False, "stop if --load holds no checkpoint", megatron={"--exit-on-missing-checkpoint": True}
+        False, "stop if --load holds no checkpoint", megatron={"--exit-on-missing-checkpoint": True}, needs={"load": ()}
     )
     use_checkpoint_config: bool = option(
-        False, "take the model section from the checkpoint", megatron={"--use-checkpoint-args": True}
+        False,
+        "take the model section from the checkpoint",
+        megatron={"--use-checkpoint-args": True},
+        needs={"load": ()},
     )
     override_schedule: bool = option(
         False,
@@ -572,10 +660,11 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LogConfig:
-    """What is told, and where."""
+class LogConfig(Section):
+    """What is reported, and where."""
 
     title: ClassVar[str] = "Logging"
+    bench: ClassVar[Bench] = "unused"
 
     log_interval: int = option(
         100, "log every so many steps", megatron="--log-interval", common=True, unit="steps", within=COUNT
@@ -583,11 +672,7 @@ class LogConfig:
     metrics: str | None = option(None, "JSON-lines file of metrics [metrics.jsonl under --save, or here]")
     tensorboard_dir: str | None = option(None, "TensorBoard directory", megatron="--tensorboard-dir")
     tensorboard_interval: int = option(
-        1,
-        "write to TensorBoard every so many steps",
-        megatron="--tensorboard-log-interval",
-        unit="steps",
-        within=COUNT,
+        1, "write to TensorBoard every so many steps", megatron="--tensorboard-log-interval", unit="steps", within=COUNT
     )
     log_params_norm: bool = option(False, "log the parameters' norm", megatron={"--log-params-norm": True})
     log_zeros: bool = option(False, "log the share of zero gradients", megatron={"--log-num-zeros-in-grad": True})
@@ -595,20 +680,23 @@ class LogConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RuntimeConfig:
+class RuntimeConfig(Section):
     """On what the run executes, and when it stops early."""
 
     title: ClassVar[str] = "Run"
 
-    nproc: int | None = option(None, "start this many local ranks", common=True, within=COUNT)
-    device: Literal["auto", "cpu", "cuda"] = option("auto", "where tensors live", common=True)
-    backend: Literal["auto", "gloo", "nccl"] = option("auto", "how ranks talk", megatron="--distributed-backend")
+    nproc: int | None = option(None, "start this many local ranks", common=True, within=COUNT, bench="host")
+    device: Literal["auto", "cpu", "cuda"] = option("auto", "where tensors live", common=True, bench="host")
+    backend: Literal["auto", "gloo", "nccl"] = option(
+        "auto", "how ranks communicate", megatron="--distributed-backend", bench="host"
+    )
     timeout_minutes: int = option(
         10,
-        "give up on a silent rank after this",
+        "give up on a rank that does not answer for so long",
         megatron="--distributed-timeout-minutes",
         unit="minutes",
         within=COUNT,
+        bench="host",
     )
     seed: int = option(
         1234,
@@ -616,6 +704,7 @@ class RuntimeConfig:
         megatron="--seed",
         common=True,
         within=SEED,
+        on_resume="noted",
     )
     deterministic: bool = option(False, "bitwise the same on every run", megatron={"--deterministic-mode": True})
     audit_interval: int = option(
@@ -625,7 +714,9 @@ class RuntimeConfig:
         within=NOT_NEGATIVE,
     )
     ops: Literal["auto", "reference", "flash-attn", "apex"] = option(
-        "auto", "fast operators, the plain references, or the attention or norms of a package in place of ours"
+        "auto",
+        "fast operators, the plain references, or the attention or norms of a package in place of ours",
+        on_resume="noted",
     )
     cuda_graph: bool = option(
         False,

@@ -16,16 +16,10 @@ from typing import Any
 from mega.core.config.check import check
 from mega.core.config.compose import compose
 from mega.core.config.resolve import data_parallel, divisors, resolve
-from mega.core.config.run import RunConfig, entries, updated, value_of
+from mega.core.config.run import RunConfig, entries, options_with, updated, value_of
 from mega.core.estimate.hardware import Hardware, hardware
 from mega.core.estimate.memory import Memory, least, memory
 from mega.core.estimate.steptime import StepTime, step_time
-
-LAYOUT = (
-    "tp", "cp", "pp", "chunks", "schedule", "layers_per_chunk", "sequence_parallel", "zero", "micro_batch",
-    "recompute", "recompute_method", "recompute_layers", "stage_layers", "distribute_saved", "accumulation",
-)  # fmt: skip
-"""Options that the search sets, or leaves at their defaults."""
 
 RESERVE = 0.03
 """Share of a device's memory that a layout must leave: peaks are predicted to within about as much."""
@@ -110,7 +104,7 @@ def cluster(fit: str | None, gpus: int | None, gpu: str | None) -> tuple[int, Ha
 
 def without_layout(run: RunConfig) -> RunConfig:
     """`run` as if it said nothing of its layout."""
-    return updated(run, {name: entries()[name].default for name in LAYOUT})
+    return updated(run, {name: entries()[name].default for name in options_with(layout=True)})
 
 
 def any_layout(run: RunConfig, world: int) -> RunConfig:

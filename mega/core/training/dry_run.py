@@ -14,14 +14,14 @@ from mega.core.config.resolve import data_parallel, microbatches
 from mega.core.inventory import parameters
 from mega.core.parallel.weight import local_parameters
 from mega.core.plan import plan, prove, simulate
-from mega.core.training.prepare import Prepared
+from mega.core.training.inputs import Inputs
 from mega.core.training.wire import build_mesh, build_stages
 
 
-def dry_run(prepared: Prepared, world: int) -> None:
+def dry_run(inputs: Inputs, world: int) -> None:
     """Build, prove and tell. Errors: ValueError for what cannot be cut, as in training."""
-    run, console = prepared.run, Console()
-    parallel, dp = run.parallel, data_parallel(prepared.run, world)
+    run, console = inputs.run, Console()
+    parallel, dp = run.parallel, data_parallel(inputs.run, world)
     table = Table(title=f"{world} ranks: tp {parallel.tp} x cp {parallel.cp} x dp {dp} x pp {parallel.pp}")
     for column in ("stage", "ranks", "blocks", "ends", "parameters per rank"):
         table.add_column(column, justify="right")
@@ -44,7 +44,7 @@ def dry_run(prepared: Prepared, world: int) -> None:
     bubble = simulate(schedule).bubble
     console.print(f"model: {parameters(run.model):,} parameters")
     console.print(f"plan: {parallel.schedule}, {count} microbatches a step, proven; bubble {100 * bubble:.1f}%")
-    for note in prepared.notes:
+    for note in inputs.notes:
         console.print(note)
     console.print("everything checked, nothing trained")
 

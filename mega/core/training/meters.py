@@ -1,7 +1,7 @@
-"""What a run tells: one row of numbers a step, a log line now and then, a bar on a terminal. Knows no ranks.
+"""What a run reports: one row of numbers a step, a log line now and then, a bar on a terminal. Knows no ranks.
 
-Rows go to a JSON-lines file, always; to TensorBoard by flag. A run that goes on cuts off the rows behind the step it
-goes on from, so the file tells each step once.
+Rows go to a JSON-lines file, always; to TensorBoard by flag. A run that resumes cuts off the rows after the step that
+it resumes from, so the file has each step once.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from mega.core.files import whole_file
 
 
 class Meters:
-    """The voice of one run; made on rank 0 only.
+    """Where one run reports; made on rank 0 only.
 
-    start: the step it goes on from. steps: of the whole run. flops_per_token: of the model, forward and backward.
+    start: the step it resumes from. steps: of the whole run. flops_per_token: of the model, forward and backward.
     devices: how many share the work. peak: TFLOP/s of one device, or None where unknown.
     """
 
@@ -47,7 +47,7 @@ class Meters:
         """Steps, tokens and seconds since the last line."""
 
     def step(self, step: int, row: Mapping[str, Any], tokens: int, memory: int) -> None:
-        """Take one step's numbers; every `log_interval` steps, and at the last, say a line.
+        """Take one step's numbers; every `log_interval` steps, and at the last, report a line.
 
         row: what the step did, "seconds", "loss" and "consumed" samples among it. tokens: of its global batch. memory:
         bytes of this rank.
@@ -63,7 +63,7 @@ class Meters:
         if self._bar is not None:
             self._bar[0].update(self._bar[1], completed=step, description=f"loss {row['loss']:.4f}")
         if step % self.options.log_interval == 0 or step == self.steps:
-            self.say(self._line(step, row, memory))
+            self.report(self._line(step, row, memory))
 
     def _line(self, step: int, row: Mapping[str, Any], memory: int) -> str:
         seconds, count = max(self._seconds, 1e-9), self._steps
@@ -80,15 +80,18 @@ class Meters:
             f"{memory / 2**30:.2f} GiB | skipped {row['skipped']}{_extras(row)} | eta {_clock(remaining)}"
         )
 
-    def evaluation(self, step: int, split: str, loss: float) -> None:
-        """Say and keep one validation. loss: nan where no token of it counts."""
+    def evaluation(self, step: int, split: str, measured: Mapping[str, float]) -> None:
+        """Report and keep one validation. measured: by name, "loss" among it, NaN where no token counts."""
+        loss, others = measured["loss"], {name: value for name, value in measured.items() if name != "loss"}
         perplexity = math.exp(min(loss, 20.0))
-        self._write({"step": step, f"{split}_loss": loss, f"{split}_perplexity": perplexity})
+        kept = {"loss": loss, "perplexity": perplexity, **others}
+        self._write({"step": step, **{f"{split}_{name}": value for name, value in kept.items()}})
         if self._board is not None:
             self._board.add_scalar(f"loss {split}", loss, step)
-        self.say(f"{split} at step {step} | loss {loss:.6f} | perplexity {perplexity:.3f}")
+        more = "".join(f" | {name} {value:.6f}" for name, value in others.items())
+        self.report(f"{split} at step {step} | loss {loss:.6f} | perplexity {perplexity:.3f}{more}")
 
-    def say(self, line: str) -> None:
+    def report(self, line: str) -> None:
         """One line on stdout, above the bar where there is one."""
         if self._bar is not None:
             self._bar[0].console.print(line, highlight=False, soft_wrap=True)
@@ -108,13 +111,13 @@ class Meters:
 
 
 def _extras(row: Mapping[str, Any]) -> str:
-    """What only some runs tell.
+    """What only some runs report.
 
     >>> _extras({"loss": 2.0, "params_norm": 12.3456, "zeros": 0.25})
     ' | params norm 12.346 | zeros 25.0%'
     """
-    told = {"loss_scale": "loss scale {:g}", "params_norm": "params norm {:.3f}", "zeros": "zeros {:.1%}"}
-    return "".join(f" | {how.format(row[name])}" for name, how in told.items() if name in row)
+    formats = {"loss_scale": "loss scale {:g}", "params_norm": "params norm {:.3f}", "zeros": "zeros {:.1%}"}
+    return "".join(f" | {how.format(row[name])}" for name, how in formats.items() if name in row)
 
 
 def _plain(value: Any) -> Any:
@@ -128,9 +131,9 @@ def _clock(seconds: int) -> str:
 
 
 def _open_rows(path: Path, start: int) -> Any:
-    """The metrics file, without rows behind step `start`; a broken last row (of a kill) goes too.
+    """The metrics file, without rows after step `start`; a broken last row (of a kill) goes too.
 
-    The file of a run that began anew stands aside as `.previous`.
+    The file of a run that began again is kept as `.previous`.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.is_file() and start == 0:
@@ -147,7 +150,7 @@ def _open_rows(path: Path, start: int) -> Any:
 
 
 def _board(directory: str | None, start: int) -> Any:
-    """What is behind step `start` there goes out of sight, as rows of metrics go."""
+    """Rows after step `start` there are purged, as rows of metrics are."""
     if directory is None:
         return None
     try:

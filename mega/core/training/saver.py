@@ -59,7 +59,7 @@ class Saver:
             "mega": __version__,
             "config": dataclasses.asdict(state.run),
             "layout": state.mesh.sizes,
-            "schedule": (schedules or Schedules.of(state.run)).facts(),
+            "schedule": (schedules or Schedules.of(state.run)).state_dict(),
             "tokenizer": tokenizer.fingerprint() if tokenizer is not None else None,
             "fingerprint": fingerprint,
             "corpora": {prefix: dict(content) for prefix, content in corpora.items()},
@@ -68,6 +68,7 @@ class Saver:
         if tokenizer is not None:
             self._attachments |= tokenizer.files()
         self._running: _Task | None = None
+        self._saved_step = state.progress.step
         self._stalled = 0.0
         """Seconds that the run stood still for the save that is on its way."""
         self._writers: Axis | None = None
@@ -82,6 +83,7 @@ class Saver:
         Errors: SaveError on every rank if any rank failed; earlier checkpoints are whole.
         """
         state, began = self.state, time.monotonic()
+        self._saved_step = state.progress.step
         if self._writers is None or state.copy is None:
             agree = _agreement(state.mesh.everyone, state.device.torch)
             self._told(self._publish(self._kept(), self._meta(), agree), "")
@@ -117,6 +119,12 @@ class Saver:
         if self._running is not None:
             running, self._running = self._running, None
             self._told(running.outcome(), f" behind the run, which stood still for {self._stalled:.2f} s")
+
+    def finish(self) -> None:
+        """At the end of training: save where we are, unless that was done, and wait. Errors: as `save`."""
+        if self._saved_step != self.state.progress.step:
+            self.save()
+        self.wait()
 
     def _told(self, done: tuple[int, float], how: str) -> None:
         step, seconds = done

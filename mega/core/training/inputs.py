@@ -1,7 +1,8 @@
-"""Everything that can be found wrong before a rank starts: tokenizer, vocabulary, data. No torch.
+"""A run, checked and resolved once, and its inputs: tokenizer and data. No torch, and no numpy before data are opened.
 
-The launcher's own process runs `prepare` first, so a mistake is told once and before anything starts, and the cache
-of the sample order is filled; each rank then runs it again and finds the cache warm.
+resolve_run    once in every process that the user started: check, derive, and read the vocabulary
+open_inputs    once in every process that trains, and in the launcher, so that a mistake in a file is reported once
+               and before any rank starts, and the cache of the sample order is filled when ranks look for it
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mega.core.config.check import check
-from mega.core.config.resolve import lengths, resolve
-from mega.core.config.run import RunConfig, flag_of
+from mega.core.config.resolve import lengths
+from mega.core.config.run import RunConfig, flag_of, options_with, updated
 from mega.core.config.sections import ModelConfig
 from mega.core.inventory import padded
 from mega.core.text.build import build
@@ -26,8 +27,23 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Prepared:
-    """A run with nothing left to derive, and its inputs. `notes` are lines for the user."""
+class ResolvedRun:
+    """A checked run with nothing left to derive, and lines for the user. Pickled, it is what the launcher gives ranks.
+
+    tokenizer: where this process has opened it already; None also where the run has none.
+    """
+
+    run: RunConfig
+    notes: tuple[str, ...] = ()
+    tokenizer: Tokenizer | None = None
+
+    def __reduce__(self) -> Any:
+        return ResolvedRun, (self.run, self.notes)
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """A resolved run with its inputs open. `notes` are lines for the user."""
 
     run: RunConfig
     tokenizer: Tokenizer | None
@@ -41,35 +57,30 @@ class Prepared:
         return hashlib.sha256(f"{text}\n{tokens}".encode()).hexdigest()
 
 
-def prepare(run: RunConfig, world: int) -> Prepared:
-    """Check and complete `run` for `world` ranks, open its tokenizer and data.
+def resolve_run(run: RunConfig, world: int) -> ResolvedRun:
+    """Check `run` for `world` ranks and derive what it leaves out.
 
     Errors: ValueError naming the flag or file, its value, the rule and the valid values.
     """
-    from mega.core.data.build import Datasets
-
-    run, tokenizer, notes = complete(run, world)
-    datasets = Datasets() if run.runtime.dry_run and not _has_data(run) else _datasets(run, tokenizer)
-    return Prepared(run, tokenizer, datasets, (*notes, *datasets.notes))
-
-
-def complete(run: RunConfig, world: int) -> tuple[RunConfig, Tokenizer | None, tuple[str, ...]]:
-    """The checked run with nothing left to derive, its tokenizer, and lines for the user; no data, so no numpy.
-
-    Errors: ValueError, as of `prepare`.
-    """
-    check(run, world)
     notes: list[str] = []
-    if run.checkpoint.use_checkpoint_config:
+    if run.checkpoint.use_checkpoint_config and run.checkpoint.load is not None:
         run = dataclasses.replace(run, model=_checkpoint_model(run, notes))
-        check(run, world)
-    resolved = resolve(run, world)
-    tokenizer = _tokenizer(resolved)
-    vocab = _vocabulary(resolved, tokenizer, notes)
+    run = check(run, world)
+    tokenizer = _tokenizer(run)
+    vocab = _vocabulary(run, tokenizer, notes)
     if not run.model.mask_padded_vocab:
         vocab = padded(vocab, run.parallel.tp, run.model.vocab_multiple)
-    run = resolve(dataclasses.replace(run, model=dataclasses.replace(run.model, vocab=vocab)), world)
-    return run, tokenizer, tuple(notes)
+    return ResolvedRun(updated(run, {"vocab": vocab}), tuple(notes), tokenizer)
+
+
+def open_inputs(resolved: ResolvedRun) -> Inputs:
+    """Open tokenizer and data of a resolved run. Errors: ValueError as of `resolve_run`."""
+    from mega.core.data.build import Datasets
+
+    run = resolved.run
+    tokenizer = resolved.tokenizer or _tokenizer(run)
+    datasets = Datasets() if run.runtime.dry_run and not _has_data(run) else _datasets(run, tokenizer)
+    return Inputs(run, tokenizer, datasets, (*resolved.notes, *datasets.notes))
 
 
 def _tokenizer(run: RunConfig) -> Tokenizer | None:
@@ -128,19 +139,20 @@ def _datasets(run: RunConfig, tokenizer: Tokenizer | None) -> Datasets:
 
 
 def _checkpoint_model(run: RunConfig, notes: list[str]) -> ModelConfig:
-    """The checkpoint's model; of what the user says of the model, dropout counts, and what does not is told."""
+    """The checkpoint's model. The run's own values count where a run that resumes may have others too; the rest of them
+    are noted."""
     from mega.core.checkpoint.own.store import locate
 
     assert run.checkpoint.load is not None
-    origin = locate(Path(run.checkpoint.load), tell=lambda line: None)  # told when weights are read
-    model, silent = model_in(origin.meta, run.checkpoint.load), ModelConfig()
-    said = {
+    source = locate(Path(run.checkpoint.load), tell=lambda line: None)  # reported when weights are read
+    model, default = model_in(source.meta, run.checkpoint.load), ModelConfig()
+    given = {
         field.name: value
         for field in dataclasses.fields(ModelConfig)
-        if (value := getattr(run.model, field.name)) not in (getattr(silent, field.name), getattr(model, field.name))
+        if (value := getattr(run.model, field.name)) not in (getattr(default, field.name), getattr(model, field.name))
     }
-    kept = {name: value for name, value in said.items() if name in ("hidden_dropout", "attention_dropout")}
-    if left := [f"{flag_of(name)} {value}" for name, value in said.items() if name not in kept]:
+    kept = {name: given[name] for name in options_with(on_resume="noted") if name in given}
+    if left := [f"{flag_of(name)} {value}" for name, value in given.items() if name not in kept]:
         notes.append(f"--use-checkpoint-config: the checkpoint's model counts, and not {', '.join(left)}")
     return dataclasses.replace(model, **kept)
 
@@ -150,7 +162,7 @@ def model_in(meta: Any, where: str) -> ModelConfig:
     try:
         values = dict(meta["config"]["model"])
     except (KeyError, TypeError):
-        raise ValueError(f"{where}: this checkpoint says nothing of its model") from None
+        raise ValueError(f"{where}: this checkpoint does not describe its model") from None
     known = {field.name for field in dataclasses.fields(ModelConfig)}
     if unknown := sorted(values.keys() - known):
         raise ValueError(f"{where}: unknown model options {', '.join(unknown)}; written by a newer version?")

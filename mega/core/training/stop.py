@@ -1,7 +1,7 @@
-"""Reasons to stop early: a signal, or the time is up. One rank's wish becomes everyone's at the same moment.
+"""Requests to stop early: a signal, or the time is up. One rank's request becomes everyone's at the same moment.
 
-    vote = interrupt.vote()     every rank says whether it was asked; the answers travel while the next work runs
-    vote.count()                every rank learns, at the same place of its program, whether any was
+    flag = stop.poll()     every rank says whether it was asked; the flags are reduced while the next work runs
+    flag.read()            every rank learns, at the same place of its program, whether any was
 
 It knows neither steps nor validation.
 """
@@ -22,7 +22,7 @@ from mega.core.parallel.launch import STOPPING, Asked
 from mega.core.parallel.mesh import Axis
 
 
-class Interrupt:
+class StopSignal:
     """What may end this run before its last step.
 
     on_signal: heed what a terminal or a scheduler sends. minutes: how long the run may take, from now.
@@ -30,7 +30,7 @@ class Interrupt:
 
     def __init__(self, everyone: Axis, device: torch.device, *, on_signal: bool, minutes: int | None):
         self.reason = "another rank was asked to stop"
-        self.asked = False
+        self.requested = False
         """All ranks know that the run is to stop."""
         self._everyone, self._device = everyone, device
         self._wanted = False
@@ -40,12 +40,12 @@ class Interrupt:
         if on_signal and threading.current_thread() is threading.main_thread():
             self._before = {number: signal.signal(number, self._note) for number in STOPPING}
 
-    def vote(self) -> Vote:
+    def poll(self) -> StopFlag:
         """Ask all ranks whether one of them was asked to stop; every rank does so at the same place."""
         if not self._wanted and time.monotonic() > self._deadline:
             self.reason, self._wanted = "--exit-minutes are over", True
-        wish = torch.full((), float(self._wanted), device=self._device)  # filled, not copied: a GPU's host would wait
-        return Vote(self, wish, all_reduce(wish, self._everyone, "max", wait=False))
+        flag = torch.full((), float(self._wanted), device=self._device)  # filled, not copied: a GPU's host would wait
+        return StopFlag(self, flag, all_reduce(flag, self._everyone, "max", wait=False))
 
     def close(self) -> None:
         """Signals mean again what they meant before."""
@@ -62,19 +62,19 @@ class Interrupt:
         self.reason = f"{signal.Signals(number).name} was received"
 
 
-class Vote:
-    """The wishes of all ranks, on their way."""
+class StopFlag:
+    """The requests of all ranks, while they are reduced."""
 
-    def __init__(self, interrupt: Interrupt, wish: torch.Tensor, under_way: Any):
-        self._interrupt, self._wish, self._under_way = interrupt, wish, under_way
-        self._reading = self._read() if wish.is_cuda else None  # there it is the stream that waits for the others
+    def __init__(self, stop: StopSignal, flag: torch.Tensor, work: Any):
+        self._stop, self._flag, self._work = stop, flag, work
+        self._reading = self._read() if flag.is_cuda else None  # there it is the stream that waits for the others
 
-    def count(self) -> None:
-        """Wait for them; if any rank was asked to stop, the interrupt is `asked` on all."""
+    def read(self) -> None:
+        """Wait for the others; if any rank was asked to stop, `requested` becomes true on all."""
         reading = self._reading or self._read()
         if any(reading.numbers().values()):
-            self._interrupt.asked = True
+            self._stop.requested = True
 
     def _read(self) -> Reading:
-        self._under_way.wait()
-        return Reading({"wish": self._wish})
+        self._work.wait()
+        return Reading({"flag": self._flag})

@@ -1,0 +1,91 @@
+"""Held-out sets between steps: mean losses over global batches, from where the validation before has ended.
+
+Wherever a request to stop cuts one short, the next begins where it would have begun, so no figure depends on that.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+
+from mega.core.training.meters import Meters
+from mega.core.training.state import TrainState
+from mega.core.training.step import evaluate_step
+from mega.core.training.stop import StopSignal
+from mega.core.training.task import HeldOut, Task
+
+
+class Evaluation:
+    """Validations and the test of one run.
+
+    iterations: global batches of each set that are read. global_batch: their samples. microbatches: of each, on this
+    rank. meters: on rank 0. last_validated: the step at which the validation sets were read last.
+    """
+
+    def __init__(
+        self,
+        state: TrainState,
+        task: Task,
+        stop: StopSignal,
+        meters: Meters | None,
+        report: Callable[[str], None],
+        *,
+        iterations: int,
+        global_batch: int,
+        microbatches: int,
+    ):
+        self._state, self._task, self._stop, self._meters, self._report = state, task, stop, meters, report
+        self._iterations, self._global_batch, self._microbatches = iterations, global_batch, microbatches
+        self.last_validated: int | None = None
+
+    def validate(self) -> None:
+        self.last_validated = self._state.progress.step
+        for one in self._task.validation:
+            self._judge(one)
+
+    def test(self) -> None:
+        for one in self._task.test:
+            self._judge(one)
+
+    def _judge(self, held_out: HeldOut) -> None:
+        """Means over `iterations` global batches of a set; none where a request to stop cuts it short."""
+        if not self._iterations:
+            return
+        sums = self._sums(held_out, self._begin(held_out))
+        if sums is None:
+            return
+        state, step = self._state, self._state.progress.step
+        terms = state.stages[0].terms
+        found = (sums[:, 0] / sums[:, 1]).tolist()
+        measured = self._task.measure(dict(zip(state.pipeline.names, found, strict=True)), terms)
+        if math.isnan(measured["loss"]) and not sums[: len(terms), 1].all():
+            where = f"{held_out.name} at step {step}"
+            self._report(f"{where} | no token of its {self._iterations} batches is trained on")
+        if self._meters is not None:
+            self._meters.evaluation(step, held_out.name, measured)
+
+    def _begin(self, held_out: HeldOut) -> int:
+        """The first sample to read; a set that continues moves on."""
+        if not held_out.continues:
+            return 0
+        progress, size = self._state.progress, self._iterations * self._global_batch
+        begin = held_out.batches.turn(progress.consumed_valid, size)
+        progress.consumed_valid += size
+        return begin
+
+    def _sums(self, held_out: HeldOut, begin: int) -> torch.Tensor | None:
+        """float64 [names, 2] over all batches, or None where the run is to stop."""
+        state, stop = self._state, self._stop
+        sums = torch.zeros(len(state.pipeline.names), 2, dtype=torch.float64, device=state.device.torch)
+        for done in range(self._iterations):
+            if stop.requested:
+                where = f"{held_out.name} at step {state.progress.step}"
+                self._report(f"{where} | cut short after {done} of {self._iterations} batches: {stop.reason}")
+                return None
+            flag = stop.poll()
+            batches = held_out.batches.take(begin + done * self._global_batch, self._microbatches)
+            sums += evaluate_step(state, [batch.to(state.device.torch) for batch in batches])
+            flag.read()  # it was reduced while this batch was computed
+        return sums

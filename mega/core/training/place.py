@@ -1,0 +1,73 @@
+"""The directory that a run saves in: held by one run at a time, and without a checkpoint of another history."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from pathlib import Path
+
+import torch
+
+from mega.core.checkpoint.own.pieces import CheckpointError
+from mega.core.checkpoint.own.store import CheckpointStore, store_at
+from mega.core.config.run import RunConfig
+from mega.core.files import url_of
+from mega.core.parallel.collectives import all_reduce
+from mega.core.parallel.mesh import Mesh
+
+
+def check_no_newer(run: RunConfig, start: int) -> None:
+    """Check that --save holds no checkpoint later than step `start`, where this run starts.
+
+    Else a later --resume auto would take that one, of another history. That option itself starts from the newest that
+    can be trusted, and later ones will be replaced. Errors: ValueError.
+    """
+    place = run.checkpoint.save
+    if place is None or run.checkpoint.resume == "auto":
+        return
+    newest = store_at(place).newest(verify=False)
+    if newest is not None and newest > start:
+        raise ValueError(
+            f"--save {place}: holds step {newest}, and this run starts at step {start}; to resume from there give "
+            "--resume auto, else another directory, or move the later checkpoints away"
+        )
+
+
+LOCK_WAIT = 10.0
+"""Seconds for which a run waits for another that still holds its directory: one that was stopped may be on its way
+out."""
+
+
+def lock(until: contextlib.ExitStack, place: str | None, mesh: Mesh, device: torch.device) -> None:
+    """Hold --save for this run alone, so that no other one replaces its checkpoints, nor `checkpoint clean` what it is
+    writing. All ranks call this together. Errors: ValueError on all where another process has it."""
+    free = torch.ones((), device=device)
+    if place is not None and url_of(place) is None and mesh.rank == 0:
+        store, deadline = store_at(place), time.monotonic() + LOCK_WAIT
+        with contextlib.suppress(OSError):  # a place that cannot be written to is the saver's to report
+            if not store.directory.exists():
+                store.directory.mkdir(parents=True)
+                until.callback(_remove_empty, store.directory)
+            while not _hold(until, store):
+                if time.monotonic() > deadline:
+                    free.zero_()
+                    break
+                time.sleep(0.2)
+    all_reduce(free, mesh.everyone, "min")
+    if not free:
+        raise ValueError(
+            f"--save {place}: another process is writing there; wait for its end, or give another directory"
+        )
+
+
+def _hold(until: contextlib.ExitStack, store: CheckpointStore) -> bool:
+    try:
+        until.enter_context(store.held())
+    except CheckpointError:
+        return False
+    return True
+
+
+def _remove_empty(directory: Path) -> None:
+    with contextlib.suppress(OSError):
+        directory.rmdir()  # only if nothing is in it

@@ -1,0 +1,183 @@
+"""Resuming from a checkpoint: which one a run starts from, and how its state is filled. saver.py writes them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mega.core.checkpoint.own.pieces import CheckpointError, Piece
+from mega.core.checkpoint.own.store import Checkpoint, locate, store_at
+from mega.core.config.run import RunConfig, flag_of, options_with, value_of
+from mega.core.data.build import Datasets
+from mega.core.data.dataset import BlendedDataset
+from mega.core.parallel.mesh import Mesh
+from mega.core.text.tokenizer import Tokenizer
+from mega.core.training.inputs import model_in
+from mega.core.training.state import Progress, TrainState
+
+Report = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class ResumePoint:
+    """Where a run starts from. `weights_only` leaves optimizer and progress behind."""
+
+    checkpoint: Checkpoint
+    weights_only: bool
+
+
+def find_resume_point(run: RunConfig, report: Report) -> ResumePoint | None:
+    """The checkpoint this run starts from: --resume, else --load, else none.
+
+    Errors: ValueError where a named checkpoint is absent or damaged, or none of several can be trusted.
+    """
+    options = run.checkpoint
+    if options.resume == "auto":
+        assert options.save is not None
+        store = store_at(options.save)
+        step = store.newest(verify=True, tell=report)
+        if step is not None:
+            return ResumePoint(store.open(step), weights_only=False)
+        report(f"--resume auto: no checkpoint under {options.save} yet")
+    elif options.resume is not None:
+        return ResumePoint(locate(options.resume, report), weights_only=False)
+    if options.load is None:
+        return None
+    # The first start of a run that loads from where it saves; anywhere else a missing checkpoint is a mistake.
+    first = options.load == options.save and not options.require_load
+    if first and store_at(options.load).newest(verify=False) is None:
+        report(f"--load {options.load}: holds no checkpoint yet; starting from the beginning")
+        return None
+    return ResumePoint(locate(options.load, report), weights_only=options.finetune)
+
+
+def sidecar_files(checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> dict[str, bytes]:
+    """The files that travel with the weights a run starts from: its tokenizer's, and what others' tools go by.
+
+    run.toml is each run's own. Nothing where the run has another tokenizer: the files speak of the old one's ids.
+    """
+    found = {name: path.read_bytes() for name, path in checkpoint.attachments.items() if name != "run.toml"}
+    own = {name: path.read_bytes() for name, path in (tokenizer.files() if tokenizer is not None else {}).items()}
+    return found if own.items() <= found.items() else {}
+
+
+def restore(state: TrainState, point: ResumePoint) -> None:
+    """Fill `state` from a checkpoint of any layout.
+
+    Errors: ValueError naming the option that differs, or the tensor that is missing or damaged.
+    """
+    checkpoint, run = point.checkpoint, state.run
+    _same_model(run, checkpoint)
+    # Masters are the truth; weights of another dtype are rounded from them.
+    checkpoint.read([_truest(piece, checkpoint) for piece in state.weight_pieces(mine=False)], cast=True)
+    state.optimizer.masters_from_weights()
+    held = list(state.optimizer_pieces(mine=False))
+    masters = [piece for piece in held if piece.key.startswith("master/")]
+    checkpoint.read([piece for piece in masters if piece.key in checkpoint.tensors], cast=True)
+    if not point.weights_only and run.checkpoint.load_optim:
+        _same_rule(run, checkpoint)
+        wanted = [piece for piece in held if not piece.key.startswith("master/")]
+        missing = next((piece.key for piece in wanted if piece.key not in checkpoint.tensors), None)
+        if missing is not None:
+            raise CheckpointError(
+                f"{checkpoint.path}: holds no optimizer state ({missing}); give --no-load-optim or --finetune"
+            )
+        checkpoint.read(wanted, cast=True)
+        state.optimizer.updates = int(checkpoint.meta["updates"])
+        if state.scaler is not None and checkpoint.meta.get("scaler"):
+            state.scaler.restore(checkpoint.meta["scaler"])
+    if not point.weights_only:
+        state.progress = Progress(**checkpoint.meta["progress"])
+
+
+def differences(run: RunConfig, point: ResumePoint, data: Datasets, mesh: Mesh) -> Iterator[str]:
+    """Lines of what this run does otherwise than the one it resumes, and what its token files hold otherwise.
+
+    The schedule is not of it: schedules.py refuses another one.
+    """
+    sections = point.checkpoint.meta.get("config", {})
+    stored = {name: value for section in sections.values() for name, value in section.items()}
+    noted = []
+    for name in options_with(on_resume="noted"):
+        value = value_of(run, name)
+        ours = list(value) if isinstance(value, tuple) else value
+        if name in stored and stored[name] != ours:
+            noted.append(f"{flag_of(name)} {_shown(ours)} (was {_shown(stored[name])})")
+    if noted:
+        yield f"not as in the checkpoint: {', '.join(noted)}"
+    if length := _reshuffled(run, stored, data):
+        yield (
+            f"not as in the checkpoint: {length}: passes over the data are shuffled together, so all of it is shuffled "
+            "again"
+        )
+    if run.data.order == "cyclic":
+        then = point.checkpoint.meta.get("layout", {}).get("dp", mesh.dp.size), stored.get("micro_batch")
+        if then != (mesh.dp.size, run.batch.micro_batch):
+            yield (
+                f"not as in the checkpoint: {mesh.dp.size} data ranks of --micro-batch {run.batch.micro_batch} (was "
+                f"{then[0]} of {then[1]}): --order cyclic gives each of them samples of its own, so all are assigned "
+                "again"
+            )
+    for prefix, now in data.corpora.items():
+        then = point.checkpoint.meta.get("corpora", {}).get(prefix, now)
+        if any(None not in (hashed, then.get(name)) and then[name] != hashed for name, hashed in now.items()):
+            yield f"not as in the checkpoint: {prefix} holds other tokens than those that the run has been trained on"
+
+
+def _reshuffled(run: RunConfig, stored: Mapping[str, Any], data: Datasets) -> str:
+    """How the length that the data are shuffled for differs, where that gives other samples; else nothing.
+
+    One pass is one shuffle, however much of it is read. Several are shuffled for the whole length, as Megatron-LM does.
+    """
+    (now, count), (then, before) = _length(dataclasses.asdict(run.batch)), _length(stored)
+    if data.train is None or not (run.data.data_path or run.data.train_data) or count == before:
+        return ""
+    # What is shorter now may have been several passes before.
+    several = data.repeats or (before > len(data.train) and not isinstance(data.train, BlendedDataset))
+    return f"{now} (was {then})" if several else ""
+
+
+def _length(values: Mapping[str, Any]) -> tuple[str, int]:
+    """How long a run was asked to be, and in samples."""
+    samples, steps, batch = (values.get(name) for name in ("samples", "steps", "global_batch"))
+    return (
+        (f"--samples {samples}", samples) if samples is not None else (f"--steps {steps}", (steps or 0) * (batch or 0))
+    )
+
+
+def _shown(value: Any) -> str:
+    return " ".join(map(str, value)) or "none" if isinstance(value, list) else str(value)
+
+
+def _truest(weight: Piece, checkpoint: Checkpoint) -> Piece:
+    """A weight read from its master, where the checkpoint holds one."""
+    master = weight.key.replace("weights/", "master/", 1)
+    return dataclasses.replace(weight, key=master) if master in checkpoint.tensors else weight
+
+
+def _same_rule(run: RunConfig, checkpoint: Checkpoint) -> None:
+    """One rule's moments are not another's, though they may bear the same name."""
+    ours, stored = run.optimizer.optimizer, checkpoint.meta.get("config", {}).get("optimizer", {}).get("optimizer")
+    if stored not in (None, ours):
+        raise CheckpointError(
+            f"--optimizer {ours}: {checkpoint.path} holds the state of {stored}; give --optimizer {stored}, or "
+            "--no-load-optim to start with none"
+        )
+
+
+def _same_model(run: RunConfig, checkpoint: Checkpoint) -> None:
+    """The model's mathematics must be the checkpoint's; else the weights mean something else."""
+    stored: dict[str, Any] = dataclasses.asdict(model_in(checkpoint.meta, str(checkpoint.path)))
+    ours = dataclasses.asdict(run.model)
+    differ = [name for name in options_with(on_resume="must match") if name in ours and ours[name] != stored[name]]
+    if run.model.position == "learned" and stored["positions"] != ours["positions"]:
+        differ.append("positions")
+    if differ:
+        lines = [
+            f"{flag_of(name)} {_shown(ours[name])}: the checkpoint {checkpoint.path} has {_shown(stored[name])}; "
+            "must be the same (or give --use-checkpoint-config)"
+            for name in differ
+        ]
+        raise CheckpointError("\n".join(lines))

@@ -1,0 +1,49 @@
+"""What falls due between steps, in order: audit, validate, save. Every rank finds the same due at the same step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from mega.core.training.audit import audit
+from mega.core.training.evaluation import Evaluation
+from mega.core.training.saver import Saver
+from mega.core.training.state import TrainState
+
+
+@dataclass(frozen=True)
+class Routine:
+    """due: of the step that was just started. needs_numbers: the numbers of all steps have to be read before."""
+
+    due: Callable[[int], bool]
+    run: Callable[[], None]
+    needs_numbers: bool = True
+
+
+def routines(
+    state: TrainState,
+    evaluation: Evaluation | None,
+    saver: Saver | None,
+    *,
+    steps: int,
+    audit_interval: int | None,
+    eval_interval: int | None,
+    save_interval: int | None,
+) -> Iterator[Routine]:
+    """Those of a run; the last step is validated after training. evaluation: None where nothing is held out."""
+    yield Routine(every(audit_interval), lambda: audit(state), needs_numbers=False)
+    if evaluation is not None:
+        due = every(eval_interval)
+        yield Routine(lambda step: due(step) and step < steps, evaluation.validate)
+    if saver is not None:
+        yield Routine(lambda step: True, saver.look, needs_numbers=False)
+        yield Routine(every(save_interval), saver.save)
+
+
+def every(interval: int | None) -> Callable[[int], bool]:
+    """Whether a step is a multiple of `interval`; never where that is None or 0.
+
+    >>> [step for step in range(1, 7) if every(3)(step)]
+    [3, 6]
+    """
+    return lambda step: bool(interval) and step % (interval or 1) == 0

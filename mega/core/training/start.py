@@ -1,0 +1,207 @@
+"""The start of a run on one rank: the mesh, the state, where it resumes, its task, and what falls due between steps.
+
+Everything that can fail because of what is on disk, or because ranks disagree, fails here, before the first step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from mega.core.config.resolve import global_batch_at, last_step, microbatches
+from mega.core.config.run import RunConfig
+from mega.core.data.batches import Batches
+from mega.core.data.build import Datasets
+from mega.core.data.dataset import Dataset
+from mega.core.device import Device
+from mega.core.flops import model_flops_per_token
+from mega.core.parallel.collectives import all_reduce
+from mega.core.parallel.mesh import Groups, Mesh
+from mega.core.text.tokenizer import Tokenizer
+from mega.core.training.evaluation import Evaluation
+from mega.core.training.inputs import Inputs
+from mega.core.training.loop import Lengths, Training
+from mega.core.training.meters import Meters
+from mega.core.training.place import check_no_newer, lock
+from mega.core.training.resume import ResumePoint, differences, find_resume_point, restore, sidecar_files
+from mega.core.training.routines import routines
+from mega.core.training.saver import Saver
+from mega.core.training.schedules import Schedules, resumed_schedules
+from mega.core.training.state import Progress, TrainState
+from mega.core.training.stop import StopSignal
+from mega.core.training.task import HeldOut, Pretraining
+from mega.core.training.wire import build_mesh, build_state
+
+
+def start(
+    inputs: Inputs, rank: int, world: int, device: Device, groups: Groups, held: contextlib.ExitStack
+) -> Training:
+    """One rank's pretraining, ready to play. held: keeps the run's directory until it is closed.
+
+    Errors: ValueError on every rank.
+    """
+    run, evaluated = inputs.run, inputs.run.evaluation
+    mesh = build_mesh(run, rank, world, groups)
+    check_same_everywhere(mesh, inputs.fingerprint(), device.torch)
+    # Before the newest checkpoint is looked for: another process that has the place may be saving one.
+    lock(held, None if evaluated.skip_train else run.checkpoint.save, mesh, device.torch)
+    state = build_state(run, mesh, device)
+    point = find_resume_point(run, _reporter(rank))
+    if point is not None:
+        restore(state, point)
+    steps = last_step(run, state.progress.step, state.progress.consumed)
+    if not evaluated.skip_train:
+        check_no_newer(run, state.progress.step)
+        _check_length(run, inputs.datasets.train, state.progress, steps)
+    stop = StopSignal(
+        mesh.everyone, device.torch, on_signal=run.runtime.exit_on_signal, minutes=run.runtime.exit_minutes
+    )
+    meters = _meters(run, state, steps) if rank == 0 else None
+    report = meters.report if meters is not None else _reporter(rank)
+    task, schedules = pretraining(run, inputs.datasets, inputs.tokenizer, mesh), _schedules(run, point)
+    saver = _saver(inputs, state, schedules, point, report)
+    global_batch, length = run.batch.global_batch, run.batch.seq_length
+    assert global_batch is not None and length is not None
+    evaluation = Evaluation(
+        state,
+        task,
+        stop,
+        meters,
+        report,
+        iterations=evaluated.eval_iters,
+        global_batch=global_batch,
+        microbatches=microbatches(run, world),
+    )
+    due = routines(
+        state,
+        evaluation if task.validation else None,
+        saver,
+        steps=steps,
+        audit_interval=run.runtime.audit_interval,
+        eval_interval=evaluated.eval_interval,
+        save_interval=run.checkpoint.save_interval,
+    )
+    _introduce(inputs, point, state, steps, report)
+    return Training(
+        state,
+        task,
+        schedules,
+        Lengths(steps, length, partial(global_batch_at, run.batch), partial(microbatches, run, world)),
+        evaluation,
+        tuple(due),
+        stop,
+        saver,
+        meters,
+        report,
+        train=not evaluated.skip_train,
+        exit_interval=run.runtime.exit_interval,
+    )
+
+
+def pretraining(run: RunConfig, data: Datasets, tokenizer: Tokenizer | None, mesh: Mesh) -> Pretraining:
+    """The task of a run: this data coordinate's part of its datasets."""
+    micro_batch, vocab, options = run.batch.micro_batch, run.model.vocab, run.data
+    assert micro_batch is not None and vocab is not None
+
+    def batches(dataset: Dataset) -> Batches:
+        return Batches(
+            dataset,
+            micro_batch=micro_batch,
+            vocab=vocab,
+            dp_index=mesh.dp.index,
+            dp_size=mesh.dp.size,
+            eod=tokenizer.eod if tokenizer is not None else None,
+            order=options.order,
+            eod_mask_loss=options.eod_mask_loss,
+            reset_positions=options.reset_positions,
+            reset_attention=options.reset_attention,
+            read_ahead=options.data_workers > 0,
+        )
+
+    held_out = [] if data.valid is None else [HeldOut("valid", batches(data.valid), continues=True)]
+    return Pretraining(
+        None if data.train is None else batches(data.train),
+        (*held_out, *(HeldOut(name, batches(dataset)) for name, dataset in data.named.items())),
+        () if data.test is None else (HeldOut("test", batches(data.test)),),
+    )
+
+
+def _schedules(run: RunConfig, point: ResumePoint | None) -> Schedules:
+    if point is None or point.weights_only or not run.checkpoint.load_optim:
+        return Schedules.of(run)
+    return resumed_schedules(run, point.checkpoint.meta, str(point.checkpoint.path))
+
+
+def _saver(
+    inputs: Inputs, state: TrainState, schedules: Schedules, point: ResumePoint | None, report: Callable[[str], None]
+) -> Saver | None:
+    if inputs.run.checkpoint.save is None:
+        return None
+    old = sidecar_files(point.checkpoint, inputs.tokenizer) if point is not None and state.mesh.rank == 0 else {}
+    return Saver(state, inputs.tokenizer, inputs.fingerprint(), schedules, report, old, inputs.datasets.corpora)
+
+
+def _meters(run: RunConfig, state: TrainState, steps: int) -> Meters:
+    assert run.batch.seq_length is not None
+    return Meters(
+        run.log,
+        start=state.progress.step,
+        steps=steps,
+        flops_per_token=model_flops_per_token(run.model, run.batch.seq_length),
+        devices=state.mesh.world,
+        peak=state.device.peak_tflops,
+    )
+
+
+def _reporter(rank: int) -> Callable[[str], None]:
+    """Prints a line, on rank 0 only."""
+    return partial(print, flush=True) if rank == 0 else lambda line: None
+
+
+def _introduce(
+    inputs: Inputs, point: ResumePoint | None, state: TrainState, steps: int, report: Callable[[str], None]
+) -> None:
+    """What the user is to know before the first step."""
+    for note in inputs.notes:
+        report(note)
+    if point is None:
+        return
+    report(f"resuming from {point.checkpoint.path} at step {state.progress.step}")
+    if not point.weights_only:
+        for line in differences(inputs.run, point, inputs.datasets, state.mesh):
+            report(line)
+    if state.progress.step >= steps:
+        report(f"nothing is left to train: the run ends with step {steps}")
+
+
+def _check_length(run: RunConfig, dataset: Dataset | None, progress: Progress, steps: int) -> None:
+    """Check that the data last to the end, which another batch since the checkpoint changes. Errors: ValueError."""
+    batch = run.batch
+    if dataset is None or run.data.order == "cyclic" or batch.samples is not None:
+        return
+    assert batch.global_batch is not None
+    end = progress.consumed + (steps - progress.step) * batch.global_batch
+    if end > len(dataset) and progress.step < steps:
+        raise ValueError(
+            f"--global-batch {batch.global_batch}: the checkpoint has consumed {progress.consumed} samples in "
+            f"{progress.step} steps, so --steps {steps} ends with sample {end}, but the data were laid out "
+            f"for {len(dataset)}; give --samples {end} instead of --steps"
+        )
+
+
+def check_same_everywhere(mesh: Mesh, fingerprint: str, device: torch.device) -> None:
+    """Every rank must run the same config, tokenizer and version. Errors: ValueError on every rank."""
+    own = torch.tensor(
+        [int(fingerprint[at : at + 8], 16) for at in range(0, 64, 8)], dtype=torch.float64, device=device
+    )
+    least, most = own.clone(), own.clone()
+    all_reduce(least, mesh.everyone, "min")
+    all_reduce(most, mesh.everyone, "max")
+    if not torch.equal(least, most):
+        raise ValueError(
+            "configuration or tokenizer are not those of every other rank "
+            f"(fingerprint {fingerprint[:16]}); start every rank with the same flags and files"
+        )

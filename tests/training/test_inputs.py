@@ -1,0 +1,109 @@
+"""A run is checked and resolved once: by the process that the user started. Ranks get the result."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from mega import cli
+from mega.core.config import check, resolve
+from mega.core.config.compose import compose
+from mega.core.parallel import launch
+from mega.core.training import inputs
+
+RUN = (
+    "pretrain --model tiny-gpt --seq-length 8 --mock-data --tokenizer NullTokenizer --vocab-size 64 --vocab 70 "
+    "--micro-batch 1 --lr 1e-3 --steps 2 --eval-iters 0 --log-interval 1 --device cpu --metrics"
+).split()
+COUNTED = {
+    function.__code__: function.__name__
+    for function in (check.check, resolve.resolve, inputs.resolve_run, inputs.open_inputs)
+}
+
+real_launch = launch.launch
+
+
+class Calls:
+    """Counts calls of `COUNTED` in this process by their code, whoever has imported them under whatever name."""
+
+    def __enter__(self) -> Counter[str]:
+        self.counts: Counter[str] = Counter()
+        sys.setprofile(self._seen)
+        return self.counts
+
+    def __exit__(self, *_: object) -> None:
+        sys.setprofile(None)
+
+    def _seen(self, frame: FrameType, event: str, _: object) -> None:
+        if event == "call" and frame.f_code in COUNTED:
+            self.counts[COUNTED[frame.f_code]] += 1
+
+
+def counted_rank(place: str, target: Callable[..., int], *arguments: Any) -> int:
+    """What a rank runs instead of `target`, to leave its counts behind."""
+    import os
+
+    with Calls() as counts:
+        code = target(*arguments)
+    Path(place, f"rank-{os.environ['RANK']}.json").write_text(json.dumps(counts))
+    return code
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in ("WORLD_SIZE", "RANK", "SLURM_PROCID", "SLURM_NTASKS", "MEGA_DEBUG"):
+        monkeypatch.delenv(variable, raising=False)
+
+
+def test_a_launch_checks_and_resolves_once(tmp_path: Path) -> None:
+    def launched(nproc: int, target: Callable[..., int], *arguments: Any) -> int:
+        return real_launch(nproc, counted_rank, str(tmp_path), target, *arguments)
+
+    with mock.patch.object(launch, "launch", launched), Calls() as counts:
+        assert cli.main([*RUN, str(tmp_path / "metrics.jsonl"), "--nproc", "2", "--tp", "2"]) == 0
+    assert counts == {"check": 1, "resolve": 1, "resolve_run": 1, "open_inputs": 1}
+    ranks = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("rank-*.json"))]
+    assert ranks == [{"open_inputs": 1}] * 2
+
+
+@pytest.mark.parametrize("environment", [{}, {"WORLD_SIZE": "1", "RANK": "0"}])
+def test_a_process_of_its_own_does_so_too(
+    environment: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Alone, and as torchrun starts each of its ranks."""
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with Calls() as counts:
+        assert cli.main([*RUN, str(tmp_path / "metrics.jsonl")]) == 0
+    assert counts == {"check": 1, "resolve": 1, "resolve_run": 1, "open_inputs": 1}
+
+
+def test_a_model_from_a_checkpoint_is_checked_once(tmp_path: Path) -> None:
+    save = ["--save", str(tmp_path), "--save-interval", "2"]
+    assert cli.main([*RUN, str(tmp_path / "metrics.jsonl"), *save]) == 0
+    short = [word for word in RUN if word not in ("--model", "tiny-gpt")]
+    with Calls() as counts:
+        more = ["--load", str(tmp_path), "--use-checkpoint-config", "--dry-run"]
+        assert cli.main([*short, str(tmp_path / "metrics.jsonl"), *more]) == 0
+    assert counts == {"check": 1, "resolve": 1, "resolve_run": 1, "open_inputs": 1}
+
+
+def test_what_ranks_get_is_the_result_without_what_is_open() -> None:
+    run = compose("tiny-gpt", flags={"tokenizer": "NullTokenizer", "vocab_size": 64, "micro_batch": 1, "dry_run": True})
+    resolved = inputs.resolve_run(run, 1)
+    received = pickle.loads(pickle.dumps(resolved))  # noqa: S301 - our own bytes
+    assert (received.run, received.notes) == (resolved.run, resolved.notes)
+    assert resolved.tokenizer is not None and received.tokenizer is None
+    opened, own = inputs.open_inputs(received), inputs.open_inputs(resolved)
+    assert own.tokenizer is resolved.tokenizer  # built once in a process
+    assert opened.fingerprint() == own.fingerprint()
+    assert opened.run == resolve.resolve(run, 1, vocab=resolved.tokenizer.vocab_size)
