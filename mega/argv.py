@@ -156,7 +156,7 @@ def _look_up(typed: str, known: Mapping[str, Meaning]) -> tuple[str, Meaning]:
     if not found:
         valid = [name for name, meaning in known.items() if isinstance(meaning, Sets)]
         every = "--help-all" if "--help-all" in known else "--help"
-        raise ValueError(f"{typed}: is no option{nearest(typed, valid)}; {every} lists all")
+        raise ValueError(f"{typed}: is not an option{nearest(typed, valid)}; {every} lists all")
     first = next(iter(found))
     if any(meaning != found[first] for meaning in found.values()):
         raise ValueError(f"{typed}: is short for several flags: {', '.join(sorted(found))}")
@@ -164,7 +164,7 @@ def _look_up(typed: str, known: Mapping[str, Meaning]) -> tuple[str, Meaning]:
 
 
 def _values(word: str, spelling: str, meaning: Meaning, rest: list[str]) -> list[str]:
-    """Takes the values of a flag from behind its `=` or from the front of `rest`, and judges them."""
+    """Takes the values of a flag from after its `=` or from the front of `rest`, and checks them."""
     _, attached, value = word.partition("=")
     taken = [value] if attached else []
     while not attached and len(taken) != meaning.values and rest and not _is_flag(rest[0]):
@@ -179,7 +179,7 @@ def _values(word: str, spelling: str, meaning: Meaning, rest: list[str]) -> list
         return taken
     if meaning.constant is not None:
         return [meaning.constant]
-    return [_judged(spelling, value, meaning) for value in taken]
+    return [_checked(spelling, value, meaning) for value in taken]
 
 
 def _is_flag(word: str) -> bool:
@@ -197,13 +197,13 @@ def _reads_as(kind: type, word: str) -> bool:
     return True
 
 
-def _judged(spelling: str, value: str, meaning: Sets) -> str:
-    """`value` under our name for it; ValueError where it is no such number or choice."""
+def _checked(spelling: str, value: str, meaning: Sets) -> str:
+    """`value` under our name for it; ValueError where it is not such a number or choice."""
     choices = tuple(meaning.renames) or meaning.choices
     if choices and value not in choices:
         if value in meaning.choices:
             return value
-        raise ValueError(f"{spelling} {value}: is no choice{nearest(value, choices)}; valid: {', '.join(choices)}")
+        raise ValueError(f"{spelling} {value}: is not a choice{nearest(value, choices)}; valid: {', '.join(choices)}")
     if meaning.kind in (int, float) and not _reads_as(meaning.kind, value):
         whole = "whole " if meaning.kind is int else ""
         raise ValueError(f"{spelling} {value}: must be a {whole}number")

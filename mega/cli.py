@@ -23,7 +23,7 @@ VERBS = {
     "train-tokenizer": "Train a tokenizer on texts",
     "preprocess": "Turn text into token files",
     "data": "Merge, verify, inspect and split corpora",
-    "pretrain": "Train a model from scratch, or go on",
+    "pretrain": "Train a model from scratch, or resume",
     "finetune": "Train a model towards a task",
     "eval": "Score a model on a benchmark",
     "serve": "Answer prompts over HTTP",
@@ -31,10 +31,10 @@ VERBS = {
     "reshard": "Cut a checkpoint for another layout",
     "checkpoint": "Look into checkpoints and verify them",
     "convert-llama": "Turn weights of others into a checkpoint, and back",
-    "memory-estimate": "Say what a run needs, before it is started",
+    "memory-estimate": "Estimate what a run needs, before it is started",
     "parity": "Prove that every layout computes the same",
     "bench": "Measure speed",
-    "doctor": "Say what works on this machine, and why the rest does not",
+    "doctor": "Report what works on this machine, and why the rest does not",
     "completions": "Write the shell completions",
 }
 
@@ -110,8 +110,8 @@ def root(
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line and returns its exit code: 0, 1 for a failure, 2 for a mistake of the user.
 
-    A mistake, a loss that is no number, or a fault of the machine such as a full disk, is told in one line on stderr,
-    without a traceback unless MEGA_DEBUG=1.
+    A mistake, a NaN loss, or a fault of the machine such as a full disk, is reported in one line on stderr, without a
+    traceback unless MEGA_DEBUG=1.
     """
     if COMPLETE_VARIABLE in os.environ:
         from typer.completion import completion_init
@@ -122,17 +122,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:
         if os.environ.get("MEGA_DEBUG") == "1":
             raise
-        return _told(error)
+        return _report(error)
     return outcome if isinstance(outcome, int) else 0
 
 
-def _told(error: Exception) -> int:
-    """Tells an error on stderr, once for all ranks, and returns the exit code it ends with."""
+def _report(error: Exception) -> int:
+    """Reports an error on stderr, once for all ranks, and returns the exit code."""
     from mega.core.parallel.last_words import Words, tell, words_of
 
     # Typer carries Click under different names in different versions; its own errors know their message.
     if hasattr(error, "format_message") and hasattr(error, "exit_code"):
-        return tell(Words(int(error.exit_code), _said(error)))
+        return tell(Words(int(error.exit_code), _format_error(error)))
     if isinstance(error, typer.Abort):
         return tell(Words(1, "aborted"))
     return tell(words_of(error))
@@ -146,8 +146,9 @@ RULES = {
 """Kinds of problems that Pydantic, which judges values for newer versions of Typer, has with them."""
 
 
-def _said(error: Any) -> str:
-    """What Typer says of a mistake; where it leaves a bad value out, its flag, the value and the rule, as of a run."""
+def _format_error(error: Any) -> str:
+    """Typer's message about a mistake; where that leaves a bad value out, its flag, the value and the rule, as `check`
+    reports them."""
     problems: list[Any] = getattr(error.__cause__, "errors", list)()
     param = getattr(error, "param", None)
     if not problems or param is None or problems[0]["type"] not in RULES:

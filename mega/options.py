@@ -1,7 +1,7 @@
 """Config sections as command-line options: the signature of a verb is its configuration.
 
 A verb is a plain function. A parameter annotated `RunConfig` becomes every option of a run with `--model`,
-`--config` and `--print-config`, and one beside it annotated `Asked` gets what of them was asked for; one
+`--config` and `--print-config`, and one next to it annotated `Asked` gets those of them that were given; one
 annotated with a section becomes that section's options; the others are Typer's as they stand. Only what the
 user typed overrides presets and the TOML file. This file builds signatures and knows no verb and no option
 by name.
@@ -84,7 +84,7 @@ def command(function: Callable[..., Any]) -> Callable[..., Any]:
             parameters.append(parameter.replace(annotation=hints[name], kind=inspect.Parameter.KEYWORD_ONLY))
     whole = next((name for name in configs if hints[name] is RunConfig), None)
     asked = next((name for name, hint in hints.items() if hint is Asked), None)
-    assert asked is None or whole is not None, "what was asked for is told beside the run"
+    assert asked is None or whole is not None, "Asked comes along with a run"
     if whole is not None:
         parameters += _RUN_PARAMETERS
     chosen = [entry for entry in entries().values() if any(entry.section in names for names in configs.values())]
@@ -141,7 +141,7 @@ def _typed_options(typed: dict[str, Any], chosen: Sequence[Entry]) -> dict[str, 
 
 
 def _parameter(entry: Entry) -> inspect.Parameter:
-    """An option of a config as a parameter; None says that it was not typed."""
+    """An option of a config as a parameter; None where it was not typed."""
     one: Any = Literal[entry.choices] if entry.choices else entry.kind
     kind: Any = list[one] if entry.many else one
     flag = f"{entry.flag}/--no-{entry.flag.removeprefix('--')}" if entry.kind is bool else entry.flag
@@ -193,7 +193,7 @@ def _show_everything(ctx: typer.Context, asked: bool) -> None:
 
 
 def _kind(param: Any) -> str:
-    """What stands behind a flag: ` INT`, ` adam|sgd`, ` STR ...`, or nothing behind a switch."""
+    """What follows a flag in help: ` INT`, ` adam|sgd`, ` STR ...`, or nothing for a switch."""
     if param.is_flag:
         return ""
     if (entry := _entry(param)) is None:

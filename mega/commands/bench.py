@@ -19,7 +19,7 @@ def run(
     run: RunConfig,
     asked: Asked,
     rows: Annotated[
-        list[str] | None, typer.Argument(help="w1, w2, w2-fp8 or w3; without one, the run that the flags say")
+        list[str] | None, typer.Argument(help="w1, w2, w2-fp8 or w3; without one, the run that the flags define")
     ] = None,
     repeats: Annotated[int, typer.Option(help="timed steps; their median counts", min=1)] = 7,
     warmup: Annotated[int, typer.Option(help="steps before those", min=1)] = 5,
@@ -43,17 +43,17 @@ def run(
         if path is not None:
             check_file(flag, path)
     if calibrate is not None:
-        beside = {"--json": json, "--against": against, "--trace": trace, "--model": asked.preset}
-        typed = [f"{flag} {value}" for flag, value in beside.items() if value is not None] + list(rows or ())
+        given = {"--json": json, "--against": against, "--trace": trace, "--model": asked.preset}
+        typed = [f"{flag} {value}" for flag, value in given.items() if value is not None] + list(rows or ())
         typed += [flag_of(name) for name in asked.values if name not in options_with(bench="host")]
         if typed:
-            raise ValueError(f"--calibrate {calibrate}: measures this machine, no run; leave out {', '.join(typed)}")
+            raise ValueError(f"--calibrate {calibrate}: measures this machine, not a run; leave out {', '.join(typed)}")
         return _calibrate(run, calibrate, repeats, world.source == "alone" and size > 1, size)
     from mega.core.proof import bench
     from mega.core.training.inputs import resolve_run
 
     if rows and asked.preset is not None:
-        raise ValueError(f"--model {asked.preset}: excludes rows, which say their model; leave out one of them")
+        raise ValueError(f"--model {asked.preset}: excludes rows, which name their model; leave out one of them")
     # Rows are added to what a file holds; to anything else, such as a script, they would be damage. Devices hold none.
     if json is not None and os.path.isfile(json):
         bench.read_rows("--json", json)
@@ -75,7 +75,7 @@ def run(
 
 
 def _measurable(run: RunConfig, asked: Asked, steps: int) -> RunConfig:
-    """`run` without what names data, files and a length, and with what the rules of a run want of those."""
+    """`run` without its data, files and length, and with the least of them that a run must have."""
     from mega.core.proof.bench import LR
 
     values: dict[str, Any] = {name: entries()[name].default for name in options_with(bench="unused")}
@@ -89,7 +89,7 @@ def _measurable(run: RunConfig, asked: Asked, steps: int) -> RunConfig:
 
 def _calibrate(run: RunConfig, out: str, repeats: int, start: bool, size: int) -> int:
     if not out.endswith(".toml"):
-        raise ValueError(f"--calibrate {out}: must end in .toml, as memory-estimate --gpu tells files from names")
+        raise ValueError(f"--calibrate {out}: must end in .toml, as a file for memory-estimate --gpu does")
     from mega.core.proof.calibrate import calibrate
 
     runtime = run.runtime

@@ -16,14 +16,14 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 Row = tuple[str, str, str]
-"""Name, version or value, and what there is to say about it."""
+"""Name, version or value, and a remark."""
 
 
 class Part(NamedTuple):
     """An optional library.
 
     package: its name on the package index. module: what is imported. use: what it is for.
-    cuda: it can only be tried on a CUDA device. tried: somebody has run mega with it.
+    cuda: it can only be tried on a CUDA device. tried: mega has been run with it.
     """
 
     package: str
@@ -52,7 +52,7 @@ PARTS = (
 
 
 def run() -> int:
-    """Say what works on this machine, and why the rest does not."""
+    """Report what works on this machine, and why the rest does not."""
     from rich.console import Console
     from rich.table import Table
 
@@ -99,7 +99,7 @@ def _host() -> Iterator[Row]:
 
 
 def _memory() -> int | None:
-    """Bytes of main memory, where the system says."""
+    """Bytes of main memory, where the system reports them."""
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):
@@ -176,7 +176,7 @@ def _state(part: Part, cuda: bool) -> str:
     except Exception as error:
         reason = next(iter(str(error).splitlines()), "no reason given")
         return f"present, but its import fails: {type(error).__name__}: {reason}"
-    return "live" if part.tried else "present, untested here: nobody has run mega with it yet"
+    return "live" if part.tried else "present, untested: mega has not been run with it yet"
 
 
 def _version(package: str) -> str | None:

@@ -44,17 +44,17 @@ def run(
         str | None,
         typer.Option("--restart-seconds", metavar="SECONDS", help="from a failure to the next step [600]"),
     ] = None,
-    megatron: Annotated[bool, typer.Option("--megatron", help="show Megatron-LM's own estimate beside ours")] = False,
+    megatron: Annotated[bool, typer.Option("--megatron", help="show Megatron-LM's own estimate next to ours")] = False,
     draw: Annotated[Path | None, typer.Option("--draw", help="write the bars to a .svg or .png file")] = None,
     draw_schedule: Annotated[
         Path | None,
         typer.Option("--draw-schedule", help="write the pipeline's timeline to a .svg or .png file, or - for here"),
     ] = None,
 ) -> int:
-    """Say what a run needs, before it is started.
+    """Estimate what a run needs, before it is started.
 
-    Takes the flags of pretrain. Memory is counted as the trainer allocates it, for each pipeline stage; --world says
-    for how many ranks. With --fit or --gpus the layout is searched for. No device and no torch are needed.
+    Takes the flags of pretrain. Memory is counted as the trainer allocates it, for each pipeline stage, on
+    --world ranks. With --fit or --gpus the layout is searched for. No device and no torch are needed.
     """
     from mega.core.estimate import show
     from mega.core.estimate.hardware import hardware
@@ -78,7 +78,7 @@ def run(
     if fit is not None or count is not None:
         answer = _search(run, fit, count, gpu)
         if replaced := _typed_layout(run):
-            print(f"the search sets the layout anew, instead of {replaced}", file=sys.stderr)
+            print(f"the search replaces {replaced}", file=sys.stderr)
     else:
         answer = _estimate(*planned(run), hardware(gpu) if gpu is not None else None)
     if draw is not None:
@@ -92,18 +92,18 @@ def run(
 
         print(json.dumps(_document(answer, megatron, stops)))
     else:
-        _say(answer, megatron, stops)
+        _report(answer, megatron, stops)
     return 0
 
 
 MOST = 10**9
-"""The most hours or seconds that are reckoned with."""
+"""The most hours or seconds that are accepted."""
 
 DEVICES = 10**7 - 1
 
 
 def _number(flag: str, text: str, least: float, most: float, whole: bool = False) -> float:
-    """The number that `text` says. Errors: ValueError with the flag and its value.
+    """The number that `text` holds. Errors: ValueError with the flag and its value.
 
     >>> _number("--gpus", "8", 1, DEVICES, whole=True)
     8
@@ -121,12 +121,12 @@ def _stops(mtbf: str | None, save_seconds: str | None, restart_seconds: str | No
     """What was typed of them; the rest as `Stops` has it. Errors: ValueError with the flag and its value."""
     from mega.core.estimate.duration import Stops
 
-    said = {
+    given = {
         "mtbf_hours": None if mtbf is None else _number("--mtbf", mtbf, 0.01, MOST),
         "save_seconds": None if save_seconds is None else _number("--save-seconds", save_seconds, 0, MOST),
         "restart_seconds": None if restart_seconds is None else _number("--restart-seconds", restart_seconds, 0, MOST),
     }
-    return Stops(**{name: value for name, value in said.items() if value is not None})
+    return Stops(**{name: value for name, value in given.items() if value is not None})
 
 
 def _check_pictures(asked: Mapping[str, Path | None]) -> None:
@@ -152,9 +152,9 @@ def _check_pictures(asked: Mapping[str, Path | None]) -> None:
 
 @dataclass(frozen=True)
 class Answer:
-    """What is to be told: a resolved run and its memory; after a search also how it was found and how to start it.
+    """What is reported: a resolved run and its memory; after a search also how it was found and how to start it.
 
-    missing: flags that the lines of `start` lack, for nobody has said them.
+    missing: flags that the lines of `start` lack, since they were not given.
     """
 
     run: RunConfig
@@ -182,8 +182,8 @@ def _search(run: RunConfig, fit: str | None, gpus: int | None, gpu: str | None) 
         if (typed := value_of(run, name)) not in (None, count):
             raise ValueError(f"{flag_of(name)} {typed}: excludes {asked}, which plans {count} ranks; leave it out")
     run = without_layout(run)
-    # One rank has no tensor axis to overlap, and other lengths of fp8 products than most layouts; all else that is
-    # wrong of every layout is told here.
+    # One rank has no tensor axis to overlap, and other sizes of fp8 GEMMs than most layouts; every other mistake that
+    # all layouts share is reported here.
     one, _ = planned(updated(any_layout(run, 1), {"tp_overlap": False, "fp8": False}))
     found = search(updated(run, {"vocab": one.model.vocab}), count, device)
     if not found.candidates:
@@ -203,8 +203,8 @@ def _missing(run: RunConfig, world: int) -> tuple[str, ...]:
     try:
         check(updated(run, {"dry_run": False, "world": None}), world)
     except ValueError as error:
-        told = (line.partition(" is missing: ") for line in str(error).splitlines())
-        return tuple(flag for flag, missing, _ in told if missing)
+        lines = (line.partition(" is missing: ") for line in str(error).splitlines())
+        return tuple(flag for flag, missing, _ in lines if missing)
     return ()
 
 
@@ -216,7 +216,7 @@ def _typed_layout(run: RunConfig) -> str:
 
 
 def _document(answer: Answer, megatron: bool, stops: Stops) -> dict[str, Any]:
-    """Everything that `_say` says, for a program."""
+    """Everything that `_report` prints, for a program."""
     from dataclasses import asdict
 
     from mega.core.estimate import show
@@ -238,7 +238,7 @@ def _document(answer: Answer, megatron: bool, stops: Stops) -> dict[str, Any]:
     return document
 
 
-def _say(answer: Answer, megatron: bool, stops: Stops) -> None:
+def _report(answer: Answer, megatron: bool, stops: Stops) -> None:
     from rich.console import Console
 
     from mega.core.estimate import show

@@ -47,7 +47,7 @@ def test_a_part_that_nobody_has_tried_is_not_called_live(monkeypatch: pytest.Mon
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     monkeypatch.setattr(importlib, "import_module", lambda name: types.ModuleType(name))
     told = doctor._state(PART._replace(cuda=True, tried=False), cuda=True)
-    assert told == "present, untested here: nobody has run mega with it yet"
+    assert told == "present, untested: mega has not been run with it yet"
     assert doctor._state(PART, cuda=True) == "live"
 
 

@@ -255,7 +255,7 @@ def test_habits_become_canonical(line: str, expected: list[str]) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("--layrs 2", "--layrs: is no option (nearest: --layers)"),
+        ("--layrs 2", "--layrs: is not an option (nearest: --layers)"),
         ("--seq 2", "--seq: is short for several flags: --seq-length, --sequence-parallel"),
         ("--layers", "--layers: needs a value"),
         ("--layers --hidden 3", "--layers: needs a value"),
@@ -263,16 +263,16 @@ def test_habits_become_canonical(line: str, expected: list[str]) -> None:
         ("--layers 2.5", "--layers 2.5: must be a whole number"),
         ("--lr fast", "--lr fast: must be a number"),
         ("--bf16=yes", "--bf16=yes: --bf16 takes no value"),
-        ("--dtype fp32x", "--dtype fp32x: is no choice (nearest: fp32); valid: fp32, bf16, fp16, fp64"),
+        ("--dtype fp32x", "--dtype fp32x: is not a choice (nearest: fp32); valid: fp32, bf16, fp16, fp64"),
         (
             "--normalization RmsNorm",
-            "--normalization RmsNorm: is no choice (nearest: RMSNorm); valid: LayerNorm, ",
+            "--normalization RmsNorm: is not a choice (nearest: RMSNorm); valid: LayerNorm, ",
         ),
         ("--fp16 --bf16", "--bf16: contradicts --fp16; give one of them"),
         ("--rampup-batch-size 16 x", "--rampup-batch-size x: must be a whole number"),
         ("--num-experts 8", "--num-experts: mixtures of experts are not built yet"),
         ("--batch-size 8", "--batch-size: was split in two; use --micro-batch and --global-batch"),
-        ("--fp8-format e4m3", "--fp8-format e4m3: is no choice; valid: hybrid"),
+        ("--fp8-format e4m3", "--fp8-format e4m3: is not a choice; valid: hybrid"),
         ("--fp8-e4m3", "--fp8-e4m3: gradients in fp8 are e5m2; use --fp8-hybrid"),
         ("--data-path", "--data-path: needs a value"),
     ],

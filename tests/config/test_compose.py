@@ -33,7 +33,7 @@ def test_a_value_equal_to_the_default_still_overrides() -> None:
 
 
 def test_an_unknown_preset_names_the_nearest() -> None:
-    with pytest.raises(ValueError, match=r"--model lama2-7b: is no preset \(nearest: llama2-7b\); valid --model: "):
+    with pytest.raises(ValueError, match=r"--model lama2-7b: is not a preset \(nearest: llama2-7b\); valid --model: "):
         compose("lama2-7b")
 
 

@@ -100,8 +100,11 @@ def test_the_whole_file_is_a_run() -> None:
 @pytest.mark.parametrize(
     ("content", "line"),
     [
-        ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "bf16: is enabled beside fp16; enable one of them"),
-        ({"fp_16": {"enabled": True}}, "fp_16: is no key of DeepSpeed's that is known here (nearest: fp16)"),
+        (
+            {"fp16": {"enabled": True}, "bf16": {"enabled": True}},
+            "bf16: is enabled along with fp16; enable one of them",
+        ),
+        ({"fp_16": {"enabled": True}}, "fp_16: is not a key of DeepSpeed's that is known here (nearest: fp16)"),
         ({"zero_optimization": {"stage": "two"}}, 'zero_optimization.stage: must be a whole number, not "two"'),
         (
             {"zero_optimization": {"offload_optimizer": {"device": "nvme"}}},
@@ -155,7 +158,7 @@ def test_flags_win_and_files_agree(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "zero = 1\n" in told and "clip_grad = 2.0\n" in told
     given += ["--config", str(tmp_path / "run.toml")]
     assert main(given) == 2
-    assert "ds.json: means --zero 1, --config says 2; give the flag" in capsys.readouterr().err
+    assert "ds.json: means --zero 1, --config has 2; give the flag" in capsys.readouterr().err
     assert main([*given, "--zero", "2"]) == 0
     assert "zero = 2\n" in capsys.readouterr().out
 

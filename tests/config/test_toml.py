@@ -56,11 +56,11 @@ def test_a_number_without_a_point_is_a_float_where_one_is_meant() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[modl]\nlayers = 2", "x.toml: [modl]: is no table (nearest: model); valid: model, precision, "),
-        ("[layers]", "x.toml: [layers]: is no table; the option layers stands under [model]"),
+        ("[modl]\nlayers = 2", "x.toml: [modl]: is not a table (nearest: model); valid: model, precision, "),
+        ("[layers]", "x.toml: [layers]: is not a table; the option layers stands under [model]"),
         ("model = 3", "x.toml: model: must be a table, written [model]"),
-        ("[model]\nlayer = 2", "x.toml: [model] layer: is no option (nearest: layers)"),
-        ("[model]\nqqqq = 2", "x.toml: [model] qqqq: is no option"),
+        ("[model]\nlayer = 2", "x.toml: [model] layer: is not an option (nearest: layers)"),
+        ("[model]\nqqqq = 2", "x.toml: [model] qqqq: is not an option"),
         ("[model]\nlr = 2.0", "x.toml: [model] lr: stands under [optimizer], not here"),
         ("[model]\nlayers = '2'", "x.toml: [model] layers: '2' must be a whole number"),
         ("[model]\nlayers = 2.0", "x.toml: [model] layers: 2.0 must be a whole number"),
@@ -68,7 +68,7 @@ def test_a_number_without_a_point_is_a_float_where_one_is_meant() -> None:
         ("[model]\nbias = 1", "x.toml: [model] bias: 1 must be true or false"),
         (
             "[model]\nnorm = 'rms'",
-            "x.toml: [model] norm: 'rms' is no choice (nearest: rmsnorm); valid: layernorm, ",
+            "x.toml: [model] norm: 'rms' is not a choice (nearest: rmsnorm); valid: layernorm, ",
         ),
         ("[optimizer]\nlr = 'big'", "x.toml: [optimizer] lr: 'big' must be a number"),
         ("[data]\ndata_path = 'a'", "x.toml: [data] data_path: 'a' must be a list, each a string"),

@@ -100,7 +100,7 @@ def test_what_it_leaves_to_ours_is_recomputed_where_a_run_asks() -> None:
 def test_a_ring_has_no_place_for_it() -> None:
     """Of each part a ring needs the log-sum-exp too."""
     layout = {**COMMON, "ops": "flash-attn", "cp": 2}
-    with pytest.raises(ValueError, match="--ops flash-attn: has no part in a ring of context ranks"):
+    with pytest.raises(ValueError, match="--ops flash-attn: cannot be used in a ring of context ranks"):
         check(small_run("llama", **layout, cp_comm="ring"), 2)
     check(small_run("llama", **layout, cp_comm="all-to-all"), 2)
 

@@ -93,7 +93,10 @@ def test_two_ranks() -> None:
         (f"bench w1 {TOY} --against {__file__}", "is no file written by mega bench --json"),
         (f"bench w1 {TOY} --json /nowhere/x", "--json /nowhere/x: there is no directory /nowhere"),
         (f"bench w1 {TOY} --trace /", "--trace /: is a directory; must be a file"),
-        ("bench w1 --calibrate x.toml --lr 1", "--calibrate x.toml: measures this machine, no run; leave out w1, --lr"),
+        (
+            "bench w1 --calibrate x.toml --lr 1",
+            "--calibrate x.toml: measures this machine, not a run; leave out w1, --lr",
+        ),
     ],
 )
 def test_mistakes(line: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -231,7 +231,7 @@ def test_what_counts_beside_the_checkpoints_model_is_told(tmp_path: Path, told: 
 def test_a_file_that_holds_no_metrics_is_left_alone(tmp_path: Path, told: Told) -> None:
     (tmp_path / "notes").write_text("mine\n")
     code, said = told("--steps", "2", "--metrics", str(tmp_path / "notes"))
-    assert code == 2 and f"--metrics {tmp_path / 'notes'}: holds something else than metrics" in said
+    assert code == 2 and f"--metrics {tmp_path / 'notes'}: holds something other than metrics" in said
     assert (tmp_path / "notes").read_text() == "mine\n"
     (tmp_path / "notes").write_text('{"step": 1, "lo')  # cut by a kill
     assert told("--steps", "2", "--metrics", str(tmp_path / "notes"))[0] == 0

@@ -336,7 +336,7 @@ def _columns(run: RunConfig) -> Problems:
         rule = f"--kv-heads {kv_heads} must be divisible by {across}, --tp {run.parallel.tp} x --cp {cp}"
         yield _line(run, "cp_comm", f"{rule}; valid: auto, ring")
     if cp > 1 and run.runtime.ops == "flash-attn" and (run.parallel.cp_comm == "ring" or kv_heads % across):
-        yield _line(run, "ops", "has no part in a ring of context ranks; valid there: auto, reference")
+        yield _line(run, "ops", "cannot be used in a ring of context ranks; valid there: auto, reference")
 
 
 def _cells(run: RunConfig) -> int:

@@ -1,6 +1,6 @@
-"""The rules about a run's files: data, tokenizer, directories. Looks whether they exist, never inside.
+"""The rules about a run's files: data, tokenizer, directories. Checks whether they exist, and never opens them.
 
-What is inside a `.bin`, an `.idx` or a tokenizer is the business of the rooms that read them.
+What is inside a `.bin`, an `.idx` or a tokenizer is checked by the rooms that read them.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def _data(run: RunConfig) -> Problems:
     if data.mock_data and data.valid_sets:
         yield f"--mock-data: excludes --valid-sets {' '.join(data.valid_sets)}; leave them out, or give data"
     if data.valid_data + data.test_data and not data.train_data and not run.evaluation.skip_train:
-        yield "--train-data is missing: it is needed beside --valid-data and --test-data"
+        yield "--train-data is missing: it is needed along with --valid-data and --test-data"
     for name in ("data_path", "train_data", "valid_data", "test_data"):
         try:
             words = expand(value_of(run, name), data.corpora)
@@ -56,7 +56,7 @@ def _data(run: RunConfig) -> Problems:
     for word in data.valid_sets:
         name, _, prefix = word.partition("=")
         if not name or not prefix:
-            yield f"--valid-sets {word}: must be name=prefix, or name=file beside --chat-data or TFRecords"
+            yield f"--valid-sets {word}: must be name=prefix, or name=file with --chat-data or TFRecords"
         elif name in names:
             yield f"--valid-sets {word}: the name {name} is given twice; each set needs its own"
         elif name in SPLITS:  # whose rows, and whose place in the data, they would be taken for
@@ -162,7 +162,7 @@ def _directories(run: RunConfig) -> Problems:
     if run.log.metrics is not None and os.path.isdir(run.log.metrics):
         yield f"--metrics {run.log.metrics}: is a directory; must be a file"
     elif run.log.metrics is not None and os.path.isfile(run.log.metrics) and not _rows(run.log.metrics):
-        yield f"--metrics {run.log.metrics}: holds something else than metrics, which would be lost; name another file"
+        yield f"--metrics {run.log.metrics}: holds something other than metrics, which would be lost; name another file"
     load, resume = run.checkpoint.load, run.checkpoint.resume
     if load is not None and run.checkpoint.require_load and not (url_of(load) or os.path.isdir(load)):
         yield f"--load {load}: there is no such directory, and --require-load is given"

@@ -28,7 +28,7 @@ def compose(
     """
     if preset is not None and preset not in PRESETS:
         raise ValueError(
-            f"--model {preset}: is no preset{nearest(preset, PRESETS)}; valid --model: {', '.join(PRESETS)}"
+            f"--model {preset}: is not a preset{nearest(preset, PRESETS)}; valid --model: {', '.join(PRESETS)}"
         )
     row = PRESETS[preset] if preset is not None else {}
     values = {**row, **(file or {}), **(flags or {})}

@@ -15,7 +15,7 @@ from pathlib import Path
 def expand(words: Sequence[str], file: str | None) -> tuple[str, ...]:
     """`words` with each name that the file's table knows replaced by what it stands for.
 
-    Raises ValueError where the file is no such table.
+    Errors: ValueError where the file has no such table.
     """
     if file is None or not words:
         return tuple(words)

@@ -33,12 +33,12 @@ def read(path: str) -> Options:
 
 
 def above(file: Mapping[str, Any], path: str, flags: Mapping[str, Any]) -> Options:
-    """The options of a TOML `file` with those of the JSON at `path`. Where both say something, they say the same, or a
+    """The options of a TOML `file` with those of the JSON at `path`. Where both set an option, they must agree, or a
     flag decides. Errors: ValueError naming the option, and as `read`.
     """
     options = read(path)
     lines = [
-        f"--deepspeed-config {path}: means {flag_of(name)} {value}, --config says {file[name]}; give the flag"
+        f"--deepspeed-config {path}: means {flag_of(name)} {value}, --config has {file[name]}; give the flag"
         for name, value in options.items()
         if name not in flags and file.get(name, value) != value
     ]
@@ -55,7 +55,7 @@ def values(content: Any, source: str) -> Options:
     >>> values({"zero_optimization": {"stag": 2}}, "ds.json")
     Traceback (most recent call last):
     ...
-    ValueError: ds.json: zero_optimization.stag: is no key of DeepSpeed's that is known here (nearest: stage)
+    ValueError: ds.json: zero_optimization.stag: is not a key of DeepSpeed's that is known here (nearest: stage)
     """
     if not isinstance(content, dict):
         raise ValueError(f"{source}: must be one JSON object")
@@ -90,11 +90,11 @@ _DROPPED = (
     "checkpoint",
     "steps_per_print_rank",
 )
-"""What says how DeepSpeed does it, and not what is computed."""
+"""Keys that choose how DeepSpeed does it, and not what is computed."""
 
 
 class _Table:
-    """One JSON object: its keys are taken one by one, and what nobody took is refused at the end."""
+    """One JSON object: its keys are taken one by one, and what was not taken is refused at the end."""
 
     def __init__(self, content: Mapping[str, Any], prefix: str, parent: _Table | None = None):
         self.content, self.prefix = dict(content), prefix
@@ -142,7 +142,7 @@ class _Table:
 
     def refuse_others(self) -> None:
         for key in self.content:
-            self.refuse(key, f"is no key of DeepSpeed's that is known here{nearest(key, self.known)}")
+            self.refuse(key, f"is not a key of DeepSpeed's that is known here{nearest(key, self.known)}")
 
 
 _KINDS = {int: "a whole number", float: "a number", str: "a string", bool: "true or false", dict: "an object"}
@@ -183,7 +183,7 @@ def _precision(root: _Table) -> None:
             bf16.drop("immediate_grad_update")
             bf16.refuse_others()
     if len(enabled) > 1:
-        root.refuse(enabled[1], f"is enabled beside {enabled[0]}; enable one of them")
+        root.refuse(enabled[1], f"is enabled along with {enabled[0]}; enable one of them")
     if enabled:
         root.found["dtype"] = "fp16" if enabled[0] == "fp16" else "bf16"
     amp = root.table("amp")

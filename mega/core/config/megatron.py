@@ -1,7 +1,7 @@
 """Flags of Megatron-LM (2023) that are no options here: those that mean nothing any more, and those refused.
 
 A flag that *is* an option carries its Megatron-LM spelling in config/sections.py. The flags below are
-accepted with one line that says why they change nothing, or refused with one line that says why.
+accepted with one line on why they change nothing, or refused with one line on why.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ IGNORED: Mapping[str, Ignored] = {
     "--fp8-amax-compute-algo": Ignored(1, _NO_HISTORY),
     # ranks and communication
     "--no-async-tensor-model-parallel-allreduce": Ignored(0, "overlap is decided by the layers themselves"),
-    "--no-scatter-gather-tensors-in-pipeline": Ignored(0, "it only says how stages exchange tensors"),
+    "--no-scatter-gather-tensors-in-pipeline": Ignored(0, "it only chooses how stages exchange tensors"),
     "--overlap-p2p-communication": Ignored(0, "stages always overlap their exchanges"),
-    "--use-ring-exchange-p2p": Ignored(0, "it only says how stages exchange tensors"),
+    "--use-ring-exchange-p2p": Ignored(0, "it only chooses how stages exchange tensors"),
     "--delay-grad-reduce": Ignored(0, "gradients leave when their bucket is complete"),
     "--no-delay-grad-reduce": Ignored(0, "gradients leave when their bucket is complete"),
     "--DDP-impl": Ignored(1, _ONE_BUFFER),
@@ -81,11 +81,11 @@ IGNORED: Mapping[str, Ignored] = {
     "--inference-batch-times-seqlen-threshold": Ignored(1, "it means nothing in training"),
     "--max-tokens-to-oom": Ignored(1, "it means nothing in training"),
     # preprocessing and samples
-    "--max-preds-per-seq": Ignored(1, "TFRecords say themselves how many words they mask"),
+    "--max-preds-per-seq": Ignored(1, "TFRecords hold how many words they mask"),
     "--dataset-impl": Ignored(1, "token files are always written in the mmap format"),
     "--partitions": Ignored(1, "--workers share one input"),
     "--keep-sequential-samples": Ignored(0, "documents always keep the order of the input"),
-    "--log-interval": Ignored(1, "progress is told every few seconds"),
+    "--log-interval": Ignored(1, "progress is reported every few seconds"),
     # logging
     "--timing-log-level": Ignored(1, _TIMED),
     "--timing-log-option": Ignored(1, _TIMED),
@@ -110,7 +110,7 @@ _BERT = f"belongs to BERT, which is not built yet; valid --family: {', '.join(FA
 _T5 = f"belongs to T5, which is not built yet; valid --family: {', '.join(FAMILY_DEFAULTS)}"
 _MOE = "mixtures of experts are not built yet"
 _HYBRID = "gradients in fp8 are e5m2; use --fp8-hybrid, which is --fp8"
-_WGRAD = "under --fp8 gradients of weights are products in fp8 too; leave the flag out"
+_WGRAD = "under --fp8 weight gradients are GEMMs in fp8 too; leave the flag out"
 _PROFILE = "marking steps for a profiler is not built yet"
 
 _RETRO = (

@@ -1,4 +1,4 @@
-"""What the options can say and the house cannot do yet: one row each, gone when the feature is built."""
+"""What can be asked for but is not built yet: one row each, removed when the feature is built."""
 
 from __future__ import annotations
 
@@ -12,4 +12,4 @@ NOT_YET: dict[str, tuple[Callable[[RunConfig], bool], str]] = {
         "the models of BERT and T5 are not built yet; `mega data show-sample` shows their samples",
     ),
 }
-"""Option -> (does a resolved run ask for it, what to say)."""
+"""Option -> (whether a resolved run asks for it, the reason to report)."""

@@ -1,7 +1,7 @@
 """One line per option: what a field of a config section is, to every reader of it.
 
 A section is a frozen, keyword-only dataclass whose fields are made by `option`. The field *is* the
-command-line flag, the TOML key, the line of help and the Megatron-LM spelling, and says whether it may change on
+command-line flag, the TOML key, the line of help and the Megatron-LM spelling, and records whether it may change on
 resume, belongs to a layout, and is read by `mega bench`: nothing about an option is written a second time anywhere.
 This file knows neither Typer nor TOML nor any option; they read `Option`.
 """

@@ -1,6 +1,6 @@
 """Families and presets: rows of values, nothing else.
 
-A family is what a training script's name used to say; a preset is a published model. Both are plain
+A family is what the name of a training script used to mean; a preset is a published model. Both are plain
 mappings of option names to values and stand above Megatron-LM's defaults and below the TOML file.
 """
 
@@ -13,7 +13,7 @@ Values = Mapping[str, Any]
 
 
 class FamilyDefaults(NamedTuple):
-    """What a family says where a run does not. sentencepiece: the kind of tokenizer that a SentencePiece model is."""
+    """A family's defaults. sentencepiece: the kind of tokenizer that a SentencePiece model is."""
 
     values: Values
     sentencepiece: str = "GPTSentencePieceTokenizer"
@@ -66,10 +66,10 @@ def _llama(
     }
 
 
-STRETCHED: Values = {"rope_base": 500000.0, "rope_scaling": "llama3"}
-"""Llama 3.1: the other numbers of the stretch are the options' defaults."""
+LLAMA31_ROPE: Values = {"rope_base": 500000.0, "rope_scaling": "llama3"}
+"""Llama 3.1: the other numbers of its rope scaling are the options' defaults."""
 
-SMALL: Values = {"rope_scaling_factor": 32.0, "tied": True}
+LLAMA32: Values = {"rope_scaling_factor": 32.0, "tied": True}
 """Llama 3.2's text models, against 3.1."""
 
 PRESETS: Mapping[str, Values] = {
@@ -102,11 +102,11 @@ PRESETS: Mapping[str, Values] = {
     # Dubey et al. 2024, arXiv 2407.21783
     "llama3-8b": {**_llama(32, 4096, 32, 8, 14336, 8192, 128256), "rope_base": 500000.0},
     "llama3-70b": {**_llama(80, 8192, 64, 8, 28672, 8192, 128256), "rope_base": 500000.0},
-    "llama3.1-8b": {**_llama(32, 4096, 32, 8, 14336, 131072, 128256), **STRETCHED},
-    "llama3.1-70b": {**_llama(80, 8192, 64, 8, 28672, 131072, 128256), **STRETCHED},
+    "llama3.1-8b": {**_llama(32, 4096, 32, 8, 14336, 131072, 128256), **LLAMA31_ROPE},
+    "llama3.1-70b": {**_llama(80, 8192, 64, 8, 28672, 131072, 128256), **LLAMA31_ROPE},
     # Meta 2024, the model cards of Llama 3.2
-    "llama3.2-1b": {**_llama(16, 2048, 32, 8, 8192, 131072, 128256), **STRETCHED, **SMALL},
-    "llama3.2-3b": {**_llama(28, 3072, 24, 8, 8192, 131072, 128256), **STRETCHED, **SMALL},
+    "llama3.2-1b": {**_llama(16, 2048, 32, 8, 8192, 131072, 128256), **LLAMA31_ROPE, **LLAMA32},
+    "llama3.2-3b": {**_llama(28, 3072, 24, 8, 8192, 131072, 128256), **LLAMA31_ROPE, **LLAMA32},
     # Shoeybi et al. trained by fairseq, https://github.com/facebookresearch/fairseq/tree/main/examples/megatron_11b
     "megatron-11b": {
         **_gpt(72, 3072, 32, 1024, 51200),

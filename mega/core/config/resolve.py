@@ -1,7 +1,7 @@
-"""Fills what a run leaves to be derived, so that every room reads plain numbers and none derives twice.
+"""Derives the values that a run leaves out, so that every room reads plain numbers and none derives them again.
 
 `None` in a section means "derived". `resolve` replaces it by the value that follows from the other fields,
-the world size and the vocabulary; resolving twice changes nothing. It judges nothing: config/check.py does.
+the world size and the vocabulary; resolving twice changes nothing. It checks nothing: config/check.py does.
 """
 
 from __future__ import annotations
@@ -76,11 +76,12 @@ def microbatches(run: RunConfig, world: int, global_batch: int | None = None) ->
     return batch // (run.batch.micro_batch * data_parallel(run, world))
 
 
-def unrecorded(shares: int, count: int) -> int:
-    """How many of `count` microbatches --cuda-graph leaves as they are, with data shared over `shares` ranks: the last
-    of several, beside whose backward pass gradients are summed.
+def eager_microbatches(shares: int, count: int) -> int:
+    """How many of `count` microbatches run without a graph under --cuda-graph, with data shared over `shares` ranks.
 
-    >>> unrecorded(1, 4), unrecorded(2, 4), unrecorded(2, 1)
+    It is the last of several, whose backward pass overlaps with the reduction of gradients.
+
+    >>> eager_microbatches(1, 4), eager_microbatches(2, 4), eager_microbatches(2, 1)
     (0, 1, 0)
     """
     return int(shares > 1 and count > 1)
@@ -252,7 +253,7 @@ def _schedule(run: RunConfig) -> ScheduleConfig:
 
 
 def _tokenizer(run: RunConfig) -> TokenizerConfig:
-    """The kind that the given files speak of, else the family's; none where only the vocabulary is given."""
+    """The kind that the given files imply, else the family's; none where only the vocabulary is given."""
     tokenizer, model = run.tokenizer, run.tokenizer.tokenizer_model
     if tokenizer.tokenizer is not None:
         return tokenizer

@@ -36,7 +36,7 @@ from mega.core.config.sections import (
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """Everything that says what a run is; each section is a panel of flags and a table of the TOML file."""
+    """Everything that defines a run; each section is a panel of flags and a table of the TOML file."""
 
     model: ModelConfig = ModelConfig()
     precision: PrecisionConfig = PrecisionConfig()
@@ -112,7 +112,7 @@ def entries() -> Mapping[str, Entry]:
     for section, cls in sections().items():
         hints = get_type_hints(cls)
         for field in dataclasses.fields(cls):  # type: ignore[arg-type]
-            assert field.name not in found, f"option {field.name} is written twice"
+            assert field.name not in found, f"option {field.name} is defined twice"
             kind, many, optional, literal = _shape(hints[field.name])
             found[field.name] = Entry(
                 section=section,

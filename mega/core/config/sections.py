@@ -1,6 +1,6 @@
 """WHAT a run is: the sections of its configuration, each a panel of flags and a table of the TOML file.
 
-Defaults are Megatron-LM's (2023) unless a preset or a family says otherwise. `None` means "derived": from
+Defaults are Megatron-LM's (2023) unless a preset or a family sets others. `None` means "derived": from
 other fields by `resolve` (config/resolve.py), or from the tokenizer and the world size. No torch here, and
 no checks: config/check.py holds the rules, so that each rule stands once.
 """
@@ -98,7 +98,7 @@ class ModelConfig(Section):
     )
     rope_scaling: Literal["none", "llama3"] = option(
         "none",
-        "stretch slow rotary frequencies, as Llama 3.1 does",
+        "scale slow rotary frequencies, as Llama 3.1 does",
         megatron={"--use-rope-scaling": "llama3"},
         needs={"position": ("rope",)},
     )
@@ -111,7 +111,7 @@ class ModelConfig(Section):
     rope_high_freq_factor: float = option(
         4.0, "more turns than this over the original positions stay as they are", within=POSITIVE
     )
-    rope_original_positions: int = option(8192, "positions before the stretch", within=COUNT)
+    rope_original_positions: int = option(8192, "positions before the scaling", within=COUNT)
     position_offset: int = option(
         0, "number of the first sinusoidal position", within=NOT_NEGATIVE, needs={"position": ("sinusoidal",)}
     )
@@ -260,7 +260,7 @@ class ParallelConfig(Section):
     )
     tp_overlap: bool = option(
         False,
-        "tensor ranks exchange tokens beside the products they feed, by copies into each other's memory",
+        "overlap the exchange of tokens between tensor ranks with the GEMMs that need them, by copies into peer memory",
         megatron={"--tp-comm-overlap": True},
         needs={"sequence_parallel": ()},
     )
@@ -390,7 +390,7 @@ class OptimizerConfig(Section):
     sgd_momentum: float = option(0.9, "momentum of sgd", megatron="--sgd-momentum", within=BELOW_ONE, on_resume="noted")
     adafactor_relative: bool = option(False, "adafactor: steps of weight size x min(lr, 1 / sqrt step) instead of lr")
     adafactor_clip: float = option(1.0, "adafactor: largest root mean square of an update", within=POSITIVE)
-    adafactor_decay: float = option(0.8, "adafactor: second moments forget by 1 - step^-this", within=POSITIVE)
+    adafactor_decay: float = option(0.8, "adafactor: second moments decay by 1 - step^-this", within=POSITIVE)
     weight_decay: float = option(
         0.01, "weight decay, decoupled but in sgd", megatron="--weight-decay", within=NOT_NEGATIVE, on_resume="schedule"
     )
@@ -462,13 +462,13 @@ class ScheduleConfig(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryConfig(Section):
-    """What is computed again instead of kept."""
+    """What is recomputed instead of kept."""
 
     title: ClassVar[str] = "Memory"
 
     recompute: Literal["none", "selective", "full"] = option(
         "none",
-        "activations to compute again in the backward pass",
+        "activations to recompute in the backward pass",
         megatron={"--recompute-activations": weak("selective"), "--recompute-granularity": VALUE},
         layout=True,
     )
@@ -530,13 +530,13 @@ class DataConfig(Section):
     mock_data: bool = option(False, "random tokens instead of files", megatron={"--mock-data": True})
     order: Literal["single", "cyclic"] = option(
         "single",
-        "sample order across epochs; cyclic deals each data rank samples of its own, so other ranks are another run",
+        "sample order across epochs; cyclic assigns samples to data ranks, so another number of them is another run",
         megatron="--dataloader-type",
         on_resume="noted",
     )
     reset_positions: bool = option(
         False,
-        "positions restart behind each end of document",
+        "positions restart after each end of document",
         megatron={"--reset-position-ids": True},
         on_resume="noted",
     )
@@ -569,7 +569,7 @@ class MaskingConfig(Section):
         0.1, "share of the samples that is shorter on purpose", megatron="--short-seq-prob", within=BELOW_ONE
     )
     binary_head: bool = option(
-        True, "a BERT sample has two parts, whose order is to be told", megatron={"--bert-no-binary-head": False}
+        True, "a BERT sample has two parts, whose order is to be predicted", megatron={"--bert-no-binary-head": False}
     )
     decoder_seq_length: int = option(
         128, "tokens of a T5 sample's decoder", megatron="--decoder-seq-length", within=COUNT
@@ -631,7 +631,7 @@ class EvaluationConfig(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig(Section):
-    """Where a run is kept and from where it goes on."""
+    """Where a run is saved and from where it resumes."""
 
     title: ClassVar[str] = "Checkpoint"
     bench: ClassVar[Bench] = "unused"
@@ -651,13 +651,13 @@ class CheckpointConfig(Section):
     save_optim: bool = option(True, "save the optimizer's state", megatron={"--no-save-optim": False})
     async_save: bool = option(
         False,
-        "save behind the run's back, from a copy in host memory",
+        "save in the background, from a copy in host memory",
         megatron={"--async-save": True},
         needs={"save": ()},
     )
     keep_last: int | None = option(None, "keep only the newest checkpoints", within=COUNT, needs={"save": ()})
     keep_every: int | None = option(
-        None, "keep every checkpoint of this many steps besides", unit="steps", within=COUNT, needs={"save": ()}
+        None, "also keep the checkpoint of every so many steps", unit="steps", within=COUNT, needs={"save": ()}
     )
     keep_optimizer_last: int | None = option(
         None, "keep the optimizer's state of the newest checkpoints only", within=COUNT, needs={"save": ()}
@@ -685,7 +685,7 @@ class CheckpointConfig(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class LogConfig(Section):
-    """What is told, and where."""
+    """What is reported, and where."""
 
     title: ClassVar[str] = "Logging"
     bench: ClassVar[Bench] = "unused"
@@ -716,11 +716,11 @@ class RuntimeConfig(Section):
     nproc: int | None = option(None, "start this many local ranks", common=True, within=COUNT, bench="host")
     device: Literal["auto", "cpu", "cuda"] = option("auto", "where tensors live", common=True, bench="host")
     backend: Literal["auto", "gloo", "nccl"] = option(
-        "auto", "how ranks talk", megatron="--distributed-backend", bench="host"
+        "auto", "how ranks communicate", megatron="--distributed-backend", bench="host"
     )
     timeout_minutes: int = option(
         10,
-        "give up on a silent rank after this",
+        "give up on a rank that does not answer for so long",
         megatron="--distributed-timeout-minutes",
         unit="minutes",
         within=COUNT,

@@ -1,7 +1,7 @@
 """A run as a TOML file: one table a section, one key an option, `None` written as absence.
 
 Reading refuses what it does not know, naming file, table, key and the nearest valid one. What it returns is
-only what the file says: presets, defaults and flags meet in config/compose.py.
+only what the file holds: presets, defaults and flags meet in config/compose.py.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def parse(text: str, source: str = "TOML") -> RunConfig:
 
 
 def read(path: str) -> dict[str, Any]:
-    """Option name -> value of the TOML file at `path`; ValueError naming the file for whatever is wrong."""
+    """Option name -> value of the TOML file at `path`; ValueError naming the file for each mistake."""
     try:
         with open(path, encoding="utf-8") as file:
             return values(file.read(), path)
@@ -56,7 +56,7 @@ def values(text: str, source: str) -> dict[str, Any]:
     >>> values('[model]\\nlayer = 2', "run.toml")
     Traceback (most recent call last):
     ...
-    ValueError: run.toml: [model] layer: is no option (nearest: layers)
+    ValueError: run.toml: [model] layer: is not an option (nearest: layers)
     """
     try:
         tables = tomllib.loads(text)
@@ -84,8 +84,8 @@ def values(text: str, source: str) -> dict[str, Any]:
 
 def _unknown_table(table: str) -> str:
     if table in entries():
-        return f"is no table; the option {table} stands under [{entries()[table].section}]"
-    return f"is no table{nearest(table, sections())}; valid: {', '.join(sections())}"
+        return f"is not a table; the option {table} stands under [{entries()[table].section}]"
+    return f"is not a table{nearest(table, sections())}; valid: {', '.join(sections())}"
 
 
 def unfit(table: str, key: str, value: Any) -> str | None:
@@ -93,7 +93,7 @@ def unfit(table: str, key: str, value: Any) -> str | None:
     entry = entries().get(key)
     if entry is None:
         own = [name for name, entry in entries().items() if entry.section == table]
-        return f"is no option{nearest(key, own) or nearest(key, entries())}"
+        return f"is not an option{nearest(key, own) or nearest(key, entries())}"
     if entry.section != table:
         return f"stands under [{entry.section}], not here"
     if entry.many:
@@ -103,7 +103,7 @@ def unfit(table: str, key: str, value: Any) -> str | None:
     if not _is(entry.kind, value):
         return f"{value!r} must be {_NAMES[entry.kind]}{_choices(entry)}"
     if entry.choices and value not in entry.choices:
-        return f"{value!r} is no choice{nearest(value, entry.choices)}{_choices(entry)}"
+        return f"{value!r} is not a choice{nearest(value, entry.choices)}{_choices(entry)}"
     return None
 
 
@@ -115,7 +115,7 @@ def _choices(entry: Entry) -> str:
 
 
 def _is(kind: type, value: Any) -> bool:
-    """Whether a TOML value is of `kind`; true is no number, and 1 will do for 1.0."""
+    """Whether a TOML value is of `kind`; true is not a number, and 1 is accepted for 1.0."""
     if kind is float:
         return type(value) in (int, float)
     return type(value) is kind
@@ -136,7 +136,7 @@ def _written(value: Any) -> str:
     if isinstance(value, tuple):
         return f"[{', '.join(map(_written, value))}]"
     if isinstance(value, str):
-        # JSON's escapes are TOML's, but for DEL, which TOML wants escaped too.
+        # JSON's escapes are TOML's, except that TOML also escapes DEL.
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)

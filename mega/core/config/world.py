@@ -1,4 +1,4 @@
-"""How many ranks there are, which one this is, where they meet, as the launcher says in the environment. No torch.
+"""How many ranks there are, which one this is, where they meet, as the launcher sets them in the environment. No torch.
 
 torchrun sets WORLD_SIZE and its kin; a bare `srun` sets SLURM_*; anything else is one process, which may
 start more of its own with `--nproc`.
@@ -65,7 +65,7 @@ def world_from_env(environ: Mapping[str, str] = os.environ) -> World:
 
 
 def is_first_rank(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether this process speaks for all, for what is said before the launcher's variables are judged."""
+    """Whether this process reports for all, for what is printed before the launcher's variables are checked."""
     return environ.get("RANK", environ.get("SLURM_PROCID", "0")) == "0"
 
 

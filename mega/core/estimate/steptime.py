@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-from mega.core.config.resolve import data_parallel, microbatches, unrecorded
+from mega.core.config.resolve import data_parallel, eager_microbatches, microbatches
 from mega.core.config.run import RunConfig, updated
 from mega.core.estimate.hardware import Hardware
 from mega.core.estimate.operators import Sizes
@@ -108,7 +108,7 @@ def step_time(
         beside = [sum(chunk.backward + chunk.weight for chunk in chunks[r :: parallel.pp]) for r in range(parallel.pp)]
         reduction = max(exposed(summed, backward) for summed, backward in zip(sums, beside, strict=True))
     if run.runtime.cuda_graph and dp * parallel.cp > 1:
-        if unrecorded(dp * parallel.cp, count):
+        if eager_microbatches(dp * parallel.cp, count):
             late = _Times(updated(run, {"cuda_graph": False}), on, core_again, overlap).chunk(stages[0][0])
             pipeline += late.all - chunks[0].all
         else:

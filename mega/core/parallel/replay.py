@@ -18,7 +18,7 @@ from typing import Protocol
 import torch
 
 from mega.core.batch import Batch
-from mega.core.config.resolve import unrecorded
+from mega.core.config.resolve import eager_microbatches
 from mega.core.device import Recording
 from mega.core.parallel.gradients import GradBuffer
 from mega.core.parallel.mesh import Mesh
@@ -66,7 +66,7 @@ class ReplayedPipeline(Pipeline):
             return super().run(plan, batches, scales, grads)
         grads.wait_param_gather()
         sums = torch.zeros(len(self.names), 2, dtype=torch.float64, device=self.device)
-        asked = unrecorded(self.mesh.data.size, len(batches))
+        asked = eager_microbatches(self.mesh.data.size, len(batches))
         alone = len(batches) - asked
         for batch, scale in zip(batches[:alone], scales[:alone], strict=True):
             if self._recorded is None:

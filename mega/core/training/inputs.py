@@ -162,7 +162,7 @@ def model_in(meta: Any, where: str) -> ModelConfig:
     try:
         values = dict(meta["config"]["model"])
     except (KeyError, TypeError):
-        raise ValueError(f"{where}: this checkpoint says nothing of its model") from None
+        raise ValueError(f"{where}: this checkpoint does not describe its model") from None
     known = {field.name for field in dataclasses.fields(ModelConfig)}
     if unknown := sorted(values.keys() - known):
         raise ValueError(f"{where}: unknown model options {', '.join(unknown)}; written by a newer version?")

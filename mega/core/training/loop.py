@@ -38,7 +38,7 @@ from mega.core.training.persist import (
     same_everywhere,
 )
 from mega.core.training.saver import Saver
-from mega.core.training.schedules import Schedules, going_on
+from mega.core.training.schedules import Schedules, resumed_schedules
 from mega.core.training.step import evaluate_step, train_step
 from mega.core.training.wire import build_mesh, build_state
 
@@ -110,7 +110,7 @@ class Training:
         self.named = {name: self._batches(dataset) for name, dataset in data.named.items()}
         self.schedules = Schedules.of(run)
         if origin is not None and not origin.weights_only and run.checkpoint.load_optim:
-            self.schedules = going_on(run, origin.checkpoint.meta, str(origin.checkpoint.path))
+            self.schedules = resumed_schedules(run, origin.checkpoint.meta, str(origin.checkpoint.path))
         self.interrupt = Interrupt(
             self.mesh.everyone, device.torch, on_signal=run.runtime.exit_on_signal, minutes=run.runtime.exit_minutes
         )

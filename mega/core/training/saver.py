@@ -59,7 +59,7 @@ class Saver:
             "mega": __version__,
             "config": dataclasses.asdict(state.run),
             "layout": state.mesh.sizes,
-            "schedule": (schedules or Schedules.of(state.run)).facts(),
+            "schedule": (schedules or Schedules.of(state.run)).state_dict(),
             "tokenizer": tokenizer.fingerprint() if tokenizer is not None else None,
             "fingerprint": fingerprint,
             "corpora": {prefix: dict(content) for prefix, content in corpora.items()},

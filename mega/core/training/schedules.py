@@ -1,7 +1,7 @@
-"""The schedules of a run, as plain numbers in its checkpoints, and which of the two counts when a run goes on.
+"""The schedules of a run, as plain numbers in its checkpoints, and which of the two counts when a run resumes.
 
-A run that goes on has the checkpoint's schedule or says what else it wants: a learning rate that jumps, because a flag
-was forgotten, spoils a run in silence.
+A run that resumes has the checkpoint's schedule, or chooses between the two: a learning rate that jumps because a flag
+was forgotten ruins a run unnoticed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from mega.core.config.resolve import lengths
 from mega.core.config.run import RunConfig
 from mega.core.optim.schedule import LearningRate, WeightDecay
 
-_FLAGS = {
+_LABELS = {
     "lr.peak": "--lr",
     "lr.least": "--min-lr",
     "lr.warmup": "learning rate warm-up in samples",
@@ -29,6 +29,7 @@ _FLAGS = {
     "weight_decay.total": "weight decay's length in samples",
     "weight_decay.style": "--weight-decay-style",
 }
+"""Value of a saved schedule -> the flag that sets it, or its name in messages where several flags do."""
 
 
 @dataclass(frozen=True)
@@ -61,48 +62,48 @@ class Schedules:
             ),
         )
 
-    def facts(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """Plain values for a checkpoint."""
         return dataclasses.asdict(self)
 
     @classmethod
-    def from_facts(cls, facts: Any, where: str) -> Schedules:
-        """What `facts` said. Errors: CheckpointError naming `where` they come from."""
+    def from_state_dict(cls, state: Any, where: str) -> Schedules:
+        """The schedules of a `state_dict`. Errors: CheckpointError naming `where` it comes from."""
         try:
-            return cls(LearningRate(**facts["lr"]), WeightDecay(**facts["weight_decay"]))
+            return cls(LearningRate(**state["lr"]), WeightDecay(**state["weight_decay"]))
         except (KeyError, TypeError) as error:
             raise CheckpointError(f"{where}: its schedule is not one that this version knows ({error})") from None
 
     def differences(self, other: Schedules) -> Iterator[tuple[str, Any, Any]]:
         """(flag, ours, theirs) of every value that matters and differs."""
-        ours, theirs = _mattering(self), _mattering(other)
+        ours, theirs = _effective(self), _effective(other)
         for name in sorted(ours.keys() & theirs.keys()):  # what one style alone has differs with the style
             if ours[name] != theirs[name]:
-                yield _FLAGS[name], ours[name], theirs[name]
+                yield _LABELS[name], ours[name], theirs[name]
 
 
-def _mattering(schedules: Schedules) -> dict[str, Any]:
+def _effective(schedules: Schedules) -> dict[str, Any]:
     """Name -> value, without those that a constant schedule ignores."""
-    facts = {f"{kind}.{name}": value for kind, values in schedules.facts().items() for name, value in values.items()}
+    values = {f"{kind}.{name}": value for kind, part in schedules.state_dict().items() for name, value in part.items()}
     ignored = {"lr.decay", "lr.least"} if schedules.lr.style == "constant" else set()
     if schedules.weight_decay.style == "constant":
         ignored |= {"weight_decay.start", "weight_decay.total"}
-    return {name: value for name, value in facts.items() if name not in ignored}
+    return {name: value for name, value in values.items() if name not in ignored}
 
 
-def going_on(run: RunConfig, meta: Any, where: str) -> Schedules:
-    """The schedules of a run that goes on from a checkpoint with plain state `meta`, found at `where`.
+def resumed_schedules(run: RunConfig, meta: Any, where: str) -> Schedules:
+    """The schedules of a run that resumes from a checkpoint with plain state `meta`, found at `where`.
 
-    Errors: CheckpointError naming each flag that differs, unless the run says which side counts.
+    Errors: CheckpointError naming each flag that differs, unless the run chooses which side counts.
     """
-    ours, facts = Schedules.of(run), meta.get("schedule")
-    if facts is None or run.checkpoint.override_schedule:  # imported weights have none
+    ours, state = Schedules.of(run), meta.get("schedule")
+    if state is None or run.checkpoint.override_schedule:  # imported weights have none
         return ours
-    stored = Schedules.from_facts(facts, where)
+    stored = Schedules.from_state_dict(state, where)
     if run.checkpoint.use_checkpoint_schedule:
         return stored
     lines = [
-        f"{flag} {mine}: the checkpoint {where} has {theirs}; must be the same, or say which counts with "
+        f"{flag} {mine}: the checkpoint {where} has {theirs}; must be the same, or choose which counts with "
         "--override-schedule or --use-checkpoint-schedule"
         for flag, mine, theirs in ours.differences(stored)
     ]
