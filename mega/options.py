@@ -144,7 +144,7 @@ def _parameter(entry: Entry) -> inspect.Parameter:
     """An option of a config as a parameter; None where it was not typed."""
     one: Any = Literal[entry.choices] if entry.choices else entry.kind
     kind: Any = list[one] if entry.many else one
-    flag = f"{entry.flag}/--no-{entry.flag.removeprefix('--')}" if entry.kind is bool else entry.flag
+    flag = f"{entry.flag}/{entry.off}" if entry.kind is bool else entry.flag
     declared = typer.Option(
         *((flag, entry.option.short) if entry.option.short else (flag,)),
         help=_help(entry),

@@ -7,6 +7,7 @@ from typing import get_args
 
 import pytest
 
+from mega import cli
 from mega.core.config.check import check
 from mega.core.config.compose import compose
 from mega.core.config.option import Bench, OnResume, Option
@@ -100,7 +101,7 @@ def test_what_an_option_needs_is_checked(name: str) -> None:
     assert not [line for line in lines(there) if line in named]
 
 
-def test_a_family_is_registered_and_not_listed() -> None:
+def test_a_family_is_registered_and_not_listed(capsys: pytest.CaptureFixture[str]) -> None:
     """One call makes it a choice of --family, with its defaults and its tokenizer."""
     assert unfit("model", "family", "toy") == "'toy' is not a choice; valid: gpt, llama"
     register_family("toy", {"norm": "rmsnorm", "tied": False}, sentencepiece="SentencePieceTokenizer")
@@ -110,6 +111,8 @@ def test_a_family_is_registered_and_not_listed() -> None:
         run = compose("tiny-gpt", flags=TRAINS | {"family": "toy", "hidden_dropout": 0.0})
         assert (run.model.norm, run.model.tied) == ("rmsnorm", False)
         assert check(run, 1) == resolve(run, 1)
+        assert cli.main(["pretrain", "--family", "toy", "--print-config"]) == 0
+        assert 'family = "toy"' in capsys.readouterr().out
         asked = resolve(updated(run, {"tokenizer_model": "a.model"}), 1)
         assert value_of(asked, "tokenizer") == "SentencePieceTokenizer"
     finally:

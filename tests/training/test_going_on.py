@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from collections.abc import Callable
@@ -12,9 +13,10 @@ import pytest
 
 from mega import cli
 from mega.core.checkpoint.own.store import CheckpointStore
+from mega.core.config.run import entries, options_with
 from mega.core.data.writer import IndexedWriter
 from mega.core.parallel.gradients import GradBuffer
-from mega.core.training import persist
+from mega.core.training import persist, schedules
 
 Told = Callable[..., tuple[int, str]]
 
@@ -235,3 +237,14 @@ def test_a_file_that_holds_no_metrics_is_left_alone(tmp_path: Path, told: Told) 
     assert (tmp_path / "notes").read_text() == "mine\n"
     (tmp_path / "notes").write_text('{"step": 1, "lo')  # cut by a kill
     assert told("--steps", "2", "--metrics", str(tmp_path / "notes"))[0] == 0
+
+
+def test_every_part_of_a_schedule_is_named_by_an_option_that_says_so() -> None:
+    """A flag in a message about the schedule is one that must match it, and every value of a schedule has a name."""
+    flags = {entries()[name].flag for name in options_with(on_resume="schedule")}
+    assert {label for label in schedules._LABELS.values() if label.startswith("--")} <= flags
+    assert set(schedules._LABELS) == {
+        f"{kind}.{field.name}"
+        for kind, cls in (("lr", schedules.LearningRate), ("weight_decay", schedules.WeightDecay))
+        for field in dataclasses.fields(cls)
+    }

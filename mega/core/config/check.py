@@ -105,8 +105,9 @@ def out_of_range(values: Mapping[str, Any]) -> Problems:
 def _needs(run: RunConfig) -> Problems:
     """What an option that is not at its default needs of others."""
     for name, entry in entries().items():
-        value = value_of(run, name)
-        for other, valid in entry.option.needs.items() if value != entry.default else ():
+        if not entry.option.needs or (value := value_of(run, name)) == entry.default:
+            continue
+        for other, valid in entry.option.needs.items():
             found = value_of(run, other)
             if not valid and found in (None, False):
                 yield _format(name, value, f"needs {flag_of(other)}")
@@ -141,9 +142,7 @@ def _pairs(run: RunConfig) -> Problems:
     ends = (schedule.start_weight_decay, schedule.end_weight_decay)
     if schedule.weight_decay_style == "constant" and any(end not in (None, decay) for end in ends):
         yield _line(
-            run,
-            "weight_decay_style",
-            "excludes --start-weight-decay and --end-weight-decay; valid: linear, cosine",
+            run, "weight_decay_style", "excludes --start-weight-decay and --end-weight-decay; valid: linear, cosine"
         )
     if schedule.weight_decay_style != "constant" and None in ends:
         yield _line(run, "weight_decay_style", "needs both --start-weight-decay and --end-weight-decay")
@@ -220,17 +219,13 @@ def _heads(run: RunConfig) -> Problems:
     # Where head_dim was derived by rounding down, the heads do not fill the hidden width.
     if model.hidden % model.heads and model.head_dim == model.hidden // model.heads:
         yield _line(
-            run,
-            "hidden",
-            f"must be divisible by --heads {model.heads}; valid --heads: {_divisors(model.hidden)}",
+            run, "hidden", f"must be divisible by --heads {model.heads}; valid --heads: {_divisors(model.hidden)}"
         )
     if model.heads % model.kv_heads:
         yield _line(run, "kv_heads", f"must divide --heads {model.heads}; valid --kv-heads: {_divisors(model.heads)}")
     if model.position == "rope" and (rotating := int(model.head_dim * model.rope_fraction)) % 2:
         yield _line(
-            run,
-            "head_dim",
-            f"{rotating} rotating dimensions must be even; choose --head-dim or --rope-fraction so",
+            run, "head_dim", f"{rotating} rotating dimensions must be even; choose --head-dim or --rope-fraction so"
         )
     if model.rope_scaling != "none" and model.rope_low_freq_factor >= model.rope_high_freq_factor:
         yield _line(

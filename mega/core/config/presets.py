@@ -58,12 +58,7 @@ def _gpt(layers: int, hidden: int, heads: int, seq_length: int, vocab: int | Non
 def _llama(
     layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, seq_length: int, vocab: int | None
 ) -> dict[str, Any]:
-    return {
-        **_gpt(layers, hidden, heads, seq_length, vocab),
-        "family": "llama",
-        "kv_heads": kv_heads,
-        "ffn": ffn,
-    }
+    return {**_gpt(layers, hidden, heads, seq_length, vocab), "family": "llama", "kv_heads": kv_heads, "ffn": ffn}
 
 
 LLAMA31_ROPE: Values = {"rope_base": 500000.0, "rope_scaling": "llama3"}

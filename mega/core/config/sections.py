@@ -117,15 +117,10 @@ class ModelConfig(Section):
     )
     embedding_scale: bool = option(False, "multiply token rows by the square root of --hidden")
     norm: Literal["layernorm", "rmsnorm"] = option(
-        "layernorm",
-        "normalisation",
-        megatron={"--normalization": {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"}},
+        "layernorm", "normalisation", megatron={"--normalization": {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"}}
     )
     norm_eps: float = option(
-        1e-5,
-        "epsilon of the norms",
-        megatron={"--norm-epsilon": VALUE, "--layernorm-epsilon": VALUE},
-        within=POSITIVE,
+        1e-5, "epsilon of the norms", megatron={"--norm-epsilon": VALUE, "--layernorm-epsilon": VALUE}, within=POSITIVE
     )
     norm_offset: bool = option(
         False, "store norm weights minus one", megatron={"--apply-layernorm-1p": True}, needs={"norm": ("layernorm",)}
@@ -144,14 +139,10 @@ class ModelConfig(Section):
     qkv_bias: bool | None = option(None, "biases of query, key and value [as --bias]")
     qk_norm: bool = option(False, "normalise queries and keys per head", megatron={"--qk-layernorm": True})
     tied: bool = option(
-        True,
-        "output layer shares the embedding's weights",
-        megatron={"--untie-embeddings-and-output-weights": False},
+        True, "output layer shares the embedding's weights", megatron={"--untie-embeddings-and-output-weights": False}
     )
     post_norm_residual: bool = option(
-        False,
-        "take the residual after the norm",
-        megatron={"--apply-residual-connection-post-layernorm": True},
+        False, "take the residual after the norm", megatron={"--apply-residual-connection-post-layernorm": True}
     )
     hidden_dropout: float = option(
         0.1, "dropout of the residual stream", megatron="--hidden-dropout", within=BELOW_ONE, on_resume="noted"
@@ -210,11 +201,7 @@ class PrecisionConfig(Section):
     )
     min_loss_scale: float = option(1.0, "smallest dynamic loss scale", megatron="--min-loss-scale", within=POSITIVE)
     loss_scale_window: int = option(
-        1000,
-        "clean steps before the scale doubles",
-        megatron="--loss-scale-window",
-        unit="steps",
-        within=COUNT,
+        1000, "clean steps before the scale doubles", megatron="--loss-scale-window", unit="steps", within=COUNT
     )
     hysteresis: int = option(2, "overflows tolerated before the scale halves", megatron="--hysteresis", within=COUNT)
     residual_fp32: bool = option(
@@ -427,12 +414,7 @@ class ScheduleConfig(Section):
         None, "samples of the decay [all]", megatron="--lr-decay-samples", unit="samples", within=COUNT
     )
     lr_warmup_steps: int = option(
-        0,
-        "steps of the warm-up",
-        megatron="--lr-warmup-iters",
-        common=True,
-        unit="steps",
-        within=NOT_NEGATIVE,
+        0, "steps of the warm-up", megatron="--lr-warmup-iters", common=True, unit="steps", within=NOT_NEGATIVE
     )
     lr_warmup_samples: int = option(
         0, "samples of the warm-up", megatron="--lr-warmup-samples", unit="samples", within=NOT_NEGATIVE
@@ -447,10 +429,7 @@ class ScheduleConfig(Section):
         0.0, "learning rate of the first step", megatron="--lr-warmup-init", within=NOT_NEGATIVE
     )
     start_weight_decay: float | None = option(
-        None,
-        "weight decay at the start, where it changes",
-        megatron="--start-weight-decay",
-        within=NOT_NEGATIVE,
+        None, "weight decay at the start, where it changes", megatron="--start-weight-decay", within=NOT_NEGATIVE
     )
     end_weight_decay: float | None = option(
         None, "weight decay at the end, where it changes", megatron="--end-weight-decay", within=NOT_NEGATIVE
@@ -650,10 +629,7 @@ class CheckpointConfig(Section):
     load_optim: bool = option(True, "load the optimizer's state", megatron={"--no-load-optim": False})
     save_optim: bool = option(True, "save the optimizer's state", megatron={"--no-save-optim": False})
     async_save: bool = option(
-        False,
-        "save in the background, from a copy in host memory",
-        megatron={"--async-save": True},
-        needs={"save": ()},
+        False, "save in the background, from a copy in host memory", megatron={"--async-save": True}, needs={"save": ()}
     )
     keep_last: int | None = option(None, "keep only the newest checkpoints", within=COUNT, needs={"save": ()})
     keep_every: int | None = option(
@@ -696,11 +672,7 @@ class LogConfig(Section):
     metrics: str | None = option(None, "JSON-lines file of metrics [metrics.jsonl under --save, or here]")
     tensorboard_dir: str | None = option(None, "TensorBoard directory", megatron="--tensorboard-dir")
     tensorboard_interval: int = option(
-        1,
-        "write to TensorBoard every so many steps",
-        megatron="--tensorboard-log-interval",
-        unit="steps",
-        within=COUNT,
+        1, "write to TensorBoard every so many steps", megatron="--tensorboard-log-interval", unit="steps", within=COUNT
     )
     log_params_norm: bool = option(False, "log the parameters' norm", megatron={"--log-params-norm": True})
     log_zeros: bool = option(False, "log the share of zero gradients", megatron={"--log-num-zeros-in-grad": True})
