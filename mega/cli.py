@@ -143,7 +143,7 @@ RULES = {
     "float_parsing": "must be a number",
     "greater_than_equal": "must be at least {ge}",
 }
-"""Kinds of problems that Pydantic, which judges values for newer versions of Typer, has with them."""
+"""Kinds of problems that Pydantic, which checks values for newer versions of Typer, has with them."""
 
 
 def _format_error(error: Any) -> str:

@@ -222,7 +222,7 @@ _RUN_PARAMETERS = [
         inspect.Parameter.KEYWORD_ONLY,
         default=None,
         annotation=Annotated[
-            str | None, typer.Option("--model", help="a preset, such as llama2-7b; stands below --config")
+            str | None, typer.Option("--model", help="a preset, such as llama2-7b; --config overrides it")
         ],
     ),
     inspect.Parameter(
@@ -230,7 +230,7 @@ _RUN_PARAMETERS = [
         inspect.Parameter.KEYWORD_ONLY,
         default=None,
         annotation=Annotated[
-            str | None, typer.Option("--config", "-c", help="a TOML file of options; stands below flags")
+            str | None, typer.Option("--config", "-c", help="a TOML file of options; flags override it")
         ],
     ),
     inspect.Parameter(
@@ -238,7 +238,7 @@ _RUN_PARAMETERS = [
         inspect.Parameter.KEYWORD_ONLY,
         default=None,
         annotation=Annotated[
-            str | None, typer.Option("--deepspeed-config", help="a DeepSpeed JSON of options; stands below flags")
+            str | None, typer.Option("--deepspeed-config", help="a DeepSpeed JSON of options; flags override it")
         ],
     ),
     inspect.Parameter(

@@ -35,7 +35,7 @@ def run(
     """Measure speed: the trainer's own step on random tokens, one row after another in one process group.
 
     Rows: w1 is GPT 345M, w2 Llama-2 7B, w2-fp8 the same by --fp8, w3 GPT 22B by tensor ranks. Batch and layout of a row
-    follow the number of ranks; any flag that you type stands above the row.
+    follow the number of ranks; any flag that you type overrides the row.
     """
     world = world_from_env()
     size = ranks(world, run.runtime.nproc, run.runtime.world)

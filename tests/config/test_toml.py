@@ -57,11 +57,11 @@ def test_a_number_without_a_point_is_a_float_where_one_is_meant() -> None:
     ("text", "message"),
     [
         ("[modl]\nlayers = 2", "x.toml: [modl]: is not a table (nearest: model); valid: model, precision, "),
-        ("[layers]", "x.toml: [layers]: is not a table; the option layers stands under [model]"),
+        ("[layers]", "x.toml: [layers]: is not a table; the option layers belongs under [model]"),
         ("model = 3", "x.toml: model: must be a table, written [model]"),
         ("[model]\nlayer = 2", "x.toml: [model] layer: is not an option (nearest: layers)"),
         ("[model]\nqqqq = 2", "x.toml: [model] qqqq: is not an option"),
-        ("[model]\nlr = 2.0", "x.toml: [model] lr: stands under [optimizer], not here"),
+        ("[model]\nlr = 2.0", "x.toml: [model] lr: belongs under [optimizer], not here"),
         ("[model]\nlayers = '2'", "x.toml: [model] layers: '2' must be a whole number"),
         ("[model]\nlayers = 2.0", "x.toml: [model] layers: 2.0 must be a whole number"),
         ("[model]\nlayers = true", "x.toml: [model] layers: True must be a whole number"),

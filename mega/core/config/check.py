@@ -274,7 +274,7 @@ def _tensor(run: RunConfig) -> Problems:
         yield _line(run, "hidden", "is too narrow for a gated layer of 8/3 hidden in steps of 64; give --ffn")
     for name in ("heads", "kv_heads", "ffn"):
         size = value_of(run, name)
-        # Where --kv-heads is simply --heads, one line says it.
+        # Where --kv-heads is simply --heads, one line is enough.
         if size % tp and not (name == "kv_heads" and size == run.model.heads):
             yield _line(run, name, f"must be divisible by --tp {tp}; valid --tp: {_divisors(size)}")
 

@@ -3,8 +3,8 @@
     {"train_micro_batch_size_per_gpu": 2, "fp16": {"enabled": true}, "zero_optimization": {"stage": 2}}
         ->  micro_batch 2, dtype fp16, zero 2
 
-Only what the file says: its absent keys leave our defaults. A key that changes what is computed and has no option here
-is refused by name; one that only says how DeepSpeed does it is dropped; "auto" leaves the option to flags.
+Only what the file holds: its absent keys leave our defaults. A key that changes what is computed and has no option here
+is refused by name; one that only chooses how DeepSpeed does it is dropped; "auto" leaves the option to flags.
 """
 
 from __future__ import annotations
@@ -288,7 +288,7 @@ _SCHEDULES = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "LRRangeTest")
 
 
 def _scheduler(root: _Table) -> None:
-    """Schedules as warm-up and decay; their largest rate stands above the optimizer's."""
+    """Schedules as warm-up and decay; their largest rate overrides the optimizer's."""
     chosen = root.table("scheduler")
     if chosen is None:
         return

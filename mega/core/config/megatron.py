@@ -13,7 +13,7 @@ from mega.core.config.presets import FAMILY_DEFAULTS
 
 
 class Ignored(NamedTuple):
-    """A flag that changes nothing: how many values it brings, and why."""
+    """A flag that changes nothing: how many values follow it, and why."""
 
     values: int
     reason: str

@@ -18,14 +18,14 @@ OnResume = Literal["must match", "schedule", "noted", "free"]
 """What happens where a run resumes with another value than the checkpoint's:
 
     must match   it is refused
-    schedule     it is refused, unless --override-schedule or --use-checkpoint-schedule says which one counts
+    schedule     it is refused, unless --override-schedule or --use-checkpoint-schedule chooses which one counts
     noted        it is accepted, and reported with both values: the run computes something else from here on
     free         it is accepted
 """
 
 Bench = Literal["read", "unused", "host"]
-"""What `mega bench` does with an option: it is part of what is measured; it is dropped, with a note; it says where to
-measure, which is all that --calibrate takes."""
+"""What `mega bench` does with an option: it is part of what is measured; it is dropped, with a note; it chooses where
+to measure, which is all that --calibrate takes."""
 
 
 class Section:

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import starmap
 from typing import Any
 
 from mega.core.config.option import VALUE, weak
 from mega.core.config.presets import FAMILY_DEFAULTS, PRESETS
 from mega.core.config.run import Entry, entries, flag_of, sections
+from mega.core.config.toml import format_value
 
 INTRODUCTION = """\
 # Configuration
@@ -43,9 +45,9 @@ Columns:
   is given; lengths are compared in samples, so `--steps` and `--global-batch` change a schedule that follows them.
   *noted*: it is accepted, and reported with both values, since the run computes something else from there on. *free*:
   it is accepted. One exception: `--positions` must match under `--position learned`, whose table has as many rows.
-- **Layout**: *yes* where it says how ranks share the work; `mega memory-estimate --fit` chooses these.
-- **Bench**: *read* where `mega bench` measures with it, *unused* where it is dropped with a note, *host* where it says
-  on what to measure (all that `--calibrate` takes).
+- **Layout**: *yes* where it decides how ranks share the work; `mega memory-estimate --fit` chooses these.
+- **Bench**: *read* where `mega bench` measures with it, *unused* where it is dropped with a note, *host* where it
+  chooses on what to measure (all that `--calibrate` takes).
 - **Needs**: what must be given with it, where it is not at its default.
 """
 
@@ -62,17 +64,16 @@ def page() -> str:
         rows = [_row(entry) for entry in entries().values() if entry.section == name]
         about = (section.__doc__ or "").strip()
         parts.append(f"## {section.title}: `[{name}]`\n\n{about}\n\n{_table(COLUMNS, rows)}")
-    families = [
-        (f"`{name}`", "<br>".join(f"`{flag_of(key)} {value}`" for key, value in family.values.items()) or "none")
-        for name, family in FAMILY_DEFAULTS.items()
-    ]
+    families = [_values(name, family.values) for name, family in FAMILY_DEFAULTS.items()]
     parts.append(f"## Families\n\n{_table(('--family', 'Its defaults'), families)}")
-    parts.append(f"## Presets\n\n{_table(('--model', 'Its values'), [_preset(*item) for item in PRESETS.items()])}")
+    parts.append(f"## Presets\n\n{_table(('--model', 'Its values'), starmap(_values, PRESETS.items()))}")
     return "\n".join(parts)
 
 
-def _preset(name: str, values: Mapping[str, Any]) -> tuple[str, str]:
-    return f"`{name}`", f"`{' '.join(f'{key} {value}' for key, value in values.items() if value is not None)}`"
+def _values(name: str, values: Mapping[str, Any]) -> tuple[str, str]:
+    """A name and its options, as TOML writes them."""
+    shown = ", ".join(f"`{key} = {format_value(value)}`" for key, value in values.items() if value is not None)
+    return f"`{name}`", shown or "those of Megatron-LM"
 
 
 def _row(entry: Entry) -> Sequence[str]:

@@ -1,7 +1,7 @@
 """Families and presets: rows of values, nothing else.
 
 A family is what the name of a training script used to mean; a preset is a published model. Both are plain
-mappings of option names to values and stand above Megatron-LM's defaults and below the TOML file.
+mappings of option names to values and override Megatron-LM's defaults; the TOML file overrides them.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Defaults are Megatron-LM's (2023) unless a preset or a family sets others. `None` means "derived": from
 other fields by `resolve` (config/resolve.py), or from the tokenizer and the world size. No torch here, and
-no checks: config/check.py holds the rules, so that each rule stands once.
+no checks: config/check.py holds the rules, so that each rule is written once.
 """
 
 # ruff: noqa: RUF009 - every default below is immutable

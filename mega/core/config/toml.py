@@ -27,7 +27,7 @@ def write(run: RunConfig) -> str:
         lines = [f"[{section}]"]
         for name, entry in entries().items():
             if entry.section == section and (value := value_of(run, name)) is not None:
-                lines.append(f"{name} = {_written(value)}")
+                lines.append(f"{name} = {format_value(value)}")
         tables.append("\n".join(lines) + "\n")
     return "\n".join(tables)
 
@@ -84,7 +84,7 @@ def values(text: str, source: str) -> dict[str, Any]:
 
 def _unknown_table(table: str) -> str:
     if table in entries():
-        return f"is not a table; the option {table} stands under [{entries()[table].section}]"
+        return f"is not a table; the option {table} belongs under [{entries()[table].section}]"
     return f"is not a table{nearest(table, sections())}; valid: {', '.join(sections())}"
 
 
@@ -95,7 +95,7 @@ def unfit(table: str, key: str, value: Any) -> str | None:
         own = [name for name, entry in entries().items() if entry.section == table]
         return f"is not an option{nearest(key, own) or nearest(key, entries())}"
     if entry.section != table:
-        return f"stands under [{entry.section}], not here"
+        return f"belongs under [{entry.section}], not here"
     if entry.many:
         if isinstance(value, list) and all(_is(entry.kind, item) for item in value):
             return None
@@ -127,14 +127,14 @@ def _held(entry: Entry, value: Any) -> Any:
     return entry.kind(value)
 
 
-def _written(value: Any) -> str:
+def format_value(value: Any) -> str:
     """A Python value as TOML.
 
-    >>> _written((0.5, "a\\tb", True))
+    >>> format_value((0.5, "a\\tb", True))
     '[0.5, "a\\\\tb", true]'
     """
     if isinstance(value, tuple):
-        return f"[{', '.join(map(_written, value))}]"
+        return f"[{', '.join(map(format_value, value))}]"
     if isinstance(value, str):
         # JSON's escapes are TOML's, except that TOML also escapes DEL.
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
