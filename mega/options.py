@@ -1,7 +1,7 @@
 """Config sections as command-line options: the signature of a verb is its configuration.
 
 A verb is a plain function. A parameter annotated `RunConfig` becomes every option of a run with `--model`,
-`--config` and `--print-config`, and one next to it annotated `Asked` gets those of them that were given; one
+`--config` and `--print-config`, and one next to it annotated `GivenOptions` gets those of them that were given; one
 annotated with a section becomes that section's options; the others are Typer's as they stand. Only what the
 user typed overrides presets and the TOML file. This file builds signatures and knows no verb and no option
 by name.
@@ -20,7 +20,7 @@ from typer.core import TyperCommand
 
 from mega.argv import MANY, Meaning, Sets, meanings, translate
 from mega.core.config import deepspeed, toml
-from mega.core.config.compose import Asked, compose
+from mega.core.config.compose import GivenOptions, compose
 from mega.core.config.run import Entry, RunConfig, entries, sections
 from mega.core.config.world import is_first_rank
 
@@ -74,7 +74,7 @@ def command(function: Callable[..., Any]) -> Callable[..., Any]:
     parameters: list[inspect.Parameter] = []
     configs: dict[str, tuple[str, ...]] = {}
     for name, parameter in inspect.signature(function).parameters.items():
-        if hints[name] is Asked:
+        if hints[name] is GivenOptions:
             continue
         if hints[name] is RunConfig:
             configs[name] = tuple(sections())
@@ -83,8 +83,8 @@ def command(function: Callable[..., Any]) -> Callable[..., Any]:
         else:
             parameters.append(parameter.replace(annotation=hints[name], kind=inspect.Parameter.KEYWORD_ONLY))
     whole = next((name for name in configs if hints[name] is RunConfig), None)
-    asked = next((name for name, hint in hints.items() if hint is Asked), None)
-    assert asked is None or whole is not None, "Asked comes along with a run"
+    given = next((name for name, hint in hints.items() if hint is GivenOptions), None)
+    assert given is None or whole is not None, "GivenOptions comes along with a run"
     if whole is not None:
         parameters += _RUN_PARAMETERS
     chosen = [entry for entry in entries().values() if any(entry.section in names for names in configs.values())]
@@ -102,8 +102,8 @@ def command(function: Callable[..., Any]) -> Callable[..., Any]:
             if ds_json is not None:
                 file = deepspeed.above(file, ds_json, options)
             run = compose(preset, file, options)
-            if asked is not None:
-                typed[asked] = Asked(preset, {**file, **options})
+            if given is not None:
+                typed[given] = GivenOptions(preset, {**file, **options})
             if typed.pop("print_config"):
                 print(toml.write(run), end="")
                 return 0

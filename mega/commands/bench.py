@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from mega.core.config.compose import Asked
+from mega.core.config.compose import GivenOptions
 from mega.core.config.run import RunConfig, entries, flag_of, options_with, updated
 from mega.core.config.world import is_first_rank, ranks, world_from_env
 from mega.core.files import check_file
@@ -17,7 +17,7 @@ from mega.core.files import check_file
 
 def run(
     run: RunConfig,
-    asked: Asked,
+    given: GivenOptions,
     rows: Annotated[
         list[str] | None, typer.Argument(help="w1, w2, w2-fp8 or w3; without one, the run that the flags define")
     ] = None,
@@ -43,23 +43,23 @@ def run(
         if path is not None:
             check_file(flag, path)
     if calibrate is not None:
-        given = {"--json": json, "--against": against, "--trace": trace, "--model": asked.preset}
-        typed = [f"{flag} {value}" for flag, value in given.items() if value is not None] + list(rows or ())
-        typed += [flag_of(name) for name in asked.values if name not in options_with(bench="host")]
+        excluded = {"--json": json, "--against": against, "--trace": trace, "--model": given.preset}
+        typed = [f"{flag} {value}" for flag, value in excluded.items() if value is not None] + list(rows or ())
+        typed += [flag_of(name) for name in given.values if name not in options_with(bench="host")]
         if typed:
             raise ValueError(f"--calibrate {calibrate}: measures this machine, not a run; leave out {', '.join(typed)}")
         return _calibrate(run, calibrate, repeats, world.source == "alone" and size > 1, size)
     from mega.core.proof import bench
     from mega.core.training.inputs import resolve_run
 
-    if rows and asked.preset is not None:
-        raise ValueError(f"--model {asked.preset}: excludes rows, which name their model; leave out one of them")
+    if rows and given.preset is not None:
+        raise ValueError(f"--model {given.preset}: excludes rows, which name their model; leave out one of them")
     # Rows are added to what a file holds; to anything else, such as a script, they would be damage. Devices hold none.
     if json is not None and os.path.isfile(json):
         bench.read_rows("--json", json)
-    runs = [(name, bench.row(name, asked.values, size)) for name in rows or ()] or [("run", run)]
-    resolved = [(name, resolve_run(_measurable(one, asked, warmup + repeats), size).run) for name, one in runs]
-    unused = [flag_of(name) for name in asked.values if name in options_with(bench="unused")]
+    runs = [(name, bench.row(name, given.values, size)) for name in rows or ()] or [("run", run)]
+    resolved = [(name, resolve_run(_measurable(one, given, warmup + repeats), size).run) for name, one in runs]
+    unused = [flag_of(name) for name in given.values if name in options_with(bench="unused")]
     if unused and is_first_rank():
         print(f"not used, random tokens are measured and nothing is kept: {', '.join(unused)}", file=sys.stderr)
     if run.runtime.dry_run:
@@ -74,7 +74,7 @@ def run(
     return launch(size, job, resolved)
 
 
-def _measurable(run: RunConfig, asked: Asked, steps: int) -> RunConfig:
+def _measurable(run: RunConfig, given: GivenOptions, steps: int) -> RunConfig:
     """`run` without its data, files and length, and with the least of them that a run must have."""
     from mega.core.proof.bench import LR
 
@@ -82,7 +82,7 @@ def _measurable(run: RunConfig, asked: Asked, steps: int) -> RunConfig:
     values |= {"mock_data": True, "steps": steps}
     values |= {"lr": LR} if run.optimizer.lr is None else {}
     # From where a scale starts, most of the timed steps would overflow and update nothing.
-    if "initial_loss_scale" not in asked.values and run.precision.loss_scale is None:
+    if "initial_loss_scale" not in given.values and run.precision.loss_scale is None:
         values["initial_loss_scale"] = 2.0**16
     return updated(run, values)
 

@@ -10,8 +10,8 @@ from mega.core.config.presets import FAMILY_DEFAULTS, PRESETS
 from mega.core.config.run import RunConfig, updated
 
 
-class Asked(NamedTuple):
-    """What a user asked for: a preset, and the options that a TOML file or flags name, defaults among them."""
+class GivenOptions(NamedTuple):
+    """What a user gave: a preset, and the options that a TOML file or flags name, defaults among them."""
 
     preset: str | None
     values: Mapping[str, Any]
