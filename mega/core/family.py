@@ -14,6 +14,7 @@ import torch
 
 from mega.core import inventory
 from mega.core.batch import Batch
+from mega.core.config.presets import register_family
 from mega.core.config.sections import ModelConfig
 from mega.core.data import synthetic
 from mega.core.inventory import Table, Unit
@@ -88,7 +89,5 @@ def family(model: ModelConfig) -> Family:
 
 def register(name: str, record: Family, table: Table, defaults: Mapping[str, Any]) -> None:
     """Make a family known: its record, its part of the inventory, its options' defaults (besides GPT's)."""
-    from mega.core.config import presets
-
     FAMILIES[name], inventory.TABLES[name] = record, table
-    presets.FAMILIES[name] = {"family": name, **defaults}
+    register_family(name, defaults)
