@@ -18,7 +18,6 @@ from mega.core.training.step import evaluate_step, train_step
 from mega.core.training.wire import build_mesh, build_state
 from tests.support.runs import small_run
 
-
 RECOMPUTED = {"recompute": "full", "recompute_method": "uniform", "recompute_layers": 1}
 
 
