@@ -17,7 +17,6 @@ from mega.core.config.compose import compose
 from mega.core.config.resolve import resolve
 from mega.core.config.run import RunConfig
 from mega.core.device import DTYPES
-from mega.core.estimate import operators
 from mega.core.estimate.activations import footprint
 from mega.core.estimate.operators import Sizes, block_ops
 from mega.core.estimate.weights import passing
@@ -365,7 +364,6 @@ def test_pieces_are_those_of_the_exchanges(tp: int, rows: int) -> None:
     flags = {**QUIET, **OVERLAP, "tp": tp, "hidden": 96, "heads": 24, "seq_length": rows * tp // 2}
     axis = Axis("tp", tuple(range(tp)), 0)
     assert Sizes(run_of(flags)).pieces == len(peers._order(axis, rows, ours_first=True))
-    assert (operators.FULL, operators.SLOTS) == (peers.FULL, peers.SLOTS)
 
 
 def frugal_cast(x: torch.Tensor, dtype: torch.dtype, *, rows: bool = False, columns: bool = False) -> Cast:

@@ -6,6 +6,7 @@ import doctest
 import importlib
 import os
 import pkgutil
+from collections import Counter
 from math import exp, inf
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from mega.core.estimate import show
 from mega.core.estimate.duration import Stops, optimum_interval, training, training_time
 from mega.core.estimate.hardware import GIB, hardware
 from mega.core.estimate.memory import memory
-from mega.core.estimate.search import cluster, command, layouts, search
+from mega.core.estimate.search import _allowed, any_layout, cluster, command, layouts, search
 from mega.core.estimate.steptime import step_time
 from mega.core.inventory import inventory, parameters
 from mega.core.parallel.mesh import Mesh
@@ -170,23 +171,26 @@ def test_groups_of_tensor_ranks_fill_whole_hosts() -> None:
 
 
 def test_a_search_makes_nothing_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hundreds of layouts have a few plans and one model in common."""
-    counted = {"inventory": 0, "played": 0}
+    """Hundreds of layouts have a few plans and one model in common: none of these is walked through a second time."""
+    walked: list[tuple[Any, ...]] = []
 
-    def counting(name: str, function: Any) -> Any:
+    def noting(function: Any) -> Any:
         def call(*args: Any) -> Any:
-            counted[name] += 1
+            walked.append((function.__name__, *args))
             return function(*args)
 
         return call
 
-    monkeypatch.setattr("mega.core.inventory.inventory", counting("inventory", inventory))
-    monkeypatch.setattr("mega.core.estimate.memory._course", counting("played", estimate._course))
+    monkeypatch.setattr("mega.core.inventory.inventory", noting(inventory))
+    monkeypatch.setattr("mega.core.estimate.memory.plan", noting(estimate.plan))
     estimate.played.cache_clear()
     parameters.cache_clear()
-    found = search(compose("gpt-22b", flags={"dtype": "bf16", "global_batch": 64}), 16, hardware("a100"), keep=1)
-    assert found.tried == 759
-    assert counted["inventory"] == 1 and counted["played"] <= 339
+    run, on = compose("gpt-22b", flags={"dtype": "bf16", "global_batch": 64}), hardware("a100")
+    found = search(run, 16, on, keep=1)
+    assert found.tried == sum(_allowed(updated(any_layout(run, 16), row), 16) for row in layouts(run, 16, on.node))
+    times = Counter(walked)
+    assert {name for name, *_ in times} == {"inventory", "plan"} and set(times.values()) == {1}
+    assert len(times) < found.tried / 10
 
 
 def test_clusters() -> None:

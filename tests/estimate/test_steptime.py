@@ -14,13 +14,12 @@ from mega.cli import main
 from mega.core.config.compose import compose
 from mega.core.config.resolve import resolve
 from mega.core.config.run import RunConfig
-from mega.core.estimate import operators
 from mega.core.estimate.hardware import Hardware, hardware
 from mega.core.estimate.memory import memory
 from mega.core.estimate.steptime import Pass, StepTime, pipeline_time, step_time
 from mega.core.estimate.weights import stage_chunks, stage_weights
 from mega.core.flops import published_flops, recomputed_flops
-from mega.core.plan import Costs, plan, simulate
+from mega.core.plan import Costs, pieces, plan, simulate
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -113,7 +112,7 @@ def test_fewer_pieces_hide_less(
     tp: int, full: int, graph: bool, seconds: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """GPT 22B whole, as two devices imitated it: 4 pieces, 2 and 1; without a graph the host is late."""
-    monkeypatch.setattr(operators, "FULL", full)
+    monkeypatch.setattr(pieces, "FULL", full)  # what the exchanges read too
     flags = {**QUIET, "micro_batch": 4, "global_batch": 4, "tp": tp, "sequence_parallel": True, "tp_overlap": True}
     flags |= {"cuda_graph": graph}
     run = resolve(compose("gpt-22b", flags=flags), tp)

@@ -27,6 +27,7 @@ from mega.core.parallel import collectives
 from mega.core.parallel import peers as exchanges
 from mega.core.parallel.launch import connect, disconnect
 from mega.core.parallel.mesh import Axis, Groups
+from mega.core.plan import pieces
 from mega.core.proof.bench import measure, row, told
 
 
@@ -86,7 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--world", type=int, default=8)
     parser.add_argument("--layers", type=int, help="fewer blocks")
     parser.add_argument("--cuda-graph", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--full", type=int, nargs="*", default=[exchanges.FULL])
+    parser.add_argument("--full", type=int, nargs="*", default=[pieces.FULL])
     parser.add_argument("--trace", help="a Chrome trace of the last row")
     parser.add_argument("--commit", default=None, help="what the rows are marked with")
     asked = parser.parse_args(arguments)
@@ -102,7 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     assert run.batch.micro_batch and run.batch.seq_length
     Imitated.rows = run.batch.micro_batch * run.batch.seq_length // asked.world
     for full in asked.full:
-        exchanges.FULL = full
+        pieces.FULL = full
         name = f"{asked.row}, tp {asked.world}" + (" imitated" if asked.world > 2 else "")
         speed = measure(name, run, world.rank, asked.world, device, groups, trace=asked.trace)
         if world.rank == 0:

@@ -169,7 +169,7 @@ def keep(groups: Groups, rank: int, run: RunConfig, world: int, source: str | No
     Saver(state).save()
 
 
-MIXED = {"tp": 2, "pp": 2, "zero": 1, "sequence_parallel": True}
+MIXED = {"tp": 2, "pp": 2, "zero": 1, "sequence_parallel": True, "global_batch": 4}
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,8 @@ from mega.core.device import Way
 from mega.core.parallel.collectives import all_gather, reduce_scatter
 from mega.core.parallel.launch import Pool
 from mega.core.parallel.mesh import Groups, Mesh
-from mega.core.parallel.peers import FULL, Gather, Mapped, Peers, Scatter, peers
+from mega.core.parallel.peers import Gather, Mapped, Peers, Scatter, peers
+from mega.core.plan.pieces import FULL
 
 CPU = torch.device("cpu")
 PAIRS = 2

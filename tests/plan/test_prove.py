@@ -24,9 +24,16 @@ SMALL: list[tuple[Kind, int, int, int]] = [
 ]
 
 
-@settings(max_examples=1000)
+@settings(max_examples=200)
 @given(plans())
 def test_every_plan_is_proven(made: Plan) -> None:
+    prove(made)
+
+
+@pytest.mark.battery
+@settings(max_examples=1000)
+@given(plans())
+def test_every_plan_is_proven_at_length(made: Plan) -> None:
     prove(made)
 
 

@@ -12,10 +12,10 @@ from mega.core.quickstart.tour import TOUR, tour
 
 def test_the_whole_tour(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "new place" / "quickstart"
-    assert tour(out, 12) == 0
+    assert tour(out, 6) == 0
     told = capfd.readouterr().out
     assert told.count("\n$ mega ") == len(TOUR) + 1
-    assert "step 12/12" in told and "nats per token under the model" in told
+    assert "step 6/6" in told and "nats per token under the model" in told
     assert (locate(out / "four-ranks").world, locate(out / "one-rank").world) == (4, 1)
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from typer.core import TyperGroup
+from typer.exceptions import TyperException
 
 from mega import cli
 
@@ -36,10 +37,29 @@ def test_the_line_parses(line: str) -> None:
     loaded.make_context(verb, rest)  # refuses unknown flags, missing ones and values that are no choice
 
 
-def test_the_blocks_are_found_and_a_wrong_line_would_show() -> None:
+def test_the_blocks_are_found() -> None:
     assert len(list(_lines())) >= 12
-    with pytest.raises((Exception, SystemExit)):
-        test_the_line_parses("mega reshard --load-dir a --save-dir b --no-such-flag 1")
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        ("mega reshard --load-dir a --save-dir b --no-such-flag 1", "--no-such-flag: "),
+        ("mega reshard --load-dir a --save-dir b --tp many", "valid integer"),
+        ("mega pretrain --family rnn", "--family rnn: is no choice"),
+        ("mega data verfy a", "verfy"),
+        ("mega reshard --load-dir a", "Missing parameter: save_dir"),
+    ],
+)
+def test_a_wrong_line_would_show(line: str, why: str) -> None:
+    """Refused by the command line for what is wrong with it, and not by a fault of the test."""
+    with pytest.raises((TyperException, ValueError), match=why):
+        test_the_line_parses(line)
+
+
+def test_a_wrong_verb_would_show() -> None:
+    with pytest.raises(AssertionError):
+        test_the_line_parses("mega reshrad --load-dir a --save-dir b")
 
 
 def test_links_lead_somewhere() -> None:

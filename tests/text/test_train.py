@@ -52,9 +52,9 @@ def test_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     for arguments, message in [
         (train.format("three", packed), f'{packed}:1: must be a JSON object with a text under "text"'),
         (train.format("three", f"{tmp_path}/no.jsonl"), "no such file"),
-        (by_line.replace("34", "9000"), "--vocab-size 9000: SentencePiece"),
+        (by_line.replace("size 34", "size 9000"), "--vocab-size 9000: SentencePiece"),
         (f"{by_line} --character-coverage 0.5", "--character-coverage 0.5: must"),
-        (by_line.replace("sentencepiece", "bpe"), "--vocab-size 34: must be at least 257"),
+        (by_line.replace("--kind sentencepiece", "--kind bpe"), "--vocab-size 34: must be at least 257"),
         (f"{by_line} --vocab-size {10**20}", f"--vocab-size {10**20}: must be 1 .. "),
         (f"{by_line} --vocab-size {10**20}".replace("sentencepiece", "bpe"), f"--vocab-size {10**20}: must be at"),
     ]:

@@ -18,6 +18,8 @@ from mega.core.training.step import evaluate_step, train_step
 from mega.core.training.wire import build_mesh, build_state
 from tests.support.runs import small_run
 
+RECOMPUTED = {"recompute": "full", "recompute_method": "uniform", "recompute_layers": 1}
+
 
 def begin(groups: Groups, rank: int, run: RunConfig, world: int) -> TrainState:
     mesh = build_mesh(run, rank, world, groups)
@@ -52,9 +54,9 @@ def trained(groups: Groups, rank: int, run: RunConfig, world: int) -> tuple[list
     [
         ("gpt", 2, {"zero": 1}),
         ("gpt", 4, {"zero": 2, "dtype": "bf16"}),
-        ("llama", 4, {"zero": 1, "tp": 2, "sequence_parallel": True}),
+        ("llama", 4, {"zero": 1, "tp": 2, "sequence_parallel": True, "global_batch": 4}),
         ("gpt", 4, {"zero": 1, "pp": 2, "chunks": 2}),
-        ("llama", 4, {"zero": 1, "cp": 2, "recompute": "full", "recompute_method": "uniform", "recompute_layers": 1}),
+        ("llama", 4, {"zero": 1, "cp": 2, "global_batch": 4, **RECOMPUTED}),
     ],
 )
 def test_overlap_changes_no_byte(pool: Pool, model: str, world: int, layout: dict[str, Any]) -> None:

@@ -11,8 +11,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from mega.core.config.run import RunConfig
-from mega.core.estimate.operators import SLOTS, Op, Sizes, block_ops, embedding_ops, head_ops, rotary_table
+from mega.core.estimate.operators import Op, Sizes, block_ops, embedding_ops, head_ops, rotary_table
 from mega.core.estimate.weights import Passing
+from mega.core.plan.pieces import SLOTS
 
 
 @dataclass(frozen=True)

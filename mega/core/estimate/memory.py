@@ -18,11 +18,12 @@ from mega.core.config.resolve import data_parallel, eager_microbatches, microbat
 from mega.core.config.run import RunConfig
 from mega.core.estimate.activations import Footprint, footprint
 from mega.core.estimate.hardware import GIB
-from mega.core.estimate.operators import SLOTS, Sizes, head_ops
+from mega.core.estimate.operators import Sizes, head_ops
 from mega.core.estimate.weights import BYTES, Chunk, Weights, passing, stage_chunks, stage_weights, wide
 from mega.core.inventory import parameters
 from mega.core.plan import Act, Compute, Exchange, Kind, plan
 from mega.core.plan.exchange import needs
+from mega.core.plan.pieces import SLOTS
 
 LIBRARIES = 32 << 20
 """Workspace of cuBLAS on a Hopper device, which comes out of the allocator like any tensor; a graph has two of its own,

@@ -16,15 +16,10 @@ from typing import NamedTuple
 from mega.core.config.run import RunConfig
 from mega.core.estimate.weights import BYTES, wide
 from mega.core.inventory import padded
+from mega.core.plan.pieces import together
 
 HASH = 24
 """Bytes per element that a dropout mask takes while it is hashed: three int64 tensors (ops/counter.py)."""
-
-FULL = 512
-"""Rows for each tensor rank that a piece of a product beside its exchange has at least (parallel/peers.py)."""
-
-SLOTS = 4
-"""Exchanges beside products whose blocks are kept (parallel/peers.py)."""
 
 
 class Blocks(NamedTuple):
@@ -133,10 +128,7 @@ class Sizes:
         >>> [Sizes(resolve(compose("gpt-22b", flags={**flags, "tp": tp}), tp)).pieces for tp in (2, 4, 8)]
         [2, 4, 2]
         """
-        together = 1
-        while together * self.own < FULL * self.tp and self.tp % (2 * together) == 0:
-            together *= 2
-        return self.tp // together
+        return self.tp // together(self.tp, self.own)
 
     @property
     def parts(self) -> int:

@@ -23,14 +23,7 @@ import torch.distributed as dist
 
 from mega.core.device import CopyStream, Way
 from mega.core.parallel.mesh import Axis
-
-FULL = 512
-"""Rows of a product for each rank that its columns are shared out over: a piece of fewer leaves multiprocessors without
-work, and the host no time to ask for the next one. Smaller blocks of several ranks go together."""
-
-SLOTS = 4
-"""Exchanges whose blocks are kept. A rank begins exchange k + 4 when its stream has waited for every block of k + 2, at
-the least, since no more than two are under way. So all ranks have begun k + 2, and before that they used up k."""
+from mega.core.plan.pieces import SLOTS, together
 
 Rows = slice
 
@@ -146,18 +139,16 @@ def _order(axis: Axis, rows: int, *, ours_first: bool, coming: bool = False) -> 
     >>> _order(axis, 1024, ours_first=False)
     (range(2, 4), range(0, 2))
     """
-    return _turns(axis.size, axis.index, -(-FULL * axis.size // rows), ours_first, coming)
+    return _turns(axis.size, axis.index, together(axis.size, rows), ours_first, coming)
 
 
 @cache
-def _turns(size: int, index: int, enough: int, ours_first: bool, coming: bool) -> tuple[range, ...]:
-    together = 1
-    while together < min(size, enough) and size % (2 * together) == 0:
-        together *= 2
-    groups = size // together
+def _turns(size: int, index: int, count: int, ours_first: bool, coming: bool) -> tuple[range, ...]:
+    """count: of ranks that go together."""
+    groups = size // count
     steps = range(groups) if ours_first else range(1, groups + 1)
-    begins = [(index // together + (-step if coming else step)) % groups * together for step in steps]
-    return tuple(range(begin, begin + together) for begin in begins)
+    begins = [(index // count + (-step if coming else step)) % groups * count for step in steps]
+    return tuple(range(begin, begin + count) for begin in begins)
 
 
 # -- by messages
