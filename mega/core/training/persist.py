@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from mega.core.checkpoint.own.model import model_of
 from mega.core.checkpoint.own.pieces import CheckpointError, Piece
 from mega.core.checkpoint.own.store import Checkpoint, CheckpointStore, locate, store_at
 from mega.core.config.run import RunConfig, flag_of, value_of
@@ -21,7 +22,6 @@ from mega.core.files import url_of
 from mega.core.parallel.collectives import all_reduce
 from mega.core.parallel.mesh import Mesh
 from mega.core.text.tokenizer import Tokenizer
-from mega.core.training.prepare import model_in
 from mega.core.training.state import Progress, TrainState
 
 Tell = Callable[[str], None]
@@ -55,7 +55,7 @@ def find_origin(run: RunConfig, tell: Tell) -> Origin | None:
     if options.resume == "auto":
         assert options.save is not None
         store = store_at(options.save)
-        step = store.newest(verify=True, tell=tell)
+        step = store.newest(verify=True, report=tell)
         if step is not None:
             return Origin(store.open(step), weights_only=False)
         tell(f"--resume auto: no checkpoint under {options.save} yet")
@@ -240,7 +240,7 @@ def _same_rule(run: RunConfig, checkpoint: Checkpoint) -> None:
 
 def _same_model(run: RunConfig, checkpoint: Checkpoint) -> None:
     """The model's mathematics must be the checkpoint's; else the weights mean something else."""
-    stored: dict[str, Any] = dataclasses.asdict(model_in(checkpoint.meta, str(checkpoint.path)))
+    stored: dict[str, Any] = dataclasses.asdict(model_of(checkpoint.meta, str(checkpoint.path)))
     ours = dataclasses.asdict(run.model)
     differ = [name for name in ours if name not in FREE_OPTIONS and ours[name] != stored[name]]
     if run.model.position == "learned" and stored["positions"] != ours["positions"]:

@@ -11,7 +11,7 @@ import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mega.core.config.check import check
 from mega.core.config.resolve import lengths, resolve
@@ -129,11 +129,12 @@ def _datasets(run: RunConfig, tokenizer: Tokenizer | None) -> Datasets:
 
 def _checkpoint_model(run: RunConfig, notes: list[str]) -> ModelConfig:
     """The checkpoint's model; of what the user says of the model, dropout counts, and what does not is told."""
+    from mega.core.checkpoint.own.model import model_of
     from mega.core.checkpoint.own.store import locate
 
     assert run.checkpoint.load is not None
-    origin = locate(Path(run.checkpoint.load), tell=lambda line: None)  # told when weights are read
-    model, silent = model_in(origin.meta, run.checkpoint.load), ModelConfig()
+    origin = locate(Path(run.checkpoint.load), report=lambda line: None)  # told when weights are read
+    model, silent = model_of(origin.meta, run.checkpoint.load), ModelConfig()
     said = {
         field.name: value
         for field in dataclasses.fields(ModelConfig)
@@ -143,15 +144,3 @@ def _checkpoint_model(run: RunConfig, notes: list[str]) -> ModelConfig:
     if left := [f"{flag_of(name)} {value}" for name, value in said.items() if name not in kept]:
         notes.append(f"--use-checkpoint-config: the checkpoint's model counts, and not {', '.join(left)}")
     return dataclasses.replace(model, **kept)
-
-
-def model_in(meta: Any, where: str) -> ModelConfig:
-    """The model section that a checkpoint was trained with."""
-    try:
-        values = dict(meta["config"]["model"])
-    except (KeyError, TypeError):
-        raise ValueError(f"{where}: this checkpoint says nothing of its model") from None
-    known = {field.name for field in dataclasses.fields(ModelConfig)}
-    if unknown := sorted(values.keys() - known):
-        raise ValueError(f"{where}: unknown model options {', '.join(unknown)}; written by a newer version?")
-    return ModelConfig(**values)

@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
 from mega.core.checkpoint.forms.foreign import TorchSource, inside
-from mega.core.checkpoint.forms.mapping import Source, Table, Target, Tensors, beside, stacked
+from mega.core.checkpoint.forms.form import Given, Opened
+from mega.core.checkpoint.forms.mapping import Fragment, Table, Target, gathered, whole
 from mega.core.checkpoint.forms.pickles import Arguments, read_pickled
-from mega.core.checkpoint.own.pieces import CheckpointError
+from mega.core.checkpoint.own.model import check_size
+from mega.core.checkpoint.own.pieces import CheckpointError, Tensors
+from mega.core.checkpoint.own.store import Attachments
 from mega.core.config.sections import ModelConfig
 from mega.core.inventory import inventory
 
@@ -59,30 +63,38 @@ def parts_of(folder: Path) -> list[Path]:
     return list(folder.glob("model-model_part-*.pt"))
 
 
-def open_folder(folder: Path) -> tuple[Source, ModelConfig, Table]:
-    """The tensors of a folder (named `part/name`), the model that they are, and where each element goes.
+def recognise(path: Path) -> bool:
+    return bool(parts_of(path))
 
-    Errors: CheckpointError naming the file or tensor at fault.
-    """
-    names = [f"model-model_part-{number}.pt" for number in range(len(parts_of(folder)))]
-    if {path.name for path in parts_of(folder)} != set(names):
-        raise CheckpointError(f"{folder}: parts {sorted(path.name for path in parts_of(folder))}, not {names}")
+
+def tokenizer(files: Attachments) -> str | None:
+    return "FairseqTokenizer" if {"dict.txt", "vocab.json", "merges.txt"} <= files.keys() else None
+
+
+def open_form(path: Path, given: Given) -> Opened:
+    """Names of tensors are `part/name`."""
+    names = [f"model-model_part-{number}.pt" for number in range(len(parts_of(path)))]
+    if {part.name for part in parts_of(path)} != set(names):
+        raise CheckpointError(f"{path}: parts {sorted(part.name for part in parts_of(path))}, not {names}")
     tensors: dict[str, torch.Tensor] = {}
     options: Mapping[str, Any] = {}
     for number, name in enumerate(names):
-        path = inside(folder, name)
-        content = read_pickled(path)
+        file = inside(path, name)
+        content = read_pickled(file)
         state = content.get("model") if isinstance(content, dict) else None
         if not isinstance(state, dict):
-            raise CheckpointError(f"{path}: holds no dict of the model's tensors under `model`")
+            raise CheckpointError(f"{file}: holds no dict of the model's tensors under `model`")
         for key, tensor in state.items():
             if not isinstance(key, str) or not isinstance(tensor, torch.Tensor):
-                raise CheckpointError(f"{path}: model: {key!r} is {type(tensor).__name__}, not a tensor")
+                raise CheckpointError(f"{file}: model: {key!r} is {type(tensor).__name__}, not a tensor")
             tensors[f"{number}/{key}"] = tensor
         options = options or _options(content)
     source = TorchSource(tensors)
-    model = model_from_options(options, source.tensors, len(names), str(folder))
-    return source, model, import_table(model, source.tensors, len(names))
+    model = model_from_options(options, source.tensors, len(names), str(path))
+    check_size(model, source.tensors, str(path))
+    output = any(name.endswith("/" + OUTPUT) for name in source.tensors)
+    ignored = frozenset(name for name in source.tensors if name.endswith(_IGNORED))
+    return Opened(source, model, replace(table(model, len(names), output=output), ignored=ignored))
 
 
 def _options(content: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -162,35 +174,18 @@ def model_from_options(options: Mapping[str, Any], tensors: Tensors, parts: int,
     )
 
 
-def import_table(model: ModelConfig, tensors: Tensors, parts: int) -> Table:
-    """`weights/<name>` of every logical tensor from the parts of a release."""
+def table(model: ModelConfig, parts: int, *, output: bool) -> Table:
+    """`weights/<name>` of every logical tensor from the parts of a release. output: they repeat the embedding."""
     targets: list[Target] = []
-    copies: list[tuple[str, str]] = []
+    copies: list[tuple[str, Fragment]] = []
     for tensor in inventory(model):
+        name, dim = f"weights/{tensor.name}", tensor.cut.dim if tensor.cut else None
         here = [f"{part}/{fairseq_name(tensor.name)}" for part in range(parts)]
-        dim = tensor.cut.dim if tensor.cut else None
-        expected = tuple(size // parts if d == dim else size for d, size in enumerate(tensor.shape))
-        for each in here:
-            if each not in tensors:
-                raise CheckpointError(f"{each}: is missing")
-            if tensors[each][0] != expected:
-                raise CheckpointError(f"{each}: has shape {tensors[each][0]}, the other sizes imply {expected}")
         if dim is None:
-            copies += [(each, here[0]) for each in here[1:]]
-            here = here[:1]
-        rows, *columns = expected
-        fragments = (
-            beside(here, rows, columns[0])
-            if dim == 1
-            else stacked([(each, range(rows)) for each in here], columns[0] if columns else None)
-        )
-        targets.append(Target(f"weights/{tensor.name}", tensor.shape, tensors[here[0]][1], fragments))
-    table = fairseq_name("model.embed_tokens.weight")
-    outputs = [f"{part}/{OUTPUT}" for part in range(parts)]
-    if any(output in tensors for output in outputs):
-        for part, output in enumerate(outputs):
-            if output not in tensors:
-                raise CheckpointError(f"{output}: is missing, other parts have it")
-            copies.append((output, f"{part}/{table}"))
-    ignored = frozenset(name for name in tensors if name.endswith(_IGNORED))
-    return Table(tuple(targets), copies=tuple(copies), ignored=ignored)
+            copies += [(name, whole(tensor.shape, each)) for each in here[1:]]
+        targets.append(Target(name, tensor.shape, gathered(tensor.shape, here, dim)))
+    if output:
+        embedding = targets[0]
+        again = gathered(embedding.shape, [f"{part}/{OUTPUT}" for part in range(parts)], 0)
+        copies += [(embedding.name, fragment) for fragment in again]
+    return Table(tuple(targets), copies=tuple(copies))

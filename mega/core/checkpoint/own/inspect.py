@@ -12,11 +12,12 @@ from pathlib import Path
 
 import torch
 
-from mega.core.checkpoint.forms.folders import sweep
 from mega.core.checkpoint.own.container import blocks
+from mega.core.checkpoint.own.directory import NOTHING, STEP, CheckpointStore, remove_leftover
+from mega.core.checkpoint.own.folders import sweep
 from mega.core.checkpoint.own.pieces import Box, CheckpointError, Piece
 from mega.core.checkpoint.own.retention import retain
-from mega.core.checkpoint.own.store import NOTHING, STEP, Checkpoint, CheckpointStore, locate, remove_leftover, store_at
+from mega.core.checkpoint.own.store import Checkpoint, locate, store_at
 from mega.core.files import url_of
 
 Tell = Callable[[str], None]

@@ -13,9 +13,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from mega.core.checkpoint.own.directory import CheckpointStore
 from mega.core.checkpoint.own.manifest import MANIFEST, STATE_FILE, mark_weights_only
 from mega.core.checkpoint.own.pieces import CheckpointError
-from mega.core.checkpoint.own.store import CheckpointStore
 from mega.core.files import locked_alone, sync_directory
 
 
