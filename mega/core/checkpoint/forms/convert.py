@@ -91,9 +91,9 @@ def _import(form: Form, load: Path, save: Path, given: Given) -> ConversionRepor
     attachments = companions_of(form, load)
     check_model(opened.model, str(load))
     check_place(save)
+    notes = (*opened.notes, *dtype_notes(opened))
     prove(opened.table, opened.source.tensors)
     check_copies(opened.table, opened.source)
-    notes = (*opened.notes, *dtype_notes(opened))
     targets = {target.name: target for target in opened.table.targets}
     tensors = opened.table.tensors(opened.source.tensors)
     files = plan_files(tensors, opened.model, given.layout)

@@ -86,7 +86,10 @@ class Table:
     repeats: frozenset[str] = frozenset()
 
     def tensors(self, sources: Tensors) -> Tensors:
-        """What is made of `sources`: name -> shape and dtype."""
+        """What is made of `sources`: name -> shape and dtype. Errors: CheckpointError naming one that is missing."""
+        for target in self.targets:
+            if (source := target.fragments[0].source) not in sources:
+                raise CheckpointError(f"{source}: is missing ({target.name} is made of it)")
         return {each.name: (each.shape, sources[each.fragments[0].source][1]) for each in self.targets}
 
     @property
