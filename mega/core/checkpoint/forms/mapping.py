@@ -192,13 +192,12 @@ def inverted(table: Table) -> Table:
     for target in table.targets:
         for fragment in (*target.fragments, *copies.get(target.name, ())):
             made.setdefault(fragment.source, []).append(fragment.inverted(target.name))
-    shapes = {target.name: target.shape for target in table.targets}
-    for name, (rows, of) in table.padding.items():
-        last, *columns = map(range, shapes[of])
-        made.setdefault(name, []).extend(
-            Fragment(of, Span(range(row, row + 1), *columns), Span(last[-1:], *columns)) for row in rows
-        )
-    targets = tuple(Target(name, _extent([f.at for f in all_]), tuple(all_)) for name, all_ in made.items())
+        last, *columns = map(range, target.shape)
+        for name, (rows, of) in table.padding.items():
+            if of == target.name:
+                filler = Span(last[-1:], *columns)
+                made.setdefault(name, []).extend(Fragment(of, Span(range(n, n + 1), *columns), filler) for n in rows)
+    targets = tuple(Target(name, _extent(each.at for each in found), tuple(found)) for name, found in made.items())
     return Table(targets, repeats=frozenset(copies) | {of for _, of in table.padding.values()})
 
 
