@@ -16,6 +16,7 @@ import torch
 
 from mega.core.checkpoint.forms.foreign import TorchSource, inside
 from mega.core.checkpoint.forms.form import Given, Opened
+from mega.core.checkpoint.forms.keys import translated, whole_in
 from mega.core.checkpoint.forms.mapping import Fragment, Table, Target, gathered, whole
 from mega.core.checkpoint.forms.pickles import Arguments, read_pickled
 from mega.core.checkpoint.own.model import check_size
@@ -38,13 +39,24 @@ NAMES = {
 }
 """Our modules -> fairseq's, below `decoder.`."""
 
+PARTS = "model-model_part-*.pt"
 OUTPUT = "decoder.output_projection.weight"
 _IGNORED = ("decoder.version", "decoder.embed_positions._float_tensor")
-_LAYER = re.compile(r"model\.(layers\.\d+)\.(.+)")
 
 Activation = Literal["gelu_tanh", "gelu"]
 ACTIVATIONS: dict[str, Activation] = {"gelu": "gelu", "gelu_accurate": "gelu_tanh", "gelu_fast": "gelu_tanh"}
 """fairseq's names; its `gelu_accurate` is the tanh form."""
+
+
+REQUIRED = {
+    "decoder_learned_pos": False,
+    "decoder_normalize_before": True,
+    "share_decoder_input_output_embed": True,
+    "no_scale_embedding": False,
+    "no_token_positional_embeddings": False,
+    "layernorm_embedding": False,
+}
+"""Options that change what the same tensors compute, and their only valid values."""
 
 
 def fairseq_name(name: str) -> str:
@@ -53,18 +65,11 @@ def fairseq_name(name: str) -> str:
     >>> fairseq_name("model.layers.3.post_attention_layernorm.bias")
     'decoder.layers.3.final_layer_norm.bias'
     """
-    module, _, kind = name.rpartition(".")
-    match = _LAYER.fullmatch(module)
-    return f"decoder.{match[1]}.{NAMES[match[2]]}.{kind}" if match else f"decoder.{NAMES[module]}.{kind}"
-
-
-def parts_of(folder: Path) -> list[Path]:
-    """The parts in `folder`, in no order; none where it is of another kind."""
-    return list(folder.glob("model-model_part-*.pt"))
+    return "decoder." + translated(name, NAMES, "layers.{}.")
 
 
 def recognise(path: Path) -> bool:
-    return bool(parts_of(path))
+    return any(path.glob(PARTS))
 
 
 def tokenizer(files: Attachments) -> str | None:
@@ -73,9 +78,10 @@ def tokenizer(files: Attachments) -> str | None:
 
 def open_form(path: Path, given: Given) -> Opened:
     """Names of tensors are `part/name`."""
-    names = [f"model-model_part-{number}.pt" for number in range(len(parts_of(path)))]
-    if {part.name for part in parts_of(path)} != set(names):
-        raise CheckpointError(f"{path}: parts {sorted(part.name for part in parts_of(path))}, not {names}")
+    found = sorted(part.name for part in path.glob(PARTS))
+    names = [f"model-model_part-{number}.pt" for number in range(len(found))]
+    if set(found) != set(names):
+        raise CheckpointError(f"{path}: parts {found}, not {names}")
     tensors: dict[str, torch.Tensor] = {}
     options: Mapping[str, Any] = {}
     for number, name in enumerate(names):
@@ -111,14 +117,7 @@ def model_from_options(options: Mapping[str, Any], tensors: Tensors, parts: int,
 
     Errors: CheckpointError naming an option that has no counterpart or does not fit the tensors.
     """
-    for key, valid in (
-        ("decoder_learned_pos", False),
-        ("decoder_normalize_before", True),
-        ("share_decoder_input_output_embed", True),
-        ("no_scale_embedding", False),
-        ("no_token_positional_embeddings", False),
-        ("layernorm_embedding", False),
-    ):
+    for key, valid in REQUIRED.items():
         if options.get(key, valid) != valid:
             raise CheckpointError(f"{where}: {key} {options[key]!r} (valid: {valid})")
 
@@ -128,12 +127,6 @@ def model_from_options(options: Mapping[str, Any], tensors: Tensors, parts: int,
             raise CheckpointError(f"{where}: 0/decoder.{name}: is missing, or no matrix")
         return found[0], found[1]
 
-    def number(key: str, otherwise: int) -> int:
-        value = options.get(key, otherwise)
-        if type(value) is not int or not 0 < value < 1 << 40:
-            raise CheckpointError(f"{where}: {key} {value!r}: must be a positive whole number")
-        return value
-
     def share(key: str, otherwise: float) -> float:
         value = options.get(key, otherwise)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
@@ -141,14 +134,14 @@ def model_from_options(options: Mapping[str, Any], tensors: Tensors, parts: int,
         return float(value)
 
     rows, hidden = shape("embed_tokens.weight")
-    heads = number("decoder_attention_heads", 32)
+    heads = whole_in(options, "decoder_attention_heads", where, 32)
     if hidden % heads:
         raise CheckpointError(f"{where}: decoder_attention_heads {heads}: must divide the width {hidden}")
     activation = ACTIVATIONS.get(options.get("activation_fn", "gelu"))
     if activation is None:
         raise CheckpointError(f"{where}: activation_fn {options['activation_fn']!r} (valid: {', '.join(ACTIVATIONS)})")
     layers = {int(match[1]) for name in tensors if (match := re.match(r"0/decoder\.layers\.(\d{1,6})\.", name))}
-    if number("decoder_layers", len(layers) or 1) != len(layers) or layers != set(range(len(layers))):
+    if whole_in(options, "decoder_layers", where, len(layers) or 1) != len(layers) or layers != set(range(len(layers))):
         raise CheckpointError(f"{where}: decoder_layers {options.get('decoder_layers')}: the files hold {len(layers)}")
     return ModelConfig(
         family="gpt",
@@ -159,7 +152,7 @@ def model_from_options(options: Mapping[str, Any], tensors: Tensors, parts: int,
         head_dim=hidden // heads,
         ffn=shape("layers.0.fc1.weight")[0] * parts,
         vocab=rows * parts,
-        positions=number("max_target_positions", number("tokens_per_sample", 1024)),
+        positions=whole_in(options, "max_target_positions", where, whole_in(options, "tokens_per_sample", where, 1024)),
         position="sinusoidal",
         position_offset=2,
         embedding_scale=True,

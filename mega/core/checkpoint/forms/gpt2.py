@@ -5,11 +5,10 @@ Knows config.json and tensors' names, no files. Source: transformers' GPT2LMHead
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from mega.core.checkpoint.forms.keys import number_in, only, whole_in
+from mega.core.checkpoint.forms.keys import number_in, only, translated, whole_in
 from mega.core.checkpoint.forms.mapping import Fragment, Span, Table, Target, whole
 from mega.core.checkpoint.own.pieces import CheckpointError
 from mega.core.config.sections import ModelConfig
@@ -40,8 +39,6 @@ HEAD = "lm_head.weight"
 _BUFFERS = (".attn.bias", ".attn.masked_bias")
 """Ends of names that old exports carry and that hold the causal mask, not `c_attn.bias`."""
 
-_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
-
 
 def gpt2_name(name: str) -> str:
     """GPT-2's name of a logical tensor, without the prefix.
@@ -49,10 +46,7 @@ def gpt2_name(name: str) -> str:
     >>> gpt2_name("model.layers.3.self_attn.k_proj.bias"), gpt2_name("model.norm.weight")
     ('h.3.attn.c_attn.bias', 'ln_f.weight')
     """
-    module, _, kind = name.rpartition(".")
-    if match := _LAYER.fullmatch(module):
-        return f"h.{match[1]}.{NAMES[match[2]]}.{kind}"
-    return f"{NAMES[module]}.{kind}"
+    return translated(name, NAMES, "h.{}.")
 
 
 def model_from_config(config: Mapping[str, Any], where: str) -> ModelConfig:

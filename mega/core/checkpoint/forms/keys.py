@@ -1,11 +1,29 @@
-"""Values of other tools' configuration files, each by its key, its kind and what it may be."""
+"""Names of other tools: of modules, and of keys of their configuration files with the kinds of their values."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from mega.core.checkpoint.own.pieces import CheckpointError
+
+_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
+
+
+def translated(name: str, modules: Mapping[str, str], block: str, number: int | None = None) -> str:
+    """Another tool's name of a logical tensor.
+
+    modules: ours (of a block, without its number) -> theirs. block: what theirs are called in a block, with {} for its
+    number, which is `number` where theirs differs.
+
+    >>> translated("model.layers.3.mlp.up_proj.bias", {"mlp.up_proj": "fc1"}, "decoder.layers.{}.")
+    'decoder.layers.3.fc1.bias'
+    """
+    module, _, kind = name.rpartition(".")
+    if match := _LAYER.fullmatch(module):
+        return f"{block.format(match[1] if number is None else number)}{modules[match[2]]}.{kind}"
+    return f"{modules[module]}.{kind}"
 
 
 def whole_in(config: Mapping[str, Any], key: str, where: str, otherwise: int | None = None) -> int:

@@ -18,6 +18,7 @@ import torch
 
 from mega.core.checkpoint.forms.foreign import TorchSource
 from mega.core.checkpoint.forms.form import Export, Given, Opened, Own
+from mega.core.checkpoint.forms.keys import translated
 from mega.core.checkpoint.forms.mapping import Fragment, Source, Table, Target, gathered, joined, stacked, whole
 from mega.core.checkpoint.forms.megatron_arguments import (
     arguments_of,
@@ -60,7 +61,6 @@ STYLES: dict[str, Style] = {
 """--saver -> names: legacy since 2023-09, legacy before, Megatron-core with Transformer Engine, and without."""
 
 _RANK = re.compile(r"mp_rank_(\d{2})(?:_(\d{3}))?")
-_LAYER = re.compile(r"(.*layers)\.(\d+)\.(.+)")
 
 LEGACY = {
     "model.embed_tokens": "embedding.word_embeddings",
@@ -105,10 +105,7 @@ def legacy_name(name: str, layer: int | None = None) -> str:
     >>> legacy_name("model.layers.7.self_attn.q_proj.weight", layer=1)
     'encoder.layers.1.self_attention.query_key_value.weight'
     """
-    module, _, kind = name.rpartition(".")
-    if match := _LAYER.fullmatch(module):
-        return f"encoder.layers.{layer if layer is not None else match[2]}.{LEGACY[match[3]]}.{kind}"
-    return f"{LEGACY[module]}.{kind}"
+    return translated(name, LEGACY, "encoder.layers.{}.", layer)
 
 
 def common_name(name: str) -> str:

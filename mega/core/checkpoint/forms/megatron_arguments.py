@@ -70,6 +70,28 @@ UNCHANGED: dict[str, tuple[object, ...]] = {
 """Arguments that change what the same tensors compute, and the values in which they are as ours are."""
 
 
+SIZES = {
+    "layers": "num_layers",
+    "hidden": "hidden_size",
+    "heads": "num_attention_heads",
+    "positions": "max_position_embeddings",
+}
+"""Our options -> Megatron's arguments that must be there."""
+
+SAME: dict[str, tuple[str, float | bool]] = {
+    "rope_base": ("rotary_base", 10000.0),
+    "rope_fraction": ("rotary_percent", 1.0),
+    "rope_scaling_factor": ("rope_scaling_factor", 8.0),
+    "hidden_dropout": ("hidden_dropout", 0.1),
+    "attention_dropout": ("attention_dropout", 0.1),
+    "init_std": ("init_method_std", 0.02),
+    "norm_offset": ("apply_layernorm_1p", False),
+    "qk_norm": ("qk_layernorm", False),
+    "post_norm_residual": ("apply_residual_connection_post_layernorm", False),
+}
+"""Our options -> Megatron's arguments of the same meaning, and what they are where trees do not say."""
+
+
 def model_from_arguments(values: Mapping[str, Any], vocab: int, where: str) -> ModelConfig:
     """The resolved model section that Megatron's arguments describe; they have had several spellings."""
 
@@ -87,7 +109,12 @@ def model_from_arguments(values: Mapping[str, Any], vocab: int, where: str) -> M
     for name, valid in UNCHANGED.items():
         if values.get(name, valid[0]) not in valid:
             raise CheckpointError(f"{where}: args.{name} {values[name]!r} (valid: {', '.join(map(repr, valid))})")
-    hidden, heads = number("hidden_size"), number("num_attention_heads")
+    sizes: dict[str, Any] = {ours: number(theirs) for ours, theirs in SIZES.items()}
+    same: dict[str, Any] = {
+        ours: bool(values.get(theirs)) if isinstance(otherwise, bool) else decimal(theirs, otherwise)
+        for ours, (theirs, otherwise) in SAME.items()
+    }
+    hidden, heads = sizes["hidden"], sizes["heads"]
     grouped = bool(values.get("group_query_attention"))
     rope = values.get("position_embedding_type", "learned_absolute") == "rope"
     rope = rope or bool(values.get("use_rotary_position_embeddings"))
@@ -96,34 +123,23 @@ def model_from_arguments(values: Mapping[str, Any], vocab: int, where: str) -> M
     bias = bool(values.get("add_bias_linear", not values.get("disable_bias_linear", False)))
     rmsnorm = values.get("normalization", "LayerNorm") == "RMSNorm"
     return ModelConfig(
+        **sizes,
+        **same,
         family="llama" if rmsnorm and swiglu and rope else "gpt",
-        layers=number("num_layers"),
-        hidden=hidden,
-        heads=heads,
         kv_heads=number("num_query_groups") if grouped else heads,
         head_dim=number("kv_channels", hidden // heads),
         ffn=number("ffn_hidden_size", 4 * hidden),
         vocab=vocab,
         vocab_multiple=number("make_vocab_size_divisible_by", 128),
-        positions=number("max_position_embeddings"),
         position="rope" if rope else "learned" if learned else "none",
-        rope_base=decimal("rotary_base", 10000.0),
-        rope_fraction=decimal("rotary_percent", 1.0),
         rope_interpolation=decimal("rotary_seq_len_interpolation_factor", 1.0),
         rope_scaling="llama3" if values.get("use_rope_scaling") else "none",
-        rope_scaling_factor=decimal("rope_scaling_factor", 8.0),
         norm="rmsnorm" if rmsnorm else "layernorm",
         norm_eps=decimal("norm_epsilon", decimal("layernorm_epsilon", 1e-5)),
-        norm_offset=bool(values.get("apply_layernorm_1p")),
         activation=_activation(values, swiglu, bias),
         bias=bias,
         qkv_bias=bias or bool(values.get("add_qkv_bias")),
-        qk_norm=bool(values.get("qk_layernorm")),
         tied=not values.get("untie_embeddings_and_output_weights", False),
-        post_norm_residual=bool(values.get("apply_residual_connection_post_layernorm")),
-        hidden_dropout=decimal("hidden_dropout", 0.1),
-        attention_dropout=decimal("attention_dropout", 0.1),
-        init_std=decimal("init_method_std", 0.02),
     )
 
 
@@ -150,28 +166,22 @@ def arguments_of(model: ModelConfig, tp: int, pp: int, iteration: int, consumed:
             raise CheckpointError(f"{flag} {value}: Megatron-LM has only {', '.join(map(str, valid))}")
     rope = model.position == "rope"
     return {
-        "num_layers": model.layers,
+        **{theirs: getattr(model, ours) for ours, theirs in SIZES.items()},
+        **{theirs: getattr(model, ours) for ours, (theirs, _) in SAME.items()},
         "encoder_num_layers": model.layers,
-        "hidden_size": model.hidden,
         "ffn_hidden_size": model.ffn,
-        "num_attention_heads": model.heads,
         "group_query_attention": model.kv_heads != model.heads,
         "num_query_groups": model.kv_heads if model.kv_heads != model.heads else 1,
         "kv_channels": model.head_dim,
         "seq_length": model.positions,
-        "max_position_embeddings": model.positions,
         "position_embedding_type": "rope" if rope else "learned_absolute",
         "add_position_embedding": model.position == "learned",
         "use_rotary_position_embeddings": rope,
-        "rotary_percent": model.rope_fraction,
-        "rotary_base": model.rope_base,
         "rotary_seq_len_interpolation_factor": None if model.rope_interpolation == 1 else model.rope_interpolation,
         "use_rope_scaling": model.rope_scaling == "llama3",
-        "rope_scaling_factor": model.rope_scaling_factor,
         "normalization": "RMSNorm" if model.norm == "rmsnorm" else "LayerNorm",
         "norm_epsilon": model.norm_eps,
         "layernorm_epsilon": model.norm_eps,
-        "apply_layernorm_1p": model.norm_offset,
         "swiglu": model.activation == "swiglu",
         "squared_relu": model.activation == "relu2",
         "openai_gelu": model.activation == "gelu_tanh" and not model.bias,
@@ -179,13 +189,8 @@ def arguments_of(model: ModelConfig, tp: int, pp: int, iteration: int, consumed:
         "add_bias_linear": model.bias,
         "disable_bias_linear": not model.bias,
         "add_qkv_bias": bool(model.qkv_bias) and not model.bias,
-        "qk_layernorm": model.qk_norm,
         "untie_embeddings_and_output_weights": not model.tied,
-        "apply_residual_connection_post_layernorm": model.post_norm_residual,
         "apply_query_key_layer_scaling": False,
-        "hidden_dropout": model.hidden_dropout,
-        "attention_dropout": model.attention_dropout,
-        "init_method_std": model.init_std,
         "make_vocab_size_divisible_by": model.vocab_multiple,
         "padded_vocab_size": padded(model.vocab, tp, model.vocab_multiple),
         "true_vocab_size": model.vocab,  # Megatron's loaders ignore it, ours asks for it

@@ -20,7 +20,7 @@ import torch
 from mega.core.checkpoint.forms.companions import copy_companions
 from mega.core.checkpoint.forms.foreign import TorchSource, flat_tensors, inside, read_json
 from mega.core.checkpoint.forms.form import Export, Given, Opened, Own
-from mega.core.checkpoint.forms.keys import number_in, whole_in
+from mega.core.checkpoint.forms.keys import number_in, translated, whole_in
 from mega.core.checkpoint.forms.llama import check_llama
 from mega.core.checkpoint.forms.mapping import (
     Fragment,
@@ -50,24 +50,23 @@ SMALL_ROPE_FACTOR = 32.0
 """Factor of scaled positions in Llama 3.2, whose embeddings are tied, where params.json has none; 3.1's is 8."""
 
 NAMES = {
-    "model.embed_tokens.weight": "tok_embeddings.weight",
-    "model.norm.weight": "norm.weight",
-    "lm_head.weight": "output.weight",
-    "input_layernorm.weight": "attention_norm.weight",
-    "post_attention_layernorm.weight": "ffn_norm.weight",
-    "self_attn.q_proj.weight": "attention.wq.weight",
-    "self_attn.k_proj.weight": "attention.wk.weight",
-    "self_attn.v_proj.weight": "attention.wv.weight",
-    "self_attn.o_proj.weight": "attention.wo.weight",
-    "mlp.gate_proj.weight": "feed_forward.w1.weight",
-    "mlp.up_proj.weight": "feed_forward.w3.weight",
-    "mlp.down_proj.weight": "feed_forward.w2.weight",
+    "model.embed_tokens": "tok_embeddings",
+    "model.norm": "norm",
+    "lm_head": "output",
+    "input_layernorm": "attention_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attention.wq",
+    "self_attn.k_proj": "attention.wk",
+    "self_attn.v_proj": "attention.wv",
+    "self_attn.o_proj": "attention.wo",
+    "mlp.gate_proj": "feed_forward.w1",
+    "mlp.up_proj": "feed_forward.w3",
+    "mlp.down_proj": "feed_forward.w2",
 }
 
 EMBEDDING = "model.embed_tokens.weight"
 OUTPUT_PART = "0/output.weight"
 _BUFFERS = ("rope.freqs", "attention.mask", "freqs_cos", "freqs_sin")
-_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 
 
 def meta_name(name: str) -> str:
@@ -76,8 +75,7 @@ def meta_name(name: str) -> str:
     >>> meta_name("model.layers.3.self_attn.q_proj.weight")
     'layers.3.attention.wq.weight'
     """
-    match = _LAYER.fullmatch(name)
-    return f"layers.{match[1]}.{NAMES[match[2]]}" if match else NAMES[name]
+    return translated(name, NAMES, "layers.{}.")
 
 
 def rotary_rows(heads: range, width: int, first: int = 0) -> list[range]:
