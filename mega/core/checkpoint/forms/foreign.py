@@ -26,7 +26,7 @@ from mega.core.checkpoint.own.pieces import DTYPES, Box, CheckpointError, Tensor
 HEADER_LIMIT = 64 << 20
 JSON_LIMIT = 64 << 20
 LEGACY_PICKLES = 5
-"""A torch file that is no archive begins with so many: magic number, version, machine, content, names of storages."""
+"""A torch file that is not an archive begins with these: magic number, version, machine, content, names of storages."""
 
 _PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 

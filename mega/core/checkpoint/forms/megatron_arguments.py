@@ -31,7 +31,7 @@ def vocabulary(values: Mapping[str, Any], rows: int, given: int | None, folder: 
 
     Megatron's arguments know what was padded to. What was padded they say only where it is the same: `vocab_size` may
     leave out an end of document. Trees of ours say `true_vocab_size`, which is all rows also where they were made of a
-    tree that did not say. A tokenizer in the `folder` is told of, but no row is cut on a guess. given: what the user
+    tree that did not say. A tokenizer in the `folder` is reported, but no row is cut on a guess. given: what the user
     says. Errors: ValueError where that cannot be.
 
     >>> vocabulary({"padded_vocab_size": 50304}, 50304, 50257, Path("gpt"))
@@ -43,12 +43,12 @@ def vocabulary(values: Mapping[str, Any], rows: int, given: int | None, folder: 
         rule = f"the table of tokens has {rows} rows" if given > rows else f"args.true_vocab_size is {said}"
         raise ValueError(f"--true-vocab-size {given}: {rule}")
     if known := given or said or (rows if plain == rows else None):
-        behind = f"vocabulary: {known:,} of {rows:,} rows are tokens, {rows - known:,} of padding are left behind"
-        return known, (behind,) if known < rows else ()
+        note = f"vocabulary: {known:,} of {rows:,} rows are tokens, {rows - known:,} of padding are left behind"
+        return known, (note,) if known < rows else ()
     hints = [f"args.vocab_size is {plain:,}"] if type(plain) is int and 0 < plain < rows else []
-    if (beside := folder / "vocab.json").is_file():
+    if (pieces := folder / "vocab.json").is_file():
         with contextlib.suppress(CheckpointError):  # not one that counts pieces
-            hints.append(f"{beside} has {len(read_json(beside)):,} pieces")
+            hints.append(f"{pieces} has {len(read_json(pieces)):,} pieces")
     return rows, (
         f"vocabulary: all {rows:,} rows are kept; how many of them are tokens, and how many padding, is not said"
         f"{' (' + ', '.join(hints) + ')' if hints else ''}; --true-vocab-size or --vocab-file leaves padding behind",
@@ -156,11 +156,11 @@ def _activation(values: Mapping[str, Any], swiglu: bool, bias: bool) -> Literal[
 def arguments_of(model: ModelConfig, tp: int, pp: int, iteration: int, consumed: int) -> dict[str, Any]:
     """The arguments that Megatron's loaders ask a checkpoint for."""
     assert model.vocab is not None
-    stretch = (model.rope_low_freq_factor, model.rope_high_freq_factor, model.rope_original_positions)
+    scaling = (model.rope_low_freq_factor, model.rope_high_freq_factor, model.rope_original_positions)
     for flag, value, valid in (
         ("--position", model.position, ("learned", "rope", "none")),
         ("--embedding-scale", model.embedding_scale, (False,)),
-        ("--rope-low-freq-factor, --rope-high-freq-factor, --rope-original-positions", stretch, ((1.0, 4.0, 8192),)),
+        ("--rope-low-freq-factor, --rope-high-freq-factor, --rope-original-positions", scaling, ((1.0, 4.0, 8192),)),
     ):
         if value not in valid:
             raise CheckpointError(f"{flag} {value}: Megatron-LM has only {', '.join(map(str, valid))}")

@@ -1,4 +1,4 @@
-"""Adam's state in Megatron-LM's legacy trees: masters and moments, beside the weights that they belong to.
+"""Adam's state in Megatron-LM's legacy trees: masters and moments, with the weights that they belong to.
 
 Megatron numbers its parameters: a tensor of the state has no name, only its place. `parameter_place` says in which
 order a model lists them, which is that of its tree; by it the state gets the names of the weights, and then the table
@@ -137,7 +137,9 @@ def read_state(
     distributed = directory / DISTRIBUTED
     if optimizer is None and not distributed.exists():
         if (directory / "model_rng.pt").exists():
-            raise CheckpointError(f"{directory}: the form of optim.pt beside model_rng.pt (2022) is not known; {LEAVE}")
+            raise CheckpointError(
+                f"{directory}: the form of optim.pt next to model_rng.pt (2022) is not known; {LEAVE}"
+            )
         return
     inner = optimizer.get("optimizer", optimizer) if isinstance(optimizer, dict) else None
     groups = inner.get("param_groups") if isinstance(inner, dict) else None
@@ -238,7 +240,7 @@ def _distributed(path: Path, weights: Mapping[str, torch.Tensor]) -> Iterator[tu
                 yield f"{kind}/{name}", flat[begin : begin + prod(shape)].view(shape)
                 begin += prod(shape)
             if len(flat) - begin >= PADDING:
-                raise CheckpointError(f"{path}: {theirs}: {len(flat) - begin} numbers behind {names[0]}")
+                raise CheckpointError(f"{path}: {theirs}: {len(flat) - begin} numbers after {names[0]}")
 
 
 def _flat(found: Any, what: str) -> torch.Tensor:

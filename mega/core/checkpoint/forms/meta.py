@@ -208,7 +208,7 @@ def model_from_params(params: Mapping[str, Any], tensors: Tensors, parts: int, w
 
 
 def _feed_forward_rows(tensors: Tensors, where: str) -> int:
-    """The width of the feed-forward layers in one part: that of most of their matrices, so that an odd one is told."""
+    """The width of the feed-forward layers in one part: that of most of their matrices, so that an odd one is found."""
     sizes = Counter(
         shape[1 if name.endswith("w2.weight") else 0]
         for name, (shape, _) in tensors.items()

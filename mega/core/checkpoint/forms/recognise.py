@@ -19,7 +19,7 @@ def form_at(path: Path) -> Form:
     if foreign is not None and steps:
         ours = f"checkpoints of ours (steps {', '.join(map(str, steps))})"
         raise CheckpointError(
-            f"{path}: holds {foreign.words} and {ours}, and which is meant cannot be told; give the step-NNNNNNN, or "
+            f"{path}: holds {foreign.words} and {ours}, and which is meant is open; give the step-NNNNNNN, or "
             "move one of the two elsewhere"
         )
     if foreign is not None:

@@ -247,7 +247,7 @@ def open_form(path: Path, given: Given) -> Opened:
 
 
 def arguments(folder: Path, tensors: Tensors, heads: int | None) -> dict[str, Any]:
-    """Megatron's arguments: those in common.pt, or what can be told from the tensors and the number of heads.
+    """Megatron's arguments: those in common.pt, or what follows from the tensors and the number of heads.
 
     Errors: CheckpointError where both are missing.
     """
@@ -261,10 +261,10 @@ def arguments(folder: Path, tensors: Tensors, heads: int | None) -> dict[str, An
             return found.values
     if heads is None:
         raise CheckpointError(f"{folder}: carries no arguments; give --num-attention-heads")
-    return _told_by(tensors, heads, folder)
+    return _implied_by(tensors, heads, folder)
 
 
-def _told_by(tensors: Tensors, heads: int, folder: Path) -> dict[str, Any]:
+def _implied_by(tensors: Tensors, heads: int, folder: Path) -> dict[str, Any]:
     def shape(name: str) -> tuple[int, ...]:
         if f"0.0.0/{name}" not in tensors:
             raise CheckpointError(f"{folder}: {name}: is missing")

@@ -1,7 +1,7 @@
 """Checkpoints in an object store (S3 and whatever else fsspec reaches), by the same files and the same manifest.
 
 There is no rename there, so a checkpoint counts from the moment its seal, `manifest.json.sha256`, is there, which is
-put behind all it vouches for; then comes the pointer. Files are written, and read again, through a local folder of
+put after all that it vouches for; then comes the pointer. Files are written, and read again, through a local folder of
 this process ($TMPDIR), a rank's own at a time: containers come down when they are first needed, are hashed as ever,
 and go with the checkpoint that was opened.
 

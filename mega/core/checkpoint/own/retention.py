@@ -60,8 +60,8 @@ def retain(
 ) -> Retained:
     """Remove what is not to be kept. To be called by one process, after a save.
 
-    Only checkpoints that open count, so damaged ones never push out a whole one; one that somebody
-    reads stays as it is for now. damaged: also read all of what is to be kept before anything goes; is told of a step
+    Only checkpoints that open count, so damaged ones never push out a whole one; one that is being
+    read stays as it is for now. damaged: also read all of what is to be kept before anything goes; called with a step
     that is not what was saved, which does not count then.
     """
     if keep_last is keep_every is keep_optimizer_last is None:
