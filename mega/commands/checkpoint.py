@@ -58,7 +58,7 @@ def clean(
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="only say what would go")] = False,
 ) -> None:
-    """Remove what killed saves and exports left behind and, as far as the limits say, old checkpoints."""
+    """Remove what killed saves and exports left and, as far as the limits say, old checkpoints."""
     from mega.core.checkpoint.own import inspect
 
     inspect.clean(directory, keep_last, keep_every, keep_optimizer_last, dry_run, typer.echo)

@@ -5,9 +5,16 @@ from __future__ import annotations
 import math
 import sys
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
+
+from mega.core.checkpoint.forms.form import targets_of
+
+if TYPE_CHECKING:
+    Target = str
+else:
+    Target = Literal[tuple(targets_of("convert-llama"))]
 
 
 def run(
@@ -19,7 +26,7 @@ def run(
     ],
     save_dir: Annotated[Path, typer.Option("--save-dir", help="where to write; a folder, complete or absent")],
     to: Annotated[
-        Literal["mega", "hf", "meta"] | None,
+        Target | None,
         typer.Option("--to", help="what to write [mega; hf where a checkpoint is read]"),
     ] = None,
     target_tp: Annotated[
@@ -45,24 +52,26 @@ def run(
     Llama and its relatives (Mistral, Qwen), GPT-2 in Hugging Face's form, fairseq's Megatron-11b.
     What is read is recognised by its files. Nothing is executed, no tensor is lost or made up.
     """
-    from mega.core.checkpoint.forms.convert import convert, target_of
-    from mega.core.checkpoint.forms.kinds import check_flags, kind_of
+    from mega.core.checkpoint.forms.convert import check_pair, convert, default_target
+    from mega.core.checkpoint.forms.form import check_flags, writer_of
+    from mega.core.checkpoint.forms.recognise import form_at
     from mega.core.checkpoint.own.layout import Layout
     from mega.core.files import check_save_dir
 
     check_save_dir(save_dir)
     if save_dir.resolve() == load_dir.resolve():
         raise ValueError(f"--save-dir {save_dir}: must not be the directory that is read")
-    source = kind_of(load_dir)
-    target = target_of(load_dir, source, to)
+    source = form_at(load_dir)
+    to = to or default_target(source)
+    check_pair(load_dir, source, to)
     layout = Layout(target_tp, target_pp, chunks, tuple(stage_layers or ()))
-    check_flags(source, target, {**layout.flags, "--parts": parts})
-    runs_both = verify and "hf" in (source, target)
+    check_flags(source, writer_of(to), {**layout.flags, "--parts": parts})
+    runs_both = verify and "hf" in (source.name, to)
     if runs_both:
         from mega.core.proof.logits import agreement, check_transformers, not_finite
 
         check_transformers()
-    report = convert(load_dir, save_dir, target, layout, parts)
+    report = convert(load_dir, save_dir, to, layout, parts=parts)
     print(f"{report.path}: {report.tensors:,} tensors, {report.elements:,} elements, {report.bytes:,} bytes")
     for note in report.notes:
         print(note)
@@ -75,7 +84,7 @@ def run(
         if found.holds:
             return 0
         odd = None if math.isfinite(found.largest) else not_finite(load_dir, save_dir)
-        why = "do not compute the same" if odd is None else f"cannot be compared: {odd} holds what is no finite number"
+        why = "do not compute the same" if odd is None else f"cannot be compared: {odd} holds a NaN or an infinity"
         print(f"mega: --verify: {load_dir} and {save_dir} {why}; {save_dir} is kept", file=sys.stderr)
         return 1
     if verify:

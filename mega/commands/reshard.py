@@ -6,9 +6,16 @@ Every flag of Megatron-LM's own tool (tools/checkpoint) is taken; those that onl
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
+
+from mega.core.checkpoint.forms.form import targets_of
+
+if TYPE_CHECKING:
+    Target = str
+else:
+    Target = Literal[tuple(targets_of("reshard"))]
 
 
 def run(
@@ -24,8 +31,8 @@ def run(
         list[int] | None, typer.Option("--stage-layers", help="blocks of each stage, where they are not equal")
     ] = None,
     saver: Annotated[
-        Literal["mega", "megatron", "megatron-23.06", "mcore", "mcore-local", "core"],
-        typer.Option("--saver", help="kind to write: ours, Megatron-LM's legacy names, or Megatron-core's"),
+        Target,
+        typer.Option("--saver", help="form to write: ours, Megatron-LM's legacy names, or Megatron-core's"),
     ] = "mega",
     loader: Annotated[
         str | None, typer.Option("--loader", help="accepted; what is read is recognised by its files")
@@ -44,20 +51,21 @@ def run(
     tokenizer_model: Annotated[str | None, typer.Option("--tokenizer-model", help="accepted; not needed")] = None,
     max_queue_size: Annotated[int, typer.Option("--max-queue-size", help="accepted; not needed")] = 50,
     no_load_optim: Annotated[
-        bool, typer.Option("--no-load-optim", help="leave a Megatron-LM optimizer's state behind, read or written")
+        bool, typer.Option("--no-load-optim", help="leave out a Megatron-LM optimizer's state, read or written")
     ] = False,
     verify: Annotated[
         bool, typer.Option("--verify", help="read back what was written and compare it with its source, bit for bit")
     ] = False,
     no_checking: Annotated[bool, typer.Option("--no-checking", help="accepted; tensors are always checked")] = False,
 ) -> int:
-    """Cut a checkpoint anew, on the CPU: weights, masters and moments; to and from Megatron-LM Adam's state goes too.
+    """Cut a checkpoint again, on the CPU: weights, masters and moments; to and from Megatron-LM Adam's state goes too.
 
     Checkpoints of ours load into any layout without this; it makes files that fit their ranks.
     """
-    from mega.core.checkpoint.forms.exchange import exchange
-    from mega.core.checkpoint.forms.kinds import check_flags, kind_of
+    from mega.core.checkpoint.forms.convert import convert
+    from mega.core.checkpoint.forms.form import check_flags, writer_of
     from mega.core.checkpoint.forms.read_back import check_comparable, read_back
+    from mega.core.checkpoint.forms.recognise import form_at
     from mega.core.checkpoint.own.layout import Layout
     from mega.core.checkpoint.own.tables import progress_bar
     from mega.core.files import check_save_dir
@@ -73,23 +81,22 @@ def run(
         "--num-attention-heads": num_heads,
         "--no-load-optim": no_load_optim,
     }
-    check_flags(kind_of(load_dir), "mega" if saver == "mega" else "megatron", given)
+    check_flags(form_at(load_dir), writer_of(saver), given)
     if vocab_file is not None:
         pieces = _pieces_of(vocab_file)
         if true_vocab_size not in (None, pieces):
             raise ValueError(f"--true-vocab-size {true_vocab_size}: --vocab-file {vocab_file} has {pieces} pieces")
         true_vocab_size = pieces
-    style = "mcore" if saver == "core" else saver
     with progress_bar("reshard") as progress:
-        report = exchange(
+        report = convert(
             load_dir,
             save_dir,
+            saver,
             layout,
-            style,
-            true_vocab_size,
-            num_heads,
-            progress,
+            vocab=true_vocab_size,
+            heads=num_heads,
             optimizer=not no_load_optim,
+            progress=progress,
         )
     for note in report.notes:
         print(note)

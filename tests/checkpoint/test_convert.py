@@ -15,11 +15,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from mega.core.checkpoint.forms import convert as conversion
-from mega.core.checkpoint.forms import foreign, gpt2, huggingface, meta
-from mega.core.checkpoint.forms.convert import convert
-from mega.core.checkpoint.forms.huggingface import config_from_model, model_from_config
-from mega.core.checkpoint.own.layout import Layout
+from mega.core.checkpoint.forms import foreign, gpt2, huggingface, llama, meta
+from mega.core.checkpoint.forms.convert import check_pair, convert
+from mega.core.checkpoint.forms.form import Given
+from mega.core.checkpoint.forms.llama import config_from_model, model_from_config
+from mega.core.checkpoint.forms.recognise import form_at
+from mega.core.checkpoint.own.layout import ONE, Layout
 from mega.core.checkpoint.own.pieces import CheckpointError
 from mega.core.checkpoint.own.store import locate
 from tests.support.hugging_face import FAMILIES, SIZES, hf_folder
@@ -49,7 +50,7 @@ def test_our_own_config_opens_in_transformers_and_computes_the_same(tmp_path: Pa
     transformers = pytest.importorskip("transformers")
     source = hf_folder(tmp_path / "hf", family)
     given = json.loads((source / "config.json").read_text())
-    form = gpt2 if family == "gpt2" else huggingface
+    form = gpt2 if family == "gpt2" else llama
     model = form.model_from_config(given, "config.json")
     convert(source, tmp_path / "run")
     convert(tmp_path / "run", tmp_path / "back")
@@ -127,7 +128,7 @@ def test_large_exports_are_cut_into_files_with_an_index(tmp_path: Path, monkeypa
     transformers = pytest.importorskip("transformers")
     source = hf_folder(tmp_path / "hf", "llama2")
     convert(source, tmp_path / "run")
-    monkeypatch.setattr(conversion, "SHARD_BYTES", 30_000)
+    monkeypatch.setattr(huggingface, "SHARD_BYTES", 30_000)
     convert(tmp_path / "run", tmp_path / "back")
     assert len(list((tmp_path / "back").glob("model-*.safetensors"))) > 2
     before, after = (
@@ -216,7 +217,7 @@ def test_refusals_of_the_verb(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"holds no config\.json"):
         convert(tmp_path, tmp_path / "x")
     with pytest.raises(ValueError, match="exactly one of the two must be mega"):
-        convert(source, tmp_path / "x", "meta")
+        check_pair(source, form_at(source), "meta")
     with pytest.raises(ValueError, match="--tp 3"):
         convert(source, tmp_path / "x", layout=Layout(3, 1))
     convert(source, tmp_path / "run")
@@ -269,7 +270,7 @@ def test_meta_there_and_back(tmp_path: Path, family: str, parts: int) -> None:
         params = json.loads((tmp_path / "meta" / "params.json").read_text())
         assert params.pop("rope_scaling_factor") == 32.0  # which Meta's own files of 3.2 do not say
         (tmp_path / "meta" / "params.json").write_text(json.dumps(params))
-        assert meta.open_folder(tmp_path / "meta")[1].rope_scaling_factor == 32.0
+        assert meta.open_form(tmp_path / "meta", Given(layout=ONE)).model.rope_scaling_factor == 32.0
 
 
 def meta_logits(state: dict[str, torch.Tensor], params: dict[str, Any], ids: torch.Tensor) -> torch.Tensor:

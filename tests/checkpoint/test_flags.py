@@ -13,7 +13,8 @@ import pytest
 
 from mega.cli import load, main
 from mega.commands import convert_llama
-from mega.core.checkpoint.forms.kinds import USES, check_flags, kind_of
+from mega.core.checkpoint.forms.form import RULES, check_flags, writer_of
+from mega.core.checkpoint.forms.recognise import form_at
 from tests.golden.make import HERE
 
 SOURCES = ["mega", "hf", "meta", "llama2.c", "fairseq", "megatron", "torch_dist"]
@@ -55,8 +56,7 @@ def test_a_flag_means_something_or_is_refused(
         name, *value = flag.replace("FILE", str(tmp_path / "vocab.json")).split()
         name = "--target-pipeline-parallel-size" if name == "--pp" else name
         if meant(source, target):
-            written = "megatron" if target == "mcore" else target
-            check_flags(kind_of(PLACES[source]), written, {name: tuple(value)})  # type: ignore[arg-type]
+            check_flags(form_at(PLACES[source]), writer_of(target), {name: tuple(value)})
             continue
         assert main([verb, *places, *to, name, *value]) == 2, (verb, source, target)
         (line,) = capsys.readouterr().err.splitlines()
@@ -70,7 +70,7 @@ def test_a_flag_means_something_or_is_refused(
 def test_every_flag_is_decided(verb: str) -> None:
     decided = EVERYWHERE | NOT_NEEDED | {"help", "help_all"}
     names = {option.opts[0] for option in load(verb).params if option.name not in decided}
-    assert names and names <= USES.keys()
+    assert names and names <= RULES.keys()
 
 
 @pytest.mark.parametrize(

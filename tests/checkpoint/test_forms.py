@@ -14,10 +14,12 @@ import torch
 from torch.nn import functional as F
 
 from mega.cli import main
-from mega.core.checkpoint.forms.convert import OwnSource, convert, tokenizer_kind
+from mega.core.checkpoint.forms.companions import tokenizer_kind
+from mega.core.checkpoint.forms.convert import convert
 from mega.core.checkpoint.own.inspect import diff
-from mega.core.checkpoint.own.layout import model_of
+from mega.core.checkpoint.own.model import model_of
 from mega.core.checkpoint.own.pieces import Box, CheckpointError
+from mega.core.checkpoint.own.source import OwnSource
 from mega.core.checkpoint.own.store import locate
 from mega.core.inference.load import load_tokenizer
 from mega.core.proof.logits import logits

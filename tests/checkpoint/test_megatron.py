@@ -19,7 +19,7 @@ import torch
 
 from mega.cli import main
 from mega.core.checkpoint.forms import megatron
-from mega.core.checkpoint.forms.exchange import exchange
+from mega.core.checkpoint.forms.convert import convert
 from mega.core.checkpoint.forms.megatron_arguments import vocabulary
 from mega.core.checkpoint.own import inspect
 from mega.core.checkpoint.own.layout import Layout
@@ -76,9 +76,9 @@ def test_group_packing_of_the_appendix() -> None:
 @pytest.mark.parametrize("style", ["megatron", "megatron-23.06", "mcore", "mcore-local"])
 @pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 2), (1, 4)])
 def test_there_and_back_is_bitwise(tmp_path: Path, model: str, style: Any, tp: int, pp: int) -> None:
-    exchange(own(tmp_path / "run", MODELS[model]), tmp_path / "tree", Layout(tp, pp), style, None)
+    convert(own(tmp_path / "run", MODELS[model]), tmp_path / "tree", style, Layout(tp, pp))
     assert (tmp_path / "tree" / megatron.TRACKER).read_text() == "7"
-    exchange(tmp_path / "tree", tmp_path / "back", Layout(1, 2), "mega", 53)
+    convert(tmp_path / "tree", tmp_path / "back", "mega", Layout(1, 2), vocab=53)
     before, after = locate(tmp_path / "run"), locate(tmp_path / "back")
     assert list(inspect.diff(before, after)) == []
     assert after.step == 7 and after.meta["progress"] == {"step": 7, "consumed": 28}
@@ -86,9 +86,9 @@ def test_there_and_back_is_bitwise(tmp_path: Path, model: str, style: Any, tp: i
 
 
 def test_tree_to_tree(tmp_path: Path) -> None:
-    exchange(own(tmp_path / "run", LLAMA), tmp_path / "a", Layout(2, 1), "megatron", None)
-    exchange(tmp_path / "a", tmp_path / "b", Layout(1, 2), "mcore", 53)
-    exchange(tmp_path / "b", tmp_path / "back", Layout(), "mega", 53)
+    convert(own(tmp_path / "run", LLAMA), tmp_path / "a", "megatron", Layout(2, 1))
+    convert(tmp_path / "a", tmp_path / "b", "mcore", Layout(1, 2), vocab=53)
+    convert(tmp_path / "b", tmp_path / "back", "mega", Layout(), vocab=53)
     assert list(inspect.diff(locate(tmp_path / "run"), locate(tmp_path / "back"))) == []
     assert sorted(os.listdir(tmp_path)) == ["a", "b", "back", "run"]
 
@@ -101,7 +101,7 @@ def load(path: Path) -> dict[str, Any]:
 
 def test_the_written_tree_is_what_the_reference_expects(tmp_path: Path) -> None:
     """Keys, shapes, row orders and padding of rank (tp 1, pp 1) of a Llama at tp 2, written out by hand."""
-    exchange(own(tmp_path / "run", LLAMA), tmp_path / "tree", Layout(2, 1), "megatron", None)
+    convert(own(tmp_path / "run", LLAMA), tmp_path / "tree", "megatron", Layout(2, 1))
     content = load(tmp_path / "tree" / "iter_0000007" / "mp_rank_01" / "model_optim_rng.pt")
     assert content["checkpoint_version"] == 3.0 and content["iteration"] == 7
     assert content["args"].padded_vocab_size == 64 and content["args"].num_query_groups == 2
@@ -130,8 +130,8 @@ def test_the_written_tree_is_what_the_reference_expects(tmp_path: Path) -> None:
 
 
 def test_tied_embeddings_are_copied_to_the_last_stage(tmp_path: Path) -> None:
-    exchange(own(tmp_path / "run", GPT), tmp_path / "legacy", Layout(1, 2), "megatron", None)
-    exchange(tmp_path / "run", tmp_path / "core", Layout(1, 2), "mcore", None)
+    convert(own(tmp_path / "run", GPT), tmp_path / "legacy", "megatron", Layout(1, 2))
+    convert(tmp_path / "run", tmp_path / "core", "mcore", Layout(1, 2))
     last = load(tmp_path / "legacy/iter_0000007/mp_rank_00_001/model_optim_rng.pt")["model"]
     assert last["word_embeddings_for_head"]["weight"].shape == (56, 16)
     last = load(tmp_path / "core/iter_0000007/mp_rank_00_001/model_optim_rng.pt")["model"]
@@ -195,7 +195,7 @@ class Trees:
 @pytest.mark.parametrize("version", [None, 1])
 def test_the_released_form(tmp_path: Path, version: int | None) -> None:
     Trees.released(tmp_path / "tree", version)
-    exchange(tmp_path / "tree", tmp_path / "run", Layout(2, 2), "mega", 53)
+    convert(tmp_path / "tree", tmp_path / "run", "mega", Layout(2, 2), vocab=53)
     own(tmp_path / "expected", GPT)
     found = locate(tmp_path / "run")
     assert found.step == 500
@@ -265,15 +265,15 @@ def test_a_file_that_gives_no_hint_is_no_fault(tmp_path: Path, content: str | No
 
 def test_what_is_said_on_the_way_to_another_tree_is_said_once(tmp_path: Path) -> None:
     Trees.released(tmp_path / "tree", None)
-    report = exchange(tmp_path / "tree", tmp_path / "other", Layout(), "megatron")
+    report = convert(tmp_path / "tree", tmp_path / "other", "megatron", Layout())
     assert len(report.notes) == len(set(report.notes)) == 2
-    back = exchange(tmp_path / "other", tmp_path / "run", Layout(), "mega", 53)
+    back = convert(tmp_path / "other", tmp_path / "run", "mega", Layout(), vocab=53)
     assert "53 of 56 rows" in back.notes[0]
 
 
 def test_our_own_trees_say_how_many_tokens_they_have(tmp_path: Path) -> None:
-    exchange(own(tmp_path / "run", GPT), tmp_path / "tree", Layout(2, 1), "megatron")
-    report = exchange(tmp_path / "tree", tmp_path / "back", Layout(), "mega")
+    convert(own(tmp_path / "run", GPT), tmp_path / "tree", "megatron", Layout(2, 1))
+    report = convert(tmp_path / "tree", tmp_path / "back", "mega", Layout())
     assert "53 of 64 rows" in report.notes[0]
     assert list(inspect.diff(locate(tmp_path / "run"), locate(tmp_path / "back"))) == []
 
@@ -283,7 +283,7 @@ def test_interleaved_chunks_are_put_in_order(tmp_path: Path, chunks: int) -> Non
     """pp 2 x 2 chunks from pp 4: stage s of 4 is chunk s // 2 of rank s % 2. Chunk 10 comes behind chunk 9, not 1."""
     count = 2 * chunks
     model = dataclasses.replace(LLAMA, layers=count)
-    exchange(own(tmp_path / "run", model), tmp_path / "tree", Layout(1, count), "megatron", None)
+    convert(own(tmp_path / "run", model), tmp_path / "tree", "megatron", Layout(1, count))
     whole = tmp_path / "tree" / "iter_0000007"
     stages = [load(whole / f"mp_rank_00_{s:03d}" / "model_optim_rng.pt") for s in range(count)]
     folder = tmp_path / "interleaved" / "iter_0000007"
@@ -292,13 +292,13 @@ def test_interleaved_chunks_are_put_in_order(tmp_path: Path, chunks: int) -> Non
         content |= {f"model{chunk}": stages[rank + 2 * chunk]["model"] for chunk in range(chunks)}
         (folder / f"mp_rank_00_{rank:03d}").mkdir(parents=True)
         torch.save(content, folder / f"mp_rank_00_{rank:03d}" / "model_optim_rng.pt")
-    exchange(folder, tmp_path / "back", Layout(), "mega", 53)
+    convert(folder, tmp_path / "back", "mega", Layout(), vocab=53)
     assert list(inspect.diff(locate(tmp_path / "run"), locate(tmp_path / "back"))) == []
 
 
 def test_classes_of_the_original_are_inert(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An enum and a loss scaler of Megatron-LM, whose modules do not exist where the file is read."""
-    exchange(own(tmp_path / "run", LLAMA), tmp_path / "tree", Layout(), "megatron", None)
+    convert(own(tmp_path / "run", LLAMA), tmp_path / "tree", "megatron", Layout())
     path = tmp_path / "tree/iter_0000007/mp_rank_00/model_optim_rng.pt"
     content = load(path)
     with monkeypatch.context() as patch:
@@ -313,7 +313,7 @@ def test_classes_of_the_original_are_inert(tmp_path: Path, monkeypatch: pytest.M
         content["args"].model_type = kind(1)
         content["optimizer"] = {"loss_scaler": scaler.LossScaler()}
         torch.save(content, path)
-    exchange(tmp_path / "tree", tmp_path / "back", Layout(), "mega", 53, optimizer=False)
+    convert(tmp_path / "tree", tmp_path / "back", "mega", Layout(), vocab=53, optimizer=False)
     assert list(inspect.diff(locate(tmp_path / "run"), locate(tmp_path / "back"))) == []
 
 
@@ -325,13 +325,13 @@ class Bomb:
 @pytest.mark.parametrize("where", ["args", "model", "rng_state"])
 def test_pickled_code_is_refused(tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    exchange(own(tmp_path / "run", LLAMA), tmp_path / "tree", Layout(), "megatron", None)
+    convert(own(tmp_path / "run", LLAMA), tmp_path / "tree", "megatron", Layout())
     path = tmp_path / "tree/iter_0000007/mp_rank_00/model_optim_rng.pt"
     content = load(path)
     content[where] = Bomb()
     torch.save(content, path)
     with pytest.raises(CheckpointError, match=r"posix.system"):
-        exchange(tmp_path / "tree", tmp_path / "back", Layout(), "mega", 53)
+        convert(tmp_path / "tree", tmp_path / "back", "mega", Layout(), vocab=53)
     assert not (tmp_path / "executed").exists() and not (tmp_path / "back").exists()
 
 
@@ -353,7 +353,7 @@ def test_pickled_code_is_refused(tmp_path: Path, where: str, monkeypatch: pytest
     ],
 )
 def test_a_changed_tree_is_refused_by_name(tmp_path: Path, change: str, words: str) -> None:
-    exchange(own(tmp_path / "run", LLAMA), tmp_path / "tree", Layout(2, 1), "megatron", None)
+    convert(own(tmp_path / "run", LLAMA), tmp_path / "tree", "megatron", Layout(2, 1))
     folder = tmp_path / "tree/iter_0000007"
     for rank in range(2):
         path = folder / f"mp_rank_0{rank}" / "model_optim_rng.pt"
@@ -386,20 +386,20 @@ def test_a_changed_tree_is_refused_by_name(tmp_path: Path, change: str, words: s
     if change == "tracker":
         (tmp_path / "tree" / megatron.TRACKER).write_text("garbage")
     with pytest.raises(CheckpointError, match=words):
-        exchange(tmp_path / "tree", tmp_path / "back", Layout(), "mega", 53)
+        convert(tmp_path / "tree", tmp_path / "back", "mega", Layout(), vocab=53)
     assert not (tmp_path / "back").exists()
 
 
 def test_the_command_line_of_the_2023_tool(tmp_path: Path) -> None:
     """With every flag that it had; and straight from Hugging Face into a tree, as its loader llama2_hf did."""
-    exchange(own(tmp_path / "run", GPT), tmp_path / "a", Layout(), "megatron", None)
+    convert(own(tmp_path / "run", GPT), tmp_path / "a", "megatron", Layout())
     (tmp_path / "vocab.json").write_text(json.dumps({str(piece): piece for piece in range(53)}))
     flags = "--model-type GPT --loader megatron --saver megatron --max-queue-size 10 --no-checking --megatron-path ."
     layout = "--target-tensor-parallel-size 2 --target-pipeline-parallel-size 2"
     command = f"reshard {flags} {layout} --load-dir {tmp_path}/a --save-dir {tmp_path}/b".split()
     assert main([*command, "--vocab-file", str(tmp_path / "vocab.json")]) == 0
     assert len(list((tmp_path / "b/iter_0000007").glob("mp_rank_0?_00?"))) == 4
-    exchange(tmp_path / "b", tmp_path / "back", Layout(), "mega", 53)
+    convert(tmp_path / "b", tmp_path / "back", "mega", Layout(), vocab=53)
     assert list(inspect.diff(locate(tmp_path / "run"), locate(tmp_path / "back"))) == []
 
     source = FORMS["hf"].make(tmp_path / "hf")

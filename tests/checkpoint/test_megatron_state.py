@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from mega.cli import main
-from mega.core.checkpoint.forms.convert import OwnSource
-from mega.core.checkpoint.forms.exchange import exchange
+from mega.core.checkpoint.forms.convert import convert
 from mega.core.checkpoint.forms.megatron_state import DISTRIBUTED, parameter_place
 from mega.core.checkpoint.own import inspect
 from mega.core.checkpoint.own.layout import Layout
 from mega.core.checkpoint.own.pieces import Box, CheckpointError, Piece
+from mega.core.checkpoint.own.source import OwnSource
 from mega.core.checkpoint.own.store import CheckpointStore, locate
 from mega.core.config.sections import ModelConfig
 from tests.support import foreign_forms
@@ -78,8 +78,8 @@ def files(tree: Path) -> list[Path]:
 def test_there_and_back_is_bitwise(tmp_path: Path, model: str, dtype: torch.dtype, tp: int, pp: int) -> None:
     run = own(tmp_path / "run", MODELS[model], dtype)
     style: Any = "megatron" if dtype == torch.bfloat16 else "megatron-23.06"
-    written = exchange(run, tmp_path / "tree", Layout(tp, pp), style)
-    taken = exchange(tmp_path / "tree", tmp_path / "back", Layout(1, 2), "mega", 53)
+    written = convert(run, tmp_path / "tree", style, Layout(tp, pp))
+    taken = convert(tmp_path / "tree", tmp_path / "back", "mega", Layout(1, 2), vocab=53)
     before, after = locate(run), locate(tmp_path / "back")
     assert len(after.tensors) == (3 if dtype == torch.float32 else 4) * len(weights_of(MODELS[model]))
     assert list(inspect.diff(before, after)) == []
@@ -122,11 +122,11 @@ def in_order(tree: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 2)])
 def test_torch_puts_each_moment_to_its_parameter(tmp_path: Path, model: str, tp: int, pp: int) -> None:
     """Adam of torch over modules of that tree takes the written state, and each parameter has its own moments."""
-    exchange(own(tmp_path / "run", MODELS[model], torch.bfloat16), tmp_path / "tree", Layout(tp, pp), "megatron")
+    convert(own(tmp_path / "run", MODELS[model], torch.bfloat16), tmp_path / "tree", "megatron", Layout(tp, pp))
     CheckpointStore(tmp_path / "moments").save(
         7, as_weights(tmp_path / "run", "moment1"), locate(tmp_path / "run").meta
     )
-    exchange(tmp_path / "moments", tmp_path / "expected", Layout(tp, pp), "megatron")
+    convert(tmp_path / "moments", tmp_path / "expected", "megatron", Layout(tp, pp))
     for file, moments in zip(files(tmp_path / "tree"), files(tmp_path / "expected"), strict=True):
         content = load(file)
         tree, expected = Branch(in_order(content["model"])), Branch(in_order(load(moments)["model"]))
@@ -184,17 +184,17 @@ def flattened(file: Path, bucket: int | None) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("bucket", [None, 1000])
 def test_the_distributed_optimizer_is_read(tmp_path: Path, model: str, dtype: torch.dtype, bucket: int | None) -> None:
-    exchange(own(tmp_path / "run", MODELS[model], dtype), tmp_path / "tree", Layout(2, 2), "megatron")
+    convert(own(tmp_path / "run", MODELS[model], dtype), tmp_path / "tree", "megatron", Layout(2, 2))
     for file in files(tmp_path / "tree"):
         flattened(file, bucket)
-    exchange(tmp_path / "tree", tmp_path / "back", Layout(2, 1), "mega", 53)
+    convert(tmp_path / "tree", tmp_path / "back", "mega", Layout(2, 1), vocab=53)
     assert list(inspect.diff(locate(tmp_path / "run"), locate(tmp_path / "back"))) == []
     assert locate(tmp_path / "back").meta["updates"] == 6
 
 
 def test_interleaved_chunks(tmp_path: Path) -> None:
     """pp 2 x 2 chunks from pp 4; a rank's groups go through its first chunk, then its second."""
-    exchange(own(tmp_path / "run", LLAMA, torch.bfloat16), tmp_path / "tree", Layout(1, 4), "megatron")
+    convert(own(tmp_path / "run", LLAMA, torch.bfloat16), tmp_path / "tree", "megatron", Layout(1, 4))
     stages = [load(file) for file in files(tmp_path / "tree")]
     for rank in range(2):
         pair = (stages[rank], stages[rank + 2])
@@ -223,7 +223,7 @@ def test_interleaved_chunks(tmp_path: Path) -> None:
         folder = tmp_path / "interleaved" / "iter_0000007" / f"mp_rank_00_{rank:03d}"
         folder.mkdir(parents=True)
         torch.save(content, folder / "model_optim_rng.pt")
-    exchange(tmp_path / "interleaved" / "iter_0000007", tmp_path / "back", Layout(), "mega", 53)
+    convert(tmp_path / "interleaved" / "iter_0000007", tmp_path / "back", "mega", Layout(), vocab=53)
     assert list(inspect.diff(locate(tmp_path / "run"), locate(tmp_path / "back"))) == []
 
 
@@ -296,16 +296,16 @@ CHANGES: dict[Callable[[dict[str, Any]], None], str] = {
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 def test_a_changed_state_is_refused_by_name(tmp_path: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    exchange(own(tmp_path / "run", LLAMA, torch.bfloat16), tmp_path / "tree", Layout(2, 2), "megatron")
+    convert(own(tmp_path / "run", LLAMA, torch.bfloat16), tmp_path / "tree", "megatron", Layout(2, 2))
     for file in files(tmp_path / "tree"):
         if "mp_rank_01" in file.parent.name and (change is none_here or file.parent.name.endswith("000")):
             content = load(file)
             change(content)
             torch.save(content, file)
     with pytest.raises(CheckpointError, match=CHANGES[change]):
-        exchange(tmp_path / "tree", tmp_path / "back", Layout(), "mega", 53)
+        convert(tmp_path / "tree", tmp_path / "back", "mega", Layout(), vocab=53)
     assert not (tmp_path / "back").exists()
-    exchange(tmp_path / "tree", tmp_path / "weights", Layout(), "mega", 53, optimizer=False)
+    convert(tmp_path / "tree", tmp_path / "weights", "mega", Layout(), vocab=53, optimizer=False)
     weights = OwnSource(locate(tmp_path / "run")).tensors
     assert dict(locate(tmp_path / "weights").tensors) == weights
 
@@ -321,10 +321,10 @@ def test_what_has_no_known_form_is_refused(tmp_path: Path, capsys: pytest.Captur
         assert not (tmp_path / saver).exists()
     command = ["reshard", "--load-dir", str(run), "--save-dir", str(tmp_path / "mcore"), "--saver", "mcore"]
     assert main([*command, "--no-load-optim"]) == 0 and "left behind" in capsys.readouterr().out
-    exchange(run, tmp_path / "tree", Layout(), "megatron")
+    convert(run, tmp_path / "tree", "megatron", Layout())
     torch.save({0: {}, "buckets_coalesced": True}, files(tmp_path / "tree")[0].with_name(DISTRIBUTED))
     with pytest.raises(CheckpointError, match="as after 2023"):
-        exchange(tmp_path / "tree", tmp_path / "back", Layout(), "mega", 53)
+        convert(tmp_path / "tree", tmp_path / "back", "mega", Layout(), vocab=53)
     with pytest.raises(CheckpointError, match=r"q_layernorm\.weight: its place"):
         parameter_place("encoder.layers.0.self_attention.q_layernorm.weight")
 
@@ -335,6 +335,6 @@ def test_state_of_a_distributed_checkpoint_is_never_dropped_in_silence(tmp_path:
 
     load = FORMS["torch_dist"].make(tmp_path / "source", change)
     with pytest.raises(CheckpointError, match=r"optimizer\.state\.exp_avg.*: the form of this state is not known"):
-        exchange(load, tmp_path / "run", Layout(), "mega", 56)
+        convert(load, tmp_path / "run", "mega", Layout(), vocab=56)
     assert not (tmp_path / "run").exists()
-    exchange(load, tmp_path / "run", Layout(), "mega", 56, optimizer=False)
+    convert(load, tmp_path / "run", "mega", Layout(), vocab=56, optimizer=False)

@@ -10,12 +10,13 @@ import pytest
 import torch
 
 from mega.cli import main
-from mega.core.checkpoint.forms.convert import OwnSource, convert
-from mega.core.checkpoint.forms.exchange import exchange
-from mega.core.checkpoint.forms.meta import open_folder
+from mega.core.checkpoint.forms.convert import convert
+from mega.core.checkpoint.forms.form import Given
+from mega.core.checkpoint.forms.meta import open_form
 from mega.core.checkpoint.forms.read_back import read_back
-from mega.core.checkpoint.own.layout import Layout
+from mega.core.checkpoint.own.layout import ONE, Layout
 from mega.core.checkpoint.own.pieces import Box, CheckpointError
+from mega.core.checkpoint.own.source import OwnSource
 from mega.core.checkpoint.own.store import locate
 from tests.checkpoint.test_megatron_state import GPT, own
 from tests.support.foreign_forms import FORMS, Files, weights_of
@@ -46,7 +47,7 @@ def test_a_difference_is_named(tmp_path: Path) -> None:
         read_back(load, tmp_path / "run")
 
 
-def test_what_is_written_is_read_back_by_the_other_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_written_is_read_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     convert(FORMS["meta"].make(tmp_path / "source"), tmp_path / "run", layout=Layout(2, 1))
     command = [
         "convert-llama",
@@ -91,7 +92,7 @@ def test_positions_that_a_meta_folder_cannot_say_are_told(
     told = capsys.readouterr().err
     assert ("mega: positions 12: params.json has no place for them" in told) == (positions == 12)
     assert "max_seq_len" not in json.loads((tmp_path / "m" / "params.json").read_text())
-    assert open_folder(tmp_path / "m")[1].positions == 4096
+    assert open_form(tmp_path / "m", Given(layout=ONE)).model.positions == 4096
 
 
 def narrowed(files: Files, keep: str) -> None:
@@ -123,8 +124,8 @@ def test_mixed_dtypes_there_and_back_are_the_same_bytes(tmp_path: Path) -> None:
     load = FORMS["hf"].make(tmp_path / "source", lambda files: narrowed(files, "norm"))
     convert(load, tmp_path / "run", layout=Layout(2, 2))
     convert(tmp_path / "run", tmp_path / "back")
-    exchange(tmp_path / "run", tmp_path / "tree", Layout(2, 1), "megatron")
-    exchange(tmp_path / "tree", tmp_path / "own", Layout(), "mega", 56)
+    convert(tmp_path / "run", tmp_path / "tree", "megatron", Layout(2, 1))
+    convert(tmp_path / "tree", tmp_path / "own", "mega", Layout(), vocab=56)
     convert(tmp_path / "own", tmp_path / "through")
     from safetensors.torch import load_file
 

@@ -20,9 +20,8 @@ from safetensors.torch import load_file, save_file
 
 from mega.cli import main
 from mega.core.checkpoint.forms.convert import convert
-from mega.core.checkpoint.forms.exchange import exchange
-from mega.core.checkpoint.forms.folders import LOCK, filled_folder
-from mega.core.checkpoint.forms.huggingface import model_from_config
+from mega.core.checkpoint.forms.llama import model_from_config
+from mega.core.checkpoint.own.folders import LOCK, filled_folder
 from mega.core.checkpoint.own.inspect import clean
 from mega.core.checkpoint.own.layout import Layout
 from mega.core.checkpoint.own.pieces import CheckpointError
@@ -133,7 +132,7 @@ def test_a_folder_of_the_users_is_never_cleared(run: Path, tmp_path: Path) -> No
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from mega.core.checkpoint.forms import folders
+from mega.core.checkpoint.own import folders
 
 def fill(folder):
     (folder / "half").write_bytes(b"a" * 1000)
@@ -184,7 +183,7 @@ def test_what_a_killed_export_left_goes_and_nothing_else(
         elif sweeper == "export":
             convert(run, out)
         else:
-            exchange(source, out, Layout(), "megatron")
+            convert(source, out, "megatron", Layout())
         assert not left.exists() and filled.is_dir() and all(folder.is_dir() for folder in mine)
         assert len(list(tmp_path.glob("*.tmp"))) == 7
         living.communicate("\n")

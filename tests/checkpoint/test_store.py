@@ -288,7 +288,7 @@ def test_damaged_files_are_passed_over(tmp_path: Path, kind: str, name: str) -> 
     store = small_store(tmp_path, (5, 10))
     damage(tmp_path / "step-0000010", kind, name)
     told: list[str] = []
-    assert store.newest(tell=told.append) == 5
+    assert store.newest(report=told.append) == 5
     assert "step 10 is passed over" in told[0]
     shutil.rmtree(tmp_path / "step-0000005")
     with pytest.raises(CheckpointError, match="can be trusted"):
@@ -328,7 +328,7 @@ def test_a_broken_pointer_never_means_a_fresh_start(tmp_path: Path, pointer: byt
     if pointer is not None:
         (tmp_path / "latest").write_bytes(pointer)
     told: list[str] = []
-    assert store.newest(tell=told.append) == 10 and len(told) == 1
+    assert store.newest(report=told.append) == 10 and len(told) == 1
     for step in (5, 10):
         shutil.rmtree(tmp_path / f"step-{step:07d}")
     if pointer is not None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from mega.core.checkpoint.forms import torch_dist
-from mega.core.checkpoint.forms.exchange import exchange
+from mega.core.checkpoint.forms.convert import convert
 from mega.core.checkpoint.own.layout import Layout
 from mega.core.checkpoint.own.pieces import Box, CheckpointError, Piece
 from mega.core.checkpoint.own.store import locate
@@ -27,7 +27,7 @@ def folder(tmp_path: Path) -> Path:
 def test_a_real_checkpoint_with_its_17_tensors(tmp_path: Path) -> None:
     """Hidden 12, 2 layers, vocabulary 100, 64 positions, tensor parallel 2; every byte against torch's own reader."""
     source = folder(tmp_path)
-    report = exchange(source, tmp_path / "run", Layout(2, 2), "mega", heads=4)
+    report = convert(source, tmp_path / "run", "mega", Layout(2, 2), heads=4)
     found = locate(tmp_path / "run")
     assert found.step == 10
     model = found.meta["config"]["model"]
@@ -71,9 +71,9 @@ def reference(source: Path) -> dict[str, torch.Tensor]:
 def test_arguments_must_come_from_somewhere(tmp_path: Path) -> None:
     source = folder(tmp_path)
     with pytest.raises(CheckpointError, match="give --num-attention-heads"):
-        exchange(source, tmp_path / "run", Layout(), "mega")
+        convert(source, tmp_path / "run", "mega", Layout())
     with pytest.raises(CheckpointError, match="--num-attention-heads 5: must divide 12"):
-        exchange(source, tmp_path / "run", Layout(), "mega", heads=5)
+        convert(source, tmp_path / "run", "mega", Layout(), heads=5)
 
 
 class Bomb:
@@ -87,7 +87,7 @@ def test_a_hostile_index_runs_nothing(tmp_path: Path, protocol: int, monkeypatch
     source = folder(tmp_path)
     (source / ".metadata").write_bytes(pickle.dumps({"a": Bomb()}, protocol=protocol))
     with pytest.raises(CheckpointError, match=r"\.metadata"):
-        exchange(source, tmp_path / "run", Layout(), "mega", heads=4)
+        convert(source, tmp_path / "run", "mega", Layout(), heads=4)
     assert not (tmp_path / "executed").exists()
 
 
@@ -109,7 +109,7 @@ def test_damaged_data_files(tmp_path: Path, change: str) -> None:
     else:
         shutil.copy(source / "__0_0.distcp", source / "__1_1.distcp")
     with pytest.raises(ValueError, match="distcp"):
-        exchange(source, tmp_path / "run", Layout(), "mega", heads=4)
+        convert(source, tmp_path / "run", "mega", Layout(), heads=4)
     assert not (tmp_path / "run").exists()
 
 

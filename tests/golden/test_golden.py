@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from mega.cli import main
-from mega.core.checkpoint.forms.convert import OwnSource
 from mega.core.checkpoint.own.pieces import Box
+from mega.core.checkpoint.own.source import OwnSource
 from mega.core.checkpoint.own.store import locate
 from tests.golden.make import EXPECTED, HERE, digest
 from tests.support.foreign_forms import FORMS

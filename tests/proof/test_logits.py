@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mega.cli import main
-from mega.core.checkpoint.forms import huggingface
+from mega.core.checkpoint.forms import llama
 from mega.core.checkpoint.forms.convert import convert
-from mega.core.checkpoint.forms.huggingface import model_from_config as _read
+from mega.core.checkpoint.forms.llama import model_from_config as _read
 from mega.core.checkpoint.own.layout import Layout
 from mega.core.checkpoint.own.store import locate
 from mega.core.proof.logits import agreement, logits, their_logits
@@ -81,7 +81,7 @@ def test_verify_follows_the_size_of_logits_and_says_what_failed(
         state["model.layers.1.mlp.up_proj.weight"][3, 5] = float("nan")
     save_file(state, source / "model.safetensors", {"format": "pt"})
     if change == "wrong":
-        monkeypatch.setattr(huggingface, "model_from_config", lambda *given: replace(_read(*given), rope_base=100.0))
+        monkeypatch.setattr(llama, "model_from_config", lambda *given: replace(_read(*given), rope_base=100.0))
     command = ["convert-llama", "--load-dir", str(source), "--save-dir", str(tmp_path / "run"), "--verify"]
     assert main(command) == code
     told = capsys.readouterr().err

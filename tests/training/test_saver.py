@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from mega.core import device as device_module
+from mega.core.checkpoint.own import directory as store_module
 from mega.core.checkpoint.own import retention
-from mega.core.checkpoint.own import store as store_module
 from mega.core.checkpoint.own.inspect import diff
 from mega.core.checkpoint.own.store import CheckpointStore, SaveError
 from mega.core.config.run import RunConfig

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from mega.core.checkpoint.forms.convert import tokenizer_kind
-from mega.core.checkpoint.own.layout import model_of
+from mega.core.checkpoint.forms.companions import tokenizer_kind
+from mega.core.checkpoint.own.model import model_of
 from mega.core.checkpoint.own.pieces import Piece
 from mega.core.checkpoint.own.store import Checkpoint, CheckpointError
 from mega.core.family import family

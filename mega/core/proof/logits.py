@@ -13,12 +13,13 @@ from typing import Any
 
 import torch
 
-from mega.core.checkpoint.forms.convert import OwnSource
-from mega.core.checkpoint.forms.foreign import hugging_face_source
-from mega.core.checkpoint.forms.kinds import kind_of
+from mega.core.checkpoint.forms.form import OWN
+from mega.core.checkpoint.forms.huggingface import weights_of
+from mega.core.checkpoint.forms.recognise import form_at
 from mega.core.checkpoint.own.container import blocks
-from mega.core.checkpoint.own.layout import model_of
+from mega.core.checkpoint.own.model import model_of
 from mega.core.checkpoint.own.pieces import Box
+from mega.core.checkpoint.own.source import OwnSource
 from mega.core.checkpoint.own.store import Checkpoint, locate
 from mega.core.config.sections import ModelConfig
 from mega.core.family import family
@@ -67,7 +68,7 @@ def agreement(one: Path, other: Path) -> Agreement:
     Errors: ValueError where there is no Hugging Face folder or transformers is not installed.
     """
     check_transformers()
-    folder, load = (other, one) if kind_of(one) == "mega" else (one, other)
+    folder, load = (other, one) if form_at(one) is OWN else (one, other)
     if not (folder / "config.json").exists():
         raise ValueError(f"--verify: neither {one} nor {other} is a Hugging Face folder")
     checkpoint = locate(load)
@@ -83,7 +84,7 @@ def agreement(one: Path, other: Path) -> Agreement:
 
 def not_finite(one: Path, other: Path) -> str | None:
     """The first weight of the checkpoint, whichever of the two it is, with a NaN or an infinity; None without one."""
-    source = OwnSource(locate(one if kind_of(one) == "mega" else other))
+    source = OwnSource(locate(one if form_at(one) is OWN else other))
     for name, (shape, dtype) in source.tensors.items():
         for box in blocks(Box((0,) * len(shape), shape), dtype.itemsize):
             if not source.read(name, box).isfinite().all():
@@ -100,7 +101,7 @@ def their_logits(folder: Path, ids: torch.Tensor) -> torch.Tensor:
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    source = hugging_face_source(folder)
+    source = weights_of(folder)
     config: Any = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     kinds, count = getattr(config, "layer_types", None), config.num_hidden_layers
     config.num_hidden_layers = 1

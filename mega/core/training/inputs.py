@@ -141,11 +141,12 @@ def _datasets(run: RunConfig, tokenizer: Tokenizer | None) -> Datasets:
 def _checkpoint_model(run: RunConfig, notes: list[str]) -> ModelConfig:
     """The checkpoint's model. The run's own values count where a run that resumes may have others too; the rest of them
     are noted."""
+    from mega.core.checkpoint.own.model import model_of
     from mega.core.checkpoint.own.store import locate
 
     assert run.checkpoint.load is not None
-    source = locate(Path(run.checkpoint.load), tell=lambda line: None)  # reported when weights are read
-    model, default = model_in(source.meta, run.checkpoint.load), ModelConfig()
+    source = locate(Path(run.checkpoint.load), report=lambda line: None)  # reported when weights are read
+    model, default = model_of(source.meta, run.checkpoint.load), ModelConfig()
     given = {
         field.name: value
         for field in dataclasses.fields(ModelConfig)
@@ -155,15 +156,3 @@ def _checkpoint_model(run: RunConfig, notes: list[str]) -> ModelConfig:
     if left := [f"{flag_of(name)} {value}" for name, value in given.items() if name not in kept]:
         notes.append(f"--use-checkpoint-config: the checkpoint's model counts, and not {', '.join(left)}")
     return dataclasses.replace(model, **kept)
-
-
-def model_in(meta: Any, where: str) -> ModelConfig:
-    """The model section that a checkpoint was trained with."""
-    try:
-        values = dict(meta["config"]["model"])
-    except (KeyError, TypeError):
-        raise ValueError(f"{where}: this checkpoint does not describe its model") from None
-    known = {field.name for field in dataclasses.fields(ModelConfig)}
-    if unknown := sorted(values.keys() - known):
-        raise ValueError(f"{where}: unknown model options {', '.join(unknown)}; written by a newer version?")
-    return ModelConfig(**values)

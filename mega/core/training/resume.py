@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from mega.core.checkpoint.own.model import model_of
 from mega.core.checkpoint.own.pieces import CheckpointError, Piece
 from mega.core.checkpoint.own.store import Checkpoint, locate, store_at
 from mega.core.config.run import RunConfig, flag_of, options_with, value_of
@@ -14,7 +15,6 @@ from mega.core.data.build import Datasets
 from mega.core.data.dataset import BlendedDataset
 from mega.core.parallel.mesh import Mesh
 from mega.core.text.tokenizer import Tokenizer
-from mega.core.training.inputs import model_in
 from mega.core.training.state import Progress, TrainState
 
 Report = Callable[[str], None]
@@ -37,7 +37,7 @@ def find_resume_point(run: RunConfig, report: Report) -> ResumePoint | None:
     if options.resume == "auto":
         assert options.save is not None
         store = store_at(options.save)
-        step = store.newest(verify=True, tell=report)
+        step = store.newest(verify=True, report=report)
         if step is not None:
             return ResumePoint(store.open(step), weights_only=False)
         report(f"--resume auto: no checkpoint under {options.save} yet")
@@ -169,7 +169,7 @@ def _same_rule(run: RunConfig, checkpoint: Checkpoint) -> None:
 
 def _same_model(run: RunConfig, checkpoint: Checkpoint) -> None:
     """The model's mathematics must be the checkpoint's; else the weights mean something else."""
-    stored: dict[str, Any] = dataclasses.asdict(model_in(checkpoint.meta, str(checkpoint.path)))
+    stored: dict[str, Any] = dataclasses.asdict(model_of(checkpoint.meta, str(checkpoint.path)))
     ours = dataclasses.asdict(run.model)
     differ = [name for name in options_with(on_resume="must match") if name in ours and ours[name] != stored[name]]
     if run.model.position == "learned" and stored["positions"] != ours["positions"]:

@@ -8,15 +8,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
 from mega.core.checkpoint.forms.foreign import TorchSource, inside
-from mega.core.checkpoint.forms.mapping import Source, Table, Target, Tensors, beside, stacked
+from mega.core.checkpoint.forms.form import Given, Opened
+from mega.core.checkpoint.forms.keys import translated, whole_in
+from mega.core.checkpoint.forms.mapping import Fragment, Table, Target, gathered, whole
 from mega.core.checkpoint.forms.pickles import Arguments, read_pickled
-from mega.core.checkpoint.own.pieces import CheckpointError
+from mega.core.checkpoint.own.model import check_size
+from mega.core.checkpoint.own.pieces import CheckpointError, Tensors
+from mega.core.checkpoint.own.store import Attachments
 from mega.core.config.sections import ModelConfig
 from mega.core.inventory import inventory
 
@@ -34,13 +39,24 @@ NAMES = {
 }
 """Our modules -> fairseq's, below `decoder.`."""
 
+PARTS = "model-model_part-*.pt"
 OUTPUT = "decoder.output_projection.weight"
 _IGNORED = ("decoder.version", "decoder.embed_positions._float_tensor")
-_LAYER = re.compile(r"model\.(layers\.\d+)\.(.+)")
 
 Activation = Literal["gelu_tanh", "gelu"]
 ACTIVATIONS: dict[str, Activation] = {"gelu": "gelu", "gelu_accurate": "gelu_tanh", "gelu_fast": "gelu_tanh"}
 """fairseq's names; its `gelu_accurate` is the tanh form."""
+
+
+REQUIRED = {
+    "decoder_learned_pos": False,
+    "decoder_normalize_before": True,
+    "share_decoder_input_output_embed": True,
+    "no_scale_embedding": False,
+    "no_token_positional_embeddings": False,
+    "layernorm_embedding": False,
+}
+"""Options that change what the same tensors compute, and their only valid values."""
 
 
 def fairseq_name(name: str) -> str:
@@ -49,40 +65,42 @@ def fairseq_name(name: str) -> str:
     >>> fairseq_name("model.layers.3.post_attention_layernorm.bias")
     'decoder.layers.3.final_layer_norm.bias'
     """
-    module, _, kind = name.rpartition(".")
-    match = _LAYER.fullmatch(module)
-    return f"decoder.{match[1]}.{NAMES[match[2]]}.{kind}" if match else f"decoder.{NAMES[module]}.{kind}"
+    return "decoder." + translated(name, NAMES, "layers.{}.")
 
 
-def parts_of(folder: Path) -> list[Path]:
-    """The parts in `folder`, in no order; none where it is of another kind."""
-    return list(folder.glob("model-model_part-*.pt"))
+def recognise(path: Path) -> bool:
+    return any(path.glob(PARTS))
 
 
-def open_folder(folder: Path) -> tuple[Source, ModelConfig, Table]:
-    """The tensors of a folder (named `part/name`), the model that they are, and where each element goes.
+def tokenizer(files: Attachments) -> str | None:
+    return "FairseqTokenizer" if {"dict.txt", "vocab.json", "merges.txt"} <= files.keys() else None
 
-    Errors: CheckpointError naming the file or tensor at fault.
-    """
-    names = [f"model-model_part-{number}.pt" for number in range(len(parts_of(folder)))]
-    if {path.name for path in parts_of(folder)} != set(names):
-        raise CheckpointError(f"{folder}: parts {sorted(path.name for path in parts_of(folder))}, not {names}")
+
+def open_form(path: Path, given: Given) -> Opened:
+    """Names of tensors are `part/name`."""
+    found = sorted(part.name for part in path.glob(PARTS))
+    names = [f"model-model_part-{number}.pt" for number in range(len(found))]
+    if set(found) != set(names):
+        raise CheckpointError(f"{path}: parts {found}, not {names}")
     tensors: dict[str, torch.Tensor] = {}
     options: Mapping[str, Any] = {}
     for number, name in enumerate(names):
-        path = inside(folder, name)
-        content = read_pickled(path)
+        file = inside(path, name)
+        content = read_pickled(file)
         state = content.get("model") if isinstance(content, dict) else None
         if not isinstance(state, dict):
-            raise CheckpointError(f"{path}: holds no dict of the model's tensors under `model`")
+            raise CheckpointError(f"{file}: holds no dict of the model's tensors under `model`")
         for key, tensor in state.items():
             if not isinstance(key, str) or not isinstance(tensor, torch.Tensor):
-                raise CheckpointError(f"{path}: model: {key!r} is {type(tensor).__name__}, not a tensor")
+                raise CheckpointError(f"{file}: model: {key!r} is {type(tensor).__name__}, not a tensor")
             tensors[f"{number}/{key}"] = tensor
         options = options or _options(content)
     source = TorchSource(tensors)
-    model = model_from_options(options, source.tensors, len(names), str(folder))
-    return source, model, import_table(model, source.tensors, len(names))
+    model = model_from_options(options, source.tensors, len(names), str(path))
+    check_size(model, source.tensors, str(path))
+    output = any(name.endswith("/" + OUTPUT) for name in source.tensors)
+    ignored = frozenset(name for name in source.tensors if name.endswith(_IGNORED))
+    return Opened(source, model, replace(table(model, len(names), output=output), ignored=ignored))
 
 
 def _options(content: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -99,14 +117,7 @@ def model_from_options(options: Mapping[str, Any], tensors: Tensors, parts: int,
 
     Errors: CheckpointError naming an option that has no counterpart or does not fit the tensors.
     """
-    for key, valid in (
-        ("decoder_learned_pos", False),
-        ("decoder_normalize_before", True),
-        ("share_decoder_input_output_embed", True),
-        ("no_scale_embedding", False),
-        ("no_token_positional_embeddings", False),
-        ("layernorm_embedding", False),
-    ):
+    for key, valid in REQUIRED.items():
         if options.get(key, valid) != valid:
             raise CheckpointError(f"{where}: {key} {options[key]!r} (valid: {valid})")
 
@@ -116,12 +127,6 @@ def model_from_options(options: Mapping[str, Any], tensors: Tensors, parts: int,
             raise CheckpointError(f"{where}: 0/decoder.{name}: is missing, or no matrix")
         return found[0], found[1]
 
-    def number(key: str, otherwise: int) -> int:
-        value = options.get(key, otherwise)
-        if type(value) is not int or not 0 < value < 1 << 40:
-            raise CheckpointError(f"{where}: {key} {value!r}: must be a positive whole number")
-        return value
-
     def share(key: str, otherwise: float) -> float:
         value = options.get(key, otherwise)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
@@ -129,14 +134,14 @@ def model_from_options(options: Mapping[str, Any], tensors: Tensors, parts: int,
         return float(value)
 
     rows, hidden = shape("embed_tokens.weight")
-    heads = number("decoder_attention_heads", 32)
+    heads = whole_in(options, "decoder_attention_heads", where, 32)
     if hidden % heads:
         raise CheckpointError(f"{where}: decoder_attention_heads {heads}: must divide the width {hidden}")
     activation = ACTIVATIONS.get(options.get("activation_fn", "gelu"))
     if activation is None:
         raise CheckpointError(f"{where}: activation_fn {options['activation_fn']!r} (valid: {', '.join(ACTIVATIONS)})")
     layers = {int(match[1]) for name in tensors if (match := re.match(r"0/decoder\.layers\.(\d{1,6})\.", name))}
-    if number("decoder_layers", len(layers) or 1) != len(layers) or layers != set(range(len(layers))):
+    if whole_in(options, "decoder_layers", where, len(layers) or 1) != len(layers) or layers != set(range(len(layers))):
         raise CheckpointError(f"{where}: decoder_layers {options.get('decoder_layers')}: the files hold {len(layers)}")
     return ModelConfig(
         family="gpt",
@@ -147,7 +152,7 @@ def model_from_options(options: Mapping[str, Any], tensors: Tensors, parts: int,
         head_dim=hidden // heads,
         ffn=shape("layers.0.fc1.weight")[0] * parts,
         vocab=rows * parts,
-        positions=number("max_target_positions", number("tokens_per_sample", 1024)),
+        positions=whole_in(options, "max_target_positions", where, whole_in(options, "tokens_per_sample", where, 1024)),
         position="sinusoidal",
         position_offset=2,
         embedding_scale=True,
@@ -162,35 +167,18 @@ def model_from_options(options: Mapping[str, Any], tensors: Tensors, parts: int,
     )
 
 
-def import_table(model: ModelConfig, tensors: Tensors, parts: int) -> Table:
-    """`weights/<name>` of every logical tensor from the parts of a release."""
+def table(model: ModelConfig, parts: int, *, output: bool) -> Table:
+    """`weights/<name>` of every logical tensor from the parts of a release. output: they repeat the embedding."""
     targets: list[Target] = []
-    copies: list[tuple[str, str]] = []
+    copies: list[tuple[str, Fragment]] = []
     for tensor in inventory(model):
+        name, dim = f"weights/{tensor.name}", tensor.cut.dim if tensor.cut else None
         here = [f"{part}/{fairseq_name(tensor.name)}" for part in range(parts)]
-        dim = tensor.cut.dim if tensor.cut else None
-        expected = tuple(size // parts if d == dim else size for d, size in enumerate(tensor.shape))
-        for each in here:
-            if each not in tensors:
-                raise CheckpointError(f"{each}: is missing")
-            if tensors[each][0] != expected:
-                raise CheckpointError(f"{each}: has shape {tensors[each][0]}, the other sizes imply {expected}")
         if dim is None:
-            copies += [(each, here[0]) for each in here[1:]]
-            here = here[:1]
-        rows, *columns = expected
-        fragments = (
-            beside(here, rows, columns[0])
-            if dim == 1
-            else stacked([(each, range(rows)) for each in here], columns[0] if columns else None)
-        )
-        targets.append(Target(f"weights/{tensor.name}", tensor.shape, tensors[here[0]][1], fragments))
-    table = fairseq_name("model.embed_tokens.weight")
-    outputs = [f"{part}/{OUTPUT}" for part in range(parts)]
-    if any(output in tensors for output in outputs):
-        for part, output in enumerate(outputs):
-            if output not in tensors:
-                raise CheckpointError(f"{output}: is missing, other parts have it")
-            copies.append((output, f"{part}/{table}"))
-    ignored = frozenset(name for name in tensors if name.endswith(_IGNORED))
-    return Table(tuple(targets), copies=tuple(copies), ignored=ignored)
+            copies += [(name, whole(tensor.shape, each)) for each in here[1:]]
+        targets.append(Target(name, tensor.shape, gathered(tensor.shape, here, dim)))
+    if output:
+        embedding = targets[0]
+        again = gathered(embedding.shape, [f"{part}/{OUTPUT}" for part in range(parts)], 0)
+        copies += [(embedding.name, fragment) for fragment in again]
+    return Table(tuple(targets), copies=tuple(copies))

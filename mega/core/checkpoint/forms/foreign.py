@@ -18,16 +18,15 @@ from typing import Any
 
 import torch
 
-from mega.core.checkpoint.forms.mapping import Tensors
 from mega.core.checkpoint.forms.pickle_scan import BYTES, Scan
 from mega.core.checkpoint.own.container import Entry, read_box
 from mega.core.checkpoint.own.disk import opening, parse_json, read_file, read_into
-from mega.core.checkpoint.own.pieces import DTYPES, Box, CheckpointError
+from mega.core.checkpoint.own.pieces import DTYPES, Box, CheckpointError, Tensors
 
 HEADER_LIMIT = 64 << 20
 JSON_LIMIT = 64 << 20
 LEGACY_PICKLES = 5
-"""A torch file that is no archive begins with so many: magic number, version, machine, content, names of storages."""
+"""A torch file that is not an archive begins with these: magic number, version, machine, content, names of storages."""
 
 _PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
@@ -196,49 +195,6 @@ def flat_tensors(path: Path, label: str = "") -> dict[str, torch.Tensor]:
         if not isinstance(name, str) or not isinstance(value, torch.Tensor):
             raise CheckpointError(f"{path}: {name!r} is {type(value).__name__}, not a tensor")
     return {label + name: value for name, value in content.items()}
-
-
-def hugging_face_source(folder: Path) -> EntrySource | TorchSource:
-    """The weights of a Hugging Face folder: safetensors if there, else `.bin`; alone or with an index.
-
-    Where a folder has several, it is the one that transformers opens.
-    """
-    for single, index in (
-        ("model.safetensors", "model.safetensors.index.json"),
-        ("pytorch_model.bin", "pytorch_model.bin.index.json"),
-    ):
-        if (folder / single).exists():
-            weights, paths = {}, [inside(folder, single)]
-        elif (folder / index).exists():
-            weights = _weight_map(folder / index)
-            paths = [inside(folder, name) for name in sorted(set(weights.values()))]
-        else:
-            continue
-        source = TorchSource(_merged(paths)) if single.endswith(".bin") else safetensors_source(paths)
-        if weights and set(weights) != set(source.tensors):
-            odd = min(set(weights) ^ set(source.tensors))
-            where = "in the index only" if odd in weights else "not in the index"
-            raise CheckpointError(f"{folder / index}: {odd} is {where}")
-        return source
-    raise CheckpointError(f"{folder}: holds neither model.safetensors nor pytorch_model.bin, nor an index of either")
-
-
-def _merged(paths: list[Path]) -> dict[str, torch.Tensor]:
-    merged: dict[str, torch.Tensor] = {}
-    for path in paths:
-        tensors = flat_tensors(path)
-        if twice := merged.keys() & tensors.keys():
-            raise CheckpointError(f"{path}: {min(twice)} is in another file too")
-        merged |= tensors
-    return merged
-
-
-def _weight_map(index: Path) -> dict[str, str]:
-    content = read_json(index)
-    weights = content.get("weight_map")
-    if not isinstance(weights, dict) or not all(isinstance(file, str) for file in weights.values()):
-        raise CheckpointError(f"{index}: weight_map must give a file name for every tensor")
-    return weights
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -1,17 +1,16 @@
-"""GPT-2 in Hugging Face's form: its names, its products stored [in, out], its fused query, key and value.
+"""GPT-2 in Hugging Face's form: its names, its matrices stored [in, out], its fused query, key and value.
 
 Knows config.json and tensors' names, no files. Source: transformers' GPT2LMHeadModel.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
-from mega.core.checkpoint.forms.huggingface import number_in, only, whole_in
-from mega.core.checkpoint.forms.mapping import Fragment, Table, Target, Tensors, whole
-from mega.core.checkpoint.own.pieces import Box, CheckpointError
+from mega.core.checkpoint.forms.keys import number_in, only, translated, whole_in
+from mega.core.checkpoint.forms.mapping import Fragment, Span, Table, Target, whole
+from mega.core.checkpoint.own.pieces import CheckpointError
 from mega.core.config.sections import ModelConfig
 from mega.core.inventory import Tensor, inventory
 
@@ -40,8 +39,6 @@ HEAD = "lm_head.weight"
 _BUFFERS = (".attn.bias", ".attn.masked_bias")
 """Ends of names that old exports carry and that hold the causal mask, not `c_attn.bias`."""
 
-_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
-
 
 def gpt2_name(name: str) -> str:
     """GPT-2's name of a logical tensor, without the prefix.
@@ -49,15 +46,7 @@ def gpt2_name(name: str) -> str:
     >>> gpt2_name("model.layers.3.self_attn.k_proj.bias"), gpt2_name("model.norm.weight")
     ('h.3.attn.c_attn.bias', 'ln_f.weight')
     """
-    module, _, kind = name.rpartition(".")
-    if match := _LAYER.fullmatch(module):
-        return f"h.{match[1]}.{NAMES[match[2]]}.{kind}"
-    return f"{NAMES[module]}.{kind}"
-
-
-def is_gpt2(model: ModelConfig) -> bool:
-    """Whether a model's positions are those of GPT-2, rather than Llama's."""
-    return model.position == "learned"
+    return translated(name, NAMES, "h.{}.")
 
 
 def model_from_config(config: Mapping[str, Any], where: str) -> ModelConfig:
@@ -136,71 +125,30 @@ def config_from_model(model: ModelConfig, dtype: str) -> dict[str, Any]:
     }
 
 
-def import_table(model: ModelConfig, tensors: Tensors) -> Table:
-    """`weights/<name>` of every logical tensor from GPT-2's."""
-    prefix = PREFIX if any(name.startswith(PREFIX) for name in tensors) else ""
+def table(model: ModelConfig, found: Collection[str] = ()) -> Table:
+    """`weights/<name>` of every logical tensor from GPT-2's. found: names in a folder."""
+    prefix = PREFIX if not found or any(name.startswith(PREFIX) for name in found) else ""
     targets = []
     for tensor in inventory(model):
-        name = prefix + gpt2_name(tensor.name)
-        if name not in tensors:
-            raise CheckpointError(f"{name}: the model has it, the source does not")
-        shape, dtype = tensors[name]
-        expected = _fused_shape(model, tensor)
-        if shape != expected:
-            raise CheckpointError(f"{name}: has shape {shape}, the config says {expected}")
-        rows = _rows(tensor)
-        at = Box((0,) * len(tensor.shape), tensor.shape)
-        fragment = Fragment(name, at, rows, transposed=_is_product(tensor))
-        targets.append(Target(f"weights/{tensor.name}", tensor.shape, dtype, (fragment,)))
-    copies = ((HEAD, f"{prefix}wte.weight"),) if HEAD in tensors else ()
-    ignored = frozenset(name for name in tensors if name.endswith(_BUFFERS))
-    return Table(tuple(targets), copies=copies, ignored=ignored)
+        at, transposed = Span(*map(range, tensor.shape)), _is_transposed(tensor)
+        taken = Span(_rows(tensor), *at.ranges[1:])
+        taken = Span(*reversed(taken.ranges)) if transposed else taken
+        fragment = Fragment(prefix + gpt2_name(tensor.name), at, taken, transposed)
+        targets.append(Target(f"weights/{tensor.name}", tensor.shape, (fragment,)))
+    return Table(
+        tuple(targets),
+        copies=((targets[0].name, whole(targets[0].shape, HEAD)),) if HEAD in found else (),
+        ignored=frozenset(name for name in found if name.endswith(_BUFFERS)),
+    )
 
 
-def export_table(model: ModelConfig, tensors: Tensors) -> Table:
-    """The other way; tensors that are no weights stay behind."""
-    targets = []
-    for tensor in inventory(model):
-        source = f"weights/{tensor.name}"
-        if source not in tensors:
-            raise CheckpointError(f"{source}: the model has it, the checkpoint does not")
-        shape, dtype = _fused_shape(model, tensor), tensors[source][1]
-        name = PREFIX + gpt2_name(tensor.name)
-        if "c_attn" not in name:
-            targets.append(whole(name, source, shape, dtype, transposed=_is_product(tensor)))
-        elif "q_proj" in source:  # the three lie side by side
-            parts = [source.replace("q_proj", f"{part}_proj") for part in "qkv"]
-            targets.append(Target(name, shape, dtype, _beside(parts, shape)))
-    return Table(tuple(targets))
-
-
-def _beside(parts: list[str], shape: tuple[int, ...]) -> tuple[Fragment, ...]:
-    """Columns (of a matrix) or elements (of a bias) of three sources beside each other."""
-    width = shape[-1] // len(parts)
-    fragments = []
-    for number, part in enumerate(parts):
-        start = (*(0 for _ in shape[:-1]), number * width)
-        at = Box(start, (*shape[:-1], width))
-        rows = range(shape[0]) if len(shape) == 2 else range(width)
-        fragments.append(Fragment(part, at, rows, transposed=len(shape) == 2))
-    return tuple(fragments)
-
-
-def _is_product(tensor: Tensor) -> bool:
+def _is_transposed(tensor: Tensor) -> bool:
     """Matrices but for the two tables are stored [in, out]."""
     return len(tensor.shape) == 2 and "embed_" not in tensor.name
 
 
 def _rows(tensor: Tensor) -> range:
-    """Where a tensor's rows stand in GPT-2's: behind one another for query, key and value."""
+    """Where a tensor's rows are in GPT-2's: one after another for query, key and value."""
     part = tensor.name.rpartition("_proj")[0][-1:]
     place = "qkv".index(part) if part in ("q", "k", "v") and "self_attn" in tensor.name else 0
     return range(place * tensor.shape[0], (place + 1) * tensor.shape[0])
-
-
-def _fused_shape(model: ModelConfig, tensor: Tensor) -> tuple[int, ...]:
-    """The shape of GPT-2's tensor that holds a logical one."""
-    assert model.hidden is not None
-    fused = 3 if "c_attn" in gpt2_name(tensor.name) else 1
-    shape = (fused * tensor.shape[0], *tensor.shape[1:])
-    return shape[::-1] if _is_product(tensor) else shape

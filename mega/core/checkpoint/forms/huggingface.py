@@ -1,256 +1,175 @@
-"""Llama and its relatives in Hugging Face's form: families as rows of values, config.json both ways.
+"""Hugging Face's folders: config.json, safetensors or torch files, tokenizer files.
 
-Tensor names need no table: the inventory's names are Hugging Face's. Knows config.json, no files.
+What config.json and tensors are called depends on its `model_type`: llama.py and gpt2.py know that.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
 
-from mega.core.checkpoint.forms.mapping import Table, Tensors, whole
-from mega.core.checkpoint.own.pieces import CheckpointError
-from mega.core.config.sections import ModelConfig
-from mega.core.inventory import inventory
-
-
-@dataclass(frozen=True)
-class Family:
-    """One `model_type` of config.json, and what distinguishes it from Llama.
-
-    window: `sliding_window` where the file does not say; None where the family has none. window_on_demand: it counts
-    only where `use_sliding_window` is true.
-    """
-
-    model_type: str
-    architecture: str
-    qkv_bias: bool = False
-    qk_norm: bool = False
-    window: int | None = None
-    window_on_demand: bool = False
-
-
-FAMILIES = (
-    Family("llama", "LlamaForCausalLM"),
-    Family("mistral", "MistralForCausalLM", window=4096),
-    Family("qwen2", "Qwen2ForCausalLM", qkv_bias=True, window=4096, window_on_demand=True),
-    Family("qwen3", "Qwen3ForCausalLM", qk_norm=True, window=4096, window_on_demand=True),
+from mega.core.checkpoint.forms import gpt2, llama
+from mega.core.checkpoint.forms.companions import copy_companions
+from mega.core.checkpoint.forms.foreign import (
+    EntrySource,
+    TorchSource,
+    flat_tensors,
+    inside,
+    read_json,
+    safetensors_source,
 )
+from mega.core.checkpoint.forms.form import Export, Given, Opened, Own
+from mega.core.checkpoint.forms.mapping import Source, Table, assemble
+from mega.core.checkpoint.forms.writing import write_json
+from mega.core.checkpoint.own.container import write_container
+from mega.core.checkpoint.own.layout import planned
+from mega.core.checkpoint.own.model import check_size
+from mega.core.checkpoint.own.pieces import Box, CheckpointError, Piece
+from mega.core.checkpoint.own.store import Attachments
 
-DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}
-"""Our names of the dtypes -> torch's, which are also config.json's."""
-
-_BUFFERS = ("rotary_emb.inv_freq", "self_attn.masked_bias", "self_attn.bias")
-"""Ends of names that old exports carry and that hold no parameters."""
+SHARD_BYTES = 5 << 30
+"""Largest safetensors file of an exported folder."""
 
 
-def model_from_config(config: Mapping[str, Any], where: str) -> ModelConfig:
-    """The resolved model section that a config.json describes.
+def recognise(path: Path) -> bool:
+    return (path / "config.json").exists() and not (path / "manifest.json").exists()
 
-    where: names the file in errors. Errors: CheckpointError naming a key whose value has no counterpart.
+
+def tokenizer(files: Attachments) -> str | None:
+    if "tokenizer.json" in files:
+        return "HuggingFaceTokenizer"
+    return "GPT2BPETokenizer" if {"vocab.json", "merges.txt"} <= files.keys() else None
+
+
+def open_form(path: Path, given: Given) -> Opened:
+    where = path / "config.json"
+    config = read_json(where)
+    if config.get("quantization_config"):
+        raise CheckpointError(f"{where}: quantization_config: quantised weights are not read; dequantise them first")
+    if (adapter := path / "adapter_config.json").exists():
+        raise CheckpointError(f"{adapter}: an adapter is not read; merge it into the weights, or take its files away")
+    names = gpt2 if config.get("model_type") == "gpt2" else llama
+    model = names.model_from_config(config, str(where))
+    source = weights_of(path)
+    check_size(model, source.tensors, str(where))
+    return Opened(source, model, names.table(model, source.tensors))
+
+
+def export(own: Own, to: str, given: Given) -> Export:
+    """A folder that `AutoModelForCausalLM.from_pretrained` opens."""
+    names = gpt2 if own.model.position == "learned" else llama
+    config = _config(names, own)
+
+    def fill(folder: Path, table: Table, source: Source) -> int:
+        written = _write_shards(folder, table, source)
+        write_json(folder / "config.json", config)
+        if "generation_config.json" not in own.checkpoint.attachments:
+            write_json(folder / "generation_config.json", {"_from_model_config": True, **_tokens(config)})
+        copy_companions(own.checkpoint, folder, skip=("config.json", "params.json"))
+        return written
+
+    return Export(names.table(own.model), fill)
+
+
+def _config(names: ModuleType, own: Own) -> dict[str, Any]:
+    """config.json: the one the weights came with, as long as it still says the same; else our own, with its tokens.
+
+    A released file may claim another dtype than its weights'. Once they were trained, it must say theirs: transformers
+    opens them in it.
     """
-    model_type = config.get("model_type")
-    family = next((row for row in FAMILIES if row.model_type == model_type), None)
-    if family is None:
-        valid = ", ".join(row.model_type for row in FAMILIES)
-        raise CheckpointError(f"{where}: model_type {model_type!r} (valid: {valid})")
-    heads = whole_in(config, "num_attention_heads", where)
-    hidden = whole_in(config, "hidden_size", where)
-    only(config, "hidden_act", ("silu", "swish"), where)
-    only(config, "attention_bias", (False, None), where)
-    only(config, "mlp_bias", (False, None), where)
-    only(config, "tie_word_embeddings", (False, True, None), where)
-    return ModelConfig(
-        family="llama",
-        layers=whole_in(config, "num_hidden_layers", where),
-        hidden=hidden,
-        heads=heads,
-        kv_heads=whole_in(config, "num_key_value_heads", where, heads),
-        head_dim=whole_in(config, "head_dim", where, hidden // heads),
-        ffn=whole_in(config, "intermediate_size", where),
-        vocab=whole_in(config, "vocab_size", where),
-        positions=_reach(config, family, where),
-        position="rope",
-        **_rope(config, where),
-        norm="rmsnorm",
-        norm_eps=number_in(config, "rms_norm_eps", where, 1e-6),
-        activation="swiglu",
-        bias=False,
-        qkv_bias=family.qkv_bias,
-        qk_norm=family.qk_norm,
-        tied=config.get("tie_word_embeddings") is True,
-        hidden_dropout=0.0,
-        attention_dropout=number_in(config, "attention_dropout", where, 0.0),
-        init_std=number_in(config, "initializer_range", where, 0.02),
-    )
+    dtype = str(own.source.tensors["weights/model.embed_tokens.weight"][1]).removeprefix("torch.")
+    attached = own.checkpoint.attachments.get("config.json")
+    config = {} if attached is None else read_json(attached)
+    try:
+        same = names.model_from_config(config, str(attached)) == own.model
+    except CheckpointError:
+        same = False
+    if not same:
+        return {**names.config_from_model(own.model, dtype), **_tokens(config)}
+    if own.checkpoint.step:
+        config |= {key: dtype for key in ("dtype", "torch_dtype") if key in config}
+    return config
 
 
-def _rope(config: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The options about rotation. New files keep all their keys in `rope_parameters`; the old place wins, as there."""
-    key = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
-    rope = config.get(key) or {}
-    if not isinstance(rope, Mapping) or any(isinstance(value, Mapping) for value in rope.values()):
-        raise CheckpointError(f"{where}: {key} {rope!r}: must be an object of numbers, the same for all layers")
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in ("default", "linear", "llama3"):
-        raise CheckpointError(f"{where}: rope_type {kind!r} (valid: default, linear, llama3)")
-    both = {**config, **rope}
-    only(both, "partial_rotary_factor", (1.0, None), where)
-    found: dict[str, Any] = {"rope_base": number_in(both, "rope_theta", where, 10000.0)}
-    if kind == "linear":
-        found["rope_interpolation"] = number_in(rope, "factor", where)
-    if kind == "llama3":
-        found |= {
-            "rope_scaling": "llama3",
-            "rope_scaling_factor": number_in(rope, "factor", where),
-            "rope_low_freq_factor": number_in(rope, "low_freq_factor", where),
-            "rope_high_freq_factor": number_in(rope, "high_freq_factor", where),
-            "rope_original_positions": whole_in(rope, "original_max_position_embeddings", where),
-        }
-    return found
+def _tokens(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in config}
 
 
-def _scaling(model: ModelConfig) -> dict[str, Any] | None:
-    """`rope_scaling` of a config.json."""
-    if model.rope_scaling == "llama3":
-        return {
-            "rope_type": "llama3",
-            "factor": model.rope_scaling_factor,
-            "low_freq_factor": model.rope_low_freq_factor,
-            "high_freq_factor": model.rope_high_freq_factor,
-            "original_max_position_embeddings": model.rope_original_positions,
-        }
-    if model.rope_interpolation != 1.0:
-        return {"rope_type": "linear", "factor": model.rope_interpolation}
-    return None
+def _write_shards(folder: Path, table: Table, source: Source) -> int:
+    """model.safetensors, or numbered files of at most `SHARD_BYTES` and their index. Returns bytes."""
+    targets = {target.name: target for target in table.targets}
+    shards: list[list[Piece]] = [[]]
+    room = SHARD_BYTES
+    for name, (shape, dtype) in table.tensors(source.tensors).items():
+        piece = planned(name, shape, (0,) * len(shape), shape, dtype)
+        if piece.bytes > room and shards[-1]:
+            shards.append([])
+            room = SHARD_BYTES
+        shards[-1].append(piece)
+        room -= piece.bytes
+    count = len(shards)
+    names = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+    if count == 1:
+        names = ["model.safetensors"]
+    written = 0
+
+    def fetch(piece: Piece, box: Box) -> torch.Tensor:
+        return assemble(targets[piece.key], box, source)
+
+    for name, pieces in zip(names, shards, strict=True):
+        written += write_container(folder / name, pieces, None, fetch).size
+    if count > 1:
+        total = sum(piece.bytes for pieces in shards for piece in pieces)
+        weights = {piece.key: name for name, pieces in zip(names, shards, strict=True) for piece in pieces}
+        write_json(folder / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": weights})
+    return written
 
 
-def _reach(config: Mapping[str, Any], family: Family, where: str) -> int:
-    """Positions. Within a sliding window attention is full, so a model with one ends with it."""
-    positions = whole_in(config, "max_position_embeddings", where)
-    wanted = bool(config.get("use_sliding_window")) if family.window_on_demand else family.window is not None
-    if not wanted or config.get("sliding_window", family.window) is None:
-        return positions
-    return min(positions, whole_in(config, "sliding_window", where, family.window))
+# Weights
 
 
-def check_llama(model: ModelConfig, whose: str) -> None:
-    """See that a model is one of Llama's kind. Errors: CheckpointError naming the option that `whose` does not have."""
-    for name, value, valid in (
-        ("position", model.position, ("rope",)),
-        ("norm", model.norm, ("rmsnorm",)),
-        ("activation", model.activation, ("swiglu",)),
-        ("bias", model.bias, (False,)),
-        ("norm_offset", model.norm_offset, (False,)),
-        ("post_norm_residual", model.post_norm_residual, (False,)),
-        ("rope_fraction", model.rope_fraction, (1.0,)),
-        ("embedding_scale", model.embedding_scale, (False,)),
+def weights_of(folder: Path) -> EntrySource | TorchSource:
+    """The weights of a Hugging Face folder: safetensors if there, else `.bin`; alone or with an index.
+
+    Where a folder has several, it is the one that transformers opens.
+    """
+    for single, index in (
+        ("model.safetensors", "model.safetensors.index.json"),
+        ("pytorch_model.bin", "pytorch_model.bin.index.json"),
     ):
-        if value not in valid:
-            raise CheckpointError(f"{name} {value}: {whose} has only {valid[0]}")
+        if (folder / single).exists():
+            weights, paths = {}, [inside(folder, single)]
+        elif (folder / index).exists():
+            weights = _weight_map(folder / index)
+            paths = [inside(folder, name) for name in sorted(set(weights.values()))]
+        else:
+            continue
+        source = TorchSource(_merged(paths)) if single.endswith(".bin") else safetensors_source(paths)
+        if weights and set(weights) != set(source.tensors):
+            odd = min(set(weights) ^ set(source.tensors))
+            where = "in the index only" if odd in weights else "not in the index"
+            raise CheckpointError(f"{folder / index}: {odd} is {where}")
+        return source
+    raise CheckpointError(f"{folder}: holds neither model.safetensors nor pytorch_model.bin, nor an index of either")
 
 
-def config_from_model(model: ModelConfig, dtype: str) -> dict[str, Any]:
-    """A config.json for `AutoModelForCausalLM`. dtype: of the weights, in torch's words ("bfloat16").
-
-    Errors: CheckpointError naming the option that these families do not have.
-    """
-    check_llama(model, "Hugging Face's Llama")
-    wanted = (bool(model.qkv_bias), model.qk_norm)
-    family = next((row for row in FAMILIES if (row.qkv_bias, row.qk_norm) == wanted), None)
-    if family is None:
-        raise CheckpointError("qkv_bias and qk_norm together: no Hugging Face family has both")
-    if model.rope_scaling != "none" and model.rope_interpolation != 1.0:
-        raise CheckpointError("rope_scaling and rope_interpolation together: Hugging Face has one or the other")
-    return {
-        "architectures": [family.architecture],
-        "model_type": family.model_type,
-        "hidden_size": model.hidden,
-        "intermediate_size": model.ffn,
-        "num_hidden_layers": model.layers,
-        "num_attention_heads": model.heads,
-        "num_key_value_heads": model.kv_heads,
-        "head_dim": model.head_dim,
-        "vocab_size": model.vocab,
-        "max_position_embeddings": model.positions,
-        "rope_theta": model.rope_base,
-        "rope_scaling": _scaling(model),
-        "rms_norm_eps": model.norm_eps,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "attention_dropout": model.attention_dropout,
-        "initializer_range": model.init_std,
-        "tie_word_embeddings": model.tied,
-        "use_cache": True,
-        "torch_dtype": dtype,
-    }
+def _merged(paths: list[Path]) -> dict[str, torch.Tensor]:
+    merged: dict[str, torch.Tensor] = {}
+    for path in paths:
+        tensors = flat_tensors(path)
+        if twice := merged.keys() & tensors.keys():
+            raise CheckpointError(f"{path}: {min(twice)} is in another file too")
+        merged |= tensors
+    return merged
 
 
-def import_table(model: ModelConfig, tensors: Tensors) -> Table:
-    """`weights/<name>` of every logical tensor from the Hugging Face tensor of that name."""
-    targets = tuple(
-        whole(f"weights/{tensor.name}", tensor.name, tensor.shape, tensors[tensor.name][1])
-        for tensor in _present(model, tensors)
-    )
-    ignored = frozenset(name for name in tensors if name.endswith(_BUFFERS))
-    tied_too = model.tied and "lm_head.weight" in tensors
-    copies = (("lm_head.weight", "model.embed_tokens.weight"),) if tied_too else ()
-    return Table(targets, copies=copies, ignored=ignored)
-
-
-def export_table(model: ModelConfig, tensors: Tensors) -> Table:
-    """The other way; tensors that are no weights (masters, moments) stay behind."""
-    weights = {name.removeprefix("weights/"): value for name, value in tensors.items()}
-    targets = tuple(
-        whole(tensor.name, f"weights/{tensor.name}", tensor.shape, weights[tensor.name][1])
-        for tensor in _present(model, weights)
-    )
-    return Table(targets)
-
-
-def _present(model: ModelConfig, tensors: Tensors) -> list[Any]:
-    """The inventory, each tensor of which must be there in the model's shape."""
-    found = []
-    for tensor in inventory(model):
-        if tensor.name not in tensors:
-            raise CheckpointError(f"{tensor.name}: the model has it, the source does not")
-        shape, _ = tensors[tensor.name]
-        if shape != tensor.shape:
-            raise CheckpointError(f"{tensor.name}: has shape {shape}, the config says {tensor.shape}")
-        found.append(tensor)
-    return found
-
-
-def dtype_of(tensors: Tensors) -> str:
-    """Our name of the dtype that most elements of a model have: its embedding's."""
-    names = {getattr(torch, theirs): ours for ours, theirs in DTYPES.items()}
-    return next(names[dtype] for name, (_, dtype) in tensors.items() if name.endswith("embed_tokens.weight"))
-
-
-def whole_in(config: Mapping[str, Any], key: str, where: str, otherwise: int | None = None) -> int:
-    """The positive whole number `key` of the file `where`; `otherwise` where it is absent or null."""
-    value = config.get(key)
-    if value is None and otherwise is not None:
-        return otherwise
-    if type(value) is not int or not 0 < value < 1 << 40:
-        raise CheckpointError(f"{where}: {key} {value!r}: must be a positive whole number")
-    return value
-
-
-def number_in(config: Mapping[str, Any], key: str, where: str, otherwise: float | None = None) -> float:
-    """The number `key` of the file `where`; `otherwise` where it is absent or null."""
-    value = config.get(key)
-    if value is None and otherwise is not None:
-        return otherwise
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise CheckpointError(f"{where}: {key} {value!r}: must be a number")
-    return float(value)
-
-
-def only(config: Mapping[str, Any], key: str, valid: tuple[Any, ...], where: str) -> None:
-    """Errors: CheckpointError where `key` of the file `where` has a value that nothing here corresponds to."""
-    if key in config and config[key] not in valid:
-        raise CheckpointError(f"{where}: {key} {config[key]!r} (valid: {valid[0]!r})")
+def _weight_map(index: Path) -> dict[str, str]:
+    content = read_json(index)
+    weights = content.get("weight_map")
+    if not isinstance(weights, dict) or not all(isinstance(file, str) for file in weights.values()):
+        raise CheckpointError(f"{index}: weight_map must give a file name for every tensor")
+    return weights

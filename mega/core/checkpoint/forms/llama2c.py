@@ -14,7 +14,9 @@ from typing import Any
 
 import torch
 
+from mega.core.checkpoint.forms import meta
 from mega.core.checkpoint.forms.foreign import EntrySource, TorchSource, torch_file
+from mega.core.checkpoint.forms.form import Given, Opened
 from mega.core.checkpoint.forms.mapping import Source
 from mega.core.checkpoint.own.container import Entry
 from mega.core.checkpoint.own.disk import opening, read_into
@@ -43,17 +45,14 @@ BLOCKS = (
 """Each tensor of a block, in version 0's order: that of all blocks, then the next one."""
 
 
-def is_torch_file(path: Path) -> bool:
-    """Whether a file is the training script's, by its ending."""
-    return path.suffix == ".pt"
+def recognise(path: Path) -> bool:
+    return path.suffix in (".bin", ".pt") and not path.is_dir()
 
 
-def open_file(path: Path) -> tuple[Source, dict[str, Any]]:
-    """The tensors of a file (named `0/...` as Meta does) and what it says about them, in params.json's words.
-
-    Errors: CheckpointError naming the file and what does not fit.
-    """
-    return _open_torch(path) if is_torch_file(path) else _open_flat(path)
+def open_form(path: Path, given: Given) -> Opened:
+    """Names of tensors are `0/...`, as Meta's."""
+    source, params = _open_torch(path) if path.suffix == ".pt" else _open_flat(path)
+    return meta.opened(source, params, 1, str(path))
 
 
 def _open_torch(path: Path) -> tuple[Source, dict[str, Any]]:

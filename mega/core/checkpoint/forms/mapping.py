@@ -1,14 +1,14 @@
-"""Tables that say where every element comes from in another checkpoint, and the proof that none is lost.
+"""Tables that say which elements of two checkpoints are the same, read in both directions, and the proof of them.
 
-All formats differ from ours by the same few moves: rows in another order (fused query-key-value, rotary
-pairs), tensors laid side by side or cut over files (tensor ranks, stages), a transposed matrix, padding.
-A table of fragments says all of that; one function reads by it, one proves it. Knows no format.
+All forms differ from ours by the same few moves: rows in another order (fused query-key-value, rotary pairs), tensors
+laid next to one another or cut over files (tensor ranks, stages), a transposed matrix, padding. A form writes its table
+once, as ours made of theirs; `inverted` turns it into theirs made of ours. One function reads by a table, one proves
+it. Knows no form.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from math import prod
@@ -17,10 +17,7 @@ from typing import Protocol
 import torch
 
 from mega.core.checkpoint.own.container import blocks
-from mega.core.checkpoint.own.pieces import Box, CheckpointError, tiling_fault
-
-Tensors = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
-"""Name -> shape and dtype."""
+from mega.core.checkpoint.own.pieces import Box, CheckpointError, Tensors
 
 
 class Source(Protocol):
@@ -35,34 +32,40 @@ class Source(Protocol):
 
 
 @dataclass(frozen=True)
-class Fragment:
-    """A rectangle of a target tensor and the place in a source tensor where its elements are.
+class Span:
+    """Some rows of a tensor and, of a matrix, some of its columns; rows may have a stride."""
 
-    at: the rectangle in the target. rows: for each of its rows, the source's row. column: the source's
-    first column (of a matrix). transposed: the source is stored [in, out]; `rows` are its columns then.
+    rows: range
+    columns: range | None = None
+
+    @property
+    def ranges(self) -> tuple[range, ...]:
+        return (self.rows,) if self.columns is None else (self.rows, self.columns)
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """Elements of a target (`at`) and where they are in a source tensor (`taken`), in the same order.
+
+    transposed: the source is stored [in, out], so that its rows are the target's columns.
     """
 
     source: str
-    at: Box
-    rows: range
-    column: int = 0
+    at: Span
+    taken: Span
     transposed: bool = False
 
-    @property
-    def taken(self) -> tuple[range, range]:
-        """Rows and columns of the source that this fragment uses."""
-        width = self.at.size[1] if len(self.at.size) > 1 else 1
-        columns = range(self.column, self.column + width)
-        return (columns, self.rows) if self.transposed else (self.rows, columns)
+    def inverted(self, target: str) -> Fragment:
+        """The same elements, the source made of `target`."""
+        return Fragment(target, self.taken, self.at, self.transposed)
 
 
 @dataclass(frozen=True)
 class Target:
-    """One tensor to be made."""
+    """One tensor to be made. Its dtype is that of its sources."""
 
     name: str
     shape: tuple[int, ...]
-    dtype: torch.dtype
     fragments: tuple[Fragment, ...]
 
 
@@ -70,39 +73,95 @@ class Target:
 class Table:
     """A whole conversion.
 
-    copies: (tensor, its original): source tensors that must equal others and are not read further.
-    dropped: rows of a source tensor that are padding. ignored: source tensors that carry nothing.
-    repeats: source tensors that may be used more than once (padding of a target, tied copies).
+    copies: (target, fragment): elements of the target that the source holds once more, and that must be equal.
+    padding: source tensor -> its rows that carry nothing, and the target whose last row is written there.
+    ignored: source tensors that carry nothing.
+    repeats: source tensors that may be used more than once.
     """
 
     targets: tuple[Target, ...]
-    copies: tuple[tuple[str, str], ...] = ()
-    dropped: Mapping[str, range] = field(default_factory=dict)
+    copies: tuple[tuple[str, Fragment], ...] = ()
+    padding: Mapping[str, tuple[range, str]] = field(default_factory=dict)
     ignored: frozenset[str] = frozenset()
     repeats: frozenset[str] = frozenset()
 
+    def tensors(self, sources: Tensors) -> Tensors:
+        """What is made of `sources`: name -> shape and dtype. Errors: CheckpointError naming one that is missing."""
+        for target in self.targets:
+            if (source := target.fragments[0].source) not in sources:
+                raise CheckpointError(f"{source}: is missing ({target.name} is made of it)")
+        return {each.name: (each.shape, sources[each.fragments[0].source][1]) for each in self.targets}
 
-def whole(name: str, source: str, shape: tuple[int, ...], dtype: torch.dtype, transposed: bool = False) -> Target:
-    """A target that is one source tensor, unchanged or transposed."""
-    at = Box((0,) * len(shape), shape)
-    rows = range(shape[0]) if shape else range(1)
-    return Target(name, shape, dtype, (Fragment(source, at, rows, transposed=transposed),))
+    @property
+    def elements(self) -> int:
+        """Of all targets."""
+        return sum(prod(target.shape) for target in self.targets)
 
 
-def moved_alike(table: Table, target: Callable[[str], str], source: Callable[[str], str], dtype: torch.dtype) -> Table:
+def whole_box(shape: Sequence[int]) -> Box:
+    """All of a tensor."""
+    return Box((0,) * len(shape), tuple(shape))
+
+
+def stacked(parts: Iterable[tuple[str, range]], columns: int | None) -> tuple[Fragment, ...]:
+    """Fragments that lay runs of source rows (source, rows) under one another.
+
+    columns: width of the matrix, None for vectors.
+
+    >>> [f.at.rows for f in stacked([("a", range(2)), ("b", range(5, 8))], columns=4)]
+    [range(0, 2), range(2, 5)]
+    """
+    fragments, row = [], 0
+    width = None if columns is None else range(columns)
+    for source, rows in parts:
+        fragments.append(Fragment(source, Span(range(row, row + len(rows)), width), Span(rows, width)))
+        row += len(rows)
+    return tuple(fragments)
+
+
+def next_to(parts: Sequence[str], rows: int, width: int) -> tuple[Fragment, ...]:
+    """Fragments that lay whole sources of `rows` x `width` next to one another.
+
+    >>> [f.at.columns for f in next_to(["a", "b"], rows=2, width=5)]
+    [range(0, 5), range(5, 10)]
+    """
+    return tuple(
+        Fragment(part, Span(range(rows), range(n * width, (n + 1) * width)), Span(range(rows), range(width)))
+        for n, part in enumerate(parts)
+    )
+
+
+def whole(shape: tuple[int, ...], source: str, transposed: bool = False) -> Fragment:
+    """The fragment of a target that is one source tensor, unchanged or transposed."""
+    at = Span(*map(range, shape))
+    return Fragment(source, at, Span(*reversed(at.ranges)) if transposed else at, transposed)
+
+
+def gathered(
+    shape: tuple[int, ...], parts: Sequence[str], dim: int | None, runs: Sequence[range] | None = None
+) -> tuple[Fragment, ...]:
+    """The fragments of a tensor that `parts` share along `dim`; None is one that the first of them holds.
+
+    runs: rows of each part in the order in which they become ours, where they are in another.
+    """
+    if dim is None:
+        return (whole(shape, parts[0]),)
+    if dim == 1:
+        return next_to(parts, shape[0], shape[1] // len(parts))
+    runs = [range(shape[0] // len(parts))] if runs is None else runs
+    return stacked([(part, run) for part in parts for run in runs], shape[1] if len(shape) == 2 else None)
+
+
+def renamed(table: Table, target: Callable[[str], str], source: Callable[[str], str]) -> Table:
     """The same moves for other tensors of the same shapes: `target` and `source` turn the table's names into theirs."""
+
+    def moved(fragment: Fragment) -> Fragment:
+        return replace(fragment, source=source(fragment.source))
+
     return Table(
-        tuple(
-            Target(
-                target(each.name),
-                each.shape,
-                dtype,
-                tuple(replace(fragment, source=source(fragment.source)) for fragment in each.fragments),
-            )
-            for each in table.targets
-        ),
-        copies=tuple((source(copy), source(original)) for copy, original in table.copies),
-        dropped={source(name): rows for name, rows in table.dropped.items()},
+        tuple(Target(target(each.name), each.shape, tuple(map(moved, each.fragments))) for each in table.targets),
+        copies=tuple((target(name), moved(fragment)) for name, fragment in table.copies),
+        padding={source(name): (rows, target(of)) for name, (rows, of) in table.padding.items()},
         repeats=frozenset(map(source, table.repeats)),
     )
 
@@ -113,65 +172,75 @@ def joined(tables: Iterable[Table]) -> Table:
     return Table(
         tuple(target for table in tables for target in table.targets),
         copies=tuple(pair for table in tables for pair in table.copies),
-        dropped={name: rows for table in tables for name, rows in table.dropped.items()},
+        padding={name: rows for table in tables for name, rows in table.padding.items()},
         ignored=frozenset().union(*(table.ignored for table in tables)),
         repeats=frozenset().union(*(table.repeats for table in tables)),
     )
 
 
-def stacked(parts: Iterable[tuple[str, range]], columns: int | None, column: int = 0) -> tuple[Fragment, ...]:
-    """Fragments that lay runs of source rows (source, rows) under one another.
+def inverted(table: Table) -> Table:
+    """The way back: every source tensor made of the targets, its copies and its padding too.
 
-    columns: width of the matrix, None for vectors. column: the target's first column.
-
-    >>> [f.at.start for f in stacked([("a", range(2)), ("b", range(5, 8))], columns=4)]
-    [(0, 0), (2, 0)]
+    >>> table = Table((Target("x", (4,), stacked([("a", range(2)), ("b", range(2))], None)),))
+    >>> [(target.name, target.fragments[0].taken.rows) for target in inverted(table).targets]
+    [('a', range(0, 2)), ('b', range(2, 4))]
     """
-    fragments, row = [], 0
-    for source, rows in parts:
-        at = Box((row,), (len(rows),)) if columns is None else Box((row, column), (len(rows), columns))
-        fragments.append(Fragment(source, at, rows))
-        row += len(rows)
-    return tuple(fragments)
+    copies: dict[str, list[Fragment]] = {}
+    for name, fragment in table.copies:
+        copies.setdefault(name, []).append(fragment)
+    made: dict[str, list[Fragment]] = {}
+    for target in table.targets:
+        for fragment in (*target.fragments, *copies.get(target.name, ())):
+            made.setdefault(fragment.source, []).append(fragment.inverted(target.name))
+        last, *columns = map(range, target.shape)
+        for name, (rows, of) in table.padding.items():
+            if of == target.name:
+                filler = Span(last[-1:], *columns)
+                made.setdefault(name, []).extend(Fragment(of, Span(range(n, n + 1), *columns), filler) for n in rows)
+    targets = tuple(Target(name, _extent(each.at for each in found), tuple(found)) for name, found in made.items())
+    return Table(targets, repeats=frozenset(copies) | {of for _, of in table.padding.values()})
 
 
-def beside(parts: Sequence[str], rows: int, width: int) -> tuple[Fragment, ...]:
-    """Fragments that lay whole sources of `rows` x `width` next to one another.
+def _extent(spans: Iterable[Span]) -> tuple[int, ...]:
+    """The shape of a tensor that consists of `spans`."""
+    return tuple(1 + max(each[-1] for each in ranges) for ranges in zip(*(span.ranges for span in spans), strict=True))
 
-    >>> [f.at.start for f in beside(["a", "b"], rows=2, width=5)]
-    [(0, 0), (0, 5)]
-    """
-    return tuple(
-        Fragment(part, Box((0, number * width), (rows, width)), range(rows)) for number, part in enumerate(parts)
-    )
+
+# Reading
 
 
 def assemble(target: Target, box: Box, source: Source) -> torch.Tensor:
     """The rectangle `box` of `target`, read from `source` by the table; it may be a view of what the source holds."""
+    made: torch.Tensor | None = None
     for fragment in target.fragments:
-        if not box.size or fragment.at.meet(box) == box:
-            return _read(fragment, box, source)
-    made = torch.empty(box.size, dtype=target.dtype)
-    for fragment in target.fragments:
-        shared = fragment.at.meet(box)
-        if shared is not None:
-            made[shared.inside(box)] = _read(fragment, shared, source)
+        if (found := _shared(fragment, box, source)) is None:
+            continue
+        index, part = found
+        if part.shape == box.size:
+            return part
+        made = torch.empty(box.size, dtype=part.dtype) if made is None else made
+        made[index] = part
+    assert made is not None, f"{target.name}: the table was proven"
     return made
 
 
-def _read(fragment: Fragment, shared: Box, source: Source) -> torch.Tensor:
-    if not shared.size:
-        return source.read(fragment.source, shared)
-    first = shared.start[0] - fragment.at.start[0]
-    rows = fragment.rows[first : first + shared.size[0]]
-    low, high = min(rows[0], rows[-1]), max(rows[0], rows[-1]) + 1
-    if len(shared.size) == 1:
-        return source.read(fragment.source, Box((low,), (high - low,)))[:: rows.step]
-    column = fragment.column + shared.start[1] - fragment.at.start[1]
-    width = shared.size[1]
+def _shared(fragment: Fragment, box: Box, source: Source) -> tuple[tuple[slice, ...], torch.Tensor] | None:
+    """What a fragment has of the rectangle `box` of its target: where in the rectangle, and the elements."""
+    index, taken = [], list(reversed(fragment.taken.ranges) if fragment.transposed else fragment.taken.ranges)
+    for dim, (at, start, size) in enumerate(zip(fragment.at.ranges, box.start, box.size, strict=True)):
+        first, last = (min(max(0, -((at.start - n) // at.step)), len(at)) for n in (start, start + size))
+        if first >= last:
+            return None
+        index.append(slice(at[first] - start, at[last - 1] - start + 1, at.step))
+        taken[dim] = taken[dim][first:last]
     if fragment.transposed:
-        return source.read(fragment.source, Box((column, low), (width, high - low))).T
-    return source.read(fragment.source, Box((low, column), (high - low, width)))[:: rows.step]
+        taken.reverse()
+    part = source.read(fragment.source, Box(tuple(r[0] for r in taken), tuple(r[-1] + 1 - r[0] for r in taken)))
+    part = part[tuple(slice(None, None, each.step) for each in taken)]
+    return tuple(index), part.T if fragment.transposed else part
+
+
+# Proof
 
 
 def prove(table: Table, tensors: Tensors) -> None:
@@ -179,63 +248,80 @@ def prove(table: Table, tensors: Tensors) -> None:
 
     tensors: what the source holds. Errors: CheckpointError naming the tensor at fault.
     """
-    used: dict[str, list[tuple[range, range]]] = {}
+    used: dict[str, list[Span]] = {}
+    for name, fragment in _fragments(table):
+        if fragment.source not in tensors:
+            raise CheckpointError(f"{fragment.source}: is missing ({name} is made of it)")
+        shape = tensors[fragment.source][0]
+        if len(shape) != len(fragment.taken.ranges):
+            raise CheckpointError(f"{fragment.source}: has shape {shape}, {len(fragment.taken.ranges)} dims are wanted")
+        used.setdefault(fragment.source, []).append(fragment.taken)
+    made = table.tensors(tensors)
     for target in table.targets:
-        fault = tiling_fault(target.shape, [fragment.at for fragment in target.fragments])
-        if fault:
-            raise CheckpointError(f"{target.name}: {fault}")
         for fragment in target.fragments:
-            if fragment.source not in tensors:
-                raise CheckpointError(f"{fragment.source}: is missing ({target.name} is made of it)")
-            dtype = tensors[fragment.source][1]
-            if dtype != target.dtype:
-                raise CheckpointError(f"{fragment.source}: is {dtype}, {target.name} is {target.dtype}")
-            used.setdefault(fragment.source, []).append(fragment.taken)
-    for name, rows in table.dropped.items():
-        used.setdefault(name, []).append((rows, range(_matrix(tensors[name][0])[1])))
-    copies = {copy for copy, _ in table.copies}
+            if (dtype := tensors[fragment.source][1]) != made[target.name][1]:
+                raise CheckpointError(f"{fragment.source}: is {dtype}, {target.name} is {made[target.name][1]}")
+        if fault := _fault(target.shape, [fragment.at for fragment in target.fragments], "filled"):
+            raise CheckpointError(f"{target.name}: {fault}")
+    for name, (rows, _) in table.padding.items():
+        used.setdefault(name, []).append(Span(rows, *map(range, tensors[name][0][1:])))
     for name, (shape, _) in tensors.items():
-        if name not in table.ignored and name not in copies:
-            fault = _use_fault(_matrix(shape), used.get(name, []), name in table.repeats)
-            if fault:
-                raise CheckpointError(f"{name} {shape}: {fault}")
+        if name in table.ignored:
+            continue
+        if fault := _fault(shape, used.get(name, []), repeats=name in table.repeats):
+            implied = _extent(used[name]) if name in used else shape
+            other = "" if implied == shape else f", the model implies {implied}"
+            raise CheckpointError(f"{name} {shape}{other}: {fault}")
 
 
-def _matrix(shape: Sequence[int]) -> tuple[int, int]:
-    return (shape[0] if shape else 1), prod(shape[1:])
+def _fragments(table: Table) -> Iterator[tuple[str, Fragment]]:
+    for target in table.targets:
+        yield from ((target.name, fragment) for fragment in target.fragments)
+    yield from table.copies
 
 
-def _use_fault(shape: tuple[int, int], uses: Sequence[tuple[range, range]], repeats: bool) -> str | None:
-    """Why `uses` (rows, columns) do not take every element of a matrix exactly once; None if they do.
+def _fault(shape: tuple[int, ...], uses: Sequence[Span], done: str = "used", repeats: bool = False) -> str | None:
+    """Why `uses` do not take every element of a tensor exactly once; None if they do.
 
     Between two neighbouring column borders all columns fare alike, so rows are counted once for each.
     """
     if not uses:
         return None if prod(shape) == 0 else "nothing is made of it"
-    if list(uses) == [(range(shape[0]), range(shape[1]))]:
+    height, width = shape[0], prod(shape[1:])
+    places = [(use.rows, range(1) if use.columns is None else use.columns) for use in uses]
+    if places == [(range(height), range(width))]:
         return None
-    for rows, _ in uses:
-        if rows and (min(rows[0], rows[-1]) < 0 or max(rows[0], rows[-1]) >= shape[0]):
+    for rows, columns in places:
+        if rows[0] < 0 or rows[-1] >= height:
             return f"rows {rows} are wanted"
-    borders = sorted({0, shape[1], *(border for _, columns in uses for border in (columns.start, columns.stop))})
-    if borders[0] < 0 or borders[-1] > shape[1]:
-        return f"columns {borders[0]} to {borders[-1]} are wanted"
+        if columns.start < 0 or columns.stop > width:
+            return f"columns {columns.start} to {columns.stop} are wanted"
+    borders = sorted({0, width, *(border for _, columns in places for border in (columns.start, columns.stop))})
     for begin, end in pairwise(borders):
-        counts = Counter(row for rows, columns in uses if begin in columns for row in rows)
-        if len(counts) != shape[0]:
-            return f"{shape[0] - len(counts)} rows of columns {begin} to {end} are never used"
-        if not repeats and max(counts.values()) > 1:
-            return f"rows of columns {begin} to {end} are used more than once"
+        counts = torch.zeros(height, dtype=torch.int32)
+        for rows, columns in places:
+            if begin in columns:
+                counts[rows.start : rows.stop : rows.step] += 1
+        if absent := int((counts == 0).sum()):
+            return f"{absent} rows of columns {begin} to {end} are never {done}"
+        if not repeats and bool((counts > 1).any()):
+            return f"rows of columns {begin} to {end} are {done} more than once"
     return None
 
 
 def check_copies(table: Table, source: Source) -> None:
     """Errors: CheckpointError naming a tensor that should equal another and does not."""
-    for copy, original in table.copies:
-        (shape, dtype), (other_shape, other_dtype) = source.tensors[copy], source.tensors[original]
-        if (shape, dtype) != (other_shape, other_dtype):
-            raise CheckpointError(f"{copy}: is {dtype} {shape}, but {original} is {other_dtype} {other_shape}")
-        for box in blocks(Box((0,) * len(shape), shape), dtype.itemsize):
-            a, b = (source.read(name, box).contiguous().view(torch.uint8) for name in (copy, original))
+    targets = {target.name: target for target in table.targets}
+    for name, fragment in table.copies:
+        target = targets[name]
+        copy, original = fragment.source, target.fragments[0].source
+        dtype, other = source.tensors[copy][1], source.tensors[original][1]
+        if dtype != other:
+            raise CheckpointError(f"{copy}: is {dtype}, but {original} is {other}")
+        for box in blocks(whole_box(target.shape), dtype.itemsize):
+            if (found := _shared(fragment, box, source)) is None:
+                continue
+            index, part = found
+            a, b = (each.contiguous().view(torch.uint8) for each in (part, assemble(target, box, source)[index]))
             if not torch.equal(a, b):
                 raise CheckpointError(f"{copy}: differs from {original}, which it should repeat")

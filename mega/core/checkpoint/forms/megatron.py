@@ -10,32 +10,57 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
 from mega.core.checkpoint.forms.foreign import TorchSource
-from mega.core.checkpoint.forms.mapping import Fragment, Source, Table, Target, Tensors, beside, joined, stacked
-from mega.core.checkpoint.forms.megatron_arguments import check_vocabulary, model_from_arguments, vocabulary
-from mega.core.checkpoint.forms.megatron_state import LEAVE, Facts, State, read_alike, read_state
+from mega.core.checkpoint.forms.form import Export, Given, Opened, Own
+from mega.core.checkpoint.forms.keys import translated
+from mega.core.checkpoint.forms.mapping import Fragment, Source, Table, Target, gathered, joined, stacked, whole
+from mega.core.checkpoint.forms.megatron_arguments import (
+    arguments_of,
+    check_vocabulary,
+    model_from_arguments,
+    vocabulary,
+)
+from mega.core.checkpoint.forms.megatron_state import (
+    LEAVE,
+    State,
+    alike,
+    facts_of,
+    plain_state,
+    read_state,
+    state_kinds,
+    state_note,
+    written_state,
+)
 from mega.core.checkpoint.forms.pickles import Arguments, read_pickled
-from mega.core.checkpoint.own.disk import read_file
-from mega.core.checkpoint.own.pieces import Box, CheckpointError
+from mega.core.checkpoint.forms.writing import made, write_torch
+from mega.core.checkpoint.own.disk import creating, read_file, write_all
+from mega.core.checkpoint.own.model import check_size
+from mega.core.checkpoint.own.pieces import CheckpointError, Tensors
+from mega.core.checkpoint.own.source import OwnSource
 from mega.core.config.sections import ModelConfig
-from mega.core.inventory import Tensor, inventory, padded
+from mega.core.inventory import Tensor, Unit, inventory, padded
 from mega.core.plan.layers import stage_layers
 
 TRACKER = "latest_checkpointed_iteration.txt"
 WEIGHTS = "model_optim_rng.pt"
 
 Style = Literal["legacy", "legacy-layernorm", "core", "core-local"]
-"""Names to write: legacy since 2023-09, legacy before, Megatron-core with Transformer Engine, and without."""
+STYLES: dict[str, Style] = {
+    "megatron": "legacy",
+    "megatron-23.06": "legacy-layernorm",
+    "mcore": "core",
+    "core": "core",
+    "mcore-local": "core-local",
+}
+"""--saver -> names: legacy since 2023-09, legacy before, Megatron-core with Transformer Engine, and without."""
 
 _RANK = re.compile(r"mp_rank_(\d{2})(?:_(\d{3}))?")
-_LAYER = re.compile(r"(.*layers)\.(\d+)\.(.+)")
 
 LEGACY = {
     "model.embed_tokens": "embedding.word_embeddings",
@@ -69,6 +94,7 @@ TRANSFORMER_ENGINE = {
     "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
     "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
 }
+WORDS = "embedding.word_embeddings.weight"
 TIED_COPY = "word_embeddings_for_head.weight"
 _BUFFERS = ("inv_freq", "_extra_state")
 
@@ -79,10 +105,7 @@ def legacy_name(name: str, layer: int | None = None) -> str:
     >>> legacy_name("model.layers.7.self_attn.q_proj.weight", layer=1)
     'encoder.layers.1.self_attention.query_key_value.weight'
     """
-    module, _, kind = name.rpartition(".")
-    if match := _LAYER.fullmatch(module):
-        return f"encoder.layers.{layer if layer is not None else match[2]}.{LEGACY[match[3]]}.{kind}"
-    return f"{LEGACY[module]}.{kind}"
+    return translated(name, LEGACY, "encoder.layers.{}.", layer)
 
 
 def common_name(name: str) -> str:
@@ -125,40 +148,59 @@ def styled(name: str, style: Style) -> str:
     return name if name == TIED_COPY else f"language_model.{name}"
 
 
-@dataclass(frozen=True)
-class Tree:
-    """An opened tree. Source names are `tp.pp.chunk/common name`; all files must agree on what they are.
-
-    notes: lines for the user.
-    """
-
-    source: Source
-    model: ModelConfig
-    table: Table
-    iteration: int
-    consumed: int
-    consumed_valid: int
-    optimizer: Facts | None
-    notes: tuple[str, ...]
-
-
-def is_tree(path: Path) -> bool:
+def recognise(path: Path) -> bool:
     """Whether a path is the root of a tree, or one iteration's directory."""
     return (path / TRACKER).exists() or any(_RANK.fullmatch(entry.name) for entry in _folders(path))
 
 
-def open_tree(path: Path, vocab: int | None = None, *, optimizer: bool = True) -> Tree:
-    """Read a tree: its root (the iteration that the tracker names) or one iteration's directory.
+def open_form(path: Path, given: Given) -> Opened:
+    """A tree's root (the iteration that the tracker names) or one iteration's directory.
 
-    vocab: the true vocabulary, as of `vocabulary`.
-    optimizer: take masters and moments too, where they are there.
-    Errors: CheckpointError naming the file or tensor.
+    Names of tensors are `tp.pp.chunk/common name`; all files must agree on what they are.
     """
     folder = iteration_of(path)
     ranks, tp, pp = _ranks(folder)
+    tensors, state, chunks, content = _read_ranks(ranks, given.optimizer)
+    if state.ranks not in (0, len(ranks)):
+        raise CheckpointError(f"{folder}: {state.ranks} of {len(ranks)} ranks hold the optimizer's state; {LEAVE}")
+    arguments = content.get("args")
+    values = arguments.values if isinstance(arguments, Arguments) else {}
+    source = TorchSource(tensors | state.tensors)
+    model, notes = model_of_tree(values, source.tensors, tp, given.vocab, path, folder)
+    version = content.get("checkpoint_version", 0)
+    if not isinstance(version, int | float) or version not in (0, 1, 2, 3):
+        raise CheckpointError(f"{folder}: checkpoint_version {version!r} (valid: 0, 1, 2, 3)")
+    weights = table_of(model, source.tensors, tp, pp, chunks, int(version))
+    counts = (
+        content.get("iteration", content.get("total_iters", 0)),
+        values.get("consumed_train_samples", 0),
+        values.get("consumed_valid_samples", 0),
+    )
+    iteration, consumed, validated = (n if type(n) is int and n >= 0 else 0 for n in counts)
+    table = joined([weights, *(alike(weights, kind) for kind in state.kinds)])
+    known = plain_state(state.facts, iteration, consumed, validated)
+    notes += (state_note(state.facts, given.optimizer, "taken"),)
+    return Opened(source, model, table, iteration, consumed, known, notes)
+
+
+def model_of_tree(
+    values: Mapping[str, Any], tensors: Tensors, tp: int, vocab: int | None, path: Path, folder: Path
+) -> tuple[ModelConfig, tuple[str, ...]]:
+    """The model that Megatron's arguments and a tree's tensors describe, and lines on its vocabulary."""
+    rows = tensors.get(f"0.0.0/{WORDS}", ((0,), torch.float32))[0][0]
+    check_vocabulary(values, rows, tp)
+    tokens, notes = vocabulary(values, rows * tp, vocab, path)
+    model = model_from_arguments(values, tokens, str(folder))
+    check_size(model, tensors, str(folder))
+    return model, notes
+
+
+def _read_ranks(
+    ranks: Mapping[tuple[int, int], Path], optimizer: bool
+) -> tuple[dict[str, torch.Tensor], State, int, Mapping[str, Any]]:
+    """All weights and the optimizer's state, how many model chunks a rank has, and what the first rank's file holds."""
     tensors: dict[str, torch.Tensor] = {}
-    state = State()
-    chunks = 1
+    state, chunks = State(), 1
     first: dict[str, Any] = {}
     for (t, p), directory in sorted(ranks.items()):
         content = read_pickled(_weights_file(directory))
@@ -173,27 +215,7 @@ def open_tree(path: Path, vocab: int | None = None, *, optimizer: bool = True) -
         if optimizer:
             _check_legacy(content, models, directory)
             read_state(content, directory, f"{t}.{p}", weights, state)
-    if state.ranks not in (0, len(ranks)):
-        raise CheckpointError(f"{folder}: {state.ranks} of {len(ranks)} ranks hold the optimizer's state; {LEAVE}")
-    arguments = first.get("args")
-    values = arguments.values if isinstance(arguments, Arguments) else {}
-    source = TorchSource(tensors | state.tensors)
-    rows = source.tensors.get("0.0.0/embedding.word_embeddings.weight", ((0,), torch.float32))[0][0]
-    check_vocabulary(values, rows, tp)
-    tokens, notes = vocabulary(values, rows * tp, vocab, path)
-    model = model_from_arguments(values, tokens, str(folder))
-    version = first.get("checkpoint_version", 0)
-    if not isinstance(version, int | float) or version not in (0, 1, 2, 3):
-        raise CheckpointError(f"{folder}: checkpoint_version {version!r} (valid: 0, 1, 2, 3)")
-    table = import_table(model, source.tensors, tp, pp, chunks, int(version))
-    counts = (
-        first.get("iteration", first.get("total_iters", 0)),
-        values.get("consumed_train_samples", 0),
-        values.get("consumed_valid_samples", 0),
-    )
-    iteration, consumed, consumed_valid = (n if type(n) is int and n >= 0 else 0 for n in counts)
-    whole = joined([table, *(read_alike(table, kind) for kind in state.kinds)])
-    return Tree(source, model, whole, iteration, consumed, consumed_valid, state.facts, notes)
+    return tensors, state, chunks, first
 
 
 def _ranks(folder: Path) -> tuple[dict[tuple[int, int], Path], int, int]:
@@ -279,92 +301,78 @@ def fused_rows(part: str, heads: int, groups: int, width: int, version: int) -> 
     return [range(first * width, (first + count) * width) for first in firsts]
 
 
-def import_table(model: ModelConfig, tensors: Tensors, tp: int, pp: int, chunks: int, version: int) -> Table:
-    """`weights/<name>` of every logical tensor from the files of a tree."""
-    if version < 2 and model.kv_heads != model.heads:
-        raise CheckpointError(f"checkpoint_version {version}: has no grouped heads")
-    places = _places(tensors, pp, chunks)
-    if len(places) != model.layers:
-        last = f"encoder.layers.{max((number for _, number in places.values()), default=0)}."
+def table_of(model: ModelConfig, tensors: Tensors, tp: int, pp: int, chunks: int, version: int) -> Table:
+    """The `table` of a tree that holds `tensors`: its blocks are where their names are."""
+    blocks = _blocks(tensors, pp, chunks)
+    if len(blocks) != model.layers:
+        last = f"encoder.layers.{max((number for _, number in blocks), default=0)}."
         named = next((name for name in tensors if last in name), "none")
-        raise CheckpointError(f"args.num_layers {model.layers}: the files hold {len(places)} layers ({named})")
-    targets: list[Target] = []
-    copies: list[tuple[str, str]] = []
-    dropped: dict[str, range] = {}
-    for tensor in inventory(model):
-        place = tensor.units[0]
-        stage, layer = places[place] if isinstance(place, int) else (_end(place, pp, chunks), None)
-        name = legacy_name(tensor.name, layer)
-        parts = [f"{t}.{stage}/{name}" for t in range(tp)]
-        for part in parts:
-            if part not in tensors:
-                raise CheckpointError(f"{part}: is missing")
-            expected = _part_shape(model, tensor, tensors[parts[0]][0], tp)
-            if tensors[part][0] != expected:
-                raise CheckpointError(f"{part}: has shape {tensors[part][0]}, args and other ranks imply {expected}")
-        if tensor.cut is None:
-            copies += [(part, parts[0]) for part in parts[1:]]
-            parts = parts[:1]
-        fragments = _gathered(model, tensor, tensors, parts, version)
-        if name.endswith("word_embeddings.weight") or name == "output_layer.weight":
-            dropped |= _padding(tensors, parts, tensor.shape[0])
-        targets.append(Target(f"weights/{tensor.name}", tensor.shape, tensors[parts[0]][1], fragments))
-    if model.tied:
-        copies += _tied_copies(tensors, tp, _end("head", pp, chunks))
-    table_copies = tuple(sorted(set(copies)))
-    return Table(tuple(targets), copies=table_copies, dropped=dropped)
+        raise CheckpointError(f"args.num_layers {model.layers}: the files hold {len(blocks)} layers ({named})")
+    end = f"{pp - 1}.{chunks - 1}"
+    tied = [name for name in (TIED_COPY, "output_layer.weight") if f"0.{end}/{name}" in tensors]
+    if end != "0.0" and not tied:
+        tied = [TIED_COPY]
+    rows = tensors.get(f"0.0.0/{WORDS}", ((0,), torch.float32))[0][0]
+    return table(model, tp, blocks, end, rows, tied if model.tied else (), version)
 
 
-def _end(place: str, pp: int, chunks: int) -> str:
-    return "0.0" if place == "embedding" else f"{pp - 1}.{chunks - 1}"
-
-
-def _places(tensors: Tensors, pp: int, chunks: int) -> dict[int, tuple[str, int]]:
-    """Block number -> (pipeline rank and chunk, number within); chunks go round the ranks in turn."""
-    found: dict[int, tuple[str, int]] = {}
+def _blocks(tensors: Tensors, pp: int, chunks: int) -> list[tuple[str, int]]:
+    """Where each block is: (pipeline rank and chunk, number within); chunks go round the ranks in turn."""
+    found: list[tuple[str, int]] = []
     for chunk in range(chunks):
         for rank in range(pp):
             pattern = re.compile(rf"0\.{rank}\.{chunk}/encoder\.layers\.(\d+)\..*")
             local = {int(match[1]) for name in tensors if (match := pattern.fullmatch(name))}
-            for number in sorted(local):
-                found[len(found)] = (f"{rank}.{chunk}", number)
+            found += [(f"{rank}.{chunk}", number) for number in sorted(local)]
     return found
 
 
-def _part_shape(model: ModelConfig, tensor: Tensor, first: tuple[int, ...], share: int) -> tuple[int, ...]:
-    """The shape of one rank's tensor that holds its share of a logical one. Vocabularies are padded as the first is."""
-    if tensor.cut is None:
-        return tensor.shape
-    if tensor.cut.multiple:
-        return (*first[:1], *tensor.shape[1:])
-    module = tensor.name.rpartition(".")[0]
-    rows, *columns = (size // share if dim == tensor.cut.dim else size for dim, size in enumerate(tensor.shape))
-    assert model.heads and model.kv_heads and model.head_dim
-    if _runs(model, tensor, share, version=3) is None:
-        return (rows, *columns)
-    if "self_attn" in module:
-        return ((model.heads + 2 * model.kv_heads) * model.head_dim // share, *columns)
-    return (2 * rows, *columns)
+def table(
+    model: ModelConfig,
+    tp: int,
+    blocks: Sequence[tuple[str, int]],
+    end: str,
+    rows: int,
+    tied: Sequence[str],
+    version: int = 3,
+) -> Table:
+    """`weights/<name>` of every logical tensor from the files of a tree.
 
+    blocks: the stage (pipeline rank and chunk) of each block, and its number there. end: the stage of the head.
+    rows: of a rank's table of tokens, padding included. tied: names of a tied embedding's copies on the last stage.
+    version: the files' checkpoint_version.
+    """
+    if version < 2 and model.kv_heads != model.heads:
+        raise CheckpointError(f"checkpoint_version {version}: has no grouped heads")
+    targets: list[Target] = []
+    copies: list[tuple[str, Fragment]] = []
+    padding: dict[str, tuple[range, str]] = {}
 
-def _gathered(
-    model: ModelConfig, tensor: Tensor, tensors: Tensors, parts: list[str], version: int
-) -> tuple[Fragment, ...]:
-    columns = tensor.shape[1] if len(tensor.shape) == 2 else None
-    share = len(parts)
-    if tensor.cut is not None and tensor.cut.dim == 1:
-        assert columns is not None
-        return beside(parts, tensor.shape[0], columns // share)
-    runs = _runs(model, tensor, share, version)
-    if runs is None:  # vocabulary rows, or a whole tensor: as many as there are, in order
-        runs_of = {}
-        left = tensor.shape[0]
-        for part in parts:
-            count = min(left, tensors[part][0][0])
-            runs_of[part] = [range(count)]
-            left -= count
-        return stacked([(part, run) for part in parts for run in runs_of[part] if len(run)], columns)
-    return stacked([(part, run) for part in parts for run in runs], columns)
+    def place(at: Unit) -> tuple[str, int | None]:
+        return blocks[at] if isinstance(at, int) else ("0.0" if at == "embedding" else end, None)
+
+    for tensor in inventory(model):
+        name = f"weights/{tensor.name}"
+        stage, layer = place(tensor.units[0])
+        here = [f"{t}.{stage}/{legacy_name(tensor.name, layer)}" for t in range(tp)]
+        if tensor.cut is not None and tensor.cut.multiple:  # a vocabulary
+            again = [[f"{t}.{end}/{each}" for t in range(tp)] for each in tied if len(tensor.units) > 1]
+            counts = [max(0, min(rows, tensor.shape[0] - t * rows)) for t in range(tp)]  # of tokens on each rank
+            for parts in (here, *again):
+                filled = [(part, range(count)) for part, count in zip(parts, counts, strict=True) if count]
+                padding |= {part: (range(n, rows), name) for part, n in zip(parts, counts, strict=True) if n < rows}
+                found = stacked(filled, tensor.shape[1])
+                if parts is here:
+                    fragments = found
+                else:
+                    copies += [(name, fragment) for fragment in found]
+        elif tensor.cut is None:
+            fragments = (whole(tensor.shape, here[0]),)
+            copies += [(name, whole(tensor.shape, each)) for each in here[1:]]
+        else:
+            fragments = gathered(tensor.shape, here, tensor.cut.dim, _runs(model, tensor, tp, version))
+        targets.append(Target(name, tensor.shape, fragments))
+    return Table(tuple(targets), copies=tuple(copies), padding=padding)
 
 
 def _runs(model: ModelConfig, tensor: Tensor, share: int, version: int) -> list[range] | None:
@@ -379,105 +387,61 @@ def _runs(model: ModelConfig, tensor: Tensor, share: int, version: int) -> list[
     return None
 
 
-def _padding(tensors: Tensors, parts: list[str], vocab: int) -> dict[str, range]:
-    """Vocabulary rows behind the true ones."""
-    found, first = {}, 0
-    for part in parts:
-        rows = tensors[part][0][0]
-        if first + rows > vocab:
-            found[part] = range(max(0, vocab - first), rows)
-        first += rows
-    return found
-
-
-def _tied_copies(tensors: Tensors, tp: int, last: str) -> list[tuple[str, str]]:
-    """The last stage's copy of a tied embedding, under either of its names. A stage that is the first too has none."""
-    pairs = []
-    for rank in range(tp):
-        names = [f"{rank}.{last}/{name}" for name in (TIED_COPY, "output_layer.weight")]
-        found = [name for name in names if name in tensors]
-        if not found and last != "0.0":
-            raise CheckpointError(f"{names[0]}: is missing")
-        pairs += [(name, f"{rank}.0.0/embedding.word_embeddings.weight") for name in found]
-    return pairs
-
-
 # Writing
 
 
-def export_tables(model: ModelConfig, tensors: Tensors, tp: int, pp: int) -> dict[tuple[int, int], Table]:
-    """(tensor rank, stage) -> the targets of its file, by common name, made of `weights/<name>`."""
+def export(own: Own, to: str, given: Given) -> Export:
+    """A tree that Megatron-LM loads; one rank's file is in memory at a time."""
+    model, style, tp, pp = own.model, STYLES[to], given.layout.tp, given.layout.pp
+    checkpoint, progress = own.checkpoint, own.checkpoint.meta.get("progress")
+    kinds = state_kinds(checkpoint, core=style.startswith("core")) if given.optimizer else ()
+    facts = facts_of(checkpoint.meta, str(checkpoint.path)) if kinds else None
+    weights = _written_table(model, tp, pp)
+    iteration = max(1, checkpoint.step)  # Megatron's loader refuses 0
+    consumed = progress.get("consumed", 0) if isinstance(progress, dict) else 0
+    arguments = arguments_of(model, tp, pp, iteration, consumed)
+    if facts is not None and isinstance(progress, dict):
+        arguments["consumed_valid_samples"] = progress.get("consumed_valid", 0)
+        arguments["lr_warmup_init"] = facts.schedule["lr"]["initial"] if facts.schedule else 0.0
+
+    def fill(folder: Path, table: Table, source: Source) -> int:
+        written = 0
+        of_rank: dict[str, list[Target]] = {}
+        for target in table.targets:
+            of_rank.setdefault(re.sub(r"^(\w+/)?(\d+\.\d+)\..*", r"\2", target.name), []).append(target)
+        for label, mine in of_rank.items():
+            rank, stage = map(int, label.split("."))
+            content = {re.sub(r"\d+\.\d+\.\d+/", "", target.name): made(target, source) for target in mine}
+            state = {key: content.pop(key) for key in list(content) if key.partition("/")[0] in kinds}
+            directory = folder / f"iter_{iteration:07d}" / rank_directory(rank, stage, pp)
+            directory.mkdir(parents=True)
+            kept = {
+                "args": argparse.Namespace(**arguments),
+                "checkpoint_version": 3.0,
+                "iteration": iteration,
+                "model": nested(content, style),
+                **({} if facts is None else written_state(state, facts)),
+            }
+            written += write_torch(directory / WEIGHTS, kept)
+        with creating(folder / TRACKER) as descriptor:
+            write_all(descriptor, str(iteration).encode())
+        return written
+
+    note = state_note(facts, given.optimizer, "written")
+    both = joined([weights, *(alike(weights, kind) for kind in kinds)])
+    return Export(both, fill, OwnSource(checkpoint, ("weights", *kinds)), notes=(note,))
+
+
+def _written_table(model: ModelConfig, tp: int, pp: int) -> Table:
     for kind, ranks, names in (("tensor", tp, ("heads", "kv_heads", "ffn")), ("pipeline", pp, ("layers",))):
         for name in names:
             if (number := getattr(model, name)) % ranks:
                 raise ValueError(f"--target-{kind}-parallel-size {ranks}: must divide {name} {number} for Megatron-LM")
-    assert model.layers is not None
+    assert model.layers is not None and model.vocab is not None
     stages = [chunks[0] for chunks in stage_layers(model.layers, pp)]
-    tables = {}
-    for stage, blocks in enumerate(stages):
-        mine: dict[str, list[Tensor]] = {}
-        for tensor in inventory(model):
-            for place in tensor.units:
-                if isinstance(place, int) and place in blocks:
-                    mine.setdefault(legacy_name(tensor.name, place - blocks[0]), []).append(tensor)
-                elif (place == "embedding" and stage == 0) or (place == "head" and stage == pp - 1):
-                    copy = place == "head" and place != tensor.units[0]
-                    if not (copy and pp == 1):
-                        mine.setdefault(TIED_COPY if copy else legacy_name(tensor.name), []).append(tensor)
-        for rank in range(tp):
-            targets = [_scattered(model, tensors, name, group, rank, tp) for name, group in mine.items()]
-            tables[rank, stage] = Table(tuple(targets))
-    return tables
-
-
-def _scattered(model: ModelConfig, tensors: Tensors, name: str, group: list[Tensor], rank: int, tp: int) -> Target:
-    """One tensor of one rank's file from the logical tensors that it holds."""
-    first = group[0]
-    dtype = tensors[f"weights/{first.name}"][1]
-    if first.cut is not None and first.cut.dim == 1:
-        width = first.shape[1] // tp
-        shape: tuple[int, ...] = (first.shape[0], width)
-        fragment = Fragment(f"weights/{first.name}", Box((0, 0), shape), range(shape[0]), column=rank * width)
-        return Target(name, shape, dtype, (fragment,))
-    columns = first.shape[1] if len(first.shape) == 2 else None
-    runs = _sources(model, group, rank, tp)
-    rows = sum(len(run) for _, run in runs)
-    fragments = stacked([(f"weights/{tensor.name}", run) for tensor, run in runs], columns)
-    return Target(name, (rows,) if columns is None else (rows, columns), dtype, fragments)
-
-
-def _sources(model: ModelConfig, group: list[Tensor], rank: int, tp: int) -> list[tuple[Tensor, range]]:
-    """The rows of one rank's matrix, in order: (logical tensor, its rows)."""
-    first = group[0]
-    if len(group) == 3:  # query, key, value: each group's query heads, then its key, then its value
-        assert model.heads and model.kv_heads and model.head_dim
-        each, width = model.heads // model.kv_heads * model.head_dim, model.head_dim
-        share = model.kv_heads // tp
-        return [
-            (tensor, range(number * rows, (number + 1) * rows))
-            for number in range(rank * share, (rank + 1) * share)
-            for tensor, rows in zip(group, (each, width, width), strict=True)
-        ]
-    if len(group) == 2 or (first.cut is not None and first.cut.multiple == 0):  # gate above up, or one alone
-        rows = first.shape[0] // tp
-        return [(tensor, range(rank * rows, (rank + 1) * rows)) for tensor in group]
-    if first.cut is None:
-        return [(first, range(first.shape[0]))]
-    vocab = first.shape[0]
-    rows = padded(vocab, tp, model.vocab_multiple) // tp
-    begin, end = rank * rows, (rank + 1) * rows
-    real = [(first, range(begin, min(end, vocab)))] if begin < vocab else []
-    last = (first, range(vocab - 1, vocab))  # padding repeats the last row, as Megatron's own tool does
-    return real + [last] * (end - max(begin, vocab))
-
-
-def whole_table(tables: Iterable[Table]) -> Table:
-    """All files' targets as one table, for the proof; copies of norms and of the vocabulary are allowed."""
-    targets = joined(tables).targets
-    sources = {fragment.source for target in targets for fragment in target.fragments}
-    linear = ("q_proj", "k_proj", "v_proj", "o_proj.weight", "gate_proj", "up_proj", "down_proj.weight")
-    repeats = frozenset(source for source in sources if not any(word in source for word in linear))
-    return Table(targets, repeats=repeats)
+    blocks = [(f"{stage}.0", number) for stage, mine in enumerate(stages) for number in range(len(mine))]
+    rows = padded(model.vocab, tp, model.vocab_multiple) // tp
+    return table(model, tp, blocks, f"{pp - 1}.0", rows, (TIED_COPY,) if pp > 1 else ())
 
 
 def nested(content: Mapping[str, torch.Tensor], style: Style) -> dict[str, Any]:
@@ -496,16 +460,3 @@ def nested(content: Mapping[str, torch.Tensor], style: Style) -> dict[str, Any]:
 
 def rank_directory(tp_rank: int, stage: int, pp: int) -> str:
     return f"mp_rank_{tp_rank:02d}" + (f"_{stage:03d}" if pp > 1 else "")
-
-
-def file_content(
-    model: Mapping[str, Any], arguments: Mapping[str, Any], iteration: int, state: Mapping[str, Any]
-) -> dict[str, Any]:
-    """The top level of a `model_optim_rng.pt`; `state` is what it says of the optimizer."""
-    return {
-        "args": argparse.Namespace(**arguments),
-        "checkpoint_version": 3.0,
-        "iteration": iteration,
-        "model": dict(model),
-        **state,
-    }

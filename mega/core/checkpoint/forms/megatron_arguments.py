@@ -31,7 +31,7 @@ def vocabulary(values: Mapping[str, Any], rows: int, given: int | None, folder: 
 
     Megatron's arguments know what was padded to. What was padded they say only where it is the same: `vocab_size` may
     leave out an end of document. Trees of ours say `true_vocab_size`, which is all rows also where they were made of a
-    tree that did not say. A tokenizer in the `folder` is told of, but no row is cut on a guess. given: what the user
+    tree that did not say. A tokenizer in the `folder` is reported, but no row is cut on a guess. given: what the user
     says. Errors: ValueError where that cannot be.
 
     >>> vocabulary({"padded_vocab_size": 50304}, 50304, 50257, Path("gpt"))
@@ -43,12 +43,12 @@ def vocabulary(values: Mapping[str, Any], rows: int, given: int | None, folder: 
         rule = f"the table of tokens has {rows} rows" if given > rows else f"args.true_vocab_size is {said}"
         raise ValueError(f"--true-vocab-size {given}: {rule}")
     if known := given or said or (rows if plain == rows else None):
-        behind = f"vocabulary: {known:,} of {rows:,} rows are tokens, {rows - known:,} of padding are left behind"
-        return known, (behind,) if known < rows else ()
+        note = f"vocabulary: {known:,} of {rows:,} rows are tokens, {rows - known:,} of padding are left behind"
+        return known, (note,) if known < rows else ()
     hints = [f"args.vocab_size is {plain:,}"] if type(plain) is int and 0 < plain < rows else []
-    if (beside := folder / "vocab.json").is_file():
+    if (pieces := folder / "vocab.json").is_file():
         with contextlib.suppress(CheckpointError):  # not one that counts pieces
-            hints.append(f"{beside} has {len(read_json(beside)):,} pieces")
+            hints.append(f"{pieces} has {len(read_json(pieces)):,} pieces")
     return rows, (
         f"vocabulary: all {rows:,} rows are kept; how many of them are tokens, and how many padding, is not said"
         f"{' (' + ', '.join(hints) + ')' if hints else ''}; --true-vocab-size or --vocab-file leaves padding behind",
@@ -70,6 +70,28 @@ UNCHANGED: dict[str, tuple[object, ...]] = {
 """Arguments that change what the same tensors compute, and the values in which they are as ours are."""
 
 
+SIZES = {
+    "layers": "num_layers",
+    "hidden": "hidden_size",
+    "heads": "num_attention_heads",
+    "positions": "max_position_embeddings",
+}
+"""Our options -> Megatron's arguments that must be there."""
+
+SAME: dict[str, tuple[str, float | bool]] = {
+    "rope_base": ("rotary_base", 10000.0),
+    "rope_fraction": ("rotary_percent", 1.0),
+    "rope_scaling_factor": ("rope_scaling_factor", 8.0),
+    "hidden_dropout": ("hidden_dropout", 0.1),
+    "attention_dropout": ("attention_dropout", 0.1),
+    "init_std": ("init_method_std", 0.02),
+    "norm_offset": ("apply_layernorm_1p", False),
+    "qk_norm": ("qk_layernorm", False),
+    "post_norm_residual": ("apply_residual_connection_post_layernorm", False),
+}
+"""Our options -> Megatron's arguments of the same meaning, and what they are where trees do not say."""
+
+
 def model_from_arguments(values: Mapping[str, Any], vocab: int, where: str) -> ModelConfig:
     """The resolved model section that Megatron's arguments describe; they have had several spellings."""
 
@@ -87,7 +109,12 @@ def model_from_arguments(values: Mapping[str, Any], vocab: int, where: str) -> M
     for name, valid in UNCHANGED.items():
         if values.get(name, valid[0]) not in valid:
             raise CheckpointError(f"{where}: args.{name} {values[name]!r} (valid: {', '.join(map(repr, valid))})")
-    hidden, heads = number("hidden_size"), number("num_attention_heads")
+    sizes: dict[str, Any] = {ours: number(theirs) for ours, theirs in SIZES.items()}
+    same: dict[str, Any] = {
+        ours: bool(values.get(theirs)) if isinstance(otherwise, bool) else decimal(theirs, otherwise)
+        for ours, (theirs, otherwise) in SAME.items()
+    }
+    hidden, heads = sizes["hidden"], sizes["heads"]
     grouped = bool(values.get("group_query_attention"))
     rope = values.get("position_embedding_type", "learned_absolute") == "rope"
     rope = rope or bool(values.get("use_rotary_position_embeddings"))
@@ -96,34 +123,23 @@ def model_from_arguments(values: Mapping[str, Any], vocab: int, where: str) -> M
     bias = bool(values.get("add_bias_linear", not values.get("disable_bias_linear", False)))
     rmsnorm = values.get("normalization", "LayerNorm") == "RMSNorm"
     return ModelConfig(
+        **sizes,
+        **same,
         family="llama" if rmsnorm and swiglu and rope else "gpt",
-        layers=number("num_layers"),
-        hidden=hidden,
-        heads=heads,
         kv_heads=number("num_query_groups") if grouped else heads,
         head_dim=number("kv_channels", hidden // heads),
         ffn=number("ffn_hidden_size", 4 * hidden),
         vocab=vocab,
         vocab_multiple=number("make_vocab_size_divisible_by", 128),
-        positions=number("max_position_embeddings"),
         position="rope" if rope else "learned" if learned else "none",
-        rope_base=decimal("rotary_base", 10000.0),
-        rope_fraction=decimal("rotary_percent", 1.0),
         rope_interpolation=decimal("rotary_seq_len_interpolation_factor", 1.0),
         rope_scaling="llama3" if values.get("use_rope_scaling") else "none",
-        rope_scaling_factor=decimal("rope_scaling_factor", 8.0),
         norm="rmsnorm" if rmsnorm else "layernorm",
         norm_eps=decimal("norm_epsilon", decimal("layernorm_epsilon", 1e-5)),
-        norm_offset=bool(values.get("apply_layernorm_1p")),
         activation=_activation(values, swiglu, bias),
         bias=bias,
         qkv_bias=bias or bool(values.get("add_qkv_bias")),
-        qk_norm=bool(values.get("qk_layernorm")),
         tied=not values.get("untie_embeddings_and_output_weights", False),
-        post_norm_residual=bool(values.get("apply_residual_connection_post_layernorm")),
-        hidden_dropout=decimal("hidden_dropout", 0.1),
-        attention_dropout=decimal("attention_dropout", 0.1),
-        init_std=decimal("init_method_std", 0.02),
     )
 
 
@@ -140,38 +156,32 @@ def _activation(values: Mapping[str, Any], swiglu: bool, bias: bool) -> Literal[
 def arguments_of(model: ModelConfig, tp: int, pp: int, iteration: int, consumed: int) -> dict[str, Any]:
     """The arguments that Megatron's loaders ask a checkpoint for."""
     assert model.vocab is not None
-    stretch = (model.rope_low_freq_factor, model.rope_high_freq_factor, model.rope_original_positions)
+    scaling = (model.rope_low_freq_factor, model.rope_high_freq_factor, model.rope_original_positions)
     for flag, value, valid in (
         ("--position", model.position, ("learned", "rope", "none")),
         ("--embedding-scale", model.embedding_scale, (False,)),
-        ("--rope-low-freq-factor, --rope-high-freq-factor, --rope-original-positions", stretch, ((1.0, 4.0, 8192),)),
+        ("--rope-low-freq-factor, --rope-high-freq-factor, --rope-original-positions", scaling, ((1.0, 4.0, 8192),)),
     ):
         if value not in valid:
             raise CheckpointError(f"{flag} {value}: Megatron-LM has only {', '.join(map(str, valid))}")
     rope = model.position == "rope"
     return {
-        "num_layers": model.layers,
+        **{theirs: getattr(model, ours) for ours, theirs in SIZES.items()},
+        **{theirs: getattr(model, ours) for ours, (theirs, _) in SAME.items()},
         "encoder_num_layers": model.layers,
-        "hidden_size": model.hidden,
         "ffn_hidden_size": model.ffn,
-        "num_attention_heads": model.heads,
         "group_query_attention": model.kv_heads != model.heads,
         "num_query_groups": model.kv_heads if model.kv_heads != model.heads else 1,
         "kv_channels": model.head_dim,
         "seq_length": model.positions,
-        "max_position_embeddings": model.positions,
         "position_embedding_type": "rope" if rope else "learned_absolute",
         "add_position_embedding": model.position == "learned",
         "use_rotary_position_embeddings": rope,
-        "rotary_percent": model.rope_fraction,
-        "rotary_base": model.rope_base,
         "rotary_seq_len_interpolation_factor": None if model.rope_interpolation == 1 else model.rope_interpolation,
         "use_rope_scaling": model.rope_scaling == "llama3",
-        "rope_scaling_factor": model.rope_scaling_factor,
         "normalization": "RMSNorm" if model.norm == "rmsnorm" else "LayerNorm",
         "norm_epsilon": model.norm_eps,
         "layernorm_epsilon": model.norm_eps,
-        "apply_layernorm_1p": model.norm_offset,
         "swiglu": model.activation == "swiglu",
         "squared_relu": model.activation == "relu2",
         "openai_gelu": model.activation == "gelu_tanh" and not model.bias,
@@ -179,13 +189,8 @@ def arguments_of(model: ModelConfig, tp: int, pp: int, iteration: int, consumed:
         "add_bias_linear": model.bias,
         "disable_bias_linear": not model.bias,
         "add_qkv_bias": bool(model.qkv_bias) and not model.bias,
-        "qk_layernorm": model.qk_norm,
         "untie_embeddings_and_output_weights": not model.tied,
-        "apply_residual_connection_post_layernorm": model.post_norm_residual,
         "apply_query_key_layer_scaling": False,
-        "hidden_dropout": model.hidden_dropout,
-        "attention_dropout": model.attention_dropout,
-        "init_method_std": model.init_std,
         "make_vocab_size_divisible_by": model.vocab_multiple,
         "padded_vocab_size": padded(model.vocab, tp, model.vocab_multiple),
         "true_vocab_size": model.vocab,  # Megatron's loaders ignore it, ours asks for it

@@ -1,4 +1,4 @@
-"""Adam's state in Megatron-LM's legacy trees: masters and moments, beside the weights that they belong to.
+"""Adam's state in Megatron-LM's legacy trees: masters and moments, with the weights that they belong to.
 
 Megatron numbers its parameters: a tensor of the state has no name, only its place. `parameter_place` says in which
 order a model lists them, which is that of its tree; by it the state gets the names of the weights, and then the table
@@ -21,8 +21,9 @@ from typing import Any
 import torch
 
 from mega.core.checkpoint.forms.foreign import torch_file
-from mega.core.checkpoint.forms.mapping import Table, moved_alike
+from mega.core.checkpoint.forms.mapping import Table, renamed
 from mega.core.checkpoint.own.pieces import CheckpointError
+from mega.core.checkpoint.own.reader import Checkpoint
 from mega.core.config.sections import OptimizerConfig
 
 KINDS = {"moment1": "exp_avg", "moment2": "exp_avg_sq", "master": "param"}
@@ -80,18 +81,9 @@ def groups_of(dims: Mapping[str, int]) -> dict[bool, list[str]]:
     return {decayed: names for decayed, names in groups.items() if names}
 
 
-def read_alike(weights: Table, kind: str) -> Table:
-    """How a kind of state goes from a tree into an own checkpoint, where `weights` is how the weights go."""
-    return moved_alike(
-        weights, lambda name: name.replace("weights/", f"{kind}/", 1), lambda name: f"{kind}/{name}", torch.float32
-    )
-
-
-def written_alike(weights: Table, kind: str) -> Table:
-    """How a kind of state goes from an own checkpoint into a rank's file, where `weights` is how the weights go."""
-    return moved_alike(
-        weights, lambda name: f"{kind}/{name}", lambda name: name.replace("weights/", f"{kind}/", 1), torch.float32
-    )
+def alike(weights: Table, kind: str) -> Table:
+    """Where a kind of state is, in names of both sides, where `weights` says it of the weights."""
+    return renamed(weights, lambda name: name.replace("weights/", f"{kind}/", 1), lambda name: f"{kind}/{name}")
 
 
 @dataclass(frozen=True)
@@ -145,7 +137,9 @@ def read_state(
     distributed = directory / DISTRIBUTED
     if optimizer is None and not distributed.exists():
         if (directory / "model_rng.pt").exists():
-            raise CheckpointError(f"{directory}: the form of optim.pt beside model_rng.pt (2022) is not known; {LEAVE}")
+            raise CheckpointError(
+                f"{directory}: the form of optim.pt next to model_rng.pt (2022) is not known; {LEAVE}"
+            )
         return
     inner = optimizer.get("optimizer", optimizer) if isinstance(optimizer, dict) else None
     groups = inner.get("param_groups") if isinstance(inner, dict) else None
@@ -246,7 +240,7 @@ def _distributed(path: Path, weights: Mapping[str, torch.Tensor]) -> Iterator[tu
                 yield f"{kind}/{name}", flat[begin : begin + prod(shape)].view(shape)
                 begin += prod(shape)
             if len(flat) - begin >= PADDING:
-                raise CheckpointError(f"{path}: {theirs}: {len(flat) - begin} numbers behind {names[0]}")
+                raise CheckpointError(f"{path}: {theirs}: {len(flat) - begin} numbers after {names[0]}")
 
 
 def _flat(found: Any, what: str) -> torch.Tensor:
@@ -337,7 +331,60 @@ def _schedule(content: Mapping[str, Any]) -> tuple[dict[str, Any] | None, int | 
     return {"lr": lr, "weight_decay": {**decay, "style": styles[1]}}, int(samples or 0)
 
 
+def plain_state(facts: Facts | None, iteration: int, consumed: int, validated: int) -> dict[str, Any]:
+    """What an own checkpoint says of its run, where it has the optimizer's state. validated: samples of validation."""
+    if facts is None:
+        return {}
+    return {
+        "config": {"optimizer": {"optimizer": "adam", **facts.constants}},
+        "progress": {
+            "step": iteration,
+            "consumed": consumed,
+            "consumed_valid": validated,
+            "skipped": max(0, iteration - facts.updates),
+            "unscheduled": 0 if facts.samples is None else max(0, consumed - facts.samples),
+        },
+        "updates": facts.updates,
+        "scaler": facts.scaler,
+        "schedule": facts.schedule,
+    }
+
+
+def state_note(facts: Facts | None, wanted: bool, done: str) -> str:
+    """One line on the optimizer's state."""
+    if not wanted:
+        return "optimizer: left behind, if there is any (--no-load-optim)"
+    if facts is None:
+        return "optimizer: the source holds no state of one"
+    others = [name for name, value in (("loss scale", facts.scaler), ("schedule", facts.schedule)) if value]
+    return f"optimizer: Adam's state after {facts.updates:,} updates {done}" + "".join(f", {name}" for name in others)
+
+
 # Writing
+
+
+def state_kinds(checkpoint: Checkpoint, *, core: bool) -> tuple[str, ...]:
+    """The kinds of state that go into a tree (`core`: one of Megatron-core); none where there is none.
+
+    Errors: CheckpointError where there is state that such a tree does not hold.
+    """
+    kinds = {key.partition("/")[0] for key in checkpoint.tensors} - {"weights"}
+    if not kinds:
+        return ()
+    if core:
+        raise CheckpointError(f"holds an optimizer's state, and its form for Megatron-core is not known; {LEAVE}")
+    dtypes = {key: dtype for key, (_, dtype) in checkpoint.tensors.items()}
+    narrow = {dtype for key, dtype in dtypes.items() if key.startswith("weights/")} != {torch.float32}
+    wanted = {"moment1", "moment2", *(["master"] if narrow else [])}
+    if kinds != wanted:
+        raise CheckpointError(
+            f"holds {', '.join(sorted(kinds))} along with its weights, a tree of Megatron-LM "
+            f"{', '.join(sorted(wanted))}; {LEAVE}"
+        )
+    for key, dtype in dtypes.items():
+        if not key.startswith("weights/") and dtype != torch.float32:
+            raise CheckpointError(f"{key}: is {dtype}, a tree of Megatron-LM holds torch.float32; {LEAVE}")
+    return tuple(sorted(wanted))
 
 
 def facts_of(meta: Mapping[str, Any], where: str) -> Facts:

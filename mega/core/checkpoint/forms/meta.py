@@ -6,19 +6,37 @@ embedding, which turns neighbours (2i, 2i + 1) where ours turns halves (i, i + H
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from mega.core.checkpoint.forms.companions import copy_companions
 from mega.core.checkpoint.forms.foreign import TorchSource, flat_tensors, inside, read_json
-from mega.core.checkpoint.forms.huggingface import check_llama, number_in, whole_in
-from mega.core.checkpoint.forms.mapping import Fragment, Source, Table, Target, Tensors, assemble, beside, stacked
-from mega.core.checkpoint.own.pieces import Box, CheckpointError
+from mega.core.checkpoint.forms.form import Export, Given, Opened, Own
+from mega.core.checkpoint.forms.keys import number_in, translated, whole_in
+from mega.core.checkpoint.forms.llama import check_llama
+from mega.core.checkpoint.forms.mapping import (
+    Fragment,
+    Source,
+    Table,
+    Target,
+    check_copies,
+    gathered,
+    prove,
+    whole,
+    whole_box,
+)
+from mega.core.checkpoint.forms.writing import made, write_json, write_torch
+from mega.core.checkpoint.own.model import check_size
+from mega.core.checkpoint.own.pieces import Box, CheckpointError, Tensors
+from mega.core.checkpoint.own.store import Attachments
 from mega.core.config.sections import ModelConfig
 from mega.core.inventory import Tensor, inventory
 
@@ -28,26 +46,27 @@ POSITIONS = 4096
 SCALED_POSITIONS = 131072
 """The same where rotary positions are scaled: Llama 3.1's and 3.2's number."""
 
-SMALL_STRETCH = 32.0
+SMALL_ROPE_FACTOR = 32.0
 """Factor of scaled positions in Llama 3.2, whose embeddings are tied, where params.json has none; 3.1's is 8."""
 
 NAMES = {
-    "model.embed_tokens.weight": "tok_embeddings.weight",
-    "model.norm.weight": "norm.weight",
-    "lm_head.weight": "output.weight",
-    "input_layernorm.weight": "attention_norm.weight",
-    "post_attention_layernorm.weight": "ffn_norm.weight",
-    "self_attn.q_proj.weight": "attention.wq.weight",
-    "self_attn.k_proj.weight": "attention.wk.weight",
-    "self_attn.v_proj.weight": "attention.wv.weight",
-    "self_attn.o_proj.weight": "attention.wo.weight",
-    "mlp.gate_proj.weight": "feed_forward.w1.weight",
-    "mlp.up_proj.weight": "feed_forward.w3.weight",
-    "mlp.down_proj.weight": "feed_forward.w2.weight",
+    "model.embed_tokens": "tok_embeddings",
+    "model.norm": "norm",
+    "lm_head": "output",
+    "input_layernorm": "attention_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attention.wq",
+    "self_attn.k_proj": "attention.wk",
+    "self_attn.v_proj": "attention.wv",
+    "self_attn.o_proj": "attention.wo",
+    "mlp.gate_proj": "feed_forward.w1",
+    "mlp.up_proj": "feed_forward.w3",
+    "mlp.down_proj": "feed_forward.w2",
 }
 
+EMBEDDING = "model.embed_tokens.weight"
+OUTPUT_PART = "0/output.weight"
 _BUFFERS = ("rope.freqs", "attention.mask", "freqs_cos", "freqs_sin")
-_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 
 
 def meta_name(name: str) -> str:
@@ -56,8 +75,7 @@ def meta_name(name: str) -> str:
     >>> meta_name("model.layers.3.self_attn.q_proj.weight")
     'layers.3.attention.wq.weight'
     """
-    match = _LAYER.fullmatch(name)
-    return f"layers.{match[1]}.{NAMES[match[2]]}" if match else NAMES[name]
+    return translated(name, NAMES, "layers.{}.")
 
 
 def rotary_rows(heads: range, width: int, first: int = 0) -> list[range]:
@@ -88,46 +106,63 @@ class LastTensor:
 
     def read(self, name: str, box: Box) -> torch.Tensor:
         if self._last is None or self._last[0] != name:
-            shape = self.tensors[name][0]
-            self._last = (name, self._source.read(name, Box((0,) * len(shape), shape)))
+            self._last = (name, self._source.read(name, whole_box(self.tensors[name][0])))
         return self._last[1][box.inside(Box((0,) * len(box.start), box.size))]
 
 
-def open_folder(folder: Path) -> tuple[Source, ModelConfig, Table]:
-    """The tensors of a folder (named `part/name`), the model that they are, and where each element goes."""
-    paths = sorted(folder.glob("consolidated.*.pth"))
+def recognise(path: Path) -> bool:
+    return (path / "params.json").exists() and any(path.glob("consolidated.*.pth"))
+
+
+def tokenizer(files: Attachments) -> str | None:
+    """Both Llama 2 and 3 call theirs tokenizer.model: Llama 3's is lines of a piece in base64 and its number.
+
+    Next to a tokenizer.json it is the same one.
+    """
+    file = files.get("tokenizer.model")
+    if file is None or "tokenizer.json" in files:
+        return None
+    with contextlib.nullcontext(BytesIO(file)) if isinstance(file, bytes) else file.open("rb") as stream:
+        ranks = re.match(rb"[A-Za-z0-9+/]+=* \d+\n", stream.read(100))
+    return "Llama3Tokenizer" if ranks else "Llama2Tokenizer"
+
+
+def open_form(path: Path, given: Given) -> Opened:
+    """Names of tensors are `part/name`."""
+    paths = sorted(path.glob("consolidated.*.pth"))
     names = [f"consolidated.{number:02d}.pth" for number in range(len(paths))]
-    if [path.name for path in paths] != names:
-        raise CheckpointError(f"{folder}: parts {[path.name for path in paths]}, not {names}")
+    if [each.name for each in paths] != names:
+        raise CheckpointError(f"{path}: parts {[each.name for each in paths]}, not {names}")
     tensors: dict[str, torch.Tensor] = {}
     for number, name in enumerate(names):
-        tensors |= flat_tensors(inside(folder, name), f"{number}/")
-    source, params = TorchSource(tensors), folder / "params.json"
-    return source, *understood(source, read_json(params), len(paths), str(params))
+        tensors |= flat_tensors(inside(path, name), f"{number}/")
+    params = path / "params.json"
+    return opened(TorchSource(tensors), read_json(params), len(paths), str(params))
 
 
-def understood(source: Source, params: Mapping[str, Any], parts: int, where: str) -> tuple[ModelConfig, Table]:
-    """The model that tensors in Meta's names are, tied where its two tables are equal, and where each element goes.
+def opened(source: Source, params: Mapping[str, Any], parts: int, where: str) -> Opened:
+    """Tensors in Meta's names, with the model that they are, tied where its two tables are equal.
 
     where: names the origin of `params` in errors.
     """
     model = model_from_params(params, source.tensors, parts, where)
+    check_size(model, source.tensors, where)
     tied = replace(model, tied=True)
     if params.get("use_scaled_rope") and "rope_scaling_factor" not in params:
-        tied = replace(tied, rope_scaling_factor=SMALL_STRETCH)
-    if "0/output.weight" not in source.tensors:
-        return tied, import_table(tied, source.tensors, parts)
-    untied = import_table(model, source.tensors, parts)
-    made = {target.name: target for target in untied.targets}
-    pair = [
-        assemble(target, Box((0, 0), target.shape), source)
-        for target in (made["weights/model.embed_tokens.weight"], made["weights/lm_head.weight"])
-    ]
-    if not torch.equal(*pair):
-        return model, untied
-    outputs = frozenset(name for name in source.tensors if name.endswith("/output.weight"))
-    table = import_table(tied, source.tensors, parts)
-    return tied, replace(table, ignored=table.ignored | outputs)
+        tied = replace(tied, rope_scaling_factor=SMALL_ROPE_FACTOR)
+    embedding = source.tensors["0/tok_embeddings.weight"][0]
+    dim = 0 if embedding[1:] == (model.hidden,) and parts > 1 else 1
+    ignored = frozenset(name for name in source.tensors if name.endswith(_BUFFERS))
+    if OUTPUT_PART not in source.tensors:
+        return Opened(source, tied, replace(table(tied, parts, dim, output=False), ignored=ignored))
+    repeated = replace(table(tied, parts, dim), ignored=ignored)
+    prove(repeated, source.tensors)
+    first = repeated.targets[0]
+    try:
+        check_copies(Table((first,), tuple(pair for pair in repeated.copies if pair[0] == first.name)), source)
+    except CheckpointError:
+        return Opened(source, model, replace(table(model, parts, dim), ignored=ignored))
+    return Opened(source, tied, repeated)
 
 
 def model_from_params(params: Mapping[str, Any], tensors: Tensors, parts: int, where: str) -> ModelConfig:
@@ -173,7 +208,7 @@ def model_from_params(params: Mapping[str, Any], tensors: Tensors, parts: int, w
 
 
 def _feed_forward_rows(tensors: Tensors, where: str) -> int:
-    """The width of the feed-forward layers in one part: that of most of their matrices, so that an odd one is told."""
+    """The width of the feed-forward layers in one part: that of most of their matrices, so that an odd one is found."""
     sizes = Counter(
         shape[1 if name.endswith("w2.weight") else 0]
         for name, (shape, _) in tensors.items()
@@ -184,54 +219,57 @@ def _feed_forward_rows(tensors: Tensors, where: str) -> int:
     return sizes.most_common(1)[0][0]
 
 
-def import_table(model: ModelConfig, tensors: Tensors, parts: int) -> Table:
-    """`weights/<name>` of every logical tensor from the parts of a Meta folder."""
-    targets, copies = [], []
+def table(model: ModelConfig, parts: int, embedding_dim: int = 1, *, output: bool = True) -> Table:
+    """`weights/<name>` of every logical tensor from the parts of a Meta folder; norms are in all of them.
+
+    embedding_dim: along which the embedding is cut: Llama 2's by columns, Llama 3's by rows. output: whether a tied
+    model has its output matrix too, which Meta's code wants.
+    """
+    targets: list[Target] = []
+    copies: list[tuple[str, Fragment]] = []
     for tensor in inventory(model):
-        name = meta_name(tensor.name)
-        here = [f"{part}/{name}" for part in range(parts)]
-        for each in here:
-            if each not in tensors:
-                raise CheckpointError(f"{each}: is missing")
-        dim = _cut_dim(tensor, tensors[here[0]][0], parts)
-        expected = tuple(n // parts if d == dim else n for d, n in enumerate(tensor.shape))
-        for each in here:
-            if tensors[each][0] != expected:
-                raise CheckpointError(f"{each}: has shape {tensors[each][0]}, params.json implies {expected}")
+        name = f"weights/{tensor.name}"
+        here = [f"{part}/{meta_name(tensor.name)}" for part in range(parts)]
+        dim = None if tensor.cut is None else tensor.cut.dim
+        if tensor.name == EMBEDDING:
+            dim = embedding_dim
+            if model.tied and output:
+                again = [f"{part}/output.weight" for part in range(parts)]
+                copies += [(name, each) for each in gathered(tensor.shape, again, 0)]
         if dim is None:
-            copies += [(each, here[0]) for each in here[1:]]
-            here = here[:1]
-        fragments = _gathered(model, tensor, here, dim)
-        targets.append(Target(f"weights/{tensor.name}", tensor.shape, tensors[here[0]][1], fragments))
-    ignored = frozenset(name for name in tensors if name.endswith(_BUFFERS))
-    return Table(tuple(targets), copies=tuple(copies), ignored=ignored)
+            copies += [(name, whole(tensor.shape, each)) for each in here[1:]]
+        runs = _rotary_runs(model, tensor, parts)
+        targets.append(Target(name, tensor.shape, gathered(tensor.shape, here, dim, runs)))
+    return Table(tuple(targets), copies=tuple(copies))
 
 
-def export_tables(model: ModelConfig, tensors: Tensors, parts: int) -> list[Table]:
-    """For each of `parts` files, its tensors made of `weights/<name>`; norms are in every file."""
+def _rotary_runs(model: ModelConfig, tensor: Tensor, parts: int) -> list[range] | None:
+    """The rows of one part in our order; None where they are in it."""
+    if not tensor.name.endswith(("q_proj.weight", "k_proj.weight")):
+        return None
+    assert model.head_dim is not None
+    return rotary_rows(range(tensor.shape[0] // parts // model.head_dim), model.head_dim)
+
+
+def export(own: Own, to: str, given: Given) -> Export:
+    """params.json and consolidated.NN.pth, as Meta releases Llama."""
+    model, parts = own.model, given.parts
+    params = params_from_model(model)
     for name in ("heads", "kv_heads", "ffn", "vocab"):
         if getattr(model, name) % parts:
             raise ValueError(f"--parts {parts}: must divide {name} {getattr(model, name)}")
-    tables: list[list[Target]] = [[] for _ in range(parts)]
-    for tensor in inventory(model):
-        names = [meta_name(tensor.name)]
-        if tensor.name == "model.embed_tokens.weight" and model.tied:
-            names.append("output.weight")
-        source = f"weights/{tensor.name}"
-        for name in names:
-            dim = _export_dim(tensor, name)
-            for part in range(parts):
-                shape = tuple(n // parts if d == dim else n for d, n in enumerate(tensor.shape))
-                fragments = _scattered(model, tensor, source, shape, dim, part)
-                tables[part].append(Target(name, shape, tensors[source][1], fragments))
-    return [Table(tuple(targets)) for targets in tables]
 
+    def fill(folder: Path, table: Table, source: Source) -> int:
+        kept, written = LastTensor(source), 0
+        for part in range(parts):
+            mine = [target for target in table.targets if target.name.startswith(f"{part}/")]
+            content = {target.name.partition("/")[2]: made(target, kept).clone() for target in mine}
+            written += write_torch(folder / f"consolidated.{part:02d}.pth", content)
+        write_json(folder / "params.json", params)
+        copy_companions(own.checkpoint, folder, skip=("config.json", "generation_config.json", "params.json"))
+        return written
 
-def joined(tables: Sequence[Table]) -> Table:
-    """All files' targets as one table, for the proof; norms and tied tables may be used several times."""
-    sources = [fragment.source for table in tables for target in table.targets for fragment in target.fragments]
-    repeated = frozenset(source for source in sources if source.endswith(("norm.weight", "embed_tokens.weight")))
-    return Table(tuple(target for table in tables for target in table.targets), repeats=repeated)
+    return Export(table(model, parts), fill, losses=losses(model))
 
 
 def params_from_model(model: ModelConfig) -> dict[str, Any]:
@@ -239,10 +277,10 @@ def params_from_model(model: ModelConfig) -> dict[str, Any]:
     check_llama(model, "Meta's Llama")
     if model.qkv_bias or model.qk_norm or model.rope_interpolation != 1.0:
         raise CheckpointError("qkv_bias, qk_norm, rope_interpolation: Meta's Llama has none of them")
-    stretch = (model.rope_low_freq_factor, model.rope_high_freq_factor, model.rope_original_positions)
-    if model.rope_scaling == "llama3" and stretch != (1.0, 4.0, 8192):
+    scaling = (model.rope_low_freq_factor, model.rope_high_freq_factor, model.rope_original_positions)
+    if model.rope_scaling == "llama3" and scaling != (1.0, 4.0, 8192):
         raise CheckpointError(
-            f"rope_low_freq_factor, rope_high_freq_factor, rope_original_positions {stretch}: "
+            f"rope_low_freq_factor, rope_high_freq_factor, rope_original_positions {scaling}: "
             "Meta's Llama has only 1, 4, 8192"
         )
     scaled = {"use_scaled_rope": True, "rope_scaling_factor": model.rope_scaling_factor}
@@ -265,12 +303,13 @@ def params_from_model(model: ModelConfig) -> dict[str, Any]:
 def losses(model: ModelConfig) -> tuple[str, ...]:
     """Lines on what a params.json cannot say of a model and its reader would take otherwise.
 
-    Meta's loader is given `max_seq_len` by its caller beside all keys of params.json, and fails where that has it too.
+    Meta's loader is given `max_seq_len` by its caller along with all keys of params.json, and fails where that has it
+    too.
     """
     taken = _positions_unsaid(model.rope_scaling == "llama3")
     if model.positions == taken:
         return ()
-    return (f"positions {model.positions}: params.json has no place for them; whoever reads it back takes {taken}",)
+    return (f"positions {model.positions}: params.json has no place for them; its reader takes {taken}",)
 
 
 def _positions_unsaid(scaled: bool) -> int:
@@ -295,53 +334,3 @@ def feed_forward(hidden: int, ffn: int) -> dict[str, Any]:
                 scaled = {} if multiplier is None else {"ffn_dim_multiplier": multiplier}
                 return {"multiple_of": multiple, **scaled}
     raise AssertionError(f"(ffn + 1/2) / base rounds down to {ffn}")
-
-
-def _cut_dim(tensor: Tensor, part_shape: tuple[int, ...], parts: int) -> int | None:
-    """The dim over which the parts share a tensor. Llama 2 cuts the embedding by columns, Llama 3 by rows."""
-    if tensor.cut is None:
-        return None
-    if tensor.name == "model.embed_tokens.weight":
-        return 0 if part_shape[1:] == tensor.shape[1:] and parts > 1 else 1
-    return tensor.cut.dim
-
-
-def _export_dim(tensor: Tensor, name: str) -> int | None:
-    if tensor.cut is None:
-        return None
-    return 1 if name == "tok_embeddings.weight" else tensor.cut.dim
-
-
-def _rotates(tensor: Tensor) -> bool:
-    return tensor.name.endswith(("q_proj.weight", "k_proj.weight"))
-
-
-def _gathered(model: ModelConfig, tensor: Tensor, parts: list[str], dim: int | None) -> tuple[Fragment, ...]:
-    """Our tensor from Meta's parts."""
-    columns = tensor.shape[1] if len(tensor.shape) == 2 else None
-    if dim == 1:
-        assert columns is not None
-        return beside(parts, tensor.shape[0], columns // len(parts))
-    rows = tensor.shape[0] // len(parts)
-    if _rotates(tensor):
-        assert model.head_dim is not None
-        runs = rotary_rows(range(rows // model.head_dim), model.head_dim)
-        return stacked([(part, run) for part in parts for run in runs], columns)
-    return stacked([(part, range(rows)) for part in parts], columns)
-
-
-def _scattered(
-    model: ModelConfig, tensor: Tensor, source: str, shape: tuple[int, ...], dim: int | None, part: int
-) -> tuple[Fragment, ...]:
-    """One of Meta's parts from our tensor."""
-    if dim == 1:
-        return (Fragment(source, Box((0, 0), shape), range(shape[0]), column=part * shape[1]),)
-    columns = shape[1] if len(shape) == 2 else None
-    first = part * shape[0] if dim == 0 else 0
-    if _rotates(tensor):
-        assert model.head_dim is not None
-        half = model.head_dim // 2
-        heads = range(first, first + shape[0], model.head_dim)
-        pairs = [range(head + i, head + i + half + 1, half) for head in heads for i in range(half)]
-        return stacked([(source, pair) for pair in pairs], columns)
-    return stacked([(source, range(first, first + shape[0]))], columns)

@@ -1,4 +1,4 @@
-"""What a torch file's pickles would cost, told before torch's restricted reader builds anything of them.
+"""What a torch file's pickles would cost, found before torch's restricted reader builds anything of them.
 
 That reader runs no code, but it does what the instructions say, and few bytes can say much: a key that is a tuple of
 tuples, each naming the one before it twice, takes for ever to hash; a dict handed to a thousand objects takes a
@@ -100,7 +100,7 @@ class Scan:
         self._left, self._work, self._odd = INSTRUCTIONS, WORK, ODD_KEYS
 
     def check(self, stream: BytesIO) -> None:
-        """Play the pickle that begins where `stream` stands; then it stands behind it.
+        """Play the pickle that begins where `stream` stands; then it stands after it.
 
         Errors: CheckpointError naming the file and what is met.
         """
@@ -171,7 +171,7 @@ class Scan:
             self._charge(key.size)
             self._odd -= 1
         if self._odd < 0:
-            raise _RefusedError(f"its pickle has more than {ODD_KEYS:,} keys that are no text and no small number")
+            raise _RefusedError(f"its pickle has more than {ODD_KEYS:,} keys that are neither text nor small numbers")
 
     def _grown(self, stack: list[Sized], items: list[Sized]) -> None:
         """A list's elements, or a dict's keys and values, come to the container on top, or to an object like one."""
@@ -179,11 +179,11 @@ class Scan:
         if top.grows:
             top.size += sum(1 if item.grows else item.size for item in items)
         elif top is not _OBJECT:
-            raise ValueError("elements of what is no container")
+            raise ValueError("elements of what is not a container")
 
     def _called(self, name: str, given: Sized) -> Sized:
         if not name or given.items is None:
-            raise ValueError("a call of what is no function")
+            raise ValueError("a call of what is not a function")
         if name not in self._calls:
             raise _RefusedError(f"it holds {name}")
         self._charge(given.spread)

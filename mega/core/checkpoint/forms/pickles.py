@@ -45,7 +45,7 @@ STAND_INS: dict[str, type[Inert]] = {
             "fp16.loss_scaler.DynamicLossScaler",
             "megatron.fp16.loss_scaler.LossScaler",
             "megatron.fp16.loss_scaler.DynamicLossScaler",
-            # Random states hold numpy arrays; nobody needs them here.
+            # Random states hold numpy arrays; they are not needed here.
             "numpy.core.multiarray._reconstruct",
             "numpy._core.multiarray._reconstruct",
             "numpy.ndarray",

@@ -18,11 +18,12 @@ from typing import Any
 import torch
 
 from mega.core.checkpoint.forms.foreign import inside, unpickled
-from mega.core.checkpoint.forms.mapping import Tensors
-from mega.core.checkpoint.forms.megatron import common_name
+from mega.core.checkpoint.forms.form import Given, Opened
+from mega.core.checkpoint.forms.megatron import common_name, iteration_of, model_of_tree, table_of
+from mega.core.checkpoint.forms.megatron_state import LEAVE, state_note
 from mega.core.checkpoint.forms.pickles import Arguments, read_pickled
 from mega.core.checkpoint.own.disk import opening, read_file, read_into
-from mega.core.checkpoint.own.pieces import Box, CheckpointError
+from mega.core.checkpoint.own.pieces import Box, CheckpointError, Tensors
 
 INDEX_LIMIT = 256 << 20
 LAYERS = "decoder.layers."
@@ -226,12 +227,27 @@ def _numbers(value: Any) -> tuple[int, ...]:
     return numbers
 
 
-def is_distributed(folder: Path) -> bool:
+def recognise(path: Path) -> bool:
+    folder = iteration_of(path)
     return (folder / ".metadata").is_file() and (folder / "metadata.json").is_file()
 
 
+def open_form(path: Path, given: Given) -> Opened:
+    folder = iteration_of(path)
+    source = DistributedSource(folder)
+    if source.state and given.optimizer:
+        raise CheckpointError(f"{folder}: {source.state[0]}: the form of this state is not known; {LEAVE}")
+    values = arguments(folder, source.tensors, given.heads)
+    model, notes = model_of_tree(values, source.tensors, 1, given.vocab, path, folder)
+    table = table_of(model, source.tensors, tp=1, pp=1, chunks=1, version=3)
+    name = re.fullmatch(r"iter_(\d+)", folder.name)
+    notes += (state_note(None, given.optimizer, "taken"),)
+    consumed = values.get("consumed_train_samples", 0)
+    return Opened(source, model, table, int(name[1]) if name else 0, consumed, notes=notes)
+
+
 def arguments(folder: Path, tensors: Tensors, heads: int | None) -> dict[str, Any]:
-    """Megatron's arguments: those in common.pt, or what can be told from the tensors and the number of heads.
+    """Megatron's arguments: those in common.pt, or what follows from the tensors and the number of heads.
 
     Errors: CheckpointError where both are missing.
     """
@@ -245,10 +261,10 @@ def arguments(folder: Path, tensors: Tensors, heads: int | None) -> dict[str, An
             return found.values
     if heads is None:
         raise CheckpointError(f"{folder}: carries no arguments; give --num-attention-heads")
-    return _told_by(tensors, heads, folder)
+    return _implied_by(tensors, heads, folder)
 
 
-def _told_by(tensors: Tensors, heads: int, folder: Path) -> dict[str, Any]:
+def _implied_by(tensors: Tensors, heads: int, folder: Path) -> dict[str, Any]:
     def shape(name: str) -> tuple[int, ...]:
         if f"0.0.0/{name}" not in tensors:
             raise CheckpointError(f"{folder}: {name}: is missing")

@@ -67,7 +67,7 @@ def write_container(
 ) -> Container:
     """Write `pieces` (none empty) as one safetensors file; it is on the disk when this returns.
 
-    about: plain values to put beside the rectangles in the file's own description; None describes nothing
+    about: plain values to put along with the rectangles in the file's own description; None describes nothing
         and says only, as other tools want it, that the tensors are torch's.
     """
     ordered = sorted(pieces, key=lambda piece: -piece.tensor.element_size())  # so that every entry is aligned

@@ -12,17 +12,18 @@ from pathlib import Path
 
 import torch
 
-from mega.core.checkpoint.forms.folders import sweep
 from mega.core.checkpoint.own.container import blocks
+from mega.core.checkpoint.own.directory import NOTHING, STEP, CheckpointStore, remove_leftover
+from mega.core.checkpoint.own.folders import sweep
 from mega.core.checkpoint.own.pieces import Box, CheckpointError, Piece
 from mega.core.checkpoint.own.retention import retain
-from mega.core.checkpoint.own.store import NOTHING, STEP, Checkpoint, CheckpointStore, locate, remove_leftover, store_at
+from mega.core.checkpoint.own.store import Checkpoint, locate, store_at
 from mega.core.files import url_of
 
-Tell = Callable[[str], None]
+Report = Callable[[str], None]
 
 
-def verify(path: Path, tell: Tell) -> None:
+def verify(path: Path, report: Report) -> None:
     """Hash every byte of one step, or of all steps of a run.
 
     Errors: CheckpointError after the last step if any of them is damaged.
@@ -36,9 +37,9 @@ def verify(path: Path, tell: Tell) -> None:
         try:
             checkpoint = locate(each)
             checkpoint.verify()
-            tell(f"step {checkpoint.step}: whole, {len(checkpoint.tensors)} tensors, {checkpoint.bytes} bytes")
+            report(f"step {checkpoint.step}: whole, {len(checkpoint.tensors)} tensors, {checkpoint.bytes} bytes")
         except CheckpointError as error:
-            tell(f"{each.name}: damaged: {error}")
+            report(f"{each.name}: damaged: {error}")
             damaged.append(each.name)
     if damaged:
         raise CheckpointError(f"{path}: damaged: {', '.join(damaged)}")
@@ -115,38 +116,38 @@ def clean(
     keep_every: int | None,
     keep_optimizer_last: int | None,
     dry_run: bool,
-    tell: Tell,
+    report: Report,
 ) -> None:
     """Remove what killed saves and exports left, then checkpoints, or optimizers' state, as far as the limits say.
 
-    What an export to `path` left lies beside it; `path` itself need not be there then.
+    What an export to `path` left lies next to it; `path` itself need not be there then.
     Errors: CheckpointError where there is nothing to clean, or a conversion is writing.
     """
     if url_of(path) is not None:
         raise ValueError(f"{url_of(path)}: nothing is removed from object stores; use their own tools")
     store = CheckpointStore(path)
     verb = "would remove" if dry_run else "removed"
-    beside = sweep(path, dry_run=dry_run)
-    for left in beside:
-        tell(f"{verb} {left}")
+    exports = sweep(path, dry_run=dry_run)
+    for left in exports:
+        report(f"{verb} {left}")
     if not store.steps() and not store.leftovers():
-        if beside:
+        if exports:
             return
         raise CheckpointError(f"{path}: {NOTHING}")
     with store.held():
         for left in store.leftovers():
             if not dry_run:
                 remove_leftover(left)
-            tell(f"{verb} {left}")
+            report(f"{verb} {left}")
 
     def damaged(step: int, reason: str) -> None:
-        tell(f"step {step} is damaged, and counts for no limit: {reason}")
+        report(f"step {step} is damaged, and counts for no limit: {reason}")
 
     done = retain(store, keep_last, keep_every, keep_optimizer_last, dry_run=dry_run, damaged=damaged)
     for step in done.removed:
-        tell(f"{verb} {store.path(step)}")
+        report(f"{verb} {store.path(step)}")
     for step in done.lightened:
-        tell(f"{verb} the optimizer's state of {store.path(step)}")
+        report(f"{verb} the optimizer's state of {store.path(step)}")
 
 
 def _is_step(path: Path) -> bool:

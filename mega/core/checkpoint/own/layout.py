@@ -6,24 +6,18 @@ Arithmetic on configs; what the rectangles hold comes later, so the pieces are m
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 from typing import Any
 
 import torch
 
-from mega.core.checkpoint.forms.mapping import Tensors
-from mega.core.checkpoint.own.pieces import CheckpointError, Piece
-from mega.core.config.run import entries
+from mega.core.checkpoint.own.pieces import CheckpointError, Piece, Tensors
 from mega.core.config.sections import ModelConfig
-from mega.core.config.toml import unfit
 from mega.core.inventory import Unit, inventory, units
 from mega.core.plan.layers import stage_layers, unit_stages
 from mega.core.shard import shard
-
-SIZES = ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "positions")
-"""What a resolved model section says."""
 
 
 @dataclass(frozen=True)
@@ -109,29 +103,3 @@ def _stages(model: ModelConfig, layout: Layout) -> Callable[[Unit], int]:
     layers = stage_layers(model.layers, layout.pp, layout.chunks, layout.stage_layers)
     stages = unit_stages(units(model), layers)
     return lambda unit: stages[unit][0]
-
-
-def check_model(model: ModelConfig, where: str) -> None:
-    """Errors: CheckpointError naming an option of a model from elsewhere whose value no run may have."""
-    model_of({"config": {"model": dataclasses.asdict(model)}}, where)
-
-
-def model_of(meta: Mapping[str, Any], where: str) -> ModelConfig:
-    """The model section that a checkpoint carries. Errors: CheckpointError naming what does not fit."""
-    config = meta.get("config")
-    fields = config.get("model") if isinstance(config, dict) else None
-    if not isinstance(fields, dict):
-        raise CheckpointError(f"{where}: meta holds no config.model")
-    known = {field.name for field in dataclasses.fields(ModelConfig)}
-    if unknown := sorted(set(fields) - known):
-        raise CheckpointError(f"{where}: config.model.{unknown[0]} is unknown to this version")
-    for name, value in fields.items():
-        within = entries()[name].option.within
-        problem = None if value is None else unfit("model", name, value)
-        if problem is None and value is not None and within is not None and not within.holds(value):
-            problem = f"{value!r} must be {within.rule}"
-        if problem is None and value is None and name in SIZES:
-            problem = "is missing"
-        if problem is not None:
-            raise CheckpointError(f"{where}: config.model.{name}: {problem}")
-    return ModelConfig(**fields)

@@ -38,7 +38,7 @@ _LARGEST = 1 << 62
 
 @dataclass(frozen=True)
 class Attached:
-    """A small file kept beside the tensors (tokenizer, configuration): its size and sha256."""
+    """A small file kept along with the tensors (tokenizer, configuration): its size and sha256."""
 
     size: int
     digest: str
@@ -60,7 +60,7 @@ class Manifest:
 
     @property
     def names(self) -> set[str]:
-        """Every file that must be there; beside those, only `leaving` may."""
+        """Every file that must be there; besides those, only `leaving` may."""
         return {MANIFEST, SEAL, *self.containers, *self.attachments, *([WEIGHTS_ONLY] if self.leaving else [])}
 
 

@@ -5,7 +5,7 @@ Knows shapes and dtypes; no file, no rank.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -25,6 +25,9 @@ DTYPES: dict[str, torch.dtype] = {
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
+Tensors = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+"""Name -> shape and dtype."""
+
 
 class CheckpointError(ValueError):
     """A checkpoint that cannot be trusted or does not fit; the message names the file or the tensor."""
@@ -32,7 +35,7 @@ class CheckpointError(ValueError):
 
 @dataclass(frozen=True)
 class Piece:
-    """One rectangle of one logical tensor, and the memory behind it.
+    """One rectangle of one logical tensor, and its memory.
 
     key: the tensor's name in the checkpoint ("weights/model.norm.weight", "moment1/...").
     whole: shape of the logical tensor. start: where the rectangle begins, one number a dim.

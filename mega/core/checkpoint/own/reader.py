@@ -1,7 +1,7 @@
 """One published checkpoint, read in any layout: only the bytes that are wanted, never a tensor made up.
 
 Trusts the manifest only as far as it checks out, and holds a shared lock on it while open, so that
-retention leaves a checkpoint alone that somebody reads. Knows no ranks; a layout is a list of pieces.
+retention leaves a checkpoint alone that is being read. Knows no ranks; a layout is a list of pieces.
 """
 
 from __future__ import annotations

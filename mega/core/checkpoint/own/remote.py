@@ -1,7 +1,7 @@
 """Checkpoints in an object store (S3 and whatever else fsspec reaches), by the same files and the same manifest.
 
 There is no rename there, so a checkpoint counts from the moment its seal, `manifest.json.sha256`, is there, which is
-put behind all it vouches for; then comes the pointer. Files are written, and read again, through a local folder of
+put after all that it vouches for; then comes the pointer. Files are written, and read again, through a local folder of
 this process ($TMPDIR), a rank's own at a time: containers come down when they are first needed, are hashed as ever,
 and go with the checkpoint that was opened.
 
@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from mega.core.checkpoint.own.container import Fetch
+from mega.core.checkpoint.own.directory import POINTER, STEP, Attachments, CheckpointStore, sidecar, write_rank
 from mega.core.checkpoint.own.manifest import MANIFEST, SEAL, WEIGHTS_ONLY, rank_file, read_manifest, state_file
 from mega.core.checkpoint.own.pieces import CheckpointError, Piece
 from mega.core.checkpoint.own.reader import Checkpoint
-from mega.core.checkpoint.own.store import POINTER, STEP, Attachments, CheckpointStore, sidecar, write_rank
 
 
 class RemoteStore(CheckpointStore):

@@ -14,14 +14,14 @@ from typing import Any
 
 import torch
 
-from mega.core.checkpoint.forms.kinds import check_place
-from mega.core.checkpoint.forms.ledger import ConversionReport, Ledger
-from mega.core.checkpoint.own.layout import Layout, model_of, plan_files
+from mega.core.checkpoint.own.layout import Layout, plan_files
+from mega.core.checkpoint.own.ledger import ConversionReport, Ledger
+from mega.core.checkpoint.own.model import model_of
 from mega.core.checkpoint.own.pieces import Box, Piece
 from mega.core.checkpoint.own.store import Checkpoint, locate, store_at
 
 Progress = Callable[[int, int], None]
-"""Told bytes done and bytes in all."""
+"""Called with bytes done and bytes in all."""
 
 
 def reshard(
@@ -34,7 +34,6 @@ def reshard(
     source = locate(load_dir)
     if source.path.parent.resolve() == save_dir.resolve():
         raise ValueError(f"--save-dir {save_dir}: must not be the directory that is read")
-    check_place(save_dir)
     files = plan_files(source.tensors, model_of(source.meta, str(source.path)), layout)
     ledger = Ledger({key: prod(shape) for key, (shape, _) in source.tensors.items()})
     total = sum(piece.bytes for pieces in files for piece in pieces)

@@ -13,9 +13,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from mega.core.checkpoint.own.directory import CheckpointStore
 from mega.core.checkpoint.own.manifest import MANIFEST, STATE_FILE, mark_weights_only
 from mega.core.checkpoint.own.pieces import CheckpointError
-from mega.core.checkpoint.own.store import CheckpointStore
 from mega.core.files import locked_alone, sync_directory
 
 
@@ -60,8 +60,8 @@ def retain(
 ) -> Retained:
     """Remove what is not to be kept. To be called by one process, after a save.
 
-    Only checkpoints that open count, so damaged ones never push out a whole one; one that somebody
-    reads stays as it is for now. damaged: also read all of what is to be kept before anything goes; is told of a step
+    Only checkpoints that open count, so damaged ones never push out a whole one; one that is being
+    read stays as it is for now. damaged: also read all of what is to be kept before anything goes; called with a step
     that is not what was saved, which does not count then.
     """
     if keep_last is keep_every is keep_optimizer_last is None:

@@ -24,7 +24,7 @@ from mega.core.checkpoint.own.store import locate
 
 @contextlib.contextmanager
 def progress_bar(what: str, console: Console | None = None) -> Iterator[Callable[[int, int], None]]:
-    """A bar on stderr that is told bytes done and bytes in all; nothing where that is no terminal."""
+    """A bar on stderr, called with bytes done and bytes in all; nothing where stderr is not a terminal."""
     bar = Progress(
         TextColumn("{task.description}"),
         BarColumn(),

@@ -1,4 +1,4 @@
-"""What a conversion moves: counted while it runs, told when it is done. Knows tensors by name and size only."""
+"""What a conversion moves: counted while it runs, checked when it is done. Knows tensors by name and size only."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Exported folders, which appear under their name complete or not at all, and what killed writers of them left behind.
+"""Exported folders, which appear under their name complete or not at all, and what killed writers of them left.
 
-A folder is filled beside its place, as `NAME.<12 hexadecimal digits>.tmp`, under a lock that ends with its writer,
-however that ends. So the next writer of the same name, or `mega checkpoint clean NAME`, can tell what is abandoned
-from what somebody still fills. The lock is on a file in it, since NFS keeps those of directories from other machines.
-Without that file, or where a file system has no locks, nothing is taken away. Knows nothing of contents.
+A folder is filled next to its place, as `NAME.<12 hexadecimal digits>.tmp`, under a lock that ends with its writer,
+however that ends. So the next writer of the same name, or `mega checkpoint clean NAME`, can distinguish what is
+abandoned from what is still being filled. The lock is on a file in it, since NFS keeps those of directories from other
+machines. Without that file, or where a file system has no locks, nothing is removed. Knows nothing of contents.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ def check_fresh(save: Path) -> None:
 
 
 def filled_folder(save: Path, fill: Callable[[Path], int]) -> int:
-    """Fill a folder beside `save`, then give it that name; what `fill` returns. Nothing is left where that fails."""
+    """Fill a folder next to `save`, then give it that name; what `fill` returns. Nothing is left where that fails."""
     check_fresh(save)
     save = Path(os.path.realpath(save))  # "." and links: what they mean gets the name
     try:
-        with folder_beside(save) as working:
+        with folder_next_to(save) as working:
             written = fill(working)
             (working / LOCK).unlink()
             sync_directory(working)
@@ -48,8 +48,8 @@ def filled_folder(save: Path, fill: Callable[[Path], int]) -> int:
 
 
 @contextlib.contextmanager
-def folder_beside(save: Path) -> Iterator[Path]:
-    """A new folder beside `save`, which goes when the block ends unless it was renamed. Abandoned ones go first."""
+def folder_next_to(save: Path) -> Iterator[Path]:
+    """A new folder next to `save`, which goes when the block ends unless it was renamed. Abandoned ones go first."""
     save = Path(os.path.realpath(save))
     sweep(save)
     working, descriptor = _locked_folder(save)
@@ -77,12 +77,12 @@ def sweep(save: Path, *, dry_run: bool = False) -> list[Path]:
     """Remove the folders that writers of `save` filled when they were killed; which they are. Files and links stay."""
     save = Path(os.path.realpath(save))
     name = re.compile(rf"{re.escape(save.name)}\.[0-9a-f]{{12}}\.tmp")
-    beside = sorted(path for path in save.parent.glob("*.tmp") if name.fullmatch(path.name))
-    return [path for path in beside if not path.is_symlink() and _removed(path, dry_run)]
+    others = sorted(path for path in save.parent.glob("*.tmp") if name.fullmatch(path.name))
+    return [path for path in others if not path.is_symlink() and _removed(path, dry_run)]
 
 
 def _removed(folder: Path, dry_run: bool) -> bool:
-    """Remove a folder of this user's that nobody has locked; whether it is one."""
+    """Remove a folder of this user's that no process has locked; whether it is one."""
     try:
         descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_NOFOLLOW)
     except OSError:

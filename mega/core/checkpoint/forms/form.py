@@ -1,0 +1,252 @@
+"""What a form of checkpoint is to the conversions, and the one list of forms. Loads no torch and no form.
+
+A foreign form is a row of `FORMS` and a module with
+
+    recognise(path) -> bool                     whether it lies at `path`, by the names of files
+    open_form(path, given) -> Opened            its tensors, its model, and the table of ours made of theirs
+    export(own, to, given) -> Export            where `targets` says that it is written: the same table, and the files
+    tokenizer(files) -> str | None              optional: the kind of tokenizer that files of its folders are
+
+The table is written once; conversions invert it, prove it and keep the account of what is moved (mapping.py,
+convert.py). Flags of the commands, their choices, messages and what is recognised all come from the rows.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from mega.core.checkpoint.forms.mapping import Source, Table
+    from mega.core.checkpoint.own.layout import Layout
+    from mega.core.checkpoint.own.reader import Checkpoint
+    from mega.core.checkpoint.own.store import Attachments
+    from mega.core.config.sections import ModelConfig
+
+Verb = Literal["convert-llama", "reshard"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Given:
+    """What a user gives to a conversion besides two places; a form takes what means something for it.
+
+    layout: ranks that files are cut for. parts: files of a Meta folder. vocab: the true vocabulary of a Megatron-LM
+    tree. heads: attention heads, where a tree does not state them. optimizer: convert Adam's state too.
+    """
+
+    layout: Layout
+    parts: int = 1
+    vocab: int | None = None
+    heads: int | None = None
+    optimizer: bool = True
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A foreign checkpoint.
+
+    table: `weights/...` (and state) made of the tensors of `source`. step, consumed: of the run that wrote it, where it
+    was one. known: what else a checkpoint of ours should hold in its plain state. notes: lines for the user.
+    """
+
+    source: Source
+    model: ModelConfig
+    table: Table
+    step: int = 0
+    consumed: int = 0
+    known: Mapping[str, Any] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Own:
+    """A checkpoint of ours that is to be exported; source: its weights."""
+
+    checkpoint: Checkpoint
+    model: ModelConfig
+    source: Source
+
+
+@dataclass(frozen=True)
+class Export:
+    """How a checkpoint of ours becomes a foreign one.
+
+    table: as that of `Opened`. fill: given an empty folder, the table of theirs made of ours, and its source; writes
+    all files and returns the bytes of their tensors. source: where it is not the weights alone.
+    notes: lines for the user. losses: lines on what this form has no place for.
+    """
+
+    table: Table
+    fill: Callable[[Path, Table, Source], int]
+    source: Source | None = None
+    notes: tuple[str, ...] = ()
+    losses: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Form:
+    """One form of checkpoint.
+
+    name, words: for code and for messages. sign: by which files it is recognised, for a message. module: where its
+    functions are. verb: the command that converts it. targets: what --to or --saver may be to write it.
+    reads, writes: the flags that mean something where it is read or written. companions: files that belong to the
+    weights and are kept with them.
+    """
+
+    name: str
+    words: str
+    sign: str = ""
+    module: str = ""
+    verb: Verb = "convert-llama"
+    targets: tuple[str, ...] = ()
+    reads: tuple[str, ...] = ()
+    writes: tuple[str, ...] = ()
+    companions: tuple[str, ...] = ()
+
+    def recognise(self, path: Path) -> bool:
+        """Whether this form lies at `path`."""
+        return bool(self._loaded().recognise(path))
+
+    def open(self, path: Path, given: Given) -> Opened:
+        """Errors: CheckpointError naming the file, key or tensor at fault."""
+        opened: Opened = self._loaded().open_form(path, given)
+        return opened
+
+    def export(self, own: Own, to: str, given: Given) -> Export:
+        """to: which of the `targets`. Errors: CheckpointError naming what this form has no place for."""
+        export: Export = self._loaded().export(own, to, given)
+        return export
+
+    def tokenizer(self, files: Attachments) -> str | None:
+        """The kind of tokenizer, as --tokenizer names it, that files kept with weights of this form are."""
+        find = getattr(self._loaded(), "tokenizer", None)
+        kind: str | None = None if find is None else find(files)
+        return kind
+
+    def _loaded(self) -> Any:
+        return importlib.import_module(self.module)
+
+
+COMPANIONS = (
+    "config.json",
+    "generation_config.json",
+    "params.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "dict.txt",
+)
+"""Files that are kept with weights of published models, where they are there."""
+
+_TP, _PP = "--target-tensor-parallel-size", "--target-pipeline-parallel-size"
+_HERE = "mega.core.checkpoint.forms."
+
+OWN = Form(
+    name="mega", words="a checkpoint of ours", targets=("mega",), writes=(_TP, _PP, "--chunks", "--stage-layers")
+)
+"""Ours, which is not foreign: own/ reads and writes it."""
+
+FORMS = [
+    Form(
+        name="llama2.c",
+        words="a llama2.c file",
+        sign=".bin or .pt (llama2.c)",
+        module=_HERE + "llama2c",
+    ),
+    Form(
+        name="torch_dist",
+        words="a torch_dist folder of Megatron-LM",
+        sign=".metadata (torch_dist)",
+        module=_HERE + "torch_dist",
+        verb="reshard",
+        reads=("--true-vocab-size", "--vocab-file", "--num-attention-heads", "--no-load-optim"),
+    ),
+    Form(
+        name="megatron",
+        words="a tree of Megatron-LM",
+        sign="mp_rank_NN (Megatron-LM)",
+        module=_HERE + "megatron",
+        verb="reshard",
+        targets=("megatron", "megatron-23.06", "mcore", "mcore-local", "core"),
+        reads=("--true-vocab-size", "--vocab-file", "--no-load-optim"),
+        writes=(_TP, _PP, "--no-load-optim"),
+    ),
+    Form(
+        name="fairseq",
+        words="a fairseq folder",
+        sign="model-model_part-N.pt (fairseq)",
+        module=_HERE + "fairseq",
+        companions=COMPANIONS,
+    ),
+    Form(
+        name="meta",
+        words="a Meta folder",
+        sign="params.json with consolidated.NN.pth (Meta)",
+        module=_HERE + "meta",
+        targets=("meta",),
+        writes=("--parts",),
+        companions=COMPANIONS,
+    ),
+    Form(
+        name="hf",
+        words="a Hugging Face folder",
+        sign="config.json (Hugging Face)",
+        module=_HERE + "huggingface",
+        targets=("hf",),
+        companions=COMPANIONS,
+    ),
+]
+"""Every foreign form; the first that recognises a path is what lies there."""
+
+
+def targets_of(verb: Verb) -> list[str]:
+    """What a command can write, as its flag names it; ours first."""
+    return [target for form in (OWN, *reversed(FORMS)) if form is OWN or form.verb == verb for target in form.targets]
+
+
+def writer_of(target: str) -> Form:
+    """The form that --to or --saver `target` writes. Errors: ValueError where there is none."""
+    forms = (OWN, *FORMS)
+    for form in forms:
+        if target in form.targets:
+            return form
+    raise ValueError(f"{target}: is not written; valid: {', '.join(each for form in forms for each in form.targets)}")
+
+
+_RANKS = "only checkpoints of ours and trees of Megatron-LM are cut for ranks; leave it out (a Meta folder has --parts)"
+_STAGES = "only checkpoints of ours are cut for chunks and uneven stages; leave it out"
+_PADDED = "only Megatron-LM pads vocabularies in its files; leave it out"
+
+RULES: dict[str, tuple[str, object]] = {
+    _TP: (_RANKS, 1),
+    _PP: (_RANKS, 1),
+    "--chunks": (_STAGES, 1),
+    "--stage-layers": (_STAGES, ()),
+    "--parts": ("only a Meta folder has parts; leave it out, or give --to meta", 1),
+    "--true-vocab-size": (_PADDED, None),
+    "--vocab-file": (_PADDED, None),
+    "--num-attention-heads": ("only a torch_dist folder may not state it; leave it out", None),
+    "--no-load-optim": ("only from and to Megatron-LM an optimizer's state is optional; leave it out", False),
+}
+"""Flags of `convert-llama` and `reshard` that mean nothing for some pairs of forms: the rule, and the value that asks
+for nothing."""
+
+
+def check_flags(source: Form, target: Form, given: Mapping[str, object]) -> None:
+    """A flag that could only be ignored is refused. Errors: ValueError naming the first such of `given`."""
+    for flag, value in given.items():
+        rule, unset = RULES[flag]
+        if type(value) is int and value < 1:
+            raise ValueError(f"{flag} {value}: must be 1 or more")
+        if value != unset and flag not in (*source.reads, *target.writes):
+            values = value if isinstance(value, tuple) else () if value is True else (value,)
+            shown = " ".join(map(str, (flag, *values)))
+            raise ValueError(f"{shown}: means nothing from {source.words} to {target.words}: {rule}")

@@ -1,0 +1,52 @@
+"""Names of other tools: of modules, and of keys of their configuration files with the kinds of their values."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from mega.core.checkpoint.own.pieces import CheckpointError
+
+_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
+
+
+def translated(name: str, modules: Mapping[str, str], block: str, number: int | None = None) -> str:
+    """Another tool's name of a logical tensor.
+
+    modules: ours (of a block, without its number) -> theirs. block: what theirs are called in a block, with {} for its
+    number, which is `number` where theirs differs.
+
+    >>> translated("model.layers.3.mlp.up_proj.bias", {"mlp.up_proj": "fc1"}, "decoder.layers.{}.")
+    'decoder.layers.3.fc1.bias'
+    """
+    module, _, kind = name.rpartition(".")
+    if match := _LAYER.fullmatch(module):
+        return f"{block.format(match[1] if number is None else number)}{modules[match[2]]}.{kind}"
+    return f"{modules[module]}.{kind}"
+
+
+def whole_in(config: Mapping[str, Any], key: str, where: str, otherwise: int | None = None) -> int:
+    """The positive whole number `key` of the file `where`; `otherwise` where it is absent or null."""
+    value = config.get(key)
+    if value is None and otherwise is not None:
+        return otherwise
+    if type(value) is not int or not 0 < value < 1 << 40:
+        raise CheckpointError(f"{where}: {key} {value!r}: must be a positive whole number")
+    return value
+
+
+def number_in(config: Mapping[str, Any], key: str, where: str, otherwise: float | None = None) -> float:
+    """The number `key` of the file `where`; `otherwise` where it is absent or null."""
+    value = config.get(key)
+    if value is None and otherwise is not None:
+        return otherwise
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise CheckpointError(f"{where}: {key} {value!r}: must be a number")
+    return float(value)
+
+
+def only(config: Mapping[str, Any], key: str, valid: tuple[Any, ...], where: str) -> None:
+    """Errors: CheckpointError where `key` of the file `where` has a value that nothing here corresponds to."""
+    if key in config and config[key] not in valid:
+        raise CheckpointError(f"{where}: {key} {config[key]!r} (valid: {valid[0]!r})")

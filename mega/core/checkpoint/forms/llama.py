@@ -1,0 +1,200 @@
+"""Llama and its relatives as Hugging Face keeps them: families as rows of values, config.json both ways.
+
+Tensor names need no table: the inventory's names are Hugging Face's. Knows config.json, no files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mega.core.checkpoint.forms.keys import number_in, only, whole_in
+from mega.core.checkpoint.forms.mapping import Table, Target, whole
+from mega.core.checkpoint.own.pieces import CheckpointError
+from mega.core.config.sections import ModelConfig
+from mega.core.inventory import inventory
+
+
+@dataclass(frozen=True)
+class Family:
+    """One `model_type` of config.json, and what distinguishes it from Llama.
+
+    window: `sliding_window` where the file does not say; None where the family has none. window_on_demand: it counts
+    only where `use_sliding_window` is true.
+    """
+
+    model_type: str
+    architecture: str
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    window: int | None = None
+    window_on_demand: bool = False
+
+
+FAMILIES = (
+    Family("llama", "LlamaForCausalLM"),
+    Family("mistral", "MistralForCausalLM", window=4096),
+    Family("qwen2", "Qwen2ForCausalLM", qkv_bias=True, window=4096, window_on_demand=True),
+    Family("qwen3", "Qwen3ForCausalLM", qk_norm=True, window=4096, window_on_demand=True),
+)
+
+HEAD = "lm_head.weight"
+_BUFFERS = ("rotary_emb.inv_freq", "self_attn.masked_bias", "self_attn.bias")
+"""Ends of names that old exports carry and that hold no parameters."""
+
+
+def model_from_config(config: Mapping[str, Any], where: str) -> ModelConfig:
+    """The resolved model section that a config.json describes.
+
+    where: names the file in errors. Errors: CheckpointError naming a key whose value has no counterpart.
+    """
+    model_type = config.get("model_type")
+    family = next((row for row in FAMILIES if row.model_type == model_type), None)
+    if family is None:
+        valid = ", ".join(row.model_type for row in FAMILIES)
+        raise CheckpointError(f"{where}: model_type {model_type!r} (valid: {valid})")
+    heads = whole_in(config, "num_attention_heads", where)
+    hidden = whole_in(config, "hidden_size", where)
+    only(config, "hidden_act", ("silu", "swish"), where)
+    only(config, "attention_bias", (False, None), where)
+    only(config, "mlp_bias", (False, None), where)
+    only(config, "tie_word_embeddings", (False, True, None), where)
+    return ModelConfig(
+        family="llama",
+        layers=whole_in(config, "num_hidden_layers", where),
+        hidden=hidden,
+        heads=heads,
+        kv_heads=whole_in(config, "num_key_value_heads", where, heads),
+        head_dim=whole_in(config, "head_dim", where, hidden // heads),
+        ffn=whole_in(config, "intermediate_size", where),
+        vocab=whole_in(config, "vocab_size", where),
+        positions=_reach(config, family, where),
+        position="rope",
+        **_rope(config, where),
+        norm="rmsnorm",
+        norm_eps=number_in(config, "rms_norm_eps", where, 1e-6),
+        activation="swiglu",
+        bias=False,
+        qkv_bias=family.qkv_bias,
+        qk_norm=family.qk_norm,
+        tied=config.get("tie_word_embeddings") is True,
+        hidden_dropout=0.0,
+        attention_dropout=number_in(config, "attention_dropout", where, 0.0),
+        init_std=number_in(config, "initializer_range", where, 0.02),
+    )
+
+
+def _rope(config: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The options about rotation. New files keep all their keys in `rope_parameters`; the old place wins, as there."""
+    key = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
+    rope = config.get(key) or {}
+    if not isinstance(rope, Mapping) or any(isinstance(value, Mapping) for value in rope.values()):
+        raise CheckpointError(f"{where}: {key} {rope!r}: must be an object of numbers, the same for all layers")
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind not in ("default", "linear", "llama3"):
+        raise CheckpointError(f"{where}: rope_type {kind!r} (valid: default, linear, llama3)")
+    both = {**config, **rope}
+    only(both, "partial_rotary_factor", (1.0, None), where)
+    found: dict[str, Any] = {"rope_base": number_in(both, "rope_theta", where, 10000.0)}
+    if kind == "linear":
+        found["rope_interpolation"] = number_in(rope, "factor", where)
+    if kind == "llama3":
+        found |= {
+            "rope_scaling": "llama3",
+            "rope_scaling_factor": number_in(rope, "factor", where),
+            "rope_low_freq_factor": number_in(rope, "low_freq_factor", where),
+            "rope_high_freq_factor": number_in(rope, "high_freq_factor", where),
+            "rope_original_positions": whole_in(rope, "original_max_position_embeddings", where),
+        }
+    return found
+
+
+def _scaling(model: ModelConfig) -> dict[str, Any] | None:
+    """`rope_scaling` of a config.json."""
+    if model.rope_scaling == "llama3":
+        return {
+            "rope_type": "llama3",
+            "factor": model.rope_scaling_factor,
+            "low_freq_factor": model.rope_low_freq_factor,
+            "high_freq_factor": model.rope_high_freq_factor,
+            "original_max_position_embeddings": model.rope_original_positions,
+        }
+    if model.rope_interpolation != 1.0:
+        return {"rope_type": "linear", "factor": model.rope_interpolation}
+    return None
+
+
+def _reach(config: Mapping[str, Any], family: Family, where: str) -> int:
+    """Positions. Within a sliding window attention is full, so a model with one ends with it."""
+    positions = whole_in(config, "max_position_embeddings", where)
+    wanted = bool(config.get("use_sliding_window")) if family.window_on_demand else family.window is not None
+    if not wanted or config.get("sliding_window", family.window) is None:
+        return positions
+    return min(positions, whole_in(config, "sliding_window", where, family.window))
+
+
+def check_llama(model: ModelConfig, whose: str) -> None:
+    """See that a model is one of Llama's kind. Errors: CheckpointError naming the option that `whose` does not have."""
+    for name, value, valid in (
+        ("position", model.position, ("rope",)),
+        ("norm", model.norm, ("rmsnorm",)),
+        ("activation", model.activation, ("swiglu",)),
+        ("bias", model.bias, (False,)),
+        ("norm_offset", model.norm_offset, (False,)),
+        ("post_norm_residual", model.post_norm_residual, (False,)),
+        ("rope_fraction", model.rope_fraction, (1.0,)),
+        ("embedding_scale", model.embedding_scale, (False,)),
+    ):
+        if value not in valid:
+            raise CheckpointError(f"{name} {value}: {whose} has only {valid[0]}")
+
+
+def config_from_model(model: ModelConfig, dtype: str) -> dict[str, Any]:
+    """A config.json for `AutoModelForCausalLM`. dtype: of the weights, in torch's words ("bfloat16").
+
+    Errors: CheckpointError naming the option that these families do not have.
+    """
+    check_llama(model, "Hugging Face's Llama")
+    wanted = (bool(model.qkv_bias), model.qk_norm)
+    family = next((row for row in FAMILIES if (row.qkv_bias, row.qk_norm) == wanted), None)
+    if family is None:
+        raise CheckpointError("qkv_bias and qk_norm together: no Hugging Face family has both")
+    if model.rope_scaling != "none" and model.rope_interpolation != 1.0:
+        raise CheckpointError("rope_scaling and rope_interpolation together: Hugging Face has one or the other")
+    return {
+        "architectures": [family.architecture],
+        "model_type": family.model_type,
+        "hidden_size": model.hidden,
+        "intermediate_size": model.ffn,
+        "num_hidden_layers": model.layers,
+        "num_attention_heads": model.heads,
+        "num_key_value_heads": model.kv_heads,
+        "head_dim": model.head_dim,
+        "vocab_size": model.vocab,
+        "max_position_embeddings": model.positions,
+        "rope_theta": model.rope_base,
+        "rope_scaling": _scaling(model),
+        "rms_norm_eps": model.norm_eps,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "attention_dropout": model.attention_dropout,
+        "initializer_range": model.init_std,
+        "tie_word_embeddings": model.tied,
+        "use_cache": True,
+        "torch_dtype": dtype,
+    }
+
+
+def table(model: ModelConfig, found: Collection[str] = ()) -> Table:
+    """`weights/<name>` of every logical tensor is the Hugging Face tensor of that name. found: names in a folder."""
+    embedding, *others = (
+        Target(f"weights/{tensor.name}", tensor.shape, (whole(tensor.shape, tensor.name),))
+        for tensor in inventory(model)
+    )
+    repeated = model.tied and HEAD in found
+    return Table(
+        (embedding, *others),
+        copies=((embedding.name, whole(embedding.shape, HEAD)),) if repeated else (),
+        ignored=frozenset(name for name in found if name.endswith(_BUFFERS)),
+    )

@@ -1,0 +1,35 @@
+"""Files of other tools, written: JSON, torch's. What of them a folder needs is a form's affair."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mega.core.checkpoint.forms.mapping import Source, Target, assemble, whole_box
+from mega.core.checkpoint.own.disk import creating, write_all
+from mega.core.files import whole_file
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    with creating(path) as descriptor:
+        write_all(descriptor, (json.dumps(content, indent=2) + "\n").encode())
+
+
+def write_torch(path: Path, content: object) -> int:
+    """A torch file, safe on the disk; its bytes. Errors: OSError, of a full disk for example."""
+    try:
+        with whole_file(path) as file:
+            torch.save(content, file)
+    except RuntimeError as error:  # torch closes its archive nevertheless, which hides what stopped it
+        if isinstance(error.__context__, OSError):
+            raise error.__context__ from None
+        raise
+    return path.stat().st_size
+
+
+def made(target: Target, source: Source) -> torch.Tensor:
+    """A whole tensor."""
+    return assemble(target, whole_box(target.shape), source)

@@ -1,0 +1,53 @@
+"""The model that a checkpoint holds, read from its plain state and checked option by option. The only reader of it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from math import prod
+from typing import Any
+
+from mega.core.checkpoint.own.pieces import CheckpointError, Tensors
+from mega.core.config.run import entries
+from mega.core.config.sections import ModelConfig
+from mega.core.config.toml import unfit
+from mega.core.inventory import parameters
+
+SIZES = ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "positions")
+"""What a resolved model section says."""
+
+
+def check_model(model: ModelConfig, where: str) -> None:
+    """Errors: CheckpointError naming an option of a model from elsewhere whose value no run may have."""
+    model_of({"config": {"model": dataclasses.asdict(model)}}, where)
+
+
+def model_of(meta: Mapping[str, Any], where: str) -> ModelConfig:
+    """The model section that a checkpoint carries. Errors: CheckpointError naming what does not fit."""
+    config = meta.get("config")
+    fields = config.get("model") if isinstance(config, dict) else None
+    if not isinstance(fields, dict):
+        raise CheckpointError(f"{where}: meta holds no config.model")
+    known = {field.name for field in dataclasses.fields(ModelConfig)}
+    if unknown := sorted(set(fields) - known):
+        raise CheckpointError(f"{where}: config.model.{unknown[0]} is unknown to this version")
+    for name, value in fields.items():
+        within = entries()[name].option.within
+        problem = None if value is None else unfit("model", name, value)
+        if problem is None and value is not None and within is not None and not within.holds(value):
+            problem = f"{value!r} must be {within.rule}"
+        if problem is None and value is None and name in SIZES:
+            problem = "is missing"
+        if problem is not None:
+            raise CheckpointError(f"{where}: config.model.{name}: {problem}")
+    return ModelConfig(**fields)
+
+
+def check_size(model: ModelConfig, tensors: Tensors, where: str) -> None:
+    """Errors: CheckpointError where files hold far too little for a model: its tensors would not fit into memory."""
+    assert model.layers is not None
+    held = sum(prod(shape) for shape, _ in tensors.values())
+    if model.layers > len(tensors) or parameters(model) > 4 * held:
+        raise CheckpointError(
+            f"{where}: {len(tensors)} tensors of {held:,} elements do not hold its {model.layers} layers"
+        )
