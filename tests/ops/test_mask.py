@@ -70,6 +70,26 @@ def test_a_kernel_needs_no_mask_where_the_kind_says_all() -> None:
     assert AttentionMask(q_documents=documents, k_documents=documents).simple_kind(5, 5) is None
 
 
+def test_the_edges_of_a_window() -> None:
+    """The last position at which something is seen, and the first at which nothing is."""
+    for kind, first, last in (("causal", -4, 7), ("full", -7, 7)):
+        for offset in (first - 1, first, last, last + 1):
+            mask = AttentionMask(kind, window=4, q_offset=offset)  # type: ignore[arg-type]
+            expected = dense(mask, 1, 5, 5)[0]
+            assert mask.empty(5, 5) == (not expected.any()) == (not first <= offset <= last), offset
+            assert mask.may_hide_all(5, 5) == (not expected.any(-1).all())
+
+
+def test_documents_may_hide_all_but_from_themselves() -> None:
+    numbers = torch.arange(3)[None]
+    assert not AttentionMask("full", q_documents=numbers, k_documents=numbers).may_hide_all(3, 3)
+    assert AttentionMask("full", q_documents=numbers, k_documents=numbers + 1).may_hide_all(3, 3)
+    for offset in range(-3, 4):
+        for kind in ("causal", "full"):
+            mask = AttentionMask(kind, 2, numbers, numbers, q_offset=offset)  # type: ignore[arg-type]
+            assert mask.may_hide_all(3, 3) == (not dense(mask, 1, 3, 3).any(-1).all())
+
+
 @pytest.mark.parametrize("wrong", [{"window": 0}, {"kind": "causla"}, {"k_documents": torch.zeros(1, 1)}])
 def test_nonsense_is_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(AssertionError):
