@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mega.core.ops import mask as module
@@ -23,6 +23,7 @@ def visible(mask: AttentionMask, b: int, s: int, t: int) -> torch.Tensor:
     return torch.ones(b, s, t, dtype=torch.bool) if found is None else found.expand(b, 1, s, t)[:, 0]
 
 
+@settings(deadline=None)
 @given(seed=st.integers(0, 1 << 30), b=st.integers(1, 2), s=st.integers(1, 7), t=st.integers(1, 7))
 def test_visible_is_the_definition(seed: int, b: int, s: int, t: int) -> None:
     """And what is concluded without looking at documents is true of all of them."""
@@ -46,6 +47,7 @@ def test_visible_is_the_definition(seed: int, b: int, s: int, t: int) -> None:
         assert not expected.any(-1).all()
 
 
+@settings(deadline=None)
 @given(seed=st.integers(0, 1 << 30), data=st.data())
 def test_a_part_of_a_mask_is_the_mask_of_the_part(seed: int, data: st.DataObject) -> None:
     b, s, t, heads = 2, 6, 7, 2
@@ -68,6 +70,26 @@ def test_a_kernel_needs_no_mask_where_the_kind_says_all() -> None:
     assert AttentionMask(q_offset=4).simple_kind(1, 5) == "full"  # one more token after four cached ones
     documents = torch.zeros(1, 5, dtype=torch.int64)
     assert AttentionMask(q_documents=documents, k_documents=documents).simple_kind(5, 5) is None
+
+
+def test_the_edges_of_a_window() -> None:
+    """The last position at which something is seen, and the first at which nothing is."""
+    for kind, first, last in (("causal", -4, 7), ("full", -7, 7)):
+        for offset in (first - 1, first, last, last + 1):
+            mask = AttentionMask(kind, window=4, q_offset=offset)  # type: ignore[arg-type]
+            expected = dense(mask, 1, 5, 5)[0]
+            assert mask.empty(5, 5) == (not expected.any()) == (not first <= offset <= last), offset
+            assert mask.may_hide_all(5, 5) == (not expected.any(-1).all())
+
+
+def test_documents_may_hide_all_but_from_themselves() -> None:
+    numbers = torch.arange(3)[None]
+    assert not AttentionMask("full", q_documents=numbers, k_documents=numbers).may_hide_all(3, 3)
+    assert AttentionMask("full", q_documents=numbers, k_documents=numbers + 1).may_hide_all(3, 3)
+    for offset in range(-3, 4):
+        for kind in ("causal", "full"):
+            mask = AttentionMask(kind, 2, numbers, numbers, q_offset=offset)  # type: ignore[arg-type]
+            assert mask.may_hide_all(3, 3) == (not dense(mask, 1, 3, 3).any(-1).all())
 
 
 @pytest.mark.parametrize("wrong", [{"window": 0}, {"kind": "causla"}, {"k_documents": torch.zeros(1, 1)}])

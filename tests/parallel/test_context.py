@@ -92,7 +92,7 @@ def mask_of(features: str, s: int, t: int, heads: int) -> AttentionMask:
         window=t // 3 if "window" in features else None,
         q_documents=queries,
         k_documents=queries if s == t else keys,
-        q_offset=t - s if "offset" in features else 0,
+        q_offset=(t - s or -4) if "offset" in features else 0,
         dropout=dropout,
     )
 
@@ -127,14 +127,15 @@ def test_attention_across_the_cut(pool: Pool, comm: ContextComm, kind: str) -> N
     pool.run(attention, 2, comm, kind, 4, 2, world=2)
 
 
-EVERY = "full,full documents dropout,window,window documents dropout,full window dropout"
+EVERY = "full,full documents dropout,window,window documents dropout,full window dropout,offset"
 CROSS = "full cross documents dropout,cross offset,cross offset window dropout,cross full window documents,cross"
 
 
 @pytest.mark.parametrize("comm", COMMS)
 @pytest.mark.parametrize("size", [2, 3])
 def test_every_mask_across_the_cut(pool: Pool, size: int, comm: ContextComm) -> None:
-    """Of `cross` alone, queries stand at the first keys, so that the last keys are seen by no query."""
+    """`cross` alone: queries stand at the first keys, and no query sees the last keys. `offset` alone: the first
+    queries precede all keys and see none."""
     pool.run(attention, size, comm, f"{EVERY},{CROSS}", 6, 6 if size == 3 else 2, world=size)
 
 

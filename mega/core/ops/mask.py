@@ -94,8 +94,8 @@ class AttentionMask:
         low, high = self.band(s, t)
         if (high is not None and high < 0) or (low is not None and low > t - s):
             return True
-        # In self-attention a token sees itself.
-        return self.q_documents is not None and not (self.q_documents is self.k_documents and self.q_offset == 0)
+        # Where queries and keys are the same tokens, the bounds that have just been checked let each see itself.
+        return self.q_documents is not self.k_documents
 
     def cut(self, queries: slice, keys: slice) -> AttentionMask:
         """The mask of some of the queries and keys, both contiguous.

@@ -35,7 +35,7 @@ from mega.core.parallel.mesh import Axis
 ContextComm = Literal["auto", "ring", "all-to-all"]
 
 
-# -- which columns a rank holds
+# -- from the columns that ranks hold to whole rows
 
 
 def _join(parts: torch.Tensor) -> torch.Tensor:
