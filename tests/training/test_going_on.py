@@ -206,10 +206,10 @@ def test_data_that_are_dealt_anew_are_told(tmp_path: Path, capsys: pytest.Captur
     run = [*(word for word in RUN if word != "--mock-data"), *words, "--global-batch", "4", "--resume", "auto"]
     assert cli.main([*run, "--steps", "20", "--exit-interval", "2"]) == 0
     assert cli.main([*run, "--steps", str(steps), "--exit-interval", "4"]) == 0
-    told = f"not as in the checkpoint: --steps {steps} (was --steps 20): passes over the data are dealt together"
+    told = f"not as in the checkpoint: --steps {steps} (was --steps 20): passes over the data are shuffled together"
     assert (told in capsys.readouterr().out) == (steps == 70)
     assert cli.main([*run, "--steps", "20", "--exit-interval", "6"]) == 0
-    told = f"not as in the checkpoint: --steps 20 (was --steps {steps}): passes over the data are dealt together"
+    told = f"not as in the checkpoint: --steps 20 (was --steps {steps}): passes over the data are shuffled together"
     assert (told in capsys.readouterr().out) == (steps == 70)
 
 
