@@ -128,7 +128,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _report(error: Exception) -> int:
     """Reports an error on stderr, once for all ranks, and returns the exit code."""
-    from mega.core.parallel.last_words import Words, tell, words_of
+    from mega.core.parallel.exit_reports import Words, tell, words_of
 
     # Typer carries Click under different names in different versions; its own errors know their message.
     if hasattr(error, "format_message") and hasattr(error, "exit_code"):

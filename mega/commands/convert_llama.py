@@ -68,7 +68,7 @@ def run(
     check_flags(source, writer_of(to), {**layout.flags, "--parts": parts})
     runs_both = verify and "hf" in (source.name, to)
     if runs_both:
-        from mega.core.proof.logits import agreement, check_transformers, not_finite
+        from mega.core.proof.logits import check_transformers, compare_logits, not_finite
 
         check_transformers()
     report = convert(load_dir, save_dir, to, layout, parts=parts)
@@ -78,7 +78,7 @@ def run(
     for loss in report.losses:
         print(f"mega: {loss}", file=sys.stderr)
     if runs_both:
-        found = agreement(load_dir, save_dir)
+        found = compare_logits(load_dir, save_dir)
         difference = f"largest difference of a logit {found.largest:.3g}"
         print(f"{difference} (largest logit {found.scale:.3g}, bound {found.bound:.3g})")
         if found.holds:

@@ -26,9 +26,9 @@ def run(run: RunConfig) -> int:
     if world.source == "alone" and size > 1:
         open_inputs(resolved)  # a mistake in a file is reported once, before any rank starts
         from mega.core.parallel.launch import launch
-        from mega.core.training.loop import pretrain
+        from mega.core.training.start import pretrain
 
         return launch(size, pretrain, resolved)
-    from mega.core.training.loop import pretrain
+    from mega.core.training.start import pretrain
 
     return pretrain(resolved)

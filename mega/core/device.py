@@ -304,7 +304,7 @@ def page_locked(memory: torch.Tensor) -> torch.Tensor:
     return memory
 
 
-class Way(NamedTuple):
+class CopyDescriptor(NamedTuple):
     """Where parts of a tensor go: (first byte of it, address, bytes) each. marks: addresses that tell of them all."""
 
     pieces: tuple[tuple[int, int, int], ...]
@@ -323,7 +323,7 @@ class CopyStream:
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self._ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
-    def copy(self, x: torch.Tensor, ways: Sequence[Way], value: int) -> None:
+    def copy(self, x: torch.Tensor, ways: Sequence[CopyDescriptor], value: int) -> None:
         """Copy pieces of the contiguous `x`, as the current stream leaves it, and then mark each way's with `value`.
 
         Whoever calls keeps `x`, and does not write to it, until it has been copied.
@@ -398,6 +398,6 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
-def fp8_products(device: torch.device) -> bool:
+def fp8_matmuls(device: torch.device) -> bool:
     """Whether the device multiplies in fp8: from Ada and Hopper on."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)

@@ -1,6 +1,6 @@
 """Floating-point operations of a model: what it must do, what the hardware does, and the published formulas.
 
-Products only, a multiply and an add being two operations; norms, softmax and activations are not counted. It knows
+Matmuls only, a multiply and an add being two operations; norms, softmax and activations are not counted. It knows
 no device and no time.
 """
 
@@ -13,7 +13,7 @@ from mega.core.inventory import inventory
 
 
 @lru_cache(maxsize=16)
-def product_parameters(model: ModelConfig) -> int:
+def matmul_parameters(model: ModelConfig) -> int:
     """Elements of every tensor but those that are only looked up: the input embedding and the positions.
 
     A tied embedding counts once, for the head is a product.
@@ -24,7 +24,7 @@ def product_parameters(model: ModelConfig) -> int:
 def model_flops_per_token(model: ModelConfig, seq: int) -> float:
     """Operations of one token's forward and backward pass in a sequence of `seq` tokens: 6 N + 12 L h s.
 
-    N: `product_parameters`; L h: layers x heads x head_dim. Attention counts the whole square, although half of it
+    N: `matmul_parameters`; L h: layers x heads x head_dim. Attention counts the whole square, although half of it
     is masked, as the published utilisations do (Chowdhery et al. 2022, appendix B). `model` must be resolved.
 
     >>> from mega.core.config.compose import compose
@@ -34,7 +34,7 @@ def model_flops_per_token(model: ModelConfig, seq: int) -> float:
     46.09
     """
     assert model.layers and model.heads and model.head_dim, "resolve the model first"
-    return 6.0 * product_parameters(model) + 12.0 * model.layers * model.heads * model.head_dim * seq
+    return 6.0 * matmul_parameters(model) + 12.0 * model.layers * model.heads * model.head_dim * seq
 
 
 def published_flops(model: ModelConfig, batch: int, seq: int) -> float:

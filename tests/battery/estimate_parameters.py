@@ -73,8 +73,8 @@ def drawn(number: int) -> tuple[dict[str, Any], int]:
 def elements(run: RunConfig) -> int:
     """Elements of the distinct logical tensors that one rank alone builds; no padding counts."""
     stages = build_stages(run, Mesh.at(0), torch.device("meta"))
-    slots = (slot for stage in stages for weight in weights(stage) for slot in weight.slots)
-    return sum({slot.shard.name: prod(slot.shard.whole) for slot in slots}.values())
+    found = (segment for stage in stages for weight in weights(stage) for segment in weight.segments)
+    return sum({segment.shard.name: prod(segment.shard.whole) for segment in slots}.values())
 
 
 def judged(preset: str | None, flags: dict[str, Any], world: int) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from mega.core.checkpoint.forms.convert import convert
 from mega.core.checkpoint.own.layout import Layout
 from mega.core.checkpoint.own.store import locate
-from mega.core.proof.logits import BOUND, agreement
+from mega.core.proof.logits import BOUND, compare_logits
 from tests.battery.data_ledger import run
 from tests.support.hugging_face import FAMILIES, hf_folder
 
@@ -49,7 +49,7 @@ def layouts(family: str) -> Any:
                         configs = [json.loads((folder / "config.json").read_text()) for folder in (source, back)]
                         assert configs[0] == configs[1], (tp, pp)
                         if dtype == torch.float32:
-                            largest = max(largest, agreement(source, made).largest)
+                            largest = max(largest, compare_logits(source, made).largest)
                             assert largest < BOUND, (tp, pp, largest)
         return {"layouts": 12, "tensors": len(before), "largest difference of a logit": float(f"{largest:.2g}")}
 

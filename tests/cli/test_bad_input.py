@@ -25,7 +25,7 @@ def no_rank_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     def started(*_: object) -> int:
         raise AssertionError("a rank was started")
 
-    for name in ("mega.core.training.loop", "mega.core.parallel.launch"):
+    for name in ("mega.core.training.start", "mega.core.parallel.launch"):
         module = types.ModuleType(name)
         module.pretrain = module.launch = started  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, name, module)
@@ -115,7 +115,7 @@ def test_every_mistake_is_told_at_once(capsys: pytest.CaptureFixture[str]) -> No
 def test_a_rank_that_finds_no_other_names_itself(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Those that can meet speak once: tests/parallel/test_last_words.py."""
+    """Those that can meet speak once: tests/parallel/test_exit_reports.py."""
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("RANK", "1")
     monkeypatch.delenv("MASTER_ADDR", raising=False)

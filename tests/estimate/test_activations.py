@@ -20,8 +20,8 @@ from mega.core.device import DTYPES
 from mega.core.estimate.activations import footprint
 from mega.core.estimate.operators import Sizes, block_ops
 from mega.core.estimate.weights import passing
-from mega.core.ops.fp8 import Cast, Fp8Products
-from mega.core.ops.products import Products
+from mega.core.ops.fp8 import Cast, Fp8Matmuls
+from mega.core.ops.matmuls import Matmuls
 from mega.core.parallel import collectives, peers
 from mega.core.parallel.context import cut
 from mega.core.parallel.gradients import Bucket, GradBuffer
@@ -385,18 +385,18 @@ def test_what_fp8_kernels_take_besides(op: str, ins: int, outs: int) -> None:
     flags = {**FP8, "family": "llama", "device": "cuda"}
     rows = [block_ops(Sizes(run_of({**flags, "fp8": fp8}))) for fp8 in (True, False)]
     narrow, plain = (next(row for row in each if row.name == op) for each in rows)
-    tokens, products = 2 * 96, Fp8Products(Products(), cast=frugal_cast, multiply=frugal_product)
+    tokens, products = 2 * 96, Fp8Matmuls(Matmuls(), cast=frugal_cast, multiply=frugal_product)
     x, grad = torch.zeros(tokens, ins).bfloat16(), torch.zeros(tokens, outs).bfloat16()
-    weight, sink = torch.zeros(outs, ins).bfloat16(), torch.zeros(outs, ins)
+    weight, main_grad = torch.zeros(outs, ins).bfloat16(), torch.zeros(outs, ins)
     forward, backward = Live(), Live()
     for live in (forward, backward):
-        live.know(x, grad, weight, sink)
+        live.know(x, grad, weight, main_grad)
     with forward:
-        products.output(x, weight)
+        matmuls.forward(x, weight)
     with backward:
         prepared = products.prepare(grad)
-        to_input = products.input_gradient(prepared, weight)
-        products.add_weight_gradient(sink, prepared, x)
+        to_input = products.dgrad(prepared, weight)
+        products.accumulate_wgrad(main_grad, prepared, x)
     assert narrow.saved == plain.saved and narrow.product == plain.product
     assert forward.peak - grad.nbytes == narrow.forward - plain.forward
     assert backward.peak - to_input.nbytes == narrow.backward - plain.backward

@@ -59,8 +59,8 @@ def agree(run: RunConfig, dp: int, stage: int, tensor: int = 0) -> None:
     whole = run.parallel.zero
     assert counted.weights == sum((b.own_weights if whole >= 3 else b.weights).nbytes for b in buffer.buckets)
     assert counted.grads == sum((b.own_grads if whole >= 2 else b.grads).nbytes for b in buffer.buckets)
-    held = sum(tensor.nbytes for owned in optimizer.owned for tensor in owned.tensors())
-    masters = sum(owned.master.nbytes for owned in optimizer.owned if owned.master is not None)
+    held = sum(tensor.nbytes for owned in optimizer.shards for tensor in owned.tensors())
+    masters = sum(owned.master.nbytes for owned in optimizer.shards if owned.master is not None)
     assert counted.masters == masters
     assert counted.moments == held - masters
 

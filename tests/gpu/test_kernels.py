@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import torch
 
-from mega.core.ops import activation, cross_entropy, fp8, heads, norm, products, suite
+from mega.core.ops import activation, cross_entropy, fp8, heads, matmuls, norm, suite
 from mega.core.ops.rotary import rotary_table
 from mega.core.optim.adam import AdamW
-from mega.core.optim.rule import Pace
+from mega.core.optim.rule import StepArgs
 
 CUDA = torch.cuda.is_available()
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -158,7 +158,7 @@ def test_adamw(fine: float) -> None:
     weights = master.to(DTYPE)
     exact = [t.double().clone() for t in (master, grad * factor, first, second)]
     for part, decay in ((slice(0, border), 0.1), (slice(border, size), 0.0)):
-        rule.reference(*(t[part] for t in exact), pace=Pace(step, 1e-2, decay))
+        rule.reference(*(t[part] for t in exact), args=StepArgs(step, 1e-2, decay))
     facts = torch.tensor([fine, factor, 1 - 0.9**step, 1 - 0.999**step], device=DEVICE)
     before = weights.clone()
     kernels()["adamw"](
@@ -178,7 +178,7 @@ def test_adamw_without_masters() -> None:
     weights, grad = random(5000), random(5000)
     first, second = random(5000, dtype=torch.float32), random(5000, dtype=torch.float32).square()
     exact = [t.double().clone() for t in (weights, grad, first, second)]
-    AdamW(0.9, 0.999, 1e-8).reference(*exact, pace=Pace(3, 1e-2, 0.1))
+    AdamW(0.9, 0.999, 1e-8).reference(*exact, args=StepArgs(3, 1e-2, 0.1))
     facts = torch.tensor([1.0, 1.0, 1 - 0.9**3, 1 - 0.999**3], device=DEVICE)
     kernels()["adamw"](
         weights, grad, first, second, None, facts,
@@ -199,10 +199,10 @@ def test_total(shape: tuple[int, ...]) -> None:
 
 
 def test_wide_products() -> None:
-    sink, grad, x = random(256, 128, dtype=torch.float32), random(512, 256), random(512, 128)
-    exact = sink.double() + grad.double().t() @ x.double()
-    products.WideProducts().add_weight_gradient(sink, grad, x)
-    assert error(sink, exact) < 1e-6
+    main_grad, grad, x = random(256, 128, dtype=torch.float32), random(512, 256), random(512, 128)
+    exact = main_grad.double() + grad.double().t() @ x.double()
+    matmuls.WideMatmuls().accumulate_wgrad(main_grad, grad, x)
+    assert error(main_grad, exact) < 1e-6
 
 
 @pytest.mark.parametrize("dtype", list(fp8.LIMITS))

@@ -20,8 +20,8 @@ def test_scale(layers: int) -> None:
     run = small_run(layers=layers, hidden=64, init_std=0.02)
     (stage,) = build_stages(run, Mesh.at(0), CPU)
     for weight in weights(stage):
-        for slot in weight.slots:
-            name, values = slot.shard.name, slot.real(weight).detach()
+        for segment in weight.segments:
+            name, values = segment.shard.name, segment.real(weight).detach()
             if values.dim() == 1:
                 assert torch.equal(values, torch.full_like(values, float("norm.weight" in name))), name
                 continue
@@ -34,13 +34,15 @@ def test_scale(layers: int) -> None:
 def test_cut_weights_are_parts_of_the_whole() -> None:
     """Every rank of tp 2 x pp 2 holds its rectangles of what one rank would hold."""
     (alone,) = build_stages(small_run("llama"), Mesh.at(0), CPU)
-    whole = {slot.shard.name: slot.real(weight).detach() for weight in weights(alone) for slot in weight.slots}
+    whole = {
+        segment.shard.name: segment.real(weight).detach() for weight in weights(alone) for segment in weight.segments
+    }
     for rank in range(4):
         run = small_run("llama", 4, tp=2, pp=2)
         for stage in build_stages(run, Mesh.at(rank, tp=2, pp=2), CPU):
             for weight in weights(stage):
-                for slot in weight.slots:
-                    expected = whole[slot.shard.name]
-                    for dim, (start, size) in enumerate(zip(slot.shard.start, slot.shard.size, strict=True)):
+                for segment in weight.segments:
+                    expected = whole[segment.shard.name]
+                    for dim, (start, size) in enumerate(zip(segment.shard.start, segment.shard.size, strict=True)):
                         expected = expected.narrow(dim, start, size)
-                    assert torch.equal(slot.real(weight), expected), slot.shard.name
+                    assert torch.equal(segment.real(weight), expected), segment.shard.name

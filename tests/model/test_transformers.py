@@ -58,8 +58,8 @@ def load(stage: DecoderStage, wholes: dict[str, torch.Tensor]) -> None:
     left = dict(wholes)
     with torch.no_grad():
         for weight in weights(stage):
-            for slot in weight.slots:
-                slot.real(weight).copy_(left.pop(slot.shard.name))
+            for segment in weight.segments:
+                segment.real(weight).copy_(left.pop(segment.shard.name))
     assert not left, sorted(left)
 
 
@@ -67,7 +67,7 @@ def gradients(stage: DecoderStage) -> dict[str, torch.Tensor]:
     found = {}
     for weight in weights(stage):
         assert weight.grad is not None
-        found |= {slot.shard.name: slot.real(weight.grad) for slot in weight.slots}
+        found |= {segment.shard.name: segment.real(weight.grad) for segment in weight.segments}
     return found
 
 

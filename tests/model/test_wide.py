@@ -59,7 +59,7 @@ def test_what_is_wide(model: str) -> None:
     assert stage(batch, outputs=True).outputs.dtype == torch.bfloat16
     tables = {tensor.name for tensor in inventory(run.model) if "embedding" in tensor.units}
     for weight in weights(stage):
-        wide = weight.slots[0].shard.name in tables
+        wide = weight.segments[0].shard.name in tables
         assert weight.dtype == (torch.float32 if wide else torch.bfloat16)
 
 
@@ -85,7 +85,7 @@ def test_layouts_agree_as_bf16_does(pool: Pool, layout: dict[str, Any]) -> None:
 def test_wide_tables_are_their_own_masters() -> None:
     run = small_run(dtype="bf16", micro_batch=8, **WIDE)
     state = build_state(run, Mesh.at(0), Device(CPU, "gloo"))
-    for owned in state.optimizer.owned:
+    for owned in state.optimizer.shards:
         assert owned.has_master == (owned.bucket.weights.dtype == torch.bfloat16)
     keys = {piece.key for piece in state.optimizer_pieces(mine=True)}
     assert "master/model.embed_tokens.weight" not in keys and "master/model.norm.weight" in keys

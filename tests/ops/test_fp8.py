@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mega.core.ops.fp8 import BACKWARD, FORWARD, LIMITS, Fp8Products, cast, multiply
-from mega.core.ops.products import Products
+from mega.core.ops.fp8 import BACKWARD, FORWARD, LIMITS, Fp8Matmuls, cast, multiply
+from mega.core.ops.matmuls import Matmuls
 from mega.core.ops.suite import REFERENCE, choose
 from tests.support.ranks import random
 
 X, WEIGHT, BIAS, GRAD = random(32, 48, seed=0), random(64, 48, seed=1), random(64, seed=2), random(32, 64, seed=3)
-FP8 = Fp8Products(Products())
+FP8 = Fp8Matmuls(Matmuls())
 
 
 def error(found: torch.Tensor, exact: torch.Tensor) -> float:
@@ -58,17 +58,17 @@ def test_the_three_products() -> None:
     """As far from float64 as 3 and 2 bits of mantissa are, in every product; a sink gets what is added, in fp32."""
     x, weight, bias, grad = (t.bfloat16() for t in (X, WEIGHT, BIAS, GRAD))
     prepared = FP8.prepare(grad)
-    assert error(FP8.output(x, weight, bias), X @ WEIGHT.t() + BIAS) < 0.05
-    assert error(FP8.input_gradient(prepared, weight), GRAD @ WEIGHT) < 0.08
+    assert error(FP8.forward(x, weight, bias), X @ WEIGHT.t() + BIAS) < 0.05
+    assert error(FP8.dgrad(prepared, weight), GRAD @ WEIGHT) < 0.08
     exact = GRAD.t() @ X
-    assert error(FP8.weight_gradient(prepared, x), exact) < 0.08
-    sink = torch.ones(64, 48)
-    FP8.add_weight_gradient(sink, prepared, x)
-    assert sink.dtype == torch.float32 and error(sink - 1, exact) < 0.08
+    assert error(FP8.wgrad(prepared, x), exact) < 0.08
+    main_grad = torch.ones(64, 48)
+    FP8.accumulate_wgrad(main_grad, prepared, x)
+    assert main_grad.dtype == torch.float32 and error(main_grad - 1, exact) < 0.08
 
 
 def test_who_multiplies_how() -> None:
     """The head keeps the compute dtype; without --fp8 nothing is cast."""
     ops = choose(torch.device("cpu"), torch.bfloat16, fp8=True)
-    assert isinstance(ops.products, Fp8Products) and type(ops.products.exact()) is Products
-    assert type(choose(torch.device("cpu"), torch.bfloat16).products) is type(REFERENCE.products) is Products
+    assert isinstance(ops.matmuls, Fp8Matmuls) and type(ops.matmuls.exact()) is Matmuls
+    assert type(choose(torch.device("cpu"), torch.bfloat16).matmuls) is type(REFERENCE.matmuls) is Matmuls

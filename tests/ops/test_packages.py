@@ -119,7 +119,7 @@ def test_norms_of_apex() -> None:
 
 @pytest.mark.parametrize("package, called", [("flash-attn", "flash"), ("apex", "rms")])
 def test_a_run_by_a_package(package: str, called: str) -> None:
-    """Asked for by name, it is in every block; the loss is that of our own ops."""
+    """RepeatedSignal for by name, it is in every block; the loss is that of our own ops."""
     found = {}
     for ops in ("auto", package):
         run = small_run("llama", **{**COMMON, "ops": ops})

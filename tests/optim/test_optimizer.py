@@ -12,7 +12,7 @@ from mega.core.config.run import RunConfig
 from mega.core.device import Device
 from mega.core.model.decoder import DecoderStage
 from mega.core.optim.adam import AdamW
-from mega.core.optim.rule import Owned, Pace
+from mega.core.optim.rule import ShardState, StepArgs
 from mega.core.parallel.launch import Pool
 from mega.core.parallel.mesh import Groups, Mesh
 from mega.core.parallel.weight import Weight, weights
@@ -68,19 +68,19 @@ def test_fused_update_is_the_reference() -> None:
     span[3].square_()
     fused, plain = [[tensor.clone() for tensor in span] for _ in range(2)]
     for step in (1, 2, 1000):
-        RULE.update(*fused, pace=Pace(step, LR, DECAY))
-        RULE.reference(*plain, pace=Pace(step, LR, DECAY))
+        RULE.update(*fused, args=StepArgs(step, LR, DECAY))
+        RULE.reference(*plain, args=StepArgs(step, LR, DECAY))
     torch.testing.assert_close(fused, plain, rtol=1e-12, atol=1e-14)
 
 
 def test_a_cut_span_changes_nothing() -> None:
-    """Where a span begins and ends is no business of the rule: halves give the whole's bits."""
+    """Where a span begins and ends is no business of the rule: decay_split give the whole's bits."""
     whole = [random(100, seed=seed).abs() for seed in range(4)]
-    halves = [tensor.clone() for tensor in whole]
-    RULE.update(*whole, pace=Pace(3, LR, DECAY))
+    decay_split = [tensor.clone() for tensor in whole]
+    RULE.update(*whole, args=StepArgs(3, LR, DECAY))
     for part in (slice(0, 37), slice(37, 37), slice(37, 100)):
-        RULE.update(*(tensor[part] for tensor in halves), pace=Pace(3, LR, DECAY))
-    torch.testing.assert_close(whole, halves, rtol=0, atol=0)
+        RULE.update(*(tensor[part] for tensor in decay_split), args=StepArgs(3, LR, DECAY))
+    torch.testing.assert_close(whole, decay_split, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -96,7 +96,7 @@ def test_a_step_that_is_not_finite_is_skipped(value: float) -> None:
     assert not bool(outcome.finite) and state.optimizer.updates == 0
     for weight, old in zip(weights(state.stages[0]), before, strict=True):
         assert torch.equal(weight, old)
-    assert not any(flat.values.any() for owned in state.optimizer.owned for flat in owned.moments.values())
+    assert not any(flat.values.any() for owned in state.optimizer.shards for flat in owned.moments.values())
     for one in (state, other):
         assert bool(train_step(one, [batch], LR, DECAY).finite)
     for mine, expected in zip(weights(state.stages[0]), weights(other.stages[0]), strict=True):
@@ -106,14 +106,14 @@ def test_a_step_that_is_not_finite_is_skipped(value: float) -> None:
 def test_masters_carry_what_bf16_would_lose() -> None:
     """bf16 weights keep fp32 masters: a hundred steps too small for bf16 still add up."""
     run, state = state_of(dtype="bf16")
-    weight_before = [owned.master.clone() for owned in state.optimizer.owned]
-    assert all(owned.has_master and owned.master.dtype == torch.float32 for owned in state.optimizer.owned)
+    weight_before = [owned.master.clone() for owned in state.optimizer.shards]
+    assert all(owned.has_master and owned.master.dtype == torch.float32 for owned in state.optimizer.shards)
     batch = synthetic_batch(run, torch.arange(8))
     for _ in range(5):
         train_step(state, [batch], 1e-6, 0.0)
-    moved = [(owned.master - old).abs().max() for owned, old in zip(state.optimizer.owned, weight_before, strict=True)]
+    moved = [(owned.master - old).abs().max() for owned, old in zip(state.optimizer.shards, weight_before, strict=True)]
     assert all(2e-6 < float(one) < 6e-6 for one in moved)
-    for owned in state.optimizer.owned:
+    for owned in state.optimizer.shards:
         assert torch.equal(owned.bucket.own_weights, owned.master.to(torch.bfloat16))
 
 
@@ -123,7 +123,7 @@ def order_of_updates(groups: Groups, rank: int) -> list[str]:
     kinds: list[str] = []
     move = state.optimizer.rule.move
 
-    def seen(owned: Owned, *given: Any) -> None:
+    def seen(owned: ShardState, *given: Any) -> None:
         kinds.append("tied" if owned.bucket.tied_name() else "own")
         move(owned, *given)
 

@@ -11,7 +11,7 @@ import torch
 from mega.core.device import Device
 from mega.core.optim.adafactor import Adafactor
 from mega.core.optim.choose import rule_of
-from mega.core.optim.rule import Pace
+from mega.core.optim.rule import StepArgs
 from mega.core.parallel.mesh import Mesh
 from mega.core.parallel.weight import Weight, weights
 from mega.core.proof.parity import synthetic_batch
@@ -82,7 +82,7 @@ RULES: dict[str, tuple[dict[str, Any], Update]] = {
 def logical(stage: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Whole logical tensors as views of the weights that hold them."""
     held: list[Weight] = list(weights(stage))
-    return {slot.shard.name: slot.real(weight.detach()) for weight in held for slot in weight.slots}
+    return {segment.shard.name: segment.real(weight.detach()) for weight in held for segment in weight.segments}
 
 
 @pytest.mark.parametrize("name", RULES)
@@ -100,10 +100,10 @@ def test_against_whole_tensors(name: str) -> None:
         (loss.total / loss.weight).backward()
         with torch.no_grad():
             for weight in weights(alone):
-                for slot in weight.slots:
-                    mine, grad = slot.real(weight), slot.real(weight.grad)
+                for segment in weight.segments:
+                    mine, grad = segment.real(weight), segment.real(weight.grad)
                     decay = DECAY if mine.dim() == 2 else 0.0
-                    mine.sub_(update(slot.shard.name, mine, grad, step, decay))
+                    mine.sub_(update(segment.shard.name, mine, grad, step, decay))
     found, expected = logical(state.stages[0]), logical(alone)
     for key, value in expected.items():
         torch.testing.assert_close(found[key], value, rtol=1e-9, atol=1e-11, msg=key)
@@ -115,7 +115,7 @@ def test_sgd_is_torchs() -> None:
     torchs, velocity = torch.optim.SGD([theirs], LR, momentum=0.9, weight_decay=DECAY), torch.zeros(8)
     for step in range(1, 4):
         theirs.grad = torch.linspace(-1, 1, 8) * step
-        rule.update(ours, theirs.grad.clone(), velocity, pace=Pace(step, LR, DECAY))  # type: ignore[attr-defined]
+        rule.update(ours, theirs.grad.clone(), velocity, args=StepArgs(step, LR, DECAY))  # type: ignore[attr-defined]
         torchs.step()
     torch.testing.assert_close(ours, theirs.detach())
 

@@ -81,7 +81,7 @@ class Watched:
     def __init__(self, rule: Rule, known: set[int]):
         self.rule, self.known, self.bytes = rule, known, 0
 
-    def move(self, *arguments: Any) -> None:
+    def step(self, *arguments: Any) -> None:
         self.bytes = max(self.bytes, living(self.known, 1024)[0])  # no row of a batch is so long
         self.rule.move(*arguments)
 
@@ -131,7 +131,7 @@ def test_state_on_the_host_changes_no_bit(optimizer: str, dtype: str) -> None:
             step(state, number)
         held.append({piece.key: piece.tensor.clone() for piece in state.optimizer_pieces(mine=True)})
         held.append({piece.key: piece.tensor.clone() for piece in state.weight_pieces(mine=True)})
-        assert all((owned.master is not None) == (offload or dtype == "bf16") for owned in state.optimizer.owned)
+        assert all((owned.master is not None) == (offload or dtype == "bf16") for owned in state.optimizer.shards)
     for mine, theirs in zip(held[:2], held[2:], strict=True):
         assert mine.keys() == theirs.keys(), "the same is written to disk"
         assert all(torch.equal(mine[key], theirs[key]) for key in mine)

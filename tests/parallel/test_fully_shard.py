@@ -60,7 +60,9 @@ def theirs(_: Groups, rank: int, run: RunConfig) -> dict[str, torch.Tensor]:
     model: Any = transformers.GPT2LMHeadModel(transformers.GPT2Config(**shape, **still, attn_implementation="eager"))
     model = model.double().train()
     (start,) = build_stages(run, Mesh.at(0), CPU)
-    wholes = {slot.shard.name: slot.real(weight.detach()) for weight in weights(start) for slot in weight.slots}
+    wholes = {
+        segment.shard.name: segment.real(weight.detach()) for weight in weights(start) for segment in weight.segments
+    }
     views = from_gpt2({name: parameter.data for name, parameter in model.named_parameters()})
     assert views.keys() == wholes.keys()
     for name, view in views.items():

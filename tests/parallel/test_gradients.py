@@ -50,7 +50,7 @@ def test_weights_live_in_their_buckets() -> None:
         for weight, begin, end in bucket.offsets:
             assert begin >= free and begin % 64 == 0 and end - begin == weight.numel()
             assert weight.data_ptr() == bucket.weights[begin:].data_ptr()
-            assert weight.sink is not None and weight.sink.data_ptr() == bucket.grads[begin:].data_ptr()
+            assert weight.main_grad is not None and weight.main_grad.data_ptr() == bucket.grads[begin:].data_ptr()
             free = end
 
 
@@ -72,10 +72,10 @@ def kind(bucket: Bucket) -> str:
 
 def kinds(buffer: GradBuffer) -> dict[str, str]:
     return {
-        slot.shard.name.removeprefix("model."): kind(bucket)
+        segment.shard.name.removeprefix("model."): kind(bucket)
         for bucket in buffer.buckets
         for weight, _, _ in bucket.offsets
-        for slot in weight.slots
+        for segment in weight.segments
     }
 
 
@@ -110,10 +110,10 @@ def test_every_element_is_counted_once(model: str) -> None:
     whole: dict[str, int] = {}
     for rank in range(4):
         for bucket in built(model, rank, tp=2, pp=2, sequence_parallel=True).buckets:
-            for slot in (slot for weight, _, _ in bucket.offsets for slot in weight.slots):
-                whole[slot.shard.name] = torch.Size(slot.shard.whole).numel()
-                mine = torch.Size(slot.shard.size).numel() if bucket.counted else 0
-                counted[slot.shard.name] = counted.get(slot.shard.name, 0) + mine
+            for segment in (segment for weight, _, _ in bucket.offsets for segment in weight.segments):
+                whole[segment.shard.name] = torch.Size(segment.shard.whole).numel()
+                mine = torch.Size(segment.shard.size).numel() if bucket.counted else 0
+                counted[segment.shard.name] = counted.get(segment.shard.name, 0) + mine
     assert counted == whole
 
 
@@ -140,7 +140,7 @@ def test_gradients_accumulate_like_autograds(overlap: bool) -> None:
         loss_of(stage, batch).backward()
     buffer.finish()
     for weight, gradient in zip(weights(stage), expected, strict=True):
-        torch.testing.assert_close(weight.sink, 2 * gradient, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(weight.main_grad, 2 * gradient, rtol=1e-12, atol=1e-12)
         assert weight.grad is None
 
 

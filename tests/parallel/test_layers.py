@@ -10,8 +10,8 @@ from mega.core.inventory import Cut, Init, Tensor
 from mega.core.parallel.collectives import (
     all_gather,
     all_reduce,
-    leave_region,
-    own_block,
+    local_shard,
+    reduce_from_region,
     reduce_scatter,
 )
 from mega.core.parallel.launch import Pool
@@ -46,8 +46,8 @@ def collectives(groups: Groups, rank: int, size: int) -> None:
     same(largest, torch.stack(parts).amax(0), rtol=0, atol=0)
     same(least, torch.stack(parts).amin(0), rtol=0, atol=0)
     same(all_gather(mine, axis), torch.cat(parts), rtol=0, atol=0)
-    same(reduce_scatter(mine, axis), own_block(total, axis))
-    same(reduce_scatter(mine.t().contiguous().t(), axis), own_block(total, axis))  # not contiguous
+    same(reduce_scatter(mine, axis), local_shard(total, axis))
+    same(reduce_scatter(mine.t().contiguous().t(), axis), local_shard(total, axis))  # not contiguous
 
 
 def regions(groups: Groups, rank: int, size: int) -> None:
@@ -55,9 +55,9 @@ def regions(groups: Groups, rank: int, size: int) -> None:
     axis = tensor_axis(groups, rank, size)
     parts = [random(2 * size, 3, seed=number) for number in range(size)]
     total, grad = torch.stack(parts).sum(0), random(2 * size, 3, seed=100)
-    for sequence, ours in ((False, lambda x: x), (True, lambda x: own_block(x, axis))):
+    for sequence, ours in ((False, lambda x: x), (True, lambda x: local_shard(x, axis))):
         leaf = parts[rank].clone().requires_grad_()
-        out = leave_region(leaf, axis, sequence)
+        out = reduce_from_region(leaf, axis, sequence)
         out.backward(ours(grad))
         same((out, leaf.grad), (ours(total), grad))
 
@@ -71,9 +71,9 @@ def test_collectives(pool: Pool, size: int) -> None:
 def test_an_axis_of_one_rank_copies_nothing() -> None:
     x = random(4, 3, seed=0)
     all_reduce(x, SINGLE)
-    for once in (all_gather(x, SINGLE), reduce_scatter(x, SINGLE), own_block(x, SINGLE)):
+    for once in (all_gather(x, SINGLE), reduce_scatter(x, SINGLE), local_shard(x, SINGLE)):
         assert once is x
-    assert leave_region(x, SINGLE, True) is x
+    assert reduce_from_region(x, SINGLE, True) is x
 
 
 # -- linears
@@ -99,19 +99,19 @@ def linears(groups: Groups, rank: int, size: int, sequence: bool, beside: bool) 
 
     axis = tensor_axis(groups, rank, size)
     region = Region(axis, sequence, peers(axis, torch.device("cpu")) if beside else None)
-    make = maker(axis.index, axis.size)
-    column = ColumnLinear(make, [GATE, UP], [GATE_BIAS, UP_BIAS], region)
-    row = RowLinear(make, DOWN, DOWN_BIAS, region)
+    factory = maker(axis.index, axis.size)
+    column = ColumnLinear(factory, [GATE, UP], [GATE_BIAS, UP_BIAS], region)
+    row = RowLinear(factory, DOWN, DOWN_BIAS, region)
     for weight in (column.weight, column.bias, row.weight, row.bias):
         assert weight is not None
         fill(weight, {name: whole.detach() for name, whole in wholes.items()})
-    ours = own_block(x, axis).clone() if sequence else x.clone()
+    ours = local_shard(x, axis).clone() if sequence else x.clone()
     ours.requires_grad_()
     gate, up = column(ours).chunk(2, dim=-1)
     y = row(gate.sigmoid() * up)
-    y.backward(own_block(grad, axis) if sequence else grad)
+    y.backward(local_shard(grad, axis) if sequence else grad)
 
-    cut = (lambda whole: own_block(whole, axis)) if sequence else (lambda whole: whole)
+    cut = (lambda whole: local_shard(whole, axis)) if sequence else (lambda whole: whole)
     same(y, cut(expected))
     assert whole_x.grad is not None
     same(ours.grad, cut(whole_x.grad))
@@ -139,12 +139,12 @@ def test_gradients_accumulate_in_the_sink() -> None:
     column = ColumnLinear(maker(), [GATE], [], ALONE)
     fill(column.weight, {"gate": random(12, 8, seed=0)})
     arrivals: list[str] = []
-    column.weight.sink = torch.zeros(12, 8, dtype=torch.float64)
-    column.weight.on_arrival = lambda weight: arrivals.append(weight.slots[0].shard.name)
+    column.weight.main_grad = torch.zeros(12, 8, dtype=torch.float64)
+    column.weight.on_grad_ready = lambda weight: arrivals.append(weight.segments[0].shard.name)
     x, grad = random(5, 8, seed=1), random(5, 12, seed=2)
     for _ in range(2):
         column(x).backward(grad)
-    same(column.weight.sink, 2 * grad.t() @ x)
+    same(column.weight.main_grad, 2 * grad.t() @ x)
     assert column.weight.grad is None and arrivals == ["gate", "gate"]
 
 
@@ -175,7 +175,7 @@ def vocabulary(groups: Groups, rank: int, size: int, sequence: bool) -> None:
     assert_own_part(embedding.weight, embedding.weight.grad, {"table": whole.grad})
     scores = all_gather(logits(x * 50, embedding.weight, region).detach().t(), axis).t()
     same(torch.logsumexp(scores, 1) - scores.gather(1, labels[:, None])[:, 0], expected, rtol=1e-12, atol=1e-12)
-    real = embedding.weight.slots[0].shard.size[0]
+    real = embedding.weight.segments[0].shard.size[0]
     assert embedding.weight.grad is not None and not embedding.weight.grad[real:].any(), "padding has a gradient"
 
 

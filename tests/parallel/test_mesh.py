@@ -59,7 +59,7 @@ def test_links_are_seen_alike_from_both_ends(pp: int) -> None:
     """Every pair of neighbours has one link for each direction of cargo, in a ring."""
     meshes = [Mesh.at(rank, tp=2, pp=pp) for rank in range(2 * pp)]
     for mesh in meshes:
-        for (kind, target), link in mesh.links.items():
+        for (kind, target), link in mesh.p2p.items():
             ahead = 1 if kind == "F" else -1
             source = (target - ahead) % pp
             expected = {mesh.pp.ranks[source], mesh.pp.ranks[target]}
@@ -77,9 +77,9 @@ def test_gpt3_175b_on_128_ranks() -> None:
         mesh = Mesh.at(rank, tp=8, pp=16)
         for stage in build_stages(run, mesh, torch.device("meta")):
             for weight in weights(stage):
-                for slot in weight.slots:
-                    size = torch.Size(slot.shard.size).numel()
-                    held[slot.shard.name] = held.get(slot.shard.name, 0) + size
+                for segment in weight.segments:
+                    size = torch.Size(segment.shard.size).numel()
+                    held[segment.shard.name] = held.get(segment.shard.name, 0) + size
     for tensor in inventory(run.model):
         copies = len(tensor.units) * (1 if tensor.cut else 8)
         assert held.pop(tensor.name) == copies * tensor.elements, tensor.name

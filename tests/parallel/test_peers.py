@@ -20,7 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mega.core.device import Way
+from mega.core.device import CopyDescriptor
 from mega.core.parallel.collectives import all_gather, reduce_scatter
 from mega.core.parallel.launch import Pool
 from mega.core.parallel.mesh import Groups, Mesh
@@ -76,11 +76,11 @@ class LateCopies:
     """What CopyStream does, by a thread that takes its time."""
 
     def __init__(self, seed: int) -> None:
-        self._asked: queue.Queue[tuple[torch.Tensor, Sequence[Way], int]] = queue.Queue()
+        self._asked: queue.Queue[tuple[torch.Tensor, Sequence[CopyDescriptor], int]] = queue.Queue()
         self._delays = random.Random(seed)
         threading.Thread(target=self._work, daemon=True).start()
 
-    def copy(self, x: torch.Tensor, ways: Sequence[Way], value: int) -> None:
+    def copy(self, x: torch.Tensor, ways: Sequence[CopyDescriptor], value: int) -> None:
         assert x.is_contiguous()
         self._asked.put((x, ways, value))
 

@@ -18,7 +18,7 @@ from mega import cli
 from mega.core.config.resolve import resolve
 from mega.core.config.run import RunConfig, value_of
 from mega.core.device import Device
-from mega.core.flops import model_flops_per_token, product_parameters
+from mega.core.flops import matmul_parameters, model_flops_per_token
 from mega.core.parallel import collectives
 from mega.core.parallel.launch import Pool
 from mega.core.parallel.mesh import Groups
@@ -120,7 +120,7 @@ def test_the_rows_are_what_their_peers_were_measured_on() -> None:
     for name in bench.ROWS:
         run = resolve(bench.row(name, {}, 8), 8)
         assert run.batch.seq_length
-        assert product_parameters(run.model) / 1e9 == pytest.approx(billions[name], rel=5e-3)
+        assert matmul_parameters(run.model) / 1e9 == pytest.approx(billions[name], rel=5e-3)
         assert model_flops_per_token(run.model, run.batch.seq_length) / 1e9 == pytest.approx(flops[name], rel=5e-3)
         assert run.precision.dtype == "bf16" and run.precision.grad_dtype == "fp32"
 

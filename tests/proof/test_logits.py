@@ -16,7 +16,7 @@ from mega.core.checkpoint.forms.convert import convert
 from mega.core.checkpoint.forms.llama import model_from_config as _read
 from mega.core.checkpoint.own.layout import Layout
 from mega.core.checkpoint.own.store import locate
-from mega.core.proof.logits import agreement, logits, their_logits
+from mega.core.proof.logits import compare_logits, logits, their_logits
 from tests.support.hugging_face import FAMILIES, hf_folder
 from tests.support.shared import shared
 
@@ -25,7 +25,7 @@ from tests.support.shared import shared
 def test_logits_of_every_family(tmp_path: Path, family: str) -> None:
     source = hf_folder(tmp_path / "hf", family)
     convert(source, tmp_path / "run", layout=Layout(2, 2))
-    found = agreement(source, tmp_path / "run")
+    found = compare_logits(source, tmp_path / "run")
     assert found.largest < 1e-5 * max(1.0, found.scale) and found.same == 1.0
 
 
@@ -46,7 +46,7 @@ def test_sliding_layers_behind_full_ones(tmp_path: Path, family: str, full: int)
     window = {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": full}
     source = hf_folder(tmp_path / "hf", family, num_hidden_layers=3, **window)
     convert(source, tmp_path / "run")
-    found = agreement(source, tmp_path / "run")
+    found = compare_logits(source, tmp_path / "run")
     assert found.largest < 1e-5 * max(1.0, found.scale) and found.same == 1.0
 
 
@@ -54,7 +54,7 @@ def test_a_wrong_weight_shows(tmp_path: Path) -> None:
     source = hf_folder(tmp_path / "hf", "llama3")
     other = hf_folder(tmp_path / "other", "llama3", rope_theta=100.0)
     convert(source, tmp_path / "run")
-    assert agreement(other, tmp_path / "run").largest > 1e-3
+    assert compare_logits(other, tmp_path / "run").largest > 1e-3
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_verify_follows_the_size_of_logits_and_says_what_failed(
     told = capsys.readouterr().err
     assert words in told and ("mega: --verify: " in told) == bool(code)
     if change == "large":
-        assert agreement(source, tmp_path / "run").largest > 1e-4
+        assert compare_logits(source, tmp_path / "run").largest > 1e-4
 
 
 def test_the_trained_model_tells_its_story(tmp_path: Path) -> None:

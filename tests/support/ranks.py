@@ -25,18 +25,18 @@ def fill(weight: Weight, wholes: Mapping[str, torch.Tensor]) -> None:
     """Set a rank's weight from the whole tensors by logical name; padding is not a number, so that its use shows."""
     with torch.no_grad():
         weight.fill_(torch.nan)
-        for slot in weight.slots:
-            slot.real(weight).copy_(_cut(wholes[slot.shard.name], slot.shard.start, slot.shard.size))
+        for segment in weight.segments:
+            segment.real(weight).copy_(_cut(wholes[segment.shard.name], segment.shard.start, segment.shard.size))
 
 
 def assert_own_part(weight: Weight, local: torch.Tensor | None, wholes: Mapping[str, torch.Tensor | None]) -> None:
     """`local`, shaped like `weight`, is this rank's part of the whole tensors within 1e-12."""
     assert local is not None
-    for slot in weight.slots:
-        whole = wholes[slot.shard.name]
+    for segment in weight.segments:
+        whole = wholes[segment.shard.name]
         assert whole is not None
-        expected = _cut(whole, slot.shard.start, slot.shard.size)
-        torch.testing.assert_close(slot.real(local), expected, rtol=1e-12, atol=1e-12)
+        expected = _cut(whole, segment.shard.start, segment.shard.size)
+        torch.testing.assert_close(segment.real(local), expected, rtol=1e-12, atol=1e-12)
 
 
 def _cut(whole: torch.Tensor, start: tuple[int, ...], size: tuple[int, ...]) -> torch.Tensor:

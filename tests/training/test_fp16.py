@@ -70,11 +70,11 @@ def test_scale_and_skips_follow_the_golden_sequence() -> None:
 def test_a_skipped_step_changes_no_weight_and_no_moment() -> None:
     state, _ = train(OPTIONS, 1)
     before = (
-        [owned.master.clone() for owned in state.optimizer.owned],
-        [o.moments["moment1"].values.clone() for o in state.optimizer.owned],
+        [owned.master.clone() for owned in state.optimizer.shards],
+        [o.moments["moment1"].values.clone() for o in state.optimizer.shards],
     )
     again, _ = train(OPTIONS, 2, frozenset({2}))
-    for owned, master, moment in zip(again.optimizer.owned, *before, strict=True):
+    for owned, master, moment in zip(again.optimizer.shards, *before, strict=True):
         assert torch.equal(owned.master, master) and torch.equal(owned.moments["moment1"].values, moment)
 
 

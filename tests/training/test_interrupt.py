@@ -95,13 +95,13 @@ def test_a_validation_is_cut_short_and_changes_nothing(pool: Pool, tmp_path: Pat
 def test_the_same_signal_twice_is_one_and_a_later_ctrl_c_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
-    asked = launch.Asked()
-    assert not asked.again(signal.SIGINT)
+    asked = launch.RepeatedSignal()
+    assert not asked.repeats(signal.SIGINT)
     now += 0.5
-    assert not asked.again(signal.SIGINT)
+    assert not asked.repeats(signal.SIGINT)
     now += 10
-    assert not asked.again(signal.SIGTERM)
-    assert asked.again(signal.SIGINT)
+    assert not asked.repeats(signal.SIGTERM)
+    assert asked.repeats(signal.SIGINT)
 
 
 def test_threads_are_what_the_user_says_or_a_share_of_the_cores_that_are_ours(monkeypatch: pytest.MonkeyPatch) -> None:

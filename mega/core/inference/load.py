@@ -49,8 +49,10 @@ def weight_pieces(stage: nn.Module) -> Iterator[Piece]:
     """Every weight of a stage as the rectangles that a checkpoint fills; padding becomes zero."""
     for weight in weights(stage):
         weight.data.zero_()
-        for slot in weight.slots:
-            yield Piece(f"weights/{slot.shard.name}", slot.shard.whole, slot.shard.start, slot.real(weight.data))
+        for segment in weight.segments:
+            yield Piece(
+                f"weights/{segment.shard.name}", segment.shard.whole, segment.shard.start, segment.real(weight.data)
+            )
 
 
 def load_tokenizer(checkpoint: Checkpoint) -> Tokenizer:

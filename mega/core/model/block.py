@@ -14,9 +14,9 @@ from torch import nn
 
 from mega.core.config.sections import ModelConfig
 from mega.core.inventory import Tensor
-from mega.core.model.flow import Flow
+from mega.core.model.forward import ForwardContext
+from mega.core.ops.autograd import with_recipe
 from mega.core.ops.rotary import rotate
-from mega.core.ops.sink import with_recipe
 from mega.core.parallel.linear import ColumnLinear, RowLinear
 from mega.core.parallel.region import Region
 from mega.core.parallel.weight import ParameterFactory, Weight
@@ -25,7 +25,7 @@ Tensors = Mapping[str, Tensor]
 """The block's inventory by names relative to the block."""
 
 
-class Stream(NamedTuple):
+class ResidualState(NamedTuple):
     """The residual stream [tokens, h] and the branch that is still to be added, so that the next norm adds it."""
 
     x: torch.Tensor
@@ -41,20 +41,20 @@ class Stream(NamedTuple):
 class Norm(nn.Module):
     """LayerNorm or RMSNorm over the last dim; its weights are whole on every rank."""
 
-    def __init__(self, make: ParameterFactory, model: ModelConfig, tensors: Tensors, name: str):
+    def __init__(self, factory: ParameterFactory, model: ModelConfig, tensors: Tensors, name: str):
         super().__init__()
-        self.weight = make(tensors[f"{name}.weight"])
-        self.bias = make(tensors[f"{name}.bias"]) if f"{name}.bias" in tensors else None
+        self.weight = factory(tensors[f"{name}.weight"])
+        self.bias = factory(tensors[f"{name}.bias"]) if f"{name}.bias" in tensors else None
         self.eps, self.offset = model.norm_eps, model.norm_offset
-        self.ops, self.recompute = make.ops, make.recompute
+        self.ops, self.recompute = factory.ops, factory.recompute
 
-    def forward(self, stream: Stream) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, stream: ResidualState) -> tuple[torch.Tensor, torch.Tensor]:
         """The stream with its branch added, and its norm."""
         weight = self.weight + 1 if self.offset else self.weight
         x, normed = self.ops.add_norm(*stream, weight, self.bias, self.eps)
         if self.recompute:
-            forget = (x.detach(), None, None, weight.detach(), self.bias, self.eps)
-            with_recipe(normed, lambda: self.ops.add_norm(*forget)[1])
+            freed = (x.detach(), None, None, weight.detach(), self.bias, self.eps)
+            with_recipe(normed, lambda: self.ops.add_norm(*freed)[1])
         return x, normed
 
 
@@ -65,7 +65,7 @@ def biases(tensors: Tensors, *names: str) -> list[Tensor]:
 class Attention(nn.Module):
     """Causal self-attention with grouped heads; query, key and value are one product."""
 
-    def __init__(self, make: ParameterFactory, model: ModelConfig, tensors: Tensors, layer: int, region: Region):
+    def __init__(self, factory: ParameterFactory, model: ModelConfig, tensors: Tensors, layer: int, region: Region):
         super().__init__()
         assert model.heads and model.kv_heads and model.head_dim
         self.layer, self.width = layer, model.head_dim
@@ -73,72 +73,72 @@ class Attention(nn.Module):
         self.first_head = region.axis.index * self.heads
         self.dropout = model.attention_dropout
         names = [f"self_attn.{one}_proj" for one in "qkv"]
-        self.ops = make.ops
-        self.qkv = ColumnLinear(make, [tensors[f"{name}.weight"] for name in names], biases(tensors, *names), region)
-        self.q_norm = Norm(make, model, tensors, "self_attn.q_norm") if model.qk_norm else None
-        self.k_norm = Norm(make, model, tensors, "self_attn.k_norm") if model.qk_norm else None
+        self.ops = factory.ops
+        self.qkv = ColumnLinear(factory, [tensors[f"{name}.weight"] for name in names], biases(tensors, *names), region)
+        self.q_norm = Norm(factory, model, tensors, "self_attn.q_norm") if model.qk_norm else None
+        self.k_norm = Norm(factory, model, tensors, "self_attn.k_norm") if model.qk_norm else None
         out = "self_attn.o_proj"
-        self.out = RowLinear(make, tensors[f"{out}.weight"], tensors.get(f"{out}.bias"), region)
+        self.out = RowLinear(factory, tensors[f"{out}.weight"], tensors.get(f"{out}.bias"), region)
 
-    def forward(self, x: torch.Tensor, flow: Flow) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         """x [tokens, h] -> [tokens, h], to which the bias of `out` is still to be added."""
         normed = self.q_norm is not None
-        rotary = None if normed else flow.rotary
+        rotary = None if normed else context.rotary
         q, k, v = self.ops.split_heads(self.qkv.biased(x), self.qkv.bias, self.heads, self.kv_heads, rotary)
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(Stream(q))[1], self.k_norm(Stream(k))[1]
-            if flow.rotary is not None:
-                q, k = rotate(q, *flow.rotary), rotate(k, *flow.rotary)
-        q, k, v = (x.unflatten(0, (flow.rows, flow.columns)) for x in (q, k, v))
-        mask = flow.attention_mask(self.dropout, self.layer, self.first_head, self.heads)
+            q, k = self.q_norm(ResidualState(q))[1], self.k_norm(ResidualState(k))[1]
+            if context.rotary is not None:
+                q, k = rotate(q, *context.rotary), rotate(k, *context.rotary)
+        q, k, v = (x.unflatten(0, (context.batch, context.seq)) for x in (q, k, v))
+        mask = context.attention_mask(self.dropout, self.layer, self.first_head, self.heads)
         mixed = self.ops.attention(q, k, v, mask)
-        return self.out.product(mixed.reshape(flow.rows * flow.columns, -1))
+        return self.out.matmul(mixed.reshape(context.batch * context.seq, -1))
 
 
 class FeedForward(nn.Module):
     """Out to the wide layer, activation, and back; gate and up are one product."""
 
-    def __init__(self, make: ParameterFactory, model: ModelConfig, tensors: Tensors, region: Region):
+    def __init__(self, factory: ParameterFactory, model: ModelConfig, tensors: Tensors, region: Region):
         super().__init__()
-        self.activation, self.ops, self.recompute = model.activation, make.ops, make.recompute
+        self.activation, self.ops, self.recompute = model.activation, factory.ops, factory.recompute
         names = ["mlp.gate_proj", "mlp.up_proj"] if model.activation == "swiglu" else ["mlp.up_proj"]
-        self.up = ColumnLinear(make, [tensors[f"{name}.weight"] for name in names], biases(tensors, *names), region)
+        self.up = ColumnLinear(factory, [tensors[f"{name}.weight"] for name in names], biases(tensors, *names), region)
         down = "mlp.down_proj"
-        self.down = RowLinear(make, tensors[f"{down}.weight"], tensors.get(f"{down}.bias"), region)
+        self.down = RowLinear(factory, tensors[f"{down}.weight"], tensors.get(f"{down}.bias"), region)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [tokens, h] -> [tokens, h], to which the bias of `down` is still to be added."""
-        wide, bias = self.up.product(x), self.up.bias
+        wide, bias = self.up.matmul(x), self.up.bias
         active = self.ops.activate(wide, bias, self.activation)
         if self.recompute:
-            forget = wide.detach()
-            with_recipe(active, lambda: self.ops.activate(forget, bias, self.activation))
-        return self.down.product(active)
+            freed = wide.detach()
+            with_recipe(active, lambda: self.ops.activate(freed, bias, self.activation))
+        return self.down.matmul(active)
 
 
 class Block(nn.Module):
     """Block number `layer` of the model (0 is the first, whichever stage holds it)."""
 
-    def __init__(self, make: ParameterFactory, model: ModelConfig, tensors: Tensors, layer: int, region: Region):
+    def __init__(self, factory: ParameterFactory, model: ModelConfig, tensors: Tensors, layer: int, region: Region):
         super().__init__()
         self.layer, self.dropout = layer, model.hidden_dropout
         self.post_norm_residual = model.post_norm_residual
-        self.attention_norm = Norm(make, model, tensors, "input_layernorm")
-        self.attention = Attention(make, model, tensors, layer, region)
-        self.feed_forward_norm = Norm(make, model, tensors, "post_attention_layernorm")
-        self.feed_forward = FeedForward(make, model, tensors, region)
+        self.attention_norm = Norm(factory, model, tensors, "input_layernorm")
+        self.attention = Attention(factory, model, tensors, layer, region)
+        self.feed_forward_norm = Norm(factory, model, tensors, "post_attention_layernorm")
+        self.feed_forward = FeedForward(factory, model, tensors, region)
 
-    def forward(self, stream: Stream, flow: Flow) -> Stream:
+    def forward(self, stream: ResidualState, context: ForwardContext) -> ResidualState:
         x, normed = self.attention_norm(stream)
-        branch = self._branch(self.attention(normed, flow), self.attention.out, flow, "attention_out")
-        x, normed = self.feed_forward_norm(Stream(normed if self.post_norm_residual else x, *branch))
-        branch = self._branch(self.feed_forward(normed), self.feed_forward.down, flow, "feed_forward_out")
-        return Stream(normed if self.post_norm_residual else x, *branch)
+        branch = self._branch(self.attention(normed, context), self.attention.out, context, "attention_out")
+        x, normed = self.feed_forward_norm(ResidualState(normed if self.post_norm_residual else x, *branch))
+        branch = self._branch(self.feed_forward(normed), self.feed_forward.down, context, "feed_forward_out")
+        return ResidualState(normed if self.post_norm_residual else x, *branch)
 
     def _branch(
-        self, product: torch.Tensor, linear: RowLinear, flow: Flow, site: str
+        self, product: torch.Tensor, linear: RowLinear, context: ForwardContext, site: str
     ) -> tuple[torch.Tensor, Weight | None]:
         """A branch and its bias; dropout acts on both together."""
-        if not flow.drops(self.dropout):
+        if not context.drops(self.dropout):
             return product, linear.bias
-        return flow.drop(linear.biased(product), self.dropout, self.layer, site), None
+        return context.drop(linear.biased(product), self.dropout, self.layer, site), None

@@ -17,11 +17,11 @@ from torch import nn
 from mega.core.batch import DecoderBatch, Term
 from mega.core.config.sections import ModelConfig
 from mega.core.inventory import Tensor, Unit, inventory
-from mega.core.model.block import Block, Norm, Stream
-from mega.core.model.flow import Flow, flow
+from mega.core.model.block import Block, Norm, ResidualState
+from mega.core.model.forward import ForwardContext, forward_context
 from mega.core.model.stage import StageOptions, UnshardHook
 from mega.core.ops.sinusoid import sinusoid
-from mega.core.parallel.collectives import own_block
+from mega.core.parallel.collectives import local_shard
 from mega.core.parallel.mesh import Axis
 from mega.core.parallel.pipeline import StageOutput
 from mega.core.parallel.recompute import groups, recomputed
@@ -56,16 +56,16 @@ class Embedding(nn.Module):
         self.offset = model.position_offset if model.position == "sinusoidal" else None
         self.dropout = model.hidden_dropout
 
-    def forward(self, batch: DecoderBatch, flow: Flow) -> torch.Tensor:
+    def forward(self, batch: DecoderBatch, context: ForwardContext) -> torch.Tensor:
         x = self.tokens(batch.tokens.flatten())
         if self.scale is not None:
             x = x * self.scale
-        where = own_block(batch.positions.flatten(), flow.tp) if flow.sequence else batch.positions.flatten()
+        where = local_shard(batch.positions.flatten(), context.tp) if context.sequence else batch.positions.flatten()
         if self.positions is not None:
             x = x + look_up(where, self.positions)
         elif self.offset is not None:
             x = x + sinusoid(where + self.offset, x.shape[-1], x.dtype)
-        return flow.drop(x.to(self.residual), self.dropout, OUTSIDE, "embedding")
+        return context.drop(x.to(self.residual), self.dropout, OUTSIDE, "embedding")
 
 
 class Head(nn.Module):
@@ -77,11 +77,11 @@ class Head(nn.Module):
         self.weight = factory(tensors["model.embed_tokens.weight" if model.tied else "lm_head.weight"])
         self.region = region
 
-    def logits(self, stream: Stream) -> torch.Tensor:
+    def logits(self, stream: ResidualState) -> torch.Tensor:
         """[tokens, ids of this rank]"""
         return logits(self.norm(stream)[1], self.weight, self.region)
 
-    def forward(self, stream: Stream, batch: DecoderBatch) -> Term:
+    def forward(self, stream: ResidualState, batch: DecoderBatch) -> Term:
         normed = self.norm(stream)[1]
         nll = cross_entropy(normed, batch.labels.flatten(), self.weight, self.region)
         weight = batch.loss_weights.flatten().to(nll.dtype)
@@ -144,9 +144,9 @@ class DecoderStage(nn.Module):
         """Everything up to the head: [tokens, h], our tokens under sequence."""
         return self._stream(batch, *cargo).sum()
 
-    def _stream(self, batch: DecoderBatch, *cargo: torch.Tensor) -> Stream:
+    def _stream(self, batch: DecoderBatch, *cargo: torch.Tensor) -> ResidualState:
         seed = self.options.dropout_seed if self.training else None
-        facts = flow(
+        context = forward_context(
             self.model,
             batch,
             self.region.axis,
@@ -155,14 +155,14 @@ class DecoderStage(nn.Module):
             dtype=self.dtype,
             row_shards=self.row_shards,
         )
-        stream = Stream(cargo[0] if self.embedding is None else self._embed(batch, facts))
+        stream = ResidualState(cargo[0] if self.embedding is None else self._embed(batch, context))
         for which, again in self.runs:
             blocks = [self.blocks[number] for number in which]
             if again and torch.is_grad_enabled():
-                run = partial(self._from_sum, blocks, facts)
-                stream = Stream(recomputed(run, stream.sum(), self._share))
+                run = partial(self._from_sum, blocks, context)
+                stream = ResidualState(recomputed(run, stream.sum(), self._share))
             else:
-                stream = self._through(blocks, stream, facts)
+                stream = self._through(blocks, stream, context)
         return stream
 
     @property
@@ -170,36 +170,38 @@ class DecoderStage(nn.Module):
         """Over which ranks what recompute keeps is shared out."""
         return self.region.axis if self.options.distribute_saved and not self.region.sequence else None
 
-    def _embed(self, batch: DecoderBatch, facts: Flow) -> torch.Tensor:
+    def _embed(self, batch: DecoderBatch, context: ForwardContext) -> torch.Tensor:
         assert self.embedding is not None
         embedding = self.embedding
         if self.with_full_params is None:
-            return embedding(batch, facts)
-        return self.with_full_params(embedding, lambda _: embedding(batch, facts), batch.tokens)
+            return embedding(batch, context)
+        return self.with_full_params(embedding, lambda _: embedding(batch, context), batch.tokens)
 
-    def _through(self, blocks: Iterable[nn.Module], stream: Stream, facts: Flow, unshard: bool = True) -> Stream:
+    def _through(
+        self, blocks: Iterable[nn.Module], stream: ResidualState, context: ForwardContext, unshard: bool = True
+    ) -> ResidualState:
         for block in blocks:
             if self.with_full_params is None or not unshard:
-                stream = block(stream, facts)
+                stream = block(stream, context)
             else:
-                run = partial(self._from_sum, [block], facts, unshard=False)
-                stream = Stream(self.with_full_params(block, run, stream.sum()))
+                run = partial(self._from_sum, [block], context, unshard=False)
+                stream = ResidualState(self.with_full_params(block, run, stream.sum()))
         return stream
 
     def _from_sum(
-        self, blocks: Sequence[nn.Module], facts: Flow, x: torch.Tensor, unshard: bool = True
+        self, blocks: Sequence[nn.Module], context: ForwardContext, x: torch.Tensor, unshard: bool = True
     ) -> torch.Tensor:
         """Blocks as a function of one tensor, for callers that run them as a unit."""
-        return self._through(blocks, Stream(x), facts, unshard).sum()
+        return self._through(blocks, ResidualState(x), context, unshard).sum()
 
-    def _loss(self, stream: Stream, batch: DecoderBatch) -> Term:
+    def _loss(self, stream: ResidualState, batch: DecoderBatch) -> Term:
         assert self.head is not None
         if self.with_full_params is None:
             return self.head(stream, batch)
         made: list[Term] = []
 
         def run(x: torch.Tensor) -> torch.Tensor:
-            made.append(self.head(Stream(x), batch))  # type: ignore[misc]
+            made.append(self.head(ResidualState(x), batch))  # type: ignore[misc]
             return made[0].total
 
         total = self.with_full_params(self.head, run, stream.sum())

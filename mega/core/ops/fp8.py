@@ -1,4 +1,4 @@
-"""Products of a linear layer in fp8: 8-bit factors with one scale each, summed in fp32 (Micikevicius et al. 2022).
+"""Matmuls of a linear layer in fp8: 8-bit factors with one scale each, summed in fp32 (Micikevicius et al. 2022).
 
     e4m3  inputs and weights    3 bits of mantissa, up to 448
     e5m2  gradients of outputs  2 bits of mantissa, up to 57344
@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from mega.core.ops.products import Products
+from mega.core.ops.matmuls import Matmuls
 
 LIMITS = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 """The largest number of a format."""
@@ -65,17 +65,17 @@ def multiply(
 
 
 @dataclass(frozen=True)
-class Fp8Products(Products):
+class Fp8Matmuls(Matmuls):
     """wide: what multiplies where fp8 would cost too much. cast and multiply: those above or faster ones."""
 
-    wide: Products
+    wide: Matmuls
     cast: Callable[..., Cast] = cast
     multiply: Callable[..., torch.Tensor] = multiply
 
-    def exact(self) -> Products:
+    def exact(self) -> Matmuls:
         return self.wide
 
-    def output(
+    def forward(
         self,
         x: torch.Tensor,
         weight: torch.Tensor,
@@ -90,16 +90,16 @@ class Fp8Products(Products):
     def prepare(self, grad: torch.Tensor) -> Cast:
         return self.cast(grad, BACKWARD, rows=True, columns=True)
 
-    def input_gradient(self, grad: Cast, weight: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
+    def dgrad(self, grad: Cast, weight: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
         assert out is None, "--fp8 excludes --tp-overlap"
         b = self.cast(weight.detach(), FORWARD, columns=True)
         return self.multiply(grad.rows, b.columns, grad.inverse, b.inverse, weight.dtype)
 
-    def weight_gradient(self, grad: Cast, x: torch.Tensor) -> torch.Tensor:
+    def wgrad(self, grad: Cast, x: torch.Tensor) -> torch.Tensor:
         return self._gradient(grad, x, x.dtype)
 
-    def add_weight_gradient(self, sink: torch.Tensor, grad: Cast, x: torch.Tensor) -> None:
-        sink.add_(self._gradient(grad, x, torch.float32))
+    def accumulate_wgrad(self, main_grad: torch.Tensor, grad: Cast, x: torch.Tensor) -> None:
+        main_grad.add_(self._gradient(grad, x, torch.float32))
 
     def _gradient(self, grad: Cast, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         b = self.cast(x.detach(), FORWARD, columns=True)

@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
-from mega.core.device import fp8_products
+from mega.core.device import fp8_matmuls
 from mega.core.ops import activation, attention, cross_entropy, heads, norm, packages, partial_attention, total
-from mega.core.ops.fp8 import Fp8Products
-from mega.core.ops.products import Products, WideProducts
+from mega.core.ops.fp8 import Fp8Matmuls
+from mega.core.ops.matmuls import Matmuls, WideMatmuls
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Ops:
     softmax_parts: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = cross_entropy.softmax_parts
     softmax_gradient: Callable[..., torch.Tensor] = cross_entropy.softmax_gradient
     total: Callable[[torch.Tensor], torch.Tensor] = total.total
-    products: Products = Products()  # noqa: RUF009 - holds nothing
+    matmuls: Matmuls = Matmuls()  # noqa: RUF009 - holds nothing
     adamw: Callable[..., None] | None = None
     row_shards: int = 1
 
@@ -55,7 +55,7 @@ class Ops:
         'norm.add_norm'
         """
         for name, value in vars(self).items():
-            made = type(value) if isinstance(value, Products) else getattr(value, "func", value)
+            made = type(value) if isinstance(value, Matmuls) else getattr(value, "func", value)
             if callable(made):
                 yield name, f"{made.__module__.removeprefix('mega.core.ops.')}.{made.__name__}"
 
@@ -84,8 +84,8 @@ def choose(
         ops = replace(ops, reason=f"{ops.reason}; --ops {package}", **packages.package(package, ops.attention))
     if not fp8:
         return ops
-    fast = _fp8_kernels() if ops.name == "triton" and fp8_products(device) else {}
-    return replace(ops, products=Fp8Products(ops.products, **fast))
+    fast = _fp8_kernels() if ops.name == "triton" and fp8_matmuls(device) else {}
+    return replace(ops, matmuls=Fp8Matmuls(ops.matmuls, **fast))
 
 
 def _chosen(device: torch.device, dtype: torch.dtype, reference: bool) -> Ops:
@@ -97,8 +97,8 @@ def _chosen(device: torch.device, dtype: torch.dtype, reference: bool) -> Ops:
     if dtype == torch.float64:
         return replace(plain, reason="the kernels compute in fp32, this run in fp64")
     if importlib.util.find_spec("triton") is None:
-        return replace(plain, reason="triton is absent", products=WideProducts())
-    return replace(plain, name="triton", reason="CUDA device", products=WideProducts(), **_kernels())
+        return replace(plain, reason="triton is absent", matmuls=WideMatmuls())
+    return replace(plain, name="triton", reason="CUDA device", matmuls=WideMatmuls(), **_kernels())
 
 
 def _kernels() -> dict[str, Any]:

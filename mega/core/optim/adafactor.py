@@ -17,7 +17,7 @@ from math import prod, sqrt
 
 import torch
 
-from mega.core.optim.rule import Flat, Owned, Pace, Room, Sums
+from mega.core.optim.rule import Allocator, FlatState, ShardState, StepArgs, Sums
 from mega.core.shard import Shard
 
 SMALLEST = 1e-30
@@ -37,17 +37,17 @@ class Adafactor:
     clip: float = 1.0
     relative: bool = False
 
-    def start(self, owned: Owned, room: Room) -> None:
+    def start(self, owned: ShardState, allocator: Allocator) -> None:
         begin, end = owned.bucket.span
         first = begin + owned.decay_end
-        owned.moments = {"moment2": Flat(first, room.zeros(end - first))}
+        owned.moments = {"moment2": FlatState(first, allocator.zeros(end - first))}
         for shard, _ in _matrices(owned):
             rows, columns = shard.whole
-            owned.factors[f"{ROWS}/{shard.name}"] = room.zeros(rows)
-            owned.factors[f"{COLUMNS}/{shard.name}"] = room.zeros(columns)
+            owned.factors[f"{ROWS}/{shard.name}"] = allocator.zeros(rows)
+            owned.factors[f"{COLUMNS}/{shard.name}"] = allocator.zeros(columns)
 
-    def move(self, owned: Owned, master: torch.Tensor, grad: torch.Tensor, sums: Sums, pace: Pace) -> None:
-        forget = 1 - pace.step**-self.decay_rate
+    def step(self, owned: ShardState, master: torch.Tensor, grad: torch.Tensor, sums: Sums, args: StepArgs) -> None:
+        forget = 1 - args.step**-self.decay_rate
         # 1 means of the squares, now and over time
         self._take(owned, grad, sums, forget)
         # 2 the update, divided by the second moments' root
@@ -60,12 +60,12 @@ class Adafactor:
         elements = torch.tensor([prod(shard.whole) for shard, _ in runs], dtype=totals.dtype, device=totals.device)
         sizes = (totals / elements[:, None]).sqrt()
         # 4
-        master[: owned.decay_end].mul_(1 - pace.lr * pace.decay)
+        master[: owned.decay_end].mul_(1 - args.lr * args.decay)
         for (_, run), (size, weight) in zip(runs, sizes.to(update.dtype), strict=True):
-            rate = pace.lr if not self.relative else weight.clamp(min=LEAST_SIZE) * min(pace.lr, 1 / sqrt(pace.step))
+            rate = args.lr if not self.relative else weight.clamp(min=LEAST_SIZE) * min(args.lr, 1 / sqrt(args.step))
             master[run].sub_(update[run] * (rate / (size / self.clip).clamp(min=1.0)))
 
-    def _take(self, owned: Owned, grad: torch.Tensor, sums: Sums, forget: float) -> None:
+    def _take(self, owned: ShardState, grad: torch.Tensor, sums: Sums, forget: float) -> None:
         """Squares of this step's gradients into the means of rows and columns, over all ranks."""
         now = {key: torch.zeros_like(factor) for key, factor in owned.factors.items()}
         if not now:
@@ -79,7 +79,7 @@ class Adafactor:
         for factor, total, length in zip(owned.factors.values(), totals, across, strict=True):
             factor.mul_(forget).add_(total / length + SMALLEST, alpha=1 - forget)
 
-    def _divide(self, owned: Owned, grad: torch.Tensor, update: torch.Tensor, forget: float) -> None:
+    def _divide(self, owned: ShardState, grad: torch.Tensor, update: torch.Tensor, forget: float) -> None:
         begin, end = owned.bucket.span[0], owned.decay_end
         parts = zip(
             owned.bucket.rectangles(grad[:end], begin), owned.bucket.rectangles(update[:end], begin), strict=True
@@ -94,6 +94,6 @@ class Adafactor:
         torch.mul(vectors, moment.rsqrt(), out=update[end:])
 
 
-def _matrices(owned: Owned) -> Iterator[tuple[Shard, slice]]:
+def _matrices(owned: ShardState) -> Iterator[tuple[Shard, slice]]:
     """The bucket's logical matrices, also those of which nothing is in our span."""
     return ((shard, run) for shard, run in owned.bucket.runs() if len(shard.whole) == 2)

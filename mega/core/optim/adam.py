@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from mega.core.optim.rule import Elementwise, Pace
+from mega.core.optim.rule import Elementwise, StepArgs
 
 
 @dataclass(frozen=True)
@@ -25,9 +25,9 @@ class AdamW(Elementwise):
     def kinds(self) -> tuple[str, ...]:
         return "moment1", "moment2"
 
-    def update(self, master: torch.Tensor, grad: torch.Tensor, *moments: torch.Tensor, pace: Pace) -> None:
+    def update(self, master: torch.Tensor, grad: torch.Tensor, *moments: torch.Tensor, args: StepArgs) -> None:
         if self.plain:
-            return self.reference(master, grad, *moments, pace=pace)
+            return self.reference(master, grad, *moments, args=args)
         if master.numel() == 0:
             return
         moment1, moment2 = moments
@@ -37,20 +37,20 @@ class AdamW(Elementwise):
             [moment1],
             [moment2],
             [],
-            [torch.tensor(float(pace.step), dtype=torch.float32, device=master.device)],
-            lr=pace.lr,
+            [torch.tensor(float(args.step), dtype=torch.float32, device=master.device)],
+            lr=args.lr,
             beta1=self.beta1,
             beta2=self.beta2,
-            weight_decay=pace.decay,
+            weight_decay=args.decay,
             eps=self.eps,
             amsgrad=False,
             maximize=False,
         )
 
-    def reference(self, master: torch.Tensor, grad: torch.Tensor, *moments: torch.Tensor, pace: Pace) -> None:
+    def reference(self, master: torch.Tensor, grad: torch.Tensor, *moments: torch.Tensor, args: StepArgs) -> None:
         """The same in plain steps."""
-        direction = self.direction(grad, *moments, step=pace.step)
-        master.sub_(pace.lr * (direction + pace.decay * master))
+        direction = self.direction(grad, *moments, step=args.step)
+        master.sub_(args.lr * (direction + args.decay * master))
 
     def direction(self, grad: torch.Tensor, moment1: torch.Tensor, moment2: torch.Tensor, *, step: int) -> torch.Tensor:
         """Takes a gradient into the moments; Adam's update before rate and decay."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from mega.core.optim.adam import AdamW
-from mega.core.optim.rule import Owned, Pace, Room, Sums
+from mega.core.optim.rule import Allocator, ShardState, StepArgs, Sums
 
 
 @dataclass(frozen=True)
@@ -23,15 +23,15 @@ class LAMB:
 
     adam: AdamW
 
-    def start(self, owned: Owned, room: Room) -> None:
-        self.adam.start(owned, room)
+    def start(self, owned: ShardState, allocator: Allocator) -> None:
+        self.adam.start(owned, allocator)
 
-    def move(self, owned: Owned, master: torch.Tensor, grad: torch.Tensor, sums: Sums, pace: Pace) -> None:
+    def step(self, owned: ShardState, master: torch.Tensor, grad: torch.Tensor, sums: Sums, args: StepArgs) -> None:
         # 1 the direction of every element
         moment1, moment2 = owned.moments.values()
-        update = self.adam.direction(grad, moment1.values, moment2.values, step=pace.step)
+        update = self.adam.direction(grad, moment1.values, moment2.values, step=args.step)
         decayed = slice(0, owned.decay_end)
-        update[decayed].add_(master[decayed], alpha=pace.decay)
+        update[decayed].add_(master[decayed], alpha=args.decay)
         # 2 square norms of weight and update of every whole matrix
         runs = [run for shard, run in owned.bucket.runs() if shard.tensor.decays]
         squares = [torch.linalg.vector_norm(x[run]).double().square() for run in runs for x in (master, update)]
@@ -42,4 +42,4 @@ class LAMB:
             for run, ratio in zip(runs, ratios, strict=True):
                 update[run].mul_(ratio)
         # 4
-        master.sub_(update, alpha=pace.lr)
+        master.sub_(update, alpha=args.lr)

@@ -19,7 +19,7 @@ import torch
 
 from mega.core.ops.suite import REFERENCE, Ops
 from mega.core.optim.adam import AdamW
-from mega.core.optim.rule import Owned, Pace, Room, Rule
+from mega.core.optim.rule import Allocator, Rule, ShardState, StepArgs
 from mega.core.parallel.collectives import all_reduce
 from mega.core.parallel.gradients import Bucket, GradBuffer
 
@@ -54,7 +54,7 @@ class Optimizer:
         self.grads, self.rule, self.clip, self.ops = grads, rule, clip, ops
         self._pass = ops.adamw if not offload else None
         self._masters, self._offload = masters, offload
-        self.owned = [self._own(bucket) for bucket in grads.buckets]
+        self.shards = [self._own(bucket) for bucket in grads.buckets]
         self._landing = self._landed() if offload else None
         self._updates = torch.zeros((), dtype=torch.float64, device=grads.buckets[0].own_grads.device)
 
@@ -89,9 +89,9 @@ class Optimizer:
 
     def _update(self, factor: torch.Tensor | None, lr: float, decay: float) -> None:
         """The update by the rule's own steps."""
-        pace = Pace(self.updates, lr, decay)
+        args = StepArgs(self.updates, lr, decay)
         # Stages meet over the tensors they share, which come first in one and last in another.
-        for owned in sorted(self.owned, key=lambda owned: owned.bucket.tied_name()):
+        for owned in sorted(self.shards, key=lambda owned: owned.bucket.tied_name()):
             weights = owned.bucket.own_weights
             master = weights.to(_wide(weights)) if owned.master is None else owned.master
             grad = owned.bucket.own_grads
@@ -100,7 +100,7 @@ class Optimizer:
             grad = grad.to(master.dtype)
             if factor is not None:
                 grad.mul_(factor.to(grad.device))
-            self.rule.move(owned, master, grad, self.grads.whole_sums, pace)
+            self.rule.step(owned, master, grad, self.grads.whole_sums, args)
             if master is not weights:
                 weights.copy_(master)
 
@@ -116,7 +116,7 @@ class Optimizer:
         """The update in one pass a bucket; whether it counts is decided on the device, so nobody waits."""
         t = self._updates
         facts = torch.stack([finite.double(), factor.double(), 1 - rule.beta1**t, 1 - rule.beta2**t]).float()
-        for owned in self.owned:
+        for owned in self.shards:
             weights = owned.bucket.own_weights
             adamw(
                 weights if owned.master is None else owned.master,
@@ -134,24 +134,24 @@ class Optimizer:
 
     def masters_from_weights(self) -> None:
         """Start masters from the weights, where a checkpoint had none."""
-        for owned in self.owned:
+        for owned in self.shards:
             if owned.master is not None:
                 owned.master.copy_(owned.bucket.own_weights)
 
-    def _own(self, bucket: Bucket) -> Owned:
+    def _own(self, bucket: Bucket) -> ShardState:
         """Masters and moments as they are before the first step."""
         weights = bucket.own_weights
         leaves = self._offload and weights.is_cuda
-        room = Room(_wide(weights), torch.device("cpu") if leaves else weights.device, locked=leaves)
-        apart = self._offload or (self._masters and room.dtype != weights.dtype)
-        owned = Owned(bucket, room.zeros(weights.numel()).copy_(weights) if apart else None)
-        self.rule.start(owned, room)
+        allocator = Allocator(_wide(weights), torch.device("cpu") if leaves else weights.device, locked=leaves)
+        apart = self._offload or (self._masters and allocator.dtype != weights.dtype)
+        owned = ShardState(bucket, allocator.zeros(weights.numel()).copy_(weights) if apart else None)
+        self.rule.start(owned, allocator)
         return owned
 
     def _landed(self) -> torch.Tensor:
         """Host memory in which one span's gradients arrive."""
         grads = max((bucket.own_grads for bucket in self.grads.buckets), key=torch.Tensor.numel)
-        return Room(grads.dtype, torch.device("cpu"), locked=grads.is_cuda).zeros(grads.numel())
+        return Allocator(grads.dtype, torch.device("cpu"), locked=grads.is_cuda).zeros(grads.numel())
 
 
 def _wide(weights: torch.Tensor) -> torch.dtype:

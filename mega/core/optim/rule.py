@@ -19,7 +19,7 @@ Sums = Callable[[Bucket, torch.Tensor], torch.Tensor]
 """Sums over whole logical tensors from each rank's sums over its own parts (`GradBuffer.whole_sums`)."""
 
 
-class Pace(NamedTuple):
+class StepArgs(NamedTuple):
     """How far one update goes: its count from 1, the rate, what weights decay by."""
 
     step: int
@@ -27,14 +27,14 @@ class Pace(NamedTuple):
     decay: float
 
 
-class Flat(NamedTuple):
+class FlatState(NamedTuple):
     """A run of a bucket's elements: where in the bucket it begins, and one value for each."""
 
     begin: int
     values: torch.Tensor
 
 
-class Room(NamedTuple):
+class Allocator(NamedTuple):
     """Where state is kept, and how wide; `locked` where it is host memory that a device reads."""
 
     dtype: torch.dtype
@@ -47,7 +47,7 @@ class Room(NamedTuple):
 
 
 @dataclass
-class Owned:
+class ShardState:
     """What the optimizer keeps for our span of one bucket, in max(fp32, dtype).
 
     master: the weights, where they are kept besides the model's own. moments: by kind. factors: vectors that belong to
@@ -56,7 +56,7 @@ class Owned:
 
     bucket: Bucket
     master: torch.Tensor | None
-    moments: dict[str, Flat] = field(default_factory=dict)
+    moments: dict[str, FlatState] = field(default_factory=dict)
     factors: dict[str, torch.Tensor] = field(default_factory=dict)
 
     @property
@@ -70,7 +70,7 @@ class Owned:
         begin, end = self.bucket.span
         return min(max(self.bucket.decay_end, begin), end) - begin
 
-    def halves(self) -> Iterator[tuple[slice, bool]]:
+    def decay_split(self) -> Iterator[tuple[slice, bool]]:
         """Our span cut where decayed weights end: (slice of the span, decayed)."""
         begin, end = self.bucket.span
         yield slice(0, self.decay_end), True
@@ -87,10 +87,10 @@ class Owned:
 class Rule(Protocol):
     """An update rule with its constants."""
 
-    def start(self, owned: Owned, room: Room) -> None:
+    def start(self, owned: ShardState, allocator: Allocator) -> None:
         """Make the state of a span that has seen no gradient."""
 
-    def move(self, owned: Owned, master: torch.Tensor, grad: torch.Tensor, sums: Sums, pace: Pace) -> None:
+    def step(self, owned: ShardState, master: torch.Tensor, grad: torch.Tensor, sums: Sums, args: StepArgs) -> None:
         """One update of `master` in place; `grad` is ours to change. Both are our span's."""
 
 
@@ -102,15 +102,15 @@ class Elementwise:
         """Moments, of which every element has one value each."""
         raise NotImplementedError
 
-    def update(self, master: torch.Tensor, grad: torch.Tensor, *moments: torch.Tensor, pace: Pace) -> None:
+    def update(self, master: torch.Tensor, grad: torch.Tensor, *moments: torch.Tensor, args: StepArgs) -> None:
         """One update in place; all tensors flat, of one length and dtype."""
         raise NotImplementedError
 
-    def start(self, owned: Owned, room: Room) -> None:
+    def start(self, owned: ShardState, allocator: Allocator) -> None:
         begin, end = owned.bucket.span
-        owned.moments = {kind: Flat(begin, room.zeros(end - begin)) for kind in self.kinds}
+        owned.moments = {kind: FlatState(begin, allocator.zeros(end - begin)) for kind in self.kinds}
 
-    def move(self, owned: Owned, master: torch.Tensor, grad: torch.Tensor, sums: Sums, pace: Pace) -> None:
-        for part, decays in owned.halves():
+    def step(self, owned: ShardState, master: torch.Tensor, grad: torch.Tensor, sums: Sums, args: StepArgs) -> None:
+        for part, decays in owned.decay_split():
             moments = (flat.values[part] for flat in owned.moments.values())
-            self.update(master[part], grad[part], *moments, pace=pace if decays else pace._replace(decay=0.0))
+            self.update(master[part], grad[part], *moments, args=args if decays else args._replace(decay=0.0))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from mega.core.optim.rule import Elementwise, Pace
+from mega.core.optim.rule import Elementwise, StepArgs
 
 
 @dataclass(frozen=True)
@@ -19,8 +19,8 @@ class SGD(Elementwise):
     def kinds(self) -> tuple[str, ...]:
         return ("moment1",) if self.momentum else ()
 
-    def update(self, master: torch.Tensor, grad: torch.Tensor, *moments: torch.Tensor, pace: Pace) -> None:
-        direction = grad.add(master, alpha=pace.decay)
+    def update(self, master: torch.Tensor, grad: torch.Tensor, *moments: torch.Tensor, args: StepArgs) -> None:
+        direction = grad.add(master, alpha=args.decay)
         for velocity in moments:
             direction = velocity.mul_(self.momentum).add_(direction)
-        master.sub_(direction, alpha=pace.lr)
+        master.sub_(direction, alpha=args.lr)

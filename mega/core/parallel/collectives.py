@@ -96,7 +96,7 @@ class RingShift:
         return self._arriving
 
 
-def own_block(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+def local_shard(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     """Our run of dim 0 of a tensor that every rank holds whole."""
     return x.chunk(axis.size, dim=0)[axis.index] if axis.size > 1 else x
 
@@ -149,7 +149,7 @@ def all_to_all(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     return _AllToAll.apply(x, axis)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def leave_region(x: torch.Tensor, axis: Axis, sequence: bool) -> torch.Tensor:
+def reduce_from_region(x: torch.Tensor, axis: Axis, sequence: bool) -> torch.Tensor:
     """Out of a tensor-parallel region: parts of all ranks add up; under sequence our tokens of the sum stay."""
     if axis.size == 1:
         return x

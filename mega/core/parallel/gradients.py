@@ -77,7 +77,7 @@ class Bucket:
 
     def tied_name(self) -> str:
         """Name of the tensor, if several stages hold it, else nothing."""
-        return self.offsets[0][0].slots[0].shard.name if self.reduction.stages else ""
+        return self.offsets[0][0].segments[0].shard.name if self.reduction.stages else ""
 
     @property
     def replicated(self) -> bool:
@@ -129,21 +129,21 @@ class Bucket:
     def _logical(self) -> Iterator[tuple[Shard, int]]:
         """The blocks of logical tensors that weights hold, and where in the bucket each begins."""
         for weight, begin, _ in self.offsets:
-            for slot in weight.slots:
-                yield slot.shard, begin + slot.offset * prod(weight.shape[1:])
+            for segment in weight.segments:
+                yield segment.shard, begin + segment.offset * prod(weight.shape[1:])
 
     def open(self) -> None:
         """Make room for the gradients of all our weights."""
         self.grads = torch.zeros(self._weights.numel(), dtype=self.dtype, device=self._weights.device)
         for weight, begin, stop in self.offsets:
-            weight.sink = self.grads[begin:stop].view(weight.shape)
+            weight.main_grad = self.grads[begin:stop].view(weight.shape)
 
     def close(self) -> torch.Tensor:
         """Take the gradients out of the weights' sight; the memory goes when the caller lets go of them."""
         grads, self.grads = self.grads, None
         assert grads is not None
         for weight, _, _ in self.offsets:
-            weight.sink = None
+            weight.main_grad = None
         return grads
 
     def start_param_gather(self, axis: Axis) -> None:
@@ -216,15 +216,15 @@ class GradBuffer:
         self._deferred: list[DeferredWgrad] = []
         for bucket in self.buckets:
             for weight, _, _ in bucket.offsets:
-                weight.on_arrival = self._grad_ready
-                weight.on_need = self._open_main_grad if zero >= 2 else None
+                weight.on_grad_ready = self._grad_ready
+                weight.on_main_grad = self._open_main_grad if zero >= 2 else None
                 weight.register_post_accumulate_grad_hook(_into_main_grad)
             bucket.reshard()
         self._shared, self._overlap_gather = 0 < zero < 3 and mesh.data.size > 1, overlap_gather
         self._gather_axis = mesh.data
         if self._shared and overlap_gather:
             # The loss's few numbers are added up meanwhile, and must not queue behind the weights.
-            self._gather_axis = mesh.channel("weights", "cp", "dp")
+            self._gather_axis = mesh.own_axis("weights", "cp", "dp")
             for chunk in chunks:
                 for unit in _units(chunk):
                     unit.register_forward_pre_hook(partial(_wait_param_gather, self.buckets_of(unit)))
@@ -265,7 +265,7 @@ class GradBuffer:
     def _route_wgrad(self, products: Callable[[Weight, Any, torch.Tensor], None] | None) -> None:
         for bucket in self.buckets:
             for weight, _, _ in bucket.offsets:
-                weight.on_product = products
+                weight.on_wgrad = products
 
     def _defer(self, weight: Weight, grad: Any, x: torch.Tensor) -> None:
         self._deferred.append((weight, grad, x))
@@ -274,7 +274,7 @@ class GradBuffer:
         """Compute kept products, as the weight's act of a plan."""
         with torch.no_grad():
             for weight, grad, x in products:
-                weight.add_product(grad, x)
+                weight.add_wgrad(grad, x)
 
     def _open_main_grad(self, weight: Weight) -> None:
         """The first gradient of a microbatch finds no room."""
@@ -289,7 +289,7 @@ class GradBuffer:
         bucket = self._bucket_of[id(weight)]
         bucket.waiting -= 1
         bucket.ready[id(weight)] += 1
-        assert bucket.waiting >= 0, f"{weight.slots[0].shard.name}: more gradients than uses"
+        assert bucket.waiting >= 0, f"{weight.segments[0].shard.name}: more gradients than uses"
         if bucket.waiting == 0 and (self.overlap or self.zero >= 2):
             self._launch_grad_reduce(bucket)
 
@@ -324,7 +324,7 @@ class GradBuffer:
         """Wait for the sums over data, then add up what is still partial. Errors name a weight without gradient."""
         for bucket in self.buckets:
             if bucket.waiting:
-                silent = [w.slots[0].shard.name for w, _, _ in bucket.offsets if bucket.ready[id(w)] < w.uses]
+                silent = [w.segments[0].shard.name for w, _, _ in bucket.offsets if bucket.ready[id(w)] < w.uses]
                 raise RuntimeError(f"{bucket.waiting} gradients never arrived: {', '.join(silent)}")
             if not bucket.works and bucket.grads is not None:
                 self._launch_grad_reduce(bucket)
@@ -453,7 +453,7 @@ def _units(chunk: nn.Module) -> Iterator[nn.Module]:
 
 def parameter_spec(weight: Weight) -> ParameterSpec:
     """What decides where `weight` lies."""
-    tensors = tuple(slot.shard.tensor for slot in weight.slots)
+    tensors = tuple(segment.shard.tensor for segment in weight.segments)
     return ParameterSpec(tensors, weight.numel(), str(weight.dtype))
 
 
@@ -465,9 +465,9 @@ def _into_main_grad(parameter: torch.Tensor) -> None:
     assert isinstance(parameter, Weight)
     if parameter.grad is None:
         return
-    sink = parameter.open_sink()
-    assert sink is not None
-    sink.add_(parameter.grad)
+    main_grad = parameter.open_main_grad()
+    assert main_grad is not None
+    main_grad.add_(parameter.grad)
     parameter.grad = None
     for _ in range(parameter.uses):  # autograd has added them up
-        parameter.arrived()
+        parameter.grad_ready()

@@ -32,7 +32,7 @@ import torch.distributed as dist
 
 from mega.core.config.world import MEETING_FILE, World, cores, point_to_first_host, world_from_env
 from mega.core.device import Device
-from mega.core.parallel.last_words import tell, words_of
+from mega.core.parallel.exit_reports import tell, words_of
 from mega.core.parallel.mesh import Groups
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
@@ -269,7 +269,7 @@ def _pool_rank(pipe: Connection[Any, Any], size: int) -> None:
 def _supervise(ranks: list[BaseProcess]) -> int:
     """Wait until all have ended well, or the first has not; its exit code (128 + signal if killed).
 
-    A rank that fails has said why (last_words.py). For one that was killed we speak, before its peers, whom it leaves
+    A rank that fails has said why (exit_reports.py). For one that was killed we speak, before its peers, whom it leaves
     in the middle of an exchange; then they have PATIENCE seconds for what they may have to say for themselves.
     """
     running = {process.sentinel: process for process in ranks}
@@ -312,10 +312,10 @@ def _ending(code: int) -> str:
 @contextlib.contextmanager
 def _passing_signals(ranks: list[BaseProcess]) -> Iterator[None]:
     """What asks this process to stop goes on to the ranks, which save and stop; who asks again will not wait."""
-    asked = Asked()
+    asked = RepeatedSignal()
 
     def pass_on(number: int, _: Any) -> None:
-        if asked.again(number):
+        if asked.repeats(number):
             raise KeyboardInterrupt
         for process in ranks:
             if process.pid and process.is_alive():
@@ -330,7 +330,7 @@ def _passing_signals(ranks: list[BaseProcess]) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-class Asked:
+class RepeatedSignal:
     """Tells who presses Ctrl-C again from a signal that came twice: from the terminal or the scheduler, which reach
     every process of a job, and from the launcher.
     """
@@ -338,7 +338,7 @@ class Asked:
     def __init__(self) -> None:
         self._first: float | None = None
 
-    def again(self, number: int) -> bool:
+    def repeats(self, number: int) -> bool:
         """Note a signal; whether it says that the user will not wait for what the first one began."""
         now = time.monotonic()
         if self._first is None:

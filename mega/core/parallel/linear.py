@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from mega.core.inventory import Tensor
-from mega.core.ops.sink import keep, kept
+from mega.core.ops.autograd import keep, kept
 from mega.core.parallel.collectives import (
     all_gather,
     all_reduce,
@@ -29,36 +29,36 @@ from mega.core.parallel.region import Region
 from mega.core.parallel.weight import ParameterFactory, Weight
 
 
-class _ColumnProduct(torch.autograd.Function):
+class _ColumnMatmul(torch.autograd.Function):
     """x [tokens, in] -> [tokens, out of this rank]; under sequence x are our tokens."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None, region: Region) -> torch.Tensor:
         keep(ctx, x)
         ctx.weight, ctx.region, axis, sequence = weight, region, region.axis, region.sequence
-        products, factor = weight.ops.products, weight.to(x.dtype)
+        matmuls, factor = weight.ops.matmuls, weight.to(x.dtype)
         if sequence and region.transport is not None:
             y = x.new_empty((x.shape[0] * axis.size, weight.shape[0]))
             for rows, part in Gather(x, region.transport).parts():
-                products.output(part, factor, bias, out=y[rows])
+                matmuls.forward(part, factor, bias, out=y[rows])
             return y
-        return products.output(all_gather(x, axis) if sequence else x, factor, bias)
+        return matmuls.forward(all_gather(x, axis) if sequence else x, factor, bias)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None, None]:
         x = kept(ctx)
         weight, axis, sequence = ctx.weight, ctx.region.axis, ctx.region.sequence
-        products, factor = weight.ops.products, weight.to(x.dtype)
+        matmuls, factor = weight.ops.matmuls, weight.to(x.dtype)
         if sequence and ctx.region.transport is not None:
             gathered, summed = Gather(x, ctx.region.transport), Scatter(*x.shape, x, ctx.region.transport)  # type: ignore[call-arg]
             for rows, out in summed.parts():
-                products.input_gradient(grad[rows], factor, out=out)
-            grad_weight = weight.add_product(grad, gathered.whole(keep=weight.on_product is not None))
+                matmuls.dgrad(grad[rows], factor, out=out)
+            grad_weight = weight.add_wgrad(grad, gathered.whole(keep=weight.on_wgrad is not None))
             return weight.ops.total(summed.blocks()), grad_weight, None, None
         # 1 ask for the whole input again while the input's gradient is computed
         whole, gathering = start_all_gather(x, axis) if sequence else (x, None)
-        grad = products.prepare(grad)
-        grad_x = products.input_gradient(grad, factor)
+        grad = matmuls.prepare(grad)
+        grad_x = matmuls.dgrad(grad, factor)
         # 2 sum the input's gradient over ranks while the weight's gradient is computed
         if sequence:
             grad_x, summing = start_reduce_scatter(grad_x, axis)
@@ -66,25 +66,25 @@ class _ColumnProduct(torch.autograd.Function):
             summing = all_reduce(grad_x, axis, wait=False)
         if gathering is not None:
             gathering.wait()
-        grad_weight = weight.add_product(grad, whole)
+        grad_weight = weight.add_wgrad(grad, whole)
         summing.wait()
         return grad_x, grad_weight, None, None
 
 
-class _RowProduct(torch.autograd.Function):
+class _RowMatmul(torch.autograd.Function):
     """x [tokens, in of this rank] -> [tokens, out], summed over ranks; under sequence our tokens of it."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: Weight, region: Region) -> torch.Tensor:
         keep(ctx, x)
         ctx.weight, ctx.region, axis, sequence = weight, region, region.axis, region.sequence
-        products = weight.ops.products
+        matmuls = weight.ops.matmuls
         if sequence and region.transport is not None:
             summed = Scatter(x.shape[0] // axis.size, weight.shape[0], x, region.transport)
             for rows, out in summed.parts():
-                products.output(x[rows], weight, out=out)
+                matmuls.forward(x[rows], weight, out=out)
             return weight.ops.total(summed.blocks())  # type: ignore[no-any-return]
-        y = products.output(x, weight)
+        y = matmuls.forward(x, weight)
         if sequence:
             return reduce_scatter(y, axis)
         all_reduce(y, axis)
@@ -94,24 +94,24 @@ class _RowProduct(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None]:
         x = kept(ctx)  # first: where it brings a whole block back, there is nothing else yet
         weight, axis, sequence = ctx.weight, ctx.region.axis, ctx.region.sequence
-        products = weight.ops.products
+        matmuls = weight.ops.matmuls
         if sequence and ctx.region.transport is not None:
             gathered, grad_x = Gather(grad, ctx.region.transport), torch.empty_like(x)
             for rows, part in gathered.parts():
-                products.input_gradient(part, weight, out=grad_x[rows])
-            grad = gathered.whole(keep=weight.on_product is not None)
+                matmuls.dgrad(part, weight, out=grad_x[rows])
+            grad = gathered.whole(keep=weight.on_wgrad is not None)
         else:
-            grad = products.prepare(all_gather(grad, axis) if sequence else grad)
-            grad_x = products.input_gradient(grad, weight)
-        return grad_x, weight.add_product(grad, x), None
+            grad = matmuls.prepare(all_gather(grad, axis) if sequence else grad)
+            grad_x = matmuls.dgrad(grad, weight)
+        return grad_x, weight.add_wgrad(grad, x), None
 
 
-def column_product(x: torch.Tensor, weight: Weight, region: Region, bias: torch.Tensor | None = None) -> torch.Tensor:
+def column_matmul(x: torch.Tensor, weight: Weight, region: Region, bias: torch.Tensor | None = None) -> torch.Tensor:
     """Enter the region and multiply: x [tokens, in] (our tokens under sequence) -> [tokens, rows of weight].
 
     bias: added in the product's own pass; it gets no gradient from here.
     """
-    return _ColumnProduct.apply(x, weight, bias, region)  # type: ignore[no-any-return, no-untyped-call]
+    return _ColumnMatmul.apply(x, weight, bias, region)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class ColumnLinear(nn.Module):
@@ -121,37 +121,37 @@ class ColumnLinear(nn.Module):
     `product` leaves that to the op behind too.
     """
 
-    def __init__(self, make: ParameterFactory, weight: list[Tensor], bias: list[Tensor], region: Region):
+    def __init__(self, factory: ParameterFactory, weight: list[Tensor], bias: list[Tensor], region: Region):
         super().__init__()
-        self.weight = make(*weight)
-        self.bias = make(*bias) if bias else None
+        self.weight = factory(*weight)
+        self.bias = factory(*bias) if bias else None
         self.region = region
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.product(x)
+        y = self.matmul(x)
         return y if self.bias is None else y + self.bias
 
     def biased(self, x: torch.Tensor) -> torch.Tensor:
-        return column_product(x, self.weight, self.region, None if self.bias is None else self.bias.detach())
+        return column_matmul(x, self.weight, self.region, None if self.bias is None else self.bias.detach())
 
-    def product(self, x: torch.Tensor) -> torch.Tensor:
-        return column_product(x, self.weight, self.region)
+    def matmul(self, x: torch.Tensor) -> torch.Tensor:
+        return column_matmul(x, self.weight, self.region)
 
 
 class RowLinear(nn.Module):
     """Inputs cut over the axis; the bias is to be added once, after the sum: `product` leaves it to the op behind."""
 
-    def __init__(self, make: ParameterFactory, weight: Tensor, bias: Tensor | None, region: Region):
+    def __init__(self, factory: ParameterFactory, weight: Tensor, bias: Tensor | None, region: Region):
         super().__init__()
-        self.weight = make(weight)
-        self.bias = make(bias) if bias is not None else None
+        self.weight = factory(weight)
+        self.bias = factory(bias) if bias is not None else None
         self.region = region
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.biased(self.product(x))
+        return self.biased(self.matmul(x))
 
     def biased(self, product: torch.Tensor) -> torch.Tensor:
         return product if self.bias is None else product + self.bias
 
-    def product(self, x: torch.Tensor) -> torch.Tensor:
-        return _RowProduct.apply(x, self.weight, self.region)  # type: ignore[no-any-return, no-untyped-call]
+    def matmul(self, x: torch.Tensor) -> torch.Tensor:
+        return _RowMatmul.apply(x, self.weight, self.region)  # type: ignore[no-any-return, no-untyped-call]

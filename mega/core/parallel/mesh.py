@@ -96,9 +96,9 @@ class Mesh:
         """Ranks that hold one replica of the model between them."""
         self.stage = self.axis("tp", "cp", "dp")
         """Ranks that hold the same pipeline stage, or a part of it."""
-        self.reports = self.axis("cp", "dp", "pp")
+        self.loss_group = self.axis("cp", "dp", "pp")
         """Ranks whose losses add up to the global batch's (the last stages hold them, the others zero)."""
-        self.links = self._links()
+        self.p2p = self._p2p()
 
     @classmethod
     def at(cls, rank: int, *, tp: int = 1, cp: int = 1, dp: int = 1, pp: int = 1) -> Mesh:
@@ -109,7 +109,7 @@ class Mesh:
         """
         return cls(rank, tp=tp, cp=cp, dp=dp, pp=pp)
 
-    def apart(self, purpose: str) -> Axis:
+    def own_group(self, purpose: str) -> Axis:
         """Everyone on the host, with communicators of its own: for a thread that must not meet the training's.
 
         All ranks must call this together.
@@ -131,7 +131,7 @@ class Mesh:
         """The ranks that differ from us in these axes only; the first of ORDER runs fastest."""
         return self._axis("x".join(names), self.slices(*names))
 
-    def channel(self, purpose: str, *names: str) -> Axis:
+    def own_axis(self, purpose: str, *names: str) -> Axis:
         """`axis` on a communicator of its own, so that nothing else waits behind what travels there."""
         return self._axis("x".join(names), self.slices(*names), purpose)
 
@@ -164,7 +164,7 @@ class Mesh:
         group = self._groups.get(ranks, purpose) if self._groups is not None else None
         return Axis(name, ranks, ranks.index(self.rank), group)
 
-    def _links(self) -> dict[tuple[str, int], Axis]:
+    def _p2p(self) -> dict[tuple[str, int], Axis]:
         """(kind, receiving stage) -> the pair of ranks, for the links that touch us.
 
         Activations ("F") go from each stage to the next and gradients ("B") to the one before, around a ring.

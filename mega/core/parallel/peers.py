@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from mega.core.device import CopyStream, Way
+from mega.core.device import CopyDescriptor, CopyStream
 from mega.core.parallel.mesh import Axis
 from mega.core.plan.pieces import SLOTS, together
 
@@ -218,7 +218,7 @@ class Mapped:
         self._begins: list[int] = []
         """Where every rank's memory is mapped here."""
         self._slots: dict[tuple[Any, ...], torch.Tensor] = {}
-        self._ways: dict[tuple[Any, ...], list[Way]] = {}
+        self._ways: dict[tuple[Any, ...], list[CopyDescriptor]] = {}
         self._waits: dict[tuple[int, range], tuple[int, ...]] = {}
         self._sent: list[list[torch.UntypedStorage]] = [[] for _ in range(SLOTS)]
         """Memory of blocks by slot, kept until all ranks have them: they do when the slot's next exchange begins."""
@@ -260,9 +260,9 @@ class Mapped:
         self._beside.copy(blocks, self._ways[key], number)
         self._sent[number % SLOTS].append(blocks.untyped_storage())  # not the tensor, which knows what it was made of
 
-    def _way(self, ranks: range, number: int, size: int, several: bool) -> Way:
+    def _way(self, ranks: range, number: int, size: int, several: bool) -> CopyDescriptor:
         to = [(place, rank, self._writer(rank)) for place, rank in enumerate(ranks) if rank != self.axis.index]
-        return Way(
+        return CopyDescriptor(
             tuple(
                 (place * size if several else 0, self._begins[rank] + self._place(number, writer, size), size)
                 for place, rank, writer in to

@@ -226,7 +226,7 @@ class _Step:
         self.received[transfer.kind, *key] = (cargo, works)
 
     def _link(self, kind: str, target: int) -> dist.ProcessGroup | None:
-        return self.pipeline.mesh.links[kind, target].group
+        return self.pipeline.mesh.p2p[kind, target].group
 
 
 def backward(names: Sequence[str], out: StageOutput, arrived: Cargo, scale: torch.Tensor | None) -> None:

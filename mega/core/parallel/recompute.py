@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from mega.core.parallel.collectives import all_gather, own_block
+from mega.core.parallel.collectives import all_gather, local_shard
 from mega.core.parallel.mesh import Axis
 
 
@@ -22,7 +22,7 @@ class _Share(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, axis: Axis) -> torch.Tensor:
         ctx.axis = axis
-        return own_block(x, axis).clone()
+        return local_shard(x, axis).clone()
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
@@ -39,7 +39,7 @@ class _Whole(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return own_block(grad, ctx.axis).clone(), None
+        return local_shard(grad, ctx.axis).clone(), None
 
 
 def recomputed(run: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, share: Axis | None = None) -> torch.Tensor:

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from mega.core.inventory import Tensor
-from mega.core.parallel.collectives import all_reduce, leave_region
-from mega.core.parallel.linear import column_product
+from mega.core.parallel.collectives import all_reduce, reduce_from_region
+from mega.core.parallel.linear import column_matmul
 from mega.core.parallel.mesh import Axis
 from mega.core.parallel.region import Region
 from mega.core.parallel.weight import ParameterFactory, Weight
@@ -59,13 +59,13 @@ class VocabEmbedding(nn.Module):
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         first = self.region.axis.index * self.weight.shape[0] if self.region.size > 1 else None
         rows = _LookUp.apply(ids, self.weight, first)  # type: ignore[no-untyped-call]
-        return leave_region(rows, self.region.axis, self.region.sequence)
+        return reduce_from_region(rows, self.region.axis, self.region.sequence)
 
 
 def logits(x: torch.Tensor, weight: Weight, region: Region) -> torch.Tensor:
     """x [tokens, h] (our tokens under sequence) -> [tokens, ids of this rank], padding at minus infinity."""
-    out = column_product(x, weight, region)
-    real = weight.slots[0].shard.size[0]
+    out = column_matmul(x, weight, region)
+    real = weight.segments[0].shard.size[0]
     if real == weight.shape[0]:
         return out
     padding = torch.arange(weight.shape[0], device=out.device) >= real
@@ -78,7 +78,7 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, labels: torch.Tensor, weight: Weight, axis: Axis) -> torch.Tensor:
-        ctx.ops, ctx.real = weight.ops, weight.slots[0].shard.size[0]
+        ctx.ops, ctx.real = weight.ops, weight.segments[0].shard.size[0]
         # 1
         local = labels - axis.index * x.shape[1]
         largest, total, target = ctx.ops.softmax_parts(x, local, ctx.real)
@@ -105,4 +105,4 @@ def cross_entropy(x: torch.Tensor, labels: torch.Tensor, weight: Weight, region:
 
     x [tokens, h], our tokens under sequence.
     """
-    return _CrossEntropy.apply(column_product(x, weight, region), labels, weight, region.axis)  # type: ignore[no-any-return, no-untyped-call]
+    return _CrossEntropy.apply(column_matmul(x, weight, region), labels, weight, region.axis)  # type: ignore[no-any-return, no-untyped-call]

@@ -20,7 +20,7 @@ from mega.core.shard import Shard, shard
 
 
 @dataclass(frozen=True)
-class Slot:
+class Segment:
     """One logical tensor's block inside a parameter: rows [offset, offset + shard.local[0])."""
 
     shard: Shard
@@ -36,67 +36,67 @@ class Weight(nn.Parameter):
     """A parameter with slots.
 
     uses: how often its gradient arrives in one backward pass (2 for a tied embedding on one stage).
-    sink: where gradients accumulate, shaped like the weight; None leaves them to autograd.
-    on_need: called before a gradient is added while there is no sink; it may make one.
-    on_arrival: called with the weight each time a gradient has been added to the sink.
-    on_product: takes a product to compute it later; None has it computed at once.
+    main_grad: where gradients accumulate, shaped like the weight; None leaves them to autograd.
+    on_main_grad: called before a gradient is added while there is no sink; it may make one.
+    on_grad_ready: called with the weight each time a gradient has been added to the main_grad.
+    on_wgrad: takes a product to compute it later; None has it computed at once.
     """
 
-    slots: tuple[Slot, ...]
+    segments: tuple[Segment, ...]
     ops: Ops
     uses: int
-    sink: torch.Tensor | None
-    on_need: Callable[[Weight], None] | None
-    on_arrival: Callable[[Weight], None] | None
-    on_product: Callable[[Weight, Any, torch.Tensor], None] | None
+    main_grad: torch.Tensor | None
+    on_main_grad: Callable[[Weight], None] | None
+    on_grad_ready: Callable[[Weight], None] | None
+    on_wgrad: Callable[[Weight, Any, torch.Tensor], None] | None
 
-    def __new__(cls, data: torch.Tensor, slots: tuple[Slot, ...], ops: Ops = REFERENCE) -> Self:
+    def __new__(cls, data: torch.Tensor, segments: tuple[Segment, ...], ops: Ops = REFERENCE) -> Self:
         weight = super().__new__(cls, data, requires_grad=True)
-        weight.slots, weight.ops, weight.uses = slots, ops, 1
-        weight.sink = weight.on_need = weight.on_arrival = weight.on_product = None
+        weight.segments, weight.ops, weight.uses = segments, ops, 1
+        weight.main_grad = weight.on_main_grad = weight.on_grad_ready = weight.on_wgrad = None
         return weight
 
-    def add_product(self, grad: Any, x: torch.Tensor) -> torch.Tensor | None:
-        """The gradient of y = x W^T: grad [n, out] as our products prepare it, x [n, in]. Into the sink, or returned
+    def add_wgrad(self, grad: Any, x: torch.Tensor) -> torch.Tensor | None:
+        """The gradient of y = x W^T: grad [n, out] as our matmuls prepare it, x [n, in]. Into `main_grad`, or returned
         where there is none."""
-        sink = self.open_sink()
-        if sink is None:
-            return self.ops.products.weight_gradient(grad, x)
-        if self.on_product is not None:
-            self.on_product(self, grad, x)
+        main_grad = self.open_main_grad()
+        if main_grad is None:
+            return self.ops.matmuls.wgrad(grad, x)
+        if self.on_wgrad is not None:
+            self.on_wgrad(self, grad, x)
             return None
-        self.ops.products.add_weight_gradient(sink, grad, x)
-        self.arrived()
+        self.ops.matmuls.accumulate_wgrad(main_grad, grad, x)
+        self.grad_ready()
         return None
 
-    def absorb(self, grad: torch.Tensor) -> torch.Tensor | None:
-        """A whole gradient in any precision. Into the sink, or returned in our dtype where there is none."""
-        sink = self.open_sink()
-        if sink is None:
+    def accumulate_grad(self, grad: torch.Tensor) -> torch.Tensor | None:
+        """A whole gradient in any precision. Into `main_grad`, or returned in our dtype where there is none."""
+        main_grad = self.open_main_grad()
+        if main_grad is None:
             return grad.to(self.dtype)
-        sink.add_(grad)
-        self.arrived()
+        main_grad.add_(grad)
+        self.grad_ready()
         return None
 
     def add_rows(self, rows: torch.Tensor, grad: torch.Tensor) -> torch.Tensor | None:
         """The gradient of a look-up: grad [n, h] belongs to rows [n]."""
-        sink = self.open_sink()
-        into = torch.zeros_like(self) if sink is None else sink
+        main_grad = self.open_main_grad()
+        into = torch.zeros_like(self) if main_grad is None else main_grad
         into.index_add_(0, rows, grad.to(into.dtype))
-        if sink is None:
+        if main_grad is None:
             return into
-        self.arrived()
+        self.grad_ready()
         return None
 
-    def open_sink(self) -> torch.Tensor | None:
-        """The sink, made now if somebody makes it on need."""
-        if self.sink is None and self.on_need is not None:
-            self.on_need(self)
-        return self.sink
+    def open_main_grad(self) -> torch.Tensor | None:
+        """The main_grad, made now if somebody makes it on need."""
+        if self.main_grad is None and self.on_main_grad is not None:
+            self.on_main_grad(self)
+        return self.main_grad
 
-    def arrived(self) -> None:
-        if self.on_arrival is not None:
-            self.on_arrival(self)
+    def grad_ready(self) -> None:
+        if self.on_grad_ready is not None:
+            self.on_grad_ready(self)
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ class ParameterFactory:
     @property
     def exact(self) -> ParameterFactory:
         """The same with products in the compute dtype, for the head."""
-        return replace(self, ops=replace(self.ops, products=self.ops.products.exact()))
+        return replace(self, ops=replace(self.ops, matmuls=self.ops.matmuls.exact()))
 
     def __call__(self, *tensors: Tensor) -> Weight:
         """One parameter that holds these tensors one after the other along dim 0.
@@ -133,7 +133,7 @@ class ParameterFactory:
         segments, offset = [], 0
         for tensor in tensors:
             block = shard(tensor, self.coordinates)
-            segments.append(Slot(block, offset))
+            segments.append(Segment(block, offset))
             offset += block.local[0]
         shape = (offset, *segments[0].shard.local[1:])
         table = "embedding" in tensors[0].units
@@ -156,10 +156,12 @@ def initialise(module: nn.Module, seed: int) -> None:
     with torch.no_grad():
         for weight in weights(module):
             weight.zero_()
-            for slot in weight.slots:
-                block, init = slot.real(weight), slot.shard.tensor.init
+            for segment in weight.segments:
+                block, init = segment.real(weight), segment.shard.tensor.init
                 if init.std:
-                    normal_(block, key(seed, "init", slot.shard.name), slot.shard.start, slot.shard.whole, init.std)
+                    normal_(
+                        block, key(seed, "init", segment.shard.name), segment.shard.start, segment.shard.whole, init.std
+                    )
                 else:
                     block.fill_(init.constant)
 

@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 from mega.core.config.world import World
-from mega.core.device import DTYPES, Device, fp8_products
+from mega.core.device import DTYPES, Device, fp8_matmuls
 from mega.core.estimate.fit import Product, as_toml, line, product_shares
 from mega.core.files import whole_file
 from mega.core.ops.mask import CAUSAL
@@ -127,7 +127,7 @@ class Machine:
         names = ("bf16", "fp16") if self.device.is_cuda else ("bf16", "fp16", "fp32", "fp64")
         peaks = {name: peak / 1e12 / (2 if name == "fp64" else 1) for name in names}
         # Every device that multiplies in fp8 does so twice as fast.
-        return values, peaks | ({"fp8": 2 * peak / 1e12} if fp8_products(self.device.torch) else {})
+        return values, peaks | ({"fp8": 2 * peak / 1e12} if fp8_matmuls(self.device.torch) else {})
 
     def filled(self, *shape: int) -> torch.Tensor:
         return torch.randn(shape, device=self.device.torch, dtype=self.dtype)

@@ -36,7 +36,7 @@ TOKENS = (2, 64)
 
 
 @dataclass(frozen=True)
-class Agreement:
+class LogitComparison:
     """largest: max |a - b| over all logits. scale: max |a|. same: share of tokens with one most likely successor."""
 
     largest: float
@@ -62,7 +62,7 @@ def check_transformers() -> None:
         raise ValueError(f"--verify: {needs}: {' '.join(str(error).split())}") from None
 
 
-def agreement(one: Path, other: Path) -> Agreement:
+def compare_logits(one: Path, other: Path) -> LogitComparison:
     """Compare a Hugging Face folder and a checkpoint, in either order, on random tokens, both in fp32.
 
     Errors: ValueError where there is no Hugging Face folder or transformers is not installed.
@@ -79,7 +79,7 @@ def agreement(one: Path, other: Path) -> Agreement:
     ids = torch.randint(0, model.vocab, (rows, min(columns, model.positions)), generator=generator)
     theirs, ours = their_logits(folder, ids), logits(checkpoint, ids)
     same = (ours.argmax(-1) == theirs.argmax(-1)).float().mean()
-    return Agreement(float((ours - theirs).abs().max()), float(theirs.abs().max()), float(same))
+    return LogitComparison(float((ours - theirs).abs().max()), float(theirs.abs().max()), float(same))
 
 
 def not_finite(one: Path, other: Path) -> str | None:

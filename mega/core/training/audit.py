@@ -51,7 +51,7 @@ def bit_hash(tensor: torch.Tensor) -> torch.Tensor:
 def copies(state: TrainState) -> Iterator[Copy]:
     """Every weight and optimizer tensor of which this rank holds one copy of several."""
     mesh, zero = state.mesh, state.grads.zero
-    for owned in state.optimizer.owned:
+    for owned in state.optimizer.shards:
         bucket = owned.bucket
         # Tensor ranks that hold the whole of a tensor hold equal copies; so do all stages that hold a tied one.
         copied = bucket.reduction.replicated
@@ -63,7 +63,7 @@ def copies(state: TrainState) -> Iterator[Copy]:
             yield from _copy(name, factor, mesh.stage)
             yield from _copy(name, factor, bucket.holders)
         for weight, begin, end in bucket.offsets:
-            name = weight.slots[0].shard.name
+            name = weight.segments[0].shard.name
             if zero < 3:
                 whole = bucket.weights[begin:end]
                 yield from _copy(f"weights/{name}", whole, _axis(state, *copied, "cp", "dp"))

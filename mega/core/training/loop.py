@@ -7,15 +7,12 @@ for each step:   report = train_step(...)                 device values, read wh
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from mega.core.device import Moment, Reading
-from mega.core.parallel.launch import connect, disconnect
 from mega.core.training.evaluation import Evaluation
-from mega.core.training.inputs import ResolvedRun, open_inputs
 from mega.core.training.meters import Meters
 from mega.core.training.routines import Routine
 from mega.core.training.saver import Saver
@@ -24,24 +21,6 @@ from mega.core.training.state import TrainState
 from mega.core.training.step import train_step
 from mega.core.training.stop import StopFlag, StopSignal
 from mega.core.training.task import Task
-
-
-def pretrain(resolved: ResolvedRun) -> int:
-    """Train as one rank of the world that the environment describes; the exit code.
-
-    Errors: ValueError for what the user can fix; FloatingPointError where the loss is NaN or infinite; RuntimeError for
-    what else went wrong on the way.
-    """
-    from mega.core.training.start import start
-
-    runtime, inputs = resolved.run.runtime, open_inputs(resolved)
-    world, device, groups = connect(runtime.device, runtime.backend, runtime.timeout_minutes)
-    if runtime.deterministic:
-        device.deterministic()
-    with contextlib.ExitStack() as held:
-        start(inputs, world.rank, world.size, device, groups, held).play()
-    disconnect()
-    return 0
 
 
 @dataclass(frozen=True)

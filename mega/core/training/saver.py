@@ -75,7 +75,7 @@ class Saver:
         if self.options.async_save:
             room = HostCopy.room([piece.tensor for piece in self._kept()])
             state.copy = HostCopy(state.device, room)
-            self._writers = state.mesh.apart("writers")
+            self._writers = state.mesh.own_group("writers")
 
     def save(self) -> None:
         """Publish a checkpoint of this moment; with --async-save only begin to.
@@ -85,7 +85,7 @@ class Saver:
         state, began = self.state, time.monotonic()
         self._saved_step = state.progress.step
         if self._writers is None or state.copy is None:
-            agree = _agreement(state.mesh.everyone, state.device.torch)
+            agree = _all_agree(state.mesh.everyone, state.device.torch)
             self._told(self._publish(self._kept(), self._meta(), agree), "")
             return
         # 1
@@ -95,7 +95,7 @@ class Saver:
         copies = copy.take([piece.tensor for piece in pieces])
         staged = [dataclasses.replace(piece, tensor=there) for piece, there in zip(pieces, copies, strict=True)]
         # 3
-        meta, agree = self._meta(), _agreement(self._writers, torch.device("cpu"))
+        meta, agree = self._meta(), _all_agree(self._writers, torch.device("cpu"))
 
         def work() -> tuple[int, float]:
             copy.arrive()
@@ -190,7 +190,7 @@ class _Task:
         return self._result
 
 
-def _agreement(axis: Axis, device: torch.device) -> Callable[[bool], bool]:
+def _all_agree(axis: Axis, device: torch.device) -> Callable[[bool], bool]:
     """A function that tells all ranks of an axis whether this one is well, and returns whether all are."""
 
     def agree(fine: bool) -> bool:

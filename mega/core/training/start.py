@@ -19,10 +19,11 @@ from mega.core.data.dataset import Dataset
 from mega.core.device import Device
 from mega.core.flops import model_flops_per_token
 from mega.core.parallel.collectives import all_reduce
+from mega.core.parallel.launch import connect, disconnect
 from mega.core.parallel.mesh import Groups, Mesh
 from mega.core.text.tokenizer import Tokenizer
 from mega.core.training.evaluation import Evaluation
-from mega.core.training.inputs import Inputs
+from mega.core.training.inputs import Inputs, ResolvedRun, open_inputs
 from mega.core.training.loop import Lengths, Training
 from mega.core.training.meters import Meters
 from mega.core.training.place import check_no_newer, lock
@@ -34,6 +35,22 @@ from mega.core.training.state import Progress, TrainState
 from mega.core.training.stop import StopSignal
 from mega.core.training.task import HeldOut, Pretraining
 from mega.core.training.wire import build_mesh, build_state
+
+
+def pretrain(resolved: ResolvedRun) -> int:
+    """Train as one rank of the world that the environment describes; the exit code.
+
+    Errors: ValueError for what the user can fix; FloatingPointError where the loss is NaN or infinite; RuntimeError for
+    what else went wrong on the way.
+    """
+    runtime, inputs = resolved.run.runtime, open_inputs(resolved)
+    world, device, groups = connect(runtime.device, runtime.backend, runtime.timeout_minutes)
+    if runtime.deterministic:
+        device.deterministic()
+    with contextlib.ExitStack() as held:
+        start(inputs, world.rank, world.size, device, groups, held).play()
+    disconnect()
+    return 0
 
 
 def start(

@@ -88,7 +88,7 @@ class TrainState:
 
     def optimizer_pieces(self, *, mine: bool) -> Iterator[Piece]:
         """Masters (where they say more than weights), moments and factors of this rank's spans."""
-        for number, owned in enumerate(self.optimizer.owned):
+        for number, owned in enumerate(self.optimizer.shards):
             bucket = owned.bucket
             if mine and not bucket.counted:
                 continue

@@ -126,7 +126,7 @@ def evaluate_step(state: TrainState, batches: Sequence[Batch]) -> torch.Tensor:
     """float64 [names, 2]: total and weight of every term and metric over the global batch, without dropout."""
     schedule, batches = _forward_only(state, batches)
     sums = state.pipeline.run(schedule, batches)
-    all_reduce(sums, state.mesh.reports)
+    all_reduce(sums, state.mesh.loss_group)
     return sums
 
 
@@ -146,7 +146,7 @@ def _forward_only(state: TrainState, batches: Sequence[Batch]) -> tuple[Plan, li
 
 def means(state: TrainState, sums: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Loss of the global batch from the ranks' sums, and each term and metric; 0 where nothing of one counts."""
-    all_reduce(sums, state.mesh.reports)
+    all_reduce(sums, state.mesh.loss_group)
     found = sums[:, 0] / sums[:, 1].clamp(min=LEAST_WEIGHT)
     names, terms = state.pipeline.names, len(state.stages[0].terms)
     loss = found[0] if terms == 1 else found[:terms].sum()

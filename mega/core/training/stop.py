@@ -18,7 +18,7 @@ import torch
 
 from mega.core.device import Reading
 from mega.core.parallel.collectives import all_reduce
-from mega.core.parallel.launch import STOPPING, Asked
+from mega.core.parallel.launch import STOPPING, RepeatedSignal
 from mega.core.parallel.mesh import Axis
 
 
@@ -34,7 +34,7 @@ class StopSignal:
         """All ranks know that the run is to stop."""
         self._everyone, self._device = everyone, device
         self._wanted = False
-        self._signals = Asked()
+        self._signals = RepeatedSignal()
         self._deadline = time.monotonic() + 60 * minutes if minutes else math.inf
         self._before: dict[int, Any] = {}
         if on_signal and threading.current_thread() is threading.main_thread():
@@ -53,7 +53,7 @@ class StopSignal:
             signal.signal(number, handler)
 
     def _note(self, number: int, _: Any) -> None:
-        if self._signals.again(number):
+        if self._signals.repeats(number):
             self._before.clear()  # and deaf from now on: a third one would only break the way out
             for other in STOPPING:
                 signal.signal(other, signal.SIG_IGN)

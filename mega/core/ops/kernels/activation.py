@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from mega.core.ops.sink import deliver
+from mega.core.ops.autograd import deliver
 
 ROWS = 256
 """Rows of one partial sum of the bias's gradient."""

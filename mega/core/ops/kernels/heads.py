@@ -8,8 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
+from mega.core.ops.autograd import deliver
 from mega.core.ops.heads import Rotary
-from mega.core.ops.sink import deliver
 
 TOKENS = 32
 """Tokens of one program."""

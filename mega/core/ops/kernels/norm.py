@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from mega.core.device import multiprocessors
-from mega.core.ops.sink import deliver
+from mega.core.ops.autograd import deliver
 
 STAGES = 3
 """Rows whose loads are in flight while one is computed, backward."""

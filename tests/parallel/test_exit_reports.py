@@ -21,14 +21,14 @@ import torch.distributed as dist
 
 from mega.core.checkpoint.own.store import CheckpointStore, SaveError
 from mega.core.config.world import MEETING_FILE, World
-from mega.core.parallel import last_words
+from mega.core.parallel import exit_reports
 from mega.core.parallel import launch as launcher
 from mega.core.parallel.launch import connect, disconnect, launch
 
 
 def _patient() -> None:
     """Of ranks that all have something to say: on a busy machine one may come seconds behind the others."""
-    last_words.GRACE, last_words.LIMIT = 30.0, 60.0
+    exit_reports.GRACE, exit_reports.LIMIT = 30.0, 60.0
 
 
 def _same_mistake() -> int:
@@ -136,7 +136,7 @@ def told() -> dict[str, tuple[int, list[str]]]:
 
 
 def test_examples() -> None:
-    assert doctest.testmod(last_words).failed == doctest.testmod(launcher).failed == 0
+    assert doctest.testmod(exit_reports).failed == doctest.testmod(launcher).failed == 0
 
 
 def test_what_all_say_is_read_once(told: dict[str, tuple[int, list[str]]]) -> None:
@@ -184,9 +184,9 @@ def test_a_save_that_failed_on_another_rank_is_left_to_that_one(tmp_path: Path) 
     """The second rank is well, and hears that the first is not."""
     with pytest.raises(SaveError) as found:
         CheckpointStore(tmp_path).save(1, [], {}, rank=1, world=2, agree=lambda fine: False)
-    other = last_words.words_of(found.value)
-    own = last_words.words_of(SaveError("step 1 was not saved: disk full"))
-    assert last_words.told({0: own, 1: other}, 2) == "mega: rank 0: step 1 was not saved: disk full\n"
+    other = exit_reports.words_of(found.value)
+    own = exit_reports.words_of(SaveError("step 1 was not saved: disk full"))
+    assert exit_reports.told({0: own, 1: other}, 2) == "mega: rank 0: step 1 was not saved: disk full\n"
 
 
 def test_a_lost_peer_is_told_where_nobody_knows_more(told: dict[str, tuple[int, list[str]]]) -> None:
@@ -197,14 +197,14 @@ def test_a_lost_peer_is_told_where_nobody_knows_more(told: dict[str, tuple[int, 
 def test_devices_that_are_full_are_told_in_one_line() -> None:
     """Ranks run out of memory together, each with figures of its own, which torch tells behind what they have alike."""
     own = "CUDA out of memory. Tried to allocate 2.50 GiB. GPU {0} has a total capacity of 139.80 GiB of which {0} MiB"
-    words = {rank: last_words.words_of(torch.OutOfMemoryError(own.format(rank))) for rank in range(2)}
-    (line,) = last_words.told(words, 2).splitlines()
+    words = {rank: exit_reports.words_of(torch.OutOfMemoryError(own.format(rank))) for rank in range(2)}
+    (line,) = exit_reports.told(words, 2).splitlines()
     assert line.startswith("mega: CUDA out of memory. Tried to allocate 2.50 GiB; mega memory-estimate says")
 
 
 def test_the_stores_host_is_a_peer_too() -> None:
     error = RuntimeError("Failed to recv, got 0 bytes. Connection was likely closed. Did the remote server shutdown?")
-    assert last_words.words_of(error).kind == "consequence"
+    assert exit_reports.words_of(error).kind == "consequence"
 
 
 def _silent(world: object) -> Any:
@@ -223,9 +223,9 @@ def test_a_store_that_does_not_work_holds_no_rank(
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "1")
     monkeypatch.delenv("MEGA_DEBUG", raising=False)
-    monkeypatch.setattr(last_words, "_store", store)
-    monkeypatch.setattr(last_words, "LIMIT", 0.2)
-    assert last_words.tell(last_words.Words(2, "--lr 0: must be positive")) == 2
+    monkeypatch.setattr(exit_reports, "_store", store)
+    monkeypatch.setattr(exit_reports, "LIMIT", 0.2)
+    assert exit_reports.tell(exit_reports.Words(2, "--lr 0: must be positive")) == 2
     assert capsys.readouterr().err == "mega: rank 1: --lr 0: must be positive\n"
 
 
@@ -237,12 +237,12 @@ def test_a_rank_that_comes_late_finds_the_store(
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(_port()))
-    monkeypatch.setattr(last_words, "GRACE", 0.1)
+    monkeypatch.setattr(exit_reports, "GRACE", 0.1)
 
     def come(rank: int) -> int:
         time.sleep(rank)
-        words = last_words.Words(2, "--lr 0: must be positive")
-        return last_words._tell_together(words, World(rank, 2, rank, 2, "torchrun"), threading.Event())
+        words = exit_reports.Words(2, "--lr 0: must be positive")
+        return exit_reports._tell_together(words, World(rank, 2, rank, 2, "torchrun"), threading.Event())
 
     with ThreadPoolExecutor(2) as ranks:
         assert list(ranks.map(come, range(2))) == [2, 2]

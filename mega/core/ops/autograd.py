@@ -1,8 +1,8 @@
 """Small conventions between ops and those who call them: where a weight's gradient goes, what is computed again.
 
-A weight may have a method `absorb(gradient)` that adds to a store of its own and returns None; an op hands its weights'
-gradients over in full precision and lets the weight decide. A tensor may carry a recipe: whoever would keep the tensor
-for the backward pass may keep the recipe instead and compute the tensor again.
+A weight may have a method `accumulate_grad(gradient)` that adds to a store of its own and returns None; an op hands its
+weights' gradients over in full precision and lets the weight decide. A tensor may carry a recipe: an op that would keep
+the tensor for the backward pass may keep the recipe instead and compute the tensor again.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ Recipe = Callable[[], torch.Tensor]
 
 def deliver(weight: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor | None:
     """Hand `gradient` to a weight that takes it; otherwise return it for autograd."""
-    absorb = getattr(weight, "absorb", None)
-    return gradient.to(weight.dtype) if absorb is None else absorb(gradient)
+    accumulate_grad = getattr(weight, "accumulate_grad", None)
+    return gradient.to(weight.dtype) if accumulate_grad is None else accumulate_grad(gradient)
 
 
 def with_recipe(x: torch.Tensor, recipe: Recipe) -> torch.Tensor:

@@ -12,12 +12,12 @@ from mega.core.ops.counter import site_keys, token_keys
 from mega.core.ops.dropout import AttentionDropout, dropout
 from mega.core.ops.mask import AttentionMask
 from mega.core.ops.rotary import RopeScaling, rotary_table
-from mega.core.parallel.collectives import own_block
+from mega.core.parallel.collectives import local_shard
 from mega.core.parallel.mesh import Axis
 
 
 @dataclass(frozen=True)
-class Flow:
+class ForwardContext:
     """One microbatch on its way through a stage. Tokens are rows of [tokens, h], batch-major.
 
     documents: int64 [b, whole s], or None. rotary: cos and sin [tokens, R / 2], or None. keys: int64 [b, s], dropout
@@ -25,8 +25,8 @@ class Flow:
     probability 0).
     """
 
-    rows: int
-    columns: int
+    batch: int
+    seq: int
     documents: torch.Tensor | None
     rotary: tuple[torch.Tensor, torch.Tensor] | None
     keys: torch.Tensor | None
@@ -43,7 +43,7 @@ class Flow:
             return x
         keys = site_keys(self.keys, layer, site).flatten()
         if self.sequence:
-            keys = own_block(keys, self.tp)
+            keys = local_shard(keys, self.tp)
         return dropout(x, keys[:, None], torch.arange(x.shape[-1], device=x.device), probability)
 
     def attention_mask(self, probability: float, layer: int, first_head: int, heads: int) -> AttentionMask:
@@ -57,7 +57,7 @@ class Flow:
         return AttentionMask(q_documents=self.documents, k_documents=self.documents, dropout=dropout)
 
 
-def flow(
+def forward_context(
     model: ModelConfig,
     batch: DecoderBatch,
     tp: Axis,
@@ -66,7 +66,7 @@ def flow(
     dropout_seed: int | None,
     dtype: torch.dtype,
     row_shards: int = 1,
-) -> Flow:
+) -> ForwardContext:
     """What `batch` means to the blocks; dropout_seed None switches dropout off. row_shards: ranks that share a row."""
     rows, columns = batch.tokens.shape
     drops = dropout_seed is not None and (model.hidden_dropout or model.attention_dropout)
@@ -82,7 +82,7 @@ def flow(
         width = int(model.head_dim * model.rope_fraction)
         where, base, divisor = batch.positions.flatten(), model.rope_base, model.rope_interpolation
         rotary = rotary_table(where, width, base, divisor, dtype, _rope_scaling(model))
-    return Flow(rows, columns, batch.documents, rotary, keys, row_keys, tp, sequence and tp.size > 1)
+    return ForwardContext(rows, columns, batch.documents, rotary, keys, row_keys, tp, sequence and tp.size > 1)
 
 
 def _rope_scaling(model: ModelConfig) -> RopeScaling | None:

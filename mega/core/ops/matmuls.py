@@ -1,0 +1,60 @@
+"""The three GEMMs of a linear layer y = x W^T + b, with x [n, in] and W [out, in]:
+
+    forward   y [n, out]
+    dgrad     dx = dy W [n, in]
+    wgrad     dW = dy^T x [out, in], in a tensor of its own or added to main_grad
+
+`prepare` brings dy once into the form that both gradients take. `out`: where the result goes. In the dtype of what is
+multiplied here; fp8.py does it in fp8. Knows no ranks and no layers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+
+class Matmuls:
+    """In plain torch."""
+
+    def exact(self) -> Matmuls:
+        """What multiplies where rounding to fewer bits would cost too much: the head."""
+        return self
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        *,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        if out is None:
+            return F.linear(x, weight, bias)
+        return torch.mm(x, weight.t(), out=out) if bias is None else torch.addmm(bias, x, weight.t(), out=out)
+
+    def prepare(self, grad: torch.Tensor) -> Any:
+        return grad
+
+    def dgrad(self, grad: Any, weight: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
+        return torch.mm(grad, weight, out=out)
+
+    def wgrad(self, grad: Any, x: torch.Tensor) -> torch.Tensor:
+        return grad.t() @ x  # type: ignore[no-any-return]
+
+    def accumulate_wgrad(self, main_grad: torch.Tensor, grad: Any, x: torch.Tensor) -> None:
+        if main_grad.dtype == x.dtype:
+            main_grad.addmm_(grad.t(), x)
+        else:
+            main_grad.add_(self.wgrad(grad, x))
+
+
+class WideMatmuls(Matmuls):
+    """On CUDA: a 16-bit gradient is accumulated straight into an fp32 main_grad."""
+
+    def accumulate_wgrad(self, main_grad: torch.Tensor, grad: Any, x: torch.Tensor) -> None:
+        if main_grad.dtype != torch.float32 or x.element_size() != 2:
+            return super().accumulate_wgrad(main_grad, grad, x)
+        torch.ops.aten.addmm.dtype_out(main_grad, grad.t(), x, torch.float32, out=main_grad)
