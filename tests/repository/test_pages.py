@@ -46,7 +46,7 @@ def test_the_blocks_are_found() -> None:
     [
         ("mega reshard --load-dir a --save-dir b --no-such-flag 1", "--no-such-flag: "),
         ("mega reshard --load-dir a --save-dir b --tp many", "valid integer"),
-        ("mega pretrain --family rnn", "--family rnn: is no choice"),
+        ("mega pretrain --family rnn", "--family rnn: is not a choice"),
         ("mega data verfy a", "verfy"),
         ("mega reshard --load-dir a", "Missing parameter: save_dir"),
     ],

@@ -19,27 +19,27 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 LINES = 50
 
 CIRCLES: list[set[str]] = [
-    {"mega.core.checkpoint.own.remote", "mega.core.checkpoint.own.store"},
+    {"mega.core.training.loop", "mega.core.training.start"},
 ]
 """Modules that still import each other."""
 
 LONG = {
     # The signature of a command is its list of flags.
     "bench.run": 57,
-    "convert_llama.run": 73,
+    "convert_llama.run": 75,
     "memory_estimate.run": 74,
     "preprocess.run": 75,
     "reshard.run": 89,
     "argv.translate": 51,
     "fairseq.model_from_options": 66,
     "megatron_arguments.arguments_of": 62,
-    "megatron_arguments.model_from_arguments": 55,
     "torch_dist.read_records": 62,
     "build.build_datasets": 55,
     "numpy_files._described": 57,
     "preprocess.preprocess": 91,
     "duration.training_time": 63,
     "show.notes": 55,
+    "start.start": 63,
     "bench.measure": 71,
     "build.build": 62,
     "options.command": 56,
@@ -49,7 +49,7 @@ LONG = {
 EVERYWHERE = ""
 FORBIDDEN: dict[str, dict[str, tuple[int, str]]] = {
     EVERYWHERE: {
-        "again": (15, "recompute"),
+        "again": (18, "recompute"),
         "forget": (3, "free, reshard"),
         "around": (0, "unshard hook, with_full_params"),
         "arrive": (2, "wait_param_gather"),
@@ -58,13 +58,13 @@ FORBIDDEN: dict[str, dict[str, tuple[int, str]]] = {
         "sink": (8, "main_grad"),
         "absorb": (2, "accumulate_grad"),
         "Maker": (0, "ParameterFactory"),
-        "product": (22, "matmul, GEMM"),
+        "product": (21, "matmul, GEMM"),
         "products": (17, "matmuls; forward, dgrad, wgrad"),
         "slots": (10, "segments, buffers, workers"),
-        "places": (14, "stages_used, offsets, positions"),
+        "places": (12, "stages_used, offsets, positions"),
         "Flow": (1, "ForwardContext"),
         "flow": (5, "forward context"),
-        "facts": (20, "state_dict"),
+        "facts": (15, "state_dict"),
         "Sight": (0, "AttentionMask"),
         "sight": (0, "mask"),
         "Drop": (0, "dropout spec"),
@@ -80,33 +80,33 @@ FORBIDDEN: dict[str, dict[str, tuple[int, str]]] = {
         "Flat": (1, "FlatState"),
         "Owned": (1, "ShardState"),
         "fine": (5, "finite"),
-        "unscheduled": (3, "skipped_samples"),
-        "Vote": (1, "stop signal"),
-        "Asked": (2, "all-reduced flag"),
-        "Interrupt": (1, "stop signal"),
-        "Prepared": (1, "resolved inputs"),
-        "Origin": (1, "ResumePoint"),
+        "unscheduled": (2, "skipped_samples"),
+        "Vote": (0, "stop signal"),
+        "Asked": (1, "all-reduced flag"),
+        "Interrupt": (0, "stop signal"),
+        "Prepared": (0, "resolved inputs"),
+        "Origin": (0, "ResumePoint"),
         "companions": (6, "sidecar files"),
-        "claim": (1, "lock"),
-        "alone_in": (1, "check_no_newer"),
-        "going_on": (1, "resume"),
+        "claim": (0, "lock"),
+        "alone_in": (0, "check_no_newer"),
+        "going_on": (0, "resume"),
         "Course": (1, "timeline"),
         "Moment": (2, "live set"),
         "Passing": (1, "event"),
         "travelling": (3, "in flight"),
         "agreement": (3, "logit comparison"),
-        "stretch": (4, "rope scaling"),
+        "stretch": (1, "rope scaling"),
         "foretold": (0, "predicted positions, targets"),
-        "told": (20, "reported, described"),
-        "say": (6, "report"),
-        "tell": (12, "report, describe"),
-        "unrecorded": (1, "eager_microbatches"),
-        "behind": (2, "after"),
-        "beside": (19, "along with, next to"),
+        "told": (12, "reported, described"),
+        "say": (3, "report"),
+        "tell": (7, "report, describe"),
+        "unrecorded": (0, "eager_microbatches"),
+        "behind": (1, "after"),
+        "beside": (11, "along with, next to"),
         "nobody": (0, "no one"),
         "whoever": (0, "the one who"),
-        "anew": (1, "again, recomputed"),
-        "dealt": (2, "assigned"),
+        "anew": (0, "again, recomputed"),
+        "dealt": (1, "assigned"),
     },
     "core/model": {
         "make": (1, "factory"),
@@ -133,7 +133,7 @@ FORBIDDEN: dict[str, dict[str, tuple[int, str]]] = {
         "Part": (0, "RingBlock"),
     },
     "core/training": {
-        "complete": (1, "resolve"),
+        "complete": (0, "resolve"),
     },
 }
 """Room of mega/ -> word of ours -> how many definitions may still use it, and the word of the field.
@@ -143,8 +143,8 @@ variable. `Capitals` are found as the whole name of a class.
 """
 
 TWICE = set(
-    """Asked Block Bucket Chunk Difference Encoded Entry Exchange Family Layout Moment Part Piece
-Record Report Row Sized Table Training""".split()
+    """Asked Block Bucket Chunk Difference Encoded Entry Exchange Family Layout Lengths Moment Part Piece
+Record Report Row Sized Span Table Training""".split()
 )
 """Names that more than one class still has."""
 

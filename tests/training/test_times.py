@@ -12,7 +12,8 @@ import pytest
 
 from mega.cli import main
 from mega.core import device
-from mega.core.training import loop
+from mega.core.training import evaluation, loop
+from mega.core.training.saver import Saver
 
 STEP, VALIDATION, SAVE = 1.0, 0.25, 8.0
 """Seconds that each takes, of a clock that nothing else moves; all sums of them are exact."""
@@ -34,8 +35,8 @@ def test_a_step_has_its_own_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(device, "time", SimpleNamespace(monotonic=lambda: now))
     monkeypatch.setattr(loop, "train_step", taking(STEP, loop.train_step))
-    monkeypatch.setattr(loop, "evaluate_step", taking(VALIDATION, loop.evaluate_step))
-    monkeypatch.setattr(loop.Saver, "save", taking(SAVE, loop.Saver.save))
+    monkeypatch.setattr(evaluation, "evaluate_step", taking(VALIDATION, evaluation.evaluate_step))
+    monkeypatch.setattr(Saver, "save", taking(SAVE, Saver.save))
     words = "--layers 1 --hidden 16 --heads 2 --vocab 64 --seq-length 8 --micro-batch 1 --global-batch 2 --lr 1e-3"
     words += " --steps 8 --mock-data --device cpu --eval-interval 3 --eval-iters 5 --save-interval 4 --log-interval 1"
     places = ["--save", str(tmp_path / "run"), "--metrics", str(tmp_path / "metrics.jsonl")]
