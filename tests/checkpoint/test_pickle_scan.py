@@ -51,7 +51,7 @@ BOMBS: dict[str, tuple[bytes, str]] = {
     "a key of a set that hashes for ever": (b"cbuiltins\nset\n](" + doubled(60) + b"e\x85R", "repeats itself"),
     "a storage named by such a key": (b"(K\x01K\x01" + doubled(60) + b"tQ", "repeats itself"),
     "100,000 tuples in one another": (b"}" + b"K\x01" + b"\x85" * 100_000 + b"K\x01s", "more than 100 deep"),
-    "numbers that collide as keys": (b"}(" + COLLIDING + b"u", "keys that are no text"),
+    "numbers that collide as keys": (b"}(" + COLLIDING + b"u", "keys that are neither text nor"),
     "a set of 100,000": (b"cbuiltins\nset\n](" + b"K\x01" * 100_000 + b"e\x85R", "of more than 1,000 elements"),
     "one dict for 10,000 objects": (
         b"}(" + b"".join(text(f"k{n}") + b"N" for n in range(1000)) + b"uq\x00"

@@ -62,7 +62,7 @@ def test_a_wrong_weight_shows(tmp_path: Path) -> None:
     [
         ("large", 0, ""),
         ("wrong", 1, "do not compute the same"),
-        ("nan", 1, "model.layers.1.mlp.up_proj.weight holds what is no finite number"),
+        ("nan", 1, "model.layers.1.mlp.up_proj.weight holds a NaN or an infinity"),
     ],
 )
 def test_verify_follows_the_size_of_logits_and_says_what_failed(

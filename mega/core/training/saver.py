@@ -1,4 +1,4 @@
-"""Saving a run: what of its state is kept, at once or behind the run's back. persist.py reads it again.
+"""Saving a run: what of its state is kept, at once or in the background. resume.py reads it again.
 
 A save with --async-save:
 
