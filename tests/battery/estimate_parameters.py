@@ -74,7 +74,7 @@ def elements(run: RunConfig) -> int:
     """Elements of the distinct logical tensors that one rank alone builds; no padding counts."""
     stages = build_stages(run, Mesh.at(0), torch.device("meta"))
     found = (segment for stage in stages for weight in weights(stage) for segment in weight.segments)
-    return sum({segment.shard.name: prod(segment.shard.whole) for segment in slots}.values())
+    return sum({segment.shard.name: prod(segment.shard.whole) for segment in found}.values())
 
 
 def judged(preset: str | None, flags: dict[str, Any], world: int) -> dict[str, Any]:
