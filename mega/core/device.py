@@ -394,7 +394,10 @@ def _driver() -> ctypes.CDLL:
 
 
 def multiprocessors(device: torch.device) -> int:
-    """How many programs of a persistent kernel run side by side; 1 on a CPU, where kernels are only interpreted."""
+    """How many programs of a persistent kernel run side by side; 1 on a CPU, where kernels are only interpreted, and
+    an H200's on the meta device."""
+    if device.type == "meta":
+        return 132
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 

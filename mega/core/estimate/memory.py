@@ -16,14 +16,12 @@ from typing import NamedTuple
 
 from mega.core.config.resolve import data_parallel, eager_microbatches, microbatches
 from mega.core.config.run import RunConfig
-from mega.core.estimate.activations import Footprint, footprint
+from mega.core.estimate.footprint import Footprint, footprint
 from mega.core.estimate.hardware import GIB
-from mega.core.estimate.operators import Sizes, head_ops
-from mega.core.estimate.weights import BYTES, Chunk, Weights, passing, stage_chunks, stage_weights, wide
+from mega.core.estimate.weights import BYTES, Chunk, Weights, stage_chunks, stage_weights, transient_buckets, wide
 from mega.core.inventory import parameters
 from mega.core.plan import Act, Compute, Exchange, Kind, plan
 from mega.core.plan.exchange import needs
-from mega.core.plan.pieces import SLOTS
 
 LIBRARIES = 32 << 20
 """Workspace of cuBLAS on a Hopper device, which comes out of the allocator like any tensor; a graph has two of its own,
@@ -101,17 +99,16 @@ def memory(run: RunConfig, world: int) -> Memory:
     """What a resolved `run` needs on `world` ranks."""
     parallel, count = run.parallel, microbatches(run, world)
     assert parallel.schedule is not None
-    courses = played(parallel.schedule, parallel.pp, parallel.chunks, representative(run, count))
-    dp, sizes, chunks = data_parallel(run, world), Sizes(run), stage_chunks(run)
+    timelines = played(parallel.schedule, parallel.pp, parallel.chunks, representative(run, count))
+    dp, chunks = data_parallel(run, world), stage_chunks(run)
     weights = {own: stage_weights(run, dp, own) for own in set(chunks)}
     prints = footprints(run, set(chain(*chunks)), dp, count)
-    # tokens, labels and positions are int64, loss weights fp32; all microbatches of a step are on the device
-    batches = count * sizes.rows * (sizes.length * (36 if sizes.documents else 28) + 8)
+    libraries = 0 if run.runtime.device == "cpu" else LIBRARIES
     stages = []
     for stage, own in enumerate(chunks):
-        held, course = weights[own], courses[stage]
-        activations, working, cargo, when = course.peak([prints[chunk] for chunk in own], sizes.residual)
-        update = _update(run, held, dp) + max(prints[chunk].travelling for chunk in own)
+        held, timeline, footprints_ = weights[own], timelines[stage], [prints[chunk] for chunk in own]
+        activations, working, cargo, when = timeline.peak(footprints_)
+        update = _update(run, held, dp) + max(one.in_flight for one in footprints_)
         # A graph keeps what its microbatch took. Beside it run the last of several, where data are shared, or else
         # updates and validation.
         graph = (activations + working) if run.runtime.cuda_graph else 0
@@ -123,11 +120,11 @@ def memory(run: RunConfig, world: int) -> Memory:
                 stage=stage,
                 layers=sum(chunk.blocks for chunk in own),
                 held=held,
-                batches=batches,
+                batches=count * footprints_[0].batch,  # all microbatches of a step are on the device
                 activations=activations,
-                working=working + (LIBRARIES * (3 if graph else 1) if sizes.kernels else 0),
+                working=working + libraries * (3 if graph else 1),
                 cargo=cargo,
-                live=course.live,
+                live=timeline.live,
                 when=when,
                 graph=beside,
             )
@@ -137,7 +134,7 @@ def memory(run: RunConfig, world: int) -> Memory:
         parameters=parameters(run.model),
         checkpoint=checkpoint_bytes(run),
         communicators=communicators(run, dp),
-        mapped=SLOTS * sizes.e * sizes.tokens * sizes.hidden if sizes.beside else 0,
+        mapped=max(one.mapped for one in prints.values()),
     )
 
 
@@ -178,7 +175,7 @@ def checkpoint_bytes(run: RunConfig) -> int:
 
 def logits_bytes(run: RunConfig) -> int:
     """Bytes that the last stage keeps of a microbatch's logits and loss until their backward pass."""
-    return sum(op.saved for op in head_ops(Sizes(run)))
+    return footprint(run, stage_chunks(run)[-1][-1]).head
 
 
 def serving_bytes(run: RunConfig) -> int:
@@ -195,8 +192,8 @@ def kv_cache_bytes(run: RunConfig) -> int:
 
 def footprints(run: RunConfig, chunks: Collection[Chunk], dp: int, count: int) -> dict[Chunk, Footprint]:
     """One microbatch of `count` on each of the chunks."""
-    moving = passing(run, dp, repeats=count > 1)
-    return {chunk: footprint(run, chunk.blocks, first=chunk.first, last=chunk.last, passing=moving) for chunk in chunks}
+    buckets = transient_buckets(run, dp)
+    return {chunk: footprint(run, chunk, buckets, repeats=count > 1) for chunk in chunks}
 
 
 def representative(run: RunConfig, count: int) -> int:
@@ -223,55 +220,55 @@ def _update(run: RunConfig, held: Weights, dp: int) -> int:
     return 0 if options.optimizer_offload else copies * (held.largest // weight // shares * high)
 
 
-class Moment(NamedTuple):
+class LiveSet(NamedTuple):
     """What is alive on a rank during a compute, in numbers: no bytes, so that many runs share one plan's.
 
-    held: microbatches of each chunk from forward to backward. products: those between backward and weights.
-    cargo: pieces that have come and wait, and gradients sent that may be on their way.
+    held: microbatches of each chunk from forward to backward. deferred: those between backward and weights.
+    cargo: pieces that have come and wait, and gradients sent that may be in flight.
     """
 
     kind: str
     chunk: int
     held: tuple[int, ...]
-    products: tuple[int, ...]
+    deferred: tuple[int, ...]
     cargo: int
 
 
 @dataclass(frozen=True)
-class Course:
-    """One rank's plan: its different moments, each with the first microbatch that meets it, in order.
+class Timeline:
+    """One rank's plan: its different live sets, each with the first microbatch that meets it, in order.
 
     live: the most microbatches (of a chunk) in flight.
     """
 
-    moments: Mapping[Moment, int]
+    sets: Mapping[LiveSet, int]
     live: int
 
-    def peak(self, chunks: Sequence[Footprint], residual: int) -> tuple[int, int, int, str]:
-        """Activations, working and cargo of the first of the dearest moments, and what runs then."""
-        held, products = [chunk.held for chunk in chunks], [chunk.products for chunk in chunks]
+    def peak(self, chunks: Sequence[Footprint]) -> tuple[int, int, int, str]:
+        """Activations, working and cargo of the first of the largest live sets, and what runs then."""
+        held, deferred = [chunk.held for chunk in chunks], [chunk.deferred for chunk in chunks]
         peaks = {"F": [chunk.forward for chunk in chunks], "B": [chunk.backward for chunk in chunks]}
 
-        def bytes_of(moment: Moment) -> tuple[int, int, int]:
-            kept = sum(map(mul, moment.held, held)) + sum(map(mul, moment.products, products))
-            return kept, peaks[moment.kind][moment.chunk] - held[moment.chunk], moment.cargo * residual
+        def bytes_of(live: LiveSet) -> tuple[int, int, int]:
+            kept = sum(map(mul, live.held, held)) + sum(map(mul, live.deferred, deferred))
+            return kept, peaks[live.kind][live.chunk] - held[live.chunk], live.cargo * chunks[0].cargo
 
-        dearest = max(self.moments, key=lambda moment: sum(bytes_of(moment)))
-        pass_ = "forward" if dearest.kind == "F" else "backward"
-        chunk = f", chunk {dearest.chunk}" if len(chunks) > 1 else ""
-        return *bytes_of(dearest), f"{pass_} of microbatch {self.moments[dearest]}{chunk}"
+        largest = max(self.sets, key=lambda live: sum(bytes_of(live)))
+        pass_ = "forward" if largest.kind == "F" else "backward"
+        chunk = f", chunk {largest.chunk}" if len(chunks) > 1 else ""
+        return *bytes_of(largest), f"{pass_} of microbatch {self.sets[largest]}{chunk}"
 
 
 @lru_cache(maxsize=256)
-def played(kind: Kind, stages: int, chunks: int, count: int) -> tuple[Course, ...]:
-    """Every rank's course through a plan."""
+def played(kind: Kind, stages: int, chunks: int, count: int) -> tuple[Timeline, ...]:
+    """Every rank's timeline of a plan."""
     acts = plan(kind, stages, chunks, count).acts
-    return tuple(_course(acts[stage], stage, stages, chunks) for stage in range(stages))
+    return tuple(_timeline(acts[stage], stage, stages, chunks) for stage in range(stages))
 
 
-def _course(acts: Sequence[Act], stage: int, stages: int, chunks: int) -> Course:
-    moments: dict[Moment, int] = {}
-    held, products = [0] * chunks, [0] * chunks
+def _timeline(acts: Sequence[Act], stage: int, stages: int, chunks: int) -> Timeline:
+    sets: dict[LiveSet, int] = {}
+    held, deferred = [0] * chunks, [0] * chunks
     later = any(isinstance(act, Compute) and act.kind == "W" for act in acts)
     arrived, sent = 0, deque[bool](maxlen=SENT)
     for act in acts:
@@ -280,15 +277,15 @@ def _course(acts: Sequence[Act], stage: int, stages: int, chunks: int) -> Course
             sent.extend(transfer.kind == "B" for transfer in act.sends)
             arrived += len(act.recvs)
         elif act.kind == "W":
-            products[act.chunk] -= 1
+            deferred[act.chunk] -= 1
         else:
             forward, brought = act.kind == "F", needs(act, act.chunk * stages + stage, chunks * stages - 1)
             used = stages > 1 and brought is not None
             arrived -= used and forward
             held[act.chunk] += forward
-            moment = Moment(act.kind, act.chunk, tuple(held), tuple(products), max(0, arrived) + sum(sent))
-            moments.setdefault(moment, act.microbatch)
+            live = LiveSet(act.kind, act.chunk, tuple(held), tuple(deferred), max(0, arrived) + sum(sent))
+            sets.setdefault(live, act.microbatch)
             arrived -= used and not forward
             held[act.chunk] -= not forward
-            products[act.chunk] += later and not forward
-    return Course(moments, max(sum(moment.held) for moment in moments))
+            deferred[act.chunk] += later and not forward
+    return Timeline(sets, max(sum(live.held) for live in sets))

@@ -1,7 +1,6 @@
 """Weights, gradients, masters and moments of one rank, to the byte as the gradient buckets and the optimizer hold them.
 
-Which logical tensors there are and how they are cut comes from the inventory; what is known here besides is which of
-them share one parameter, and how parameters lie in buckets (parallel/gradients.py). No tensor is made.
+The parameters are those of real stages on the meta device, and lie in buckets as parallel/layout.py plans them.
 """
 
 from __future__ import annotations
@@ -12,37 +11,15 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from mega.core.config.run import RunConfig
-from mega.core.config.sections import ModelConfig
-from mega.core.inventory import Tensor, inventory
-from mega.core.plan.layers import stage_layers
-from mega.core.shard import shard
+from mega.core.config.sections import MemoryConfig, ModelConfig, ParallelConfig, RuntimeConfig
+from mega.core.inventory import inventory, units
+from mega.core.parallel.layout import BucketRules, BucketSpec, ParameterSpec, plan_buckets, shared_stages
+from mega.core.plan.layers import stage_layers, unit_stages
 
 BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 
-ALIGNMENT = 64
-"""Elements at which every parameter starts in its bucket (parallel/gradients.py)."""
-
-Rows = tuple[tuple[str, tuple[str, ...]], ...]
-
-_EMBEDDING: Rows = (("positions", ("model.embed_positions",)), ("embedding", ("model.embed_tokens",)))
-_BLOCK: Rows = (
-    ("attention norm", ("input_layernorm",)),
-    ("qkv", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
-    ("q and k norm", ("self_attn.q_norm",)),
-    ("q and k norm", ("self_attn.k_norm",)),
-    ("attention out", ("self_attn.o_proj",)),
-    ("feed-forward norm", ("post_attention_layernorm",)),
-    ("up", ("mlp.gate_proj", "mlp.up_proj")),
-    ("down", ("mlp.down_proj",)),
-)
-_HEAD: Rows = (("logits", ("lm_head",)), ("final norm", ("model.norm",)))
-"""The op that uses them, and modules in the order in which a stage defines them; those in one row are one parameter."""
-
-Place = tuple[int, str]
-"""Where in a chunk: a unit (0 the embedding, then the blocks, then the head), and an op of it."""
-
-Placed = tuple[int, "Parameter"]
-"""A parameter and its unit."""
+Place = tuple[int, int]
+"""A parameter's unit in a chunk (0 before the blocks, then every block, then what follows), and its number there."""
 
 
 class Chunk(NamedTuple):
@@ -57,34 +34,21 @@ class Chunk(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Parameter:
-    """One parameter of a rank: its logical tensors, elements in memory, and the op that uses it."""
-
-    tensors: tuple[Tensor, ...]
-    elements: int
-    op: str
-
-    @property
-    def tensor(self) -> Tensor:
-        """The first, which says what holds for all."""
-        return self.tensors[0]
-
-
-@dataclass(frozen=True)
 class Bucket:
-    """One flat bucket: elements with padding, elements of parameters, and of the span that this rank updates.
+    """One flat bucket, in elements: with padding, of parameters, and of the span that this rank updates.
 
-    dtype: of its weights. vectors: elements behind the last matrix. factors: rows and columns of all its matrices.
-    places: where they are used.
+    width: bytes of a weight. vectors: elements after the last matrix. factors: rows and columns of all its matrices.
+    places: of its parameters. tied: one of them is of several units.
     """
 
     length: int
     parameters: int
     span: int
-    dtype: str
+    width: int
     vectors: int
     factors: int
-    places: tuple[Place, ...] = ()
+    places: tuple[Place, ...]
+    tied: bool
 
 
 @dataclass(frozen=True)
@@ -148,15 +112,15 @@ def _stage_weights(run: RunConfig, dp: int, chunks: tuple[Chunk, ...]) -> Weight
     assert precision.grad_dtype is not None
     grads = (span if parallel.zero >= 2 else length) * BYTES[precision.grad_dtype]
     apart = run.optimizer.optimizer_offload
-    masters = sum(one.span * high for one in buckets if apart or (precision.masters and BYTES[one.dtype] != high))
+    masters = sum(one.span * high for one in buckets if apart or (precision.masters and one.width != high))
     moments = sum(_moments(run, bucket) for bucket in buckets) * high
     return Weights(
         parameters=sum(bucket.parameters for bucket in buckets),
-        weights=sum((one.span if parallel.zero >= 3 else one.length) * BYTES[one.dtype] for one in buckets),
+        weights=sum((one.span if parallel.zero >= 3 else one.length) * one.width for one in buckets),
         grads=grads,
         masters=0 if apart else masters,
         moments=0 if apart else moments,
-        largest=max(one.length * BYTES[one.dtype] for one in buckets),
+        largest=max(one.length * one.width for one in buckets),
         host=masters + moments if apart else 0,
     )
 
@@ -171,138 +135,94 @@ def _moments(run: RunConfig, bucket: Bucket) -> int:
     return 2 * bucket.span
 
 
-def stage_buckets(run: RunConfig, dp: int, chunks: Sequence[Chunk]) -> Iterator[Bucket]:
-    """The buckets of one rank of a stage, chunk by chunk (`GradBuffer`)."""
-    shares = dp * run.parallel.cp if run.parallel.zero else 1
-    for chunk in stage_parameters(run, chunks):
-        for group in _groups(run, chunk):
-            end = sum(_up(parameter.elements, ALIGNMENT) for _, parameter in group)
-            length = _up(end, shares * ALIGNMENT)
-            matrices = [parameter for _, parameter in group if parameter.tensor.decays]
-            yield Bucket(
-                length,
-                sum(parameter.elements for _, parameter in group),
-                length // shares,
-                _dtype(run, group[0][1].tensor),
-                length - sum(_up(parameter.elements, ALIGNMENT) for parameter in matrices),
-                sum(sum(tensor.shape) for parameter in matrices for tensor in parameter.tensors),
-                tuple((unit, parameter.op) for unit, parameter in group),
-            )
+class Transient(NamedTuple):
+    """A whole bucket that comes and goes around the span that a rank owns (ZeRO 2 and 3), in bytes.
 
-
-@dataclass(frozen=True)
-class Passing:
-    """Whole buckets that come and go around the spans that a rank owns (ZeRO 2 and 3), in bytes.
-
-    opened: place -> gradients that begin to exist with its backward pass. closed: place -> (gradients, span) of each
-    bucket that is complete behind it and leaves. gathered: unit -> weights that are here while it runs, and the largest
-    bucket of them, which arrives beside. left: what of the microbatch before is still leaving.
+    places: of its parameters; its gradients come with the first of theirs and go with the last. summed: our span of
+    their sum, while they go. weights: where these are not always here. arriving: of them, what is there twice while
+    they come. units: those that gather them.
     """
 
-    opened: Mapping[Place, int]
-    closed: Mapping[Place, Sequence[tuple[int, int]]]
-    gathered: Mapping[int, tuple[int, int]]
-    left: int
+    places: tuple[Place, ...]
+    grads: int
+    summed: int
+    weights: int = 0
+    arriving: int = 0
+    units: tuple[int, ...] = ()
 
 
-def passing(run: RunConfig, dp: int, *, repeats: bool) -> Passing | None:
-    """What comes and goes on a rank of the only stage, where something does. repeats: over several microbatches."""
+def transient_buckets(run: RunConfig, dp: int) -> list[Transient]:
+    """The buckets that come and go on a rank of the only stage."""
     if run.parallel.zero < 2:
-        return None
+        return []
     assert run.model.layers and run.precision.grad_dtype
-    opened: dict[Place, int] = {}
-    closed: dict[Place, list[tuple[int, int]]] = {}
-    gathered: dict[int, tuple[int, int]] = {}
+    found, size, alone = [], BYTES[run.precision.grad_dtype], dp * run.parallel.cp == 1
     for bucket in stage_buckets(run, dp, stage_chunks(run)[0]):
-        places = set(bucket.places)
-        if run.model.tied and (0, "embedding") in places:
-            places.add((run.model.layers + 1, "logits"))
-        first, last = min(places, key=_order), max(places, key=_order)
-        size = bucket.length * BYTES[run.precision.grad_dtype]
-        opened[last] = opened.get(last, 0) + size
-        closed.setdefault(first, []).append((size, size * bucket.span // bucket.length))
+        one = Transient(bucket.places, bucket.length * size, 0 if alone else bucket.span * size)
         if run.parallel.zero >= 3:
-            here = bucket.length * BYTES[bucket.dtype]
-            for unit in {unit for unit, _ in places}:
-                held, largest = gathered.get(unit, (0, 0))
-                gathered[unit] = (held + here, max(largest, here))
-    left = sum(closed[min(closed, key=_order)][-1]) if repeats else 0
-    return Passing(opened, closed, gathered, left)
+            weights, users = bucket.length * bucket.width, {unit for unit, _ in bucket.places}
+            users |= {run.model.layers + 1} if bucket.tied else set()
+            one = one._replace(weights=weights, arriving=0 if alone else weights, units=tuple(users))
+        found.append(one)
+    return found
 
 
-_OPS = [op for rows in (tuple(reversed(_EMBEDDING)), _BLOCK, tuple(reversed(_HEAD))) for op, _ in rows]
+def stage_buckets(run: RunConfig, dp: int, chunks: Sequence[Chunk]) -> Iterator[Bucket]:
+    """The buckets of one rank of a stage, chunk by chunk."""
+    parallel = run.parallel
+    rules = BucketRules(
+        parallel.tp,
+        parallel.sequence_parallel,
+        shards=dp * parallel.cp if parallel.zero else 1,
+        least=parallel.bucket_size if parallel.zero < 3 else None,
+        stages=_tied_stages(run.model, parallel.pp, parallel.chunks, parallel.stage_layers),
+    )
+    for chunk in chunks:
+        parts = _parameters(run, chunk)
+        held = [(unit, number) for unit, part in enumerate(parts) for number in range(len(part))]
+        groups = [held]
+        if parallel.zero >= 3:
+            groups = [[place for place in held if place[0] == unit] for unit in range(len(parts))]
+        for places in groups:
+            for spec in plan_buckets([parts[unit][number] for unit, number in places], rules):
+                yield _bucket(spec, places, parts)
 
 
-def _order(place: Place) -> tuple[int, int]:
-    """Places in the order of the forward pass."""
-    unit, op = place
-    return unit, _OPS.index(op)
+def _bucket(spec: BucketSpec, places: Sequence[Place], parts: Sequence[Sequence[ParameterSpec]]) -> Bucket:
+    here = tuple(places[number] for number in spec.parameters)
+    held = [parts[unit][number] for unit, number in here]
+    matrices = [tensor for parameter in held for tensor in parameter.tensors if tensor.decays]
+    return Bucket(
+        spec.length,
+        sum(parameter.elements for parameter in held),
+        spec.shard,
+        BYTES[spec.dtype],
+        spec.length - spec.decay_end,
+        sum(sum(tensor.shape) for tensor in matrices),
+        here,
+        any(len(parameter.tensors[0].units) > 1 for parameter in held),
+    )
 
 
-def stage_parameters(run: RunConfig, chunks: Sequence[Chunk]) -> Iterator[list[Placed]]:
-    """The parameters of each chunk of a stage with their units, in order of definition; a tied one once on a rank."""
-    model, parallel = run.model, run.parallel
-    embedding, block, head = _modules(model, parallel.tp)
-    for blocks, first, last in chunks:
-        tied = [embedding[-1]] if model.tied and last and parallel.pp > 1 else []
-        units = [embedding if first else [], *[block] * blocks, tied + head if last else []]
-        yield [(unit, parameter) for unit, parameters in enumerate(units) for parameter in parameters]
+def _parameters(run: RunConfig, chunk: Chunk) -> list[list[ParameterSpec]]:
+    """Those of a chunk by units. All that does not matter to them is left out, so that layouts share their answer."""
+    from mega.core.estimate.trace import unit_parameters
+
+    bare = RunConfig(
+        model=run.model,
+        precision=run.precision,
+        parallel=ParallelConfig(tp=run.parallel.tp),
+        memory=MemoryConfig(),
+        runtime=RuntimeConfig(device=run.runtime.device, ops="reference"),
+    )
+    before, block, behind = unit_parameters(bare, first=chunk.first, last=chunk.last)
+    return [before, *[block] * chunk.blocks, behind]
 
 
 @lru_cache(maxsize=64)
-def _modules(model: ModelConfig, tp: int) -> tuple[list[Parameter], list[Parameter], list[Parameter]]:
-    """Parameters of the embedding, of a block and of the head (without a tied weight)."""
-    logical = {tensor.name.removeprefix("model.layers.0."): tensor for tensor in inventory(replace(model, layers=1))}
-
-    def parameters(rows: Rows) -> list[Parameter]:
-        found = []
-        for op, names in rows:
-            for part in ("weight", "bias"):
-                held = [logical[f"{name}.{part}"] for name in names if f"{name}.{part}" in logical]
-                if held:
-                    elements = sum(shard(tensor, {"tp": (0, tp)}).elements for tensor in held)
-                    found.append(Parameter(tuple(held), elements, op))
-        return found
-
-    return parameters(_EMBEDDING), parameters(_BLOCK), parameters(_HEAD)
-
-
-def _groups(run: RunConfig, chunk: list[Placed]) -> Iterator[list[Placed]]:
-    """Neighbouring parameters whose gradients reduce alike, at least `bucket_size` elements where there are as many.
-
-    Under ZeRO 3 those of each unit by themselves, whatever their size.
-    """
-    groups: dict[tuple[str, str], list[Placed]] = {}
-    sizes: dict[tuple[str, str], int] = {}
-    alone, before = run.parallel.zero >= 3, 0
-    for unit, parameter in chunk:
-        if alone and unit != before:
-            yield from groups.values()
-            groups, before = {}, unit
-        alike = _kind(run, parameter.tensor), _dtype(run, parameter.tensor)
-        groups.setdefault(alike, []).append((unit, parameter))
-        sizes[alike] = sizes.get(alike, 0) + parameter.elements
-        full = not alone and sizes[alike] >= run.parallel.bucket_size
-        if alike[0] == "tied" or full:
-            del sizes[alike]
-            yield groups.pop(alike)
-    yield from groups.values()
-
-
-def _dtype(run: RunConfig, tensor: Tensor) -> str:
-    return "fp32" if run.precision.embedding_fp32 and "embedding" in tensor.units else run.precision.dtype
-
-
-def _kind(run: RunConfig, tensor: Tensor) -> str:
-    parallel = run.parallel
-    if len(tensor.units) > 1 and parallel.pp > 1:
-        return "tied"
-    if parallel.tp == 1 or tensor.cut is not None:
-        return "cut"
-    if "tp" in tensor.partial or ("sequence" in tensor.partial and parallel.sequence_parallel):
-        return "partial"
-    return "whole"
-
-
-def _up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
+def _tied_stages(model: ModelConfig, pp: int, chunks: int, explicit: tuple[int, ...]) -> Mapping[str, tuple[int, ...]]:
+    """Name -> pipeline stages of every tensor that several of them hold."""
+    if pp == 1:
+        return {}
+    assert model.layers
+    return shared_stages(inventory(model), unit_stages(units(model), stage_layers(model.layers, pp, chunks, explicit)))

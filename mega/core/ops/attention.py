@@ -71,6 +71,8 @@ def fused(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: AttentionMask
             # Kernels differ on a query without a key: let it see every key, then set its result to 0.
             blind = ~visible.any(-1, keepdim=True)
             visible = visible | blind
+    if q.is_meta:
+        return _fused_shapes(q, k, v, visible, causal=kind == "causal")
     with sdpa_kernel(BACKENDS, set_priority=True):
         out = F.scaled_dot_product_attention(
             q.transpose(1, 2),
@@ -81,6 +83,17 @@ def fused(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: AttentionMask
             enable_gqa=q.shape[2] != k.shape[2],
         )
     return (out if blind is None else out.masked_fill(blind, 0.0)).transpose(1, 2)
+
+
+def _fused_shapes(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: torch.Tensor | None, *, causal: bool
+) -> torch.Tensor:
+    """On the meta device, where torch would take its plain form: what its fused kernels save and make.
+
+    They add a mask, so they take it as numbers."""
+    bias = None if visible is None else visible.to(q.dtype)
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    return torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, bias, True, 0.0, causal)[0].transpose(1, 2)
 
 
 def plain_recomputing(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: AttentionMask) -> torch.Tensor:

@@ -71,32 +71,35 @@ def choose(
     fp8: bool = False,
     recompute: bool = False,
     package: str | None = None,
+    shapes: bool = False,
 ) -> Ops:
     """The fastest implementations for a device and a compute dtype; `reason` says why these.
 
     recompute: attention recomputes its weights in the backward pass wherever it would save them. package: a name that
-    `packages.package` knows, whose ops replace ours.
+    `packages.package` knows, whose ops replace ours. shapes: for meta tensors that stand for those of `device`, which
+    need not be there.
     """
-    ops = _chosen(device, dtype, reference)
+    ops = _chosen(device, dtype, reference, shapes)
     if recompute:
         ops = replace(ops, attention=attention.recomputing(ops.attention))
-    if package is not None:
+    if package is not None and not shapes:
         ops = replace(ops, reason=f"{ops.reason}; --ops {package}", **packages.package(package, ops.attention))
     if not fp8:
         return ops
-    fast = _fp8_kernels() if ops.name == "triton" and fp8_matmuls(device) else {}
+    fast = _fp8_kernels() if ops.name == "triton" and (shapes or fp8_matmuls(device)) else {}
     return replace(ops, matmuls=Fp8Matmuls(ops.matmuls, **fast))
 
 
-def _chosen(device: torch.device, dtype: torch.dtype, reference: bool) -> Ops:
+def _chosen(device: torch.device, dtype: torch.dtype, reference: bool, shapes: bool) -> Ops:
     if reference:
         return replace(REFERENCE, reason="asked for by --ops reference")
-    plain = replace(REFERENCE, name="torch", attention=attention.fused, partial_attention=partial_attention.FUSED)
+    plain = replace(REFERENCE, name="torch", attention=attention.fused)
     if device.type != "cuda":
         return replace(plain, reason="no CUDA device")
+    plain = replace(plain, partial_attention=partial_attention.FUSED)
     if dtype == torch.float64:
         return replace(plain, reason="the kernels compute in fp32, this run in fp64")
-    if importlib.util.find_spec("triton") is None:
+    if not shapes and importlib.util.find_spec("triton") is None:
         return replace(plain, reason="triton is absent", matmuls=WideMatmuls())
     return replace(plain, name="triton", reason="CUDA device", matmuls=WideMatmuls(), **_kernels())
 

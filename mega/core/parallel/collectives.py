@@ -25,15 +25,21 @@ _scatter_sum = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatt
 
 
 class Finished:
-    """The handle of a collective that had nothing to do."""
+    """The handle of a collective that had nothing to do: along an axis of one rank, or of tensors on the meta device.
+
+    Those have shapes alone, and no group need exist. `held`: what a collective's own handle would hold until the wait.
+    """
+
+    def __init__(self, held: torch.Tensor | None = None):
+        self._held = held
 
     def wait(self) -> None:
-        return None
+        self._held = None
 
 
 def all_reduce(x: torch.Tensor, axis: Axis, op: str = "sum", *, wait: bool = True) -> Any:
     """Reduce `x` in place over the axis; returns the handle."""
-    if axis.size == 1:
+    if axis.size == 1 or x.is_meta:
         return Finished()
     kind = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}[op]
     work = dist.all_reduce(x, kind, group=axis.group, async_op=True)
@@ -54,6 +60,8 @@ def start_all_gather(x: torch.Tensor, axis: Axis, out: torch.Tensor | None = Non
         return x, Finished()
     if out is None:
         out = x.new_empty((x.shape[0] * axis.size, *x.shape[1:]))
+    if x.is_meta:
+        return out, Finished(x.contiguous())
     return out, _gather_into(out, x.contiguous(), group=axis.group, async_op=True)
 
 
@@ -70,6 +78,8 @@ def start_reduce_scatter(x: torch.Tensor, axis: Axis, out: torch.Tensor | None =
     assert x.shape[0] % axis.size == 0, f"{x.shape[0]} rows over {axis.size} ranks"
     if out is None:
         out = x.new_empty((x.shape[0] // axis.size, *x.shape[1:]))
+    if x.is_meta:
+        return out, Finished(x.contiguous())
     return out, _scatter_sum(out, x.contiguous(), group=axis.group, async_op=True)
 
 
@@ -82,6 +92,9 @@ class RingShift:
     def __init__(self, x: torch.Tensor, axis: Axis):
         self._sent = x.contiguous()
         self._arriving = torch.empty_like(self._sent)
+        self._works: list[Any] = []
+        if x.is_meta:
+            return
         after, before = (axis.ranks[(axis.index + step) % axis.size] for step in (1, -1))
         self._works = dist.batch_isend_irecv(
             [
@@ -129,7 +142,9 @@ def _exchange(x: torch.Tensor, axis: Axis) -> torch.Tensor:
         return x
     assert x.shape[0] % axis.size == 0, f"{x.shape[0]} rows over {axis.size} ranks"
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    dist.all_to_all_single(out, x.contiguous(), group=axis.group)
+    x = x.contiguous()
+    if not x.is_meta:
+        dist.all_to_all_single(out, x, group=axis.group)
     return out
 
 

@@ -6,6 +6,7 @@ and no model: parameters are described by the logical tensors that are stacked i
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -86,12 +87,13 @@ def plan_buckets(parameters: Sequence[ParameterSpec], rules: BucketRules) -> Ite
     where there are as many. A tied parameter has one for itself, so that it lies alike on every stage that holds it.
     """
     open_groups: dict[tuple[Reduction, str], list[int]] = {}
+    sizes: Counter[tuple[Reduction, str]] = Counter()
     for number, parameter in enumerate(parameters):
         key = rules.reduction(parameter.tensors[0]), parameter.dtype
-        group = open_groups.setdefault(key, [])
-        group.append(number)
-        full = rules.least is not None and sum(parameters[one].elements for one in group) >= rules.least
-        if key[0].stages or full:
+        open_groups.setdefault(key, []).append(number)
+        sizes[key] += parameter.elements
+        if key[0].stages or (rules.least is not None and sizes[key] >= rules.least):
+            del sizes[key]
             yield _bucket(parameters, open_groups.pop(key), key, rules.shards)
     for key, group in open_groups.items():
         yield _bucket(parameters, group, key, rules.shards)

@@ -13,6 +13,7 @@ neither weights nor layers. All ranks of an axis make the same exchanges in the 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from functools import cache
 from math import prod
@@ -60,6 +61,8 @@ class Peers(Protocol):
 
 
 def peers(axis: Axis, device: torch.device) -> Peers:
+    if device.type == "meta":
+        return Imagined(axis)
     return Mapped(axis) if device.type == "cuda" else Messages(axis)
 
 
@@ -329,3 +332,50 @@ class _Written:
 
     def arrive(self, ranks: range) -> None:
         self._through.wait(ranks, self._number)
+
+
+# -- on the meta device
+
+
+class Imagined(Messages):
+    """Exchanges of shapes alone, that take and keep what those of `Mapped` do.
+
+    memory: what all ranks would map, so far as exchanges have asked for it; the allocator knows nothing of it.
+    """
+
+    def __init__(self, axis: Axis):
+        super().__init__(axis)
+        self.memory, self.mapped = torch.empty(1 << 50, dtype=torch.uint8, device="meta"), 0
+        self._sent: list[list[torch.UntypedStorage]] = [[] for _ in range(SLOTS)]
+
+    def open(self, rows: int, columns: int, like: torch.Tensor) -> Exchange:
+        self.count += 1
+        size = self.axis.size * rows * columns * like.element_size()
+        self.mapped = max(self.mapped, SLOTS * size)
+        sent = self._sent[self.count % SLOTS]
+        sent.clear()
+        return _Imagined(self.memory[:size].view(like.dtype).view(self.axis.size, rows, columns), sent)
+
+    def settle(self) -> int:
+        """Bytes of blocks that live for their exchanges alone; others stay in their place."""
+        alone = 0
+        for sent in self._sent:
+            alive = [weakref.ref(storage) for storage in sent]
+            sizes = [storage.nbytes() for storage in sent]
+            sent.clear()
+            for storage, size in zip(alive, sizes, strict=True):
+                if storage() is None:
+                    alone += size
+                    sent.append(torch.empty(size, dtype=torch.uint8, device="meta").untyped_storage())
+        return alone
+
+
+class _Imagined:
+    def __init__(self, slot: torch.Tensor, sent: list[torch.UntypedStorage]):
+        self.slot, self._sent = slot, sent
+
+    def send(self, blocks: torch.Tensor, *turns: range) -> None:
+        self._sent.append(blocks.untyped_storage())
+
+    def arrive(self, ranks: range) -> None:
+        """It has."""

@@ -99,7 +99,7 @@ def build_stages(run: RunConfig, mesh: Mesh, device: torch.device) -> list[Any]:
         recompute=memory.recompute == "selective",
         embedding=torch.float32 if precision.embedding_fp32 else None,
     )
-    overlaps = parallel.tp_overlap and mesh.tp.group is not None
+    overlaps = parallel.tp_overlap and (mesh.tp.group is not None or device.type == "meta")
     region = Region(
         mesh.tp,
         sequence=parallel.sequence_parallel and mesh.tp.size > 1,
@@ -124,8 +124,10 @@ def build_stages(run: RunConfig, mesh: Mesh, device: torch.device) -> list[Any]:
 
 
 def chosen_ops(run: RunConfig, device: torch.device) -> Ops:
-    """What this run computes with on `device`."""
-    precision = run.precision
+    """What this run computes with on `device`; on meta what it would on its own."""
+    precision, shapes = run.precision, device.type == "meta"
+    if shapes:
+        device = torch.device("cpu" if run.runtime.device == "cpu" else "cuda")
     return choose(
         device,
         DTYPES[precision.dtype],
@@ -133,6 +135,7 @@ def chosen_ops(run: RunConfig, device: torch.device) -> Ops:
         package=run.runtime.ops if run.runtime.ops in PACKAGES else None,
         fp8=precision.fp8,
         recompute=run.memory.recompute == "selective",
+        shapes=shapes,
     )
 
 

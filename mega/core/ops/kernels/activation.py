@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 
 from mega.core.ops.autograd import deliver
+from mega.core.ops.kernels.language import cdiv, jit, launch, tl
 
 ROWS = 256
 """Rows of one partial sum of the bias's gradient."""
@@ -17,7 +16,7 @@ TALL, WIDE = 8, 128
 KINDS = {"gelu_tanh": 0, "gelu": 1, "relu2": 2}
 
 
-@triton.jit
+@jit
 def _value(x, KIND: tl.constexpr):
     if KIND == 0:
         # (1 + tanh u) / 2 is sigmoid(2u)
@@ -28,7 +27,7 @@ def _value(x, KIND: tl.constexpr):
         return tl.where(x > 0, x * x, 0.0)
 
 
-@triton.jit
+@jit
 def _slope(x, KIND: tl.constexpr):
     if KIND == 0:
         s = tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
@@ -39,7 +38,7 @@ def _slope(x, KIND: tl.constexpr):
         return tl.where(x > 0, 2.0 * x, 0.0)
 
 
-@triton.jit
+@jit
 def _activation_forward(
     x_at, bias_at, y_at, rows, width,
     KIND: tl.constexpr, BIAS: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr,
@@ -54,7 +53,7 @@ def _activation_forward(
     tl.store(y_at + at, _value(x, KIND).to(y_at.dtype.element_ty), real)
 
 
-@triton.jit
+@jit
 def _activation_backward(
     x_at, bias_at, grad_at, out_at, sums_at, rows, width,
     KIND: tl.constexpr, BIAS: tl.constexpr, ROWS: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr,
@@ -83,8 +82,11 @@ class _Activate(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, bias: torch.Tensor | None, kind: int) -> torch.Tensor:
         rows, width = x.shape
         y = torch.empty_like(x)
-        grid = (triton.cdiv(width, 2 * WIDE), triton.cdiv(rows, TALL))
-        _activation_forward[grid](x, bias, y, rows, width, KIND=kind, BIAS=bias is not None, TALL=TALL, WIDE=2 * WIDE)
+        grid = (cdiv(width, 2 * WIDE), cdiv(rows, TALL))
+        launch(
+            _activation_forward, grid, x, bias, y, rows, width,
+            KIND=kind, BIAS=bias is not None, TALL=TALL, WIDE=2 * WIDE,
+        )  # fmt: skip
         ctx.save_for_backward(x)
         ctx.bias, ctx.kind = bias, kind
         return y
@@ -94,17 +96,18 @@ class _Activate(torch.autograd.Function):
         (x,) = ctx.saved_tensors
         bias = ctx.bias
         rows, width = x.shape
-        parts = triton.cdiv(rows, ROWS)
+        parts = cdiv(rows, ROWS)
         out = torch.empty_like(x)
         sums = torch.empty(parts, width, dtype=torch.float32, device=x.device) if bias is not None else None
-        _activation_backward[(triton.cdiv(width, WIDE), parts)](
+        launch(
+            _activation_backward, (cdiv(width, WIDE), parts),
             x, bias, grad.contiguous(), out, sums, rows, width,
             KIND=ctx.kind, BIAS=bias is not None, ROWS=ROWS, TALL=TALL, WIDE=WIDE,
         )  # fmt: skip
         return out, None if sums is None else deliver(bias, sums.sum(0)), None
 
 
-@triton.jit
+@jit
 def _row_and_columns(width, BLOCK: tl.constexpr):
     """Where this program works. All along one dimension of the grid: a second one ends at 65,535 rows."""
     across = tl.cdiv(width, BLOCK)
@@ -112,7 +115,7 @@ def _row_and_columns(width, BLOCK: tl.constexpr):
     return (number // across).to(tl.int64), number % across * BLOCK + tl.arange(0, BLOCK)
 
 
-@triton.jit
+@jit
 def _gate_forward(x_at, y_at, width, BLOCK: tl.constexpr):
     row, column = _row_and_columns(width, BLOCK)
     real = column < width
@@ -122,7 +125,7 @@ def _gate_forward(x_at, y_at, width, BLOCK: tl.constexpr):
     tl.store(y_at + row * width + column, y.to(y_at.dtype.element_ty), real)
 
 
-@triton.jit
+@jit
 def _gate_backward(x_at, grad_at, out_at, width, BLOCK: tl.constexpr):
     row, column = _row_and_columns(width, BLOCK)
     real = column < width
@@ -144,7 +147,7 @@ class _Gate(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
         rows, width = x.shape[0], x.shape[1] // 2
         y = x.new_empty(rows, width)
-        _gate_forward[(triton.cdiv(width, BLOCK) * rows,)](x, y, width, BLOCK=BLOCK)
+        launch(_gate_forward, (cdiv(width, BLOCK) * rows,), x, y, width, BLOCK=BLOCK)
         ctx.save_for_backward(x)
         return y
 
@@ -153,7 +156,7 @@ class _Gate(torch.autograd.Function):
         (x,) = ctx.saved_tensors
         rows, width = x.shape[0], x.shape[1] // 2
         out = torch.empty_like(x)
-        _gate_backward[(triton.cdiv(width, BLOCK) * rows,)](x, grad.contiguous(), out, width, BLOCK=BLOCK)
+        launch(_gate_backward, (cdiv(width, BLOCK) * rows,), x, grad.contiguous(), out, width, BLOCK=BLOCK)
         return out
 
 

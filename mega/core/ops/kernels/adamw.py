@@ -6,13 +6,13 @@ Whether the step counts, the clip factor and the bias corrections are device val
 from __future__ import annotations
 
 import torch
-import triton
-import triton.language as tl
+
+from mega.core.ops.kernels.language import cdiv, jit, launch, tl
 
 BLOCK = 2048
 
 
-@triton.jit
+@jit
 def _adamw(
     master_at, grad_at, moment1_at, moment2_at, weight_at, facts_at, size, decay_end, lr, decay, beta1, beta2,
     gain1, gain2, eps, COPY: tl.constexpr, BLOCK: tl.constexpr,
@@ -63,7 +63,8 @@ def adamw(
     """
     size = master.numel()
     if size:
-        _adamw[(triton.cdiv(size, BLOCK),)](
+        launch(
+            _adamw, (cdiv(size, BLOCK),),
             master, grad, moment1, moment2, weights, facts, size, decay_end, lr, decay, beta1, beta2,
             1 - beta1, 1 - beta2, eps, COPY=weights is not None, BLOCK=BLOCK, num_warps=8,
         )  # fmt: skip

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import torch
-import triton
-import triton.language as tl
+
+from mega.core.ops.kernels.language import cdiv, jit, launch, tl
 
 BLOCK = 4096
 
 
-@triton.jit
+@jit
 def _softmax_parts(x_at, label_at, largest_at, total_at, target_at, stride, real, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     label = tl.load(label_at + row)
@@ -29,7 +29,7 @@ def _softmax_parts(x_at, label_at, largest_at, total_at, target_at, stride, real
     tl.store(target_at + row, target)
 
 
-@triton.jit
+@jit
 def _softmax_gradient(x_at, label_at, log_total_at, scale_at, stride, real, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -45,7 +45,7 @@ def softmax_parts(x: torch.Tensor, labels: torch.Tensor, real: int) -> tuple[tor
     """`ops.cross_entropy.softmax_parts`."""
     assert x.is_contiguous()
     largest, total, target = torch.empty(3, x.shape[0], dtype=torch.float32, device=x.device)
-    _softmax_parts[(x.shape[0],)](x, labels, largest, total, target, x.shape[1], real, BLOCK=BLOCK, num_warps=8)
+    launch(_softmax_parts, (x.shape[0],), x, labels, largest, total, target, x.shape[1], real, BLOCK=BLOCK, num_warps=8)
     return largest, total, target
 
 
@@ -53,6 +53,8 @@ def softmax_gradient(
     x: torch.Tensor, labels: torch.Tensor, log_total: torch.Tensor, scale: torch.Tensor, real: int
 ) -> torch.Tensor:
     """`ops.cross_entropy.softmax_gradient`, written over `x`."""
-    grid = (x.shape[0], triton.cdiv(x.shape[1], BLOCK))
-    _softmax_gradient[grid](x, labels, log_total, scale.contiguous(), x.shape[1], real, BLOCK=BLOCK, num_warps=8)
+    grid = (x.shape[0], cdiv(x.shape[1], BLOCK))
+    launch(
+        _softmax_gradient, grid, x, labels, log_total, scale.contiguous(), x.shape[1], real, BLOCK=BLOCK, num_warps=8
+    )
     return x

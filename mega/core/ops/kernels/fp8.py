@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import torch
-import triton
-import triton.language as tl
 
 from mega.core.ops.fp8 import LIMITS, TINY, Cast
+from mega.core.ops.kernels.language import cdiv, jit, launch, tl
 
 BLOCK, BLOCKS = 4096, 8
 """Elements that a program looks at in one step, and its steps."""
@@ -16,7 +15,7 @@ INVERSE = 4
 """Where the inverse lies among the facts [8] of a cast, fp32: on 16 bytes. The largest magnitude lies first."""
 
 
-@triton.jit
+@jit
 def _largest(x_at, facts_at, size, BLOCK: tl.constexpr, BLOCKS: tl.constexpr):
     begin = tl.program_id(0).to(tl.int64) * (BLOCK * BLOCKS)
     top = tl.zeros([BLOCK], tl.float32)
@@ -26,7 +25,7 @@ def _largest(x_at, facts_at, size, BLOCK: tl.constexpr, BLOCKS: tl.constexpr):
     tl.atomic_max(facts_at, tl.max(top, 0), sem="relaxed")
 
 
-@triton.jit
+@jit
 def _cast(
     x_at, rows_at, columns_at, facts_at, tall, wide, limit, tiny,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, INVERSE: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr,
@@ -51,10 +50,11 @@ def cast(x: torch.Tensor, dtype: torch.dtype, *, rows: bool = False, columns: bo
     x = x.contiguous()
     tall, wide = x.shape
     facts = torch.zeros(2 * INVERSE, dtype=torch.float32, device=x.device)
-    _largest[(triton.cdiv(x.numel(), BLOCK * BLOCKS),)](x, facts, x.numel(), BLOCK=BLOCK, BLOCKS=BLOCKS, num_warps=8)
+    launch(_largest, (cdiv(x.numel(), BLOCK * BLOCKS),), x, facts, x.numel(), BLOCK=BLOCK, BLOCKS=BLOCKS, num_warps=8)
     as_it_lies = torch.empty(tall, wide, dtype=dtype, device=x.device) if rows else None
     turned = torch.empty(wide, tall, dtype=dtype, device=x.device) if columns else None
-    _cast[(triton.cdiv(wide, WIDE), triton.cdiv(tall, TALL))](
+    launch(
+        _cast, (cdiv(wide, WIDE), cdiv(tall, TALL)),
         x, as_it_lies, turned, facts, tall, wide, LIMITS[dtype], TINY,
         ROWS=rows, COLUMNS=columns, INVERSE=INVERSE, TALL=TALL, WIDE=WIDE, num_warps=WARPS,
     )  # fmt: skip

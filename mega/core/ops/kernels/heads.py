@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 
 from mega.core.ops.autograd import deliver
 from mega.core.ops.heads import Rotary
+from mega.core.ops.kernels.language import cdiv, jit, launch, next_power_of_2, tl
 
 TOKENS = 32
 """Tokens of one program."""
@@ -17,7 +16,7 @@ SUMMED = 128
 """Tokens of one program, and of one partial sum, where the bias's gradient is summed."""
 
 
-@triton.jit
+@jit
 def _turn(
     x_at, cos_at, sin_at, tokens, stride, WIDTH: tl.constexpr, HALF: tl.constexpr, HALF_BLOCK: tl.constexpr,
     TOKENS: tl.constexpr,
@@ -35,7 +34,7 @@ def _turn(
     tl.store(at + HALF, (second * cos + first * sin).to(x_at.dtype.element_ty), real)
 
 
-@triton.jit
+@jit
 def _gather(
     grad_at, out_at, cos_at, sin_at, sums_at, tokens, grad_token, grad_head, out_token, out_first,
     WIDTH: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr, SUMS: tl.constexpr,
@@ -93,9 +92,10 @@ class _SplitHeads(torch.autograd.Function):
         width = stride // (heads + 2 * kv_heads)
         if cos is not None:
             half = cos.shape[1]
-            _turn[(triton.cdiv(tokens, TOKENS), heads + kv_heads)](
+            launch(
+                _turn, (cdiv(tokens, TOKENS), heads + kv_heads),
                 fused, cos, sin, tokens, stride,
-                WIDTH=width, HALF=half, HALF_BLOCK=triton.next_power_of_2(half), TOKENS=TOKENS,
+                WIDTH=width, HALF=half, HALF_BLOCK=next_power_of_2(half), TOKENS=TOKENS,
             )  # fmt: skip
         ctx.save_for_backward(cos, sin)
         ctx.bias, ctx.shape = bias, (tokens, stride, width)
@@ -107,7 +107,7 @@ class _SplitHeads(torch.autograd.Function):
         cos, sin = ctx.saved_tensors
         bias, (tokens, stride, width) = ctx.bias, ctx.shape
         block = TOKENS if bias is None else SUMMED
-        parts = triton.cdiv(tokens, block)
+        parts = cdiv(tokens, block)
         sums = None if bias is None else torch.empty(parts, stride, dtype=torch.float32, device=grads[0].device)
         out = torch.empty(tokens, stride, dtype=grads[0].dtype, device=grads[0].device)
         first = 0
@@ -115,9 +115,10 @@ class _SplitHeads(torch.autograd.Function):
             if grad.stride(2) != 1:
                 grad = grad.contiguous()
             half = cos.shape[1] if cos is not None and turned else 0
-            _gather[(parts, grad.shape[1])](
+            launch(
+                _gather, (parts, grad.shape[1]),
                 grad, out, cos, sin, sums, tokens, grad.stride(0), grad.stride(1), stride, first,
-                WIDTH=width, HALF=half, BLOCK=triton.next_power_of_2(half or width), TOKENS=block,
+                WIDTH=width, HALF=half, BLOCK=next_power_of_2(half or width), TOKENS=block,
                 SUMS=bias is not None,
             )  # fmt: skip
             first += grad.shape[1] * width

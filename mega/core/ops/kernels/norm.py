@@ -9,17 +9,16 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 
 from mega.core.device import multiprocessors
 from mega.core.ops.autograd import deliver
+from mega.core.ops.kernels.language import jit, launch, next_power_of_2, tl
 
 STAGES = 3
 """Rows whose loads are in flight while one is computed, backward."""
 
 
-@triton.jit
+@jit
 def _norm_forward(
     x_at, branch_at, branch_bias_at, weight_at, bias_at, sum_at, normed_at, mean_at, rstd_at, width, eps,
     BRANCH: tl.constexpr, BRANCH_BIAS: tl.constexpr, CENTRED: tl.constexpr, BLOCK: tl.constexpr,
@@ -47,7 +46,7 @@ def _norm_forward(
     tl.store(normed_at + row * width + at, y.to(normed_at.dtype.element_ty), real)
 
 
-@triton.jit
+@jit
 def _norm_backward(
     x_at, weight_at, mean_at, rstd_at, grad_sum_at, grad_normed_at, grad_at, sums_at, rows, width, programs,
     RESIDUAL: tl.constexpr, BRANCH_BIAS: tl.constexpr, CENTRED: tl.constexpr, BLOCK: tl.constexpr,
@@ -90,7 +89,7 @@ def _norm_backward(
 
 def _shape(width: int) -> tuple[int, int]:
     """Elements and warps of one program: a thread holds 16 elements of a row, more of a long one."""
-    block = triton.next_power_of_2(width)
+    block = next_power_of_2(width)
     return block, min(8, max(1, block // 512))
 
 
@@ -112,7 +111,8 @@ class _AddNorm(torch.autograd.Function):
         normed = torch.empty_like(x, dtype=weight.dtype)
         mean, rstd = torch.empty(2, rows, dtype=torch.float32, device=x.device)
         block, warps = _shape(width)
-        _norm_forward[(rows,)](
+        launch(
+            _norm_forward, (rows,),
             x, branch, branch_bias, weight, bias, total, normed, mean, rstd, width, eps,
             BRANCH=branch is not None, BRANCH_BIAS=branch_bias is not None, CENTRED=bias is not None,
             BLOCK=block, num_warps=warps,
@@ -133,7 +133,8 @@ class _AddNorm(torch.autograd.Function):
         programs = min(rows, multiprocessors(x.device) * (4 if warps < 4 else 2))
         grad = torch.empty_like(x)
         sums = torch.empty(3, programs, width, dtype=torch.float32, device=x.device)
-        _norm_backward[(programs,)](
+        launch(
+            _norm_backward, (programs,),
             x, weight, mean, rstd, None if grad_sum is None else grad_sum.contiguous(), grad_normed.contiguous(),
             grad, sums, rows, width, programs,
             RESIDUAL=grad_sum is not None, BRANCH_BIAS=branch_bias is not None, CENTRED=bias is not None,

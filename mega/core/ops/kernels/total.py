@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import torch
-import triton
-import triton.language as tl
+
+from mega.core.ops.kernels.language import cdiv, jit, launch, tl
 
 
-@triton.jit
+@jit
 def _total(blocks_at, out_at, size, COUNT: tl.constexpr, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     real = at < size
@@ -22,5 +22,5 @@ def total(blocks: torch.Tensor) -> torch.Tensor:
     blocks = blocks.contiguous()
     out = torch.empty_like(blocks[0])
     block = 4096
-    _total[(triton.cdiv(out.numel(), block),)](blocks, out, out.numel(), COUNT=len(blocks), BLOCK=block, num_warps=8)
+    launch(_total, (cdiv(out.numel(), block),), blocks, out, out.numel(), COUNT=len(blocks), BLOCK=block, num_warps=8)
     return out

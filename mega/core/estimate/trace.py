@@ -1,0 +1,490 @@
+"""Live bytes of real stages on the meta device: what a microbatch keeps for its backward pass, what lives meanwhile.
+
+A rank's stage is built as training builds it, with the ops of the run's own device, and runs forward and backward on
+tensors without memory. Every storage that an op makes is counted until it is gone. So a model that trains is estimated,
+and nothing here knows what it consists of, but that blocks repeat: a few of them are run, and the rest follow.
+
+Knows one microbatch on one chunk of the model. Weights, gradients and the optimizer's state are not counted here.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from mega.core.batch import Batch
+from mega.core.config.run import RunConfig
+from mega.core.config.sections import BatchConfig, DataConfig, ModelConfig, ParallelConfig, RuntimeConfig
+from mega.core.device import DTYPES
+from mega.core.family import family
+from mega.core.parallel.gradients import parameter_spec
+from mega.core.parallel.layout import ParameterSpec
+from mega.core.parallel.mesh import Mesh
+from mega.core.parallel.peers import Imagined
+from mega.core.parallel.weight import Weight, weights
+from mega.core.training.wire import build_grads, build_stages
+
+REPEATS = 4
+"""Periods of equal blocks that are run: the first two and the last have other neighbours than the third, which stands
+for all others."""
+
+WORKSPACES = {
+    torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default: lambda grad, query, *_: 4 * query.numel()
+}
+"""Bytes that an op's kernel takes from the allocator while it runs: cuDNN sums the query's gradient in fp32."""
+
+
+class Part(NamedTuple):
+    """A part of a pass, in bytes. peak: the most that lives besides what lived when it began. change: what lives more
+    (or less) when it ends.
+
+    weight: (unit, number there) of the weight whose gradient begins to be added when this part ends (`opens`), or is
+    complete; None where a unit ends.
+    """
+
+    peak: int
+    change: int
+    weight: tuple[int, int] | None = None
+    opens: bool = False
+
+
+Parts = tuple[tuple[Part, ...], ...]
+"""A pass by units: what is in front of the blocks, every block, what is behind them. Backward goes from the last to the
+first."""
+
+
+class Trace(NamedTuple):
+    """One microbatch on a chunk.
+
+    before: bytes that earlier microbatches left. in_flight: of blocks of exchanges that are over, after the forward
+    pass. given: gradients with which the backward pass begins. cargo: what comes from the stage before, or goes to the
+    next. batch: the batch itself. mapped: outside the allocator.
+    """
+
+    forward: Parts
+    backward: Parts
+    before: int
+    in_flight: int
+    given: int
+    cargo: int
+    batch: int
+    mapped: int
+
+    @property
+    def held(self) -> int:
+        """From the forward pass to the backward pass."""
+        return self.before + _change(self.forward) - self.in_flight
+
+    @property
+    def deferred(self) -> int:
+        """From the backward pass to the weights' act, where these are two."""
+        return self.held + self.in_flight + _change(self.backward) - 2 * self.given - self.before
+
+
+def _change(parts: Parts) -> int:
+    return sum(part.change for unit in parts for part in unit)
+
+
+class Live(TorchDispatchMode):
+    """Bytes of the storages that ops have made and that are still alive. workspaces: as in WORKSPACES."""
+
+    def __init__(self, workspaces: dict[Any, Callable[..., int]]) -> None:
+        super().__init__()
+        self.live = self.peak = 0
+        self._workspaces = workspaces
+        self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    def ignore(self, *tensors: torch.Tensor) -> None:
+        """Tensors that are counted elsewhere."""
+        for tensor in tensors:
+            self._add(tensor.untyped_storage(), 0)
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # torch would import its compiler, to leave us out of it
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        kind = _KINDS.get(func) or _KINDS.setdefault(func, _kind(func))
+        if kind == "written":
+            return kwargs["out"] if "out" in kwargs else args[0]
+        if kind == "view":
+            return func(*args, **kwargs)
+        out = _made(func, args, kwargs)
+        for tensor in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                self._add(storage, storage.nbytes())
+        if func in self._workspaces:
+            self.peak = max(self.peak, self.live + self._workspaces[func](*args))
+        return out
+
+    def _add(self, storage: torch.UntypedStorage, size: int) -> None:
+        key = storage._cdata
+        if key in self._known:
+            return
+
+        def gone(_: Any) -> None:
+            del self._known[key]
+            self.live -= size
+
+        self._known[key] = weakref.ref(storage, gone)
+        self.live += size
+        self.peak = max(self.peak, self.live)
+
+
+_KINDS: dict[Any, str] = {torch.ops.aten._unsafe_view.default: "view"}
+
+
+def _kind(func: Any) -> str:
+    """What an op's result is: "written" into a tensor that it was given, a "view" of one, or "made"."""
+    if func.is_view:
+        return "view"
+    schema = func._schema
+    return "written" if schema.is_mutable and len(schema.returns) == 1 else "made"
+
+
+_MADE: dict[Any, tuple[Any, ...]] = {}
+"""What ops made before. Blocks repeat, and many of torch's shapes come out of Python, slowly."""
+
+
+def _made(func: Any, args: Any, kwargs: Any) -> Any:
+    """func(*args, **kwargs), all of it new."""
+    key = (func, tuple(map(_described, args)), tuple(kwargs.items()))
+    if key not in _MADE:
+        out = func(*args, **kwargs)
+        _MADE[key] = tuple(map(_described, out if isinstance(out, tuple) else (out,)))
+        return out
+    made = tuple(map(_empty, _MADE[key]))
+    return made if len(made) > 1 else made[0]
+
+
+class _Described(NamedTuple):
+    """A tensor on the meta device."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def _described(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return _Described(value.shape, value.stride(), value.dtype)
+    return tuple(map(_described, value)) if isinstance(value, list) else value
+
+
+def _empty(value: Any) -> Any:
+    if isinstance(value, _Described):
+        return torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device="meta")
+    return value
+
+
+class _Recorder:
+    """Cuts what `live` counts into the parts of units."""
+
+    def __init__(self, live: Live, units: int) -> None:
+        self.live, self.units = live, units
+        self.begin(0)
+
+    def begin(self, unit: int) -> None:
+        """A pass begins, in `unit`."""
+        self._parts: list[list[Part]] = [[] for _ in range(self.units)]
+        self._unit, self._begun = unit, self.live.live
+        self.live.peak = self._begun
+        self.backward = unit > 0
+
+    def enter(self, unit: int) -> None:
+        """What follows is of `unit`."""
+        if unit != self._unit:
+            self.cut()
+            self._unit = unit
+
+    def cut(self, weight: tuple[int, int] | None = None, opens: bool = False) -> None:
+        live = self.live
+        self._parts[self._unit].append(Part(live.peak - self._begun, live.live - self._begun, weight, opens))
+        self._begun = live.peak = live.live
+
+    def end(self) -> Parts:
+        self.cut()
+        return tuple(map(tuple, self._parts))
+
+
+def trace(run: RunConfig, blocks: int, *, first: bool, last: bool) -> Trace:
+    """One microbatch of a resolved `run` on a chunk of `blocks` blocks, with embedding or head where it has them."""
+    regimes = list(_regimes(run, blocks))
+    assert run.batch.micro_batch
+    if blocks < 2 or regimes != [(blocks, 1)] or not _composable(run):
+        short = [min(count, REPEATS * period + count % period) for count, period in regimes]
+        reduced = reduced_run(run, sum(short), first=first, last=last)
+        if run.memory.recompute_method == "block":
+            reduced = replace(reduced, memory=replace(reduced.memory, recompute_layers=short[0]))
+        return _repeated(_traced(reduced, int(not first), run.batch.micro_batch), regimes, short)
+    # A chunk with both ends and one with none have the parts of all others.
+    begin, end = (
+        _traced(reduced_run(run, REPEATS, first=whole, last=whole), int(not whole), run.batch.micro_batch)
+        for whole in (first, last)
+    )
+    ended = begin._replace(
+        forward=(*begin.forward[:-1], end.forward[-1]),
+        backward=(*begin.backward[:-1], end.backward[-1]),
+        given=end.given,
+    )
+    return _repeated(ended, regimes, [REPEATS])
+
+
+def _composable(run: RunConfig) -> bool:
+    """Whether what a block keeps is its own: neither blocks of exchanges in flight, nor what its callers hold alone."""
+    plain = run.runtime.device == "cpu" or run.runtime.ops == "reference" or run.precision.dtype == "fp64"
+    return not (plain or run.parallel.tp_overlap or run.parallel.cp > 1)
+
+
+def reduced_run(run: RunConfig, blocks: int, *, first: bool, last: bool) -> RunConfig:
+    """A run whose stage 0 (or 1, unless `first`) is one chunk of so many blocks of `run`, with its ends where it has
+    them.
+
+    It has all that matters to a microbatch but its size, so that layouts which differ elsewhere share their answer.
+    """
+    parallel, stages = run.parallel, 3 - first - last
+    layers = tuple(blocks if stage == (not first) else 1 for stage in range(stages))
+    return RunConfig(
+        model=replace(run.model, layers=sum(layers)),
+        precision=run.precision,
+        parallel=ParallelConfig(
+            tp=parallel.tp,
+            cp=parallel.cp,
+            cp_comm=parallel.cp_comm,
+            pp=stages,
+            stage_layers=layers,
+            sequence_parallel=parallel.sequence_parallel,
+            tp_overlap=parallel.tp_overlap,
+            zero=parallel.zero if parallel.zero > 1 else 0,
+            schedule="zb-h1" if parallel.schedule == "zb-h1" else "1f1b",
+        ),
+        batch=BatchConfig(seq_length=run.batch.seq_length),
+        memory=run.memory,
+        data=DataConfig(reset_attention=run.data.reset_attention),
+        runtime=RuntimeConfig(device=run.runtime.device, ops=run.runtime.ops),
+    )
+
+
+def _regimes(run: RunConfig, blocks: int) -> Iterator[tuple[int, int]]:
+    """Blocks that are treated alike: how many, and after how many the treatment repeats."""
+    memory = run.memory
+    if memory.recompute == "full" and memory.recompute_method == "block":
+        singly = min(memory.recompute_layers or 0, blocks)
+        yield singly, 1
+        yield blocks - singly, 1
+    else:
+        yield blocks, (memory.recompute_layers or 1) if memory.recompute == "full" else 1
+
+
+def _repeated(found: Trace, regimes: Sequence[tuple[int, int]], short: Sequence[int]) -> Trace:
+    """As many blocks of each regime as it has, of the `short` that were run: the third period as often as it takes."""
+    units, begin = [0], 1
+    for (count, period), run in zip(regimes, short, strict=True):
+        third, end = begin + 2 * period, begin + min(count, run)
+        units += range(begin, min(third, end))
+        units += [*range(third, third + period)] * ((count - run) // period)
+        units += range(third, end)
+        begin += run
+    units.append(begin)
+    if units == list(range(begin + 1)):
+        return found
+
+    def moved(part: Part, by: int) -> Part:
+        if part.weight is None or part.weight[0] == 0:
+            return part
+        unit, number = part.weight
+        return part._replace(weight=(len(units) - 1 if unit == begin else unit + by, number))
+
+    def whole(parts: Parts) -> Parts:
+        return tuple(tuple(moved(part, at - unit) for part in parts[unit]) for at, unit in enumerate(units))
+
+    return found._replace(forward=whole(found.forward), backward=whole(found.backward))
+
+
+@lru_cache(maxsize=1024)
+def _traced(run: RunConfig, stage: int, rows: int) -> Trace:
+    """Of a run as it is."""
+    return _rank(run, stage).trace(rows)
+
+
+@lru_cache(maxsize=32)
+def _rank(run: RunConfig, stage: int) -> _Rank:
+    return _Rank(run, stage)
+
+
+class _Rank:
+    """The last tensor and context rank of a stage, on the meta device."""
+
+    def __init__(self, run: RunConfig, stage: int) -> None:
+        self.run, parallel = run, run.parallel
+        self.mesh, self.chunk = _built(run, stage)
+        units = _units(self.chunk)
+        own = _distinct_weights(units)
+        self.grads = build_grads(replace(run, parallel=replace(parallel, zero=0)), self.mesh, [self.chunk])
+        self.grads.start()
+        transport = self.chunk.region.transport
+        self.exchanges = transport if isinstance(transport, Imagined) else None
+        self.deferred = parallel.schedule == "zb-h1"
+        self.live = Live({} if run.runtime.device == "cpu" else WORKSPACES)
+        for bucket in self.grads.buckets:
+            self.live.ignore(bucket.weights, bucket.own_grads)
+        if self.exchanges is not None:
+            self.live.ignore(self.exchanges.memory)
+        self.recorder = _Recorder(self.live, len(units))
+        for unit, modules in enumerate(units):
+            for module in modules:
+                module.register_forward_pre_hook(partial(_entered, self.recorder, unit))
+                module.register_forward_hook(partial(_left, self.recorder, unit))
+            for number, weight in enumerate(own[unit] if parallel.zero >= 2 else ()):
+                _record_gradient(self.recorder, weight, (unit, number))
+        if parallel.zero >= 3:
+            self.chunk.with_full_params = lambda unit, run, x: run(x)  # its units add their own last branch
+
+    def trace(self, rows: int) -> Trace:
+        """One microbatch. It finds what the one before left of its exchanges."""
+        model, length = self.run.model, self.run.batch.seq_length
+        assert length
+        batch = _batch(model, length, rows, self.run.data.reset_attention, self.mesh.cp.size)
+        self.live.ignore(*batch.tensors().values())
+        if self.exchanges is not None:
+            self._passes(batch)
+        return self._passes(batch)
+
+    def _passes(self, batch: Batch) -> Trace:
+        live, recorder, exchanges = self.live, self.recorder, self.exchanges
+        before, shapes = live.live, self.chunk.cargo(batch)
+        with live:
+            recorder.begin(0)
+            cargo: tuple[torch.Tensor, ...] = ()
+            if not self.mesh.pp.first:
+                cargo = tuple(torch.empty(s, dtype=dtype, device="meta", requires_grad=True) for s, dtype in shapes)
+            out = self.chunk(batch, *cargo)
+            outs = (*out.cargo, *(term.total for term in out.terms.values()))
+            del out
+            forward = recorder.end()
+            in_flight = exchanges.settle() if exchanges is not None else 0
+            recorder.begin(recorder.units - 1)
+            if self.deferred:
+                self.grads.defer_wgrad()
+            given = tuple(torch.empty_like(tensor) for tensor in outs)
+            torch.autograd.backward(outs, given)
+            deferred = self.grads.take_deferred() if self.deferred else []
+            del cargo
+            backward = recorder.end()
+        del deferred, outs
+        return Trace(
+            forward,
+            backward,
+            before,
+            in_flight,
+            given=sum(tensor.nbytes for tensor in given),
+            cargo=sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in shapes),
+            batch=sum(tensor.nbytes for tensor in batch.tensors().values()),
+            mapped=exchanges.mapped if exchanges is not None else 0,
+        )
+
+
+@lru_cache(maxsize=64)
+def _batch(model: ModelConfig, length: int, rows: int, documents: bool, shards: int) -> Any:
+    """What the last rank of a context axis of `shards` ranks gets of a microbatch."""
+    samples = torch.empty(rows, dtype=torch.int64, device="meta")
+    batch: Any = family(model).synthetic(model, length, samples, seed=0, documents=documents)
+    batch = batch.split(shards - 1, shards)
+    return replace(batch, **{name: tensor.contiguous() for name, tensor in batch.tensors().items()})
+
+
+def unit_parameters(run: RunConfig, *, first: bool, last: bool) -> list[list[ParameterSpec]]:
+    """The parameters of the last rank of a chunk of one block, by units; a tied one once."""
+    reduced = reduced_run(run, 1, first=first, last=last)
+    return _unit_parameters(reduced, int(not first))
+
+
+@lru_cache(maxsize=64)
+def _unit_parameters(run: RunConfig, stage: int) -> list[list[ParameterSpec]]:
+    units = _units(_built(run, stage)[1])
+    names = {str(dtype): name for name, dtype in DTYPES.items()}
+    specs = [[parameter_spec(weight) for weight in own] for own in _distinct_weights(units)]
+    return [[spec._replace(dtype=names[spec.dtype]) for spec in own] for own in specs]
+
+
+def _built(run: RunConfig, stage: int) -> tuple[Mesh, Any]:
+    """The only chunk of a stage's last rank."""
+    parallel = run.parallel
+    cells = parallel.tp * parallel.cp
+    mesh = Mesh.at(stage * cells + cells - 1, tp=parallel.tp, cp=parallel.cp, pp=parallel.pp)
+    (chunk,) = build_stages(run, mesh, torch.device("meta"))
+    return mesh, chunk
+
+
+def _units(chunk: nn.Module) -> list[list[nn.Module]]:
+    """The modules of a chunk: those in front of the blocks, every block, those behind them."""
+    units = list[list[nn.Module]]([[]])
+    for child in chunk.children():
+        if isinstance(child, nn.ModuleList):
+            units += [[block] for block in child] + [[]]
+        else:
+            units[-1].append(child)
+    return units
+
+
+def _distinct_weights(units: Sequence[Sequence[nn.Module]]) -> list[list[Weight]]:
+    """Those of each unit that no unit before has."""
+    seen, found = set[int](), list[list[Weight]]()
+    for modules in units:
+        own = [weight for module in modules for weight in weights(module) if id(weight) not in seen]
+        seen.update(map(id, own))
+        found.append(own)
+    return found
+
+
+def _entered(recorder: _Recorder, unit: int, *_: Any) -> None:
+    """The forward pass of a unit begins. (One that is run once more in a backward pass belongs to that.)"""
+    if not recorder.backward:
+        recorder.enter(unit)
+
+
+def _left(recorder: _Recorder, unit: int, _: nn.Module, args: Any, out: Any) -> None:
+    """It ends. Its backward pass begins with the gradient of its result."""
+    if recorder.backward:
+        return
+    recorder.enter(min(unit + 1, recorder.units - 1))
+    for tensor in _tensors((out,)):
+        if tensor.requires_grad:
+            tensor.register_hook(lambda grad: recorder.enter(unit))
+            return
+
+
+def _tensors(values: tuple[Any, ...]) -> Iterator[torch.Tensor]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, tuple):
+            yield from _tensors(value)
+
+
+def _record_gradient(recorder: _Recorder, weight: Weight, where: tuple[int, int]) -> None:
+    """Cut the backward pass where a weight's gradient begins to be added, and where it is complete."""
+    main_grad, waiting = weight.main_grad, weight.uses
+    weight.main_grad = None
+
+    def opened(_: Weight) -> None:
+        weight.main_grad = main_grad
+        recorder.cut(where, opens=True)
+
+    def ready(_: Weight) -> None:
+        nonlocal waiting
+        waiting -= 1
+        if not waiting:
+            waiting, weight.main_grad = weight.uses, None
+            recorder.cut(where)
+
+    weight.on_main_grad, weight.on_grad_ready = opened, ready

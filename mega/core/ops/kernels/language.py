@@ -1,0 +1,44 @@
+"""Triton as the kernels here use it, and how they are launched.
+
+On the meta device a launch does nothing: shapes and memory are those of the device, and Triton may be absent.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+try:
+    import triton.language as tl
+    from triton import jit
+except ImportError:
+    tl = None
+
+    def jit(function: Any) -> Any:
+        return function
+
+
+def launch(kernel: Any, grid: tuple[int, ...], x: torch.Tensor, *args: Any, **options: Any) -> None:
+    """kernel[grid](x, *args, **options)."""
+    if not x.is_meta:
+        kernel[grid](x, *args, **options)
+
+
+def cdiv(a: int, b: int) -> int:
+    """
+    >>> cdiv(5, 4)
+    2
+    """
+    return -(-a // b)
+
+
+def next_power_of_2(n: int) -> int:
+    """
+    >>> [next_power_of_2(n) for n in (1, 3, 4)]
+    [1, 4, 4]
+    """
+    return 1 << (n - 1).bit_length()
+
+
+__all__ = ["cdiv", "jit", "launch", "next_power_of_2", "tl"]
