@@ -1,4 +1,4 @@
-"""Bytes of weights and optimizer: counted here without torch, and measured on the very stages that training builds."""
+"""Bytes of weights and optimizer: counted, and measured on the very stages that training builds."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ from mega.core.config.compose import compose
 from mega.core.config.presets import PRESETS
 from mega.core.config.resolve import resolve
 from mega.core.config.run import RunConfig
-from mega.core.device import DTYPES
 from mega.core.estimate.weights import stage_buckets, stage_chunks, stage_weights
 from mega.core.optim.choose import rule_of
 from mega.core.optim.optimizer import Optimizer
 from mega.core.parallel.gradients import GradBuffer
 from mega.core.parallel.mesh import Mesh
-from mega.core.training.wire import build_stages
+from mega.core.training.wire import build_grads, build_stages
 
 
 def run_of(preset: str | None, world: int, **flags: object) -> RunConfig:
@@ -35,15 +34,7 @@ def built(run: RunConfig, dp: int, stage: int, tensor: int = 0) -> GradBuffer:
     rank = tensor + last * parallel.tp + stage * parallel.tp * dp
     mesh = Mesh.at(rank, tp=parallel.tp, dp=dp, pp=parallel.pp)
     stages = build_stages(run, mesh, torch.device("meta"))
-    assert run.precision.grad_dtype is not None
-    return GradBuffer(
-        stages,
-        mesh,
-        dtype=DTYPES[run.precision.grad_dtype],
-        sequence=parallel.sequence_parallel,
-        zero=parallel.zero,
-        bucket_size=parallel.bucket_size,
-    )
+    return build_grads(run, mesh, stages)
 
 
 def agree(run: RunConfig, dp: int, stage: int, tensor: int = 0) -> None:
@@ -54,7 +45,7 @@ def agree(run: RunConfig, dp: int, stage: int, tensor: int = 0) -> None:
     ]
     optimizer = Optimizer(buffer, rule_of(run.optimizer), 1.0, masters=run.precision.masters)
     counted = stage_weights(run, dp, stage_chunks(run)[stage])
-    assert counted.parameters == sum(w.numel() for b in buffer.buckets for w, _, _ in b.places)
+    assert counted.parameters == sum(w.numel() for b in buffer.buckets for w, _, _ in b.offsets)
     # What spans alone keep is an `own` tensor; the whole ones come and go.
     whole = run.parallel.zero
     assert counted.weights == sum((b.own_weights if whole >= 3 else b.weights).nbytes for b in buffer.buckets)
