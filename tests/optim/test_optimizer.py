@@ -121,13 +121,13 @@ def order_of_updates(groups: Groups, rank: int) -> list[str]:
     run = small_run(layers=2, pp=2, optimizer="adafactor", bucket_size=1, micro_batch=8, global_batch=16)
     state = build_state(run, build_mesh(run, rank, 2, groups), Device(CPU, "gloo"))
     kinds: list[str] = []
-    move = state.optimizer.rule.move
+    step = state.optimizer.rule.step
 
     def seen(owned: ShardState, *given: Any) -> None:
         kinds.append("tied" if owned.bucket.tied_name() else "own")
-        move(owned, *given)
+        step(owned, *given)
 
-    with mock.patch.object(type(state.optimizer.rule), "move", lambda _, owned, *given: seen(owned, *given)):
+    with mock.patch.object(type(state.optimizer.rule), "step", lambda _, owned, *given: seen(owned, *given)):
         train_step(state, [synthetic_batch(run, rows) for rows in own_samples(run, state.mesh, 0)], LR, DECAY)
     return kinds
 

@@ -83,7 +83,7 @@ class Watched:
 
     def step(self, *arguments: Any) -> None:
         self.bytes = max(self.bytes, living(self.known, 1024)[0])  # no row of a batch is so long
-        self.rule.move(*arguments)
+        self.rule.step(*arguments)
 
 
 def measure(groups: Groups, rank: int, run: RunConfig, world: int) -> tuple[int, int, int]:

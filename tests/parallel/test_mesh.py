@@ -65,7 +65,7 @@ def test_links_are_seen_alike_from_both_ends(pp: int) -> None:
             expected = {mesh.pp.ranks[source], mesh.pp.ranks[target]}
             assert set(link.ranks) == expected and mesh.rank in expected
             for rank in link.ranks:
-                assert meshes[rank].links[kind, target].ranks == link.ranks
+                assert meshes[rank].p2p[kind, target].ranks == link.ranks
 
 
 def test_gpt3_175b_on_128_ranks() -> None:

@@ -75,7 +75,7 @@ def waits(groups: Groups, rank: int, run: RunConfig, world: int) -> list[int]:
     seen: list[int] = []
 
     def count(*_: Any) -> None:
-        seen.append(sum(bucket.arriving is not None for bucket in state.grads.buckets))
+        seen.append(sum(bucket.gathering is not None for bucket in state.grads.buckets))
 
     count()
     for unit in (stage.embedding, *stage.blocks, stage.head):

@@ -217,7 +217,7 @@ def test_cyclic_order_of_other_ranks_is_told(tmp_path: Path, told: Told) -> None
     save = ["--save", str(tmp_path), "--resume", "auto", "--order", "cyclic", "--global-batch", "4"]
     told(*save, "--steps", "2")
     said = told(*save, "--steps", "4", "--micro-batch", "2")[1]
-    assert "1 data ranks of --micro-batch 2 (was 1 of 1): --order cyclic deals each" in said
+    assert "1 data ranks of --micro-batch 2 (was 1 of 1): --order cyclic gives each" in said
 
 
 def test_what_counts_beside_the_checkpoints_model_is_told(tmp_path: Path, told: Told) -> None:

@@ -60,6 +60,6 @@ def test_a_pipe_or_a_device_is_not_replaced(tmp_path: Path) -> None:
 def test_a_validation_of_no_token_has_no_perplexity(tmp_path: Path) -> None:
     options = LogConfig(metrics=str(tmp_path / "m.jsonl"), progress=False)
     meters = Meters(options, start=0, steps=100, flops_per_token=1.0, devices=1, peak=None)
-    meters.evaluation(1, "valid", float("nan"))
+    meters.evaluation(1, "valid", {"loss": float("nan")})
     meters.close()
     assert rows(tmp_path / "m.jsonl") == [{"step": 1, "valid_loss": None, "valid_perplexity": None}]
