@@ -18,7 +18,7 @@ def plans(draw: st.DrawFn, stages: int = 8, microbatches: int = 24) -> Plan:
     kind = draw(st.sampled_from(["gpipe", "1f1b", "zb-h1", "interleaved", "interleaved", "forward"]))
     fewest, most = {"interleaved": (2, 4), "forward": (1, 4)}.get(kind, (1, 1))
     return plan(
-        kind,  # type: ignore[arg-type]
+        kind,
         draw(st.integers(1, stages)),
         draw(st.integers(fewest, most)),
         draw(st.integers(1, microbatches)),

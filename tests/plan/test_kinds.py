@@ -98,7 +98,7 @@ def test_one_stage_exchanges_nothing_and_no_exchange_is_empty(made: Plan) -> Non
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("dualpipe", 2), "--schedule dualpipe: must be one of gpipe, 1f1b, interleaved, zb-h1, forward"),
+        (("dualpipe", 2), "--schedule dualpipe: must be one of 1f1b, gpipe, interleaved, zb-h1, forward"),
         (("1f1b", 0), "--pp 0: must be 1 or more"),
         (("1f1b", 2, 1, 0), "microbatches 0: must be 1 or more"),
         (("forward", 2, 0), "--chunks 0: must be 1 or more"),

@@ -6,14 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mega.core.plan import Compute, Costs, Kind, Plan, lower_bound, plan, simulate
+from mega.core.plan import Compute, Costs, Plan, lower_bound, plan, simulate
 from tests.plan.cases import SPLIT, WHOLE, computes, plans
 
 costs = st.floats(0.1, 4.0)
 
 
 @given(st.sampled_from(["gpipe", "1f1b"]), st.integers(1, 8), st.integers(1, 24), costs, costs, st.booleans())
-def test_bubble_of_gpipe_and_1f1b(kind: Kind, p: int, m: int, forward: float, backward: float, overlap: bool) -> None:
+def test_bubble_of_gpipe_and_1f1b(kind: str, p: int, m: int, forward: float, backward: float, overlap: bool) -> None:
     """For any ratio of forward and backward, and even under blocking sends."""
     result = simulate(plan(kind, p, 1, m), Costs(forward, backward, 0), overlap)
     assert result.bubble == pytest.approx((p - 1) / (m + p - 1), abs=1e-9)

@@ -20,6 +20,7 @@ from mega.core.config.resolve import batch_sizes, data_parallel, divisors, lengt
 from mega.core.config.run import RunConfig, entries, flag_of, value_of
 from mega.core.config.sections import PrecisionConfig
 from mega.core.files import url_of
+from mega.core.plan.kinds import SCHEDULES, interleaving
 
 Problems = Iterator[str]
 
@@ -261,9 +262,11 @@ def _stages(run: RunConfig) -> Problems:
         if per_stage % (value_of(run, name) or 1):
             valid = f"valid {flag_of(name)}: {_divisors(per_stage)}"
             yield _line(run, name, f"must divide the {per_stage} layers of a stage; {valid}")
-    if parallel.chunks > 1 and (parallel.schedule != "interleaved" or parallel.pp == 1):
-        yield _line(run, "chunks", "needs --schedule interleaved and --pp of at least 2")
-    if parallel.schedule == "interleaved" and parallel.chunks == 1:
+    assert parallel.schedule is not None
+    interleaves = SCHEDULES[parallel.schedule].interleaves
+    if parallel.chunks > 1 and (not interleaves or parallel.pp == 1):
+        yield _line(run, "chunks", f"needs --schedule {interleaving()} and --pp of at least 2")
+    if interleaves and parallel.chunks == 1:
         yield _line(run, "schedule", "needs --chunks of at least 2; with one chunk use 1f1b")
 
 

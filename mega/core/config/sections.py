@@ -28,6 +28,7 @@ from mega.core.config.option import (
     weak,
 )
 from mega.core.config.presets import FAMILY_DEFAULTS
+from mega.core.plan.kinds import SCHEDULES
 
 Dtype = Literal["fp32", "bf16", "fp16", "fp64"]
 
@@ -251,8 +252,8 @@ class ParallelConfig(Section):
         megatron={"--tp-comm-overlap": True},
         needs={"sequence_parallel": ()},
     )
-    schedule: Literal["1f1b", "gpipe", "interleaved", "zb-h1"] | None = option(
-        None, "pipeline schedule [1f1b; interleaved with several chunks]", layout=True
+    schedule: str | None = option(
+        None, "pipeline schedule [1f1b; interleaved with several chunks]", layout=True, choices=SCHEDULES
     )
     chunks: int = option(1, "model chunks per pipeline rank (interleaving)", within=COUNT, layout=True)
     layers_per_chunk: int | None = option(

@@ -20,7 +20,7 @@ from mega.core.estimate.footprint import Footprint, footprint
 from mega.core.estimate.hardware import GIB
 from mega.core.estimate.weights import BYTES, Chunk, Weights, stage_chunks, stage_weights, transient_buckets, wide
 from mega.core.inventory import parameters
-from mega.core.plan import Act, Compute, Exchange, Kind, plan
+from mega.core.plan import Act, Compute, Exchange, plan
 from mega.core.plan.exchange import needs
 
 LIBRARIES = 32 << 20
@@ -260,7 +260,7 @@ class Timeline:
 
 
 @lru_cache(maxsize=256)
-def played(kind: Kind, stages: int, chunks: int, count: int) -> tuple[Timeline, ...]:
+def played(kind: str, stages: int, chunks: int, count: int) -> tuple[Timeline, ...]:
     """Every rank's timeline of a plan."""
     acts = plan(kind, stages, chunks, count).acts
     return tuple(_timeline(acts[stage], stage, stages, chunks) for stage in range(stages))

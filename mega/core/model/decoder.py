@@ -77,12 +77,11 @@ class Head(nn.Module):
         self.weight = factory(tensors["model.embed_tokens.weight" if model.tied else "lm_head.weight"])
         self.region = region
 
-    def logits(self, stream: ResidualState) -> torch.Tensor:
-        """[tokens, ids of this rank]"""
-        return logits(self.norm(stream)[1], self.weight, self.region)
-
-    def forward(self, stream: ResidualState, batch: DecoderBatch) -> Term:
+    def forward(self, stream: ResidualState, batch: DecoderBatch | None = None) -> Term | torch.Tensor:
+        """The loss of a batch; logits [tokens, ids of this rank] without one."""
         normed = self.norm(stream)[1]
+        if batch is None:
+            return logits(normed, self.weight, self.region)
         nll = cross_entropy(normed, batch.labels.flatten(), self.weight, self.region)
         weight = batch.loss_weights.flatten().to(nll.dtype)
         return Term((nll * weight).sum(), weight.sum())
@@ -137,7 +136,7 @@ class DecoderStage(nn.Module):
         if self.head is None:
             return StageOutput(cargo=(stream.sum(),))
         if outputs:
-            return StageOutput(outputs=self.head.logits(stream).unflatten(0, tuple(batch.tokens.shape)))
+            return StageOutput(outputs=self._logits(stream).unflatten(0, tuple(batch.tokens.shape)))
         return StageOutput(terms={"lm": self._loss(stream, batch)})
 
     def hidden(self, batch: DecoderBatch, *cargo: torch.Tensor) -> torch.Tensor:
@@ -193,6 +192,13 @@ class DecoderStage(nn.Module):
     ) -> torch.Tensor:
         """Blocks as a function of one tensor, for callers that run them as a unit."""
         return self._through(blocks, ResidualState(x), context, unshard).sum()
+
+    def _logits(self, stream: ResidualState) -> torch.Tensor:
+        head = self.head
+        assert head is not None
+        if self.with_full_params is None:
+            return head(stream)
+        return self.with_full_params(head, lambda x: head(ResidualState(x)), stream.sum())
 
     def _loss(self, stream: ResidualState, batch: DecoderBatch) -> Term:
         assert self.head is not None

@@ -1,7 +1,7 @@
 """Pipeline schedules as data: what every rank computes, sends and receives in one step. No torch.
 
     types      Compute, Transfer, Exchange, Plan: the nouns. Read this first
-    kinds      the schedules, each as an order of computes: gpipe, 1f1b, interleaved, zb-h1, forward
+    kinds      the schedules, each as an order of computes: SCHEDULES, and forward for evaluation
     exchange   when cargo moves between the computes, for any schedule
     play       a clock that plays a plan
     prove      every act once, nothing missing, no deadlock even under blocking sends
@@ -10,22 +10,24 @@
     layers     which blocks of the model each stage holds
     draw       the picture of a simulation: text, SVG, PNG (imported by whoever wants one)
 
-A new schedule is a new function in `kinds`; nothing else changes, and not the executor that plays plans.
+A new schedule is a function and its row in `kinds.SCHEDULES`; nothing else changes, and not the executor that plays
+plans.
 """
 
-from .kinds import plan
+from .kinds import SCHEDULES, PipelineSchedule, plan
 from .layers import stage_layers
 from .play import Span
 from .prove import prove
 from .simulate import Costs, Simulation, lower_bound, simulate
-from .types import Act, Compute, Exchange, Kind, Plan, PlanError, Transfer
+from .types import Act, Compute, Exchange, Plan, PlanError, Transfer
 
 __all__ = [
+    "SCHEDULES",
     "Act",
     "Compute",
     "Costs",
     "Exchange",
-    "Kind",
+    "PipelineSchedule",
     "Plan",
     "PlanError",
     "Simulation",

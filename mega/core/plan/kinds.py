@@ -26,21 +26,32 @@ Sources: gpipe, Huang et al. 2019 (arXiv 1811.06965); 1f1b and interleaved, Nara
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 from typing import Literal
 
 from .exchange import with_exchanges
-from .types import Compute, Kind, Plan
+from .types import Compute, Plan
 
 Order = list[Compute]
 
 
-def plan(kind: Kind, stages: int, chunks: int = 1, microbatches: int = 1) -> Plan:
+@dataclass(frozen=True, slots=True)
+class PipelineSchedule:
+    """order: (rank, stages, chunks, microbatches) -> the computes of that rank, in order.
+
+    interleaves: a rank has two or more chunks under it; else exactly one.
+    """
+
+    order: Callable[[int, int, int, int], Order]
+    interleaves: bool = False
+
+
+def plan(kind: str, stages: int, chunks: int = 1, microbatches: int = 1) -> Plan:
     """The plan of one step: every rank's acts, with the exchanges between them.
 
-    kind: "gpipe", "1f1b", "zb-h1" (one chunk a rank), "interleaved" (two or more), or "forward", which
-        runs no backward pass (evaluation; any number of chunks).
+    kind: one of `SCHEDULES`, or "forward", which runs no backward pass (evaluation; any number of chunks).
     stages: ranks of the pipeline, >= 1. One stage is no special case: it has no exchanges.
     chunks: model chunks on each rank, >= 1. microbatches: >= 1, and need not divide by anything.
 
@@ -57,23 +68,25 @@ def plan(kind: Kind, stages: int, chunks: int = 1, microbatches: int = 1) -> Pla
 
 
 @lru_cache(maxsize=64)
-def _made(kind: Kind, stages: int, chunks: int, microbatches: int) -> Plan:
+def _made(kind: str, stages: int, chunks: int, microbatches: int) -> Plan:
     """Made once: a search of layouts, and every step of a training, ask for the same few again and again."""
-    order = _ORDERS[kind]
+    order = forward_only if kind == "forward" else SCHEDULES[kind].order
     orders = [order(rank, stages, chunks, microbatches) for rank in range(stages)]
     return Plan(kind, stages, chunks, microbatches, with_exchanges(orders, stages, chunks))
 
 
 def _check(kind: str, stages: int, chunks: int, microbatches: int) -> None:
-    if kind not in _ORDERS:
-        raise ValueError(f"--schedule {kind}: must be one of {', '.join(_ORDERS)}")
+    if kind not in SCHEDULES and kind != "forward":
+        raise ValueError(f"--schedule {kind}: must be one of {', '.join(SCHEDULES)}, forward")
     for name, value in (("--pp", stages), ("--chunks", chunks), ("microbatches", microbatches)):
         if value < 1:
             raise ValueError(f"{name} {value}: must be 1 or more")
-    if kind == "interleaved" and chunks == 1:
-        raise ValueError("--schedule interleaved with --chunks 1: needs 2 or more (with one chunk use 1f1b)")
-    if kind in ("gpipe", "1f1b", "zb-h1") and chunks > 1:
-        raise ValueError(f"--schedule {kind} with --chunks {chunks}: must be 1 (several need interleaved)")
+    if kind == "forward":
+        return
+    if SCHEDULES[kind].interleaves and chunks == 1:
+        raise ValueError(f"--schedule {kind} with --chunks 1: needs 2 or more (with one chunk use 1f1b)")
+    if not SCHEDULES[kind].interleaves and chunks > 1:
+        raise ValueError(f"--schedule {kind} with --chunks {chunks}: must be 1 (several need {interleaving()})")
 
 
 def gpipe(rank: int, stages: int, chunks: int, microbatches: int) -> Order:
@@ -173,10 +186,15 @@ def _alternate(forwards: Order, backwards: Order, warm_up: int) -> Order:
     return forwards[:warm_up] + [act for pair in steady for act in pair] + backwards[left:]
 
 
-_ORDERS: dict[str, Callable[[int, int, int, int], Order]] = {
-    "gpipe": gpipe,
-    "1f1b": one_forward_one_backward,
-    "interleaved": interleaved,
-    "zb-h1": zero_bubble,
-    "forward": forward_only,
+SCHEDULES: dict[str, PipelineSchedule] = {
+    "1f1b": PipelineSchedule(one_forward_one_backward),
+    "gpipe": PipelineSchedule(gpipe),
+    "interleaved": PipelineSchedule(interleaved, interleaves=True),
+    "zb-h1": PipelineSchedule(zero_bubble),
 }
+"""Every schedule that trains, by its name: the choices of --schedule."""
+
+
+def interleaving() -> str:
+    """The names of the schedules for several chunks a rank, for messages."""
+    return " or ".join(name for name, one in SCHEDULES.items() if one.interleaves)

@@ -1,12 +1,14 @@
-"""Which blocks of the model lie on which chunk of which pipeline rank. Knows units by name only."""
+"""Which blocks of the model lie on which chunk of which pipeline rank. Knows units by name or number only."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from itertools import accumulate
+from typing import TypeVar
 
-from mega.core.inventory import Unit
+Unit = TypeVar("Unit", bound=Hashable)
+"""A block's number, or another unit of the model by its name (inventory's `Unit`)."""
 
 
 def stage_layers(
@@ -68,7 +70,7 @@ def unit_stages(units: Sequence[Unit], layers: Sequence[Sequence[range]]) -> dic
     >>> unit_stages(["embedding", 0, 1, "head"], stage_layers(2, stages=2))
     {'embedding': (0, 0), 0: (0, 0), 1: (1, 0), 'head': (1, 0)}
     """
-    of_block: dict[Unit, tuple[int, int]] = {
+    of_block: Mapping[Hashable, tuple[int, int]] = {
         block: (rank, chunk) for rank, chunks in enumerate(layers) for chunk, run in enumerate(chunks) for block in run
     }
     found: dict[Unit, tuple[int, int]] = {}

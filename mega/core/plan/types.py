@@ -21,8 +21,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-Kind: TypeAlias = Literal["gpipe", "1f1b", "interleaved", "zb-h1", "forward"]
-
 
 @dataclass(frozen=True, slots=True)
 class Compute:
@@ -75,11 +73,11 @@ Act: TypeAlias = Compute | Exchange
 class Plan:
     """What every rank of the pipeline does, in order: rank r plays `acts[r]` from first to last.
 
-    kind: the schedule's name. "forward" has no backward pass.
+    kind: the schedule's name, one of `SCHEDULES` in kinds.py, or "forward", which has no backward pass.
     stages: ranks of the pipeline. chunks: model chunks on each of them. microbatches: of one step.
     """
 
-    kind: Kind
+    kind: str
     stages: int
     chunks: int
     microbatches: int

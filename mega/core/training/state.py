@@ -21,7 +21,6 @@ from mega.core.optim.scaler import LossScaler
 from mega.core.parallel.gradients import Bucket, GradBuffer
 from mega.core.parallel.mesh import Mesh
 from mega.core.parallel.pipeline import Pipeline
-from mega.core.plan import Kind
 
 
 @dataclass
@@ -43,7 +42,7 @@ class StepOptions:
     "microbatch"'s own. params_norm, zeros: whether a step reports them.
     """
 
-    schedule: Kind
+    schedule: str
     chunks: int = 1
     normalizer: str = "global"
     params_norm: bool = False

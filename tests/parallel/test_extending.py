@@ -1,0 +1,114 @@
+"""The change test of families: one that the project does not know is one file, and trains alike in every layout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from mega.core.config.run import RunConfig
+from mega.core.device import Device
+from mega.core.parallel.launch import Pool
+from mega.core.parallel.mesh import Groups
+from mega.core.proof.layouts import LR
+from mega.core.proof.parity import LOSS_BOUND, Snapshot, compare, own_samples, snapshots, synthetic_batch, within
+from mega.core.training.step import evaluate_step, output_step, train_step
+from mega.core.training.wire import build_mesh, build_state
+from tests.support import toy_encoder
+from tests.support.runs import small_run
+
+STEPS = (1, 3)
+SP = {"sequence_parallel": True}
+LAYOUTS: list[tuple[int, dict[str, Any]]] = [
+    # (world, layout)
+    (2, {"tp": 2, **SP}),
+    (2, {"pp": 2}),
+    (2, {"zero": 1}),
+    (4, {"tp": 2, "pp": 2, "micro_batch": 2, **SP}),
+]
+
+
+def known(groups: Groups, rank: int, yes: bool) -> None:
+    """Job of one rank: the family is registered in its process, or is no longer."""
+    (toy_encoder.register if yes else toy_encoder.unregister)()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def registered(pool: Pool) -> Iterator[None]:
+    toy_encoder.register()
+    pool.run(known, True)
+    yield
+    toy_encoder.unregister()
+    pool.run(known, False)
+
+
+def run(world: int = 1, **layout: Any) -> RunConfig:
+    return small_run("gpt", world, family=toy_encoder.NAME, layers=2, lr=LR["fp64"], **layout)
+
+
+@pytest.fixture(scope="module")
+def reference(pool: Pool) -> list[Snapshot]:
+    """One rank, one sample at a time."""
+    return snapshots(pool, run(), 1, STEPS)
+
+
+@pytest.mark.parametrize(("world", "layout"), LAYOUTS, ids=str)
+def test_training_is_one_ranks(pool: Pool, reference: list[Snapshot], world: int, layout: dict[str, Any]) -> None:
+    found = snapshots(pool, run(world, **layout), world, STEPS)
+    for difference in compare("fp64", STEPS, reference, found):
+        assert within("fp64", difference), difference
+    for mine, theirs in zip(reference, found, strict=True):
+        assert theirs.grad_norm == pytest.approx(mine.grad_norm, rel=1e-10)
+
+
+def test_every_tensor_is_trained(reference: list[Snapshot]) -> None:
+    """The comparison is no comparison of zeros: both losses reach every tensor of the table, and dropout drops."""
+    first = reference[0]
+    names = {f"grads/{tensor.name}" for tensor in toy_encoder.tensors(run().model)}
+    floor = 1e-6 * first.grad_norm
+    still = [name for name, gradient in first.gradients.items() if float(gradient.abs().max()) < floor]
+    assert set(first.gradients) == names and not [name for name in still if "k_proj.bias" not in name]
+
+
+def judged(groups: Groups, rank: int, run: RunConfig, world: int) -> tuple[dict[str, float], torch.Tensor]:
+    """Job of one rank: what a step reports of each term and metric, and the sums of an evaluation after it."""
+    mesh, device = build_mesh(run, rank, world, groups), Device.choose("cpu", rank)
+    state = build_state(run, mesh, device)
+    batches = [synthetic_batch(run, rows) for rows in own_samples(run, mesh, 0)]
+    report = train_step(state, batches, LR["fp64"], 0.0)
+    means = {name: float(value) for name, value in {"loss": report.loss, **report.means}.items()}
+    return means, evaluate_step(state, batches)
+
+
+def test_both_terms_are_reported_and_evaluated(pool: Pool) -> None:
+    ((means, sums),) = pool.run(judged, run(), 1, world=1)
+    assert list(means) == ["loss", "mlm", "pair", "pair_accuracy"]
+    assert means["loss"] == pytest.approx(means["mlm"] + means["pair"], rel=1e-15)
+    # the divisors are those of the global batch, each term's own
+    whole = synthetic_batch(run(), torch.arange(8))
+    for name, (_, weight) in zip(means, [(0.0, 0.0), *sums.tolist()], strict=True):
+        if name in whole.weights:
+            assert weight == float(whole.weights[name].sum()) > 0
+    for world, layout in LAYOUTS:
+        for theirs, their_sums in pool.run(judged, run(world, **layout), world, world=world):
+            assert theirs == pytest.approx(means, rel=LOSS_BOUND["fp64"])
+            torch.testing.assert_close(their_sums, sums, rtol=LOSS_BOUND["fp64"], atol=0)
+
+
+def test_a_token_sees_what_follows_and_no_padding() -> None:
+    state = build_state(run(), build_mesh(run(), 0, 1), Device.choose("cpu"))
+    batch = synthetic_batch(run(), torch.arange(1))
+    last = int(batch.lengths[0]) - 1
+    assert 0 < last < batch.tokens.shape[1] - 1
+
+    def after(column: int) -> torch.Tensor:
+        """Logits of the first token where another stands in `column`."""
+        tokens = batch.tokens.clone()
+        tokens[0, column] += 1
+        return output_step(state, [replace(batch, tokens=tokens)])[0][0, 0]
+
+    unchanged = output_step(state, [batch])[0][0, 0]
+    assert torch.equal(after(last + 1), unchanged) and not torch.equal(after(last), unchanged)

@@ -1,0 +1,228 @@
+"""A family that the project does not know: a bidirectional encoder with two losses. All that adding one takes.
+
+Rows of two parts are read in both directions. "mlm" predicts masked tokens and divides by their number; "pair" says of
+a row whether its parts belong together, and divides by the rows that have a label. How often "pair" is right is
+reported too. The blocks and the tables of the decoder are taken as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from mega.core import family, inventory
+from mega.core.batch import DecoderBatch, MaskedBatch, Term, Terms
+from mega.core.config.presets import FAMILY_DEFAULTS
+from mega.core.config.sections import ModelConfig
+from mega.core.inventory import Cut, Init, Table, Tensor, Unit, decoder
+from mega.core.model.block import Block, Norm, ResidualState
+from mega.core.model.decoder import Embedding
+from mega.core.model.forward import ForwardContext, forward_context
+from mega.core.model.stage import StageOptions
+from mega.core.ops.counter import key, mix
+from mega.core.ops.mask import AttentionMask
+from mega.core.parallel.collectives import local_shard
+from mega.core.parallel.linear import ColumnLinear, RowLinear
+from mega.core.parallel.pipeline import StageOutput
+from mega.core.parallel.region import Region
+from mega.core.parallel.vocab import cross_entropy, logits, look_up
+from mega.core.parallel.weight import ParameterFactory
+
+NAME = "toy-encoder"
+MASK = 0
+"""The token that stands where another is to be predicted."""
+
+# The inventory ------------------------------------------------------------------------------------------------
+
+
+def tensors(model: ModelConfig) -> Iterator[Tensor]:
+    """The decoder's, and what tells the parts of a row apart and judges them."""
+    assert model.hidden
+    normal, hidden = Init(std=model.init_std), model.hidden
+    yield from decoder.TABLE.tensors(model)
+    yield Tensor("model.embed_types.weight", (2, hidden), ("embedding",), normal, partial=("sequence",))
+    yield Tensor("pair.dense.weight", (hidden, hidden), ("head",), normal, Cut(0, "tp", hidden))
+    yield Tensor("pair.dense.bias", (hidden,), ("head",), Init(), Cut(0, "tp", hidden))
+    yield Tensor("pair.out.weight", (2, hidden), ("head",), normal, Cut(1, "tp", hidden))
+    yield Tensor("pair.out.bias", (2,), ("head",), Init())
+
+
+# The batch ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PairBatch(MaskedBatch):
+    """row_weights: float32 [b], 0 where nobody knows whether the parts belong together."""
+
+    row_weights: torch.Tensor
+
+    @property
+    def weights(self) -> Mapping[str, torch.Tensor]:
+        return {"mlm": self.loss_weights, "pair": self.row_weights}
+
+    def split(self, index: int, size: int) -> PairBatch:
+        if size > 1:
+            raise ValueError(f"--cp {size}: must be 1 for --family {NAME}")
+        return self
+
+    def text(self) -> DecoderBatch:
+        """The rows as the decoder's parts read them: padding is a document of its own."""
+        columns = torch.arange(self.tokens.shape[1], device=self.tokens.device).expand_as(self.tokens)
+        padding = (columns >= self.lengths[:, None]).long()
+        return DecoderBatch(self.tokens, self.labels, self.loss_weights, columns, self.samples, padding)
+
+
+def synthetic(
+    model: ModelConfig,
+    length: int,
+    samples: torch.Tensor,
+    *,
+    seed: int,
+    ragged: bool = True,
+    documents: bool = False,
+) -> PairBatch:
+    """Rows of random tokens as a function of sample numbers. Ragged: padded, and every third row without a label."""
+    assert model.vocab
+    columns = torch.arange(length, device=samples.device)
+    bits = mix(mix(samples + key(seed, NAME))[:, None] + columns)
+    lengths = length // 2 + (samples * 7919) % (length // 2 + 1) if ragged else torch.full_like(samples, length)
+    labels = 1 + (bits & 0x7FFFFFFF) % (model.vocab - 1)
+    here = columns < lengths[:, None]
+    masked = here & ((bits >> 32) % 4 == 0)
+    known = samples % 3 != 0 if ragged else torch.ones_like(samples)
+    return PairBatch(
+        tokens=labels.masked_fill(masked, MASK) * here,
+        labels=labels * masked,
+        loss_weights=masked.float(),
+        types=(columns >= lengths[:, None] // 2).long(),
+        lengths=lengths,
+        pairs=(bits[:, 0] >> 40) & 1,
+        samples=samples,
+        row_weights=known.float(),
+    )
+
+
+# The stage ----------------------------------------------------------------------------------------------------
+
+
+class Bidirectional(ForwardContext):
+    """Every token of a row sees every other."""
+
+    def attention_mask(self, probability: float, layer: int, first_head: int, heads: int) -> AttentionMask:
+        return replace(super().attention_mask(probability, layer, first_head, heads), kind="full")
+
+
+class PartEmbedding(Embedding):
+    """The decoder's, and a row of a table for each of the two parts."""
+
+    def __init__(self, factory: ParameterFactory, model: ModelConfig, own: dict[str, Tensor], region: Region):
+        super().__init__(factory, model, own, region, factory.dtype)
+        self.types = factory(own["model.embed_types.weight"])
+
+    def forward(self, batch: PairBatch, context: ForwardContext) -> torch.Tensor:  # type: ignore[override]
+        types = batch.types.flatten()
+        ours = local_shard(types, context.tp) if context.sequence else types
+        return super().forward(batch.text(), context) + look_up(ours, self.types)
+
+
+class Heads(nn.Module):
+    """The final norm; after it the vocabulary for masked tokens, and two classes from the first token of a row."""
+
+    def __init__(self, factory: ParameterFactory, model: ModelConfig, own: dict[str, Tensor], region: Region):
+        super().__init__()
+        self.region = region
+        self.norm = Norm(factory, model, own, "model.norm")
+        self.vocabulary = factory(own["model.embed_tokens.weight" if model.tied else "lm_head.weight"])
+        self.dense = ColumnLinear(factory, [own["pair.dense.weight"]], [own["pair.dense.bias"]], region)
+        whole = region.without_sequence()  # rows are not shared out over tensor ranks
+        self.out = RowLinear(factory, own["pair.out.weight"], own["pair.out.bias"], whole)
+
+    def forward(self, stream: ResidualState, batch: PairBatch) -> tuple[Terms, Terms]:
+        normed = self.norm(stream)[1]
+        nll = cross_entropy(normed, batch.labels.flatten(), self.vocabulary, self.region)
+        classes = self.out(self.dense(normed).unflatten(0, tuple(batch.tokens.shape))[:, 0].tanh())
+        losses = F.cross_entropy(classes, batch.pairs, reduction="none")
+        right = (classes.detach().argmax(-1) == batch.pairs).to(losses.dtype)
+        tokens, rows = batch.loss_weights.flatten().to(nll.dtype), batch.row_weights.to(losses.dtype)
+        terms = {"mlm": Term((nll * tokens).sum(), tokens.sum()), "pair": Term((losses * rows).sum(), rows.sum())}
+        return terms, {"pair_accuracy": Term((right * rows).sum(), rows.sum())}
+
+
+class EncoderStage(nn.Module):
+    """The units of the encoder that one stage holds: "embedding", blocks by number, "head", in this order."""
+
+    terms, metrics = ("mlm", "pair"), ("pair_accuracy",)
+    with_full_params = None
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        units: Sequence[Unit],
+        factory: ParameterFactory,
+        region: Region,
+        options: StageOptions = StageOptions(),  # noqa: B008 - frozen
+    ):
+        super().__init__()
+        self.model, self.units, self.region, self.options = model, tuple(units), region, options
+        self.dtype = factory.dtype
+        self.embedding = self.heads = None
+        if "embedding" in units:
+            self.embedding = PartEmbedding(factory.exact, model, _of_unit(model, "embedding"), region)
+        self.blocks = nn.ModuleList(
+            Block(factory, model, _of_unit(model, unit, f"model.layers.{unit}."), unit, region)
+            for unit in units
+            if isinstance(unit, int)
+        )
+        if "head" in units:
+            self.heads = Heads(factory.exact, model, _of_unit(model, "head"), region)
+
+    def cargo(self, batch: PairBatch) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        assert self.model.hidden
+        tokens = batch.tokens.numel() // (self.region.size if self.region.sequence else 1)
+        return [((tokens, self.model.hidden), self.dtype)]
+
+    def forward(self, batch: PairBatch, *cargo: torch.Tensor, outputs: bool = False) -> StageOutput:
+        """outputs: the last stage gives logits [b, s, ids of this rank] instead of the losses."""
+        seed, sequence = self.options.dropout_seed if self.training else None, self.region.sequence
+        causal = forward_context(
+            self.model, batch.text(), self.region.axis, sequence=sequence, dropout_seed=seed, dtype=self.dtype
+        )
+        context = Bidirectional(**vars(causal))
+        stream = ResidualState(cargo[0] if self.embedding is None else self.embedding(batch, context))
+        for block in self.blocks:
+            stream = block(stream, context)
+        if self.heads is None:
+            return StageOutput(cargo=(stream.sum(),))
+        if outputs:
+            normed = self.heads.norm(stream)[1]
+            found = logits(normed, self.heads.vocabulary, self.region)
+            return StageOutput(outputs=found.unflatten(0, tuple(batch.tokens.shape)))
+        return StageOutput((), *self.heads(stream, batch))
+
+
+def _of_unit(model: ModelConfig, unit: Unit, prefix: str = "") -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for tensor in inventory.inventory(model):
+        if unit in tensor.units:
+            found[tensor.name.removeprefix(prefix)] = tensor
+    return found
+
+
+# The registration ---------------------------------------------------------------------------------------------
+
+DEFAULTS: dict[str, Any] = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
+
+
+def register() -> None:
+    """Make the family known to this process."""
+    family.register(NAME, family.Family(EncoderStage, synthetic), Table(tensors, decoder.TABLE.units), DEFAULTS)
+
+
+def unregister() -> None:
+    for known in (family.FAMILIES, inventory.TABLES, FAMILY_DEFAULTS):
+        known.pop(NAME, None)
