@@ -1,8 +1,8 @@
 """Items of a long proof: each run once for a commit, one JSON line appended as it is known, exit 1 if any failed.
 
-    python tests/battery/NAME.py ["flips 3" ...] [--share 2/8] [--limit 50] [--results FILE] [--commit ID] [--summary]
+    python tests/battery/NAME.py ["flips 3" ...] [--share 2/8] [--limit 50] [--out FILE] [--commit ID] [--summary]
 
-Several processes may share a proof, each with its own --share, and one file of results: a line is one write.
+Several processes may share a proof, each with its own --share, and one file of rows: a line is one write.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-RESULTS = ROOT / "tests" / "battery" / "results"
+ROWS = ROOT / "build" / "battery"
+"""Where rows go unless --out names a file: ignored by git."""
 
 Item = tuple[str, Callable[[], dict[str, Any]]]
 """A name, and a function that returns what it found, or raises."""
@@ -30,16 +31,16 @@ def commit() -> str:
 
 
 def run(battery: str, items: Iterable[Item], arguments: Sequence[str] | None = None) -> None:
-    """Run the items that have no good line for this commit yet, tell how all stand, and exit."""
+    """Run the items that have no good line for this commit yet, report how all stand, and exit."""
     asked, all_items = _asked(battery, arguments), list(items)
     now = asked.commit or commit()
     number, count = asked.share
     mine = [] if asked.summary else [item for item in all_items if not asked.items or item[0] in asked.items]
-    known = _latest(asked.results, now)
+    known = _latest(asked.out, now)
     todo = [item for item in mine[number - 1 :: count] if item[0] not in known or not known[item[0]]["ok"]]
-    asked.results.parent.mkdir(parents=True, exist_ok=True)
-    fine = [_proven(name, prove, now, asked.results) for name, prove in todo[: asked.limit]]
-    whole = _summary([name for name, _ in all_items], _latest(asked.results, now), now)
+    asked.out.parent.mkdir(parents=True, exist_ok=True)
+    fine = [_proven(name, prove, now, asked.out) for name, prove in todo[: asked.limit]]
+    whole = _summary([name for name, _ in all_items], _latest(asked.out, now), now)
     sys.exit(not (whole if asked.summary else all(fine)))
 
 
@@ -48,7 +49,7 @@ def _asked(battery: str, arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("items", nargs="*", help="names of items; all")
     parser.add_argument("--share", type=_share, default=(1, 1), metavar="K/N", help="every N-th item, from the K-th")
     parser.add_argument("--limit", type=int, default=None, help="most items of this launch")
-    parser.add_argument("--results", type=Path, default=RESULTS / f"{battery}.jsonl")
+    parser.add_argument("--out", type=Path, default=ROWS / f"{battery}.jsonl", help="file of rows: %(default)s")
     parser.add_argument("--commit", default=None, help="what the lines are marked with where git is absent")
     parser.add_argument("--summary", action="store_true", help="run nothing; exit 1 unless all are good")
     return parser.parse_args(arguments)

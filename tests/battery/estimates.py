@@ -1,6 +1,6 @@
 """1,000 random runs, each judged twice: by `mega memory-estimate` and by `mega pretrain --dry-run`.
 
-    PYTHONPATH=. python tests/battery/estimates.py [--count 1000] [--limit N]
+    python tests/battery/estimates.py [--count 1000] [--limit N] [--out FILE]
 
 The two must refuse the same runs in the same words. Of a run that neither refuses, the estimate must be consistent:
 parts that add up to the peak, nothing negative, at least one microbatch in flight; its parameters are those of the
@@ -39,9 +39,8 @@ from mega.core.parallel.weight import local_parameters
 from mega.core.training.dry_run import dry_run
 from mega.core.training.inputs import open_inputs, resolve_run
 from mega.core.training.wire import build_stages
-from tests.battery.data_ledger import commit
+from tests.battery.data_ledger import ROWS, commit
 
-RESULTS = Path(__file__).parent / "results" / "estimates.jsonl"
 DEVICES = ("h200", "h100", "a100", "b200", "v100", "p100")
 
 
@@ -189,13 +188,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=1000)
     parser.add_argument("--limit", type=int, default=10**9, help="items of this launch")
+    parser.add_argument("--out", type=Path, default=ROWS / "estimates.jsonl", help="file of rows: %(default)s")
     options = parser.parse_args()
     torch.set_num_threads(1)
     here = commit()
-    lines = RESULTS.read_text(encoding="utf-8").splitlines() if RESULTS.exists() else []
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    lines = options.out.read_text(encoding="utf-8").splitlines() if options.out.exists() else []
     rows = {row["item"]: row for row in map(json.loads, lines) if row["commit"] == here}
     todo = [number for number in range(options.count) if number not in rows][: options.limit]
-    with RESULTS.open("a", encoding="utf-8") as out:
+    with options.out.open("a", encoding="utf-8") as out:
         for number in todo:
             began = time.perf_counter()
             try:

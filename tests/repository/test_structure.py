@@ -41,7 +41,6 @@ LONG = {
     "show.notes": 55,
     "start.start": 63,
     "bench.measure": 71,
-    "build.build": 62,
     "options.command": 56,
 }
 """Functions that are still longer than LINES, and how long they may be."""

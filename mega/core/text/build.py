@@ -1,14 +1,51 @@
-"""The one place where a kind of tokenizer becomes an object: knows every family by name, imports the one asked for."""
+"""The one place where a kind of tokenizer becomes an object: one row a kind, which imports its file when it is used.
+
+The options that each kind needs are in config (`TOKENIZERS`), where a run is checked without loading any of them.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 from mega.core.config.run import entries
+from mega.core.config.sections import TOKENIZERS
 from mega.core.text.tokenizer import Tokenizer
 
 _WITH_EXTRA_IDS = ("BertWordPieceLowerCase", "BertWordPieceCase", "SentencePieceTokenizer")
 _MOST_EXTRA_IDS = 1_000_000
+
+
+class TokenizerFiles(NamedTuple):
+    """What a user gave for a kind of tokenizer: the tokenizer section of the configuration."""
+
+    kind: str
+    tokenizer_model: Path | None
+    vocab_file: Path | None
+    merge_file: Path | None
+    vocab_size: int | None
+    extra_ids: int
+
+    def model(self) -> Path:
+        return self._file(self.tokenizer_model, "--tokenizer-model")
+
+    def vocab(self) -> Path:
+        return self._file(self.vocab_file, "--vocab-file")
+
+    def merges(self) -> Path:
+        return self._file(self.merge_file, "--merge-file")
+
+    def _file(self, path: Path | None, flag: str) -> Path:
+        """`path` as a readable file, or a ValueError that names the flag."""
+        if path is None:
+            raise ValueError(f"{flag} is missing: {self.kind} needs it")
+        if not path.is_file():
+            raise ValueError(f"{flag} {path}: no such file")
+        return path
+
+
+Builder = Callable[[TokenizerFiles], Tokenizer]
 
 
 def build(
@@ -28,58 +65,89 @@ def build(
         raise ValueError(f"--vocab-extra-ids {vocab_extra_ids}: must be at most {_MOST_EXTRA_IDS}")
     if vocab_extra_ids and tokenizer not in _WITH_EXTRA_IDS:
         raise ValueError(f"--vocab-extra-ids {vocab_extra_ids}: must be 0 but for {', '.join(_WITH_EXTRA_IDS)}")
-    if tokenizer == "GPT2BPETokenizer":
-        from mega.core.text.gpt2 import GPT2Tokenizer
-
-        return GPT2Tokenizer(_file(vocab_file, "--vocab-file", tokenizer), _file(merge_file, "--merge-file", tokenizer))
-    if tokenizer == "FairseqTokenizer":
-        from mega.core.text.fairseq import FairseqTokenizer
-
-        vocab, merges = _file(vocab_file, "--vocab-file", tokenizer), _file(merge_file, "--merge-file", tokenizer)
-        return FairseqTokenizer(vocab, merges, _file(tokenizer_model, "--tokenizer-model", tokenizer))
-    if tokenizer in ("BertWordPieceLowerCase", "BertWordPieceCase"):
-        from mega.core.text.wordpiece import WordPieceTokenizer
-
-        vocab = _file(vocab_file, "--vocab-file", tokenizer)
-        return WordPieceTokenizer(vocab, lower=tokenizer == "BertWordPieceLowerCase", extra_ids=vocab_extra_ids)
-    if tokenizer == "EncDecTokenizer":
-        from mega.core.text.yuan import YuanTokenizer
-
-        return YuanTokenizer(_file(vocab_file, "--vocab-file", tokenizer))
-    if tokenizer == "Llama3Tokenizer":
-        from mega.core.text.llama3 import Llama3Tokenizer
-
-        return Llama3Tokenizer(_file(tokenizer_model, "--tokenizer-model", tokenizer))
-    if tokenizer in ("Llama2Tokenizer", "GPTSentencePieceTokenizer"):
-        from mega.core.text.sentencepiece import PlainSentencePiece
-
-        model = _file(tokenizer_model, "--tokenizer-model", tokenizer)
-        return PlainSentencePiece(model, kind=tokenizer, prepend_bos=tokenizer == "Llama2Tokenizer")
-    if tokenizer == "SentencePieceTokenizer":
-        from mega.core.text.sentencepiece import ExtendedSentencePiece
-
-        return ExtendedSentencePiece(_file(tokenizer_model, "--tokenizer-model", tokenizer), vocab_extra_ids)
-    if tokenizer == "HuggingFaceTokenizer":
-        from mega.core.text.huggingface import HuggingFaceTokenizer
-
-        given = Path(tokenizer_model) if tokenizer_model else None
-        inside = given / "tokenizer.json" if given and given.is_dir() else given
-        return HuggingFaceTokenizer(_file(inside, "--tokenizer-model", tokenizer))
-    if tokenizer == "NullTokenizer":
-        from mega.core.text.null import NullTokenizer
-
-        if vocab_size is None or not 1 <= vocab_size < 2**31:
-            raise ValueError(f"--vocab-size {vocab_size}: NullTokenizer needs a vocabulary size of 1 .. {2**31 - 1}")
-        return NullTokenizer(vocab_size)
-    told = "--tokenizer is missing: it" if tokenizer is None else f"--tokenizer {tokenizer}:"
-    raise ValueError(f"{told} must be one of {', '.join(entries()['tokenizer'].choices)}")
+    if tokenizer not in BUILDERS:
+        given = "--tokenizer is missing: it" if tokenizer is None else f"--tokenizer {tokenizer}:"
+        raise ValueError(f"{given} must be one of {', '.join(entries()['tokenizer'].choices)}")
+    model, vocab, merges = (Path(path) if path else None for path in (tokenizer_model, vocab_file, merge_file))
+    return BUILDERS[tokenizer](TokenizerFiles(tokenizer, model, vocab, merges, vocab_size, vocab_extra_ids))
 
 
-def _file(path: str | Path | None, flag: str, kind: str) -> Path:
-    """`path` as a readable file, or a ValueError that names the flag."""
-    if path is None:
-        raise ValueError(f"{flag} is missing: {kind} needs it")
-    found = Path(path)
-    if not found.is_file():
-        raise ValueError(f"{flag} {found}: no such file")
-    return found
+def register_tokenizer(kind: str, needs: tuple[str, ...], builder: Builder) -> None:
+    """Make `kind` a choice of --tokenizer; needs: the options without which it cannot be built."""
+    TOKENIZERS[kind], BUILDERS[kind] = needs, builder
+
+
+def _gpt2(given: TokenizerFiles) -> Tokenizer:
+    from mega.core.text.gpt2 import GPT2Tokenizer
+
+    return GPT2Tokenizer(given.vocab(), given.merges())
+
+
+def _fairseq(given: TokenizerFiles) -> Tokenizer:
+    from mega.core.text.fairseq import FairseqTokenizer
+
+    return FairseqTokenizer(given.vocab(), given.merges(), given.model())
+
+
+def _wordpiece(given: TokenizerFiles) -> Tokenizer:
+    from mega.core.text.wordpiece import WordPieceTokenizer
+
+    return WordPieceTokenizer(given.vocab(), lower=given.kind == "BertWordPieceLowerCase", extra_ids=given.extra_ids)
+
+
+def _yuan(given: TokenizerFiles) -> Tokenizer:
+    from mega.core.text.yuan import YuanTokenizer
+
+    return YuanTokenizer(given.vocab())
+
+
+def _llama3(given: TokenizerFiles) -> Tokenizer:
+    from mega.core.text.llama3 import Llama3Tokenizer
+
+    return Llama3Tokenizer(given.model())
+
+
+def _plain_sentencepiece(given: TokenizerFiles) -> Tokenizer:
+    from mega.core.text.sentencepiece import PlainSentencePiece
+
+    return PlainSentencePiece(given.model(), kind=given.kind, prepend_bos=given.kind == "Llama2Tokenizer")
+
+
+def _extended_sentencepiece(given: TokenizerFiles) -> Tokenizer:
+    from mega.core.text.sentencepiece import ExtendedSentencePiece
+
+    return ExtendedSentencePiece(given.model(), given.extra_ids)
+
+
+def _hugging_face(given: TokenizerFiles) -> Tokenizer:
+    """--tokenizer-model may be the directory of a tokenizer.json."""
+    from mega.core.text.huggingface import HuggingFaceTokenizer
+
+    path = given.tokenizer_model
+    inside = path / "tokenizer.json" if path is not None and path.is_dir() else path
+    return HuggingFaceTokenizer(given._replace(tokenizer_model=inside).model())
+
+
+def _null(given: TokenizerFiles) -> Tokenizer:
+    from mega.core.text.null import NullTokenizer
+
+    size = given.vocab_size
+    if size is None or not 1 <= size < 2**31:
+        raise ValueError(f"--vocab-size {size}: NullTokenizer needs a vocabulary size of 1 .. {2**31 - 1}")
+    return NullTokenizer(size)
+
+
+BUILDERS: dict[str, Builder] = {
+    "GPT2BPETokenizer": _gpt2,
+    "FairseqTokenizer": _fairseq,
+    "BertWordPieceLowerCase": _wordpiece,
+    "BertWordPieceCase": _wordpiece,
+    "SentencePieceTokenizer": _extended_sentencepiece,
+    "GPTSentencePieceTokenizer": _plain_sentencepiece,
+    "Llama2Tokenizer": _plain_sentencepiece,
+    "Llama3Tokenizer": _llama3,
+    "HuggingFaceTokenizer": _hugging_face,
+    "EncDecTokenizer": _yuan,
+    "NullTokenizer": _null,
+}
+"""Kind of tokenizer -> what builds it."""
