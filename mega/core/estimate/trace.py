@@ -151,39 +151,106 @@ def _kind(func: Any) -> str:
     return "written" if schema.is_mutable and len(schema.returns) == 1 else "made"
 
 
-_MADE: dict[Any, tuple[Any, ...]] = {}
-"""What ops made before. Blocks repeat, and many of torch's shapes come out of Python, slowly."""
-
-
-def _made(func: Any, args: Any, kwargs: Any) -> Any:
-    """func(*args, **kwargs), all of it new."""
-    key = (func, tuple(map(_described, args)), tuple(kwargs.items()))
-    if key not in _MADE:
-        out = func(*args, **kwargs)
-        _MADE[key] = tuple(map(_described, out if isinstance(out, tuple) else (out,)))
-        return out
-    made = tuple(map(_empty, _MADE[key]))
-    return made if len(made) > 1 else made[0]
-
-
-class _Described(NamedTuple):
-    """A tensor on the meta device."""
+class _Made(NamedTuple):
+    """A tensor on the meta device, as a key and as a recipe."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
 
+    def empty(self) -> torch.Tensor:
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
+
+
+_MADE: dict[Any, tuple[Any, ...]] = {}
+"""What ops made before: blocks repeat."""
+
+
+def _made(func: Any, args: Any, kwargs: Any) -> Any:
+    """func(*args, **kwargs), all of it new."""
+    key = (func, tuple(map(_described, args)), tuple(kwargs.items()))
+    made = _MADE.get(key)
+    if made is None:
+        made = _shrunk(func, key[1], kwargs)
+        if made is None:
+            out = func(*args, **kwargs)
+            made = tuple(map(_described, out if isinstance(out, tuple) else (out,)))
+        _MADE[key] = made
+    outs = tuple(value.empty() if isinstance(value, _Made) else value for value in made)
+    return outs if len(outs) > 1 else outs[0]
+
 
 def _described(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
-        return _Described(value.shape, value.stride(), value.dtype)
+        return _Made(value.shape, value.stride(), value.dtype)
     return tuple(map(_described, value)) if isinstance(value, list) else value
 
 
-def _empty(value: Any) -> Any:
-    if isinstance(value, _Described):
-        return torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device="meta")
-    return value
+def _dense(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> _Made:
+    """Without gaps, its dims in the order that `stride` says."""
+    dense, step = [1] * len(shape), 1
+    for dim in sorted(range(len(shape)), key=lambda dim: (stride[dim], -dim)):
+        dense[dim], step = step, step * max(shape[dim], 1)
+    return _Made(shape, tuple(dense), dtype)
+
+
+def _attention(q: _Made, k: _Made, *_: Any) -> tuple[Any, ...]:
+    lse, state = (*q.shape[:-1], 1), _dense((), (), torch.int64)
+    sums = _dense(lse, (0,) * len(lse), torch.float32)
+    return _dense(*q), sums, None, None, q.shape[2], k.shape[2], state, state, None
+
+
+_ATTENTION: dict[Any, Callable[..., tuple[Any, ...]]] = {
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default: _attention,
+    torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default: lambda grad, *qkv: tuple(
+        _dense(*one) for one in qkv[:3]
+    ),
+}
+"""cuDNN's, which has no kernel for a CPU."""
+
+
+class _Unknown(Exception):
+    """A length whose stand-in does not tell it."""
+
+
+def _shrunk(func: Any, args: Any, kwargs: Any) -> tuple[Any, ...] | None:
+    """What an op makes, by torch's kernels for a CPU, on tensors whose long dims are short: None where that fails.
+
+    The shapes that torch computes for the meta device come out of Python, and import its compiler.
+    """
+    if func.overloadpacket is torch.ops.aten.arange:
+        return (_described(func(*args, **{**kwargs, "device": "cpu"})),)
+    if func in _ATTENTION:
+        return _ATTENTION[func](*args)
+    if not any(isinstance(value, _Made | tuple) for value in args):
+        return None
+    short: dict[int, int] = {}
+
+    def less(length: int) -> int:
+        return length if length <= 8 else short.setdefault(length, 11 + 2 * len(short))
+
+    def small(value: Any) -> Any:
+        if isinstance(value, _Made):
+            order = sorted(range(len(value.shape)), key=lambda dim: -value.stride[dim])
+            made = torch.zeros([less(value.shape[dim]) for dim in order], dtype=value.dtype)
+            return made.permute([order.index(dim) for dim in range(len(order))])
+        if isinstance(value, tuple):
+            return [less(one) if isinstance(one, int) else small(one) for one in value]
+        return value
+
+    def large(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        lengths = {less: length for length, less in short.items()}
+        if any(length > 8 and length not in lengths for length in value.shape):
+            raise _Unknown
+        return _dense(tuple(lengths.get(length, length) for length in value.shape), value.stride(), value.dtype)
+
+    try:
+        out = func(*map(small, args), **kwargs)
+        return tuple(map(large, out if isinstance(out, tuple) else (out,)))
+    except (RuntimeError, NotImplementedError, IndexError, _Unknown):
+        return None
 
 
 class _Recorder:
@@ -396,10 +463,11 @@ class _Rank:
 @lru_cache(maxsize=64)
 def _batch(model: ModelConfig, length: int, rows: int, documents: bool, shards: int) -> Any:
     """What the last rank of a context axis of `shards` ranks gets of a microbatch."""
-    samples = torch.empty(rows, dtype=torch.int64, device="meta")
+    samples = torch.zeros(rows, dtype=torch.int64)
     batch: Any = family(model).synthetic(model, length, samples, seed=0, documents=documents)
     batch = batch.split(shards - 1, shards)
-    return replace(batch, **{name: tensor.contiguous() for name, tensor in batch.tensors().items()})
+    like = {name: torch.empty(x.shape, dtype=x.dtype, device="meta") for name, x in batch.tensors().items()}
+    return replace(batch, **like)
 
 
 def unit_parameters(run: RunConfig, *, first: bool, last: bool) -> list[list[ParameterSpec]]:
