@@ -24,7 +24,7 @@ from mega.core.parallel.mesh import Groups, Mesh
 from mega.core.text.tokenizer import Tokenizer
 from mega.core.training.evaluation import Evaluation
 from mega.core.training.inputs import Inputs, ResolvedRun, open_inputs
-from mega.core.training.loop import Lengths, Training
+from mega.core.training.loop import RunLengths, Training
 from mega.core.training.meters import Meters
 from mega.core.training.place import check_no_newer, lock
 from mega.core.training.resume import ResumePoint, differences, find_resume_point, restore, sidecar_files
@@ -106,7 +106,7 @@ def start(
         state,
         task,
         schedules,
-        Lengths(steps, length, partial(global_batch_at, run.batch), partial(microbatches, run, world)),
+        RunLengths(steps, length, partial(global_batch_at, run.batch), partial(microbatches, run, world)),
         evaluation,
         tuple(due),
         stop,
