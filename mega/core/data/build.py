@@ -103,13 +103,7 @@ def build_datasets(
     if data.chat_data:
         return _chat(data, seq_length, seed, samples, tokenizer)
     own = {"train": data.train_data, "valid": data.valid_data, "test": data.test_data}
-    if data.data_path and any(own.values()):
-        raise ValueError(
-            f"--data-path {' '.join(data.data_path)}: is split over training, validation and test; it cannot "
-            "be combined with --train-data, --valid-data or --test-data"
-        )
-    if not data.data_path and samples[0] and not data.train_data:
-        raise ValueError("--data-path is missing: training needs it, or --train-data, or --mock-data")
+    _check_corpora(data, training=samples[0] > 0)
     if masking.sample_kind == "tfrecords":
         return _records(data, own, seq_length, seed, vocab, samples)
     split_shares(data.split)
@@ -133,6 +127,17 @@ def build_datasets(
     return Datasets(
         **made, named=named, notes=tuple(builder.notes), corpora=contents, repeats="train" in builder.repeated
     )
+
+
+def _check_corpora(data: DataConfig, *, training: bool) -> None:
+    """Errors: ValueError where corpora are missing, or given twice."""
+    if data.data_path and any((data.train_data, data.valid_data, data.test_data)):
+        raise ValueError(
+            f"--data-path {' '.join(data.data_path)}: is split over training, validation and test; it cannot "
+            "be combined with --train-data, --valid-data or --test-data"
+        )
+    if not data.data_path and training and not data.train_data:
+        raise ValueError("--data-path is missing: training needs it, or --train-data, or --mock-data")
 
 
 def _named(data: DataConfig) -> list[tuple[str, str]]:

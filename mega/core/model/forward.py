@@ -52,8 +52,8 @@ class ForwardContext:
         if self.row_keys is not None and probability:
             keys = site_keys(self.row_keys, layer, "attention")
             numbers = torch.arange(first_head, first_head + heads, device=keys.device)
-            columns = torch.arange(keys.shape[1], device=keys.device)
-            dropout = AttentionDropout(keys, numbers, columns, probability)
+            positions = torch.arange(keys.shape[1], device=keys.device)
+            dropout = AttentionDropout(keys, numbers, positions, probability)
         return AttentionMask(q_documents=self.documents, k_documents=self.documents, dropout=dropout)
 
 

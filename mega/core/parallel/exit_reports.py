@@ -95,7 +95,7 @@ def report_exit(report: ExitReport) -> int:
     return report.code
 
 
-def format_exits(reports: Mapping[int, ExitReport], world: int) -> str:
+def format_exits(by_rank: Mapping[int, ExitReport], world: int) -> str:
     """What the user reads of the reports of some ranks of `world`.
 
     >>> print(format_exits({0: ExitReport(2, "no such file"), 1: ExitReport(2, "no such file")}, 2), end="")
@@ -104,8 +104,8 @@ def format_exits(reports: Mapping[int, ExitReport], world: int) -> str:
     >>> print(format_exits({3: full, 2: lost, 1: full}, 4), end="")
     mega: ranks 1, 3: disk full
     """
-    causes = {rank: each for rank, each in reports.items() if each.kind != "consequence"} or dict(
-        [min(reports.items())]
+    causes = {rank: each for rank, each in by_rank.items() if each.kind != "consequence"} or dict(
+        [min(by_rank.items())]
     )
     ranks: dict[ExitReport, list[int]] = {}
     for rank, each in sorted(causes.items()):

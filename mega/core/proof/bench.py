@@ -250,18 +250,7 @@ def measure(
     ]
     device.reset_memory_peak()
     warmup = max(warmup, 2) if run.runtime.cuda_graph else warmup
-    begun, readings = Timestamp(device.torch), list[Reading]()
-    for _ in range(warmup + repeats):
-        readings.append(_step(state, batches).start_reading())
-        if len(readings) > 1:
-            readings[-2].numbers()  # the host is one step ahead, as in training
-    found = [reading.numbers() for reading in readings]
-    ends = [begun, *(reading.moment for reading in readings)]
-    times = [begin.seconds_to(end) for begin, end in pairwise(ends[warmup:])]
-    # A step is as slow as its slowest rank.
-    slowest = torch.tensor(times, dtype=torch.float64, device=device.torch)
-    all_reduce(slowest, mesh.everyone, "max")
-    times = slowest.tolist()
+    times, found = _timed(state, batches, warmup, repeats)
     seconds = statistics.median(times)
     tokens = batch.global_batch * batch.seq_length
     tflops = tokens / seconds / world * model_flops_per_token(run.model, batch.seq_length) / 1e12
@@ -293,6 +282,23 @@ def measure(
     gc.collect()
     device.release()
     return speed
+
+
+def _timed(
+    state: TrainState, batches: Sequence[Batch], warmup: int, repeats: int
+) -> tuple[list[float], list[dict[str, float]]]:
+    """Seconds of each of `repeats` steps on its slowest rank, and the numbers of all steps, `warmup` ones first."""
+    begun, readings = Timestamp(state.device.torch), list[Reading]()
+    for _ in range(warmup + repeats):
+        readings.append(_step(state, batches).start_reading())
+        if len(readings) > 1:
+            readings[-2].numbers()  # the host is one step ahead, as in training
+    found = [reading.numbers() for reading in readings]
+    ends = [begun, *(reading.moment for reading in readings)]
+    times = [begin.seconds_to(end) for begin, end in pairwise(ends[warmup:])]
+    slowest = torch.tensor(times, dtype=torch.float64, device=state.device.torch)
+    all_reduce(slowest, state.mesh.everyone, "max")
+    return slowest.tolist(), found
 
 
 def _step(state: TrainState, batches: Sequence[Batch]) -> Report:
