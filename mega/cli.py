@@ -128,14 +128,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _report(error: Exception) -> int:
     """Reports an error on stderr, once for all ranks, and returns the exit code."""
-    from mega.core.parallel.exit_reports import Words, tell, words_of
+    from mega.core.parallel.exit_reports import ExitReport, report_exit, report_of
 
     # Typer carries Click under different names in different versions; its own errors know their message.
     if hasattr(error, "format_message") and hasattr(error, "exit_code"):
-        return tell(Words(int(error.exit_code), _format_error(error)))
+        return report_exit(ExitReport(int(error.exit_code), _format_error(error)))
     if isinstance(error, typer.Abort):
-        return tell(Words(1, "aborted"))
-    return tell(words_of(error))
+        return report_exit(ExitReport(1, "aborted"))
+    return report_exit(report_of(error))
 
 
 RULES = {

@@ -26,7 +26,7 @@ def merge(
         list[str] | None, typer.Option("--input", help="the same, as Megatron-LM's merge_datasets.py has it")
     ] = None,
 ) -> None:
-    """One pair from many: their documents, one pair behind another. Those of a folder are sorted by name."""
+    """One pair from many: their documents, concatenated. Those of a folder are sorted by name."""
     from mega.core.data.preprocess import merge as merged
 
     given = [*(prefixes or []), *(input or [])]
@@ -75,7 +75,7 @@ app.command(name="inspect", cls=Command)(command(_inspect))
 def from_numpy(
     input: Annotated[list[str], typer.Option("--input", help=".npy files of ids, folders, globs")],
     output_prefix: Annotated[str, typer.Option("--output-prefix", help="prefix of the pair to write")],
-    eod: Annotated[int | None, typer.Option("--eod", help="a run of ids ends a document behind this one")] = None,
+    eod: Annotated[int | None, typer.Option("--eod", help="a run of ids ends a document after this one")] = None,
 ) -> None:
     """Token files from numpy arrays: an array of arrays, a table with a document a row, or one run of ids."""
     from mega.core.data.numpy_files import convert
@@ -118,14 +118,14 @@ def _sample(
     masking: MaskingConfig,
     tokenizer: TokenizerConfig,
     input: Annotated[
-        list[str] | None, typer.Option("--input", help="show one conversation of these files by itself")
+        list[str] | None, typer.Option("--input", help="show one conversation of these files on its own")
     ] = None,
     number: Annotated[int, typer.Option("--number", help="which conversation or training sample, from 0")] = 0,
-    count: Annotated[int, typer.Option("--count", help="how many, one behind another")] = 1,
+    count: Annotated[int, typer.Option("--count", help="how many, one after another")] = 1,
     seq_length: Annotated[int, typer.Option("--seq-length", help="tokens of a training sample")] = 512,
     seed: Annotated[int, typer.Option("--seed", help="seed of the samples' order")] = 1234,
 ) -> None:
-    """Training samples, a line a token, as a model gets them: what it says, its id, whether it is trained on."""
+    """Training samples, a line a token, as a model gets them: its text, its id, whether it is trained on."""
     from mega.core.data import show
     from mega.core.text.build import build
 

@@ -19,7 +19,7 @@ Row = tuple[str, str, str]
 """Name, version or value, and a remark."""
 
 
-class Part(NamedTuple):
+class Package(NamedTuple):
     """An optional library.
 
     package: its name on the package index. module: what is imported. use: what it is for.
@@ -34,20 +34,20 @@ class Part(NamedTuple):
 
 
 REQUIRED = ("torch", "numpy", "safetensors", "typer", "rich")
-PARTS = (
-    Part("fastokens", "fastokens", "fast tokenizers, where they agree with the reference"),
-    Part("tokenizers", "tokenizers", "tokenizer.json, and fast GPT-2"),
-    Part("sentencepiece", "sentencepiece", "SentencePiece and Llama-2 tokenizers"),
-    Part("regex", "regex", "the GPT-2 tokenizer without a fast library"),
-    Part("orjson", "orjson", "reading JSON lines"),
-    Part("zstandard", "zstandard", "reading .zst"),
-    Part("pyarrow", "pyarrow", "reading parquet"),
-    Part("tensorboard", "tensorboard", "--tensorboard-dir"),
-    Part("matplotlib", "matplotlib", "plots"),
-    Part("transformers", "transformers", "comparing conversions with the originals"),
-    Part("triton", "triton", "compiled GPU operators", cuda=True),
-    Part("flash-attn", "flash_attn", "attention by --ops flash-attn", cuda=True, tried=False),
-    Part("apex", "apex", "norms by --ops apex", cuda=True, tried=False),
+PACKAGES = (
+    Package("fastokens", "fastokens", "fast tokenizers, where they agree with the reference"),
+    Package("tokenizers", "tokenizers", "tokenizer.json, and fast GPT-2"),
+    Package("sentencepiece", "sentencepiece", "SentencePiece and Llama-2 tokenizers"),
+    Package("regex", "regex", "the GPT-2 tokenizer without a fast library"),
+    Package("orjson", "orjson", "reading JSON lines"),
+    Package("zstandard", "zstandard", "reading .zst"),
+    Package("pyarrow", "pyarrow", "reading parquet"),
+    Package("tensorboard", "tensorboard", "--tensorboard-dir"),
+    Package("matplotlib", "matplotlib", "plots"),
+    Package("transformers", "transformers", "comparing conversions with the originals"),
+    Package("triton", "triton", "compiled GPU operators", cuda=True),
+    Package("flash-attn", "flash_attn", "attention by --ops flash-attn", cuda=True, tried=False),
+    Package("apex", "apex", "norms by --ops apex", cuda=True, tried=False),
 )
 
 
@@ -160,12 +160,12 @@ def _operators() -> Iterator[Row]:
 
 
 def _parts(cuda: bool) -> Iterator[Row]:
-    for part in PARTS:
+    for part in PACKAGES:
         version = _version(part.package)
         yield part.package, version or "-", f"{_state(part, cuda)} ({part.use})"
 
 
-def _state(part: Part, cuda: bool) -> str:
+def _state(part: Package, cuda: bool) -> str:
     """Whether a part is live, and why not."""
     if importlib.util.find_spec(part.module) is None:
         return "absent"

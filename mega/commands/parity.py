@@ -32,11 +32,11 @@ def run(
     if json_lines is not None:
         check_file("--json", json_lines)
     from mega.core.proof import rows
-    from mega.core.proof.layouts import FAMILIES, SHORT, Layout, every_case
+    from mega.core.proof.layouts import FAMILIES, SHORT, ParityLayout, every_case
 
     if every and layouts is not None:
         raise ValueError(f"--layouts {layouts}: excludes --all")
-    named = SHORT if layouts is None else [Layout.parse(name.strip()) for name in layouts.split(",")]
+    named = SHORT if layouts is None else [ParityLayout.parse(name.strip()) for name in layouts.split(",")]
     cases = list(every_case()) if every else [(model, layout) for model in FAMILIES for layout in named]
     cases = [case for case in cases if case[0].startswith(family or "")]
     commit = rows.code() if json_lines else ""

@@ -27,7 +27,7 @@ def run(
     append_eod: Annotated[bool, typer.Option("--append-eod", help="end every document with its token")] = False,
     workers: Annotated[int, typer.Option("--workers", help="processes that tokenise")] = 1,
     on_error: Annotated[
-        Literal["stop", "skip"], typer.Option("--on-error", help="at a line that is no document")
+        Literal["stop", "skip"], typer.Option("--on-error", help="at a line that is not a document")
     ] = "stop",
     text_lines: Annotated[bool, typer.Option("--text-lines", help="each line of a .txt file is a document")] = False,
     split_sentences: Annotated[
@@ -39,13 +39,13 @@ def run(
     ] = None,
     lang: Annotated[str | None, typer.Option("--lang", help="language of the sentences [english]")] = None,
     keep_newlines: Annotated[
-        bool, typer.Option("--keep-newlines", help="blanks behind a sentence belong to it")
+        bool, typer.Option("--keep-newlines", help="blanks after a sentence belong to it")
     ] = False,
     shard: Annotated[
         str, typer.Option("--shard", help="i/N, 1 <= i <= N: only this part; then `mega data merge` the parts")
     ] = "1/1",
     resume: Annotated[
-        bool, typer.Option("--resume", help="note progress on the disk, and go on from what is noted")
+        bool, typer.Option("--resume", help="note progress on the disk, and resume from what is noted")
     ] = False,
 ) -> int:
     """Turn text into token files, PREFIX_KEY_document.bin and .idx, that training reads as --data-path.
@@ -60,7 +60,7 @@ def run(
     of_sentences = {"--sentence-splitter": sentence_splitter, "--lang": lang, "--keep-newlines": keep_newlines or None}
     for flag, value in of_sentences.items() if not split_sentences else ():
         if value is not None:
-            raise ValueError(f"{flag}: says how sentences are cut; give --split-sentences too, or leave it out")
+            raise ValueError(f"{flag}: sets how sentences are cut; give --split-sentences too, or leave it out")
     with shown(sum(path.stat().st_size for path in find(input) if path != STDIN)) as progress:
         report = preprocess(
             input,

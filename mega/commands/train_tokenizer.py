@@ -12,7 +12,8 @@ import typer
 
 def run(
     input: Annotated[
-        list[str], typer.Option("--input", help="whatever `mega preprocess` reads: JSON lines, text, parquet, ...")
+        list[str],
+        typer.Option("--input", help="any format that `mega preprocess` reads: JSON lines, text, parquet, ..."),
     ],
     vocab_size: Annotated[int, typer.Option("--vocab-size", help="entries of the vocabulary")],
     output_dir: Annotated[Path, typer.Option("--output-dir", help="where the files go")],

@@ -1,4 +1,4 @@
-"""On what the run executes: one CPU with gloo or one CUDA device with NCCL. The only file that says torch.cuda."""
+"""The device that a run executes on: one CPU with gloo or one CUDA device with NCCL. The only file with torch.cuda."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ class Device:
             torch.backends.cudnn.benchmark = False
 
 
-class Moment:
+class Timestamp:
     """When a device has done all that it had been asked for so far; on a CPU, now."""
 
     def __init__(self, device: torch.device):
@@ -132,7 +132,7 @@ class Moment:
         if self._event is not None:
             self._event.synchronize()
 
-    def seconds_to(self, later: Moment) -> float:
+    def seconds_to(self, later: Timestamp) -> float:
         """Waits for both."""
         if self._event is None or later._event is None:
             return later._host - self._host
@@ -143,7 +143,7 @@ class Moment:
 class Reading:
     """Named numbers of a device on their way to the host, which may give the device more work before it reads them.
 
-    A number that is read as it stands (`float`) is copied behind everything that the device was given since: the host
+    A number that is read as it stands (`float`) is copied after everything that the device was given since: the host
     waits for all of that, and then the device for the host.
     """
 
@@ -153,7 +153,7 @@ class Reading:
         if there.is_cuda:
             there = torch.empty_like(there, device="cpu", pin_memory=True).copy_(there, non_blocking=True)
         self._there = there
-        self.moment = Moment(next(iter(values.values())).device)
+        self.moment = Timestamp(next(iter(values.values())).device)
 
     def numbers(self) -> dict[str, float]:
         """Waits until the device is as far as it had been asked to go when this was made."""
@@ -171,7 +171,7 @@ class Recording:
         self._graph = torch.cuda.CUDAGraph()
         failed: Exception | None = None
         try:
-            # Other threads go on asking the device about work of their own: NCCL's watchdog.
+            # Other threads keep querying the device about work of their own: NCCL's watchdog.
             with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
                 try:
                     work()
@@ -188,11 +188,11 @@ class Recording:
 
 
 class HostCopy:
-    """A copy of some tensors in host memory, taken while the device goes on. One at a time; its memory is kept.
+    """A copy of some tensors in host memory, taken while the device continues. One at a time; its memory is kept.
 
     copy = HostCopy(device, bytes)
-    there = copy.take(tensors)      # the host goes on at once, and so does the device
-    copy.arrive()                   # by whoever reads `there`, on a thread of its own: fetches, and waits
+    there = copy.take(tensors)      # returns at once; the device continues, too
+    copy.wait()                     # by the reader of `there`, on a thread of its own: fetches, and waits
     copy.settle()                   # before the tensors change again: the device waits until they have been read
 
     On a CPU `take` copies before it returns, and there is nothing to wait for. `size` is in bytes, and large enough
@@ -222,13 +222,13 @@ class HostCopy:
 
     def take(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Contiguous copies, valid until the next `take`, and on a GPU once they have arrived."""
-        places, offset = [], 0
+        views, offset = [], 0
         self._asked = []
         for run in _runs(tensors):
             counts, first = [x.numel() for x in run], run[0].detach()
             size = sum(counts) * first.element_size()
             there = self._memory[offset : offset + size].view(first.dtype)
-            places += [part.view(x.shape) for part, x in zip(torch.split(there, counts), run, strict=True)]
+            views += [part.view(x.shape) for part, x in zip(torch.split(there, counts), run, strict=True)]
             whole = first.as_strided(there.shape, (1,)) if len(run) > 1 else first
             self._asked.append((there.view(whole.shape), whole))
             offset += self.room([whole])
@@ -237,9 +237,9 @@ class HostCopy:
         else:
             self._fetching.clear()
             self._now.record(torch.cuda.current_stream(self._stream.device))
-        return places
+        return views
 
-    def arrive(self) -> None:
+    def wait(self) -> None:
         """Fetch what was asked for, and wait until the host can read it. To be called once after each `take`."""
         if self._stream is None:
             return
@@ -247,7 +247,7 @@ class HostCopy:
         torch.cuda.set_device(self._stream.device)
         try:
             if any(not x.is_cuda for _, x in self._asked):
-                self._now.synchronize()  # the host copies these by itself, and the device may still be writing them
+                self._now.synchronize()  # the host copies these itself, and the device may still be writing them
             self._stream.wait_event(self._now)
             with torch.cuda.stream(self._stream):
                 self._fetch()
@@ -289,7 +289,7 @@ def _runs(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
 
 
 def page_locked(memory: torch.Tensor) -> torch.Tensor:
-    """`memory` of the host, locked in its place while it lives, so that a device reads and writes it by itself.
+    """`memory` of the host, locked in its place while it lives, so that a device reads and writes it directly.
 
     Registered, not allocated as pinned memory, which torch rounds up to a power of two. Errors: OSError.
     """
@@ -305,18 +305,18 @@ def page_locked(memory: torch.Tensor) -> torch.Tensor:
 
 
 class CopyDescriptor(NamedTuple):
-    """Where parts of a tensor go: (first byte of it, address, bytes) each. marks: addresses that tell of them all."""
+    """Where parts of a tensor go: (first byte of it, address, bytes) each. marks: addresses set after all of them."""
 
     pieces: tuple[tuple[int, int, int], ...]
     marks: tuple[int, ...]
 
 
 class CopyStream:
-    """Copies beside what a CUDA device computes, and marks in its memory that streams write and wait for.
+    """Copies that overlap what a CUDA device computes, and marks in its memory that streams write and wait for.
 
-    Copy engines and the streams themselves do both, so that neither waits for a multiprocessor that some product takes.
+    Copy engines and the streams themselves do both, so that neither waits for a multiprocessor that some GEMM takes.
     The driver is called by hand and with many marks at a time: a layer makes dozens of these calls, and the host has as
-    long for them as the device for the layer's products.
+    long for them as the device for the layer's GEMMs.
     """
 
     def __init__(self) -> None:
@@ -326,7 +326,7 @@ class CopyStream:
     def copy(self, x: torch.Tensor, ways: Sequence[CopyDescriptor], value: int) -> None:
         """Copy pieces of the contiguous `x`, as the current stream leaves it, and then mark each way's with `value`.
 
-        Whoever calls keeps `x`, and does not write to it, until it has been copied.
+        The caller keeps `x`, and does not write to it, until it has been copied.
         """
         self._ready.record()
         self._stream.wait_event(self._ready)
@@ -337,11 +337,11 @@ class CopyStream:
             _on_marks(stream, _WRITE, way.marks, value)
 
     def wait(self, marks: tuple[int, ...], value: int) -> None:
-        """The current stream goes on when at least `value`, in a circle of 32 bits, stands at all of `marks`."""
+        """The current stream continues when at least `value`, in a circle of 32 bits, stands at all of `marks`."""
         _on_marks(torch.cuda.current_stream().cuda_stream, _WAIT, marks, value)
 
     def join(self) -> None:
-        """The current stream goes on when all copies that were asked for are done."""
+        """The current stream continues when all copies that were asked for are done."""
         torch.cuda.current_stream().wait_stream(self._stream)
 
     def settle(self) -> None:
@@ -394,7 +394,7 @@ def _driver() -> ctypes.CDLL:
 
 
 def multiprocessors(device: torch.device) -> int:
-    """How many programs of a persistent kernel run side by side; 1 on a CPU, where kernels are only interpreted, and
+    """How many programs of a persistent kernel run in parallel; 1 on a CPU, where kernels are only interpreted, and
     an H200's on the meta device."""
     if device.type == "meta":
         return 132

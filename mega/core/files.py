@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all, written beside their place, flushed to the disk, then renamed; and locks."""
+"""Files that appear whole or not at all, written next to their path, flushed to the disk, then renamed; and locks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def check_folder(flag: str, value: object, folder: Path | str) -> None:
     while not above.exists() and above != above.parent:
         above = above.parent
     if not above.is_dir():
-        raise ValueError(f"{flag} {value}: {above} is no directory; name another place")
+        raise ValueError(f"{flag} {value}: {above} is not a directory; name another place")
     if not os.access(above, os.W_OK | os.X_OK):
         raise ValueError(f"{flag} {value}: nothing may be written into {above}; name another place")
 
@@ -47,7 +47,7 @@ def check_file(flag: str, path: str) -> None:
     if os.path.isdir(place):
         raise ValueError(f"{flag} {path}: is a directory; must be a file")
     if not os.path.isdir(folder):
-        raise ValueError(f"{flag} {path}: there is no directory {folder}; make it, or name another file")
+        raise ValueError(f"{flag} {path}: directory {folder} does not exist; create it, or name another file")
     if not os.access(place if os.path.exists(place) else folder, os.W_OK):
         raise ValueError(f"{flag} {path}: cannot be written by this user; name another file")
 
@@ -88,7 +88,7 @@ def sync_directory(directory: Path) -> None:
 def locked_alone(descriptor: int) -> bool:
     """Lock what is open for this process alone, until it is closed; False where another has it.
 
-    A killed holder's lock dies with it. A file system without locks refuses nobody.
+    A killed holder's lock dies with it. A file system without locks admits every process.
     """
     import fcntl  # Unix has it alone, and who only asks for an estimate needs none
 

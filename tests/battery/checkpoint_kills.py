@@ -47,7 +47,7 @@ def rank_body(rank: int, home: Path, behind: bool) -> None:
         if rank == 0:
             os.write(said, f"{line.split()[2]}\n".encode())
 
-    saver = Saver(state, say=say)
+    saver = Saver(state, report=say)
     tensors = [
         piece.tensor.detach() for piece in (*state.weight_pieces(mine=False), *state.optimizer_pieces(mine=False))
     ]

@@ -113,7 +113,7 @@ def test_no_folder_below_a_file(tmp_path: Path, line: str, capsys: pytest.Captur
     file.write_text("")
     for place in (file, file / "below"):
         assert main([*line.replace("HERE", str(HERE)).split(), "--save-dir", str(place)]) == 2
-        told = f"mega: --save-dir {place}: {file} is no directory; name another place\n"
+        told = f"mega: --save-dir {place}: {file} is not a directory; name another place\n"
         assert capsys.readouterr().err == told
 
 

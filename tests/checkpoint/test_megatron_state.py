@@ -31,7 +31,7 @@ SCHEDULE = {
     "lr": {"peak": 3e-4, "least": 3e-5, "warmup": 8, "decay": 400, "style": "cosine", "initial": 1e-6, "batch": None},
     "weight_decay": {"start": 0.1, "end": 0.1, "total": 400, "style": "constant"},
 }
-PROGRESS = {"step": 7, "consumed": 28, "consumed_valid": 12, "skipped": 1, "unscheduled": 4}
+PROGRESS = {"step": 7, "consumed": 28, "consumed_valid": 12, "skipped": 1, "skipped_samples": 4}
 
 
 def own(directory: Path, model: ModelConfig, dtype: torch.dtype) -> Path:

@@ -34,12 +34,12 @@ def corpus(tmp_path: Path) -> Path:
     return prefix
 
 
-def _told(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+def _message(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
     """The one line that a command ends with."""
     assert cli.main([*RUN.split(), *map(str, arguments)]) == 2
-    told = capsys.readouterr().err.splitlines()
-    assert len(told) == 1, told
-    return told[0]
+    printed = capsys.readouterr().err.splitlines()
+    assert len(printed) == 1, printed
+    return printed[0]
 
 
 def test_a_sound_corpus_starts_ranks(corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -52,22 +52,22 @@ def test_a_sound_corpus_starts_ranks(corpus: Path, capsys: pytest.CaptureFixture
 def test_a_truncated_file(corpus: Path, suffix: str, keep: int, capsys: pytest.CaptureFixture[str]) -> None:
     path = Path(f"{corpus}{suffix}")
     path.write_bytes(path.read_bytes()[:keep])
-    line = _told(capsys, "--data-path", corpus)
+    line = _message(capsys, "--data-path", corpus)
     assert line.startswith(f"mega: --data-path {corpus}: ") and str(path) in line
 
 
 def test_an_index_that_is_none(corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Path(f"{corpus}.idx").write_bytes(b"not an index" * 20)
-    assert f"{corpus}.idx" in _told(capsys, "--data-path", corpus)
+    assert f"{corpus}.idx" in _message(capsys, "--data-path", corpus)
 
 
 def test_ids_outside_the_vocabulary(corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    line = _told(capsys, "--data-path", corpus, "--vocab", 99)
+    line = _message(capsys, "--data-path", corpus, "--vocab", 99)
     assert "holds token ids 0 .. 99, but the vocabulary's are 0 .. 98" in line
 
 
 def test_a_corpus_that_is_too_small(corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    line = _told(capsys, "--data-path", corpus, "--seq-length", 100_000)
+    line = _message(capsys, "--data-path", corpus, "--seq-length", 100_000)
     assert line.startswith(f"mega: --data-path {corpus}: ") and "token" in line
 
 
@@ -75,19 +75,19 @@ def test_a_second_corpus_of_a_blend(corpus: Path, capsys: pytest.CaptureFixture[
     other = corpus.with_name("other")
     Path(f"{other}.bin").write_bytes(b"")
     Path(f"{other}.idx").write_bytes(b"")
-    assert str(other) in _told(capsys, "--data-path", "0.5", corpus, "0.5", other)
+    assert str(other) in _message(capsys, "--data-path", "0.5", corpus, "0.5", other)
 
 
 def test_a_broken_tokenizer(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     vocab, merges = tmp_path / "vocab.json", tmp_path / "merges.txt"
     vocab.write_text("{")
     merges.write_text("")
-    line = _told(capsys, "--data-path", corpus, "--vocab-file", vocab, "--merge-file", merges)
+    line = _message(capsys, "--data-path", corpus, "--vocab-file", vocab, "--merge-file", merges)
     assert str(vocab) in line
 
 
 def test_a_vocabulary_smaller_than_the_tokenizers(corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    line = _told(capsys, "--data-path", corpus, "--tokenizer", "NullTokenizer", "--vocab-size", 200)
+    line = _message(capsys, "--data-path", corpus, "--tokenizer", "NullTokenizer", "--vocab-size", 200)
     assert line.startswith("mega: --vocab 100: ") and "must be at least 20" in line
 
 

@@ -59,12 +59,12 @@ def _at(places: dict[str, str], text: str) -> str:
 def test_one_clear_line_and_exit_2(bad: str, places: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
     expected = _at(places, BAD[bad])
     code = cli.main(f"{GOOD} {_at(places, bad)}".split())
-    told = capsys.readouterr()
-    lines = told.err.splitlines()
+    printed = capsys.readouterr()
+    lines = printed.err.splitlines()
     assert code == 2
-    assert told.out == ""
-    assert any(line.startswith(f"mega: {expected}") for line in lines), told.err
-    assert len(lines) == 1, told.err
+    assert printed.out == ""
+    assert any(line.startswith(f"mega: {expected}") for line in lines), printed.err
+    assert len(lines) == 1, printed.err
 
 
 def test_the_command_without_a_mistake_starts_a_rank(capsys: pytest.CaptureFixture[str]) -> None:
@@ -96,7 +96,7 @@ def test_what_a_run_needs_is_asked_for(missing: str, capsys: pytest.CaptureFixtu
         ("bench --repeats 0", "--repeats 0: must be at least 1"),
     ],
 )
-def test_a_bad_value_of_a_verbs_own_flag_is_told_as_a_runs(
+def test_a_bad_value_of_a_verbs_own_flag_is_reported_as_a_runs(
     line: str, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(line.split()) == 2
@@ -107,7 +107,7 @@ def test_the_table_is_long_enough() -> None:
     assert len(BAD) >= 40
 
 
-def test_every_mistake_is_told_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_mistake_is_reported_at_once(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(f"{GOOD} --heads 5 --min-lr 1 --save x --pp 4 --split x".split()) == 2
     assert len(capsys.readouterr().err.splitlines()) == 6
 

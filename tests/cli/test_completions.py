@@ -35,7 +35,7 @@ def test_a_file_is_no_place_for_them(tmp_path: Path, capsys: pytest.CaptureFixtu
     file.write_text("")
     for place in (file, file / "below"):
         assert cli.main(["completions", str(place)]) == 2
-        assert capsys.readouterr().err == f"mega: directory {place}: {file} is no directory; name another place\n"
+        assert capsys.readouterr().err == f"mega: directory {place}: {file} is not a directory; name another place\n"
 
 
 @pytest.mark.parametrize(

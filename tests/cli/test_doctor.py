@@ -1,4 +1,4 @@
-"""`mega doctor` tells what is there and what is not, and ends well whatever it finds."""
+"""`mega doctor` reports what is there and what is not, and exits with 0 in every case."""
 
 from __future__ import annotations
 
@@ -26,38 +26,38 @@ def test_it_names_versions_backends_and_parts(
         "gloo",
         "nccl",
         "CPU",
-        *(part.package for part in doctor.PARTS),
+        *(part.package for part in doctor.PACKAGES),
     ):
         assert word in shown
 
 
-PART = doctor.Part("made-up", "made_up", "tests")
+PACKAGE = doctor.Package("made-up", "made_up", "tests")
 
 
 def test_an_absent_part() -> None:
-    assert doctor._state(PART, cuda=False) == "absent"
+    assert doctor._state(PACKAGE, cuda=False) == "absent"
 
 
 def test_a_part_that_needs_a_gpu_is_not_called_live(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-    assert doctor._state(PART._replace(cuda=True), cuda=False) == "present, untested here: no CUDA device"
+    assert doctor._state(PACKAGE._replace(cuda=True), cuda=False) == "present, untested here: no CUDA device"
 
 
-def test_a_part_that_nobody_has_tried_is_not_called_live(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_untried_package_is_not_called_live(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     monkeypatch.setattr(importlib, "import_module", lambda name: types.ModuleType(name))
-    told = doctor._state(PART._replace(cuda=True, tried=False), cuda=True)
-    assert told == "present, untested: mega has not been run with it yet"
-    assert doctor._state(PART, cuda=True) == "live"
+    printed = doctor._state(PACKAGE._replace(cuda=True, tried=False), cuda=True)
+    assert printed == "present, untested: mega has not been run with it yet"
+    assert doctor._state(PACKAGE, cuda=True) == "live"
 
 
-def test_a_part_whose_import_fails_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_package_whose_import_fails_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(name: str) -> types.ModuleType:
         raise ImportError("libmissing.so: cannot open\nmore")
 
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     monkeypatch.setattr(importlib, "import_module", broken)
-    assert doctor._state(PART, cuda=True) == "present, but its import fails: ImportError: libmissing.so: cannot open"
+    assert doctor._state(PACKAGE, cuda=True) == "present, but its import fails: ImportError: libmissing.so: cannot open"
 
 
 def test_remarks_with_brackets_are_not_markup(

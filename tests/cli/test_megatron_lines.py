@@ -198,9 +198,9 @@ def test_what_a_line_does_not_say_stays_megatrons_default() -> None:
     }
 
 
-def test_dropped_flags_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_dropped_flags_are_reported(capsys: pytest.CaptureFixture[str]) -> None:
     parsed(LLAMA2_7B)
-    told = capsys.readouterr().err.splitlines()
+    printed = capsys.readouterr().err.splitlines()
     for flag in (
         "--use-flash-attn",
         "--no-masked-softmax-fusion",
@@ -208,7 +208,7 @@ def test_dropped_flags_are_told(capsys: pytest.CaptureFixture[str]) -> None:
         "--use-mpi",
         "--wandb-name",
     ):
-        assert sum(line.startswith(f"{flag} is accepted and changes nothing: ") for line in told) == 1
+        assert sum(line.startswith(f"{flag} is accepted and changes nothing: ") for line in printed) == 1
 
 
 KNOWN = meanings(list(entries().values()), {})

@@ -136,6 +136,6 @@ def test_exit_codes(
     monkeypatch.setattr(cli, "app", fails)
     monkeypatch.delenv("MEGA_DEBUG", raising=False)
     assert cli.main([]) == code
-    told = capsys.readouterr().err
-    assert ("Traceback" in told) == traced
-    assert str(error.args[0]) in told
+    printed = capsys.readouterr().err
+    assert ("Traceback" in printed) == traced
+    assert str(error.args[0]) in printed

@@ -27,7 +27,7 @@ TALK = [
 ]
 
 
-def told(name: str, tokenizer: Tokenizer, messages: list[Message] = TALK) -> tuple[str, str]:
+def rendered(name: str, tokenizer: Tokenizer, messages: list[Message] = TALK) -> tuple[str, str]:
     """The whole conversation as text, and what of it is trained."""
     ids, trained = encode(template(name, tokenizer)(messages), tokenizer)
     assert len(ids) == len(trained)
@@ -46,7 +46,7 @@ def llama3() -> Tokenizer:
 
 def test_llama3() -> None:
     tokenizer = llama3()
-    whole, trained = told("llama3", tokenizer)
+    whole, trained = rendered("llama3", tokenizer)
     head = "<|start_header_id|>{}<|end_header_id|>\n\n{}<|eot_id|>".format
     assert whole == "<|begin_of_text|>" + "".join(head(role, text.strip()) for role, text in TALK)
     assert trained == "Hello!<|eot_id|> | See you.<|eot_id|>"
@@ -70,11 +70,11 @@ def test_llama2() -> None:
 def test_plain_fits_any_tokenizer() -> None:
     files = {"vocab_file": shared("gpt2/gpt2-vocab.json"), "merge_file": shared("gpt2/gpt2-merges.txt")}
     tokenizer = build(tokenizer="GPT2BPETokenizer", **files)
-    whole, trained = told("plain", tokenizer)
+    whole, trained = rendered("plain", tokenizer)
     assert whole.endswith("User: Bye\n\nAssistant: See you.<|endoftext|>")
     assert trained == " Hello!<|endoftext|> |  See you.<|endoftext|>"
     with pytest.raises(ValueError, match=r"--chat-template: GPT2BPETokenizer has no <\|im_start\|>"):
-        told("chatml", tokenizer)
+        rendered("chatml", tokenizer)
     with pytest.raises(ValueError, match="--chat-template nice: must be llama2, llama3, chatml, plain, or a Jinja"):
         template("nice", tokenizer)
 
@@ -101,7 +101,7 @@ def test_chatml_and_the_same_in_jinja(tmp_path: Path) -> None:
     pytest.importorskip("jinja2")
     tokenizer = with_im(tmp_path)
     talk = [Message("user", "Hi <|im_end|> {{ 1 }}"), Message("assistant", "Yes.")]
-    whole, trained = told("chatml", tokenizer, talk)
+    whole, trained = rendered("chatml", tokenizer, talk)
     assert whole == "<|im_start|>user\nHi <|im_end|> {{ 1 }}<|im_end|>\n<|im_start|>assistant\nYes.<|im_end|>\n"
     assert trained == "Yes.<|im_end|>"
     (tmp_path / "chat.jinja").write_text(JINJA)
@@ -143,7 +143,7 @@ def test_jinja_in_its_sandbox(tmp_path: Path, source: str, message: str) -> None
     pytest.importorskip("jinja2")
     (tmp_path / "chat.jinja").write_text(source)
     with pytest.raises(ValueError, match=f"--chat-template: .*{message}"):
-        told(str(tmp_path / "chat.jinja"), with_im(tmp_path))
+        rendered(str(tmp_path / "chat.jinja"), with_im(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -153,8 +153,8 @@ def test_jinja_in_its_sandbox(tmp_path: Path, source: str, message: str) -> None
         ({"text": "a"}, 'neither "messages"'),
         ({"messages": [{"role": "user"}]}, 'without "role" and "content"'),
         ({"messages": [{"role": "robot", "content": "a"}]}, 'role "robot": must be one of'),
-        ({"messages": [{"role": "user", "content": 1}]}, "is no string"),
-        ({"messages": [{"role": "user", "content": "a"}]}, "the assistant says nothing"),
+        ({"messages": [{"role": "user", "content": 1}]}, "is not a string"),
+        ({"messages": [{"role": "user", "content": "a"}]}, "the assistant's content is empty"),
     ],
 )
 def test_bad_conversations(found: Any, message: str) -> None:
@@ -215,7 +215,7 @@ def test_rows_of_conversations(tmp_path: Path) -> None:
         assert pieces[-1] == "" and all(len(set(piece.split())) == 1 for piece in pieces[:-1]), pieces
 
 
-def test_too_long_a_conversation_is_cut_and_told(tmp_path: Path) -> None:
+def test_too_long_a_conversation_is_cut_and_reported(tmp_path: Path) -> None:
     """A row of 25 tokens and a label more: the answers begin at tokens 21, 23, 25 and 27."""
     notes: list[str] = []
     dataset, tokenizer = small(tmp_path, 25, notes)
@@ -223,8 +223,8 @@ def test_too_long_a_conversation_is_cut_and_told(tmp_path: Path) -> None:
     whole = list(labelled([str(tmp_path / "a.jsonl")], tokenizer, template("chatml", tokenizer)))
     cut, barren = sum(len(ids) > 26 for ids, _ in whole), sum(not any(trained[1:26]) for _, trained in whole)
     assert 0 < barren == 5 < cut < 20
-    told = f"of 20 conversations --seq-length 25 cuts {cut}; {barren} have no trained token"
-    assert notes == [f"--chat-data {tmp_path}/a.jsonl: {told}"]
+    expected = f"of 20 conversations --seq-length 25 cuts {cut}; {barren} have no trained token"
+    assert notes == [f"--chat-data {tmp_path}/a.jsonl: {expected}"]
     small(tmp_path, 60, notes)
     assert len(notes) == 1, "where all fit there is nothing to tell"
     with pytest.raises(ValueError, match=r"--chat-data .*: no token is trained in what --seq-length 10 leaves"):
@@ -243,7 +243,7 @@ def test_shown_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture
     source.write_text('{"prompt": 1, "completion": "a"}\n')
     capsys.readouterr()
     assert main(base.split()) == 2
-    assert f"{source}:1: what the user says is no string" in capsys.readouterr().err
+    assert f"{source}:1: the user's content is not a string" in capsys.readouterr().err
 
 
 def test_training_reads_chat(tmp_path: Path) -> None:

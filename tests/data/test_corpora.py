@@ -102,8 +102,8 @@ def test_verify_finds_what_the_structure_cannot(tmp_path: Path, capsys: pytest.C
         (tmp_path / name).write_bytes(whole[:30] + bytes([whole[30] ^ 1]) + whole[31:])
         capsys.readouterr()
         assert main(["data", "verify", prefix]) == 2
-        told = capsys.readouterr().err
-        assert name in told and len(told.splitlines()) == 1
+        printed = capsys.readouterr().err
+        assert name in printed and len(printed.splitlines()) == 1
         (tmp_path / name).write_bytes(whole)
 
 
@@ -116,9 +116,9 @@ def test_merge_and_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     capsys.readouterr()
     line = f"data inspect {tmp_path}/m --tokenizer NullTokenizer --vocab-size 9 --samples 1"
     assert main(line.split()) == 0
-    told = capsys.readouterr().out
-    assert "3 documents, 3 sequences, 12 tokens, uint16, ids 0 .. 2" in told and "'0 0 0'" in told
-    assert "2 ..       3 tokens            1  33.3 %" in told
+    printed = capsys.readouterr().out
+    assert "3 documents, 3 sequences, 12 tokens, uint16, ids 0 .. 2" in printed and "'0 0 0'" in printed
+    assert "2 ..       3 tokens            1  33.3 %" in printed
     for wrong, message in (("--vocab-size 1", "m: holds ids up to 2, but"), ("--samples -1", "--samples -1: must be")):
         assert main([*line.split(), *wrong.split()]) == 2
         assert message in capsys.readouterr().err
@@ -133,8 +133,8 @@ def test_numbers_of_a_sample_to_show(tmp_path: Path, capsys: pytest.CaptureFixtu
     ranges = ("--mask-prob nan", "--mask-prob -1", "--short-seq-prob 2", "--decoder-seq-length 0", "--vocab-size 0")
     for wrong in ("--seq-length 0", "--seq-length -5", "--seed -1", "--seed 4294967296", *ranges):
         assert main([*line.split(), *wrong.split()]) == 2
-        told = capsys.readouterr().err
-        assert wrong in told and len(told.splitlines()) == 1
+        printed = capsys.readouterr().err
+        assert wrong in printed and len(printed.splitlines()) == 1
 
 
 def test_split_and_presplit(tmp_path: Path) -> None:
@@ -179,12 +179,12 @@ def test_places_that_cannot_be_written_are_named(tmp_path: Path, capsys: pytest.
     source.write_text('{"text": "One."}\n')
     np.save(tmp_path / "a.npy", np.array([1, 2]))
     for line, flag, rule in (
-        (f"split --input {source}", f"--output-dir {source}", "is no directory"),
-        (f"split --input {source}", f"--output-dir {source}/x", "is no directory"),
-        (f"presplit --input {source}", f"--output {source}/x", "is no directory"),
+        (f"split --input {source}", f"--output-dir {source}", "is not a directory"),
+        (f"split --input {source}", f"--output-dir {source}/x", "is not a directory"),
+        (f"presplit --input {source}", f"--output {source}/x", "is not a directory"),
         (f"presplit --input {source}", f"--output {tmp_path}", "is a directory; must be a file"),
-        (f"from-numpy --input {tmp_path}/a.npy", f"--output-prefix {source}/x", "is no directory"),
+        (f"from-numpy --input {tmp_path}/a.npy", f"--output-prefix {source}/x", "is not a directory"),
     ):
         assert main(["data", *line.split(), *flag.split()]) == 2
-        told = capsys.readouterr().err
-        assert told.startswith(f"mega: {flag}: ") and rule in told and len(told.splitlines()) == 1
+        printed = capsys.readouterr().err
+        assert printed.startswith(f"mega: {flag}: ") and rule in printed and len(printed.splitlines()) == 1

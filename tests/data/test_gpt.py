@@ -27,7 +27,7 @@ LENGTHS = [5, 3, 8, 2, 7, 4, 6, 9]
 
 
 def corpus(prefix: Path, lengths: list[int] = LENGTHS, base: int = 0) -> Path:
-    """Documents whose token number j of document i is base + 10 i + j: every token says where it is from."""
+    """Documents whose token number j of document i is base + 10 i + j: every token shows where it is from."""
     with IndexedWriter(prefix, token_dtype(60000)) as writer:
         for i, length in enumerate(lengths):
             writer.add([[base + 10 * i + j for j in range(length)]])
@@ -97,7 +97,7 @@ class Numbers:
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(1, 3), st.integers(1, 4), st.lists(st.integers(1, 4), min_size=1, max_size=4), st.booleans())
-def test_every_sample_once_in_order_whatever_the_layout(b: int, d: int, steps: list[int], ahead: bool) -> None:
+def test_every_sample_once_in_order_in_any_layout(b: int, d: int, steps: list[int], ahead: bool) -> None:
     total = sum(steps) * b * d
     ranks = [
         Batches(Numbers(total), micro_batch=b, vocab=10**6, dp_index=r, dp_size=d, read_ahead=ahead) for r in range(d)
@@ -238,7 +238,7 @@ def test_corpus_of_each_split(tmp_path: Path) -> None:
     assert max(int(made.train[i].max()) for i in range(10)) < 500 <= min(int(made.valid[i].min()) for i in range(10))
 
 
-def test_epochs_and_empty_splits_are_told(tmp_path: Path) -> None:
+def test_epochs_and_empty_splits_are_reported(tmp_path: Path) -> None:
     made = build((50, 5, 0), data_path=(str(corpus(tmp_path / "a")),))
     assert made.valid is None
     assert ["take 5 epochs" in note or "is empty" in note for note in made.notes] == [True, True]
@@ -267,7 +267,7 @@ def test_bad_data(tmp_path: Path) -> None:
         ({"data_path": ("1e308", prefix, "1e308", prefix)}, "the weights' sum must be a finite number"),
         ({"data_path": (prefix,), "split": "x"}, "--split"),
         ({"data_path": (prefix,), "split": "0,1,0"}, "train part of --split .* is empty"),
-        ({"data_path": (prefix,), "train_data": (prefix,)}, "cannot stand beside"),
+        ({"data_path": (prefix,), "train_data": (prefix,)}, "cannot be combined with"),
         ({"data_path": (prefix,), "vocab": 78}, "token ids 0 .. 78, but the vocabulary's are 0 .. 77"),
         ({"data_path": (prefix,), "split": "1", "seq_length": 44}, "has 44 tokens, needs 45"),
     ]
@@ -283,7 +283,7 @@ def test_parse_blend() -> None:
 
 
 def test_a_sample_is_read_in_microseconds(tmp_path: Path) -> None:
-    """The aim is 20 us; five times that still tells a lost map from a busy machine."""
+    """The aim is 20 us; five times that still distinguishes a lost map from a busy machine."""
     data = IndexedDataset(corpus(tmp_path / "a", [700] * 60))
     dataset = GPTDataset(data, sample_order(data.lengths, 0, 60, seq_length=2048, samples=15, seed=0), 2048)
     dataset[0]

@@ -58,7 +58,7 @@ def test_workers_and_packing_do_not_change_the_bytes(tmp_path: Path, monkeypatch
     assert made[0] == made[1] == made[2]
 
 
-def test_eod_behind_every_document_that_has_a_token(tmp_path: Path) -> None:
+def test_eod_after_every_document_that_has_a_token(tmp_path: Path) -> None:
     source = lines(tmp_path / "a.jsonl", {"text": "1 2"}, {"text": ""}, {"text": ["3", "", "4 5"]}, {"text": []})
     report, sequences, documents = run(source, append_eod=True)
     assert sequences == [[1, 2, 99], [3], [4, 5, 99]] and documents == [0, 1, 1, 3, 3]
@@ -143,7 +143,7 @@ def test_plain_text_is_one_document(tmp_path: Path) -> None:
 
 
 def test_what_python_writes_into_json_is_read(tmp_path: Path) -> None:
-    """NaN is no JSON, but Megatron-LM's reader takes it; half a surrogate pair is taken by neither's tokenizer."""
+    """NaN is not JSON, but Megatron-LM's reader takes it; half a surrogate pair is taken by neither's tokenizer."""
     source = tmp_path / "a.jsonl"
     lines(source, {"text": "1", "score": float("nan"), "worth": float("inf")}, b'{"text": "2", "n": 1e999}\n')
     assert run(source)[1] == [[1], [2]]
@@ -195,8 +195,8 @@ def test_cut_gzip_is_named(tmp_path: Path) -> None:
         ("--input {d}/no --tokenizer-type NullTokenizer --vocab-size 9", "--input {d}/no: no such file"),
         ("--input {d}/a --tokenizer-type NullTokenizer", "--vocab-size"),
         ("--input {d}/a", "--tokenizer is missing: it must be one of"),
-        ("--input {d}/a --tokenizer-type NullTokenizer --vocab-size 9 --lang german", "--lang: says how sentences"),
-        ("--input {d}/a --tokenizer-type NullTokenizer --vocab-size 9 --keep-newlines", "--keep-newlines: says how"),
+        ("--input {d}/a --tokenizer-type NullTokenizer --vocab-size 9 --lang german", "--lang: sets how sentences"),
+        ("--input {d}/a --tokenizer-type NullTokenizer --vocab-size 9 --keep-newlines", "--keep-newlines: sets how"),
         ("--input {d}/a --tokenizer-type GPT2BPETokenizer", "--vocab-file is missing"),
         ("--input {d}/a --tokenizer-type NullTokenizer --vocab-size 9 --workers 0", "--workers 0: must be"),
         ("--input {d}/a --tokenizer-type NullTokenizer --vocab-size 9 --json-keys a a", "--json-keys a a"),
@@ -221,14 +221,14 @@ def test_bad_command_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str], a
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "lost").symlink_to("nowhere")
     code = main(["preprocess", "--output-prefix", f"{tmp_path}/out", *arguments.format(d=tmp_path).split()])
-    told = capsys.readouterr().err.strip()
-    assert code == 2 and message.format(d=tmp_path) in told and len(told.splitlines()) == 1
+    printed = capsys.readouterr().err.strip()
+    assert code == 2 and message.format(d=tmp_path) in printed and len(printed.splitlines()) == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "empty", "lost", "pipe"]
 
 
 @pytest.mark.parametrize("forks", [True, False])
 def test_workers_hand_over_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forks: bool) -> None:
-    """A block without a token, from processes forked or begun anew."""
+    """A block without a token, from processes forked or spawned."""
     monkeypatch.setattr("mega.core.data.workers._can_fork", lambda: forks)
     source = lines(tmp_path / "a.jsonl", {"text": ""}, b"bad\n")
     report, sequences, _ = run(source, workers=2, on_error="skip")

@@ -142,7 +142,7 @@ def test_text_by_line(tmp_path: Path) -> None:
 
 
 def test_globs_folders_and_standard_input(tmp_path: Path) -> None:
-    """A folder is read by name, whatever its files are called: WikiExtractor's AA/wiki_00 among them."""
+    """A folder is read in the order of names, under any file names: WikiExtractor's AA/wiki_00 among them."""
     whole = tmp_path / "whole.jsonl"
     whole.write_bytes(jsonl(TEXTS[:300]))
     for i in range(3):
@@ -234,7 +234,7 @@ def test_resume_refuses_other_work(tmp_path: Path, plain: Path) -> None:
         run(tmp_path, plain, resume=True, save_every=0.0, progress=halt)
     with pytest.raises(ValueError, match="belongs to work with other inputs"):
         run(tmp_path, plain, plain, resume=True)
-    with pytest.raises(ValueError, match="standard input cannot stand beside"):
+    with pytest.raises(ValueError, match="standard input cannot be combined with"):
         run(tmp_path, "-", resume=True)
 
 
@@ -242,7 +242,7 @@ def test_resume_refuses_other_work(tmp_path: Path, plain: Path) -> None:
 def test_resume_after_a_kill_while_publishing(
     tmp_path: Path, plain: Path, published: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Behind the renaming of the .bin, of the .idx, and before the notes go away."""
+    """After the renaming of the .bin, of the .idx, and before the notes go away."""
     expected = run(tmp_path, plain)
     script = f"""
 import os, sys
@@ -323,7 +323,7 @@ def test_punkt_needs_its_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     from tests.support.shared import shared
 
     monkeypatch.setattr(nltk.data, "path", [str(tmp_path)])
-    with pytest.raises(ValueError, match=r"--lang english: there is no tokenizers/punkt_tab/english"):
+    with pytest.raises(ValueError, match=r"--lang english: tokenizers/punkt_tab/english is not where"):
         splitter("punkt")
     monkeypatch.setattr(nltk.data, "path", [str(shared("nltk_data"))])
     text = "Mr. Smith went home!\n\nWas it 3.5 miles? Yes."

@@ -54,7 +54,7 @@ def test_real_records(tmp_path: Path) -> None:
     inputs = sorted(tuple(features["input_ids"]) for features in read(path))
     assert sorted(tuple(found[i].text.tolist()) for i in range(60)) == inputs
     assert sorted(tuple(found[i].text.tolist()) for i in range(60, 120)) == inputs
-    assert any(not np.array_equal(found[i].text, found[i + 60].text) for i in range(60)), "shuffled anew"
+    assert any(not np.array_equal(found[i].text, found[i + 60].text) for i in range(60)), "reshuffled"
     swapped = 0
     for i in range(60):
         sample = found[i]
@@ -102,8 +102,8 @@ def test_records_of_another_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda data: data[:-1], "cut short behind byte"),
-        (lambda data: data[:5], "cut short behind byte 0"),
+        (lambda data: data[:-1], "cut short after byte"),
+        (lambda data: data[:5], "cut short after byte 0"),
         (lambda data: bytes([data[0] ^ 1]) + data[1:], "the length at byte 0 has another checksum"),
         (lambda data: data[:50] + bytes([data[50] ^ 1]) + data[51:], "the record at byte 0 has another checksum"),
     ],

@@ -1,4 +1,4 @@
-"""Worker processes: forked or begun anew, the same answers; none stays when its parent is gone."""
+"""Worker processes: forked or spawned, the same answers; none stays when its parent is gone."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import pytest
 
 from mega.core.data import sources, workers
 from mega.core.data.preprocess import preprocess
-from mega.core.data.workers import Slot, Work, Workers
+from mega.core.data.workers import Buffer, Work, Workers
 from mega.core.text.build import build
 from tests.support.shared import REPOSITORY, shared
 
@@ -27,15 +27,15 @@ class Number(NamedTuple):
     size: int = 1 << 20
 
 
-def squared(number: Number, slot: Slot) -> int | None:
-    """The square, in the slot where it has memory."""
+def squared(number: Number, buffer: Buffer) -> int | None:
+    """The square, in the buffer where it has memory."""
     if number.value < 0:
         raise ValueError(f"{number.value}: below 0")
     if number.value == 1000:
         os.kill(os.getpid(), signal.SIGKILL)
-    if not slot:
+    if not buffer:
         return number.value**2
-    slot[:8] = (number.value**2).to_bytes(8)
+    buffer[:8] = (number.value**2).to_bytes(8)
     return None
 
 
@@ -46,7 +46,8 @@ def made_squared() -> Work[Number, int | None]:
 def asked(values: list[int]) -> list[int]:
     with Workers(2, here=made_squared, there=made_squared) as pool:
         return [
-            int.from_bytes(slot[:8]) if found is None else found for _, found, slot in pool.answers(map(Number, values))
+            int.from_bytes(buffer[:8]) if found is None else found
+            for _, found, buffer in pool.answers(map(Number, values))
         ]
 
 
@@ -55,12 +56,12 @@ def answers_come_in_order() -> None:
     assert asked([]) == []
 
 
-def an_error_is_told() -> None:
+def an_error_is_reported() -> None:
     with pytest.raises(ValueError, match="-1: below 0"):
         asked([1, 2, -1, 4])
 
 
-def a_kill_is_told() -> None:
+def a_kill_is_reported() -> None:
     with pytest.raises(ChildProcessError, match="a worker was killed"):
         asked([1, 2, 1000, *range(3, 50)])
 
@@ -73,7 +74,7 @@ def libraries_have_one_thread() -> None:
         merge_file=shared("gpt2/gpt2-merges.txt"),
     )
 
-    def threads(number: Number, slot: Slot) -> int:
+    def threads(number: Number, buffer: Buffer) -> int:
         tokenizer.encode_batch(["many words"] * 1000)
         return len(os.listdir("/proc/self/task"))
 
@@ -83,7 +84,9 @@ def libraries_have_one_thread() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="workers are forked on Linux only")
-@pytest.mark.parametrize("check", [answers_come_in_order, an_error_is_told, a_kill_is_told, libraries_have_one_thread])
+@pytest.mark.parametrize(
+    "check", [answers_come_in_order, an_error_is_reported, a_kill_is_reported, libraries_have_one_thread]
+)
 def test_forked(check: Callable[[], None]) -> None:
     """In a process of its own: threads of other tests may live in this one."""
     if check is libraries_have_one_thread:
@@ -92,8 +95,8 @@ def test_forked(check: Callable[[], None]) -> None:
     subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, check=True, timeout=120)
 
 
-@pytest.mark.parametrize("check", [answers_come_in_order, an_error_is_told, a_kill_is_told])
-def test_begun_anew(check: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("check", [answers_come_in_order, an_error_is_reported, a_kill_is_reported])
+def test_spawned(check: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workers, "_can_fork", lambda: False)
     check()
 
@@ -120,12 +123,12 @@ def bytes_of(novel: Path, count: int) -> bytes:
 def test_the_bytes_do_not_depend_on_how_they_travel(novel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = bytes_of(novel, 1)
     assert bytes_of(novel, 2) == expected, "forked, ids in shared memory"
-    monkeypatch.setattr(workers, "SLOT_BYTES", 20_000)
-    assert bytes_of(novel, 2) == expected, "a slot is too small for some blocks and large enough for others"
+    monkeypatch.setattr(workers, "BUFFER_BYTES", 20_000)
+    assert bytes_of(novel, 2) == expected, "a buffer is too small for some blocks and large enough for others"
     stay = threading.Event()
     threading.Thread(target=stay.wait).start()
     try:
-        assert bytes_of(novel, 2) == expected, "begun anew, beside another thread"
+        assert bytes_of(novel, 2) == expected, "spawned, next to another thread"
     finally:
         stay.set()
 

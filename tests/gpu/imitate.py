@@ -28,7 +28,7 @@ from mega.core.parallel import peers as exchanges
 from mega.core.parallel.launch import connect, disconnect
 from mega.core.parallel.mesh import Axis, Groups
 from mega.core.plan import pieces
-from mega.core.proof.bench import measure, row, told
+from mega.core.proof.bench import format_speed, measure, row
 
 
 class Two(Groups):
@@ -107,7 +107,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         name = f"{asked.row}, tp {asked.world}" + (" imitated" if asked.world > 2 else "")
         speed = measure(name, run, world.rank, asked.world, device, groups, trace=asked.trace)
         if world.rank == 0:
-            print(told(speed), flush=True)
+            print(format_speed(speed), flush=True)
             found = {
                 **speed.fields(),
                 "layers": run.model.layers,

@@ -149,8 +149,8 @@ def test_a_rank_that_holds_only_padding_adds_nothing() -> None:
         assert not target.any() and not (total * (largest - 1.0).exp()).any()
 
 
-@pytest.mark.parametrize("fine", [1.0, 0.0])
-def test_adamw(fine: float) -> None:
+@pytest.mark.parametrize("finite", [1.0, 0.0])
+def test_adamw(finite: float) -> None:
     size, border, step, factor = 5000, 3008, 3, 0.25
     rule = AdamW(0.9, 0.999, 1e-8)
     master, grad = random(size, dtype=torch.float32), random(size, dtype=torch.float32)
@@ -159,13 +159,13 @@ def test_adamw(fine: float) -> None:
     exact = [t.double().clone() for t in (master, grad * factor, first, second)]
     for part, decay in ((slice(0, border), 0.1), (slice(border, size), 0.0)):
         rule.reference(*(t[part] for t in exact), args=StepArgs(step, 1e-2, decay))
-    facts = torch.tensor([fine, factor, 1 - 0.9**step, 1 - 0.999**step], device=DEVICE)
+    scalars = torch.tensor([finite, factor, 1 - 0.9**step, 1 - 0.999**step], device=DEVICE)
     before = weights.clone()
     kernels()["adamw"](
-        master, grad, first, second, weights, facts,
+        master, grad, first, second, weights, scalars,
         decay_end=border, lr=1e-2, decay=0.1, beta1=0.9, beta2=0.999, eps=1e-8,
     )  # fmt: skip
-    if not fine:
+    if not finite:
         assert torch.equal(weights, before)
         return
     for ours, truth in zip((master, first, second), (exact[0], exact[2], exact[3]), strict=True):
@@ -179,9 +179,9 @@ def test_adamw_without_masters() -> None:
     first, second = random(5000, dtype=torch.float32), random(5000, dtype=torch.float32).square()
     exact = [t.double().clone() for t in (weights, grad, first, second)]
     AdamW(0.9, 0.999, 1e-8).reference(*exact, args=StepArgs(3, 1e-2, 0.1))
-    facts = torch.tensor([1.0, 1.0, 1 - 0.9**3, 1 - 0.999**3], device=DEVICE)
+    scalars = torch.tensor([1.0, 1.0, 1 - 0.9**3, 1 - 0.999**3], device=DEVICE)
     kernels()["adamw"](
-        weights, grad, first, second, None, facts,
+        weights, grad, first, second, None, scalars,
         decay_end=5000, lr=1e-2, decay=0.1, beta1=0.9, beta2=0.999, eps=1e-8,
     )  # fmt: skip
     assert error(first, exact[2]) < 1e-6

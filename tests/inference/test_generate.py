@@ -1,4 +1,4 @@
-"""A whole model out of a checkpoint: what it says, and what it makes of a text."""
+"""A whole model out of a checkpoint: what it generates, and how it scores a text."""
 
 from __future__ import annotations
 
@@ -96,17 +96,17 @@ def test_losses_are_those_of_each_window(saved: tuple[Checkpoint, DecoderStage])
         torch.testing.assert_close(found[start:stop], torch.tensor(expected), rtol=1e-4, atol=1e-4)
 
 
-def test_the_verb_says_the_same_text_for_the_same_seed(
+def test_the_verb_generates_the_same_text_for_the_same_seed(
     saved: tuple[Checkpoint, DecoderStage], capfd: pytest.CaptureFixture[str]
 ) -> None:
     checkpoint, _ = saved
-    told = []
+    printed = []
     for seed in ("1", "1", "2"):
         line = ["generate", "--load", str(checkpoint.path), "--prompt", "ab", "--tokens", "9", "--seed", seed]
         assert cli.main([*line, "--device", "cpu"]) == 0
-        told.append(capfd.readouterr().out)
-    assert told[0] == told[1] != told[2]
-    assert told[0].startswith("ab")
+        printed.append(capfd.readouterr().out)
+    assert printed[0] == printed[1] != printed[2]
+    assert printed[0].startswith("ab")
 
 
 def test_a_seed_that_no_generator_takes(
@@ -118,8 +118,8 @@ def test_a_seed_that_no_generator_takes(
     capfd.readouterr()
     for seed in (-(2**63) - 1, 2**64):
         assert cli.main([*line, str(seed)]) == 2
-        told = capfd.readouterr()
-        assert told.out == "" and told.err.startswith(f"mega: --seed {seed}: must be a whole number from -92")
+        printed = capfd.readouterr()
+        assert printed.out == "" and printed.err.startswith(f"mega: --seed {seed}: must be a whole number from -92")
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def test_a_seed_that_no_generator_takes(
         ("", "Once upon a time, there"),
     ],
 )
-def test_the_blank_behind_the_prompt_is_told(
+def test_the_blank_after_the_prompt_is_reported(
     tmp_path: Path, prompt: str, text: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """SentencePiece's decoder drops the blank of a first piece, and the first new piece is not the text's first."""
@@ -140,7 +140,7 @@ def test_the_blank_behind_the_prompt_is_told(
     assert capfd.readouterr().out == f"{text}\n"
 
 
-def test_a_checkpoint_without_a_tokenizer_says_so(saved: tuple[Checkpoint, DecoderStage], tmp_path: Path) -> None:
+def test_a_checkpoint_without_a_tokenizer_is_reported(saved: tuple[Checkpoint, DecoderStage], tmp_path: Path) -> None:
     checkpoint, stage = saved
     meta = {"config": {"model": checkpoint.meta["config"]["model"], "tokenizer": {"tokenizer": None}}}
     CheckpointStore(tmp_path).save(1, _pieces_without_change(stage), meta)

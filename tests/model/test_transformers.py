@@ -74,7 +74,7 @@ def gradients(stage: DecoderStage) -> dict[str, torch.Tensor]:
 def check(stage: DecoderStage, theirs: Any, to_ours: Any, bound: float = 1e-5) -> None:
     """Logits, loss and gradients of one batch with ragged weights. Norms and angles of their Llama are always fp32."""
     theirs = theirs.to(stage.dtype).train(False)
-    with torch.no_grad():  # biases and norms too are no constants
+    with torch.no_grad():  # biases and norms are not constants either
         for number, parameter in enumerate(theirs.parameters()):
             parameter.add_(0.1 * random(*parameter.shape, seed=number).to(stage.dtype))
     load(stage, to_ours({name: p.detach() for name, p in theirs.named_parameters()}))

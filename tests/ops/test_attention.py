@@ -94,7 +94,7 @@ def test_queries_that_see_no_key(form: Attention) -> None:
 
 @pytest.mark.parametrize("form", [plain, fused])
 def test_one_token_at_a_time_is_the_whole_row(form: Attention) -> None:
-    """Each query of a cached row by itself, at its offset."""
+    """Each query of a cached row on its own, at its offset."""
     q, k, v = inputs(4, 2)
     for window in (None, 3):
         whole = form(q, k, v, AttentionMask(window=window))

@@ -63,7 +63,7 @@ def test_a_part_of_a_mask_is_the_mask_of_the_part(seed: int, data: st.DataObject
         assert torch.equal(part.dropout(torch.ones(b, heads, *size[1:])), whole[:, :, queries, keys])
 
 
-def test_a_kernel_needs_no_mask_where_the_kind_says_all() -> None:
+def test_a_kernel_needs_no_mask_where_the_kind_suffices() -> None:
     assert CAUSAL.simple_kind(5, 5) == "causal" and FULL.simple_kind(3, 5) == "full"
     assert AttentionMask(window=5).simple_kind(5, 5) == "causal" and AttentionMask(window=4).simple_kind(5, 5) is None
     assert CAUSAL.simple_kind(3, 5) is None and AttentionMask(q_offset=2).simple_kind(3, 5) is None

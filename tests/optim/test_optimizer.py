@@ -74,7 +74,7 @@ def test_fused_update_is_the_reference() -> None:
 
 
 def test_a_cut_span_changes_nothing() -> None:
-    """Where a span begins and ends is no business of the rule: decay_split give the whole's bits."""
+    """Where a span begins and ends does not concern the rule: both sides of decay_split give the whole's bits."""
     whole = [random(100, seed=seed).abs() for seed in range(4)]
     decay_split = [tensor.clone() for tensor in whole]
     RULE.update(*whole, args=StepArgs(3, LR, DECAY))
@@ -134,6 +134,6 @@ def order_of_updates(groups: Groups, rank: int) -> list[str]:
 
 def test_ends_of_a_pipeline_meet_when_both_are_done_with_the_rest(pool: Pool) -> None:
     """They wait for each other over the tensor they share: were it one's first and the other's last, no stage's update
-    would run beside the other's."""
+    would overlap the other's."""
     for kinds in pool.run(order_of_updates, world=2):
         assert kinds[-1] == "tied" and kinds.count("tied") == 1 < len(kinds)

@@ -134,7 +134,7 @@ def test_the_reference_of_adafactor_is_the_librarys(relative: bool) -> None:
         weight.grad = torch.sin(torch.arange(12.0).double() * step).view(3, 4)
         ours -= update("w", ours, weight.grad, step, DECAY)
         theirs.step()
-    # The library rounds its root mean squares and decays before or behind the step.
+    # The library rounds its root mean squares and decays before or after the step.
     torch.testing.assert_close(ours, weight.detach(), rtol=1e-4, atol=1e-5)
 
 

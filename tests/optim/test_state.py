@@ -159,7 +159,7 @@ def test_without_masters(dtype: str) -> None:
 
 
 def keep(groups: Groups, rank: int, run: RunConfig, world: int, source: str | None, steps: tuple[int, ...]) -> None:
-    """Job: begin, or go on from a checkpoint; take these steps; save."""
+    """Job: begin, or resume from a checkpoint; take these steps; save."""
     state = state_of(run, rank, world, groups)
     if source is not None:
         restore(state, ResumePoint(locate(Path(source)), weights_only=False))
@@ -177,9 +177,9 @@ MIXED = {"tp": 2, "pp": 2, "zero": 1, "sequence_parallel": True, "global_batch":
     [("adafactor", [{"tp": 4}, {"zero": 3, "optimizer_offload": True}]), ("lamb", [{"zero": 2}]), ("sgd", [{"pp": 4}])],
 )
 def test_any_layout_reads_any_other(pool: Pool, tmp_path: Path, rule: str, others: list[dict[str, Any]]) -> None:
-    """Saved by 8 ranks in one layout and saved again by 4 in another, or cut anew: every byte is there unchanged.
+    """Saved by 8 ranks in one layout and saved again by 4 in another, or cut again: every byte is there unchanged.
 
-    And a run that goes on from it is bitwise the run that never stopped.
+    And a run that resumes from it is bitwise the run that never stopped.
     """
     run = small_run("gpt", 8, optimizer=rule, dtype="fp32", save=str(tmp_path / "first"), **MIXED)
     pool.run(keep, run, 8, None, (0, 1), world=8)

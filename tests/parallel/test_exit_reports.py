@@ -27,7 +27,7 @@ from mega.core.parallel.launch import connect, disconnect, launch
 
 
 def _patient() -> None:
-    """Of ranks that all have something to say: on a busy machine one may come seconds behind the others."""
+    """Of ranks that all have an error to report: on a busy machine one may come seconds after the others."""
     exit_reports.GRACE, exit_reports.LIMIT = 30.0, 60.0
 
 
@@ -71,7 +71,7 @@ def _killed() -> int:
     return _exchange()
 
 
-def _killed_beside_a_fault() -> int:
+def _killed_along_with_a_fault() -> int:
     world, _, _ = connect("cpu")
     if world.rank == 1:
         time.sleep(0.5)
@@ -82,7 +82,7 @@ def _killed_beside_a_fault() -> int:
 
 
 def _lost(port: int) -> int:
-    """Ranks that nobody watches, as of srun: one goes without a word, the others know no cause."""
+    """Ranks without a supervisor, as of srun: one ends silently, the others know no cause."""
     _meet_at(port)
     world, _, _ = connect("cpu")
     if world.rank == 1:
@@ -118,12 +118,12 @@ def _port() -> int:
 
 CASES: tuple[Callable[..., int], ...] = (
     *(_same_mistake, _same_fault, _own_mistakes, _one_mistake, _mistake_before_they_met, _killed),
-    *(_killed_beside_a_fault, _same_mistake_at_an_address, _lost),
+    *(_killed_along_with_a_fault, _same_mistake_at_an_address, _lost),
 )
 
 
 @pytest.fixture(scope="module")
-def told() -> dict[str, tuple[int, list[str]]]:
+def outcomes() -> dict[str, tuple[int, list[str]]]:
     """Case -> exit code of three ranks, lines on stderr. All in one process: its ranks write where it does."""
     environ = {name: value for name, value in os.environ.items() if name != "MEGA_DEBUG"}
     done = subprocess.run([sys.executable, __file__], capture_output=True, text=True, timeout=600, env=environ)
@@ -139,20 +139,23 @@ def test_examples() -> None:
     assert doctest.testmod(exit_reports).failed == doctest.testmod(launcher).failed == 0
 
 
-def test_what_all_say_is_read_once(told: dict[str, tuple[int, list[str]]]) -> None:
+def test_what_all_report_is_read_once(outcomes: dict[str, tuple[int, list[str]]]) -> None:
     lines = ["mega: --load here: does not fit", "mega: --hidden 8: must be 16"]
-    assert told["_same_mistake"] == (2, lines)
-    assert told["_same_mistake_at_an_address"] == (2, ["mega: --lr 0: must be positive"])
+    assert outcomes["_same_mistake"] == (2, lines)
+    assert outcomes["_same_mistake_at_an_address"] == (2, ["mega: --lr 0: must be positive"])
 
 
-def test_a_fault_of_ours_shows_one_traceback(told: dict[str, tuple[int, list[str]]]) -> None:
-    code, lines = told["_same_fault"]
+def test_a_fault_of_ours_shows_one_traceback(outcomes: dict[str, tuple[int, list[str]]]) -> None:
+    code, lines = outcomes["_same_fault"]
     assert code == 1 and lines[0].startswith("Traceback") and lines[-1] == "KeyError: 'ours'"
     assert sum("Traceback" in line for line in lines) == 1
 
 
-def test_what_differs_is_told_with_its_ranks(told: dict[str, tuple[int, list[str]]]) -> None:
-    assert told["_own_mistakes"] == (1, ["mega: ranks 0, 2: even disks are full", "mega: rank 1: odd disks are full"])
+def test_what_differs_is_reported_with_its_ranks(outcomes: dict[str, tuple[int, list[str]]]) -> None:
+    assert outcomes["_own_mistakes"] == (
+        1,
+        ["mega: ranks 0, 2: even disks are full", "mega: rank 1: odd disks are full"],
+    )
 
 
 @pytest.mark.parametrize(
@@ -162,20 +165,20 @@ def test_what_differs_is_told_with_its_ranks(told: dict[str, tuple[int, list[str
         ("_mistake_before_they_met", "mega: rank 1: --data-path bad: damaged here"),
     ],
 )
-def test_what_one_rank_met_is_told_without_its_peers_losing_it(
-    case: str, line: str, told: dict[str, tuple[int, list[str]]]
+def test_what_one_rank_met_is_reported_without_its_peers_losing_it(
+    case: str, line: str, outcomes: dict[str, tuple[int, list[str]]]
 ) -> None:
-    assert told[case] == (2, [line])
+    assert outcomes[case] == (2, [line])
 
 
-def test_a_killed_rank_is_named_and_its_peers_say_nothing(told: dict[str, tuple[int, list[str]]]) -> None:
-    code, (line,) = told["_killed"]
+def test_a_killed_rank_is_named_and_its_peers_report_nothing(outcomes: dict[str, tuple[int, list[str]]]) -> None:
+    code, (line,) = outcomes["_killed"]
     assert code == 128 + signal.SIGKILL
     assert line.startswith("mega: rank 1 was killed by SIGKILL: ") and "memory" in line
 
 
-def test_a_peer_with_a_reason_of_its_own_says_it_too(told: dict[str, tuple[int, list[str]]]) -> None:
-    _, lines = told["_killed_beside_a_fault"]
+def test_a_peer_with_a_reason_of_its_own_reports_it_too(outcomes: dict[str, tuple[int, list[str]]]) -> None:
+    _, lines = outcomes["_killed_along_with_a_fault"]
     assert len(lines) == 2, lines
     assert lines[0].startswith("mega: rank 1 was killed") and lines[1] == "mega: rank 2: no space left on device"
 
@@ -184,27 +187,27 @@ def test_a_save_that_failed_on_another_rank_is_left_to_that_one(tmp_path: Path) 
     """The second rank is well, and hears that the first is not."""
     with pytest.raises(SaveError) as found:
         CheckpointStore(tmp_path).save(1, [], {}, rank=1, world=2, agree=lambda fine: False)
-    other = exit_reports.words_of(found.value)
-    own = exit_reports.words_of(SaveError("step 1 was not saved: disk full"))
-    assert exit_reports.told({0: own, 1: other}, 2) == "mega: rank 0: step 1 was not saved: disk full\n"
+    other = exit_reports.report_of(found.value)
+    own = exit_reports.report_of(SaveError("step 1 was not saved: disk full"))
+    assert exit_reports.format_exits({0: own, 1: other}, 2) == "mega: rank 0: step 1 was not saved: disk full\n"
 
 
-def test_a_lost_peer_is_told_where_nobody_knows_more(told: dict[str, tuple[int, list[str]]]) -> None:
-    code, (line,) = told["_lost"]
+def test_a_lost_peer_is_reported_where_no_rank_knows_more(outcomes: dict[str, tuple[int, list[str]]]) -> None:
+    code, (line,) = outcomes["_lost"]
     assert code == 1 and line.startswith("mega: rank 0: lost another rank")
 
 
-def test_devices_that_are_full_are_told_in_one_line() -> None:
-    """Ranks run out of memory together, each with figures of its own, which torch tells behind what they have alike."""
+def test_devices_that_are_full_are_reported_in_one_line() -> None:
+    """Ranks run out of memory together, each with figures of its own, which torch prints after what they share."""
     own = "CUDA out of memory. Tried to allocate 2.50 GiB. GPU {0} has a total capacity of 139.80 GiB of which {0} MiB"
-    words = {rank: exit_reports.words_of(torch.OutOfMemoryError(own.format(rank))) for rank in range(2)}
-    (line,) = exit_reports.told(words, 2).splitlines()
-    assert line.startswith("mega: CUDA out of memory. Tried to allocate 2.50 GiB; mega memory-estimate says")
+    reports = {rank: exit_reports.report_of(torch.OutOfMemoryError(own.format(rank))) for rank in range(2)}
+    (line,) = exit_reports.format_exits(reports, 2).splitlines()
+    assert line.startswith("mega: CUDA out of memory. Tried to allocate 2.50 GiB; mega memory-estimate shows")
 
 
 def test_the_stores_host_is_a_peer_too() -> None:
     error = RuntimeError("Failed to recv, got 0 bytes. Connection was likely closed. Did the remote server shutdown?")
-    assert exit_reports.words_of(error).kind == "consequence"
+    assert exit_reports.report_of(error).kind == "consequence"
 
 
 def _silent(world: object) -> Any:
@@ -225,7 +228,7 @@ def test_a_store_that_does_not_work_holds_no_rank(
     monkeypatch.delenv("MEGA_DEBUG", raising=False)
     monkeypatch.setattr(exit_reports, "_store", store)
     monkeypatch.setattr(exit_reports, "LIMIT", 0.2)
-    assert exit_reports.tell(exit_reports.Words(2, "--lr 0: must be positive")) == 2
+    assert exit_reports.report_exit(exit_reports.ExitReport(2, "--lr 0: must be positive")) == 2
     assert capsys.readouterr().err == "mega: rank 1: --lr 0: must be positive\n"
 
 
@@ -241,8 +244,8 @@ def test_a_rank_that_comes_late_finds_the_store(
 
     def come(rank: int) -> int:
         time.sleep(rank)
-        words = exit_reports.Words(2, "--lr 0: must be positive")
-        return exit_reports._tell_together(words, World(rank, 2, rank, 2, "torchrun"), threading.Event())
+        reports = exit_reports.ExitReport(2, "--lr 0: must be positive")
+        return exit_reports._report_together(reports, World(rank, 2, rank, 2, "torchrun"), threading.Event())
 
     with ThreadPoolExecutor(2) as ranks:
         assert list(ranks.map(come, range(2))) == [2, 2]

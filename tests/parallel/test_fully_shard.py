@@ -1,4 +1,4 @@
-"""PyTorch's `fully_shard` as the oracle of ZeRO 2 and 3: Hugging Face's GPT-2 with our weights, trained beside ours."""
+"""PyTorch's `fully_shard` as the oracle of ZeRO 2 and 3: Hugging Face's GPT-2 with our weights, trained like ours."""
 
 from __future__ import annotations
 

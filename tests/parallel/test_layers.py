@@ -86,7 +86,7 @@ DOWN_BIAS = Tensor("down_bias", (8,), (0,), Init(), partial=("sequence",))
 TOKENS = 12
 
 
-def linears(groups: Groups, rank: int, size: int, sequence: bool, beside: bool) -> None:
+def linears(groups: Groups, rank: int, size: int, sequence: bool, overlap: bool) -> None:
     """A gated feed-forward: two stacked columns, then a row."""
     tensors = (GATE, UP, GATE_BIAS, UP_BIAS, DOWN, DOWN_BIAS)
     wholes = {t.name: random(*t.shape, seed=seed).requires_grad_() for seed, t in enumerate(tensors)}
@@ -98,7 +98,7 @@ def linears(groups: Groups, rank: int, size: int, sequence: bool, beside: bool) 
     expected.backward(grad)
 
     axis = tensor_axis(groups, rank, size)
-    region = Region(axis, sequence, peers(axis, torch.device("cpu")) if beside else None)
+    region = Region(axis, sequence, peers(axis, torch.device("cpu")) if overlap else None)
     factory = maker(axis.index, axis.size)
     column = ColumnLinear(factory, [GATE, UP], [GATE_BIAS, UP_BIAS], region)
     row = RowLinear(factory, DOWN, DOWN_BIAS, region)
@@ -131,7 +131,7 @@ def test_linears(pool: Pool, size: int, sequence: bool) -> None:
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_linears_exchange_beside_products(pool: Pool, size: int) -> None:
+def test_linears_overlap_exchanges_with_matmuls(pool: Pool, size: int) -> None:
     pool.run(linears, size, True, True, world=size)
 
 
@@ -166,7 +166,7 @@ def vocabulary(groups: Groups, rank: int, size: int, sequence: bool) -> None:
     embedding = VocabEmbedding(maker(axis.index, axis.size), table, region)
     fill(embedding.weight, {"table": whole.detach()})
     with torch.no_grad():
-        embedding.weight.nan_to_num_(1e3)  # padding must not count, whatever it holds
+        embedding.weight.nan_to_num_(1e3)  # padding must not count, any values
     x = embedding(ids).tanh()
     assert x.shape[0] == (12 // size if sequence else 12)
     nll = cross_entropy(x * 50, labels, embedding.weight, region)

@@ -69,7 +69,7 @@ def test_links_are_seen_alike_from_both_ends(pp: int) -> None:
 
 
 def test_gpt3_175b_on_128_ranks() -> None:
-    """tp 8 x pp 16: the ranks' blocks cover every tensor as often as the inventory says, on no memory at all."""
+    """tp 8 x pp 16: the ranks' blocks cover every tensor as often as the inventory requires, on no memory at all."""
     values = {"layers": 96, "hidden": 12288, "heads": 96, "vocab": 50257, "seq_length": 2048, "micro_batch": 1}
     run = resolve(updated(RunConfig(), {**values, "tp": 8, "pp": 16}), 128)
     held: dict[str, int] = {}

@@ -1,7 +1,7 @@
-"""Exchanges beside products: tokens and sums arrive as by the group's own collectives, two exchanges under way.
+"""Exchanges that overlap GEMMs: tokens and sums arrive as by the group's own collectives, two exchanges under way.
 
 By messages as they are; by mapped memory with a stand-in for the device: memory is a file that all ranks map, and what
-a device does by itself, its copies and marks, a thread does late, at random.
+a device does on its own, its copies and marks, a thread does late, at random.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def compare(through: Peers, many: list[int]) -> None:
         for where, out in scatter.parts():
             out.copy_(full[where])
         if rows == PAIRS and turn % size == axis.index:
-            time.sleep(0.03)  # the others go on as far as they may
+            time.sleep(0.03)  # the others continue as far as they may
         assert torch.equal(gather.whole(), gathered)
         torch.testing.assert_close(scatter.blocks().sum(0), scattered)
         if rows != PAIRS:
@@ -135,8 +135,8 @@ def mapped_exchanges(groups: Groups, rank: int, size: int, directory: Path) -> N
         through = Mapped(axis)
         compare(through, [4, 1, 3, 4, size * FULL, 5, 7, *[PAIRS] * 16])
         count = through.count
-        for _ in range(3):  # as a recording plays them: under the same numbers, and others behind
-            through.again(count)
+        for _ in range(3):  # as a recording plays them: under the same numbers, and others after
+            through.replay(count)
             through.count = count
             compare(through, [4, *[PAIRS] * 3])
             played = through.count
@@ -154,5 +154,5 @@ def mapped_exchanges(groups: Groups, rank: int, size: int, directory: Path) -> N
 
 @pytest.mark.parametrize("size", [2, 4, 8])
 def test_exchanges_through_mapped_memory(pool: Pool, tmp_path: Path, size: int) -> None:
-    """Memory is used again and again, is made anew for a larger block, and no block is lost or read too early."""
+    """Memory is used again and again, is reallocated for a larger block, and no block is lost or read too early."""
     pool.run(mapped_exchanges, size, tmp_path, world=size)

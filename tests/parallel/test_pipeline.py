@@ -19,7 +19,7 @@ WIDTH, ROWS, COLUMNS, MICROBATCHES = 6, 2, 3, 5
 
 
 class Piece(nn.Module):
-    """Global stage `number`: a matrix and tanh. Two tensors travel, and every stage has a loss of its own besides."""
+    """Global stage `number`: a matrix and tanh. Two tensors travel, and every stage also has a loss of its own."""
 
     terms, metrics = ("main", "side"), ("largest",)
 

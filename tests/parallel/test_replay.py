@@ -101,29 +101,31 @@ def test_a_gradient_that_was_not_recorded_is_missed() -> None:
         train(Groups("gloo"), 0, run, 1)
 
 
-def test_what_the_device_cannot_record_is_told() -> None:
+def test_what_the_device_cannot_record_is_reported() -> None:
     run = resolve(updated(RunConfig(), {**TINY, "attention_dropout": 0.0}), 1)
     refused = mock.patch.object(Again, "__init__", side_effect=RuntimeError("stream is capturing"))
     unmade = mock.patch.object(Again, "__del__", lambda self: None)
-    told = pytest.raises(RuntimeError, match=r"--cuda-graph: this run cannot be recorded \(stream .*\); leave it out")
-    with refused, unmade, told:
+    message = pytest.raises(
+        RuntimeError, match=r"--cuda-graph: this run cannot be recorded \(stream .*\); leave it out"
+    )
+    with refused, unmade, message:
         train(Groups("gloo"), 0, run, 1)
 
 
 @pytest.mark.parametrize(
-    ("flags", "told"),
+    ("flags", "message"),
     [({"pp": 2}, "--cuda-graph: needs --pp 1"), ({"zero": 2}, "--cuda-graph: needs --zero 0 or 1")],
 )
-def test_what_cannot_be_recorded_is_refused(flags: dict[str, Any], told: str) -> None:
+def test_what_cannot_be_recorded_is_refused(flags: dict[str, Any], message: str) -> None:
     run = updated(RunConfig(), {**TINY, "steps": 1, "mock_data": True, "cuda_graph": True, **flags})
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=message):
         check(run, 2)
 
 
 def test_nccl_maps_nothing_that_a_graph_sends(monkeypatch: pytest.MonkeyPatch) -> None:
     """Found on two devices: so mapped, memory that grows in segments lets a replayed exchange wait for ever."""
     for name in ("NCCL_GRAPH_REGISTER", "PYTORCH_CUDA_ALLOC_CONF"):
-        monkeypatch.setenv(name, "")  # so that both are put back behind the test
+        monkeypatch.setenv(name, "")  # so that both are put back after the test
         monkeypatch.delenv(name)
     with (
         mock.patch("torch.cuda.is_available", return_value=True),

@@ -80,7 +80,7 @@ def test_the_last_rank_hands_its_cargo_to_the_next_chunk_of_rank_zero() -> None:
 
 
 @given(plans())
-def test_gradients_are_summed_in_one_order_whatever_the_schedule(made: Plan) -> None:
+def test_gradients_are_summed_in_one_order_in_any_schedule(made: Plan) -> None:
     for rank in range(made.stages):
         for chunk in range(made.chunks):
             for kind in "BW":

@@ -29,7 +29,7 @@ TOY = "--layers 1 --hidden 32 --heads 2 --seq-length 16 --vocab 100 --micro-batc
 SHORT = ["--repeats", "2", "--warmup", "1"]
 
 
-def test_a_row_is_measured_told_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_row_is_measured_printed_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "rows.json"
     assert cli.main(["bench", "w1", *TOY.split(), *SHORT, "--json", str(out)]) == 0
     row = json.loads(out.read_text())
@@ -39,7 +39,7 @@ def test_a_row_is_measured_told_and_written(tmp_path: Path, capsys: pytest.Captu
 
 
 def test_against_another_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of the same work only: a smaller model is no faster trainer."""
+    """Of the same work only: a smaller model is not a faster trainer."""
     before = str(tmp_path / "before.json")
     line = ["bench", "w1", *TOY.split(), *SHORT]
     assert cli.main([*line, "--json", before]) == 0
@@ -47,25 +47,27 @@ def test_against_another_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert cli.main([*line, "--against", before, "--recompute", "selective"]) == 0
     assert f"% against {before}" in capsys.readouterr().out
     assert cli.main([*line, "--against", before, "--hidden", "64"]) == 0
-    told = capsys.readouterr().out
-    assert "is other work: hidden 32, here 64; " in told and "%" not in told.split("not compared")[1].splitlines()[0]
+    printed = capsys.readouterr().out
+    assert (
+        "is other work: hidden 32, here 64; " in printed and "%" not in printed.split("not compared")[1].splitlines()[0]
+    )
     assert cli.main(["bench", *line[2:], "--against", before]) == 0
     assert "which has no row run" in capsys.readouterr().out
 
 
 def test_a_pasted_line_of_a_run_is_measured(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """What has no part in speed is told; what has is measured, padding of the vocabulary among it."""
+    """Options without an effect on speed are reported; others are measured, padding of the vocabulary among it."""
     out = tmp_path / "rows.json"
     line = ["bench", *TOY.split(), *SHORT, "--json", str(out), "--trace", str(tmp_path / "trace.json")]
     more = ["--save", "/nowhere", "--samples", "100", "--load", "/nowhere", "--no-mask-padded-vocab", "--deterministic"]
     assert cli.main([*line, *more, "--dry-run"]) == 0
-    told = capfd.readouterr()
-    assert "nothing measured" in told.out and not out.exists()
+    printed = capfd.readouterr()
+    assert "nothing measured" in printed.out and not out.exists()
     with mock.patch.object(Device, "deterministic") as asked:
         assert cli.main([*line, *more]) == 0
     asked.assert_called_once_with()
-    assert "not used, random tokens are measured and nothing is kept: --samples, " in told.err
-    assert all(flag in told.err for flag in ("--save", "--load")) and "--deterministic" not in told.err
+    assert "not used, random tokens are measured and nothing is kept: --samples, " in printed.err
+    assert all(flag in printed.err for flag in ("--save", "--load")) and "--deterministic" not in printed.err
     assert json.loads(out.read_text())["work"]["vocab"] == 128
     assert "traceEvents" in json.loads((tmp_path / "trace.json").read_text())
 
@@ -85,13 +87,13 @@ def test_two_ranks() -> None:
 
 
 @pytest.mark.parametrize(
-    "line, told",
+    "line, message",
     [
         ("bench w9", "row w9: is not known; valid: w1, w2, w2-fp8, w3"),
         ("bench w3", "--tp 8 x --pp 1: 1 rank given, but a model takes 8"),
         ("bench w2 --model tiny-gpt", "--model tiny-gpt: excludes rows"),
-        (f"bench w1 {TOY} --against {__file__}", "is no file written by mega bench --json"),
-        (f"bench w1 {TOY} --json /nowhere/x", "--json /nowhere/x: there is no directory /nowhere"),
+        (f"bench w1 {TOY} --against {__file__}", "is not a file written by mega bench --json"),
+        (f"bench w1 {TOY} --json /nowhere/x", "--json /nowhere/x: directory /nowhere does not exist"),
         (f"bench w1 {TOY} --trace /", "--trace /: is a directory; must be a file"),
         (
             "bench w1 --calibrate x.toml --lr 1",
@@ -99,9 +101,9 @@ def test_two_ranks() -> None:
         ),
     ],
 )
-def test_mistakes(line: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes(line: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(line.split()) == 2
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("held", ["print(1)\n", '{"family": "gpt", "layout": "tp2"}\n'])
@@ -110,7 +112,7 @@ def test_rows_are_not_added_to_another_file(tmp_path: Path, held: str, capsys: p
     other.write_text(held)
     with mock.patch("mega.core.proof.bench.measure", side_effect=AssertionError("measured")):
         assert cli.main(["bench", "w1", *TOY.split(), *SHORT, "--json", str(other)]) == 2
-    assert f"--json {other}: is no file written by mega bench --json" in capsys.readouterr().err
+    assert f"--json {other}: is not a file written by mega bench --json" in capsys.readouterr().err
     assert other.read_text() == held
 
 
@@ -138,7 +140,7 @@ def test_flags_stand_above_a_row(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name, world, told",
+    "name, world, expected",
     [
         ("w1", 4, {"micro_batch": 64, "global_batch": 512}),
         ("w1", 16, {"micro_batch": 32, "global_batch": 512}),
@@ -148,18 +150,18 @@ def test_flags_stand_above_a_row(tmp_path: Path) -> None:
         ("w3", 8, {"tp": 8}),
     ],
 )
-def test_a_row_follows_the_number_of_ranks(name: str, world: int, told: dict[str, Any]) -> None:
+def test_a_row_follows_the_number_of_ranks(name: str, world: int, expected: dict[str, Any]) -> None:
     run = bench.row(name, {}, world)
-    assert {key: value_of(run, key) for key in told} == told
+    assert {key: value_of(run, key) for key in expected} == expected
 
 
 class Handle:
-    """An exchange's handle that says when it has been waited for."""
+    """An exchange's handle that records when it has been waited for."""
 
     def __init__(self, work: Any, name: str, open_: dict[int, str]):
         self._work, self._open = work, open_
         open_[id(self)] = name
-        self._kept = self  # as NCCL keeps what nobody waited for; also, no other handle gets our id
+        self._kept = self  # as NCCL keeps what was not waited for; also, no other handle gets our id
 
     def wait(self) -> None:
         self._work.wait()
@@ -168,7 +170,7 @@ class Handle:
 
 @contextlib.contextmanager
 def watched() -> Iterator[dict[int, str]]:
-    """Names of the exchanges that nobody has waited for, by handle."""
+    """Names of the exchanges that were not waited for, by handle."""
     waiting: dict[int, str] = {}
 
     def watch(start: Callable[..., Any]) -> Callable[..., Any]:
@@ -203,7 +205,7 @@ def left_open(groups: Groups, rank: int, run: RunConfig, world: int) -> list[str
     ],
 )
 def test_a_row_waits_for_all_it_has_begun(pool: Pool, world: int, layout: dict[str, Any]) -> None:
-    """NCCL keeps the tensors of an exchange that nobody waited for: the next row would find less memory."""
+    """NCCL keeps the tensors of an exchange that was not waited for: the next row would find less memory."""
     run = small_run("llama", world, **layout)
     assert pool.run(left_open, run, world, world=world) == [[]] * world
 

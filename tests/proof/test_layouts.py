@@ -13,7 +13,7 @@ import torch
 from mega.cli import main
 from mega.core.proof import layouts as module
 from mega.core.proof import parity, rows
-from mega.core.proof.layouts import FAMILIES, MODELS, SHORT, TIES, Layout, every_case, every_layout
+from mega.core.proof.layouts import FAMILIES, MODELS, SHORT, TIES, ParityLayout, every_case, every_layout
 
 
 def test_worked_examples() -> None:
@@ -21,20 +21,30 @@ def test_worked_examples() -> None:
 
 
 def test_names_read_back() -> None:
-    for layout in [*every_layout(), *SHORT, *TIES, Layout(), Layout(pp=2, chunks=2, zero=1), Layout(cp=2, ring=True)]:
-        assert Layout.parse(layout.name) == layout
+    for layout in [
+        *every_layout(),
+        *SHORT,
+        *TIES,
+        ParityLayout(),
+        ParityLayout(pp=2, chunks=2, zero=1),
+        ParityLayout(cp=2, ring=True),
+    ]:
+        assert ParityLayout.parse(layout.name) == layout
 
 
 def test_the_list_is_complete() -> None:
-    """At least 80 layouts: tp, pp in {1, 2, 4} x dp in {1, 2}; cp beside each axis; and each word of a name."""
+    """At least 80 layouts: tp, pp in {1, 2, 4} x dp in {1, 2}; cp with each axis; and each word of a name."""
     listed = every_layout()
     assert len(listed) == len(set(listed)) == len({one.name for one in listed}) >= 80
     for tp in (1, 2, 4):
         for pp in (1, 2, 4):
             for dp in (1, 2):
                 if 1 < tp * pp * dp <= 8:
-                    assert Layout(tp=tp, pp=pp, dp=dp) in listed and Layout(tp=tp, pp=pp, dp=dp, sp=tp > 1) in listed
-                    assert Layout(tp=tp, pp=pp, dp=dp, zero=int(dp > 1)) in listed
+                    assert (
+                        ParityLayout(tp=tp, pp=pp, dp=dp) in listed
+                        and ParityLayout(tp=tp, pp=pp, dp=dp, sp=tp > 1) in listed
+                    )
+                    assert ParityLayout(tp=tp, pp=pp, dp=dp, zero=int(dp > 1)) in listed
     across = [one for one in listed if one.cp > 1]
     assert {one.ring for one in across} == {True, False} and {one.cp for one in across} == {2, 4}
     assert all(any(getattr(one, axis) > 1 for one in across) for axis in ("tp", "pp", "dp"))
@@ -56,7 +66,7 @@ def test_every_case_can_be_run() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("text", "message"),
     [
         ("foo", "--layouts foo: not a layout"),
         ("tp2,,pp2", "--layouts : not a layout"),
@@ -68,9 +78,9 @@ def test_every_case_can_be_run() -> None:
         ("tp8", "--layouts tp8: --kv-heads 4: must be divisible by --tp 8"),
     ],
 )
-def test_bad_layouts(text: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_layouts(text: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["parity", "--layouts", text]) == 2
-    assert says in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_one_layout_equals_one_rank(tmp_path: Path) -> None:
@@ -85,7 +95,7 @@ def test_one_layout_equals_one_rank(tmp_path: Path) -> None:
 @pytest.fixture
 def without_ranks(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """Every layout is found equal."""
-    same = [parity.Difference(step, 0.0, 0.0, 0.0, "grads/model.norm.weight") for step in module.STEPS]
+    same = [parity.StepDifference(step, 0.0, 0.0, 0.0, "grads/model.norm.weight") for step in module.STEPS]
     monkeypatch.setattr(parity, "snapshots", lambda *_: None)
     monkeypatch.setattr(parity, "compare", lambda *_: same)
     return monkeypatch
@@ -93,8 +103,8 @@ def without_ranks(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 def test_the_table(without_ranks: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["parity"]) == 0
-    told = capsys.readouterr().out
-    assert "8 of 8 layouts are within the bounds" in told and "tp2pp2dp2sp-zero1" in told
+    printed = capsys.readouterr().out
+    assert "8 of 8 layouts are within the bounds" in printed and "tp2pp2dp2sp-zero1" in printed
     assert main(["parity", "--all", "--dtype", "fp32"]) == 0
     count = len(every_layout()) * len(FAMILIES) + 2 * len(TIES)
     assert f"{count} of {count} layouts are within the bounds" in capsys.readouterr().out
@@ -104,7 +114,7 @@ def test_the_table(without_ranks: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
 def test_a_list_goes_on_where_it_stopped(
     without_ranks: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Rows of this commit are not run again, but count; those of another commit or dtype are no rows of ours."""
+    """Rows of this commit are not run again, but count; those of another commit or dtype are not ours."""
     kept = tmp_path / "rows.jsonl"
     asked = ["parity", "--layouts", "tp2,pp2", "--family", "gpt", "--json", str(kept)]
     kept.write_text(json.dumps(vars(rows.Row("gpt", "tp2", "fp64", fine=False, commit="other"))) + "\n")
@@ -121,7 +131,7 @@ def test_a_list_goes_on_where_it_stopped(
 def test_another_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "notes").write_text("tp2 is fine\n")
     assert main(["parity", "--json", str(tmp_path / "notes")]) == 2
-    assert "is no file written by mega parity" in capsys.readouterr().err
+    assert "is not a file written by mega parity" in capsys.readouterr().err
 
 
 def test_a_file_that_cannot_be_is_refused_before_the_work(
@@ -132,15 +142,17 @@ def test_a_file_that_cannot_be_is_refused_before_the_work(
     (tmp_path / "link").symlink_to(lost)
     for path in (lost, tmp_path / "link"):
         assert main(["parity", "--layouts", "tp2", "--json", str(path)]) == 2
-        assert f"--json {path}: there is no directory {tmp_path / 'none'}" in capsys.readouterr().err
+        assert f"--json {path}: directory {tmp_path / 'none'} does not exist" in capsys.readouterr().err
 
 
 def test_beyond_the_bounds(without_ranks: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    far = [parity.Difference(step, 0.0, 2e-10 * step, 2.0 * step, "grads/model.norm.weight") for step in module.STEPS]
+    far = [
+        parity.StepDifference(step, 0.0, 2e-10 * step, 2.0 * step, "grads/model.norm.weight") for step in module.STEPS
+    ]
     without_ranks.setattr(parity, "compare", lambda *_: far)
     assert main(["parity", "--layouts", "tp2"]) == 1
-    told = capsys.readouterr().out
-    assert "NOT EQUAL" in told and "model.norm.weight" in told and "0 of 2" in told
+    printed = capsys.readouterr().out
+    assert "NOT EQUAL" in printed and "model.norm.weight" in printed and "0 of 2" in printed
 
 
 def test_a_layout_that_fails_is_a_row(without_ranks: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -163,7 +175,7 @@ def test_bounds_of_the_steps() -> None:
     def fine(dtype: str, step: int, gradient: float, loss: float = 0.0) -> bool:
         one = torch.ones(1, dtype=torch.float64)
         error, share = parity.Measure(one, None, parity.gradient_bound(dtype, step), 0.0)(one + gradient)
-        return parity.within(dtype, parity.Difference(step, loss, error, share, ""))
+        return parity.within(dtype, parity.StepDifference(step, loss, error, share, ""))
 
     assert fine("fp64", 1, 0.9e-10) and not fine("fp64", 10, 1.1e-10)
     assert fine("fp32", 10, 1.9e-4) and not fine("fp32", 1, 2e-4)

@@ -41,7 +41,7 @@ def test_their_model_run_block_by_block_is_their_model(tmp_path: Path, family: s
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3"])
 @pytest.mark.parametrize("full", [0, 1, 3])
-def test_sliding_layers_behind_full_ones(tmp_path: Path, family: str, full: int) -> None:
+def test_sliding_layers_after_full_ones(tmp_path: Path, family: str, full: int) -> None:
     """`full` blocks without a window, then those with one; a model of ours ends with the window."""
     window = {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": full}
     source = hf_folder(tmp_path / "hf", family, num_hidden_layers=3, **window)
@@ -65,7 +65,7 @@ def test_a_wrong_weight_shows(tmp_path: Path) -> None:
         ("nan", 1, "model.layers.1.mlp.up_proj.weight holds a NaN or an infinity"),
     ],
 )
-def test_verify_follows_the_size_of_logits_and_says_what_failed(
+def test_verify_follows_the_size_of_logits_and_reports_what_failed(
     tmp_path: Path,
     change: str,
     code: int,
@@ -75,7 +75,7 @@ def test_verify_follows_the_size_of_logits_and_says_what_failed(
 ) -> None:
     source = hf_folder(tmp_path / "hf", "llama3")
     state = load_file(source / "model.safetensors")
-    if change == "large":  # a power of two: the same roundings, only larger, and beyond a bound that is no part
+    if change == "large":  # a power of two: the same roundings, only larger, and beyond a bound that is not relative
         state["lm_head.weight"] *= 2.0**10
     if change == "nan":
         state["model.layers.1.mlp.up_proj.weight"][3, 5] = float("nan")
@@ -84,13 +84,13 @@ def test_verify_follows_the_size_of_logits_and_says_what_failed(
         monkeypatch.setattr(llama, "model_from_config", lambda *given: replace(_read(*given), rope_base=100.0))
     command = ["convert-llama", "--load-dir", str(source), "--save-dir", str(tmp_path / "run"), "--verify"]
     assert main(command) == code
-    told = capsys.readouterr().err
-    assert words in told and ("mega: --verify: " in told) == bool(code)
+    printed = capsys.readouterr().err
+    assert words in printed and ("mega: --verify: " in printed) == bool(code)
     if change == "large":
         assert compare_logits(source, tmp_path / "run").largest > 1e-4
 
 
-def test_the_trained_model_tells_its_story(tmp_path: Path) -> None:
+def test_the_trained_model_is_compared(tmp_path: Path) -> None:
     source = shared("stories260K_hf/config.json").parent
     convert(source, tmp_path / "run")
     checkpoint = locate(tmp_path / "run")

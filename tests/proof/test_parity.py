@@ -1,4 +1,4 @@
-"""Whatever the layout, one seed trains one model: losses, norms and whole gradients agree with one rank's.
+"""In every layout one seed trains one model: losses, norms and whole gradients agree with one rank's.
 
 Dropout is on, loss weights are ragged, and the vocabulary divides by no tensor axis, in every row.
 """
@@ -20,7 +20,7 @@ SP = {"sequence_parallel": True}
 WHOLE_BATCH: dict[str, Any] = {"micro_batch": 8}
 INTERLEAVED: dict[str, Any] = {"pp": 2, "chunks": 2}
 EVERYTHING: dict[str, Any] = {"tp": 2, "pp": 2, "zero": 1, **SP}
-BESIDE: dict[str, Any] = {"tp_overlap": True, **SP}
+OVERLAP: dict[str, Any] = {"tp_overlap": True, **SP}
 RECOMPUTED: dict[str, Any] = {"recompute": "full", "recompute_method": "uniform", "recompute_layers": 1}
 
 LAYOUTS = [
@@ -49,12 +49,12 @@ LAYOUTS = [
     ("gpt-odd", 8, EVERYTHING),
     ("qwen", 4, {"tp": 2, "pp": 2, **SP}),
     ("qwen", 8, {"tp": 4, "zero": 1}),
-    ("gpt", 4, {"tp": 4, **BESIDE}),
-    ("gpt-odd", 2, {"tp": 2, **BESIDE, "recompute": "selective"}),
-    ("gpt", 4, {"tp": 2, "pp": 2, "schedule": "zb-h1", **BESIDE}),
-    ("llama", 8, {**EVERYTHING, **BESIDE, "chunks": 2}),
-    ("llama", 8, {"tp": 2, "cp": 2, "zero": 2, **BESIDE}),
-    ("llama", 4, {"tp": 2, "zero": 3, **BESIDE, **RECOMPUTED}),
+    ("gpt", 4, {"tp": 4, **OVERLAP}),
+    ("gpt-odd", 2, {"tp": 2, **OVERLAP, "recompute": "selective"}),
+    ("gpt", 4, {"tp": 2, "pp": 2, "schedule": "zb-h1", **OVERLAP}),
+    ("llama", 8, {**EVERYTHING, **OVERLAP, "chunks": 2}),
+    ("llama", 8, {"tp": 2, "cp": 2, "zero": 2, **OVERLAP}),
+    ("llama", 4, {"tp": 2, "zero": 3, **OVERLAP, **RECOMPUTED}),
     # kv_heads / tp divides by cp but in two rows: the first go by all-to-all where no way is said, the others by ring
     ("gpt", 2, {"cp": 2}),
     ("gpt", 4, {"cp": 4, "cp_comm": "ring"}),
@@ -123,7 +123,7 @@ def test_fp32(pool: Pool, model: str, world: int, layout: dict[str, Any]) -> Non
 
 @pytest.mark.parametrize("model", ["gpt", "qwen"])
 def test_every_part_of_the_run_is_felt(pool: Pool, model: str) -> None:
-    """The comparison is no comparison of zeros: clipping is at work, every gradient moves, dropout drops."""
+    """The comparison is not one of zeros: clipping is at work, every gradient moves, dropout drops."""
     first, later = reference(pool, model, "fp64")
     assert first.grad_norm > 1.0 or later.grad_norm > 1.0
     floor = 1e-6 * first.grad_norm

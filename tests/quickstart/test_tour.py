@@ -13,15 +13,15 @@ from mega.core.quickstart.tour import TOUR, tour
 def test_the_whole_tour(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "new place" / "quickstart"
     assert tour(out, 6) == 0
-    told = capfd.readouterr().out
-    assert told.count("\n$ mega ") == len(TOUR) + 1
-    assert "step 6/6" in told and "nats per token under the model" in told
+    printed = capfd.readouterr().out
+    assert printed.count("\n$ mega ") == len(TOUR) + 1
+    assert "step 6/6" in printed and "nats per token under the model" in printed
     assert (locate(out / "four-ranks").world, locate(out / "one-rank").world) == (4, 1)
 
 
 def test_a_step_that_fails_ends_it(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").write_text("")
     assert tour(tmp_path / "file" / "inside", 12) != 0
-    told = capfd.readouterr()
-    assert f"step 1 of {len(TOUR)} failed" in told.err
-    assert "[2/" not in told.out
+    printed = capfd.readouterr()
+    assert f"step 1 of {len(TOUR)} failed" in printed.err
+    assert "[2/" not in printed.out

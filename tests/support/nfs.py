@@ -15,7 +15,7 @@ FLOCK = fcntl.flock
 def locks_of_nfs(monkeypatch: pytest.MonkeyPatch) -> None:
     """`flock` as NFS does it, seen from another machine than the one whose processes hold locks.
 
-    Locks of directories stay on their machine, so here nobody has any; an exclusive lock needs a descriptor that may
+    Locks of directories stay on their machine, so no process has any; an exclusive lock needs a descriptor that may
     write (flock(2), "NFS details").
     """
 

@@ -1,4 +1,4 @@
-"""What jobs of tests need on their ranks: a mesh, and whole float64 tensors cut as the inventory says."""
+"""What jobs of tests need on their ranks: a mesh, and whole float64 tensors cut as in the inventory."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "tied": False,
         "ffn": 48,
     },
-    # what else GPT's config can say: norms of heads, residual behind the norm, part of the head rotates, untied
+    # what else GPT's config can hold: norms of heads, residual after the norm, part of the head rotates, untied
     "gpt-odd": {
         "qk_norm": True,
         "post_norm_residual": True,

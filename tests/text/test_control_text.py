@@ -1,4 +1,4 @@
-"""Text that spells control tokens stays text, in every family; and the families that no library stands behind."""
+"""Text that spells control tokens stays text, in every family; and the families that no library implements."""
 
 from __future__ import annotations
 

@@ -158,7 +158,7 @@ def test_bad_arguments_name_the_flag(arguments: dict[str, object], message: str)
         build(**arguments)  # type: ignore[arg-type]
 
 
-def test_what_is_asked_in_vain_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_asked_in_vain_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = tmp_path / "a.jsonl"
     text.write_text('{"text": "ab ab"}\n')
     line = f"train-tokenizer --input {text} --vocab-size 900 --output-dir"
@@ -171,6 +171,6 @@ def test_what_is_asked_in_vain_is_told(tmp_path: Path, capsys: pytest.CaptureFix
         assert "--input: holds no text to train on" in capsys.readouterr().err
     assert main([*line.split(), str(tmp_path / "other"), "--model-type", "word"]) == 2
     assert main([*line.split(), str(text)]) == 2
-    told = capsys.readouterr().err
-    assert "--model-type word: needs --kind sentencepiece" in told
-    assert f"--output-dir {text}: {text} is no directory" in told and not (tmp_path / "other").exists()
+    printed = capsys.readouterr().err
+    assert "--model-type word: needs --kind sentencepiece" in printed
+    assert f"--output-dir {text}: {text} is not a directory" in printed and not (tmp_path / "other").exists()

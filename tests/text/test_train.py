@@ -1,4 +1,4 @@
-"""Training a vocabulary: SentencePiece's four kinds, from any input, the same file whatever the order of the texts."""
+"""Training a vocabulary: SentencePiece's four kinds, from any input, the same file for any order of the texts."""
 
 from __future__ import annotations
 

@@ -28,9 +28,9 @@ def last_row(out: Path, *flags: str) -> dict[str, float]:
         mega = [sys.executable, "-m", "mega", *command]
         said = subprocess.run(mega, capture_output=True, text=True, timeout=200, check=True).stdout
     else:
-        with contextlib.redirect_stdout(io.StringIO()) as told:
+        with contextlib.redirect_stdout(io.StringIO()) as output:
             assert main(command) == 0
-        said = told.getvalue()
+        said = output.getvalue()
     assert "| params norm " in said and "| zeros " in said
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     return [row for row in rows if "loss" in row][-1]
@@ -53,7 +53,7 @@ def test_as_the_checkpoint_holds(alone: tuple[Path, dict[str, float]]) -> None:
 
 
 @pytest.mark.parametrize("layout", ["--nproc 4 --tp 2 --pp 2 --sequence-parallel", "--nproc 2 --zero 1"])
-def test_as_one_rank_says(layout: str, alone: tuple[Path, dict[str, float]], tmp_path: Path) -> None:
+def test_as_on_one_rank(layout: str, alone: tuple[Path, dict[str, float]], tmp_path: Path) -> None:
     one, shared = alone[1], last_row(tmp_path, *layout.split())
     assert shared["params_norm"] == pytest.approx(one["params_norm"], rel=1e-12)
     assert shared["zeros"] == one["zeros"]

@@ -79,7 +79,7 @@ def test_a_skipped_step_changes_no_weight_and_no_moment() -> None:
 
 
 def test_the_scale_cancels() -> None:
-    """Gradient norm and loss are those of fp32, whatever the scale."""
+    """Gradient norm and loss are those of fp32, at any scale."""
     _, exact = train({**OPTIONS, "dtype": "fp32"}, 1)
     for scale in (1.0, 2.0**8, 2.0**12):
         _, scaled = train({**OPTIONS, "loss_scale": scale}, 1)

@@ -1,4 +1,4 @@
-"""--fp8 in training: close to bf16 whatever is recomputed or held back, and the same bits when it is done again."""
+"""--fp8 in training: close to bf16 under recompute and deferred weight gradients, and the same bits when repeated."""
 
 from __future__ import annotations
 

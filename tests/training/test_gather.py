@@ -68,7 +68,7 @@ def test_overlap_changes_no_byte(pool: Pool, model: str, world: int, layout: dic
 
 
 def waits(groups: Groups, rank: int, run: RunConfig, world: int) -> list[int]:
-    """Job: buckets still on their way behind a step, then in front of each further unit of the model."""
+    """Job: buckets still in flight after a step, then in front of each further unit of the model."""
     state = begin(groups, rank, run, world)
     play(state, 0)
     (stage,) = state.stages
@@ -94,6 +94,6 @@ def test_each_unit_waits_for_its_own(pool: Pool) -> None:
         assert rest == sorted(rest, reverse=True)
 
 
-def test_without_overlap_all_are_here_behind_the_step(pool: Pool) -> None:
+def test_without_overlap_all_are_here_after_the_step(pool: Pool) -> None:
     run = small_run("llama", 2, zero=1, bucket_size=1000, overlap_param_gather=False)
     assert all(set(seen) == {0} for seen in pool.run(waits, run, 2, world=2))

@@ -1,4 +1,4 @@
-"""Going on with other options, or where another run has been: nothing changes and nothing mixes unnoticed."""
+"""Resuming with other options, or where another run has been: nothing changes and nothing mixes unnoticed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mega.core.data.writer import IndexedWriter
 from mega.core.parallel.gradients import GradBuffer
 from mega.core.training import place, schedules
 
-Told = Callable[..., tuple[int, str]]
+RunCli = Callable[..., tuple[int, str]]
 
 RUN = (
     "pretrain --layers 1 --hidden 8 --heads 1 --seq-length 8 --vocab 64 --mock-data --micro-batch 1 --lr 1e-3 "
@@ -27,8 +27,8 @@ RUN = (
 
 
 @pytest.fixture
-def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Told:
-    """Run the command line and give (exit code, all that it said)."""
+def run_cli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> RunCli:
+    """Run the command line and give (exit code, all that it printed)."""
     monkeypatch.chdir(tmp_path)  # where metrics go that have no other place
     for variable in ("WORLD_SIZE", "RANK", "SLURM_PROCID", "SLURM_NTASKS", "MEGA_DEBUG"):
         monkeypatch.delenv(variable, raising=False)
@@ -45,79 +45,79 @@ def consumed(place: Path) -> dict[int, int]:
     return {row["step"]: row["consumed"] for row in rows if "consumed" in row}
 
 
-def test_another_history_is_not_mixed_in(tmp_path: Path, told: Told) -> None:
+def test_another_history_is_not_mixed_in(tmp_path: Path, run_cli: RunCli) -> None:
     save = ["--save", str(tmp_path)]
-    assert told(*save, "--steps", "4")[0] == 0
+    assert run_cli(*save, "--steps", "4")[0] == 0
     before = (tmp_path / "metrics.jsonl").read_bytes()
     for start, flags in ((0, []), (2, ["--resume", str(CheckpointStore(tmp_path).path(2))])):
-        code, said = told(*save, "--steps", "6", "--seed", "7", *flags)
+        code, printed = run_cli(*save, "--steps", "6", "--seed", "7", *flags)
         assert code == 2
-        assert f"--save {tmp_path}: holds step 4, and this run starts at step {start}" in said
+        assert f"--save {tmp_path}: holds step 4, and this run starts at step {start}" in printed
     assert (tmp_path / "metrics.jsonl").read_bytes() == before
-    code, said = told(*save, "--steps", "6", "--resume", "auto")
-    assert code == 0 and "step 4" in said
+    code, printed = run_cli(*save, "--steps", "6", "--resume", "auto")
+    assert code == 0 and "step 4" in printed
 
 
-def test_a_damaged_checkpoint_is_passed_over_and_replaced(tmp_path: Path, told: Told) -> None:
+def test_a_damaged_checkpoint_is_passed_over_and_replaced(tmp_path: Path, run_cli: RunCli) -> None:
     save = ["--save", str(tmp_path), "--resume", "auto"]
-    assert told(*save, "--steps", "4")[0] == 0
+    assert run_cli(*save, "--steps", "4")[0] == 0
     weights = CheckpointStore(tmp_path).path(4) / "rank-00000.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"x")
-    code, said = told(*save, "--steps", "6")
-    assert code == 0 and "step 4 is passed over" in said and "at step 2" in said
+    code, printed = run_cli(*save, "--steps", "6")
+    assert code == 0 and "step 4 is passed over" in printed and "at step 2" in printed
     assert [step for step in (4, 6) if CheckpointStore(tmp_path).open(step).verify() is None] == [4, 6]
 
 
-def test_what_changes_the_numbers_is_told(tmp_path: Path, told: Told) -> None:
+def test_what_changes_the_numbers_is_reported(tmp_path: Path, run_cli: RunCli) -> None:
     save = ["--save", str(tmp_path), "--resume", "auto"]
-    told(*save, "--steps", "2", "--global-batch", "2")
-    assert "not as in" not in told(*save, "--steps", "4", "--global-batch", "2", "--zero", "1")[1]
-    said = told(*save, "--steps", "8", "--global-batch", "4", "--seed", "7", "--hidden-dropout", "0")[1]
+    run_cli(*save, "--steps", "2", "--global-batch", "2")
+    assert "not as in" not in run_cli(*save, "--steps", "4", "--global-batch", "2", "--zero", "1")[1]
+    printed = run_cli(*save, "--steps", "8", "--global-batch", "4", "--seed", "7", "--hidden-dropout", "0")[1]
     assert (
         "not as in the checkpoint: --hidden-dropout 0.0 (was 0.1), --global-batch 4 (was 2), --seed 7 (was 1234)\n"
-        in said
+        in printed
     )
 
 
-def test_data_that_would_end_before_the_run_are_told_at_its_start(tmp_path: Path, told: Told) -> None:
+def test_data_that_would_end_before_the_run_are_reported_at_its_start(tmp_path: Path, run_cli: RunCli) -> None:
     save = ["--save", str(tmp_path), "--resume", "auto"]
-    assert told(*save, "--steps", "8", "--exit-interval", "4", "--global-batch", "4")[0] == 0
-    code, said = told(*save, "--steps", "8", "--global-batch", "2")
-    assert code == 2 and "step 5" not in said
+    assert run_cli(*save, "--steps", "8", "--exit-interval", "4", "--global-batch", "4")[0] == 0
+    code, printed = run_cli(*save, "--steps", "8", "--global-batch", "2")
+    assert code == 2 and "step 5" not in printed
     assert (
-        "--global-batch 2: the checkpoint has consumed 16 samples in 4 steps" in said
-        and "give --samples 24 instead of --steps" in said
+        "--global-batch 2: the checkpoint has consumed 16 samples in 4 steps" in printed
+        and "give --samples 24 instead of --steps" in printed
     )
-    assert told(*save, "--samples", "24", "--global-batch", "2")[0] == 0
+    assert run_cli(*save, "--samples", "24", "--global-batch", "2")[0] == 0
     assert max(consumed(tmp_path).items()) == (8, 24)
 
 
-def test_a_run_in_samples_ends_with_them_whatever_its_batches_were(tmp_path: Path, told: Told) -> None:
+def test_a_run_in_samples_ends_with_them_for_any_batches(tmp_path: Path, run_cli: RunCli) -> None:
     save = ["--save", str(tmp_path), "--resume", "auto", "--samples", "20"]
-    assert told(*save, "--exit-interval", "8", "--global-batch", "1")[0] == 0
-    code, said = told(*save, "--global-batch", "4")
-    assert code == 0 and "step 11/11 | samples 20" in said
-    assert "nothing is left to train: the run ends with step 11" in told(*save, "--global-batch", "4")[1]
+    assert run_cli(*save, "--exit-interval", "8", "--global-batch", "1")[0] == 0
+    code, printed = run_cli(*save, "--global-batch", "4")
+    assert code == 0 and "step 11/11 | samples 20" in printed
+    assert "nothing is left to train: the run ends with step 11" in run_cli(*save, "--global-batch", "4")[1]
 
 
-def test_a_schedule_of_another_style_is_told_in_one_line(tmp_path: Path, told: Told) -> None:
-    told("--save", str(tmp_path), "--steps", "2")
-    code, said = told("--save", str(tmp_path), "--steps", "4", "--resume", "auto", "--lr-decay", "linear")
-    assert code == 2 and said.count("--use-checkpoint-schedule") == 1
-    assert "--lr-decay linear: the checkpoint" in said and "None" not in said
+def test_a_schedule_of_another_style_is_reported_in_one_line(tmp_path: Path, run_cli: RunCli) -> None:
+    run_cli("--save", str(tmp_path), "--steps", "2")
+    code, printed = run_cli("--save", str(tmp_path), "--steps", "4", "--resume", "auto", "--lr-decay", "linear")
+    assert code == 2 and printed.count("--use-checkpoint-schedule") == 1
+    assert "--lr-decay linear: the checkpoint" in printed and "None" not in printed
 
 
-def test_samples_for_less_than_a_step_are_refused(told: Told) -> None:
-    assert told("--samples", "3", "--global-batch", "4") == (
+def test_samples_for_less_than_a_step_are_refused(run_cli: RunCli) -> None:
+    assert run_cli("--samples", "3", "--global-batch", "4") == (
         2,
         "mega: --samples 3: must be at least 4, the samples of the first step\n",
     )
 
 
 def test_a_skipped_step_changes_nothing_by_when_it_is_noticed(
-    tmp_path: Path, told: Told, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, run_cli: RunCli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A gradient that is not finite skips step 2, which is read behind step 3 unless a save or a stop reads it."""
+    """A gradient that is not finite skips step 2, which is read after step 3 unless a save or a stop reads it."""
     finish = GradBuffer.finish
 
     def spoiled(grads: GradBuffer) -> None:
@@ -134,21 +134,21 @@ def test_a_skipped_step_changes_nothing_by_when_it_is_noticed(
         left = 2
         for steps, *more in parts:
             place = ["--save", str(tmp_path / name), "--save-interval", "6", "--resume", "auto"]
-            code, said = told(*place, "--lr-decay", "linear", "--lr-decay-steps", "6", "--steps", steps, *more)
-            assert code == 0, said
+            code, printed = run_cli(*place, "--lr-decay", "linear", "--lr-decay-steps", "6", "--steps", steps, *more)
+            assert code == 0, printed
         rows = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
         found[name] = [(row["step"], row["lr"], row["loss"], row["skipped"]) for row in rows if "lr" in row]
     assert found["straight"] == found["saved"] == found["resumed"]
     assert [skipped for *_, skipped in found["straight"]] == [0, 1, 1, 1, 1, 1]
 
 
-def test_a_constant_loss_scale_is_what_the_run_says(tmp_path: Path, told: Told) -> None:
+def test_a_constant_loss_scale_is_the_runs(tmp_path: Path, run_cli: RunCli) -> None:
     """The one that a checkpoint holds would never move again."""
     save = ["--save", str(tmp_path), "--resume", "auto"]
-    told(*save, "--steps", "2", "--dtype", "fp16", "--initial-loss-scale", "4294967296")
-    code, said = told(*save, "--steps", "6", "--dtype", "fp16", "--loss-scale", "64")
+    run_cli(*save, "--steps", "2", "--dtype", "fp16", "--initial-loss-scale", "4294967296")
+    code, printed = run_cli(*save, "--steps", "6", "--dtype", "fp16", "--loss-scale", "64")
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert code == 0 and "--loss-scale 64.0 (was None)" in said
+    assert code == 0 and "--loss-scale 64.0 (was None)" in printed
     assert [row["loss_scale"] for row in rows if row.get("step", 0) > 2 and "loss_scale" in row] == [64.0] * 4
 
 
@@ -160,86 +160,88 @@ def write(prefix: Path, seed: int) -> None:
             writer.add([generator.integers(0, 63, length).tolist()])
 
 
-def test_other_tokens_under_the_same_prefix_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_tokens_under_the_same_prefix_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--data-path", str(tmp_path / "corpus"), "--save", str(tmp_path / "run"), "--resume", "auto"]
     run = [word for word in RUN if word != "--mock-data"]
     for steps, seed in ((2, 0), (4, 0), (6, 1)):
         write(tmp_path / "corpus", seed)
         assert cli.main([*run, *words, "--steps", str(steps)]) == 0
-        told = f"not as in the checkpoint: {tmp_path / 'corpus'} holds other tokens than those"
-        assert (told in capsys.readouterr().out) == (steps == 6)
+        expected = f"not as in the checkpoint: {tmp_path / 'corpus'} holds other tokens than those"
+        assert (expected in capsys.readouterr().out) == (steps == 6)
 
 
-def test_a_step_is_validated_once(tmp_path: Path, told: Told) -> None:
+def test_a_step_is_validated_once(tmp_path: Path, run_cli: RunCli) -> None:
     """The run ends early where it has just been validated."""
     more = ["--eval-iters", "2", "--eval-interval", "3", "--exit-interval", "3"]
-    assert told("--save", str(tmp_path), "--steps", "6", *more)[0] == 0
+    assert run_cli("--save", str(tmp_path), "--steps", "6", *more)[0] == 0
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows if "valid_loss" in row] == [3]
 
 
-def test_other_validations_read_what_there_is(tmp_path: Path, told: Told) -> None:
+def test_other_validations_read_what_there_is(tmp_path: Path, run_cli: RunCli) -> None:
     """The run before validated more often than this one has samples laid out for."""
     save = ["--save", str(tmp_path), "--resume", "auto", "--steps", "10", "--eval-iters", "2"]
-    assert told(*save, "--eval-interval", "1", "--exit-interval", "5")[0] == 0
-    code, said = told(*save, "--eval-interval", "5")
-    assert code == 0 and "valid at step 10" in said
+    assert run_cli(*save, "--eval-interval", "1", "--exit-interval", "5")[0] == 0
+    code, printed = run_cli(*save, "--eval-interval", "5")
+    assert code == 0 and "valid at step 10" in printed
 
 
-def test_a_place_is_one_runs_alone(tmp_path: Path, told: Told, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_place_is_one_runs_alone(tmp_path: Path, run_cli: RunCli, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(place, "LOCK_WAIT", 0.1)
     save = ["--save", str(tmp_path / "run"), "--steps", "2"]
     (tmp_path / "run").mkdir()
     with CheckpointStore(tmp_path / "run").held():
-        code, said = told(*save)
-        assert code == 2 and f"--save {tmp_path / 'run'}: another process is writing there" in said
-    assert list((tmp_path / "run").iterdir()) == [] and told(*save)[0] == 0
+        code, printed = run_cli(*save)
+        assert code == 2 and f"--save {tmp_path / 'run'}: another process is writing there" in printed
+    assert list((tmp_path / "run").iterdir()) == [] and run_cli(*save)[0] == 0
     with CheckpointStore(tmp_path / "run").held():
         """The run gave it back."""
 
 
 @pytest.mark.parametrize("steps", [30, 70])
-def test_data_that_are_dealt_anew_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str], steps: int) -> None:
+def test_data_that_are_assigned_again_are_reported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], steps: int
+) -> None:
     """40 documents of 1,580 tokens are 197 samples: 50 steps of 4 are more than one pass."""
     write(tmp_path / "corpus", 0)
     words = ["--data-path", str(tmp_path / "corpus"), "--split", "1", "--save", str(tmp_path / "run")]
     run = [*(word for word in RUN if word != "--mock-data"), *words, "--global-batch", "4", "--resume", "auto"]
     assert cli.main([*run, "--steps", "20", "--exit-interval", "2"]) == 0
     assert cli.main([*run, "--steps", str(steps), "--exit-interval", "4"]) == 0
-    told = f"not as in the checkpoint: --steps {steps} (was --steps 20): passes over the data are shuffled together"
-    assert (told in capsys.readouterr().out) == (steps == 70)
+    expected = f"not as in the checkpoint: --steps {steps} (was --steps 20): passes over the data are shuffled together"
+    assert (expected in capsys.readouterr().out) == (steps == 70)
     assert cli.main([*run, "--steps", "20", "--exit-interval", "6"]) == 0
-    told = f"not as in the checkpoint: --steps 20 (was --steps {steps}): passes over the data are shuffled together"
-    assert (told in capsys.readouterr().out) == (steps == 70)
+    expected = f"not as in the checkpoint: --steps 20 (was --steps {steps}): passes over the data are shuffled together"
+    assert (expected in capsys.readouterr().out) == (steps == 70)
 
 
-def test_cyclic_order_of_other_ranks_is_told(tmp_path: Path, told: Told) -> None:
+def test_cyclic_order_of_other_ranks_is_reported(tmp_path: Path, run_cli: RunCli) -> None:
     save = ["--save", str(tmp_path), "--resume", "auto", "--order", "cyclic", "--global-batch", "4"]
-    told(*save, "--steps", "2")
-    said = told(*save, "--steps", "4", "--micro-batch", "2")[1]
-    assert "1 data ranks of --micro-batch 2 (was 1 of 1): --order cyclic gives each" in said
+    run_cli(*save, "--steps", "2")
+    printed = run_cli(*save, "--steps", "4", "--micro-batch", "2")[1]
+    assert "1 data ranks of --micro-batch 2 (was 1 of 1): --order cyclic gives each" in printed
 
 
-def test_what_counts_beside_the_checkpoints_model_is_told(tmp_path: Path, told: Told) -> None:
-    told("--save", str(tmp_path), "--steps", "2")
+def test_options_that_count_along_with_the_checkpoints_model_are_reported(tmp_path: Path, run_cli: RunCli) -> None:
+    run_cli("--save", str(tmp_path), "--steps", "2")
     more = ["--load", str(tmp_path), "--finetune", "--use-checkpoint-config", "--steps", "2", "--ffn", "16"]
-    plain, dropped = (told(*more, "--hidden-dropout", rate)[1] for rate in ("0.1", "0.9"))
+    plain, dropped = (run_cli(*more, "--hidden-dropout", rate)[1] for rate in ("0.1", "0.9"))
     assert "--use-checkpoint-config: the checkpoint's model counts, and not --ffn 16\n" in dropped
     assert [line for line in plain.splitlines() if "loss" in line] != [
         line for line in dropped.splitlines() if "loss" in line
     ]
 
 
-def test_a_file_that_holds_no_metrics_is_left_alone(tmp_path: Path, told: Told) -> None:
+def test_a_file_that_holds_no_metrics_is_left_alone(tmp_path: Path, run_cli: RunCli) -> None:
     (tmp_path / "notes").write_text("mine\n")
-    code, said = told("--steps", "2", "--metrics", str(tmp_path / "notes"))
-    assert code == 2 and f"--metrics {tmp_path / 'notes'}: holds something other than metrics" in said
+    code, printed = run_cli("--steps", "2", "--metrics", str(tmp_path / "notes"))
+    assert code == 2 and f"--metrics {tmp_path / 'notes'}: holds something other than metrics" in printed
     assert (tmp_path / "notes").read_text() == "mine\n"
     (tmp_path / "notes").write_text('{"step": 1, "lo')  # cut by a kill
-    assert told("--steps", "2", "--metrics", str(tmp_path / "notes"))[0] == 0
+    assert run_cli("--steps", "2", "--metrics", str(tmp_path / "notes"))[0] == 0
 
 
-def test_every_part_of_a_schedule_is_named_by_an_option_that_says_so() -> None:
+def test_every_part_of_a_schedule_is_named_by_an_option_marked_so() -> None:
     """A flag in a message about the schedule is one that must match it, and every value of a schedule has a name."""
     flags = {entries()[name].flag for name in options_with(on_resume="schedule")}
     assert {label for label in schedules._LABELS.values() if label.startswith("--")} <= flags

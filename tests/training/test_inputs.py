@@ -33,7 +33,7 @@ real_launch = launch.launch
 
 
 class Calls:
-    """Counts calls of `COUNTED` in this process by their code, whoever has imported them under whatever name."""
+    """Counts calls of `COUNTED` in this process by their code, under any name they were imported by."""
 
     def __enter__(self) -> Counter[str]:
         self.counts: Counter[str] = Counter()
@@ -49,7 +49,7 @@ class Calls:
 
 
 def counted_rank(place: str, target: Callable[..., int], *arguments: Any) -> int:
-    """What a rank runs instead of `target`, to leave its counts behind."""
+    """What a rank runs instead of `target`, to keep its counts."""
     import os
 
     with Calls() as counts:

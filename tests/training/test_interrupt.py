@@ -73,16 +73,16 @@ def _trained(groups: Groups, rank: int, place: str, stop: tuple[int, int] | None
 
 
 def _figures(place: Path) -> dict[int, float]:
-    """Step -> the last validation loss told at it."""
+    """Step -> the last validation loss reported at it."""
     rows = [json.loads(line) for line in (place / "metrics.jsonl").read_text().splitlines()]
     return {row["step"]: row["valid_loss"] for row in rows if "valid_loss" in row}
 
 
 def test_a_validation_is_cut_short_and_changes_nothing(pool: Pool, tmp_path: Path) -> None:
-    """One of two ranks is asked in the third of five batches: both leave behind it, save, and lose nothing by that."""
+    """One of two ranks is asked in the third of five batches: both leave after it, save, and lose nothing by that."""
     straight, cut = tmp_path / "straight", tmp_path / "cut"
     assert pool.run(_trained, str(straight), None, world=2) == [(6, 30)] * 2
-    assert pool.run(_trained, str(cut), (1, 3), world=2) == [(2, 10)] * 2  # as behind a whole validation
+    assert pool.run(_trained, str(cut), (1, 3), world=2) == [(2, 10)] * 2  # as after a whole validation
     assert CheckpointStore(cut).steps() == [2] and _figures(cut) == {}
     assert pool.run(_trained, str(cut), None, world=2) == [(6, 30)] * 2
     one, other = (CheckpointStore(place).open(6) for place in (straight, cut))
@@ -104,7 +104,7 @@ def test_the_same_signal_twice_is_one_and_a_later_ctrl_c_is_another(monkeypatch:
     assert asked.repeats(signal.SIGINT)
 
 
-def test_threads_are_what_the_user_says_or_a_share_of_the_cores_that_are_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_are_what_the_user_sets_or_a_share_of_the_cores_that_are_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "cores", lambda: 12)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     assert [launch.threads(ranks) for ranks in (1, 4, 99)] == [12, 3, 1]

@@ -1,4 +1,4 @@
-"""What a run tells: rows that every JSON reader takes, and none of an earlier run lost."""
+"""What a run reports: rows that every JSON reader takes, and none of an earlier run lost."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def rows(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
 
 
-def test_a_run_begun_anew_keeps_the_rows_of_the_one_before(tmp_path: Path) -> None:
+def test_a_restarted_run_keeps_the_rows_of_the_one_before(tmp_path: Path) -> None:
     write(tmp_path / "m.jsonl", 0, 1, 2, 3)
     write(tmp_path / "m.jsonl", 0, 1)
     assert [row["step"] for row in rows(tmp_path / "m.jsonl")] == [1]
     assert [row["step"] for row in rows(tmp_path / "m.jsonl.previous")] == [1, 2, 3]
 
 
-def test_going_on_tells_each_step_once(tmp_path: Path) -> None:
+def test_resuming_reports_each_step_once(tmp_path: Path) -> None:
     write(tmp_path / "m.jsonl", 0, 1, 2, 3)
     write(tmp_path / "m.jsonl", 2, 3, 4)
     assert [row["step"] for row in rows(tmp_path / "m.jsonl")] == [1, 2, 3, 4]

@@ -1,4 +1,4 @@
-"""A run that is killed and goes on is the run that was never killed; and it goes on in any other layout."""
+"""A run that is killed and resumes is the run that was never killed; and it resumes in any other layout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Saving behind the run's back: the same bytes as at once, of the moment asked for; faults are told soon."""
+"""Saving in the background: the same bytes as at once, of the moment asked for; errors are reported soon."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ from mega.core.config.run import RunConfig
 from mega.core.device import Device, HostCopy
 from mega.core.parallel.launch import Pool
 from mega.core.parallel.mesh import Groups
+from mega.core.training.resume import ResumePoint, restore
 from mega.core.training.saver import Saver
-from mega.core.training.state import TrainState
+from mega.core.training.state import Progress, TrainState
 from mega.core.training.wire import build_mesh, build_state
 from tests.support.runs import small_run
 
@@ -39,19 +40,19 @@ def change(state: TrainState, by: float) -> None:
 
 
 def save_both_ways(groups: Groups, rank: int, run: RunConfig, world: int, sync: str, later: str) -> list[str]:
-    """Job: three saves at once and three behind the run, the state changing right after each is asked for."""
-    said: list[str] = []
-    for directory, behind in ((sync, False), (later, True)):
-        options = replace(run.checkpoint, save=directory, async_save=behind)
+    """Job: three saves at once and three in the background, the state changing right after each is asked for."""
+    printed: list[str] = []
+    for directory, background in ((sync, False), (later, True)):
+        options = replace(run.checkpoint, save=directory, async_save=background)
         state = state_of(replace(run, checkpoint=options), rank, world, groups)
-        saver = Saver(state, say=said.append)
+        saver = Saver(state, report=printed.append)
         for step in (1, 2, 3):
             state.progress.step = step
             saver.save()
             change(state, 0.5)
             saver.look()
         saver.wait()
-    return said
+    return printed
 
 
 def files_of(directory: Path) -> dict[str, bytes]:
@@ -61,9 +62,9 @@ def files_of(directory: Path) -> dict[str, bytes]:
 
 def test_the_same_bytes_as_at_once(tmp_path: Path, pool: Pool) -> None:
     run = small_run(world=4, tp=2, zero=1, dtype="bf16", save_interval=1)
-    said = pool.run(save_both_ways, run, 4, str(tmp_path / "sync"), str(tmp_path / "async"), world=4)
-    assert [line.split(" in ")[0] for line in said[0]] == ["saved step 1", "saved step 2", "saved step 3"] * 2
-    assert "behind the run" in said[0][-1]
+    printed = pool.run(save_both_ways, run, 4, str(tmp_path / "sync"), str(tmp_path / "async"), world=4)
+    assert [line.split(" in ")[0] for line in printed[0]] == ["saved step 1", "saved step 2", "saved step 3"] * 2
+    assert "in the background" in printed[0][-1]
     sync, later = CheckpointStore(tmp_path / "sync"), CheckpointStore(tmp_path / "async")
     for step in (1, 2, 3):
         later.open(step).verify()
@@ -91,10 +92,10 @@ def until_raised(saver: Saver) -> SaveError:
         except SaveError as error:
             return error
         time.sleep(0.01)
-    raise AssertionError("the writer's fault was never told")
+    raise AssertionError("the writer's fault was never reported")
 
 
-def test_a_writer_that_fails_is_told_at_the_next_look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_writer_that_fails_is_reported_at_the_next_look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     state, saver = alone(tmp_path)
     state.progress.step = 1
     saver.save()
@@ -113,13 +114,13 @@ def test_a_writer_that_fails_is_told_at_the_next_look(tmp_path: Path, monkeypatc
     assert CheckpointStore(tmp_path).newest() == 3
 
 
-@pytest.mark.parametrize("behind", [False, True])
+@pytest.mark.parametrize("background", [False, True])
 def test_an_old_checkpoint_that_cannot_go_ends_no_run(
-    tmp_path: Path, behind: bool, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, background: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = small_run(save=str(tmp_path), save_interval=1, keep_last=1, async_save=behind)
-    state, said = state_of(run, 0, 1, None), list[str]()
-    saver = Saver(state, say=said.append)
+    run = small_run(save=str(tmp_path), save_interval=1, keep_last=1, async_save=background)
+    state, printed = state_of(run, 0, 1, None), list[str]()
+    saver = Saver(state, report=printed.append)
 
     def busy(path: Path) -> None:
         raise OSError(16, "Device or resource busy", str(path))
@@ -132,7 +133,7 @@ def test_an_old_checkpoint_that_cannot_go_ends_no_run(
             saver.save()
             saver.wait()
     words = "older checkpoints stay for now: [Errno 16] Device or resource busy: "
-    assert said[1].startswith(words) and [line[:12] for line in (said[0], *said[2:])] == [
+    assert printed[1].startswith(words) and [line[:12] for line in (printed[0], *printed[2:])] == [
         "saved step 1",
         "saved step 2",
         "saved step 3",
@@ -161,7 +162,7 @@ def test_one_save_is_on_its_way_at_a_time(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def fail_on(groups: Groups, rank: int, run: RunConfig, world: int, broken: int) -> str:
-    """Job: an asynchronous save in which one rank's disk is full; what this rank is told."""
+    """Job: an asynchronous save in which one rank's disk is full; what this rank reports."""
     saver = Saver(state_of(run, rank, world, groups))
     with pytest.MonkeyPatch.context() as patch:
         if rank == broken:
@@ -177,9 +178,9 @@ def fail_on(groups: Groups, rank: int, run: RunConfig, world: int, broken: int) 
 @pytest.mark.parametrize("broken", [0, 1])
 def test_one_ranks_fault_is_everyones(tmp_path: Path, pool: Pool, broken: int) -> None:
     run = small_run(world=2, tp=2, save=str(tmp_path / "a"), save_interval=1, async_save=True)
-    told: Sequence[str] = pool.run(fail_on, run, 2, broken, world=2)
-    assert f"rank-{broken:05}" in told[broken] and "No space left" in told[broken]
-    assert "another rank failed" in told[1 - broken]
+    reported: Sequence[str] = pool.run(fail_on, run, 2, broken, world=2)
+    assert f"rank-{broken:05}" in reported[broken] and "No space left" in reported[broken]
+    assert "another rank failed" in reported[1 - broken]
     assert CheckpointStore(tmp_path / "a").newest() is None
 
 
@@ -206,3 +207,16 @@ def test_a_copy_of_neighbours_and_of_others() -> None:
         places = copy.take(tensors)
         assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(places, tensors, strict=True))
     assert doctest.testmod(device_module).failed == 0
+
+
+def test_a_checkpoint_that_names_skipped_samples_as_before_resumes(tmp_path: Path) -> None:
+    run = small_run(save=str(tmp_path), save_interval=1)
+    state = state_of(run, 0, 1, None)
+    state.progress = Progress(step=3, consumed=12, skipped=1, skipped_samples=4)
+    Saver(state).save()
+    checkpoint = CheckpointStore(tmp_path).open(3)
+    progress = checkpoint.meta["progress"]
+    progress["unscheduled"] = progress.pop("skipped_samples")
+    resumed = state_of(run, 0, 1, None)
+    restore(resumed, ResumePoint(checkpoint, weights_only=False))
+    assert resumed.progress == state.progress

@@ -1,4 +1,4 @@
-"""The seconds that a run reports of its steps: each has its own, whatever is due between them."""
+"""The seconds that a run reports of its steps: each has its own, whichever routines run between them."""
 
 from __future__ import annotations
 

@@ -329,11 +329,11 @@ def _columns(run: RunConfig) -> Problems:
     if seq_length % unit:
         reasons = [f"twice --cp {cp}"] * (cp > 1) + [f"--tp {tp} under --sequence-parallel"] * (tp > 1)
         yield _line(run, "seq_length", f"must be divisible by {unit}, for {' and '.join(reasons)}")
-    across = run.parallel.tp * cp
-    if cp > 1 and run.parallel.cp_comm == "all-to-all" and kv_heads % across:
-        rule = f"--kv-heads {kv_heads} must be divisible by {across}, --tp {run.parallel.tp} x --cp {cp}"
+    head_ranks = run.parallel.tp * cp
+    if cp > 1 and run.parallel.cp_comm == "all-to-all" and kv_heads % head_ranks:
+        rule = f"--kv-heads {kv_heads} must be divisible by {head_ranks}, --tp {run.parallel.tp} x --cp {cp}"
         yield _line(run, "cp_comm", f"{rule}; valid: auto, ring")
-    if cp > 1 and run.runtime.ops == "flash-attn" and (run.parallel.cp_comm == "ring" or kv_heads % across):
+    if cp > 1 and run.runtime.ops == "flash-attn" and (run.parallel.cp_comm == "ring" or kv_heads % head_ranks):
         yield _line(run, "ops", "cannot be used in a ring of context ranks; valid there: auto, reference")
 
 

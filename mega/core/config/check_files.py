@@ -131,7 +131,7 @@ def _any_file(tokenizer: TokenizerConfig) -> bool:
     return any((tokenizer.tokenizer_model, tokenizer.vocab_file, tokenizer.merge_file))
 
 
-def _places(run: RunConfig) -> Problems:
+def _output_folders(run: RunConfig) -> Problems:
     for name in ("save", "metrics", "tensorboard_dir"):
         path = value_of(run, name)
         if path is None or url_of(path) or (name != "metrics" and os.path.exists(path) and not os.path.isdir(path)):
@@ -158,7 +158,7 @@ def _directories(run: RunConfig) -> Problems:
         if path is not None and os.path.exists(path) and not os.path.isdir(path):
             yield f"{flag_of(name)} {path}: is a file; must be a directory"
     if not run.runtime.dry_run:  # which may be asked far from where the run will be
-        yield from _places(run)
+        yield from _output_folders(run)
     if run.log.metrics is not None and os.path.isdir(run.log.metrics):
         yield f"--metrics {run.log.metrics}: is a directory; must be a file"
     elif run.log.metrics is not None and os.path.isfile(run.log.metrics) and not _rows(run.log.metrics):

@@ -23,8 +23,8 @@ from mega.core.data.dataset import Dataset
 class Batches:
     """Reads a dataset in steps: `take(consumed, microbatches)` is a function of its two numbers alone.
 
-    order: "single" reads the dataset's samples as they come; "cyclic" deals them to the coordinates once and
-    shuffles each one's share anew every epoch, as Megatron-LM's sampler of that name.
+    order: "single" reads the dataset's samples as they come; "cyclic" assigns them to the coordinates once and
+    reshuffles each one's share every epoch, as Megatron-LM's sampler of that name.
     eod: the id that ends a document; needed by eod_mask_loss, reset_positions and reset_attention.
     read_ahead: prepare the step that comes next in a thread meanwhile.
     """
@@ -55,7 +55,7 @@ class Batches:
         self._loss_eod = eod if eod_mask_loss else None
         self._position_eod = eod if reset_positions else None
         self._attention_eod = eod if reset_attention else None
-        # A dataset whose samples are more than a run of tokens says itself how they become a batch.
+        # A dataset whose samples are more than a run of tokens collates them into a batch itself.
         self._collate = getattr(dataset, "collate", None)
         self._threads = ThreadPoolExecutor(1, "read-ahead") if read_ahead else None
         self._ahead: dict[tuple[int, int], Future[list[DecoderBatch]]] = {}
@@ -76,8 +76,8 @@ class Batches:
     def turn(self, consumed: int, size: int) -> int:
         """Where `size` samples begin that are read together, as by a validation, when `consumed` have been read.
 
-        As many are laid out as a run reads in all. One that goes on with other sizes or intervals may have read more
-        than that: it begins again with the first. (Cyclic order does so by itself.)
+        As many are laid out as a run reads in all. One that resumes with other sizes or intervals may have read more
+        than that: it begins again with the first. (Cyclic order always does so.)
         """
         if self._order == "cyclic":
             return consumed
@@ -111,7 +111,7 @@ class Batches:
         epoch, within = divmod(begin, groups * self._group)
         if within % self._group:
             raise ValueError(
-                f"--order cyclic: deals {self._ranks} data ranks of --micro-batch {self._rows} whole rounds of "
+                f"--order cyclic: assigns {self._ranks} data ranks of --micro-batch {self._rows} whole rounds of "
                 f"{self._group} samples, and the checkpoint lies at sample {begin}, within one; take the ranks and the "
                 "micro batch that it was made with"
             )

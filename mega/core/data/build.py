@@ -25,7 +25,7 @@ from mega.core.data.order import (
     split_boundaries,
     split_shares,
 )
-from mega.core.data.recipes import Part, Recipe, recipe
+from mega.core.data.recipes import CorpusPart, Recipe, recipe
 from mega.core.data.tfrecords import record_dataset
 from mega.core.text.chat import TEMPLATES, template
 from mega.core.text.tokenizer import Tokenizer
@@ -103,13 +103,7 @@ def build_datasets(
     if data.chat_data:
         return _chat(data, seq_length, seed, samples, tokenizer)
     own = {"train": data.train_data, "valid": data.valid_data, "test": data.test_data}
-    if data.data_path and any(own.values()):
-        raise ValueError(
-            f"--data-path {' '.join(data.data_path)}: is split over training, validation and test; it cannot "
-            "stand beside --train-data, --valid-data or --test-data"
-        )
-    if not data.data_path and samples[0] and not data.train_data:
-        raise ValueError("--data-path is missing: training needs it, or --train-data, or --mock-data")
+    _check_corpora(data, training=samples[0] > 0)
     if masking.sample_kind == "tfrecords":
         return _records(data, own, seq_length, seed, vocab, samples)
     split_shares(data.split)
@@ -133,6 +127,17 @@ def build_datasets(
     return Datasets(
         **made, named=named, notes=tuple(builder.notes), corpora=contents, repeats="train" in builder.repeated
     )
+
+
+def _check_corpora(data: DataConfig, *, training: bool) -> None:
+    """Errors: ValueError where corpora are missing, or given twice."""
+    if data.data_path and any((data.train_data, data.valid_data, data.test_data)):
+        raise ValueError(
+            f"--data-path {' '.join(data.data_path)}: is split over training, validation and test; it cannot "
+            "be combined with --train-data, --valid-data or --test-data"
+        )
+    if not data.data_path and training and not data.train_data:
+        raise ValueError("--data-path is missing: training needs it, or --train-data, or --mock-data")
 
 
 def _named(data: DataConfig) -> list[tuple[str, str]]:
@@ -188,7 +193,7 @@ def _records(
 
 
 class _Builder:
-    """Opens every corpus once and collects what the user should be told."""
+    """Opens every corpus once and collects what to report to the user."""
 
     def __init__(self, recipe: Recipe, cache: str | None, vocab: int, *, mmap: bool) -> None:
         self._recipe, self._cache, self._vocab, self._mmap = recipe, cache, vocab, mmap
@@ -203,7 +208,7 @@ class _Builder:
             return None
         given = parse_blend(flag, words)
         whole = [(weight, prefix, self._part(flag, prefix, split, name)) for weight, prefix in given]
-        # A corpus whose part is empty leaves the blend; the others share its weight, which is told.
+        # A corpus whose part is empty leaves the blend; the others share its weight, which is reported.
         parts = [(weight, prefix, part) for weight, prefix, part in whole if part.first < part.last]
         if not parts:
             message = f'{flag} {" ".join(words)}: the {name} part of --split "{split}" is empty'
@@ -239,19 +244,19 @@ class _Builder:
         arrays = cached(self._directory(parts[0][1]), key, ("chosen", "numbers"), compute)
         return BlendedDataset(datasets, arrays["chosen"], arrays["numbers"])
 
-    def _dataset(self, prefix: str, part: Part, samples: int, name: str) -> Dataset:
+    def _dataset(self, prefix: str, part: CorpusPart, samples: int, name: str) -> Dataset:
         def passes(note: str) -> None:
             self.notes.append(note)
             self.repeated.add(name)
 
         return self._recipe.dataset(part, samples, self._directory(prefix), passes)
 
-    def _part(self, flag: str, prefix: str, split: str, name: str) -> Part:
+    def _part(self, flag: str, prefix: str, split: str, name: str) -> CorpusPart:
         """What a split may use of a corpus; nothing where the split is empty."""
         corpus = self._corpus(flag, prefix)
         bounds = split_boundaries(split, self._recipe.units(corpus))
         place = SPLITS.index(name)
-        return Part(corpus, bounds[place], bounds[place + 1], f"{flag} {prefix}: its {name} part")
+        return CorpusPart(corpus, bounds[place], bounds[place + 1], f"{flag} {prefix}: its {name} part")
 
     def _corpus(self, flag: str, prefix: str) -> IndexedDataset:
         """The checked token files of `prefix`, opened once."""

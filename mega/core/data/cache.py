@@ -1,7 +1,7 @@
 """Arrays that take long to compute and depend on nothing but a key: computed once, then mapped from the disk.
 
 An entry is one file, named by the key's hash, in the format of safetensors: the 8-byte length of a JSON header, the
-header with the key and what lies where, the arrays. It is written beside its place and renamed, so it is whole or
+header with the key and what lies where, the arrays. It is written next to its path and renamed, so it is complete or
 absent; a lock lets one process of a machine compute while the others wait. Where nothing can be written, the arrays
 live in memory. Nothing is ever unpickled.
 """
@@ -40,9 +40,9 @@ def cached(
     """
     if directory is None:
         return compute()
-    told = json.dumps(key, sort_keys=True)
-    entry = directory / f"{hashlib.sha256(told.encode()).hexdigest()[:40]}.safetensors"
-    found = _load(entry, told, names)
+    encoded_key = json.dumps(key, sort_keys=True)
+    entry = directory / f"{hashlib.sha256(encoded_key.encode()).hexdigest()[:40]}.safetensors"
+    found = _load(entry, encoded_key, names)
     if found is not None:
         return found
     with contextlib.ExitStack() as held:
@@ -50,17 +50,17 @@ def cached(
             directory.mkdir(parents=True, exist_ok=True)
             held.enter_context(_locked(entry.with_suffix(".lock")))
         except OSError:
-            return _load(entry, told, names) or compute()
-        found = _load(entry, told, names)
+            return _load(entry, encoded_key, names) or compute()
+        found = _load(entry, encoded_key, names)
         if found is not None:
             return found
         arrays = compute()
         try:
             _sweep(entry)
-            _publish(entry, told, arrays)
+            _publish(entry, encoded_key, arrays)
         except OSError as error:
             logging.getLogger("mega").warning("index cache %s: not written (%s)", directory, error)
-        return _load(entry, told, names) or arrays
+        return _load(entry, encoded_key, names) or arrays
 
 
 def _load(entry: Path, key: str, names: Sequence[str]) -> Arrays | None:
@@ -92,10 +92,10 @@ def _publish(entry: Path, key: str, arrays: Arrays) -> None:
         begin, end = end, end + array.nbytes
         dtype = _NAMES[array.dtype.str[1:]]
         header[name] = {"dtype": dtype, "shape": list(array.shape), "data_offsets": [begin, end]}
-    told = json.dumps(header).encode()
-    told += b" " * (-len(told) % 8)  # the arrays begin at a multiple of 8
+    encoded = json.dumps(header).encode()
+    encoded += b" " * (-len(encoded) % 8)  # the arrays begin at a multiple of 8
     with whole_file(entry) as file:
-        file.write(len(told).to_bytes(8, "little") + told)
+        file.write(len(encoded).to_bytes(8, "little") + encoded)
         for _, array in in_order:
             data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
             for first in range(0, len(data), _BLOCK):

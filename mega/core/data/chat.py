@@ -1,7 +1,7 @@
 """Finetuning samples: whole conversations packed into rows, apart from one another, trained where they should be.
 
 Conversations are tokenised once and kept in the index cache. A row holds as many as fit; a longer one is cut. They do
-not attend to one another, and positions begin anew with each.
+not attend to one another, and positions restart with each.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from mega.core.text.chat import Labelled, Template, conversation, encode
 from mega.core.text.tokenizer import Tokenizer
 
 
-class Row(NamedTuple):
+class ChatRow(NamedTuple):
     """tokens, labels: int64 [s]; weights: float32 [s], 1 where the label is trained on; documents: int64 [s], number
     of the conversation within the row; positions: int64 [s] within the conversation."""
 
@@ -32,7 +32,7 @@ class Row(NamedTuple):
 
 
 class ChatDataset:
-    """Row i of every pass over the conversations, shuffled anew in each.
+    """Row i of every pass over the conversations, reshuffled in each.
 
     ids, trained: of all conversations back to back; offsets: int64 [conversations + 1];
     members: conversations in the order in which they lie in rows; rows: int64 [rows + 1], first member of each.
@@ -46,7 +46,7 @@ class ChatDataset:
     def __len__(self) -> int:
         return len(self._rows) - 1
 
-    def __getitem__(self, sample: int) -> Row:
+    def __getitem__(self, sample: int) -> ChatRow:
         if not 0 <= sample < len(self):
             raise IndexError(f"no sample {sample}, there are {len(self)}")
         text = np.full(self._length + 1, self._filler, np.int64)
@@ -63,9 +63,9 @@ class ChatDataset:
             at += size
         documents[at:] = number + 1  # what fills the row is a document of its own
         weights = trained[1:] * (documents[1:] == documents[:-1])
-        return Row(text[:-1], text[1:], weights, documents[:-1], positions[:-1])
+        return ChatRow(text[:-1], text[1:], weights, documents[:-1], positions[:-1])
 
-    def collate(self, rows: Sequence[Row], first_sample: int) -> Any:
+    def collate(self, rows: Sequence[ChatRow], first_sample: int) -> Any:
         """Rows as one microbatch whose first row is global sample `first_sample`."""
         import torch
 
@@ -97,7 +97,7 @@ def chat_dataset(
 ) -> ChatDataset:
     """At least `samples` rows from conversations in JSON lines. `flag` is the one that gave them, for messages.
 
-    note: is told what the user should know. Raises ValueError naming file and line of a conversation that is none, or
+    note: called with what the user should know. Raises ValueError naming file and line of an invalid conversation, or
     where nothing is trained.
     """
     paths = find(inputs, flag)
@@ -113,8 +113,8 @@ def chat_dataset(
         "template": template_name,
     }
     found = cached(cache, key, ("ids", "trained", "offsets"), lambda: _tokenised(flag, inputs, tokenizer, template))
-    if told := _lost(f"{flag} {' '.join(inputs)}", found, seq_length):
-        note(told)
+    if lost := _lost(f"{flag} {' '.join(inputs)}", found, seq_length):
+        note(lost)
     lengths = np.minimum(np.diff(found["offsets"]), seq_length + 1)
     packing = key | {"kind": "packing", "seq_length": seq_length, "samples": samples, "seed": seed}
     packed = cached(cache, packing, ("members", "rows"), lambda: pack(lengths, seq_length + 1, samples, seed))
@@ -130,7 +130,7 @@ def _lost(what: str, found: Arrays, seq_length: int) -> str | None:
     sizes = np.diff(found["offsets"])
     firsts = found["offsets"][:-1]
     trained = np.flatnonzero(found["trained"])
-    # The first token of a conversation is nobody's label.
+    # The first token of a conversation is not a label.
     until, since = firsts + np.minimum(sizes, seq_length + 1), firsts + 1
     barren = int((np.searchsorted(trained, until) <= np.searchsorted(trained, since)).sum())
     cut = int((sizes > seq_length + 1).sum())

@@ -61,13 +61,13 @@ def document_numbers(tokens: NDArray[np.int64], eod: int) -> NDArray[np.int64]:
 
 
 def positions(tokens: NDArray[np.int64], eod: int | None) -> NDArray[np.int64]:
-    """0 .. s - 1, beginning again behind each `eod` (where one is given).
+    """0 .. s - 1, restarting after each `eod` (where one is given).
 
     tokens [..., s] -> int64 [..., s]. 5 6 0 7 8 0 with eod 0 -> 0 1 2 0 1 2.
     """
-    places = np.broadcast_to(np.arange(tokens.shape[-1]), tokens.shape)
+    offsets = np.broadcast_to(np.arange(tokens.shape[-1]), tokens.shape)
     if eod is None:
-        return places.copy()
+        return offsets.copy()
     begins = np.zeros_like(tokens)
-    begins[..., 1:] = np.where(tokens[..., :-1] == eod, places[..., 1:], 0)
-    return places - np.maximum.accumulate(begins, axis=-1)
+    begins[..., 1:] = np.where(tokens[..., :-1] == eod, offsets[..., 1:], 0)
+    return offsets - np.maximum.accumulate(begins, axis=-1)

@@ -1,4 +1,4 @@
-"""Token files: a `<prefix>.bin` of ids back to back and a `<prefix>.idx` that says where each sequence lies.
+"""Token files: a `<prefix>.bin` of ids back to back and a `<prefix>.idx` that holds where each sequence lies.
 
 The bytes are Megatron-LM's MMIDIDX format, so either program reads what the other wrote. A *sequence* is one
 stored run of tokens (a document, or a sentence of one); a *document* is a run of neighbouring sequences.
@@ -167,14 +167,14 @@ Index = tuple[np.dtype[Any], NDArray[np.int32], NDArray[np.int64], NDArray[np.in
 
 
 def _read_index(path: Path, index: mmap.mmap | bytes) -> Index:
-    """An .idx whose size is what its header says."""
+    """An .idx whose size agrees with its header."""
     if len(index) < HEADER.size or index[:9] != MAGIC:
         raise ValueError(f"{path}: not an index of token files (no MMIDIDX header)")
     _, version, code, sequences, documents = HEADER.unpack(index[: HEADER.size])
     dtype = _checked(path, version, code)
     expected = HEADER.size + 12 * sequences + 8 * documents
     if len(index) == expected + sequences and sequences:
-        raise ValueError(f"{path}: a multimodal index (a mode behind each sequence); only text is read")
+        raise ValueError(f"{path}: a multimodal index (a mode after each sequence); only text is read")
     if len(index) != expected:
         raise ValueError(
             f"{path}: has {len(index)} bytes, but its {sequences} sequences and {documents} document entries "

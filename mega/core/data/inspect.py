@@ -16,10 +16,10 @@ from mega.core.text.tokenizer import Tokenizer
 
 _BLOCK = 1 << 22
 
-Tell = Callable[[str], None]
+Print = Callable[[str], None]
 
 
-def verify(prefix: str, tell: Tell) -> None:
+def verify(prefix: str, report: Print) -> None:
     """Check header, sizes, offsets and documents, and the checksums where they were noted.
 
     Raises ValueError naming the file that is wrong.
@@ -28,19 +28,19 @@ def verify(prefix: str, tell: Tell) -> None:
     note = _note(prefix)
     sums = note.get("sha256")
     if sums is None:
-        tell(f"{prefix}: {_sizes(data)}; the structure is sound; no checksums were noted")
+        report(f"{prefix}: {_sizes(data)}; the structure is sound; no checksums were noted")
         return
     if not isinstance(sums, dict):
-        raise ValueError(f"{note_path(prefix)}: corrupt, its sha256 is no table")
+        raise ValueError(f"{note_path(prefix)}: corrupt, its sha256 is not a table")
     if note.get("counts") != [len(data), data.documents, len(data.tokens)]:
         raise ValueError(f"{note_path(prefix)}: counts {note.get('counts')} are not those of the .idx")
     for path, name in ((bin_path(prefix), "bin"), (idx_path(prefix), "idx")):
         if _sha256(path) != sums.get(name):
             raise ValueError(f"{path}: corrupt, its sha256 is not the one in {note_path(prefix)}")
-    tell(f"{prefix}: {_sizes(data)}; structure and checksums are sound")
+    report(f"{prefix}: {_sizes(data)}; structure and checksums are sound")
 
 
-def note(prefix: str, tell: Tell) -> None:
+def note(prefix: str, report: Print) -> None:
     """Write the note of a pair that has none (Megatron-LM's), so that later damage is found."""
     data = IndexedDataset(prefix)
     smallest, largest = data.token_range()
@@ -54,10 +54,10 @@ def note(prefix: str, tell: Tell) -> None:
 
     with whole_file(note_path(prefix)) as file:
         file.write(json.dumps(found).encode() + b"\n")
-    tell(f"{note_path(prefix)}: written")
+    report(f"{note_path(prefix)}: written")
 
 
-def show(prefix: str, tell: Tell, tokenizer: Tokenizer | None = None, samples: int = 3) -> None:
+def show(prefix: str, report: Print, tokenizer: Tokenizer | None = None, samples: int = 3) -> None:
     """Sizes, the range of ids, a histogram of lengths and, with a tokenizer, the beginning of some sequences."""
     if samples < 0:
         raise ValueError(f"--samples {samples}: must be at least 0")
@@ -68,13 +68,13 @@ def show(prefix: str, tell: Tell, tokenizer: Tokenizer | None = None, samples: i
             f"{prefix}: holds ids up to {largest}, but those of {tokenizer.kind} end at {tokenizer.vocab_size - 1}: "
             "it was made with another tokenizer"
         )
-    tell(f"{prefix}: {_sizes(data)}, {data.dtype}, ids {smallest} .. {largest}")
+    report(f"{prefix}: {_sizes(data)}, {data.dtype}, ids {smallest} .. {largest}")
     for line in histogram(data.lengths):
-        tell(line)
+        report(line)
     for number in np.linspace(0, len(data) - 1, min(samples, len(data)), dtype=int).tolist():
         ids = data.get(number, 0, min(64, int(data.lengths[number]))).tolist()
-        told = repr(tokenizer.decode(ids)) if tokenizer is not None else " ".join(map(str, ids))
-        tell(f"sequence {number}, {int(data.lengths[number])} tokens: {told}")
+        text = repr(tokenizer.decode(ids)) if tokenizer is not None else " ".join(map(str, ids))
+        report(f"sequence {number}, {int(data.lengths[number])} tokens: {text}")
 
 
 def histogram(lengths: NDArray[Any]) -> list[str]:

@@ -27,11 +27,11 @@ def sentence_mapping(
     seed: int,
     min_sentences: int,
 ) -> NDArray[Any]:
-    """uint32 [n, 3]: first sentence, the one behind the last, and target length of each sample, shuffled.
+    """uint32 [n, 3]: first sentence, the one after the last, and target length of each sample, shuffled.
 
     documents: int64 [documents + 1], first sentence of each and the end; lengths: of all sentences of the corpus.
     max_length: tokens of a sample without its control tokens. Whole passes are made until there are `samples`.
-    A document with too few sentences, or with one of more than 512 tokens beside others, is left out.
+    A document with too few sentences, or with one of more than 512 tokens among others, is left out.
     Raises ValueError where none remains.
     """
     usable = [
@@ -87,11 +87,11 @@ def _shuffled(count: int, seed: int) -> NDArray[np.uint64]:
     draws = mt19937_64(seed)
     last = count - 1
     while last > 0:
-        places = np.arange(last, max(last - _WORDS, 0), -1, dtype=np.uint64)
-        partners = next(draws)[: len(places)] % (places + np.uint64(1))
-        for i, j in zip(places.tolist(), partners.tolist(), strict=True):
+        positions = np.arange(last, max(last - _WORDS, 0), -1, dtype=np.uint64)
+        partners = next(draws)[: len(positions)] % (positions + np.uint64(1))
+        for i, j in zip(positions.tolist(), partners.tolist(), strict=True):
             order[i], order[j] = order[j], order[i]
-        last -= len(places)
+        last -= len(positions)
     return np.frombuffer(order, np.uint64)
 
 

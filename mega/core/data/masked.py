@@ -39,7 +39,7 @@ class BertSample(NamedTuple):
 
 class T5Sample(NamedTuple):
     """text_enc: int64 [encoder length], spans replaced by sentinels; text_dec, labels, loss_mask: int64 [decoder
-    length], the spans behind their sentinels, one step apart. Labels are padded with -1."""
+    length], the spans after their sentinels, one step apart. Labels are padded with -1."""
 
     text_enc: Ints
     text_dec: Ints
@@ -50,7 +50,7 @@ class T5Sample(NamedTuple):
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """What masking asks of a tokenizer. continues[t]: token t goes on with the word before it; ids: what a random
+    """What masking asks of a tokenizer. continues[t]: token t continues the word before it; ids: what a random
     replacement is drawn from."""
 
     roles: Roles
@@ -185,11 +185,11 @@ def bert_sample(
     truncated = _truncate(first, second, target, generator)
     tokens = [roles.cls, *first, roles.sep, *second, *([roles.sep] if second else [])]
     types = [0] * (len(first) + 2) + [1] * (len(second) + bool(second))
-    masked, places, labels, _ = mask(
+    masked, positions, labels, _ = mask(
         tokens, vocabulary, generator, style="bert", prob=mask_prob, limit=mask_prob * target, most=3
     )
     wanted = np.full(seq_length, -1, np.int64)
-    wanted[places] = labels
+    wanted[positions] = labels
     return BertSample(
         text=_padded(masked, seq_length, roles.pad),
         types=_padded(types, seq_length, roles.pad),
@@ -273,7 +273,7 @@ def mask(
     limit: float,
     most: int,
 ) -> tuple[list[int], list[int], list[int], list[list[int]]]:
-    """Masked tokens; places, and what stood there, in order; spans of places in order.
+    """Masked tokens; positions, and what stood there, in order; spans of positions in order.
 
     Words (a token and those that continue it) are masked in runs of 1 .. `most`, in random order, until `prob` of the
     tokens, or `limit`, are masked.
@@ -298,8 +298,8 @@ def mask(
         spans.append(span)
         for place in span:
             masked[place] = _replacement(tokens[place], vocabulary, generator, style)
-    places = sorted(covered)
-    return masked, places, [tokens[place] for place in places], sorted(spans)
+    positions = sorted(covered)
+    return masked, positions, [tokens[place] for place in positions], sorted(spans)
 
 
 def _words(tokens: Sequence[int], vocabulary: Vocabulary) -> list[list[int]]:

@@ -45,11 +45,11 @@ def convert(inputs: Sequence[str | Path], output_prefix: str, eod: int | None) -
 def documents(path: Path, eod: int | None) -> Iterator[NDArray[Any]]:
     """The documents of one file: the arrays in an array of arrays, the rows of a table, else all ids.
 
-    eod: a run of ids ends a document behind each of these. 7 8 0 9 0 with eod 0 -> 7 8 0 | 9 0.
+    eod: a run of ids ends a document after each of these. 7 8 0 9 0 with eod 0 -> 7 8 0 | 9 0.
     """
     try:
         found = _array(path)
-    except Exception as error:  # numpy's parser of a damaged header raises whatever it meets
+    except Exception as error:  # numpy's parser of a damaged header raises any exception
         raise ValueError(f"{path}: not an array of token ids ({error})") from None
     for row in found if found.dtype.hasobject or found.ndim == 2 else [found]:
         ids = np.asarray(row)
@@ -81,7 +81,7 @@ def _array(path: Path) -> NDArray[Any]:
 
 
 class _Object:
-    """Stands for whatever a pickle names: keeps its name, its arguments and its state, and does nothing."""
+    """Stands for any object that a pickle names: keeps its name, its arguments and its state, and does nothing."""
 
     def __init__(self, name: str, arguments: tuple[Any, ...] = ()) -> None:
         self.name, self.arguments = name, arguments

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 _BLOCK = 1 << 20
-_TOGETHER = 1 << 15  # entries of the table in which runs of a blend go on side by side: it stays in the cache
+_TOGETHER = 1 << 15  # entries of the table in which runs of a blend advance in parallel: it stays in the cache
 _LEAST_RUNS = 8  # fewer are not worth it
 
 
@@ -78,7 +78,7 @@ def sample_order(
 ) -> SampleOrder:
     """The order of at least `samples` samples of seq_length + 1 tokens from sequences first .. last - 1.
 
-    Where the last epoch is needed for less than 80 % of its samples it is shuffled on its own behind the
+    Where the last epoch is needed for less than 80 % of its samples it is shuffled on its own after the
     others, so that no document is seen once too often early on.
     """
     tokens = int(lengths[first:last].sum(dtype=np.int64))
@@ -112,9 +112,9 @@ def _rows(lengths: NDArray[np.int32], documents: NDArray[np.int32], seq_length: 
     rows = np.empty((samples + 1, 2), np.int64 if wide else np.int32)
     for begin in range(0, samples + 1, _BLOCK):
         targets = np.arange(begin, min(begin + _BLOCK, samples + 1)) * seq_length
-        places = np.searchsorted(ends, targets, side="right")  # the first document that ends behind the token
-        rows[begin : begin + len(targets), 0] = places
-        starts = np.where(places > 0, ends[places - 1], 0)
+        found = np.searchsorted(ends, targets, side="right")  # the first document that ends after the token
+        rows[begin : begin + len(targets), 0] = found
+        starts = np.where(found > 0, ends[found - 1], 0)
         rows[begin : begin + len(targets), 1] = targets - starts
     return rows
 
@@ -147,7 +147,7 @@ def blend_samples(shares: Sequence[float], samples: int) -> list[int]:
 def blend_order(weights: Sequence[float], size: int) -> tuple[NDArray[np.int16], NDArray[np.int64]]:
     """For each of `size` samples the dataset it comes from and its number there.
 
-    The dataset furthest behind its share is next, the first of equals: at 0.2, 0.3, 0.5 the datasets go
+    The dataset that lags its share most is next, the first of equals: at 0.2, 0.3, 0.5 the datasets go
     2 1 0 2 1 2 0 2 1 2 0 2. A longer order only continues a shorter one.
     """
     if len(weights) > 32766:
@@ -171,13 +171,13 @@ def _chosen(shares: NDArray[np.float64], size: int) -> NDArray[np.int16]:
     """The datasets of a blend, one after another, found by many runs side by side.
 
     Who is next depends on how often each was chosen so far, so the order is a chain; but a run that begins anywhere
-    with about the right counts soon has exactly the right ones: the furthest behind catches up.
+    with about the right counts soon has exactly the right ones: the one that lags most catches up.
 
         1 guess   each run begins some steps early, with every count next to its share
         2 go      all runs take a step at a time, as rows of one table
         3 check   a run stands where its predecessor has ended with the same counts; else it is done again from there
 
-    So every entry follows from the one before it by the rule, whatever the guesses were worth.
+    So every entry follows from the one before it by the rule, however good the guesses were.
     """
     early = 64 + 2 * len(shares)
     runs = min(_TOGETHER // len(shares), size // (4 * early))
@@ -205,7 +205,7 @@ def _guess(shares: NDArray[np.float64], chosen: int) -> NDArray[np.float64]:
 def _run(
     shares: NDArray[np.float64], begin: int, counts: NDArray[np.float64], steps: int
 ) -> tuple[NDArray[np.int16], NDArray[np.float64]]:
-    """The rule: `steps` choices from `begin` on, with `counts` so far, and the counts behind them."""
+    """The rule: `steps` choices from `begin` on, with `counts` so far, and the counts after them."""
     counts, errors = counts.copy(), np.empty_like(counts)
     found = np.empty(steps, np.int16)
     for step in range(steps):

@@ -3,7 +3,7 @@
     1 read    the parent cuts the input into blocks of whole lines
     2 encode  workers parse and tokenise a block each, straight into arrays
     3 write   the parent writes the blocks in the order of the input: the bytes do not depend on the workers
-    4 note    every few seconds, where asked, how far it has come: `resume` goes on from there after any end
+    4 note    every few seconds, on request, how far it has come: `resume` continues from there after any end
 
 No more than a few blocks per worker are under way, so memory does not grow with the input. It knows no
 command line.
@@ -27,8 +27,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mega.core.data.indexed import bin_path, exists, token_dtype
-from mega.core.data.sources import STDIN, BadLine, Block, Piece, blocks, find, parsed, pieces
-from mega.core.data.workers import Slot, Workers
+from mega.core.data.sources import STDIN, BadLine, LineBlock, SourcePiece, blocks, find, parsed, pieces
+from mega.core.data.workers import Buffer, Workers
 from mega.core.data.writer import IndexedWriter
 from mega.core.files import check_folder, whole_file
 from mega.core.text.build import build
@@ -91,10 +91,10 @@ def preprocess(
     inputs: files, folders, globs or "-", see `sources.find`. JSON lines, also in .gz .zst .xz .bz2; parquet; arrow;
         a .txt file is one document under the key "text", or with `text_lines` each of its lines is.
     tokenizer: the fields of the configuration's tokenizer section, as `text.tokenizer.build` takes them.
-    append_eod: put the end-of-document id behind every document that has a token.
+    append_eod: append the end-of-document id to every document that has a token.
     sentences: cut every text into sentences first; the files are then called `<output_prefix>_<key>_sentence`.
     shard: (i, n), i of 0 .. n - 1: only this part of the input; `merge` of all parts in order is the whole.
-    resume: note the state every `save_every` seconds and go on from a former call's, whatever ended it.
+    resume: note the state every `save_every` seconds and continue from a former call's, however that ended.
     progress: called after every block with the report so far and the bytes read of the input files.
     Raises ValueError naming flag, or file and line; then nothing appears under the output names.
     """
@@ -108,7 +108,7 @@ def preprocess(
         raise ValueError(f"--json-keys {' '.join(json_keys)}: must be one or more different keys")
     paths = find(inputs)
     if STDIN in paths and (resume or shard != (0, 1)):
-        raise ValueError("--input -: standard input cannot stand beside --resume or --shard")
+        raise ValueError("--input -: standard input cannot be combined with --resume or --shard")
     if sentences is not None:
         splitter(sentences.splitter, sentences.language)  # is it there?
 
@@ -180,9 +180,9 @@ class Begin(NamedTuple):
 
 
 class Read(NamedTuple):
-    """A block, and where reading goes on behind it."""
+    """A block, and where reading continues after it."""
 
-    block: Block
+    block: LineBlock
     after: Begin
 
     @property
@@ -190,7 +190,7 @@ class Read(NamedTuple):
         return self.block.size
 
 
-def _blocks(found: Sequence[Piece], keys: Sequence[str], text_lines: bool, begin: Begin) -> Iterator[Read]:
+def _blocks(found: Sequence[SourcePiece], keys: Sequence[str], text_lines: bool, begin: Begin) -> Iterator[Read]:
     """The blocks of every piece, in order, from `begin` on."""
     done = begin.done
     for number, piece in enumerate(found[begin.piece :], begin.piece):
@@ -217,7 +217,7 @@ class _Job:
         return _Worker(self, tokenizer, split)
 
 
-class Encoded(NamedTuple):
+class EncodedBlock(NamedTuple):
     """What has become of a block.
 
     documents: one per key; lines: how many the block has; skipped: those that hold no document, and for the first of
@@ -229,7 +229,7 @@ class Encoded(NamedTuple):
     skipped: int
     reasons: list[tuple[int, str]]
 
-    def with_ids(self, ids: Sequence[NDArray[Any]]) -> Encoded:
+    def with_ids(self, ids: Sequence[NDArray[Any]]) -> EncodedBlock:
         """The same with other ids: an array for each key."""
         documents = [part._replace(ids=own) for part, own in zip(self.documents, ids, strict=True)]
         return self._replace(documents=documents)
@@ -255,7 +255,7 @@ class _Worker:
         self.tokenizer.encode_batch([""])
         return self
 
-    def encode(self, block: Block) -> Encoded:
+    def encode(self, block: LineBlock) -> EncodedBlock:
         """The documents of a block. Raises ValueError where its file cannot be read."""
         text = block.lines()
         lines = text.count(b"\n") + (not text.endswith(b"\n") and bool(text))
@@ -265,7 +265,7 @@ class _Worker:
             lines += 1
             bad.append((lines, block.problem))
         documents = [self._finished([part[k] for part in parts]) for k in range(len(self.job.keys))]
-        return Encoded(documents, lines, len(bad), sorted(bad)[:_LISTED])
+        return EncodedBlock(documents, lines, len(bad), sorted(bad)[:_LISTED])
 
     def _batches(self, text: bytes, lines: int, bad: list[tuple[int, str]]) -> Iterator[_Batch]:
         """The documents, in runs that stay in a processor's cache while they are parsed and tokenised."""
@@ -315,7 +315,7 @@ class _Worker:
         return Documents(ids, np.diff(offsets), counts)
 
     def _finished(self, parts: Sequence[Documents]) -> Documents:
-        """All parts one behind another; sentences without a token are dropped, then eod is appended."""
+        """All parts in order; sentences without a token are dropped, then eod is appended."""
         nothing = Documents(np.zeros(0, self.job.dtype), np.zeros(0, np.int64), np.zeros(0, np.int64))
         columns = zip(nothing, *parts, strict=True)
         ids, lengths, counts = (np.concatenate(c, dtype=c[0].dtype, casting="unsafe") for c in columns)
@@ -350,42 +350,42 @@ def _sentences(found: dict[str, Any], key: str) -> list[str]:
 class Handed(NamedTuple):
     """What a worker hands over.
 
-    inside: how many ids of each key lie in the slot, one key's behind another's; empty where it is too small for them
+    inside: how many ids of each key lie in the buffer, one key's after another's; empty where it is too small for them
     and they come along.
     """
 
-    found: Encoded
+    found: EncodedBlock
     inside: list[int]
 
 
-def _hand_over(worker: _Worker, read: Read, slot: Slot) -> Handed:
-    """In a worker: what has become of a block, with its ids in the slot."""
+def _hand_over(worker: _Worker, read: Read, buffer: Buffer) -> Handed:
+    """In a worker: what has become of a block, with its ids in the buffer."""
     found = worker.encode(read.block)
     ids = [part.ids for part in found.documents]
-    if not slot or sum(part.nbytes for part in ids) > len(slot):
+    if not buffer or sum(part.nbytes for part in ids) > len(buffer):
         return Handed(found, [])
     inside = [len(part) for part in ids]
-    np.concatenate(ids, out=np.frombuffer(slot, ids[0].dtype)[: sum(inside)])
+    np.concatenate(ids, out=np.frombuffer(buffer, ids[0].dtype)[: sum(inside)])
     return Handed(found.with_ids([part[:0] for part in ids]), inside)
 
 
-def _taken_over(handed: Handed, slot: Slot) -> Encoded:
-    """The inverse: ids that last as long as the slot's content."""
+def _taken_over(handed: Handed, buffer: Buffer) -> EncodedBlock:
+    """The inverse: ids that last as long as the buffer's content."""
     found, inside = handed
     if not inside:
         return found
-    ids = np.frombuffer(slot, found.documents[0].ids.dtype)
+    ids = np.frombuffer(buffer, found.documents[0].ids.dtype)
     return found.with_ids(np.split(ids[: sum(inside)], np.cumsum(inside)[:-1]))
 
 
-def _another(tokenizer: Mapping[str, Any], job: _Job) -> Callable[[Read, Slot], Handed]:
+def _another(tokenizer: Mapping[str, Any], job: _Job) -> Callable[[Read, Buffer], Handed]:
     return partial(_hand_over, job.worker(build(**tokenizer)))
 
 
 @contextlib.contextmanager
 def _encoders(
     made: Tokenizer, tokenizer: Mapping[str, Any], job: _Job, workers: int
-) -> Iterator[Callable[[Iterator[Read]], Iterator[tuple[Read, Encoded]]]]:
+) -> Iterator[Callable[[Iterator[Read]], Iterator[tuple[Read, EncodedBlock]]]]:
     """A function that gives every block with what has become of it, in the order of the input."""
     alone = job.worker(made)
     if workers == 1:
@@ -394,14 +394,14 @@ def _encoders(
         return
     pool = Workers(workers, here=lambda: partial(_hand_over, alone.load()), there=partial(_another, tokenizer, job))
     with pool:
-        yield lambda read: ((now, _taken_over(handed, slot)) for now, handed, slot in pool.answers(read))
+        yield lambda read: ((now, _taken_over(handed, buffer)) for now, handed, buffer in pool.answers(read))
 
 
 # --- 4 note ---------------------------------------------------------------------------------------------------------
 
 
 class _Notes:
-    """How far the work has come, in one file beside the output that is whole at every moment.
+    """How far the work has come, in one file next to the output that is complete at every moment.
 
     identity: all that the output depends on; another call's notes are refused.
     """
@@ -417,11 +417,11 @@ class _Notes:
         except FileNotFoundError:
             return None
         except ValueError as error:
-            raise ValueError(f"{self._path}: damaged ({error}); remove it to start anew") from None
+            raise ValueError(f"{self._path}: damaged ({error}); remove it to start over") from None
         if not isinstance(found, dict) or found.get("identity") != self._identity:
             raise ValueError(
                 f"--resume: {self._path} belongs to work with other inputs, options or tokenizer; "
-                "repeat its command line, or remove the file to start anew"
+                "repeat its command line, or remove the file to start over"
             )
         return found
 
@@ -463,7 +463,7 @@ def _stamps(paths: Sequence[Path]) -> list[tuple[str, int, int]]:
 
 
 def merge(prefixes: Sequence[str], output_prefix: str) -> Report:
-    """The pairs `prefixes`, one behind another, as one pair `output_prefix`: documents keep their order.
+    """The pairs `prefixes`, concatenated, as one pair `output_prefix`: documents keep their order.
 
     Raises ValueError naming a pair that is damaged, or of another width than the first.
     """

@@ -38,20 +38,20 @@ def shown(total: int) -> Iterator[Callable[[Report, int], None]]:
             bar.stop()
         return
 
-    told = begin
+    last = begin
 
-    def tell(report: Report, read: int) -> None:
-        nonlocal told
+    def log(report: Report, read: int) -> None:
+        nonlocal last
         now = time.monotonic()
-        if now - told >= _SECONDS_BETWEEN_LINES:
-            told = now
+        if now - last >= _SECONDS_BETWEEN_LINES:
+            last = now
             left = (now - begin) * (total - read) / max(read, 1)
             print(
                 f"{100 * read / max(total, 1):5.1f} %  {_line(report, begin)}  {left:,.0f} s left",
                 file=sys.stderr,
             )
 
-    yield tell
+    yield log
 
 
 def _line(report: Report, begin: float) -> str:

@@ -26,7 +26,7 @@ from mega.core.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
-class Part:
+class CorpusPart:
     """What one split may use of a corpus: units `first` .. `last` - 1. `label` begins a message about it."""
 
     corpus: IndexedDataset
@@ -42,12 +42,12 @@ class Recipe(Protocol):
         """How many things `--split` shares out: sequences or documents."""
         ...
 
-    def once(self, part: Part) -> int:
+    def once(self, part: CorpusPart) -> int:
         """About how many samples one pass yields: the weight of a corpus that was given none."""
         ...
 
-    def dataset(self, part: Part, samples: int, cache: Path, tell: Callable[[str], None]) -> Dataset:
-        """At least `samples` samples. `tell` is told where they take several passes; ValueError if there are none."""
+    def dataset(self, part: CorpusPart, samples: int, cache: Path, note: Callable[[str], None]) -> Dataset:
+        """At least `samples` samples. `note` is called where they take several passes; ValueError if there are none."""
         ...
 
 
@@ -61,17 +61,17 @@ class Gpt:
     def units(self, corpus: IndexedDataset) -> int:
         return len(corpus)
 
-    def once(self, part: Part) -> int:
+    def once(self, part: CorpusPart) -> int:
         return max((self._tokens(part) - 1) // self.seq_length, 1)
 
-    def dataset(self, part: Part, samples: int, cache: Path, tell: Callable[[str], None]) -> GPTDataset:
+    def dataset(self, part: CorpusPart, samples: int, cache: Path, note: Callable[[str], None]) -> GPTDataset:
         tokens, length = self._tokens(part), self.seq_length
         if tokens <= length:
             raise ValueError(
                 f"{part.label} has {tokens} tokens, needs {length + 1} for one sample of --seq-length {length}"
             )
         if (passes := epochs(tokens, length, samples)) > 1:
-            tell(f"{part.label} has {tokens:,} tokens; {samples:,} samples of {length} take {passes} epochs")
+            note(f"{part.label} has {tokens:,} tokens; {samples:,} samples of {length} take {passes} epochs")
         key = {
             "kind": "gpt",
             "corpus": part.corpus.fingerprint,
@@ -90,7 +90,7 @@ class Gpt:
         arrays = cached(cache, key, ("documents", "samples", "shuffle"), compute)
         return GPTDataset(part.corpus, SampleOrder(**arrays), length)
 
-    def _tokens(self, part: Part) -> int:
+    def _tokens(self, part: CorpusPart) -> int:
         return int(part.corpus.lengths[part.first : part.last].sum(dtype="int64"))
 
 
@@ -117,11 +117,11 @@ class Masked:
     def units(self, corpus: IndexedDataset) -> int:
         return corpus.documents
 
-    def once(self, part: Part) -> int:
+    def once(self, part: CorpusPart) -> int:
         first, last = part.corpus.document_index[[part.first, part.last]].tolist()
         return max(int(part.corpus.lengths[first:last].sum(dtype="int64")) // self._room, 1)
 
-    def dataset(self, part: Part, samples: int, cache: Path, tell: Callable[[str], None]) -> Dataset:
+    def dataset(self, part: CorpusPart, samples: int, cache: Path, note: Callable[[str], None]) -> Dataset:
         corpus, masking = part.corpus, self.masking
         documents = corpus.document_index[part.first : part.last + 1]
         asked: dict[str, Any] = {
@@ -147,7 +147,7 @@ class Masked:
             raise ValueError(f"{part.label}: {error}") from None
         # The first document that is used gives the sample that begins earliest, once in every pass.
         if (passes := int(np.count_nonzero(mapping[:, 0] == mapping[:, 0].min()))) > 1:
-            tell(f"{part.label} has {len(documents) - 1:,} documents; {samples:,} samples take {passes} epochs")
+            note(f"{part.label} has {len(documents) - 1:,} documents; {samples:,} samples take {passes} epochs")
         if masking.sample_kind == "bert":
             return BertDataset(
                 corpus,

@@ -27,7 +27,7 @@ def conversations(
         for token, train in zip(ids, trained, strict=True):
             yield _row(repr(tokenizer.piece(token)), token, _yes(train))
     if not shown:
-        raise ValueError(f"--number {number}: there is no such conversation")
+        raise ValueError(f"--number {number}: no such conversation")
 
 
 def samples(

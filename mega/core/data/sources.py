@@ -1,7 +1,7 @@
 """What `mega preprocess` reads: JSON lines in any wrapping, plain text, parquet, a dataset folder, standard input.
 
-Whatever it is, it leaves here as blocks of whole JSON lines. A source is cut into pieces so that several hosts can
-share it, and a piece can be entered anywhere, so that interrupted work goes on. It knows no tokenizer.
+Every format is read as blocks of whole JSON lines. A source is cut into pieces so that several hosts can
+share it, and a piece can be entered anywhere, so that interrupted work resumes. It knows no tokenizer.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ class Place(NamedTuple):
         return data
 
 
-class Block(NamedTuple):
-    """Neighbouring lines, or a reason why the line behind them is none.
+class LineBlock(NamedTuple):
+    """Neighbouring lines, or a reason why the line after them is invalid.
 
-    name: of the file, for messages; text: whole JSON lines, or where they lie in a file, for whoever wants them.
+    name: of the file, for messages; text: whole JSON lines, or where they lie in a file.
     done: units of the piece (bytes unpacked, or rows) before the block's end; read: bytes of all files as stored.
     """
 
@@ -76,7 +76,7 @@ class Block(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Piece:
+class SourcePiece:
     """A run of one file: bytes `first` .. `last` of plain lines, row groups of parquet, or a whole file.
 
     before: stored bytes of all files in front of this one.
@@ -96,7 +96,7 @@ class Piece:
 def find(words: Sequence[str | Path], flag: str = "--input") -> list[Path]:
     """The files that the words of `flag` mean: files, globs, folders with all that is in them, `-` for standard input.
 
-    Raises ValueError naming the word that means no file, and whatever is found that cannot be read as one.
+    Raises ValueError naming the word that matches no file, and what is found that cannot be read as one.
     """
     found: list[Path] = []
     for word in map(str, words):
@@ -118,7 +118,7 @@ def _file(flag: str, word: str) -> Path:
     if path == STDIN or os.path.isfile(word):
         return path
     if os.path.isdir(word):
-        raise ValueError(f"{flag} {word}: a link to a folder; give the folder by itself")
+        raise ValueError(f"{flag} {word}: a link to a folder; give the folder itself")
     if os.path.exists(word):
         raise ValueError(f"{flag} {word}: a pipe or a device; must be a file, or - for standard input")
     raise ValueError(f"{flag} {word}: no such file" + (", the link leads nowhere" if os.path.islink(word) else ""))
@@ -146,7 +146,7 @@ def _json(flag: str, path: Path) -> Any:
 
 
 def kind_of(path: Path) -> Kind:
-    """What a file's name says that it is; JSON lines, unless it says otherwise."""
+    """The format that a file's suffix stands for; JSON lines for any other suffix."""
     suffix = path.suffix.lower()
     packed = suffix in _PACKED
     inner = Path(path.stem).suffix.lower() if packed else suffix
@@ -157,8 +157,8 @@ def kind_of(path: Path) -> Kind:
     return "parquet" if inner == ".parquet" else "arrow" if inner == ".arrow" else "lines"
 
 
-def pieces(paths: Sequence[Path], shard: tuple[int, int] = (0, 1)) -> list[Piece]:
-    """The part of all files that shard i of n reads; the shards' parts, one behind another, are everything.
+def pieces(paths: Sequence[Path], shard: tuple[int, int] = (0, 1)) -> list[SourcePiece]:
+    """The part of all files that shard i of n reads; the shards' parts, concatenated, are everything.
 
     All files are laid end to end and cut into n equal runs of stored bytes. Plain lines are cut where they fall (a
     line belongs to the run in which it begins), parquet between row groups; any other file goes to the run in which
@@ -169,7 +169,7 @@ def pieces(paths: Sequence[Path], shard: tuple[int, int] = (0, 1)) -> list[Piece
     low, high = (sum(sizes) * i // count for i in (index, index + 1))
     if index == count - 1:
         high += 1  # an empty last file begins at the very end
-    found: list[Piece] = []
+    found: list[SourcePiece] = []
     before = 0
     for path, size in zip(paths, sizes, strict=True):
         kind = kind_of(path)
@@ -182,13 +182,13 @@ def pieces(paths: Sequence[Path], shard: tuple[int, int] = (0, 1)) -> list[Piece
         else:
             first, last = 0, int(low <= before < high)
         if first < last:
-            found.append(Piece(path, kind, first, last, before))
+            found.append(SourcePiece(path, kind, first, last, before))
         before += size
     return found
 
 
-def blocks(piece: Piece, keys: Sequence[str], *, text_lines: bool, done: int = 0) -> Iterator[Block]:
-    """The blocks of a piece behind its first `done` units.
+def blocks(piece: SourcePiece, keys: Sequence[str], *, text_lines: bool, done: int = 0) -> Iterator[LineBlock]:
+    """The blocks of a piece after its first `done` units.
 
     Raises ValueError naming the file where it cannot be read.
     """
@@ -211,8 +211,8 @@ def blocks(piece: Piece, keys: Sequence[str], *, text_lines: bool, done: int = 0
 # --- lines ----------------------------------------------------------------------------------------------------------
 
 
-def _plain_blocks(piece: Piece, done: int) -> Iterator[Block]:
-    """Lines that lie in a file as they are: only the ends of blocks are looked for, whoever wants the text reads it."""
+def _plain_blocks(piece: SourcePiece, done: int) -> Iterator[LineBlock]:
+    """Lines that lie in a file as they are: only the ends of blocks are looked for; the worker reads the text."""
     with open(piece.path, "rb") as file:
         at = piece.first + done
         if piece.first and not done:  # a line that begins before the piece is the piece's before it
@@ -228,11 +228,11 @@ def _plain_blocks(piece: Piece, done: int) -> Iterator[Block]:
                 if end - start > MOST_LINE_BYTES:
                     place, problem = Place(piece.path, at, start - at), _TOO_LONG.format(MOST_LINE_BYTES >> 20)
             at = end
-            yield Block(piece.name, place, at - piece.first, piece.before + at, problem)
+            yield LineBlock(piece.name, place, at - piece.first, piece.before + at, problem)
 
 
 def _end_of_line(file: BinaryIO, at: int) -> int:
-    """The place behind the line, or the rest of one, that begins at `at`."""
+    """The offset after the line, or the rest of one, that begins at `at`."""
     file.seek(at)
     while part := file.readline(BLOCK_BYTES):
         at += len(part)
@@ -241,7 +241,7 @@ def _end_of_line(file: BinaryIO, at: int) -> int:
     return at
 
 
-def _packed_blocks(piece: Piece, done: int) -> Iterator[Block]:
+def _packed_blocks(piece: SourcePiece, done: int) -> Iterator[LineBlock]:
     """Lines that have to be unpacked, or made of plain text, in one go from the file's beginning."""
     with _stored(piece.path) as stored, _unpacked(piece.path, stored) as text:
         at = _skipped(text, done)
@@ -251,7 +251,7 @@ def _packed_blocks(piece: Piece, done: int) -> Iterator[Block]:
                 if data and not data.endswith(b"\n"):
                     data += text.readline(MOST_LINE_BYTES)
             except (OSError, EOFError, ValueError, lzma.LZMAError) as error:
-                raise BadLine(f"{piece.path}: cannot be read behind byte {at} of its lines ({error})") from None
+                raise BadLine(f"{piece.path}: cannot be read after byte {at} of its lines ({error})") from None
             if not data:
                 return
             first = not at
@@ -267,7 +267,7 @@ def _packed_blocks(piece: Piece, done: int) -> Iterator[Block]:
             if piece.kind == "text":
                 data = _as_json(data)
             read = piece.before + (0 if piece.path == STDIN else stored.tell())
-            yield Block(piece.name, data, at, read, problem)
+            yield LineBlock(piece.name, data, at, read, problem)
 
 
 def _rest_of_line(text: BinaryIO) -> int:
@@ -293,7 +293,7 @@ def _as_json(data: bytes) -> bytes:
     return b"\n".join(written) + b"\n"
 
 
-def _document(piece: Piece, done: int) -> Iterator[Block]:
+def _document(piece: SourcePiece, done: int) -> Iterator[LineBlock]:
     """A .txt file as the one JSON line that it amounts to, under the key "text"."""
     import orjson
 
@@ -310,7 +310,7 @@ def _document(piece: Piece, done: int) -> Iterator[Block]:
             except UnicodeDecodeError as error:
                 problem = f"not UTF-8 at byte {error.start} ({error.reason})"
         if line or problem:
-            yield Block(piece.name, line, 1, read, problem)
+            yield LineBlock(piece.name, line, 1, read, problem)
 
 
 def _stored(path: Path) -> BinaryIO:
@@ -345,7 +345,7 @@ def _unpacked(path: Path, stored: BinaryIO) -> BinaryIO:
 
 
 class _Zstandard(io.RawIOBase):
-    """Zstandard frames one behind another. The library's own reader takes a cut file for a whole one."""
+    """Concatenated Zstandard frames. The library's own reader takes a cut file for a whole one."""
 
     def __init__(self, stored: BinaryIO) -> None:
         try:
@@ -390,7 +390,7 @@ def _skipped(text: BinaryIO, size: int) -> int:
     while left:
         data = text.read(min(left, BLOCK_BYTES))
         if not data:
-            raise EOFError(f"ends before byte {size}, where the work was to go on")
+            raise EOFError(f"ends before byte {size}, where the work was to resume")
         left -= len(data)
     return size
 
@@ -401,14 +401,14 @@ Rows = Iterator[tuple[Any, int]]
 """A record batch, and the stored bytes of the file before its end."""
 
 
-def _row_blocks(piece: Piece, rows: Rows, done: int) -> Iterator[Block]:
+def _row_blocks(piece: SourcePiece, rows: Rows, done: int) -> Iterator[LineBlock]:
     import orjson
 
     for batch, read in rows:
-        # What JSON has no word for (bytes, decimals) is no text either: null is refused with its row.
+        # What JSON cannot represent (bytes, decimals) is not text either: null is refused with its row.
         written = b"".join(orjson.dumps(row, default=lambda value: None) + b"\n" for row in batch.to_pylist())
         done += batch.num_rows
-        yield Block(piece.name, written, done, piece.before + read)
+        yield LineBlock(piece.name, written, done, piece.before + read)
 
 
 def _arrow() -> Any:
@@ -435,7 +435,7 @@ def _columns(names: Sequence[str], keys: Sequence[str]) -> list[str]:
     return list(keys)
 
 
-def _parquet_rows(piece: Piece, keys: Sequence[str], done: int) -> Rows:
+def _parquet_rows(piece: SourcePiece, keys: Sequence[str], done: int) -> Rows:
     file = _parquet(piece.path)
     columns = _columns(file.schema_arrow.names, keys)
     size, groups = piece.path.stat().st_size, file.num_row_groups
@@ -451,7 +451,7 @@ def _parquet_rows(piece: Piece, keys: Sequence[str], done: int) -> Rows:
                 yield batch.slice(skip), size * (group + 1) // groups
 
 
-def _arrow_rows(piece: Piece, keys: Sequence[str], done: int) -> Rows:
+def _arrow_rows(piece: SourcePiece, keys: Sequence[str], done: int) -> Rows:
     arrow = _arrow()
     with arrow.memory_map(str(piece.path)) as stored:
         stream = arrow.ipc.open_stream(stored)
@@ -483,7 +483,7 @@ def parsed(line: bytes | memoryview) -> Any:
     if len(line) <= BLOCK_BYTES:
         try:
             found = json.loads(str(line, "utf-8"))
-            json.dumps(found, ensure_ascii=False).encode()  # half a surrogate pair is no text
+            json.dumps(found, ensure_ascii=False).encode()  # half a surrogate pair is not text
             return found
         except UnicodeDecodeError as error:
             reason = f"not UTF-8 at byte {error.start}"

@@ -70,7 +70,7 @@ def presplit(inputs: Sequence[str | Path], output: Path, kind: str, language: st
 
 def _spared(flag: str, value: Path, inputs: Sequence[Path], outputs: Sequence[Path]) -> None:
     """ValueError where an output is an input: it would be lost, or be split again with what it was split from."""
-    places = {os.path.realpath(path) for path in outputs}
+    written = {os.path.realpath(path) for path in outputs}
     for path in inputs:
-        if path != STDIN and os.path.realpath(path) in places:
+        if path != STDIN and os.path.realpath(path) in written:
             raise ValueError(f"{flag} {value}: would replace the input {path}; name another place, or give other files")

@@ -28,7 +28,7 @@ _FOOT = 4
 
 
 class TFRecordDataset:
-    """`dataset[i]`: the examples of all files as `BertSample`, in passes of shuffled order, anew in each pass.
+    """`dataset[i]`: the examples of all files as `BertSample`, in passes, reshuffled in each pass.
 
     records: int64 [n, 3]: file, first byte of the payload, its size. Raises ValueError naming file and byte of a
     damaged record, or one of other sizes than seq_length and vocab.
@@ -100,13 +100,13 @@ def spans(path: Path) -> NDArray[np.int64]:
     at = 0
     while at < len(data):
         if at + _HEADER.size > len(data):
-            raise ValueError(f"{path}: cut short behind byte {at}")
+            raise ValueError(f"{path}: cut short after byte {at}")
         size, check = _HEADER.unpack_from(data, at)
         if check != _masked(bytes(data[at : at + 8])):
             raise ValueError(f"{path}: corrupt, the length at byte {at} has another checksum")
         found.append((at + _HEADER.size, size))
         if at + _HEADER.size + size + _FOOT > len(data):
-            raise ValueError(f"{path}: cut short behind byte {at}")
+            raise ValueError(f"{path}: cut short after byte {at}")
         at += _HEADER.size + size + _FOOT
     return np.array(found, np.int64).reshape(-1, 2)
 
@@ -120,7 +120,7 @@ def _checked(path: Path, data: memoryview, first: int, size: int) -> Features:
         return _example(payload)
     except ValueError as error:
         raise ValueError(
-            f"{path}: the record at byte {first - _HEADER.size} is no tf.train.Example ({error})"
+            f"{path}: the record at byte {first - _HEADER.size} is not a tf.train.Example ({error})"
         ) from None
 
 
@@ -144,7 +144,7 @@ def _bytes(value: int | bytes) -> bytes:
 
 def _bert(features: Features, path: Path) -> BertSample:
     try:
-        text, types, real, places, ids, weights, pair = (
+        text, types, real, positions, ids, weights, pair = (
             np.array(features[name])
             for name in (
                 "input_ids",
@@ -159,7 +159,7 @@ def _bert(features: Features, path: Path) -> BertSample:
     except KeyError as error:
         raise ValueError(f"{path}: an example without {error}; there are {', '.join(features)}") from None
     labels = np.full(len(text), -1, np.int64)
-    labels[places[weights != 0]] = ids[weights != 0]
+    labels[positions[weights != 0]] = ids[weights != 0]
     return BertSample(
         text=text,
         types=types,
@@ -176,7 +176,7 @@ _SPAN = 4096
 
 @functools.cache
 def _tables() -> NDArray[np.uint32]:
-    """CRC-32C (Castagnoli, reflected 0x82F63B78) of each byte with 0 .. _SPAN - 1 zero bytes behind: [_SPAN, 256]."""
+    """CRC-32C (Castagnoli, reflected 0x82F63B78) of each byte followed by 0 .. _SPAN - 1 zero bytes: [_SPAN, 256]."""
     first: NDArray[np.uint32] = np.arange(256, dtype=np.uint32)
     for _ in range(8):
         first = np.bitwise_xor(first >> 1, (first & 1) * np.uint32(0x82F63B78), dtype=np.uint32)
@@ -188,7 +188,7 @@ def _tables() -> NDArray[np.uint32]:
 
 
 def crc32c(data: bytes) -> int:
-    """The checksum is linear: each byte counts by itself, by how far from the end it stands.
+    """The checksum is linear: each byte contributes on its own, by its distance from the end.
 
     >>> hex(crc32c(b"123456789"))
     '0xe3069283'

@@ -1,7 +1,7 @@
-"""Processes that do one thing to many blocks, and answer in the order of asking, through memory that they share.
+"""Processes that apply one function to many blocks and return results in order, through shared memory.
 
-They are forked from this process, which has loaded by then all that the work needs, where that is safe; elsewhere they
-begin anew and load it again. An answer's bulk need not pass through a pipe: every ask has a slot of shared memory.
+They are forked from this process, after it has loaded all that the work needs, where that is safe; elsewhere they are
+spawned and load it again. A large answer need not pass through a pipe: every ask has a buffer of shared memory.
 It knows neither texts nor tokens.
 """
 
@@ -22,31 +22,31 @@ from multiprocessing.connection import wait
 from types import TracebackType
 from typing import Any, Generic, Protocol, Self, TypeVar
 
-SLOT_BYTES = 1 << 22
+BUFFER_BYTES = 1 << 22
 BYTES_UNDER_WAY = 64 << 20
-_ASKS_EACH = 3  # of which one is worked on: nobody waits while this process is busy
+_ASKS_EACH = 3  # of which one is worked on: no worker waits while this process is busy
 
-Slot = memoryview
-"""Memory of SLOT_BYTES that asker and worker share; of none where the processes were not forked."""
+Buffer = memoryview
+"""Memory of BUFFER_BYTES that asker and worker share; of none where the processes were not forked."""
 
 
-class Sized(Protocol):
+class HasSize(Protocol):
     @property
     def size(self) -> int:
         """Bytes that it keeps in memory, or makes a worker keep."""
         ...
 
 
-Ask = TypeVar("Ask", bound=Sized)
+Ask = TypeVar("Ask", bound=HasSize)
 Answer = TypeVar("Answer")
-Work = Callable[[Ask, Slot], Answer]
+Work = Callable[[Ask, Buffer], Answer]
 
 
 class Workers(Generic[Ask, Answer]):
     """Processes that answer asks.
 
         with Workers(2, here=lambda: encode, there=partial(made_encode, tokenizer)) as workers:
-            for block, found, slot in workers.answers(blocks):
+            for block, found, buffer in workers.answers(blocks):
                 ...
 
     Files and locks that this process opens before `with` belong to its workers too: open them inside.
@@ -63,15 +63,15 @@ class Workers(Generic[Ask, Answer]):
             stack.enter_context(_one_thread_each())
             asks = (_ASKS_EACH * self._count) + 1
             forked = _can_fork()
-            work = self._here()  # also where processes begin anew, so that what is wrong with it is told by this one
+            work = self._here()  # also where processes are spawned, so that this one reports its errors
             if forked:
-                memory = memoryview(mmap.mmap(-1, asks * SLOT_BYTES))
-                slots = [memory[i * SLOT_BYTES : (i + 1) * SLOT_BYTES] for i in range(asks)]
-                begin: tuple[Any, ...] = (lambda: work, slots)
+                memory = memoryview(mmap.mmap(-1, asks * BUFFER_BYTES))
+                buffers = [memory[i * BUFFER_BYTES : (i + 1) * BUFFER_BYTES] for i in range(asks)]
+                begin: tuple[Any, ...] = (lambda: work, buffers)
             else:
-                slots = [memoryview(b"")] * asks
+                buffers = [memoryview(b"")] * asks
                 begin = (self._there, None)
-            self._slots, self._free = slots, list(range(asks))
+            self._buffers, self._free = buffers, list(range(asks))
             context = get_context("fork" if forked else "spawn")
             self._pool = ProcessPoolExecutor(self._count, context, initializer=_begin, initargs=begin)
             stack.callback(self._pool.shutdown, wait=True, cancel_futures=True)
@@ -84,8 +84,8 @@ class Workers(Generic[Ask, Answer]):
     ) -> None:
         self._stack.close()
 
-    def answers(self, asks: Iterable[Ask]) -> Generator[tuple[Ask, Answer, Slot]]:
-        """Every ask with its answer, in order. What lies in the slot lasts until the next answer is asked for.
+    def answers(self, asks: Iterable[Ask]) -> Generator[tuple[Ask, Answer, Buffer]]:
+        """Every ask with its answer, in order. What lies in the buffer lasts until the next answer is asked for.
 
         No more than BYTES_UNDER_WAY of asks are held at a time, or one. Raises ChildProcessError where a process dies.
         """
@@ -96,22 +96,22 @@ class Workers(Generic[Ask, Answer]):
                 while under_way and (not self._free or held + ask.size > BYTES_UNDER_WAY):
                     held -= under_way[0][0].size
                     yield from self._first(under_way)
-                slot = self._free.pop()
-                under_way.append((ask, slot, self._pool.submit(_answer, ask, slot)))
+                buffer = self._free.pop()
+                under_way.append((ask, buffer, self._pool.submit(_answer, ask, buffer)))
                 held += ask.size
             while under_way:
                 yield from self._first(under_way)
         except BrokenProcessPool:
             raise ChildProcessError("a worker was killed, perhaps for lack of memory; nothing was published") from None
 
-    def _first(self, under_way: deque[tuple[Ask, int, Future[Answer]]]) -> Iterator[tuple[Ask, Answer, Slot]]:
-        ask, slot, future = under_way.popleft()
-        yield ask, future.result(), self._slots[slot]
-        self._free.append(slot)  # the one used last is taken first: its memory is warm
+    def _first(self, under_way: deque[tuple[Ask, int, Future[Answer]]]) -> Iterator[tuple[Ask, Answer, Buffer]]:
+        ask, buffer, future = under_way.popleft()
+        yield ask, future.result(), self._buffers[buffer]
+        self._free.append(buffer)  # the one used last is taken first: its memory is warm
 
 
 def _can_fork() -> bool:
-    """Whether a copy of this process would be sound: another thread might hold a lock that nobody would let go."""
+    """Whether a copy of this process would be sound: another thread might hold a lock that the copy never releases."""
     return sys.platform == "linux" and threading.active_count() == 1
 
 
@@ -138,23 +138,23 @@ def _one_thread_each() -> Iterator[None]:
 # --- in a worker ----------------------------------------------------------------------------------------------------
 
 _work: Work[Any, Any]
-_slots: list[Slot] | None
+_buffers: list[Buffer] | None
 
 
-def _begin(make: Callable[[], Work[Any, Any]], slots: list[Slot] | None) -> None:
-    global _work, _slots
+def _begin(make: Callable[[], Work[Any, Any]], buffers: list[Buffer] | None) -> None:
+    global _work, _buffers
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which ends its workers
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    _work, _slots = make(), slots
+    _work, _buffers = make(), buffers
 
 
 def _end_with_parent() -> None:
-    """A killed parent leaves no workers behind."""
+    """Workers end with a killed parent."""
     parent = parent_process()
     assert parent is not None
     wait([parent.sentinel])
     os._exit(1)
 
 
-def _answer(ask: Any, slot: int) -> Any:
-    return _work(ask, _slots[slot] if _slots else memoryview(b""))
+def _answer(ask: Any, buffer: int) -> Any:
+    return _work(ask, _buffers[buffer] if _buffers else memoryview(b""))

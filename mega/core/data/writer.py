@@ -36,7 +36,7 @@ class IndexedWriter:
     Memory stays bounded: lengths and documents wait in files, not in lists. A second writer on the same prefix is
     refused with ValueError.
 
-    keep: when the writing fails, leave what is there, so that a later writer that is given the last `state()` goes on
+    keep: when the writing fails, leave what is there, so that a later writer that is given the last `state()` resumes
     from it; without it nothing stays.
     """
 
@@ -98,7 +98,7 @@ class IndexedWriter:
         }
 
     def _restore(self, state: Mapping[str, Any]) -> None:
-        """Cut the files to what a former writer's `state()` says; ValueError where they hold less than that."""
+        """Cut the files to a former writer's `state()`; ValueError where they hold less than that."""
         self.tokens, self.sequences, self.documents = (state[name] for name in ("tokens", "sequences", "documents"))
         self._range = tuple(state["range"]) if state["range"] else None
         sizes = self.tokens * self.dtype.itemsize, 4 * self.sequences, 8 * self.documents
@@ -132,7 +132,7 @@ class IndexedWriter:
         self._write(ids, lengths, counts)
 
     def append(self, other: IndexedDataset) -> None:
-        """All of another pair behind what is there; ValueError where its ids are of another width."""
+        """Append all of another pair; ValueError where its ids are of another width."""
         if other.dtype != self.dtype:
             raise ValueError(f"{other.prefix}: its ids are {other.dtype}, those of {self.prefix} {self.dtype}")
         nothing = np.zeros(0, np.int64)
@@ -191,8 +191,8 @@ class IndexedWriter:
                 "largest": largest,
                 "sha256": {"bin": self._digest.hexdigest(), "idx": digest.hexdigest()},
             }
-            with whole_file(note_path(self.prefix)) as beside:
-                beside.write(json.dumps(note).encode() + b"\n")
+            with whole_file(note_path(self.prefix)) as note_file:
+                note_file.write(json.dumps(note).encode() + b"\n")
 
     def _index(self) -> Iterator[bytes]:
         """The bytes of the .idx, part by part."""

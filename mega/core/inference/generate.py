@@ -33,7 +33,7 @@ def generate(
     end: int | None = None,
     known: int | None = None,
 ) -> Iterator[int]:
-    """Up to `tokens` ids that follow `prompt`, one by one; ends behind the id `end`, which it gives too.
+    """Up to `tokens` ids that follow `prompt`, one by one; ends after the id `end`, which it yields too.
 
     known: ids are drawn below this: a model's vocabulary may be rounded up beyond its tokenizer's.
     Of a text longer than the model's positions, the model sees the end. Errors: ValueError for an empty prompt.

@@ -32,7 +32,7 @@ FIELDS = {
 """Attached tokenizer file -> the option that names it."""
 
 MODELS = {"HuggingFaceTokenizer": "tokenizer.json", "FairseqTokenizer": "dict.txt"}
-"""Kind of tokenizer -> the attached file that is its model, where that is no tokenizer.model."""
+"""Kind of tokenizer -> the attached file that is its model, where that is not tokenizer.model."""
 
 
 def load_model(checkpoint: Checkpoint, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> Any:

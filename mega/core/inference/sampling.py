@@ -40,7 +40,7 @@ def probabilities(logits: torch.Tensor, how: Sampling) -> torch.Tensor:
     tensor([0.6250, 0.3750, 0.0000])
     """
     logits = logits.float()
-    # Below what fp32 tells from 0 the likeliest has all.
+    # Below what fp32 distinguishes from 0 the likeliest has all.
     if how.temperature < torch.finfo(torch.float32).tiny:
         return torch.nn.functional.one_hot(logits.argmax(-1), logits.shape[-1]).float()
     logits = (logits - logits.amax(-1, keepdim=True)) / how.temperature

@@ -25,7 +25,7 @@ def speak(
     seed: int = 0,
     device: str = "auto",
 ) -> None:
-    """Print `prompt` and up to `tokens` tokens behind it. An empty prompt begins a document.
+    """Print `prompt` and up to `tokens` tokens after it. An empty prompt begins a document.
 
     Errors: ValueError naming flag, file or tensor.
     """
@@ -36,8 +36,8 @@ def speak(
     tokenizer = load_tokenizer(checkpoint)
     start = tokenizer.bos if tokenizer.bos is not None else tokenizer.eod
     ids = tokenizer.encode(prompt) or ([start] if start is not None else [])
-    # Decoders drop the blank in front of the first piece, so what is new is read off behind the prompt's own pieces.
-    # Behind an empty prompt the first new piece is the text's first.
+    # Decoders drop the blank in front of the first piece, so the new text is what follows the prompt's own pieces.
+    # After an empty prompt the first new piece is the text's first.
     before = ids if prompt else []
     start_of_new = len(tokenizer.decode(before))
     stage = load_model(checkpoint, Device.choose(device).torch)

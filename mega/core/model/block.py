@@ -63,7 +63,7 @@ def biases(tensors: Tensors, *names: str) -> list[Tensor]:
 
 
 class Attention(nn.Module):
-    """Causal self-attention with grouped heads; query, key and value are one product."""
+    """Causal self-attention with grouped heads; query, key and value are one GEMM."""
 
     def __init__(self, factory: ParameterFactory, model: ModelConfig, tensors: Tensors, layer: int, region: Region):
         super().__init__()
@@ -96,7 +96,7 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """Out to the wide layer, activation, and back; gate and up are one product."""
+    """Out to the wide layer, activation, and back; gate and up are one GEMM."""
 
     def __init__(self, factory: ParameterFactory, model: ModelConfig, tensors: Tensors, region: Region):
         super().__init__()
@@ -136,9 +136,9 @@ class Block(nn.Module):
         return ResidualState(normed if self.post_norm_residual else x, *branch)
 
     def _branch(
-        self, product: torch.Tensor, linear: RowLinear, context: ForwardContext, site: str
+        self, out: torch.Tensor, linear: RowLinear, context: ForwardContext, site: str
     ) -> tuple[torch.Tensor, Weight | None]:
         """A branch and its bias; dropout acts on both together."""
         if not context.drops(self.dropout):
-            return product, linear.bias
-        return context.drop(linear.biased(product), self.dropout, self.layer, site), None
+            return out, linear.bias
+        return context.drop(linear.biased(out), self.dropout, self.layer, site), None

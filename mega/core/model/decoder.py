@@ -34,8 +34,8 @@ OUTSIDE = -1
 
 
 class Embedding(nn.Module):
-    """Token rows, scaled where the model says so, plus learned or sinusoidal positions; in the residual stream's dtype,
-    then dropout.
+    """Token rows, scaled if the model requires it, plus learned or sinusoidal positions; in the residual stream's
+    dtype, then dropout.
     """
 
     def __init__(
@@ -155,9 +155,9 @@ class DecoderStage(nn.Module):
             row_shards=self.row_shards,
         )
         stream = ResidualState(cargo[0] if self.embedding is None else self._embed(batch, context))
-        for which, again in self.runs:
+        for which, recompute in self.runs:
             blocks = [self.blocks[number] for number in which]
-            if again and torch.is_grad_enabled():
+            if recompute and torch.is_grad_enabled():
                 run = partial(self._from_sum, blocks, context)
                 stream = ResidualState(recomputed(run, stream.sum(), self._share))
             else:

@@ -52,8 +52,8 @@ class ForwardContext:
         if self.row_keys is not None and probability:
             keys = site_keys(self.row_keys, layer, "attention")
             numbers = torch.arange(first_head, first_head + heads, device=keys.device)
-            columns = torch.arange(keys.shape[1], device=keys.device)
-            dropout = AttentionDropout(keys, numbers, columns, probability)
+            positions = torch.arange(keys.shape[1], device=keys.device)
+            dropout = AttentionDropout(keys, numbers, positions, probability)
         return AttentionMask(q_documents=self.documents, k_documents=self.documents, dropout=dropout)
 
 
@@ -68,12 +68,12 @@ def forward_context(
     row_shards: int = 1,
 ) -> ForwardContext:
     """What `batch` means to the blocks; dropout_seed None switches dropout off. row_shards: ranks that share a row."""
-    rows, columns = batch.tokens.shape
+    batch_size, seq = batch.tokens.shape
     drops = dropout_seed is not None and (model.hidden_dropout or model.attention_dropout)
     keys = row_keys = None
     if drops:
         assert dropout_seed is not None
-        whole = torch.arange(columns * row_shards, device=batch.samples.device)
+        whole = torch.arange(seq * row_shards, device=batch.samples.device)
         row_keys = token_keys(dropout_seed, batch.samples, whole)
         keys = row_keys if batch.columns is None else row_keys[:, batch.columns]
     rotary = None
@@ -82,7 +82,7 @@ def forward_context(
         width = int(model.head_dim * model.rope_fraction)
         where, base, divisor = batch.positions.flatten(), model.rope_base, model.rope_interpolation
         rotary = rotary_table(where, width, base, divisor, dtype, _rope_scaling(model))
-    return ForwardContext(rows, columns, batch.documents, rotary, keys, row_keys, tp, sequence and tp.size > 1)
+    return ForwardContext(batch_size, seq, batch.documents, rotary, keys, row_keys, tp, sequence and tp.size > 1)
 
 
 def _rope_scaling(model: ModelConfig) -> RopeScaling | None:

@@ -1,4 +1,4 @@
-"""What a stage of any family is built with, besides its model, its units and its region."""
+"""What a stage of any family is built with, in addition to its model, its units and its region."""
 
 from __future__ import annotations
 

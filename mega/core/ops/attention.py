@@ -99,12 +99,12 @@ def _fused_shapes(
 def plain_recomputing(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: AttentionMask) -> torch.Tensor:
     """`plain`, bit for bit, that saves query, key and value only and recomputes the weights in the backward pass
     (selective recompute, Korthikanti et al. 2022, section 5)."""
-    # Dropout is a function of what it acts on, so there is no random state to restore.
+    # Dropout is a function of what it acts on, so no random state is restored.
     return checkpoint(plain, q, k, v, mask, use_reentrant=False, preserve_rng_state=False)  # type: ignore[no-any-return]
 
 
 def fused_recomputing(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: AttentionMask) -> torch.Tensor:
-    """`fused`, whose kernels recompute the weights themselves; `plain_recomputing` where there is no kernel."""
+    """`fused`, whose kernels recompute the weights themselves; `plain_recomputing` without a kernel."""
     return fused(q, k, v, mask) if mask.dropout is None else plain_recomputing(q, k, v, mask)
 
 

@@ -1,6 +1,6 @@
 """Dropout by counter: the mask is a function of the tokens' keys, never of a random stream.
 
-So it is the same in every layout and under recompute, and there is no random state to save.
+So it is the same in every layout and under recompute, and no random state is saved.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
     e5m2  gradients of outputs  2 bits of mantissa, up to 57344
 
 A factor's scale brings its largest magnitude to the format's limit. It is of the tensor at hand and not of steps
-before, so there is no history to keep, and a run goes on from a checkpoint as if it had never stopped. It is of the
+before, so no history is kept, and a run resumes from a checkpoint as if it had never stopped. It is of the
 local tensor: another layout or micro batch rounds otherwise. Emulated here in plain torch; kernels/fp8.py is fast.
 """
 

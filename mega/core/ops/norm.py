@@ -39,7 +39,7 @@ def add_norm(
     bias: torch.Tensor | None,
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The sum of `added`, and its norm: RMSNorm where there is no bias.
+    """The sum of `added`, and its norm: RMSNorm without a bias.
 
     >>> x, normed = add_norm(torch.ones(1, 2), torch.ones(1, 2), None, torch.ones(2), None, 0.0)
     >>> x.tolist(), normed.tolist()

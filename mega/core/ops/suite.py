@@ -73,9 +73,9 @@ def choose(
     package: str | None = None,
     shapes: bool = False,
 ) -> Ops:
-    """The fastest implementations for a device and a compute dtype; `reason` says why these.
+    """The fastest implementations for a device and a compute dtype; `reason` explains the choice.
 
-    recompute: attention recomputes its weights in the backward pass wherever it would save them. package: a name that
+    recompute: attention recomputes its weights in the backward pass where it would save them. package: a name that
     `packages.package` knows, whose ops replace ours. shapes: for meta tensors that stand for those of `device`, which
     need not be there.
     """

@@ -5,7 +5,7 @@
     u       g / sqrt V, divided by max(1, rms(u) / clip)
     p       p - rate u - lr decay p
 
-Source: Shazeer and Stern 2018, algorithms 4 and 5, without momentum. Means are over whole logical tensors, whatever
+Source: Shazeer and Stern 2018, algorithms 4 and 5, without momentum. Means are over whole logical tensors, whichever
 ranks hold them. The rate is lr; or, relative to the weights' size, max(eps, rms p) x min(lr, 1 / sqrt step).
 """
 
@@ -47,12 +47,12 @@ class Adafactor:
             owned.factors[f"{COLUMNS}/{shard.name}"] = allocator.zeros(columns)
 
     def step(self, owned: ShardState, master: torch.Tensor, grad: torch.Tensor, sums: Sums, args: StepArgs) -> None:
-        forget = 1 - args.step**-self.decay_rate
+        decay = 1 - args.step**-self.decay_rate
         # 1 means of the squares, now and over time
-        self._take(owned, grad, sums, forget)
+        self._take(owned, grad, sums, decay)
         # 2 the update, divided by the second moments' root
         update = torch.zeros_like(grad)
-        self._divide(owned, grad, update, forget)
+        self._divide(owned, grad, update, decay)
         # 3 its size, and the weights', over whole tensors
         runs = list(owned.bucket.runs())
         squares = [torch.linalg.vector_norm(x[run]).double().square() for _, run in runs for x in (update, master)]
@@ -65,7 +65,7 @@ class Adafactor:
             rate = args.lr if not self.relative else weight.clamp(min=LEAST_SIZE) * min(args.lr, 1 / sqrt(args.step))
             master[run].sub_(update[run] * (rate / (size / self.clip).clamp(min=1.0)))
 
-    def _take(self, owned: ShardState, grad: torch.Tensor, sums: Sums, forget: float) -> None:
+    def _take(self, owned: ShardState, grad: torch.Tensor, sums: Sums, decay: float) -> None:
         """Squares of this step's gradients into the means of rows and columns, over all ranks."""
         now = {key: torch.zeros_like(factor) for key, factor in owned.factors.items()}
         if not now:
@@ -75,11 +75,11 @@ class Adafactor:
             now[f"{ROWS}/{shard.name}"][row : row + part.shape[0]] += squares.sum(1)
             now[f"{COLUMNS}/{shard.name}"][column : column + part.shape[1]] += squares.sum(0)
         totals = torch.split(sums(owned.bucket, torch.cat(list(now.values()))), [len(one) for one in now.values()])
-        across = (length for shard, _ in _matrices(owned) for length in reversed(shard.whole))
-        for factor, total, length in zip(owned.factors.values(), totals, across, strict=True):
-            factor.mul_(forget).add_(total / length + SMALLEST, alpha=1 - forget)
+        lengths = (length for shard, _ in _matrices(owned) for length in reversed(shard.whole))
+        for factor, total, length in zip(owned.factors.values(), totals, lengths, strict=True):
+            factor.mul_(decay).add_(total / length + SMALLEST, alpha=1 - decay)
 
-    def _divide(self, owned: ShardState, grad: torch.Tensor, update: torch.Tensor, forget: float) -> None:
+    def _divide(self, owned: ShardState, grad: torch.Tensor, update: torch.Tensor, decay: float) -> None:
         begin, end = owned.bucket.span[0], owned.decay_end
         parts = zip(
             owned.bucket.rectangles(grad[:end], begin), owned.bucket.rectangles(update[:end], begin), strict=True
@@ -90,7 +90,7 @@ class Adafactor:
             wide = columns[column : column + into.shape[1]].rsqrt()
             torch.mul(from_ * high[:, None], wide, out=into)
         vectors, moment = grad[end:], owned.moments["moment2"].values
-        moment.mul_(forget).add_(vectors.square() + SMALLEST, alpha=1 - forget)
+        moment.mul_(decay).add_(vectors.square() + SMALLEST, alpha=1 - decay)
         torch.mul(vectors, moment.rsqrt(), out=update[end:])
 
 

@@ -3,7 +3,7 @@
     r = m / (sqrt v + eps) + decay p        moments bias-corrected
     p <- p - lr (|p| / |r|) r               the ratio is 1 where either norm is 0
 
-Source: You et al. 2020, algorithm 2 with phi the identity. Norms are those of whole logical tensors, whatever ranks
+Source: You et al. 2020, algorithm 2 with phi the identity. Norms are those of whole logical tensors, whichever ranks
 hold them. Biases and norms, which do not decay, take the rate as it is, as in the authors' code.
 """
 

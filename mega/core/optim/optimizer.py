@@ -5,7 +5,7 @@
     3 update                         masters and moments of our spans, by the rule
     4 write back                     weights from masters, and every rank's spans to all (ZeRO)
 
-Masters are the weights themselves where these are fp32 or fp64, and wherever none are kept: then an update begins with
+Masters are the weights themselves where these are fp32 or fp64, and where none are kept: then an update begins with
 the 16-bit weights and ends in them. Offloaded, masters and moments lie in locked memory of the host, and updates are
 computed there. Knows no model, no schedule and no disk.
 """
@@ -26,7 +26,7 @@ from mega.core.parallel.gradients import Bucket, GradBuffer
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one step did; device values, so that nobody has to wait for them.
+    """What one step did; device values, so that the host need not wait for them.
 
     grad_norm: before clipping. finite: 0 where the gradients were not finite and the step was skipped.
     """
@@ -113,9 +113,9 @@ class Optimizer:
         lr: float,
         decay: float,
     ) -> None:
-        """The update in one pass a bucket; whether it counts is decided on the device, so nobody waits."""
+        """The update in one pass a bucket; whether it counts is decided on the device, so the host does not wait."""
         t = self._updates
-        facts = torch.stack([finite.double(), factor.double(), 1 - rule.beta1**t, 1 - rule.beta2**t]).float()
+        scalars = torch.stack([finite.double(), factor.double(), 1 - rule.beta1**t, 1 - rule.beta2**t]).float()
         for owned in self.shards:
             weights = owned.bucket.own_weights
             adamw(
@@ -123,7 +123,7 @@ class Optimizer:
                 owned.bucket.own_grads,
                 *(flat.values for flat in owned.moments.values()),
                 None if owned.master is None else weights,
-                facts,
+                scalars,
                 decay_end=owned.decay_end,
                 lr=lr,
                 decay=decay,

@@ -50,8 +50,8 @@ class Allocator(NamedTuple):
 class ShardState:
     """What the optimizer keeps for our span of one bucket, in max(fp32, dtype).
 
-    master: the weights, where they are kept besides the model's own. moments: by kind. factors: vectors that belong to
-    whole logical tensors, by "kind/name"; every rank that holds a part of the tensor keeps them whole.
+    master: the weights, where they are kept in addition to the model's own. moments: by kind. factors: vectors that
+    belong to whole logical tensors, by "kind/name"; every rank that holds a part of the tensor keeps them whole.
     """
 
     bucket: Bucket
@@ -61,7 +61,7 @@ class ShardState:
 
     @property
     def has_master(self) -> bool:
-        """Whether a master says more than the weight."""
+        """Whether a master is more precise than the weight."""
         return self.master is not None and self.master.dtype != self.bucket.own_weights.dtype
 
     @property

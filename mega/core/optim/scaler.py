@@ -16,8 +16,8 @@ class LossScaler:
 
     >>> scaler = LossScaler(initial=2.0**32, window=3, hysteresis=2)
     >>> seen = []
-    >>> for fine in (False, False, False, True, True, True):
-    ...     scaler.update(torch.tensor(fine))
+    >>> for finite in (False, False, False, True, True, True):
+    ...     scaler.update(torch.tensor(finite))
     ...     seen.append((int(scaler.scale.log2()), int(scaler.patience)))
     >>> seen
     [(32, 1), (31, 0), (30, -1), (30, -1), (30, -1), (31, 2)]
@@ -37,15 +37,15 @@ class LossScaler:
         self.clean = torch.tensor(0, device=device)
         self.patience = torch.tensor(hysteresis, device=device)
 
-    def update(self, fine: torch.Tensor) -> None:
+    def update(self, finite: torch.Tensor) -> None:
         """Take one step's verdict: whether all gradients of all ranks were finite."""
         if self.window is None:
             return
-        self.clean = torch.where(fine, self.clean + 1, 0)
-        self.patience = torch.where(fine, self.patience, self.patience - 1)
-        backs_off = ~fine & (self.patience <= 0)
+        self.clean = torch.where(finite, self.clean + 1, 0)
+        self.patience = torch.where(finite, self.patience, self.patience - 1)
+        backs_off = ~finite & (self.patience <= 0)
         self.scale = torch.where(backs_off, (self.scale / 2).clamp(min=self.least), self.scale)
-        grows = self.clean >= self.window  # more, where a run goes on with a shorter window
+        grows = self.clean >= self.window  # more, where a run resumes with a shorter window
         self.scale = torch.where(grows, self.scale * 2, self.scale)
         self.clean = torch.where(grows, 0, self.clean)
         self.patience = torch.where(grows, self.hysteresis, self.patience)
@@ -55,7 +55,7 @@ class LossScaler:
         return {"scale": float(self.scale), "clean": int(self.clean), "patience": int(self.patience)}
 
     def restore(self, state: dict[str, float]) -> None:
-        """Go on where a scale stood; a constant one is what the run says."""
+        """Continue with a stored scale; a constant one is the run's own."""
         if self.window is None:
             return
         self.scale.fill_(state["scale"])

@@ -6,7 +6,7 @@ A pair is the same exchange seen from forward and backward (Shoeybi et al. 2019;
     scatter_out: reduce-scatter <->  all-gather    the same, where tokens are shared out over the axis
     all_to_all : all-to-all     <->  all-to-all    from some tokens of all heads to all tokens of some heads
 
-The way into a region is the column product's own (linear.py), beside which its exchanges run.
+Entering a region belongs to the column GEMM (linear.py), which its exchanges overlap.
 All act on dim 0 of [tokens, ...]. On an axis of one rank each is the identity and copies nothing.
 """
 
@@ -49,7 +49,7 @@ def all_reduce(x: torch.Tensor, axis: Axis, op: str = "sum", *, wait: bool = Tru
 
 
 def all_gather(x: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """Blocks of every rank one behind the other along dim 0: [n, ...] -> [n x size, ...]."""
+    """Blocks of every rank concatenated along dim 0: [n, ...] -> [n x size, ...]."""
     out, work = start_all_gather(x, axis)
     work.wait()
     return out

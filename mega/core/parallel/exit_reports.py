@@ -1,14 +1,14 @@
-"""How a rank that fails says why, so that the user reads it once: whatever launcher started the ranks.
+"""How a rank that fails reports why, so that the user reads it once, under any launcher.
 
-    1 every rank that fails hands its words in       through the store in which the ranks met, or would have met
-    2 the first to do so waits for the others        until all have come, GRACE seconds are over, or SIGTERM says that
-                                                     whoever started us knows of the end already
-    3 it tells: what all say, once; what some say, with their numbers. A consequence of what another rank has met, such
-      as that it is gone, is told only where no rank knows more, and nobody has ended us for it
-    4 the others leave with the same exit code, rank 0, which may host the store, last; who comes later tells only
-      what has not been told
+    1 every rank that fails publishes its report     through the store in which the ranks met, or would have met
+    2 the first to do so waits for the others        until all have come, GRACE seconds are over, or SIGTERM means that
+                                                     the launcher knows of the end already
+    3 it prints: what all report, once; what some    A consequence of another rank's error, such as its loss, is printed
+      report, with their numbers                     only where no rank knows more, and the launcher has not ended us
+    4 the others leave with the same exit code,      a later rank prints only what has not been printed
+      rank 0, which may host the store, last
 
-None of this may hold a rank: it speaks for itself where the store is gone, or does not answer within LIMIT seconds.
+None of this may block a rank: it prints its own report if the store is gone, or does not answer within LIMIT seconds.
 MEGA_DEBUG=1 lets every rank show its own traceback at once. No torch for one rank alone.
 """
 
@@ -31,7 +31,7 @@ from typing import Any
 from mega.core.config.world import MEETING_FILE, World, is_first_rank, point_to_first_host, world_from_env
 
 GRACE = 2.0
-"""Seconds in which ranks that meet the same fault are expected to say so."""
+"""Seconds in which ranks that meet the same fault are expected to report it."""
 
 COMING = 5 * GRACE
 """Seconds in which ranks that have not met yet may come: each loads torch first, from a disk that all of them read."""
@@ -48,70 +48,75 @@ _NAMED = 8
 
 
 @dataclass(frozen=True)
-class Words:
-    """What a rank says of its end, and the exit code. kind: "line", "trace", or "consequence" of another rank's end."""
+class ExitReport:
+    """Why a rank ends, and its exit code. kind: "line", "trace", or "consequence" of another rank's end."""
 
     code: int
     text: str
     kind: str = "line"
 
 
-def words_of(error: BaseException) -> Words:
+def report_of(error: BaseException) -> ExitReport:
     """A mistake of the user ends with 2, all else with 1. What is neither that nor the machine's shows its traceback.
 
-    >>> words_of(ValueError("--lr -1: must be positive"))
-    Words(code=2, text='--lr -1: must be positive', kind='line')
+    >>> report_of(ValueError("--lr -1: must be positive"))
+    ExitReport(code=2, text='--lr -1: must be positive', kind='line')
     """
     code = 2 if isinstance(error, ValueError) else 1
     if _debugging():
-        return Words(code, _trace(error), "trace")
+        return ExitReport(code, _trace(error), "trace")
     if isinstance(error, ValueError | OSError | FloatingPointError | MemoryError):
         text = str(error) or ("out of memory" if isinstance(error, MemoryError) else repr(error))
-        return Words(code, text, "consequence" if getattr(error, "elsewhere", False) else "line")
-    if type(error).__name__ == "OutOfMemoryError":  # torch's; its message goes on with figures of this very process
+        return ExitReport(code, text, "consequence" if getattr(error, "elsewhere", False) else "line")
+    if type(error).__name__ == "OutOfMemoryError":  # torch's; its message continues with figures of this very process
         text = ". ".join(str(error).split(". ")[:2])
-        return Words(code, f"{text}; mega memory-estimate says what a run needs, and MEGA_DEBUG=1 shows where it was")
+        return ExitReport(
+            code, f"{text}; mega memory-estimate shows what a run needs, and MEGA_DEBUG=1 shows where it was"
+        )
     if isinstance(error, RuntimeError) and any(sign in str(error) for sign in _PEER_IS_GONE):
         text = f"lost another rank, which has ended or cannot be reached: {error}".splitlines()[0]
-        return Words(code, text, "consequence")
-    return Words(code, _trace(error), "trace")
+        return ExitReport(code, text, "consequence")
+    return ExitReport(code, _trace(error), "trace")
 
 
-def tell(words: Words) -> int:
-    """Tell them on stderr, unless another rank does; the exit code to end with. To be called as a rank's last act."""
+def report_exit(report: ExitReport) -> int:
+    """Print it on stderr, unless another rank does; the exit code to end with. To be called as a rank's last act."""
     try:
         world = world_from_env()
-    except ValueError:  # the launcher's variables are no good, and every rank finds the same
+    except ValueError:  # the launcher's variables are invalid, and on every rank alike
         world = World(0, 1, 0, 1, "alone")
         if not is_first_rank():
-            return words.code
+            return report.code
     if world.size > 1 and not _debugging():
-        code = _tell_in_time(words, world)
+        code = _report_in_time(report, world)
         if code is not None:
             return code
-    _write(told({world.rank: words}, world.size))
-    return words.code
+    _write(format_exits({world.rank: report}, world.size))
+    return report.code
 
 
-def told(words: Mapping[int, Words], world: int) -> str:
-    """What the user reads of the words of some ranks of `world`.
+def format_exits(by_rank: Mapping[int, ExitReport], world: int) -> str:
+    """What the user reads of the reports of some ranks of `world`.
 
-    >>> print(told({0: Words(2, "no such file"), 1: Words(2, "no such file")}, 2), end="")
+    >>> print(format_exits({0: ExitReport(2, "no such file"), 1: ExitReport(2, "no such file")}, 2), end="")
     mega: no such file
-    >>> print(told({3: Words(1, "disk full"), 2: Words(1, "lost", "consequence"), 1: Words(1, "disk full")}, 4), end="")
+    >>> full, lost = ExitReport(1, "disk full"), ExitReport(1, "lost", "consequence")
+    >>> print(format_exits({3: full, 2: lost, 1: full}, 4), end="")
     mega: ranks 1, 3: disk full
     """
-    causes = {rank: said for rank, said in words.items() if said.kind != "consequence"} or dict([min(words.items())])
-    ranks: dict[Words, list[int]] = {}
-    for rank, said in sorted(causes.items()):
-        ranks.setdefault(said, []).append(rank)
+    causes = {rank: each for rank, each in by_rank.items() if each.kind != "consequence"} or dict(
+        [min(by_rank.items())]
+    )
+    ranks: dict[ExitReport, list[int]] = {}
+    for rank, each in sorted(causes.items()):
+        ranks.setdefault(each, []).append(rank)
     lines = []
-    for said, who in ranks.items():
+    for each, who in ranks.items():
         name = "" if len(who) == world else _name(who) + ": "
-        if said.kind == "trace":
-            lines += [f"mega: {name}", *said.text.splitlines()] if name else said.text.splitlines()
+        if each.kind == "trace":
+            lines += [f"mega: {name}", *each.text.splitlines()] if name else each.text.splitlines()
         else:
-            lines += [f"mega: {name}{line}" for line in said.text.splitlines()]
+            lines += [f"mega: {name}{line}" for line in each.text.splitlines()]
     return "".join(f"{line.rstrip()}\n" for line in lines)
 
 
@@ -124,51 +129,51 @@ def _name(ranks: list[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:_NAMED]))}{rest}"
 
 
-def _tell_in_time(words: Words, world: World) -> int | None:
+def _report_in_time(report: ExitReport, world: World) -> int | None:
     """The exit code of all; None where there is nowhere to meet, or no answer within LIMIT seconds."""
     stopped, codes = threading.Event(), list[int]()
 
-    def talk() -> None:
-        with contextlib.suppress(Exception):  # what is wrong with the store is not what we came to tell
-            codes.append(_tell_together(words, world, stopped))
+    def meet() -> None:
+        with contextlib.suppress(Exception):  # an error of the store is not what is to be reported
+            codes.append(_report_together(report, world, stopped))
 
-    # On a thread of its own: a call to a store that does not answer hears neither the clock nor a signal.
-    talking = threading.Thread(target=talk, name="last-words", daemon=True)
+    # On a thread of its own: a call to a store that does not answer observes neither the clock nor a signal.
+    exchange = threading.Thread(target=meet, name="exit-reports", daemon=True)
     before = signal.signal(signal.SIGTERM, lambda *_: stopped.set())
     try:
-        talking.start()
-        talking.join(LIMIT)
+        exchange.start()
+        exchange.join(LIMIT)
     finally:
         signal.signal(signal.SIGTERM, before)
     return codes[0] if codes else None
 
 
-def _tell_together(words: Words, world: World, stopped: threading.Event) -> int:
-    """Phases 1 to 4. stopped: whoever started us knows of the end. Errors: whatever keeps the ranks from meeting."""
+def _report_together(report: ExitReport, world: World, stopped: threading.Event) -> int:
+    """Phases 1 to 4. stopped: the launcher knows of the end. Errors: any that keeps the ranks from meeting."""
     import torch.distributed as dist
 
-    store = dist.PrefixStore("last-words", _store(world))
+    store = dist.PrefixStore("exit-reports", _store(world))
     # 1
-    store.set(str(world.rank), json.dumps(asdict(words)))
+    store.set(str(world.rank), json.dumps(asdict(report)))
     if store.add("count", 1) == 1:
         # 2
         _wait(lambda: stopped.is_set() or store.add("count", 0) >= world.size, GRACE)
         present = [rank for rank in range(world.size) if store.check([str(rank)])]
-        found = {rank: Words(**json.loads(store.get(str(rank)))) for rank in present}
-        causes = [said for said in found.values() if said.kind != "consequence"]
+        found = {rank: ExitReport(**json.loads(store.get(str(rank)))) for rank in present}
+        causes = [each for each in found.values() if each.kind != "consequence"]
         # 3
         if causes or not stopped.is_set():
-            _write(told(found, world.size))
-        verdict = {"code": causes[0].code if causes else words.code, "texts": [said.text for said in causes]}
-        store.set("told", json.dumps(verdict))
+            _write(format_exits(found, world.size))
+        verdict = {"code": causes[0].code if causes else report.code, "texts": [each.text for each in causes]}
+        store.set("reported", json.dumps(verdict))
     else:
-        store.wait(["told"], timedelta(seconds=GRACE + 1))
+        store.wait(["reported"], timedelta(seconds=GRACE + 1))
     # 4
-    verdict = json.loads(store.get("told"))
-    if words.kind != "consequence" and words.text not in verdict["texts"]:
-        _write(told({world.rank: words}, world.size))
+    verdict = json.loads(store.get("reported"))
+    if report.kind != "consequence" and report.text not in verdict["texts"]:
+        _write(format_exits({world.rank: report}, world.size))
     store.add("left", 1)
-    if _hosting(world):  # those that come now find nobody once we are gone
+    if _hosting(world):  # later ranks find no store once this rank is gone
         _wait(lambda: stopped.is_set() or store.add("left", 0) >= world.size, COMING)
     elif world.rank == 0:
         _wait(lambda: store.add("left", 0) >= store.add("count", 0), GRACE)
@@ -209,7 +214,7 @@ def _hosting(world: World) -> bool:
 
 
 def _reach(address: str, port: int, seconds: float) -> None:
-    """Wait until the store's host listens. Errors: OSError. Torch would tell of its own waiting, in frames of C++."""
+    """Wait until the store's host listens. Errors: OSError. Torch would report its own waiting, in frames of C++."""
     deadline = time.monotonic() + seconds
     while True:
         try:

@@ -223,7 +223,7 @@ class GradBuffer:
         self._shared, self._overlap_gather = 0 < zero < 3 and mesh.data.size > 1, overlap_gather
         self._gather_axis = mesh.data
         if self._shared and overlap_gather:
-            # The loss's few numbers are added up meanwhile, and must not queue behind the weights.
+            # The loss's few numbers are added up meanwhile, and must not queue after the weights.
             self._gather_axis = mesh.own_axis("weights", "cp", "dp")
             for chunk in chunks:
                 for unit in _units(chunk):
@@ -252,28 +252,28 @@ class GradBuffer:
         self._final = last
 
     def defer_wgrad(self) -> None:
-        """From here on keep weight products instead of computing them (a backward pass for inputs only)."""
+        """From here on keep weight gradients' GEMMs instead of computing them (a backward pass for inputs only)."""
         self._deferred = []
         self._route_wgrad(self._defer)
 
     def take_deferred(self) -> list[DeferredWgrad]:
-        """The products kept since `defer_wgrad`; products are computed at once again."""
+        """The GEMMs kept since `defer_wgrad`; later ones are computed at once again."""
         self._route_wgrad(None)
         held, self._deferred = self._deferred, []
         return held
 
-    def _route_wgrad(self, products: Callable[[Weight, Any, torch.Tensor], None] | None) -> None:
+    def _route_wgrad(self, take: Callable[[Weight, Any, torch.Tensor], None] | None) -> None:
         for bucket in self.buckets:
             for weight, _, _ in bucket.offsets:
-                weight.on_wgrad = products
+                weight.on_wgrad = take
 
     def _defer(self, weight: Weight, grad: Any, x: torch.Tensor) -> None:
         self._deferred.append((weight, grad, x))
 
-    def run_wgrad(self, products: list[DeferredWgrad]) -> None:
-        """Compute kept products, as the weight's act of a plan."""
+    def run_wgrad(self, deferred: list[DeferredWgrad]) -> None:
+        """Compute deferred GEMMs, as the weight's act of a plan."""
         with torch.no_grad():
-            for weight, grad, x in products:
+            for weight, grad, x in deferred:
                 weight.add_wgrad(grad, x)
 
     def _open_main_grad(self, weight: Weight) -> None:
@@ -294,7 +294,7 @@ class GradBuffer:
             self._launch_grad_reduce(bucket)
 
     def _launch_grad_reduce(self, bucket: Bucket) -> None:
-        """Start the sum over data; the backward pass goes on meanwhile."""
+        """Start the sum over data; the backward pass continues meanwhile."""
         data = self.mesh.data
         if self.zero >= 2:
             _settle(bucket)
@@ -316,7 +316,7 @@ class GradBuffer:
         bucket.works.append((work, out))
 
     def all_ready(self) -> None:
-        """Every gradient of this step is in its place, though nobody told of each: the device did it by itself."""
+        """Every gradient of this step is in its place, though none was reported: the device did it on its own."""
         for bucket in self.buckets:
             bucket.waiting = 0
 
@@ -340,7 +340,7 @@ class GradBuffer:
 
     def start_param_gather(self) -> None:
         """Send updated spans to every rank. With overlap they arrive while the next forward pass runs, where each unit
-        of the model waits for its own; whoever asks a bucket for its weights waits too."""
+        of the model waits for its own; reading a bucket's weights waits too."""
         if not self._shared:
             return
         for bucket in self.buckets:
@@ -350,7 +350,7 @@ class GradBuffer:
 
     def wait_param_gather(self) -> None:
         """Wait for all weights that are on their way. Due before a buffer is thrown away, too: NCCL's group holds the
-        tensors of an exchange that nobody waited for until the next one on the same group."""
+        tensors of an exchange that was not waited for until the next one on the same group."""
         for bucket in self.buckets:
             bucket.wait_param_gather()
 
@@ -411,7 +411,7 @@ class GradBuffer:
 
 
 class _Return(torch.autograd.Function):
-    """Behind a unit: when its backward pass begins, its weights are brought back."""
+    """After a unit: when its backward pass begins, its weights are gathered again."""
 
     @staticmethod
     def forward(ctx: Any, y: torch.Tensor, buckets: list[Bucket], axis: Axis) -> torch.Tensor:
@@ -443,7 +443,7 @@ def _settle(bucket: Bucket) -> None:
 
 
 def _units(chunk: nn.Module) -> Iterator[nn.Module]:
-    """What is gathered at a time: every block by itself, the embedding, the head."""
+    """What is gathered at a time: every block on its own, the embedding, the head."""
     for child in chunk.children():
         if isinstance(child, nn.ModuleList):
             yield from child
@@ -460,7 +460,7 @@ def parameter_spec(weight: Weight) -> ParameterSpec:
 def _into_main_grad(parameter: torch.Tensor) -> None:
     """Move what autograd accumulated (norms, biases, positions) into the bucket.
 
-    The hook is called with no gradient where a layer has put it into the sink by itself.
+    The hook is called with no gradient where a layer has added it to `main_grad` itself.
     """
     assert isinstance(parameter, Weight)
     if parameter.grad is None:

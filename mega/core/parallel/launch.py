@@ -32,7 +32,7 @@ import torch.distributed as dist
 
 from mega.core.config.world import MEETING_FILE, World, cores, point_to_first_host, world_from_env
 from mega.core.device import Device
-from mega.core.parallel.exit_reports import tell, words_of
+from mega.core.parallel.exit_reports import report_exit, report_of
 from mega.core.parallel.mesh import Groups
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
@@ -44,14 +44,14 @@ SAME_SIGNAL_SECONDS = 2.0
 PATIENCE = 1.0
 """Seconds that the other ranks have to end by themselves when one has failed."""
 
-_TOLD = (1, 2)
+_REPORTED = (1, 2)
 """Exit codes of ranks that have said why."""
 
 
 def connect(kind: str = "auto", backend: str = "auto", timeout_minutes: float = 10) -> tuple[World, Device, Groups]:
-    """Join the process group as the rank that the environment says we are.
+    """Join the process group as the rank that the environment names.
 
-    Alone there is no group, and every axis has size 1. Errors: ValueError where the device is absent, or the backend
+    A single rank has no group, and every axis has size 1. Errors: ValueError where the device is absent, or the backend
     is not for it.
     """
     world = world_from_env()
@@ -76,7 +76,7 @@ def connect(kind: str = "auto", backend: str = "auto", timeout_minutes: float = 
 
 
 def threads(ranks: int) -> int:
-    """CPU threads of one of `ranks` on this host: what OMP_NUM_THREADS says, else its share of the cores."""
+    """CPU threads of one of `ranks` on this host: OMP_NUM_THREADS, else its share of the cores."""
     asked = os.environ.get("OMP_NUM_THREADS", "")
     return int(asked) if asked.isdecimal() and int(asked) else max(1, cores() // ranks)
 
@@ -149,10 +149,10 @@ class Pool:
                 if pipe not in ready:
                     continue
                 try:
-                    fine, value = pipe.recv()
+                    ok, value = pipe.recv()
                 except EOFError:
-                    fine, value = False, "the process ended without a word"
-                if not fine:
+                    ok, value = False, "the process ended without a word"
+                if not ok:
                     self.close()
                     raise RuntimeError(f"rank {rank} of {world}: {value}")
                 results[rank] = value
@@ -190,7 +190,7 @@ class Pool:
 
 
 def _server() -> Any:
-    """What ranks are forked from. It outlives a signal to the whole job: without it nobody knows how its ranks end."""
+    """What ranks are forked from. It outlives a signal to the whole job: without it no process learns how ranks end."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch.distributed", __name__])
     before = {number: signal.signal(number, signal.SIG_IGN) for number in STOPPING}  # a new process inherits this
@@ -228,7 +228,7 @@ def _rank(environment: dict[str, str], target: Callable[..., int | None], args: 
     except KeyboardInterrupt:
         code = 128 + signal.SIGINT
     except BaseException as error:
-        code = tell(words_of(error))
+        code = report_exit(report_of(error))
     sys.stdout.flush()
     sys.stderr.flush()
     if code:
@@ -269,21 +269,22 @@ def _pool_rank(pipe: Connection[Any, Any], size: int) -> None:
 def _supervise(ranks: list[BaseProcess]) -> int:
     """Wait until all have ended well, or the first has not; its exit code (128 + signal if killed).
 
-    A rank that fails has said why (exit_reports.py). For one that was killed we speak, before its peers, whom it leaves
-    in the middle of an exchange; then they have PATIENCE seconds for what they may have to say for themselves.
+    A rank that fails has reported why (exit_reports.py). For one that was killed this process reports, before its
+    peers, which it leaves in the middle of an exchange; then they have PATIENCE seconds to report errors of their own.
     """
     running = {process.sentinel: process for process in ranks}
     failed, deadline = 0, math.inf
-    told: set[str] = set()
+    reported: set[str] = set()
     with _passing_signals(ranks):
         while running and time.monotonic() < deadline:
             ready = wait(list(running), None if not failed else max(0.0, deadline - time.monotonic()))
             ended = [running.pop(sentinel) for sentinel in list(running) if sentinel in ready]
             for process in sorted(ended, key=lambda process: process.exitcode or 0):  # the killed ones first
                 code = process.exitcode or 0
-                if code and code not in _TOLD and (ending := _ending(code)) not in told:  # all may end by one signal
+                # All may end by one signal.
+                if code and code not in _REPORTED and (ending := _ending(code)) not in reported:
                     sys.stderr.write(f"mega: {process.name} {ending}\n")
-                    told.add(ending)
+                    reported.add(ending)
                 if code and not failed:
                     failed, deadline = 128 - code if code < 0 else code, time.monotonic() + PATIENCE
     return failed
@@ -303,15 +304,15 @@ def _ending(code: int) -> str:
     advice = ""
     if -code == signal.SIGKILL:
         advice = (
-            ": if nobody did that by hand, this host ran out of memory (`dmesg` tells); take fewer ranks, a smaller "
-            "--micro-batch or --recompute, and go on from the newest checkpoint"
+            ": unless that was done by hand, this host ran out of memory (see `dmesg`); take fewer ranks, a smaller "
+            "--micro-batch or --recompute, and resume from the newest checkpoint"
         )
     return f"was killed by {name}{advice}"
 
 
 @contextlib.contextmanager
 def _passing_signals(ranks: list[BaseProcess]) -> Iterator[None]:
-    """What asks this process to stop goes on to the ranks, which save and stop; who asks again will not wait."""
+    """Pass a signal to stop on to the ranks, which save and stop; a second request does not wait."""
     asked = RepeatedSignal()
 
     def pass_on(number: int, _: Any) -> None:
@@ -331,7 +332,7 @@ def _passing_signals(ranks: list[BaseProcess]) -> Iterator[None]:
 
 
 class RepeatedSignal:
-    """Tells who presses Ctrl-C again from a signal that came twice: from the terminal or the scheduler, which reach
+    """Distinguishes a second Ctrl-C from one signal that came twice: from the terminal or the scheduler, which reach
     every process of a job, and from the launcher.
     """
 
@@ -339,7 +340,7 @@ class RepeatedSignal:
         self._first: float | None = None
 
     def repeats(self, number: int) -> bool:
-        """Note a signal; whether it says that the user will not wait for what the first one began."""
+        """Note a signal; whether it means that the user will not wait for what the first one began."""
         now = time.monotonic()
         if self._first is None:
             self._first = now

@@ -43,7 +43,7 @@ class ParameterSpec(NamedTuple):
 
 @dataclass(frozen=True)
 class BucketRules:
-    """What a layout says of buckets.
+    """What a layout determines of buckets.
 
     tp: size of the tensor axis. sequence: its ranks split the sequence. shards: data ranks that each own a span (1:
     every rank has everything). least: elements at which a bucket is full; None: one bucket for all alike.

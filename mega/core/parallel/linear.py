@@ -5,7 +5,7 @@
 
 Under sequence parallelism tokens are shared out between regions: entering gathers them, leaving scatters the sum.
 The gathered input is not kept; backward gathers it again while it multiplies (Korthikanti et al. 2022, section 4.2).
-Where the region has a transport, these exchanges run beside the very products they feed, a rank's tokens at a time.
+Where the region has a transport, these exchanges overlap the GEMMs they feed, a rank's tokens at a time.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class _RowMatmul(torch.autograd.Function):
 def column_matmul(x: torch.Tensor, weight: Weight, region: Region, bias: torch.Tensor | None = None) -> torch.Tensor:
     """Enter the region and multiply: x [tokens, in] (our tokens under sequence) -> [tokens, rows of weight].
 
-    bias: added in the product's own pass; it gets no gradient from here.
+    bias: added in the GEMM's own pass; it gets no gradient from here.
     """
     return _ColumnMatmul.apply(x, weight, bias, region)  # type: ignore[no-any-return, no-untyped-call]
 
@@ -117,8 +117,8 @@ def column_matmul(x: torch.Tensor, weight: Weight, region: Region, bias: torch.T
 class ColumnLinear(nn.Module):
     """Outputs cut over the axis; several logical tensors may be stacked (query, key, value).
 
-    The op behind makes the bias's gradient, in passing over its own. `biased` adds the bias while it multiplies;
-    `product` leaves that to the op behind too.
+    The next op computes the bias's gradient, in the pass over its own. `biased` adds the bias while it multiplies;
+    `matmul` leaves that to the next op too.
     """
 
     def __init__(self, factory: ParameterFactory, weight: list[Tensor], bias: list[Tensor], region: Region):
@@ -139,7 +139,7 @@ class ColumnLinear(nn.Module):
 
 
 class RowLinear(nn.Module):
-    """Inputs cut over the axis; the bias is to be added once, after the sum: `product` leaves it to the op behind."""
+    """Inputs cut over the axis; the bias is to be added once, after the sum: `matmul` leaves it to the next op."""
 
     def __init__(self, factory: ParameterFactory, weight: Tensor, bias: Tensor | None, region: Region):
         super().__init__()
@@ -150,8 +150,8 @@ class RowLinear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.biased(self.matmul(x))
 
-    def biased(self, product: torch.Tensor) -> torch.Tensor:
-        return product if self.bias is None else product + self.bias
+    def biased(self, y: torch.Tensor) -> torch.Tensor:
+        return y if self.bias is None else y + self.bias
 
     def matmul(self, x: torch.Tensor) -> torch.Tensor:
         return _RowMatmul.apply(x, self.weight, self.region)  # type: ignore[no-any-return, no-untyped-call]

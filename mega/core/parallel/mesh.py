@@ -10,7 +10,7 @@ Axes from fastest to slowest: tp, cp, dp, pp. With tp 2, dp 2, pp 2 the ranks ar
 
 An axis of size 1 has no process group and its collectives are the identity, so one CPU and a thousand GPUs run
 the same code. `Mesh.at` needs no processes at all: a layout can be built and checked on a laptop. There is no
-global mesh; whoever needs an axis is given it.
+global mesh; what needs an axis is given it.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class Mesh:
         return self._axis("x".join(names), self.slices(*names))
 
     def own_axis(self, purpose: str, *names: str) -> Axis:
-        """`axis` on a communicator of its own, so that nothing else waits behind what travels there."""
+        """`axis` on a communicator of its own, so that nothing else queues after its transfers."""
         return self._axis("x".join(names), self.slices(*names), purpose)
 
     def stages(self, held: Sequence[int]) -> Axis:
@@ -170,7 +170,7 @@ class Mesh:
         Activations ("F") go from each stage to the next and gradients ("B") to the one before, around a ring.
         Every link is a communicator of its own: a late message on one never blocks another.
         """
-        pipelines, stages, links = self.slices("pp"), self.pp.size, {}
+        pipelines, stages, touching = self.slices("pp"), self.pp.size, {}
         if stages == 1:
             return {}
         for kind, ahead in (("F", 1), ("B", -1)):
@@ -179,8 +179,8 @@ class Mesh:
                 pairs: list[tuple[int, ...]] = [_ascending(ranks[source], ranks[target]) for ranks in pipelines]
                 link = self._axis(f"{kind}{source}", pairs, f"{kind} {source} to {target}")
                 if self.pp.index in (source, target):
-                    links[kind, target] = link
-        return links
+                    touching[kind, target] = link
+        return touching
 
 
 def _ascending(a: int, b: int) -> tuple[int, int]:

@@ -1,7 +1,7 @@
-"""Exchanges that run beside the products they feed: blocks written straight into the memory of the other ranks.
+"""Exchanges that overlap the GEMMs they feed: blocks written straight into the memory of the other ranks.
 
-NCCL moves data with the multiprocessors, and a product fills those to the last, so an exchange that should run beside
-it waits for its end. Here copy engines write, and streams wait for marks in memory: neither takes a multiprocessor.
+NCCL moves data with the multiprocessors, and a GEMM fills all of those, so an exchange that should overlap it waits
+for its end. Here copy engines write, and streams wait for marks in memory: neither takes a multiprocessor.
 
     gather   tokens of every rank, multiplied as they arrive, ours first       (all-gather, then a product)
     scatter  a product whose parts leave as they are made, ours last, and sum  (a product, then reduce-scatter)
@@ -24,40 +24,40 @@ import torch.distributed as dist
 
 from mega.core.device import CopyDescriptor, CopyStream
 from mega.core.parallel.mesh import Axis
-from mega.core.plan.pieces import SLOTS, together
+from mega.core.plan.pieces import BUFFERS, together
 
 Rows = slice
 
 
-class Exchange(Protocol):
-    """Blocks [rows, columns] on their way: `slot` [ranks, rows, columns] holds what comes, by rank. Our own block is
+class BlockExchange(Protocol):
+    """Blocks [rows, columns] on their way: `buffer` [ranks, rows, columns] holds what comes, by rank. Our own block is
     neither sent nor waited for."""
 
-    slot: torch.Tensor
+    buffer: torch.Tensor
 
     def send(self, blocks: torch.Tensor, *turns: range) -> None:
         """To each rank of the only turn its block of `blocks` [ranks x rows, columns], or to all ranks of all turns the
         only one; as the current stream leaves them. They are contiguous, and may be let go, but not written to."""
 
-    def arrive(self, ranks: range) -> None:
+    def wait(self, ranks: range) -> None:
         """What follows on the current stream finds the blocks of `ranks` in their places."""
 
 
 class Peers(Protocol):
     """count: the number of the last exchange. One that is played again has the number that it was recorded with, and
-    the next goes on from there."""
+    the next continues from there."""
 
     axis: Axis
     count: int
 
-    def open(self, rows: int, columns: int, like: torch.Tensor) -> Exchange:
+    def open(self, rows: int, columns: int, like: torch.Tensor) -> BlockExchange:
         """The next exchange; `like` has its dtype and device. At most two are under way, of one size."""
 
     def join(self) -> None:
         """What follows on the current stream finds all blocks of ours gone. A recording of exchanges ends with it."""
 
-    def again(self, count: int) -> None:
-        """Before a recording is played whose first exchange is number `count` + 1: nobody has seen a block of it."""
+    def replay(self, count: int) -> None:
+        """Before a recording is played whose first exchange is number `count` + 1: no rank has seen a block of it."""
 
 
 def peers(axis: Axis, device: torch.device) -> Peers:
@@ -75,7 +75,7 @@ class Gather:
     def __init__(self, x: torch.Tensor, through: Peers):
         self._x, self._axis = x.contiguous(), through.axis
         self._exchange = through.open(*x.shape, x)  # type: ignore[call-arg]
-        self._whole = self._exchange.slot.flatten(0, 1)
+        self._whole = self._exchange.buffer.flatten(0, 1)
         self._ours = False
         self._exchange.send(self._x, *_order(self._axis, len(x), ours_first=True))
 
@@ -96,9 +96,9 @@ class Gather:
 
     def _fill(self, ranks: range) -> None:
         if self._axis.index in ranks and not self._ours:
-            self._exchange.slot[self._axis.index].copy_(self._x)
+            self._exchange.buffer[self._axis.index].copy_(self._x)
             self._ours = True
-        self._exchange.arrive(ranks)
+        self._exchange.wait(ranks)
 
 
 class Scatter:
@@ -110,21 +110,21 @@ class Scatter:
 
     def parts(self) -> Iterator[tuple[Rows, torch.Tensor]]:
         """(which rows of the whole, where to put them): sent when the next is asked for."""
-        rows, slot, ours = self._rows, self._exchange.slot, self._axis.index
+        rows, buffer, ours = self._rows, self._exchange.buffer, self._axis.index
         for ranks in _order(self._axis, rows, ours_first=False):
             if ranks == range(ours, ours + 1):
-                yield _rows(ranks, rows), slot[ours]
+                yield _rows(ranks, rows), buffer[ours]
                 continue
-            part = self._like.new_empty((len(ranks) * rows, slot.shape[-1]))
+            part = self._like.new_empty((len(ranks) * rows, buffer.shape[-1]))
             yield _rows(ranks, rows), part
             self._exchange.send(part, ranks)
             if ours in ranks:
-                slot[ours].copy_(part[_rows(range(ranks.index(ours), ranks.index(ours) + 1), rows)])
+                buffer[ours].copy_(part[_rows(range(ranks.index(ours), ranks.index(ours) + 1), rows)])
 
     def blocks(self) -> torch.Tensor:
         """[ranks, rows, columns]: what every rank made of our rows, to be added up before the next exchange but one."""
-        self._exchange.arrive(range(self._axis.size))
-        return self._exchange.slot
+        self._exchange.wait(range(self._axis.size))
+        return self._exchange.buffer
 
 
 def _rows(ranks: range, rows: int) -> Rows:
@@ -163,35 +163,35 @@ class Messages:
     def __init__(self, axis: Axis):
         self.axis, self.count = axis, 0
 
-    def open(self, rows: int, columns: int, like: torch.Tensor) -> Exchange:
+    def open(self, rows: int, columns: int, like: torch.Tensor) -> BlockExchange:
         self.count += 1
         return _Posted(self.axis, like.new_empty((self.axis.size, rows, columns)))
 
     def join(self) -> None:
         """Blocks have gone when theirs have come."""
 
-    def again(self, count: int) -> None:
+    def replay(self, count: int) -> None:
         """A message is of no number."""
 
 
 class _Posted:
-    def __init__(self, axis: Axis, slot: torch.Tensor):
-        self.slot, self._axis = slot, axis
+    def __init__(self, axis: Axis, buffer: torch.Tensor):
+        self.buffer, self._axis = buffer, axis
         self._coming = {
-            rank: dist.irecv(slot[rank], axis.ranks[rank], axis.group)
+            rank: dist.irecv(buffer[rank], axis.ranks[rank], axis.group)
             for rank in range(axis.size)
             if rank != axis.index
         }
         self._going: list[Any] = []
 
     def send(self, blocks: torch.Tensor, *turns: range) -> None:
-        rows, ranks = self.slot.shape[1], [rank for ranks in turns for rank in ranks]
+        rows, ranks = self.buffer.shape[1], [rank for ranks in turns for rank in ranks]
         each = blocks.split(rows) if len(blocks) > rows else [blocks] * len(ranks)
         for rank, block in zip(ranks, each, strict=True):
             if rank != self._axis.index:
                 self._going.append((dist.isend(block, self._axis.ranks[rank], self._axis.group), block))
 
-    def arrive(self, ranks: range) -> None:
+    def wait(self, ranks: range) -> None:
         for rank in ranks:
             work = self._coming.pop(rank, None)
             if work is not None:
@@ -208,9 +208,9 @@ class _Posted:
 class Mapped:
     """Exchanges by copies into memory of the other ranks, which is mapped here.
 
-    The memory is SLOTS slots of one block a rank, and behind them a mark for each slot and rank: the number of the last
-    exchange whose block has been written. It is made by the first exchange, and anew where a larger one comes. What an
-    exchange needs but its number is kept for the next one that uses its slot: the host is what is short.
+    The memory is BUFFERS buffers of one block a rank, followed by a mark for each buffer and rank: the number of the
+    last exchange whose block has been written. It is allocated by the first exchange, and again by a larger one. What
+    an exchange needs except its number is kept for the next one that uses its buffer: the host is the bottleneck.
     """
 
     def __init__(self, axis: Axis):
@@ -220,36 +220,36 @@ class Mapped:
         self._handle: Any = None
         self._begins: list[int] = []
         """Where every rank's memory is mapped here."""
-        self._slots: dict[tuple[Any, ...], torch.Tensor] = {}
-        self._ways: dict[tuple[Any, ...], list[CopyDescriptor]] = {}
+        self._buffers: dict[tuple[Any, ...], torch.Tensor] = {}
+        self._descriptors: dict[tuple[Any, ...], list[CopyDescriptor]] = {}
         self._waits: dict[tuple[int, range], tuple[int, ...]] = {}
-        self._sent: list[list[torch.UntypedStorage]] = [[] for _ in range(SLOTS)]
-        """Memory of blocks by slot, kept until all ranks have them: they do when the slot's next exchange begins."""
-        self._beside = CopyStream()
+        self._sent: list[list[torch.UntypedStorage]] = [[] for _ in range(BUFFERS)]
+        """Memory of blocks by buffer, kept until all ranks have them: when its next exchange begins."""
+        self._copies = CopyStream()
 
-    def open(self, rows: int, columns: int, like: torch.Tensor) -> Exchange:
+    def open(self, rows: int, columns: int, like: torch.Tensor) -> BlockExchange:
         self._make(rows * columns * like.element_size(), like.device)
         self.count += 1
-        self._sent[self.count % SLOTS].clear()
-        return _Written(self, self.count, self._slot((rows, columns), like.dtype))
+        self._sent[self.count % BUFFERS].clear()
+        return _Written(self, self.count, self._buffer((rows, columns), like.dtype))
 
-    def _slot(self, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
+    def _buffer(self, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
         """[ranks, rows, columns] of our memory for the exchange at hand."""
-        number = self.count % SLOTS
-        if (number, shape, dtype) not in self._slots:
+        number = self.count % BUFFERS
+        if (number, shape, dtype) not in self._buffers:
             assert self._memory is not None
             begin, size = self._place(number, 0, 0), self.axis.size * prod(shape) * dtype.itemsize
             whole = self._memory[begin : begin + size].view(dtype).view(self.axis.size, *shape)
-            self._slots[number, shape, dtype] = whole
-        return self._slots[number, shape, dtype]
+            self._buffers[number, shape, dtype] = whole
+        return self._buffers[number, shape, dtype]
 
     def join(self) -> None:
-        self._beside.join()
+        self._copies.join()
 
-    def again(self, count: int) -> None:
+    def replay(self, count: int) -> None:
         if self._memory is None:
             return
-        # Our stream has waited for every block so far, so nobody writes here before all have met.
+        # Our stream has waited for every block so far, so no rank writes here before all have met.
         marks = self._memory[self._mark(self.axis.index, 0, 0) - self._begins[self.axis.index] :].view(torch.int32)
         marks.fill_((count + 2**31) % 2**32 - 2**31)
         dist.all_reduce(self._meeting, group=self.axis.group)
@@ -257,13 +257,13 @@ class Mapped:
     def write(self, blocks: torch.Tensor, turns: tuple[range, ...], number: int, size: int) -> None:
         """size: bytes of a block."""
         several = blocks.nbytes > size
-        key = (number % SLOTS, turns, size, several)
-        if key not in self._ways:
-            self._ways[key] = [self._way(ranks, number, size, several) for ranks in turns]
-        self._beside.copy(blocks, self._ways[key], number)
-        self._sent[number % SLOTS].append(blocks.untyped_storage())  # not the tensor, which knows what it was made of
+        key = (number % BUFFERS, turns, size, several)
+        if key not in self._descriptors:
+            self._descriptors[key] = [self._descriptor(ranks, number, size, several) for ranks in turns]
+        self._copies.copy(blocks, self._descriptors[key], number)
+        self._sent[number % BUFFERS].append(blocks.untyped_storage())  # not the tensor, which knows what it was made of
 
-    def _way(self, ranks: range, number: int, size: int, several: bool) -> CopyDescriptor:
+    def _descriptor(self, ranks: range, number: int, size: int, several: bool) -> CopyDescriptor:
         to = [(place, rank, self._writer(rank)) for place, rank in enumerate(ranks) if rank != self.axis.index]
         return CopyDescriptor(
             tuple(
@@ -274,22 +274,22 @@ class Mapped:
         )
 
     def wait(self, ranks: range, number: int) -> None:
-        key = (number % SLOTS, ranks)
+        key = (number % BUFFERS, ranks)
         if key not in self._waits:
             ours = self.axis.index
             self._waits[key] = tuple(self._mark(ours, number, rank) for rank in ranks if rank != ours)
-        self._beside.wait(self._waits[key], number)
+        self._copies.wait(self._waits[key], number)
 
     def _writer(self, rank: int) -> int:
         """As whom we write to `rank`."""
         return self.axis.index
 
     def _place(self, number: int, writer: int, size: int) -> int:
-        return number % SLOTS * self.axis.size * self._bytes + writer * size
+        return number % BUFFERS * self.axis.size * self._bytes + writer * size
 
     def _mark(self, rank: int, number: int, writer: int) -> int:
-        marks = SLOTS * self.axis.size * self._bytes
-        return self._begins[rank] + marks + 4 * (number % SLOTS * self.axis.size + writer)
+        marks = BUFFERS * self.axis.size * self._bytes
+        return self._begins[rank] + marks + 4 * (number % BUFFERS * self.axis.size + writer)
 
     def _make(self, size: int, device: torch.device) -> None:
         """Room for blocks of `size` bytes."""
@@ -299,17 +299,17 @@ class Mapped:
 
         assert self.axis.group is not None
         self._bytes = -(-size // 512) * 512
-        self._slots.clear()
-        self._ways.clear()
+        self._buffers.clear()
+        self._descriptors.clear()
         self._waits.clear()
-        self._beside.settle()
-        dist.barrier(self.axis.group)  # nobody reads or writes the old one any more
+        self._copies.settle()
+        dist.barrier(self.axis.group)  # no rank reads or writes the old one any more
         self._handle = self._memory = None
-        marks = SLOTS * self.axis.size
+        marks = BUFFERS * self.axis.size
         self._memory = symmetric.empty(
-            SLOTS * self.axis.size * self._bytes + 4 * marks, dtype=torch.uint8, device=device
+            BUFFERS * self.axis.size * self._bytes + 4 * marks, dtype=torch.uint8, device=device
         ).zero_()
-        self._beside.settle()
+        self._copies.settle()
         try:
             self._handle = symmetric.rendezvous(self._memory, self.axis.group)
         except RuntimeError as error:
@@ -323,14 +323,14 @@ class Mapped:
 
 
 class _Written:
-    def __init__(self, through: Mapped, number: int, slot: torch.Tensor):
-        self.slot, self._through, self._number = slot, through, number
-        self._bytes = slot.nbytes // len(slot)
+    def __init__(self, through: Mapped, number: int, buffer: torch.Tensor):
+        self.buffer, self._through, self._number = buffer, through, number
+        self._bytes = buffer.nbytes // len(buffer)
 
     def send(self, blocks: torch.Tensor, *turns: range) -> None:
         self._through.write(blocks, turns, self._number, self._bytes)
 
-    def arrive(self, ranks: range) -> None:
+    def wait(self, ranks: range) -> None:
         self._through.wait(ranks, self._number)
 
 
@@ -346,13 +346,13 @@ class Imagined(Messages):
     def __init__(self, axis: Axis):
         super().__init__(axis)
         self.memory, self.mapped = torch.empty(1 << 50, dtype=torch.uint8, device="meta"), 0
-        self._sent: list[list[torch.UntypedStorage]] = [[] for _ in range(SLOTS)]
+        self._sent: list[list[torch.UntypedStorage]] = [[] for _ in range(BUFFERS)]
 
-    def open(self, rows: int, columns: int, like: torch.Tensor) -> Exchange:
+    def open(self, rows: int, columns: int, like: torch.Tensor) -> BlockExchange:
         self.count += 1
         size = self.axis.size * rows * columns * like.element_size()
-        self.mapped = max(self.mapped, SLOTS * size)
-        sent = self._sent[self.count % SLOTS]
+        self.mapped = max(self.mapped, BUFFERS * size)
+        sent = self._sent[self.count % BUFFERS]
         sent.clear()
         return _Imagined(self.memory[:size].view(like.dtype).view(self.axis.size, rows, columns), sent)
 
@@ -371,11 +371,11 @@ class Imagined(Messages):
 
 
 class _Imagined:
-    def __init__(self, slot: torch.Tensor, sent: list[torch.UntypedStorage]):
-        self.slot, self._sent = slot, sent
+    def __init__(self, buffer: torch.Tensor, sent: list[torch.UntypedStorage]):
+        self.buffer, self._sent = buffer, sent
 
     def send(self, blocks: torch.Tensor, *turns: range) -> None:
         self._sent.append(blocks.untyped_storage())
 
-    def arrive(self, ranks: range) -> None:
+    def wait(self, ranks: range) -> None:
         """It has."""

@@ -32,7 +32,7 @@ class StageOutput:
     """What a stage makes of one microbatch.
 
     cargo: for the next stage. terms: losses that are trained, metrics: what is only reported, by the stage's names.
-    outputs: what the last stage says of the batch (logits), where it was asked for.
+    outputs: what the last stage computes of the batch (logits), where it was asked for.
     """
 
     cargo: Cargo = ()
@@ -79,14 +79,14 @@ class Pipeline:
         return _Step(self, plan, batches, scales, grads).play()
 
     def outputs(self, plan: Plan, batches: Sequence[Batch]) -> list[torch.Tensor]:
-        """Play a forward plan; what the last stage says of every microbatch, in order. Empty on all other stages."""
+        """Play a forward plan; the last stage's output for every microbatch, in order. Empty on all other stages."""
         assert plan.kind == "forward"
         step = _Step(self, plan, batches, None, None, asked=True)
         step.play()
         return [step.said[number] for number in range(len(step.said))]
 
     def close(self) -> None:
-        """Let go of what the device keeps besides tensors. Due before the process group goes."""
+        """Release what the device keeps in addition to tensors. Due before the process group goes."""
 
 
 def stacked(names: Sequence[str], output: StageOutput) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """Keeping a run of blocks' input instead of everything inside it: the rest is computed again in the backward pass.
 
-Dropout is a function of what it acts on, so there is no random state to put back. With `share`, tensor ranks that all
+Dropout is a function of what it acts on, so no random state is restored. With `share`, tensor ranks that all
 hold the same input keep a part of it each and gather it again (Megatron's distributed saved activations).
 """
 

@@ -30,14 +30,14 @@ ALONE = plan("1f1b", 1)
 """The plan of a step of one microbatch."""
 
 
-class Record(Protocol):
+class Replayable(Protocol):
     def play(self) -> None: ...
 
 
 class ReplayedPipeline(Pipeline):
     """A pipeline of one stage that plays recorded microbatches.
 
-    peers: through whom tensor ranks exchange blocks beside products, if they do. record: what records (tests).
+    peers: over which tensor ranks overlap exchanges of blocks with GEMMs, if they do. record: what records (tests).
     """
 
     def __init__(
@@ -46,11 +46,11 @@ class ReplayedPipeline(Pipeline):
         mesh: Mesh,
         device: torch.device,
         peers: Peers | None = None,
-        record: Callable[[Callable[[], None]], Record] = Recording,
+        record: Callable[[Callable[[], None]], Replayable] = Recording,
     ):
         super().__init__(chunks, mesh, device)
         assert mesh.pp.size == len(self.chunks) == 1
-        self._peers, self._make = peers, record
+        self._peers, self._record = peers, record
         self._begun = False
         self._recorded: _Recorded | None = None
 
@@ -71,7 +71,7 @@ class ReplayedPipeline(Pipeline):
         for batch, scale in zip(batches[:alone], scales[:alone], strict=True):
             if self._recorded is None:
                 grads.final(False)
-                self._recorded = _Recorded(self.chunks[0], batch, scale, self._peers, self._make)
+                self._recorded = _Recorded(self.chunks[0], batch, scale, self._peers, self._record)
             sums += self._recorded.play(batch, scale)
         if asked:
             return sums + super().run(ALONE, batches[alone:], scales[alone:], grads)
@@ -93,7 +93,7 @@ class _Recorded:
         batch: Batch,
         scale: torch.Tensor,
         peers: Peers | None,
-        record: Callable[[Callable[[], None]], Record],
+        record: Callable[[Callable[[], None]], Replayable],
     ):
         self._batch = type(batch)(**{name: value.clone() for name, value in batch.tensors().items()})
         self._scale, self._peers = scale.clone(), peers
@@ -123,7 +123,7 @@ class _Recorded:
             ours.copy_(given)
         self._scale.copy_(scale)
         if self._peers is not None:
-            self._peers.again(self._exchanges)
+            self._peers.replay(self._exchanges)
         self._record.play()
         if self._peers is not None:
             self._peers.count = self._end

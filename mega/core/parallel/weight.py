@@ -1,7 +1,7 @@
 """A parameter that knows which logical tensors it holds, and where its gradient goes.
 
-Layers may fuse logical tensors (query, key and value; gate and up) by stacking them along dim 0. The slots say
-where each lies, so that whoever initialises, saves, reduces or compares goes by logical name and never by layer.
+Layers may fuse logical tensors (query, key and value; gate and up) by stacking them along dim 0. The segments define
+where each lies, so that code that initialises, saves, reduces or compares goes by logical name and never by layer.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ class Segment:
 
 
 class Weight(nn.Parameter):
-    """A parameter with slots.
+    """A parameter with segments.
 
     uses: how often its gradient arrives in one backward pass (2 for a tied embedding on one stage).
     main_grad: where gradients accumulate, shaped like the weight; None leaves them to autograd.
-    on_main_grad: called before a gradient is added while there is no sink; it may make one.
+    on_main_grad: called before a gradient is added while `main_grad` is None; it may allocate it.
     on_grad_ready: called with the weight each time a gradient has been added to the main_grad.
-    on_wgrad: takes a product to compute it later; None has it computed at once.
+    on_wgrad: takes a GEMM to compute it later; None has it computed at once.
     """
 
     segments: tuple[Segment, ...]
@@ -118,7 +118,7 @@ class ParameterFactory:
 
     @property
     def exact(self) -> ParameterFactory:
-        """The same with products in the compute dtype, for the head."""
+        """The same with GEMMs in the compute dtype, for the head."""
         return replace(self, ops=replace(self.ops, matmuls=self.ops.matmuls.exact()))
 
     def __call__(self, *tensors: Tensor) -> Weight:

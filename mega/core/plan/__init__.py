@@ -8,7 +8,7 @@
     simulate   length, bubble, live microbatches; the lower bound for any plan
     pieces     how a product is cut along with the exchange of its rows
     layers     which blocks of the model each stage holds
-    draw       the picture of a simulation: text, SVG, PNG (imported by whoever wants one)
+    draw       the picture of a simulation: text, SVG, PNG (imported on demand)
 
 A new schedule is a function and its row in `kinds.SCHEDULES`; nothing else changes, and not the executor that plays
 plans.
@@ -16,7 +16,7 @@ plans.
 
 from .kinds import SCHEDULES, PipelineSchedule, plan
 from .layers import stage_layers
-from .play import Span
+from .play import Interval
 from .prove import prove
 from .simulate import Costs, Simulation, lower_bound, simulate
 from .types import Act, Compute, Exchange, Plan, PlanError, Transfer
@@ -27,11 +27,11 @@ __all__ = [
     "Compute",
     "Costs",
     "Exchange",
+    "Interval",
     "PipelineSchedule",
     "Plan",
     "PlanError",
     "Simulation",
-    "Span",
     "Transfer",
     "lower_bound",
     "plan",

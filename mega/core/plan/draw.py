@@ -10,7 +10,7 @@ from pathlib import Path
 
 from mega.core.files import whole_file
 
-from .play import Span
+from .play import Interval
 from .simulate import Simulation
 
 _COLOURS = {"F": "#4c78a8", "B": "#59a14f", "W": "#f2b447"}
@@ -66,7 +66,7 @@ def _line(simulation: Simulation, rank: int, scale: float) -> str:
     return "".join(cells)
 
 
-def _label(simulation: Simulation, span: Span) -> str:
+def _label(simulation: Simulation, span: Interval) -> str:
     chunk = _CHUNKS[span.act.chunk % len(_CHUNKS)] if simulation.plan.chunks > 1 else ""
     return f"{span.act.kind}{span.act.microbatch}{chunk}"
 
@@ -139,6 +139,6 @@ def _png(simulation: Simulation) -> bytes:
     return picture.getvalue()
 
 
-def _opacity(span: Span, simulation: Simulation) -> float:
+def _opacity(span: Interval, simulation: Simulation) -> float:
     """Later chunks are drawn paler."""
     return 1.0 - 0.6 * span.act.chunk / simulation.plan.chunks

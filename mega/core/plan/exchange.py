@@ -101,10 +101,10 @@ def _clock(orders: Sequence[Sequence[Compute]], stages: int, chunks: int) -> lis
     runnable = list(range(len(orders)))
     while runnable:
         rank = runnable.pop()
-        order, slots = orders[rank], starts[rank]
-        now = slots[-1] + 1 if slots else 0
-        while len(slots) < len(order):
-            act = order[len(slots)]
+        order, starting = orders[rank], starts[rank]
+        now = starting[-1] + 1 if starting else 0
+        while len(starting) < len(order):
+            act = order[len(starting)]
             stage = act.chunk * stages + rank
             wanted = needs(act, stage, last)
             if wanted is not None:
@@ -112,13 +112,13 @@ def _clock(orders: Sequence[Sequence[Compute]], stages: int, chunks: int) -> lis
                     waiting[wanted] = rank
                     break
                 now = max(now, made[wanted])
-            slots.append(now)
+            starting.append(now)
             now += 1
             cargo = (act.kind, act.microbatch, stage)
             made[cargo] = now
             if cargo in waiting:
                 runnable.append(waiting.pop(cargo))
-    for rank, (order, slots) in enumerate(zip(orders, starts, strict=True)):
-        if len(slots) < len(order):
-            raise PlanError(f"rank {rank} waits for ever before {order[len(slots)]}: the orders form a circle")
+    for rank, (order, starting) in enumerate(zip(orders, starts, strict=True)):
+        if len(starting) < len(order):
+            raise PlanError(f"rank {rank} waits for ever before {order[len(starting)]}: the orders form a circle")
     return starts

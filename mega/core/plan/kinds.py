@@ -52,7 +52,7 @@ def plan(kind: str, stages: int, chunks: int = 1, microbatches: int = 1) -> Plan
     """The plan of one step: every rank's acts, with the exchanges between them.
 
     kind: one of `SCHEDULES`, or "forward", which runs no backward pass (evaluation; any number of chunks).
-    stages: ranks of the pipeline, >= 1. One stage is no special case: it has no exchanges.
+    stages: ranks of the pipeline, >= 1. One stage is not a special case: it has no exchanges.
     chunks: model chunks on each rank, >= 1. microbatches: >= 1, and need not divide by anything.
 
     Raises ValueError naming the flag where the combination does not exist.
@@ -129,8 +129,8 @@ def zero_bubble(rank: int, stages: int, chunks: int, microbatches: int) -> Order
     """ZB-H1: 1F1B whose backward is split in two, the weights' half waiting for a slot that would be idle.
 
     The gradient of the input (B) is what the previous rank waits for; the gradient of the weights (W) can
-    come any time later. Rank r lets its W acts fall r behind its B acts: the later ranks, which would be
-    idle at the end, keep work for it, and nobody ever holds more than `stages` microbatches.
+    come any time later. Rank r lets its W acts lag r after its B acts: the later ranks, which would be
+    idle at the end, keep work for it, and no rank ever holds more than `stages` microbatches.
 
         3 stages, 4 microbatches (F, B, W one slot each)
         rank 0   F0 F1 F2  .  . B0 W0 F3 B1 W1 B2 W2 B3 W3

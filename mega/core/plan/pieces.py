@@ -6,7 +6,7 @@ FULL = 512
 """Rows of a product for each rank that its columns are shared out over: a piece of fewer leaves multiprocessors without
 work, and the host no time to ask for the next one. Smaller blocks of several ranks go together."""
 
-SLOTS = 4
+BUFFERS = 4
 """Exchanges whose blocks are kept. A rank begins exchange k + 4 when its stream has waited for every block of k + 2, at
 the least, since no more than two are under way. So all ranks have begun k + 2, and before that they used up k."""
 

@@ -1,4 +1,4 @@
-"""A clock for plans: plays every rank's acts side by side and says when each compute ran.
+"""A clock for plans: plays every rank's acts in parallel and reports when each compute ran.
 
 It follows `Exchange`s to the letter and decides nothing: what it cannot play, no executor can. `prove` asks
 it whether a plan comes to its end, `simulate` how long that takes.
@@ -14,7 +14,7 @@ from .types import Compute, Exchange, Plan, PlanError
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class Interval:
     """One compute and the time, in the unit of the costs, at which it started and ended."""
 
     act: Compute
@@ -26,11 +26,11 @@ Duration = Callable[[Compute, int], float]
 """(compute, its global stage) -> how long it takes."""
 
 
-def play(plan: Plan, duration: Duration, transfer: float, overlap: bool = True) -> tuple[tuple[Span, ...], ...]:
+def play(plan: Plan, duration: Duration, transfer: float, overlap: bool = True) -> tuple[tuple[Interval, ...], ...]:
     """Every rank's computes with their times, in order. Takes time linear in the number of acts.
 
     transfer: how long one piece of cargo travels, counted from when both sides have come to their exchange.
-    overlap: True lets a rank go on through its exchanges, waiting for a piece of cargo only before the
+    overlap: True lets a rank continue through its exchanges, waiting for a piece of cargo only before the
         compute that needs it, and never for its sends. False keeps it in each exchange until all of it is
         over: the strictest hardware, where a send lasts until it is received.
 
@@ -46,13 +46,13 @@ class _Playing:
         self.plan, self.duration, self.transfer, self.overlap = plan, duration, transfer, overlap
         self.next = [0] * plan.stages
         self.now = [0.0] * plan.stages
-        self.spans: list[list[Span]] = [[] for _ in range(plan.stages)]
+        self.spans: list[list[Interval]] = [[] for _ in range(plan.stages)]
         self.sends: dict[Cargo, float] = {}
         self.recvs: dict[Cargo, float] = {}
         self.waiting: dict[Cargo, int] = {}
         self.runnable = list(range(plan.stages))
 
-    def to_the_end(self) -> tuple[tuple[Span, ...], ...]:
+    def to_the_end(self) -> tuple[tuple[Interval, ...], ...]:
         while self.runnable:
             self._run(self.runnable.pop())
         for rank, acts in enumerate(self.plan.acts):
@@ -91,7 +91,7 @@ class _Playing:
             return False
         start = self.now[rank]
         self.now[rank] = start + self.duration(act, stage)
-        self.spans[rank].append(Span(act, start, self.now[rank]))
+        self.spans[rank].append(Interval(act, start, self.now[rank]))
         return True
 
     def _wait(self, cargo: Cargo, rank: int) -> bool:

@@ -4,7 +4,7 @@
     2  nothing is computed before its cargo is there; nothing is sent before it is made
     3  every piece of cargo is sent once and received once, between the right two ranks
     4  between two ranks cargoes of one kind arrive in the order in which they leave (no tags needed)
-    5  nobody waits for ever, even where a send lasts until its receive has started
+    5  no rank waits for ever, even where a send lasts until its receive has started
 
 It runs at the start of every training: its time is linear in the number of acts.
 """
@@ -114,7 +114,7 @@ class _Rank:
             self.arriving[transfer.peer, self.rank, transfer.kind].append(cargo)
 
     def _destination(self, made: Cargo) -> int | None:
-        """The rank that needs what a compute makes; None where nobody does."""
+        """The rank that needs what a compute makes; None where no rank does."""
         kind, _, stage = made
         to = stage + {"F": 1, "B": -1, "W": 0}[kind]
         return to % self.plan.stages if kind != "W" and 0 <= to <= self.last else None

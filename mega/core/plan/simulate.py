@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from .play import Span, play
+from .play import Interval, play
 from .types import Compute, Plan
 
 PerStage: TypeAlias = float | Sequence[float]
@@ -26,7 +26,7 @@ class Costs:
     """How long one microbatch takes on one global stage, in any unit of time.
 
     forward; backward: the gradient of the input alone; weight: the gradient of the weights, which is part
-    of the "B" act wherever a plan has no "W" acts. So the same costs serve every schedule.
+    of the "B" act where a plan has no "W" acts. So the same costs serve every schedule.
     transfer: one piece of cargo from one rank to another.
     """
 
@@ -61,7 +61,7 @@ class Simulation:
     busy: tuple[float, ...]
     bubble: float
     live: tuple[int, ...]
-    rows: tuple[tuple[Span, ...], ...]
+    rows: tuple[tuple[Interval, ...], ...]
 
 
 def simulate(plan: Plan, costs: Costs | None = None, overlap: bool = True) -> Simulation:
@@ -93,7 +93,7 @@ def simulate(plan: Plan, costs: Costs | None = None, overlap: bool = True) -> Si
 
 
 def lower_bound(plan: Plan, costs: Costs | None = None) -> float:
-    """A length below which no plan with these computes can be, whatever its order.
+    """A length below which no plan with these computes can be, in any order.
 
     The largest of: one microbatch on its way through all stages and back; and for every rank, the way of the
     first microbatch to it, all of its work, and the way of the last gradient from it back to the start.
@@ -125,7 +125,7 @@ def _splits(plan: Plan) -> bool:
     return any(isinstance(act, Compute) and act.kind == "W" for act in plan.acts[0])
 
 
-def _peak(row: Sequence[Span], frees: str) -> int:
+def _peak(row: Sequence[Interval], frees: str) -> int:
     """The most microbatches held at once: each from the start of its F to the end of its act `frees`."""
     held = peak = 0
     for span in row:

@@ -1,7 +1,7 @@
 """The nouns of a pipeline plan: what one rank does (`Act`), and what every rank does (`Plan`).
 
 A model is cut into `stages * chunks` consecutive pieces, the **global stages** g = 0, 1, 2, ...
-They are dealt to the ranks of the pipeline like cards, so that rank r holds g = chunk * stages + r:
+They are assigned to the ranks of the pipeline round-robin, so that rank r holds g = chunk * stages + r:
 
     stages 2, chunks 1        stages 2, chunks 2
     rank 0   g0               rank 0   g0  g2

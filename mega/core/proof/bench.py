@@ -4,7 +4,7 @@
     profile    one more step under the profiler: where the device's time goes, by kind of work
 
 Steps follow each other as in training: one is asked for while the one before runs, and lasts from that one's end to its
-own. Weights that ranks gather from each other are on their way behind a step's end, and waited for in the next.
+own. Weights that ranks gather from each other are in flight after a step's end, and waited for in the next.
 It measures one row after another in one process group. It knows neither data nor checkpoints.
 """
 
@@ -25,7 +25,7 @@ from mega.core.batch import Batch
 from mega.core.config.compose import compose
 from mega.core.config.resolve import microbatches
 from mega.core.config.run import RunConfig
-from mega.core.device import MARK, Device, Moment, Reading
+from mega.core.device import MARK, Device, Reading, Timestamp
 from mega.core.family import family
 from mega.core.flops import model_flops_per_token
 from mega.core.parallel.collectives import all_reduce
@@ -54,8 +54,8 @@ def _w2_fp8(world: int) -> Mapping[str, Any]:
 def _w3(world: int) -> Mapping[str, Any]:
     """18 bytes a parameter over 8 ranks are 50 GB a rank, over 4 they are 99 GB. A rank's blocks are done sooner than
     its host could ask for them one by one."""
-    across = {"tp": 4 if world == 4 else 8, "sequence_parallel": True, "tp_overlap": True, "cuda_graph": True}
-    return {"micro_batch": 4, "global_batch": 4, **across}
+    tensor = {"tp": 4 if world == 4 else 8, "sequence_parallel": True, "tp_overlap": True, "cuda_graph": True}
+    return {"micro_batch": 4, "global_batch": 4, **tensor}
 
 
 ROWS: Mapping[str, tuple[str, Callable[[int], Mapping[str, Any]]]] = {
@@ -64,19 +64,19 @@ ROWS: Mapping[str, tuple[str, Callable[[int], Mapping[str, Any]]]] = {
     "w2-fp8": ("llama2-7b", _w2_fp8),
     "w3": ("gpt-22b", _w3),
 }
-"""The rows that speed is compared by: a preset, and what it says beside it on that many ranks."""
+"""The rows that speed is compared by: a preset, and what it adds to it on that many ranks."""
 
 LR = 1e-4
-"""Of a row, and of a run that says none."""
+"""Of a row, and of a run that sets none."""
 
 _EVERY_ROW = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "lr": LR, "dtype": "bf16"}
 
-PRODUCTS, ATTENTION, COMMUNICATION = "products", "attention", "communication"
+MATMULS, ATTENTION, COMMUNICATION = "products", "attention", "communication"
 UPDATE, CASTS, REST = "update", "casts", "rest"
 KINDS = (
     (COMMUNICATION, ("nccl", "gloo", "all_reduce", "all_gather", "reduce_scatter", "memcpy ptop")),
     (ATTENTION, ("cudnn", "flash", "fmha", "sdpa", "sdp_", "attention")),
-    (PRODUCTS, ("gemm", "nvjet", "cutlass", "xmma", "mm", "splitk")),
+    (MATMULS, ("gemm", "nvjet", "cutlass", "xmma", "mm", "splitk")),
     (UPDATE, ("adamw", "normtwo")),
     (CASTS, ("_cast", "_largest")),
 )
@@ -99,7 +99,7 @@ class Speed:
     products: str
     """dtype of the blocks' products: fp8 is a contract of its own."""
     work: dict[str, Any]
-    """What the step computes, whatever the layout: rows of other work are never compared."""
+    """What the step computes, in any layout: rows of other work are never compared."""
     micro_batch: int
     global_batch: int
     seconds: float
@@ -156,7 +156,7 @@ def bench(
         speed = measure(name, run, world.rank, world.size, device, groups, repeats=repeats, warmup=warmup, trace=traced)
         if world.rank:
             continue
-        print(told(speed), flush=True)
+        print(format_speed(speed), flush=True)
         if against is not None:
             print(f"  {compared(speed, before, against)}", flush=True)
         if out is not None:
@@ -176,7 +176,7 @@ def read_rows(flag: str, path: str) -> list[Mapping[str, Any]]:
         error: Exception | str = "names must be words, speeds greater than 0"
     except (OSError, ValueError, KeyError, TypeError) as problem:
         error = problem
-    raise ValueError(f"{flag} {path}: is no file written by mega bench --json ({error})")
+    raise ValueError(f"{flag} {path}: is not a file written by mega bench --json ({error})")
 
 
 def compared(speed: Speed, before: Sequence[Mapping[str, Any]], path: str) -> str:
@@ -207,7 +207,7 @@ def _work(run: RunConfig, world: int) -> dict[str, Any]:
     return {name: list(value) if isinstance(value, tuple) else value for name, value in options.items()}
 
 
-def told(speed: Speed) -> str:
+def format_speed(speed: Speed) -> str:
     """Two lines for a human. Idle is what the host, or another rank, costs: the device had nothing to do."""
     idle = 100 * speed.phases.get("idle", 0.0) / max(sum(speed.phases.values()), 1e-9)
     mfu = "n/a" if speed.mfu is None else f"{100 * speed.mfu:.1f}%"
@@ -250,18 +250,7 @@ def measure(
     ]
     device.reset_memory_peak()
     warmup = max(warmup, 2) if run.runtime.cuda_graph else warmup
-    begun, readings = Moment(device.torch), list[Reading]()
-    for _ in range(warmup + repeats):
-        readings.append(_step(state, batches).start_reading())
-        if len(readings) > 1:
-            readings[-2].numbers()  # the host is one step ahead, as in training
-    found = [reading.numbers() for reading in readings]
-    ends = [begun, *(reading.moment for reading in readings)]
-    times = [begin.seconds_to(end) for begin, end in pairwise(ends[warmup:])]
-    # A step is as slow as its slowest rank.
-    slowest = torch.tensor(times, dtype=torch.float64, device=device.torch)
-    all_reduce(slowest, mesh.everyone, "max")
-    times = slowest.tolist()
+    times, found = _timed(state, batches, warmup, repeats)
     seconds = statistics.median(times)
     tokens = batch.global_batch * batch.seq_length
     tflops = tokens / seconds / world * model_flops_per_token(run.model, batch.seq_length) / 1e12
@@ -293,6 +282,23 @@ def measure(
     gc.collect()
     device.release()
     return speed
+
+
+def _timed(
+    state: TrainState, batches: Sequence[Batch], warmup: int, repeats: int
+) -> tuple[list[float], list[dict[str, float]]]:
+    """Seconds of each of `repeats` steps on its slowest rank, and the numbers of all steps, `warmup` ones first."""
+    begun, readings = Timestamp(state.device.torch), list[Reading]()
+    for _ in range(warmup + repeats):
+        readings.append(_step(state, batches).start_reading())
+        if len(readings) > 1:
+            readings[-2].numbers()  # the host is one step ahead, as in training
+    found = [reading.numbers() for reading in readings]
+    ends = [begun, *(reading.moment for reading in readings)]
+    times = [begin.seconds_to(end) for begin, end in pairwise(ends[warmup:])]
+    slowest = torch.tensor(times, dtype=torch.float64, device=state.device.torch)
+    all_reduce(slowest, state.mesh.everyone, "max")
+    return slowest.tolist(), found
 
 
 def _step(state: TrainState, batches: Sequence[Batch]) -> Report:
@@ -351,14 +357,14 @@ def between_marks(spans: Sequence[Span]) -> list[Span]:
 def phases_of(spans: Sequence[Span]) -> dict[str, float]:
     """Milliseconds by kind of work from kernels (begin, end, name) in microseconds.
 
-    Communication counts only where nothing else runs beside it; `idle` is where nothing runs at all.
+    Communication counts only where nothing else overlaps it; `idle` is where nothing runs at all.
 
     >>> phases_of([(0, 1000, "nvjet_tst"), (500, 2000, "ncclKernel"), (3000, 4000, "triton")])
     {'products': 1.0, 'communication': 1.0, 'idle': 1.0, 'rest': 1.0}
     """
     found: dict[str, float] = {}
     done = min((begin for begin, _, _ in spans), default=0.0)
-    # Communication last among those that begin together, so that what it runs beside covers it.
+    # Communication last among those that begin together, so that what it overlaps with covers it.
     work = sorted((span for span in spans if kind_of(span[2]) != COMMUNICATION), key=lambda span: span[0])
     exposed = _uncovered([span for span in spans if kind_of(span[2]) == COMMUNICATION], work)
     for begin, end, name in sorted([*work, *exposed], key=lambda span: span[0]):

@@ -100,7 +100,7 @@ class Machine:
         one = self.filled(1)
         launch = self.seconds(lambda: one.add_(0))
         bandwidth = self._bandwidth()
-        samples = [self._product(*shape) for shape in self.extent.products]
+        samples = [self._matmul(*shape) for shape in self.extent.products]
         fastest = max(sample.flops / sample.seconds for sample in samples)
         known = self.device.peak_tflops
         peak = known * 1e12 if known is not None else fastest
@@ -160,7 +160,7 @@ class Machine:
         weight = torch.ones(width, device=self.device.torch, dtype=self.dtype)
         return 4 * x.nbytes / self.seconds(lambda: self.ops.add_norm(x, branch, None, weight, None, 1e-5))
 
-    def _product(self, m: int, k: int, n: int) -> Product:
+    def _matmul(self, m: int, k: int, n: int) -> Product:
         x, weight = self.filled(m, k), self.filled(n, k)
         return Product(m, k, n, x.element_size(), self.seconds(lambda: torch.nn.functional.linear(x, weight)))
 

@@ -1,8 +1,8 @@
 """Layouts of ranks by name, and the lists that `mega parity` proves. No torch.
 
-A name is what it says: tp2pp2dp2sp is 2 tensor ranks x 2 stages x 2 data ranks with sequence parallelism, cp4-ring is 4
-context ranks with ring attention, and -zero1 behind it shares out the optimizer's state. How the work is shared over
-time is said alike: pp4-zb is the zero-bubble schedule, pp2-chunks3-uneven 6 chunks of unequal length, mbs8 one
+A name lists sizes: tp2pp2dp2sp is 2 tensor ranks x 2 stages x 2 data ranks with sequence parallelism, cp4-ring is 4
+context ranks with ring attention, and a trailing -zero1 shares out the optimizer's state. How the work is shared over
+time is named alike: pp4-zb is the zero-bubble schedule, pp2-chunks3-uneven 6 chunks of unequal length, mbs8 one
 microbatch of 8 samples, tp2-full2 recomputes blocks two by two.
 """
 
@@ -64,11 +64,11 @@ that trains the model keeps that noise within the bounds of fp32; fp64 bears twe
 NUMBERS = ("tp", "cp", "pp", "dp", "chunks", "mbs", "full", "block", "zero")
 FLAGS = ("sp", "ring", "gpipe", "zb", "uneven", "selective", "share", "offload")
 RULES = ("sgd", "lamb", "adafactor")
-"""Update rules besides adam."""
+"""Update rules other than adam."""
 
 
 @dataclass(frozen=True)
-class Layout:
+class ParityLayout:
     """Ranks along each axis, how they share, in what order they work, and what they compute twice.
 
     mbs: samples of a microbatch, 8 make a step. full, block: `--recompute-layers` of full recompute, by groups or for
@@ -102,8 +102,8 @@ class Layout:
     @property
     def name(self) -> str:
         """
-        >>> Layout(tp=2, dp=4, sp=True, zero=1).name, Layout().name, Layout(pp=2, chunks=3, full=1).name
-        ('tp2dp4sp-zero1', 'tp1', 'pp2-chunks3-full1')
+        >>> ParityLayout(tp=2, dp=4, sp=True, zero=1).name, ParityLayout(pp=2, chunks=3, full=1).name
+        ('tp2dp4sp-zero1', 'pp2-chunks3-full1')
         """
         axes = (("tp", self.tp), ("cp", self.cp), ("pp", self.pp), ("dp", self.dp))
         name = "".join(f"{axis}{size}" for axis, size in axes if size > 1) or "tp1"
@@ -123,12 +123,12 @@ class Layout:
         return "-".join([name, *filter(None, words)])
 
     @classmethod
-    def parse(cls, text: str) -> Layout:
+    def parse(cls, text: str) -> ParityLayout:
         """
-        >>> Layout.parse("pp2tp2-sp-zero1") == Layout(tp=2, pp=2, sp=True, zero=1)
+        >>> ParityLayout.parse("pp2tp2-sp-zero1") == ParityLayout(tp=2, pp=2, sp=True, zero=1)
         True
 
-        Errors: ValueError where the text is no layout.
+        Errors: ValueError where the text is not a layout.
         """
         word = rf"({'|'.join(NUMBERS)})([1-9]\d*)|({'|'.join(FLAGS + RULES)})"
         if not text or re.sub(rf"{word}|-", "", text):
@@ -180,7 +180,7 @@ class Layout:
 
 
 def alone(model: str, blocks: int, dtype: ParityDtype, lr: float | None = None, rule: str = "adam") -> RunConfig:
-    """One rank, one sample at a time, of one of `MODELS`: what layouts are compared with. lr: as `LR` says if None."""
+    """One rank, one sample at a time, of one of `MODELS`: what layouts are compared with. lr: `LR` if None."""
     values = {"layers": blocks, "dtype": dtype, "lr": lr or LR[dtype], "micro_batch": 1, "optimizer": rule}
     return resolve(updated(RunConfig(), {**_VALUES, **MODELS[model], **values}), 1)
 
@@ -201,8 +201,8 @@ def uneven(blocks: int, pieces: int) -> list[int]:
 # -- the lists
 
 
-def _named(*names: str) -> list[Layout]:
-    return [Layout.parse(name) for name in names]
+def _named(*names: str) -> list[ParityLayout]:
+    return [ParityLayout.parse(name) for name in names]
 
 
 CONTEXT = _named(
@@ -222,7 +222,7 @@ CONTEXT = _named(
     "tp2cp2pp2sp",
     "tp2cp2dp2sp-ring-zero1",
 )
-"""Context ranks beside every other axis. Without `ring` attention goes by all-to-all where tp x cp divides the 4
+"""Context ranks along with every other axis. Without `ring` attention goes by all-to-all where tp x cp divides the 4
 key/value heads."""
 
 STAGES = _named(
@@ -249,7 +249,7 @@ STAGES = _named(
 )
 """Chunks, schedules and stages of unequal length."""
 
-AGAIN = _named(
+RECOMPUTED = _named(
     "tp1-selective",
     "tp2sp-selective",
     "pp2-chunks2-selective",
@@ -298,7 +298,7 @@ UPDATES = _named(
 host."""
 
 
-def every_layout() -> list[Layout]:
+def every_layout() -> list[ParityLayout]:
     """tp, pp in {1, 2, 4} x dp in {1, 2} on up to 8 ranks, with and without sequence parallelism, every ZeRO; and the
     lists above."""
     found = []
@@ -308,8 +308,8 @@ def every_layout() -> list[Layout]:
                 if 1 < tp * pp * dp <= MOST_RANKS:
                     shares = (False, True) if tp > 1 else (False,)
                     stages = (0,) if dp == 1 else (0, 1) if pp > 1 else (0, 1, 2, 3)
-                    found += [Layout(tp=tp, pp=pp, dp=dp, sp=sp, zero=zero) for sp in shares for zero in stages]
-    return found + CONTEXT + STAGES + AGAIN + SPLITS + UPDATES
+                    found += [ParityLayout(tp=tp, pp=pp, dp=dp, sp=sp, zero=zero) for sp in shares for zero in stages]
+    return found + CONTEXT + STAGES + RECOMPUTED + SPLITS + UPDATES
 
 
 SHORT = _named("dp2-zero1", "tp2sp", "pp2", "tp2pp2dp2sp-zero1")
@@ -318,7 +318,7 @@ SHORT = _named("dp2-zero1", "tp2sp", "pp2", "tp2pp2dp2sp-zero1")
 TIES = _named("tp2sp", "pp2", "pp2-chunks2", "pp4-zb", "dp2-zero3", "tp2pp2dp2sp-zero1")
 """Where a tied embedding is shared, for the models that are tied otherwise."""
 
-Case = tuple[str, Layout]
+Case = tuple[str, ParityLayout]
 """One of `MODELS` in one layout."""
 
 

@@ -65,7 +65,7 @@ def check_transformers() -> None:
 def compare_logits(one: Path, other: Path) -> LogitComparison:
     """Compare a Hugging Face folder and a checkpoint, in either order, on random tokens, both in fp32.
 
-    Errors: ValueError where there is no Hugging Face folder or transformers is not installed.
+    Errors: ValueError where the Hugging Face folder is missing or transformers is not installed.
     """
     check_transformers()
     folder, load = (other, one) if form_at(one) is OWN else (one, other)

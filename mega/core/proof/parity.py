@@ -1,7 +1,7 @@
 """Are all layouts one model? Trains one small model from one seed in many layouts and compares them by logical tensor.
 
 The reference is the same code on one rank. Losses and whole gradients are compared at chosen steps, with the bounds
-below; `Measure` says how far one tensor's gradient may be from the reference's.
+below; `Measure` defines how far one tensor's gradient may be from the reference's.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Snapshot:
 
 
 @dataclass(frozen=True)
-class Difference:
+class StepDifference:
     """How far a layout is from the reference at one step.
 
     loss: relative. gradient: the worst tensor's error against its size. share: of what it was allowed. tensor: which.
@@ -60,7 +60,7 @@ class Measure:
     """One tensor's gradient as the reference has it, and how far another may be from it.
 
     The error is the largest difference of an element, against the tensor's largest element or `floor` where that is
-    larger. It may reach `bound`. Where the reference itself is rounding, no bound on it says anything: a key bias's
+    larger. It may reach `bound`. Where the reference itself is rounding, no bound on it is meaningful: a key bias's
     gradient is zero in theory, and what fp32 has there is noise that no other order of sums repeats. So where `exact`
     is given, the same gradient in fp64, a tensor is also let pass if it is at most `ROUNDING` times as far from that as
     the reference is. Where the reference is accurate, this is the stricter of the two and changes nothing.
@@ -167,7 +167,7 @@ def compare(
     reference: Sequence[Snapshot],
     other: Sequence[Snapshot],
     exact: Sequence[Snapshot] | None = None,
-) -> list[Difference]:
+) -> list[StepDifference]:
     """Relative loss difference and the worst gradient at each step; `exact` is the reference in fp64."""
     found = []
     for number, (step, ours, theirs) in enumerate(zip(steps, reference, other, strict=True)):
@@ -180,7 +180,7 @@ def compare(
             true = None if exact is None else exact[number].gradients[name]
             judged[name] = Measure(mine, true, bound, floor)(theirs.gradients[name])
         worst = max(judged, key=lambda name: _nan_is_worst(judged[name][1]))
-        found.append(Difference(step, abs(theirs.loss - ours.loss) / abs(ours.loss), *judged[worst], worst))
+        found.append(StepDifference(step, abs(theirs.loss - ours.loss) / abs(ours.loss), *judged[worst], worst))
     return found
 
 
@@ -193,6 +193,6 @@ def gradient_bound(dtype: str, step: int) -> float:
     return bounds[1] if step <= 1 else bounds[10]
 
 
-def within(dtype: str, difference: Difference) -> bool:
+def within(dtype: str, difference: StepDifference) -> bool:
     """Whether a difference is inside the bounds for this dtype; NaN never is."""
     return difference.loss <= LOSS_BOUND[dtype] and difference.share <= 1

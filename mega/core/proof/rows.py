@@ -1,4 +1,4 @@
-"""The loop that proves layouts, a row each as it is known, and the file of rows from which a run goes on that was cut
+"""The loop that proves layouts, a row each as it is known, and the file of rows from which a run resumes that was cut
 short. It knows no layout by name.
 """
 
@@ -27,7 +27,7 @@ class Row:
     """How far one layout is from one rank.
 
     loss: worst relative difference. gradients: at each of `STEPS` the error of the worst tensor. shares: of what it was
-    allowed. tensors: which. problem: why there are no numbers. commit, date: of what code, and when.
+    allowed. tensors: which. problem: why numbers are missing. commit, date: of what code, and when.
     """
 
     family: str
@@ -111,7 +111,7 @@ def kept(path: str, commit: str) -> list[Row]:
         with open(path, encoding="utf-8") as file:
             rows = [Row(**json.loads(line)) for line in file if line.strip()]
     except (OSError, ValueError, TypeError) as error:
-        raise ValueError(f"--json {path}: is no file written by mega parity ({error})") from None
+        raise ValueError(f"--json {path}: is not a file written by mega parity ({error})") from None
     return [row for row in rows if row.commit == commit]
 
 

@@ -25,8 +25,8 @@ def terminal(curve: Curve, level: float, width: int = 64, height: int = 14) -> s
     low, high = min(*losses, level), max(*losses, level)
     letters = [[0] * width for _ in range(height)]
 
-    def dot(across: float, loss: float) -> None:
-        x = round(across * (2 * width - 1))
+    def dot(fraction: float, loss: float) -> None:
+        x = round(fraction * (2 * width - 1))
         y = round((high - loss) / max(high - low, 1e-9) * (4 * height - 1))
         letters[y // 4][x // 2] |= DOTS[y % 4][x % 2]
 

@@ -68,9 +68,9 @@ def tour(out: Path | None, steps: int) -> int:
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"--out {out}: exists already; give a new directory, or remove it")
     began = time.monotonic()
-    for number, (says, line) in enumerate(TOUR, 1):
+    for number, (title, line) in enumerate(TOUR, 1):
         typed = arguments(line, out, steps)
-        print(f"\n[{number}/{len(TOUR)}] {says}\n$ {shlex.join(['mega', *typed])}", flush=True)
+        print(f"\n[{number}/{len(TOUR)}] {title}\n$ {shlex.join(['mega', *typed])}", flush=True)
         code = subprocess.run([sys.executable, "-m", "mega", *typed], check=False).returncode
         if code:
             print(f"mega: step {number} of {len(TOUR)} failed with exit code {code}", file=sys.stderr)
@@ -125,7 +125,7 @@ def _verdict(out: Path) -> None:
     found = verdict(_needed(out / "one-rank"), document, out / "tokens" / "train_text_document")
     table = Table(title=f"Both begin: {found.prompt!r}", title_justify="left", show_lines=False, expand=True)
     table.add_column(f"{document.name}, held out", ratio=1, overflow="fold")
-    table.add_column("the model goes on", ratio=1, overflow="fold")
+    table.add_column("the model continues", ratio=1, overflow="fold")
     table.add_row(Text(found.document), Text(found.sample))
     Console().print(table)
     print(f"{document.name}, {found.tokens:,} tokens: {found.model:.3f} nats per token under the model,")

@@ -17,14 +17,14 @@ from mega.core.quickstart.corpus import Document
 from mega.core.quickstart.unigram import unigram
 
 PROMPT = 24
-"""Tokens of the document that the model is given to go on from."""
+"""Tokens of the document that the model is given to continue."""
 
 SAMPLED = 220
 """Tokens that it adds."""
 
 
 class Verdict(NamedTuple):
-    """prompt: how both texts begin. document, sample: how each goes on. model, unigram: its loss, nats per token."""
+    """prompt: how both texts begin. document, sample: how each continues. model, unigram: its loss, nats per token."""
 
     prompt: str
     document: str

@@ -1,7 +1,7 @@
 """Conversations as tokens: templates, and which tokens are trained on: the assistant's words and its end of turn.
 
-Control tokens come from the template alone. What a message says takes the ordinary path, so that a message that
-spells `<|eot_id|>` says these characters and ends no turn.
+Control tokens come from the template alone. The text of a message is encoded as ordinary text, so that a message that
+spells `<|eot_id|>` consists of these characters and ends no turn.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ ROLES = ("system", "user", "assistant")
 
 
 class Message(NamedTuple):
-    """Who says what; role is one of ROLES."""
+    """The content of one role's turn; role is one of ROLES."""
 
     role: str
     content: str
 
 
-class Part(NamedTuple):
+class TemplatePart(NamedTuple):
     """A run of text, or the name of a control token; and whether it is trained on."""
 
     text: str
@@ -31,20 +31,20 @@ class Part(NamedTuple):
     trained: bool
 
 
-Template = Callable[[Sequence[Message]], list[Part]]
+Template = Callable[[Sequence[Message]], list[TemplatePart]]
 
 
-def _text(text: str, trained: bool = False) -> Part:
-    return Part(text, False, trained)
+def _text(text: str, trained: bool = False) -> TemplatePart:
+    return TemplatePart(text, False, trained)
 
 
-def _control(name: str, trained: bool = False) -> Part:
-    return Part(name, True, trained)
+def _control(name: str, trained: bool = False) -> TemplatePart:
+    return TemplatePart(name, True, trained)
 
 
-def llama2(messages: Sequence[Message]) -> list[Part]:
+def llama2(messages: Sequence[Message]) -> list[TemplatePart]:
     """<s>[INST] <<SYS>> system <</SYS>> user [/INST] assistant </s>, once a turn."""
-    found: list[Part] = []
+    found: list[TemplatePart] = []
     system = ""
     for message in messages:
         if message.role == "system":
@@ -57,7 +57,7 @@ def llama2(messages: Sequence[Message]) -> list[Part]:
     return found
 
 
-def llama3(messages: Sequence[Message]) -> list[Part]:
+def llama3(messages: Sequence[Message]) -> list[TemplatePart]:
     """<|begin_of_text|>, then <|start_header_id|>role<|end_header_id|>, two newlines, text <|eot_id|> each turn."""
     found = [_control("<|begin_of_text|>")]
     for role, content in messages:
@@ -67,9 +67,9 @@ def llama3(messages: Sequence[Message]) -> list[Part]:
     return found
 
 
-def chatml(messages: Sequence[Message]) -> list[Part]:
+def chatml(messages: Sequence[Message]) -> list[TemplatePart]:
     """<|im_start|>role, newline, text <|im_end|>, newline, each turn."""
-    found: list[Part] = []
+    found: list[TemplatePart] = []
     for role, content in messages:
         trained = role == "assistant"
         found += [_control("<|im_start|>"), _text(f"{role}\n"), _text(content, trained)]
@@ -77,9 +77,9 @@ def chatml(messages: Sequence[Message]) -> list[Part]:
     return found
 
 
-def plain(messages: Sequence[Message]) -> list[Part]:
-    """ "User: text", a blank line between turns, and the end of document behind the assistant's: for any tokenizer."""
-    found: list[Part] = []
+def plain(messages: Sequence[Message]) -> list[TemplatePart]:
+    """ "User: text", a blank line between turns, and the end of document after the assistant's: for any tokenizer."""
+    found: list[TemplatePart] = []
     for role, content in messages:
         found.append(_text(f"{role.capitalize()}:"))
         if role == "assistant":
@@ -90,7 +90,7 @@ def plain(messages: Sequence[Message]) -> list[Part]:
 
 
 EOD = "the end of a document"
-"""Stands for the tokenizer's own eod, whatever its name."""
+"""Stands for the tokenizer's own eod, under any name."""
 
 TEMPLATES: Mapping[str, Template] = {"llama2": llama2, "llama3": llama3, "chatml": chatml, "plain": plain}
 
@@ -115,7 +115,7 @@ def jinja(source: str, tokenizer: Tokenizer) -> Template:
     """A Hugging Face chat template, in a sandbox.
 
     Messages are rendered as marks and put in afterwards, so that no text of a message can become markup or a control
-    token; blanks at the ends of a message are dropped. The text behind an assistant's message up to the first control
+    token; blanks at the ends of a message are dropped. The text after an assistant's message up to the first control
     token is trained with it, as its end of turn.
     """
     try:
@@ -138,7 +138,7 @@ def jinja(source: str, tokenizer: Tokenizer) -> Template:
     ends = ("</s>", "<|eot_id|>", "<|im_end|>", "<|endoftext|>")
     eos = next((n for n in ends if tokenizer.control(n) is not None), "")
 
-    def render(messages: Sequence[Message]) -> list[Part]:
+    def render(messages: Sequence[Message]) -> list[TemplatePart]:
         marked = [{"role": m.role, "content": _MARK.format(i)} for i, m in enumerate(messages)]
         try:
             text = compiled.render(messages=marked, bos_token=bos, eos_token=eos, add_generation_prompt=False)
@@ -146,7 +146,7 @@ def jinja(source: str, tokenizer: Tokenizer) -> Template:
             raise
         except Exception as error:  # a template is a program, which may fail in any way
             raise ValueError(f"--chat-template: {error}") from None
-        found: list[Part] = []
+        found: list[TemplatePart] = []
         ending = False
         for i, piece in enumerate(_MARKS.split(text)):
             if i % 2:
@@ -156,7 +156,7 @@ def jinja(source: str, tokenizer: Tokenizer) -> Template:
                 continue
             for word in filter(None, names.split(piece)):
                 control = tokenizer.control(word) is not None
-                found.append(Part(word, control, ending))
+                found.append(TemplatePart(word, control, ending))
                 ending = ending and not control
         return found
 
@@ -170,7 +170,7 @@ class Labelled(NamedTuple):
     trained: list[bool]
 
 
-def encode(parts: Sequence[Part], tokenizer: Tokenizer) -> Labelled:
+def encode(parts: Sequence[TemplatePart], tokenizer: Tokenizer) -> Labelled:
     """Parts as tokens; ValueError where the tokenizer lacks a control token of the template."""
     lead = len(tokenizer.encode(""))  # what a family puts in front of every text
     ids: list[int] = []
@@ -209,9 +209,9 @@ def conversation(found: Any) -> list[Message]:
         if role not in ROLES:
             raise ValueError(f'role "{role}": must be one of {", ".join(ROLES)}')
         if not isinstance(content, str):
-            raise ValueError(f"what the {role} says is no string")
+            raise ValueError(f"the {role}'s content is not a string")
     if not any(message.role == "assistant" for message in messages):
-        raise ValueError("the assistant says nothing, so there is nothing to train on")
+        raise ValueError("the assistant's content is empty, so there is nothing to train on")
     return messages
 
 

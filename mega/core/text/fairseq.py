@@ -1,4 +1,4 @@
-"""fairseq's tokens on GPT-2's BPE: the same pieces, numbered by a dict.txt behind four special ids.
+"""fairseq's tokens on GPT-2's BPE: the same pieces, numbered by a dict.txt after four special ids.
 
 A line of dict.txt is a GPT-2 id in digits and how often it occurred; its place, from 4 on, is the id. Lines such as
 `madeupword0000 0` fill the table up to a round size. RoBERTa, BART and Megatron-11b are numbered like this.
@@ -17,11 +17,11 @@ SPECIAL = {"<s>": 0, "<pad>": 1, "</s>": 2, "<unk>": 3}
 """What comes before the lines of every dict.txt."""
 
 OVERWRITE = "#fairseq:overwrite"
-"""A word behind the count which allows a symbol to come again; the later line wins."""
+"""A word after the count which allows a symbol to come again; the later line wins."""
 
 
 class FairseqTokenizer(Tokenizer):
-    """vocab.json and merges.txt as GPT-2 has them, and dict.txt. Nothing is put around a text by itself."""
+    """vocab.json and merges.txt as GPT-2 has them, and dict.txt. No token is added around a text."""
 
     kind = "FairseqTokenizer"
     bos = SPECIAL["<s>"]
@@ -70,7 +70,7 @@ class FairseqTokenizer(Tokenizer):
 def read_dictionary(path: Path) -> list[str]:
     """The symbol of every id. Errors: ValueError naming the file and the line that is none."""
     symbols = list(SPECIAL)
-    places = dict(SPECIAL)
+    ids = dict(SPECIAL)
     try:
         lines = path.read_bytes().decode().splitlines()
     except UnicodeDecodeError as error:
@@ -80,8 +80,8 @@ def read_dictionary(path: Path) -> list[str]:
         overwrites = rest[1:] == [OVERWRITE]
         if not symbol or not rest or not rest[0].isdecimal() or (len(rest) > 1 and not overwrites):
             raise ValueError(f"--tokenizer-model {path}:{number}: {line[:80]!r} is not a symbol and a count")
-        if symbol in places and not overwrites:
-            raise ValueError(f"--tokenizer-model {path}:{number}: {symbol} is there already, at id {places[symbol]}")
-        places[symbol] = len(symbols)
+        if symbol in ids and not overwrites:
+            raise ValueError(f"--tokenizer-model {path}:{number}: {symbol} is there already, at id {ids[symbol]}")
+        ids[symbol] = len(symbols)
         symbols.append(symbol)
     return symbols

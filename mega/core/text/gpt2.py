@@ -120,7 +120,7 @@ def read_vocab(path: Path) -> dict[str, int]:
 
 
 def read_merges(path: Path) -> list[tuple[str, str]]:
-    """The pairs of a merges.txt in order of rank; ValueError where a line is no pair or the file is cut."""
+    """The pairs of a merges.txt in order of rank; ValueError where a line is not a pair or the file is cut."""
     try:
         lines = path.read_bytes().decode().split("\n")
     except UnicodeDecodeError as error:

@@ -13,14 +13,14 @@ from typing import Any
 
 from mega.core.text.tokenizer import Encoded, Tokenizer, flatten
 
-# Names of the end of a text, where no file beside tokenizer.json says which it is.
+# Names of the end of a text, where no file next to tokenizer.json names it.
 _ENDS = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>")
 _STARTS = ("<|begin_of_text|>", "<s>", "<bos>")
 _NEIGHBOURS = ("tokenizer_config.json", "special_tokens_map.json")
 
 
 class HuggingFaceTokenizer(Tokenizer):
-    """Any tokenizer.json. eod, bos and pad are tokenizer_config.json's beside it, or well-known names."""
+    """Any tokenizer.json. eod, bos and pad come from tokenizer_config.json next to it, or are well-known names."""
 
     kind = "HuggingFaceTokenizer"
 

@@ -32,7 +32,7 @@ _NAMED = {
     7: "<|end_header_id|>",
     9: "<|eot_id|>",
 }
-"""Control tokens with a name, counted behind the ranks; the others are reserved."""
+"""Control tokens with a name, numbered after the ranks; the others are reserved."""
 _CONTROLS = 256
 
 Encode = Callable[[Sequence[str]], Encoded]

@@ -18,7 +18,7 @@ def fields(message: bytes) -> dict[int, list[Value]]:
     >>> fields(bytes([8, 150, 1, 18, 2]) + b"hi")
     {1: [150], 2: [b'hi']}
 
-    Raises ValueError where the bytes are no message.
+    Raises ValueError where the bytes are not a message.
     """
     found: dict[int, list[Value]] = defaultdict(list)
     at = 0

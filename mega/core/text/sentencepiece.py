@@ -39,7 +39,7 @@ def _encoder(model: Any) -> Encode:
 
 
 def _present(token: int) -> int | None:
-    """SentencePiece says -1 for a token that its model lacks."""
+    """SentencePiece returns -1 for a token that its model lacks."""
     return token if token >= 0 else None
 
 
@@ -91,7 +91,7 @@ class PlainSentencePiece(Tokenizer):
 
 
 class ExtendedSentencePiece(Tokenizer):
-    """The model's pieces and, behind them, what BERT and T5 need and the model lacks.
+    """The model's pieces and, after them, what BERT and T5 need and the model lacks.
 
     Added where missing, in this order: <CLS> <SEP> <EOD> <MASK>, then pad, bos and eos under the model's own
     names or as <PAD> <BOS> <EOS>, then <extra_id_0> ... `specials` maps each of these names to its id.

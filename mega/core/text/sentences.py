@@ -20,7 +20,7 @@ _CODES = {
 def splitter(kind: str, language: str = "english", keep_newlines: bool = False) -> Callable[[str], list[str]]:
     """A function from a text to its sentences.
 
-    keep_newlines: blanks and newlines behind a sentence belong to it (punkt only; sentencex keeps them always).
+    keep_newlines: blanks and newlines after a sentence belong to it (punkt only; sentencex keeps them always).
     Raises ValueError where the library or its data is missing.
     """
     if kind == "sentencex":
@@ -48,7 +48,7 @@ def _punkt(language: str, keep_newlines: bool) -> Callable[[str], list[str]]:
         model: Any = punkt.PunktTokenizer(language)
     except (LookupError, OSError, ValueError):
         raise ValueError(
-            f"--lang {language}: there is no tokenizers/punkt_tab/{language} where NLTK looks; set NLTK_DATA to the "
+            f"--lang {language}: tokenizers/punkt_tab/{language} is not where NLTK looks; set NLTK_DATA to the "
             "folder that holds it, or take --sentence-splitter sentencex"
         ) from None
     if keep_newlines:
@@ -62,7 +62,7 @@ def _punkt(language: str, keep_newlines: bool) -> Callable[[str], list[str]]:
 
 
 def _keeping(punkt: Any) -> type:
-    """punkt's rules, but the blanks behind a sentence's end are part of the match and there may be none."""
+    """punkt's rules, but the blanks after a sentence's end are part of the match and there may be none."""
 
     class Keeping(punkt.PunktLanguageVars):  # type: ignore[misc]
         _period_context_fmt = r"%(SentEndChars)s\s*(?=(?P<after_tok>%(NonWord)s|(?P<next_tok>\S+)))"

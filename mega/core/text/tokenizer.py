@@ -43,7 +43,7 @@ class Tokenizer(Protocol):
 
     Raw text takes the *ordinary* path in every family: the text `<|endoftext|>` or `</s>` inside a document
     is split like any other text and never becomes a control token. What a family puts around each text
-    by itself (Llama's bos) is part of `encode`.
+    on its own (Llama's bos) is part of `encode`.
     """
 
     kind: str
@@ -74,7 +74,7 @@ class Tokenizer(Protocol):
         return self.decode([token])
 
     def continues(self, token: int) -> bool:
-        """Whether a token goes on with the word before it, so that whole-word masking takes both."""
+        """Whether a token continues the word before it, so that whole-word masking takes both."""
         return False
 
     def control(self, name: str) -> int | None:

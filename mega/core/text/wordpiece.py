@@ -1,4 +1,4 @@
-"""BERT's WordPiece from vocab.txt, one piece a line: Google's rules, word by word behind a cache.
+"""BERT's WordPiece from vocab.txt, one piece a line: Google's rules, word by word through a cache.
 
 A word is what lies between blanks, or one Chinese character; every rule acts within a word, so that one that was
 seen before costs a look-up. Control tokens in a text are split like other text.
@@ -115,7 +115,7 @@ class WordPieceTokenizer(Tokenizer):
 
 
 def read_pieces(path: Path) -> dict[str, int]:
-    """piece -> line number of a vocab.txt; ValueError where it is not UTF-8 or says a piece twice."""
+    """piece -> line number of a vocab.txt; ValueError where it is not UTF-8 or holds a piece twice."""
     try:
         lines = path.read_bytes().decode().removesuffix("\n").split("\n")
     except UnicodeDecodeError as error:

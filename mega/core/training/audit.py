@@ -43,8 +43,8 @@ def bit_hash(tensor: torch.Tensor) -> torch.Tensor:
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for begin in range(0, bits.numel(), BLOCK):
         part = bits[begin : begin + BLOCK].to(torch.int64)
-        places = torch.arange(begin, begin + part.numel(), device=tensor.device)
-        total += (part * (2 * places + 1)).sum()
+        offsets = torch.arange(begin, begin + part.numel(), device=tensor.device)
+        total += (part * (2 * offsets + 1)).sum()
     return total
 
 
@@ -102,8 +102,8 @@ def audit(state: TrainState) -> None:
     found = torch.tensor(float(len(lines)), device=state.device.torch)
     all_reduce(found, state.mesh.everyone, "max")
     if float(found):
-        told = "; ".join(lines[:8]) or "copies on other ranks"
-        raise RuntimeError(f"step {state.progress.step}: copies have drifted apart: {told}")
+        listed = "; ".join(lines[:8]) or "copies on other ranks"
+        raise RuntimeError(f"step {state.progress.step}: copies have drifted apart: {listed}")
 
 
 def _who(values: list[int], ranks: tuple[int, ...]) -> str:

@@ -1,4 +1,4 @@
-"""Check a run of any size on a laptop: every kind of rank built without memory, the plan proven, sizes told.
+"""Check a run of any size on a laptop: every kind of rank built without memory, the plan proven, sizes reported.
 
 Stages are built on the meta device in a mesh without groups, so a 128-rank layout needs no second process. Tensor and
 data coordinates of one stage hold equally large blocks; all tensor ranks of the first data coordinate are built.

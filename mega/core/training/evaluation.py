@@ -1,6 +1,6 @@
 """Held-out sets between steps: mean losses over global batches, from where the validation before has ended.
 
-Wherever a request to stop cuts one short, the next begins where it would have begun, so no figure depends on that.
+Where a request to stop cuts one short, the next begins where it would have begun, so no figure depends on that.
 """
 
 from __future__ import annotations

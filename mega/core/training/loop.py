@@ -1,4 +1,4 @@
-"""The loop of every training run: a step, then whatever is due. Told once, for every family, layout and task.
+"""The loop of every training run: a step, then what is due. Written once, for every family, layout and task.
 
 for each step:   report = train_step(...)                 device values, read while the next step runs
                  due: audit, validate, save, stop         all ranks agree on each, so none waits alone
@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from mega.core.device import Moment, Reading
+from mega.core.device import Reading, Timestamp
 from mega.core.training.evaluation import Evaluation
 from mega.core.training.meters import Meters
 from mega.core.training.routines import Routine
@@ -31,13 +31,13 @@ class Pending:
     consumed: int
     lr: float
     samples: int
-    begun: Moment
+    begun: Timestamp
     numbers: Reading
     flag: StopFlag
 
 
 @dataclass(frozen=True)
-class Lengths:
+class RunLengths:
     """steps: the run's last. sample: tokens of one. batch_at: consumed samples -> size of the next global batch.
 
     microbatches: size of a global batch -> microbatches on this rank.
@@ -59,7 +59,7 @@ class Training:
     state: TrainState
     task: Task
     schedules: Schedules
-    lengths: Lengths
+    lengths: RunLengths
     evaluation: Evaluation
     routines: Sequence[Routine]
     stop: StopSignal
@@ -116,9 +116,9 @@ class Training:
         """Start one step; its numbers are read later. One that is started while the one before runs begins with that
         one's end."""
         progress, device = self.state.progress, self.state.device
-        begun = Moment(device.torch) if before is None else before.numbers.moment
+        begun = Timestamp(device.torch) if before is None else before.numbers.moment
         size = self.lengths.batch_at(progress.consumed)
-        scheduled = progress.consumed - progress.unscheduled
+        scheduled = progress.consumed - progress.skipped_samples
         lr, decay = self.schedules.lr(scheduled), self.schedules.weight_decay(scheduled)
         assert self.task.train is not None
         batches = self.task.train.take(progress.consumed, self.lengths.microbatches(size))
@@ -136,9 +136,9 @@ class Training:
         if not numbers.pop("finite"):
             progress.skipped += 1
             # Without a loss scale the next step has been started by now: a step that the schedule did not count would
-            # be left out one step earlier wherever this one is read at once, as before a save.
+            # be left out one step earlier where this one is read at once, as before a save.
             if self.state.scaler is not None:
-                progress.unscheduled += pending.samples
+                progress.skipped_samples += pending.samples
         if not math.isfinite(loss):
             raise FloatingPointError(
                 f"step {pending.step}: the loss is {loss}, and the gradient norm {norm}: training has diverged. Resume "

@@ -22,7 +22,7 @@ Report = Callable[[str], None]
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """Where a run starts from. `weights_only` leaves optimizer and progress behind."""
+    """Where a run starts from. `weights_only` leaves optimizer and progress out."""
 
     checkpoint: Checkpoint
     weights_only: bool
@@ -89,7 +89,7 @@ def restore(state: TrainState, point: ResumePoint) -> None:
         if state.scaler is not None and checkpoint.meta.get("scaler"):
             state.scaler.restore(checkpoint.meta["scaler"])
     if not point.weights_only:
-        state.progress = Progress(**checkpoint.meta["progress"])
+        state.progress = Progress.from_meta(checkpoint.meta["progress"])
 
 
 def differences(run: RunConfig, point: ResumePoint, data: Datasets, mesh: Mesh) -> Iterator[str]:

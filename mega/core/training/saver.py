@@ -34,7 +34,7 @@ from mega.core.text.tokenizer import Tokenizer
 from mega.core.training.schedules import Schedules
 from mega.core.training.state import TrainState
 
-Say = Callable[[str], None]
+Report = Callable[[str], None]
 
 
 class Saver:
@@ -46,13 +46,13 @@ class Saver:
         tokenizer: Tokenizer | None = None,
         fingerprint: str = "",
         schedules: Schedules | None = None,
-        say: Say = lambda line: None,
-        companions: Attachments = MappingProxyType({}),
+        report: Report = lambda line: None,
+        sidecar_files: Attachments = MappingProxyType({}),
         corpora: Mapping[str, Mapping[str, str | None]] = MappingProxyType({}),
     ) -> None:
-        """companions: small files that came with the weights and go on with them; rank 0's count. corpora: what the
+        """sidecar_files: small files that came with the weights and stay with them; rank 0's count. corpora: what the
         token files hold that the run reads."""
-        self.state, self.options, self._say = state, state.run.checkpoint, say
+        self.state, self.options, self._report = state, state.run.checkpoint, report
         assert self.options.save is not None
         self.store = store_at(self.options.save)
         self._fixed = {
@@ -64,7 +64,7 @@ class Saver:
             "fingerprint": fingerprint,
             "corpora": {prefix: dict(content) for prefix, content in corpora.items()},
         }
-        self._attachments = {**companions, "run.toml": toml.write(state.run).encode()}
+        self._attachments = {**sidecar_files, "run.toml": toml.write(state.run).encode()}
         if tokenizer is not None:
             self._attachments |= tokenizer.files()
         self._running: _Task | None = None
@@ -86,7 +86,7 @@ class Saver:
         self._saved_step = state.progress.step
         if self._writers is None or state.copy is None:
             agree = _all_agree(state.mesh.everyone, state.device.torch)
-            self._told(self._publish(self._kept(), self._meta(), agree), "")
+            self._reported(self._publish(self._kept(), self._meta(), agree), "")
             return
         # 1
         self.wait()
@@ -98,7 +98,7 @@ class Saver:
         meta, agree = self._meta(), _all_agree(self._writers, torch.device("cpu"))
 
         def work() -> tuple[int, float]:
-            copy.arrive()
+            copy.wait()
             return self._publish(staged, meta, agree)
 
         self._running = _Task(work)
@@ -110,7 +110,7 @@ class Saver:
         return self._running is not None and not self._running.ended
 
     def look(self) -> None:
-        """To be called every step: tell of a save that has ended, raise what ended it."""
+        """To be called every step: report a save that has ended, raise its error."""
         if not self.busy:
             self.wait()
 
@@ -118,7 +118,7 @@ class Saver:
         """Wait for the save that is on its way, if there is one. Errors: as `save`."""
         if self._running is not None:
             running, self._running = self._running, None
-            self._told(running.outcome(), f" behind the run, which stood still for {self._stalled:.2f} s")
+            self._reported(running.outcome(), f" in the background, stalling the run for {self._stalled:.2f} s")
 
     def finish(self) -> None:
         """At the end of training: save where we are, unless that was done, and wait. Errors: as `save`."""
@@ -126,24 +126,24 @@ class Saver:
             self.save()
         self.wait()
 
-    def _told(self, done: tuple[int, float], how: str) -> None:
+    def _reported(self, done: tuple[int, float], how: str) -> None:
         step, seconds = done
-        self._say(f"saved step {step} in {seconds:.1f} s{how} to {self.options.save}")
+        self._report(f"saved step {step} in {seconds:.1f} s{how} to {self.options.save}")
 
     def _publish(
         self, pieces: Iterable[Piece], meta: dict[str, Any], agree: Callable[[bool], bool]
     ) -> tuple[int, float]:
         """The step that was saved, and in how many seconds."""
         mesh, step = self.state.mesh, int(meta["progress"]["step"])
-        report = self.store.save(
+        saved = self.store.save(
             step, pieces, meta, rank=mesh.rank, world=mesh.world, agree=agree, attachments=self._attachments
         )
         if mesh.rank == 0:
             try:
                 retain(self.store, self.options.keep_last, self.options.keep_every, self.options.keep_optimizer_last)
             except OSError as error:  # the new checkpoint is whole: no reason to end a run
-                self._say(f"older checkpoints stay for now: {error}")
-        return step, report.seconds
+                self._report(f"older checkpoints stay for now: {error}")
+        return step, saved.seconds
 
     def _kept(self) -> Iterable[Piece]:
         yield from self.state.weight_pieces(mine=True)
@@ -191,10 +191,10 @@ class _Task:
 
 
 def _all_agree(axis: Axis, device: torch.device) -> Callable[[bool], bool]:
-    """A function that tells all ranks of an axis whether this one is well, and returns whether all are."""
+    """A function that reports to all ranks of an axis whether this one succeeded, and returns whether all did."""
 
-    def agree(fine: bool) -> bool:
-        verdict = torch.tensor(float(fine), device=device)
+    def agree(ok: bool) -> bool:
+        verdict = torch.tensor(float(ok), device=device)
         all_reduce(verdict, axis, "min")
         return bool(verdict)
 

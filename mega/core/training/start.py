@@ -24,7 +24,7 @@ from mega.core.parallel.mesh import Groups, Mesh
 from mega.core.text.tokenizer import Tokenizer
 from mega.core.training.evaluation import Evaluation
 from mega.core.training.inputs import Inputs, ResolvedRun, open_inputs
-from mega.core.training.loop import Lengths, Training
+from mega.core.training.loop import RunLengths, Training
 from mega.core.training.meters import Meters
 from mega.core.training.place import check_no_newer, lock
 from mega.core.training.resume import ResumePoint, differences, find_resume_point, restore, sidecar_files
@@ -60,7 +60,7 @@ def start(
 
     Errors: ValueError on every rank.
     """
-    run, evaluated = inputs.run, inputs.run.evaluation
+    run, evaluated, runtime = inputs.run, inputs.run.evaluation, inputs.run.runtime
     mesh = build_mesh(run, rank, world, groups)
     check_same_everywhere(mesh, inputs.fingerprint(), device.torch)
     # Before the newest checkpoint is looked for: another process that has the place may be saving one.
@@ -73,31 +73,18 @@ def start(
     if not evaluated.skip_train:
         check_no_newer(run, state.progress.step)
         _check_length(run, inputs.datasets.train, state.progress, steps)
-    stop = StopSignal(
-        mesh.everyone, device.torch, on_signal=run.runtime.exit_on_signal, minutes=run.runtime.exit_minutes
-    )
+    stop = StopSignal(mesh.everyone, device.torch, on_signal=runtime.exit_on_signal, minutes=runtime.exit_minutes)
     meters = _meters(run, state, steps) if rank == 0 else None
     report = meters.report if meters is not None else _reporter(rank)
     task, schedules = pretraining(run, inputs.datasets, inputs.tokenizer, mesh), _schedules(run, point)
     saver = _saver(inputs, state, schedules, point, report)
-    global_batch, length = run.batch.global_batch, run.batch.seq_length
-    assert global_batch is not None and length is not None
-    evaluation = Evaluation(
-        state,
-        task,
-        stop,
-        meters,
-        report,
-        iterations=evaluated.eval_iters,
-        global_batch=global_batch,
-        microbatches=microbatches(run, world),
-    )
+    evaluation = _evaluation(run, world, state, task, stop, meters, report)
     due = routines(
         state,
         evaluation if task.validation else None,
         saver,
         steps=steps,
-        audit_interval=run.runtime.audit_interval,
+        audit_interval=runtime.audit_interval,
         eval_interval=evaluated.eval_interval,
         save_interval=run.checkpoint.save_interval,
     )
@@ -106,7 +93,7 @@ def start(
         state,
         task,
         schedules,
-        Lengths(steps, length, partial(global_batch_at, run.batch), partial(microbatches, run, world)),
+        _lengths(run, world, steps),
         evaluation,
         tuple(due),
         stop,
@@ -114,7 +101,7 @@ def start(
         meters,
         report,
         train=not evaluated.skip_train,
-        exit_interval=run.runtime.exit_interval,
+        exit_interval=runtime.exit_interval,
     )
 
 
@@ -159,6 +146,34 @@ def _saver(
         return None
     old = sidecar_files(point.checkpoint, inputs.tokenizer) if point is not None and state.mesh.rank == 0 else {}
     return Saver(state, inputs.tokenizer, inputs.fingerprint(), schedules, report, old, inputs.datasets.corpora)
+
+
+def _evaluation(
+    run: RunConfig,
+    world: int,
+    state: TrainState,
+    task: Pretraining,
+    stop: StopSignal,
+    meters: Meters | None,
+    report: Callable[[str], None],
+) -> Evaluation:
+    assert run.batch.global_batch is not None
+    return Evaluation(
+        state,
+        task,
+        stop,
+        meters,
+        report,
+        iterations=run.evaluation.eval_iters,
+        global_batch=run.batch.global_batch,
+        microbatches=microbatches(run, world),
+    )
+
+
+def _lengths(run: RunConfig, world: int, steps: int) -> RunLengths:
+    assert run.batch.seq_length is not None
+    batch_at = partial(global_batch_at, run.batch)
+    return RunLengths(steps, run.batch.seq_length, batch_at, partial(microbatches, run, world))
 
 
 def _meters(run: RunConfig, state: TrainState, steps: int) -> Meters:

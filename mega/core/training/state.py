@@ -6,7 +6,7 @@ by any other. Dropout and initial values are functions of the seed, so no random
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,8 +32,17 @@ class Progress:
     """Training samples consumed: the data position."""
     consumed_valid: int = 0
     skipped: int = 0
-    unscheduled: int = 0
+    skipped_samples: int = 0
     """Samples of steps skipped under a loss scale, which the learning rate's schedule does not count."""
+
+    @classmethod
+    def from_meta(cls, progress: Mapping[str, int]) -> Progress:
+        """From a checkpoint's meta["progress"], also of one that was written when the last field had another name.
+
+        >>> Progress.from_meta({"step": 7, "consumed": 28, "unscheduled": 4}).skipped_samples
+        4
+        """
+        return cls(**{"skipped_samples" if key == "unscheduled" else key: value for key, value in progress.items()})
 
 
 @dataclass(frozen=True)
@@ -78,7 +87,7 @@ class TrainState:
     def weight_pieces(self, *, mine: bool) -> Iterator[Piece]:
         """This rank's weights; with `mine`, only those that it writes (each element of the model once)."""
         for number, bucket in enumerate(self.grads.buckets):
-            # Under zero 3 nobody holds more than the span; under 1 and 2 the rest may still be on its way.
+            # Under zero 3 no rank holds more than the span; under 1 and 2 the rest may still be on its way.
             if self.grads.zero >= 3 or (self.grads.zero and mine):
                 if not mine or bucket.counted:
                     yield from _pieces("weights", bucket, bucket.own_weights, bucket.span[0])

@@ -1,4 +1,4 @@
-"""One optimizer step: forward and backward over the microbatches, reductions, update. Told as numbered phases.
+"""One optimizer step: forward and backward over the microbatches, reductions, update. Numbered phases.
 
 0 rows are cut over the context axis
 1 weight of the global batch   known before the first backward, so that losses divide by it exactly once
@@ -131,7 +131,7 @@ def evaluate_step(state: TrainState, batches: Sequence[Batch]) -> torch.Tensor:
 
 
 def output_step(state: TrainState, batches: Sequence[Batch]) -> list[torch.Tensor]:
-    """What the model says of each microbatch, on the ranks of the last stage; [] on others. Without dropout."""
+    """The model's output for each microbatch, on the ranks of the last stage; [] on others. Without dropout."""
     schedule, batches = _forward_only(state, batches)
     return state.pipeline.outputs(schedule, batches)
 

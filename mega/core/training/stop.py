@@ -1,6 +1,6 @@
 """Requests to stop early: a signal, or the time is up. One rank's request becomes everyone's at the same moment.
 
-    flag = stop.poll()     every rank says whether it was asked; the flags are reduced while the next work runs
+    flag = stop.poll()     every rank contributes whether it was asked; the flags are reduced while the next work runs
     flag.read()            every rank learns, at the same place of its program, whether any was
 
 It knows neither steps nor validation.

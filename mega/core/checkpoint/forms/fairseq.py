@@ -179,6 +179,6 @@ def table(model: ModelConfig, parts: int, *, output: bool) -> Table:
         targets.append(Target(name, tensor.shape, gathered(tensor.shape, here, dim)))
     if output:
         embedding = targets[0]
-        again = gathered(embedding.shape, [f"{part}/{OUTPUT}" for part in range(parts)], 0)
-        copies += [(embedding.name, fragment) for fragment in again]
+        output_parts = gathered(embedding.shape, [f"{part}/{OUTPUT}" for part in range(parts)], 0)
+        copies += [(embedding.name, fragment) for fragment in output_parts]
     return Table(tuple(targets), copies=tuple(copies))

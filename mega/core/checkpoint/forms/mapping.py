@@ -288,18 +288,18 @@ def _fault(shape: tuple[int, ...], uses: Sequence[Span], done: str = "used", rep
     if not uses:
         return None if prod(shape) == 0 else "nothing is made of it"
     height, width = shape[0], prod(shape[1:])
-    places = [(use.rows, range(1) if use.columns is None else use.columns) for use in uses]
-    if places == [(range(height), range(width))]:
+    rectangles = [(use.rows, range(1) if use.columns is None else use.columns) for use in uses]
+    if rectangles == [(range(height), range(width))]:
         return None
-    for rows, columns in places:
+    for rows, columns in rectangles:
         if rows[0] < 0 or rows[-1] >= height:
             return f"rows {rows} are wanted"
         if columns.start < 0 or columns.stop > width:
             return f"columns {columns.start} to {columns.stop} are wanted"
-    borders = sorted({0, width, *(border for _, columns in places for border in (columns.start, columns.stop))})
+    borders = sorted({0, width, *(border for _, columns in rectangles for border in (columns.start, columns.stop))})
     for begin, end in pairwise(borders):
         counts = torch.zeros(height, dtype=torch.int32)
-        for rows, columns in places:
+        for rows, columns in rectangles:
             if begin in columns:
                 counts[rows.start : rows.stop : rows.step] += 1
         if absent := int((counts == 0).sum()):

@@ -356,9 +356,9 @@ def table(
         stage, layer = place(tensor.units[0])
         here = [f"{t}.{stage}/{legacy_name(tensor.name, layer)}" for t in range(tp)]
         if tensor.cut is not None and tensor.cut.multiple:  # a vocabulary
-            again = [[f"{t}.{end}/{each}" for t in range(tp)] for each in tied if len(tensor.units) > 1]
+            tied_parts = [[f"{t}.{end}/{each}" for t in range(tp)] for each in tied if len(tensor.units) > 1]
             counts = [max(0, min(rows, tensor.shape[0] - t * rows)) for t in range(tp)]  # of tokens on each rank
-            for parts in (here, *again):
+            for parts in (here, *tied_parts):
                 filled = [(part, range(count)) for part, count in zip(parts, counts, strict=True) if count]
                 padding |= {part: (range(n, rows), name) for part, n in zip(parts, counts, strict=True) if n < rows}
                 found = stacked(filled, tensor.shape[1])

@@ -342,7 +342,7 @@ def plain_state(facts: Facts | None, iteration: int, consumed: int, validated: i
             "consumed": consumed,
             "consumed_valid": validated,
             "skipped": max(0, iteration - facts.updates),
-            "unscheduled": 0 if facts.samples is None else max(0, consumed - facts.samples),
+            "skipped_samples": 0 if facts.samples is None else max(0, consumed - facts.samples),
         },
         "updates": facts.updates,
         "scaler": facts.scaler,
@@ -398,7 +398,7 @@ def facts_of(meta: Mapping[str, Any], where: str) -> Facts:
     names = ("lr", "adam_beta1", "adam_beta2", "adam_eps", "weight_decay")
     constants = {name: options.get(name, getattr(defaults, name)) or 0.0 for name in names}
     progress = meta.get("progress", {})
-    samples = progress.get("consumed", 0) - progress.get("unscheduled", 0)
+    samples = progress.get("consumed", 0) - progress.get("skipped_samples", progress.get("unscheduled", 0))
     return Facts(int(meta.get("updates", 0)), constants, meta.get("scaler"), meta.get("schedule"), samples)
 
 

@@ -234,8 +234,8 @@ def table(model: ModelConfig, parts: int, embedding_dim: int = 1, *, output: boo
         if tensor.name == EMBEDDING:
             dim = embedding_dim
             if model.tied and output:
-                again = [f"{part}/output.weight" for part in range(parts)]
-                copies += [(name, each) for each in gathered(tensor.shape, again, 0)]
+                output_parts = [f"{part}/output.weight" for part in range(parts)]
+                copies += [(name, each) for each in gathered(tensor.shape, output_parts, 0)]
         if dim is None:
             copies += [(name, whole(tensor.shape, each)) for each in here[1:]]
         runs = _rotary_runs(model, tensor, parts)

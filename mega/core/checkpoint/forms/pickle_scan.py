@@ -128,10 +128,10 @@ class Scan:
             elif name in ("BINPUT", "LONG_BINPUT"):
                 memo[argument] = stack[-1]
             elif name in ("BINGET", "LONG_BINGET"):
-                again = memo[argument]
-                if again.items is not None:
-                    self._charge(again.size)
-                stack.append(again)
+                memoized = memo[argument]
+                if memoized.items is not None:
+                    self._charge(memoized.size)
+                stack.append(memoized)
             elif name in _EMPTY:
                 stack.append(Sized(0, grows=True))
             elif name == "MARK":

@@ -189,7 +189,7 @@ class CheckpointStore:
         there = self.newest(verify=False)
         if there is None:
             return
-        ours, theirs = (facts.get("config", {}).get("model") for facts in (meta, self.open(there).meta))
+        ours, theirs = (each.get("config", {}).get("model") for each in (meta, self.open(there).meta))
         if ours and theirs and json.loads(json.dumps(ours)) != theirs:
             raise CheckpointError(f"step {there} of another model is there, and would be hidden; give a new directory")
 

@@ -1,6 +1,6 @@
 """The ops as Triton kernels: one file each, signatures and shapes of the references in the floor above this folder.
 
-They compute in fp32 whatever the tensors' dtype, keep no more than they need for the backward pass, and add up every
+They compute in fp32 for tensors of any dtype, keep no more than they need for the backward pass, and add up every
 sum in a fixed order, so that the same inputs give the same bits. Imported on CUDA only.
 """
 

@@ -110,9 +110,9 @@ class _Activate(torch.autograd.Function):
 @jit
 def _row_and_columns(width, BLOCK: tl.constexpr):
     """Where this program works. All along one dimension of the grid: a second one ends at 65,535 rows."""
-    across = tl.cdiv(width, BLOCK)
+    blocks = tl.cdiv(width, BLOCK)
     number = tl.program_id(0)
-    return (number // across).to(tl.int64), number % across * BLOCK + tl.arange(0, BLOCK)
+    return (number // blocks).to(tl.int64), number % blocks * BLOCK + tl.arange(0, BLOCK)
 
 
 @jit

@@ -14,14 +14,14 @@ BLOCK = 2048
 
 @jit
 def _adamw(
-    master_at, grad_at, moment1_at, moment2_at, weight_at, facts_at, size, decay_end, lr, decay, beta1, beta2,
+    master_at, grad_at, moment1_at, moment2_at, weight_at, scalars_at, size, decay_end, lr, decay, beta1, beta2,
     gain1, gain2, eps, COPY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    fine = tl.load(facts_at)
-    if fine != 0:
-        factor = tl.load(facts_at + 1)
-        correction1 = tl.load(facts_at + 2)
-        correction2 = tl.load(facts_at + 3)
+    finite = tl.load(scalars_at)
+    if finite != 0:
+        factor = tl.load(scalars_at + 1)
+        correction1 = tl.load(scalars_at + 2)
+        correction2 = tl.load(scalars_at + 3)
         at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         real = at < size
         grad = tl.load(grad_at + at, real, 0.0).to(tl.float32) * factor
@@ -47,7 +47,7 @@ def adamw(
     moment1: torch.Tensor,
     moment2: torch.Tensor,
     weights: torch.Tensor | None,
-    facts: torch.Tensor,
+    scalars: torch.Tensor,
     *,
     decay_end: int,
     lr: float,
@@ -58,13 +58,13 @@ def adamw(
 ) -> None:
     """One update in place; all flat and of one length, `weights` None where the master is the weight, of any dtype.
 
-    facts: fp32 [4] on the device: 1 where the step counts, else 0; clip factor; 1 - beta1^t; 1 - beta2^t. Elements
+    scalars: fp32 [4] on the device: 1 where the step counts, else 0; clip factor; 1 - beta1^t; 1 - beta2^t. Elements
     before `decay_end` decay.
     """
     size = master.numel()
     if size:
         launch(
             _adamw, (cdiv(size, BLOCK),),
-            master, grad, moment1, moment2, weights, facts, size, decay_end, lr, decay, beta1, beta2,
+            master, grad, moment1, moment2, weights, scalars, size, decay_end, lr, decay, beta1, beta2,
             1 - beta1, 1 - beta2, eps, COPY=weights is not None, BLOCK=BLOCK, num_warps=8,
         )  # fmt: skip

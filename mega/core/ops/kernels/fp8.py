@@ -12,29 +12,29 @@ BLOCK, BLOCKS = 4096, 8
 TALL, WIDE, WARPS = 256, 64, 8
 """One tile of the cast: 3.8 TB/s with its transpose on H200, a copy 4.2."""
 INVERSE = 4
-"""Where the inverse lies among the facts [8] of a cast, fp32: on 16 bytes. The largest magnitude lies first."""
+"""Where the inverse lies among the scales [8] of a cast, fp32: on 16 bytes. The largest magnitude lies first."""
 
 
 @jit
-def _largest(x_at, facts_at, size, BLOCK: tl.constexpr, BLOCKS: tl.constexpr):
+def _largest(x_at, scales_at, size, BLOCK: tl.constexpr, BLOCKS: tl.constexpr):
     begin = tl.program_id(0).to(tl.int64) * (BLOCK * BLOCKS)
     top = tl.zeros([BLOCK], tl.float32)
     for step in range(BLOCKS):
         at = begin + step * BLOCK + tl.arange(0, BLOCK)
         top = tl.maximum(top, tl.abs(tl.load(x_at + at, at < size, 0.0).to(tl.float32)))
-    tl.atomic_max(facts_at, tl.max(top, 0), sem="relaxed")
+    tl.atomic_max(scales_at, tl.max(top, 0), sem="relaxed")
 
 
 @jit
 def _cast(
-    x_at, rows_at, columns_at, facts_at, tall, wide, limit, tiny,
+    x_at, rows_at, columns_at, scales_at, tall, wide, limit, tiny,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, INVERSE: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(1).to(tl.int64) * TALL + tl.arange(0, TALL)
     column = tl.program_id(0).to(tl.int64) * WIDE + tl.arange(0, WIDE)
     real = (row < tall)[:, None] & (column < wide)[None, :]
     at = row[:, None] * wide + column[None, :]
-    largest = tl.maximum(tl.load(facts_at), tiny)
+    largest = tl.maximum(tl.load(scales_at), tiny)
     x = tl.load(x_at + at, real, 0.0).to(tl.float32) * (limit / largest)
     if ROWS:
         tl.store(rows_at + at, x.to(rows_at.dtype.element_ty), real)
@@ -42,23 +42,23 @@ def _cast(
         turned = column[:, None] * tall + row[None, :]
         tl.store(columns_at + turned, tl.trans(x.to(columns_at.dtype.element_ty)), tl.trans(real))
     if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
-        tl.store(facts_at + INVERSE, largest / limit)
+        tl.store(scales_at + INVERSE, largest / limit)
 
 
 def cast(x: torch.Tensor, dtype: torch.dtype, *, rows: bool = False, columns: bool = False) -> Cast:
     """`ops.fp8.cast`."""
     x = x.contiguous()
     tall, wide = x.shape
-    facts = torch.zeros(2 * INVERSE, dtype=torch.float32, device=x.device)
-    launch(_largest, (cdiv(x.numel(), BLOCK * BLOCKS),), x, facts, x.numel(), BLOCK=BLOCK, BLOCKS=BLOCKS, num_warps=8)
+    scales = torch.zeros(2 * INVERSE, dtype=torch.float32, device=x.device)
+    launch(_largest, (cdiv(x.numel(), BLOCK * BLOCKS),), x, scales, x.numel(), BLOCK=BLOCK, BLOCKS=BLOCKS, num_warps=8)
     as_it_lies = torch.empty(tall, wide, dtype=dtype, device=x.device) if rows else None
     turned = torch.empty(wide, tall, dtype=dtype, device=x.device) if columns else None
     launch(
         _cast, (cdiv(wide, WIDE), cdiv(tall, TALL)),
-        x, as_it_lies, turned, facts, tall, wide, LIMITS[dtype], TINY,
+        x, as_it_lies, turned, scales, tall, wide, LIMITS[dtype], TINY,
         ROWS=rows, COLUMNS=columns, INVERSE=INVERSE, TALL=TALL, WIDE=WIDE, num_warps=WARPS,
     )  # fmt: skip
-    return Cast(as_it_lies, turned, facts[INVERSE])
+    return Cast(as_it_lies, turned, scales[INVERSE])
 
 
 def multiply(

@@ -61,12 +61,12 @@ def _gather(
         sin = tl.load(sin_at + angle, real, 0.0)
         first = tl.load(source + part, real, 0.0).to(tl.float32)
         second = tl.load(source + HALF + part, real, 0.0).to(tl.float32)
-        before, behind = first * cos + second * sin, second * cos - first * sin
-        tl.store(target + part, before.to(out_at.dtype.element_ty), real)
-        tl.store(target + HALF + part, behind.to(out_at.dtype.element_ty), real)
+        first_grad, second_grad = first * cos + second * sin, second * cos - first * sin
+        tl.store(target + part, first_grad.to(out_at.dtype.element_ty), real)
+        tl.store(target + HALF + part, second_grad.to(out_at.dtype.element_ty), real)
         if SUMS:
-            tl.store(sums, tl.sum(before, 0), one < HALF)
-            tl.store(sums + HALF, tl.sum(behind, 0), one < HALF)
+            tl.store(sums, tl.sum(first_grad, 0), one < HALF)
+            tl.store(sums + HALF, tl.sum(second_grad, 0), one < HALF)
         if 2 * HALF < WIDTH:
             for begin in tl.static_range(2 * HALF, WIDTH, BLOCK):
                 rest = here & (begin + part < WIDTH)

@@ -18,7 +18,7 @@ def _total(blocks_at, out_at, size, COUNT: tl.constexpr, BLOCK: tl.constexpr):
 
 
 def total(blocks: torch.Tensor) -> torch.Tensor:
-    """As the reference, for blocks that lie one behind the other."""
+    """As the reference, for blocks that are adjacent in memory."""
     blocks = blocks.contiguous()
     out = torch.empty_like(blocks[0])
     block = 4096
