@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from mega.core import family, inventory
-from mega.core.batch import DecoderBatch, MaskedBatch, Term, Terms
+from mega.core.batch import DecoderBatch, MaskedBatch, Term
 from mega.core.config.presets import FAMILY_DEFAULTS
 from mega.core.config.sections import ModelConfig
 from mega.core.inventory import Cut, Init, Table, Tensor, Unit, decoder
@@ -142,15 +142,17 @@ class Heads(nn.Module):
         whole = region.without_sequence()  # rows are not shared out over tensor ranks
         self.out = RowLinear(factory, own["pair.out.weight"], own["pair.out.bias"], whole)
 
-    def forward(self, stream: ResidualState, batch: PairBatch) -> tuple[Terms, Terms]:
-        normed = self.norm(stream)[1]
+    def forward(self, stream: ResidualState, batch: PairBatch, outputs: bool) -> StageOutput:
+        normed, shape = self.norm(stream)[1], tuple(batch.tokens.shape)
+        if outputs:
+            return StageOutput(outputs=logits(normed, self.vocabulary, self.region).unflatten(0, shape))
         nll = cross_entropy(normed, batch.labels.flatten(), self.vocabulary, self.region)
-        classes = self.out(self.dense(normed).unflatten(0, tuple(batch.tokens.shape))[:, 0].tanh())
+        classes = self.out(self.dense(normed).unflatten(0, shape)[:, 0].tanh())
         losses = F.cross_entropy(classes, batch.pairs, reduction="none")
         right = (classes.detach().argmax(-1) == batch.pairs).to(losses.dtype)
         tokens, rows = batch.loss_weights.flatten().to(nll.dtype), batch.row_weights.to(losses.dtype)
         terms = {"mlm": Term((nll * tokens).sum(), tokens.sum()), "pair": Term((losses * rows).sum(), rows.sum())}
-        return terms, {"pair_accuracy": Term((right * rows).sum(), rows.sum())}
+        return StageOutput(terms=terms, metrics={"pair_accuracy": Term((right * rows).sum(), rows.sum())})
 
 
 class EncoderStage(nn.Module):
@@ -198,11 +200,7 @@ class EncoderStage(nn.Module):
             stream = block(stream, context)
         if self.heads is None:
             return StageOutput(cargo=(stream.sum(),))
-        if outputs:
-            normed = self.heads.norm(stream)[1]
-            found = logits(normed, self.heads.vocabulary, self.region)
-            return StageOutput(outputs=found.unflatten(0, tuple(batch.tokens.shape)))
-        return StageOutput((), *self.heads(stream, batch))
+        return self.heads(stream, batch, outputs)
 
 
 def _of_unit(model: ModelConfig, unit: Unit, prefix: str = "") -> dict[str, Tensor]:
