@@ -125,6 +125,7 @@ def search(run: RunConfig, world: int, on: Hardware, keep: int = 8) -> Found:
             raise ValueError(f"--{name} is missing: give a number of at least 1, or a preset with --model")
     fitting: list[tuple[float, dict[str, Any], RunConfig, Memory]] = []
     tried, smallest, refusals = 0, float("inf"), list[str]()
+    full: set[tuple[Any, ...]] = set()
     base, room = any_layout(run, world), (1 - RESERVE) * on.memory
     for options in layouts(run, world, on.node):
         candidate = updated(base, options)
@@ -135,12 +136,16 @@ def search(run: RunConfig, world: int, on: Hardware, keep: int = 8) -> Found:
             continue
         tried += 1
         resolved = resolve(candidate, world)
-        if least(resolved, world, on.communicator) > max(room, smallest):
+        # What does not fit does not with more samples in a microbatch.
+        others = tuple(value for name, value in options.items() if name != "micro_batch")
+        if others in full or least(resolved, world, on.communicator) > max(room, smallest):
             continue
         needs = memory(resolved, world)
         size = needs.needed(on.communicator)
         smallest = min(smallest, size)
-        if size <= room:
+        if size > room:
+            full.add(others)
+        else:
             rough = step_time(resolved, world, on, play=False).seconds
             fitting.append((rough, options, resolved, needs))
     if not tried:

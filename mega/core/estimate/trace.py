@@ -31,9 +31,9 @@ from mega.core.parallel.peers import Imagined
 from mega.core.parallel.weight import Weight, weights
 from mega.core.training.wire import build_grads, build_stages
 
-REPEATS = 4
+REPEATS, ENOUGH = 4, 3
 """Periods of equal blocks that are run: the first two and the last have other neighbours than the third, which stands
-for all others."""
+for all others. ENOUGH where what a block keeps is its own: then the last is as the third."""
 
 WORKSPACES = {
     torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default: lambda grad, query, *_: 4 * query.numel()
@@ -295,7 +295,7 @@ def trace(run: RunConfig, blocks: int, *, first: bool, last: bool) -> Trace:
         return _repeated(_traced(reduced, int(not first), run.batch.micro_batch), regimes, short)
     # A chunk with both ends and one with none have the parts of all others.
     begin, end = (
-        _traced(reduced_run(run, REPEATS, first=whole, last=whole), int(not whole), run.batch.micro_batch)
+        _traced(reduced_run(run, ENOUGH, first=whole, last=whole), int(not whole), run.batch.micro_batch)
         for whole in (first, last)
     )
     ended = begin._replace(
@@ -303,7 +303,7 @@ def trace(run: RunConfig, blocks: int, *, first: bool, last: bool) -> Trace:
         backward=(*begin.backward[:-1], end.backward[-1]),
         given=end.given,
     )
-    return _repeated(ended, regimes, [REPEATS])
+    return _repeated(ended, regimes, [ENOUGH])
 
 
 def _composable(run: RunConfig) -> bool:
@@ -383,7 +383,7 @@ def _traced(run: RunConfig, stage: int, rows: int) -> Trace:
     return _rank(run, stage).trace(rows)
 
 
-@lru_cache(maxsize=32)
+@lru_cache(maxsize=128)
 def _rank(run: RunConfig, stage: int) -> _Rank:
     return _Rank(run, stage)
 

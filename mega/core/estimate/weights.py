@@ -180,12 +180,14 @@ def stage_buckets(run: RunConfig, dp: int, chunks: Sequence[Chunk]) -> Iterator[
     for chunk in chunks:
         parts = _parameters(run, chunk)
         held = [(unit, number) for unit, part in enumerate(parts) for number in range(len(part))]
-        groups = [held]
-        if parallel.zero >= 3:
-            groups = [[place for place in held if place[0] == unit] for unit in range(len(parts))]
-        for places in groups:
-            for spec in plan_buckets([parts[unit][number] for unit, number in places], rules):
-                yield _bucket(spec, places, parts)
+        if parallel.zero < 3:
+            for spec in plan_buckets([parts[unit][number] for unit, number in held], rules):
+                yield _bucket(spec, held, parts)
+            continue
+        planned = {id(part): list(plan_buckets(part, rules)) for part in parts}  # blocks share theirs
+        for unit, part in enumerate(parts):
+            places = [(unit, number) for number in range(len(part))]
+            yield from (_bucket(spec, places, parts) for spec in planned[id(part)])
 
 
 def _bucket(spec: BucketSpec, places: Sequence[Place], parts: Sequence[Sequence[ParameterSpec]]) -> Bucket:
