@@ -200,12 +200,12 @@ def main() -> int:
         for number in todo:
             began = time.perf_counter()
             try:
-                told = {"fine": True, **judged(number)}
+                verdict = {"fine": True, **judged(number)}
             except Exception as error:  # any other than ValueError is a finding
-                told = {"fine": False, "error": f"{type(error).__name__}: {error}"[:400], "drawn": drawn(number)}
-                print(number, told, flush=True)
+                verdict = {"fine": False, "error": f"{type(error).__name__}: {error}"[:400], "drawn": drawn(number)}
+                print(number, verdict, flush=True)
             took = round(time.perf_counter() - began, 3)
-            rows[number] = {"item": number, "commit": here, "date": str(date.today()), "took": took, **told}
+            rows[number] = {"item": number, "commit": here, "date": str(date.today()), "took": took, **verdict}
             out.write(json.dumps(rows[number]) + "\n")
             out.flush()
     bad = [number for number, row in rows.items() if not row["fine"]]

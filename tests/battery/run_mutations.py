@@ -130,7 +130,7 @@ def keep(result: Result, out: Path) -> None:
 
 
 def write_table(mutations: list[Mutation], found: Iterable[Result], table: Path = TABLE) -> None:
-    """docs/mutations.md from the newest result of each mutation; those without one keep what the table says."""
+    """docs/mutations.md from the newest result of each mutation; those without one keep their row."""
     newest = {result.mutation: result for result in found}
     before = _verdicts(table.read_text(encoding="utf-8")) if table.exists() else {}
     lines = [

@@ -1,4 +1,4 @@
-"""The pages say what is so: `mega` lines are ones that the command line takes; paths, links and rooms exist."""
+"""The pages match the code: `mega` lines are ones that the command line takes; paths, links and rooms exist."""
 
 from __future__ import annotations
 
