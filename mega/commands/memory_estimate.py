@@ -54,7 +54,7 @@ def run(
     """Estimate what a run needs, before it is started.
 
     Takes the flags of pretrain. Memory is counted as the trainer allocates it, for each pipeline stage, on
-    --world ranks. With --fit or --gpus the layout is searched for. No device and no torch are needed.
+    --world ranks. With --fit or --gpus the layout is searched for. No device is needed.
     """
     from mega.core.estimate import show
     from mega.core.estimate.hardware import hardware
