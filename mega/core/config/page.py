@@ -34,17 +34,19 @@ layers = 24
 tp = 2
 ```
 
-Flags answer to Megatron-LM's spelling too, to unique prefixes, and to underscores in place of hyphens.
+Flags also accept Megatron-LM's names, unique prefixes, and underscores instead of hyphens.
 
 Columns:
 
 - **Default**: in *italics* how the value is derived where none is given.
 - **Megatron-LM**: its spelling, with the value that it stands for; `VALUE` is carried over as it is.
-- **On resume**: what happens where a run resumes with another value than the checkpoint's. *must match*: it is refused.
+- **On resume**: what happens if a run resumes with a value that differs from the checkpoint's.
+  *must match*: it is refused.
   *schedule*: it is refused, unless `--override-schedule` (this run's schedule counts) or `--use-checkpoint-schedule`
   is given; lengths are compared in samples, so `--steps` and `--global-batch` change a schedule that follows them.
   *noted*: it is accepted, and reported with both values, since the run computes something else from there on. *free*:
-  it is accepted. One exception: `--positions` must match under `--position learned`, whose table has as many rows.
+  it is accepted. Exceptions: under `--position learned`, `--positions` must match, so another `--seq-length` needs
+  `--positions`; with `--steps`, another `--global-batch` is refused where the data would not last (give `--samples`).
 - **Layout**: *yes* where it decides how ranks share the work; `mega memory-estimate --fit` chooses these.
 - **Bench**: *read* where `mega bench` measures with it, *unused* where it is dropped with a note, *host* where it
   chooses on what to measure (all that `--calibrate` takes).
