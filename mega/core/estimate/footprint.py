@@ -107,7 +107,7 @@ class _Walk:
             for part in unit:
                 peak = max(peak, live + part.peak)
                 live += part.change
-                if part.weight is None:
+                if part.weight is None or not self._home:
                     continue
                 bucket = self._home[part.weight]
                 if part.opens:
