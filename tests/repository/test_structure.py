@@ -18,9 +18,7 @@ import grimp
 REPOSITORY = Path(__file__).resolve().parents[2]
 LINES = 50
 
-CIRCLES: list[set[str]] = [
-    {"mega.core.training.loop", "mega.core.training.start"},
-]
+CIRCLES: list[set[str]] = []
 """Modules that still import each other."""
 
 LONG = {

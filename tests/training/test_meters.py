@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from mega.cli import main
 from mega.core.config.sections import LogConfig
 from mega.core.training.meters import Meters
 
@@ -63,3 +64,16 @@ def test_a_validation_of_no_token_has_no_perplexity(tmp_path: Path) -> None:
     meters.evaluation(1, "valid", {"loss": float("nan")})
     meters.close()
     assert rows(tmp_path / "m.jsonl") == [{"step": 1, "valid_loss": None, "valid_perplexity": None}]
+
+
+def test_a_refused_run_leaves_the_metrics_of_the_one_before(tmp_path: Path) -> None:
+    """What refuses a run that resumes does so before the file of metrics is cut."""
+    words = "--layers 1 --hidden 8 --heads 1 --vocab 64 --seq-length 8 --micro-batch 1 --global-batch 1 --mock-data"
+    run = ["pretrain", *words.split(), "--device", "cpu", "--steps", "4", "--save-interval", "2"]
+    run += ["--save", str(tmp_path / "run"), "--metrics", str(tmp_path / "m.jsonl")]
+    assert main([*run, "--lr", "1e-3"]) == 0
+    before = (tmp_path / "m.jsonl").read_bytes()
+    (tmp_path / "other").mkdir()
+    refused = [*run[:-3], str(tmp_path / "other"), *run[-2:], "--resume", str(tmp_path / "run" / "step-0000002")]
+    assert main([*refused, "--lr", "2e-3"]) != 0
+    assert (tmp_path / "m.jsonl").read_bytes() == before

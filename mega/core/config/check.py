@@ -374,7 +374,7 @@ def _batch(run: RunConfig, world: int) -> Problems:
         made = f"--micro-batch {batch.micro_batch} x {dp} data-parallel ranks x this"
         yield _line(run, "accumulation", f"{made} must be --global-batch {batch.global_batch}; give one of the two")
     count, pp = microbatches(run, world), run.parallel.pp
-    if run.parallel.schedule == "interleaved" and count % pp:
+    if run.parallel.schedule and SCHEDULES[run.parallel.schedule].interleaves and count % pp:
         yield _line(run, "global_batch", f"makes {count} microbatches, which must be a multiple of --pp {pp}")
 
 

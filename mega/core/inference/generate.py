@@ -18,7 +18,8 @@ from mega.core.inference.sampling import Sampling, choose
 def logits(stage: Any, ids: torch.Tensor) -> torch.Tensor:
     """ids int64 [b, s] -> [b, s, vocab], without the vocabulary's padding."""
     prompt = family(stage.model).prompt
-    assert prompt is not None, "a family that continues text"
+    if prompt is None:
+        raise ValueError(f"--load: a model of --family {stage.model.family} does not continue text")
     found: torch.Tensor = stage(prompt(ids), outputs=True).outputs
     return found[..., : stage.model.vocab]
 

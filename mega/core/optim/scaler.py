@@ -10,9 +10,9 @@ import torch
 
 
 class LossScaler:
-    """scale: the present factor. clean: steps since the last change. patience: overflows until it decay_split.
+    """scale: the present factor. clean: steps since the last change. patience: overflows until it halves.
 
-    The patience is refilled when the scale doubles, not when it decay_split: once used up, every overflow decay_split.
+    The patience is refilled when the scale doubles, not when it halves: once used up, every overflow halves it.
 
     >>> scaler = LossScaler(initial=2.0**32, window=3, hysteresis=2)
     >>> seen = []

@@ -59,8 +59,8 @@ class Groups:
     """The process groups of one process, made once per set of ranks and purpose and kept.
 
     Every rank of the world makes every group, its own or not, in the same order; a mesh does, since its order follows
-    from its sizes alone. (torch can make a group among its members only, but names it by how many groups each member
-    has, which differs between first, middle and last stages.)
+    from its sizes and the model's inventory alone. (torch can make a group among its members only, but names it by how
+    many groups each member has, which differs between first, middle and last stages.)
     """
 
     backend: str | None = None
@@ -97,7 +97,7 @@ class Mesh:
         self.stage = self.axis("tp", "cp", "dp")
         """Ranks that hold the same pipeline stage, or a part of it."""
         self.loss_group = self.axis("cp", "dp", "pp")
-        """Ranks whose losses add up to the global batch's (the last stages hold them, the others zero)."""
+        """Ranks whose losses add up to the global batch's (stages where a term does not arise hold zeros)."""
         self.p2p = self._p2p()
 
     @classmethod

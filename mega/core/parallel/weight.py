@@ -147,7 +147,7 @@ class ParameterFactory:
 def weights(module: nn.Module) -> Iterator[Weight]:
     """The distinct weights of a module, in order of definition."""
     for parameter in module.parameters():
-        assert isinstance(parameter, Weight), "every parameter is made by a Maker"
+        assert isinstance(parameter, Weight), "every parameter is made by a ParameterFactory"
         yield parameter
 
 

@@ -51,7 +51,8 @@ def bit_hash(tensor: torch.Tensor) -> torch.Tensor:
 def copies(state: TrainState) -> Iterator[Copy]:
     """Every weight and optimizer tensor of which this rank holds one copy of several."""
     mesh, zero = state.mesh, state.grads.zero
-    for owned in state.optimizer.shards:
+    # Stages that share several tensors compare them in one order.
+    for owned in sorted(state.optimizer.shards, key=lambda one: one.bucket.tied_name()):
         bucket = owned.bucket
         # Tensor ranks that hold the whole of a tensor hold equal copies; so do all stages that hold a tied one.
         copied = bucket.reduction.replicated

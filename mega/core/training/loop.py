@@ -7,6 +7,7 @@ for each step:   report = train_step(...)                 device values, read wh
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -93,10 +94,12 @@ class Training:
             self._read(pending)
             pending = current
             due = [routine for routine in self.routines if routine.due(progress.step)]
+            for routine in itertools.takewhile(lambda routine: not routine.needs_numbers, due):
+                routine.run()  # an audit names the rank that drifted before the loss that follows ends the run
             if self._must_read or any(routine.needs_numbers for routine in due):
                 self._read(pending)
                 pending = None
-            for routine in due:
+            for routine in itertools.dropwhile(lambda routine: not routine.needs_numbers, due):
                 routine.run()
             if self.stop.requested or (self.exit_interval and progress.step % self.exit_interval == 0):
                 break

@@ -73,10 +73,10 @@ def start(
     if not evaluated.skip_train:
         check_no_newer(run, state.progress.step)
         _check_length(run, inputs.datasets.train, state.progress, steps)
+    task, schedules = pretraining(run, inputs.datasets, inputs.tokenizer, mesh), _schedules(run, point)
     stop = StopSignal(mesh.everyone, device.torch, on_signal=runtime.exit_on_signal, minutes=runtime.exit_minutes)
     meters = _meters(run, state, steps) if rank == 0 else None
     report = meters.report if meters is not None else _reporter(rank)
-    task, schedules = pretraining(run, inputs.datasets, inputs.tokenizer, mesh), _schedules(run, point)
     saver = _saver(inputs, state, schedules, point, report)
     evaluation = _evaluation(run, world, state, task, stop, meters, report)
     due = routines(
@@ -177,6 +177,7 @@ def _lengths(run: RunConfig, world: int, steps: int) -> RunLengths:
 
 
 def _meters(run: RunConfig, state: TrainState, steps: int) -> Meters:
+    """Made when nothing can refuse the run any more: it cuts the file of metrics."""
     assert run.batch.seq_length is not None
     return Meters(
         run.log,
