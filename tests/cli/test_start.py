@@ -57,8 +57,7 @@ def test_an_estimate_loads_what_it_traces_with_and_no_more() -> None:
     [(["--help"], 0.4, "typer"), (["pretrain", "--help"], 1.0, "typer"), (ESTIMATE, 1.0, "torch")],
 )
 def test_starting_is_quick(arguments: list[str], limit: float, package: str, tmp_path: Path) -> None:
-    """Limits in processor seconds besides what `package` takes to load, where Typer and rich load in 0.1 s; a slower
-    machine has as many times longer."""
+    """Limits in processor seconds where Typer and rich load in 0.1 s; a slower machine has as many times longer."""
     # Bytecode is there, as it is where mega is installed; a first run that compiles is not what is timed.
     environment = {**os.environ, "PYTHONPYCACHEPREFIX": str(tmp_path)}
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -72,10 +71,10 @@ def test_starting_is_quick(arguments: list[str], limit: float, package: str, tmp
     # The best of several, side by side: other work on the machine only ever adds.
     programs = [("-c", "import typer, rich.table"), ("-c", f"import {package}"), ("-m", "mega", *arguments)]
     libraries, loaded, mega = (min(column) for column in zip(*[[seconds(*one) for one in programs] for _ in range(7)]))
-    own = mega - (loaded if package == "torch" else 0.0)
-    assert own < limit * max(1.0, libraries / 0.1), (
-        f"{mega:.2f} s, {package} {loaded:.2f} s, libraries {libraries:.2f} s"
-    )
+    if package == "torch":  # which takes a second or two of its own to load
+        assert mega - loaded < limit * loaded, (mega, loaded, libraries)
+    else:
+        assert mega < limit * max(1.0, libraries / 0.1), (mega, loaded, libraries)
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

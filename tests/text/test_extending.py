@@ -38,7 +38,9 @@ def names(tmp_path: Path) -> Path:
     return path
 
 
-def test_it_fills_token_files_in_every_worker(tmp_path: Path, names: Path) -> None:
+def test_it_fills_token_files_in_every_worker(tmp_path: Path, names: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forked workers have the row; those of a process that cannot fork import only what is built in."""
+    monkeypatch.setattr("mega.core.data.workers._can_fork", lambda: True)
     text = tmp_path / "a.jsonl"
     text.write_text("".join(json.dumps({"text": each}) + "\n" for each in TEXTS))
     for workers in (1, 2):
