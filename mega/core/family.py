@@ -1,7 +1,7 @@
-"""A model family as one record: what everything above asks of it, and the only place that tells families apart.
+"""A model family as one record: what everything above asks of it, and the only module that chooses code by family.
 
 Every room holds its own part under the family's name: options in config, tensors in inventory, names on disk in
-checkpoint. Here stage and batches are put beside them.
+checkpoint. The stage and the batches are added here.
 """
 
 from __future__ import annotations

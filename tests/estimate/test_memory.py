@@ -18,7 +18,7 @@ from mega.core.config.resolve import resolve
 from mega.core.config.run import RunConfig
 from mega.core.estimate import memory as estimate
 from mega.core.estimate import show
-from mega.core.plan import plan, simulate
+from mega.core.plan import SCHEDULES, plan, simulate
 
 SMALL = {"layers": 24, "hidden": 64, "heads": 4, "vocab": 250, "seq_length": 32, "micro_batch": 1, "dtype": "bf16"}
 
@@ -38,6 +38,12 @@ def test_a_short_plan_peaks_like_the_whole(
     short = estimate.memory(run, pp)
     monkeypatch.setattr(estimate, "representative", lambda run, count: count)
     assert short == estimate.memory(run, pp)
+
+
+def test_a_schedule_counts_by_what_it_plays_and_not_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = estimate.memory(run_of(4, schedule="zb-h1", pp=4, global_batch=9), 4)
+    monkeypatch.setitem(SCHEDULES, "toy-splitting", SCHEDULES["zb-h1"])
+    assert estimate.memory(run_of(4, schedule="toy-splitting", pp=4, global_batch=9), 4) == known
 
 
 @settings(max_examples=40, deadline=None)

@@ -196,14 +196,18 @@ def footprints(run: RunConfig, chunks: Collection[Chunk], dp: int, count: int) -
     return {chunk: footprint(run, chunk, buckets, repeats=count > 1) for chunk in chunks}
 
 
+STEADY = ("1f1b", "interleaved", "zb-h1")
+"""Schedules of which a few microbatches show the peaks of many."""
+
+
 def representative(run: RunConfig, count: int) -> int:
     """The fewest microbatches whose plan has the peaks that `count` would have: the steady part only repeats itself.
 
-    gpipe has no steady part. Under 1F1B rank r is full once it holds pp - r microbatches; interleaved plans take two
-    rounds of pp to fill every chunk, and their last round may be uneven.
+    Any other schedule, as gpipe, may have no steady part. Under 1F1B rank r is full once it holds pp - r microbatches;
+    interleaved plans take two rounds of pp to fill every chunk, and their last round may be uneven.
     """
     parallel = run.parallel
-    if parallel.schedule == "gpipe":
+    if parallel.schedule not in STEADY:
         return count
     full = 2 * parallel.pp + count % parallel.pp if parallel.chunks > 1 else parallel.pp + 2
     return min(count, full)

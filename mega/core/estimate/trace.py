@@ -29,6 +29,7 @@ from mega.core.parallel.layout import ParameterSpec
 from mega.core.parallel.mesh import Mesh
 from mega.core.parallel.peers import Imagined
 from mega.core.parallel.weight import Weight, weights
+from mega.core.plan.kinds import splits_backward
 from mega.core.training.wire import build_grads, build_stages
 
 REPEATS, ENOUGH = 4, 3
@@ -56,7 +57,7 @@ class Part(NamedTuple):
 
 
 Parts = tuple[tuple[Part, ...], ...]
-"""A pass by units: what is in front of the blocks, every block, what is behind them. Backward goes from the last to the
+"""A pass by units: what precedes the blocks, every block, what follows them. Backward goes from the last to the
 first."""
 
 
@@ -342,7 +343,7 @@ def reduced_run(run: RunConfig, blocks: int, *, first: bool, last: bool) -> RunC
             sequence_parallel=parallel.sequence_parallel,
             tp_overlap=parallel.tp_overlap,
             zero=parallel.zero if parallel.zero > 1 else 0,
-            schedule="zb-h1" if parallel.schedule == "zb-h1" else "1f1b",
+            schedule=parallel.schedule if parallel.schedule and splits_backward(parallel.schedule) else "1f1b",
         ),
         batch=BatchConfig(seq_length=run.batch.seq_length),
         memory=run.memory,
@@ -410,7 +411,7 @@ class _Rank:
         self.grads.start()
         transport = self.chunk.region.transport
         self.exchanges = transport if isinstance(transport, Imagined) else None
-        self.deferred = parallel.schedule == "zb-h1"
+        self.deferred = parallel.schedule is not None and splits_backward(parallel.schedule)
         self.live = Live({} if run.runtime.device == "cpu" else WORKSPACES)
         for bucket in self.grads.buckets:
             self.live.ignore(bucket.weights, bucket.own_grads)
@@ -504,7 +505,7 @@ def _built(run: RunConfig, stage: int) -> tuple[Mesh, Any]:
 
 
 def _units(chunk: nn.Module) -> list[list[nn.Module]]:
-    """The modules of a chunk: those in front of the blocks, every block, those behind them."""
+    """The modules of a chunk: those before the blocks, every block, those after them."""
     units = list[list[nn.Module]]([[]])
     for child in chunk.children():
         if isinstance(child, nn.ModuleList):

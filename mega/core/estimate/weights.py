@@ -217,8 +217,8 @@ def _parameters(run: RunConfig, chunk: Chunk) -> list[list[ParameterSpec]]:
         memory=MemoryConfig(),
         runtime=RuntimeConfig(device=run.runtime.device, ops="reference"),
     )
-    before, block, behind = unit_parameters(bare, first=chunk.first, last=chunk.last)
-    return [before, *[block] * chunk.blocks, behind]
+    before, block, after = unit_parameters(bare, first=chunk.first, last=chunk.last)
+    return [before, *[block] * chunk.blocks, after]
 
 
 @lru_cache(maxsize=64)

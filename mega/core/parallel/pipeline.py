@@ -81,9 +81,9 @@ class Pipeline:
     def outputs(self, plan: Plan, batches: Sequence[Batch]) -> list[torch.Tensor]:
         """Play a forward plan; the last stage's output for every microbatch, in order. Empty on all other stages."""
         assert plan.kind == "forward"
-        step = _Step(self, plan, batches, None, None, asked=True)
+        step = _Step(self, plan, batches, None, None, wants_outputs=True)
         step.play()
-        return [step.said[number] for number in range(len(step.said))]
+        return [step.last_outputs[number] for number in range(len(step.last_outputs))]
 
     def close(self) -> None:
         """Release what the device keeps in addition to tensors. Due before the process group goes."""
@@ -109,7 +109,7 @@ class _Step:
         batches: Sequence[Batch],
         scales: Sequence[torch.Tensor] | None,
         grads: GradBuffer | None,
-        asked: bool = False,
+        wants_outputs: bool = False,
     ):
         assert plan.microbatches == len(batches) and plan.stages == pipeline.mesh.pp.size
         self.pipeline, self.plan, self.batches, self.scales, self.grads = pipeline, plan, batches, scales, grads
@@ -124,8 +124,8 @@ class _Step:
         self.deferred: dict[tuple[int, int], list[DeferredWgrad]] = {}
         self.splits = any(isinstance(act, Compute) and act.kind == "W" for act in plan.acts[self.rank])
         self.sums: list[torch.Tensor] = []
-        self.asked = asked
-        self.said: dict[int, torch.Tensor] = {}
+        self.wants_outputs = wants_outputs
+        self.last_outputs: dict[int, torch.Tensor] = {}
 
     def play(self) -> torch.Tensor:
         for act in self.plan.acts[self.rank]:
@@ -152,13 +152,13 @@ class _Step:
         for tensor in cargo:
             tensor.requires_grad_(trains)
         with torch.set_grad_enabled(trains):
-            out = chunk(batch, *cargo, outputs=self.asked)
+            out = chunk(batch, *cargo, outputs=self.wants_outputs)
         if out.terms or out.metrics:
             self.sums.append(stacked(self.pipeline.names, out))
         if stage < self.stages - 1:
             self._give("F", act, tuple(tensor.detach() for tensor in out.cargo), stage + 1)
         if out.outputs is not None:
-            self.said[act.microbatch] = out.outputs
+            self.last_outputs[act.microbatch] = out.outputs
         if trains:
             self.inputs[act.microbatch, act.chunk], self.outputs[act.microbatch, act.chunk] = cargo, out
 

@@ -198,3 +198,13 @@ SCHEDULES: dict[str, PipelineSchedule] = {
 def interleaving() -> str:
     """The names of the schedules for several chunks a rank, for messages."""
     return " or ".join(name for name, one in SCHEDULES.items() if one.interleaves)
+
+
+def splits_backward(kind: str) -> bool:
+    """Whether the gradients of weights are acts of their own (W), later than those of inputs.
+
+    >>> splits_backward("zb-h1"), splits_backward("1f1b")
+    (True, False)
+    """
+    schedule = SCHEDULES[kind]
+    return any(act.kind == "W" for act in schedule.order(0, 2, 1 + schedule.interleaves, 2))
