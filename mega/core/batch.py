@@ -5,7 +5,7 @@ Tensors only; where they come from is data's affair, and how a loss is made of t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import NamedTuple, Protocol, Self
 
@@ -31,10 +31,14 @@ class Batch(Protocol):
 
     @property
     def weights(self) -> Mapping[str, torch.Tensor]:
-        """Name of each loss term -> weights whose sum is its divisor. Known before the first forward pass."""
+        """Name of each loss term -> weights whose sum is its divisor. Known before the first forward pass, and the same
+        as the `Term.weight` that the stage finds: one divides gradients, the other what is reported."""
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """All tensors, by field."""
+
+    def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Self:
+        """The same batch of changed tensors."""
 
     def to(self, device: torch.device) -> Self:
         """The same batch on `device`."""
@@ -50,9 +54,11 @@ class _Tensors:
     def to(self, device: torch.device) -> Self:
         """Copies to a GPU leave from pinned memory: from any other the host would wait for its turn."""
         if device.type != "cuda":
-            return replace(self, **{name: value.to(device) for name, value in self.tensors().items()})
-        moved = {name: value.pin_memory().to(device, non_blocking=True) for name, value in self.tensors().items()}
-        return replace(self, **moved)
+            return self.map(lambda value: value.to(device))
+        return self.map(lambda value: value.pin_memory().to(device, non_blocking=True))
+
+    def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Self:
+        return replace(self, **{name: change(value) for name, value in self.tensors().items()})
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Those that it has, by field."""

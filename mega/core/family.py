@@ -19,7 +19,7 @@ from mega.core.config.sections import ModelConfig
 from mega.core.data import synthetic
 from mega.core.inventory import Table, Unit
 from mega.core.model.decoder import DecoderStage
-from mega.core.model.stage import StageOptions, UnshardHook
+from mega.core.model.stage import StageOptions
 from mega.core.parallel.pipeline import Stage
 from mega.core.parallel.region import Region
 from mega.core.parallel.weight import ParameterFactory
@@ -28,12 +28,12 @@ from mega.core.parallel.weight import ParameterFactory
 class ModelStage(Stage, Protocol):
     """A stage as its owner holds it.
 
-    units: what it holds of the model. with_full_params: runs a unit with its whole weights here only meanwhile.
+    units: what it holds of the model. One that can leave its weights with their owners while it computes something else
+    (ZeRO 3) has `with_full_params: UnshardHook | None` too, which runs a unit with its whole weights here meanwhile.
     """
 
     units: tuple[Unit, ...]
     region: Region
-    with_full_params: UnshardHook | None
 
 
 class BuildStage(Protocol):
@@ -67,13 +67,21 @@ class Prompt(Protocol):
         """ids int64 [b, s] as rows to be continued or judged."""
 
 
+class Collate(Protocol):
+    def __call__(self, samples: Sequence[Any], first: int) -> Batch:
+        """A dataset's samples as a batch. first: the first one's global number."""
+
+
 @dataclass(frozen=True)
 class Family:
-    """stage: builds one. synthetic: batches without data. prompt: ids as a batch, where the family continues text."""
+    """stage: builds one. synthetic: batches without data. prompt: ids as a batch, where the family continues text.
+    collate: rows of token ids, int64 [seq_length + 1] each, as a batch; None: they are read from left to right.
+    """
 
     stage: BuildStage
     synthetic: Synthetic
     prompt: Prompt | None = None
+    collate: Collate | None = None
 
 
 DECODER = Family(DecoderStage, synthetic.decoder_batch, synthetic.decoder_prompt)

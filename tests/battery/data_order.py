@@ -18,6 +18,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from mega.core.batch import DecoderBatch
 from mega.core.config.resolve import global_batch_at
 from mega.core.config.sections import BatchConfig, DataConfig
 from mega.core.data.batches import Batches
@@ -132,6 +133,7 @@ def read(case: Case, dataset: Dataset, ranks: int, chosen: list[tuple[int, int]]
             own = [int(sample) for batch in batches for sample in batch.samples]
             assert len(own) == size // ranks, (rank, len(own), size)
             for batch in batches:
+                assert isinstance(batch, DecoderBatch)
                 for sample, tokens, labels in zip(batch.samples, batch.tokens, batch.labels, strict=True):
                     assert int(sample) not in rows
                     rows[int(sample)] = (*tokens.tolist(), int(labels[-1]))

@@ -10,11 +10,14 @@ import pytest
 import torch
 
 from mega.core.config.run import RunConfig
+from mega.core.data.build import Datasets
+from mega.core.data.dataset import MockDataset
 from mega.core.device import Device
 from mega.core.parallel.launch import Pool
 from mega.core.parallel.mesh import Groups
 from mega.core.proof.layouts import LR
 from mega.core.proof.parity import LOSS_BOUND, Snapshot, compare, own_samples, snapshots, synthetic_batch, within
+from mega.core.training.start import pretraining
 from mega.core.training.step import evaluate_step, output_step, train_step
 from mega.core.training.wire import build_mesh, build_state
 from tests.support import toy_encoder
@@ -96,6 +99,23 @@ def test_both_terms_are_reported_and_evaluated(pool: Pool) -> None:
         for theirs, their_sums in pool.run(judged, run(world, **layout), world, world=world):
             assert theirs == pytest.approx(means, rel=LOSS_BOUND["fp64"])
             torch.testing.assert_close(their_sums, sums, rtol=LOSS_BOUND["fp64"], atol=0)
+
+
+def test_it_is_trained_on_token_files() -> None:
+    """As `mega pretrain` does: rows of tokens become the family's own batches."""
+    flags = {"micro_batch": 2, "global_batch": 4}
+    tokens, mesh = MockDataset(samples=16, seq_length=16, vocab=run().model.vocab or 0, seed=1), build_mesh(run(), 0, 1)
+    source = pretraining(run(**flags), Datasets(train=tokens), None, mesh).train
+    assert source is not None
+    state = build_state(run(**flags), mesh, Device.choose("cpu"))
+    report = train_step(state, source.take(4, 2), LR["fp64"], 0.0)
+    assert float(report.means["mlm"]) > 0 == float(report.means["pair"])
+
+
+def test_weights_that_stay_whole_are_not_shared_out() -> None:
+    sharded = run(2, zero=3)
+    with pytest.raises(ValueError, match=rf"^--zero 3: --family {toy_encoder.NAME} keeps its weights whole"):
+        build_state(sharded, build_mesh(sharded, 0, 2), Device.choose("cpu"))
 
 
 def test_a_token_sees_what_follows_and_no_padding() -> None:

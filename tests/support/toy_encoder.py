@@ -57,7 +57,7 @@ def tensors(model: ModelConfig) -> Iterator[Tensor]:
 
 @dataclass(frozen=True)
 class PairBatch(MaskedBatch):
-    """row_weights: float32 [b], 0 where nobody knows whether the parts belong together."""
+    """row_weights: float32 [b], 0 where it is not known whether the parts belong together."""
 
     row_weights: torch.Tensor
 
@@ -88,13 +88,32 @@ def synthetic(
 ) -> PairBatch:
     """Rows of random tokens as a function of sample numbers. Ragged: padded, and every third row without a label."""
     assert model.vocab
-    columns = torch.arange(length, device=samples.device)
-    bits = mix(mix(samples + key(seed, NAME))[:, None] + columns)
+    bits = random_bits(samples, length, seed)
     lengths = length // 2 + (samples * 7919) % (length // 2 + 1) if ragged else torch.full_like(samples, length)
-    labels = 1 + (bits & 0x7FFFFFFF) % (model.vocab - 1)
+    known = samples % 3 != 0 if ragged else torch.ones_like(samples)
+    return masked_rows(1 + (bits & 0x7FFFFFFF) % (model.vocab - 1), lengths, samples, known, bits)
+
+
+def collate(rows: Sequence[Any], first: int) -> PairBatch:
+    """Rows of a token file, of which it is not known whether their parts belong together."""
+    labels = torch.stack([torch.from_numpy(row[:-1]) for row in rows])
+    samples = torch.arange(first, first + len(rows))
+    lengths = torch.full_like(samples, labels.shape[1])
+    return masked_rows(labels, lengths, samples, torch.zeros_like(samples), random_bits(samples, labels.shape[1], 0))
+
+
+def random_bits(samples: torch.Tensor, length: int, seed: int) -> torch.Tensor:
+    """int64 [b, length], a function of sample numbers and columns."""
+    return mix(mix(samples + key(seed, NAME))[:, None] + torch.arange(length, device=samples.device))
+
+
+def masked_rows(
+    labels: torch.Tensor, lengths: torch.Tensor, samples: torch.Tensor, known: torch.Tensor, bits: torch.Tensor
+) -> PairBatch:
+    """Rows of which a quarter is to be predicted, and their parts where it is `known` whether they belong together."""
+    columns = torch.arange(labels.shape[1], device=samples.device)
     here = columns < lengths[:, None]
     masked = here & ((bits >> 32) % 4 == 0)
-    known = samples % 3 != 0 if ragged else torch.ones_like(samples)
     return PairBatch(
         tokens=labels.masked_fill(masked, MASK) * here,
         labels=labels * masked,
@@ -159,7 +178,6 @@ class EncoderStage(nn.Module):
     """The units of the encoder that one stage holds: "embedding", blocks by number, "head", in this order."""
 
     terms, metrics = ("mlm", "pair"), ("pair_accuracy",)
-    with_full_params = None
 
     def __init__(
         self,
@@ -218,7 +236,9 @@ DEFAULTS: dict[str, Any] = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
 
 def register() -> None:
     """Make the family known to this process."""
-    family.register(NAME, family.Family(EncoderStage, synthetic), Table(tensors, decoder.TABLE.units), DEFAULTS)
+    family.register(
+        NAME, family.Family(EncoderStage, synthetic, collate=collate), Table(tensors, decoder.TABLE.units), DEFAULTS
+    )
 
 
 def unregister() -> None:

@@ -7,15 +7,15 @@ with b rows each, the samples C + (m d + r) b .. + b - 1.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from mega.core.batch import DecoderBatch
+from mega.core.batch import Batch, DecoderBatch
 from mega.core.data import gpt
 from mega.core.data.dataset import Dataset
 
@@ -26,6 +26,8 @@ class Batches:
     order: "single" reads the dataset's samples as they come; "cyclic" assigns them to the coordinates once and
     reshuffles each one's share every epoch, as Megatron-LM's sampler of that name.
     eod: the id that ends a document; needed by eod_mask_loss, reset_positions and reset_attention.
+    collate: (rows of token ids, number of the first) -> batch, where it is to be another than a `DecoderBatch`. A
+    dataset whose samples are more than a run of tokens has its own.
     read_ahead: prepare the step that comes next in a thread meanwhile.
     """
 
@@ -43,6 +45,7 @@ class Batches:
         reset_positions: bool = False,
         reset_attention: bool = False,
         read_ahead: bool = False,
+        collate: Callable[[Sequence[Any], int], Batch] | None = None,
     ) -> None:
         if eod is None and (eod_mask_loss or reset_positions or reset_attention):
             raise ValueError(
@@ -55,13 +58,13 @@ class Batches:
         self._loss_eod = eod if eod_mask_loss else None
         self._position_eod = eod if reset_positions else None
         self._attention_eod = eod if reset_attention else None
-        # A dataset whose samples are more than a run of tokens collates them into a batch itself.
-        self._collate = getattr(dataset, "collate", None)
+        own: Callable[[Sequence[Any], int], Batch] | None = getattr(dataset, "collate", None)
+        self._collate, self._of_tokens = own or collate or self._left_to_right, own is None
         self._threads = ThreadPoolExecutor(1, "read-ahead") if read_ahead else None
-        self._ahead: dict[tuple[int, int], Future[list[DecoderBatch]]] = {}
+        self._ahead: dict[tuple[int, int], Future[list[Batch]]] = {}
         self._permutation: tuple[int, NDArray[np.int64]] | None = None
 
-    def take(self, consumed: int, microbatches: int) -> list[DecoderBatch]:
+    def take(self, consumed: int, microbatches: int) -> list[Batch]:
         """This coordinate's microbatches of the step that begins at global sample `consumed`.
 
         Raises ValueError where the dataset ends before the step does, or holds an id outside the vocabulary.
@@ -88,7 +91,7 @@ class Batches:
         """Samples of one microbatch over all coordinates."""
         return self._rows * self._ranks
 
-    def _read(self, consumed: int, microbatches: int) -> list[DecoderBatch]:
+    def _read(self, consumed: int, microbatches: int) -> list[Batch]:
         groups = [consumed + number * self._group for number in range(microbatches)]
         return [self._batch(begin + self._rank * self._rows, self._entries(begin)) for begin in groups]
 
@@ -125,19 +128,21 @@ class Batches:
         chosen: list[int] = permutation[1][first : first + self._rows].tolist()
         return [self._rank * share + entry for entry in chosen]
 
-    def _batch(self, first_sample: int, entries: Sequence[int]) -> DecoderBatch:
-        """Rows `entries` of the dataset under the global numbers from `first_sample` on."""
-        rows = [self._dataset[entry] for entry in entries]
-        if self._collate is not None:
-            collated: DecoderBatch = self._collate(rows, first_sample)
-            return collated
+    def _batch(self, first: int, entries: Sequence[int]) -> Batch:
+        """Samples `entries` of the dataset under the global numbers from `first` on."""
+        samples = [self._dataset[entry] for entry in entries]
+        if self._of_tokens:
+            smallest, largest = min(int(row.min()) for row in samples), max(int(row.max()) for row in samples)
+            if smallest < 0 or largest >= self._vocab:
+                raise ValueError(
+                    f"samples {first} .. {first + len(entries) - 1} hold token ids {smallest} .. "
+                    f"{largest}, but the vocabulary's are 0 .. {self._vocab - 1}: made with another tokenizer"
+                )
+        return self._collate(samples, first)
+
+    def _left_to_right(self, rows: Sequence[NDArray[np.int64]], first: int) -> DecoderBatch:
+        """Rows of a token more than a batch has, whose labels are the tokens that follow."""
         text = np.stack(rows)
-        smallest, largest = int(text.min()), int(text.max())
-        if smallest < 0 or largest >= self._vocab:
-            raise ValueError(
-                f"samples {first_sample} .. {first_sample + len(entries) - 1} hold token ids {smallest} .. "
-                f"{largest}, but the vocabulary's are 0 .. {self._vocab - 1}: made with another tokenizer"
-            )
         tokens = np.ascontiguousarray(text[:, :-1])
         documents = None
         if self._attention_eod is not None:
@@ -147,6 +152,6 @@ class Batches:
             labels=torch.from_numpy(np.ascontiguousarray(text[:, 1:])),
             loss_weights=torch.from_numpy(gpt.loss_weights(tokens, self._loss_eod)),
             positions=torch.from_numpy(gpt.positions(tokens, self._position_eod)),
-            samples=torch.arange(first_sample, first_sample + len(entries)),
+            samples=torch.arange(first, first + len(rows)),
             documents=documents,
         )

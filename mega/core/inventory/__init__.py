@@ -10,14 +10,28 @@ initialisation, gradient norms and reductions, optimizer spans, checkpoints, con
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 
 from mega.core.config.sections import ModelConfig
 from mega.core.inventory import decoder
 from mega.core.inventory.tensor import Cut, Init, Partial, Table, Tensor, Unit, padded
+from mega.core.plan.layers import stage_layers, unit_stages
 
-__all__ = ["TABLES", "Cut", "Init", "Partial", "Table", "Tensor", "Unit", "inventory", "padded", "parameters", "units"]
+__all__ = [
+    "TABLES",
+    "Cut",
+    "Init",
+    "Partial",
+    "Table",
+    "Tensor",
+    "Unit",
+    "inventory",
+    "padded",
+    "parameters",
+    "placement",
+    "units",
+]
 
 TABLES: dict[str, Table] = {"gpt": decoder.TABLE, "llama": decoder.TABLE}
 """Family -> its table."""
@@ -31,6 +45,12 @@ def inventory(model: ModelConfig) -> Iterator[Tensor]:
 def units(model: ModelConfig) -> tuple[Unit, ...]:
     """The units of a resolved model config, in the order of its forward pass."""
     return TABLES[model.family].units(model)
+
+
+def placement(model: ModelConfig, pp: int, chunks: int, layers: Sequence[int] = ()) -> dict[Unit, tuple[int, int]]:
+    """Unit -> (pipeline rank, chunk) that holds it. layers: blocks of each global stage, where they are not equal."""
+    assert model.layers is not None
+    return unit_stages(units(model), stage_layers(model.layers, pp, chunks, layers))
 
 
 @lru_cache(maxsize=16)

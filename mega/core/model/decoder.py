@@ -139,10 +139,6 @@ class DecoderStage(nn.Module):
             return StageOutput(outputs=self._logits(stream).unflatten(0, tuple(batch.tokens.shape)))
         return StageOutput(terms={"lm": self._loss(stream, batch)})
 
-    def hidden(self, batch: DecoderBatch, *cargo: torch.Tensor) -> torch.Tensor:
-        """Everything up to the head: [tokens, h], our tokens under sequence."""
-        return self._stream(batch, *cargo).sum()
-
     def _stream(self, batch: DecoderBatch, *cargo: torch.Tensor) -> ResidualState:
         seed = self.options.dropout_seed if self.training else None
         context = forward_context(

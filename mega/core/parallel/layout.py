@@ -18,16 +18,14 @@ ALIGNMENT = 64
 
 
 class Reduction(NamedTuple):
-    """What a gradient needs after its microbatches, to become the whole batch's. Parameters that differ in it lie in
-    different buckets.
+    """What a gradient needs after its sum over the ranks that see other tokens, to become the whole batch's.
+    Parameters that differ in it lie in different buckets.
 
-    data: axes whose ranks see other tokens; the gradient is summed over them first.
     partial: axes over which each rank's gradient is still only a part.
     replicated: axes whose ranks hold equal copies of the parameter.
     stages: the pipeline stages that hold the parameter, where several do (tied tensors); each has a part.
     """
 
-    data: tuple[str, ...] = ("cp", "dp")
     partial: tuple[str, ...] = ()
     replicated: tuple[str, ...] = ()
     stages: tuple[int, ...] = ()

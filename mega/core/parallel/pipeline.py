@@ -62,6 +62,7 @@ class Pipeline:
     def __init__(self, chunks: Sequence[Stage], mesh: Mesh, device: torch.device):
         self.chunks, self.mesh, self.device = list(chunks), mesh, device
         self.names = (*self.chunks[0].terms, *self.chunks[0].metrics)
+        assert len(set(self.names)) == len(self.names), f"losses and metrics share a name: {self.names}"
 
     def run(
         self,
@@ -95,6 +96,8 @@ def stacked(names: Sequence[str], output: StageOutput) -> torch.Tensor:
         name: torch.stack([one.total.detach(), one.weight]).double()
         for name, one in (*output.terms.items(), *output.metrics.items())
     }
+    if len(names) == 1:
+        return found[names[0]][None]
     nothing = torch.zeros_like(next(iter(found.values()))) if len(found) < len(names) else None
     return torch.stack([found.get(name, nothing) for name in names])  # type: ignore[misc]
 

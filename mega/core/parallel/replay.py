@@ -95,7 +95,7 @@ class _Recorded:
         peers: Peers | None,
         record: Callable[[Callable[[], None]], Replayable],
     ):
-        self._batch = type(batch)(**{name: value.clone() for name, value in batch.tensors().items()})
+        self._batch = batch.map(torch.clone)
         self._scale, self._peers = scale.clone(), peers
         names = (*stage.terms, *stage.metrics)
         self._sums = torch.zeros(len(names), 2, dtype=torch.float64, device=scale.device)

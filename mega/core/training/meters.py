@@ -87,7 +87,8 @@ class Meters:
         kept = {"loss": loss, "perplexity": perplexity, **others}
         self._write({"step": step, **{f"{split}_{name}": value for name, value in kept.items()}})
         if self._board is not None:
-            self._board.add_scalar(f"loss {split}", loss, step)
+            for name, value in {"loss": loss, **others}.items():
+                self._board.add_scalar(f"{name} {split}", value, step)
         more = "".join(f" | {name} {value:.6f}" for name, value in others.items())
         self.report(f"{split} at step {step} | loss {loss:.6f} | perplexity {perplexity:.3f}{more}")
 

@@ -75,7 +75,7 @@ class TrainState:
     optimizer: Optimizer
     pipeline: Pipeline
     scaler: LossScaler | None
-    step: StepOptions
+    options: StepOptions
     progress: Progress = field(default_factory=Progress)
     copy: HostCopy | None = None
 

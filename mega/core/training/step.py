@@ -69,14 +69,14 @@ def train_step(state: TrainState, batches: Sequence[Batch], lr: float, decay: fl
         outcome.grad_norm,
         outcome.finite,
         scale,
-        params_norm=_params_norm(state) if state.step.params_norm else None,
-        zeros=_share_of_zeros(state) if state.step.zeros else None,
+        params_norm=_params_norm(state) if state.options.params_norm else None,
+        zeros=_share_of_zeros(state) if state.options.zeros else None,
     )
 
 
 def backward(state: TrainState, batches: Sequence[Batch]) -> torch.Tensor:
     """Phases 0 to 3: gradients of the global loss in `state.grads`; returns this rank's loss sums."""
-    mesh, options = state.mesh, state.step
+    mesh, options = state.mesh, state.options
     state.train()
     state.grads.start()
     # 0
@@ -93,21 +93,17 @@ def backward(state: TrainState, batches: Sequence[Batch]) -> torch.Tensor:
 
 def _scales(normalizer: str, batches: Sequence[Batch], state: TrainState) -> list[torch.Tensor]:
     """For each microbatch, float64 [terms]: what its terms' totals are multiplied by."""
-    by_term = [_scales_of(name, normalizer, batches, state) for name in state.stages[0].terms]
-    return [torch.stack(of_batch) for of_batch in zip(*by_term, strict=True)]
-
-
-def _scales_of(name: str, normalizer: str, batches: Sequence[Batch], state: TrainState) -> list[torch.Tensor]:
-    """One term's factor for each microbatch."""
-    own = torch.stack([batch.weights[name].double().sum() for batch in batches])
+    names, count = state.stages[0].terms, len(batches)
+    sums = [batch.weights[name].double().sum() for batch in batches for name in names]
+    weights = torch.stack(sums).view(count, len(names))
     if normalizer == "microbatch":
-        all_reduce(own, state.mesh.cp)
-        scales = list(1.0 / (own.clamp(min=LEAST_WEIGHT) * len(batches) * state.mesh.dp.size))
+        all_reduce(weights, state.mesh.cp)
+        scales = 1.0 / (weights.clamp(min=LEAST_WEIGHT) * count * state.mesh.dp.size)
     else:
-        total = own.sum()
+        total = weights.sum(0)
         all_reduce(total, state.mesh.data)
-        scales = [1.0 / total.clamp(min=LEAST_WEIGHT)] * len(batches)
-    return scales if state.scaler is None else [scale * state.scaler.scale for scale in scales]
+        scales = (1.0 / total.clamp(min=LEAST_WEIGHT)).expand(count, -1)
+    return list(scales if state.scaler is None else scales * state.scaler.scale)
 
 
 def _params_norm(state: TrainState) -> torch.Tensor:
@@ -139,7 +135,7 @@ def output_step(state: TrainState, batches: Sequence[Batch]) -> list[torch.Tenso
 def _forward_only(state: TrainState, batches: Sequence[Batch]) -> tuple[Plan, list[Batch]]:
     mesh = state.mesh
     state.train(False)
-    return plan("forward", mesh.pp.size, state.step.chunks, len(batches)), [
+    return plan("forward", mesh.pp.size, state.options.chunks, len(batches)), [
         batch.split(mesh.cp.index, mesh.cp.size) for batch in batches
     ]
 

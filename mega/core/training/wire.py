@@ -16,7 +16,7 @@ from mega.core.config.resolve import data_parallel
 from mega.core.config.run import RunConfig
 from mega.core.device import DTYPES, Device
 from mega.core.family import ModelStage, family
-from mega.core.inventory import Unit, inventory, units
+from mega.core.inventory import Unit, inventory, placement
 from mega.core.model.stage import StageOptions
 from mega.core.ops.suite import Ops, choose
 from mega.core.optim.choose import rule_of
@@ -31,7 +31,6 @@ from mega.core.parallel.pipeline import Pipeline
 from mega.core.parallel.region import Region
 from mega.core.parallel.replay import ReplayedPipeline
 from mega.core.parallel.weight import ParameterFactory, initialise
-from mega.core.plan.layers import stage_layers, unit_stages
 from mega.core.training.state import StepOptions, TrainState
 
 
@@ -43,32 +42,34 @@ def build_mesh(run: RunConfig, rank: int, world: int, groups: Groups | None = No
 
 def build_state(run: RunConfig, mesh: Mesh, device: Device) -> TrainState:
     """Everything of one rank that a step reads or changes, with its initial values."""
-    parallel, options, ops = run.parallel, run.optimizer, chosen_ops(run, device.torch)
+    parallel, ops = run.parallel, chosen_ops(run, device.torch)
     stages = build_stages(run, mesh, device.torch)
     grads = build_grads(run, mesh, stages)
     if parallel.zero >= 3:
         for stage in stages:
+            if not hasattr(stage, "with_full_params"):
+                raise ValueError(f"--zero 3: --family {run.model.family} keeps its weights whole; valid: 0, 1, 2")
             stage.with_full_params = grads.with_full_params
     optimizer = Optimizer(
         grads,
-        rule_of(options, plain=ops.plain),
-        options.clip_grad,
+        rule_of(run.optimizer, plain=ops.plain),
+        run.optimizer.clip_grad,
         ops,
         masters=run.precision.masters,
-        offload=options.optimizer_offload,
+        offload=run.optimizer.optimizer_offload,
     )
     pipeline = Pipeline(stages, mesh, device.torch)
     if run.runtime.cuda_graph and device.is_cuda:
         pipeline = ReplayedPipeline(stages, mesh, device.torch, stages[0].region.transport)
     assert parallel.schedule is not None
-    step = StepOptions(
+    options = StepOptions(
         parallel.schedule,
         parallel.chunks,
         run.batch.loss_normalizer,
         params_norm=run.log.log_params_norm,
         zeros=run.log.log_zeros,
     )
-    return TrainState(run, mesh, device, stages, grads, optimizer, pipeline, _scaler(run, device.torch), step)
+    return TrainState(run, mesh, device, stages, grads, optimizer, pipeline, _scaler(run, device.torch), options)
 
 
 def build_grads(run: RunConfig, mesh: Mesh, stages: list[Any]) -> GradBuffer:
@@ -140,10 +141,8 @@ def chosen_ops(run: RunConfig, device: torch.device) -> Ops:
 
 
 def _placement(run: RunConfig) -> dict[Unit, tuple[int, int]]:
-    """Unit of the model -> (pipeline stage, chunk) that holds it."""
-    model, parallel = run.model, run.parallel
-    assert model.layers is not None
-    return unit_stages(units(model), stage_layers(model.layers, parallel.pp, parallel.chunks, parallel.stage_layers))
+    parallel = run.parallel
+    return placement(run.model, parallel.pp, parallel.chunks, parallel.stage_layers)
 
 
 def _scaler(run: RunConfig, device: torch.device) -> LossScaler | None:

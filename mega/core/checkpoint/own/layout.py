@@ -6,7 +6,6 @@ Arithmetic on configs; what the rectangles hold comes later, so the pieces are m
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -15,8 +14,7 @@ import torch
 
 from mega.core.checkpoint.own.pieces import CheckpointError, Piece, Tensors
 from mega.core.config.sections import ModelConfig
-from mega.core.inventory import Unit, inventory, units
-from mega.core.plan.layers import stage_layers, unit_stages
+from mega.core.inventory import inventory, placement
 from mega.core.shard import shard
 
 
@@ -66,7 +64,7 @@ def plan_files(tensors: Tensors, model: ModelConfig, layout: Layout) -> list[lis
         if f"weights/{tensor.name}" not in tensors:
             raise CheckpointError(f"weights/{tensor.name}: the model has it, the checkpoint does not")
         logical[tensor.name] = tensor
-    owner, tp = _stages(model, layout), layout.tp
+    placed, tp = placement(model, layout.pp, layout.chunks, layout.stage_layers), layout.tp
     for tensor in logical.values():
         if tensor.cut:
             shard(tensor, {"tp": (0, tp)})  # raises where it does not divide
@@ -82,7 +80,7 @@ def plan_files(tensors: Tensors, model: ModelConfig, layout: Layout) -> list[lis
         tensor = logical[name]
         if tensor.shape != shape:
             raise CheckpointError(f"{key}: has shape {shape}, the model's is {tensor.shape}")
-        first = owner(tensor.units[0]) * tp
+        first = placed[tensor.units[0]][0] * tp
         for rank in range(tp if tensor.cut else 1):
             block = shard(tensor, {"tp": (rank, tp)})
             if prod(block.size):
@@ -95,11 +93,3 @@ def planned(
 ) -> Piece:
     """A piece without memory, whose elements `save_all` will ask for."""
     return Piece(key, whole, start, torch.empty(size, dtype=dtype, device="meta"))
-
-
-def _stages(model: ModelConfig, layout: Layout) -> Callable[[Unit], int]:
-    """Unit -> pipeline rank."""
-    assert model.layers is not None
-    layers = stage_layers(model.layers, layout.pp, layout.chunks, layout.stage_layers)
-    stages = unit_stages(units(model), layers)
-    return lambda unit: stages[unit][0]
