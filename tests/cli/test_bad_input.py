@@ -125,8 +125,26 @@ def test_a_rank_that_finds_no_other_names_itself(
 
 def test_nproc_under_a_launcher(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("RANK", "0")
     assert cli.main(f"{GOOD} --nproc 2".split()) == 2
     assert "--nproc 2: torchrun has started 4 ranks on this host already" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({"RANK": "5", "WORLD_SIZE": "2"}, "RANK 5: must be 0 to 1, with WORLD_SIZE 2"),
+        ({"RANK": "", "WORLD_SIZE": "2"}, "RANK '': must be a whole number, as launchers set it"),
+        ({"PMI_RANK": "1", "PMI_SIZE": ""}, "PMI_SIZE '': must be a whole number, as launchers set it"),
+    ],
+)
+def test_no_rank_ends_without_a_word(
+    variables: dict[str, str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert cli.main(GOOD.split()) == 2
+    assert capsys.readouterr().err == f"mega: {said}\n"
 
 
 def test_debug_shows_where(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -208,7 +208,7 @@ def _run_and_checkpoint(run: RunConfig) -> Problems:
         if value_of(run, name) is not None and checkpoint.save is not None and url_of(checkpoint.save):
             yield _line(run, name, f"needs --save to be a directory, not {checkpoint.save}: nothing is removed there")
     if runtime.world is not None and not runtime.dry_run:
-        yield _line(run, "world", "needs --dry-run; a real run is started by --nproc, torchrun or srun")
+        yield _line(run, "world", "needs --dry-run; a real run is started by --nproc, torchrun, mpirun or srun")
 
 
 # What is derived: every size must divide -------------------------------------------------------------------

@@ -62,7 +62,7 @@ IGNORED: Mapping[str, Ignored] = {
     "--use-contiguous-buffers-in-local-ddp": Ignored(0, _ONE_BUFFER),
     "--local_rank": Ignored(1, "the rank is read from the environment"),
     "--lazy-mpu-init": Ignored(1, "the mesh is built at once"),
-    "--use-mpi": Ignored(0, "the world is read from the environment"),
+    "--use-mpi": Ignored(0, "ranks are read from the environment, mpirun's too"),
     "--deepspeed": Ignored(0, "its file is read by --deepspeed-config, and --zero does the rest"),
     "--zero-allgather-bucket-size": Ignored(1, "weights are gathered bucket by bucket; see --bucket-size"),
     "--zero-contigious-gradients": Ignored(0, _ONE_BUFFER),
