@@ -40,12 +40,14 @@ def places(tmp_path: Path) -> dict[str, str]:
     for name in ("empty.idx", "whole.idx", "whole.bin"):
         (tmp_path / name).write_text("")
     (tmp_path / "bad.toml").write_text("[model]\nlayer = 2\n")
+    (tmp_path / "masked.toml").write_text("[masking]\nmask_prob = 0.2\n")
     return {
         "DIR": str(tmp_path),
         "FILE": str(tmp_path / "file"),
         "PREFIX": str(tmp_path / "empty"),
         "WHOLE": str(tmp_path / "whole"),
         "TOML": str(tmp_path / "bad.toml"),
+        "MASKED": str(tmp_path / "masked.toml"),
     }
 
 

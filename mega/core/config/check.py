@@ -15,6 +15,7 @@ from math import lcm
 from typing import Any
 
 from mega.core.config.check_files import files
+from mega.core.config.families import foreign_values
 from mega.core.config.not_yet import NOT_YET
 from mega.core.config.resolve import batch_sizes, data_parallel, divisors, lengths, microbatches, resolve
 from mega.core.config.run import RunConfig, entries, flag_of, value_of
@@ -46,7 +47,7 @@ def check(run: RunConfig, world: int) -> RunConfig:
     --ffn 256: must be divisible by --tp 3; valid --tp: 1, 2, 4, 8, 16, 32, 64, 128, 256
     """
     unsized = [*_sizes(run), *_ranges(run)]
-    problems = [*unsized, *_missing(run), *_needs(run), *_pairs(run), *files(run)]
+    problems = [*unsized, *_missing(run), *_needs(run), *_families(run), *_pairs(run), *files(run)]
     if not unsized and None not in (run.model.layers, run.model.hidden, run.model.heads):
         run = resolve(run, world)
         for rule in (_heads, _positions, _stages, _tensor, _columns, _overlap, _fp8, graph, _times, _not_yet):
@@ -114,6 +115,12 @@ def _needs(run: RunConfig) -> Problems:
                 yield _format(name, value, f"needs {flag_of(other)}")
             elif valid and found not in valid:
                 yield _format(name, value, f"needs {flag_of(other)} {' or '.join(valid)}, not {found}")
+
+
+def _families(run: RunConfig) -> Problems:
+    """Options of other model families than the run's."""
+    for name, value, rule in foreign_values(run):
+        yield _format(name, value, rule)
 
 
 def _sizes(run: RunConfig) -> Problems:

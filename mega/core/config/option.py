@@ -28,6 +28,10 @@ Bench = Literal["read", "unused", "host"]
 to measure, which is all that --calibrate takes."""
 
 
+Families = tuple[str, ...] | Mapping[str, tuple[str, ...]]
+"""Names of model families, of those too that are not built; or a value of an option -> such names."""
+
+
 class Section:
     """A panel of flags and a table of the TOML file; on_resume and bench hold for options that do not set their own."""
 
@@ -87,6 +91,10 @@ class Option:
     within: the range of a number, or of each number of a tuple.
     choices: valid values that are registered while the program runs; fixed ones are a `Literal` type.
     needs: option -> its values with which this one may differ from its default; () is any value but none and off.
+    families: model families whose runs read it, or a value -> those for which it is; () is all. A family that sets its
+        default reads it too.
+    usual_in: families whose scripts give it, or a value -> those: with another one --family must be given.
+    spelling_families: Megatron-LM spelling -> families whose scripts alone have it.
     on_resume, bench: as above; None takes the section's.
     layout: how ranks share the work and in what order. It changes no result by more than rounding, so
         `memory-estimate --fit` chooses it.
@@ -100,6 +108,9 @@ class Option:
     within: Range | None = None
     choices: Collection[str] | None = None
     needs: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+    families: Families = ()
+    usual_in: Families = ()
+    spelling_families: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
     on_resume: OnResume | None = None
     bench: Bench | None = None
     layout: bool = False

@@ -45,6 +45,7 @@ class ModelConfig(Section):
         None,
         "transformer blocks",
         megatron={"--num-layers": VALUE, "--encoder-num-layers": VALUE},
+        spelling_families={"--encoder-num-layers": ("t5",)},
         common=True,
         within=COUNT,
     )
@@ -300,6 +301,7 @@ class BatchConfig(Section):
         None,
         "tokens of one sample",
         megatron={"--seq-length": VALUE, "--encoder-seq-length": VALUE},
+        spelling_families={"--encoder-seq-length": ("t5",)},
         common=True,
         within=COUNT,
         on_resume="noted",
@@ -531,6 +533,10 @@ class DataConfig(Section):
     )
 
 
+MASKED = ("bert", "t5")
+"""Families whose samples have words masked or taken out."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class MaskingConfig(Section):
     """What a sample is, and how words are masked in the samples of BERT and T5."""
@@ -541,18 +547,30 @@ class MaskingConfig(Section):
         "gpt",
         "runs of tokens; pairs of parts with masked words; text without some spans; BERT's pairs read from TFRecords",
         megatron={"--use-tfrecords": "tfrecords"},
+        families={"bert": ("bert",), "t5": ("t5",), "tfrecords": ("bert",)},
     )
     mask_prob: float = option(
-        0.15, "share of the tokens that is masked or taken out", megatron="--mask-prob", within=SHARE
+        0.15,
+        "share of the tokens that is masked or taken out",
+        megatron="--mask-prob",
+        within=SHARE,
+        families=MASKED,
     )
     short_seq_prob: float = option(
-        0.1, "share of the samples that is shorter on purpose", megatron="--short-seq-prob", within=BELOW_ONE
+        0.1,
+        "share of the samples that is shorter on purpose",
+        megatron="--short-seq-prob",
+        within=BELOW_ONE,
+        families=MASKED,
     )
     binary_head: bool = option(
-        True, "a BERT sample has two parts, whose order is to be predicted", megatron={"--bert-no-binary-head": False}
+        True,
+        "a BERT sample has two parts, whose order is to be predicted",
+        megatron={"--bert-no-binary-head": False},
+        families=("bert",),
     )
     decoder_seq_length: int = option(
-        128, "tokens of a T5 sample's decoder", megatron="--decoder-seq-length", within=COUNT
+        128, "tokens of a T5 sample's decoder", megatron="--decoder-seq-length", within=COUNT, families=("t5",)
     )
 
 
@@ -579,7 +597,12 @@ class TokenizerConfig(Section):
     title: ClassVar[str] = "Tokenizer"
 
     tokenizer: str | None = option(
-        None, "kind of tokenizer", megatron="--tokenizer-type", common=True, choices=TOKENIZERS
+        None,
+        "kind of tokenizer",
+        megatron="--tokenizer-type",
+        common=True,
+        choices=TOKENIZERS,
+        usual_in={"BertWordPieceLowerCase": MASKED, "BertWordPieceCase": MASKED},
     )
     tokenizer_model: str | None = option(
         None,
@@ -590,7 +613,9 @@ class TokenizerConfig(Section):
     vocab_file: str | None = option(None, "vocabulary file", megatron="--vocab-file", common=True)
     merge_file: str | None = option(None, "BPE merges file", megatron="--merge-file", common=True)
     vocab_size: int | None = option(None, "vocabulary of the NullTokenizer", megatron="--vocab-size", within=COUNT)
-    vocab_extra_ids: int = option(0, "sentinel tokens to add", megatron="--vocab-extra-ids", within=NOT_NEGATIVE)
+    vocab_extra_ids: int = option(
+        0, "sentinel tokens to add", megatron="--vocab-extra-ids", within=NOT_NEGATIVE, usual_in=("t5",)
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
