@@ -84,8 +84,9 @@ def meanings(entries: Sequence[Entry], extra: Mapping[str, Meaning]) -> dict[str
 
 def _of_entry(entry: Entry) -> Iterator[tuple[str, Meaning]]:
     for spelling, stands_for in entry.option.megatron.items():
-        yield spelling, replace(
-            _of_spelling(entry, stands_for), families=entry.option.spelling_families.get(spelling, ())
+        yield (
+            spelling,
+            replace(_of_spelling(entry, stands_for), families=entry.option.spelling_families.get(spelling, ())),
         )
     if entry.kind is bool:
         yield entry.flag, Sets(entry.flag, 0, constant="true")

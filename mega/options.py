@@ -25,7 +25,6 @@ from mega.core.config.families import check_typed
 from mega.core.config.run import Entry, RunConfig, entries, sections
 from mega.core.config.world import is_first_rank
 
-
 _TYPED = "mega.typed"
 """Where the flags of a command line are kept as they were typed."""
 

@@ -11,6 +11,7 @@ import typer
 
 from mega.core.config.compose import GivenOptions
 from mega.core.config.run import RunConfig, entries, flag_of, options_with, updated
+from mega.core.config.unread import unread
 from mega.core.config.world import is_first_rank, ranks, world_from_env
 from mega.core.files import check_file
 
@@ -62,6 +63,9 @@ def run(
     unused = [flag_of(name) for name in given.values if name in options_with(bench="unused")]
     if unused and is_first_rank():
         print(f"not used, random tokens are measured and nothing is kept: {', '.join(unused)}", file=sys.stderr)
+    if is_first_rank():
+        for line in dict.fromkeys(line for _, one in runs for line in unread(one, "read")):
+            print(line, file=sys.stderr)
     if run.runtime.dry_run:
         if is_first_rank():
             print("everything checked, nothing measured")

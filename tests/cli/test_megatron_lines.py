@@ -236,7 +236,7 @@ def test_a_line_of_another_family_is_no_gpt(line: str, flags: int, more: str) ->
 
 
 def test_a_gpt_on_word_pieces_names_its_family() -> None:
-    with pytest.raises(ValueError, match="LowerCase: belongs to BERT and T5, .*; give --family gpt to train that"):
+    with pytest.raises(ValueError, match=r"LowerCase: belongs to BERT and T5, .*; give --family gpt to train that"):
         parsed(YUAN)
     assert parsed(YUAN + " --family gpt").tokenizer.tokenizer == "BertWordPieceLowerCase"
 
@@ -247,7 +247,7 @@ def test_a_family_that_is_registered_reads_what_its_defaults_name(monkeypatch: p
     masked = SIZES + " --seq-length 128 --mask-prob 0.15"
     assert parsed(masked + " --family bert --bert-no-binary-head").masking.binary_head is False
     assert parsed(masked + " --family electra").masking.mask_prob == 0.15
-    with pytest.raises(ValueError, match="^--mask-prob 0.15: needs --family bert$"):
+    with pytest.raises(ValueError, match=r"^--mask-prob 0\.15: needs --family bert$"):
         parsed(masked)
 
 

@@ -18,7 +18,7 @@ from mega.core.config.check_files import files
 from mega.core.config.families import foreign_values
 from mega.core.config.not_yet import NOT_YET
 from mega.core.config.resolve import batch_sizes, data_parallel, divisors, lengths, microbatches, resolve
-from mega.core.config.run import RunConfig, entries, flag_of, value_of
+from mega.core.config.run import RunConfig, entries, flag_of, found_with, value_of
 from mega.core.config.sections import PrecisionConfig
 from mega.core.files import url_of
 from mega.core.plan.kinds import SCHEDULES, interleaving
@@ -110,11 +110,10 @@ def _needs(run: RunConfig) -> Problems:
         if not entry.option.needs or (value := value_of(run, name)) == entry.default:
             continue
         for other, valid in entry.option.needs.items():
-            found = value_of(run, other)
-            if not valid and found in (None, False):
-                yield _format(name, value, f"needs {flag_of(other)}")
-            elif valid and found not in valid:
-                yield _format(name, value, f"needs {flag_of(other)} {' or '.join(valid)}, not {found}")
+            if found_with(run, other, valid):
+                continue
+            named = f"{flag_of(other)} {' or '.join(valid)}, not {value_of(run, other)}" if valid else flag_of(other)
+            yield _format(name, value, f"needs {named}")
 
 
 def _families(run: RunConfig) -> Problems:
@@ -214,6 +213,8 @@ def _run_and_checkpoint(run: RunConfig) -> Problems:
     for name in ("keep_last", "keep_every", "keep_optimizer_last"):
         if value_of(run, name) is not None and checkpoint.save is not None and url_of(checkpoint.save):
             yield _line(run, name, f"needs --save to be a directory, not {checkpoint.save}: nothing is removed there")
+    if run.data.eod_mask_loss and run.data.chat_data:
+        yield "--eod-mask-loss: excludes --chat-data, whose template says which tokens are trained on"
     if runtime.world is not None and not runtime.dry_run:
         yield _line(run, "world", "needs --dry-run; a real run is started by --nproc, torchrun, mpirun or srun")
 

@@ -50,7 +50,7 @@ Columns:
 - **Layout**: *yes* where it decides how ranks share the work; `mega memory-estimate --fit` chooses these.
 - **Bench**: *read* where `mega bench` measures with it, *unused* where it is dropped with a note, *host* where it
   chooses on what to measure (all that `--calibrate` takes).
-- **Needs**: what must be given with it, where it is not at its default.
+- **Needs**: what must be given with it, where it is not at its default. Of another family than the run's it is refused.
 """
 
 COLUMNS = (
