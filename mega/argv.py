@@ -122,12 +122,8 @@ def translate(argv: Sequence[str], known: Mapping[str, Meaning]) -> Translated:
     ['--layers=2', '--activation=swiglu', '--data-path=0.2', '--data-path=a', '--data-path=0.8',
      '--data-path=b', '--dtype=bf16']
     """
-    passed: list[str] = []
-    notes: list[str] = []
-    typed: list[Typed] = []
-    problems: list[str] = []
+    passed, notes, typed, problems, words = [], [], [], [], list(argv)
     settings: dict[str, dict[str, tuple[bool, list[str]]]] = {}
-    words = list(argv)
     while words:
         word = words.pop(0)
         if word == "--":

@@ -101,13 +101,11 @@ def command(function: Callable[..., Any]) -> Callable[..., Any]:
         typed.pop("help_all", None)
         options = _typed_options(typed, chosen)
         if whole is not None:
-            preset, config, ds_json = (typed.pop(name) for name in ("model", "config", "deepspeed_config"))
-            spelled = typed.pop("ctx").meta.get(_TYPED, [])
+            preset, config, ds_json, ctx = (typed.pop(name) for name in ("model", "config", "deepspeed_config", "ctx"))
             file = toml.read(config) if config is not None else {}
             if ds_json is not None:
                 file = deepspeed.above(file, ds_json, options)
-            run = compose(preset, file, options)
-            check_typed(run, {**file, **options}, spelled)
+            run = _composed(preset, file, options, ctx)
             if given is not None:
                 typed[given] = GivenOptions(preset, {**file, **options})
             if typed.pop("print_config"):
@@ -130,6 +128,13 @@ def command(function: Callable[..., Any]) -> Callable[..., Any]:
     # Without this, inspect would look through to the function and its config parameters.
     del verb.__wrapped__
     return verb
+
+
+def _composed(preset: str | None, file: Mapping[str, Any], options: Mapping[str, Any], ctx: typer.Context) -> RunConfig:
+    """The run of all layers. Errors: ValueError, as of flags of another model family than its."""
+    run = compose(preset, file, options)
+    check_typed(run, {**file, **options}, ctx.meta.get(_TYPED, ()))
+    return run
 
 
 def _section_of(hint: Any) -> str | None:

@@ -81,9 +81,7 @@ def run(
         if replaced := _typed_layout(run):
             print(f"the search replaces {replaced}", file=sys.stderr)
     else:
-        answer = _estimate(*planned(run), hardware(gpu) if gpu is not None else None)
-        for line in unread(run, "read"):
-            print(line, file=sys.stderr)
+        answer = _as_typed(run, hardware(gpu) if gpu is not None else None)
     if draw is not None:
         from mega.core.estimate import picture
 
@@ -173,6 +171,14 @@ def _estimate(run: RunConfig, world: int, device: Hardware | None) -> Answer:
     from mega.core.estimate.memory import memory
 
     return Answer(run, world, memory(run, world), device)
+
+
+def _as_typed(run: RunConfig, device: Hardware | None) -> Answer:
+    """The estimate of the layout that was typed; on stderr, what of it changes nothing."""
+    answer = _estimate(*planned(run), device)
+    for line in unread(run, "read"):
+        print(line, file=sys.stderr)
+    return answer
 
 
 def _in_bf16(answer: Answer) -> Answer | None:

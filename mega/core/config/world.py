@@ -67,7 +67,7 @@ _LAUNCHERS = (
 """From the inside out, as they are nested: `srun torchrun`, `mpirun` in an allocation of SLURM."""
 
 
-class _Claim(NamedTuple):
+class _Stated(NamedTuple):
     """What one launcher says of this process, in the words of its variables too."""
 
     launcher: _Launcher
@@ -87,27 +87,27 @@ def world_from_env(environ: Mapping[str, str] = os.environ) -> World:
     >>> world_from_env({})
     World(rank=0, size=1, local_rank=0, local_size=1, source='alone')
     """
-    claims = list(_claims(environ))
-    if not claims:
+    stated = list(_stated(environ))
+    if not stated:
         if "PMIX_RANK" in environ:
             raise ValueError(
                 f"PMIX_RANK {environ['PMIX_RANK']!r}: names a rank, but no variable says of how many; set RANK and "
                 "WORLD_SIZE, or start the ranks with mpirun, srun or torchrun"
             )
         return World(rank=0, size=1, local_rank=0, local_size=1, source="alone")
-    inner = claims[0]
-    for outer in claims[1:]:
+    inner = stated[0]
+    for outer in stated[1:]:
         if _contradict(inner, outer, environ):
             raise ValueError(f"{inner}: contradicts {outer}; unset those of the launcher that did not start the ranks")
     if inner.world.size == 1 and inner.launcher.source != "torchrun":  # which may start ranks of its own
         return World(rank=0, size=1, local_rank=0, local_size=1, source="alone")
     # Scripts set RANK and WORLD_SIZE from what mpirun or srun set, and srun PMI_*: those know this host's ranks.
-    same = [claim for claim in claims if (claim.world.rank, claim.world.size) == (inner.world.rank, inner.world.size)]
-    known = (claim for claim in same if any(name in environ for name in claim.launcher.local_size))
+    same = [each for each in stated if (each.world.rank, each.world.size) == (inner.world.rank, inner.world.size)]
+    known = (each for each in same if any(name in environ for name in each.launcher.local_size))
     return next(known, inner).world
 
 
-def _claims(environ: Mapping[str, str]) -> Iterator[_Claim]:
+def _stated(environ: Mapping[str, str]) -> Iterator[_Stated]:
     """What each launcher in the environment says, from the inside out."""
     several = [launcher for launcher in _LAUNCHERS if launcher.rank in environ or launcher.size in environ]
     if several and any(name in environ for name in _STARTED_HERE):
@@ -116,11 +116,11 @@ def _claims(environ: Mapping[str, str]) -> Iterator[_Claim]:
         if launcher.source == "slurm":
             # A shell inside an allocation has SLURM_NTASKS but no SLURM_PROCID: only srun's own tasks are ranks.
             if launcher.rank in environ:
-                yield _Claim(launcher, _slurm_world(environ))
+                yield _Stated(launcher, _slurm_world(environ))
             continue
         missing = [name for name in (launcher.rank, launcher.size) if name not in environ]
         if not missing:
-            yield _Claim(launcher, _world(environ, launcher))
+            yield _Stated(launcher, _world(environ, launcher))
         elif not _said_by_another(environ, launcher, several):
             given = launcher.size if launcher.rank in missing else launcher.rank
             raise ValueError(f"{missing[0]} is not set, though {given} {environ[given]!r} is; launchers set both")
@@ -158,7 +158,7 @@ def _said_by_another(environ: Mapping[str, str], launcher: _Launcher, several: l
     return any(None not in other and (own[0] == other[0] or own[1] == other[1]) for other in others)
 
 
-def _contradict(inner: _Claim, outer: _Claim, environ: Mapping[str, str]) -> bool:
+def _contradict(inner: _Stated, outer: _Stated, environ: Mapping[str, str]) -> bool:
     """Whether two launchers cannot both be right: the same world in another order, or one process that mpirun has
     started many of. Worlds of other sizes nest: tasks of srun start ranks of their own."""
     ours, theirs = inner.world, outer.world
