@@ -9,10 +9,11 @@ one. This file knows flags and their meanings, and neither Typer nor what a run 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 from mega.core.config.compose import nearest
+from mega.core.config.families import Typed
 from mega.core.config.megatron import IGNORED, REFUSED
 from mega.core.config.option import VALUE, weak
 from mega.core.config.run import Entry
@@ -31,6 +32,7 @@ class Sets:
     gives_way: the constant yields to any other spelling of the same option.
     renames: values under Megatron-LM's names -> ours.
     kind, choices: what each value must be.
+    families: model families whose scripts alone have this spelling; () is all.
     """
 
     flag: str
@@ -40,14 +42,16 @@ class Sets:
     renames: Mapping[str, str] = field(default_factory=dict)
     kind: type = str
     choices: tuple[str, ...] = ()
+    families: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Drops:
-    """A spelling that means nothing any more, with the number of its values and the reason."""
+    """A spelling that means nothing any more, with the number of its values, the reason, and families as in `Sets`."""
 
     values: int
     reason: str
+    families: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -61,6 +65,14 @@ class Refuses:
 Meaning = Sets | Drops | Refuses
 
 
+class Translated(NamedTuple):
+    """A command line as Typer reads it, a note for each flag that was dropped, and every option as it was typed."""
+
+    arguments: list[str]
+    notes: list[str]
+    typed: list[Typed]
+
+
 def meanings(entries: Sequence[Entry], extra: Mapping[str, Meaning]) -> dict[str, Meaning]:
     """Every spelling that a command with these options answers to; `extra` are the command's own flags."""
     known: dict[str, Meaning] = {name: Drops(*ignored) for name, ignored in IGNORED.items()}
@@ -72,7 +84,10 @@ def meanings(entries: Sequence[Entry], extra: Mapping[str, Meaning]) -> dict[str
 
 def _of_entry(entry: Entry) -> Iterator[tuple[str, Meaning]]:
     for spelling, stands_for in entry.option.megatron.items():
-        yield spelling, _of_spelling(entry, stands_for)
+        yield (
+            spelling,
+            replace(_of_spelling(entry, stands_for), families=entry.option.spelling_families.get(spelling, ())),
+        )
     if entry.kind is bool:
         yield entry.flag, Sets(entry.flag, 0, constant="true")
         yield _no(entry.flag), Sets(entry.flag, 0, constant="false")
@@ -80,7 +95,7 @@ def _of_entry(entry: Entry) -> Iterator[tuple[str, Meaning]]:
         yield entry.flag, _of_spelling(entry, VALUE)
 
 
-def _of_spelling(entry: Entry, stands_for: Any) -> Meaning:
+def _of_spelling(entry: Entry, stands_for: Any) -> Sets:
     if stands_for is VALUE or isinstance(stands_for, Mapping):
         renames = stands_for if isinstance(stands_for, Mapping) else {}
         values = MANY if entry.many else 1
@@ -91,8 +106,8 @@ def _of_spelling(entry: Entry, stands_for: Any) -> Meaning:
     return Sets(entry.flag, 0, constant=shown, gives_way=gives_way)
 
 
-def translate(argv: Sequence[str], known: Mapping[str, Meaning]) -> tuple[list[str], list[str]]:
-    """The canonical argument list, and one note for each flag that was dropped.
+def translate(argv: Sequence[str], known: Mapping[str, Meaning]) -> Translated:
+    """The canonical argument list, one note for each flag that was dropped, and what was typed.
 
     ValueError for an unknown, ambiguous, refused or contradictory flag, and for a value of the wrong kind.
 
@@ -102,14 +117,13 @@ def translate(argv: Sequence[str], known: Mapping[str, Meaning]) -> tuple[list[s
     Traceback (most recent call last):
     ...
     ValueError: --seq: is short for several flags: --seq-length, --sequence-parallel
-    >>> translate(["--num-layers", "2", "--swiglu", "--data-path", "0.2", "a", "0.8", "b", "--bf"], known)[0]
+    >>> translate(["--num-layers", "2", "--swiglu", "--data-path", "0.2", "a", "0.8", "b", "--bf"], known).arguments
     ... # doctest: +NORMALIZE_WHITESPACE
     ['--layers=2', '--activation=swiglu', '--data-path=0.2', '--data-path=a', '--data-path=0.8',
      '--data-path=b', '--dtype=bf16']
     """
-    passed, notes, problems = [], [], []
+    passed, notes, typed, problems, words = [], [], [], [], list(argv)
     settings: dict[str, dict[str, tuple[bool, list[str]]]] = {}
-    words = list(argv)
     while words:
         word = words.pop(0)
         if word == "--":
@@ -121,6 +135,7 @@ def translate(argv: Sequence[str], known: Mapping[str, Meaning]) -> tuple[list[s
         try:
             spelling, meaning = _look_up(word.partition("=")[0], known)
             values = _values(word, spelling, meaning, words)
+            typed.append(_typed(spelling, meaning, values))
             if not isinstance(meaning, Sets):
                 notes.append(f"{spelling} is accepted and changes nothing: {meaning.reason}")
             elif meaning.values == 0 and meaning.constant is None:
@@ -141,7 +156,14 @@ def translate(argv: Sequence[str], known: Mapping[str, Meaning]) -> tuple[list[s
             problems.append(str(error))
     if problems:
         raise ValueError("\n".join(problems))
-    return canonical + passed, notes
+    return Translated(canonical + passed, notes, typed)
+
+
+def _typed(spelling: str, meaning: Meaning, values: Sequence[str]) -> Typed:
+    """What stands for `values` in messages: nothing after a switch."""
+    flag, constant = (meaning.flag, meaning.constant) if isinstance(meaning, Sets) else ("", None)
+    families = () if isinstance(meaning, Refuses) else meaning.families
+    return Typed(spelling, flag, () if constant is not None else tuple(values), families)
 
 
 def _look_up(typed: str, known: Mapping[str, Meaning]) -> tuple[str, Meaning]:

@@ -21,8 +21,12 @@ from typer.core import TyperCommand
 from mega.argv import MANY, Meaning, Sets, meanings, translate
 from mega.core.config import deepspeed, toml
 from mega.core.config.compose import GivenOptions, compose
+from mega.core.config.families import check_typed
 from mega.core.config.run import Entry, RunConfig, entries, sections
 from mega.core.config.world import is_first_rank
+
+_TYPED = "mega.typed"
+"""Where the flags of a command line are kept as they were typed."""
 
 
 class Command(TyperCommand):
@@ -46,7 +50,7 @@ class Command(TyperCommand):
                 configured.append(entry)
             elif param.param_type_name == "option":
                 own |= _own_flags(param)
-        canonical, notes = translate(args, meanings(configured, own))
+        canonical, notes, ctx.meta[_TYPED] = translate(args, meanings(configured, own))
         if notes and is_first_rank():
             print("\n".join(notes), file=sys.stderr)
         return super().parse_args(ctx, canonical)
@@ -97,11 +101,11 @@ def command(function: Callable[..., Any]) -> Callable[..., Any]:
         typed.pop("help_all", None)
         options = _typed_options(typed, chosen)
         if whole is not None:
-            preset, config, ds_json = (typed.pop(name) for name in ("model", "config", "deepspeed_config"))
+            preset, config, ds_json, ctx = (typed.pop(name) for name in ("model", "config", "deepspeed_config", "ctx"))
             file = toml.read(config) if config is not None else {}
             if ds_json is not None:
                 file = deepspeed.above(file, ds_json, options)
-            run = compose(preset, file, options)
+            run = _composed(preset, file, options, ctx)
             if given is not None:
                 typed[given] = GivenOptions(preset, {**file, **options})
             if typed.pop("print_config"):
@@ -124,6 +128,13 @@ def command(function: Callable[..., Any]) -> Callable[..., Any]:
     # Without this, inspect would look through to the function and its config parameters.
     del verb.__wrapped__
     return verb
+
+
+def _composed(preset: str | None, file: Mapping[str, Any], options: Mapping[str, Any], ctx: typer.Context) -> RunConfig:
+    """The run of all layers. Errors: ValueError, as of flags of another model family than its."""
+    run = compose(preset, file, options)
+    check_typed(run, {**file, **options}, ctx.meta.get(_TYPED, ()))
+    return run
 
 
 def _section_of(hint: Any) -> str | None:
@@ -217,6 +228,7 @@ _HELP_ALL = inspect.Parameter(
 )
 
 _RUN_PARAMETERS = [
+    inspect.Parameter("ctx", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context),
     inspect.Parameter(
         "model",
         inspect.Parameter.KEYWORD_ONLY,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterable
 from functools import partial
 from typing import Annotated, Any
 
@@ -11,6 +12,7 @@ import typer
 
 from mega.core.config.compose import GivenOptions
 from mega.core.config.run import RunConfig, entries, flag_of, options_with, updated
+from mega.core.config.unread import unread
 from mega.core.config.world import is_first_rank, ranks, world_from_env
 from mega.core.files import check_file
 
@@ -59,9 +61,8 @@ def run(
         bench.read_rows("--json", json)
     runs = [(name, bench.row(name, given.values, size)) for name in rows or ()] or [("run", run)]
     resolved = [(name, resolve_run(_measurable(one, given, warmup + repeats), size).run) for name, one in runs]
-    unused = [flag_of(name) for name in given.values if name in options_with(bench="unused")]
-    if unused and is_first_rank():
-        print(f"not used, random tokens are measured and nothing is kept: {', '.join(unused)}", file=sys.stderr)
+    if is_first_rank():
+        _note_unused([one for _, one in runs], given)
     if run.runtime.dry_run:
         if is_first_rank():
             print("everything checked, nothing measured")
@@ -72,6 +73,15 @@ def run(
     from mega.core.parallel.launch import launch
 
     return launch(size, job, resolved)
+
+
+def _note_unused(runs: Iterable[RunConfig], given: GivenOptions) -> None:
+    """On stderr, what was given and is not measured."""
+    unused = [flag_of(name) for name in given.values if name in options_with(bench="unused")]
+    if unused:
+        print(f"not used, random tokens are measured and nothing is kept: {', '.join(unused)}", file=sys.stderr)
+    for line in dict.fromkeys(line for run in runs for line in unread(run, "read")):
+        print(line, file=sys.stderr)
 
 
 def _measurable(run: RunConfig, given: GivenOptions, steps: int) -> RunConfig:

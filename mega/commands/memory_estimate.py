@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mega.core.config.run import RunConfig, entries, flag_of, options_with, updated, value_of
+from mega.core.config.unread import unread
 from mega.core.config.world import ranks, world_from_env
 
 if TYPE_CHECKING:
@@ -80,7 +81,7 @@ def run(
         if replaced := _typed_layout(run):
             print(f"the search replaces {replaced}", file=sys.stderr)
     else:
-        answer = _estimate(*planned(run), hardware(gpu) if gpu is not None else None)
+        answer = _as_typed(run, hardware(gpu) if gpu is not None else None)
     if draw is not None:
         from mega.core.estimate import picture
 
@@ -172,6 +173,27 @@ def _estimate(run: RunConfig, world: int, device: Hardware | None) -> Answer:
     return Answer(run, world, memory(run, world), device)
 
 
+def _as_typed(run: RunConfig, device: Hardware | None) -> Answer:
+    """The estimate of the layout that was typed; on stderr, what of it changes nothing."""
+    answer = _estimate(*planned(run), device)
+    for line in unread(run, "read"):
+        print(line, file=sys.stderr)
+    return answer
+
+
+def _in_bf16(answer: Answer) -> Answer | None:
+    """The same run and layout in bf16, where it is in fp32, which is the default and seldom meant on a GPU."""
+    if answer.run.precision.dtype != "fp32":
+        return None
+    return _estimate(updated(answer.run, {"dtype": "bf16"}), answer.world, answer.device)
+
+
+def _seconds(answer: Answer) -> float | None:
+    from mega.core.estimate.steptime import step_time
+
+    return None if answer.device is None else step_time(answer.run, answer.world, answer.device).seconds
+
+
 def _search(run: RunConfig, fit: str | None, gpus: int | None, gpu: str | None) -> Answer:
     from mega.core.estimate.search import any_layout, cluster, command, search, without_layout
     from mega.core.estimate.show import launch_lines
@@ -227,6 +249,8 @@ def _document(answer: Answer, megatron: bool, stops: Stops) -> dict[str, Any]:
     document = show.as_json(run, world, answer.memory, device)
     if answer.found is not None:
         document |= show.choice_as_json(answer.found, answer.start, answer.missing)
+    if (other := _in_bf16(answer)) is not None:
+        document["bf16"] = {"peak": other.memory.worst.peak, "seconds": _seconds(other)}
     if megatron:
         theirs = report(run, world)
         document["megatron"] = {name: getattr(theirs, name) for name in ("parameters", "shard", "others", "in_flight")}
@@ -255,6 +279,10 @@ def _report(answer: Answer, megatron: bool, stops: Stops) -> None:
         console.print(bar)
     for line in show.notes(run, world, answer.memory, device, megatron):
         console.print(line)
+    if (other := _in_bf16(answer)) is not None:
+        now, then = _seconds(answer), _seconds(other)
+        times = None if now is None or then is None else (now, then)
+        console.print(show.precision(run, answer.memory, other.memory, times))
     if device is not None:
         whole = training(run, world, device, stops)
         if whole is not None:
@@ -267,11 +295,14 @@ def _report(answer: Answer, megatron: bool, stops: Stops) -> None:
 
 def planned(run: RunConfig) -> tuple[RunConfig, int]:
     """The run as its ranks would resolve it, and their number. Errors: ValueError, as of a dry run."""
-    run = updated(run, {"dry_run": True})
+    # How often a step waits for a save is part of the estimate; where to is not.
+    place = run.checkpoint.save
+    nowhere = place is None and run.checkpoint.save_interval is not None
+    run = updated(run, {"dry_run": True, "save": "." if nowhere else place})
     world = ranks(world_from_env(), run.runtime.nproc, run.runtime.world)
     from mega.core.training.inputs import resolve_run
 
-    return resolve_run(run, world).run, world
+    return updated(resolve_run(run, world).run, {"save": place}), world
 
 
 def _draw_schedule(run: RunConfig, world: int, device: Hardware | None, path: Path) -> None:

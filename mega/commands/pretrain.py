@@ -9,7 +9,7 @@ from mega.core.config.world import is_first_rank, ranks, world_from_env
 def run(run: RunConfig) -> int:
     """Train a model from scratch, or resume from a checkpoint.
 
-    Alone with --nproc, under torchrun or under a bare srun. Every flag also answers to its Megatron-LM
+    Alone with --nproc, under torchrun, mpirun or a bare srun. Every flag also answers to its Megatron-LM
     spelling; --model, then --config, then flags define the run, each above the one before.
     """
     from mega.core.training.inputs import open_inputs, resolve_run

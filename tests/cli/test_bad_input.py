@@ -40,12 +40,14 @@ def places(tmp_path: Path) -> dict[str, str]:
     for name in ("empty.idx", "whole.idx", "whole.bin"):
         (tmp_path / name).write_text("")
     (tmp_path / "bad.toml").write_text("[model]\nlayer = 2\n")
+    (tmp_path / "masked.toml").write_text("[masking]\nmask_prob = 0.2\n")
     return {
         "DIR": str(tmp_path),
         "FILE": str(tmp_path / "file"),
         "PREFIX": str(tmp_path / "empty"),
         "WHOLE": str(tmp_path / "whole"),
         "TOML": str(tmp_path / "bad.toml"),
+        "MASKED": str(tmp_path / "masked.toml"),
     }
 
 
@@ -125,8 +127,26 @@ def test_a_rank_that_finds_no_other_names_itself(
 
 def test_nproc_under_a_launcher(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("RANK", "0")
     assert cli.main(f"{GOOD} --nproc 2".split()) == 2
     assert "--nproc 2: torchrun has started 4 ranks on this host already" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({"RANK": "5", "WORLD_SIZE": "2"}, "RANK 5: must be 0 to 1, with WORLD_SIZE 2"),
+        ({"RANK": "", "WORLD_SIZE": "2"}, "RANK '': must be a whole number, as launchers set it"),
+        ({"PMI_RANK": "1", "PMI_SIZE": ""}, "PMI_SIZE '': must be a whole number, as launchers set it"),
+    ],
+)
+def test_no_rank_ends_without_a_word(
+    variables: dict[str, str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert cli.main(GOOD.split()) == 2
+    assert capsys.readouterr().err == f"mega: {said}\n"
 
 
 def test_debug_shows_where(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import shlex
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from mega.argv import meanings, translate
+from mega.core.config import toml
+from mega.core.config.presets import FAMILY_DEFAULTS, FamilyDefaults
 from mega.core.config.run import RunConfig, entries, value_of
 from mega.options import command
 
@@ -166,6 +169,18 @@ LINES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+SIZES = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --micro-batch-size 4 --lr 1e-4 --train-iters 10"
+BERT = SIZES + (
+    " --seq-length 128 --max-position-embeddings 128 --tokenizer-type BertWordPieceLowerCase --vocab-file vocab.txt "
+    "--data-path my-bert_text_sentence --mask-prob 0.15 --short-seq-prob 0.1 --bert-no-binary-head --fp16"
+)
+T5 = SIZES + (
+    " --encoder-seq-length 128 --decoder-seq-length 128 --max-position-embeddings 128 --vocab-file vocab.txt "
+    "--vocab-extra-ids 100 --data-path my-t5_text_sentence --kv-channels 16 --ffn-hidden-size 256"
+)
+YUAN = SIZES + " --seq-length 128 --tokenizer-type BertWordPieceLowerCase --vocab-file vocab.txt --data-path text"
+
+
 def parsed(line: str) -> RunConfig:
     """The run of a command line, read as `mega pretrain` reads it."""
     from typer.main import Typer, get_command
@@ -209,6 +224,38 @@ def test_dropped_flags_are_reported(capsys: pytest.CaptureFixture[str]) -> None:
         "--wandb-name",
     ):
         assert sum(line.startswith(f"{flag} is accepted and changes nothing: ") for line in printed) == 1
+
+
+@pytest.mark.parametrize(("line", "flags"), [(BERT, 4), (T5, 3)])
+@pytest.mark.parametrize("more", ["", " --family gpt", " --print-config", " --model tiny-gpt"])
+def test_a_line_of_another_family_is_no_gpt(line: str, flags: int, more: str) -> None:
+    with pytest.raises(ValueError, match="belongs to") as refused:
+        parsed(line + more)
+    # Whoever names the family may train it on any tokenizer.
+    assert len(str(refused.value).splitlines()) == flags - (more == " --family gpt")
+
+
+def test_a_gpt_on_word_pieces_names_its_family() -> None:
+    with pytest.raises(ValueError, match=r"LowerCase: belongs to BERT and T5, .*; give --family gpt to train that"):
+        parsed(YUAN)
+    assert parsed(YUAN + " --family gpt").tokenizer.tokenizer == "BertWordPieceLowerCase"
+
+
+def test_a_family_that_is_registered_reads_what_its_defaults_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(FAMILY_DEFAULTS, "bert", FamilyDefaults({}))
+    monkeypatch.setitem(FAMILY_DEFAULTS, "electra", FamilyDefaults({"mask_prob": 0.25}))
+    masked = SIZES + " --seq-length 128 --mask-prob 0.15"
+    assert parsed(masked + " --family bert --bert-no-binary-head").masking.binary_head is False
+    assert parsed(masked + " --family electra").masking.mask_prob == 0.15
+    with pytest.raises(ValueError, match=r"^--mask-prob 0\.15: needs --family bert$"):
+        parsed(masked)
+
+
+def test_the_runs_own_file_is_not_another_familys(tmp_path: Path) -> None:
+    """Which names every option, at its default too."""
+    line = f"{YUAN} --family gpt --vocab-extra-ids 100"
+    (tmp_path / "run.toml").write_text(toml.write(parsed(line)))
+    assert parsed(f"--config {tmp_path / 'run.toml'}") == parsed(line)
 
 
 KNOWN = meanings(list(entries().values()), {})

@@ -76,6 +76,18 @@ def test_the_json_says_what_the_text_says(capsys: pytest.CaptureFixture[str]) ->
     assert "1.6847e9 on the fullest shard, 1.6191e9 on the others" in told and "2 microbatches in flight" in told
 
 
+def test_fp32_is_named_with_what_bf16_would_give(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [*SMALL[:-2], "--seq-length", "128", "--micro-batch", "1", "--gpu", "h100", "--save-interval", "2"]
+    wide, narrow = estimate(capsys, *words), estimate(capsys, *words, "--dtype", "bf16")
+    assert wide["bf16"] == {"peak": narrow["peak"], "seconds": narrow["step"]["seconds"]} and "bf16" not in narrow
+    assert cli.main(["memory-estimate", *words, "--sequence-parallel", "--split", "9,1"]) == 0
+    said = capsys.readouterr()
+    (line,) = (line for line in said.out.splitlines() if line.startswith("precision: "))
+    assert line.startswith("precision: fp32, ") and "GiB at the peak; with --dtype bf16 " in line
+    assert line.endswith(f", and {narrow['step']['seconds']:.3f} s a step instead of {wide['step']['seconds']:.3f}")
+    assert said.err == "--sequence-parallel: changes nothing without --tp of at least 2\n"
+
+
 def test_the_time_is_that_of_what_was_typed(capsys: pytest.CaptureFixture[str]) -> None:
     words = [*SEVEN, "--world", "8", "--zero", "1", "--gpu", "h100", "--steps", "25000", "--save", "x"]
     words += ["--save-interval", "2", "--save-seconds", "600"]

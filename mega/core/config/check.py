@@ -15,9 +15,10 @@ from math import lcm
 from typing import Any
 
 from mega.core.config.check_files import files
+from mega.core.config.families import foreign_values
 from mega.core.config.not_yet import NOT_YET
 from mega.core.config.resolve import batch_sizes, data_parallel, divisors, lengths, microbatches, resolve
-from mega.core.config.run import RunConfig, entries, flag_of, value_of
+from mega.core.config.run import RunConfig, entries, flag_of, found_with, value_of
 from mega.core.config.sections import PrecisionConfig
 from mega.core.files import url_of
 from mega.core.plan.kinds import SCHEDULES, interleaving
@@ -46,7 +47,7 @@ def check(run: RunConfig, world: int) -> RunConfig:
     --ffn 256: must be divisible by --tp 3; valid --tp: 1, 2, 4, 8, 16, 32, 64, 128, 256
     """
     unsized = [*_sizes(run), *_ranges(run)]
-    problems = [*unsized, *_missing(run), *_needs(run), *_pairs(run), *files(run)]
+    problems = [*unsized, *_missing(run), *_needs(run), *_families(run), *_pairs(run), *files(run)]
     if not unsized and None not in (run.model.layers, run.model.hidden, run.model.heads):
         run = resolve(run, world)
         for rule in (_heads, _positions, _stages, _tensor, _columns, _overlap, _fp8, graph, _times, _not_yet):
@@ -109,11 +110,16 @@ def _needs(run: RunConfig) -> Problems:
         if not entry.option.needs or (value := value_of(run, name)) == entry.default:
             continue
         for other, valid in entry.option.needs.items():
-            found = value_of(run, other)
-            if not valid and found in (None, False):
-                yield _format(name, value, f"needs {flag_of(other)}")
-            elif valid and found not in valid:
-                yield _format(name, value, f"needs {flag_of(other)} {' or '.join(valid)}, not {found}")
+            if found_with(run, other, valid):
+                continue
+            named = f"{flag_of(other)} {' or '.join(valid)}, not {value_of(run, other)}" if valid else flag_of(other)
+            yield _format(name, value, f"needs {named}")
+
+
+def _families(run: RunConfig) -> Problems:
+    """Options of other model families than the run's."""
+    for name, value, rule in foreign_values(run):
+        yield _format(name, value, rule)
 
 
 def _sizes(run: RunConfig) -> Problems:
@@ -207,8 +213,10 @@ def _run_and_checkpoint(run: RunConfig) -> Problems:
     for name in ("keep_last", "keep_every", "keep_optimizer_last"):
         if value_of(run, name) is not None and checkpoint.save is not None and url_of(checkpoint.save):
             yield _line(run, name, f"needs --save to be a directory, not {checkpoint.save}: nothing is removed there")
+    if run.data.eod_mask_loss and run.data.chat_data:
+        yield "--eod-mask-loss: excludes --chat-data, whose template says which tokens are trained on"
     if runtime.world is not None and not runtime.dry_run:
-        yield _line(run, "world", "needs --dry-run; a real run is started by --nproc, torchrun or srun")
+        yield _line(run, "world", "needs --dry-run; a real run is started by --nproc, torchrun, mpirun or srun")
 
 
 # What is derived: every size must divide -------------------------------------------------------------------

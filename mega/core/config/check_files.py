@@ -119,6 +119,12 @@ def _tokenizer(run: RunConfig) -> Problems:
         for name in TOKENIZERS[tokenizer.tokenizer]:
             if value_of(run, name) is None:
                 yield f"--tokenizer {tokenizer.tokenizer}: needs {flag_of(name)}"
+    elif tokenizer.vocab_file is not None and tokenizer.merge_file is None and tokenizer.tokenizer_model is None:
+        if os.path.exists(tokenizer.vocab_file):
+            yield (
+                f"--vocab-file {tokenizer.vocab_file}: GPT-2's needs --merge-file with it; alone it is one "
+                "of WordPiece, as BERT and T5 have it, or of another kind: name that by --tokenizer"
+            )
     elif run.model.vocab is None and not _any_file(tokenizer) and not run.checkpoint.use_checkpoint_config:
         yield "--vocab is missing: give it, or --vocab-file and --merge-file, or --tokenizer-model"
     if tokenizer.tokenizer is None and not _any_file(tokenizer):

@@ -9,14 +9,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from mega.core.config.presets import FAMILY_DEFAULTS
+from mega.core.config.families import belongs
 
 
 class Ignored(NamedTuple):
-    """A flag that changes nothing: how many values follow it, and why."""
+    """A flag that changes nothing: how many values follow it, and why; families: those whose scripts alone have it."""
 
     values: int
     reason: str
+    families: tuple[str, ...] = ()
 
 
 _FUSED = "operators are chosen by --ops, and `mega doctor` names them"
@@ -62,7 +63,7 @@ IGNORED: Mapping[str, Ignored] = {
     "--use-contiguous-buffers-in-local-ddp": Ignored(0, _ONE_BUFFER),
     "--local_rank": Ignored(1, "the rank is read from the environment"),
     "--lazy-mpu-init": Ignored(1, "the mesh is built at once"),
-    "--use-mpi": Ignored(0, "the world is read from the environment"),
+    "--use-mpi": Ignored(0, "ranks are read from the environment, mpirun's too"),
     "--deepspeed": Ignored(0, "its file is read by --deepspeed-config, and --zero does the rest"),
     "--zero-allgather-bucket-size": Ignored(1, "weights are gathered bucket by bucket; see --bucket-size"),
     "--zero-contigious-gradients": Ignored(0, _ONE_BUFFER),
@@ -81,7 +82,7 @@ IGNORED: Mapping[str, Ignored] = {
     "--inference-batch-times-seqlen-threshold": Ignored(1, "it means nothing in training"),
     "--max-tokens-to-oom": Ignored(1, "it means nothing in training"),
     # preprocessing and samples
-    "--max-preds-per-seq": Ignored(1, "TFRecords hold how many words they mask"),
+    "--max-preds-per-seq": Ignored(1, "TFRecords hold how many words they mask", families=("bert",)),
     "--dataset-impl": Ignored(1, "token files are always written in the mmap format"),
     "--partitions": Ignored(1, "--workers share one input"),
     "--keep-sequential-samples": Ignored(0, "documents always keep the order of the input"),
@@ -106,8 +107,8 @@ IGNORED: Mapping[str, Ignored] = {
     "--wandb-id": Ignored(1, "metrics go to --metrics and --tensorboard-dir"),
 }
 
-_BERT = f"belongs to BERT, which is not built yet; valid --family: {', '.join(FAMILY_DEFAULTS)}"
-_T5 = f"belongs to T5, which is not built yet; valid --family: {', '.join(FAMILY_DEFAULTS)}"
+_BERT = belongs(("bert",))
+_T5 = belongs(("t5",))
 _MOE = "mixtures of experts are not built yet"
 _HYBRID = "gradients in fp8 are e5m2; use --fp8-hybrid, which is --fp8"
 _WGRAD = "under --fp8 weight gradients are GEMMs in fp8 too; leave the flag out"

@@ -6,10 +6,5 @@ from collections.abc import Callable
 
 from mega.core.config.run import RunConfig
 
-NOT_YET: dict[str, tuple[Callable[[RunConfig], bool], str]] = {
-    "--sample-kind": (
-        lambda run: run.masking.sample_kind != "gpt",
-        "the models of BERT and T5 are not built yet; `mega data show-sample` shows their samples",
-    ),
-}
+NOT_YET: dict[str, tuple[Callable[[RunConfig], bool], str]] = {}
 """Option -> (whether a resolved run asks for it, the reason to report)."""

@@ -28,6 +28,10 @@ Bench = Literal["read", "unused", "host"]
 to measure, which is all that --calibrate takes."""
 
 
+Families = tuple[str, ...] | Mapping[str, tuple[str, ...]]
+"""Names of model families, of those too that are not built; or a value of an option -> such names."""
+
+
 class Section:
     """A panel of flags and a table of the TOML file; on_resume and bench hold for options that do not set their own."""
 
@@ -65,6 +69,7 @@ class Range:
 
 
 COUNT = Range("at least 1", lambda value: value >= 1)
+SEVERAL = Range("at least 2", lambda value: value >= 2)
 NOT_NEGATIVE = Range("at least 0, and finite", lambda value: 0 <= value < math.inf)
 POSITIVE = Range("greater than 0, and finite", lambda value: 0 < value < math.inf)
 SHARE = Range("greater than 0 and at most 1", lambda value: 0 < value <= 1)
@@ -87,6 +92,12 @@ class Option:
     within: the range of a number, or of each number of a tuple.
     choices: valid values that are registered while the program runs; fixed ones are a `Literal` type.
     needs: option -> its values with which this one may differ from its default; () is any value but none and off.
+    read_with: option -> its values, as in `needs`, or their range: where none of them holds, this option changes
+        nothing, and a line says so.
+    families: model families whose runs read it, or a value -> those for which it is; () is all. A family that sets its
+        default reads it too.
+    usual_in: families whose scripts give it, or a value -> those: with another one --family must be given.
+    spelling_families: Megatron-LM spelling -> families whose scripts alone have it.
     on_resume, bench: as above; None takes the section's.
     layout: how ranks share the work and in what order. It changes no result by more than rounding, so
         `memory-estimate --fit` chooses it.
@@ -100,6 +111,10 @@ class Option:
     within: Range | None = None
     choices: Collection[str] | None = None
     needs: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+    read_with: Mapping[str, tuple[str, ...] | Range] = dataclasses.field(default_factory=dict)
+    families: Families = ()
+    usual_in: Families = ()
+    spelling_families: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
     on_resume: OnResume | None = None
     bench: Bench | None = None
     layout: bool = False

@@ -8,11 +8,11 @@ A test compares the file. This one knows no option by name.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import starmap
 from typing import Any
 
-from mega.core.config.option import VALUE, weak
+from mega.core.config.option import VALUE, Option, weak
 from mega.core.config.presets import FAMILY_DEFAULTS, PRESETS
 from mega.core.config.run import Entry, entries, flag_of, sections
 from mega.core.config.toml import format_value
@@ -50,7 +50,7 @@ Columns:
 - **Layout**: *yes* where it decides how ranks share the work; `mega memory-estimate --fit` chooses these.
 - **Bench**: *read* where `mega bench` measures with it, *unused* where it is dropped with a note, *host* where it
   chooses on what to measure (all that `--calibrate` takes).
-- **Needs**: what must be given with it, where it is not at its default.
+- **Needs**: what must be given with it, where it is not at its default. Of another family than the run's it is refused.
 """
 
 COLUMNS = (
@@ -92,8 +92,15 @@ def _row(entry: Entry) -> Sequence[str]:
         str(option.on_resume),
         "yes" * option.layout,
         str(option.bench),
-        " ".join(f"`{' '.join((flag_of(name), '|'.join(valid))).strip()}`" for name, valid in option.needs.items()),
+        " ".join(f"`{' '.join((flag_of(name), '|'.join(valid))).strip()}`" for name, valid in _needed(option)),
     )
+
+
+def _needed(option: Option) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Options that one needs, with their values: the family too, if all its values are of the same."""
+    yield from option.needs.items()
+    if option.families and not isinstance(option.families, Mapping):
+        yield "family", option.families
 
 
 def _default(value: Any) -> str:

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
-from mega.core.config.option import Option, Section, describe
+from mega.core.config.option import Option, Range, Section, describe
 from mega.core.config.sections import (
     BatchConfig,
     CheckpointConfig,
@@ -165,6 +165,14 @@ def value_of(run: RunConfig, name: str) -> Any:
 def flag_of(name: str) -> str:
     """The flag of an option by its field name."""
     return entries()[name].flag
+
+
+def found_with(run: RunConfig, name: str, valid: tuple[str, ...] | Range) -> bool:
+    """Whether an option holds one of `valid`, as `Option.needs` lists them: (), any value but none and off."""
+    value = value_of(run, name)
+    if isinstance(valid, Range):
+        return value is not None and valid.holds(value)
+    return value in valid if valid else value not in (None, False, ())
 
 
 def _shape(hint: Any) -> tuple[type, bool, bool, tuple[str, ...]]:

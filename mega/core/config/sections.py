@@ -18,6 +18,7 @@ from mega.core.config.option import (
     NOT_NEGATIVE,
     POSITIVE,
     SEED,
+    SEVERAL,
     SHARE,
     VALUE,
     ZERO_STAGE,
@@ -45,6 +46,7 @@ class ModelConfig(Section):
         None,
         "transformer blocks",
         megatron={"--num-layers": VALUE, "--encoder-num-layers": VALUE},
+        spelling_families={"--encoder-num-layers": ("t5",)},
         common=True,
         within=COUNT,
     )
@@ -92,10 +94,22 @@ class ModelConfig(Section):
             "--position-embedding-type": {"learned_absolute": "learned", "rope": "rope", "none": "none"},
         },
     )
-    rope_base: float = option(10000.0, "rotary base", megatron="--rotary-base", within=POSITIVE)
-    rope_fraction: float = option(1.0, "share of each head that rotates", megatron="--rotary-percent", within=SHARE)
+    rope_base: float = option(
+        10000.0, "rotary base", megatron="--rotary-base", within=POSITIVE, read_with={"position": ("rope",)}
+    )
+    rope_fraction: float = option(
+        1.0,
+        "share of each head that rotates",
+        megatron="--rotary-percent",
+        within=SHARE,
+        read_with={"position": ("rope",)},
+    )
     rope_interpolation: float = option(
-        1.0, "divide positions by this", megatron="--rotary-seq-len-interpolation-factor", within=POSITIVE
+        1.0,
+        "divide positions by this",
+        megatron="--rotary-seq-len-interpolation-factor",
+        within=POSITIVE,
+        read_with={"position": ("rope",)},
     )
     rope_scaling: Literal["none", "llama3"] = option(
         "none",
@@ -104,15 +118,27 @@ class ModelConfig(Section):
         needs={"position": ("rope",)},
     )
     rope_scaling_factor: float = option(
-        8.0, "slow frequencies are divided by this", megatron="--rope-scaling-factor", within=POSITIVE
+        8.0,
+        "slow frequencies are divided by this",
+        megatron="--rope-scaling-factor",
+        within=POSITIVE,
+        read_with={"rope_scaling": ("llama3",)},
     )
     rope_low_freq_factor: float = option(
-        1.0, "fewer turns than this over the original positions are slow", within=POSITIVE
+        1.0,
+        "fewer turns than this over the original positions are slow",
+        within=POSITIVE,
+        read_with={"rope_scaling": ("llama3",)},
     )
     rope_high_freq_factor: float = option(
-        4.0, "more turns than this over the original positions stay as they are", within=POSITIVE
+        4.0,
+        "more turns than this over the original positions stay as they are",
+        within=POSITIVE,
+        read_with={"rope_scaling": ("llama3",)},
     )
-    rope_original_positions: int = option(8192, "positions before the scaling", within=COUNT)
+    rope_original_positions: int = option(
+        8192, "positions before the scaling", within=COUNT, read_with={"rope_scaling": ("llama3",)}
+    )
     position_offset: int = option(
         0, "number of the first sinusoidal position", within=NOT_NEGATIVE, needs={"position": ("sinusoidal",)}
     )
@@ -198,13 +224,30 @@ class PrecisionConfig(Section):
         None, "constant loss scale [fp16: dynamic]", megatron="--loss-scale", within=POSITIVE, on_resume="noted"
     )
     initial_loss_scale: float = option(
-        2.0**32, "first dynamic loss scale", megatron="--initial-loss-scale", within=POSITIVE
+        2.0**32,
+        "first dynamic loss scale",
+        megatron="--initial-loss-scale",
+        within=POSITIVE,
+        read_with={"dtype": ("fp16",)},
     )
-    min_loss_scale: float = option(1.0, "smallest dynamic loss scale", megatron="--min-loss-scale", within=POSITIVE)
+    min_loss_scale: float = option(
+        1.0, "smallest dynamic loss scale", megatron="--min-loss-scale", within=POSITIVE, read_with={"dtype": ("fp16",)}
+    )
     loss_scale_window: int = option(
-        1000, "clean steps before the scale doubles", megatron="--loss-scale-window", unit="steps", within=COUNT
+        1000,
+        "clean steps before the scale doubles",
+        megatron="--loss-scale-window",
+        unit="steps",
+        within=COUNT,
+        read_with={"dtype": ("fp16",)},
     )
-    hysteresis: int = option(2, "overflows tolerated before the scale halves", megatron="--hysteresis", within=COUNT)
+    hysteresis: int = option(
+        2,
+        "overflows tolerated before the scale halves",
+        megatron="--hysteresis",
+        within=COUNT,
+        read_with={"dtype": ("fp16",)},
+    )
     residual_fp32: bool = option(
         False,
         "keep the residual stream in fp32",
@@ -238,6 +281,7 @@ class ParallelConfig(Section):
         "auto",
         "attention across context ranks; auto is all-to-all where the key/value heads divide, else ring",
         megatron={"--cp-comm-type": {"p2p": "ring", "a2a": "all-to-all"}},
+        read_with={"cp": SEVERAL},
     )
     sequence_parallel: bool = option(
         False,
@@ -245,6 +289,7 @@ class ParallelConfig(Section):
         megatron={"--sequence-parallel": True},
         common=True,
         layout=True,
+        read_with={"tp": SEVERAL},
     )
     tp_overlap: bool = option(
         False,
@@ -300,6 +345,7 @@ class BatchConfig(Section):
         None,
         "tokens of one sample",
         megatron={"--seq-length": VALUE, "--encoder-seq-length": VALUE},
+        spelling_families={"--encoder-seq-length": ("t5",)},
         common=True,
         within=COUNT,
         on_resume="noted",
@@ -367,18 +413,54 @@ class OptimizerConfig(Section):
         None, "peak learning rate", megatron="--lr", common=True, within=NOT_NEGATIVE, on_resume="schedule"
     )
     adam_beta1: float = option(
-        0.9, "decay of the first moment (adam, lamb)", megatron="--adam-beta1", within=BELOW_ONE, on_resume="noted"
+        0.9,
+        "decay of the first moment (adam, lamb)",
+        megatron="--adam-beta1",
+        within=BELOW_ONE,
+        on_resume="noted",
+        read_with={"optimizer": ("adam", "lamb")},
     )
     adam_beta2: float = option(
-        0.999, "decay of the second moment (adam, lamb)", megatron="--adam-beta2", within=BELOW_ONE, on_resume="noted"
+        0.999,
+        "decay of the second moment (adam, lamb)",
+        megatron="--adam-beta2",
+        within=BELOW_ONE,
+        on_resume="noted",
+        read_with={"optimizer": ("adam", "lamb")},
     )
     adam_eps: float = option(
-        1e-8, "epsilon of the denominator (adam, lamb)", megatron="--adam-eps", within=POSITIVE, on_resume="noted"
+        1e-8,
+        "epsilon of the denominator (adam, lamb)",
+        megatron="--adam-eps",
+        within=POSITIVE,
+        on_resume="noted",
+        read_with={"optimizer": ("adam", "lamb")},
     )
-    sgd_momentum: float = option(0.9, "momentum of sgd", megatron="--sgd-momentum", within=BELOW_ONE, on_resume="noted")
-    adafactor_relative: bool = option(False, "adafactor: steps of weight size x min(lr, 1 / sqrt step) instead of lr")
-    adafactor_clip: float = option(1.0, "adafactor: largest root mean square of an update", within=POSITIVE)
-    adafactor_decay: float = option(0.8, "adafactor: second moments decay by 1 - step^-this", within=POSITIVE)
+    sgd_momentum: float = option(
+        0.9,
+        "momentum of sgd",
+        megatron="--sgd-momentum",
+        within=BELOW_ONE,
+        on_resume="noted",
+        read_with={"optimizer": ("sgd",)},
+    )
+    adafactor_relative: bool = option(
+        False,
+        "adafactor: steps of weight size x min(lr, 1 / sqrt step) instead of lr",
+        read_with={"optimizer": ("adafactor",)},
+    )
+    adafactor_clip: float = option(
+        1.0,
+        "adafactor: largest root mean square of an update",
+        within=POSITIVE,
+        read_with={"optimizer": ("adafactor",)},
+    )
+    adafactor_decay: float = option(
+        0.8,
+        "adafactor: second moments decay by 1 - step^-this",
+        within=POSITIVE,
+        read_with={"optimizer": ("adafactor",)},
+    )
     weight_decay: float = option(
         0.01, "weight decay, decoupled but in sgd", megatron="--weight-decay", within=NOT_NEGATIVE, on_resume="schedule"
     )
@@ -407,7 +489,13 @@ class ScheduleConfig(Section):
     lr_decay: Literal["constant", "linear", "cosine", "inverse-square-root", "range-test"] = option(
         "linear", "shape of the decay; range-test grows by --lr every --lr-decay-steps", megatron="--lr-decay-style"
     )
-    min_lr: float = option(0.0, "learning rate at the end", megatron="--min-lr", within=NOT_NEGATIVE)
+    min_lr: float = option(
+        0.0,
+        "learning rate at the end",
+        megatron="--min-lr",
+        within=NOT_NEGATIVE,
+        read_with={"lr_decay": ("linear", "cosine", "inverse-square-root")},
+    )
     lr_decay_steps: int | None = option(
         None, "steps of the decay [all]", megatron="--lr-decay-iters", unit="steps", within=COUNT
     )
@@ -424,10 +512,16 @@ class ScheduleConfig(Section):
         None, "warm-up as a share of the decay", megatron="--lr-warmup-fraction", within=BELOW_ONE
     )
     lr_warmup_style: Literal["linear", "log"] = option(
-        "linear", "shape of the warm-up; log grows with the logarithm of the step"
+        "linear",
+        "shape of the warm-up; log grows with the logarithm of the step",
+        read_with={"lr_warmup_steps": COUNT, "lr_warmup_samples": COUNT, "lr_warmup_fraction": POSITIVE},
     )
     lr_warmup_init: float = option(
-        0.0, "learning rate of the first step", megatron="--lr-warmup-init", within=NOT_NEGATIVE
+        0.0,
+        "learning rate of the first step",
+        megatron="--lr-warmup-init",
+        within=NOT_NEGATIVE,
+        read_with={"lr_warmup_steps": COUNT, "lr_warmup_samples": COUNT, "lr_warmup_fraction": POSITIVE},
     )
     start_weight_decay: float | None = option(
         None, "weight decay at the start, where it changes", megatron="--start-weight-decay", within=NOT_NEGATIVE
@@ -501,8 +595,14 @@ class DataConfig(Section):
     valid_sets: tuple[str, ...] = option((), "more validation sets, each as name=prefix and reported by its name")
     corpora: str | None = option(None, "a TOML file whose table [corpora] gives names to prefixes")
     chat_data: tuple[str, ...] = option((), "conversations in JSON lines, instead of token files", on_resume="noted")
-    chat_template: str = option("plain", "llama2, llama3, chatml, plain, or a Jinja file")
-    split: str = option("969, 30, 1", "shares of training, validation and test", megatron="--split", on_resume="noted")
+    chat_template: str = option("plain", "llama2, llama3, chatml, plain, or a Jinja file", needs={"chat_data": ()})
+    split: str = option(
+        "969, 30, 1",
+        "shares of training, validation and test",
+        megatron="--split",
+        on_resume="noted",
+        read_with={"data_path": ()},
+    )
     data_cache: str | None = option(None, "directory of the sample-order cache", megatron="--data-cache-path")
     mmap: bool = option(
         True, "map token files into memory; else read each piece when needed", megatron={"--no-mmap-bin-files": False}
@@ -531,6 +631,10 @@ class DataConfig(Section):
     )
 
 
+MASKED = ("bert", "t5")
+"""Families whose samples have words masked or taken out."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class MaskingConfig(Section):
     """What a sample is, and how words are masked in the samples of BERT and T5."""
@@ -541,18 +645,30 @@ class MaskingConfig(Section):
         "gpt",
         "runs of tokens; pairs of parts with masked words; text without some spans; BERT's pairs read from TFRecords",
         megatron={"--use-tfrecords": "tfrecords"},
+        families={"bert": ("bert",), "t5": ("t5",), "tfrecords": ("bert",)},
     )
     mask_prob: float = option(
-        0.15, "share of the tokens that is masked or taken out", megatron="--mask-prob", within=SHARE
+        0.15,
+        "share of the tokens that is masked or taken out",
+        megatron="--mask-prob",
+        within=SHARE,
+        families=MASKED,
     )
     short_seq_prob: float = option(
-        0.1, "share of the samples that is shorter on purpose", megatron="--short-seq-prob", within=BELOW_ONE
+        0.1,
+        "share of the samples that is shorter on purpose",
+        megatron="--short-seq-prob",
+        within=BELOW_ONE,
+        families=MASKED,
     )
     binary_head: bool = option(
-        True, "a BERT sample has two parts, whose order is to be predicted", megatron={"--bert-no-binary-head": False}
+        True,
+        "a BERT sample has two parts, whose order is to be predicted",
+        megatron={"--bert-no-binary-head": False},
+        families=("bert",),
     )
     decoder_seq_length: int = option(
-        128, "tokens of a T5 sample's decoder", megatron="--decoder-seq-length", within=COUNT
+        128, "tokens of a T5 sample's decoder", megatron="--decoder-seq-length", within=COUNT, families=("t5",)
     )
 
 
@@ -579,7 +695,12 @@ class TokenizerConfig(Section):
     title: ClassVar[str] = "Tokenizer"
 
     tokenizer: str | None = option(
-        None, "kind of tokenizer", megatron="--tokenizer-type", common=True, choices=TOKENIZERS
+        None,
+        "kind of tokenizer",
+        megatron="--tokenizer-type",
+        common=True,
+        choices=TOKENIZERS,
+        usual_in={"BertWordPieceLowerCase": MASKED, "BertWordPieceCase": MASKED},
     )
     tokenizer_model: str | None = option(
         None,
@@ -589,8 +710,16 @@ class TokenizerConfig(Section):
     )
     vocab_file: str | None = option(None, "vocabulary file", megatron="--vocab-file", common=True)
     merge_file: str | None = option(None, "BPE merges file", megatron="--merge-file", common=True)
-    vocab_size: int | None = option(None, "vocabulary of the NullTokenizer", megatron="--vocab-size", within=COUNT)
-    vocab_extra_ids: int = option(0, "sentinel tokens to add", megatron="--vocab-extra-ids", within=NOT_NEGATIVE)
+    vocab_size: int | None = option(
+        None,
+        "vocabulary of the NullTokenizer",
+        megatron="--vocab-size",
+        within=COUNT,
+        read_with={"tokenizer": ("NullTokenizer",)},
+    )
+    vocab_extra_ids: int = option(
+        0, "sentinel tokens to add", megatron="--vocab-extra-ids", within=NOT_NEGATIVE, usual_in=("t5",)
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -619,7 +748,13 @@ class CheckpointConfig(Section):
     save: str | None = option(None, "directory to save to", megatron="--save", common=True)
     load: str | None = option(None, "directory to load from", megatron="--load", common=True)
     save_interval: int | None = option(
-        None, "save every so many steps", megatron="--save-interval", common=True, unit="steps", within=COUNT
+        None,
+        "save every so many steps",
+        megatron="--save-interval",
+        common=True,
+        unit="steps",
+        within=COUNT,
+        needs={"save": ()},
     )
     resume: str | None = option(
         None, "auto: the newest checkpoint under --save that verifies; or a step directory", common=True
@@ -627,14 +762,22 @@ class CheckpointConfig(Section):
     finetune: bool = option(
         False, "load weights only and start at step 0", megatron={"--finetune": True}, needs={"load": ()}
     )
-    load_optim: bool = option(True, "load the optimizer's state", megatron={"--no-load-optim": False})
-    save_optim: bool = option(True, "save the optimizer's state", megatron={"--no-save-optim": False})
+    load_optim: bool = option(
+        True, "load the optimizer's state", megatron={"--no-load-optim": False}, read_with={"load": (), "resume": ()}
+    )
+    save_optim: bool = option(
+        True, "save the optimizer's state", megatron={"--no-save-optim": False}, read_with={"save": ()}
+    )
     async_save: bool = option(
         False, "save in the background, from a copy in host memory", megatron={"--async-save": True}, needs={"save": ()}
     )
     keep_last: int | None = option(None, "keep only the newest checkpoints", within=COUNT, needs={"save": ()})
     keep_every: int | None = option(
-        None, "also keep the checkpoint of every so many steps", unit="steps", within=COUNT, needs={"save": ()}
+        None,
+        "also keep the checkpoint of every so many steps",
+        unit="steps",
+        within=COUNT,
+        needs={"save": (), "keep_last": ()},
     )
     keep_optimizer_last: int | None = option(
         None, "keep the optimizer's state of the newest checkpoints only", within=COUNT, needs={"save": ()}
@@ -652,11 +795,13 @@ class CheckpointConfig(Section):
         False,
         "keep this run's schedule where the checkpoint's differs",
         megatron={"--override-opt_param-scheduler": True, "--override-opt-param-scheduler": True},
+        read_with={"load": (), "resume": ()},
     )
     use_checkpoint_schedule: bool = option(
         False,
         "take the checkpoint's schedule where this run's differs",
         megatron={"--use-checkpoint-opt_param-scheduler": True, "--use-checkpoint-opt-param-scheduler": True},
+        read_with={"load": (), "resume": ()},
     )
 
 
@@ -673,7 +818,12 @@ class LogConfig(Section):
     metrics: str | None = option(None, "JSON-lines file of metrics [metrics.jsonl under --save, or here]")
     tensorboard_dir: str | None = option(None, "TensorBoard directory", megatron="--tensorboard-dir")
     tensorboard_interval: int = option(
-        1, "write to TensorBoard every so many steps", megatron="--tensorboard-log-interval", unit="steps", within=COUNT
+        1,
+        "write to TensorBoard every so many steps",
+        megatron="--tensorboard-log-interval",
+        unit="steps",
+        within=COUNT,
+        read_with={"tensorboard_dir": ()},
     )
     log_params_norm: bool = option(False, "log the parameters' norm", megatron={"--log-params-norm": True})
     log_zeros: bool = option(False, "log the share of zero gradients", megatron={"--log-num-zeros-in-grad": True})

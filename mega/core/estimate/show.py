@@ -241,6 +241,13 @@ def notes(run: RunConfig, world: int, found: Memory, device: Hardware | None, me
         )
 
 
+def precision(run: RunConfig, found: Memory, halved: Memory, seconds: tuple[float, float] | None) -> str:
+    """What an fp32 run would need in bf16, `halved`; seconds: a step's as it is and in bf16, if a device is given."""
+    text = f"precision: {run.precision.dtype}, {gib(found.worst.peak)} GiB at the peak; with --dtype bf16 "
+    text += f"{gib(halved.worst.peak)} GiB"
+    return text if seconds is None else f"{text}, and {seconds[1]:.3f} s a step instead of {seconds[0]:.3f}"
+
+
 def _recorded(run: RunConfig, world: int, device: Hardware) -> float | None:
     """Seconds of a step by --cuda-graph, where the run may have it and has it not."""
     recorded = updated(run, {"cuda_graph": True})

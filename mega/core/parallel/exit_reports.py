@@ -28,7 +28,7 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
 
-from mega.core.config.world import MEETING_FILE, World, is_first_rank, point_to_first_host, world_from_env
+from mega.core.config.world import MEETING_FILE, World, point_to_first_host, world_from_env
 
 GRACE = 2.0
 """Seconds in which ranks that meet the same fault are expected to report it."""
@@ -83,10 +83,8 @@ def report_exit(report: ExitReport) -> int:
     """Print it on stderr, unless another rank does; the exit code to end with. To be called as a rank's last act."""
     try:
         world = world_from_env()
-    except ValueError:  # the launcher's variables are invalid, and on every rank alike
+    except ValueError:  # the launcher's variables are invalid, so nothing says which rank reports for all: each does
         world = World(0, 1, 0, 1, "alone")
-        if not is_first_rank():
-            return report.code
     if world.size > 1 and not _debugging():
         code = _report_in_time(report, world)
         if code is not None:

@@ -1,6 +1,6 @@
 """Ranks: starting them on this host, joining those that a launcher started, and keeping some alive for many jobs.
 
-    connect     one rank's way into the process group, from torchrun, srun, `launch` or alone
+    connect     one rank's way into the process group, from torchrun, mpirun, srun, `launch` or alone
     launch      run a function on N new local ranks; a failure of one ends all
     Pool        N local ranks that stay, for tests and for comparing many layouts in one go
 
@@ -30,7 +30,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mega.core.config.world import MEETING_FILE, World, cores, point_to_first_host, world_from_env
+from mega.core.config.world import MEETING_FILE, World, check_address, cores, point_to_first_host, world_from_env
 from mega.core.device import Device
 from mega.core.parallel.exit_reports import report_exit, report_of
 from mega.core.parallel.mesh import Groups
@@ -51,8 +51,8 @@ _REPORTED = (1, 2)
 def connect(kind: str = "auto", backend: str = "auto", timeout_minutes: float = 10) -> tuple[World, Device, Groups]:
     """Join the process group as the rank that the environment names.
 
-    A single rank has no group, and every axis has size 1. Errors: ValueError where the device is absent, or the backend
-    is not for it.
+    A single rank has no group, and every axis has size 1. Errors: ValueError where the device is absent, the backend
+    is not for it, or the environment does not say where ranks meet.
     """
     world = world_from_env()
     device = Device.choose(kind, world.local_rank, backend)
@@ -63,6 +63,8 @@ def connect(kind: str = "auto", backend: str = "auto", timeout_minutes: float = 
             raise ValueError("--backend nccl: needs CUDA devices, and these ranks are on CPUs; valid: auto, gloo")
         meeting = os.environ.get(MEETING_FILE)
         point_to_first_host(world)
+        if meeting is None:
+            check_address(world)
         if world.local_size == world.size and device.backend == "gloo":
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
         dist.init_process_group(

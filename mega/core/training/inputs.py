@@ -18,6 +18,7 @@ from mega.core.config.check import check
 from mega.core.config.resolve import lengths
 from mega.core.config.run import RunConfig, flag_of, options_with, updated
 from mega.core.config.sections import ModelConfig
+from mega.core.config.unread import unread
 from mega.core.inventory import padded
 from mega.core.text.build import build
 from mega.core.text.tokenizer import Tokenizer
@@ -65,7 +66,13 @@ def resolve_run(run: RunConfig, world: int) -> ResolvedRun:
     notes: list[str] = []
     if run.checkpoint.use_checkpoint_config and run.checkpoint.load is not None:
         run = dataclasses.replace(run, model=_checkpoint_model(run, notes))
+    notes += unread(run)
     run = check(run, world)
+    if run.checkpoint.save is None and not run.evaluation.skip_train:
+        notes.append(
+            f"without --save this run keeps no weights, only {run.log.metrics}; to keep them give --save DIR and "
+            "--save-interval STEPS"
+        )
     tokenizer = _tokenizer(run)
     vocab = _vocabulary(run, tokenizer, notes)
     if not run.model.mask_padded_vocab:

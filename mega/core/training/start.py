@@ -202,6 +202,11 @@ def _introduce(
     """What the user is to know before the first step."""
     for note in inputs.notes:
         report(note)
+    if state.device.is_cuda and inputs.run.precision.dtype == "fp32":
+        report(
+            "precision: fp32, which no tensor core multiplies; --dtype bf16 is several times faster and halves the "
+            "activations (mega memory-estimate --gpu NAME shows both)"
+        )
     if point is None:
         return
     report(f"resuming from {point.checkpoint.path} at step {state.progress.step}")

@@ -1,0 +1,49 @@
+"""Options that change nothing in a run, since what would read them is off: a line for each, and no error.
+
+Megatron-LM's scripts have many of them, such as `--sequence-parallel` on one tensor rank. What reads an option is a
+property of it (`read_with` in config/option.py), and of a kind of tokenizer which files it reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from mega.core.config.option import Range
+from mega.core.config.run import Entry, RunConfig, entries, flag_of, found_with, value_of
+from mega.core.config.sections import TOKENIZERS
+
+
+def unread(run: RunConfig, bench: str | None = None) -> Iterator[str]:
+    """Lines about options of a typed run that are not at their defaults; `bench`: only of those that a bench so treats.
+
+    >>> from mega.core.config.run import updated
+    >>> print(*unread(updated(RunConfig(), {"sequence_parallel": True, "hysteresis": 4, "tp": 1})), sep="\\n")
+    --hysteresis 4: changes nothing without --dtype fp16
+    --sequence-parallel: changes nothing without --tp of at least 2
+    """
+    kind = run.tokenizer.tokenizer
+    for name, entry in entries().items():
+        value = value_of(run, name)
+        if value == entry.default or (bench is not None and entry.option.bench != bench):
+            continue
+        readers = entry.option.read_with
+        if readers and not any(found_with(run, other, valid) for other, valid in readers.items()):
+            yield f"{_shown(entry, value)}: changes nothing without {_listed(readers)}"
+        elif name in _FILES and kind is not None and name not in TOKENIZERS[kind]:
+            yield f"{_shown(entry, value)}: changes nothing, {kind} does not read it"
+
+
+_FILES = ("tokenizer_model", "vocab_file", "merge_file")
+
+
+def _shown(entry: Entry, value: object) -> str:
+    return f"{entry.flag if value else entry.off}" if isinstance(value, bool) else f"{entry.flag} {value}"
+
+
+def _listed(readers: Mapping[str, tuple[str, ...] | Range]) -> str:
+    """The options and values of `Option.read_with`, in words."""
+    words = []
+    for other, valid in readers.items():
+        several = f"of {valid.rule}" if isinstance(valid, Range) else " or ".join(valid)
+        words.append(f"{flag_of(other)} {several}".strip())
+    return " or ".join(words)
