@@ -23,6 +23,7 @@ from mega.core.config.option import (
     ZERO_STAGE,
     Bench,
     OnResume,
+    Range,
     Section,
     option,
     weak,
@@ -691,12 +692,12 @@ class RuntimeConfig(Section):
     backend: Literal["auto", "gloo", "nccl"] = option(
         "auto", "how ranks communicate", megatron="--distributed-backend", bench="host"
     )
-    timeout_minutes: int = option(
+    timeout_minutes: float = option(
         10,
         "give up on a rank that does not answer for so long",
         megatron="--distributed-timeout-minutes",
         unit="minutes",
-        within=COUNT,
+        within=Range("greater than 0, at most 35,000", lambda value: 0 < value <= 35_000),
         bench="host",
     )
     seed: int = option(

@@ -30,10 +30,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mega.core.config.world import MEETING_FILE, World, cores, point_to_first_host, world_from_env
+from mega.core.config.world import MEETING_FILE, World, cores, world_from_env
 from mega.core.device import Device
-from mega.core.parallel.exit_reports import report_exit, report_of
+from mega.core.parallel.exit_reports import explain_timeouts_by, report_exit, report_of
 from mega.core.parallel.mesh import Groups
+from mega.core.parallel.rendezvous import meet
+from mega.core.parallel.roll_call import RollCall
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 """What asks a run to stop: Ctrl-C, a scheduler, and SLURM's warning ahead of the end (--signal=USR1@120)."""
@@ -44,6 +46,9 @@ SAME_SIGNAL_SECONDS = 2.0
 PATIENCE = 1.0
 """Seconds that the other ranks have to end by themselves when one has failed."""
 
+_CALLS: list[RollCall] = []
+"""What answers for this process, while it is in a process group."""
+
 _REPORTED = (1, 2)
 """Exit codes of ranks that have said why."""
 
@@ -52,27 +57,29 @@ def connect(kind: str = "auto", backend: str = "auto", timeout_minutes: float = 
     """Join the process group as the rank that the environment names.
 
     A single rank has no group, and every axis has size 1. Errors: ValueError where the device is absent, or the backend
-    is not for it.
+    is not for it; OSError, naming who is waited for, where not all ranks come.
     """
-    world = world_from_env()
+    world, timeout = world_from_env(), timedelta(minutes=timeout_minutes)
     device = Device.choose(kind, world.local_rank, backend)
     if not device.is_cuda:
         torch.set_num_threads(threads(world.local_size))
     if world.size > 1 and not dist.is_initialized():
         if device.backend == "nccl" and not device.is_cuda:
             raise ValueError("--backend nccl: needs CUDA devices, and these ranks are on CPUs; valid: auto, gloo")
-        meeting = os.environ.get(MEETING_FILE)
-        point_to_first_host(world)
         if world.local_size == world.size and device.backend == "gloo":
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
-        dist.init_process_group(
-            device.backend,
-            init_method=f"file://{meeting}" if meeting else "env://",
-            rank=world.rank,
-            world_size=world.size,
-            timeout=timedelta(minutes=timeout_minutes),
-        )
-    return world, device, Groups(device.backend)
+        store = meet(world, timeout_minutes)
+        dist.init_process_group(device.backend, store=store, rank=world.rank, world_size=world.size, timeout=timeout)
+        _answer_others(store, world, timeout_minutes)
+    return world, device, Groups(device.backend, timeout)
+
+
+def _answer_others(store: Any, world: World, minutes: float) -> None:
+    """Have a thread answer for this rank until `disconnect`, whatever its main thread waits for."""
+    own = store if MEETING_FILE in os.environ else store.clone()  # a call to a TCPStore waits for the one before it
+    call = RollCall(dist.PrefixStore("roll-call", own), world.rank, world.size, minutes).start()
+    explain_timeouts_by(call.explain)
+    _CALLS.append(call)
 
 
 def threads(ranks: int) -> int:
@@ -83,6 +90,9 @@ def threads(ranks: int) -> int:
 
 def disconnect() -> None:
     """Leave the process group, if there is one."""
+    while _CALLS:
+        _CALLS.pop().close()
+    explain_timeouts_by(None)
     if dist.is_initialized():
         dist.destroy_process_group()
 
