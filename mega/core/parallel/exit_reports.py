@@ -65,6 +65,8 @@ def report_of(error: BaseException) -> ExitReport:
     code = 2 if isinstance(error, ValueError) else 1
     if _debugging():
         return ExitReport(code, _trace(error), "trace")
+    if isinstance(error, UnicodeEncodeError) and not _is_text(error.object):
+        return ExitReport(code, f"{error.object}: is not a name in UTF-8, as is needed here; rename it")
     if isinstance(error, ValueError | OSError | FloatingPointError | MemoryError):
         text = str(error) or ("out of memory" if isinstance(error, MemoryError) else repr(error))
         return ExitReport(code, text, "consequence" if getattr(error, "elsewhere", False) else "line")
@@ -82,11 +84,11 @@ def report_of(error: BaseException) -> ExitReport:
 
 
 _TIMED_OUT = re.compile(r"[Tt]imed? ?out")
-_EXPLANATIONS: list[Callable[[], str]] = []
+_EXPLANATIONS: list[Callable[[RuntimeError], str]] = []
 """Of this process: who else of its group answers (roll_call.py), while it has one."""
 
 
-def explain_timeouts_by(function: Callable[[], str] | None) -> None:
+def explain_timeouts_by(function: Callable[[RuntimeError], str] | None) -> None:
     """What tells why an exchange ran out of time; None where there is no group any more."""
     _EXPLANATIONS[:] = [] if function is None else [function]
 
@@ -96,7 +98,7 @@ def explain_timeout(error: RuntimeError) -> str | None:
     if not _EXPLANATIONS or not _TIMED_OUT.search(str(error)):
         return None
     try:
-        return _EXPLANATIONS[0]()
+        return _EXPLANATIONS[0](error)
     except Exception:  # of a store that has gone with rank 0 or its host
         first = str(error).splitlines()[0]
         return f"an exchange with other ranks ran out of time, and rank 0 or its store does not answer: {first}"
@@ -114,7 +116,7 @@ def report_exit(report: ExitReport) -> int:
         code = _report_in_time(report, world)
         if code is not None:
             return code
-    _write(format_exits({world.rank: report}, world.size))
+    write_error(format_exits({world.rank: report}, world.size))
     return report.code
 
 
@@ -188,7 +190,7 @@ def _report_together(report: ExitReport, world: World, stopped: threading.Event)
         causes = [each for each in found.values() if each.kind != "consequence"]
         # 3
         if causes or not stopped.is_set():
-            _write(format_exits(found, world.size))
+            write_error(format_exits(found, world.size))
         verdict = {"code": causes[0].code if causes else report.code, "texts": [each.text for each in causes]}
         store.set("reported", json.dumps(verdict))
     else:
@@ -196,7 +198,7 @@ def _report_together(report: ExitReport, world: World, stopped: threading.Event)
     # 4
     verdict = json.loads(store.get("reported"))
     if report.kind != "consequence" and report.text not in verdict["texts"]:
-        _write(format_exits({world.rank: report}, world.size))
+        write_error(format_exits({world.rank: report}, world.size))
     store.add("left", 1)
     if _hosting(world):  # later ranks find no store once this rank is gone
         _wait(lambda: stopped.is_set() or store.add("left", 0) >= world.size, COMING)
@@ -205,9 +207,16 @@ def _report_together(report: ExitReport, world: World, stopped: threading.Event)
     return int(verdict["code"])
 
 
-def _write(text: str) -> None:
-    sys.stderr.write(text)
-    sys.stderr.flush()
+def _is_text(name: str) -> bool:
+    """Whether it has no bytes that the system could not decode; on stderr they are shown as escapes."""
+    return not any("\udc80" <= letter <= "\udcff" for letter in name)
+
+
+def write_error(text: str) -> None:
+    """Write on stderr, if that still takes anything."""
+    with contextlib.suppress(OSError, ValueError):
+        sys.stderr.write(text)
+        sys.stderr.flush()
 
 
 def _store(world: World) -> Any:

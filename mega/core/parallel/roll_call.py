@@ -15,8 +15,10 @@ import os
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Mapping
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import mega
@@ -26,7 +28,7 @@ from mega.core.parallel.rendezvous import in_words
 LOOK = 0.5
 """Seconds between two looks of a rank; a large world takes longer, for its store's sake, a short time-out less."""
 
-ANSWER = 8.0
+ANSWER = 20.0
 """Seconds in which a rank that lives answers, on the busiest machine; at most a third of the time-out."""
 
 _SOURCE = Path(mega.__file__).parent.parent
@@ -42,6 +44,7 @@ class RollCall:
         self._answer_seconds = min(ANSWER, 20 * minutes)
         self._look = max(min(LOOK, minutes), world / 500)
         self._answered = 0
+        self._failed_at: str | None = None
         self._closed = threading.Event()
 
     def start(self) -> RollCall:
@@ -51,8 +54,10 @@ class RollCall:
     def close(self) -> None:
         self._closed.set()
 
-    def explain(self) -> str:
-        """Why an exchange has run out of time."""
+    def explain(self, error: BaseException) -> str:
+        """Why an exchange has run out of time; where this rank stood is in its error."""
+        frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+        self._failed_at = next(filter(None, map(_own_place, reversed(frames))), None)
         places = self._ask()
         silent = sorted(set(range(self._world)) - set(places))
         return silence(silent, self.minutes) if silent else standstill(places, self.minutes)
@@ -102,14 +107,21 @@ class RollCall:
         return None if frame is None else (id(frame), frame.f_lasti)
 
     def _place(self) -> str:
-        """The innermost place of ours at which the main thread stands, such as `mega/core/data/batches.py:80 (f)`."""
+        """The innermost place of ours at which the main thread stands, or stood when its exchange failed."""
         frame = sys._current_frames().get(self._main or 0)
-        while frame is not None:
-            path = Path(frame.f_code.co_filename)
-            if path.is_relative_to(_SOURCE / "mega"):
-                return f"{path.relative_to(_SOURCE)}:{frame.f_lineno} ({frame.f_code.co_name})"
+        while self._failed_at is None and frame is not None:
+            if (place := _own_place(frame)) is not None:
+                return place
             frame = frame.f_back
-        return "elsewhere"
+        return self._failed_at or "elsewhere"
+
+
+def _own_place(frame: FrameType) -> str | None:
+    """Such as `mega/core/data/batches.py:80 (take)`; None outside of our source."""
+    path = Path(frame.f_code.co_filename)
+    if not path.is_relative_to(_SOURCE / "mega"):
+        return None
+    return f"{path.relative_to(_SOURCE)}:{frame.f_lineno} ({frame.f_code.co_name})"
 
 
 def silence(silent: list[int], minutes: float) -> str:
