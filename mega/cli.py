@@ -128,7 +128,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
     except Exception as error:
         if isinstance(error, OSError) and (broken := _broken_stdout()) is not None:
-            return _report(OSError(f"stdout: {broken}")) if broken.errno != errno.EPIPE else 128 + signal.SIGPIPE
+            return (
+                _report(OSError(f"stdout: {broken.strerror or broken}"))
+                if broken.errno != errno.EPIPE
+                else 128 + signal.SIGPIPE
+            )
         if os.environ.get("MEGA_DEBUG") == "1":
             raise
         return _report(error)

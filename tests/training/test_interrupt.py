@@ -37,6 +37,7 @@ RUN = (
 ).split()
 
 
+pytestmark = pytest.mark.timeout(900)  # on a busy machine each of the runs of `endings` takes a minute to start
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 

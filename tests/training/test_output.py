@@ -25,8 +25,8 @@ from mega.core.training.start import start
 
 FULL = Path("/dev/full")
 RUN = (
-    "pretrain --layers 1 --hidden 8 --heads 1 --seq-length 8 --vocab 64 --mock-data --micro-batch 1 --lr 1e-3 --steps 4 "
-    "--eval-iters 0 --log-interval 1 --device cpu"
+    "pretrain --layers 1 --hidden 8 --heads 1 --seq-length 8 --vocab 64 --mock-data --micro-batch 1 --lr 1e-3 "
+    "--steps 4 --save-interval 100 --eval-iters 0 --log-interval 1 --device cpu"
 ).split()
 
 needs_full = pytest.mark.skipif(not FULL.exists(), reason="/dev/full is Linux's")
@@ -72,7 +72,15 @@ def test_what_only_prints_ends_with_stdout(
 def _train_without_metrics(groups: Groups, rank: int, place: str) -> str:
     """Job: what one of two ranks says of its run, rank 0 of which can write no metrics."""
     values: dict[str, Any] = {"layers": 1, "hidden": 8, "heads": 1, "seq_length": 8, "vocab": 64, "mock_data": True}
-    values |= {"micro_batch": 1, "lr": 1e-3, "steps": 1000, "eval_iters": 0, "save": place, "metrics": str(FULL)}
+    values |= {
+        "micro_batch": 1,
+        "lr": 1e-3,
+        "steps": 1000,
+        "eval_iters": 0,
+        "save": place,
+        "save_interval": 5000,
+        "metrics": str(FULL),
+    }
     with contextlib.ExitStack() as held:
         prepared = open_inputs(resolve_run(compose(flags=values), 2))
         training = start(prepared, rank, 2, Device.choose("cpu"), groups, held)
@@ -88,7 +96,7 @@ def test_a_run_that_loses_its_metrics_saves_and_names_the_file(pool: Pool, tmp_p
     assert first == "1 line --metrics /dev/full: No space left on device"
     assert second.startswith("1 consequence ")
     (step,) = CheckpointStore(tmp_path).steps()
-    assert 1 <= step <= 3, "the run went on"
+    assert 1 <= step < 20, "the run went on"
 
 
 def test_a_run_goes_on_without_tensorboard(

@@ -215,8 +215,17 @@ def _is_text(name: str) -> bool:
 def write_error(text: str) -> None:
     """Write on stderr, if that still takes anything."""
     with contextlib.suppress(OSError, ValueError):
-        sys.stderr.write(text)
+        sys.stderr.write(printable(text, sys.stderr.encoding))
         sys.stderr.flush()
+
+
+def printable(line: str, encoding: str | None) -> str:
+    """The line with escapes for what a stream cannot hold, such as a path that is not UTF-8.
+
+    >>> printable("runs/\\udcff", "utf-8")
+    'runs/\\\\udcff'
+    """
+    return line.encode(encoding or "utf-8", "backslashreplace").decode(encoding or "utf-8")
 
 
 def _store(world: World) -> Any:

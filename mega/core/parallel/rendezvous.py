@@ -192,7 +192,7 @@ def reach(address: str, port: int, deadline: float, minutes: float | None = None
             return socket.create_connection((address, port), 2.0).close()
         except (OSError, UnicodeError) as error:  # a name that no resolver takes is the latter
             if time.monotonic() > deadline:
-                how_long = f" {in_words(minutes)} (--timeout-minutes)" if minutes else ""
+                how_long = f" {duration(minutes)} (--timeout-minutes)" if minutes else ""
                 raise TimeoutError(
                     f"waited{how_long} for rank 0 at MASTER_ADDR {address}, MASTER_PORT {port}, where nothing answers "
                     f"({getattr(error, 'strerror', None) or error})"
@@ -209,15 +209,15 @@ def _missing(store: Any, world: World, listed: Mapping[str, Any], minutes: float
         missing = sorted(set(range(world.size)) - set(there))
     where = "" if MEETING_FILE in os.environ else f" at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     return (
-        f"waited {in_words(minutes)} (--timeout-minutes){where} for {name_ranks(missing)} of {world.size}, "
+        f"waited {duration(minutes)} (--timeout-minutes){where} for {name_ranks(missing)} of {world.size}, "
         f"{'which' if len(missing) == 1 else 'none of which'} {'did not come' if len(missing) == 1 else 'came'}; see "
         "that every rank is started, with the same WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
     )
 
 
-def in_words(minutes: float) -> str:
+def duration(minutes: float) -> str:
     """
-    >>> in_words(10), in_words(1), in_words(0.05)
+    >>> duration(10), duration(1), duration(0.05)
     ('10 minutes', '1 minute', '3 seconds')
     """
     if minutes < 1:

@@ -23,7 +23,7 @@ from typing import Any
 
 import mega
 from mega.core.parallel.exit_reports import ExitReport, name_ranks, report_exit
-from mega.core.parallel.rendezvous import in_words
+from mega.core.parallel.rendezvous import duration
 
 LOOK = 0.5
 """Seconds between two looks of a rank; a large world takes longer, for its store's sake, a short time-out less."""
@@ -133,7 +133,7 @@ def silence(silent: list[int], minutes: float) -> str:
     have, why = "have", "they are stopped, or their hosts cannot be reached"
     if len(silent) == 1:
         have, why = "has", "it is stopped, or its host cannot be reached"
-    return f"{name_ranks(silent)} {have} not answered for {in_words(minutes)} (--timeout-minutes): {why}"
+    return f"{name_ranks(silent)} {have} not answered for {duration(minutes)} (--timeout-minutes): {why}"
 
 
 def standstill(places: Mapping[int, str], minutes: float) -> str:
@@ -146,4 +146,4 @@ def standstill(places: Mapping[int, str], minutes: float) -> str:
     for rank, place in sorted(places.items()):
         ranks.setdefault(place, []).append(rank)
     where = ", ".join(f"{name_ranks(who)} at {place}" for place, who in ranks.items())
-    return f"an exchange of ranks has not ended within {in_words(minutes)} (--timeout-minutes): {where}"
+    return f"an exchange of ranks has not ended within {duration(minutes)} (--timeout-minutes): {where}"

@@ -5,15 +5,16 @@ A run that trains goes on without it. Nothing here knows what the lines say.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
+
+from mega.core.parallel.exit_reports import printable, write_error
 
 
 def say(line: str) -> None:
     """Print a line on stdout. Where that fails, say so on stderr, once, and leave stdout alone from then on."""
     try:
-        print(_printable(line, sys.stdout.encoding), flush=True)
+        print(printable(line, sys.stdout.encoding), flush=True)
     except (OSError, ValueError) as error:  # the latter of a stream that is closed
         _leave_stdout()
         complain(f"stdout: {getattr(error, 'strerror', None) or error}; the run goes on without it")
@@ -21,8 +22,7 @@ def say(line: str) -> None:
 
 def complain(line: str) -> None:
     """A line on stderr, if that still takes one."""
-    with contextlib.suppress(OSError, ValueError):
-        print(_printable(f"mega: {line}", sys.stderr.encoding), file=sys.stderr, flush=True)
+    write_error(f"mega: {line}\n")
 
 
 def _leave_stdout() -> None:
@@ -34,12 +34,3 @@ def _leave_stdout() -> None:
         sys.stdout = os.fdopen(os.dup(nowhere), "w")
     finally:
         os.close(nowhere)
-
-
-def _printable(line: str, encoding: str | None) -> str:
-    """The line with escapes for what the stream cannot hold, such as a path that is not UTF-8.
-
-    >>> _printable("runs/\\udcff", "utf-8")
-    'runs/\\\\udcff'
-    """
-    return line.encode(encoding or "utf-8", "backslashreplace").decode(encoding or "utf-8")
