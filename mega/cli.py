@@ -6,9 +6,12 @@ own. This file knows their names and one line about each; it imports none of the
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import importlib
 import importlib.util
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from typing import Annotated, Any
@@ -108,22 +111,46 @@ def root(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command line and returns its exit code: 0, 1 for a failure, 2 for a mistake of the user.
+    """Runs the command line and returns its exit code: 0, 1 for a failure, 2 for a mistake of the user, and 128 + a
+    signal for a run that it ended early.
 
     A mistake, a NaN loss, or a fault of the machine such as a full disk, is reported in one line on stderr, without a
     traceback unless MEGA_DEBUG=1.
     """
+    # Torch reads this when it is loaded. Its warnings of a store that has gone are frames of C++, one set a rank.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if COMPLETE_VARIABLE in os.environ:
         from typer.completion import completion_init
 
         completion_init()
     try:
         outcome = app(args=arguments, prog_name="mega", standalone_mode=False)
+        sys.stdout.flush()
     except Exception as error:
+        if isinstance(error, OSError) and (broken := _broken_stdout()) is not None:
+            return (
+                _report(OSError(f"stdout: {broken.strerror or broken}"))
+                if broken.errno != errno.EPIPE
+                else 128 + signal.SIGPIPE
+            )
         if os.environ.get("MEGA_DEBUG") == "1":
             raise
         return _report(error)
     return outcome if isinstance(outcome, int) else 0
+
+
+def _broken_stdout() -> OSError | None:
+    """What keeps stdout from taking more, if anything does; Python's own last flush then goes nowhere.
+
+    Where its reader has left, as `head` does, all that was asked for has been read: no reason for a message.
+    """
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        with contextlib.suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return error
+    return None
 
 
 def _report(error: Exception) -> int:

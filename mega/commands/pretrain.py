@@ -11,6 +11,9 @@ def run(run: RunConfig) -> int:
 
     Alone with --nproc, under torchrun, mpirun or a bare srun. Every flag also answers to its Megatron-LM
     spelling; --model, then --config, then flags define the run, each above the one before.
+
+    Exit codes: 0 at the end, or where --exit-interval or --exit-minutes ended it; 1 for a failure, 2 for a mistake;
+    130, 143, 138, 129 where Ctrl-C, SIGTERM, SIGUSR1 or SIGHUP stopped it, after saving.
     """
     from mega.core.training.inputs import open_inputs, resolve_run
 

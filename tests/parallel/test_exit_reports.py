@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ import torch.distributed as dist
 
 from mega.core.checkpoint.own.store import CheckpointStore, SaveError
 from mega.core.config.world import MEETING_FILE, World
-from mega.core.parallel import exit_reports
+from mega.core.parallel import exit_reports, rendezvous, roll_call
 from mega.core.parallel import launch as launcher
 from mega.core.parallel.launch import connect, disconnect, launch
 
@@ -99,6 +100,30 @@ def _same_mistake_at_an_address(port: int) -> int:
     raise ValueError("--lr 0: must be positive")
 
 
+def _stopped() -> int:
+    """Rank 1 stands still, as under a debugger or on a host that swaps."""
+    world, _, groups = connect("cpu", timeout_minutes=STOPPED_MINUTES)
+    groups.make([(0, 1)], "own")
+    if world.rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    dist.all_reduce(torch.ones(1), group=groups.get((0, 1), "own"))
+    return 0
+
+
+def _never_came(port: int) -> int:
+    """Three ranks of four."""
+    exit_reports.COMING = 0.5
+    _meet_at(port)
+    os.environ["WORLD_SIZE"] = "4"
+    connect("cpu", timeout_minutes=0.03)
+    return 0
+
+
+def _server_killed() -> int:
+    os.kill(os.getppid(), signal.SIGKILL)
+    return signal.pause()  # type: ignore[func-returns-value]
+
+
 def _meet_at(port: int) -> None:
     del os.environ[MEETING_FILE]
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
@@ -118,14 +143,16 @@ def _port() -> int:
 
 CASES: tuple[Callable[..., int], ...] = (
     *(_same_mistake, _same_fault, _own_mistakes, _one_mistake, _mistake_before_they_met, _killed),
-    *(_killed_along_with_a_fault, _same_mistake_at_an_address, _lost),
+    *(_killed_along_with_a_fault, _same_mistake_at_an_address, _lost, _stopped, _never_came, _server_killed),
 )
+STOPPED_MINUTES = 0.08
 
 
 @pytest.fixture(scope="module")
 def outcomes() -> dict[str, tuple[int, list[str]]]:
     """Case -> exit code of three ranks, lines on stderr. All in one process: its ranks write where it does."""
     environ = {name: value for name, value in os.environ.items() if name != "MEGA_DEBUG"}
+    environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # as the command line sets it
     done = subprocess.run([sys.executable, __file__], capture_output=True, text=True, timeout=600, env=environ)
     assert done.returncode == 0, done.stderr
     found = {}
@@ -135,8 +162,9 @@ def outcomes() -> dict[str, tuple[int, list[str]]]:
     return found
 
 
-def test_examples() -> None:
-    assert doctest.testmod(exit_reports).failed == doctest.testmod(launcher).failed == 0
+@pytest.mark.parametrize("module", [exit_reports, launcher, rendezvous, roll_call])
+def test_examples(module: ModuleType) -> None:
+    assert doctest.testmod(module).failed == 0
 
 
 def test_what_all_report_is_read_once(outcomes: dict[str, tuple[int, list[str]]]) -> None:
@@ -197,6 +225,26 @@ def test_a_lost_peer_is_reported_where_no_rank_knows_more(outcomes: dict[str, tu
     assert code == 1 and line.startswith("mega: rank 0: lost another rank")
 
 
+def test_a_stopped_rank_ends_the_run_in_time_and_is_named(outcomes: dict[str, tuple[int, list[str]]]) -> None:
+    """In a group of its own, whose time-out torch does not take from the first."""
+    code, (line,) = outcomes["_stopped"]
+    assert code == 1 and line.endswith(
+        "rank 1 has not answered for 4.8 seconds (--timeout-minutes): it is stopped, or its host cannot be reached"
+    )
+
+
+def test_a_rank_that_never_comes_is_named(outcomes: dict[str, tuple[int, list[str]]]) -> None:
+    code, (line,) = outcomes["_never_came"]
+    assert code == 1 and line.startswith("mega: ranks 0, 1, 2: waited 1.8 seconds (--timeout-minutes) at 127.0.0.1:")
+    assert " for rank 3 of 4, which did not come; " in line
+
+
+def test_what_ranks_are_forked_from_is_named_when_it_dies(outcomes: dict[str, tuple[int, list[str]]]) -> None:
+    code, (line,) = outcomes["_server_killed"]
+    assert code == 1 and line.startswith("mega: the process that ranks are forked from (pid ")
+    assert ") was killed by SIGKILL: " in line
+
+
 def test_devices_that_are_full_are_reported_in_one_line() -> None:
     """Ranks run out of memory together, each with figures of its own, which torch prints after what they share."""
     own = "CUDA out of memory. Tried to allocate 2.50 GiB. GPU {0} has a total capacity of 139.80 GiB of which {0} MiB"
@@ -255,4 +303,8 @@ def test_a_rank_that_comes_late_finds_the_store(
 if __name__ == "__main__":
     for case in CASES:
         print("==", case.__name__, file=sys.stderr, flush=True)
-        print(launch(3, case, *([_port()] if case.__code__.co_argcount else [])), file=sys.stderr, flush=True)
+        print(
+            launch(2 if case is _stopped else 3, case, *([_port()] if case.__code__.co_argcount else [])),
+            file=sys.stderr,
+            flush=True,
+        )

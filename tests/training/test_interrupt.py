@@ -6,9 +6,11 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,10 +18,12 @@ from unittest import mock
 import pytest
 import torch
 
+from mega.cli import main
 from mega.core.checkpoint.own.inspect import diff
 from mega.core.checkpoint.own.store import CheckpointStore
 from mega.core.config.compose import compose
 from mega.core.device import Device
+from mega.core.files import locked_alone
 from mega.core.parallel import launch
 from mega.core.parallel.launch import Pool
 from mega.core.parallel.mesh import Groups
@@ -33,18 +37,81 @@ RUN = (
 ).split()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
-def test_a_signal_to_the_whole_job_saves_and_stops(number: signal.Signals, tmp_path: Path) -> None:
-    """As a terminal's Ctrl-C and `scancel` send it: to the launcher, its server and every rank at once."""
-    command = [sys.executable, "-m", "mega", "pretrain", *RUN, "--save", str(tmp_path)]
-    job = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
-    store, deadline = CheckpointStore(tmp_path), time.monotonic() + 100
-    while not store.steps() and job.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.05)
-    os.killpg(job.pid, number)
-    said, _ = job.communicate(timeout=60)
-    assert job.returncode == 0, said
-    assert f"stopped at step {store.steps()[-1]}" in said and "Traceback" not in said
+pytestmark = pytest.mark.timeout(900)  # on a busy machine each of the runs of `endings` takes a minute to start
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+
+
+@pytest.fixture(scope="module")
+def endings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, dict[str, tuple[int, str]]]]:
+    """A folder, and by signal: the exit code of a run whose whole job it reached, and what was said.
+
+    As a terminal's Ctrl-C and `scancel` send it: to the launcher, its server and every rank at once. One launcher has
+    all the runs, each in a folder of its own; it is killed in the last one.
+    """
+    place = tmp_path_factory.mktemp("runs")
+    (place / "tmp").mkdir()
+    names = [each.name for each in SIGNALS]
+    job = subprocess.Popen(
+        [sys.executable, __file__, str(place), *names, "SIGKILL"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+        env={**os.environ, "TMPDIR": str(place / "tmp"), "TORCH_CPP_LOG_LEVEL": "ERROR"},
+    )
+    for name in [*names, "SIGKILL"]:
+        store, deadline = CheckpointStore(place / name), time.monotonic() + 300
+        while not store.steps() and job.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        if name == "SIGKILL":
+            assert len(list((place / "tmp").iterdir())) == 1
+            job.kill()
+        else:
+            os.killpg(job.pid, signal.Signals[name])
+            while not (place / f"{name}.code").exists() and job.poll() is None and time.monotonic() < deadline:
+                time.sleep(0.05)
+    said, _ = job.communicate(timeout=300)  # when its ranks have ended, which hold the same pipe
+    parts = dict(part.split("\n", 1) for part in said.split("== ")[1:])
+    yield place, {name: (int((place / f"{name}.code").read_text()), parts[name]) for name in names}
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_signal_to_the_whole_job_saves_stops_and_is_its_exit_code(
+    number: signal.Signals, endings: tuple[Path, dict[str, tuple[int, str]]]
+) -> None:
+    place, by_signal = endings
+    code, said = by_signal[number.name]
+    assert code == 128 + number, said
+    last = said.splitlines()[-1]
+    assert last == f"stopped at step {CheckpointStore(place / number.name).steps()[-1]}: {number.name} was received", (
+        said
+    )
+
+
+def test_a_launcher_that_was_killed_leaves_nothing(endings: tuple[Path, dict[str, tuple[int, str]]]) -> None:
+    place, _ = endings
+    assert not list((place / "tmp").iterdir())
+
+
+def test_what_launchers_left_that_were_killed_with_all_their_ranks_is_removed(tmp_path: Path) -> None:
+    hosts = {"dead": socket.gethostname(), "alive": socket.gethostname(), "of another host": "elsewhere"}
+    for name, host in hosts.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / launch._MARK).write_text(host)
+    (tmp_path / "no launcher's").mkdir()
+    with open(tmp_path / "alive" / launch._MARK) as mark:
+        assert locked_alone(mark.fileno())
+        launch._remove_abandoned(str(tmp_path))
+    assert {each.name for each in tmp_path.iterdir()} == {"alive", "of another host", "no launcher's"}
+
+
+def test_nohup_keeps_a_run_from_the_end_of_its_terminal() -> None:
+    assert set(launch.heeded_signals()) == set(launch.STOPPING)
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert set(launch.heeded_signals()) == set(launch.STOPPING) - {signal.SIGHUP}
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 LONG = {
@@ -110,3 +177,12 @@ def test_threads_are_what_the_user_sets_or_a_share_of_the_cores_that_are_ours(mo
     assert [launch.threads(ranks) for ranks in (1, 4, 99)] == [12, 3, 1]
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     assert launch.threads(4) == 2
+
+
+if __name__ == "__main__":
+    folder = Path(sys.argv[1])
+    for name in sys.argv[2:]:
+        print("==", name, flush=True)
+        code = main(["pretrain", *RUN, "--save", str(folder / name)])
+        (folder / f"{name}.code.tmp").write_text(str(code))
+        os.replace(folder / f"{name}.code.tmp", folder / f"{name}.code")

@@ -24,6 +24,7 @@ from mega.core.config.option import (
     ZERO_STAGE,
     Bench,
     OnResume,
+    Range,
     Section,
     option,
     weak,
@@ -841,12 +842,12 @@ class RuntimeConfig(Section):
     backend: Literal["auto", "gloo", "nccl"] = option(
         "auto", "how ranks communicate", megatron="--distributed-backend", bench="host"
     )
-    timeout_minutes: int = option(
+    timeout_minutes: float = option(
         10,
-        "give up on a rank that does not answer for so long",
+        "give up on ranks that do not come, or do not answer, for so long",
         megatron="--distributed-timeout-minutes",
         unit="minutes",
-        within=COUNT,
+        within=Range("greater than 0, at most 35,000", lambda value: 0 < value <= 35_000),
         bench="host",
     )
     seed: int = option(
@@ -884,5 +885,7 @@ class RuntimeConfig(Section):
         None, "stop after this long", megatron="--exit-duration-in-mins", unit="minutes", within=COUNT
     )
     exit_on_signal: bool = option(
-        True, "save and stop on Ctrl-C, SIGTERM or SIGUSR1", megatron={"--exit-signal-handler": True}
+        True,
+        "save and stop on Ctrl-C, SIGTERM, SIGUSR1 or SIGHUP, with exit code 128 + the signal's number",
+        megatron={"--exit-signal-handler": True},
     )

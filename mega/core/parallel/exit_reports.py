@@ -17,18 +17,18 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
-import socket
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
 
-from mega.core.config.world import MEETING_FILE, World, point_to_first_host, world_from_env
+from mega.core.config.world import MEETING_FILE, World, world_from_env
 
 GRACE = 2.0
 """Seconds in which ranks that meet the same fault are expected to report it."""
@@ -65,6 +65,8 @@ def report_of(error: BaseException) -> ExitReport:
     code = 2 if isinstance(error, ValueError) else 1
     if _debugging():
         return ExitReport(code, _trace(error), "trace")
+    if isinstance(error, UnicodeEncodeError) and not _is_text(error.object):
+        return ExitReport(code, f"{error.object}: is not a name in UTF-8, as is needed here; rename it")
     if isinstance(error, ValueError | OSError | FloatingPointError | MemoryError):
         text = str(error) or ("out of memory" if isinstance(error, MemoryError) else repr(error))
         return ExitReport(code, text, "consequence" if getattr(error, "elsewhere", False) else "line")
@@ -73,10 +75,33 @@ def report_of(error: BaseException) -> ExitReport:
         return ExitReport(
             code, f"{text}; mega memory-estimate shows what a run needs, and MEGA_DEBUG=1 shows where it was"
         )
+    if isinstance(error, RuntimeError) and (late := explain_timeout(error)):
+        return ExitReport(code, late, "consequence")
     if isinstance(error, RuntimeError) and any(sign in str(error) for sign in _PEER_IS_GONE):
         text = f"lost another rank, which has ended or cannot be reached: {error}".splitlines()[0]
         return ExitReport(code, text, "consequence")
     return ExitReport(code, _trace(error), "trace")
+
+
+_TIMED_OUT = re.compile(r"[Tt]imed? ?out")
+_EXPLANATIONS: list[Callable[[RuntimeError], str]] = []
+"""Of this process: who else of its group answers (roll_call.py), while it has one."""
+
+
+def explain_timeouts_by(function: Callable[[RuntimeError], str] | None) -> None:
+    """What tells why an exchange ran out of time; None where there is no group any more."""
+    _EXPLANATIONS[:] = [] if function is None else [function]
+
+
+def explain_timeout(error: RuntimeError) -> str | None:
+    """The line about an exchange of ranks that ran out of time; None where this error is another."""
+    if not _EXPLANATIONS or not _TIMED_OUT.search(str(error)):
+        return None
+    try:
+        return _EXPLANATIONS[0](error)
+    except Exception:  # of a store that has gone with rank 0 or its host
+        first = str(error).splitlines()[0]
+        return f"an exchange with other ranks ran out of time, and rank 0 or its store does not answer: {first}"
 
 
 def report_exit(report: ExitReport) -> int:
@@ -89,7 +114,7 @@ def report_exit(report: ExitReport) -> int:
         code = _report_in_time(report, world)
         if code is not None:
             return code
-    _write(format_exits({world.rank: report}, world.size))
+    write_error(format_exits({world.rank: report}, world.size))
     return report.code
 
 
@@ -110,7 +135,7 @@ def format_exits(by_rank: Mapping[int, ExitReport], world: int) -> str:
         ranks.setdefault(each, []).append(rank)
     lines = []
     for each, who in ranks.items():
-        name = "" if len(who) == world else _name(who) + ": "
+        name = "" if len(who) == world else name_ranks(who) + ": "
         if each.kind == "trace":
             lines += [f"mega: {name}", *each.text.splitlines()] if name else each.text.splitlines()
         else:
@@ -118,9 +143,9 @@ def format_exits(by_rank: Mapping[int, ExitReport], world: int) -> str:
     return "".join(f"{line.rstrip()}\n" for line in lines)
 
 
-def _name(ranks: list[int]) -> str:
+def name_ranks(ranks: Sequence[int]) -> str:
     """
-    >>> _name([3]), _name(list(range(1, 11)))
+    >>> name_ranks([3]), name_ranks(list(range(1, 11)))
     ('rank 3', 'ranks 1, 2, 3, 4, 5, 6, 7, 8 and 2 more')
     """
     rest = f" and {len(ranks) - _NAMED} more" if len(ranks) > _NAMED else ""
@@ -137,12 +162,14 @@ def _report_in_time(report: ExitReport, world: World) -> int | None:
 
     # On a thread of its own: a call to a store that does not answer observes neither the clock nor a signal.
     exchange = threading.Thread(target=meet, name="exit-reports", daemon=True)
-    before = signal.signal(signal.SIGTERM, lambda *_: stopped.set())
+    main = threading.current_thread() is threading.main_thread()  # which alone may heed signals
+    before = signal.signal(signal.SIGTERM, lambda *_: stopped.set()) if main else None
     try:
         exchange.start()
         exchange.join(LIMIT)
     finally:
-        signal.signal(signal.SIGTERM, before)
+        if main:
+            signal.signal(signal.SIGTERM, before)
     return codes[0] if codes else None
 
 
@@ -161,7 +188,7 @@ def _report_together(report: ExitReport, world: World, stopped: threading.Event)
         causes = [each for each in found.values() if each.kind != "consequence"]
         # 3
         if causes or not stopped.is_set():
-            _write(format_exits(found, world.size))
+            write_error(format_exits(found, world.size))
         verdict = {"code": causes[0].code if causes else report.code, "texts": [each.text for each in causes]}
         store.set("reported", json.dumps(verdict))
     else:
@@ -169,7 +196,7 @@ def _report_together(report: ExitReport, world: World, stopped: threading.Event)
     # 4
     verdict = json.loads(store.get("reported"))
     if report.kind != "consequence" and report.text not in verdict["texts"]:
-        _write(format_exits({world.rank: report}, world.size))
+        write_error(format_exits({world.rank: report}, world.size))
     store.add("left", 1)
     if _hosting(world):  # later ranks find no store once this rank is gone
         _wait(lambda: stopped.is_set() or store.add("left", 0) >= world.size, COMING)
@@ -178,28 +205,40 @@ def _report_together(report: ExitReport, world: World, stopped: threading.Event)
     return int(verdict["code"])
 
 
-def _write(text: str) -> None:
-    sys.stderr.write(text)
-    sys.stderr.flush()
+def _is_text(name: str) -> bool:
+    """Whether it has no bytes that the system could not decode; on stderr they are shown as escapes."""
+    return not any("\udc80" <= letter <= "\udcff" for letter in name)
+
+
+def write_error(text: str) -> None:
+    """Write on stderr, if that still takes anything."""
+    with contextlib.suppress(OSError, ValueError):
+        sys.stderr.write(printable(text, sys.stderr.encoding))
+        sys.stderr.flush()
+
+
+def printable(line: str, encoding: str | None) -> str:
+    """The line with escapes for what a stream cannot hold, such as a path that is not UTF-8.
+
+    >>> printable("runs/\\udcff", "utf-8")
+    'runs/\\\\udcff'
+    """
+    return line.encode(encoding or "utf-8", "backslashreplace").decode(encoding or "utf-8")
 
 
 def _store(world: World) -> Any:
     """The store of the process group; before there is one, that in which the ranks are about to meet."""
     import torch.distributed as dist
 
-    if MEETING_FILE in os.environ:
-        if dist.is_initialized():
-            return dist.distributed_c10d._get_default_store()
-        return dist.FileStore(os.environ[MEETING_FILE], world.size)
-    point_to_first_host(world)
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    from mega.core.parallel.rendezvous import open_store, reach
+
     if dist.is_initialized():
-        _reach(address, port, 0.0)
+        if MEETING_FILE not in os.environ:
+            reach(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), 0.0)
         return dist.distributed_c10d._get_default_store()
-    hosting = _hosting(world)
-    if not hosting:
-        _reach(address, port, COMING)
-    store = dist.TCPStore(address, port, None, hosting, timedelta(seconds=COMING), wait_for_workers=False)
+    store = open_store(world, time.monotonic() + COMING)
+    if MEETING_FILE in os.environ:
+        return store
     return dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
 
 
@@ -207,20 +246,9 @@ def _hosting(world: World) -> bool:
     """Whether the store of ranks that have not met yet is this rank's, and goes with it."""
     import torch.distributed as dist
 
-    elsewhere = MEETING_FILE in os.environ or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return world.rank == 0 and not elsewhere and not dist.is_initialized()
+    from mega.core.parallel.rendezvous import hosts_store
 
-
-def _reach(address: str, port: int, seconds: float) -> None:
-    """Wait until the store's host listens. Errors: OSError. Torch would report its own waiting, in frames of C++."""
-    deadline = time.monotonic() + seconds
-    while True:
-        try:
-            return socket.create_connection((address, port), GRACE).close()
-        except OSError:
-            if time.monotonic() > deadline:
-                raise
-        time.sleep(0.1)
+    return hosts_store(world) and not dist.is_initialized()
 
 
 def _wait(done: Callable[[], bool], seconds: float) -> bool:

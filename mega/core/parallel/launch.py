@@ -11,17 +11,23 @@ one. Ranks of one host meet in a file, not on a port, so nothing can be taken tw
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import glob
 import math
 import multiprocessing
 import multiprocessing.forkserver
+import multiprocessing.util
 import os
+import shutil
 import signal
+import socket
 import sys
 import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+import uuid
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -30,13 +36,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mega.core.config.world import MEETING_FILE, World, check_address, cores, point_to_first_host, world_from_env
+from mega.core.config.world import MEETING_FILE, World, cores, world_from_env
 from mega.core.device import Device
-from mega.core.parallel.exit_reports import report_exit, report_of
+from mega.core.files import locked_alone
+from mega.core.parallel.exit_reports import explain_timeouts_by, report_exit, report_of, write_error
 from mega.core.parallel.mesh import Groups
+from mega.core.parallel.rendezvous import meet
+from mega.core.parallel.roll_call import RollCall
 
-STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-"""What asks a run to stop: Ctrl-C, a scheduler, and SLURM's warning ahead of the end (--signal=USR1@120)."""
+STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+"""What asks a run to stop: Ctrl-C, a scheduler, SLURM's warning ahead of the end (--signal=USR1@120), and a terminal
+that was closed."""
+
+_MARK = "mega-launcher"
+"""In the folder of a process that launches ranks: its host's name, locked while it lives."""
+
+_OWNED: list[Any] = []
 
 SAME_SIGNAL_SECONDS = 2.0
 """A signal that comes again within this time is the same wish, by another way."""
@@ -44,37 +59,52 @@ SAME_SIGNAL_SECONDS = 2.0
 PATIENCE = 1.0
 """Seconds that the other ranks have to end by themselves when one has failed."""
 
+_CALLS: list[RollCall] = []
+"""What answers for this process, while it is in a process group."""
+
 _REPORTED = (1, 2)
 """Exit codes of ranks that have said why."""
+
+_UNKNOWN = 255
+"""Exit code of all ranks whose server has died: nobody learns their own any more."""
+
+_STOPPED = tuple(128 + number for number in STOPPING)
+"""Exit codes of ranks that have stopped together, as they were asked."""
+
+
+def heeded_signals() -> tuple[signal.Signals, ...]:
+    """Those of STOPPING that this process heeds: not SIGHUP where that is ignored, as `nohup` has it."""
+    return tuple(each for each in STOPPING if each != signal.SIGHUP or signal.getsignal(each) != signal.SIG_IGN)
 
 
 def connect(kind: str = "auto", backend: str = "auto", timeout_minutes: float = 10) -> tuple[World, Device, Groups]:
     """Join the process group as the rank that the environment names.
 
     A single rank has no group, and every axis has size 1. Errors: ValueError where the device is absent, the backend
-    is not for it, or the environment does not say where ranks meet.
+    is not for it, or the environment does not say where ranks meet; OSError, naming who is waited for, where not all
+    ranks come.
     """
-    world = world_from_env()
+    world, timeout = world_from_env(), timedelta(minutes=timeout_minutes)
     device = Device.choose(kind, world.local_rank, backend)
     if not device.is_cuda:
         torch.set_num_threads(threads(world.local_size))
     if world.size > 1 and not dist.is_initialized():
         if device.backend == "nccl" and not device.is_cuda:
             raise ValueError("--backend nccl: needs CUDA devices, and these ranks are on CPUs; valid: auto, gloo")
-        meeting = os.environ.get(MEETING_FILE)
-        point_to_first_host(world)
-        if meeting is None:
-            check_address(world)
         if world.local_size == world.size and device.backend == "gloo":
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
-        dist.init_process_group(
-            device.backend,
-            init_method=f"file://{meeting}" if meeting else "env://",
-            rank=world.rank,
-            world_size=world.size,
-            timeout=timedelta(minutes=timeout_minutes),
-        )
-    return world, device, Groups(device.backend)
+        store = meet(world, timeout_minutes)
+        dist.init_process_group(device.backend, store=store, rank=world.rank, world_size=world.size, timeout=timeout)
+        _answer_others(store, world, timeout_minutes)
+    return world, device, Groups(device.backend, timeout)
+
+
+def _answer_others(store: Any, world: World, minutes: float) -> None:
+    """Have a thread answer for this rank until `disconnect`, whatever its main thread waits for."""
+    own = store if MEETING_FILE in os.environ else store.clone()  # a call to a TCPStore waits for the one before it
+    call = RollCall(dist.PrefixStore("roll-call", own), world.rank, world.size, minutes).start()
+    explain_timeouts_by(call.explain)
+    _CALLS.append(call)
 
 
 def threads(ranks: int) -> int:
@@ -85,6 +115,9 @@ def threads(ranks: int) -> int:
 
 def disconnect() -> None:
     """Leave the process group, if there is one."""
+    while _CALLS:
+        _CALLS.pop().close()
+    explain_timeouts_by(None)
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -93,21 +126,23 @@ def launch(nproc: int, target: Callable[..., int | None], *args: Any) -> int:
     """Run `target(*args)` on `nproc` local ranks and return the job's exit code.
 
     `target` must be importable by name. The first rank that fails ends the others; the code is its code, 128 + signal
-    if it was killed. SIGINT, SIGTERM and SIGUSR1 reach every rank; a second SIGINT ends them all.
+    if it was killed. What asks a run to stop (STOPPING) reaches every rank; a second SIGINT ends them all.
     """
-    with tempfile.TemporaryDirectory(prefix="mega-") as directory:
-        ranks = [
-            _server().Process(
-                target=_rank, args=(_environment(rank, nproc, directory), target, args), name=f"rank {rank}"
-            )
-            for rank in range(nproc)
-        ]
-        for process in ranks:
-            process.start()
-        try:
-            return _supervise(ranks)
-        finally:
-            _end(ranks)
+    heeded, server, meeting = heeded_signals(), _server(), f"meeting-{uuid.uuid4().hex[:8]}"
+    folder = _folder()
+    ranks = [
+        server.Process(target=_rank, args=(_environment(rank, nproc, folder, meeting), heeded, target, args))
+        for rank in range(nproc)
+    ]
+    for rank, process in enumerate(ranks):
+        process.name = f"rank {rank}"
+        process.start()
+    try:
+        return _supervise(ranks)
+    finally:
+        _end(ranks)
+        with contextlib.suppress(OSError):
+            os.unlink(os.path.join(folder, meeting))
 
 
 class Pool:
@@ -204,14 +239,39 @@ def _server() -> Any:
     return context
 
 
-def _hear_signals() -> None:
-    """In a new rank: what its server ignores counts again."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    for number in (signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_DFL)
+def _folder() -> str:
+    """The folder in which this process's fork server listens and its ranks meet; it goes with the process.
+
+    Where a process was killed with all its ranks, the next one to come here, by a lock that died with it, tidies up.
+    """
+    folder = multiprocessing.util.get_temp_dir()
+    if not os.path.exists(mark := os.path.join(folder, _MARK)):
+        _remove_abandoned(os.path.dirname(folder))
+        owned = open(f"{mark}.tmp", "w")  # noqa: SIM115 - open, and locked, for as long as this process lives
+        locked_alone(owned.fileno())
+        owned.write(socket.gethostname())
+        owned.flush()
+        os.rename(owned.name, mark)
+        _OWNED.append(owned)
+    return folder
 
 
-def _environment(rank: int, size: int, directory: str, meeting: str = "meeting") -> dict[str, str]:
+def _remove_abandoned(place: str) -> None:
+    """Remove the folders of launchers of this host that have died. Nothing depends on it, so errors do not count."""
+    for mark in glob.glob(os.path.join(glob.escape(place), "*", _MARK)):
+        with contextlib.suppress(OSError, UnicodeDecodeError), open(mark) as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if file.read() == socket.gethostname():
+                shutil.rmtree(os.path.dirname(mark))
+
+
+def _hear_signals(heeded: Iterable[signal.Signals]) -> None:
+    """In a new rank: of what its server ignores, these count again."""
+    for number in heeded:
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+
+
+def _environment(rank: int, size: int, directory: str, meeting: str) -> dict[str, str]:
     return {
         "RANK": str(rank),
         "WORLD_SIZE": str(size),
@@ -221,8 +281,13 @@ def _environment(rank: int, size: int, directory: str, meeting: str = "meeting")
     }
 
 
-def _rank(environment: dict[str, str], target: Callable[..., int | None], args: tuple[Any, ...]) -> None:
-    _hear_signals()
+def _rank(
+    environment: dict[str, str],
+    heeded: Iterable[signal.Signals],
+    target: Callable[..., int | None],
+    args: tuple[Any, ...],
+) -> None:
+    _hear_signals(heeded)
     os.environ.update(environment)
     threading.Thread(target=_follow_parent, name="follow-parent", daemon=True).start()
     try:
@@ -231,24 +296,26 @@ def _rank(environment: dict[str, str], target: Callable[..., int | None], args: 
         code = 128 + signal.SIGINT
     except BaseException as error:
         code = report_exit(report_of(error))
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
     if code:
         os._exit(code)  # no waiting for peers that wait for us
     disconnect()
 
 
 def _follow_parent() -> None:
-    """End this rank when the process that launched it has died, however it died."""
+    """End this rank when the process that launched it has died, however it died, and tidy up in its place."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         wait([parent.sentinel])
+        shutil.rmtree(os.path.dirname(os.environ[MEETING_FILE]), ignore_errors=True)
         os._exit(1)
 
 
 def _pool_rank(pipe: Connection[Any, Any], size: int) -> None:
     """Answer jobs until the pipe closes; join a new process group whenever the job's world has changed."""
-    _hear_signals()
+    _hear_signals(STOPPING)
     joined, groups = "", Groups()
     while True:
         try:
@@ -275,7 +342,7 @@ def _supervise(ranks: list[BaseProcess]) -> int:
     peers, which it leaves in the middle of an exchange; then they have PATIENCE seconds to report errors of their own.
     """
     running = {process.sentinel: process for process in ranks}
-    failed, deadline = 0, math.inf
+    failed, stopped, deadline = 0, 0, math.inf
     reported: set[str] = set()
     with _passing_signals(ranks):
         while running and time.monotonic() < deadline:
@@ -284,12 +351,35 @@ def _supervise(ranks: list[BaseProcess]) -> int:
             for process in sorted(ended, key=lambda process: process.exitcode or 0):  # the killed ones first
                 code = process.exitcode or 0
                 # All may end by one signal.
+                if code == _UNKNOWN and (ending := _server_ending()) is not None:
+                    write_error(f"mega: {ending}\n")
+                    _kill(ranks)
+                    return 1
+                if code in _STOPPED:  # its peers stop likewise, at the same step
+                    stopped = code
+                    continue
                 if code and code not in _REPORTED and (ending := _ending(code)) not in reported:
-                    sys.stderr.write(f"mega: {process.name} {ending}\n")
+                    write_error(f"mega: {process.name} {ending}\n")
                     reported.add(ending)
                 if code and not failed:
                     failed, deadline = 128 - code if code < 0 else code, time.monotonic() + PATIENCE
-    return failed
+    return failed or stopped
+
+
+def _server_ending() -> str | None:
+    """How the fork server has ended; None while it lives, or where the system does not say."""
+    server = getattr(multiprocessing.forkserver, "_forkserver", None)
+    pid = getattr(server, "_forkserver_pid", None)
+    if pid is None or not hasattr(os, "waitid"):
+        return None
+    for _ in range(20):  # its end is seen by its pipes first
+        with contextlib.suppress(ChildProcessError):
+            ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)  # it stays for who started it
+            if ended is not None:
+                code = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+                return f"the process that ranks are forked from (pid {pid}) {_ending(code)}"
+        time.sleep(0.05)
+    return None
 
 
 def _ending(code: int) -> str:
@@ -325,7 +415,7 @@ def _passing_signals(ranks: list[BaseProcess]) -> Iterator[None]:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(process.pid, number)
 
-    before = {number: signal.signal(number, pass_on) for number in STOPPING}
+    before = {number: signal.signal(number, pass_on) for number in heeded_signals()}
     try:
         yield
     finally:
@@ -347,6 +437,13 @@ class RepeatedSignal:
         if self._first is None:
             self._first = now
         return number == signal.SIGINT and now > self._first + SAME_SIGNAL_SECONDS
+
+
+def _kill(ranks: list[BaseProcess]) -> None:
+    """End ranks of which multiprocessing knows nothing any more."""
+    for process in ranks:
+        with contextlib.suppress(OSError, TypeError):
+            os.kill(process.pid, signal.SIGKILL)  # type: ignore[arg-type]
 
 
 def _end(ranks: list[BaseProcess], patience: float = 5.0) -> None:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from math import prod
 
 import torch.distributed as dist
@@ -61,16 +62,18 @@ class Groups:
     Every rank of the world makes every group, its own or not, in the same order; a mesh does, since its order follows
     from its sizes and the model's inventory alone. (torch can make a group among its members only, but names it by how
     many groups each member has, which differs between first, middle and last stages.)
+    timeout: of every exchange; torch gives a new group a default of its own, not that of the first.
     """
 
     backend: str | None = None
+    timeout: timedelta | None = None
     made: dict[tuple[tuple[int, ...], str], dist.ProcessGroup] = field(default_factory=dict)
 
     def make(self, parts: Sequence[tuple[int, ...]], purpose: str = "", backend: str | None = None) -> None:
         """One group for each of `parts` that has several ranks and no group yet; on our backend or another."""
         for ranks in parts:
             if len(ranks) > 1 and (ranks, purpose) not in self.made:
-                self.made[ranks, purpose] = dist.new_group(list(ranks), backend=backend or self.backend)
+                self.made[ranks, purpose] = dist.new_group(list(ranks), self.timeout, backend or self.backend)
 
     def get(self, ranks: tuple[int, ...], purpose: str = "") -> dist.ProcessGroup | None:
         return self.made.get((ranks, purpose))

@@ -70,8 +70,12 @@ class Training:
     train: bool = True
     exit_interval: int | None = None
 
-    def play(self) -> None:
-        """Train to the last step, then validate and test; always close what reports."""
+    def play(self) -> int:
+        """Train to the last step, then validate and test; always close what reports.
+
+        The exit code: 0, or 128 + the signal that ended it early. Errors: what one rank could not go on with, when all
+        have saved.
+        """
         try:
             if self.train:
                 self._train()
@@ -85,6 +89,8 @@ class Training:
             self.stop.close()
             if self.meters is not None:
                 self.meters.close()
+        self.stop.raise_fault()
+        return self.stop.code
 
     def _train(self) -> None:
         """Every step and what is due after it, to the last or a request to stop; then a checkpoint of where we are."""
@@ -105,9 +111,18 @@ class Training:
                 break
         self._read(pending)
         if self.saver is not None:
-            self.saver.finish()
+            self._save_last(self.saver)
         if self.stop.requested:
             self.report(f"stopped at step {progress.step}: {self.stop.reason}")
+
+    def _save_last(self, saver: Saver) -> None:
+        """Errors: as `Saver.finish`, and what made the run stop before."""
+        try:
+            saver.finish()
+        except OSError as error:
+            if self.stop.fault is None:
+                raise
+            raise type(error)(f"{error}, after {self.stop.fault}") from None
 
     @property
     def _must_read(self) -> bool:

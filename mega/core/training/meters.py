@@ -11,19 +11,22 @@ import json
 import math
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from mega.core.config.sections import LogConfig
 from mega.core.files import whole_file
+from mega.core.training.output import complain, say
 
 
 class Meters:
     """Where one run reports; made on rank 0 only.
 
     start: the step it resumes from. steps: of the whole run. flops_per_token: of the model, forward and backward.
-    devices: how many share the work. peak: TFLOP/s of one device, or None where unknown.
+    devices: how many share the work. peak: TFLOP/s of one device, or None where unknown. fail: is given the error where
+    the file of metrics takes no more rows, so that the run can save before it ends; None raises it.
     """
 
     def __init__(
@@ -35,11 +38,12 @@ class Meters:
         flops_per_token: float,
         devices: int,
         peak: float | None,
+        fail: Callable[[OSError], None] | None = None,
     ):
         assert options.metrics is not None
         self.options, self.steps, self.devices = options, steps, devices
         self.flops_per_token, self.peak = flops_per_token, peak
-        self._rows = _open_rows(Path(options.metrics), start)
+        self._fail, self._rows = fail, _open_rows(Path(options.metrics), start)
         self._board = _board(options.tensorboard_dir, start)
         self._bar = _bar(start, steps) if options.progress and sys.stderr.isatty() else None
         self._steps = self._tokens = 0
@@ -56,10 +60,8 @@ class Meters:
         self._tokens += tokens
         self._seconds += row["seconds"]
         self._write({"step": step, **row})
-        if self._board is not None and step % self.options.tensorboard_interval == 0:
-            for name, value in row.items():
-                if isinstance(value, int | float):
-                    self._board.add_scalar(name.replace("_", "-"), value, step)
+        if step % self.options.tensorboard_interval == 0:
+            self._plot({name.replace("_", "-"): value for name, value in row.items()}, step)
         if self._bar is not None:
             self._bar[0].update(self._bar[1], completed=step, description=f"loss {row['loss']:.4f}")
         if step % self.options.log_interval == 0 or step == self.steps:
@@ -86,9 +88,7 @@ class Meters:
         perplexity = math.exp(min(loss, 20.0))
         kept = {"loss": loss, "perplexity": perplexity, **others}
         self._write({"step": step, **{f"{split}_{name}": value for name, value in kept.items()}})
-        if self._board is not None:
-            for name, value in {"loss": loss, **others}.items():
-                self._board.add_scalar(f"{name} {split}", value, step)
+        self._plot({f"{name} {split}": value for name, value in measured.items()}, step)
         more = "".join(f" | {name} {value:.6f}" for name, value in others.items())
         self.report(f"{split} at step {step} | loss {loss:.6f} | perplexity {perplexity:.3f}{more}")
 
@@ -97,18 +97,49 @@ class Meters:
         if self._bar is not None:
             self._bar[0].console.print(line, highlight=False, soft_wrap=True)
         else:
-            print(line, flush=True)
+            say(line)
 
     def close(self) -> None:
-        self._rows.close()
+        self._close_rows()
         if self._bar is not None:
             self._bar[0].stop()
         if self._board is not None:
-            self._board.close()
+            board, self._board = self._board, None
+            self._plotting(board.close)
 
     def _write(self, row: Mapping[str, Any]) -> None:
-        self._rows.write(json.dumps({name: _plain(value) for name, value in row.items()}) + "\n")
-        self._rows.flush()
+        if self._rows is None:
+            return
+        try:
+            self._rows.write(json.dumps({name: _plain(value) for name, value in row.items()}) + "\n")
+            self._rows.flush()
+        except OSError as error:
+            lost = OSError(f"--metrics {self.options.metrics}: {error.strerror or error}")
+            self._close_rows()
+            if self._fail is None:
+                raise lost from None
+            self._fail(lost)
+
+    def _close_rows(self) -> None:
+        rows, self._rows = self._rows, None
+        if rows is not None:
+            with contextlib.suppress(OSError):  # every row was flushed, or its error was reported
+                rows.close()
+
+    def _plot(self, values: Mapping[str, Any], step: int) -> None:
+        """Scalars for TensorBoard, where it is asked for."""
+        for name, value in values.items():
+            if self._board is not None and isinstance(value, int | float):
+                self._plotting(partial(self._board.add_scalar, name, value, step))
+
+    def _plotting(self, act: Callable[[], Any]) -> None:
+        """Without TensorBoard's files, whose numbers are in those of metrics too, a run goes on."""
+        try:
+            act()
+        except OSError as error:
+            self._board = None
+            problem = f"--tensorboard-dir {self.options.tensorboard_dir}: {error.strerror or error}"
+            complain(f"{problem}; the run goes on without it")
 
 
 def _extras(row: Mapping[str, Any]) -> str:

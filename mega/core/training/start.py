@@ -27,6 +27,7 @@ from mega.core.training.evaluation import Evaluation
 from mega.core.training.inputs import Inputs, ResolvedRun, open_inputs
 from mega.core.training.loop import RunLengths, Training
 from mega.core.training.meters import Meters
+from mega.core.training.output import say
 from mega.core.training.place import check_no_newer, lock
 from mega.core.training.resume import ResumePoint, differences, find_resume_point, restore, sidecar_files
 from mega.core.training.routines import routines
@@ -39,7 +40,8 @@ from mega.core.training.wire import build_mesh, build_state
 
 
 def pretrain(resolved: ResolvedRun) -> int:
-    """Train as one rank of the world that the environment describes; the exit code.
+    """Train as one rank of the world that the environment describes; the exit code: 0, or 128 + a signal that ended
+    the run early.
 
     Errors: ValueError for what the user can fix; FloatingPointError where the loss is NaN or infinite; RuntimeError for
     what else went wrong on the way.
@@ -49,9 +51,9 @@ def pretrain(resolved: ResolvedRun) -> int:
     if runtime.deterministic:
         device.deterministic()
     with contextlib.ExitStack() as held:
-        start(inputs, world.rank, world.size, device, groups, held).play()
+        code = start(inputs, world.rank, world.size, device, groups, held).play()
     disconnect()
-    return 0
+    return code
 
 
 def start(
@@ -76,7 +78,7 @@ def start(
         _check_length(run, inputs.datasets.train, state.progress, steps)
     task, schedules = pretraining(run, inputs.datasets, inputs.tokenizer, mesh), _schedules(run, point)
     stop = StopSignal(mesh.everyone, device.torch, on_signal=runtime.exit_on_signal, minutes=runtime.exit_minutes)
-    meters = _meters(run, state, steps) if rank == 0 else None
+    meters = _meters(run, state, steps, stop.fail) if rank == 0 else None
     report = meters.report if meters is not None else _reporter(rank)
     saver = _saver(inputs, state, schedules, point, report)
     evaluation = _evaluation(run, world, state, task, stop, meters, report)
@@ -178,7 +180,7 @@ def _lengths(run: RunConfig, world: int, steps: int) -> RunLengths:
     return RunLengths(steps, run.batch.seq_length, batch_at, partial(microbatches, run, world))
 
 
-def _meters(run: RunConfig, state: TrainState, steps: int) -> Meters:
+def _meters(run: RunConfig, state: TrainState, steps: int, fail: Callable[[OSError], None]) -> Meters:
     """Made when nothing can refuse the run any more: it cuts the file of metrics."""
     assert run.batch.seq_length is not None
     return Meters(
@@ -188,12 +190,13 @@ def _meters(run: RunConfig, state: TrainState, steps: int) -> Meters:
         flops_per_token=model_flops_per_token(run.model, run.batch.seq_length),
         devices=state.mesh.world,
         peak=state.device.peak_tflops,
+        fail=fail,
     )
 
 
 def _reporter(rank: int) -> Callable[[str], None]:
     """Prints a line, on rank 0 only."""
-    return partial(print, flush=True) if rank == 0 else lambda line: None
+    return say if rank == 0 else lambda line: None
 
 
 def _introduce(

@@ -1,4 +1,5 @@
-"""Requests to stop early: a signal, or the time is up. One rank's request becomes everyone's at the same moment.
+"""Requests to stop early: a signal, the time is up, a fault that does not touch the state of the run. One rank's
+request becomes everyone's at the same moment, and every rank then knows with which code to end.
 
     flag = stop.poll()     every rank contributes whether it was asked; the flags are reduced while the next work runs
     flag.read()            every rank learns, at the same place of its program, whether any was
@@ -18,8 +19,17 @@ import torch
 
 from mega.core.device import Reading
 from mega.core.parallel.collectives import all_reduce
-from mega.core.parallel.launch import STOPPING, RepeatedSignal
+from mega.core.parallel.launch import RepeatedSignal, heeded_signals
 from mega.core.parallel.mesh import Axis
+
+_TIME_IS_UP, _SIGNAL, _FAULT = 1, 128, 512
+"""What a rank asks for, as a number; a signal's is added. The largest of all ranks counts."""
+
+
+class StoppedByFault(OSError):
+    """On the ranks that have no fault of their own."""
+
+    elsewhere = True
 
 
 class StopSignal:
@@ -29,23 +39,49 @@ class StopSignal:
     """
 
     def __init__(self, everyone: Axis, device: torch.device, *, on_signal: bool, minutes: int | None):
-        self.reason = "another rank was asked to stop"
+        self.reason = ""
         self.requested = False
         """All ranks know that the run is to stop."""
+        self.code = 0
+        """The exit code of a run that was asked to stop: 128 + the signal; 0 where the time is up."""
+        self.fault: Exception | None = None
         self._everyone, self._device = everyone, device
-        self._wanted = False
+        self._wish = 0
         self._signals = RepeatedSignal()
         self._deadline = time.monotonic() + 60 * minutes if minutes else math.inf
         self._before: dict[int, Any] = {}
         if on_signal and threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._note) for number in STOPPING}
+            self._before = {number: signal.signal(number, self._note) for number in heeded_signals()}
 
     def poll(self) -> StopFlag:
         """Ask all ranks whether one of them was asked to stop; every rank does so at the same place."""
-        if not self._wanted and time.monotonic() > self._deadline:
-            self.reason, self._wanted = "--exit-minutes are over", True
-        flag = torch.full((), float(self._wanted), device=self._device)  # filled, not copied: a GPU's host would wait
+        if not self._wish and time.monotonic() > self._deadline:
+            self._wish = _TIME_IS_UP
+        flag = torch.full((), float(self._wish), device=self._device)  # filled, not copied: a GPU's host would wait
         return StopFlag(self, flag, all_reduce(flag, self._everyone, "max", wait=False))
+
+    def fail(self, fault: Exception) -> None:
+        """Have all ranks stop and save, since this one cannot go on; `raise_fault` ends it."""
+        self.fault = self.fault or fault
+        self._wish = _FAULT
+
+    def raise_fault(self) -> None:
+        """Raise what this rank could not go on with, or that another rank could not."""
+        if self.fault is not None:
+            raise self.fault
+        if self.code == 1:
+            raise StoppedByFault("another rank could not go on")
+
+    def heed(self, wish: int) -> None:
+        """All ranks have learned of a wish; 0 is none."""
+        if not wish:
+            return
+        self.requested = True
+        self.code, self.reason = 0, "--exit-minutes are over"
+        if wish == _FAULT:
+            self.code, self.reason = 1, str(self.fault or "another rank cannot go on")
+        elif wish > _SIGNAL:
+            self.code, self.reason = wish, f"{signal.Signals(wish - _SIGNAL).name} was received"
 
     def close(self) -> None:
         """Signals mean again what they meant before."""
@@ -55,11 +91,10 @@ class StopSignal:
     def _note(self, number: int, _: Any) -> None:
         if self._signals.repeats(number):
             self._before.clear()  # and deaf from now on: a third one would only break the way out
-            for other in STOPPING:
+            for other in heeded_signals():
                 signal.signal(other, signal.SIG_IGN)
             raise KeyboardInterrupt
-        self._wanted = True
-        self.reason = f"{signal.Signals(number).name} was received"
+        self._wish = max(self._wish, _SIGNAL + number)
 
 
 class StopFlag:
@@ -72,8 +107,7 @@ class StopFlag:
     def read(self) -> None:
         """Wait for the others; if any rank was asked to stop, `requested` becomes true on all."""
         reading = self._reading or self._read()
-        if any(reading.numbers().values()):
-            self._stop.requested = True
+        self._stop.heed(int(max(reading.numbers().values())))
 
     def _read(self) -> Reading:
         self._work.wait()

@@ -1,0 +1,233 @@
+"""Where ranks meet: the store that they share, and how they see that all of them have come.
+
+    1 a store                     a file, for ranks of `launch`; the agent's, under torchrun; else one that rank 0 hosts
+    2 every rank enters           its world's size, and a token that no process had before
+    3 rank 0 lists the tokens     again whenever one changes: a store may hold those of an attempt that was killed
+    4 every rank that is listed   acknowledges the list, so it lives
+    5 rank 0 opens the meeting    or says why not; so does any rank whose patience ends. The first word counts for all
+
+All that follows lies under a name of this very meeting, so nothing of another one in the same store is met. No rank
+waits longer than --timeout-minutes, and each then reports the same line: who waits for whom. No process groups here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from mega.core.config.world import MEETING_FILE, World, check_address, point_to_first_host
+from mega.core.parallel.exit_reports import name_ranks
+
+HANDSHAKE = 15.0
+"""Seconds in which a store answers, once something listens at its address. A thread of its own answers."""
+
+_POLL = (0.01, 0.3)
+"""Seconds between two looks, at first and at last."""
+
+
+_HOSTED: list[Any] = []
+"""Stores of this process; others may read them until it ends."""
+
+
+_UNREACHABLE: list[OSError] = []
+"""Why this process has no store: it does not wait for it again when it ends."""
+
+
+class StoreLost(ConnectionError):
+    """The store went while ranks were meeting in it."""
+
+    elsewhere = True
+
+
+def meet(world: World, minutes: float) -> Any:
+    """A store that the ranks of this attempt share and no others, when all have come.
+
+    Errors: ValueError where ranks contradict each other; TimeoutError, naming who is waited for; OSError.
+    """
+    deadline = time.monotonic() + 60 * minutes
+    store = dist.PrefixStore("meeting", open_store(world, deadline, minutes))
+    try:
+        return _meet(store, world, minutes, deadline)
+    except RuntimeError as error:
+        reason = (str(error).splitlines() or [""])[0]
+        raise StoreLost(f"rank 0 or its host ended before all ranks had come: {reason}") from None
+
+
+def _meet(store: Any, world: World, minutes: float, deadline: float) -> Any:
+    token, pause = uuid.uuid4().hex, _POLL[0]
+    # 2
+    store.set(f"enter/{world.rank}", json.dumps([token, world.size]))
+    host = _Host(store, world) if world.rank == 0 else None
+    listed: dict[str, Any] = {}
+    while True:
+        # 3
+        if host is not None:
+            host.look()
+        seen = _read(store, "list")
+        if seen and seen["tokens"].get(str(world.rank)) == token and seen != listed:
+            # 4
+            listed = seen
+            store.set(f"here/{listed['name']}/{world.rank}", token)
+        if _read(store, f"enter/{world.rank}")[0] != token:
+            raise ValueError(f"RANK {world.rank}: another process has come as this rank; each needs its own number")
+        # 5
+        if listed and (word := _read(store, f"word/{listed['name']}")) is not None:
+            break
+        if time.monotonic() > deadline:
+            problem = _missing(store, world, listed, minutes)
+            if not listed:
+                raise TimeoutError(problem)
+            store.compare_set(f"word/{listed['name']}", "", json.dumps({"late": problem}))
+        time.sleep(pause)
+        pause = min(2 * pause, _POLL[1])
+    if "late" in word:
+        raise TimeoutError(word["late"])
+    if "wrong" in word:
+        raise ValueError(word["wrong"])
+    return dist.PrefixStore(listed["name"], store)
+
+
+class _Host:
+    """Rank 0's part: phases 3 and 5."""
+
+    def __init__(self, store: Any, world: World):
+        self._store, self._world, self._name = store, world, uuid.uuid4().hex
+        self._entries: dict[int, list[Any]] = {}
+
+    def look(self) -> None:
+        """List who has come since; when all that are listed have answered, open the meeting."""
+        store, world, name = self._store, self._world, self._name
+        entries = {rank: entry for rank in range(world.size) if (entry := _read(store, f"enter/{rank}")) is not None}
+        if entries != self._entries:
+            self._entries = entries
+            store.set("list", json.dumps({"name": name, "tokens": {rank: entry[0] for rank, entry in entries.items()}}))
+        here = [rank for rank, entry in entries.items() if _text(store, f"here/{name}/{rank}") == entry[0]]
+        other = [rank for rank in here if entries[rank][1] != world.size]
+        if other:
+            size = entries[other[0]][1]
+            wrong = f"WORLD_SIZE is {size} for {name_ranks(other)} and {world.size} for rank 0; must be the same"
+            store.compare_set(f"word/{name}", "", json.dumps({"wrong": wrong}))
+        elif len(here) == world.size:
+            store.compare_set(f"word/{name}", "", "{}")
+
+
+def open_store(world: World, deadline: float, minutes: float | None = None) -> Any:
+    """The store that the launcher or rank 0 hosts. minutes: of patience, for what is said when `deadline` is over.
+
+    Errors: ValueError or OSError, naming the address.
+    """
+    if MEETING_FILE in os.environ:
+        return dist.FileStore(os.environ[MEETING_FILE], world.size)
+    point_to_first_host(world)
+    check_address(world)
+    address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+    hosting = hosts_store(world)
+    if _UNREACHABLE:
+        raise _UNREACHABLE[0]
+    try:
+        if not hosting:
+            reach(address, int(port), deadline, minutes)
+        return _connect("127.0.0.1" if hosting else address, int(port), hosting, deadline)
+    except OSError as error:
+        _UNREACHABLE.append(error)
+        raise
+
+
+def hosts_store(world: World) -> bool:
+    """Whether the ranks meet at this one, so that their store goes with it."""
+    elsewhere = MEETING_FILE in os.environ or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return world.rank == 0 and not elsewhere
+
+
+def _connect(address: str, port: int, hosting: bool, deadline: float) -> Any:
+    """A store; torch waits without end for the answer of a listener that is none, so it does on a thread."""
+    patience = min(HANDSHAKE, max(1.0, deadline - time.monotonic()))
+    made: queue.Queue[Any] = queue.Queue()
+
+    def connect() -> None:
+        seconds = timedelta(seconds=patience)
+        try:
+            made.put(dist.TCPStore(address, port, None, hosting, seconds, wait_for_workers=False, multi_tenant=True))
+        except Exception as error:
+            made.put(error)
+
+    threading.Thread(target=connect, name="connect-store", daemon=True).start()
+    try:
+        store = made.get(timeout=patience)
+    except queue.Empty:
+        store = TimeoutError()
+    if not isinstance(store, Exception):
+        if hosting:
+            _HOSTED.append(store)
+        return store
+    if hosting and "EADDRINUSE" in str(store):
+        raise OSError(
+            f"MASTER_PORT {port}: another process of this host listens there, so ranks cannot meet; name a free port"
+        ) from None
+    raise OSError(
+        f"MASTER_ADDR {address}, MASTER_PORT {port}: what listens there is not rank 0 of this run; has another program "
+        f"taken the port? ({str(store).splitlines()[0] if str(store) else f'no answer within {patience:.0f} s'})"
+    ) from None
+
+
+def reach(address: str, port: int, deadline: float, minutes: float | None = None) -> None:
+    """Wait until the store's host listens. Errors: TimeoutError. Torch would report its own waiting, in C++ frames."""
+    while True:
+        try:
+            return socket.create_connection((address, port), 2.0).close()
+        except (OSError, UnicodeError) as error:  # a name that no resolver takes is the latter
+            if time.monotonic() > deadline:
+                how_long = f" {duration(minutes)} (--timeout-minutes)" if minutes else ""
+                raise TimeoutError(
+                    f"waited{how_long} for rank 0 at MASTER_ADDR {address}, MASTER_PORT {port}, where nothing answers "
+                    f"({getattr(error, 'strerror', None) or error})"
+                ) from None
+        time.sleep(0.1)
+
+
+def _missing(store: Any, world: World, listed: Mapping[str, Any], minutes: float) -> str:
+    """For whom a rank waits whose patience is over."""
+    missing = [0]  # who lists everyone that comes
+    if listed:
+        name, tokens = listed["name"], listed["tokens"]
+        there = [rank for rank in map(int, tokens) if _text(store, f"here/{name}/{rank}") == tokens[str(rank)]]
+        missing = sorted(set(range(world.size)) - set(there))
+    where = "" if MEETING_FILE in os.environ else f" at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    return (
+        f"waited {duration(minutes)} (--timeout-minutes){where} for {name_ranks(missing)} of {world.size}, "
+        f"{'which' if len(missing) == 1 else 'none of which'} {'did not come' if len(missing) == 1 else 'came'}; see "
+        "that every rank is started, with the same WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
+    )
+
+
+def duration(minutes: float) -> str:
+    """
+    >>> duration(10), duration(1), duration(0.05)
+    ('10 minutes', '1 minute', '3 seconds')
+    """
+    if minutes < 1:
+        return f"{60 * minutes:.3g} seconds"
+    return f"{minutes:g} minute{'s' if minutes > 1 else ''}"
+
+
+def _read(store: Any, key: str) -> Any:
+    """What a rank wrote under `key`, or None; a half of it is never seen."""
+    text = _text(store, key)
+    with contextlib.suppress(ValueError, TypeError):
+        return json.loads(text)  # type: ignore[arg-type]
+    return None
+
+
+def _text(store: Any, key: str) -> str | None:
+    return store.get(key).decode() if store.check([key]) else None

@@ -1,0 +1,149 @@
+"""Which rank the others wait for: every rank has a thread that answers a question put into their store.
+
+    1 a rank suspects            its main thread has stood at one place for nearly --timeout-minutes, or an exchange has
+                                 run out of time
+    2 it asks                    every rank that lives answers with the place at which its main thread stands
+    3 a rank that is silent      was stopped, or cannot be reached: who asked ends the run and names it, in time
+
+Where all answer, a step may simply be long; the exchange's own time-out then ends it, and says where each rank stood.
+It knows no collectives and no training.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import mega
+from mega.core.parallel.exit_reports import ExitReport, name_ranks, report_exit
+from mega.core.parallel.rendezvous import duration
+
+LOOK = 0.5
+"""Seconds between two looks of a rank; a large world takes longer, for its store's sake, a short time-out less."""
+
+ANSWER = 20.0
+"""Seconds in which a rank that lives answers, on the busiest machine; at most a third of the time-out."""
+
+_SOURCE = Path(mega.__file__).parent.parent
+
+
+class RollCall:
+    """One rank's part, from `start` to `close`. store: one that no other thread waits in."""
+
+    def __init__(self, store: Any, rank: int, world: int, minutes: float):
+        self.minutes = minutes
+        self._store, self._rank, self._world = store, rank, world
+        self._main = threading.main_thread().ident
+        self._answer_seconds = min(ANSWER, 20 * minutes)
+        self._look = max(min(LOOK, minutes), world / 500)
+        self._answered = 0
+        self._failed_at: str | None = None
+        self._closed = threading.Event()
+
+    def start(self) -> RollCall:
+        threading.Thread(target=self._watch, name="roll-call", daemon=True).start()
+        return self
+
+    def close(self) -> None:
+        self._closed.set()
+
+    def explain(self, error: BaseException) -> str:
+        """Why an exchange has run out of time; where this rank stood is in its error."""
+        frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+        self._failed_at = next(filter(None, map(_own_place, reversed(frames))), None)
+        places = self._ask()
+        silent = sorted(set(range(self._world)) - set(places))
+        return silence(silent, self.minutes) if silent else standstill(places, self.minutes)
+
+    def _ask(self) -> dict[int, str]:
+        """Rank -> where its main thread stands, of those that answer in time."""
+        number = self._store.add("asked", 1)
+        self._store.set(f"question/{number}", "")
+        deadline, found = time.monotonic() + self._answer_seconds, {self._rank: self._place()}
+        while len(found) < self._world and time.monotonic() < deadline:
+            for rank in set(range(self._world)) - set(found):
+                key = f"answer/{number}/{rank}"
+                if self._store.check([key]):
+                    found[rank] = self._store.get(key).decode()
+            time.sleep(0.1)
+        return found
+
+    def _watch(self) -> None:
+        """Answer; suspect."""
+        patience = 60 * self.minutes - 1.5 * self._answer_seconds
+        stood, since = None, time.monotonic()
+        while not self._closed.wait(self._look):
+            try:
+                self._answer()
+                now = self._standing()
+                if now != stood:
+                    stood, since = now, time.monotonic()
+                elif time.monotonic() > since + patience:
+                    since = time.monotonic()
+                    self._suspect()
+            except Exception:
+                return  # the store has gone; its host's end ends the others too
+
+    def _answer(self) -> None:
+        while self._store.check([f"question/{self._answered + 1}"]):
+            self._answered += 1
+            self._store.set(f"answer/{self._answered}/{self._rank}", self._place())
+
+    def _suspect(self) -> None:
+        silent = sorted(set(range(self._world)) - set(self._ask()))
+        if silent and not self._closed.is_set():
+            os._exit(report_exit(ExitReport(1, silence(silent, self.minutes))))
+
+    def _standing(self) -> tuple[int, int] | None:
+        """A value that changes when the main thread moves."""
+        frame = sys._current_frames().get(self._main or 0)
+        return None if frame is None else (id(frame), frame.f_lasti)
+
+    def _place(self) -> str:
+        """The innermost place of ours at which the main thread stands, or stood when its exchange failed."""
+        frame = sys._current_frames().get(self._main or 0)
+        while self._failed_at is None and frame is not None:
+            if (place := _own_place(frame)) is not None:
+                return place
+            frame = frame.f_back
+        return self._failed_at or "elsewhere"
+
+
+def _own_place(frame: FrameType) -> str | None:
+    """Such as `mega/core/data/batches.py:80 (take)`; None outside of our source."""
+    path = Path(frame.f_code.co_filename)
+    if not path.is_relative_to(_SOURCE / "mega"):
+        return None
+    return f"{path.relative_to(_SOURCE)}:{frame.f_lineno} ({frame.f_code.co_name})"
+
+
+def silence(silent: list[int], minutes: float) -> str:
+    """The line about ranks that do not answer.
+
+    >>> silence([1], 10)
+    'rank 1 has not answered for 10 minutes (--timeout-minutes): it is stopped, or its host cannot be reached'
+    """
+    have, why = "have", "they are stopped, or their hosts cannot be reached"
+    if len(silent) == 1:
+        have, why = "has", "it is stopped, or its host cannot be reached"
+    return f"{name_ranks(silent)} {have} not answered for {duration(minutes)} (--timeout-minutes): {why}"
+
+
+def standstill(places: Mapping[int, str], minutes: float) -> str:
+    """The line about an exchange that has run out of time while every rank answers.
+
+    >>> standstill({0: "a.py:1 (f)", 1: "b.py:2 (g)"}, 1)
+    'an exchange of ranks has not ended within 1 minute (--timeout-minutes): rank 0 at a.py:1 (f), rank 1 at b.py:2 (g)'
+    """
+    ranks: dict[str, list[int]] = {}
+    for rank, place in sorted(places.items()):
+        ranks.setdefault(place, []).append(rank)
+    where = ", ".join(f"{name_ranks(who)} at {place}" for place, who in ranks.items())
+    return f"an exchange of ranks has not ended within {duration(minutes)} (--timeout-minutes): {where}"

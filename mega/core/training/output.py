@@ -1,0 +1,36 @@
+"""Lines on stdout, which may break: a pipe whose reader has left, a terminal that was closed, a full disk.
+
+A run that trains goes on without it. Nothing here knows what the lines say.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from mega.core.parallel.exit_reports import printable, write_error
+
+
+def say(line: str) -> None:
+    """Print a line on stdout. Where that fails, say so on stderr, once, and leave stdout alone from then on."""
+    try:
+        print(printable(line, sys.stdout.encoding), flush=True)
+    except (OSError, ValueError) as error:  # the latter of a stream that is closed
+        _leave_stdout()
+        complain(f"stdout: {getattr(error, 'strerror', None) or error}; the run goes on without it")
+
+
+def complain(line: str) -> None:
+    """A line on stderr, if that still takes one."""
+    write_error(f"mega: {line}\n")
+
+
+def _leave_stdout() -> None:
+    """What is still buffered, and all that follows, goes nowhere; Python's own last flush succeeds."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, sys.stdout.fileno())
+    except (OSError, ValueError):
+        sys.stdout = os.fdopen(os.dup(nowhere), "w")
+    finally:
+        os.close(nowhere)

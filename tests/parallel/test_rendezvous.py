@@ -1,0 +1,141 @@
+"""Ranks that cannot meet end in time, and say who waits for whom. Threads play the ranks, which share only a store."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from mega.core.config.world import MEETING_FILE, World
+from mega.core.parallel import exit_reports, rendezvous, roll_call
+from mega.core.parallel.exit_reports import report_of
+from mega.core.parallel.rendezvous import meet
+
+SHORT = 0.02
+"""Minutes of patience, where it is to end."""
+
+
+@pytest.fixture
+def port(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    """A free port, to which the launcher's variables point."""
+    for name in (MEETING_FILE, "TORCHELASTIC_USE_AGENT_STORE"):
+        monkeypatch.delenv(name, raising=False)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        number = int(free.getsockname()[1])
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(number))
+    yield number
+    rendezvous._HOSTED.clear()
+    rendezvous._UNREACHABLE.clear()
+
+
+def _come(*ranks: tuple[int, int], minutes: float = SHORT) -> list[str]:
+    """What each of some (rank, world size) says; "met" where it goes on."""
+
+    def come(one: tuple[int, int]) -> str:
+        rank, size = one
+        try:
+            meet(World(rank, size, rank, size, "torchrun"), minutes)
+        except Exception as error:
+            return report_of(error).text
+        return "met"
+
+    with ThreadPoolExecutor(len(ranks)) as threads:
+        return list(threads.map(come, ranks))
+
+
+def test_all_meet(port: int) -> None:
+    assert _come((0, 3), (1, 3), (2, 3), minutes=1) == ["met"] * 3
+
+
+def test_missing_ranks_are_named_by_all_that_wait(port: int) -> None:
+    first, second = _come((0, 4), (2, 4))
+    assert first == second
+    assert first.startswith(f"waited 1.2 seconds (--timeout-minutes) at 127.0.0.1:{port} for ranks 1, 3 of 4, none of")
+
+
+def test_ranks_of_worlds_of_different_sizes_do_not_wait(port: int) -> None:
+    assert set(_come((0, 2), (1, 3), minutes=1)) == {"WORLD_SIZE is 3 for rank 1 and 2 for rank 0; must be the same"}
+
+
+def test_a_rank_that_comes_twice_is_refused(port: int) -> None:
+    said = _come((0, 3), (1, 3), (1, 3))
+    assert "RANK 1: another process has come as this rank; each needs its own number" in said[1:]
+
+
+def test_nobody_at_the_address(port: int) -> None:
+    (line,) = _come((1, 2))
+    where = f"MASTER_ADDR 127.0.0.1, MASTER_PORT {port}"
+    assert line.startswith(f"waited 1.2 seconds (--timeout-minutes) for rank 0 at {where}, where nothing answers (")
+    with pytest.raises(OSError, match="waited"):  # for its exit report it does not wait again
+        exit_reports._store(World(1, 2, 1, 2, "torchrun"))
+
+
+def test_another_program_has_the_port(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch would wait for its answer without end."""
+    with socket.create_server(("", port)):
+        first = _come((0, 2))
+        rendezvous._UNREACHABLE.clear()
+        second = _come((1, 2))
+    assert first == [
+        f"MASTER_PORT {port}: another process of this host listens there, so ranks cannot meet; name a free port"
+    ]
+    assert second[0].startswith(
+        f"MASTER_ADDR 127.0.0.1, MASTER_PORT {port}: what listens there is not rank 0 of this run"
+    )
+
+
+@pytest.mark.parametrize(("name", "value"), [("MASTER_PORT", ""), ("MASTER_PORT", "99999"), ("MASTER_ADDR", "")])
+def test_an_address_that_is_none(name: str, value: str, port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, value)
+    (line,) = _come((1, 2))
+    assert f"{name} {value!r}" in line and "must be the host of rank 0 and a free port of it" in line
+
+
+def test_what_a_killed_attempt_left_in_the_agents_store_is_passed_over(
+    port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`torchrun --max-restarts` keeps its store: the addresses in it are those of processes that are gone."""
+    agent = dist.TCPStore("127.0.0.1", port, None, True, wait_for_workers=False)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    for _ in range(3):
+        stores: list[Any] = [None, None]
+
+        def come(rank: int, stores: list[Any] = stores) -> None:
+            stores[rank] = meet(World(rank, 2, rank, 2, "torchrun"), 1)
+
+        with ThreadPoolExecutor(2) as threads:
+            list(threads.map(come, range(2)))
+        assert not stores[0].check(["address of rank 1"])
+        stores[1].set("address of rank 1", "gone")
+        stores[0].wait(["address of rank 1"], timedelta(seconds=60))
+    assert agent.num_keys()
+
+
+def test_a_rank_answers_while_its_main_thread_waits() -> None:
+    """And the one that does not is found, within the time-out; where all do, their places are read."""
+    store = dist.HashStore()
+    calls = [roll_call.RollCall(store, rank, 2, 0.02) for rank in range(2)]
+    assert calls[0].explain(RuntimeError()).startswith("rank 1 has not answered for 1.2 seconds")
+    calls[1].start()
+    told = calls[0].explain(RuntimeError())
+    calls[1].close()
+    assert told.startswith("an exchange of ranks has not ended within 1.2 seconds (--timeout-minutes): rank 0 at mega/")
+    assert ", rank 1 at mega/core/parallel/roll_call.py:" in told
+
+
+def test_only_time_outs_are_explained() -> None:
+    late = RuntimeError("[unbound_buffer.cc:81] Timed out waiting 1000ms for recv operation to complete")
+    exit_reports.explain_timeouts_by(lambda error: "rank 3 is silent")
+    try:
+        assert report_of(late) == exit_reports.ExitReport(1, "rank 3 is silent", "consequence")
+        assert report_of(RuntimeError("other")).kind == "trace"
+    finally:
+        exit_reports.explain_timeouts_by(None)
+    assert report_of(late).kind == "trace"
