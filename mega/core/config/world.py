@@ -7,7 +7,7 @@ start more of its own with `--nproc`.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -87,6 +87,20 @@ def cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+_NAMED = 8
+"""Ranks that a line names before it counts the rest."""
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """How a line names some ranks.
+
+    >>> name_ranks([3]), name_ranks(range(1, 11))
+    ('rank 3', 'ranks 1, 2, 3, 4, 5, 6, 7, 8 and 2 more')
+    """
+    rest = f" and {len(ranks) - _NAMED} more" if len(ranks) > _NAMED else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:_NAMED]))}{rest}"
 
 
 def _first_host(environ: Mapping[str, str]) -> str:

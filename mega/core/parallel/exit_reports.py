@@ -28,7 +28,7 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
 
-from mega.core.config.world import MEETING_FILE, World, is_first_rank, point_to_first_host, world_from_env
+from mega.core.config.world import MEETING_FILE, World, is_first_rank, name_ranks, point_to_first_host, world_from_env
 
 GRACE = 2.0
 """Seconds in which ranks that meet the same fault are expected to report it."""
@@ -43,8 +43,6 @@ _PEER_IS_GONE = (
     *("Connection closed by peer", "Connection reset by peer", "Broken pipe", "ncclRemoteError"),
     "Connection was likely closed",  # of the store, which went with its host
 )
-_NAMED = 8
-"""Ranks that a line names before it counts the rest."""
 
 
 @dataclass(frozen=True)
@@ -112,21 +110,12 @@ def format_exits(by_rank: Mapping[int, ExitReport], world: int) -> str:
         ranks.setdefault(each, []).append(rank)
     lines = []
     for each, who in ranks.items():
-        name = "" if len(who) == world else _name(who) + ": "
+        name = "" if len(who) == world else name_ranks(who) + ": "
         if each.kind == "trace":
             lines += [f"mega: {name}", *each.text.splitlines()] if name else each.text.splitlines()
         else:
             lines += [f"mega: {name}{line}" for line in each.text.splitlines()]
     return "".join(f"{line.rstrip()}\n" for line in lines)
-
-
-def _name(ranks: list[int]) -> str:
-    """
-    >>> _name([3]), _name(list(range(1, 11)))
-    ('rank 3', 'ranks 1, 2, 3, 4, 5, 6, 7, 8 and 2 more')
-    """
-    rest = f" and {len(ranks) - _NAMED} more" if len(ranks) > _NAMED else ""
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:_NAMED]))}{rest}"
 
 
 def _report_in_time(report: ExitReport, world: World) -> int | None:
