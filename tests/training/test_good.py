@@ -237,4 +237,5 @@ def test_retention_leaves_the_newest_good_one(tmp_path: Path) -> None:
     record.store.set_verdicts(verdicts)
     assert retain(record.store, keep_last=2, spared=frozenset({6})).removed == [1, 2, 3, 4, 7]
     assert record.store.steps() == [5, 6, 8, 9]
+    record.store.set_verdicts({**verdicts, 9: StepVerdict("of the one that was replaced", "good")})
     assert retain(record.store, keep_last=1).removed == [6, 8] and record.store.steps() == [5, 9]

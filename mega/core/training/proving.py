@@ -85,6 +85,7 @@ class Proving:
         """A save of this moment begins."""
         reason = f"it was saved while {self._blown_up}" if self._blown_up else ""
         self._trials[step] = Trial(self._sound, reason=reason)
+        self._known.pop(step, None)  # it was of the checkpoint that is replaced
 
     def published(self, step: int) -> None:
         """The save of `step` is published; a step that has gone meanwhile is on trial no longer."""

@@ -7,6 +7,7 @@ first, so that files on their way out are never taken for files that were lost.
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 from collections.abc import Callable
@@ -97,8 +98,9 @@ def retain(
 def good(store: CheckpointStore, steps: list[int]) -> frozenset[int]:
     """The newest of `steps` that is known to be good, if any is."""
     verdicts, _ = attempt(store.verdicts)
-    found = [step for step in steps if (verdict := (verdicts or {}).get(step)) and verdict.status == "good"]
-    return frozenset(sorted(found)[-1:])
+    known = {step: verdict for step, verdict in (verdicts or {}).items() if verdict.status == "good"}
+    found = (step for step in reversed(steps) if step in known and store.digest(step) == known[step].manifest)
+    return frozenset(itertools.islice(found, 1))
 
 
 def _at_least_one(flag: str, value: int | None) -> None:

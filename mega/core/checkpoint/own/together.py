@@ -18,7 +18,7 @@ Exchange = Callable[[Any], list[Any]]
 
 Result = TypeVar("Result")
 
-LIMIT = 500
+LIMIT = 2000
 """Characters of a fault that other ranks are given."""
 
 
