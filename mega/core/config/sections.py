@@ -758,7 +758,9 @@ class CheckpointConfig(Section):
         needs={"save": ()},
     )
     resume: str | None = option(
-        None, "auto: the newest checkpoint under --save that verifies; or a step directory", common=True
+        None,
+        "auto: the newest checkpoint under --save that verifies and that no blow-up followed; or a step directory",
+        common=True,
     )
     finetune: bool = option(
         False, "load weights only and start at step 0", megatron={"--finetune": True}, needs={"load": ()}
@@ -772,7 +774,20 @@ class CheckpointConfig(Section):
     async_save: bool = option(
         False, "save in the background, from a copy in host memory", megatron={"--async-save": True}, needs={"save": ()}
     )
-    keep_last: int | None = option(None, "keep only the newest checkpoints", within=COUNT, needs={"save": ()})
+    good_after: int = option(
+        100,
+        "a checkpoint is good once so many sound steps have followed it; one that the run blew up after before that is "
+        "passed over by a resume",
+        unit="steps",
+        within=COUNT,
+        needs={"save": ()},
+    )
+    keep_last: int | None = option(
+        None,
+        "keep only the newest checkpoints, besides the newest good one and the next to be good",
+        within=COUNT,
+        needs={"save": ()},
+    )
     keep_every: int | None = option(
         None,
         "also keep the checkpoint of every so many steps",

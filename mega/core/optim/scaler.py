@@ -50,6 +50,11 @@ class LossScaler:
         self.clean = torch.where(grows, 0, self.clean)
         self.patience = torch.where(grows, self.hysteresis, self.patience)
 
+    @property
+    def at_least(self) -> bool:
+        """Whether the scale cannot become less: it is at its least, or constant. Waits for the device."""
+        return self.window is None or bool(self.scale <= self.least)
+
     def state(self) -> dict[str, float]:
         """Plain numbers for a checkpoint."""
         return {"scale": float(self.scale), "clean": int(self.clean), "patience": int(self.patience)}

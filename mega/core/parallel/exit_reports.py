@@ -23,12 +23,12 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
 
-from mega.core.config.world import MEETING_FILE, World, world_from_env
+from mega.core.config.world import MEETING_FILE, World, name_ranks, world_from_env
 
 GRACE = 2.0
 """Seconds in which ranks that meet the same fault are expected to report it."""
@@ -43,8 +43,6 @@ _PEER_IS_GONE = (
     *("Connection closed by peer", "Connection reset by peer", "Broken pipe", "ncclRemoteError"),
     "Connection was likely closed",  # of the store, which went with its host
 )
-_NAMED = 8
-"""Ranks that a line names before it counts the rest."""
 
 
 @dataclass(frozen=True)
@@ -141,15 +139,6 @@ def format_exits(by_rank: Mapping[int, ExitReport], world: int) -> str:
         else:
             lines += [f"mega: {name}{line}" for line in each.text.splitlines()]
     return "".join(f"{line.rstrip()}\n" for line in lines)
-
-
-def name_ranks(ranks: Sequence[int]) -> str:
-    """
-    >>> name_ranks([3]), name_ranks(list(range(1, 11)))
-    ('rank 3', 'ranks 1, 2, 3, 4, 5, 6, 7, 8 and 2 more')
-    """
-    rest = f" and {len(ranks) - _NAMED} more" if len(ranks) > _NAMED else ""
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:_NAMED]))}{rest}"
 
 
 def _report_in_time(report: ExitReport, world: World) -> int | None:

@@ -22,7 +22,8 @@ from types import FrameType
 from typing import Any
 
 import mega
-from mega.core.parallel.exit_reports import ExitReport, name_ranks, report_exit
+from mega.core.config.world import name_ranks
+from mega.core.parallel.exit_reports import ExitReport, report_exit
 from mega.core.parallel.rendezvous import duration
 
 LOOK = 0.5

@@ -23,6 +23,9 @@ from mega.core.training.step import train_step
 from mega.core.training.stop import StopFlag, StopSignal
 from mega.core.training.task import Task
 
+STUCK = 20
+"""Steps in a row without an update, after which a run that cannot lower its loss scale ends."""
+
 
 @dataclass(frozen=True)
 class Pending:
@@ -69,6 +72,8 @@ class Training:
     report: Callable[[str], None]
     train: bool = True
     exit_interval: int | None = None
+    _stuck: int = 0
+    """Steps in a row that were skipped although the loss scale could not become less."""
 
     def play(self) -> int:
         """Train to the last step, then validate and test; always close what reports.
@@ -79,6 +84,7 @@ class Training:
         try:
             if self.train:
                 self._train()
+                self._check_applied()
             if not self.stop.requested:
                 if self.evaluation.last_validated != self.state.progress.step:
                     self.evaluation.validate()
@@ -93,6 +99,15 @@ class Training:
         return self.stop.code
 
     def _train(self) -> None:
+        """All steps; where the run blows up, what it saved shortly before is suspect. Errors: FloatingPointError."""
+        try:
+            self._steps()
+        except FloatingPointError as error:
+            if self.saver is not None:
+                self.saver.diverged(str(error).split(". ")[0])
+            raise
+
+    def _steps(self) -> None:
         """Every step and what is due after it, to the last or a request to stop; then a checkpoint of where we are."""
         progress, pending = self.state.progress, None
         while progress.step < self.lengths.steps:
@@ -118,17 +133,21 @@ class Training:
     def _save_last(self, saver: Saver) -> None:
         """Errors: as `Saver.finish`, and what made the run stop before."""
         try:
-            saver.finish()
+            saver.finish(clean=self._at_end and self.state.progress.skipped < self.state.progress.step)
         except OSError as error:
             if self.stop.fault is None:
                 raise
             raise type(error)(f"{error}, after {self.stop.fault}") from None
 
     @property
+    def _at_end(self) -> bool:
+        """Whether the run has come to its last step."""
+        return self.state.progress.step >= self.lengths.steps
+
+    @property
     def _must_read(self) -> bool:
         """With a loss scale the next learning rate depends on whether this step was skipped."""
-        last = self.state.progress.step == self.lengths.steps
-        return last or self.stop.requested or self.state.scaler is not None
+        return self._at_end or self.stop.requested or self.state.scaler is not None
 
     def _step(self, before: Pending | None) -> Pending:
         """Start one step; its numbers are read later. One that is started while the one before runs begins with that
@@ -151,7 +170,8 @@ class Training:
             return
         progress, numbers = self.state.progress, pending.numbers.numbers()
         loss, norm = numbers["loss"], numbers["grad_norm"]
-        if not numbers.pop("finite"):
+        applied = bool(numbers.pop("finite"))
+        if not applied:
             progress.skipped += 1
             # Without a loss scale the next step has been started by now: a step that the schedule did not count would
             # be left out one step earlier where this one is read at once, as before a save.
@@ -162,6 +182,9 @@ class Training:
                 f"step {pending.step}: the loss is {loss}, and the gradient norm {norm}: training has diverged. Resume "
                 "from an earlier checkpoint with a lower --lr, a longer warm-up or --clip-grad"
             )
+        self._check_stuck(pending.step, applied)
+        if self.saver is not None:
+            self.saver.saw(pending.step, loss, applied)
         pending.flag.read()
         if self.meters is not None:
             row = {
@@ -174,3 +197,26 @@ class Training:
             }
             memory = self.state.device.memory_peak() or self.state.device.resident()
             self.meters.step(pending.step, row, pending.samples * self.lengths.sample, memory)
+
+    def _check_stuck(self, step: int, applied: bool) -> None:
+        """A loss scale that can still become less is looking for its value. Errors: FloatingPointError where it cannot,
+        or there is none, and STUCK steps in a row were skipped: none will be applied any more.
+        """
+        scaler = self.state.scaler
+        self._stuck = 0 if applied or (scaler is not None and not scaler.at_least) else self._stuck + 1
+        if self._stuck == STUCK:
+            held = "" if scaler is None else f" at a loss scale of {float(scaler.scale):g}, which cannot become less"
+            raise FloatingPointError(
+                f"step {step}: the gradients of {STUCK} steps in a row are not finite{held}: no step is applied any "
+                "more. Resume from an earlier checkpoint with a lower --lr, a longer warm-up or --dtype bf16"
+            )
+
+    def _check_applied(self) -> None:
+        """Errors: FloatingPointError where a run has come to its end, and not one step was applied."""
+        progress, scaler = self.state.progress, self.state.scaler
+        if self._at_end and 0 < progress.step <= progress.skipped:
+            held = "" if scaler is None else f"; the loss scale is now {float(scaler.scale):g}"
+            raise FloatingPointError(
+                f"step {progress.step}: nothing was trained: every step was skipped, as its gradients were not "
+                f"finite{held}. Give a lower --initial-loss-scale, more steps, or --dtype bf16"
+            )

@@ -10,23 +10,24 @@ import torch
 
 from mega.core.checkpoint.own.pieces import CheckpointError
 from mega.core.checkpoint.own.store import CheckpointStore, store_at
+from mega.core.checkpoint.own.together import Exchange, alone, gathered
 from mega.core.config.run import RunConfig
 from mega.core.files import url_of
 from mega.core.parallel.collectives import all_reduce
 from mega.core.parallel.mesh import Mesh
 
 
-def check_no_newer(run: RunConfig, start: int) -> None:
-    """Check that --save holds no checkpoint later than step `start`, where this run starts.
+def check_no_newer(run: RunConfig, start: int, exchange: Exchange = alone) -> None:
+    """Check that --save holds no checkpoint later than step `start`, where this run starts; none that any rank sees.
 
     Else a later --resume auto would take that one, of another history. That option itself starts from the newest that
-    can be trusted, and later ones will be replaced. Errors: ValueError.
+    can be trusted, and later ones will be replaced. Errors: ValueError on all ranks.
     """
     place = run.checkpoint.save
     if place is None or run.checkpoint.resume == "auto":
         return
-    newest = store_at(place).newest(verify=False)
-    if newest is not None and newest > start:
+    newest = max(gathered(lambda: store_at(place).newest(verify=False) or 0, exchange))
+    if newest > start:
         raise ValueError(
             f"--save {place}: holds step {newest}, and this run starts at step {start}; to resume from there give "
             "--resume auto, else another directory, or move the later checkpoints away"

@@ -9,7 +9,8 @@ from typing import Any
 
 from mega.core.checkpoint.own.model import model_of
 from mega.core.checkpoint.own.pieces import CheckpointError, Piece
-from mega.core.checkpoint.own.store import Checkpoint, locate, store_at
+from mega.core.checkpoint.own.store import Checkpoint, CheckpointStore, locate, store_at
+from mega.core.checkpoint.own.together import Exchange, alone, together
 from mega.core.config.run import RunConfig, flag_of, options_with, value_of
 from mega.core.data.build import Datasets
 from mega.core.data.dataset import BlendedDataset
@@ -28,29 +29,38 @@ class ResumePoint:
     weights_only: bool
 
 
-def find_resume_point(run: RunConfig, report: Report) -> ResumePoint | None:
-    """The checkpoint this run starts from: --resume, else --load, else none.
+def find_resume_point(run: RunConfig, report: Report, exchange: Exchange = alone) -> ResumePoint | None:
+    """The checkpoint this run starts from: --resume, else --load, else none; the same one on every rank.
 
-    Errors: ValueError where a named checkpoint is absent or damaged, or none of several can be trusted.
+    Every rank looks, and what they found is compared before any weight is read: of a run's directory, the newest step
+    is taken that all of them see, and see alike (`CheckpointStore.find`); which ranks could not trust a newer one, and
+    why, is reported. A step that the user names is taken, or refused.
+    Errors: ValueError, on all ranks, where a named checkpoint is absent or damaged for any of them, or none of several
+    can be trusted by all.
     """
     options = run.checkpoint
     if options.resume == "auto":
         assert options.save is not None
-        store = store_at(options.save)
-        step = store.newest(verify=True, report=report)
-        if step is not None:
-            return ResumePoint(store.open(step), weights_only=False)
+        found = _store(options.save, exchange).find(verify=True, report=report, exchange=exchange)
+        if found is not None:
+            return ResumePoint(found, weights_only=False)
         report(f"--resume auto: no checkpoint under {options.save} yet")
     elif options.resume is not None:
-        return ResumePoint(locate(options.resume, report), weights_only=False)
+        return ResumePoint(locate(options.resume, report, exchange), weights_only=False)
     if options.load is None:
         return None
     # The first start of a run that loads from where it saves; anywhere else a missing checkpoint is a mistake.
-    first = options.load == options.save and not options.require_load
-    if first and store_at(options.load).newest(verify=False) is None:
-        report(f"--load {options.load}: holds no checkpoint yet; starting from the beginning")
-        return None
-    return ResumePoint(locate(options.load, report), weights_only=options.finetune)
+    if options.load == options.save and not options.require_load:
+        found = _store(options.load, exchange).find(verify=False, report=report, exchange=exchange)
+        if found is None:
+            report(f"--load {options.load}: holds no checkpoint yet; starting from the beginning")
+            return None
+        return ResumePoint(found, weights_only=options.finetune)
+    return ResumePoint(locate(options.load, report, exchange), weights_only=options.finetune)
+
+
+def _store(place: str, exchange: Exchange) -> CheckpointStore:
+    return together(lambda: store_at(place), exchange)
 
 
 def sidecar_files(checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> dict[str, bytes]:

@@ -1,5 +1,7 @@
 """Saving a run: what of its state is kept, at once or in the background. resume.py reads it again.
 
+Nothing is saved that is not finite (finite.py); what follows a save shows whether it is good (proving.py).
+
 A save with --async-save:
 
     1 the save before has ended                  one is on its way at a time
@@ -13,10 +15,12 @@ A save with --async-save:
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -25,12 +29,14 @@ import torch
 from mega import __version__
 from mega.core.checkpoint.own.pieces import Piece
 from mega.core.checkpoint.own.retention import retain
-from mega.core.checkpoint.own.store import Attachments, store_at
+from mega.core.checkpoint.own.store import Attachments, SaveError, store_at
 from mega.core.config import toml
 from mega.core.device import HostCopy
-from mega.core.parallel.collectives import all_reduce
+from mega.core.parallel.collectives import all_reduce, gather_json
 from mega.core.parallel.mesh import Axis
 from mega.core.text.tokenizer import Tokenizer
+from mega.core.training.finite import check_finite
+from mega.core.training.proving import Proving
 from mega.core.training.schedules import Schedules
 from mega.core.training.state import TrainState
 
@@ -67,6 +73,8 @@ class Saver:
         self._attachments = {**sidecar_files, "run.toml": toml.write(state.run).encode()}
         if tokenizer is not None:
             self._attachments |= tokenizer.files()
+        self._exchange = partial(gather_json, axis=state.mesh.everyone, device=state.device.torch)
+        self._proving = self._first_proving() if state.mesh.rank == 0 else None
         self._running: _Task | None = None
         self._saved_step = state.progress.step
         self._stalled = 0.0
@@ -80,16 +88,20 @@ class Saver:
     def save(self) -> None:
         """Publish a checkpoint of this moment; with --async-save only begin to.
 
-        Errors: SaveError on every rank if any rank failed; earlier checkpoints are whole.
+        Errors: FloatingPointError on every rank if the state of any is not finite, SaveError if any failed; earlier
+        checkpoints are whole.
         """
         state, began = self.state, time.monotonic()
+        check_finite(state, self._exchange)
         self._saved_step = state.progress.step
         if self._writers is None or state.copy is None:
             agree = _all_agree(state.mesh.everyone, state.device.torch)
-            self._reported(self._publish(self._kept(), self._meta(), agree), "")
+            spared = self._try()
+            self._reported(self._publish(self._kept(), self._meta(), agree, spared), "")
             return
         # 1
         self.wait()
+        spared = self._try()
         # 2
         pieces, copy = list(self._kept()), state.copy
         copies = copy.take([piece.tensor for piece in pieces])
@@ -99,7 +111,7 @@ class Saver:
 
         def work() -> tuple[int, float]:
             copy.wait()
-            return self._publish(staged, meta, agree)
+            return self._publish(staged, meta, agree, spared)
 
         self._running = _Task(work)
         self._stalled = time.monotonic() - began
@@ -120,27 +132,64 @@ class Saver:
             running, self._running = self._running, None
             self._reported(running.outcome(), f" in the background, stalling the run for {self._stalled:.2f} s")
 
-    def finish(self) -> None:
-        """At the end of training: save where we are, unless that was done, and wait. Errors: as `save`."""
+    def finish(self, *, clean: bool = False) -> None:
+        """At the end of training: save where we are, unless that was done, and wait. clean: it was the last step, and
+        what was saved is good. Errors: as `save`.
+        """
         if self._saved_step != self.state.progress.step:
             self.save()
         self.wait()
+        if self._proving is not None:
+            self._proving.finished(clean=clean)
+
+    def saw(self, step: int, loss: float, applied: bool) -> None:
+        """The finite loss of a step, and whether it was applied: every one, in order, before a save of that step."""
+        if self._proving is not None:
+            self._proving.saw(step, loss, applied)
+
+    def diverged(self, why: str) -> None:
+        """The run ends since it blew up: what was saved shortly before is suspect, and a resume passes it over."""
+        with contextlib.suppress(SaveError):
+            self.wait()
+        if self._proving is not None:
+            self._proving.diverged(why)
+
+    def _first_proving(self) -> Proving:
+        state = self.state
+        assert state.run.model.vocab is not None
+        return Proving(
+            self.store,
+            good_after=self.options.good_after,
+            vocab=state.run.model.vocab,
+            start=state.progress.step,
+            report=self._report,
+        )
+
+    def _try(self) -> frozenset[int]:
+        """What is saved now is on trial; the steps that retention is to leave."""
+        if self._proving is None:
+            return frozenset()
+        self._proving.saves(self.state.progress.step)
+        return frozenset({self._proving.on_trial} - {None})  # type: ignore[arg-type]
 
     def _reported(self, done: tuple[int, float], how: str) -> None:
         step, seconds = done
+        if self._proving is not None:
+            self._proving.published(step)
         self._report(f"saved step {step} in {seconds:.1f} s{how} to {self.options.save}")
 
     def _publish(
-        self, pieces: Iterable[Piece], meta: dict[str, Any], agree: Callable[[bool], bool]
+        self, pieces: Iterable[Piece], meta: dict[str, Any], agree: Callable[[bool], bool], spared: frozenset[int]
     ) -> tuple[int, float]:
-        """The step that was saved, and in how many seconds."""
+        """The step that was saved, and in how many seconds. spared: older steps that are left whatever the limits."""
         mesh, step = self.state.mesh, int(meta["progress"]["step"])
         saved = self.store.save(
             step, pieces, meta, rank=mesh.rank, world=mesh.world, agree=agree, attachments=self._attachments
         )
         if mesh.rank == 0:
             try:
-                retain(self.store, self.options.keep_last, self.options.keep_every, self.options.keep_optimizer_last)
+                limits = self.options.keep_last, self.options.keep_every, self.options.keep_optimizer_last
+                retain(self.store, *limits, spared=spared)
             except OSError as error:  # the new checkpoint is whole: no reason to end a run
                 self._report(f"older checkpoints stay for now: {error}")
         return step, saved.seconds

@@ -11,6 +11,7 @@ from functools import partial
 
 import torch
 
+from mega.core.checkpoint.own.together import Exchange, together
 from mega.core.config.resolve import global_batch_at, last_step, microbatches
 from mega.core.config.run import RunConfig
 from mega.core.data.batches import Batches
@@ -19,7 +20,7 @@ from mega.core.data.dataset import Dataset
 from mega.core.device import Device
 from mega.core.family import family
 from mega.core.flops import model_flops_per_token
-from mega.core.parallel.collectives import all_reduce
+from mega.core.parallel.collectives import all_reduce, gather_json
 from mega.core.parallel.launch import connect, disconnect
 from mega.core.parallel.mesh import Groups, Mesh
 from mega.core.text.tokenizer import Tokenizer
@@ -69,12 +70,11 @@ def start(
     # Before the newest checkpoint is looked for: another process that has the place may be saving one.
     lock(held, None if evaluated.skip_train else run.checkpoint.save, mesh, device.torch)
     state = build_state(run, mesh, device)
-    point = find_resume_point(run, _reporter(rank))
-    if point is not None:
-        restore(state, point)
+    exchange: Exchange = partial(gather_json, axis=mesh.everyone, device=device.torch)
+    point = _resume(state, exchange)
     steps = last_step(run, state.progress.step, state.progress.consumed)
     if not evaluated.skip_train:
-        check_no_newer(run, state.progress.step)
+        check_no_newer(run, state.progress.step, exchange)
         _check_length(run, inputs.datasets.train, state.progress, steps)
     task, schedules = pretraining(run, inputs.datasets, inputs.tokenizer, mesh), _schedules(run, point)
     stop = StopSignal(mesh.everyone, device.torch, on_signal=runtime.exit_on_signal, minutes=runtime.exit_minutes)
@@ -106,6 +106,14 @@ def start(
         train=not evaluated.skip_train,
         exit_interval=runtime.exit_interval,
     )
+
+
+def _resume(state: TrainState, exchange: Exchange) -> ResumePoint | None:
+    """Fill the state from where the run starts, the same on every rank. Errors: ValueError on all of them."""
+    point = find_resume_point(state.run, _reporter(state.mesh.rank), exchange)
+    if point is not None:
+        together(partial(restore, state, point), exchange)  # one that cannot read is every rank's error
+    return point
 
 
 def pretraining(run: RunConfig, data: Datasets, tokenizer: Tokenizer | None, mesh: Mesh) -> Pretraining:

@@ -87,7 +87,7 @@ def write_all(descriptor: int, data: bytes | memoryview, offset: int = 0) -> Non
 
 @contextmanager
 def opening(path: Path) -> Iterator[tuple[int, int]]:
-    """A regular file's descriptor and size. Errors: CheckpointError for anything else."""
+    """A regular file's descriptor and size. Errors: CheckpointError for anything else, and where reading it fails."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
@@ -97,6 +97,10 @@ def opening(path: Path) -> Iterator[tuple[int, int]]:
         if not stat.S_ISREG(status.st_mode):
             raise CheckpointError(f"{path}: not a regular file")
         yield descriptor, status.st_size
+    except OSError as error:
+        if error.filename is not None:
+            raise
+        raise CheckpointError(f"{path}: {error.strerror}") from error  # a read knows no name
     finally:
         os.close(descriptor)
 

@@ -49,6 +49,7 @@ class Manifest:
     """containers: rank file name -> what it holds. attachments: file name -> size and hash.
 
     leaving: files of optimizer state that were, or are being, removed on purpose; they no longer count.
+    digest: sha256 of the file it was read from, which stands for all of it; empty before it is written.
     """
 
     step: int
@@ -57,6 +58,7 @@ class Manifest:
     attachments: Mapping[str, Attached]
     meta: Mapping[str, Any]
     leaving: frozenset[str] = frozenset()
+    digest: str = ""
 
     @property
     def names(self) -> set[str]:
@@ -140,7 +142,8 @@ def read_manifest(directory: Path) -> Manifest:
     path = directory / MANIFEST
     seal = read_file(directory / SEAL, 200)
     text = read_file(path, LIMIT)
-    if seal != f"{_sha256(text)}  {MANIFEST}\n".encode():
+    digest = _sha256(text)
+    if seal != f"{digest}  {MANIFEST}\n".encode():
         raise CheckpointError(f"{path}: does not match {SEAL}")
     fields = _record(parse_json(text, path), path, "the manifest")
     if fields.get("format") != "mega checkpoint":
@@ -172,6 +175,7 @@ def read_manifest(directory: Path) -> Manifest:
         attachments,
         _record(fields.get("meta"), path, "meta"),
         leaving,
+        digest,
     )
     check_tiling(manifest, path)
     return manifest

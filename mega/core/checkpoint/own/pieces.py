@@ -30,7 +30,12 @@ Tensors = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that cannot be trusted or does not fit; the message names the file or the tensor."""
+    """A checkpoint that cannot be trusted or does not fit; the message names the file or the tensor.
+
+    elsewhere: the fault is another rank's, whose error says more.
+    """
+
+    elsewhere = False
 
 
 @dataclass(frozen=True)

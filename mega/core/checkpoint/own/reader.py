@@ -26,6 +26,7 @@ class Checkpoint:
     """One published checkpoint, opened for reading.
 
     step, world: of the run that saved it. meta: its plain state. tensors: key -> (whole shape, dtype).
+    digest: sha256 of its manifest, which vouches for all of these and for every byte.
     Errors of the constructor: CheckpointError naming the file at fault.
     """
 
@@ -36,6 +37,7 @@ class Checkpoint:
         self.step = self._manifest.step
         self.world = self._manifest.world
         self.meta = self._manifest.meta
+        self.digest = self._manifest.digest
         self._stored: dict[str, list[tuple[str, Entry]]] = {}
         for name, container in self._manifest.containers.items():
             size = self._size(name)
@@ -64,8 +66,16 @@ class Checkpoint:
             return size
 
     def _present(self) -> Iterable[str]:
-        """The names of all files that are there."""
-        return [entry.name for entry in os.scandir(self.path)]
+        """The names of all files that are there. Errors: CheckpointError where the directory cannot be read."""
+        try:
+            return [entry.name for entry in os.scandir(self.path)]
+        except OSError as error:
+            raise CheckpointError(f"{self.path}: {error.strerror}") from error
+
+    @property
+    def weights_only(self) -> bool:
+        """Whether the optimizer's state was removed on purpose."""
+        return bool(self._manifest.leaving)
 
     @property
     def bytes(self) -> int:

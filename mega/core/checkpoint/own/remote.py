@@ -37,8 +37,8 @@ class RemoteStore(CheckpointStore):
             self._files, self._root = url_to_fs(url)
         except (ImportError, ValueError) as error:
             raise ValueError(f"{url}: cannot be reached: {error}") from None
-        self.url = url
         super().__init__(Path(tempfile.mkdtemp(prefix="mega-remote-")))
+        self.place = url
         weakref.finalize(self, shutil.rmtree, self.directory, ignore_errors=True)
 
     # -- saving
@@ -46,10 +46,19 @@ class RemoteStore(CheckpointStore):
     def _prepare(self, working: Path) -> None:
         step = int(working.stem.removeprefix("step-"))
         if self._there(step, SEAL):
+            self._unpublish_suspect(step)
+        if self._there(step, SEAL):
             raise ValueError(f"{self._at(step)}: is there already, and an object store cannot replace it whole")
         if self._files.exists(self._at(step)):
             self._files.rm(self._at(step), recursive=True)  # what a killed save left
         self._files.makedirs(self._at(step), exist_ok=True)
+
+    def _unpublish_suspect(self, step: int) -> None:
+        """Take back a step that was passed over, and that the run which resumed before it has come to again."""
+        verdict = self.verdicts().get(step)
+        if verdict is not None and (verdict.status, verdict.manifest) == ("suspect", self.digest(step)):
+            self._files.rm_file(self._at(step, SEAL))
+            self._files.invalidate_cache()
 
     def _write(self, working: Path, step: int, rank: int, world: int, pieces: Iterable[Piece], fetch: Fetch) -> int:
         working.mkdir(exist_ok=True)
@@ -91,6 +100,9 @@ class RemoteStore(CheckpointStore):
         found = sorted(int(match[1]) for match in map(STEP.fullmatch, names) if match)
         return [step for step in found if self._there(step, SEAL)]
 
+    def still(self, steps: Iterable[int]) -> set[int]:
+        return set(steps)
+
     def leftovers(self) -> list[Path]:
         return []
 
@@ -107,6 +119,16 @@ class RemoteStore(CheckpointStore):
 
     def _has_pointer(self) -> bool:
         return bool(self._files.exists(f"{self._root}/{POINTER}"))
+
+    def digest(self, step: int) -> str:
+        return bytes(self._files.cat_file(self._at(step, SEAL))[:64]).decode("ascii", "replace")
+
+    def _note(self, name: str) -> bytes | None:
+        path = f"{self._root}/{name}"
+        return bytes(self._files.cat_file(path)) if self._files.exists(path) else None
+
+    def _set_note(self, name: str, data: bytes) -> None:
+        self._files.pipe_file(f"{self._root}/{name}", data)
 
     def _recover(self) -> None:
         """Nothing is moved there, so nothing is cut between two moves."""

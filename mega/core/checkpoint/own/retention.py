@@ -7,6 +7,7 @@ first, so that files on their way out are never taken for files that were lost.
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from pathlib import Path
 from mega.core.checkpoint.own.directory import CheckpointStore
 from mega.core.checkpoint.own.manifest import MANIFEST, STATE_FILE, mark_weights_only
 from mega.core.checkpoint.own.pieces import CheckpointError
+from mega.core.checkpoint.own.together import attempt
 from mega.core.files import locked_alone, sync_directory
 
 
@@ -57,9 +59,11 @@ def retain(
     *,
     dry_run: bool = False,
     damaged: Callable[[int, str], None] | None = None,
+    spared: frozenset[int] = frozenset(),
 ) -> Retained:
     """Remove what is not to be kept. To be called by one process, after a save.
 
+    The newest good one stays whole in addition to what the limits keep, and so do those `spared`.
     Only checkpoints that open count, so damaged ones never push out a whole one; one that is being
     read stays as it is for now. damaged: also read all of what is to be kept before anything goes; called with a step
     that is not what was saved, which does not count then.
@@ -67,7 +71,13 @@ def retain(
     if keep_last is keep_every is keep_optimizer_last is None:
         return Retained([], [])
     whole = [step for step in store.steps() if _opens(store, step)]
-    doomed = surplus(whole, keep_last, keep_every)
+
+    def chosen() -> tuple[list[int], frozenset[int]]:
+        """What is to go, and what is not although the limits say so."""
+        left = spared | good(store, whole)
+        return [step for step in surplus(whole, keep_last, keep_every) if step not in left], left
+
+    doomed, left = chosen()
     sound: set[int] = set()
     while damaged is not None and (unread := [step for step in whole if step not in doomed and step not in sound]):
         try:
@@ -76,12 +86,21 @@ def retain(
         except CheckpointError as error:
             damaged(unread[-1], str(error))
             whole.remove(unread[-1])
-            doomed = surplus(whole, keep_last, keep_every)
-    heavy = [step for step in laden(whole, keep_optimizer_last) if step not in doomed and _states(store.path(step))]
+            doomed, left = chosen()
+    heavy = [step for step in laden(whole, keep_optimizer_last) if step not in left and step not in doomed]
+    heavy = [step for step in heavy if _states(store.path(step))]
     if not dry_run:
         doomed = [step for step in doomed if _unless_read(store.path(step), _remove)]
         heavy = [step for step in heavy if _unless_read(store.path(step), _lighten)]
     return Retained(doomed, heavy)
+
+
+def good(store: CheckpointStore, steps: list[int]) -> frozenset[int]:
+    """The newest of `steps` that is known to be good, if any is."""
+    verdicts, _ = attempt(store.verdicts)
+    known = {step: verdict for step, verdict in (verdicts or {}).items() if verdict.status == "good"}
+    found = (step for step in reversed(steps) if step in known and store.digest(step) == known[step].manifest)
+    return frozenset(itertools.islice(found, 1))
 
 
 def _at_least_one(flag: str, value: int | None) -> None:

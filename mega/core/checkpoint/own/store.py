@@ -11,6 +11,7 @@ from mega.core.checkpoint.own.directory import NOTHING, STEP, Attachments, Check
 from mega.core.checkpoint.own.pieces import CheckpointError, Piece
 from mega.core.checkpoint.own.reader import Checkpoint
 from mega.core.checkpoint.own.remote import RemoteStore
+from mega.core.checkpoint.own.together import Exchange, alone, together
 from mega.core.files import url_of
 
 __all__ = [
@@ -38,17 +39,18 @@ def _warn(line: str) -> None:
     print(f"mega: {line}", file=sys.stderr)
 
 
-def locate(place: Path | str, report: Callable[[str], None] = _warn) -> Checkpoint:
+def locate(place: Path | str, report: Callable[[str], None] = _warn, exchange: Exchange = alone) -> Checkpoint:
     """Open what a user points at: a step's directory, or a run's, which means its newest step; or a URL of either.
 
-    report: is given a line for every newer checkpoint that is passed over because it is damaged.
-    Errors: CheckpointError where there is neither.
+    report: is given a line for every newer checkpoint that is passed over because it is damaged or suspect.
+    exchange: where several ranks call this together; all open the same one.
+    Errors: CheckpointError, on all ranks, where there is neither.
     """
     path = Path(place if url_of(place) else os.path.abspath(place))
     if match := STEP.fullmatch(path.name):
-        return store_at(path.parent).open(int(match[1]))
-    store = store_at(path)
-    newest = store.newest(verify=False, report=report)
-    if newest is None:
+        store = together(lambda: store_at(path.parent), exchange)
+        return store.open_named(int(match[1]), report, exchange)
+    found = together(lambda: store_at(path), exchange).find(verify=False, report=report, exchange=exchange)
+    if found is None:
         raise CheckpointError(f"{path}: {NOTHING}")
-    return store.open(newest)
+    return found

@@ -1,0 +1,61 @@
+"""Is every number that a checkpoint would keep finite? Asked of all ranks before anything of it is written.
+
+A loss that is NaN ends a run one step after the update that broke the weights, which is late where that update is
+followed by a save. Weights, masters, moments and factors are looked at in one pass each, without memory of their own
+(the least and the greatest of a flat tensor are NaN where any element is); the host waits once a save.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from mega.core.checkpoint.own.together import Exchange
+from mega.core.parallel.collectives import all_reduce
+from mega.core.training.state import TrainState
+
+
+def check_finite(state: TrainState, exchange: Exchange) -> None:
+    """See that the state may be saved; every rank takes part.
+
+    Errors: FloatingPointError on every rank, naming step, tensor and rank.
+    """
+    kept = [all_finite(flat).to(state.device.torch) for flat in _flats(state)]
+    finite = torch.stack(kept).all().float()
+    all_reduce(finite, state.mesh.everyone, "min")
+    if bool(finite):
+        return
+    found = exchange(_broken(state))
+    rank = next((rank for rank, names in enumerate(found) if names), None)
+    if rank is not None:  # else it is in padding, which is not kept
+        more = f" and {len(found[rank]) - 1} more tensors hold" if len(found[rank]) > 1 else " holds"
+        raise FloatingPointError(
+            f"step {state.progress.step} is not saved: {found[rank][0]} (rank {rank}){more} numbers that are not "
+            "finite: training has diverged. Resume from an earlier checkpoint with a lower --lr, a longer warm-up or "
+            "--clip-grad"
+        )
+
+
+def all_finite(tensor: torch.Tensor) -> torch.Tensor:
+    """Whether every element of a tensor that has any is finite; a device value.
+
+    >>> bool(all_finite(torch.ones(3))), bool(all_finite(torch.tensor([1.0, torch.nan, 2.0])))
+    (True, False)
+    """
+    least, greatest = torch.aminmax(tensor.detach())
+    return torch.isfinite(least) & torch.isfinite(greatest)
+
+
+def _flats(state: TrainState) -> Iterator[torch.Tensor]:
+    """All that this rank holds, flat; what several hold is looked at on each of them."""
+    for bucket in state.grads.buckets:
+        yield bucket.own_weights if state.grads.zero else bucket.weights
+    for owned in state.optimizer.shards:
+        yield from (tensor for tensor in owned.tensors() if tensor.numel())
+
+
+def _broken(state: TrainState) -> list[str]:
+    """The tensors of this rank that hold a number that is not finite."""
+    pieces = (*state.weight_pieces(mine=False), *state.optimizer_pieces(mine=False))
+    return sorted({piece.key for piece in pieces if piece.tensor.numel() and not bool(all_finite(piece.tensor))})
