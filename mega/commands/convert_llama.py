@@ -57,6 +57,7 @@ def run(
     from mega.core.checkpoint.forms.recognise import form_at
     from mega.core.checkpoint.own.layout import Layout
     from mega.core.files import check_save_dir
+    from mega.core.inference.load import special_tokens
 
     check_save_dir(save_dir)
     if save_dir.resolve() == load_dir.resolve():
@@ -71,7 +72,7 @@ def run(
         from mega.core.proof.logits import check_transformers, compare_logits, not_finite
 
         check_transformers()
-    report = convert(load_dir, save_dir, to, layout, parts=parts)
+    report = convert(load_dir, save_dir, to, layout, parts=parts, tokens=special_tokens)
     print(f"{report.path}: {report.tensors:,} tensors, {report.elements:,} elements, {report.bytes:,} bytes")
     for note in report.notes:
         print(note)

@@ -81,6 +81,18 @@ class Tokenizer(Protocol):
         """The id of a control token by its name, such as <|eot_id|>; None where there is none."""
         return None
 
+    def special_ids(self) -> dict[str, int | None]:
+        """What a config.json of Hugging Face's says of the tokens that begin, end and fill a text; None for none.
+
+        Where a family has no token that begins a text, the end of the document before it does, as GPT-2's.
+        """
+        begin = self.eod if self.bos is None else self.bos
+        return {"bos_token_id": begin, "eos_token_id": self.eod, "pad_token_id": self.pad}
+
+    def huggingface_files(self) -> dict[str, dict[str, Any]]:
+        """File name -> JSON of what AutoTokenizer of transformers opens this tokenizer by, besides `files`."""
+        return {}
+
     def files(self) -> Mapping[str, Path]:
         """Canonical name -> path of every file that made this tokenizer: what a checkpoint copies."""
         ...
