@@ -47,6 +47,9 @@ def run(
     resume: Annotated[
         bool, typer.Option("--resume", help="note progress on the disk, and resume from what is noted")
     ] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="replace token files of other inputs or settings; equal ones are kept")
+    ] = False,
 ) -> int:
     """Turn text into token files, PREFIX_KEY_document.bin and .idx, that training reads as --data-path.
 
@@ -78,6 +81,7 @@ def run(
             else None,
             shard=(index, count),
             resume=resume,
+            overwrite=overwrite,
             progress=progress,
         )
     for reason in report.reasons:
@@ -85,6 +89,8 @@ def run(
     print(f"{report.documents:,} documents, {report.tokens:,} tokens, {report.skipped:,} lines skipped")
     for name in report.outputs:
         print(f"{name}.bin {name}.idx")
+    if report.kept:
+        print("made before, of the same inputs and settings, and kept; --overwrite makes them again")
     return 0
 
 

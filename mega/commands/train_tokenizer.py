@@ -33,9 +33,13 @@ def run(
     ] = None,
     json_key: Annotated[str, typer.Option("--json-key", help="key of each line that holds the text")] = "text",
     text_lines: Annotated[bool, typer.Option("--text-lines", help="each line of a .txt file is a document")] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="replace a tokenizer of other inputs or settings; an equal one is kept")
+    ] = False,
 ) -> int:
     """Train a tokenizer: byte-level BPE for --tokenizer GPT2BPETokenizer, or a SentencePiece model."""
-    from mega.core.data.sources import texts
+    from mega.core.data.made import Record, work_of
+    from mega.core.data.sources import find, texts
     from mega.core.files import check_folder
     from mega.core.text import train
 
@@ -43,6 +47,14 @@ def run(
     for flag, value in (("--model-type", model_type), ("--character-coverage", character_coverage)):
         if kind == "bpe" and value is not None:
             raise ValueError(f"{flag} {value}: needs --kind sentencepiece")
+    names = ("vocab.json", "merges.txt") if kind == "bpe" else ("tokenizer.model", "tokenizer.vocab")
+    settings = [kind, vocab_size, model_type, character_coverage, json_key, text_lines]
+    record = Record([output_dir / name for name in names], work_of(settings, find(input)))
+    if record.kept("--output-dir", output_dir, overwrite):
+        for name in names:
+            print(output_dir / name)
+        print("made before, of the same inputs and settings, and kept; --overwrite makes them again")
+        return 0
     every = texts(input, json_key, text_lines=text_lines)
     if kind == "bpe":
         paths = train.train_bpe(every, vocab_size, output_dir)
@@ -51,6 +63,7 @@ def run(
     else:
         shape, coverage = model_type or "unigram", 1.0 if character_coverage is None else character_coverage
         paths = train.train_sentencepiece(every, vocab_size, output_dir, model=shape, coverage=coverage)
+    record.write()
     for path in paths:
         print(path)
     return 0

@@ -38,6 +38,26 @@ class Roles(NamedTuple):
     sentinels: tuple[int, ...]
 
 
+class TokenizerIdentity(NamedTuple):
+    """Which tokenizer made some ids, as it is noted next to them."""
+
+    kind: str
+    vocab_size: int
+    fingerprint: str
+
+    @classmethod
+    def read(cls, noted: object) -> TokenizerIdentity | None:
+        """The inverse of `_asdict`, of something that may be damaged, or of a later version; None where it is."""
+        found = noted if isinstance(noted, dict) else {}
+        kind, size, fingerprint = (found.get(name) for name in cls._fields)
+        if isinstance(kind, str) and isinstance(size, int) and isinstance(fingerprint, str):
+            return cls(kind, size, fingerprint)
+        return None
+
+    def __str__(self) -> str:
+        return f"{self.kind} of {self.vocab_size} entries ({self.fingerprint[:12]})"
+
+
 class Tokenizer(Protocol):
     """Text to ids and back.
 
@@ -104,6 +124,10 @@ class Tokenizer(Protocol):
             digest.update(name.encode())
             digest.update(hashlib.sha256(path.read_bytes()).digest())
         return digest.hexdigest()
+
+    def identity(self) -> TokenizerIdentity:
+        """What is noted next to ids that it made. Another is refused with them, though it may only add entries."""
+        return TokenizerIdentity(self.kind, self.vocab_size, self.fingerprint())
 
 
 def flatten(rows: Sequence[Sequence[int]]) -> Encoded:
