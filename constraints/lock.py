@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.tags import Tag
 from packaging.utils import InvalidWheelFilename, canonicalize_name, parse_wheel_filename
 from packaging.version import Version
@@ -100,19 +101,13 @@ def closure(wanted: Iterable[str], *, installed: bool = True) -> set[str]:
     todo = [Requirement(line) for line in wanted]
     while todo:
         requirement = todo.pop()
-        name, extras = canonicalize_name(requirement.name), {"", *requirement.extras}
-        if name in found and extras <= found[name]:
+        name = canonicalize_name(requirement.name)
+        before = _PINS.get(name)
+        version = pinned(name, str(requirement.specifier))
+        extras = found.get(name, set()) | {"", *requirement.extras}
+        if name in found and extras == found[name] and version == before:
             continue
-        found[name] = found.get(name, set()) | extras
-        exact = next(
-            (
-                clause.version
-                for clause in requirement.specifier
-                if clause.operator == "==" and "*" not in clause.version
-            ),
-            None,
-        )
-        version = pinned(name, exact, str(requirement.specifier))
+        found[name] = extras
         needs = (Requirement(line) for line in needs_of(name, version, installed))
         todo += [need for need in needs if any(applies(need, where, extra) for where in machines for extra in extras)]
     return set(found)
@@ -131,15 +126,19 @@ def applies(need: Requirement, where: tuple[str, str, str], extra: str) -> bool:
 
 
 _PINS: dict[str, str] = {}
+_ASKED: dict[str, SpecifierSet] = {}
 
 
-def pinned(name: str, exact: str | None = None, within: str = "") -> str:
-    """The version of a package: the environment's, the old locks', what is asked for, or the newest there is."""
+def pinned(name: str, within: str = "") -> str:
+    """The version of a package: that of the environment, else of the old locks, else the newest that all allow."""
+    allowed = _ASKED[name] = _ASKED.get(name, SpecifierSet()) & SpecifierSet(within)
     if name not in _PINS:
         try:
             _PINS[name] = Version(metadata.version(name)).public
         except metadata.PackageNotFoundError:
-            _PINS[name] = exact or old_pin(name) or newest(name, within)
+            _PINS[name] = old_pin(name) or newest(name, allowed)
+    if not allowed.contains(_PINS[name]):
+        _PINS[name] = newest(name, allowed)
     return _PINS[name]
 
 
@@ -149,9 +148,9 @@ def old_pin(name: str) -> str | None:
     return found[1] if found else None
 
 
-def newest(name: str, within: str) -> str:
+def newest(name: str, allowed: SpecifierSet) -> str:
     versions = {version_of(file) for file in listed(f"{INDEX}/{name}/") if not file["yanked"]} - {None}
-    return str(max(Requirement(f"{name}{within}").specifier.filter(versions)))
+    return str(max(allowed.filter(versions)))
 
 
 def needs_of(name: str, version: str, installed: bool) -> list[str]:

@@ -73,15 +73,14 @@ def run(
 
         check_transformers()
     report = convert(load_dir, save_dir, to, layout, parts=parts, tokens=special_tokens)
-    print(f"{report.path}: {report.tensors:,} tensors, {report.elements:,} elements, {report.bytes:,} bytes")
-    for note in report.notes:
-        print(note)
+    made = f"{report.path}: {report.tensors:,} tensors, {report.elements:,} elements, {report.bytes:,} bytes"
+    print(made, *report.notes, sep="\n")
     for loss in report.losses:
         print(f"mega: {loss}", file=sys.stderr)
     if runs_both:
         found = compare_logits(load_dir, save_dir)
-        difference = f"largest difference of a logit {found.largest:.3g}"
-        print(f"{difference} (largest logit {found.scale:.3g}, bound {found.bound:.3g})")
+        scale = f"largest logit {found.scale:.3g}, bound {found.bound:.3g}"
+        print(f"largest difference of a logit {found.largest:.3g} ({scale})")
         if found.holds:
             return 0
         odd = None if math.isfinite(found.largest) else not_finite(load_dir, save_dir)

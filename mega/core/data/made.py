@@ -57,7 +57,7 @@ def kept_pairs(value: str, prefixes: Sequence[str], work: str | None, overwrite:
     return found if len(found) == len(prefixes) else []
 
 
-class Record:
+class WorkRecord:
     """The note next to files of any kind: the first one's name and `.made.json`, with their hashes."""
 
     def __init__(self, paths: Sequence[Path], work: str | None) -> None:

@@ -110,15 +110,8 @@ def preprocess(
     made = build(**tokenizer)
     eod = _checked_eod(made, append_eod)
     made.encode("")  # what is wrong with its files is found here, not in every worker
-    if workers < 1:
-        raise ValueError(f"--workers {workers}: must be at least 1")
-    if not json_keys or len(set(json_keys)) != len(json_keys):
-        raise ValueError(f"--json-keys {' '.join(json_keys)}: must be one or more different keys")
     paths = find(inputs)
-    if STDIN in paths and (resume or shard != (0, 1)):
-        raise ValueError("--input -: standard input cannot be combined with --resume or --shard")
-    if sentences is not None:
-        splitter(sentences.splitter, sentences.language)  # is it there?
+    _check(workers, json_keys, sentences, in_parts=STDIN in paths and (resume or shard != (0, 1)))
 
     level = "document" if sentences is None else "sentence"
     report = Report(outputs=[f"{output_prefix}_{key}_{level}" for key in json_keys])
@@ -126,21 +119,20 @@ def preprocess(
     job = _Job(tuple(json_keys), eod, dtype, sentences)
     work = asdict(job) | {"dtype": str(dtype), "shard": shard, "text_lines": text_lines, "on_error": on_error}
     identity = [work, made.fingerprint(), stamps(paths)]
-    name = work_of(identity[:2], paths)
+    noted: dict[str, Any] = {"tokenizer": made.identity()._asdict(), "work": work_of(identity[:2], paths)}
     notes = _Notes(Path(f"{output_prefix}.resume.json"), identity, save_every) if resume else None
     saved = notes.load() if notes else None
     if saved and saved["finished"] and all(_published(prefix) for prefix in report.outputs):
         assert notes is not None
         notes.drop()
         return Report(**saved["report"])
-    if not saved and (kept := kept_pairs(output_prefix, report.outputs, name, overwrite)):
+    if not saved and (kept := kept_pairs(output_prefix, report.outputs, noted["work"], overwrite)):
         return _as_reported(report, kept)
     states = saved["writers"] if saved else [None] * len(report.outputs)
     begin, line = (Begin(**saved["begin"]), saved["line"]) if saved else (Begin(), 0)
     if saved:
         report = Report(**saved["report"])
 
-    noted = {"tokenizer": made.identity()._asdict(), "work": name}
     with contextlib.ExitStack() as open_now:
         encoded = open_now.enter_context(_encoders(made, tokenizer, job, workers))
         writers = [
@@ -182,6 +174,18 @@ def _as_reported(report: Report, kept: Sequence[IndexedDataset]) -> Report:
     report.documents, report.tokens = kept[0].documents, sum(len(data.tokens) for data in kept)
     report.skipped, report.kept = int(kept[0].note.get("skipped", 0)), True
     return report
+
+
+def _check(workers: int, json_keys: Sequence[str], sentences: Sentences | None, *, in_parts: bool) -> None:
+    """in_parts: standard input is asked for in parts."""
+    if workers < 1:
+        raise ValueError(f"--workers {workers}: must be at least 1")
+    if not json_keys or len(set(json_keys)) != len(json_keys):
+        raise ValueError(f"--json-keys {' '.join(json_keys)}: must be one or more different keys")
+    if in_parts:
+        raise ValueError("--input -: standard input cannot be combined with --resume or --shard")
+    if sentences is not None:
+        splitter(sentences.splitter, sentences.language)  # is it there?
 
 
 def _checked_eod(tokenizer: Tokenizer, append_eod: bool) -> int | None:
