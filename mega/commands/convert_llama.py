@@ -57,6 +57,7 @@ def run(
     from mega.core.checkpoint.forms.recognise import form_at
     from mega.core.checkpoint.own.layout import Layout
     from mega.core.files import check_save_dir
+    from mega.core.inference.load import special_tokens
 
     check_save_dir(save_dir)
     if save_dir.resolve() == load_dir.resolve():
@@ -71,16 +72,15 @@ def run(
         from mega.core.proof.logits import check_transformers, compare_logits, not_finite
 
         check_transformers()
-    report = convert(load_dir, save_dir, to, layout, parts=parts)
-    print(f"{report.path}: {report.tensors:,} tensors, {report.elements:,} elements, {report.bytes:,} bytes")
-    for note in report.notes:
-        print(note)
+    report = convert(load_dir, save_dir, to, layout, parts=parts, tokens=special_tokens)
+    made = f"{report.path}: {report.tensors:,} tensors, {report.elements:,} elements, {report.bytes:,} bytes"
+    print(made, *report.notes, sep="\n")
     for loss in report.losses:
         print(f"mega: {loss}", file=sys.stderr)
     if runs_both:
         found = compare_logits(load_dir, save_dir)
-        difference = f"largest difference of a logit {found.largest:.3g}"
-        print(f"{difference} (largest logit {found.scale:.3g}, bound {found.bound:.3g})")
+        scale = f"largest logit {found.scale:.3g}, bound {found.bound:.3g}"
+        print(f"largest difference of a logit {found.largest:.3g} ({scale})")
         if found.holds:
             return 0
         odd = None if math.isfinite(found.largest) else not_finite(load_dir, save_dir)

@@ -15,6 +15,7 @@ app = typer.Typer(help="Merge, verify, inspect and split corpora.", no_args_is_h
 
 Prefixes = Annotated[list[str], typer.Argument(help="prefixes of .bin/.idx pairs")]
 Input = Annotated[list[str], typer.Option("--input", help="JSON lines, plain or packed; folders; globs")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="replace an output that exists")]
 Key = Annotated[str, typer.Option("--json-key", help="key of the text")]
 
 
@@ -25,6 +26,10 @@ def merge(
     input: Annotated[
         list[str] | None, typer.Option("--input", help="the same, as Megatron-LM's merge_datasets.py has it")
     ] = None,
+    overwrite: Overwrite = False,
+    allow_tokenizer_mismatch: Annotated[
+        bool, typer.Option("--allow-tokenizer-mismatch", help="merge pairs that different tokenizers made")
+    ] = False,
 ) -> None:
     """One pair from many: their documents, concatenated. Those of a folder are sorted by name."""
     from mega.core.data.preprocess import merge as merged
@@ -32,8 +37,10 @@ def merge(
     given = [*(prefixes or []), *(input or [])]
     if len(given) == 1 and Path(given[0]).is_dir():
         given = sorted(str(path)[: -len(".idx")] for path in Path(given[0]).glob("*.idx"))
-    report = merged(given, output_prefix)
-    print(f"{output_prefix}: {report.documents:,} documents, {report.tokens:,} tokens")
+    report = merged(given, output_prefix, overwrite=overwrite, mixed=allow_tokenizer_mismatch)
+    for line in report.notes:
+        print(line)
+    print(f"{output_prefix}: {report.documents:,} documents, {report.tokens:,} tokens{_kept(report.kept)}")
 
 
 @app.command()
@@ -45,13 +52,21 @@ def verify(prefixes: Prefixes) -> None:
         inspect.verify(prefix, typer.echo)
 
 
-@app.command()
-def note(prefixes: Prefixes) -> None:
-    """Note counts, range of ids and checksums of pairs that another program wrote."""
-    from mega.core.data import inspect
+def _kept(kept: bool) -> str:
+    return "; made before, of the same inputs and settings, and kept" if kept else ""
 
+
+def _note(prefixes: Prefixes, tokenizer: TokenizerConfig) -> None:
+    """Note counts, range of ids, checksums and, if one is given, the tokenizer of pairs that another program wrote."""
+    from mega.core.data import inspect
+    from mega.core.text.build import build
+
+    made = build(**dataclasses.asdict(tokenizer)) if tokenizer != TokenizerConfig() else None
     for prefix in prefixes:
-        inspect.note(prefix, typer.echo)
+        inspect.note(prefix, typer.echo, made)
+
+
+app.command(name="note", cls=Command)(command(_note))
 
 
 def _inspect(
@@ -76,12 +91,13 @@ def from_numpy(
     input: Annotated[list[str], typer.Option("--input", help=".npy files of ids, folders, globs")],
     output_prefix: Annotated[str, typer.Option("--output-prefix", help="prefix of the pair to write")],
     eod: Annotated[int | None, typer.Option("--eod", help="a run of ids ends a document after this one")] = None,
+    overwrite: Overwrite = False,
 ) -> None:
     """Token files from numpy arrays: an array of arrays, a table with a document a row, or one run of ids."""
     from mega.core.data.numpy_files import convert
 
-    report = convert(input, output_prefix, eod)
-    print(f"{output_prefix}: {report.documents:,} documents, {report.tokens:,} tokens")
+    report = convert(input, output_prefix, eod, overwrite=overwrite)
+    print(f"{output_prefix}: {report.documents:,} documents, {report.tokens:,} tokens{_kept(report.kept)}")
 
 
 @app.command()
@@ -91,11 +107,12 @@ def split(
     shares: Annotated[str, typer.Option("--split", help="shares of train, valid and test")] = "98, 1, 1",
     seed: Annotated[int, typer.Option("--seed", help="seed of the choice")] = 1234,
     json_key: Key = "text",
+    overwrite: Overwrite = False,
 ) -> None:
     """Documents into train.jsonl, valid.jsonl and test.jsonl, by share and seed."""
     from mega.core.data.split import split as into_parts
 
-    for name, count in into_parts(input, output_dir, shares, seed, json_key).items():
+    for name, count in into_parts(input, output_dir, shares, seed, json_key, overwrite=overwrite).items():
         print(f"{output_dir / name}.jsonl: {count:,} documents")
 
 
@@ -106,11 +123,13 @@ def presplit(
     sentence_splitter: Annotated[Literal["punkt", "sentencex"], typer.Option("--sentence-splitter")] = "punkt",
     lang: Annotated[str, typer.Option("--lang", help="language of the text")] = "english",
     json_key: Key = "text",
+    overwrite: Overwrite = False,
 ) -> None:
     """Each document's text as one sentence a line."""
     from mega.core.data.split import presplit as by_line
 
-    print(f"{output}: {by_line(input, output, sentence_splitter, lang, json_key):,} documents")
+    count = by_line(input, output, sentence_splitter, lang, json_key, overwrite=overwrite)
+    print(f"{output}: {count:,} documents")
 
 
 def _sample(

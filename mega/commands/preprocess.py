@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from mega.core.config.sections import TokenizerConfig
+
+if TYPE_CHECKING:
+    from mega.core.data.preprocess import Report
 
 
 def run(
@@ -47,6 +50,9 @@ def run(
     resume: Annotated[
         bool, typer.Option("--resume", help="note progress on the disk, and resume from what is noted")
     ] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="replace token files of other inputs or settings; equal ones are kept")
+    ] = False,
 ) -> int:
     """Turn text into token files, PREFIX_KEY_document.bin and .idx, that training reads as --data-path.
 
@@ -61,6 +67,7 @@ def run(
     for flag, value in of_sentences.items() if not split_sentences else ():
         if value is not None:
             raise ValueError(f"{flag}: sets how sentences are cut; give --split-sentences too, or leave it out")
+    cut = Sentences(splitter=sentence_splitter or "punkt", language=lang or "english", keep_newlines=keep_newlines)
     with shown(sum(path.stat().st_size for path in find(input) if path != STDIN)) as progress:
         report = preprocess(
             input,
@@ -71,21 +78,24 @@ def run(
             workers=workers,
             on_error=on_error,
             text_lines=text_lines,
-            sentences=Sentences(
-                splitter=sentence_splitter or "punkt", language=lang or "english", keep_newlines=keep_newlines
-            )
-            if split_sentences
-            else None,
+            sentences=cut if split_sentences else None,
             shard=(index, count),
             resume=resume,
+            overwrite=overwrite,
             progress=progress,
         )
+    _print(report)
+    return 0
+
+
+def _print(report: Report) -> None:
     for reason in report.reasons:
         print(f"skipped {reason}", file=sys.stderr)
     print(f"{report.documents:,} documents, {report.tokens:,} tokens, {report.skipped:,} lines skipped")
     for name in report.outputs:
         print(f"{name}.bin {name}.idx")
-    return 0
+    if report.kept:
+        print("made before, of the same inputs and settings, and kept; --overwrite makes them again")
 
 
 def _shard(text: str) -> tuple[int, int]:

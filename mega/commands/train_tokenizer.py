@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -26,31 +27,45 @@ def run(
         typer.Option("--model-type", help="of a SentencePiece model; unigram if none is given"),
     ] = None,
     character_coverage: Annotated[
-        float | None,
-        typer.Option(
-            "--character-coverage", help="share of characters that a SentencePiece model knows; 1 if not given"
-        ),
+        float | None, typer.Option("--character-coverage", help="share of characters that SentencePiece knows [1]")
     ] = None,
     json_key: Annotated[str, typer.Option("--json-key", help="key of each line that holds the text")] = "text",
     text_lines: Annotated[bool, typer.Option("--text-lines", help="each line of a .txt file is a document")] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="replace a tokenizer of other inputs or settings; an equal one is kept")
+    ] = False,
 ) -> int:
     """Train a tokenizer: byte-level BPE for --tokenizer GPT2BPETokenizer, or a SentencePiece model."""
-    from mega.core.data.sources import texts
+    from mega.core.data.made import WorkRecord, work_of
+    from mega.core.data.sources import find, texts
     from mega.core.files import check_folder
-    from mega.core.text import train
+    from mega.core.text.train import train_sentencepiece
 
     check_folder("--output-dir", output_dir, output_dir)
     for flag, value in (("--model-type", model_type), ("--character-coverage", character_coverage)):
         if kind == "bpe" and value is not None:
             raise ValueError(f"{flag} {value}: needs --kind sentencepiece")
-    every = texts(input, json_key, text_lines=text_lines)
-    if kind == "bpe":
-        paths = train.train_bpe(every, vocab_size, output_dir)
-        if (entries := len(json.loads(paths[0].read_bytes()))) < vocab_size:
-            print(f"--vocab-size {vocab_size}: the texts give {entries} entries and no more", file=sys.stderr)
-    else:
-        shape, coverage = model_type or "unigram", 1.0 if character_coverage is None else character_coverage
-        paths = train.train_sentencepiece(every, vocab_size, output_dir, model=shape, coverage=coverage)
-    for path in paths:
-        print(path)
+    names = ("vocab.json", "merges.txt") if kind == "bpe" else ("tokenizer.model", "tokenizer.vocab")
+    settings = [kind, vocab_size, model_type, character_coverage, json_key, text_lines]
+    record = WorkRecord([output_dir / name for name in names], work_of(settings, find(input)))
+    kept = record.kept("--output-dir", output_dir, overwrite)
+    if not kept:
+        every = texts(input, json_key, text_lines=text_lines)
+        if kind == "bpe":
+            _train_bpe(every, vocab_size, output_dir)
+        else:
+            shape, coverage = model_type or "unigram", 1.0 if character_coverage is None else character_coverage
+            train_sentencepiece(every, vocab_size, output_dir, model=shape, coverage=coverage)
+        record.write()
+    print(*(output_dir / name for name in names), sep="\n")
+    if kept:
+        print("made before, of the same inputs and settings, and kept; --overwrite makes them again")
     return 0
+
+
+def _train_bpe(texts: Iterable[str], vocab_size: int, output_dir: Path) -> None:
+    from mega.core.text.train import train_bpe
+
+    vocab, _ = train_bpe(texts, vocab_size, output_dir)
+    if (entries := len(json.loads(vocab.read_bytes()))) < vocab_size:
+        print(f"--vocab-size {vocab_size}: the texts give {entries} entries and no more", file=sys.stderr)

@@ -132,7 +132,7 @@ def hostile() -> dict[str, Any]:
     blank = sum(not line.strip() for line in lines) + blanks
     script = (
         "import json, resource, sys; from mega.core.data.preprocess import preprocess;"
-        "r = preprocess(sys.argv[1:2], sys.argv[2], json.loads(sys.argv[3]), on_error='skip');"
+        "r = preprocess(sys.argv[1:2], sys.argv[2], json.loads(sys.argv[3]), overwrite=True, on_error='skip');"
         "peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024;"
         "print(json.dumps([r.documents, r.skipped, r.reasons, peak]))"
     )
@@ -156,7 +156,9 @@ def bomb() -> dict[str, Any]:
         for _ in range(1 << 10):
             file.write(b"0" * (1 << 20))
         file.write(b'"}\n{"text": "2"}\n')
-    report = preprocess([path], str(HOME / "b"), {"tokenizer": "NullTokenizer", "vocab_size": 9}, on_error="skip")
+    report = preprocess(
+        [path], str(HOME / "b"), {"tokenizer": "NullTokenizer", "vocab_size": 9}, overwrite=True, on_error="skip"
+    )
     assert (report.documents, report.skipped) == (2, 1)
     return {"packed bytes": path.stat().st_size, "peak MiB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024}
 

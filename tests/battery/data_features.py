@@ -36,7 +36,9 @@ def samples(kind: str, folder: Path) -> tuple[Any, Any]:
     options: dict[str, Any] = {"tokenizer": "BertWordPieceLowerCase", "vocab_file": vocab, "vocab_extra_ids": 100}
     with gzip.open(shared("novels/novels.jsonl.gz"), "rb") as file:
         (folder / "in.jsonl").write_bytes(b"".join(file.readlines()[::13][:400]))
-    preprocess([folder / "in.jsonl"], str(folder / "a"), options, sentences=Sentences(splitter="sentencex"))
+    preprocess(
+        [folder / "in.jsonl"], str(folder / "a"), options, overwrite=True, sentences=Sentences(splitter="sentencex")
+    )
     tokenizer = build(**options)
     made = build_datasets(
         DataConfig(train_data=(str(folder / "a_text_sentence"),)),

@@ -47,7 +47,7 @@ def digest(prefix: str) -> str:
 
 
 def made(name: str, *inputs: Any, **options: Any) -> str:
-    report = preprocess(inputs, str(HOME / name), TOKENIZER, append_eod=True, **options)
+    report = preprocess(inputs, str(HOME / name), TOKENIZER, append_eod=True, overwrite=True, **options)
     assert report.documents == 5000, report.documents
     return digest(report.outputs[0])
 
@@ -117,7 +117,9 @@ def workers(count: int) -> Any:
 def shards(count: int) -> Any:
     def prove() -> dict[str, Any]:
         parts = [
-            preprocess([source()], f"{HOME}/s{i}-{count}", TOKENIZER, append_eod=True, shard=(i, count)).outputs[0]
+            preprocess(
+                [source()], f"{HOME}/s{i}-{count}", TOKENIZER, append_eod=True, overwrite=True, shard=(i, count)
+            ).outputs[0]
             for i in range(count)
         ]
         merge(parts, f"{HOME}/merged-{count}")

@@ -116,7 +116,7 @@ def bare(way: str, source: Path, expected: int) -> Seconds:
 
 def mega(source: Path, home: Path, expected: int) -> Seconds:
     command: list[str | Path] = [
-        sys.executable, "-m", "mega", "preprocess", "--input", source, "--output-prefix", home / "out",
+        sys.executable, "-m", "mega", "preprocess", "--overwrite", "--input", source, "--output-prefix", home / "out",
         "--workers", "2", "--tokenizer-type", "GPT2BPETokenizer", "--vocab-file", VOCAB, "--merge-file", MERGES,
     ]  # fmt: skip
     clock, processor = time.perf_counter(), _children()
@@ -170,7 +170,7 @@ def speed() -> dict[str, Any]:
 PEAK = """
 import json, resource, sys
 from mega.core.data.preprocess import preprocess
-preprocess([sys.argv[1]], sys.argv[2], json.loads(sys.argv[3]), workers=2)
+preprocess([sys.argv[1]], sys.argv[2], json.loads(sys.argv[3]), workers=2, overwrite=True)
 print(json.dumps([resource.getrusage(who).ru_maxrss >> 10 for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]))
 """
 

@@ -28,7 +28,7 @@ def lines(path: Path, *objects: Any) -> Path:
 
 def run(path: Path, **options: Any) -> tuple[Report, list[list[int]], list[int]]:
     """Report, sequences and document index of the first key."""
-    report = preprocess([path], str(path.parent / "out"), NULL, **options)
+    report = preprocess([path], str(path.parent / "out"), NULL, overwrite=True, **options)
     data = IndexedDataset(report.outputs[0])
     return report, [data[i].tolist() for i in range(len(data))], data.document_index.tolist()
 

@@ -627,6 +627,10 @@ class DataConfig(Section):
     eod_mask_loss: bool = option(
         False, "no loss where the input is an end of document", megatron={"--eod-mask-loss": True}, on_resume="noted"
     )
+    allow_tokenizer_mismatch: bool = option(
+        False,
+        "take token files that another tokenizer made, such as one to which entries have been added since",
+    )
     data_workers: int = option(
         2, "0: read a step when it is due, else ahead on a thread", megatron="--num-workers", within=NOT_NEGATIVE
     )

@@ -28,7 +28,7 @@ from mega.core.data.order import (
 from mega.core.data.recipes import CorpusPart, Recipe, recipe
 from mega.core.data.tfrecords import record_dataset
 from mega.core.text.chat import TEMPLATES, template
-from mega.core.text.tokenizer import Tokenizer
+from mega.core.text.tokenizer import Tokenizer, TokenizerIdentity
 
 _GPT = MaskingConfig()
 _WHOLE = {"train": "1,0,0", "valid": "0,1,0", "test": "0,0,1"}
@@ -107,7 +107,8 @@ def build_datasets(
     if masking.sample_kind == "tfrecords":
         return _records(data, own, seq_length, seed, vocab, samples)
     split_shares(data.split)
-    builder = _Builder(recipe(masking, seq_length, seed, tokenizer), data.data_cache, vocab, mmap=data.mmap)
+    made_with = None if tokenizer is None else tokenizer.identity()
+    builder = _Builder(recipe(masking, seq_length, seed, tokenizer), data, vocab, made_with)
     made = {
         name: builder.blend(
             "--data-path" if data.data_path else f"--{name}-data",
@@ -195,8 +196,8 @@ def _records(
 class _Builder:
     """Opens every corpus once and collects what to report to the user."""
 
-    def __init__(self, recipe: Recipe, cache: str | None, vocab: int, *, mmap: bool) -> None:
-        self._recipe, self._cache, self._vocab, self._mmap = recipe, cache, vocab, mmap
+    def __init__(self, recipe: Recipe, data: DataConfig, vocab: int, tokenizer: TokenizerIdentity | None) -> None:
+        self._recipe, self._data, self._vocab, self._tokenizer = recipe, data, vocab, tokenizer
         self.corpora: dict[str, IndexedDataset] = {}
         self.notes: list[str] = []
         self.repeated: set[str] = set()
@@ -261,11 +262,18 @@ class _Builder:
     def _corpus(self, flag: str, prefix: str) -> IndexedDataset:
         """The checked token files of `prefix`, opened once."""
         if prefix not in self.corpora:
-            self.corpora[prefix] = _open(flag, prefix, self._vocab, mmap=self._mmap)
+            corpus = _open(flag, prefix, self._vocab, mmap=self._data.mmap)
+            if message := _mismatch(f"{flag} {prefix}", corpus.tokenizer, self._tokenizer):
+                if not self._data.allow_tokenizer_mismatch:
+                    raise ValueError(
+                        f"{message}; give that one, or --allow-tokenizer-mismatch where an id means the same in both"
+                    )
+                self.notes.append(message)
+            self.corpora[prefix] = corpus
         return self.corpora[prefix]
 
     def _directory(self, prefix: str) -> Path:
-        return Path(self._cache) if self._cache else Path(prefix).parent / "index-cache"
+        return Path(self._data.data_cache) if self._data.data_cache else Path(prefix).parent / "index-cache"
 
 
 def _open(flag: str, prefix: str, vocab: int, *, mmap: bool) -> IndexedDataset:
@@ -287,3 +295,10 @@ def _open(flag: str, prefix: str, vocab: int, *, mmap: bool) -> IndexedDataset:
             f"{vocab - 1}: it was made with another tokenizer"
         )
     return corpus
+
+
+def _mismatch(label: str, noted: TokenizerIdentity | None, given: TokenizerIdentity | None) -> str | None:
+    """How the tokenizer of a run is not the one that made a corpus; None where it is, or one of them is not known."""
+    if noted is None or given is None or noted.fingerprint == given.fingerprint:
+        return None
+    return f"{label}: was made with {noted}, but the tokenizer given is {given}"

@@ -47,7 +47,8 @@ class TokenFiles(PipelineStep):  # type: ignore[misc]
         encode = encoder(made, append_eod=self.append_eod)
         part = f"_{rank + 1:05}-of-{world_size:05}" if world_size > 1 else ""
         documents = iter(data)
-        with IndexedWriter(f"{self.output_prefix}{part}_text_document", token_dtype(made.vocab_size)) as writer:
+        prefix, noted = f"{self.output_prefix}{part}_text_document", {"tokenizer": made.identity()._asdict()}
+        with IndexedWriter(prefix, token_dtype(made.vocab_size), noted=noted) as writer:
             while block := list(islice(documents, _TOGETHER)):
                 with self.track_time("batch"):
                     for document in block:

@@ -8,8 +8,9 @@ This file knows neither texts nor samples.
     .idx   "MMIDIDX\\0\\0" · u64 version 1 · u8 dtype code · u64 S sequences · u64 D = documents + 1
            i32[S] lengths in tokens · i64[S] byte offsets in the .bin · i64[D] first sequence of each document
 
-A third file, `<prefix>.json`, holds the counts, the smallest and largest id and the checksums. Other readers ignore
-it, and this one believes it only where its counts are those of the .idx. The older TNTIDX format is read too.
+A third file, `<prefix>.json`, holds the counts, the smallest and largest id, the checksums, and which tokenizer and
+which work made the pair. Other readers ignore it, and this one believes it only where its counts are those of the .idx.
+The older TNTIDX format is read too.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import hashlib
 import json
 import mmap
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mega.core.data.mapped import Unmapped, mapped, whole
+from mega.core.text.tokenizer import TokenizerIdentity
 
 MAGIC = b"MMIDIDX\x00\x00"
 _OLD_MAGIC = b"TNTIDX\x00\x00"
@@ -126,6 +128,20 @@ class IndexedDataset:
             digest.update(self.lengths[block].tobytes())
         return digest.hexdigest()
 
+    @cached_property
+    def note(self) -> Mapping[str, Any]:
+        """What the writer of these files noted; nothing where that is missing, damaged, or of other files."""
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            found = json.loads(note_path(self.prefix).read_bytes())
+            if found["counts"] == [len(self), self.documents, len(self.tokens)]:
+                return dict(found)
+        return {}
+
+    @property
+    def tokenizer(self) -> TokenizerIdentity | None:
+        """Which tokenizer made the ids; None where nobody noted it."""
+        return TokenizerIdentity.read(self.note.get("tokenizer"))
+
     def content(self) -> dict[str, str | None]:
         """Hashes that tell these token files from others: of lengths, and of tokens where their writer noted it."""
         tokens = None
@@ -137,10 +153,8 @@ class IndexedDataset:
         """The smallest and largest id: noted by the writer, else searched for (evenly in a huge file)."""
         if not len(self.tokens):
             return 0, 0
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            note = json.loads(note_path(self.prefix).read_bytes())
-            if note["counts"] == [len(self), self.documents, len(self.tokens)]:
-                return int(note["smallest"]), int(note["largest"])
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            return int(self.note["smallest"]), int(self.note["largest"])
         every = -(-len(self.tokens) // _SCAN_TOKENS)
         blocks = [self.tokens[block] for block in list(_blocks(len(self.tokens)))[::every]]
         return min(int(block.min()) for block in blocks), max(int(block.max()) for block in blocks)

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mega.core.data.indexed import IndexedDataset, bin_path, idx_path, note_path
-from mega.core.text.tokenizer import Tokenizer
+from mega.core.text.tokenizer import Tokenizer, TokenizerIdentity
 
 _BLOCK = 1 << 22
 
@@ -28,7 +28,7 @@ def verify(prefix: str, report: Print) -> None:
     note = _note(prefix)
     sums = note.get("sha256")
     if sums is None:
-        report(f"{prefix}: {_sizes(data)}; the structure is sound; no checksums were noted")
+        report(f"{prefix}: {_sizes(data)}; the structure is sound; no checksums were noted{_made_with(data)}")
         return
     if not isinstance(sums, dict):
         raise ValueError(f"{note_path(prefix)}: corrupt, its sha256 is not a table")
@@ -37,18 +37,32 @@ def verify(prefix: str, report: Print) -> None:
     for path, name in ((bin_path(prefix), "bin"), (idx_path(prefix), "idx")):
         if _sha256(path) != sums.get(name):
             raise ValueError(f"{path}: corrupt, its sha256 is not the one in {note_path(prefix)}")
-    report(f"{prefix}: {_sizes(data)}; structure and checksums are sound")
+    report(f"{prefix}: {_sizes(data)}; structure and checksums are sound{_made_with(data)}")
 
 
-def note(prefix: str, report: Print) -> None:
-    """Write the note of a pair that has none (Megatron-LM's), so that later damage is found."""
+def note(prefix: str, report: Print, tokenizer: Tokenizer | None = None) -> None:
+    """Write the note of a pair that has none (Megatron-LM's), so that later damage is found.
+
+    tokenizer: which one made it, so that training with another is refused. What is noted of that already is kept.
+    Raises ValueError where the tokenizer lacks an id of the pair, or another one is noted.
+    """
     data = IndexedDataset(prefix)
     smallest, largest = data.token_range()
+    sums = {"bin": _sha256(bin_path(prefix)), "idx": _sha256(idx_path(prefix))}
+    kept = {name: value for name, value in data.note.items() if data.note.get("sha256") == sums}
+    made = None if tokenizer is None else tokenizer.identity()
+    noted = TokenizerIdentity.read(kept.get("tokenizer"))
+    if tokenizer is not None and largest >= tokenizer.vocab_size:
+        raise ValueError(_foreign(prefix, largest, tokenizer))
+    if made is not None and noted not in (None, made):
+        raise ValueError(f"{prefix}: was made with {noted}, as {note_path(prefix)} says, and not with {made}")
     found = {
+        **kept,
+        **({} if made is None else {"tokenizer": made._asdict()}),
         "counts": [len(data), data.documents, len(data.tokens)],
         "smallest": smallest,
         "largest": largest,
-        "sha256": {"bin": _sha256(bin_path(prefix)), "idx": _sha256(idx_path(prefix))},
+        "sha256": sums,
     }
     from mega.core.files import whole_file
 
@@ -64,11 +78,10 @@ def show(prefix: str, report: Print, tokenizer: Tokenizer | None = None, samples
     data = IndexedDataset(prefix)
     smallest, largest = data.token_range()
     if tokenizer is not None and len(data.tokens) and largest >= tokenizer.vocab_size:
-        raise ValueError(
-            f"{prefix}: holds ids up to {largest}, but those of {tokenizer.kind} end at {tokenizer.vocab_size - 1}: "
-            "it was made with another tokenizer"
-        )
-    report(f"{prefix}: {_sizes(data)}, {data.dtype}, ids {smallest} .. {largest}")
+        raise ValueError(_foreign(prefix, largest, tokenizer))
+    report(f"{prefix}: {_sizes(data)}, {data.dtype}, ids {smallest} .. {largest}{_made_with(data)}")
+    if tokenizer is not None and data.tokenizer not in (None, tokenizer.identity()):
+        report(f"the texts below are decoded with another one, {tokenizer.identity()}")
     for line in histogram(data.lengths):
         report(line)
     for number in np.linspace(0, len(data) - 1, min(samples, len(data)), dtype=int).tolist():
@@ -92,6 +105,17 @@ def histogram(lengths: NDArray[Any]) -> list[str]:
         for power, count in enumerate(counts.tolist())
         if count
     ]
+
+
+def _foreign(prefix: str, largest: int, tokenizer: Tokenizer) -> str:
+    return (
+        f"{prefix}: holds ids up to {largest}, but those of {tokenizer.kind} end at {tokenizer.vocab_size - 1}: "
+        "it was made with another tokenizer"
+    )
+
+
+def _made_with(data: IndexedDataset) -> str:
+    return "" if data.tokenizer is None else f"; made with {data.tokenizer}"
 
 
 def _sizes(data: IndexedDataset) -> str:

@@ -16,6 +16,7 @@ from numpy.lib import format as npy
 from numpy.typing import NDArray
 
 from mega.core.data.indexed import token_dtype
+from mega.core.data.made import kept_pairs, work_of
 from mega.core.data.preprocess import Report
 from mega.core.data.sources import find
 from mega.core.data.writer import IndexedWriter
@@ -25,17 +26,22 @@ LARGEST = 2**31 - 1
 """The largest id that token files hold."""
 
 
-def convert(inputs: Sequence[str | Path], output_prefix: str, eod: int | None) -> Report:
+def convert(inputs: Sequence[str | Path], output_prefix: str, eod: int | None, *, overwrite: bool = False) -> Report:
     """Write the documents of all files as one pair of token files.
 
+    overwrite: replace a pair of other work; one of the same work is kept.
     Raises ValueError naming a file that holds anything but ids.
     """
     check_folder("--output-prefix", output_prefix, Path(output_prefix).parent)
     paths = [path for path in find(inputs) if path.suffix == ".npy"]
     if not paths:
         raise ValueError(f"--input {' '.join(map(str, inputs))}: holds no .npy file")
+    work = work_of(["numpy", eod], paths)
+    if kept := kept_pairs(output_prefix, [output_prefix], work, overwrite):
+        pair = kept[0]
+        return Report(documents=pair.documents, tokens=len(pair.tokens), outputs=[output_prefix], kept=True)
     narrow = all(document.dtype.itemsize < 3 for path in paths for document in documents(path, eod))
-    with IndexedWriter(output_prefix, token_dtype(0 if narrow else 1 << 17)) as writer:
+    with IndexedWriter(output_prefix, token_dtype(0 if narrow else 1 << 17), noted={"work": work}) as writer:
         for path in paths:
             for document in documents(path, eod):
                 writer.extend(document, np.array([len(document)]), np.array([1]))

@@ -26,14 +26,15 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from mega.core.data.indexed import bin_path, exists, token_dtype
+from mega.core.data.indexed import IndexedDataset, bin_path, exists, idx_path, token_dtype
+from mega.core.data.made import kept_pairs, stamps, work_of
 from mega.core.data.sources import STDIN, BadLine, LineBlock, SourcePiece, blocks, find, parsed, pieces
 from mega.core.data.workers import Buffer, Workers
 from mega.core.data.writer import IndexedWriter
 from mega.core.files import check_folder, whole_file
 from mega.core.text.build import build
 from mega.core.text.sentences import splitter
-from mega.core.text.tokenizer import Tokenizer
+from mega.core.text.tokenizer import Tokenizer, TokenizerIdentity
 
 OnError = Literal["stop", "skip"]
 
@@ -51,14 +52,19 @@ class Documents(NamedTuple):
 
 @dataclass
 class Report:
-    """What was done so far. documents + skipped = lines of the input that are not blank."""
+    """What was done so far. documents + skipped = lines of the input that are not blank.
+
+    kept: it was done before, and nothing was written. notes: lines for the user.
+    """
 
     documents: int = 0
     tokens: int = 0
     bytes: int = 0
     skipped: int = 0
+    kept: bool = False
     reasons: list[str] = field(default_factory=list)
     outputs: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +89,7 @@ def preprocess(
     sentences: Sentences | None = None,
     shard: tuple[int, int] = (0, 1),
     resume: bool = False,
+    overwrite: bool = False,
     save_every: float = 5.0,
     progress: Callable[[Report, int], None] | None = None,
 ) -> Report:
@@ -95,6 +102,7 @@ def preprocess(
     sentences: cut every text into sentences first; the files are then called `<output_prefix>_<key>_sentence`.
     shard: (i, n), i of 0 .. n - 1: only this part of the input; `merge` of all parts in order is the whole.
     resume: note the state every `save_every` seconds and continue from a former call's, however that ended.
+    overwrite: replace token files of other work; without it they are refused, and those of the same work are kept.
     progress: called after every block with the report so far and the bytes read of the input files.
     Raises ValueError naming flag, or file and line; then nothing appears under the output names.
     """
@@ -102,28 +110,24 @@ def preprocess(
     made = build(**tokenizer)
     eod = _checked_eod(made, append_eod)
     made.encode("")  # what is wrong with its files is found here, not in every worker
-    if workers < 1:
-        raise ValueError(f"--workers {workers}: must be at least 1")
-    if not json_keys or len(set(json_keys)) != len(json_keys):
-        raise ValueError(f"--json-keys {' '.join(json_keys)}: must be one or more different keys")
     paths = find(inputs)
-    if STDIN in paths and (resume or shard != (0, 1)):
-        raise ValueError("--input -: standard input cannot be combined with --resume or --shard")
-    if sentences is not None:
-        splitter(sentences.splitter, sentences.language)  # is it there?
+    _check(workers, json_keys, sentences, in_parts=STDIN in paths and (resume or shard != (0, 1)))
 
     level = "document" if sentences is None else "sentence"
     report = Report(outputs=[f"{output_prefix}_{key}_{level}" for key in json_keys])
     dtype = token_dtype(made.vocab_size)
     job = _Job(tuple(json_keys), eod, dtype, sentences)
     work = asdict(job) | {"dtype": str(dtype), "shard": shard, "text_lines": text_lines, "on_error": on_error}
-    identity = [work, made.fingerprint(), _stamps(paths)]
+    identity = [work, made.fingerprint(), stamps(paths)]
+    noted: dict[str, Any] = {"tokenizer": made.identity()._asdict(), "work": work_of(identity[:2], paths)}
     notes = _Notes(Path(f"{output_prefix}.resume.json"), identity, save_every) if resume else None
     saved = notes.load() if notes else None
     if saved and saved["finished"] and all(_published(prefix) for prefix in report.outputs):
         assert notes is not None
         notes.drop()
         return Report(**saved["report"])
+    if not saved and (kept := kept_pairs(output_prefix, report.outputs, noted["work"], overwrite)):
+        return _as_reported(report, kept)
     states = saved["writers"] if saved else [None] * len(report.outputs)
     begin, line = (Begin(**saved["begin"]), saved["line"]) if saved else (Begin(), 0)
     if saved:
@@ -132,7 +136,7 @@ def preprocess(
     with contextlib.ExitStack() as open_now:
         encoded = open_now.enter_context(_encoders(made, tokenizer, job, workers))
         writers = [
-            open_now.enter_context(IndexedWriter(prefix, dtype, keep=resume, state=state))
+            open_now.enter_context(IndexedWriter(prefix, dtype, keep=resume, state=state, noted=noted))
             for prefix, state in zip(report.outputs, states, strict=True)
         ]
         read = _blocks(pieces(paths, shard), json_keys, text_lines, begin)
@@ -158,9 +162,30 @@ def preprocess(
             raise ValueError(f"--input {' '.join(map(str, inputs))}: holds no document")
         if notes:
             notes.save(writers, begin, line, report, finished=True)
+        for writer in writers:
+            writer.noted["skipped"] = report.skipped
     if notes:
         notes.drop()
     return report
+
+
+def _as_reported(report: Report, kept: Sequence[IndexedDataset]) -> Report:
+    """What work that was done before reported then, as far as its notes say it."""
+    report.documents, report.tokens = kept[0].documents, sum(len(data.tokens) for data in kept)
+    report.skipped, report.kept = int(kept[0].note.get("skipped", 0)), True
+    return report
+
+
+def _check(workers: int, json_keys: Sequence[str], sentences: Sentences | None, *, in_parts: bool) -> None:
+    """in_parts: standard input is asked for in parts."""
+    if workers < 1:
+        raise ValueError(f"--workers {workers}: must be at least 1")
+    if not json_keys or len(set(json_keys)) != len(json_keys):
+        raise ValueError(f"--json-keys {' '.join(json_keys)}: must be one or more different keys")
+    if in_parts:
+        raise ValueError("--input -: standard input cannot be combined with --resume or --shard")
+    if sentences is not None:
+        splitter(sentences.splitter, sentences.language)  # is it there?
 
 
 def _checked_eod(tokenizer: Tokenizer, append_eod: bool) -> int | None:
@@ -456,19 +481,12 @@ def _published(prefix: str) -> bool:
     return exists(prefix) and not Path(f"{bin_path(prefix)}.tmp").exists()
 
 
-def _stamps(paths: Sequence[Path]) -> list[tuple[str, int, int]]:
-    """Path, size and time of every input: if they are equal, so is taken to be the content."""
-    found = [(path, path.stat()) for path in paths if path != STDIN]
-    return [(str(path.absolute()), status.st_size, status.st_mtime_ns) for path, status in found]
-
-
-def merge(prefixes: Sequence[str], output_prefix: str) -> Report:
+def merge(prefixes: Sequence[str], output_prefix: str, *, overwrite: bool = False, mixed: bool = False) -> Report:
     """The pairs `prefixes`, concatenated, as one pair `output_prefix`: documents keep their order.
 
-    Raises ValueError naming a pair that is damaged, or of another width than the first.
+    overwrite: as of `preprocess`. mixed: the pairs may have been made with different tokenizers.
+    Raises ValueError naming a pair that is damaged, or of another width or tokenizer than the first.
     """
-    from mega.core.data.indexed import IndexedDataset
-
     if not prefixes:
         raise ValueError("--input: must be at least one prefix of a .bin/.idx pair")
     check_folder("--output-prefix", output_prefix, Path(output_prefix).parent)
@@ -478,7 +496,38 @@ def merge(prefixes: Sequence[str], output_prefix: str) -> Report:
                 f"--output-prefix {output_prefix}: is the input {prefix}, which would be lost; name another"
             )
     first = IndexedDataset(prefixes[0])
-    with IndexedWriter(output_prefix, first.dtype) as writer:
+    report = Report(outputs=[output_prefix])
+    tokenizer = _common_tokenizer(prefixes, mixed, report.notes)
+    noted = {} if tokenizer is None else {"tokenizer": tokenizer._asdict()}
+    work = work_of(["merge", noted], [path(prefix) for prefix in prefixes for path in (bin_path, idx_path)])
+    if kept := kept_pairs(output_prefix, [output_prefix], work, overwrite):
+        return _as_reported(report, kept)
+    with IndexedWriter(output_prefix, first.dtype, noted={**noted, "work": work}) as writer:
         for prefix in prefixes:
             writer.append(IndexedDataset(prefix))
-    return Report(documents=writer.documents, tokens=writer.tokens, outputs=[output_prefix])
+    report.documents, report.tokens = writer.documents, writer.tokens
+    return report
+
+
+def _common_tokenizer(prefixes: Sequence[str], mixed: bool, notes: list[str]) -> TokenizerIdentity | None:
+    """The tokenizer that made all pairs, where it is noted for all; None, with a note, where it is not known for some.
+
+    mixed: several tokenizers are no error.
+    """
+    made = {prefix: IndexedDataset(prefix).tokenizer for prefix in prefixes}
+    known = {prefix: tokenizer for prefix, tokenizer in made.items() if tokenizer is not None}
+    if not known:
+        return None
+    first, *others = known
+    other = next((prefix for prefix in others if known[prefix].fingerprint != known[first].fingerprint), None)
+    if other is not None and not mixed:
+        raise ValueError(
+            f"--input {other}: was made with {known[other]}, but {first} with {known[first]}; merge pairs of one "
+            "tokenizer, or give --allow-tokenizer-mismatch where an id means the same in both"
+        )
+    if other is None and len(known) == len(made):
+        return known[first]
+    unknown = next((prefix for prefix, tokenizer in made.items() if tokenizer is None), None)
+    why = f"{first} and {other} have different ones" if unknown is None else f"{unknown} notes none"
+    notes.append(f"no tokenizer is noted for the result: {why}")
+    return None

@@ -11,12 +11,21 @@ from pathlib import Path
 import numpy as np
 
 from mega.core.config.sections import SPLITS
+from mega.core.data.made import check_absent
 from mega.core.data.order import split_boundaries
 from mega.core.data.sources import STDIN, BadLine, find, lines, parsed
 from mega.core.files import check_folder, whole_file
 
 
-def split(inputs: Sequence[str | Path], directory: Path, shares: str, seed: int, key: str = "text") -> dict[str, int]:
+def split(
+    inputs: Sequence[str | Path],
+    directory: Path,
+    shares: str,
+    seed: int,
+    key: str = "text",
+    *,
+    overwrite: bool = False,
+) -> dict[str, int]:
     """Write train.jsonl, valid.jsonl and test.jsonl into `directory`; returns the documents of each.
 
     shares: "98, 1, 1", as --split takes them. Which document goes where is a function of its number and the seed; in
@@ -29,6 +38,7 @@ def split(inputs: Sequence[str | Path], directory: Path, shares: str, seed: int,
     if STDIN in paths:
         raise ValueError("--input -: standard input is gone once it is read, and a split reads twice; give a file")
     _spared("--output-dir", directory, paths, [directory / f"{name}.jsonl" for name in SPLITS])
+    check_absent("--output-dir", directory, [directory / f"{name}.jsonl" for name in SPLITS], overwrite)
     total = sum(1 for _ in lines(inputs, [key]))
     if not total:
         raise ValueError(f"--input {' '.join(map(str, inputs))}: holds no document")
@@ -45,7 +55,15 @@ def split(inputs: Sequence[str | Path], directory: Path, shares: str, seed: int,
     return dict(zip(SPLITS, np.bincount(owners, minlength=3).tolist(), strict=True))
 
 
-def presplit(inputs: Sequence[str | Path], output: Path, kind: str, language: str, key: str = "text") -> int:
+def presplit(
+    inputs: Sequence[str | Path],
+    output: Path,
+    kind: str,
+    language: str,
+    key: str = "text",
+    *,
+    overwrite: bool = False,
+) -> int:
     """Each document's text as one sentence a line, the other keys as they are; returns the documents."""
     from mega.core.text.sentences import splitter
 
@@ -53,6 +71,7 @@ def presplit(inputs: Sequence[str | Path], output: Path, kind: str, language: st
     if output.is_dir():
         raise ValueError(f"--output {output}: is a directory; must be a file")
     _spared("--output", output, find(inputs), [output])
+    check_absent("--output", output, [output], overwrite)
     cut, count = splitter(kind, language), 0
     output.parent.mkdir(parents=True, exist_ok=True)
     with whole_file(output) as file:

@@ -15,7 +15,7 @@ import os
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any, BinaryIO, Self
 
 import numpy as np
@@ -38,10 +38,17 @@ class IndexedWriter:
 
     keep: when the writing fails, leave what is there, so that a later writer that is given the last `state()` resumes
     from it; without it nothing stays.
+    noted: what else its note says; what made the files and who may read them is for others to know.
     """
 
     def __init__(
-        self, prefix: str | Path, dtype: np.dtype[Any], *, keep: bool = False, state: Mapping[str, Any] | None = None
+        self,
+        prefix: str | Path,
+        dtype: np.dtype[Any],
+        *,
+        keep: bool = False,
+        state: Mapping[str, Any] | None = None,
+        noted: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         self.prefix = str(prefix)
         self.dtype = np.dtype(dtype)
@@ -49,6 +56,7 @@ class IndexedWriter:
         self.sequences = self.documents = self.tokens = 0
         self._range: tuple[int, int] | None = None
         self._keep = keep
+        self.noted = dict(noted)
         self._digest = hashlib.sha256()
         with self._named():
             bin_path(prefix).parent.mkdir(parents=True, exist_ok=True)
@@ -186,6 +194,7 @@ class IndexedWriter:
                 digest.update(part)
                 file.write(part)
             note = {
+                **self.noted,
                 "counts": [self.sequences, self.documents, self.tokens],
                 "smallest": smallest,
                 "largest": largest,

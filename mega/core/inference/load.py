@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from mega.core.checkpoint.forms.companions import tokenizer_kind
+from mega.core.checkpoint.forms.form import SpecialTokens
 from mega.core.checkpoint.own.model import model_of
 from mega.core.checkpoint.own.pieces import Piece
 from mega.core.checkpoint.own.store import Checkpoint, CheckpointError
@@ -69,3 +70,9 @@ def load_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
         files["tokenizer_model"] = checkpoint.attachments[str(model)]
     extra = options.get("vocab_extra_ids", 0)
     return build(tokenizer=kind, vocab_size=options.get("vocab_size"), vocab_extra_ids=extra, **files)
+
+
+def special_tokens(checkpoint: Checkpoint) -> SpecialTokens:
+    """What others must know of that tokenizer. Errors: ValueError where there is none."""
+    tokenizer = load_tokenizer(checkpoint)
+    return SpecialTokens(tokenizer.special_ids(), tokenizer.huggingface_files())

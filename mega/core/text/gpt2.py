@@ -8,6 +8,7 @@ Source: Radford et al. 2019, "Language Models are Unsupervised Multitask Learner
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
@@ -73,6 +74,16 @@ class GPT2Tokenizer(Tokenizer):
 
     def files(self) -> Mapping[str, Path]:
         return dict(self._files)
+
+    def huggingface_files(self) -> dict[str, dict[str, Any]]:
+        """A tokenizer.json too: without it each model_type of transformers has rules of its own for these files."""
+        whole = json.loads(tokenizer_json(self._vocab, read_merges(self._files["merges.txt"])))
+        named: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
+        if self.eod is not None:
+            plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+            whole["added_tokens"] = [{"id": self.eod, "content": END_OF_TEXT, "special": True, **plain}]
+            named |= {"bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT}
+        return {"tokenizer.json": whole, "tokenizer_config.json": named}
 
     @cached_property
     def engine(self) -> str:

@@ -69,6 +69,11 @@ class HuggingFaceTokenizer(Tokenizer):
     def files(self) -> Mapping[str, Path]:
         return dict(self._files)
 
+    def huggingface_files(self) -> dict[str, dict[str, Any]]:
+        ids = {"bos_token": self.bos, "eos_token": self.eod, "pad_token": self.pad}
+        named = {key: self._library.id_to_token(token) for key, token in ids.items() if token is not None}
+        return {"tokenizer_config.json": {"tokenizer_class": "PreTrainedTokenizerFast", **named}}
+
 
 def _read(path: Path) -> dict[str, Any]:
     """A JSON object; ValueError naming the file where it is not one."""

@@ -89,6 +89,13 @@ class PlainSentencePiece(Tokenizer):
     def files(self) -> Mapping[str, Path]:
         return {"tokenizer.model": self._path}
 
+    def huggingface_files(self) -> dict[str, dict[str, Any]]:
+        """transformers turns a tokenizer.model into its own form by rules that may cut a text otherwise."""
+        ids = {"bos_token": self.bos, "eos_token": self.eod, "pad_token": self.pad}
+        named = {key: None if token is None else self.piece(token) for key, token in ids.items()}
+        leads = {"add_bos_token": self._prepend_bos, "add_eos_token": False}
+        return {"tokenizer_config.json": {"tokenizer_class": "LlamaTokenizer", **named, **leads}}
+
 
 class ExtendedSentencePiece(Tokenizer):
     """The model's pieces and, after them, what BERT and T5 need and the model lacks.

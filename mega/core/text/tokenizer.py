@@ -38,6 +38,26 @@ class Roles(NamedTuple):
     sentinels: tuple[int, ...]
 
 
+class TokenizerIdentity(NamedTuple):
+    """Which tokenizer made some ids, as it is noted next to them."""
+
+    kind: str
+    vocab_size: int
+    fingerprint: str
+
+    @classmethod
+    def read(cls, noted: object) -> TokenizerIdentity | None:
+        """The inverse of `_asdict`, of something that may be damaged, or of a later version; None where it is."""
+        found = noted if isinstance(noted, dict) else {}
+        kind, size, fingerprint = (found.get(name) for name in cls._fields)
+        if isinstance(kind, str) and isinstance(size, int) and isinstance(fingerprint, str):
+            return cls(kind, size, fingerprint)
+        return None
+
+    def __str__(self) -> str:
+        return f"{self.kind} of {self.vocab_size} entries ({self.fingerprint[:12]})"
+
+
 class Tokenizer(Protocol):
     """Text to ids and back.
 
@@ -81,6 +101,18 @@ class Tokenizer(Protocol):
         """The id of a control token by its name, such as <|eot_id|>; None where there is none."""
         return None
 
+    def special_ids(self) -> dict[str, int | None]:
+        """What a config.json of Hugging Face's says of the tokens that begin, end and fill a text; None for none.
+
+        Where a family has no token that begins a text, the end of the document before it does, as GPT-2's.
+        """
+        begin = self.eod if self.bos is None else self.bos
+        return {"bos_token_id": begin, "eos_token_id": self.eod, "pad_token_id": self.pad}
+
+    def huggingface_files(self) -> dict[str, dict[str, Any]]:
+        """File name -> JSON of what AutoTokenizer of transformers opens this tokenizer by, besides `files`."""
+        return {}
+
     def files(self) -> Mapping[str, Path]:
         """Canonical name -> path of every file that made this tokenizer: what a checkpoint copies."""
         ...
@@ -92,6 +124,10 @@ class Tokenizer(Protocol):
             digest.update(name.encode())
             digest.update(hashlib.sha256(path.read_bytes()).digest())
         return digest.hexdigest()
+
+    def identity(self) -> TokenizerIdentity:
+        """What is noted next to ids that it made. Another is refused with them, though it may only add entries."""
+        return TokenizerIdentity(self.kind, self.vocab_size, self.fingerprint())
 
 
 def flatten(rows: Sequence[Sequence[int]]) -> Encoded:

@@ -99,7 +99,7 @@ class YuanTokenizer(Tokenizer):
         try:
             import jieba
         except ImportError:
-            raise ValueError("--tokenizer EncDecTokenizer: needs jieba; pip install 'mega[data]'") from None
+            raise ValueError("--tokenizer EncDecTokenizer: needs jieba; pip install 'mega[yuan]'") from None
         jieba.setLogLevel("WARNING")
         return jieba.Tokenizer()
 

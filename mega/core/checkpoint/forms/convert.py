@@ -10,13 +10,14 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections import Counter
+from collections.abc import Callable
 from math import prod
 from pathlib import Path
 
 import torch
 
 from mega.core.checkpoint.forms.companions import companions_of, tokenizer_kind
-from mega.core.checkpoint.forms.form import OWN, Form, Given, Opened, Own, writer_of
+from mega.core.checkpoint.forms.form import OWN, Form, Given, Opened, Own, SpecialTokens, no_tokens, writer_of
 from mega.core.checkpoint.forms.mapping import assemble, check_copies, inverted, prove
 from mega.core.checkpoint.forms.recognise import check_place, form_at
 from mega.core.checkpoint.own.folders import check_fresh, filled_folder, folder_next_to
@@ -26,7 +27,7 @@ from mega.core.checkpoint.own.model import check_model, check_size, model_of
 from mega.core.checkpoint.own.pieces import Box, CheckpointError, Piece, Tensors
 from mega.core.checkpoint.own.reshard import Progress, reshard
 from mega.core.checkpoint.own.source import OwnSource
-from mega.core.checkpoint.own.store import Attachments, locate, store_at
+from mega.core.checkpoint.own.store import Attachments, Checkpoint, locate, store_at
 from mega.core.device import DTYPES
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -43,15 +44,16 @@ def convert(
     vocab: int | None = None,
     heads: int | None = None,
     optimizer: bool = True,
+    tokens: Callable[[Checkpoint], SpecialTokens] = no_tokens,
     progress: Progress = lambda done, total: None,
 ) -> ConversionReport:
     """Whatever lies at `load` -> a `to` at `save`; without `to`, own checkpoints become Hugging Face's and others own.
 
-    layout, parts, vocab, heads, optimizer: as of `Given`; where an optimizer's state is there and its form is not
-    known, that is an error. progress: called as own checkpoints become own checkpoints.
+    layout, parts, vocab, heads, optimizer, tokens: as of `Given`; where an optimizer's state is there and its
+    form is not known, that is an error. progress: called as own checkpoints become own checkpoints.
     Errors: ValueError naming flag, file or tensor; `save` is then as it was.
     """
-    given = Given(layout=layout, parts=parts, vocab=vocab, heads=heads, optimizer=optimizer)
+    given = Given(layout=layout, parts=parts, vocab=vocab, heads=heads, optimizer=optimizer, tokens=tokens)
     source = form_at(load)
     to = to or default_target(source)
     target = writer_of(to)

@@ -29,12 +29,34 @@ if TYPE_CHECKING:
 Verb = Literal["convert-llama", "reshard"]
 
 
+TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+"""Keys of Hugging Face's config.json. Left out, a family's own number counts, such as GPT-2's 50256."""
+
+
+@dataclass(frozen=True)
+class SpecialTokens:
+    """What others must know of the tokenizer of a checkpoint of ours.
+
+    ids: of `TOKEN_IDS`, None where there is no such token. files: name -> JSON of the files by which Hugging Face's
+    tools open it, besides those that the checkpoint carries.
+    """
+
+    ids: Mapping[str, int | None]
+    files: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+
+def no_tokens(checkpoint: Checkpoint) -> SpecialTokens:
+    """Of a checkpoint whose tokenizer nobody opens."""
+    return SpecialTokens(dict.fromkeys(TOKEN_IDS))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Given:
     """What a user gives to a conversion besides two places; a form takes what means something for it.
 
     layout: ranks that files are cut for. parts: files of a Meta folder. vocab: the true vocabulary of a Megatron-LM
     tree. heads: attention heads, where a tree does not state them. optimizer: convert Adam's state too.
+    tokens: opens the tokenizer of a checkpoint of ours, where its files do not say it; ValueError where there is none.
     """
 
     layout: Layout
@@ -42,6 +64,7 @@ class Given:
     vocab: int | None = None
     heads: int | None = None
     optimizer: bool = True
+    tokens: Callable[[Checkpoint], SpecialTokens] = no_tokens
 
 
 @dataclass(frozen=True)
@@ -140,6 +163,7 @@ COMPANIONS = (
     "special_tokens_map.json",
     "added_tokens.json",
     "vocab.json",
+    "vocab.txt",
     "merges.txt",
     "chat_template.jinja",
     "dict.txt",

@@ -5,7 +5,6 @@ What config.json and tensors are called depends on its `model_type`: llama.py an
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -22,7 +21,7 @@ from mega.core.checkpoint.forms.foreign import (
     read_json,
     safetensors_source,
 )
-from mega.core.checkpoint.forms.form import Export, Given, Opened, Own
+from mega.core.checkpoint.forms.form import TOKEN_IDS, Export, Given, Opened, Own, SpecialTokens
 from mega.core.checkpoint.forms.mapping import Source, Table, assemble
 from mega.core.checkpoint.forms.writing import write_json
 from mega.core.checkpoint.own.container import write_container
@@ -62,21 +61,43 @@ def open_form(path: Path, given: Given) -> Opened:
 def export(own: Own, to: str, given: Given) -> Export:
     """A folder that `AutoModelForCausalLM.from_pretrained` opens."""
     names = gpt2 if own.model.position == "learned" else llama
-    config = _config(names, own)
+    tokens, losses = _special_tokens(own, given)
+    config = _config(names, own, tokens)
+    generation = {"_from_model_config": True, **{key: config[key] for key in TOKEN_IDS if key in config}}
+    texts = {"generation_config.json": generation, **tokens.files}
 
     def fill(folder: Path, table: Table, source: Source) -> int:
         written = _write_shards(folder, table, source)
         write_json(folder / "config.json", config)
-        if "generation_config.json" not in own.checkpoint.attachments:
-            write_json(folder / "generation_config.json", {"_from_model_config": True, **_tokens(config)})
+        for name, content in texts.items():
+            if name not in own.checkpoint.attachments:
+                write_json(folder / name, dict(content))
         copy_companions(own.checkpoint, folder, skip=("config.json", "params.json"))
         return written
 
-    return Export(names.table(own.model), fill)
+    return Export(names.table(own.model), fill, losses=losses)
 
 
-def _config(names: ModuleType, own: Own) -> dict[str, Any]:
-    """config.json: the one the weights came with, as long as it still says the same; else our own, with its tokens.
+def _special_tokens(own: Own, given: Given) -> tuple[SpecialTokens, tuple[str, ...]]:
+    """The special tokens: those of the config.json that the weights came with count, else the tokenizer's.
+
+    With them a line for the user where nobody knows them.
+    """
+    attached = own.checkpoint.attachments.get("config.json")
+    known = {} if attached is None else read_json(attached)
+    ids = {key: known[key] for key in TOKEN_IDS if key in known}
+    if {"bos_token_id", "eos_token_id"} <= ids.keys():
+        return SpecialTokens(ids), ()
+    try:
+        found = given.tokens(own.checkpoint)
+    except ValueError as error:
+        lost = f"config.json names no end of a text, so that nothing stops transformers' generate: {error}"
+        return SpecialTokens(ids if attached is not None else dict.fromkeys(TOKEN_IDS)), (lost,)
+    return SpecialTokens({**found.ids, **ids}, found.files), ()
+
+
+def _config(names: ModuleType, own: Own, tokens: SpecialTokens) -> dict[str, Any]:
+    """config.json: the one the weights came with, as long as it still says the same; else our own. Both with `tokens`.
 
     A released file may claim another dtype than its weights'. Once they were trained, it must say theirs: transformers
     opens them in it.
@@ -89,14 +110,10 @@ def _config(names: ModuleType, own: Own) -> dict[str, Any]:
     except CheckpointError:
         same = False
     if not same:
-        return {**names.config_from_model(own.model, dtype), **_tokens(config)}
+        return {**names.config_from_model(own.model, dtype), **tokens.ids}
     if own.checkpoint.step:
         config |= {key: dtype for key in ("dtype", "torch_dtype") if key in config}
-    return config
-
-
-def _tokens(config: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in config}
+    return {**tokens.ids, **config}
 
 
 def _write_shards(folder: Path, table: Table, source: Source) -> int:
