@@ -351,8 +351,8 @@ def _supervise(ranks: list[BaseProcess]) -> int:
             for process in sorted(ended, key=lambda process: process.exitcode or 0):  # the killed ones first
                 code = process.exitcode or 0
                 # All may end by one signal.
-                if code == _UNKNOWN and (ending := _server_ending()) is not None:
-                    write_error(f"mega: {ending}\n")
+                if code == _UNKNOWN and (gone := _server_ending()) is not None:
+                    write_error(f"mega: {gone}\n")
                     _kill(ranks)
                     return 1
                 if code in _STOPPED:  # its peers stop likewise, at the same step
