@@ -230,7 +230,7 @@ def template(rng: random.Random) -> Made:
     tokens.write_text(json.dumps(tokenizer()))
     talk = HOME / "talk.jsonl"
     talk.write_text(json.dumps({"prompt": "How are you?", "completion": "Well."}) + "\n")
-    files = ["--tokenizer", "HuggingFaceTokenizer", "--tokenizer-model", str(tokens), "--number", "1"]
+    files = ["--tokenizer", "HuggingFaceTokenizer", "--tokenizer-model", str(tokens), "--number", "0"]
     return ["data", "show-sample", "--input", str(talk), *files, "--chat-template", str(path)], "--chat-template"
 
 
