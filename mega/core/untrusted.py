@@ -90,9 +90,9 @@ def parse_json(data: bytes | str, what: str, *, unique: bool = False) -> Any:
     ...
     ValueError: a.json: is not JSON that can be read: 1e999 is no finite number
     """
-    pairs = {"object_pairs_hook": _unique} if unique else {}
+    pairs = _unique if unique else None
     try:
-        return json.loads(data, parse_constant=_refuse, parse_float=_finite, parse_int=_whole, **pairs)
+        return json.loads(data, parse_constant=_refuse, parse_float=_finite, parse_int=_whole, object_pairs_hook=pairs)
     except RecursionError:
         raise ValueError(f"{what}: is not JSON that can be read: nested too deeply") from None
     except ValueError as error:
