@@ -142,7 +142,7 @@ def test_jinja_ends_a_turn_with_a_token_of_id_0(tmp_path: Path) -> None:
 def test_jinja_in_its_sandbox(tmp_path: Path, source: str, message: str) -> None:
     pytest.importorskip("jinja2")
     (tmp_path / "chat.jinja").write_text(source)
-    with pytest.raises(ValueError, match=f"--chat-template: .*{message}"):
+    with pytest.raises(ValueError, match=f"--chat-template .*chat.jinja: .*{message}"):
         rendered(str(tmp_path / "chat.jinja"), with_im(tmp_path))
 
 

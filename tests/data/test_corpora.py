@@ -43,7 +43,7 @@ def test_names_of_corpora(tmp_path: Path) -> None:
     assert expand(("0.5", "books", "0.5", "other"), str(table)) == ("0.5", first, "0.5", "other")
     made = build(DataConfig(data_path=("mixture",), corpora=str(table), split="1"))
     assert np.bincount([int(made.train[i][0]) for i in range(40)]).tolist() == [0, 10, 30]
-    for text, message in (("x", "must hold a table"), ("[other]", "must hold a table"), (None, "cannot be read")):
+    for text, message in (("x", "is not TOML"), ("[other]", "must hold a table"), (None, "cannot be read")):
         if text is None:
             table.unlink()
         else:

@@ -25,8 +25,10 @@ from mega.core.plan.kinds import SCHEDULES, interleaving
 
 Problems = Iterator[str]
 
-MOST = 2**63 - 1
-"""The largest whole number of a tensor, and so of any option."""
+MOST_TOKENS = 2**26
+"""Of a microbatch: what its ids take, half a gigabyte, is allocated also where a run is only planned."""
+MOST_ACTS = 2**21
+"""Forward passes of a step's plan over all stages and chunks: it is made, proven and kept by every rank."""
 
 PACKAGES = {"flash-attn": "flash_attn", "apex": "apex"}
 """What `--ops` may name -> the module that must be there."""
@@ -47,7 +49,7 @@ def check(run: RunConfig, world: int) -> RunConfig:
     --ffn 256: must be divisible by --tp 3; valid --tp: 1, 2, 4, 8, 16, 32, 64, 128, 256
     """
     unsized = [*_sizes(run), *_ranges(run)]
-    problems = [*unsized, *_missing(run), *_needs(run), *_families(run), *_pairs(run), *files(run)]
+    problems = [*_names(run), *unsized, *_missing(run), *_needs(run), *_families(run), *_pairs(run), *files(run)]
     if not unsized and None not in (run.model.layers, run.model.hidden, run.model.heads):
         run = resolve(run, world)
         for rule in (_heads, _positions, _stages, _tensor, _columns, _overlap, _fp8, graph, _times, _not_yet):
@@ -86,6 +88,23 @@ def _divisors(number: int) -> str:
 # What is typed: present, in range, and consistent with other flags --------------------------------------------
 
 
+def _names(run: RunConfig) -> Problems:
+    """Names that are not UTF-8, which Python carries as halves of characters that no file of ours can hold."""
+    for name in entries():
+        value = value_of(run, name)
+        words = [word for word in (value if isinstance(value, tuple) else (value,)) if isinstance(word, str)]
+        if bad := next((word for word in words if not _is_text(word)), None):
+            yield f"{flag_of(name)} {bad!a}: must be UTF-8; rename it, or give a link to it"
+
+
+def _is_text(word: str) -> bool:
+    try:
+        word.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def _ranges(run: RunConfig) -> Problems:
     return out_of_range({name: value_of(run, name) for name in entries()})
 
@@ -100,8 +119,8 @@ def out_of_range(values: Mapping[str, Any]) -> Problems:
         numbers = value if entry.many else (value,)
         if not all(within.holds(number) for number in numbers):
             yield _format(name, value, f"must be {within.rule}")
-        elif any(isinstance(number, int) and number > MOST for number in numbers):
-            yield _format(name, value, f"must be at most {MOST}, as counters hold")
+        elif any(isinstance(number, int) and number > entry.option.most for number in numbers):
+            yield _format(name, value, f"must be at most {entry.option.most}")
 
 
 def _needs(run: RunConfig) -> Problems:
@@ -247,6 +266,10 @@ def _heads(run: RunConfig) -> Problems:
 def _positions(run: RunConfig) -> Problems:
     model, seq_length = run.model, run.batch.seq_length
     assert model.positions and seq_length
+    tokens = seq_length * (run.batch.micro_batch or 1)
+    if tokens > MOST_TOKENS:
+        rule = f"makes {tokens} tokens of a microbatch of {run.batch.micro_batch}; must be at most {MOST_TOKENS}"
+        yield _line(run, "seq_length", rule)
     if model.positions < seq_length:
         yield _line(run, "positions", f"must be at least --seq-length {seq_length}")
 
@@ -382,6 +405,10 @@ def _batch(run: RunConfig, world: int) -> Problems:
         made = f"--micro-batch {batch.micro_batch} x {dp} data-parallel ranks x this"
         yield _line(run, "accumulation", f"{made} must be --global-batch {batch.global_batch}; give one of the two")
     count, pp = microbatches(run, world), run.parallel.pp
+    if pp > 1 and count * pp * run.parallel.chunks > MOST_ACTS:
+        pieces = pp * run.parallel.chunks
+        rule = f"makes {count} microbatches, each on {pieces} stages (--pp x --chunks)"
+        yield _line(run, "global_batch", f"{rule}; must be at most {MOST_ACTS // pieces} microbatches")
     if run.parallel.schedule and SCHEDULES[run.parallel.schedule].interleaves and count % pp:
         yield _line(run, "global_batch", f"makes {count} microbatches, which must be a multiple of --pp {pp}")
 

@@ -9,6 +9,9 @@ from typing import Any, NamedTuple
 from mega.core.config.presets import FAMILY_DEFAULTS, PRESETS
 from mega.core.config.run import RunConfig, updated
 
+LONGEST_WORD = 100
+"""Characters of a word for which a near one is looked for: that takes quadratic time."""
+
 
 class GivenOptions(NamedTuple):
     """What a user gave: a preset, and the options that a TOML file or flags name, defaults among them."""
@@ -42,5 +45,5 @@ def nearest(word: str, valid: Iterable[str]) -> str:
     >>> nearest("lama2-7b", ["llama2-7b", "gpt3-175b"])
     ' (nearest: llama2-7b)'
     """
-    close = difflib.get_close_matches(word, list(valid), n=1, cutoff=0.6)
+    close = difflib.get_close_matches(word, list(valid), n=1, cutoff=0.6) if len(word) <= LONGEST_WORD else []
     return f" (nearest: {close[0]})" if close else ""

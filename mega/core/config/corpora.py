@@ -7,9 +7,9 @@ mixture = [0.3, "/data/code_text_document", 0.7, "/data/books_text_document"]
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Sequence
-from pathlib import Path
+
+from mega.core.config.toml import loads, read_text
 
 
 def expand(words: Sequence[str], file: str | None) -> tuple[str, ...]:
@@ -19,15 +19,15 @@ def expand(words: Sequence[str], file: str | None) -> tuple[str, ...]:
     """
     if file is None or not words:
         return tuple(words)
+    what = f"--corpora {file}"
+    tables = loads(read_text(file, what), what)
     try:
-        table = tomllib.loads(Path(file).read_text())["corpora"]
+        table = tables["corpora"]
         meant = {
             name: [str(part) for part in ([value] if isinstance(value, str) else value)]
             for name, value in table.items()
         }
-    except OSError as error:
-        raise ValueError(f"--corpora {file}: cannot be read ({error.strerror})") from None
-    except (tomllib.TOMLDecodeError, KeyError, AttributeError, TypeError, UnicodeDecodeError) as error:
+    except (KeyError, AttributeError, TypeError) as error:
         raise ValueError(f"--corpora {file}: must hold a table [corpora] of names and prefixes ({error})") from None
     return tuple(part for word in words for part in meant.get(word, [word]))
 

@@ -15,6 +15,11 @@ from typing import Any
 
 from mega.core.config.compose import nearest
 from mega.core.config.run import entries, flag_of
+from mega.core.config.toml import LARGEST, LIMIT, shown
+from mega.core.untrusted import parse_json, read_limited
+
+MOST_POWER = 127
+"""The largest power of two in fp32."""
 
 Options = dict[str, Any]
 Problems = list[str]
@@ -22,14 +27,8 @@ Problems = list[str]
 
 def read(path: str) -> Options:
     """Option name -> value of the JSON at `path`. Errors: ValueError with a line for each key that cannot be taken."""
-    try:
-        with open(path, encoding="utf-8") as file:
-            content = json.load(file)
-    except OSError as error:
-        raise ValueError(f"--deepspeed-config {path}: cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"--deepspeed-config {path}: is not JSON: {error}") from None
-    return values(content, path)
+    what = f"--deepspeed-config {path}"
+    return values(parse_json(read_limited(path, LIMIT, what), what), path)
 
 
 def above(file: Mapping[str, Any], path: str, flags: Mapping[str, Any]) -> Options:
@@ -109,7 +108,7 @@ class _Table:
         if value is None or value == "auto":
             return None
         if kinds and not (isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool))):
-            self.refuse(key, f"must be {' or '.join(_KINDS[kind] for kind in kinds)}, not {json.dumps(value)}")
+            self.refuse(key, f"must be {' or '.join(_KINDS[kind] for kind in kinds)}, not {shown(value)}")
             return None
         return value
 
@@ -166,6 +165,8 @@ def _precision(root: _Table) -> None:
         if enabled:
             if scale:
                 root.found["loss_scale"] = float(scale)
+            elif power is not None and not 0 <= power <= MOST_POWER:
+                fp16.refuse("initial_scale_power", f"{power}: must be 0 to {MOST_POWER}, as fp32 holds")
             elif power is not None:
                 root.found["initial_loss_scale"] = 2.0**power
         fp16.option("loss_scale_window", "loss_scale_window", int)
@@ -315,8 +316,9 @@ def _range_test(params: _Table) -> None:
     size = params.take("lr_range_test_step_size", int)
     rate = params.take("lr_range_test_step_rate", int, float)
     steps = (2000 if size is None else size) / (rate or 1.0)
-    if steps < 1 or steps != int(steps):
+    if not 1 <= steps < LARGEST or steps != int(steps):
         params.refuse("lr_range_test_step_rate", f"{rate} must divide lr_range_test_step_size into whole steps")
+        return
     params.found["lr_decay_steps"] = int(steps)
     params.only("lr_range_test_staircase", False, "the rate grows with every step")
 

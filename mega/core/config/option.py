@@ -90,6 +90,7 @@ class Option:
     common: shown in the short `--help`; the rest appears under `--help-all`.
     unit: what a number counts, for help and messages ("samples", "minutes").
     within: the range of a number, or of each number of a tuple.
+    most: the largest whole number: of a tensor's dimension, or what a model can be planned with in seconds.
     choices: valid values that are registered while the program runs; fixed ones are a `Literal` type.
     needs: option -> its values with which this one may differ from its default; () is any value but none and off.
     read_with: option -> its values, as in `needs`, or their range: where none of them holds, this option changes
@@ -109,6 +110,7 @@ class Option:
     common: bool = False
     unit: str | None = None
     within: Range | None = None
+    most: int = 2**63 - 1
     choices: Collection[str] | None = None
     needs: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
     read_with: Mapping[str, tuple[str, ...] | Range] = dataclasses.field(default_factory=dict)

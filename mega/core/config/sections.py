@@ -34,6 +34,9 @@ from mega.core.plan.kinds import SCHEDULES
 
 Dtype = Literal["fp32", "bf16", "fp16", "fp64"]
 
+MOST_LAYERS = 10_000
+"""Ten times as many as the deepest published model has: each is built one by one, also where a run is only planned."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(Section):
@@ -50,32 +53,38 @@ class ModelConfig(Section):
         spelling_families={"--encoder-num-layers": ("t5",)},
         common=True,
         within=COUNT,
+        most=MOST_LAYERS,
     )
     hidden: int | None = option(
-        None, "width of the residual stream", megatron="--hidden-size", common=True, within=COUNT
+        None, "width of the residual stream", megatron="--hidden-size", common=True, within=COUNT, most=2**20
     )
     heads: int | None = option(
-        None, "attention (query) heads", megatron="--num-attention-heads", common=True, within=COUNT
+        None, "attention (query) heads", megatron="--num-attention-heads", common=True, within=COUNT, most=2**16
     )
     kv_heads: int | None = option(
         None,
         "key/value heads; fewer than heads is grouped-query attention [heads]",
         megatron={"--num-query-groups": VALUE, "--group-query-attention": weak(1)},
         within=COUNT,
+        most=2**16,
     )
-    head_dim: int | None = option(None, "width of one head [hidden / heads]", megatron="--kv-channels", within=COUNT)
+    head_dim: int | None = option(
+        None, "width of one head [hidden / heads]", megatron="--kv-channels", within=COUNT, most=2**16
+    )
     ffn: int | None = option(
         None,
         "width of the feed-forward layer [4 hidden; 8/3 hidden when gated]",
         megatron="--ffn-hidden-size",
         within=COUNT,
+        most=2**24,
     )
-    vocab: int | None = option(None, "true vocabulary size [the tokenizer's]", within=COUNT)
+    vocab: int | None = option(None, "true vocabulary size [the tokenizer's]", within=COUNT, most=2**31 - 1)
     vocab_multiple: int = option(
         128,
         "pad the vocabulary to a multiple of this times tp",
         megatron="--make-vocab-size-divisible-by",
         within=COUNT,
+        most=2**31 - 1,
         on_resume="free",
     )
     mask_padded_vocab: bool = option(True, "keep padded vocabulary rows out of the softmax")
@@ -84,6 +93,7 @@ class ModelConfig(Section):
         "largest sequence length [seq-length]",
         megatron="--max-position-embeddings",
         within=COUNT,
+        most=2**26,
         on_resume="free",
     )
     position: Literal["learned", "rope", "sinusoidal", "none"] = option(
@@ -349,6 +359,7 @@ class BatchConfig(Section):
         spelling_families={"--encoder-seq-length": ("t5",)},
         common=True,
         within=COUNT,
+        most=2**26,
         on_resume="noted",
     )
     micro_batch: int | None = option(
@@ -357,6 +368,7 @@ class BatchConfig(Section):
         megatron="--micro-batch-size",
         common=True,
         within=COUNT,
+        most=2**26,
         layout=True,
     )
     global_batch: int | None = option(
@@ -673,7 +685,12 @@ class MaskingConfig(Section):
         families=("bert",),
     )
     decoder_seq_length: int = option(
-        128, "tokens of a T5 sample's decoder", megatron="--decoder-seq-length", within=COUNT, families=("t5",)
+        128,
+        "tokens of a T5 sample's decoder",
+        megatron="--decoder-seq-length",
+        within=COUNT,
+        most=2**26,
+        families=("t5",),
     )
 
 

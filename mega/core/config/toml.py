@@ -9,10 +9,21 @@ from __future__ import annotations
 import json
 import math
 import tomllib
+from pathlib import Path
 from typing import Any
 
 from mega.core.config.compose import compose, nearest
 from mega.core.config.run import Entry, RunConfig, entries, sections, value_of
+from mega.core.untrusted import read_limited
+
+LIMIT = 1 << 20
+"""Most bytes of a file that a person writes: of options, corpora, a device, a chat template."""
+MOST_DOTS = 100
+"""Most dots of a key: the parser takes quadratic time for them."""
+LARGEST = 10**100
+"""Whole numbers from here on are no values: what computes with them ends in an overflow."""
+MOST_PROBLEMS = 20
+"""Most mistakes of a file that are reported at once: a file of another kind consists of them."""
 
 
 def write(run: RunConfig) -> str:
@@ -39,13 +50,15 @@ def parse(text: str, source: str = "TOML") -> RunConfig:
 
 def read(path: str) -> dict[str, Any]:
     """Option name -> value of the TOML file at `path`; ValueError naming the file for each mistake."""
+    return values(read_text(path, f"--config {path}"), path)
+
+
+def read_text(path: str | Path, what: str) -> str:
+    """The text of a file that a person writes. what: flag and file, for messages. Errors: ValueError."""
     try:
-        with open(path, encoding="utf-8") as file:
-            return values(file.read(), path)
+        return read_limited(path, LIMIT, what).decode()
     except UnicodeDecodeError as error:
-        raise ValueError(f"--config {path}: must be UTF-8 text; byte {error.start} is not") from None
-    except OSError as error:
-        raise ValueError(f"--config {path}: cannot be read: {error.strerror}") from None
+        raise ValueError(f"{what}: must be UTF-8 text; byte {error.start} is not") from None
 
 
 def values(text: str, source: str) -> dict[str, Any]:
@@ -58,28 +71,41 @@ def values(text: str, source: str) -> dict[str, Any]:
     ...
     ValueError: run.toml: [model] layer: is not an option (nearest: layers)
     """
-    try:
-        tables = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise ValueError(f"{source}: is not TOML: {error}") from None
-    except RecursionError:
-        raise ValueError(f"{source}: is not TOML that can be read: nested too deeply") from None
     problems: list[str] = []
     found: dict[str, Any] = {}
-    for table, keys in tables.items():
+    for table, keys in loads(text, source).items():
         if table not in sections():
             problems.append(f"{source}: [{table}]: {_unknown_table(table)}")
         elif not isinstance(keys, dict):
             problems.append(f"{source}: {table}: must be a table, written [{table}]")
         else:
             for key, value in keys.items():
+                if len(problems) > MOST_PROBLEMS:
+                    break
                 if (problem := unfit(table, key, value)) is not None:
                     problems.append(f"{source}: [{table}] {key}: {problem}")
                 else:
                     found[key] = _held(entries()[key], value)
+        if len(problems) > MOST_PROBLEMS:
+            break
     if problems:
-        raise ValueError("\n".join(problems))
+        more = ["... and more"] if len(problems) > MOST_PROBLEMS else []
+        raise ValueError("\n".join(problems[:MOST_PROBLEMS] + more))
     return found
+
+
+def loads(text: str, what: str) -> dict[str, Any]:
+    """The tables of TOML `text`. what: the file, for messages. Errors: ValueError."""
+    for number, line in enumerate(text.splitlines(), 1):
+        keys = line.split("=")[:-1] or [line if "," not in line else ""]
+        if max(key.count(".") for key in keys) > MOST_DOTS:
+            raise ValueError(f"{what}: is not TOML that can be read: line {number} has a key of over {MOST_DOTS} parts")
+    try:
+        return tomllib.loads(text.replace("\r\n", "\n"))
+    except RecursionError:
+        raise ValueError(f"{what}: is not TOML that can be read: nested too deeply") from None
+    except ValueError as error:  # also of a number with thousands of digits
+        raise ValueError(f"{what}: is not TOML: {error}") from None
 
 
 def _unknown_table(table: str) -> str:
@@ -99,12 +125,25 @@ def unfit(table: str, key: str, value: Any) -> str | None:
     if entry.many:
         if isinstance(value, list) and all(_is(entry.kind, item) for item in value):
             return None
-        return f"{value!r} must be a list, each {_NAMES[entry.kind]}"
+        return f"{shown(value)} must be a list, each {_NAMES[entry.kind]}"
     if not _is(entry.kind, value):
-        return f"{value!r} must be {_NAMES[entry.kind]}{_choices(entry)}"
+        return f"{shown(value)} must be {_NAMES[entry.kind]}{_choices(entry)}"
     if entry.choices and value not in entry.choices:
-        return f"{value!r} is not a choice{nearest(value, entry.choices)}{_choices(entry)}"
+        return f"{shown(value)} is not a choice{nearest(value, entry.choices)}{_choices(entry)}"
     return None
+
+
+def shown(value: Any) -> str:
+    """A value as a message shows it, cut where it is long.
+
+    >>> shown("a" * 200)[-10:], shown(10**5000)
+    ('aaaaaaa...', 'a number with thousands of digits')
+    """
+    try:
+        text = repr(value)
+    except ValueError:  # Python writes no longer ones
+        return "a number with thousands of digits"
+    return text if len(text) <= 100 else f"{text[:97]}..."
 
 
 _NAMES = {int: "a whole number", float: "a number", str: "a string", bool: "true or false"}
@@ -117,8 +156,8 @@ def _choices(entry: Entry) -> str:
 def _is(kind: type, value: Any) -> bool:
     """Whether a TOML value is of `kind`; true is not a number, and 1 is accepted for 1.0."""
     if kind is float:
-        return type(value) in (int, float)
-    return type(value) is kind
+        return type(value) is float or (type(value) is int and abs(value) < LARGEST)
+    return type(value) is kind and (kind is not int or abs(value) < LARGEST)
 
 
 def _held(entry: Entry, value: Any) -> Any:

@@ -27,7 +27,7 @@ from mega.core.data.order import (
 )
 from mega.core.data.recipes import CorpusPart, Recipe, recipe
 from mega.core.data.tfrecords import record_dataset
-from mega.core.text.chat import TEMPLATES, template
+from mega.core.text.chat import TEMPLATES, template, template_text
 from mega.core.text.tokenizer import Tokenizer, TokenizerIdentity
 
 _GPT = MaskingConfig()
@@ -155,7 +155,7 @@ def _chat(
         raise ValueError("--chat-data: needs a tokenizer; give --tokenizer and its files")
     name = data.chat_template
     made = template(name, tokenizer)
-    key = name if name in TEMPLATES else Path(name).read_text()
+    key = name if name in TEMPLATES else template_text(name)
     cache = Path(data.data_cache) if data.data_cache else None
     notes: list[str] = []
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import mmap
 import struct
 from collections.abc import Iterator, Mapping
@@ -30,6 +29,7 @@ from numpy.typing import NDArray
 
 from mega.core.data.mapped import Unmapped, mapped, whole
 from mega.core.text.tokenizer import TokenizerIdentity
+from mega.core.untrusted import parse_json, read_limited
 
 MAGIC = b"MMIDIDX\x00\x00"
 _OLD_MAGIC = b"TNTIDX\x00\x00"
@@ -40,6 +40,7 @@ DTYPES = {
     for code, name in {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}.items()
 }
 CODES = {dtype: code for code, dtype in DTYPES.items()}
+_NOTE_BYTES = 1 << 20
 _BLOCK = 1 << 20  # entries of an array that are looked at together, so that memory stays bounded
 _SCAN_TOKENS = 1 << 28  # a foreign file is searched for its largest id up to this many tokens
 
@@ -59,6 +60,13 @@ def idx_path(prefix: str | Path) -> Path:
 
 def note_path(prefix: str | Path) -> Path:
     return Path(f"{prefix}.json")
+
+
+def read_note(prefix: str | Path) -> Any:
+    """What the third file holds. Errors: OSError where it is absent, ValueError where it is none."""
+    if not (path := note_path(prefix)).is_file():
+        raise FileNotFoundError(path)
+    return parse_json(read_limited(path, _NOTE_BYTES, str(path)), str(path))
 
 
 def exists(prefix: str | Path) -> bool:
@@ -132,7 +140,7 @@ class IndexedDataset:
     def note(self) -> Mapping[str, Any]:
         """What the writer of these files noted; nothing where that is missing, damaged, or of other files."""
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            found = json.loads(note_path(self.prefix).read_bytes())
+            found = read_note(self.prefix)
             if found["counts"] == [len(self), self.documents, len(self.tokens)]:
                 return dict(found)
         return {}
@@ -146,7 +154,7 @@ class IndexedDataset:
         """Hashes that tell these token files from others: of lengths, and of tokens where their writer noted it."""
         tokens = None
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            tokens = str(json.loads(note_path(self.prefix).read_bytes())["sha256"]["bin"])
+            tokens = str(read_note(self.prefix)["sha256"]["bin"])
         return {"lengths": self.fingerprint, "tokens": tokens}
 
     def token_range(self) -> tuple[int, int]:
@@ -156,8 +164,10 @@ class IndexedDataset:
         with contextlib.suppress(ValueError, KeyError, TypeError):
             return int(self.note["smallest"]), int(self.note["largest"])
         every = -(-len(self.tokens) // _SCAN_TOKENS)
-        blocks = [self.tokens[block] for block in list(_blocks(len(self.tokens)))[::every]]
-        return min(int(block.min()) for block in blocks), max(int(block.max()) for block in blocks)
+        # Not through the map: what it has shown stays in this process's memory, here the whole corpus.
+        stored = Unmapped(bin_path(self.prefix), self.dtype)
+        found = [_ends(stored[block]) for block in list(_blocks(len(stored)))[::every]]
+        return min(least for least, _ in found), max(most for _, most in found)
 
     def _check_index(self) -> int:
         """The number of tokens, once lengths, offsets and documents agree with one another."""
@@ -174,6 +184,10 @@ class IndexedDataset:
         if not len(index) or index[0] != 0 or index[-1] != len(self) or (np.diff(index) < 0).any():
             raise ValueError(f"{path}: corrupt, documents do not run from sequence 0 to {len(self)}")
         return total
+
+
+def _ends(ids: NDArray[Any]) -> tuple[int, int]:
+    return int(ids.min()), int(ids.max())
 
 
 Index = tuple[np.dtype[Any], NDArray[np.int32], NDArray[np.int64], NDArray[np.int64]]

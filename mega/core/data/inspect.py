@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mega.core.data.indexed import IndexedDataset, bin_path, idx_path, note_path
+from mega.core.data.indexed import IndexedDataset, bin_path, idx_path, note_path, read_note
 from mega.core.text.tokenizer import Tokenizer, TokenizerIdentity
 
 _BLOCK = 1 << 22
@@ -124,7 +124,7 @@ def _sizes(data: IndexedDataset) -> str:
 
 def _note(prefix: str) -> dict[str, Any]:
     try:
-        found = json.loads(note_path(prefix).read_bytes())
+        found = read_note(prefix)
     except FileNotFoundError:
         return {}
     except ValueError as error:

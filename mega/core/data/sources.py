@@ -28,6 +28,10 @@ _TOO_LONG = "a line longer than {} MiB"
 _PACKED = (".gz", ".zst", ".xz", ".bz2")
 _ROWS = 1024
 _WINDOW_BYTES = 1 << 31  # of a Zstandard frame: large corpora are packed with `zstd --long=31`
+_FREE_WINDOW_BYTES = 1 << 27  # of any frame; a larger one of what is not packed to less than a 1024th
+_MOST_RATIO = 1 << 10
+_XZ_BYTES = 1 << 30  # of an xz stream's dictionary and tables
+_PIECE_BYTES = 1 << 18
 
 Kind = Literal["lines", "packed lines", "text", "parquet", "arrow"]
 
@@ -333,55 +337,112 @@ def _unpacked(path: Path, stored: BinaryIO) -> BinaryIO:
         except ImportError:
             opener = gzip.open
     elif suffix == ".xz":
-        opener = lzma.open
+        opener = _from_xz
     elif suffix == ".bz2":
         opener = bz2.open
     elif suffix == ".zst":
-        opener = _Zstandard.open
+        opener = _from_zstandard
     else:
         return stored
     found: BinaryIO = opener(stored)
     return found
 
 
-class _Zstandard(io.RawIOBase):
-    """Concatenated Zstandard frames. The library's own reader takes a cut file for a whole one."""
+class _Unpacked(io.RawIOBase):
+    """What `pieces` yields, as a file."""
 
-    def __init__(self, stored: BinaryIO) -> None:
-        try:
-            import zstandard
-        except ImportError:
-            raise ValueError("needs zstandard; pip install 'mega[data]'") from None
-        self._stored, self._error = stored, zstandard.ZstdError
-        self._frames = zstandard.ZstdDecompressor(max_window_size=_WINDOW_BYTES)
-        self._frame: Any = None
-        self._ready = b""
-
-    @classmethod
-    def open(cls, stored: BinaryIO) -> io.BufferedReader:
-        return io.BufferedReader(cls(stored), BLOCK_BYTES)
+    def __init__(self, pieces: Iterator[bytes]) -> None:
+        self._pieces, self._ready = pieces, memoryview(b"")
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
-        while not self._ready:
-            packed = b""
-            if self._frame is not None and self._frame.eof:
-                packed, self._frame = self._frame.unused_data, None
-            packed = packed or self._stored.read(1 << 16)
-            if not packed:
-                if self._frame is not None:
-                    raise EOFError("the last frame is cut short")
+        while not len(self._ready):
+            piece = next(self._pieces, None)
+            if piece is None:
                 return 0
-            self._frame = self._frame or self._frames.decompressobj()
-            try:
-                self._ready = self._frame.decompress(packed)
-            except self._error as error:
-                raise OSError(str(error)) from None
+            self._ready = memoryview(piece)
         size = min(len(buffer), len(self._ready))
         buffer[:size], self._ready = self._ready[:size], self._ready[size:]
         return size
+
+
+def _from_xz(stored: BinaryIO) -> BinaryIO:
+    return io.BufferedReader(_Unpacked(_xz_pieces(stored)), BLOCK_BYTES)
+
+
+def _xz_pieces(stored: BinaryIO) -> Iterator[bytes]:
+    """Concatenated xz streams in pieces of at most _PIECE_BYTES. The library's own file has no limit of memory."""
+    packed = stored.read(_PIECE_BYTES)
+    while packed.strip(b"\0"):  # streams may be padded
+        stream = lzma.LZMADecompressor(memlimit=_XZ_BYTES)
+        while not stream.eof:
+            if stream.needs_input and not packed and not (packed := stored.read(_PIECE_BYTES)):
+                raise EOFError("the last stream is cut short")
+            yield stream.decompress(packed, _PIECE_BYTES)
+            packed = b""
+        packed = (stream.unused_data or stored.read(_PIECE_BYTES)).lstrip(b"\0")
+
+
+def _from_zstandard(stored: BinaryIO) -> BinaryIO:
+    try:
+        import zstandard
+    except ImportError:
+        raise ValueError("needs zstandard; pip install 'mega[data]'") from None
+    library = zstandard.ZstdDecompressor(max_window_size=_WINDOW_BYTES)
+
+    def pieces() -> Iterator[bytes]:
+        frame, window, taken, made = None, 0, 0, 0
+        try:
+            for packed, ends in _zstandard_blocks(stored):
+                if frame is None:
+                    frame, window, taken, made = library.decompressobj(), 0, 0, 0
+                    window = zstandard.get_frame_parameters(packed).window_size
+                piece = frame.decompress(packed)
+                taken, made = taken + len(packed), made + len(piece)
+                if min(window, made) > max(_FREE_WINDOW_BYTES, taken * _MOST_RATIO):  # a window is memory once filled
+                    raise OSError(f"{made} bytes in {taken}, and a window of {window} bytes")
+                yield piece
+                frame = None if ends else frame
+        except zstandard.ZstdError as error:
+            raise OSError(str(error)) from None
+
+    return io.BufferedReader(_Unpacked(pieces()), BLOCK_BYTES)
+
+
+def _zstandard_blocks(stored: BinaryIO) -> Iterator[tuple[bytes, bool]]:
+    """The parts of concatenated frames, each of which unpacks to at most 128 KiB, and whether a frame ends with it.
+
+    The library unpacks all that it is given, 64 KiB of which may be 2 GiB, and takes a cut file for a whole one.
+    Source: RFC 8878, sections 3.1.1 and 3.1.2. Errors: EOFError where the last frame is cut.
+    """
+
+    def exactly(size: int) -> bytes:
+        data = stored.read(size)
+        if len(data) < size:
+            raise EOFError("the last frame is cut short")
+        return data
+
+    while magic := stored.read(4):
+        if magic[1:] == b"\x2a\x4d\x18" and magic[0] >> 4 == 5:  # a frame to be skipped
+            left = int.from_bytes(exactly(4), "little")
+            while left:
+                left -= len(exactly(min(left, _PIECE_BYTES)))
+            continue
+        if magic != b"\x28\xb5\x2f\xfd":
+            raise OSError("not a Zstandard frame")
+        descriptor = exactly(1)
+        single, checked = descriptor[0] >> 5 & 1, descriptor[0] >> 2 & 1
+        content = (single, 2, 4, 8)[descriptor[0] >> 6]
+        yield magic + descriptor + exactly(1 - single + (0, 1, 2, 4)[descriptor[0] & 3] + content), False
+        last = 0
+        while not last:
+            header = exactly(3)
+            number = int.from_bytes(header, "little")
+            last, kind, size = number & 1, number >> 1 & 3, number >> 3
+            block = header + exactly(1 if kind == 1 else size)
+            yield block + (exactly(4) if last and checked else b""), bool(last)
 
 
 def _skipped(text: BinaryIO, size: int) -> int:

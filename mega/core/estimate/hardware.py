@@ -10,6 +10,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from mega.core.config.toml import loads, read_text, shown
+
 GIB = 2**30
 
 SHARES = ("product", "elementwise", "attention_forward", "attention_backward")
@@ -70,21 +72,16 @@ def hardware(name: str, asked: str | None = None) -> Hardware:
             valid = ", ".join(other for other in known if other != "base")
             raise ValueError(f"{asked}: is no known device; valid: {valid}, or a TOML file")
         return _made(name.lower(), known[name.lower()], asked)
-    try:
-        with Path(name).open("rb") as file:
-            table = tomllib.load(file)
-    except RecursionError:
-        raise ValueError(f"{asked}: cannot be read as TOML: nested too deeply") from None
-    except (OSError, ValueError) as error:  # of TOML, of UTF-8, or of a number with thousands of digits
-        raise ValueError(f"{asked}: cannot be read as TOML: {error}") from None
-    return _made(Path(name).stem, table, asked)
+    return _made(Path(name).stem, loads(read_text(name, asked), asked), asked)
 
 
 def _made(name: str, table: Mapping[str, Any], asked: str) -> Hardware:
     base, own = _known()["base"], {field.name for field in fields(Hardware)} - {"name"}
     given = table.get("peak", {})
     if not isinstance(given, Mapping):
-        raise ValueError(f"{asked}: peak is {given!r}; must be a table of TFLOP/s by dtype, such as {{bf16 = 989.0}}")
+        raise ValueError(
+            f"{asked}: peak is {shown(given)}; must be a table of TFLOP/s by dtype, such as {{bf16 = 989.0}}"
+        )
     for keys, valid in ((table.keys(), own), (given.keys(), base["peak"].keys() | {"fp8"})):
         if unknown := sorted(keys - valid):
             raise ValueError(f"{asked}: unknown field {unknown[0]}; valid: {', '.join(sorted(valid))}")
@@ -92,7 +89,7 @@ def _made(name: str, table: Mapping[str, Any], asked: str) -> Hardware:
     for key, value in {**values, **peak}.items():
         most = 1.0 if key in SHARES else MOST
         if key != "peak" and (type(value) not in (int, float) or not LEAST <= value <= most):
-            raise ValueError(f"{asked}: {key} is {value!r}; must be a number from {LEAST:g} to {most:g}")
+            raise ValueError(f"{asked}: {key} is {shown(value)}; must be a number from {LEAST:g} to {most:g}")
     if type(values["node"]) is not int:
-        raise ValueError(f"{asked}: node is {values['node']!r}; must be a whole number of GPUs")
+        raise ValueError(f"{asked}: node is {shown(values['node'])}; must be a whole number of GPUs")
     return Hardware(name, **{**values, "peak": peak})

@@ -5,7 +5,7 @@ It also finds the tokenizer that a checkpoint carries. It knows neither prompts 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from mega.core.checkpoint.forms.form import SpecialTokens
 from mega.core.checkpoint.own.model import model_of
 from mega.core.checkpoint.own.pieces import Piece
 from mega.core.checkpoint.own.store import Checkpoint, CheckpointError
+from mega.core.config.toml import unfit
 from mega.core.family import family
 from mega.core.inventory import units
 from mega.core.ops.suite import choose
@@ -61,14 +62,14 @@ def load_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
 
     Errors: ValueError where there is none.
     """
-    options = checkpoint.meta.get("config", {}).get("tokenizer", {})
+    options = tokenizer_options(checkpoint)
     kind = options.get("tokenizer") or tokenizer_kind(checkpoint.attachments)
     if kind is None:
         raise CheckpointError(f"{checkpoint.path}: carries no tokenizer")
     files = {FIELDS[name]: path for name, path in checkpoint.attachments.items() if name in FIELDS}
     if (model := MODELS.get(kind)) in checkpoint.attachments:
         files["tokenizer_model"] = checkpoint.attachments[str(model)]
-    extra = options.get("vocab_extra_ids", 0)
+    extra = options.get("vocab_extra_ids") or 0
     return build(tokenizer=kind, vocab_size=options.get("vocab_size"), vocab_extra_ids=extra, **files)
 
 
@@ -76,3 +77,12 @@ def special_tokens(checkpoint: Checkpoint) -> SpecialTokens:
     """What others must know of that tokenizer. Errors: ValueError where there is none."""
     tokenizer = load_tokenizer(checkpoint)
     return SpecialTokens(tokenizer.special_ids(), tokenizer.huggingface_files())
+
+
+def tokenizer_options(checkpoint: Checkpoint) -> Mapping[str, Any]:
+    """What the run's tokenizer section was; empty where it is not told. Errors: CheckpointError naming an option."""
+    options: Mapping[str, Any] = checkpoint.meta.get("config", {}).get("tokenizer", {})
+    for name in ("tokenizer", "vocab_size", "vocab_extra_ids"):
+        if options.get(name) is not None and (problem := unfit("tokenizer", name, options[name])) is not None:
+            raise CheckpointError(f"{checkpoint.path}: config.tokenizer.{name}: {problem}")
+    return options

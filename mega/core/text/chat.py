@@ -6,12 +6,15 @@ spells `<|eot_id|>` consists of these characters and ends no turn.
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from mega.core.text.tokenizer import Tokenizer
+from mega.core.untrusted import Confined, read_limited
 
 ROLES = ("system", "user", "assistant")
 
@@ -100,61 +103,69 @@ def template(name: str, tokenizer: Tokenizer) -> Template:
     if name in TEMPLATES:
         return TEMPLATES[name]
     if Path(name).is_file():
-        try:
-            return jinja(Path(name).read_bytes().decode(), tokenizer)
-        except UnicodeDecodeError as error:
-            raise ValueError(f"--chat-template {name}: not UTF-8 ({error})") from None
+        return jinja(name, tokenizer)
     raise ValueError(f"--chat-template {name}: must be {', '.join(TEMPLATES)}, or a Jinja file")
 
 
 _MARK = "\ue000{}\ue001"
-_MARKS = re.compile("\ue000(\\d+)\ue001")
+_MARKS = re.compile("\ue000([0-9]{1,9})\ue001")
+_CONTROL = re.compile(r"(<\|[^|<>]+\|>|</?s>|\[/?[A-Z]+\])")
+_NAMES = {
+    "bos_token": ("<s>", "<|begin_of_text|>", "<|endoftext|>"),
+    "eos_token": ("</s>", "<|eot_id|>", "<|im_end|>", "<|endoftext|>"),
+}
+"""What a template asks for -> the names that tokenizers have for it."""
+SOURCE_BYTES = 1 << 20
+"""Most bytes of a template, and of what it makes of a conversation without the messages' own text."""
+_SECONDS, _MEMORY = 5, 1 << 29
 
 
-def jinja(source: str, tokenizer: Tokenizer) -> Template:
-    """A Hugging Face chat template, in a sandbox.
+def template_text(file: str) -> str:
+    """The text of a Jinja file. Errors: ValueError."""
+    try:
+        return read_limited(file, SOURCE_BYTES, f"--chat-template {file}").decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"--chat-template {file}: not UTF-8 ({error})") from None
+
+
+def jinja(file: str, tokenizer: Tokenizer) -> Template:
+    """The Hugging Face chat template in `file`, rendered in a sandbox in a process of its own, within limits.
 
     Messages are rendered as marks and put in afterwards, so that no text of a message can become markup or a control
     token; blanks at the ends of a message are dropped. The text after an assistant's message up to the first control
-    token is trained with it, as its end of turn.
+    token is trained with it, as its end of turn. What is rendered depends on the roles alone, and is rendered once for
+    each sequence of them.
+
+    Errors: ValueError naming the file, for it and of what is returned.
     """
-    try:
-        from jinja2 import StrictUndefined, TemplateError
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
-    except ImportError:
-        raise ValueError("--chat-template: a Jinja file needs jinja2; pip install 'mega[data]'") from None
+    what, source = f"--chat-template {file}", template_text(file)
+    if importlib.util.find_spec("jinja2") is None:
+        raise ValueError("--chat-template: a Jinja file needs jinja2; pip install 'mega[data]'")
+    known = {key: next((n for n in names if tokenizer.control(n) is not None), "") for key, names in _NAMES.items()}
+    child = Confined(
+        "mega.core.text.jinja_process", what, seconds=_SECONDS, memory=_MEMORY, answer_bytes=2 * SOURCE_BYTES
+    )
+    child.ask({"source": source})  # a mistake in it is reported now
+    child.close()
 
-    def refuse(message: str) -> None:
-        raise ValueError(f"--chat-template: {message}")
-
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)
-    environment.globals["raise_exception"] = refuse
-    try:
-        compiled = environment.from_string(source)
-    except TemplateError as error:
-        raise ValueError(f"--chat-template: not a Jinja template ({error})") from None
-    names = re.compile(r"(<\|[^|<>]+\|>|</?s>|\[/?[A-Z]+\])")
-    bos = next((n for n in ("<s>", "<|begin_of_text|>", "<|endoftext|>") if tokenizer.control(n) is not None), "")
-    ends = ("</s>", "<|eot_id|>", "<|im_end|>", "<|endoftext|>")
-    eos = next((n for n in ends if tokenizer.control(n) is not None), "")
+    @lru_cache(maxsize=64)
+    def rendered(roles: tuple[str, ...]) -> str:
+        messages = [{"role": role, "content": _MARK.format(i)} for i, role in enumerate(roles)]
+        text: str = child.ask({"source": source, "messages": messages, **known})
+        return text
 
     def render(messages: Sequence[Message]) -> list[TemplatePart]:
-        marked = [{"role": m.role, "content": _MARK.format(i)} for i, m in enumerate(messages)]
-        try:
-            text = compiled.render(messages=marked, bos_token=bos, eos_token=eos, add_generation_prompt=False)
-        except ValueError:
-            raise
-        except Exception as error:  # a template is a program, which may fail in any way
-            raise ValueError(f"--chat-template: {error}") from None
         found: list[TemplatePart] = []
         ending = False
-        for i, piece in enumerate(_MARKS.split(text)):
-            if i % 2:
+        for i, piece in enumerate(_MARKS.split(rendered(tuple(message.role for message in messages)))):
+            if i % 2 and int(piece) < len(messages):
                 message = messages[int(piece)]
                 ending = message.role == "assistant"
                 found.append(_text(message.content.strip(), ending))
                 continue
-            for word in filter(None, names.split(piece)):
+            if i % 2 or "\ue000" in piece or "\ue001" in piece:
+                raise ValueError(f"{what}: takes a message's text apart, so that it cannot be put in as it is")
+            for word in filter(None, _CONTROL.split(piece)):
                 control = tokenizer.control(word) is not None
                 found.append(TemplatePart(word, control, ending))
                 ending = ending and not control

@@ -11,7 +11,9 @@ from functools import cached_property
 from pathlib import Path
 
 from mega.core.text.gpt2 import GPT2Tokenizer
+from mega.core.text.probe import FILE_BYTES
 from mega.core.text.tokenizer import Encoded, Tokenizer
+from mega.core.untrusted import read_limited
 
 SPECIAL = {"<s>": 0, "<pad>": 1, "</s>": 2, "<unk>": 3}
 """What comes before the lines of every dict.txt."""
@@ -72,7 +74,7 @@ def read_dictionary(path: Path) -> list[str]:
     symbols = list(SPECIAL)
     ids = dict(SPECIAL)
     try:
-        lines = path.read_bytes().decode().splitlines()
+        lines = read_limited(path, FILE_BYTES, f"--tokenizer-model {path}").decode().splitlines()
     except UnicodeDecodeError as error:
         raise ValueError(f"--tokenizer-model {path}: not UTF-8 ({error})") from None
     for number, line in enumerate(lines, 1):

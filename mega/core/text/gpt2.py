@@ -16,9 +16,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from mega.core.text.probe import FILE_BYTES
 from mega.core.text.probes import PROBES
-from mega.core.text.tokenizer import Encoded, Tokenizer, flatten
+from mega.core.text.tokenizer import Encoded, Tokenizer, flatten, library_errors
 from mega.core.text.words import Remembered
+from mega.core.untrusted import read_limited
 
 END_OF_TEXT = "<|endoftext|>"
 _WORDS = r"""'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
@@ -120,8 +122,9 @@ def read_vocab(path: Path) -> dict[str, int]:
     """piece -> id of a vocab.json whose ids are 0 .. n - 1, each once; ValueError otherwise."""
     import orjson
 
+    data = read_limited(path, FILE_BYTES, f"--vocab-file {path}")
     try:
-        vocab: dict[str, int] = orjson.loads(path.read_bytes())
+        vocab: dict[str, int] = orjson.loads(data)
     except ValueError as error:
         raise ValueError(f"--vocab-file {path}: not JSON ({error})") from None
     ids = list(vocab.values()) if isinstance(vocab, dict) else [None]
@@ -133,7 +136,7 @@ def read_vocab(path: Path) -> dict[str, int]:
 def read_merges(path: Path) -> list[tuple[str, str]]:
     """The pairs of a merges.txt in order of rank; ValueError where a line is not a pair or the file is cut."""
     try:
-        lines = path.read_bytes().decode().split("\n")
+        lines = read_limited(path, FILE_BYTES, f"--merge-file {path}").decode().split("\n")
     except UnicodeDecodeError as error:
         raise ValueError(f"--merge-file {path}: not UTF-8 ({error})") from None
     if not lines[0].startswith("#version") or lines[-1]:
@@ -154,9 +157,10 @@ def choose_engine(vocab: Mapping[str, int], merges: Merges) -> tuple[str, Encode
         expected = definition(PROBES)
         for name, make in (("fastokens", _fastokens), ("tokenizers", _tokenizers)):
             try:
-                engine = make(vocab, merges)
-                if all(a.tolist() == b.tolist() for a, b in zip(engine(PROBES), expected, strict=True)):
-                    return name, engine
+                with library_errors("fails"):
+                    engine = make(vocab, merges)
+                    if all(a.tolist() == b.tolist() for a, b in zip(engine(PROBES), expected, strict=True)):
+                        return name, engine
                 problem = "gives other ids"
             except Exception as error:  # a compiled library may raise anything: the next engine serves
                 problem = f"{type(error).__name__}: {error}"

@@ -6,12 +6,13 @@ are not looked for in text; its other added tokens are part of the vocabulary an
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mega.core.text.tokenizer import Encoded, Tokenizer, flatten
+from mega.core.text.probe import FILE_BYTES, check, hugging_face
+from mega.core.text.tokenizer import Encoded, Tokenizer, flatten, library_errors
+from mega.core.untrusted import parse_json, read_limited
 
 # Names of the end of a text, where no file next to tokenizer.json names it.
 _ENDS = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>")
@@ -25,15 +26,10 @@ class HuggingFaceTokenizer(Tokenizer):
     kind = "HuggingFaceTokenizer"
 
     def __init__(self, path: Path) -> None:
-        from tokenizers import Tokenizer as Library
-
-        try:
-            self._library = Library.from_file(str(path))
-        except Exception as error:  # the library raises bare Exception
-            raise ValueError(f"--tokenizer-model {path}: not a tokenizer.json ({error})") from None
-        self._library.encode_special_tokens = True
-        self._library.no_truncation()
-        self._library.no_padding()
+        check("tokenizers", path)
+        with library_errors(f"--tokenizer-model {path}: not a tokenizer.json"):
+            self._library = hugging_face(path)
+        self._refused = f"--tokenizer-model {path}: fails on what it is to encode or decode"
         self._files = {name: path.with_name(name) for name in _NEIGHBOURS if path.with_name(name).is_file()}
         self._files["tokenizer.json"] = path
         self.eod = self._named("eos_token", _ENDS)
@@ -53,14 +49,18 @@ class HuggingFaceTokenizer(Tokenizer):
         return max(self._library.get_vocab(with_added_tokens=True).values()) + 1
 
     def encode(self, text: str) -> list[int]:
-        ids: list[int] = self._library.encode(text).ids
+        with library_errors(self._refused):
+            ids: list[int] = self._library.encode(text).ids
         return ids
 
     def encode_batch(self, texts: Sequence[str]) -> Encoded:
-        return flatten([encoding.ids for encoding in self._library.encode_batch_fast(list(texts))])
+        with library_errors(self._refused):
+            found = self._library.encode_batch_fast(list(texts))
+        return flatten([encoding.ids for encoding in found])
 
     def decode(self, ids: Iterable[int]) -> str:
-        return str(self._library.decode([int(token) for token in ids], skip_special_tokens=False))
+        with library_errors(self._refused):
+            return str(self._library.decode([int(token) for token in ids], skip_special_tokens=False))
 
     def control(self, name: str) -> int | None:
         found: int | None = self._library.token_to_id(name)
@@ -77,12 +77,10 @@ class HuggingFaceTokenizer(Tokenizer):
 
 def _read(path: Path) -> dict[str, Any]:
     """A JSON object; ValueError naming the file where it is not one."""
-    try:
-        found = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise ValueError(f"--tokenizer-model: {path} is not JSON ({error})") from None
+    what = f"--tokenizer-model: {path}"
+    found = parse_json(read_limited(path, FILE_BYTES, what), what)
     if not isinstance(found, dict):
-        raise ValueError(f"--tokenizer-model: {path} holds no JSON object")
+        raise ValueError(f"{what} holds no JSON object")
     return found
 
 

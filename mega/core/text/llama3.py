@@ -17,9 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from mega.core.text.gpt2 import byte_letters
+from mega.core.text.probe import FILE_BYTES
 from mega.core.text.probes import PROBES
-from mega.core.text.tokenizer import Encoded, Tokenizer, flatten
+from mega.core.text.tokenizer import Encoded, Tokenizer, flatten, library_errors
 from mega.core.text.words import Remembered
+from mega.core.untrusted import read_limited
 
 _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
@@ -34,6 +36,8 @@ _NAMED = {
 }
 """Control tokens with a name, numbered after the ranks; the others are reserved."""
 _CONTROLS = 256
+LONGEST_PIECE = 10_000
+"""Characters of a token in base64: every way to cut it is tried."""
 
 Encode = Callable[[Sequence[str]], Encoded]
 
@@ -97,9 +101,10 @@ class Llama3Tokenizer(Tokenizer):
     def _chosen(self) -> tuple[str, Encode]:
         definition = reference(self._ranks)
         try:
-            engine = _fastokens(self._ranks)
-            if all(a.tolist() == b.tolist() for a, b in zip(engine(PROBES), definition(PROBES), strict=True)):
-                return "fastokens", engine
+            with library_errors("fails"):
+                engine = _fastokens(self._ranks)
+                if all(a.tolist() == b.tolist() for a, b in zip(engine(PROBES), definition(PROBES), strict=True)):
+                    return "fastokens", engine
             problem = "gives other ids"
         except Exception as error:  # a compiled library may raise anything: the definition serves
             problem = f"{type(error).__name__}: {error}"
@@ -110,12 +115,16 @@ class Llama3Tokenizer(Tokenizer):
 def read_ranks(path: Path) -> dict[bytes, int]:
     """bytes -> rank of a tiktoken file whose ranks are 0 .. n - 1 in this order; ValueError otherwise."""
     ranks: dict[bytes, int] = {}
+    lines = read_limited(path, FILE_BYTES, f"--tokenizer-model {path}").splitlines()
     try:
-        for number, line in enumerate(path.read_bytes().splitlines()):
+        for number, line in enumerate(lines):
             piece, rank = line.split()
+            if len(piece) > LONGEST_PIECE:
+                raise ValueError(f"a token of {len(piece)} characters, at most {LONGEST_PIECE} are read")
             if int(rank) != number:
                 raise ValueError(f"rank {rank.decode()} where {number} is due")
-            ranks[base64.b64decode(piece, validate=True)] = number
+            if ranks.setdefault(base64.b64decode(piece, validate=True), number) != number:
+                raise ValueError(f"the token of rank {rank.decode()} is there already")
     except (ValueError, binascii.Error) as error:
         raise ValueError(f"--tokenizer-model {path}: not a tiktoken file, line {len(ranks) + 1} ({error})") from None
     if not all(bytes([byte]) in ranks for byte in range(256)):

@@ -13,20 +13,18 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from mega.core.text.probe import check, sentencepiece
 from mega.core.text.sentencepiece_bpe import faster
-from mega.core.text.tokenizer import Encoded, Roles, Tokenizer, flatten
+from mega.core.text.tokenizer import Encoded, Roles, Tokenizer, flatten, library_errors
 
 Encode = Callable[[Sequence[str]], Encoded]
 
 
 def _load(path: Path) -> Any:
     """The library's processor of a .model file; ValueError where the file is not one."""
-    import sentencepiece
-
-    try:
-        return sentencepiece.SentencePieceProcessor(model_file=str(path))
-    except (RuntimeError, OSError) as error:
-        raise ValueError(f"--tokenizer-model {path}: not a SentencePiece model ({error})") from None
+    check("sentencepiece", path)
+    with library_errors(f"--tokenizer-model {path}: not a SentencePiece model"):
+        return sentencepiece(path)
 
 
 def _encoder(model: Any) -> Encode:

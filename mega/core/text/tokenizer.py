@@ -5,8 +5,9 @@ It knows texts and ids. It knows neither token files nor models: padding the voc
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -138,3 +139,16 @@ def flatten(rows: Sequence[Sequence[int]]) -> Encoded:
     np.cumsum([len(row) for row in rows], out=offsets[1:])
     ids = np.fromiter((token for row in rows for token in row), np.int64, count=int(offsets[-1]))
     return Encoded(ids, offsets)
+
+
+@contextlib.contextmanager
+def library_errors(what: str) -> Iterator[None]:
+    """What a compiled library raises as a ValueError that begins with `what`: also a panic, which is no Exception."""
+    try:
+        yield
+    except (ValueError, MemoryError, OSError):
+        raise
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise ValueError(f"{what} ({type(error).__name__}: {error})") from None

@@ -13,8 +13,10 @@ import unicodedata
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+from mega.core.text.probe import FILE_BYTES
 from mega.core.text.tokenizer import Encoded, Roles, Tokenizer, flatten
 from mega.core.text.words import Remembered
+from mega.core.untrusted import read_limited
 
 _CHINESE = (
     "\u4e00-\u9fff\u3400-\u4dbf\U00020000-\U0002a6df\U0002a700-\U0002b73f"
@@ -117,7 +119,7 @@ class WordPieceTokenizer(Tokenizer):
 def read_pieces(path: Path) -> dict[str, int]:
     """piece -> line number of a vocab.txt; ValueError where it is not UTF-8 or holds a piece twice."""
     try:
-        lines = path.read_bytes().decode().removesuffix("\n").split("\n")
+        lines = read_limited(path, FILE_BYTES, f"--vocab-file {path}").decode().removesuffix("\n").split("\n")
     except UnicodeDecodeError as error:
         raise ValueError(f"--vocab-file {path}: not UTF-8 ({error})") from None
     vocab: dict[str, int] = {}

@@ -7,7 +7,6 @@ are read, hashed and written side by side. Knows nothing of what the bytes mean.
 
 from __future__ import annotations
 
-import json
 import os
 import stat
 import threading
@@ -16,6 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
+from mega.core import untrusted
 from mega.core.checkpoint.own.pieces import CheckpointError
 
 BLOCK = 4 << 20
@@ -126,18 +126,11 @@ def read_into(descriptor: int, view: memoryview, offset: int, path: Path) -> Non
 
 
 def parse_json(data: bytes, path: Path) -> Any:
-    """JSON from a file, whose name errors carry. Refused: NaN, a name twice, endless depth."""
+    """JSON from a file, whose name errors carry. Refused: NaN and what is not finite, a name twice, endless depth.
 
-    def refuse(word: str) -> None:
-        raise ValueError(f"{word} is not JSON")
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        made = dict(pairs)
-        if len(made) != len(pairs):
-            raise ValueError("a name occurs twice")
-        return made
-
+    Errors: CheckpointError.
+    """
     try:
-        return json.loads(data, parse_constant=refuse, object_pairs_hook=unique)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: not valid JSON ({error})") from None
+        return untrusted.parse_json(data, str(path), unique=True)
+    except ValueError as error:
+        raise CheckpointError(str(error)) from None

@@ -168,12 +168,15 @@ def read_manifest(directory: Path) -> Manifest:
         if read_file(directory / WEIGHTS_ONLY, 200) != seal:
             raise CheckpointError(f"{directory / WEIGHTS_ONLY}: is not that of this checkpoint")
         leaving = frozenset(name for name in containers if STATE_FILE.fullmatch(name))
+    meta = _record(fields.get("meta"), path, "meta")
+    for name, section in _record(meta.get("config", {}), path, "meta.config").items():
+        _record(section, path, f"meta.config.{name}")
     manifest = Manifest(
         _count(fields.get("step"), path, "step"),
         world,
         {name: container for name, container in containers.items() if name not in leaving},
         attachments,
-        _record(fields.get("meta"), path, "meta"),
+        meta,
         leaving,
         digest,
     )

@@ -32,10 +32,12 @@ def model_of(meta: Mapping[str, Any], where: str) -> ModelConfig:
     if unknown := sorted(set(fields) - known):
         raise CheckpointError(f"{where}: config.model.{unknown[0]} is unknown to this version")
     for name, value in fields.items():
-        within = entries()[name].option.within
-        problem = None if value is None else unfit("model", name, value)
+        option = entries()[name].option
+        within, problem = option.within, None if value is None else unfit("model", name, value)
         if problem is None and value is not None and within is not None and not within.holds(value):
             problem = f"{value!r} must be {within.rule}"
+        if problem is None and isinstance(value, int) and value > option.most:
+            problem = f"{value} must be at most {option.most}"
         if problem is None and value is None and name in SIZES:
             problem = "is missing"
         if problem is not None:

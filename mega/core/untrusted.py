@@ -1,0 +1,266 @@
+"""Input that others made, within limits: files of bounded size, JSON whose numbers can be computed with, and a process
+of its own for what may end the process that does it (compiled libraries) or never end (templates, which are programs).
+
+    with Confined("mega.core.text.probe", "--tokenizer-model a.json", seconds=10, memory=1 << 30) as child:
+        child.ask({"path": "a.json"})      the module's `answer` of it, or a ValueError that begins with the second word
+
+It knows neither what files mean nor what is asked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import select
+import signal
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+WAIT_SECONDS = 20.0
+"""How long a pipe may keep a reader waiting."""
+START_SECONDS = 120.0
+"""How long a child may take to start, or to answer while it is not computing: generous, for busy machines."""
+MOST_DIGITS = 100
+"""Digits of a whole number: what computes with a longer one ends in an overflow."""
+_BLOCK = 1 << 20
+
+
+# --- files ----------------------------------------------------------------------------------------------------------
+
+
+def read_limited(path: Path | str, limit: int, what: str) -> bytes:
+    """All bytes of a file or pipe that holds at most `limit` of them. A device without an end is one byte too many.
+
+    what: flag and file, for messages. Errors: ValueError where it cannot be read, holds more, or where nothing comes
+    out of a pipe for WAIT_SECONDS.
+    """
+    data = bytearray()
+    try:
+        # A pipe without a writer would keep open() itself waiting.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            regular = stat.S_ISREG(os.fstat(descriptor).st_mode)
+            while len(data) <= limit and (part := _next(descriptor, min(_BLOCK, limit + 1 - len(data)), regular)):
+                data += part
+        finally:
+            os.close(descriptor)
+    except TimeoutError:
+        raise ValueError(f"{what}: a pipe out of which nothing came for {WAIT_SECONDS:g} s; give a file") from None
+    except (OSError, ValueError) as error:  # a name with a NUL is a ValueError
+        raise ValueError(f"{what}: cannot be read: {getattr(error, 'strerror', error)}") from None
+    if len(data) > limit:
+        size = f"{limit >> 20} MiB" if limit >> 20 else f"{limit} bytes"
+        raise ValueError(f"{what}: holds more than the {size} that are read of such a file")
+    return bytes(data)
+
+
+def _next(descriptor: int, size: int, regular: bool) -> bytes:
+    """Up to `size` bytes; none at the end. Errors: TimeoutError where there is neither."""
+    deadline = time.monotonic() + WAIT_SECONDS
+    while not regular:
+        _wait(descriptor, deadline)
+        with contextlib.suppress(BlockingIOError):
+            return os.read(descriptor, size)
+    return os.read(descriptor, size)
+
+
+def _wait(descriptor: int, deadline: float) -> None:
+    """Until something can be read, or the other end is closed. Errors: TimeoutError."""
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN | select.POLLHUP)
+    if not poll.poll(max(deadline - time.monotonic(), 0) * 1000):
+        raise TimeoutError
+
+
+def parse_json(data: bytes | str, what: str, *, unique: bool = False) -> Any:
+    """JSON of others. Refused: NaN, numbers beyond what is computed with, endless depth; with `unique`, a name twice.
+
+    what: flag and file, for messages. Errors: ValueError.
+
+    >>> parse_json('{"a": 1e999}', "a.json")
+    Traceback (most recent call last):
+    ...
+    ValueError: a.json: is not JSON that can be read: 1e999 is no finite number
+    """
+    pairs = _unique if unique else None
+    try:
+        return json.loads(data, parse_constant=_refuse, parse_float=_finite, parse_int=_whole, object_pairs_hook=pairs)
+    except RecursionError:
+        raise ValueError(f"{what}: is not JSON that can be read: nested too deeply") from None
+    except ValueError as error:
+        raise ValueError(f"{what}: is not JSON that can be read: {error}") from None
+
+
+def _refuse(word: str) -> None:
+    raise ValueError(f"{word} is not JSON")
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text[:40]} is no finite number")
+    return number
+
+
+def _whole(text: str) -> int:
+    if len(text) > MOST_DIGITS:
+        raise ValueError(f"a whole number of {len(text)} digits, at most {MOST_DIGITS} are read")
+    return int(text)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) != len(pairs):
+        raise ValueError("a name occurs twice")
+    return made
+
+
+# --- a process of its own -------------------------------------------------------------------------------------------
+
+
+class Confined:
+    """A process that answers questions by `answer` of a module, which calls `serve(answer)` when it is run.
+
+    what: flag and file, with which errors begin; seconds: of processor time an answer; memory: bytes of address space;
+    answer_bytes: of an answer. It starts with the first question and ends with `close`, with this object, or with the
+    process that made it. A process forked from that one starts its own.
+    """
+
+    def __init__(
+        self, module: str, what: str, *, seconds: int, memory: int, answer_bytes: int = 1 << 20, about: str = ""
+    ) -> None:
+        self._command = [sys.executable, "-m", module, str(seconds), str(memory)]
+        self._what, self._about, self._most = what, about, answer_bytes
+        self._rule = f"at most {seconds} s of processor time, {memory >> 20} MiB of memory"
+        self._child: subprocess.Popen[bytes] | None = None
+        self._owner = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the process."""
+        child, self._child = self._child, None
+        if child is None or self._owner != os.getpid():
+            return
+        child.kill()
+        for pipe in (child.stdin, child.stdout):
+            with contextlib.suppress(OSError):
+                assert pipe is not None
+                pipe.close()
+        child.wait()
+
+    def ask(self, question: object) -> Any:
+        """The answer. Errors: ValueError with what `answer` had to say, or with what became of the process."""
+        try:
+            child = self._started()
+            assert child.stdin is not None
+            child.stdin.write(json.dumps(question).encode() + b"\n")
+            child.stdin.flush()
+            found = self._line(child)
+        except TimeoutError:
+            self.close()
+            raise ValueError(f"{self._what}: {self._about}gave no answer within {START_SECONDS:g} s") from None
+        except OSError as error:
+            raise self._lost(error) from None
+        if "error" in found:
+            raise ValueError(f"{self._what}: {found['error']}")
+        return found["answer"]
+
+    def _started(self) -> subprocess.Popen[bytes]:
+        if self._child is None or self._owner != os.getpid():
+            root = str(Path(__file__).resolve().parents[2])
+            paths = [root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+            environment = {**os.environ, **_ONE_THREAD, "PYTHONPATH": os.pathsep.join(paths)}
+            environment.pop("MEGA_DEBUG", None)
+            self._owner = os.getpid()
+            self._child = subprocess.Popen(
+                self._command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                env=environment,
+                start_new_session=True,  # a signal for the run is not for it
+            )
+            self._line(self._child)  # its first word: that it has started
+        return self._child
+
+    def _line(self, child: subprocess.Popen[bytes]) -> dict[str, Any]:
+        """What the process says next. Errors: OSError where it has ended, or says too much; TimeoutError."""
+        assert child.stdout is not None
+        deadline, data = time.monotonic() + START_SECONDS, bytearray()
+        while not data.endswith(b"\n"):
+            _wait(child.stdout.fileno(), deadline)
+            part = os.read(child.stdout.fileno(), _BLOCK)
+            data += part
+            if not part or len(data) > self._most:
+                raise OSError("has ended" if not part else f"answers more than {self._most} bytes")
+        found: dict[str, Any] = json.loads(data)
+        return found
+
+    def _lost(self, error: OSError) -> ValueError:
+        """Why there is no answer; the process is gone after this."""
+        child, reason = self._child, str(error)
+        if child is not None and reason in ("has ended", "[Errno 32] Broken pipe"):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(START_SECONDS)
+            code = child.returncode or 0
+            name = signal.Signals(-code).name if -code in set(signal.Signals) else f"exit code {code}"
+            reason = "takes too long" if name == "SIGXCPU" else f"makes what reads it fail ({name})"
+        self.close()
+        return ValueError(f"{self._what}: {self._about}{reason}; {self._rule}")
+
+
+_ONE_THREAD = dict.fromkeys(
+    ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS", "MALLOC_ARENA_MAX"), "1"
+) | {"TOKENIZERS_PARALLELISM": "false", "PYTHONSAFEPATH": "1"}
+"""Threads reserve address space, which is what is limited."""
+
+
+def serve(answer: Callable[[Any], Any]) -> None:
+    """Answer the questions on standard input until it ends: the main function of a child of `Confined`.
+
+    Errors of `answer` become lines for the user; a library's panic, which is no Exception, too.
+    """
+    import resource
+
+    seconds, memory = map(int, sys.argv[1:3])
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    output = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what a library prints is no answer
+    output.write(b"{}\n")
+    output.flush()
+    for line in sys.stdin.buffer:
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        with contextlib.suppress(ValueError, OSError):
+            most = int(used.ru_utime + used.ru_stime) + seconds
+            resource.setrlimit(resource.RLIMIT_CPU, (most, resource.getrlimit(resource.RLIMIT_CPU)[1]))
+        reply = _reply(answer, line)
+        output.write(reply + b"\n")
+        output.flush()
+
+
+def _reply(answer: Callable[[Any], Any], line: bytes) -> bytes:
+    try:
+        return json.dumps({"answer": answer(json.loads(line))}).encode()
+    except MemoryError:
+        text = "takes too much memory"
+    except BaseException as error:
+        text = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+    return json.dumps({"error": " ".join(text.split())[:300]}).encode()

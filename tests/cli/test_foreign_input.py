@@ -1,0 +1,174 @@
+"""Files of others cost a bounded time and memory, and end in one line that names the file: bombs, devices, panics."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mega import cli
+from mega.core.config import deepspeed, toml
+from mega.core.config.check import check
+from mega.core.config.compose import compose
+from mega.core.data.sources import blocks, lines, pieces
+from mega.core.text import probe
+from mega.core.text.build import build
+from mega.core.text.chat import Message, template
+from mega.core.text.null import NullTokenizer
+from mega.core.untrusted import Confined, parse_json, read_limited
+
+TALK = [Message("user", "a question"), Message("assistant", "an answer")]
+
+
+def megabytes() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
+
+
+def test_a_zstandard_bomb_takes_blocks_and_not_chunks(tmp_path: Path) -> None:
+    """256 MiB of blanks in 8 KB: each chunk of 64 KiB used to be unpacked whole."""
+    zstandard = pytest.importorskip("zstandard")
+    packer, path = zstandard.ZstdCompressor(level=3).compressobj(), tmp_path / "a.jsonl.zst"
+    part = b" " * ((1 << 20) - 1) + b"\n"
+    packed = b"".join(packer.compress(part) for _ in range(256)) + packer.flush()
+    path.write_bytes(packed)
+    before = megabytes()
+    (piece,) = pieces([path])
+    assert len(packed) < 1 << 16
+    assert sum(block.size for block in blocks(piece, ["text"], text_lines=False)) == 256 << 20
+    assert megabytes() - before < 120
+
+
+def test_zstandard_frames_with_checksums_and_skipped_ones(tmp_path: Path) -> None:
+    zstandard = pytest.importorskip("zstandard")
+    path, text = tmp_path / "a.jsonl.zst", os.urandom(150_000).hex().encode()
+    whole = zstandard.ZstdCompressor(write_checksum=True).compress(text + b"\n")
+    path.write_bytes(whole + b"\x51\x2a\x4d\x18\x03\0\0\0abc" + zstandard.compress(text))
+    assert [line.text for line in lines([path], ["text"])] == [text, text]
+    for cut in (1, 4, len(whole) // 2, len(whole) - 1, len(whole) + 9):
+        path.write_bytes((whole + b"\x51\x2a\x4d\x18\x03\0\0\0abc")[:cut])
+        with pytest.raises(ValueError, match=r"a\.jsonl\.zst: cannot be read"):
+            list(lines([path], ["text"]))
+
+
+def test_padded_xz_streams(tmp_path: Path) -> None:
+    import lzma
+
+    path = tmp_path / "a.jsonl.xz"
+    path.write_bytes(lzma.compress(b"a\n") + b"\0" * 8 + lzma.compress(b"b\n"))
+    assert [line.text for line in lines([path], ["text"])] == [b"a", b"b"]
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("{{ 'a' * 10 ** 10 }}", "takes too much memory"),
+        ("{{ 'a' * 3000000 }}", "answers more than"),
+        ("{{ messages[0].content[1:] }}", "takes a message's text apart"),
+        ("{{ '\ue00099\ue001' }}", "takes a message's text apart"),
+    ],
+)
+def test_templates_have_limits(tmp_path: Path, source: str, message: str) -> None:
+    pytest.importorskip("jinja2")
+    path = tmp_path / "a.jinja"
+    path.write_text(source)
+    with pytest.raises(ValueError, match=f"--chat-template {path}: {message}"):
+        template(str(path), NullTokenizer(9))(TALK)
+
+
+def test_a_child_ends_with_its_time() -> None:
+    with Confined("mega.core.text.jinja_process", "--chat-template a", seconds=1, memory=1 << 29) as child:
+        source = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+        question = {"source": source, "messages": [], "bos_token": "", "eos_token": ""}
+        with pytest.raises(ValueError, match="--chat-template a: takes too long; at most 1 s of processor time"):
+            child.ask(question)
+        assert child.ask({**question, "source": "again"}) == "again"
+
+
+def test_a_panic_is_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This template names a token that the library looks up when it encodes, and panics."""
+    pytest.importorskip("tokenizers")
+    monkeypatch.delenv("MEGA_READ_TOKENIZERS", raising=False)
+    path = tmp_path / "tokenizer.json"
+    content: dict[str, Any] = {"version": "1.0", "model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}}
+    path.write_text(json.dumps(content))
+    assert build(tokenizer="HuggingFaceTokenizer", tokenizer_model=path).encode("a") == [0]
+    for vocab in ({}, {"a": 1 << 31}):
+        content["model"]["vocab"] = vocab
+        path.write_text(json.dumps(content))
+        with pytest.raises(ValueError, match=f"--tokenizer-model {path}: must have ids"):
+            build(tokenizer="HuggingFaceTokenizer", tokenizer_model=path)
+    path.write_bytes(b"[" * 100_000)
+    with pytest.raises(ValueError, match=f"--tokenizer-model {path}: not a tokenizer.json"):
+        probe.check("tokenizers", path)
+
+
+def test_devices_pipes_and_large_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="--config /dev/zero: holds more than the 1 MiB"):
+        toml.read("/dev/zero")
+    monkeypatch.setattr("mega.core.untrusted.WAIT_SECONDS", 0.1)
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ValueError, match=r"--config .*pipe: a pipe out of which nothing came"):
+        toml.read(str(tmp_path / "pipe"))
+    end, begin = os.pipe()
+    os.write(begin, b"[model]\nlayers = 2\n")
+    os.close(begin)
+    assert toml.read(f"/dev/fd/{end}") == {"layers": 2}
+    os.close(end)
+    assert read_limited("/dev/null", 1, "x") == b""
+
+
+@pytest.mark.parametrize("text", ["1e999", "NaN", "9" * 200, "[" * 100_000, '{"a": -1e999}'])
+def test_json_that_cannot_be_computed_with(text: str) -> None:
+    with pytest.raises(ValueError, match=r"^a\.json: is not JSON that can be read: "):
+        parse_json(text, "a.json")
+
+
+@pytest.mark.parametrize(
+    ("content", "line"),
+    [
+        ({"fp16": {"enabled": True, "initial_scale_power": 5000}}, "fp16.initial_scale_power: 5000: must be 0 to 127"),
+        (
+            {"scheduler": {"type": "LRRangeTest", "params": {"lr_range_test_step_rate": 5e-324}}},
+            "scheduler.params.lr_range_test_step_rate: 5e-324 must divide",
+        ),
+    ],
+)
+def test_deepspeed_numbers(content: dict[str, Any], line: str) -> None:
+    with pytest.raises(ValueError, match=f"^ds.json: {line}"):
+        deepspeed.values(content, "ds.json")
+
+
+def test_toml_that_takes_quadratic_time_or_is_something_else() -> None:
+    with pytest.raises(ValueError, match=r"a\.toml: is not TOML that can be read: line 1 has a key of over 100 parts"):
+        toml.values("a" + ".a" * 20_000 + "=1", "a.toml")
+    with pytest.raises(ValueError, match=r"\.\.\. and more") as error:
+        toml.values("[model]\n" + "".join(f"key{i} = 1\n" for i in range(10_000)), "a.toml")
+    assert len(str(error.value).splitlines()) == toml.MOST_PROBLEMS + 1
+    with pytest.raises(ValueError, match="thousands of digits must be a number"):
+        toml.values("[optimizer]\nlr = 0x" + "f" * 5000, "a.toml")
+
+
+@pytest.mark.parametrize(
+    ("given", "line"),
+    [
+        ({"layers": 3_000_000}, "--layers 3000000: must be at most 10000"),
+        ({"hidden": 1 << 40}, f"--hidden {1 << 40}: must be at most 1048576"),
+        ({"seq_length": 1 << 22, "micro_batch": 64}, "--seq-length 4194304: makes 268435456 tokens"),
+        ({"layers": 100, "pp": 100, "global_batch": 1 << 20}, "--global-batch 1048576: makes 1048576 microbatches"),
+        ({"save": "/tmp/\udcff"}, r"--save '/tmp/\\udcff': must be UTF-8"),
+    ],
+)
+def test_shapes_that_cannot_be_planned(given: dict[str, Any], line: str) -> None:
+    typed = {"steps": 1, "lr": 1e-3, "mock_data": True, "vocab": 100, "micro_batch": 1, **given}
+    with pytest.raises(ValueError, match=f"(?m)^{line}"):
+        check(compose("tiny-gpt", flags=typed), world=given.get("pp", 1))
+
+
+def test_an_estimate_that_did_not_end(capsys: pytest.CaptureFixture[str]) -> None:
+    command = "memory-estimate --model tiny-gpt --micro-batch 1 --vocab 100 --layers 3000000"
+    assert cli.main(command.split()) == 2
+    assert capsys.readouterr().err == "mega: --layers 3000000: must be at most 10000\n"
