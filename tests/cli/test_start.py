@@ -48,6 +48,10 @@ def test_an_estimate_loads_what_it_traces_with_and_no_more() -> None:
     names = _loaded(*ESTIMATE)
     assert "mega.core.estimate.trace" in names
     assert not [name for name in names if name.split(".")[0] in ("matplotlib", "transformers", "tensorboard")]
+    # Each takes as long to load as torch: its compiler, and the symbols that stand for shapes in it.
+    again = _loaded(*ESTIMATE, "--recompute", "full", "--recompute-method", "uniform", "--recompute-layers", "1")
+    compiler = ("torch._dynamo", "torch.fx.experimental.symbolic_shapes", "sympy")
+    assert not [name for name in compiler if name in names | again]
     for refused in (["memory-estimate", "--help"], [*ESTIMATE, "--heads", "3"]):
         assert not [name for name in _loaded(*refused) if name.split(".")[0] in ("torch", "numpy", "safetensors")]
 

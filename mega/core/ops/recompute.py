@@ -46,11 +46,15 @@ class _Again:
             self._done = True
             self._compute()
         tensor, place.tensor = place.tensor, None
-        assert tensor is not None, "a backward pass that ran twice, or a function that computes something else each time"
+        assert tensor is not None, (
+            "a backward pass that ran twice, or a function that computes something else each time"
+        )
         return tensor
 
     def _compute(self) -> None:
-        inputs = [x.detach().requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x for x in self._inputs]
+        inputs = [
+            x.detach().requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x for x in self._inputs
+        ]
         with torch.enable_grad(), saved_tensors_hooks(self._fill(iter(self._forgotten)), lambda x: x):
             try:
                 self._run(*inputs)
