@@ -1,8 +1,8 @@
 """Computing again what a backward pass needs, instead of keeping it.
 
-What autograd would keep of a function is forgotten; the first tensor that the backward pass asks for brings the function
-back, and each tensor is given away once. torch.utils.checkpoint does the same, and imports torch's compiler for it, which
-takes longer than torch itself.
+What autograd would keep of a function is forgotten; when the backward pass asks for the first of it, the function runs
+again, and each tensor is given away once. torch.utils.checkpoint does the same, and imports torch's compiler for it,
+which takes about as long as torch itself.
 
 Random state is not restored: what is computed again must be a function of its inputs. Knows no model.
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -56,10 +57,8 @@ class _Again:
             x.detach().requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x for x in self._inputs
         ]
         with torch.enable_grad(), saved_tensors_hooks(self._fill(iter(self._forgotten)), lambda x: x):
-            try:
+            with suppress(_Enough):
                 self._run(*inputs)
-            except _Enough:
-                pass
 
     def _fill(self, waiting: Iterator[weakref.ref[_Forgotten]]) -> Callable[[torch.Tensor], torch.Tensor]:
         left = len(self._forgotten)
