@@ -56,9 +56,9 @@ class _Again:
         inputs = [
             x.detach().requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x for x in self._inputs
         ]
-        with torch.enable_grad(), saved_tensors_hooks(self._fill(iter(self._forgotten)), lambda x: x):
-            with suppress(_Enough):
-                self._run(*inputs)
+        fill = self._fill(iter(self._forgotten))
+        with suppress(_Enough), torch.enable_grad(), saved_tensors_hooks(fill, lambda x: x):
+            self._run(*inputs)
 
     def _fill(self, waiting: Iterator[weakref.ref[_Forgotten]]) -> Callable[[torch.Tensor], torch.Tensor]:
         left = len(self._forgotten)
