@@ -79,6 +79,8 @@ class _Again:
 def recompute(run: Callable[..., torch.Tensor], *inputs: object) -> torch.Tensor:
     """run(*inputs), of which autograd keeps the inputs only and computes the rest again, as far as it is needed.
 
+    One within another keeps its own inputs besides, until the backward pass.
+
     >>> x = torch.tensor(2.0, requires_grad=True)
     >>> recompute(lambda x: x * x * x, x).backward()
     >>> x.grad
