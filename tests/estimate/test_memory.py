@@ -151,7 +151,7 @@ def test_a_program_reads_all_that_a_person_does() -> None:
     assert first["step"] == document["step"]
     assert first["need_gib"] == document["need_gib"] > document["peak"] / 2**30 and document["fits"]
     assert document["communicators"] > 0 and document["mapped"] == 0
-    assert document["tried"] >= document["fitting"] >= len(document["layouts"]) > 1
+    assert document["tried"] >= document["weighed"] >= document["fitting"] >= len(document["layouts"]) > 1
     assert document["start"][0].startswith("torchrun --nproc-per-node 8 -m mega pretrain ")
     assert 0 < document["training"]["effective"] < 1 and document["megatron_mb"]["total"] > 0
 

@@ -41,7 +41,7 @@ def test_the_search_returns_the_fastest_that_fits() -> None:
     run, (world, device) = compose(flags=SMALL), cluster("8xh200", None, None)
     found = search(run, world, device)
     times = [candidate.time.seconds for candidate in found.candidates]
-    assert times == sorted(times) and found.fitting == found.tried
+    assert times == sorted(times) and found.fitting == found.weighed < found.tried
     everything = []
     for options in layouts(run, world, 8):
         one = updated(updated(run, {"world": world}), options)
@@ -69,7 +69,7 @@ def test_what_does_not_fit_is_not_offered() -> None:
     run = compose("llama2-7b", flags={**QUIET, "global_batch": 32})
     world, device = cluster("8x24GB", None, "h100")
     found = search(run, world, device)
-    assert 0 < found.fitting < found.tried
+    assert 0 < found.fitting < found.weighed <= found.tried
     for candidate in found.candidates:
         assert candidate.need <= device.memory < 24
         assert candidate.world == candidate.dp * candidate.run.parallel.tp * candidate.run.parallel.pp

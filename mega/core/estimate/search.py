@@ -6,11 +6,13 @@ memory estimate and timed by playing its plan; nothing here knows a formula of i
 
 from __future__ import annotations
 
+import gc
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import product
-from math import gcd
+from math import gcd, inf
 from typing import Any
 
 from mega.core.config.check import check
@@ -63,10 +65,12 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Found:
-    """Fastest first. tried: layouts that the rules allow. fitting: those of them that fit."""
+    """Fastest first. tried: layouts that the rules allow. weighed: the fastest of them, as many as it took to find
+    enough that fit, or all. fitting: those of the weighed that fit."""
 
     candidates: list[Candidate]
     tried: int
+    weighed: int
     fitting: int
     smallest: float
     """GiB of the smallest layout, whether it fits or not."""
@@ -123,10 +127,56 @@ def search(run: RunConfig, world: int, on: Hardware, keep: int = 8) -> Found:
     for name in ("heads", "layers"):
         if value_of(run, name) is None:
             raise ValueError(f"--{name} is missing: give a number of at least 1, or a preset with --model")
-    fitting: list[tuple[float, dict[str, Any], RunConfig, Memory]] = []
-    tried, smallest, refusals = 0, float("inf"), list[str]()
-    full: set[tuple[Any, ...]] = set()
-    base, room = any_layout(run, world), (1 - RESERVE) * on.memory
+    with _looking_for_new_garbage_only():
+        return _searched(run, world, on, keep)
+
+
+@contextmanager
+def _looking_for_new_garbage_only() -> Iterator[None]:
+    """Leave what is loaded alone, which is most of it torch's: to walk through it again and again takes a fifth of a
+    search."""
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+def _searched(run: RunConfig, world: int, on: Hardware, keep: int) -> Found:
+    """Fastest first, by a rough time: what a layout holds is asked only until enough of them fit."""
+    allowed = _by_rough_time(run, world, on)
+    fitting: list[tuple[dict[str, Any], RunConfig, Memory]] = []
+    weighed, smallest, room = 0, inf, (1 - RESERVE) * on.memory
+    full: dict[tuple[Any, ...], int] = {}
+    for options, resolved in allowed:
+        weighed += 1
+        # What does not fit does not with more samples in a microbatch.
+        others = tuple(value for name, value in options.items() if name != "micro_batch")
+        if options["micro_batch"] >= full.get(others, inf):
+            continue
+        if least(resolved, world, on.communicator) > max(room, smallest):
+            continue
+        needs = memory(resolved, world)
+        size = needs.needed(on.communicator)
+        smallest = min(smallest, size)
+        if size > room:
+            full[others] = options["micro_batch"]
+            continue
+        fitting.append((options, resolved, needs))
+        # The rough time is off by less than the pipeline's ends, so the best is among the first of it.
+        if len(fitting) == 3 * keep:
+            break
+    played = [
+        Candidate(world, options, resolved, needs, step_time(resolved, world, on), on.communicator)
+        for options, resolved, needs in fitting
+    ]
+    played.sort(key=lambda candidate: candidate.time.seconds)
+    return Found(played[:keep], len(allowed), weighed, len(fitting), smallest)
+
+
+def _by_rough_time(run: RunConfig, world: int, on: Hardware) -> list[tuple[dict[str, Any], RunConfig]]:
+    """Layouts that obey the rules, resolved, fastest first as far as can be told without playing their plans."""
+    found, refusals, base = list[tuple[float, dict[str, Any], RunConfig]](), list[str](), any_layout(run, world)
     for options in layouts(run, world, on.node):
         candidate = updated(base, options)
         try:
@@ -134,30 +184,12 @@ def search(run: RunConfig, world: int, on: Hardware, keep: int = 8) -> Found:
         except ValueError as error:
             refusals.append(str(error))
             continue
-        tried += 1
         resolved = resolve(candidate, world)
-        # What does not fit does not with more samples in a microbatch.
-        others = tuple(value for name, value in options.items() if name != "micro_batch")
-        if others in full or least(resolved, world, on.communicator) > max(room, smallest):
-            continue
-        needs = memory(resolved, world)
-        size = needs.needed(on.communicator)
-        smallest = min(smallest, size)
-        if size > room:
-            full.add(others)
-        else:
-            rough = step_time(resolved, world, on, play=False).seconds
-            fitting.append((rough, options, resolved, needs))
-    if not tried:
+        found.append((step_time(resolved, world, on, play=False).seconds, options, resolved))
+    if not found:
         raise ValueError(_no_layout(run, world, on.node, refusals))
-    fitting.sort(key=lambda row: row[0])
-    # The rough time is off by less than the pipeline's ends, so the best is among the first of it.
-    played = [
-        Candidate(world, options, resolved, needs, step_time(resolved, world, on), on.communicator)
-        for _, options, resolved, needs in fitting[: 3 * keep]
-    ]
-    played.sort(key=lambda candidate: candidate.time.seconds)
-    return Found(played[:keep], tried, len(fitting), smallest)
+    found.sort(key=lambda row: row[0])
+    return [(options, resolved) for _, options, resolved in found]
 
 
 def _no_layout(run: RunConfig, world: int, node: int, refusals: list[str]) -> str:

@@ -129,6 +129,7 @@ def choice_as_json(found: Found, start: Sequence[str], missing: Sequence[str]) -
     """
     return {
         "tried": found.tried,
+        "weighed": found.weighed,
         "fitting": found.fitting,
         "layouts": [
             {
@@ -326,8 +327,8 @@ def why(found: Found, device: Hardware) -> str:
     """The choice in a sentence."""
     best = found.candidates[0]
     text = (
-        f"{found.tried} layouts obey the rules, {found.fitting} fit into {1 - RESERVE:.0%} of the {device.memory:.1f} "
-        f"GiB of {device.name}; "
+        f"{found.tried} layouts obey the rules; of the {found.weighed} fastest {found.fitting} fit into "
+        f"{1 - RESERVE:.0%} of the {device.memory:.1f} GiB of {device.name}; "
         f"the first is predicted fastest ({best.time.seconds:.3f} s)"
     )
     if len(found.candidates) > 1:

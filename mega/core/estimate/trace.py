@@ -99,7 +99,7 @@ class Live(TorchDispatchMode):
     def __init__(self, workspaces: dict[Any, Callable[..., int]]) -> None:
         super().__init__()
         self.live = self.peak = 0
-        self._workspaces = workspaces
+        self._workspaces = {id(func): workspace for func, workspace in workspaces.items()}
         self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def ignore(self, *tensors: torch.Tensor) -> None:
@@ -113,7 +113,7 @@ class Live(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        kind = _KINDS.get(func) or _KINDS.setdefault(func, _kind(func))
+        kind = _KINDS.get(id(func)) or _KINDS.setdefault(id(func), _kind(func))
         if kind == "written":
             return kwargs["out"] if "out" in kwargs else args[0]
         if kind == "view":
@@ -123,8 +123,8 @@ class Live(TorchDispatchMode):
             if isinstance(tensor, torch.Tensor):
                 storage = tensor.untyped_storage()
                 self._add(storage, storage.nbytes())
-        if func in self._workspaces:
-            self.peak = max(self.peak, self.live + self._workspaces[func](*args))
+        if id(func) in self._workspaces:
+            self.peak = max(self.peak, self.live + self._workspaces[id(func)](*args))
         return out
 
     def _add(self, storage: torch.UntypedStorage, size: int) -> None:
@@ -141,7 +141,8 @@ class Live(TorchDispatchMode):
         self.peak = max(self.peak, self.live)
 
 
-_KINDS: dict[Any, str] = {torch.ops.aten._unsafe_view.default: "view"}
+_KINDS: dict[int, str] = {id(torch.ops.aten._unsafe_view.default): "view"}
+"""By the op's id, as below: ops stay, and to hash them takes longer."""
 
 
 def _kind(func: Any) -> str:
@@ -169,7 +170,7 @@ _MADE: dict[Any, tuple[Any, ...]] = {}
 
 def _made(func: Any, args: Any, kwargs: Any) -> Any:
     """func(*args, **kwargs), all of it new."""
-    key = (func, tuple(map(_described, args)), tuple(kwargs.items()))
+    key = (id(func), tuple(map(_described, args)), tuple(kwargs.items()))
     made = _MADE.get(key)
     if made is None:
         made = _shrunk(func, key[1], kwargs)
@@ -454,7 +455,7 @@ class _Rank:
             if self.deferred:
                 self.grads.defer_wgrad()
             given = tuple(torch.empty_like(tensor) for tensor in outs)
-            torch.autograd.backward(outs, given)
+            _backward(outs, given)
             deferred = self.grads.take_deferred() if self.deferred else []
             del cargo
             backward = recorder.end()
@@ -469,6 +470,13 @@ class _Rank:
             batch=sum(tensor.nbytes for tensor in batch.tensors().values()),
             mapped=exchanges.mapped if exchanges is not None else 0,
         )
+
+
+def _backward(outs: tuple[torch.Tensor, ...], given: tuple[torch.Tensor, ...]) -> None:
+    """torch.autograd.backward(outs, given), which compares their shapes as symbols: with a package that is half as long
+    to import as torch."""
+    engine: Any = torch.autograd.Variable._execution_engine
+    engine.run_backward(outs, given, False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 @lru_cache(maxsize=64)

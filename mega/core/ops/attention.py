@@ -16,10 +16,10 @@ from collections.abc import Callable
 import torch
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.checkpoint import checkpoint
 
 from mega.core.ops.mask import AttentionMask
 from mega.core.ops.norm import accurate
+from mega.core.ops.recompute import recompute
 
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, AttentionMask], torch.Tensor]
 
@@ -100,7 +100,7 @@ def plain_recomputing(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: A
     """`plain`, bit for bit, that saves query, key and value only and recomputes the weights in the backward pass
     (selective recompute, Korthikanti et al. 2022, section 5)."""
     # Dropout is a function of what it acts on, so no random state is restored.
-    return checkpoint(plain, q, k, v, mask, use_reentrant=False, preserve_rng_state=False)  # type: ignore[no-any-return]
+    return recompute(plain, q, k, v, mask)
 
 
 def fused_recomputing(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: AttentionMask) -> torch.Tensor:

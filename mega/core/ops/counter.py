@@ -32,8 +32,9 @@ def _shift(z: torch.Tensor, bits: int) -> torch.Tensor:
 def mix(z: torch.Tensor) -> torch.Tensor:
     """64 well-mixed bits for every int64 of `z`; neighbouring inputs give unrelated outputs."""
     z = z * _signed(_GOLDEN)
-    z = (z ^ _shift(z, 30)) * _signed(_FIRST)
-    z = (z ^ _shift(z, 27)) * _signed(_SECOND)
+    if not z.is_meta:  # each round takes as much memory as the last step
+        z = (z ^ _shift(z, 30)) * _signed(_FIRST)
+        z = (z ^ _shift(z, 27)) * _signed(_SECOND)
     return z ^ _shift(z, 31)
 
 

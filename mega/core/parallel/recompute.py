@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.utils.checkpoint import checkpoint
 
+from mega.core.ops.recompute import recompute
 from mega.core.parallel.collectives import all_gather, local_shard
 from mega.core.parallel.mesh import Axis
 
@@ -45,13 +45,13 @@ class _Whole(torch.autograd.Function):
 def recomputed(run: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, share: Axis | None = None) -> torch.Tensor:
     """run(x), of which only x is kept for the backward pass; x [tokens, h], over `share` a part of its tokens."""
     if share is None or share.size == 1:
-        return checkpoint(run, x, use_reentrant=False, preserve_rng_state=False)  # type: ignore[no-any-return]
+        return recompute(run, x)
     part = _Share.apply(x, share)
 
     def from_part(part: torch.Tensor) -> torch.Tensor:
         return run(_Whole.apply(part, share))
 
-    return checkpoint(from_part, part, use_reentrant=False, preserve_rng_state=False)  # type: ignore[no-any-return]
+    return recompute(from_part, part)
 
 
 def groups(blocks: int, method: str | None, layers: int | None) -> Iterator[tuple[range, bool]]:
