@@ -22,7 +22,7 @@ RunCli = Callable[..., tuple[int, str]]
 
 RUN = (
     "pretrain --layers 1 --hidden 8 --heads 1 --seq-length 8 --vocab 64 --mock-data --micro-batch 1 --lr 1e-3 "
-    "--lr-decay constant --eval-iters 0 --save-interval 2 --log-interval 1 --device cpu"
+    "--lr-decay constant --eval-iters 0 --log-interval 1 --device cpu --save-interval 2"
 ).split()
 
 
@@ -34,7 +34,7 @@ def run_cli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
         monkeypatch.delenv(variable, raising=False)
 
     def run(*flags: str) -> tuple[int, str]:
-        code = cli.main([*RUN, *flags])
+        code = cli.main([*(RUN if "--save" in flags else RUN[: RUN.index("--save-interval")]), *flags])
         return code, "".join(capsys.readouterr())
 
     return run

@@ -8,7 +8,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -17,6 +17,7 @@ import pytest
 from mega import cli
 from mega.core.config import check, resolve
 from mega.core.config.compose import compose
+from mega.core.config.run import RunConfig, updated
 from mega.core.parallel import launch
 from mega.core.training import inputs
 
@@ -107,3 +108,13 @@ def test_what_ranks_get_is_the_result_without_what_is_open() -> None:
     assert own.tokenizer is resolved.tokenizer  # built once in a process
     assert opened.fingerprint() == own.fingerprint()
     assert opened.run == resolve.resolve(run, 1, vocab=resolved.tokenizer.vocab_size)
+
+
+@pytest.mark.parametrize(("device", "dtype", "said"), [("cuda", "fp32", 1), ("cuda", "bf16", 0), ("cpu", "fp32", 0)])
+def test_fp32_on_a_gpu_is_said_with_what_bf16_gives(device: str, dtype: str, said: int) -> None:
+    from mega.core.training.start import _introduce
+
+    run, lines = updated(RunConfig(), {"dtype": dtype}), list[str]()
+    state = SimpleNamespace(device=SimpleNamespace(is_cuda=device == "cuda"))
+    _introduce(SimpleNamespace(notes=(), run=run), None, state, 1, lines.append)  # type: ignore[arg-type]
+    assert sum(line.startswith("precision: fp32, ") and "--dtype bf16" in line for line in lines) == said
