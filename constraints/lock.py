@@ -51,14 +51,16 @@ def main() -> None:
     write("core.txt", "mega[track], and what builds it", core)
     write("dev.txt", "mega[data,dev] besides core.txt", dev)
     torch = pinned("torch")
-    write("cuda.txt", "torch with CUDA, for Linux", closure([f"torch=={torch}"], installed=False) - core - dev)
+    write(
+        "cuda.txt", "torch with CUDA, for Linux", closure([f"torch=={torch}"], installed=False) - core - dev, mac=False
+    )
     write_cpu(torch)
 
 
-def write(name: str, words: str, packages: Iterable[str]) -> None:
+def write(name: str, words: str, packages: Iterable[str], *, mac: bool = True) -> None:
     lines = [f"# {words}. Written by constraints/lock.py; pip install --require-hashes --no-deps -r {name}"]
     for package in sorted(packages):
-        wheels = wheels_of(package, pinned(package))
+        wheels = [file for file in wheels_of(package, pinned(package)) if mac or "-macosx" not in file["filename"]]
         lines += [f"{package}=={pinned(package)} \\", *hash_lines(file["hashes"]["sha256"] for file in wheels)]
     (HERE / name).write_text("\n".join(lines) + "\n")
 
