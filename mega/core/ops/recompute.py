@@ -20,8 +20,6 @@ from torch.autograd.graph import saved_tensors_hooks
 class _Forgotten:
     """In place of a tensor that is kept for a backward pass: empty until it is computed again."""
 
-    __slots__ = ("__weakref__", "tensor")
-
     def __init__(self) -> None:
         self.tensor: torch.Tensor | None = None
 
@@ -30,19 +28,19 @@ class _Enough(Exception):
     """All that was forgotten is there again."""
 
 
-class _Again:
+class _Recomputation:
     """One run of a function, and what is forgotten of it, in order; what is needed no more is not computed."""
 
     def __init__(self, run: Callable[..., torch.Tensor], inputs: tuple[object, ...]) -> None:
         self._run, self._inputs, self._done = run, inputs, False
         self._forgotten: list[weakref.ref[_Forgotten]] = []
 
-    def forget(self, _: torch.Tensor) -> _Forgotten:
+    def pack(self, _: torch.Tensor) -> _Forgotten:
         place = _Forgotten()
         self._forgotten.append(weakref.ref(place))
         return place
 
-    def give(self, place: _Forgotten) -> torch.Tensor:
+    def unpack(self, place: _Forgotten) -> torch.Tensor:
         if not self._done:
             self._done = True
             self._compute()
@@ -88,6 +86,6 @@ def recompute(run: Callable[..., torch.Tensor], *inputs: object) -> torch.Tensor
     """
     if not torch.is_grad_enabled():
         return run(*inputs)
-    again = _Again(run, inputs)
-    with saved_tensors_hooks(again.forget, again.give):
+    kept = _Recomputation(run, inputs)
+    with saved_tensors_hooks(kept.pack, kept.unpack):
         return run(*inputs)
