@@ -149,7 +149,9 @@ def words_of(content: Any) -> list[str]:
 
 def tokenizer() -> dict[str, Any]:
     """GPT-2's first 700 pieces with every kind of part that a tokenizer.json has."""
-    merges = [tuple(line.split()) for line in (SHARED / "gpt2/gpt2-merges.txt").read_text().splitlines()[1:444]]
+    merges = [
+        (line.split()[0], line.split()[1]) for line in (SHARED / "gpt2/gpt2-merges.txt").read_text().splitlines()[1:444]
+    ]
     pieces = [*byte_letters().values(), *(left + right for left, right in merges), "<|im_start|>", "<|im_end|>"]
     made: dict[str, Any] = json.loads(tokenizer_json({p: i for i, p in enumerate(dict.fromkeys(pieces))}, merges))
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False) | {"special": True}

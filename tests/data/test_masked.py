@@ -294,4 +294,4 @@ def test_samples_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "sample 4" in said and said.count("decoder's token") == 2 and "'<extra_id_0>'" in said
     train = f"pretrain --model tiny-gpt --sample-kind bert --data-path {prefix} --steps 1 --lr 1 --micro-batch 1"
     assert main([*train.split(), "--vocab", "99"]) == 2
-    assert "--sample-kind: the models of BERT and T5 are not built yet" in capsys.readouterr().err
+    assert "--sample-kind bert: belongs to BERT, which is not built yet" in capsys.readouterr().err

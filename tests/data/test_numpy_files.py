@@ -91,6 +91,6 @@ def test_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "shard_0002.npy: holds float64 of 1 dimensions" in capsys.readouterr().err
     for ids, message in (([3, -1], "holds -1 to 3; ids must be 0 to 2147483647"), ([2**31], "holds 2147483648 to")):
         np.save(tmp_path / "shard_0002.npy", np.array(ids))
-        assert main(convert.split()) == 2
+        assert main([*convert.split(), "--overwrite"]) == 2
         assert message in capsys.readouterr().err
     assert main(f"data from-numpy --input {tmp_path}/tokens.idx --output-prefix {tmp_path}/b".split()) == 2

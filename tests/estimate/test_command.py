@@ -41,7 +41,7 @@ def estimate(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
         ("--fit 8x80GB --world 16", "--world 16: excludes --fit 8x80GB, which plans 8 ranks"),
         ("--gpus 8 --nproc 4", "--nproc 4: excludes --gpus 8, which plans 8 ranks"),
         (f"--world {HUGE}", f"--world {HUGE}: must be at most 9223372036854775807"),
-        (f"--hidden {HUGE}", f"--hidden {HUGE}: must be at most 9223372036854775807"),
+        (f"--hidden {HUGE}", f"--hidden {HUGE}: must be at most 1048576"),
         ("--draw DIR.svg", "DIR.svg: is a directory"),
         ("--draw DIR.svg/none/a.svg", "there is no directory"),
     ],

@@ -17,7 +17,7 @@ from mega.core.config.compose import compose
 from mega.core.device import Device
 from mega.core.parallel.launch import Pool
 from mega.core.parallel.mesh import Groups
-from mega.core.training.inputs import open_inputs, resolve_run
+from mega.core.training.inputs import Inputs, open_inputs, resolve_run
 from mega.core.training.start import start
 from tests.support.views import KINDS, damage, seen_at
 
@@ -36,6 +36,12 @@ RUN: dict[str, Any] = {
 LAYOUTS: dict[str, dict[str, Any]] = {"pp": {"pp": 2}, "zero": {"zero": 1}, "tp": {"tp": 2}}
 
 
+def inputs_of(flags: dict[str, Any]) -> Inputs:
+    """Of two ranks; a run that saves nothing has no interval of saving."""
+    kept = {name: value for name, value in flags.items() if name != "save_interval" or flags.get("save")}
+    return open_inputs(resolve_run(compose(flags=kept), 2))
+
+
 def begin(
     groups: Groups, rank: int, flags: dict[str, Any], damaged: int | None, view: str, files: Any, play: bool = True
 ) -> Any:
@@ -44,7 +50,7 @@ def begin(
     with contextlib.ExitStack() as held, contextlib.redirect_stdout(printed):
         if rank == damaged:
             held.enter_context(seen_at(Path(view), *files))
-        inputs = open_inputs(resolve_run(compose(flags=flags), 2))
+        inputs = inputs_of(flags)
         try:
             training = start(inputs, rank, 2, Device.choose("cpu"), groups, held)
         except Exception as error:
@@ -71,7 +77,7 @@ def plain(text: str, flags: dict[str, Any], view: str) -> str:
 
 def from_steps(groups: Groups, rank: int, flags: dict[str, Any], places: dict[int, str]) -> dict[int, float]:
     """Job: what `begin` gives for each step, read from a sound view."""
-    inputs = open_inputs(resolve_run(compose(flags=flags), 2))
+    inputs = inputs_of(flags)
     found = {}
     with contextlib.ExitStack() as held, contextlib.redirect_stdout(io.StringIO()):
         state = start(inputs, rank, 2, Device.choose("cpu"), groups, held).state

@@ -155,9 +155,10 @@ def _choices(entry: Entry) -> str:
 
 def _is(kind: type, value: Any) -> bool:
     """Whether a TOML value is of `kind`; true is not a number, and 1 is accepted for 1.0."""
+    whole = isinstance(value, int) and not isinstance(value, bool) and abs(value) < LARGEST
     if kind is float:
-        return type(value) is float or (type(value) is int and abs(value) < LARGEST)
-    return type(value) is kind and (kind is not int or abs(value) < LARGEST)
+        return whole or type(value) is float
+    return whole if kind is int else type(value) is kind
 
 
 def _held(entry: Entry, value: Any) -> Any:

@@ -59,9 +59,9 @@ class RollCall:
         """Why an exchange has run out of time; where this rank stood is in its error."""
         frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
         self._failed_at = next(filter(None, map(_own_place, reversed(frames))), None)
-        places = self._ask()
-        silent = sorted(set(range(self._world)) - set(places))
-        return silence(silent, self.minutes) if silent else standstill(places, self.minutes)
+        positions = self._ask()
+        silent = sorted(set(range(self._world)) - set(positions))
+        return silence(silent, self.minutes) if silent else standstill(positions, self.minutes)
 
     def _ask(self) -> dict[int, str]:
         """Rank -> where its main thread stands, of those that answer in time."""
@@ -137,14 +137,14 @@ def silence(silent: list[int], minutes: float) -> str:
     return f"{name_ranks(silent)} {have} not answered for {duration(minutes)} (--timeout-minutes): {why}"
 
 
-def standstill(places: Mapping[int, str], minutes: float) -> str:
+def standstill(positions: Mapping[int, str], minutes: float) -> str:
     """The line about an exchange that has run out of time while every rank answers.
 
     >>> standstill({0: "a.py:1 (f)", 1: "b.py:2 (g)"}, 1)
     'an exchange of ranks has not ended within 1 minute (--timeout-minutes): rank 0 at a.py:1 (f), rank 1 at b.py:2 (g)'
     """
     ranks: dict[str, list[int]] = {}
-    for rank, place in sorted(places.items()):
+    for rank, place in sorted(positions.items()):
         ranks.setdefault(place, []).append(rank)
     where = ", ".join(f"{name_ranks(who)} at {place}" for place, who in ranks.items())
     return f"an exchange of ranks has not ended within {duration(minutes)} (--timeout-minutes): {where}"

@@ -46,7 +46,8 @@ class HuggingFaceTokenizer(Tokenizer):
     @property
     def vocab_size(self) -> int:
         """One above the largest id: a vocabulary with holes still needs a row for each id."""
-        return max(self._library.get_vocab(with_added_tokens=True).values()) + 1
+        vocabulary: dict[str, int] = self._library.get_vocab(with_added_tokens=True)
+        return max(vocabulary.values()) + 1
 
     def encode(self, text: str) -> list[int]:
         with library_errors(self._refused):

@@ -18,7 +18,7 @@ from typing import Any
 
 from mega.core.config.sections import LogConfig
 from mega.core.files import whole_file
-from mega.core.training.output import complain, say
+from mega.core.training.output import complain, print_line
 
 
 class Meters:
@@ -97,7 +97,7 @@ class Meters:
         if self._bar is not None:
             self._bar[0].console.print(line, highlight=False, soft_wrap=True)
         else:
-            say(line)
+            print_line(line)
 
     def close(self) -> None:
         self._close_rows()

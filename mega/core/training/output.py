@@ -11,7 +11,7 @@ import sys
 from mega.core.parallel.exit_reports import printable, write_error
 
 
-def say(line: str) -> None:
+def print_line(line: str) -> None:
     """Print a line on stdout. Where that fails, say so on stderr, once, and leave stdout alone from then on."""
     try:
         print(printable(line, sys.stdout.encoding), flush=True)

@@ -28,7 +28,7 @@ from mega.core.training.evaluation import Evaluation
 from mega.core.training.inputs import Inputs, ResolvedRun, open_inputs
 from mega.core.training.loop import RunLengths, Training
 from mega.core.training.meters import Meters
-from mega.core.training.output import say
+from mega.core.training.output import print_line
 from mega.core.training.place import check_no_newer, lock
 from mega.core.training.resume import ResumePoint, differences, find_resume_point, restore, sidecar_files
 from mega.core.training.routines import routines
@@ -204,7 +204,7 @@ def _meters(run: RunConfig, state: TrainState, steps: int, fail: Callable[[OSErr
 
 def _reporter(rank: int) -> Callable[[str], None]:
     """Prints a line, on rank 0 only."""
-    return say if rank == 0 else lambda line: None
+    return print_line if rank == 0 else lambda line: None
 
 
 def _introduce(
