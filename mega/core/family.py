@@ -28,12 +28,14 @@ from mega.core.parallel.weight import ParameterFactory
 class ModelStage(Stage, Protocol):
     """A stage as its owner holds it.
 
-    units: what it holds of the model. One that can leave its weights with their owners while it computes something else
+    units: what it holds of the model. options: what it was built with, besides its model; a resumed run may replace its
+    dropout rule. One that can leave its weights with their owners while it computes something else
     (ZeRO 3) has `with_full_params: UnshardHook | None` too, which runs a unit with its whole weights here meanwhile.
     """
 
     units: tuple[Unit, ...]
     region: Region
+    options: StageOptions
 
 
 class BuildStage(Protocol):

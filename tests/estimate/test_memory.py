@@ -70,7 +70,7 @@ def test_parts_add_up_and_live_microbatches_are_the_plans(schedule, pp, count, t
 
 def test_what_is_kept_counts_as_activations_in_a_forward_peak_too() -> None:
     """One microbatch whose peak is at its loss: what autograd keeps of it is no temporary."""
-    run = resolve(compose("gpt2-124m", flags={"micro_batch": 1}), 1)
+    run = resolve(compose("gpt2-124m", flags={"micro_batch": 1, "dtype": "bf16"}), 1)
     (stage,) = estimate.memory(run, 1).stages
     assert stage.when.startswith("forward")
     (kept,) = estimate.footprints(run, estimate.stage_chunks(run)[0], 1, 1).values()

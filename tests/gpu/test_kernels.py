@@ -15,6 +15,8 @@ import pytest
 import torch
 
 from mega.core.ops import activation, cross_entropy, fp8, heads, matmuls, norm, suite
+from mega.core.ops.counter import site_key, token_keys
+from mega.core.ops.dropout import Dropout
 from mega.core.ops.rotary import rotary_table
 from mega.core.optim.adam import AdamW
 from mega.core.optim.rule import StepArgs
@@ -40,6 +42,11 @@ def _seed() -> None:
 
 def random(*shape: int, dtype: torch.dtype = DTYPE) -> torch.Tensor:
     return torch.randn(*shape, device=DEVICE).to(dtype)
+
+
+def some_dropout(tokens: int) -> Dropout:
+    keys = token_keys(3, torch.arange(1, device=DEVICE), torch.arange(tokens, device=DEVICE)).flatten()
+    return Dropout(keys, site_key(1, "x"), 0.3)
 
 
 def kernels() -> dict[str, Any]:
@@ -78,8 +85,12 @@ def compare(
 
 @pytest.mark.parametrize("width", [96, 1024])
 @pytest.mark.parametrize("centred", [False, True])
-@pytest.mark.parametrize("branch, branch_bias", [(False, False), (True, False), (True, True)])
-def test_add_norm(width: int, centred: bool, branch: bool, branch_bias: bool) -> None:
+@pytest.mark.parametrize(
+    "branch, branch_bias, dropped",
+    [(False, False, False), (True, False, False), (True, True, False), (True, False, True), (True, True, True)],
+)
+def test_add_norm(width: int, centred: bool, branch: bool, branch_bias: bool, dropped: bool) -> None:
+    drop = some_dropout(TOKENS) if dropped else None
     inputs = [
         random(TOKENS, width),
         random(TOKENS, width) if branch else None,
@@ -88,7 +99,17 @@ def test_add_norm(width: int, centred: bool, branch: bool, branch_bias: bool) ->
         random(width) if centred else None,
     ]
     fast = kernels()["add_norm"]
-    compare(lambda *a: fast(*a, 1e-5), partial(norm.add_norm, eps=1e-5), inputs)
+    compare(lambda *a: fast(*a[:3], drop, *a[3:], 1e-5), lambda *a: norm.add_norm(*a[:3], drop, *a[3:], 1e-5), inputs)
+
+
+@pytest.mark.parametrize("width", [96, 1030])
+@pytest.mark.parametrize("residual, bias", [(False, False), (True, False), (True, True)])
+def test_added(width: int, residual: bool, bias: bool) -> None:
+    drop, fast = some_dropout(TOKENS), kernels()["added"]
+    inputs = [random(TOKENS, width) if residual else None, random(TOKENS, width), random(width) if bias else None]
+    compare(lambda *a: fast(*a, drop), lambda *a: norm.added(*a, drop), inputs)
+    ones = torch.ones(TOKENS, width, device=DEVICE, dtype=DTYPE)
+    assert torch.equal(fast(None, ones, None, drop) == 0, norm.added(None, ones, None, drop) == 0)
 
 
 @pytest.mark.parametrize("kind", ["gelu_tanh", "gelu", "relu2", "swiglu"])

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import random as pyrandom
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 
 from mega.core.ops.attention import Attention, fused, plain, recomputing
-from mega.core.ops.counter import keep_mask, token_keys
+from mega.core.ops.counter import OLD_RULE, keep_mask, kept_share, key, mix, row_keys, site_key, token_keys
 from mega.core.ops.dropout import AttentionDropout
 from mega.core.ops.mask import CAUSAL, AttentionMask
 from tests.support.masks import draw_mask, sees
@@ -39,9 +40,10 @@ def by_loops(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: AttentionM
                 scores = torch.stack([q[row, at, head] @ k[row, other, head // group] for other in seen])
                 weights = (scores / math.sqrt(WIDTH)).softmax(0)
                 if (drop := mask.dropout) is not None:
-                    elements = drop.heads[head] * (1 << 32) + drop.columns[seen]
-                    weights = weights * keep_mask(drop.keys[row, at], elements, drop.probability)
-                    weights = weights / (1 - drop.probability)
+                    columns = torch.tensor([column for run in drop.columns for column in run])
+                    token = row_keys(drop.keys[row, at], drop.site, drop.first_head + head)
+                    weights = weights * keep_mask(token, columns[seen], drop.probability)
+                    weights = weights / kept_share(drop.probability)
                 out[row, at, head] = weights @ v[row, seen, head // group]
     return out
 
@@ -109,14 +111,26 @@ def test_one_token_at_a_time_is_the_whole_row(form: Attention) -> None:
 def test_dropout_of_weights(form: Attention) -> None:
     """A weight's fate depends on its query token, head and key column alone."""
     qkv = inputs(4, 2)
-    keys, heads, columns = (
-        token_keys(7, torch.arange(ROWS), torch.arange(LENGTH)),
-        torch.arange(4),
-        torch.arange(LENGTH),
-    )
-    kept = keep_mask(keys[:, None, :, None], heads[:, None, None] * (1 << 32) + columns, 0.5)
+    keys = token_keys(7, torch.arange(ROWS), torch.arange(LENGTH))
+    drop = AttentionDropout(keys, site_key(3, "attention"), 0, (range(LENGTH),), 0.5)
+    agree(form, AttentionMask(dropout=drop), qkv)
+    kept = drop.kept(4)
     assert kept.shape == (ROWS, 4, LENGTH, LENGTH)
-    agree(form, AttentionMask(dropout=AttentionDropout(keys, heads, columns, 0.5)), qkv)
+    assert torch.equal(replace(drop, first_head=2).kept(2), kept[:, 2:])
+    for number in range(4):
+        assert not torch.equal(kept[:, number], kept[:, number - 1])
+
+
+def test_the_old_rule_of_dropout_is_kept_for_runs_that_began_under_it() -> None:
+    """A hash of 64 bits for each weight, of query token, head and key column, and 1 - p as the scale."""
+    keys = token_keys(7, torch.arange(ROWS), torch.arange(LENGTH))
+    site, heads = site_key(3, "attention", OLD_RULE), torch.arange(2, 6)
+    drop = AttentionDropout(keys, site, 2, (range(1, LENGTH + 1),), 0.1, OLD_RULE)
+    elements = heads[:, None, None] * (1 << 32) + torch.arange(1, LENGTH + 1)
+    bits = mix(mix(keys + key(3, "attention"))[:, None, :, None] + elements * (0x94D049BB133111EB - (1 << 64)))
+    expected = (bits >> 32 & 0xFFFFFFFF) >= int(0.1 * 2**32)
+    assert torch.equal(drop.kept(4), expected) and drop.keep == 0.9
+    assert not torch.equal(replace(drop, rule=2).kept(4), expected)
 
 
 @pytest.mark.parametrize("form", [plain, fused])
@@ -151,7 +165,7 @@ def test_recomputing_saves_no_weights_and_changes_no_bit(
     """Nothing of the weights is saved: query, key and value alone, and in torch 2.11 a tensor without elements."""
     qkv = inputs(4, 2)
     keys = token_keys(1, torch.arange(ROWS), torch.arange(LENGTH))
-    drop = AttentionDropout(keys, torch.arange(4), torch.arange(LENGTH), 0.5)
+    drop = AttentionDropout(keys, site_key(3, "attention"), 0, (range(LENGTH),), 0.5)
     mask = AttentionMask(q_documents=documents, k_documents=documents, dropout=drop)
     grad = random(ROWS, LENGTH, 4, WIDTH, seed=9)
     kept: list[torch.Tensor] = []

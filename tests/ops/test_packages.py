@@ -86,7 +86,7 @@ def _most_kept(work: Callable[[], torch.Tensor]) -> int:
 
 def test_what_it_leaves_to_ours_is_recomputed_where_a_run_asks() -> None:
     """Dropout is ours: under selective recompute its weights must not be saved."""
-    drop = AttentionDropout(torch.arange(256).expand(2, 256), torch.arange(4), torch.arange(256), 0.1)
+    drop = AttentionDropout(torch.arange(256).expand(2, 256), 1, 0, (range(256),), 0.1)
     mask = AttentionMask(dropout=drop)
     kept = []
     for recompute in (False, True):
@@ -109,8 +109,8 @@ def test_norms_of_apex() -> None:
     x, branch, weight, bias = random(4, 16, seed=0), random(4, 16, seed=1), random(16, seed=2), random(16, seed=3)
     for shift in (None, bias):
         for found, expected in zip(
-            apex_add_norm(x, branch, bias, weight, shift, 1e-5),
-            add_norm(x, branch, bias, weight, shift, 1e-5),
+            apex_add_norm(x, branch, bias, None, weight, shift, 1e-5),
+            add_norm(x, branch, bias, None, weight, shift, 1e-5),
             strict=True,
         ):
             assert torch.equal(found, expected)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mega.core.ops.attention import plain
-from mega.core.ops.counter import token_keys
+from mega.core.ops.counter import site_key, token_keys
 from mega.core.ops.dropout import AttentionDropout
 from mega.core.ops.mask import CAUSAL, AttentionMask
 from mega.core.ops.partial_attention import FUSED, PLAIN, PartialAttention, merge
@@ -66,7 +66,7 @@ def test_three_parts_are_the_whole(
     drop = None
     if probability:
         keys = token_keys(5, torch.arange(ROWS), torch.arange(LENGTH))
-        drop = AttentionDropout(keys, torch.arange(heads), torch.arange(LENGTH), probability)
+        drop = AttentionDropout(keys, site_key(0, "attention"), 0, (range(LENGTH),), probability)
     mask = AttentionMask(q_documents=documents, k_documents=documents, dropout=drop)
     parts = [(queries, keys, mask.cut(queries, keys)) for queries, keys in ((FRONT, FRONT), (BACK, BACK))]
     parts.append((BACK, FRONT, replace(mask.cut(BACK, FRONT), kind="full")))

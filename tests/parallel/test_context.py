@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from mega.core.batch import DecoderBatch, zigzag
 from mega.core.ops.attention import plain
-from mega.core.ops.counter import token_keys
+from mega.core.ops.counter import site_key, token_keys
 from mega.core.ops.dropout import AttentionDropout
 from mega.core.ops.mask import CAUSAL, AttentionMask
 from mega.core.ops.suite import REFERENCE
@@ -86,7 +86,7 @@ def mask_of(features: str, s: int, t: int, heads: int) -> AttentionMask:
         queries, keys = (torch.stack([torch.arange(n) // (n // 2), torch.arange(n) // 3]) for n in (s, t))
     if "dropout" in features:
         token = token_keys(7, torch.arange(ROWS), torch.arange(s))
-        dropout = AttentionDropout(token, torch.arange(FIRST_HEAD, FIRST_HEAD + heads), torch.arange(t), 0.3)
+        dropout = AttentionDropout(token, site_key(2, "attention"), FIRST_HEAD, (range(t),), 0.3)
     return AttentionMask(
         kind="full" if "full" in features else "causal",
         window=t // 3 if "window" in features else None,

@@ -7,7 +7,7 @@ from typing import Literal
 
 import torch
 
-from mega.core.ops.counter import token_keys
+from mega.core.ops.counter import site_key, token_keys
 from mega.core.ops.dropout import AttentionDropout
 from mega.core.ops.mask import AttentionMask
 
@@ -26,8 +26,9 @@ def draw_mask(
         q_documents = k_documents if s == t and q_offset == 0 else row[:, :s] + rng.randint(0, 1)
     if rng.random() < 0.5:
         keys, first = token_keys(rng.randint(0, 99), torch.arange(b), torch.arange(s)), rng.randint(0, 9)
-        numbers = torch.arange(first, first + heads)
-        dropout = AttentionDropout(keys, numbers, torch.arange(t) + 5, rng.choice([0.1, 0.5]))
+        border, at = rng.choice([t, rng.randint(0, t)]), rng.choice([0, 5, 16])
+        columns = (range(at, at + border), range(at + border + 7, at + t + 7))[: 1 if border == t else 2]
+        dropout = AttentionDropout(keys, site_key(1, "x"), first, columns, rng.choice([0.1, 0.5, 0.9]))
     return AttentionMask(kind, window, q_documents, k_documents, q_offset, dropout)
 
 

@@ -132,8 +132,8 @@ def masked_rows(
 class Bidirectional(ForwardContext):
     """Every token of a row sees every other."""
 
-    def attention_mask(self, probability: float, layer: int, first_head: int, heads: int) -> AttentionMask:
-        return replace(super().attention_mask(probability, layer, first_head, heads), kind="full")
+    def attention_mask(self, probability: float, layer: int, first_head: int) -> AttentionMask:
+        return replace(super().attention_mask(probability, layer, first_head), kind="full")
 
 
 class PartEmbedding(Embedding):
@@ -189,7 +189,7 @@ class EncoderStage(nn.Module):
     ):
         super().__init__()
         self.model, self.units, self.region, self.options = model, tuple(units), region, options
-        self.dtype = factory.dtype
+        self.dtype, self.ops = factory.dtype, factory.ops
         self.embedding = self.heads = None
         if "embedding" in units:
             self.embedding = PartEmbedding(factory.exact, model, _of_unit(model, "embedding"), region)
@@ -217,7 +217,7 @@ class EncoderStage(nn.Module):
         for block in self.blocks:
             stream = block(stream, context)
         if self.heads is None:
-            return StageOutput(cargo=(stream.sum(),))
+            return StageOutput(cargo=(stream.sum(self.ops),))
         return self.heads(stream, batch, outputs)
 
 

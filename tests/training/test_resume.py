@@ -20,12 +20,15 @@ from mega.core.checkpoint.own.store import CheckpointStore, locate
 from mega.core.config.resolve import resolve
 from mega.core.config.run import RunConfig, updated
 from mega.core.config.sections import ModelConfig
+from mega.core.data.build import Datasets
 from mega.core.data.writer import IndexedWriter
 from mega.core.device import Device
+from mega.core.ops.counter import OLD_RULE, RULE
 from mega.core.parallel.launch import Pool
 from mega.core.parallel.mesh import Groups
-from mega.core.training.resume import ResumePoint, restore
+from mega.core.training.resume import ResumePoint, differences, restore
 from mega.core.training.saver import Saver
+from mega.core.training.state import TrainState
 from mega.core.training.wire import build_mesh, build_state
 
 MODEL = (
@@ -148,3 +151,27 @@ def test_restored_and_saved_again_is_the_same_bytes(
     run = resolve(replace(updated(RunConfig(), options), model=model), world)
     pool.run(resave, run, world, str(source.path), world=world)
     assert not list(diff(source, CheckpointStore(tmp_path).open(12)))
+
+
+def test_a_run_that_began_under_the_old_dropout_resumes_under_it(straight: Path, tmp_path: Path) -> None:
+    """It says so, and its next checkpoint says so too; weights alone, and a foreign checkpoint, begin under the new."""
+    source = CheckpointStore(straight).open(12)
+    assert source.meta.pop("dropout_rule") == RULE
+    options = {"micro_batch": 1, "seq_length": 32, "save": str(tmp_path)}
+    run = resolve(replace(updated(RunConfig(), options), model=ModelConfig(**source.meta["config"]["model"])), 1)
+    mesh = build_mesh(run, 0, 1)
+
+    def resumed(weights_only: bool) -> TrainState:
+        state = build_state(run, mesh, Device.choose("cpu"))
+        restore(state, ResumePoint(source, weights_only))
+        return state
+
+    assert resumed(weights_only=True).dropout_rule == RULE
+    state = resumed(weights_only=False)
+    assert state.dropout_rule == state.stages[0].options.dropout_rule == OLD_RULE
+    said = " ".join(differences(run, ResumePoint(source, weights_only=False), Datasets(), mesh))
+    assert "decided as by the version that began this run" in said
+    Saver(state).save()
+    assert CheckpointStore(tmp_path).open(12).meta["dropout_rule"] == OLD_RULE
+    source.meta.pop("fingerprint")  # as of an imported checkpoint
+    assert resumed(weights_only=False).dropout_rule == RULE

@@ -204,12 +204,13 @@ def representative(run: RunConfig, count: int) -> int:
     """The fewest microbatches whose plan has the peaks that `count` would have: the steady part only repeats itself.
 
     Any other schedule, as gpipe, may have no steady part. Under 1F1B rank r is full once it holds pp - r microbatches;
-    interleaved plans take two rounds of pp to fill every chunk, and their last round may be uneven.
+    interleaved plans take two rounds of pp to fill every chunk, a third with all cargo on its way, and their last round
+    may be uneven.
     """
     parallel = run.parallel
     if parallel.schedule not in STEADY:
         return count
-    full = 2 * parallel.pp + count % parallel.pp if parallel.chunks > 1 else parallel.pp + 2
+    full = 3 * parallel.pp + count % parallel.pp if parallel.chunks > 1 else parallel.pp + 2
     return min(count, full)
 
 

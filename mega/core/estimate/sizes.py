@@ -38,7 +38,8 @@ class Sizes:
         self.vocab = whole // tp
         self.e, self.w = BYTES[run.precision.dtype], wide(run.precision.dtype)
         self.beside = parallel.tp_overlap
-        self.plain = bool(model.attention_dropout) or run.runtime.ops == "reference"
+        self.plain = run.runtime.ops == "reference"
+        self.kernels = not self.plain and run.runtime.device != "cpu" and self.e == 2
         self.fp8 = run.precision.fp8
         wide_stream = self.w != self.e and run.precision.residual_fp32
         self.residual = (self.w if wide_stream else self.e) * self.own * self.hidden

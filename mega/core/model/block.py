@@ -16,7 +16,9 @@ from mega.core.config.sections import ModelConfig
 from mega.core.inventory import Tensor
 from mega.core.model.forward import ForwardContext
 from mega.core.ops.autograd import with_recipe
+from mega.core.ops.dropout import Dropout
 from mega.core.ops.rotary import rotate
+from mega.core.ops.suite import Ops
 from mega.core.parallel.linear import ColumnLinear, RowLinear
 from mega.core.parallel.region import Region
 from mega.core.parallel.weight import ParameterFactory, Weight
@@ -26,16 +28,18 @@ Tensors = Mapping[str, Tensor]
 
 
 class ResidualState(NamedTuple):
-    """The residual stream [tokens, h] and the branch that is still to be added, so that the next norm adds it."""
+    """The residual stream [tokens, h] and the branch that is still to be added, so that the next norm adds it.
+
+    drop: of the branch with its bias.
+    """
 
     x: torch.Tensor
     branch: torch.Tensor | None = None
     bias: Weight | None = None
+    drop: Dropout | None = None
 
-    def sum(self) -> torch.Tensor:
-        if self.branch is None:
-            return self.x
-        return self.x + (self.branch if self.bias is None else self.branch + self.bias)
+    def sum(self, ops: Ops) -> torch.Tensor:
+        return ops.added(*self)
 
 
 class Norm(nn.Module):
@@ -53,7 +57,7 @@ class Norm(nn.Module):
         weight = self.weight + 1 if self.offset else self.weight
         x, normed = self.ops.add_norm(*stream, weight, self.bias, self.eps)
         if self.recompute:
-            freed = (x.detach(), None, None, weight.detach(), self.bias, self.eps)
+            freed = (x.detach(), None, None, None, weight.detach(), self.bias, self.eps)
             with_recipe(normed, lambda: self.ops.add_norm(*freed)[1])
         return x, normed
 
@@ -90,7 +94,7 @@ class Attention(nn.Module):
             if context.rotary is not None:
                 q, k = rotate(q, *context.rotary), rotate(k, *context.rotary)
         q, k, v = (x.unflatten(0, (context.batch, context.seq)) for x in (q, k, v))
-        mask = context.attention_mask(self.dropout, self.layer, self.first_head, self.heads)
+        mask = context.attention_mask(self.dropout, self.layer, self.first_head)
         mixed = self.ops.attention(q, k, v, mask)
         return self.out.matmul(mixed.reshape(context.batch * context.seq, -1))
 
@@ -137,8 +141,6 @@ class Block(nn.Module):
 
     def _branch(
         self, out: torch.Tensor, linear: RowLinear, context: ForwardContext, site: str
-    ) -> tuple[torch.Tensor, Weight | None]:
-        """A branch and its bias; dropout acts on both together."""
-        if not context.drops(self.dropout):
-            return out, linear.bias
-        return context.drop(linear.biased(out), self.dropout, self.layer, site), None
+    ) -> tuple[torch.Tensor, Weight | None, Dropout | None]:
+        """A branch, its bias, and the dropout that acts on both together."""
+        return out, linear.bias, context.dropout(self.dropout, self.layer, site)

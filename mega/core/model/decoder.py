@@ -54,7 +54,7 @@ class Embedding(nn.Module):
         assert model.hidden is not None
         self.scale = model.hidden**0.5 if model.embedding_scale else None
         self.offset = model.position_offset if model.position == "sinusoidal" else None
-        self.dropout = model.hidden_dropout
+        self.dropout, self.ops = model.hidden_dropout, factory.ops
 
     def forward(self, batch: DecoderBatch, context: ForwardContext) -> torch.Tensor:
         x = self.tokens(batch.tokens.flatten())
@@ -65,7 +65,8 @@ class Embedding(nn.Module):
             x = x + look_up(where, self.positions)
         elif self.offset is not None:
             x = x + sinusoid(where + self.offset, x.shape[-1], x.dtype)
-        return context.drop(x.to(self.residual), self.dropout, OUTSIDE, "embedding")
+        drop = context.dropout(self.dropout, OUTSIDE, "embedding")
+        return self.ops.added(None, x.to(self.residual), None, drop)
 
 
 class Head(nn.Module):
@@ -106,7 +107,7 @@ class DecoderStage(nn.Module):
         super().__init__()
         self.model, self.units, self.region, self.options = model, tuple(units), region, options
         self.dtype, self.residual = factory.dtype, options.residual or factory.dtype
-        self.row_shards = factory.ops.row_shards
+        self.ops = factory.ops
         self.with_full_params: UnshardHook | None = None
         by_unit: dict[Unit, dict[str, Tensor]] = {}
         for tensor in inventory(model):
@@ -134,7 +135,7 @@ class DecoderStage(nn.Module):
         """outputs: the last stage gives logits [b, s, ids of this rank] instead of the loss."""
         stream = self._stream(batch, *cargo)
         if self.head is None:
-            return StageOutput(cargo=(stream.sum(),))
+            return StageOutput(cargo=(stream.sum(self.ops),))
         if outputs:
             return StageOutput(outputs=self._logits(stream).unflatten(0, tuple(batch.tokens.shape)))
         return StageOutput(terms={"lm": self._loss(stream, batch)})
@@ -148,14 +149,15 @@ class DecoderStage(nn.Module):
             sequence=self.region.sequence,
             dropout_seed=seed,
             dtype=self.dtype,
-            row_shards=self.row_shards,
+            dropout_rule=self.options.dropout_rule,
+            row_shards=self.ops.row_shards,
         )
         stream = ResidualState(cargo[0] if self.embedding is None else self._embed(batch, context))
         for which, recompute in self.runs:
             blocks = [self.blocks[number] for number in which]
             if recompute and torch.is_grad_enabled():
                 run = partial(self._from_sum, blocks, context)
-                stream = ResidualState(recomputed(run, stream.sum(), self._share))
+                stream = ResidualState(recomputed(run, stream.sum(self.ops), self._share))
             else:
                 stream = self._through(blocks, stream, context)
         return stream
@@ -180,21 +182,21 @@ class DecoderStage(nn.Module):
                 stream = block(stream, context)
             else:
                 run = partial(self._from_sum, [block], context, unshard=False)
-                stream = ResidualState(self.with_full_params(block, run, stream.sum()))
+                stream = ResidualState(self.with_full_params(block, run, stream.sum(self.ops)))
         return stream
 
     def _from_sum(
         self, blocks: Sequence[nn.Module], context: ForwardContext, x: torch.Tensor, unshard: bool = True
     ) -> torch.Tensor:
         """Blocks as a function of one tensor, for callers that run them as a unit."""
-        return self._through(blocks, ResidualState(x), context, unshard).sum()
+        return self._through(blocks, ResidualState(x), context, unshard).sum(self.ops)
 
     def _logits(self, stream: ResidualState) -> torch.Tensor:
         head = self.head
         assert head is not None
         if self.with_full_params is None:
             return head(stream)
-        return self.with_full_params(head, lambda x: head(ResidualState(x)), stream.sum())
+        return self.with_full_params(head, lambda x: head(ResidualState(x)), stream.sum(self.ops))
 
     def _loss(self, stream: ResidualState, batch: DecoderBatch) -> Term:
         assert self.head is not None
@@ -206,7 +208,7 @@ class DecoderStage(nn.Module):
             made.append(self.head(ResidualState(x), batch))  # type: ignore[misc]
             return made[0].total
 
-        total = self.with_full_params(self.head, run, stream.sum())
+        total = self.with_full_params(self.head, run, stream.sum(self.ops))
         return Term(total, made[0].weight)
 
 

@@ -8,8 +8,8 @@ import torch
 
 from mega.core.batch import DecoderBatch
 from mega.core.config.sections import ModelConfig
-from mega.core.ops.counter import site_keys, token_keys
-from mega.core.ops.dropout import AttentionDropout, dropout
+from mega.core.ops.counter import RULE, site_key, token_keys
+from mega.core.ops.dropout import AttentionDropout, Dropout
 from mega.core.ops.mask import AttentionMask
 from mega.core.ops.rotary import RopeScaling, rotary_table
 from mega.core.parallel.collectives import local_shard
@@ -20,9 +20,9 @@ from mega.core.parallel.mesh import Axis
 class ForwardContext:
     """One microbatch on its way through a stage. Tokens are rows of [tokens, h], batch-major.
 
-    documents: int64 [b, whole s], or None. rotary: cos and sin [tokens, R / 2], or None. keys: int64 [b, s], dropout
-    keys of our tokens; row_keys: int64 [b, whole s], of the whole rows; None where nothing is dropped (evaluation, or
-    probability 0).
+    documents: int64 [b, whole s], or None. rotary: cos and sin [tokens, R / 2], or None. keys: int64
+    [tokens], dropout keys of our tokens (under sequence, of this rank's); row_keys: int64 [b, whole s], of the whole
+    rows; None where nothing is dropped (evaluation, or probability 0). rule: how it is decided, of ops/counter.py.
     """
 
     batch: int
@@ -33,27 +33,20 @@ class ForwardContext:
     row_keys: torch.Tensor | None
     tp: Axis
     sequence: bool
+    rule: int = RULE
 
-    def drops(self, probability: float) -> bool:
-        return self.keys is not None and probability > 0
-
-    def drop(self, x: torch.Tensor, probability: float, layer: int, site: str) -> torch.Tensor:
-        """Dropout of the residual stream: x [tokens, h], or our tokens of it under sequence."""
+    def dropout(self, probability: float, layer: int, site: str) -> Dropout | None:
+        """Dropout of a row of the residual stream for each of our tokens."""
         if self.keys is None or not probability:
-            return x
-        keys = site_keys(self.keys, layer, site).flatten()
-        if self.sequence:
-            keys = local_shard(keys, self.tp)
-        return dropout(x, keys[:, None], torch.arange(x.shape[-1], device=x.device), probability)
+            return None
+        return Dropout(self.keys, site_key(layer, site, self.rule), probability, self.rule)
 
-    def attention_mask(self, probability: float, layer: int, first_head: int, heads: int) -> AttentionMask:
-        """What the tokens of the whole rows see of one another, with dropout of the weights of `heads` heads."""
+    def attention_mask(self, probability: float, layer: int, first_head: int) -> AttentionMask:
+        """What the tokens of the whole rows see of one another, with dropout of the weights from a head on."""
         dropout = None
         if self.row_keys is not None and probability:
-            keys = site_keys(self.row_keys, layer, "attention")
-            numbers = torch.arange(first_head, first_head + heads, device=keys.device)
-            positions = torch.arange(keys.shape[1], device=keys.device)
-            dropout = AttentionDropout(keys, numbers, positions, probability)
+            site, columns = site_key(layer, "attention", self.rule), (range(self.row_keys.shape[1]),)
+            dropout = AttentionDropout(self.row_keys, site, first_head, columns, probability, self.rule)
         return AttentionMask(q_documents=self.documents, k_documents=self.documents, dropout=dropout)
 
 
@@ -65,6 +58,7 @@ def forward_context(
     sequence: bool,
     dropout_seed: int | None,
     dtype: torch.dtype,
+    dropout_rule: int = RULE,
     row_shards: int = 1,
 ) -> ForwardContext:
     """What `batch` means to the blocks; dropout_seed None switches dropout off. row_shards: ranks that share a row."""
@@ -75,14 +69,17 @@ def forward_context(
         assert dropout_seed is not None
         whole = torch.arange(seq * row_shards, device=batch.samples.device)
         row_keys = token_keys(dropout_seed, batch.samples, whole)
-        keys = row_keys if batch.columns is None else row_keys[:, batch.columns]
+        keys = (row_keys if batch.columns is None else row_keys[:, batch.columns]).flatten()
+        if sequence:
+            keys = local_shard(keys, tp)
     rotary = None
     if model.position == "rope":
         assert model.head_dim is not None
         width = int(model.head_dim * model.rope_fraction)
         where, base, divisor = batch.positions.flatten(), model.rope_base, model.rope_interpolation
         rotary = rotary_table(where, width, base, divisor, dtype, _rope_scaling(model))
-    return ForwardContext(batch_size, seq, batch.documents, rotary, keys, row_keys, tp, sequence and tp.size > 1)
+    cut = sequence and tp.size > 1
+    return ForwardContext(batch_size, seq, batch.documents, rotary, keys, row_keys, tp, cut, dropout_rule)
 
 
 def _rope_scaling(model: ModelConfig) -> RopeScaling | None:

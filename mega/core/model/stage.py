@@ -8,19 +8,24 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from mega.core.ops.counter import RULE
+
 UnshardHook = Callable[[nn.Module, Callable[[torch.Tensor], torch.Tensor], torch.Tensor], torch.Tensor]
 """hook(unit, run, x) -> run(x), with the whole weights of `unit` on this rank meanwhile, forward and backward."""
 
 
 @dataclass(frozen=True)
 class StageOptions:
-    """dropout_seed: None switches dropout off. residual: dtype of the residual stream, where it is not the weights'.
+    """dropout_seed: None switches dropout off. dropout_rule: how it is decided, of ops/counter.py.
+
+    residual: dtype of the residual stream, where it is not the weights'.
 
     full_recompute: method and number of layers, as of `groups` in parallel/recompute.py, where whole blocks are
     recomputed in the backward pass. distribute_saved: what they keep for that is shared out over the tensor ranks.
     """
 
     dropout_seed: int | None = None
+    dropout_rule: int = RULE
     residual: torch.dtype | None = None
     full_recompute: tuple[str | None, int | None] = (None, None)
     distribute_saved: bool = False

@@ -1,8 +1,9 @@
 """Attention of grouped heads under any mask: the plain form with every feature, and torch's fused kernels.
 
-The plain form is the reference; it is also the only one with counter-based dropout (torch's kernels draw theirs from a
-random stream). It saves the weights of every query and key for its backward pass, where a fused kernel saves query,
-key, value and a number per query; `recomputing` saves as little.
+The plain form is the reference. torch's kernels know no dropout by counter (they draw theirs from a random stream), so
+`fused` takes it to the plain form; the kernels of kernels/attention.py know it. The plain form saves the weights of
+every query and key for its backward pass, where a fused kernel saves query, key, value and a number per query;
+`recomputing` saves as little.
 
 All take q [b, s, heads, d]; k and v [b, t, kv_heads, d] and give [b, s, heads, d]. Query head i reads key/value head
 i // (heads / kv_heads). A query that sees no key gives 0.
@@ -109,6 +110,6 @@ def fused_recomputing(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: A
 
 
 def recomputing(attention: Attention) -> Attention:
-    """The form of an attention that saves no weights."""
+    """The form of an attention that saves no weights; the kernels are of that form."""
     forms: dict[Attention, Attention] = {plain: plain_recomputing, fused: fused_recomputing}
-    return forms[attention]
+    return forms.get(attention, attention)

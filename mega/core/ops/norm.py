@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
+from mega.core.ops.dropout import Dropout
+
 
 def accurate(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which softmax, norms, rotary and the loss run."""
@@ -24,26 +26,40 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return (wide * scale).to(weight.dtype) * weight
 
 
-def added(x: torch.Tensor, branch: torch.Tensor | None, branch_bias: torch.Tensor | None) -> torch.Tensor:
-    """The residual x [tokens, h] plus the pending output of its branch, if there is one."""
+def added(
+    x: torch.Tensor | None,
+    branch: torch.Tensor | None,
+    branch_bias: torch.Tensor | None,
+    drop: Dropout | None,
+) -> torch.Tensor:
+    """The residual x [tokens, h], if there is one, plus the pending output of its branch, if there is one.
+
+    drop: of the branch with its bias.
+    """
     if branch is None:
+        assert x is not None
         return x
-    return x + (branch if branch_bias is None else branch + branch_bias)
+    if branch_bias is not None:
+        branch = branch + branch_bias
+    if drop is not None:
+        branch = drop(branch)
+    return branch if x is None else x + branch
 
 
 def add_norm(
     x: torch.Tensor,
     branch: torch.Tensor | None,
     branch_bias: torch.Tensor | None,
+    drop: Dropout | None,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The sum of `added`, and its norm: RMSNorm without a bias.
 
-    >>> x, normed = add_norm(torch.ones(1, 2), torch.ones(1, 2), None, torch.ones(2), None, 0.0)
+    >>> x, normed = add_norm(torch.ones(1, 2), torch.ones(1, 2), None, None, torch.ones(2), None, 0.0)
     >>> x.tolist(), normed.tolist()
     ([[2.0, 2.0]], [[1.0, 1.0]])
     """
-    x = added(x, branch, branch_bias)
+    x = added(x, branch, branch_bias, drop)
     return x, rms_norm(x, weight, eps) if bias is None else layer_norm(x, weight, bias, eps)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from mega.core.ops.attention import Attention, fused
+from mega.core.ops.dropout import Dropout
 from mega.core.ops.mask import AttentionMask
 from mega.core.ops.norm import added
 
@@ -31,12 +32,13 @@ def apex_add_norm(
     x: torch.Tensor,
     branch: torch.Tensor | None,
     branch_bias: torch.Tensor | None,
+    drop: Dropout | None,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`norm.add_norm` with the norm by apex; the addition stays torch's."""
-    x = added(x, branch, branch_bias)
+    x = added(x, branch, branch_bias, drop)
     apex = import_module("apex.normalization.fused_layer_norm")
     shape = (x.shape[-1],)
     if bias is None:

@@ -2,7 +2,7 @@
 
 REFERENCE   plain torch, any device and dtype; what every other implementation is tested against
 on a CPU    torch's fused attention, else the reference
-on CUDA     our Triton kernels, cuDNN's attention where it takes the shape, products that add into fp32
+on CUDA     our Triton kernels, cuDNN's attention where it takes the shape and the mask, products that add into fp32
 --fp8       the blocks' products in fp8 along with any of these, emulated where the device has no such product
 """
 
@@ -32,6 +32,7 @@ class Ops:
     name: str = "reference"
     reason: str = "plain torch"
     add_norm: Callable[..., tuple[torch.Tensor, torch.Tensor]] = norm.add_norm
+    added: Callable[..., torch.Tensor] = norm.added
     activate: Callable[..., torch.Tensor] = activation.activate
     split_heads: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = heads.split_heads
     attention: attention.Attention = attention.plain

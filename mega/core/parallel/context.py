@@ -25,6 +25,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from mega.core.batch import zigzag
+from mega.core.ops.dropout import joined
 from mega.core.ops.mask import AttentionMask
 from mega.core.ops.norm import accurate
 from mega.core.ops.partial_attention import PartialAttention, merge
@@ -90,8 +91,8 @@ def _by_heads(
         (q,), (k, v) = _whole_rows(axis, q), _whole_rows(axis, k, v)
     # 2 attention as on one rank, which drops by the numbers of our heads
     if mask.dropout is not None:
-        heads = mask.dropout.heads.chunk(size)[axis.index]
-        mask = replace(mask, dropout=replace(mask.dropout, heads=heads))
+        first = mask.dropout.first_head + axis.index * q.shape[2]
+        mask = replace(mask, dropout=replace(mask.dropout, first_head=first))
     mixed = ops.attention(q, k, v, mask)
     # 3 exchange back
     return all_to_all(_split(mixed, size), axis).movedim(0, 2).flatten(2, 3)
@@ -162,7 +163,9 @@ class RingState(NamedTuple):
             mask = replace(mask, q_documents=q_documents, k_documents=k_documents)
         if mask.dropout is not None:
             keys = zigzag(mask.dropout.keys, axis.index, axis.size)
-            columns = zigzag(mask.dropout.columns[None], source, axis.size)[0]
+            chunk = sum(map(len, mask.dropout.columns)) // (2 * axis.size)
+            parts = (mask.dropout.cut(slice(None), slice(at * chunk, (at + 1) * chunk)) for at in self._chunks(source))
+            columns = joined(run for part in parts for run in part.columns)
             mask = replace(mask, dropout=replace(mask.dropout, keys=keys, columns=columns))
         return mask
 

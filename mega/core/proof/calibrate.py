@@ -158,7 +158,7 @@ class Machine:
         tokens, width = self.extent.elements
         x, branch = self.filled(tokens, width), self.filled(tokens, width)
         weight = torch.ones(width, device=self.device.torch, dtype=self.dtype)
-        return 4 * x.nbytes / self.seconds(lambda: self.ops.add_norm(x, branch, None, weight, None, 1e-5))
+        return 4 * x.nbytes / self.seconds(lambda: self.ops.add_norm(x, branch, None, None, weight, None, 1e-5))
 
     def _matmul(self, m: int, k: int, n: int) -> Product:
         x, weight = self.filled(m, k), self.filled(n, k)

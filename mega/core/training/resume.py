@@ -14,6 +14,7 @@ from mega.core.checkpoint.own.together import Exchange, alone, together
 from mega.core.config.run import RunConfig, flag_of, options_with, value_of
 from mega.core.data.build import Datasets
 from mega.core.data.dataset import BlendedDataset
+from mega.core.ops.counter import OLD_RULE, RULE
 from mega.core.parallel.mesh import Mesh
 from mega.core.text.tokenizer import Tokenizer
 from mega.core.training.state import Progress, TrainState
@@ -100,6 +101,13 @@ def restore(state: TrainState, point: ResumePoint) -> None:
             state.scaler.restore(checkpoint.meta["scaler"])
     if not point.weights_only:
         state.progress = Progress.from_meta(checkpoint.meta["progress"])
+        state.dropout_rule = _dropout_rule(point)
+
+
+def _dropout_rule(point: ResumePoint) -> int:
+    """How the run decides dropout. One of ours that says nothing is older than the choice; an imported one is new."""
+    meta = point.checkpoint.meta
+    return int(meta.get("dropout_rule", OLD_RULE if "fingerprint" in meta else RULE))
 
 
 def differences(run: RunConfig, point: ResumePoint, data: Datasets, mesh: Mesh) -> Iterator[str]:
@@ -117,6 +125,11 @@ def differences(run: RunConfig, point: ResumePoint, data: Datasets, mesh: Mesh) 
             noted.append(f"{flag_of(name)} {_shown(ours)} (was {_shown(stored[name])})")
     if noted:
         yield f"not as in the checkpoint: {', '.join(noted)}"
+    if (run.model.hidden_dropout or run.model.attention_dropout) and _dropout_rule(point) == OLD_RULE:
+        yield (
+            "dropout: decided as by the version that began this run, which no fused kernel does, so slowly on a GPU; "
+            "--finetune starts a new run from the same weights"
+        )
     if length := _reshuffled(run, stored, data):
         yield (
             f"not as in the checkpoint: {length}: passes over the data are shuffled together, so all of it is shuffled "

@@ -206,6 +206,7 @@ class Saver:
             **self._fixed,
             "progress": dataclasses.asdict(state.progress),
             "updates": state.optimizer.updates,
+            "dropout_rule": state.dropout_rule,
             "scaler": None if state.scaler is None else state.scaler.state(),
         }
 

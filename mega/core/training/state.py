@@ -7,7 +7,7 @@ by any other. Dropout and initial values are functions of the seed, so no random
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -81,6 +81,16 @@ class TrainState:
 
     def train(self, mode: bool = True) -> None:
         nn.ModuleList(self.stages).train(mode)
+
+    @property
+    def dropout_rule(self) -> int:
+        """How dropout is decided: of ops/counter.py. A run keeps the one that it began under."""
+        return int(self.stages[0].options.dropout_rule)
+
+    @dropout_rule.setter
+    def dropout_rule(self, rule: int) -> None:
+        for stage in self.stages:
+            stage.options = replace(stage.options, dropout_rule=rule)
 
     # -- on disk
 

@@ -11,10 +11,13 @@ from typing import Any
 
 def table() -> dict[str, Any]:
     """Op name -> implementation, for `suite.Ops`."""
-    from mega.core.ops.kernels import activation, adamw, cross_entropy, heads, norm, total
+    from mega.core.ops.kernels import activation, adamw, attention, cross_entropy, dropout, heads, norm, total
 
     return {
         "add_norm": norm.add_norm,
+        "added": dropout.added,
+        "attention": attention.attention,
+        "partial_attention": attention.PARTIAL,
         "activate": activation.activate,
         "split_heads": heads.split_heads,
         "softmax_parts": cross_entropy.softmax_parts,

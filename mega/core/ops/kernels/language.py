@@ -15,8 +15,8 @@ try:
 except ImportError:
     tl = None
 
-    def jit(function: Any) -> Any:
-        return function
+    def jit(function: Any = None, **options: Any) -> Any:
+        return jit if function is None else function
 
 
 def launch(kernel: Any, grid: tuple[int, ...], x: torch.Tensor, *args: Any, **options: Any) -> None:

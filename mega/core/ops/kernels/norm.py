@@ -11,7 +11,11 @@ from typing import Any
 import torch
 
 from mega.core.device import multiprocessors
+from mega.core.ops import norm
 from mega.core.ops.autograd import deliver
+from mega.core.ops.counter import RULE
+from mega.core.ops.dropout import Dropout
+from mega.core.ops.kernels.dropout import dropped, values_of
 from mega.core.ops.kernels.language import jit, launch, next_power_of_2, tl
 
 STAGES = 3
@@ -20,17 +24,20 @@ STAGES = 3
 
 @jit
 def _norm_forward(
-    x_at, branch_at, branch_bias_at, weight_at, bias_at, sum_at, normed_at, mean_at, rstd_at, width, eps,
-    BRANCH: tl.constexpr, BRANCH_BIAS: tl.constexpr, CENTRED: tl.constexpr, BLOCK: tl.constexpr,
+    x_at, branch_at, branch_bias_at, weight_at, bias_at, sum_at, normed_at, mean_at, rstd_at, drop, width, eps,
+    BRANCH: tl.constexpr, BRANCH_BIAS: tl.constexpr, CENTRED: tl.constexpr, DROP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     real = at < width
     x = tl.load(x_at + row * width + at, real, 0.0).to(tl.float32)
     if BRANCH:
-        x += tl.load(branch_at + row * width + at, real, 0.0).to(tl.float32)
+        branch = tl.load(branch_at + row * width + at, real, 0.0).to(tl.float32)
         if BRANCH_BIAS:
-            x += tl.load(branch_bias_at + at, real, 0.0).to(tl.float32)
+            branch += tl.load(branch_bias_at + at, real, 0.0).to(tl.float32)
+        if DROP:
+            branch = dropped(branch, drop, row, at)
+        x += branch
         x = x.to(sum_at.dtype.element_ty)
         tl.store(sum_at + row * width + at, x, real)
         x = x.to(tl.float32)
@@ -48,8 +55,9 @@ def _norm_forward(
 
 @jit
 def _norm_backward(
-    x_at, weight_at, mean_at, rstd_at, grad_sum_at, grad_normed_at, grad_at, sums_at, rows, width, programs,
-    RESIDUAL: tl.constexpr, BRANCH_BIAS: tl.constexpr, CENTRED: tl.constexpr, BLOCK: tl.constexpr,
+    x_at, weight_at, mean_at, rstd_at, grad_sum_at, grad_normed_at, grad_at, grad_branch_at, sums_at, drop, rows, width,
+    programs,
+    RESIDUAL: tl.constexpr, BRANCH_BIAS: tl.constexpr, CENTRED: tl.constexpr, DROP: tl.constexpr, BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
@@ -76,9 +84,12 @@ def _norm_backward(
         dx *= rstd
         if RESIDUAL:
             dx += tl.load(grad_sum_at + row * width + at, real, 0.0).to(tl.float32)
+        tl.store(grad_at + row * width + at, dx.to(grad_at.dtype.element_ty), real)
+        if DROP:
+            dx = dropped(dx, drop, row, at)
+            tl.store(grad_branch_at + row * width + at, dx.to(grad_branch_at.dtype.element_ty), real)
         if BRANCH_BIAS:
             grad_branch += tl.where(real, dx, 0.0)
-        tl.store(grad_at + row * width + at, dx.to(grad_at.dtype.element_ty), real)
     part = sums_at + program * width + at
     tl.store(part, grad_weight, real)
     if CENTRED:
@@ -100,6 +111,7 @@ class _AddNorm(torch.autograd.Function):
         x: torch.Tensor,
         branch: torch.Tensor | None,
         branch_bias: torch.Tensor | None,
+        drop: Dropout | None,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         eps: float,
@@ -113,13 +125,14 @@ class _AddNorm(torch.autograd.Function):
         block, warps = _shape(width)
         launch(
             _norm_forward, (rows,),
-            x, branch, branch_bias, weight, bias, total, normed, mean, rstd, width, eps,
+            x, branch, branch_bias, weight, bias, total, normed, mean, rstd, values_of(drop), width, eps,
             BRANCH=branch is not None, BRANCH_BIAS=branch_bias is not None, CENTRED=bias is not None,
-            BLOCK=block, num_warps=warps,
+            DROP=drop is not None, BLOCK=block, num_warps=warps,
         )  # fmt: skip
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(total, mean, rstd)
-        ctx.weight, ctx.bias, ctx.branch_bias, ctx.branched = weight, bias, branch_bias, branch is not None
+        ctx.weight, ctx.bias, ctx.branch_bias, ctx.drop = weight, bias, branch_bias, drop
+        ctx.branch_dtype = None if branch is None else branch.dtype
         return total, normed
 
     @staticmethod
@@ -131,19 +144,22 @@ class _AddNorm(torch.autograd.Function):
         rows = x.numel() // width
         block, warps = _shape(width)
         programs = min(rows, multiprocessors(x.device) * (4 if warps < 4 else 2))
-        grad = torch.empty_like(x)
+        grad, grad_branch = torch.empty_like(x), None
+        if ctx.branch_dtype is not None:
+            grad_branch = torch.empty_like(x, dtype=ctx.branch_dtype) if ctx.drop is not None else grad
         sums = torch.empty(3, programs, width, dtype=torch.float32, device=x.device)
         launch(
             _norm_backward, (programs,),
             x, weight, mean, rstd, None if grad_sum is None else grad_sum.contiguous(), grad_normed.contiguous(),
-            grad, sums, rows, width, programs,
+            grad, grad_branch, sums, values_of(ctx.drop), rows, width, programs,
             RESIDUAL=grad_sum is not None, BRANCH_BIAS=branch_bias is not None, CENTRED=bias is not None,
-            BLOCK=block, STAGES=STAGES, num_warps=warps,
+            DROP=ctx.drop is not None, BLOCK=block, STAGES=STAGES, num_warps=warps,
         )  # fmt: skip
         return (
             grad,
-            grad if ctx.branched else None,
+            grad_branch,
             None if branch_bias is None else deliver(branch_bias, sums[2].sum(0)),
+            None,
             deliver(weight, sums[0].sum(0)),
             None if bias is None else deliver(bias, sums[1].sum(0)),
             None,
@@ -154,9 +170,12 @@ def add_norm(
     x: torch.Tensor,
     branch: torch.Tensor | None,
     branch_bias: torch.Tensor | None,
+    drop: Dropout | None,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`ops.norm.add_norm`; the sum is rounded once, where plain torch rounds after each addition."""
-    return _AddNorm.apply(x.contiguous(), branch, branch_bias, weight, bias, eps)  # type: ignore[no-any-return]
+    if drop is not None and drop.rule != RULE:
+        x, branch, branch_bias, drop = norm.added(x, branch, branch_bias, drop), None, None, None
+    return _AddNorm.apply(x.contiguous(), branch, branch_bias, drop, weight, bias, eps)  # type: ignore[no-any-return]

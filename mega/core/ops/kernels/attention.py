@@ -1,0 +1,636 @@
+"""Flash attention under any mask: documents, windows, offsets, grouped heads, and dropout by counter inside the kernel.
+
+A program takes a tile of queries and walks along the keys that it may see (forward and d(q)), or a tile of keys and
+walks along the queries that may see it (d(k), d(v)), so every sum has one order and no score is ever stored (Dao 2023).
+Along the way, tiles are of two kinds: those that are seen whole, and those at the edges of what is seen, where each
+score is checked. Scores are in units of log 2, since the device computes powers of 2.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+
+from mega.core.ops.attention import fused, plain_recomputing
+from mega.core.ops.counter import RULE
+from mega.core.ops.kernels.counter import kept, row_keys
+from mega.core.ops.kernels.language import cdiv, jit, launch, next_power_of_2, tl
+from mega.core.ops.mask import AttentionMask
+from mega.core.ops.partial_attention import FUSED, PartialAttention
+
+LOG2E = math.log2(math.e)
+
+
+class Heads(NamedTuple):
+    """[b, s, heads, d]: where it begins, and its strides; d is contiguous."""
+
+    at: Any
+    batch: Any
+    row: Any
+    head: Any
+
+
+class Seen(NamedTuple):
+    """What of `AttentionMask` hides keys. Documents: where they begin and the stride of a row. bounds: of documents."""
+
+    s: Any
+    t: Any
+    offset: Any
+    window: Any
+    q_documents: Any
+    q_stride: Any
+    k_documents: Any
+    k_stride: Any
+    bounds: Any
+
+
+class Dropped(NamedTuple):
+    """Dropout: keys int64 [b, s] of the query tokens, site and first head, threshold over 2^32; key j has column
+    j + shift[j >= border]."""
+
+    keys: Any
+    stride: Any
+    site: Any
+    head: Any
+    threshold: Any
+    early: Any
+    border: Any
+    late: Any
+
+
+# -- shared by the kernels
+
+
+@jit
+def _load(x, batch, head, row, length, WIDTH: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr):
+    """Rows of one head [rows, BLOCK]; WHOLE: all rows exist. Zeros elsewhere."""
+    column = tl.arange(0, BLOCK)
+    base = x.at + batch.to(tl.int64) * x.batch + head * x.head
+    at = base + row.to(tl.int64)[:, None] * x.row + column[None, :]
+    if WHOLE and WIDTH == BLOCK:
+        return tl.load(at)
+    real = column[None, :] < WIDTH
+    if not WHOLE:
+        real = real & (row < length)[:, None]
+    return tl.load(at, real, 0.0)
+
+
+@jit
+def _store(x, batch, head, row, length, value, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    column = tl.arange(0, BLOCK)
+    base = x.at + batch.to(tl.int64) * x.batch + head * x.head
+    at = base + row.to(tl.int64)[:, None] * x.row + column[None, :]
+    real = (row < length)[:, None] & (column < WIDTH)[None, :]
+    tl.store(at, value.to(x.at.dtype.element_ty), real)
+
+
+@jit
+def _visible(seen, batch, query, key, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr):
+    """Which queries see which keys: numbers [n, 1] and [1, n], either first."""
+    distance = query + seen.offset - key
+    found = (key < seen.t) & (query < seen.s)
+    if CAUSAL:
+        found = found & (distance >= 0)
+    if WINDOW:
+        found = found & (distance < seen.window)
+        if not CAUSAL:
+            found = found & (distance > -seen.window)
+    if DOCUMENTS:
+        rows, columns = seen.q_documents + batch * seen.q_stride, seen.k_documents + batch * seen.k_stride
+        found = found & (tl.load(rows + query, query < seen.s, 0) == tl.load(columns + key, key < seen.t, 0))
+    return found
+
+
+@jit
+def _between(first, whole_first, whole_end, end):
+    """The four bounds in order: first <= whole_first <= whole_end, and nothing whole where there is nothing."""
+    nothing = whole_first >= whole_end
+    return first, tl.where(nothing, first, whole_first), tl.where(nothing, first, whole_end), end
+
+
+@jit
+def _keys_seen(
+    seen, batch, tile, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr,
+):  # fmt: skip
+    """Keys that a tile of queries may see: first, first and end of those that all of it sees, end."""
+    low = tile * ROWS + seen.offset
+    high = tl.minimum(tile * ROWS + ROWS, seen.s) - 1 + seen.offset
+    first, whole_first, whole_end, end = 0, 0, seen.t // COLUMNS * COLUMNS, seen.t
+    if CAUSAL:
+        end = tl.maximum(0, tl.minimum(end, high + 1))
+        whole_end = tl.minimum(whole_end, tl.maximum(low + 1, 0) // COLUMNS * COLUMNS)
+    if WINDOW:
+        first = tl.maximum(low - seen.window + 1, 0) // COLUMNS * COLUMNS
+        whole_first = tl.cdiv(tl.maximum(high - seen.window + 1, 0), COLUMNS) * COLUMNS
+        if not CAUSAL:
+            end = tl.maximum(0, tl.minimum(end, high + seen.window))
+            whole_end = tl.minimum(whole_end, tl.maximum(low + seen.window, 0) // COLUMNS * COLUMNS)
+    if DOCUMENTS:
+        at = seen.bounds + (batch * tl.num_programs(0) + tile) * 4
+        first, end = tl.maximum(first, tl.load(at)), tl.minimum(end, tl.load(at + 3))
+        whole_first, whole_end = tl.maximum(whole_first, tl.load(at + 1)), tl.minimum(whole_end, tl.load(at + 2))
+    return _between(first, whole_first, whole_end, end)
+
+
+@jit
+def _queries_seeing(
+    seen, batch, tile, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr,
+):  # fmt: skip
+    """Queries that may see a tile of keys, as of `_keys_seen`."""
+    low = tile * COLUMNS - seen.offset
+    high = tl.minimum(tile * COLUMNS + COLUMNS, seen.t) - 1 - seen.offset
+    first, whole_first, whole_end, end = 0, 0, seen.s // ROWS * ROWS, seen.s
+    if CAUSAL:
+        first = tl.maximum(low, 0) // ROWS * ROWS
+        whole_first = tl.cdiv(tl.maximum(high, 0), ROWS) * ROWS
+    if WINDOW:
+        end = tl.maximum(0, tl.minimum(end, high + seen.window))
+        whole_end = tl.minimum(whole_end, tl.maximum(low + seen.window, 0) // ROWS * ROWS)
+        if not CAUSAL:
+            first = tl.maximum(low - seen.window + 1, 0) // ROWS * ROWS
+            whole_first = tl.cdiv(tl.maximum(high - seen.window + 1, 0), ROWS) * ROWS
+    if DOCUMENTS:
+        at = seen.bounds + (batch * tl.num_programs(0) + tile) * 4
+        first, end = tl.maximum(first, tl.load(at)), tl.minimum(end, tl.load(at + 3))
+        whole_first, whole_end = tl.maximum(whole_first, tl.load(at + 1)), tl.minimum(whole_end, tl.load(at + 2))
+    return _between(first, whole_first, whole_end, end)
+
+
+@jit
+def _kept(
+    dropped, rows, key, COLUMNS: tl.constexpr, ALIGNED: tl.constexpr, COLUMNS_FIRST: tl.constexpr
+):  # fmt: skip
+    """Which scores of rows with these keys survive, and keys key, key + 1, ...: [rows, COLUMNS] or transposed."""
+    if ALIGNED:
+        first = key + tl.where(key >= dropped.border, dropped.late, dropped.early)
+        return kept(rows, first, COLUMNS, True, COLUMNS_FIRST, dropped.threshold)
+    first = key + tl.where(key + tl.arange(0, COLUMNS) >= dropped.border, dropped.late, dropped.early)
+    return kept(rows, first, COLUMNS, False, COLUMNS_FIRST, dropped.threshold)
+
+
+# -- forward
+
+
+@jit
+def _look(
+    total, sum_, largest, q, rows, k, v, seen, dropped, batch, kv_head, query, first, end, scale,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+    DOCUMENTS: tl.constexpr, DROP: tl.constexpr, ALIGNED: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """Queries look at keys first to end; WHOLE: each of them at each."""
+    for start in tl.range(first, end, COLUMNS):
+        start = tl.multiple_of(start, COLUMNS)
+        key = start + tl.arange(0, COLUMNS)
+        keys = _load(k, batch, kv_head, key, seen.t, WIDTH, BLOCK, WHOLE)
+        scores = tl.dot(q, tl.trans(keys))
+        if not WHOLE:
+            visible = _visible(seen, batch, query[:, None], key[None, :], CAUSAL, WINDOW, DOCUMENTS)
+            scores = tl.where(visible, scores, -float("inf"))
+        now = tl.maximum(largest, tl.max(scores, 1) * scale)
+        base = now if WHOLE else tl.where(now == -float("inf"), 0.0, now)
+        weights = tl.exp2(scores * scale - base[:, None])
+        shrink = tl.exp2(largest - base)
+        sum_ = sum_ * shrink + tl.sum(weights, 1)
+        if DROP:
+            weights = tl.where(_kept(dropped, rows, start, COLUMNS, ALIGNED, False), weights, 0.0)
+        values = _load(v, batch, kv_head, key, seen.t, WIDTH, BLOCK, WHOLE)
+        total = tl.dot(weights.to(values.dtype), values, total * shrink[:, None])
+        largest = now
+    return total, sum_, largest
+
+
+@jit
+def _attention_forward(
+    q, k, v, out, lse_at, seen, dropped, scale, rescale, heads, group,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr, DROP: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest first
+    head, batch = tl.program_id(1), tl.program_id(2)
+    query = tile * ROWS + tl.arange(0, ROWS)
+    queries = _load(q, batch, head, query, seen.s, WIDTH, BLOCK, False)
+    rows = query.to(tl.uint64)
+    if DROP:
+        keys = tl.load(dropped.keys + batch * dropped.stride + query, query < seen.s, 0)
+        rows = row_keys(keys, dropped.site, dropped.head + head)
+    first, whole_first, whole_end, end = _keys_seen(seen, batch, tile, ROWS, COLUMNS, CAUSAL, WINDOW, DOCUMENTS)
+    total = tl.zeros([ROWS, BLOCK], tl.float32)
+    sum_ = tl.zeros([ROWS], tl.float32)
+    largest = tl.full([ROWS], -float("inf"), tl.float32)
+    if WINDOW or DOCUMENTS:
+        total, sum_, largest = _look(
+            total, sum_, largest, queries, rows, k, v, seen, dropped, batch, head // group, query, first, whole_first,
+            scale, WIDTH, BLOCK, COLUMNS, CAUSAL, WINDOW, DOCUMENTS, DROP, ALIGNED, False,
+        )  # fmt: skip
+    total, sum_, largest = _look(
+        total, sum_, largest, queries, rows, k, v, seen, dropped, batch, head // group, query, whole_first, whole_end,
+        scale, WIDTH, BLOCK, COLUMNS, CAUSAL, WINDOW, DOCUMENTS, DROP, ALIGNED, True,
+    )  # fmt: skip
+    total, sum_, largest = _look(
+        total, sum_, largest, queries, rows, k, v, seen, dropped, batch, head // group, query, whole_end, end,
+        scale, WIDTH, BLOCK, COLUMNS, CAUSAL, WINDOW, DOCUMENTS, DROP, ALIGNED, False,
+    )  # fmt: skip
+    total = total * (rescale / tl.where(sum_ > 0, sum_, 1.0))[:, None]
+    _store(out, batch, head, query, seen.s, total, WIDTH, BLOCK)
+    lse = (largest + tl.log2(sum_)) * 0.6931471805599453
+    at = (batch * heads + head).to(tl.int64) * seen.s + query
+    tl.store(lse_at + at, tl.where(sum_ > 0, lse, -float("inf")), query < seen.s)
+
+
+# -- backward
+
+
+@jit
+def _attention_prepare(
+    out, grad, delta_at, rows_at, seen, dropped, keep, heads,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, DROP: tl.constexpr,
+):  # fmt: skip
+    """Per query: the sum of weight x d(weight), as `keep` of it, which softmax's gradient subtracts; its row key."""
+    head, batch = tl.program_id(1), tl.program_id(2)
+    query = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    outs = _load(out, batch, head, query, seen.s, WIDTH, BLOCK, False).to(tl.float32)
+    grads = _load(grad, batch, head, query, seen.s, WIDTH, BLOCK, False).to(tl.float32)
+    at = (batch * heads + head).to(tl.int64) * seen.s + query
+    tl.store(delta_at + at, tl.sum(outs * grads, 1) * keep, query < seen.s)
+    if DROP:
+        keys = tl.load(dropped.keys + batch * dropped.stride + query, query < seen.s, 0)
+        rows = row_keys(keys, dropped.site, dropped.head + head)
+        tl.store(rows_at + at, rows.to(tl.int64, bitcast=True), query < seen.s)
+
+
+@jit
+def _seen_by(
+    grad_k, grad_v, keys, values, q, grad, lse_at, delta_at, rows_at, seen, dropped, batch, head, heads, key, column,
+    first, end, scale,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr, DROP: tl.constexpr, ALIGNED: tl.constexpr,
+    WHOLE: tl.constexpr,
+):  # fmt: skip
+    """Queries first to end give the keys of a tile their gradients. Scores are [keys, queries]."""
+    for start in tl.range(first, end, ROWS):
+        start = tl.multiple_of(start, ROWS)
+        query = start + tl.arange(0, ROWS)
+        queries = _load(q, batch, head, query, seen.s, WIDTH, BLOCK, WHOLE)
+        grads = _load(grad, batch, head, query, seen.s, WIDTH, BLOCK, WHOLE)
+        at = (batch * heads + head).to(tl.int64) * seen.s + query
+        lse = tl.load(lse_at + at) if WHOLE else tl.load(lse_at + at, query < seen.s, 0.0)
+        delta = tl.load(delta_at + at) if WHOLE else tl.load(delta_at + at, query < seen.s, 0.0)
+        scores = tl.dot(keys, tl.trans(queries))
+        weights = tl.exp2(scores * scale - (lse * 1.4426950408889634)[None, :])
+        if not WHOLE:
+            visible = _visible(seen, batch, query[None, :], key[:, None], CAUSAL, WINDOW, DOCUMENTS)
+            weights = tl.where(visible, weights, 0.0)
+        grad_weights = tl.dot(values, tl.trans(grads))
+        if DROP:
+            rows = tl.load(rows_at + at) if WHOLE else tl.load(rows_at + at, query < seen.s, 0)
+            keep = _kept(dropped, rows.to(tl.uint64, bitcast=True), column, COLUMNS, ALIGNED, True)
+            mixed = tl.where(keep, weights, 0.0)
+            grad_weights = tl.where(keep, grad_weights, 0.0)
+        else:
+            mixed = weights
+        grad_v = tl.dot(mixed.to(grads.dtype), grads, grad_v)
+        grad_scores = weights * (grad_weights - delta[None, :])
+        grad_k = tl.dot(grad_scores.to(queries.dtype), queries, grad_k)
+    return grad_k, grad_v
+
+
+@jit
+def _attention_backward_keys(
+    q, k, v, grad, grad_k_to, grad_v_to, lse_at, delta_at, rows_at, seen, dropped, scale, k_scale, v_scale, heads,
+    group,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr, DROP: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    tile, kv_head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    key = tile * COLUMNS + tl.arange(0, COLUMNS)
+    keys = _load(k, batch, kv_head, key, seen.t, WIDTH, BLOCK, False)
+    values = _load(v, batch, kv_head, key, seen.t, WIDTH, BLOCK, False)
+    first, whole_first, whole_end, end = _queries_seeing(seen, batch, tile, ROWS, COLUMNS, CAUSAL, WINDOW, DOCUMENTS)
+    grad_k = tl.zeros([COLUMNS, BLOCK], tl.float32)
+    grad_v = tl.zeros([COLUMNS, BLOCK], tl.float32)
+    for head in range(kv_head * group, kv_head * group + group):
+        grad_k, grad_v = _seen_by(
+            grad_k, grad_v, keys, values, q, grad, lse_at, delta_at, rows_at, seen, dropped, batch, head, heads, key,
+            tile * COLUMNS, first, whole_first, scale,
+            WIDTH, BLOCK, ROWS, COLUMNS, CAUSAL, WINDOW, DOCUMENTS, DROP, ALIGNED, False,
+        )  # fmt: skip
+        grad_k, grad_v = _seen_by(
+            grad_k, grad_v, keys, values, q, grad, lse_at, delta_at, rows_at, seen, dropped, batch, head, heads, key,
+            tile * COLUMNS, whole_first, whole_end, scale,
+            WIDTH, BLOCK, ROWS, COLUMNS, CAUSAL, WINDOW, DOCUMENTS, DROP, ALIGNED, True,
+        )  # fmt: skip
+        grad_k, grad_v = _seen_by(
+            grad_k, grad_v, keys, values, q, grad, lse_at, delta_at, rows_at, seen, dropped, batch, head, heads, key,
+            tile * COLUMNS, whole_end, end, scale,
+            WIDTH, BLOCK, ROWS, COLUMNS, CAUSAL, WINDOW, DOCUMENTS, DROP, ALIGNED, False,
+        )  # fmt: skip
+    _store(grad_k_to, batch, kv_head, key, seen.t, grad_k * k_scale, WIDTH, BLOCK)
+    _store(grad_v_to, batch, kv_head, key, seen.t, grad_v * v_scale, WIDTH, BLOCK)
+
+
+@jit
+def _look_back(
+    grad_q, q, grads, lse, delta, rows, k, v, seen, dropped, batch, kv_head, query, first, end, scale,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+    DOCUMENTS: tl.constexpr, DROP: tl.constexpr, ALIGNED: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """Keys first to end give the queries of a tile their gradient."""
+    for start in tl.range(first, end, COLUMNS):
+        start = tl.multiple_of(start, COLUMNS)
+        key = start + tl.arange(0, COLUMNS)
+        keys = _load(k, batch, kv_head, key, seen.t, WIDTH, BLOCK, WHOLE)
+        values = _load(v, batch, kv_head, key, seen.t, WIDTH, BLOCK, WHOLE)
+        scores = tl.dot(q, tl.trans(keys))
+        weights = tl.exp2(scores * scale - lse[:, None])
+        if not WHOLE:
+            visible = _visible(seen, batch, query[:, None], key[None, :], CAUSAL, WINDOW, DOCUMENTS)
+            weights = tl.where(visible, weights, 0.0)
+        grad_weights = tl.dot(grads, tl.trans(values))
+        if DROP:
+            grad_weights = tl.where(_kept(dropped, rows, start, COLUMNS, ALIGNED, False), grad_weights, 0.0)
+        grad_scores = weights * (grad_weights - delta[:, None])
+        grad_q = tl.dot(grad_scores.to(keys.dtype), keys, grad_q)
+    return grad_q
+
+
+@jit
+def _attention_backward_queries(
+    q, k, v, grad, grad_q_to, lse_at, delta_at, rows_at, seen, dropped, scale, q_scale, heads, group,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr, DROP: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest first
+    head, batch = tl.program_id(1), tl.program_id(2)
+    query = tile * ROWS + tl.arange(0, ROWS)
+    queries = _load(q, batch, head, query, seen.s, WIDTH, BLOCK, False)
+    grads = _load(grad, batch, head, query, seen.s, WIDTH, BLOCK, False)
+    at = (batch * heads + head).to(tl.int64) * seen.s + query
+    lse = tl.load(lse_at + at, query < seen.s, 0.0) * 1.4426950408889634
+    delta = tl.load(delta_at + at, query < seen.s, 0.0)
+    rows = query.to(tl.uint64)
+    if DROP:
+        rows = tl.load(rows_at + at, query < seen.s, 0).to(tl.uint64, bitcast=True)
+    first, whole_first, whole_end, end = _keys_seen(seen, batch, tile, ROWS, COLUMNS, CAUSAL, WINDOW, DOCUMENTS)
+    grad_q = tl.zeros([ROWS, BLOCK], tl.float32)
+    if WINDOW or DOCUMENTS:
+        grad_q = _look_back(
+            grad_q, queries, grads, lse, delta, rows, k, v, seen, dropped, batch, head // group, query, first,
+            whole_first, scale, WIDTH, BLOCK, COLUMNS, CAUSAL, WINDOW, DOCUMENTS, DROP, ALIGNED, False,
+        )  # fmt: skip
+    grad_q = _look_back(
+        grad_q, queries, grads, lse, delta, rows, k, v, seen, dropped, batch, head // group, query, whole_first,
+        whole_end, scale, WIDTH, BLOCK, COLUMNS, CAUSAL, WINDOW, DOCUMENTS, DROP, ALIGNED, True,
+    )  # fmt: skip
+    grad_q = _look_back(
+        grad_q, queries, grads, lse, delta, rows, k, v, seen, dropped, batch, head // group, query, whole_end,
+        end, scale, WIDTH, BLOCK, COLUMNS, CAUSAL, WINDOW, DOCUMENTS, DROP, ALIGNED, False,
+    )  # fmt: skip
+    _store(grad_q_to, batch, head, query, seen.s, grad_q * q_scale, WIDTH, BLOCK)
+
+
+# -- documents
+
+
+@jit
+def _attention_documents(
+    own_at, own_stride, other_at, other_stride, bounds_at, own_length, other_length,
+    OWN: tl.constexpr, OTHER: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
+    """For a tile of queries, the keys that may be of its documents, as of `_keys_seen`; or with roles exchanged."""
+    tile, batch = tl.program_id(0), tl.program_id(1)
+    own = tile * OWN + tl.arange(0, OWN)
+    # Beyond the end of the row: its last token once more.
+    found = tl.load(own_at + batch * own_stride + tl.minimum(own, own_length - 1))
+    low, high = tl.min(found, 0), tl.max(found, 0)
+    tiles = tl.cdiv(other_length, OTHER)
+    first, end, whole_first, whole_end, wholes = tiles, 0, tiles, 0, 0
+    for begin in range(0, tiles, TILES):
+        number = begin + tl.arange(0, TILES)
+        other = tl.minimum(number[:, None] * OTHER + tl.arange(0, OTHER)[None, :], other_length - 1)
+        theirs = tl.load(other_at + batch * other_stride + other)
+        least, most = tl.min(theirs, 1), tl.max(theirs, 1)
+        some = (number < tiles) & (least <= high) & (most >= low)
+        whole = (number < tiles) & (least == high) & (most == low) & (low == high)
+        first = tl.minimum(first, tl.min(tl.where(some, number, tiles), 0))
+        end = tl.maximum(end, tl.max(tl.where(some, number + 1, 0), 0))
+        whole_first = tl.minimum(whole_first, tl.min(tl.where(whole, number, tiles), 0))
+        whole_end = tl.maximum(whole_end, tl.max(tl.where(whole, number + 1, 0), 0))
+        wholes += tl.sum(whole.to(tl.int32), 0)
+    whole_end = tl.where(wholes == whole_end - whole_first, whole_end, 0)  # a gap: check every score
+    at = bounds_at + (batch * tl.num_programs(0) + tile) * 4
+    tl.store(at, first * OTHER)
+    tl.store(at + 1, whole_first * OTHER)
+    tl.store(at + 2, whole_end * OTHER)
+    tl.store(at + 3, end * OTHER)
+
+
+# -- launches
+
+
+class Tiles(NamedTuple):
+    """Queries and keys of a tile, warps of a program, and loads in flight."""
+
+    rows: int
+    columns: int
+    warps: int
+    stages: int
+
+
+class TilePlan(NamedTuple):
+    forward: Tiles
+    backward_keys: Tiles
+    backward_queries: Tiles
+
+
+PLANS = {
+    64: TilePlan(Tiles(64, 64, 4, 2), Tiles(64, 64, 4, 2), Tiles(64, 64, 4, 3)),
+    128: TilePlan(Tiles(64, 64, 4, 2), Tiles(64, 64, 4, 2), Tiles(64, 64, 4, 2)),
+    256: TilePlan(Tiles(64, 64, 8, 2), Tiles(32, 64, 8, 1), Tiles(64, 32, 8, 1)),
+}
+"""By width of a head, up to a power of 2; measured on H200."""
+
+
+class Problem(NamedTuple):
+    """One attention as all three kernels are told of it."""
+
+    seen: Seen
+    dropped: Dropped | None
+    keep: float
+    flags: dict[str, Any]
+    documents: tuple[torch.Tensor, torch.Tensor] | None
+
+    def bounded(self, tiles: Tiles, *, keys: bool) -> Seen:
+        """With bounds of documents for tiles of queries, or of keys."""
+        if self.documents is None:
+            return self.seen
+        own, other = self.documents[::-1] if keys else self.documents
+        size, step = (tiles.columns, tiles.rows) if keys else (tiles.rows, tiles.columns)
+        count = cdiv(own.shape[1], size)
+        bounds = torch.empty(own.shape[0], count, 4, dtype=torch.int32, device=own.device)
+        launch(
+            _attention_documents, (count, own.shape[0]),
+            own, own.stride(0), other, other.stride(0), bounds, own.shape[1], other.shape[1],
+            OWN=size, OTHER=step, TILES=2048 // step,
+        )  # fmt: skip
+        return self.seen._replace(bounds=bounds)
+
+
+def _heads(x: torch.Tensor) -> Heads:
+    return Heads(x, *x.stride()[:3])
+
+
+def _last(x: torch.Tensor) -> torch.Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _block(width: int) -> int:
+    return max(16, next_power_of_2(width))
+
+
+def _problem(q: torch.Tensor, k: torch.Tensor, mask: AttentionMask, plan: TilePlan) -> Problem:
+    s, t, drop = q.shape[1], k.shape[1], mask.dropout
+    documents = None
+    if mask.q_documents is not None and mask.k_documents is not None:
+        documents = _last(mask.q_documents), _last(mask.k_documents)
+    low, high = mask.band(s, t)
+    causal = mask.kind == "causal" and high is not None
+    window = mask.window if low is not None or (mask.kind == "full" and high is not None) else None
+    seen = Seen(s, t, mask.q_offset, window, None, None, None, None, None)
+    if documents is not None:
+        of, to = documents
+        seen = seen._replace(q_documents=of, q_stride=of.stride(0), k_documents=to, k_stride=to.stride(0))
+    dropped, aligned, keep = None, False, 1.0
+    if drop is not None:
+        early, border, late = drop.shifts()
+        keys = _last(drop.keys)
+        dropped = Dropped(keys, keys.stride(0), drop.site, drop.first_head, drop.threshold << 16, early, border, late)
+        aligned = early % 16 == late % 16 == 0 and (border >= t or all(border % one.columns == 0 for one in plan))
+        keep = drop.keep
+    flags = {
+        "CAUSAL": causal,
+        "WINDOW": window is not None,
+        "DOCUMENTS": documents is not None,
+        "DROP": drop is not None,
+        "ALIGNED": aligned,
+        "WIDTH": q.shape[-1],
+        "BLOCK": _block(q.shape[-1]),
+    }
+    return Problem(seen, dropped, keep, flags, documents)
+
+
+def forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: AttentionMask
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """out [b, s, heads, d] in the inputs' dtype, lse fp32 [b, heads, s]: `PartialAttention.forward`."""
+    q, k, v = _last(q), _last(k), _last(v)
+    b, s, heads, width = q.shape
+    plan = PLANS[max(64, _block(width))]
+    problem, tiles = _problem(q, k, mask, plan), plan.forward
+    out = torch.empty(b, s, heads, width, dtype=q.dtype, device=q.device)
+    lse = torch.empty(b, heads, s, dtype=torch.float32, device=q.device)
+    if out.is_meta:
+        return out, lse
+    _attention_forward[cdiv(s, tiles.rows), heads, b](
+        _heads(q), _heads(k), _heads(v), _heads(out), lse, problem.bounded(tiles, keys=False), problem.dropped,
+        LOG2E / math.sqrt(width), 1 / problem.keep, heads, heads // k.shape[2],
+        ROWS=tiles.rows, COLUMNS=tiles.columns, num_warps=tiles.warps, num_stages=tiles.stages, **problem.flags,
+    )  # fmt: skip
+    return out, lse
+
+
+def backward(
+    grad: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    mask: AttentionMask,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """d(q), d(k), d(v) in the inputs' dtype: `PartialAttention.backward`."""
+    grad, q, k, v, out, lse = _last(grad), _last(q), _last(k), _last(v), _last(out), lse.contiguous()
+    b, s, heads, width = q.shape
+    plan = PLANS[max(64, _block(width))]
+    problem, scale = _problem(q, k, mask, plan), LOG2E / math.sqrt(width)
+    grads = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v)]
+    delta = torch.empty(b, heads, s, dtype=torch.float32, device=q.device)
+    rows = torch.empty(b, heads, s, dtype=torch.int64, device=q.device) if problem.dropped else None
+    if q.is_meta:
+        return grads[0], grads[1], grads[2]
+    _attention_prepare[cdiv(s, 64), heads, b](
+        _heads(out), _heads(grad), delta, rows, problem.seen, problem.dropped, problem.keep, heads,
+        ROWS=64, **{name: problem.flags[name] for name in ("WIDTH", "BLOCK", "DROP")},
+    )  # fmt: skip
+    views = _heads(q), _heads(k), _heads(v), _heads(grad)
+    tiles = plan.backward_keys
+    _attention_backward_keys[cdiv(k.shape[1], tiles.columns), k.shape[2], b](
+        *views, _heads(grads[1]), _heads(grads[2]), lse, delta, rows, problem.bounded(tiles, keys=True),
+        problem.dropped, scale, 1 / problem.keep / math.sqrt(width), 1 / problem.keep, heads, heads // k.shape[2],
+        ROWS=tiles.rows, COLUMNS=tiles.columns, num_warps=tiles.warps, num_stages=tiles.stages, **problem.flags,
+    )  # fmt: skip
+    tiles = plan.backward_queries
+    _attention_backward_queries[cdiv(s, tiles.rows), heads, b](
+        *views, _heads(grads[0]), lse, delta, rows, problem.bounded(tiles, keys=False), problem.dropped,
+        scale, 1 / problem.keep / math.sqrt(width), heads, heads // k.shape[2],
+        ROWS=tiles.rows, COLUMNS=tiles.columns, num_warps=tiles.warps, num_stages=tiles.stages, **problem.flags,
+    )  # fmt: skip
+    return grads[0], grads[1], grads[2]
+
+
+# -- the ops
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: AttentionMask) -> torch.Tensor:
+        out, lse = forward(q, k, v, mask)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.mask = mask
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        return *backward(grad, q, k, v, out, lse, ctx.mask), None
+
+
+def _applies(q: torch.Tensor, k: torch.Tensor, mask: AttentionMask) -> bool:
+    """Whether these kernels do what cuDNN's, which are faster, do not."""
+    return (
+        mask.simple_kind(q.shape[1], k.shape[1]) is None
+        and q.element_size() == 2
+        and q.shape[-1] <= max(PLANS)
+        and (mask.dropout is None or mask.dropout.rule == RULE)
+    )
+
+
+def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: AttentionMask) -> torch.Tensor:
+    """`ops.attention.plain`, which saves no weights: by these kernels or cuDNN's, and in 32 bits by torch's."""
+    if _applies(q, k, mask):
+        return _Attention.apply(q, k, v, mask)  # type: ignore[no-any-return]
+    return fused(q, k, v, mask) if mask.dropout is None else plain_recomputing(q, k, v, mask)
+
+
+def _partial_forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: AttentionMask
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return (forward if _applies(q, k, mask) else FUSED.forward)(q, k, v, mask)
+
+
+def _partial_backward(
+    grad: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    mask: AttentionMask,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return (backward if _applies(q, k, mask) else FUSED.backward)(grad, q, k, v, out, lse, mask)  # type: ignore[no-any-return]
+
+
+PARTIAL = PartialAttention(_partial_forward, _partial_backward)

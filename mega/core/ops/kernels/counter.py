@@ -1,0 +1,57 @@
+"""Dropout decisions inside kernels: `ops.counter`'s generator, bit for bit.
+
+One draw of 32 bits decides two elements that are eight apart. Tensor cores hand a thread rows and columns that are
+eight apart, so a tile of scores takes one draw for two of them, whichever way it lies.
+"""
+
+from __future__ import annotations
+
+from mega.core.ops.kernels.language import jit, tl
+
+
+@jit
+def row_keys(keys, site, number):
+    """`counter.row_keys` of tokens' keys at one place of the model: int64 -> uint64."""
+    z = (keys + site + number.to(tl.int64) * 0x2545F4914F6CDD1D).to(tl.uint64, bitcast=True) * 0x9E3779B97F4A7C15
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB
+    return z ^ (z >> 31)
+
+
+@jit
+def _fold(x, factor):
+    wide = x.to(tl.uint64) * factor
+    return (wide >> 32).to(tl.uint32) ^ wide.to(tl.uint32)
+
+
+@jit
+def kept_elements(row, elements, threshold):
+    """Which of these elements of one row survive; row: uint64, of `row_keys`."""
+    group = ((elements >> 4 << 3) | (elements & 7)).to(tl.uint32)
+    bits = _fold(_fold(row.to(tl.uint32) ^ group, 0xD2511F53) ^ (row >> 32).to(tl.uint32), 0xCD9E8D57)
+    return tl.where(elements & 8 != 0, bits, bits << 16) >= threshold.to(tl.uint32)
+
+
+@jit
+def kept(rows, first, BLOCK: tl.constexpr, ALIGNED: tl.constexpr, COLUMNS_FIRST: tl.constexpr, threshold):
+    """Which of the elements first, first + 1, ... of each row survive: `counter.keep_mask`.
+
+    rows: uint64 [R], of `row_keys`. threshold: over 2^32. ALIGNED: `first` is a multiple of 16. Gives [R, BLOCK], or
+    [BLOCK, R] with COLUMNS_FIRST.
+    """
+    at = tl.arange(0, BLOCK)
+    if ALIGNED:  # so the compiler sees that two elements share their draw
+        group = (first >> 1) + ((at >> 4 << 3) | (at & 7))
+        late = at & 8
+    else:
+        element = first + at
+        group = (element >> 4 << 3) | (element & 7)
+        late = element & 8
+    low, high = rows.to(tl.uint32), (rows >> 32).to(tl.uint32)
+    group = group.to(tl.uint32)
+    if COLUMNS_FIRST:
+        low, high, group, late = low[None, :], high[None, :], group[:, None], late[:, None]
+    else:
+        low, high, group, late = low[:, None], high[:, None], group[None, :], late[None, :]
+    bits = _fold(_fold(low ^ group, 0xD2511F53) ^ high, 0xCD9E8D57)
+    return tl.where(late != 0, bits, bits << 16) >= threshold.to(tl.uint32)

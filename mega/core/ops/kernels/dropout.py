@@ -1,0 +1,93 @@
+"""Dropout of the residual stream's branches: within the kernels that add them, and alone."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from mega.core.ops import norm
+from mega.core.ops.autograd import deliver
+from mega.core.ops.counter import RULE
+from mega.core.ops.dropout import Dropout
+from mega.core.ops.kernels.counter import kept_elements, row_keys
+from mega.core.ops.kernels.language import cdiv, jit, launch, tl
+
+BLOCK = 1024
+
+
+class Values(NamedTuple):
+    """A `Dropout` as kernels take it; threshold: over 2^32; scale: of what is kept."""
+
+    keys: Any
+    site: Any
+    threshold: Any
+    scale: Any
+
+
+def values_of(drop: Dropout | None) -> Values | None:
+    """None where nothing is dropped."""
+    if drop is None:
+        return None
+    return Values(drop.keys.contiguous(), drop.site, drop.threshold << 16, 1.0 / drop.keep)
+
+
+@jit
+def dropped(x, drop, row, elements):
+    """Elements of one row, scaled where they survive, else 0."""
+    key = row_keys(tl.load(drop.keys + row), drop.site, tl.cast(0, tl.int64))
+    return tl.where(kept_elements(key, elements, drop.threshold), x * drop.scale, 0.0)
+
+
+@jit
+def _added(
+    x_at, branch_at, bias_at, y_at, drop, width,
+    RESIDUAL: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    blocks = tl.cdiv(width, BLOCK)
+    row = (tl.program_id(0) // blocks).to(tl.int64)
+    at = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
+    real = at < width
+    y = tl.load(branch_at + row * width + at, real, 0.0).to(tl.float32)
+    if BIAS:
+        y += tl.load(bias_at + at, real, 0.0).to(tl.float32)
+    y = dropped(y, drop, row, at)
+    if RESIDUAL:
+        y += tl.load(x_at + row * width + at, real, 0.0).to(tl.float32)
+    tl.store(y_at + row * width + at, y.to(y_at.dtype.element_ty), real)
+
+
+def _launch(
+    x: torch.Tensor | None, branch: torch.Tensor, bias: torch.Tensor | None, y: torch.Tensor, drop: Dropout
+) -> torch.Tensor:
+    rows, width = branch.shape
+    launch(
+        _added, (rows * cdiv(width, BLOCK),), branch if x is None else x, branch, bias, y, values_of(drop), width,
+        RESIDUAL=x is not None, BIAS=bias is not None, BLOCK=BLOCK,
+    )  # fmt: skip
+    return y
+
+
+class _Added(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor | None, branch: torch.Tensor, bias: torch.Tensor | None, drop: Dropout
+    ) -> torch.Tensor:
+        ctx.bias, ctx.drop, ctx.residual, ctx.dtype = bias, drop, x is not None, branch.dtype
+        return _launch(x, branch, bias, torch.empty_like(branch if x is None else x), drop)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        grad = grad.contiguous()
+        of_branch = _launch(None, grad, None, torch.empty_like(grad, dtype=ctx.dtype), ctx.drop)
+        of_bias = None if ctx.bias is None else deliver(ctx.bias, of_branch.sum(0, dtype=torch.float32))
+        return grad if ctx.residual else None, of_branch, of_bias, None
+
+
+def added(
+    x: torch.Tensor | None, branch: torch.Tensor | None, branch_bias: torch.Tensor | None, drop: Dropout | None
+) -> torch.Tensor:
+    """`ops.norm.added`; without dropout it is that."""
+    if branch is None or drop is None or drop.rule != RULE:
+        return norm.added(x, branch, branch_bias, drop)
+    return _Added.apply(None if x is None else x.contiguous(), branch.contiguous(), branch_bias, drop)  # type: ignore[no-any-return]

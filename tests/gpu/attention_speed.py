@@ -1,0 +1,98 @@
+"""How long one layer's attention takes on a GPU: plain causal, with dropout, documents, a window; forward and backward.
+
+python3 -m tests.gpu.attention_speed --out rows.jsonl
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from mega.core.ops.attention import Attention, fused
+from mega.core.ops.counter import site_key, token_keys
+from mega.core.ops.dropout import AttentionDropout
+from mega.core.ops.kernels import attention as kernels
+from mega.core.ops.mask import CAUSAL, AttentionMask
+
+SHAPES = ((64, 16, 1024, 64), (2, 32, 4096, 128), (1, 32, 16384, 128))
+"""Batch, heads, length, width of a head."""
+
+
+def ours(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: AttentionMask) -> torch.Tensor:
+    """Our kernels, also for what cuDNN's would do."""
+    return kernels._Attention.apply(q, k, v, mask)  # type: ignore[no-any-return]
+
+
+def milliseconds(run: Callable[[], object], repeats: int = 10) -> float:
+    """The median, after three more."""
+    found = []
+    for _ in range(repeats + 3):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        run()
+        end.record()
+        torch.cuda.synchronize()
+        found.append(begin.elapsed_time(end))
+    return statistics.median(found[3:])
+
+
+def measured(
+    attention: Attention, mask: AttentionMask, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grad: torch.Tensor
+) -> tuple[float, float]:
+    """Milliseconds forward and backward."""
+    with torch.no_grad():
+        forward = milliseconds(lambda: attention(q, k, v, mask))
+    mixed = attention(q, k, v, mask)
+    return forward, milliseconds(lambda: torch.autograd.grad(mixed, (q, k, v), grad, retain_graph=True))
+
+
+def documents(rows: int, length: int) -> torch.Tensor:
+    """Numbers of packed documents of 200 to 2,000 tokens."""
+    rng, found = random.Random(0), []
+    for _ in range(rows):
+        row: list[int] = []
+        while len(row) < length:
+            row += [len(row)] * rng.randint(200, 2000)
+        found.append(row[:length])
+    return torch.tensor(found, device="cuda")
+
+
+def cases(b: int, s: int) -> dict[str, tuple[Attention, AttentionMask]]:
+    tokens = torch.arange(b, device="cuda"), torch.arange(s, device="cuda")
+    drop = AttentionDropout(token_keys(1, *tokens), site_key(3, "attention"), 0, (range(s),), 0.1)
+    numbers = documents(b, s)
+    apart = AttentionMask(q_documents=numbers, k_documents=numbers)
+    found: dict[str, tuple[Attention, AttentionMask]] = {
+        "cudnn": (fused, CAUSAL),
+        "ours": (ours, CAUSAL),
+        "ours, dropout 0.1": (ours, AttentionMask(dropout=drop)),
+        "ours, documents": (ours, apart),
+        "ours, window 4096": (ours, AttentionMask(window=4096)),
+    }
+    return found if s > 8192 else {**found, "documents as a dense mask": (fused, apart)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, required=True)
+    out = parser.parse_args().out
+    for b, heads, s, width in SHAPES:
+        qkv = torch.randn(b, s, 3 * heads, width, device="cuda", dtype=torch.bfloat16)
+        q, k, v = (x.detach().requires_grad_() for x in qkv.split(heads, 2))
+        grad = torch.randn(b, s, heads, width, device="cuda", dtype=torch.bfloat16)
+        for name, (attention, mask) in cases(b, s).items():
+            forward, backward = measured(attention, mask, q, k, v, grad)
+            row = {"shape": [b, heads, s, width], "case": name, "forward": forward, "backward": backward}
+            print(json.dumps(row), flush=True)
+            with out.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+
+
+if __name__ == "__main__":
+    main()
