@@ -99,7 +99,11 @@ def test_add_norm(width: int, centred: bool, branch: bool, branch_bias: bool, dr
         random(width) if centred else None,
     ]
     fast = kernels()["add_norm"]
-    compare(lambda *a: fast(*a[:3], drop, *a[3:], 1e-5), lambda *a: norm.add_norm(*a[:3], drop, *a[3:], 1e-5), inputs)
+
+    def run(op: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *given: op(*given[:3], drop, *given[3:], 1e-5)
+
+    compare(run(fast), run(norm.add_norm), inputs)
 
 
 @pytest.mark.parametrize("width", [96, 1030])
@@ -107,7 +111,7 @@ def test_add_norm(width: int, centred: bool, branch: bool, branch_bias: bool, dr
 def test_added(width: int, residual: bool, bias: bool) -> None:
     drop, fast = some_dropout(TOKENS), kernels()["added"]
     inputs = [random(TOKENS, width) if residual else None, random(TOKENS, width), random(width) if bias else None]
-    compare(lambda *a: fast(*a, drop), lambda *a: norm.added(*a, drop), inputs)
+    compare(lambda *given: fast(*given, drop), lambda x, branch, own: norm.added(x, branch, own, drop), inputs)
     ones = torch.ones(TOKENS, width, device=DEVICE, dtype=DTYPE)
     assert torch.equal(fast(None, ones, None, drop) == 0, norm.added(None, ones, None, drop) == 0)
 
