@@ -36,6 +36,11 @@ def last_row(out: Path, *flags: str) -> dict[str, float]:
     return [row for row in rows if "loss" in row][-1]
 
 
+def stored_weights(out: Path) -> dict[str, torch.Tensor]:
+    stored = load_file(out / "step-0000002" / "rank-00000.safetensors")
+    return {name: tensor for name, tensor in stored.items() if name.startswith("weights/")}
+
+
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, float]]:
     out = tmp_path_factory.mktemp("alone")
@@ -44,8 +49,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, flo
 
 def test_as_the_checkpoint_holds(alone: tuple[Path, dict[str, float]]) -> None:
     out, row = alone
-    stored = load_file(out / "step-0000002" / "rank-00000.safetensors")
-    weights = {name: tensor for name, tensor in stored.items() if name.startswith("weights/")}
+    weights = stored_weights(out)
     norm = torch.cat([tensor.flatten() for tensor in weights.values()]).norm()
     assert row["params_norm"] == pytest.approx(float(norm), rel=1e-12)
     # 32 tokens leave at least 69 of 101 rows of the embedding without a gradient.
@@ -56,4 +60,6 @@ def test_as_the_checkpoint_holds(alone: tuple[Path, dict[str, float]]) -> None:
 def test_as_on_one_rank(layout: str, alone: tuple[Path, dict[str, float]], tmp_path: Path) -> None:
     one, shared = alone[1], last_row(tmp_path, *layout.split())
     assert shared["params_norm"] == pytest.approx(one["params_norm"], rel=1e-12)
-    assert shared["zeros"] == one["zeros"]
+    # A key's bias has no gradient but rounding, which is exactly zero here and there.
+    biases, elements = 2 * 16, sum(tensor.numel() for tensor in stored_weights(alone[0]).values())
+    assert abs(shared["zeros"] - one["zeros"]) * elements < biases + 0.5

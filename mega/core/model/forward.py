@@ -45,8 +45,8 @@ class ForwardContext:
         """What the tokens of the whole rows see of one another, with dropout of the weights from a head on."""
         dropout = None
         if self.row_keys is not None and probability:
-            site, columns = site_key(layer, "attention", self.rule), (range(self.row_keys.shape[1]),)
-            dropout = AttentionDropout(self.row_keys, site, first_head, columns, probability, self.rule)
+            site, held = site_key(layer, "attention", self.rule), (range(self.row_keys.shape[1]),)
+            dropout = AttentionDropout(self.row_keys, site, first_head, held, probability, self.rule)
         return AttentionMask(q_documents=self.documents, k_documents=self.documents, dropout=dropout)
 
 
