@@ -66,6 +66,7 @@ def _mistake_before_they_met() -> int:
 
 
 def _killed() -> int:
+    _patient()  # the launcher, which knows more, may come late
     world, _, _ = connect("cpu")
     if world.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -73,6 +74,7 @@ def _killed() -> int:
 
 
 def _killed_along_with_a_fault() -> int:
+    _patient()  # the launcher, which knows more, may come late
     world, _, _ = connect("cpu")
     if world.rank == 1:
         time.sleep(0.5)
@@ -113,6 +115,8 @@ def _stopped() -> int:
 def _never_came(port: int) -> int:
     """Three ranks of four."""
     exit_reports.COMING = 0.5
+    connect("cpu")  # all are there when the clock starts, on the busiest machine
+    disconnect()
     _meet_at(port)
     os.environ["WORLD_SIZE"] = "4"
     connect("cpu", timeout_minutes=0.03)
