@@ -50,7 +50,7 @@ def test_a_run_goes_on_without_stdout(
         monkeypatch.setattr("sys.stdout", broken)
         assert main([*RUN, "--save", str(tmp_path)]) == 0
     assert CheckpointStore(tmp_path).steps() == [4]
-    assert capsys.readouterr().err == f"mega: stdout: {why}; the run goes on without it\n"
+    assert capsys.readouterr().err == f"mega: stdout: {why}; the run continues without it\n"
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_a_run_goes_on_without_tensorboard(
     assert main([*RUN, "--save", str(tmp_path), "--tensorboard-dir", str(tmp_path / "board")]) == 0
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 8
     assert json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])["step"] == 4
-    said = f"mega: --tensorboard-dir {tmp_path / 'board'}: No space left on device; the run goes on without it\n"
+    said = f"mega: --tensorboard-dir {tmp_path / 'board'}: No space left on device; the run continues without it\n"
     assert capsys.readouterr().err == said
 
 

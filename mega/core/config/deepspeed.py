@@ -15,7 +15,7 @@ from typing import Any
 
 from mega.core.config.compose import nearest
 from mega.core.config.run import entries, flag_of
-from mega.core.config.toml import LARGEST, LIMIT
+from mega.core.config.toml import LARGEST, LIMIT, cut
 from mega.core.untrusted import parse_json, read_limited
 
 MOST_POWER = 127
@@ -108,7 +108,7 @@ class _Table:
         if value is None or value == "auto":
             return None
         if kinds and not (isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool))):
-            self.refuse(key, f"must be {' or '.join(_KINDS[kind] for kind in kinds)}, not {_brief(value)}")
+            self.refuse(key, f"must be {' or '.join(_KINDS[kind] for kind in kinds)}, not {cut(json.dumps(value))}")
             return None
         return value
 
@@ -142,11 +142,6 @@ class _Table:
     def refuse_others(self) -> None:
         for key in self.content:
             self.refuse(key, f"is not a key of DeepSpeed's that is known here{nearest(key, self.known)}")
-
-
-def _brief(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 100 else f"{text[:100]}..."
 
 
 _KINDS = {int: "a whole number", float: "a number", str: "a string", bool: "true or false", dict: "an object"}

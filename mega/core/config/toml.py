@@ -143,6 +143,11 @@ def shown(value: Any) -> str:
         text = repr(value)
     except ValueError:  # Python writes no longer ones
         return "a number with thousands of digits"
+    return cut(text)
+
+
+def cut(text: str) -> str:
+    """At most 100 characters of a text that a message quotes."""
     return text if len(text) <= 100 else f"{text[:97]}..."
 
 

@@ -147,7 +147,7 @@ class IndexedDataset:
 
     @property
     def tokenizer(self) -> TokenizerIdentity | None:
-        """Which tokenizer made the ids; None where nobody noted it."""
+        """Which tokenizer made the ids; None where that was not noted."""
         return TokenizerIdentity.read(self.note.get("tokenizer"))
 
     def content(self) -> dict[str, str | None]:

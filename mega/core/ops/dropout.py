@@ -15,8 +15,25 @@ from mega.core.ops import counter
 from mega.core.ops.counter import OLD_RULE, RULE, keep_mask, kept_share, row_keys
 
 
+class _Decided:
+    """What a probability and a rule make of dropout."""
+
+    probability: float
+    rule: int
+
+    @property
+    def keep(self) -> float:
+        """The realised probability that an element survives."""
+        return kept_share(self.probability, self.rule)
+
+    @property
+    def threshold(self) -> int:
+        """Of 65,536 values, how many drop an element."""
+        return counter.threshold(self.probability)
+
+
 @dataclass(frozen=True, eq=False)
-class Dropout:
+class Dropout(_Decided):
     """Dropout of a token's elements: a function of token, site and element.
 
     keys: int64 [tokens]. site: a key of `counter.site_key`. rule: of `counter`.
@@ -33,17 +50,9 @@ class Dropout:
         elements = torch.arange(x.shape[-1], device=x.device)
         return _drop(x, keep_mask(rows[:, None], elements, self.probability, self.rule), self.keep)
 
-    @property
-    def keep(self) -> float:
-        return kept_share(self.probability, self.rule)
-
-    @property
-    def threshold(self) -> int:
-        return counter.threshold(self.probability)
-
 
 @dataclass(frozen=True, eq=False)
-class AttentionDropout:
+class AttentionDropout(_Decided):
     """Dropout of attention weights: a function of query token, head and key column.
 
     keys: int64 [b, s], of the query tokens. site, rule: as of `Dropout`. first_head: number of the first head among all
@@ -71,14 +80,6 @@ class AttentionDropout:
         else:
             rows, elements = row_keys(self.keys[:, None], self.site, numbers), columns
         return keep_mask(rows[..., None], elements, self.probability, self.rule)
-
-    @property
-    def keep(self) -> float:
-        return kept_share(self.probability, self.rule)
-
-    @property
-    def threshold(self) -> int:
-        return counter.threshold(self.probability)
 
     def shifts(self) -> tuple[int, int, int]:
         """(early, border, late): key j has column j + early, from j = border on j + late.

@@ -66,7 +66,7 @@ _REPORTED = (1, 2)
 """Exit codes of ranks that have said why."""
 
 _UNKNOWN = 255
-"""Exit code of all ranks whose server has died: nobody learns their own any more."""
+"""Exit code of all ranks whose server has died: their own can no longer be read."""
 
 _STOPPED = tuple(128 + number for number in STOPPING)
 """Exit codes of ranks that have stopped together, as they were asked."""

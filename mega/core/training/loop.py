@@ -78,7 +78,7 @@ class Training:
     def play(self) -> int:
         """Train to the last step, then validate and test; always close what reports.
 
-        The exit code: 0, or 128 + the signal that ended it early. Errors: what one rank could not go on with, when all
+        The exit code: 0, or 128 + the signal that ended it early. Errors: what stopped one rank, when all
         have saved.
         """
         try:

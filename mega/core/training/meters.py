@@ -133,13 +133,13 @@ class Meters:
                 self._plotting(partial(self._board.add_scalar, name, value, step))
 
     def _plotting(self, act: Callable[[], Any]) -> None:
-        """Without TensorBoard's files, whose numbers are in those of metrics too, a run goes on."""
+        """Without TensorBoard's files, whose numbers are in those of metrics too, a run continues."""
         try:
             act()
         except OSError as error:
             self._board = None
             problem = f"--tensorboard-dir {self.options.tensorboard_dir}: {error.strerror or error}"
-            complain(f"{problem}; the run goes on without it")
+            complain(f"{problem}; the run continues without it")
 
 
 def _extras(row: Mapping[str, Any]) -> str:

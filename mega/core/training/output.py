@@ -1,6 +1,6 @@
 """Lines on stdout, which may break: a pipe whose reader has left, a terminal that was closed, a full disk.
 
-A run that trains goes on without it. Nothing here knows what the lines say.
+Training continues without it. The content of the lines is not looked at here.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ def print_line(line: str) -> None:
         print(printable(line, sys.stdout.encoding), flush=True)
     except (OSError, ValueError) as error:  # the latter of a stream that is closed
         _leave_stdout()
-        complain(f"stdout: {getattr(error, 'strerror', None) or error}; the run goes on without it")
+        complain(f"stdout: {getattr(error, 'strerror', None) or error}; the run continues without it")
 
 
 def complain(line: str) -> None:

@@ -61,16 +61,16 @@ class StopSignal:
         return StopFlag(self, flag, all_reduce(flag, self._everyone, "max", wait=False))
 
     def fail(self, fault: Exception) -> None:
-        """Have all ranks stop and save, since this one cannot go on; `raise_fault` ends it."""
+        """Have all ranks stop and save, since this one cannot continue; `raise_fault` ends it."""
         self.fault = self.fault or fault
         self._wish = _FAULT
 
     def raise_fault(self) -> None:
-        """Raise what this rank could not go on with, or that another rank could not."""
+        """Raise what stopped this rank, or that another rank was stopped."""
         if self.fault is not None:
             raise self.fault
         if self.code == 1:
-            raise StoppedByFault("another rank could not go on")
+            raise StoppedByFault("another rank could not continue")
 
     def heed(self, wish: int) -> None:
         """All ranks have learned of a wish; 0 is none."""
@@ -79,7 +79,7 @@ class StopSignal:
         self.requested = True
         self.code, self.reason = 0, "--exit-minutes are over"
         if wish == _FAULT:
-            self.code, self.reason = 1, str(self.fault or "another rank cannot go on")
+            self.code, self.reason = 1, str(self.fault or "another rank cannot continue")
         elif wish > _SIGNAL:
             self.code, self.reason = wish, f"{signal.Signals(wish - _SIGNAL).name} was received"
 

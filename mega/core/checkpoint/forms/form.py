@@ -46,7 +46,7 @@ class SpecialTokens:
 
 
 def no_tokens(checkpoint: Checkpoint) -> SpecialTokens:
-    """Of a checkpoint whose tokenizer nobody opens."""
+    """Of a checkpoint whose tokenizer is not opened."""
     return SpecialTokens(dict.fromkeys(TOKEN_IDS))
 
 

@@ -81,7 +81,7 @@ def export(own: Own, to: str, given: Given) -> Export:
 def _special_tokens(own: Own, given: Given) -> tuple[SpecialTokens, tuple[str, ...]]:
     """The special tokens: those of the config.json that the weights came with count, else the tokenizer's.
 
-    With them a line for the user where nobody knows them.
+    With them a line for the user where they are unknown.
     """
     attached = own.checkpoint.attachments.get("config.json")
     known = {} if attached is None else read_json(attached)
