@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 
 import pytest
 
 from mega.core.parallel.launch import Pool
+
+
+def pytest_configure() -> None:
+    """Under nohup, or in the background, a process ignores signals; what tests start is to heed them by itself."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,9 @@ from safetensors.torch import load_file, save_file
 
 from mega.cli import main
 from mega.core.checkpoint.forms.convert import convert
-from mega.core.checkpoint.forms.llama import model_from_config
+from mega.core.checkpoint.forms.llama import config_from_model, model_from_config
+from mega.core.checkpoint.forms.megatron_arguments import arguments_of
+from mega.core.checkpoint.forms.meta import params_from_model
 from mega.core.checkpoint.own.folders import LOCK, filled_folder
 from mega.core.checkpoint.own.inspect import clean
 from mega.core.checkpoint.own.layout import Layout
@@ -71,20 +74,34 @@ def test_a_config_that_means_another_model_is_refused(source: Path, values: dict
 
 
 @pytest.mark.parametrize(
-    ("family", "said", "positions"),
+    ("family", "said", "positions", "window"),
     [
-        ("mistral", {}, 4096),  # transformers' own default
-        ("mistral", {"sliding_window": None}, 9000),
-        ("mistral", {"sliding_window": 100}, 100),
-        ("qwen2", {"sliding_window": 100}, 9000),  # only where it is asked for
-        ("qwen3", {"sliding_window": 100, "use_sliding_window": True}, 100),
-        ("qwen3", {"use_sliding_window": True}, 4096),
-        ("llama", {"sliding_window": 100}, 9000),  # it has none
+        ("mistral", {}, 9000, 4096),  # transformers' own default
+        ("mistral", {"sliding_window": None}, 9000, None),
+        ("mistral", {"sliding_window": 100}, 9000, 100),
+        ("mistral", {"sliding_window": 9000}, 9000, None),
+        ("qwen2", {"sliding_window": 100}, 9000, None),  # only where it is asked for
+        ("qwen3", {"sliding_window": 100, "use_sliding_window": True}, 9000, None),  # from its 28th layer on
+        ("qwen3", {"sliding_window": 100, "use_sliding_window": True, "max_window_layers": 0}, 9000, 100),
+        ("qwen2", {"use_sliding_window": True, "max_window_layers": 1}, 4096, None),  # in some layers: within it
+        ("llama", {"sliding_window": 100}, 9000, None),  # it has none
     ],
 )
-def test_windows_as_transformers_understands_them(family: str, said: dict[str, Any], positions: int) -> None:
+def test_windows_as_transformers_understands_them(
+    family: str, said: dict[str, Any], positions: int, window: int | None
+) -> None:
     config = {**hf_config(LLAMA, family), "max_position_embeddings": 9000, **said}
-    assert model_from_config(config, "config.json").positions == positions
+    model = model_from_config(config, "config.json")
+    assert (model.positions, model.window) == (positions, window)
+    again = model_from_config(config_from_model(model, "float32"), "config.json")
+    assert (again.positions, again.window) == (positions, window)
+
+
+def test_a_window_is_not_lost_on_the_way_to_a_form_without() -> None:
+    model = model_from_config({**hf_config(LLAMA, "mistral"), "sliding_window": 4}, "config.json")
+    for write in (params_from_model, partial(arguments_of, tp=1, pp=1, iteration=0, consumed=0)):
+        with pytest.raises(CheckpointError, match="window"):
+            write(model)
 
 
 def test_of_two_sets_of_weights_the_one_that_transformers_opens(source: Path) -> None:

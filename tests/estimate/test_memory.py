@@ -216,10 +216,10 @@ def test_a_search_says_what_it_replaces(capsys: pytest.CaptureFixture[str]) -> N
 def test_a_late_host_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     words = "--model gpt2-345m --hidden-dropout 0 --attention-dropout 0 --global-batch 64 --world 1 --bf16 --gpu h200"
     late = []
-    for more in (["1"], ["64"], ["1", "--cuda-graph"]):
+    for more in (["1", "--no-cuda-graph"], ["64"], ["1", "--cuda-graph"], ["1"]):
         assert main(["memory-estimate", *words.split(), "--micro-batch", *more]) == 0
         late.append("with --cuda-graph" in capsys.readouterr().out)
-    assert late == [True, False, False]
+    assert late == [True, False, False, False], "left open, such work is recorded"
 
 
 def test_a_graph_keeps_its_microbatchs_memory() -> None:

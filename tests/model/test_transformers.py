@@ -134,6 +134,14 @@ def test_qwen3(dtype: str) -> None:
     check(stage, transformers.Qwen3ForCausalLM(config), unchanged)
 
 
+@DTYPES
+def test_mistral(dtype: str) -> None:
+    """Each token sees so many before it only."""
+    config = transformers.MistralConfig(**HF_LLAMA, num_key_value_heads=2, sliding_window=5)
+    stage = stage_of(dtype, "auto", **{**LLAMA, "kv_heads": 2, "window": 5})
+    check(stage, transformers.MistralForCausalLM(config), unchanged)
+
+
 GPT2_NAMES = {
     "ln_1": "input_layernorm",
     "ln_2": "post_attention_layernorm",

@@ -106,7 +106,7 @@ def test_what_the_device_cannot_record_is_reported() -> None:
     refused = mock.patch.object(Again, "__init__", side_effect=RuntimeError("stream is capturing"))
     unmade = mock.patch.object(Again, "__del__", lambda self: None)
     message = pytest.raises(
-        RuntimeError, match=r"--cuda-graph: this run cannot be recorded \(stream .*\); leave it out"
+        RuntimeError, match=r"--cuda-graph: this run cannot be recorded \(stream .*\); give --no-cuda-graph"
     )
     with refused, unmade, message:
         train(Groups("gloo"), 0, run, 1)

@@ -47,7 +47,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "activation": "gelu",
         "tied": False,
     },
-    # Qwen's values: biases of query, key and value only, norms of heads, tied
+    # Qwen's values: biases of query, key and value only, norms of heads, tied, and a window
     "qwen": {
         "family": "llama",
         "norm": "rmsnorm",
@@ -57,6 +57,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "qkv_bias": True,
         "qk_norm": True,
         "ffn": 48,
+        "window": 7,
     },
 }
 

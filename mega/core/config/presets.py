@@ -102,6 +102,8 @@ PRESETS: Mapping[str, Values] = {
     # Meta 2024, the model cards of Llama 3.2
     "llama3.2-1b": {**_llama(16, 2048, 32, 8, 8192, 131072, 128256), **LLAMA31_ROPE, **LLAMA32},
     "llama3.2-3b": {**_llama(28, 3072, 24, 8, 8192, 131072, 128256), **LLAMA31_ROPE, **LLAMA32},
+    # Jiang et al. 2023, arXiv 2310.06825: each token sees 4,096 in a layer
+    "mistral-7b": {**_llama(32, 4096, 32, 8, 14336, 32768, 32000), "window": 4096},
     # Shoeybi et al. trained by fairseq, https://github.com/facebookresearch/fairseq/tree/main/examples/megatron_11b
     "megatron-11b": {
         **_gpt(72, 3072, 32, 1024, 51200),

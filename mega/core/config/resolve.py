@@ -87,6 +87,43 @@ def eager_microbatches(shares: int, count: int) -> int:
     return int(shares > 1 and count > 1)
 
 
+SMALL_BLOCK = 1.5e12
+"""Operations of a block's forward and backward pass that a GPU of today does in about 3 ms, the time in which its host
+asks for a block's kernels (docs/performance.md)."""
+
+SMALL_EXCHANGING_BLOCK = 3.5e12
+"""The same where tensor ranks exchange, for which hosts take more than twice as long."""
+
+
+def records_graph(run: RunConfig, world: int) -> bool:
+    """Whether a resolved run asks a GPU for its microbatches as recorded graphs.
+
+    Where it is left open: where that is known to work, and a block is so little work that the device would wait for the
+    host.
+
+    >>> from mega.core.config.compose import compose
+    >>> runs = (compose("gpt2-345m", flags={"micro_batch": each, "vocab": 50304}) for each in (1, 64))
+    >>> [records_graph(resolve(run, world=1), world=1) for run in runs]
+    [True, False]
+    """
+    if run.runtime.cuda_graph is not None:
+        return run.runtime.cuda_graph
+    parallel, model, batch = run.parallel, run.model, run.batch
+    if parallel.pp > 1 or parallel.zero > 1 or run.runtime.ops != "auto" or run.runtime.device == "cpu":
+        return False
+    shares = data_parallel(run, world) * parallel.cp
+    if shares > 1 and microbatches(run, world) == 1:  # its reduction would wait for the whole backward pass
+        return False
+    assert model.hidden and model.heads and model.kv_heads and model.head_dim and model.ffn
+    assert batch.micro_batch and batch.seq_length
+    linears = 2 * (model.heads + model.kv_heads) * model.head_dim
+    linears += (3 if model.activation == "swiglu" else 2) * model.ffn
+    scores = model.heads * model.head_dim * min(batch.seq_length, 2 * (model.window or batch.seq_length))
+    tokens = batch.micro_batch * batch.seq_length / (parallel.tp * parallel.cp)
+    work = tokens * (6 * model.hidden * linears + 6 * scores)
+    return work < (SMALL_EXCHANGING_BLOCK if parallel.tp > 1 else SMALL_BLOCK)
+
+
 def gated_ffn(hidden: int) -> int:
     """Megatron's feed-forward width of a gated MLP: 2/3 of 4 hidden, down to a multiple of 64.
 

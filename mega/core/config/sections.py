@@ -153,6 +153,9 @@ class ModelConfig(Section):
     position_offset: int = option(
         0, "number of the first sinusoidal position", within=NOT_NEGATIVE, needs={"position": ("sinusoidal",)}
     )
+    window: int | None = option(
+        None, "tokens that each one sees in every layer, itself and those before it [all]", within=COUNT, most=2**26
+    )
     embedding_scale: bool = option(False, "multiply token rows by the square root of --hidden")
     norm: Literal["layernorm", "rmsnorm"] = option(
         "layernorm", "normalisation", megatron={"--normalization": {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"}}
@@ -906,10 +909,10 @@ class RuntimeConfig(Section):
         "fast operators, the plain references, or the attention or norms of a package in place of ours",
         on_resume="noted",
     )
-    cuda_graph: bool = option(
-        False,
+    cuda_graph: bool | None = option(
+        None,
         "on a GPU, ask for a microbatch's forward and backward pass as one recorded graph: for work so small that the "
-        "device waits for the host",
+        "device waits for the host [where that is so, without pipeline and --zero 2 or 3]",
         megatron={"--enable-cuda-graph": True},
     )
     dry_run: bool = option(False, "check everything, build every stage without memory, train nothing", common=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from mega.core.batch import DecoderBatch
@@ -27,6 +29,15 @@ def decoder_batch(
     positions = columns[None, :length].expand(len(samples), length)
     numbers = ((bits[:, :length] >> 32) % 5 == 0).cumsum(1) if documents else None
     return DecoderBatch(text[:, :-1], text[:, 1:], weights.float(), positions, samples, numbers)
+
+
+def packed(batch: DecoderBatch, shortest: int = 200, longest: int = 2000) -> DecoderBatch:
+    """The same rows as documents of `shortest` to `longest` tokens that attention keeps apart."""
+    rows, length = batch.tokens.shape
+    bits = mix(mix(batch.samples.cpu() + key("packed"))[:, None] + torch.arange(length // shortest + 1))
+    ends = (shortest + (bits & 0x7FFFFFFF) % (longest - shortest + 1)).cumsum(1)
+    documents = torch.searchsorted(ends, torch.arange(length).repeat(rows, 1), right=True)
+    return replace(batch, documents=documents.to(batch.tokens.device))
 
 
 def decoder_prompt(ids: torch.Tensor) -> DecoderBatch:

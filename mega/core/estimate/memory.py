@@ -14,7 +14,7 @@ from itertools import chain
 from operator import mul
 from typing import NamedTuple
 
-from mega.core.config.resolve import data_parallel, eager_microbatches, microbatches
+from mega.core.config.resolve import data_parallel, eager_microbatches, microbatches, records_graph
 from mega.core.config.run import RunConfig
 from mega.core.estimate.footprint import Footprint, footprint
 from mega.core.estimate.hardware import GIB
@@ -111,7 +111,7 @@ def memory(run: RunConfig, world: int) -> Memory:
         update = _update(run, held, dp) + max(one.in_flight for one in footprints_)
         # A graph keeps what its microbatch took. Beside it run the last of several, where data are shared, or else
         # updates and validation.
-        graph = (activations + working) if run.runtime.cuda_graph else 0
+        graph = (activations + working) if records_graph(run, world) else 0
         beside = graph if eager_microbatches(dp * parallel.cp, count) else min(graph, max(update, working))
         if update > activations + working + cargo:
             activations, working, cargo, when, beside = 0, update, 0, "optimizer step", graph

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from mega.core.config.check import graph
-from mega.core.config.resolve import data_parallel, microbatches
+from mega.core.config.resolve import data_parallel, microbatches, records_graph
 from mega.core.config.run import RunConfig, updated
 from mega.core.estimate.duration import Stops, Training
 from mega.core.estimate.hardware import GIB, Hardware
@@ -252,7 +252,7 @@ def precision(run: RunConfig, found: Memory, halved: Memory, seconds: tuple[floa
 def _recorded(run: RunConfig, world: int, device: Hardware) -> float | None:
     """Seconds of a step by --cuda-graph, where the run may have it and has it not."""
     recorded = updated(run, {"cuda_graph": True})
-    if run.runtime.cuda_graph or any(graph(recorded)):
+    if records_graph(run, world) or any(graph(recorded)):
         return None
     return step_time(recorded, world, device).seconds
 

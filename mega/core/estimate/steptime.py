@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-from mega.core.config.resolve import data_parallel, eager_microbatches, microbatches
-from mega.core.config.run import RunConfig, updated
+from mega.core.config.resolve import data_parallel, eager_microbatches, microbatches, records_graph
+from mega.core.config.run import RunConfig
 from mega.core.estimate.hardware import Hardware
 from mega.core.estimate.sizes import Sizes
 from mega.core.estimate.weights import BYTES, Chunk, Weights, stage_chunks, stage_weights, wide
@@ -97,7 +97,8 @@ def step_time(
     """
     parallel, dp, count = run.parallel, data_parallel(run, world), microbatches(run, world)
     assert run.model.layers and run.batch.seq_length and run.batch.global_batch and parallel.schedule
-    times = _Times(run, on, core_again, overlap)
+    recorded = records_graph(run, world)
+    times = _Times(run, on, core_again, overlap, recorded=recorded)
     stages = stage_chunks(run)
     chunks, hop = times.pipeline(), times.hop(parallel.tp * parallel.cp * dp)
     pipeline, busy = pipeline_time(run, chunks, count, hop, overlap) if play else _bound(run, chunks, count)
@@ -110,9 +111,9 @@ def step_time(
     elif overlap and parallel.overlap_grad_reduce:
         beside = [sum(chunk.backward + chunk.weight for chunk in chunks[r :: parallel.pp]) for r in range(parallel.pp)]
         reduction = max(exposed(summed, backward) for summed, backward in zip(sums, beside, strict=True))
-    if run.runtime.cuda_graph and dp * parallel.cp > 1:
+    if recorded and dp * parallel.cp > 1:
         if eager_microbatches(dp * parallel.cp, count):
-            late = _Times(updated(run, {"cuda_graph": False}), on, core_again, overlap).chunk(stages[0][0])
+            late = _Times(run, on, core_again, overlap, recorded=False).chunk(stages[0][0])
             pipeline += late.all - chunks[0].all
         else:
             reduction = max(sums)
@@ -134,7 +135,8 @@ def step_time(
 
 def plan_costs(run: RunConfig, world: int, on: Hardware) -> Costs:
     """Seconds of what the pipeline's plan consists of, as `step_time` plays it."""
-    times, parallel = _Times(run, on, core_again=False, ours=True), run.parallel
+    recorded, parallel = records_graph(run, world), run.parallel
+    times = _Times(run, on, core_again=False, ours=True, recorded=recorded)
     return _costs(times.pipeline(), times.hop(parallel.tp * parallel.cp * data_parallel(run, world)), overlap=True)
 
 
@@ -224,9 +226,12 @@ def _bound(run: RunConfig, chunks: Sequence[Pass], count: int) -> tuple[float, f
 
 
 class _Times:
-    """Seconds of the parts of one microbatch on one tensor rank. ours: dropout and overlap are this trainer's."""
+    """Seconds of the parts of one microbatch on one tensor rank. ours: dropout and overlap are this trainer's.
+    recorded: microbatches are graphs.
+    """
 
-    def __init__(self, run: RunConfig, on: Hardware, core_again: bool, ours: bool) -> None:
+    def __init__(self, run: RunConfig, on: Hardware, core_again: bool, ours: bool, *, recorded: bool) -> None:
+        self.recorded = recorded
         self.run, self.on, self.z, self.core_again, self.ours = run, on, Sizes(run), core_again, ours
         self.flops = on.peak[run.precision.dtype] * 1e12
         self.bytes = on.bandwidth * 1e12
@@ -329,7 +334,7 @@ class _Times:
             seconds += self.offloaded(own, min(dp * parallel.cp * parallel.tp * parallel.pp, on.node))
         if shares > 1 and parallel.zero < 3:
             gathered = self.collective(held.weights, shares, parallel.tp)
-            beside = self.ours and parallel.overlap_param_gather and not run.runtime.cuda_graph
+            beside = self.ours and parallel.overlap_param_gather and not self.recorded
             seconds += exposed(gathered, forward) if beside else gathered
         return seconds
 
@@ -374,7 +379,7 @@ class _Times:
         linear = self.fp8_linear if self.run.precision.fp8 else self.linear
         for inner, outer in ((z.q, z.q + 2 * z.kv), (z.ffn, gate * z.ffn)):
             total += self.column(linear(z.hidden, outer)) + self.row(linear(inner, z.hidden))
-        if self.run.runtime.cuda_graph:
+        if self.recorded:
             return total
         # The host asks for one block after the other, and a device that is faster waits.
         asks = 1 + CASTS * z.fp8 + (BESIDE if z.beside else EXCHANGES if z.tp > 1 else 0.0)
@@ -458,6 +463,8 @@ class _Times:
         z = self.z
         assert z.model.head_dim
         half = 2.0 * z.tokens * z.whole * z.q
+        if z.model.window is not None and z.kernels:  # pairs before the window are left out
+            half *= 1 - max(0.0, 1 - z.model.window / z.whole) ** 2
         # torch's own attention knows no dropout by counter, nor did that of the systems whose figures we compare.
         if not z.plain and (not z.model.attention_dropout or (self.ours and z.kernels)):
             narrow = self.flops * min(1.0, z.model.head_dim / 128)

@@ -23,6 +23,7 @@ class ForwardContext:
     documents: int64 [b, whole s], or None. rotary: cos and sin [tokens, R / 2], or None. keys: int64
     [tokens], dropout keys of our tokens (under sequence, of this rank's); row_keys: int64 [b, whole s], of the whole
     rows; None where nothing is dropped (evaluation, or probability 0). rule: how it is decided, of ops/counter.py.
+    window: tokens that each one sees.
     """
 
     batch: int
@@ -34,6 +35,7 @@ class ForwardContext:
     tp: Axis
     sequence: bool
     rule: int = RULE
+    window: int | None = None
 
     def dropout(self, probability: float, layer: int, site: str) -> Dropout | None:
         """Dropout of a row of the residual stream for each of our tokens."""
@@ -47,7 +49,8 @@ class ForwardContext:
         if self.row_keys is not None and probability:
             site, held = site_key(layer, "attention", self.rule), (range(self.row_keys.shape[1]),)
             dropout = AttentionDropout(self.row_keys, site, first_head, held, probability, self.rule)
-        return AttentionMask(q_documents=self.documents, k_documents=self.documents, dropout=dropout)
+        documents = self.documents
+        return AttentionMask(window=self.window, q_documents=documents, k_documents=documents, dropout=dropout)
 
 
 def forward_context(
@@ -79,7 +82,7 @@ def forward_context(
         where, base, divisor = batch.positions.flatten(), model.rope_base, model.rope_interpolation
         rotary = rotary_table(where, width, base, divisor, dtype, _rope_scaling(model))
     cut = sequence and tp.size > 1
-    return ForwardContext(batch_size, seq, batch.documents, rotary, keys, row_keys, tp, cut, dropout_rule)
+    return ForwardContext(batch_size, seq, batch.documents, rotary, keys, row_keys, tp, cut, dropout_rule, model.window)
 
 
 def _rope_scaling(model: ModelConfig) -> RopeScaling | None:

@@ -114,7 +114,7 @@ class _Recorded:
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
-            raise RuntimeError(f"--cuda-graph: this run cannot be recorded ({error}); leave it out") from error
+            raise RuntimeError(f"--cuda-graph: this run cannot be recorded ({error}); give --no-cuda-graph") from error
         self._end = 0 if peers is None else peers.count
 
     def play(self, batch: Batch, scale: torch.Tensor) -> torch.Tensor:

@@ -21,10 +21,11 @@ from typing import Any
 
 import torch
 
-from mega.core.batch import Batch
+from mega.core.batch import Batch, DecoderBatch
 from mega.core.config.compose import compose
-from mega.core.config.resolve import microbatches
+from mega.core.config.resolve import microbatches, records_graph
 from mega.core.config.run import RunConfig
+from mega.core.data.synthetic import packed
 from mega.core.device import MARK, Device, Reading, Timestamp
 from mega.core.family import family
 from mega.core.flops import model_flops_per_token
@@ -58,11 +59,17 @@ def _w3(world: int) -> Mapping[str, Any]:
     return {"micro_batch": 4, "global_batch": 4, **tensor}
 
 
+def _window(world: int) -> Mapping[str, Any]:
+    """8 blocks, rows four times as long as what a token sees."""
+    return {"layers": 8, "seq_length": 16384, "micro_batch": 1, "global_batch": 4 * world}
+
+
 ROWS: Mapping[str, tuple[str, Callable[[int], Mapping[str, Any]]]] = {
     "w1": ("gpt2-345m", _w1),
     "w2": ("llama2-7b", _w2),
     "w2-fp8": ("llama2-7b", _w2_fp8),
     "w3": ("gpt-22b", _w3),
+    "window": ("mistral-7b", _window),
 }
 """The rows that speed is compared by: a preset, and what it adds to it on that many ranks."""
 
@@ -249,7 +256,7 @@ def measure(
         for number in range(microbatches(run, world))
     ]
     device.reset_memory_peak()
-    warmup = max(warmup, 2) if run.runtime.cuda_graph else warmup
+    warmup = max(warmup, 2) if records_graph(run, world) else warmup
     times, found = _timed(state, batches, warmup, repeats)
     seconds = statistics.median(times)
     tokens = batch.global_batch * batch.seq_length
@@ -311,7 +318,8 @@ def random_batch(run: RunConfig, number: int, device: torch.device) -> Batch:
     rows, length = run.batch.micro_batch, run.batch.seq_length
     assert rows and length
     samples = torch.arange(number * rows, (number + 1) * rows, device=device)
-    return family(run.model).synthetic(run.model, length, samples, seed=run.runtime.seed, ragged=False)
+    batch = family(run.model).synthetic(run.model, length, samples, seed=run.runtime.seed, ragged=False)
+    return packed(batch) if run.data.reset_attention and isinstance(batch, DecoderBatch) else batch
 
 
 def profile(state: TrainState, batches: Sequence[Batch], trace: str | None = None) -> dict[str, float]:

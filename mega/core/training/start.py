@@ -12,7 +12,7 @@ from functools import partial
 import torch
 
 from mega.core.checkpoint.own.together import Exchange, together
-from mega.core.config.resolve import global_batch_at, last_step, microbatches
+from mega.core.config.resolve import global_batch_at, last_step, microbatches, records_graph
 from mega.core.config.run import RunConfig
 from mega.core.data.batches import Batches
 from mega.core.data.build import Datasets
@@ -218,6 +218,8 @@ def _introduce(
             "precision: fp32, which no tensor core multiplies; --dtype bf16 is several times faster and halves the "
             "activations (mega memory-estimate --gpu NAME shows both)"
         )
+    if state.device.is_cuda:
+        report(_graph_note(inputs.run, state.mesh.world))
     if point is None:
         return
     report(f"resuming from {point.checkpoint.path} at step {state.progress.step}")
@@ -226,6 +228,15 @@ def _introduce(
             report(line)
     if state.progress.step >= steps:
         report(f"nothing is left to train: the run ends with step {steps}")
+
+
+def _graph_note(run: RunConfig, world: int) -> str:
+    """Whether micro batches are replayed, and why."""
+    recorded, asked = records_graph(run, world), run.runtime.cuda_graph
+    why = "as asked" if asked is not None else "as blocks are small" if recorded else "as it would not help"
+    if asked is None and not recorded and (run.parallel.pp > 1 or run.parallel.zero > 1):
+        why = "which --pp and --zero 2 and 3 exclude"
+    return f"micro batches: {'replayed from a recorded graph' if recorded else 'launched kernel by kernel'}, {why}"
 
 
 def _check_length(run: RunConfig, dataset: Dataset | None, progress: Progress, steps: int) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from mega.core.config.check import PACKAGES
-from mega.core.config.resolve import data_parallel
+from mega.core.config.resolve import data_parallel, records_graph
 from mega.core.config.run import RunConfig
 from mega.core.device import DTYPES, Device
 from mega.core.family import ModelStage, family
@@ -59,7 +59,7 @@ def build_state(run: RunConfig, mesh: Mesh, device: Device) -> TrainState:
         offload=run.optimizer.optimizer_offload,
     )
     pipeline = Pipeline(stages, mesh, device.torch)
-    if run.runtime.cuda_graph and device.is_cuda:
+    if device.is_cuda and records_graph(run, mesh.world):
         pipeline = ReplayedPipeline(stages, mesh, device.torch, stages[0].region.transport)
     assert parallel.schedule is not None
     options = StepOptions(

@@ -95,6 +95,7 @@ def config_from_model(model: ModelConfig, dtype: str) -> dict[str, Any]:
         ("bias", model.bias, (True,)),
         ("qkv_bias", model.qkv_bias, (True, None)),
         ("qk_norm", model.qk_norm, (False,)),
+        ("window", model.window, (None,)),
         ("tied", model.tied, (True,)),
         ("norm_offset", model.norm_offset, (False,)),
         ("post_norm_residual", model.post_norm_residual, (False,)),

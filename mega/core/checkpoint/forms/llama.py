@@ -21,7 +21,7 @@ class Family:
     """One `model_type` of config.json, and what distinguishes it from Llama.
 
     window: `sliding_window` where the file does not say; None where the family has none. window_on_demand: it counts
-    only where `use_sliding_window` is true.
+    only where `use_sliding_window` is true, and in layers from `max_window_layers` on.
     """
 
     model_type: str
@@ -60,16 +60,19 @@ def model_from_config(config: Mapping[str, Any], where: str) -> ModelConfig:
     only(config, "attention_bias", (False, None), where)
     only(config, "mlp_bias", (False, None), where)
     only(config, "tie_word_embeddings", (False, True, None), where)
+    layers = whole_in(config, "num_hidden_layers", where)
+    positions, window = _reach(config, family, layers, where)
     return ModelConfig(
         family="llama",
-        layers=whole_in(config, "num_hidden_layers", where),
+        layers=layers,
         hidden=hidden,
         heads=heads,
         kv_heads=whole_in(config, "num_key_value_heads", where, heads),
         head_dim=whole_in(config, "head_dim", where, hidden // heads),
         ffn=whole_in(config, "intermediate_size", where),
         vocab=whole_in(config, "vocab_size", where),
-        positions=_reach(config, family, where),
+        positions=positions,
+        window=window,
         position="rope",
         **_rope(config, where),
         norm="rmsnorm",
@@ -125,13 +128,22 @@ def _scaling(model: ModelConfig) -> dict[str, Any] | None:
     return None
 
 
-def _reach(config: Mapping[str, Any], family: Family, where: str) -> int:
-    """Positions. Within a sliding window attention is full, so a model with one ends with it."""
+def _reach(config: Mapping[str, Any], family: Family, layers: int, where: str) -> tuple[int, int | None]:
+    """Positions, and the window of all layers.
+
+    Where only some layers have one, attention is that of all the others within it, so such a model ends with it.
+    """
     positions = whole_in(config, "max_position_embeddings", where)
     wanted = bool(config.get("use_sliding_window")) if family.window_on_demand else family.window is not None
     if not wanted or config.get("sliding_window", family.window) is None:
-        return positions
-    return min(positions, whole_in(config, "sliding_window", where, family.window))
+        return positions, None
+    window = whole_in(config, "sliding_window", where, family.window)
+    without = config.get("max_window_layers", 28) if family.window_on_demand else 0
+    if not isinstance(without, int) or without < 0:
+        raise CheckpointError(f"{where}: max_window_layers {without!r}: must be a whole number of at least 0")
+    if window >= positions or without >= layers:
+        return positions, None
+    return (window, None) if without else (positions, window)
 
 
 def check_llama(model: ModelConfig, whose: str) -> None:
@@ -157,7 +169,8 @@ def config_from_model(model: ModelConfig, dtype: str) -> dict[str, Any]:
     """
     check_llama(model, "Hugging Face's Llama")
     wanted = (bool(model.qkv_bias), model.qk_norm)
-    family = next((row for row in FAMILIES if (row.qkv_bias, row.qk_norm) == wanted), None)
+    alike = [row for row in FAMILIES if (row.qkv_bias, row.qk_norm) == wanted]
+    family = next((row for row in alike if model.window is None or row.window is not None), None)
     if family is None:
         raise CheckpointError("qkv_bias and qk_norm together: no Hugging Face family has both")
     if model.rope_scaling != "none" and model.rope_interpolation != 1.0:
@@ -183,7 +196,16 @@ def config_from_model(model: ModelConfig, dtype: str) -> dict[str, Any]:
         "tie_word_embeddings": model.tied,
         "use_cache": True,
         "torch_dtype": dtype,
+        **_window(model, family),
     }
+
+
+def _window(model: ModelConfig, family: Family) -> dict[str, Any]:
+    """The keys of a sliding window, where a model has one."""
+    if model.window is None:
+        return {}
+    on_demand = {"use_sliding_window": True, "max_window_layers": 0} if family.window_on_demand else {}
+    return {"sliding_window": model.window, **on_demand}
 
 
 def table(model: ModelConfig, found: Collection[str] = ()) -> Table:

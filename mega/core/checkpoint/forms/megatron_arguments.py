@@ -159,7 +159,7 @@ def arguments_of(model: ModelConfig, tp: int, pp: int, iteration: int, consumed:
     scaling = (model.rope_low_freq_factor, model.rope_high_freq_factor, model.rope_original_positions)
     for flag, value, valid in (
         ("--position", model.position, ("learned", "rope", "none")),
-        ("--embedding-scale", model.embedding_scale, (False,)),
+        ("--embedding-scale, --window", (model.embedding_scale, model.window), ((False, None),)),
         ("--rope-low-freq-factor, --rope-high-freq-factor, --rope-original-positions", scaling, ((1.0, 4.0, 8192),)),
     ):
         if value not in valid:

@@ -275,8 +275,8 @@ def export(own: Own, to: str, given: Given) -> Export:
 def params_from_model(model: ModelConfig) -> dict[str, Any]:
     """A params.json. Errors: CheckpointError naming an option that Meta's Llama does not have."""
     check_llama(model, "Meta's Llama")
-    if model.qkv_bias or model.qk_norm or model.rope_interpolation != 1.0:
-        raise CheckpointError("qkv_bias, qk_norm, rope_interpolation: Meta's Llama has none of them")
+    if model.qkv_bias or model.qk_norm or model.rope_interpolation != 1.0 or model.window is not None:
+        raise CheckpointError("qkv_bias, qk_norm, rope_interpolation, window: Meta's Llama has none of them")
     scaling = (model.rope_low_freq_factor, model.rope_high_freq_factor, model.rope_original_positions)
     if model.rope_scaling == "llama3" and scaling != (1.0, 4.0, 8192):
         raise CheckpointError(
