@@ -17,6 +17,7 @@ from typing import Any
 from mega.core.config.check_files import files
 from mega.core.config.families import foreign_values
 from mega.core.config.not_yet import NOT_YET
+from mega.core.config.presets import FAMILY_DEFAULTS
 from mega.core.config.resolve import batch_sizes, data_parallel, divisors, lengths, microbatches, resolve
 from mega.core.config.run import RunConfig, entries, flag_of, found_with, value_of
 from mega.core.config.sections import PrecisionConfig
@@ -136,9 +137,12 @@ def _needs(run: RunConfig) -> Problems:
 
 
 def _families(run: RunConfig) -> Problems:
-    """Options of other model families than the run's."""
+    """Options of other model families than the run's, and samples that its own does not read."""
     for name, value, rule in foreign_values(run):
         yield _format(name, value, rule)
+    own = FAMILY_DEFAULTS[run.model.family].values.get("sample_kind", "gpt")
+    if own != "gpt" and run.masking.sample_kind == "gpt":
+        yield _line(run, "sample_kind", f"--family {run.model.family} reads other samples; valid: {own}")
 
 
 def _sizes(run: RunConfig) -> Problems:
@@ -191,8 +195,9 @@ def _precision(run: RunConfig) -> Problems:
         for name in ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"):
             if value_of(run, name) != getattr(first, name):
                 yield _line(run, name, "excludes --loss-scale, which is constant")
-    if run.precision.residual_fp32 and run.model.post_norm_residual:
-        yield _line(run, "residual_fp32", "excludes --post-norm-residual, whose stream is the norms' 16-bit result")
+    if run.precision.residual_fp32 and (run.model.post_norm_residual or run.model.norm_placement == "post"):
+        norms = "--post-norm-residual" if run.model.post_norm_residual else "--norm-placement post"
+        yield _line(run, "residual_fp32", f"excludes {norms}, whose stream is the norms' 16-bit result")
 
 
 def _steps_or_samples(run: RunConfig) -> Problems:

@@ -34,6 +34,9 @@ from mega.core.plan.kinds import SCHEDULES
 
 Dtype = Literal["fp32", "bf16", "fp16", "fp64"]
 
+DECODERS, MASKED = ("gpt", "llama"), ("bert", "t5")
+"""Families that read text from left to right, and those whose samples have words masked or taken out."""
+
 MOST_LAYERS = 10_000
 """Ten times as many as the deepest published model has: each is built one by one, also where a run is only planned."""
 
@@ -173,14 +176,35 @@ class ModelConfig(Section):
             "--no-bias-gelu-fusion": weak("gelu"),
         },
     )
+    head_activation: Literal["gelu", "gelu_tanh"] = option(
+        "gelu", "activation of BERT's head for masked words", families=("bert",)
+    )
     bias: bool = option(True, "biases in the linears", megatron={"--disable-bias-linear": False})
     qkv_bias: bool | None = option(None, "biases of query, key and value [as --bias]")
     qk_norm: bool = option(False, "normalise queries and keys per head", megatron={"--qk-layernorm": True})
     tied: bool = option(
-        True, "output layer shares the embedding's weights", megatron={"--untie-embeddings-and-output-weights": False}
+        True,
+        "output layer shares the embedding's weights",
+        megatron={"--untie-embeddings-and-output-weights": False},
+        families={False: DECODERS},
+    )
+    norm_placement: Literal["pre", "post"] = option(
+        "pre",
+        "norms before each branch, or after its sum as in the original BERT, which has one after the embeddings too",
+        families={"post": ("bert",)},
     )
     post_norm_residual: bool = option(
-        False, "take the residual after the norm", megatron={"--apply-residual-connection-post-layernorm": True}
+        False,
+        "take the residual after the norm",
+        megatron={"--apply-residual-connection-post-layernorm": True},
+        needs={"norm_placement": ("pre",)},
+    )
+    binary_head: bool = option(
+        True,
+        "a BERT sample has two parts, whose order is to be predicted",
+        megatron={"--bert-no-binary-head": False},
+        families=("bert",),
+        formerly="masking",
     )
     hidden_dropout: float = option(
         0.1, "dropout of the residual stream", megatron="--hidden-dropout", within=BELOW_ONE, on_resume="noted"
@@ -607,7 +631,9 @@ class DataConfig(Section):
     test_data: tuple[str, ...] = option((), "test prefixes, used whole", megatron="--test-data-path")
     valid_sets: tuple[str, ...] = option((), "more validation sets, each as name=prefix and reported by its name")
     corpora: str | None = option(None, "a TOML file whose table [corpora] gives names to prefixes")
-    chat_data: tuple[str, ...] = option((), "conversations in JSON lines, instead of token files", on_resume="noted")
+    chat_data: tuple[str, ...] = option(
+        (), "conversations in JSON lines, instead of token files", on_resume="noted", families=DECODERS
+    )
     chat_template: str = option("plain", "llama2, llama3, chatml, plain, or a Jinja file", needs={"chat_data": ()})
     split: str = option(
         "969, 30, 1",
@@ -632,12 +658,21 @@ class DataConfig(Section):
         "positions restart after each end of document",
         megatron={"--reset-position-ids": True},
         on_resume="noted",
+        families=DECODERS,
     )
     reset_attention: bool = option(
-        False, "documents do not attend to one another", megatron={"--reset-attention-mask": True}, on_resume="noted"
+        False,
+        "documents do not attend to one another",
+        megatron={"--reset-attention-mask": True},
+        on_resume="noted",
+        families=DECODERS,
     )
     eod_mask_loss: bool = option(
-        False, "no loss where the input is an end of document", megatron={"--eod-mask-loss": True}, on_resume="noted"
+        False,
+        "no loss where the input is an end of document",
+        megatron={"--eod-mask-loss": True},
+        on_resume="noted",
+        families=DECODERS,
     )
     allow_tokenizer_mismatch: bool = option(
         False,
@@ -646,10 +681,6 @@ class DataConfig(Section):
     data_workers: int = option(
         2, "0: read a step when it is due, else ahead on a thread", megatron="--num-workers", within=NOT_NEGATIVE
     )
-
-
-MASKED = ("bert", "t5")
-"""Families whose samples have words masked or taken out."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -677,12 +708,6 @@ class MaskingConfig(Section):
         megatron="--short-seq-prob",
         within=BELOW_ONE,
         families=MASKED,
-    )
-    binary_head: bool = option(
-        True,
-        "a BERT sample has two parts, whose order is to be predicted",
-        megatron={"--bert-no-binary-head": False},
-        families=("bert",),
     )
     decoder_seq_length: int = option(
         128,

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 
 from mega.core.config.sections import ModelConfig
-from mega.core.inventory import decoder
+from mega.core.inventory import bert, decoder
 from mega.core.inventory.tensor import Cut, Init, Partial, Table, Tensor, Unit, padded
 from mega.core.plan.layers import stage_layers, unit_stages
 
@@ -33,7 +33,7 @@ __all__ = [
     "units",
 ]
 
-TABLES: dict[str, Table] = {"gpt": decoder.TABLE, "llama": decoder.TABLE}
+TABLES: dict[str, Table] = {"gpt": decoder.TABLE, "llama": decoder.TABLE, "bert": bert.TABLE}
 """Family -> its table."""
 
 

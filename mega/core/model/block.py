@@ -1,7 +1,7 @@
-"""One transformer block: norm, attention, norm, feed-forward, each branch added to the residual stream.
+"""One transformer block: attention and feed-forward, each with its norm and added to the residual stream.
 
-The same block is GPT's and Llama's; what differs are values of the model config. Shapes are those of one tensor
-rank: `heads` below are this rank's, tokens are ours between regions under sequence parallelism.
+The same block is GPT's, Llama's and BERT's; what differs are values of the model config and of the mask. Shapes are
+those of one tensor rank: `heads` below are this rank's, tokens are ours between regions under sequence parallelism.
 """
 
 from __future__ import annotations
@@ -25,6 +25,13 @@ from mega.core.parallel.weight import ParameterFactory, Weight
 
 Tensors = Mapping[str, Tensor]
 """The block's inventory by names relative to the block."""
+
+
+NORMS = {
+    "pre": ("input_layernorm", "post_attention_layernorm"),
+    "post": ("post_attention_layernorm", "post_feedforward_layernorm"),
+}
+"""Placement -> names of attention's norm and of the feed-forward layer's."""
 
 
 class ResidualState(NamedTuple):
@@ -67,7 +74,7 @@ def biases(tensors: Tensors, *names: str) -> list[Tensor]:
 
 
 class Attention(nn.Module):
-    """Causal self-attention with grouped heads; query, key and value are one GEMM."""
+    """Self-attention with grouped heads; query, key and value are one GEMM."""
 
     def __init__(self, factory: ParameterFactory, model: ModelConfig, tensors: Tensors, layer: int, region: Region):
         super().__init__()
@@ -127,17 +134,36 @@ class Block(nn.Module):
         super().__init__()
         self.layer, self.dropout = layer, model.hidden_dropout
         self.post_norm_residual = model.post_norm_residual
-        self.attention_norm = Norm(factory, model, tensors, "input_layernorm")
+        self.pre = model.norm_placement == "pre"
+        first, second = NORMS[model.norm_placement]
+        self.attention_norm = Norm(factory, model, tensors, first)
         self.attention = Attention(factory, model, tensors, layer, region)
-        self.feed_forward_norm = Norm(factory, model, tensors, "post_attention_layernorm")
+        self.feed_forward_norm = Norm(factory, model, tensors, second)
         self.feed_forward = FeedForward(factory, model, tensors, region)
 
     def forward(self, stream: ResidualState, context: ForwardContext) -> ResidualState:
+        return self._norms_before(stream, context) if self.pre else self._norms_after(stream, context)
+
+    def _norms_before(self, stream: ResidualState, context: ForwardContext) -> ResidualState:
         x, normed = self.attention_norm(stream)
-        branch = self._branch(self.attention(normed, context), self.attention.out, context, "attention_out")
+        branch = self._attended(normed, context)
         x, normed = self.feed_forward_norm(ResidualState(normed if self.post_norm_residual else x, *branch))
-        branch = self._branch(self.feed_forward(normed), self.feed_forward.down, context, "feed_forward_out")
+        branch = self._fed_forward(normed, context)
         return ResidualState(normed if self.post_norm_residual else x, *branch)
+
+    def _norms_after(self, stream: ResidualState, context: ForwardContext) -> ResidualState:
+        """Each norm is of the sum that its branch makes, and is the residual (Vaswani et al. 2017)."""
+        assert stream.branch is None
+        x = self.attention_norm(ResidualState(stream.x, *self._attended(stream.x, context)))[1]
+        return ResidualState(self.feed_forward_norm(ResidualState(x, *self._fed_forward(x, context)))[1])
+
+    def _attended(self, x: torch.Tensor, context: ForwardContext) -> tuple[torch.Tensor, Weight | None, Dropout | None]:
+        return self._branch(self.attention(x, context), self.attention.out, context, "attention_out")
+
+    def _fed_forward(
+        self, x: torch.Tensor, context: ForwardContext
+    ) -> tuple[torch.Tensor, Weight | None, Dropout | None]:
+        return self._branch(self.feed_forward(x), self.feed_forward.down, context, "feed_forward_out")
 
     def _branch(
         self, out: torch.Tensor, linear: RowLinear, context: ForwardContext, site: str

@@ -142,6 +142,7 @@ def _datasets(run: RunConfig, tokenizer: Tokenizer | None) -> Datasets:
         samples=requested,
         tokenizer=tokenizer,
         masking=run.masking,
+        pairs=run.model.binary_head,
     )
 
 
