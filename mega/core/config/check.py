@@ -20,7 +20,7 @@ from mega.core.config.not_yet import NOT_YET
 from mega.core.config.presets import FAMILY_DEFAULTS
 from mega.core.config.resolve import batch_sizes, data_parallel, divisors, lengths, microbatches, resolve
 from mega.core.config.run import RunConfig, entries, flag_of, found_with, value_of
-from mega.core.config.sections import PrecisionConfig
+from mega.core.config.sections import TASKS, PrecisionConfig
 from mega.core.files import url_of
 from mega.core.plan.kinds import SCHEDULES, interleaving
 
@@ -165,6 +165,9 @@ def _missing(run: RunConfig) -> Problems:
 
 def _pairs(run: RunConfig) -> Problems:
     """Flags that exclude or need one another."""
+    for name in TASKS.get(run.finetuning.task, ()):
+        if not value_of(run, name):
+            yield _line(run, "task", f"needs {flag_of(name)}")
     yield from _steps_or_samples(run)
     yield from _recompute(run)
     yield from _run_and_checkpoint(run)
@@ -230,8 +233,8 @@ def _run_and_checkpoint(run: RunConfig) -> Problems:
     checkpoint, runtime = run.checkpoint, run.runtime
     if checkpoint.resume == "auto" and checkpoint.save is None:
         yield "--resume auto: needs --save, under which it looks for checkpoints"
-    if checkpoint.finetune and checkpoint.resume is not None:
-        yield _line(run, "resume", "excludes --finetune, which starts at step 0")
+    if checkpoint.finetune and checkpoint.resume not in (None, "auto"):
+        yield _line(run, "resume", "excludes --finetune, which starts at step 0; valid with it: auto")
     if checkpoint.override_schedule and checkpoint.use_checkpoint_schedule:
         yield "--use-checkpoint-schedule: excludes --override-schedule, which keeps this run's"
     for name in ("keep_last", "keep_every", "keep_optimizer_last"):

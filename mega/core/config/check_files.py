@@ -33,7 +33,7 @@ def _data(run: RunConfig) -> Problems:
         for name in ("data_path", "train_data", "valid_data", "test_data", "chat_data", "mock_data")
         if value_of(run, name)
     ]
-    if not given and not run.runtime.dry_run:
+    if not given and not run.runtime.dry_run and run.finetuning.task == "lm":  # others have options of their own
         yield "--data-path is missing: give the prefix of a .bin/.idx pair, or --mock-data"
     alone = next((name for name in ("data_path", "chat_data", "mock_data") if name in given), None)
     if alone is not None and len(given) > 1:

@@ -162,7 +162,6 @@ _VISION = (
     "--iter-per-epoch",
 )
 _TASKS = (
-    "--task",
     "--epochs",
     "--pretrained-checkpoint",
     "--overlapping-eval",

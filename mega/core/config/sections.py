@@ -719,6 +719,20 @@ class MaskingConfig(Section):
     )
 
 
+TASKS: dict[str, tuple[str, ...]] = {"lm": ()}
+"""Kind of task -> the options without which it has nothing to train on; training/kinds.py makes it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinetuningConfig(Section):
+    """What a run is trained towards."""
+
+    title: ClassVar[str] = "Finetuning"
+    bench: ClassVar[Bench] = "unused"
+
+    task: str = option("lm", "what is trained: lm is the next token", choices=TASKS, on_resume="must match")
+
+
 TOKENIZERS: dict[str, tuple[str, ...]] = {
     "GPT2BPETokenizer": ("vocab_file", "merge_file"),
     "FairseqTokenizer": ("vocab_file", "merge_file", "tokenizer_model"),

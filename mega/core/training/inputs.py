@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mega.core.config.check import check
-from mega.core.config.resolve import lengths
 from mega.core.config.run import RunConfig, flag_of, options_with, updated
 from mega.core.config.sections import ModelConfig
 from mega.core.config.unread import unread
 from mega.core.inventory import padded
 from mega.core.text.build import build
 from mega.core.text.tokenizer import Tokenizer
+from mega.core.training.kinds import kind_of
 
 if TYPE_CHECKING:
     from mega.core.data.build import Datasets
@@ -86,7 +86,8 @@ def open_inputs(resolved: ResolvedRun) -> Inputs:
 
     run = resolved.run
     tokenizer = resolved.tokenizer or _tokenizer(run)
-    datasets = Datasets() if run.runtime.dry_run and not _has_data(run) else _datasets(run, tokenizer)
+    idle = run.runtime.dry_run and run.finetuning.task == "lm" and not _has_data(run)
+    datasets = Datasets() if idle else kind_of(run).datasets(run, tokenizer)
     return Inputs(run, tokenizer, datasets, (*resolved.notes, *datasets.notes))
 
 
@@ -118,32 +119,6 @@ def _vocabulary(run: RunConfig, tokenizer: Tokenizer | None, notes: list[str]) -
 def _has_data(run: RunConfig) -> bool:
     data = run.data
     return bool(data.data_path or data.train_data or data.chat_data or data.mock_data)
-
-
-def _datasets(run: RunConfig, tokenizer: Tokenizer | None) -> Datasets:
-    from mega.core.data.build import build_datasets, samples_requested
-
-    batch, evaluation = run.batch, run.evaluation
-    assert batch.global_batch is not None and batch.seq_length is not None and run.model.vocab is not None
-    requested = samples_requested(
-        steps=lengths(run).steps,
-        global_batch=batch.global_batch,
-        eval_interval=evaluation.eval_interval,
-        eval_iters=evaluation.eval_iters,
-        train_samples=batch.samples,
-    )
-    if evaluation.skip_train:
-        requested = (0, *requested[1:])
-    return build_datasets(
-        run.data,
-        seq_length=batch.seq_length,
-        seed=run.runtime.seed,
-        vocab=run.model.vocab,
-        samples=requested,
-        tokenizer=tokenizer,
-        masking=run.masking,
-        pairs=run.model.binary_head,
-    )
 
 
 def _checkpoint_model(run: RunConfig, notes: list[str]) -> ModelConfig:

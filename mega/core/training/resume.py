@@ -81,6 +81,8 @@ def restore(state: TrainState, point: ResumePoint) -> None:
     """
     checkpoint, run = point.checkpoint, state.run
     _same_model(run, checkpoint)
+    if not point.weights_only:
+        _same_task(run, checkpoint)
     # Masters are the truth; weights of another dtype are rounded from them.
     checkpoint.read([_truest(piece, checkpoint) for piece in state.weight_pieces(mine=False)], cast=True)
     state.optimizer.masters_from_weights()
@@ -187,6 +189,17 @@ def _same_rule(run: RunConfig, checkpoint: Checkpoint) -> None:
         raise CheckpointError(
             f"--optimizer {ours}: {checkpoint.path} holds the state of {stored}; give --optimizer {stored}, or "
             "--no-load-optim to start with none"
+        )
+
+
+def _same_task(run: RunConfig, checkpoint: Checkpoint) -> None:
+    """A run is continued towards what it was trained for."""
+    ours = run.finetuning.task
+    stored = checkpoint.meta.get("config", {}).get("finetuning", {}).get("task", "lm")
+    if stored != ours:
+        raise CheckpointError(
+            f"--task {ours}: {checkpoint.path} is of a run with --task {stored}; give that one, or --finetune to start "
+            "a new run from its weights"
         )
 
 
