@@ -346,6 +346,8 @@ def _overlap(run: RunConfig) -> Problems:
         yield _line(run, "tp_overlap", "needs --tp of at least 2")
     if run.precision.fp8:
         yield _line(run, "tp_overlap", "excludes --fp8")
+    if run.model.lora_rank:
+        yield _line(run, "tp_overlap", "excludes --lora-rank")
 
 
 def graph(run: RunConfig) -> Problems:

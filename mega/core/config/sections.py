@@ -219,6 +219,25 @@ class ModelConfig(Section):
         within=NOT_NEGATIVE,
         on_resume="free",
     )
+    lora_rank: int = option(
+        0,
+        "rank of low-rank adapters, which alone are trained; 0 is none",
+        within=NOT_NEGATIVE,
+        most=2**16,
+    )
+    lora_alpha: float = option(
+        16.0, "adapters are scaled by this over --lora-rank", within=POSITIVE, read_with={"lora_rank": COUNT}
+    )
+    lora_targets: tuple[str, ...] = option(
+        (), "linears of the blocks with adapters, such as q_proj v_proj [all]", read_with={"lora_rank": COUNT}
+    )
+    lora_dropout: float = option(
+        0.0,
+        "dropout of the adapters' inputs",
+        within=BELOW_ONE,
+        on_resume="noted",
+        read_with={"lora_rank": COUNT},
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

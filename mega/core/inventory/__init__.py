@@ -15,6 +15,7 @@ from functools import lru_cache
 
 from mega.core.config.sections import ModelConfig
 from mega.core.inventory import bert, decoder
+from mega.core.inventory.adapters import adapted, without_adapters
 from mega.core.inventory.tensor import Cut, Init, Partial, Table, Tensor, Unit, padded
 from mega.core.plan.layers import stage_layers, unit_stages
 
@@ -31,6 +32,7 @@ __all__ = [
     "parameters",
     "placement",
     "units",
+    "without_adapters",
 ]
 
 TABLES: dict[str, Table] = {"gpt": decoder.TABLE, "llama": decoder.TABLE, "bert": bert.TABLE}
@@ -38,8 +40,11 @@ TABLES: dict[str, Table] = {"gpt": decoder.TABLE, "llama": decoder.TABLE, "bert"
 
 
 def inventory(model: ModelConfig) -> Iterator[Tensor]:
-    """The logical tensors of a resolved model config, in the order of its forward pass."""
-    return TABLES[model.family].tensors(model)
+    """The logical tensors of a resolved model config, adapters included, in the order of its forward pass.
+
+    Errors: ValueError where --lora-targets names none of its linears.
+    """
+    return adapted(model, TABLES[model.family].tensors(model))
 
 
 def units(model: ModelConfig) -> tuple[Unit, ...]:

@@ -82,7 +82,7 @@ class Attention(nn.Module):
         self.layer, self.width = layer, model.head_dim
         self.heads, self.kv_heads = model.heads // region.size, model.kv_heads // region.size
         self.first_head = region.axis.index * self.heads
-        self.dropout = model.attention_dropout
+        self.dropout, self.adapter_dropout = model.attention_dropout, model.lora_dropout
         names = [f"self_attn.{one}_proj" for one in "qkv"]
         self.ops = factory.ops
         self.qkv = ColumnLinear(factory, [tensors[f"{name}.weight"] for name in names], biases(tensors, *names), region)
@@ -94,8 +94,9 @@ class Attention(nn.Module):
     def forward(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         """x [tokens, h] -> [tokens, h], to which the bias of `out` is still to be added."""
         normed = self.q_norm is not None
+        drop = context.adapter_dropout(self.adapter_dropout, self.layer, "qkv_adapter")
         rotary = None if normed else context.rotary
-        q, k, v = self.ops.split_heads(self.qkv.biased(x), self.qkv.bias, self.heads, self.kv_heads, rotary)
+        q, k, v = self.ops.split_heads(self.qkv.biased(x, drop), self.qkv.bias, self.heads, self.kv_heads, rotary)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(ResidualState(q))[1], self.k_norm(ResidualState(k))[1]
             if context.rotary is not None:
@@ -103,28 +104,31 @@ class Attention(nn.Module):
         q, k, v = (x.unflatten(0, (context.batch, context.seq)) for x in (q, k, v))
         mask = context.attention_mask(self.dropout, self.layer, self.first_head)
         mixed = self.ops.attention(q, k, v, mask)
-        return self.out.matmul(mixed.reshape(context.batch * context.seq, -1))
+        drop = context.adapter_dropout(self.adapter_dropout, self.layer, "out_adapter")
+        return self.out.matmul(mixed.reshape(context.batch * context.seq, -1), drop)
 
 
 class FeedForward(nn.Module):
     """Out to the wide layer, activation, and back; gate and up are one GEMM."""
 
-    def __init__(self, factory: ParameterFactory, model: ModelConfig, tensors: Tensors, region: Region):
+    def __init__(self, factory: ParameterFactory, model: ModelConfig, tensors: Tensors, layer: int, region: Region):
         super().__init__()
+        self.layer, self.adapter_dropout = layer, model.lora_dropout
         self.activation, self.ops, self.recompute = model.activation, factory.ops, factory.recompute
         names = ["mlp.gate_proj", "mlp.up_proj"] if model.activation == "swiglu" else ["mlp.up_proj"]
         self.up = ColumnLinear(factory, [tensors[f"{name}.weight"] for name in names], biases(tensors, *names), region)
         down = "mlp.down_proj"
         self.down = RowLinear(factory, tensors[f"{down}.weight"], tensors.get(f"{down}.bias"), region)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         """x [tokens, h] -> [tokens, h], to which the bias of `down` is still to be added."""
-        wide, bias = self.up.matmul(x), self.up.bias
+        drop = context.adapter_dropout(self.adapter_dropout, self.layer, "up_adapter")
+        wide, bias = self.up.matmul(x, drop), self.up.bias
         active = self.ops.activate(wide, bias, self.activation)
         if self.recompute:
             freed = wide.detach()
             with_recipe(active, lambda: self.ops.activate(freed, bias, self.activation))
-        return self.down.matmul(active)
+        return self.down.matmul(active, context.adapter_dropout(self.adapter_dropout, self.layer, "down_adapter"))
 
 
 class Block(nn.Module):
@@ -139,7 +143,7 @@ class Block(nn.Module):
         self.attention_norm = Norm(factory, model, tensors, first)
         self.attention = Attention(factory, model, tensors, layer, region)
         self.feed_forward_norm = Norm(factory, model, tensors, second)
-        self.feed_forward = FeedForward(factory, model, tensors, region)
+        self.feed_forward = FeedForward(factory, model, tensors, layer, region)
 
     def forward(self, stream: ResidualState, context: ForwardContext) -> ResidualState:
         return self._norms_before(stream, context) if self.pre else self._norms_after(stream, context)
@@ -163,7 +167,7 @@ class Block(nn.Module):
     def _fed_forward(
         self, x: torch.Tensor, context: ForwardContext
     ) -> tuple[torch.Tensor, Weight | None, Dropout | None]:
-        return self._branch(self.feed_forward(x), self.feed_forward.down, context, "feed_forward_out")
+        return self._branch(self.feed_forward(x, context), self.feed_forward.down, context, "feed_forward_out")
 
     def _branch(
         self, out: torch.Tensor, linear: RowLinear, context: ForwardContext, site: str

@@ -21,8 +21,8 @@ class ForwardContext:
 
     documents: int64 [b, whole s], or None. kind: of attention, as of `AttentionMask`. rotary: cos and sin
     [tokens, R / 2], or None. keys: int64 [tokens], dropout keys of our tokens (under sequence, of this rank's);
-    row_keys: int64 [b, whole s], of the whole rows; None where nothing is dropped (evaluation, or probability 0). rule:
-    how it is decided, of ops/counter.py.
+    row_keys: int64 [b, whole s], of the whole rows; region_keys: int64 [all tokens of the region]; None where nothing
+    is dropped (evaluation, or probability 0). rule: how it is decided, of ops/counter.py.
     """
 
     batch: int
@@ -31,6 +31,7 @@ class ForwardContext:
     rotary: tuple[torch.Tensor, torch.Tensor] | None
     keys: torch.Tensor | None
     row_keys: torch.Tensor | None
+    region_keys: torch.Tensor | None
     tp: Axis
     sequence: bool
     rule: int = RULE
@@ -41,6 +42,12 @@ class ForwardContext:
         if self.keys is None or not probability:
             return None
         return Dropout(self.keys, site_key(layer, site, self.rule), probability, self.rule)
+
+    def adapter_dropout(self, probability: float, layer: int, site: str) -> Dropout | None:
+        """Dropout of the input of a linear's adapter, for each token of the region."""
+        if self.region_keys is None or not probability:
+            return None
+        return Dropout(self.region_keys, site_key(layer, site, self.rule), probability, self.rule)
 
     def attention_mask(self, probability: float, layer: int, first_head: int) -> AttentionMask:
         """What the tokens of the whole rows see of one another, with dropout of the weights from a head on."""
@@ -73,13 +80,13 @@ def forward_context(
     row_shards: ranks that share a row.
     """
     batch_size, seq = positions.shape
-    drops = dropout_seed is not None and (model.hidden_dropout or model.attention_dropout)
-    keys = row_keys = None
+    drops = dropout_seed is not None and (model.hidden_dropout or model.attention_dropout or model.lora_dropout)
+    keys = row_keys = region_keys = None
     if drops:
         assert dropout_seed is not None
         whole = torch.arange(seq * row_shards, device=samples.device)
         row_keys = token_keys(dropout_seed, samples, whole)
-        keys = (row_keys if columns is None else row_keys[:, columns]).flatten()
+        keys = region_keys = (row_keys if columns is None else row_keys[:, columns]).flatten()
         if sequence:
             keys = local_shard(keys, tp)
     rotary = None
@@ -89,7 +96,7 @@ def forward_context(
         where, base, divisor = positions.flatten(), model.rope_base, model.rope_interpolation
         rotary = rotary_table(where, width, base, divisor, dtype, _rope_scaling(model))
     cut = sequence and tp.size > 1
-    return ForwardContext(batch_size, seq, documents, rotary, keys, row_keys, tp, cut, dropout_rule, kind)
+    return ForwardContext(batch_size, seq, documents, rotary, keys, row_keys, region_keys, tp, cut, dropout_rule, kind)
 
 
 def padding_documents(lengths: torch.Tensor, width: int) -> torch.Tensor:

@@ -7,6 +7,7 @@ units run with their whole weights (ZeRO 3), here, for all of them.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ from torch import nn
 from mega.core.batch import Term
 from mega.core.config.sections import ModelConfig
 from mega.core.inventory import Tensor, Unit, inventory
+from mega.core.inventory.adapters import adapter_specs
 from mega.core.model.block import Block, ResidualState
 from mega.core.model.forward import ForwardContext
 from mega.core.model.stage import StageOptions, UnshardHook
@@ -61,6 +63,7 @@ class StackStage(nn.Module):
         self.ops = factory.ops
         self.with_full_params: UnshardHook | None = None
         own = tensors_by_unit(model)
+        factory = replace(factory, adapters=adapter_specs(model, inventory(model)))
         self.embedding = self.make_embedding(factory.exact, own["embedding"]) if "embedding" in units else None
         self.layers = [unit for unit in units if isinstance(unit, int)]
         self.blocks = nn.ModuleList(
@@ -116,7 +119,10 @@ class StackStage(nn.Module):
 
     def _stream(self, batch: Any, *cargo: torch.Tensor) -> ResidualState:
         context = self.context(batch)
-        stream = ResidualState(cargo[0] if self.embedding is None else self._embed(batch, context))
+        x = cargo[0] if self.embedding is None else self._embed(batch, context)
+        if torch.is_grad_enabled() and not x.requires_grad:
+            x.requires_grad_()  # of an embedding that is not trained; what is recomputed goes by its input
+        stream = ResidualState(x)
         for which, recompute in self.runs:
             blocks = [self.blocks[number] for number in which]
             if recompute and torch.is_grad_enabled():

@@ -18,7 +18,8 @@ from mega.core.config.check import check
 from mega.core.config.run import RunConfig, flag_of, options_with, updated
 from mega.core.config.sections import ModelConfig
 from mega.core.config.unread import unread
-from mega.core.inventory import padded
+from mega.core.inventory import inventory, padded
+from mega.core.inventory.adapters import with_adapters
 from mega.core.text.build import build
 from mega.core.text.tokenizer import Tokenizer
 from mega.core.training.kinds import kind_of
@@ -68,6 +69,7 @@ def resolve_run(run: RunConfig, world: int) -> ResolvedRun:
         run = dataclasses.replace(run, model=_checkpoint_model(run, notes))
     notes += unread(run)
     run = check(run, world)
+    _check_adapters(run)
     if run.checkpoint.save is None and not run.evaluation.skip_train:
         notes.append(
             f"without --save this run keeps no weights, only {run.log.metrics}; to keep them give --save DIR and "
@@ -78,6 +80,16 @@ def resolve_run(run: RunConfig, world: int) -> ResolvedRun:
     if not run.model.mask_padded_vocab:
         vocab = padded(vocab, run.parallel.tp, run.model.vocab_multiple)
     return ResolvedRun(updated(run, {"vocab": vocab}), tuple(notes), tokenizer)
+
+
+def _check_adapters(run: RunConfig) -> None:
+    """Errors: ValueError where there is nothing to add adapters to, or --lora-targets names none of the linears."""
+    if not run.model.lora_rank:
+        return
+    checkpoint = run.checkpoint
+    if checkpoint.load is None and checkpoint.resume is None and not run.runtime.dry_run:
+        raise ValueError(f"--lora-rank {run.model.lora_rank}: needs --load, the weights that adapters are added to")
+    next(inventory(dataclasses.replace(run.model, vocab=run.model.vocab or 1)))
 
 
 def open_inputs(resolved: ResolvedRun) -> Inputs:
@@ -130,6 +142,8 @@ def _checkpoint_model(run: RunConfig, notes: list[str]) -> ModelConfig:
     assert run.checkpoint.load is not None
     source = locate(Path(run.checkpoint.load), report=lambda line: None)  # reported when weights are read
     model, default = model_of(source.meta, run.checkpoint.load), ModelConfig()
+    if not model.lora_rank:
+        model = with_adapters(model, run.model)
     given = {
         field.name: value
         for field in dataclasses.fields(ModelConfig)
