@@ -15,7 +15,7 @@ from functools import lru_cache
 
 from mega.core.config.sections import ModelConfig
 from mega.core.inventory import bert, decoder
-from mega.core.inventory.adapters import adapted, without_adapters
+from mega.core.inventory.adapters import adapted, linear_names, without_adapters
 from mega.core.inventory.tensor import Cut, Init, Partial, Table, Tensor, Unit, padded
 from mega.core.plan.layers import stage_layers, unit_stages
 
@@ -28,6 +28,7 @@ __all__ = [
     "Tensor",
     "Unit",
     "inventory",
+    "linears",
     "padded",
     "parameters",
     "placement",
@@ -45,6 +46,11 @@ def inventory(model: ModelConfig) -> Iterator[Tensor]:
     Errors: ValueError where --lora-targets names none of its linears.
     """
     return adapted(model, TABLES[model.family].tensors(model))
+
+
+def linears(model: ModelConfig) -> list[str]:
+    """What the linears of a model's blocks are called, of which --lora-targets chooses some."""
+    return linear_names(TABLES[model.family].tensors(model))
 
 
 def units(model: ModelConfig) -> tuple[Unit, ...]:

@@ -62,7 +62,7 @@ def adapted(model: ModelConfig, tensors: Iterable[Tensor]) -> Iterator[Tensor]:
         yield from tensors
         return
     held = list(tensors)
-    linears = dict.fromkeys(_linear(tensor) for tensor in held if _is_linear(tensor))
+    linears = linear_names(held)
     if unknown := [target for target in model.lora_targets if target not in linears]:
         raise ValueError(f"--lora-targets {unknown[0]}: is not a linear of the blocks; valid: {', '.join(linears)}")
     for tensor in held:
@@ -80,6 +80,11 @@ def adapter_specs(model: ModelConfig, tensors: Iterable[Tensor]) -> dict[str, Ad
             stem = name.removesuffix(f"{UP}.weight")
             found[f"{stem}weight"] = AdapterSpec(by_name[f"{stem}{DOWN}.weight"], up, scale(model), model.lora_dropout)
     return found
+
+
+def linear_names(tensors: Iterable[Tensor]) -> list[str]:
+    """What the linears of a block are called, once each."""
+    return list(dict.fromkeys(_linear(tensor) for tensor in tensors if _is_linear(tensor)))
 
 
 def _is_linear(tensor: Tensor) -> bool:

@@ -4,7 +4,8 @@ One of adapters says in its plain state what its base is:
 
     "base": {"path": the step's directory, "digest": sha256 of its manifest}
 
-The digest vouches for every byte of the base, wherever it is now. `Joined` is both as one checkpoint of the whole model.
+The digest vouches for every byte of the base, wherever it is now. `Joined` is both as one checkpoint of a whole model;
+`MergedSource` is that model without adapters, their products added to its weights.
 """
 
 from __future__ import annotations
@@ -13,10 +14,16 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from mega.core.checkpoint.own.pieces import CheckpointError, Piece, Tensors
+import torch
+
+from mega.core.checkpoint.own.pieces import Box, CheckpointError, Piece, Tensors
+from mega.core.checkpoint.own.source import OwnSource
 from mega.core.checkpoint.own.store import Checkpoint, locate
 from mega.core.checkpoint.own.together import Exchange, alone
+from mega.core.config.sections import ModelConfig
 from mega.core.files import url_of
+from mega.core.inventory import inventory
+from mega.core.inventory.adapters import adapter_specs
 
 Report = Callable[[str], None]
 
@@ -76,6 +83,31 @@ class Joined:
         held = list(wanted)
         for source, ours in ((self.adapters, True), (self.base, False)):
             source.read([p for p in held if (p.key in self.adapters.tensors) == ours], cast=cast, verify=verify)
+
+
+class MergedSource:
+    """The weights of a base with its adapters added: W + scale B A, computed in fp32 or wider and rounded once.
+
+    source: of a `Joined`. model: with its adapters.
+    """
+
+    def __init__(self, source: OwnSource, model: ModelConfig) -> None:
+        tensors = {tensor.name: tensor for tensor in inventory(model)}
+        self._source, self._specs = source, adapter_specs(model, tensors.values())
+        kept = {f"weights/{name}" for name, tensor in tensors.items() if not tensor.trainable}
+        self.tensors: Tensors = {key: value for key, value in source.tensors.items() if key in kept}
+
+    def read(self, name: str, box: Box) -> torch.Tensor:
+        """The rectangle `box` of the merged tensor `name`."""
+        held = self._source.read(name, box)
+        spec = self._specs.get(name.removeprefix("weights/"))
+        if spec is None:
+            return held
+        (row, column), (rows, columns) = box.start, box.size
+        down = self._source.read(f"weights/{spec.down.name}", Box((0, column), (spec.down.shape[0], columns)))
+        up = self._source.read(f"weights/{spec.up.name}", Box((row, 0), (rows, spec.up.shape[1])))
+        wide = torch.promote_types(held.dtype, torch.float32)
+        return torch.addmm(held.to(wide), up.to(wide), down.to(wide), alpha=spec.scale).to(held.dtype)
 
 
 def joined(checkpoint: Checkpoint, given: str | None = None) -> Checkpoint:
