@@ -9,6 +9,7 @@ import torch
 
 from mega.core.config.run import RunConfig
 from mega.core.device import Device
+from mega.core.estimate.memory import memory
 from mega.core.inventory import inventory, without_adapters
 from mega.core.parallel.launch import Pool
 from mega.core.parallel.weight import weights
@@ -97,3 +98,19 @@ def test_what_stays_as_it_is_has_no_gradients_moments_or_masters() -> None:
     assert {tensor.dtype for tensor in held} == {torch.bfloat16, torch.float32}
     frozen = [weight for weight in weights(state.stages[0]) if not weight.requires_grad]
     assert frozen and all(weight.main_grad is None and weight.grad is None for weight in frozen)
+
+
+def test_the_estimate_holds_what_the_run_holds() -> None:
+    """To the byte: the base once in its dtype, gradients, masters and moments of adapters alone."""
+    options = run("llama", dtype="bf16", grad_dtype="fp32", lora_dropout=0.0)
+    (stage,) = memory(options, 1).stages
+    state = built(options)
+    frozen = [weight for weight in weights(state.stages[0]) if not weight.requires_grad]
+    base = sum(weight.numel() * weight.element_size() for weight in frozen)
+    buckets = state.grads.buckets
+    flat = sum(bucket.weights.numel() for bucket in buckets)
+    assert (stage.held.frozen, stage.held.weights, stage.held.grads) == (base, base + 2 * flat, 4 * flat)
+    state_bytes = sum(one.numel() * one.element_size() for owned in state.optimizer.shards for one in owned.tensors())
+    assert stage.held.masters + stage.held.moments == state_bytes
+    full = memory(RunConfig(**{**vars(options), "model": without_adapters(options.model)}), 1).stages[0]
+    assert stage.held.total < 0.35 * full.held.total and stage.activations < full.activations
