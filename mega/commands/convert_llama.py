@@ -39,6 +39,10 @@ def run(
     stage_layers: Annotated[
         list[int] | None, typer.Option("--stage-layers", help="blocks of each stage, where they are not equal")
     ] = None,
+    base: Annotated[
+        Path | None,
+        typer.Option("--base", help="of a peft adapter: the checkpoint it was trained on; the name to write"),
+    ] = None,
     parts: Annotated[int, typer.Option("--parts", help="files of a Meta folder")] = 1,
     verify: Annotated[
         bool,
@@ -49,7 +53,8 @@ def run(
 ) -> int:
     """Turn weights into a checkpoint for any layout, or a checkpoint into a folder that others open.
 
-    Llama and its relatives (Mistral, Qwen), GPT-2 in Hugging Face's form, fairseq's Megatron-11b.
+    Llama and its relatives (Mistral, Qwen), GPT-2 in Hugging Face's form, fairseq's Megatron-11b. Adapters in peft's
+    form; those of a run of ours are merged into their weights unless --to is peft.
     What is read is recognised by its files. Nothing is executed, no tensor is lost or made up.
     """
     from mega.core.checkpoint.forms.convert import check_pair, convert, default_target
@@ -66,13 +71,13 @@ def run(
     to = to or default_target(source)
     check_pair(load_dir, source, to)
     layout = Layout(target_tp, target_pp, chunks, tuple(stage_layers or ()))
-    check_flags(source, writer_of(to), {**layout.flags, "--parts": parts})
+    check_flags(source, writer_of(to), {**layout.flags, "--base": base, "--parts": parts})
     runs_both = verify and "hf" in (source.name, to)
     if runs_both:
         from mega.core.proof.logits import check_transformers, compare_logits, not_finite
 
         check_transformers()
-    report = convert(load_dir, save_dir, to, layout, parts=parts, tokens=special_tokens)
+    report = convert(load_dir, save_dir, to, layout, base=base, parts=parts, tokens=special_tokens)
     made = f"{report.path}: {report.tensors:,} tensors, {report.elements:,} elements, {report.bytes:,} bytes"
     print(made, *report.notes, sep="\n")
     for loss in report.losses:

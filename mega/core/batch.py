@@ -113,8 +113,11 @@ class MaskedBatch(_Tensors):
     loss_weights: float32 [b, s], 1 where a token is to be predicted.
     types: int64 [b, s], 0 for the first part and 1 for the second.
     lengths: int64 [b], tokens of each row that are not padding.
-    pairs: int64 [b], 1 where the two parts stand in the wrong order.
+    pairs: int64 [b], 1 where the two parts stand in the wrong order, 0 in the right one, -1 where that is not known or
+        another rank, which holds the first token, judges it.
     samples: int64 [b], global sample numbers.
+    columns: int64 [s], where a rank holds some columns of its rows only: which ones, ascending. Lengths are those of
+        the whole rows even then.
     """
 
     tokens: torch.Tensor
@@ -124,6 +127,38 @@ class MaskedBatch(_Tensors):
     lengths: torch.Tensor
     pairs: torch.Tensor
     samples: torch.Tensor
+    columns: torch.Tensor | None = None
+
+    @property
+    def weights(self) -> Mapping[str, torch.Tensor]:
+        """Masked tokens, and rows: each loss has its own divisor."""
+        return {"lm": self.loss_weights, "pair": self.pair_weights}
+
+    @property
+    def pair_weights(self) -> torch.Tensor:
+        """float32 [b], 1 where the order of the parts is known."""
+        return (self.pairs >= 0).float()
+
+    @property
+    def positions(self) -> torch.Tensor:
+        """int64 [b, s]: each token's column in its row."""
+        columns = self.columns
+        if columns is None:
+            columns = torch.arange(self.tokens.shape[1], device=self.tokens.device)
+        return columns.expand_as(self.tokens)
+
+    def split(self, index: int, size: int) -> MaskedBatch:
+        if size == 1:
+            return self
+        return replace(
+            self,
+            tokens=zigzag(self.tokens, index, size),
+            labels=zigzag(self.labels, index, size),
+            loss_weights=zigzag(self.loss_weights, index, size),
+            types=zigzag(self.types, index, size),
+            pairs=self.pairs if index == 0 else torch.full_like(self.pairs, -1),
+            columns=zigzag(self.positions[:1], index, size)[0],
+        )
 
 
 @dataclass(frozen=True)

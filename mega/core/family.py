@@ -18,6 +18,7 @@ from mega.core.config.presets import register_family
 from mega.core.config.sections import ModelConfig
 from mega.core.data import synthetic
 from mega.core.inventory import Table, Unit
+from mega.core.model.bert import BertStage
 from mega.core.model.decoder import DecoderStage
 from mega.core.model.stage import StageOptions
 from mega.core.parallel.pipeline import Stage
@@ -87,8 +88,9 @@ class Family:
 
 
 DECODER = Family(DecoderStage, synthetic.decoder_batch, synthetic.decoder_prompt)
+BERT = Family(BertStage, synthetic.masked_batch, collate=synthetic.masked_rows)
 
-FAMILIES: dict[str, Family] = {"gpt": DECODER, "llama": DECODER}
+FAMILIES: dict[str, Family] = {"gpt": DECODER, "llama": DECODER, "bert": BERT}
 """Family -> its record."""
 
 

@@ -13,19 +13,21 @@ from mega.core.inventory import inventory
 
 
 @lru_cache(maxsize=16)
-def matmul_parameters(model: ModelConfig) -> int:
+def matmul_parameters(model: ModelConfig, trainable: bool = False) -> int:
     """Elements of every tensor but those that are only looked up: the input embedding and the positions.
 
-    A tied embedding counts once, for the head is a product.
+    A tied embedding counts once, for the head is a product. trainable: of those that are trained only.
     """
-    return sum(tensor.elements for tensor in inventory(model) if tensor.units != ("embedding",))
+    held = (tensor for tensor in inventory(model) if tensor.units != ("embedding",))
+    return sum(tensor.elements for tensor in held if tensor.trainable or not trainable)
 
 
 def model_flops_per_token(model: ModelConfig, seq: int) -> float:
-    """Operations of one token's forward and backward pass in a sequence of `seq` tokens: 6 N + 12 L h s.
+    """Operations of one token's forward and backward pass in a sequence of `seq` tokens: 6 N + 4 F + 12 L h s.
 
-    N: `matmul_parameters`; L h: layers x heads x head_dim. Attention counts the whole square, although half of it
-    is masked, as the published utilisations do (Chowdhery et al. 2022, appendix B). `model` must be resolved.
+    N: `matmul_parameters` that are trained, F: those that are not, which get no gradient; L h: layers x heads x
+    head_dim. Attention counts the whole square, although half of it is masked, as the published utilisations do
+    (Chowdhery et al. 2022, appendix B). `model` must be resolved.
 
     >>> from mega.core.config.compose import compose
     >>> from mega.core.config.resolve import resolve
@@ -34,7 +36,9 @@ def model_flops_per_token(model: ModelConfig, seq: int) -> float:
     46.09
     """
     assert model.layers and model.heads and model.head_dim, "resolve the model first"
-    return 6.0 * matmul_parameters(model) + 12.0 * model.layers * model.heads * model.head_dim * seq
+    trained = matmul_parameters(model, trainable=True)
+    matmuls = 6.0 * trained + 4.0 * (matmul_parameters(model) - trained)
+    return matmuls + 12.0 * model.layers * model.heads * model.head_dim * seq
 
 
 def published_flops(model: ModelConfig, batch: int, seq: int) -> float:

@@ -69,8 +69,8 @@ def test_a_resolved_run_passes_as_the_typed_one_does() -> None:
         ({"recompute": "full"}, "--recompute full: needs --recompute-method; valid: uniform, block"),
         ({"keep_last": 2}, "--keep-last 2: needs --save"),
         (
-            {"finetune": True, "load": "x", "resume": "auto", "save": "x", "save_interval": 1},
-            "--resume auto: excludes",
+            {"finetune": True, "load": "x", "resume": "step-0000001", "save": "x", "save_interval": 1},
+            "--resume step-0000001: excludes",
         ),
         ({"valid_data": ("x",), "mock_data": False}, "--train-data is missing: "),
         ({"norm": "rmsnorm", "norm_offset": True}, "--norm-offset: needs --norm layernorm"),

@@ -103,7 +103,7 @@ def test_what_an_option_needs_is_checked(name: str) -> None:
 
 def test_a_family_is_registered_and_not_listed(capsys: pytest.CaptureFixture[str]) -> None:
     """One call makes it a choice of --family, with its defaults and its tokenizer."""
-    assert unfit("model", "family", "toy") == "'toy' is not a choice; valid: gpt, llama"
+    assert unfit("model", "family", "toy") == "'toy' is not a choice; valid: gpt, llama, bert"
     register_family("toy", {"norm": "rmsnorm", "tied": False}, sentencepiece="SentencePieceTokenizer")
     try:
         assert entries()["family"].choices == ("gpt", "llama", "toy")

@@ -256,7 +256,7 @@ def test_blend_of_masked_corpora(tmp_path: Path) -> None:
     (tmp_path / "b").mkdir()
     other, _ = sentences(tmp_path / "b")
     data = DataConfig(train_data=("0.25", prefix, "0.75", other))
-    blend = made(data, MaskingConfig(sample_kind="bert", binary_head=False), options, (40, 0, 0)).train
+    blend = made(data, MaskingConfig(sample_kind="bert"), options, (40, 0, 0), pairs=False).train
     assert isinstance(blend, BlendedDataset) and len(blend) >= 40
     assert isinstance(Batches(blend, micro_batch=4, vocab=40000).take(0, 1)[0], MaskedBatch)
     unweighted = made(DataConfig(train_data=(prefix, other)), MaskingConfig(sample_kind="bert"), options, (8, 0, 0))

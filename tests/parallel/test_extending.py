@@ -17,7 +17,7 @@ from mega.core.parallel.launch import Pool
 from mega.core.parallel.mesh import Groups
 from mega.core.proof.layouts import LR
 from mega.core.proof.parity import LOSS_BOUND, Snapshot, compare, own_samples, snapshots, synthetic_batch, within
-from mega.core.training.start import pretraining
+from mega.core.training import pretraining
 from mega.core.training.step import evaluate_step, output_step, train_step
 from mega.core.training.wire import build_mesh, build_state
 from tests.support import toy_encoder
@@ -105,7 +105,7 @@ def test_it_is_trained_on_token_files() -> None:
     """As `mega pretrain` does: rows of tokens become the family's own batches."""
     flags = {"micro_batch": 2, "global_batch": 4}
     tokens, mesh = MockDataset(samples=16, seq_length=16, vocab=run().model.vocab or 0, seed=1), build_mesh(run(), 0, 1)
-    source = pretraining(run(**flags), Datasets(train=tokens), None, mesh).train
+    source = pretraining.task(run(**flags), Datasets(train=tokens), None, mesh).train
     assert source is not None
     state = build_state(run(**flags), mesh, Device.choose("cpu"))
     report = train_step(state, source.take(4, 2), LR["fp64"], 0.0)

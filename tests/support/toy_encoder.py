@@ -8,7 +8,7 @@ reported too. The blocks and the tables of the decoder are taken as they are.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,21 +16,19 @@ from torch import nn
 from torch.nn import functional as F
 
 from mega.core import family, inventory
-from mega.core.batch import DecoderBatch, MaskedBatch, Term
+from mega.core.batch import MaskedBatch, Term
 from mega.core.config.presets import FAMILY_DEFAULTS
 from mega.core.config.sections import ModelConfig
 from mega.core.inventory import Cut, Init, Table, Tensor, Unit, decoder
 from mega.core.model.block import Block, Norm, ResidualState
-from mega.core.model.decoder import Embedding
-from mega.core.model.forward import ForwardContext, forward_context
+from mega.core.model.embedding import Embedding
+from mega.core.model.forward import ForwardContext, forward_context, padding_documents
 from mega.core.model.stage import StageOptions
 from mega.core.ops.counter import key, mix
-from mega.core.ops.mask import AttentionMask
-from mega.core.parallel.collectives import local_shard
 from mega.core.parallel.linear import ColumnLinear, RowLinear
 from mega.core.parallel.pipeline import StageOutput
 from mega.core.parallel.region import Region
-from mega.core.parallel.vocab import cross_entropy, logits, look_up
+from mega.core.parallel.vocab import cross_entropy, logits
 from mega.core.parallel.weight import ParameterFactory
 
 NAME = "toy-encoder"
@@ -55,7 +53,7 @@ def tensors(model: ModelConfig) -> Iterator[Tensor]:
 # The batch ----------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PairBatch(MaskedBatch):
     """row_weights: float32 [b], 0 where it is not known whether the parts belong together."""
 
@@ -69,12 +67,6 @@ class PairBatch(MaskedBatch):
         if size > 1:
             raise ValueError(f"--cp {size}: must be 1 for --family {NAME}")
         return self
-
-    def text(self) -> DecoderBatch:
-        """The rows as the decoder's parts read them: padding is a document of its own."""
-        columns = torch.arange(self.tokens.shape[1], device=self.tokens.device).expand_as(self.tokens)
-        padding = (columns >= self.lengths[:, None]).long()
-        return DecoderBatch(self.tokens, self.labels, self.loss_weights, columns, self.samples, padding)
 
 
 def synthetic(
@@ -129,26 +121,6 @@ def masked_rows(
 # The stage ----------------------------------------------------------------------------------------------------
 
 
-class Bidirectional(ForwardContext):
-    """Every token of a row sees every other."""
-
-    def attention_mask(self, probability: float, layer: int, first_head: int) -> AttentionMask:
-        return replace(super().attention_mask(probability, layer, first_head), kind="full")
-
-
-class PartEmbedding(Embedding):
-    """The decoder's, and a row of a table for each of the two parts."""
-
-    def __init__(self, factory: ParameterFactory, model: ModelConfig, own: dict[str, Tensor], region: Region):
-        super().__init__(factory, model, own, region, factory.dtype)
-        self.types = factory(own["model.embed_types.weight"])
-
-    def forward(self, batch: PairBatch, context: ForwardContext) -> torch.Tensor:  # type: ignore[override]
-        types = batch.types.flatten()
-        ours = local_shard(types, context.tp) if context.sequence else types
-        return super().forward(batch.text(), context) + look_up(ours, self.types)
-
-
 class Heads(nn.Module):
     """The final norm; after it the vocabulary for masked tokens, and two classes from the first token of a row."""
 
@@ -192,7 +164,7 @@ class EncoderStage(nn.Module):
         self.dtype, self.ops = factory.dtype, factory.ops
         self.embedding = self.heads = None
         if "embedding" in units:
-            self.embedding = PartEmbedding(factory.exact, model, _of_unit(model, "embedding"), region)
+            self.embedding = Embedding(factory.exact, model, _of_unit(model, "embedding"), region, self.dtype)
         self.blocks = nn.ModuleList(
             Block(factory, model, _of_unit(model, unit, f"model.layers.{unit}."), unit, region)
             for unit in units
@@ -208,17 +180,29 @@ class EncoderStage(nn.Module):
 
     def forward(self, batch: PairBatch, *cargo: torch.Tensor, outputs: bool = False) -> StageOutput:
         """outputs: the last stage gives logits [b, s, ids of this rank] instead of the losses."""
-        seed, sequence = self.options.dropout_seed if self.training else None, self.region.sequence
-        causal = forward_context(
-            self.model, batch.text(), self.region.axis, sequence=sequence, dropout_seed=seed, dtype=self.dtype
+        columns = torch.arange(batch.tokens.shape[1], device=batch.tokens.device).expand_as(batch.tokens)
+        context = forward_context(
+            self.model,
+            batch.samples,
+            columns,
+            self.region.axis,
+            documents=padding_documents(batch.lengths, columns.shape[1]),
+            kind="full",
+            sequence=self.region.sequence,
+            dropout_seed=self.options.dropout_seed if self.training else None,
+            dtype=self.dtype,
         )
-        context = Bidirectional(**vars(causal))
-        stream = ResidualState(cargo[0] if self.embedding is None else self.embedding(batch, context))
+        stream = ResidualState(cargo[0] if self.embedding is None else self._embedded(batch, columns, context))
         for block in self.blocks:
             stream = block(stream, context)
         if self.heads is None:
             return StageOutput(cargo=(stream.sum(self.ops),))
         return self.heads(stream, batch, outputs)
+
+    def _embedded(self, batch: PairBatch, columns: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+        assert self.embedding is not None
+        found: torch.Tensor = self.embedding(batch.tokens, columns, context, batch.types)
+        return found
 
 
 def _of_unit(model: ModelConfig, unit: Unit, prefix: str = "") -> dict[str, Tensor]:

@@ -17,9 +17,10 @@ from typing import Any
 from mega.core.config.check_files import files
 from mega.core.config.families import foreign_values
 from mega.core.config.not_yet import NOT_YET
+from mega.core.config.presets import FAMILY_DEFAULTS
 from mega.core.config.resolve import batch_sizes, data_parallel, divisors, lengths, microbatches, resolve
 from mega.core.config.run import RunConfig, entries, flag_of, found_with, value_of
-from mega.core.config.sections import PrecisionConfig
+from mega.core.config.sections import TASKS, PrecisionConfig
 from mega.core.files import url_of
 from mega.core.plan.kinds import SCHEDULES, interleaving
 
@@ -136,9 +137,12 @@ def _needs(run: RunConfig) -> Problems:
 
 
 def _families(run: RunConfig) -> Problems:
-    """Options of other model families than the run's."""
+    """Options of other model families than the run's, and samples that its own does not read."""
     for name, value, rule in foreign_values(run):
         yield _format(name, value, rule)
+    own = FAMILY_DEFAULTS[run.model.family].values.get("sample_kind", "gpt")
+    if own != "gpt" and run.masking.sample_kind == "gpt":
+        yield _line(run, "sample_kind", f"--family {run.model.family} reads other samples; valid: {own}")
 
 
 def _sizes(run: RunConfig) -> Problems:
@@ -161,6 +165,9 @@ def _missing(run: RunConfig) -> Problems:
 
 def _pairs(run: RunConfig) -> Problems:
     """Flags that exclude or need one another."""
+    for name in TASKS.get(run.finetuning.task, ()):
+        if not value_of(run, name):
+            yield _line(run, "task", f"needs {flag_of(name)}")
     yield from _steps_or_samples(run)
     yield from _recompute(run)
     yield from _run_and_checkpoint(run)
@@ -191,8 +198,9 @@ def _precision(run: RunConfig) -> Problems:
         for name in ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"):
             if value_of(run, name) != getattr(first, name):
                 yield _line(run, name, "excludes --loss-scale, which is constant")
-    if run.precision.residual_fp32 and run.model.post_norm_residual:
-        yield _line(run, "residual_fp32", "excludes --post-norm-residual, whose stream is the norms' 16-bit result")
+    if run.precision.residual_fp32 and (run.model.post_norm_residual or run.model.norm_placement == "post"):
+        norms = "--post-norm-residual" if run.model.post_norm_residual else "--norm-placement post"
+        yield _line(run, "residual_fp32", f"excludes {norms}, whose stream is the norms' 16-bit result")
 
 
 def _steps_or_samples(run: RunConfig) -> Problems:
@@ -225,8 +233,8 @@ def _run_and_checkpoint(run: RunConfig) -> Problems:
     checkpoint, runtime = run.checkpoint, run.runtime
     if checkpoint.resume == "auto" and checkpoint.save is None:
         yield "--resume auto: needs --save, under which it looks for checkpoints"
-    if checkpoint.finetune and checkpoint.resume is not None:
-        yield _line(run, "resume", "excludes --finetune, which starts at step 0")
+    if checkpoint.finetune and checkpoint.resume not in (None, "auto"):
+        yield _line(run, "resume", "excludes --finetune, which starts at step 0; valid with it: auto")
     if checkpoint.override_schedule and checkpoint.use_checkpoint_schedule:
         yield "--use-checkpoint-schedule: excludes --override-schedule, which keeps this run's"
     for name in ("keep_last", "keep_every", "keep_optimizer_last"):
@@ -338,6 +346,8 @@ def _overlap(run: RunConfig) -> Problems:
         yield _line(run, "tp_overlap", "needs --tp of at least 2")
     if run.precision.fp8:
         yield _line(run, "tp_overlap", "excludes --fp8")
+    if run.model.lora_rank:
+        yield _line(run, "tp_overlap", "excludes --lora-rank")
 
 
 def graph(run: RunConfig) -> Problems:

@@ -10,6 +10,7 @@ import os
 from collections.abc import Iterator
 
 from mega.core.config.corpora import expand, is_number
+from mega.core.config.presets import FAMILY_DEFAULTS
 from mega.core.config.run import RunConfig, flag_of, value_of
 from mega.core.config.sections import SPLITS, TOKENIZERS, TokenizerConfig
 from mega.core.files import check_folder, url_of
@@ -32,7 +33,7 @@ def _data(run: RunConfig) -> Problems:
         for name in ("data_path", "train_data", "valid_data", "test_data", "chat_data", "mock_data")
         if value_of(run, name)
     ]
-    if not given and not run.runtime.dry_run:
+    if not given and not run.runtime.dry_run and run.finetuning.task == "lm":  # others have options of their own
         yield "--data-path is missing: give the prefix of a .bin/.idx pair, or --mock-data"
     alone = next((name for name in ("data_path", "chat_data", "mock_data") if name in given), None)
     if alone is not None and len(given) > 1:
@@ -120,7 +121,8 @@ def _tokenizer(run: RunConfig) -> Problems:
             if value_of(run, name) is None:
                 yield f"--tokenizer {tokenizer.tokenizer}: needs {flag_of(name)}"
     elif tokenizer.vocab_file is not None and tokenizer.merge_file is None and tokenizer.tokenizer_model is None:
-        if os.path.exists(tokenizer.vocab_file):
+        merges = FAMILY_DEFAULTS[run.model.family].vocabulary == "GPT2BPETokenizer"
+        if merges and os.path.exists(tokenizer.vocab_file):
             yield (
                 f"--vocab-file {tokenizer.vocab_file}: GPT-2's needs --merge-file with it; alone it is one "
                 "of WordPiece, as BERT and T5 have it, or of another kind: name that by --tokenizer"

@@ -36,8 +36,8 @@ class Typed(NamedTuple):
 def belongs(families: Sequence[str]) -> str:
     """Why a flag of these families is refused in a run of another.
 
-    >>> belongs(("bert", "t5"))
-    'belongs to BERT and T5, which are not built yet; valid --family: gpt, llama'
+    >>> belongs(("bert",)), belongs(("retro",))
+    ('needs --family bert', 'belongs to retro, which is not built yet; valid --family: gpt, llama, bert')
     """
     if built := [name for name in families if name in FAMILY_DEFAULTS]:
         return f"needs --family {' or '.join(built)}"

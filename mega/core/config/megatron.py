@@ -107,7 +107,7 @@ IGNORED: Mapping[str, Ignored] = {
     "--wandb-id": Ignored(1, "metrics go to --metrics and --tensorboard-dir"),
 }
 
-_BERT = belongs(("bert",))
+_EMBEDDINGS = "embeddings of texts are not built yet"
 _T5 = belongs(("t5",))
 _MOE = "mixtures of experts are not built yet"
 _HYBRID = "gradients in fp8 are e5m2; use --fp8-hybrid, which is --fp8"
@@ -162,7 +162,6 @@ _VISION = (
     "--iter-per-epoch",
 )
 _TASKS = (
-    "--task",
     "--epochs",
     "--pretrained-checkpoint",
     "--overlapping-eval",
@@ -180,8 +179,8 @@ REFUSED: Mapping[str, str] = {
     "--activations-checkpoint-method": "was renamed; use --recompute-method",
     "--activations-checkpoint-num-layers": "was renamed; use --recompute-layers",
     # not built
-    "--output-bert-embeddings": _BERT,
-    "--bert-embedder-type": _BERT,
+    "--output-bert-embeddings": _EMBEDDINGS,
+    "--bert-embedder-type": _EMBEDDINGS,
     "--decoder-num-layers": _T5,
     "--pipeline-model-parallel-split-rank": _T5,
     "--num-experts": _MOE,

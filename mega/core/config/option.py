@@ -28,7 +28,7 @@ Bench = Literal["read", "unused", "host"]
 to measure, which is all that --calibrate takes."""
 
 
-Families = tuple[str, ...] | Mapping[str, tuple[str, ...]]
+Families = tuple[str, ...] | Mapping[Any, tuple[str, ...]]
 """Names of model families, of those too that are not built; or a value of an option -> such names."""
 
 
@@ -99,6 +99,7 @@ class Option:
         default reads it too.
     usual_in: families whose scripts give it, or a value -> those: with another one --family must be given.
     spelling_families: Megatron-LM spelling -> families whose scripts alone have it.
+    formerly: the table under which TOML files of an earlier version have it.
     on_resume, bench: as above; None takes the section's.
     layout: how ranks share the work and in what order. It changes no result by more than rounding, so
         `memory-estimate --fit` chooses it.
@@ -117,6 +118,7 @@ class Option:
     families: Families = ()
     usual_in: Families = ()
     spelling_families: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+    formerly: str | None = None
     on_resume: OnResume | None = None
     bench: Bench | None = None
     layout: bool = False

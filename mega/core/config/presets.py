@@ -13,10 +13,12 @@ Values = Mapping[str, Any]
 
 
 class FamilyDefaults(NamedTuple):
-    """A family's defaults. sentencepiece: the kind of tokenizer that a SentencePiece model is."""
+    """A family's defaults. sentencepiece: the kind of tokenizer that a SentencePiece model is; vocabulary: that a
+    --vocab-file alone is."""
 
     values: Values
     sentencepiece: str = "GPTSentencePieceTokenizer"
+    vocabulary: str = "GPT2BPETokenizer"
 
 
 FAMILY_DEFAULTS: dict[str, FamilyDefaults] = {}
@@ -43,6 +45,8 @@ register_family(  # Touvron et al. 2023, arXiv 2307.09288
     sentencepiece="Llama2Tokenizer",
 )
 
+register_family("bert", {"sample_kind": "bert"}, vocabulary="BertWordPieceLowerCase")
+
 
 def _gpt(layers: int, hidden: int, heads: int, seq_length: int, vocab: int | None) -> dict[str, Any]:
     return {
@@ -61,6 +65,10 @@ def _llama(
     return {**_gpt(layers, hidden, heads, seq_length, vocab), "family": "llama", "kv_heads": kv_heads, "ffn": ffn}
 
 
+def _bert(layers: int, hidden: int, heads: int, vocab: int | None = 30522) -> dict[str, Any]:
+    return {**_gpt(layers, hidden, heads, 512, vocab), "family": "bert", "sample_kind": "bert"}
+
+
 LLAMA31_ROPE: Values = {"rope_base": 500000.0, "rope_scaling": "llama3"}
 """Llama 3.1: the other numbers of its rope scaling are the options' defaults."""
 
@@ -71,6 +79,7 @@ PRESETS: Mapping[str, Values] = {
     # For tests and first steps; the vocabulary is the tokenizer's.
     "tiny-gpt": _gpt(2, 64, 4, 64, None),
     "tiny-llama": _llama(2, 64, 4, 2, 192, 64, None),
+    "tiny-bert": {**_bert(2, 64, 4, None), "seq_length": 64},
     # Radford et al. 2019, and the size that Megatron-LM's example scripts train
     "gpt2-124m": _gpt(12, 768, 12, 1024, 50257),
     "gpt2-345m": _gpt(24, 1024, 16, 1024, 50257),
@@ -104,6 +113,17 @@ PRESETS: Mapping[str, Values] = {
     "llama3.2-3b": {**_llama(28, 3072, 24, 8, 8192, 131072, 128256), **LLAMA31_ROPE, **LLAMA32},
     # Jiang et al. 2023, arXiv 2310.06825: each token sees 4,096 in a layer
     "mistral-7b": {**_llama(32, 4096, 32, 8, 14336, 32768, 32000), "window": 4096},
+    # Devlin et al. 2018, arXiv 1810.04805: BERT base
+    "bert-110m": {
+        **_bert(12, 768, 12),
+        "norm_placement": "post",
+        "norm_eps": 1e-12,
+        "activation": "gelu",
+    },
+    # Shoeybi et al. 2019, arXiv 1909.08053, section 5.3; the first is what Megatron-LM's example scripts train
+    "bert-345m": _bert(24, 1024, 16),
+    "bert-1.3b": _bert(24, 2048, 32),
+    "bert-3.9b": _bert(48, 2560, 40),
     # Shoeybi et al. trained by fairseq, https://github.com/facebookresearch/fairseq/tree/main/examples/megatron_11b
     "megatron-11b": {
         **_gpt(72, 3072, 32, 1024, 51200),

@@ -299,7 +299,9 @@ def _tokenizer(run: RunConfig) -> TokenizerConfig:
     if model is not None:
         return replace(tokenizer, tokenizer=FAMILY_DEFAULTS[run.model.family].sentencepiece)
     if tokenizer.vocab_file is not None:
-        return replace(tokenizer, tokenizer="GPT2BPETokenizer")
+        merged = tokenizer.merge_file is not None
+        kind = "GPT2BPETokenizer" if merged else FAMILY_DEFAULTS[run.model.family].vocabulary
+        return replace(tokenizer, tokenizer=kind)
     return tokenizer
 
 

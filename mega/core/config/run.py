@@ -21,6 +21,7 @@ from mega.core.config.sections import (
     CheckpointConfig,
     DataConfig,
     EvaluationConfig,
+    FinetuningConfig,
     LogConfig,
     MaskingConfig,
     MemoryConfig,
@@ -47,6 +48,7 @@ class RunConfig:
     memory: MemoryConfig = MemoryConfig()
     data: DataConfig = DataConfig()
     masking: MaskingConfig = MaskingConfig()
+    finetuning: FinetuningConfig = FinetuningConfig()
     tokenizer: TokenizerConfig = TokenizerConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()

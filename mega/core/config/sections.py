@@ -34,6 +34,9 @@ from mega.core.plan.kinds import SCHEDULES
 
 Dtype = Literal["fp32", "bf16", "fp16", "fp64"]
 
+DECODERS, MASKED = ("gpt", "llama"), ("bert", "t5")
+"""Families that read text from left to right, and those whose samples have words masked or taken out."""
+
 MOST_LAYERS = 10_000
 """Ten times as many as the deepest published model has: each is built one by one, also where a run is only planned."""
 
@@ -176,14 +179,35 @@ class ModelConfig(Section):
             "--no-bias-gelu-fusion": weak("gelu"),
         },
     )
+    head_activation: Literal["gelu", "gelu_tanh"] = option(
+        "gelu", "activation of BERT's head for masked words", families=("bert",)
+    )
     bias: bool = option(True, "biases in the linears", megatron={"--disable-bias-linear": False})
     qkv_bias: bool | None = option(None, "biases of query, key and value [as --bias]")
     qk_norm: bool = option(False, "normalise queries and keys per head", megatron={"--qk-layernorm": True})
     tied: bool = option(
-        True, "output layer shares the embedding's weights", megatron={"--untie-embeddings-and-output-weights": False}
+        True,
+        "output layer shares the embedding's weights",
+        megatron={"--untie-embeddings-and-output-weights": False},
+        families={False: DECODERS},
+    )
+    norm_placement: Literal["pre", "post"] = option(
+        "pre",
+        "norms before each branch, or after its sum as in the original BERT, which has one after the embeddings too",
+        families={"post": ("bert",)},
     )
     post_norm_residual: bool = option(
-        False, "take the residual after the norm", megatron={"--apply-residual-connection-post-layernorm": True}
+        False,
+        "take the residual after the norm",
+        megatron={"--apply-residual-connection-post-layernorm": True},
+        needs={"norm_placement": ("pre",)},
+    )
+    binary_head: bool = option(
+        True,
+        "a BERT sample has two parts, whose order is to be predicted",
+        megatron={"--bert-no-binary-head": False},
+        families=("bert",),
+        formerly="masking",
     )
     hidden_dropout: float = option(
         0.1, "dropout of the residual stream", megatron="--hidden-dropout", within=BELOW_ONE, on_resume="noted"
@@ -197,6 +221,25 @@ class ModelConfig(Section):
         megatron="--init-method-std",
         within=NOT_NEGATIVE,
         on_resume="free",
+    )
+    lora_rank: int = option(
+        0,
+        "rank of low-rank adapters, which alone are trained; 0 is none",
+        within=NOT_NEGATIVE,
+        most=2**16,
+    )
+    lora_alpha: float = option(
+        16.0, "adapters are scaled by this over --lora-rank", within=POSITIVE, read_with={"lora_rank": COUNT}
+    )
+    lora_targets: tuple[str, ...] = option(
+        (), "linears of the blocks with adapters, such as q_proj v_proj [all]", read_with={"lora_rank": COUNT}
+    )
+    lora_dropout: float = option(
+        0.0,
+        "dropout of the adapters' inputs",
+        within=BELOW_ONE,
+        on_resume="noted",
+        read_with={"lora_rank": COUNT},
     )
 
 
@@ -610,7 +653,9 @@ class DataConfig(Section):
     test_data: tuple[str, ...] = option((), "test prefixes, used whole", megatron="--test-data-path")
     valid_sets: tuple[str, ...] = option((), "more validation sets, each as name=prefix and reported by its name")
     corpora: str | None = option(None, "a TOML file whose table [corpora] gives names to prefixes")
-    chat_data: tuple[str, ...] = option((), "conversations in JSON lines, instead of token files", on_resume="noted")
+    chat_data: tuple[str, ...] = option(
+        (), "conversations in JSON lines, instead of token files", on_resume="noted", families=DECODERS
+    )
     chat_template: str = option("plain", "llama2, llama3, chatml, plain, or a Jinja file", needs={"chat_data": ()})
     split: str = option(
         "969, 30, 1",
@@ -635,12 +680,21 @@ class DataConfig(Section):
         "positions restart after each end of document",
         megatron={"--reset-position-ids": True},
         on_resume="noted",
+        families=DECODERS,
     )
     reset_attention: bool = option(
-        False, "documents do not attend to one another", megatron={"--reset-attention-mask": True}, on_resume="noted"
+        False,
+        "documents do not attend to one another",
+        megatron={"--reset-attention-mask": True},
+        on_resume="noted",
+        families=DECODERS,
     )
     eod_mask_loss: bool = option(
-        False, "no loss where the input is an end of document", megatron={"--eod-mask-loss": True}, on_resume="noted"
+        False,
+        "no loss where the input is an end of document",
+        megatron={"--eod-mask-loss": True},
+        on_resume="noted",
+        families=DECODERS,
     )
     allow_tokenizer_mismatch: bool = option(
         False,
@@ -649,10 +703,6 @@ class DataConfig(Section):
     data_workers: int = option(
         2, "0: read a step when it is due, else ahead on a thread", megatron="--num-workers", within=NOT_NEGATIVE
     )
-
-
-MASKED = ("bert", "t5")
-"""Families whose samples have words masked or taken out."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -681,12 +731,6 @@ class MaskingConfig(Section):
         within=BELOW_ONE,
         families=MASKED,
     )
-    binary_head: bool = option(
-        True,
-        "a BERT sample has two parts, whose order is to be predicted",
-        megatron={"--bert-no-binary-head": False},
-        families=("bert",),
-    )
     decoder_seq_length: int = option(
         128,
         "tokens of a T5 sample's decoder",
@@ -695,6 +739,20 @@ class MaskingConfig(Section):
         most=2**26,
         families=("t5",),
     )
+
+
+TASKS: dict[str, tuple[str, ...]] = {"lm": ()}
+"""Kind of task -> the options without which it has nothing to train on; training/kinds.py makes it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinetuningConfig(Section):
+    """What a run is trained towards."""
+
+    title: ClassVar[str] = "Finetuning"
+    bench: ClassVar[Bench] = "unused"
+
+    task: str = option("lm", "what is trained: lm is the next token", choices=TASKS, on_resume="must match")
 
 
 TOKENIZERS: dict[str, tuple[str, ...]] = {

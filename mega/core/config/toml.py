@@ -120,7 +120,7 @@ def unfit(table: str, key: str, value: Any) -> str | None:
     if entry is None:
         own = [name for name, entry in entries().items() if entry.section == table]
         return f"is not an option{nearest(key, own) or nearest(key, entries())}"
-    if entry.section != table:
+    if table not in (entry.section, entry.option.formerly):
         return f"belongs under [{entry.section}], not here"
     if entry.many:
         if isinstance(value, list) and all(_is(entry.kind, item) for item in value):

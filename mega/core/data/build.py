@@ -87,11 +87,12 @@ def build_datasets(
     samples: tuple[int, int, int],
     tokenizer: Tokenizer | None = None,
     masking: MaskingConfig = _GPT,
+    pairs: bool = True,
 ) -> Datasets:
     """Datasets that hold at least `samples` (train, valid, test) samples of the kind that `masking` names.
 
     seq_length: tokens of a sample; a GPT sample has one more. vocab: the true vocabulary size, against which every
-    corpus is held.
+    corpus is held. pairs: whether a BERT sample has two parts.
     Raises ValueError naming flag and file.
     """
     if data.mock_data:
@@ -108,7 +109,7 @@ def build_datasets(
         return _records(data, own, seq_length, seed, vocab, samples)
     split_shares(data.split)
     made_with = None if tokenizer is None else tokenizer.identity()
-    builder = _Builder(recipe(masking, seq_length, seed, tokenizer), data, vocab, made_with)
+    builder = _Builder(recipe(masking, seq_length, seed, tokenizer, pairs), data, vocab, made_with)
     made = {
         name: builder.blend(
             "--data-path" if data.data_path else f"--{name}-data",

@@ -102,6 +102,8 @@ class Masked:
     vocabulary: Vocabulary
     seq_length: int
     seed: int
+    pairs: bool = True
+    """A BERT sample has two parts."""
 
     def __post_init__(self) -> None:
         if self._room < 2:
@@ -129,7 +131,7 @@ class Masked:
             "max_length": self._room,
             "short_prob": masking.short_seq_prob,
             "seed": self.seed,
-            "min_sentences": 2 if masking.sample_kind == "bert" and masking.binary_head else 1,
+            "min_sentences": 2 if masking.sample_kind == "bert" and self.pairs else 1,
         }
         key = {
             "kind": "sentences",
@@ -156,7 +158,7 @@ class Masked:
                 seq_length=self.seq_length,
                 seed=self.seed,
                 mask_prob=masking.mask_prob,
-                binary_head=masking.binary_head,
+                binary_head=self.pairs,
             )
         return T5Dataset(
             corpus,
@@ -169,10 +171,12 @@ class Masked:
         )
 
 
-def recipe(masking: MaskingConfig, seq_length: int, seed: int, tokenizer: Tokenizer | None) -> Recipe:
-    """The recipe of `--sample-kind`; ValueError where the tokenizer has not what it takes."""
+def recipe(
+    masking: MaskingConfig, seq_length: int, seed: int, tokenizer: Tokenizer | None, pairs: bool = True
+) -> Recipe:
+    """The recipe of `--sample-kind`; ValueError where the tokenizer has not what it takes. pairs: of BERT's samples."""
     if masking.sample_kind == "gpt":
         return Gpt(seq_length, seed)
     if tokenizer is None:
         raise ValueError(f"--sample-kind {masking.sample_kind}: needs a tokenizer; give --tokenizer and its files")
-    return Masked(masking, Vocabulary.of(tokenizer), seq_length, seed)
+    return Masked(masking, Vocabulary.of(tokenizer), seq_length, seed, pairs)

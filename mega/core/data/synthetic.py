@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
-from mega.core.batch import DecoderBatch
+from mega.core.batch import DecoderBatch, MaskedBatch
 from mega.core.config.sections import ModelConfig
 from mega.core.ops.counter import key, mix
 
@@ -45,3 +47,51 @@ def decoder_prompt(ids: torch.Tensor) -> DecoderBatch:
     positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
     weights = torch.ones(ids.shape, device=ids.device)
     return DecoderBatch(ids, ids, weights, positions, torch.arange(len(ids), device=ids.device))
+
+
+def masked_batch(
+    model: ModelConfig, length: int, samples: torch.Tensor, *, seed: int, ragged: bool = True, documents: bool = False
+) -> MaskedBatch:
+    """Rows of two parts of random tokens, of which about one in seven is masked. samples: int64 [b].
+
+    ragged: rows are padded, half of their length at the most, and of every fourth it is not known in which order its
+    parts are. documents: changes nothing, a row is one.
+    """
+    assert model.vocab is not None
+    bits = _masked_bits(samples, length, seed)
+    lengths = length - (samples * 7919) % (length // 2 + 1) if ragged else torch.full_like(samples, length)
+    pairs = (bits[:, 0] >> 40) & 1
+    if ragged:
+        pairs = pairs.masked_fill(samples % 4 == 3, -1)
+    return _masked_rows((bits & 0x7FFFFFFF) % model.vocab, lengths, pairs, samples, bits)
+
+
+def masked_rows(samples: Sequence[Any], first: int) -> MaskedBatch:
+    """Rows of token ids, int64 [seq_length + 1] each, as rows of two parts. first: global number of the first."""
+    tokens = torch.stack([torch.from_numpy(row[:-1]) for row in samples])
+    numbers = torch.arange(first, first + len(samples))
+    lengths = torch.full_like(numbers, tokens.shape[1])
+    return _masked_rows(tokens, lengths, numbers % 2, numbers, _masked_bits(numbers, tokens.shape[1], 0))
+
+
+def _masked_bits(samples: torch.Tensor, length: int, seed: int) -> torch.Tensor:
+    """int64 [b, length], a function of sample numbers and columns."""
+    return mix(mix(samples + key(seed, "masked"))[:, None] + torch.arange(length, device=samples.device))
+
+
+def _masked_rows(
+    tokens: torch.Tensor, lengths: torch.Tensor, pairs: torch.Tensor, samples: torch.Tensor, bits: torch.Tensor
+) -> MaskedBatch:
+    """Token 0 stands for a mask. The second part begins in the middle."""
+    columns = torch.arange(tokens.shape[1], device=samples.device)
+    real = columns < lengths[:, None]
+    masked = real & ((bits >> 32) % 7 == 0)
+    return MaskedBatch(
+        tokens=tokens.masked_fill(masked | ~real, 0),
+        labels=tokens.masked_fill(~masked, 0),
+        loss_weights=masked.float(),
+        types=(real & (columns >= lengths[:, None] // 2)).long(),
+        lengths=lengths,
+        pairs=pairs,
+        samples=samples,
+    )

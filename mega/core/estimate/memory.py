@@ -19,7 +19,7 @@ from mega.core.config.run import RunConfig
 from mega.core.estimate.footprint import Footprint, footprint
 from mega.core.estimate.hardware import GIB
 from mega.core.estimate.weights import BYTES, Chunk, Weights, stage_chunks, stage_weights, transient_buckets, wide
-from mega.core.inventory import parameters
+from mega.core.inventory import inventory, parameters
 from mega.core.plan import Act, Compute, Exchange, plan
 from mega.core.plan.exchange import needs
 
@@ -164,13 +164,14 @@ def communicators(run: RunConfig, dp: int) -> int:
 
 
 def checkpoint_bytes(run: RunConfig) -> int:
-    """Bytes of tensors in one checkpoint: weights, and masters and moments where they are saved."""
+    """Bytes of tensors in one checkpoint: trained weights, and masters and moments where they are saved."""
     weight, high = BYTES[run.precision.dtype], wide(run.precision.dtype)
     apart = run.optimizer.optimizer_offload  # the host then updates masters of its own
     masters = high if high != weight and (apart or run.precision.masters) else 0
     moments = {"adam": 2, "lamb": 2, "sgd": int(run.optimizer.sgd_momentum > 0), "adafactor": 0}
     state = masters + moments[run.optimizer.optimizer] * high
-    return parameters(run.model) * (weight + (state if run.checkpoint.save_optim else 0))
+    kept = sum(tensor.elements for tensor in inventory(run.model) if tensor.trainable)
+    return kept * (weight + (state if run.checkpoint.save_optim else 0))
 
 
 def logits_bytes(run: RunConfig) -> int:

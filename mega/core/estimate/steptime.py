@@ -301,7 +301,7 @@ class _Times:
         """Summing a stage's gradients over the data ranks, if nothing hides it."""
         parallel = self.run.parallel
         assert self.run.precision.grad_dtype
-        size = held.parameters * BYTES[self.run.precision.grad_dtype]
+        size = (held.parameters - held.frozen_parameters) * BYTES[self.run.precision.grad_dtype]
         return self.collective(size, dp * parallel.cp, parallel.tp) * (1 if parallel.zero else 2)
 
     def sharing(self, dp: int, held: Weights, chunk: Pass) -> float:
@@ -333,7 +333,7 @@ class _Times:
         if run.optimizer.optimizer_offload:
             seconds += self.offloaded(own, min(dp * parallel.cp * parallel.tp * parallel.pp, on.node))
         if shares > 1 and parallel.zero < 3:
-            gathered = self.collective(held.weights, shares, parallel.tp)
+            gathered = self.collective(held.weights - held.frozen, shares, parallel.tp)
             beside = self.ours and parallel.overlap_param_gather and not self.recorded
             seconds += exposed(gathered, forward) if beside else gathered
         return seconds
@@ -387,8 +387,11 @@ class _Times:
         return total * max(1.0, asks * self.on.host * 1e-6 / total.all)
 
     def linear(self, ins: int, outs: int) -> Pass:
-        """The three products of a linear layer."""
-        tokens = self.z.tokens
+        """The three products of a linear layer; with an adapter, its own in place of the weight's gradient."""
+        tokens, rank = self.z.tokens, self.run.model.lora_rank
+        if rank:
+            added = self.product(tokens, ins, rank) + self.product(tokens, rank, outs)
+            return Pass(self.product(tokens, ins, outs) + added, self.product(tokens, outs, ins) + added, added)
         return Pass(self.product(tokens, ins, outs), self.product(tokens, outs, ins), self.product(outs, tokens, ins))
 
     def fp8_linear(self, ins: int, outs: int) -> Pass:

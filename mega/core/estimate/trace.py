@@ -416,6 +416,8 @@ class _Rank:
         self.live = Live({} if run.runtime.device == "cpu" else WORKSPACES)
         for bucket in self.grads.buckets:
             self.live.ignore(bucket.weights, bucket.own_grads)
+        self.live.ignore(*(weight.data for part in own for weight in part if not weight.requires_grad))
+        own = [[weight for weight in part if weight.requires_grad] for part in own]
         if self.exchanges is not None:
             self.live.ignore(self.exchanges.memory)
         self.recorder = _Recorder(self.live, len(units))

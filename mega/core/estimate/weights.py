@@ -56,7 +56,8 @@ class Weights:
     """Bytes of one rank. `masters` is 0 where the weights are themselves wide enough, or none are kept.
 
     parameters: elements, vocabulary padding included. largest: bytes of the largest bucket's weights. host: masters and
-    moments that lie in the host's memory instead.
+    moments that lie in the host's memory instead. frozen: bytes of those weights that are not trained, and which have
+    nothing else; frozen_parameters: their elements.
     """
 
     parameters: int
@@ -66,6 +67,8 @@ class Weights:
     moments: int
     largest: int
     host: int = 0
+    frozen: int = 0
+    frozen_parameters: int = 0
 
     @property
     def total(self) -> int:
@@ -114,14 +117,19 @@ def _stage_weights(run: RunConfig, dp: int, chunks: tuple[Chunk, ...]) -> Weight
     apart = run.optimizer.optimizer_offload
     masters = sum(one.span * high for one in buckets if apart or (precision.masters and one.width != high))
     moments = sum(_moments(run, bucket) for bucket in buckets) * high
+    frozen = [one for chunk in chunks for part in _parameters(run, chunk) for one in part if not trained(one)]
+    frozen_bytes = sum(one.elements * BYTES[one.dtype] for one in frozen)
+    frozen_parameters = sum(one.elements for one in frozen)
     return Weights(
-        parameters=sum(bucket.parameters for bucket in buckets),
-        weights=sum((one.span if parallel.zero >= 3 else one.length) * one.width for one in buckets),
+        parameters=sum(bucket.parameters for bucket in buckets) + frozen_parameters,
+        weights=sum((one.span if parallel.zero >= 3 else one.length) * one.width for one in buckets) + frozen_bytes,
         grads=grads,
         masters=0 if apart else masters,
         moments=0 if apart else moments,
         largest=max(one.length * one.width for one in buckets),
         host=masters + moments if apart else 0,
+        frozen=frozen_bytes,
+        frozen_parameters=frozen_parameters,
     )
 
 
@@ -178,7 +186,7 @@ def stage_buckets(run: RunConfig, dp: int, chunks: Sequence[Chunk]) -> Iterator[
         stages=_tied_stages(run.model, parallel.pp, parallel.chunks, parallel.stage_layers),
     )
     for chunk in chunks:
-        parts = _parameters(run, chunk)
+        parts = _trained_parts(_parameters(run, chunk))
         held = [(unit, number) for unit, part in enumerate(parts) for number in range(len(part))]
         if parallel.zero < 3:
             for spec in plan_buckets([parts[unit][number] for unit, number in held], rules):
@@ -204,6 +212,17 @@ def _bucket(spec: BucketSpec, places: Sequence[Place], parts: Sequence[Sequence[
         here,
         any(len(parameter.tensors[0].units) > 1 for parameter in held),
     )
+
+
+def trained(parameter: ParameterSpec) -> bool:
+    """Whether a parameter has gradients, and so lies in a bucket."""
+    return parameter.tensors[0].trainable
+
+
+def _trained_parts(parts: Sequence[list[ParameterSpec]]) -> list[list[ParameterSpec]]:
+    """The trained parameters of each unit; blocks that share theirs still do."""
+    kept = {id(part): [one for one in part if trained(one)] for part in parts}
+    return [kept[id(part)] for part in parts]
 
 
 def _parameters(run: RunConfig, chunk: Chunk) -> list[list[ParameterSpec]]:

@@ -13,6 +13,7 @@ from torch import nn
 
 from mega.core.checkpoint.forms.companions import tokenizer_kind
 from mega.core.checkpoint.forms.form import SpecialTokens
+from mega.core.checkpoint.own.base import joined
 from mega.core.checkpoint.own.model import model_of
 from mega.core.checkpoint.own.pieces import Piece
 from mega.core.checkpoint.own.store import Checkpoint, CheckpointError
@@ -39,7 +40,7 @@ MODELS = {"HuggingFaceTokenizer": "tokenizer.json", "FairseqTokenizer": "dict.tx
 
 def load_model(checkpoint: Checkpoint, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> Any:
     """The whole model as one stage, for evaluation. Errors: CheckpointError naming file or tensor."""
-    where = torch.device(device)
+    where, checkpoint = torch.device(device), joined(checkpoint)
     model = model_of(checkpoint.meta, str(checkpoint.path))
     factory = ParameterFactory({}, dtype, where, choose(where, dtype))
     stage: Any = family(model).stage(model, units(model), factory, ALONE)

@@ -14,7 +14,8 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 
 from mega.core.config.sections import ModelConfig
-from mega.core.inventory import decoder
+from mega.core.inventory import bert, decoder
+from mega.core.inventory.adapters import adapted, linear_names, without_adapters
 from mega.core.inventory.tensor import Cut, Init, Partial, Table, Tensor, Unit, padded
 from mega.core.plan.layers import stage_layers, unit_stages
 
@@ -27,19 +28,29 @@ __all__ = [
     "Tensor",
     "Unit",
     "inventory",
+    "linears",
     "padded",
     "parameters",
     "placement",
     "units",
+    "without_adapters",
 ]
 
-TABLES: dict[str, Table] = {"gpt": decoder.TABLE, "llama": decoder.TABLE}
+TABLES: dict[str, Table] = {"gpt": decoder.TABLE, "llama": decoder.TABLE, "bert": bert.TABLE}
 """Family -> its table."""
 
 
 def inventory(model: ModelConfig) -> Iterator[Tensor]:
-    """The logical tensors of a resolved model config, in the order of its forward pass."""
-    return TABLES[model.family].tensors(model)
+    """The logical tensors of a resolved model config, adapters included, in the order of its forward pass.
+
+    Errors: ValueError where --lora-targets names none of its linears.
+    """
+    return adapted(model, TABLES[model.family].tensors(model))
+
+
+def linears(model: ModelConfig) -> list[str]:
+    """What the linears of a model's blocks are called, of which --lora-targets chooses some."""
+    return linear_names(TABLES[model.family].tensors(model))
 
 
 def units(model: ModelConfig) -> tuple[Unit, ...]:

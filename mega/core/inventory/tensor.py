@@ -41,7 +41,10 @@ class Init:
 
 @dataclass(frozen=True)
 class Tensor:
-    """One logical tensor. Several units mean one tensor used several times (tied embeddings)."""
+    """One logical tensor. Several units mean one tensor used several times (tied embeddings).
+
+    trainable: whether it gets gradients; what does not has no bucket, no moments and no masters.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -49,6 +52,7 @@ class Tensor:
     init: Init
     cut: Cut | None = None
     partial: tuple[Partial, ...] = ()
+    trainable: bool = True
 
     @property
     def decays(self) -> bool:

@@ -1,7 +1,7 @@
-"""One transformer block: norm, attention, norm, feed-forward, each branch added to the residual stream.
+"""One transformer block: attention and feed-forward, each with its norm and added to the residual stream.
 
-The same block is GPT's and Llama's; what differs are values of the model config. Shapes are those of one tensor
-rank: `heads` below are this rank's, tokens are ours between regions under sequence parallelism.
+The same block is GPT's, Llama's and BERT's; what differs are values of the model config and of the mask. Shapes are
+those of one tensor rank: `heads` below are this rank's, tokens are ours between regions under sequence parallelism.
 """
 
 from __future__ import annotations
@@ -25,6 +25,13 @@ from mega.core.parallel.weight import ParameterFactory, Weight
 
 Tensors = Mapping[str, Tensor]
 """The block's inventory by names relative to the block."""
+
+
+NORMS = {
+    "pre": ("input_layernorm", "post_attention_layernorm"),
+    "post": ("post_attention_layernorm", "post_feedforward_layernorm"),
+}
+"""Placement -> names of attention's norm and of the feed-forward layer's."""
 
 
 class ResidualState(NamedTuple):
@@ -67,7 +74,7 @@ def biases(tensors: Tensors, *names: str) -> list[Tensor]:
 
 
 class Attention(nn.Module):
-    """Causal self-attention with grouped heads; query, key and value are one GEMM."""
+    """Self-attention with grouped heads; query, key and value are one GEMM."""
 
     def __init__(self, factory: ParameterFactory, model: ModelConfig, tensors: Tensors, layer: int, region: Region):
         super().__init__()
@@ -75,7 +82,7 @@ class Attention(nn.Module):
         self.layer, self.width = layer, model.head_dim
         self.heads, self.kv_heads = model.heads // region.size, model.kv_heads // region.size
         self.first_head = region.axis.index * self.heads
-        self.dropout = model.attention_dropout
+        self.dropout, self.adapter_dropout = model.attention_dropout, model.lora_dropout
         names = [f"self_attn.{one}_proj" for one in "qkv"]
         self.ops = factory.ops
         self.qkv = ColumnLinear(factory, [tensors[f"{name}.weight"] for name in names], biases(tensors, *names), region)
@@ -87,8 +94,9 @@ class Attention(nn.Module):
     def forward(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         """x [tokens, h] -> [tokens, h], to which the bias of `out` is still to be added."""
         normed = self.q_norm is not None
+        drop = context.adapter_dropout(self.adapter_dropout, self.layer, "qkv_adapter")
         rotary = None if normed else context.rotary
-        q, k, v = self.ops.split_heads(self.qkv.biased(x), self.qkv.bias, self.heads, self.kv_heads, rotary)
+        q, k, v = self.ops.split_heads(self.qkv.biased(x, drop), self.qkv.bias, self.heads, self.kv_heads, rotary)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(ResidualState(q))[1], self.k_norm(ResidualState(k))[1]
             if context.rotary is not None:
@@ -96,28 +104,31 @@ class Attention(nn.Module):
         q, k, v = (x.unflatten(0, (context.batch, context.seq)) for x in (q, k, v))
         mask = context.attention_mask(self.dropout, self.layer, self.first_head)
         mixed = self.ops.attention(q, k, v, mask)
-        return self.out.matmul(mixed.reshape(context.batch * context.seq, -1))
+        drop = context.adapter_dropout(self.adapter_dropout, self.layer, "out_adapter")
+        return self.out.matmul(mixed.reshape(context.batch * context.seq, -1), drop)
 
 
 class FeedForward(nn.Module):
     """Out to the wide layer, activation, and back; gate and up are one GEMM."""
 
-    def __init__(self, factory: ParameterFactory, model: ModelConfig, tensors: Tensors, region: Region):
+    def __init__(self, factory: ParameterFactory, model: ModelConfig, tensors: Tensors, layer: int, region: Region):
         super().__init__()
+        self.layer, self.adapter_dropout = layer, model.lora_dropout
         self.activation, self.ops, self.recompute = model.activation, factory.ops, factory.recompute
         names = ["mlp.gate_proj", "mlp.up_proj"] if model.activation == "swiglu" else ["mlp.up_proj"]
         self.up = ColumnLinear(factory, [tensors[f"{name}.weight"] for name in names], biases(tensors, *names), region)
         down = "mlp.down_proj"
         self.down = RowLinear(factory, tensors[f"{down}.weight"], tensors.get(f"{down}.bias"), region)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         """x [tokens, h] -> [tokens, h], to which the bias of `down` is still to be added."""
-        wide, bias = self.up.matmul(x), self.up.bias
+        drop = context.adapter_dropout(self.adapter_dropout, self.layer, "up_adapter")
+        wide, bias = self.up.matmul(x, drop), self.up.bias
         active = self.ops.activate(wide, bias, self.activation)
         if self.recompute:
             freed = wide.detach()
             with_recipe(active, lambda: self.ops.activate(freed, bias, self.activation))
-        return self.down.matmul(active)
+        return self.down.matmul(active, context.adapter_dropout(self.adapter_dropout, self.layer, "down_adapter"))
 
 
 class Block(nn.Module):
@@ -127,17 +138,36 @@ class Block(nn.Module):
         super().__init__()
         self.layer, self.dropout = layer, model.hidden_dropout
         self.post_norm_residual = model.post_norm_residual
-        self.attention_norm = Norm(factory, model, tensors, "input_layernorm")
+        self.pre = model.norm_placement == "pre"
+        first, second = NORMS[model.norm_placement]
+        self.attention_norm = Norm(factory, model, tensors, first)
         self.attention = Attention(factory, model, tensors, layer, region)
-        self.feed_forward_norm = Norm(factory, model, tensors, "post_attention_layernorm")
-        self.feed_forward = FeedForward(factory, model, tensors, region)
+        self.feed_forward_norm = Norm(factory, model, tensors, second)
+        self.feed_forward = FeedForward(factory, model, tensors, layer, region)
 
     def forward(self, stream: ResidualState, context: ForwardContext) -> ResidualState:
+        return self._norms_before(stream, context) if self.pre else self._norms_after(stream, context)
+
+    def _norms_before(self, stream: ResidualState, context: ForwardContext) -> ResidualState:
         x, normed = self.attention_norm(stream)
-        branch = self._branch(self.attention(normed, context), self.attention.out, context, "attention_out")
+        branch = self._attended(normed, context)
         x, normed = self.feed_forward_norm(ResidualState(normed if self.post_norm_residual else x, *branch))
-        branch = self._branch(self.feed_forward(normed), self.feed_forward.down, context, "feed_forward_out")
+        branch = self._fed_forward(normed, context)
         return ResidualState(normed if self.post_norm_residual else x, *branch)
+
+    def _norms_after(self, stream: ResidualState, context: ForwardContext) -> ResidualState:
+        """Each norm is of the sum that its branch makes, and is the residual (Vaswani et al. 2017)."""
+        assert stream.branch is None
+        x = self.attention_norm(ResidualState(stream.x, *self._attended(stream.x, context)))[1]
+        return ResidualState(self.feed_forward_norm(ResidualState(x, *self._fed_forward(x, context)))[1])
+
+    def _attended(self, x: torch.Tensor, context: ForwardContext) -> tuple[torch.Tensor, Weight | None, Dropout | None]:
+        return self._branch(self.attention(x, context), self.attention.out, context, "attention_out")
+
+    def _fed_forward(
+        self, x: torch.Tensor, context: ForwardContext
+    ) -> tuple[torch.Tensor, Weight | None, Dropout | None]:
+        return self._branch(self.feed_forward(x, context), self.feed_forward.down, context, "feed_forward_out")
 
     def _branch(
         self, out: torch.Tensor, linear: RowLinear, context: ForwardContext, site: str

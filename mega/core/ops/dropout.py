@@ -36,18 +36,20 @@ class _Decided:
 class Dropout(_Decided):
     """Dropout of a token's elements: a function of token, site and element.
 
-    keys: int64 [tokens]. site: a key of `counter.site_key`. rule: of `counter`.
+    keys: int64 [tokens]. site: a key of `counter.site_key`. rule: of `counter`. first: number of the first element,
+    where `x` is a part of a token; kernels take whole ones.
     """
 
     keys: torch.Tensor
     site: int
     probability: float
     rule: int = RULE
+    first: int = 0
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[tokens, h] -> the same, x / (1 - p) where kept, else 0."""
         rows = row_keys(self.keys, self.site)
-        elements = torch.arange(x.shape[-1], device=x.device)
+        elements = torch.arange(self.first, self.first + x.shape[-1], device=x.device)
         return _drop(x, keep_mask(rows[:, None], elements, self.probability, self.rule), self.keep)
 
 

@@ -12,6 +12,8 @@ import torch
 
 from mega.core.ops.dropout import AttentionDropout
 
+Kind = Literal["causal", "full"]
+
 
 @dataclass(frozen=True, eq=False)
 class AttentionMask:
@@ -27,7 +29,7 @@ class AttentionMask:
     dropout: of the attention weights, or None.
     """
 
-    kind: Literal["causal", "full"] = "causal"
+    kind: Kind = "causal"
     window: int | None = None
     q_documents: torch.Tensor | None = None
     k_documents: torch.Tensor | None = None
@@ -69,7 +71,7 @@ class AttentionMask:
         same = self.q_documents[:, None, :, None] == self.k_documents[:, None, None, :]
         return same if seen is None else same & seen
 
-    def simple_kind(self, s: int, t: int) -> Literal["causal", "full"] | None:
+    def simple_kind(self, s: int, t: int) -> Kind | None:
         """What a kernel without a mask argument has to compute: square causal attention, or attention to every key.
 
         None where that would not do: documents, a window or an offset hide keys, or weights are dropped.

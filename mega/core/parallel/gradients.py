@@ -232,8 +232,8 @@ class GradBuffer:
     # -- construction
 
     def _buckets(self, unit: nn.Module, rules: BucketRules) -> Iterator[Bucket]:
-        """Those of the weights of `unit` that no other unit of this rank has had before (tied ones)."""
-        held = [weight for weight in weights(unit) if id(weight) not in self._claimed]
+        """Those of the trainable weights of `unit` that no other unit of this rank has had before (tied ones)."""
+        held = [weight for weight in weights(unit) if weight.requires_grad and id(weight) not in self._claimed]
         self._claimed.update(map(id, held))
         for spec in plan_buckets([parameter_spec(weight) for weight in held], rules):
             yield Bucket(spec, held, self.mesh, zero=self.zero, dtype=self.dtype)
@@ -355,8 +355,9 @@ class GradBuffer:
             bucket.wait_param_gather()
 
     def buckets_of(self, unit: nn.Module) -> list[Bucket]:
-        """The distinct buckets of a unit's weights."""
-        return list({id(home): home for home in (self._bucket_of[id(weight)] for weight in weights(unit))}.values())
+        """The distinct buckets of a unit's trainable weights."""
+        held = [self._bucket_of[id(weight)] for weight in weights(unit) if weight.requires_grad]
+        return list({id(home): home for home in held}.values())
 
     def with_full_params(
         self, unit: nn.Module, run: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor

@@ -6,6 +6,7 @@
 Under sequence parallelism tokens are shared out between regions: entering gathers them, leaving scatters the sum.
 The gathered input is not kept; backward gathers it again while it multiplies (Korthikanti et al. 2022, section 4.2).
 Where the region has a transport, these exchanges overlap the GEMMs they feed, a rank's tokens at a time.
+A weight that is not trained costs no gradient of its own; an adapter's GEMMs run between the layer's (adapter.py).
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from torch import nn
 
 from mega.core.inventory import Tensor
 from mega.core.ops.autograd import keep, kept
+from mega.core.ops.dropout import Dropout
+from mega.core.parallel.adapter import Adapter, Grads, adapter_of, of_columns
 from mega.core.parallel.collectives import (
     all_gather,
     all_reduce,
@@ -30,22 +33,42 @@ from mega.core.parallel.weight import ParameterFactory, Weight
 
 
 class _ColumnMatmul(torch.autograd.Function):
-    """x [tokens, in] -> [tokens, out of this rank]; under sequence x are our tokens."""
+    """x [tokens, in] -> [tokens, out of this rank]; under sequence x are our tokens.
+
+    held: the adapter's weights, which autograd must see.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None, region: Region) -> torch.Tensor:
-        keep(ctx, x)
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: Weight,
+        bias: torch.Tensor | None,
+        region: Region,
+        adapter: Adapter | None = None,
+        drop: Dropout | None = None,
+        *held: Weight,
+    ) -> torch.Tensor:
         ctx.weight, ctx.region, axis, sequence = weight, region, region.axis, region.sequence
+        ctx.adapter, ctx.drop, ctx.dtype = adapter, drop, x.dtype
+        if weight.requires_grad or adapter is not None:
+            keep(ctx, x)
         matmuls, factor = weight.ops.matmuls, weight.to(x.dtype)
         if sequence and region.transport is not None:
             y = x.new_empty((x.shape[0] * axis.size, weight.shape[0]))
             for rows, part in Gather(x, region.transport).parts():
                 matmuls.forward(part, factor, bias, out=y[rows])
             return y
-        return matmuls.forward(all_gather(x, axis) if sequence else x, factor, bias)
+        whole = all_gather(x, axis) if sequence else x
+        y = matmuls.forward(whole, factor, bias)
+        if adapter is not None:
+            ctx.h = adapter.add(whole, y, drop)
+        return y
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None, None]:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        if not ctx.weight.requires_grad:
+            return _frozen_column(ctx, grad)
         x = kept(ctx)
         weight, axis, sequence = ctx.weight, ctx.region.axis, ctx.region.sequence
         matmuls, factor = weight.ops.matmuls, weight.to(x.dtype)
@@ -54,7 +77,7 @@ class _ColumnMatmul(torch.autograd.Function):
             for rows, out in summed.parts():
                 matmuls.dgrad(grad[rows], factor, out=out)
             grad_weight = weight.add_wgrad(grad, gathered.whole(keep=weight.on_wgrad is not None))
-            return weight.ops.total(summed.blocks()), grad_weight, None, None
+            return weight.ops.total(summed.blocks()), grad_weight, None, None, None, None
         # 1 ask for the whole input again while the input's gradient is computed
         whole, gathering = start_all_gather(x, axis) if sequence else (x, None)
         grad = matmuls.prepare(grad)
@@ -68,16 +91,55 @@ class _ColumnMatmul(torch.autograd.Function):
             gathering.wait()
         grad_weight = weight.add_wgrad(grad, whole)
         summing.wait()
-        return grad_x, grad_weight, None, None
+        return grad_x, grad_weight, None, None, None, None
+
+
+def _frozen_column(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    """The backward pass of a column linear whose own weight is not trained."""
+    weight, adapter, drop = ctx.weight, ctx.adapter, ctx.drop
+    axis, sequence = ctx.region.axis, ctx.region.sequence
+    # 1 ask for the whole input again, which only an adapter needs, while the input's gradient is computed
+    whole = gathering = None
+    if adapter is not None:
+        x = kept(ctx)
+        whole, gathering = start_all_gather(x, axis) if sequence else (x, None)
+    matmuls = weight.ops.matmuls
+    grad_x = matmuls.dgrad(matmuls.prepare(grad), weight.to(ctx.dtype))
+    grad_h = None if adapter is None else adapter.dgrad(grad, grad_x, drop)
+    # 2 sum the input's gradient over ranks while the adapter's gradients are computed
+    if sequence:
+        grad_x, summing = start_reduce_scatter(grad_x, axis)
+    else:
+        summing = all_reduce(grad_x, axis, wait=False)
+    grads: Grads = ()
+    if adapter is not None:
+        if gathering is not None:
+            gathering.wait()
+        grads = adapter.wgrad(whole, ctx.h, grad, grad_h, drop)
+    summing.wait()
+    return grad_x, None, None, None, None, None, *grads
 
 
 class _RowMatmul(torch.autograd.Function):
-    """x [tokens, in of this rank] -> [tokens, out], summed over ranks; under sequence our tokens of it."""
+    """x [tokens, in of this rank] -> [tokens, out], summed over ranks; under sequence our tokens of it.
+
+    held: the adapter's weights, which autograd must see.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: Weight, region: Region) -> torch.Tensor:
-        keep(ctx, x)
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: Weight,
+        region: Region,
+        adapter: Adapter | None = None,
+        drop: Dropout | None = None,
+        *held: Weight,
+    ) -> torch.Tensor:
         ctx.weight, ctx.region, axis, sequence = weight, region, region.axis, region.sequence
+        ctx.adapter, ctx.drop = adapter, drop
+        if weight.requires_grad or adapter is not None:
+            keep(ctx, x)
         matmuls = weight.ops.matmuls
         if sequence and region.transport is not None:
             summed = Scatter(x.shape[0] // axis.size, weight.shape[0], x, region.transport)
@@ -85,13 +147,17 @@ class _RowMatmul(torch.autograd.Function):
                 matmuls.forward(x[rows], weight, out=out)
             return weight.ops.total(summed.blocks())  # type: ignore[no-any-return]
         y = matmuls.forward(x, weight)
+        if adapter is not None:
+            ctx.h = adapter.add(x, y, drop)
         if sequence:
             return reduce_scatter(y, axis)
         all_reduce(y, axis)
         return y
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None]:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        if not ctx.weight.requires_grad:
+            return _frozen_row(ctx, grad)
         x = kept(ctx)  # first: where it brings a whole block back, there is nothing else yet
         weight, axis, sequence = ctx.weight, ctx.region.axis, ctx.region.sequence
         matmuls = weight.ops.matmuls
@@ -103,48 +169,75 @@ class _RowMatmul(torch.autograd.Function):
         else:
             grad = matmuls.prepare(all_gather(grad, axis) if sequence else grad)
             grad_x = matmuls.dgrad(grad, weight)
-        return grad_x, weight.add_wgrad(grad, x), None
+        return grad_x, weight.add_wgrad(grad, x), None, None, None
 
 
-def column_matmul(x: torch.Tensor, weight: Weight, region: Region, bias: torch.Tensor | None = None) -> torch.Tensor:
+def _frozen_row(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    """The backward pass of a row linear whose own weight is not trained."""
+    weight, adapter, drop = ctx.weight, ctx.adapter, ctx.drop
+    x = None if adapter is None else kept(ctx)
+    matmuls = weight.ops.matmuls
+    whole = all_gather(grad, ctx.region.axis) if ctx.region.sequence else grad
+    grad_x = matmuls.dgrad(matmuls.prepare(whole), weight)
+    if adapter is None:
+        return grad_x, None, None, None, None
+    grad_h = adapter.dgrad(whole, grad_x, drop)
+    return grad_x, None, None, None, None, *adapter.wgrad(x, ctx.h, whole, grad_h, drop)
+
+
+def column_matmul(
+    x: torch.Tensor,
+    weight: Weight,
+    region: Region,
+    bias: torch.Tensor | None = None,
+    adapter: Adapter | None = None,
+    drop: Dropout | None = None,
+) -> torch.Tensor:
     """Enter the region and multiply: x [tokens, in] (our tokens under sequence) -> [tokens, rows of weight].
 
-    bias: added in the GEMM's own pass; it gets no gradient from here.
+    bias: added in the GEMM's own pass; it gets no gradient from here. drop: of the adapter's input, all tokens.
     """
-    return _ColumnMatmul.apply(x, weight, bias, region)  # type: ignore[no-any-return, no-untyped-call]
+    held = () if adapter is None else adapter.weights
+    return _ColumnMatmul.apply(x, weight, bias, region, adapter, drop, *held)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class ColumnLinear(nn.Module):
     """Outputs cut over the axis; several logical tensors may be stacked (query, key, value).
 
     The next op computes the bias's gradient, in the pass over its own. `biased` adds the bias while it multiplies;
-    `matmul` leaves that to the next op too.
+    `matmul` leaves that to the next op too. drop: of the adapter's input, for all tokens of the region.
     """
 
     def __init__(self, factory: ParameterFactory, weight: list[Tensor], bias: list[Tensor], region: Region):
         super().__init__()
         self.weight = factory(*weight)
         self.bias = factory(*bias) if bias else None
+        self.adapter = adapter_of(factory, weight, self.weight)
         self.region = region
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.matmul(x)
         return y if self.bias is None else y + self.bias
 
-    def biased(self, x: torch.Tensor) -> torch.Tensor:
-        return column_matmul(x, self.weight, self.region, None if self.bias is None else self.bias.detach())
+    def biased(self, x: torch.Tensor, drop: Dropout | None = None) -> torch.Tensor:
+        bias = None if self.bias is None else self.bias.detach()
+        return column_matmul(x, self.weight, self.region, bias, self.adapter, drop)
 
-    def matmul(self, x: torch.Tensor) -> torch.Tensor:
-        return column_matmul(x, self.weight, self.region)
+    def matmul(self, x: torch.Tensor, drop: Dropout | None = None) -> torch.Tensor:
+        return column_matmul(x, self.weight, self.region, None, self.adapter, drop)
 
 
 class RowLinear(nn.Module):
-    """Inputs cut over the axis; the bias is to be added once, after the sum: `matmul` leaves it to the next op."""
+    """Inputs cut over the axis; the bias is to be added once, after the sum: `matmul` leaves it to the next op.
+
+    drop: of the adapter's input, for all tokens of the region.
+    """
 
     def __init__(self, factory: ParameterFactory, weight: Tensor, bias: Tensor | None, region: Region):
         super().__init__()
         self.weight = factory(weight)
         self.bias = factory(bias) if bias is not None else None
+        self.adapter = adapter_of(factory, [weight], self.weight)
         self.region = region
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -153,5 +246,7 @@ class RowLinear(nn.Module):
     def biased(self, y: torch.Tensor) -> torch.Tensor:
         return y if self.bias is None else y + self.bias
 
-    def matmul(self, x: torch.Tensor) -> torch.Tensor:
-        return _RowMatmul.apply(x, self.weight, self.region)  # type: ignore[no-any-return, no-untyped-call]
+    def matmul(self, x: torch.Tensor, drop: Dropout | None = None) -> torch.Tensor:
+        drop = of_columns(drop, self.region.axis.index, x.shape[1])
+        held = () if self.adapter is None else self.adapter.weights
+        return _RowMatmul.apply(x, self.weight, self.region, self.adapter, drop, *held)  # type: ignore[no-any-return, no-untyped-call]

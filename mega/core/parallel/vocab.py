@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from mega.core.inventory import Tensor
+from mega.core.ops.autograd import deliver
 from mega.core.parallel.collectives import all_reduce, reduce_from_region
 from mega.core.parallel.linear import column_matmul
 from mega.core.parallel.mesh import Axis
@@ -62,9 +63,10 @@ class VocabEmbedding(nn.Module):
         return reduce_from_region(rows, self.region.axis, self.region.sequence)
 
 
-def logits(x: torch.Tensor, weight: Weight, region: Region) -> torch.Tensor:
+def logits(x: torch.Tensor, weight: Weight, region: Region, bias: Weight | None = None) -> torch.Tensor:
     """x [tokens, h] (our tokens under sequence) -> [tokens, ids of this rank], padding at minus infinity."""
     out = column_matmul(x, weight, region)
+    out = out if bias is None else out + bias
     real = weight.segments[0].shard.size[0]
     if real == weight.shape[0]:
         return out
@@ -77,8 +79,10 @@ class _CrossEntropy(torch.autograd.Function):
     ranks, and the sums brought to it; 3 add both over ranks. Backward: softmax minus one at the label."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, labels: torch.Tensor, weight: Weight, axis: Axis) -> torch.Tensor:
-        ctx.ops, ctx.real = weight.ops, weight.segments[0].shard.size[0]
+    def forward(
+        ctx: Any, x: torch.Tensor, labels: torch.Tensor, weight: Weight, axis: Axis, bias: Weight | None
+    ) -> torch.Tensor:
+        ctx.ops, ctx.real, ctx.bias = weight.ops, weight.segments[0].shard.size[0], bias
         # 1
         local = labels - axis.index * x.shape[1]
         largest, total, target = ctx.ops.softmax_parts(x, local, ctx.real)
@@ -95,14 +99,20 @@ class _CrossEntropy(torch.autograd.Function):
         return log_total - target
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None, torch.Tensor | None]:
         x, local, log_total = ctx.saved_tensors
-        return ctx.ops.softmax_gradient(x, local, log_total, grad, ctx.real), None, None, None
+        grad_x = ctx.ops.softmax_gradient(x, local, log_total, grad, ctx.real)
+        if ctx.bias is None:
+            return grad_x, None, None, None, None
+        return grad_x, None, None, None, deliver(ctx.bias, grad_x.sum(0, dtype=grad.dtype))
 
 
-def cross_entropy(x: torch.Tensor, labels: torch.Tensor, weight: Weight, region: Region) -> torch.Tensor:
+def cross_entropy(
+    x: torch.Tensor, labels: torch.Tensor, weight: Weight, region: Region, bias: Weight | None = None
+) -> torch.Tensor:
     """Negative log-likelihood [tokens] in max(fp32, dtype) under the head `weight`, for the labels int64 [tokens].
 
-    x [tokens, h], our tokens under sequence.
+    x [tokens, h], our tokens under sequence. bias: of the logits, cut like the vocabulary.
     """
-    return _CrossEntropy.apply(column_matmul(x, weight, region), labels, weight, region.axis)  # type: ignore[no-any-return, no-untyped-call]
+    made = column_matmul(x, weight, region, None if bias is None else bias.detach())
+    return _CrossEntropy.apply(made, labels, weight, region.axis, bias)  # type: ignore[no-any-return, no-untyped-call]

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from mega.core.inventory import Tensor
+from mega.core.inventory.adapters import AdapterSpec
 from mega.core.ops.counter import key, normal_
 from mega.core.ops.suite import REFERENCE, Ops
 from mega.core.shard import Shard, shard
@@ -33,7 +34,7 @@ class Segment:
 
 
 class Weight(nn.Parameter):
-    """A parameter with segments.
+    """A parameter with segments. One whose tensors are not trainable takes no gradient.
 
     uses: how often its gradient arrives in one backward pass (2 for a tied embedding on one stage).
     main_grad: where gradients accumulate, shaped like the weight; None leaves them to autograd.
@@ -53,12 +54,15 @@ class Weight(nn.Parameter):
     def __new__(cls, data: torch.Tensor, segments: tuple[Segment, ...], ops: Ops = REFERENCE) -> Self:
         weight = super().__new__(cls, data, requires_grad=True)
         weight.segments, weight.ops, weight.uses = segments, ops, 1
+        weight.requires_grad_(all(segment.shard.tensor.trainable for segment in segments))
         weight.main_grad = weight.on_main_grad = weight.on_grad_ready = weight.on_wgrad = None
         return weight
 
     def add_wgrad(self, grad: Any, x: torch.Tensor) -> torch.Tensor | None:
         """The gradient of y = x W^T: grad [n, out] as our matmuls prepare it, x [n, in]. Into `main_grad`, or returned
         where there is none."""
+        if not self.requires_grad:
+            return None
         main_grad = self.open_main_grad()
         if main_grad is None:
             return self.ops.matmuls.wgrad(grad, x)
@@ -71,6 +75,8 @@ class Weight(nn.Parameter):
 
     def accumulate_grad(self, grad: torch.Tensor) -> torch.Tensor | None:
         """A whole gradient in any precision. Into `main_grad`, or returned in our dtype where there is none."""
+        if not self.requires_grad:
+            return None
         main_grad = self.open_main_grad()
         if main_grad is None:
             return grad.to(self.dtype)
@@ -80,6 +86,8 @@ class Weight(nn.Parameter):
 
     def add_rows(self, rows: torch.Tensor, grad: torch.Tensor) -> torch.Tensor | None:
         """The gradient of a look-up: grad [n, h] belongs to rows [n]."""
+        if not self.requires_grad:
+            return None
         main_grad = self.open_main_grad()
         into = torch.zeros_like(self) if main_grad is None else main_grad
         into.index_add_(0, rows, grad.to(into.dtype))
@@ -105,7 +113,8 @@ class ParameterFactory:
 
     embedding: dtype of the tables in front of the first block, where it is not `dtype`. ops: what the layers that hold
     the weights compute with. recompute: norms and activations are computed again in the backward pass, not kept.
-    tied: the tensors of several units that this rank has made.
+    tied: the tensors of several units that this rank has made. adapters: name of a linear's weight -> what is added to
+    it.
     """
 
     coordinates: Mapping[str, tuple[int, int]]
@@ -115,6 +124,7 @@ class ParameterFactory:
     recompute: bool = False
     embedding: torch.dtype | None = None
     tied: dict[str, Weight] = field(default_factory=dict)
+    adapters: Mapping[str, AdapterSpec] = field(default_factory=dict)
 
     @property
     def exact(self) -> ParameterFactory:

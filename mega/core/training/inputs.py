@@ -15,13 +15,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mega.core.config.check import check
-from mega.core.config.resolve import lengths
 from mega.core.config.run import RunConfig, flag_of, options_with, updated
 from mega.core.config.sections import ModelConfig
 from mega.core.config.unread import unread
-from mega.core.inventory import padded
+from mega.core.inventory import inventory, padded
+from mega.core.inventory.adapters import with_adapters
 from mega.core.text.build import build
 from mega.core.text.tokenizer import Tokenizer
+from mega.core.training.kinds import kind_of
 
 if TYPE_CHECKING:
     from mega.core.data.build import Datasets
@@ -68,6 +69,7 @@ def resolve_run(run: RunConfig, world: int) -> ResolvedRun:
         run = dataclasses.replace(run, model=_checkpoint_model(run, notes))
     notes += unread(run)
     run = check(run, world)
+    _check_adapters(run)
     if run.checkpoint.save is None and not run.evaluation.skip_train:
         notes.append(
             f"without --save this run keeps no weights, only {run.log.metrics}; to keep them give --save DIR and "
@@ -80,13 +82,24 @@ def resolve_run(run: RunConfig, world: int) -> ResolvedRun:
     return ResolvedRun(updated(run, {"vocab": vocab}), tuple(notes), tokenizer)
 
 
+def _check_adapters(run: RunConfig) -> None:
+    """Errors: ValueError where there is nothing to add adapters to, or --lora-targets names none of the linears."""
+    if not run.model.lora_rank:
+        return
+    checkpoint = run.checkpoint
+    if checkpoint.load is None and checkpoint.resume is None and not run.runtime.dry_run:
+        raise ValueError(f"--lora-rank {run.model.lora_rank}: needs --load, the weights that adapters are added to")
+    next(inventory(dataclasses.replace(run.model, vocab=run.model.vocab or 1)))
+
+
 def open_inputs(resolved: ResolvedRun) -> Inputs:
     """Open tokenizer and data of a resolved run. Errors: ValueError as of `resolve_run`."""
     from mega.core.data.build import Datasets
 
     run = resolved.run
     tokenizer = resolved.tokenizer or _tokenizer(run)
-    datasets = Datasets() if run.runtime.dry_run and not _has_data(run) else _datasets(run, tokenizer)
+    idle = run.runtime.dry_run and run.finetuning.task == "lm" and not _has_data(run)
+    datasets = Datasets() if idle else kind_of(run).datasets(run, tokenizer)
     return Inputs(run, tokenizer, datasets, (*resolved.notes, *datasets.notes))
 
 
@@ -120,31 +133,6 @@ def _has_data(run: RunConfig) -> bool:
     return bool(data.data_path or data.train_data or data.chat_data or data.mock_data)
 
 
-def _datasets(run: RunConfig, tokenizer: Tokenizer | None) -> Datasets:
-    from mega.core.data.build import build_datasets, samples_requested
-
-    batch, evaluation = run.batch, run.evaluation
-    assert batch.global_batch is not None and batch.seq_length is not None and run.model.vocab is not None
-    requested = samples_requested(
-        steps=lengths(run).steps,
-        global_batch=batch.global_batch,
-        eval_interval=evaluation.eval_interval,
-        eval_iters=evaluation.eval_iters,
-        train_samples=batch.samples,
-    )
-    if evaluation.skip_train:
-        requested = (0, *requested[1:])
-    return build_datasets(
-        run.data,
-        seq_length=batch.seq_length,
-        seed=run.runtime.seed,
-        vocab=run.model.vocab,
-        samples=requested,
-        tokenizer=tokenizer,
-        masking=run.masking,
-    )
-
-
 def _checkpoint_model(run: RunConfig, notes: list[str]) -> ModelConfig:
     """The checkpoint's model. The run's own values count where a run that resumes may have others too; the rest of them
     are noted."""
@@ -154,6 +142,8 @@ def _checkpoint_model(run: RunConfig, notes: list[str]) -> ModelConfig:
     assert run.checkpoint.load is not None
     source = locate(Path(run.checkpoint.load), report=lambda line: None)  # reported when weights are read
     model, default = model_of(source.meta, run.checkpoint.load), ModelConfig()
+    if not model.lora_rank:
+        model = with_adapters(model, run.model)
     given = {
         field.name: value
         for field in dataclasses.fields(ModelConfig)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from mega.core.checkpoint.own.base import describe, named_base, open_base
 from mega.core.checkpoint.own.model import model_of
 from mega.core.checkpoint.own.pieces import CheckpointError, Piece
 from mega.core.checkpoint.own.store import Checkpoint, CheckpointStore, locate, store_at
@@ -14,6 +15,7 @@ from mega.core.checkpoint.own.together import Exchange, alone, together
 from mega.core.config.run import RunConfig, flag_of, options_with, value_of
 from mega.core.data.build import Datasets
 from mega.core.data.dataset import BlendedDataset
+from mega.core.inventory.adapters import with_adapters
 from mega.core.ops.counter import OLD_RULE, RULE
 from mega.core.parallel.mesh import Mesh
 from mega.core.text.tokenizer import Tokenizer
@@ -24,13 +26,30 @@ Report = Callable[[str], None]
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """Where a run starts from. `weights_only` leaves optimizer and progress out."""
+    """Where a run starts from. `weights_only` leaves optimizer and progress out.
+
+    base: where the checkpoint holds adapters alone, the checkpoint that they were trained on.
+    """
 
     checkpoint: Checkpoint
     weights_only: bool
+    base: Checkpoint | None = None
 
 
 def find_resume_point(run: RunConfig, report: Report, exchange: Exchange = alone) -> ResumePoint | None:
+    """Where this run starts from, as `_find` looks for it, and the base of a checkpoint of adapters.
+
+    Errors: ValueError, on all ranks.
+    """
+    point = _find(run, report, exchange)
+    if point is None or named_base(point.checkpoint) is None:
+        return point
+    # What is loaded besides what is resumed is the base, wherever it is now.
+    given = run.checkpoint.load if run.checkpoint.resume is not None else None
+    return dataclasses.replace(point, base=open_base(point.checkpoint, given, report, exchange))
+
+
+def _find(run: RunConfig, report: Report, exchange: Exchange) -> ResumePoint | None:
     """The checkpoint this run starts from: --resume, else --load, else none; the same one on every rank.
 
     Every rank looks, and what they found is compared before any weight is read: of a run's directory, the newest step
@@ -81,6 +100,14 @@ def restore(state: TrainState, point: ResumePoint) -> None:
     """
     checkpoint, run = point.checkpoint, state.run
     _same_model(run, checkpoint)
+    if run.model.lora_rank:
+        base = checkpoint if point.base is None else point.base
+        base.read([_truest(piece, base) for piece in state.frozen_pieces()], cast=True)
+        state.base = describe(base)
+    if not point.weights_only:
+        _same_task(run, checkpoint)
+    if run.model.lora_rank and point.base is None:
+        return  # the adapters are new
     # Masters are the truth; weights of another dtype are rounded from them.
     checkpoint.read([_truest(piece, checkpoint) for piece in state.weight_pieces(mine=False)], cast=True)
     state.optimizer.masters_from_weights()
@@ -190,10 +217,23 @@ def _same_rule(run: RunConfig, checkpoint: Checkpoint) -> None:
         )
 
 
+def _same_task(run: RunConfig, checkpoint: Checkpoint) -> None:
+    """A run is continued towards what it was trained for."""
+    ours = run.finetuning.task
+    stored = checkpoint.meta.get("config", {}).get("finetuning", {}).get("task", "lm")
+    if stored != ours:
+        raise CheckpointError(
+            f"--task {ours}: {checkpoint.path} is of a run with --task {stored}; give that one, or --finetune to start "
+            "a new run from its weights"
+        )
+
+
 def _same_model(run: RunConfig, checkpoint: Checkpoint) -> None:
     """The model's mathematics must be the checkpoint's; else the weights mean something else."""
-    stored: dict[str, Any] = dataclasses.asdict(model_of(checkpoint.meta, str(checkpoint.path)))
-    ours = dataclasses.asdict(run.model)
+    model = model_of(checkpoint.meta, str(checkpoint.path))
+    if named_base(checkpoint) is None:  # adapters of these weights begin here
+        model = with_adapters(model, run.model)
+    stored, ours = dataclasses.asdict(model), dataclasses.asdict(run.model)
     differ = [name for name in options_with(on_resume="must match") if name in ours and ours[name] != stored[name]]
     if run.model.position == "learned" and stored["positions"] != ours["positions"]:
         differ.append("positions")

@@ -204,6 +204,7 @@ class Saver:
         state = self.state
         return {
             **self._fixed,
+            **({"base": dict(state.base)} if state.base is not None else {}),
             "progress": dataclasses.asdict(state.progress),
             "updates": state.optimizer.updates,
             "dropout_rule": state.dropout_rule,

@@ -14,18 +14,15 @@ import torch
 from mega.core.checkpoint.own.together import Exchange, together
 from mega.core.config.resolve import global_batch_at, last_step, microbatches, records_graph
 from mega.core.config.run import RunConfig
-from mega.core.data.batches import Batches
-from mega.core.data.build import Datasets
 from mega.core.data.dataset import Dataset
 from mega.core.device import Device
-from mega.core.family import family
 from mega.core.flops import model_flops_per_token
 from mega.core.parallel.collectives import all_reduce, gather_json
 from mega.core.parallel.launch import connect, disconnect
 from mega.core.parallel.mesh import Groups, Mesh
-from mega.core.text.tokenizer import Tokenizer
 from mega.core.training.evaluation import Evaluation
 from mega.core.training.inputs import Inputs, ResolvedRun, open_inputs
+from mega.core.training.kinds import kind_of
 from mega.core.training.loop import RunLengths, Training
 from mega.core.training.meters import Meters
 from mega.core.training.output import print_line
@@ -36,7 +33,7 @@ from mega.core.training.saver import Saver
 from mega.core.training.schedules import Schedules, resumed_schedules
 from mega.core.training.state import Progress, TrainState
 from mega.core.training.stop import StopSignal
-from mega.core.training.task import HeldOut, Pretraining
+from mega.core.training.task import Task
 from mega.core.training.wire import build_mesh, build_state
 
 
@@ -60,7 +57,7 @@ def pretrain(resolved: ResolvedRun) -> int:
 def start(
     inputs: Inputs, rank: int, world: int, device: Device, groups: Groups, held: contextlib.ExitStack
 ) -> Training:
-    """One rank's pretraining, ready to play. held: keeps the run's directory until it is closed.
+    """One rank's run, ready to play. held: keeps the run's directory until it is closed.
 
     Errors: ValueError on every rank.
     """
@@ -76,7 +73,8 @@ def start(
     if not evaluated.skip_train:
         check_no_newer(run, state.progress.step, exchange)
         _check_length(run, inputs.datasets.train, state.progress, steps)
-    task, schedules = pretraining(run, inputs.datasets, inputs.tokenizer, mesh), _schedules(run, point)
+    task = kind_of(run).task(run, inputs.datasets, inputs.tokenizer, mesh)
+    schedules = _schedules(run, point)
     stop = StopSignal(mesh.everyone, device.torch, on_signal=runtime.exit_on_signal, minutes=runtime.exit_minutes)
     meters = _meters(run, state, steps, stop.fail) if rank == 0 else None
     report = meters.report if meters is not None else _reporter(rank)
@@ -116,35 +114,6 @@ def _resume(state: TrainState, exchange: Exchange) -> ResumePoint | None:
     return point
 
 
-def pretraining(run: RunConfig, data: Datasets, tokenizer: Tokenizer | None, mesh: Mesh) -> Pretraining:
-    """The task of a run: this data coordinate's part of its datasets."""
-    micro_batch, vocab, options = run.batch.micro_batch, run.model.vocab, run.data
-    assert micro_batch is not None and vocab is not None
-
-    def batches(dataset: Dataset) -> Batches:
-        return Batches(
-            dataset,
-            micro_batch=micro_batch,
-            vocab=vocab,
-            dp_index=mesh.dp.index,
-            dp_size=mesh.dp.size,
-            eod=tokenizer.eod if tokenizer is not None else None,
-            order=options.order,
-            eod_mask_loss=options.eod_mask_loss,
-            reset_positions=options.reset_positions,
-            reset_attention=options.reset_attention,
-            read_ahead=options.data_workers > 0,
-            collate=family(run.model).collate,
-        )
-
-    held_out = [] if data.valid is None else [HeldOut("valid", batches(data.valid), continues=True)]
-    return Pretraining(
-        None if data.train is None else batches(data.train),
-        (*held_out, *(HeldOut(name, batches(dataset)) for name, dataset in data.named.items())),
-        () if data.test is None else (HeldOut("test", batches(data.test)),),
-    )
-
-
 def _schedules(run: RunConfig, point: ResumePoint | None) -> Schedules:
     if point is None or point.weights_only or not run.checkpoint.load_optim:
         return Schedules.of(run)
@@ -164,7 +133,7 @@ def _evaluation(
     run: RunConfig,
     world: int,
     state: TrainState,
-    task: Pretraining,
+    task: Task,
     stop: StopSignal,
     meters: Meters | None,
     report: Callable[[str], None],

@@ -21,6 +21,7 @@ from mega.core.optim.scaler import LossScaler
 from mega.core.parallel.gradients import Bucket, GradBuffer
 from mega.core.parallel.mesh import Mesh
 from mega.core.parallel.pipeline import Pipeline
+from mega.core.parallel.weight import weights
 
 
 @dataclass
@@ -78,6 +79,8 @@ class TrainState:
     options: StepOptions
     progress: Progress = field(default_factory=Progress)
     copy: HostCopy | None = None
+    base: Mapping[str, str] | None = None
+    """Where the weights lie that are not trained (checkpoint/own/base.py): checkpoints name it instead of them."""
 
     def train(self, mode: bool = True) -> None:
         nn.ModuleList(self.stages).train(mode)
@@ -95,7 +98,7 @@ class TrainState:
     # -- on disk
 
     def weight_pieces(self, *, mine: bool) -> Iterator[Piece]:
-        """This rank's weights; with `mine`, only those that it writes (each element of the model once)."""
+        """This rank's trained weights; with `mine`, only those that it writes (each element of the model once)."""
         for number, bucket in enumerate(self.grads.buckets):
             # Under zero 3 no rank holds more than the span; under 1 and 2 the rest may still be on its way.
             if self.grads.zero >= 3 or (self.grads.zero and mine):
@@ -103,6 +106,14 @@ class TrainState:
                     yield from _pieces("weights", bucket, bucket.own_weights, bucket.span[0])
             elif not mine or (bucket.counted and self._our_turn(number)):
                 yield from _pieces("weights", bucket, bucket.weights, 0)
+
+    def frozen_pieces(self) -> Iterator[Piece]:
+        """This rank's weights that are not trained. They lie whole, in no bucket."""
+        for stage in self.stages:
+            for weight in weights(stage):
+                for segment in () if weight.requires_grad else weight.segments:
+                    shard = segment.shard
+                    yield Piece(f"weights/{shard.name}", shard.whole, shard.start, segment.real(weight.data))
 
     def optimizer_pieces(self, *, mine: bool) -> Iterator[Piece]:
         """Masters (where they say more than weights), moments and factors of this rank's spans."""

@@ -30,7 +30,7 @@ from mega.core.parallel.peers import peers
 from mega.core.parallel.pipeline import Pipeline
 from mega.core.parallel.region import Region
 from mega.core.parallel.replay import ReplayedPipeline
-from mega.core.parallel.weight import ParameterFactory, initialise
+from mega.core.parallel.weight import ParameterFactory, initialise, weights
 from mega.core.training.state import StepOptions, TrainState
 
 
@@ -106,7 +106,8 @@ def build_stages(run: RunConfig, mesh: Mesh, device: torch.device) -> list[Any]:
         sequence=parallel.sequence_parallel and mesh.tp.size > 1,
         transport=peers(mesh.tp, device) if overlaps else None,
     )
-    drops, full = bool(model.hidden_dropout or model.attention_dropout), memory.recompute == "full"
+    drops = bool(model.hidden_dropout or model.attention_dropout or model.lora_dropout)
+    full = memory.recompute == "full"
     options = StageOptions(
         dropout_seed=run.runtime.seed if drops else None,
         residual=torch.float32 if precision.residual_fp32 else None,
@@ -119,6 +120,8 @@ def build_stages(run: RunConfig, mesh: Mesh, device: torch.device) -> list[Any]:
             held[chunk].append(unit)
     build = family(model).stage
     stages: list[ModelStage] = [build(model, chunk, factory, region, options) for chunk in held]
+    if not any(weight.requires_grad for stage in stages for weight in weights(stage)):  # type: ignore[arg-type]
+        raise ValueError(f"--lora-rank {model.lora_rank}: --family {model.family} has no adapters; valid: 0")
     if device.type != "meta":
         initialise(nn.ModuleList(stages), run.runtime.seed)  # type: ignore[arg-type]
     return stages

@@ -20,6 +20,7 @@ from mega.core.checkpoint.forms.companions import companions_of, tokenizer_kind
 from mega.core.checkpoint.forms.form import OWN, Form, Given, Opened, Own, SpecialTokens, no_tokens, writer_of
 from mega.core.checkpoint.forms.mapping import assemble, check_copies, inverted, prove
 from mega.core.checkpoint.forms.recognise import check_place, form_at
+from mega.core.checkpoint.own.base import MergedSource, joined, named_base
 from mega.core.checkpoint.own.folders import check_fresh, filled_folder, folder_next_to
 from mega.core.checkpoint.own.layout import ONE, Layout, plan_files
 from mega.core.checkpoint.own.ledger import ConversionReport, Ledger
@@ -29,6 +30,7 @@ from mega.core.checkpoint.own.reshard import Progress, reshard
 from mega.core.checkpoint.own.source import OwnSource
 from mega.core.checkpoint.own.store import Attachments, Checkpoint, locate, store_at
 from mega.core.device import DTYPES
+from mega.core.inventory import without_adapters
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 """Dtypes as --dtype names them."""
@@ -40,6 +42,7 @@ def convert(
     to: str | None = None,
     layout: Layout = ONE,
     *,
+    base: Path | None = None,
     parts: int = 1,
     vocab: int | None = None,
     heads: int | None = None,
@@ -49,11 +52,11 @@ def convert(
 ) -> ConversionReport:
     """Whatever lies at `load` -> a `to` at `save`; without `to`, own checkpoints become Hugging Face's and others own.
 
-    layout, parts, vocab, heads, optimizer, tokens: as of `Given`; where an optimizer's state is there and its
+    layout, base, parts, vocab, heads, optimizer, tokens: as of `Given`; where an optimizer's state is there and its
     form is not known, that is an error. progress: called as own checkpoints become own checkpoints.
     Errors: ValueError naming flag, file or tensor; `save` is then as it was.
     """
-    given = Given(layout=layout, parts=parts, vocab=vocab, heads=heads, optimizer=optimizer, tokens=tokens)
+    given = Given(layout=layout, base=base, parts=parts, vocab=vocab, heads=heads, optimizer=optimizer, tokens=tokens)
     source = form_at(load)
     to = to or default_target(source)
     target = writer_of(to)
@@ -126,8 +129,9 @@ def _plain_state(opened: Opened, tensors: Tensors, layout: Layout, attachments: 
 
 
 def main_dtype(tensors: Tensors) -> torch.dtype:
-    """The dtype that most elements of a model have: its embedding's."""
-    return next(dtype for name, (_, dtype) in tensors.items() if name.endswith("embed_tokens.weight"))
+    """The dtype that most elements of a model have: its embedding's; of adapters alone that of the first."""
+    others = next(dtype for _, dtype in tensors.values())
+    return next((dtype for name, (_, dtype) in tensors.items() if name.endswith("embed_tokens.weight")), others)
 
 
 def dtype_notes(opened: Opened) -> tuple[str, ...]:
@@ -167,7 +171,7 @@ def _in_every_block(name: str) -> str:
 
 def _export(load: Path, save: Path, to: str, given: Given, named: Path) -> ConversionReport:
     """An own checkpoint -> a folder or tree at `save`. named: what messages call `load`."""
-    own = opened_own(load)
+    own = opened_own(load, merged=to != "peft")
     try:
         export = writer_of(to).export(own, to, given)
     except CheckpointError as error:  # no flag of the verb is at fault, but this checkpoint
@@ -178,9 +182,13 @@ def _export(load: Path, save: Path, to: str, given: Given, named: Path) -> Conve
     return ConversionReport(len(table.targets), table.elements, written, save, export.notes, export.losses)
 
 
-def opened_own(load: Path) -> Own:
-    """What a user points at, and the model that it holds."""
-    checkpoint = locate(load)
-    model = model_of(checkpoint.meta, str(checkpoint.path))
+def opened_own(load: Path, *, merged: bool = True) -> Own:
+    """What a user points at, and the model that it holds. merged: adapters are added to the weights of their base."""
+    adapters = locate(load)
+    model, checkpoint = model_of(adapters.meta, str(adapters.path)), joined(adapters)
     check_size(model, checkpoint.tensors, str(checkpoint.path))
-    return Own(checkpoint, model, OwnSource(checkpoint))
+    if not model.lora_rank or named_base(adapters) is None:
+        return Own(checkpoint, model, OwnSource(checkpoint))
+    if not merged:
+        return Own(adapters, model, OwnSource(adapters))
+    return Own(checkpoint, without_adapters(model), MergedSource(OwnSource(checkpoint), model))

@@ -54,12 +54,14 @@ def no_tokens(checkpoint: Checkpoint) -> SpecialTokens:
 class Given:
     """What a user gives to a conversion besides two places; a form takes what means something for it.
 
-    layout: ranks that files are cut for. parts: files of a Meta folder. vocab: the true vocabulary of a Megatron-LM
-    tree. heads: attention heads, where a tree does not state them. optimizer: convert Adam's state too.
-    tokens: opens the tokenizer of a checkpoint of ours, where its files do not say it; ValueError where there is none.
+    base: the checkpoint of ours that an adapter belongs to; or how an adapter is to call it. layout: ranks that files
+    are cut for. parts: files of a Meta folder. vocab: the true vocabulary of a Megatron-LM tree. heads: attention
+    heads, where a tree does not state them. optimizer: convert Adam's state too. tokens: opens the tokenizer of a
+    checkpoint of ours, where its files do not say it; ValueError where there is none.
     """
 
     layout: Layout
+    base: Path | None = None
     parts: int = 1
     vocab: int | None = None
     heads: int | None = None
@@ -220,6 +222,15 @@ FORMS = [
         companions=COMPANIONS,
     ),
     Form(
+        name="peft",
+        words="an adapter of peft",
+        sign="adapter_config.json (peft)",
+        module=_HERE + "peft",
+        targets=("peft",),
+        reads=("--base",),
+        writes=("--base",),
+    ),
+    Form(
         name="hf",
         words="a Hugging Face folder",
         sign="config.json (Hugging Face)",
@@ -255,6 +266,7 @@ RULES: dict[str, tuple[str, object]] = {
     "--chunks": (_STAGES, 1),
     "--stage-layers": (_STAGES, ()),
     "--parts": ("only a Meta folder has parts; leave it out, or give --to meta", 1),
+    "--base": ("only an adapter belongs to other weights; leave it out", None),
     "--true-vocab-size": (_PADDED, None),
     "--vocab-file": (_PADDED, None),
     "--num-attention-heads": ("only a torch_dist folder may not state it; leave it out", None),

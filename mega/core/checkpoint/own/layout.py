@@ -62,6 +62,8 @@ def plan_files(tensors: Tensors, model: ModelConfig, layout: Layout) -> list[lis
     logical = {}
     for tensor in inventory(model):  # of a hostile config, endless but for this check
         if f"weights/{tensor.name}" not in tensors:
+            if not tensor.trainable:  # a checkpoint of adapters names their base instead
+                continue
             raise CheckpointError(f"weights/{tensor.name}: the model has it, the checkpoint does not")
         logical[tensor.name] = tensor
     placed, tp = placement(model, layout.pp, layout.chunks, layout.stage_layers), layout.tp

@@ -31,6 +31,7 @@ def model_of(meta: Mapping[str, Any], where: str) -> ModelConfig:
     known = {field.name for field in dataclasses.fields(ModelConfig)}
     if unknown := sorted(set(fields) - known):
         raise CheckpointError(f"{where}: config.model.{unknown[0]} is unknown to this version")
+    fields = {name: list(value) if isinstance(value, tuple) else value for name, value in fields.items()}
     for name, value in fields.items():
         option = entries()[name].option
         within, problem = option.within, None if value is None else unfit("model", name, value)
@@ -42,7 +43,7 @@ def model_of(meta: Mapping[str, Any], where: str) -> ModelConfig:
             problem = "is missing"
         if problem is not None:
             raise CheckpointError(f"{where}: config.model.{name}: {problem}")
-    return ModelConfig(**fields)
+    return ModelConfig(**{name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()})
 
 
 def check_size(model: ModelConfig, tensors: Tensors, where: str) -> None:

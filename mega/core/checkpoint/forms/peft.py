@@ -1,0 +1,237 @@
+"""Adapters in peft's form: adapter_config.json and adapter_model.safetensors, next to weights in Hugging Face's form.
+
+peft keeps what a linear of transformers gets, under its name there. For Llama and its relatives these are our names.
+GPT-2 has query, key and value in one linear, so their adapters are one with a matrix A below another and B on a
+diagonal, of as many times the rank. Source: peft's LoraConfig and get_peft_model_state_dict, 0.21.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mega.core.checkpoint.forms.foreign import TorchSource, read_json, safetensors_source
+from mega.core.checkpoint.forms.form import Export, Given, Opened, Own
+from mega.core.checkpoint.forms.gpt2 import PREFIX, gpt2_name
+from mega.core.checkpoint.forms.keys import number_in, only, whole_in
+from mega.core.checkpoint.forms.mapping import Source, Table, Target, whole, whole_box
+from mega.core.checkpoint.forms.writing import write_json
+from mega.core.checkpoint.own.base import describe, named_base
+from mega.core.checkpoint.own.container import write_container
+from mega.core.checkpoint.own.model import model_of
+from mega.core.checkpoint.own.pieces import CheckpointError, Piece
+from mega.core.checkpoint.own.store import locate
+from mega.core.config.sections import ModelConfig
+from mega.core.inventory import inventory, linears
+from mega.core.inventory.adapters import DOWN, UP, with_adapters
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+WRAPPED = "base_model.model."
+"""In front of every name in what peft saves."""
+FUSED = "attn.c_attn"
+"""GPT-2's linear that holds our query, key and value."""
+
+Tensors = dict[str, torch.Tensor]
+
+NOTHING = (None, False, [], {}, "none")
+UNKNOWN = (
+    *("bias", "modules_to_save", "use_dora", "use_qalora", "lora_bias", "layer_replication", "layers_to_transform"),
+    *("trainable_token_indices", "target_parameters", "alora_invocation_tokens", "use_bdlora", "arrow_config"),
+    *("exclude_modules", "kasa_config", "monteclora_config"),
+)
+"""Keys that say that an adapter is more than two matrices a linear, the same in every block."""
+
+
+def recognise(path: Path) -> bool:
+    return (path / CONFIG).exists() and not (path / "config.json").exists()
+
+
+def open_form(path: Path, given: Given) -> Opened:
+    """An adapter of the checkpoint of ours at `given.base`."""
+    if given.base is None:
+        raise CheckpointError(f"--base is missing: {path} is an adapter; give the checkpoint (mega) it was trained on")
+    base = locate(given.base)
+    bare = model_of(base.meta, str(base.path))
+    if bare.lora_rank:
+        raise CheckpointError(f"--base {given.base}: holds adapters itself; must be whole")
+    source = safetensors_source([path / WEIGHTS])
+    found = {name: source.read(name, whole_box(shape)) for name, (shape, _) in source.tensors.items()}
+    model, ours = _ours(read_json(path / CONFIG), found, bare, path, given.base)
+    return Opened(TorchSource(ours), model, _as_it_is(ours), known={"base": describe(base)})
+
+
+def export(own: Own, to: str, given: Given) -> Export:
+    """A folder that `PeftModel.from_pretrained` opens over the base in Hugging Face's form."""
+    model, named = own.model, named_base(own.checkpoint)
+    if not model.lora_rank or named is None:
+        raise CheckpointError("holds no adapters; --to peft is for a run with --lora-rank")
+    held = {key.removeprefix("weights/"): key for key in own.source.tensors}
+    ours = {name: own.source.read(key, whole_box(own.source.tensors[key][0])) for name, key in held.items()}
+    theirs, ranks = _fused(ours, model) if _is_gpt2(model) else (ours, {})
+    theirs = {f"{WRAPPED}{name}": each.contiguous() for name, each in theirs.items()}
+    config = _config(model, theirs, ranks, str(given.base or named["path"]))
+
+    def fill(folder: Path, table: Table, source: Source) -> int:
+        pieces = [Piece(name, tuple(one.shape), (0,) * one.dim(), one) for name, one in theirs.items()]
+        size = write_container(folder / WEIGHTS, pieces, None).size
+        write_json(folder / CONFIG, config)
+        return size
+
+    return Export(_as_it_is(theirs), fill, TorchSource(theirs))
+
+
+def _as_it_is(tensors: Tensors) -> Table:
+    """The table of a copy."""
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    return Table(tuple(Target(name, shape, (whole(shape, name),)) for name, shape in shapes.items()))
+
+
+def _is_gpt2(model: ModelConfig) -> bool:
+    return model.position == "learned"
+
+
+def _config(model: ModelConfig, theirs: Mapping[str, Any], ranks: Mapping[str, int], base: str) -> dict[str, Any]:
+    """What peft reads; the linears by the ends of their names."""
+    modules = dict.fromkeys(name.removeprefix(WRAPPED).rsplit(".", 2)[0] for name in theirs)
+    ends = [".".join(name.split(".")[-2:]) if _is_gpt2(model) else name.split(".")[-1] for name in modules]
+    scale = model.lora_alpha / model.lora_rank
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "inference_mode": True,
+        "r": model.lora_rank,
+        "lora_alpha": model.lora_alpha,
+        "lora_dropout": model.lora_dropout,
+        "target_modules": list(dict.fromkeys(ends)),
+        "fan_in_fan_out": _is_gpt2(model),
+        "bias": "none",
+        "rank_pattern": dict(ranks),
+        "alpha_pattern": {name: scale * rank for name, rank in ranks.items()},
+        "init_lora_weights": True,
+        "use_rslora": False,
+        "use_dora": False,
+        "modules_to_save": None,
+    }
+
+
+# Theirs as ours
+
+
+def _ours(
+    config: Mapping[str, Any], found: Tensors, base: ModelConfig, path: Path, named: Path
+) -> tuple[ModelConfig, Tensors]:
+    """The model with its adapters, and these by `weights/NAME`. Errors: CheckpointError naming key or tensor."""
+    where = str(path / CONFIG)
+    only(config, "peft_type", ("LORA",), where)
+    for key in UNKNOWN:
+        only(config, key, NOTHING, where)
+    rank = whole_in(config, "r", where)
+    alpha = number_in(config, "lora_alpha", where)
+    if config.get("use_rslora"):
+        alpha *= math.sqrt(rank)
+    ranks = config.get("rank_pattern") or {}
+    if ranks not in ({}, {FUSED: ranks.get(FUSED)}):
+        raise CheckpointError(f"{where}: rank_pattern {ranks!r}: one rank for all linears is read; valid: {{}}")
+    named_ours = dict(_split(found, rank) if _is_gpt2(base) else ((_bare(name), each) for name, each in found.items()))
+    targets = dict.fromkeys(name.split(".")[-3] for name in named_ours)
+    of = ModelConfig(
+        lora_rank=rank,
+        lora_alpha=alpha,
+        lora_targets=() if set(targets) == set(linears(base)) else tuple(targets),
+        lora_dropout=number_in(config, "lora_dropout", where, 0.0),
+    )
+    model, file = with_adapters(base, of), path / WEIGHTS
+    try:
+        wanted = {tensor.name: tensor.shape for tensor in inventory(model) if tensor.trainable}
+    except ValueError as error:
+        raise CheckpointError(f"{file}: is not an adapter of --base {named}: {error}") from None
+    for name in sorted(wanted.keys() ^ named_ours.keys()):
+        fault = "is missing" if name in wanted else "is not of that model"
+        raise CheckpointError(f"{file}: is not an adapter of --base {named}: {name} {fault}")
+    for name, shape in wanted.items():
+        if tuple(named_ours[name].shape) != shape:
+            has = f"{name} has shape {tuple(named_ours[name].shape)}, that model's is {shape}"
+            raise CheckpointError(f"{file}: is not an adapter of --base {named}: {has}")
+    return model, {f"weights/{name}": each for name, each in named_ours.items()}
+
+
+def _bare(name: str) -> str:
+    return name.removeprefix(WRAPPED)
+
+
+# GPT-2's fused linear
+
+
+def _fused(ours: Tensors, model: ModelConfig) -> tuple[Tensors, dict[str, int]]:
+    """GPT-2's names; what query, key and value have as one adapter. With it the ranks that differ."""
+    theirs: Tensors = {}
+    fused: dict[str, list[tuple[str, str]]] = {}
+    for name in ours:
+        stem, half, _ = name.rsplit(".", 2)
+        linear = PREFIX + gpt2_name(f"{stem}.weight").removesuffix(".weight")
+        if linear.endswith(FUSED):
+            fused.setdefault(linear, []).append((stem.split(".")[-1][0], stem))
+        else:
+            theirs[f"{linear}.{half}.weight"] = ours[name]
+    parts = 0
+    for linear, stems in fused.items():
+        held = dict(stems)
+        parts = len(held)
+        downs, ups = ([ours[f"{stem}.{half}.weight"] for stem in held.values()] for half in (DOWN, UP))
+        theirs[f"{linear}.{DOWN}.weight"] = torch.cat(downs)
+        up = downs[0].new_zeros(3 * ups[0].shape[0], parts * model.lora_rank)
+        for number, (part, each) in enumerate(zip(held, ups, strict=True)):
+            row, column = "qkv".index(part) * each.shape[0], number * model.lora_rank
+            up[row : row + each.shape[0], column : column + model.lora_rank] = each
+        theirs[f"{linear}.{UP}.weight"] = up
+    return theirs, {FUSED: parts * model.lora_rank} if parts > 1 else {}
+
+
+def _split(found: Tensors, rank: int) -> Iterator[tuple[str, torch.Tensor]]:
+    """Our names; the fused linear's adapter as query's, key's and value's, those that are not zero."""
+    for name, tensor in found.items():
+        bare = _bare(name).removeprefix(PREFIX)
+        _, layer, linear = bare.rsplit(".", 2)[0].split(".", 2)
+        half = bare.split(".")[-2]
+        if linear != FUSED:
+            yield f"model.layers.{layer}.{_MODULES.get(linear, linear)}.{half}.weight", tensor
+        elif half == UP:
+            down = found[name.replace(f".{UP}.", f".{DOWN}.")]
+            for part, (first, second) in _parts(down, tensor, rank, name):
+                stem = f"model.layers.{layer}.self_attn.{part}_proj"
+                yield f"{stem}.{DOWN}.weight", first
+                yield f"{stem}.{UP}.weight", second
+
+
+_MODULES = {"attn.c_proj": "self_attn.o_proj", "mlp.c_fc": "mlp.up_proj", "mlp.c_proj": "mlp.down_proj"}
+
+
+def _parts(
+    down: torch.Tensor, up: torch.Tensor, rank: int, name: str
+) -> Iterator[tuple[str, tuple[torch.Tensor, torch.Tensor]]]:
+    """Query, key and value of one adapter: its own columns of a diagonal, or all of them where it is of one rank."""
+    count, rows = down.shape[0] // rank, up.shape[0] // 3
+    if down.shape[0] % rank or count > 3:
+        raise CheckpointError(f"{name}: an adapter of rank {down.shape[0]} is not read; valid: {rank}, {3 * rank}")
+    blocks = [up[number * rows : (number + 1) * rows] for number in range(3)]
+    column = 0
+    for part, block in zip("qkv", blocks, strict=True):
+        if count == 1:
+            yield part, (down.clone(), block.clone())
+            continue
+        used = _columns(block, rank)
+        if used == [column]:
+            here = slice(column * rank, (column + 1) * rank)
+            yield part, (down[here].clone(), block[:, here].clone())
+            column += 1
+        elif used:
+            raise CheckpointError(f"{name}: an adapter of rank {down.shape[0]} must be {rank} for each of q, k, v")
+
+
+def _columns(block: torch.Tensor, rank: int) -> Sequence[int]:
+    return [number for number, part in enumerate(block.split(rank, 1)) if bool(part.any())]

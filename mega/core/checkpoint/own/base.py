@@ -1,0 +1,116 @@
+"""Checkpoints of adapters alone, and the checkpoint of the weights that they were trained on.
+
+One of adapters says in its plain state what its base is:
+
+    "base": {"path": the step's directory, "digest": sha256 of its manifest}
+
+The digest vouches for every byte of the base, wherever it is now. `Joined` is both as one checkpoint of a whole model;
+`MergedSource` is that model without adapters, their products added to its weights.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+
+from mega.core.checkpoint.own.pieces import Box, CheckpointError, Piece, Tensors
+from mega.core.checkpoint.own.source import OwnSource
+from mega.core.checkpoint.own.store import Checkpoint, locate
+from mega.core.checkpoint.own.together import Exchange, alone
+from mega.core.config.sections import ModelConfig
+from mega.core.files import url_of
+from mega.core.inventory import inventory
+from mega.core.inventory.adapters import adapter_specs
+
+Report = Callable[[str], None]
+
+
+def describe(base: Checkpoint) -> dict[str, str]:
+    """What a checkpoint of adapters says of its base."""
+    path = str(base.path)
+    return {"path": path if url_of(path) else os.path.abspath(path), "digest": base.digest}
+
+
+def named_base(checkpoint: Checkpoint) -> Mapping[str, str] | None:
+    """What a checkpoint says of its base; None where it is whole. Errors: CheckpointError."""
+    named = checkpoint.meta.get("base")
+    if named is None:
+        return None
+    if not isinstance(named, dict) or not all(isinstance(named.get(key), str) for key in ("path", "digest")):
+        raise CheckpointError(f"{checkpoint.path}: meta.base must hold a path and a digest")
+    return named
+
+
+def open_base(
+    checkpoint: Checkpoint, given: str | None, report: Report = lambda line: None, exchange: Exchange = alone
+) -> Checkpoint | None:
+    """The base of a checkpoint of adapters: at `given`, else where it was; None where the checkpoint is whole.
+
+    Errors: CheckpointError, on all ranks, where it is not there any more, or is another one.
+    """
+    named = named_base(checkpoint)
+    if named is None:
+        return None
+    place = given or named["path"]
+    try:
+        base = locate(place, report, exchange)
+    except CheckpointError as error:
+        raise CheckpointError(f"{checkpoint.path}: holds adapters of {place}; {error}; give --load BASE") from None
+    if base.digest != named["digest"]:
+        raise CheckpointError(
+            f"--load {place}: is not what {checkpoint.path} holds adapters of (sha256 of its manifest "
+            f"{base.digest[:12]}, must be {named['digest'][:12]}); give {named['path']}"
+        )
+    return base
+
+
+class Joined:
+    """A checkpoint of adapters and its base, read as one: weights of both, all else of the adapters' run."""
+
+    def __init__(self, adapters: Checkpoint, base: Checkpoint) -> None:
+        self.adapters, self.base = adapters, base
+        own = {key: value for key, value in base.tensors.items() if key.startswith("weights/")}
+        self.tensors: Tensors = {**own, **adapters.tensors}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.adapters, name)
+
+    def read(self, wanted: Iterable[Piece], *, cast: bool = False, verify: bool = True) -> None:
+        """As of `Checkpoint`."""
+        held = list(wanted)
+        for source, ours in ((self.adapters, True), (self.base, False)):
+            source.read([p for p in held if (p.key in self.adapters.tensors) == ours], cast=cast, verify=verify)
+
+
+class MergedSource:
+    """The weights of a base with its adapters added: W + scale B A, computed in fp32 or wider and rounded once.
+
+    source: of a `Joined`. model: with its adapters.
+    """
+
+    def __init__(self, source: OwnSource, model: ModelConfig) -> None:
+        tensors = {tensor.name: tensor for tensor in inventory(model)}
+        self._source, self._specs = source, adapter_specs(model, tensors.values())
+        kept = {f"weights/{name}" for name, tensor in tensors.items() if not tensor.trainable}
+        self.tensors: Tensors = {key: value for key, value in source.tensors.items() if key in kept}
+
+    def read(self, name: str, box: Box) -> torch.Tensor:
+        """The rectangle `box` of the merged tensor `name`."""
+        held = self._source.read(name, box)
+        spec = self._specs.get(name.removeprefix("weights/"))
+        if spec is None:
+            return held
+        (row, column), (rows, columns) = box.start, box.size
+        down = self._source.read(f"weights/{spec.down.name}", Box((0, column), (spec.down.shape[0], columns)))
+        up = self._source.read(f"weights/{spec.up.name}", Box((row, 0), (rows, spec.up.shape[1])))
+        wide = torch.promote_types(held.dtype, torch.float32)
+        return torch.addmm(held.to(wide), up.to(wide), down.to(wide), alpha=spec.scale).to(held.dtype)
+
+
+def joined(checkpoint: Checkpoint, given: str | None = None) -> Checkpoint:
+    """`checkpoint`, with the weights of its base where it holds adapters alone. Errors: as `open_base`."""
+    base = open_base(checkpoint, given)
+    return checkpoint if base is None else Joined(checkpoint, base)  # type: ignore[return-value]

@@ -1,0 +1,158 @@
+"""BERT (Devlin et al. 2018), cut into pipeline stages: a stack that reads rows in both directions, and two losses.
+
+    lm     masked words, over their number: dense, activation, norm, the tied embedding and a bias of the vocabulary
+    pair   whether a row's two parts stand in the wrong order, over the rows where that is known: from its first token
+
+It is Megatron-LM's, whose head for words acts on every token; so it does here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, cast
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from mega.core.batch import MaskedBatch, Term
+from mega.core.config.sections import ModelConfig
+from mega.core.inventory import Tensor, Unit
+from mega.core.model.block import Norm, ResidualState
+from mega.core.model.embedding import Embedding
+from mega.core.model.forward import ForwardContext, forward_context, padding_documents
+from mega.core.model.stack import Losses, StackStage
+from mega.core.model.stage import StageOptions
+from mega.core.ops.norm import accurate
+from mega.core.parallel.collectives import reduce_from_region
+from mega.core.parallel.linear import ColumnLinear
+from mega.core.parallel.region import ALONE, Region
+from mega.core.parallel.vocab import cross_entropy, logits
+from mega.core.parallel.weight import ParameterFactory
+
+Tensors = dict[str, Tensor]
+
+
+class Dense(ColumnLinear):
+    """A linear layer that every rank holds whole, for the tokens or rows that it has."""
+
+    def __init__(self, factory: ParameterFactory, tensors: Tensors, name: str):
+        super().__init__(factory, [tensors[f"{name}.weight"]], [tensors[f"{name}.bias"]], ALONE)
+
+
+class WordHead(nn.Module):
+    """What stood under a mask: dense, activation and norm of our tokens, then logits over the cut vocabulary."""
+
+    def __init__(self, factory: ParameterFactory, model: ModelConfig, tensors: Tensors, region: Region):
+        super().__init__()
+        self.dense = Dense(factory, tensors, "lm_head.dense")
+        self.norm = Norm(factory, model, tensors, "lm_head.norm")
+        self.weight = factory(tensors["model.embed_tokens.weight"])
+        self.bias = factory(tensors["lm_head.bias"])
+        self.activation, self.ops, self.region = model.head_activation, factory.ops, region
+
+    def forward(self, x: torch.Tensor, batch: MaskedBatch | None) -> Term | torch.Tensor:
+        """x [tokens, h] -> the loss of a batch, or logits [tokens, ids of this rank]."""
+        active = self.ops.activate(self.dense.matmul(x), self.dense.bias, self.activation)
+        normed = self.norm(ResidualState(active))[1]
+        if batch is None:
+            return logits(normed, self.weight, self.region, self.bias)
+        nll = cross_entropy(normed, batch.labels.flatten(), self.weight, self.region, self.bias)
+        weight = batch.loss_weights.flatten().to(nll.dtype)
+        return Term((nll * weight).sum(), weight.sum())
+
+
+class Judged(NamedTuple):
+    """The loss of the order of parts, and how often it is right."""
+
+    loss: Term
+    right: Term
+
+
+class PairHead(nn.Module):
+    """Whether two parts stand in the wrong order: pooled first token, two classes. Every tensor rank does the same."""
+
+    def __init__(self, factory: ParameterFactory, tensors: Tensors, region: Region):
+        super().__init__()
+        self.pooler = Dense(factory, tensors, "pooler.dense")
+        self.out = Dense(factory, tensors, "binary_head")
+        self.region = region
+
+    def forward(self, x: torch.Tensor, batch: MaskedBatch) -> Judged:
+        """x [tokens, h], our tokens under sequence."""
+        classes = self.out(self.pooler(self.first_tokens(x, *batch.tokens.shape)).tanh())
+        losses = F.cross_entropy(classes.to(accurate(classes.dtype)), batch.pairs.clamp(min=0), reduction="none")
+        right = (classes.detach().argmax(-1) == batch.pairs).to(losses.dtype)
+        rows = batch.pair_weights.to(losses.dtype)
+        return Judged(Term((losses * rows).sum(), rows.sum()), Term((right * rows).sum(), rows.sum()))
+
+    def first_tokens(self, x: torch.Tensor, batch: int, seq: int) -> torch.Tensor:
+        """The first token of each row: [batch, h] on every rank. Under sequence a rank holds those of some rows."""
+        if not self.region.sequence:
+            return x.unflatten(0, (batch, seq))[:, 0]
+        where = torch.arange(batch, device=x.device) * seq - self.region.axis.index * len(x)
+        ours = (where >= 0) & (where < len(x))
+        held = x[where.clamp(0, len(x) - 1)].masked_fill(~ours[:, None], 0)
+        return reduce_from_region(held, self.region.axis, sequence=False)
+
+
+class Head(nn.Module):
+    """The final norm, where norms stand before their branches, and what judges words and rows."""
+
+    def __init__(self, factory: ParameterFactory, model: ModelConfig, tensors: Tensors, region: Region):
+        super().__init__()
+        self.ops = factory.ops
+        self.norm = Norm(factory, model, tensors, "model.norm") if model.norm_placement == "pre" else None
+        self.words = WordHead(factory, model, tensors, region)
+        self.pair = PairHead(factory, tensors, region) if model.binary_head else None
+
+    def forward(self, stream: ResidualState, batch: MaskedBatch | None = None) -> Losses | torch.Tensor:
+        """The losses of a batch; logits [tokens, ids of this rank] without one."""
+        x = stream.sum(self.ops) if self.norm is None else self.norm(stream)[1]
+        found = self.words(x, batch)
+        if batch is None or self.pair is None:
+            return Losses((found,)) if batch is not None else cast(torch.Tensor, found)
+        judged = self.pair(x, batch)
+        return Losses((found, judged.loss), (judged.right,))
+
+
+class BertStage(StackStage):
+    """The units of a BERT that one stage holds."""
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        units: Sequence[Unit],
+        factory: ParameterFactory,
+        region: Region,
+        options: StageOptions = StageOptions(),  # noqa: B008 - frozen
+    ):
+        super().__init__(model, units, factory, region, options)
+        self.terms = ("lm", "pair") if model.binary_head else ("lm",)
+        self.metrics = ("pair_accuracy",) if model.binary_head else ()
+
+    def make_embedding(self, factory: ParameterFactory, tensors: Tensors) -> Embedding:
+        return Embedding(factory, self.model, tensors, self.region, self.residual)
+
+    def make_head(self, factory: ParameterFactory, tensors: Tensors) -> Head:
+        return Head(factory, self.model, tensors, self.region)
+
+    def context(self, batch: MaskedBatch) -> ForwardContext:
+        width = batch.tokens.shape[1] * self.ops.row_shards
+        return forward_context(
+            self.model,
+            batch.samples,
+            batch.positions,
+            self.region.axis,
+            columns=batch.columns,
+            documents=padding_documents(batch.lengths, width),
+            kind="full",
+            sequence=self.region.sequence,
+            dropout_seed=self.dropout_seed,
+            dtype=self.dtype,
+            dropout_rule=self.options.dropout_rule,
+            row_shards=self.ops.row_shards,
+        )
+
+    def embed(self, embedding: nn.Module, batch: MaskedBatch, context: ForwardContext) -> torch.Tensor:
+        return cast(torch.Tensor, embedding(batch.tokens, batch.positions, context, batch.types))

@@ -1,0 +1,198 @@
+"""Blocks on one residual stream as a pipeline stage, with what comes before the first block and after the last.
+
+What a family adds is its embedding, its head and what its batch means to the blocks. Whole blocks are recomputed, and
+units run with their whole weights (ZeRO 3), here, for all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from mega.core.batch import Term
+from mega.core.config.sections import ModelConfig
+from mega.core.inventory import Tensor, Unit, inventory
+from mega.core.inventory.adapters import adapter_specs
+from mega.core.model.block import Block, ResidualState
+from mega.core.model.forward import ForwardContext
+from mega.core.model.stage import StageOptions, UnshardHook
+from mega.core.parallel.mesh import Axis
+from mega.core.parallel.pipeline import StageOutput
+from mega.core.parallel.recompute import groups, recomputed
+from mega.core.parallel.region import Region
+from mega.core.parallel.weight import ParameterFactory
+
+
+class Losses(NamedTuple):
+    """What a head makes of a batch, in the order of the stage's `terms` and `metrics`."""
+
+    terms: tuple[Term, ...]
+    metrics: tuple[Term, ...] = ()
+
+
+class StackStage(nn.Module):
+    """The units of a model that one stage holds: "embedding", blocks by number, "head", in this order.
+
+        stage(batch, *cargo) -> cargo             [tokens, h], our tokens under sequence parallelism
+        last(batch, *cargo)  -> terms, metrics    or logits, where outputs are asked for
+
+    A family sets `terms` and `metrics` and writes the four methods that raise here. Its head is called with a
+    `ResidualState` and a batch, and gives `Losses`; without a batch, logits [tokens, ids of this rank].
+    with_full_params: runs a unit with its whole weights on this rank only meanwhile; None where they stay.
+    """
+
+    terms: tuple[str, ...] = ()
+    metrics: tuple[str, ...] = ()
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        units: Sequence[Unit],
+        factory: ParameterFactory,
+        region: Region,
+        options: StageOptions = StageOptions(),  # noqa: B008 - frozen
+    ):
+        super().__init__()
+        self.model, self.units, self.region, self.options = model, tuple(units), region, options
+        self.dtype, self.residual = factory.dtype, options.residual or factory.dtype
+        self.ops = factory.ops
+        self.with_full_params: UnshardHook | None = None
+        own = tensors_by_unit(model)
+        factory = replace(factory, adapters=adapter_specs(model, inventory(model)))
+        self.embedding = self.make_embedding(factory.exact, own["embedding"]) if "embedding" in units else None
+        self.layers = [unit for unit in units if isinstance(unit, int)]
+        self.blocks = nn.ModuleList(
+            Block(factory, model, relative(own[layer], f"model.layers.{layer}."), layer, region)
+            for layer in self.layers
+        )
+        self.runs = list(groups(len(self.layers), *options.full_recompute))
+        self.head = self.make_head(factory.exact, own["head"]) if "head" in units else None
+
+    # -- what a family writes
+
+    def make_embedding(self, factory: ParameterFactory, tensors: dict[str, Tensor]) -> nn.Module:
+        """What is in front of the first block."""
+        raise NotImplementedError
+
+    def make_head(self, factory: ParameterFactory, tensors: dict[str, Tensor]) -> nn.Module:
+        """What is after the last block."""
+        raise NotImplementedError
+
+    def context(self, batch: Any) -> ForwardContext:
+        """What `batch` means to the blocks."""
+        raise NotImplementedError
+
+    def embed(self, embedding: nn.Module, batch: Any, context: ForwardContext) -> torch.Tensor:
+        """What `embedding` makes of `batch`: [tokens, h], our tokens under sequence parallelism."""
+        raise NotImplementedError
+
+    # -- the stage
+
+    @property
+    def dropout_seed(self) -> int | None:
+        """None where nothing is dropped."""
+        return self.options.dropout_seed if self.training else None
+
+    def cargo(self, batch: Any) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and dtype of what this stage is given for `batch`."""
+        assert self.model.hidden
+        tokens = batch.tokens.numel() // (self.region.size if self.region.sequence else 1)
+        return [((tokens, self.model.hidden), self.residual)]
+
+    def forward(self, batch: Any, *cargo: torch.Tensor, outputs: bool = False) -> StageOutput:
+        """outputs: the last stage gives logits [b, s, ids of this rank] instead of the losses."""
+        stream = self._stream(batch, *cargo)
+        if self.head is None:
+            return StageOutput(cargo=(stream.sum(self.ops),))
+        if outputs:
+            return StageOutput(outputs=self._logits(stream).unflatten(0, tuple(batch.tokens.shape)))
+        found = self._losses(stream, batch)
+        return StageOutput(
+            terms=dict(zip(self.terms, found.terms, strict=True)),
+            metrics=dict(zip(self.metrics, found.metrics, strict=True)),
+        )
+
+    def _stream(self, batch: Any, *cargo: torch.Tensor) -> ResidualState:
+        context = self.context(batch)
+        x = cargo[0] if self.embedding is None else self._embed(batch, context)
+        if torch.is_grad_enabled() and not x.requires_grad:
+            x.requires_grad_()  # of an embedding that is not trained; what is recomputed goes by its input
+        stream = ResidualState(x)
+        for which, recompute in self.runs:
+            blocks = [self.blocks[number] for number in which]
+            if recompute and torch.is_grad_enabled():
+                run = partial(self._from_sum, blocks, context)
+                stream = ResidualState(recomputed(run, stream.sum(self.ops), self._share))
+            else:
+                stream = self._through(blocks, stream, context)
+        return stream
+
+    @property
+    def _share(self) -> Axis | None:
+        """Over which ranks what recompute keeps is shared out."""
+        return self.region.axis if self.options.distribute_saved and not self.region.sequence else None
+
+    def _embed(self, batch: Any, context: ForwardContext) -> torch.Tensor:
+        assert self.embedding is not None
+        embedding = self.embedding
+        if self.with_full_params is None:
+            return self.embed(embedding, batch, context)
+        return self.with_full_params(embedding, lambda _: self.embed(embedding, batch, context), batch.tokens)
+
+    def _through(
+        self, blocks: Iterable[nn.Module], stream: ResidualState, context: ForwardContext, unshard: bool = True
+    ) -> ResidualState:
+        for block in blocks:
+            if self.with_full_params is None or not unshard:
+                stream = block(stream, context)
+            else:
+                run = partial(self._from_sum, [block], context, unshard=False)
+                stream = ResidualState(self.with_full_params(block, run, stream.sum(self.ops)))
+        return stream
+
+    def _from_sum(
+        self, blocks: Sequence[nn.Module], context: ForwardContext, x: torch.Tensor, unshard: bool = True
+    ) -> torch.Tensor:
+        """Blocks as a function of one tensor, for callers that run them as a unit."""
+        return self._through(blocks, ResidualState(x), context, unshard).sum(self.ops)
+
+    def _logits(self, stream: ResidualState) -> torch.Tensor:
+        head = self.head
+        assert head is not None
+        if self.with_full_params is None:
+            return head(stream)
+        return self.with_full_params(head, lambda x: head(ResidualState(x)), stream.sum(self.ops))
+
+    def _losses(self, stream: ResidualState, batch: Any) -> Losses:
+        head = self.head
+        assert head is not None
+        if self.with_full_params is None:
+            return head(stream, batch)
+        made: list[Losses] = []
+
+        def run(x: torch.Tensor) -> torch.Tensor:
+            made.append(head(ResidualState(x), batch))
+            return torch.stack([term.total for term in made[0].terms])
+
+        totals = self.with_full_params(head, run, stream.sum(self.ops)).unbind()
+        terms = (Term(total, term.weight) for total, term in zip(totals, made[0].terms, strict=True))
+        return Losses(tuple(terms), made[0].metrics)
+
+
+def tensors_by_unit(model: ModelConfig) -> dict[Unit, dict[str, Tensor]]:
+    """The model's inventory by unit and name; a tied tensor is of each of its units."""
+    found: dict[Unit, dict[str, Tensor]] = {}
+    for tensor in inventory(model):
+        for unit in tensor.units:
+            found.setdefault(unit, {})[tensor.name] = tensor
+    return found
+
+
+def relative(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """The same by names without `prefix`."""
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}

@@ -1,0 +1,47 @@
+"""The kinds of task that a run may have, by the name that --task gives them: what it reads, and what it is judged by.
+
+There is one loop; a kind gives it datasets and a `Task`. A kind is a module with a function for each field of
+`TaskKind`, loaded when a run has it. No torch: a launcher opens datasets before any rank starts.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
+
+from mega.core.config.run import RunConfig
+from mega.core.config.sections import TASKS
+from mega.core.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from mega.core.data.build import Datasets
+    from mega.core.parallel.mesh import Mesh
+    from mega.core.training.task import Task
+
+
+@dataclass(frozen=True)
+class TaskKind:
+    """datasets: what a resolved run reads, opened without torch. Errors: ValueError naming flag or file.
+
+    task: this data coordinate's part of them, and how held-out sets are judged.
+    """
+
+    datasets: Callable[[RunConfig, Tokenizer | None], Datasets]
+    task: Callable[[RunConfig, Datasets, Tokenizer | None, Mesh], Task]
+
+
+MODULES = {"lm": "mega.core.training.pretraining"}
+"""Kind of task -> the module that holds its `KIND`."""
+
+
+def kind_of(run: RunConfig) -> TaskKind:
+    """The kind of task that a run has."""
+    return cast(TaskKind, importlib.import_module(MODULES[run.finetuning.task]).KIND)
+
+
+def register_task(name: str, module: str, needs: tuple[str, ...] = ()) -> None:
+    """Make `name` a choice of --task. module: holds its `KIND`, and must be imported by that name on every rank.
+    needs: the options without which it has nothing to train on."""
+    MODULES[name], TASKS[name] = module, needs

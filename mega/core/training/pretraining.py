@@ -1,0 +1,86 @@
+"""Language modelling as a kind of task: token files, conversations or random tokens, every token once an epoch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from mega.core.config.resolve import lengths
+from mega.core.config.run import RunConfig
+from mega.core.text.tokenizer import Tokenizer
+from mega.core.training.kinds import TaskKind
+
+if TYPE_CHECKING:
+    from mega.core.data.build import Datasets
+    from mega.core.parallel.mesh import Mesh
+    from mega.core.training.task import Pretraining
+
+
+def datasets(run: RunConfig, tokenizer: Tokenizer | None) -> Datasets:
+    """What --data-path and its neighbours name. Errors: ValueError naming flag and file."""
+    from mega.core.data.build import build_datasets
+
+    batch = run.batch
+    assert batch.seq_length is not None and run.model.vocab is not None
+    return build_datasets(
+        run.data,
+        seq_length=batch.seq_length,
+        seed=run.runtime.seed,
+        vocab=run.model.vocab,
+        samples=requested(run),
+        tokenizer=tokenizer,
+        masking=run.masking,
+        pairs=run.model.binary_head,
+    )
+
+
+def requested(run: RunConfig) -> tuple[int, int, int]:
+    """Samples of training, validation and test that a run may read."""
+    from mega.core.data.build import samples_requested
+
+    batch, evaluation = run.batch, run.evaluation
+    assert batch.global_batch is not None
+    found = samples_requested(
+        steps=lengths(run).steps,
+        global_batch=batch.global_batch,
+        eval_interval=evaluation.eval_interval,
+        eval_iters=evaluation.eval_iters,
+        train_samples=batch.samples,
+    )
+    return (0, *found[1:]) if evaluation.skip_train else found
+
+
+def task(run: RunConfig, data: Datasets, tokenizer: Tokenizer | None, mesh: Mesh) -> Pretraining:
+    """This data coordinate's part of a run's datasets."""
+    from mega.core.data.batches import Batches
+    from mega.core.data.dataset import Dataset
+    from mega.core.family import family
+    from mega.core.training.task import HeldOut, Pretraining
+
+    micro_batch, vocab, options = run.batch.micro_batch, run.model.vocab, run.data
+    assert micro_batch is not None and vocab is not None
+
+    def batches(dataset: Dataset) -> Batches:
+        return Batches(
+            dataset,
+            micro_batch=micro_batch,
+            vocab=vocab,
+            dp_index=mesh.dp.index,
+            dp_size=mesh.dp.size,
+            eod=tokenizer.eod if tokenizer is not None else None,
+            order=options.order,
+            eod_mask_loss=options.eod_mask_loss,
+            reset_positions=options.reset_positions,
+            reset_attention=options.reset_attention,
+            read_ahead=options.data_workers > 0,
+            collate=family(run.model).collate,
+        )
+
+    held_out = [] if data.valid is None else [HeldOut("valid", batches(data.valid), continues=True)]
+    return Pretraining(
+        None if data.train is None else batches(data.train),
+        (*held_out, *(HeldOut(name, batches(dataset)) for name, dataset in data.named.items())),
+        () if data.test is None else (HeldOut("test", batches(data.test)),),
+    )
+
+
+KIND = TaskKind(datasets, task)

@@ -1,0 +1,140 @@
+"""Adapters on disk: trained apart from their base, resumed, merged, exchanged with peft; other bases are refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from mega.cli import main
+from mega.core.checkpoint.own.store import locate
+from mega.core.family import family
+from mega.core.inference.load import load_model
+
+FAMILIES = {
+    "llama": "--family llama --norm rmsnorm --activation swiglu --position rope --no-bias --no-tied --ffn 48".split(),
+    "gpt": [],
+}
+SHAPE = "--layers 2 --hidden 32 --heads 4 --vocab 101 --hidden-dropout 0 --attention-dropout 0".split()
+RUN = (
+    "--seq-length 8 --global-batch 4 --micro-batch 2 --lr 1e-1 --lr-decay constant --eval-iters 0 "
+    "--mock-data --device cpu"
+).split()
+SAVE = "--save-interval 2 --save".split()
+LORA = "--lora-rank 3 --lora-alpha 12".split()
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def places(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A base, and a run of 4 steps that trained adapters of it."""
+    root = tmp_path_factory.mktemp(request.param)
+    base, tuned = root / "base", root / "tuned"
+    assert main(["pretrain", *FAMILIES[request.param], *SHAPE, *RUN, "--steps", "2", *SAVE, str(base)]) == 0
+    tune = ["finetune", *RUN, *LORA, "--load", str(base), *SAVE, str(tuned)]
+    assert main([*tune, "--steps", "4"]) == 0
+    return base, tuned
+
+
+def logits(model: Any) -> torch.Tensor:
+    ids = torch.arange(24).view(3, 8) * 4
+    with torch.no_grad():
+        return model(family(model.model).prompt(ids), outputs=True).outputs[..., :101]
+
+
+def of_run(place: Path) -> torch.Tensor:
+    return logits(load_model(locate(place)))
+
+
+def test_only_adapters_are_kept_and_it_resumes(places: tuple[Path, Path], tmp_path: Path) -> None:
+    base, tuned = places
+    stored = load_file(tuned / "step-0000004" / "rank-00000.safetensors")
+    assert stored and all(".lora_" in name for name in stored)
+    assert locate(tuned).meta["base"]["digest"] == locate(base).digest
+    # a run that was stopped half-way ends with the same bits, its base found where it was and where it is now
+    half = tmp_path / "half"
+    shutil.copytree(tuned, half, ignore=shutil.ignore_patterns("step-0000004", "latest*"))
+    resume = ["finetune", *RUN, *LORA, "--load", str(base), *SAVE, str(half), "--resume", "auto", "--steps", "4"]
+    assert main(resume) == 0
+    ended = load_file(half / "step-0000004" / "rank-00000.safetensors")
+    assert stored.keys() == ended.keys() and all(torch.equal(stored[name], ended[name]) for name in stored)
+
+
+def test_merged_into_its_base(places: tuple[Path, Path], tmp_path: Path) -> None:
+    base, tuned = places
+    with_adapters, without = of_run(tuned), of_run(base)
+    assert float((with_adapters - without).abs().max()) > 1e-2
+    folder, back = tmp_path / "merged", tmp_path / "back"
+    assert main(["convert-llama", "--load-dir", str(tuned), "--save-dir", str(folder), "--to", "hf"]) == 0
+    assert main(["convert-llama", "--load-dir", str(folder), "--save-dir", str(back)]) == 0
+    torch.testing.assert_close(of_run(back), with_adapters, rtol=1e-5, atol=1e-5)
+
+
+def to_peft(tuned: Path, folder: Path, base: Path) -> None:
+    command = ["convert-llama", "--load-dir", str(tuned), "--save-dir", str(folder), "--to", "peft"]
+    assert main([*command, "--base", str(base)]) == 0
+
+
+def test_peft_form_and_back(places: tuple[Path, Path], tmp_path: Path) -> None:
+    base, tuned = places
+    folder, back = tmp_path / "adapter", tmp_path / "back"
+    to_peft(tuned, folder, base)
+    assert {path.name for path in folder.iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
+    assert json.loads((folder / "adapter_config.json").read_text())["peft_type"] == "LORA"
+    read = ["convert-llama", "--load-dir", str(folder), "--save-dir", str(back), "--base", str(base)]
+    assert main(read) == 0
+    assert torch.equal(of_run(back), of_run(tuned))
+
+
+def test_peft_computes_the_same(places: tuple[Path, Path], tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft", reason="peft is absent: pip install 'mega[peft]'")
+    transformers = pytest.importorskip("transformers")
+    base, tuned = places
+    folder, adapter, theirs, back = (tmp_path / name for name in ("hf", "adapter", "theirs", "back"))
+    assert main(["convert-llama", "--load-dir", str(base), "--save-dir", str(folder)]) == 0
+    to_peft(tuned, adapter, folder)
+    ids = torch.arange(24).view(3, 8) * 4
+    whole = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    opened = peft.PeftModel.from_pretrained(whole, str(adapter)).eval()
+    with torch.no_grad():
+        torch.testing.assert_close(opened(ids).logits, of_run(tuned), rtol=1e-4, atol=1e-4)
+    # and one that peft made
+    whole = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    gpt = whole.config.model_type == "gpt2"
+    targets = ["c_attn", "c_fc", "mlp.c_proj"] if gpt else ["q_proj", "v_proj", "gate_proj", "down_proj"]
+    options = peft.LoraConfig(r=5, lora_alpha=20, target_modules=targets, fan_in_fan_out=gpt, init_lora_weights=False)
+    made = peft.get_peft_model(whole, options).eval()
+    made.save_pretrained(theirs)
+    assert main(["convert-llama", "--load-dir", str(theirs), "--save-dir", str(back), "--base", str(base)]) == 0
+    with torch.no_grad():
+        torch.testing.assert_close(of_run(back), made(ids).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_other_bases_are_refused(places: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    base, tuned = places
+    other, folder = tmp_path / "other", tmp_path / "adapter"
+    shape = [*SHAPE, "--hidden", "16", *FAMILIES["llama" if base.parent.name.startswith("llama") else "gpt"]]
+    assert main(["pretrain", *shape, *RUN, "--steps", "2", *SAVE, str(other)]) == 0
+    to_peft(tuned, folder, base)
+    capsys.readouterr()
+
+    def said(*command: str) -> str:
+        assert main(list(command)) == 2
+        (line,) = capsys.readouterr().err.strip().splitlines()
+        return line
+
+    save = ("--save-dir", str(tmp_path / "x"))
+    assert "is not an adapter of --base" in said(
+        "convert-llama", "--load-dir", str(folder), *save, "--base", str(other)
+    )
+    assert "--base is missing" in said("convert-llama", "--load-dir", str(folder), *save)
+    assert "holds no adapters" in said("convert-llama", "--load-dir", str(base), *save, "--to", "peft")
+    resumed = ["finetune", *RUN, *LORA, *SAVE, str(tuned), "--resume", "auto", "--steps", "6"]
+    assert "is not what" in said(*resumed, "--load", str(other))
+    unknown = said("finetune", *RUN, *LORA, "--load", str(base), "--steps", "1", "--lora-targets", "q_porj")
+    assert unknown.startswith("mega: --lora-targets q_porj: is not a linear of the blocks; valid: q_proj, k_proj")
+    assert "needs --load" in said("finetune", *SHAPE, *RUN, *LORA, "--steps", "1")
