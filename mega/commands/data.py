@@ -143,6 +143,10 @@ def _sample(
     count: Annotated[int, typer.Option("--count", help="how many, one after another")] = 1,
     seq_length: Annotated[int, typer.Option("--seq-length", help="tokens of a training sample")] = 512,
     seed: Annotated[int, typer.Option("--seed", help="seed of the samples' order")] = 1234,
+    binary_head: Annotated[
+        bool,
+        typer.Option("--binary-head/--no-binary-head", " /--bert-no-binary-head", help="a BERT sample has two parts"),
+    ] = True,
 ) -> None:
     """Training samples, a line a token, as a model gets them: its text, its id, whether it is trained on."""
     from mega.core.data import show
@@ -156,7 +160,8 @@ def _sample(
     if input:
         lines = show.conversations(input, data.chat_template, made, number, count)
     else:
-        lines = show.samples(data, masking, made, number, count, seq_length=seq_length, seed=seed)
+        sample = {"seq_length": seq_length, "seed": seed, "pairs": binary_head}
+        lines = show.samples(data, masking, made, number, count, **sample)
     for line in lines:
         typer.echo(line)
 

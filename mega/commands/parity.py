@@ -18,7 +18,7 @@ def run(
         str | None, typer.Option("--layouts", help="only these, such as tp2pp2dp2sp,dp4-zero1,pp2-chunks2")
     ] = None,
     every: Annotated[bool, typer.Option("--all", help="every layout, instead of one of each kind")] = False,
-    family: Annotated[Literal["gpt", "llama"] | None, typer.Option("--family", help="only this family")] = None,
+    family: Annotated[Literal["gpt", "llama", "bert"] | None, typer.Option("--family", help="only this family")] = None,
     dtype: Annotated[Literal["fp64", "fp32"], typer.Option("--dtype", help="precision of the proof")] = "fp64",
     json_lines: Annotated[
         str | None,

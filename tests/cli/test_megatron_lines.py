@@ -11,6 +11,7 @@ import pytest
 from mega.argv import meanings, translate
 from mega.core.config import toml
 from mega.core.config.presets import FAMILY_DEFAULTS, FamilyDefaults
+from mega.core.config.resolve import resolve
 from mega.core.config.run import RunConfig, entries, value_of
 from mega.options import command
 
@@ -229,14 +230,22 @@ def test_dropped_flags_are_reported(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(("line", "flags"), [(BERT, 4), (T5, 3)])
 @pytest.mark.parametrize("more", ["", " --family gpt", " --print-config", " --model tiny-gpt"])
 def test_a_line_of_another_family_is_no_gpt(line: str, flags: int, more: str) -> None:
-    with pytest.raises(ValueError, match="belongs to") as refused:
+    with pytest.raises(ValueError, match=r"belongs to|needs --family") as refused:
         parsed(line + more)
     # Whoever names the family may train it on any tokenizer.
     assert len(str(refused.value).splitlines()) == flags - (more == " --family gpt")
 
 
+def test_a_line_of_berts_script_with_its_family_is_one() -> None:
+    run = parsed(BERT + " --family bert")
+    assert (run.model.family, run.masking.sample_kind, run.model.binary_head) == ("bert", "bert", False)
+    assert resolve(run, 1).tokenizer.tokenizer == "BertWordPieceLowerCase"
+    bare = BERT.replace(" --tokenizer-type BertWordPieceLowerCase", "")
+    assert resolve(parsed(bare + " --family bert"), 1).tokenizer.tokenizer == "BertWordPieceLowerCase"
+
+
 def test_a_gpt_on_word_pieces_names_its_family() -> None:
-    with pytest.raises(ValueError, match=r"LowerCase: belongs to BERT and T5, .*; give --family gpt to train that"):
+    with pytest.raises(ValueError, match=r"LowerCase: needs --family bert.*; give --family gpt to train that"):
         parsed(YUAN)
     assert parsed(YUAN + " --family gpt").tokenizer.tokenizer == "BertWordPieceLowerCase"
 
@@ -245,7 +254,7 @@ def test_a_family_that_is_registered_reads_what_its_defaults_name(monkeypatch: p
     monkeypatch.setitem(FAMILY_DEFAULTS, "bert", FamilyDefaults({}))
     monkeypatch.setitem(FAMILY_DEFAULTS, "electra", FamilyDefaults({"mask_prob": 0.25}))
     masked = SIZES + " --seq-length 128 --mask-prob 0.15"
-    assert parsed(masked + " --family bert --bert-no-binary-head").masking.binary_head is False
+    assert parsed(masked + " --family bert --bert-no-binary-head").model.binary_head is False
     assert parsed(masked + " --family electra").masking.mask_prob == 0.15
     with pytest.raises(ValueError, match=r"^--mask-prob 0\.15: needs --family bert$"):
         parsed(masked)

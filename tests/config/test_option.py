@@ -106,7 +106,7 @@ def test_a_family_is_registered_and_not_listed(capsys: pytest.CaptureFixture[str
     assert unfit("model", "family", "toy") == "'toy' is not a choice; valid: gpt, llama, bert"
     register_family("toy", {"norm": "rmsnorm", "tied": False}, sentencepiece="SentencePieceTokenizer")
     try:
-        assert entries()["family"].choices == ("gpt", "llama", "toy")
+        assert entries()["family"].choices == ("gpt", "llama", "bert", "toy")
         assert unfit("model", "family", "toy") is None
         run = compose("tiny-gpt", flags=TRAINS | {"family": "toy", "hidden_dropout": 0.0})
         assert (run.model.norm, run.model.tied) == ("rmsnorm", False)

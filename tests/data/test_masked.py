@@ -218,11 +218,12 @@ def sentences(tmp_path: Path) -> tuple[str, dict[str, Any]]:
     return str(tmp_path / "a"), options
 
 
-def made(data: DataConfig, masking: MaskingConfig, options: dict[str, Any], samples: tuple[int, int, int]) -> Datasets:
+def made(
+    data: DataConfig, masking: MaskingConfig, options: dict[str, Any], samples: tuple[int, int, int], pairs: bool = True
+) -> Datasets:
     tokenizer = build(**options)
-    return build_datasets(
-        data, seq_length=64, seed=5, vocab=tokenizer.vocab_size, samples=samples, tokenizer=tokenizer, masking=masking
-    )
+    size = {"seq_length": 64, "seed": 5, "vocab": tokenizer.vocab_size, "samples": samples}
+    return build_datasets(data, **size, tokenizer=tokenizer, masking=masking, pairs=pairs)  # type: ignore[arg-type]
 
 
 def test_datasets_of_a_config(tmp_path: Path) -> None:
@@ -294,4 +295,4 @@ def test_samples_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "sample 4" in said and said.count("decoder's token") == 2 and "'<extra_id_0>'" in said
     train = f"pretrain --model tiny-gpt --sample-kind bert --data-path {prefix} --steps 1 --lr 1 --micro-batch 1"
     assert main([*train.split(), "--vocab", "99"]) == 2
-    assert "--sample-kind bert: belongs to BERT, which is not built yet" in capsys.readouterr().err
+    assert "--sample-kind bert: needs --family bert" in capsys.readouterr().err

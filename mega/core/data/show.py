@@ -39,6 +39,7 @@ def samples(
     *,
     seq_length: int,
     seed: int,
+    pairs: bool = True,
 ) -> Iterator[str]:
     """Training samples `number` .. `number + count - 1` of what a run with these sections would read."""
     made = build_datasets(
@@ -49,6 +50,7 @@ def samples(
         samples=(number + count, 0, 0),
         tokenizer=tokenizer,
         masking=masking,
+        pairs=pairs,
     )
     assert made.train is not None
     batches = Batches(

@@ -49,13 +49,16 @@ _LLAMA: dict[str, Any] = {
     "qkv_bias": True,
     "ffn": 96,
 }
+_BERT: dict[str, Any] = {"family": "bert", "sample_kind": "bert"}
 MODELS: dict[str, dict[str, Any]] = {
     "gpt": {},
     "llama": _LLAMA,
     "gpt-untied": {"tied": False},
     "llama-tied": {**_LLAMA, "tied": True},
+    "bert": _BERT,
+    "bert-post": {**_BERT, "norm_placement": "post", "activation": "gelu"},
 }
-FAMILIES = ("gpt", "llama")
+FAMILIES = ("gpt", "llama", "bert")
 
 LR = {"fp64": 3e-3, "fp32": 1.5e-4}
 """Adam's first steps are lr x sign(gradient), and rounding decides the sign of a gradient that is nearly zero. A rate
@@ -318,6 +321,22 @@ SHORT = _named("dp2-zero1", "tp2sp", "pp2", "tp2pp2dp2sp-zero1")
 TIES = _named("tp2sp", "pp2", "pp2-chunks2", "pp4-zb", "dp2-zero3", "tp2pp2dp2sp-zero1")
 """Where a tied embedding is shared, for the models that are tied otherwise."""
 
+NORMS = _named(
+    "tp2sp",
+    "tp2pp2dp2sp-zero1",
+    "pp2-chunks2",
+    "pp4-zb",
+    "dp2-zero3",
+    "cp2",
+    "tp2cp2sp-ring",
+    "tp1-selective",
+    "tp2sp-full2",
+)
+"""Where the place of the norms changes what is kept, cut or exchanged."""
+
+SOME = {"gpt-untied": TIES, "llama-tied": TIES, "bert-post": NORMS}
+"""Models of a family that are proven in some layouts only."""
+
 Case = tuple[str, ParityLayout]
 """One of `MODELS` in one layout."""
 
@@ -325,5 +344,5 @@ Case = tuple[str, ParityLayout]
 def every_case() -> Iterator[Case]:
     """What `mega parity --all` proves."""
     for model in MODELS:
-        for layout in every_layout() if model in FAMILIES else TIES:
+        for layout in SOME.get(model, every_layout()):
             yield model, layout
