@@ -37,7 +37,7 @@ def belongs(families: Sequence[str]) -> str:
     """Why a flag of these families is refused in a run of another.
 
     >>> belongs(("bert",)), belongs(("retro",))
-    ('needs --family bert', 'belongs to retro, which is not built yet; valid --family: gpt, llama, bert')
+    ('needs --family bert', 'belongs to retro, which is not built yet; valid --family: gpt, llama, bert, t5')
     """
     if built := [name for name in families if name in FAMILY_DEFAULTS]:
         return f"needs --family {' or '.join(built)}"

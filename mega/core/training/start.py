@@ -18,7 +18,7 @@ from mega.core.data.batches import Batches
 from mega.core.data.build import Datasets
 from mega.core.data.dataset import Dataset
 from mega.core.device import Device
-from mega.core.family import family
+from mega.core.family import collate
 from mega.core.flops import model_flops_per_token
 from mega.core.parallel.collectives import all_reduce, gather_json
 from mega.core.parallel.launch import connect, disconnect
@@ -134,7 +134,7 @@ def pretraining(run: RunConfig, data: Datasets, tokenizer: Tokenizer | None, mes
             reset_positions=options.reset_positions,
             reset_attention=options.reset_attention,
             read_ahead=options.data_workers > 0,
-            collate=family(run.model).collate,
+            collate=collate(run),
         )
 
     held_out = [] if data.valid is None else [HeldOut("valid", batches(data.valid), continues=True)]
