@@ -93,4 +93,6 @@ def _those(families: Families, value: Any) -> tuple[str, ...]:
 
 
 def _reads(family: str, entry: Entry, families: Sequence[str]) -> bool:
-    return family in families or entry.name in FAMILY_DEFAULTS[family].values
+    """Whether runs of `family` read an option at a value of these `families`; at any, where it has a default there."""
+    by_value = isinstance(entry.option.families, Mapping)
+    return family in families or (not by_value and entry.name in FAMILY_DEFAULTS[family].values)

@@ -69,9 +69,12 @@ def split_layers(encoder: int, decoder: int, stages: int, split: int) -> tuple[i
     >>> split_layers(6, 8, stages=4, split=2), split_layers(6, 8, stages=3, split=1)
     ((3, 3, 4, 4), (6, 4, 4))
     """
+    if stages == 1:
+        raise ValueError(f"--split-rank {split}: needs --pp of at least 2")
     if not 0 < split < stages:
-        sides = "both sides have a stage" if stages > 1 else "--pp is at least 2"
-        raise ValueError(f"--split-rank {split}: must be at least 1 and less than --pp {stages}, so that {sides}")
+        raise ValueError(
+            f"--split-rank {split}: leaves a side without a stage; valid with --pp {stages}: {_to(stages)}"
+        )
     for name, blocks, share in (("--layers", encoder, split), ("--decoder-layers", decoder, stages - split)):
         if blocks % share:
             stages_of = "stages before" if name == "--layers" else "stages from"
@@ -80,6 +83,10 @@ def split_layers(encoder: int, decoder: int, stages: int, split: int) -> tuple[i
                 "choose another, or give --stage-layers instead"
             )
     return (encoder // split,) * split + (decoder // (stages - split),) * (stages - split)
+
+
+def _to(stages: int) -> str:
+    return "1" if stages == 2 else f"1 to {stages - 1}"
 
 
 def unit_stages(units: Sequence[Unit], layers: Sequence[Sequence[range]]) -> dict[Unit, tuple[int, int]]:
