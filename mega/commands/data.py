@@ -160,8 +160,7 @@ def _sample(
     if input:
         lines = show.conversations(input, data.chat_template, made, number, count)
     else:
-        sample = {"seq_length": seq_length, "seed": seed, "pairs": binary_head}
-        lines = show.samples(data, masking, made, number, count, **sample)
+        lines = show.samples(data, masking, made, number, count, seq_length=seq_length, seed=seed, pairs=binary_head)
     for line in lines:
         typer.echo(line)
 

@@ -15,10 +15,13 @@ if TYPE_CHECKING:
 
 def run(
     layouts: Annotated[
-        str | None, typer.Option("--layouts", help="only these, such as tp2pp2dp2sp,dp4-zero1,pp2-chunks2")
+        str | None,
+        typer.Option("--layouts", help="only these, of GPT and Llama or --family, such as tp2pp2dp2sp,dp4-zero1"),
     ] = None,
     every: Annotated[bool, typer.Option("--all", help="every layout, instead of one of each kind")] = False,
-    family: Annotated[Literal["gpt", "llama", "bert"] | None, typer.Option("--family", help="only this family")] = None,
+    family: Annotated[
+        Literal["gpt", "llama", "bert", "t5"] | None, typer.Option("--family", help="only this family")
+    ] = None,
     dtype: Annotated[Literal["fp64", "fp32"], typer.Option("--dtype", help="precision of the proof")] = "fp64",
     json_lines: Annotated[
         str | None,
@@ -32,12 +35,13 @@ def run(
     if json_lines is not None:
         check_file("--json", json_lines)
     from mega.core.proof import rows
-    from mega.core.proof.layouts import FAMILIES, SHORT, ParityLayout, every_case
+    from mega.core.proof.layouts import DECODERS, FAMILIES, SHORT, ParityLayout, every_case
 
     if every and layouts is not None:
         raise ValueError(f"--layouts {layouts}: excludes --all")
     named = SHORT if layouts is None else [ParityLayout.parse(name.strip()) for name in layouts.split(",")]
-    cases = list(every_case()) if every else [(model, layout) for model in FAMILIES for layout in named]
+    models = (family,) if family else FAMILIES if layouts is None else DECODERS
+    cases = list(every_case()) if every else [(model, layout) for model in models for layout in named]
     cases = [case for case in cases if case[0].startswith(family or "")]
     commit = rows.code() if json_lines else ""
     wanted = {(model, layout.name, dtype) for model, layout in cases}

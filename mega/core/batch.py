@@ -178,6 +178,14 @@ class EncoderDecoderBatch(_Tensors):
     lengths: torch.Tensor
     samples: torch.Tensor
 
+    @property
+    def weights(self) -> Mapping[str, torch.Tensor]:
+        return {"lm": self.loss_weights}
+
+    def split(self, index: int, size: int) -> EncoderDecoderBatch:
+        assert size == 1, "an encoder and a decoder share no context axis"
+        return self
+
 
 def zigzag(rows: torch.Tensor, index: int, size: int) -> torch.Tensor:
     """[b, s, ...] -> [b, s / size, ...]: the columns that rank `index` of a context axis of `size` ranks holds.

@@ -6,8 +6,9 @@ checkpoint. The stage and the batches are added here.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -15,11 +16,13 @@ import torch
 from mega.core import inventory
 from mega.core.batch import Batch
 from mega.core.config.presets import register_family
+from mega.core.config.run import RunConfig
 from mega.core.config.sections import ModelConfig
 from mega.core.data import synthetic
 from mega.core.inventory import Table, Unit
 from mega.core.model.bert import BertStage
 from mega.core.model.decoder import DecoderStage
+from mega.core.model.encoder_decoder import EncoderDecoderStage
 from mega.core.model.stage import StageOptions
 from mega.core.parallel.pipeline import Stage
 from mega.core.parallel.region import Region
@@ -79,24 +82,46 @@ class Collate(Protocol):
 class Family:
     """stage: builds one. synthetic: batches without data. prompt: ids as a batch, where the family continues text.
     collate: rows of token ids, int64 [seq_length + 1] each, as a batch; None: they are read from left to right.
+    decodes: a sample has a second text, the decoder's: `synthetic` and `collate` are given its `decoder_length` too.
     """
 
     stage: BuildStage
     synthetic: Synthetic
     prompt: Prompt | None = None
     collate: Collate | None = None
+    decodes: bool = False
 
 
 DECODER = Family(DecoderStage, synthetic.decoder_batch, synthetic.decoder_prompt)
 BERT = Family(BertStage, synthetic.masked_batch, collate=synthetic.masked_rows)
+T5 = Family(EncoderDecoderStage, synthetic.encoder_decoder_batch, collate=synthetic.copied_rows, decodes=True)
 
-FAMILIES: dict[str, Family] = {"gpt": DECODER, "llama": DECODER, "bert": BERT}
+FAMILIES: dict[str, Family] = {"gpt": DECODER, "llama": DECODER, "bert": BERT, "t5": T5}
 """Family -> its record."""
 
 
 def family(model: ModelConfig) -> Family:
     """The record of a model's family."""
     return FAMILIES[model.family]
+
+
+def synthetic_batch(
+    run: RunConfig, samples: torch.Tensor, *, seed: int, ragged: bool = True, documents: bool = False
+) -> Batch:
+    """A batch of the sizes of a resolved run that is a function of sample numbers alone. samples: int64 [b]."""
+    length, make = run.batch.seq_length, family(run.model).synthetic
+    assert length is not None
+    return make(run.model, length, samples, seed=seed, ragged=ragged, documents=documents, **_second_length(run))
+
+
+def collate(run: RunConfig) -> Callable[[Sequence[Any], int], Batch] | None:
+    """How rows of token ids become a run's batches; None: they are read from left to right."""
+    found = family(run.model).collate
+    return None if found is None else partial(found, **_second_length(run))
+
+
+def _second_length(run: RunConfig) -> dict[str, Any]:
+    return {"decoder_length": run.masking.decoder_seq_length} if family(run.model).decodes else {}
 
 
 def register(name: str, record: Family, table: Table, defaults: Mapping[str, Any]) -> None:

@@ -61,6 +61,7 @@ def test_what_a_layout_is() -> None:
     assert set(options_with(layout=True)) == {
         *("tp", "cp", "pp", "chunks", "schedule", "layers_per_chunk", "sequence_parallel", "zero", "micro_batch"),
         *("recompute", "recompute_method", "recompute_layers", "stage_layers", "distribute_saved", "accumulation"),
+        "split_rank",
     }
 
 
@@ -103,10 +104,10 @@ def test_what_an_option_needs_is_checked(name: str) -> None:
 
 def test_a_family_is_registered_and_not_listed(capsys: pytest.CaptureFixture[str]) -> None:
     """One call makes it a choice of --family, with its defaults and its tokenizer."""
-    assert unfit("model", "family", "toy") == "'toy' is not a choice; valid: gpt, llama, bert"
+    assert unfit("model", "family", "toy") == "'toy' is not a choice; valid: gpt, llama, bert, t5"
     register_family("toy", {"norm": "rmsnorm", "tied": False}, sentencepiece="SentencePieceTokenizer")
     try:
-        assert entries()["family"].choices == ("gpt", "llama", "bert", "toy")
+        assert entries()["family"].choices == ("gpt", "llama", "bert", "t5", "toy")
         assert unfit("model", "family", "toy") is None
         run = compose("tiny-gpt", flags=TRAINS | {"family": "toy", "hidden_dropout": 0.0})
         assert (run.model.norm, run.model.tied) == ("rmsnorm", False)

@@ -23,6 +23,7 @@ from mega.core.config.run import RunConfig, entries, flag_of, found_with, value_
 from mega.core.config.sections import TASKS, PrecisionConfig
 from mega.core.files import url_of
 from mega.core.plan.kinds import SCHEDULES, interleaving
+from mega.core.plan.layers import split_layers
 
 Problems = Iterator[str]
 
@@ -274,25 +275,34 @@ def _heads(run: RunConfig) -> Problems:
 def _positions(run: RunConfig) -> Problems:
     model, seq_length = run.model, run.batch.seq_length
     assert model.positions and seq_length
-    tokens = seq_length * (run.batch.micro_batch or 1)
-    if tokens > MOST_TOKENS:
-        rule = f"makes {tokens} tokens of a microbatch of {run.batch.micro_batch}; must be at most {MOST_TOKENS}"
-        yield _line(run, "seq_length", rule)
-    if model.positions < seq_length:
-        yield _line(run, "positions", f"must be at least --seq-length {seq_length}")
+    for name in _texts(run):
+        tokens = value_of(run, name) * (run.batch.micro_batch or 1)
+        if tokens > MOST_TOKENS:
+            rule = f"makes {tokens} tokens of a microbatch of {run.batch.micro_batch}; must be at most {MOST_TOKENS}"
+            yield _line(run, name, rule)
+        if model.positions < value_of(run, name):
+            yield _line(run, "positions", f"must be at least {flag_of(name)} {value_of(run, name)}")
+
+
+def _texts(run: RunConfig) -> tuple[str, ...]:
+    """The options that say how long a resolved run's texts are."""
+    return ("seq_length", "decoder_seq_length") if run.model.decoder_layers else ("seq_length",)
 
 
 def _stages(run: RunConfig) -> Problems:
-    parallel, layers = run.parallel, run.model.layers
-    assert layers
+    parallel, layers = run.parallel, run.model.blocks
     if parallel.zero >= 2 and parallel.pp > 1:
         # Every stage would reduce with every microbatch; Megatron-LM and DeepSpeed refuse the same.
         yield _line(run, "zero", f"needs --pp 1, not {parallel.pp}; valid with pipelines: 0, 1")
-    if parallel.stage_layers:
+    if parallel.split_rank is not None:
+        yield from _split(run)
+    elif parallel.stage_layers:
         pieces = parallel.pp * parallel.chunks
         if len(parallel.stage_layers) != pieces or sum(parallel.stage_layers) != layers:
-            rule = f"must be {pieces} numbers (--pp x --chunks) whose sum is --layers {layers}"
+            rule = f"must be {pieces} numbers (--pp x --chunks) whose sum is {_blocks(run)}"
             yield _line(run, "stage_layers", rule)
+    elif layers % parallel.pp and run.model.decoder_layers:
+        yield f"{_blocks(run)}: must be divisible by --pp {parallel.pp}, or give --split-rank or --stage-layers"
     elif layers % parallel.pp:
         yield _line(run, "layers", f"must be divisible by --pp {parallel.pp}; valid --pp: {_divisors(layers)}")
     else:
@@ -307,6 +317,29 @@ def _stages(run: RunConfig) -> Problems:
         yield _line(run, "chunks", f"needs --schedule {interleaving()} and --pp of at least 2")
     if interleaves and parallel.chunks == 1:
         yield _line(run, "schedule", "needs --chunks of at least 2; with one chunk use 1f1b")
+
+
+def _blocks(run: RunConfig) -> str:
+    """The options that say how many blocks a model has, as a message names them."""
+    decoder = f" + --decoder-layers {run.model.decoder_layers}" if run.model.decoder_layers else ""
+    return f"--layers {run.model.layers}{decoder}"
+
+
+def _split(run: RunConfig) -> Problems:
+    """Stages that hold blocks of the encoder or of the decoder."""
+    parallel, model = run.parallel, run.model
+    if model.layers is None or model.decoder_layers is None or parallel.split_rank is None:
+        return
+    if parallel.chunks > 1:
+        yield _line(run, "split_rank", f"needs --chunks 1, not {parallel.chunks}")
+        return
+    try:
+        layers = split_layers(model.layers, model.decoder_layers, parallel.pp, parallel.split_rank)
+    except ValueError as error:
+        yield str(error)
+        return
+    if parallel.stage_layers != layers:
+        yield _line(run, "stage_layers", "excludes --split-rank, which says how many blocks a stage has")
 
 
 def _tensor(run: RunConfig) -> Problems:
@@ -334,6 +367,8 @@ def _fp8(run: RunConfig) -> Problems:
         "kv_heads": (value_of(run, "kv_heads") or 0) * model.head_dim // tp,
         "micro_batch": batch.micro_batch * batch.seq_length // run.parallel.cp,
     }
+    if model.decoder_layers:
+        lengths_of["decoder_seq_length"] = batch.micro_batch * run.masking.decoder_seq_length
     for name, length in lengths_of.items():
         if length % 16:
             yield _line(run, name, f"makes GEMMs of {length} on a rank; under --fp8 it must be a multiple of 16")
@@ -367,9 +402,13 @@ def _columns(run: RunConfig) -> Problems:
     seq_length, kv_heads = run.batch.seq_length, value_of(run, "kv_heads")
     assert seq_length
     unit = lcm(2 * cp, tp * cp) if cp > 1 else tp
-    if seq_length % unit:
-        reasons = [f"twice --cp {cp}"] * (cp > 1) + [f"--tp {tp} under --sequence-parallel"] * (tp > 1)
-        yield _line(run, "seq_length", f"must be divisible by {unit}, for {' and '.join(reasons)}")
+    if cp > 1 and run.model.decoder_layers:
+        yield _line(run, "cp", f"must be 1 for --family {run.model.family}, whose decoder reads an encoder")
+        return
+    for name in _texts(run):
+        if value_of(run, name) % unit:
+            reasons = [f"twice --cp {cp}"] * (cp > 1) + [f"--tp {tp} under --sequence-parallel"] * (tp > 1)
+            yield _line(run, name, f"must be divisible by {unit}, for {' and '.join(reasons)}")
     head_ranks = run.parallel.tp * cp
     if cp > 1 and run.parallel.cp_comm == "all-to-all" and kv_heads % head_ranks:
         rule = f"--kv-heads {kv_heads} must be divisible by {head_ranks}, --tp {run.parallel.tp} x --cp {cp}"

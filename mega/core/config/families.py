@@ -37,7 +37,7 @@ def belongs(families: Sequence[str]) -> str:
     """Why a flag of these families is refused in a run of another.
 
     >>> belongs(("bert",)), belongs(("retro",))
-    ('needs --family bert', 'belongs to retro, which is not built yet; valid --family: gpt, llama, bert')
+    ('needs --family bert', 'belongs to retro, which is not built yet; valid --family: gpt, llama, bert, t5')
     """
     if built := [name for name in families if name in FAMILY_DEFAULTS]:
         return f"needs --family {' or '.join(built)}"
@@ -93,4 +93,6 @@ def _those(families: Families, value: Any) -> tuple[str, ...]:
 
 
 def _reads(family: str, entry: Entry, families: Sequence[str]) -> bool:
-    return family in families or entry.name in FAMILY_DEFAULTS[family].values
+    """Whether runs of `family` read an option at a value of these `families`; at any, where it has a default there."""
+    by_value = isinstance(entry.option.families, Mapping)
+    return family in families or (not by_value and entry.name in FAMILY_DEFAULTS[family].values)

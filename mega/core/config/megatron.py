@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from mega.core.config.families import belongs
-
 
 class Ignored(NamedTuple):
     """A flag that changes nothing: how many values follow it, and why; families: those whose scripts alone have it."""
@@ -108,7 +106,6 @@ IGNORED: Mapping[str, Ignored] = {
 }
 
 _EMBEDDINGS = "embeddings of texts are not built yet"
-_T5 = belongs(("t5",))
 _MOE = "mixtures of experts are not built yet"
 _HYBRID = "gradients in fp8 are e5m2; use --fp8-hybrid, which is --fp8"
 _WGRAD = "under --fp8 weight gradients are GEMMs in fp8 too; leave the flag out"
@@ -181,8 +178,6 @@ REFUSED: Mapping[str, str] = {
     # not built
     "--output-bert-embeddings": _EMBEDDINGS,
     "--bert-embedder-type": _EMBEDDINGS,
-    "--decoder-num-layers": _T5,
-    "--pipeline-model-parallel-split-rank": _T5,
     "--num-experts": _MOE,
     "--expert-parallel": _MOE,
     "--expert-model-parallel-size": _MOE,

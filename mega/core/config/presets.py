@@ -46,6 +46,7 @@ register_family(  # Touvron et al. 2023, arXiv 2307.09288
 )
 
 register_family("bert", {"sample_kind": "bert"}, vocabulary="BertWordPieceLowerCase")
+register_family("t5", {"sample_kind": "t5"}, vocabulary="BertWordPieceLowerCase")
 
 
 def _gpt(layers: int, hidden: int, heads: int, seq_length: int, vocab: int | None) -> dict[str, Any]:
@@ -69,6 +70,11 @@ def _bert(layers: int, hidden: int, heads: int, vocab: int | None = 30522) -> di
     return {**_gpt(layers, hidden, heads, 512, vocab), "family": "bert", "sample_kind": "bert"}
 
 
+def _t5(layers: int, hidden: int, heads: int, head_dim: int, ffn: int, vocab: int | None = 30624) -> dict[str, Any]:
+    """Encoder and decoder alike. The vocabulary is BERT's with [BOS], [EOS] and 100 sentinels."""
+    return {**_gpt(layers, hidden, heads, 512, vocab), "family": "t5", "head_dim": head_dim, "ffn": ffn}
+
+
 LLAMA31_ROPE: Values = {"rope_base": 500000.0, "rope_scaling": "llama3"}
 """Llama 3.1: the other numbers of its rope scaling are the options' defaults."""
 
@@ -80,6 +86,7 @@ PRESETS: Mapping[str, Values] = {
     "tiny-gpt": _gpt(2, 64, 4, 64, None),
     "tiny-llama": _llama(2, 64, 4, 2, 192, 64, None),
     "tiny-bert": {**_bert(2, 64, 4, None), "seq_length": 64},
+    "tiny-t5": {**_t5(2, 64, 4, 16, 256, None), "seq_length": 64, "decoder_seq_length": 32},
     # Radford et al. 2019, and the size that Megatron-LM's example scripts train
     "gpt2-124m": _gpt(12, 768, 12, 1024, 50257),
     "gpt2-345m": _gpt(24, 1024, 16, 1024, 50257),
@@ -124,6 +131,11 @@ PRESETS: Mapping[str, Values] = {
     "bert-345m": _bert(24, 1024, 16),
     "bert-1.3b": _bert(24, 2048, 32),
     "bert-3.9b": _bert(48, 2560, 40),
+    # Raffel et al. 2020, arXiv 1910.10683, section 3.7, built as Megatron-LM builds the first in its example scripts
+    "t5-220m": _t5(12, 768, 12, 64, 3072),
+    "t5-770m": _t5(24, 1024, 16, 64, 4096),
+    "t5-3b": _t5(24, 1024, 32, 128, 16384),
+    "t5-11b": _t5(24, 1024, 128, 128, 65536),
     # Shoeybi et al. trained by fairseq, https://github.com/facebookresearch/fairseq/tree/main/examples/megatron_11b
     "megatron-11b": {
         **_gpt(72, 3072, 32, 1024, 51200),

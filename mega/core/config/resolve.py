@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import isqrt
 
 from mega.core.config.presets import FAMILY_DEFAULTS
-from mega.core.config.run import RunConfig
+from mega.core.config.run import RunConfig, entries
 from mega.core.config.sections import (
     BatchConfig,
     LogConfig,
@@ -23,6 +24,7 @@ from mega.core.config.sections import (
     TokenizerConfig,
 )
 from mega.core.files import url_of
+from mega.core.plan.layers import split_layers
 
 
 def resolve(run: RunConfig, world: int, vocab: int | None = None) -> RunConfig:
@@ -35,8 +37,8 @@ def resolve(run: RunConfig, world: int, vocab: int | None = None) -> RunConfig:
     >>> resolve(run, world=4).model.ffn
     32
     """
-    model = _model(run.model, run.batch.seq_length, vocab)
-    parallel = _parallel(run.parallel, model.layers)
+    model = _model(run, vocab)
+    parallel = _parallel(run.parallel, model)
     return replace(
         run,
         model=model,
@@ -235,7 +237,11 @@ def _steps_of(batch: BatchConfig) -> int:
     return len(rising) + max(0, batch.samples - sum(rising)) // batch.global_batch
 
 
-def _model(model: ModelConfig, seq_length: int | None, vocab: int | None) -> ModelConfig:
+def _model(run: RunConfig, vocab: int | None) -> ModelConfig:
+    model, longest, decoder_layers = run.model, run.batch.seq_length, run.model.decoder_layers
+    if model.family in entries()["decoder_layers"].option.families:
+        decoder_layers = decoder_layers or model.layers
+        longest = longest and max(longest, run.masking.decoder_seq_length)
     hidden, heads, ffn, head_dim = model.hidden, model.heads, model.ffn, model.head_dim
     if hidden is not None:
         ffn = ffn or (gated_ffn(hidden) if model.activation == "swiglu" else 4 * hidden)
@@ -243,11 +249,12 @@ def _model(model: ModelConfig, seq_length: int | None, vocab: int | None) -> Mod
             head_dim = head_dim or hidden // heads
     return replace(
         model,
+        decoder_layers=decoder_layers,
         kv_heads=model.kv_heads if model.kv_heads is not None else heads,
         head_dim=head_dim,
         ffn=ffn,
         vocab=model.vocab if model.vocab is not None else vocab,
-        positions=model.positions if model.positions is not None else seq_length,
+        positions=model.positions if model.positions is not None else longest,
         qkv_bias=model.qkv_bias if model.qkv_bias is not None else model.bias,
     )
 
@@ -258,13 +265,17 @@ def _precision(precision: PrecisionConfig) -> PrecisionConfig:
     return replace(precision, grad_dtype="fp32" if precision.dtype == "bf16" else precision.dtype)
 
 
-def _parallel(parallel: ParallelConfig, layers: int | None) -> ParallelConfig:
-    chunks = parallel.chunks
-    if parallel.layers_per_chunk and layers:
-        chunks = max(1, layers // parallel.pp // parallel.layers_per_chunk)
+def _parallel(parallel: ParallelConfig, model: ModelConfig) -> ParallelConfig:
+    chunks, stage_layers = parallel.chunks, parallel.stage_layers
+    if parallel.layers_per_chunk and model.layers:
+        chunks = max(1, model.blocks // parallel.pp // parallel.layers_per_chunk)
+    if parallel.split_rank and not stage_layers and model.layers and model.decoder_layers:
+        with suppress(ValueError):  # which config/check.py reports
+            stage_layers = split_layers(model.layers, model.decoder_layers, parallel.pp, parallel.split_rank)
     return replace(
         parallel,
         chunks=chunks,
+        stage_layers=stage_layers,
         schedule=parallel.schedule or ("interleaved" if chunks > 1 else "1f1b"),
         # One tensor rank has nothing to split; Megatron-LM too switches this off without a word.
         sequence_parallel=parallel.sequence_parallel and parallel.tp > 1,

@@ -58,6 +58,14 @@ class ModelConfig(Section):
         within=COUNT,
         most=MOST_LAYERS,
     )
+    decoder_layers: int | None = option(
+        None,
+        "transformer blocks of a T5's decoder, where --layers are its encoder's [layers]",
+        megatron="--decoder-num-layers",
+        within=COUNT,
+        most=MOST_LAYERS,
+        families=("t5",),
+    )
     hidden: int | None = option(
         None, "width of the residual stream", megatron="--hidden-size", common=True, within=COUNT, most=2**20
     )
@@ -242,6 +250,12 @@ class ModelConfig(Section):
         read_with={"lora_rank": COUNT},
     )
 
+    @property
+    def blocks(self) -> int:
+        """All transformer blocks of a resolved model, those of its encoder before its decoder's."""
+        assert self.layers is not None, "resolve the model first"
+        return self.layers + (self.decoder_layers or 0)
+
 
 @dataclass(frozen=True, kw_only=True)
 class PrecisionConfig(Section):
@@ -367,6 +381,14 @@ class ParallelConfig(Section):
     )
     stage_layers: tuple[int, ...] = option(
         (), "blocks of each stage, where they are not equal", within=COUNT, layout=True
+    )
+    split_rank: int | None = option(
+        None,
+        "pipeline rank of the first stage of a T5's decoder; the stages before share the encoder [all share all]",
+        megatron="--pipeline-model-parallel-split-rank",
+        within=COUNT,
+        layout=True,
+        families=("t5",),
     )
     zero: int = option(
         0,

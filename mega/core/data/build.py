@@ -108,8 +108,7 @@ def build_datasets(
     if masking.sample_kind == "tfrecords":
         return _records(data, own, seq_length, seed, vocab, samples)
     split_shares(data.split)
-    made_with = None if tokenizer is None else tokenizer.identity()
-    builder = _Builder(recipe(masking, seq_length, seed, tokenizer, pairs), data, vocab, made_with)
+    builder = _Builder(recipe(masking, seq_length, seed, tokenizer, pairs), data, vocab, tokenizer)
     made = {
         name: builder.blend(
             "--data-path" if data.data_path else f"--{name}-data",
@@ -197,7 +196,7 @@ def _records(
 class _Builder:
     """Opens every corpus once and collects what to report to the user."""
 
-    def __init__(self, recipe: Recipe, data: DataConfig, vocab: int, tokenizer: TokenizerIdentity | None) -> None:
+    def __init__(self, recipe: Recipe, data: DataConfig, vocab: int, tokenizer: Tokenizer | None) -> None:
         self._recipe, self._data, self._vocab, self._tokenizer = recipe, data, vocab, tokenizer
         self.corpora: dict[str, IndexedDataset] = {}
         self.notes: list[str] = []
@@ -298,8 +297,8 @@ def _open(flag: str, prefix: str, vocab: int, *, mmap: bool) -> IndexedDataset:
     return corpus
 
 
-def _mismatch(label: str, noted: TokenizerIdentity | None, given: TokenizerIdentity | None) -> str | None:
+def _mismatch(label: str, noted: TokenizerIdentity | None, given: Tokenizer | None) -> str | None:
     """How the tokenizer of a run is not the one that made a corpus; None where it is, or one of them is not known."""
-    if noted is None or given is None or noted.fingerprint == given.fingerprint:
+    if noted is None or given is None or given.made(noted):
         return None
-    return f"{label}: was made with {noted}, but the tokenizer given is {given}"
+    return f"{label}: was made with {noted}, but the tokenizer given is {given.identity()}"

@@ -54,7 +54,7 @@ def note(prefix: str, report: Print, tokenizer: Tokenizer | None = None) -> None
     noted = TokenizerIdentity.read(kept.get("tokenizer"))
     if tokenizer is not None and largest >= tokenizer.vocab_size:
         raise ValueError(_foreign(prefix, largest, tokenizer))
-    if made is not None and noted not in (None, made):
+    if tokenizer is not None and noted is not None and not tokenizer.made(noted):
         raise ValueError(f"{prefix}: was made with {noted}, as {note_path(prefix)} says, and not with {made}")
     found = {
         **kept,
@@ -80,7 +80,7 @@ def show(prefix: str, report: Print, tokenizer: Tokenizer | None = None, samples
     if tokenizer is not None and len(data.tokens) and largest >= tokenizer.vocab_size:
         raise ValueError(_foreign(prefix, largest, tokenizer))
     report(f"{prefix}: {_sizes(data)}, {data.dtype}, ids {smallest} .. {largest}{_made_with(data)}")
-    if tokenizer is not None and data.tokenizer not in (None, tokenizer.identity()):
+    if tokenizer is not None and data.tokenizer is not None and not tokenizer.made(data.tokenizer):
         report(f"the texts below are decoded with another one, {tokenizer.identity()}")
     for line in histogram(data.lengths):
         report(line)

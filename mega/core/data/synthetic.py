@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from mega.core.batch import DecoderBatch, MaskedBatch
+from mega.core.batch import DecoderBatch, EncoderDecoderBatch, MaskedBatch
 from mega.core.config.sections import ModelConfig
 from mega.core.ops.counter import key, mix
 
@@ -21,13 +21,10 @@ def decoder_batch(
     ragged: rows differ in how many tokens count, from a third to all: a per-rank mean would show. Else all count.
     documents: rows are packed with documents that attention keeps apart.
     """
-    vocab = model.vocab
-    assert vocab is not None
     columns = torch.arange(length + 1, device=samples.device)
-    bits = mix(mix(samples + key(seed, "synthetic"))[:, None] + columns)
-    text = (bits & 0x7FFFFFFF) % vocab
-    counted = length // 3 + (samples * 7919) % (length - length // 3 + 1)
-    weights = columns[None, :length] < counted[:, None] if ragged else torch.ones_like(text[:, 1:])
+    bits = _bits(samples, columns, seed, "synthetic")
+    text = _ids(bits, model)
+    weights = _counted(samples, length, ragged)
     positions = columns[None, :length].expand(len(samples), length)
     numbers = ((bits[:, :length] >> 32) % 5 == 0).cumsum(1) if documents else None
     return DecoderBatch(text[:, :-1], text[:, 1:], weights.float(), positions, samples, numbers)
@@ -95,3 +92,65 @@ def _masked_rows(
         pairs=pairs,
         samples=samples,
     )
+
+
+def encoder_decoder_batch(
+    model: ModelConfig,
+    length: int,
+    samples: torch.Tensor,
+    *,
+    seed: int,
+    ragged: bool = True,
+    documents: bool = False,
+    decoder_length: int = 0,
+) -> EncoderDecoderBatch:
+    """Rows of `length` random tokens for the encoder and of `decoder_length` others for the decoder. samples: int64
+    [b]. ragged: both are padded, by other numbers of tokens in every row. There are no documents in them."""
+    columns = torch.arange(decoder_length + 1, device=samples.device)
+    text = _ids(_bits(samples, columns, seed, "synthetic decoder"), model)
+    read = _ids(_bits(samples, torch.arange(length, device=samples.device), seed, "synthetic"), model)
+    seen, counted = _counted(samples, length, ragged), _counted(samples + 1, decoder_length, ragged)
+    return EncoderDecoderBatch(
+        encoder_tokens=read * seen,
+        encoder_lengths=seen.sum(1),
+        tokens=text[:, :-1] * counted,
+        labels=text[:, 1:] * counted,
+        loss_weights=counted.float(),
+        lengths=counted.sum(1),
+        samples=samples,
+    )
+
+
+def copied_rows(samples: Sequence[Any], first: int, *, decoder_length: int = 0) -> EncoderDecoderBatch:
+    """Rows of a token more than the encoder reads, whose beginning the decoder is to repeat; again and again where it
+    is longer."""
+    text = torch.stack([torch.from_numpy(row) for row in samples])
+    read, whole = text[:, :-1], torch.full((len(samples),), text.shape[1] - 1)
+    written = text[:, torch.arange(decoder_length + 1) % text.shape[1]]
+    return EncoderDecoderBatch(
+        encoder_tokens=read.contiguous(),
+        encoder_lengths=whole,
+        tokens=written[:, :-1].contiguous(),
+        labels=written[:, 1:].contiguous(),
+        loss_weights=torch.ones(len(samples), decoder_length),
+        lengths=torch.full_like(whole, decoder_length),
+        samples=torch.arange(first, first + len(samples)),
+    )
+
+
+def _bits(samples: torch.Tensor, columns: torch.Tensor, seed: int, name: str) -> torch.Tensor:
+    """int64 [b, columns], a function of sample numbers and columns."""
+    return mix(mix(samples + key(seed, name))[:, None] + columns)
+
+
+def _ids(bits: torch.Tensor, model: ModelConfig) -> torch.Tensor:
+    assert model.vocab is not None
+    return (bits & 0x7FFFFFFF) % model.vocab
+
+
+def _counted(samples: torch.Tensor, length: int, ragged: bool) -> torch.Tensor:
+    """int64 [b, length], 1 for the columns that count: from a third of them to all, or all."""
+    if not ragged:
+        return torch.ones(len(samples), length, dtype=torch.int64, device=samples.device)
+    counted = length // 3 + (samples * 7919) % (length - length // 3 + 1)
+    return (torch.arange(length, device=samples.device) < counted[:, None]).long()

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 
 from mega.core.config.sections import ModelConfig
-from mega.core.inventory import bert, decoder
+from mega.core.inventory import bert, decoder, t5
 from mega.core.inventory.adapters import adapted, linear_names, without_adapters
 from mega.core.inventory.tensor import Cut, Init, Partial, Table, Tensor, Unit, padded
 from mega.core.plan.layers import stage_layers, unit_stages
@@ -36,7 +36,7 @@ __all__ = [
     "without_adapters",
 ]
 
-TABLES: dict[str, Table] = {"gpt": decoder.TABLE, "llama": decoder.TABLE, "bert": bert.TABLE}
+TABLES: dict[str, Table] = {"gpt": decoder.TABLE, "llama": decoder.TABLE, "bert": bert.TABLE, "t5": t5.TABLE}
 """Family -> its table."""
 
 
@@ -60,8 +60,7 @@ def units(model: ModelConfig) -> tuple[Unit, ...]:
 
 def placement(model: ModelConfig, pp: int, chunks: int, layers: Sequence[int] = ()) -> dict[Unit, tuple[int, int]]:
     """Unit -> (pipeline rank, chunk) that holds it. layers: blocks of each global stage, where they are not equal."""
-    assert model.layers is not None
-    return unit_stages(units(model), stage_layers(model.layers, pp, chunks, layers))
+    return unit_stages(units(model), stage_layers(model.blocks, pp, chunks, layers))
 
 
 @lru_cache(maxsize=16)

@@ -23,42 +23,48 @@ def blocks(model: ModelConfig) -> Iterator[Tensor]:
 def block(model: ModelConfig, number: int) -> Iterator[Tensor]:
     """Self-attention and feed-forward, each with its norm before or after it."""
     hidden, ffn = resolved(model.hidden, "hidden"), resolved(model.ffn, "ffn")
-    heads, kv_heads = resolved(model.heads, "heads"), resolved(model.kv_heads, "kv_heads")
-    width, layers = resolved(model.head_dim, "head_dim"), resolved(model.layers, "layers")
-    into = Init(std=model.init_std)
-    out_of = Init(std=model.init_std / sqrt(2.0 * layers))
     pre = model.norm_placement == "pre"
-
-    def column(name: str, outs: int, parts: int, bias: bool) -> Iterator[Tensor]:
-        """Cut by rows of the weight: every rank computes its own outputs."""
-        cut = Cut(0, "tp", parts)
-        yield Tensor(f"{name}.weight", (outs, hidden), (number,), into, cut)
-        if bias:
-            yield Tensor(f"{name}.bias", (outs,), (number,), Init(), cut)
-
-    def row(name: str, ins: int, parts: int) -> Iterator[Tensor]:
-        """Cut by columns of the weight: outputs are summed over ranks; the bias comes after the sum."""
-        yield Tensor(f"{name}.weight", (hidden, ins), (number,), out_of, Cut(1, "tp", parts))
-        if model.bias:
-            yield Tensor(f"{name}.bias", (hidden,), (number,), Init(), partial=("sequence",))
-
-    qkv_bias = model.bias if model.qkv_bias is None else model.qkv_bias
     if pre:
         yield from norm(model, "input_layernorm", hidden, number, "sequence")
-    yield from column("self_attn.q_proj", heads * width, heads, qkv_bias)
-    yield from column("self_attn.k_proj", kv_heads * width, kv_heads, qkv_bias)
-    yield from column("self_attn.v_proj", kv_heads * width, kv_heads, qkv_bias)
-    if model.qk_norm:
-        yield from norm(model, "self_attn.q_norm", width, number, "tp")
-        yield from norm(model, "self_attn.k_norm", width, number, "tp")
-    yield from row("self_attn.o_proj", heads * width, heads)
+    yield from attention(model, "self_attn", number)
     yield from norm(model, "post_attention_layernorm", hidden, number, "sequence")
     if model.activation == "swiglu":
-        yield from column("mlp.gate_proj", ffn, ffn, model.bias)
-    yield from column("mlp.up_proj", ffn, ffn, model.bias)
-    yield from row("mlp.down_proj", ffn, ffn)
+        yield from _column(model, "mlp.gate_proj", number, ffn, ffn, model.bias)
+    yield from _column(model, "mlp.up_proj", number, ffn, ffn, model.bias)
+    yield from _row(model, "mlp.down_proj", number, ffn, ffn)
     if not pre:
         yield from norm(model, "post_feedforward_layernorm", hidden, number, "sequence")
+
+
+def attention(model: ModelConfig, name: str, number: int) -> Iterator[Tensor]:
+    """Query, key, value and output of block `number`."""
+    heads, kv_heads = resolved(model.heads, "heads"), resolved(model.kv_heads, "kv_heads")
+    width = resolved(model.head_dim, "head_dim")
+    bias = model.bias if model.qkv_bias is None else model.qkv_bias
+    yield from _column(model, f"{name}.q_proj", number, heads * width, heads, bias)
+    yield from _column(model, f"{name}.k_proj", number, kv_heads * width, kv_heads, bias)
+    yield from _column(model, f"{name}.v_proj", number, kv_heads * width, kv_heads, bias)
+    if model.qk_norm:
+        yield from norm(model, f"{name}.q_norm", width, number, "tp")
+        yield from norm(model, f"{name}.k_norm", width, number, "tp")
+    yield from _row(model, f"{name}.o_proj", number, heads * width, heads)
+
+
+def _column(model: ModelConfig, name: str, number: int, outs: int, parts: int, bias: bool) -> Iterator[Tensor]:
+    """Cut by rows of the weight: every rank computes its own outputs."""
+    cut = Cut(0, "tp", parts)
+    yield Tensor(f"{name}.weight", (outs, resolved(model.hidden, "hidden")), (number,), Init(std=model.init_std), cut)
+    if bias:
+        yield Tensor(f"{name}.bias", (outs,), (number,), Init(), cut)
+
+
+def _row(model: ModelConfig, name: str, number: int, ins: int, parts: int) -> Iterator[Tensor]:
+    """Cut by columns of the weight: outputs are summed over ranks; the bias comes after the sum."""
+    hidden = resolved(model.hidden, "hidden")
+    init = Init(std=model.init_std / sqrt(2.0 * resolved(model.layers, "layers")))
+    yield Tensor(f"{name}.weight", (hidden, ins), (number,), init, Cut(1, "tp", parts))
+    if model.bias:
+        yield Tensor(f"{name}.bias", (hidden,), (number,), Init(), partial=("sequence",))
 
 
 def norm(model: ModelConfig, name: str, width: int, unit: Unit, partial: Partial) -> Iterator[Tensor]:

@@ -74,7 +74,9 @@ def biases(tensors: Tensors, *names: str) -> list[Tensor]:
 
 
 class Attention(nn.Module):
-    """Self-attention with grouped heads; query, key and value are one GEMM."""
+    """Self-attention with grouped heads; query, key and value are one GEMM. name: of its tensors."""
+
+    name = "self_attn"
 
     def __init__(self, factory: ParameterFactory, model: ModelConfig, tensors: Tensors, layer: int, region: Region):
         super().__init__()
@@ -83,13 +85,20 @@ class Attention(nn.Module):
         self.heads, self.kv_heads = model.heads // region.size, model.kv_heads // region.size
         self.first_head = region.axis.index * self.heads
         self.dropout, self.adapter_dropout = model.attention_dropout, model.lora_dropout
-        names = [f"self_attn.{one}_proj" for one in "qkv"]
         self.ops = factory.ops
-        self.qkv = ColumnLinear(factory, [tensors[f"{name}.weight"] for name in names], biases(tensors, *names), region)
-        self.q_norm = Norm(factory, model, tensors, "self_attn.q_norm") if model.qk_norm else None
-        self.k_norm = Norm(factory, model, tensors, "self_attn.k_norm") if model.qk_norm else None
-        out = "self_attn.o_proj"
+        self._project(factory, tensors, region)
+        self.q_norm = Norm(factory, model, tensors, f"{self.name}.q_norm") if model.qk_norm else None
+        self.k_norm = Norm(factory, model, tensors, f"{self.name}.k_norm") if model.qk_norm else None
+        out = f"{self.name}.o_proj"
         self.out = RowLinear(factory, tensors[f"{out}.weight"], tensors.get(f"{out}.bias"), region)
+
+    def _project(self, factory: ParameterFactory, tensors: Tensors, region: Region) -> None:
+        """Make the linears into the heads."""
+        self.qkv = self._column(factory, tensors, region, "qkv")
+
+    def _column(self, factory: ParameterFactory, tensors: Tensors, region: Region, which: str) -> ColumnLinear:
+        names = [f"{self.name}.{one}_proj" for one in which]
+        return ColumnLinear(factory, [tensors[f"{name}.weight"] for name in names], biases(tensors, *names), region)
 
     def forward(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         """x [tokens, h] -> [tokens, h], to which the bias of `out` is still to be added."""

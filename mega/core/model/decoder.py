@@ -5,7 +5,7 @@ The term is "lm": the sum of weight x negative log-likelihood of the next token,
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Protocol, cast
 
 import torch
 from torch import nn
@@ -22,21 +22,39 @@ from mega.core.parallel.vocab import cross_entropy, logits
 from mega.core.parallel.weight import ParameterFactory
 
 
-class Head(nn.Module):
-    """Final norm, logits over the cut vocabulary, and the loss."""
+class Labelled(Protocol):
+    """What a head asks of a batch; fields as of `DecoderBatch`."""
 
-    def __init__(self, factory: ParameterFactory, model: ModelConfig, tensors: dict[str, Tensor], region: Region):
+    @property
+    def labels(self) -> torch.Tensor: ...
+    @property
+    def loss_weights(self) -> torch.Tensor: ...
+
+
+class Head(nn.Module):
+    """Final norm, logits over the cut vocabulary, with a bias where there is one, and the loss. norm: the name of its
+    tensors."""
+
+    def __init__(
+        self,
+        factory: ParameterFactory,
+        model: ModelConfig,
+        tensors: dict[str, Tensor],
+        region: Region,
+        norm: str = "model.norm",
+    ):
         super().__init__()
-        self.norm = Norm(factory, model, tensors, "model.norm")
+        self.norm = Norm(factory, model, tensors, norm)
         self.weight = factory(tensors["model.embed_tokens.weight" if model.tied else "lm_head.weight"])
+        self.bias = factory(tensors["lm_head.bias"]) if "lm_head.bias" in tensors else None
         self.region = region
 
-    def forward(self, stream: ResidualState, batch: DecoderBatch | None = None) -> Losses | torch.Tensor:
+    def forward(self, stream: ResidualState, batch: Labelled | None = None) -> Losses | torch.Tensor:
         """The loss of a batch; logits [tokens, ids of this rank] without one."""
         normed = self.norm(stream)[1]
         if batch is None:
-            return logits(normed, self.weight, self.region)
-        nll = cross_entropy(normed, batch.labels.flatten(), self.weight, self.region)
+            return logits(normed, self.weight, self.region, self.bias)
+        nll = cross_entropy(normed, batch.labels.flatten(), self.weight, self.region, self.bias)
         weight = batch.loss_weights.flatten().to(nll.dtype)
         return Losses((Term((nll * weight).sum(), weight.sum()),))
 

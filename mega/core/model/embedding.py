@@ -21,7 +21,8 @@ OUTSIDE = -1
 
 class Embedding(nn.Module):
     """Token rows, scaled if the model requires it, plus learned or sinusoidal positions and, where the model has them,
-    types, and their norm; in the residual stream's dtype, then dropout.
+    types, and their norm; in the residual stream's dtype, then dropout. site: of the dropout, where a model has several
+    embeddings.
     """
 
     def __init__(
@@ -31,9 +32,10 @@ class Embedding(nn.Module):
         tensors: dict[str, Tensor],
         region: Region,
         residual: torch.dtype,
+        site: str = "embedding",
     ):
         super().__init__()
-        self.residual = residual
+        self.residual, self.site = residual, site
         self.tokens = VocabEmbedding(factory, tensors["model.embed_tokens.weight"], region)
         positions, types = (tensors.get(f"model.embed_{name}.weight") for name in ("positions", "types"))
         self.positions = factory(positions) if positions is not None else None
@@ -65,7 +67,7 @@ class Embedding(nn.Module):
             x = x + look_up(_ours(types, context), self.types)
         if self.norm is not None:
             x = self.norm(ResidualState(x))[1]
-        drop = context.dropout(self.dropout, OUTSIDE, "embedding")
+        drop = context.dropout(self.dropout, OUTSIDE, self.site)
         return self.ops.added(None, x.to(self.residual), None, drop)
 
 

@@ -6,7 +6,7 @@ units run with their whole weights (ZeRO 3), here, for all of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -65,15 +65,18 @@ class StackStage(nn.Module):
         own = tensors_by_unit(model)
         factory = replace(factory, adapters=adapter_specs(model, inventory(model)))
         self.embedding = self.make_embedding(factory.exact, own["embedding"]) if "embedding" in units else None
-        self.layers = [unit for unit in units if isinstance(unit, int)]
-        self.blocks = nn.ModuleList(
-            Block(factory, model, relative(own[layer], f"model.layers.{layer}."), layer, region)
-            for layer in self.layers
-        )
-        self.runs = list(groups(len(self.layers), *options.full_recompute))
+        self.make_blocks(factory, own)
         self.head = self.make_head(factory.exact, own["head"]) if "head" in units else None
 
     # -- what a family writes
+
+    def make_blocks(self, factory: ParameterFactory, own: Mapping[Unit, dict[str, Tensor]]) -> None:
+        """Set what lies between embedding and head. own: the model's tensors by unit."""
+        self.blocks = nn.ModuleList(
+            Block(factory, self.model, relative(own[unit], f"model.layers.{unit}."), unit, self.region)
+            for unit in self.units
+            if isinstance(unit, int)
+        )
 
     def make_embedding(self, factory: ParameterFactory, tensors: dict[str, Tensor]) -> nn.Module:
         """What is in front of the first block."""
@@ -106,9 +109,9 @@ class StackStage(nn.Module):
 
     def forward(self, batch: Any, *cargo: torch.Tensor, outputs: bool = False) -> StageOutput:
         """outputs: the last stage gives logits [b, s, ids of this rank] instead of the losses."""
-        stream = self._stream(batch, *cargo)
+        stream, *beside = self.stream(batch, *cargo)
         if self.head is None:
-            return StageOutput(cargo=(stream.sum(self.ops),))
+            return StageOutput(cargo=(stream.sum(self.ops), *beside))
         if outputs:
             return StageOutput(outputs=self._logits(stream).unflatten(0, tuple(batch.tokens.shape)))
         found = self._losses(stream, batch)
@@ -117,14 +120,18 @@ class StackStage(nn.Module):
             metrics=dict(zip(self.metrics, found.metrics, strict=True)),
         )
 
-    def _stream(self, batch: Any, *cargo: torch.Tensor) -> ResidualState:
+    def stream(self, batch: Any, *cargo: torch.Tensor) -> tuple[ResidualState, *tuple[torch.Tensor, ...]]:
+        """The residual stream after our blocks, and what goes to the next stage beside it."""
         context = self.context(batch)
-        x = cargo[0] if self.embedding is None else self._embed(batch, context)
-        if torch.is_grad_enabled() and not x.requires_grad:
-            x.requires_grad_()  # of an embedding that is not trained; what is recomputed goes by its input
-        stream = ResidualState(x)
-        for which, recompute in self.runs:
-            blocks = [self.blocks[number] for number in which]
+        begun = cargo[0] if self.embedding is None else self.embedded(self.embedding, batch, context)
+        if torch.is_grad_enabled() and not begun.requires_grad:
+            begun.requires_grad_()  # of an embedding that is not trained; what is recomputed goes by its input
+        return (self.through(self.blocks, ResidualState(begun), context),)
+
+    def through(self, stack: nn.ModuleList, stream: ResidualState, context: ForwardContext) -> ResidualState:
+        """A stack of blocks, some of which are recomputed."""
+        for which, recompute in groups(len(stack), *self.options.full_recompute):
+            blocks = [stack[number] for number in which]
             if recompute and torch.is_grad_enabled():
                 run = partial(self._from_sum, blocks, context)
                 stream = ResidualState(recomputed(run, stream.sum(self.ops), self._share))
@@ -137,9 +144,8 @@ class StackStage(nn.Module):
         """Over which ranks what recompute keeps is shared out."""
         return self.region.axis if self.options.distribute_saved and not self.region.sequence else None
 
-    def _embed(self, batch: Any, context: ForwardContext) -> torch.Tensor:
-        assert self.embedding is not None
-        embedding = self.embedding
+    def embedded(self, embedding: nn.Module, batch: Any, context: ForwardContext) -> torch.Tensor:
+        """As `embed`, with the whole weights here meanwhile."""
         if self.with_full_params is None:
             return self.embed(embedding, batch, context)
         return self.with_full_params(embedding, lambda _: self.embed(embedding, batch, context), batch.tokens)

@@ -61,6 +61,34 @@ def _explicit(explicit: Sequence[int], layers: int, stages: int, chunks: int) ->
     return explicit
 
 
+def split_layers(encoder: int, decoder: int, stages: int, split: int) -> tuple[int, ...]:
+    """The blocks of each stage where those before stage `split` share an encoder's and the others a decoder's.
+
+    Raises ValueError where a side has no stage, or does not divide.
+
+    >>> split_layers(6, 8, stages=4, split=2), split_layers(6, 8, stages=3, split=1)
+    ((3, 3, 4, 4), (6, 4, 4))
+    """
+    if stages == 1:
+        raise ValueError(f"--split-rank {split}: needs --pp of at least 2")
+    if not 0 < split < stages:
+        raise ValueError(
+            f"--split-rank {split}: leaves a side without a stage; valid with --pp {stages}: {_to(stages)}"
+        )
+    for name, blocks, share in (("--layers", encoder, split), ("--decoder-layers", decoder, stages - split)):
+        if blocks % share:
+            stages_of = "stages before" if name == "--layers" else "stages from"
+            raise ValueError(
+                f"--split-rank {split}: {name} {blocks} must be divisible by {share}, the {stages_of} it; "
+                "choose another, or give --stage-layers instead"
+            )
+    return (encoder // split,) * split + (decoder // (stages - split),) * (stages - split)
+
+
+def _to(stages: int) -> str:
+    return "1" if stages == 2 else f"1 to {stages - 1}"
+
+
 def unit_stages(units: Sequence[Unit], layers: Sequence[Sequence[range]]) -> dict[Unit, tuple[int, int]]:
     """Unit -> (pipeline rank, chunk) that holds it. units: in the order of the forward pass, blocks by number.
 

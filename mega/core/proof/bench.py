@@ -27,7 +27,7 @@ from mega.core.config.resolve import microbatches, records_graph
 from mega.core.config.run import RunConfig
 from mega.core.data.synthetic import packed
 from mega.core.device import MARK, Device, Reading, Timestamp
-from mega.core.family import family
+from mega.core.family import synthetic_batch
 from mega.core.flops import model_flops_per_token
 from mega.core.parallel.collectives import all_reduce
 from mega.core.parallel.launch import connect, disconnect
@@ -315,10 +315,10 @@ def _step(state: TrainState, batches: Sequence[Batch]) -> Report:
 
 def random_batch(run: RunConfig, number: int, device: torch.device) -> Batch:
     """Microbatch `number` of random tokens, every one of which counts."""
-    rows, length = run.batch.micro_batch, run.batch.seq_length
-    assert rows and length
+    rows = run.batch.micro_batch
+    assert rows
     samples = torch.arange(number * rows, (number + 1) * rows, device=device)
-    batch = family(run.model).synthetic(run.model, length, samples, seed=run.runtime.seed, ragged=False)
+    batch = synthetic_batch(run, samples, seed=run.runtime.seed, ragged=False)
     return packed(batch) if run.data.reset_attention and isinstance(batch, DecoderBatch) else batch
 
 

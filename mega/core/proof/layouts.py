@@ -3,7 +3,8 @@
 A name lists sizes: tp2pp2dp2sp is 2 tensor ranks x 2 stages x 2 data ranks with sequence parallelism, cp4-ring is 4
 context ranks with ring attention, and a trailing -zero1 shares out the optimizer's state. How the work is shared over
 time is named alike: pp4-zb is the zero-bubble schedule, pp2-chunks3-uneven 6 chunks of unequal length, mbs8 one
-microbatch of 8 samples, tp2-full2 recomputes blocks two by two.
+microbatch of 8 samples, tp2-full2 recomputes blocks two by two, pp4-split1 has an encoder's stage before a decoder's
+three.
 """
 
 from __future__ import annotations
@@ -57,14 +58,17 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama-tied": {**_LLAMA, "tied": True},
     "bert": _BERT,
     "bert-post": {**_BERT, "norm_placement": "post", "activation": "gelu"},
+    "t5": {"family": "t5", "sample_kind": "t5", "decoder_seq_length": 12},
 }
-FAMILIES = ("gpt", "llama", "bert")
+FAMILIES = ("gpt", "llama", "bert", "t5")
+DECODERS = ("gpt", "llama")
+"""Families that are proven in a layout that is named, where no family is."""
 
 LR = {"fp64": 3e-3, "fp32": 1.5e-4}
 """Adam's first steps are lr x sign(gradient), and rounding decides the sign of a gradient that is nearly zero. A rate
 that trains the model keeps that noise within the bounds of fp32; fp64 bears twenty times as much."""
 
-NUMBERS = ("tp", "cp", "pp", "dp", "chunks", "mbs", "full", "block", "zero")
+NUMBERS = ("tp", "cp", "pp", "dp", "split", "chunks", "mbs", "full", "block", "zero")
 FLAGS = ("sp", "ring", "gpipe", "zb", "uneven", "selective", "share", "offload")
 RULES = ("sgd", "lamb", "adafactor")
 """Update rules other than adam."""
@@ -74,6 +78,7 @@ RULES = ("sgd", "lamb", "adafactor")
 class ParityLayout:
     """Ranks along each axis, how they share, in what order they work, and what they compute twice.
 
+    split: the first stage of a decoder; 0: encoder and decoder share all stages.
     mbs: samples of a microbatch, 8 make a step. full, block: `--recompute-layers` of full recompute, by groups or for
     the first blocks of a stage. share: saved activations are cut over the tensor ranks. uneven: stages are not equal.
     offload: the optimizer's state lies on the host.
@@ -83,6 +88,7 @@ class ParityLayout:
     cp: int = 1
     pp: int = 1
     dp: int = 1
+    split: int = 0
     chunks: int = 1
     sp: bool = False
     ring: bool = False
@@ -113,6 +119,7 @@ class ParityLayout:
         if self.sp:
             name += "sp"
         words = [
+            f"split{self.split}" * (self.split > 0),
             f"chunks{self.chunks}" * (self.chunks > 1),
             *(word * getattr(self, word) for word in ("ring", "gpipe", "zb", "uneven")),
             f"mbs{self.mbs}" * (self.mbs > 1),
@@ -150,6 +157,17 @@ class ParityLayout:
         """Blocks of the model: one for each chunk at least, and one more where they are to be uneven."""
         return max(FEWEST_BLOCKS, self.pp * self.chunks + self.uneven)
 
+    def depth(self, model: str) -> tuple[int, ...]:
+        """Blocks of one of `MODELS`: its only stack's, or its encoder's and its decoder's.
+
+        >>> ParityLayout(pp=4, split=1).depth("t5"), ParityLayout(pp=4).depth("t5"), ParityLayout().depth("gpt")
+        ((1, 3), (2, 2), (4,))
+        """
+        if MODELS[model].get("family") != "t5":
+            return (self.blocks,)
+        encoder = self.blocks * self.split // self.pp if self.split else self.blocks // 2
+        return encoder, self.blocks - encoder
+
     def run(self, model: str, dtype: ParityDtype) -> RunConfig:
         """The small run that this layout is proven on, of one of `MODELS`.
 
@@ -163,6 +181,7 @@ class ParityLayout:
             "cp": self.cp,
             "cp_comm": "ring" if self.ring else "auto",
             "pp": self.pp,
+            "split_rank": self.split or None,
             "chunks": self.chunks,
             "schedule": "zb-h1" if self.zb else "gpipe" if self.gpipe else None,
             "stage_layers": tuple(uneven(self.blocks, self.pp * self.chunks)) if self.uneven else (),
@@ -174,7 +193,7 @@ class ParityLayout:
             "distribute_saved": self.share,
             "optimizer_offload": self.offload,
         }
-        run = resolve(updated(alone(model, self.blocks, dtype, rule=self.rule), values), self.world)
+        run = resolve(updated(alone(model, self.depth(model), dtype, rule=self.rule), values), self.world)
         try:
             check(run, self.world)
         except ValueError as error:
@@ -182,9 +201,12 @@ class ParityLayout:
         return run
 
 
-def alone(model: str, blocks: int, dtype: ParityDtype, lr: float | None = None, rule: str = "adam") -> RunConfig:
+def alone(
+    model: str, depth: tuple[int, ...], dtype: ParityDtype, lr: float | None = None, rule: str = "adam"
+) -> RunConfig:
     """One rank, one sample at a time, of one of `MODELS`: what layouts are compared with. lr: `LR` if None."""
-    values = {"layers": blocks, "dtype": dtype, "lr": lr or LR[dtype], "micro_batch": 1, "optimizer": rule}
+    values: dict[str, Any] = dict(zip(("layers", "decoder_layers"), depth, strict=False))
+    values |= {"dtype": dtype, "lr": lr or LR[dtype], "micro_batch": 1, "optimizer": rule}
     return resolve(updated(RunConfig(), {**_VALUES, **MODELS[model], **values}), 1)
 
 
@@ -301,6 +323,27 @@ UPDATES = _named(
 host."""
 
 
+SPLIT_RANKS = _named(
+    "pp2-split1",
+    "pp4-split1",
+    "pp4-split2",
+    "pp4-split3",
+    "pp2-split1-mbs4",
+    "pp4-split2-gpipe",
+    "pp4-split1-zb",
+    "pp4-split3-zb",
+    "pp4-split1-full1",
+    "pp4-split2-selective",
+    "tp2pp2sp-split1",
+    "tp2pp4sp-split3",
+    "pp2dp2-split1-zero1",
+    "pp4dp2-split1-zero1",
+    "tp2pp2dp2sp-split1-zero1",
+    "tp2pp2dp2sp-split1-zero1-adafactor",
+)
+"""Where an encoder's stages end and a decoder's begin; in others of an encoder-decoder's some stage holds both."""
+
+
 def every_layout() -> list[ParityLayout]:
     """tp, pp in {1, 2, 4} x dp in {1, 2} on up to 8 ranks, with and without sequence parallelism, every ZeRO; and the
     lists above."""
@@ -344,5 +387,12 @@ Case = tuple[str, ParityLayout]
 def every_case() -> Iterator[Case]:
     """What `mega parity --all` proves."""
     for model in MODELS:
-        for layout in SOME.get(model, every_layout()):
+        for layout in layouts_of(model):
             yield model, layout
+
+
+def layouts_of(model: str) -> list[ParityLayout]:
+    """Those that one of `MODELS` is proven in."""
+    if model == "t5":  # an encoder and a decoder share no context axis
+        return [layout for layout in every_layout() if layout.cp == 1] + SPLIT_RANKS
+    return list(SOME.get(model, every_layout()))

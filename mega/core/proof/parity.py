@@ -12,12 +12,12 @@ from dataclasses import dataclass
 
 import torch
 
+from mega.core import family
 from mega.core.batch import Batch
 from mega.core.checkpoint.own.pieces import Piece
 from mega.core.config.resolve import microbatches
 from mega.core.config.run import RunConfig
 from mega.core.device import Device
-from mega.core.family import family
 from mega.core.parallel.launch import Pool
 from mega.core.parallel.mesh import Groups, Mesh
 from mega.core.training.step import backward, means
@@ -89,9 +89,7 @@ def _cut(whole: torch.Tensor, start: Sequence[int] | None, like: torch.Tensor) -
 
 def synthetic_batch(run: RunConfig, samples: torch.Tensor) -> Batch:
     """A batch of the run's family that is a function of the sample numbers alone. samples: int64 [b]."""
-    length, kept_apart = run.batch.seq_length, run.data.reset_attention
-    assert length is not None
-    return family(run.model).synthetic(run.model, length, samples, seed=run.runtime.seed, documents=kept_apart)
+    return family.synthetic_batch(run, samples, seed=run.runtime.seed, documents=run.data.reset_attention)
 
 
 def own_samples(run: RunConfig, mesh: Mesh, consumed: int) -> Iterator[torch.Tensor]:

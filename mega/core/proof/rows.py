@@ -51,10 +51,10 @@ def prove(cases: Sequence[Case], dtype: ParityDtype) -> Iterator[Row]:
     runs = [layout.run(model, dtype) for model, layout in cases]
     if not cases:
         return
-    references: dict[tuple[str, int, str], tuple[list[Snapshot], list[Snapshot] | None]] = {}
+    references: dict[tuple[str, tuple[int, ...], str], tuple[list[Snapshot], list[Snapshot] | None]] = {}
     with Pool(max(layout.world for _, layout in cases)) as pool:
         for (model, layout), run in zip(cases, runs, strict=True):
-            key = (model, layout.blocks, layout.rule)
+            key = (model, layout.depth(model), layout.rule)
             if key not in references:
                 references[key] = _reference(pool, *key, dtype)
             expected, exact = references[key]
@@ -78,15 +78,15 @@ def prove(cases: Sequence[Case], dtype: ParityDtype) -> Iterator[Row]:
 
 
 def _reference(
-    pool: Pool, model: str, blocks: int, rule: str, dtype: ParityDtype
+    pool: Pool, model: str, depth: tuple[int, ...], rule: str, dtype: ParityDtype
 ) -> tuple[list[Snapshot], list[Snapshot] | None]:
     """One rank, one sample at a time; in fp32 also in fp64, with the same learning rate."""
     from mega.core.proof.parity import snapshots
 
-    expected = snapshots(pool, alone(model, blocks, dtype, rule=rule), 1, STEPS)
+    expected = snapshots(pool, alone(model, depth, dtype, rule=rule), 1, STEPS)
     if dtype == "fp64":
         return expected, None
-    return expected, snapshots(pool, alone(model, blocks, "fp64", LR[dtype], rule), 1, STEPS)
+    return expected, snapshots(pool, alone(model, depth, "fp64", LR[dtype], rule), 1, STEPS)
 
 
 # -- the file

@@ -118,6 +118,7 @@ class ExtendedSentencePiece(Tokenizer):
             )
         )
         sentinels = [f"<extra_id_{i}>" for i in range(extra_ids)]
+        self.added_sentinels = sum(name not in known for name in sentinels)
         self.specials: dict[str, int] = {}
         for name in ["<CLS>", "<SEP>", "<EOD>", "<MASK>", pad, bos, eos, *sentinels]:
             self.specials[name] = known.setdefault(name, len(known))

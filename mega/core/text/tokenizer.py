@@ -72,6 +72,7 @@ class Tokenizer(Protocol):
     bos: int | None
     pad: int | None
     roles: Roles | None = None  # of the families that BERT and T5 can be trained with
+    added_sentinels: int = 0  # entries after all others, that no text becomes
 
     @property
     def vocab_size(self) -> int:
@@ -120,15 +121,24 @@ class Tokenizer(Protocol):
 
     def fingerprint(self) -> str:
         """sha256 over the kind and the contents of the files: equal means the same ids for the same text."""
-        digest = hashlib.sha256(f"{self.kind} {self.vocab_size}\n".encode())
+        return self._hash(self.vocab_size)
+
+    def _hash(self, entries: int) -> str:
+        digest = hashlib.sha256(f"{self.kind} {entries}\n".encode())
         for name, path in sorted(self.files().items()):
             digest.update(name.encode())
             digest.update(hashlib.sha256(path.read_bytes()).digest())
         return digest.hexdigest()
 
     def identity(self) -> TokenizerIdentity:
-        """What is noted next to ids that it made. Another is refused with them, though it may only add entries."""
-        return TokenizerIdentity(self.kind, self.vocab_size, self.fingerprint())
+        """What is noted next to ids that it made, however many sentinels it has. Another is refused with them, though
+        it may only add entries."""
+        entries = self.vocab_size - self.added_sentinels
+        return TokenizerIdentity(self.kind, entries, self._hash(entries))
+
+    def made(self, noted: TokenizerIdentity) -> bool:
+        """Whether ids of which this is noted are its own. An earlier version noted sentinels too."""
+        return noted.fingerprint in (self.identity().fingerprint, self.fingerprint())
 
 
 def flatten(rows: Sequence[Sequence[int]]) -> Encoded:

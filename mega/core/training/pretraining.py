@@ -53,7 +53,7 @@ def task(run: RunConfig, data: Datasets, tokenizer: Tokenizer | None, mesh: Mesh
     """This data coordinate's part of a run's datasets."""
     from mega.core.data.batches import Batches
     from mega.core.data.dataset import Dataset
-    from mega.core.family import family
+    from mega.core.family import collate
     from mega.core.training.task import HeldOut, Pretraining
 
     micro_batch, vocab, options = run.batch.micro_batch, run.model.vocab, run.data
@@ -72,7 +72,7 @@ def task(run: RunConfig, data: Datasets, tokenizer: Tokenizer | None, mesh: Mesh
             reset_positions=options.reset_positions,
             reset_attention=options.reset_attention,
             read_ahead=options.data_workers > 0,
-            collate=family(run.model).collate,
+            collate=collate(run),
         )
 
     held_out = [] if data.valid is None else [HeldOut("valid", batches(data.valid), continues=True)]

@@ -37,7 +37,7 @@ FUSED = "attn.c_attn"
 
 Tensors = dict[str, torch.Tensor]
 
-NOTHING = (None, False, [], {}, "none")
+NOTHING: tuple[Any, ...] = (None, False, [], {}, "none")
 UNKNOWN = (
     *("bias", "modules_to_save", "use_dora", "use_qalora", "lora_bias", "layer_replication", "layers_to_transform"),
     *("trainable_token_indices", "target_parameters", "alora_invocation_tokens", "use_bdlora", "arrow_config"),
@@ -234,4 +234,4 @@ def _parts(
 
 
 def _columns(block: torch.Tensor, rank: int) -> Sequence[int]:
-    return [number for number, part in enumerate(block.split(rank, 1)) if bool(part.any())]
+    return [number for number, part in enumerate(torch.split(block, rank, 1)) if bool(part.any())]

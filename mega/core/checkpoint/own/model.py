@@ -43,7 +43,10 @@ def model_of(meta: Mapping[str, Any], where: str) -> ModelConfig:
             problem = "is missing"
         if problem is not None:
             raise CheckpointError(f"{where}: config.model.{name}: {problem}")
-    return ModelConfig(**{name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()})
+    values: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()
+    }
+    return ModelConfig(**values)
 
 
 def check_size(model: ModelConfig, tensors: Tensors, where: str) -> None:
