@@ -1,30 +1,49 @@
-"""A checkpoint of any layout as one whole model that answers: weights only, on one device, no optimizer.
+"""A model that lies somewhere, opened where it lies and filled into stages of any layout: weights only, no optimizer.
 
-It also finds the tokenizer that a checkpoint carries. It knows neither prompts nor training.
+    open_model(path)                     a run of ours, one of its steps, or what others have written; read in place
+    load_stages(opened, mesh, device)    this rank's part of it, at any tp x cp x pp
+    load_model(checkpoint)               the whole of it as one stage
+
+It also finds the tokenizer and the chat template that come with the weights. It knows neither prompts nor training.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-from mega.core.checkpoint.forms.companions import tokenizer_kind
-from mega.core.checkpoint.forms.form import SpecialTokens
+from mega.core.checkpoint.forms.companions import companions_of, tokenizer_kind
+from mega.core.checkpoint.forms.convert import main_dtype, opened_foreign
+from mega.core.checkpoint.forms.direct import ForeignWeights
+from mega.core.checkpoint.forms.foreign import read_json
+from mega.core.checkpoint.forms.form import OWN, Given, SpecialTokens
+from mega.core.checkpoint.forms.recognise import form_at
 from mega.core.checkpoint.own.base import joined
-from mega.core.checkpoint.own.model import model_of
-from mega.core.checkpoint.own.pieces import Piece
-from mega.core.checkpoint.own.store import Checkpoint, CheckpointError
+from mega.core.checkpoint.own.layout import ONE
+from mega.core.checkpoint.own.model import check_size, model_of
+from mega.core.checkpoint.own.pieces import Piece, Tensors
+from mega.core.checkpoint.own.store import Checkpoint, CheckpointError, locate
+from mega.core.config.sections import ModelConfig
 from mega.core.config.toml import unfit
-from mega.core.family import family
-from mega.core.inventory import units
-from mega.core.ops.suite import choose
-from mega.core.parallel.region import ALONE
+from mega.core.device import Device
+from mega.core.family import ModelStage, family
+from mega.core.inventory import placement, units
+from mega.core.ops.suite import Ops, choose
+from mega.core.parallel.context import with_context_parallel
+from mega.core.parallel.mesh import Mesh
+from mega.core.parallel.peers import peers
+from mega.core.parallel.region import ALONE, Region
 from mega.core.parallel.weight import ParameterFactory, weights
 from mega.core.text.build import build
+from mega.core.text.chat import SOURCE_BYTES
 from mega.core.text.tokenizer import Tokenizer
+from mega.core.untrusted import read_limited
 
 FIELDS = {
     "vocab.json": "vocab_file",
@@ -38,14 +57,151 @@ MODELS = {"HuggingFaceTokenizer": "tokenizer.json", "FairseqTokenizer": "dict.tx
 """Kind of tokenizer -> the attached file that is its model, where that is not tokenizer.model."""
 
 
-def load_model(checkpoint: Checkpoint, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> Any:
+class Readable(Protocol):
+    """What weights are read from: a checkpoint of ours, or others' files."""
+
+    @property
+    def path(self) -> Path: ...
+
+    @property
+    def tensors(self) -> Tensors: ...
+
+    def read(self, wanted: Iterable[Piece], *, cast: bool = False) -> None: ...
+
+
+@dataclass(frozen=True)
+class OpenedModel:
+    """A model that lies somewhere.
+
+    weights: what fills stages. model: its section, resolved and checked. files: those that came with the weights, by
+    name. meta: what a run of ours says of itself; empty of others' models. digest: equal where model and weights are.
+    notes: lines for the user.
+    """
+
+    weights: Readable
+    model: ModelConfig
+    files: Mapping[str, Path]
+    meta: Mapping[str, Any]
+    digest: str
+    notes: tuple[str, ...] = ()
+
+    @property
+    def path(self) -> Path:
+        return self.weights.path
+
+    @property
+    def step(self) -> int | None:
+        """Of the run that wrote it; None of others' models."""
+        return int(self.meta["progress"]["step"]) if "progress" in self.meta else None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That most weights are stored in: the embedding's."""
+        return main_dtype(self.weights.tensors)
+
+    def read(self, wanted: Iterable[Piece], *, cast: bool = True) -> None:
+        """Fill rectangles of `weights/...`. Errors: CheckpointError naming file or tensor."""
+        self.weights.read(wanted, cast=cast)
+
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer that came with the weights. Errors: ValueError where there is none."""
+        return _tokenizer(str(self.path), self.files, self.meta)
+
+    def chat_template(self) -> str | None:
+        """What the model was trained to converse in: a name of text/chat.py's `TEMPLATES`, or the text of a Jinja
+        template; None where nothing says so. Errors: CheckpointError for a file that is damaged."""
+        if "chat_template.jinja" in self.files:
+            path = self.files["chat_template.jinja"]
+            return read_limited(path, SOURCE_BYTES, str(path)).decode("utf-8", "replace")
+        if "tokenizer_config.json" in self.files:
+            found = read_json(self.files["tokenizer_config.json"]).get("chat_template")
+            if isinstance(found, list):  # several, by name
+                found = {each.get("name"): each.get("template") for each in found if isinstance(each, dict)}
+                found = found.get("default")
+            if isinstance(found, str):
+                return found
+        data = self.meta.get("config", {}).get("data", {})
+        return str(data["chat_template"]) if data.get("chat_data") else None
+
+
+def open_model(path: Path | str) -> OpenedModel:
+    """What lies at `path`: a run of ours (its newest step), one of its steps, a URL of either, or others' weights
+    (Hugging Face, Meta, Megatron-LM, fairseq, llama2.c). No weight is read yet, and nothing is written.
+
+    Errors: CheckpointError, a ValueError, naming the file, key or tensor at fault.
+    """
+    place = Path(path)
+    form = form_at(place)
+    if form is OWN:
+        checkpoint = joined(locate(path))
+        model = model_of(checkpoint.meta, str(checkpoint.path))
+        check_size(model, checkpoint.tensors, str(checkpoint.path))
+        return OpenedModel(checkpoint, model, checkpoint.attachments, checkpoint.meta, checkpoint.digest)
+    opened = opened_foreign(form, place, Given(layout=ONE, optimizer=False))
+    files = {} if place.is_file() else companions_of(form, place)
+    return OpenedModel(ForeignWeights(place, opened), opened.model, files, {}, _files_digest(place), notes=opened.notes)
+
+
+def _files_digest(place: Path) -> str:
+    """Of the names, sizes and times of all files there: hashing the bytes of others' weights would take minutes."""
+    found = hashlib.sha256()
+    for path in [place] if place.is_file() else sorted(place.rglob("*")):
+        if path.is_file():
+            about = path.stat()
+            found.update(f"{path.relative_to(place.parent)} {about.st_size} {about.st_mtime_ns}\n".encode())
+    return found.hexdigest()
+
+
+def load_stages(
+    opened: OpenedModel,
+    mesh: Mesh,
+    device: Device,
+    *,
+    dtype: torch.dtype | None = None,
+    ops: Ops | None = None,
+    sequence: bool = False,
+    overlap: bool = False,
+    stage_layers: tuple[int, ...] = (),
+) -> list[ModelStage]:
+    """This rank's part of a model, for evaluation, filled: one stage, in a list as `Pipeline` takes them.
+
+    dtype: computed in [the weights' own]. ops: [the fastest for device and dtype]. sequence, overlap: of the tensor
+    axis, as of --sequence-parallel and --tp-overlap. stage_layers: blocks of each stage where they are not equal.
+    Errors: ValueError where the layout does not divide the model; CheckpointError naming file or tensor.
+    """
+    model, where = opened.model, device.torch
+    dtype = dtype or opened.dtype
+    factory = ParameterFactory(
+        {"tp": (mesh.tp.index, mesh.tp.size)},
+        dtype,
+        where,
+        with_context_parallel(ops or choose(where, dtype), mesh.cp, "auto"),
+    )
+    transport = peers(mesh.tp, where) if overlap and mesh.tp.group is not None else None
+    region = Region(mesh.tp, sequence=sequence and mesh.tp.size > 1, transport=transport)
+    held = [unit for unit, (at, _) in placement(model, mesh.pp.size, 1, stage_layers).items() if at == mesh.pp.index]
+    stage: Any = family(model).stage(model, held, factory, region)
+    fill(stage, opened)
+    return [stage]
+
+
+def fill(stage: Any, source: OpenedModel | Checkpoint) -> None:
+    """Read every weight of a stage of any layout, and put it into evaluation. Errors: CheckpointError."""
+    source.read(weight_pieces(stage), cast=True)
+    stage.eval()
+
+
+def load_model(
+    source: Checkpoint | OpenedModel, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
+) -> Any:
     """The whole model as one stage, for evaluation. Errors: CheckpointError naming file or tensor."""
-    where, checkpoint = torch.device(device), joined(checkpoint)
-    model = model_of(checkpoint.meta, str(checkpoint.path))
+    where = torch.device(device)
+    source = source if isinstance(source, OpenedModel) else joined(source)
+    model = source.model if isinstance(source, OpenedModel) else model_of(source.meta, str(source.path))
     factory = ParameterFactory({}, dtype, where, choose(where, dtype))
     stage: Any = family(model).stage(model, units(model), factory, ALONE)
-    checkpoint.read(weight_pieces(stage), cast=True)
-    return stage.eval()
+    fill(stage, source)
+    return stage
 
 
 def weight_pieces(stage: nn.Module) -> Iterator[Piece]:
@@ -63,13 +219,17 @@ def load_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
 
     Errors: ValueError where there is none.
     """
-    options = tokenizer_options(checkpoint)
-    kind = options.get("tokenizer") or tokenizer_kind(checkpoint.attachments)
+    return _tokenizer(str(checkpoint.path), checkpoint.attachments, checkpoint.meta)
+
+
+def _tokenizer(where: str, attachments: Mapping[str, Path], meta: Mapping[str, Any]) -> Tokenizer:
+    options = _tokenizer_options(where, meta)
+    kind = options.get("tokenizer") or tokenizer_kind(attachments)
     if kind is None:
-        raise CheckpointError(f"{checkpoint.path}: carries no tokenizer")
-    files = {FIELDS[name]: path for name, path in checkpoint.attachments.items() if name in FIELDS}
-    if (model := MODELS.get(kind)) in checkpoint.attachments:
-        files["tokenizer_model"] = checkpoint.attachments[str(model)]
+        raise CheckpointError(f"{where}: carries no tokenizer")
+    files: dict[str, Any] = {FIELDS[name]: path for name, path in attachments.items() if name in FIELDS}
+    if (model := MODELS.get(kind)) in attachments:
+        files["tokenizer_model"] = attachments[str(model)]
     extra = options.get("vocab_extra_ids") or 0
     return build(tokenizer=kind, vocab_size=options.get("vocab_size"), vocab_extra_ids=extra, **files)
 
@@ -80,10 +240,10 @@ def special_tokens(checkpoint: Checkpoint) -> SpecialTokens:
     return SpecialTokens(tokenizer.special_ids(), tokenizer.huggingface_files())
 
 
-def tokenizer_options(checkpoint: Checkpoint) -> Mapping[str, Any]:
+def _tokenizer_options(where: str, meta: Mapping[str, Any]) -> Mapping[str, Any]:
     """What the run's tokenizer section was; empty where it is not told. Errors: CheckpointError naming an option."""
-    options: Mapping[str, Any] = checkpoint.meta.get("config", {}).get("tokenizer", {})
+    options: Mapping[str, Any] = meta.get("config", {}).get("tokenizer", {})
     for name in ("tokenizer", "vocab_size", "vocab_extra_ids"):
         if options.get(name) is not None and (problem := unfit("tokenizer", name, options[name])) is not None:
-            raise CheckpointError(f"{checkpoint.path}: config.tokenizer.{name}: {problem}")
+            raise CheckpointError(f"{where}: config.tokenizer.{name}: {problem}")
     return options

@@ -92,13 +92,9 @@ def check_pair(load: Path, source: Form, to: str) -> None:
 
 def _import(form: Form, load: Path, save: Path, given: Given) -> ConversionReport:
     """A foreign checkpoint -> one step of the run directory `save`, in files for the ranks of the layout."""
-    opened = form.open(load, given)
     attachments = companions_of(form, load)
-    check_model(opened.model, str(load))
     check_place(save)
-    notes = (*opened.notes, *dtype_notes(opened))
-    prove(opened.table, opened.source.tensors)
-    check_copies(opened.table, opened.source)
+    opened = opened_foreign(form, load, given)
     targets = {target.name: target for target in opened.table.targets}
     tensors = opened.table.tensors(opened.source.tensors)
     files = plan_files(tensors, opened.model, given.layout)
@@ -112,7 +108,18 @@ def _import(form: Form, load: Path, save: Path, given: Given) -> ConversionRepor
     state = _plain_state(opened, tensors, given.layout, attachments)
     saved = store.save_all(opened.step, files, state, fetch=fetch, check=ledger.close, attachments=attachments)
     where = save / store.path(opened.step).name
-    return ConversionReport(len(targets), opened.table.elements, saved.bytes, where, notes)
+    return ConversionReport(len(targets), opened.table.elements, saved.bytes, where, opened.notes)
+
+
+def opened_foreign(form: Form, load: Path, given: Given) -> Opened:
+    """A foreign checkpoint whose model, dtypes and table were checked; no tensor is moved yet. Its notes tell of fp32
+    tensors too. Errors: CheckpointError naming the file, key or tensor at fault."""
+    opened = form.open(load, given)
+    check_model(opened.model, str(load))
+    notes = (*opened.notes, *dtype_notes(opened))
+    prove(opened.table, opened.source.tensors)
+    check_copies(opened.table, opened.source)
+    return dataclasses.replace(opened, notes=notes)
 
 
 def _plain_state(opened: Opened, tensors: Tensors, layout: Layout, attachments: Attachments) -> dict[str, object]:

@@ -1,0 +1,49 @@
+"""Others' weights read where they lie, as a checkpoint of ours is read: rectangles by our names, in any layout.
+
+Nothing is written. It knows tables and tensors; no form, no model, no rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+
+from mega.core.checkpoint.forms.form import Opened
+from mega.core.checkpoint.forms.mapping import assemble
+from mega.core.checkpoint.own.container import blocks
+from mega.core.checkpoint.own.pieces import CheckpointError, Piece, Tensors
+
+
+class ForeignWeights:
+    """The tensors of an `Opened` whose table was proven (`convert.opened_foreign`), by our names.
+
+    path: as messages call it. tensors: key -> (whole shape, dtype), as of `Checkpoint`.
+    """
+
+    def __init__(self, path: Path, opened: Opened) -> None:
+        self.path, self._source = path, opened.source
+        self._targets = {target.name: target for target in opened.table.targets}
+        self.tensors: Tensors = opened.table.tensors(opened.source.tensors)
+
+    def read(self, wanted: Iterable[Piece], *, cast: bool = False) -> None:
+        """Fill the tensors of `wanted` in place, a block at a time. cast: convert where dtypes differ.
+
+        Errors: CheckpointError naming the tensor (unknown key, other shape or dtype) or the damaged file.
+        """
+        for piece in wanted:
+            piece.check()
+            if piece.key not in self.tensors:
+                raise CheckpointError(f"{self.path}: holds nothing for {piece.key}")
+            whole, dtype = self.tensors[piece.key]
+            if whole != piece.whole:
+                raise CheckpointError(f"{self.path}: {piece.key} has shape {whole}, {piece.whole} is wanted")
+            if dtype != piece.tensor.dtype and not cast:
+                raise CheckpointError(f"{self.path}: {piece.key} is {dtype}, {piece.tensor.dtype} is wanted")
+            if not piece.box.elements:
+                continue
+            with torch.no_grad():
+                for box in blocks(piece.box, dtype.itemsize):
+                    part = assemble(self._targets[piece.key], box, self._source)
+                    piece.tensor[box.inside(piece.box)].copy_(part)

@@ -1,0 +1,114 @@
+"""A model opened where it lies, ours or others', is the same model in any layout; nothing is written there."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mega.core.checkpoint.forms.convert import convert
+from mega.core.checkpoint.own.store import locate
+from mega.core.device import Device
+from mega.core.family import family
+from mega.core.inference.generate import logits
+from mega.core.inference.load import load_model, load_stages, open_model
+from mega.core.parallel.collectives import all_gather
+from mega.core.parallel.launch import Pool
+from mega.core.parallel.mesh import Groups, Mesh
+from mega.core.parallel.pipeline import Pipeline
+from mega.core.plan import plan
+from tests.support.shared import shared
+
+GOLDEN = Path(__file__).resolve().parents[1] / "golden"
+IDS = torch.arange(1, 13).view(2, 6)
+
+
+@pytest.mark.parametrize("form", ["hf", "hf-bin", "gpt2", "meta", "llama2.c/model.bin", "megatron", "mega"])
+def test_what_others_wrote_is_read_where_it_lies(form: str, tmp_path: Path) -> None:
+    place = GOLDEN / form
+    before = sorted(path for path in GOLDEN.rglob("*"))
+    opened = open_model(place)
+    found = logits(load_model(opened), IDS)
+    assert sorted(path for path in GOLDEN.rglob("*")) == before
+    if form == "mega":
+        assert torch.equal(found, logits(load_model(locate(place)), IDS))
+        return
+    convert(place, tmp_path / "ours", "mega")
+    ours = open_model(tmp_path / "ours")
+    assert torch.equal(found, logits(load_model(ours), IDS)) and found.std() > 0
+    assert ours.model == opened.model and ours.dtype == opened.dtype and ours.digest != opened.digest
+
+
+def outputs(groups: Groups, rank: int, place: Path, layout: dict[str, int], sequence: bool) -> torch.Tensor | None:
+    """Job of one rank: logits of IDS on the ranks of the last stage."""
+    mesh, device, opened = Mesh(rank, **layout, groups=groups), Device.choose("cpu", rank), open_model(place)
+    stages = load_stages(opened, mesh, device, dtype=torch.float64, sequence=sequence)
+    prompt = family(opened.model).prompt
+    assert prompt is not None
+    with torch.no_grad():
+        found = Pipeline(stages, mesh, device.torch).outputs(plan("forward", mesh.pp.size, 1, 1), [prompt(IDS)])
+    return all_gather(found[0].movedim(2, 0), mesh.tp).movedim(0, 2)[..., : opened.model.vocab] if found else None
+
+
+LAYOUTS: list[tuple[int, dict[str, int], bool]] = [
+    (2, {"tp": 2}, True),
+    (2, {"pp": 2}, False),
+    (4, {"tp": 2, "pp": 2}, False),
+]
+
+
+@pytest.mark.parametrize("form", ["hf", "gpt2"])
+def test_stages_of_any_layout_are_filled(pool: Pool, form: str) -> None:
+    whole = logits(load_model(open_model(GOLDEN / form), dtype=torch.float64), IDS)
+    for world, layout, sequence in LAYOUTS:
+        last = pool.run(outputs, GOLDEN / form, layout, sequence, world=world)[-1]
+        torch.testing.assert_close(last, whole, rtol=1e-10, atol=1e-10)
+
+
+def test_the_tokenizer_comes_with_the_weights() -> None:
+    opened = open_model(shared("stories260K_hf/config.json").parent)
+    assert opened.tokenizer().kind == "Llama2Tokenizer" and opened.dtype == torch.float32
+    assert opened.chat_template() is None and opened.step is None
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("chat_template.jinja", "a {{ template }}"),
+        ("tokenizer_config.json", json.dumps({"chat_template": "a {{ template }}"})),
+        (
+            "tokenizer_config.json",
+            json.dumps({"chat_template": [{"name": "default", "template": "a {{ template }}"}, {"name": "tool_use"}]}),
+        ),
+    ],
+)
+def test_the_chat_template_comes_with_the_weights(tmp_path: Path, name: str, content: str) -> None:
+    shutil.copytree(GOLDEN / "hf", tmp_path / "hf")
+    (tmp_path / "hf" / name).write_text(content)
+    opened = open_model(tmp_path / "hf")
+    assert opened.chat_template() == "a {{ template }}"
+    assert opened.digest != open_model(GOLDEN / "hf").digest
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (None, "no such file or directory"),
+        ({}, "holds no config.json (Hugging Face), no params.json"),
+        ({"config.json": {"model_type": "whisper"}}, "model_type 'whisper'"),
+        ({"config.json": {"model_type": "llama"}}, "config.json: "),
+    ],
+)
+def test_what_is_not_a_model_is_refused_in_one_line(tmp_path: Path, config: dict[str, Any] | None, words: str) -> None:
+    place = tmp_path / "place"
+    if config is not None:
+        place.mkdir()
+    for name, content in (config or {}).items():
+        (place / name).write_text(json.dumps(content))
+    with pytest.raises(ValueError) as refused:
+        open_model(place)
+    assert str(place) in str(refused.value) and words in str(refused.value) and "\n" not in str(refused.value)
