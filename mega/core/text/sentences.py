@@ -74,8 +74,8 @@ _WORD = re.compile(rf"({_SEVERAL}|(?=[^(\"`{{\[:;&#*@)}}\]\-,])\S+?(?={_END})|\S
 _BOUNDARY = re.compile(rf"[.?!](?=(?P<after_tok>{_CLOSING}|\s+(?P<next_tok>\S+)))")
 """Where a sentence may end."""
 _WITH_BLANKS = re.compile(rf"\S*[.?!]\s*(?=(?P<after_tok>{_CLOSING}|(?P<next_tok>\S+)))|\S+")
-"""Words up to where a sentence may end, and the blanks there, of which there may be none; or a word without such an end,
-which would take quadratic time if each of its characters were tried."""
+"""Words up to where a sentence may end, and the blanks there, of which there may be none; or a word without such an
+end, which would take quadratic time if each of its characters were tried."""
 _REALIGNED = re.compile(r"""["')\]}]+?(?:\s+|(?=--)|$)""", re.MULTILINE)
 """What is moved to the sentence before the one that it begins."""
 
