@@ -118,6 +118,7 @@ class MaskedBatch(_Tensors):
     samples: int64 [b], global sample numbers.
     columns: int64 [s], where a rank holds some columns of its rows only: which ones, ascending. Lengths are those of
         the whole rows even then.
+    predicted: int64 [b, k], columns of each row among which are all that are to be predicted; None: any may be.
     """
 
     tokens: torch.Tensor
@@ -128,6 +129,7 @@ class MaskedBatch(_Tensors):
     pairs: torch.Tensor
     samples: torch.Tensor
     columns: torch.Tensor | None = None
+    predicted: torch.Tensor | None = None
 
     @property
     def weights(self) -> Mapping[str, torch.Tensor]:
@@ -158,6 +160,7 @@ class MaskedBatch(_Tensors):
             types=zigzag(self.types, index, size),
             pairs=self.pairs if index == 0 else torch.full_like(self.pairs, -1),
             columns=zigzag(self.positions[:1], index, size)[0],
+            predicted=None,
         )
 
 

@@ -180,6 +180,9 @@ def test_real_text(tmp_path: Path) -> None:
     assert batch.samples.tolist() == [7, 8] and batch.loss_weights.sum(1).tolist() == [
         bert[i].loss_mask.sum() for i in (3, 4)
     ]
+    assert batch.predicted.shape == (2, 20) and batch.loss_weights.gather(1, batch.predicted).sum() == sum(
+        bert[i].loss_mask.sum() for i in (3, 4)
+    )
     assert batch.tokens[0, batch.lengths[0] - 1] == 102 and not batch.tokens[0, batch.lengths[0] :].any()
     t5 = T5Dataset(data, mapping(126, 1), vocabulary, seq_length=128, decoder_seq_length=64, seed=5)
     for i in range(200):

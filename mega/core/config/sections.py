@@ -710,6 +710,7 @@ class DataConfig(Section):
         megatron={"--reset-attention-mask": True},
         on_resume="noted",
         families=DECODERS,
+        bench="read",
     )
     eod_mask_loss: bool = option(
         False,

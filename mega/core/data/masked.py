@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import ceil
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -66,13 +67,19 @@ class Vocabulary:
         return cls(tokenizer.roles, np.array([tokenizer.continues(i) for i in range(size)]), range(size))
 
 
-def bert_batch(rows: Sequence[BertSample], first_sample: int) -> Any:
-    """BERT samples as one microbatch whose first row is global sample `first_sample`: a `MaskedBatch`."""
+def bert_batch(rows: Sequence[BertSample], first_sample: int, most: int | None = None) -> Any:
+    """BERT samples as one microbatch whose first row is global sample `first_sample`: a `MaskedBatch`.
+
+    most: tokens that are masked in a row at the most, where that is known.
+    """
     import torch
 
     from mega.core.batch import MaskedBatch
 
     text, types, labels, weights, padding = (np.stack([row[i] for row in rows]) for i in range(5))
+    # The masked ones first.
+    predicted = None if most is None else torch.from_numpy(np.argsort(-weights, axis=1, kind="stable")[:, :most])
+    assert most is None or weights.sum(axis=1).max() <= most, (weights.sum(axis=1), most)
     return MaskedBatch(
         tokens=torch.from_numpy(text),
         labels=torch.from_numpy(np.maximum(labels, 0)),
@@ -81,6 +88,7 @@ def bert_batch(rows: Sequence[BertSample], first_sample: int) -> Any:
         lengths=torch.from_numpy(padding.sum(axis=1)),
         pairs=torch.tensor([row.is_random for row in rows]),
         samples=torch.arange(first_sample, first_sample + len(rows)),
+        predicted=predicted,
     )
 
 
@@ -126,7 +134,9 @@ class BertDataset(_Mapped):
             sentences, target, self._length, self._vocabulary, generator, self._mask_prob, self._binary_head
         )
 
-    collate = staticmethod(bert_batch)
+    def collate(self, rows: Sequence[BertSample], first_sample: int) -> Any:
+        """As `bert_batch`."""
+        return bert_batch(rows, first_sample, max(1, ceil(self._mask_prob * self._length)))
 
 
 class T5Dataset(_Mapped):

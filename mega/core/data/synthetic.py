@@ -79,10 +79,14 @@ def _masked_bits(samples: torch.Tensor, length: int, seed: int) -> torch.Tensor:
 def _masked_rows(
     tokens: torch.Tensor, lengths: torch.Tensor, pairs: torch.Tensor, samples: torch.Tensor, bits: torch.Tensor
 ) -> MaskedBatch:
-    """Token 0 stands for a mask. The second part begins in the middle."""
-    columns = torch.arange(tokens.shape[1], device=samples.device)
+    """Token 0 stands for a mask: one of every seven columns. The second part begins in the middle."""
+    length = tokens.shape[1]
+    columns = torch.arange(length, device=samples.device)
     real = columns < lengths[:, None]
-    masked = real & ((bits >> 32) % 7 == 0)
+    # One among columns 0 to 6, one among 7 to 13, ...
+    chosen = torch.arange(0, length, 7, device=samples.device) + ((bits[:, ::7] >> 32) & 0x7FFFFFFF) % 7
+    predicted = chosen.clamp(max=length - 1)
+    masked = real & torch.zeros_like(real).scatter(1, predicted, True)
     return MaskedBatch(
         tokens=tokens.masked_fill(masked | ~real, 0),
         labels=tokens.masked_fill(~masked, 0),
@@ -91,6 +95,7 @@ def _masked_rows(
         lengths=lengths,
         pairs=pairs,
         samples=samples,
+        predicted=predicted,
     )
 
 

@@ -3,7 +3,8 @@
     lm     masked words, over their number: dense, activation, norm, the tied embedding and a bias of the vocabulary
     pair   whether a row's two parts stand in the wrong order, over the rows where that is known: from its first token
 
-It is Megatron-LM's, whose head for words acts on every token; so it does here.
+The words' head acts on the tokens among which the masked ones are, where the batch knows them and a rank holds whole
+rows; else on all, as Megatron-LM's does.
 """
 
 from __future__ import annotations
@@ -53,12 +54,19 @@ class WordHead(nn.Module):
 
     def forward(self, x: torch.Tensor, batch: MaskedBatch | None) -> Term | torch.Tensor:
         """x [tokens, h] -> the loss of a batch, or logits [tokens, ids of this rank]."""
+        labels = weights = None
+        if batch is not None:
+            labels, weights = batch.labels.flatten(), batch.loss_weights.flatten()
+            if batch.predicted is not None and not self.region.sequence:
+                rows = torch.arange(len(batch.predicted), device=x.device) * batch.tokens.shape[1]
+                chosen = (rows[:, None] + batch.predicted).flatten()
+                x, labels, weights = x[chosen], labels[chosen], weights[chosen]
         active = self.ops.activate(self.dense.matmul(x), self.dense.bias, self.activation)
         normed = self.norm(ResidualState(active))[1]
-        if batch is None:
+        if labels is None or weights is None:
             return logits(normed, self.weight, self.region, self.bias)
-        nll = cross_entropy(normed, batch.labels.flatten(), self.weight, self.region, self.bias)
-        weight = batch.loss_weights.flatten().to(nll.dtype)
+        nll = cross_entropy(normed, labels, self.weight, self.region, self.bias)
+        weight = weights.to(nll.dtype)
         return Term((nll * weight).sum(), weight.sum())
 
 

@@ -448,7 +448,7 @@ class TilePlan(NamedTuple):
 
 PLANS = {
     64: TilePlan(Tiles(64, 64, 4, 2), Tiles(64, 64, 4, 2), Tiles(64, 64, 4, 3)),
-    128: TilePlan(Tiles(64, 64, 4, 2), Tiles(64, 64, 4, 2), Tiles(64, 64, 4, 2)),
+    128: TilePlan(Tiles(64, 64, 4, 3), Tiles(64, 128, 8, 2), Tiles(128, 64, 8, 2)),
     256: TilePlan(Tiles(64, 64, 8, 2), Tiles(32, 64, 8, 1), Tiles(64, 32, 8, 1)),
 }
 """By width of a head, up to a power of 2; measured on H200."""
