@@ -52,7 +52,6 @@ def run(
             raise ValueError(f"--calibrate {calibrate}: measures this machine, not a run; leave out {', '.join(typed)}")
         return _calibrate(run, calibrate, repeats, world.source == "alone" and size > 1, size)
     from mega.core.proof import bench
-    from mega.core.training.inputs import resolve_run
 
     if rows and given.preset is not None:
         raise ValueError(f"--model {given.preset}: excludes rows, which name their model; leave out one of them")
@@ -60,7 +59,7 @@ def run(
     if json is not None and os.path.isfile(json):
         bench.read_rows("--json", json)
     runs = [(name, bench.row(name, given.values, size)) for name in rows or ()] or [("run", run)]
-    resolved = [(name, resolve_run(_measurable(one, given, warmup + repeats), size).run) for name, one in runs]
+    resolved = [(name, _resolved(one, given, warmup + repeats, size)) for name, one in runs]
     if is_first_rank():
         _note_unused([one for _, one in runs], given)
     if run.runtime.dry_run:
@@ -84,12 +83,20 @@ def _note_unused(runs: Iterable[RunConfig], given: GivenOptions) -> None:
         print(line, file=sys.stderr)
 
 
+def _resolved(run: RunConfig, given: GivenOptions, steps: int, size: int) -> RunConfig:
+    """A run as it is measured. Random documents are kept apart without a tokenizer that knows where they end."""
+    from mega.core.training.inputs import resolve_run
+
+    resolved = resolve_run(_measurable(run, given, steps), size).run
+    return updated(resolved, {"reset_attention": run.data.reset_attention})
+
+
 def _measurable(run: RunConfig, given: GivenOptions, steps: int) -> RunConfig:
     """`run` without its data, files and length, and with the least of them that a run must have."""
     from mega.core.proof.bench import LR
 
     values: dict[str, Any] = {name: entries()[name].default for name in options_with(bench="unused")}
-    values |= {"mock_data": True, "steps": steps}
+    values |= {"mock_data": True, "steps": steps, "reset_attention": False}
     values |= {"lr": LR} if run.optimizer.lr is None else {}
     # From where a scale starts, most of the timed steps would overflow and update nothing.
     if "initial_loss_scale" not in given.values and run.precision.loss_scale is None:

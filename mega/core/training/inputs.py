@@ -87,7 +87,8 @@ def _check_adapters(run: RunConfig) -> None:
     if not run.model.lora_rank:
         return
     checkpoint = run.checkpoint
-    if checkpoint.load is None and checkpoint.resume is None and not run.runtime.dry_run:
+    nothing = checkpoint.load is None and checkpoint.resume is None
+    if nothing and not run.runtime.dry_run and not run.data.mock_data:
         raise ValueError(f"--lora-rank {run.model.lora_rank}: needs --load, the weights that adapters are added to")
     next(inventory(dataclasses.replace(run.model, vocab=run.model.vocab or 1)))
 
