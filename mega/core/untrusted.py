@@ -164,8 +164,12 @@ class Confined:
                 pipe.close()
         child.wait()
 
-    def ask(self, question: object) -> Any:
-        """The answer. Errors: ValueError with what `answer` had to say, or with what became of the process."""
+    def ask(self, question: object, what: str = "") -> Any:
+        """The answer. what: with which errors begin, where not as before.
+
+        Errors: ValueError with what `answer` had to say, or with what became of the process.
+        """
+        self._what = what or self._what
         try:
             child = self._started()
             assert child.stdin is not None

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import resource
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from mega import cli
+from mega.core.checkpoint.own.store import locate
 from mega.core.config import deepspeed, toml
 from mega.core.config.check import check
 from mega.core.config.compose import compose
@@ -19,6 +22,7 @@ from mega.core.text import probe
 from mega.core.text.build import build
 from mega.core.text.chat import Message, template
 from mega.core.text.null import NullTokenizer
+from mega.core.training.schedules import Schedules
 from mega.core.untrusted import Confined, parse_json, read_limited
 
 TALK = [Message("user", "a question"), Message("assistant", "an answer")]
@@ -52,6 +56,74 @@ def test_zstandard_frames_with_checksums_and_skipped_ones(tmp_path: Path) -> Non
         path.write_bytes((whole + b"\x51\x2a\x4d\x18\x03\0\0\0abc")[:cut])
         with pytest.raises(ValueError, match=r"a\.jsonl\.zst: cannot be read"):
             list(lines([path], ["text"]))
+
+
+def test_packed_files_whose_blocks_are_damaged(tmp_path: Path) -> None:
+    """The errors of zlib, and of isal where it is there, are of no common kind."""
+    import gzip
+
+    path, packed = tmp_path / "a.jsonl.gz", bytearray(gzip.compress(b'{"text": "some text"}\n' * 500))
+    packed[12:40] = os.urandom(1) * 28
+    path.write_bytes(packed)
+    with pytest.raises(ValueError, match=r"a\.jsonl\.gz: cannot be read"):
+        list(lines([path], ["text"]))
+
+
+def test_columns_that_take_too_much(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One text of 32 MiB is a parquet file of some KB, and is read in a process that ends; a file of no sense, too."""
+    arrow = pytest.importorskip("pyarrow")
+    path = tmp_path / "a.parquet"
+    pytest.importorskip("pyarrow.parquet").write_table(arrow.table({"text": ["a" * (32 << 20)]}), path)
+    assert [len(line.text) for line in lines([path], ["text"])] == [(32 << 20) + 11]
+    monkeypatch.setattr("mega.core.data.sources._COLUMNS_BYTES", 320 << 20)
+    with pytest.raises(ValueError, match=r"a\.parquet: cannot be read: "):
+        list(lines([path], ["text"]))
+    damaged = bytearray(path.read_bytes())
+    damaged[4:40] = b"\xff" * 36
+    path.write_bytes(damaged)
+    with pytest.raises(ValueError, match=r"a\.parquet: cannot be read: "):
+        list(lines([path], ["text"]))
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"updates": "7"}, "meta.updates: '7' must be a count"),
+        ({"progress": {"step": 7, "consumed": -28}}, "meta.progress.consumed: -28 must be a count"),
+        ({"progress": {"step": 7, "eaten": 28}}, "meta.progress.eaten is unknown to this version"),
+        ({"progress": [7]}, "meta.progress: must be an object"),
+        ({"scaler": {"scale": 0, "clean": 1, "patience": 2}}, "meta.scaler.scale: 0 must be a number above 0"),
+        ({"scaler": {"scale": 8.0}}, "meta.scaler: has no clean"),
+        ({"dropout_rule": 3}, "meta.dropout_rule: 3 must be 1 or 2"),
+        ({"layout": {"dp": "2"}}, "meta.layout.dp: '2' must be a count"),
+        ({"corpora": {"a": []}}, "meta.corpora.a: must be an object"),
+        ({"config": {"batch": {"steps": []}}}, r"meta.config.batch.steps: \[\] must be a whole number"),
+    ],
+)
+def test_plain_state_of_a_resealed_manifest(tmp_path: Path, changed: dict[str, Any], message: str) -> None:
+    shutil.copytree(Path(__file__).parents[1] / "golden/mega", tmp_path / "run")
+    path = tmp_path / "run/step-0000007/manifest.json"
+    content = json.loads(path.read_bytes())
+    content["meta"] |= changed
+    text = json.dumps(content).encode()
+    path.write_bytes(text)
+    path.with_name("manifest.json.sha256").write_text(f"{hashlib.sha256(text).hexdigest()}  manifest.json\n")
+    with pytest.raises(ValueError, match=f"{path}: {message}"):
+        locate(path.parent)
+
+
+@pytest.mark.parametrize(
+    "part", [{"decay": "a"}, {"style": "rising"}, {"peak": None}, {"batch": 0}, {"decay": 0, "style": "range-test"}]
+)
+def test_a_schedule_that_cannot_be_computed(part: dict[str, Any]) -> None:
+    state = {
+        "lr": {"peak": 1e-3, "least": 0.0, "warmup": 4, "decay": 10, "style": "linear", "initial": 0.0, "batch": None},
+        "weight_decay": {"start": 0.1, "end": 0.1, "total": 10, "style": "constant"},
+    }
+    Schedules.from_state_dict(state, "a")
+    state["lr"] |= part
+    with pytest.raises(ValueError, match="a: its schedule is not one that this version knows"):
+        Schedules.from_state_dict(state, "a")
 
 
 def test_padded_xz_streams(tmp_path: Path) -> None:

@@ -244,6 +244,24 @@ def test_epochs_and_empty_splits_are_reported(tmp_path: Path) -> None:
     assert ["take 5 epochs" in note or "is empty" in note for note in made.notes] == [True, True]
 
 
+def test_a_part_of_less_than_a_sample_can_be_repeated(tmp_path: Path) -> None:
+    prefix = str(corpus(tmp_path / "a", [3]))
+    with pytest.raises(
+        ValueError, match="has 3 tokens, needs 5 for one sample of --seq-length 4; --repeat-short-parts"
+    ):
+        build((2, 0, 0), data_path=(prefix,), split="1,0,0")
+    made = build((2, 0, 0), data_path=(prefix,), split="1,0,0", repeat_short_parts=True)
+    assert made.train is not None and made.repeats
+    assert sorted(made.train[i].tolist() for i in range(2)) == sorted(stream_samples(tmp_path / "a", 4, 2, 1234))
+    assert {len(made.train[i]) for i in range(2)} == {5}
+
+
+def test_a_blend_of_core_has_its_length(tmp_path: Path) -> None:
+    first, second = str(corpus(tmp_path / "a")), str(corpus(tmp_path / "b", base=500))
+    made = build((10, 0, 0), data_path=("1", first, "2", second), split="1", order="core")
+    assert made.train is not None and len(made.train) == 4 + 7
+
+
 def test_mock_data() -> None:
     made = build((10, 0, 2), mock_data=True, vocab=7, seq_length=40)
     assert made.train is not None and made.valid is None and made.test is not None and len(made.train) == 10

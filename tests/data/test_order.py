@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import math
+import random
+import tarfile
+from fractions import Fraction
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mega.core.config.sections import DataConfig
 from mega.core.data import order
+from mega.core.data.build import build_datasets
 from mega.core.data.order import (
     blend_order,
+    blend_parts,
     blend_samples,
     blend_shares,
     entries_served,
@@ -18,6 +27,7 @@ from mega.core.data.order import (
     split_boundaries,
     split_shares,
 )
+from tests.support.shared import shared
 
 LENGTHS = np.array([5, 3, 8, 2, 7, 4, 6, 9], np.int32)
 SPLITS = ("969, 30, 1", "949,50,1", "98,2,0", "90/10")
@@ -38,6 +48,44 @@ def test_golden_splits(items: int, rows: list[str | None]) -> None:
     for split, row in zip(SPLITS, rows, strict=True):
         if row:
             assert split_boundaries(split, items) == tuple(map(int, row.split()))
+
+
+def test_core_rounds_sums_of_shares() -> None:
+    """10,000 drawn splits and blends against the rule of Megatron-core, in exact numbers where a tie is not near."""
+    assert split_boundaries("949,50,1", 10, core=True) == (0, 9, 10, 10) != split_boundaries("949,50,1", 10)
+    rng, others = random.Random(22), 0
+    for _ in range(10_000):
+        parts, items = [rng.randrange(1000) for _ in range(3)], rng.randrange(1, rng.choice([10, 100, 10**6]))
+        parts[0] += 1
+        exact = [Fraction(sum(parts[: i + 1]) * items, sum(parts)) for i in range(3)]
+        found = split_boundaries(",".join(map(str, parts)), items, core=True)
+        assert all(abs(bound - share) <= Fraction(1, 2) for bound, share in zip(found[1:], exact, strict=True))
+        assert found[0] == 0 <= found[1] <= found[2] <= found[3] == items
+        others += found != split_boundaries(",".join(map(str, parts)), items)
+        weights = [Fraction(rng.randrange(1, 100)) for _ in range(rng.randrange(1, 6))]
+        asked = [math.ceil(items * weight / sum(weights)) for weight in weights]
+        shares = blend_shares([float(weight) for weight in weights])
+        made = blend_parts(shares, items)
+        assert all(0 <= part - least <= 1 for part, least in zip(made, asked, strict=True)), "rounded in float64"
+        assert blend_samples(shares, items, core=True) == [math.ceil(part * 1.005) for part in made]
+    assert 100 < others < 5000, "which 23.06 cuts otherwise"
+
+
+@pytest.mark.parametrize(
+    "name", ["gpt_fp32_tp2pp1dp2_plain", "llama_bf16_tp2pp2dp1_do", "te_llama_fp32_tp2pp1dp1_plain"]
+)
+def test_batches_that_megatron_core_read(tmp_path: Path, name: str) -> None:
+    """Of six iterations of 4 samples, by data rank and microbatch."""
+    with tarfile.open(shared(f"megatron_core/{name}.tar.xz")) as archive:
+        member = next(each for each in archive if each.name.endswith("batches.npz"))
+        (tmp_path / "batches.npz").write_bytes(archive.extractfile(member).read())  # type: ignore[union-attr]
+    tokens = np.load(tmp_path / "batches.npz")["tokens"]
+    prefix = str(shared("megatron_core/bytes_document.bin")).removesuffix(".bin")
+    data = DataConfig(data_path=(prefix,), split="100,0,0", order="core", data_cache=str(tmp_path))
+    made = build_datasets(data, seq_length=64, seed=1234, vocab=257, samples=(24, 0, 0)).train
+    assert made is not None
+    wanted = tokens.transpose(0, 2, 1, 3, 4).reshape(24, 64)
+    assert [made[i][:64].tolist() for i in range(24)] == wanted.tolist()
 
 
 @pytest.mark.parametrize("split", ["", "a", "1,b", "0,0,0", "-1,2", "nan", "inf,1", "1;2", "1,2,3,4"])

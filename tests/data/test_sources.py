@@ -240,6 +240,21 @@ def test_resume_refuses_other_work(tmp_path: Path, plain: Path) -> None:
         run(tmp_path, plain, plain, resume=True)
     with pytest.raises(ValueError, match="standard input cannot be combined with"):
         run(tmp_path, "-", resume=True)
+    (path,) = tmp_path.glob("*.resume.json")
+    note = json.loads(path.read_bytes())
+    for name, value in (
+        ("writers", [{}]),
+        ("line", "1"),
+        ("report", {"documents": 1.5}),
+        ("begin", {"piece": "x"}),
+        ("finished", 0),
+    ):
+        path.write_text(json.dumps({**note, name: value}))
+        with pytest.raises(ValueError, match=r"resume\.json: is not a note of how far the work has come"):
+            run(tmp_path, plain, resume=True)
+    path.write_text("[" * 100_000)
+    with pytest.raises(ValueError, match=r"resume\.json: is not JSON that can be read: nested too deeply; remove it"):
+        run(tmp_path, plain, resume=True)
 
 
 @pytest.mark.parametrize("published", [1, 2, 3])

@@ -690,10 +690,15 @@ class DataConfig(Section):
     mmap: bool = option(
         True, "map token files into memory; else read each piece when needed", megatron={"--no-mmap-bin-files": False}
     )
+    repeat_short_parts: bool = option(
+        False,
+        "a corpus's part of fewer tokens than a sample is repeated to fill it, as Megatron-LM 23.06 does; else refused",
+    )
     mock_data: bool = option(False, "random tokens instead of files", megatron={"--mock-data": True})
-    order: Literal["single", "cyclic"] = option(
+    order: Literal["single", "core", "cyclic"] = option(
         "single",
-        "sample order across epochs; cyclic assigns samples to data ranks, so another number of them is another run",
+        "sample order: single is that of Megatron-LM 23.06; core the same with the splits and blends of Megatron-core "
+        "0.18; cyclic assigns samples to data ranks, so another number of them is another run",
         megatron="--dataloader-type",
         on_resume="noted",
     )

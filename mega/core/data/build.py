@@ -19,6 +19,7 @@ from mega.core.data.dataset import BlendedDataset, Dataset, MockDataset
 from mega.core.data.indexed import IndexedDataset, bin_path, exists
 from mega.core.data.order import (
     blend_order,
+    blend_parts,
     blend_samples,
     blend_shares,
     entries_served,
@@ -108,7 +109,9 @@ def build_datasets(
     if masking.sample_kind == "tfrecords":
         return _records(data, own, seq_length, seed, vocab, samples)
     split_shares(data.split)
-    builder = _Builder(recipe(masking, seq_length, seed, tokenizer, pairs), data, vocab, tokenizer)
+    builder = _Builder(
+        recipe(masking, seq_length, seed, tokenizer, pairs, data.repeat_short_parts), data, vocab, tokenizer
+    )
     made = {
         name: builder.blend(
             "--data-path" if data.data_path else f"--{name}-data",
@@ -198,6 +201,7 @@ class _Builder:
 
     def __init__(self, recipe: Recipe, data: DataConfig, vocab: int, tokenizer: Tokenizer | None) -> None:
         self._recipe, self._data, self._vocab, self._tokenizer = recipe, data, vocab, tokenizer
+        self._core = data.order == "core"
         self.corpora: dict[str, IndexedDataset] = {}
         self.notes: list[str] = []
         self.repeated: set[str] = set()
@@ -228,11 +232,12 @@ class _Builder:
             return self._dataset(*parts[0][1:], samples, name)
         # Without weights each corpus has its own size, so that all end together.
         shares = blend_shares([self._recipe.once(part) if weight is None else weight for weight, _, part in parts])
-        counts = blend_samples(shares, samples)
+        counts = blend_samples(shares, samples, core=self._core)
         datasets = [
             self._dataset(prefix, part, count, name) for (_, prefix, part), count in zip(parts, counts, strict=True)
         ]
-        size, lengths = sum(counts), [len(dataset) for dataset in datasets]
+        size = sum(blend_parts(shares, samples) if self._core else counts)
+        lengths = [len(dataset) for dataset in datasets]
 
         def compute() -> Arrays:
             """As long as Megatron-LM's, but for entries at the end that a corpus is too short for."""
@@ -255,7 +260,7 @@ class _Builder:
     def _part(self, flag: str, prefix: str, split: str, name: str) -> CorpusPart:
         """What a split may use of a corpus; nothing where the split is empty."""
         corpus = self._corpus(flag, prefix)
-        bounds = split_boundaries(split, self._recipe.units(corpus))
+        bounds = split_boundaries(split, self._recipe.units(corpus), core=self._core)
         place = SPLITS.index(name)
         return CorpusPart(corpus, bounds[place], bounds[place + 1], f"{flag} {prefix}: its {name} part")
 

@@ -1,11 +1,13 @@
 """The order in which a corpus is read: splits, the three indices of a GPT dataset, and blends.
 
 Everything here is a function of lengths, sizes and a seed and gives Megatron-LM's numbers exactly, through
-numpy's legacy generator. It knows no files and no tokens.
+numpy's legacy generator: those of its release 23.06, or of Megatron-core 0.18, which rounds splits and blends
+otherwise. It knows no files and no tokens.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -36,14 +38,18 @@ def split_shares(split: str) -> tuple[float, float, float]:
     return train / total, valid / total, test / total
 
 
-def split_boundaries(split: str, items: int) -> tuple[int, int, int, int]:
+def split_boundaries(split: str, items: int, *, core: bool = False) -> tuple[int, int, int, int]:
     """Where train, validation and test begin and end among `items`.
 
     Each share is rounded (half to even) and what rounding leaves over is taken from train:
     "90/10" of 7 -> shares 6.3 and 0.7 -> 0 6 7 7; "949,50,1" of 10 -> 9 + 0 (0.5) + 0 = 9 -> 0 10 10 10.
+    core: as Megatron-core, sums of shares are rounded; "949,50,1" of 10 -> 9.49, 9.99, 10 -> 0 9 10 10.
     """
+    train, valid, test = split_shares(split)
+    if core:
+        return 0, round(train * items), round((train + valid) * items), round((train + valid + test) * items)
     bounds = [0]
-    for share in split_shares(split):
+    for share in (train, valid, test):
         bounds.append(bounds[-1] + round(share * items))
     over = bounds[3] - items
     return 0, bounds[1] - over, bounds[2] - over, bounds[3] - over
@@ -136,12 +142,19 @@ def blend_shares(weights: Sequence[float]) -> list[float]:
     return [weight / total for weight in weights]
 
 
-def blend_samples(shares: Sequence[float], samples: int) -> list[int]:
+def blend_samples(shares: Sequence[float], samples: int, *, core: bool = False) -> list[int]:
     """Samples to ask of each dataset of a blend: its share and half a percent more, rounded up.
 
-    1000 samples at 0.2, 0.3, 0.5 -> 201, 302, 503.
+    1000 samples at 0.2, 0.3, 0.5 -> 201, 302, 503. core: as Megatron-core, the share is rounded up, too.
     """
+    if core:
+        return [math.ceil(share * 1.005) for share in blend_parts(shares, samples)]
     return [int(np.ceil(samples * share * 1.005)) for share in shares]
+
+
+def blend_parts(shares: Sequence[float], samples: int) -> list[int]:
+    """Each dataset's share of a blend, rounded up; their sum is the length of a blend of Megatron-core."""
+    return [math.ceil(samples * share) for share in shares]
 
 
 def blend_order(weights: Sequence[float], size: int) -> tuple[NDArray[np.int16], NDArray[np.int64]]:

@@ -36,11 +36,13 @@ from mega.core.files import check_folder, whole_file
 from mega.core.text.build import build
 from mega.core.text.sentences import splitter
 from mega.core.text.tokenizer import Tokenizer, TokenizerIdentity
+from mega.core.untrusted import parse_json, read_limited
 
 OnError = Literal["stop", "skip"]
 
 _LISTED = 100  # skipped lines that are named; the others are counted
 _BATCH_BYTES = 1 << 17  # of lines that are parsed and tokenised together
+_NOTES_BYTES = 1 << 24
 _EMPTY_LINES = re.compile(rb"\n+")
 
 
@@ -444,18 +446,20 @@ class _Notes:
         self._last = time.monotonic()
 
     def load(self) -> dict[str, Any] | None:
-        try:
-            found: dict[str, Any] = json.loads(self._path.read_bytes())
-        except FileNotFoundError:
+        if not os.path.lexists(self._path):
             return None
+        try:
+            found = parse_json(read_limited(self._path, _NOTES_BYTES, str(self._path)), str(self._path))
         except ValueError as error:
-            raise ValueError(f"{self._path}: damaged ({error}); remove it to start over") from None
+            raise ValueError(f"{error}; remove it to start over") from None
         if not isinstance(found, dict) or found.get("identity") != self._identity:
             raise ValueError(
                 f"--resume: {self._path} belongs to work with other inputs, options or tokenizer; "
                 "repeat its command line, or remove the file to start over"
             )
-        return found
+        if not _is_note(found):
+            raise ValueError(f"{self._path}: is not a note of how far the work has come; remove it to start over")
+        return dict(found)
 
     def due(self) -> bool:
         return time.monotonic() - self._last >= self._every
@@ -481,6 +485,19 @@ class _Notes:
         self._path.unlink(missing_ok=True)
         for stale in self._path.parent.glob(f"{glob.escape(self._path.name)}.*.tmp"):
             stale.unlink(missing_ok=True)
+
+
+def _is_note(found: dict[str, Any]) -> bool:
+    """Whether it has the form in which `_Notes.save` writes it."""
+    try:
+        report, begin = Report(**found["report"]), Begin(**found["begin"])
+        counts = [*begin, found["line"], report.documents, report.tokens, report.bytes, report.skipped]
+        for writer in found["writers"]:
+            counts += [writer["tokens"], writer["sequences"], writer["documents"], *(writer["range"] or ())]
+    except (KeyError, TypeError):
+        return False
+    whole = all(type(count) is int and 0 <= count < 1 << 62 for count in counts)
+    return whole and type(found.get("finished")) is bool and len(found["writers"]) == len(report.outputs)
 
 
 def _published(prefix: str) -> bool:

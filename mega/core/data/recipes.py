@@ -57,6 +57,7 @@ class Gpt:
 
     seq_length: int
     seed: int
+    repeat_short: bool = False
 
     def units(self, corpus: IndexedDataset) -> int:
         return len(corpus)
@@ -66,9 +67,10 @@ class Gpt:
 
     def dataset(self, part: CorpusPart, samples: int, cache: Path, note: Callable[[str], None]) -> GPTDataset:
         tokens, length = self._tokens(part), self.seq_length
-        if tokens <= length:
+        if tokens <= length and not (self.repeat_short and tokens):
+            repeat = "; --repeat-short-parts fills it with repeats" if tokens else ""
             raise ValueError(
-                f"{part.label} has {tokens} tokens, needs {length + 1} for one sample of --seq-length {length}"
+                f"{part.label} has {tokens} tokens, needs {length + 1} for one sample of --seq-length {length}{repeat}"
             )
         if (passes := epochs(tokens, length, samples)) > 1:
             note(f"{part.label} has {tokens:,} tokens; {samples:,} samples of {length} take {passes} epochs")
@@ -172,11 +174,19 @@ class Masked:
 
 
 def recipe(
-    masking: MaskingConfig, seq_length: int, seed: int, tokenizer: Tokenizer | None, pairs: bool = True
+    masking: MaskingConfig,
+    seq_length: int,
+    seed: int,
+    tokenizer: Tokenizer | None,
+    pairs: bool = True,
+    repeat_short: bool = False,
 ) -> Recipe:
-    """The recipe of `--sample-kind`; ValueError where the tokenizer has not what it takes. pairs: of BERT's samples."""
+    """The recipe of `--sample-kind`; ValueError where the tokenizer has not what it takes. pairs: of BERT's samples.
+
+    repeat_short: whether a part of fewer tokens than one GPT sample may be repeated in it.
+    """
     if masking.sample_kind == "gpt":
-        return Gpt(seq_length, seed)
+        return Gpt(seq_length, seed, repeat_short)
     if tokenizer is None:
         raise ValueError(f"--sample-kind {masking.sample_kind}: needs a tokenizer; give --tokenizer and its files")
     return Masked(masking, Vocabulary.of(tokenizer), seq_length, seed, pairs)

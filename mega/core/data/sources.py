@@ -7,17 +7,24 @@ share it, and a piece can be entered anywhere, so that interrupted work resumes.
 from __future__ import annotations
 
 import bz2
+import contextlib
 import glob
 import gzip
 import io
+import itertools
 import json
 import lzma
 import os
 import sys
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple
+
+from mega.core.untrusted import Confined
 
 STDIN = Path("-")
 BLOCK_BYTES = 1 << 22
@@ -26,7 +33,7 @@ BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 _TOO_LONG = "a line longer than {} MiB"
 _PACKED = (".gz", ".zst", ".xz", ".bz2")
-_ROWS = 1024
+_COLUMNS_SECONDS, _COLUMNS_BYTES = 100, 2 << 30  # for a few rows; of address space, or four times the file's size
 _WINDOW_BYTES = 1 << 31  # of a Zstandard frame: large corpora are packed with `zstd --long=31`
 _FREE_WINDOW_BYTES = 1 << 27  # of any frame; a larger one of what is not packed to less than a 1024th
 _MOST_RATIO = 1 << 10
@@ -180,7 +187,7 @@ def pieces(paths: Sequence[Path], shard: tuple[int, int] = (0, 1)) -> list[Sourc
         if kind == "lines":
             first, last = max(low - before, 0), min(high - before, size)
         elif kind == "parquet":
-            groups = _parquet(path).num_row_groups
+            groups = _ask_columns(path, path=str(path), kind="parquet")
             inside = [g for g in range(groups) if low <= before + size * g // groups < high]
             first, last = (inside[0], inside[-1] + 1) if inside else (0, 0)
         else:
@@ -196,11 +203,11 @@ def blocks(piece: SourcePiece, keys: Sequence[str], *, text_lines: bool, done: i
 
     Raises ValueError naming the file where it cannot be read.
     """
-    read = {"parquet": _parquet_rows, "arrow": _arrow_rows}.get(piece.kind)
+    if piece.kind in ("parquet", "arrow"):
+        yield from _row_blocks(piece, keys, done)
+        return
     try:
-        if read is not None:
-            yield from _row_blocks(piece, read(piece, keys, done), done)
-        elif piece.kind == "lines":
+        if piece.kind == "lines":
             yield from _plain_blocks(piece, done)
         elif piece.kind == "text" and not text_lines:
             yield from _document(piece, done)
@@ -208,7 +215,7 @@ def blocks(piece: SourcePiece, keys: Sequence[str], *, text_lines: bool, done: i
             yield from _packed_blocks(piece, done)
     except BadLine:
         raise
-    except (OSError, EOFError, ValueError, lzma.LZMAError) as error:
+    except _broken() as error:
         raise ValueError(f"{piece.path}: cannot be read ({error})") from None
 
 
@@ -254,7 +261,7 @@ def _packed_blocks(piece: SourcePiece, done: int) -> Iterator[LineBlock]:
                 data = text.read(BLOCK_BYTES)
                 if data and not data.endswith(b"\n"):
                     data += text.readline(MOST_LINE_BYTES)
-            except (OSError, EOFError, ValueError, lzma.LZMAError) as error:
+            except _broken() as error:
                 raise BadLine(f"{piece.path}: cannot be read after byte {at} of its lines ({error})") from None
             if not data:
                 return
@@ -315,6 +322,16 @@ def _document(piece: SourcePiece, done: int) -> Iterator[LineBlock]:
                 problem = f"not UTF-8 at byte {error.start} ({error.reason})"
         if line or problem:
             yield LineBlock(piece.name, line, 1, read, problem)
+
+
+def _broken() -> tuple[type[Exception], ...]:
+    """What readers of packed files raise; the errors of zlib and isal are no kind of OSError."""
+    found: tuple[type[Exception], ...] = (OSError, EOFError, ValueError, lzma.LZMAError, zlib.error)
+    with contextlib.suppress(ImportError):
+        from isal import isal_zlib
+
+        found += (isal_zlib.error,)
+    return found
 
 
 def _stored(path: Path) -> BinaryIO:
@@ -458,73 +475,40 @@ def _skipped(text: BinaryIO, size: int) -> int:
 
 # --- rows -----------------------------------------------------------------------------------------------------------
 
-Rows = Iterator[tuple[Any, int]]
-"""A record batch, and the stored bytes of the file before its end."""
+
+@cache
+def _columns(memory: int) -> Confined:
+    """The process that reads files of columns."""
+    about = "parquet and arrow"
+    return Confined(
+        "mega.core.data.columns_process", about, seconds=_COLUMNS_SECONDS, memory=memory, answer_bytes=memory
+    )
 
 
-def _row_blocks(piece: SourcePiece, rows: Rows, done: int) -> Iterator[LineBlock]:
-    import orjson
+def _ask_columns(path: Path, /, **question: Any) -> Any:
+    """What that process answers about a file. It may take more for a larger one, whose row groups are larger."""
+    if find_spec("pyarrow") is None:
+        raise ValueError(f"{path}: cannot be read: needs pyarrow; pip install 'mega[data]'")
+    memory = _COLUMNS_BYTES
+    while memory < 4 * path.stat().st_size:
+        memory *= 2
+    return _columns(memory).ask(question, f"{path}: cannot be read")
 
-    for batch, read in rows:
-        # What JSON cannot represent (bytes, decimals) is not text either: null is refused with its row.
-        written = b"".join(orjson.dumps(row, default=lambda value: None) + b"\n" for row in batch.to_pylist())
-        done += batch.num_rows
-        yield LineBlock(piece.name, written, done, piece.before + read)
 
-
-def _arrow() -> Any:
+def _row_blocks(piece: SourcePiece, keys: Sequence[str], done: int) -> Iterator[LineBlock]:
+    ask, reader = partial(_ask_columns, piece.path), next(_reader_numbers)
+    what = {"path": str(piece.path), "kind": piece.kind, "keys": list(keys)}
+    ask(reader=reader, **what, first=piece.first, last=piece.last, done=done)
     try:
-        import pyarrow
-        import pyarrow.ipc
-        import pyarrow.parquet
-    except ImportError:
-        raise ValueError("needs pyarrow; pip install 'mega[data]'") from None
-    return pyarrow
+        while (rows := ask(reader=reader)) is not None:
+            done += rows["rows"]
+            yield LineBlock(piece.name, rows["lines"].encode(), done, piece.before + rows["read"])
+    finally:
+        with contextlib.suppress(ValueError):
+            ask(reader=reader, close=True)
 
 
-def _parquet(path: Path) -> Any:
-    try:
-        return _arrow().parquet.ParquetFile(path)
-    except (OSError, ValueError) as error:  # pyarrow's own errors are ValueErrors
-        raise ValueError(f"{path}: cannot be read ({error})") from None
-
-
-def _columns(names: Sequence[str], keys: Sequence[str]) -> list[str]:
-    missing = [key for key in keys if key not in names]
-    if missing:
-        raise ValueError(f'no column "{missing[0]}"; there are {", ".join(names)}')
-    return list(keys)
-
-
-def _parquet_rows(piece: SourcePiece, keys: Sequence[str], done: int) -> Rows:
-    file = _parquet(piece.path)
-    columns = _columns(file.schema_arrow.names, keys)
-    size, groups = piece.path.stat().st_size, file.num_row_groups
-    for group in range(piece.first, piece.last):
-        rows = file.metadata.row_group(group).num_rows
-        if done >= rows:
-            done -= rows
-            continue
-        for batch in file.iter_batches(_ROWS, row_groups=[group], columns=columns):
-            skip = min(done, batch.num_rows)
-            done -= skip
-            if skip < batch.num_rows:
-                yield batch.slice(skip), size * (group + 1) // groups
-
-
-def _arrow_rows(piece: SourcePiece, keys: Sequence[str], done: int) -> Rows:
-    arrow = _arrow()
-    with arrow.memory_map(str(piece.path)) as stored:
-        stream = arrow.ipc.open_stream(stored)
-        columns = _columns(stream.schema.names, keys)
-        for batch in stream:
-            chosen = batch.select(columns)
-            for first in range(0, chosen.num_rows, _ROWS):
-                part = chosen.slice(first, _ROWS)
-                skip = min(done, part.num_rows)
-                done -= skip
-                if skip < part.num_rows:
-                    yield part.slice(skip), stored.tell()
+_reader_numbers = itertools.count()
 
 
 # --- one line -------------------------------------------------------------------------------------------------------

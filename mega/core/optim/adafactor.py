@@ -17,6 +17,7 @@ from math import prod, sqrt
 
 import torch
 
+from mega.core.ops.square_sum import square_sums
 from mega.core.optim.rule import Allocator, FlatState, ShardState, StepArgs, Sums
 from mega.core.shard import Shard
 
@@ -55,8 +56,8 @@ class Adafactor:
         self._divide(owned, grad, update, decay)
         # 3 its size, and the weights', over whole tensors
         runs = list(owned.bucket.runs())
-        squares = [torch.linalg.vector_norm(x[run]).double().square() for _, run in runs for x in (update, master)]
-        totals = sums(owned.bucket, torch.stack(squares)).view(-1, 2)
+        squares = square_sums([x[run] for _, run in runs for x in (update, master)])
+        totals = sums(owned.bucket, squares).view(-1, 2)
         elements = torch.tensor([prod(shard.whole) for shard, _ in runs], dtype=totals.dtype, device=totals.device)
         sizes = (totals / elements[:, None]).sqrt()
         # 4

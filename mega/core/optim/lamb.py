@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from mega.core.ops.square_sum import square_sums
 from mega.core.optim.adam import AdamW
 from mega.core.optim.rule import Allocator, ShardState, StepArgs, Sums
 
@@ -34,10 +35,10 @@ class LAMB:
         update[decayed].add_(master[decayed], alpha=args.decay)
         # 2 square norms of weight and update of every whole matrix
         runs = [run for shard, run in owned.bucket.runs() if shard.tensor.decays]
-        squares = [torch.linalg.vector_norm(x[run]).double().square() for run in runs for x in (master, update)]
         # 3 the ratio
-        if squares:
-            norms = sums(owned.bucket, torch.stack(squares)).sqrt().view(-1, 2)
+        if runs:
+            squares = square_sums([x[run] for run in runs for x in (master, update)])
+            norms = sums(owned.bucket, squares).sqrt().view(-1, 2)
             ratios = torch.where((norms > 0).all(1), norms[:, 0] / norms[:, 1], 1.0).to(update.dtype)
             for run, ratio in zip(runs, ratios, strict=True):
                 update[run].mul_(ratio)

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from mega.core.ops.square_sum import square_sums
 from mega.core.parallel.collectives import all_gather, all_reduce, start_all_gather, start_reduce_scatter
 from mega.core.parallel.layout import BucketRules, BucketSpec, ParameterSpec, plan_buckets
 from mega.core.parallel.mesh import Axis, Mesh
@@ -374,13 +375,12 @@ class GradBuffer:
         return _Return.apply(y, buckets, self.mesh.data) if torch.is_grad_enabled() else y
 
     def square_sum(self, *, weights: bool = False) -> torch.Tensor:
-        """Sum of squares of this rank's counted gradients, or weights, in max(fp32, the gradients' dtype)."""
+        """Sum of squares of this rank's counted gradients, or weights, float64 []."""
         wide = torch.promote_types(self.dtype, torch.float32)
         counted = [bucket.own_weights if weights else bucket.own_grads for bucket in self.buckets if bucket.counted]
         if not counted:
-            return torch.zeros((), dtype=wide, device=self.buckets[0].own_grads.device)
-        norms = [torch.linalg.vector_norm(grads, dtype=wide) for grads in counted]
-        return torch.stack(norms).square().sum()
+            return torch.zeros((), dtype=torch.float64, device=self.buckets[0].own_grads.device)
+        return square_sums(counted, wide).sum()
 
     def zeros(self) -> torch.Tensor:
         """[zeros, elements] among this rank's counted gradients, float64 [2]; padding is none of them."""

@@ -123,12 +123,21 @@ def restore(state: TrainState, point: ResumePoint) -> None:
                 f"{checkpoint.path}: holds no optimizer state ({missing}); give --no-load-optim or --finetune"
             )
         checkpoint.read(wanted, cast=True)
-        state.optimizer.updates = int(checkpoint.meta["updates"])
+        state.optimizer.updates = int(_stated(checkpoint, "updates"))
         if state.scaler is not None and checkpoint.meta.get("scaler"):
             state.scaler.restore(checkpoint.meta["scaler"])
     if not point.weights_only:
-        state.progress = Progress.from_meta(checkpoint.meta["progress"])
+        state.progress = Progress.from_meta(_stated(checkpoint, "progress"))
         state.dropout_rule = _dropout_rule(point)
+
+
+def _stated(checkpoint: Checkpoint, name: str) -> Any:
+    """A value of the plain state that a run cannot resume without."""
+    if name not in checkpoint.meta:
+        raise CheckpointError(
+            f"{checkpoint.path}: its manifest says no meta.{name}; give --finetune to load weights alone"
+        )
+    return checkpoint.meta[name]
 
 
 def _dropout_rule(point: ResumePoint) -> int:

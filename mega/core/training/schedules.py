@@ -7,14 +7,16 @@ was forgotten ruins a run unnoticed.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from mega.core.checkpoint.own.pieces import CheckpointError
 from mega.core.config.resolve import lengths
-from mega.core.config.run import RunConfig
+from mega.core.config.run import RunConfig, entries
 from mega.core.optim.schedule import LearningRate, WeightDecay
+
+Part = TypeVar("Part", LearningRate, WeightDecay)
 
 _LABELS = {
     "lr.peak": "--lr",
@@ -70,8 +72,11 @@ class Schedules:
     def from_state_dict(cls, state: Any, where: str) -> Schedules:
         """The schedules of a `state_dict`. Errors: CheckpointError naming `where` it comes from."""
         try:
-            return cls(LearningRate(**state["lr"]), WeightDecay(**state["weight_decay"]))
-        except (KeyError, TypeError) as error:
+            found = cls(_stored(LearningRate, state["lr"]), _stored(WeightDecay, state["weight_decay"]))
+            for samples in (0, found.lr.warmup, found.lr.warmup + 1, found.lr.decay):
+                found.lr(samples)
+            return found
+        except (KeyError, TypeError, ValueError, ArithmeticError) as error:
             raise CheckpointError(f"{where}: its schedule is not one that this version knows ({error})") from None
 
     def differences(self, other: Schedules) -> Iterator[tuple[str, Any, Any]]:
@@ -80,6 +85,20 @@ class Schedules:
         for name in sorted(ours.keys() & theirs.keys()):  # what one style alone has differs with the style
             if ours[name] != theirs[name]:
                 yield _LABELS[name], ours[name], theirs[name]
+
+
+def _stored(kind: Callable[..., Part], fields: Mapping[str, Any]) -> Part:
+    """One part of a schedule from plain values. Errors: TypeError, ValueError naming one that cannot be."""
+    for name, value in fields.items():
+        if name == "style":
+            fits = value in entries()["lr_decay" if kind is LearningRate else "weight_decay_style"].choices
+        elif name in ("warmup", "decay", "total"):
+            fits = type(value) is int and value >= 0
+        else:
+            fits = (name == "batch" and value is None) or (type(value) in (int, float) and abs(value) < 1e30)
+        if not fits:
+            raise ValueError(f"{name}: {str(value)[:40]}")
+    return kind(**fields)
 
 
 def _effective(schedules: Schedules) -> dict[str, Any]:

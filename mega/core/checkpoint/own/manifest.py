@@ -19,6 +19,7 @@ from typing import Any
 from mega.core.checkpoint.own.container import Container, Entry
 from mega.core.checkpoint.own.disk import creating, parse_json, read_file, write_all
 from mega.core.checkpoint.own.pieces import DTYPES, Box, CheckpointError, tiling_fault
+from mega.core.checkpoint.own.plain_state import check_plain_state
 from mega.core.files import sync_directory
 
 FORMAT_VERSION = 1
@@ -169,8 +170,7 @@ def read_manifest(directory: Path) -> Manifest:
             raise CheckpointError(f"{directory / WEIGHTS_ONLY}: is not that of this checkpoint")
         leaving = frozenset(name for name in containers if STATE_FILE.fullmatch(name))
     meta = _record(fields.get("meta"), path, "meta")
-    for name, section in _record(meta.get("config", {}), path, "meta.config").items():
-        _record(section, path, f"meta.config.{name}")
+    check_plain_state(meta, str(path))
     manifest = Manifest(
         _count(fields.get("step"), path, "step"),
         world,

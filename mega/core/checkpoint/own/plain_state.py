@@ -1,0 +1,87 @@
+"""The plain state of a run, as a manifest's `meta` holds it: whatever is computed with has its type and its range.
+
+It knows which names there are, not what a run makes of them; whether one that is needed is there is asked where it is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from mega.core.checkpoint.own.pieces import CheckpointError
+from mega.core.config.run import entries
+
+_LARGEST = 1 << 62
+
+
+class _Rule(NamedTuple):
+    holds: Callable[[Any], bool]
+    words: str
+
+
+def _whole(value: Any) -> bool:
+    return type(value) in (int, float) and abs(value) < _LARGEST and value == int(value)
+
+
+_COUNT = _Rule(lambda value: type(value) is int and 0 <= value < _LARGEST, "a count")
+_WHOLE = _Rule(_whole, "a whole number")
+_SCALE = _Rule(lambda value: type(value) in (int, float) and 0 < value < math.inf, "a number above 0")
+_NUMBER = _Rule(lambda value: type(value) in (int, float) and math.isfinite(value), "a finite number")
+_RULE_NUMBER = _Rule(lambda value: value in (1, 2) and type(value) is int, "1 or 2")
+_NOTE = _Rule(lambda value: value is None or isinstance(value, str), "a text")
+
+PROGRESS = ("step", "consumed", "consumed_valid", "skipped", "skipped_samples")
+_FORMER = ("unscheduled",)
+_VALUES = {"updates": _COUNT, "dropout_rule": _RULE_NUMBER}
+_SCALER = {"scale": _SCALE, "clean": _WHOLE, "patience": _WHOLE}
+
+
+def check_plain_state(meta: Mapping[str, Any], where: str) -> None:
+    """Errors: CheckpointError naming the file `where`, the value and its rule."""
+    for name, rule in _VALUES.items():
+        if name in meta:
+            _check(meta[name], rule, where, f"meta.{name}")
+    progress = _object(meta.get("progress"), where, "progress")
+    _check_each(progress, dict.fromkeys((*PROGRESS, *_FORMER), _COUNT), where, "progress")
+    scaler = _object(meta.get("scaler"), where, "scaler")
+    _check_each(scaler, _SCALER, where, "scaler")
+    if scaler and (missing := sorted(_SCALER.keys() - scaler.keys())):
+        raise CheckpointError(f"{where}: meta.scaler: has no {missing[0]}")
+    layout = _object(meta.get("layout"), where, "layout")
+    _check_each(layout, dict.fromkeys(layout, _COUNT), where, "layout")
+    for prefix, content in _object(meta.get("corpora"), where, "corpora").items():
+        hashes = _object(content, where, f"corpora.{prefix}")
+        _check_each(hashes, dict.fromkeys(hashes, _NOTE), where, f"corpora.{prefix}")
+    _check_config(_object(meta.get("config"), where, "config"), where)
+
+
+def _check_config(config: Mapping[str, Any], where: str) -> None:
+    """Options that are numbers. The model's are read by model.py, which asks for more."""
+    for section, values in config.items():
+        for name, value in _object(values, where, f"config.{section}").items():
+            entry = entries().get(name)
+            known = entry is not None and entry.section == section != "model" and not entry.many
+            if known and entry is not None and value is not None and entry.kind in (int, float):
+                _check(value, _WHOLE if entry.kind is int else _NUMBER, where, f"meta.config.{section}.{name}")
+
+
+def _object(value: Any, where: str, name: str) -> dict[str, Any]:
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{where}: meta.{name}: must be an object")
+    return value
+
+
+def _check_each(values: Mapping[str, Any], rules: Mapping[str, _Rule], where: str, name: str) -> None:
+    for key, value in values.items():
+        if key not in rules:
+            raise CheckpointError(f"{where}: meta.{name}.{key} is unknown to this version")
+        _check(value, rules[key], where, f"meta.{name}.{key}")
+
+
+def _check(value: Any, rule: _Rule, where: str, name: str) -> None:
+    if not rule.holds(value):
+        shown = str(value) if isinstance(value, int | float) else repr(value)
+        raise CheckpointError(f"{where}: {name}: {shown[:40]} must be {rule.words}")
