@@ -5,32 +5,9 @@ Source of top-p: Holtzman et al. 2020, "The Curious Case of Neural Text Degenera
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
-
 import torch
 
-
-@dataclass(frozen=True)
-class Sampling:
-    """How to choose. temperature 0 takes the likeliest; top_k 0 and top_p 1 are off.
-
-    Errors: ValueError naming the flag.
-    """
-
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.temperature < math.inf:
-            raise ValueError(
-                f"--temperature {self.temperature}: must be a number of at least 0 (0 takes the likeliest)"
-            )
-        if self.top_k < 0:
-            raise ValueError(f"--top-k {self.top_k}: must be at least 0 (0 is off)")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"--top-p {self.top_p}: must be above 0 and at most 1 (1 is off)")
+from mega.core.inference.request import Sampling
 
 
 def probabilities(logits: torch.Tensor, how: Sampling) -> torch.Tensor:
@@ -40,8 +17,7 @@ def probabilities(logits: torch.Tensor, how: Sampling) -> torch.Tensor:
     tensor([0.6250, 0.3750, 0.0000])
     """
     logits = logits.float()
-    # Below what fp32 distinguishes from 0 the likeliest has all.
-    if how.temperature < torch.finfo(torch.float32).tiny:
+    if how.greedy:
         return torch.nn.functional.one_hot(logits.argmax(-1), logits.shape[-1]).float()
     logits = (logits - logits.amax(-1, keepdim=True)) / how.temperature
     if 0 < how.top_k < logits.shape[-1]:
