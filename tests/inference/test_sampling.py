@@ -7,7 +7,8 @@ import math
 import pytest
 import torch
 
-from mega.core.inference.sampling import Sampling, choose, probabilities
+from mega.core.inference.request import RequestError, Sampling
+from mega.core.inference.sampling import choose, probabilities
 
 LOGITS = torch.tensor([0.1, 0.5, 0.15, 0.25]).log()
 
@@ -46,15 +47,15 @@ def test_draws_follow_the_seed_and_the_probabilities() -> None:
 
 @pytest.mark.parametrize(
     ("options", "flag"),
-    [({"temperature": t}, f"--temperature {t}") for t in (-1.0, math.nan, math.inf)]
-    + [({"top_k": -1}, "--top-k"), ({"top_p": 0.0}, "--top-p")],
+    [({"temperature": t}, f"temperature {t}") for t in (-1.0, math.nan, math.inf)]
+    + [({"top_k": -1}, "top_k -1"), ({"top_p": 0.0}, "top_p 0.0")],
 )
 def test_what_cannot_be_is_refused(options: dict[str, float], flag: str) -> None:
-    with pytest.raises(ValueError, match=flag):
+    with pytest.raises(RequestError, match=flag):
         Sampling(**options)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("temperature", [1e-30, 1e-300])
 def test_the_coldest_takes_the_likeliest(temperature: float) -> None:
     logits = torch.tensor([500.0, 3.0, -1e30, 499.0])
-    assert probabilities(logits, Sampling(temperature)).tolist() == [1.0, 0.0, 0.0, 0.0]
+    assert probabilities(logits, Sampling(temperature=temperature)).tolist() == [1.0, 0.0, 0.0, 0.0]

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from mega.core.family import family
-from mega.core.inference.sampling import Sampling, choose
+from mega.core.inference.request import Sampling
+from mega.core.inference.sampling import choose
 
 
 @torch.no_grad()

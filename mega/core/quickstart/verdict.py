@@ -12,7 +12,7 @@ from typing import NamedTuple
 from mega.core.checkpoint.own.store import locate
 from mega.core.inference.generate import generate, losses
 from mega.core.inference.load import load_model, load_tokenizer
-from mega.core.inference.sampling import Sampling
+from mega.core.inference.request import Sampling
 from mega.core.quickstart.corpus import Document
 from mega.core.quickstart.unigram import unigram
 
