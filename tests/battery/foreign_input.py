@@ -1,9 +1,11 @@
 """500 mutations each of tokenizer.json, chat templates, packed and columnar files, notes (manifests resealed, notes of
-token files) and configurations: every command ends within 30 s and 2 GiB, with 0, or with 2 and lines that are no
-traceback and name a file or flag.
+token files) and configurations: every command ends within 30 s of processor time, its processes' in all, and 2 GiB,
+with 0, or with 2 and lines that are no traceback and name a file or flag.
 
-An item is 25 mutations of one kind, each in a process forked from this one; the seed is the item's name. The files to
-mutate are made of the shared data, without which the items of tokenizers say so and fail.
+An item is 25 mutations of one kind, each in a process forked from this one; the seed is the item's name. A kind has
+variants: a form of file and the command that reads it. Before the first mutation of a variant its whole file is read by
+the same command, which has to take it: a refusal for another reason would prove nothing. Memory is that of the command
+and of all processes that it starts, at their peaks, added. The files to mutate are made of the shared data.
 """
 
 from __future__ import annotations
@@ -24,9 +26,9 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -40,19 +42,59 @@ from tests.battery.data_ledger import ROOT, run
 
 EACH, ITEMS = 25, 20
 SECONDS, BYTES = 30.0, 2 << 30
+WAITED = 1200.0
+"""Seconds of the clock after which a command that does not compute is ended; a busy machine makes others wait, too."""
 SHARED = Path(os.environ.get("MEGA_SHARED_DATA", ROOT.parent / "shared" / "data"))
 HOME = Path(tempfile.mkdtemp(prefix="mega-foreign-"))
 Made = tuple[list[str], str]
 """A command line, and what its error has to name."""
 
 
-def ends(command: list[str], named: str) -> str:
-    """Run one command line in a fork; what it came to. Errors: AssertionError."""
+class Change:
+    """What is done to a whole file: nothing, or mutations drawn by `rng`."""
+
+    def __init__(self, rng: random.Random, *, whole: bool = False) -> None:
+        self.rng, self.whole = rng, whole
+
+    def bytes(self, data: bytes) -> bytes:
+        return data if self.whole else of_bytes(data, self.rng)
+
+    def json(self, content: Any, words: list[str]) -> Any:
+        return content if self.whole else of_json(content, self.rng, words)
+
+    def text(self, content: Any) -> bytes:
+        return json.dumps(content).encode() if self.whole else as_json(content, self.rng)
+
+    def chance(self, share: float) -> bool:
+        return not self.whole and self.rng.random() < share
+
+
+def _peaks(pid: int, known: dict[int, int]) -> None:
+    """Note the peak of memory in KiB of a process and of all below it that are alive."""
+    with contextlib.suppress(OSError, LookupError):
+        status = Path(f"/proc/{pid}/status").read_text()
+        known[pid] = int(status.partition("VmHWM:")[2].split()[0])
+        for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+            _peaks(int(child), known)
+
+
+class Ended(NamedTuple):
+    """How a command line ended: what it came to, seconds of processor time, MiB of memory at the most."""
+
+    word: str
+    seconds: float
+    mebibytes: int
+
+
+def ends(command: list[str], named: str) -> Ended:
+    """Run one command line in a fork. Errors: AssertionError."""
     output, begin = HOME / "output", time.perf_counter()
+    peaks: dict[int, int] = {}
     pid = os.fork()
     if not pid:
         with contextlib.suppress(BaseException):
             resource.setrlimit(resource.RLIMIT_AS, (6 << 30, 6 << 30))
+            resource.setrlimit(resource.RLIMIT_CPU, (3 * int(SECONDS), 3 * int(SECONDS)))
             with open(output, "w") as file, contextlib.redirect_stderr(file), contextlib.redirect_stdout(file):
                 code = main(command)
                 file.flush()
@@ -63,20 +105,23 @@ def ends(command: list[str], named: str) -> str:
         spent = time.perf_counter() - begin
         if done:
             break
-        if spent > SECONDS:
+        if spent > WAITED:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
-            raise AssertionError(f"over {SECONDS} s: {command}")
-        time.sleep(0.005)
-    text = output.read_text(errors="replace")
+            raise AssertionError(f"no end within {WAITED} s: {command}")
+        _peaks(pid, peaks)
+        time.sleep(0.01)
+    text, used = output.read_text(errors="replace"), usage.ru_utime + usage.ru_stime
+    assert used < SECONDS, (used, command)
     assert os.WIFEXITED(status), (status, command, text[-500:])
     code = os.WEXITSTATUS(status)
     assert "Traceback" not in text and code in (0, 2), (code, command, text[-700:])
-    assert usage.ru_maxrss << 10 < BYTES, (usage.ru_maxrss, command)
+    most = max(usage.ru_maxrss, sum(peaks.values()))
+    assert most << 10 < BYTES, (most, peaks, command)
     if code:
         lines = [line for line in text.splitlines() if line.strip()]
         assert named in text and len(lines) <= 25, (command, lines[:5])
-    return "taken" if code == 0 else "refused"
+    return Ended("taken" if code == 0 else "refused", used, most >> 10)
 
 
 # --- mutations ------------------------------------------------------------------------------------------------------
@@ -181,22 +226,22 @@ def preprocess(source: Path, *options: str) -> list[str]:
     return ["preprocess", "--input", str(source), "--output-prefix", str(HOME / "tokens/t"), "--workers", "1", *options]
 
 
-def tokenizer_file(rng: random.Random) -> Made:
+def tokenizer_file(variant: str, change: Change) -> Made:
     whole, path = tokenizer(), HOME / "tokenizer.json"
-    if rng.random() < 0.25:
-        path.write_bytes(of_bytes(json.dumps(whole).encode(), rng))
+    if change.chance(0.25):
+        path.write_bytes(change.bytes(json.dumps(whole).encode()))
     else:
         small = {key: value for key, value in whole.items() if key != "model"}
-        part = {"model": of_json(whole["model"], rng, ["a", "BPE", "Unigram", "WordPiece", "WordLevel"])}
-        rest = of_json(small, rng, [*words_of(small), "Metaspace", "ByteFallback", "Fuse", "Precompiled", "Strip"])
-        changed = whole | part if rng.random() < 0.4 else {**whole, **rest} if isinstance(rest, dict) else rest
-        path.write_bytes(as_json(changed, rng))
+        part = {"model": change.json(whole["model"], ["a", "BPE", "Unigram", "WordPiece", "WordLevel"])}
+        rest = change.json(small, [*words_of(small), "Metaspace", "ByteFallback", "Fuse", "Precompiled", "Strip"])
+        changed = whole | part if change.chance(0.4) else {**whole, **rest} if isinstance(rest, dict) else rest
+        path.write_bytes(change.text(changed))
     return preprocess(texts(), "--tokenizer", "HuggingFaceTokenizer", "--tokenizer-model", str(path)), str(path)
 
 
-def model_file(rng: random.Random) -> Made:
+def model_file(variant: str, change: Change) -> Made:
     path = HOME / "tokenizer.model"
-    path.write_bytes(of_bytes((SHARED / "llama2/tokenizer.model").read_bytes(), rng))
+    path.write_bytes(change.bytes((SHARED / "llama2/tokenizer.model").read_bytes()))
     return preprocess(texts(), "--tokenizer", "Llama2Tokenizer", "--tokenizer-model", str(path)), str(path)
 
 
@@ -219,15 +264,15 @@ SNIPPETS = [
 ]  # fmt: skip
 
 
-def template(rng: random.Random) -> Made:
-    path, tokens = HOME / "chat.jinja", HOME / "im.json"
-    source = rng.choice(TEMPLATES)
-    for _ in range(rng.choice([1, 2, 3])):
+def template(variant: str, change: Change) -> Made:
+    path, tokens, rng = HOME / "chat.jinja", HOME / "im.json", change.rng
+    source = TEMPLATES[int(variant)]
+    for _ in range(0 if change.whole else rng.choice([1, 2, 3])):
         at = rng.randrange(len(source))
         if rng.random() < 0.4:
             source = source[:at] + rng.choice(SNIPPETS) + source[at:]
         else:
-            source = of_bytes(source.encode(), rng).decode(errors="replace") or "x"
+            source = change.bytes(source.encode()).decode(errors="replace") or "x"
     path.write_text(source)
     tokens.write_text(json.dumps(tokenizer()))
     talk = HOME / "talk.jsonl"
@@ -246,7 +291,7 @@ def archives() -> dict[str, bytes]:
     import zstandard
 
     lines = texts().read_bytes() * 50
-    bomb = lines[:50] + b"\n" * (64 << 20)
+    bomb = lines[: lines.index(b"\n") + 1] + b"\n" * (64 << 20)
     table, arrow, parquet = pyarrow.table({"text": ["some text"] * 500}), io.BytesIO(), io.BytesIO()
     pyarrow.parquet.write_table(table, parquet)
     with pyarrow.ipc.new_stream(arrow, table.schema) as writer:
@@ -258,12 +303,10 @@ def archives() -> dict[str, bytes]:
     return whole
 
 
-def archive(rng: random.Random) -> Made:
-    global whole_archives
-    whole_archives = whole_archives or archives()
-    end = rng.choice(sorted(whole_archives))
-    path = HOME / f"packed.{end}"
-    path.write_bytes(of_bytes(whole_archives[end], rng))
+def archive(variant: str, change: Change) -> Made:
+    whole_archives.update(whole_archives or archives())
+    path = HOME / f"packed.{variant}"
+    path.write_bytes(change.bytes(whole_archives[variant]))
     (HOME / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "some", "text"]))
     return preprocess(path, "--tokenizer", "BertWordPieceCase", "--vocab-file", str(HOME / "vocab.txt")), str(path)
 
@@ -271,34 +314,51 @@ def archive(rng: random.Random) -> Made:
 whole_archives: dict[str, bytes] = {}
 
 
-def note(rng: random.Random) -> Made:
-    if rng.random() < 0.3:
+TRAIN = (
+    "pretrain --model tiny-gpt --layers 1 --hidden 16 --heads 2 --seq-length 8 --dtype fp16 --initial-loss-scale 1024 "
+    "--lr 1e-3 --micro-batch 1 --global-batch 2 --mock-data --tokenizer NullTokenizer --vocab-size 64"
+).split()
+
+
+def trained() -> Path:
+    """The directory of a run of one step, with moments and a loss scale."""
+    path = HOME / "trained"
+    if not path.exists():
+        assert ends([*TRAIN, "--steps", "1", "--save", str(path), "--save-interval", "1"], "").word == "taken", (
+            HOME / "output"
+        ).read_text()
+    return path
+
+
+def note(variant: str, change: Change) -> Made:
+    if variant in ("verify", "inspect"):
         prefix = HOME / "corpus"
         with IndexedWriter(prefix, token_dtype(100)) as writer:
             writer.add([[1, 2, 3] * 100])
         path = Path(f"{prefix}.json")
         found = json.loads(path.read_bytes())
-        path.write_bytes(as_json(of_json(found, rng, words_of(found)), rng))
-        return ["data", rng.choice(["verify", "inspect"]), str(prefix)], str(prefix)
+        path.write_bytes(change.text(change.json(found, words_of(found))))
+        return ["data", variant, str(prefix)], str(prefix)
     load = HOME / "run"
     shutil.rmtree(load, ignore_errors=True)
-    shutil.copytree(ROOT / "tests/golden/mega", load)
+    shutil.copytree(trained(), load)
     path = next(load.glob("step-*/manifest.json"))
     found = json.loads(path.read_bytes())
-    part = rng.choice(["meta", "meta", "meta", "all"])
-    changed = of_json(found, rng, words_of(found["meta"])) if part == "all" else dict(found)
-    if part == "meta":
-        changed["meta"] = of_json(found["meta"], rng, words_of(found["meta"]))
-    text = as_json(changed, rng)
+    if change.chance(0.25):
+        changed = change.json(found, words_of(found["meta"]))
+    else:
+        changed = {**found, "meta": change.json(found["meta"], words_of(found["meta"]))}
+    text = change.text(changed)
     path.write_bytes(text)
     path.with_name("manifest.json.sha256").write_text(f"{hashlib.sha256(text).hexdigest()}  manifest.json\n")
     shutil.rmtree(HOME / "other", ignore_errors=True)
-    verbs = (
-        ["checkpoint", "show", str(load), "--tensors"],
-        ["generate", "--load", str(load), "--tokens", "2"],
-        ["reshard", "--load-dir", str(load), "--save-dir", str(HOME / "other")],
-    )
-    return rng.choice(verbs), ""
+    verbs = {
+        "show": ["checkpoint", "show", str(load), "--tensors"],
+        "generate": ["generate", "--load", str(load), "--tokens", "2", "--prompt", "1 2 3"],
+        "reshard": ["reshard", "--load-dir", str(load), "--save-dir", str(HOME / "other")],
+        "resume": [*TRAIN, "--steps", "2", "--resume", str(path.parent)],
+    }
+    return verbs[variant], ""
 
 
 DEEPSPEED = {
@@ -323,49 +383,61 @@ BOMBS = [
 SIZES = [b"3000000", b"99999999999", b"-1", b"1e999", b"0x" + b"f" * 5000, b"nan", b'"a"']
 
 
-def config(rng: random.Random) -> Made:
-    kind = rng.choice(["toml", "deepspeed", "device"])
-    path = HOME / f"{kind}.{'json' if kind == 'deepspeed' else 'toml'}"
-    if kind == "deepspeed":
-        changed = of_json(DEEPSPEED, rng, words_of(DEEPSPEED))
-        path.write_bytes(as_json(changed, rng) if rng.random() < 0.8 else of_bytes(json.dumps(DEEPSPEED).encode(), rng))
+def config(variant: str, change: Change) -> Made:
+    path, rng = HOME / f"{variant}.{'json' if variant == 'deepspeed' else 'toml'}", change.rng
+    if variant == "deepspeed":
+        whole = json.dumps(DEEPSPEED).encode()
+        changed = change.json(DEEPSPEED, words_of(DEEPSPEED))
+        path.write_bytes(change.bytes(whole) if change.chance(0.2) else change.text(changed))
         base = ["pretrain", "--model", "tiny-gpt", "--vocab", "100", "--mock-data", "--print-config"]
         return [*base, "--deepspeed-config", str(path)], ""
-    lines = (TOML if kind == "toml" else DEVICE).encode().splitlines(keepends=True)
-    way = rng.random()
+    lines = (TOML if variant == "toml" else DEVICE).encode().splitlines(keepends=True)
+    way = 1.0 if change.whole else rng.random()
     if way < 0.2:
         lines.insert(rng.randrange(len(lines)), rng.choice(BOMBS))
     elif way < 0.6:
         at = rng.choice([i for i, line in enumerate(lines) if b"=" in line])
         lines[at] = lines[at].partition(b"=")[0] + b"= " + rng.choice(SIZES) + b"\n"
     else:
-        lines = [of_bytes(b"".join(lines), rng)]
+        lines = [change.bytes(b"".join(lines))]
     path.write_bytes(b"".join(lines))
-    model = ["--config", str(path)] if kind == "toml" else ["--model", "tiny-gpt", "--vocab", "100", "--gpu", str(path)]
+    model = ["--config", str(path)]
+    if variant == "device":
+        model = ["--model", "tiny-gpt", "--vocab", "100", "--gpu", str(path)]
     return ["memory-estimate", *model, "--micro-batch", "1"], ""
 
 
-def prove(kind: str, number: int, make: Callable[[random.Random], Made]) -> Callable[[], dict[str, Any]]:
+Maker = Callable[[str, Change], Made]
+read_whole: set[tuple[str, str]] = set()
+"""Kinds and variants whose whole file was taken by this process."""
+
+
+def prove(kind: str, number: int, make: Maker, variants: Sequence[str]) -> Callable[[], dict[str, Any]]:
     def proof() -> dict[str, Any]:
-        rng, seen, slowest = random.Random(f"{kind} {number}"), Counter[str](), 0.0
+        rng, seen, slowest, most = random.Random(f"{kind} {number}"), Counter[str](), 0.0, 0
         for _ in range(EACH):
-            command, named = make(rng)
-            begin = time.perf_counter()
-            seen[ends(command, named)] += 1
-            slowest = max(slowest, time.perf_counter() - begin)
-        most = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss >> 10
-        return {"mutations": EACH, **seen, "slowest s": round(slowest, 1), "peak MiB so far": most}
+            variant = rng.choice(variants)
+            if (kind, variant) not in read_whole:
+                command, named = make(variant, Change(random.Random(0), whole=True))
+                assert ends(command, named).word == "taken", (command, (HOME / "output").read_text()[-500:])
+                read_whole.add((kind, variant))
+            command, named = make(variant, Change(rng))
+            ended = ends(command, named)
+            seen[ended.word] += 1
+            slowest, most = max(slowest, ended.seconds), max(most, ended.mebibytes)
+        return {"mutations": EACH, **seen, "slowest s": round(slowest, 1), "peak MiB": most}
 
     return proof
 
 
-KINDS = {
-    "tokenizer.json": tokenizer_file,
-    "template": template,
-    "archive": archive,
-    "note": note,
-    "config": config,
-    "tokenizer.model": model_file,
+PACKED = [f"{start}jsonl.{end}" for start in ("", "b.") for end in ("gz", "bz2", "xz", "zst")]
+KINDS: dict[str, tuple[Maker, Sequence[str]]] = {
+    "tokenizer.json": (tokenizer_file, [""]),
+    "template": (template, [str(number) for number in range(len(TEMPLATES))]),
+    "archive": (archive, ["arrow", "parquet", *PACKED]),
+    "note": (note, ["verify", "inspect", "show", "generate", "reshard", "resume"]),
+    "config": (config, ["toml", "deepspeed", "device"]),
+    "tokenizer.model": (model_file, [""]),
 }
 
 if __name__ == "__main__":
@@ -375,6 +447,6 @@ if __name__ == "__main__":
     import mega.core.inference.speak  # noqa: F401 - forks have loaded what commands need
 
     try:
-        run("foreign_input", [(f"{k} {n}", prove(k, n, make)) for k, make in KINDS.items() for n in range(ITEMS)])
+        run("foreign_input", [(f"{k} {n}", prove(k, n, *made)) for k, made in KINDS.items() for n in range(ITEMS)])
     finally:
         shutil.rmtree(HOME)

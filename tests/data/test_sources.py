@@ -335,6 +335,31 @@ def test_punkt_needs_its_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert splitter("punkt", keep_newlines=True)(text) == ["Mr. Smith went home!\n\n", "Was it 3.5 miles? ", "Yes."]
 
 
+def test_punkt_cuts_alike_with_any_nltk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Curly quotes and guillemets close no sentence, as in the NLTK of Megatron-LM's files; straight ones do."""
+    nltk = pytest.importorskip("nltk")
+    from mega.core.text.sentences import splitter
+
+    monkeypatch.setattr(nltk.data, "path", [str(tmp_path)])
+    (tmp_path / "tokenizers/punkt_tab/english").mkdir(parents=True)
+    for name, text in (("abbrev_types.txt", "mr"), ("collocations.tab", ""), ("sent_starters.txt", "the")):
+        (tmp_path / "tokenizers/punkt_tab/english" / name).write_text(text)
+    (tmp_path / "tokenizers/punkt_tab/english/ortho_context.tab").write_text("he\t46\nshe\t46")
+    cut = splitter("punkt")
+    text = 'She said "Stop." He saw (with Mr. Hill there.) The end.'
+    assert cut(text) == ['She said "Stop."', "He saw (with Mr. Hill there.)", "The end."]
+    assert cut("She said \u201cStop.\u201d He went.") == ["She said \u201cStop.\u201d He went."]
+    assert cut("\u00abStop.\u00bb He went. \u2018No.\u2019 She ran.") == [
+        "\u00abStop.\u00bb He went.",
+        "\u2018No.\u2019 She ran.",
+    ]
+    assert cut("Go! \u201d He ran? \u00bb Why... (So.)") == ["Go!", "\u201d He ran?", "\u00bb Why...", "(So.)"]
+    kept = splitter("punkt", keep_newlines=True)
+    assert kept("She said.\n\nHe went. Mr. Hill ran.\n") == ["She said.\n\n", "He went. ", "Mr. Hill ran."]
+    assert kept("Why?.? The end.") == ["Why?.? ", "The end."]
+    assert len(kept("a" * 300_000)) == 1, "which takes no quadratic time"
+
+
 def test_shards_on_the_command_line(tmp_path: Path, plain: Path, capsys: pytest.CaptureFixture[str]) -> None:
     base = f"preprocess --input {plain} --tokenizer-type NullTokenizer --vocab-size 99 --output-prefix {tmp_path}/o"
     assert main([*base.split(), "--shard", "2/3"]) == 0

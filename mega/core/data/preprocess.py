@@ -16,6 +16,7 @@ import glob
 import hashlib
 import json
 import os
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -40,6 +41,7 @@ OnError = Literal["stop", "skip"]
 
 _LISTED = 100  # skipped lines that are named; the others are counted
 _BATCH_BYTES = 1 << 17  # of lines that are parsed and tokenised together
+_EMPTY_LINES = re.compile(rb"\n+")
 
 
 class Documents(NamedTuple):
@@ -295,7 +297,12 @@ class _Worker:
     def _batches(self, text: bytes, lines: int, bad: list[tuple[int, str]]) -> Iterator[_Batch]:
         """The documents, in runs that stay in a processor's cache while they are parsed and tokenised."""
         view, begin, stop, batch = memoryview(text), 0, _BATCH_BYTES, _Batch([], [])
-        for number in range(1, lines + 1):
+        number = 0
+        while number < lines:
+            number += 1
+            if empty := _EMPTY_LINES.match(text, begin):  # of which there may be millions
+                number, begin = number + len(empty[0]) - 1, empty.end()
+                continue
             end = text.find(b"\n", begin)
             line = view[begin : end if end >= 0 else None]
             try:

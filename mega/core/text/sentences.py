@@ -1,8 +1,14 @@
-"""Documents cut into sentences: NLTK's punkt as Megatron-LM takes it, or Wikimedia's sentencex, which is faster."""
+"""Documents cut into sentences: NLTK's punkt as Megatron-LM takes it, or Wikimedia's sentencex, which is faster.
+
+Token files are to equal Megatron-LM's byte for byte whatever NLTK is installed, so the patterns by which punkt cuts
+text stand here, as they were in NLTK 3.6.6 to 3.10.0. Later releases also take curly quotes and guillemets for closing
+punctuation, and match with another engine, under a limit of time. From NLTK come the procedure and its parameters.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
 from typing import Any
 
 SPLITTERS = ("punkt", "sentencex")
@@ -51,8 +57,7 @@ def _punkt(language: str, keep_newlines: bool) -> Callable[[str], list[str]]:
             f"--lang {language}: tokenizers/punkt_tab/{language} is not where NLTK looks; set NLTK_DATA to the "
             "folder that holds it, or take --sentence-splitter sentencex"
         ) from None
-    if keep_newlines:
-        model._lang_vars = _keeping(punkt)()
+    model._lang_vars, model._Token = _variables(punkt, keep_newlines), _token(punkt)
 
     def split(text: str) -> list[str]:
         parts = range(0, len(text), _MOST_CHARACTERS)
@@ -61,10 +66,47 @@ def _punkt(language: str, keep_newlines: bool) -> Callable[[str], list[str]]:
     return split
 
 
-def _keeping(punkt: Any) -> type:
-    """punkt's rules, but the blanks after a sentence's end are part of the match and there may be none."""
+_CLOSING = r"(?:[)\";}\]*:@'({\[?!])"
+_SEVERAL = r"(?:-{2,}|\.{2,}|(?:\.\s){2,}\.)"
+_END = rf"(?:\s|$|{_CLOSING}|{_SEVERAL}|,(?=$|\s|{_CLOSING}|{_SEVERAL}))"
+_WORD = re.compile(rf"({_SEVERAL}|(?=[^(\"`{{\[:;&#*@)}}\]\-,])\S+?(?={_END})|\S)")
+"""A word without punctuation but periods, several hyphens or periods, or any other character."""
+_BOUNDARY = re.compile(rf"[.?!](?=(?P<after_tok>{_CLOSING}|\s+(?P<next_tok>\S+)))")
+"""Where a sentence may end."""
+_WITH_BLANKS = re.compile(rf"\S*[.?!]\s*(?=(?P<after_tok>{_CLOSING}|(?P<next_tok>\S+)))|\S+")
+"""Words up to where a sentence may end, and the blanks there, of which there may be none; or a word without such an
+end, which would take quadratic time if each of its characters were tried."""
+_REALIGNED = re.compile(r"""["')\]}]+?(?:\s+|(?=--)|$)""", re.MULTILINE)
+"""What is moved to the sentence before the one that it begins."""
 
-    class Keeping(punkt.PunktLanguageVars):  # type: ignore[misc]
-        _period_context_fmt = r"%(SentEndChars)s\s*(?=(?P<after_tok>%(NonWord)s|(?P<next_tok>\S+)))"
 
-    return Keeping
+class _Boundaries:
+    """Where sentences may end, with the blanks there."""
+
+    def finditer(self, text: str) -> Iterator[re.Match[str]]:
+        return (found for found in _WITH_BLANKS.finditer(text) if found["after_tok"] is not None)
+
+
+def _variables(punkt: Any, keep_newlines: bool) -> Any:
+    """punkt's variables of a language, the same for all."""
+
+    class Variables(punkt.PunktLanguageVars):  # type: ignore[misc]
+        sent_end_chars, internal_punctuation, re_boundary_realignment = (".", "?", "!"), ",:;", _REALIGNED
+
+        def word_tokenize(self, text: str) -> list[str]:
+            return _WORD.findall(text)
+
+        def period_context_re(self) -> re.Pattern[str] | _Boundaries:
+            return _Boundaries() if keep_newlines else _BOUNDARY
+
+    return Variables()
+
+
+def _token(punkt: Any) -> type:
+    """punkt's kinds of words."""
+
+    class Token(punkt.PunktToken):  # type: ignore[misc]
+        _RE_ELLIPSIS, _RE_INITIAL, _RE_ALPHA = map(re.compile, (r"\.\.+$", r"[^\W\d]\.$", r"[^\W\d]+$"))
+        _RE_NUMERIC = re.compile(r"-?[.,]?\d[\d,.-]*\.?$")
+
+    return Token
