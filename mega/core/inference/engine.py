@@ -1,15 +1,13 @@
 """The engine: requests are scheduled on rank 0, and every rank computes its share of each step.
 
     worker  = Worker(stage, mesh, ...)            on every rank
-    engine  = BatchingEngine(worker, options)     on rank 0: add, step, cancel, close
+    engine  = BatchingEngine(worker, ...)         on rank 0: add, step, cancel, close
     follow(worker, relay)                         on the others, until rank 0 closes
 
 Ids in, ids out: it knows no tokenizer.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -19,20 +17,6 @@ from mega.core.inference.request import Event, Limits, Request
 from mega.core.inference.schedule import Scheduler
 from mega.core.inference.step import Step
 from mega.core.inference.worker import Worker
-
-
-@dataclass(frozen=True, kw_only=True)
-class EngineOptions:
-    """requests: rows of a decoding step. chunk: most prompt tokens of a step. cache_tokens: of all in flight; None: as
-    many as fit. block: tokens of a cache block. batch_invariant: a request's logits are the same to the bit whatever
-    else is in flight: steps are cut into tiles of `tile` tokens."""
-
-    requests: int = 64
-    chunk: int = 512
-    cache_tokens: int | None = None
-    block: int = 16
-    batch_invariant: bool = False
-    tile: int = 32
 
 
 class BatchingEngine:

@@ -60,15 +60,24 @@ class PagedCache:
 class Worker:
     """stage: with `decode`, in evaluation mode. tile: steps are cut into exactly so many tokens; None: they are not.
 
-    requests: rows of ids that the repetition penalty goes by.
+    requests: rows of ids that the repetition penalty goes by. vocab: ids below this are chosen.
     """
 
     def __init__(
-        self, stage: Any, mesh: Mesh, device: torch.device, *, blocks: int, block: int, requests: int, tile: int | None
+        self,
+        stage: Any,
+        mesh: Mesh,
+        device: torch.device,
+        *,
+        blocks: int,
+        block: int,
+        requests: int,
+        tile: int | None,
+        vocab: int | None = None,
     ):
         model = stage.model
         self.stage, self.mesh, self.device, self.tile = stage, mesh, device, tile
-        self.vocab, self.requests = model.vocab, requests
+        self.vocab, self.requests = vocab or model.vocab, requests
         self.repeats, self.block = model.heads // model.kv_heads, block
         layers = [unit for unit in stage.units if isinstance(unit, int)]
         shape = (len(layers), 2, blocks, block, model.kv_heads // mesh.tp.size, model.head_dim)
