@@ -8,6 +8,7 @@ It knows neither prompts nor flags.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -63,13 +64,24 @@ def start_engine(
     layers = even_layers(model.layers or 0, mesh.pp.size)
     ops = forward_only(choose(where, dtype))
     (stage,) = load_stages(opened, mesh, device, dtype=dtype, ops=ops, stage_layers=layers)
-    vocab = min(model.vocab or 0, options.vocab or model.vocab or 0)
-    longest = model.positions or 0
-    blocks = _blocks(model, mesh, device, dtype, options, max(layers))
+    return engine_on(stage, mesh, device, options, max(layers))
+
+
+def engine_on(
+    stage: Any,
+    mesh: Mesh,
+    device: Device,
+    options: EngineOptions = EngineOptions(),
+    layers: int | None = None,
+) -> BatchingEngine | None:
+    """The same on this rank's stage of a model. layers: most blocks of any stage [the model's]."""
+    model, size = stage.model, options.block
+    vocab = min(model.vocab, options.vocab or model.vocab)
+    blocks = _blocks(model, mesh, device, stage.dtype, options, layers or model.layers)
     worker = Worker(
-        *(stage, mesh, where),
+        *(stage, mesh, device.torch),
         blocks=blocks,
-        block=options.block,
+        block=size,
         requests=options.requests,
         tile=options.tile if options.batch_invariant else None,
         vocab=vocab,
@@ -78,8 +90,8 @@ def start_engine(
     if relay is not None and mesh.rank:
         follow(worker, relay)
         return None
-    limits = Limits(longest, (blocks - 1) * options.block, options.requests, vocab)
-    return BatchingEngine(worker, limits, Blocks(blocks, options.block), chunk=options.chunk, relay=relay)
+    limits = Limits(model.positions, (blocks - 1) * size, options.requests, vocab)
+    return BatchingEngine(worker, limits, Blocks(blocks, size), chunk=options.chunk, relay=relay)
 
 
 def check_layout(model: ModelConfig, tp: int, pp: int) -> None:

@@ -98,6 +98,8 @@ class Worker:
         """Compute a step; what it found for each wanted row, on rank 0."""
         if len(step.copies):
             self.cache.copy(*torch.from_numpy(step.copies).to(self.device).unbind(1))
+        if len(step.marks) and self.chooses:
+            self._mark(step.marks)
         parts = [step] if self.tile is None else step.tiles(self.tile)
         logits = []
         for part in parts:
@@ -177,8 +179,6 @@ class Worker:
         """What each row chooses, [m]."""
         if not (step.targets == CHOOSE).any():
             return torch.zeros(len(logits), dtype=torch.long, device=logits.device)
-        if len(step.marks):
-            self._mark(step.marks)
         penalties = (step.seen >= 0).any()
         numbers = torch.from_numpy(step.numbers).to(self.device)
         temperature, top_k, top_p, min_p, penalty, uniform = numbers.split(1, dim=1)
