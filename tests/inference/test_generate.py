@@ -14,7 +14,7 @@ from mega.core.checkpoint.own.store import Checkpoint, CheckpointStore, locate
 from mega.core.config.sections import ModelConfig
 from mega.core.inference.generate import generate, logits, losses
 from mega.core.inference.load import load_model, load_tokenizer, weight_pieces
-from mega.core.inference.sampling import Sampling
+from mega.core.inference.request import Sampling
 from mega.core.inventory import units
 from mega.core.model.decoder import DecoderStage
 from mega.core.parallel.region import ALONE

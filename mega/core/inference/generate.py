@@ -1,17 +1,15 @@
-"""Text continued and text judged by a whole model on one device. Ids in, ids out: it knows no tokenizer.
-
-Nothing is cached between tokens: every new token is a forward pass over what the model can see.
-"""
+"""Text continued by an engine, and text judged by a whole model. Ids in, ids out: it knows no tokenizer."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from mega.core.family import family
-from mega.core.inference.sampling import Sampling, choose
+from mega.core.inference.request import SEEDS, Engine, Request, Sampling
 
 
 @torch.no_grad()
@@ -25,31 +23,35 @@ def logits(stage: Any, ids: torch.Tensor) -> torch.Tensor:
 
 
 def generate(
-    stage: Any,
+    engine: Engine,
     prompt: Sequence[int],
     tokens: int,
     how: Sampling,
     *,
-    seed: int = 0,
-    end: int | None = None,
-    known: int | None = None,
+    stop_ids: frozenset[int] = frozenset(),
 ) -> Iterator[int]:
-    """Up to `tokens` ids that follow `prompt`, one by one; ends after the id `end`, which it yields too.
+    """Up to `tokens` ids that follow `prompt`, one by one, from an engine that has nothing else to do; ends after an id
+    of `stop_ids`, which it yields too.
 
-    known: ids are drawn below this: a model's vocabulary may be rounded up beyond its tokenizer's.
-    Of a text longer than the model's positions, the model sees the end. Errors: ValueError for an empty prompt.
+    Where a text outgrows the model's positions, the model sees its last ones: half of them to begin with. Errors:
+    RequestError for an empty prompt.
     """
-    if not prompt:
-        raise ValueError("--prompt: must hold at least one token")
-    window, device = _window(stage), _device(stage)
-    generator = torch.Generator(device).manual_seed(seed)
-    seen = list(prompt)
-    for _ in range(tokens):
-        ids = torch.tensor([seen[-window:]], device=device)
-        seen.append(choose(logits(stage, ids)[0, -1, :known], how, generator))
-        yield seen[-1]
-        if seen[-1] == end:
-            return
+    seen, longest, seed = list(prompt), engine.limits.longest, how.seed
+    while tokens > 0:
+        if len(seen) >= longest:
+            seen = seen[-max(1, longest // 2) :]
+        more = min(tokens, longest - len(seen))
+        engine.add(Request(prompt=tuple(seen), tokens=more, sampling=how, stop_ids=stop_ids))
+        while not engine.idle:
+            for event in engine.step():
+                assert event.token is not None
+                seen.append(event.token)
+                yield event.token
+                if event.finish == "stop":
+                    return
+        tokens -= more
+        seed = None if seed is None else seed + 1 if seed < SEEDS[1] else SEEDS[0]  # other draws than before
+        how = replace(how, seed=seed)
 
 
 def losses(stage: Any, ids: Sequence[int]) -> torch.Tensor:

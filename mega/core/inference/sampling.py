@@ -1,6 +1,8 @@
-"""From logits to a token: temperature, then the k best, then the p likeliest. Knows no model.
+"""From logits to tokens: penalty, temperature, then the k best, the p likeliest, those near the best. Knows no model.
 
-Source of top-p: Holtzman et al. 2020, "The Curious Case of Neural Text Degeneration", section 3.1.
+A row's result depends on that row alone, and a draw on one number in [0, 1) that comes with it: no stream, no state.
+Source of top-p: Holtzman et al. 2020, "The Curious Case of Neural Text Degeneration", section 3.1; of min-p: Nguyen et
+al. 2024; of the repetition penalty: Keskar et al. 2019, section 4.1.
 """
 
 from __future__ import annotations
@@ -10,27 +12,37 @@ from dataclasses import dataclass
 
 import torch
 
+from mega.core.inference.request import Sampling
+from mega.core.ops.counter import key
 
-@dataclass(frozen=True)
-class Sampling:
-    """How to choose. temperature 0 takes the likeliest; top_k 0 and top_p 1 are off.
 
-    Errors: ValueError naming the flag.
+@dataclass(frozen=True, eq=False)
+class Filters:
+    """How each of m rows is filtered, all [m, 1]. most_k: the largest top_k; top_p, min_p: None where all are off.
+
+    temperature: 1 for a greedy row, whose probabilities are not asked for.
     """
 
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
+    temperature: torch.Tensor
+    top_k: torch.Tensor
+    most_k: int
+    top_p: torch.Tensor | None
+    min_p: torch.Tensor | None
 
-    def __post_init__(self) -> None:
-        if not 0 <= self.temperature < math.inf:
-            raise ValueError(
-                f"--temperature {self.temperature}: must be a number of at least 0 (0 takes the likeliest)"
-            )
-        if self.top_k < 0:
-            raise ValueError(f"--top-k {self.top_k}: must be at least 0 (0 is off)")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"--top-p {self.top_p}: must be above 0 and at most 1 (1 is off)")
+    def __call__(self, logits: torch.Tensor) -> torch.Tensor:
+        """logits [m, vocab] in fp32 -> probabilities [m, vocab]."""
+        logits = (logits - logits.amax(-1, keepdim=True)) / self.temperature
+        if self.most_k:
+            best = logits.topk(min(self.most_k, logits.shape[-1])).values
+            least = best.gather(-1, (self.top_k.clamp(max=best.shape[-1]) - 1).clamp(min=0))
+            logits = logits.masked_fill((logits < least) & (self.top_k > 0), -torch.inf)
+        if self.top_p is not None:
+            best, order = logits.softmax(-1).sort(dim=-1, descending=True, stable=True)
+            enough = (best.cumsum(-1) - best >= self.top_p) & (self.top_p < 1)  # reached without this one
+            logits = logits.masked_fill(torch.zeros_like(enough).scatter(-1, order, enough), -torch.inf)
+        if self.min_p is not None:
+            logits = logits.masked_fill(logits < self.min_p.log(), -torch.inf)
+        return logits.softmax(-1)
 
 
 def probabilities(logits: torch.Tensor, how: Sampling) -> torch.Tensor:
@@ -39,21 +51,51 @@ def probabilities(logits: torch.Tensor, how: Sampling) -> torch.Tensor:
     >>> probabilities(torch.tensor([0.5, 0.3, 0.2]).log(), Sampling(top_p=0.6))  # 0.5 does not reach 0.6
     tensor([0.6250, 0.3750, 0.0000])
     """
-    logits = logits.float()
-    # Below what fp32 distinguishes from 0 the likeliest has all.
-    if how.temperature < torch.finfo(torch.float32).tiny:
-        return torch.nn.functional.one_hot(logits.argmax(-1), logits.shape[-1]).float()
-    logits = (logits - logits.amax(-1, keepdim=True)) / how.temperature
-    if 0 < how.top_k < logits.shape[-1]:
-        least = logits.topk(how.top_k).values[..., -1:]
-        logits = logits.masked_fill(logits < least, -torch.inf)
-    if how.top_p < 1:
-        best, order = logits.softmax(-1).sort(dim=-1, descending=True, stable=True)
-        enough = best.cumsum(-1) - best >= how.top_p  # reached without this one
-        logits = logits.masked_fill(torch.zeros_like(enough).scatter(-1, order, enough), -torch.inf)
-    return logits.softmax(-1)
+    rows = logits.float().reshape(-1, logits.shape[-1])
+    if how.greedy:
+        return torch.nn.functional.one_hot(rows.argmax(-1), rows.shape[-1]).float().view(logits.shape)
+
+    def column(value: float) -> torch.Tensor:
+        return torch.full((1, 1), value, device=logits.device)
+
+    filters = Filters(
+        column(how.temperature),
+        column(how.top_k).long(),
+        how.top_k,
+        column(how.top_p) if how.top_p < 1 else None,
+        column(how.min_p) if how.min_p > 0 else None,
+    )
+    return filters(rows).view(logits.shape)
 
 
-def choose(logits: torch.Tensor, how: Sampling, generator: torch.Generator | None = None) -> int:
-    """One token id from logits [vocab]; the same generator state gives the same id."""
-    return int(torch.multinomial(probabilities(logits, how), 1, generator=generator))
+def penalised(logits: torch.Tensor, seen: torch.Tensor, penalty: torch.Tensor) -> torch.Tensor:
+    """logits [m, vocab] made less likely where `seen`, bool [m, vocab], by penalty [m, 1]."""
+    return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
+
+
+def draw(found: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+    """Ids [m] from probabilities [m, vocab], by float64 numbers in [0, 1) [m, 1]: an id whose share of the whole begins
+    at or before the number and ends after it."""
+    ends = found.double().cumsum(-1)
+    ids = torch.searchsorted(ends, uniform * ends[:, -1:], right=True)[:, 0]
+    return torch.where(ids < found.shape[-1], ids, found.argmax(-1))  # where the last share was rounded away
+
+
+def uniform(seed: int, number: int) -> float:
+    """In [0, 1): what the new token `number` of a request with this seed is drawn by.
+
+    >>> uniform(1, 0) == uniform(1, 0) != uniform(1, 1)
+    True
+    """
+    return ((key(seed, "sample", number) & ((1 << 64) - 1)) >> 11) / (1 << 53)
+
+
+def top_p_after(how: Sampling, tokens: int) -> float:
+    """Top-p of the token after `tokens` new ones: it decays, down to its bound.
+
+    >>> [top_p_after(Sampling(top_p=0.8, top_p_decay=0.5, top_p_bound=0.3), n) for n in range(3)]
+    [0.8, 0.4, 0.3]
+    """
+    if not how.top_p_decay:
+        return how.top_p
+    return max(how.top_p * math.pow(how.top_p_decay, tokens), how.top_p_bound, torch.finfo(torch.float32).tiny)

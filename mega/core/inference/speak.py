@@ -8,10 +8,7 @@ from mega.core.checkpoint.own.store import locate
 from mega.core.device import Device
 from mega.core.inference.generate import generate
 from mega.core.inference.load import load_model, load_tokenizer
-from mega.core.inference.sampling import Sampling
-
-SEEDS = (-(2**63), 2**64 - 1)
-"""The least and the greatest seed that torch's generators take."""
+from mega.core.inference.request import RequestError, Sampling
 
 
 def speak(
@@ -29,9 +26,10 @@ def speak(
 
     Errors: ValueError naming flag, file or tensor.
     """
-    how = Sampling(temperature, top_k, top_p)
-    if not SEEDS[0] <= seed <= SEEDS[1]:  # found here, before any text is on its way
-        raise ValueError(f"--seed {seed}: must be a whole number from {SEEDS[0]} to {SEEDS[1]}")
+    try:  # found here, before any text is on its way
+        how = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+    except RequestError as error:
+        raise ValueError(f"--{error.field.replace('_', '-')} {error.value}: {error.rule}") from None
     checkpoint = locate(load)
     tokenizer = load_tokenizer(checkpoint)
     start = tokenizer.bos if tokenizer.bos is not None else tokenizer.eod

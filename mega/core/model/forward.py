@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -15,6 +16,17 @@ from mega.core.parallel.collectives import local_shard
 from mega.core.parallel.mesh import Axis
 
 
+class KeyValueCache(Protocol):
+    """Keys and values of earlier tokens, while text is continued. rotary: as `rotary` gives it, for all positions."""
+
+    @property
+    def rotary(self) -> tuple[torch.Tensor, torch.Tensor] | None: ...
+
+    def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """Keep k and v [tokens, kv_heads, d] of one layer's new tokens; what q [tokens, heads, d] of the same tokens
+        make of all that they see, [tokens, heads, d]."""
+
+
 @dataclass(frozen=True)
 class ForwardContext:
     """One microbatch on its way through a stage. Tokens are rows of [tokens, h], batch-major.
@@ -24,6 +36,8 @@ class ForwardContext:
     row_keys: int64 [b, whole s], of the whole rows; region_keys: int64 [all tokens of the region]; None where nothing
     is dropped (evaluation, or probability 0). rule: how it is decided, of ops/counter.py. window: tokens that each one
     sees.
+
+    cache: where tokens see earlier ones that are not here; then they are ragged, rows of any sequences, and batch is 1.
     """
 
     batch: int
@@ -38,6 +52,7 @@ class ForwardContext:
     rule: int = RULE
     kind: Kind = "causal"
     window: int | None = None
+    cache: KeyValueCache | None = None
 
     def dropout(self, probability: float, layer: int, site: str) -> Dropout | None:
         """Dropout of a row of the residual stream for each of our tokens."""
@@ -75,6 +90,7 @@ def forward_context(
     kind: Kind = "causal",
     dropout_rule: int = RULE,
     row_shards: int = 1,
+    cache: KeyValueCache | None = None,
 ) -> ForwardContext:
     """What rows of tokens mean to the blocks that read them.
 
@@ -92,16 +108,37 @@ def forward_context(
         keys = region_keys = (row_keys if columns is None else row_keys[:, columns]).flatten()
         if sequence:
             keys = local_shard(keys, tp)
-    rotary = None
-    if model.position == "rope":
-        assert model.head_dim is not None
-        width = int(model.head_dim * model.rope_fraction)
-        where, base, divisor = positions.flatten(), model.rope_base, model.rope_interpolation
-        rotary = rotary_table(where, width, base, divisor, dtype, _rope_scaling(model))
+    where = positions.flatten()
+    if cache is None:
+        angles = rotary(model, where, dtype)
+    else:
+        angles = None if cache.rotary is None else (cache.rotary[0][where], cache.rotary[1][where])
     cut = sequence and tp.size > 1
     return ForwardContext(
-        batch_size, seq, documents, rotary, keys, row_keys, region_keys, tp, cut, dropout_rule, kind, model.window
+        batch_size,
+        seq,
+        documents,
+        angles,
+        keys,
+        row_keys,
+        region_keys,
+        tp,
+        cut,
+        dropout_rule,
+        kind,
+        model.window,
+        cache,
     )
+
+
+def rotary(model: ModelConfig, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """cos and sin of positions int64 [n], each [n, R / 2]; None where the model has other positions."""
+    if model.position != "rope":
+        return None
+    assert model.head_dim is not None
+    width = int(model.head_dim * model.rope_fraction)
+    scaling = _rope_scaling(model)
+    return rotary_table(positions, width, model.rope_base, model.rope_interpolation, dtype, scaling)
 
 
 def padding_documents(lengths: torch.Tensor, width: int) -> torch.Tensor:

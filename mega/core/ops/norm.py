@@ -26,6 +26,22 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return (wide * scale).to(weight.dtype) * weight
 
 
+def added_norm(
+    x: torch.Tensor,
+    branch: torch.Tensor | None,
+    branch_bias: torch.Tensor | None,
+    drop: Dropout | None,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`add_norm` by torch's fused RMSNorm where that computes the same: in one dtype of at least 32 bits."""
+    if bias is not None or x.dtype != weight.dtype or x.element_size() < 4:
+        return add_norm(x, branch, branch_bias, drop, weight, bias, eps)
+    x = added(x, branch, branch_bias, drop)
+    return x, F.rms_norm(x, x.shape[-1:], weight, eps)
+
+
 def added(
     x: torch.Tensor | None,
     branch: torch.Tensor | None,

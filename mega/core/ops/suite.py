@@ -16,7 +16,17 @@ from typing import Any
 import torch
 
 from mega.core.device import fp8_matmuls
-from mega.core.ops import activation, attention, cross_entropy, heads, norm, packages, partial_attention, total
+from mega.core.ops import (
+    activation,
+    attention,
+    cross_entropy,
+    heads,
+    norm,
+    packages,
+    paged_attention,
+    partial_attention,
+    total,
+)
 from mega.core.ops.fp8 import Fp8Matmuls
 from mega.core.ops.matmuls import Matmuls, WideMatmuls
 
@@ -36,6 +46,7 @@ class Ops:
     activate: Callable[..., torch.Tensor] = activation.activate
     split_heads: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = heads.split_heads
     attention: attention.Attention = attention.plain
+    paged_attention: paged_attention.PagedAttention = paged_attention.plain
     partial_attention: partial_attention.PartialAttention = partial_attention.PLAIN
     softmax_parts: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = cross_entropy.softmax_parts
     softmax_gradient: Callable[..., torch.Tensor] = cross_entropy.softmax_gradient
@@ -62,6 +73,8 @@ class Ops:
 
 
 REFERENCE = Ops()
+
+CPU = "no CUDA device"
 
 
 def choose(
@@ -91,12 +104,20 @@ def choose(
     return replace(ops, matmuls=Fp8Matmuls(ops.matmuls, **fast))
 
 
+def forward_only(ops: Ops) -> Ops:
+    """The same for a model that only answers: on a CPU, where every operation costs more than what it computes, ops of
+    fewer operations."""
+    if ops.name != "torch" or ops.reason != CPU:
+        return ops
+    return replace(ops, add_norm=norm.added_norm, split_heads=heads.split_heads_once)
+
+
 def _chosen(device: torch.device, dtype: torch.dtype, reference: bool, shapes: bool) -> Ops:
     if reference:
         return replace(REFERENCE, reason="asked for by --ops reference")
     plain = replace(REFERENCE, name="torch", attention=attention.fused)
     if device.type != "cuda":
-        return replace(plain, reason="no CUDA device")
+        return replace(plain, reason=CPU)
     plain = replace(plain, partial_attention=partial_attention.FUSED)
     if dtype == torch.float64:
         return replace(plain, reason="the kernels compute in fp32, this run in fp64")

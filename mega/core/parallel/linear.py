@@ -197,6 +197,8 @@ def column_matmul(
 
     bias: added in the GEMM's own pass; it gets no gradient from here. drop: of the adapter's input, all tokens.
     """
+    if adapter is None and not region.sequence and not torch.is_grad_enabled():  # nothing to keep
+        return weight.ops.matmuls.forward(x, weight.to(x.dtype), bias)
     held = () if adapter is None else adapter.weights
     return _ColumnMatmul.apply(x, weight, bias, region, adapter, drop, *held)  # type: ignore[no-any-return, no-untyped-call]
 
@@ -247,6 +249,10 @@ class RowLinear(nn.Module):
         return y if self.bias is None else y + self.bias
 
     def matmul(self, x: torch.Tensor, drop: Dropout | None = None) -> torch.Tensor:
+        if self.adapter is None and not self.region.sequence and not torch.is_grad_enabled():
+            y = self.weight.ops.matmuls.forward(x, self.weight)
+            all_reduce(y, self.region.axis)
+            return y
         drop = of_columns(drop, self.region.axis.index, x.shape[1])
         held = () if self.adapter is None else self.adapter.weights
         return _RowMatmul.apply(x, self.weight, self.region, self.adapter, drop, *held)  # type: ignore[no-any-return, no-untyped-call]

@@ -10,9 +10,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mega.core.checkpoint.own.store import locate
+from mega.core.device import Device
 from mega.core.inference.generate import generate, losses
 from mega.core.inference.load import load_model, load_tokenizer
-from mega.core.inference.sampling import Sampling
+from mega.core.inference.opening import EngineOptions, engine_on
+from mega.core.inference.request import Sampling
+from mega.core.parallel.mesh import Mesh
 from mega.core.quickstart.corpus import Document
 from mega.core.quickstart.unigram import unigram
 
@@ -40,8 +43,11 @@ def verdict(checkpoint: Path, document: Document, train: Path) -> Verdict:
     tokenizer, stage = load_tokenizer(opened), load_model(opened)
     assert tokenizer.eod is not None
     ids = [tokenizer.eod, *tokenizer.encode(document.text)]
-    how = Sampling(temperature=0.8, top_k=50)
-    sampled = list(generate(stage, ids[: PROMPT + 1], SAMPLED, how, end=tokenizer.eod))
+    how = Sampling(temperature=0.8, top_k=50, seed=0)
+    options = EngineOptions(requests=1, vocab=tokenizer.vocab_size)
+    engine = engine_on(stage, Mesh.at(0), Device.choose("cpu"), options)
+    assert engine is not None
+    sampled = list(generate(engine, ids[: PROMPT + 1], SAMPLED, how, stop_ids=frozenset({tokenizer.eod})))
     return Verdict(
         prompt=tokenizer.decode(ids[1 : PROMPT + 1]),
         document=tokenizer.decode(ids[PROMPT + 1 : PROMPT + 1 + SAMPLED]),

@@ -1,0 +1,141 @@
+"""From a model that lies somewhere to an engine that answers, at any tp x pp whatever layout it was saved in.
+
+    start_engine(opened, mesh, device, options)      rank 0: the engine; other ranks follow it until it closes
+
+It knows neither prompts nor flags.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mega.core.config.sections import ModelConfig
+from mega.core.device import Device
+from mega.core.family import family
+from mega.core.inference.cache import Blocks
+from mega.core.inference.engine import BatchingEngine, follow
+from mega.core.inference.load import OpenedModel, load_stages
+from mega.core.inference.relay import Relay
+from mega.core.inference.request import Limits
+from mega.core.inference.worker import Worker
+from mega.core.ops.suite import choose, forward_only
+from mega.core.parallel.collectives import all_reduce
+from mega.core.parallel.mesh import Mesh
+
+SHARES = {"cuda": 0.85, "cpu": 0.25}
+"""Kind of device -> share of the memory that is left which the cache may take."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """requests: rows of a decoding step. chunk: most prompt tokens of a step. cache_tokens: of all in flight; None:
+    what so many requests need at most, or as many as fit. block: tokens of a cache block. batch_invariant: a request's
+    logits are the same to the bit whatever else is in flight, in steps of exactly `tile` tokens. vocab: ids below this
+    are chosen; None: any of the model's."""
+
+    requests: int = 64
+    chunk: int = 512
+    cache_tokens: int | None = None
+    block: int = 16
+    batch_invariant: bool = False
+    tile: int = 32
+    vocab: int | None = None
+
+
+def start_engine(
+    opened: OpenedModel,
+    mesh: Mesh,
+    device: Device,
+    options: EngineOptions = EngineOptions(),
+    *,
+    dtype: torch.dtype | None = None,
+) -> BatchingEngine | None:
+    """Rank 0's engine. Other ranks follow it until it closes, and then return None.
+
+    dtype: computed and cached in [the weights' own]. Errors: ValueError where the model does not continue text, or does
+    not divide by the layout; CheckpointError naming file or tensor; LostRank.
+    """
+    model, where = opened.model, device.torch
+    dtype = dtype or opened.dtype
+    check_layout(model, mesh.tp.size, mesh.pp.size)
+    layers = even_layers(model.layers or 0, mesh.pp.size)
+    ops = forward_only(choose(where, dtype))
+    (stage,) = load_stages(opened, mesh, device, dtype=dtype, ops=ops, stage_layers=layers)
+    return engine_on(stage, mesh, device, options, max(layers))
+
+
+def engine_on(
+    stage: Any,
+    mesh: Mesh,
+    device: Device,
+    options: EngineOptions = EngineOptions(),
+    layers: int | None = None,
+) -> BatchingEngine | None:
+    """The same on this rank's stage of a model. layers: most blocks of any stage [the model's]."""
+    model, size = stage.model, options.block
+    vocab = min(model.vocab, options.vocab or model.vocab)
+    blocks = _blocks(model, mesh, device, stage.dtype, options, layers or model.layers)
+    worker = Worker(
+        *(stage, mesh, device.torch),
+        blocks=blocks,
+        block=size,
+        requests=options.requests,
+        tile=options.tile if options.batch_invariant else None,
+        vocab=vocab,
+    )
+    relay = Relay(mesh) if mesh.world > 1 else None
+    if relay is not None and mesh.rank:
+        follow(worker, relay)
+        return None
+    limits = Limits(model.positions, (blocks - 1) * size, options.requests, vocab)
+    return BatchingEngine(worker, limits, Blocks(blocks, size), chunk=options.chunk, relay=relay)
+
+
+def check_layout(model: ModelConfig, tp: int, pp: int) -> None:
+    """Errors: ValueError naming the flag."""
+    if family(model).prompt is None:
+        raise ValueError(f"--load: a model of --family {model.family} does not continue text")
+    assert model.kv_heads and model.layers
+    if model.kv_heads % tp:
+        raise ValueError(f"--tp {tp}: must divide the model's {model.kv_heads} key/value heads")
+    if pp > model.layers:
+        raise ValueError(f"--pp {pp}: must be at most the model's {model.layers} blocks")
+
+
+def even_layers(layers: int, stages: int) -> tuple[int, ...]:
+    """Blocks of each stage, as equal as they can be; the last has the head to compute, so the first have more.
+
+    >>> even_layers(5, 2)
+    (3, 2)
+    """
+    return tuple(layers // stages + (stage < layers % stages) for stage in range(stages))
+
+
+def cache_bytes(model: ModelConfig, dtype: torch.dtype, *, tp: int = 1, layers: int | None = None) -> int:
+    """Bytes of keys and values that one rank holds for one token. layers: of its stage [all]."""
+    assert model.layers and model.kv_heads and model.head_dim
+    held = model.layers if layers is None else layers
+    return 2 * held * (model.kv_heads // tp) * model.head_dim * dtype.itemsize
+
+
+def _blocks(
+    model: ModelConfig, mesh: Mesh, device: Device, dtype: torch.dtype, options: EngineOptions, layers: int
+) -> int:
+    """Blocks of the cache, the same on every rank. Errors: ValueError where not even one sequence fits."""
+    size, longest = options.block, model.positions or 0
+    asked = options.cache_tokens if options.cache_tokens is not None else options.requests * longest
+    wanted = -(-asked // size)
+    left = device.room() - (device.resident() if device.is_cuda else 0)
+    fits = int(left * SHARES[device.torch.type]) // (cache_bytes(model, dtype, tp=mesh.tp.size, layers=layers) * size)
+    if not device.is_cuda:
+        fits //= mesh.world
+    least = torch.tensor(min(wanted, fits), device=device.torch)
+    all_reduce(least, mesh.everyone, "min")
+    if options.cache_tokens is not None and int(least) < wanted:
+        raise ValueError(f"--cache-tokens {options.cache_tokens}: at most {int(least) * size} fit into memory")
+    if int(least) < 1:
+        raise ValueError("not even one block of the cache fits into memory; give more ranks")
+    return int(least) + 1

@@ -1,0 +1,86 @@
+"""How rank 0's steps reach the other ranks: as arrays of integers, so that nothing is ever unpickled.
+
+A message is a first array of fixed length, [kind, length of the rest, the rest as far as it fits], and a second one
+where it does not. On a group of its own, on the host, whose ranks may wait for the next message as long as it takes.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from datetime import timedelta
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from mega.core.ops.paged_attention import Integers
+from mega.core.parallel.collectives import gather_json
+from mega.core.parallel.mesh import Axis, Groups, Mesh
+
+STOP, STEP = 0, 1
+
+FIRST = 2048
+"""Length of a message's first array."""
+
+PATIENCE = timedelta(days=365)
+"""Nobody may ask anything for a long time."""
+
+
+class LostRank(RuntimeError):
+    """Another rank has ended, or cannot be reached."""
+
+
+class Relay:
+    """All ranks of `mesh` make one together, and hear what rank 0 sends."""
+
+    def __init__(self, mesh: Mesh):
+        everyone = mesh.everyone.ranks
+        groups = Groups("gloo", PATIENCE)
+        groups.make([everyone], "relay")
+        self.axis = Axis("relay", everyone, mesh.everyone.index, groups.get(everyone, "relay"))
+        process = [socket.gethostname(), os.getpid()]
+        self.processes: list[list[object]] = gather_json(process, self.axis, torch.device("cpu"))
+
+    def send(self, kind: int, content: Integers) -> None:
+        """Errors: LostRank."""
+        first = np.zeros(FIRST, dtype=np.int64)
+        first[:2] = kind, len(content)
+        first[2 : 2 + len(content)] = content[: FIRST - 2]
+        self._broadcast(first)
+        if len(content) > FIRST - 2:
+            self._broadcast(np.ascontiguousarray(content[FIRST - 2 :]))
+
+    def hear(self) -> tuple[int, Integers]:
+        """The next message. Errors: LostRank."""
+        first = np.zeros(FIRST, dtype=np.int64)
+        self._broadcast(first)
+        kind, length = int(first[0]), int(first[1])
+        content = first[2 : 2 + length]
+        if length > FIRST - 2:
+            rest = np.zeros(length - FIRST + 2, dtype=np.int64)
+            self._broadcast(rest)
+            content = np.concatenate([content, rest])
+        return kind, content
+
+    def _broadcast(self, array: Integers) -> None:
+        try:
+            dist.broadcast(torch.from_numpy(array), 0, group=self.axis.group)
+        except RuntimeError as error:
+            raise self.explained(error) from None
+
+    def explained(self, error: RuntimeError) -> LostRank:
+        """The error of an exchange, with the ranks of this host that are there no longer."""
+        gone = [rank for rank, (host, pid) in enumerate(self.processes) if host == socket.gethostname() and _dead(pid)]
+        names = f"rank {', '.join(map(str, gone))} has ended" if gone else "another rank has ended or cannot be reached"
+        return LostRank(f"{names}: {str(error).splitlines()[0]}")
+
+
+def _dead(pid: object) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+    except FileNotFoundError:
+        return Path("/proc/self").exists()
+    except OSError:
+        return False

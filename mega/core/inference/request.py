@@ -1,0 +1,193 @@
+"""What may be asked of an engine, and what it answers: ids in, ids out.
+
+It knows neither text nor models: stop strings, templates and streamed characters are above, limits are the engine's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+import torch
+
+SEEDS = (-(2**63), 2**64 - 1)
+"""The least and the greatest seed."""
+
+MOST_LOGPROBS = 1000
+"""Most alternatives that are reported with a token."""
+
+MOST_BEAMS = 128
+
+Top = tuple[tuple[int, float], ...]
+"""The likeliest ids and their log-probabilities, likeliest first."""
+
+Finish = Literal["stop", "length", "cancelled", "failed"]
+
+Allowed = Callable[[Sequence[int]], "torch.Tensor | None"]
+"""Ids so far, prompt included -> bool [vocab] on the CPU: which may follow; None: any. Called on rank 0 only."""
+
+
+class RequestError(ValueError):
+    """One bad field. field: its name, as below. rule: what holds for it. The text: `top_k -1: must be ...`."""
+
+    def __init__(self, field: str, value: object, rule: str):
+        super().__init__(f"{field} {value}: {rule}")
+        self.field, self.value, self.rule = field, value, rule
+
+
+def _whole(name: str, value: Any, least: int, most: float, rule: str) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+        raise RequestError(name, value, rule)
+
+
+def _real(name: str, value: Any, holds: Callable[[float], bool], rule: str) -> None:
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value) or not holds(value):
+        raise RequestError(name, value, rule)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How a token is chosen: penalty, temperature, then the k best, then the p likeliest, then those near the best.
+
+    temperature: 0 takes the likeliest. top_k 0, top_p 1, min_p 0 and repetition_penalty 1 are off.
+    top_p_decay, top_p_bound: 0 is off; else top_p is multiplied by the decay after every new token of the request, and
+        does not fall below the bound.
+    min_p: keeps tokens of at least this share of the likeliest one's probability.
+    repetition_penalty: logits of ids in the prompt or the answer are divided by it where positive, else multiplied.
+    seed: the same seed gives the same answer in any batch and layout; None: a new one for each request.
+
+    Errors: RequestError naming the field.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    top_p_decay: float = 0.0
+    top_p_bound: float = 0.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        _real(
+            "temperature", self.temperature, lambda x: x >= 0, "must be a number of at least 0 (0 takes the likeliest)"
+        )
+        _whole("top_k", self.top_k, 0, math.inf, "must be a whole number of at least 0 (0 is off)")
+        _real("top_p", self.top_p, lambda x: 0 < x <= 1, "must be above 0 and at most 1 (1 is off)")
+        _real("top_p_decay", self.top_p_decay, lambda x: 0 <= x <= 1, "must be from 0 to 1 (0 is off)")
+        rule = f"must be from 0 (off) to top_p, {self.top_p}"
+        _real("top_p_bound", self.top_p_bound, lambda x: 0 <= x <= self.top_p, rule)
+        _real("min_p", self.min_p, lambda x: 0 <= x <= 1, "must be from 0 to 1 (0 is off)")
+        _real("repetition_penalty", self.repetition_penalty, lambda x: x > 0, "must be above 0 (1 is off)")
+        if self.seed is not None:
+            _whole("seed", self.seed, *SEEDS, f"must be a whole number from {SEEDS[0]} to {SEEDS[1]}")
+
+    @property
+    def greedy(self) -> bool:
+        """Whether nothing is drawn: below what fp32 distinguishes from 0 the likeliest has all."""
+        return self.temperature < torch.finfo(torch.float32).tiny or self.top_k == 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """A prompt to continue, or to score.
+
+    prompt: ids, at least one. tokens: most new ones; 0 scores the prompt only.
+    stop_ids: after any of these, which is reported too, the answer ends with "stop"; else with "length".
+    logprobs: None reports none; n: of every new token, and of the n likeliest in its place. They are those of the
+        model, before penalty, temperature and filters.
+    prompt_logprobs: those of the prompt's tokens too (with `logprobs` n: and of the n likeliest in their places).
+    beams: 0 samples; else beam search of this width, greedy whatever `sampling` says; length_penalty: scores are the
+        sum of log-probabilities / length ** this.
+    adapter: LoRA adapter, by name. allowed: constrained decoding.
+
+    Errors: RequestError naming the field.
+    """
+
+    prompt: tuple[int, ...]
+    tokens: int
+    sampling: Sampling = field(default_factory=Sampling)
+    stop_ids: frozenset[int] = frozenset()
+    logprobs: int | None = None
+    prompt_logprobs: bool = False
+    beams: int = 0
+    length_penalty: float = 1.0
+    adapter: str | None = None
+    allowed: Allowed | None = None
+
+    def __post_init__(self) -> None:
+        if not self.prompt:
+            raise RequestError("prompt", "", "must hold at least one token")
+        _whole("tokens", self.tokens, 0, math.inf, "must be a whole number of at least 0 (0 scores the prompt)")
+        if self.logprobs is not None:
+            _whole("logprobs", self.logprobs, 0, MOST_LOGPROBS, f"must be a whole number from 0 to {MOST_LOGPROBS}")
+        _whole("beams", self.beams, 0, MOST_BEAMS, f"must be a whole number from 0 to {MOST_BEAMS} (0 is off)")
+        _real("length_penalty", self.length_penalty, math.isfinite, "must be a number")
+        if self.beams and not self.tokens:
+            raise RequestError("beams", self.beams, "beam search needs tokens of at least 1")
+
+
+@dataclass(frozen=True)
+class Beam:
+    """ids: new tokens, with the stop token it ended in, if any. score: sum of log-probabilities / length ** penalty."""
+
+    ids: tuple[int, ...]
+    score: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """Something that happened to a request: a new token, its end, or both.
+
+    request: its number. token: the new one, or None. logprob, top: of the token, where they were asked for.
+    prompt_logprobs: with the request's first event where they were asked for: of every token of the prompt given those
+        before, the first None; prompt_top: the likeliest in the place of each, the first ().
+    finish: set on the request's last event. beams: best first, with the last event of a beam search, which reports no
+        token before. message: why it failed.
+    """
+
+    request: int
+    token: int | None = None
+    logprob: float | None = None
+    top: Top = ()
+    prompt_logprobs: tuple[float | None, ...] | None = None
+    prompt_top: tuple[Top, ...] | None = None
+    finish: Finish | None = None
+    beams: tuple[Beam, ...] = ()
+    message: str = ""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What fits. longest: tokens of one sequence, prompt and answer; cache: tokens of all in flight; requests: rows of
+    one decoding step (a beam search takes one for each beam); more wait. vocab: ids are below this."""
+
+    longest: int
+    cache: int
+    requests: int
+    vocab: int
+
+
+class Engine(Protocol):
+    """Answers requests, many at a time. Not thread-safe: one thread calls it."""
+
+    limits: Limits
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is in flight or waits."""
+
+    def add(self, request: Request) -> int:
+        """Queue a request; its number. Errors: RequestError where it can never fit or names what is not there."""
+
+    def cancel(self, number: int) -> None:
+        """End a request; its last event, "cancelled", comes with the next step. A finished one is left alone."""
+
+    def step(self) -> list[Event]:
+        """One iteration of the model for all in flight, and what came of it. Errors: RuntimeError naming a rank that
+        has died: the engine is of no use any more."""
+
+    def close(self) -> None:
+        """Let other ranks go, and free the cache."""

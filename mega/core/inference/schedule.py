@@ -1,0 +1,431 @@
+"""Which tokens of which requests the next step computes, and what its results mean for them.
+
+Continuous batching: requests join and leave between steps. A prompt is computed in chunks, next to the single tokens of
+answers under way; what it shares with an earlier one is not computed. A request is admitted when cache for its longest
+answer can be promised, so nothing in flight ever waits for memory. Arithmetic on the host: no model and no ranks.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mega.core.inference.beam import BeamSearch
+from mega.core.inference.cache import ROOT, Blocks
+from mega.core.inference.request import Event, Finish, Limits, Request, RequestError, Top
+from mega.core.inference.sampling import top_p_after, uniform
+from mega.core.inference.step import BEAM, CHOOSE, NUMBERS, Step
+from mega.core.ops.paged_attention import Integers
+
+NEUTRAL = (1.0, 0.0, 1.0, 0.0, 1.0, 0.0)
+"""NUMBERS of a row that draws nothing."""
+
+
+@dataclass(eq=False)
+class CachedSequence:
+    """Tokens of which the first `computed` are in the cache. prefix: that of the blocks that are registered."""
+
+    ids: list[int]
+    blocks: list[int]
+    computed: int = 0
+    prefix: int = ROOT
+    registered: int = 0
+
+    @property
+    def pending(self) -> int:
+        return len(self.ids) - self.computed
+
+
+@dataclass(eq=False)
+class Answer:
+    """A request in flight. promised: blocks that it may still take. seen: its row of seen ids, or -1."""
+
+    number: int
+    request: Request
+    seed: int
+    sequences: list[CachedSequence] = field(default_factory=list)
+    search: BeamSearch | None = None
+    promised: int = 0
+    seen: int = -1
+    new: int = 0
+    failure: str = ""
+    prompt_logprobs: list[float | None] = field(default_factory=lambda: [None])
+    prompt_top: list[Top] = field(default_factory=lambda: [()])
+
+    @property
+    def rows(self) -> int:
+        return max(1, self.request.beams)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One wanted row of logits: whose it is, and what for."""
+
+    answer: Answer
+    target: int
+    allowed: NDArray[np.bool_] | None = None
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a step found for one wanted row. logprob: NaN where not asked for."""
+
+    token: int
+    logprob: float
+    top: Top
+
+
+@dataclass
+class _Work:
+    """Columns of the step that is being put together."""
+
+    sequences: list[tuple[CachedSequence, int]] = field(default_factory=list)
+    wanted: list[int] = field(default_factory=list)
+    rows: list[Row] = field(default_factory=list)
+    tokens: int = 0
+
+
+class Scheduler:
+    """Requests in, steps out; results in, events out. chunk: most prompt tokens of a step. in_order: steps may be cut,
+    so what shares a block must come after what computes it."""
+
+    def __init__(self, blocks: Blocks, limits: Limits, chunk: int, *, in_order: bool = False):
+        self.blocks, self.limits, self.chunk, self.in_order = blocks, limits, chunk, in_order
+        self._waiting: deque[Answer] = deque()
+        self._running: list[Answer] = []
+        self._ended: list[Event] = []
+        self._copies: list[tuple[int, int]] = []
+        self._seen = list(range(limits.requests))
+        self._rows: list[Row] = []
+        self._numbers = 0
+
+    @property
+    def idle(self) -> bool:
+        return not (self._waiting or self._running or self._ended)
+
+    def add(self, request: Request) -> int:
+        """As `Engine.add`."""
+        self._check(request)
+        seed = secrets.randbits(63) if request.sampling.seed is None else request.sampling.seed
+        answer = Answer(self._numbers, request, seed)
+        self._numbers += 1
+        if request.tokens or request.prompt_logprobs:
+            self._waiting.append(answer)
+        else:
+            self._ended.append(Event(request=answer.number, finish="length"))
+        return answer.number
+
+    def _check(self, request: Request) -> None:
+        limits, longest = self.limits, len(request.prompt) + request.tokens
+        bad = next((token for token in request.prompt if not 0 <= token < limits.vocab), None)
+        if bad is not None:
+            raise RequestError("prompt", f"token {bad}", f"ids of this model are from 0 to {limits.vocab - 1}")
+        if longest > limits.longest:
+            raise RequestError(
+                "tokens", request.tokens, f"with the prompt's {len(request.prompt)} at most {limits.longest} fit"
+            )
+        if request.beams > limits.requests:
+            raise RequestError("beams", request.beams, f"must be at most {limits.requests}, the requests at once")
+        if self._need(request) > self.blocks.count - 1:
+            raise RequestError(
+                "tokens", request.tokens, f"the cache holds {limits.cache} tokens; fewer, or fewer beams"
+            )
+        if request.adapter is not None:
+            raise RequestError("adapter", request.adapter, "this engine has no adapters loaded; valid: none")
+
+    def _need(self, request: Request) -> int:
+        longest = len(request.prompt) + request.tokens
+        return max(1, request.beams) * -(-longest // self.blocks.size)
+
+    def cancel(self, number: int) -> None:
+        """As `Engine.cancel`."""
+        for answer in (*self._waiting, *self._running):
+            if answer.number == number:
+                self._end(answer)
+                self._ended.append(Event(request=number, finish="cancelled"))
+
+    def ended(self) -> list[Event]:
+        """Requests that ended without a step, since this was last asked."""
+        ended, self._ended = self._ended, []
+        return ended
+
+    # -- the next step
+
+    def next_step(self) -> Step | None:
+        """What to compute next; None where there is nothing."""
+        work, copies, self._copies = _Work(), self._copies, []
+        marks: list[tuple[int, int]] = []
+        late: list[tuple[Answer, CachedSequence]] = []
+        for answer in self._running:
+            for sequence in answer.sequences:
+                if sequence.pending > 1:
+                    late.append((answer, sequence))
+                else:
+                    self._schedule(work, answer, sequence, 1)
+        prompts, left = [], self.chunk
+        while left > 0 and (late or self._admit(late, marks)):
+            answer, sequence = late.pop(0)
+            take = min(sequence.pending, left)
+            left -= take
+            self._claim(sequence, answer, take)
+            prompts.append((answer, sequence, take))
+        if not self.in_order:
+            prompts.sort(key=lambda each: each[2])  # like lengths together: attention pads them to one
+        for answer, sequence, take in prompts:
+            self._schedule(work, answer, sequence, take)
+        if not work.tokens:
+            return None
+        self._rows = work.rows
+        return self._step(work, copies, marks)
+
+    def _admit(self, late: list[tuple[Answer, CachedSequence]], marks: list[tuple[int, int]]) -> bool:
+        """Take the next waiting request in, if there is one and it fits."""
+        if not self._waiting:
+            return False
+        answer = self._waiting[0]
+        request, size = answer.request, self.blocks.size
+        if sum(each.rows for each in self._running) + answer.rows > self.limits.requests:
+            return False
+        # The last token is computed in any case, for its logits; where all are wanted, all are.
+        most = 0 if request.prompt_logprobs else (len(request.prompt) - 1) // size
+        shared, prefix = self.blocks.find(request.prompt, most)
+        need = self._need(request) - len(shared)
+        if not self.blocks.admit(shared, need):
+            return False
+        self._waiting.popleft()
+        sequence = CachedSequence(list(request.prompt), shared, len(shared) * size, prefix, len(shared))
+        answer.sequences, answer.promised = [sequence], need
+        if request.beams:
+            answer.search = BeamSearch(request.beams, request.tokens, request.stop_ids, request.length_penalty)
+        if request.sampling.repetition_penalty != 1 and not request.beams:
+            answer.seen = self._seen.pop()
+            marks.append((answer.seen, -1))
+            marks.extend((answer.seen, token) for token in sorted(set(request.prompt)))
+        self._running.append(answer)
+        late.append((answer, sequence))
+        return True
+
+    def _claim(self, sequence: CachedSequence, answer: Answer, take: int) -> None:
+        """Blocks for the next `take` tokens; those that they fill can be found from here on."""
+        size, end = self.blocks.size, sequence.computed + take
+        while len(sequence.blocks) * size < end:
+            sequence.blocks.append(self.blocks.take())
+            answer.promised -= 1
+        while (sequence.registered + 1) * size <= end:
+            number = sequence.registered
+            ids = sequence.ids[number * size : (number + 1) * size]
+            sequence.prefix = self.blocks.register(sequence.prefix, ids, sequence.blocks[number])
+            sequence.registered += 1
+
+    def _schedule(self, work: _Work, answer: Answer, sequence: CachedSequence, take: int) -> None:
+        self._claim(sequence, answer, take)
+        request, first, end = answer.request, sequence.computed, sequence.computed + take
+        if request.prompt_logprobs and first + 1 < len(request.prompt):
+            for at in range(first, min(end, len(request.prompt) - 1)):
+                work.wanted.append(work.tokens + at - first)
+                work.rows.append(Row(answer, request.prompt[at + 1]))
+        if end == len(sequence.ids) and request.tokens:
+            try:
+                allowed = self._allowed_after(request, sequence.ids)
+                work.wanted.append(work.tokens + take - 1)
+                work.rows.append(Row(answer, CHOOSE if answer.search is None else BEAM, allowed))
+            except Exception as error:  # of the request alone; its blocks are in this step's tables
+                answer.failure = answer.failure or str(error) or repr(error)
+        work.sequences.append((sequence, take))
+        work.tokens += take
+
+    def _step(self, work: _Work, copies: Sequence[tuple[int, int]], marks: Sequence[tuple[int, int]]) -> Step:
+        size = self.blocks.size
+        counts = np.array([take for _, take in work.sequences], dtype=np.int64)
+        lengths = np.array([sequence.computed + take for sequence, take in work.sequences], dtype=np.int64)
+        tables = np.zeros((len(counts), -(-int(lengths.max()) // size)), dtype=np.int64)
+        tokens: list[int] = []
+        for number, (sequence, take) in enumerate(work.sequences):
+            held = sequence.blocks[: tables.shape[1]]
+            tables[number, : len(held)] = held
+            tokens += sequence.ids[sequence.computed : sequence.computed + take]
+            sequence.computed += take
+        run = np.repeat(np.arange(len(counts)), counts)
+        starts = np.cumsum(counts) - counts
+        positions = (lengths - counts)[run] + np.arange(len(run)) - starts[run]
+        return Step(
+            tokens=np.array(tokens, dtype=np.int64),
+            positions=positions,
+            slots=tables[run, positions // size] * size + positions % size,
+            counts=counts,
+            lengths=lengths,
+            tables=tables,
+            copies=_pairs(copies),
+            wanted=np.array(work.wanted, dtype=np.int64),
+            targets=np.array([row.target for row in work.rows], dtype=np.int64),
+            tops=np.array([_tops(row) for row in work.rows], dtype=np.int64),
+            seen=np.array([row.answer.seen if row.target < 0 else -1 for row in work.rows], dtype=np.int64),
+            marks=_pairs(marks),
+            numbers=np.array([_numbers(row) for row in work.rows], dtype=np.float64).reshape(-1, len(NUMBERS)),
+            allowed=_masks(work.rows, self.limits.vocab),
+        )
+
+    def _allowed_after(self, request: Request, ids: Sequence[int]) -> NDArray[np.bool_] | None:
+        """bool [vocab]: what may follow; None: anything. Errors: those of the request's function; ValueError."""
+        found = None if request.allowed is None else request.allowed(ids)
+        if found is None:
+            return None
+        mask = np.zeros(self.limits.vocab, dtype=np.bool_)
+        mask[: len(found)] = found.numpy()[: len(mask)]
+        if not mask.any():
+            raise ValueError("allowed: no token may follow")
+        return mask
+
+    # -- its results
+
+    def take(self, choices: Sequence[Choice]) -> list[Event]:
+        """What the results of the last step, one for each wanted row, mean."""
+        events: list[Event] = []
+        beams: dict[int, tuple[Answer, list[Top]]] = {}
+        for row, choice in zip(self._rows, choices, strict=True):
+            answer = row.answer
+            if answer.failure:
+                continue
+            if row.target == BEAM:
+                beams.setdefault(answer.number, (answer, []))[1].append(choice.top)
+            elif row.target == CHOOSE:
+                events.append(self._chosen(answer, choice))
+            else:
+                self._scored(answer, choice)
+                if not answer.request.tokens and len(answer.prompt_logprobs) == len(answer.request.prompt):
+                    events.append(self._finished(answer, "length"))
+        for answer, likeliest in beams.values():
+            events += self._searched(answer, likeliest)
+        self._rows = []
+        for answer in [answer for answer in self._running if answer.failure]:
+            events.append(Event(request=answer.number, finish="failed", message=answer.failure))
+            self._end(answer)
+        return events
+
+    def _scored(self, answer: Answer, choice: Choice) -> None:
+        answer.prompt_logprobs.append(choice.logprob)
+        answer.prompt_top.append(choice.top)
+
+    def _chosen(self, answer: Answer, choice: Choice) -> Event:
+        request, (sequence,) = answer.request, answer.sequences
+        sequence.ids.append(choice.token)
+        answer.new += 1
+        finish: Finish | None = None
+        if choice.token in request.stop_ids:
+            finish = "stop"
+        elif answer.new == request.tokens:
+            finish = "length"
+        asked = request.logprobs is not None
+        event = self._event(
+            answer,
+            finish,
+            first=answer.new == 1,
+            token=choice.token,
+            logprob=choice.logprob if asked else None,
+            top=choice.top if asked else (),
+        )
+        if finish is not None:
+            self._end(answer)
+        return event
+
+    def _finished(self, answer: Answer, finish: Finish) -> Event:
+        event = self._event(answer, finish, first=True)
+        self._end(answer)
+        return event
+
+    def _event(self, answer: Answer, finish: Finish | None, *, first: bool, **what: object) -> Event:
+        """An event; the first one of a request has what was asked about its prompt."""
+        request = answer.request
+        if first and request.prompt_logprobs:
+            what["prompt_logprobs"] = tuple(answer.prompt_logprobs)
+            what["prompt_top"] = tuple(answer.prompt_top) if request.logprobs else None
+        return Event(request=answer.number, finish=finish, **what)  # type: ignore[arg-type]
+
+    def _searched(self, answer: Answer, likeliest: list[Top]) -> list[Event]:
+        assert answer.search is not None
+        following = answer.search.advance(likeliest)
+        if following:
+            self._fork(answer, following)
+            return []
+        beams = answer.search.result()
+        stopped = bool(beams) and beams[0].ids[-1] in answer.request.stop_ids
+        event = self._event(answer, "stop" if stopped else "length", first=True, beams=beams)
+        self._end(answer)
+        return [event]
+
+    def _fork(self, answer: Answer, following: Sequence[tuple[int, int]]) -> None:
+        """The sequences of the next beams: they share the blocks of those they continue, but for a last one in use."""
+        before, size = answer.sequences, self.blocks.size
+        parents = [number for number, _ in following]
+        for number, sequence in enumerate(before):
+            if number not in parents:
+                self._release(answer, sequence)
+        answer.sequences = []
+        for place, (number, token) in enumerate(following):
+            parent = before[number]
+            if number in parents[place + 1 :]:  # the last child continues in its parent's place
+                child = CachedSequence(
+                    list(parent.ids), list(parent.blocks), parent.computed, parent.prefix, parent.registered
+                )
+                full = parent.computed // size
+                for block in child.blocks[:full]:
+                    self.blocks.share(block)
+                for position in range(full, len(child.blocks)):
+                    child.blocks[position] = self.blocks.take()
+                    answer.promised -= 1
+                    self._copies.append((parent.blocks[position], child.blocks[position]))
+            else:
+                child = parent
+            child.ids.append(token)
+            answer.sequences.append(child)
+
+    def _release(self, answer: Answer, sequence: CachedSequence) -> None:
+        for block in reversed(sequence.blocks):
+            answer.promised += self.blocks.release(block)
+
+    def _end(self, answer: Answer) -> None:
+        """Give back all that it holds."""
+        for sequence in answer.sequences:
+            self._release(answer, sequence)
+        self.blocks.waive(answer.promised)
+        answer.sequences, answer.promised = [], 0
+        if answer.seen >= 0:
+            self._seen.append(answer.seen)
+            answer.seen = -1
+        for queue in (self._waiting, self._running):
+            if answer in queue:
+                queue.remove(answer)
+
+
+def _masks(rows: Sequence[Row], vocab: int) -> NDArray[np.bool_]:
+    if all(row.allowed is None for row in rows):
+        return np.zeros((0, 0), dtype=np.bool_)
+    return np.stack([np.ones(vocab, dtype=np.bool_) if row.allowed is None else row.allowed for row in rows])
+
+
+def _tops(row: Row) -> int:
+    if row.target == BEAM:
+        assert row.answer.search is not None
+        return row.answer.search.candidates
+    if row.target == CHOOSE:
+        return -1 if row.answer.request.logprobs is None else row.answer.request.logprobs
+    return row.answer.request.logprobs or 0
+
+
+def _numbers(row: Row) -> tuple[float, ...]:
+    how, new = row.answer.request.sampling, row.answer.new
+    if row.target != CHOOSE:
+        return NEUTRAL
+    if how.greedy:
+        return (0.0, 0.0, 1.0, 0.0, how.repetition_penalty, 0.0)
+    chance = uniform(row.answer.seed, new)
+    return (how.temperature, how.top_k, top_p_after(how, new), how.min_p, how.repetition_penalty, chance)
+
+
+def _pairs(pairs: Iterable[tuple[int, int]]) -> Integers:
+    return np.array(list(pairs), dtype=np.int64).reshape(-1, 2)

@@ -1,0 +1,260 @@
+"""One rank's share of a step: its blocks of the model over its part of the cache, and on the last stage the choice.
+
+Every rank of a pipeline stage computes the same tokens; the first tensor rank of the last stage gathers the logits,
+chooses, and sends what it found to rank 0. It knows no requests: a step says all.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+
+from mega.core.batch import DecoderBatch
+from mega.core.inference.sampling import Filters, draw, penalised
+from mega.core.inference.schedule import Choice
+from mega.core.inference.step import BEAM, CHOOSE, Step
+from mega.core.model.forward import rotary
+from mega.core.ops.paged_attention import PagedAttention, Pages, invariant, invariant_pages, plain_pages
+from mega.core.parallel.collectives import all_gather
+from mega.core.parallel.mesh import Mesh
+
+
+@dataclass(eq=False)
+class PagedCache:
+    """Keys and values of this rank's blocks of the model, [layers, 2, blocks, block, kv_heads, d].
+
+    rotary: cos and sin of all positions, each [positions, R / 2], or None.
+    """
+
+    pool: torch.Tensor
+    first_layer: int
+    attention: PagedAttention
+    rotary: tuple[torch.Tensor, torch.Tensor] | None
+
+    def __post_init__(self) -> None:
+        self._layers = [(pool, pool.flatten(0, 2)) for pool in self.pool]
+        self._values = self.pool.shape[2] * self.pool.shape[3]
+        self._slots = torch.empty(0)
+        self._pages: Pages | None = None
+
+    def begin(self, slots: torch.Tensor, pages: Pages) -> None:
+        """The next tokens go to `slots`, and see what `pages` say."""
+        self._slots, self._pages = torch.cat([slots, slots + self._values]), pages
+
+    def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Copy whole blocks, int64 [c] each."""
+        self.pool[:, :, target] = self.pool[:, :, source]
+
+    def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        assert self._pages is not None
+        pool, rows = self._layers[layer - self.first_layer]
+        rows.index_copy_(0, self._slots, torch.cat([k, v]))
+        return self.attention(q, pool, self._pages)
+
+
+class Worker:
+    """stage: with `decode`, in evaluation mode. tile: steps are cut into exactly so many tokens; None: they are not.
+
+    requests: rows of ids that the repetition penalty goes by. vocab: ids below this are chosen.
+    """
+
+    def __init__(
+        self,
+        stage: Any,
+        mesh: Mesh,
+        device: torch.device,
+        *,
+        blocks: int,
+        block: int,
+        requests: int,
+        tile: int | None,
+        vocab: int | None = None,
+    ):
+        model = stage.model
+        self.stage, self.mesh, self.device, self.tile = stage, mesh, device, tile
+        self.vocab, self.requests = vocab or model.vocab, requests
+        self.repeats, self.block = model.heads // model.kv_heads, block
+        layers = [unit for unit in stage.units if isinstance(unit, int)]
+        shape = (len(layers), 2, blocks, block, model.kv_heads // mesh.tp.size, model.head_dim)
+        self.cache = PagedCache(
+            torch.zeros(shape, dtype=stage.dtype, device=device),
+            layers[0] if layers else 0,
+            stage.ops.paged_attention if tile is None else invariant,
+            rotary(model, torch.arange(model.positions, device=device), stage.dtype),
+        )
+        self._seen: torch.Tensor | None = None
+
+    @property
+    def chooses(self) -> bool:
+        return self.mesh.pp.last and self.mesh.tp.first
+
+    @torch.inference_mode()
+    def run(self, step: Step) -> list[Choice]:
+        """Compute a step; what it found for each wanted row, on rank 0."""
+        if len(step.copies):
+            self.cache.copy(*torch.from_numpy(step.copies).to(self.device).unbind(1))
+        if len(step.marks) and self.chooses:
+            self._mark(step.marks)
+        parts = [step] if self.tile is None else step.tiles(self.tile)
+        logits = []
+        for part in parts:
+            found = self._forward(part)
+            if found is not None and len(step.wanted):
+                here = len(part.wanted) if self.tile is None else _in_tile(step, len(logits), self.tile)
+                logits.append(found[:here])
+        if not len(step.wanted):
+            return []
+        result = self._choose(self._gathered(torch.cat(logits)), step) if self.mesh.pp.last else None
+        return self._to_first(result, step)
+
+    def _forward(self, step: Step) -> torch.Tensor | None:
+        """One pass through our stage; its logits on the last one, else None."""
+        mesh, device = self.mesh, self.device
+        ids, positions, slots = (
+            torch.from_numpy(array).to(device) for array in (step.tokens, step.positions, step.slots)
+        )
+        if self.tile is None:
+            pages = plain_pages(
+                *(step.counts, step.lengths, step.tables),
+                block=self.block,
+                blocks=self.cache.pool.shape[2],
+                repeats=self.repeats,
+                device=device,
+                dtype=self.stage.dtype,
+                window=self.stage.model.window,
+            )
+        else:
+            window = self.stage.model.window
+            pages = invariant_pages(
+                step.counts, step.lengths, step.tables, block=self.block, device=device, window=window
+            )
+        self.cache.begin(slots, pages)
+        batch = DecoderBatch(ids[None], ids[None], ids[None], positions[None], ids[:1])
+        cargo = []
+        if not mesh.pp.first:
+            (shape, dtype), *_ = self.stage.cargo(batch)
+            cargo.append(torch.empty(shape, dtype=dtype, device=device))
+            dist.recv(cargo[0], mesh.pp.ranks[mesh.pp.index - 1], group=mesh.p2p["F", mesh.pp.index].group)
+        out: torch.Tensor = self.stage.decode(batch, self.cache, torch.from_numpy(step.wanted).to(device), *cargo)
+        if mesh.pp.last:
+            return out
+        dist.send(out.contiguous(), mesh.pp.ranks[mesh.pp.index + 1], group=mesh.p2p["F", mesh.pp.index + 1].group)
+        return None
+
+    def _gathered(self, logits: torch.Tensor) -> torch.Tensor:
+        """[m, ids of this rank] of every rank -> fp32 [m, vocab], without padding."""
+        size = self.mesh.tp.size
+        if size > 1:
+            rows, local = logits.shape
+            logits = all_gather(logits, self.mesh.tp).view(size, rows, local).transpose(0, 1).reshape(rows, -1)
+        return logits[:, : self.vocab].float()
+
+    def _choose(self, logits: torch.Tensor, step: Step) -> torch.Tensor | None:
+        """float64 [m, 1 + 1 + 2 k]: id, its log-probability, the k likeliest ids and theirs; [m, 1] where no step wants
+        log-probabilities."""
+        if not self.chooses:
+            return None
+        targets = torch.from_numpy(step.targets).to(self.device)
+        allowed = torch.from_numpy(step.allowed).to(self.device) if step.allowed.size else None
+        ids = self._ids(logits, step, allowed)
+        ids = torch.where(targets >= 0, targets, ids)
+        if step.report < 0:
+            return ids[:, None].double()
+        logprobs = logits.log_softmax(-1)
+        columns = [ids[:, None].double(), logprobs.gather(1, ids[:, None]).double()]
+        if step.report:
+            if allowed is not None:  # beams take what is likely and allowed; alternatives are reported as they are
+                hidden = ~allowed & (targets == BEAM)[:, None]
+                logprobs = logprobs.masked_fill(hidden, -torch.inf)
+            top = logprobs.topk(min(step.report, self.vocab))
+            columns += [top.indices.double(), top.values.double()]
+        return torch.cat(columns, 1)
+
+    def _ids(self, logits: torch.Tensor, step: Step, allowed: torch.Tensor | None) -> torch.Tensor:
+        """What each row chooses, [m]."""
+        if not (step.targets == CHOOSE).any():
+            return torch.zeros(len(logits), dtype=torch.long, device=logits.device)
+        penalties = (step.seen >= 0).any()
+        numbers = torch.from_numpy(step.numbers).to(self.device)
+        temperature, top_k, top_p, min_p, penalty, uniform = numbers.split(1, dim=1)
+        rows = torch.from_numpy(step.seen).to(self.device)
+        if penalties:
+            assert self._seen is not None
+            logits = penalised(logits, self._seen[rows.clamp(min=0)] & (rows >= 0)[:, None], penalty.float())
+        if allowed is not None:
+            logits = logits.masked_fill(~allowed, -torch.inf)
+        ids = logits.argmax(-1)
+        if step.numbers[:, 0].any():
+            ids = self._drawn(
+                logits, step.numbers, ids, *(x.float() for x in (temperature, top_p, min_p)), top_k, uniform
+            )
+        if penalties:
+            assert self._seen is not None
+            self._seen[rows[rows >= 0], ids[rows >= 0]] = True
+        return ids
+
+    def _drawn(
+        self,
+        logits: torch.Tensor,
+        numbers: NDArray[np.float64],
+        greedy: torch.Tensor,
+        temperature: torch.Tensor,
+        top_p: torch.Tensor,
+        min_p: torch.Tensor,
+        top_k: torch.Tensor,
+        uniform: torch.Tensor,
+    ) -> torch.Tensor:
+        filters = Filters(
+            torch.where(temperature > 0, temperature, 1.0),
+            top_k.long(),
+            int(numbers[:, 1].max()),
+            top_p if (numbers[:, 2] < 1).any() else None,
+            min_p if numbers[:, 3].any() else None,
+        )
+        return torch.where(temperature[:, 0] > 0, draw(filters(logits), uniform), greedy)
+
+    def _mark(self, marks: NDArray[np.int64]) -> None:
+        """Add ids to rows of seen ids, or clear such a row."""
+        if self._seen is None:
+            self._seen = torch.zeros(self.requests, self.vocab, dtype=torch.bool, device=self.device)
+        rows, ids = torch.from_numpy(marks).to(self.device).unbind(1)
+        self._seen[rows[ids < 0]] = False
+        self._seen[rows[ids >= 0], ids[ids >= 0]] = True
+
+    def _to_first(self, result: torch.Tensor | None, step: Step) -> list[Choice]:
+        """What the last stage found, on rank 0; nothing elsewhere."""
+        pp, mesh = self.mesh.pp, self.mesh
+        if pp.size > 1 and mesh.tp.first:
+            width = 1 if step.report < 0 else 2 + 2 * min(step.report, self.vocab)
+            if pp.last:
+                assert result is not None
+                dist.send(result.contiguous(), pp.ranks[0], group=mesh.p2p["F", 0].group)
+            elif pp.first:
+                result = torch.empty(len(step.wanted), width, dtype=torch.float64, device=self.device)
+                dist.recv(result, pp.ranks[-1], group=mesh.p2p["F", 0].group)
+        if mesh.rank != 0:
+            return []
+        assert result is not None
+        return _choices(result.cpu().numpy(), step)
+
+
+def _in_tile(step: Step, number: int, rows: int) -> int:
+    """Wanted rows of tile `number`."""
+    return int(((step.wanted >= number * rows) & (step.wanted < (number + 1) * rows)).sum())
+
+
+def _choices(found: NDArray[np.float64], step: Step) -> list[Choice]:
+    ids = found[:, 0].astype(np.int64).tolist()
+    if step.report < 0:
+        return [Choice(token, float("nan"), ()) for token in ids]
+    logprobs, most = found[:, 1].tolist(), (found.shape[1] - 2) // 2
+    top_ids, top = found[:, 2 : 2 + most].astype(np.int64).tolist(), found[:, 2 + most :].tolist()
+    return [
+        Choice(token, logprob, tuple(zip(names[: max(tops, 0)], values[: max(tops, 0)], strict=True)))
+        for token, logprob, names, values, tops in zip(ids, logprobs, top_ids, top, step.tops.tolist(), strict=True)
+    ]

@@ -1,0 +1,220 @@
+"""Attention of ragged tokens to keys and values that lie in the blocks of a cache.
+
+A step's tokens are runs: the next tokens of some sequences, one after the other without padding. The keys of a
+sequence, those of its run included, lie in blocks of a pool, in the order of its row of `tables`:
+
+    starts   0 1 2 6        three runs: of 1, 1 and 4 tokens
+    lengths  9 3 4          keys of each sequence; the last token of a run sees all of them
+    tables   [[7, 2, 5], [1, 0, 0], [4, 0, 0]]          with blocks of 4 keys: key 8 of the first is key 0 of block 5
+
+plain       runs of like length are padded to one and take torch's kernels; any device and dtype
+invariant   every token by itself, its keys in splits of one size: bit for bit the same whatever runs are next to it
+
+Both take q [tokens, heads, d], and keys and values as one pool [2, blocks, block, kv_heads, d], keys first, and give
+[tokens, heads, d]. Query head i reads key/value head i // (heads / kv_heads). They know no sequences and no ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.nn import functional as F
+
+from mega.core.ops.norm import accurate
+
+SPLIT = 256
+"""Keys of one split in `invariant`; a multiple of every block size."""
+
+Integers = NDArray[np.int64]
+
+
+class PaddedRuns(NamedTuple):
+    """Neighbouring runs, padded to `seq` tokens each.
+
+    tokens: theirs among the step's. pad: int64 [batch x seq], of these the one at each padded position, and back: int64
+    [tokens], the position of each; None where nothing is padded. rows: int64 [2 x batch x width], blocks of keys, then
+    of values. bias: [batch, 1, seq x repeats, keys] (or 1 for all queries), 0 where a query sees a key, else -inf.
+    """
+
+    tokens: slice
+    batch: int
+    seq: int
+    pad: torch.Tensor | None
+    back: torch.Tensor | None
+    rows: torch.Tensor
+    bias: torch.Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Pages:
+    """Where the keys of one step's tokens lie; on the device. Made once for all layers.
+
+    starts: int32 [runs + 1]; lengths: int32 [runs]; tables: int32 [runs, width]. padded: what `plain` goes by.
+    token_tables: int64 [tokens, width], positions: int64 [tokens], what `invariant` goes by. window: a token sees this
+    many keys at most, its own included.
+    """
+
+    starts: torch.Tensor
+    lengths: torch.Tensor
+    tables: torch.Tensor
+    padded: tuple[PaddedRuns, ...] = ()
+    token_tables: torch.Tensor | None = None
+    positions: torch.Tensor | None = None
+    window: int | None = None
+
+
+PagedAttention = Callable[[torch.Tensor, torch.Tensor, Pages], torch.Tensor]
+
+
+def plain_pages(
+    counts: Integers,
+    lengths: Integers,
+    tables: Integers,
+    *,
+    block: int,
+    blocks: int,
+    repeats: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    window: int | None = None,
+) -> Pages:
+    """The pages of runs of `counts` tokens each, for `plain`. repeats: query heads of a key/value
+    head. blocks: of the pool."""
+    starts = np.concatenate([[0], np.cumsum(counts)])
+    padded = []
+    for first, end in _alike(counts.tolist()):
+        width = -(-int(lengths[first:end].max()) // block)
+        rows = np.concatenate([tables[first:end, :width], tables[first:end, :width] + blocks])
+        pad, back, bias = _padding(counts[first:end], lengths[first:end], width * block, window)
+        one = torch.from_numpy(bias).to(device=device, dtype=dtype)[:, None]
+        if one.shape[2] > 1 and repeats > 1:
+            one = one.repeat(1, 1, repeats, 1)
+        padded.append(
+            PaddedRuns(
+                slice(int(starts[first]), int(starts[end])),
+                end - first,
+                int(counts[first:end].max()),
+                None if pad is None else torch.from_numpy(pad).to(device),
+                None if back is None else torch.from_numpy(back).to(device),
+                torch.from_numpy(rows.reshape(-1)).to(device),
+                one,
+            )
+        )
+    return Pages(*_on_device(starts, lengths, tables, device), tuple(padded), window=window)
+
+
+def invariant_pages(
+    counts: Integers,
+    lengths: Integers,
+    tables: Integers,
+    *,
+    block: int,
+    device: torch.device,
+    window: int | None = None,
+) -> Pages:
+    """The same for `invariant`."""
+    assert SPLIT % block == 0, (SPLIT, block)
+    width = -(-int(lengths.max()) // SPLIT) * (SPLIT // block)
+    wide = np.zeros((len(tables), max(width, tables.shape[1])), dtype=np.int64)
+    wide[:, : tables.shape[1]] = tables
+    run = np.repeat(np.arange(len(counts)), counts)
+    within = np.arange(len(run)) - np.repeat(np.cumsum(counts) - counts, counts)
+    positions = (lengths - counts)[run] + within
+    starts = np.concatenate([[0], np.cumsum(counts)])
+    return Pages(
+        *_on_device(starts, lengths, tables, device),
+        token_tables=torch.from_numpy(wide[run, :width]).to(device),
+        positions=torch.from_numpy(positions).to(device),
+        window=window,
+    )
+
+
+def _on_device(*arrays_and_device: object) -> Iterator[torch.Tensor]:
+    *arrays, device = arrays_and_device
+    for array in arrays:
+        assert isinstance(array, np.ndarray) and isinstance(device, torch.device)
+        yield torch.from_numpy(array.astype(np.int32)).to(device)
+
+
+def _alike(counts: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Neighbouring runs that are padded together: of one token each, or none twice as long as another.
+
+    >>> list(_alike([1, 1, 4, 5, 8, 20]))
+    [(0, 2), (2, 4), (4, 5), (5, 6)]
+    """
+    first = 0
+    for number in range(1, len(counts) + 1):
+        group = counts[first : number + 1]
+        if number == len(counts) or (min(group) == 1) != (max(group) == 1) or max(group) >= 2 * min(group) > 2:
+            yield first, number
+            first = number
+
+
+def _padding(
+    counts: Integers, lengths: Integers, keys: int, window: int | None
+) -> tuple[Integers | None, Integers | None, NDArray[np.float32]]:
+    """`pad`, `back` and the bias [batch, seq, keys] of neighbouring runs. Padding repeats a run's last token."""
+    seq = int(counts.max())
+    offset = np.minimum(np.arange(seq)[None], counts[:, None] - 1)
+    positions = (lengths - counts)[:, None] + offset
+    at = np.arange(keys)[None, None]
+    seen = at <= positions[..., None]
+    if window is not None:
+        seen &= at > positions[..., None] - window
+    bias = np.where(seen, np.float32(0), np.float32(-np.inf))
+    if int(counts.min()) == seq:
+        return None, None, bias
+    starts = np.cumsum(counts) - counts
+    run = np.repeat(np.arange(len(counts)), counts)
+    within = np.arange(len(run)) - np.repeat(starts, counts)
+    return (starts[:, None] + offset).reshape(-1), run * seq + within, bias
+
+
+def plain(q: torch.Tensor, pool: torch.Tensor, pages: Pages) -> torch.Tensor:
+    """softmax(q k' / sqrt(d)) v over the keys that each token sees."""
+    if len(pages.padded) == 1:
+        return _padded(q, pool, pages.padded[0])
+    return torch.cat([_padded(q[runs.tokens], pool, runs) for runs in pages.padded])
+
+
+def _padded(q: torch.Tensor, pool: torch.Tensor, runs: PaddedRuns) -> torch.Tensor:
+    batch, seq, (block, kv_heads, width) = runs.batch, runs.seq, pool.shape[2:]
+    if runs.pad is not None:
+        q = q.index_select(0, runs.pad)
+    rows = pool.view(-1, block * kv_heads * width).index_select(0, runs.rows)
+    # The query heads of a key/value head are rows of one matrix, so keys are read once for all of them.
+    q = q.reshape(batch, seq, kv_heads, -1, width).permute(0, 2, 3, 1, 4).reshape(batch, kv_heads, -1, width)
+    k, v = rows.view(2, batch, -1, kv_heads, width).transpose(2, 3).unbind(0)
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=runs.bias)
+    out = out.view(batch, kv_heads, -1, seq, width).permute(0, 3, 1, 2, 4).reshape(batch * seq, -1, width)
+    return out if runs.back is None else out.index_select(0, runs.back)
+
+
+def invariant(q: torch.Tensor, pool: torch.Tensor, pages: Pages) -> torch.Tensor:
+    """The same, in running sums over splits of SPLIT keys. A split without a visible key changes no bit."""
+    assert pages.token_tables is not None and pages.positions is not None
+    tokens, (block, kv_heads, width) = len(q), pool.shape[2:]
+    wide = accurate(q.dtype)
+    q = q.reshape(tokens, kv_heads, -1, width)
+    largest = torch.full((*q.shape[:-1], 1), -1e30, dtype=wide, device=q.device)
+    total, mixed = torch.zeros_like(largest), torch.zeros(q.shape, dtype=wide, device=q.device)
+    for number, blocks in enumerate(pages.token_tables.split(SPLIT // block, dim=1)):
+        k, v = pool.index_select(1, blocks.flatten()).view(2, tokens, SPLIT, kv_heads, width).transpose(2, 3)
+        at = torch.arange(number * SPLIT, (number + 1) * SPLIT, device=q.device)
+        seen = at <= pages.positions[:, None]
+        if pages.window is not None:
+            seen &= at > pages.positions[:, None] - pages.window
+        scores = (q @ k.transpose(-1, -2)).to(wide) / math.sqrt(width)
+        scores = scores.masked_fill(~seen[:, None, None], -math.inf)
+        new = torch.maximum(largest, scores.amax(-1, keepdim=True))
+        weights, scale = (scores - new).exp(), (largest - new).exp()
+        total = total * scale + weights.sum(-1, keepdim=True)
+        mixed = mixed * scale + (weights.to(v.dtype) @ v).to(wide)
+        largest = new
+    return (mixed / total).to(q.dtype).reshape(tokens, -1, width)

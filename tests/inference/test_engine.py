@@ -1,0 +1,338 @@
+"""The engine: what it answers is what the model says, alone, among others, and at any layout."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mega.core.config.sections import ModelConfig
+from mega.core.device import Device
+from mega.core.inference.cache import Blocks
+from mega.core.inference.engine import BatchingEngine
+from mega.core.inference.generate import logits
+from mega.core.inference.load import open_model
+from mega.core.inference.opening import EngineOptions, even_layers, start_engine
+from mega.core.inference.request import Event, Limits, Request, RequestError, Sampling
+from mega.core.inference.worker import Worker
+from mega.core.inventory import units
+from mega.core.model.decoder import DecoderStage
+from mega.core.ops.suite import choose, forward_only
+from mega.core.parallel.launch import Pool
+from mega.core.parallel.mesh import Groups, Mesh
+from mega.core.parallel.region import ALONE
+from mega.core.parallel.weight import ParameterFactory, initialise
+from tests.support.shared import shared
+
+GREEDY = Sampling(temperature=0.0)
+CPU = torch.device("cpu")
+SMALL = ModelConfig(layers=2, hidden=32, heads=4, kv_heads=4, head_dim=8, ffn=64, vocab=61, positions=64, qkv_bias=True)
+LLAMA = replace(
+    SMALL, kv_heads=2, position="rope", norm="rmsnorm", activation="swiglu", bias=False, qkv_bias=False, tied=False
+)
+FAMILIES = {
+    "gpt": SMALL,
+    "sinusoidal": replace(SMALL, position="sinusoidal", position_offset=2, embedding_scale=True, activation="gelu"),
+    "llama": LLAMA,
+    "llama3": replace(LLAMA, rope_scaling="llama3", rope_original_positions=16),
+    "interpolated": replace(LLAMA, rope_interpolation=2.0, rope_fraction=0.5),
+    "mistral": replace(LLAMA, window=7),
+    "qwen3": replace(LLAMA, qk_norm=True),
+}
+
+
+def made(model: ModelConfig, dtype: torch.dtype = torch.float32) -> Any:
+    stage = DecoderStage(model, units(model), ParameterFactory({}, dtype, CPU, forward_only(choose(CPU, dtype))), ALONE)
+    initialise(stage, 5)
+    with torch.no_grad():
+        for weight in stage.parameters():
+            if weight.dim() > 1:
+                weight.mul_(6.0)  # far from uniform
+    return stage.eval()
+
+
+def engine_of(
+    stage: Any, *, block: int = 4, cache: int = 2048, requests: int = 16, chunk: int = 7, tile: int = 0
+) -> Any:
+    blocks = cache // block + 1
+    worker = Worker(stage, Mesh.at(0), CPU, blocks=blocks, block=block, requests=requests, tile=tile or None)
+    limits = Limits(stage.model.positions, cache, requests, stage.model.vocab)
+    return BatchingEngine(worker, limits, Blocks(blocks, block), chunk=chunk)
+
+
+def answers(engine: Any, requests: Sequence[Request]) -> list[list[Event]]:
+    """The events of each request, all in flight together."""
+    numbers = [engine.add(request) for request in requests]
+    events: dict[int, list[Event]] = {number: [] for number in numbers}
+    while not engine.idle:
+        for event in engine.step():
+            events[event.request].append(event)
+    assert all(found[-1].finish is not None for found in events.values())
+    held = engine._scheduler.blocks
+    assert held.available == held.count - 1, "blocks or promises are lost"
+    return [events[number] for number in numbers]
+
+
+def tokens(events: Sequence[Event]) -> list[int]:
+    return [event.token for event in events if event.token is not None]
+
+
+def prompts(count: int, vocab: int = 61) -> list[tuple[int, ...]]:
+    draw = random.Random(3)
+    return [tuple(draw.randrange(vocab) for _ in range(draw.randrange(1, 30))) for _ in range(count)]
+
+
+@pytest.mark.parametrize("tile", [0, 8], ids=["ragged", "invariant"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_cache_changes_nothing(family: str, tile: int) -> None:
+    """Chunks, blocks and neighbours: the log-probabilities are those of the whole text in one pass."""
+    stage = made(FAMILIES[family])
+    asked = [
+        Request(prompt=prompt, tokens=12, sampling=GREEDY, logprobs=2, prompt_logprobs=True) for prompt in prompts(5)
+    ]
+    for request, events in zip(asked, answers(engine_of(stage, tile=tile), asked), strict=True):
+        said = tokens(events)
+        text = [*request.prompt, *said]
+        expected = logits(stage, torch.tensor([text]))[0].log_softmax(-1)
+        found = [*(events[0].prompt_logprobs or ())[1:], *(event.logprob for event in events)]
+        theirs = [float(expected[at, token]) for at, token in enumerate(text[1:])]
+        assert found == pytest.approx(theirs, abs=2e-5)
+        assert said == expected[len(request.prompt) - 1 : -1].argmax(-1).tolist()
+        assert all(event.top[0] == (event.token, event.logprob) and len(event.top) == 2 for event in events)
+
+
+def stories() -> Path:
+    return shared("stories260K_hf/config.json").parent
+
+
+def expected_cases() -> list[tuple[Request, list[int]]]:
+    cases = []
+    for case in json.loads((stories() / "expected.json").read_text())["cases"]:
+        mask = torch.ones(512, dtype=torch.bool)
+        mask[case["suppressed_ids"]] = False
+        allowed = (lambda ids, mask=mask: mask) if case["suppressed_ids"] else None
+        length = len(case["greedy_ids"])
+        request = Request(prompt=tuple(case["prompt_ids"]), tokens=length, sampling=GREEDY, allowed=allowed)
+        cases.append((request, case["greedy_ids"]))
+    return cases
+
+
+def mixed() -> list[Request]:
+    """Neighbours of every kind."""
+    others = [
+        Request(prompt=prompt, tokens=9 * number + 1, sampling=Sampling(seed=number, top_p=0.9, top_k=40 * number))
+        for number, prompt in enumerate(prompts(4, 512))
+    ]
+    return [*others, Request(prompt=(1, 403, 407), tokens=6, beams=3), Request(prompt=(1, 5), tokens=0)]
+
+
+def speaks_as_expected(groups: Groups, rank: int, tp: int, pp: int, invariant: bool) -> list[bool] | None:
+    device, options = Device.choose("cpu"), EngineOptions(chunk=16, cache_tokens=4096, batch_invariant=invariant)
+    mesh = Mesh(rank, tp=tp, pp=pp, groups=groups)
+    engine = start_engine(open_model(stories()), mesh, device, options)
+    if engine is None:
+        return None
+    cases = expected_cases()
+    alone = [tokens(answers(engine, [request])[0]) == ids for request, ids in cases]
+    among = answers(engine, [mixed()[0], *(request for request, _ in cases), *mixed()[1:]])
+    engine.close()
+    return alone + [tokens(found) == ids for found, (_, ids) in zip(among[1:], cases, strict=False)]
+
+
+@pytest.mark.parametrize("invariant", [False, True], ids=["ragged", "invariant"])
+def test_stories_alone_and_among_others(invariant: bool) -> None:
+    assert all(speaks_as_expected(Groups(), 0, 1, 1, invariant) or [False])
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2), (2, 2)])
+def test_stories_at_other_layouts(pool: Pool, tp: int, pp: int) -> None:
+    first, *rest = pool.run(speaks_as_expected, tp, pp, False, world=tp * pp)
+    assert first and all(first) and rest == [None] * (tp * pp - 1)
+
+
+def draws_of(groups: Groups, rank: int, tp: int, pp: int) -> list[list[int]] | None:
+    mesh, options = Mesh(rank, tp=tp, pp=pp, groups=groups), EngineOptions(cache_tokens=4096, chunk=9)
+    engine = start_engine(open_model(stories()), mesh, Device.choose("cpu"), options)
+    if engine is None:
+        return None
+    how = Sampling(seed=11, temperature=1.2, top_p=0.9, top_p_decay=0.97, min_p=0.01, repetition_penalty=1.3)
+    asked = [Request(prompt=prompt, tokens=30, sampling=how) for prompt in prompts(3, 512)]
+    said = [tokens(events) for events in answers(engine, asked)]
+    engine.close()
+    return said
+
+
+def test_a_seed_gives_the_same_text_at_any_layout(pool: Pool) -> None:
+    alone = draws_of(Groups(), 0, 1, 1)
+    assert pool.run(draws_of, 2, 2, world=4)[0] == alone
+    assert alone is not None and len({tuple(ids) for ids in alone}) == 3
+
+
+def test_stages_are_even() -> None:
+    assert even_layers(7, 3) == (3, 2, 2)
+
+
+def test_prefixes_are_computed_once() -> None:
+    engine, long = engine_of(made(LLAMA), chunk=64), tuple(range(40))
+    computed: list[int] = []
+    run = engine._worker.run
+    engine._worker.run = lambda step: (computed.append(len(step.tokens)), run(step))[1]
+    first, second = (Request(prompt=(*long, end), tokens=1, sampling=GREEDY, logprobs=0) for end in (50, 51))
+    together = answers(engine, [first, second, first])
+    assert computed == [41 + 1 + 1]  # the others share ten full blocks with the first, which is in the same step
+    computed.clear()
+    assert answers(engine, [second])[0][0].logprob == together[1][0].logprob
+    assert computed == [1]
+    assert tokens(together[0]) == tokens(together[2])
+
+
+def test_what_does_not_fit_waits_and_what_never_fits_is_refused() -> None:
+    engine = engine_of(made(LLAMA), cache=64, requests=3)
+    asked = [Request(prompt=prompt, tokens=20, sampling=GREEDY) for prompt in prompts(9)]
+    alone = [tokens(answers(engine_of(made(LLAMA)), [request])[0]) for request in asked]
+    assert [tokens(events) for events in answers(engine, asked)] == alone
+    for bad, field in [
+        (Request(prompt=(1,), tokens=64), "tokens"),
+        (Request(prompt=(1, 61), tokens=1), "prompt"),
+        (Request(prompt=(1,), tokens=30, beams=3), "tokens"),
+        (Request(prompt=(1,), tokens=3, beams=4), "beams"),
+        (Request(prompt=(1,), tokens=3, adapter="x"), "adapter"),
+    ]:
+        with pytest.raises(RequestError) as caught:
+            engine.add(bad)
+        assert caught.value.field == field
+    assert engine.idle
+
+
+def test_requests_end_by_stop_cancel_or_failure() -> None:
+    engine = engine_of(made(LLAMA))
+    (said,) = answers(engine, [Request(prompt=(1, 2), tokens=9, sampling=GREEDY)])
+    third = tokens(said)[2]
+    first = tokens(said).index(third) + 1
+    (stopped,) = answers(engine, [Request(prompt=(1, 2), tokens=9, sampling=GREEDY, stop_ids=frozenset({third}))])
+    assert tokens(stopped) == tokens(said)[:first] and stopped[-1].finish == "stop"
+
+    def fails(ids: Sequence[int]) -> torch.Tensor:
+        raise KeyError("no rule") if len(ids) > 3 else torch.ones(1)
+
+    kept = engine.add(Request(prompt=(1, 2), tokens=9, sampling=GREEDY))
+    left = engine.add(Request(prompt=(3, 2), tokens=9, sampling=GREEDY))
+    failed = engine.add(Request(prompt=(4, 2), tokens=9, sampling=GREEDY, allowed=lambda ids: torch.zeros(61)))
+    late = engine.add(Request(prompt=(4, 2, 9, 8), tokens=9, sampling=GREEDY, allowed=fails))
+    events = engine.step()
+    engine.cancel(left)
+    engine.cancel(left)
+    engine.cancel(12345)
+    while not engine.idle:
+        events += engine.step()
+    ends = {event.request: (event.finish, event.message) for event in events if event.finish}
+    assert ends == {
+        kept: ("length", ""),
+        left: ("cancelled", ""),
+        failed: ("failed", "allowed: no token may follow"),
+        late: ("failed", "'no rule'"),
+    }
+    assert tokens([event for event in events if event.request == kept]) == tokens(said)
+    assert engine._scheduler.blocks.available == engine._scheduler.blocks.count - 1
+
+
+def test_only_what_is_allowed_follows() -> None:
+    def odd_after_even(ids: Sequence[int]) -> torch.Tensor:
+        return torch.arange(61) % 2 != ids[-1] % 2
+
+    engine = engine_of(made(LLAMA))
+    for how in ({"sampling": GREEDY}, {"sampling": Sampling(seed=3)}, {"beams": 3}):
+        (events,) = answers(engine, [Request(prompt=(2,), tokens=15, allowed=odd_after_even, **how)])  # type: ignore[arg-type]
+        said = list(events[-1].beams[0].ids) if events[-1].beams else tokens(events)
+        assert [token % 2 for token in said] == [1, 0] * 7 + [1]
+
+
+def test_the_penalty_is_that_of_others() -> None:
+    transformers = pytest.importorskip("transformers")
+    stage, prompt, said = made(LLAMA), [5, 9, 9, 33], []
+    processor = transformers.RepetitionPenaltyLogitsProcessor(1.7)
+    for _ in range(20):
+        ids = torch.tensor([[*prompt, *said]])
+        said.append(int(processor(ids, logits(stage, ids)[:, -1]).argmax()))
+    how = Sampling(temperature=0.0, repetition_penalty=1.7)
+    asked = [Request(prompt=tuple(prompt), tokens=20, sampling=how)] * 2
+    first, again = answers(engine_of(stage), [asked[0], Request(prompt=(1,), tokens=8, sampling=GREEDY)])[0], []
+    again = answers(engine_of(stage, chunk=1), asked)[1]
+    assert tokens(first) == tokens(again) == said
+
+
+@pytest.mark.parametrize(("width", "penalty", "stop"), [(1, 1.0, None), (4, 1.0, 2), (3, 0.2, 426), (4, 2.5, 426)])
+def test_beam_scores_are_those_of_transformers(width: int, penalty: float, stop: int | None) -> None:
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(stories(), dtype=torch.float32)
+    theirs.generation_config.eos_token_id = None
+    prompt = (1, 403, 407, 261, 378)
+    found = theirs.generate(
+        torch.tensor([prompt]),
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+        num_beams=width,
+        num_return_sequences=width,
+        max_new_tokens=24,
+        length_penalty=penalty,
+        eos_token_id=stop,
+        pad_token_id=0,
+        do_sample=False,
+        return_dict_in_generate=True,
+        output_scores=True,
+    )
+    engine = start_engine(open_model(stories()), Mesh.at(0), Device.choose("cpu"), EngineOptions(cache_tokens=4096))
+    stop_ids = frozenset() if stop is None else frozenset({stop})
+    request = Request(prompt=prompt, tokens=24, beams=width, length_penalty=penalty, stop_ids=stop_ids)
+    ours = answers(engine, [*mixed(), request])[-1][-1].beams
+    for beam, row in zip(ours, found.sequences, strict=True):
+        ids, padding = row[len(prompt) :].split([len(beam.ids), len(row) - len(prompt) - len(beam.ids)])
+        assert beam.ids == tuple(ids.tolist()) and set(padding.tolist()) <= {0, stop}
+    if width > 1:
+        assert [beam.score for beam in ours] == pytest.approx(found.sequences_scores.tolist(), abs=1e-4)
+
+
+def test_one_answer_does_not_depend_on_the_others() -> None:
+    """Bit for bit under tiles; the long form of it is tests/battery/engine.py."""
+    check_canaries(made(LLAMA), requests=60, seed=1)
+
+
+def check_canaries(stage: Any, requests: int, seed: int) -> None:
+    """Requests that join and leave at random, some cancelled: each answer is what it is alone, to the last bit."""
+    draw = random.Random(seed)
+    vocab = stage.model.vocab
+    asked = []
+    for number in range(requests):
+        start = draw.choice([(), tuple(range(9)), tuple(range(20))])
+        prompt = (*start, *(draw.randrange(vocab) for _ in range(draw.randrange(1, 12))))
+        how = draw.choice([GREEDY, Sampling(seed=number), Sampling(seed=number, top_k=5, repetition_penalty=1.5)])
+        beams = draw.choice([0, 0, 0, 3])
+        asked.append(Request(prompt=prompt, tokens=draw.randrange(1, 14), sampling=how, beams=beams, logprobs=1))
+    alone_engine = engine_of(stage, tile=8)
+    alone = [answers(alone_engine, [request])[0] for request in asked]
+    engine = engine_of(stage, tile=8, cache=400, requests=9)
+    numbers: dict[int, int] = {}
+    found: dict[int, list[Event]] = {}
+    cancelled, left = set(), list(range(requests))
+    while left or not engine.idle:
+        for _ in range(min(len(left), draw.randrange(4))):
+            which = left.pop(0)
+            numbers[engine.add(asked[which])] = which
+        if numbers and draw.random() < 0.1:
+            number = draw.choice(list(numbers))
+            engine.cancel(number)
+            cancelled.add(number)
+        for event in engine.step():
+            found.setdefault(event.request, []).append(event)
+    for number, which in numbers.items():
+        got = [replace(event, request=0) for event in found[number]]
+        expected = [replace(event, request=0) for event in alone[which]]
+        if got[-1].finish == "cancelled":
+            assert number in cancelled and got[:-1] == expected[: len(got) - 1]
+        else:
+            assert got == expected, which
