@@ -113,8 +113,8 @@ class MaskedBatch(_Tensors):
     loss_weights: float32 [b, s], 1 where a token is to be predicted.
     types: int64 [b, s], 0 for the first part and 1 for the second.
     lengths: int64 [b], tokens of each row that are not padding.
-    pairs: int64 [b], 1 where the two parts stand in the wrong order, 0 in the right one, -1 where that is not known or
-        another rank, which holds the first token, judges it.
+    pairs: int64 [b], 1 where the two parts stand in the wrong order, 0 in the right one, or the row's class; -1 where
+        that is not known, or where another rank, which holds the first token, judges it.
     samples: int64 [b], global sample numbers.
     columns: int64 [s], where a rank holds some columns of its rows only: which ones, ascending. Lengths are those of
         the whole rows even then.
@@ -134,11 +134,11 @@ class MaskedBatch(_Tensors):
     @property
     def weights(self) -> Mapping[str, torch.Tensor]:
         """Masked tokens, and rows: each loss has its own divisor."""
-        return {"lm": self.loss_weights, "pair": self.pair_weights}
+        return {"lm": self.loss_weights, "pair": self.pair_weights, "class": self.pair_weights}
 
     @property
     def pair_weights(self) -> torch.Tensor:
-        """float32 [b], 1 where the order of the parts is known."""
+        """float32 [b], 1 where the order of the parts, or the class, is known."""
         return (self.pairs >= 0).float()
 
     @property

@@ -217,6 +217,26 @@ class ModelConfig(Section):
         families=("bert",),
         formerly="masking",
     )
+    token_types: int | None = option(
+        None,
+        "parts of a row that BERT's embeddings tell apart; 0 is none [2; 0 without --binary-head]",
+        within=NOT_NEGATIVE,
+        most=2**16,
+        families=("bert",),
+    )
+    head: Literal["lm", "classification", "none"] = option(
+        "lm",
+        "what BERT computes: lm is masked words and the order of parts, classification one of --classes of each row",
+        families=("bert",),
+    )
+    classes: int = option(
+        2,
+        "classes of a row",
+        within=COUNT,
+        most=2**20,
+        families=("bert",),
+        needs={"head": ("classification",)},
+    )
     hidden_dropout: float = option(
         0.1, "dropout of the residual stream", megatron="--hidden-dropout", within=BELOW_ONE, on_resume="noted"
     )

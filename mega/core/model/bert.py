@@ -10,7 +10,7 @@ rows; else on all, as Megatron-LM's does.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, cast
+from typing import cast
 
 import torch
 from torch import nn
@@ -52,47 +52,46 @@ class WordHead(nn.Module):
         self.bias = factory(tensors["lm_head.bias"])
         self.activation, self.ops, self.region = model.head_activation, factory.ops, region
 
-    def forward(self, x: torch.Tensor, batch: MaskedBatch | None) -> Term | torch.Tensor:
-        """x [tokens, h] -> the loss of a batch, or logits [tokens, ids of this rank]."""
-        labels = weights = None
-        if batch is not None:
-            labels, weights = batch.labels.flatten(), batch.loss_weights.flatten()
-            if batch.predicted is not None and not self.region.sequence:
-                rows = torch.arange(len(batch.predicted), device=x.device) * batch.tokens.shape[1]
-                chosen = (rows[:, None] + batch.predicted).flatten()
-                x, labels, weights = x[chosen], labels[chosen], weights[chosen]
-        active = self.ops.activate(self.dense.matmul(x), self.dense.bias, self.activation)
-        normed = self.norm(ResidualState(active))[1]
-        if labels is None or weights is None:
-            return logits(normed, self.weight, self.region, self.bias)
-        nll = cross_entropy(normed, labels, self.weight, self.region, self.bias)
+    def forward(self, x: torch.Tensor, batch: MaskedBatch) -> Term:
+        """x [tokens, h], our tokens under sequence -> the loss."""
+        labels, weights = batch.labels.flatten(), batch.loss_weights.flatten()
+        if batch.predicted is not None and not self.region.sequence:
+            rows = torch.arange(len(batch.predicted), device=x.device) * batch.tokens.shape[1]
+            chosen = (rows[:, None] + batch.predicted).flatten()
+            x, labels, weights = x[chosen], labels[chosen], weights[chosen]
+        nll = cross_entropy(self.transformed(x), labels, self.weight, self.region, self.bias)
         weight = weights.to(nll.dtype)
         return Term((nll * weight).sum(), weight.sum())
 
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        """[tokens, ids of this rank]"""
+        return logits(self.transformed(x), self.weight, self.region, self.bias)
 
-class Judged(NamedTuple):
-    """The loss of the order of parts, and how often it is right."""
-
-    loss: Term
-    right: Term
+    def transformed(self, x: torch.Tensor) -> torch.Tensor:
+        active = self.ops.activate(self.dense.matmul(x), self.dense.bias, self.activation)
+        return self.norm(ResidualState(active))[1]
 
 
-class PairHead(nn.Module):
-    """Whether two parts stand in the wrong order: pooled first token, two classes. Every tensor rank does the same."""
+class RowHead(nn.Module):
+    """What kind of row it is: its first token, pooled, and a number of classes. Every tensor rank does the same."""
 
-    def __init__(self, factory: ParameterFactory, tensors: Tensors, region: Region):
+    def __init__(self, factory: ParameterFactory, tensors: Tensors, name: str, region: Region):
         super().__init__()
         self.pooler = Dense(factory, tensors, "pooler.dense")
-        self.out = Dense(factory, tensors, "binary_head")
+        self.out = Dense(factory, tensors, name)
         self.region = region
 
-    def forward(self, x: torch.Tensor, batch: MaskedBatch) -> Judged:
-        """x [tokens, h], our tokens under sequence."""
-        classes = self.out(self.pooler(self.first_tokens(x, *batch.tokens.shape)).tanh())
+    def forward(self, x: torch.Tensor, batch: MaskedBatch) -> Losses:
+        """x [tokens, h], our tokens under sequence -> the loss, and how often the likeliest class is right."""
+        classes = self.logits(x, batch)
         losses = F.cross_entropy(classes.to(accurate(classes.dtype)), batch.pairs.clamp(min=0), reduction="none")
         right = (classes.detach().argmax(-1) == batch.pairs).to(losses.dtype)
         rows = batch.pair_weights.to(losses.dtype)
-        return Judged(Term((losses * rows).sum(), rows.sum()), Term((right * rows).sum(), rows.sum()))
+        return Losses((Term((losses * rows).sum(), rows.sum()),), (Term((right * rows).sum(), rows.sum()),))
+
+    def logits(self, x: torch.Tensor, batch: MaskedBatch) -> torch.Tensor:
+        """[b, classes] on every rank."""
+        return self.out(self.pooler(self.first_tokens(x, *batch.tokens.shape)).tanh())
 
     def first_tokens(self, x: torch.Tensor, batch: int, seq: int) -> torch.Tensor:
         """The first token of each row: [batch, h] on every rank. Under sequence a rank holds those of some rows."""
@@ -104,6 +103,10 @@ class PairHead(nn.Module):
         return reduce_from_region(held, self.region.axis, sequence=False)
 
 
+ROW_HEADS = {"lm": "binary_head", "classification": "classification_head"}
+"""The model's head -> what judges rows."""
+
+
 class Head(nn.Module):
     """The final norm, where norms stand before their branches, and what judges words and rows."""
 
@@ -111,17 +114,34 @@ class Head(nn.Module):
         super().__init__()
         self.ops = factory.ops
         self.norm = Norm(factory, model, tensors, "model.norm") if model.norm_placement == "pre" else None
-        self.words = WordHead(factory, model, tensors, region)
-        self.pair = PairHead(factory, tensors, region) if model.binary_head else None
+        self.words = WordHead(factory, model, tensors, region) if model.head == "lm" else None
+        name = ROW_HEADS.get(model.head)
+        judges = f"{name}.weight" in tensors and name is not None
+        self.rows = RowHead(factory, tensors, name, region) if judges else None
+        # A model without a head still has its pooler.
+        self.pooler = (
+            Dense(factory, tensors, "pooler.dense") if not judges and "pooler.dense.weight" in tensors else None
+        )
 
     def forward(self, stream: ResidualState, batch: MaskedBatch | None = None) -> Losses | torch.Tensor:
-        """The losses of a batch; logits [tokens, ids of this rank] without one."""
-        x = stream.sum(self.ops) if self.norm is None else self.norm(stream)[1]
-        found = self.words(x, batch)
-        if batch is None or self.pair is None:
-            return Losses((found,)) if batch is not None else cast(torch.Tensor, found)
-        judged = self.pair(x, batch)
-        return Losses((found, judged.loss), (judged.right,))
+        """The losses of a batch; logits of words [tokens, ids of this rank] without one."""
+        x = self.normed(stream)
+        if batch is None:
+            assert self.words is not None
+            return self.words.logits(x)
+        found = Losses(()) if self.words is None else Losses((self.words(x, batch),))
+        if self.rows is None:
+            return found
+        judged = self.rows(x, batch)
+        return Losses((*found.terms, *judged.terms), judged.metrics)
+
+    def normed(self, stream: ResidualState) -> torch.Tensor:
+        """[tokens, h] after the last block."""
+        return stream.sum(self.ops) if self.norm is None else self.norm(stream)[1]
+
+
+NAMES = {"lm": (("lm", "pair"), ("pair_accuracy",)), "classification": (("class",), ("accuracy",)), "none": ((), ())}
+"""The model's head -> its losses and metrics."""
 
 
 class BertStage(StackStage):
@@ -136,8 +156,17 @@ class BertStage(StackStage):
         options: StageOptions = StageOptions(),  # noqa: B008 - frozen
     ):
         super().__init__(model, units, factory, region, options)
-        self.terms = ("lm", "pair") if model.binary_head else ("lm",)
-        self.metrics = ("pair_accuracy",) if model.binary_head else ()
+        self.terms, self.metrics = NAMES[model.head]
+        if model.head == "lm" and not model.binary_head:
+            self.terms, self.metrics = ("lm",), ()
+
+    def outputs(self, stream: ResidualState, batch: MaskedBatch) -> torch.Tensor:
+        """Logits of the words [b, s, ids of this rank], or of the classes [b, classes]."""
+        head = cast(Head, self.head)
+        rows = head.rows
+        if self.model.head != "classification" or rows is None:
+            return super().outputs(stream, batch)
+        return self.headed(stream, lambda stream: rows.logits(head.normed(stream), batch))
 
     def make_embedding(self, factory: ParameterFactory, tensors: Tensors) -> Embedding:
         return Embedding(factory, self.model, tensors, self.region, self.residual)

@@ -6,7 +6,7 @@ units run with their whole weights (ZeRO 3), here, for all of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -108,12 +108,12 @@ class StackStage(nn.Module):
         return [((tokens, self.model.hidden), self.residual)]
 
     def forward(self, batch: Any, *cargo: torch.Tensor, outputs: bool = False) -> StageOutput:
-        """outputs: the last stage gives logits [b, s, ids of this rank] instead of the losses."""
+        """outputs: the last stage gives what `outputs` says instead of the losses."""
         stream, *beside = self.stream(batch, *cargo)
         if self.head is None:
             return StageOutput(cargo=(stream.sum(self.ops), *beside))
         if outputs:
-            return StageOutput(outputs=self._logits(stream).unflatten(0, tuple(batch.tokens.shape)))
+            return StageOutput(outputs=self.outputs(stream, batch))
         found = self._losses(stream, batch)
         return StageOutput(
             terms=dict(zip(self.terms, found.terms, strict=True)),
@@ -167,12 +167,16 @@ class StackStage(nn.Module):
         """Blocks as a function of one tensor, for callers that run them as a unit."""
         return self._through(blocks, ResidualState(x), context, unshard).sum(self.ops)
 
-    def _logits(self, stream: ResidualState) -> torch.Tensor:
-        head = self.head
-        assert head is not None
+    def outputs(self, stream: ResidualState, batch: Any) -> torch.Tensor:
+        """What the last stage computes of `batch` instead of losses: logits [b, s, ids of this rank]."""
+        return self.headed(stream, lambda stream: self.head(stream)).unflatten(0, tuple(batch.tokens.shape))  # type: ignore[misc]
+
+    def headed(self, stream: ResidualState, run: Callable[[ResidualState], torch.Tensor]) -> torch.Tensor:
+        """`run`, which the head computes, with its whole weights here."""
+        assert self.head is not None
         if self.with_full_params is None:
-            return head(stream)
-        return self.with_full_params(head, lambda x: head(ResidualState(x)), stream.sum(self.ops))
+            return run(stream)
+        return self.with_full_params(self.head, lambda x: run(ResidualState(x)), stream.sum(self.ops))
 
     def _losses(self, stream: ResidualState, batch: Any) -> Losses:
         head = self.head
@@ -181,11 +185,11 @@ class StackStage(nn.Module):
             return head(stream, batch)
         made: list[Losses] = []
 
-        def run(x: torch.Tensor) -> torch.Tensor:
-            made.append(head(ResidualState(x), batch))
+        def run(stream: ResidualState) -> torch.Tensor:
+            made.append(head(stream, batch))
             return torch.stack([term.total for term in made[0].terms])
 
-        totals = self.with_full_params(head, run, stream.sum(self.ops)).unbind()
+        totals = self.headed(stream, run).unbind()
         terms = (Term(total, term.weight) for total, term in zip(totals, made[0].terms, strict=True))
         return Losses(tuple(terms), made[0].metrics)
 

@@ -49,8 +49,11 @@ def gpt2_name(name: str) -> str:
     return translated(name, NAMES, "h.{}.")
 
 
-def model_from_config(config: Mapping[str, Any], where: str) -> ModelConfig:
-    """The resolved model section that a config.json describes. Errors: CheckpointError naming the key."""
+def model_from_config(config: Mapping[str, Any], where: str, found: Collection[str] = ()) -> ModelConfig:
+    """The resolved model section that a config.json describes. Errors: CheckpointError naming the key.
+
+    found: names of the tensors along with it, off which nothing is read.
+    """
     for key in ("scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn", "add_cross_attention"):
         only(config, key, (False, None), where)
     only(config, "scale_attn_weights", (True, None), where)

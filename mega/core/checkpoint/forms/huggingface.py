@@ -1,17 +1,18 @@
 """Hugging Face's folders: config.json, safetensors or torch files, tokenizer files.
 
-What config.json and tensors are called depends on its `model_type`: llama.py and gpt2.py know that.
+What config.json and tensors are called depends on its `model_type`: llama.py, gpt2.py and bert.py know that.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
 
-from mega.core.checkpoint.forms import gpt2, llama
+from mega.core.checkpoint.forms import bert, gpt2, llama
 from mega.core.checkpoint.forms.companions import copy_companions
 from mega.core.checkpoint.forms.foreign import (
     EntrySource,
@@ -39,9 +40,18 @@ def recognise(path: Path) -> bool:
 
 
 def tokenizer(files: Attachments) -> str | None:
+    if "vocab.txt" in files:
+        return "BertWordPieceLowerCase" if _lowers(files) else "BertWordPieceCase"
     if "tokenizer.json" in files:
         return "HuggingFaceTokenizer"
     return "GPT2BPETokenizer" if {"vocab.json", "merges.txt"} <= files.keys() else None
+
+
+def _lowers(files: Attachments) -> bool:
+    """Whether the tokenizer of a vocab.txt makes letters small, as transformers' does where nothing is said."""
+    file = files.get("tokenizer_config.json")
+    said = {} if not isinstance(file, Path) else read_json(file)
+    return bool(said.get("do_lower_case", True))
 
 
 def open_form(path: Path, given: Given) -> Opened:
@@ -51,20 +61,29 @@ def open_form(path: Path, given: Given) -> Opened:
         raise CheckpointError(f"{where}: quantization_config: quantised weights are not read; dequantise them first")
     if (adapter := path / "adapter_config.json").exists():
         raise CheckpointError(f"{adapter}: an adapter is not read; merge it into the weights, or take its files away")
-    names = gpt2 if config.get("model_type") == "gpt2" else llama
-    model = names.model_from_config(config, str(where))
-    source = weights_of(path)
+    kind, source = config.get("model_type"), weights_of(path)
+    names: ModuleType = bert if kind in bert.TYPES else gpt2 if kind == "gpt2" else llama
+    model = names.model_from_config(config, str(where), source.tensors)
     check_size(model, source.tensors, str(where))
     return Opened(source, model, names.table(model, source.tensors))
 
 
 def export(own: Own, to: str, given: Given) -> Export:
-    """A folder that `AutoModelForCausalLM.from_pretrained` opens."""
+    """A folder that transformers' `from_pretrained` opens."""
+    if own.model.family == "bert":
+        return _folder(own, bert, SpecialTokens({}), {}, bert.losses(own.model))
     names = gpt2 if own.model.position == "learned" else llama
     tokens, losses = _special_tokens(own, given)
     config = _config(names, own, tokens)
     generation = {"_from_model_config": True, **{key: config[key] for key in TOKEN_IDS if key in config}}
-    texts = {"generation_config.json": generation, **tokens.files}
+    return _folder(own, names, tokens, {"generation_config.json": generation, **tokens.files}, losses)
+
+
+def _folder(
+    own: Own, names: ModuleType, tokens: SpecialTokens, texts: Mapping[str, Mapping[str, Any]], losses: tuple[str, ...]
+) -> Export:
+    """texts: files besides config.json, where the checkpoint does not carry them."""
+    config = _config(names, own, tokens)
 
     def fill(folder: Path, table: Table, source: Source) -> int:
         written = _write_shards(folder, table, source)
@@ -106,7 +125,8 @@ def _config(names: ModuleType, own: Own, tokens: SpecialTokens) -> dict[str, Any
     attached = own.checkpoint.attachments.get("config.json")
     config = {} if attached is None else read_json(attached)
     try:
-        same = names.model_from_config(config, str(attached)) == own.model
+        theirs = [target.fragments[0].source for target in names.table(own.model).targets]
+        same = names.model_from_config(config, str(attached), theirs) == own.model
     except CheckpointError:
         same = False
     if not same:

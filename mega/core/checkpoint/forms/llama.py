@@ -44,10 +44,11 @@ _BUFFERS = ("rotary_emb.inv_freq", "self_attn.masked_bias", "self_attn.bias")
 """Ends of names that old exports carry and that hold no parameters."""
 
 
-def model_from_config(config: Mapping[str, Any], where: str) -> ModelConfig:
+def model_from_config(config: Mapping[str, Any], where: str, found: Collection[str] = ()) -> ModelConfig:
     """The resolved model section that a config.json describes.
 
-    where: names the file in errors. Errors: CheckpointError naming a key whose value has no counterpart.
+    where: names the file in errors. found: names of the tensors along with it, off which nothing is read.
+    Errors: CheckpointError naming a key whose value has no counterpart.
     """
     model_type = config.get("model_type")
     family = next((row for row in FAMILIES if row.model_type == model_type), None)
