@@ -62,6 +62,12 @@ def check_transformers() -> None:
         raise ValueError(f"--verify: {needs}: {' '.join(str(error).split())}") from None
 
 
+def continues_text(one: Path, other: Path) -> bool:
+    """Whether the checkpoint, whichever of the two it is, holds a model whose logits of a text can be compared."""
+    checkpoint = locate(one if form_at(one) is OWN else other)
+    return family(model_of(checkpoint.meta, str(checkpoint.path))).prompt is not None
+
+
 def compare_logits(one: Path, other: Path) -> LogitComparison:
     """Compare a Hugging Face folder and a checkpoint, in either order, on random tokens, both in fp32.
 
