@@ -141,6 +141,8 @@ def _families(run: RunConfig) -> Problems:
     """Options of other model families than the run's, and samples that its own does not read."""
     for name, value, rule in foreign_values(run):
         yield _format(name, value, rule)
+    if run.model.head == "none" and not run.runtime.dry_run:
+        yield _line(run, "head", "has nothing to train; valid: lm, classification")
     own = FAMILY_DEFAULTS[run.model.family].values.get("sample_kind", "gpt")
     if own != "gpt" and run.masking.sample_kind == "gpt":
         yield _line(run, "sample_kind", f"--family {run.model.family} reads other samples; valid: {own}")
