@@ -27,7 +27,7 @@ MODEL = (
     "--micro-batch-size 2 --global-batch-size 8 --lr 1e-2 --lr-decay-style linear --lr-warmup-fraction .1 "
     "--log-interval 1 --eval-iters 1 --eval-interval 8 --save-interval 8 --bucket-size 5000 --device cpu"
 ).split()
-LAYOUT = "--train-iters 24 --nproc 4 --tp 2 --pp 2 --sequence-parallel --resume auto".split()
+LAYOUT = "--train-iters 16 --nproc 4 --tp 2 --pp 2 --sequence-parallel --resume auto".split()
 
 
 @pytest.fixture(scope="module")
@@ -39,13 +39,12 @@ def vocabulary(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Documents that count upwards, a few words a sentence: both the words and the order of two parts can be told."""
-    prefix = tmp_path_factory.mktemp("corpus") / "counting"
+    """Documents of seven sentences, in which a few words are much more frequent than others."""
+    prefix = tmp_path_factory.mktemp("corpus") / "words"
     draws = random.Random(5)
     with IndexedWriter(prefix, np.dtype(np.uint16)) as writer:
         for _ in range(120):
-            first = draws.randrange(10)
-            ids = [len(CONTROLS) + (first + step) % WORDS for step in range(28)]
+            ids = [len(CONTROLS) + draws.randrange(draws.choice([3, 3, 3, WORDS])) for _ in range(28)]
             writer.add([ids[at : at + 4] for at in range(0, 28, 4)])
     return str(prefix)
 
@@ -65,9 +64,8 @@ def test_killed_and_resumed_on_falling_losses(corpus: str, vocabulary: Path, tmp
     straight, killed = tmp_path / "straight", tmp_path / "killed"
     assert main([*command(corpus, vocabulary, straight), *LAYOUT]) == 0
     found = rows(straight)
-    assert found[24]["lm"] < 0.8 * found[1]["lm"] and found[24]["loss"] == pytest.approx(
-        found[24]["lm"] + found[24]["pair"]
-    )
+    assert sum(found[step]["lm"] for step in range(13, 17)) / 4 < 0.8 * found[1]["lm"]
+    assert all(row["loss"] == pytest.approx(row["lm"] + row["pair"]) for row in found.values())
 
     line = [sys.executable, "-m", "mega", *command(corpus, vocabulary, killed), *LAYOUT]
     process = subprocess.Popen(line, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
@@ -76,10 +74,10 @@ def test_killed_and_resumed_on_falling_losses(corpus: str, vocabulary: Path, tmp
         time.sleep(0.02)
     os.killpg(process.pid, signal.SIGKILL)
     process.communicate()
-    assert CheckpointStore(killed).steps() in ([8], [8, 16]), "killed too late or too early"
+    assert CheckpointStore(killed).steps() == [8], "killed too late or too early"
     assert main([*command(corpus, vocabulary, killed), *LAYOUT]) == 0
     assert rows(killed) == found
-    first, second = CheckpointStore(straight).open(24), CheckpointStore(killed).open(24)
+    first, second = CheckpointStore(straight).open(16), CheckpointStore(killed).open(16)
     assert set(first.tensors) == set(second.tensors) and not list(diff(first, second))
 
 
