@@ -103,6 +103,17 @@ def test_logits_losses_and_gradients_are_transformers(kind: str, placement: str,
         torch.testing.assert_close(gradient, wanted[name], rtol=bound, atol=bound, msg=lambda m, n=name: f"{n}: {m}")
 
 
+def test_each_loss_has_its_own_divisor() -> None:
+    """What gradients are divided by is what is reported, also where ranks share rows: masked tokens, labelled rows."""
+    stage, (batch, _) = stage_of("fp64"), padded_rows()
+    parts = [batch.split(index, 2) for index in range(2)]
+    for name, term in stage(batch).terms.items():
+        assert (
+            float(term.weight) == float(batch.weights[name].sum()) == sum(float(p.weights[name].sum()) for p in parts)
+        )
+    assert float(batch.weights["pair"].sum()) == ROWS - 1 != float(batch.weights["lm"].sum())
+
+
 def test_classes_are_transformers() -> None:
     stage = stage_of("fp64", norm_placement="post", head="classification", classes=3)
     theirs = their_model("BertForSequenceClassification", stage, num_labels=3)

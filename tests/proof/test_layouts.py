@@ -120,7 +120,7 @@ def without_ranks(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 def test_the_table(without_ranks: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["parity"]) == 0
     printed = capsys.readouterr().out
-    assert "12 of 12 layouts are within the bounds" in printed and "tp2pp2dp2sp-zero1" in printed
+    assert "16 of 16 layouts are within the bounds" in printed and "tp2pp2dp2sp-zero1" in printed
     assert main(["parity", "--all", "--dtype", "fp32"]) == 0
     count = sum(len(layouts_of(model)) for model in MODELS)
     assert count > 2 * len(every_layout()) + 2 * len(TIES) + 40

@@ -70,6 +70,13 @@ LAYOUTS = [
     ("gpt", 8, {**EVERYTHING, "optimizer": "adafactor", "optimizer_offload": True}),
     ("qwen", 4, {"cp": 2, "zero": 2, "optimizer": "adafactor"}),
     ("gpt", 4, {"pp": 2, "zero": 1, "optimizer": "sgd"}),
+    # two losses with divisors of their own, a bias that is cut like the vocabulary, rows judged by one rank
+    ("bert", 2, {"tp": 2, **SP}),
+    ("bert", 4, {"cp": 2}),
+    ("bert", 4, {"cp": 2, "cp_comm": "ring", "zero": 1}),
+    ("bert", 8, {**EVERYTHING, "chunks": 2}),
+    ("bert-post", 4, {"pp": 4, "schedule": "zb-h1"}),
+    ("bert-post", 4, {"tp": 2, "zero": 3, **SP, **RECOMPUTED}),
 ]
 
 _references: dict[tuple[Any, ...], list[Snapshot]] = {}
@@ -121,7 +128,7 @@ def test_fp32(pool: Pool, model: str, world: int, layout: dict[str, Any]) -> Non
     check(pool, model, world, layout, "fp32")
 
 
-@pytest.mark.parametrize("model", ["gpt", "qwen"])
+@pytest.mark.parametrize("model", ["gpt", "qwen", "bert"])
 def test_every_part_of_the_run_is_felt(pool: Pool, model: str) -> None:
     """The comparison is not one of zeros: clipping is at work, every gradient moves, dropout drops."""
     first, later = reference(pool, model, "fp64")

@@ -85,7 +85,7 @@ class Meters:
     def evaluation(self, step: int, split: str, measured: Mapping[str, float]) -> None:
         """Report and keep one validation. measured: by name, "loss" among it, NaN where no token counts."""
         loss, others = measured["loss"], {name: value for name, value in measured.items() if name != "loss"}
-        perplexity = math.exp(min(loss, 20.0))
+        perplexity = math.exp(min(measured.get("lm", loss), 20.0))  # of words, where the loss has other parts too
         kept = {"loss": loss, "perplexity": perplexity, **others}
         self._write({"step": step, **{f"{split}_{name}": value for name, value in kept.items()}})
         self._plot({f"{name} {split}": value for name, value in measured.items()}, step)
