@@ -28,7 +28,7 @@ from mega.core.data.order import (
 )
 from mega.core.data.recipes import CorpusPart, Recipe, recipe
 from mega.core.data.tfrecords import record_dataset
-from mega.core.text.chat import TEMPLATES, template, template_text
+from mega.core.text.chat import TEMPLATES, shown, template, template_text
 from mega.core.text.tokenizer import Tokenizer, TokenizerIdentity
 
 _GPT = MaskingConfig()
@@ -40,7 +40,8 @@ class Datasets:
     """A dataset per split, None where nothing was asked or the split is empty; `notes` are for the user.
 
     named: more validation sets, by the names that the user gave them. corpora: prefix of token files -> their content.
-    repeats: whether a corpus of the training set is read in more passes than one.
+    repeats: whether a corpus of the training set is read in more passes than one. example: a sample as the
+    user is to see it before the first step.
     """
 
     train: Dataset | None = None
@@ -50,6 +51,7 @@ class Datasets:
     notes: tuple[str, ...] = ()
     corpora: Mapping[str, Mapping[str, str | None]] = field(default_factory=dict)
     repeats: bool = False
+    example: tuple[str, ...] = ()
 
 
 def samples_requested(
@@ -123,7 +125,7 @@ def build_datasets(
         for name, count in zip(SPLITS, samples, strict=True)
     }
     named = {}
-    for label, word in _named(data):
+    for label, word in named_sets(data):
         found = builder.blend("--valid-sets", expand([word], data.corpora), _WHOLE["valid"], "valid", samples[2])
         if found is not None:
             named[label] = found
@@ -144,7 +146,7 @@ def _check_corpora(data: DataConfig, *, training: bool) -> None:
         raise ValueError("--data-path is missing: training needs it, or --train-data, or --mock-data")
 
 
-def _named(data: DataConfig) -> list[tuple[str, str]]:
+def named_sets(data: DataConfig) -> list[tuple[str, str]]:
     """The name and the prefix or file of each of --valid-sets."""
     pairs = [word.partition("=") for word in data.valid_sets]
     return [(name, value) for name, _, value in pairs]
@@ -167,8 +169,9 @@ def _chat(
         return chat_dataset(flag, inputs, tokenizer, made, key, **size, cache=cache, note=notes.append)
 
     train = rows("--chat-data", data.chat_data, samples[0]) if samples[0] else None
-    named = {label: rows("--valid-sets", [file], samples[2]) for label, file in _named(data) if samples[2]}
-    return Datasets(train=train, named=named, notes=tuple(notes))
+    named = {label: rows("--valid-sets", [file], samples[2]) for label, file in named_sets(data) if samples[2]}
+    example = () if train is None else (f"trained is what stands in ⟦⟧: {shown(train.conversation(0), tokenizer)}",)
+    return Datasets(train=train, named=named, notes=tuple(notes), example=example)
 
 
 def _records(
@@ -192,7 +195,7 @@ def _records(
     train, valid, test = (
         records(f"--{name}-data", own[name], count) for name, count in zip(SPLITS, samples, strict=True)
     )
-    found = {label: records("--valid-sets", [file], samples[2]) for label, file in _named(data)}
+    found = {label: records("--valid-sets", [file], samples[2]) for label, file in named_sets(data)}
     return Datasets(train, valid, test, named={label: one for label, one in found.items() if one is not None})
 
 

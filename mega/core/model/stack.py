@@ -62,6 +62,8 @@ class StackStage(nn.Module):
         self.dtype, self.residual = factory.dtype, options.residual or factory.dtype
         self.ops = factory.ops
         self.with_full_params: UnshardHook | None = None
+        if options.objective is not None:
+            self.terms, self.metrics = options.objective.terms, options.objective.metrics
         own = tensors_by_unit(model)
         factory = replace(factory, adapters=adapter_specs(model, inventory(model)))
         self.embedding = self.make_embedding(factory.exact, own["embedding"]) if "embedding" in units else None
@@ -113,7 +115,7 @@ class StackStage(nn.Module):
         if self.head is None:
             return StageOutput(cargo=(stream.sum(self.ops), *beside))
         if outputs:
-            return StageOutput(outputs=self._logits(stream).unflatten(0, tuple(batch.tokens.shape)))
+            return StageOutput(outputs=self._outputs(stream, batch))
         found = self._losses(stream, batch)
         return StageOutput(
             terms=dict(zip(self.terms, found.terms, strict=True)),
@@ -166,6 +168,9 @@ class StackStage(nn.Module):
     ) -> torch.Tensor:
         """Blocks as a function of one tensor, for callers that run them as a unit."""
         return self._through(blocks, ResidualState(x), context, unshard).sum(self.ops)
+
+    def _outputs(self, stream: ResidualState, batch: Any) -> torch.Tensor:
+        return self._logits(stream).unflatten(0, tuple(batch.tokens.shape))
 
     def _logits(self, stream: ResidualState) -> torch.Tensor:
         head = self.head

@@ -69,6 +69,7 @@ def start(
     state = build_state(run, mesh, device)
     exchange: Exchange = partial(gather_json, axis=mesh.everyone, device=device.torch)
     point = _resume(state, exchange)
+    kind_of(run).begin(state, inputs, point)
     steps = last_step(run, state.progress.step, state.progress.consumed)
     if not evaluated.skip_train:
         check_no_newer(run, state.progress.step, exchange)
@@ -180,7 +181,7 @@ def _introduce(
     inputs: Inputs, point: ResumePoint | None, state: TrainState, steps: int, report: Callable[[str], None]
 ) -> None:
     """What the user is to know before the first step."""
-    for note in inputs.notes:
+    for note in (*inputs.notes, *inputs.datasets.example):
         report(note)
     if state.device.is_cuda and inputs.run.precision.dtype == "fp32":
         report(
