@@ -145,7 +145,7 @@ def test_from_start_to_resume(
     pretrain = ["pretrain", *SHAPE, *RUN, *tokenizer, "--mock-data", "--chat-template", "plain", "--steps", "1"]
     assert main([*pretrain, "--save", str(base)]) == 0
     more = ["--valid-sets", f"held-out={pairs}", "--steps", "10", "--load", str(base), "--resume", "auto"]
-    tune = ["finetune", *RUN, *tokenizer, "--task", "dpo", "--dpo-data", str(pairs), "--lora-rank", "4", *more]
+    tune = ["finetune", *RUN, "--task", "dpo", "--dpo-data", str(pairs), "--lora-rank", "4", *more]
     capsys.readouterr()
     assert main([*tune, "--save", str(tuned)]) == 0
     said = capsys.readouterr().out

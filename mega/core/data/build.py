@@ -131,7 +131,12 @@ def build_datasets(
             named[label] = found
     contents = {prefix: corpus.content() for prefix, corpus in builder.corpora.items()}
     return Datasets(
-        **made, named=named, notes=tuple(builder.notes), corpora=contents, repeats="train" in builder.repeated
+        **made,
+        named=named,
+        notes=tuple(builder.notes),
+        corpora=contents,
+        repeats="train" in builder.repeated,
+        example=(),
     )
 
 

@@ -37,7 +37,7 @@ class LearningRate:
         if self.style == "range-test":
             return self.peak * (1 + samples / self.decay)
         if self.style == "range-exponential":
-            return self.least * (self.peak / self.least) ** min(1.0, samples / self.decay)
+            return float(self.least * (self.peak / self.least) ** min(1.0, samples / self.decay))
         if samples > self.decay:
             return self.least
         if self.style == "inverse-square-root":
