@@ -792,7 +792,11 @@ class FinetuningConfig(Section):
         on_resume="must match",
     )
     dpo_data: tuple[str, ...] = option(
-        (), "pairs of answers in JSON lines: prompt, chosen, rejected", on_resume="noted", needs={"task": ("dpo",)}
+        (),
+        "pairs of answers in JSON lines: prompt, chosen, rejected",
+        on_resume="noted",
+        needs={"task": ("dpo",)},
+        families=DECODERS,
     )
     dpo_beta: float = option(
         0.1,

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from mega.core.config.corpora import expand, is_number
 from mega.core.config.sections import SPLITS, DataConfig, MaskingConfig
@@ -114,7 +115,7 @@ def build_datasets(
     builder = _Builder(
         recipe(masking, seq_length, seed, tokenizer, pairs, data.repeat_short_parts), data, vocab, tokenizer
     )
-    made = {
+    made: dict[str, Any] = {
         name: builder.blend(
             "--data-path" if data.data_path else f"--{name}-data",
             expand(data.data_path or own[name], data.corpora),
@@ -131,12 +132,7 @@ def build_datasets(
             named[label] = found
     contents = {prefix: corpus.content() for prefix, corpus in builder.corpora.items()}
     return Datasets(
-        **made,
-        named=named,
-        notes=tuple(builder.notes),
-        corpora=contents,
-        repeats="train" in builder.repeated,
-        example=(),
+        **made, named=named, notes=tuple(builder.notes), corpora=contents, repeats="train" in builder.repeated
     )
 
 

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from mega.core.data.build import Datasets
     from mega.core.data.pairs import PairDataset
     from mega.core.model.objective import Objective
-    from mega.core.training.inputs import Inputs
     from mega.core.training.resume import ResumePoint
     from mega.core.training.state import TrainState
 
@@ -65,10 +64,9 @@ def objective(run: RunConfig) -> Objective:
     return Preference(run.finetuning.dpo_beta, run.finetuning.dpo_label_smoothing)
 
 
-def begin(state: TrainState, inputs: Inputs, point: ResumePoint | None) -> None:
+def begin(state: TrainState, data: Datasets, point: ResumePoint | None) -> None:
     """Give every dataset its reference. Errors: ValueError where the first weights are not to be had any more."""
     state.reference = _first_weights(state.run, point)
-    data = inputs.datasets
     held: list[Any] = [each for each in (data.train, *data.named.values()) if each is not None]
     cache = _cache(state.run)
     for dataset in held:

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from mega.core.data.build import Datasets
     from mega.core.model.objective import Objective
     from mega.core.parallel.mesh import Mesh
-    from mega.core.training.inputs import Inputs
     from mega.core.training.resume import ResumePoint
     from mega.core.training.state import TrainState
     from mega.core.training.task import Task
@@ -37,7 +36,7 @@ class TaskKind:
     datasets: Callable[[RunConfig, Tokenizer | None], Datasets]
     task: Callable[[RunConfig, Datasets, Tokenizer | None, Mesh], Task]
     objective: Callable[[RunConfig], Objective | None] = lambda run: None
-    begin: Callable[[TrainState, Inputs, ResumePoint | None], None] = lambda state, inputs, point: None
+    begin: Callable[[TrainState, Datasets, ResumePoint | None], None] = lambda state, data, point: None
 
 
 MODULES = {"lm": "mega.core.training.pretraining", "dpo": "mega.core.training.dpo"}

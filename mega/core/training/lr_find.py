@@ -106,8 +106,8 @@ def draw(points: Sequence[Point], found: Suggestion, path: Path) -> None:
         return 20 + (top - min(loss, top)) / max(top - bottom, 1e-9) * (HEIGHT - BOTTOM - 20)
 
     def line(losses: Sequence[float], style: str) -> str:
-        places = " ".join(f"{x(point.lr):.1f},{y(loss):.1f}" for point, loss in zip(points, losses, strict=True))
-        return f'<polyline fill="none" {style} points="{places}"/>'
+        corners = " ".join(f"{x(point.lr):.1f},{y(loss):.1f}" for point, loss in zip(points, losses, strict=True))
+        return f'<polyline fill="none" {style} points="{corners}"/>'
 
     def rate(lr: float, label: str, colour: str) -> str:
         at = f"{x(lr):.1f}"
