@@ -12,14 +12,19 @@ import torch
 
 from mega.cli import main
 from mega.core.batch import DecoderBatch
+from mega.core.checkpoint.own.pieces import Piece
 from mega.core.checkpoint.own.store import locate
+from mega.core.config.run import RunConfig
 from mega.core.data.chat import ChatDataset
 from mega.core.device import Device
 from mega.core.inference.generate import generate
 from mega.core.inference.load import load_model
 from mega.core.inference.sampling import Sampling
+from mega.core.parallel.launch import Pool
+from mega.core.parallel.mesh import Groups
+from mega.core.proof.parity import Snapshot, assemble, compare, own_samples, within
 from mega.core.text.build import build
-from mega.core.training.step import backward
+from mega.core.training.step import backward, means
 from mega.core.training.wire import build_mesh, build_state
 from tests.data.test_chat import with_im
 from tests.support.runs import small_run
@@ -64,6 +69,33 @@ def test_packed_is_unpacked_whatever_the_micro_batch(model: str) -> None:
         scale = max(float(each.abs().max()) for each in gradients.values())
         for name, gradient in gradients.items():
             torch.testing.assert_close(theirs[name], gradient, rtol=1e-10, atol=1e-13 * scale)
+
+
+PACKED = [[1, 2], [0, 4, 6], [3], [5, 7]]
+
+
+def trained(groups: Groups, rank: int, run: RunConfig, world: int) -> tuple[float, float, list[Piece]]:
+    """Job of one rank: a step over packed rows; loss, gradient norm and this rank's pieces."""
+    mesh, rows = build_mesh(run, rank, world, groups), dataset(PACKED, 16)
+    state = build_state(run, mesh, Device.choose("cpu", rank))
+    own = [samples.tolist() for samples in own_samples(run, mesh, 0)]
+    sums = backward(state, [rows.collate([rows[at] for at in numbers], numbers[0]) for numbers in own])
+    pieces = [Piece(p.key, p.whole, p.start, p.tensor.detach().clone()) for p in state.gradient_pieces()]
+    norm = float(state.optimizer.step(1e-3, 0.0).grad_norm)
+    state.grads.wait_param_gather()
+    return float(means(state, sums)[0]), norm, pieces
+
+
+def snapshot(pool: Pool, world: int, **layout: Any) -> list[Snapshot]:
+    ranks = pool.run(trained, small_run("llama", world, layers=2, global_batch=4, **layout), world, world=world)
+    return [Snapshot(*ranks[0][:2], assemble(piece for _, _, pieces in ranks for piece in pieces))]
+
+
+def test_packed_rows_train_the_same_in_every_layout(pool: Pool) -> None:
+    reference = snapshot(pool, 1)
+    for world, layout in ((4, {"tp": 2, "pp": 2, "sequence_parallel": True}), (2, {"cp": 2}), (2, {"micro_batch": 2})):
+        (difference,) = compare("fp64", (1,), reference, snapshot(pool, world, **layout))
+        assert within("fp64", difference), (layout, difference)
 
 
 def test_it_learns_to_end_its_turn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
