@@ -28,6 +28,7 @@ VERBS = {
     "data": "Merge, verify, inspect and split corpora",
     "pretrain": "Train a model from scratch, or resume",
     "finetune": "Train a model towards a task",
+    "lr-find": "Find a learning rate by a sweep of a few steps",
     "eval": "Score a model on a benchmark",
     "serve": "Answer prompts over HTTP",
     "generate": "Continue a text with a trained model",

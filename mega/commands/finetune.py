@@ -6,13 +6,15 @@ import dataclasses
 
 from mega.commands import pretrain
 from mega.core.config.run import RunConfig
+from mega.core.config.sections import TokenizerConfig
 
 
 def run(run: RunConfig) -> int:
     """Train from the weights at --load, towards --task; the step counter and the optimizer start afresh.
 
-    It is `mega pretrain` with --finetune and --use-checkpoint-config wherever --load is given: the same loop,
-    checkpoints and resume, so --resume auto continues a finetuning that was interrupted.
+    It is `mega pretrain` with --finetune and --use-checkpoint-config wherever --load is given, and with the tokenizer
+    that came with those weights unless another is given: the same loop, checkpoints and resume, so --resume auto
+    continues a finetuning that was interrupted.
 
     Exit codes: as of mega pretrain.
     """
@@ -26,4 +28,13 @@ def _from_weights(run: RunConfig) -> RunConfig:
         return run
     other = checkpoint.load != checkpoint.save and checkpoint.resume in (None, "auto")
     implied = dataclasses.replace(checkpoint, finetune=checkpoint.finetune or other, use_checkpoint_config=True)
-    return dataclasses.replace(run, checkpoint=implied)
+    run = dataclasses.replace(run, checkpoint=implied)
+    return _with_tokenizer(run, checkpoint.load) if run.tokenizer == TokenizerConfig() and other else run
+
+
+def _with_tokenizer(run: RunConfig, load: str) -> RunConfig:
+    """`run` with the tokenizer that came with the weights, where they have one. Errors: ValueError, of `load`."""
+    from mega.core.inference.load import open_model
+
+    section = open_model(load).tokenizer_section()
+    return run if section is None else dataclasses.replace(run, tokenizer=TokenizerConfig(**section))

@@ -106,6 +106,26 @@ class DecoderBatch(_Tensors):
 
 
 @dataclass(frozen=True)
+class PreferenceBatch(DecoderBatch):
+    """b pairs of answers as 2 b rows: each pair's chosen row, then its rejected one.
+
+    Fields as of `DecoderBatch`; loss_weights: 1 where an answer's token is the label.
+    reference: float64 [b, 2], log-probabilities of both answers under the weights that training began with; None where
+    they are what is asked for.
+    """
+
+    reference: torch.Tensor | None = None
+
+    @property
+    def weights(self) -> Mapping[str, torch.Tensor]:
+        return {"dpo": torch.ones(len(self.tokens) // 2, device=self.tokens.device)}
+
+    def split(self, index: int, size: int) -> PreferenceBatch:
+        assert size == 1, "an answer's log-probability is a sum over its whole row"
+        return self
+
+
+@dataclass(frozen=True)
 class MaskedBatch(_Tensors):
     """One microbatch of a masked model (BERT): b rows of s tokens, padded on the right.
 

@@ -42,16 +42,16 @@ def test_every_option_has_its_properties(entry: Entry) -> None:
 
 
 def test_what_a_resume_accepts_of_the_model() -> None:
-    free = {"hidden_dropout", "attention_dropout", "init_std", "vocab_multiple", "positions"}
+    free = {"hidden_dropout", "attention_dropout", "lora_dropout", "init_std", "vocab_multiple", "positions"}
     must = set(options_with(on_resume="must match"))
-    assert must == FIELDS - free | {"optimizer"}
+    assert must == FIELDS - free | {"optimizer", "task"}
 
 
 def test_what_a_resume_notes() -> None:
     assert set(options_with(on_resume="noted")) == {
         *("seed", "data_path", "train_data", "chat_data", "split", "order", "seq_length", "global_batch", "dtype"),
         *("reset_positions", "reset_attention", "eod_mask_loss", "loss_normalizer"),
-        *("hidden_dropout", "attention_dropout"),
+        *("hidden_dropout", "attention_dropout", "lora_dropout", "dpo_data", "dpo_beta", "dpo_label_smoothing"),
         *("clip_grad", "adam_beta1", "adam_beta2", "adam_eps", "sgd_momentum"),
         *("fp8", "grad_dtype", "masters", "residual_fp32", "embedding_fp32", "loss_scale", "ops"),
     }
@@ -66,9 +66,9 @@ def test_what_a_layout_is() -> None:
 
 
 def test_what_bench_reads() -> None:
-    sections = ("data", "schedule", "evaluation", "checkpoint", "log")
+    sections = ("data", "finetuning", "schedule", "evaluation", "checkpoint", "log")
     dropped = {name for name, entry in entries().items() if entry.section in sections}
-    assert set(options_with(bench="unused")) == dropped | {"steps", "samples", "rampup"}
+    assert set(options_with(bench="unused")) == dropped - {"reset_attention"} | {"steps", "samples", "rampup"}
     assert set(options_with(bench="host")) == {"device", "backend", "timeout_minutes", "nproc"}
 
 

@@ -24,7 +24,7 @@ CIRCLES: list[set[str]] = []
 LONG = {
     # The signature of a command is its list of flags.
     "bench.run": 57,
-    "convert_llama.run": 75,
+    "convert_llama.run": 80,
     "memory_estimate.run": 74,
     "preprocess.run": 75,
     "reshard.run": 89,

@@ -74,6 +74,14 @@ def test_merged_into_its_base(places: tuple[Path, Path], tmp_path: Path) -> None
     torch.testing.assert_close(of_run(back), with_adapters, rtol=1e-5, atol=1e-5)
 
 
+def test_cut_for_other_ranks(places: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cut = tmp_path / "cut"
+    assert main(["reshard", "--load-dir", str(places[1]), "--save-dir", str(cut), "--tp", "2", "--pp", "2"]) == 0
+    assert torch.equal(of_run(cut), of_run(places[1]))
+    assert main(["checkpoint", "show", str(cut), "--tensors"]) == 0
+    assert "lora_A" in capsys.readouterr().out
+
+
 def to_peft(tuned: Path, folder: Path, base: Path) -> None:
     command = ["convert-llama", "--load-dir", str(tuned), "--save-dir", str(folder), "--to", "peft"]
     assert main([*command, "--base", str(base)]) == 0

@@ -184,6 +184,8 @@ def _pairs(run: RunConfig) -> Problems:
         yield _line(run, "weight_decay_style", "needs both --start-weight-decay and --end-weight-decay")
     if run.optimizer.lr is not None and 0 <= run.optimizer.lr < run.schedule.min_lr:
         yield _line(run, "min_lr", f"must be at most --lr {run.optimizer.lr}")
+    if run.schedule.lr_decay == "range-exponential" and not run.schedule.min_lr:
+        yield _line(run, "lr_decay", "needs --min-lr greater than 0, where it begins")
     yield from _precision(run)
     package = PACKAGES.get(run.runtime.ops)
     if package is not None and importlib.util.find_spec(package) is None:
@@ -243,6 +245,10 @@ def _run_and_checkpoint(run: RunConfig) -> Problems:
     for name in ("keep_last", "keep_every", "keep_optimizer_last"):
         if value_of(run, name) is not None and checkpoint.save is not None and url_of(checkpoint.save):
             yield _line(run, name, f"needs --save to be a directory, not {checkpoint.save}: nothing is removed there")
+    if run.data.chat_template != "plain" and not (run.data.chat_data or run.finetuning.dpo_data):
+        yield _line(run, "chat_template", "needs --chat-data, or --dpo-data")
+    if run.finetuning.task == "dpo" and run.parallel.cp > 1:
+        yield _line(run, "cp", "excludes --task dpo, which judges whole rows; valid there: 1")
     if run.data.eod_mask_loss and run.data.chat_data:
         yield "--eod-mask-loss: excludes --chat-data, whose template says which tokens are trained on"
     if runtime.world is not None and not runtime.dry_run:

@@ -35,6 +35,8 @@ def _data(run: RunConfig) -> Problems:
     ]
     if not given and not run.runtime.dry_run and run.finetuning.task == "lm":  # others have options of their own
         yield "--data-path is missing: give the prefix of a .bin/.idx pair, or --mock-data"
+    if given and run.finetuning.task != "lm":
+        yield f"--task {run.finetuning.task}: has data of its own and excludes {flag_of(given[0])}"
     alone = next((name for name in ("data_path", "chat_data", "mock_data") if name in given), None)
     if alone is not None and len(given) > 1:
         other = next(name for name in given if name != alone)
@@ -62,7 +64,7 @@ def _data(run: RunConfig) -> Problems:
             yield f"--valid-sets {word}: the name {name} is given twice; each set needs its own"
         elif name in SPLITS:  # whose rows, and whose place in the data, they would be taken for
             yield f"--valid-sets {word}: must have another name than {', '.join(SPLITS)}, which are the run's own"
-        elif data.chat_data or run.masking.sample_kind == "tfrecords":
+        elif data.chat_data or run.masking.sample_kind == "tfrecords" or run.finetuning.task != "lm":
             if not os.path.isfile(prefix):
                 yield f"--valid-sets {prefix}: there is no such file"
         else:

@@ -74,6 +74,7 @@ NOT_NEGATIVE = Range("at least 0, and finite", lambda value: 0 <= value < math.i
 POSITIVE = Range("greater than 0, and finite", lambda value: 0 < value < math.inf)
 SHARE = Range("greater than 0 and at most 1", lambda value: 0 < value <= 1)
 BELOW_ONE = Range("at least 0 and less than 1", lambda value: 0 <= value < 1)
+BELOW_HALF = Range("at least 0 and less than 0.5", lambda value: 0 <= value < 0.5)
 SEED = Range("0 to 4294967295", lambda value: 0 <= value < 2**32)
 ZERO_STAGE = Range("0, 1, 2 or 3", lambda value: value in (0, 1, 2, 3))
 

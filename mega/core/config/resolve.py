@@ -51,6 +51,12 @@ def resolve(run: RunConfig, world: int, vocab: int | None = None) -> RunConfig:
     )
 
 
+def microbatch_rows(run: RunConfig) -> int:
+    """Rows of tokens in one microbatch: a pair of answers is two."""
+    assert run.batch.micro_batch is not None
+    return run.batch.micro_batch * (2 if run.finetuning.task == "dpo" else 1)
+
+
 def data_parallel(run: RunConfig, world: int) -> int:
     """Size of the dp axis: what the world size leaves over.
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from mega.core.config.option import (
+    BELOW_HALF,
     BELOW_ONE,
     COUNT,
     NOT_NEGATIVE,
@@ -587,15 +588,19 @@ class ScheduleConfig(Section):
     on_resume: ClassVar[OnResume] = "schedule"
     bench: ClassVar[Bench] = "unused"
 
-    lr_decay: Literal["constant", "linear", "cosine", "inverse-square-root", "range-test"] = option(
-        "linear", "shape of the decay; range-test grows by --lr every --lr-decay-steps", megatron="--lr-decay-style"
+    lr_decay: Literal["constant", "linear", "cosine", "inverse-square-root", "range-test", "range-exponential"] = (
+        option(
+            "linear",
+            "shape of the decay; range-test grows by --lr every --lr-decay-steps, range-exponential from --min-lr",
+            megatron="--lr-decay-style",
+        )
     )
     min_lr: float = option(
         0.0,
         "learning rate at the end",
         megatron="--min-lr",
         within=NOT_NEGATIVE,
-        read_with={"lr_decay": ("linear", "cosine", "inverse-square-root")},
+        read_with={"lr_decay": ("linear", "cosine", "inverse-square-root", "range-exponential")},
     )
     lr_decay_steps: int | None = option(
         None, "steps of the decay [all]", megatron="--lr-decay-iters", unit="steps", within=COUNT
@@ -698,7 +703,7 @@ class DataConfig(Section):
     chat_data: tuple[str, ...] = option(
         (), "conversations in JSON lines, instead of token files", on_resume="noted", families=DECODERS
     )
-    chat_template: str = option("plain", "llama2, llama3, chatml, plain, or a Jinja file", needs={"chat_data": ()})
+    chat_template: str = option("plain", "llama2, llama3, chatml, plain, or a Jinja file")
     split: str = option(
         "969, 30, 1",
         "shares of training, validation and test",
@@ -789,7 +794,7 @@ class MaskingConfig(Section):
     )
 
 
-TASKS: dict[str, tuple[str, ...]] = {"lm": ()}
+TASKS: dict[str, tuple[str, ...]] = {"lm": (), "dpo": ("dpo_data",)}
 """Kind of task -> the options without which it has nothing to train on; training/kinds.py makes it."""
 
 
@@ -800,7 +805,33 @@ class FinetuningConfig(Section):
     title: ClassVar[str] = "Finetuning"
     bench: ClassVar[Bench] = "unused"
 
-    task: str = option("lm", "what is trained: lm is the next token", choices=TASKS, on_resume="must match")
+    task: str = option(
+        "lm",
+        "what is trained: lm is the next token, dpo to prefer one of two answers",
+        choices=TASKS,
+        on_resume="must match",
+    )
+    dpo_data: tuple[str, ...] = option(
+        (),
+        "pairs of answers in JSON lines: prompt, chosen, rejected",
+        on_resume="noted",
+        needs={"task": ("dpo",)},
+        families=DECODERS,
+    )
+    dpo_beta: float = option(
+        0.1,
+        "how closely dpo keeps to the weights that it starts from",
+        within=POSITIVE,
+        on_resume="noted",
+        read_with={"task": ("dpo",)},
+    )
+    dpo_label_smoothing: float = option(
+        0.0,
+        "share of the pairs whose answers may stand the wrong way round",
+        within=BELOW_HALF,
+        on_resume="noted",
+        read_with={"task": ("dpo",)},
+    )
 
 
 TOKENIZERS: dict[str, tuple[str, ...]] = {

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from mega.core.config.corpora import expand, is_number
 from mega.core.config.sections import SPLITS, DataConfig, MaskingConfig
@@ -28,7 +29,7 @@ from mega.core.data.order import (
 )
 from mega.core.data.recipes import CorpusPart, Recipe, recipe
 from mega.core.data.tfrecords import record_dataset
-from mega.core.text.chat import TEMPLATES, template, template_text
+from mega.core.text.chat import TEMPLATES, shown, template, template_text
 from mega.core.text.tokenizer import Tokenizer, TokenizerIdentity
 
 _GPT = MaskingConfig()
@@ -40,7 +41,8 @@ class Datasets:
     """A dataset per split, None where nothing was asked or the split is empty; `notes` are for the user.
 
     named: more validation sets, by the names that the user gave them. corpora: prefix of token files -> their content.
-    repeats: whether a corpus of the training set is read in more passes than one.
+    repeats: whether a corpus of the training set is read in more passes than one. example: a sample as the
+    user is to see it before the first step.
     """
 
     train: Dataset | None = None
@@ -50,6 +52,7 @@ class Datasets:
     notes: tuple[str, ...] = ()
     corpora: Mapping[str, Mapping[str, str | None]] = field(default_factory=dict)
     repeats: bool = False
+    example: tuple[str, ...] = ()
 
 
 def samples_requested(
@@ -112,7 +115,7 @@ def build_datasets(
     builder = _Builder(
         recipe(masking, seq_length, seed, tokenizer, pairs, data.repeat_short_parts), data, vocab, tokenizer
     )
-    made = {
+    made: dict[str, Any] = {
         name: builder.blend(
             "--data-path" if data.data_path else f"--{name}-data",
             expand(data.data_path or own[name], data.corpora),
@@ -123,7 +126,7 @@ def build_datasets(
         for name, count in zip(SPLITS, samples, strict=True)
     }
     named = {}
-    for label, word in _named(data):
+    for label, word in named_sets(data):
         found = builder.blend("--valid-sets", expand([word], data.corpora), _WHOLE["valid"], "valid", samples[2])
         if found is not None:
             named[label] = found
@@ -144,7 +147,7 @@ def _check_corpora(data: DataConfig, *, training: bool) -> None:
         raise ValueError("--data-path is missing: training needs it, or --train-data, or --mock-data")
 
 
-def _named(data: DataConfig) -> list[tuple[str, str]]:
+def named_sets(data: DataConfig) -> list[tuple[str, str]]:
     """The name and the prefix or file of each of --valid-sets."""
     pairs = [word.partition("=") for word in data.valid_sets]
     return [(name, value) for name, _, value in pairs]
@@ -167,8 +170,9 @@ def _chat(
         return chat_dataset(flag, inputs, tokenizer, made, key, **size, cache=cache, note=notes.append)
 
     train = rows("--chat-data", data.chat_data, samples[0]) if samples[0] else None
-    named = {label: rows("--valid-sets", [file], samples[2]) for label, file in _named(data) if samples[2]}
-    return Datasets(train=train, named=named, notes=tuple(notes))
+    named = {label: rows("--valid-sets", [file], samples[2]) for label, file in named_sets(data) if samples[2]}
+    example = () if train is None else (f"trained is what stands in ⟦⟧: {shown(train.conversation(0), tokenizer)}",)
+    return Datasets(train=train, named=named, notes=tuple(notes), example=example)
 
 
 def _records(
@@ -192,7 +196,7 @@ def _records(
     train, valid, test = (
         records(f"--{name}-data", own[name], count) for name, count in zip(SPLITS, samples, strict=True)
     )
-    found = {label: records("--valid-sets", [file], samples[2]) for label, file in _named(data)}
+    found = {label: records("--valid-sets", [file], samples[2]) for label, file in named_sets(data)}
     return Datasets(train, valid, test, named={label: one for label, one in found.items() if one is not None})
 
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from mega.core.data.cache import Arrays, cached
 from mega.core.data.sources import STDIN, BadLine, find, lines, parsed
-from mega.core.text.chat import Labelled, Template, conversation, encode
+from mega.core.text.chat import Labelled, Template, check_stop, conversation, encode
 from mega.core.text.tokenizer import Tokenizer
 
 
@@ -64,6 +64,11 @@ class ChatDataset:
         documents[at:] = number + 1  # what fills the row is a document of its own
         weights = trained[1:] * (documents[1:] == documents[:-1])
         return ChatRow(text[:-1], text[1:], weights, documents[:-1], positions[:-1])
+
+    def conversation(self, number: int) -> Labelled:
+        """One conversation's tokens."""
+        place = slice(*self._offsets[number : number + 2].tolist())
+        return Labelled(self._ids[place].tolist(), self._trained[place].tolist())
 
     def collate(self, rows: Sequence[ChatRow], first_sample: int) -> Any:
         """Rows as one microbatch whose first row is global sample `first_sample`."""
@@ -113,7 +118,7 @@ def chat_dataset(
         "template": template_name,
     }
     found = cached(cache, key, ("ids", "trained", "offsets"), lambda: _tokenised(flag, inputs, tokenizer, template))
-    if lost := _lost(f"{flag} {' '.join(inputs)}", found, seq_length):
+    if lost := lost_tokens(f"{flag} {' '.join(inputs)}", found, seq_length):
         note(lost)
     lengths = np.minimum(np.diff(found["offsets"]), seq_length + 1)
     packing = key | {"kind": "packing", "seq_length": seq_length, "samples": samples, "seed": seed}
@@ -122,7 +127,7 @@ def chat_dataset(
     return ChatDataset({**found, **packed}, seq_length, filler)
 
 
-def _lost(what: str, found: Arrays, seq_length: int) -> str | None:
+def lost_tokens(what: str, found: Arrays, seq_length: int, of: str = "conversations") -> str | None:
     """How many conversations a row is too short for, and how many train nothing; ValueError where none trains anything.
 
     Who trains on nothing gets a loss of 0 and a model that weight decay alone has changed.
@@ -135,10 +140,10 @@ def _lost(what: str, found: Arrays, seq_length: int) -> str | None:
     barren = int((np.searchsorted(trained, until) <= np.searchsorted(trained, since)).sum())
     cut = int((sizes > seq_length + 1).sum())
     if barren == len(sizes):
-        raise ValueError(f"{what}: no token is trained in what --seq-length {seq_length} leaves of its conversations")
+        raise ValueError(f"{what}: no token is trained in what --seq-length {seq_length} leaves of its {of}")
     if not cut and not barren:
         return None
-    return f"{what}: of {len(sizes)} conversations --seq-length {seq_length} cuts {cut}; {barren} have no trained token"
+    return f"{what}: of {len(sizes)} {of} --seq-length {seq_length} cuts {cut}; {barren} have no trained token"
 
 
 def pack(lengths: NDArray[np.int64], room: int, samples: int, seed: int) -> Arrays:
@@ -165,7 +170,9 @@ def labelled(inputs: Sequence[str], tokenizer: Tokenizer, template: Template) ->
     """Every conversation of the inputs as tokens; ValueError naming file and line where one is none."""
     for where, line in lines(inputs, ["messages"]):
         try:
-            yield encode(template(conversation(parsed(line))), tokenizer)
+            parts = template(conversation(parsed(line)))
+            check_stop(parts)
+            yield encode(parts, tokenizer)
         except ValueError as error:
             if str(error).startswith("--"):
                 raise

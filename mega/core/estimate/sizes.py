@@ -6,6 +6,7 @@ e bytes of the dtype, w of max(fp32, dtype); widths (h, q, kv, f, v) are those o
 
 from __future__ import annotations
 
+from mega.core.config.resolve import microbatch_rows
 from mega.core.config.run import RunConfig
 from mega.core.estimate.weights import BYTES, wide
 from mega.core.inventory import padded
@@ -21,10 +22,10 @@ class Sizes:
     def __init__(self, run: RunConfig) -> None:
         model, batch, parallel = run.model, run.batch, run.parallel
         assert model.hidden and model.heads and model.kv_heads and model.head_dim and model.ffn and model.vocab
-        assert batch.seq_length and batch.micro_batch
+        assert batch.seq_length
         tp, self.model = parallel.tp, model
         self.tp, self.seq = tp, parallel.sequence_parallel and tp > 1
-        self.rows, self.length, self.whole = batch.micro_batch, batch.seq_length // parallel.cp, batch.seq_length
+        self.rows, self.length, self.whole = microbatch_rows(run), batch.seq_length // parallel.cp, batch.seq_length
         self.tokens = self.rows * self.length
         self.own = self.tokens // tp if self.seq else self.tokens
         self.hidden = model.hidden

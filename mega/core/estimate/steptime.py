@@ -301,7 +301,7 @@ class _Times:
         """Summing a stage's gradients over the data ranks, if nothing hides it."""
         parallel = self.run.parallel
         assert self.run.precision.grad_dtype
-        size = (held.parameters - held.frozen_parameters) * BYTES[self.run.precision.grad_dtype]
+        size = held.trained * BYTES[self.run.precision.grad_dtype]
         return self.collective(size, dp * parallel.cp, parallel.tp) * (1 if parallel.zero else 2)
 
     def sharing(self, dp: int, held: Weights, chunk: Pass) -> float:
@@ -312,7 +312,7 @@ class _Times:
         """
         run, ranks = self.run, dp * self.run.parallel.cp
         assert run.precision.grad_dtype
-        grads, weights = held.parameters * BYTES[run.precision.grad_dtype], held.parameters * self.z.e
+        grads, weights = held.trained * BYTES[run.precision.grad_dtype], held.trained * self.z.e
         summed = self.collective(grads, ranks, run.parallel.tp)
         made = self.pointwise(grads + 3 * grads / ranks)
         if run.parallel.zero < 3:
@@ -328,7 +328,7 @@ class _Times:
         """
         run, on, parallel = self.run, self.on, self.run.parallel
         shares = dp * parallel.cp if parallel.zero else 1
-        own = held.parameters / shares
+        own = held.trained / shares
         seconds = update_bytes(run) * own / (self.bytes * on.elementwise)
         if run.optimizer.optimizer_offload:
             seconds += self.offloaded(own, min(dp * parallel.cp * parallel.tp * parallel.pp, on.node))

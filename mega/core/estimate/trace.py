@@ -20,6 +20,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mega.core.batch import Batch
+from mega.core.config.resolve import microbatch_rows
 from mega.core.config.run import RunConfig
 from mega.core.config.sections import BatchConfig, DataConfig, ModelConfig, ParallelConfig, RuntimeConfig
 from mega.core.device import DTYPES
@@ -298,17 +299,16 @@ class _Recorder:
 def trace(run: RunConfig, blocks: int, *, first: bool, last: bool) -> Trace:
     """One microbatch of a resolved `run` on a chunk of `blocks` blocks, with embedding or head where it has them."""
     regimes = list(_regimes(run, blocks))
-    assert run.batch.micro_batch
+    rows = microbatch_rows(run)
     if blocks < 2 or regimes != [(blocks, 1)] or not _composable(run):
         short = [min(count, REPEATS * period + count % period) for count, period in regimes]
         reduced = reduced_run(run, sum(short), first=first, last=last)
         if run.memory.recompute_method == "block":
             reduced = replace(reduced, memory=replace(reduced.memory, recompute_layers=short[0]))
-        return _repeated(_traced(reduced, int(not first), run.batch.micro_batch), regimes, short)
+        return _repeated(_traced(reduced, int(not first), rows), regimes, short)
     # A chunk with both ends and one with none have the parts of all others.
     begin, end = (
-        _traced(reduced_run(run, ENOUGH, first=whole, last=whole), int(not whole), run.batch.micro_batch)
-        for whole in (first, last)
+        _traced(reduced_run(run, ENOUGH, first=whole, last=whole), int(not whole), rows) for whole in (first, last)
     )
     ended = begin._replace(
         forward=(*begin.forward[:-1], end.forward[-1]),

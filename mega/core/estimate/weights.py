@@ -71,6 +71,11 @@ class Weights:
     frozen_parameters: int = 0
 
     @property
+    def trained(self) -> int:
+        """Elements that have gradients, and are updated."""
+        return self.parameters - self.frozen_parameters
+
+    @property
     def total(self) -> int:
         return self.weights + self.grads + self.masters + self.moments
 

@@ -107,6 +107,10 @@ class OpenedModel:
         """The tokenizer that came with the weights. Errors: ValueError where there is none."""
         return _tokenizer(str(self.path), self.files, self.meta)
 
+    def tokenizer_section(self) -> dict[str, Any] | None:
+        """The options of a run with that tokenizer; None where there is none."""
+        return _tokenizer_section(str(self.path), self.files, self.meta)
+
     def chat_template(self) -> str | None:
         """What the model was trained to converse in: a name of text/chat.py's `TEMPLATES`, or the text of a Jinja
         template; None where nothing says so. Errors: CheckpointError for a file that is damaged."""
@@ -223,15 +227,23 @@ def load_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
 
 
 def _tokenizer(where: str, attachments: Mapping[str, Path], meta: Mapping[str, Any]) -> Tokenizer:
+    section = _tokenizer_section(where, attachments, meta)
+    if section is None:
+        raise CheckpointError(f"{where}: carries no tokenizer")
+    return build(**section)
+
+
+def _tokenizer_section(where: str, attachments: Mapping[str, Path], meta: Mapping[str, Any]) -> dict[str, Any] | None:
+    """What a run's tokenizer section is with that tokenizer; None where there is none."""
     options = _tokenizer_options(where, meta)
     kind = options.get("tokenizer") or tokenizer_kind(attachments)
     if kind is None:
-        raise CheckpointError(f"{where}: carries no tokenizer")
-    files: dict[str, Any] = {FIELDS[name]: path for name, path in attachments.items() if name in FIELDS}
+        return None
+    files: dict[str, Any] = {FIELDS[name]: str(path) for name, path in attachments.items() if name in FIELDS}
     if (model := MODELS.get(kind)) in attachments:
-        files["tokenizer_model"] = attachments[str(model)]
+        files["tokenizer_model"] = str(attachments[str(model)])
     extra = options.get("vocab_extra_ids") or 0
-    return build(tokenizer=kind, vocab_size=options.get("vocab_size"), vocab_extra_ids=extra, **files)
+    return {"tokenizer": kind, "vocab_size": options.get("vocab_size"), "vocab_extra_ids": extra, **files}
 
 
 def special_tokens(checkpoint: Checkpoint) -> SpecialTokens:

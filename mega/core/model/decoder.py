@@ -10,12 +10,13 @@ from typing import Protocol, cast
 import torch
 from torch import nn
 
-from mega.core.batch import DecoderBatch, Term
+from mega.core.batch import DecoderBatch, PreferenceBatch, Term
 from mega.core.config.sections import ModelConfig
 from mega.core.inventory import Tensor
 from mega.core.model.block import Norm, ResidualState
 from mega.core.model.embedding import Embedding
 from mega.core.model.forward import ForwardContext, KeyValueCache, forward_context
+from mega.core.model.objective import Objective, row_log_probabilities
 from mega.core.model.stack import Losses, StackStage
 from mega.core.parallel.region import Region
 from mega.core.parallel.vocab import cross_entropy, logits
@@ -48,15 +49,26 @@ class Head(nn.Module):
         self.weight = factory(tensors["model.embed_tokens.weight" if model.tied else "lm_head.weight"])
         self.bias = factory(tensors["lm_head.bias"]) if "lm_head.bias" in tensors else None
         self.region = region
+        self.objective: Objective | None = None
 
     def forward(self, stream: ResidualState, batch: Labelled | None = None) -> Losses | torch.Tensor:
         """The loss of a batch; logits [tokens, ids of this rank] without one."""
         normed = self.norm(stream)[1]
         if batch is None:
             return logits(normed, self.weight, self.region, self.bias)
-        nll = cross_entropy(normed, batch.labels.flatten(), self.weight, self.region, self.bias)
+        nll = self._nll(normed, batch)
+        if self.objective is not None:
+            return Losses(*self.objective(nll, cast(DecoderBatch, batch)))
         weight = batch.loss_weights.flatten().to(nll.dtype)
         return Losses((Term((nll * weight).sum(), weight.sum()),))
+
+    def scores(self, x: torch.Tensor, batch: DecoderBatch) -> torch.Tensor:
+        """Log-probability of each row's trained labels, [b]. x: the stream's sum."""
+        return row_log_probabilities(self._nll(self.norm(ResidualState(x))[1], batch), batch)
+
+    def _nll(self, normed: torch.Tensor, batch: Labelled) -> torch.Tensor:
+        """Negative log-likelihood of every label, [tokens of the whole rows]."""
+        return cross_entropy(normed, batch.labels.flatten(), self.weight, self.region, self.bias)
 
 
 class DecoderStage(StackStage):
@@ -68,7 +80,9 @@ class DecoderStage(StackStage):
         return Embedding(factory, self.model, tensors, self.region, self.residual)
 
     def make_head(self, factory: ParameterFactory, tensors: dict[str, Tensor]) -> Head:
-        return Head(factory, self.model, tensors, self.region)
+        head = Head(factory, self.model, tensors, self.region)
+        head.objective = self.options.objective
+        return head
 
     def context(self, batch: DecoderBatch, cache: KeyValueCache | None = None) -> ForwardContext:
         return forward_context(
@@ -103,3 +117,12 @@ class DecoderStage(StackStage):
 
     def embed(self, embedding: nn.Module, batch: DecoderBatch, context: ForwardContext) -> torch.Tensor:
         return cast(torch.Tensor, embedding(batch.tokens, batch.positions, context))
+
+    def _outputs(self, stream: ResidualState, batch: DecoderBatch) -> torch.Tensor:
+        """Of pairs of answers, each row's log-probability, [2 b]."""
+        if not isinstance(batch, PreferenceBatch):
+            return super()._outputs(stream, batch)
+        head, run = self.head, self.with_full_params
+        assert isinstance(head, Head)
+        x = stream.sum(self.ops)
+        return head.scores(x, batch) if run is None else run(head, lambda x: head.scores(x, batch), x)

@@ -62,6 +62,8 @@ class StackStage(nn.Module):
         self.dtype, self.residual = factory.dtype, options.residual or factory.dtype
         self.ops = factory.ops
         self.with_full_params: UnshardHook | None = None
+        if options.objective is not None:
+            self.terms, self.metrics = options.objective.terms, options.objective.metrics
         own = tensors_by_unit(model)
         factory = replace(factory, adapters=adapter_specs(model, inventory(model)))
         self.embedding = self.make_embedding(factory.exact, own["embedding"]) if "embedding" in units else None

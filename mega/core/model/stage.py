@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from mega.core.model.objective import Objective
 from mega.core.ops.counter import RULE
 
 UnshardHook = Callable[[nn.Module, Callable[[torch.Tensor], torch.Tensor], torch.Tensor], torch.Tensor]
@@ -22,6 +23,8 @@ class StageOptions:
 
     full_recompute: method and number of layers, as of `groups` in parallel/recompute.py, where whole blocks are
     recomputed in the backward pass. distribute_saved: what they keep for that is shared out over the tensor ranks.
+
+    objective: what a left-to-right model is trained towards; None is the next token.
     """
 
     dropout_seed: int | None = None
@@ -29,3 +32,4 @@ class StageOptions:
     residual: torch.dtype | None = None
     full_recompute: tuple[str | None, int | None] = (None, None)
     distribute_saved: bool = False
+    objective: Objective | None = None

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 class LearningRate:
     """Warm-up from `initial` to `peak` over `warmup` samples, then `style` down to `least` at `decay` samples.
 
-    The style "range-test" looks for the rate that a run bears (Smith 2017): it grows by `peak` every `decay` samples.
+    Two styles look for the rate that a run bears (Smith 2017): "range-test" grows by `peak` every `decay` samples,
+    "range-exponential" by one factor a sample, from `least` to `peak`.
 
     batch: samples of a step, in which a warm-up by logarithm counts: ln(step + 1) / ln(steps of the warm-up), as
     DeepSpeed has it; None where it is linear.
@@ -35,6 +36,8 @@ class LearningRate:
             return self.peak
         if self.style == "range-test":
             return self.peak * (1 + samples / self.decay)
+        if self.style == "range-exponential":
+            return float(self.least * (self.peak / self.least) ** min(1.0, samples / self.decay))
         if samples > self.decay:
             return self.least
         if self.style == "inverse-square-root":

@@ -48,7 +48,7 @@ class Adapter(nn.Module):
 
     def add(self, x: torch.Tensor, y: torch.Tensor, drop: Dropout | None) -> torch.Tensor:
         """Add to y [n, out] what x [n, in] makes; h [n, parts rank], which `backward` is given."""
-        h = _dropped(x, drop) @ self.down.t()
+        h = self._dropped(x, drop) @ self.down.t()
         h.mul_(self.scale)
         for number, columns in enumerate(self.columns):
             y[:, columns].addmm_(self._part(h, number), self.up[number].t())
@@ -61,16 +61,22 @@ class Adapter(nn.Module):
         if grad_x is not None and drop is None:
             grad_x.addmm_(grad_h, self.down)
         elif grad_x is not None:
-            grad_x.add_(_dropped(grad_h @ self.down, drop))
+            grad_x.add_(self._dropped(grad_h @ self.down, drop))
         return grad_h
 
     def wgrad(
         self, x: torch.Tensor, h: torch.Tensor, grad: torch.Tensor, grad_h: torch.Tensor, drop: Dropout | None
     ) -> Grads:
         """The gradients of A and of every B, into their buckets where they have some."""
-        down = self.down.add_wgrad(grad_h, _dropped(x, drop))
+        down = self.down.add_wgrad(grad_h, self._dropped(x, drop))
         pairs = enumerate(zip(self.weights[1:], self.columns, strict=True))
         return down, *(up.add_wgrad(grad[:, columns], self._part(h, number)) for number, (up, columns) in pairs)
+
+    def _dropped(self, x: torch.Tensor, drop: Dropout | None) -> torch.Tensor:
+        if drop is None:
+            return x
+        # Kernels drop whole tokens; some columns of them, on a tensor rank that is not the first, the plain way.
+        return drop(x) if drop.first else self.down.ops.added(None, x, None, drop)
 
     def _part(self, h: torch.Tensor, number: int) -> torch.Tensor:
         return h[:, number * self.rank : (number + 1) * self.rank]
@@ -84,10 +90,6 @@ def adapter_of(factory: ParameterFactory, tensors: Sequence[Tensor], weight: Wei
             rows = slice(segment.offset, segment.offset + segment.shard.local[0])
             parts.append((rows, factory.adapters[tensor.name]))
     return Adapter(factory, parts) if parts else None
-
-
-def _dropped(x: torch.Tensor, drop: Dropout | None) -> torch.Tensor:
-    return x if drop is None else drop(x)
 
 
 def of_columns(drop: Dropout | None, index: int, width: int) -> Dropout | None:

@@ -181,6 +181,28 @@ class Labelled(NamedTuple):
     trained: list[bool]
 
 
+def check_stop(parts: Sequence[TemplatePart]) -> None:
+    """Errors: ValueError where no control token is trained after the assistant's words: who learns that never stops."""
+    trained = [part for part in parts if part.trained and part.text.strip()]
+    if trained and not trained[-1].control:
+        raise ValueError(
+            f"--chat-template: ends the assistant's turn with {trained[-1].text.strip()[-20:]!r}, which is no control "
+            "token of this tokenizer, so that no stop is trained; give one whose end of turn the tokenizer has"
+        )
+
+
+def shown(found: Labelled, tokenizer: Tokenizer, most: int = 400) -> str:
+    """A conversation on one line, what is trained between brackets; at most so many characters."""
+    runs: list[tuple[bool, list[int]]] = []
+    for token, train in zip(found.ids, found.trained, strict=True):
+        if not runs or runs[-1][0] != train:
+            runs.append((train, []))
+        runs[-1][1].append(token)
+    text = "".join(f"⟦{tokenizer.decode(ids)}⟧" if train else tokenizer.decode(ids) for train, ids in runs)
+    text = text.replace("\n", "\\n")
+    return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
 def encode(parts: Sequence[TemplatePart], tokenizer: Tokenizer) -> Labelled:
     """Parts as tokens; ValueError where the tokenizer lacks a control token of the template."""
     lead = len(tokenizer.encode(""))  # what a family puts in front of every text

@@ -17,7 +17,10 @@ from mega.core.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from mega.core.data.build import Datasets
+    from mega.core.model.objective import Objective
     from mega.core.parallel.mesh import Mesh
+    from mega.core.training.resume import ResumePoint
+    from mega.core.training.state import TrainState
     from mega.core.training.task import Task
 
 
@@ -25,14 +28,18 @@ if TYPE_CHECKING:
 class TaskKind:
     """datasets: what a resolved run reads, opened without torch. Errors: ValueError naming flag or file.
 
-    task: this data coordinate's part of them, and how held-out sets are judged.
+    task: this data coordinate's part of them, and how held-out sets are judged. objective: what the model's head makes
+    of them; None is the next token. begin: called on every rank when the state has its first weights, or those that it
+    resumes with.
     """
 
     datasets: Callable[[RunConfig, Tokenizer | None], Datasets]
     task: Callable[[RunConfig, Datasets, Tokenizer | None, Mesh], Task]
+    objective: Callable[[RunConfig], Objective | None] = lambda run: None
+    begin: Callable[[TrainState, Datasets, ResumePoint | None], None] = lambda state, data, point: None
 
 
-MODULES = {"lm": "mega.core.training.pretraining"}
+MODULES = {"lm": "mega.core.training.pretraining", "dpo": "mega.core.training.dpo"}
 """Kind of task -> the module that holds its `KIND`."""
 
 

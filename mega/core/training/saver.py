@@ -205,6 +205,7 @@ class Saver:
         return {
             **self._fixed,
             **({"base": dict(state.base)} if state.base is not None else {}),
+            **({"reference": state.reference} if state.reference is not None else {}),
             "progress": dataclasses.asdict(state.progress),
             "updates": state.optimizer.updates,
             "dropout_rule": state.dropout_rule,

@@ -66,15 +66,15 @@ def start(
     check_same_everywhere(mesh, inputs.fingerprint(), device.torch)
     # Before the newest checkpoint is looked for: another process that has the place may be saving one.
     lock(held, None if evaluated.skip_train else run.checkpoint.save, mesh, device.torch)
-    state = build_state(run, mesh, device)
+    state, kind = build_state(run, mesh, device), kind_of(run)
     exchange: Exchange = partial(gather_json, axis=mesh.everyone, device=device.torch)
     point = _resume(state, exchange)
+    kind.begin(state, inputs.datasets, point)
     steps = last_step(run, state.progress.step, state.progress.consumed)
     if not evaluated.skip_train:
         check_no_newer(run, state.progress.step, exchange)
         _check_length(run, inputs.datasets.train, state.progress, steps)
-    task = kind_of(run).task(run, inputs.datasets, inputs.tokenizer, mesh)
-    schedules = _schedules(run, point)
+    task, schedules = kind.task(run, inputs.datasets, inputs.tokenizer, mesh), _schedules(run, point)
     stop = StopSignal(mesh.everyone, device.torch, on_signal=runtime.exit_on_signal, minutes=runtime.exit_minutes)
     meters = _meters(run, state, steps, stop.fail) if rank == 0 else None
     report = meters.report if meters is not None else _reporter(rank)
@@ -180,7 +180,7 @@ def _introduce(
     inputs: Inputs, point: ResumePoint | None, state: TrainState, steps: int, report: Callable[[str], None]
 ) -> None:
     """What the user is to know before the first step."""
-    for note in inputs.notes:
+    for note in (*inputs.notes, *inputs.datasets.example):
         report(note)
     if state.device.is_cuda and inputs.run.precision.dtype == "fp32":
         report(

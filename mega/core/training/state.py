@@ -79,6 +79,8 @@ class TrainState:
     options: StepOptions
     progress: Progress = field(default_factory=Progress)
     copy: HostCopy | None = None
+    reference: str | None = None
+    """What tells the weights that training began with from all others, where its loss needs them (dpo.py)."""
     base: Mapping[str, str] | None = None
     """Where the weights lie that are not trained (checkpoint/own/base.py): checkpoints name it instead of them."""
 

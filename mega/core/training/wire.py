@@ -31,6 +31,7 @@ from mega.core.parallel.pipeline import Pipeline
 from mega.core.parallel.region import Region
 from mega.core.parallel.replay import ReplayedPipeline
 from mega.core.parallel.weight import ParameterFactory, initialise, weights
+from mega.core.training.kinds import kind_of
 from mega.core.training.state import StepOptions, TrainState
 
 
@@ -113,6 +114,7 @@ def build_stages(run: RunConfig, mesh: Mesh, device: torch.device) -> list[Any]:
         residual=torch.float32 if precision.residual_fp32 else None,
         full_recompute=(memory.recompute_method, memory.recompute_layers) if full else (None, None),
         distribute_saved=memory.distribute_saved,
+        objective=kind_of(run).objective(run),
     )
     held: list[list[Unit]] = [[] for _ in range(parallel.chunks)]
     for unit, (stage, chunk) in _placement(run).items():

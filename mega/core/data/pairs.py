@@ -1,0 +1,179 @@
+"""Pairs of answers to one prompt, one of them preferred: a row for each answer, padded, its own tokens trained.
+
+A line of a file is {"prompt", "chosen", "rejected"}: texts, or lists of messages as of a conversation (text/chat.py);
+without "prompt" both answers are whole conversations.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mega.core.data.cache import Arrays
+from mega.core.data.chat import lost_tokens
+from mega.core.data.sources import STDIN, BadLine, find, lines, parsed
+from mega.core.text.chat import Labelled, Template, check_stop, conversation, encode
+from mega.core.text.tokenizer import Tokenizer
+
+KEYS = ("prompt", "chosen", "rejected")
+
+
+class PairRows(NamedTuple):
+    """tokens, labels: int64 [2, s]; weights: float32 [2, s]; reference: float64 [2], or None."""
+
+    tokens: NDArray[np.int64]
+    labels: NDArray[np.int64]
+    weights: NDArray[np.float32]
+    reference: NDArray[np.float64] | None
+
+
+class PairDataset:
+    """Sample i is pair order[i]; every pass over the pairs is shuffled anew.
+
+    ids, trained: of all answers back to back, each after its prompt; offsets: int64 [2 pairs + 1]. order: int64
+    [samples]. digest: of everything that the rows depend on. reference: float64 [pairs, 2], log-probabilities of both
+    answers under the weights that training begins with, once they are known.
+    """
+
+    def __init__(self, arrays: Arrays, order: NDArray[np.int64], seq_length: int, filler: int, digest: str) -> None:
+        self._ids, self._trained, self._offsets = arrays["ids"], arrays["trained"], arrays["offsets"]
+        self._length, self._filler, self.order, self.digest = seq_length, filler, order, digest
+        self.reference: NDArray[np.float64] | None = None
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    @property
+    def pairs(self) -> int:
+        return len(self._offsets) // 2
+
+    def __getitem__(self, sample: int) -> PairRows:
+        if not 0 <= sample < len(self):
+            raise IndexError(f"no sample {sample}, there are {len(self)}")
+        return self.pair(int(self.order[sample]))
+
+    def answer(self, row: int) -> Labelled:
+        """The tokens of answer `row`; pair n's are 2 n and 2 n + 1."""
+        place = slice(*self._offsets[row : row + 2].tolist())
+        return Labelled(self._ids[place].tolist(), self._trained[place].tolist())
+
+    def pair(self, number: int) -> PairRows:
+        """The two rows of one pair."""
+        text = np.full((2, self._length + 1), self._filler, np.int64)
+        trained = np.zeros((2, self._length + 1), np.float32)
+        for row in range(2):
+            first, end = self._offsets[2 * number + row : 2 * number + row + 2].tolist()
+            size = min(end - first, self._length + 1)
+            text[row, :size], trained[row, :size] = self._ids[first : first + size], self._trained[first : first + size]
+        known = None if self.reference is None else self.reference[number]
+        return PairRows(text[:, :-1], text[:, 1:], trained[:, 1:], known)
+
+    def collate(self, rows: Sequence[PairRows], first_sample: int) -> Any:
+        """Pairs as one microbatch whose first pair is global sample `first_sample`."""
+        import torch
+
+        from mega.core.batch import PreferenceBatch
+
+        tokens, labels, weights = (torch.from_numpy(np.concatenate(part)) for part in list(zip(*rows))[:3])
+        known = [row.reference for row in rows if row.reference is not None]
+        return PreferenceBatch(
+            tokens=tokens,
+            labels=labels,
+            loss_weights=weights,
+            positions=torch.arange(self._length).expand(len(tokens), -1).contiguous(),
+            samples=torch.arange(2 * first_sample, 2 * (first_sample + len(rows))),
+            reference=torch.from_numpy(np.stack(known)) if known else None,
+        )
+
+
+def pair_dataset(
+    flag: str,
+    inputs: Sequence[str],
+    tokenizer: Tokenizer,
+    template: Template,
+    template_name: str,
+    *,
+    seq_length: int,
+    samples: int,
+    seed: int,
+    note: Callable[[str], None],
+) -> PairDataset:
+    """At least `samples` pairs from JSON lines. `flag` is the one that gave them; note: called with lines for the user.
+
+    Errors: ValueError naming file and line of an invalid pair, or where no pair has two different answers.
+    """
+    paths = find(inputs, flag)
+    if STDIN in paths:
+        raise ValueError(f"{flag} -: standard input is gone once it is read, and every rank reads; give a file")
+    digest = hashlib.sha256(f"{tokenizer.fingerprint()} {template_name} {seq_length}".encode())
+    for path in paths:
+        digest.update(hashlib.sha256(path.read_bytes()).digest())
+    arrays = _tokenised(flag, inputs, tokenizer, template)
+    if lost := lost_tokens(f"{flag} {' '.join(inputs)}", arrays, seq_length, "answers"):
+        note(lost)
+    generator, pairs = np.random.RandomState(seed), len(arrays["offsets"]) // 2
+    passes = -(-samples // pairs)
+    order = np.concatenate([generator.permutation(pairs) for _ in range(passes)]).astype(np.int64)
+    filler = next(t for t in (tokenizer.pad, tokenizer.eod, 0) if t is not None)
+    return PairDataset(arrays, order, seq_length, filler, digest.hexdigest())
+
+
+def _tokenised(flag: str, inputs: Sequence[str], tokenizer: Tokenizer, template: Template) -> Arrays:
+    found = [answer for pair in encoded(inputs, tokenizer, template) for answer in pair]
+    if not found:
+        raise ValueError(f"{flag} {' '.join(inputs)}: holds no pair")
+    offsets = np.concatenate([[0], np.cumsum([len(answer.ids) for answer in found])]).astype(np.int64)
+    ids = np.concatenate([np.array(answer.ids, np.int32) for answer in found])
+    return {
+        "ids": ids,
+        "trained": np.concatenate([np.array(one.trained, np.bool_) for one in found]),
+        "offsets": offsets,
+    }
+
+
+def encoded(inputs: Sequence[str], tokenizer: Tokenizer, template: Template) -> Iterator[tuple[Labelled, Labelled]]:
+    """Every pair of the inputs as tokens, chosen first; ValueError naming file and line where one is none."""
+    for where, line in lines(inputs, KEYS):
+        try:
+            chosen, rejected = (template(conversation(each)) for each in conversations(parsed(line)))
+            check_stop(chosen)
+            yield encode(chosen, tokenizer), encode(rejected, tokenizer)
+        except ValueError as error:
+            if str(error).startswith("--"):
+                raise
+            raise BadLine(f"{where}: {error}") from None
+
+
+def conversations(found: Any) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """The two conversations of one JSON object, as `conversation` takes them. Errors: ValueError.
+
+    >>> conversations({"prompt": "1 + 1", "chosen": "2", "rejected": "3"})[0]["messages"][-1]
+    {'role': 'assistant', 'content': '2'}
+    """
+    if not isinstance(found, dict):
+        raise ValueError("not a JSON object")
+    if absent := [key for key in KEYS[1:] if key not in found]:
+        raise ValueError(f'no "{absent[0]}": a pair is {{"prompt", "chosen", "rejected"}}; it has {_listed(found)}')
+    prompt = _messages(found.get("prompt", []), "user")
+    chosen, rejected = (prompt + _messages(found[key], "assistant") for key in KEYS[1:])
+    if chosen == rejected:
+        raise ValueError("both answers are the same")
+    if not prompt and not (isinstance(found["chosen"], list) and isinstance(found["rejected"], list)):
+        raise ValueError('no "prompt", and the answers are not whole conversations')
+    return {"messages": chosen}, {"messages": rejected}
+
+
+def _listed(found: Mapping[str, Any]) -> str:
+    return ", ".join(map(repr, list(found)[:8])) or "nothing"
+
+
+def _messages(found: Any, role: str) -> list[Any]:
+    if isinstance(found, str):
+        return [{"role": role, "content": found}]
+    if isinstance(found, list):
+        return list(found)
+    raise ValueError(f"the {role}'s part is neither a text nor a list of messages")

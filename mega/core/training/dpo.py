@@ -1,0 +1,202 @@
+"""Direct preference optimisation as a kind of task: pairs of answers, and what the first weights think of them.
+
+    1 the reference   log-probabilities of all answers under the weights that training begins with, without dropout,
+                      once and ahead: shared over the data ranks, then known to all
+    2 it is kept      in --data-cache, or under --save, by the digest of those weights and of the pairs
+    3 training        the loss of `Preference` (model/objective.py), by pair
+
+A run that resumes has other weights by now. It finds the reference where it was kept; else it loads the first weights
+from --load once more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mega.core.config.run import RunConfig
+from mega.core.files import url_of
+from mega.core.text.tokenizer import Tokenizer
+from mega.core.training import pretraining
+from mega.core.training.kinds import TaskKind
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from mega.core.data.build import Datasets
+    from mega.core.data.pairs import PairDataset
+    from mega.core.model.objective import Objective
+    from mega.core.training.resume import ResumePoint
+    from mega.core.training.state import TrainState
+
+
+def datasets(run: RunConfig, tokenizer: Tokenizer | None) -> Datasets:
+    """The pairs of --dpo-data and of --valid-sets. Errors: ValueError naming flag, file and line."""
+    from mega.core.data.build import Datasets, named_sets
+    from mega.core.data.pairs import pair_dataset
+    from mega.core.text.chat import TEMPLATES, shown, template, template_text
+
+    if tokenizer is None:
+        raise ValueError("--dpo-data: needs a tokenizer; give --tokenizer and its files")
+    name, (train, _, test), notes = run.data.chat_template, pretraining.requested(run), list[str]()
+    made, key = template(name, tokenizer), name if name in TEMPLATES else template_text(name)
+    assert run.batch.seq_length is not None
+    size = {"seq_length": run.batch.seq_length, "seed": run.runtime.seed}
+
+    def pairs(flag: str, inputs: tuple[str, ...], count: int) -> PairDataset:
+        return pair_dataset(flag, inputs, tokenizer, made, key, samples=count, note=notes.append, **size)
+
+    example: tuple[str, ...] = ()
+    trained = pairs("--dpo-data", run.finetuning.dpo_data, train) if train else None
+    if trained is not None:
+        preferred, other = (shown(trained.answer(row), tokenizer) for row in range(2))
+        example = (f"preferred, what is judged in ⟦⟧: {preferred}", f"to: {other}")
+    named = {label: pairs("--valid-sets", (file,), test) for label, file in named_sets(run.data) if test}
+    return Datasets(train=trained, named=named, notes=tuple(notes), example=example)
+
+
+def objective(run: RunConfig) -> Objective:
+    from mega.core.model.objective import Preference
+
+    return Preference(run.finetuning.dpo_beta, run.finetuning.dpo_label_smoothing)
+
+
+def begin(state: TrainState, data: Datasets, point: ResumePoint | None) -> None:
+    """Give every dataset its reference. Errors: ValueError where the first weights are not to be had any more."""
+    state.reference = _first_weights(state.run, point)
+    held: list[Any] = [each for each in (data.train, *data.named.values()) if each is not None]
+    cache = _cache(state.run)
+    for dataset in held:
+        dataset.reference = _known(state, cache, _key(state, dataset), dataset.pairs)
+    missing = [dataset for dataset in held if dataset.reference is None]
+    if not missing:
+        return
+    resumed = point is not None and not point.weights_only
+    if resumed:
+        _load_first(state)
+    for dataset in missing:
+        dataset.reference = log_probabilities(state, dataset)
+        _keep(state, cache, _key(state, dataset), dataset.reference)
+    if resumed:
+        from mega.core.training.resume import restore
+
+        assert point is not None
+        restore(state, point)
+
+
+def log_probabilities(state: TrainState, dataset: PairDataset) -> NDArray[np.float64]:
+    """float64 [pairs, 2]: of both answers of every pair under the present weights, the same on every rank."""
+    import torch
+
+    from mega.core.parallel.collectives import all_reduce
+    from mega.core.training.step import output_step
+
+    mesh, run = state.mesh, state.run
+    assert run.batch.micro_batch is not None
+    turn = run.batch.micro_batch * mesh.dp.size
+    found = torch.zeros(dataset.pairs, 2, dtype=torch.float64, device=state.device.torch)
+    for first in range(0, dataset.pairs, turn):
+        own = range(first + mesh.dp.index * run.batch.micro_batch, first + (mesh.dp.index + 1) * run.batch.micro_batch)
+        # Ranks that are left without a pair judge the last one again, which does not count.
+        rows = [dataset.pair(min(number, dataset.pairs - 1)) for number in own]
+        batch = dataset.collate(rows, own.start).to(state.device.torch)
+        outputs = output_step(state, [batch])
+        if outputs and mesh.tp.first:
+            counted = [number for number in own if number < dataset.pairs]
+            found[counted] = outputs[0].view(-1, 2).double()[: len(counted)]
+    all_reduce(found, mesh.everyone)
+    return found.cpu().numpy()
+
+
+def _first_weights(run: RunConfig, point: ResumePoint | None) -> str:
+    """What tells the weights that training begins with from all others: a digest, or the seed they are made of."""
+    if point is None:
+        return f"seed {run.runtime.seed} of {run.model}"
+    if point.weights_only:
+        return point.checkpoint.digest
+    return str(point.checkpoint.meta.get("reference") or point.checkpoint.digest)
+
+
+def _load_first(state: TrainState) -> None:
+    """Fill the state with the weights that training began with."""
+    from mega.core.checkpoint.own.base import named_base, open_base
+    from mega.core.checkpoint.own.pieces import CheckpointError
+    from mega.core.checkpoint.own.store import locate
+    from mega.core.checkpoint.own.together import Exchange
+    from mega.core.parallel.collectives import gather_json
+    from mega.core.training.resume import ResumePoint, restore
+
+    place = state.run.checkpoint.load
+    if place is None:
+        raise ValueError("--task dpo: the reference's log-probabilities are not kept; give --load with its weights")
+    exchange: Exchange = partial(gather_json, axis=state.mesh.everyone, device=state.device.torch)
+    first = locate(place, lambda line: None, exchange)
+    if first.digest != state.reference:
+        raise CheckpointError(f"--load {place}: is not what this run began with, which its reference needs")
+    if state.run.model.lora_rank and named_base(first) is None:  # adapters of these weights began as nothing
+        for bucket in state.grads.buckets:
+            bucket.own_weights.zero_()
+            if state.grads.zero < 3:
+                bucket.weights.zero_()
+    restore(state, ResumePoint(first, weights_only=True, base=open_base(first, None, exchange=exchange)))
+
+
+# Where it is kept
+
+
+def _cache(run: RunConfig) -> Path | None:
+    save = run.checkpoint.save
+    if run.data.data_cache:
+        return Path(run.data.data_cache)
+    return Path(save) / "reference" if save and not url_of(save) else None
+
+
+def _key(state: TrainState, dataset: PairDataset) -> Mapping[str, Any]:
+    return {
+        "kind": "dpo reference",
+        "weights": state.reference,
+        "pairs": dataset.digest,
+        "dtype": state.run.precision.dtype,
+    }
+
+
+class _Missing(Exception):
+    """Nothing is kept under a key."""
+
+
+def _known(state: TrainState, cache: Path | None, key: Mapping[str, Any], pairs: int) -> NDArray[np.float64] | None:
+    """What rank 0 finds, given to all."""
+    import numpy as np
+    import torch
+
+    from mega.core.data.cache import cached
+    from mega.core.parallel.collectives import all_reduce
+
+    def missing() -> Any:
+        raise _Missing
+
+    found = torch.zeros(2 * pairs + 1, dtype=torch.float64)
+    if state.mesh.rank == 0 and cache is not None:
+        try:
+            kept = cached(cache, key, ("reference",), missing)["reference"]
+            found[:-1], found[-1] = torch.from_numpy(np.array(kept)).view(torch.float64), 1.0
+        except _Missing:
+            pass
+    found = found.to(state.device.torch)
+    all_reduce(found, state.mesh.everyone)
+    return found[:-1].view(pairs, 2).cpu().numpy() if bool(found[-1]) else None
+
+
+def _keep(state: TrainState, cache: Path | None, key: Mapping[str, Any], values: NDArray[np.float64]) -> None:
+    import numpy as np
+
+    from mega.core.data.cache import cached
+
+    if state.mesh.rank == 0 and cache is not None:
+        cached(cache, key, ("reference",), lambda: {"reference": values.reshape(-1).view(np.int64)})
+
+
+KIND = TaskKind(datasets, pretraining.task, objective, begin)

@@ -1,0 +1,134 @@
+"""The learning rate that a run bears, from one sweep over rates (Smith 2017, section 3.3): what it is, and its picture.
+
+The sweep is an ordinary run whose rate grows by one factor a step. Where the loss falls fastest per factor is a rate to
+train with; where it begins to rise is the limit. Knows no torch: it reads the run's metrics.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from mega.core.config.run import RunConfig, updated
+from mega.core.files import whole_file
+
+FIRST, LAST, STEPS = 1e-7, 1.0, 100
+"""The rates that a sweep begins and ends with, and its steps, where they are not given."""
+SMOOTHING = 0.9
+"""Share of what was that stays in the smoothed loss."""
+RISEN = 4.0
+"""How many times the fall so far the loss may rise again before the sweep is over."""
+
+
+class Point(NamedTuple):
+    """One step: its rate, its loss, and the loss smoothed over the steps before."""
+
+    lr: float
+    loss: float
+    smoothed: float
+
+
+class Suggestion(NamedTuple):
+    """rate: where the loss falls fastest. least: where it is lowest, beyond which training does not hold."""
+
+    rate: float
+    least: float
+
+
+def sweep(run: RunConfig) -> RunConfig:
+    """`run` as a sweep: nothing is saved, and nothing validated. Errors: ValueError naming a flag that asks for it."""
+    if run.checkpoint.save is not None or run.checkpoint.resume is not None:
+        flag = "--save" if run.checkpoint.save is not None else "--resume"
+        raise ValueError(f"{flag}: a sweep of learning rates ruins the weights, so that none are kept; leave it out")
+    steps = run.batch.steps or STEPS
+    first, last = run.schedule.min_lr or FIRST, run.optimizer.lr or LAST
+    if first >= last:
+        raise ValueError(f"--min-lr {first}: must be less than --lr {last}, with which the sweep ends")
+    values = {"steps": steps, "samples": None, "lr": last, "min_lr": first, "lr_decay": "range-exponential"}
+    schedule = {"lr_decay_steps": steps, "lr_warmup_steps": 0, "lr_warmup_samples": 0, "lr_warmup_fraction": None}
+    metrics = run.log.metrics or "lr-find.jsonl"
+    return updated(run, {**values, **schedule, "eval_iters": 0, "metrics": metrics})
+
+
+def read(metrics: Path) -> list[Point]:
+    """The sweep that a file of metrics holds, to where the loss has risen for good."""
+    rows = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
+    return smoothed([(row["lr"], row["loss"]) for row in rows if "lr" in row and math.isfinite(row["loss"])])
+
+
+def smoothed(losses: Sequence[tuple[float, float]]) -> list[Point]:
+    """(rate, loss) of every step with its smoothed loss, to where it has risen for good."""
+    points: list[Point] = []
+    mean, least = 0.0, math.inf
+    for number, (lr, loss) in enumerate(losses, 1):
+        mean = SMOOTHING * mean + (1 - SMOOTHING) * loss
+        now = mean / (1 - SMOOTHING**number)
+        least = min(least, now)
+        points.append(Point(lr, loss, now))
+        if now - least > max(RISEN * (points[0].smoothed - least), 0.05 * least) and now > points[0].smoothed:
+            break
+    return points
+
+
+def suggest(points: Sequence[Point]) -> Suggestion:
+    """From a sweep of at least three steps. Errors: ValueError where the loss never falls.
+
+    >>> falls = [(10.0**-k, loss) for k, loss in ((5, 4.0), (4, 3.9), (3, 3.0), (2, 2.8), (1, 9.0))]
+    >>> suggest([Point(lr, loss, loss) for lr, loss in falls])
+    Suggestion(rate=0.001, least=0.01)
+    """
+    lowest = min(range(len(points)), key=lambda at: points[at].smoothed)
+    if lowest == 0 or len(points) < 3:
+        raise ValueError("the loss does not fall anywhere in the sweep; give a lower --min-lr, or more --steps")
+
+    def slope(at: int) -> float:
+        before, here = points[at - 1], points[at]
+        return (here.smoothed - before.smoothed) / math.log(here.lr / before.lr)
+
+    return Suggestion(points[min(range(1, lowest + 1), key=slope)].lr, points[lowest].lr)
+
+
+WIDTH, HEIGHT, LEFT, BOTTOM = 720, 400, 60, 40
+
+
+def draw(points: Sequence[Point], found: Suggestion, path: Path) -> None:
+    """The sweep as an SVG: loss over the logarithm of the rate, and the two rates."""
+    low, high = math.log10(points[0].lr), math.log10(points[-1].lr)
+    bottom, top = min(point.smoothed for point in points), max(point.smoothed for point in points)
+
+    def x(lr: float) -> float:
+        return LEFT + (math.log10(lr) - low) / max(high - low, 1e-9) * (WIDTH - LEFT - 20)
+
+    def y(loss: float) -> float:
+        return 20 + (top - min(loss, top)) / max(top - bottom, 1e-9) * (HEIGHT - BOTTOM - 20)
+
+    def line(losses: Sequence[float], style: str) -> str:
+        corners = " ".join(f"{x(point.lr):.1f},{y(loss):.1f}" for point, loss in zip(points, losses, strict=True))
+        return f'<polyline fill="none" {style} points="{corners}"/>'
+
+    def rate(lr: float, label: str, colour: str) -> str:
+        at = f"{x(lr):.1f}"
+        mark = f'<line x1="{at}" x2="{at}" y1="20" y2="{HEIGHT - BOTTOM}" stroke="{colour}" stroke-dasharray="4"/>'
+        return f'{mark}<text x="{at}" y="14" fill="{colour}" text-anchor="middle">{label} {lr:.1e}</text>'
+
+    ticks = [
+        f'<text x="{x(10.0**power):.1f}" y="{HEIGHT - 18}" text-anchor="middle">1e{power}</text>'
+        for power in range(math.ceil(low), math.floor(high) + 1)
+    ]
+    levels = [f'<text x="{LEFT - 8}" y="{y(loss):.1f}" text-anchor="end">{loss:.2f}</text>' for loss in (bottom, top)]
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif" '
+        'font-size="12"><rect width="100%" height="100%" fill="white"/>',
+        line([point.loss for point in points], 'stroke="#bbb"'),
+        line([point.smoothed for point in points], 'stroke="#1f4e9c" stroke-width="2"'),
+        rate(found.rate, "suggested", "#1a7f37"),
+        rate(found.least, "lowest", "#b35900"),
+        *ticks,
+        *levels,
+        f'<text x="{WIDTH // 2}" y="{HEIGHT - 2}" text-anchor="middle">learning rate</text></svg>',
+    ]
+    with whole_file(path) as file:
+        file.write("\n".join(parts).encode())

@@ -1,0 +1,123 @@
+"""Finetuning on conversations: packed as unpacked, whatever the micro batch; a small model learns to end its turn."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from mega.cli import main
+from mega.core.batch import DecoderBatch
+from mega.core.checkpoint.own.pieces import Piece
+from mega.core.checkpoint.own.store import locate
+from mega.core.config.run import RunConfig
+from mega.core.data.chat import ChatDataset
+from mega.core.device import Device
+from mega.core.inference.generate import generate
+from mega.core.inference.load import load_model
+from mega.core.inference.sampling import Sampling
+from mega.core.parallel.launch import Pool
+from mega.core.parallel.mesh import Groups
+from mega.core.proof.parity import Snapshot, assemble, compare, own_samples, within
+from mega.core.text.build import build
+from mega.core.training.step import backward, means
+from mega.core.training.wire import build_mesh, build_state
+from tests.data.test_chat import with_im
+from tests.support.runs import small_run
+
+LENGTHS = (5, 9, 3, 11, 4, 7, 2, 6)
+
+
+def dataset(packed: list[list[int]], seq_length: int) -> ChatDataset:
+    """Conversations of `LENGTHS` tokens, their second half trained, as rows of the given members."""
+    generator, offsets = np.random.default_rng(1), np.concatenate([[0], np.cumsum(LENGTHS)])
+    trained = np.concatenate([np.arange(size) >= size // 2 for size in LENGTHS])
+    arrays: dict[str, Any] = {
+        "ids": generator.integers(509, size=offsets[-1]).astype(np.int32),
+        "trained": trained,
+        "offsets": offsets,
+        "members": np.array([member for row in packed for member in row]),
+        "rows": np.concatenate([[0], np.cumsum([len(row) for row in packed])]),
+    }
+    return ChatDataset(arrays, seq_length, 0)
+
+
+def stepped(rows: ChatDataset, micro_batch: int, model: str) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    count = len(rows)
+    run = small_run(model, layers=2, hidden_dropout=0.0, attention_dropout=0.0, micro_batch=micro_batch)
+    state = build_state(run, build_mesh(run, 0, 1), Device.choose("cpu"))
+    batches: list[DecoderBatch] = [
+        rows.collate([rows[at] for at in range(first, min(first + micro_batch, count))], first)
+        for first in range(0, count, micro_batch)
+    ]
+    sums = backward(state, batches)
+    return sums, {piece.key: piece.tensor.detach().clone() for piece in state.gradient_pieces()}
+
+
+@pytest.mark.parametrize("model", ["gpt", "llama"])
+def test_packed_is_unpacked_whatever_the_micro_batch(model: str) -> None:
+    """A microbatch's share of the loss is its share of trained tokens, which differ from row to row."""
+    alone = [[member] for member in range(len(LENGTHS))]
+    sums, gradients = stepped(dataset(alone, 12), 8, model)
+    for rows, length, micro_batch in ((alone, 12, 1), (alone, 12, 3), ([[1, 2], [0, 4, 6], [3], [5, 7]], 16, 2)):
+        others, theirs = stepped(dataset(rows, length), micro_batch, model)
+        torch.testing.assert_close(others, sums, rtol=1e-12, atol=0)
+        scale = max(float(each.abs().max()) for each in gradients.values())
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(theirs[name], gradient, rtol=1e-10, atol=1e-13 * scale)
+
+
+PACKED = [[1, 2], [0, 4, 6], [3], [5, 7]]
+
+
+def trained(groups: Groups, rank: int, run: RunConfig, world: int) -> tuple[float, float, list[Piece]]:
+    """Job of one rank: a step over packed rows; loss, gradient norm and this rank's pieces."""
+    mesh, rows = build_mesh(run, rank, world, groups), dataset(PACKED, 16)
+    state = build_state(run, mesh, Device.choose("cpu", rank))
+    own = [samples.tolist() for samples in own_samples(run, mesh, 0)]
+    sums = backward(state, [rows.collate([rows[at] for at in numbers], numbers[0]) for numbers in own])
+    pieces = [Piece(p.key, p.whole, p.start, p.tensor.detach().clone()) for p in state.gradient_pieces()]
+    norm = float(state.optimizer.step(1e-3, 0.0).grad_norm)
+    state.grads.wait_param_gather()
+    return float(means(state, sums)[0]), norm, pieces
+
+
+def snapshot(pool: Pool, world: int, **layout: Any) -> list[Snapshot]:
+    ranks = pool.run(trained, small_run("llama", world, layers=2, global_batch=4, **layout), world, world=world)
+    return [Snapshot(*ranks[0][:2], assemble(piece for _, _, pieces in ranks for piece in pieces))]
+
+
+def test_packed_rows_train_the_same_in_every_layout(pool: Pool) -> None:
+    reference = snapshot(pool, 1)
+    for world, layout in ((4, {"tp": 2, "pp": 2, "sequence_parallel": True}), (2, {"cp": 2}), (2, {"micro_batch": 2})):
+        (difference,) = compare("fp64", (1,), reference, snapshot(pool, world, **layout))
+        assert within("fp64", difference), (layout, difference)
+
+
+def test_it_learns_to_end_its_turn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with_im(tmp_path)
+    talks = [{"prompt": f"say {a} {b}", "completion": f"{a}{b}"} for a in "abcdefgh" for b in "12345678"]
+    data, save = tmp_path / "talks.jsonl", tmp_path / "run"
+    data.write_text("".join(json.dumps(talk) + "\n" for talk in talks))
+    flags = (
+        f"--layers 2 --hidden 64 --heads 4 --seq-length 96 --hidden-dropout 0 --attention-dropout 0 --global-batch 8 "
+        f"--micro-batch 8 --steps 60 --lr 5e-3 --lr-warmup-steps 5 --eval-iters 0 --save-interval 60 --device cpu "
+        f"--chat-data {data} --chat-template chatml --save {save} --tokenizer HuggingFaceTokenizer "
+        f"--tokenizer-model {tmp_path}"
+    )
+    assert main(["finetune", *flags.split()]) == 0
+    assert "⟦" in (said := capsys.readouterr().out) and "<|im_end|>⟧" in said, "a sample is shown"
+    tokenizer, stage = build(tokenizer="HuggingFaceTokenizer", tokenizer_model=tmp_path), load_model(locate(save))
+    end, ended = tokenizer.control("<|im_end|>"), 0
+    start = tokenizer.control("<|im_start|>")
+    assert start is not None and end is not None
+    for talk in talks[::3]:
+        prompt = [start, *tokenizer.encode(f"user\n{talk['prompt']}"), end, *tokenizer.encode("\n"), start]
+        prompt += tokenizer.encode("assistant\n")
+        *_, last = generate(stage, prompt, 12, Sampling(temperature=0.0), end=end)
+        ended += last == end
+    assert ended >= 0.95 * len(talks[::3]), f"{ended} of {len(talks[::3])}"

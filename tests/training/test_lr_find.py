@@ -1,0 +1,46 @@
+"""The learning-rate finder: a sweep's curve read, a rate suggested, a picture drawn; what cannot be swept."""
+
+from __future__ import annotations
+
+import math
+import xml.etree.ElementTree
+from pathlib import Path
+
+import pytest
+
+from mega.cli import main
+from mega.core.training.lr_find import read, smoothed, suggest
+
+RUN = (
+    "--layers 1 --hidden 32 --heads 2 --vocab 31 --seq-length 16 --global-batch 4 --micro-batch 4 --mock-data "
+    "--device cpu --hidden-dropout 0 --attention-dropout 0 --clip-grad 0"
+).split()
+
+
+def test_the_steepest_fall_is_suggested() -> None:
+    """A curve that falls fastest at 1e-3, is lowest near 1e-2 and explodes after that."""
+    rates = [10 ** (-6 + 6 * step / 200) for step in range(201)]
+    losses = [5 - 2 / (1 + math.exp(-3 * (math.log10(lr) + 3))) + max(0, 40 * (lr - 0.02)) for lr in rates]
+    points = smoothed(list(zip(rates, losses, strict=True)))
+    found = suggest(points)
+    assert len(points) < 201, "the sweep ends where the loss has risen"
+    assert 5e-4 < found.rate < 3e-3 < found.least < 5e-2
+    with pytest.raises(ValueError, match="does not fall"):
+        suggest(smoothed([(10.0**-k, 5.0 - k) for k in (5, 4, 3, 2)]))
+
+
+def test_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    metrics = tmp_path / "sweep.jsonl"
+    assert main(["lr-find", *RUN, "--metrics", str(metrics), "--steps", "40", "--min-lr", "1e-5", "--lr", "10"]) == 0
+    said = capsys.readouterr().out
+    points = read(metrics)
+    assert points[0].lr == pytest.approx(1e-5) and points[1].lr / points[0].lr == pytest.approx(10 ** (6 / 40))
+    assert "suggested: --lr " in said
+    picture = xml.etree.ElementTree.parse(metrics.with_suffix(".svg")).getroot()
+    assert picture.tag.endswith("svg") and sum(part.tag.endswith("polyline") for part in picture) == 2
+    for flags, message in (
+        (["--save", "x"], "--save: a sweep"),
+        (["--min-lr", "2"], "--min-lr 2.0: must be less than"),
+    ):
+        assert main(["lr-find", *RUN, *flags]) == 2
+        assert message in capsys.readouterr().err
