@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Annotated, Literal
+from collections.abc import Callable
+from typing import Annotated, Any, Literal
 
 import typer
 
 from mega.core.config.compose import GivenOptions
 from mega.core.config.run import RunConfig, flag_of, options_with
-from mega.core.config.world import is_first_rank, ranks, world_from_env
+from mega.core.config.world import World, is_first_rank, ranks, world_from_env
 from mega.core.files import check_file
 from mega.options import Reads
 
@@ -18,7 +19,7 @@ from mega.options import Reads
 def run(
     run: Annotated[RunConfig, Reads("evaluated")],
     given: GivenOptions,
-    task: Annotated[str | None, typer.Option("--task", help="wikitext103, lambada or ppl (a corpus)")] = None,
+    task: Annotated[str | None, typer.Option("--task", help="wikitext103, lambada, or ppl of a corpus")] = None,
     valid_data: Annotated[
         list[str] | None, typer.Option("--valid-data", help="what is scored: one file, of ppl also token files' prefix")
     ] = None,
@@ -43,6 +44,18 @@ def run(
         int | None, typer.Option("--random-windows", help="of ppl, score so many windows drawn at random")
     ] = None,
     limit: Annotated[int | None, typer.Option("--limit", help="score only the first so many examples")] = None,
+    tasks: Annotated[
+        list[str] | None, typer.Option("--tasks", help="tasks of lm-eval instead, such as hellaswag,gsm8k")
+    ] = None,
+    num_fewshot: Annotated[
+        int | None, typer.Option("--num-fewshot", help="of --tasks: examples in front of a question", min=0)
+    ] = None,
+    include_path: Annotated[
+        str | None, typer.Option("--include-path", help="of --tasks: a directory of more task files")
+    ] = None,
+    log_samples: Annotated[
+        bool, typer.Option("--log-samples", help="of --tasks: keep every question and answer in --json")
+    ] = False,
     cloze_eval: Annotated[bool, typer.Option("--cloze-eval", help="Megatron-LM v1's --task lambada")] = False,
     webtext_eval: Annotated[bool, typer.Option("--webtext-eval", help="Megatron-LM v1's --task ppl")] = False,
 ) -> int:
@@ -50,16 +63,35 @@ def run(
 
     The model and its tokenizer are the directory's. Killed and started again, it goes on where it was.
     """
+    if is_first_rank():
+        _note_unused(given)
+    world = world_from_env()
+    size = ranks(world, run.runtime.nproc, run.runtime.world)
+    if tasks:
+        if task is not None or valid_data:
+            raise ValueError(
+                f"--tasks {' '.join(tasks)}: excludes --task and --valid-data; lm-eval has data of its own"
+            )
+        from mega.core.tasks import harness
+
+        names = tuple(name for each in tasks for name in each.split(",") if name)
+        asked = harness.HarnessOptions(names, num_fewshot, include_path, limit, log_samples)
+        prepared: Any = harness.prepare(run, given, asked, _out(out, "lm-eval"), size)
+        return _launched(world, size, harness.evaluate, prepared)
+    for flag, value in {
+        "--num-fewshot": num_fewshot,
+        "--include-path": include_path,
+        "--log-samples": log_samples,
+    }.items():
+        if value:
+            raise ValueError(f"{flag}: needs --tasks")
     from mega.core.tasks.options import TaskOptions, task_named
 
     named = task or ("lambada" if cloze_eval else "ppl" if webtext_eval else None)
     if named is None:
-        raise ValueError("--task is missing: give wikitext103, lambada or ppl")
-    named = task_named(named)
-    out = out or f"eval-{named}.json"
-    check_file("--json", out)
+        raise ValueError("--task is missing: give wikitext103, lambada or ppl; or --tasks of lm-eval")
     options = TaskOptions(
-        named,
+        task_named(named),
         tuple(valid_data or ()),
         overlapping_eval,
         strict_lambada,
@@ -70,18 +102,24 @@ def run(
         limit,
         run.runtime.seed,
     )
-    world = world_from_env()
-    size = ranks(world, run.runtime.nproc, run.runtime.world)
-    if is_first_rank():
-        _note_unused(given)
     from mega.core.tasks.evaluate import evaluate, prepare
 
-    evaluation = prepare(run, given, options, os.path.abspath(out), size)
+    return _launched(world, size, evaluate, prepare(run, given, options, _out(out, options.task), size))
+
+
+def _out(given: str | None, name: str) -> str:
+    """The file of the result. Errors: ValueError where it cannot be one."""
+    out = given or f"eval-{name}.json"
+    check_file("--json", out)
+    return os.path.abspath(out)
+
+
+def _launched(world: World, size: int, job: Callable[[Any], int], prepared: Any) -> int:
     if world.source != "alone" or size == 1:
-        return evaluate(evaluation)
+        return job(prepared)
     from mega.core.parallel.launch import launch
 
-    return launch(size, evaluate, evaluation)
+    return launch(size, job, prepared)
 
 
 def _note_unused(given: GivenOptions) -> None:

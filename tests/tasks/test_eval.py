@@ -366,7 +366,7 @@ def test_megatrons_command_line(
 
 
 BAD: list[tuple[list[str], str]] = [
-    (["--valid-data", "FILE"], "--task is missing: give wikitext103, lambada or ppl"),
+    (["--valid-data", "FILE"], "--task is missing: give wikitext103, lambada or ppl; or --tasks of lm-eval"),
     (["--task", "lambda", "--valid-data", "FILE"], "--task lambda: is not a benchmark (nearest: lambada); valid: "),
     (["--task", "lambada"], "--valid-data : must be exactly one file for --task lambada"),
     (["--task", "lambada", "--valid-data", "absent"], "--valid-data absent: no such file"),
@@ -384,7 +384,7 @@ BAD: list[tuple[list[str], str]] = [
     (["--task", "ppl", "--valid-data", "FILE", "--context-window", "512"], "must be less than --seq-length 512"),
     (["--task", "ppl", "--valid-data", "FILE", "--layers", "7"], "--layers 7: the model at MODEL has 5"),
     (["--task", "ppl", "--valid-data", "FILE", "--tp", "2"], "--tp 2 x --pp 1: 1 rank given, but a model takes 2"),
-    (["--task", "ppl", "--valid-data", "FILE", "--load", "DIR"], "DIR: holds no config.json (Hugging Face)"),
+    (["--task", "ppl", "--valid-data", "FILE", "--load", "DIR"], "(Hugging Face), no params.json"),
     (["--task", "ppl", "--valid-data", "FILE", "--load", "BARE"], "--tokenizer is missing: the model carries none"),
     (["--task", "ppl", "--valid-data", "FILE", "--json", "absent/a.json"], "--json absent/a.json: directory"),
 ]

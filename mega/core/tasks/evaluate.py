@@ -22,32 +22,30 @@ from typing import Any
 import torch
 
 from mega import __version__
-from mega.core.config.check import check
 from mega.core.config.compose import GivenOptions
-from mega.core.config.presets import PRESETS
-from mega.core.config.resolve import column_unit, resolve
-from mega.core.config.run import RunConfig, entries, flag_of, options_with, updated, value_of
-from mega.core.config.sections import ModelConfig
-from mega.core.device import DTYPES, Device
-from mega.core.family import family
+from mega.core.config.resolve import column_unit
+from mega.core.config.run import RunConfig
+from mega.core.device import Device
 from mega.core.files import whole_file
-from mega.core.inference.load import OpenedModel, load_stages, open_model
-from mega.core.inference.score import TokenScorer
+from mega.core.inference.load import OpenedModel
 from mega.core.parallel.collectives import gather_json
 from mega.core.parallel.launch import connect, disconnect
 from mega.core.parallel.mesh import Groups, Mesh
+from mega.core.tasks.model import (
+    CheckedModel,
+    ModelHere,
+    check_model,
+    layout_of,
+    model_settings,
+    open_here,
+    tokenizer_of,
+)
 from mega.core.tasks.options import Asked, TaskOptions, benchmark
 from mega.core.tasks.show import Bar, show
 from mega.core.tasks.task import Benchmark, Done, Estimate, Sums, score
-from mega.core.text.build import build
 from mega.core.text.tokenizer import Tokenizer
 from mega.core.training.start import check_same_everywhere
-from mega.core.training.wire import build_mesh, chosen_ops
 
-MICRO_BATCH = 4
-"""Rows of a microbatch where --micro-batch is not given, as of Megatron-LM's first evaluations."""
-LONGEST = 4096
-"""Most columns of a row where --seq-length is not given: models may have positions for far more."""
 SAVE_SECONDS = 5.0
 HASHED_BYTES = 1 << 30
 """Of a data file larger than this, size and time stand for its content."""
@@ -55,84 +53,28 @@ HASHED_BYTES = 1 << 30
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A checked evaluation. run: the layout and what else is read, resolved. typed: whether --dtype was given. load:
-    the model's place. json: the file of the result."""
+    """A checked evaluation. json: the file of the result."""
 
-    run: RunConfig
-    typed_dtype: bool
-    load: str
+    model: CheckedModel
     options: TaskOptions
     json: str
 
 
 def prepare(run: RunConfig, given: GivenOptions, options: TaskOptions, out: str, world: int) -> Evaluation:
     """Errors: ValueError naming flag or file, its value, and the rule."""
-    load, opened = _opened(run)
-    model = _model(opened, given)
-    values = {name: value_of(run, name) for name in options_with(evaluated=True)}
-    values["seq_length"] = run.batch.seq_length or min(model.positions or LONGEST, LONGEST)
-    values["micro_batch"] = run.batch.micro_batch or MICRO_BATCH
-    asked = updated(RunConfig(), {**values, "load": None, "mock_data": True, "skip_train": True})
-    resolved = check(dataclasses.replace(asked, model=model), world)
-    evaluation = Evaluation(resolved, "dtype" in given.values, load, options, out)
+    model, opened = check_model(run, given, world)
+    evaluation = Evaluation(model, options, out)
     judged, _ = _benchmark(evaluation, opened)
     judged.examples(Path(options.valid_data[0]))  # what is wrong with a file is reported once, and before any rank
     return evaluation
 
 
-def _opened(run: RunConfig) -> tuple[str, OpenedModel]:
-    """Errors: ValueError where nothing is there, or not what continues text."""
-    if run.checkpoint.load is None:
-        raise ValueError("--load is missing: give a run's directory, one step in it, or a directory of others' weights")
-    opened = open_model(run.checkpoint.load)
-    if family(opened.model).prompt is None:
-        raise ValueError(
-            f"--load {run.checkpoint.load}: is a model of --family {opened.model.family}, which does not continue text"
-        )
-    return run.checkpoint.load, opened
-
-
-def _model(opened: OpenedModel, given: GivenOptions) -> ModelConfig:
-    """The model that is there. Errors: ValueError where a flag or a preset says otherwise."""
-    model, problems = opened.model, []
-    said = {**(PRESETS[given.preset] if given.preset is not None else {}), **given.values}
-    if model.position != "learned" and said.get("positions"):
-        model = dataclasses.replace(model, positions=said.pop("positions"))
-    for name in (*options_with(on_resume="must match"), "positions"):
-        if entries()[name].section == "model" and said.get(name) not in (None, getattr(model, name)):
-            problems.append(f"{flag_of(name)} {said[name]}: the model at {opened.path} has {getattr(model, name)}")
-    if problems:
-        raise ValueError("\n".join(problems))
-    return model
-
-
 def _benchmark(evaluation: Evaluation, opened: OpenedModel) -> tuple[Benchmark[Any], Tokenizer | None]:
-    run = evaluation.run
-    assert run.batch.seq_length is not None and run.model.vocab is not None
-    tokenizer = _tokenizer(run, opened)
+    model, run = evaluation.model, evaluation.model.run
+    assert run.model.vocab is not None
+    tokenizer = tokenizer_of(run, opened)
     unit = column_unit(run.parallel)
-    return benchmark(Asked(evaluation.options, tokenizer, run.batch.seq_length, unit, run.model.vocab)), tokenizer
-
-
-def _tokenizer(run: RunConfig, opened: OpenedModel) -> Tokenizer | None:
-    """The one that flags name, else the model's own; None where there is none."""
-    options = {field.name: getattr(run.tokenizer, field.name) for field in dataclasses.fields(run.tokenizer)}
-    if options["tokenizer"] is None:
-        try:
-            tokenizer = opened.tokenizer()
-        except ValueError as error:
-            if "carries no tokenizer" in str(error):
-                return None
-            raise
-    else:
-        tokenizer = build(**options)
-    assert opened.model.vocab is not None
-    if tokenizer.vocab_size > opened.model.vocab:
-        raise ValueError(
-            f"--tokenizer {tokenizer.kind}: has {tokenizer.vocab_size} tokens, and the model at {opened.path} knows "
-            f"{opened.model.vocab}; give the one that it was trained with"
-        )
-    return tokenizer
+    return benchmark(Asked(evaluation.options, tokenizer, model.length, unit, run.model.vocab)), tokenizer
 
 
 # On every rank ------------------------------------------------------------------------------------------------------
@@ -140,7 +82,7 @@ def _tokenizer(run: RunConfig, opened: OpenedModel) -> Tokenizer | None:
 
 def evaluate(evaluation: Evaluation) -> int:
     """Score as one rank of the world that the environment describes. Errors: ValueError on every rank."""
-    runtime = evaluation.run.runtime
+    runtime = evaluation.model.run.runtime
     world, device, groups = connect(runtime.device, runtime.backend, runtime.timeout_minutes)
     if runtime.deterministic:
         device.deterministic()
@@ -153,29 +95,20 @@ def run_here(
     evaluation: Evaluation, rank: int, world: int, device: Device, groups: Groups | None = None
 ) -> Mapping[str, Estimate]:
     """One rank's part; what was found, the same on all of them."""
-    opened = open_model(evaluation.load)
-    run = _with_dtype(evaluation, opened, device)
-    mesh = build_mesh(run, rank, world, groups)
-    judged, tokenizer = _benchmark(evaluation, opened)
+    here = open_here(evaluation.model, rank, world, device, groups)
+    judged, tokenizer = _benchmark(evaluation, here.opened)
     examples = judged.examples(Path(evaluation.options.valid_data[0]))[: evaluation.options.limit]
-    about = _about(evaluation, run, opened, tokenizer, len(examples))
-    check_same_everywhere(mesh, about["fingerprint"], device.torch)
-    ops = chosen_ops(run, device.torch)
-    stages = load_stages(
-        opened,
-        mesh,
-        device,
-        dtype=DTYPES[run.precision.dtype],
-        ops=ops,
-        sequence=run.parallel.sequence_parallel,
-        overlap=run.parallel.tp_overlap,
-        stage_layers=run.parallel.stage_layers,
-    )
-    scorer = TokenScorer(run.model, stages, mesh, device, ops, greedy=judged.greedy)
-    progress = _Progress(evaluation, about["fingerprint"], judged, len(examples), mesh, device)
-    assert run.batch.micro_batch is not None
+    about = _about(evaluation, here, tokenizer, len(examples))
+    check_same_everywhere(here.mesh, about["fingerprint"], device.torch)
+    progress = _Progress(evaluation, about["fingerprint"], judged, len(examples), here.mesh, device)
     found = score(
-        scorer, judged, examples, run.batch.micro_batch, sums=progress.sums, done=progress.begun, after=progress
+        here.scorer(greedy=judged.greedy),
+        judged,
+        examples,
+        evaluation.model.micro_batch,
+        sums=progress.sums,
+        done=progress.begun,
+        after=progress,
     )
     if rank == 0:
         progress.close()
@@ -187,39 +120,22 @@ def run_here(
     return found
 
 
-def _with_dtype(evaluation: Evaluation, opened: OpenedModel, device: Device) -> RunConfig:
-    """The run, computed in what the weights are stored in where --dtype does not say: on a CPU in fp32 at least."""
-    if evaluation.typed_dtype:
-        return evaluation.run
-    own = next(name for name, dtype in DTYPES.items() if dtype == opened.dtype)
-    dtype = own if device.is_cuda or own == "fp64" else "fp32"
-    return resolve(updated(evaluation.run, {"dtype": dtype, "grad_dtype": None}), 1)
-
-
-def _about(
-    evaluation: Evaluation, run: RunConfig, opened: OpenedModel, tokenizer: Tokenizer | None, examples: int
-) -> dict[str, Any]:
+def _about(evaluation: Evaluation, here: ModelHere, tokenizer: Tokenizer | None, examples: int) -> dict[str, Any]:
     """Every setting that makes a score, and a hash of those that decide it."""
-    asked = dataclasses.asdict(evaluation.options)
+    asked, run = dataclasses.asdict(evaluation.options), here.run
     decides = {
         "options": {name: value for name, value in asked.items() if name != "valid_data"},
         "data": {file: _content(Path(file)) for file in evaluation.options.valid_data},
-        "model": {
-            "path": str(evaluation.load),
-            "digest": opened.digest,
-            "step": opened.step,
-            "config": dataclasses.asdict(run.model),
-        },
+        "model": model_settings(evaluation.model, here),
         "tokenizer": None if tokenizer is None else tokenizer.identity()._asdict(),
         "seq_length": run.batch.seq_length,
         "dtype": run.precision.dtype,
         "ops": run.runtime.ops,
         "examples": examples,
     }
-    layout = {name: value_of(run, name) for name in ("tp", "cp", "pp", "sequence_parallel", "micro_batch")}
     text = json.dumps({**decides, "model": {**decides["model"], "path": None}}, sort_keys=True, default=str)
     fingerprint = hashlib.sha256(text.encode()).hexdigest()
-    return {"task": evaluation.options.task, "fingerprint": fingerprint, "settings": {**decides, **layout}}
+    return {"task": evaluation.options.task, "fingerprint": fingerprint, "settings": {**decides, **layout_of(run)}}
 
 
 def _content(path: Path) -> str:
@@ -271,7 +187,7 @@ class _Progress:
             self.begun = Done(kept["examples"], kept["tokens"])
             self.sums = Sums(judged.terms, torch.tensor(kept["sums"], dtype=torch.float64))
         self.done = self.begun
-        bar = evaluation.run.log.progress and sys.stderr.isatty()
+        bar = evaluation.model.run.log.progress and sys.stderr.isatty()
         self._bar = Bar(evaluation.options.task, total, self.begun.examples, bar) if mesh.rank == 0 else None
 
     def _read(self) -> dict[str, Any] | None:

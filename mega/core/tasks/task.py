@@ -145,11 +145,12 @@ def score(
         # 1
         for first in range(done.examples, stop, turn_size):
             turn = [examples[number] for number in range(first, min(first + turn_size, stop))]
-            batches, counts = _share(benchmark, turn, micro_batch, mesh.dp.index, mesh.dp.size)
+            groups = shares(turn, micro_batch, mesh.dp.index, mesh.dp.size)
+            batches = [benchmark.batch(group) for group, _ in groups]
             tokens += sum(int(batch.tensors()["tokens"].numel()) for batch in batches)
             # 2
-            for batch, scores, real in zip(batches, scorer.score(batches), counts, strict=False):
-                if real and mesh.cp.first:
+            for batch, scores, (_, counts) in zip(batches, scorer.score(batches), groups, strict=False):
+                if counts and mesh.cp.first:
                     part.add(benchmark.measure(batch.to(where), scores))
         # 3
         all_reduce(part.values, mesh.loss_group)
@@ -163,14 +164,11 @@ def score(
     return kept.estimates()
 
 
-def _share(
-    benchmark: Benchmark[Example], turn: Sequence[Example], micro_batch: int, index: int, size: int
-) -> tuple[list[Batch], list[bool]]:
+def shares(turn: Sequence[Example], micro_batch: int, index: int, size: int) -> list[tuple[Sequence[Example], bool]]:
     """Microbatches of one of `size` data ranks, and whether each counts.
 
     Ranks that are left without examples play the first ones again, which do not count.
     """
     groups = [turn[first : first + micro_batch] for first in range(0, len(turn), micro_batch)]
     own = [(group, True) for group in groups[index::size]]
-    own += [(groups[0], False)] * (-(-len(groups) // size) - len(own))
-    return [benchmark.batch(group) for group, _ in own], [counts for _, counts in own]
+    return own + [(groups[0], False)] * (-(-len(groups) // size) - len(own))
