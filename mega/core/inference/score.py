@@ -92,7 +92,7 @@ class _Judge:
         logits, labels = output.outputs.flatten(0, 1), batch.labels.flatten()
         found = score_labels(logits, labels, self._vocab, self._axis, self._ops, greedy=self._greedy)
         greedy = torch.zeros_like(found.nll) if found.greedy is None else found.greedy.to(found.nll.dtype)
-        return replace(output, outputs=torch.stack([found.nll, greedy], -1).unflatten(0, batch.labels.shape))
+        return replace(output, outputs=torch.stack([found.nll, greedy], -1).view(*batch.labels.shape, 2))
 
 
 def _whole_rows(part: torch.Tensor, cp: Axis) -> torch.Tensor:

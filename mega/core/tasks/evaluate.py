@@ -123,7 +123,7 @@ def run_here(
 def _about(evaluation: Evaluation, here: ModelHere, tokenizer: Tokenizer | None, examples: int) -> dict[str, Any]:
     """Every setting that makes a score, and a hash of those that decide it."""
     asked, run = dataclasses.asdict(evaluation.options), here.run
-    decides = {
+    decides: dict[str, Any] = {
         "options": {name: value for name, value in asked.items() if name != "valid_data"},
         "data": {file: _content(Path(file)) for file in evaluation.options.valid_data},
         "model": model_settings(evaluation.model, here),

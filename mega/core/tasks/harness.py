@@ -97,8 +97,8 @@ def evaluate(asked: HarnessRun) -> int:
 
 def run_here(
     asked: HarnessRun, rank: int, world: int, device: Device, groups: Groups | None = None
-) -> Mapping[str, Any]:
-    """One rank's part; the harness's results, the same on all of them."""
+) -> Mapping[str, Any] | None:
+    """One rank's part; the harness's results, which it makes on the first rank of a host, None on others."""
     from lm_eval.evaluator import simple_evaluate
     from lm_eval.utils import make_table
 
@@ -109,7 +109,7 @@ def run_here(
     native = NativeModel(
         here.scorer(greedy=True), tokenizer, asked.model.length, column_unit(here.run.parallel), asked.model.micro_batch
     )
-    found: dict[str, Any] = simple_evaluate(
+    found: dict[str, Any] | None = simple_evaluate(
         model=language_model(native, quiet=rank > 0),
         tasks=list(options.tasks),
         num_fewshot=options.num_fewshot,
@@ -122,7 +122,7 @@ def run_here(
         torch_random_seed=here.run.runtime.seed,
         fewshot_random_seed=here.run.runtime.seed,
     )
-    if rank == 0:
+    if rank == 0 and found is not None:
         kept = {name: value for name, value in found.items() if name != "samples" or options.log_samples}
         settings = {
             "model": model_settings(asked.model, here),
