@@ -71,7 +71,7 @@ def test_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "the loss is not finite",
         "the update was skipped",
         "the global batch goes from 8 to 16",
-        "saved: suspect the loss is NaN at step 9",
+        "saved; suspect: the loss is NaN at step 9",
         "sample: &lt;script&gt;alert(1)&lt;/script&gt; &amp; so on",
         "layers = 2",
         "4.6, 99.48",

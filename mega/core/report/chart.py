@@ -9,7 +9,7 @@ from html import escape
 from mega.core.report.read import Series
 
 WIDTH, HEIGHT = 720, 260
-LEFT, RIGHT, TOP, BOTTOM = 62, 12, 14, 30
+LEFT, RIGHT, TOP, BOTTOM = 62, 26, 14, 30
 MOST_POINTS = 1200
 """Of a drawn curve; of more, the least and the greatest of every run of points are drawn."""
 COLOURS = 6
@@ -36,6 +36,8 @@ def chart(curves: Mapping[str, Series], unit: str = "", log: bool = False) -> st
     for number, (name, curve) in enumerate(shown.items()):
         parts += _curve(name, thinned(curve), x_axis, y_axis, number % COLOURS, unit)
     parts.append("</svg>")
+    if len(shown) == 1:  # the title names it
+        return "".join(parts)
     legend = "".join(f'<span class="c{n % COLOURS}">{escape(name)}</span>' for n, name in enumerate(shown))
     return f'{"".join(parts)}<p class="legend">{legend}</p>'
 

@@ -169,7 +169,7 @@ def _flat(value: Any, name: str = "") -> Iterable[tuple[str, str]]:
     if isinstance(value, Mapping):
         for key, each in value.items():
             yield from _flat(each, f"{name}.{key}" if name else str(key))
-    else:
+    elif value is not None:
         yield name.removeprefix("settings."), str(value)
 
 

@@ -136,5 +136,6 @@ def _saved(directory: Path) -> Iterable[Event]:
         number = path.name.removeprefix("step-")
         if path.is_dir() and number.isdecimal():
             said = verdicts.get(str(int(number)), {}) if isinstance(verdicts, dict) else {}
-            status = f": {said['status']} {said.get('reason', '')}".rstrip() if "status" in said else ""
+            reason = f": {said['reason']}" if said.get("reason") else ""
+            status = f"; {said['status']}{reason}" if "status" in said else ""
             yield Event(int(number), f"saved{status}")
