@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Annotated, Any, Literal, NamedTuple, Optional, get_args, get_type_hints
 
 import typer
@@ -100,12 +100,7 @@ def command(function: Callable[..., Any]) -> Callable[..., Any]:
     assert given is None or whole is not None, "GivenOptions comes along with a run"
     if whole is not None:
         parameters += _RUN_PARAMETERS
-    own = {parameter.name for parameter in parameters}  # of the verb, and another thing than a run's of that name
-    chosen = [
-        entry
-        for entry in entries().values()
-        if any(entry.section in names for names in configs.values()) and entry.name not in own
-    ]
+    chosen = _chosen({name for names in configs.values() for name in names}, parameters)
     parameters += [_parameter(entry, reads) for entry in chosen]
     if any(not entry.option.common for entry in chosen):
         parameters.append(_HELP_ALL)
@@ -142,6 +137,12 @@ def command(function: Callable[..., Any]) -> Callable[..., Any]:
     # Without this, inspect would look through to the function and its config parameters.
     del verb.__wrapped__
     return verb
+
+
+def _chosen(names: Collection[str], own: Sequence[inspect.Parameter]) -> list[Entry]:
+    """The options of some sections, but for those whose names a verb's own parameters have, which mean others."""
+    taken = {parameter.name for parameter in own}
+    return [entry for entry in entries().values() if entry.section in names and entry.name not in taken]
 
 
 def _composed(preset: str | None, file: Mapping[str, Any], options: Mapping[str, Any], ctx: typer.Context) -> RunConfig:

@@ -23,7 +23,7 @@ from mega.core.inference.sampling import Sampling
 from mega.core.parallel.launch import Pool
 from mega.core.parallel.mesh import Groups
 from mega.core.tasks import evaluate, task
-from mega.core.tasks.evaluate import Evaluation, prepare, run_here
+from mega.core.tasks.evaluate import CheckedEvaluation, prepare, run_here
 from mega.core.tasks.options import TaskOptions
 from mega.core.tasks.rows import Windows
 from mega.core.tasks.task import Estimate, Sums
@@ -70,7 +70,7 @@ def article(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def asked(load: Path, name: str, data: Path, out: Path, world: int = 1, **values: Any) -> Evaluation:
+def asked(load: Path, name: str, data: Path, out: Path, world: int = 1, **values: Any) -> CheckedEvaluation:
     names = {field.name for field in dataclasses.fields(TaskOptions)}
     own = {key: value for key, value in values.items() if key in names}
     run = {key: value for key, value in values.items() if key not in names}
@@ -79,11 +79,11 @@ def asked(load: Path, name: str, data: Path, out: Path, world: int = 1, **values
     return prepare(updated(RunConfig(), given), GivenOptions(None, given), options, str(out), world)
 
 
-def alone(evaluation: Evaluation) -> Mapping[str, Estimate]:
+def alone(evaluation: CheckedEvaluation) -> Mapping[str, Estimate]:
     return run_here(evaluation, 0, 1, Device.choose("cpu"))
 
 
-def job(groups: Groups, rank: int, evaluation: Evaluation, world: int) -> Mapping[str, Estimate]:
+def job(groups: Groups, rank: int, evaluation: CheckedEvaluation, world: int) -> Mapping[str, Estimate]:
     return run_here(evaluation, rank, world, Device.choose("cpu", rank), groups)
 
 

@@ -9,7 +9,7 @@ from html import escape
 from typing import Any
 
 from mega.core.report.chart import chart, short
-from mega.core.report.read import EvaluationRecord, Event, RunRecord, Series
+from mega.core.report.read import EvaluationRecord, RunEvent, RunRecord, Series
 
 STYLE = """
 :root { color-scheme: light dark; --c0: #2563eb; --c1: #d97706; --c2: #059669; --c3: #dc2626; --c4: #7c3aed;
@@ -120,7 +120,7 @@ def _scaled(curve: Series, factor: float) -> Series:
     return [(x, y * factor) for x, y in curve]
 
 
-def _events(title: str, events: Sequence[Event], most: int) -> str:
+def _events(title: str, events: Sequence[RunEvent], most: int) -> str:
     if not events:
         return ""
     rows = [(f"step {event.step:,}", event.text) for event in events[:most]]

@@ -19,7 +19,7 @@ Series = list[tuple[float, float]]
 """Steps and values, in order; NaN where there was no number."""
 
 
-class Event(NamedTuple):
+class RunEvent(NamedTuple):
     """Something worth knowing that happened at a step, in words."""
 
     step: int
@@ -33,8 +33,8 @@ class RunRecord:
 
     name: str
     series: dict[str, Series] = field(default_factory=dict)
-    events: list[Event] = field(default_factory=list)
-    samples: list[Event] = field(default_factory=list)
+    events: list[RunEvent] = field(default_factory=list)
+    samples: list[RunEvent] = field(default_factory=list)
     config: str = ""
     broken: int = 0
 
@@ -88,10 +88,10 @@ def _run(metrics: Path, directory: Path) -> RunRecord:
                 number = math.nan if value is None else float(value)
                 found.series.setdefault(name, []).append((row["step"], number))
             elif isinstance(value, str):
-                found.samples.append(Event(row["step"], f"{name}: {value}"))
+                found.samples.append(RunEvent(row["step"], f"{name}: {value}"))
     found.events = sorted([*_changes(rows), *_saved(directory)], key=lambda event: event.step)
     if metrics.with_suffix(".jsonl.previous").is_file():
-        found.events.insert(0, Event(0, f"the run began anew; the rows before are in {metrics.name}.previous"))
+        found.events.insert(0, RunEvent(0, f"the run began anew; the rows before are in {metrics.name}.previous"))
     steps = sorted(directory.glob("step-*/run.toml"))
     if steps:
         found.config = steps[-1].read_text(encoding="utf-8", errors="replace")
@@ -110,23 +110,23 @@ def _rows(metrics: Path, found: RunRecord) -> Iterable[dict[str, Any]]:
             found.broken += 1
 
 
-def _changes(rows: list[dict[str, Any]]) -> Iterable[Event]:
+def _changes(rows: list[dict[str, Any]]) -> Iterable[RunEvent]:
     """What rows say by differing from the row before."""
     last: dict[str, Any] = {}
     for row in rows:
         step = row["step"]
         if "loss" in row and row["loss"] is None:
-            yield Event(step, "the loss is not finite")
+            yield RunEvent(step, "the loss is not finite")
         if "skipped" in row and row["skipped"] > last.get("skipped", 0):
-            yield Event(step, "the update was skipped: gradients are not finite")
+            yield RunEvent(step, "the update was skipped: gradients are not finite")
         if "batch" in row and row["batch"] != last.get("batch", row["batch"]):
-            yield Event(step, f"the global batch goes from {last['batch']} to {row['batch']}")
+            yield RunEvent(step, f"the global batch goes from {last['batch']} to {row['batch']}")
         if row.get("loss_scale") is not None and row["loss_scale"] != last.get("loss_scale", row["loss_scale"]):
-            yield Event(step, f"the loss scale goes from {last['loss_scale']:g} to {row['loss_scale']:g}")
+            yield RunEvent(step, f"the loss scale goes from {last['loss_scale']:g} to {row['loss_scale']:g}")
         last.update({name: value for name, value in row.items() if value is not None})
 
 
-def _saved(directory: Path) -> Iterable[Event]:
+def _saved(directory: Path) -> Iterable[RunEvent]:
     """Checkpoints that are there, and what became known of them."""
     try:
         verdicts = json.loads((directory / "verdicts.json").read_bytes())["steps"]
@@ -138,4 +138,4 @@ def _saved(directory: Path) -> Iterable[Event]:
             said = verdicts.get(str(int(number)), {}) if isinstance(verdicts, dict) else {}
             reason = f": {said['reason']}" if said.get("reason") else ""
             status = f"; {said['status']}{reason}" if "status" in said else ""
-            yield Event(int(number), f"saved{status}")
+            yield RunEvent(int(number), f"saved{status}")

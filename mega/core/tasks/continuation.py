@@ -12,7 +12,7 @@ import torch
 
 from mega.core.inference.score import TokenScorer
 from mega.core.parallel.collectives import gather_json
-from mega.core.tasks.rows import Row, batch_of
+from mega.core.tasks.rows import JudgedRow, batch_of
 
 Stop = Callable[[list[int]], bool]
 
@@ -68,7 +68,7 @@ def _continue(
         if not going:
             break
         # The label after the last id is what is asked for; that it is 0 here changes nothing before it.
-        batch = batch_of([Row([*rows[number], 0], len(rows[number])) for number in going], unit)
+        batch = batch_of([JudgedRow([*rows[number], 0], len(rows[number])) for number in going], unit)
         logits = scorer.next_logits(batch)[:, :known].cpu()
         for number, chosen in zip(going, _choose(logits, temperature, generator), strict=True):
             rows[number].append(chosen)

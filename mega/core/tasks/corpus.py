@@ -18,18 +18,18 @@ from mega.core.batch import DecoderBatch, Terms
 from mega.core.data.indexed import IndexedDataset, exists
 from mega.core.data.sources import texts
 from mega.core.parallel.vocab import TokenScores
-from mega.core.tasks.options import Asked
-from mega.core.tasks.rows import Row, Windows, batch_of, nll_terms
+from mega.core.tasks.options import BenchmarkInputs
+from mega.core.tasks.rows import JudgedRow, Windows, batch_of, nll_terms
 from mega.core.tasks.task import Estimate, Figure, interval
 from mega.core.tasks.wikitext import capped_exp
 from mega.core.text.tokenizer import Tokenizer
 
 
 @dataclass
-class Corpus:
+class CorpusPerplexity:
     """counts: bytes, words and tokens that are judged, where all of a text is scored."""
 
-    asked: Asked
+    asked: BenchmarkInputs
     stride: int
     name: str = "ppl"
     terms: tuple[str, ...] = ("nll",)
@@ -37,7 +37,7 @@ class Corpus:
     headline: tuple[str, ...] = ("loss", "ppl")
     counts: dict[str, int] = field(default_factory=dict)
 
-    def examples(self, path: Path) -> Sequence[Row]:
+    def examples(self, path: Path) -> Sequence[JudgedRow]:
         options = self.asked.options
         if exists(path):
             if options.random_windows is not None:
@@ -68,7 +68,7 @@ class Corpus:
         self.counts = {"tokens": len(ids) - 1}  # type: ignore[arg-type]
         return found
 
-    def batch(self, examples: Sequence[Row]) -> DecoderBatch:
+    def batch(self, examples: Sequence[JudgedRow]) -> DecoderBatch:
         return batch_of(examples, self.asked.unit)
 
     def measure(self, batch: DecoderBatch, scores: TokenScores) -> Terms:
@@ -88,7 +88,7 @@ class Corpus:
 
 def _random_windows(
     documents: Sequence[str], tokenizer: Tokenizer, length: int, count: int, seed: int
-) -> Iterator[Row]:
+) -> Iterator[JudgedRow]:
     """`count` windows, each a function of seed and number alone."""
     shares = np.cumsum([len(text) for text in documents], dtype=np.float64)
     end = [] if tokenizer.eod is None else [tokenizer.eod]
@@ -101,12 +101,12 @@ def _random_windows(
                 begin = int(random.integers(len(fresh) - length))
                 fresh = fresh[begin:]
             ids += fresh
-        yield Row(ids[: length + 1], 1)
+        yield JudgedRow(ids[: length + 1], 1)
 
 
-def make(asked: Asked) -> Corpus:
+def make(asked: BenchmarkInputs) -> CorpusPerplexity:
     """Errors: ValueError naming the flag."""
     files = asked.options.valid_data
     if len(files) != 1:
         raise ValueError(f"--valid-data {' '.join(files)}: must be exactly one file or prefix for --task ppl")
-    return Corpus(asked, asked.stride(asked.length))
+    return CorpusPerplexity(asked, asked.stride(asked.length))

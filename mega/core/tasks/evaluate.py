@@ -40,7 +40,7 @@ from mega.core.tasks.model import (
     open_here,
     tokenizer_of,
 )
-from mega.core.tasks.options import Asked, TaskOptions, benchmark
+from mega.core.tasks.options import BenchmarkInputs, TaskOptions, benchmark
 from mega.core.tasks.show import Bar, show
 from mega.core.tasks.task import Benchmark, Done, Estimate, Sums, score
 from mega.core.text.tokenizer import Tokenizer
@@ -52,7 +52,7 @@ HASHED_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class CheckedEvaluation:
     """A checked evaluation. json: the file of the result."""
 
     model: CheckedModel
@@ -60,27 +60,27 @@ class Evaluation:
     json: str
 
 
-def prepare(run: RunConfig, given: GivenOptions, options: TaskOptions, out: str, world: int) -> Evaluation:
+def prepare(run: RunConfig, given: GivenOptions, options: TaskOptions, out: str, world: int) -> CheckedEvaluation:
     """Errors: ValueError naming flag or file, its value, and the rule."""
     model, opened = check_model(run, given, world)
-    evaluation = Evaluation(model, options, out)
+    evaluation = CheckedEvaluation(model, options, out)
     judged, _ = _benchmark(evaluation, opened)
     judged.examples(Path(options.valid_data[0]))  # what is wrong with a file is reported once, and before any rank
     return evaluation
 
 
-def _benchmark(evaluation: Evaluation, opened: OpenedModel) -> tuple[Benchmark[Any], Tokenizer | None]:
+def _benchmark(evaluation: CheckedEvaluation, opened: OpenedModel) -> tuple[Benchmark[Any], Tokenizer | None]:
     model, run = evaluation.model, evaluation.model.run
     assert run.model.vocab is not None
     tokenizer = tokenizer_of(run, opened)
     unit = column_unit(run.parallel)
-    return benchmark(Asked(evaluation.options, tokenizer, model.length, unit, run.model.vocab)), tokenizer
+    return benchmark(BenchmarkInputs(evaluation.options, tokenizer, model.length, unit, run.model.vocab)), tokenizer
 
 
 # On every rank ------------------------------------------------------------------------------------------------------
 
 
-def evaluate(evaluation: Evaluation) -> int:
+def evaluate(evaluation: CheckedEvaluation) -> int:
     """Score as one rank of the world that the environment describes. Errors: ValueError on every rank."""
     runtime = evaluation.model.run.runtime
     world, device, groups = connect(runtime.device, runtime.backend, runtime.timeout_minutes)
@@ -92,7 +92,7 @@ def evaluate(evaluation: Evaluation) -> int:
 
 
 def run_here(
-    evaluation: Evaluation, rank: int, world: int, device: Device, groups: Groups | None = None
+    evaluation: CheckedEvaluation, rank: int, world: int, device: Device, groups: Groups | None = None
 ) -> Mapping[str, Estimate]:
     """One rank's part; what was found, the same on all of them."""
     here = open_here(evaluation.model, rank, world, device, groups)
@@ -120,7 +120,9 @@ def run_here(
     return found
 
 
-def _about(evaluation: Evaluation, here: ModelHere, tokenizer: Tokenizer | None, examples: int) -> dict[str, Any]:
+def _about(
+    evaluation: CheckedEvaluation, here: ModelHere, tokenizer: Tokenizer | None, examples: int
+) -> dict[str, Any]:
     """Every setting that makes a score, and a hash of those that decide it."""
     asked, run = dataclasses.asdict(evaluation.options), here.run
     decides: dict[str, Any] = {
@@ -176,7 +178,13 @@ class _Progress:
     on every rank."""
 
     def __init__(
-        self, evaluation: Evaluation, fingerprint: str, judged: Benchmark[Any], total: int, mesh: Mesh, device: Device
+        self,
+        evaluation: CheckedEvaluation,
+        fingerprint: str,
+        judged: Benchmark[Any],
+        total: int,
+        mesh: Mesh,
+        device: Device,
     ):
         self.path, self.mesh, self.device = Path(f"{evaluation.json}.partial"), mesh, device
         self._fingerprint, self._saved = fingerprint, time.monotonic()

@@ -27,7 +27,7 @@ from mega.core.parallel.launch import connect, disconnect
 from mega.core.parallel.mesh import Groups
 from mega.core.tasks.continuation import continue_rows
 from mega.core.tasks.model import CheckedModel, check_model, layout_of, model_settings, open_here, tokenizer_of
-from mega.core.tasks.rows import Row, all_greedy, batch_of, nll_of
+from mega.core.tasks.rows import JudgedRow, all_greedy, batch_of, nll_of
 from mega.core.tasks.task import shares
 from mega.core.text.tokenizer import Tokenizer
 
@@ -110,7 +110,7 @@ def run_here(
         here.scorer(greedy=True), tokenizer, asked.model.length, column_unit(here.run.parallel), asked.model.micro_batch
     )
     found: dict[str, Any] | None = simple_evaluate(
-        model=language_model(native, quiet=rank > 0),
+        model=language_model(native),
         tasks=list(options.tasks),
         num_fewshot=options.num_fewshot,
         task_manager=_known_tasks(options),
@@ -175,7 +175,7 @@ class NativeModel:
                     f"--seq-length {self.length}: a continuation of {len(continuation)} tokens does not fit"
                 )
             ids = [*context, *continuation][-(self.length + 1) :]
-            rows.append(Row(ids, len(ids) - len(continuation)))
+            rows.append(JudgedRow(ids, len(ids) - len(continuation)))
         order = sorted(range(len(rows)), key=lambda number: -len(rows[number].ids))
         mesh = self.scorer.mesh
         found = torch.zeros(len(rows), 2, dtype=torch.float64, device=self.scorer.device.torch)
@@ -214,15 +214,11 @@ class NativeModel:
         return [self.tokenizer.decode(ids[: ids.index(end)] if end in ids else ids) for ids in made]
 
 
-def language_model(native: NativeModel, *, quiet: bool) -> Any:
+def language_model(native: NativeModel) -> Any:
     """A model as lm-eval knows one."""
     from lm_eval.api.model import TemplateLM
-    from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
-    from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
     class MegaLM(TemplateLM):  # type: ignore[misc]
-        """quiet: this rank reports nothing."""
-
         @property
         def eot_token_id(self) -> int:
             return native.tokenizer.eod if native.tokenizer.eod is not None else native.begin
@@ -245,32 +241,43 @@ def language_model(native: NativeModel, *, quiet: bool) -> Any:
             return found
 
         def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
-            windows, owners = [], []
-            for number, request in enumerate(requests):
-                ids = native.encode(request.args[0])
-                for window in get_rolling_token_windows(ids, native.begin, native.length, 1):
-                    windows.append(make_disjoint_window(window))
-                    owners.append(number)
-            sums = [0.0] * len(requests)
-            for number, (value, _) in zip(owners, native.log_likelihoods(windows), strict=True):
-                sums[number] += value
-            return sums
+            return rolling(native, [request.args[0] for request in requests])
 
         def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
-            answers: dict[int, str] = {}
-            groups: dict[str, list[int]] = {}
-            for number, request in enumerate(requests):
-                groups.setdefault(json.dumps(request.args[1], sort_keys=True, default=str), []).append(number)
-            for numbers in groups.values():
-                how = normalize_gen_kwargs(requests[numbers[0]].args[1], MOST_NEW_TOKENS)
-                prompts, until = (
-                    [requests[number].args[0] for number in numbers],
-                    [each for each in how["until"] if each],
-                )
-                temperature = float(how.get("temperature") or 0.0) if how.get("do_sample") else 0.0
-                texts = native.continuations(prompts, until, int(how["max_gen_toks"]), temperature)
-                for number, text in zip(numbers, texts, strict=True):
-                    answers[number] = postprocess_generated_text(text, until, None)
-            return [answers[number] for number in range(len(requests))]
+            return generated(native, [request.args for request in requests])
 
     return MegaLM()
+
+
+def rolling(native: NativeModel, texts: Sequence[str]) -> list[float]:
+    """ln p of each text, in windows that follow one another, as the harness cuts them."""
+    from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+    windows, owners = [], []
+    for number, text in enumerate(texts):
+        for window in get_rolling_token_windows(native.encode(text), native.begin, native.length, 1):
+            windows.append(make_disjoint_window(window))
+            owners.append(number)
+    sums = [0.0] * len(texts)
+    for number, (value, _) in zip(owners, native.log_likelihoods(windows), strict=True):
+        sums[number] += value
+    return sums
+
+
+def generated(native: NativeModel, requests: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
+    """The answer to each prompt; those that ask for it in the same way are generated together."""
+    from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
+
+    answers: dict[int, str] = {}
+    groups: dict[str, list[int]] = {}
+    for number, (_, asked) in enumerate(requests):
+        groups.setdefault(json.dumps(asked, sort_keys=True, default=str), []).append(number)
+    for numbers in groups.values():
+        how = normalize_gen_kwargs(dict(requests[numbers[0]][1]), MOST_NEW_TOKENS)
+        until = [each for each in how["until"] if each]
+        temperature = float(how.get("temperature") or 0.0) if how.get("do_sample") else 0.0
+        prompts = [requests[number][0] for number in numbers]
+        texts = native.continuations(prompts, until, int(how["max_gen_toks"]), temperature)
+        for number, text in zip(numbers, texts, strict=True):
+            answers[number] = postprocess_generated_text(text, until, None)
+    return [answers[number] for number in range(len(requests))]

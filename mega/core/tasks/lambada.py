@@ -15,28 +15,28 @@ from pathlib import Path
 from mega.core.batch import DecoderBatch, Terms
 from mega.core.data.sources import texts
 from mega.core.parallel.vocab import TokenScores
-from mega.core.tasks.options import Asked
-from mega.core.tasks.rows import Row, all_greedy, batch_of, nll_of, per_row
+from mega.core.tasks.options import BenchmarkInputs
+from mega.core.tasks.rows import JudgedRow, all_greedy, batch_of, nll_of, per_row
 from mega.core.tasks.task import Estimate, Figure, interval
 from mega.core.text.tokenizer import Tokenizer
 
 
 @dataclass
 class Lambada:
-    asked: Asked
+    asked: BenchmarkInputs
     name: str = "lambada"
     terms: tuple[str, ...] = ("accuracy", "nll")
     greedy: bool = True
     headline: tuple[str, ...] = ("number correct", "total examples", "avg accuracy")
 
-    def examples(self, path: Path) -> Sequence[Row]:
+    def examples(self, path: Path) -> Sequence[JudgedRow]:
         """Longest first, so that rows of a batch are about equally long."""
         rows = list(self._rows(path))
         if not rows:
             raise ValueError(f"--valid-data {path}: holds no passage")
         return sorted(rows, key=lambda row: -len(row.ids))
 
-    def _rows(self, path: Path) -> Iterator[Row]:
+    def _rows(self, path: Path) -> Iterator[JudgedRow]:
         most, tokenizer = self.asked.length + 1, self.asked.needs_tokenizer()
         passages = texts([path], self.asked.options.json_key)
         for number, text in enumerate(islice(passages, self.asked.options.limit), 1):
@@ -45,14 +45,14 @@ class Lambada:
                 row = _last_word(text, tokenizer)
             else:
                 ids = tokenizer.encode(text)
-                row = Row(ids, len(ids) - 1)
+                row = JudgedRow(ids, len(ids) - 1)
             if row.judged < 1 or len(row.ids) == row.judged:
                 raise ValueError(f"{where}: needs a last word and something before it")
             if len(row.ids) > most:
                 raise ValueError(f"{where}: has {len(row.ids)} tokens; --seq-length {most - 1} takes at most {most}")
             yield row
 
-    def batch(self, examples: Sequence[Row]) -> DecoderBatch:
+    def batch(self, examples: Sequence[JudgedRow]) -> DecoderBatch:
         return batch_of(examples, self.asked.unit)
 
     def measure(self, batch: DecoderBatch, scores: TokenScores) -> Terms:
@@ -69,7 +69,7 @@ class Lambada:
         ]
 
 
-def _last_word(text: str, tokenizer: Tokenizer) -> Row:
+def _last_word(text: str, tokenizer: Tokenizer) -> JudgedRow:
     """The text before the last occurrence of its last word, and the ids with which that word continues it.
 
     Byte-level tokenizers have the same ids for a blank and the word alone; SentencePiece would put a blank of its own
@@ -77,16 +77,16 @@ def _last_word(text: str, tokenizer: Tokenizer) -> Row:
     """
     words = text.split()
     if len(words) < 2:
-        return Row([], 0)
+        return JudgedRow([], 0)
     context = tokenizer.encode(before := text[: text.rfind(words[-1])].strip())
     whole = tokenizer.encode(f"{before} {words[-1]}")
     if whole[: len(context)] == context:
-        return Row(whole, len(context))
+        return JudgedRow(whole, len(context))
     lead = len(tokenizer.encode(""))  # what a family puts in front of every text
-    return Row([*context, *tokenizer.encode(f" {words[-1]}")[lead:]], len(context))
+    return JudgedRow([*context, *tokenizer.encode(f" {words[-1]}")[lead:]], len(context))
 
 
-def make(asked: Asked) -> Lambada:
+def make(asked: BenchmarkInputs) -> Lambada:
     """Errors: ValueError naming the flag."""
     asked.one_file()
     return Lambada(asked)

@@ -47,7 +47,7 @@ class TaskOptions:
 
 
 @dataclass(frozen=True)
-class Asked:
+class BenchmarkInputs:
     """What a benchmark is made for. tokenizer: the model's, or None. length: columns of a row at most. unit: what
     they must be a multiple of. vocab: of the model."""
 
@@ -112,7 +112,7 @@ def task_named(name: str) -> str:
     return name.lower()
 
 
-def benchmark(asked: Asked) -> Benchmark[Any]:
+def benchmark(asked: BenchmarkInputs) -> Benchmark[Any]:
     """Errors: ValueError naming the flag."""
     made: Benchmark[Any] = importlib.import_module(TASKS[asked.options.task]).make(asked)
     return made

@@ -12,14 +12,14 @@ from mega.core.batch import DecoderBatch, Term, Terms
 from mega.core.parallel.vocab import TokenScores
 
 
-class Row(NamedTuple):
+class JudgedRow(NamedTuple):
     """ids: of a text. judged: the position of the first one that counts, at least 1; all after it do too."""
 
     ids: Any
     judged: int
 
 
-class Windows(Sequence[Row]):
+class Windows(Sequence[JudgedRow]):
     """A text as windows of `length` inputs each, `stride` apart, that together judge every id but the first once.
 
     The first window judges all its labels, a later one its last `stride`: they have seen at least length - stride ids
@@ -39,20 +39,20 @@ class Windows(Sequence[Row]):
         return self._count
 
     @overload
-    def __getitem__(self, number: int) -> Row: ...
+    def __getitem__(self, number: int) -> JudgedRow: ...
     @overload
-    def __getitem__(self, number: slice) -> list[Row]: ...
-    def __getitem__(self, number: int | slice) -> Row | list[Row]:
+    def __getitem__(self, number: slice) -> list[JudgedRow]: ...
+    def __getitem__(self, number: int | slice) -> JudgedRow | list[JudgedRow]:
         if isinstance(number, slice):
             return [self[each] for each in range(*number.indices(len(self)))]
         if not 0 <= number < self._count:
             raise IndexError(number)
         begin = number * self._stride
         judged = self._length - self._stride + 1 if number else 1
-        return Row(self._ids[begin : begin + self._length + 1], judged)
+        return JudgedRow(self._ids[begin : begin + self._length + 1], judged)
 
 
-def batch_of(rows: Sequence[Row], unit: int) -> DecoderBatch:
+def batch_of(rows: Sequence[JudgedRow], unit: int) -> DecoderBatch:
     """Rows as one microbatch, padded on the right, where nothing that counts sees it, to a multiple of `unit`."""
     longest = max(len(row.ids) for row in rows) - 1
     length = -(-max(longest, 1) // unit) * unit

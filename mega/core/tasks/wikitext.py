@@ -14,8 +14,8 @@ from pathlib import Path
 
 from mega.core.batch import DecoderBatch, Terms
 from mega.core.parallel.vocab import TokenScores
-from mega.core.tasks.options import Asked
-from mega.core.tasks.rows import Row, Windows, batch_of, nll_terms
+from mega.core.tasks.options import BenchmarkInputs
+from mega.core.tasks.rows import JudgedRow, Windows, batch_of, nll_terms
 from mega.core.tasks.task import Estimate, Figure, interval
 from mega.core.text.detokenize import DETOKENIZERS, detokenizer_for, fairseq
 from mega.core.text.tokenizer import Tokenizer
@@ -30,7 +30,7 @@ LARGEST = 20.0
 class WikiText:
     """counts: original words and targets, known once the text has been read."""
 
-    asked: Asked
+    asked: BenchmarkInputs
     stride: int
     detokenizer: str
     name: str = "wikitext103"
@@ -39,7 +39,7 @@ class WikiText:
     headline: tuple[str, ...] = ("avg loss", "ppl", "adjusted ppl", "token ratio")
     counts: dict[str, int] = field(default_factory=dict)
 
-    def examples(self, path: Path) -> Sequence[Row]:
+    def examples(self, path: Path) -> Sequence[JudgedRow]:
         text, tokenizer = self.asked.text_of(path), self.asked.needs_tokenizer()
         ids = (fairseq_ids if self.per_line else whole_ids)(text, tokenizer, self.detokenizer)
         words = len(text.strip().split(" "))
@@ -58,7 +58,7 @@ class WikiText:
         targets, words = self.counts["tokens"] - 1, self.counts["original tokens"]
         return targets / (words if self.per_line else words - 1)
 
-    def batch(self, examples: Sequence[Row]) -> DecoderBatch:
+    def batch(self, examples: Sequence[JudgedRow]) -> DecoderBatch:
         return batch_of(examples, self.asked.unit)
 
     def measure(self, batch: DecoderBatch, scores: TokenScores) -> Terms:
@@ -95,7 +95,7 @@ def fairseq_ids(text: str, tokenizer: Tokenizer, detokenizer: str) -> list[int]:
     return ids
 
 
-def make(asked: Asked) -> WikiText:
+def make(asked: BenchmarkInputs) -> WikiText:
     """Errors: ValueError naming the flag."""
     path, window = asked.one_file(), asked.options.context_window
     chosen = asked.options.detokenizer or ("fairseq" if window is not None else detokenizer_for(str(path)))
