@@ -12,8 +12,8 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any, Literal, Optional, get_type_hints
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Annotated, Any, Literal, NamedTuple, Optional, get_args, get_type_hints
 
 import typer
 from typer.core import TyperCommand
@@ -27,6 +27,12 @@ from mega.core.config.world import is_first_rank
 
 _TYPED = "mega.typed"
 """Where the flags of a command line are kept as they were typed."""
+
+
+class Reads(NamedTuple):
+    """Next to `RunConfig` in an `Annotated`: all options are taken, and help shows those that have a property."""
+
+    property: str
 
 
 class Command(TyperCommand):
@@ -77,9 +83,12 @@ def command(function: Callable[..., Any]) -> Callable[..., Any]:
     hints = get_type_hints(function, include_extras=True)
     parameters: list[inspect.Parameter] = []
     configs: dict[str, tuple[str, ...]] = {}
+    reads: Reads | None = None
     for name, parameter in inspect.signature(function).parameters.items():
         if hints[name] is GivenOptions:
             continue
+        if get_args(hints[name])[:1] == (RunConfig,):
+            hints[name], reads = get_args(hints[name])
         if hints[name] is RunConfig:
             configs[name] = tuple(sections())
         elif (section := _section_of(hints[name])) is not None:
@@ -91,8 +100,8 @@ def command(function: Callable[..., Any]) -> Callable[..., Any]:
     assert given is None or whole is not None, "GivenOptions comes along with a run"
     if whole is not None:
         parameters += _RUN_PARAMETERS
-    chosen = [entry for entry in entries().values() if any(entry.section in names for names in configs.values())]
-    parameters += [_parameter(entry) for entry in chosen]
+    chosen = _chosen({name for names in configs.values() for name in names}, parameters)
+    parameters += [_parameter(entry, reads) for entry in chosen]
     if any(not entry.option.common for entry in chosen):
         parameters.append(_HELP_ALL)
 
@@ -130,6 +139,12 @@ def command(function: Callable[..., Any]) -> Callable[..., Any]:
     return verb
 
 
+def _chosen(names: Collection[str], own: Sequence[inspect.Parameter]) -> list[Entry]:
+    """The options of some sections, but for those whose names a verb's own parameters have, which mean others."""
+    taken = {parameter.name for parameter in own}
+    return [entry for entry in entries().values() if entry.section in names and entry.name not in taken]
+
+
 def _composed(preset: str | None, file: Mapping[str, Any], options: Mapping[str, Any], ctx: typer.Context) -> RunConfig:
     """The run of all layers. Errors: ValueError, as of flags of another model family than its."""
     run = compose(preset, file, options)
@@ -151,8 +166,9 @@ def _typed_options(typed: dict[str, Any], chosen: Sequence[Entry]) -> dict[str, 
     return found
 
 
-def _parameter(entry: Entry) -> inspect.Parameter:
+def _parameter(entry: Entry, reads: Reads | None = None) -> inspect.Parameter:
     """An option of a config as a parameter; None where it was not typed."""
+    shown = entry.option.common and (reads is None or getattr(entry.option, reads.property))
     one: Any = Literal[entry.choices] if entry.choices else entry.kind
     kind: Any = list[one] if entry.many else one
     flag = f"{entry.flag}/{entry.off}" if entry.kind is bool else entry.flag
@@ -161,7 +177,7 @@ def _parameter(entry: Entry) -> inspect.Parameter:
         help=_help(entry),
         rich_help_panel=entry.title,
         show_default=False,
-        hidden=not entry.option.common,
+        hidden=not shown,
     )
     return inspect.Parameter(
         entry.name,

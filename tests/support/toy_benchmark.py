@@ -7,15 +7,16 @@ is the model's first choice after the ids before (LAMBADA, Paperno et al. 2016, 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch.nn import functional as F
 
 from mega.core.batch import DecoderBatch, Term, Terms
+from mega.core.parallel.vocab import TokenScores
+from mega.core.tasks.task import Estimate, Figure, interval
 
 
 class Passage(NamedTuple):
@@ -33,6 +34,8 @@ class LastWord:
     length: int
     name: str = "toy-last-word"
     terms: tuple[str, ...] = ("accuracy", "nll")
+    greedy: bool = True
+    headline: tuple[str, ...] = ("accuracy",)
 
     def examples(self, path: Path) -> list[Passage]:
         found = []
@@ -58,12 +61,15 @@ class LastWord:
         samples = torch.tensor([passage.number for passage in examples])
         return DecoderBatch(ids[:, :-1], ids[:, 1:], weights, positions, samples)
 
-    def measure(self, batch: DecoderBatch, outputs: torch.Tensor) -> Terms:
+    def measure(self, batch: DecoderBatch, scores: TokenScores) -> Terms:
         """accuracy: of words; nll: of their ids, in nats."""
-        counts = batch.loss_weights.to(outputs.dtype)
-        right = ((outputs.argmax(-1) == batch.labels) | (counts == 0)).all(1).to(outputs.dtype)
-        nll = F.cross_entropy(outputs.transpose(1, 2), batch.labels, reduction="none")
+        counts = batch.loss_weights.to(scores.nll.dtype)
+        assert scores.greedy is not None
+        right = (scores.greedy | (counts == 0)).all(1).to(counts.dtype)
         return {
-            "accuracy": Term(right.sum(), torch.ones_like(right).sum()),
-            "nll": Term((nll * counts).sum(), counts.sum()),
+            "accuracy": Term(right, torch.ones_like(right)),
+            "nll": Term((scores.nll * counts).sum(1), counts.sum(1)),
         }
+
+    def figures(self, found: Mapping[str, Estimate]) -> list[Figure]:
+        return [interval("accuracy", found["accuracy"]), interval("nll", found["nll"])]

@@ -12,11 +12,12 @@ import torch
 from mega.core.config.run import RunConfig
 from mega.core.device import Device
 from mega.core.inference.generate import logits, losses
+from mega.core.inference.score import TokenScorer
 from mega.core.parallel.launch import Pool
 from mega.core.parallel.mesh import Groups
 from mega.core.proof.parity import LOSS_BOUND
 from mega.core.tasks.task import score
-from mega.core.training.wire import build_mesh, build_state
+from mega.core.training.wire import build_mesh, build_state, chosen_ops
 from tests.support.runs import small_run
 from tests.support.toy_benchmark import LastWord
 
@@ -60,7 +61,11 @@ def passages(one_rank: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def scored(groups: Groups, rank: int, run: RunConfig, world: int, path: Path, micro_batch: int) -> dict[str, float]:
     """Job of one rank."""
     state = build_state(run, build_mesh(run, rank, world, groups), Device.choose("cpu", rank))
-    return score(state, BENCHMARK, path, micro_batch)
+    state.train(False)
+    ops = chosen_ops(run, state.device.torch)
+    scorer = TokenScorer(run.model, state.stages, state.mesh, state.device, ops, greedy=True)
+    found = score(scorer, BENCHMARK, BENCHMARK.examples(path), micro_batch)
+    return {name: each.mean for name, each in found.items()}
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +104,6 @@ def test_scores_are_one_models_in_every_layout(pool: Pool, passages: Path, expec
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ("", "holds no examples for toy-last-word"),
         ('{"context": [1], "word": [2]}\n{"context": [1]}', ':2: needs "context" and "word" (\'word\')'),
         ("[1, 2]", ':1: needs "context" and "word"'),
         (json.dumps({"context": [1] * 16, "word": [1, 2]}), ":1: needs a context, a word, and at most 17 ids"),
@@ -108,7 +112,6 @@ def test_scores_are_one_models_in_every_layout(pool: Pool, passages: Path, expec
 def test_what_cannot_be_scored_is_refused_by_line(tmp_path: Path, content: str, words: str) -> None:
     path = tmp_path / "bad.jsonl"
     path.write_text(content)
-    state = build_state(run(), build_mesh(run(), 0, 1), Device.choose("cpu"))
     with pytest.raises(ValueError) as refused:
-        score(state, BENCHMARK, path, 1)
+        BENCHMARK.examples(path)
     assert str(path) in str(refused.value) and words in str(refused.value)

@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator, Mapping
-from math import lcm
 from typing import Any
 
 from mega.core.config.check_files import files
 from mega.core.config.families import foreign_values
 from mega.core.config.not_yet import NOT_YET
 from mega.core.config.presets import FAMILY_DEFAULTS
-from mega.core.config.resolve import batch_sizes, data_parallel, divisors, lengths, microbatches, resolve
+from mega.core.config.resolve import batch_sizes, column_unit, data_parallel, divisors, lengths, microbatches, resolve
 from mega.core.config.run import RunConfig, entries, flag_of, found_with, value_of
 from mega.core.config.sections import TASKS, PrecisionConfig
 from mega.core.files import url_of
@@ -409,7 +408,7 @@ def _columns(run: RunConfig) -> Problems:
     cp, tp = run.parallel.cp, run.parallel.tp if run.parallel.sequence_parallel else 1
     seq_length, kv_heads = run.batch.seq_length, value_of(run, "kv_heads")
     assert seq_length
-    unit = lcm(2 * cp, tp * cp) if cp > 1 else tp
+    unit = column_unit(run.parallel)
     if cp > 1 and run.model.decoder_layers:
         yield _line(run, "cp", f"must be 1 for --family {run.model.family}, whose decoder reads an encoder")
         return

@@ -33,11 +33,13 @@ Families = tuple[str, ...] | Mapping[Any, tuple[str, ...]]
 
 
 class Section:
-    """A panel of flags and a table of the TOML file; on_resume and bench hold for options that do not set their own."""
+    """A panel of flags and a table of the TOML file; on_resume, bench and evaluated hold for options that do not set
+    their own."""
 
     title: ClassVar[str]
     on_resume: ClassVar[OnResume] = "free"
     bench: ClassVar[Bench] = "read"
+    evaluated: ClassVar[bool] = False
 
 
 class _TakesValue:
@@ -102,6 +104,7 @@ class Option:
     spelling_families: Megatron-LM spelling -> families whose scripts alone have it.
     formerly: the table under which TOML files of an earlier version have it.
     on_resume, bench: as above; None takes the section's.
+    evaluated: whether `mega eval` reads it; the model's shape it only compares. None takes the section's.
     layout: how ranks share the work and in what order. It changes no result by more than rounding, so
         `memory-estimate --fit` chooses it.
     """
@@ -122,6 +125,7 @@ class Option:
     formerly: str | None = None
     on_resume: OnResume | None = None
     bench: Bench | None = None
+    evaluated: bool | None = None
     layout: bool = False
 
 
@@ -140,4 +144,5 @@ def describe(field: dataclasses.Field[Any], section: type[Section]) -> Option:
         described,
         on_resume=described.on_resume or section.on_resume,
         bench=described.bench or section.bench,
+        evaluated=section.evaluated if described.evaluated is None else described.evaluated,
     )

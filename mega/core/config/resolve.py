@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from math import isqrt
+from math import isqrt, lcm
 
 from mega.core.config.presets import FAMILY_DEFAULTS
 from mega.core.config.run import RunConfig, entries
@@ -65,6 +65,17 @@ def data_parallel(run: RunConfig, world: int) -> int:
     2
     """
     return world // (run.parallel.tp * run.parallel.pp * run.parallel.cp)
+
+
+def column_unit(parallel: ParallelConfig) -> int:
+    """What the columns of a row must be a multiple of, so that ranks that share them hold equally many: whole chunks of
+    context, whole shares of sequence.
+
+    >>> column_unit(ParallelConfig(tp=2, cp=3, sequence_parallel=True))
+    6
+    """
+    cp, tp = parallel.cp, parallel.tp if parallel.sequence_parallel else 1
+    return lcm(2 * cp, tp * cp) if cp > 1 else tp
 
 
 def divisors(number: int) -> list[int]:

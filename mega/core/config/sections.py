@@ -290,6 +290,7 @@ class PrecisionConfig(Section):
         megatron={"--bf16": "bf16", "--fp16": "fp16"},
         common=True,
         on_resume="noted",
+        evaluated=True,
     )
     fp8: bool = option(
         False,
@@ -363,17 +364,32 @@ class ParallelConfig(Section):
     title: ClassVar[str] = "Parallelism"
 
     tp: int = option(
-        1, "tensor-parallel ranks", megatron="--tensor-model-parallel-size", common=True, within=COUNT, layout=True
+        1,
+        "tensor-parallel ranks",
+        megatron="--tensor-model-parallel-size",
+        common=True,
+        within=COUNT,
+        layout=True,
+        evaluated=True,
     )
     pp: int = option(
-        1, "pipeline stages", megatron="--pipeline-model-parallel-size", common=True, within=COUNT, layout=True
+        1,
+        "pipeline stages",
+        megatron="--pipeline-model-parallel-size",
+        common=True,
+        within=COUNT,
+        layout=True,
+        evaluated=True,
     )
-    cp: int = option(1, "context-parallel ranks", megatron="--context-parallel-size", within=COUNT, layout=True)
+    cp: int = option(
+        1, "context-parallel ranks", megatron="--context-parallel-size", within=COUNT, layout=True, evaluated=True
+    )
     cp_comm: Literal["auto", "ring", "all-to-all"] = option(
         "auto",
         "attention across context ranks; auto is all-to-all where the key/value heads divide, else ring",
         megatron={"--cp-comm-type": {"p2p": "ring", "a2a": "all-to-all"}},
         read_with={"cp": SEVERAL},
+        evaluated=True,
     )
     sequence_parallel: bool = option(
         False,
@@ -382,12 +398,14 @@ class ParallelConfig(Section):
         common=True,
         layout=True,
         read_with={"tp": SEVERAL},
+        evaluated=True,
     )
     tp_overlap: bool = option(
         False,
         "overlap the exchange of tokens between tensor ranks with the GEMMs that need them, by copies into peer memory",
         megatron={"--tp-comm-overlap": True},
         needs={"sequence_parallel": ()},
+        evaluated=True,
     )
     schedule: str | None = option(
         None, "pipeline schedule [1f1b; interleaved with several chunks]", layout=True, choices=SCHEDULES
@@ -401,7 +419,7 @@ class ParallelConfig(Section):
         layout=True,
     )
     stage_layers: tuple[int, ...] = option(
-        (), "blocks of each stage, where they are not equal", within=COUNT, layout=True
+        (), "blocks of each stage, where they are not equal", within=COUNT, layout=True, evaluated=True
     )
     split_rank: int | None = option(
         None,
@@ -450,6 +468,7 @@ class BatchConfig(Section):
         within=COUNT,
         most=2**26,
         on_resume="noted",
+        evaluated=True,
     )
     micro_batch: int | None = option(
         None,
@@ -459,6 +478,7 @@ class BatchConfig(Section):
         within=COUNT,
         most=2**26,
         layout=True,
+        evaluated=True,
     )
     global_batch: int | None = option(
         None,
@@ -855,6 +875,7 @@ class TokenizerConfig(Section):
     """Which tokenizer made, or makes, the token files."""
 
     title: ClassVar[str] = "Tokenizer"
+    evaluated: ClassVar[bool] = True
 
     tokenizer: str | None = option(
         None,
@@ -908,7 +929,7 @@ class CheckpointConfig(Section):
     bench: ClassVar[Bench] = "unused"
 
     save: str | None = option(None, "directory to save to", megatron="--save", common=True)
-    load: str | None = option(None, "directory to load from", megatron="--load", common=True)
+    load: str | None = option(None, "directory to load from", megatron="--load", common=True, evaluated=True)
     save_interval: int | None = option(
         None,
         "save every so many steps",
@@ -1004,7 +1025,7 @@ class LogConfig(Section):
     )
     log_params_norm: bool = option(False, "log the parameters' norm", megatron={"--log-params-norm": True})
     log_zeros: bool = option(False, "log the share of zero gradients", megatron={"--log-num-zeros-in-grad": True})
-    progress: bool = option(True, "a progress bar on a terminal")
+    progress: bool = option(True, "a progress bar on a terminal", evaluated=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -1013,10 +1034,14 @@ class RuntimeConfig(Section):
 
     title: ClassVar[str] = "Run"
 
-    nproc: int | None = option(None, "start this many local ranks", common=True, within=COUNT, bench="host")
-    device: Literal["auto", "cpu", "cuda"] = option("auto", "where tensors live", common=True, bench="host")
+    nproc: int | None = option(
+        None, "start this many local ranks", common=True, within=COUNT, bench="host", evaluated=True
+    )
+    device: Literal["auto", "cpu", "cuda"] = option(
+        "auto", "where tensors live", common=True, bench="host", evaluated=True
+    )
     backend: Literal["auto", "gloo", "nccl"] = option(
-        "auto", "how ranks communicate", megatron="--distributed-backend", bench="host"
+        "auto", "how ranks communicate", megatron="--distributed-backend", bench="host", evaluated=True
     )
     timeout_minutes: float = option(
         10,
@@ -1025,6 +1050,7 @@ class RuntimeConfig(Section):
         unit="minutes",
         within=Range("greater than 0, at most 35,000", lambda value: 0 < value <= 35_000),
         bench="host",
+        evaluated=True,
     )
     seed: int = option(
         1234,
@@ -1033,8 +1059,11 @@ class RuntimeConfig(Section):
         common=True,
         within=SEED,
         on_resume="noted",
+        evaluated=True,
     )
-    deterministic: bool = option(False, "bitwise the same on every run", megatron={"--deterministic-mode": True})
+    deterministic: bool = option(
+        False, "bitwise the same on every run", megatron={"--deterministic-mode": True}, evaluated=True
+    )
     audit_interval: int = option(
         0,
         "compare all copies of weights and moments every so many steps; 0 is never",
@@ -1045,6 +1074,7 @@ class RuntimeConfig(Section):
         "auto",
         "fast operators, the plain references, or the attention or norms of a package in place of ours",
         on_resume="noted",
+        evaluated=True,
     )
     cuda_graph: bool | None = option(
         None,

@@ -7,13 +7,14 @@ logits are minus infinity, so it takes no probability and gets no gradient.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from mega.core.inventory import Tensor
 from mega.core.ops.autograd import deliver
+from mega.core.ops.suite import Ops
 from mega.core.parallel.collectives import all_reduce, reduce_from_region
 from mega.core.parallel.linear import column_matmul
 from mega.core.parallel.mesh import Axis
@@ -74,27 +75,37 @@ def logits(x: torch.Tensor, weight: Weight, region: Region, bias: Weight | None 
     return out.masked_fill(padding, -math.inf)
 
 
+def _normalised(
+    ops: Ops, x: torch.Tensor, local: torch.Tensor, real: int, axis: Axis
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Logits x [tokens, ids of this rank] -> log-sum-exp, the label's logit and the largest, of all ids; each [tokens].
+
+    Numbered phases: 1 largest logit, sum of exponentials and label's logit of our columns; 2 the largest of all ranks,
+    and the sums brought to it; 3 add both over ranks.
+    """
+    # 1
+    largest, total, target = ops.softmax_parts(x, local, real)
+    # 2
+    if axis.size > 1:
+        ours = largest.clone()
+        all_reduce(largest, axis, "max")
+        # 3
+        sums = torch.stack([total * (ours - largest).exp(), target])
+        all_reduce(sums, axis)
+        total, target = sums
+    return total.log() + largest, target, largest
+
+
 class _CrossEntropy(torch.autograd.Function):
-    """Numbered phases: 1 largest logit, sum of exponentials and label's logit of our columns; 2 the largest of all
-    ranks, and the sums brought to it; 3 add both over ranks. Backward: softmax minus one at the label."""
+    """The negative log-likelihood. Backward: softmax minus one at the label."""
 
     @staticmethod
     def forward(
         ctx: Any, x: torch.Tensor, labels: torch.Tensor, weight: Weight, axis: Axis, bias: Weight | None
     ) -> torch.Tensor:
         ctx.ops, ctx.real, ctx.bias = weight.ops, weight.segments[0].shard.size[0], bias
-        # 1
         local = labels - axis.index * x.shape[1]
-        largest, total, target = ctx.ops.softmax_parts(x, local, ctx.real)
-        # 2
-        if axis.size > 1:
-            ours = largest.clone()
-            all_reduce(largest, axis, "max")
-            # 3
-            sums = torch.stack([total * (ours - largest).exp(), target])
-            all_reduce(sums, axis)
-            total, target = sums
-        log_total = total.log() + largest
+        log_total, target, _ = _normalised(ctx.ops, x, local, ctx.real, axis)
         ctx.save_for_backward(x, local, log_total)
         return log_total - target
 
@@ -116,3 +127,32 @@ def cross_entropy(
     """
     made = column_matmul(x, weight, region, None if bias is None else bias.detach())
     return _CrossEntropy.apply(made, labels, weight, region.axis, bias)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class TokenScores(NamedTuple):
+    """nll: -ln p of each label, in max(fp32, dtype). greedy: whether a label is the likeliest id, the first of several;
+    None where that was not asked for."""
+
+    nll: torch.Tensor
+    greedy: torch.Tensor | None
+
+
+def score_labels(
+    x: torch.Tensor, labels: torch.Tensor, vocab: int, axis: Axis, ops: Ops, *, greedy: bool = False
+) -> TokenScores:
+    """What logits x [tokens, ids of this rank] say of labels int64 [tokens], the same on every rank of the axis.
+
+    vocab: ids that are tokens, of all ranks. Logits are never gathered: ranks exchange a few numbers a token.
+    """
+    first = axis.index * x.shape[1]
+    real = min(max(vocab - first, 0), x.shape[1])
+    log_total, target, largest = _normalised(ops, x.contiguous(), labels - first, real, axis)
+    if not greedy:
+        return TokenScores(log_total - target, None)
+    if real:
+        top, best = x[:, :real].max(-1)
+        best = (best + first).masked_fill(top.to(largest.dtype) < largest, vocab)
+    else:
+        best = torch.full_like(labels, vocab)
+    all_reduce(best, axis, "min")
+    return TokenScores(log_total - target, best == labels)

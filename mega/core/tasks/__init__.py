@@ -1,1 +1,9 @@
-"""What scores a model: benchmarks, one file each. task.py holds what a benchmark is and how any of them is run."""
+"""What scores a model.
+
+task.py        what a benchmark is, and how any of them is run in any layout
+options.py     what a user may ask of one, and the list of them: wikitext.py, lambada.py, corpus.py
+rows.py        rows of which some ids are judged, windows of a text
+model.py       the model of an evaluation, on every rank
+evaluate.py    one benchmark of one model: resumed, reported (show.py)
+harness.py     lm-eval's tasks instead; continuation.py: the text that they ask for
+"""

@@ -5,25 +5,61 @@ A benchmark is one file: it reads examples, makes batches of them, and judges wh
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
-from mega.core.batch import Batch, Terms, zigzag
-from mega.core.parallel.collectives import all_gather, all_reduce
-from mega.core.training.state import TrainState
-from mega.core.training.step import output_step
+from mega.core.batch import Batch, Terms
+from mega.core.inference.score import TokenScorer
+from mega.core.parallel.collectives import all_reduce
+from mega.core.parallel.vocab import TokenScores
 
 Example = TypeVar("Example")
+SPAN_SECONDS = 2.0
+"""About how long ranks work between two moments at which they add up what they have."""
+MOST_TURNS = 512
+
+
+class Estimate(NamedTuple):
+    """mean: of all examples. error: its standard error, the examples taken as a sample. weight: what the mean divides
+    by (tokens, passages). examples: how many there are."""
+
+    mean: float
+    error: float
+    weight: float
+    examples: int
+
+
+class Figure(NamedTuple):
+    """One number of a score, and the ends of its 95 % confidence interval where it has one."""
+
+    name: str
+    value: float
+    low: float | None = None
+    high: float | None = None
+
+
+def interval(name: str, found: Estimate, of: Callable[[float], float] = float) -> Figure:
+    """A figure that is a growing function of a mean, with its 95 % confidence interval."""
+    spread = 1.96 * found.error
+    if math.isnan(spread):
+        return Figure(name, of(found.mean))
+    return Figure(name, of(found.mean), of(found.mean - spread), of(found.mean + spread))
 
 
 class Benchmark(Protocol[Example]):
-    """name: as a user types it. terms: the names of what `measure` finds."""
+    """name: as a user types it. terms: the names of what `measure` finds. greedy: whether it needs to know of each
+    label if the model's first choice was it. headline: the figures that Megatron-LM's line of results has."""
 
     name: str
     terms: tuple[str, ...]
+    greedy: bool
+    headline: tuple[str, ...]
 
     def examples(self, path: Path) -> Sequence[Example]:
         """Everything that is scored, the same on every rank. Errors: ValueError naming file and line."""
@@ -32,56 +68,107 @@ class Benchmark(Protocol[Example]):
         """One microbatch. Rows are padded to a length that tensor ranks (sequence parallelism) and context ranks can
         split."""
 
-    def measure(self, batch: Any, outputs: torch.Tensor) -> Terms:
-        """Sums over the examples of a batch of ours. outputs: logits [b, s, vocab], of all ranks."""
+    def measure(self, batch: Any, scores: TokenScores) -> Terms:
+        """Totals and weights of every example, [b], of a batch of ours. scores: of its labels, [b, s]."""
+
+    def figures(self, found: Mapping[str, Estimate]) -> list[Figure]:
+        """What is reported of the terms, in order."""
 
 
-def score(state: TrainState, benchmark: Benchmark[Example], path: Path, micro_batch: int) -> dict[str, float]:
-    """The mean of every term over all examples, the same on every rank; all ranks call it. NaN where nothing counts.
+class Sums:
+    """Of each term over examples: how many, totals, weights, and the squares and products that an error needs.
 
-    1 every data rank takes its share; all play the same number of microbatches
-    2 the ranks of the last stage gather the whole vocabulary and all columns, and measure
-    3 sums are added up over all ranks
-
-    Errors: ValueError where there are no examples.
+    values: float64 [terms, 6]. Sums of parts of the examples add up, so they may be kept and continued.
     """
-    examples = benchmark.examples(path)
-    if not examples:
-        raise ValueError(f"{path}: holds no examples for {benchmark.name}")
-    sums = torch.zeros(len(benchmark.terms), 2, dtype=torch.float64, device=state.device.torch)
-    # 1
-    for turn in _turns(state, examples, micro_batch):
-        batches = [benchmark.batch(group).to(state.device.torch) for group, _ in turn]
-        # 2
-        for number, outputs in enumerate(output_step(state, batches)):
-            logits = _whole(state, outputs)
-            if turn[number][1] and state.mesh.cp.first:
-                found = benchmark.measure(batches[number], logits)
-                sums += torch.stack([torch.stack([*found[name]]).double() for name in benchmark.terms])
-    # 3
-    all_reduce(sums, state.mesh.loss_group)
-    return dict(zip(benchmark.terms, (sums[:, 0] / sums[:, 1]).tolist(), strict=True))
+
+    def __init__(self, names: Sequence[str], values: torch.Tensor | None = None):
+        self.names = tuple(names)
+        self.values = torch.zeros(len(self.names), 6, dtype=torch.float64) if values is None else values
+
+    def add(self, found: Terms) -> None:
+        for row, name in zip(self.values, self.names, strict=True):
+            total, weight = (each.detach().double() for each in found[name])
+            ones = torch.ones_like(total)
+            row += torch.stack([ones, total, weight, total * total, total * weight, weight * weight]).sum(1)
+
+    def estimates(self) -> dict[str, Estimate]:
+        """Of a ratio of sums, by linearisation (Cochran 1977, section 6.4). NaN where nothing counts."""
+        return {name: _estimate(*row) for name, row in zip(self.names, self.values.tolist(), strict=True)}
 
 
-def _turns(
-    state: TrainState, examples: Sequence[Example], micro_batch: int
-) -> Iterator[list[tuple[Sequence[Example], bool]]]:
-    """Microbatches of this data rank that are in the pipeline together, and whether each counts.
-
-    Ranks that are left without examples in the last turn play the first ones again, which do not count.
+def _estimate(count: float, total: float, weight: float, squares: float, cross: float, weights: float) -> Estimate:
     """
-    dp, together = state.mesh.dp, 4 * state.mesh.pp.size - 3
-    groups = [examples[first : first + micro_batch] for first in range(0, len(examples), micro_batch)]
-    own = [(group, True) for group in groups[dp.index :: dp.size]]
-    own += [(groups[0], False)] * (-(-len(groups) // dp.size) - len(own))
-    for first in range(0, len(own), together):
-        yield own[first : first + together]
+    >>> _estimate(4, 2, 4, 2, 2, 4)  # two of four right: sqrt(1/4 / 3)
+    Estimate(mean=0.5, error=0.28867513459481287, weight=4, examples=4)
+    """
+    mean = total / weight if weight else math.nan
+    spread = max(squares - 2 * mean * cross + mean * mean * weights, 0.0) if weight else math.nan
+    error = math.sqrt(count / (count - 1) * spread) / weight if weight and count > 1 else math.nan
+    return Estimate(mean, error, weight, int(count))
 
 
-def _whole(state: TrainState, outputs: torch.Tensor) -> torch.Tensor:
-    """[b, s of this context rank, ids of this tensor rank] -> [b, s, vocab]."""
-    tp, cp = state.mesh.tp, state.mesh.cp
-    logits = all_gather(outputs.movedim(2, 0), tp).movedim(0, 2)[..., : state.run.model.vocab]
-    columns = torch.arange(logits.shape[1] * cp.size, device=logits.device)[None]
-    order = torch.cat([zigzag(columns, index, cp.size)[0] for index in range(cp.size)]).argsort()
-    return all_gather(logits.transpose(0, 1), cp)[order].transpose(0, 1)
+@dataclass(frozen=True)
+class Done:
+    """How far a score has come. examples: scored, the first ones. tokens: of all batches, padding included.
+    seconds: spent here, in this process."""
+
+    examples: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+
+
+def score(
+    scorer: TokenScorer,
+    benchmark: Benchmark[Example],
+    examples: Sequence[Example],
+    micro_batch: int,
+    *,
+    sums: Sums | None = None,
+    done: Done = Done(),
+    after: Callable[[Done, Sums], None] = lambda done, sums: None,
+) -> dict[str, Estimate]:
+    """Every term over all examples, the same on every rank; all ranks call it. NaN where nothing counts.
+
+    1 every data rank takes its share of the next examples; all play the same number of microbatches
+    2 the ranks of the last stage measure whole rows
+    3 sums are added up over all ranks, and those of more examples follow
+
+    sums, done: of an earlier process, which had done that much. after: is told so every few seconds.
+    """
+    mesh, where = scorer.mesh, scorer.device.torch
+    kept = Sums(benchmark.terms) if sums is None else sums
+    turns, turn_size = 1, micro_batch * mesh.dp.size * scorer.together
+    while done.examples < len(examples):
+        begin, tokens = time.monotonic(), 0
+        part = Sums(benchmark.terms, torch.zeros(len(benchmark.terms), 6, dtype=torch.float64, device=where))
+        stop = min(done.examples + turns * turn_size, len(examples))
+        # 1
+        for first in range(done.examples, stop, turn_size):
+            turn = [examples[number] for number in range(first, min(first + turn_size, stop))]
+            groups = shares(turn, micro_batch, mesh.dp.index, mesh.dp.size)
+            batches = [benchmark.batch(group) for group, _ in groups]
+            tokens += sum(int(batch.tensors()["tokens"].numel()) for batch in batches)
+            # 2
+            for batch, scores, (_, counts) in zip(batches, scorer.score(batches), groups, strict=False):
+                if counts and mesh.cp.first:
+                    part.add(benchmark.measure(batch.to(where), scores))
+        # 3
+        all_reduce(part.values, mesh.loss_group)
+        spent = torch.tensor([time.monotonic() - begin, float(tokens)], dtype=torch.float64, device=where)
+        all_reduce(spent, mesh.everyone, "max")
+        kept.values += part.values.cpu()
+        seconds, fed = spent.tolist()
+        done = Done(stop, done.tokens + int(fed) * mesh.dp.size, done.seconds + seconds)
+        after(done, kept)
+        turns = min(max(1, int(turns * SPAN_SECONDS / max(seconds, 1e-3))), 2 * turns, MOST_TURNS)
+    return kept.estimates()
+
+
+def shares(turn: Sequence[Example], micro_batch: int, index: int, size: int) -> list[tuple[Sequence[Example], bool]]:
+    """Microbatches of one of `size` data ranks, and whether each counts.
+
+    Ranks that are left without examples play the first ones again, which do not count.
+    """
+    groups = [turn[first : first + micro_batch] for first in range(0, len(turn), micro_batch)]
+    own = [(group, True) for group in groups[index::size]]
+    return own + [(groups[0], False)] * (-(-len(groups) // size) - len(own))

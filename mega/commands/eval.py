@@ -1,0 +1,129 @@
+"""`mega eval`: the score of a model on a benchmark."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from typing import Annotated, Any, Literal
+
+import typer
+
+from mega.core.config.compose import GivenOptions
+from mega.core.config.run import RunConfig, flag_of, options_with
+from mega.core.config.world import World, is_first_rank, ranks, world_from_env
+from mega.core.files import check_file
+from mega.options import Reads
+
+
+def run(
+    run: Annotated[RunConfig, Reads("evaluated")],
+    given: GivenOptions,
+    task: Annotated[str | None, typer.Option("--task", help="wikitext103, lambada, or ppl of a corpus")] = None,
+    valid_data: Annotated[
+        list[str] | None, typer.Option("--valid-data", help="what is scored: one file, of ppl also token files' prefix")
+    ] = None,
+    out: Annotated[str | None, typer.Option("--json", help="file of the result [eval-TASK.json here]")] = None,
+    overlapping_eval: Annotated[
+        int | None,
+        typer.Option("--overlapping-eval", help="how far windows are apart [wikitext103: 32; ppl: --seq-length]"),
+    ] = None,
+    strict_lambada: Annotated[
+        bool, typer.Option("--strict-lambada", help="the last word must be right, not only the last token")
+    ] = False,
+    detokenizer: Annotated[
+        Literal["wiki", "ptb", "fairseq", "none"] | None,
+        typer.Option("--detokenizer", help="how wikitext103 becomes plain text [by the file's path]"),
+    ] = None,
+    context_window: Annotated[
+        int | None,
+        typer.Option("--context-window", help="score wikitext103 as fairseq does, with so many tokens seen (992)"),
+    ] = None,
+    json_key: Annotated[str, typer.Option("--json-key", help="the text's key in JSON lines")] = "text",
+    random_windows: Annotated[
+        int | None, typer.Option("--random-windows", help="of ppl, score so many windows drawn at random")
+    ] = None,
+    limit: Annotated[int | None, typer.Option("--limit", help="score only the first so many examples")] = None,
+    tasks: Annotated[
+        list[str] | None, typer.Option("--tasks", help="tasks of lm-eval instead, such as hellaswag,gsm8k")
+    ] = None,
+    num_fewshot: Annotated[
+        int | None, typer.Option("--num-fewshot", help="of --tasks: examples in front of a question", min=0)
+    ] = None,
+    include_path: Annotated[
+        str | None, typer.Option("--include-path", help="of --tasks: a directory of more task files")
+    ] = None,
+    log_samples: Annotated[
+        bool, typer.Option("--log-samples", help="of --tasks: keep every question and answer in --json")
+    ] = False,
+    cloze_eval: Annotated[bool, typer.Option("--cloze-eval", help="Megatron-LM v1's --task lambada")] = False,
+    webtext_eval: Annotated[bool, typer.Option("--webtext-eval", help="Megatron-LM v1's --task ppl")] = False,
+) -> int:
+    """Score a model on a benchmark, at any layout: a run of ours or a directory of others' weights, as it lies.
+
+    The model and its tokenizer are the directory's. Killed and started again, it goes on where it was.
+    """
+    if is_first_rank():
+        _note_unused(given)
+    world = world_from_env()
+    size = ranks(world, run.runtime.nproc, run.runtime.world)
+    if tasks:
+        if task is not None or valid_data:
+            raise ValueError(
+                f"--tasks {' '.join(tasks)}: excludes --task and --valid-data; lm-eval has data of its own"
+            )
+        from mega.core.tasks import harness
+
+        names = tuple(name for each in tasks for name in each.split(",") if name)
+        asked = harness.HarnessOptions(names, num_fewshot, include_path, limit, log_samples)
+        prepared: Any = harness.prepare(run, given, asked, _out(out, "lm-eval"), size)
+        return _launched(world, size, harness.evaluate, prepared)
+    for flag, value in {
+        "--num-fewshot": num_fewshot,
+        "--include-path": include_path,
+        "--log-samples": log_samples,
+    }.items():
+        if value:
+            raise ValueError(f"{flag}: needs --tasks")
+    from mega.core.tasks.options import TaskOptions, task_named
+
+    named = task or ("lambada" if cloze_eval else "ppl" if webtext_eval else None)
+    if named is None:
+        raise ValueError("--task is missing: give wikitext103, lambada or ppl; or --tasks of lm-eval")
+    options = TaskOptions(
+        task_named(named),
+        tuple(valid_data or ()),
+        overlapping_eval,
+        strict_lambada,
+        detokenizer,
+        context_window,
+        json_key,
+        random_windows,
+        limit,
+        run.runtime.seed,
+    )
+    from mega.core.tasks.evaluate import evaluate, prepare
+
+    return _launched(world, size, evaluate, prepare(run, given, options, _out(out, options.task), size))
+
+
+def _out(given: str | None, name: str) -> str:
+    """The file of the result. Errors: ValueError where it cannot be one."""
+    out = given or f"eval-{name}.json"
+    check_file("--json", out)
+    return os.path.abspath(out)
+
+
+def _launched(world: World, size: int, job: Callable[[Any], int], prepared: Any) -> int:
+    if world.source != "alone" or size == 1:
+        return job(prepared)
+    from mega.core.parallel.launch import launch
+
+    return launch(size, job, prepared)
+
+
+def _note_unused(given: GivenOptions) -> None:
+    """On stderr, what was given and is not read."""
+    read = {*options_with(evaluated=True), *options_with(on_resume="must match"), "positions"}
+    if unused := [flag_of(name) for name in given.values if name not in read]:
+        print(f"not used, nothing is trained: {', '.join(unused)}", file=sys.stderr)

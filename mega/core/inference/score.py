@@ -1,0 +1,104 @@
+"""How likely a model holds every token of a text, in any layout. Batches in, numbers out: it knows no tokenizer.
+
+The last stage turns its logits into two numbers a token where they arise, so that no vocabulary is ever gathered, and
+no logits wait for the pipeline's other microbatches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from mega.core.batch import Batch, DecoderBatch, zigzag
+from mega.core.config.sections import ModelConfig
+from mega.core.device import Device
+from mega.core.family import ModelStage
+from mega.core.ops.suite import Ops
+from mega.core.parallel.collectives import all_gather, all_reduce
+from mega.core.parallel.mesh import Axis, Mesh
+from mega.core.parallel.pipeline import Pipeline, StageOutput
+from mega.core.parallel.vocab import TokenScores, score_labels
+from mega.core.plan import plan
+
+
+class TokenScorer:
+    """A model in its layout. stages: this rank's, in evaluation. greedy: say too whether a label is the likeliest id.
+
+    together: microbatches that keep the pipeline busy.
+    """
+
+    def __init__(
+        self, model: ModelConfig, stages: Sequence[ModelStage], mesh: Mesh, device: Device, ops: Ops, *, greedy: bool
+    ):
+        assert model.vocab is not None
+        self.model, self.mesh, self.device, self.greedy = model, mesh, device, greedy
+        self.together, self._chunks = 4 * mesh.pp.size - 3, len(stages)
+        self._judged = [_Judge(stage, model.vocab, mesh.tp, ops, greedy) for stage in stages]
+        self._pipeline = Pipeline(self._judged, mesh, device.torch)
+
+    @torch.no_grad()
+    def score(self, batches: Sequence[Batch]) -> list[TokenScores]:
+        """Of the labels of each batch, [b, s], whole rows on every rank of the last stage; [] on other stages.
+
+        All ranks call this with the same number of batches; those of one data coordinate with the same batches.
+        """
+        mesh = self.mesh
+        own = [batch.to(self.device.torch).split(mesh.cp.index, mesh.cp.size) for batch in batches]
+        made = self._pipeline.outputs(plan("forward", mesh.pp.size, self._chunks, len(own)), own)
+        whole = [_whole_rows(each, mesh.cp) for each in made]
+        return [TokenScores(each[..., 0], each[..., 1].bool() if self.greedy else None) for each in whole]
+
+    @torch.no_grad()
+    def next_logits(self, batch: DecoderBatch) -> torch.Tensor:
+        """Of what follows the one column of each row that has a weight: fp32 [b, vocab], the same on every rank of this
+        data coordinate. Not for context ranks, of which only one has the column."""
+        mesh, vocab = self.mesh, self.model.vocab
+        assert vocab is not None and mesh.cp.size == 1
+        own = batch.to(self.device.torch)
+        for judge in self._judged:
+            judge.columns = own.loss_weights.argmax(1)
+        made = self._pipeline.outputs(plan("forward", mesh.pp.size, self._chunks, 1), [own])
+        for judge in self._judged:
+            judge.columns = None
+        found = torch.zeros(len(own.tokens), vocab, device=self.device.torch)
+        if made:
+            found += all_gather(made[0].movedim(1, 0), mesh.tp).movedim(0, 1)[:, :vocab]
+        all_reduce(found, mesh.pp)
+        return found
+
+
+class _Judge:
+    """A stage whose output is what it says of the labels of a batch, [b, s, 2]: nll and greedy. columns: int64 [b],
+    where its logits themselves are wanted instead, [b, ids of this rank], of one column of each row."""
+
+    def __init__(self, stage: ModelStage, vocab: int, axis: Axis, ops: Ops, greedy: bool):
+        self._stage, self._vocab, self._axis, self._ops, self._greedy = stage, vocab, axis, ops, greedy
+        self.terms, self.metrics = stage.terms, stage.metrics
+        self.columns: torch.Tensor | None = None
+
+    def cargo(self, batch: Any) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        return self._stage.cargo(batch)
+
+    def __call__(self, batch: Any, *cargo: torch.Tensor, outputs: bool = False) -> StageOutput:
+        output = self._stage(batch, *cargo, outputs=outputs)
+        if output.outputs is None:
+            return output
+        if self.columns is not None:
+            rows = torch.arange(len(self.columns), device=self.columns.device)
+            return replace(output, outputs=output.outputs[rows, self.columns].float())
+        logits, labels = output.outputs.flatten(0, 1), batch.labels.flatten()
+        found = score_labels(logits, labels, self._vocab, self._axis, self._ops, greedy=self._greedy)
+        greedy = torch.zeros_like(found.nll) if found.greedy is None else found.greedy.to(found.nll.dtype)
+        return replace(output, outputs=torch.stack([found.nll, greedy], -1).view(*batch.labels.shape, 2))
+
+
+def _whole_rows(part: torch.Tensor, cp: Axis) -> torch.Tensor:
+    """[b, columns of this context rank, ...] -> [b, s, ...]."""
+    if cp.size == 1:
+        return part
+    columns = torch.arange(part.shape[1] * cp.size, device=part.device)[None]
+    order = torch.cat([zigzag(columns, index, cp.size)[0] for index in range(cp.size)]).argsort()
+    return all_gather(part.transpose(0, 1), cp)[order].transpose(0, 1)

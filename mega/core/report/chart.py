@@ -1,0 +1,119 @@
+"""Curves as inline SVG: axes, ticks, a legend, and the values under the pointer; no script, nothing from elsewhere."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from html import escape
+
+from mega.core.report.read import Series
+
+WIDTH, HEIGHT = 720, 260
+LEFT, RIGHT, TOP, BOTTOM = 62, 26, 14, 30
+MOST_POINTS = 1200
+"""Of a drawn curve; of more, the least and the greatest of every run of points are drawn."""
+COLOURS = 6
+"""Classes c0 to c5 in the page's style."""
+
+
+def chart(curves: Mapping[str, Series], unit: str = "", log: bool = False) -> str:
+    """Several curves over steps in one picture. log: the values' axis is logarithmic, where all are above 0."""
+    shown = {name: curve for name, curve in curves.items() if any(math.isfinite(y) for _, y in curve)}
+    if not shown:
+        return '<p class="none">no finite value</p>'
+    ys = [y for curve in shown.values() for _, y in curve if math.isfinite(y)]
+    xs = [x for curve in shown.values() for x, _ in curve]
+    log = log and min(ys) > 0
+    x_axis, y_axis = _Axis(min(xs), max(xs), LEFT, WIDTH - RIGHT), _Axis(min(ys), max(ys), HEIGHT - BOTTOM, TOP, log)
+    parts = [f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img">']
+    for value in y_axis.ticks(5):
+        at = y_axis.at(value)
+        parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{at:.1f}" y2="{at:.1f}"/>')
+        parts.append(f'<text x="{LEFT - 6}" y="{at + 4:.1f}" text-anchor="end">{short(value)}</text>')
+    for value in x_axis.ticks(7):
+        at = x_axis.at(value)
+        parts.append(f'<text x="{at:.1f}" y="{HEIGHT - 10}" text-anchor="middle">{short(value)}</text>')
+    for number, (name, curve) in enumerate(shown.items()):
+        parts += _curve(name, thinned(curve), x_axis, y_axis, number % COLOURS, unit)
+    parts.append("</svg>")
+    if len(shown) == 1:  # the title names it
+        return "".join(parts)
+    legend = "".join(f'<span class="c{n % COLOURS}">{escape(name)}</span>' for n, name in enumerate(shown))
+    return f'{"".join(parts)}<p class="legend">{legend}</p>'
+
+
+def _curve(name: str, curve: Series, x_axis: _Axis, y_axis: _Axis, colour: int, unit: str) -> list[str]:
+    runs: list[list[str]] = [[]]
+    for x, y in curve:
+        if math.isfinite(y):
+            runs[-1].append(f"{x_axis.at(x):.1f},{y_axis.at(y):.1f}")
+        elif runs[-1]:
+            runs.append([])
+    parts = [f'<polyline class="c{colour}" points="{" ".join(run)}"/>' for run in runs if len(run) > 1]
+    finite = [(x, y) for x, y in curve if math.isfinite(y)]
+    few = finite if len(finite) <= 60 else finite[:: -(-len(finite) // 60)]
+    for x, y in few:  # what a pointer finds
+        said = escape(f"{name}, step {x:g}: {short(y)} {unit}".rstrip())
+        radius = 2.2 if len(finite) <= 60 else 5
+        hidden = "" if len(finite) <= 60 else " hit"
+        parts.append(
+            f'<circle class="c{colour}{hidden}" cx="{x_axis.at(x):.1f}" cy="{y_axis.at(y):.1f}" r="{radius}">'
+            f"<title>{said}</title></circle>"
+        )
+    return parts
+
+
+def thinned(curve: Series, most: int = MOST_POINTS) -> Series:
+    """At most about `most` points, among them the extremes of every part, so that no spike is lost."""
+    if len(curve) <= most:
+        return list(curve)
+    size, found = -(-len(curve) // (most // 2)), []
+    for first in range(0, len(curve), size):
+        part = curve[first : first + size]
+        finite = [point for point in part if math.isfinite(point[1])]
+        if not finite:
+            found.append(part[0])
+            continue
+        found += sorted({min(finite, key=lambda p: p[1]), max(finite, key=lambda p: p[1])})
+    return found
+
+
+class _Axis:
+    """Values onto pixels."""
+
+    def __init__(self, low: float, high: float, begin: float, end: float, log: bool = False):
+        if low == high:
+            low, high = (low * 0.9, high * 1.1) if low > 0 else (low - 1, high + 1)
+        self.low, self.high, self.begin, self.end, self.log = low, high, begin, end, log
+
+    def at(self, value: float) -> float:
+        low, high = self.low, self.high
+        if self.log:
+            low, high, value = math.log(low), math.log(high), math.log(value)
+        return self.begin + (value - low) / (high - low) * (self.end - self.begin)
+
+    def ticks(self, count: int) -> Sequence[float]:
+        """Round numbers within the axis."""
+        if self.log and self.high / self.low > 20:
+            powers = range(math.ceil(math.log10(self.low)), math.floor(math.log10(self.high)) + 1)
+            found = [10.0**power for power in powers]
+            return found[:: max(1, len(found) // count)] or [self.low, self.high]
+        rough = (self.high - self.low) / count
+        power = 10 ** math.floor(math.log10(rough))
+        step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough)
+        first = math.ceil(self.low / step)
+        return [step * number for number in range(first, math.floor(self.high / step) + 1)]
+
+
+def short(value: float) -> str:
+    """
+    >>> [short(value) for value in (0, 3.14159, 0.0003, 12_345_678, 1500)]
+    ['0', '3.142', '0.0003', '12.35M', '1500']
+    """
+    if not math.isfinite(value):
+        return "n/a"
+    for size, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if abs(value) >= size:
+            scale = size if letter != "k" else 1e3
+            return f"{value / scale:.4g}{letter}"
+    return f"{value:.4g}"

@@ -1,0 +1,141 @@
+"""What a report is made of: the rows of a run's metrics, what is known of its checkpoints, or an evaluation's JSON.
+
+Rows that a kill has broken are counted, not shown. It knows the names of rows and no HTML.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from mega.core.untrusted import read_limited
+
+MOST_BYTES = 1 << 31
+Series = list[tuple[float, float]]
+"""Steps and values, in order; NaN where there was no number."""
+
+
+class RunEvent(NamedTuple):
+    """Something worth knowing that happened at a step, in words."""
+
+    step: int
+    text: str
+
+
+@dataclass
+class RunRecord:
+    """series: name of a row's value -> curve. samples: text that the run has shown, with its step. config: run.toml
+    of its newest checkpoint, or "". broken: lines that are not rows."""
+
+    name: str
+    series: dict[str, Series] = field(default_factory=dict)
+    events: list[RunEvent] = field(default_factory=list)
+    samples: list[RunEvent] = field(default_factory=list)
+    config: str = ""
+    broken: int = 0
+
+    @property
+    def sets(self) -> list[str]:
+        """Names of the held-out sets."""
+        return [name.removesuffix("_loss") for name in self.series if name.endswith("_loss")]
+
+
+@dataclass(frozen=True)
+class EvaluationRecord:
+    """An evaluation's JSON, as `mega eval` writes it."""
+
+    name: str
+    content: Mapping[str, Any]
+
+
+def read(place: Path) -> RunRecord | EvaluationRecord:
+    """A run's directory or file of metrics, or an evaluation's JSON. Errors: ValueError naming the file."""
+    if place.is_dir():
+        metrics = place / "metrics.jsonl"
+        if not metrics.is_file():
+            raise ValueError(
+                f"{place}: holds no metrics.jsonl; give a run's directory, its --metrics, or an --json of eval"
+            )
+        return _run(metrics, place)
+    if not place.is_file():
+        raise ValueError(f"{place}: no such file or directory")
+    text = read_limited(place, MOST_BYTES, str(place)).decode("utf-8", "replace")
+    try:
+        content = json.loads(text)
+    except ValueError:
+        return _run(place, place.parent)
+    if isinstance(content, dict) and ("figures" in content or "results" in content):
+        return EvaluationRecord(place.name, content)
+    if isinstance(content, dict) and "step" in content:  # metrics of a single row
+        return _run(place, place.parent)
+    raise ValueError(f"{place}: is neither a run's metrics nor an evaluation's JSON")
+
+
+def _run(metrics: Path, directory: Path) -> RunRecord:
+    found = RunRecord(directory.resolve().name or str(directory))
+    rows = list(_rows(metrics, found))
+    if not rows:
+        raise ValueError(f"{metrics}: holds no row of metrics; the run has not come to its first step")
+    for row in rows:
+        for name, value in row.items():
+            if name == "step" or isinstance(value, bool):
+                continue
+            if isinstance(value, int | float) or value is None:
+                number = math.nan if value is None else float(value)
+                found.series.setdefault(name, []).append((row["step"], number))
+            elif isinstance(value, str):
+                found.samples.append(RunEvent(row["step"], f"{name}: {value}"))
+    found.events = sorted([*_changes(rows), *_saved(directory)], key=lambda event: event.step)
+    if metrics.with_suffix(".jsonl.previous").is_file():
+        found.events.insert(0, RunEvent(0, f"the run began anew; the rows before are in {metrics.name}.previous"))
+    steps = sorted(directory.glob("step-*/run.toml"))
+    if steps:
+        found.config = steps[-1].read_text(encoding="utf-8", errors="replace")
+    return found
+
+
+def _rows(metrics: Path, found: RunRecord) -> Iterable[dict[str, Any]]:
+    for line in read_limited(metrics, MOST_BYTES, str(metrics)).decode("utf-8", "replace").splitlines():
+        try:
+            row = json.loads(line)
+        except ValueError:
+            row = None
+        if isinstance(row, dict) and isinstance(row.get("step"), int):
+            yield row
+        elif line.strip():
+            found.broken += 1
+
+
+def _changes(rows: list[dict[str, Any]]) -> Iterable[RunEvent]:
+    """What rows say by differing from the row before."""
+    last: dict[str, Any] = {}
+    for row in rows:
+        step = row["step"]
+        if "loss" in row and row["loss"] is None:
+            yield RunEvent(step, "the loss is not finite")
+        if "skipped" in row and row["skipped"] > last.get("skipped", 0):
+            yield RunEvent(step, "the update was skipped: gradients are not finite")
+        if "batch" in row and row["batch"] != last.get("batch", row["batch"]):
+            yield RunEvent(step, f"the global batch goes from {last['batch']} to {row['batch']}")
+        if row.get("loss_scale") is not None and row["loss_scale"] != last.get("loss_scale", row["loss_scale"]):
+            yield RunEvent(step, f"the loss scale goes from {last['loss_scale']:g} to {row['loss_scale']:g}")
+        last.update({name: value for name, value in row.items() if value is not None})
+
+
+def _saved(directory: Path) -> Iterable[RunEvent]:
+    """Checkpoints that are there, and what became known of them."""
+    try:
+        verdicts = json.loads((directory / "verdicts.json").read_bytes())["steps"]
+    except (OSError, ValueError, KeyError, TypeError):
+        verdicts = {}
+    for path in sorted(directory.glob("step-*")):
+        number = path.name.removeprefix("step-")
+        if path.is_dir() and number.isdecimal():
+            said = verdicts.get(str(int(number)), {}) if isinstance(verdicts, dict) else {}
+            reason = f": {said['reason']}" if said.get("reason") else ""
+            status = f"; {said['status']}{reason}" if "status" in said else ""
+            yield RunEvent(int(number), f"saved{status}")

@@ -1,0 +1,112 @@
+"""The perplexity of a corpus of any size: JSON lines, plain text, or token files that were preprocessed.
+
+Documents follow one another, each ended by the end of a document, as in pretraining, and are cut into windows: by
+default without overlap. --random-windows draws some, as Megatron-LM's first version did of WebText: a document by its
+length in characters, then a window of it, or where it is too short more documents after it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from mega.core.batch import DecoderBatch, Terms
+from mega.core.data.indexed import IndexedDataset, exists
+from mega.core.data.sources import texts
+from mega.core.parallel.vocab import TokenScores
+from mega.core.tasks.options import BenchmarkInputs
+from mega.core.tasks.rows import JudgedRow, Windows, batch_of, nll_terms
+from mega.core.tasks.task import Estimate, Figure, interval
+from mega.core.tasks.wikitext import capped_exp
+from mega.core.text.tokenizer import Tokenizer
+
+
+@dataclass
+class CorpusPerplexity:
+    """counts: bytes, words and tokens that are judged, where all of a text is scored."""
+
+    asked: BenchmarkInputs
+    stride: int
+    name: str = "ppl"
+    terms: tuple[str, ...] = ("nll",)
+    greedy: bool = False
+    headline: tuple[str, ...] = ("loss", "ppl")
+    counts: dict[str, int] = field(default_factory=dict)
+
+    def examples(self, path: Path) -> Sequence[JudgedRow]:
+        options = self.asked.options
+        if exists(path):
+            if options.random_windows is not None:
+                raise ValueError(f"--random-windows: draws from texts, and --valid-data {path} is a token file")
+            dataset = IndexedDataset(path)
+            largest = dataset.token_range()[1]
+            if largest >= self.asked.vocab:
+                raise ValueError(f"--valid-data {path}: holds token {largest}; the model has {self.asked.vocab}")
+            return self._windows(path, dataset.tokens)
+        tokenizer = self.asked.needs_tokenizer()
+        documents = list(texts([self.asked.readable(str(path))], options.json_key))
+        if not any(documents):
+            raise ValueError(f"--valid-data {path}: holds no text")
+        if options.random_windows is not None:
+            return list(_random_windows(documents, tokenizer, self.asked.length, options.random_windows, options.seed))
+        end = [] if tokenizer.eod is None else [tokenizer.eod]
+        found = self._windows(path, [each for text in documents for each in (*tokenizer.encode(text), *end)])
+        self.counts |= {
+            "bytes": sum(len(text.encode()) for text in documents),
+            "words": sum(len(text.split()) for text in documents),
+        }
+        return found
+
+    def _windows(self, path: Path, ids: object) -> Windows:
+        found = Windows(ids, self.asked.length, self.stride)
+        if not len(found):
+            raise ValueError(f"--valid-data {path}: needs at least 2 tokens")
+        self.counts = {"tokens": len(ids) - 1}  # type: ignore[arg-type]
+        return found
+
+    def batch(self, examples: Sequence[JudgedRow]) -> DecoderBatch:
+        return batch_of(examples, self.asked.unit)
+
+    def measure(self, batch: DecoderBatch, scores: TokenScores) -> Terms:
+        return nll_terms(batch, scores)
+
+    def figures(self, found: Mapping[str, Estimate]) -> list[Figure]:
+        loss = found["nll"]
+        figures = [interval("loss", loss), interval("ppl", loss, capped_exp), Figure("tokens", loss.weight)]
+        if "bytes" in self.counts and self.counts["tokens"] == loss.weight:  # not where --limit has left some out
+            by_word, by_byte = (self.counts["tokens"] / self.counts[name] for name in ("words", "bytes"))
+            figures += [
+                interval("word ppl", loss, lambda value: capped_exp(value * by_word)),
+                interval("bits per byte", loss, lambda value: value * by_byte / math.log(2)),
+            ]
+        return figures
+
+
+def _random_windows(
+    documents: Sequence[str], tokenizer: Tokenizer, length: int, count: int, seed: int
+) -> Iterator[JudgedRow]:
+    """`count` windows, each a function of seed and number alone."""
+    shares = np.cumsum([len(text) for text in documents], dtype=np.float64)
+    end = [] if tokenizer.eod is None else [tokenizer.eod]
+    for number in range(count):
+        random, ids = np.random.default_rng((seed, number)), list[int]()
+        while len(ids) < length + 1:
+            drawn = documents[int(np.searchsorted(shares, random.random() * shares[-1], side="right"))]
+            fresh = [*tokenizer.encode(drawn), *end]
+            if not ids and len(fresh) > length + 1:
+                begin = int(random.integers(len(fresh) - length))
+                fresh = fresh[begin:]
+            ids += fresh
+        yield JudgedRow(ids[: length + 1], 1)
+
+
+def make(asked: BenchmarkInputs) -> CorpusPerplexity:
+    """Errors: ValueError naming the flag."""
+    files = asked.options.valid_data
+    if len(files) != 1:
+        raise ValueError(f"--valid-data {' '.join(files)}: must be exactly one file or prefix for --task ppl")
+    return CorpusPerplexity(asked, asked.stride(asked.length))

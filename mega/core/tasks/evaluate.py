@@ -1,0 +1,232 @@
+"""`mega eval --task`: one benchmark of one model at any layout; continued where it was killed, and reported.
+
+    prepare     in the process that the user started: the model, the layout, the flags, before any rank starts
+    evaluate    on every rank: stages, examples, sums; rank 0 keeps them on disk every few seconds and reports
+
+What was added up lies next to --json, as FILE.partial, under a fingerprint of model, data and settings; the layout and
+the micro batch are not of it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mega import __version__
+from mega.core.config.compose import GivenOptions
+from mega.core.config.resolve import column_unit
+from mega.core.config.run import RunConfig
+from mega.core.device import Device
+from mega.core.files import whole_file
+from mega.core.inference.load import OpenedModel
+from mega.core.parallel.collectives import gather_json
+from mega.core.parallel.launch import connect, disconnect
+from mega.core.parallel.mesh import Groups, Mesh
+from mega.core.tasks.model import (
+    CheckedModel,
+    ModelHere,
+    check_model,
+    layout_of,
+    model_settings,
+    open_here,
+    tokenizer_of,
+)
+from mega.core.tasks.options import BenchmarkInputs, TaskOptions, benchmark
+from mega.core.tasks.show import Bar, show
+from mega.core.tasks.task import Benchmark, Done, Estimate, Sums, score
+from mega.core.text.tokenizer import Tokenizer
+from mega.core.training.start import check_same_everywhere
+
+SAVE_SECONDS = 5.0
+HASHED_BYTES = 1 << 30
+"""Of a data file larger than this, size and time stand for its content."""
+
+
+@dataclass(frozen=True)
+class CheckedEvaluation:
+    """A checked evaluation. json: the file of the result."""
+
+    model: CheckedModel
+    options: TaskOptions
+    json: str
+
+
+def prepare(run: RunConfig, given: GivenOptions, options: TaskOptions, out: str, world: int) -> CheckedEvaluation:
+    """Errors: ValueError naming flag or file, its value, and the rule."""
+    model, opened = check_model(run, given, world)
+    evaluation = CheckedEvaluation(model, options, out)
+    judged, _ = _benchmark(evaluation, opened)
+    judged.examples(Path(options.valid_data[0]))  # what is wrong with a file is reported once, and before any rank
+    return evaluation
+
+
+def _benchmark(evaluation: CheckedEvaluation, opened: OpenedModel) -> tuple[Benchmark[Any], Tokenizer | None]:
+    model, run = evaluation.model, evaluation.model.run
+    assert run.model.vocab is not None
+    tokenizer = tokenizer_of(run, opened)
+    unit = column_unit(run.parallel)
+    return benchmark(BenchmarkInputs(evaluation.options, tokenizer, model.length, unit, run.model.vocab)), tokenizer
+
+
+# On every rank ------------------------------------------------------------------------------------------------------
+
+
+def evaluate(evaluation: CheckedEvaluation) -> int:
+    """Score as one rank of the world that the environment describes. Errors: ValueError on every rank."""
+    runtime = evaluation.model.run.runtime
+    world, device, groups = connect(runtime.device, runtime.backend, runtime.timeout_minutes)
+    if runtime.deterministic:
+        device.deterministic()
+    run_here(evaluation, world.rank, world.size, device, groups)
+    disconnect()
+    return 0
+
+
+def run_here(
+    evaluation: CheckedEvaluation, rank: int, world: int, device: Device, groups: Groups | None = None
+) -> Mapping[str, Estimate]:
+    """One rank's part; what was found, the same on all of them."""
+    here = open_here(evaluation.model, rank, world, device, groups)
+    judged, tokenizer = _benchmark(evaluation, here.opened)
+    examples = judged.examples(Path(evaluation.options.valid_data[0]))[: evaluation.options.limit]
+    about = _about(evaluation, here, tokenizer, len(examples))
+    check_same_everywhere(here.mesh, about["fingerprint"], device.torch)
+    progress = _Progress(evaluation, about["fingerprint"], judged, len(examples), here.mesh, device)
+    found = score(
+        here.scorer(greedy=judged.greedy),
+        judged,
+        examples,
+        evaluation.model.micro_batch,
+        sums=progress.sums,
+        done=progress.begun,
+        after=progress,
+    )
+    if rank == 0:
+        progress.close()
+        result = {**about, **_result(judged, found, progress), "memory": device.memory_peak()}
+        with whole_file(Path(evaluation.json)) as file:
+            file.write((json.dumps(result, indent=1) + "\n").encode())
+        progress.path.unlink(missing_ok=True)
+        show(result, judged.headline)
+    return found
+
+
+def _about(
+    evaluation: CheckedEvaluation, here: ModelHere, tokenizer: Tokenizer | None, examples: int
+) -> dict[str, Any]:
+    """Every setting that makes a score, and a hash of those that decide it."""
+    asked, run = dataclasses.asdict(evaluation.options), here.run
+    decides: dict[str, Any] = {
+        "options": {name: value for name, value in asked.items() if name != "valid_data"},
+        "data": {file: _content(Path(file)) for file in evaluation.options.valid_data},
+        "model": model_settings(evaluation.model, here),
+        "tokenizer": None if tokenizer is None else tokenizer.identity()._asdict(),
+        "seq_length": run.batch.seq_length,
+        "dtype": run.precision.dtype,
+        "ops": run.runtime.ops,
+        "examples": examples,
+    }
+    text = json.dumps({**decides, "model": {**decides["model"], "path": None}}, sort_keys=True, default=str)
+    fingerprint = hashlib.sha256(text.encode()).hexdigest()
+    return {"task": evaluation.options.task, "fingerprint": fingerprint, "settings": {**decides, **layout_of(run)}}
+
+
+def _content(path: Path) -> str:
+    """What tells the content of a file, or of a pair of token files, from another."""
+    found = hashlib.sha256()
+    for part in (path, Path(f"{path}.idx"), Path(f"{path}.bin")):
+        if not part.is_file():
+            continue
+        about = part.stat()
+        found.update(f"{about.st_size} ".encode())
+        if about.st_size > HASHED_BYTES:
+            found.update(f"{about.st_mtime_ns} ".encode())
+            continue
+        with part.open("rb") as file:
+            found.update(hashlib.file_digest(file, "sha256").digest())
+    return found.hexdigest()
+
+
+def _result(judged: Benchmark[Any], found: Mapping[str, Estimate], progress: _Progress) -> dict[str, Any]:
+    done, begun = progress.done, progress.begun
+    seconds = max(done.seconds, 1e-9)
+    return {
+        "figures": [figure._asdict() for figure in judged.figures(found)],
+        "terms": {name: each._asdict() for name, each in found.items()},
+        "tokens": done.tokens,
+        "seconds": done.seconds,
+        "tokens_per_second": (done.tokens - begun.tokens) / seconds if done.tokens > begun.tokens else None,
+        "resumed_after": begun.examples or None,
+        "ranks": progress.mesh.world,
+        "device": progress.device.name,
+        "version": __version__,
+        "torch": torch.__version__,
+    }
+
+
+class _Progress:
+    """What was added up, kept on disk by rank 0 and shown on a terminal. sums, begun: of an earlier process, the same
+    on every rank."""
+
+    def __init__(
+        self,
+        evaluation: CheckedEvaluation,
+        fingerprint: str,
+        judged: Benchmark[Any],
+        total: int,
+        mesh: Mesh,
+        device: Device,
+    ):
+        self.path, self.mesh, self.device = Path(f"{evaluation.json}.partial"), mesh, device
+        self._fingerprint, self._saved = fingerprint, time.monotonic()
+        kept = self._read() if mesh.rank == 0 else None
+        kept = gather_json(kept, mesh.everyone, device.torch)[0]
+        self.begun, self.sums = Done(), Sums(judged.terms)
+        if kept is not None:
+            self.begun = Done(kept["examples"], kept["tokens"])
+            self.sums = Sums(judged.terms, torch.tensor(kept["sums"], dtype=torch.float64))
+        self.done = self.begun
+        bar = evaluation.model.run.log.progress and sys.stderr.isatty()
+        self._bar = Bar(evaluation.options.task, total, self.begun.examples, bar) if mesh.rank == 0 else None
+
+    def _read(self) -> dict[str, Any] | None:
+        """What an earlier process of the same evaluation kept; of another one, or damaged, nothing."""
+        try:
+            kept = json.loads(self.path.read_bytes())
+        except (OSError, ValueError):
+            return None
+        if not isinstance(kept, dict) or kept.get("fingerprint") != self._fingerprint:
+            print(f"{self.path}: is of another model, data or settings; starting from the beginning", file=sys.stderr)
+            return None
+        print(f"{self.path}: resuming after {kept['examples']} examples", file=sys.stderr)
+        return kept
+
+    def __call__(self, done: Done, sums: Sums) -> None:
+        self.done = done
+        if self._bar is None:
+            return
+        self._bar.update(done)
+        if time.monotonic() - self._saved < SAVE_SECONDS:
+            return
+        kept = {
+            "fingerprint": self._fingerprint,
+            "examples": done.examples,
+            "tokens": done.tokens,
+            "sums": sums.values.tolist(),
+        }
+        with whole_file(self.path) as file:
+            file.write(json.dumps(kept).encode())
+        self._saved = time.monotonic()
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()

@@ -1,0 +1,283 @@
+"""`mega eval --tasks`: EleutherAI's lm-evaluation-harness in process, on our engine, at any layout.
+
+Every rank runs the harness alike, so that all of them score the same requests together; rank 0 reports. Task files and
+their data are the harness's: its own, or local ones under --include-path.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mega import __version__
+from mega.core.config.compose import GivenOptions
+from mega.core.config.resolve import column_unit
+from mega.core.config.run import RunConfig
+from mega.core.device import Device
+from mega.core.files import whole_file
+from mega.core.inference.score import TokenScorer
+from mega.core.parallel.collectives import all_reduce
+from mega.core.parallel.launch import connect, disconnect
+from mega.core.parallel.mesh import Groups
+from mega.core.tasks.continuation import continue_rows
+from mega.core.tasks.model import CheckedModel, check_model, layout_of, model_settings, open_here, tokenizer_of
+from mega.core.tasks.rows import JudgedRow, all_greedy, batch_of, nll_of
+from mega.core.tasks.task import shares
+from mega.core.text.tokenizer import Tokenizer
+
+MOST_NEW_TOKENS = 256
+"""Of an answer, where a task does not say: the harness's own number."""
+
+
+@dataclass(frozen=True)
+class HarnessOptions:
+    """Flags of `mega eval` that the harness is given."""
+
+    tasks: tuple[str, ...]
+    num_fewshot: int | None = None
+    include_path: str | None = None
+    limit: int | None = None
+    log_samples: bool = False
+
+
+@dataclass(frozen=True)
+class HarnessRun:
+    model: CheckedModel
+    options: HarnessOptions
+    json: str
+
+
+def check_harness() -> None:
+    """Errors: ValueError where lm-eval is not installed, or what it needs is not."""
+    try:
+        import lm_eval  # noqa: F401
+    except ImportError as error:
+        raise ValueError(
+            f"--tasks: needs lm-eval (pip install 'mega[lm-eval]'): {' '.join(str(error).split())}"
+        ) from None
+
+
+def prepare(run: RunConfig, given: GivenOptions, options: HarnessOptions, out: str, world: int) -> HarnessRun:
+    """Errors: ValueError naming flag or file, its value, and the rule."""
+    check_harness()
+    model, opened = check_model(run, given, world)
+    if tokenizer_of(model.run, opened) is None:
+        raise ValueError("--tokenizer is missing: the model carries none; give its kind and files")
+    _known_tasks(options)
+    return HarnessRun(model, options, out)
+
+
+def _known_tasks(options: HarnessOptions) -> Any:
+    """The harness's list of tasks. Errors: ValueError naming one that is not there."""
+    from lm_eval.tasks import TaskManager
+
+    if options.include_path is not None and not Path(options.include_path).is_dir():
+        raise ValueError(f"--include-path {options.include_path}: no such directory")
+    manager = TaskManager(include_path=options.include_path, include_defaults=True)
+    for name in options.tasks:
+        if not manager.match_tasks([name]) and not Path(name).is_file():
+            raise ValueError(f"--tasks {name}: is not a task of lm-eval or of --include-path; `lm_eval ls tasks` lists")
+    return manager
+
+
+def evaluate(asked: HarnessRun) -> int:
+    """Score as one rank of the world that the environment describes."""
+    runtime = asked.model.run.runtime
+    world, device, groups = connect(runtime.device, runtime.backend, runtime.timeout_minutes)
+    run_here(asked, world.rank, world.size, device, groups)
+    disconnect()
+    return 0
+
+
+def run_here(
+    asked: HarnessRun, rank: int, world: int, device: Device, groups: Groups | None = None
+) -> Mapping[str, Any] | None:
+    """One rank's part; the harness's results, which it makes on the first rank of a host, None on others."""
+    from lm_eval.evaluator import simple_evaluate
+    from lm_eval.utils import make_table
+
+    logging.getLogger("lm_eval").setLevel(logging.WARNING if rank == 0 else logging.ERROR)
+    here, options = open_here(asked.model, rank, world, device, groups), asked.options
+    tokenizer = tokenizer_of(here.run, here.opened)
+    assert tokenizer is not None
+    native = NativeModel(
+        here.scorer(greedy=True), tokenizer, asked.model.length, column_unit(here.run.parallel), asked.model.micro_batch
+    )
+    found: dict[str, Any] | None = simple_evaluate(
+        model=language_model(native),
+        tasks=list(options.tasks),
+        num_fewshot=options.num_fewshot,
+        task_manager=_known_tasks(options),
+        limit=options.limit,
+        log_samples=True,
+        bootstrap_iters=1000,
+        random_seed=here.run.runtime.seed,
+        numpy_random_seed=here.run.runtime.seed,
+        torch_random_seed=here.run.runtime.seed,
+        fewshot_random_seed=here.run.runtime.seed,
+    )
+    if rank == 0 and found is not None:
+        kept = {name: value for name, value in found.items() if name != "samples" or options.log_samples}
+        settings = {
+            "model": model_settings(asked.model, here),
+            "tokenizer": tokenizer.identity()._asdict(),
+            "seq_length": asked.model.length,
+            "dtype": here.run.precision.dtype,
+            **layout_of(here.run),
+        }
+        about = {"tasks": options.tasks, "settings": settings, "version": __version__, "torch": torch.__version__}
+        with whole_file(Path(asked.json)) as file:
+            file.write((json.dumps({**about, **kept}, indent=1, default=str) + "\n").encode())
+        print(make_table(found))
+        if found.get("groups"):
+            print(make_table(found, "groups"))
+    return found
+
+
+@dataclass(frozen=True)
+class NativeModel:
+    """What the harness asks of a model, in ids; all ranks call it alike and get the same answers."""
+
+    scorer: TokenScorer
+    tokenizer: Tokenizer
+    length: int
+    unit: int
+    micro_batch: int
+
+    @property
+    def begin(self) -> int:
+        """What stands in front of a text that has nothing before it. Errors: ValueError where there is none."""
+        first = self.tokenizer.eod if self.tokenizer.bos is None else self.tokenizer.bos
+        if first is None:
+            raise ValueError(f"--tasks: {self.tokenizer.kind} has no token that begins a text")
+        return first
+
+    def encode(self, text: str, special: bool | None = None) -> list[int]:
+        """special: with what the family puts in front of every text; None: so too, but where the text has it."""
+        ids, lead = self.tokenizer.encode(text), len(self.tokenizer.encode(""))
+        return ids[lead:] if special is False else ids
+
+    def log_likelihoods(self, pairs: Sequence[tuple[list[int], list[int]]]) -> list[tuple[float, bool]]:
+        """ln p of each continuation after its context, and whether all of it is the model's first choice.
+
+        A long context is seen from its end. Errors: ValueError where a continuation alone is too long.
+        """
+        rows = []
+        for context, continuation in pairs:
+            if len(continuation) > self.length:
+                raise ValueError(
+                    f"--seq-length {self.length}: a continuation of {len(continuation)} tokens does not fit"
+                )
+            ids = [*context, *continuation][-(self.length + 1) :]
+            rows.append(JudgedRow(ids, len(ids) - len(continuation)))
+        order = sorted(range(len(rows)), key=lambda number: -len(rows[number].ids))
+        mesh = self.scorer.mesh
+        found = torch.zeros(len(rows), 2, dtype=torch.float64, device=self.scorer.device.torch)
+        size = self.micro_batch * mesh.dp.size * self.scorer.together
+        for first in range(0, len(order), size):
+            groups = shares(order[first : first + size], self.micro_batch, mesh.dp.index, mesh.dp.size)
+            batches = [batch_of([rows[number] for number in group], self.unit) for group, _ in groups]
+            for (group, counts), batch, scores in zip(groups, batches, self.scorer.score(batches), strict=False):
+                if counts and mesh.cp.first:
+                    own = batch.to(self.scorer.device.torch)
+                    made = [-nll_of(own, scores).total, all_greedy(own, scores).total]
+                    found[torch.tensor(group, device=found.device)] = torch.stack(made, 1)
+        all_reduce(found, mesh.loss_group)
+        return [(value, bool(greedy)) for value, greedy in found.tolist()]
+
+    def continuations(self, prompts: Sequence[str], until: Sequence[str], tokens: int, temperature: float) -> list[str]:
+        """The text that follows each prompt, up to one of `until` or the end of a document."""
+        most, end = self.length - tokens, self.tokenizer.eod
+        if most < 1:
+            raise ValueError(f"--seq-length {self.length}: must be more than the {tokens} tokens that a task generates")
+
+        def ends(ids: list[int]) -> bool:
+            return ids[-1] == end or any(stop in self.tokenizer.decode(ids) for stop in until)
+
+        rows = [self.encode(prompt)[-most:] for prompt in prompts]
+        made = continue_rows(
+            self.scorer,
+            rows,
+            tokens,
+            ends,
+            micro_batch=self.micro_batch,
+            unit=self.unit,
+            temperature=temperature,
+            known=self.tokenizer.vocab_size,
+        )
+        return [self.tokenizer.decode(ids[: ids.index(end)] if end in ids else ids) for ids in made]
+
+
+def language_model(native: NativeModel) -> Any:
+    """A model as lm-eval knows one."""
+    from lm_eval.api.model import TemplateLM
+
+    class MegaLM(TemplateLM):  # type: ignore[misc]
+        @property
+        def eot_token_id(self) -> int:
+            return native.tokenizer.eod if native.tokenizer.eod is not None else native.begin
+
+        @property
+        def prefix_token_id(self) -> int:
+            return native.begin
+
+        @property
+        def tokenizer_name(self) -> str:
+            return native.tokenizer.fingerprint()
+
+        def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+            return native.encode(string, add_special_tokens)
+
+        def _loglikelihood_tokens(self, requests: Any, **_: Any) -> list[tuple[float, bool]]:
+            found = native.log_likelihoods([(context, continuation) for _, context, continuation in requests])
+            for (key, _, _), answer in zip(requests, found, strict=True):
+                self.cache_hook.add_partial("loglikelihood", key, answer)
+            return found
+
+        def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
+            return rolling(native, [request.args[0] for request in requests])
+
+        def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
+            return generated(native, [request.args for request in requests])
+
+    return MegaLM()
+
+
+def rolling(native: NativeModel, texts: Sequence[str]) -> list[float]:
+    """ln p of each text, in windows that follow one another, as the harness cuts them."""
+    from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+    windows, owners = [], []
+    for number, text in enumerate(texts):
+        for window in get_rolling_token_windows(native.encode(text), native.begin, native.length, 1):
+            windows.append(make_disjoint_window(window))
+            owners.append(number)
+    sums = [0.0] * len(texts)
+    for number, (value, _) in zip(owners, native.log_likelihoods(windows), strict=True):
+        sums[number] += value
+    return sums
+
+
+def generated(native: NativeModel, requests: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
+    """The answer to each prompt; those that ask for it in the same way are generated together."""
+    from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
+
+    answers: dict[int, str] = {}
+    groups: dict[str, list[int]] = {}
+    for number, (_, asked) in enumerate(requests):
+        groups.setdefault(json.dumps(asked, sort_keys=True, default=str), []).append(number)
+    for numbers in groups.values():
+        how = normalize_gen_kwargs(dict(requests[numbers[0]][1]), MOST_NEW_TOKENS)
+        until = [each for each in how["until"] if each]
+        temperature = float(how.get("temperature") or 0.0) if how.get("do_sample") else 0.0
+        prompts = [requests[number][0] for number in numbers]
+        texts = native.continuations(prompts, until, int(how["max_gen_toks"]), temperature)
+        for number, text in zip(numbers, texts, strict=True):
+            answers[number] = postprocess_generated_text(text, until, None)
+    return [answers[number] for number in range(len(requests))]

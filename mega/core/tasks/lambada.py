@@ -1,0 +1,92 @@
+"""LAMBADA (Paperno et al. 2016), zero-shot: is the last word of a passage the model's first choice?
+
+The last token of a passage counts, or with --strict-lambada the whole last word, all of whose tokens must be first
+choices. As Megatron-LM has it (tasks/zeroshot_gpt).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+from mega.core.batch import DecoderBatch, Terms
+from mega.core.data.sources import texts
+from mega.core.parallel.vocab import TokenScores
+from mega.core.tasks.options import BenchmarkInputs
+from mega.core.tasks.rows import JudgedRow, all_greedy, batch_of, nll_of, per_row
+from mega.core.tasks.task import Estimate, Figure, interval
+from mega.core.text.tokenizer import Tokenizer
+
+
+@dataclass
+class Lambada:
+    asked: BenchmarkInputs
+    name: str = "lambada"
+    terms: tuple[str, ...] = ("accuracy", "nll")
+    greedy: bool = True
+    headline: tuple[str, ...] = ("number correct", "total examples", "avg accuracy")
+
+    def examples(self, path: Path) -> Sequence[JudgedRow]:
+        """Longest first, so that rows of a batch are about equally long."""
+        rows = list(self._rows(path))
+        if not rows:
+            raise ValueError(f"--valid-data {path}: holds no passage")
+        return sorted(rows, key=lambda row: -len(row.ids))
+
+    def _rows(self, path: Path) -> Iterator[JudgedRow]:
+        most, tokenizer = self.asked.length + 1, self.asked.needs_tokenizer()
+        passages = texts([path], self.asked.options.json_key)
+        for number, text in enumerate(islice(passages, self.asked.options.limit), 1):
+            where = f"--valid-data {path}: passage {number}"
+            if self.asked.options.strict_lambada:
+                row = _last_word(text, tokenizer)
+            else:
+                ids = tokenizer.encode(text)
+                row = JudgedRow(ids, len(ids) - 1)
+            if row.judged < 1 or len(row.ids) == row.judged:
+                raise ValueError(f"{where}: needs a last word and something before it")
+            if len(row.ids) > most:
+                raise ValueError(f"{where}: has {len(row.ids)} tokens; --seq-length {most - 1} takes at most {most}")
+            yield row
+
+    def batch(self, examples: Sequence[JudgedRow]) -> DecoderBatch:
+        return batch_of(examples, self.asked.unit)
+
+    def measure(self, batch: DecoderBatch, scores: TokenScores) -> Terms:
+        """accuracy: of last words. nll: of a last word, in nats."""
+        return {"accuracy": all_greedy(batch, scores), "nll": per_row(nll_of(batch, scores))}
+
+    def figures(self, found: Mapping[str, Estimate]) -> list[Figure]:
+        accuracy = found["accuracy"]
+        return [
+            Figure("number correct", round(accuracy.mean * accuracy.weight)),
+            Figure("total examples", accuracy.examples),
+            interval("avg accuracy", accuracy),
+            interval("ppl", found["nll"], lambda value: math.exp(min(value, 700.0))),
+        ]
+
+
+def _last_word(text: str, tokenizer: Tokenizer) -> JudgedRow:
+    """The text before the last occurrence of its last word, and the ids with which that word continues it.
+
+    Byte-level tokenizers have the same ids for a blank and the word alone; SentencePiece would put a blank of its own
+    in front.
+    """
+    words = text.split()
+    if len(words) < 2:
+        return JudgedRow([], 0)
+    context = tokenizer.encode(before := text[: text.rfind(words[-1])].strip())
+    whole = tokenizer.encode(f"{before} {words[-1]}")
+    if whole[: len(context)] == context:
+        return JudgedRow(whole, len(context))
+    lead = len(tokenizer.encode(""))  # what a family puts in front of every text
+    return JudgedRow([*context, *tokenizer.encode(f" {words[-1]}")[lead:]], len(context))
+
+
+def make(asked: BenchmarkInputs) -> Lambada:
+    """Errors: ValueError naming the flag."""
+    asked.one_file()
+    return Lambada(asked)

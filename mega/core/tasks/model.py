@@ -1,0 +1,154 @@
+"""The model of an evaluation: found and checked where the user started, opened and filled on every rank.
+
+check_model    what --load names, the layout, and the flags, before any rank starts
+open_here      one rank's part of it, at any layout, with its tokenizer
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from mega.core.config.check import check
+from mega.core.config.compose import GivenOptions
+from mega.core.config.presets import PRESETS
+from mega.core.config.resolve import resolve
+from mega.core.config.run import RunConfig, entries, flag_of, options_with, updated, value_of
+from mega.core.config.sections import ModelConfig
+from mega.core.device import DTYPES, Device
+from mega.core.family import family
+from mega.core.inference.load import OpenedModel, load_stages, open_model
+from mega.core.inference.score import TokenScorer
+from mega.core.parallel.mesh import Groups, Mesh
+from mega.core.text.build import build
+from mega.core.text.tokenizer import Tokenizer
+from mega.core.training.wire import build_mesh, chosen_ops
+
+MICRO_BATCH = 4
+"""Rows of a microbatch where --micro-batch is not given, as of Megatron-LM's first evaluations."""
+LONGEST = 4096
+"""Most columns of a row where --seq-length is not given: models may have positions for far more."""
+
+
+@dataclass(frozen=True)
+class CheckedModel:
+    """run: the layout and what else is read, resolved. typed_dtype: whether --dtype was given. load: the place."""
+
+    run: RunConfig
+    typed_dtype: bool
+    load: str
+
+    @property
+    def length(self) -> int:
+        assert self.run.batch.seq_length is not None
+        return self.run.batch.seq_length
+
+    @property
+    def micro_batch(self) -> int:
+        assert self.run.batch.micro_batch is not None
+        return self.run.batch.micro_batch
+
+
+@dataclass(frozen=True)
+class ModelHere:
+    """One rank's part of a model. run: with the dtype that it is computed in."""
+
+    run: RunConfig
+    opened: OpenedModel
+    mesh: Mesh
+    device: Device
+
+    def scorer(self, *, greedy: bool) -> TokenScorer:
+        """Fills this rank's stages. Errors: CheckpointError naming file or tensor."""
+        run, ops = self.run, chosen_ops(self.run, self.device.torch)
+        stages = load_stages(
+            self.opened,
+            self.mesh,
+            self.device,
+            dtype=DTYPES[run.precision.dtype],
+            ops=ops,
+            sequence=run.parallel.sequence_parallel,
+            overlap=run.parallel.tp_overlap,
+            stage_layers=run.parallel.stage_layers,
+        )
+        return TokenScorer(run.model, stages, self.mesh, self.device, ops, greedy=greedy)
+
+
+def check_model(run: RunConfig, given: GivenOptions, world: int) -> tuple[CheckedModel, OpenedModel]:
+    """Errors: ValueError naming flag or file, its value, and the rule."""
+    load = run.checkpoint.load
+    if load is None:
+        raise ValueError("--load is missing: give a run's directory, one step in it, or a directory of others' weights")
+    opened = open_model(load)
+    if family(opened.model).prompt is None:
+        raise ValueError(f"--load {load}: is a model of --family {opened.model.family}, which does not continue text")
+    model = _model(opened, given)
+    values = {name: value_of(run, name) for name in options_with(evaluated=True)}
+    values["seq_length"] = run.batch.seq_length or min(model.positions or LONGEST, LONGEST)
+    values["micro_batch"] = run.batch.micro_batch or MICRO_BATCH
+    asked = updated(RunConfig(), {**values, "load": None, "mock_data": True, "skip_train": True})
+    resolved = check(dataclasses.replace(asked, model=model), world)
+    return CheckedModel(resolved, "dtype" in given.values, load), opened
+
+
+def _model(opened: OpenedModel, given: GivenOptions) -> ModelConfig:
+    """The model that is there. Errors: ValueError where a flag or a preset says otherwise."""
+    model, problems = opened.model, []
+    said = {**(PRESETS[given.preset] if given.preset is not None else {}), **given.values}
+    if model.position != "learned" and said.get("positions"):
+        model = dataclasses.replace(model, positions=said.pop("positions"))
+    for name in (*options_with(on_resume="must match"), "positions"):
+        if entries()[name].section == "model" and said.get(name) not in (None, getattr(model, name)):
+            problems.append(f"{flag_of(name)} {said[name]}: the model at {opened.path} has {getattr(model, name)}")
+    if problems:
+        raise ValueError("\n".join(problems))
+    return model
+
+
+def open_here(checked: CheckedModel, rank: int, world: int, device: Device, groups: Groups | None) -> ModelHere:
+    """Computed in what the weights are stored in where --dtype does not say: on a CPU in fp32 at least."""
+    opened, run = open_model(checked.load), checked.run
+    if not checked.typed_dtype:
+        own = next(name for name, dtype in DTYPES.items() if dtype == opened.dtype)
+        dtype = own if device.is_cuda or own == "fp64" else "fp32"
+        run = resolve(updated(run, {"dtype": dtype, "grad_dtype": None}), world)
+    return ModelHere(run, opened, build_mesh(run, rank, world, groups), device)
+
+
+def tokenizer_of(run: RunConfig, opened: OpenedModel) -> Tokenizer | None:
+    """The one that flags name, else the model's own; None where there is none. Errors: ValueError."""
+    options: dict[str, Any] = {
+        field.name: getattr(run.tokenizer, field.name) for field in dataclasses.fields(run.tokenizer)
+    }
+    if options["tokenizer"] is None:
+        try:
+            tokenizer = opened.tokenizer()
+        except ValueError as error:
+            if "carries no tokenizer" in str(error):
+                return None
+            raise
+    else:
+        tokenizer = build(**options)
+    assert opened.model.vocab is not None
+    if tokenizer.vocab_size > opened.model.vocab:
+        raise ValueError(
+            f"--tokenizer {tokenizer.kind}: has {tokenizer.vocab_size} tokens, and the model at {opened.path} knows "
+            f"{opened.model.vocab}; give the one that it was trained with"
+        )
+    return tokenizer
+
+
+def model_settings(checked: CheckedModel, here: ModelHere) -> dict[str, Any]:
+    """Which model it is, for the record of a score."""
+    return {
+        "path": checked.load,
+        "digest": here.opened.digest,
+        "step": here.opened.step,
+        "config": dataclasses.asdict(here.run.model),
+    }
+
+
+def layout_of(run: RunConfig) -> dict[str, Any]:
+    """What a score does not depend on but for rounding."""
+    return {name: value_of(run, name) for name in ("tp", "cp", "pp", "sequence_parallel", "micro_batch")}

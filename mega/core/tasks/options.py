@@ -1,0 +1,118 @@
+"""What a user may ask of a benchmark, and the one list of benchmarks. No torch; a benchmark is loaded when it is used.
+
+A benchmark is a row of `TASKS` and a module with `make(asked) -> Benchmark`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mega.core.config.compose import nearest
+from mega.core.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from mega.core.tasks.task import Benchmark
+
+TASKS = {
+    "wikitext103": "mega.core.tasks.wikitext",
+    "lambada": "mega.core.tasks.lambada",
+    "ppl": "mega.core.tasks.corpus",
+}
+"""Name that --task gives, in any case -> the module that makes the benchmark."""
+
+
+@dataclass(frozen=True)
+class TaskOptions:
+    """The flags of `mega eval` that decide what is scored; each is named as it is typed. None: not given."""
+
+    task: str
+    valid_data: tuple[str, ...]
+    overlapping_eval: int | None = None
+    strict_lambada: bool = False
+    detokenizer: str | None = None
+    context_window: int | None = None
+    json_key: str = "text"
+    random_windows: int | None = None
+    limit: int | None = None
+    seed: int = 1234
+
+    def __post_init__(self) -> None:
+        for name in ("overlapping_eval", "context_window", "random_windows", "limit"):
+            value = getattr(self, name)
+            if value is not None and value < (name != "context_window"):
+                raise ValueError(f"{flag(name)} {value}: must be at least {int(name != 'context_window')}")
+
+
+@dataclass(frozen=True)
+class BenchmarkInputs:
+    """What a benchmark is made for. tokenizer: the model's, or None. length: columns of a row at most. unit: what
+    they must be a multiple of. vocab: of the model."""
+
+    options: TaskOptions
+    tokenizer: Tokenizer | None
+    length: int
+    unit: int
+    vocab: int
+
+    def needs_tokenizer(self) -> Tokenizer:
+        """Errors: ValueError where there is none."""
+        if self.tokenizer is None:
+            raise ValueError(
+                "--tokenizer is missing: the model carries none; give its kind and files, such as --tokenizer-model"
+            )
+        return self.tokenizer
+
+    def one_file(self) -> Path:
+        """The one file that is scored. Errors: ValueError where there are none or several."""
+        files = self.options.valid_data
+        if len(files) != 1:
+            raise ValueError(f"--valid-data {' '.join(files)}: must be exactly one file for --task {self.options.task}")
+        return self.readable(files[0])
+
+    def readable(self, file: str) -> Path:
+        """Errors: ValueError where nothing can be read there, or it is empty."""
+        path = Path(file)
+        if not path.is_file():
+            raise ValueError(f"--valid-data {file}: no such file")
+        if not path.stat().st_size:
+            raise ValueError(f"--valid-data {file}: is empty")
+        return path
+
+    def text_of(self, path: Path) -> str:
+        """All of a file. Errors: ValueError where it is not UTF-8."""
+        try:
+            return path.read_bytes().decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"--valid-data {path}: not UTF-8 at byte {error.start}") from None
+
+    def stride(self, default: int) -> int:
+        """How far windows are apart. Errors: ValueError where they would leave gaps."""
+        given, window = self.options.overlapping_eval, self.options.context_window
+        if window is not None and given is not None:
+            raise ValueError(f"--overlapping-eval {given}: excludes --context-window {window}, which sets it")
+        if window is not None and window >= self.length:
+            raise ValueError(f"--context-window {window}: must be less than --seq-length {self.length}")
+        stride = self.length - window if window is not None else default if given is None else given
+        if stride > self.length:
+            raise ValueError(f"--overlapping-eval {stride}: must be at most --seq-length {self.length}")
+        return stride
+
+
+def flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def task_named(name: str) -> str:
+    """The benchmark that a user names, in any case. Errors: ValueError."""
+    if name.lower() not in TASKS:
+        raise ValueError(f"--task {name}: is not a benchmark{nearest(name.lower(), TASKS)}; valid: {', '.join(TASKS)}")
+    return name.lower()
+
+
+def benchmark(asked: BenchmarkInputs) -> Benchmark[Any]:
+    """Errors: ValueError naming the flag."""
+    made: Benchmark[Any] = importlib.import_module(TASKS[asked.options.task]).make(asked)
+    return made

@@ -1,0 +1,87 @@
+"""A score as a person reads it: Megatron-LM's line, a table with confidence intervals, and a bar while it is made."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mega.core.tasks.task import Done
+
+LINE_SECONDS = 30.0
+"""Between two lines of progress where stderr is no terminal."""
+
+
+class Bar:
+    """How many examples are done: a bar on a terminal, else a line now and then on stderr."""
+
+    def __init__(self, what: str, total: int, begun: int, terminal: bool):
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        self._what, self._total, self._said = what, total, time.monotonic()
+        self._console, self._bar = Console(stderr=True), None
+        if terminal:
+            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+            self._bar = Progress(*columns, console=self._console, transient=True)
+            self._bar.start()
+            self._task = self._bar.add_task(what, total=total, completed=begun)
+
+    def update(self, done: Done) -> None:
+        if self._bar is not None:
+            self._bar.update(self._task, completed=done.examples)
+        elif time.monotonic() - self._said > LINE_SECONDS:
+            self._said = time.monotonic()
+            self._console.print(f"{self._what}: {done.examples} of {self._total}", highlight=False)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+
+def line(result: Mapping[str, Any], headline: Sequence[str]) -> str:
+    """The line that Megatron-LM prints.
+
+    >>> figures = [{"name": "ppl", "value": 19.31}, {"name": "token ratio", "value": 1.1008449901248143}]
+    >>> line({"task": "wikitext103", "figures": figures}, ["ppl", "token ratio"])
+    ' validation results on WIKITEXT103 | ppl: 1.9310E+01 | token ratio: 1.1008449901248143 |'
+    """
+    values = {figure["name"]: figure["value"] for figure in result["figures"]}
+    shown = [f"{name}: {values[name] if name == 'token ratio' else format(values[name], '.4E')}" for name in headline]
+    return f" validation results on {result['task'].upper()} | {' | '.join(shown)} |"
+
+
+def show(result: Mapping[str, Any], headline: Sequence[str]) -> None:
+    """Print a score on stdout."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    said = line(result, headline)
+    rule = "-" * len(said)
+    print(f"{rule}\n{said}\n{rule}")
+    table = Table(title=f"{result['task']} of {result['settings']['model']['path']}", box=box.SIMPLE_HEAD)
+    for name in ("", "value", "95 % interval"):
+        table.add_column(name, justify="left" if not name else "right", no_wrap=True)
+    for figure in result["figures"]:
+        ends = (figure["low"], figure["high"])
+        interval = "" if None in ends else f"{_number(ends[0])} to {_number(ends[1])}"
+        table.add_row(figure["name"], _number(figure["value"]), interval)
+    console = Console()
+    console.print(table, width=console.width if console.is_terminal else 110)
+    rate = result["tokens_per_second"]
+    settings = result["settings"]
+    layout = " ".join(f"{name} {settings[name]}" for name in ("tp", "cp", "pp", "micro_batch", "seq_length", "dtype"))
+    print(
+        f"{result['tokens']:,} tokens computed"
+        + ("" if rate is None else f", {rate:,.0f} a second")
+        + f" on {result['ranks']} rank{'s' * (result['ranks'] != 1)} ({result['device']}); {layout}"
+    )
+
+
+def _number(value: float) -> str:
+    """
+    >>> _number(3.14159265), _number(270330), _number(0.46123456)
+    ('3.1416', '270,330', '0.4612')
+    """
+    return f"{value:,}" if isinstance(value, int) or float(value).is_integer() else f"{value:,.4f}"

@@ -1,0 +1,109 @@
+"""WikiText-103, zero-shot: the perplexity of a text, and what it would be for a word of the original.
+
+Tokenizers cut a text into unlike numbers of pieces, so a loss for each piece is brought to one for each word of the
+original: adjusted perplexity = exp(loss x tokens / words). As Megatron-LM reports it (tasks/zeroshot_gpt), and with
+--context-window as fairseq does of Megatron-11b: lines end in the end of a document, which also begins the text.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from mega.core.batch import DecoderBatch, Terms
+from mega.core.parallel.vocab import TokenScores
+from mega.core.tasks.options import BenchmarkInputs
+from mega.core.tasks.rows import JudgedRow, Windows, batch_of, nll_terms
+from mega.core.tasks.task import Estimate, Figure, interval
+from mega.core.text.detokenize import DETOKENIZERS, detokenizer_for, fairseq
+from mega.core.text.tokenizer import Tokenizer
+
+STRIDE = 32
+"""Megatron-LM's default of --overlapping-eval."""
+LARGEST = 20.0
+"""Of a loss whose exponential is taken, as Megatron-LM has it."""
+
+
+@dataclass
+class WikiText:
+    """counts: original words and targets, known once the text has been read."""
+
+    asked: BenchmarkInputs
+    stride: int
+    detokenizer: str
+    name: str = "wikitext103"
+    terms: tuple[str, ...] = ("nll",)
+    greedy: bool = False
+    headline: tuple[str, ...] = ("avg loss", "ppl", "adjusted ppl", "token ratio")
+    counts: dict[str, int] = field(default_factory=dict)
+
+    def examples(self, path: Path) -> Sequence[JudgedRow]:
+        text, tokenizer = self.asked.text_of(path), self.asked.needs_tokenizer()
+        ids = (fairseq_ids if self.per_line else whole_ids)(text, tokenizer, self.detokenizer)
+        words = len(text.strip().split(" "))
+        if len(ids) < 2 or words < 2:
+            raise ValueError(f"--valid-data {path}: holds {words} word and {len(ids)} tokens; needs two of each")
+        self.counts = {"original tokens": words, "tokens": len(ids)}
+        return Windows(ids, self.asked.length, self.stride)
+
+    @property
+    def per_line(self) -> bool:
+        return self.asked.options.context_window is not None
+
+    @property
+    def ratio(self) -> float:
+        """Targets for each original word; Megatron-LM leaves out the first of both, fairseq judges it too."""
+        targets, words = self.counts["tokens"] - 1, self.counts["original tokens"]
+        return targets / (words if self.per_line else words - 1)
+
+    def batch(self, examples: Sequence[JudgedRow]) -> DecoderBatch:
+        return batch_of(examples, self.asked.unit)
+
+    def measure(self, batch: DecoderBatch, scores: TokenScores) -> Terms:
+        return nll_terms(batch, scores)
+
+    def figures(self, found: Mapping[str, Estimate]) -> list[Figure]:
+        loss = found["nll"]
+        return [
+            interval("avg loss", loss),
+            interval("ppl", loss, capped_exp),
+            interval("adjusted ppl", loss, lambda value: capped_exp(value * self.ratio)),
+            Figure("token ratio", self.ratio),
+            *(Figure(name, count) for name, count in self.counts.items()),
+        ]
+
+
+def capped_exp(loss: float) -> float:
+    return math.exp(min(loss, LARGEST))
+
+
+def whole_ids(text: str, tokenizer: Tokenizer, detokenizer: str) -> list[int]:
+    """The whole text in one go, without an end of document, as Megatron-LM has it."""
+    return tokenizer.encode(DETOKENIZERS[detokenizer](text))
+
+
+def fairseq_ids(text: str, tokenizer: Tokenizer, detokenizer: str) -> list[int]:
+    """Line by line, each ended by the end of a document, which also stands in front, where nothing judges it."""
+    if tokenizer.eod is None:
+        raise ValueError(f"--context-window: {tokenizer.kind} has no end of document, which ends lines there")
+    plain = fairseq if detokenizer == "fairseq" else DETOKENIZERS[detokenizer]
+    ids = [tokenizer.eod]
+    for line in text.removesuffix("\n").split("\n"):
+        ids += [*tokenizer.encode(plain(line.strip()).strip()), tokenizer.eod]
+    return ids
+
+
+def make(asked: BenchmarkInputs) -> WikiText:
+    """Errors: ValueError naming the flag."""
+    path, window = asked.one_file(), asked.options.context_window
+    chosen = asked.options.detokenizer or ("fairseq" if window is not None else detokenizer_for(str(path)))
+    if chosen == "fairseq" and window is None:
+        raise ValueError("--detokenizer fairseq: needs --context-window; it reads line by line")
+    if chosen is None:
+        raise ValueError(
+            f"--valid-data {path}: its path names neither ptb, wiki nor lambada; give --detokenizer "
+            f"{', '.join(DETOKENIZERS)}"
+        )
+    return WikiText(asked, asked.stride(min(STRIDE, asked.length)), chosen)

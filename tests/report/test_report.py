@@ -1,0 +1,128 @@
+"""The page of a run and of an evaluation: everything is in it, nothing comes from elsewhere, text stays text."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from mega import cli
+from mega.core.report.chart import chart, thinned
+
+ROWS = [
+    {"step": 1, "consumed": 8, "lr": 1e-4, "batch": 8, "skipped": 0, "loss": 5.5, "grad_norm": 2.0, "seconds": 0.5},
+    {"step": 2, "consumed": 16, "lr": 2e-4, "batch": 8, "skipped": 1, "loss": None, "grad_norm": None, "seconds": 0.4},
+    {"step": 3, "consumed": 32, "lr": 2e-4, "batch": 16, "skipped": 1, "loss": 4.5, "grad_norm": 1.0, "seconds": 0.4},
+    {"step": 3, "tokens_per_second_per_device": 2048.0, "tflops_per_device": 0.1, "memory": 2**31},
+    {"step": 3, "valid_loss": 4.6, "valid_perplexity": 99.5},
+    {"step": 3, "sample": "<script>alert(1)</script> & so on"},
+]
+
+
+class Checked(HTMLParser):
+    """Elements that are open and never closed, and everything that a page would fetch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.fetched: list[str] = []
+        self.tags: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.fetched += [value or "" for name, value in attrs if name in ("src", "href", "xlink:href")]
+        if tag not in ("meta",):
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def checked(path: Path) -> str:
+    text = path.read_text()
+    parser = Checked()
+    parser.feed(text)
+    assert not parser.open and not parser.fetched and "script" not in parser.tags and "url(" not in text
+    for drawing in re.findall("<svg.*?</svg>", text, re.DOTALL):
+        ElementTree.fromstring(drawing)
+    return text
+
+
+def test_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = tmp_path / "runs" / "first"
+    (run / "step-0000003").mkdir(parents=True)
+    (run / "step-0000003" / "run.toml").write_text("[model]\nlayers = 2\n")
+    verdicts = {"steps": {"3": {"status": "suspect", "reason": "the loss is NaN at step 9"}}}
+    (run / "verdicts.json").write_text(json.dumps(verdicts))
+    (run / "metrics.jsonl").write_text("\n".join(map(json.dumps, ROWS)) + '\n{"step": 4, "lo')
+    assert cli.main(["report", str(run)]) == 0
+    assert capsys.readouterr().out == f"{run}/report.html\n"
+    text = checked(run / "report.html")
+    for title in ("Loss", "Learning rate", "Gradient norm", "Throughput (tokens/s per device)", "Memory (GiB)"):
+        assert f"<h2>{title}</h2>" in text
+    for said in (
+        "the loss is not finite",
+        "the update was skipped",
+        "the global batch goes from 8 to 16",
+        "saved; suspect: the loss is NaN at step 9",
+        "sample: &lt;script&gt;alert(1)&lt;/script&gt; &amp; so on",
+        "layers = 2",
+        "4.6, 99.48",
+        "lines that are not rows",
+    ):
+        assert said in text, said
+
+
+def test_an_evaluation(tmp_path: Path) -> None:
+    figures = [{"name": "ppl", "value": 19.31, "low": 19.0, "high": 19.6}, {"name": "tokens", "value": 9, "low": None}]
+    result = {
+        "task": "wikitext103",
+        "figures": figures,
+        "settings": {"model": {"path": "a<b"}},
+        "tokens_per_second": 1e5,
+    }
+    (tmp_path / "eval.json").write_text(json.dumps(result))
+    assert cli.main(["report", str(tmp_path / "eval.json"), "--out", str(tmp_path / "page.html")]) == 0
+    text = checked(tmp_path / "page.html")
+    assert "19.31" in text and "a&lt;b" in text and "100k" in text
+    samples = {"local": [{"doc": {"text": "x"}, "resps": [[-1.0, True]]}]}
+    harness = {"results": {"local": {"alias": "local", "acc,none": 0.5, "acc_stderr,none": 0.1}}, "samples": samples}
+    (tmp_path / "eval.json").write_text(json.dumps(harness))
+    assert cli.main(["report", str(tmp_path / "eval.json")]) == 0
+    assert "local: acc,none" in checked(tmp_path / "eval.html")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("absent", None, "no such file or directory"),
+        ("empty.jsonl", "", "holds no row of metrics"),
+        ("other.json", "[1, 2]", "is neither a run's metrics nor an evaluation's JSON"),
+        ("broken.jsonl", "{\n[", "holds no row of metrics"),
+        (".", None, "holds no metrics.jsonl"),
+    ],
+)
+def test_what_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, content: str | None, words: str
+) -> None:
+    if content is not None:
+        (tmp_path / name).write_text(content)
+    assert cli.main(["report", str(tmp_path / name)]) == 2
+    said = capsys.readouterr().err
+    assert words in said and said.count("\n") == 1
+
+
+def test_a_spike_is_never_thinned_out() -> None:
+    curve = [(float(step), 1.0) for step in range(100_000)]
+    curve[54_321] = (54_321.0, 9.0)
+    found = thinned(curve)
+    assert len(found) < 3000 and (54_321.0, 9.0) in found
+    assert chart({"a": [(1.0, float("nan"))]}) == '<p class="none">no finite value</p>'
+    assert chart({"a": [(1.0, 3.0)]}).count("<circle") == 1
