@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import nn
@@ -33,6 +33,18 @@ from mega.core.ops.dropout import AttentionDropout
 from mega.core.ops.mask import AttentionMask
 from mega.core.parallel.region import Region
 from mega.core.parallel.weight import ParameterFactory
+
+
+class Side(NamedTuple):
+    """What the encoder reads of a batch, or the decoder: tokens int64 [b, s], samples int64 [b]."""
+
+    tokens: torch.Tensor
+    samples: torch.Tensor
+
+    @property
+    def positions(self) -> torch.Tensor:
+        """int64 [b, s]: each token's column."""
+        return torch.arange(self.tokens.shape[1], device=self.tokens.device).expand_as(self.tokens)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,9 +137,8 @@ class EncoderDecoderStage(StackStage):
     def make_head(self, factory: ParameterFactory, tensors: dict[str, Tensor]) -> Head:
         return Head(factory, self.model, tensors, self.region, norm="model.decoder.norm")
 
-    def embed(self, embedding: nn.Module, batch: torch.Tensor, context: ForwardContext) -> torch.Tensor:
-        """batch: int64 [b, s], the tokens of either side."""
-        return cast(torch.Tensor, embedding(batch, _positions(batch), context))
+    def embed(self, embedding: nn.Module, batch: Side, context: ForwardContext) -> torch.Tensor:
+        return cast(torch.Tensor, embedding(batch.tokens, batch.positions, context))
 
     @property
     def encodes(self) -> bool:
@@ -146,31 +157,30 @@ class EncoderDecoderStage(StackStage):
         self, batch: EncoderDecoderBatch, *cargo: torch.Tensor
     ) -> tuple[ResidualState, *tuple[torch.Tensor, ...]]:
         padding = padding_documents(batch.encoder_lengths, batch.encoder_tokens.shape[1])
-        plain = self._context(batch.samples, batch.tokens)
+        written = Side(batch.tokens, batch.samples)
+        plain = self._context(written)
         if self.encodes:
             stream = self._encoded(batch, padding, *cargo)
             if self.decoder_embedding is None:
                 return (stream,)
-            begun, memory = self.embedded(self.decoder_embedding, batch.tokens, plain), self._memory(stream)
+            begun, memory = self.embedded(self.decoder_embedding, written, plain), self._memory(stream)
         else:
             begun, memory = cargo
         context = DecoderContext(**vars(plain), memory=memory, padding=padding)
         return self.through(self.decoder, ResidualState(begun), context), memory
 
     def _encoded(self, batch: EncoderDecoderBatch, padding: torch.Tensor, *cargo: torch.Tensor) -> ResidualState:
-        context = self._context(batch.samples, batch.encoder_tokens, padding)
-        begun = cargo[0] if self.embedding is None else self.embedded(self.embedding, batch.encoder_tokens, context)
+        read = Side(batch.encoder_tokens, batch.samples)
+        context = self._context(read, padding)
+        begun = cargo[0] if self.embedding is None else self.embedded(self.embedding, read, context)
         return self.through(self.encoder, ResidualState(begun), context)
 
-    def _context(
-        self, samples: torch.Tensor, tokens: torch.Tensor, padding: torch.Tensor | None = None
-    ) -> ForwardContext:
-        """Of one side's tokens [b, s]. padding: as documents, where every token sees every other; None: where each
-        sees those before it."""
+    def _context(self, side: Side, padding: torch.Tensor | None = None) -> ForwardContext:
+        """padding: as documents, where every token sees every other; None: where each sees those before it."""
         return forward_context(
             self.model,
-            samples,
-            _positions(tokens),
+            side.samples,
+            side.positions,
             self.region.axis,
             documents=padding,
             kind="causal" if padding is None else "full",
@@ -190,8 +200,3 @@ class EncoderDecoderStage(StackStage):
                 self.encoder_norm, lambda x: self.encoder_norm(ResidualState(x))[1], stream.sum(self.ops)
             )
         return normed.view_as(normed)
-
-
-def _positions(tokens: torch.Tensor) -> torch.Tensor:
-    """int64 [b, s]: each token's column."""
-    return torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
