@@ -258,7 +258,7 @@ class ModelConfig(Section):
 
     def with_stacks(self, blocks: tuple[int, ...]) -> ModelConfig:
         """The same model with other numbers of blocks, as of `stacks`."""
-        return replace(self, **dict(zip(("layers", "decoder_layers"), blocks, strict=False)))
+        return replace(self, layers=blocks[0], decoder_layers=blocks[1] if len(blocks) > 1 else None)
 
     @property
     def blocks(self) -> int:

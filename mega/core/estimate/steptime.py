@@ -13,7 +13,7 @@ hardware.toml has the constants.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 
 from mega.core.config.resolve import data_parallel, eager_microbatches, microbatches, records_graph, text_lengths
@@ -241,8 +241,8 @@ class _Times:
         """Of the encoder whose tokens the blocks read too."""
         self.stacks = [self]
         if run.model.decoder_layers is not None:
-            alone = replace(run, model=replace(run.model, decoder_layers=None))
-            decoder = _Times(updated(alone, {"seq_length": run.masking.decoder_seq_length}), on, core_again, ours)
+            alone = updated(run, {"decoder_layers": None, "seq_length": run.masking.decoder_seq_length})
+            decoder = _Times(alone, on, core_again, ours, recorded=recorded)
             decoder.reads = self
             self.stacks.append(decoder)
 

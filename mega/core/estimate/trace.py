@@ -347,9 +347,9 @@ def reduced_run(run: RunConfig, chunk: Chunk) -> tuple[RunConfig, int]:
     last = 2 * len(chunk.stacks)
     before = [int(min(own) > 0 and 2 * number + 1 <= min(own)) for number in range(len(chunk.stacks))]
     behind = [int(max(own) < last and 2 * number + 1 >= max(own)) for number in range(len(chunk.stacks))]
-    stages = [stacks for stacks in (before, chunk.stacks, behind) if stacks is chunk.stacks or sum(stacks)]
-    layers = tuple(map(sum, stages))
-    model = run.model.with_stacks(tuple(map(sum, zip(*stages, strict=True))))
+    stages = [*([before] if any(before) else []), list(chunk.stacks), *([behind] if any(behind) else [])]
+    layers = tuple(sum(stacks) for stacks in stages)
+    model = run.model.with_stacks(tuple(sum(counts) for counts in zip(*stages, strict=True)))
     reduced = RunConfig(
         model=model,
         precision=run.precision,
@@ -370,7 +370,7 @@ def reduced_run(run: RunConfig, chunk: Chunk) -> tuple[RunConfig, int]:
         masking=MaskingConfig(decoder_seq_length=run.masking.decoder_seq_length),
         runtime=RuntimeConfig(device=run.runtime.device, ops=run.runtime.ops),
     )
-    return reduced, int(sum(before) > 0)
+    return reduced, int(any(before))
 
 
 def _regimes(run: RunConfig, blocks: int) -> Iterator[tuple[int, int]]:

@@ -58,13 +58,13 @@ class DecoderContext(ForwardContext):
     padding: torch.Tensor
 
     def cross_mask(self, probability: float, layer: int, first_head: int) -> AttentionMask:
-        """What the decoder's tokens see of the encoder's: all but padding."""
+        """What the decoder's tokens see of the encoder's: all but padding, and the first of a row in any case."""
         dropout = None
         if self.row_keys is not None and probability:
             site, columns = site_key(layer, "cross_attention", self.rule), (range(self.padding.shape[1]),)
             dropout = AttentionDropout(self.row_keys, site, first_head, columns, probability, self.rule)
         real = self.padding.new_zeros(self.batch, self.seq)
-        return AttentionMask("full", q_documents=real, k_documents=self.padding, dropout=dropout)
+        return AttentionMask("full", q_documents=real, k_documents=self.padding, dropout=dropout, covered=True)
 
 
 class CrossAttention(Attention):
@@ -156,7 +156,7 @@ class EncoderDecoderStage(StackStage):
     def stream(
         self, batch: EncoderDecoderBatch, *cargo: torch.Tensor
     ) -> tuple[ResidualState, *tuple[torch.Tensor, ...]]:
-        padding = padding_documents(batch.encoder_lengths, batch.encoder_tokens.shape[1])
+        padding = padding_documents(batch.encoder_lengths.clamp(min=1), batch.encoder_tokens.shape[1])
         written = Side(batch.tokens, batch.samples)
         plain = self._context(written)
         if self.encodes:
