@@ -260,7 +260,8 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
 def batch_of(run: RunConfig) -> Any:
     rows = run.batch.micro_batch
     assert rows
-    return synthetic_batch(run, torch.arange(rows), seed=1, documents=run.data.reset_attention)
+    made = synthetic_batch(run, torch.arange(rows), seed=1, documents=run.data.reset_attention)
+    return made.map(torch.Tensor.contiguous)
 
 
 class Coming:

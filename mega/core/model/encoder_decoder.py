@@ -68,7 +68,7 @@ class DecoderContext(ForwardContext):
 
 
 class CrossAttention(Attention):
-    """Queries of the decoder's tokens; keys and values, one GEMM, of the memory."""
+    """Queries of the decoder's tokens; keys and values, one GEMM, of the memory, whose adapters drop nothing."""
 
     name = CROSS
 
@@ -79,13 +79,15 @@ class CrossAttention(Attention):
     def forward(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         """x [tokens, h] -> [tokens, h], to which the bias of `out` is still to be added."""
         assert isinstance(context, DecoderContext)
-        q = self.q(x).unflatten(1, (self.heads, -1))
+        drop = context.adapter_dropout(self.adapter_dropout, self.layer, "cross_q_adapter")
+        q = self.q(x, drop).unflatten(1, (self.heads, -1))
         k, v = self.kv(context.memory).unflatten(1, (2 * self.kv_heads, -1)).chunk(2, dim=1)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(ResidualState(q))[1], self.k_norm(ResidualState(k))[1]
         q, k, v = (one.unflatten(0, (context.batch, -1)) for one in (q, k, v))
         mixed = self.ops.attention(q, k, v, context.cross_mask(self.dropout, self.layer, self.first_head))
-        return self.out.matmul(mixed.reshape(context.batch * context.seq, -1))
+        drop = context.adapter_dropout(self.adapter_dropout, self.layer, "cross_out_adapter")
+        return self.out.matmul(mixed.reshape(context.batch * context.seq, -1), drop)
 
 
 class DecoderBlock(Block):
