@@ -21,7 +21,7 @@ def run(
     run: RunConfig,
     given: GivenOptions,
     rows: Annotated[
-        list[str] | None, typer.Argument(help="w1, w2, w2-fp8 or w3; without one, the run that the flags define")
+        list[str] | None, typer.Argument(help="w1, w2, w2-fp8, w3 or t5; without one, the run that the flags define")
     ] = None,
     repeats: Annotated[int, typer.Option(help="timed steps; their median counts", min=1)] = 7,
     warmup: Annotated[int, typer.Option(help="steps before those", min=1)] = 5,
@@ -36,8 +36,8 @@ def run(
 ) -> int:
     """Measure speed: the trainer's own step on random tokens, one row after another in one process group.
 
-    Rows: w1 is GPT 345M, w2 Llama-2 7B, w2-fp8 the same by --fp8, w3 GPT 22B by tensor ranks. Batch and layout of a row
-    follow the number of ranks; any flag that you type overrides the row.
+    Rows: w1 is GPT 345M, w2 Llama-2 7B, w2-fp8 the same by --fp8, w3 GPT 22B by tensor ranks, t5 T5 220M.
+    Batch and layout of a row follow the number of ranks; any flag that you type overrides the row.
     """
     world = world_from_env()
     size = ranks(world, run.runtime.nproc, run.runtime.world)

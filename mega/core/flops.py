@@ -6,10 +6,12 @@ no device and no time.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import lru_cache
 
 from mega.core.config.sections import ModelConfig
-from mega.core.inventory import inventory
+from mega.core.inventory import Tensor, inventory
+from mega.core.inventory.t5 import CROSS
 
 
 @lru_cache(maxsize=16)
@@ -18,16 +20,22 @@ def matmul_parameters(model: ModelConfig, trainable: bool = False) -> int:
 
     A tied embedding counts once, for the head is a product. trainable: of those that are trained only.
     """
-    held = (tensor for tensor in inventory(model) if tensor.units != ("embedding",))
-    return sum(tensor.elements for tensor in held if tensor.trainable or not trainable)
+    return sum(tensor.elements for tensor in _products(model) if tensor.trainable or not trainable)
 
 
-def model_flops_per_token(model: ModelConfig, seq: int) -> float:
+def _products(model: ModelConfig) -> Iterator[Tensor]:
+    for tensor in inventory(model):
+        if "embedding" not in tensor.units or "head" in tensor.units:
+            yield tensor
+
+
+def model_flops_per_token(model: ModelConfig, seq: int, decoder_seq: int = 0) -> float:
     """Operations of one token's forward and backward pass in a sequence of `seq` tokens: 6 N + 4 F + 12 L h s.
 
     N: `matmul_parameters` that are trained, F: those that are not, which get no gradient; L h: layers x heads x
     head_dim. Attention counts the whole square, although half of it is masked, as the published utilisations do
-    (Chowdhery et al. 2022, appendix B). `model` must be resolved.
+    (Chowdhery et al. 2022, appendix B). `model` must be resolved. decoder_seq: tokens of the decoder, where `seq` are
+    an encoder's: the mean over both.
 
     >>> from mega.core.config.compose import compose
     >>> from mega.core.config.resolve import resolve
@@ -36,9 +44,30 @@ def model_flops_per_token(model: ModelConfig, seq: int) -> float:
     46.09
     """
     assert model.layers and model.heads and model.head_dim, "resolve the model first"
-    trained = matmul_parameters(model, trainable=True)
-    matmuls = 6.0 * trained + 4.0 * (matmul_parameters(model) - trained)
-    return matmuls + 12.0 * model.layers * model.heads * model.head_dim * seq
+    width = model.heads * model.head_dim
+    if model.decoder_layers is None:
+        trained = matmul_parameters(model, trainable=True)
+        matmuls = 6.0 * trained + 4.0 * (matmul_parameters(model) - trained)
+        return matmuls + 12.0 * model.layers * width * seq
+    read, written = _by_side(model)
+    pairs = model.layers * seq**2 + model.decoder_layers * decoder_seq * (decoder_seq + seq)
+    return (read * seq + written * decoder_seq + 12.0 * width * pairs) / (seq + decoder_seq)
+
+
+@lru_cache(maxsize=16)
+def _by_side(model: ModelConfig) -> tuple[float, float]:
+    """Operations of a token that an encoder reads, with the keys and values that a decoder makes of it, and of one that
+    the decoder writes."""
+    assert model.layers
+    read = written = 0.0
+    for tensor in _products(model):
+        unit, operations = tensor.units[-1], (6.0 if tensor.trainable else 4.0) * tensor.elements
+        of_memory = f"{CROSS}.k_proj" in tensor.name or f"{CROSS}.v_proj" in tensor.name
+        if of_memory or unit == "middle" or (isinstance(unit, int) and unit < model.layers):
+            read += operations
+        else:
+            written += operations
+    return read, written
 
 
 def published_flops(model: ModelConfig, batch: int, seq: int) -> float:

@@ -12,14 +12,14 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mega.core.batch import DecoderBatch
 from mega.core.config.compose import compose
 from mega.core.config.resolve import resolve
 from mega.core.config.run import RunConfig
 from mega.core.estimate import trace
 from mega.core.estimate.footprint import Footprint, footprint
 from mega.core.estimate.sizes import Sizes
-from mega.core.estimate.weights import stage_chunks, transient_buckets
+from mega.core.estimate.weights import Chunk, stage_chunks, transient_buckets
+from mega.core.family import synthetic_batch
 from mega.core.ops.fp8 import Cast, Fp8Matmuls
 from mega.core.ops.kernels import fp8
 from mega.core.ops.matmuls import Matmuls
@@ -32,6 +32,7 @@ from mega.core.training.wire import build_grads, build_stages
 
 SHAPE = {"layers": 4, "hidden": 64, "heads": 4, "vocab": 250, "seq_length": 96, "micro_batch": 2, "device": "cpu"}
 QUIET = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
+T5 = {"family": "t5", "decoder_seq_length": 40}
 FEW = {"vocab": 8, "vocab_multiple": 8}
 OVERLAP = {"dtype": "bf16", "tp": 2, "sequence_parallel": True, "tp_overlap": True}
 FP8 = {"dtype": "bf16", "fp8": True, "ffn": 640, "vocab": 8, "vocab_multiple": 8}
@@ -129,6 +130,10 @@ CASES: dict[str, dict[str, Any]] = {
     "ring with dropout, documents": {**RING, "cp": 4, "reset_attention": True},
     "ring, again": {**QUIET, **RING, "seq_length": 384, "recompute": "selective", "dtype": "bf16"},
     "ring, plain": {**QUIET, **RING, "ops": "reference"},
+    "t5": {**QUIET, **T5},
+    "t5 bf16": {**T5, "dtype": "bf16", "tp": 2, "sequence_parallel": True},
+    "t5, split": {**T5, "dtype": "bf16", "pp": 4, "split_rank": 2},
+    "t5, uneven": {**QUIET, **T5, "pp": 3, "stage_layers": (2, 3, 3)},
     "pp 2": {**QUIET, "pp": 2},
     "pp 2 bf16": {**QUIET, "pp": 2, "dtype": "bf16"},
     "llama pp 2, tp 2": {"family": "llama", "pp": 2, "tp": 2, "dtype": "bf16"},
@@ -151,6 +156,8 @@ AGAIN: dict[str, dict[str, Any]] = {
     "overlap, llama, two": {**OVERLAP, **FEW, **FULL, "family": "llama", "recompute_layers": 2},
     "overlap, two of four": {**OVERLAP, **QUIET, **FEW, **BLOCK, "recompute_layers": 2},
     "pp 2": {**QUIET, **FULL, "pp": 2, "dtype": "bf16"},
+    "t5": {**QUIET, **T5, **FULL, "dtype": "bf16"},
+    "t5, three of four": {**QUIET, **T5, **BLOCK, "recompute_layers": 3, "dtype": "bf16"},
 }
 """Blocks computed again: what is kept is exact, the peaks are within a tenth."""
 
@@ -162,6 +169,7 @@ SHARED: dict[str, dict[str, Any]] = {
     "llama bf16, zero 3": {"family": "llama", "zero": 3, "dtype": "bf16", "kv_heads": 2},
     "tp 2, sequence, zero 3": {**QUIET, "zero": 3, "tp": 2, "sequence_parallel": True, "dtype": "bf16"},
     "llama again, zero 3": {**FULL, "family": "llama", "zero": 3},
+    "t5, zero 3": {**QUIET, **T5, "zero": 3},
 }
 """Gradients, and weights, that come and go."""
 
@@ -249,13 +257,11 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(collectives.dist, "batch_isend_irecv", lambda _: [])
 
 
-def batch_of(run: RunConfig) -> DecoderBatch:
-    rows, length = run.batch.micro_batch, run.batch.seq_length
-    assert rows and length and run.model.vocab
-    tokens = torch.randint(run.model.vocab, (rows, length))
-    positions = torch.arange(length).expand(rows, length).contiguous()
-    documents = torch.zeros(rows, length, dtype=torch.int64) if run.data.reset_attention else None
-    return DecoderBatch(tokens, tokens, torch.ones(rows, length), positions, torch.arange(rows), documents)
+def batch_of(run: RunConfig) -> Any:
+    rows = run.batch.micro_batch
+    assert rows
+    made = synthetic_batch(run, torch.arange(rows), seed=1, documents=run.data.reset_attention)
+    return made.map(torch.Tensor.contiguous)
 
 
 class Coming:
@@ -296,15 +302,15 @@ def measured(run: RunConfig, stage: int, dp: int = 1) -> tuple[int, int, int]:
     grads.start()
     grads.final(True)
     with live:
-        ((shape, dtype),) = chunk.cargo(batch)
-        cargo = () if mesh.pp.first else (torch.zeros(shape, dtype=dtype, requires_grad=True),)
+        shapes = [] if mesh.pp.first else chunk.cargo(batch)
+        cargo = tuple(torch.zeros(shape, dtype=dtype, requires_grad=True) for shape, dtype in shapes)
         out = chunk(batch, *cargo)
-        tensor = out.terms["lm"].total if mesh.pp.last else out.cargo[0]
+        tensors = (out.terms["lm"].total,) if mesh.pp.last else out.cargo
         del out
         held, forward = live.live, live.peak
         live.peak = live.live
-        given = torch.zeros_like(tensor)
-        torch.autograd.backward((tensor,), (given,))
+        given = tuple(map(torch.zeros_like, tensors))
+        torch.autograd.backward(tensors, given)
     return held, forward, live.peak
 
 
@@ -363,6 +369,15 @@ REPEATED: dict[str, dict[str, Any]] = {
     "ring": {**RING, "dtype": "bf16"},
     "zero 3": {**QUIET, "zero": 3},
 }
+STACKS = (  # a chunk of an encoder and a decoder
+    (("embedding", "middle", "head"), (6, 5)),
+    (("embedding",), (7, 0)),
+    ((), (6, 0)),
+    (("middle",), (0, 6)),
+    (("middle", "head"), (1, 9)),
+    ((), (0, 5)),
+    (("head",), (0, 2)),
+)
 
 
 @pytest.mark.parametrize("name", REPEATED)
@@ -373,9 +388,9 @@ def test_a_few_blocks_stand_for_all(name: str) -> None:
         for blocks in (0, 1, 2, 3, 6, 9):
             if not (blocks or first ^ last):
                 continue
-            made = trace.trace(run, blocks, first=first, last=last)
-            reduced = trace.reduced_run(run, blocks, first=first, last=last)
-            whole = trace._traced(reduced, int(not first), 2)
+            chunk = Chunk(("embedding",) * first + ("head",) * last, (blocks,))
+            made = trace.trace(run, chunk)
+            whole = trace._traced(*trace.reduced_run(run, chunk), 2)
             assert len(made.forward) == len(made.backward) == blocks + 2
             for what in ("held", "before", "in_flight", "cargo", "batch", "mapped"):
                 assert getattr(made, what) == getattr(whole, what), (first, last, blocks, what)
@@ -384,6 +399,20 @@ def test_a_few_blocks_stand_for_all(name: str) -> None:
             for way in ("forward", "backward"):
                 # Where a part ends, two may count the last of the one and the first of the other.
                 assert peak(made, way) == pytest.approx(peak(whole, way), rel=1e-12), (first, last, blocks, way)
+
+
+@pytest.mark.parametrize("more", [{}, FULL, {**BLOCK, "recompute_layers": 3}, {"zero": 3}], ids=str)
+def test_a_few_blocks_of_each_stack_stand_for_all(more: dict[str, Any]) -> None:
+    run = run_of({"device": "cuda", "dtype": "bf16", **QUIET, **T5, **more})
+    for names, stacks in STACKS:
+        chunk = Chunk(names, stacks)
+        made = trace.trace(run, chunk)
+        whole = trace._traced(*trace.reduced_run(run, chunk), 2)
+        assert len(made.forward) == len(made.backward) == chunk.blocks + 3
+        for what in ("held", "before", "cargo", "batch"):
+            assert getattr(made, what) == getattr(whole, what), (chunk, what)
+        for way in ("forward", "backward"):
+            assert peak(made, way) == pytest.approx(peak(whole, way), rel=1e-12), (chunk, way)
 
 
 def peak(found: trace.Trace, way: str) -> int:

@@ -63,6 +63,11 @@ LAYOUTS = [
     ("llama", 8, {**EVERYTHING, "cp": 2, "chunks": 2}),
     ("gpt-odd", 4, {"cp": 2, "cp_comm": "ring", "zero": 1}),
     ("qwen", 8, {"cp": 2, "tp": 4, **SP}),
+    # a split of four stages, whose memory rides through three, and stages and chunks that hold both sides
+    ("t5", 4, {"tp": 2, "pp": 2, "split_rank": 1, **SP}),
+    ("t5", 4, {"pp": 4, "stage_layers": (2, 1, 1, 1), "schedule": "zb-h1"}),
+    ("t5", 2, {"pp": 2, "chunks": 2, "stage_layers": (1, 2, 1, 1)}),
+    ("t5", 4, {"tp": 2, "zero": 3, **RECOMPUTED}),
     # rules that look at whole tensors: cut over tensor ranks, cut in spans, tied over two stages, kept off the device
     ("gpt", 8, {**EVERYTHING, "optimizer": "lamb"}),
     ("llama", 4, {"tp": 2, "zero": 3, **SP, "optimizer": "lamb"}),

@@ -59,6 +59,8 @@ MODELS: dict[str, dict[str, Any]] = {
         "ffn": 48,
         "window": 7,
     },
+    # an encoder and a deeper decoder, whose texts differ in length
+    "t5": {"family": "t5", "sample_kind": "t5", "layers": 2, "decoder_layers": 3, "decoder_seq_length": 12},
 }
 
 

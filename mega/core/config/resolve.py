@@ -78,6 +78,14 @@ def column_unit(parallel: ParallelConfig) -> int:
     return lcm(2 * cp, tp * cp) if cp > 1 else tp
 
 
+def text_lengths(run: RunConfig) -> tuple[int, ...]:
+    """Tokens of a sample of a resolved run: of its only text, or of what its encoder reads and its decoder writes."""
+    assert run.batch.seq_length is not None
+    if run.model.decoder_layers is None:
+        return (run.batch.seq_length,)
+    return run.batch.seq_length, run.masking.decoder_seq_length
+
+
 def divisors(number: int) -> list[int]:
     """Ascending: how many ranks or stages so many heads or layers can be shared out over.
 

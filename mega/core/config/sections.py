@@ -9,7 +9,7 @@ no checks: config/check.py holds the rules, so that each rule is written once.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 from mega.core.config.option import (
@@ -272,10 +272,19 @@ class ModelConfig(Section):
     )
 
     @property
-    def blocks(self) -> int:
-        """All transformer blocks of a resolved model, those of its encoder before its decoder's."""
+    def stacks(self) -> tuple[int, ...]:
+        """Transformer blocks of each stack of a resolved model: of its only one, or of its encoder and its decoder."""
         assert self.layers is not None, "resolve the model first"
-        return self.layers + (self.decoder_layers or 0)
+        return (self.layers,) if self.decoder_layers is None else (self.layers, self.decoder_layers)
+
+    def with_stacks(self, blocks: tuple[int, ...]) -> ModelConfig:
+        """The same model with other numbers of blocks, as of `stacks`."""
+        return replace(self, layers=blocks[0], decoder_layers=blocks[1] if len(blocks) > 1 else None)
+
+    @property
+    def blocks(self) -> int:
+        """All of them; an encoder's come first."""
+        return sum(self.stacks)
 
 
 @dataclass(frozen=True, kw_only=True)

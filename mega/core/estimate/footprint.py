@@ -46,7 +46,7 @@ def footprint(run: RunConfig, chunk: Chunk, buckets: Sequence[Transient] = (), *
     """
     from mega.core.estimate.trace import trace
 
-    found = trace(run, chunk.blocks, first=chunk.first, last=chunk.last)
+    found = trace(run, chunk)
     walk = _Walk(buckets, len(found.forward))
     backward = walk.backward(found.backward, found.held + found.in_flight)
     if repeats and buckets:

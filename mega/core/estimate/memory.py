@@ -18,7 +18,16 @@ from mega.core.config.resolve import data_parallel, eager_microbatches, microbat
 from mega.core.config.run import RunConfig
 from mega.core.estimate.footprint import Footprint, footprint
 from mega.core.estimate.hardware import GIB
-from mega.core.estimate.weights import BYTES, Chunk, Weights, stage_chunks, stage_weights, transient_buckets, wide
+from mega.core.estimate.weights import (
+    BYTES,
+    Chunk,
+    Weights,
+    stage_chunks,
+    stage_weights,
+    tied_stages,
+    transient_buckets,
+    wide,
+)
 from mega.core.inventory import inventory, parameters
 from mega.core.plan import Act, Compute, Exchange, plan
 from mega.core.plan.exchange import needs
@@ -159,8 +168,8 @@ def communicators(run: RunConfig, dp: int) -> int:
     used = [("tp",), ("cp",), ("cp", "dp"), ("cp", "dp", "pp"), norm]
     groups = {frozenset(axis for axis in axes if sizes[axis] > 1) for axes in used} - {frozenset()}
     links = 0 if parallel.pp == 1 else 2 if parallel.pp == 2 and parallel.chunks == 1 else 4
-    ends = parallel.pp > 1 and run.model.tied
-    return len(groups) + links + ends
+    tied = tied_stages(run.model, parallel.pp, parallel.chunks, parallel.stage_layers)
+    return len(groups) + links + len(set(tied.values()))
 
 
 def checkpoint_bytes(run: RunConfig) -> int:

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from mega.core.config.check import graph
-from mega.core.config.resolve import data_parallel, microbatches, records_graph
+from mega.core.config.resolve import data_parallel, microbatches, records_graph, text_lengths
 from mega.core.config.run import RunConfig, updated
 from mega.core.estimate.duration import Stops, Training
 from mega.core.estimate.hardware import GIB, Hardware
@@ -50,7 +50,8 @@ def layout(run: RunConfig, world: int) -> str:
     parallel, batch, count = run.parallel, run.batch, microbatches(run, world)
     words = [
         f"world {world} = tp {parallel.tp} x cp {parallel.cp} x dp {data_parallel(run, world)} x pp {parallel.pp}",
-        f"{count} microbatch{'' if count == 1 else 'es'} of {batch.micro_batch} x {batch.seq_length} tokens",
+        f"{count} microbatch{'' if count == 1 else 'es'} of {batch.micro_batch} x "
+        f"{' + '.join(map(str, text_lengths(run)))} tokens",
         run.precision.dtype,
         f"zero {parallel.zero}",
         f"recompute {run.memory.recompute}",

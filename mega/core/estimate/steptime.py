@@ -16,12 +16,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-from mega.core.config.resolve import data_parallel, eager_microbatches, microbatches, records_graph
-from mega.core.config.run import RunConfig
+from mega.core.config.resolve import data_parallel, eager_microbatches, microbatches, records_graph, text_lengths
+from mega.core.config.run import RunConfig, updated
 from mega.core.estimate.hardware import Hardware
 from mega.core.estimate.sizes import Sizes
 from mega.core.estimate.weights import BYTES, Chunk, Weights, stage_chunks, stage_weights, wide
 from mega.core.flops import model_flops_per_token
+from mega.core.inventory import shape
 from mega.core.plan import Costs, plan, simulate
 
 RULES = {"adam": 7.0, "sgd": 5.5, "lamb": 29.0, "adafactor": 23.0}
@@ -120,7 +121,8 @@ def step_time(
     forwards = [sum(chunk.forward for chunk in chunks[r :: parallel.pp]) for r in range(parallel.pp)]
     update = max(times.update(dp, held[stage], forward) for stage, forward in zip(stages, forwards, strict=True))
     seconds = pipeline + reduction + update
-    flops = model_flops_per_token(run.model, run.batch.seq_length) * run.batch.seq_length * run.batch.global_batch
+    texts = text_lengths(run)
+    flops = model_flops_per_token(run.model, *texts) * sum(texts) * run.batch.global_batch
     rate = flops / seconds / world / 1e12
     return StepTime(
         seconds=seconds,
@@ -235,6 +237,14 @@ class _Times:
         self.run, self.on, self.z, self.core_again, self.ours = run, on, Sizes(run), core_again, ours
         self.flops = on.peak[run.precision.dtype] * 1e12
         self.bytes = on.bandwidth * 1e12
+        self.reads: _Times | None = None
+        """Of the encoder whose tokens the blocks read too."""
+        self.stacks = [self]
+        if run.model.decoder_layers is not None:
+            alone = updated(run, {"decoder_layers": None, "seq_length": run.masking.decoder_seq_length})
+            decoder = _Times(alone, on, core_again, ours, recorded=recorded)
+            decoder.reads = self
+            self.stacks.append(decoder)
 
     # -- pieces
 
@@ -281,7 +291,8 @@ class _Times:
     def hop(self, distance: int) -> float:
         """One piece of cargo to the next stage, whose ranks are `distance` away."""
         # Every tensor rank holds the same where the sequence is whole; then each sends its part of it.
-        return self.handed(self.z.residual / (1 if self.z.seq else self.z.tp), self.run.parallel.pp, distance)
+        size = sum(stack.z.residual for stack in self.stacks)
+        return self.handed(size / (1 if self.z.seq else self.z.tp), self.run.parallel.pp, distance)
 
     def dropped(self, elements: int) -> Pass:
         """Dropout of so many elements; others draw the mask in the kernel that applies it."""
@@ -357,10 +368,13 @@ class _Times:
         return [passes[stage[number]] for number in range(self.run.parallel.chunks) for stage in stages]
 
     def chunk(self, chunk: Chunk) -> Pass:
-        total = self.blocks(chunk.blocks)
-        if chunk.first:
-            total += self.embedding()
-        return total + self.head() if chunk.last else total
+        """Every stack has an embedding in front of it, and the last one a head."""
+        total = sum((stack.blocks(count) for stack, count in zip(self.stacks, chunk.stacks, strict=True)), Pass())
+        after = shape(self.run.model).after
+        for name in chunk.names:
+            ends = after[name] == len(self.stacks)
+            total += self.stacks[-1].head() if ends else self.stacks[after[name]].embedding()
+        return total
 
     def blocks(self, count: int) -> Pass:
         block, memory = self.block(), self.run.memory
@@ -379,12 +393,21 @@ class _Times:
         linear = self.fp8_linear if self.run.precision.fp8 else self.linear
         for inner, outer in ((z.q, z.q + 2 * z.kv), (z.ffn, gate * z.ffn)):
             total += self.column(linear(z.hidden, outer)) + self.row(linear(inner, z.hidden))
+        if self.reads is not None:
+            total += self.cross(self.reads)
         if self.recorded:
             return total
         # The host asks for one block after the other, and a device that is faster waits.
         asks = 1 + CASTS * z.fp8 + (BESIDE if z.beside else EXCHANGES if z.tp > 1 else 0.0)
         asks += MASKS * bool(z.model.hidden_dropout) + AGAIN * (self.run.memory.recompute == "full")
         return total * max(1.0, asks * self.on.host * 1e-6 / total.all)
+
+    def cross(self, encoder: _Times) -> Pass:
+        """Attention to the encoder's tokens, which are made keys and values of for it, with a norm of its own."""
+        z, stream = self.z, self.z.residual
+        norm = Pass(self.pointwise(4 * stream), self.pointwise(5 * stream), 0.0)
+        ours = self.column(self.linear(z.hidden, z.q)) + self.row(self.linear(z.q, z.hidden))
+        return norm + ours + encoder.column(encoder.linear(z.hidden, 2 * z.kv)) + self.core(encoder.z.whole)
 
     def linear(self, ins: int, outs: int) -> Pass:
         """The three products of a linear layer; with an adapter, its own in place of the weight's gradient."""
@@ -461,13 +484,13 @@ class _Times:
         turned = 2 * z.e * z.tokens * (z.q + z.kv) if z.model.position == "rope" else 0
         return total + Pass(self.pointwise(turned), self.pointwise(2 * z.e * z.tokens * (z.q + 2 * z.kv)), 0.0)
 
-    def core(self) -> Pass:
-        """Scores, softmax and values; fused, or every matrix written out; over the context ranks."""
-        z = self.z
+    def core(self, keys: int | None = None) -> Pass:
+        """Scores, softmax and values; fused, or every matrix written out; over the context ranks. keys: of a row."""
+        z, keys = self.z, keys or self.z.whole
         assert z.model.head_dim
-        half = 2.0 * z.tokens * z.whole * z.q
-        if z.model.window is not None and z.kernels:  # pairs before the window are left out
-            half *= 1 - max(0.0, 1 - z.model.window / z.whole) ** 2
+        half = 2.0 * z.tokens * keys * z.q
+        if z.model.window is not None and z.kernels and keys == z.whole:  # pairs before the window are left out
+            half *= 1 - max(0.0, 1 - z.model.window / keys) ** 2
         # torch's own attention knows no dropout by counter, nor did that of the systems whose figures we compare.
         if not z.plain and (not z.model.attention_dropout or (self.ours and z.kernels)):
             narrow = self.flops * min(1.0, z.model.head_dim / 128)
@@ -475,7 +498,7 @@ class _Times:
             return self.across(
                 half / (narrow * self.on.attention_forward), 2.5 * half / (narrow * self.on.attention_backward)
             )
-        elements = z.rows * z.heads * z.length * z.whole
+        elements = z.rows * z.heads * z.length * keys
         scores = z.e * elements
         products = 2 * half / (self.flops * self.on.product) + 2 * self.on.traffic * scores / self.bytes
         # Plain torch scales, widens, masks, takes the softmax and narrows again, each in a pass of its own.

@@ -22,9 +22,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mega.core.batch import Batch
 from mega.core.config.resolve import microbatch_rows
 from mega.core.config.run import RunConfig
-from mega.core.config.sections import BatchConfig, DataConfig, ModelConfig, ParallelConfig, RuntimeConfig
+from mega.core.config.sections import (
+    BatchConfig,
+    DataConfig,
+    MaskingConfig,
+    ModelConfig,
+    ParallelConfig,
+    RuntimeConfig,
+)
 from mega.core.device import DTYPES
-from mega.core.family import family
+from mega.core.estimate.weights import Chunk
+from mega.core.family import synthetic_batch
+from mega.core.inventory import shape
 from mega.core.parallel.gradients import parameter_spec
 from mega.core.parallel.layout import ParameterSpec
 from mega.core.parallel.mesh import Mesh
@@ -58,8 +67,8 @@ class Part(NamedTuple):
 
 
 Parts = tuple[tuple[Part, ...], ...]
-"""A pass by units: what precedes the blocks, every block, what follows them. Backward goes from the last to the
-first."""
+"""A pass by units: what precedes a stack of blocks, every block, what follows them, ... Backward goes from the last to
+the first."""
 
 
 class Trace(NamedTuple):
@@ -296,26 +305,28 @@ class _Recorder:
         return tuple(map(tuple, self._parts))
 
 
-def trace(run: RunConfig, blocks: int, *, first: bool, last: bool) -> Trace:
-    """One microbatch of a resolved `run` on a chunk of `blocks` blocks, with embedding or head where it has them."""
-    regimes = list(_regimes(run, blocks))
-    rows = microbatch_rows(run)
-    if blocks < 2 or regimes != [(blocks, 1)] or not _composable(run):
-        short = [min(count, REPEATS * period + count % period) for count, period in regimes]
-        reduced = reduced_run(run, sum(short), first=first, last=last)
+def trace(run: RunConfig, chunk: Chunk) -> Trace:
+    """One microbatch of a resolved `run` on a chunk."""
+    regimes, rows = [list(_regimes(run, count)) for count in chunk.stacks], microbatch_rows(run)
+    if len(regimes) > 1 or chunk.blocks < 2 or regimes[0] != [(chunk.blocks, 1)] or not _composable(run):
+        short = [[min(count, REPEATS * period + count % period) for count, period in stack] for stack in regimes]
+        reduced, stage = reduced_run(run, chunk._replace(stacks=tuple(map(sum, short))))
         if run.memory.recompute_method == "block":
-            reduced = replace(reduced, memory=replace(reduced.memory, recompute_layers=short[0]))
-        return _repeated(_traced(reduced, int(not first), rows), regimes, short)
+            singly = max(counts[0] for counts in short)
+            reduced = replace(reduced, memory=replace(reduced.memory, recompute_layers=singly))
+        return _repeated(_traced(reduced, stage, rows), regimes, short)
     # A chunk with both ends and one with none have the parts of all others.
+    whole, bare = (chunk._replace(names=names, stacks=(ENOUGH,)) for names in (tuple(shape(run.model).after), ()))
     begin, end = (
-        _traced(reduced_run(run, ENOUGH, first=whole, last=whole), int(not whole), rows) for whole in (first, last)
+        _traced(*reduced_run(run, whole if name in chunk.names else bare), rows)
+        for name in (whole.names[0], whole.names[-1])
     )
     ended = begin._replace(
         forward=(*begin.forward[:-1], end.forward[-1]),
         backward=(*begin.backward[:-1], end.backward[-1]),
         given=end.given,
     )
-    return _repeated(ended, regimes, [ENOUGH])
+    return _repeated(ended, regimes, [[ENOUGH]])
 
 
 def _composable(run: RunConfig) -> bool:
@@ -324,22 +335,29 @@ def _composable(run: RunConfig) -> bool:
     return not (plain or run.parallel.tp_overlap or run.parallel.cp > 1)
 
 
-def reduced_run(run: RunConfig, blocks: int, *, first: bool, last: bool) -> RunConfig:
-    """A run whose stage 0 (or 1, unless `first`) is one chunk of so many blocks of `run`, with its ends where it has
-    them.
+def reduced_run(run: RunConfig, chunk: Chunk) -> tuple[RunConfig, int]:
+    """A run of which one stage is the chunk, and that stage; those beside it have a block of each stack that they need.
 
     It has all that matters to a microbatch but its size, so that layouts which differ elsewhere share their answer.
     """
-    parallel, stages = run.parallel, 3 - first - last
-    layers = tuple(blocks if stage == (not first) else 1 for stage in range(stages))
-    return RunConfig(
-        model=replace(run.model, layers=sum(layers)),
+    parallel, after = run.parallel, shape(run.model).after
+    # The model in order: what follows so many stacks is at an even number, and a stack at an odd one.
+    own = [2 * after[name] for name in chunk.names]
+    own += [2 * number + 1 for number, count in enumerate(chunk.stacks) if count]
+    last = 2 * len(chunk.stacks)
+    before = [int(min(own) > 0 and 2 * number + 1 <= min(own)) for number in range(len(chunk.stacks))]
+    behind = [int(max(own) < last and 2 * number + 1 >= max(own)) for number in range(len(chunk.stacks))]
+    stages = [*([before] if any(before) else []), list(chunk.stacks), *([behind] if any(behind) else [])]
+    layers = tuple(sum(stacks) for stacks in stages)
+    model = run.model.with_stacks(tuple(sum(counts) for counts in zip(*stages, strict=True)))
+    reduced = RunConfig(
+        model=model,
         precision=run.precision,
         parallel=ParallelConfig(
             tp=parallel.tp,
             cp=parallel.cp,
             cp_comm=parallel.cp_comm,
-            pp=stages,
+            pp=len(layers),
             stage_layers=layers,
             sequence_parallel=parallel.sequence_parallel,
             tp_overlap=parallel.tp_overlap,
@@ -349,8 +367,10 @@ def reduced_run(run: RunConfig, blocks: int, *, first: bool, last: bool) -> RunC
         batch=BatchConfig(seq_length=run.batch.seq_length),
         memory=run.memory,
         data=DataConfig(reset_attention=run.data.reset_attention),
+        masking=MaskingConfig(decoder_seq_length=run.masking.decoder_seq_length),
         runtime=RuntimeConfig(device=run.runtime.device, ops=run.runtime.ops),
     )
+    return reduced, int(any(before))
 
 
 def _regimes(run: RunConfig, blocks: int) -> Iterator[tuple[int, int]]:
@@ -364,24 +384,30 @@ def _regimes(run: RunConfig, blocks: int) -> Iterator[tuple[int, int]]:
         yield blocks, (memory.recompute_layers or 1) if memory.recompute == "full" else 1
 
 
-def _repeated(found: Trace, regimes: Sequence[tuple[int, int]], short: Sequence[int]) -> Trace:
-    """As many blocks of each regime as it has, of the `short` that were run: the third period as often as it takes."""
+def _repeated(found: Trace, regimes: Sequence[Sequence[tuple[int, int]]], short: Sequence[Sequence[int]]) -> Trace:
+    """As many blocks of each regime of each stack as it has, of the `short` that were run: the third period as often as
+    it takes."""
     units, begin = [0], 1
-    for (count, period), run in zip(regimes, short, strict=True):
-        third, end = begin + 2 * period, begin + min(count, run)
-        units += range(begin, min(third, end))
-        units += [*range(third, third + period)] * ((count - run) // period)
-        units += range(third, end)
-        begin += run
-    units.append(begin)
-    if units == list(range(begin + 1)):
+    for stack, runs in zip(regimes, short, strict=True):
+        for (count, period), run in zip(stack, runs, strict=True):
+            third, end = begin + 2 * period, begin + min(count, run)
+            units += range(begin, min(third, end))
+            units += [*range(third, third + period)] * ((count - run) // period)
+            units += range(third, end)
+            begin += run
+        units.append(begin)
+        begin += 1
+    if units == list(range(begin)):
         return found
+    moved_to = {unit: at for at, unit in enumerate(units)}
+    between = {0} | {sum(map(sum, short[: number + 1])) + number + 1 for number in range(len(short))}
 
     def moved(part: Part, by: int) -> Part:
-        if part.weight is None or part.weight[0] == 0:
+        """A weight of a block is as far away as it was; what lies between stacks is there once."""
+        if part.weight is None:
             return part
         unit, number = part.weight
-        return part._replace(weight=(len(units) - 1 if unit == begin else unit + by, number))
+        return part._replace(weight=(moved_to[unit] if unit in between else unit + by, number))
 
     def whole(parts: Parts) -> Parts:
         return tuple(tuple(moved(part, at - unit) for part in parts[unit]) for at, unit in enumerate(units))
@@ -432,9 +458,7 @@ class _Rank:
 
     def trace(self, rows: int) -> Trace:
         """One microbatch. It finds what the one before left of its exchanges."""
-        model, length = self.run.model, self.run.batch.seq_length
-        assert length
-        batch = _batch(model, length, rows, self.run.data.reset_attention, self.mesh.cp.size)
+        batch = _batch(self.run.model, self.run.batch, self.run.masking, self.run.data, rows, self.mesh.cp.size)
         self.live.ignore(*batch.tensors().values())
         if self.exchanges is not None:
             self._passes(batch)
@@ -449,6 +473,7 @@ class _Rank:
             if not self.mesh.pp.first:
                 cargo = tuple(torch.empty(s, dtype=dtype, device="meta", requires_grad=True) for s, dtype in shapes)
             out = self.chunk(batch, *cargo)
+            sent = sum(tensor.nbytes for tensor in out.cargo)
             outs = (*out.cargo, *(term.total for term in out.terms.values()))
             del out
             forward = recorder.end()
@@ -468,7 +493,7 @@ class _Rank:
             before,
             in_flight,
             given=sum(tensor.nbytes for tensor in given),
-            cargo=sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in shapes),
+            cargo=max(sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in shapes), sent),
             batch=sum(tensor.nbytes for tensor in batch.tensors().values()),
             mapped=exchanges.mapped if exchanges is not None else 0,
         )
@@ -482,19 +507,21 @@ def _backward(outs: tuple[torch.Tensor, ...], given: tuple[torch.Tensor, ...]) -
 
 
 @lru_cache(maxsize=64)
-def _batch(model: ModelConfig, length: int, rows: int, documents: bool, shards: int) -> Any:
+def _batch(
+    model: ModelConfig, lengths: BatchConfig, masking: MaskingConfig, data: DataConfig, rows: int, shards: int
+) -> Any:
     """What the last rank of a context axis of `shards` ranks gets of a microbatch."""
+    run = RunConfig(model=model, batch=lengths, masking=masking)
     samples = torch.zeros(rows, dtype=torch.int64)
-    batch: Any = family(model).synthetic(model, length, samples, seed=0, documents=documents)
+    batch: Any = synthetic_batch(run, samples, seed=0, documents=data.reset_attention)
     batch = batch.split(shards - 1, shards)
     like = {name: torch.empty(x.shape, dtype=x.dtype, device="meta") for name, x in batch.tensors().items()}
     return replace(batch, **like)
 
 
-def unit_parameters(run: RunConfig, *, first: bool, last: bool) -> list[list[ParameterSpec]]:
-    """The parameters of the last rank of a chunk of one block, by units; a tied one once."""
-    reduced = reduced_run(run, 1, first=first, last=last)
-    return _unit_parameters(reduced, int(not first))
+def unit_parameters(run: RunConfig, chunk: Chunk) -> list[list[ParameterSpec]]:
+    """The parameters of the last rank of a chunk by units; a tied one once."""
+    return _unit_parameters(*reduced_run(run, chunk))
 
 
 @lru_cache(maxsize=64)
@@ -515,7 +542,7 @@ def _built(run: RunConfig, stage: int) -> tuple[Mesh, Any]:
 
 
 def _units(chunk: nn.Module) -> list[list[nn.Module]]:
-    """The modules of a chunk: those before the blocks, every block, those after them."""
+    """The modules of a chunk: those before a stack of blocks, every block, those after it, and so on."""
     units = list[list[nn.Module]]([[]])
     for child in chunk.children():
         if isinstance(child, nn.ModuleList):

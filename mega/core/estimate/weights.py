@@ -5,6 +5,7 @@ The parameters are those of real stages on the meta device, and lie in buckets a
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -12,25 +13,35 @@ from typing import NamedTuple
 
 from mega.core.config.run import RunConfig
 from mega.core.config.sections import MemoryConfig, ModelConfig, ParallelConfig, RuntimeConfig
-from mega.core.inventory import inventory, units
+from mega.core.inventory import Tensor, Unit, inventory, placement, shape
 from mega.core.parallel.layout import BucketRules, BucketSpec, ParameterSpec, plan_buckets, shared_stages
-from mega.core.plan.layers import stage_layers, unit_stages
 
 BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 
 Place = tuple[int, int]
-"""A parameter's unit in a chunk (0 before the blocks, then every block, then what follows), and its number there."""
+"""A parameter's unit in a chunk (0 before the first stack, its blocks, what follows, ...), and its number there."""
 
 
 class Chunk(NamedTuple):
-    """What a rank holds of the model in one piece: so many blocks, with the embedding or the head where it has them.
+    """What a rank holds of the model in one piece: names of its units, and its blocks of each of the model's stacks.
 
     Ranks whose chunks are equal hold equally much, and take equally long.
     """
 
-    blocks: int
-    first: bool
-    last: bool
+    names: tuple[str, ...]
+    stacks: tuple[int, ...]
+
+    @property
+    def blocks(self) -> int:
+        return sum(self.stacks)
+
+    def unit(self, stacks: int) -> int:
+        """Which of a chunk's units the one is that follows so many stacks, its blocks counted one by one.
+
+        >>> Chunk(("embedding", "middle", "head"), (2, 3)).unit(1)
+        3
+        """
+        return sum(self.stacks[:stacks]) + stacks
 
 
 @dataclass(frozen=True)
@@ -38,7 +49,7 @@ class Bucket:
     """One flat bucket, in elements: with padding, of parameters, and of the span that this rank updates.
 
     width: bytes of a weight. vectors: elements after the last matrix. factors: rows and columns of all its matrices.
-    places: of its parameters. tied: one of them is of several units.
+    places: of its parameters. users: names of the units of those that are of several.
     """
 
     length: int
@@ -48,7 +59,7 @@ class Bucket:
     vectors: int
     factors: int
     places: tuple[Place, ...]
-    tied: bool
+    users: frozenset[Unit]
 
 
 @dataclass(frozen=True)
@@ -87,17 +98,26 @@ def wide(dtype: str) -> int:
 
 def stage_chunks(run: RunConfig) -> tuple[tuple[Chunk, ...], ...]:
     """The chunks of every pipeline stage of a resolved `run`, as `[stage][chunk]`."""
-    model, parallel = run.model, run.parallel
-    assert model.layers is not None
-    layers = stage_layers(model.layers, parallel.pp, parallel.chunks, parallel.stage_layers)
-    ends = (0, 0), (parallel.pp - 1, parallel.chunks - 1)
-    return tuple(
-        tuple(
-            Chunk(len(blocks), (stage, number) == ends[0], (stage, number) == ends[1])
-            for number, blocks in enumerate(chunks)
+    parallel = run.parallel
+    return _stage_chunks(run.model, parallel.pp, parallel.chunks, parallel.stage_layers)
+
+
+@lru_cache(maxsize=256)
+def _stage_chunks(
+    model: ModelConfig, pp: int, chunks: int, stage_layers: tuple[int, ...]
+) -> tuple[tuple[Chunk, ...], ...]:
+    stack_of, stacks = shape(model).stack_of, len(model.stacks)
+    held: dict[tuple[int, int], list[Unit]] = {}
+    for unit, place in placement(model, pp, chunks, stage_layers).items():
+        held.setdefault(place, []).append(unit)
+
+    def chunk(units: Sequence[Unit]) -> Chunk:
+        counts = Counter(stack_of[unit] for unit in units if isinstance(unit, int))
+        return Chunk(
+            tuple(unit for unit in units if isinstance(unit, str)), tuple(counts[number] for number in range(stacks))
         )
-        for stage, chunks in enumerate(layers)
-    )
+
+    return tuple(tuple(chunk(held.get((stage, number), [])) for number in range(chunks)) for stage in range(pp))
 
 
 def stage_weights(run: RunConfig, dp: int, chunks: tuple[Chunk, ...]) -> Weights:
@@ -168,13 +188,15 @@ def transient_buckets(run: RunConfig, dp: int) -> list[Transient]:
     """The buckets that come and go on a rank of the only stage."""
     if run.parallel.zero < 2:
         return []
-    assert run.model.layers and run.precision.grad_dtype
+    assert run.precision.grad_dtype
     found, size, alone = [], BYTES[run.precision.grad_dtype], dp * run.parallel.cp == 1
-    for bucket in stage_buckets(run, dp, stage_chunks(run)[0]):
+    (chunk,) = chunks = stage_chunks(run)[0]
+    after = shape(run.model).after
+    for bucket in stage_buckets(run, dp, chunks):
         one = Transient(bucket.places, bucket.length * size, 0 if alone else bucket.span * size)
         if run.parallel.zero >= 3:
             weights, users = bucket.length * bucket.width, {unit for unit, _ in bucket.places}
-            users |= {run.model.layers + 1} if bucket.tied else set()
+            users |= {chunk.unit(after[unit]) for unit in bucket.users if isinstance(unit, str)}
             one = one._replace(weights=weights, arriving=0 if alone else weights, units=tuple(users))
         found.append(one)
     return found
@@ -188,7 +210,7 @@ def stage_buckets(run: RunConfig, dp: int, chunks: Sequence[Chunk]) -> Iterator[
         parallel.sequence_parallel,
         shards=dp * parallel.cp if parallel.zero else 1,
         least=parallel.bucket_size if parallel.zero < 3 else None,
-        stages=_tied_stages(run.model, parallel.pp, parallel.chunks, parallel.stage_layers),
+        stages=tied_stages(run.model, parallel.pp, parallel.chunks, parallel.stage_layers),
     )
     for chunk in chunks:
         parts = _trained_parts(_parameters(run, chunk))
@@ -215,7 +237,7 @@ def _bucket(spec: BucketSpec, places: Sequence[Place], parts: Sequence[Sequence[
         spec.length - spec.decay_end,
         sum(sum(tensor.shape) for tensor in matrices),
         here,
-        any(len(parameter.tensors[0].units) > 1 for parameter in held),
+        frozenset(unit for parameter in held for unit in _tied(parameter.tensors[0])),
     )
 
 
@@ -230,6 +252,10 @@ def _trained_parts(parts: Sequence[list[ParameterSpec]]) -> list[list[ParameterS
     return [kept[id(part)] for part in parts]
 
 
+def _tied(tensor: Tensor) -> tuple[Unit, ...]:
+    return tensor.units if len(tensor.units) > 1 else ()
+
+
 def _parameters(run: RunConfig, chunk: Chunk) -> list[list[ParameterSpec]]:
     """Those of a chunk by units. All that does not matter to them is left out, so that layouts share their answer."""
     from mega.core.estimate.trace import unit_parameters
@@ -241,14 +267,15 @@ def _parameters(run: RunConfig, chunk: Chunk) -> list[list[ParameterSpec]]:
         memory=MemoryConfig(),
         runtime=RuntimeConfig(device=run.runtime.device, ops="reference"),
     )
-    before, block, after = unit_parameters(bare, first=chunk.first, last=chunk.last)
-    return [before, *[block] * chunk.blocks, after]
+    held = iter(unit_parameters(bare, chunk._replace(stacks=tuple(min(count, 1) for count in chunk.stacks))))
+    parts = [next(held)]
+    for count in chunk.stacks:
+        parts += [next(held)] * count if count else []
+        parts.append(next(held))
+    return parts
 
 
 @lru_cache(maxsize=64)
-def _tied_stages(model: ModelConfig, pp: int, chunks: int, explicit: tuple[int, ...]) -> Mapping[str, tuple[int, ...]]:
+def tied_stages(model: ModelConfig, pp: int, chunks: int, explicit: tuple[int, ...]) -> Mapping[str, tuple[int, ...]]:
     """Name -> pipeline stages of every tensor that several of them hold."""
-    if pp == 1:
-        return {}
-    assert model.layers
-    return shared_stages(inventory(model), unit_stages(units(model), stage_layers(model.layers, pp, chunks, explicit)))
+    return {} if pp == 1 else shared_stages(inventory(model), placement(model, pp, chunks, explicit))

@@ -10,8 +10,9 @@ initialisation, gradient norms and reductions, optimizer spans, checkpoints, con
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
+from typing import NamedTuple
 
 from mega.core.config.sections import ModelConfig
 from mega.core.inventory import bert, decoder, t5
@@ -24,6 +25,7 @@ __all__ = [
     "Cut",
     "Init",
     "Partial",
+    "Shape",
     "Table",
     "Tensor",
     "Unit",
@@ -32,6 +34,7 @@ __all__ = [
     "padded",
     "parameters",
     "placement",
+    "shape",
     "units",
     "without_adapters",
 ]
@@ -56,6 +59,32 @@ def linears(model: ModelConfig) -> list[str]:
 def units(model: ModelConfig) -> tuple[Unit, ...]:
     """The units of a resolved model config, in the order of its forward pass."""
     return TABLES[model.family].units(model)
+
+
+class Shape(NamedTuple):
+    """How a model's units follow one another: a stack of equal blocks, between names.
+
+    stack_of: block -> its stack. after: name -> stacks before it.
+    """
+
+    stack_of: Mapping[int, int]
+    after: Mapping[str, int]
+
+
+@lru_cache(maxsize=16)
+def shape(model: ModelConfig) -> Shape:
+    """Of a resolved model.
+
+    >>> shape(ModelConfig(family="t5", layers=1, decoder_layers=2))
+    Shape(stack_of={0: 0, 1: 1, 2: 1}, after={'embedding': 0, 'middle': 1, 'head': 2})
+    """
+    stack_of, after, begun = dict[int, int](), dict[str, int](), 0
+    for unit in units(model):
+        if isinstance(unit, int):
+            stack_of[unit] = begun
+        else:
+            begun = after[unit] = len(set(stack_of.values()))
+    return Shape(stack_of, after)
 
 
 def placement(model: ModelConfig, pp: int, chunks: int, layers: Sequence[int] = ()) -> dict[Unit, tuple[int, int]]:

@@ -116,8 +116,8 @@ class Head(nn.Module):
         self.norm = Norm(factory, model, tensors, "model.norm") if model.norm_placement == "pre" else None
         self.words = WordHead(factory, model, tensors, region) if model.head == "lm" else None
         name = ROW_HEADS.get(model.head)
-        judges = f"{name}.weight" in tensors and name is not None
-        self.rows = RowHead(factory, tensors, name, region) if judges else None
+        judges = f"{name}.weight" in tensors
+        self.rows = RowHead(factory, tensors, name, region) if name is not None and judges else None
         # A model without a head still has its pooler.
         self.pooler = (
             Dense(factory, tensors, "pooler.dense") if not judges and "pooler.dense.weight" in tensors else None

@@ -113,16 +113,15 @@ class DecoderStage(StackStage):
         stream = self.through(self.blocks, ResidualState(begun), context)
         if self.head is None:
             return stream.sum(self.ops)
-        return self._logits(ResidualState(stream.sum(self.ops).index_select(0, wanted)))
+        return self.headed(ResidualState(stream.sum(self.ops).index_select(0, wanted)), self._logits)
 
     def embed(self, embedding: nn.Module, batch: DecoderBatch, context: ForwardContext) -> torch.Tensor:
         return cast(torch.Tensor, embedding(batch.tokens, batch.positions, context))
 
-    def _outputs(self, stream: ResidualState, batch: DecoderBatch) -> torch.Tensor:
+    def outputs(self, stream: ResidualState, batch: DecoderBatch) -> torch.Tensor:
         """Of pairs of answers, each row's log-probability, [2 b]."""
         if not isinstance(batch, PreferenceBatch):
-            return super()._outputs(stream, batch)
-        head, run = self.head, self.with_full_params
+            return super().outputs(stream, batch)
+        head = self.head
         assert isinstance(head, Head)
-        x = stream.sum(self.ops)
-        return head.scores(x, batch) if run is None else run(head, lambda x: head.scores(x, batch), x)
+        return self.headed(stream, lambda stream: head.scores(stream.sum(self.ops), batch))

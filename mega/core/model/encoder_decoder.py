@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import nn
@@ -35,6 +35,18 @@ from mega.core.parallel.region import Region
 from mega.core.parallel.weight import ParameterFactory
 
 
+class Side(NamedTuple):
+    """What the encoder reads of a batch, or the decoder: tokens int64 [b, s], samples int64 [b]."""
+
+    tokens: torch.Tensor
+    samples: torch.Tensor
+
+    @property
+    def positions(self) -> torch.Tensor:
+        """int64 [b, s]: each token's column."""
+        return torch.arange(self.tokens.shape[1], device=self.tokens.device).expand_as(self.tokens)
+
+
 @dataclass(frozen=True, kw_only=True)
 class DecoderContext(ForwardContext):
     """Of the decoder's tokens. Padding follows a row's tokens, so none of them sees it.
@@ -46,17 +58,17 @@ class DecoderContext(ForwardContext):
     padding: torch.Tensor
 
     def cross_mask(self, probability: float, layer: int, first_head: int) -> AttentionMask:
-        """What the decoder's tokens see of the encoder's: all but padding."""
+        """What the decoder's tokens see of the encoder's: all but padding, and the first of a row in any case."""
         dropout = None
         if self.row_keys is not None and probability:
             site, columns = site_key(layer, "cross_attention", self.rule), (range(self.padding.shape[1]),)
             dropout = AttentionDropout(self.row_keys, site, first_head, columns, probability, self.rule)
         real = self.padding.new_zeros(self.batch, self.seq)
-        return AttentionMask("full", q_documents=real, k_documents=self.padding, dropout=dropout)
+        return AttentionMask("full", q_documents=real, k_documents=self.padding, dropout=dropout, covered=True)
 
 
 class CrossAttention(Attention):
-    """Queries of the decoder's tokens; keys and values, one GEMM, of the memory."""
+    """Queries of the decoder's tokens; keys and values, one GEMM, of the memory, whose adapters drop nothing."""
 
     name = CROSS
 
@@ -67,13 +79,15 @@ class CrossAttention(Attention):
     def forward(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         """x [tokens, h] -> [tokens, h], to which the bias of `out` is still to be added."""
         assert isinstance(context, DecoderContext)
-        q = self.q(x).unflatten(1, (self.heads, -1))
+        drop = context.adapter_dropout(self.adapter_dropout, self.layer, "cross_q_adapter")
+        q = self.q(x, drop).unflatten(1, (self.heads, -1))
         k, v = self.kv(context.memory).unflatten(1, (2 * self.kv_heads, -1)).chunk(2, dim=1)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(ResidualState(q))[1], self.k_norm(ResidualState(k))[1]
         q, k, v = (one.unflatten(0, (context.batch, -1)) for one in (q, k, v))
         mixed = self.ops.attention(q, k, v, context.cross_mask(self.dropout, self.layer, self.first_head))
-        return self.out.matmul(mixed.reshape(context.batch * context.seq, -1))
+        drop = context.adapter_dropout(self.adapter_dropout, self.layer, "cross_out_adapter")
+        return self.out.matmul(mixed.reshape(context.batch * context.seq, -1), drop)
 
 
 class DecoderBlock(Block):
@@ -125,9 +139,8 @@ class EncoderDecoderStage(StackStage):
     def make_head(self, factory: ParameterFactory, tensors: dict[str, Tensor]) -> Head:
         return Head(factory, self.model, tensors, self.region, norm="model.decoder.norm")
 
-    def embed(self, embedding: nn.Module, batch: torch.Tensor, context: ForwardContext) -> torch.Tensor:
-        """batch: int64 [b, s], the tokens of either side."""
-        return cast(torch.Tensor, embedding(batch, _positions(batch), context))
+    def embed(self, embedding: nn.Module, batch: Side, context: ForwardContext) -> torch.Tensor:
+        return cast(torch.Tensor, embedding(batch.tokens, batch.positions, context))
 
     @property
     def encodes(self) -> bool:
@@ -145,32 +158,31 @@ class EncoderDecoderStage(StackStage):
     def stream(
         self, batch: EncoderDecoderBatch, *cargo: torch.Tensor
     ) -> tuple[ResidualState, *tuple[torch.Tensor, ...]]:
-        padding = padding_documents(batch.encoder_lengths, batch.encoder_tokens.shape[1])
-        plain = self._context(batch.samples, batch.tokens)
+        padding = padding_documents(batch.encoder_lengths.clamp(min=1), batch.encoder_tokens.shape[1])
+        written = Side(batch.tokens, batch.samples)
+        plain = self._context(written)
         if self.encodes:
             stream = self._encoded(batch, padding, *cargo)
             if self.decoder_embedding is None:
                 return (stream,)
-            begun, memory = self.embedded(self.decoder_embedding, batch.tokens, plain), self._memory(stream)
+            begun, memory = self.embedded(self.decoder_embedding, written, plain), self._memory(stream)
         else:
             begun, memory = cargo
         context = DecoderContext(**vars(plain), memory=memory, padding=padding)
         return self.through(self.decoder, ResidualState(begun), context), memory
 
     def _encoded(self, batch: EncoderDecoderBatch, padding: torch.Tensor, *cargo: torch.Tensor) -> ResidualState:
-        context = self._context(batch.samples, batch.encoder_tokens, padding)
-        begun = cargo[0] if self.embedding is None else self.embedded(self.embedding, batch.encoder_tokens, context)
+        read = Side(batch.encoder_tokens, batch.samples)
+        context = self._context(read, padding)
+        begun = cargo[0] if self.embedding is None else self.embedded(self.embedding, read, context)
         return self.through(self.encoder, ResidualState(begun), context)
 
-    def _context(
-        self, samples: torch.Tensor, tokens: torch.Tensor, padding: torch.Tensor | None = None
-    ) -> ForwardContext:
-        """Of one side's tokens [b, s]. padding: as documents, where every token sees every other; None: where each
-        sees those before it."""
+    def _context(self, side: Side, padding: torch.Tensor | None = None) -> ForwardContext:
+        """padding: as documents, where every token sees every other; None: where each sees those before it."""
         return forward_context(
             self.model,
-            samples,
-            _positions(tokens),
+            side.samples,
+            side.positions,
             self.region.axis,
             documents=padding,
             kind="causal" if padding is None else "full",
@@ -190,8 +202,3 @@ class EncoderDecoderStage(StackStage):
                 self.encoder_norm, lambda x: self.encoder_norm(ResidualState(x))[1], stream.sum(self.ops)
             )
         return normed.view_as(normed)
-
-
-def _positions(tokens: torch.Tensor) -> torch.Tensor:
-    """int64 [b, s]: each token's column."""
-    return torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)

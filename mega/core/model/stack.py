@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -171,7 +171,11 @@ class StackStage(nn.Module):
 
     def outputs(self, stream: ResidualState, batch: Any) -> torch.Tensor:
         """What the last stage computes of `batch` instead of losses: logits [b, s, ids of this rank]."""
-        return self.headed(stream, lambda stream: self.head(stream)).unflatten(0, tuple(batch.tokens.shape))  # type: ignore[misc]
+        return self.headed(stream, self._logits).unflatten(0, tuple(batch.tokens.shape))
+
+    def _logits(self, stream: ResidualState) -> torch.Tensor:
+        assert self.head is not None
+        return cast(torch.Tensor, self.head(stream))
 
     def headed(self, stream: ResidualState, run: Callable[[ResidualState], torch.Tensor]) -> torch.Tensor:
         """`run`, which the head computes, with its whole weights here."""

@@ -27,6 +27,7 @@ class AttentionMask:
     q_offset: position of the first query among the keys; t - s for the last s tokens of a cached row of t. Negative
         where the first query precedes all keys.
     dropout: of the attention weights, or None.
+    covered: whether every query is known to see a key, which is not to be seen of documents without reading them.
     """
 
     kind: Kind = "causal"
@@ -35,6 +36,7 @@ class AttentionMask:
     k_documents: torch.Tensor | None = None
     q_offset: int = 0
     dropout: AttentionDropout | None = None
+    covered: bool = False
 
     def __post_init__(self) -> None:
         assert self.kind in ("causal", "full"), self.kind
@@ -97,7 +99,7 @@ class AttentionMask:
         if (high is not None and high < 0) or (low is not None and low > t - s):
             return True
         # Where queries and keys are the same tokens, the bounds that have just been checked let each see itself.
-        return self.q_documents is not self.k_documents
+        return not self.covered and self.q_documents is not self.k_documents
 
     def cut(self, queries: slice, keys: slice) -> AttentionMask:
         """The mask of some of the queries and keys, both contiguous.
@@ -111,6 +113,7 @@ class AttentionMask:
             k_documents=None if self.k_documents is None else self.k_documents[:, keys],
             q_offset=self.q_offset + (queries.start or 0) - (keys.start or 0),
             dropout=None if self.dropout is None else self.dropout.cut(queries, keys),
+            covered=False,
         )
 
 

@@ -217,8 +217,8 @@ class ColumnLinear(nn.Module):
         self.adapter = adapter_of(factory, weight, self.weight)
         self.region = region
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.matmul(x)
+    def forward(self, x: torch.Tensor, drop: Dropout | None = None) -> torch.Tensor:
+        y = self.matmul(x, drop)
         return y if self.bias is None else y + self.bias
 
     def biased(self, x: torch.Tensor, drop: Dropout | None = None) -> torch.Tensor:

@@ -23,7 +23,7 @@ import torch
 
 from mega.core.batch import Batch, DecoderBatch
 from mega.core.config.compose import compose
-from mega.core.config.resolve import microbatches, records_graph
+from mega.core.config.resolve import microbatches, records_graph, text_lengths
 from mega.core.config.run import RunConfig
 from mega.core.data.synthetic import packed
 from mega.core.device import MARK, Device, Reading, Timestamp
@@ -64,12 +64,18 @@ def _window(world: int) -> Mapping[str, Any]:
     return {"layers": 8, "seq_length": 16384, "micro_batch": 1, "global_batch": 4 * world}
 
 
+def _t5(world: int) -> Mapping[str, Any]:
+    """Twice as many samples of a microbatch as Megatron-LM's script for 16 GB; 512 tokens read and 128 written."""
+    return {"micro_batch": max(1, min(32, 512 // world)), "global_batch": 512}
+
+
 ROWS: Mapping[str, tuple[str, Callable[[int], Mapping[str, Any]]]] = {
     "w1": ("gpt2-345m", _w1),
     "w2": ("llama2-7b", _w2),
     "w2-fp8": ("llama2-7b", _w2_fp8),
     "w3": ("gpt-22b", _w3),
     "window": ("mistral-7b", _window),
+    "t5": ("t5-220m", _t5),
 }
 """The rows that speed is compared by: a preset, and what it adds to it on that many ranks."""
 
@@ -209,6 +215,8 @@ def _work(run: RunConfig, world: int) -> dict[str, Any]:
     """Model, batch, precision and ranks: what two rows must have in common."""
     batch, precision = run.batch, run.precision
     options: dict[str, Any] = {**asdict(run.model), "seq_length": batch.seq_length, "global_batch": batch.global_batch}
+    if run.model.decoder_layers is not None:
+        options["decoder_seq_length"] = run.masking.decoder_seq_length
     options |= {name: getattr(precision, name) for name in ("dtype", "fp8", "grad_dtype", "masters")}
     options |= {"optimizer": run.optimizer.optimizer, "world": world}
     return {name: list(value) if isinstance(value, tuple) else value for name, value in options.items()}
@@ -259,8 +267,8 @@ def measure(
     warmup = max(warmup, 2) if records_graph(run, world) else warmup
     times, found = _timed(state, batches, warmup, repeats)
     seconds = statistics.median(times)
-    tokens = batch.global_batch * batch.seq_length
-    tflops = tokens / seconds / world * model_flops_per_token(run.model, batch.seq_length) / 1e12
+    tokens = batch.global_batch * sum(text_lengths(run))
+    tflops = tokens / seconds / world * model_flops_per_token(run.model, *text_lengths(run)) / 1e12
     peak = device.memory_peak() or device.resident()
     phases = profile(state, batches, trace if rank == 0 else None) if profiled else {}
     speed = Speed(

@@ -12,7 +12,7 @@ from functools import partial
 import torch
 
 from mega.core.checkpoint.own.together import Exchange, together
-from mega.core.config.resolve import global_batch_at, last_step, microbatches, records_graph
+from mega.core.config.resolve import global_batch_at, last_step, microbatches, records_graph, text_lengths
 from mega.core.config.run import RunConfig
 from mega.core.data.dataset import Dataset
 from mega.core.device import Device
@@ -152,19 +152,17 @@ def _evaluation(
 
 
 def _lengths(run: RunConfig, world: int, steps: int) -> RunLengths:
-    assert run.batch.seq_length is not None
     batch_at = partial(global_batch_at, run.batch)
-    return RunLengths(steps, run.batch.seq_length, batch_at, partial(microbatches, run, world))
+    return RunLengths(steps, sum(text_lengths(run)), batch_at, partial(microbatches, run, world))
 
 
 def _meters(run: RunConfig, state: TrainState, steps: int, fail: Callable[[OSError], None]) -> Meters:
     """Made when nothing can refuse the run any more: it cuts the file of metrics."""
-    assert run.batch.seq_length is not None
     return Meters(
         run.log,
         start=state.progress.step,
         steps=steps,
-        flops_per_token=model_flops_per_token(run.model, run.batch.seq_length),
+        flops_per_token=model_flops_per_token(run.model, *text_lengths(run)),
         devices=state.mesh.world,
         peak=state.device.peak_tflops,
         fail=fail,
