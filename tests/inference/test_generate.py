@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 
 import pytest
@@ -12,11 +13,14 @@ from mega import cli
 from mega.core.checkpoint.forms.convert import convert
 from mega.core.checkpoint.own.store import Checkpoint, CheckpointStore, locate
 from mega.core.config.sections import ModelConfig
+from mega.core.device import Device
 from mega.core.inference.generate import generate, logits, losses
 from mega.core.inference.load import load_model, load_tokenizer, weight_pieces
-from mega.core.inference.request import Sampling
+from mega.core.inference.opening import EngineOptions, engine_on
+from mega.core.inference.request import Engine, Sampling
 from mega.core.inventory import units
 from mega.core.model.decoder import DecoderStage
+from mega.core.parallel.mesh import Mesh
 from mega.core.parallel.region import ALONE
 from mega.core.parallel.weight import ParameterFactory, initialise
 from mega.core.text.train import train_bpe
@@ -63,26 +67,38 @@ def test_the_loaded_model_is_the_saved_one(saved: tuple[Checkpoint, DecoderStage
     assert found.std() > 0.1
 
 
+def _engine(stage: DecoderStage, vocab: int | None = None) -> Engine:
+    found = engine_on(stage, Mesh.at(0), Device.choose("cpu"), EngineOptions(requests=1, vocab=vocab))
+    assert found is not None
+    return found
+
+
 def test_greedy_text_is_the_likeliest_at_every_place(saved: tuple[Checkpoint, DecoderStage]) -> None:
     _, stage = saved
-    said = list(generate(stage, [1, 2], 6, GREEDY))
+    said = list(generate(_engine(stage), [1, 2], 6, GREEDY))
     best = logits(stage, torch.tensor([[1, 2, *said]]))[0].argmax(-1).tolist()
     assert said == best[1:-1]
 
 
-def test_a_long_text_is_seen_from_its_end(saved: tuple[Checkpoint, DecoderStage]) -> None:
+def test_a_text_that_outgrows_the_positions_is_seen_from_its_end(saved: tuple[Checkpoint, DecoderStage]) -> None:
     _, stage = saved
-    long = list(range(30, 50))
-    assert list(generate(stage, long, 1, GREEDY)) == list(generate(stage, long[-8:], 1, GREEDY))
+    engine, long = _engine(stage), list(range(30, 50))
+    assert list(generate(engine, long, 4, GREEDY)) == list(generate(engine, long[-4:], 4, GREEDY))
+    said = list(generate(engine, [1, 2], 11, GREEDY))
+    assert said[6:10] == list(generate(engine, said[2:6], 4, GREEDY))
+    assert said[10:] == list(generate(engine, said[6:10], 1, GREEDY))
+    assert len(list(generate(engine, [1, 2], 11, Sampling(seed=2**64 - 1)))) == 11
 
 
 def test_the_end_token_ends_the_text(saved: tuple[Checkpoint, DecoderStage]) -> None:
     _, stage = saved
-    said = list(generate(stage, [1, 2], 5, GREEDY))
-    assert list(generate(stage, [1, 2], 5, GREEDY, end=said[2])) == said[: said.index(said[2]) + 1]
-    assert max(said) > 2 >= max(generate(stage, [1, 2], 5, GREEDY, known=3))
-    with pytest.raises(ValueError, match="--prompt"):
-        list(generate(stage, [], 5, GREEDY))
+    engine = _engine(stage)
+    said = list(generate(engine, [1, 2], 5, GREEDY))
+    ended = list(generate(engine, [1, 2], 5, GREEDY, stop_ids=frozenset({said[2]})))
+    assert ended == said[: said.index(said[2]) + 1]
+    assert max(said) > 2 >= max(generate(_engine(stage, vocab=3), [1, 2], 5, GREEDY))
+    with pytest.raises(ValueError, match="prompt"):
+        list(generate(engine, [], 5, GREEDY))
 
 
 def test_losses_are_those_of_each_window(saved: tuple[Checkpoint, DecoderStage]) -> None:
@@ -138,6 +154,46 @@ def test_the_blank_after_the_prompt_is_reported(
     line = ["generate", "--load", str(tmp_path), "--prompt", prompt, "--tokens", "6", "--temperature", "0"]
     assert cli.main([*line, "--device", "cpu"]) == 0
     assert capfd.readouterr().out == f"{text}\n"
+
+
+def test_a_file_of_prompts_is_answered_in_order_as_each_alone(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    model = str(shared("stories260K_hf/config.json").parent)
+    asked = [("Once upon", ", a time, there was"), ("Lily and", " Tom were playing"), ("Tom", "")]
+    lines = [json.dumps(asked[0][0]), json.dumps({"prompt": asked[1][0]}), json.dumps({"text": asked[2][0]})]
+    (tmp_path / "in.jsonl").write_text("\n".join(lines))
+    line = ["generate", "--load", model, "--tokens", "6", "--greedy", "--device", "cpu"]
+    assert cli.main([*line, "--input", str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "out")]) == 0
+    rows = [json.loads(row) for row in (tmp_path / "out").read_text().splitlines()]
+    capfd.readouterr()
+    for (prompt, _), row in zip(asked, rows, strict=True):
+        assert cli.main([*line, "--prompt", prompt]) == 0
+        assert capfd.readouterr().out == f"{prompt}{row['text']}\n" and row["prompt"] == prompt
+        assert (row["finish"], row["tokens"]) == ("length", 6)
+    plain = ["generate", "--load", model, "--tokens", "7", "--device", "cpu", "--num-samples", "2"]
+    assert cli.main(plain) == 0
+    samples = [json.loads(row) for row in capfd.readouterr().out.splitlines()]
+    assert len(samples) == 2 and samples[0]["text"] != samples[1]["text"] and samples[0]["prompt"] == ""
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--prompt a --num-samples 2", "--prompt: excludes --num-samples"),
+        ("--prompt a --output x", "--output x: needs --input or --num-samples"),
+        ("--prompt a --tp 3", "--tp 3: must divide the model's 4 key/value heads"),
+        ("--prompt a --pp 6", "--pp 6: must be at most the model's 5 blocks"),
+        ("--prompt a --tp 2 --nproc 4", "--tp x --pp = 2: must be the number of ranks, 4"),
+        ("--prompt a --vocab-file v", "--vocab-file: needs --tokenizer, its kind"),
+        ("--prompt a --min-p 2", "--min-p 2.0: must be from 0 to 1"),
+        ("--input missing.txt", "--input missing.txt: cannot be read as UTF-8 text"),
+    ],
+)
+def test_what_generate_refuses(flags: str, message: str, capfd: pytest.CaptureFixture[str]) -> None:
+    line = ["generate", "--load", str(shared("stories260K_hf/config.json").parent), "--device", "cpu", *flags.split()]
+    assert cli.main(line) == 2
+    assert capfd.readouterr().err.startswith(f"mega: {message}")
 
 
 def test_a_checkpoint_without_a_tokenizer_is_reported(saved: tuple[Checkpoint, DecoderStage], tmp_path: Path) -> None:

@@ -1,53 +1,245 @@
-"""A prompt and its continuation on stdout, as they come: what `mega generate` does."""
+"""`mega generate` on one rank: one prompt, a file of them, texts out of nothing, or a conversation at the terminal.
+
+Rank 0 reads and writes; the others follow its engine. It knows text and engines, and no flags but in messages.
+"""
 
 from __future__ import annotations
 
+import json
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TextIO
 
-from mega.core.checkpoint.own.store import locate
-from mega.core.device import Device
+from mega.core.device import DTYPES
+from mega.core.files import whole_file
 from mega.core.inference.generate import generate
-from mega.core.inference.load import load_model, load_tokenizer
-from mega.core.inference.request import RequestError, Sampling
+from mega.core.inference.load import OpenedModel, open_model
+from mega.core.inference.opening import EngineOptions, check_layout, start_engine
+from mega.core.inference.request import SEEDS, Beam, Engine, Request, RequestError, Sampling
+from mega.core.inference.text_stream import TextStream
+from mega.core.parallel.launch import connect
+from mega.core.parallel.mesh import Mesh
+from mega.core.text.build import build
+from mega.core.text.tokenizer import Tokenizer
+
+ASK = "Context prompt (stop to exit) >>> "
 
 
-def speak(
-    load: Path,
-    prompt: str,
-    tokens: int,
-    *,
-    temperature: float = 1.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    seed: int = 0,
-    device: str = "auto",
-) -> None:
-    """Print `prompt` and up to `tokens` tokens after it. An empty prompt begins a document.
+@dataclass(frozen=True, kw_only=True)
+class SpeechPlan:
+    """What is generated, and with what. prompt: None with `input`, `samples` or `interactive`. input: a file of
+    prompts, JSON where it ends in .jsonl, else a line each; output: None is standard output. samples: texts from the
+    beginning of a document. beams: 0 samples. tokenizer: options of another than the model's own."""
 
-    Errors: ValueError naming flag, file or tensor.
+    load: Path
+    tokens: int
+    prompt: str | None = None
+    input: Path | None = None
+    output: Path | None = None
+    samples: int = 0
+    interactive: bool = False
+    sampling: Sampling = field(default_factory=Sampling)
+    beams: int = 0
+    length_penalty: float = 1.0
+    tokenizer: Mapping[str, str] = field(default_factory=dict)
+    engine: EngineOptions = field(default_factory=EngineOptions)
+    tp: int = 1
+    pp: int = 1
+    dtype: str | None = None
+    device: str = "auto"
+
+
+def open_speech(plan: SpeechPlan) -> tuple[OpenedModel, Tokenizer, list[str]]:
+    """The model, its tokenizer, and the prompts of --input, before any rank starts.
+
+    Errors: ValueError naming flag, file or line.
     """
-    try:  # found here, before any text is on its way
-        how = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+    opened = open_model(plan.load)
+    check_layout(opened.model, plan.tp, plan.pp)
+    tokenizer = build(**plan.tokenizer) if plan.tokenizer else opened.tokenizer()  # type: ignore[arg-type]
+    if tokenizer.vocab_size > (opened.model.vocab or 0):
+        raise ValueError(
+            f"{opened.path}: the model has {opened.model.vocab} tokens, its tokenizer {tokenizer.vocab_size}; "
+            "give the right one with --tokenizer"
+        )
+    return opened, tokenizer, [] if plan.input is None else list(_prompts(plan.input))
+
+
+def _prompts(path: Path) -> Iterator[str]:
+    """Errors: ValueError naming file and line."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"--input {path}: cannot be read as UTF-8 text ({error})") from None
+    for number, line in enumerate(text.splitlines(), start=1):
+        if path.suffix != ".jsonl":
+            yield line
+            continue
+        try:
+            found = json.loads(line)
+        except ValueError:
+            raise ValueError(f"--input {path}:{number}: is not JSON") from None
+        if isinstance(found, dict):
+            found = found.get("prompt", found.get("text"))
+        if not isinstance(found, str):
+            raise ValueError(f'--input {path}:{number}: must be a string, or an object with a string as "prompt"')
+        yield found
+
+
+def speak(plan: SpeechPlan) -> int:
+    """This rank's part. Errors: ValueError naming flag, file or tensor; LostRank."""
+    opened, tokenizer, prompts = open_speech(plan)
+    world, device, groups = connect(plan.device)
+    mesh = Mesh(world.rank, tp=plan.tp, pp=plan.pp, groups=groups if world.size > 1 else None)
+    dtype = DTYPES[plan.dtype or "fp32"] if plan.dtype or not device.is_cuda else None
+    engine = start_engine(opened, mesh, device, replace(plan.engine, vocab=tokenizer.vocab_size), dtype=dtype)
+    if engine is None:
+        return 0
+    speaker = Speaker(engine, tokenizer, plan)
+    if plan.interactive:
+        speaker.converse()
+    elif plan.input is not None or plan.samples:
+        speaker.answer_all([""] * plan.samples or prompts)
+    else:
+        speaker.continue_one(plan.prompt or "", sys.stdout)
+    engine.close()
+    return 0
+
+
+@dataclass(frozen=True)
+class Speaker:
+    """Rank 0's: text to ids, ids to text."""
+
+    engine: Engine
+    tokenizer: Tokenizer
+    plan: SpeechPlan
+
+    def ids(self, prompt: str) -> list[int]:
+        """An empty prompt begins a document."""
+        start = self.tokenizer.bos if self.tokenizer.bos is not None else self.tokenizer.eod
+        return self.tokenizer.encode(prompt) or ([start] if start is not None else [])
+
+    @property
+    def stop_ids(self) -> frozenset[int]:
+        return frozenset() if self.tokenizer.eod is None else frozenset({self.tokenizer.eod})
+
+    def text(self, prompt: str, ids: Sequence[int], new: Sequence[int]) -> str:
+        """What `new` adds to a prompt."""
+        stream = TextStream(self.tokenizer, ids if prompt else [])
+        pieces = [stream.push(token) for token in new if token not in self.stop_ids]
+        return "".join(pieces) + stream.finish()
+
+    def continue_one(self, prompt: str, out: TextIO) -> int:
+        """Print a prompt and its continuation as it comes; how many tokens that has."""
+        plan, ids, count = self.plan, self.ids(prompt), 0
+        print(prompt, end="", flush=True, file=out)
+        if plan.beams:
+            (best, *_), _ = self._beams(ids)
+            print(self.text(prompt, ids, best.ids), file=out)
+            return len(best.ids)
+        # Decoders drop the blank in front of a text's first piece. After an empty prompt the first new piece is that.
+        stream = TextStream(self.tokenizer, ids if prompt else [])
+        for token in generate(self.engine, ids, plan.tokens, plan.sampling, stop_ids=self.stop_ids):
+            count += 1
+            if token not in self.stop_ids:
+                print(stream.push(token), end="", flush=True, file=out)
+        print(stream.finish(), file=out)
+        return count
+
+    def _beams(self, ids: Sequence[int]) -> tuple[tuple[Beam, ...], str]:
+        self.engine.add(self._request(ids, 0))
+        while not self.engine.idle:
+            for event in self.engine.step():
+                if event.finish is not None:
+                    return event.beams, event.finish
+        raise AssertionError("a request has an end")
+
+    def _request(self, ids: Sequence[int], number: int) -> Request:
+        """The request of prompt `number`, each with a seed of its own."""
+        plan, seed = self.plan, self.plan.sampling.seed
+        how = plan.sampling if seed is None else replace(plan.sampling, seed=_wrapped(seed + number))
+        return Request(
+            prompt=tuple(ids),
+            tokens=max(1, min(plan.tokens, self.engine.limits.longest - len(ids))),
+            sampling=how,
+            stop_ids=self.stop_ids,
+            beams=plan.beams,
+            length_penalty=plan.length_penalty,
+        )
+
+    def answer_all(self, prompts: Sequence[str]) -> None:
+        """Continue all prompts together; one JSON line each, in their order."""
+        ids = [self.ids(prompt) for prompt in prompts]
+        numbers = {}
+        for number, one in enumerate(ids):
+            try:
+                numbers[self.engine.add(self._request(one, number))] = number
+            except RequestError as error:
+                where = f"--input {self.plan.input}:{number + 1}: " if self.plan.input is not None else ""
+                raise ValueError(f"{where}{_flagged(error)}") from None
+        new: list[list[int]] = [[] for _ in prompts]
+        ends: list[str] = [""] * len(prompts)
+        while not self.engine.idle:
+            for event in self.engine.step():
+                number = numbers[event.request]
+                if event.token is not None:
+                    new[number].append(event.token)
+                if event.finish is not None:
+                    ends[number] = event.finish
+                    new[number] = list(event.beams[0].ids) if event.beams else new[number]
+        rows = [
+            {"prompt": prompt, "text": self.text(prompt, one, more), "finish": end, "tokens": len(more)}
+            for prompt, one, more, end in zip(prompts, ids, new, ends, strict=True)
+        ]
+        lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        if self.plan.output is None:
+            print(lines, end="")
+            return
+        with whole_file(self.plan.output) as file:
+            file.write(lines.encode())
+
+    def converse(self) -> None:
+        """Ask for prompts at the terminal until `stop` or the end of the input. A rank of several has no standard
+        input of its own, so the terminal is opened."""
+        from rich.console import Console
+
+        console = Console(highlight=False)
+        with open("/dev/tty", encoding="utf-8", errors="replace") as terminal:
+            while True:
+                console.print(f"[bold]{ASK}[/]", end="")
+                prompt = terminal.readline()
+                if not prompt or prompt.strip() == "stop":
+                    console.print()
+                    return
+                prompt = prompt.rstrip("\n")
+                if not prompt:
+                    console.print("Prompt should not be empty!")
+                    continue
+                began = time.monotonic()
+                try:
+                    count = self.continue_one(prompt, console.file)  # type: ignore[arg-type]
+                except RequestError as error:
+                    console.print(f"\n{_flagged(error)}", markup=False)
+                    continue
+                speed = count / max(time.monotonic() - began, 1e-9)
+                console.print(f"[dim]{count} tokens, {speed:.1f} a second[/]")
+
+
+def _wrapped(seed: int) -> int:
+    return seed if seed <= SEEDS[1] else seed - SEEDS[1] - 1
+
+
+def _flagged(error: RequestError) -> str:
+    """The error of a field in the words of the command line."""
+    return f"--{error.field.replace('_', '-')} {error.value}: {error.rule}"
+
+
+def sampling_of(**fields: object) -> Sampling:
+    """The sampling of flags of these names. Errors: ValueError naming the flag."""
+    try:
+        return Sampling(**fields)  # type: ignore[arg-type]
     except RequestError as error:
-        raise ValueError(f"--{error.field.replace('_', '-')} {error.value}: {error.rule}") from None
-    checkpoint = locate(load)
-    tokenizer = load_tokenizer(checkpoint)
-    start = tokenizer.bos if tokenizer.bos is not None else tokenizer.eod
-    ids = tokenizer.encode(prompt) or ([start] if start is not None else [])
-    # Decoders drop the blank in front of the first piece, so the new text is what follows the prompt's own pieces.
-    # After an empty prompt the first new piece is the text's first.
-    before = ids if prompt else []
-    start_of_new = len(tokenizer.decode(before))
-    stage = load_model(checkpoint, Device.choose(device).torch)
-    print(prompt, end="", flush=True)
-    found: list[int] = []
-    shown = ""
-    for token in generate(stage, ids, tokens, how, seed=seed, end=tokenizer.eod, known=tokenizer.vocab_size):
-        if token == tokenizer.eod:
-            break
-        found.append(token)
-        text = tokenizer.decode([*before, *found])[start_of_new:]
-        if not text.endswith("\N{REPLACEMENT CHARACTER}"):  # half a character waits for its other half
-            print(text[len(shown) :], end="", flush=True)
-            shown = text
-    print(tokenizer.decode([*before, *found])[start_of_new + len(shown) :])
+        raise ValueError(_flagged(error)) from None
