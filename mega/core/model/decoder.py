@@ -23,7 +23,7 @@ from mega.core.parallel.vocab import cross_entropy, logits
 from mega.core.parallel.weight import ParameterFactory
 
 
-class Labelled(Protocol):
+class LabelledTokens(Protocol):
     """What a head asks of a batch; fields as of `DecoderBatch`."""
 
     @property
@@ -51,7 +51,7 @@ class Head(nn.Module):
         self.region = region
         self.objective: Objective | None = None
 
-    def forward(self, stream: ResidualState, batch: Labelled | None = None) -> Losses | torch.Tensor:
+    def forward(self, stream: ResidualState, batch: LabelledTokens | None = None) -> Losses | torch.Tensor:
         """The loss of a batch; logits [tokens, ids of this rank] without one."""
         normed = self.norm(stream)[1]
         if batch is None:
