@@ -66,7 +66,7 @@ class Head(nn.Module):
         """Log-probability of each row's trained labels, [b]. x: the stream's sum."""
         return row_log_probabilities(self._nll(self.norm(ResidualState(x))[1], batch), batch)
 
-    def _nll(self, normed: torch.Tensor, batch: Labelled) -> torch.Tensor:
+    def _nll(self, normed: torch.Tensor, batch: LabelledTokens) -> torch.Tensor:
         """Negative log-likelihood of every label, [tokens of the whole rows]."""
         return cross_entropy(normed, batch.labels.flatten(), self.weight, self.region, self.bias)
 
