@@ -20,10 +20,10 @@ def matmul_parameters(model: ModelConfig, trainable: bool = False) -> int:
 
     A tied embedding counts once, for the head is a product. trainable: of those that are trained only.
     """
-    return sum(tensor.elements for tensor in _products(model) if tensor.trainable or not trainable)
+    return sum(tensor.elements for tensor in _matmul_tensors(model) if tensor.trainable or not trainable)
 
 
-def _products(model: ModelConfig) -> Iterator[Tensor]:
+def _matmul_tensors(model: ModelConfig) -> Iterator[Tensor]:
     for tensor in inventory(model):
         if "embedding" not in tensor.units or "head" in tensor.units:
             yield tensor
@@ -60,7 +60,7 @@ def _by_side(model: ModelConfig) -> tuple[float, float]:
     the decoder writes."""
     assert model.layers
     read = written = 0.0
-    for tensor in _products(model):
+    for tensor in _matmul_tensors(model):
         unit, operations = tensor.units[-1], (6.0 if tensor.trainable else 4.0) * tensor.elements
         of_memory = f"{CROSS}.k_proj" in tensor.name or f"{CROSS}.v_proj" in tensor.name
         if of_memory or unit == "middle" or (isinstance(unit, int) and unit < model.layers):

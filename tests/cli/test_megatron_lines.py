@@ -245,7 +245,7 @@ def test_a_line_of_berts_script_with_its_family_is_one() -> None:
 
 
 def test_a_gpt_on_word_pieces_names_its_family() -> None:
-    with pytest.raises(ValueError, match=r"LowerCase: needs --family bert.*; give --family gpt to train that"):
+    with pytest.raises(ValueError, match=r"LowerCase: needs --family bert or t5.*; give --family gpt to train that"):
         parsed(YUAN)
     assert parsed(YUAN + " --family gpt").tokenizer.tokenizer == "BertWordPieceLowerCase"
 
@@ -256,7 +256,7 @@ def test_a_family_that_is_registered_reads_what_its_defaults_name(monkeypatch: p
     masked = SIZES + " --seq-length 128 --mask-prob 0.15"
     assert parsed(masked + " --family bert --bert-no-binary-head").model.binary_head is False
     assert parsed(masked + " --family electra").masking.mask_prob == 0.15
-    with pytest.raises(ValueError, match=r"^--mask-prob 0\.15: needs --family bert$"):
+    with pytest.raises(ValueError, match=r"^--mask-prob 0\.15: needs --family bert or t5$"):
         parsed(masked)
 
 

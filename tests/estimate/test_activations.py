@@ -16,9 +16,10 @@ from mega.core.config.compose import compose
 from mega.core.config.resolve import resolve
 from mega.core.config.run import RunConfig
 from mega.core.estimate import trace
+from mega.core.estimate.chunks import Chunk, stage_chunks
 from mega.core.estimate.footprint import Footprint, footprint
 from mega.core.estimate.sizes import Sizes
-from mega.core.estimate.weights import Chunk, stage_chunks, transient_buckets
+from mega.core.estimate.weights import transient_buckets
 from mega.core.family import synthetic_batch
 from mega.core.ops.fp8 import Cast, Fp8Matmuls
 from mega.core.ops.kernels import fp8

@@ -18,6 +18,7 @@ from mega.core.config.resolve import resolve
 from mega.core.config.run import RunConfig
 from mega.core.estimate import memory as estimate
 from mega.core.estimate import show
+from mega.core.estimate.chunks import stage_chunks
 from mega.core.plan import SCHEDULES, plan, simulate
 
 SMALL = {"layers": 24, "hidden": 64, "heads": 4, "vocab": 250, "seq_length": 32, "micro_batch": 1, "dtype": "bf16"}
@@ -73,7 +74,7 @@ def test_what_is_kept_counts_as_activations_in_a_forward_peak_too() -> None:
     run = resolve(compose("gpt2-124m", flags={"micro_batch": 1, "dtype": "bf16"}), 1)
     (stage,) = estimate.memory(run, 1).stages
     assert stage.when.startswith("forward")
-    (kept,) = estimate.footprints(run, estimate.stage_chunks(run)[0], 1, 1).values()
+    (kept,) = estimate.footprints(run, stage_chunks(run)[0], 1, 1).values()
     assert stage.activations == kept.held > stage.working
 
 

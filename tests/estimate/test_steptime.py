@@ -14,10 +14,11 @@ from mega.cli import main
 from mega.core.config.compose import compose
 from mega.core.config.resolve import resolve
 from mega.core.config.run import RunConfig
+from mega.core.estimate.chunks import stage_chunks
 from mega.core.estimate.hardware import Hardware, hardware
 from mega.core.estimate.memory import memory
 from mega.core.estimate.steptime import Pass, StepTime, pipeline_time, step_time
-from mega.core.estimate.weights import stage_chunks, stage_weights
+from mega.core.estimate.weights import stage_weights
 from mega.core.flops import published_flops, recomputed_flops
 from mega.core.plan import Costs, pieces, plan, simulate
 

@@ -11,7 +11,8 @@ from mega.core.config.compose import compose
 from mega.core.config.presets import PRESETS
 from mega.core.config.resolve import resolve
 from mega.core.config.run import RunConfig
-from mega.core.estimate.weights import stage_buckets, stage_chunks, stage_weights
+from mega.core.estimate.chunks import stage_chunks
+from mega.core.estimate.weights import stage_buckets, stage_weights
 from mega.core.optim.choose import rule_of
 from mega.core.optim.optimizer import Optimizer
 from mega.core.parallel.gradients import GradBuffer

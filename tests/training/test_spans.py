@@ -47,18 +47,33 @@ def losses(out: Path) -> dict[int, float]:
     return {row["step"]: row["loss"] for row in rows if "grad_norm" in row}
 
 
-def test_the_loss_falls_and_a_stopped_run_is_bitwise_the_straight_one(sentences: list[str], tmp_path: Path) -> None:
+def test_the_loss_falls_and_a_stopped_run_is_bitwise_the_straight_one(
+    sentences: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And its checkpoint is cut anew for other stages; forms that have no T5 of its kind refuse it."""
     straight, stopped = tmp_path / "straight", tmp_path / "stopped"
     assert main(["pretrain", *MODEL, *sentences, "--save", str(straight)]) == 0
     assert main(["pretrain", *MODEL, *sentences, "--save", str(stopped), "--exit-interval", "12"]) == 0
     assert CheckpointStore(stopped).steps() == [12]
     assert main(["pretrain", *MODEL, *sentences, "--save", str(stopped), "--resume", "auto"]) == 0
     found = losses(straight)
+    capsys.readouterr()
     assert losses(stopped) == found and len(found) == 24
     assert sum(found[step] for step in range(20, 25)) / 5 < found[1] - 1.0
     first, second = CheckpointStore(straight).open(24), CheckpointStore(stopped).open(24)
     assert any(key == "moment2/model.decoder.layers.0.encoder_attn.k_proj.weight" for key in first.tensors)
     assert set(first.tensors) == set(second.tensors) and not list(diff(first, second))
+    for verb in (
+        "reshard --saver megatron --no-load-optim",
+        "reshard --saver core --no-load-optim",
+        "convert-llama --to hf",
+    ):
+        assert main([*verb.split(), "--load-dir", str(straight), "--save-dir", str(tmp_path / "other")]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert ("T5" in line) and not (tmp_path / "other").exists()
+    whole = tmp_path / "whole"
+    assert main(["reshard", "--load-dir", str(straight), "--save-dir", str(whole), "--tp", "2", "--pp", "4"]) == 0
+    assert not list(diff(first, CheckpointStore(whole).open(24)))
 
 
 def test_a_vocabulary_without_sentinels_is_refused(

@@ -2,6 +2,7 @@
 
 trace        live bytes of one microbatch on real stages without memory: the only file here that knows torch
 footprint    the parts of a trace put together to a chunk of the model, with the buckets that come and go
+chunks       what each rank of a pipeline holds of a model, in numbers
 weights      parameters, gradients, masters and moments of a rank, as its buckets hold them
 memory       a whole step through the pipeline's plan: every stage's peak, and when
 hardware     devices and clusters as numbers (hardware.toml); fit makes them of measured seconds

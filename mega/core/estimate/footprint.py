@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mega.core.config.run import RunConfig
-from mega.core.estimate.weights import Chunk, Transient
+from mega.core.estimate.chunks import Chunk
+from mega.core.estimate.weights import Transient
 
 if TYPE_CHECKING:
     from mega.core.estimate.trace import Parts

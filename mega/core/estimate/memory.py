@@ -16,18 +16,10 @@ from typing import NamedTuple
 
 from mega.core.config.resolve import data_parallel, eager_microbatches, microbatches, records_graph
 from mega.core.config.run import RunConfig
+from mega.core.estimate.chunks import Chunk, stage_chunks
 from mega.core.estimate.footprint import Footprint, footprint
 from mega.core.estimate.hardware import GIB
-from mega.core.estimate.weights import (
-    BYTES,
-    Chunk,
-    Weights,
-    stage_chunks,
-    stage_weights,
-    tied_stages,
-    transient_buckets,
-    wide,
-)
+from mega.core.estimate.weights import BYTES, Weights, stage_weights, tied_stages, transient_buckets, wide
 from mega.core.inventory import inventory, parameters
 from mega.core.plan import Act, Compute, Exchange, plan
 from mega.core.plan.exchange import needs

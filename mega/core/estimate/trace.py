@@ -31,7 +31,7 @@ from mega.core.config.sections import (
     RuntimeConfig,
 )
 from mega.core.device import DTYPES
-from mega.core.estimate.weights import Chunk
+from mega.core.estimate.chunks import Chunk
 from mega.core.family import synthetic_batch
 from mega.core.inventory import shape
 from mega.core.parallel.gradients import parameter_spec

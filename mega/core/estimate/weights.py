@@ -5,7 +5,6 @@ The parameters are those of real stages on the meta device, and lie in buckets a
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -13,6 +12,7 @@ from typing import NamedTuple
 
 from mega.core.config.run import RunConfig
 from mega.core.config.sections import MemoryConfig, ModelConfig, ParallelConfig, RuntimeConfig
+from mega.core.estimate.chunks import Chunk, stage_chunks
 from mega.core.inventory import Tensor, Unit, inventory, placement, shape
 from mega.core.parallel.layout import BucketRules, BucketSpec, ParameterSpec, plan_buckets, shared_stages
 
@@ -20,28 +20,6 @@ BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 
 Place = tuple[int, int]
 """A parameter's unit in a chunk (0 before the first stack, its blocks, what follows, ...), and its number there."""
-
-
-class Chunk(NamedTuple):
-    """What a rank holds of the model in one piece: names of its units, and its blocks of each of the model's stacks.
-
-    Ranks whose chunks are equal hold equally much, and take equally long.
-    """
-
-    names: tuple[str, ...]
-    stacks: tuple[int, ...]
-
-    @property
-    def blocks(self) -> int:
-        return sum(self.stacks)
-
-    def unit(self, stacks: int) -> int:
-        """Which of a chunk's units the one is that follows so many stacks, its blocks counted one by one.
-
-        >>> Chunk(("embedding", "middle", "head"), (2, 3)).unit(1)
-        3
-        """
-        return sum(self.stacks[:stacks]) + stacks
 
 
 @dataclass(frozen=True)
@@ -94,30 +72,6 @@ class Weights:
 def wide(dtype: str) -> int:
     """Bytes of max(fp32, dtype), in which masters, moments, norms and the loss are kept."""
     return max(4, BYTES[dtype])
-
-
-def stage_chunks(run: RunConfig) -> tuple[tuple[Chunk, ...], ...]:
-    """The chunks of every pipeline stage of a resolved `run`, as `[stage][chunk]`."""
-    parallel = run.parallel
-    return _stage_chunks(run.model, parallel.pp, parallel.chunks, parallel.stage_layers)
-
-
-@lru_cache(maxsize=256)
-def _stage_chunks(
-    model: ModelConfig, pp: int, chunks: int, stage_layers: tuple[int, ...]
-) -> tuple[tuple[Chunk, ...], ...]:
-    stack_of, stacks = shape(model).stack_of, len(model.stacks)
-    held: dict[tuple[int, int], list[Unit]] = {}
-    for unit, place in placement(model, pp, chunks, stage_layers).items():
-        held.setdefault(place, []).append(unit)
-
-    def chunk(units: Sequence[Unit]) -> Chunk:
-        counts = Counter(stack_of[unit] for unit in units if isinstance(unit, int))
-        return Chunk(
-            tuple(unit for unit in units if isinstance(unit, str)), tuple(counts[number] for number in range(stacks))
-        )
-
-    return tuple(tuple(chunk(held.get((stage, number), [])) for number in range(chunks)) for stage in range(pp))
 
 
 def stage_weights(run: RunConfig, dp: int, chunks: tuple[Chunk, ...]) -> Weights:

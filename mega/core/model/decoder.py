@@ -23,7 +23,7 @@ from mega.core.parallel.vocab import cross_entropy, logits
 from mega.core.parallel.weight import ParameterFactory
 
 
-class Labelled(Protocol):
+class LabelledTokens(Protocol):
     """What a head asks of a batch; fields as of `DecoderBatch`."""
 
     @property
@@ -51,7 +51,7 @@ class Head(nn.Module):
         self.region = region
         self.objective: Objective | None = None
 
-    def forward(self, stream: ResidualState, batch: Labelled | None = None) -> Losses | torch.Tensor:
+    def forward(self, stream: ResidualState, batch: LabelledTokens | None = None) -> Losses | torch.Tensor:
         """The loss of a batch; logits [tokens, ids of this rank] without one."""
         normed = self.norm(stream)[1]
         if batch is None:
@@ -66,7 +66,7 @@ class Head(nn.Module):
         """Log-probability of each row's trained labels, [b]. x: the stream's sum."""
         return row_log_probabilities(self._nll(self.norm(ResidualState(x))[1], batch), batch)
 
-    def _nll(self, normed: torch.Tensor, batch: Labelled) -> torch.Tensor:
+    def _nll(self, normed: torch.Tensor, batch: LabelledTokens) -> torch.Tensor:
         """Negative log-likelihood of every label, [tokens of the whole rows]."""
         return cross_entropy(normed, batch.labels.flatten(), self.weight, self.region, self.bias)
 

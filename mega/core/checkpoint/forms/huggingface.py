@@ -72,6 +72,8 @@ def export(own: Own, to: str, given: Given) -> Export:
     """A folder that transformers' `from_pretrained` opens."""
     if own.model.family == "bert":
         return _folder(own, bert, SpecialTokens({}), {}, bert.losses(own.model))
+    if own.model.decoder_layers is not None:
+        raise CheckpointError(f"--to {to}: Hugging Face's T5 is another model, without learned positions; valid: mega")
     names = gpt2 if own.model.position == "learned" else llama
     tokens, losses = _special_tokens(own, given)
     config = _config(names, own, tokens)

@@ -116,6 +116,8 @@ def common_name(name: str) -> str:
     >>> common_name("decoder.layers.0.mlp.linear_fc1.layer_norm_weight")
     'encoder.layers.0.post_attention_norm.weight'
     """
+    if name.startswith("language_model.decoder.") or ".cross_attention." in name:
+        raise CheckpointError(f"{name}: trees of an encoder and a decoder (T5) are not built yet")
     name = name.removeprefix("language_model.")
     if name.startswith("decoder."):
         for local, engine in TRANSFORMER_ENGINE.items():
@@ -393,6 +395,8 @@ def _runs(model: ModelConfig, tensor: Tensor, share: int, version: int) -> list[
 def export(own: Own, to: str, given: Given) -> Export:
     """A tree that Megatron-LM loads; one rank's file is in memory at a time."""
     model, style, tp, pp = own.model, STYLES[to], given.layout.tp, given.layout.pp
+    if model.decoder_layers is not None:
+        raise CheckpointError(f"--saver {to}: trees of an encoder and a decoder (T5) are not built yet; valid: mega")
     checkpoint, progress = own.checkpoint, own.checkpoint.meta.get("progress")
     kinds = state_kinds(checkpoint, core=style.startswith("core")) if given.optimizer else ()
     facts = facts_of(checkpoint.meta, str(checkpoint.path)) if kinds else None

@@ -1,0 +1,61 @@
+"""What each rank of a pipeline holds of a model, in numbers: chunks that are equal hold, take and cost equally much.
+
+Knows no torch and no bytes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+from mega.core.config.run import RunConfig
+from mega.core.config.sections import ModelConfig
+from mega.core.inventory import Unit, placement, shape
+
+
+class Chunk(NamedTuple):
+    """What a rank holds of the model in one piece: names of its units, and its blocks of each of the model's stacks.
+
+    Ranks whose chunks are equal hold equally much, and take equally long.
+    """
+
+    names: tuple[str, ...]
+    stacks: tuple[int, ...]
+
+    @property
+    def blocks(self) -> int:
+        return sum(self.stacks)
+
+    def unit(self, stacks: int) -> int:
+        """Which of a chunk's units the one is that follows so many stacks, its blocks counted one by one.
+
+        >>> Chunk(("embedding", "middle", "head"), (2, 3)).unit(1)
+        3
+        """
+        return sum(self.stacks[:stacks]) + stacks
+
+
+def stage_chunks(run: RunConfig) -> tuple[tuple[Chunk, ...], ...]:
+    """The chunks of every pipeline stage of a resolved `run`, as `[stage][chunk]`."""
+    parallel = run.parallel
+    return _stage_chunks(run.model, parallel.pp, parallel.chunks, parallel.stage_layers)
+
+
+@lru_cache(maxsize=256)
+def _stage_chunks(
+    model: ModelConfig, pp: int, chunks: int, stage_layers: tuple[int, ...]
+) -> tuple[tuple[Chunk, ...], ...]:
+    stack_of, stacks = shape(model).stack_of, len(model.stacks)
+    held: dict[tuple[int, int], list[Unit]] = {}
+    for unit, place in placement(model, pp, chunks, stage_layers).items():
+        held.setdefault(place, []).append(unit)
+
+    def chunk(units: Sequence[Unit]) -> Chunk:
+        counts = Counter(stack_of[unit] for unit in units if isinstance(unit, int))
+        return Chunk(
+            tuple(unit for unit in units if isinstance(unit, str)), tuple(counts[number] for number in range(stacks))
+        )
+
+    return tuple(tuple(chunk(held.get((stage, number), [])) for number in range(chunks)) for stage in range(pp))
