@@ -64,12 +64,17 @@ def _window(world: int) -> Mapping[str, Any]:
     return {"layers": 8, "seq_length": 16384, "micro_batch": 1, "global_batch": 4 * world}
 
 
+def _bert(world: int) -> Mapping[str, Any]:
+    return {"micro_batch": max(1, min(64, 512 // world)), "global_batch": 512}
+
+
 ROWS: Mapping[str, tuple[str, Callable[[int], Mapping[str, Any]]]] = {
     "w1": ("gpt2-345m", _w1),
     "w2": ("llama2-7b", _w2),
     "w2-fp8": ("llama2-7b", _w2_fp8),
     "w3": ("gpt-22b", _w3),
     "window": ("mistral-7b", _window),
+    "bert": ("bert-345m", _bert),
 }
 """The rows that speed is compared by: a preset, and what it adds to it on that many ranks."""
 
