@@ -103,8 +103,8 @@ class RowHead(nn.Module):
         return reduce_from_region(held, self.region.axis, sequence=False)
 
 
-ROW_HEADS = {"lm": "binary_head", "classification": "classification_head"}
-"""The model's head -> what judges rows."""
+ROW_HEADS = {"lm": "binary_head", "classification": "classification_head", "none": ""}
+"""The model's head -> what judges rows, if anything does."""
 
 
 class Head(nn.Module):
@@ -115,13 +115,11 @@ class Head(nn.Module):
         self.ops = factory.ops
         self.norm = Norm(factory, model, tensors, "model.norm") if model.norm_placement == "pre" else None
         self.words = WordHead(factory, model, tensors, region) if model.head == "lm" else None
-        name = ROW_HEADS.get(model.head)
+        name, pooled = ROW_HEADS[model.head], "pooler.dense.weight" in tensors
         judges = f"{name}.weight" in tensors
-        self.rows = RowHead(factory, tensors, name, region) if name is not None and judges else None
+        self.rows = RowHead(factory, tensors, name, region) if judges else None
         # A model without a head still has its pooler.
-        self.pooler = (
-            Dense(factory, tensors, "pooler.dense") if not judges and "pooler.dense.weight" in tensors else None
-        )
+        self.pooler = Dense(factory, tensors, "pooler.dense") if pooled and not judges else None
 
     def forward(self, stream: ResidualState, batch: MaskedBatch | None = None) -> Losses | torch.Tensor:
         """The losses of a batch; logits of words [tokens, ids of this rank] without one."""

@@ -64,9 +64,17 @@ def _window(world: int) -> Mapping[str, Any]:
     return {"layers": 8, "seq_length": 16384, "micro_batch": 1, "global_batch": 4 * world}
 
 
+_DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
+
+
+def _bert(world: int) -> Mapping[str, Any]:
+    """With the dropout that it is trained with."""
+    return {"micro_batch": max(1, min(64, 256 // world)), "global_batch": 256, **_DROPOUT}
+
+
 def _t5(world: int) -> Mapping[str, Any]:
-    """Twice as many samples of a microbatch as Megatron-LM's script for 16 GB; 512 tokens read and 128 written."""
-    return {"micro_batch": max(1, min(32, 512 // world)), "global_batch": 512}
+    """512 tokens read and 128 written, with dropout."""
+    return {"micro_batch": max(1, min(64, 512 // world)), "global_batch": 512, **_DROPOUT}
 
 
 ROWS: Mapping[str, tuple[str, Callable[[int], Mapping[str, Any]]]] = {
@@ -75,6 +83,7 @@ ROWS: Mapping[str, tuple[str, Callable[[int], Mapping[str, Any]]]] = {
     "w2-fp8": ("llama2-7b", _w2_fp8),
     "w3": ("gpt-22b", _w3),
     "window": ("mistral-7b", _window),
+    "bert": ("bert-345m", _bert),
     "t5": ("t5-220m", _t5),
 }
 """The rows that speed is compared by: a preset, and what it adds to it on that many ranks."""
