@@ -33,6 +33,7 @@ def run(
     calibrate: Annotated[
         str | None, typer.Option(help="measure this machine instead, into a .toml that memory-estimate --gpu reads")
     ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="let --calibrate replace a file")] = False,
 ) -> int:
     """Measure speed: the trainer's own step on random tokens, one row after another in one process group.
 
@@ -44,7 +45,11 @@ def run(
     for flag, path in (("--json", json), ("--trace", trace), ("--calibrate", calibrate)):
         if path is not None:
             check_file(flag, path)
+    if overwrite and calibrate is None:
+        raise ValueError("--overwrite: is of --calibrate, which is not given")
     if calibrate is not None:
+        if os.path.isfile(calibrate) and not overwrite:
+            raise ValueError(f"--calibrate {calibrate}: exists; name another file, or give --overwrite to replace it")
         excluded = {"--json": json, "--against": against, "--trace": trace, "--model": given.preset}
         typed = [f"{flag} {value}" for flag, value in excluded.items() if value is not None] + list(rows or ())
         typed += [flag_of(name) for name in given.values if name not in options_with(bench="host")]

@@ -242,8 +242,8 @@ def _tokenizer_section(where: str, attachments: Mapping[str, Path], meta: Mappin
     files: dict[str, Any] = {FIELDS[name]: str(path) for name, path in attachments.items() if name in FIELDS}
     if (model := MODELS.get(kind)) in attachments:
         files["tokenizer_model"] = str(attachments[str(model)])
-    counts = {"vocab_extra_ids": options.get("vocab_extra_ids") or 0, "null_eod_last": bool(options.get("null_eod_last"))}
-    return {"tokenizer": kind, "vocab_size": options.get("vocab_size"), **counts, **files}
+    counts = {"vocab_size": options.get("vocab_size"), "vocab_extra_ids": options.get("vocab_extra_ids") or 0}
+    return {"tokenizer": kind, **counts, "null_eod_last": bool(options.get("null_eod_last")), **files}
 
 
 def special_tokens(checkpoint: Checkpoint) -> SpecialTokens:
