@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Annotated, Any
 
@@ -33,6 +33,7 @@ def run(
     calibrate: Annotated[
         str | None, typer.Option(help="measure this machine instead, into a .toml that memory-estimate --gpu reads")
     ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="let --calibrate replace a file")] = False,
 ) -> int:
     """Measure speed: the trainer's own step on random tokens, one row after another in one process group.
 
@@ -41,9 +42,7 @@ def run(
     """
     world = world_from_env()
     size = ranks(world, run.runtime.nproc, run.runtime.world)
-    for flag, path in (("--json", json), ("--trace", trace), ("--calibrate", calibrate)):
-        if path is not None:
-            check_file(flag, path)
+    _check_outputs({"--json": json, "--trace": trace, "--calibrate": calibrate}, overwrite)
     if calibrate is not None:
         excluded = {"--json": json, "--against": against, "--trace": trace, "--model": given.preset}
         typed = [f"{flag} {value}" for flag, value in excluded.items() if value is not None] + list(rows or ())
@@ -102,6 +101,18 @@ def _measurable(run: RunConfig, given: GivenOptions, steps: int) -> RunConfig:
     if "initial_loss_scale" not in given.values and run.precision.loss_scale is None:
         values["initial_loss_scale"] = 2.0**16
     return updated(run, values)
+
+
+def _check_outputs(paths: Mapping[str, str | None], overwrite: bool) -> None:
+    """Errors: ValueError where a file cannot be written, or would be replaced and must not be."""
+    for flag, path in paths.items():
+        if path is not None:
+            check_file(flag, path)
+    made = paths["--calibrate"]
+    if overwrite and made is None:
+        raise ValueError("--overwrite: is of --calibrate, which is not given")
+    if made is not None and os.path.isfile(made) and not overwrite:
+        raise ValueError(f"--calibrate {made}: exists; name another file, or give --overwrite to replace it")
 
 
 def _calibrate(run: RunConfig, out: str, repeats: int, start: bool, size: int) -> int:

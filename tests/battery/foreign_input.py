@@ -317,7 +317,7 @@ whole_archives: dict[str, bytes] = {}
 TRAIN = (
     "pretrain --model tiny-gpt --layers 1 --hidden 16 --heads 2 --seq-length 8 --dtype fp16 --initial-loss-scale 1024 "
     "--lr 1e-3 --lr-decay constant --micro-batch 1 --global-batch 2 --mock-data --tokenizer NullTokenizer "
-    "--vocab-size 64"
+    f"--vocab-size 64 --metrics {HOME}/metrics.jsonl"
 ).split()
 
 

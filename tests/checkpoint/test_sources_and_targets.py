@@ -33,6 +33,7 @@ from mega.core.checkpoint.own.store import CheckpointStore, Piece, locate
 from mega.core.files import url_of
 from mega.core.training.resume import sidecar_files
 from tests.support.foreign_forms import LLAMA, hf_config, hf_writer, weights_of
+from tests.support.hugging_face import hf_folder
 from tests.support.nfs import locks_of_nfs
 
 
@@ -95,6 +96,21 @@ def test_windows_as_transformers_understands_them(
     assert (model.positions, model.window) == (positions, window)
     again = model_from_config(config_from_model(model, "float32"), "config.json")
     assert (again.positions, again.window) == (positions, window)
+
+
+def test_positions_that_are_cut_are_said(tmp_path: Path) -> None:
+    """Some layers with a sliding window, others without: the model ends with the window."""
+    window = {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1, "max_position_embeddings": 64}
+    source = hf_folder(tmp_path / "hf", "qwen2", **window)
+    notes = convert(source, tmp_path / "run").notes
+    assert any("the model is cut from 64 positions to 16" in note for note in notes), notes
+    whole = hf_folder(tmp_path / "whole", "qwen2", max_position_embeddings=64)
+    assert not any("is cut" in note for note in convert(whole, tmp_path / "other").notes)
+    config = json.loads((source / "config.json").read_text())
+    for kind in ("bloom", None, ["llama"]):
+        (source / "config.json").write_text(json.dumps({**config, "model_type": kind}))
+        with pytest.raises(CheckpointError, match=r"model_type .*\(valid: gpt2, llama, mistral, qwen2, qwen3, "):
+            convert(source, tmp_path / "x")
 
 
 def test_a_window_is_not_lost_on_the_way_to_a_form_without() -> None:

@@ -23,6 +23,7 @@ from typer.testing import CliRunner
 from mega.cli import main
 from mega.commands import checkpoint as verbs
 from mega.commands.reshard import run as reshard_verb
+from mega.core.checkpoint.forms.convert import convert
 from mega.core.checkpoint.own import inspect
 from mega.core.checkpoint.own.layout import Layout, plan_files
 from mega.core.checkpoint.own.manifest import MANIFEST
@@ -31,6 +32,7 @@ from mega.core.checkpoint.own.reshard import Ledger, reshard
 from mega.core.checkpoint.own.retention import retain, surplus
 from mega.core.checkpoint.own.store import CheckpointStore, SaveError, locate
 from mega.core.checkpoint.own.tables import progress_bar
+from mega.core.checkpoint.own.verdicts import StepVerdict
 from mega.core.config.sections import ModelConfig
 from mega.core.inventory import inventory
 from tests.support.nfs import locks_of_nfs
@@ -295,6 +297,26 @@ def test_no_free_bytes_are_told_where_nobody_knows_them(tmp_path: Path) -> None:
         reshard(tmp_path / "a", tmp_path / "file" / "below", Layout(1, 1))
 
 
+def test_what_is_not_finite_is_copied_and_said(tmp_path: Path) -> None:
+    save_model(tmp_path / "a", LLAMA)
+    assert reshard(tmp_path / "a", tmp_path / "b", Layout(2, 1)).notes == ()
+    source = locate(tmp_path / "a")
+    pieces = []
+    for key, (shape, dtype) in source.tensors.items():
+        tensor = torch.empty(shape, dtype=dtype)
+        source.read([Piece(key, shape, (0,) * len(shape), tensor)])
+        if "norm" in key:
+            tensor.view(-1)[0] = torch.nan
+        pieces.append(Piece(key, shape, (0,) * len(shape), tensor))
+    CheckpointStore(tmp_path / "c").save(source.step, pieces, dict(source.meta), rank=0, world=1, agree=lambda ok: ok)
+    (note,) = reshard(tmp_path / "c", tmp_path / "d", Layout(2, 1)).notes
+    (exported,) = (each for each in convert(tmp_path / "c", tmp_path / "hf", to="hf").notes if "infinity" in each)
+    assert "of the source held a NaN" in exported
+    assert re.fullmatch(
+        r"\S+norm\S* and \d+ other tensors of the source held a NaN or an infinity, and so does .*", note
+    )
+
+
 def test_verbs(tmp_path: Path) -> None:
     store = fill(tmp_path / "a", [1, 2])
     (tmp_path / "a" / "step-0000003.tmp").mkdir()
@@ -303,7 +325,16 @@ def test_verbs(tmp_path: Path) -> None:
     whole = run(verbs.app, ["verify", str(tmp_path / "a")])
     assert whole.exit_code == 0 and whole.output.count("whole") == 2
     shown = run(verbs.app, ["show", str(store.path(1))])
-    assert shown.exit_code == 0 and "float32" in shown.output
+    assert shown.exit_code == 0 and "float32" in shown.output and "unproven" in shown.output
+    verdicts = {
+        1: StepVerdict(store.digest(1), "good"),
+        2: StepVerdict(store.digest(2), "suspect", reason="it blew up"),
+    }
+    store.set_verdicts(verdicts)
+    proven = run(verbs.app, ["verify", str(tmp_path / "a")]).output.splitlines()
+    assert proven[0].endswith(" bytes, good") and proven[1].endswith(" bytes, suspect: it blew up")
+    assert "suspect: it blew up" in " ".join(run(verbs.app, ["show", str(tmp_path / "a/step-0000002")]).output.split())
+    store.set_verdicts({})
     listed = run(verbs.app, ["show", "--tensors", str(tmp_path / "a")])
     assert "w " in listed.output
     same = run(verbs.app, ["diff", str(store.path(1)), str(store.path(1))])

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import shlex
+import tarfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from mega.argv import meanings, translate
+from mega.cli import main
 from mega.core.config import toml
 from mega.core.config.presets import FAMILY_DEFAULTS, FamilyDefaults
 from mega.core.config.resolve import resolve
 from mega.core.config.run import RunConfig, entries, value_of
+from mega.core.text.build import build
 from mega.options import command
+from tests.support.shared import shared
 
 GPT_345M = """
     --num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024
@@ -344,3 +349,25 @@ def test_every_spelling_of_megatron_leads_somewhere() -> None:
     for entry in entries().values():
         for spelling in entry.option.megatron:
             assert getattr(KNOWN[spelling], "flag", None) == entry.flag
+
+
+@pytest.mark.parametrize(
+    "name", ["gpt_fp32_tp2pp1dp2_plain", "llama_bf16_tp2pp2dp1_do", "te_llama_fp32_tp2pp1dp1_plain"]
+)
+def test_lines_that_megatron_core_recorded(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As they stand, but for where files lie."""
+    with tarfile.open(shared(f"megatron_core/{name}.tar.xz")) as archive:
+        member = next(each for each in archive if each.name.endswith("record.json"))
+        argv = json.load(archive.extractfile(member))["argv"]  # type: ignore[arg-type]
+    data = str(shared("megatron_core/bytes_document.bin")).removesuffix(".bin")
+    places = [data if word.endswith("/bytes_document") else str(tmp_path / Path(word).name) for word in argv]
+    line = [place if word.startswith("/data/") else word for word, place in zip(argv, places, strict=True)]
+    assert main(["pretrain", *line, "--dry-run", "--world", "4"]) == 0
+    assert "everything checked" in capsys.readouterr().out
+
+
+def test_the_null_tokenizer_counts_as_core_does() -> None:
+    old, new = (build(tokenizer="NullTokenizer", vocab_size=257, null_eod_last=last) for last in (False, True))
+    assert (old.vocab_size, old.eod) == (258, 257) and (new.vocab_size, new.eod) == (257, 256)
+    with pytest.raises(ValueError, match="--vocab-size 1: must be at least 2 with --null-eod-last"):
+        build(tokenizer="NullTokenizer", vocab_size=1, null_eod_last=True)

@@ -104,6 +104,15 @@ def test_a_tensor_split_that_is_finer_than_the_kv_heads_is_told_once() -> None:
     assert problems(4, tp=4, heads=4, kv_heads=2) == ["--kv-heads 2: must be divisible by --tp 4; valid --tp: 1, 2"]
 
 
+def test_valid_tensor_splits_divide_all_that_is_split() -> None:
+    found = problems(4, tp=4, heads=6, hidden=192, ffn=768)
+    assert found == ["--heads 6: must be divisible by --tp 4; valid --tp: 1, 2, 3, 6"]
+    assert problems(5, tp=5, heads=6, hidden=192, ffn=512) == [
+        "--heads 6: must be divisible by --tp 5; valid --tp: 1, 2",
+        "--ffn 512: must be divisible by --tp 5; valid --tp: 1, 2",
+    ]
+
+
 def test_a_model_that_comes_from_the_checkpoint_is_not_asked_for() -> None:
     flags = {"micro_batch": 1, "seq_length": 8, "steps": 4, "lr": 1e-3, "mock_data": True}
     check(compose(flags=flags | {"use_checkpoint_config": True, "load": "x"}), 1)

@@ -42,6 +42,13 @@ def _measured(groups, rank: int):  # type: ignore[no-untyped-def]
     return machine.measured()
 
 
-def test_the_file_must_be_toml(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_file_must_be_toml_and_new(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    mine = tmp_path / "mine.toml"
+    mine.write_text("memory = 80.0")
+    assert cli.main(["bench", "--calibrate", str(mine)]) == 2
+    assert f"--calibrate {mine}: exists; name another file, or give --overwrite" in capsys.readouterr().err
+    assert mine.read_text() == "memory = 80.0"
+    assert cli.main(["bench", "w1", "--overwrite"]) == 2
+    assert "--overwrite: is of --calibrate, which is not given" in capsys.readouterr().err
     assert cli.main(["bench", "--calibrate", "mine.txt"]) == 2
     assert "--calibrate mine.txt: must end in .toml" in capsys.readouterr().err

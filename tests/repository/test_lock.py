@@ -40,7 +40,18 @@ def test_every_requirement_is_locked() -> None:
 
 
 def test_run_installs_nothing_else() -> None:
-    lines = [line for line in (ROOT / "run").read_text().splitlines() if "pip install" in line]
-    assert len(lines) == 2
+    text = (ROOT / "run").read_text().replace("\\\n", "")
+    lines = [line for line in text.splitlines() if "pip install" in line]
+    assert len(lines) == 3
     assert all(flag in lines[0] for flag in ("--require-hashes", "--no-deps", "--only-binary :all:"))
-    assert "--no-deps --no-build-isolation -e ." in lines[1]
+    assert all(flag in lines[1] for flag in ("--require-hashes", "--no-deps", "--no-build-isolation", "source.txt"))
+    assert "--no-deps --no-build-isolation -e ." in lines[2]
+
+
+def test_what_is_built_is_an_extra_of_its_own() -> None:
+    """Users get wheels alone; the tests of what has none build it, with a locked setuptools."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    (requirement,) = map(Requirement, extras["yuan"])
+    ((name, (version, hashes)),) = pins("source.txt").items()
+    assert name == requirement.name and requirement.specifier.contains(version) and len(hashes) == 1
+    assert "setuptools" in pins("core.txt") and name not in pins("core.txt") | pins("dev.txt")

@@ -71,14 +71,19 @@ def test_text_never_becomes_a_control_token(kind: str) -> None:
 
 def cut_by_definition(word: str, vocab: dict[str, int]) -> list[int]:
     """CPM-2's rule for one word: the longest piece from the left, ## before what continues a western word."""
+    if len(word) > 200:
+        return [vocab["<unk>"]]
     found, rest = [], word
     while rest:
-        mark = "##" if found and not is_chinese(word) else ""
-        sizes = [size for size in range(len(rest), 0, -1) if mark + rest[:size] in vocab]
-        if not sizes or len(word) > 200:
-            return [vocab["<unk>"]]
-        found.append(vocab[mark + rest[: sizes[0]]])
-        rest = rest[sizes[0] :]
+        parts = [rest[:size] for size in range(len(rest), 0, -1)]
+        known = [part for part in parts if ("##" if rest != word and not is_chinese(part) else "") + part in vocab]
+        if not known:
+            found.append(vocab["<unk>"])
+            rest = rest[1:]
+            continue
+        mark = "##" if rest != word and not is_chinese(known[0]) else ""
+        found.append(vocab[mark + known[0]])
+        rest = rest[len(known[0]) :]
     return found
 
 
@@ -95,11 +100,28 @@ def yuan_texts(strings: int, documents: int) -> int:
     lines = path.read_text().split("\n")
     vocab = {piece: number for number, piece in enumerate(lines)}
     chinese = shared("chinese/cmrc2018_trial_contexts.jsonl").read_text().splitlines()
-    texts = [*fuzz(strings, 21), *(json.loads(line)["text"] for line in chinese[:documents])]
-    western = [not is_chinese(piece) for piece in lines]
+    mixed, rng = "".join(json.loads(line)["text"] for line in chinese), random.Random(4)
+    words = [
+        "love",
+        "New  York",
+        "\u94d9\u94b9",
+        "T\u6064",
+        "\r\n",
+        "\n",
+        " ",
+        "  ",
+        "2020",
+        "x" * 201,
+        "\ud7ff\u9fffa",
+    ]
+    texts = [*fuzz(strings // 2, 21), *(json.loads(line)["text"] for line in chinese[:documents])]
+    for _ in range(strings - len(texts) + documents):
+        begins = [rng.randrange(len(mixed) - 9) for _ in range(6)]
+        texts.append("".join(mixed[i : i + rng.randrange(9)] + rng.choice(words) for i in begins))
+    western = [not is_chinese(piece) and piece != "\u2582" for piece in lines]
     for text in texts:
-        words = jieba.cut(text.replace(" ", "\u2582").replace("\n", "\u2583"))
-        whole = [token for word in words for token in cut_by_definition(word, vocab)]
+        cut = [word.replace(" ", "\u2582").replace("\n", "\u2583") for word in jieba.cut(text)]
+        whole = [token for word in cut for token in cut_by_definition(word, vocab)]
         expected = [
             token
             for i, token in enumerate(whole)

@@ -164,6 +164,14 @@ def test_yuan(tmp_path: Path) -> None:
     assert pieces == ["我", "▂", "love", "New", "York", "2020", "年", "▃", "你好"]
     assert tokenizer.decode(tokenizer.encode(text)) == text
     assert tokenizer.eod not in tokenizer.encode("<eod>")
+    # of the code that Yuan-1.0 was trained with
+    assert tokenizer.encode("a  b") == [1007, 10, 10, 1466] and tokenizer.encode("a b") == [1007, 1466]
+    assert tokenizer.encode("\u94d9\u94b9") == [0, 0] and tokenizer.encode("\u6211\u94d9\u94b9") == [
+        *tokenizer.encode("\u6211"),
+        0,
+        0,
+    ]
+    assert tokenizer.decode(tokenizer.encode("a  b c")) == "a  b c"
 
 
 def test_protobuf_fields() -> None:

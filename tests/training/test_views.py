@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import io
 import random
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,11 +16,12 @@ import torch
 
 from mega.core.checkpoint.own.store import CheckpointStore
 from mega.core.config.compose import compose
+from mega.core.config.run import RunConfig, updated
 from mega.core.device import Device
 from mega.core.parallel.launch import Pool
-from mega.core.parallel.mesh import Groups
+from mega.core.parallel.mesh import Groups, Mesh
 from mega.core.training.inputs import Inputs, open_inputs, resolve_run
-from mega.core.training.start import start
+from mega.core.training.start import check_same_everywhere, start
 from tests.support.views import KINDS, damage, seen_at
 
 RUN: dict[str, Any] = {
@@ -86,6 +89,24 @@ def from_steps(groups: Groups, rank: int, flags: dict[str, Any], places: dict[in
             CheckpointStore(Path(place).parent).open(step).read(pieces)
             found[step] = sum(float(piece.tensor.double().sum()) for piece in pieces)
     return found
+
+
+def compared(groups: Groups, rank: int, flags: list[dict[str, Any]]) -> str:
+    """Job: what a rank is told whose flags may be others than another's."""
+    run = updated(RunConfig(), flags[rank])
+    inputs = SimpleNamespace(run=run, fingerprint=lambda: hashlib.sha256(repr(run).encode()).hexdigest())
+    try:
+        check_same_everywhere(Mesh(rank, dp=2, groups=groups), inputs, torch.device("cpu"))  # type: ignore[arg-type]
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_flags_that_differ_between_ranks_are_named(pool: Pool) -> None:
+    assert pool.run(compared, [{"metrics": "a"}, {"metrics": "a"}], world=2) == ["", ""]
+    told = pool.run(compared, [{"metrics": "a", "lr": 1e-3}, {"metrics": "b", "lr": 2e-3}], world=2)
+    line = "--lr 0.001 of rank 0, 0.002 of rank 1; --metrics a of rank 0, b of rank 1: must be the same on every rank"
+    assert told == [f"{line}; start all of them with the same flags and files"] * 2
 
 
 @pytest.fixture(scope="module")

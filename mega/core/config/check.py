@@ -10,6 +10,7 @@ listed in config/not_yet.py. No torch: what only the device knows is checked whe
 from __future__ import annotations
 
 import importlib.util
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -47,7 +48,7 @@ def check(run: RunConfig, world: int) -> RunConfig:
     Traceback (most recent call last):
     ...
     ValueError: --heads 4: must be divisible by --tp 3; valid --tp: 1, 2, 4
-    --ffn 256: must be divisible by --tp 3; valid --tp: 1, 2, 4, 8, 16, 32, 64, 128, 256
+    --ffn 256: must be divisible by --tp 3; valid --tp: 1, 2, 4
     """
     unsized = [*_sizes(run), *_ranges(run)]
     problems = [*_names(run), *unsized, *_missing(run), *_needs(run), *_families(run), *_pairs(run), *files(run)]
@@ -354,11 +355,12 @@ def _tensor(run: RunConfig) -> Problems:
     tp = run.parallel.tp
     if run.model.ffn == 0:
         yield _line(run, "hidden", "is too narrow for a gated layer of 8/3 hidden in steps of 64; give --ffn")
-    for name in ("heads", "kv_heads", "ffn"):
-        size = value_of(run, name)
+    sizes = {name: value_of(run, name) for name in ("heads", "kv_heads", "ffn")}
+    valid = _divisors(math.gcd(*sizes.values()))
+    for name, size in sizes.items():
         # Where --kv-heads is simply --heads, one line is enough.
         if size % tp and not (name == "kv_heads" and size == run.model.heads):
-            yield _line(run, name, f"must be divisible by --tp {tp}; valid --tp: {_divisors(size)}")
+            yield _line(run, name, f"must be divisible by --tp {tp}; valid --tp: {valid}")
 
 
 def _fp8(run: RunConfig) -> Problems:

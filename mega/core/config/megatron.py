@@ -1,4 +1,5 @@
-"""Flags of Megatron-LM (2023) that are no options here: those that mean nothing any more, and those refused.
+"""Flags of Megatron-LM (2023, and today's core) that are no options here: those that mean nothing any more, and those
+refused.
 
 A flag that *is* an option carries its Megatron-LM spelling in config/sections.py. The flags below are
 accepted with one line on why they change nothing, or refused with one line on why.
@@ -24,6 +25,9 @@ _NO_RANDOM_STATE = "dropout is a function of seed and sample, so there is no ran
 _ONE_BUFFER = "gradients always lie in contiguous buckets"
 _NO_HISTORY = "fp8 scales are of the tensor at hand, without margin, interval or history"
 _TIMED = "step times are logged always"
+_ONE_FORM = "checkpoints are saved in one form, which any layout reads; see mega convert-llama for others"
+_SERVICE = "there is no such service"
+_STRAGGLERS = "ranks that others wait for are named at the end"
 
 IGNORED: Mapping[str, Ignored] = {
     # fusions and kernels
@@ -36,6 +40,8 @@ IGNORED: Mapping[str, Ignored] = {
     "--no-rope-fusion": Ignored(0, _FUSED),
     "--no-persist-layer-norm": Ignored(0, _FUSED),
     "--no-gradient-accumulation-fusion": Ignored(0, _FUSED),
+    "--cross-entropy-loss-fusion": Ignored(0, _FUSED),
+    "--cross-entropy-fusion-impl": Ignored(1, _FUSED),
     "--use-mcore-models": Ignored(0, "there is one implementation of each model"),
     "--use-legacy-models": Ignored(0, "there is one implementation of each model"),
     "--onnx-safe": Ignored(1, "there is no exporter to be safe for"),
@@ -79,13 +85,34 @@ IGNORED: Mapping[str, Ignored] = {
     "--no-data-sharding": Ignored(0, "every sample order is global"),
     "--inference-batch-times-seqlen-threshold": Ignored(1, "it means nothing in training"),
     "--max-tokens-to-oom": Ignored(1, "it means nothing in training"),
+    "--ckpt-format": Ignored(1, _ONE_FORM),
+    "--dist-ckpt-format": Ignored(1, _ONE_FORM),
+    "--use-dist-ckpt": Ignored(0, _ONE_FORM),
+    "--auto-detect-ckpt-format": Ignored(0, _ONE_FORM),
+    "--dist-ckpt-strictness": Ignored(1, "a checkpoint that lacks a tensor is refused"),
+    "--dist-ckpt-optim-fully-reshardable": Ignored(0, _ONE_FORM),
+    "--ckpt-fully-parallel-save": Ignored(0, "every rank always writes its part"),
+    "--no-ckpt-fully-parallel-save": Ignored(0, "every rank always writes its part"),
+    "--ckpt-fully-parallel-load": Ignored(0, "every rank reads what it holds"),
+    "--ckpt-assume-constant-structure": Ignored(0, _ONE_FORM),
+    "--manual-gc": Ignored(0, "Python's garbage is left to Python"),
+    "--manual-gc-interval": Ignored(1, "Python's garbage is left to Python"),
+    "--no-manual-gc-eval": Ignored(0, "Python's garbage is left to Python"),
     # preprocessing and samples
+    "--no-create-attention-mask-in-dataloader": Ignored(0, "masks are made where attention is computed"),
     "--max-preds-per-seq": Ignored(1, "TFRecords hold how many words they mask", families=("bert",)),
     "--dataset-impl": Ignored(1, "token files are always written in the mmap format"),
     "--partitions": Ignored(1, "--workers share one input"),
     "--keep-sequential-samples": Ignored(0, "documents always keep the order of the input"),
     "--log-interval": Ignored(1, "progress is reported every few seconds"),
     # logging
+    "--no-one-logger": Ignored(0, _SERVICE),
+    "--enable-one-logger": Ignored(0, _SERVICE),
+    "--one-logger-project": Ignored(1, _SERVICE),
+    "--one-logger-run-name": Ignored(1, _SERVICE),
+    "--one-logger-async": Ignored(0, _SERVICE),
+    "--log-straggler": Ignored(0, _STRAGGLERS),
+    "--disable-straggler-on-startup": Ignored(0, _STRAGGLERS),
     "--timing-log-level": Ignored(1, _TIMED),
     "--timing-log-option": Ignored(1, _TIMED),
     "--no-barrier-with-level-1-timing": Ignored(0, _TIMED),

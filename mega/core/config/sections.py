@@ -909,6 +909,11 @@ class TokenizerConfig(Section):
         within=COUNT,
         read_with={"tokenizer": ("NullTokenizer",)},
     )
+    null_eod_last: bool = option(
+        False,
+        "the last of NullTokenizer's --vocab-size ids ends a document, as in Megatron-core 0.18; else one more does",
+        read_with={"tokenizer": ("NullTokenizer",)},
+    )
     vocab_extra_ids: int = option(
         0, "sentinel tokens to add", megatron="--vocab-extra-ids", within=NOT_NEGATIVE, usual_in=("t5",)
     )

@@ -112,9 +112,8 @@ def build_datasets(
     if masking.sample_kind == "tfrecords":
         return _records(data, own, seq_length, seed, vocab, samples)
     split_shares(data.split)
-    builder = _Builder(
-        recipe(masking, seq_length, seed, tokenizer, pairs, data.repeat_short_parts), data, vocab, tokenizer
-    )
+    made_by = recipe(masking, seq_length, seed, tokenizer, pairs, data.repeat_short_parts)
+    builder = _Builder(made_by, data, vocab, tokenizer)
     made: dict[str, Any] = {
         name: builder.blend(
             "--data-path" if data.data_path else f"--{name}-data",
@@ -131,9 +130,8 @@ def build_datasets(
         if found is not None:
             named[label] = found
     contents = {prefix: corpus.content() for prefix, corpus in builder.corpora.items()}
-    return Datasets(
-        **made, named=named, notes=tuple(builder.notes), corpora=contents, repeats="train" in builder.repeated
-    )
+    repeats = "train" in builder.repeated
+    return Datasets(**made, named=named, notes=tuple(builder.notes), corpora=contents, repeats=repeats)
 
 
 def _check_corpora(data: DataConfig, *, training: bool) -> None:

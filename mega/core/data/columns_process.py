@@ -73,14 +73,18 @@ def _in_blocks(batch: Any, read: int) -> Rows:
         yield batch.slice(begin, rows), read
 
 
-_readers: dict[int, Rows] = {}
+_readers: dict[Any, Rows] = {}
+"""By number."""
 
 
 def answer(question: dict[str, Any]) -> Any:
     """See above."""
     number, path, kind = question.get("reader"), question.get("path"), question.get("kind")
+    if "close" in question:
+        del _readers[number]
+        return None
     if path is None:
-        return _readers.pop(number, None) and None if "close" in question else _next(_readers[number])
+        return _next(_readers[number])
     if number is None:
         import pyarrow.parquet
 

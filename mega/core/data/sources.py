@@ -326,12 +326,12 @@ def _document(piece: SourcePiece, done: int) -> Iterator[LineBlock]:
 
 def _broken() -> tuple[type[Exception], ...]:
     """What readers of packed files raise; the errors of zlib and isal are no kind of OSError."""
-    found: tuple[type[Exception], ...] = (OSError, EOFError, ValueError, lzma.LZMAError, zlib.error)
+    found: list[Any] = [OSError, EOFError, ValueError, lzma.LZMAError, zlib.error]
     with contextlib.suppress(ImportError):
         from isal import isal_zlib
 
-        found += (isal_zlib.error,)
-    return found
+        found.append(isal_zlib.error)
+    return tuple(found)
 
 
 def _stored(path: Path) -> BinaryIO:

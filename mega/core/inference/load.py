@@ -242,8 +242,8 @@ def _tokenizer_section(where: str, attachments: Mapping[str, Path], meta: Mappin
     files: dict[str, Any] = {FIELDS[name]: str(path) for name, path in attachments.items() if name in FIELDS}
     if (model := MODELS.get(kind)) in attachments:
         files["tokenizer_model"] = str(attachments[str(model)])
-    extra = options.get("vocab_extra_ids") or 0
-    return {"tokenizer": kind, "vocab_size": options.get("vocab_size"), "vocab_extra_ids": extra, **files}
+    counts = {"vocab_size": options.get("vocab_size"), "vocab_extra_ids": options.get("vocab_extra_ids") or 0}
+    return {"tokenizer": kind, **counts, "null_eod_last": bool(options.get("null_eod_last")), **files}
 
 
 def special_tokens(checkpoint: Checkpoint) -> SpecialTokens:
@@ -255,7 +255,7 @@ def special_tokens(checkpoint: Checkpoint) -> SpecialTokens:
 def _tokenizer_options(where: str, meta: Mapping[str, Any]) -> Mapping[str, Any]:
     """What the run's tokenizer section was; empty where it is not told. Errors: CheckpointError naming an option."""
     options: Mapping[str, Any] = meta.get("config", {}).get("tokenizer", {})
-    for name in ("tokenizer", "vocab_size", "vocab_extra_ids"):
+    for name in ("tokenizer", "vocab_size", "vocab_extra_ids", "null_eod_last"):
         if options.get(name) is not None and (problem := unfit("tokenizer", name, options[name])) is not None:
             raise CheckpointError(f"{where}: config.tokenizer.{name}: {problem}")
     return options

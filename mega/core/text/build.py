@@ -26,6 +26,7 @@ class TokenizerFiles(NamedTuple):
     merge_file: Path | None
     vocab_size: int | None
     extra_ids: int
+    eod_last: bool
 
     def model(self) -> Path:
         return self._file(self.tokenizer_model, "--tokenizer-model")
@@ -56,6 +57,7 @@ def build(
     merge_file: str | Path | None = None,
     vocab_size: int | None = None,
     vocab_extra_ids: int = 0,
+    null_eod_last: bool = False,
 ) -> Tokenizer:
     """The tokenizer that the fields of the configuration's tokenizer section describe.
 
@@ -69,7 +71,9 @@ def build(
         given = "--tokenizer is missing: it" if tokenizer is None else f"--tokenizer {tokenizer}:"
         raise ValueError(f"{given} must be one of {', '.join(entries()['tokenizer'].choices)}")
     model, vocab, merges = (Path(path) if path else None for path in (tokenizer_model, vocab_file, merge_file))
-    return BUILDERS[tokenizer](TokenizerFiles(tokenizer, model, vocab, merges, vocab_size, vocab_extra_ids))
+    return BUILDERS[tokenizer](
+        TokenizerFiles(tokenizer, model, vocab, merges, vocab_size, vocab_extra_ids, null_eod_last)
+    )
 
 
 def register_tokenizer(kind: str, needs: tuple[str, ...], builder: Builder) -> None:
@@ -134,7 +138,9 @@ def _null(given: TokenizerFiles) -> Tokenizer:
     size = given.vocab_size
     if size is None or not 1 <= size < 2**31:
         raise ValueError(f"--vocab-size {size}: NullTokenizer needs a vocabulary size of 1 .. {2**31 - 1}")
-    return NullTokenizer(size)
+    if given.eod_last and size == 1:
+        raise ValueError("--vocab-size 1: must be at least 2 with --null-eod-last, an id and the end of a document")
+    return NullTokenizer(size - given.eod_last)
 
 
 BUILDERS: dict[str, Builder] = {

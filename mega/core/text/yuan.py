@@ -1,7 +1,7 @@
 """Yuan's (and CPM-2's) tokenizer: jieba cuts Chinese into words, the vocabulary cuts words into pieces.
 
-A blank is written U+2582 and a newline U+2583. A blank between two tokens of which neither is Chinese is left out
-and put back when decoding. jieba is needed only for encoding.
+A blank is written U+2582 and a newline U+2583. A blank between two western tokens is left out and put back when
+decoding; western is what holds no Chinese character and is no blank. jieba is needed only for encoding.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ class YuanTokenizer(Tokenizer):
         return len(self._vocab)
 
     def encode(self, text: str) -> list[int]:
-        tokens = [token for word in self._words.cut(text.translate(_WRITTEN), HMM=True) for token in self._spell(word)]
+        words = self._words.cut(text, HMM=True)  # before blanks are written: it takes \r\n for one word
+        tokens = [token for word in words for token in self._spell(word.translate(_WRITTEN))]
         return self._without_blanks(tokens)
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -61,7 +62,7 @@ class YuanTokenizer(Tokenizer):
         return {"vocab.txt": self._path}
 
     def _without_blanks(self, tokens: list[int]) -> list[int]:
-        """Leave out each blank with a token that is not Chinese on both sides."""
+        """Leave out each blank between two western tokens."""
         return [
             token
             for i, token in enumerate(tokens)
@@ -71,28 +72,34 @@ class YuanTokenizer(Tokenizer):
         ]
 
     def _western(self, token: int) -> bool:
-        return not is_chinese(self._pieces[token])
+        return token != self._blank and not is_chinese(self._pieces[token])
 
     def _marked(self, left: int, right: int) -> bool:
-        """Whether a blank may have been left out between two tokens: neither Chinese nor a blank of its own."""
-        return all(self._western(token) and self._pieces[token] not in (_BLANK, _NEWLINE) for token in (left, right))
+        """Whether a blank may have been left out between two tokens: both western, and neither a newline."""
+        return all(self._western(token) and self._pieces[token] != _NEWLINE for token in (left, right))
 
     def _spell(self, word: str) -> list[int]:
-        """The longest piece first, from the left; continuations of a word that is not Chinese carry `##`."""
+        """The longest piece first, from the left; a character that begins none is unknown, and the next one is tried.
+
+        What continues a word carries `##`, unless it holds a Chinese character.
+        """
+        if len(word) > _LONGEST_WORD:
+            return [self._unknown]
         found: list[int] = []
         start = 0
-        mark = "" if is_chinese(word) else "##"
-        while start < len(word) <= _LONGEST_WORD:
-            prefix = mark if start else ""
+        while start < len(word):
+            chinese = next((i for i in range(start, len(word)) if is_chinese(word[i])), len(word))
             for end in range(len(word), start, -1):
-                token = self._vocab.get(prefix + word[start:end])
+                mark = "##" if start and end <= chinese else ""
+                token = self._vocab.get(mark + word[start:end])
                 if token is not None:
                     found.append(token)
                     start = end
                     break
             else:
-                return [self._unknown]
-        return found if start else [self._unknown]
+                found.append(self._unknown)
+                start += 1
+        return found
 
     @cached_property
     def _words(self) -> Any:

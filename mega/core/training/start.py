@@ -13,7 +13,7 @@ import torch
 
 from mega.core.checkpoint.own.together import Exchange, together
 from mega.core.config.resolve import global_batch_at, last_step, microbatches, records_graph, text_lengths
-from mega.core.config.run import RunConfig
+from mega.core.config.run import RunConfig, entries, flag_of, value_of
 from mega.core.data.dataset import Dataset
 from mega.core.device import Device
 from mega.core.flops import model_flops_per_token
@@ -63,7 +63,7 @@ def start(
     """
     run, evaluated, runtime = inputs.run, inputs.run.evaluation, inputs.run.runtime
     mesh = build_mesh(run, rank, world, groups)
-    check_same_everywhere(mesh, inputs.fingerprint(), device.torch)
+    check_same_everywhere(mesh, inputs, device.torch)
     # Before the newest checkpoint is looked for: another process that has the place may be saving one.
     lock(held, None if evaluated.skip_train else run.checkpoint.save, mesh, device.torch)
     state, kind = build_state(run, mesh, device), kind_of(run)
@@ -221,16 +221,31 @@ def _check_length(run: RunConfig, dataset: Dataset | None, progress: Progress, s
         )
 
 
-def check_same_everywhere(mesh: Mesh, fingerprint: str, device: torch.device) -> None:
+def check_same_everywhere(mesh: Mesh, inputs: Inputs, device: torch.device) -> None:
     """Every rank must run the same config, tokenizer and version. Errors: ValueError on every rank."""
+    fingerprint = inputs.fingerprint()
     own = torch.tensor(
         [int(fingerprint[at : at + 8], 16) for at in range(0, 64, 8)], dtype=torch.float64, device=device
     )
     least, most = own.clone(), own.clone()
     all_reduce(least, mesh.everyone, "min")
     all_reduce(most, mesh.everyone, "max")
-    if not torch.equal(least, most):
-        raise ValueError(
-            "configuration or tokenizer are not those of every other rank "
-            f"(fingerprint {fingerprint[:16]}); start every rank with the same flags and files"
-        )
+    if torch.equal(least, most):
+        return
+    typed = {flag_of(name): str(value_of(inputs.run, name))[:200] for name in entries()}
+    by_rank = gather_json(typed, mesh.everyone, device)
+    flags = dict.fromkeys(flag for each in by_rank for flag in each)
+    differ = {flag: _by_rank([each.get(flag) for each in by_rank]) for flag in flags}
+    named = "; ".join(f"{flag} {values}" for flag, values in differ.items() if values)
+    raise ValueError(
+        f"{named or 'the tokenizer'}: must be the same on every rank; start all of them with the same flags and files"
+    )
+
+
+def _by_rank(values: list[str | None]) -> str:
+    """Values of a flag with the first rank of each, where ranks differ: "a.jsonl of rank 0, b.jsonl of rank 3"."""
+    first = {value: rank for rank, value in reversed(list(enumerate(values)))}
+    if len(first) == 1:
+        return ""
+    found = sorted(first.items(), key=lambda item: item[1])
+    return ", ".join(f"{'unknown' if value is None else value} of rank {rank}" for value, rank in found)

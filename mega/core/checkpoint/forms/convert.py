@@ -18,7 +18,7 @@ import torch
 
 from mega.core.checkpoint.forms.companions import companions_of, tokenizer_kind
 from mega.core.checkpoint.forms.form import OWN, Form, Given, Opened, Own, SpecialTokens, no_tokens, writer_of
-from mega.core.checkpoint.forms.mapping import assemble, check_copies, inverted, prove
+from mega.core.checkpoint.forms.mapping import Source, assemble, check_copies, inverted, prove
 from mega.core.checkpoint.forms.recognise import check_place, form_at
 from mega.core.checkpoint.own.base import MergedSource, joined, named_base
 from mega.core.checkpoint.own.folders import check_fresh, filled_folder, folder_next_to
@@ -101,8 +101,9 @@ def _import(form: Form, load: Path, save: Path, given: Given) -> ConversionRepor
     ledger = Ledger({name: prod(shape) for name, (shape, _) in tensors.items()})
 
     def fetch(piece: Piece, box: Box) -> torch.Tensor:
-        ledger.moved(piece.key, box.elements)
-        return assemble(targets[piece.key], box, opened.source)
+        tensor = assemble(targets[piece.key], box, opened.source)
+        ledger.moved(piece.key, box.elements, bool(torch.isfinite(tensor).all()))
+        return tensor
 
     store = store_at(save)
     state = _plain_state(opened, tensors, given.layout, attachments)
@@ -183,10 +184,27 @@ def _export(load: Path, save: Path, to: str, given: Given, named: Path) -> Conve
         export = writer_of(to).export(own, to, given)
     except CheckpointError as error:  # no flag of the verb is at fault, but this checkpoint
         raise CheckpointError(f"--load-dir {named}: {error}") from None
-    source, table = export.source or own.source, inverted(export.table)
+    source, table = _Watched(export.source or own.source), inverted(export.table)
     prove(table, source.tensors)
     written = filled_folder(save, lambda folder: export.fill(folder, table, source))
-    return ConversionReport(len(table.targets), table.elements, written, save, export.notes, export.losses)
+    notes = (*export.notes, *source.ledger.notes)
+    return ConversionReport(len(table.targets), table.elements, written, save, notes, export.losses)
+
+
+class _Watched:
+    """A source that notes which of its tensors hold what is not finite."""
+
+    def __init__(self, source: Source) -> None:
+        self._source, self.ledger = source, Ledger({})
+
+    @property
+    def tensors(self) -> Tensors:
+        return self._source.tensors
+
+    def read(self, name: str, box: Box) -> torch.Tensor:
+        tensor = self._source.read(name, box)
+        self.ledger.moved(name, box.elements, bool(torch.isfinite(tensor).all()))
+        return tensor
 
 
 def opened_own(load: Path, *, merged: bool = True) -> Own:

@@ -30,6 +30,7 @@ from mega.core.checkpoint.own.layout import planned
 from mega.core.checkpoint.own.model import check_size
 from mega.core.checkpoint.own.pieces import Box, CheckpointError, Piece
 from mega.core.checkpoint.own.store import Attachments
+from mega.core.config.sections import ModelConfig
 
 SHARD_BYTES = 5 << 30
 """Largest safetensors file of an exported folder."""
@@ -61,11 +62,31 @@ def open_form(path: Path, given: Given) -> Opened:
         raise CheckpointError(f"{where}: quantization_config: quantised weights are not read; dequantise them first")
     if (adapter := path / "adapter_config.json").exists():
         raise CheckpointError(f"{adapter}: an adapter is not read; merge it into the weights, or take its files away")
-    kind, source = config.get("model_type"), weights_of(path)
-    names: ModuleType = bert if kind in bert.TYPES else gpt2 if kind == "gpt2" else llama
+    names, source = _names(config, where), weights_of(path)
     model = names.model_from_config(config, str(where), source.tensors)
     check_size(model, source.tensors, str(where))
-    return Opened(source, model, names.table(model, source.tensors))
+    return Opened(source, model, names.table(model, source.tensors), notes=_cut_positions(config, model, where))
+
+
+def _names(config: Mapping[str, Any], where: Path) -> ModuleType:
+    """What knows the names of a `model_type`. Errors: CheckpointError."""
+    known: dict[str, ModuleType] = {"gpt2": gpt2}
+    known |= {row.model_type: llama for row in llama.FAMILIES} | dict.fromkeys(bert.TYPES, bert)
+    kind = config.get("model_type")
+    if not isinstance(kind, str) or kind not in known:
+        raise CheckpointError(f"{where}: model_type {kind!r} (valid: {', '.join(known)})")
+    return known[kind]
+
+
+def _cut_positions(config: Mapping[str, Any], model: ModelConfig, where: Path) -> tuple[str, ...]:
+    """A line for the user where a model has fewer positions here than there."""
+    there = config.get("max_position_embeddings")
+    if not isinstance(there, int) or model.positions is None or there <= model.positions:
+        return ()
+    return (
+        f"{where}: some layers have a sliding window of {model.positions}, others none: the model is cut from {there} "
+        f"positions to {model.positions}, up to which all layers compute the same",
+    )
 
 
 def export(own: Own, to: str, given: Given) -> Export:

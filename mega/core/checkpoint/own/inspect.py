@@ -16,8 +16,10 @@ from mega.core.checkpoint.own.container import blocks
 from mega.core.checkpoint.own.directory import NOTHING, STEP, CheckpointStore, remove_leftover
 from mega.core.checkpoint.own.folders import sweep
 from mega.core.checkpoint.own.pieces import Box, CheckpointError, Piece
+from mega.core.checkpoint.own.remote import RemoteCheckpoint
 from mega.core.checkpoint.own.retention import retain
 from mega.core.checkpoint.own.store import Checkpoint, locate, store_at
+from mega.core.checkpoint.own.together import attempt
 from mega.core.files import url_of
 
 Report = Callable[[str], None]
@@ -37,12 +39,23 @@ def verify(path: Path, report: Report) -> None:
         try:
             checkpoint = locate(each)
             checkpoint.verify()
-            report(f"step {checkpoint.step}: whole, {len(checkpoint.tensors)} tensors, {checkpoint.bytes} bytes")
+            held = f"{len(checkpoint.tensors)} tensors, {checkpoint.bytes} bytes"
+            report(f"step {checkpoint.step}: whole, {held}, {verdict_of(checkpoint)}")
         except CheckpointError as error:
             report(f"{each.name}: damaged: {error}")
             damaged.append(each.name)
     if damaged:
         raise CheckpointError(f"{path}: damaged: {', '.join(damaged)}")
+
+
+def verdict_of(checkpoint: Checkpoint) -> str:
+    """What its run has learned of a step since: unproven, good, or suspect and why (verdicts.py)."""
+    store = checkpoint.store if isinstance(checkpoint, RemoteCheckpoint) else store_at(checkpoint.path.parent)
+    found, _ = attempt(store.verdicts)
+    verdict = (found or {}).get(checkpoint.step)
+    if verdict is None or verdict.manifest != checkpoint.digest:
+        return "unproven"
+    return f"{verdict.status}: {verdict.reason}" if verdict.reason else verdict.status
 
 
 @dataclass(frozen=True)

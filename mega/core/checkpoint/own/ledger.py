@@ -33,11 +33,24 @@ class Ledger:
     def __init__(self, expected: Mapping[str, int]) -> None:
         self.expected = expected
         self._moved: Counter[str] = Counter()
+        self._not_finite: set[str] = set()
         self._lock = threading.Lock()
 
-    def moved(self, key: str, elements: int) -> None:
+    def moved(self, key: str, elements: int, finite: bool = True) -> None:
+        """finite: whether all of them are."""
         with self._lock:
             self._moved[key] += elements
+            if not finite:
+                self._not_finite.add(key)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """A line for the user where tensors that were moved hold a NaN or an infinity, which are copied as they are."""
+        if not self._not_finite:
+            return ()
+        first, others = min(self._not_finite), len(self._not_finite) - 1
+        more = f" and {others} other tensor{'s' * (others > 1)}" if others else ""
+        return (f"{first}{more} of the source held a NaN or an infinity, and so does what was written",)
 
     def close(self) -> None:
         """Errors: CheckpointError naming the first tensor that was not moved exactly once."""

@@ -169,7 +169,7 @@ class RemoteCheckpoint(Checkpoint):
     """A checkpoint whose files come down when they are first asked for; the folder goes with the store."""
 
     def __init__(self, store: RemoteStore, step: int) -> None:
-        self._store, self._number, self._sizes = store, step, store.sizes(step)
+        self.store, self._number, self._sizes = store, step, store.sizes(step)
         for name in {MANIFEST, SEAL, WEIGHTS_ONLY} & self._sizes.keys():
             store.fetch(step, name)
         path = store.path(step)
@@ -178,7 +178,7 @@ class RemoteCheckpoint(Checkpoint):
         super().__init__(path)
 
     def _file(self, name: str) -> Path:
-        return self._store.fetch(self._number, name)
+        return self.store.fetch(self._number, name)
 
     def _size(self, name: str) -> int:
         if name not in self._sizes:

@@ -43,7 +43,7 @@ def reshard(
         nonlocal done
         tensor = torch.empty(box.size, dtype=piece.tensor.dtype)
         source.read([Piece(piece.key, piece.whole, box.start, tensor)])
-        ledger.moved(piece.key, box.elements)
+        ledger.moved(piece.key, box.elements, bool(torch.isfinite(tensor).all()))
         with counting:
             done += tensor.numel() * tensor.element_size()
             progress(done, total)
@@ -59,7 +59,8 @@ def reshard(
         attachments=source.attachments,
     )
     elements = sum(ledger.expected.values())
-    return ConversionReport(len(source.tensors), elements, total, save_dir / store.path(source.step).name)
+    where = save_dir / store.path(source.step).name
+    return ConversionReport(len(source.tensors), elements, total, where, ledger.notes)
 
 
 def _with_layout(source: Checkpoint, layout: Layout) -> dict[str, Any]:

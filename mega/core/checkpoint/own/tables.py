@@ -48,7 +48,8 @@ def show_checkpoint(path: Path, tensors: bool, meta: bool) -> None:
     if meta:
         console.print_json(json.dumps(dict(checkpoint.meta)))
         return
-    title = f"{checkpoint.path}: step {checkpoint.step}, {checkpoint.world} files, {checkpoint.bytes:,} bytes"
+    held = f"{checkpoint.world} files, {checkpoint.bytes:,} bytes"
+    title = f"{checkpoint.path}: step {checkpoint.step}, {held}, {inspect.verdict_of(checkpoint)}"
     if tensors:
         table = Table("tensor", "shape", "dtype", title=title)
         for key, (shape, dtype) in checkpoint.tensors.items():
