@@ -65,8 +65,9 @@ def test_large_and_broken_requests_are_refused(server: Running) -> None:
 
 def test_the_queue_is_bounded() -> None:
     options = ServerOptions(name="fake", limits=ServerLimits(waiting=2))
-    with serving(fake(seconds=0.005, rows=1), ByteTokenizer(), options) as server, ThreadPoolExecutor(8) as pool:
-        replies = list(pool.map(lambda _: server.ask("POST", "/v1/completions", ONCE), range(8)))
+    with serving(fake(seconds=0.02, rows=1), ByteTokenizer(), options) as server, ThreadPoolExecutor(8) as pool:
+        body = {**ONCE, "max_tokens": 20}
+        replies = list(pool.map(lambda _: server.ask("POST", "/v1/completions", body), range(8)))
         assert sorted({reply.status for reply in replies}) == [200, 429]
         assert [reply.status for reply in replies].count(200) == 3
         assert all(reply.headers["retry-after"] == "1" for reply in replies if reply.status == 429)

@@ -39,7 +39,7 @@ def protocol(limits: ServerLimits) -> type:
                 next(iter(waiting))._end(_FULL)
 
         def connection_lost(self, exc: Exception | None) -> None:
-            count[0] -= 1
+            count[0] -= not self._ended
             waiting.pop(self, None)
             self._stop("_timer")
             self._stop("_writing")
@@ -101,11 +101,13 @@ def protocol(limits: ServerLimits) -> type:
             if self._ended or self.transport.is_closing():
                 return
             self._ended = True
-            if not answer:
-                self.transport.close()
-                return
-            self.transport.write(answer)
-            self.transport.write_eof()
+            count[0] -= 1
             self._restart(2.0, self.transport.abort)
+            if answer:
+                self.transport.write(answer)
+            if answer in (b"", _FULL):  # room is needed now
+                self.transport.close()
+            else:
+                self.transport.write_eof()
 
     return Connection
