@@ -185,5 +185,5 @@ def _cancel_all(added: asyncio.Future[list[Ticket]]) -> None:
 
 
 def _reason(error: Exception | None) -> str:
-    """What a client may know: not where files are, nor a traceback."""
-    return f"the model has failed: {' '.join(str(error).split())[:300]}"
+    """What a client may know: the first part of the error, not what a library had to add."""
+    return f"the model has failed: {' '.join(str(error).split(': ')[0].split())[:300]}"
