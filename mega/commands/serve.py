@@ -32,7 +32,9 @@ def run(
     ] = None,
     max_requests: Annotated[int, typer.Option("--max-requests", help="sequences at once; more wait", min=1)] = 64,
     max_waiting: Annotated[int, typer.Option("--max-waiting", help="sequences that wait; more get 429", min=0)] = 256,
-    cache_tokens: Annotated[int | None, typer.Option("--cache-tokens", help="of all in flight [what fits]", min=1)] = None,
+    cache_tokens: Annotated[
+        int | None, typer.Option("--cache-tokens", help="of all in flight [what fits]", min=1)
+    ] = None,
     chunk: Annotated[int, typer.Option("--prefill-chunk", help="most prompt tokens of a step", min=1)] = 512,
     batch_invariant: Annotated[
         bool, typer.Option("--batch-invariant", help="an answer does not depend, to the bit, on what else is in flight")
@@ -40,9 +42,7 @@ def run(
     longest: Annotated[
         int | None, typer.Option("--max-length", "--out-seq-length", help="prompt and answer [the model's]", min=1)
     ] = None,
-    oom: Annotated[
-        int, typer.Option("--max-tokens-to-oom", help="tokens of one PUT /api, padded", min=1)
-    ] = 12000,
+    oom: Annotated[int, typer.Option("--max-tokens-to-oom", help="tokens of one PUT /api, padded", min=1)] = 12000,
     max_body: Annotated[int, typer.Option("--max-body", help="bytes of a request", min=1024)] = 8 << 20,
     max_connections: Annotated[int, typer.Option("--max-connections", help="clients at a time", min=1)] = 1024,
     timeout: Annotated[float, typer.Option("--request-timeout", help="seconds until a whole answer", min=0.1)] = 600.0,

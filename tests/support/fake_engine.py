@@ -13,7 +13,14 @@ class FakeEngine:
     """Every request is answered by `answer`, and then by the end of the document, one token a step."""
 
     def __init__(
-        self, answer: Sequence[int], end: int, *, vocab: int = 512, longest: int = 256, rows: int = 8, seconds: float = 0
+        self,
+        answer: Sequence[int],
+        end: int,
+        *,
+        vocab: int = 512,
+        longest: int = 256,
+        rows: int = 8,
+        seconds: float = 0,
     ) -> None:
         self.limits = Limits(longest=longest, cache=longest * rows, requests=rows, vocab=vocab)
         self.answer, self.end, self.seconds = [*answer, end], end, seconds

@@ -107,7 +107,9 @@ def test_the_answer_has_megatrons_form(server: Running) -> None:
     found = server.ask("PUT", "/api", body).json
     assert found["text"] == ["Hello worldHel", "bHel"]
     assert found["segments"][1] == ["b", "H", "e", "l"]
-    assert [len(each) for each in found["logprobs"]] == [13, 3] and found["logprobs"][1][0] == pytest.approx(-0.6931, abs=1e-4)
+    assert [len(each) for each in found["logprobs"]] == [13, 3] and found["logprobs"][1][0] == pytest.approx(
+        -0.6931, abs=1e-4
+    )
     assert server.ask("PUT", "/api", {**P, "tokens_to_generate": 1}).json["logprobs"] is None
     scored = server.ask("PUT", "/api", {**P, "tokens_to_generate": 0, "logprobs": True}).json
     assert scored == {"text": ["ab"], "segments": [["a", "b"]], "logprobs": [[-0.5]]}
@@ -126,7 +128,15 @@ def test_lines_end_an_answer(server: Running, fields: dict[str, Any], text: str)
 
 
 def test_fields_reach_the_engine(server: Running, engine: FakeEngine) -> None:
-    body = {**P, "top_p": 0.9, "top_p_decay": 0.5, "top_p_bound": 0.1, "temperature": 2, "random_seed": 7, "add_BOS": True}
+    body = {
+        **P,
+        "top_p": 0.9,
+        "top_p_decay": 0.5,
+        "top_p_bound": 0.1,
+        "temperature": 2,
+        "random_seed": 7,
+        "add_BOS": True,
+    }
     assert server.ask("PUT", "/api", {**body, "tokens_to_generate": 2}).status == 200
     how = engine.seen[-1].sampling
     assert (how.top_p, how.top_p_decay, how.top_p_bound, how.temperature, how.seed) == (0.9, 0.5, 0.1, 2, 7)

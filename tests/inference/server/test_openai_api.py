@@ -76,7 +76,9 @@ def test_several_prompts_and_answers_keep_their_order(server: Running, engine: F
     assert [choice["text"] for choice in found["choices"]] == ["aHel", "aHel", "bcHel", "bcHel"]
     assert [request.sampling.seed for request in engine.seen[-4:]] == [5, 6, 7, 8]
     assert found["usage"]["prompt_tokens"] == 3
-    chunks = stream(server, "/v1/completions", prompt=["a", "bc"], n=2, max_tokens=3, stream_options={"include_usage": True})
+    chunks = stream(
+        server, "/v1/completions", prompt=["a", "bc"], n=2, max_tokens=3, stream_options={"include_usage": True}
+    )
     assert chunks.pop()["usage"]["completion_tokens"] == 12
     assert sorted({chunk["choices"][0]["index"] for chunk in chunks}) == [0, 1, 2, 3]
 
@@ -177,7 +179,18 @@ def test_the_tokenizer_is_served_as_a_harness_asks_for_it(server: Running) -> No
 
 @pytest.mark.parametrize(
     "body",
-    [b"", b"null", b"[1]", b'"x"', b"{", b'{"prompt": NaN}', b"[" * 100_000, b'{"prompt": 1e999}', b"\xff\xfe", b"1" * 5000],
+    [
+        b"",
+        b"null",
+        b"[1]",
+        b'"x"',
+        b"{",
+        b'{"prompt": NaN}',
+        b"[" * 100_000,
+        b'{"prompt": 1e999}',
+        b"\xff\xfe",
+        b"1" * 5000,
+    ],
     ids=lambda each: repr(each[:12]),
 )
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"])
@@ -187,7 +200,15 @@ def test_what_is_not_json_is_refused(server: Running, path: str, body: bytes) ->
 
 def test_the_page_of_options_and_the_counters(server: Running) -> None:
     paths = server.ask("GET", "/openapi.json").json["paths"]
-    wanted = {"/v1/completions", "/v1/chat/completions", "/v1/models", "/api", "/tokenize", "/detokenize", "/tokenizer_info"}
+    wanted = {
+        "/v1/completions",
+        "/v1/chat/completions",
+        "/v1/models",
+        "/api",
+        "/tokenize",
+        "/detokenize",
+        "/tokenizer_info",
+    }
     assert wanted | {"/health", "/v1/health", "/metrics"} == set(paths)
     fields = paths["/v1/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
     assert fields["additionalProperties"] is False and fields["properties"]["max_tokens"]["default"] == 16

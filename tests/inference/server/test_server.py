@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import socket
-import subprocess
-import sys
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -39,7 +34,12 @@ def raw(server: Running, data: bytes, seconds: float = 5.0) -> bytes:
 
 def test_a_token_opens_all_but_health_and_the_page() -> None:
     with serving(fake(), ByteTokenizer(), ServerOptions(name="fake", token="secret")) as server:
-        assert [server.ask("GET", path).status for path in ("/", "/health", "/metrics", "/v1/models")] == [200, 200, 401, 401]
+        assert [server.ask("GET", path).status for path in ("/", "/health", "/metrics", "/v1/models")] == [
+            200,
+            200,
+            401,
+            401,
+        ]
         wrong = server.ask("POST", "/v1/completions", ONCE, Authorization="Bearer secreT")
         assert wrong.status == 401 and wrong.headers["www-authenticate"] == "Bearer"
         assert server.ask("GET", "/v1/models", Authorization="Bearer secret", Host="my.site").status == 200
@@ -57,7 +57,9 @@ def test_large_and_broken_requests_are_refused(server: Running) -> None:
     head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     assert b" 413 " in raw(server, head + b"Connection: close\r\nContent-Length: 1073741824\r\n\r\n")
     chunk = b"%x\r\n%s\r\n" % (1 << 20, b" " * (1 << 20))
-    assert b" 413 " in raw(server, head + b"Connection: close\r\nTransfer-Encoding: chunked\r\n\r\n" + chunk * 9 + b"0\r\n\r\n")
+    assert b" 413 " in raw(
+        server, head + b"Connection: close\r\nTransfer-Encoding: chunked\r\n\r\n" + chunk * 9 + b"0\r\n\r\n"
+    )
     assert b" 431 " in raw(server, b"GET / HTTP/1.1\r\nHost: localhost\r\nX: " + b"a" * (1 << 20) + b"\r\n\r\n")
     assert b" 400 " in raw(server, b"\x16\x03\x01\x00\xa5\x01\r\n\r\n")
     assert [server.ask("POST", path, {}).status for path in ("/nothing", "/api")] == [404, 405]

@@ -8,8 +8,7 @@ from __future__ import annotations
 import asyncio
 import datetime
 import json
-import sys
-from collections.abc import AsyncIterator, Awaitable, Mapping
+from collections.abc import AsyncIterator, Awaitable
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any, TypeVar
@@ -149,7 +148,12 @@ def _add_openai(app: Any, service: Service) -> None:
 
     async def models() -> Any:
         names = (service.options.name, *service.options.adapters)
-        common = {"object": "model", "created": int(service.started), "owned_by": "mega", "max_model_len": service.longest}
+        common = {
+            "object": "model",
+            "created": int(service.started),
+            "owned_by": "mega",
+            "max_model_len": service.longest,
+        }
         return {"object": "list", "data": [{"id": name, **common} for name in names]}
 
     for request in (completions, chat):
@@ -163,9 +167,10 @@ async def _stream(service: Service, asked: openai_api.Asked, running: Any) -> As
     """Server-sent events; an error is the last of them. Closed by the client's leaving, it cancels its sequences."""
     done = False
     try:
-        async with asyncio.timeout(service.options.limits.request_seconds), aclosing(
-            openai_api.events(service, asked, running)
-        ) as events:
+        async with (
+            asyncio.timeout(service.options.limits.request_seconds),
+            aclosing(openai_api.events(service, asked, running)) as events,
+        ):
             async for event in events:
                 yield b"data: " + json.dumps(event).encode() + b"\n\n"
         done = True
@@ -258,8 +263,10 @@ def _add_pages(app: Any, service: Service) -> None:
     async def health() -> Any:
         failure = service.driver.failure
         status = "failed" if failure is not None else "draining" if service.draining else "ok"
-        return JSONResponse({"status": status, "ready": service.ready, "model": service.options.name,
-                             "chat": service.chat is not None}, 200 if service.ready else 503)
+        return JSONResponse(
+            {"status": status, "ready": service.ready, "model": service.options.name, "chat": service.chat is not None},
+            200 if service.ready else 503,
+        )
 
     async def metrics() -> Any:
         return PlainTextResponse(service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")

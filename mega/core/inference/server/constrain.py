@@ -35,7 +35,9 @@ class Grammars:
         """The grammar of a response_format. Errors: BadField."""
         source = _source(wanted)
         if importlib.util.find_spec("llguidance") is None:
-            raise BadField(_FIELD, f"{_FIELD}: this server cannot constrain answers; it needs pip install 'mega[serve]'")
+            raise BadField(
+                _FIELD, f"{_FIELD}: this server cannot constrain answers; it needs pip install 'mega[serve]'"
+            )
         if self._tokenizer.eod is None:
             raise BadField(_FIELD, f"{_FIELD}: the model's tokenizer has no token that ends an answer")
         from llguidance import LLMatcher

@@ -46,7 +46,11 @@ class Field:
     def check(self, name: str, value: Any) -> Any:
         """The value. Errors: BadField."""
         kinds = self.types.split("|")
-        fits = [kind for kind in kinds if isinstance(value, _TYPES[kind]) and (kind == "boolean") is (value is True or value is False)]
+        fits = [
+            kind
+            for kind in kinds
+            if isinstance(value, _TYPES[kind]) and (kind == "boolean") is (value is True or value is False)
+        ]
         shown = repr(value)[:60]
         if not fits:
             raise BadField(name, f"{name} {shown}: must be of type {' or '.join(kinds)}")

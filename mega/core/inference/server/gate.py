@@ -23,14 +23,19 @@ OPEN = ("/", "/index.html", "/health", "/v1/health")
 _WATCHED = ("/health", "/v1/health", "/metrics")
 """What is answered while draining."""
 _HEADERS = ((b"x-content-type-options", b"nosniff"), (b"cache-control", b"no-store"))
-_PAGE = (b"content-security-policy", b"default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
-         b"connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'")
+_PAGE = (
+    b"content-security-policy",
+    b"default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
+    b"connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+)
 
 
 class Gate:
     """`inside`, for those who may ask. routes: paths that are counted under their own name."""
 
-    def __init__(self, inside: Callable[[Any, Any, Any], Awaitable[None]], service: Service, routes: frozenset[str]) -> None:
+    def __init__(
+        self, inside: Callable[[Any, Any, Any], Awaitable[None]], service: Service, routes: frozenset[str]
+    ) -> None:
         self._inside, self._service, self._routes = inside, service, routes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -50,7 +50,9 @@ COMPLETION: Fields = {
 }
 
 CHAT: Fields = {
-    "messages": Field(types="array", help='[{"role": "system" | "user" | "assistant", "content": text}]', required=True),
+    "messages": Field(
+        types="array", help='[{"role": "system" | "user" | "assistant", "content": text}]', required=True
+    ),
     "max_tokens": Field(types="integer", help="most new tokens [what fits]", least=1, most=1 << 62),
     "max_completion_tokens": Field(types="integer", help="the same", least=1, most=1 << 62),
     "logprobs": Field(types="boolean", help="of each token", default=False),
@@ -93,7 +95,9 @@ async def read_completion(service: Service, body: Any) -> Asked:
     for prompt in prompts:
         service.check_room("max_tokens", prompt, fields["max_tokens"])
     scored = {"logprobs": fields["logprobs"], "prompt_logprobs": fields["echo"] and fields["logprobs"] is not None}
-    return await _asked(service, fields, prompts, texts, fields["max_tokens"], scored, service.ends(fields["ignore_eos"]))
+    return await _asked(
+        service, fields, prompts, texts, fields["max_tokens"], scored, service.ends(fields["ignore_eos"])
+    )
 
 
 async def read_chat(service: Service, body: Any) -> Asked:
@@ -225,7 +229,11 @@ def _include_usage(fields: Mapping[str, Any]) -> bool:
     options = fields["stream_options"]
     if options is None:
         return False
-    if not fields["stream"] or set(options) - {"include_usage"} or type(options.get("include_usage", False)) is not bool:
+    if (
+        not fields["stream"]
+        or set(options) - {"include_usage"}
+        or type(options.get("include_usage", False)) is not bool
+    ):
         raise BadField("stream_options", 'stream_options: must be {"include_usage": true or false}, and needs stream')
     return bool(options.get("include_usage", False))
 
@@ -293,7 +301,12 @@ def _id(asked: Asked) -> str:
 
 def _head(service: Service, asked: Asked, name: str, chunk: bool = False) -> dict[str, Any]:
     kind = ("chat.completion.chunk" if chunk else "chat.completion") if asked.chat else "text_completion"
-    return {"id": name, "object": kind, "created": int(time.time()), "model": asked.fields["model"] or service.options.name}
+    return {
+        "id": name,
+        "object": kind,
+        "created": int(time.time()),
+        "model": asked.fields["model"] or service.options.name,
+    }
 
 
 def _usage(asked: Asked, running: Sequence[Continuation]) -> dict[str, int]:
@@ -377,7 +390,10 @@ def _chat_logprobs(service: Service, tokens: Sequence[Scored]) -> dict[str, Any]
     def top(likeliest: Top) -> list[dict[str, Any]]:
         return [one(token, logprob) for token, logprob in likeliest]
 
-    return {"content": [{**one(each.id, each.logprob), "top_logprobs": top(each.top)} for each in tokens], "refusal": None}
+    return {
+        "content": [{**one(each.id, each.logprob), "top_logprobs": top(each.top)} for each in tokens],
+        "refusal": None,
+    }
 
 
 def _real(logprob: float | None) -> float | None:

@@ -1,9 +1,9 @@
 """Listening until it is asked to stop, or until the engine fails; and how it ends.
 
-    1. SIGTERM or SIGINT: nothing new is accepted (503), what is in flight is finished, for `drain_seconds`
-    2. what is still in flight then gets 503, or an error as the last event of its stream
-    3. connections close, the engine closes: its other ranks end
-    A failed engine begins with 2, and its error is raised in the end.
+1. SIGTERM or SIGINT: nothing new is accepted (503), what is in flight is finished, for `drain_seconds`
+2. what is still in flight then gets 503, or an error as the last event of its stream
+3. connections close, the engine closes: its other ranks end
+A failed engine begins with 2, and its error is raised in the end.
 """
 
 from __future__ import annotations
@@ -110,7 +110,9 @@ def bind(host: str, port: int) -> socket.socket:
         found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         found.bind(address)
     except (OSError, UnicodeError) as error:
-        raise ValueError(f"--host {host} --port {port}: cannot listen there: {getattr(error, 'strerror', error)}") from None
+        raise ValueError(
+            f"--host {host} --port {port}: cannot listen there: {getattr(error, 'strerror', error)}"
+        ) from None
     return found
 
 

@@ -68,8 +68,8 @@ class Service:
         self.characters = self.longest * max(len(tokenizer.piece(token)) for token in range(tokenizer.vocab_size))
         self._text = ThreadPoolExecutor(1, "text")
         gauges = self.metrics.gauges
-        gauges["mega_sequences_in_flight", "Sequences that the engine runs or that wait for it"] = (
-            lambda: self.driver.in_flight
+        gauges["mega_sequences_in_flight", "Sequences that the engine runs or that wait for it"] = lambda: (
+            self.driver.in_flight
         )
         gauges["mega_requests_in_progress", "Requests that are not answered yet"] = lambda: self.busy
 
@@ -135,7 +135,9 @@ class Service:
         """Ids of a client's, or of the tokenizer's, as a prompt. Errors: BadField."""
         for token in ids:
             if type(token) is not int or not 0 <= token < self.known:
-                raise BadField(name, f"{name}: token {repr(token)[:40]}: must be a whole number from 0 to {self.known - 1}")
+                raise BadField(
+                    name, f"{name}: token {repr(token)[:40]}: must be a whole number from 0 to {self.known - 1}"
+                )
         return tuple(ids)
 
     def start(self, name: str) -> int:
@@ -160,7 +162,8 @@ class Service:
         """Errors: BadField where prompt and answer do not fit together."""
         if len(prompt) + tokens > self.longest:
             raise BadField(
-                name, f"{self.context_message()} However, {len(prompt)} in the prompt and {tokens} for the answer were asked for."
+                name,
+                f"{self.context_message()} However, {len(prompt)} in the prompt and {tokens} for the answer were asked for.",
             )
 
     # --- requests of the engine -----------------------------------------------------------------------------------

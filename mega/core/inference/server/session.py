@@ -51,8 +51,6 @@ class Delta:
     finish: Literal["stop", "length"] | None = None
 
 
-
-
 class Continuation:
     """One sequence that the engine continues, as text.
 
