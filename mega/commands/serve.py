@@ -58,8 +58,8 @@ def run(
 ) -> int:
     """Answer prompts over HTTP: OpenAI's API, Megatron-LM's PUT /api, and a page to try.
 
-    The model, its tokenizer and its chat template are the checkpoint's; any layout may serve it. SIGTERM ends the server
-    when every accepted request is answered: exit code 0.
+    The model, its tokenizer and its chat template are the checkpoint's; any layout may serve it. SIGTERM ends the
+    server when every accepted request is answered: exit code 0.
     """
     _check_extra()
     from mega.core.inference.opening import EngineOptions

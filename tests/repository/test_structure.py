@@ -28,6 +28,7 @@ LONG = {
     "memory_estimate.run": 74,
     "preprocess.run": 75,
     "reshard.run": 89,
+    "serve.run": 99,
     "argv.translate": 51,
     "fairseq.model_from_options": 53,
     "megatron_arguments.arguments_of": 51,

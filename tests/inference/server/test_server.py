@@ -168,5 +168,5 @@ def test_prompts_are_in_no_log_unless_asked_for(capfd: pytest.CaptureFixture[str
 def test_hostile_templates_are_capped(source: str) -> None:
     from mega.core.inference.server.chat_prompt import ChatPrompt
 
-    with pytest.raises(ValueError, match="^the chat template: "):
+    with pytest.raises(ValueError, match=r"^the chat template: "):
         ChatPrompt(source, ByteTokenizer())

@@ -20,7 +20,10 @@ from mega.core.inference.server.limits import GRAMMAR_BYTES
 from mega.core.text.tokenizer import Tokenizer
 
 _FIELD = "response_format"
-_FORMS = '{"type": "text" | "json_object"}, {"type": "json_schema", "json_schema": {"schema": {...}}} or {"type": "regex", "pattern": "..."}'
+_FORMS = (
+    '{"type": "text"}, {"type": "json_object"}, {"type": "json_schema", "json_schema": {"schema": {...}}} '
+    'or {"type": "regex", "pattern": "..."}'
+)
 
 
 class Grammars:

@@ -15,6 +15,7 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from mega.core.inference.request import Engine, Event, Request
 
@@ -112,7 +113,7 @@ class Driver:
                 self._fail(error)
                 return
             if events:
-                self._later(lambda events=events: self._deliver(events))
+                self._later(partial(self._deliver, events))
 
     def _add(self, requests: Sequence[Request], added: asyncio.Future[list[Ticket]]) -> None:
         made: list[Ticket] = []
@@ -122,7 +123,7 @@ class Driver:
         except Exception as error:
             for ticket in made:
                 self.engine.cancel(ticket.number)
-            self._later(lambda error=error: self._refused(len(requests), added, error))
+            self._later(partial(self._refused, len(requests), added, error))
             return
         self._later(lambda: self._accepted(made, added))
 

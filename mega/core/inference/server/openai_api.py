@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
@@ -262,7 +262,9 @@ async def answer(service: Service, asked: Asked) -> dict[str, Any]:
     return {**_head(service, asked, _id(asked)), "choices": choices, "usage": _usage(asked, running)}
 
 
-async def events(service: Service, asked: Asked, running: Sequence[Continuation]) -> AsyncIterator[dict[str, Any]]:
+async def events(
+    service: Service, asked: Asked, running: Sequence[Continuation]
+) -> AsyncGenerator[dict[str, Any], None]:
     """The chunks of a streamed answer, those of several sequences as they come."""
     head = _head(service, asked, _id(asked), chunk=True)
     merged: asyncio.Queue[tuple[int, Delta | Exception]] = asyncio.Queue(maxsize=256)

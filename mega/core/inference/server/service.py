@@ -163,7 +163,7 @@ class Service:
         if len(prompt) + tokens > self.longest:
             raise BadField(
                 name,
-                f"{self.context_message()} However, {len(prompt)} in the prompt and {tokens} for the answer were asked for.",
+                f"{self.context_message()} Asked for were {len(prompt)} in the prompt and {tokens} for the answer.",
             )
 
     # --- requests of the engine -----------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
@@ -82,7 +82,7 @@ class Continuation:
         self._held, self._given = "", 0  # text that may begin a stop string; characters that were given out
         self._waiting: list[Scored] = []
 
-    async def deltas(self) -> AsyncIterator[Delta]:
+    async def deltas(self) -> AsyncGenerator[Delta, None]:
         """What is new, as it comes; the last one has a finish.
 
         Errors: EngineLost; AnswerFailed.

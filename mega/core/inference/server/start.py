@@ -54,7 +54,8 @@ def check_host(host: str, token: str | None) -> None:
         local = False
     if not local:
         raise ValueError(
-            f"--host {host}: others can reach it, so it needs --token-file or MEGA_TOKEN (valid without: 127.0.0.1, ::1)"
+            f"--host {host}: others can reach it, so it needs --token-file or MEGA_TOKEN "
+            "(valid without: 127.0.0.1, ::1)"
         )
 
 
@@ -108,8 +109,8 @@ def _lines(opened: OpenedModel, about: str, limits: Limits, server: HttpServer, 
     return [
         f"{opened.path}: {model.family}, {model.layers} blocks of {model.hidden}, {service.tokenizer.kind} of "
         f"{service.tokenizer.vocab_size}, {about}; loaded in {seconds:.1f} s",
-        f"{limits.requests} requests at once, {limits.cache} tokens in the cache: {fit} requests of {longest} tokens each, "
-        f"the longest; {server.options.limits.waiting} more may wait; {chat}",
+        f"{limits.requests} requests at once, {limits.cache} tokens in the cache: {fit} requests of {longest} tokens "
+        f"each, the longest; {server.options.limits.waiting} more may wait; {chat}",
     ]
 
 
