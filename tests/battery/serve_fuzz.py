@@ -113,15 +113,27 @@ COMPLETION: Values = {
 USER = {"role": "user", "content": "Hi"}
 CHAT: Values = {
     "messages": (
-        [[USER], [{"role": "system", "content": "s"}, USER], [{"role": "user", "content": [{"type": "text", "text": "a"}]}]],
-        [[], "x", 5, {}, [5], [{}], [{"role": "x", "content": "a"}], [{"role": "user", "content": 5}], [USER] * 2000,
-         [{**USER, "name": "x"}], [{"role": "user", "content": [{"type": "image_url"}]}], [{"role": [], "content": "a"}]],
+        [[USER], [{"role": "system", "content": "s"}, USER], [{**USER, "content": [{"type": "text", "text": "a"}]}]],
+        [
+            [],
+            "x",
+            5,
+            {},
+            [5],
+            [{}],
+            [{"role": "x", "content": "a"}],
+            [{**USER, "content": 5}],
+            [USER] * 2000,
+            [{**USER, "name": "x"}],
+            [{"role": "user", "content": [{"type": "image_url"}]}],
+            [{"role": [], "content": "a"}],
+        ],
     ),
     "max_tokens": ([1, 2], [0, -1, 10**12, *without(int)]),
     "logprobs": ([True, False], without(bool)),
     "tools": ([[]], [[{}], "x", 5]),
     **NUMBERS,
-}  # fmt: skip
+}
 MEGATRON: Values = {
     "prompts": (
         [["Once"], ["a", "b"], ["é😀"]],
