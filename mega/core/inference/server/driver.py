@@ -71,10 +71,7 @@ class Driver:
 
         Errors: QueueFull; EngineLost; RequestError where one can never fit.
         """
-        if self.failure is not None:
-            raise EngineLost(_reason(self.failure))
-        if self.in_flight + len(requests) > self.most:
-            raise QueueFull(f"{self.in_flight} of at most {self.most} sequences are in flight; try later")
+        self.check_room(len(requests))
         assert self._loop is not None
         added: asyncio.Future[list[Ticket]] = self._loop.create_future()
         self.in_flight += len(requests)
@@ -84,6 +81,13 @@ class Driver:
         except asyncio.CancelledError:  # whoever asked has left: not before the engine knows the sequences
             added.add_done_callback(_cancel_all)
             raise
+
+    def check_room(self, count: int) -> None:
+        """Whether so many sequences would be taken now. Errors: QueueFull, EngineLost."""
+        if self.failure is not None:
+            raise EngineLost(_reason(self.failure))
+        if self.in_flight + count > self.most:
+            raise QueueFull(f"{self.in_flight} of at most {self.most} sequences are in flight; try later")
 
     def close(self) -> None:
         """End the thread, and wait for it."""

@@ -205,6 +205,7 @@ def _without_effect(body: Mapping[str, Any]) -> None:
 async def requests(service: Service, given: MegatronRequest) -> tuple[list[Request], int | None]:
     """What the engine is asked for, and the token that ends an answer where it comes twice. Errors: Refused."""
     tokenizer, tokens = service.tokenizer, given.tokens_to_generate
+    service.check_queue(len(given.prompts))
     prompts = [await _ids(service, text, given.add_BOS) for text in given.prompts]
     longest = max(map(len, prompts))
     if given.beam_width and (longest >= service.longest or not tokens):

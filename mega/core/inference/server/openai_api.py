@@ -170,6 +170,7 @@ async def _prompts(service: Service, given: Any) -> tuple[list[tuple[int, ...]],
         raise BadField("prompt", "prompt: must be a string, strings, token ids, or lists of token ids")
     ids: list[tuple[int, ...]] = []
     texts: list[str] = []
+    service.check_queue(len(prompts))
     for prompt in prompts:
         if isinstance(prompt, str):
             ids.append(await service.encode("prompt", prompt))

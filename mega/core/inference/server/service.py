@@ -27,6 +27,8 @@ T = TypeVar("T")
 
 _DISCARDED = 8
 """How many times the most bytes of a body are read, before the connection is closed."""
+_SHORT = 1 << 10
+"""Characters of a text up to which it is encoded on the thread that answers."""
 _LARGE = 1 << 16
 """Bytes of JSON from which on they are read on another thread than the one that answers."""
 
@@ -121,12 +123,19 @@ class Service:
 
     # --- prompts --------------------------------------------------------------------------------------------------
 
+    def check_queue(self, count: int) -> None:
+        """Refuse what would find the queue full before work is done for it. Errors: QueueFull, EngineLost."""
+        if count <= self.driver.most:  # more can never fit, and are refused for that
+            self.driver.check_room(count)
+
     async def encode(self, name: str, text: str) -> tuple[int, ...]:
         """The ids of a prompt; of an empty one, what begins a document. Errors: BadField."""
         if len(text) > self.characters:
             raise BadField(name, f"{name}: {self.context_message()} A text is of at most {self.characters} characters.")
         try:
-            ids = await self.off_loop(self.tokenizer.encode, text)
+            # A thread costs more than a short text.
+            short = len(text) <= _SHORT
+            ids = self.tokenizer.encode(text) if short else await self.off_loop(self.tokenizer.encode, text)
         except ValueError as error:
             raise BadField(name, f"{name}: {' '.join(str(error).split())[:200]}") from None
         return self.checked(name, ids) if ids else (self.start(name),)

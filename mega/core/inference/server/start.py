@@ -26,6 +26,10 @@ from mega.core.text.chat import TEMPLATES, template_text
 from mega.core.text.tokenizer import Tokenizer
 
 
+_SWITCH_SECONDS = 0.001
+"""How long the engine's thread may keep the one that answers waiting."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ServePlan:
     """What is served where. dtype: computed in; None: the weights' own. template: a name of TEMPLATES or a Jinja file;
@@ -77,6 +81,7 @@ def serve_rank(plan: ServePlan) -> int:
     if engine is None:
         return 0
     assert listening is not None
+    sys.setswitchinterval(_SWITCH_SECONDS)
     limits = replace(plan.options.limits, connections=raise_file_limit(plan.options.limits.connections))
     server = HttpServer(engine, tokenizer, replace(plan.options, limits=limits), chat)
     about = f"{str(dtype).removeprefix('torch.')} on {world.size} {device.torch.type} rank{'s' * (world.size > 1)}"
