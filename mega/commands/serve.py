@@ -23,7 +23,8 @@ def run(
     tp: Annotated[int, typer.Option("--tp", "--tensor-model-parallel-size", help="tensor-parallel ranks", min=1)] = 1,
     pp: Annotated[int, typer.Option("--pp", "--pipeline-model-parallel-size", help="pipeline stages", min=1)] = 1,
     dtype: Annotated[
-        Literal["fp32", "bf16", "fp16"] | None, typer.Option("--dtype", help="computed in [the weights' own]")
+        Literal["fp32", "bf16", "fp16"] | None,
+        typer.Option("--dtype", help="computed in [fp32 on a CPU, else the weights' own]"),
     ] = None,
     device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option("--device", help="where tensors live")] = "auto",
     name: Annotated[str | None, typer.Option("--name", help="the model's name for clients [its directory's]")] = None,

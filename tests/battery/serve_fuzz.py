@@ -20,7 +20,6 @@ import socket
 import statistics
 import subprocess
 import sys
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -239,29 +238,37 @@ def body(rng: random.Random) -> bytes:
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 
 
+_WATCH = """
+import http.client, json, select, sys, time
+found = []
+while not select.select([sys.stdin], [], [], 0.02)[0]:
+    began = time.monotonic()
+    try:
+        connection = http.client.HTTPConnection("127.0.0.1", int(sys.argv[1]), timeout=30)
+        connection.request("GET", "/health")
+        status = connection.getresponse().status
+        connection.close()
+    except OSError:
+        status = 0
+    found.append((time.monotonic() - began, status))
+print(json.dumps(found))
+"""
+
+
 class Watch:
-    """How long /health takes meanwhile."""
+    """How long /health takes meanwhile, seen from a process of its own."""
 
     def __init__(self, target: Target) -> None:
-        self.target, self.seconds, self.failed, self._end = target, list[float](), 0, threading.Event()
-        self._thread = threading.Thread(target=self._run)
-
-    def _run(self) -> None:
-        while not self._end.wait(0.02):
-            began = time.monotonic()
-            try:
-                self.failed += self.target.ask("GET", "/health", b"")[0] != 200
-            except OSError:
-                self.failed += 1
-            self.seconds.append(time.monotonic() - began)
+        command = [sys.executable, "-c", _WATCH, str(target.port)]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.seconds, self.failed = list[float](), 0
 
     def __enter__(self) -> Watch:
-        self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._end.set()
-        self._thread.join()
+        found = json.loads(self._process.communicate("end\n", timeout=60)[0])
+        self.seconds, self.failed = [each[0] for each in found], sum(each[1] != 200 for each in found)
 
     def result(self) -> dict[str, Any]:
         ordered = sorted(self.seconds)

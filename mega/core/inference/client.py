@@ -44,6 +44,23 @@ def converse(url: str, fields: Mapping[str, Any], read: Callable[[str], str] = i
             print(f"Error {error}", flush=True)
 
 
+def fields_of(sampling: Mapping[str, float], beams: int, length_penalty: float) -> dict[str, Any]:
+    """The flags of `mega generate` as fields of PUT /api, which wants floats to be floats; without those that are off.
+
+    >>> fields_of({"temperature": 0.0, "top_k": 0, "top_p": 1, "random_seed": 0}, 0, 1.0)
+    {'top_k': 1}
+    >>> fields_of({"temperature": 0.7, "top_k": 0, "top_p": 0.9, "random_seed": 3}, 0, 1.0)
+    {'temperature': 0.7, 'top_p': 0.9, 'random_seed': 3}
+    """
+    if beams:
+        return {"beam_width": beams, "length_penalty": float(length_penalty)}
+    if sampling["temperature"] == 0:
+        return {"top_k": 1}
+    off = {"temperature": 1, "top_k": 0, "top_p": 1}
+    found = {name: value for name, value in sampling.items() if value != off.get(name, 0) and value != 0}
+    return {name: float(value) if name.startswith("top_p") else value for name, value in found.items()}
+
+
 def _whole(text: str) -> int:
     if not text.strip().isdecimal():
         raise ValueError(f"{text!r}: must be a whole number")

@@ -12,6 +12,8 @@ import sys
 import time
 from dataclasses import dataclass, replace
 
+import torch
+
 from mega.core.config.world import world_from_env
 from mega.core.device import DTYPES
 from mega.core.inference.load import OpenedModel, open_model
@@ -25,15 +27,14 @@ from mega.core.parallel.mesh import Mesh
 from mega.core.text.chat import TEMPLATES, template_text
 from mega.core.text.tokenizer import Tokenizer
 
-
 _SWITCH_SECONDS = 0.001
 """How long the engine's thread may keep the one that answers waiting."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServePlan:
-    """What is served where. dtype: computed in; None: the weights' own. template: a name of TEMPLATES or a Jinja file;
-    None: the model's own."""
+    """What is served where. dtype: computed in; None: fp32 on a CPU, else the weights' own. template: a name of TEMPLATES
+    or a Jinja file; None: the model's own."""
 
     path: str
     options: ServerOptions
@@ -76,7 +77,7 @@ def serve_rank(plan: ServePlan) -> int:
     chat = _chat(plan, opened, tokenizer) if first else None
     world, device, groups = connect(plan.device, plan.backend)
     mesh = Mesh(world.rank, tp=plan.tp, pp=plan.pp, groups=groups if world.size > 1 else None)
-    dtype = DTYPES[plan.dtype] if plan.dtype is not None else opened.dtype
+    dtype = DTYPES[plan.dtype] if plan.dtype is not None else opened.dtype if device.is_cuda else torch.float32
     engine = start_engine(opened, mesh, device, replace(plan.engine, vocab=tokenizer.vocab_size), dtype=dtype)
     if engine is None:
         return 0
