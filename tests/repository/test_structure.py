@@ -25,6 +25,7 @@ LONG = {
     # The signature of a command is its list of flags.
     "bench.run": 57,
     "convert_llama.run": 75,
+    "generate.run": 115,
     "memory_estimate.run": 74,
     "preprocess.run": 75,
     "reshard.run": 89,

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Sequence
 
+from mega.core.inference.relay import LostRank
 from mega.core.inference.request import Beam, Event, Limits, Request, RequestError
 
 
@@ -52,7 +53,7 @@ class FakeEngine:
     def step(self) -> list[Event]:
         time.sleep(self.seconds)
         if self.fails:
-            raise RuntimeError(self.fails)
+            raise LostRank(self.fails)
         events = [Event(request=number, finish="cancelled") for number in self._cancelled]
         self._cancelled.clear()
         for number, (request, new) in list(self.running.items())[: self.limits.requests]:

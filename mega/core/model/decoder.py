@@ -99,7 +99,7 @@ class DecoderStage(StackStage):
         stream = self.through(self.blocks, ResidualState(begun), context)
         if self.head is None:
             return stream.sum(self.ops)
-        return self._logits(ResidualState(stream.sum(self.ops).index_select(0, wanted)))
+        return cast(torch.Tensor, self.head(ResidualState(stream.sum(self.ops).index_select(0, wanted))))
 
     def embed(self, embedding: nn.Module, batch: DecoderBatch, context: ForwardContext) -> torch.Tensor:
         return cast(torch.Tensor, embedding(batch.tokens, batch.positions, context))

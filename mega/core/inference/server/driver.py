@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+from mega.core.inference.relay import LostRank
 from mega.core.inference.request import Engine, Event, Request
 
 
@@ -190,5 +191,7 @@ def _cancel_all(added: asyncio.Future[list[Ticket]]) -> None:
 
 
 def _reason(error: Exception | None) -> str:
-    """What a client may know: the first part of the error, not what a library had to add."""
-    return f"the model has failed: {' '.join(str(error).split(': ')[0].split())[:300]}"
+    """What a client may know: which rank was lost; of other errors, that there was one."""
+    if isinstance(error, LostRank):  # the first part of it, not what a library had to add
+        return f"the model has failed: {str(error).split(': ')[0]}"
+    return "the model has failed"

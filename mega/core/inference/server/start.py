@@ -33,8 +33,8 @@ _SWITCH_SECONDS = 0.001
 
 @dataclass(frozen=True, kw_only=True)
 class ServePlan:
-    """What is served where. dtype: computed in; None: fp32 on a CPU, else the weights' own. template: a name of TEMPLATES
-    or a Jinja file; None: the model's own."""
+    """What is served where. dtype: to compute in; None: fp32 on a CPU, else the weights' own. template: a name of
+    TEMPLATES, or a Jinja file; None: the model's own."""
 
     path: str
     options: ServerOptions
