@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -13,8 +14,12 @@ from mega.core.files import check_file
 
 def run(
     load: Annotated[
-        Path, typer.Option("--load", help="a run's directory (its newest step), one step in it, or others' weights")
-    ],
+        Path | None,
+        typer.Option("--load", help="a run's directory (its newest step), one step in it, or others' weights"),
+    ] = None,
+    url: Annotated[
+        str | None, typer.Option("--url", metavar="HOST:PORT", help="ask a server's PUT /api instead, as of mega serve")
+    ] = None,
     prompt: Annotated[
         str | None, typer.Option("--prompt", help="the text to continue [at a terminal asked for, else a new document]")
     ] = None,
@@ -68,6 +73,14 @@ def run(
     With neither --prompt, --input nor --num-samples it asks for prompts at a terminal. Several ranks by --tp and --pp,
     alone or under a launcher.
     """
+    if url is not None:
+        named = {"--load": load, "--input": input_file, "--output": output, "--num-samples": num_samples or None}
+        named |= {"--min-p": min_p or None, "--repetition-penalty": None if repetition_penalty == 1 else 1}
+        fields = {"temperature": 0.0 if greedy else temperature, "top_k": top_k, "top_p": top_p}
+        fields |= {"top_p_decay": top_p_decay, "top_p_bound": top_p_bound, "random_seed": seed}
+        return _ask(url, prompt, tokens, named, fields, (beams, length_penalty))
+    if load is None:
+        raise ValueError("--load is missing: give a run's directory, or --url")
     from mega.core.inference.opening import EngineOptions
     from mega.core.inference.speak import SpeechPlan, sampling_of
 
@@ -131,3 +144,25 @@ def _start(plan: object, nproc: int | None, size: int) -> int:
 
         return launch(size, speak, plan)
     return speak(plan)  # type: ignore[arg-type]
+
+
+def _ask(
+    url: str,
+    prompt: str | None,
+    tokens: int,
+    excluded: Mapping[str, object],
+    sampling: Mapping[str, float],
+    beams: tuple[int, float],
+) -> int:
+    """Have a server continue the prompt, or those that are typed. Errors: ValueError for what it cannot be asked."""
+    from mega.core.inference.client import ask, converse, fields_of
+
+    for flag, value in excluded.items():
+        if value is not None:
+            raise ValueError(f"{flag}: excludes --url {url}, which asks a server's PUT /api")
+    fields = fields_of(sampling, *beams)
+    if prompt is None:
+        converse(url, fields)
+    else:
+        print(ask(url, prompt, tokens, **fields))
+    return 0

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 from datetime import timedelta
 from pathlib import Path
 
@@ -26,6 +27,10 @@ FIRST = 2048
 
 PATIENCE = timedelta(days=365)
 """Nobody may ask anything for a long time."""
+
+
+ENDING = 0.5
+"""Seconds from the end of a process's connections to its own, at most."""
 
 
 class LostRank(RuntimeError):
@@ -70,9 +75,15 @@ class Relay:
         except RuntimeError as error:
             raise self.explained(error) from None
 
+    def _gone(self) -> list[int]:
+        here = socket.gethostname()
+        return [rank for rank, (host, pid) in enumerate(self.processes) if host == here and _dead(pid)]
+
     def explained(self, error: RuntimeError) -> LostRank:
         """The error of an exchange, with the ranks of this host that are there no longer."""
-        gone = [rank for rank, (host, pid) in enumerate(self.processes) if host == socket.gethostname() and _dead(pid)]
+        deadline = time.monotonic() + ENDING
+        while not (gone := self._gone()) and time.monotonic() < deadline:
+            time.sleep(0.01)
         names = f"rank {', '.join(map(str, gone))} has ended" if gone else "another rank has ended or cannot be reached"
         return LostRank(f"{names}: {str(error).splitlines()[0]}")
 

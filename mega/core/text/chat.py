@@ -129,21 +129,30 @@ def template_text(file: str) -> str:
 
 
 def jinja(file: str, tokenizer: Tokenizer) -> Template:
-    """The Hugging Face chat template in `file`, rendered in a sandbox in a process of its own, within limits.
+    """The Hugging Face chat template in `file`, as of `jinja_text`. Errors: ValueError naming the file."""
+    return jinja_text(template_text(file), tokenizer, f"--chat-template {file}")
+
+
+def jinja_text(
+    source: str, tokenizer: Tokenizer, what: str, *, reply: bool = False, seconds: int = _SECONDS
+) -> Template:
+    """A Hugging Face chat template, rendered in a sandbox in a process of its own, within limits.
+
+    what: flag and file, for messages. reply: what begins the assistant's turn follows the last message. seconds: of
+    processor time to render.
 
     Messages are rendered as marks and put in afterwards, so that no text of a message can become markup or a control
     token; blanks at the ends of a message are dropped. The text after an assistant's message up to the first control
     token is trained with it, as its end of turn. What is rendered depends on the roles alone, and is rendered once for
     each sequence of them.
 
-    Errors: ValueError naming the file, for it and of what is returned.
+    Errors: ValueError beginning with `what`, for the template and of what is returned.
     """
-    what, source = f"--chat-template {file}", template_text(file)
     if importlib.util.find_spec("jinja2") is None:
         raise ValueError("--chat-template: a Jinja file needs jinja2; pip install 'mega[data]'")
     known = {key: next((n for n in names if tokenizer.control(n) is not None), "") for key, names in _NAMES.items()}
     child = Confined(
-        "mega.core.text.jinja_process", what, seconds=_SECONDS, memory=_MEMORY, answer_bytes=2 * SOURCE_BYTES
+        "mega.core.text.jinja_process", what, seconds=seconds, memory=_MEMORY, answer_bytes=2 * SOURCE_BYTES
     )
     child.ask({"source": source})  # a mistake in it is reported now
     child.close()
@@ -151,7 +160,7 @@ def jinja(file: str, tokenizer: Tokenizer) -> Template:
     @lru_cache(maxsize=64)
     def rendered(roles: tuple[str, ...]) -> str:
         messages = [{"role": role, "content": _MARK.format(i)} for i, role in enumerate(roles)]
-        text: str = child.ask({"source": source, "messages": messages, **known})
+        text: str = child.ask({"source": source, "messages": messages, "reply": reply, **known})
         return text
 
     def render(messages: Sequence[Message]) -> list[TemplatePart]:

@@ -71,6 +71,11 @@ class GPT2Tokenizer(Tokenizer):
         values = self._bytes
         return b"".join(values.get(c) or c.encode() for c in letters).decode(errors="replace")
 
+    def token_bytes(self, token: int) -> bytes:
+        if token == self.eod:
+            return b""
+        return b"".join(self._bytes.get(letter) or letter.encode() for letter in self._pieces[token])
+
     def control(self, name: str) -> int | None:
         return self.eod if name == END_OF_TEXT else None
 

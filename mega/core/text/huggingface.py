@@ -6,10 +6,14 @@ are not looked for in text; its other added tokens are part of the vocabulary an
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from mega.core.text.gpt2 import byte_letters
 from mega.core.text.probe import FILE_BYTES, check, hugging_face
 from mega.core.text.tokenizer import Encoded, Tokenizer, flatten, library_errors
 from mega.core.untrusted import parse_json, read_limited
@@ -17,6 +21,7 @@ from mega.core.untrusted import parse_json, read_limited
 # Names of the end of a text, where no file next to tokenizer.json names it.
 _ENDS = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>")
 _STARTS = ("<|begin_of_text|>", "<s>", "<bos>")
+_BYTE = re.compile("<0x[0-9A-F]{2}>")
 _NEIGHBOURS = ("tokenizer_config.json", "special_tokens_map.json")
 
 
@@ -66,6 +71,26 @@ class HuggingFaceTokenizer(Tokenizer):
     def control(self, name: str) -> int | None:
         found: int | None = self._library.token_to_id(name)
         return found
+
+    def token_bytes(self, token: int) -> bytes:
+        piece = self._library.id_to_token(token)
+        if piece is None or token in self._special:
+            return b""
+        if self._byte_letters:
+            return b"".join(self._byte_letters.get(letter) or letter.encode() for letter in piece)
+        if _BYTE.fullmatch(piece):
+            return bytes([int(piece[3:5], 16)])
+        return str(piece).replace("\u2581", " ").encode()
+
+    @cached_property
+    def _special(self) -> set[int]:
+        return {token for token, added in self._library.get_added_tokens_decoder().items() if added.special}
+
+    @cached_property
+    def _byte_letters(self) -> dict[str, bytes]:
+        """Letter -> byte where the vocabulary spells bytes as letters, as GPT-2's; else empty."""
+        spells = '"ByteLevel"' in json.dumps(json.loads(self._library.to_str()).get("decoder"))
+        return {letter: bytes([byte]) for byte, letter in byte_letters().items()} if spells else {}
 
     def files(self) -> Mapping[str, Path]:
         return dict(self._files)

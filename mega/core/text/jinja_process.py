@@ -31,7 +31,7 @@ def answer(question: dict[str, Any]) -> str | None:
     if "messages" not in question:
         return None
     values = {name: question[name] for name in ("messages", "bos_token", "eos_token")}
-    text: str = template.render(**values, add_generation_prompt=False)
+    text: str = template.render(**values, add_generation_prompt=question.get("reply", False))
     return text
 
 

@@ -80,6 +80,9 @@ class Llama3Tokenizer(Tokenizer):
     def decode(self, ids: Iterable[int]) -> str:
         return b"".join(self._bytes[int(token)] for token in ids).decode(errors="replace")
 
+    def token_bytes(self, token: int) -> bytes:
+        return b"" if token >= len(self._ranks) else self._bytes[token]
+
     def files(self) -> Mapping[str, Path]:
         return {"tokenizer.model": self._path}
 

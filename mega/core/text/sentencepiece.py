@@ -41,6 +41,14 @@ def _present(token: int) -> int | None:
     return token if token >= 0 else None
 
 
+def _piece_bytes(model: Any, token: int) -> bytes:
+    """What one of the model's own pieces adds to a text: the mark of a blank is one, <0x0A> is a byte."""
+    if model.is_control(token):
+        return b""
+    piece = str(model.id_to_piece(token))
+    return bytes([int(piece[3:5], 16)]) if model.is_byte(token) else piece.replace("\u2581", " ").encode()
+
+
 class PlainSentencePiece(Tokenizer):
     """The model's own pieces; its eos ends a document. Llama-2 also puts its bos in front of every text."""
 
@@ -83,6 +91,9 @@ class PlainSentencePiece(Tokenizer):
 
     def piece(self, token: int) -> str:
         return str(self._model.id_to_piece(token))
+
+    def token_bytes(self, token: int) -> bytes:
+        return _piece_bytes(self._model, token)
 
     def files(self) -> Mapping[str, Path]:
         return {"tokenizer.model": self._path}
@@ -157,6 +168,9 @@ class ExtendedSentencePiece(Tokenizer):
 
     def piece(self, token: int) -> str:
         return self._names.get(token) or str(self._model.id_to_piece(token))
+
+    def token_bytes(self, token: int) -> bytes:
+        return b"" if token in self._names else _piece_bytes(self._model, token)
 
     def decode(self, ids: Iterable[int]) -> str:
         """Special tokens are written by name, apart by spaces."""

@@ -95,6 +95,10 @@ class Tokenizer(Protocol):
         """One token as a person should see it, control tokens by name."""
         return self.decode([token])
 
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes that a token adds to a text, which may be part of a character; none for a control token."""
+        return self.decode([token]).encode()
+
     def continues(self, token: int) -> bool:
         """Whether a token continues the word before it, so that whole-word masking takes both."""
         return False

@@ -1,0 +1,157 @@
+"""`mega serve`: a model that answers over HTTP."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+
+def run(
+    checkpoint: Annotated[
+        Path | None, typer.Argument(help="a run's directory, one step in it, or others' weights", show_default=False)
+    ] = None,
+    load: Annotated[Path | None, typer.Option("--load", help="the same, by Megatron-LM's name")] = None,
+    host: Annotated[str, typer.Option("--host", help="address to listen on")] = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", help="port to listen on; 0 takes a free one", min=0, max=65535)] = 5000,
+    token_file: Annotated[
+        Path | None, typer.Option("--token-file", help="file of the token that clients must send [MEGA_TOKEN]")
+    ] = None,
+    tp: Annotated[int, typer.Option("--tp", "--tensor-model-parallel-size", help="tensor-parallel ranks", min=1)] = 1,
+    pp: Annotated[int, typer.Option("--pp", "--pipeline-model-parallel-size", help="pipeline stages", min=1)] = 1,
+    dtype: Annotated[
+        Literal["fp32", "bf16", "fp16"] | None,
+        typer.Option("--dtype", help="computed in [fp32 on a CPU, else the weights' own]"),
+    ] = None,
+    device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option("--device", help="where tensors live")] = "auto",
+    name: Annotated[str | None, typer.Option("--name", help="the model's name for clients [its directory's]")] = None,
+    chat_template: Annotated[
+        str | None, typer.Option("--chat-template", help="llama2, llama3, chatml, plain or a Jinja file [the model's]")
+    ] = None,
+    max_requests: Annotated[int, typer.Option("--max-requests", help="sequences at once; more wait", min=1)] = 64,
+    max_waiting: Annotated[int, typer.Option("--max-waiting", help="sequences that wait; more get 429", min=0)] = 256,
+    cache_tokens: Annotated[
+        int | None, typer.Option("--cache-tokens", help="of all in flight [what fits]", min=1)
+    ] = None,
+    chunk: Annotated[int, typer.Option("--prefill-chunk", help="most prompt tokens of a step", min=1)] = 512,
+    batch_invariant: Annotated[
+        bool, typer.Option("--batch-invariant", help="an answer does not depend, to the bit, on what else is in flight")
+    ] = False,
+    longest: Annotated[
+        int | None, typer.Option("--max-length", "--out-seq-length", help="prompt and answer [the model's]", min=1)
+    ] = None,
+    oom: Annotated[int, typer.Option("--max-tokens-to-oom", help="tokens of one PUT /api, padded", min=1)] = 12000,
+    max_body: Annotated[int, typer.Option("--max-body", help="bytes of a request", min=1024)] = 8 << 20,
+    max_connections: Annotated[int, typer.Option("--max-connections", help="clients at a time", min=1)] = 1024,
+    timeout: Annotated[float, typer.Option("--request-timeout", help="seconds until a whole answer", min=0.1)] = 600.0,
+    drain: Annotated[float, typer.Option("--drain-seconds", help="for answers in flight, after SIGTERM", min=0)] = 30.0,
+    temperature: Annotated[float, typer.Option("--temperature", help="where a request gives none")] = 1.0,
+    top_k: Annotated[int, typer.Option("--top-k", help="where a request gives none; 0 is off")] = 0,
+    top_p: Annotated[float, typer.Option("--top-p", help="where a request gives none; 1 is off")] = 1.0,
+    seed: Annotated[int | None, typer.Option("--seed", help="where a request gives none [another each time]")] = None,
+    log_prompts: Annotated[bool, typer.Option("--log-prompts", help="print each request, with its prompt")] = False,
+    legacy_status: Annotated[
+        bool, typer.Option("--legacy-status", help="PUT /api answers most mistakes with 200, as Megatron-LM does")
+    ] = False,
+) -> int:
+    """Answer prompts over HTTP: OpenAI's API, Megatron-LM's PUT /api, and a page to try.
+
+    The model, its tokenizer and its chat template are the checkpoint's; any layout may serve it. SIGTERM ends the
+    server when every accepted request is answered: exit code 0.
+    """
+    _check_extra()
+    from mega.core.inference.opening import EngineOptions
+    from mega.core.inference.request import Sampling
+    from mega.core.inference.server.limits import ServerLimits
+    from mega.core.inference.server.service import ServerOptions
+    from mega.core.inference.server.start import ServePlan, check_host
+
+    path = _place(checkpoint, load)
+    token = _token(token_file)
+    check_host(host, token)
+    Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)  # a mistake is named before loading
+    limits = ServerLimits(
+        body=max_body,
+        waiting=max_waiting,
+        connections=max_connections,
+        request_seconds=timeout,
+        drain_seconds=drain,
+    )
+    options = ServerOptions(
+        name=name or path.resolve().name,
+        token=token,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed,
+        longest=longest,
+        tokens_at_once=oom,
+        log_prompts=log_prompts,
+        legacy_status=legacy_status,
+        limits=limits,
+    )
+    engine = EngineOptions(
+        requests=max_requests, chunk=chunk, cache_tokens=cache_tokens, batch_invariant=batch_invariant
+    )
+    plan = ServePlan(
+        path=str(path),
+        options=options,
+        engine=engine,
+        host=host,
+        port=port,
+        tp=tp,
+        pp=pp,
+        dtype=dtype,
+        device=device,
+        template=chat_template,
+    )
+    return _start(plan, tp * pp)
+
+
+def _check_extra() -> None:
+    """Errors: ValueError naming the extra."""
+    for library in ("fastapi", "uvicorn"):
+        if importlib.util.find_spec(library) is None:
+            raise ValueError(f"mega serve: needs {library}; pip install 'mega[serve]'")
+
+
+def _place(checkpoint: Path | None, load: Path | None) -> Path:
+    """The model's directory. Errors: ValueError where it is not named once."""
+    if checkpoint is not None and load is not None:
+        raise ValueError(f"--load {load}: excludes the checkpoint {checkpoint}, which means the same")
+    found = checkpoint or load
+    if found is None:
+        raise ValueError("CHECKPOINT is missing: give a run's directory, or one of others' weights")
+    return found
+
+
+def _token(file: Path | None) -> str | None:
+    """The token of --token-file, or of MEGA_TOKEN. Errors: ValueError for one that is short or cannot be sent."""
+    from mega.core.untrusted import read_limited
+
+    what = f"--token-file {file}" if file is not None else "MEGA_TOKEN"
+    text = os.environ.get("MEGA_TOKEN")
+    if file is not None:
+        text = read_limited(file, 4096, what).decode("latin-1").strip()
+    if text is None:
+        return None
+    if not 16 <= len(text) <= 1024 or not all("!" <= letter <= "~" for letter in text):
+        raise ValueError(f"{what}: must be 16 to 1024 letters, digits or signs, without blanks")
+    return text
+
+
+def _start(plan: object, size: int) -> int:
+    """The ranks that the layout takes: those of a launcher, or local ones."""
+    from mega.core.config.world import world_from_env
+    from mega.core.inference.server.start import serve_rank
+    from mega.core.parallel.launch import launch
+
+    world = world_from_env()
+    if world.source == "alone" and size > 1:
+        return launch(size, serve_rank, plan)
+    if world.size != size:
+        raise ValueError(f"--tp x --pp = {size}: must be the number of ranks, {world.size}")
+    return serve_rank(plan)  # type: ignore[arg-type]

@@ -1,0 +1,106 @@
+"""A client of PUT /api, ours or Megatron-LM's: one prompt, or one after the other as they are typed.
+
+It knows HTTP and no model: nothing is loaded here.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+from urllib.parse import urlsplit
+
+MOST_BYTES = 64 << 20
+"""Of an answer."""
+WAIT_SECONDS = 600.0
+
+
+def ask(url: str, prompt: str, tokens: int, **fields: Any) -> str:
+    """The prompt and what follows it. url: HOST:PORT, or the whole address of a server; fields: others of PUT /api.
+
+    Errors: ValueError for an address that is not one, and with the server's own text; OSError where none answers.
+    """
+    reply = _put(url, {"prompts": [prompt], "tokens_to_generate": tokens, **fields})
+    texts = reply.get("text") if isinstance(reply, dict) else None
+    if not isinstance(texts, list) or not texts or not isinstance(texts[0], str):
+        raise ValueError(f"--url {url}: {_message(reply)}")
+    return texts[0]
+
+
+def converse(url: str, fields: Mapping[str, Any], read: Callable[[str], str] = input) -> None:
+    """Megatron-LM's text_generation_cli.py: asks for prompts and numbers of tokens until the input ends."""
+    while True:
+        try:
+            prompt = read("Enter prompt: ")
+            tokens = read("Enter number of tokens to generate: ")
+        except EOFError:
+            return
+        try:
+            print("Megatron Response: ")
+            print(ask(url, prompt, _whole(tokens), **fields), flush=True)
+        except ValueError as error:
+            print(f"Error {error}", flush=True)
+
+
+def fields_of(sampling: Mapping[str, float], beams: int, length_penalty: float) -> dict[str, Any]:
+    """The flags of `mega generate` as fields of PUT /api, which wants floats to be floats; without those that are off.
+
+    >>> fields_of({"temperature": 0.0, "top_k": 0, "top_p": 1, "random_seed": 0}, 0, 1.0)
+    {'top_k': 1}
+    >>> fields_of({"temperature": 0.7, "top_k": 0, "top_p": 0.9, "random_seed": 3}, 0, 1.0)
+    {'temperature': 0.7, 'top_p': 0.9, 'random_seed': 3}
+    """
+    if beams:
+        return {"beam_width": beams, "length_penalty": float(length_penalty)}
+    if sampling["temperature"] == 0:
+        return {"top_k": 1}
+    off = {"temperature": 1, "top_k": 0, "top_p": 1}
+    found = {name: value for name, value in sampling.items() if value != off.get(name, 0) and value != 0}
+    return {name: float(value) if name.startswith("top_p") else value for name, value in found.items()}
+
+
+def _whole(text: str) -> int:
+    if not text.strip().isdecimal():
+        raise ValueError(f"{text!r}: must be a whole number")
+    return int(text)
+
+
+def _put(url: str, body: Mapping[str, Any]) -> Any:
+    parts = urlsplit(url if "//" in url else f"http://{url}")
+    try:
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        host, port = None, None
+    if parts.scheme not in ("http", "https") or not host:
+        raise ValueError(f"--url {url}: must be HOST:PORT, or http://HOST:PORT")
+    kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+    connection = kind(host, port or (5000 if "//" not in url else None), timeout=WAIT_SECONDS)
+    headers = {"Content-Type": "application/json; charset=UTF-8"}
+    if os.environ.get("MEGA_TOKEN"):
+        headers["Authorization"] = f"Bearer {os.environ['MEGA_TOKEN']}"
+    path = parts.path.rstrip("/").removesuffix("/api") + "/api"
+    try:
+        connection.request("PUT", path, json.dumps(body).encode(), headers)
+        reply = connection.getresponse()
+        data = reply.read(MOST_BYTES + 1)
+    except (http.client.HTTPException, OSError) as error:
+        raise OSError(f"--url {url}: no answer: {error or type(error).__name__}") from None
+    finally:
+        connection.close()
+    try:
+        found = json.loads(data)
+    except (ValueError, RecursionError):
+        raise ValueError(f"--url {url}: {reply.status}: the answer is not JSON") from None
+    if reply.status != 200:
+        raise ValueError(f"--url {url}: {reply.status}: {_message(found)}")
+    return found
+
+
+def _message(found: Any) -> str:
+    """The text of an error, in Flask's, OpenAI's or Megatron-LM's form."""
+    if isinstance(found, dict):
+        found = found.get("error", found)
+        found = found.get("message", found) if isinstance(found, dict) else found
+    return " ".join(str(found).split())[:300]

@@ -1,0 +1,14 @@
+"""Answers over HTTP: one process hears, one thread of it drives the engine, and other ranks follow the engine.
+
+app             the routes and their order of checks, as FastAPI puts them together
+openai_api      /v1/completions and /v1/chat/completions         megatron_api   PUT /api, Megatron-LM's
+tools_api       models, tokenizer, health, metrics, the page
+service         what every route needs: the model's name, its tokenizer, template, limits and driver
+session         text above the engine: stop strings, half characters, who has left
+driver          the thread that calls the engine, and the bounded queue in front of it
+connections     limits of connections: headers, slow clients, how many at a time
+fields          the fields of a request as tables: types, ranges, help; OpenAPI from the same tables
+constrain       answers that match a JSON schema or a regular expression
+limits, metrics figures: what is accepted, what happened
+run             listening, signals, draining, how it ends
+"""

@@ -1,0 +1,278 @@
+"""The routes, put together by FastAPI. Each reads a body, asks the engine, and answers in its own form.
+
+Which fields a route takes is in openai_api.py and megatron_api.py; who may ask at all, in gate.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+import json
+from collections.abc import AsyncIterator, Awaitable
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any, TypeVar
+
+from mega import __version__
+from mega.core.inference.server import megatron_api, openai_api
+from mega.core.inference.server.driver import EngineLost, QueueFull
+from mega.core.inference.server.fields import BadField, Field, Fields, read, schema
+from mega.core.inference.server.gate import Gate
+from mega.core.inference.server.service import Service
+from mega.core.inference.server.session import AnswerFailed, ClientGone, TooLong, until_gone
+
+T = TypeVar("T")
+
+PAGE = Path(__file__).with_name("page") / "index.html"
+
+TOKENIZE: Fields = {
+    "prompt": Field(types="string", help="a text; the name of a control token on its own is that token", required=True),
+    "add_special_tokens": Field(types="boolean", help="with what the family puts around a text", default=True),
+}
+DETOKENIZE: Fields = {"tokens": Field(types="array", help="token ids", required=True)}
+
+_GONE = 499
+"""Status for the counters, of a request whose client has left."""
+
+
+def make_app(service: Service) -> Gate:
+    """The whole server as an ASGI application."""
+    from fastapi import FastAPI
+
+    app = FastAPI(title="mega", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
+    _add_errors(app)
+    _add_pages(app, service)
+    _add_openai(app, service)
+    _add_megatron(app, service)
+    _add_tokenizer(app, service)
+    return Gate(app, service, frozenset(route.path for route in app.routes if hasattr(route, "path")))
+
+
+def _body(fields: Fields, *statuses: int) -> dict[str, Any]:
+    """What OpenAPI is told of a route's body, and of the statuses that it may answer."""
+    errors = {str(status): {"description": _STATUS[status]} for status in (400, 408, 413, 415, 429, 503, *statuses)}
+    content = {"application/json": {"schema": schema(fields)}}
+    return {"requestBody": {"required": True, "content": content}, "responses": errors}
+
+
+_STATUS = {
+    400: "a field is wrong, or does not fit",
+    401: "the token is missing or wrong",
+    404: "the model is not served",
+    408: "the body came too slowly",
+    413: "the body is too large",
+    415: "the body is not JSON",
+    429: "the queue is full; try later",
+    503: "the server is ending, or the answer took too long",
+}
+
+
+# --- errors -------------------------------------------------------------------------------------------------------
+
+
+def status_of(error: Exception) -> tuple[int, str]:
+    """Status and type of an error, as OpenAI calls it."""
+    if isinstance(error, BadField):
+        return error.status, "invalid_request_error"
+    if isinstance(error, QueueFull):
+        return 429, "rate_limit_error"
+    if isinstance(error, ClientGone):
+        return _GONE, "client_gone"
+    if isinstance(error, (EngineLost, TooLong, AnswerFailed)):
+        return 503, "server_error"
+    raise error
+
+
+def error_body(error: Exception) -> dict[str, Any]:
+    """OpenAI's form of an error."""
+    kind = status_of(error)[1]
+    code = "model_not_found" if isinstance(error, BadField) and error.status == 404 else None
+    return {"error": {"message": str(error), "type": kind, "param": getattr(error, "field", None), "code": code}}
+
+
+def _add_errors(app: Any) -> None:
+    from fastapi.responses import JSONResponse
+
+    async def handle(request: Any, error: Exception) -> Any:
+        headers = {"retry-after": "1"} if isinstance(error, QueueFull) else None
+        return JSONResponse(error_body(error), status_of(error)[0], headers=headers)
+
+    for kind in (BadField, QueueFull, EngineLost, TooLong, ClientGone, AnswerFailed):
+        app.add_exception_handler(kind, handle)
+
+
+async def _until_gone(service: Service, request: Any, work: Awaitable[T]) -> T:
+    async def gone() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    try:
+        return await until_gone(work, gone, service.options.limits.request_seconds)
+    except (ClientGone, TooLong):
+        service.metrics.cancelled.add()
+        raise
+
+
+def _log(service: Service, request: Any, body: Any) -> None:
+    """Megatron-LM's three lines of a request, where they are asked for."""
+    if service.options.log_prompts:
+        print(f"request IP: {request.client.host if request.client else '-'}")
+        print(json.dumps(body))
+        print("start time: ", datetime.datetime.now(), flush=True)
+
+
+# --- OpenAI's routes ----------------------------------------------------------------------------------------------
+
+
+def _add_openai(app: Any, service: Service) -> None:
+    from fastapi import Request
+    from fastapi.responses import JSONResponse, StreamingResponse
+
+    async def answer(request: Any, asked: openai_api.Asked) -> Any:
+        if not asked.fields["stream"]:
+            return JSONResponse(await _until_gone(service, request, openai_api.answer(service, asked)))
+        running = await openai_api.start(service, asked)  # what is refused is refused with its status
+        return StreamingResponse(_stream(service, asked, running), media_type="text/event-stream")
+
+    async def completions(request: Request) -> Any:
+        body = await service.body(request)
+        asked = await openai_api.read_completion(service, body)
+        _log(service, request, body)
+        return await answer(request, asked)
+
+    async def chat(request: Request) -> Any:
+        body = await service.body(request)
+        asked = await openai_api.read_chat(service, body)
+        _log(service, request, body)
+        return await answer(request, asked)
+
+    async def models() -> Any:
+        names = (service.options.name, *service.options.adapters)
+        common = {
+            "object": "model",
+            "created": int(service.started),
+            "owned_by": "mega",
+            "max_model_len": service.longest,
+        }
+        return {"object": "list", "data": [{"id": name, **common} for name in names]}
+
+    for request in (completions, chat):
+        request.__annotations__["request"] = Request  # FastAPI reads annotations where this function's names are gone
+    app.add_api_route("/v1/completions", completions, methods=["POST"], openapi_extra=_body(openai_api.COMPLETION, 404))
+    app.add_api_route("/v1/chat/completions", chat, methods=["POST"], openapi_extra=_body(openai_api.CHAT, 404))
+    app.add_api_route("/v1/models", models, methods=["GET"])
+
+
+async def _stream(service: Service, asked: openai_api.Asked, running: Any) -> AsyncIterator[bytes]:
+    """Server-sent events; an error is the last of them. Closed by the client's leaving, it cancels its sequences."""
+    done = False
+    try:
+        async with (
+            asyncio.timeout(service.options.limits.request_seconds),
+            aclosing(openai_api.events(service, asked, running)) as events,
+        ):
+            async for event in events:
+                yield b"data: " + json.dumps(event).encode() + b"\n\n"
+        done = True
+    except TimeoutError:
+        done = True
+        service.metrics.cancelled.add()
+        yield _last_event(TooLong(f"no whole answer within {service.options.limits.request_seconds:g} s"))
+    except (EngineLost, AnswerFailed) as error:
+        done = True
+        yield _last_event(error)
+    finally:
+        if not done:
+            service.metrics.cancelled.add()
+        for each in running:
+            each.ticket.cancel()
+    yield b"data: [DONE]\n\n"
+
+
+def _last_event(error: Exception) -> bytes:
+    return b"data: " + json.dumps(error_body(error)).encode() + b"\n\n"
+
+
+# --- Megatron-LM's route ------------------------------------------------------------------------------------------
+
+
+def _add_megatron(app: Any, service: Service) -> None:
+    from fastapi import Request
+    from fastapi.responses import JSONResponse
+
+    async def api(request: Request) -> Any:
+        legacy = service.options.legacy_status
+        try:
+            body = await service.body(request)
+            given = megatron_api.check(body, ignore_unknown=legacy)
+            if not given.no_log:
+                _log(service, request, body)
+            return JSONResponse(await _until_gone(service, request, megatron_api.answer(service, given)))
+        except megatron_api.Refused as error:
+            return JSONResponse(str(error), 200 if legacy and not error.always else 400)
+        except (BadField, QueueFull, EngineLost, TooLong, ClientGone, AnswerFailed) as error:
+            return JSONResponse(str(error), status_of(error)[0])
+
+    api.__annotations__["request"] = Request
+    app.add_api_route("/api", api, methods=["PUT"], openapi_extra=_body(megatron_api.FIELDS))
+
+
+# --- tokenizer, health, page --------------------------------------------------------------------------------------
+
+
+def _add_tokenizer(app: Any, service: Service) -> None:
+    from fastapi import Request
+
+    tokenizer = service.tokenizer
+
+    async def tokenize(request: Request) -> Any:
+        given = read(await service.body(request), TOKENIZE)
+        if (control := tokenizer.control(given["prompt"])) is not None:
+            ids = [control]
+        else:
+            found = list(await service.encode("prompt", given["prompt"])) if given["prompt"] else tokenizer.encode("")
+            ids = found if given["add_special_tokens"] else found[len(tokenizer.encode("")) :]
+        return {"tokens": ids, "count": len(ids), "max_model_len": service.longest}
+
+    async def detokenize(request: Request) -> Any:
+        given = read(await service.body(request), DETOKENIZE)
+        ids = service.checked("tokens", given["tokens"])
+        return {"prompt": await service.off_loop(tokenizer.decode, ids)}
+
+    async def tokenizer_info() -> Any:
+        named = {"eos_token": tokenizer.eod, "bos_token": tokenizer.bos, "pad_token": tokenizer.pad}
+        names = {name: None if token is None else tokenizer.piece(token) for name, token in named.items()}
+        ids = {f"{name}_id": token for name, token in named.items()}
+        return {"tokenizer_class": tokenizer.kind, "vocab_size": tokenizer.vocab_size, **names, **ids}
+
+    for route in (tokenize, detokenize):
+        route.__annotations__["request"] = Request
+    app.add_api_route("/tokenize", tokenize, methods=["POST"], openapi_extra=_body(TOKENIZE))
+    app.add_api_route("/detokenize", detokenize, methods=["POST"], openapi_extra=_body(DETOKENIZE))
+    app.add_api_route("/tokenizer_info", tokenizer_info, methods=["GET"])
+
+
+def _add_pages(app: Any, service: Service) -> None:
+    from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse
+
+    page = PAGE.read_text(encoding="utf-8")
+
+    async def index() -> Any:
+        return HTMLResponse(page)
+
+    async def health() -> Any:
+        failure = service.driver.failure
+        status = "failed" if failure is not None else "draining" if service.draining else "ok"
+        return JSONResponse(
+            {"status": status, "ready": service.ready, "model": service.options.name, "chat": service.chat is not None},
+            200 if service.ready else 503,
+        )
+
+    async def metrics() -> Any:
+        return PlainTextResponse(service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    for path in ("/", "/index.html"):
+        app.add_api_route(path, index, methods=["GET"], include_in_schema=False)
+    for path in ("/health", "/v1/health"):
+        app.add_api_route(path, health, methods=["GET"])
+    app.add_api_route("/metrics", metrics, methods=["GET"])

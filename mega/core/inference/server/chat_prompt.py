@@ -1,0 +1,49 @@
+"""A conversation as the prompt for its next turn, by the checkpoint's template; which tokens end the assistant's turn.
+
+It knows no route. What a template may cost is bounded by text/chat.py.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+from mega.core.text.chat import EOD, TEMPLATES, Message, Template, TemplatePart, encode, jinja_text
+from mega.core.text.tokenizer import Tokenizer
+
+_SECONDS = 1
+"""Of processor time to render a conversation."""
+_MARK = "\ue000reply\ue001"
+
+
+class ChatPrompt:
+    """Conversations for one tokenizer. ends: tokens with which the template has the assistant end its turn."""
+
+    def __init__(self, template: str, tokenizer: Tokenizer) -> None:
+        """template: a name of TEMPLATES, or the text of a Jinja template. Errors: ValueError."""
+        self._tokenizer, self._lock = tokenizer, threading.Lock()
+        self._render: Template
+        if template in TEMPLATES:
+            whole = TEMPLATES[template]
+            self._render = lambda messages: _up_to_reply(whole([*messages, Message("assistant", _MARK)]))
+        else:
+            whole = jinja_text(template, tokenizer, "the chat template", seconds=_SECONDS)
+            self._render = jinja_text(template, tokenizer, "the chat template", reply=True, seconds=_SECONDS)
+        ended = whole([Message("user", "a"), Message("assistant", "b")])
+        names = [part.text for part in ended if part.control and part.trained]
+        found = [tokenizer.eod if name == EOD else tokenizer.control(name) for name in names]
+        self.ends = frozenset(token for token in found if token is not None)
+        self.ids([Message("user", "a")])  # a tokenizer without the template's tokens is reported now
+
+    def ids(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        """The prompt. Errors: ValueError where the template refuses the conversation."""
+        with self._lock:  # its process answers one question at a time
+            parts = self._render(messages)
+        return tuple(encode(parts, self._tokenizer).ids)
+
+
+def _up_to_reply(parts: Sequence[TemplatePart]) -> list[TemplatePart]:
+    """The parts before the marked text; a blank right before it belongs to the reply's first token."""
+    at = next(i for i, part in enumerate(parts) if _MARK in part.text)
+    before = parts[at].text.split(_MARK)[0].rstrip(" ")
+    return [*parts[:at], *([TemplatePart(before, False, False)] if before else [])]

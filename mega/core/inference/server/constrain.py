@@ -1,0 +1,150 @@
+"""Answers that match a JSON schema or a regular expression, by llguidance: which tokens may follow those so far.
+
+The library bounds the work of each step, so that no grammar of a client's keeps the others waiting. It knows no
+engine and no route.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from mega.core.inference.request import Allowed
+from mega.core.inference.server.fields import BadField
+from mega.core.inference.server.limits import GRAMMAR_BYTES
+from mega.core.text.tokenizer import Tokenizer
+
+_FIELD = "response_format"
+_FORMS = (
+    '{"type": "text"}, {"type": "json_object"}, {"type": "json_schema", "json_schema": {"schema": {...}}} '
+    'or {"type": "regex", "pattern": "..."}'
+)
+
+
+class Grammars:
+    """Compiles what clients ask for, for one tokenizer. vocab: of the model, at least the tokenizer's."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab: int) -> None:
+        self._tokenizer, self._vocab = tokenizer, vocab
+        self._library: Any = None
+        self._lock = threading.Lock()
+
+    def compile(self, wanted: Mapping[str, Any]) -> Grammar:
+        """The grammar of a response_format. Errors: BadField."""
+        source = _source(wanted)
+        if importlib.util.find_spec("llguidance") is None:
+            raise BadField(
+                _FIELD, f"{_FIELD}: this server cannot constrain answers; it needs pip install 'mega[serve]'"
+            )
+        if self._tokenizer.eod is None:
+            raise BadField(_FIELD, f"{_FIELD}: the model's tokenizer has no token that ends an answer")
+        from llguidance import LLMatcher
+
+        with self._lock:
+            self._library = self._library or _library_tokenizer(self._tokenizer, self._vocab)
+        try:
+            text = (
+                LLMatcher.grammar_from_regex(source)
+                if isinstance(source, str)
+                else LLMatcher.grammar_from_json_schema(json.dumps(source), overrides={"whitespace_pattern": "[ ]?"})
+            )
+            made = Grammar(self._library, text, self._vocab, self._tokenizer.eod)
+        except (ValueError, RecursionError) as error:
+            raise BadField(_FIELD, f"{_FIELD}: {' '.join(str(error).split())[:300]}") from None
+        return made
+
+
+class Grammar:
+    """A compiled grammar; `start` begins one sequence. Errors: ValueError where it is not one."""
+
+    def __init__(self, library: Any, text: str, vocab: int, end: int) -> None:
+        from llguidance import LLMatcher
+
+        self._first = LLMatcher(library, text, log_level=0, limits=_limits())
+        if self._first.is_error():
+            raise ValueError(self._first.get_error())
+        self._vocab, self._end = vocab, end
+
+    def start(self, ends: frozenset[int]) -> Allowed:
+        """What may follow, for one sequence. ends: tokens that end it; any of them where the grammar lets it end."""
+        matcher = self._first.deep_copy()
+        seen: list[int | None] = [None]
+        only_end = torch.zeros(self._vocab, dtype=torch.bool)
+        only_end[list(ends | {self._end})] = True
+
+        def allowed(ids: Sequence[int]) -> torch.Tensor:
+            before = len(ids) if seen[0] is None else seen[0]
+            seen[0] = len(ids)
+            new = [token for token in ids[before:] if not only_end[token]]
+            if new:
+                matcher.consume_tokens(new)
+            if matcher.is_error() or matcher.is_stopped():
+                return only_end
+            bits = torch.frombuffer(bytearray(matcher.compute_bitmask()), dtype=torch.uint8)
+            mask = (bits[:, None] >> torch.arange(8, dtype=torch.uint8) & 1).flatten()[: self._vocab].bool()
+            if matcher.is_error():  # the step was more work than is allowed for
+                return only_end
+            return mask | only_end if matcher.is_accepting() else mask & ~only_end
+
+        return allowed
+
+
+def _source(wanted: Mapping[str, Any]) -> str | dict[str, Any]:
+    """A regular expression, or a JSON schema. Errors: BadField."""
+    kind = wanted.get("type")
+    known = {"json_object": {"type"}, "json_schema": {"type", "json_schema"}, "regex": {"type", "pattern"}}
+    if not isinstance(kind, str) or kind not in known or set(wanted) - known[kind]:
+        raise BadField(_FIELD, f"{_FIELD}: must be {_FORMS}")
+    inner = wanted.get("json_schema", {})
+    found = {"json_object": {"type": "object"}, "regex": wanted.get("pattern")}.get(kind)
+    if kind == "json_schema":
+        if not isinstance(inner, dict) or set(inner) - {"name", "schema", "strict", "description"}:
+            raise BadField(_FIELD, f"{_FIELD}: json_schema must hold a schema, and may hold name, strict, description")
+        found = inner.get("schema")
+    if not isinstance(found, str if kind == "regex" else dict):
+        raise BadField(_FIELD, f"{_FIELD}: must be {_FORMS}")
+    if len(json.dumps(found)) > GRAMMAR_BYTES:
+        raise BadField(_FIELD, f"{_FIELD}: must be at most {GRAMMAR_BYTES} bytes")
+    return found
+
+
+def _limits() -> Any:
+    """Work and memory of one grammar; a step of the largest takes a few milliseconds."""
+    from llguidance import LLParserLimits
+
+    return LLParserLimits(
+        initial_lexer_fuel=500_000,
+        step_lexer_fuel=100_000,
+        step_max_items=20_000,
+        max_lexer_states=20_000,
+        max_grammar_size=100_000,
+        verbose_errors=False,
+    )
+
+
+class _Tokens:
+    """A tokenizer as llguidance asks for it."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab: int) -> None:
+        size = tokenizer.vocab_size
+        self.eos_token_id, self.bos_token_id = tokenizer.eod, tokenizer.bos
+        self.tokens = [tokenizer.token_bytes(token) for token in range(size)] + [b""] * (vocab - size)
+        self.special_token_ids = [token for token, text in enumerate(self.tokens) if not text]
+        for token in self.special_token_ids:
+            self.tokens[token] = f"<|{token}|>".encode()
+        self._encode = tokenizer.encode
+        self._lead = len(tokenizer.encode(""))
+
+    def __call__(self, text: bytes | str) -> list[int]:
+        return self._encode(text.decode(errors="replace") if isinstance(text, bytes) else text)[self._lead :]
+
+
+def _library_tokenizer(tokenizer: Tokenizer, vocab: int) -> Any:
+    from llguidance import LLTokenizer, TokenizerWrapper
+
+    return LLTokenizer(TokenizerWrapper(_Tokens(tokenizer, vocab)), n_vocab=vocab)

@@ -1,0 +1,126 @@
+"""What is checked before any route, and what is counted after it: who may ask, from where, how large, and whether
+the server still accepts anything. An ASGI application around another; it knows no route's fields.
+"""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+import json
+import sys
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+from mega.core.inference.server.service import Service
+
+Scope = Mapping[str, Any]
+Receive = Callable[[], Awaitable[Mapping[str, Any]]]
+Send = Callable[[Mapping[str, Any]], Awaitable[None]]
+
+OPEN = ("/", "/index.html", "/health", "/v1/health")
+"""What is answered without a token: the page, which holds nothing, and whether the server is ready."""
+_WATCHED = ("/health", "/v1/health", "/metrics")
+"""What is answered while draining."""
+_HEADERS = ((b"x-content-type-options", b"nosniff"), (b"cache-control", b"no-store"))
+_PAGE = (
+    b"content-security-policy",
+    b"default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
+    b"connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+)
+
+
+class Gate:
+    """`inside`, for those who may ask. routes: paths that are counted under their own name."""
+
+    def __init__(
+        self, inside: Callable[[Any, Any, Any], Awaitable[None]], service: Service, routes: frozenset[str]
+    ) -> None:
+        self._inside, self._service, self._routes = inside, service, routes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        service, path, began = self._service, scope["path"], time.monotonic()
+        status = [0]
+
+        async def counted(message: Mapping[str, Any]) -> None:
+            if message["type"] == "http.response.start":
+                status[0] = message["status"]
+                extra = (*_HEADERS, *((_PAGE,) if path in OPEN[:2] else ()))
+                message = {**message, "headers": [*message.get("headers", ()), *extra]}
+            await send(message)
+
+        service.busy += 1
+        try:
+            refused = self._refused(scope)
+            if refused is not None:
+                await _send(counted, *refused)
+            else:
+                await self._inside(scope, receive, counted)
+        except Exception as error:  # no text of it: it may hold a prompt
+            print(f"mega: {path[:60]!r} failed: {_where(error)}", file=sys.stderr, flush=True)
+            if not status[0]:
+                await _send(counted, 500, "the server has failed")
+        finally:
+            service.busy -= 1
+            route = path if path in self._routes else "other"
+            service.metrics.requests.add(route, str(status[0] or 499))
+            if scope["method"] in ("POST", "PUT"):
+                service.metrics.whole.add(time.monotonic() - began)
+
+    def _refused(self, scope: Scope) -> tuple[int, str] | None:
+        """Status and text, where a request goes no further."""
+        headers, path = {name: value for name, value in scope["headers"]}, scope["path"]
+        token = self._service.options.token
+        if token is None and not _is_local(headers.get(b"host", b"").decode("latin-1")):
+            return 403, "Host: must be localhost or an address: without a token no other site is answered"
+        given = headers.get(b"authorization", b"")
+        if token is not None and path not in OPEN and not hmac.compare_digest(given, b"Bearer " + token.encode()):
+            return 401, "Authorization: must be Bearer and the server's token"
+        if self._service.driver.failure is not None and path not in _WATCHED:
+            return 503, "the model has failed; the server is ending"
+        if self._service.draining and path not in _WATCHED:
+            return 503, "the server is shutting down"
+        length = headers.get(b"content-length", b"0")
+        if length.isdigit() and int(length[:20]) > self._service.options.limits.body:
+            return 413, f"the body: must be at most {self._service.options.limits.body} bytes"
+        return None
+
+
+def _is_local(host: str) -> bool:
+    """Whether a Host header names this machine or an address, and not a site that someone may point here.
+
+    >>> [_is_local(host) for host in ("localhost:5000", "127.0.0.1", "[::1]:5000", "evil.example:5000")]
+    [True, True, True, False]
+    """
+    name = host.rsplit(":", 1)[0] if host.count(":") == 1 or host.rpartition(":")[0].endswith("]") else host
+    if name.strip("[]").lower() == "localhost":
+        return True
+    try:
+        ipaddress.ip_address(name.strip("[]"))
+    except ValueError:
+        return False
+    return True
+
+
+async def _send(send: Send, status: int, text: str) -> None:
+    """A whole answer in OpenAI's form of an error."""
+    kind = {401: "authentication_error", 503: "server_error", 500: "server_error"}.get(status, "invalid_request_error")
+    body = json.dumps({"error": {"message": text, "type": kind, "param": None, "code": None}}).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    if status == 503:
+        headers += [(b"retry-after", b"1"), (b"connection", b"close")]
+    if status == 401:
+        headers += [(b"www-authenticate", b"Bearer")]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+def _where(error: BaseException) -> str:
+    """Kind and place of an error."""
+    at = error.__traceback__
+    while at is not None and at.tb_next is not None:
+        at = at.tb_next
+    place = f" in {at.tb_frame.f_code.co_name}:{at.tb_lineno}" if at is not None else ""
+    return f"{type(error).__name__}{place}"

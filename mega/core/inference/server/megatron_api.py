@@ -1,0 +1,339 @@
+"""PUT /api: Megatron-LM's text generation server of 2023, with its fields, limits, order of checks and error texts.
+
+Here every bad value is answered by 400, where that server answers many by 200 with the text as the answer
+(`--legacy-status`). A field that it would ignore is refused, and each prompt gets `tokens_to_generate` new tokens, also
+where it is shorter than another.
+
+Source: megatron/text_generation_server.py and megatron/text_generation/ of Megatron-LM 23.06.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mega.core.inference.request import Allowed, Request, RequestError, Sampling
+from mega.core.inference.server.fields import BadField, Field, Fields
+from mega.core.inference.server.limits import MOST_PROMPTS
+from mega.core.inference.server.service import Service
+from mega.core.inference.server.session import Continuation
+from mega.core.text.tokenizer import Tokenizer
+
+FIELDS: Fields = {
+    "prompts": Field(types="array", help=f"1 to {MOST_PROMPTS} texts", required=True),
+    "tokens_to_generate": Field(types="integer", help="new tokens; 0 with logprobs scores", default=64, least=0),
+    "logprobs": Field(types="boolean", help="of every token but the first", default=False),
+    "temperature": Field(types="number", help="above 0", least=0, most=100),
+    "top_k": Field(types="integer", help="draw from the k likeliest; 1 is greedy; 0 is off", least=0, most=1000),
+    "top_p": Field(types="number", help="a float: draw from the likeliest that make up p; 0.0 is off", least=0, most=1),
+    "top_p_decay": Field(types="number", help="a float: top_p is multiplied by it each token", least=0, most=1),
+    "top_p_bound": Field(types="number", help="a float: top_p does not fall below it", least=0, most=1),
+    "add_BOS": Field(types="boolean", help="put the end of a document in front of each prompt", default=False),
+    "stop_on_double_eol": Field(types="boolean", help="end at an empty line", default=False),
+    "stop_on_eol": Field(types="boolean", help="end at the end of a line", default=False),
+    "prevent_newline_after_colon": Field(types="boolean", help="no newline right after a colon", default=False),
+    "random_seed": Field(types="integer", help="the same seed gives the same text", least=0),
+    "no_log": Field(types="boolean", help="not in the log that --log-prompts asks for", default=False),
+    "beam_width": Field(types="integer", help="beam search, for one prompt", least=1),
+    "stop_token": Field(types="integer", help="of beam search [the end of a document]"),
+    "length_penalty": Field(types="number", help="a float, of beam search", default=1.0),
+}
+"""What OpenAPI is told. The checks are below: their order and texts are Megatron-LM's."""
+
+_SAMPLED = ("logprobs", "temperature", "top_k", "top_p", "top_p_decay", "top_p_bound", "random_seed")
+_SAMPLED_STOPS = ("stop_on_double_eol", "stop_on_eol")
+_BEAMS = ("stop_token", "length_penalty")
+
+
+class Refused(ValueError):
+    """Megatron-LM's text for a bad request. always: it answers 400 itself."""
+
+    def __init__(self, text: str, always: bool = False) -> None:
+        super().__init__(text)
+        self.always = always
+
+
+@dataclass(frozen=True)
+class MegatronRequest:
+    """The fields, checked. Where top_k and top_p say nothing they are None."""
+
+    prompts: tuple[str, ...]
+    tokens_to_generate: int = 64
+    logprobs: bool = False
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    top_p_decay: float = 0.0
+    top_p_bound: float = 0.0
+    add_BOS: bool = False
+    stop_on_double_eol: bool = False
+    stop_on_eol: bool = False
+    prevent_newline_after_colon: bool = False
+    random_seed: int | None = None
+    no_log: bool = False
+    beam_width: int | None = None
+    stop_token: int | None = None
+    length_penalty: float = 1.0
+
+
+# --- the fields ---------------------------------------------------------------------------------------------------
+
+
+def check(body: Any, *, ignore_unknown: bool = False) -> MegatronRequest:
+    """A body's fields. Errors: Refused with the text of the first check that fails.
+
+    >>> check({"prompts": []})
+    Traceback (most recent call last):
+    ...
+    mega.core.inference.server.megatron_api.Refused: prompts is empty
+    """
+    if not isinstance(body, dict) or "prompts" not in body:
+        raise Refused("prompts argument required", always=True)
+    _prompts(body)
+    for step in (_tokens, _temperature, _top_k, _top_p, _top_p_decay, _top_p_bound, _booleans, _seed, _beams):
+        step(body)
+    unknown = [name for name in body if name not in FIELDS]
+    if unknown and not ignore_unknown:
+        raise Refused(f"{unknown[0][:60]} is not a field; valid: {', '.join(FIELDS)}", always=True)
+    if not ignore_unknown:
+        _without_effect(body)
+    known = {name: body[name] for name in FIELDS if name in body and name != "prompts"}
+    return MegatronRequest(prompts=tuple(body["prompts"]), **known)
+
+
+def _refuse(wrong: bool, text: str, always: bool = False) -> None:
+    if wrong:
+        raise Refused(text, always)
+
+
+def _prompts(body: Mapping[str, Any]) -> None:
+    _refuse("max_len" in body, "max_len is no longer used.  Replace with tokens_to_generate", True)
+    _refuse("sentences" in body, "sentences is no longer used.  Replace with prompts", True)
+    prompts = body["prompts"]
+    _refuse(not isinstance(prompts, list), "prompts is not a list of strings", True)
+    _refuse(not prompts, "prompts is empty", True)
+    _refuse(len(prompts) > MOST_PROMPTS, f"Maximum number of prompts is {MOST_PROMPTS}", True)
+    _refuse(not all(isinstance(prompt, str) for prompt in prompts), "prompts is not a list of strings", True)
+
+
+def _tokens(body: Mapping[str, Any]) -> None:
+    tokens, logprobs = body.get("tokens_to_generate", 64), body.get("logprobs", False)
+    _refuse(type(tokens) is not int, "tokens_to_generate must be an integer greater than 0")
+    _refuse(tokens < 0, "tokens_to_generate must be an integer greater than or equal to 0")
+    _refuse(type(logprobs) is not bool, "logprobs must be a boolean value")
+    _refuse(tokens == 0 and not logprobs, "tokens_to_generate=0 implies logprobs should be True")
+
+
+def _temperature(body: Mapping[str, Any]) -> None:
+    value = body.get("temperature", 1.0)
+    bad = type(value) not in (int, float) or not 0 < value <= 100
+    _refuse(bad, "temperature must be a positive number less than or equal to 100.0")
+
+
+def _top_k(body: Mapping[str, Any]) -> None:
+    value = body.get("top_k", 0)
+    rule = "equal to or greater than 0 and less than or equal to 1000"
+    _refuse(type(value) is not int, f"top_k must be an integer {rule}")
+    _refuse(not 0 <= value <= 1000, f"top_k must be {rule}")
+
+
+def _top_p(body: Mapping[str, Any]) -> None:
+    value = body.get("top_p", 0.0)
+    _refuse(type(value) is not float, "top_p must be a positive float less than or equal to 1.0")
+    _refuse(value > 0 and body.get("top_k", 0) > 0, "cannot set both top-k and top-p samplings.")
+    _refuse(not 0 <= value <= 1, "top_p must be less than or equal to 1.0")
+
+
+def _top_p_decay(body: Mapping[str, Any]) -> None:
+    if "top_p_decay" not in body:
+        return
+    value = body["top_p_decay"]
+    _refuse(type(value) is not float, "top_p_decay must be a positive float less than or equal to 1.0")
+    _refuse(body.get("top_p", 0.0) == 0, "top_p_decay cannot be set without top_p")
+    _refuse(not 0 <= value <= 1, "top_p_decay must be less than or equal to 1.0")
+
+
+def _top_p_bound(body: Mapping[str, Any]) -> None:
+    if "top_p_bound" not in body:
+        return
+    value, top_p = body["top_p_bound"], body.get("top_p", 0.0)
+    _refuse(type(value) is not float, "top_p_bound must be a positive float less than or equal to top_p")
+    _refuse(top_p == 0, "top_p_bound cannot be set without top_p")
+    _refuse(not 0 < value <= top_p, "top_p_bound must be greater than 0 and less than top_p")
+
+
+def _booleans(body: Mapping[str, Any]) -> None:
+    _refuse(type(body.get("add_BOS", False)) is not bool, "add_BOS must be a boolean value")
+    empty = any(not prompt for prompt in body["prompts"])
+    _refuse(empty and not body.get("add_BOS", False), "Empty prompts require add_BOS=true")
+    for name in ("stop_on_double_eol", "stop_on_eol", "prevent_newline_after_colon"):
+        _refuse(type(body.get(name, False)) is not bool, f"{name} must be a boolean value")
+
+
+def _seed(body: Mapping[str, Any]) -> None:
+    seed = body.get("random_seed", 0)
+    _refuse(type(seed) is not int, "random_seed must be integer")
+    _refuse(seed < 0, "random_seed must be a positive integer")
+    _refuse(type(body.get("no_log", False)) is not bool, "no_log must be a boolean value")
+
+
+def _beams(body: Mapping[str, Any]) -> None:
+    if "beam_width" in body:
+        width = body["beam_width"]
+        _refuse(type(width) is not int, "beam_width must be integer")
+        _refuse(width < 1, "beam_width must be an integer > 1")
+        _refuse(len(body["prompts"]) > 1, "When doing beam_search, batch size must be 1")
+    _refuse(type(body.get("stop_token", 0)) is not int, "stop_token must be an integer")
+    _refuse(type(body.get("length_penalty", 1.0)) is not float, "length_penalty must be a float")
+
+
+def _without_effect(body: Mapping[str, Any]) -> None:
+    """Refuse what Megatron-LM would ignore in silence."""
+    beams = "beam_width" in body
+    for name in (*_SAMPLED, *_SAMPLED_STOPS) if beams else _BEAMS:
+        if name in body and body[name] is not False:
+            raise Refused(f"{name} has no effect {'with' if beams else 'without'} beam_width", always=True)
+
+
+# --- the answer ---------------------------------------------------------------------------------------------------
+
+
+async def requests(service: Service, given: MegatronRequest) -> tuple[list[Request], int | None]:
+    """What the engine is asked for, and the token that ends an answer where it comes twice. Errors: Refused."""
+    tokenizer, tokens = service.tokenizer, given.tokens_to_generate
+    service.check_queue(len(given.prompts))
+    prompts = [await _ids(service, text, given.add_BOS) for text in given.prompts]
+    longest = max(map(len, prompts))
+    if given.beam_width and (longest >= service.longest or not tokens):
+        raise Refused("context length + tokens_to_generate too large")
+    if given.beam_width:
+        tokens = min(tokens, service.longest - longest)
+    if longest + tokens > service.longest:
+        raise Refused("Length of prompt + tokens_to_generate longer than allowed")
+    if (size := len(prompts) * (longest + tokens)) > service.options.tokens_at_once:
+        raise Refused(f"Too many tokens.  {size} is greater than {service.options.tokens_at_once}")
+    ends, pair = _ends(tokenizer, given)
+    mask = _no_newline(tokenizer, service.driver.engine.limits.vocab) if given.prevent_newline_after_colon else None
+    made = []
+    try:
+        for index, prompt in enumerate(prompts):
+            how = Sampling() if given.beam_width else _sampling(service, given, index)
+            scored = 0 if given.logprobs else None
+            made.append(
+                Request(
+                    prompt=prompt,
+                    tokens=tokens,
+                    sampling=how,
+                    stop_ids=ends,
+                    logprobs=scored,
+                    prompt_logprobs=given.logprobs,
+                    beams=given.beam_width or 0,
+                    length_penalty=given.length_penalty,
+                    allowed=mask,
+                )
+            )
+    except (RequestError, BadField) as error:
+        raise Refused(str(error), always=True) from None
+    return made, pair
+
+
+async def answer(service: Service, given: MegatronRequest) -> dict[str, Any]:
+    """The body of Megatron-LM's answer. Errors: Refused, QueueFull, EngineLost."""
+    asked, pair = await requests(service, given)
+    try:
+        running = await service.continuations(asked, pair=pair)
+    except BadField as error:
+        raise Refused(str(error), always=True) from None
+    try:
+        async with asyncio.TaskGroup() as group:
+            for each in running:
+                group.create_task(each.whole())
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    finally:
+        for each in running:
+            each.ticket.cancel()
+    if given.beam_width:
+        return _beam_answer(service.tokenizer, running[0])
+    piece, decode = service.tokenizer.piece, service.tokenizer.decode
+    whole = [(*each.prompt, *each.ids) for each in running]
+    return {
+        "text": [decode(ids) for ids in whole],
+        "segments": [[piece(token) for token in ids] for ids in whole],
+        "logprobs": [_logprobs(each) for each in running] if given.logprobs else None,
+    }
+
+
+def _beam_answer(tokenizer: Tokenizer, done: Continuation) -> dict[str, Any]:
+    """All beams, best first."""
+    whole = [(*done.prompt, *beam.ids) for beam in done.beams]
+    return {
+        "text": [tokenizer.decode(ids) for ids in whole],
+        "segments": [[tokenizer.piece(token) for token in ids] for ids in whole],
+        "scores": [beam.score for beam in done.beams],
+    }
+
+
+def _logprobs(done: Continuation) -> list[float]:
+    """Of every token but the first."""
+    known = (*done.prompt_logprobs[1:], *(each.logprob for each in done.scored))
+    return [-9999.0 if value is None else max(value, -9999.0) for value in known]
+
+
+async def _ids(service: Service, text: str, add_bos: bool) -> tuple[int, ...]:
+    """A prompt's ids, after the token that ends a document where that is asked for. Errors: Refused."""
+    try:
+        ids = await service.encode("prompts", text) if text else ()
+    except BadField as error:
+        if service.context_message() in str(error):
+            raise Refused("Length of prompt + tokens_to_generate longer than allowed") from None
+        raise Refused(str(error), always=True) from None
+    if not add_bos:
+        return ids
+    if service.tokenizer.eod is None:
+        raise Refused("add_BOS: this model's tokenizer has no token that ends a document", always=True)
+    return (service.tokenizer.eod, *ids)
+
+
+def _sampling(service: Service, given: MegatronRequest, index: int) -> Sampling:
+    """top_p 0 is off, as it is where top_k is given."""
+    said: dict[str, Any] = {"temperature": given.temperature, "seed": given.random_seed}
+    if given.top_k is not None or given.top_p is not None:
+        said |= {"top_k": given.top_k or 0, "top_p": given.top_p or 1.0}
+    said |= {"top_p_decay": given.top_p_decay, "top_p_bound": given.top_p_bound if given.top_p else None}
+    return service.sampling(said, index)
+
+
+def _ends(tokenizer: Tokenizer, given: MegatronRequest) -> tuple[frozenset[int], int | None]:
+    """Tokens that end an answer, and one that does where it comes twice; the double line end has precedence."""
+    if given.beam_width and given.stop_token is not None:
+        return frozenset([given.stop_token]), None
+    newline, double = _last(tokenizer, "\n"), _last(tokenizer, "\n\n")
+    if given.stop_on_double_eol:
+        return frozenset(token for token in (double,) if token is not None), newline
+    if given.stop_on_eol:
+        return frozenset(token for token in (newline, double) if token is not None), None
+    return frozenset() if tokenizer.eod is None else frozenset([tokenizer.eod]), None
+
+
+def _last(tokenizer: Tokenizer, text: str) -> int | None:
+    """The token that is `text` after a letter; None where no single one is."""
+    try:
+        ids = tokenizer.encode("a" + text)
+    except ValueError:  # a tokenizer of no language
+        return None
+    return ids[-1] if ids and tokenizer.token_bytes(ids[-1]).decode(errors="replace") == text else None
+
+
+def _no_newline(tokenizer: Tokenizer, vocab: int) -> Allowed | None:
+    """No newline right after a colon."""
+    colon, newline = _last(tokenizer, ":"), _last(tokenizer, "\n")
+    if colon is None or newline is None:
+        return None
+    mask = torch.ones(vocab, dtype=torch.bool)
+    mask[newline] = False
+    return lambda ids: mask if ids[-1] == colon else None

@@ -1,0 +1,403 @@
+"""/v1/completions and /v1/chat/completions: OpenAI's forms of requests, answers and streams, and no more fields than
+have an effect here. Log-probabilities and echo are as evaluation harnesses read them.
+
+Source: OpenAI's API reference; what lm-eval's `local-completions` sends and reads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+
+from mega.core.inference.request import Request, RequestError, Top
+from mega.core.inference.server.fields import SAMPLING, BadField, Field, Fields, read
+from mega.core.inference.server.limits import MOST_MESSAGES, MOST_PROMPTS, MOST_STOPS, STOP_CHARACTERS
+from mega.core.inference.server.service import Service
+from mega.core.inference.server.session import Continuation, Delta, Scored
+from mega.core.inference.text_stream import TextStream
+from mega.core.text.chat import Message
+
+LEAST_LOGPROB = -9999.0
+"""Stands for minus infinity, which JSON does not have."""
+
+_COMMON: dict[str, Field] = {
+    "model": Field(types="string", help="the served model, or an adapter, by name"),
+    **SAMPLING,
+    "n": Field(types="integer", help="answers to each prompt", default=1, least=1, most=MOST_PROMPTS),
+    "stop": Field(types="string|array", help=f"strings that end the answer, at most {MOST_STOPS}"),
+    "stream": Field(types="boolean", help="answer by server-sent events", default=False),
+    "stream_options": Field(types="object", help='{"include_usage": true}: a last event with the numbers of tokens'),
+    "ignore_eos": Field(types="boolean", help="the end of the document does not end the answer", default=False),
+    "response_format": Field(types="object", help="text, json_object, json_schema, or regex with its pattern"),
+    "presence_penalty": Field(types="number", help="only 0: see repetition_penalty", only=(0,)),
+    "frequency_penalty": Field(types="number", help="only 0: see repetition_penalty", only=(0,)),
+    "logit_bias": Field(types="object", help="only empty", only=({},)),
+}
+
+COMPLETION: Fields = {
+    "prompt": Field(types="string|array", help="a text, texts, token ids, or lists of token ids", required=True),
+    "max_tokens": Field(types="integer", help="most new tokens; 0 with echo scores", default=16, least=0, most=1 << 62),
+    "logprobs": Field(types="integer", help="of each token, and of the n likeliest", least=0, most=20),
+    "echo": Field(types="boolean", help="the prompt is part of the answer", default=False),
+    "best_of": Field(types="integer", help="only 1: see n", only=(1,)),
+    "suffix": Field(types="string", help="only empty", only=("",)),
+    **_COMMON,
+}
+
+CHAT: Fields = {
+    "messages": Field(
+        types="array", help='[{"role": "system" | "user" | "assistant", "content": text}]', required=True
+    ),
+    "max_tokens": Field(types="integer", help="most new tokens [what fits]", least=1, most=1 << 62),
+    "max_completion_tokens": Field(types="integer", help="the same", least=1, most=1 << 62),
+    "logprobs": Field(types="boolean", help="of each token", default=False),
+    "top_logprobs": Field(types="integer", help="and of the n likeliest; needs logprobs", least=0, most=20),
+    "tools": Field(types="array", help="only empty", only=([],)),
+    "tool_choice": Field(types="string", help="only none", only=("none",)),
+    **_COMMON,
+}
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request, read: the engine's requests, n for each prompt, and what is done with their text."""
+
+    fields: Mapping[str, Any]
+    requests: tuple[Request, ...]
+    texts: tuple[str, ...]
+    stops: tuple[str, ...]
+    ends: frozenset[int]
+    usage: bool
+    chat: bool
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Of all prompts, each counted once."""
+        return sum(len(request.prompt) for request in self.requests[:: self.fields["n"]])
+
+
+# --- what is asked ------------------------------------------------------------------------------------------------
+
+
+async def read_completion(service: Service, body: Any) -> Asked:
+    """Errors: BadField."""
+    fields = read(body, COMPLETION)
+    if fields["max_tokens"] == 0 and not fields["echo"]:
+        raise BadField("echo", "echo=False not supported when tokens_to_generate == 0")
+    if fields["echo"] and fields["response_format"]:
+        raise BadField("echo", "echo True: excludes response_format, which is about the answer alone")
+    prompts, texts = await _prompts(service, fields["prompt"])
+    for prompt in prompts:
+        service.check_room("max_tokens", prompt, fields["max_tokens"])
+    scored = {"logprobs": fields["logprobs"], "prompt_logprobs": fields["echo"] and fields["logprobs"] is not None}
+    return await _asked(
+        service, fields, prompts, texts, fields["max_tokens"], scored, service.ends(fields["ignore_eos"])
+    )
+
+
+async def read_chat(service: Service, body: Any) -> Asked:
+    """Errors: BadField."""
+    fields = read(body, CHAT)
+    if service.chat is None:
+        raise BadField("messages", "the model has no chat template; start the server with --chat-template")
+    if fields["top_logprobs"] is not None and not fields["logprobs"]:
+        raise BadField("top_logprobs", "top_logprobs: needs logprobs True")
+    if fields["max_tokens"] is not None and fields["max_completion_tokens"] is not None:
+        raise BadField("max_tokens", "max_tokens: excludes max_completion_tokens, which means the same")
+    try:
+        prompt = await service.off_loop(service.chat.ids, messages(fields["messages"], service.characters))
+    except BadField:
+        raise
+    except ValueError as error:
+        raise BadField("messages", f"messages: {' '.join(str(error).split())[:300]}") from None
+    asked = fields["max_completion_tokens"] or fields["max_tokens"]
+    tokens = asked or max(1, service.longest - len(prompt))
+    service.check_room("messages", prompt, tokens)
+    scored = {"logprobs": (fields["top_logprobs"] or 0) if fields["logprobs"] else None}
+    ends = frozenset() if fields["ignore_eos"] else service.ends() | service.chat.ends
+    return await _asked(service, fields, [service.checked("messages", prompt)], [""], tokens, scored, ends, chat=True)
+
+
+async def _asked(
+    service: Service,
+    fields: Mapping[str, Any],
+    prompts: Sequence[tuple[int, ...]],
+    texts: Sequence[str],
+    tokens: int,
+    scored: Mapping[str, Any],
+    ends: frozenset[int],
+    chat: bool = False,
+) -> Asked:
+    count = len(prompts) * fields["n"]
+    if count > MOST_PROMPTS:
+        raise BadField("n", f"{count} sequences, prompts x n: at most {MOST_PROMPTS} are accepted in a request")
+    stops, usage = _stops(fields["stop"]), _include_usage(fields)
+    adapter = service.adapter(fields["model"])
+    masks = await service.allowed(fields["response_format"], ends, count)
+    made: list[Request] = []
+    try:
+        for index, mask in enumerate(masks):
+            made.append(
+                Request(
+                    prompt=prompts[index // fields["n"]],
+                    tokens=tokens,
+                    sampling=service.sampling(fields, index),
+                    stop_ids=ends,
+                    adapter=adapter,
+                    allowed=mask,
+                    **scored,
+                )
+            )
+    except RequestError as error:
+        raise BadField(error.field, str(error)) from None
+    return Asked(fields, tuple(made), tuple(texts), stops, ends, usage, chat)
+
+
+async def _prompts(service: Service, given: Any) -> tuple[list[tuple[int, ...]], list[str]]:
+    """Prompts as ids, and as text. Errors: BadField."""
+    if isinstance(given, list) and not given:
+        raise BadField("prompt", "prompt: must not be empty")
+    several = isinstance(given, list) and not isinstance(given[0], int)
+    prompts = given if several else [given]
+    if len(prompts) > MOST_PROMPTS:
+        raise BadField("prompt", f"{len(prompts)} prompts: at most {MOST_PROMPTS} are accepted in a request")
+    if len({type(each) for each in prompts}) != 1 or not isinstance(prompts[0], (str, list)):
+        raise BadField("prompt", "prompt: must be a string, strings, token ids, or lists of token ids")
+    ids: list[tuple[int, ...]] = []
+    texts: list[str] = []
+    service.check_queue(len(prompts))
+    for prompt in prompts:
+        if isinstance(prompt, str):
+            ids.append(await service.encode("prompt", prompt))
+            texts.append(prompt)
+        else:
+            ids.append(service.checked("prompt", prompt) or (service.start("prompt"),))
+            if len(ids[-1]) > service.longest:
+                service.check_room("prompt", ids[-1], 0)
+            texts.append(service.tokenizer.decode(ids[-1]))
+    return ids, texts
+
+
+def messages(given: Any, characters: int) -> list[Message]:
+    """The messages of a conversation, `characters` at most together. Errors: BadField.
+
+    >>> messages([{"role": "user", "content": [{"type": "text", "text": "Hello"}]}], 100)
+    [Message(role='user', content='Hello')]
+    """
+    if not given or len(given) > MOST_MESSAGES:
+        raise BadField("messages", f"messages: must be 1 to {MOST_MESSAGES}, not {len(given)}")
+    found: list[Message] = []
+    for index, each in enumerate(given):
+        where = f"messages[{index}]"
+        if not isinstance(each, dict) or set(each) != {"role", "content"}:
+            raise BadField("messages", f"{where}: must be an object with role and content, and nothing else")
+        role = {"developer": "system"}.get(str(each["role"]), each["role"])
+        if role not in ("system", "user", "assistant"):
+            raise BadField("messages", f"{where}: role must be system, developer, user or assistant")
+        found.append(Message(role, _content(each["content"], where)))
+    if sum(len(each.content) for each in found) > characters:
+        raise BadField("messages", f"messages: must be at most {characters} characters together")
+    return found
+
+
+def _content(given: Any, where: str) -> str:
+    """A text, or parts of type text."""
+    if isinstance(given, str):
+        return given
+    parts = given if isinstance(given, list) else []
+    texts = [part.get("text") for part in parts if isinstance(part, dict) and part.get("type") == "text"]
+    if not texts or len(texts) != len(parts) or not all(isinstance(text, str) for text in texts):
+        raise BadField("messages", f"{where}: content must be a string, or parts of type text")
+    return "".join(map(str, texts))
+
+
+def _stops(given: Any) -> tuple[str, ...]:
+    stops = () if given is None else (given,) if isinstance(given, str) else tuple(given)
+    if len(stops) > MOST_STOPS:
+        raise BadField("stop", f"stop: {len(stops)} strings, at most {MOST_STOPS}")
+    for stop in stops:
+        if not isinstance(stop, str) or not 1 <= len(stop) <= STOP_CHARACTERS:
+            raise BadField("stop", f"stop {repr(stop)[:40]}: must be a string of 1 to {STOP_CHARACTERS} characters")
+    return stops
+
+
+def _include_usage(fields: Mapping[str, Any]) -> bool:
+    options = fields["stream_options"]
+    if options is None:
+        return False
+    if (
+        not fields["stream"]
+        or set(options) - {"include_usage"}
+        or type(options.get("include_usage", False)) is not bool
+    ):
+        raise BadField("stream_options", 'stream_options: must be {"include_usage": true or false}, and needs stream')
+    return bool(options.get("include_usage", False))
+
+
+# --- what is answered ---------------------------------------------------------------------------------------------
+
+
+async def start(service: Service, asked: Asked) -> list[Continuation]:
+    """All sequences on their way. Errors: BadField, QueueFull, EngineLost."""
+    return await service.continuations(asked.requests, stops=asked.stops, end_ids=asked.ends)
+
+
+async def answer(service: Service, asked: Asked) -> dict[str, Any]:
+    """The whole answer. Errors: as of `start`; AnswerFailed."""
+    running = await start(service, asked)
+    try:
+        async with asyncio.TaskGroup() as group:
+            for each in running:
+                group.create_task(each.whole())
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    finally:
+        for each in running:
+            each.ticket.cancel()
+    choices = [_choice(service, asked, index, each) for index, each in enumerate(running)]
+    return {**_head(service, asked, _id(asked)), "choices": choices, "usage": _usage(asked, running)}
+
+
+async def events(
+    service: Service, asked: Asked, running: Sequence[Continuation]
+) -> AsyncGenerator[dict[str, Any], None]:
+    """The chunks of a streamed answer, those of several sequences as they come."""
+    head = _head(service, asked, _id(asked), chunk=True)
+    merged: asyncio.Queue[tuple[int, Delta | Exception]] = asyncio.Queue(maxsize=256)
+
+    async def forward(index: int, each: Continuation) -> None:
+        try:
+            async with aclosing(each.deltas()) as deltas:
+                async for delta in deltas:
+                    await merged.put((index, delta))
+        except Exception as error:
+            await merged.put((index, error))
+
+    tasks = [asyncio.create_task(forward(index, each)) for index, each in enumerate(running)]
+    first = [True] * len(running)
+    left = len(running)
+    try:
+        while left:
+            index, delta = await merged.get()
+            if isinstance(delta, Exception):
+                raise delta
+            yield {**head, "choices": [_chunk(service, asked, index, running[index], delta, first[index])]}
+            first[index] = False
+            left -= delta.finish is not None
+        if asked.usage:
+            yield {**head, "choices": [], "usage": _usage(asked, running)}
+    finally:
+        for task in tasks:
+            task.cancel()
+        for each in running:
+            each.ticket.cancel()
+
+
+def _id(asked: Asked) -> str:
+    return f"{'chatcmpl' if asked.chat else 'cmpl'}-{uuid.uuid4().hex}"
+
+
+def _head(service: Service, asked: Asked, name: str, chunk: bool = False) -> dict[str, Any]:
+    kind = ("chat.completion.chunk" if chunk else "chat.completion") if asked.chat else "text_completion"
+    return {
+        "id": name,
+        "object": kind,
+        "created": int(time.time()),
+        "model": asked.fields["model"] or service.options.name,
+    }
+
+
+def _usage(asked: Asked, running: Sequence[Continuation]) -> dict[str, int]:
+    new = sum(len(each.ids) for each in running)
+    return {"prompt_tokens": asked.prompt_tokens, "completion_tokens": new, "total_tokens": asked.prompt_tokens + new}
+
+
+def _choice(service: Service, asked: Asked, index: int, done: Continuation) -> dict[str, Any]:
+    found: dict[str, Any] = {"index": index, "finish_reason": done.finish}
+    if asked.chat:
+        found["message"] = {"role": "assistant", "content": done.text}
+        found["logprobs"] = _chat_logprobs(service, done.scored) if asked.fields["logprobs"] else None
+        return found
+    echoed = asked.texts[index // asked.fields["n"]] if asked.fields["echo"] else ""
+    found["text"] = echoed + done.text
+    found["logprobs"] = None
+    if asked.fields["logprobs"] is not None:
+        before = prompt_scored(service, done, len(echoed)) if asked.fields["echo"] else []
+        found["logprobs"] = _logprobs(service, before, done.scored, len(echoed), asked.fields["logprobs"])
+    return found
+
+
+def _chunk(
+    service: Service, asked: Asked, index: int, running: Continuation, delta: Delta, first: bool
+) -> dict[str, Any]:
+    found: dict[str, Any] = {"index": index, "finish_reason": delta.finish, "logprobs": None}
+    if asked.chat:
+        found["delta"] = ({"role": "assistant"} if first else {}) | {"content": delta.text}
+        if asked.fields["logprobs"]:
+            found["logprobs"] = _chat_logprobs(service, delta.tokens)
+        return found
+    echoed = asked.texts[index // asked.fields["n"]] if asked.fields["echo"] else ""
+    found["text"] = (echoed if first else "") + delta.text
+    if asked.fields["logprobs"] is not None:
+        before = prompt_scored(service, running, len(echoed)) if first and asked.fields["echo"] else []
+        found["logprobs"] = _logprobs(service, before, delta.tokens, len(echoed), asked.fields["logprobs"])
+    return found
+
+
+def prompt_scored(service: Service, done: Continuation, characters: int) -> list[Scored]:
+    """The prompt's tokens; offsets are into its text of so many characters."""
+    stream, offset, found = TextStream(service.tokenizer), 0, []
+    tops = done.prompt_top or ((),) * len(done.prompt)
+    for token, logprob, top in zip(done.prompt, done.prompt_logprobs, tops, strict=True):
+        found.append(Scored(token, logprob, top, min(offset, characters)))
+        offset += len(stream.push(token))
+    return found
+
+
+def _logprobs(
+    service: Service, prompt: Sequence[Scored], new: Sequence[Scored], shift: int, count: int
+) -> dict[str, Any]:
+    """OpenAI's form for completions: parallel lists. The likeliest are none where `count` is 0."""
+    whole = [*prompt, *(Scored(each.id, each.logprob, each.top, each.offset + shift) for each in new)]
+    tops = [_by_text(service, each, count) if each.logprob is not None else None for each in whole]
+    return {
+        "tokens": [service.token_text(each.id) for each in whole],
+        "token_logprobs": [_real(each.logprob) for each in whole],
+        "top_logprobs": tops if count else None,
+        "text_offset": [each.offset for each in whole],
+    }
+
+
+def _by_text(service: Service, scored: Scored, count: int) -> dict[str, float]:
+    """text -> log-probability, likeliest first; of tokens with the same text the likeliest counts. With the token."""
+    found: dict[str, float] = {}
+    assert scored.logprob is not None
+    for token, logprob in (*scored.top[:count], (scored.id, scored.logprob)):
+        text = service.token_text(token)
+        found[text] = max(found.get(text, LEAST_LOGPROB), logprob, LEAST_LOGPROB)
+    return found
+
+
+def _chat_logprobs(service: Service, tokens: Sequence[Scored]) -> dict[str, Any]:
+    """OpenAI's form for chats: a list of objects."""
+
+    def one(token: int, logprob: float | None) -> dict[str, Any]:
+        data = service.tokenizer.token_bytes(token)
+        return {"token": service.token_text(token), "logprob": _real(logprob), "bytes": list(data)}
+
+    def top(likeliest: Top) -> list[dict[str, Any]]:
+        return [one(token, logprob) for token, logprob in likeliest]
+
+    return {
+        "content": [{**one(each.id, each.logprob), "top_logprobs": top(each.top)} for each in tokens],
+        "refusal": None,
+    }
+
+
+def _real(logprob: float | None) -> float | None:
+    return None if logprob is None else max(logprob, LEAST_LOGPROB)

@@ -1,0 +1,163 @@
+"""Listening until it is asked to stop, or until the engine fails; and how it ends.
+
+1. SIGTERM or SIGINT: nothing new is accepted (503), what is in flight is finished, for `drain_seconds`
+2. what is still in flight then gets 503, or an error as the last event of its stream
+3. connections close, the engine closes: its other ranks end
+A failed engine begins with 2, and its error is raised in the end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import resource
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from mega.core.inference.request import Engine
+from mega.core.inference.server.app import make_app
+from mega.core.inference.server.chat_prompt import ChatPrompt
+from mega.core.inference.server.connections import protocol
+from mega.core.inference.server.driver import Driver
+from mega.core.inference.server.limits import HEADER_BYTES, ServerLimits
+from mega.core.inference.server.service import ServerOptions, Service
+from mega.core.text.tokenizer import Tokenizer
+
+_FILES = 128
+"""File descriptors for all but connections."""
+
+
+class HttpServer:
+    """One engine behind one socket. `stop` may be called from any thread."""
+
+    def __init__(
+        self, engine: Engine, tokenizer: Tokenizer, options: ServerOptions, chat: ChatPrompt | None = None
+    ) -> None:
+        self.failure: Exception | None = None
+        self._stop: asyncio.Event | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self.engine, self.options = engine, options
+        self.driver = Driver(engine, options.limits.waiting, self._fail)
+        self.service = Service(self.driver, tokenizer, options, chat)
+
+    def stop(self) -> None:
+        """Drain, and end."""
+        if self._loop is not None and self._stop is not None:
+            with contextlib.suppress(RuntimeError):  # it has ended by itself
+                self._loop.call_soon_threadsafe(self._stop.set)
+
+    def run(self, listening: socket.socket, ready: Callable[[], None] = lambda: None) -> None:
+        """Answer until asked to stop. ready: called when the first request would be answered.
+
+        Errors: that of the engine, where it fails.
+        """
+        asyncio.run(self._run(listening, ready))
+        if self.failure is not None:
+            raise self.failure
+
+    def _fail(self, error: Exception) -> None:
+        self.failure = error
+        assert self._stop is not None
+        self._stop.set()
+
+    async def _run(self, listening: socket.socket, ready: Callable[[], None]) -> None:
+        import uvicorn
+
+        self._stop, self._loop = asyncio.Event(), asyncio.get_running_loop()
+        server = uvicorn.Server(_config(make_app(self.service), self.options.limits))
+        self.driver.start()
+        with _heeding(self._loop, self._stop):
+            serving = asyncio.create_task(server._serve(sockets=[listening]))
+            while not server.started and not serving.done():
+                await asyncio.sleep(0.005)
+            if server.started:
+                ready()
+            stopped = asyncio.create_task(self._stop.wait())
+            await asyncio.wait({serving, stopped}, return_when=asyncio.FIRST_COMPLETED)
+            await self._drain()
+            server.should_exit = True
+            await serving
+        self.driver.close()
+        if self.failure is None:
+            self.engine.close()
+
+    async def _drain(self) -> None:
+        """Until nothing is in flight, or patience is over."""
+        self.service.draining = True
+        seconds = 0.0 if self.failure is not None else self.options.limits.drain_seconds
+        await self._idle(seconds)
+        self.driver.abandon("the server is shutting down")
+        await self._idle(2.0)
+        await asyncio.sleep(0.2 if self.failure is None else 0.05)  # requests that are on their way hear 503
+        await self._idle(2.0)
+
+    async def _idle(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while self.service.busy and time.monotonic() < deadline:
+            await asyncio.sleep(0.01)
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket that is bound, and does not listen yet. port 0: any. Errors: ValueError naming flag and address."""
+    try:
+        family, kind, number, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        found = socket.socket(family, kind, number)
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        found.bind(address)
+    except (OSError, UnicodeError) as error:
+        raise ValueError(
+            f"--host {host} --port {port}: cannot listen there: {getattr(error, 'strerror', error)}"
+        ) from None
+    return found
+
+
+def _config(app: Any, limits: ServerLimits) -> Any:
+    import uvicorn
+
+    logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # a traceback may hold a prompt
+    return uvicorn.Config(
+        app,
+        http=protocol(limits),
+        ws="none",
+        lifespan="off",
+        loop="asyncio",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        h11_max_incomplete_event_size=HEADER_BYTES,
+        timeout_keep_alive=int(limits.idle_seconds),
+        timeout_graceful_shutdown=3,
+    )
+
+
+def raise_file_limit(connections: int) -> int:
+    """How many connections this process may have at a time, at most `connections`: each is a file descriptor."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = connections + _FILES
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        most = wanted if hard == resource.RLIM_INFINITY else min(hard, wanted)
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+            soft = most
+    return connections if soft == resource.RLIM_INFINITY else max(1, min(connections, soft - _FILES))
+
+
+@contextlib.contextmanager
+def _heeding(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> Iterator[None]:
+    """SIGTERM and SIGINT set `stop`, in a process's main thread."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    numbers = (signal.SIGTERM, signal.SIGINT)
+    for number in numbers:
+        loop.add_signal_handler(number, stop.set)
+    try:
+        yield
+    finally:
+        for number in numbers:
+            loop.remove_signal_handler(number)

@@ -1,0 +1,229 @@
+"""What every route needs: the model's name, its tokenizer, template, grammar and limits, and the driver of its engine.
+
+It turns texts into requests of the engine, and bodies into JSON. It knows no route and no form of answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from mega.core.inference.request import Allowed, Request, RequestError, Sampling
+from mega.core.inference.server.chat_prompt import ChatPrompt
+from mega.core.inference.server.constrain import Grammars
+from mega.core.inference.server.driver import Driver, Ticket
+from mega.core.inference.server.fields import BadField
+from mega.core.inference.server.limits import ServerLimits
+from mega.core.inference.server.metrics import Metrics
+from mega.core.inference.server.session import Continuation
+from mega.core.text.tokenizer import Tokenizer
+from mega.core.untrusted import parse_json
+
+T = TypeVar("T")
+
+_DISCARDED = 8
+"""How many times the most bytes of a body are read, before the connection is closed."""
+_SHORT = 1 << 10
+"""Characters of a text up to which it is encoded on the thread that answers."""
+_LARGE = 1 << 16
+"""Bytes of JSON from which on they are read on another thread than the one that answers."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerOptions:
+    """name: of the model, as clients ask for it. adapters: names of LoRA adapters. token: without which nothing but
+    health and the page is answered. temperature ... seed: where a request says nothing. longest: tokens of prompt and
+    answer together. tokens_at_once: of one request of Megatron-LM's route, padded (its --max-tokens-to-oom).
+    log_prompts: print each request. legacy_status: Megatron-LM's 200 with an error in it."""
+
+    name: str
+    adapters: tuple[str, ...] = ()
+    token: str | None = None
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int | None = None
+    longest: int | None = None
+    tokens_at_once: int = 12000
+    log_prompts: bool = False
+    legacy_status: bool = False
+    limits: ServerLimits = field(default_factory=ServerLimits)
+
+
+class Service:
+    """One model that answers. draining: nothing new is accepted. busy: requests that are not answered yet."""
+
+    def __init__(
+        self, driver: Driver, tokenizer: Tokenizer, options: ServerOptions, chat: ChatPrompt | None = None
+    ) -> None:
+        self.driver, self.tokenizer, self.options, self.chat = driver, tokenizer, options, chat
+        limits = driver.engine.limits
+        self.longest = min(limits.longest, options.longest or limits.longest)
+        self.known = min(limits.vocab, tokenizer.vocab_size)
+        self.metrics, self.grammars = Metrics(), Grammars(tokenizer, limits.vocab)
+        self.started = time.time()
+        self.draining, self.busy, self.body_bytes = False, 0, 0
+        self.characters = self.longest * max(len(tokenizer.piece(token)) for token in range(tokenizer.vocab_size))
+        self._text = ThreadPoolExecutor(1, "text")
+        gauges = self.metrics.gauges
+        gauges["mega_sequences_in_flight", "Sequences that the engine runs or that wait for it"] = lambda: (
+            self.driver.in_flight
+        )
+        gauges["mega_requests_in_progress", "Requests that are not answered yet"] = lambda: self.busy
+
+    @property
+    def ready(self) -> bool:
+        return self.driver.failure is None and not self.draining
+
+    async def off_loop(self, work: Any, *given: Any) -> Any:
+        """`work(*given)` on the thread for texts, so that other requests are answered meanwhile."""
+        return await asyncio.get_running_loop().run_in_executor(self._text, work, *given)
+
+    # --- bodies ---------------------------------------------------------------------------------------------------
+
+    async def body(self, request: Any) -> Any:
+        """The JSON of a request, within limits of bytes and time. Errors: BadField with its status."""
+        kind = request.headers.get("content-type", "").split(";")[0].strip().lower()
+        if kind != "application/json":
+            raise BadField(None, "Content-Type: must be application/json", 415)
+        data = bytearray()
+        try:
+            async with asyncio.timeout(self.options.limits.body_seconds):
+                size = 0
+                async for part in request.stream():
+                    size += len(part)
+                    if size <= self.options.limits.body:
+                        data += part
+                        self.body_bytes += len(part)
+                    # What is too much is read without being kept: a client that still writes would not read why.
+                    elif size > _DISCARDED * self.options.limits.body:
+                        break
+                    self._check_bodies()
+            if size > self.options.limits.body:
+                raise BadField(None, f"the body: must be at most {self.options.limits.body} bytes", 413)
+            if len(data) > _LARGE:
+                return await self.off_loop(parse_json, bytes(data), "the body")
+            return parse_json(bytes(data), "the body")
+        except TimeoutError:
+            raise BadField(None, f"the body took longer than {self.options.limits.body_seconds:g} s", 408) from None
+        except BadField:
+            raise
+        except ValueError as error:
+            raise BadField(None, " ".join(str(error).split())[:200]) from None
+        finally:
+            self.body_bytes -= len(data)
+
+    def _check_bodies(self) -> None:
+        if self.body_bytes > self.options.limits.bodies:
+            raise BadField(None, "too many large requests at a time; try later", 429)
+
+    # --- prompts --------------------------------------------------------------------------------------------------
+
+    def check_queue(self, count: int) -> None:
+        """Refuse what would find the queue full before work is done for it. Errors: QueueFull, EngineLost."""
+        if count <= self.driver.most:  # more can never fit, and are refused for that
+            self.driver.check_room(count)
+
+    async def encode(self, name: str, text: str) -> tuple[int, ...]:
+        """The ids of a prompt; of an empty one, what begins a document. Errors: BadField."""
+        if len(text) > self.characters:
+            raise BadField(name, f"{name}: {self.context_message()} A text is of at most {self.characters} characters.")
+        try:
+            # A thread costs more than a short text.
+            short = len(text) <= _SHORT
+            ids = self.tokenizer.encode(text) if short else await self.off_loop(self.tokenizer.encode, text)
+        except ValueError as error:
+            raise BadField(name, f"{name}: {' '.join(str(error).split())[:200]}") from None
+        return self.checked(name, ids) if ids else (self.start(name),)
+
+    def checked(self, name: str, ids: Any) -> tuple[int, ...]:
+        """Ids of a client's, or of the tokenizer's, as a prompt. Errors: BadField."""
+        for token in ids:
+            if type(token) is not int or not 0 <= token < self.known:
+                raise BadField(
+                    name, f"{name}: token {repr(token)[:40]}: must be a whole number from 0 to {self.known - 1}"
+                )
+        return tuple(ids)
+
+    def start(self, name: str) -> int:
+        """What begins a document. Errors: BadField."""
+        start = self.tokenizer.bos if self.tokenizer.bos is not None else self.tokenizer.eod
+        if start is None:
+            raise BadField(name, f"{name}: must not be empty: this tokenizer has no token that begins a text")
+        return start
+
+    def token_text(self, token: int) -> str:
+        """A token on its own as OpenAI writes it: as text; part of a character as bytes; a control token by name."""
+        data = self.tokenizer.token_bytes(token)
+        try:
+            return data.decode() if data else self.tokenizer.piece(token)
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+    def context_message(self) -> str:
+        return f"This model's maximum context length is {self.longest} tokens."
+
+    def check_room(self, name: str, prompt: Sequence[int], tokens: int) -> None:
+        """Errors: BadField where prompt and answer do not fit together."""
+        if len(prompt) + tokens > self.longest:
+            raise BadField(
+                name,
+                f"{self.context_message()} Asked for were {len(prompt)} in the prompt and {tokens} for the answer.",
+            )
+
+    # --- requests of the engine -----------------------------------------------------------------------------------
+
+    def sampling(self, given: Mapping[str, Any], index: int = 0) -> Sampling:
+        """How sequence `index` of a request is drawn: each has a seed of its own. Errors: BadField."""
+        own = {name: getattr(self.options, name) for name in ("temperature", "top_k", "top_p", "seed")}
+        said = {name: given[name] for name in Sampling.__dataclass_fields__ if given.get(name) is not None}
+        merged = own | said
+        if merged["seed"] is not None and index:
+            merged["seed"] = (merged["seed"] + index) % 2**64
+        try:
+            return Sampling(**merged)
+        except RequestError as error:
+            raise BadField(error.field, str(error)) from None
+
+    def adapter(self, model: str | None) -> str | None:
+        """The adapter that `model` names. Errors: BadField for a name that is not served."""
+        if model is None or model == self.options.name:
+            return None
+        if model in self.options.adapters:
+            return model
+        names = ", ".join((self.options.name, *self.options.adapters))
+        raise BadField("model", f"model {model[:60]!r}: is not served here; valid: {names}", 404)
+
+    async def add(self, requests: Sequence[Request]) -> list[Ticket]:
+        """Tickets of all, or of none. Errors: BadField, QueueFull, EngineLost."""
+        if len(requests) > self.driver.most:
+            raise BadField("n", f"{len(requests)} sequences: at most {self.driver.most} are accepted at a time")
+        try:
+            tickets = await self.driver.add(requests)
+        except RequestError as error:
+            raise BadField(error.field, str(error)) from None
+        self.metrics.prompt_tokens.add(by=sum(len(request.prompt) for request in requests))
+        return tickets
+
+    async def continuations(self, requests: Sequence[Request], **how: Any) -> list[Continuation]:
+        """The requests on their way. how: as of `Continuation`. Errors: as of `add`."""
+        tickets = await self.add(requests)
+        return [
+            Continuation(ticket, self.tokenizer, request.prompt, self.metrics, **how)
+            for ticket, request in zip(tickets, requests, strict=True)
+        ]
+
+    def ends(self, ignore: bool = False) -> frozenset[int]:
+        """Tokens after which an answer ends."""
+        return frozenset() if ignore or self.tokenizer.eod is None else frozenset([self.tokenizer.eod])
+
+    async def allowed(self, wanted: Any, ends: frozenset[int], count: int) -> list[Allowed | None]:
+        """For each of `count` sequences what may follow, as response_format has it. Errors: BadField."""
+        if wanted is None or wanted.get("type") == "text":
+            return [None] * count
+        grammar = await self.off_loop(self.grammars.compile, wanted)
+        return [grammar.start(ends) for _ in range(count)]

@@ -1,0 +1,125 @@
+"""From a directory of weights to a server that listens, on every rank: rank 0 hears, the others follow its engine.
+
+It knows neither flags nor routes.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import signal
+import socket
+import sys
+import time
+from dataclasses import dataclass, replace
+
+import torch
+
+from mega.core.config.world import world_from_env
+from mega.core.device import DTYPES
+from mega.core.inference.load import OpenedModel, open_model
+from mega.core.inference.opening import EngineOptions, start_engine
+from mega.core.inference.request import Limits
+from mega.core.inference.server.chat_prompt import ChatPrompt
+from mega.core.inference.server.run import HttpServer, bind, raise_file_limit
+from mega.core.inference.server.service import ServerOptions
+from mega.core.parallel.launch import STOPPING, connect
+from mega.core.parallel.mesh import Mesh
+from mega.core.text.chat import TEMPLATES, template_text
+from mega.core.text.tokenizer import Tokenizer
+
+_SWITCH_SECONDS = 0.001
+"""How long the engine's thread may keep the one that answers waiting."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServePlan:
+    """What is served where. dtype: to compute in; None: fp32 on a CPU, else the weights' own. template: a name of
+    TEMPLATES, or a Jinja file; None: the model's own."""
+
+    path: str
+    options: ServerOptions
+    engine: EngineOptions
+    host: str = "127.0.0.1"
+    port: int = 5000
+    tp: int = 1
+    pp: int = 1
+    dtype: str | None = None
+    device: str = "auto"
+    backend: str = "auto"
+    template: str | None = None
+
+
+def check_host(host: str, token: str | None) -> None:
+    """Errors: ValueError where others than this machine could ask without a token."""
+    if token is not None or host == "localhost":
+        return
+    try:
+        local = ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        local = False
+    if not local:
+        raise ValueError(
+            f"--host {host}: others can reach it, so it needs --token-file or MEGA_TOKEN "
+            "(valid without: 127.0.0.1, ::1)"
+        )
+
+
+def serve_rank(plan: ServePlan) -> int:
+    """This rank's part, until the server is asked to stop. Exit code 0; errors: those of loading, and of the engine."""
+    began = time.monotonic()
+    first = world_from_env().rank == 0
+    listening = bind(plan.host, plan.port) if first else None  # a port that is taken is known before minutes of loading
+    if not first:
+        for number in STOPPING:  # rank 0 ends the others when it has drained
+            signal.signal(number, signal.SIG_IGN)
+    opened = open_model(plan.path)
+    tokenizer = opened.tokenizer()
+    chat = _chat(plan, opened, tokenizer) if first else None
+    world, device, groups = connect(plan.device, plan.backend)
+    mesh = Mesh(world.rank, tp=plan.tp, pp=plan.pp, groups=groups if world.size > 1 else None)
+    dtype = DTYPES[plan.dtype] if plan.dtype is not None else opened.dtype if device.is_cuda else torch.float32
+    engine = start_engine(opened, mesh, device, replace(plan.engine, vocab=tokenizer.vocab_size), dtype=dtype)
+    if engine is None:
+        return 0
+    assert listening is not None
+    sys.setswitchinterval(_SWITCH_SECONDS)
+    limits = replace(plan.options.limits, connections=raise_file_limit(plan.options.limits.connections))
+    server = HttpServer(engine, tokenizer, replace(plan.options, limits=limits), chat)
+    about = f"{str(dtype).removeprefix('torch.')} on {world.size} {device.torch.type} rank{'s' * (world.size > 1)}"
+    for line in (*opened.notes, *_lines(opened, about, engine.limits, server, time.monotonic() - began)):
+        print(line)
+    server.run(listening, lambda: print(f"ready: {_address(listening)}", flush=True))
+    print("every accepted request has been answered", flush=True)
+    return 0
+
+
+def _chat(plan: ServePlan, opened: OpenedModel, tokenizer: Tokenizer) -> ChatPrompt | None:
+    """The template that was asked for, or the model's. A bad one of the model's is reported, and there is no chat."""
+    if plan.template is not None:
+        source = plan.template if plan.template in TEMPLATES else template_text(plan.template)
+        return ChatPrompt(source, tokenizer)
+    try:
+        own = opened.chat_template()
+        return ChatPrompt(own, tokenizer) if own is not None else None
+    except ValueError as error:
+        print(f"mega: no chat: {error}", file=sys.stderr)
+        return None
+
+
+def _lines(opened: OpenedModel, about: str, limits: Limits, server: HttpServer, seconds: float) -> list[str]:
+    """What was loaded, how long it took, and how many requests of how many tokens fit."""
+    model, service = opened.model, server.service
+    longest = service.longest
+    fit = min(limits.requests, limits.cache // longest)
+    chat = "chat by the model's template" if service.chat is not None else "no chat template"
+    return [
+        f"{opened.path}: {model.family}, {model.layers} blocks of {model.hidden}, {service.tokenizer.kind} of "
+        f"{service.tokenizer.vocab_size}, {about}; loaded in {seconds:.1f} s",
+        f"{limits.requests} requests at once, {limits.cache} tokens in the cache: {fit} requests of {longest} tokens "
+        f"each, the longest; {server.options.limits.waiting} more may wait; {chat}",
+    ]
+
+
+def _address(listening: socket.socket) -> str:
+    host, port, *_ = listening.getsockname()
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
