@@ -59,6 +59,9 @@ MODELS: dict[str, dict[str, Any]] = {
         "ffn": 48,
         "window": 7,
     },
+    # both directions, two losses; norms before each branch, and after it
+    "bert": {"family": "bert", "sample_kind": "bert"},
+    "bert-post": {"family": "bert", "sample_kind": "bert", "norm_placement": "post", "activation": "gelu"},
 }
 
 

@@ -112,9 +112,8 @@ def build_datasets(
     if masking.sample_kind == "tfrecords":
         return _records(data, own, seq_length, seed, vocab, samples)
     split_shares(data.split)
-    builder = _Builder(
-        recipe(masking, seq_length, seed, tokenizer, pairs, data.repeat_short_parts), data, vocab, tokenizer
-    )
+    made_by = recipe(masking, seq_length, seed, tokenizer, pairs, data.repeat_short_parts)
+    builder = _Builder(made_by, data, vocab, tokenizer)
     made: dict[str, Any] = {
         name: builder.blend(
             "--data-path" if data.data_path else f"--{name}-data",
@@ -127,8 +126,8 @@ def build_datasets(
     }
     named = {}
     for label, word in named_sets(data):
-        found = builder.blend("--valid-sets", expand([word], data.corpora), _WHOLE["valid"], "valid", samples[2])
-        if found is not None:
+        blended = expand([word], data.corpora), _WHOLE["valid"], "valid", samples[2]
+        if (found := builder.blend("--valid-sets", *blended)) is not None:
             named[label] = found
     contents = {prefix: corpus.content() for prefix, corpus in builder.corpora.items()}
     return Datasets(
