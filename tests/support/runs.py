@@ -61,6 +61,9 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     # an encoder and a deeper decoder, whose texts differ in length
     "t5": {"family": "t5", "sample_kind": "t5", "layers": 2, "decoder_layers": 3, "decoder_seq_length": 12},
+    # both directions, two losses; norms before each branch, and after it
+    "bert": {"family": "bert", "sample_kind": "bert"},
+    "bert-post": {"family": "bert", "sample_kind": "bert", "norm_placement": "post", "activation": "gelu"},
 }
 
 

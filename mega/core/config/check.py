@@ -15,12 +15,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from mega.core.config.check_files import files
-from mega.core.config.families import foreign_values
+from mega.core.config.families import belongs, foreign_values
 from mega.core.config.not_yet import NOT_YET
 from mega.core.config.presets import FAMILY_DEFAULTS
 from mega.core.config.resolve import batch_sizes, column_unit, data_parallel, divisors, lengths, microbatches, resolve
 from mega.core.config.run import RunConfig, entries, flag_of, found_with, value_of
-from mega.core.config.sections import TASKS, PrecisionConfig
+from mega.core.config.sections import DECODERS, MASKED, TASKS, PrecisionConfig
 from mega.core.files import url_of
 from mega.core.plan.kinds import SCHEDULES, interleaving
 from mega.core.plan.layers import split_layers
@@ -141,6 +141,8 @@ def _families(run: RunConfig) -> Problems:
     """Options of other model families than the run's, and samples that its own does not read."""
     for name, value, rule in foreign_values(run):
         yield _format(name, value, rule)
+    if run.model.family in MASKED and not run.model.tied:
+        yield _line(run, "tied", belongs(DECODERS))
     if run.model.head == "none" and not run.runtime.dry_run:
         yield _line(run, "head", "has nothing to train; valid: lm, classification")
     own = FAMILY_DEFAULTS[run.model.family].values.get("sample_kind", "gpt")

@@ -198,7 +198,6 @@ class ModelConfig(Section):
         True,
         "output layer shares the embedding's weights",
         megatron={"--untie-embeddings-and-output-weights": False},
-        families={False: DECODERS},
     )
     norm_placement: Literal["pre", "post"] = option(
         "pre",

@@ -126,8 +126,8 @@ def build_datasets(
     }
     named = {}
     for label, word in named_sets(data):
-        found = builder.blend("--valid-sets", expand([word], data.corpora), _WHOLE["valid"], "valid", samples[2])
-        if found is not None:
+        blended = expand([word], data.corpora), _WHOLE["valid"], "valid", samples[2]
+        if (found := builder.blend("--valid-sets", *blended)) is not None:
             named[label] = found
     contents = {prefix: corpus.content() for prefix, corpus in builder.corpora.items()}
     repeats = "train" in builder.repeated

@@ -107,7 +107,7 @@ ROW_HEADS = {"lm": "binary_head", "classification": "classification_head", "none
 """The model's head -> what judges rows, if anything does."""
 
 
-class Head(nn.Module):
+class BertHead(nn.Module):
     """The final norm, where norms stand before their branches, and what judges words and rows."""
 
     def __init__(self, factory: ParameterFactory, model: ModelConfig, tensors: Tensors, region: Region):
@@ -160,7 +160,7 @@ class BertStage(StackStage):
 
     def outputs(self, stream: ResidualState, batch: MaskedBatch) -> torch.Tensor:
         """Logits of the words [b, s, ids of this rank], or of the classes [b, classes]."""
-        head = cast(Head, self.head)
+        head = cast(BertHead, self.head)
         rows = head.rows
         if self.model.head != "classification" or rows is None:
             return super().outputs(stream, batch)
@@ -169,8 +169,8 @@ class BertStage(StackStage):
     def make_embedding(self, factory: ParameterFactory, tensors: Tensors) -> Embedding:
         return Embedding(factory, self.model, tensors, self.region, self.residual)
 
-    def make_head(self, factory: ParameterFactory, tensors: Tensors) -> Head:
-        return Head(factory, self.model, tensors, self.region)
+    def make_head(self, factory: ParameterFactory, tensors: Tensors) -> BertHead:
+        return BertHead(factory, self.model, tensors, self.region)
 
     def context(self, batch: MaskedBatch) -> ForwardContext:
         width = batch.tokens.shape[1] * self.ops.row_shards

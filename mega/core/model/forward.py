@@ -114,21 +114,8 @@ def forward_context(
     else:
         angles = None if cache.rotary is None else (cache.rotary[0][where], cache.rotary[1][where])
     cut = sequence and tp.size > 1
-    return ForwardContext(
-        batch_size,
-        seq,
-        documents,
-        angles,
-        keys,
-        row_keys,
-        region_keys,
-        tp,
-        cut,
-        dropout_rule,
-        kind,
-        model.window,
-        cache,
-    )
+    rest = dropout_rule, kind, model.window, cache
+    return ForwardContext(batch_size, seq, documents, angles, keys, row_keys, region_keys, tp, cut, *rest)
 
 
 def rotary(model: ModelConfig, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor] | None:
