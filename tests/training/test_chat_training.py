@@ -92,7 +92,7 @@ def snapshot(pool: Pool, world: int, **layout: Any) -> list[Snapshot]:
 
 def test_packed_rows_train_the_same_in_every_layout(pool: Pool) -> None:
     reference = snapshot(pool, 1)
-    for world, layout in ((4, {"tp": 2, "pp": 2, "sequence_parallel": True}), (2, {"cp": 2}), (2, {"micro_batch": 2})):
+    for world, layout in ((4, {"tp": 2, "pp": 2, "sequence_parallel": True}), (2, {"cp": 2})):
         (difference,) = compare("fp64", (1,), reference, snapshot(pool, world, **layout))
         assert within("fp64", difference), (layout, difference)
 
@@ -104,7 +104,7 @@ def test_it_learns_to_end_its_turn(tmp_path: Path, capsys: pytest.CaptureFixture
     data.write_text("".join(json.dumps(talk) + "\n" for talk in talks))
     flags = (
         f"--layers 2 --hidden 64 --heads 4 --seq-length 96 --hidden-dropout 0 --attention-dropout 0 --global-batch 8 "
-        f"--micro-batch 8 --steps 60 --lr 5e-3 --lr-warmup-steps 5 --eval-iters 0 --save-interval 60 --device cpu "
+        f"--micro-batch 8 --steps 40 --lr 5e-3 --lr-warmup-steps 5 --eval-iters 0 --save-interval 40 --device cpu "
         f"--chat-data {data} --chat-template chatml --save {save} --tokenizer HuggingFaceTokenizer "
         f"--tokenizer-model {tmp_path}"
     )
@@ -114,7 +114,7 @@ def test_it_learns_to_end_its_turn(tmp_path: Path, capsys: pytest.CaptureFixture
     end, ended = tokenizer.control("<|im_end|>"), 0
     start = tokenizer.control("<|im_start|>")
     assert start is not None and end is not None
-    for talk in talks[::3]:
+    for talk in talks[::4]:
         prompt = [start, *tokenizer.encode(f"user\n{talk['prompt']}"), end, *tokenizer.encode("\n"), start]
         prompt += tokenizer.encode("assistant\n")
         for _ in range(12):
@@ -122,4 +122,4 @@ def test_it_learns_to_end_its_turn(tmp_path: Path, capsys: pytest.CaptureFixture
             if prompt[-1] == end:
                 break
         ended += prompt[-1] == end
-    assert ended >= 0.95 * len(talks[::3]), f"{ended} of {len(talks[::3])}"
+    assert ended >= 0.95 * len(talks[::4]), f"{ended} of {len(talks[::4])}"

@@ -62,9 +62,9 @@ class Head(nn.Module):
         weight = batch.loss_weights.flatten().to(nll.dtype)
         return Losses((Term((nll * weight).sum(), weight.sum()),))
 
-    def scores(self, x: torch.Tensor, batch: DecoderBatch) -> torch.Tensor:
-        """Log-probability of each row's trained labels, [b]. x: the stream's sum."""
-        return row_log_probabilities(self._nll(self.norm(ResidualState(x))[1], batch), batch)
+    def scores(self, stream: ResidualState, batch: DecoderBatch) -> torch.Tensor:
+        """Log-probability of each row's trained labels, [b]."""
+        return row_log_probabilities(self._nll(self.norm(stream)[1], batch), batch)
 
     def _nll(self, normed: torch.Tensor, batch: LabelledTokens) -> torch.Tensor:
         """Negative log-likelihood of every label, [tokens of the whole rows]."""
@@ -124,4 +124,4 @@ class DecoderStage(StackStage):
             return super().outputs(stream, batch)
         head = self.head
         assert isinstance(head, Head)
-        return self.headed(stream, lambda stream: head.scores(stream.sum(self.ops), batch))
+        return self.headed(stream, lambda stream: head.scores(stream, batch))

@@ -105,6 +105,7 @@ def log_probabilities(state: TrainState, dataset: PairDataset) -> NDArray[np.flo
         batch = dataset.collate(rows, own.start).to(state.device.torch)
         outputs = output_step(state, [batch])
         if outputs and mesh.tp.first:
+            assert outputs[0].shape == (2 * len(rows),), "a log-probability for each row"
             counted = [number for number in own if number < dataset.pairs]
             found[counted] = outputs[0].view(-1, 2).double()[: len(counted)]
     all_reduce(found, mesh.everyone)

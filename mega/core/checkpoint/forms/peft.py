@@ -35,6 +35,9 @@ WRAPPED = "base_model.model."
 FUSED = "attn.c_attn"
 """GPT-2's linear that holds our query, key and value."""
 
+FAMILIES = ("gpt", "llama")
+"""Whose linears' names in Hugging Face's form are known here."""
+
 Tensors = dict[str, torch.Tensor]
 
 NOTHING: tuple[Any, ...] = (None, False, [], {}, "none")
@@ -58,6 +61,7 @@ def open_form(path: Path, given: Given) -> Opened:
     bare = model_of(base.meta, str(base.path))
     if bare.lora_rank:
         raise CheckpointError(f"--base {given.base}: holds adapters itself; must be whole")
+    _check_family(bare)
     source = safetensors_source([path / WEIGHTS])
     found = {name: source.read(name, whole_box(shape)) for name, (shape, _) in source.tensors.items()}
     model, ours = _ours(read_json(path / CONFIG), found, bare, path, given.base)
@@ -69,6 +73,7 @@ def export(own: Own, to: str, given: Given) -> Export:
     model, named = own.model, named_base(own.checkpoint)
     if not model.lora_rank or named is None:
         raise CheckpointError("holds no adapters; --to peft is for a run with --lora-rank")
+    _check_family(model)
     held = {key.removeprefix("weights/"): key for key in own.source.tensors}
     ours = {name: own.source.read(key, whole_box(own.source.tensors[key][0])) for name, key in held.items()}
     theirs, ranks = _fused(ours, model) if _is_gpt2(model) else (ours, {})
@@ -88,6 +93,11 @@ def _as_it_is(tensors: Tensors) -> Table:
     """The table of a copy."""
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     return Table(tuple(Target(name, shape, (whole(shape, name),)) for name, shape in shapes.items()))
+
+
+def _check_family(model: ModelConfig) -> None:
+    if model.family not in FAMILIES:
+        raise CheckpointError(f"adapters of --family {model.family} have no form in peft here; valid: gpt, llama")
 
 
 def _is_gpt2(model: ModelConfig) -> bool:
