@@ -80,15 +80,12 @@ def _own_flags(param: Any) -> Mapping[str, Meaning]:
 
 def command(function: Callable[..., Any]) -> Callable[..., Any]:
     """`function` with a signature that Typer reads: its config parameters spread out into options."""
-    hints = get_type_hints(function, include_extras=True)
+    hints, reads = _hints(function)
     parameters: list[inspect.Parameter] = []
     configs: dict[str, tuple[str, ...]] = {}
-    reads: Reads | None = None
     for name, parameter in inspect.signature(function).parameters.items():
         if hints[name] is GivenOptions:
             continue
-        if get_args(hints[name])[:1] == (RunConfig,):
-            hints[name], reads = get_args(hints[name])
         if hints[name] is RunConfig:
             configs[name] = tuple(sections())
         elif (section := _section_of(hints[name])) is not None:
@@ -137,6 +134,15 @@ def command(function: Callable[..., Any]) -> Callable[..., Any]:
     # Without this, inspect would look through to the function and its config parameters.
     del verb.__wrapped__
     return verb
+
+
+def _hints(function: Callable[..., Any]) -> tuple[dict[str, Any], Reads | None]:
+    """The annotations of a verb's parameters, and what its run says next to it of what it reads."""
+    hints, reads = get_type_hints(function, include_extras=True), None
+    for name, hint in hints.items():
+        if get_args(hint)[:1] == (RunConfig,):
+            hints[name], reads = get_args(hint)
+    return hints, reads
 
 
 def _chosen(names: Collection[str], own: Sequence[inspect.Parameter]) -> list[Entry]:

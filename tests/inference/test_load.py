@@ -98,7 +98,7 @@ def test_the_chat_template_comes_with_the_weights(tmp_path: Path, name: str, con
     ("config", "words"),
     [
         (None, "no such file or directory"),
-        ({}, "(Hugging Face), no params.json"),
+        ({}, "holds no config.json (Hugging Face)"),
         ({"config.json": {"model_type": "whisper"}}, "model_type 'whisper'"),
         ({"config.json": {"model_type": "llama"}}, "config.json: "),
     ],

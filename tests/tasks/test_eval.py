@@ -17,9 +17,8 @@ from mega import cli
 from mega.core.config.compose import GivenOptions
 from mega.core.config.run import RunConfig, updated
 from mega.core.device import Device
-from mega.core.inference.generate import generate, losses
+from mega.core.inference.generate import logits, losses
 from mega.core.inference.load import load_model, open_model
-from mega.core.inference.sampling import Sampling
 from mega.core.parallel.launch import Pool
 from mega.core.parallel.mesh import Groups
 from mega.core.tasks import evaluate, task
@@ -53,7 +52,9 @@ def passages(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         text = json.loads(line)["text"]
         if number % 3 == 0:
             context = tokenizer.encode(text.rsplit(" ", 1)[0])
-            own = list(generate(stage, context, 12, Sampling(temperature=0.0)))
+            own: list[int] = []
+            for _ in range(12):
+                own.append(int(logits(stage, torch.tensor([[*context, *own]]))[0, -1].argmax()))
             start = len(tokenizer.decode(context))
             text = " ".join([text.rsplit(" ", 1)[0], tokenizer.decode([*context, *own])[start:].split()[0]])
         found.append(json.dumps({"text": text}))
@@ -384,7 +385,7 @@ BAD: list[tuple[list[str], str]] = [
     (["--task", "ppl", "--valid-data", "FILE", "--context-window", "512"], "must be less than --seq-length 512"),
     (["--task", "ppl", "--valid-data", "FILE", "--layers", "7"], "--layers 7: the model at MODEL has 5"),
     (["--task", "ppl", "--valid-data", "FILE", "--tp", "2"], "--tp 2 x --pp 1: 1 rank given, but a model takes 2"),
-    (["--task", "ppl", "--valid-data", "FILE", "--load", "DIR"], "(Hugging Face), no params.json"),
+    (["--task", "ppl", "--valid-data", "FILE", "--load", "DIR"], "holds no config.json (Hugging Face)"),
     (["--task", "ppl", "--valid-data", "FILE", "--load", "BARE"], "--tokenizer is missing: the model carries none"),
     (["--task", "ppl", "--valid-data", "FILE", "--json", "absent/a.json"], "--json absent/a.json: directory"),
 ]
