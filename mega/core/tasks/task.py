@@ -154,9 +154,9 @@ def score(
                     part.add(benchmark.measure(batch.to(where), scores))
         # 3
         all_reduce(part.values, mesh.loss_group)
+        kept.values += part.values.cpu()  # waits for the device, before time is taken
         spent = torch.tensor([time.monotonic() - begin, float(tokens)], dtype=torch.float64, device=where)
         all_reduce(spent, mesh.everyone, "max")
-        kept.values += part.values.cpu()
         seconds, fed = spent.tolist()
         done = Done(stop, done.tokens + int(fed) * mesh.dp.size, done.seconds + seconds)
         after(done, kept)
