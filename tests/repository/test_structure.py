@@ -26,6 +26,7 @@ LONG = {
     "bench.run": 57,
     "convert_llama.run": 80,
     "eval.run": 90,
+    "generate.run": 103,
     "memory_estimate.run": 74,
     "preprocess.run": 75,
     "reshard.run": 89,
