@@ -42,7 +42,7 @@ class CachedSequence:
 
 
 @dataclass(eq=False)
-class Answer:
+class InFlight:
     """A request in flight. promised: blocks that it may still take. seen: its row of seen ids, or -1."""
 
     number: int
@@ -63,10 +63,10 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Row:
+class WantedRow:
     """One wanted row of logits: whose it is, and what for."""
 
-    answer: Answer
+    answer: InFlight
     target: int
     allowed: NDArray[np.bool_] | None = None
 
@@ -86,7 +86,7 @@ class _Work:
 
     sequences: list[tuple[CachedSequence, int]] = field(default_factory=list)
     wanted: list[int] = field(default_factory=list)
-    rows: list[Row] = field(default_factory=list)
+    rows: list[WantedRow] = field(default_factory=list)
     tokens: int = 0
 
 
@@ -96,12 +96,12 @@ class Scheduler:
 
     def __init__(self, blocks: Blocks, limits: Limits, chunk: int, *, in_order: bool = False):
         self.blocks, self.limits, self.chunk, self.in_order = blocks, limits, chunk, in_order
-        self._waiting: deque[Answer] = deque()
-        self._running: list[Answer] = []
+        self._waiting: deque[InFlight] = deque()
+        self._running: list[InFlight] = []
         self._ended: list[Event] = []
         self._copies: list[tuple[int, int]] = []
         self._seen = list(range(limits.requests))
-        self._rows: list[Row] = []
+        self._rows: list[WantedRow] = []
         self._numbers = 0
 
     @property
@@ -112,7 +112,7 @@ class Scheduler:
         """As `Engine.add`."""
         self._check(request)
         seed = secrets.randbits(63) if request.sampling.seed is None else request.sampling.seed
-        answer = Answer(self._numbers, request, seed)
+        answer = InFlight(self._numbers, request, seed)
         self._numbers += 1
         if request.tokens or request.prompt_logprobs:
             self._waiting.append(answer)
@@ -160,7 +160,7 @@ class Scheduler:
         """What to compute next; None where there is nothing."""
         work, copies, self._copies = _Work(), self._copies, []
         marks: list[tuple[int, int]] = []
-        late: list[tuple[Answer, CachedSequence]] = []
+        late: list[tuple[InFlight, CachedSequence]] = []
         for answer in self._running:
             for sequence in answer.sequences:
                 if sequence.pending > 1:
@@ -183,7 +183,7 @@ class Scheduler:
         self._rows = work.rows
         return self._step(work, copies, marks)
 
-    def _admit(self, late: list[tuple[Answer, CachedSequence]], marks: list[tuple[int, int]]) -> bool:
+    def _admit(self, late: list[tuple[InFlight, CachedSequence]], marks: list[tuple[int, int]]) -> bool:
         """Take the next waiting request in, if there is one and it fits."""
         if not self._waiting:
             return False
@@ -210,7 +210,7 @@ class Scheduler:
         late.append((answer, sequence))
         return True
 
-    def _claim(self, sequence: CachedSequence, answer: Answer, take: int) -> None:
+    def _claim(self, sequence: CachedSequence, answer: InFlight, take: int) -> None:
         """Blocks for the next `take` tokens; those that they fill can be found from here on."""
         size, end = self.blocks.size, sequence.computed + take
         while len(sequence.blocks) * size < end:
@@ -222,18 +222,18 @@ class Scheduler:
             sequence.prefix = self.blocks.register(sequence.prefix, ids, sequence.blocks[number])
             sequence.registered += 1
 
-    def _schedule(self, work: _Work, answer: Answer, sequence: CachedSequence, take: int) -> None:
+    def _schedule(self, work: _Work, answer: InFlight, sequence: CachedSequence, take: int) -> None:
         self._claim(sequence, answer, take)
         request, first, end = answer.request, sequence.computed, sequence.computed + take
         if request.prompt_logprobs and first + 1 < len(request.prompt):
             for at in range(first, min(end, len(request.prompt) - 1)):
                 work.wanted.append(work.tokens + at - first)
-                work.rows.append(Row(answer, request.prompt[at + 1]))
+                work.rows.append(WantedRow(answer, request.prompt[at + 1]))
         if end == len(sequence.ids) and request.tokens:
             try:
                 allowed = self._allowed_after(request, sequence.ids)
                 work.wanted.append(work.tokens + take - 1)
-                work.rows.append(Row(answer, CHOOSE if answer.search is None else BEAM, allowed))
+                work.rows.append(WantedRow(answer, CHOOSE if answer.search is None else BEAM, allowed))
             except Exception as error:  # of the request alone; its blocks are in this step's tables
                 answer.failure = answer.failure or str(error) or repr(error)
         work.sequences.append((sequence, take))
@@ -286,7 +286,7 @@ class Scheduler:
     def take(self, choices: Sequence[Choice]) -> list[Event]:
         """What the results of the last step, one for each wanted row, mean."""
         events: list[Event] = []
-        beams: dict[int, tuple[Answer, list[Top]]] = {}
+        beams: dict[int, tuple[InFlight, list[Top]]] = {}
         for row, choice in zip(self._rows, choices, strict=True):
             answer = row.answer
             if answer.failure:
@@ -307,11 +307,11 @@ class Scheduler:
             self._end(answer)
         return events
 
-    def _scored(self, answer: Answer, choice: Choice) -> None:
+    def _scored(self, answer: InFlight, choice: Choice) -> None:
         answer.prompt_logprobs.append(choice.logprob)
         answer.prompt_top.append(choice.top)
 
-    def _chosen(self, answer: Answer, choice: Choice) -> Event:
+    def _chosen(self, answer: InFlight, choice: Choice) -> Event:
         request, (sequence,) = answer.request, answer.sequences
         sequence.ids.append(choice.token)
         answer.new += 1
@@ -333,12 +333,12 @@ class Scheduler:
             self._end(answer)
         return event
 
-    def _finished(self, answer: Answer, finish: Finish) -> Event:
+    def _finished(self, answer: InFlight, finish: Finish) -> Event:
         event = self._event(answer, finish, first=True)
         self._end(answer)
         return event
 
-    def _event(self, answer: Answer, finish: Finish | None, *, first: bool, **what: object) -> Event:
+    def _event(self, answer: InFlight, finish: Finish | None, *, first: bool, **what: object) -> Event:
         """An event; the first one of a request has what was asked about its prompt."""
         request = answer.request
         if first and request.prompt_logprobs:
@@ -346,7 +346,7 @@ class Scheduler:
             what["prompt_top"] = tuple(answer.prompt_top) if request.logprobs else None
         return Event(request=answer.number, finish=finish, **what)  # type: ignore[arg-type]
 
-    def _searched(self, answer: Answer, likeliest: list[Top]) -> list[Event]:
+    def _searched(self, answer: InFlight, likeliest: list[Top]) -> list[Event]:
         assert answer.search is not None
         following = answer.search.advance(likeliest)
         if following:
@@ -358,7 +358,7 @@ class Scheduler:
         self._end(answer)
         return [event]
 
-    def _fork(self, answer: Answer, following: Sequence[tuple[int, int]]) -> None:
+    def _fork(self, answer: InFlight, following: Sequence[tuple[int, int]]) -> None:
         """The sequences of the next beams: they share the blocks of those they continue, but for a last one in use."""
         before, size = answer.sequences, self.blocks.size
         parents = [number for number, _ in following]
@@ -384,11 +384,11 @@ class Scheduler:
             child.ids.append(token)
             answer.sequences.append(child)
 
-    def _release(self, answer: Answer, sequence: CachedSequence) -> None:
+    def _release(self, answer: InFlight, sequence: CachedSequence) -> None:
         for block in reversed(sequence.blocks):
             answer.promised += self.blocks.release(block)
 
-    def _end(self, answer: Answer) -> None:
+    def _end(self, answer: InFlight) -> None:
         """Give back all that it holds."""
         for sequence in answer.sequences:
             self._release(answer, sequence)
@@ -402,13 +402,13 @@ class Scheduler:
                 queue.remove(answer)
 
 
-def _masks(rows: Sequence[Row], vocab: int) -> NDArray[np.bool_]:
+def _masks(rows: Sequence[WantedRow], vocab: int) -> NDArray[np.bool_]:
     if all(row.allowed is None for row in rows):
         return np.zeros((0, 0), dtype=np.bool_)
     return np.stack([np.ones(vocab, dtype=np.bool_) if row.allowed is None else row.allowed for row in rows])
 
 
-def _tops(row: Row) -> int:
+def _tops(row: WantedRow) -> int:
     if row.target == BEAM:
         assert row.answer.search is not None
         return row.answer.search.candidates
@@ -417,7 +417,7 @@ def _tops(row: Row) -> int:
     return row.answer.request.logprobs or 0
 
 
-def _numbers(row: Row) -> tuple[float, ...]:
+def _numbers(row: WantedRow) -> tuple[float, ...]:
     how, new = row.answer.request.sampling, row.answer.new
     if row.target != CHOOSE:
         return NEUTRAL

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -67,7 +68,8 @@ class Step:
     @classmethod
     def unpack(cls, packed: Integers) -> Step:
         """The step of a `pack`."""
-        values, at = {}, 0
+        values: dict[str, Any] = {}
+        at = 0
         for field in fields(cls):
             rows, columns = (int(size) for size in packed[at : at + 2])
             at += 2
@@ -107,7 +109,7 @@ def _padded(array: Integers, missing: int, value: int = 0) -> Integers:
 _FLAT = {"tokens", "positions", "slots", "counts", "lengths", "wanted", "targets", "tops", "seen"}
 
 
-def _as_integers(array: NDArray[np.generic]) -> Integers:
+def _as_integers(array: NDArray[Any]) -> Integers:
     if array.dtype == np.bool_:
         bits = np.packbits(array.reshape(-1))
         array = np.concatenate([bits, np.zeros(-len(bits) % 8, dtype=np.uint8)])
@@ -118,7 +120,7 @@ def _length(name: str, elements: int) -> int:
     return -(-elements // 64) if name == "allowed" else elements
 
 
-def _from_integers(name: str, array: Integers, elements: int) -> NDArray[np.generic]:
+def _from_integers(name: str, array: Integers, elements: int) -> NDArray[Any]:
     if name == "allowed":
         return np.unpackbits(array.view(np.uint8), count=elements).astype(np.bool_)
     return array.view(np.float64) if name == "numbers" else array

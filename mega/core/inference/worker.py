@@ -19,7 +19,7 @@ from mega.core.inference.sampling import Filters, draw, penalised
 from mega.core.inference.schedule import Choice
 from mega.core.inference.step import BEAM, CHOOSE, Step
 from mega.core.model.forward import rotary
-from mega.core.ops.paged_attention import PagedAttention, Pages, invariant, invariant_pages, plain_pages
+from mega.core.ops.paged_attention import INVARIANT, PagedAttention
 from mega.core.parallel.collectives import all_gather
 from mega.core.parallel.mesh import Mesh
 
@@ -40,9 +40,9 @@ class PagedCache:
         self._layers = [(pool, pool.flatten(0, 2)) for pool in self.pool]
         self._values = self.pool.shape[2] * self.pool.shape[3]
         self._slots = torch.empty(0)
-        self._pages: Pages | None = None
+        self._pages: Any = None
 
-    def begin(self, slots: torch.Tensor, pages: Pages) -> None:
+    def begin(self, slots: torch.Tensor, pages: Any) -> None:
         """The next tokens go to `slots`, and see what `pages` say."""
         self._slots, self._pages = torch.cat([slots, slots + self._values]), pages
 
@@ -51,10 +51,9 @@ class PagedCache:
         self.pool[:, :, target] = self.pool[:, :, source]
 
     def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        assert self._pages is not None
         pool, rows = self._layers[layer - self.first_layer]
         rows.index_copy_(0, self._slots, torch.cat([k, v]))
-        return self.attention(q, pool, self._pages)
+        return self.attention.attend(q, pool, self._pages)
 
 
 class Worker:
@@ -78,13 +77,13 @@ class Worker:
         model = stage.model
         self.stage, self.mesh, self.device, self.tile = stage, mesh, device, tile
         self.vocab, self.requests = vocab or model.vocab, requests
-        self.repeats, self.block = model.heads // model.kv_heads, block
+        self.repeats = model.heads // model.kv_heads
         layers = [unit for unit in stage.units if isinstance(unit, int)]
         shape = (len(layers), 2, blocks, block, model.kv_heads // mesh.tp.size, model.head_dim)
         self.cache = PagedCache(
             torch.zeros(shape, dtype=stage.dtype, device=device),
             layers[0] if layers else 0,
-            stage.ops.paged_attention if tile is None else invariant,
+            stage.ops.paged_attention if tile is None else INVARIANT,
             rotary(model, torch.arange(model.positions, device=device), stage.dtype),
         )
         self._seen: torch.Tensor | None = None
@@ -101,7 +100,7 @@ class Worker:
         if len(step.marks) and self.chooses:
             self._mark(step.marks)
         parts = [step] if self.tile is None else step.tiles(self.tile)
-        logits = []
+        logits: list[torch.Tensor] = []
         for part in parts:
             found = self._forward(part)
             if found is not None and len(step.wanted):
@@ -118,21 +117,9 @@ class Worker:
         ids, positions, slots = (
             torch.from_numpy(array).to(device) for array in (step.tokens, step.positions, step.slots)
         )
-        if self.tile is None:
-            pages = plain_pages(
-                *(step.counts, step.lengths, step.tables),
-                block=self.block,
-                blocks=self.cache.pool.shape[2],
-                repeats=self.repeats,
-                device=device,
-                dtype=self.stage.dtype,
-                window=self.stage.model.window,
-            )
-        else:
-            window = self.stage.model.window
-            pages = invariant_pages(
-                step.counts, step.lengths, step.tables, block=self.block, device=device, window=window
-            )
+        pages = self.cache.attention.pages(
+            *(step.counts, step.lengths, step.tables), self.cache.pool[0], self.repeats, self.stage.model.window
+        )
         self.cache.begin(slots, pages)
         batch = DecoderBatch(ids[None], ids[None], ids[None], positions[None], ids[:1])
         cargo = []
@@ -181,7 +168,7 @@ class Worker:
             return torch.zeros(len(logits), dtype=torch.long, device=logits.device)
         penalties = (step.seen >= 0).any()
         numbers = torch.from_numpy(step.numbers).to(self.device)
-        temperature, top_k, top_p, min_p, penalty, uniform = numbers.split(1, dim=1)
+        temperature, top_k, top_p, min_p, penalty, uniform = numbers.unsqueeze(-1).unbind(1)
         rows = torch.from_numpy(step.seen).to(self.device)
         if penalties:
             assert self._seen is not None
@@ -190,33 +177,12 @@ class Worker:
             logits = logits.masked_fill(~allowed, -torch.inf)
         ids = logits.argmax(-1)
         if step.numbers[:, 0].any():
-            ids = self._drawn(
-                logits, step.numbers, ids, *(x.float() for x in (temperature, top_p, min_p)), top_k, uniform
-            )
+            filters = _filters(step.numbers, temperature, top_k, top_p, min_p)
+            ids = torch.where(temperature[:, 0] > 0, draw(filters(logits), uniform), ids)
         if penalties:
             assert self._seen is not None
             self._seen[rows[rows >= 0], ids[rows >= 0]] = True
         return ids
-
-    def _drawn(
-        self,
-        logits: torch.Tensor,
-        numbers: NDArray[np.float64],
-        greedy: torch.Tensor,
-        temperature: torch.Tensor,
-        top_p: torch.Tensor,
-        min_p: torch.Tensor,
-        top_k: torch.Tensor,
-        uniform: torch.Tensor,
-    ) -> torch.Tensor:
-        filters = Filters(
-            torch.where(temperature > 0, temperature, 1.0),
-            top_k.long(),
-            int(numbers[:, 1].max()),
-            top_p if (numbers[:, 2] < 1).any() else None,
-            min_p if numbers[:, 3].any() else None,
-        )
-        return torch.where(temperature[:, 0] > 0, draw(filters(logits), uniform), greedy)
 
     def _mark(self, marks: NDArray[np.int64]) -> None:
         """Add ids to rows of seen ids, or clear such a row."""
@@ -241,6 +207,23 @@ class Worker:
             return []
         assert result is not None
         return _choices(result.cpu().numpy(), step)
+
+
+def _filters(
+    numbers: NDArray[np.float64],
+    temperature: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    min_p: torch.Tensor,
+) -> Filters:
+    """Of columns [m, 1] that are `numbers` on the device; what no row asks for is left out."""
+    return Filters(
+        torch.where(temperature > 0, temperature, 1.0).float(),
+        top_k.long(),
+        int(numbers[:, 1].max()),
+        top_p.float() if (numbers[:, 2] < 1).any() else None,
+        min_p.float() if numbers[:, 3].any() else None,
+    )
 
 
 def _in_tile(step: Step, number: int, rows: int) -> int:

@@ -7,8 +7,8 @@ sequence, those of its run included, lie in blocks of a pool, in the order of it
     lengths  9 3 4          keys of each sequence; the last token of a run sees all of them
     tables   [[7, 2, 5], [1, 0, 0], [4, 0, 0]]          with blocks of 4 keys: key 8 of the first is key 0 of block 5
 
-plain       runs of like length are padded to one and take torch's kernels; any device and dtype
-invariant   every token by itself, its keys in splits of one size: bit for bit the same whatever runs are next to it
+PLAIN       runs of like length are padded to one and take torch's kernels; any device and dtype
+INVARIANT   every token by itself, its keys in splits of one size: bit for bit the same whatever runs are next to it
 
 Both take q [tokens, heads, d], and keys and values as one pool [2, blocks, block, kv_heads, d], keys first, and give
 [tokens, heads, d]. Query head i reads key/value head i // (heads / kv_heads). They know no sequences and no ranks.
@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -29,7 +29,7 @@ from torch.nn import functional as F
 from mega.core.ops.norm import accurate
 
 SPLIT = 256
-"""Keys of one split in `invariant`; a multiple of every block size."""
+"""Keys of one split of INVARIANT; a multiple of every block size."""
 
 Integers = NDArray[np.int64]
 
@@ -51,48 +51,45 @@ class PaddedRuns(NamedTuple):
     bias: torch.Tensor
 
 
-@dataclass(frozen=True, eq=False)
-class Pages:
-    """Where the keys of one step's tokens lie; on the device. Made once for all layers.
+class TokenKeys(NamedTuple):
+    """For every token: tables, int64 [tokens, width], its sequence's blocks; positions, int64 [tokens], its own.
 
-    starts: int32 [runs + 1]; lengths: int32 [runs]; tables: int32 [runs, width]. padded: what `plain` goes by.
-    token_tables: int64 [tokens, width], positions: int64 [tokens], what `invariant` goes by. window: a token sees this
-    many keys at most, its own included.
+    window: it sees this many keys at most, its own included.
     """
 
-    starts: torch.Tensor
-    lengths: torch.Tensor
     tables: torch.Tensor
-    padded: tuple[PaddedRuns, ...] = ()
-    token_tables: torch.Tensor | None = None
-    positions: torch.Tensor | None = None
-    window: int | None = None
+    positions: torch.Tensor
+    window: int | None
 
 
-PagedAttention = Callable[[torch.Tensor, torch.Tensor, Pages], torch.Tensor]
+@dataclass(frozen=True)
+class PagedAttention:
+    """One implementation.
+
+    pages(counts, lengths, tables, pool, repeats, window) -> where the keys of a step's tokens lie, once for all layers.
+        On the host: counts int64 [runs], tokens of each, lengths and tables as above. repeats: query heads of a
+        key/value head. window: a token sees this many keys at most, its own included.
+    attend(q, pool, pages) -> softmax(q k' / sqrt(d)) v over the keys that each token sees
+    """
+
+    pages: Callable[[Integers, Integers, Integers, torch.Tensor, int, int | None], Any]
+    attend: Callable[[torch.Tensor, torch.Tensor, Any], torch.Tensor]
 
 
-def plain_pages(
-    counts: Integers,
-    lengths: Integers,
-    tables: Integers,
-    *,
-    block: int,
-    blocks: int,
-    repeats: int,
-    device: torch.device,
-    dtype: torch.dtype,
-    window: int | None = None,
-) -> Pages:
-    """The pages of runs of `counts` tokens each, for `plain`. repeats: query heads of a key/value
-    head. blocks: of the pool."""
+# -- plain
+
+
+def padded_pages(
+    counts: Integers, lengths: Integers, tables: Integers, pool: torch.Tensor, repeats: int, window: int | None = None
+) -> list[PaddedRuns]:
+    _, blocks, block, _, _ = pool.shape
     starts = np.concatenate([[0], np.cumsum(counts)])
     padded = []
     for first, end in _alike(counts.tolist()):
         width = -(-int(lengths[first:end].max()) // block)
         rows = np.concatenate([tables[first:end, :width], tables[first:end, :width] + blocks])
         pad, back, bias = _padding(counts[first:end], lengths[first:end], width * block, window)
-        one = torch.from_numpy(bias).to(device=device, dtype=dtype)[:, None]
+        one = torch.from_numpy(bias).to(device=pool.device, dtype=pool.dtype)[:, None]
         if one.shape[2] > 1 and repeats > 1:
             one = one.repeat(1, 1, repeats, 1)
         padded.append(
@@ -100,46 +97,13 @@ def plain_pages(
                 slice(int(starts[first]), int(starts[end])),
                 end - first,
                 int(counts[first:end].max()),
-                None if pad is None else torch.from_numpy(pad).to(device),
-                None if back is None else torch.from_numpy(back).to(device),
-                torch.from_numpy(rows.reshape(-1)).to(device),
+                None if pad is None else torch.from_numpy(pad).to(pool.device),
+                None if back is None else torch.from_numpy(back).to(pool.device),
+                torch.from_numpy(rows.reshape(-1)).to(pool.device),
                 one,
             )
         )
-    return Pages(*_on_device(starts, lengths, tables, device), tuple(padded), window=window)
-
-
-def invariant_pages(
-    counts: Integers,
-    lengths: Integers,
-    tables: Integers,
-    *,
-    block: int,
-    device: torch.device,
-    window: int | None = None,
-) -> Pages:
-    """The same for `invariant`."""
-    assert SPLIT % block == 0, (SPLIT, block)
-    width = -(-int(lengths.max()) // SPLIT) * (SPLIT // block)
-    wide = np.zeros((len(tables), max(width, tables.shape[1])), dtype=np.int64)
-    wide[:, : tables.shape[1]] = tables
-    run = np.repeat(np.arange(len(counts)), counts)
-    within = np.arange(len(run)) - np.repeat(np.cumsum(counts) - counts, counts)
-    positions = (lengths - counts)[run] + within
-    starts = np.concatenate([[0], np.cumsum(counts)])
-    return Pages(
-        *_on_device(starts, lengths, tables, device),
-        token_tables=torch.from_numpy(wide[run, :width]).to(device),
-        positions=torch.from_numpy(positions).to(device),
-        window=window,
-    )
-
-
-def _on_device(*arrays_and_device: object) -> Iterator[torch.Tensor]:
-    *arrays, device = arrays_and_device
-    for array in arrays:
-        assert isinstance(array, np.ndarray) and isinstance(device, torch.device)
-        yield torch.from_numpy(array.astype(np.int32)).to(device)
+    return padded
 
 
 def _alike(counts: Sequence[int]) -> Iterator[tuple[int, int]]:
@@ -176,11 +140,10 @@ def _padding(
     return (starts[:, None] + offset).reshape(-1), run * seq + within, bias
 
 
-def plain(q: torch.Tensor, pool: torch.Tensor, pages: Pages) -> torch.Tensor:
-    """softmax(q k' / sqrt(d)) v over the keys that each token sees."""
-    if len(pages.padded) == 1:
-        return _padded(q, pool, pages.padded[0])
-    return torch.cat([_padded(q[runs.tokens], pool, runs) for runs in pages.padded])
+def padded_attention(q: torch.Tensor, pool: torch.Tensor, pages: list[PaddedRuns]) -> torch.Tensor:
+    if len(pages) == 1:
+        return _padded(q, pool, pages[0])
+    return torch.cat([_padded(q[runs.tokens], pool, runs) for runs in pages])
 
 
 def _padded(q: torch.Tensor, pool: torch.Tensor, runs: PaddedRuns) -> torch.Tensor:
@@ -196,15 +159,31 @@ def _padded(q: torch.Tensor, pool: torch.Tensor, runs: PaddedRuns) -> torch.Tens
     return out if runs.back is None else out.index_select(0, runs.back)
 
 
-def invariant(q: torch.Tensor, pool: torch.Tensor, pages: Pages) -> torch.Tensor:
-    """The same, in running sums over splits of SPLIT keys. A split without a visible key changes no bit."""
-    assert pages.token_tables is not None and pages.positions is not None
+# -- invariant
+
+
+def token_pages(
+    counts: Integers, lengths: Integers, tables: Integers, pool: torch.Tensor, repeats: int, window: int | None = None
+) -> TokenKeys:
+    block = pool.shape[2]
+    assert SPLIT % block == 0, (SPLIT, block)
+    width = -(-int(lengths.max()) // SPLIT) * (SPLIT // block)
+    wide = np.zeros((len(tables), max(width, tables.shape[1])), dtype=np.int64)
+    wide[:, : tables.shape[1]] = tables
+    run = np.repeat(np.arange(len(counts)), counts)
+    within = np.arange(len(run)) - np.repeat(np.cumsum(counts) - counts, counts)
+    positions = torch.from_numpy((lengths - counts)[run] + within)
+    return TokenKeys(torch.from_numpy(wide[run, :width]).to(pool.device), positions.to(pool.device), window)
+
+
+def split_attention(q: torch.Tensor, pool: torch.Tensor, pages: TokenKeys) -> torch.Tensor:
+    """In running sums over splits of SPLIT keys. A split without a visible key changes no bit."""
     tokens, (block, kv_heads, width) = len(q), pool.shape[2:]
     wide = accurate(q.dtype)
     q = q.reshape(tokens, kv_heads, -1, width)
     largest = torch.full((*q.shape[:-1], 1), -1e30, dtype=wide, device=q.device)
     total, mixed = torch.zeros_like(largest), torch.zeros(q.shape, dtype=wide, device=q.device)
-    for number, blocks in enumerate(pages.token_tables.split(SPLIT // block, dim=1)):
+    for number, blocks in enumerate(pages.tables.split(SPLIT // block, dim=1)):
         k, v = pool.index_select(1, blocks.flatten()).view(2, tokens, SPLIT, kv_heads, width).transpose(2, 3)
         at = torch.arange(number * SPLIT, (number + 1) * SPLIT, device=q.device)
         seen = at <= pages.positions[:, None]
@@ -218,3 +197,7 @@ def invariant(q: torch.Tensor, pool: torch.Tensor, pages: Pages) -> torch.Tensor
         mixed = mixed * scale + (weights.to(v.dtype) @ v).to(wide)
         largest = new
     return (mixed / total).to(q.dtype).reshape(tokens, -1, width)
+
+
+PLAIN = PagedAttention(padded_pages, padded_attention)
+INVARIANT = PagedAttention(token_pages, split_attention)

@@ -46,7 +46,7 @@ class Ops:
     activate: Callable[..., torch.Tensor] = activation.activate
     split_heads: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = heads.split_heads
     attention: attention.Attention = attention.plain
-    paged_attention: paged_attention.PagedAttention = paged_attention.plain
+    paged_attention: paged_attention.PagedAttention = paged_attention.PLAIN
     partial_attention: partial_attention.PartialAttention = partial_attention.PLAIN
     softmax_parts: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = cross_entropy.softmax_parts
     softmax_gradient: Callable[..., torch.Tensor] = cross_entropy.softmax_gradient
