@@ -74,11 +74,12 @@ def run(
     alone or under a launcher.
     """
     if url is not None:
-        named = {"--load": load, "--input": input_file, "--output": output, "--num-samples": num_samples or None}
-        named |= {"--min-p": min_p or None, "--repetition-penalty": None if repetition_penalty == 1 else 1}
+        others: dict[str, object] = {"--load": load, "--input": input_file, "--output": output}
+        others |= {"--num-samples": num_samples or None, "--min-p": min_p or None}
+        others |= {"--repetition-penalty": None if repetition_penalty == 1 else repetition_penalty}
         fields = {"temperature": 0.0 if greedy else temperature, "top_k": top_k, "top_p": top_p}
         fields |= {"top_p_decay": top_p_decay, "top_p_bound": top_p_bound, "random_seed": seed}
-        return _ask(url, prompt, tokens, named, fields, (beams, length_penalty))
+        return _ask(url, prompt, tokens, others, fields, (beams, length_penalty))
     if load is None:
         raise ValueError("--load is missing: give a run's directory, or --url")
     from mega.core.inference.opening import EngineOptions

@@ -5,8 +5,9 @@ from __future__ import annotations
 import http.client
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -91,6 +92,9 @@ class ByteTokenizer(Tokenizer):
 
     def token_bytes(self, token: int) -> bytes:
         return b"" if token == 256 else bytes([token])
+
+    def files(self) -> Mapping[str, Path]:
+        return {}
 
     def control(self, name: str) -> int | None:
         return 256 if name == "<|end|>" else None

@@ -156,16 +156,13 @@ def test_prompts_are_in_no_log_unless_asked_for(capfd: pytest.CaptureFixture[str
 @pytest.mark.parametrize(
     "source",
     [
-        "{% for i in range(10**9) %}x{% endfor %}",
         "{% for i in range(10**5) %}{% for j in range(10**5) %}{% endfor %}{% endfor %}",
-        "{{ 'x' * 10**9 }}",
         "{{ ''.__class__.__mro__[1].__subclasses__() }}",
-        "{{ cycler.__init__.__globals__.os.system('true') }}",
-        "{% include '/etc/passwd' %}",
         "{{ messages",
     ],
 )
 def test_hostile_templates_are_capped(source: str) -> None:
+    """More of them in tests/battery/serve_fuzz.py."""
     from mega.core.inference.server.chat_prompt import ChatPrompt
 
     with pytest.raises(ValueError, match=r"^the chat template: "):
