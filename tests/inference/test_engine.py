@@ -141,6 +141,8 @@ def speaks_as_expected(groups: Groups, rank: int, tp: int, pp: int, invariant: b
     if engine is None:
         return None
     cases = expected_cases()
+    if invariant:  # which is slow
+        cases = [(replace(request, tokens=12), ids[:12]) for request, ids in cases]
     alone = [tokens(answers(engine, [request])[0]) == ids for request, ids in cases]
     among = answers(engine, [mixed()[0], *(request for request, _ in cases), *mixed()[1:]])
     engine.close()
