@@ -1,7 +1,8 @@
 """`mega eval` on 500 passages of LAMBADA and a long piece of WikiText, verdict by verdict against transformers.
 
 lambada M S L    model M (stories260K as it lies, or a GPT that is trained here and exported), strict or not, layout L:
-                 as many passages right as transformers finds, and the same ones at tp 1
+                 as many passages right as transformers finds
+verdicts M S     the same ones
 wikitext M L     loss, perplexity and adjusted perplexity, windows 32 apart: 1e-4 relative
 killed           two tensor ranks killed by SIGKILL, resumed by two stages: the verdicts of an undisturbed run
 """
@@ -19,6 +20,13 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from mega.core.config.compose import GivenOptions
+from mega.core.config.run import RunConfig, updated
+from mega.core.device import Device
+from mega.core.tasks.lambada import Lambada
+from mega.core.tasks.model import check_model, open_here, tokenizer_of
+from mega.core.tasks.options import BenchmarkInputs, TaskOptions
+from mega.core.tasks.rows import all_greedy, batch_of
 from tests.battery.data_ledger import ROOT, Item, run
 from tests.support.shared import shared
 from tests.tasks.test_eval import their_verdicts, their_wikitext
@@ -123,6 +131,25 @@ def of_lambada(name: str, strict: bool, layout: str) -> dict[str, Any]:
     return {"right": sum(expected), "of": len(expected), "ppl": found["ppl"]}
 
 
+def same_verdicts(name: str, strict: bool) -> dict[str, Any]:
+    """Passage by passage, in the file's order."""
+    given = {"load": str(model(name)[0]), "device": "cpu"}
+    options = TaskOptions("lambada", (str(lambada()),), strict_lambada=strict)
+    checked, opened = check_model(updated(RunConfig(), given), GivenOptions(None, given), 1)
+    here = open_here(checked, 0, 1, Device.choose("cpu"), None)
+    asked = BenchmarkInputs(options, tokenizer_of(checked.run, opened), checked.length, 1, opened.model.vocab or 0)
+    rows, scorer = list(Lambada(asked)._rows(lambada())), here.scorer(greedy=True)
+    found: list[bool] = []
+    for first in range(0, len(rows), 8):
+        batch = batch_of(rows[first : first + 8], 1)
+        found += [bool(right) for right in all_greedy(batch, scorer.score([batch])[0]).total]
+    other = [
+        number for number, pair in enumerate(zip(found, verdicts(name, strict), strict=True)) if pair[0] != pair[1]
+    ]
+    assert not other, other
+    return {"passages": len(found), "right": sum(found)}
+
+
 def of_wikitext(name: str, layout: str) -> dict[str, Any]:
     expected = perplexities(name)
     found = evaluated(name, "wikitext103", article(), "--seq-length", LENGTH[name], *FLAGS[name][layout])
@@ -165,6 +192,11 @@ ITEMS: list[Item] = [
         (f"wikitext {name} {layout}", functools.partial(of_wikitext, name, layout))
         for name, layouts in FLAGS.items()
         for layout in layouts
+    ),
+    *(
+        (f"verdicts {name} {'strict' if strict else 'last token'}", functools.partial(same_verdicts, name, strict))
+        for name in FLAGS
+        for strict in (False, True)
     ),
     ("killed", killed),
 ]
