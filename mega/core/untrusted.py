@@ -273,7 +273,7 @@ def _reply(answer: Callable[[Any], Any], line: bytes) -> bytes:
         found = answer(json.loads(line))
         if not isinstance(found, dict) or not isinstance(found.get(RAW), bytes):
             return json.dumps({"answer": found}).encode() + b"\n"
-        raw = found.pop(RAW)
+        raw: bytes = found.pop(RAW)
         return json.dumps({"answer": found, RAW: len(raw)}).encode() + b"\n" + raw
     except MemoryError:
         text = "takes too much memory"
