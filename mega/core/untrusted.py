@@ -30,6 +30,8 @@ START_SECONDS = 120.0
 """How long a child may take to start, or to answer while it is not computing: generous, for busy machines."""
 MOST_DIGITS = 100
 """Digits of a whole number: what computes with a longer one ends in an overflow."""
+RAW = "raw"
+"""A value of an answer that is bytes; it comes as it is, not as JSON."""
 _BLOCK = 1 << 20
 
 
@@ -206,14 +208,20 @@ class Confined:
     def _line(self, child: subprocess.Popen[bytes]) -> dict[str, Any]:
         """What the process says next. Errors: OSError where it has ended, or says too much; TimeoutError."""
         assert child.stdout is not None
-        deadline, data = time.monotonic() + START_SECONDS, bytearray()
-        while not data.endswith(b"\n"):
+        deadline, data, end, size = time.monotonic() + START_SECONDS, bytearray(), -1, 0
+        found: dict[str, Any] = {}
+        while end < 0 or len(data) < size:
             _wait(child.stdout.fileno(), deadline)
             part = os.read(child.stdout.fileno(), _BLOCK)
+            begin = len(data)
             data += part
             if not part or len(data) > self._most:
                 raise OSError("has ended" if not part else f"answers more than {self._most} bytes")
-        found: dict[str, Any] = json.loads(data)
+            if end < 0 and (end := data.find(b"\n", begin)) >= 0:
+                found = json.loads(data[:end])
+                size = end + 1 + found.get(RAW, 0)
+        if RAW in found:
+            found["answer"][RAW] = bytes(data[end + 1 :])
         return found
 
     def _lost(self, error: OSError) -> ValueError:
@@ -256,15 +264,19 @@ def serve(answer: Callable[[Any], Any]) -> None:
             most = int(used.ru_utime + used.ru_stime) + seconds
             resource.setrlimit(resource.RLIMIT_CPU, (most, resource.getrlimit(resource.RLIMIT_CPU)[1]))
         reply = _reply(answer, line)
-        output.write(reply + b"\n")
+        output.write(reply)
         output.flush()
 
 
 def _reply(answer: Callable[[Any], Any], line: bytes) -> bytes:
     try:
-        return json.dumps({"answer": answer(json.loads(line))}).encode()
+        found = answer(json.loads(line))
+        if not isinstance(found, dict) or not isinstance(found.get(RAW), bytes):
+            return json.dumps({"answer": found}).encode() + b"\n"
+        raw: bytes = found.pop(RAW)
+        return json.dumps({"answer": found, RAW: len(raw)}).encode() + b"\n" + raw
     except MemoryError:
         text = "takes too much memory"
     except BaseException as error:
         text = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-    return json.dumps({"error": " ".join(text.split())[:300]}).encode()
+    return json.dumps({"error": " ".join(text.split())[:300]}).encode() + b"\n"

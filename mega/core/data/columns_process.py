@@ -5,8 +5,8 @@ of others may ask its library for any memory, or end it. Its questions:
     {"reader", "path", "kind", "keys", "first", "last", "done"}
                                    begin to read these columns of row groups first .. last - 1, after `done` of their
                                    rows, under the number `reader`; null
-    {"reader"}                     its next {"lines", "rows", "read"}; null at the end. read: bytes of the file before
-                                   the end of the rows
+    {"reader"}                     its next {RAW: lines, "rows", "read"}; null at the end. read: bytes of the file
+                                   before the end of the rows
     {"reader", "close"}            forget it; null
 """
 
@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from mega.core.untrusted import serve
+from mega.core.untrusted import RAW, serve
 
 _ROWS = 1024
 _BLOCK_BYTES = 1 << 22
@@ -102,7 +102,7 @@ def _next(rows: Rows) -> dict[str, Any] | None:
         return None
     # What JSON cannot represent (bytes, decimals) is not text either: null is refused with its row.
     lines = b"".join(orjson.dumps(row, default=lambda value: None) + b"\n" for row in found[0].to_pylist())
-    return {"lines": lines.decode(), "rows": found[0].num_rows, "read": found[1]}
+    return {RAW: lines, "rows": found[0].num_rows, "read": found[1]}
 
 
 if __name__ == "__main__":

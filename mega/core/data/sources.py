@@ -24,7 +24,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple
 
-from mega.core.untrusted import Confined
+from mega.core.untrusted import RAW, Confined
 
 STDIN = Path("-")
 BLOCK_BYTES = 1 << 22
@@ -502,7 +502,7 @@ def _row_blocks(piece: SourcePiece, keys: Sequence[str], done: int) -> Iterator[
     try:
         while (rows := ask(reader=reader)) is not None:
             done += rows["rows"]
-            yield LineBlock(piece.name, rows["lines"].encode(), done, piece.before + rows["read"])
+            yield LineBlock(piece.name, rows[RAW], done, piece.before + rows["read"])
     finally:
         with contextlib.suppress(ValueError):
             ask(reader=reader, close=True)
