@@ -54,8 +54,7 @@ def run(
 ) -> int:
     """Turn weights into a checkpoint for any layout, or a checkpoint into a folder that others open.
 
-    Llama and its relatives (Mistral, Qwen), GPT-2 and BERT in Hugging Face's form, fairseq's Megatron-11b. Adapters in
-    peft's form; those of a run of ours are merged into their weights unless --to is peft.
+    Llama and its relatives, GPT-2, BERT, fairseq's Megatron-11b. A run's adapters are merged, unless --to is peft.
     What is read is recognised by its files. Nothing is executed, no tensor is lost or made up.
     """
     from mega.core.checkpoint.forms.convert import check_pair, convert, default_target
