@@ -73,6 +73,7 @@ def trained() -> Path:
     mega("preprocess", "--input", lines, "--output-prefix", place / "tokens", "--workers", 1, "--append-eod", *files)
     shape = ["--layers", 4, "--hidden", 96, "--heads", 4, "--seq-length", 512, "--micro-batch", 4, "--device", "cpu"]
     rest = ["--data-path", place / "tokens_text_document", "--lr", "2e-3", "--steps", 200, "--save-interval", 200]
+    rest += ["--split", "1,0,0", "--eval-iters", 0, "--metrics", place / "metrics.jsonl"]
     mega("pretrain", *shape, *rest, *files, "--save", place / "run")
     mega("convert-llama", "--load-dir", place / "run", "--save-dir", place / "hf", "--to", "hf")
     return place / "run"
