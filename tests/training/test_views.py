@@ -8,7 +8,6 @@ import io
 import random
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ import torch
 
 from mega.core.checkpoint.own.store import CheckpointStore
 from mega.core.config.compose import compose
-from mega.core.config.run import RunConfig, updated
+from mega.core.config.run import RunConfig, entries, flag_of, updated, value_of
 from mega.core.device import Device
 from mega.core.parallel.launch import Pool
 from mega.core.parallel.mesh import Groups, Mesh
@@ -94,9 +93,10 @@ def from_steps(groups: Groups, rank: int, flags: dict[str, Any], places: dict[in
 def compared(groups: Groups, rank: int, flags: list[dict[str, Any]]) -> str:
     """Job: what a rank is told whose flags may be others than another's."""
     run = updated(RunConfig(), flags[rank])
-    inputs = SimpleNamespace(run=run, fingerprint=lambda: hashlib.sha256(repr(run).encode()).hexdigest())
+    asked = {flag_of(name): value_of(run, name) for name in entries()}
+    fingerprint = hashlib.sha256(repr(run).encode()).hexdigest()
     try:
-        check_same_everywhere(Mesh(rank, dp=2, groups=groups), inputs, torch.device("cpu"))  # type: ignore[arg-type]
+        check_same_everywhere(Mesh(rank, dp=2, groups=groups), fingerprint, asked, torch.device("cpu"))
     except ValueError as error:
         return str(error)
     return ""

@@ -99,7 +99,7 @@ def run_here(
     judged, tokenizer = _benchmark(evaluation, here.opened)
     examples = judged.examples(Path(evaluation.options.valid_data[0]))[: evaluation.options.limit]
     about = _about(evaluation, here, tokenizer, len(examples))
-    check_same_everywhere(here.mesh, about["fingerprint"], device.torch)
+    check_same_everywhere(here.mesh, about["fingerprint"], about, device.torch)
     progress = _Progress(evaluation, about["fingerprint"], judged, len(examples), here.mesh, device)
     found = score(
         here.scorer(greedy=judged.greedy),

@@ -6,8 +6,9 @@ Everything that can fail because of what is on disk, or because ranks disagree, 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -63,7 +64,8 @@ def start(
     """
     run, evaluated, runtime = inputs.run, inputs.run.evaluation, inputs.run.runtime
     mesh = build_mesh(run, rank, world, groups)
-    check_same_everywhere(mesh, inputs, device.torch)
+    asked = {flag_of(name): value_of(run, name) for name in entries()}
+    check_same_everywhere(mesh, inputs.fingerprint(), asked, device.torch)
     # Before the newest checkpoint is looked for: another process that has the place may be saving one.
     lock(held, None if evaluated.skip_train else run.checkpoint.save, mesh, device.torch)
     state, kind = build_state(run, mesh, device), kind_of(run)
@@ -221,9 +223,11 @@ def _check_length(run: RunConfig, dataset: Dataset | None, progress: Progress, s
         )
 
 
-def check_same_everywhere(mesh: Mesh, inputs: Inputs, device: torch.device) -> None:
-    """Every rank must run the same config, tokenizer and version. Errors: ValueError on every rank."""
-    fingerprint = inputs.fingerprint()
+def check_same_everywhere(mesh: Mesh, fingerprint: str, asked: Mapping[str, Any], device: torch.device) -> None:
+    """Every rank must do the same, of which `fingerprint` is a digest in hexadecimal digits.
+
+    asked: flags and their values, or other names of what ranks may differ in. Errors: ValueError on every rank.
+    """
     own = torch.tensor(
         [int(fingerprint[at : at + 8], 16) for at in range(0, 64, 8)], dtype=torch.float64, device=device
     )
@@ -232,7 +236,7 @@ def check_same_everywhere(mesh: Mesh, inputs: Inputs, device: torch.device) -> N
     all_reduce(most, mesh.everyone, "max")
     if torch.equal(least, most):
         return
-    typed = {flag_of(name): str(value_of(inputs.run, name))[:200] for name in entries()}
+    typed = {name: str(value)[:200] for name, value in asked.items()}
     by_rank = gather_json(typed, mesh.everyone, device)
     flags = dict.fromkeys(flag for each in by_rank for flag in each)
     differ = {flag: _by_rank([each.get(flag) for each in by_rank]) for flag in flags}
