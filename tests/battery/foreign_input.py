@@ -56,7 +56,7 @@ class Change:
     def __init__(self, rng: random.Random, *, whole: bool = False) -> None:
         self.rng, self.whole = rng, whole
 
-    def bytes(self, data: bytes) -> bytes:
+    def octets(self, data: bytes) -> bytes:
         return data if self.whole else of_bytes(data, self.rng)
 
     def json(self, content: Any, words: list[str]) -> Any:
@@ -229,7 +229,7 @@ def preprocess(source: Path, *options: str) -> list[str]:
 def tokenizer_file(variant: str, change: Change) -> Made:
     whole, path = tokenizer(), HOME / "tokenizer.json"
     if change.chance(0.25):
-        path.write_bytes(change.bytes(json.dumps(whole).encode()))
+        path.write_bytes(change.octets(json.dumps(whole).encode()))
     else:
         small = {key: value for key, value in whole.items() if key != "model"}
         part = {"model": change.json(whole["model"], ["a", "BPE", "Unigram", "WordPiece", "WordLevel"])}
@@ -241,7 +241,7 @@ def tokenizer_file(variant: str, change: Change) -> Made:
 
 def model_file(variant: str, change: Change) -> Made:
     path = HOME / "tokenizer.model"
-    path.write_bytes(change.bytes((SHARED / "llama2/tokenizer.model").read_bytes()))
+    path.write_bytes(change.octets((SHARED / "llama2/tokenizer.model").read_bytes()))
     return preprocess(texts(), "--tokenizer", "Llama2Tokenizer", "--tokenizer-model", str(path)), str(path)
 
 
@@ -272,7 +272,7 @@ def template(variant: str, change: Change) -> Made:
         if rng.random() < 0.4:
             source = source[:at] + rng.choice(SNIPPETS) + source[at:]
         else:
-            source = change.bytes(source.encode()).decode(errors="replace") or "x"
+            source = change.octets(source.encode()).decode(errors="replace") or "x"
     path.write_text(source)
     tokens.write_text(json.dumps(tokenizer()))
     talk = HOME / "talk.jsonl"
@@ -306,7 +306,7 @@ def archives() -> dict[str, bytes]:
 def archive(variant: str, change: Change) -> Made:
     whole_archives.update(whole_archives or archives())
     path = HOME / f"packed.{variant}"
-    path.write_bytes(change.bytes(whole_archives[variant]))
+    path.write_bytes(change.octets(whole_archives[variant]))
     (HOME / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "some", "text"]))
     return preprocess(path, "--tokenizer", "BertWordPieceCase", "--vocab-file", str(HOME / "vocab.txt")), str(path)
 
@@ -389,7 +389,7 @@ def config(variant: str, change: Change) -> Made:
     if variant == "deepspeed":
         whole = json.dumps(DEEPSPEED).encode()
         changed = change.json(DEEPSPEED, words_of(DEEPSPEED))
-        path.write_bytes(change.bytes(whole) if change.chance(0.2) else change.text(changed))
+        path.write_bytes(change.octets(whole) if change.chance(0.2) else change.text(changed))
         base = ["pretrain", "--model", "tiny-gpt", "--vocab", "100", "--mock-data", "--print-config"]
         return [*base, "--deepspeed-config", str(path)], ""
     lines = (TOML if variant == "toml" else DEVICE).encode().splitlines(keepends=True)
@@ -400,7 +400,7 @@ def config(variant: str, change: Change) -> Made:
         at = rng.choice([i for i, line in enumerate(lines) if b"=" in line])
         lines[at] = lines[at].partition(b"=")[0] + b"= " + rng.choice(SIZES) + b"\n"
     else:
-        lines = [change.bytes(b"".join(lines))]
+        lines = [change.octets(b"".join(lines))]
     path.write_bytes(b"".join(lines))
     model = ["--config", str(path)]
     if variant == "device":

@@ -40,7 +40,7 @@ def protocol(limits: ServerLimits) -> type:
     return type("Connection", (BoundedConnection, H11Protocol), {"others": OpenConnections(limits)})
 
 
-class BoundedConnection(H11Protocol):  # type: ignore[misc]
+class BoundedConnection(H11Protocol):
     """One client."""
 
     others: OpenConnections
