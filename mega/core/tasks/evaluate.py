@@ -44,7 +44,6 @@ from mega.core.tasks.options import BenchmarkInputs, TaskOptions, benchmark
 from mega.core.tasks.show import Bar, show
 from mega.core.tasks.task import Benchmark, Done, Estimate, Sums, score
 from mega.core.text.tokenizer import Tokenizer
-from mega.core.training.start import check_same_everywhere
 
 SAVE_SECONDS = 5.0
 HASHED_BYTES = 1 << 30
@@ -99,7 +98,7 @@ def run_here(
     judged, tokenizer = _benchmark(evaluation, here.opened)
     examples = judged.examples(Path(evaluation.options.valid_data[0]))[: evaluation.options.limit]
     about = _about(evaluation, here, tokenizer, len(examples))
-    check_same_everywhere(here.mesh, about["fingerprint"], device.torch)
+    _check_same(about, here)
     progress = _Progress(evaluation, about["fingerprint"], judged, len(examples), here.mesh, device)
     found = score(
         here.scorer(greedy=judged.greedy),
@@ -118,6 +117,17 @@ def run_here(
         progress.path.unlink(missing_ok=True)
         show(result, judged.headline)
     return found
+
+
+def _check_same(about: Mapping[str, Any], here: ModelHere) -> None:
+    """Every rank must score the same. Errors: ValueError on every rank, naming what differs."""
+    decides = {name: str(value) for name, value in about["settings"].items()}
+    by_rank = gather_json({**decides, "fingerprint": about["fingerprint"]}, here.mesh.everyone, here.device.torch)
+    differ = [name for name, value in by_rank[0].items() if any(each[name] != value for each in by_rank)]
+    if differ:
+        raise ValueError(
+            f"{', '.join(differ)}: not the same on every rank; start all of them with the same flags and files"
+        )
 
 
 def _about(
