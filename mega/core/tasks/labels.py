@@ -141,8 +141,8 @@ def check_head(path: Path, model: ModelConfig, task: str) -> None:
     if model.family == "bert":
         has += f" with --head {model.head}" + (f" --classes {model.classes}" if model.head in HEADS else "")
     raise ValueError(
-        f"--load {path}: is a model of {has}; --task {task} needs --family bert with --head {head} --classes {classes}, "
-        f"which `mega finetune --task {task}` makes"
+        f"--load {path}: is a model of {has}; --task {task} needs --family bert with --head {head} --classes "
+        f"{classes}, which `mega finetune --task {task}` makes"
     )
 
 

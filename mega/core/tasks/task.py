@@ -56,7 +56,7 @@ class Benchmark(Protocol[Example]):
     label if the model's first choice was it. headline: the figures that Megatron-LM's line of results has.
 
     One that judges rows by the classes of the model's head has `rows = True`; its scores are those logits, [b,
-    classes], and it says `numbers(batch)`, which examples these are, and how many `classes`, since their shares are kept.
+    classes], and it says `numbers(batch)`, which examples these are, and how many `classes`: their shares are kept.
     """
 
     name: str
