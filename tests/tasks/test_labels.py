@@ -1,4 +1,4 @@
-"""MNLI, QQP and RACE: their files, their rows, a classifier that learns, goes on, and is judged as transformers does."""
+"""MNLI, QQP and RACE: their files, their rows, a classifier that learns, goes on, and judges as transformers."""
 
 from __future__ import annotations
 
@@ -53,9 +53,8 @@ def opened(path: Path, form: Any, vocabulary: Path, notes: list[str], length: in
 
 
 def ids(text: str) -> list[int]:
-    return [
-        {"[CLS]": CLS, "[SEP]": SEP}.get(word, len(CONTROLS) + int(word.lstrip("w[") or 0)) for word in text.split()
-    ]
+    known = {word: number for number, word in enumerate([*CONTROLS, *WORDS])}
+    return [known[word] for word in text.split()]
 
 
 # Files and rows -----------------------------------------------------------------------------------------------------
