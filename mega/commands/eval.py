@@ -19,9 +19,14 @@ from mega.options import Reads
 def run(
     run: Annotated[RunConfig, Reads("evaluated")],
     given: GivenOptions,
-    task: Annotated[str | None, typer.Option("--task", help="wikitext103, lambada, or ppl of a corpus")] = None,
+    task: Annotated[
+        str | None, typer.Option("--task", help="wikitext103, lambada, ppl of a corpus, mnli, qqp or race")
+    ] = None,
     valid_data: Annotated[
-        list[str] | None, typer.Option("--valid-data", help="what is scored: one file, of ppl also token files' prefix")
+        list[str] | None,
+        typer.Option(
+            "--valid-data", help="what is scored: one file, of ppl also token files' prefix; several of labels"
+        ),
     ] = None,
     out: Annotated[str | None, typer.Option("--json", help="file of the result [eval-TASK.json here]")] = None,
     overlapping_eval: Annotated[
@@ -44,6 +49,10 @@ def run(
         int | None, typer.Option("--random-windows", help="of ppl, score so many windows drawn at random")
     ] = None,
     limit: Annotated[int | None, typer.Option("--limit", help="score only the first so many examples")] = None,
+    ensemble: Annotated[
+        list[str] | None,
+        typer.Option("--ensemble", help="of mnli, qqp and race: predictions of several models instead of a model"),
+    ] = None,
     tasks: Annotated[
         list[str] | None, typer.Option("--tasks", help="tasks of lm-eval instead, such as hellaswag,gsm8k")
     ] = None,
@@ -67,6 +76,10 @@ def run(
         _note_unused(given)
     world = world_from_env()
     size = ranks(world, run.runtime.nproc, run.runtime.world)
+    if ensemble:
+        from mega.core.tasks import ensemble as several
+
+        return several.run(ensemble, _out(out, "ensemble-predictions.jsonl"))
     if tasks:
         if task is not None or valid_data:
             raise ValueError(
@@ -89,7 +102,7 @@ def run(
 
     named = task or ("lambada" if cloze_eval else "ppl" if webtext_eval else None)
     if named is None:
-        raise ValueError("--task is missing: give wikitext103, lambada or ppl; or --tasks of lm-eval")
+        raise ValueError("--task is missing: give wikitext103, lambada, ppl, mnli, qqp or race; or --tasks of lm-eval")
     options = TaskOptions(
         task_named(named),
         tuple(valid_data or ()),
@@ -109,7 +122,7 @@ def run(
 
 def _out(given: str | None, name: str) -> str:
     """The file of the result. Errors: ValueError where it cannot be one."""
-    out = given or f"eval-{name}.json"
+    out = given or f"eval-{name}" + ("" if name.endswith(".jsonl") else ".json")
     check_file("--json", out)
     return os.path.abspath(out)
 

@@ -18,7 +18,24 @@ def run(run: RunConfig) -> int:
 
     Exit codes: as of mega pretrain.
     """
-    return pretrain.run(_from_weights(run))
+    return pretrain.run(_from_weights(_pretrained(run)))
+
+
+def _pretrained(run: RunConfig) -> RunConfig:
+    """`run` with --pretrained-checkpoint as --load; what Megatron-LM loads before it, its own steps, by --resume auto.
+
+    Errors: ValueError where --load is another place than --save.
+    """
+    checkpoint, begin = run.checkpoint, run.checkpoint.pretrained_checkpoint
+    if begin is None:
+        return run
+    if checkpoint.load not in (None, checkpoint.save):
+        raise ValueError(
+            f"--pretrained-checkpoint {begin}: excludes --load {checkpoint.load}; give one of them, or --load as --save"
+        )
+    resume = checkpoint.resume or (None if checkpoint.load is None else "auto")
+    start = dataclasses.replace(checkpoint, pretrained_checkpoint=None, load=begin, resume=resume)
+    return dataclasses.replace(run, checkpoint=start)
 
 
 def _from_weights(run: RunConfig) -> RunConfig:

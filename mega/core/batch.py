@@ -134,7 +134,8 @@ class MaskedBatch(_Tensors):
     types: int64 [b, s], 0 for the first part and 1 for the second.
     lengths: int64 [b], tokens of each row that are not padding.
     pairs: int64 [b], 1 where the two parts stand in the wrong order, 0 in the right one, or the row's class; -1 where
-        that is not known, or where another rank, which holds the first token, judges it.
+        that is not known, or where another rank, which holds the first token, judges it. Of choices, each of several
+        rows that stand together: int64 [choices], which of them it is.
     samples: int64 [b], global sample numbers.
     columns: int64 [s], where a rank holds some columns of its rows only: which ones, ascending. Lengths are those of
         the whole rows even then.
@@ -158,7 +159,7 @@ class MaskedBatch(_Tensors):
 
     @property
     def pair_weights(self) -> torch.Tensor:
-        """float32 [b], 1 where the order of the parts, or the class, is known."""
+        """float32, as `pairs`: 1 where the order of the parts, or the class, is known."""
         return (self.pairs >= 0).float()
 
     @property

@@ -20,7 +20,7 @@ from mega.core.config.not_yet import NOT_YET
 from mega.core.config.presets import FAMILY_DEFAULTS
 from mega.core.config.resolve import batch_sizes, column_unit, data_parallel, divisors, lengths, microbatches, resolve
 from mega.core.config.run import RunConfig, entries, flag_of, found_with, value_of
-from mega.core.config.sections import DECODERS, MASKED, TASKS, PrecisionConfig
+from mega.core.config.sections import DECODERS, LABELLED, MASKED, TASKS, PrecisionConfig
 from mega.core.files import url_of
 from mega.core.plan.kinds import SCHEDULES, interleaving
 from mega.core.plan.layers import split_layers
@@ -144,9 +144,9 @@ def _families(run: RunConfig) -> Problems:
     if run.model.family in MASKED and not run.model.tied:
         yield _line(run, "tied", belongs(DECODERS))
     if run.model.head == "none" and not run.runtime.dry_run:
-        yield _line(run, "head", "has nothing to train; valid: lm, classification")
+        yield _line(run, "head", "has nothing to train; valid: lm, classification, choice")
     own = FAMILY_DEFAULTS[run.model.family].values.get("sample_kind", "gpt")
-    if own != "gpt" and run.masking.sample_kind == "gpt":
+    if own != "gpt" and run.masking.sample_kind == "gpt" and run.finetuning.task not in LABELLED:
         yield _line(run, "sample_kind", f"--family {run.model.family} reads other samples; valid: {own}")
 
 
@@ -160,11 +160,11 @@ def _sizes(run: RunConfig) -> Problems:
 
 def _missing(run: RunConfig) -> Problems:
     trains = not run.runtime.dry_run and not run.evaluation.skip_train
-    if trains and run.batch.steps is None and run.batch.samples is None:
+    if trains and run.batch.steps is None and run.batch.samples is None and run.finetuning.epochs is None:
         yield "--steps is missing: give the steps to train, or --samples"
     if trains and run.optimizer.lr is None:
         yield "--lr is missing: give the peak learning rate, such as 1e-4"
-    if run.checkpoint.save is not None and run.checkpoint.save_interval is None:
+    if run.checkpoint.save is not None and run.checkpoint.save_interval is None and run.finetuning.epochs is None:
         yield _line(run, "save", "needs --save-interval, a number of steps")
 
 
@@ -173,6 +173,10 @@ def _pairs(run: RunConfig) -> Problems:
     for name in TASKS.get(run.finetuning.task, ()):
         if not value_of(run, name):
             yield _line(run, "task", f"needs {flag_of(name)}")
+    if run.finetuning.task in LABELLED and run.model.family != "bert":
+        yield _line(run, "task", f"needs a model of --family bert, not {run.model.family}")
+    if run.finetuning.task in LABELLED and run.model.lora_rank:
+        yield _line(run, "lora_rank", f"excludes --task {run.finetuning.task}, whose head is new and has to be trained")
     yield from _steps_or_samples(run)
     yield from _recompute(run)
     yield from _run_and_checkpoint(run)
@@ -238,6 +242,8 @@ def _recompute(run: RunConfig) -> Problems:
 
 def _run_and_checkpoint(run: RunConfig) -> Problems:
     checkpoint, runtime = run.checkpoint, run.runtime
+    if checkpoint.pretrained_checkpoint is not None:
+        yield _line(run, "pretrained_checkpoint", "belongs to mega finetune; here give --load with --finetune")
     if checkpoint.resume == "auto" and checkpoint.save is None:
         yield "--resume auto: needs --save, under which it looks for checkpoints"
     if checkpoint.finetune and checkpoint.resume not in (None, "auto"):

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from mega.core.config.corpora import expand, is_number
 from mega.core.config.presets import FAMILY_DEFAULTS
 from mega.core.config.run import RunConfig, flag_of, value_of
-from mega.core.config.sections import SPLITS, TOKENIZERS, TokenizerConfig
+from mega.core.config.sections import LABELLED, SPLITS, TOKENIZERS, TokenizerConfig
 from mega.core.files import check_folder, url_of
 
 Problems = Iterator[str]
@@ -35,6 +35,9 @@ def _data(run: RunConfig) -> Problems:
     ]
     if not given and not run.runtime.dry_run and run.finetuning.task == "lm":  # others have options of their own
         yield "--data-path is missing: give the prefix of a .bin/.idx pair, or --mock-data"
+    if run.finetuning.task in LABELLED:
+        yield from _labelled(run, given)
+        return
     if given and run.finetuning.task != "lm":
         yield f"--task {run.finetuning.task}: has data of its own and excludes {flag_of(given[0])}"
     alone = next((name for name in ("data_path", "chat_data", "mock_data") if name in given), None)
@@ -70,6 +73,19 @@ def _data(run: RunConfig) -> Problems:
         else:
             yield from _prefixes("--valid-sets", expand([prefix], data.corpora))
         names.add(name)
+
+
+def _labelled(run: RunConfig, given: list[str]) -> Problems:
+    """Files or folders of --train-data and --valid-data, and no other data."""
+    for name in given:
+        if name not in ("train_data", "valid_data"):
+            yield f"{flag_of(name)}: --task {run.finetuning.task} reads --train-data and --valid-data only"
+    if run.data.valid_sets:
+        yield f"--valid-sets: --task {run.finetuning.task} names the sets of --valid-data by their files"
+    for name in ("train_data", "valid_data"):
+        for path in value_of(run, name):
+            if not os.path.exists(path):
+                yield f"{flag_of(name)} {path}: there is no such file or folder"
 
 
 def _prefixes(flag: str, words: tuple[str, ...]) -> Problems:

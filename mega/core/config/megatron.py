@@ -186,8 +186,6 @@ _VISION = (
     "--iter-per-epoch",
 )
 _TASKS = (
-    "--epochs",
-    "--pretrained-checkpoint",
     "--overlapping-eval",
     "--strict-lambada",
 )

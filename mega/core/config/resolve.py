@@ -15,6 +15,7 @@ from math import isqrt, lcm
 from mega.core.config.presets import FAMILY_DEFAULTS
 from mega.core.config.run import RunConfig, entries
 from mega.core.config.sections import (
+    LABELLED,
     BatchConfig,
     LogConfig,
     ModelConfig,
@@ -52,9 +53,24 @@ def resolve(run: RunConfig, world: int, vocab: int | None = None) -> RunConfig:
 
 
 def microbatch_rows(run: RunConfig) -> int:
-    """Rows of tokens in one microbatch: a pair of answers is two."""
+    """Rows of tokens in one microbatch: a pair of answers is two, a choice as many as it has."""
     assert run.batch.micro_batch is not None
-    return run.batch.micro_batch * (2 if run.finetuning.task == "dpo" else 1)
+    head, choices = LABELLED.get(run.finetuning.task, ("", 1))
+    return run.batch.micro_batch * (2 if run.finetuning.task == "dpo" else choices if head == "choice" else 1)
+
+
+def with_head(model: ModelConfig, task: str) -> ModelConfig:
+    """A BERT with the head that a task of labels needs; any other model as it is."""
+    if task not in LABELLED or model.family != "bert":
+        return model
+    head, classes = LABELLED[task]
+    return replace(model, head=head, classes=classes)
+
+
+def epoch_steps(run: RunConfig) -> int | None:
+    """Steps of one pass of a run that is measured in passes and resolved to steps; None of another."""
+    steps, epochs = run.batch.steps, run.finetuning.epochs
+    return None if steps is None or epochs is None else steps // epochs
 
 
 def data_parallel(run: RunConfig, world: int) -> int:
@@ -263,7 +279,8 @@ def _steps_of(batch: BatchConfig) -> int:
 
 
 def _model(run: RunConfig, vocab: int | None) -> ModelConfig:
-    model, longest, decoder_layers = run.model, run.batch.seq_length, run.model.decoder_layers
+    model = with_head(run.model, run.finetuning.task)
+    longest, decoder_layers = run.batch.seq_length, model.decoder_layers
     if model.family in entries()["decoder_layers"].option.families:
         decoder_layers = decoder_layers or model.layers
         longest = longest and max(longest, run.masking.decoder_seq_length)

@@ -224,18 +224,19 @@ class ModelConfig(Section):
         most=2**16,
         families=("bert",),
     )
-    head: Literal["lm", "classification", "none"] = option(
+    head: Literal["lm", "classification", "choice", "none"] = option(
         "lm",
-        "what BERT computes: lm is masked words and the order of parts, classification one of --classes of each row",
+        "what BERT computes: lm is masked words and the order of parts, classification one of --classes of each row, "
+        "choice which of so many rows it is",
         families=("bert",),
     )
     classes: int = option(
         2,
-        "classes of a row",
+        "classes of a row, or rows of a choice",
         within=COUNT,
         most=2**20,
         families=("bert",),
-        needs={"head": ("classification",)},
+        needs={"head": ("classification", "choice")},
     )
     hidden_dropout: float = option(
         0.1, "dropout of the residual stream", megatron="--hidden-dropout", within=BELOW_ONE, on_resume="noted"
@@ -722,9 +723,14 @@ class DataConfig(Section):
         on_resume="noted",
     )
     train_data: tuple[str, ...] = option(
-        (), "training prefixes (or TFRecords), used whole", megatron="--train-data-path", on_resume="noted"
+        (),
+        "training prefixes (or TFRecords, or labelled files), used whole",
+        megatron="--train-data-path",
+        on_resume="noted",
     )
-    valid_data: tuple[str, ...] = option((), "validation prefixes, used whole", megatron="--valid-data-path")
+    valid_data: tuple[str, ...] = option(
+        (), "validation prefixes, used whole; labelled files, each reported by its name", megatron="--valid-data-path"
+    )
     test_data: tuple[str, ...] = option((), "test prefixes, used whole", megatron="--test-data-path")
     valid_sets: tuple[str, ...] = option((), "more validation sets, each as name=prefix and reported by its name")
     corpora: str | None = option(None, "a TOML file whose table [corpora] gives names to prefixes")
@@ -822,7 +828,14 @@ class MaskingConfig(Section):
     )
 
 
-TASKS: dict[str, tuple[str, ...]] = {"lm": (), "dpo": ("dpo_data",)}
+LABELLED: dict[str, tuple[str, int]] = {
+    "mnli": ("classification", 3),
+    "qqp": ("classification", 2),
+    "race": ("choice", 4),
+}
+"""Kind of task whose samples have labels -> the head of its model, and its classes or choices."""
+
+TASKS: dict[str, tuple[str, ...]] = {"lm": (), "dpo": ("dpo_data",), **dict.fromkeys(LABELLED, ("train_data",))}
 """Kind of task -> the options without which it has nothing to train on; training/kinds.py makes it."""
 
 
@@ -835,9 +848,22 @@ class FinetuningConfig(Section):
 
     task: str = option(
         "lm",
-        "what is trained: lm is the next token, dpo to prefer one of two answers",
+        "what is trained: lm is the next token, dpo to prefer one of two answers; mnli, qqp and race are labels",
         choices=TASKS,
         on_resume="must match",
+    )
+    epochs: int | None = option(
+        None,
+        "passes over labelled data, instead of --steps; each ends with a validation and a checkpoint",
+        megatron="--epochs",
+        within=COUNT,
+        needs={"task": tuple(LABELLED)},
+    )
+    keep_last_batch: bool = option(
+        False,
+        "train on the last questions of a pass too, where they are less than a global batch",
+        on_resume="noted",
+        needs={"task": tuple(LABELLED)},
     )
     dpo_data: tuple[str, ...] = option(
         (),
@@ -943,6 +969,11 @@ class CheckpointConfig(Section):
 
     save: str | None = option(None, "directory to save to", megatron="--save", common=True)
     load: str | None = option(None, "directory to load from", megatron="--load", common=True, evaluated=True)
+    pretrained_checkpoint: str | None = option(
+        None,
+        "of mega finetune: the weights that a task begins with, where --load and --save hold no step of it yet",
+        megatron="--pretrained-checkpoint",
+    )
     save_interval: int | None = option(
         None,
         "save every so many steps",

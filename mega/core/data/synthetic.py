@@ -60,6 +60,8 @@ def masked_batch(
     pairs = (bits[:, 0] >> 40) & 1
     if ragged:
         pairs = pairs.masked_fill(samples % 4 == 3, -1)
+    if model.head == "choice":
+        pairs = pairs[:: model.classes]
     return _masked_rows((bits & 0x7FFFFFFF) % model.vocab, lengths, pairs, samples, bits)
 
 

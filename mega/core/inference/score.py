@@ -70,6 +70,22 @@ class TokenScorer:
         return found
 
 
+class RowScorer:
+    """A model whose head judges whole rows, in its layout. stages: this rank's, in evaluation. together: as above."""
+
+    def __init__(self, stages: Sequence[ModelStage], mesh: Mesh, device: Device):
+        self.mesh, self.device, self.together, self._chunks = mesh, device, 4 * mesh.pp.size - 3, len(stages)
+        self._pipeline = Pipeline(list(stages), mesh, device.torch)
+
+    @torch.no_grad()
+    def score(self, batches: Sequence[Batch]) -> list[torch.Tensor]:
+        """Logits of the classes, [rows, classes], on every rank of the last stage, right on the first context rank;
+        [] on other stages. All ranks call this as `TokenScorer.score`."""
+        mesh = self.mesh
+        own = [batch.to(self.device.torch).split(mesh.cp.index, mesh.cp.size) for batch in batches]
+        return self._pipeline.outputs(plan("forward", mesh.pp.size, self._chunks, len(own)), own)
+
+
 class _Judge:
     """A stage whose output is what it says of the labels of a batch, [b, s, 2]: nll and greedy. columns: int64 [b],
     where its logits themselves are wanted instead, [b, ids of this rank], of one column of each row."""

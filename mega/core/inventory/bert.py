@@ -31,10 +31,12 @@ def tensors(model: ModelConfig) -> Iterator[Tensor]:
         yield from norm(model, "model.norm", hidden, "head", "sequence")
     if model.head == "lm":
         yield from _words(model)
-    if model.binary_head or model.head == "classification":
+    if model.binary_head or model.head in ("classification", "choice"):
         yield from _dense(model, "pooler.dense", hidden)
     if model.head == "classification":
         yield from _dense(model, "classification_head", model.classes)
+    elif model.head == "choice":
+        yield from _dense(model, "multichoice_head", 1)
     elif model.binary_head and model.head == "lm":
         yield from _dense(model, "binary_head", 2)
 

@@ -9,7 +9,7 @@ rows; else on all, as Megatron-LM's does.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import cast
 
 import torch
@@ -20,10 +20,12 @@ from mega.core.batch import MaskedBatch, Term
 from mega.core.config.sections import ModelConfig
 from mega.core.inventory import Tensor, Unit
 from mega.core.model.block import Norm, ResidualState
-from mega.core.model.embedding import Embedding
+from mega.core.model.embedding import OUTSIDE, Embedding
 from mega.core.model.forward import ForwardContext, forward_context, padding_documents
 from mega.core.model.stack import Losses, StackStage
 from mega.core.model.stage import StageOptions
+from mega.core.ops.counter import site_key, token_keys
+from mega.core.ops.dropout import Dropout
 from mega.core.ops.norm import accurate
 from mega.core.parallel.collectives import reduce_from_region
 from mega.core.parallel.linear import ColumnLinear
@@ -73,13 +75,25 @@ class WordHead(nn.Module):
 
 
 class RowHead(nn.Module):
-    """What kind of row it is: its first token, pooled, and a number of classes. Every tensor rank does the same."""
+    """What kind of row it is: its first token, pooled, and a number of classes. Every tensor rank does the same.
 
-    def __init__(self, factory: ParameterFactory, tensors: Tensors, name: str, region: Region):
+    choices: rows that stand together, where one of them is chosen by a score that each has; 1 elsewhere. dropout: of
+    what is pooled, one row of it for each row of a batch.
+    """
+
+    def __init__(
+        self,
+        factory: ParameterFactory,
+        tensors: Tensors,
+        name: str,
+        region: Region,
+        dropout: Callable[[MaskedBatch], Dropout | None],
+        choices: int = 1,
+    ):
         super().__init__()
         self.pooler = Dense(factory, tensors, "pooler.dense")
         self.out = Dense(factory, tensors, name)
-        self.region = region
+        self.region, self.dropout, self.choices = region, dropout, choices
 
     def forward(self, x: torch.Tensor, batch: MaskedBatch) -> Losses:
         """x [tokens, h], our tokens under sequence -> the loss, and how often the likeliest class is right."""
@@ -90,8 +104,10 @@ class RowHead(nn.Module):
         return Losses((Term((losses * rows).sum(), rows.sum()),), (Term((right * rows).sum(), rows.sum()),))
 
     def logits(self, x: torch.Tensor, batch: MaskedBatch) -> torch.Tensor:
-        """[b, classes] on every rank."""
-        return self.out(self.pooler(self.first_tokens(x, *batch.tokens.shape)).tanh())
+        """[b, classes] on every rank, or [b / choices, choices]."""
+        pooled, drop = self.pooler(self.first_tokens(x, *batch.tokens.shape)).tanh(), self.dropout(batch)
+        found: torch.Tensor = self.out(pooled if drop is None else drop(pooled))
+        return found if self.choices == 1 else found.view(-1, self.choices)
 
     def first_tokens(self, x: torch.Tensor, batch: int, seq: int) -> torch.Tensor:
         """The first token of each row: [batch, h] on every rank. Under sequence a rank holds those of some rows."""
@@ -103,21 +119,29 @@ class RowHead(nn.Module):
         return reduce_from_region(held, self.region.axis, sequence=False)
 
 
-ROW_HEADS = {"lm": "binary_head", "classification": "classification_head", "none": ""}
+ROW_HEADS = {"lm": "binary_head", "classification": "classification_head", "choice": "multichoice_head", "none": ""}
 """The model's head -> what judges rows, if anything does."""
 
 
 class BertHead(nn.Module):
     """The final norm, where norms stand before their branches, and what judges words and rows."""
 
-    def __init__(self, factory: ParameterFactory, model: ModelConfig, tensors: Tensors, region: Region):
+    def __init__(
+        self,
+        factory: ParameterFactory,
+        model: ModelConfig,
+        tensors: Tensors,
+        region: Region,
+        dropout: Callable[[MaskedBatch], Dropout | None],
+    ):
         super().__init__()
         self.ops = factory.ops
         self.norm = Norm(factory, model, tensors, "model.norm") if model.norm_placement == "pre" else None
         self.words = WordHead(factory, model, tensors, region) if model.head == "lm" else None
         name, pooled = ROW_HEADS[model.head], "pooler.dense.weight" in tensors
         judges = f"{name}.weight" in tensors
-        self.rows = RowHead(factory, tensors, name, region) if judges else None
+        choices = model.classes if model.head == "choice" else 1
+        self.rows = RowHead(factory, tensors, name, region, dropout, choices) if judges else None
         # A model without a head still has its pooler.
         self.pooler = Dense(factory, tensors, "pooler.dense") if pooled and not judges else None
 
@@ -138,7 +162,8 @@ class BertHead(nn.Module):
         return stream.sum(self.ops) if self.norm is None else self.norm(stream)[1]
 
 
-NAMES = {"lm": (("lm", "pair"), ("pair_accuracy",)), "classification": (("class",), ("accuracy",)), "none": ((), ())}
+_CLASS = ("class",), ("accuracy",)
+NAMES = {"lm": (("lm", "pair"), ("pair_accuracy",)), "classification": _CLASS, "choice": _CLASS, "none": ((), ())}
 """The model's head -> its losses and metrics."""
 
 
@@ -159,10 +184,10 @@ class BertStage(StackStage):
             self.terms, self.metrics = ("lm",), ()
 
     def outputs(self, stream: ResidualState, batch: MaskedBatch) -> torch.Tensor:
-        """Logits of the words [b, s, ids of this rank], or of the classes [b, classes]."""
+        """Logits of the words [b, s, ids of this rank], or of the classes [b, classes], or choices."""
         head = cast(BertHead, self.head)
         rows = head.rows
-        if self.model.head != "classification" or rows is None:
+        if self.model.head not in ("classification", "choice") or rows is None:
             return super().outputs(stream, batch)
         return self.headed(stream, lambda stream: rows.logits(head.normed(stream), batch))
 
@@ -170,7 +195,16 @@ class BertStage(StackStage):
         return Embedding(factory, self.model, tensors, self.region, self.residual)
 
     def make_head(self, factory: ParameterFactory, tensors: Tensors) -> BertHead:
-        return BertHead(factory, self.model, tensors, self.region)
+        return BertHead(factory, self.model, tensors, self.region, self.pooled_dropout)
+
+    def pooled_dropout(self, batch: MaskedBatch) -> Dropout | None:
+        """Of the pooled first tokens of a classifier; what judges the order of parts has none."""
+        seed, probability = self.dropout_seed, self.model.hidden_dropout
+        if seed is None or not probability or self.model.head == "lm":
+            return None
+        keys = token_keys(seed, batch.samples, torch.zeros_like(batch.samples[:1]))[:, 0]
+        rule = self.options.dropout_rule
+        return Dropout(keys, site_key(OUTSIDE, "pooler", rule), probability, rule)
 
     def context(self, batch: MaskedBatch) -> ForwardContext:
         width = batch.tokens.shape[1] * self.ops.row_shards

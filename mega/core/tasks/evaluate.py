@@ -25,12 +25,14 @@ from mega import __version__
 from mega.core.config.compose import GivenOptions
 from mega.core.config.resolve import column_unit
 from mega.core.config.run import RunConfig
+from mega.core.data.labelled import content as folder_content
 from mega.core.device import Device
 from mega.core.files import whole_file
 from mega.core.inference.load import OpenedModel
 from mega.core.parallel.collectives import gather_json
 from mega.core.parallel.launch import connect, disconnect
 from mega.core.parallel.mesh import Groups, Mesh
+from mega.core.tasks.labels import write
 from mega.core.tasks.model import (
     CheckedModel,
     ModelHere,
@@ -62,9 +64,11 @@ class CheckedEvaluation:
 
 def prepare(run: RunConfig, given: GivenOptions, options: TaskOptions, out: str, world: int) -> CheckedEvaluation:
     """Errors: ValueError naming flag or file, its value, and the rule."""
-    model, opened = check_model(run, given, world)
+    model, opened = check_model(run, given, world, options.task)
     evaluation = CheckedEvaluation(model, options, out)
     judged, _ = _benchmark(evaluation, opened)
+    for note in getattr(judged, "notes", ()):
+        print(note, file=sys.stderr)
     judged.examples(Path(options.valid_data[0]))  # what is wrong with a file is reported once, and before any rank
     return evaluation
 
@@ -102,7 +106,7 @@ def run_here(
     check_same_everywhere(here.mesh, about["fingerprint"], about, device.torch)
     progress = _Progress(evaluation, about["fingerprint"], judged, len(examples), here.mesh, device)
     found = score(
-        here.scorer(greedy=judged.greedy),
+        here.row_scorer() if getattr(judged, "rows", False) else here.scorer(greedy=judged.greedy),
         judged,
         examples,
         evaluation.model.micro_batch,
@@ -113,6 +117,9 @@ def run_here(
     if rank == 0:
         progress.close()
         result = {**about, **_result(judged, found, progress), "memory": device.memory_peak()}
+        if progress.sums.shares is not None:
+            result["predictions"] = str(predictions_path(evaluation.json))
+            write(predictions_path(evaluation.json), judged.predictions(progress.sums.shares))  # type: ignore[attr-defined]
         with whole_file(Path(evaluation.json)) as file:
             file.write((json.dumps(result, indent=1) + "\n").encode())
         progress.path.unlink(missing_ok=True)
@@ -140,9 +147,16 @@ def _about(
     return {"task": evaluation.options.task, "fingerprint": fingerprint, "settings": {**decides, **layout_of(run)}}
 
 
+def predictions_path(out: str) -> Path:
+    """Where what was predicted of every question is kept, next to --json."""
+    return Path(out).with_name(f"{Path(out).stem}-predictions.jsonl")
+
+
 def _content(path: Path) -> str:
-    """What tells the content of a file, or of a pair of token files, from another."""
+    """What tells the content of a file, a folder, or a pair of token files, from another."""
     found = hashlib.sha256()
+    if path.is_dir():
+        return folder_content(path)
     for part in (path, Path(f"{path}.idx"), Path(f"{path}.bin")):
         if not part.is_file():
             continue
@@ -190,10 +204,14 @@ class _Progress:
         self._fingerprint, self._saved = fingerprint, time.monotonic()
         kept = self._read() if mesh.rank == 0 else None
         kept = gather_json(kept, mesh.everyone, device.torch)[0]
+        shares = torch.zeros(0, getattr(judged, "classes", 0), dtype=torch.float64)
         self.begun, self.sums = Done(), Sums(judged.terms)
         if kept is not None:
             self.begun = Done(kept["examples"], kept["tokens"])
             self.sums = Sums(judged.terms, torch.tensor(kept["sums"], dtype=torch.float64))
+            shares = torch.tensor(kept.get("shares", []), dtype=torch.float64).view(-1, shares.shape[1])
+        if getattr(judged, "rows", False):
+            self.sums.shares = shares
         self.done = self.begun
         bar = evaluation.model.run.log.progress and sys.stderr.isatty()
         self._bar = Bar(evaluation.options.task, total, self.begun.examples, bar) if mesh.rank == 0 else None
@@ -222,6 +240,7 @@ class _Progress:
             "examples": done.examples,
             "tokens": done.tokens,
             "sums": sums.values.tolist(),
+            **({} if sums.shares is None else {"shares": sums.shares.tolist()}),
         }
         with whole_file(self.path) as file:
             file.write(json.dumps(kept).encode())

@@ -12,15 +12,17 @@ from typing import Any
 
 from mega.core.config.check import check
 from mega.core.config.compose import GivenOptions
-from mega.core.config.presets import PRESETS
+from mega.core.config.presets import FAMILY_DEFAULTS, PRESETS
 from mega.core.config.resolve import resolve
 from mega.core.config.run import RunConfig, entries, flag_of, options_with, updated, value_of
-from mega.core.config.sections import ModelConfig
+from mega.core.config.sections import LABELLED, ModelConfig
 from mega.core.device import DTYPES, Device
-from mega.core.family import family
+from mega.core.family import ModelStage, family
 from mega.core.inference.load import OpenedModel, load_stages, open_model
-from mega.core.inference.score import TokenScorer
+from mega.core.inference.score import RowScorer, TokenScorer
+from mega.core.ops.suite import Ops
 from mega.core.parallel.mesh import Groups, Mesh
+from mega.core.tasks.labels import check_head
 from mega.core.text.build import build
 from mega.core.text.tokenizer import Tokenizer
 from mega.core.training.wire import build_mesh, chosen_ops
@@ -61,8 +63,16 @@ class ModelHere:
 
     def scorer(self, *, greedy: bool) -> TokenScorer:
         """Fills this rank's stages. Errors: CheckpointError naming file or tensor."""
-        run, ops = self.run, chosen_ops(self.run, self.device.torch)
-        stages = load_stages(
+        ops = chosen_ops(self.run, self.device.torch)
+        return TokenScorer(self.run.model, self._stages(ops), self.mesh, self.device, ops, greedy=greedy)
+
+    def row_scorer(self) -> RowScorer:
+        """As `scorer`, of a model that judges rows."""
+        return RowScorer(self._stages(chosen_ops(self.run, self.device.torch)), self.mesh, self.device)
+
+    def _stages(self, ops: Ops) -> list[ModelStage]:
+        run = self.run
+        return load_stages(
             self.opened,
             self.mesh,
             self.device,
@@ -72,19 +82,26 @@ class ModelHere:
             overlap=run.parallel.tp_overlap,
             stage_layers=run.parallel.stage_layers,
         )
-        return TokenScorer(run.model, stages, self.mesh, self.device, ops, greedy=greedy)
 
 
-def check_model(run: RunConfig, given: GivenOptions, world: int) -> tuple[CheckedModel, OpenedModel]:
-    """Errors: ValueError naming flag or file, its value, and the rule."""
+def check_model(
+    run: RunConfig, given: GivenOptions, world: int, task: str | None = None
+) -> tuple[CheckedModel, OpenedModel]:
+    """task: of labels, for which the model needs a head of its own; else it must continue text.
+
+    Errors: ValueError naming flag or file, its value, and the rule.
+    """
     load = run.checkpoint.load
     if load is None:
         raise ValueError("--load is missing: give a run's directory, one step in it, or a directory of others' weights")
     opened = open_model(load)
-    if family(opened.model).prompt is None:
+    if task in LABELLED:
+        check_head(opened.path, opened.model, task)
+    elif family(opened.model).prompt is None:
         raise ValueError(f"--load {load}: is a model of --family {opened.model.family}, which does not continue text")
     model = _model(opened, given)
     values = {name: value_of(run, name) for name in options_with(evaluated=True)}
+    values["sample_kind"] = FAMILY_DEFAULTS[model.family].values.get("sample_kind", "gpt")
     values["seq_length"] = run.batch.seq_length or min(model.positions or LONGEST, LONGEST)
     values["micro_batch"] = run.batch.micro_batch or MICRO_BATCH
     asked = updated(RunConfig(), {**values, "load": None, "mock_data": True, "skip_train": True})

@@ -20,6 +20,9 @@ TASKS = {
     "wikitext103": "mega.core.tasks.wikitext",
     "lambada": "mega.core.tasks.lambada",
     "ppl": "mega.core.tasks.corpus",
+    "mnli": "mega.core.tasks.mnli",
+    "qqp": "mega.core.tasks.qqp",
+    "race": "mega.core.tasks.race",
 }
 """Name that --task gives, in any case -> the module that makes the benchmark."""
 

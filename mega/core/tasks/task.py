@@ -15,9 +15,8 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import torch
 
 from mega.core.batch import Batch, Terms
-from mega.core.inference.score import TokenScorer
+from mega.core.inference.score import RowScorer, TokenScorer
 from mega.core.parallel.collectives import all_reduce
-from mega.core.parallel.vocab import TokenScores
 
 Example = TypeVar("Example")
 SPAN_SECONDS = 2.0
@@ -54,7 +53,11 @@ def interval(name: str, found: Estimate, of: Callable[[float], float] = float) -
 
 class Benchmark(Protocol[Example]):
     """name: as a user types it. terms: the names of what `measure` finds. greedy: whether it needs to know of each
-    label if the model's first choice was it. headline: the figures that Megatron-LM's line of results has."""
+    label if the model's first choice was it. headline: the figures that Megatron-LM's line of results has.
+
+    One that judges rows by the classes of the model's head has `rows = True`; its scores are those logits, [b,
+    classes], and it says `numbers(batch)`, which examples these are, and how many `classes`: their shares are kept.
+    """
 
     name: str
     terms: tuple[str, ...]
@@ -68,8 +71,8 @@ class Benchmark(Protocol[Example]):
         """One microbatch. Rows are padded to a length that tensor ranks (sequence parallelism) and context ranks can
         split."""
 
-    def measure(self, batch: Any, scores: TokenScores) -> Terms:
-        """Totals and weights of every example, [b], of a batch of ours. scores: of its labels, [b, s]."""
+    def measure(self, batch: Any, scores: Any) -> Terms:
+        """Totals and weights of every example, [b], of a batch of ours. scores: `TokenScores` of its labels, [b, s]."""
 
     def figures(self, found: Mapping[str, Estimate]) -> list[Figure]:
         """What is reported of the terms, in order."""
@@ -78,11 +81,12 @@ class Benchmark(Protocol[Example]):
 class Sums:
     """Of each term over examples: how many, totals, weights, and the squares and products that an error needs.
 
-    values: float64 [terms, 6]. Sums of parts of the examples add up, so they may be kept and continued.
+    values: float64 [terms, 6]. Sums of parts of the examples add up, so they may be kept and continued. shares: float64
+    [examples, classes], of the examples so far, where a benchmark judges rows.
     """
 
-    def __init__(self, names: Sequence[str], values: torch.Tensor | None = None):
-        self.names = tuple(names)
+    def __init__(self, names: Sequence[str], values: torch.Tensor | None = None, shares: torch.Tensor | None = None):
+        self.names, self.shares = tuple(names), shares
         self.values = torch.zeros(len(self.names), 6, dtype=torch.float64) if values is None else values
 
     def add(self, found: Terms) -> None:
@@ -118,7 +122,7 @@ class Done:
 
 
 def score(
-    scorer: TokenScorer,
+    scorer: TokenScorer | RowScorer,
     benchmark: Benchmark[Example],
     examples: Sequence[Example],
     micro_batch: int,
@@ -142,6 +146,8 @@ def score(
         begin, tokens = time.monotonic(), 0
         part = Sums(benchmark.terms, torch.zeros(len(benchmark.terms), 6, dtype=torch.float64, device=where))
         stop = min(done.examples + turns * turn_size, len(examples))
+        if kept.shares is not None:
+            part.shares = torch.zeros(stop - done.examples, kept.shares.shape[1], dtype=torch.float64, device=where)
         # 1
         for first in range(done.examples, stop, turn_size):
             turn = [examples[number] for number in range(first, min(first + turn_size, stop))]
@@ -152,8 +158,14 @@ def score(
             for batch, scores, (_, counts) in zip(batches, scorer.score(batches), groups, strict=False):
                 if counts and mesh.cp.first:
                     part.add(benchmark.measure(batch.to(where), scores))
+                    if part.shares is not None:
+                        rows = benchmark.numbers(batch).to(where) - done.examples  # type: ignore[attr-defined]
+                        part.shares[rows] = scores.double().softmax(-1)
         # 3
         all_reduce(part.values, mesh.loss_group)
+        if part.shares is not None and kept.shares is not None:
+            all_reduce(part.shares, mesh.loss_group)
+            kept.shares = torch.cat([kept.shares, part.shares.cpu()])
         kept.values += part.values.cpu()  # waits for the device, before time is taken
         spent = torch.tensor([time.monotonic() - begin, float(tokens)], dtype=torch.float64, device=where)
         all_reduce(spent, mesh.everyone, "max")

@@ -62,9 +62,12 @@ class Evaluation:
         measured = self._task.measure(dict(zip(state.pipeline.names, found, strict=True)), terms)
         if math.isnan(measured["loss"]) and not sums[: len(terms), 1].all():
             where = f"{held_out.name} at step {step}"
-            self._report(f"{where} | no token of its {self._iterations} batches is trained on")
+            self._report(f"{where} | no token of its {self._batches(held_out)} batches is trained on")
         if self._meters is not None:
             self._meters.evaluation(step, held_out.name, measured)
+
+    def _batches(self, held_out: HeldOut) -> int:
+        return self._iterations if held_out.iterations is None else held_out.iterations
 
     def _begin(self, held_out: HeldOut) -> int:
         """The first sample to read; a set that continues moves on."""
@@ -79,10 +82,10 @@ class Evaluation:
         """float64 [names, 2] over all batches, or None where the run is to stop."""
         state, stop = self._state, self._stop
         sums = torch.zeros(len(state.pipeline.names), 2, dtype=torch.float64, device=state.device.torch)
-        for done in range(self._iterations):
+        for done in range(total := self._batches(held_out)):
             if stop.requested:
                 where = f"{held_out.name} at step {state.progress.step}"
-                self._report(f"{where} | cut short after {done} of {self._iterations} batches: {stop.reason}")
+                self._report(f"{where} | cut short after {done} of {total} batches: {stop.reason}")
                 return None
             flag = stop.poll()
             batches = held_out.batches.take(begin + done * self._global_batch, self._microbatches)

@@ -68,7 +68,7 @@ def resolve_run(run: RunConfig, world: int) -> ResolvedRun:
     if run.checkpoint.use_checkpoint_config and run.checkpoint.load is not None:
         run = dataclasses.replace(run, model=_checkpoint_model(run, notes))
     notes += unread(run)
-    run = check(run, world)
+    run = _in_steps(check(run, world), world)
     _check_adapters(run)
     if run.checkpoint.save is None and not run.evaluation.skip_train:
         notes.append(
@@ -80,6 +80,22 @@ def resolve_run(run: RunConfig, world: int) -> ResolvedRun:
     if not run.model.mask_padded_vocab:
         vocab = padded(vocab, run.parallel.tp, run.model.vocab_multiple)
     return ResolvedRun(updated(run, {"vocab": vocab}), tuple(notes), tokenizer)
+
+
+def _in_steps(run: RunConfig, world: int) -> RunConfig:
+    """A run that is measured in passes over its data, in steps. Errors: ValueError naming flag or file."""
+    questions, epochs = kind_of(run).questions, run.finetuning.epochs
+    if epochs is None or questions is None or run.evaluation.skip_train:
+        return run
+    from mega.core.data.labelled import pass_length
+
+    assert run.batch.global_batch is not None
+    count, keep = questions(run), run.finetuning.keep_last_batch
+    steps = epochs * pass_length(count, run.batch.global_batch, keep) // run.batch.global_batch
+    if run.batch.samples is not None or run.batch.steps not in (None, steps):
+        flag = "steps" if run.batch.samples is None else "samples"
+        raise ValueError(f"--epochs {epochs}: is {steps} steps here and excludes {flag_of(flag)}")
+    return check(updated(run, {"steps": steps}), world)
 
 
 def _check_adapters(run: RunConfig) -> None:

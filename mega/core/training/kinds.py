@@ -30,16 +30,23 @@ class TaskKind:
 
     task: this data coordinate's part of them, and how held-out sets are judged. objective: what the model's head makes
     of them; None is the next token. begin: called on every rank when the state has its first weights, or those that it
-    resumes with.
+    resumes with. questions: samples of one pass over the training set, where a run may be measured in --epochs.
     """
 
     datasets: Callable[[RunConfig, Tokenizer | None], Datasets]
     task: Callable[[RunConfig, Datasets, Tokenizer | None, Mesh], Task]
     objective: Callable[[RunConfig], Objective | None] = lambda run: None
     begin: Callable[[TrainState, Datasets, ResumePoint | None], None] = lambda state, data, point: None
+    questions: Callable[[RunConfig], int] | None = None
 
 
-MODULES = {"lm": "mega.core.training.pretraining", "dpo": "mega.core.training.dpo"}
+MODULES = {
+    "lm": "mega.core.training.pretraining",
+    "dpo": "mega.core.training.dpo",
+    "mnli": "mega.core.tasks.mnli",
+    "qqp": "mega.core.tasks.qqp",
+    "race": "mega.core.tasks.race",
+}
 """Kind of task -> the module that holds its `KIND`."""
 
 

@@ -85,12 +85,14 @@ class Meters:
     def evaluation(self, step: int, split: str, measured: Mapping[str, float]) -> None:
         """Report and keep one validation. measured: by name, "loss" among it, NaN where no token counts."""
         loss, others = measured["loss"], {name: value for name, value in measured.items() if name != "loss"}
-        perplexity = math.exp(min(measured.get("lm", loss), 20.0))  # of words, where the loss has other parts too
-        kept = {"loss": loss, "perplexity": perplexity, **others}
+        # Of words, where the loss has other parts too; of labels there is none.
+        of_words = {} if "class" in measured else {"perplexity": math.exp(min(measured.get("lm", loss), 20.0))}
+        kept = {"loss": loss, **of_words, **others}
         self._write({"step": step, **{f"{split}_{name}": value for name, value in kept.items()}})
         self._plot({f"{name} {split}": value for name, value in measured.items()}, step)
-        more = "".join(f" | {name} {value:.6f}" for name, value in others.items())
-        self.report(f"{split} at step {step} | loss {loss:.6f} | perplexity {perplexity:.3f}{more}")
+        more = "".join(f" | {name} {value:.3f}" for name, value in of_words.items())
+        more += "".join(f" | {name} {value:.6f}" for name, value in others.items())
+        self.report(f"{split} at step {step} | loss {loss:.6f}{more}")
 
     def report(self, line: str) -> None:
         """One line on stdout, above the bar where there is one."""

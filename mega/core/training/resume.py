@@ -12,9 +12,12 @@ from mega.core.checkpoint.own.model import model_of
 from mega.core.checkpoint.own.pieces import CheckpointError, Piece
 from mega.core.checkpoint.own.store import Checkpoint, CheckpointStore, locate, store_at
 from mega.core.checkpoint.own.together import Exchange, alone, together
+from mega.core.config.resolve import with_head
 from mega.core.config.run import RunConfig, flag_of, options_with, value_of
+from mega.core.config.sections import LABELLED
 from mega.core.data.build import Datasets
 from mega.core.data.dataset import BlendedDataset
+from mega.core.inventory import inventory
 from mega.core.inventory.adapters import with_adapters
 from mega.core.ops.counter import OLD_RULE, RULE
 from mega.core.parallel.mesh import Mesh
@@ -99,7 +102,8 @@ def restore(state: TrainState, point: ResumePoint) -> None:
     Errors: ValueError naming the option that differs, or the tensor that is missing or damaged.
     """
     checkpoint, run = point.checkpoint, state.run
-    _same_model(run, checkpoint)
+    _same_model(run, point)
+    new = {f"{kind}/{name}" for kind in ("weights", "master") for name in new_tensors(run, point)}
     if run.model.lora_rank:
         base = checkpoint if point.base is None else point.base
         base.read([_truest(piece, base) for piece in state.frozen_pieces()], cast=True)
@@ -109,10 +113,11 @@ def restore(state: TrainState, point: ResumePoint) -> None:
     if run.model.lora_rank and point.base is None:
         return  # the adapters are new
     # Masters are the truth; weights of another dtype are rounded from them.
-    checkpoint.read([_truest(piece, checkpoint) for piece in state.weight_pieces(mine=False)], cast=True)
+    known = [piece for piece in state.weight_pieces(mine=False) if piece.key not in new]
+    checkpoint.read([_truest(piece, checkpoint) for piece in known], cast=True)
     state.optimizer.masters_from_weights()
     held = list(state.optimizer_pieces(mine=False))
-    masters = [piece for piece in held if piece.key.startswith("master/")]
+    masters = [piece for piece in held if piece.key.startswith("master/") and piece.key not in new]
     checkpoint.read([piece for piece in masters if piece.key in checkpoint.tensors], cast=True)
     if not point.weights_only and run.checkpoint.load_optim:
         _same_rule(run, checkpoint)
@@ -129,6 +134,20 @@ def restore(state: TrainState, point: ResumePoint) -> None:
     if not point.weights_only:
         state.progress = Progress.from_meta(_stated(checkpoint, "progress"))
         state.dropout_rule = _dropout_rule(point)
+
+
+def new_tensors(run: RunConfig, point: ResumePoint) -> list[str]:
+    """Those of a head that the checkpoint has none of, or one for other classes: they begin at their initial values.
+
+    Only where weights alone are loaded; a run that goes on must find everything.
+    """
+    if not point.weights_only:
+        return []
+    stored = model_of(point.checkpoint.meta, str(point.checkpoint.path))
+    if (stored.head, stored.classes) == (run.model.head, run.model.classes):
+        return []
+    known = {tensor.name: tensor.shape for tensor in inventory(stored)}
+    return [tensor.name for tensor in inventory(run.model) if known.get(tensor.name) != tensor.shape]
 
 
 def _stated(checkpoint: Checkpoint, name: str) -> Any:
@@ -191,7 +210,8 @@ def _reshuffled(run: RunConfig, stored: Mapping[str, Any], data: Datasets) -> st
     One pass is one shuffle, however much of it is read. Several are shuffled for the whole length, as Megatron-LM does.
     """
     (now, count), (then, before) = _length(dataclasses.asdict(run.batch)), _length(stored)
-    if data.train is None or not (run.data.data_path or run.data.train_data) or count == before:
+    tokens = run.finetuning.task not in LABELLED and (run.data.data_path or run.data.train_data)
+    if data.train is None or not tokens or count == before:
         return ""
     # What is shorter now may have been several passes before.
     several = data.repeats or (before > len(data.train) and not isinstance(data.train, BlendedDataset))
@@ -237,9 +257,13 @@ def _same_task(run: RunConfig, checkpoint: Checkpoint) -> None:
         )
 
 
-def _same_model(run: RunConfig, checkpoint: Checkpoint) -> None:
-    """The model's mathematics must be the checkpoint's; else the weights mean something else."""
+def _same_model(run: RunConfig, point: ResumePoint) -> None:
+    """The model's mathematics must be the checkpoint's; else the weights mean something else. A task brings its own
+    head."""
+    checkpoint = point.checkpoint
     model = model_of(checkpoint.meta, str(checkpoint.path))
+    if point.weights_only:
+        model = with_head(model, run.finetuning.task)
     if named_base(checkpoint) is None:  # adapters of these weights begin here
         model = with_adapters(model, run.model)
     stored, ours = dataclasses.asdict(model), dataclasses.asdict(run.model)

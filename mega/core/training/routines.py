@@ -29,15 +29,25 @@ def routines(
     audit_interval: int | None,
     eval_interval: int | None,
     save_interval: int | None,
+    epoch: int | None = None,
 ) -> Iterator[Routine]:
-    """Those of a run; the last step is validated after training. evaluation: None where nothing is held out."""
+    """Those of a run; the last step is validated after training. evaluation: None where nothing is held out. epoch:
+    steps of a pass, each of which ends with a validation and a save."""
     yield Routine(every(audit_interval), lambda: audit(state), needs_numbers=False)
     if evaluation is not None:
-        due = every(eval_interval)
-        yield Routine(lambda step: due(step) and step < steps, evaluation.validate)
+        yield Routine(lambda step: step < steps and due(step, eval_interval, epoch), evaluation.validate)
     if saver is not None:
         yield Routine(lambda step: True, saver.look, needs_numbers=False)
-        yield Routine(every(save_interval), saver.save)
+        yield Routine(lambda step: due(step, save_interval, epoch), saver.save)
+
+
+def due(step: int, *intervals: int | None) -> bool:
+    """Whether a step is a multiple of any of `intervals`.
+
+    >>> [step for step in range(1, 8) if due(step, 3, None, 5)]
+    [3, 5, 6]
+    """
+    return any(every(interval)(step) for interval in intervals)
 
 
 def every(interval: int | None) -> Callable[[int], bool]:

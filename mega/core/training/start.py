@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from mega.core.checkpoint.own.together import Exchange, together
-from mega.core.config.resolve import global_batch_at, last_step, microbatches, records_graph, text_lengths
+from mega.core.config.resolve import epoch_steps, global_batch_at, last_step, microbatches, records_graph, text_lengths
 from mega.core.config.run import RunConfig, entries, flag_of, value_of
 from mega.core.data.dataset import Dataset
 from mega.core.device import Device
@@ -28,7 +28,7 @@ from mega.core.training.loop import RunLengths, Training
 from mega.core.training.meters import Meters
 from mega.core.training.output import print_line
 from mega.core.training.place import check_no_newer, lock
-from mega.core.training.resume import ResumePoint, differences, find_resume_point, restore, sidecar_files
+from mega.core.training.resume import ResumePoint, differences, find_resume_point, new_tensors, restore, sidecar_files
 from mega.core.training.routines import routines
 from mega.core.training.saver import Saver
 from mega.core.training.schedules import Schedules, resumed_schedules
@@ -90,6 +90,7 @@ def start(
         audit_interval=runtime.audit_interval,
         eval_interval=evaluated.eval_interval,
         save_interval=run.checkpoint.save_interval,
+        epoch=epoch_steps(run),
     )
     _introduce(inputs, point, state, steps, report)
     return Training(
@@ -192,6 +193,8 @@ def _introduce(
     if point is None:
         return
     report(f"resuming from {point.checkpoint.path} at step {state.progress.step}")
+    if new := new_tensors(inputs.run, point):
+        report(f"not in the checkpoint, begin at their initial values: {', '.join(new)}")
     if not point.weights_only:
         for line in differences(inputs.run, point, inputs.datasets, state.mesh):
             report(line)

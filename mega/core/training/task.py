@@ -16,12 +16,14 @@ from mega.core.data.batches import Batches
 class HeldOut:
     """A set of samples that a model is judged by.
 
-    continues: each validation reads on where the one before ended; else all read it from its first sample.
+    continues: each validation reads on where the one before ended; else all read it from its first sample. iterations:
+    global batches that a validation reads [--eval-iters].
     """
 
     name: str
     batches: Batches
     continues: bool = False
+    iterations: int | None = None
 
 
 class Task(Protocol):

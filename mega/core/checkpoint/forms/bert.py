@@ -50,8 +50,11 @@ HEADS = {
     "lm_head": "cls.predictions",
     "binary_head": "cls.seq_relationship",
     "classification_head": "classifier",
+    "multichoice_head": "classifier",
 }
 """Our modules -> theirs."""
+
+CLASSIFIERS = ("ForSequenceClassification", "ForMultipleChoice")
 
 ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_new"}
 """Ours -> config.json's `hidden_act`, which is the head's too."""
@@ -121,12 +124,14 @@ def _heads(config: Mapping[str, Any], where: str, found: Collection[str]) -> dic
     """Which heads a model has, by its tensors, else by the name of its class."""
     architecture = str((config.get("architectures") or ["BertModel"])[0])
     words = _any(found, "cls.predictions.") if found else architecture.endswith(("ForPreTraining", "ForMaskedLM"))
-    classes = _any(found, "classifier.") if found else architecture.endswith("ForSequenceClassification")
+    classes = _any(found, "classifier.") if found else architecture.endswith(CLASSIFIERS)
     pooled = _any(found, "pooler.", PREFIX + "pooler.") if found else not architecture.endswith("ForMaskedLM")
     if words and classes:
         raise CheckpointError(
             f"{where}: its tensors are of a head for words and of a classifier; one of the two is read"
         )
+    if classes and architecture.endswith("ForMultipleChoice"):
+        return {"head": "choice", "classes": 4}
     if classes:
         labels = config.get("id2label")
         count = len(labels) if isinstance(labels, dict) else whole_in(config, "num_labels", where, 2)
@@ -186,7 +191,7 @@ def config_from_model(model: ModelConfig, dtype: str) -> dict[str, Any]:
 def _architecture(model: ModelConfig) -> str:
     if model.head == "lm":
         return "ForPreTraining" if model.binary_head else "ForMaskedLM"
-    return "ForSequenceClassification" if model.head == "classification" else "Model"
+    return {"classification": CLASSIFIERS[0], "choice": CLASSIFIERS[1]}.get(model.head, "Model")
 
 
 def _labels(model: ModelConfig) -> dict[str, Any]:

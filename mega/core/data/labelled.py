@@ -1,0 +1,299 @@
+"""Rows with labels: texts in one or two parts, packed as BERT reads them, and the classes that they belong to.
+
+    [CLS] first [SEP] second [SEP]        types 0 to the first [SEP], then 1; padded with [PAD] of type 0
+
+A sample of several choices (RACE) is several rows, one for each first part, with one second part. It knows no file
+format: a `Format` reads files (mega/core/tasks). No torch, but in the batch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mega.core.data.cache import Arrays, cached
+from mega.core.text.tokenizer import Roles, Tokenizer
+
+Note = Callable[[str], None]
+NAMES = ("ids", "offsets", "firsts", "seconds", "labels", "uids")
+
+
+class Question(NamedTuple):
+    """uid: its number in its file. firsts: a first part for each choice. label: None where the file tells none."""
+
+    uid: int
+    firsts: tuple[str, ...]
+    second: str
+    label: int | None
+
+
+@dataclass(frozen=True)
+class Format:
+    """How the files of a benchmark are read. read: (flag, path, note) -> questions; ValueError naming the line.
+
+    labels: names of the classes, or of the choices. choices: rows of a sample. most_first: tokens of a first part at
+    the most.
+    """
+
+    name: str
+    labels: tuple[str, ...]
+    read: Callable[[str, Path, Note], Iterator[Question]]
+    choices: int = 1
+    most_first: int | None = None
+
+
+class LabelledRow(NamedTuple):
+    """One sample. tokens, types: int64 [choices, s]; lengths: int64 [choices]; label: -1 where there is none."""
+
+    tokens: NDArray[np.int64]
+    types: NDArray[np.int64]
+    lengths: NDArray[np.int64]
+    label: int
+
+
+def clean(text: str) -> str:
+    """Megatron-LM's rules: one blank for any white space, and full stops on their words.
+
+    >>> clean("A cat .\\n It  sat . ")
+    'A cat. It sat.'
+    """
+    text = re.sub(r"\s+", " ", text)
+    for _ in range(3):
+        text = text.replace(" . ", ". ")
+    return text.strip()
+
+
+def set_name(path: str) -> str:
+    """What a set is called: what follows a folder of the benchmark's name, else the file's own name.
+
+    >>> set_name("GLUE/MNLI/dev_matched.tsv"), set_name("data/RACE/dev/middle/"), set_name("/tmp/a.tar.gz")
+    ('dev-matched', 'dev-middle', 'a')
+    """
+    parts = [part for part in path.split("/") if part]
+    named = [place for place, part in enumerate(parts) if part.upper() in ("MNLI", "QQP", "RACE")]
+    rest = parts[named[-1] + 1 :] if named and named[-1] + 1 < len(parts) else parts[-1:]
+    rest[-1] = re.sub(r"\.(tsv|tar|tgz|gz|txt)$", "", re.sub(r"\.gz$", "", rest[-1]))
+    name = "-".join(rest).replace("_", "-")
+    return f"set-{name}" if name in ("train", "valid", "test") else name
+
+
+def set_names(flag: str, paths: Sequence[str]) -> dict[str, str]:
+    """Name -> path of every set. Errors: ValueError where two have one name."""
+    found: dict[str, str] = {}
+    for path in paths:
+        if found.setdefault(name := set_name(path), path) != path:
+            raise ValueError(f"{flag} {path}: is named {name}, as {found[name]} is; rename one of them")
+    return found
+
+
+class LabelledSet:
+    """Every question of some files, as tokens. seq_length: of a row; longer ones lose the end of their second part.
+
+    arrays: ids, offsets of texts; firsts int64 [n, choices] and seconds int64 [n], numbers of texts; labels int64 [n],
+    -1 where there is none; uids int64 [n].
+    """
+
+    def __init__(self, arrays: Arrays, roles: Roles, seq_length: int, digest: str) -> None:
+        self._ids, self._offsets, self._firsts, self._seconds = (arrays[name] for name in NAMES[:4])
+        self.labels, self.uids = arrays["labels"], arrays["uids"]
+        self._roles, self.length, self.digest = roles, seq_length, digest
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    @property
+    def cut(self) -> int:
+        """Rows that are longer than `length`."""
+        return int((self._sizes(slice(None)) > self.length).sum())
+
+    @property
+    def rows(self) -> int:
+        return int(self._firsts.size)
+
+    def row(self, number: int, width: int | None = None) -> LabelledRow:
+        """Question `number`. width: columns to pad to [length]."""
+        second = self._text(self._seconds[number])
+        packed = [pack(self._text(first), second, self._roles, self.length) for first in self._firsts[number]]
+        width = width or self.length
+        tokens = np.full((len(packed), width), self._roles.pad, np.int64)
+        types = np.zeros_like(tokens)
+        for row, (ids, begin) in enumerate(packed):
+            tokens[row, : len(ids)], types[row, begin : len(ids)] = ids, 1
+        lengths = np.array([len(ids) for ids, _ in packed], np.int64)
+        return LabelledRow(tokens, types, lengths, int(self.labels[number]))
+
+    def longest(self, numbers: Sequence[int]) -> int:
+        """Tokens of the longest row of these questions, as packed."""
+        return min(self.length, int(self._sizes(list(numbers)).max()))
+
+    def _sizes(self, which: Any) -> NDArray[Any]:
+        """[questions, choices]: tokens of whole rows."""
+        sizes: NDArray[Any] = np.diff(self._offsets)
+        return sizes[self._firsts[which]] + sizes[self._seconds[which]][:, None] + 3
+
+    def _text(self, number: int) -> list[int]:
+        found: list[int] = self._ids[self._offsets[number] : self._offsets[number + 1]].tolist()
+        return found
+
+
+def pack(first: Sequence[int], second: Sequence[int], roles: Roles, most: int) -> tuple[list[int], int]:
+    """Ids of a row of at most `most`, and where type 1 begins. What is too long loses its end, and ends in [SEP].
+
+    >>> roles = Roles(cls=1, sep=2, mask=3, pad=0, bos=4, eos=5, sentinels=())
+    >>> pack([7, 8], [9], roles, 6), pack([7, 8], [9], roles, 5), pack([7, 8], [9], roles, 3)
+    (([1, 7, 8, 2, 9, 2], 4), ([1, 7, 8, 2, 2], 4), ([1, 7, 2], 2))
+    """
+    ids = [roles.cls, *first, roles.sep, *second][: most - 1]
+    return [*ids, roles.sep], min(len(first) + 2, len(ids))
+
+
+def labelled_set(
+    flag: str, path: str, form: Format, tokenizer: Tokenizer, *, seq_length: int, cache: Path | None, note: Note
+) -> LabelledSet:
+    """The questions of one file or folder. note: called with what is cut or left out.
+
+    Errors: ValueError naming flag, file and line.
+    """
+    roles, what = tokenizer.roles, f"{flag} {path}"
+    if roles is None:
+        raise ValueError(f"--tokenizer {tokenizer.kind}: has no CLS and SEP, which --task {form.name} packs rows with")
+    place = Path(path)
+    if not place.exists():
+        raise ValueError(f"{what}: there is no such file or folder")
+    digest = content(place)
+    key = {"kind": form.name, "content": digest, "tokenizer": tokenizer.fingerprint()}
+    found = LabelledSet(
+        cached(cache, key, NAMES, lambda: _tokenised(flag, place, form, tokenizer, note)), roles, seq_length, digest
+    )
+    if found.cut:
+        note(f"{what}: {found.cut} of {found.rows} rows are longer than --seq-length {seq_length} and lose their end")
+    return found
+
+
+def content(path: Path) -> str:
+    """A digest of a file, or of the files of a folder."""
+    digest = hashlib.sha256()
+    for part in [path] if path.is_file() else sorted(path.rglob("*.txt")):
+        digest.update(hashlib.sha256(part.read_bytes()).digest())
+    return digest.hexdigest()
+
+
+@dataclass
+class _Texts:
+    """Texts as tokens back to back; one that comes again next to itself is kept once."""
+
+    tokenizer: Tokenizer
+    ids: list[NDArray[np.int32]] = field(default_factory=list)
+    last: tuple[str, int] = ("", -1)
+
+    def add(self, text: str, most: int | None = None) -> int:
+        """Its number."""
+        found = np.array(self.tokenizer.encode(text)[:most], np.int32)
+        self.ids.append(found)
+        return len(self.ids) - 1
+
+    def shared(self, text: str) -> int:
+        if text != self.last[0]:
+            self.last = text, self.add(text)
+        return self.last[1]
+
+
+def _tokenised(flag: str, path: Path, form: Format, tokenizer: Tokenizer, note: Note) -> Arrays:
+    texts, firsts, seconds, labels, uids = _Texts(tokenizer), list[list[int]](), list[int](), list[int](), list[int]()
+    for question in form.read(flag, path, note):
+        seconds.append(texts.shared(question.second))
+        firsts.append([texts.add(first, form.most_first) for first in question.firsts])
+        labels.append(-1 if question.label is None else question.label)
+        uids.append(question.uid)
+    if not firsts:
+        raise ValueError(f"{flag} {path}: holds no question of {form.name.upper()}")
+    offsets = np.concatenate([[0], np.cumsum([len(part) for part in texts.ids])]).astype(np.int64)
+    found = zip(NAMES[2:], (firsts, seconds, labels, uids), strict=True)
+    return {
+        "ids": np.concatenate(texts.ids),
+        "offsets": offsets,
+        **{name: np.array(value, np.int64) for name, value in found},
+    }
+
+
+class LabelledDataset:
+    """`samples` samples of some sets, in passes of whole global batches; what a pass has too little is filled up.
+
+    batch: samples of a global batch. seed: of the order of each pass, seed + its number; None: as they lie. keep_last:
+    fill the last batch of a pass up with samples without a label, which count for nothing; else it is left out.
+    """
+
+    def __init__(
+        self, sets: Sequence[LabelledSet], *, samples: int, batch: int, seed: int | None, keep_last: bool
+    ) -> None:
+        self._sets, self._seed, self._ends = tuple(sets), seed, np.cumsum([len(one) for one in sets])
+        self.questions = int(self._ends[-1])
+        self.one_pass = pass_length(self.questions, batch, keep_last)
+        self._samples = -(-samples // self.one_pass) * self.one_pass
+        self._order: tuple[int, NDArray[Any]] = (0, self._shuffled(0))
+
+    def __len__(self) -> int:
+        return self._samples
+
+    @property
+    def passed(self) -> int:
+        """Questions that one pass reads."""
+        return min(self.questions, self.one_pass)
+
+    def _shuffled(self, number: int) -> NDArray[Any]:
+        if self._seed is None:
+            return np.arange(self.questions)
+        return np.random.RandomState((self._seed + number) % 2**32).permutation(self.questions)
+
+    def __getitem__(self, sample: int) -> LabelledRow:
+        if not 0 <= sample < len(self):
+            raise IndexError(f"no sample {sample}, there are {len(self)}")
+        number, within = divmod(sample, self.one_pass)
+        order = self._order  # held here: the thread that reads ahead may put another pass's
+        if order[0] != number:
+            order = self._order = number, self._shuffled(number)
+        if within >= self.questions:
+            return self._question(0)._replace(label=-1)
+        return self._question(int(order[1][within]))
+
+    def _question(self, number: int) -> LabelledRow:
+        place = int(np.searchsorted(self._ends, number, side="right"))
+        return self._sets[place].row(number - (int(self._ends[place - 1]) if place else 0))
+
+    def collate(self, rows: Sequence[LabelledRow], first_sample: int) -> Any:
+        """Samples as one microbatch whose first is global sample `first_sample`."""
+        return labelled_batch(rows, first_sample * len(rows[0].tokens))
+
+
+def pass_length(questions: int, batch: int, keep_last: bool) -> int:
+    """Samples of one pass over some questions, in whole batches.
+
+    >>> pass_length(10, 4, False), pass_length(10, 4, True), pass_length(3, 4, False)
+    (8, 12, 4)
+    """
+    return -(-questions // batch) * batch if keep_last else max(questions // batch, 1) * batch
+
+
+def labelled_batch(rows: Sequence[LabelledRow], first_row: int) -> Any:
+    """Samples as a `MaskedBatch` without masks: a row for each choice, and the classes as `pairs`, int64 [samples]."""
+    import torch
+
+    from mega.core.batch import MaskedBatch
+
+    tokens, types, lengths = (torch.from_numpy(np.concatenate(part)) for part in list(zip(*rows, strict=True))[:3])
+    return MaskedBatch(
+        tokens=tokens,
+        labels=torch.zeros_like(tokens),
+        loss_weights=torch.zeros(tokens.shape),
+        types=types,
+        lengths=lengths,
+        pairs=torch.tensor([row.label for row in rows]),
+        samples=torch.arange(first_row, first_row + len(tokens)),
+    )

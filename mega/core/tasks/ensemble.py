@@ -1,0 +1,105 @@
+"""Several models' predictions as one: the mean of their probabilities (Megatron-LM's tasks/ensemble_classifier.py).
+
+It reads and writes what `mega eval --task mnli|qqp|race` keeps of every question, in JSON lines. No torch.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mega.core.files import whole_file
+from mega.core.untrusted import parse_json
+
+KEYS = ("task", "set", "uid", "label")
+Row = dict[str, Any]
+
+
+def ensemble(files: Sequence[str]) -> tuple[list[Row], list[Row]]:
+    """Predictions of the mean, and the accuracy of each set and of all: {"set", "correct", "total", "accuracy"}.
+
+    Errors: ValueError where files are not of the same questions in the same order.
+    """
+    every = [predictions(file) for file in files]
+    for file, rows in zip(files[1:], every[1:], strict=True):
+        if len(rows) != len(every[0]):
+            raise ValueError(f"--ensemble {file}: has {len(rows)} rows, and {files[0]} has {len(every[0])}")
+        for number, (one, other) in enumerate(zip(every[0], rows, strict=True), 1):
+            if differ := [key for key in KEYS if one[key] != other[key]]:
+                raise ValueError(
+                    f"--ensemble {file}:{number}: its {differ[0]} is {other[differ[0]]}, and {files[0]} has "
+                    f"{one[differ[0]]}; all must be of the same questions in the same order"
+                )
+    found = [_mean(rows) for rows in zip(*every, strict=True)]
+    return found, accuracies(found)
+
+
+def _mean(rows: Sequence[Row]) -> Row:
+    shares = [math.fsum(each) / len(rows) for each in zip(*(row["probabilities"] for row in rows), strict=True)]
+    answer = max(range(len(shares)), key=shares.__getitem__)
+    return {**rows[0], "answer": answer, "name": _names(rows[0]["task"])[answer], "probabilities": shares}
+
+
+def _names(task: str) -> tuple[str, ...]:
+    from mega.core.tasks import mnli, qqp, race
+
+    return {one.FORMAT.name: one.FORMAT.labels for one in (mnli, qqp, race)}[task]
+
+
+def predictions(file: str) -> list[Row]:
+    """Errors: ValueError naming file and line of what is no prediction."""
+    path = Path(file)
+    if not path.is_file():
+        raise ValueError(f"--ensemble {file}: there is no such file")
+    rows = []
+    for number, line in enumerate(path.read_bytes().splitlines(), 1):
+        row = parse_json(line, where := f"--ensemble {file}:{number}")
+        if not isinstance(row, dict) or not {*KEYS, "probabilities"} <= set(row):
+            raise ValueError(f"{where}: is no prediction of mega eval: needs {', '.join((*KEYS, 'probabilities'))}")
+        shares = row["probabilities"]
+        try:
+            right = len(shares) == len(_names(row["task"])) and all(0 <= share <= 1 for share in shares)
+        except (KeyError, TypeError):
+            right = False
+        if not right:
+            raise ValueError(f"{where}: must have a share of each class of its task, from 0 to 1")
+        rows.append(row)
+    if not rows:
+        raise ValueError(f"--ensemble {file}: is empty")
+    return rows
+
+
+def accuracies(rows: Sequence[Row]) -> list[Row]:
+    """Of each set and of all, over the questions whose label is known."""
+    names = list(dict.fromkeys(row["set"] for row in rows))
+    found = []
+    for name in (*names, None):
+        known = [row for row in rows if row["label"] is not None and name in (None, row["set"])]
+        right = sum(row["label"] == row["answer"] for row in known)
+        share = right / len(known) if known else None
+        found.append({"set": name or "all", "correct": right, "total": len(known), "accuracy": share})
+    return found
+
+
+def run(files: Sequence[str], out: str) -> int:
+    """Combine, report, and keep predictions in `out`. Errors: ValueError."""
+    rows, scores = ensemble(files)
+    with whole_file(Path(out)) as file:
+        file.write("".join(json.dumps(row) + "\n" for row in rows).encode())
+    for score in scores:
+        print(line(score))
+    print(f"predictions of {len(files)} models together: {out}")
+    return 0
+
+
+def line(score: Mapping[str, Any]) -> str:
+    """Megatron-LM's line.
+
+    >>> line({"set": "dev", "correct": 3, "total": 4, "accuracy": 0.75})
+    ' >> dev: correct / total = 3 / 4 = 75.0000 %'
+    """
+    share = "no labels" if score["accuracy"] is None else f"{100 * score['accuracy']:.4f} %"
+    return f" >> {score['set']}: correct / total = {score['correct']} / {score['total']} = {share}"

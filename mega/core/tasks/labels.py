@@ -1,0 +1,159 @@
+"""The score of a classifier on labelled sets: accuracy of each and of all, and what it predicted of every question.
+
+The questions come from a `Format` (mnli.py, qqp.py, race.py). A file without labels is predicted and not scored.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn import functional as F
+
+from mega.core.batch import MaskedBatch, Term, Terms
+from mega.core.config.sections import LABELLED, ModelConfig
+from mega.core.data.labelled import Format, LabelledSet, labelled_batch, labelled_set, set_names
+from mega.core.files import whole_file
+from mega.core.tasks.options import BenchmarkInputs
+from mega.core.tasks.task import Estimate, Figure, interval
+
+HEADS = tuple(head for head, _ in LABELLED.values())
+
+
+class Item(NamedTuple):
+    """index: among all questions. where: number of its set. number: within that."""
+
+    index: int
+    where: int
+    number: int
+
+
+@dataclass
+class Labels:
+    """A benchmark that judges rows by the classes that the model's head gives."""
+
+    asked: BenchmarkInputs
+    form: Format
+    notes: list[str] = field(default_factory=list)
+    greedy: bool = False
+    rows: bool = True
+
+    def __post_init__(self) -> None:
+        options, tokenizer = self.asked.options, self.asked.needs_tokenizer()
+        self.name = self.form.name
+        self.sets: dict[str, LabelledSet] = {}
+        for name, path in set_names("--valid-data", options.valid_data).items():
+            self.sets[name] = labelled_set(
+                "--valid-data",
+                path,
+                self.form,
+                tokenizer,
+                seq_length=self.asked.length,
+                cache=None,
+                note=self.notes.append,
+            )
+        self.terms = ("accuracy", *(f"accuracy {name}" for name in self.sets), "loss")
+        self.headline = ("correct", "total", "accuracy")
+
+    def examples(self, path: Path) -> Sequence[Item]:
+        """Every question of every set; `path` is one of them."""
+        every = [(where, number) for where, one in enumerate(self.sets.values()) for number in range(len(one))]
+        return [Item(index, *each) for index, each in enumerate(every)]
+
+    def batch(self, examples: Sequence[Item]) -> MaskedBatch:
+        """Rows as wide as the longest, in whole units. A row's sample number says which question it is."""
+        sets, unit = list(self.sets.values()), self.asked.unit
+        longest = max(sets[item.where].longest([item.number]) for item in examples)
+        width = -(-longest // unit) * unit
+        made: MaskedBatch = labelled_batch([sets[item.where].row(item.number, width) for item in examples], 0)
+        first = torch.tensor([item.index for item in examples]) * self.form.choices
+        samples = (first[:, None] + torch.arange(self.form.choices)).flatten()
+        return MaskedBatch(**{**made.tensors(), "samples": samples})
+
+    def measure(self, batch: MaskedBatch, scores: Any) -> Terms:
+        """scores: logits of the classes, [questions, classes]."""
+        known = (batch.pairs >= 0).double()
+        right = (scores.argmax(-1) == batch.pairs).double() * known
+        nll = F.cross_entropy(scores.double(), batch.pairs.clamp(min=0), reduction="none") * known
+        ends = torch.tensor([len(one) for one in self.sets.values()]).cumsum(0).to(known.device)
+        place = torch.searchsorted(ends, self.numbers(batch), right=True)
+        own = {}
+        for where, name in enumerate(self.sets):
+            here = (place == where).double()
+            own[f"accuracy {name}"] = Term(right * here, known * here)
+        return {"accuracy": Term(right, known), **own, "loss": Term(nll, known)}
+
+    def numbers(self, batch: MaskedBatch) -> torch.Tensor:
+        """Which questions a batch holds, among all."""
+        return batch.samples[:: self.form.choices] // self.form.choices
+
+    @property
+    def classes(self) -> int:
+        return len(self.form.labels)
+
+    def figures(self, found: Mapping[str, Estimate]) -> list[Figure]:
+        accuracy, several = found["accuracy"], len(self.sets) > 1
+        right = 0 if math.isnan(accuracy.mean) else round(accuracy.mean * accuracy.weight)
+        own = [interval(f"accuracy {name}", found[f"accuracy {name}"]) for name in self.sets] if several else []
+        return [
+            Figure("correct", right),
+            Figure("total", round(accuracy.weight)),
+            interval("accuracy", accuracy),
+            *own,
+            interval("loss", found["loss"]),
+        ]
+
+    def predictions(self, probabilities: torch.Tensor) -> list[dict[str, Any]]:
+        """A row for every question, in order. probabilities: [questions, classes]."""
+        sets, rows = list(self.sets.items()), []
+        for item, shares in zip(self.examples(Path()), probabilities.tolist(), strict=False):
+            name, one = sets[item.where]
+            label = int(one.labels[item.number])
+            rows.append(prediction(self.form, name, int(one.uids[item.number]), None if label < 0 else label, shares))
+        return rows
+
+
+def prediction(form: Format, name: str, uid: int, label: int | None, shares: Sequence[float]) -> dict[str, Any]:
+    """What is kept of a question. shares: the probability of each class."""
+    answer = max(range(len(shares)), key=shares.__getitem__)
+    return {
+        "task": form.name,
+        "set": name,
+        "uid": uid,
+        "label": label,
+        "answer": answer,
+        "name": form.labels[answer],
+        "probabilities": list(shares),
+    }
+
+
+def check_head(path: Path, model: ModelConfig, task: str) -> None:
+    """Errors: ValueError where a model has not the head that a benchmark asks."""
+    head, classes = LABELLED[task]
+    if model.family == "bert" and (model.head, model.classes) == (head, classes):
+        return
+    has = f"--family {model.family}"
+    if model.family == "bert":
+        has += f" with --head {model.head}" + (f" --classes {model.classes}" if model.head in HEADS else "")
+    raise ValueError(
+        f"--load {path}: is a model of {has}; --task {task} needs --family bert with --head {head} --classes "
+        f"{classes}, which `mega finetune --task {task}` makes"
+    )
+
+
+def write(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Predictions as JSON lines."""
+    with whole_file(path) as file:
+        file.write("".join(json.dumps(row) + "\n" for row in rows).encode())
+
+
+def make(asked: BenchmarkInputs, form: Format) -> Labels:
+    """Errors: ValueError naming the flag, the file and the line."""
+    if not asked.options.valid_data:
+        raise ValueError(f"--valid-data is missing: give the files of --task {form.name} that are to be scored")
+    return Labels(asked, form)

@@ -1,0 +1,107 @@
+"""RACE (Lai et al. 2017): which of four options answers a question about an article?
+
+A folder, or the .tar.gz that is shipped, in which every .txt file has a JSON object on each line: article, questions,
+options (four for each question) and answers, letters from A to D. A question with underscores is completed by the
+option; any other is followed by it.
+"""
+
+from __future__ import annotations
+
+import tarfile
+import zlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mega.core.data.labelled import Format, Note, Question, clean
+from mega.core.training.labelled import kind
+from mega.core.untrusted import parse_json, read_limited
+
+if TYPE_CHECKING:
+    from mega.core.tasks.labels import Labels
+    from mega.core.tasks.options import BenchmarkInputs
+
+LABELS = ("A", "B", "C", "D")
+FILE_BYTES = 1 << 26
+
+
+def read(flag: str, path: Path, note: Note) -> Iterator[Question]:
+    """Errors: ValueError naming file and line of what is no question of four options."""
+    uid = 0
+    for where, line in _lines(flag, path):
+        passage = parse_json(line, where)
+        article = clean(_text(where, passage, "article"))
+        questions, options, answers = (_list(where, passage, name) for name in ("questions", "options", "answers"))
+        if not len(questions) == len(options) == len(answers):
+            raise ValueError(
+                f"{where}: has {len(questions)} questions, {len(options)} lists of options and {len(answers)} answers; "
+                "must be equally many"
+            )
+        for question, given, answer in zip(questions, options, answers, strict=True):
+            if not isinstance(given, list) or len(given) != len(LABELS):
+                raise ValueError(f"{where}: a question has not exactly {len(LABELS)} options")
+            if not isinstance(question, str) or not all(isinstance(each, str) for each in given):
+                raise ValueError(f"{where}: a question or an option is no text")
+            if answer not in LABELS:
+                raise ValueError(f"{where}: the answer is {answer!r}; valid: {', '.join(LABELS)}")
+            yield Question(uid, tuple(asked(question, each) for each in given), article, LABELS.index(answer))
+            uid += 1
+
+
+def asked(question: str, option: str) -> str:
+    """
+    >>> asked("Light is _ by things .", "taken in"), asked("Why?", "It is .")
+    ('Light is taken in by things.', 'Why? It is.')
+    """
+    return clean(question.replace("_", option) if "_" in question else f"{question} {option}")
+
+
+def _text(where: str, passage: Any, name: str) -> str:
+    if not isinstance(passage, Mapping) or not isinstance(passage.get(name), str):
+        raise ValueError(f'{where}: has no "{name}"; a passage is {{"article", "questions", "options", "answers"}}')
+    return str(passage[name])
+
+
+def _list(where: str, passage: Any, name: str) -> list[Any]:
+    if not isinstance(passage.get(name), list):
+        raise ValueError(f'{where}: has no list "{name}"')
+    return list(passage[name])
+
+
+def _lines(flag: str, path: Path) -> Iterator[tuple[str, bytes]]:
+    for name, data in _files(flag, path):
+        for place, line in enumerate(data.splitlines(), 1):
+            if line.strip():
+                yield f"{flag} {path}: {name}:{place}", line
+
+
+def _files(flag: str, path: Path) -> Iterator[tuple[str, bytes]]:
+    """Name and content of every .txt file, in the order of names."""
+    if path.is_dir():
+        for file in sorted(path.rglob("*.txt")):
+            yield str(file.relative_to(path)), read_limited(file, FILE_BYTES, f"{flag} {file}")
+        return
+    try:
+        with tarfile.open(path) as archive:
+            found = {}
+            for member in archive:  # a compressed one is read but once, from its beginning to its end
+                if not member.isfile() or not member.name.endswith(".txt"):
+                    continue
+                file = archive.extractfile(member)
+                if member.size > FILE_BYTES or file is None:
+                    raise ValueError(f"{flag} {path}: {member.name} has {member.size} bytes; at most {FILE_BYTES}")
+                found[member.name] = file.read()
+            yield from sorted(found.items())
+    except (tarfile.TarError, EOFError, zlib.error, OSError) as error:
+        raise ValueError(f"{flag} {path}: is no folder and no whole .tar.gz of RACE: {error}") from None
+
+
+FORMAT = Format("race", LABELS, read, choices=4, most_first=128)
+KIND = kind(FORMAT)
+
+
+def make(asked: BenchmarkInputs) -> Labels:
+    """Errors: ValueError naming the flag, the file and the line."""
+    from mega.core.tasks import labels
+
+    return labels.make(asked, FORMAT)

@@ -1,0 +1,84 @@
+"""Labelled rows as a kind of task: --train-data together, every set of --valid-data by its own name and to its end.
+
+What the files hold is a `Format`'s affair (data/labelled.py); a benchmark makes a kind of it.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mega.core.config.run import RunConfig
+from mega.core.text.tokenizer import Tokenizer
+from mega.core.training.kinds import TaskKind
+from mega.core.training.pretraining import requested
+
+if TYPE_CHECKING:
+    from mega.core.data.build import Datasets
+    from mega.core.data.labelled import Format, LabelledSet
+    from mega.core.parallel.mesh import Mesh
+    from mega.core.training.task import Pretraining
+
+
+def kind(form: Format) -> TaskKind:
+    """The kind of task that files of `form` make."""
+    return TaskKind(partial(_datasets, form), task, questions=partial(_questions, form))
+
+
+def _set(
+    form: Format, run: RunConfig, tokenizer: Tokenizer | None, flag: str, path: str, notes: list[str]
+) -> LabelledSet:
+    from mega.core.data.labelled import labelled_set
+
+    if tokenizer is None:
+        raise ValueError(f"--task {form.name}: needs a tokenizer; give --tokenizer and its files")
+    cache, length = run.data.data_cache, run.batch.seq_length
+    assert length is not None
+    found = labelled_set(
+        flag, path, form, tokenizer, seq_length=length, cache=Path(cache) if cache else None, note=notes.append
+    )
+    if (found.labels < 0).any():
+        raise ValueError(f"{flag} {path}: has no labels; `mega eval --task {form.name}` predicts them")
+    return found
+
+
+def _questions(form: Format, run: RunConfig) -> int:
+    """How many --train-data hold. Errors: ValueError naming flag, file and line."""
+    return sum(1 for path in run.data.train_data for _ in form.read("--train-data", Path(path), lambda note: None))
+
+
+def _datasets(form: Format, run: RunConfig, tokenizer: Tokenizer | None) -> Datasets:
+    """Errors: ValueError naming flag, file and line."""
+    from mega.core.data.build import Datasets
+    from mega.core.data.labelled import LabelledDataset, set_names
+
+    notes: list[str] = []
+    batch, samples = run.batch.global_batch, requested(run)[0]
+    assert batch is not None
+    train, corpora = None, {}
+    if samples:
+        sets = [_set(form, run, tokenizer, "--train-data", path, notes) for path in run.data.train_data]
+        corpora = {path: {"content": one.digest} for path, one in zip(run.data.train_data, sets, strict=True)}
+        keep = run.finetuning.keep_last_batch
+        train = LabelledDataset(sets, samples=samples, batch=batch, seed=run.runtime.seed, keep_last=keep)
+        notes.append(f"{train.questions} questions to train on, of which a pass reads {train.passed}")
+    held_out = set_names("--valid-data", run.data.valid_data) if run.evaluation.eval_iters else {}
+    named = {}
+    for name, path in held_out.items():
+        one = _set(form, run, tokenizer, "--valid-data", path, notes)
+        named[name] = LabelledDataset([one], samples=1, batch=batch, seed=None, keep_last=True)
+    return Datasets(train=train, named=named, notes=tuple(notes), corpora=corpora)
+
+
+def task(run: RunConfig, data: Datasets, tokenizer: Tokenizer | None, mesh: Mesh) -> Pretraining:
+    """This data coordinate's part; every held-out set is read whole at each validation."""
+    from dataclasses import replace
+
+    from mega.core.training import pretraining
+
+    found, batch = pretraining.task(run, data, tokenizer, mesh), run.batch.global_batch
+    assert batch is not None
+    sizes = {name: -(-len(one) // batch) for name, one in data.named.items()}
+    whole = (replace(one, iterations=sizes[one.name]) for one in found.validation)
+    return replace(found, validation=tuple(whole))
