@@ -120,8 +120,8 @@ def read(case: Case, dataset: Dataset, ranks: int, chosen: list[tuple[int, int]]
     micro = case.batch.micro_batch
     readers = [
         Batches(
-            dataset, micro_batch=micro, vocab=VOCAB, dp_index=rank, dp_size=ranks, order="cyclic" if case.data.order == "cyclic" else "single",
-            read_ahead=ahead,
+            dataset, micro_batch=micro, vocab=VOCAB, dp_index=rank, dp_size=ranks, read_ahead=ahead,
+            order="cyclic" if case.data.order == "cyclic" else "single",
         )
         for rank in range(ranks)
     ]  # fmt: skip

@@ -100,7 +100,7 @@ def test_the_chat_template_comes_with_the_weights(tmp_path: Path, name: str, con
         (None, "no such file or directory"),
         ({}, "holds no config.json (Hugging Face)"),
         ({"config.json": {"model_type": "whisper"}}, "model_type 'whisper'"),
-        ({"config.json": {"model_type": "llama"}}, "config.json: "),
+        ({"config.json": {"model_type": "llama"}}, "holds neither model.safetensors nor"),
     ],
 )
 def test_what_is_not_a_model_is_refused_in_one_line(tmp_path: Path, config: dict[str, Any] | None, words: str) -> None:

@@ -47,7 +47,7 @@ def test_sliding_layers_after_full_ones(tmp_path: Path, family: str, full: int) 
     source = hf_folder(tmp_path / "hf", family, num_hidden_layers=3, **window)
     convert(source, tmp_path / "run")
     found = compare_logits(source, tmp_path / "run")
-    assert found.largest < 1e-5 * max(1.0, found.scale) and found.same == 1.0
+    assert found.largest < 2e-5 * max(1.0, found.scale) and found.same == 1.0
 
 
 def test_a_wrong_weight_shows(tmp_path: Path) -> None:

@@ -25,7 +25,8 @@ LONG = {
     # The signature of a command is its list of flags.
     "bench.run": 57,
     "convert_llama.run": 81,
-    "eval.run": 90,
+    "eval.run": 102,
+    "task.score": 53,
     "generate.run": 116,
     "memory_estimate.run": 74,
     "preprocess.run": 75,

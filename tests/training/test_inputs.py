@@ -17,7 +17,6 @@ import pytest
 from mega import cli
 from mega.core.config import check, resolve
 from mega.core.config.compose import compose
-from mega.core.config.run import RunConfig, updated
 from mega.core.parallel import launch
 from mega.core.training import inputs
 
@@ -114,7 +113,8 @@ def test_what_ranks_get_is_the_result_without_what_is_open() -> None:
 def test_fp32_on_a_gpu_is_said_with_what_bf16_gives(device: str, dtype: str, said: int) -> None:
     from mega.core.training.start import _introduce
 
-    run, lines = updated(RunConfig(), {"dtype": dtype}), list[str]()
-    state = SimpleNamespace(device=SimpleNamespace(is_cuda=device == "cuda"))
-    _introduce(SimpleNamespace(notes=(), run=run), None, state, 1, lines.append)  # type: ignore[arg-type]
+    run, lines = compose("tiny-gpt", flags={"dtype": dtype, "vocab": 64, "micro_batch": 1}), list[str]()
+    state = SimpleNamespace(device=SimpleNamespace(is_cuda=device == "cuda"), mesh=SimpleNamespace(world=1))
+    inputs = SimpleNamespace(notes=(), run=resolve.resolve(run, 1), datasets=SimpleNamespace(example=()))
+    _introduce(inputs, None, state, 1, lines.append)  # type: ignore[arg-type]
     assert sum(line.startswith("precision: fp32, ") and "--dtype bf16" in line for line in lines) == said

@@ -172,7 +172,7 @@ class Scheduler:
             answer, sequence = late.pop(0)
             take = min(sequence.pending, left)
             left -= take
-            self._claim(sequence, answer, take)
+            self._reserve(sequence, answer, take)
             prompts.append((answer, sequence, take))
         if not self.in_order:
             prompts.sort(key=lambda each: each[2])  # like lengths together: attention pads them to one
@@ -210,7 +210,7 @@ class Scheduler:
         late.append((answer, sequence))
         return True
 
-    def _claim(self, sequence: CachedSequence, answer: InFlight, take: int) -> None:
+    def _reserve(self, sequence: CachedSequence, answer: InFlight, take: int) -> None:
         """Blocks for the next `take` tokens; those that they fill can be found from here on."""
         size, end = self.blocks.size, sequence.computed + take
         while len(sequence.blocks) * size < end:
@@ -223,7 +223,7 @@ class Scheduler:
             sequence.registered += 1
 
     def _schedule(self, work: _Work, answer: InFlight, sequence: CachedSequence, take: int) -> None:
-        self._claim(sequence, answer, take)
+        self._reserve(sequence, answer, take)
         request, first, end = answer.request, sequence.computed, sequence.computed + take
         if request.prompt_logprobs and first + 1 < len(request.prompt):
             for at in range(first, min(end, len(request.prompt) - 1)):

@@ -58,14 +58,10 @@ def pretrain(resolved: ResolvedRun) -> int:
 def start(
     inputs: Inputs, rank: int, world: int, device: Device, groups: Groups, held: contextlib.ExitStack
 ) -> Training:
-    """One rank's run, ready to play. held: keeps the run's directory until it is closed.
-
-    Errors: ValueError on every rank.
-    """
+    """One rank's run, ready to play. held: keeps its directory until it is closed. Errors: ValueError on every rank."""
     run, evaluated, runtime = inputs.run, inputs.run.evaluation, inputs.run.runtime
     mesh = build_mesh(run, rank, world, groups)
-    asked = {flag_of(name): value_of(run, name) for name in entries()}
-    check_same_everywhere(mesh, inputs.fingerprint(), asked, device.torch)
+    check_same_everywhere(mesh, inputs.fingerprint(), _flags(run), device.torch)
     # Before the newest checkpoint is looked for: another process that has the place may be saving one.
     lock(held, None if evaluated.skip_train else run.checkpoint.save, mesh, device.torch)
     state, kind = build_state(run, mesh, device), kind_of(run)
@@ -224,6 +220,10 @@ def _check_length(run: RunConfig, dataset: Dataset | None, progress: Progress, s
             f"{progress.step} steps, so --steps {steps} ends with sample {end}, but the data were laid out "
             f"for {len(dataset)}; give --samples {end} instead of --steps"
         )
+
+
+def _flags(run: RunConfig) -> dict[str, Any]:
+    return {flag_of(name): value_of(run, name) for name in entries()}
 
 
 def check_same_everywhere(mesh: Mesh, fingerprint: str, asked: Mapping[str, Any], device: torch.device) -> None:

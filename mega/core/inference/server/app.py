@@ -128,7 +128,7 @@ def _add_openai(app: Any, service: Service) -> None:
     from fastapi import Request
     from fastapi.responses import JSONResponse, StreamingResponse
 
-    async def answer(request: Any, asked: openai_api.Asked) -> Any:
+    async def answer(request: Any, asked: openai_api.ParsedRequest) -> Any:
         if not asked.fields["stream"]:
             return JSONResponse(await _until_gone(service, request, openai_api.answer(service, asked)))
         running = await openai_api.start(service, asked)  # what is refused is refused with its status
@@ -163,7 +163,7 @@ def _add_openai(app: Any, service: Service) -> None:
     app.add_api_route("/v1/models", models, methods=["GET"])
 
 
-async def _stream(service: Service, asked: openai_api.Asked, running: Any) -> AsyncIterator[bytes]:
+async def _stream(service: Service, asked: openai_api.ParsedRequest, running: Any) -> AsyncIterator[bytes]:
     """Server-sent events; an error is the last of them. Closed by the client's leaving, it cancels its sequences."""
     done = False
     try:

@@ -64,7 +64,7 @@ CHAT: Fields = {
 
 
 @dataclass(frozen=True)
-class Asked:
+class ParsedRequest:
     """A request, read: the engine's requests, n for each prompt, and what is done with their text."""
 
     fields: Mapping[str, Any]
@@ -84,7 +84,7 @@ class Asked:
 # --- what is asked ------------------------------------------------------------------------------------------------
 
 
-async def read_completion(service: Service, body: Any) -> Asked:
+async def read_completion(service: Service, body: Any) -> ParsedRequest:
     """Errors: BadField."""
     fields = read(body, COMPLETION)
     if fields["max_tokens"] == 0 and not fields["echo"]:
@@ -100,7 +100,7 @@ async def read_completion(service: Service, body: Any) -> Asked:
     )
 
 
-async def read_chat(service: Service, body: Any) -> Asked:
+async def read_chat(service: Service, body: Any) -> ParsedRequest:
     """Errors: BadField."""
     fields = read(body, CHAT)
     if service.chat is None:
@@ -132,7 +132,7 @@ async def _asked(
     scored: Mapping[str, Any],
     ends: frozenset[int],
     chat: bool = False,
-) -> Asked:
+) -> ParsedRequest:
     count = len(prompts) * fields["n"]
     if count > MOST_PROMPTS:
         raise BadField("n", f"{count} sequences, prompts x n: at most {MOST_PROMPTS} are accepted in a request")
@@ -155,7 +155,7 @@ async def _asked(
             )
     except RequestError as error:
         raise BadField(error.field, str(error)) from None
-    return Asked(fields, tuple(made), tuple(texts), stops, ends, usage, chat)
+    return ParsedRequest(fields, tuple(made), tuple(texts), stops, ends, usage, chat)
 
 
 async def _prompts(service: Service, given: Any) -> tuple[list[tuple[int, ...]], list[str]]:
@@ -242,12 +242,12 @@ def _include_usage(fields: Mapping[str, Any]) -> bool:
 # --- what is answered ---------------------------------------------------------------------------------------------
 
 
-async def start(service: Service, asked: Asked) -> list[Continuation]:
+async def start(service: Service, asked: ParsedRequest) -> list[Continuation]:
     """All sequences on their way. Errors: BadField, QueueFull, EngineLost."""
     return await service.continuations(asked.requests, stops=asked.stops, end_ids=asked.ends)
 
 
-async def answer(service: Service, asked: Asked) -> dict[str, Any]:
+async def answer(service: Service, asked: ParsedRequest) -> dict[str, Any]:
     """The whole answer. Errors: as of `start`; AnswerFailed."""
     running = await start(service, asked)
     try:
@@ -264,7 +264,7 @@ async def answer(service: Service, asked: Asked) -> dict[str, Any]:
 
 
 async def events(
-    service: Service, asked: Asked, running: Sequence[Continuation]
+    service: Service, asked: ParsedRequest, running: Sequence[Continuation]
 ) -> AsyncGenerator[dict[str, Any], None]:
     """The chunks of a streamed answer, those of several sequences as they come."""
     head = _head(service, asked, _id(asked), chunk=True)
@@ -298,11 +298,11 @@ async def events(
             each.ticket.cancel()
 
 
-def _id(asked: Asked) -> str:
+def _id(asked: ParsedRequest) -> str:
     return f"{'chatcmpl' if asked.chat else 'cmpl'}-{uuid.uuid4().hex}"
 
 
-def _head(service: Service, asked: Asked, name: str, chunk: bool = False) -> dict[str, Any]:
+def _head(service: Service, asked: ParsedRequest, name: str, chunk: bool = False) -> dict[str, Any]:
     kind = ("chat.completion.chunk" if chunk else "chat.completion") if asked.chat else "text_completion"
     return {
         "id": name,
@@ -312,12 +312,12 @@ def _head(service: Service, asked: Asked, name: str, chunk: bool = False) -> dic
     }
 
 
-def _usage(asked: Asked, running: Sequence[Continuation]) -> dict[str, int]:
+def _usage(asked: ParsedRequest, running: Sequence[Continuation]) -> dict[str, int]:
     new = sum(len(each.ids) for each in running)
     return {"prompt_tokens": asked.prompt_tokens, "completion_tokens": new, "total_tokens": asked.prompt_tokens + new}
 
 
-def _choice(service: Service, asked: Asked, index: int, done: Continuation) -> dict[str, Any]:
+def _choice(service: Service, asked: ParsedRequest, index: int, done: Continuation) -> dict[str, Any]:
     found: dict[str, Any] = {"index": index, "finish_reason": done.finish}
     if asked.chat:
         found["message"] = {"role": "assistant", "content": done.text}
@@ -333,7 +333,7 @@ def _choice(service: Service, asked: Asked, index: int, done: Continuation) -> d
 
 
 def _chunk(
-    service: Service, asked: Asked, index: int, running: Continuation, delta: Delta, first: bool
+    service: Service, asked: ParsedRequest, index: int, running: Continuation, delta: Delta, first: bool
 ) -> dict[str, Any]:
     found: dict[str, Any] = {"index": index, "finish_reason": delta.finish, "logprobs": None}
     if asked.chat:
