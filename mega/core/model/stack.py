@@ -111,9 +111,9 @@ class StackStage(nn.Module):
 
     def forward(self, batch: Any, *cargo: torch.Tensor, outputs: bool = False) -> StageOutput:
         """outputs: the last stage gives what `outputs` says instead of the losses."""
-        stream, *beside = self.stream(batch, *cargo)
+        stream, *passed = self.stream(batch, *cargo)
         if self.head is None:
-            return StageOutput(cargo=(stream.sum(self.ops), *beside))
+            return StageOutput(cargo=(stream.sum(self.ops), *passed))
         if outputs:
             return StageOutput(outputs=self.outputs(stream, batch))
         found = self._losses(stream, batch)
