@@ -326,7 +326,7 @@ def test_what_a_finetuning_refuses(
     monkeypatch.chdir(tmp_path)
     for name in ("train.tsv", "a/dev.tsv", "b/dev.tsv"):
         written(Path(name), QQP, *(f"{n}\t0\t0\tw1\tw2\t1" for n in range(16)))
-    line = [*SHAPE.split(), "--task", "qqp", "--train-data", "train.tsv", "--vocab-file", str(vocabulary)]
+    line = [*SHAPE.split()[:8], "--task", "qqp", "--train-data", "train.tsv", "--vocab-file", str(vocabulary)]
     assert main(["finetune", *line, *RUN, *EPOCHS, "--dry-run", *flags]) == 2
     assert said in capsys.readouterr().err
 

@@ -93,7 +93,8 @@ def _files(flag: str, path: Path) -> Iterator[tuple[str, bytes]]:
                 found[member.name] = file.read()
             yield from sorted(found.items())
     except (tarfile.TarError, EOFError, zlib.error, OSError) as error:
-        raise ValueError(f"{flag} {path}: is no folder and no whole .tar.gz of RACE: {error}") from None
+        said = " ".join(str(error).split())
+        raise ValueError(f"{flag} {path}: is no folder and no whole .tar.gz of RACE: {said}") from None
 
 
 FORMAT = Format("race", LABELS, read, choices=4, most_first=128)
