@@ -50,7 +50,7 @@ def test_what_a_resume_accepts_of_the_model() -> None:
 def test_what_a_resume_notes() -> None:
     assert set(options_with(on_resume="noted")) == {
         *("seed", "data_path", "train_data", "chat_data", "split", "order", "seq_length", "global_batch", "dtype"),
-        *("reset_positions", "reset_attention", "eod_mask_loss", "loss_normalizer"),
+        *("reset_positions", "reset_attention", "eod_mask_loss", "loss_normalizer", "keep_last_batch"),
         *("hidden_dropout", "attention_dropout", "lora_dropout", "dpo_data", "dpo_beta", "dpo_label_smoothing"),
         *("clip_grad", "adam_beta1", "adam_beta2", "adam_eps", "sgd_momentum"),
         *("fp8", "grad_dtype", "masters", "residual_fp32", "embedding_fp32", "loss_scale", "ops"),
