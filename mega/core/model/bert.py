@@ -191,10 +191,10 @@ class BertStage(StackStage):
             return super().outputs(stream, batch)
         return self.headed(stream, lambda stream: rows.logits(head.normed(stream), batch))
 
-    def make_embedding(self, factory: ParameterFactory, tensors: Tensors) -> Embedding:
+    def build_embedding(self, factory: ParameterFactory, tensors: Tensors) -> Embedding:
         return Embedding(factory, self.model, tensors, self.region, self.residual)
 
-    def make_head(self, factory: ParameterFactory, tensors: Tensors) -> BertHead:
+    def build_head(self, factory: ParameterFactory, tensors: Tensors) -> BertHead:
         return BertHead(factory, self.model, tensors, self.region, self.pooled_dropout)
 
     def pooled_dropout(self, batch: MaskedBatch) -> Dropout | None:

@@ -76,10 +76,10 @@ class DecoderStage(StackStage):
 
     terms = ("lm",)
 
-    def make_embedding(self, factory: ParameterFactory, tensors: dict[str, Tensor]) -> Embedding:
+    def build_embedding(self, factory: ParameterFactory, tensors: dict[str, Tensor]) -> Embedding:
         return Embedding(factory, self.model, tensors, self.region, self.residual)
 
-    def make_head(self, factory: ParameterFactory, tensors: dict[str, Tensor]) -> Head:
+    def build_head(self, factory: ParameterFactory, tensors: dict[str, Tensor]) -> Head:
         head = Head(factory, self.model, tensors, self.region)
         head.objective = self.options.objective
         return head

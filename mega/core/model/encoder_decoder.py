@@ -114,10 +114,10 @@ class EncoderDecoderStage(StackStage):
 
     terms = ("lm",)
 
-    def make_embedding(self, factory: ParameterFactory, tensors: dict[str, Tensor]) -> Embedding:
+    def build_embedding(self, factory: ParameterFactory, tensors: dict[str, Tensor]) -> Embedding:
         return Embedding(factory, self.model, tensors, self.region, self.residual)
 
-    def make_blocks(self, factory: ParameterFactory, own: Mapping[Unit, dict[str, Tensor]]) -> None:
+    def build_blocks(self, factory: ParameterFactory, own: Mapping[Unit, dict[str, Tensor]]) -> None:
         model, region = self.model, self.region
         assert model.layers is not None
 
@@ -136,7 +136,7 @@ class EncoderDecoderStage(StackStage):
             )
         self.decoder = stack(DecoderBlock, range(model.layers, model.blocks))
 
-    def make_head(self, factory: ParameterFactory, tensors: dict[str, Tensor]) -> Head:
+    def build_head(self, factory: ParameterFactory, tensors: dict[str, Tensor]) -> Head:
         return Head(factory, self.model, tensors, self.region, norm="model.decoder.norm")
 
     def embed(self, embedding: nn.Module, batch: Side, context: ForwardContext) -> torch.Tensor:

@@ -66,13 +66,13 @@ class StackStage(nn.Module):
             self.terms, self.metrics = options.objective.terms, options.objective.metrics
         own = tensors_by_unit(model)
         factory = replace(factory, adapters=adapter_specs(model, inventory(model)))
-        self.embedding = self.make_embedding(factory.exact, own["embedding"]) if "embedding" in units else None
-        self.make_blocks(factory, own)
-        self.head = self.make_head(factory.exact, own["head"]) if "head" in units else None
+        self.embedding = self.build_embedding(factory.exact, own["embedding"]) if "embedding" in units else None
+        self.build_blocks(factory, own)
+        self.head = self.build_head(factory.exact, own["head"]) if "head" in units else None
 
     # -- what a family writes
 
-    def make_blocks(self, factory: ParameterFactory, own: Mapping[Unit, dict[str, Tensor]]) -> None:
+    def build_blocks(self, factory: ParameterFactory, own: Mapping[Unit, dict[str, Tensor]]) -> None:
         """Set what lies between embedding and head. own: the model's tensors by unit."""
         self.blocks = nn.ModuleList(
             Block(factory, self.model, relative(own[unit], f"model.layers.{unit}."), unit, self.region)
@@ -80,11 +80,11 @@ class StackStage(nn.Module):
             if isinstance(unit, int)
         )
 
-    def make_embedding(self, factory: ParameterFactory, tensors: dict[str, Tensor]) -> nn.Module:
+    def build_embedding(self, factory: ParameterFactory, tensors: dict[str, Tensor]) -> nn.Module:
         """What is in front of the first block."""
         raise NotImplementedError
 
-    def make_head(self, factory: ParameterFactory, tensors: dict[str, Tensor]) -> nn.Module:
+    def build_head(self, factory: ParameterFactory, tensors: dict[str, Tensor]) -> nn.Module:
         """What is after the last block."""
         raise NotImplementedError
 
