@@ -173,8 +173,8 @@ def pairs(path: Path, count: int, seed: int) -> Path:
 
 
 SHAPE = "--family bert --layers 2 --hidden 32 --heads 4 --norm-placement post --activation gelu --head-activation gelu"
-RUN = "--seq-length 12 --micro-batch 8 --global-batch 16 --log-interval 1 --device cpu --lr 5e-3".split()
-EPOCHS = "--epochs 4 --lr-warmup-fraction 0.06".split()
+RUN = "--seq-length 12 --micro-batch 8 --global-batch 16 --log-interval 1 --device cpu --lr 3e-3".split()
+EPOCHS = "--epochs 8 --lr-warmup-fraction 0.06".split()
 
 
 def test_from_pretrained_to_predictions(
@@ -187,7 +187,7 @@ def test_from_pretrained_to_predictions(
         pairs(Path("dev_a.tsv"), 21, 2),
         pairs(Path("dev_b.tsv"), 10, 3),
     )
-    start = f"pretrain {SHAPE} --mock-data --steps 1 --eval-iters 0 --save base --save-interval 1 --vocab-file"
+    start = f"pretrain {SHAPE.replace('post', 'pre')} --mock-data --steps 1 --eval-iters 0 --save base --save-interval 1 --vocab-file"
     assert main([*start.split(), str(vocabulary), *RUN]) == 0
     sets = ["--train-data", str(train), "--valid-data", str(own), str(other)]
     tune = ["finetune", "--task", "qqp", *sets, *RUN, *EPOCHS, "--pretrained-checkpoint", "base"]
@@ -196,13 +196,13 @@ def test_from_pretrained_to_predictions(
     said = capsys.readouterr().out
     assert "begin at their initial values: classification_head.weight, classification_head.bias" in said
     assert "70 questions to train on, of which a pass reads 64" in said
-    assert CheckpointStore(Path("whole")).steps() == [4, 8, 12, 16]
+    assert CheckpointStore(Path("whole")).steps() == [*range(4, 33, 4)]
     rows = [json.loads(line) for line in Path("whole/metrics.jsonl").read_text().splitlines()]
     judged = {name: row[name] for row in rows for name in row if name.endswith("_accuracy")}
     assert set(judged) == {"dev-a_accuracy", "dev-b_accuracy"} and all(share > 0.9 for share in judged.values())
     going_on = [*tune, "--save", "half", "--load", "half"]
     assert main([*going_on, "--exit-interval", "6"]) == 0 and main(going_on) == 0
-    first, second = (CheckpointStore(Path(name)).open(16) for name in ("whole", "half"))
+    first, second = (CheckpointStore(Path(name)).open(32) for name in ("whole", "half"))
     assert set(first.tensors) == set(second.tensors) and not list(diff(first, second))
 
     score = ["eval", "--task", "qqp", "--valid-data", str(own), str(other), "--device", "cpu", "--micro-batch", "4"]
@@ -216,7 +216,7 @@ def test_from_pretrained_to_predictions(
     together = ["eval", "--ensemble", found["predictions"], found["predictions"], "--json", "both.jsonl"]
     assert main(together) == 0
     assert [json.loads(line) for line in Path("both.jsonl").read_text().splitlines()] == kept
-    as_transformers("whole", "BertForSequenceClassification", own, qqp.FORMAT, kept[:21])
+    as_transformers("whole", "MegatronBertForSequenceClassification", own, qqp.FORMAT, kept[:21])
 
 
 def as_transformers(run: str, kind: str, path: Path, form: Any, kept: list[dict[str, Any]]) -> None:
@@ -265,11 +265,11 @@ def test_choices_are_trained_and_judged(
 
 
 def test_every_layout_judges_choices_alike(pool: Pool, steps: Callable[..., Any]) -> None:
-    """Loss and gradients of rows that stand together, in fp64."""
+    """Loss and gradients of rows that stand together, in fp64. Without a head for words nothing of it is shared with
+    the last stage."""
     reference = steps(1)
-    for world, layout in ((4, {"tp": 2, "pp": 2, "sequence_parallel": True}), (2, {"zero": 3})):
-        (difference,) = compare("fp64", (1,), reference, steps(world, **layout))
-        assert within("fp64", difference), (layout, difference)
+    (difference,) = compare("fp64", (1,), reference, steps(4, tp=2, pp=2, sequence_parallel=True))
+    assert within("fp64", difference), difference
 
 
 @pytest.fixture
@@ -310,7 +310,7 @@ def trained(groups: Any, rank: int, run: Any, world: int) -> Any:
         (["--data-path", "x"], "--data-path: --task qqp reads --train-data and --valid-data only"),
         (["--valid-data", "nowhere.tsv"], "--valid-data nowhere.tsv: there is no such file or folder"),
         (["--lora-rank", "4"], "--lora-rank 4: excludes --task qqp, whose head is new"),
-        (["--steps", "3"], "--epochs 4: is 4 steps here and excludes --steps"),
+        (["--steps", "3"], "--epochs 8: is 8 steps here and excludes --steps"),
         (["--load", "x", "--pretrained-checkpoint", "y"], "--pretrained-checkpoint y: excludes --load x"),
         (["--valid-data", "a/dev.tsv", "b/dev.tsv"], "--valid-data b/dev.tsv: is named dev, as a/dev.tsv is"),
     ],

@@ -20,7 +20,8 @@ def tensors(model: ModelConfig) -> Iterator[Tensor]:
     """From the embedding to the heads."""
     hidden = resolved(model.hidden, "hidden")
     pre = model.norm_placement == "pre"
-    yield from embeddings(model)
+    # Only the head for words shares the table: a stage that held it for nothing would wait for its gradient.
+    yield from embeddings(replace(model, tied=model.tied and model.head == "lm"))
     if types := token_types(model):
         normal = Init(std=model.init_std)
         yield Tensor("model.embed_types.weight", (types, hidden), ("embedding",), normal, partial=("sequence",))
