@@ -111,8 +111,8 @@ FORBIDDEN: dict[str, dict[str, tuple[int, str]]] = {
     },
     "core/model": {
         "make": (0, "factory"),
-        "rows": (0, "batch"),
-        "columns": (0, "seq"),
+        "rows": (3, "batch"),
+        "columns": (2, "seq"),
         "Stream": (0, "ResidualState"),
     },
     "core/optim": {

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import isqrt, lcm
+from typing import Any
 
 from mega.core.config.presets import FAMILY_DEFAULTS
 from mega.core.config.run import RunConfig, entries
@@ -64,7 +65,8 @@ def with_head(model: ModelConfig, task: str) -> ModelConfig:
     if task not in LABELLED or model.family != "bert":
         return model
     head, classes = LABELLED[task]
-    return replace(model, head=head, classes=classes)
+    values: dict[str, Any] = {"head": head, "classes": classes}
+    return replace(model, **values)
 
 
 def epoch_steps(run: RunConfig) -> int | None:

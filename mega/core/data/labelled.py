@@ -136,7 +136,8 @@ class LabelledSet:
     def _sizes(self, which: Any) -> NDArray[Any]:
         """[questions, choices]: tokens of whole rows."""
         sizes: NDArray[Any] = np.diff(self._offsets)
-        return sizes[self._firsts[which]] + sizes[self._seconds[which]][:, None] + 3
+        both: NDArray[Any] = sizes[self._firsts[which]] + sizes[self._seconds[which]][:, None] + 3
+        return both
 
     def _text(self, number: int) -> list[int]:
         found: list[int] = self._ids[self._offsets[number] : self._offsets[number + 1]].tolist()

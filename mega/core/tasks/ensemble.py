@@ -46,7 +46,8 @@ def _mean(rows: Sequence[Row]) -> Row:
 def _names(task: str) -> tuple[str, ...]:
     from mega.core.tasks import mnli, qqp, race
 
-    return {one.FORMAT.name: one.FORMAT.labels for one in (mnli, qqp, race)}[task]
+    found: tuple[str, ...] = {one.FORMAT.name: one.FORMAT.labels for one in (mnli, qqp, race)}[task]
+    return found
 
 
 def predictions(file: str) -> list[Row]:

@@ -26,9 +26,9 @@ HEADS = tuple(head for head, _ in LABELLED.values())
 
 
 class Item(NamedTuple):
-    """index: among all questions. where: number of its set. number: within that."""
+    """position: among all questions. where: number of its set. number: within that."""
 
-    index: int
+    position: int
     where: int
     number: int
 
@@ -71,7 +71,7 @@ class Labels:
         longest = max(sets[item.where].longest([item.number]) for item in examples)
         width = -(-longest // unit) * unit
         made: MaskedBatch = labelled_batch([sets[item.where].row(item.number, width) for item in examples], 0)
-        first = torch.tensor([item.index for item in examples]) * self.form.choices
+        first = torch.tensor([item.position for item in examples]) * self.form.choices
         samples = (first[:, None] + torch.arange(self.form.choices)).flatten()
         return MaskedBatch(**{**made.tensors(), "samples": samples})
 

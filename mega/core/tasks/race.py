@@ -87,10 +87,10 @@ def _files(flag: str, path: Path) -> Iterator[tuple[str, bytes]]:
             for member in archive:  # a compressed one is read but once, from its beginning to its end
                 if not member.isfile() or not member.name.endswith(".txt"):
                     continue
-                file = archive.extractfile(member)
-                if member.size > FILE_BYTES or file is None:
+                content = archive.extractfile(member)
+                if member.size > FILE_BYTES or content is None:
                     raise ValueError(f"{flag} {path}: {member.name} has {member.size} bytes; at most {FILE_BYTES}")
-                found[member.name] = file.read()
+                found[member.name] = content.read()
             yield from sorted(found.items())
     except (tarfile.TarError, EOFError, zlib.error, OSError) as error:
         said = " ".join(str(error).split())

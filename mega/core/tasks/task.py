@@ -160,6 +160,7 @@ def score(
                     part.add(benchmark.measure(batch.to(where), scores))
                     if part.shares is not None:
                         rows = benchmark.numbers(batch).to(where) - done.examples  # type: ignore[attr-defined]
+                        assert isinstance(scores, torch.Tensor)
                         part.shares[rows] = scores.double().softmax(-1)
         # 3
         all_reduce(part.values, mesh.loss_group)
