@@ -26,7 +26,7 @@ LONG = {
     "bench.run": 57,
     "convert_llama.run": 81,
     "eval.run": 102,
-    "task.score": 53,
+    "task.score": 54,
     "generate.run": 116,
     "memory_estimate.run": 74,
     "preprocess.run": 75,

@@ -187,7 +187,8 @@ def test_from_pretrained_to_predictions(
         pairs(Path("dev_a.tsv"), 21, 2),
         pairs(Path("dev_b.tsv"), 10, 3),
     )
-    start = f"pretrain {SHAPE.replace('post', 'pre')} --mock-data --steps 1 --eval-iters 0 --save base --save-interval 1 --vocab-file"
+    start = f"pretrain {SHAPE.replace('post', 'pre')} --mock-data --steps 1 --eval-iters 0"
+    start += " --save base --save-interval 1 --vocab-file"
     assert main([*start.split(), str(vocabulary), *RUN]) == 0
     sets = ["--train-data", str(train), "--valid-data", str(own), str(other)]
     tune = ["finetune", "--task", "qqp", *sets, *RUN, *EPOCHS, "--pretrained-checkpoint", "base"]
