@@ -56,7 +56,7 @@ def resolve(run: RunConfig, world: int, vocab: int | None = None) -> RunConfig:
 def microbatch_rows(run: RunConfig) -> int:
     """Rows of tokens in one microbatch: a pair of answers is two, a choice as many as it has."""
     assert run.batch.micro_batch is not None
-    head, choices = LABELLED.get(run.finetuning.task, ("", 1))
+    head, choices = LABELLED.get(run.finetuning.task, ("classification", 1))
     return run.batch.micro_batch * (2 if run.finetuning.task == "dpo" else choices if head == "choice" else 1)
 
 

@@ -828,7 +828,7 @@ class MaskingConfig(Section):
     )
 
 
-LABELLED: dict[str, tuple[str, int]] = {
+LABELLED: dict[str, tuple[Literal["classification", "choice"], int]] = {
     "mnli": ("classification", 3),
     "qqp": ("classification", 2),
     "race": ("choice", 4),

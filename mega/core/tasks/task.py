@@ -95,6 +95,19 @@ class Sums:
             ones = torch.ones_like(total)
             row += torch.stack([ones, total, weight, total * total, total * weight, weight * weight]).sum(1)
 
+    def zeros(self, examples: int, where: torch.device) -> Sums:
+        """Of so many more examples, none of which has been added."""
+        values = torch.zeros(len(self.names), 6, dtype=torch.float64, device=where)
+        if self.shares is None:
+            return Sums(self.names, values)
+        return Sums(self.names, values, torch.zeros(examples, self.shares.shape[1], dtype=torch.float64, device=where))
+
+    def join(self, part: Sums) -> None:
+        """Add those of the examples that follow."""
+        self.values += part.values.cpu()
+        if self.shares is not None and part.shares is not None:
+            self.shares = torch.cat([self.shares, part.shares.cpu()])
+
     def estimates(self) -> dict[str, Estimate]:
         """Of a ratio of sums, by linearisation (Cochran 1977, section 6.4). NaN where nothing counts."""
         return {name: _estimate(*row) for name, row in zip(self.names, self.values.tolist(), strict=True)}
@@ -144,10 +157,8 @@ def score(
     turns, turn_size = 1, micro_batch * mesh.dp.size * scorer.together
     while done.examples < len(examples):
         begin, tokens = time.monotonic(), 0
-        part = Sums(benchmark.terms, torch.zeros(len(benchmark.terms), 6, dtype=torch.float64, device=where))
         stop = min(done.examples + turns * turn_size, len(examples))
-        if kept.shares is not None:
-            part.shares = torch.zeros(stop - done.examples, kept.shares.shape[1], dtype=torch.float64, device=where)
+        part = kept.zeros(stop - done.examples, where)
         # 1
         for first in range(done.examples, stop, turn_size):
             turn = [examples[number] for number in range(first, min(first + turn_size, stop))]
@@ -155,7 +166,8 @@ def score(
             batches = [benchmark.batch(group) for group, _ in groups]
             tokens += sum(int(batch.tensors()["tokens"].numel()) for batch in batches)
             # 2
-            for batch, scores, (_, counts) in zip(batches, scorer.score(batches), groups, strict=False):
+            found: Sequence[Any] = scorer.score(batches)
+            for batch, scores, (_, counts) in zip(batches, found, groups, strict=False):
                 if counts and mesh.cp.first:
                     part.add(benchmark.measure(batch.to(where), scores))
                     if part.shares is not None:
@@ -164,10 +176,9 @@ def score(
                         part.shares[rows] = scores.double().softmax(-1)
         # 3
         all_reduce(part.values, mesh.loss_group)
-        if part.shares is not None and kept.shares is not None:
+        if part.shares is not None:
             all_reduce(part.shares, mesh.loss_group)
-            kept.shares = torch.cat([kept.shares, part.shares.cpu()])
-        kept.values += part.values.cpu()  # waits for the device, before time is taken
+        kept.join(part)  # waits for the device, before time is taken
         spent = torch.tensor([time.monotonic() - begin, float(tokens)], dtype=torch.float64, device=where)
         all_reduce(spent, mesh.everyone, "max")
         seconds, fed = spent.tolist()

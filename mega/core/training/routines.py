@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from mega.core.config.resolve import epoch_steps
 from mega.core.training.audit import audit
 from mega.core.training.evaluation import Evaluation
 from mega.core.training.saver import Saver
@@ -29,10 +30,10 @@ def routines(
     audit_interval: int | None,
     eval_interval: int | None,
     save_interval: int | None,
-    epoch: int | None = None,
 ) -> Iterator[Routine]:
-    """Those of a run; the last step is validated after training. evaluation: None where nothing is held out. epoch:
-    steps of a pass, each of which ends with a validation and a save."""
+    """Those of a run; the last step is validated after training. evaluation: None where nothing is held out. A
+    pass of a run that is measured in them ends with a validation and a save."""
+    epoch = epoch_steps(state.run)
     yield Routine(every(audit_interval), lambda: audit(state), needs_numbers=False)
     if evaluation is not None:
         yield Routine(lambda step: step < steps and due(step, eval_interval, epoch), evaluation.validate)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from mega.core.checkpoint.own.together import Exchange, together
-from mega.core.config.resolve import epoch_steps, global_batch_at, last_step, microbatches, records_graph, text_lengths
+from mega.core.config.resolve import global_batch_at, last_step, microbatches, records_graph, text_lengths
 from mega.core.config.run import RunConfig, entries, flag_of, value_of
 from mega.core.data.dataset import Dataset
 from mega.core.device import Device
@@ -86,7 +86,6 @@ def start(
         audit_interval=runtime.audit_interval,
         eval_interval=evaluated.eval_interval,
         save_interval=run.checkpoint.save_interval,
-        epoch=epoch_steps(run),
     )
     _introduce(inputs, point, state, steps, report)
     return Training(
