@@ -367,7 +367,10 @@ def test_megatrons_command_line(
 
 
 BAD: list[tuple[list[str], str]] = [
-    (["--valid-data", "FILE"], "--task is missing: give wikitext103, lambada or ppl; or --tasks of lm-eval"),
+    (
+        ["--valid-data", "FILE"],
+        "--task is missing: give wikitext103, lambada, ppl, mnli, qqp or race; or --tasks of lm-eval",
+    ),
     (["--task", "lambda", "--valid-data", "FILE"], "--task lambda: is not a benchmark (nearest: lambada); valid: "),
     (["--task", "lambada"], "--valid-data : must be exactly one file for --task lambada"),
     (["--task", "lambada", "--valid-data", "absent"], "--valid-data absent: no such file"),

@@ -106,7 +106,7 @@ def test_records_of_google_train(tmp_path: Path) -> None:
         (["--no-tied"], "needs --family gpt or llama"),
         (["--reset-attention-mask"], "needs --family gpt or llama"),
         (["--head", "none"], "--head none: has nothing to train; valid: lm, classification"),
-        (["--classes", "3"], "--classes 3: needs --head classification, not lm"),
+        (["--classes", "3"], "--classes 3: needs --head classification or choice, not lm"),
     ],
 )
 def test_what_bert_refuses(

@@ -209,7 +209,8 @@ class _Progress:
         if kept is not None:
             self.begun = Done(kept["examples"], kept["tokens"])
             self.sums = Sums(judged.terms, torch.tensor(kept["sums"], dtype=torch.float64))
-            shares = torch.tensor(kept.get("shares", []), dtype=torch.float64).view(-1, shares.shape[1])
+            rows = kept.get("shares", [])
+            shares = torch.tensor(rows, dtype=torch.float64).reshape(len(rows), shares.shape[1])
         if getattr(judged, "rows", False):
             self.sums.shares = shares
         self.done = self.begun
