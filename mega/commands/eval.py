@@ -70,7 +70,7 @@ def run(
 ) -> int:
     """Score a model on a benchmark, at any layout: a run of ours or a directory of others' weights, as it lies.
 
-    The model and its tokenizer are the directory's. Killed and started again, it goes on where it was.
+    The model and its tokenizer are the directory's. Killed and started again, it resumes where it was.
     """
     if is_first_rank():
         _note_unused(given)

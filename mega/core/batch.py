@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 import torch
 
@@ -60,6 +60,10 @@ class _Tensors:
     def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Self:
         return replace(self, **{name: change(value) for name, value in self.tensors().items()})
 
+    def _cut(self, index: int, size: int, *names: str) -> dict[str, Any]:
+        """The columns of context rank `index` of `size` of some tensors [b, s], by field."""
+        return {name: zigzag(getattr(self, name), index, size) for name in names}
+
     def tensors(self) -> dict[str, torch.Tensor]:
         """Those that it has, by field."""
         named = {field.name: getattr(self, field.name) for field in fields(self)}
@@ -97,10 +101,7 @@ class DecoderBatch(_Tensors):
             return self
         return replace(
             self,
-            tokens=zigzag(self.tokens, index, size),
-            labels=zigzag(self.labels, index, size),
-            loss_weights=zigzag(self.loss_weights, index, size),
-            positions=zigzag(self.positions, index, size),
+            **self._cut(index, size, "tokens", "labels", "loss_weights", "positions"),
             columns=zigzag(torch.arange(self.tokens.shape[1], device=self.tokens.device)[None], index, size)[0],
         )
 
@@ -175,10 +176,7 @@ class MaskedBatch(_Tensors):
             return self
         return replace(
             self,
-            tokens=zigzag(self.tokens, index, size),
-            labels=zigzag(self.labels, index, size),
-            loss_weights=zigzag(self.loss_weights, index, size),
-            types=zigzag(self.types, index, size),
+            **self._cut(index, size, "tokens", "labels", "loss_weights", "types"),
             pairs=self.pairs if index == 0 else torch.full_like(self.pairs, -1),
             columns=zigzag(self.positions[:1], index, size)[0],
             predicted=None,

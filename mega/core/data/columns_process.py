@@ -7,7 +7,7 @@ of others may ask its library for any memory, or end it. Its questions:
                                    rows, under the number `reader`; null
     {"reader"}                     its next {RAW: lines, "rows", "read"}; null at the end. read: bytes of the file
                                    before the end of the rows
-    {"reader", "close"}            forget it; null
+    {"reader", "close"}            drop it; null
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ class PairRows(NamedTuple):
 
 
 class PairDataset:
-    """Sample i is pair order[i]; every pass over the pairs is shuffled anew.
+    """Sample i is pair order[i]; every pass over the pairs is shuffled by itself.
 
     ids, trained: of all answers back to back, each after its prompt; offsets: int64 [2 pairs + 1]. order: int64
     [samples]. digest: of everything that the rows depend on. reference: float64 [pairs, 2], log-probabilities of both

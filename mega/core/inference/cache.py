@@ -1,7 +1,7 @@
 """Which block of the cache holds which tokens: allocation, sharing by reference counts, prefixes that are kept.
 
 Blocks are numbers; what lies in them is the worker's. A full block is known by all tokens up to its end, so a prompt
-that begins like one before it finds its blocks, computed once; those that nobody uses stay until their memory is
+that begins like one before it finds its blocks, computed once; those without users stay until their memory is
 needed, the least recently used first. Knows no requests and no torch.
 """
 

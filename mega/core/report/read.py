@@ -91,7 +91,7 @@ def _run(metrics: Path, directory: Path) -> RunRecord:
                 found.samples.append(RunEvent(row["step"], f"{name}: {value}"))
     found.events = sorted([*_changes(rows), *_saved(directory)], key=lambda event: event.step)
     if metrics.with_suffix(".jsonl.previous").is_file():
-        found.events.insert(0, RunEvent(0, f"the run began anew; the rows before are in {metrics.name}.previous"))
+        found.events.insert(0, RunEvent(0, f"the run was started over; the rows before are in {metrics.name}.previous"))
     steps = sorted(directory.glob("step-*/run.toml"))
     if steps:
         found.config = steps[-1].read_text(encoding="utf-8", errors="replace")

@@ -139,7 +139,7 @@ def restore(state: TrainState, point: ResumePoint) -> None:
 def new_tensors(run: RunConfig, point: ResumePoint) -> list[str]:
     """Those of a head that the checkpoint has none of, or one for other classes: they begin at their initial values.
 
-    Only where weights alone are loaded; a run that goes on must find everything.
+    Only where weights alone are loaded; a run that resumes must find everything.
     """
     if not point.weights_only:
         return []

@@ -212,6 +212,7 @@ def test_the_page_of_options_and_the_counters(server: Running) -> None:
     assert wanted | {"/health", "/v1/health", "/metrics"} == set(paths)
     fields = paths["/v1/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
     assert fields["additionalProperties"] is False and fields["properties"]["max_tokens"]["default"] == 16
+    assert server.ask("GET", "/v1/models").status == 200 and ask(server, max_tokens=1)["choices"]
     text = server.ask("GET", "/metrics").body.decode()
     assert 'mega_requests_total{route="/v1/models",status="200"}' in text
     assert "mega_time_to_first_token_seconds_bucket" in text and "mega_sequences_in_flight 0" in text

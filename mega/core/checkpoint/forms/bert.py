@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from mega.core.checkpoint.forms.keys import number_in, only, translated, whole_in
+from mega.core.checkpoint.forms.keys import check_options, number_in, only, translated, whole_in
 from mega.core.checkpoint.forms.mapping import Table, Target, whole
 from mega.core.checkpoint.own.pieces import CheckpointError
 from mega.core.config.sections import ModelConfig
@@ -148,21 +148,21 @@ def _any(found: Collection[str], *begins: str) -> bool:
 def config_from_model(model: ModelConfig, dtype: str) -> dict[str, Any]:
     """A config.json for transformers. Errors: CheckpointError naming the option that its BERT does not have."""
     assert model.hidden is not None and model.heads is not None
-    for name, value, valid in (
+    options = (
         ("position", model.position, ("learned",)),
         ("norm", model.norm, ("layernorm",)),
         ("activation", model.activation, tuple(ACTIVATIONS)),
         ("bias", model.bias, (True,)),
         ("qkv_bias", model.qkv_bias, (True, None)),
         ("qk_norm", model.qk_norm, (False,)),
+        ("window", model.window, (None,)),
         ("norm_offset", model.norm_offset, (False,)),
         ("post_norm_residual", model.post_norm_residual, (False,)),
         ("embedding_scale", model.embedding_scale, (False,)),
         ("kv_heads", model.kv_heads, (model.heads,)),
         ("head_dim", model.head_dim, (model.hidden // model.heads,)),
-    ):
-        if value not in valid:
-            raise CheckpointError(f"{name} {value}: Hugging Face's BERT has only {valid[0]}")
+    )
+    check_options(options, "Hugging Face's BERT")
     if not token_types(model):
         raise CheckpointError("token_types 0: Hugging Face's BERT has at least 1, which tokens always have a row of")
     mtype = next(name for name, placement in TYPES.items() if placement == model.norm_placement)

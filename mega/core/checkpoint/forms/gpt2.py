@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from mega.core.checkpoint.forms.keys import number_in, only, translated, whole_in
+from mega.core.checkpoint.forms.keys import check_options, number_in, only, translated, whole_in
 from mega.core.checkpoint.forms.mapping import Fragment, Span, Table, Target, whole
 from mega.core.checkpoint.own.pieces import CheckpointError
 from mega.core.config.sections import ModelConfig
@@ -92,7 +92,7 @@ def model_from_config(config: Mapping[str, Any], where: str, found: Collection[s
 def config_from_model(model: ModelConfig, dtype: str) -> dict[str, Any]:
     """A config.json for `AutoModelForCausalLM`. Errors: CheckpointError naming the option that GPT-2 does not have."""
     assert model.hidden is not None and model.heads is not None
-    for name, value, valid in (
+    options = (
         ("norm", model.norm, ("layernorm",)),
         ("activation", model.activation, tuple(ACTIVATIONS)),
         ("bias", model.bias, (True,)),
@@ -105,9 +105,8 @@ def config_from_model(model: ModelConfig, dtype: str) -> dict[str, Any]:
         ("embedding_scale", model.embedding_scale, (False,)),
         ("kv_heads", model.kv_heads, (model.heads,)),
         ("head_dim", model.head_dim, (model.hidden // model.heads,)),
-    ):
-        if value not in valid:
-            raise CheckpointError(f"{name} {value}: Hugging Face's GPT-2 has only {valid[0]}")
+    )
+    check_options(options, "Hugging Face's GPT-2")
     return {
         "architectures": ["GPT2LMHeadModel"],
         "model_type": "gpt2",

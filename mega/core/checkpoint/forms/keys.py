@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from mega.core.checkpoint.own.pieces import CheckpointError
@@ -44,6 +44,16 @@ def number_in(config: Mapping[str, Any], key: str, where: str, otherwise: float 
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise CheckpointError(f"{where}: {key} {value!r}: must be a number")
     return float(value)
+
+
+def check_options(options: Iterable[tuple[str, Any, tuple[Any, ...]]], whose: str) -> None:
+    """That a form holds options of ours. options: name, value, valid values.
+
+    Errors: CheckpointError naming the first option that `whose` does not have.
+    """
+    for name, value, valid in options:
+        if value not in valid:
+            raise CheckpointError(f"{name} {value}: {whose} has only {valid[0]}")
 
 
 def only(config: Mapping[str, Any], key: str, valid: tuple[Any, ...], where: str) -> None:

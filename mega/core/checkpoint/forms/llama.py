@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mega.core.checkpoint.forms.keys import number_in, only, whole_in
+from mega.core.checkpoint.forms.keys import check_options, number_in, only, whole_in
 from mega.core.checkpoint.forms.mapping import Table, Target, whole
 from mega.core.checkpoint.own.pieces import CheckpointError
 from mega.core.config.sections import ModelConfig
@@ -149,7 +149,7 @@ def _reach(config: Mapping[str, Any], family: Family, layers: int, where: str) -
 
 def check_llama(model: ModelConfig, whose: str) -> None:
     """See that a model is one of Llama's kind. Errors: CheckpointError naming the option that `whose` does not have."""
-    for name, value, valid in (
+    options = (
         ("position", model.position, ("rope",)),
         ("norm", model.norm, ("rmsnorm",)),
         ("activation", model.activation, ("swiglu",)),
@@ -158,9 +158,8 @@ def check_llama(model: ModelConfig, whose: str) -> None:
         ("post_norm_residual", model.post_norm_residual, (False,)),
         ("rope_fraction", model.rope_fraction, (1.0,)),
         ("embedding_scale", model.embedding_scale, (False,)),
-    ):
-        if value not in valid:
-            raise CheckpointError(f"{name} {value}: {whose} has only {valid[0]}")
+    )
+    check_options(options, whose)
 
 
 def config_from_model(model: ModelConfig, dtype: str) -> dict[str, Any]:

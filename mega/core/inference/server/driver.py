@@ -79,7 +79,7 @@ class Driver:
         self._calls.put(lambda: self._add(requests, added))
         try:
             return await asyncio.shield(added)
-        except asyncio.CancelledError:  # whoever asked has left: not before the engine knows the sequences
+        except asyncio.CancelledError:  # the client has left: not before the engine knows the sequences
             added.add_done_callback(_cancel_all)
             raise
 

@@ -9,7 +9,6 @@ Source: megatron/text_generation_server.py and megatron/text_generation/ of Mega
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +19,7 @@ from mega.core.inference.request import Allowed, Request, RequestError, Sampling
 from mega.core.inference.server.fields import BadField, Field, Fields
 from mega.core.inference.server.limits import MOST_PROMPTS
 from mega.core.inference.server.service import Service
-from mega.core.inference.server.session import Continuation
+from mega.core.inference.server.session import Continuation, all_whole
 from mega.core.text.tokenizer import Tokenizer
 
 FIELDS: Fields = {
@@ -248,15 +247,7 @@ async def answer(service: Service, given: MegatronRequest) -> dict[str, Any]:
         running = await service.continuations(asked, pair=pair)
     except BadField as error:
         raise Refused(str(error), always=True) from None
-    try:
-        async with asyncio.TaskGroup() as group:
-            for each in running:
-                group.create_task(each.whole())
-    except BaseExceptionGroup as errors:
-        raise errors.exceptions[0] from None
-    finally:
-        for each in running:
-            each.ticket.cancel()
+    await all_whole(running)
     if given.beam_width:
         return _beam_answer(service.tokenizer, running[0])
     piece, decode = service.tokenizer.piece, service.tokenizer.decode

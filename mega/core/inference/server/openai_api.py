@@ -18,7 +18,7 @@ from mega.core.inference.request import Request, RequestError, Top
 from mega.core.inference.server.fields import SAMPLING, BadField, Field, Fields, read
 from mega.core.inference.server.limits import MOST_MESSAGES, MOST_PROMPTS, MOST_STOPS, STOP_CHARACTERS
 from mega.core.inference.server.service import Service
-from mega.core.inference.server.session import Continuation, Delta, Scored
+from mega.core.inference.server.session import Continuation, Delta, Scored, all_whole
 from mega.core.inference.text_stream import TextStream
 from mega.core.text.chat import Message
 
@@ -250,15 +250,7 @@ async def start(service: Service, asked: ParsedRequest) -> list[Continuation]:
 async def answer(service: Service, asked: ParsedRequest) -> dict[str, Any]:
     """The whole answer. Errors: as of `start`; AnswerFailed."""
     running = await start(service, asked)
-    try:
-        async with asyncio.TaskGroup() as group:
-            for each in running:
-                group.create_task(each.whole())
-    except BaseExceptionGroup as errors:
-        raise errors.exceptions[0] from None
-    finally:
-        for each in running:
-            each.ticket.cancel()
+    await all_whole(running)
     choices = [_choice(service, asked, index, each) for index, each in enumerate(running)]
     return {**_head(service, asked, _id(asked)), "choices": choices, "usage": _usage(asked, running)}
 

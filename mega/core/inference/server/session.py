@@ -151,6 +151,19 @@ class Continuation:
         return Delta(out, tuple(ready), finish or None) if out or ready or finish else None
 
 
+async def all_whole(running: Sequence[Continuation]) -> None:
+    """Read several sequences to their ends; where one fails, the engine leaves all. Errors: as of `deltas`."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            for each in running:
+                group.create_task(each.whole())
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    finally:
+        for each in running:
+            each.ticket.cancel()
+
+
 def _overlap(text: str, stop: str) -> int:
     """Characters at the end of `text` that begin `stop`, but are not all of it.
 
