@@ -10,7 +10,7 @@ import contextlib
 import re
 import warnings
 import zipfile
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Mapping
 from io import BytesIO
 from math import prod
 from pathlib import Path
@@ -125,16 +125,21 @@ class TorchSource:
         return self._tensors[name][box.inside(Box((0,) * len(box.start), box.size))]
 
 
-def torch_file(path: Path, calls: Collection[str] = ()) -> Any:
-    """What a torch file holds, mapped rather than read, unpickled by torch's allow-list only.
+StandIn = Callable[[str], type | None]
+"""The inert class that stands for a name of another program; None for a name that is not to be met."""
 
-    calls: names besides torch's own for which the caller has given torch something inert.
-    """
+
+def no_stand_in(name: str) -> None:
+    """Of files that hold nothing but tensors."""
+
+
+def torch_file(path: Path, stand_in: StandIn = no_stand_in) -> Any:
+    """What a torch file holds, mapped rather than read, unpickled by torch's allow-list and `stand_in` only."""
     with opening(path):
-        return unpickled(path, path, calls)
+        return unpickled(path, path, stand_in)
 
 
-def unpickled(source: Path | BytesIO, path: Path, calls: Collection[str] = ()) -> Any:
+def unpickled(source: Path | BytesIO, path: Path, stand_in: StandIn = no_stand_in) -> Any:
     """`torch_file`, whose bytes are those of the file `source`, or given out of the file `path`.
 
     Its pickles are scanned first, so that they cannot keep torch busy; then the same bytes go to torch.
@@ -145,11 +150,12 @@ def unpickled(source: Path | BytesIO, path: Path, calls: Collection[str] = ()) -
         stream.seek(0)
         head = BytesIO(_pickle_of(source, path, size) if zipped else stream.read(BYTES))
         stream.seek(0)
-    scan = Scan(path, calls)
+    scan = Scan(path, stand_in)
     for _ in range(1 if zipped else LEGACY_PICKLES):
         scan.check(head)
+    inert: list[Any] = [(found, name) for name in sorted(scan.names) if (found := stand_in(name)) is not None]
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), torch.serialization.safe_globals(inert):
             warnings.simplefilter("ignore")
             mapped = zipped and isinstance(source, Path)
             return torch.load(source, map_location="cpu", weights_only=True, mmap=mapped)

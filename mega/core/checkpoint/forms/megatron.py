@@ -26,6 +26,7 @@ from mega.core.checkpoint.forms.megatron_arguments import (
     model_from_arguments,
     vocabulary,
 )
+from mega.core.checkpoint.forms.megatron_core import TIED_COPY, WORDS, Order
 from mega.core.checkpoint.forms.megatron_state import (
     LEAVE,
     State,
@@ -94,8 +95,6 @@ TRANSFORMER_ENGINE = {
     "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
     "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
 }
-WORDS = "embedding.word_embeddings.weight"
-TIED_COPY = "word_embeddings_for_head.weight"
 _BUFFERS = ("inv_freq", "_extra_state")
 
 
@@ -215,8 +214,7 @@ def _read_ranks(
         for chunk, named in enumerate(weights):
             tensors |= {f"{t}.{p}.{chunk}/{name}": tensor for name, tensor in named.items()}
         if optimizer:
-            _check_legacy(content, models, directory)
-            read_state(content, directory, f"{t}.{p}", weights, state)
+            read_state(content, directory, f"{t}.{p}", weights, state, order_of(content[models[0]]))
     return tensors, state, chunks, first
 
 
@@ -238,11 +236,17 @@ def _models(content: Mapping[str, Any], directory: Path) -> list[str]:
     return sorted(numbers, key=numbers.__getitem__)
 
 
-def _check_legacy(content: Mapping[str, Any], models: Iterable[str], directory: Path) -> None:
-    """Of Megatron-core's optimizers the order of parameters is not known."""
-    legacy = all(isinstance(content[key], dict) and "language_model" in content[key] for key in models)
-    if content.get("optimizer") is not None and not legacy:
-        raise CheckpointError(f"{directory}: the order of Megatron-core's optimizer state is not known; {LEAVE}")
+def order_of(tree: Any) -> Order:
+    """Whose modules wrote the model `tree` of a file.
+
+    >>> order_of({"decoder.layers.0.mlp.linear_fc1.layer_norm_weight": None})
+    'core'
+    """
+    if not isinstance(tree, dict) or "language_model" in tree:
+        return "legacy"
+    return (
+        "core" if any(f".{engine}" in name for name in tree for engine in TRANSFORMER_ENGINE.values()) else "core-local"
+    )
 
 
 def iteration_of(path: Path) -> Path:

@@ -1,12 +1,12 @@
-"""Adam's state in Megatron-LM's legacy trees: masters and moments, with the weights that they belong to.
+"""Adam's state in Megatron-LM's trees: masters and moments, with the weights that they belong to.
 
 Megatron numbers its parameters: a tensor of the state has no name, only its place. `parameter_place` says in which
 order a model lists them, which is that of its tree; by it the state gets the names of the weights, and then the table
 that moves a weight moves its master and its moments too.
 
-Three forms are read: the fp32 optimizer's, that of 16-bit weights with fp32 masters, and the distributed optimizer's
-`distrib_optim.pt` up to 2023; the first two are written. Any other form is refused, since a wrong guess at the order
-would give each weight another's moments. Knows nothing of training.
+Four forms are read: the fp32 optimizer's, that of 16-bit weights with fp32 masters, and the distributed optimizer's
+`distrib_optim.pt`, as up to 2023 and as Megatron-core writes it; the first two are written. Any other form is refused,
+since a wrong guess at the order would give each weight another's moments. Knows nothing of training.
 """
 
 from __future__ import annotations
@@ -22,12 +22,10 @@ import torch
 
 from mega.core.checkpoint.forms.foreign import torch_file
 from mega.core.checkpoint.forms.mapping import Table, renamed
+from mega.core.checkpoint.forms.megatron_core import INSIDE, KINDS, Order, alone_in, bucket_limit, buckets_of
 from mega.core.checkpoint.own.pieces import CheckpointError
 from mega.core.checkpoint.own.reader import Checkpoint
 from mega.core.config.sections import OptimizerConfig
-
-KINDS = {"moment1": "exp_avg", "moment2": "exp_avg_sq", "master": "param"}
-"""Our kinds of state, and what the distributed optimizer calls them."""
 
 DISTRIBUTED = "distrib_optim.pt"
 LEAVE = "give --no-load-optim to take the weights alone"
@@ -42,19 +40,11 @@ _OUTSIDE = (
     "output_layer",
     "word_embeddings_for_head",
 )
-_INSIDE = (
-    "input_norm",
-    "self_attention.query_key_value",
-    "self_attention.dense",
-    "post_attention_norm",
-    "mlp.dense_h_to_4h",
-    "mlp.dense_4h_to_h",
-)
 _LAYER = re.compile(r"(encoder\.layers)\.(\d+)\.(.+)")
 
 
-def parameter_place(name: str) -> tuple[int, int, int, bool]:
-    """Sorts the common names of one model chunk as Megatron's modules list their parameters.
+def parameter_place(name: str, order: Order = "legacy") -> tuple[int, int, int, bool]:
+    """Sorts the common names of one model chunk as Megatron's modules list their parameters. order: whose modules.
 
     Errors: CheckpointError for a parameter that those models do not have.
 
@@ -64,10 +54,10 @@ def parameter_place(name: str) -> tuple[int, int, int, bool]:
     """
     module, _, kind = name.rpartition(".")
     match = _LAYER.fullmatch(module)
-    outer, layer, inner = (match[1], int(match[2]), match[3]) if match else (module, 0, _INSIDE[0])
-    if outer not in _OUTSIDE or inner not in _INSIDE or kind not in ("weight", "bias"):
+    outer, layer, inner = (match[1], int(match[2]), match[3]) if match else (module, 0, "input_norm")
+    if outer not in _OUTSIDE or inner not in INSIDE[order] or kind not in ("weight", "bias"):
         raise CheckpointError(f"{name}: its place among Megatron-LM's parameters is not known; {LEAVE}")
-    return _OUTSIDE.index(outer), layer, _INSIDE.index(inner), kind == "bias"
+    return _OUTSIDE.index(outer), layer, INSIDE[order].index(inner), kind == "bias"
 
 
 def groups_of(dims: Mapping[str, int]) -> dict[bool, list[str]]:
@@ -126,12 +116,18 @@ class State:
 
 
 def read_state(
-    content: Mapping[str, Any], directory: Path, label: str, chunks: Sequence[Mapping[str, torch.Tensor]], to: State
+    content: Mapping[str, Any],
+    directory: Path,
+    label: str,
+    chunks: Sequence[Mapping[str, torch.Tensor]],
+    to: State,
+    order: Order = "legacy",
 ) -> None:
     """Add one rank's state to `to`, if it has any.
 
     content: of the rank's file of weights. label: `tp.pp`, as the rank is called in names. chunks: the weights of each
-    model chunk by common name. Errors: CheckpointError naming the file, and the tensor or key that does not fit.
+    model chunk by common name. order: whose modules they are.
+    Errors: CheckpointError naming the file, and the tensor or key that does not fit.
     """
     optimizer = content.get("optimizer")
     distributed = directory / DISTRIBUTED
@@ -141,32 +137,67 @@ def read_state(
                 f"{directory}: the form of optim.pt next to model_rng.pt (2022) is not known; {LEAVE}"
             )
         return
-    inner = optimizer.get("optimizer", optimizer) if isinstance(optimizer, dict) else None
-    groups = inner.get("param_groups") if isinstance(inner, dict) else None
-    if not isinstance(optimizer, dict) or not isinstance(inner, dict) or not isinstance(groups, list):
-        raise CheckpointError(f"{directory}: optimizer holds no param_groups, so its form is not known; {LEAVE}")
+    optimizer, inner, groups = optimizer_parts(optimizer, directory)
     weights = {
         f"{label}.{number}/{name}": chunk[name]
         for number, chunk in enumerate(chunks)
-        for name in sorted(chunk, key=parameter_place)
+        for name in _in_order(chunk, order, directory)
     }
     grouped = groups_of({name: tensor.dim() for name, tensor in weights.items()})
-    _check_groups(groups, grouped, directory)
+    if order != "legacy":
+        grouped = in_order_of(groups, grouped)
+    check_groups(groups, grouped, directory)
     if distributed.exists():
-        found = dict(_distributed(distributed, weights))
+        found = dict(_distributed(distributed, weights, values_of(content)))
     else:
         found = dict(_ordinary(optimizer, inner, groups, list(grouped.values()), directory))
     wide = all(tensor.dtype == torch.float32 for tensor in weights.values())
     tensors = _checked(found, weights)
     if wide:  # then the weights are the masters
         tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith("master/")}
-    to.add(tensors, _facts(content, optimizer, inner, groups, directory), directory)
+    to.add(tensors, facts_in(content, optimizer, inner, groups, directory), directory)
 
 
-def _check_groups(groups: Sequence[Any], grouped: Mapping[bool, Sequence[str]], where: Path) -> None:
+def optimizer_parts(optimizer: Any, where: Path) -> tuple[dict[str, Any], dict[str, Any], list[Any]]:
+    """A state that a file holds, the part of it that torch's optimizer wrote, and its groups of parameters.
+
+    Errors: CheckpointError where it is another form.
+    """
+    inner = optimizer.get("optimizer", optimizer) if isinstance(optimizer, dict) else None
+    groups = inner.get("param_groups") if isinstance(inner, dict) else None
+    if not isinstance(optimizer, dict) or not isinstance(inner, dict) or not isinstance(groups, list):
+        raise CheckpointError(f"{where}: optimizer holds no param_groups, so its form is not known; {LEAVE}")
+    return optimizer, inner, groups
+
+
+def values_of(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Megatron's arguments in what a file holds."""
+    found = getattr(content.get("args"), "values", {})
+    return found if isinstance(found, dict) else {}
+
+
+def _in_order(chunk: Mapping[str, torch.Tensor], order: Order, where: Path) -> list[str]:
+    """The names of a model chunk in the order of its parameters, in which Megatron-core's files hold them, too."""
+    names = sorted(chunk, key=lambda name: parameter_place(name, order))
+    if order != "legacy" and names != list(chunk):
+        odd = next(name for name, held in zip(names, chunk, strict=True) if name != held)
+        raise CheckpointError(f"{where}: {odd}: its place is not that among Megatron-core's parameters; {LEAVE}")
+    return names
+
+
+def in_order_of(groups: Sequence[Any], grouped: Mapping[bool, list[str]]) -> dict[bool, list[str]]:
+    """`grouped` in the order of a state's groups, as far as those say which they are."""
+    said = [bool(group.get("wd_mult", 1.0)) if isinstance(group, dict) else True for group in groups]
+    return {decayed: grouped[decayed] for decayed in dict.fromkeys((*said, *grouped)) if decayed in grouped}
+
+
+def check_groups(groups: Sequence[Any], grouped: Mapping[bool, Sequence[str]], where: Path) -> None:
+    """Errors: CheckpointError where a state's groups are not those that the model makes."""
     if len(groups) != len(grouped) or not all(isinstance(group, dict) for group in groups):
         raise CheckpointError(f"{where}: optimizer has {len(groups)} param_groups, the model makes {len(grouped)}")
     for number, (group, decayed) in enumerate(zip(groups, grouped, strict=True)):
+        if group.get("is_expert_parallel") or group.get("is_decoupled_lr"):
+            raise CheckpointError(f"{where}: optimizer.param_groups[{number}]: experts or a rate of its own; {LEAVE}")
         for key, valid in (("wd_mult", float(decayed)), ("lr_mult", 1.0)):
             if not _numbers(found := group.get(key, valid)) or found != valid:
                 raise CheckpointError(
@@ -211,36 +242,73 @@ def _listed(found: Any, count: int, what: str) -> list[Any]:
     return found
 
 
-def _distributed(path: Path, weights: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+def _distributed(
+    path: Path, weights: Mapping[str, torch.Tensor], values: Mapping[str, Any]
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Masters and moments of the distributed optimizer: flat vectors, the last parameter first, padding at the end.
 
-    Of 23.06 (one vector a dtype) and of the rest of 2023 (a list, one for each bucket). Later ones leave gaps between
-    parameters, of which too little is known here.
+    Of 23.06 (one vector a dtype), of the rest of 2023 (a list, one for each bucket), and of Megatron-core, which leaves
+    gaps between parameters (`buckets_of`). values: Megatron's arguments.
     """
     content = torch_file(path)
-    if not isinstance(content, dict) or "buckets_coalesced" in content:
-        raise CheckpointError(f"{path}: its buffers are laid out as after 2023, which is not known; {LEAVE}")
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path}: holds {type(content).__name__}, no vectors; {LEAVE}")
     chunks: dict[int, list[str]] = {}
     for name in weights:
         chunks.setdefault(int(name.partition("/")[0].rpartition(".")[2]), []).append(name)
-    if odd := set(content) - {"bucket_sizes", *chunks}:
+    if odd := set(content) - {"bucket_sizes", "buckets_coalesced", *chunks}:
         raise CheckpointError(f"{path}: holds {str(min(odd, key=str))!r:.40}, the model has {len(chunks)} chunks")
     for number, names in chunks.items():
         dtypes = content.get(number)
         if not isinstance(dtypes, dict) or len(dtypes) != 1:
             raise CheckpointError(f"{path}: holds no vectors of model chunk {number} in one gradient dtype")
         (vectors,) = dtypes.values()
-        for kind, theirs in KINDS.items():
-            flat = _flat(vectors.get(theirs) if isinstance(vectors, dict) else None, f"{path}: {number}: {theirs}")
-            begin = 0
-            for name in reversed(names):
-                shape = weights[name].shape
-                if begin + prod(shape) > len(flat):
-                    raise CheckpointError(f"{path}: {theirs}: ends at {len(flat)} numbers, within {name}")
-                yield f"{kind}/{name}", flat[begin : begin + prod(shape)].view(shape)
-                begin += prod(shape)
-            if len(flat) - begin >= PADDING:
-                raise CheckpointError(f"{path}: {theirs}: {len(flat) - begin} numbers after {names[0]}")
+        flat = {
+            kind: _flat(vectors.get(theirs) if isinstance(vectors, dict) else None, f"{path}: {number}: {theirs}")
+            for kind, theirs in KINDS.items()
+        }
+        begins = _begins(names, weights, values) if "buckets_coalesced" in content else None
+        for kind, vector in flat.items():
+            yield from _cut(vector, names, weights, begins, kind, path)
+
+
+def _begins(
+    names: Sequence[str], weights: Mapping[str, torch.Tensor], values: Mapping[str, Any]
+) -> tuple[dict[str, int], int]:
+    """Where Megatron-core has each parameter of a model chunk in one vector of all buckets, and how long that is."""
+    label = names[0].partition("/")[0]
+    _, stage, chunk = map(int, label.split("."))
+    common = {name.partition("/")[2]: name for name in names}
+    tied = not values.get("untie_embeddings_and_output_weights", False)
+    numbers = {name: weights[common[name]].numel() for name in common}
+    begins, length = {}, 0
+    for bucket in buckets_of(numbers, bucket_limit(values, stage, chunk), alone_in(common, tied)):
+        begins |= {common[name]: length + begin for name, begin in bucket.begins.items()}
+        length += bucket.length
+    return begins, length
+
+
+def _cut(
+    vector: torch.Tensor,
+    names: Sequence[str],
+    weights: Mapping[str, torch.Tensor],
+    begins: tuple[dict[str, int], int] | None,
+    kind: str,
+    path: Path,
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """A kind of state of each parameter out of one flat vector. begins: as `_begins`; None: without gaps."""
+    what, end = f"{path}: {KINDS[kind]}", 0
+    if begins is not None and len(vector) != begins[1]:
+        raise CheckpointError(f"{what}: has {len(vector)} numbers, core's buckets of these parameters {begins[1]}")
+    for name in reversed(names):
+        shape = weights[name].shape
+        begin = end if begins is None else begins[0][name]
+        end = begin + prod(shape)
+        if end > len(vector):
+            raise CheckpointError(f"{what}: ends at {len(vector)} numbers, within {name}")
+        yield f"{kind}/{name}", vector[begin:end].view(shape)
+    if len(vector) - end >= PADDING:
+        raise CheckpointError(f"{what}: {len(vector) - end} numbers after {names[0]}")
 
 
 def _flat(found: Any, what: str) -> torch.Tensor:
@@ -269,16 +337,21 @@ def _checked(found: Mapping[str, Any], weights: Mapping[str, torch.Tensor]) -> d
     return dict(found)
 
 
-def _facts(
+def facts_in(
     content: Mapping[str, Any],
     optimizer: Mapping[str, Any],
     inner: Mapping[str, Any],
     groups: Sequence[Mapping[str, Any]],
     where: Path,
 ) -> Facts:
+    """What a state says besides its tensors; the arguments are `optimizer_parts` of what the file `where` holds.
+
+    Errors: CheckpointError where it is not one state of Adam.
+    """
     states = inner.get("state")
-    kept = list(states.values()) if isinstance(states, dict) else []
-    said = [_scalar(each["step"]) for each in (*groups, *kept) if isinstance(each, dict) and "step" in each]
+    kept = states if isinstance(states, dict) else {}
+    said = [_scalar(each["step"]) for each in (*groups, *kept.values()) if isinstance(each, dict) and "step" in each]
+    said += [_scalar(kept["common_step"])] if "common_step" in kept else []
     if len(set(said)) != 1 or not _numbers(said[0]) or said[0] < 0:
         raise CheckpointError(f"{where}: optimizer: step {sorted(set(map(str, said)))}: must be one number")
     betas, eps = groups[0].get("betas"), groups[0].get("eps")
@@ -323,8 +396,7 @@ def _schedule(content: Mapping[str, Any]) -> tuple[dict[str, Any] | None, int | 
     styles, samples = (found.get("lr_decay_style"), found.get("wd_incr_style")), found.get("num_steps")
     if not _numbers(*lr.values(), *decay.values(), samples) or not all(style in _STYLES for style in styles):
         return None, None
-    arguments = getattr(content.get("args"), "values", {})
-    initial = arguments.get("lr_warmup_init", 0.0)
+    initial = values_of(content).get("lr_warmup_init", 0.0)
     lr |= {"style": styles[0], "initial": initial if _numbers(initial) else 0.0, "batch": None}
     for values, name in ((lr, "warmup"), (lr, "decay"), (decay, "total")):
         values[name] = int(values[name])

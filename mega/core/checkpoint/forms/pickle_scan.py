@@ -9,7 +9,7 @@ not need is refused: other instructions, calls of other functions, depth, and wo
 from __future__ import annotations
 
 import pickletools
-from collections.abc import Collection
+from collections.abc import Callable
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
@@ -44,8 +44,12 @@ CALLS = HASHING | {
     "torch._utils._rebuild_tensor",
     "torch._utils._rebuild_tensor_v2",
     "torch._utils._rebuild_tensor_v3",
+    "torch._tensor._rebuild_from_type_v2",
 }
 """What files of tensors call. torch's reader allows more: bytearray(10^12), say."""
+
+WITH_ATTRIBUTES = "torch._tensor._rebuild_from_type_v2"
+"""Makes a tensor that has attributes, by calling the function that it is given: only of a tensor as such."""
 
 CODECS = ("latin1", "latin-1", "utf-8", "ascii")
 """Of others (punycode, idna) the time grows with the square of the text."""
@@ -91,12 +95,14 @@ class _RefusedError(ValueError):
 class Scan:
     """Plays a file's pickles, one after another; the limits hold for all of them together.
 
-    calls: names that may be called besides those of tensors, since inert objects stand for them.
+    inert: whether a name may be called besides those of tensors, since an inert object stands for it. `names` are all
+    that were met.
     """
 
-    def __init__(self, path: Path, calls: Collection[str] = ()) -> None:
+    def __init__(self, path: Path, inert: Callable[[str], object] = lambda name: None) -> None:
         self._path = path
-        self._calls = CALLS | set(calls)
+        self._inert = inert
+        self.names: set[str] = set()
         self._left, self._work, self._odd = INSTRUCTIONS, WORK, ODD_KEYS
 
     def check(self, stream: BytesIO) -> None:
@@ -142,6 +148,7 @@ class Scan:
                 stack.append(_tuple(_last(stack, _TUPLES[name])))
             elif name == "GLOBAL":
                 stack.append(Sized(says=str(argument).replace(" ", ".")))
+                self.names.add(stack[-1].says)
             elif name in ("REDUCE", "NEWOBJ"):
                 called, given = _last(stack, 2)
                 stack.append(self._called(called.says, given))
@@ -184,9 +191,12 @@ class Scan:
     def _called(self, name: str, given: Sized) -> Sized:
         if not name or given.items is None:
             raise ValueError("a call of what is not a function")
-        if name not in self._calls:
+        if name not in CALLS and not self._inert(name):
             raise _RefusedError(f"it holds {name}")
         self._charge(given.spread)
+        said = [argument.says for argument in given.items[:2]]
+        if name == WITH_ATTRIBUTES and said != ["torch._utils._rebuild_tensor_v2", "torch.Tensor"]:
+            raise _RefusedError(f"it holds {name} of {' and '.join(said)}")
         if name in HASHING and given.spread > ODD_KEYS:
             raise _RefusedError(f"it holds {name} of more than {ODD_KEYS:,} elements")
         if name == "_codecs.encode" and not all(argument.says in CODECS for argument in given.items[1:]):

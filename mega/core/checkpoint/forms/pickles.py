@@ -1,15 +1,15 @@
 """torch files that hold more than tensors, read without running anything they name.
 
-torch's own restricted unpickler does the reading. Names on our list become inert objects of ours, which
-only keep what they were given; tensors, containers and numbers are torch's list; all else is refused, by name.
+torch's own restricted unpickler does the reading. Objects of the programs that write such files become inert objects of
+ours, which only keep what they were given; tensors, containers and numbers are torch's list; all else is refused, by
+name.
 """
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from mega.core.checkpoint.forms.foreign import torch_file
 
@@ -33,32 +33,18 @@ class Arguments(Inert):
         return state if isinstance(state, dict) else {}
 
 
-STAND_INS: dict[str, type[Inert]] = {
-    "argparse.Namespace": Arguments,
-    **dict.fromkeys(
-        (
-            "megatron.core.enums.ModelType",
-            "megatron.model.enums.ModelType",
-            "megatron.core.transformer.enums.AttnBackend",
-            "megatron.core.transformer.enums.AttnMaskType",
-            "fp16.loss_scaler.LossScaler",
-            "fp16.loss_scaler.DynamicLossScaler",
-            "megatron.fp16.loss_scaler.LossScaler",
-            "megatron.fp16.loss_scaler.DynamicLossScaler",
-            # Random states hold numpy arrays; they are not needed here.
-            "numpy.core.multiarray._reconstruct",
-            "numpy._core.multiarray._reconstruct",
-            "numpy.ndarray",
-            "numpy.dtype",
-            "_codecs.encode",
-        ),
-        Inert,
-    ),
-}
+_PROGRAMS = re.compile(r"(argparse|datetime|fp16|megatron|numpy|pathlib|signal|transformer_engine)(\.\w+)+")
+"""Whose objects are in files besides tensors: arguments of the command line (and the enums, paths and signals among
+them), loss scalers, random states, the state of a rerun machine. A release may bring new ones."""
+
+
+def stand_in(name: str) -> type[Inert] | None:
+    """What is made in place of an object of the class, or the result of the function, `name`."""
+    if name == "argparse.Namespace":
+        return Arguments
+    return Inert if _PROGRAMS.fullmatch(name) else None
 
 
 def read_pickled(path: Path) -> Any:
     """What a torch file holds. Errors: CheckpointError naming the file and the first thing that is not allowed."""
-    stand_ins: list[Any] = [(cls, name) for name, cls in STAND_INS.items()]
-    with torch.serialization.safe_globals(stand_ins):
-        return torch_file(path, STAND_INS)
+    return torch_file(path, stand_in)
