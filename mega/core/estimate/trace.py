@@ -34,6 +34,7 @@ from mega.core.device import DTYPES
 from mega.core.estimate.chunks import Chunk
 from mega.core.family import synthetic_batch
 from mega.core.inventory import shape
+from mega.core.ops.autograd import run_backward
 from mega.core.parallel.gradients import parameter_spec
 from mega.core.parallel.layout import ParameterSpec
 from mega.core.parallel.mesh import Mesh
@@ -482,7 +483,7 @@ class _Rank:
             if self.deferred:
                 self.grads.defer_wgrad()
             given = tuple(torch.empty_like(tensor) for tensor in outs)
-            _backward(outs, given)
+            run_backward(outs, given)
             deferred = self.grads.take_deferred() if self.deferred else []
             del cargo
             backward = recorder.end()
@@ -497,13 +498,6 @@ class _Rank:
             batch=sum(tensor.nbytes for tensor in batch.tensors().values()),
             mapped=exchanges.mapped if exchanges is not None else 0,
         )
-
-
-def _backward(outs: tuple[torch.Tensor, ...], given: tuple[torch.Tensor, ...]) -> None:
-    """torch.autograd.backward(outs, given), which compares their shapes as symbols: with a package that is half as long
-    to import as torch."""
-    engine: Any = torch.autograd.Variable._execution_engine
-    engine.run_backward(outs, given, False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 @lru_cache(maxsize=64)

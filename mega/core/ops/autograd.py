@@ -1,4 +1,5 @@
-"""Small conventions between ops and those who call them: where a weight's gradient goes, what is computed again.
+"""Small conventions between ops and those who call them: where a weight's gradient goes, what is computed again, how
+the backward pass is begun.
 
 A weight may have a method `accumulate_grad(gradient)` that adds to a store of its own and returns None; an op hands its
 weights' gradients over in full precision and lets the weight decide. A tensor may carry a recipe: an op that would keep
@@ -7,7 +8,7 @@ the tensor for the backward pass may keep the recipe instead and compute the ten
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -42,3 +43,14 @@ def kept(ctx: Any) -> torch.Tensor:
     ctx.recipe = None  # what the recipe holds is freed with it
     with torch.no_grad():
         return recipe()
+
+
+def run_backward(outputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
+    """torch.autograd.backward(outputs, gradients) but for its look at shapes.
+
+    That one compares them as symbols, by a package that takes a rank half as long to import as torch itself.
+    """
+    engine: Any = torch.autograd.Variable._execution_engine
+    engine.run_backward(
+        tuple(outputs), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True
+    )

@@ -128,7 +128,7 @@ def launch(nproc: int, target: Callable[..., int | None], *args: Any) -> int:
     `target` must be importable by name. The first rank that fails ends the others; the code is its code, 128 + signal
     if it was killed. What asks a run to stop (STOPPING) reaches every rank; a second SIGINT ends them all.
     """
-    heeded, server, meeting = heeded_signals(), _server(), f"meeting-{uuid.uuid4().hex[:8]}"
+    heeded, server, meeting = heeded_signals(), _server(target.__module__), f"meeting-{uuid.uuid4().hex[:8]}"
     folder = _folder()
     ranks = [
         server.Process(target=_rank, args=(_environment(rank, nproc, folder, meeting), heeded, target, args))
@@ -226,10 +226,13 @@ class Pool:
             self._pipes.append(ours)
 
 
-def _server() -> Any:
-    """What ranks are forked from. It outlives a signal to the whole job: without it no process learns how ranks end."""
+def _server(*modules: str) -> Any:
+    """What ranks are forked from. It outlives a signal to the whole job: without it no process learns how ranks end.
+
+    modules: what all ranks need, which it imports once for them, if it does not run yet.
+    """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed", __name__])
+    context.set_forkserver_preload(["torch", "torch.distributed", __name__, *modules])
     before = {number: signal.signal(number, signal.SIG_IGN) for number in STOPPING}  # a new process inherits this
     try:
         multiprocessing.forkserver.ensure_running()

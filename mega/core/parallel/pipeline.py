@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from mega.core.batch import Batch, Terms
+from mega.core.ops.autograd import run_backward
 from mega.core.parallel.gradients import DeferredWgrad, GradBuffer
 from mega.core.parallel.mesh import Mesh
 from mega.core.plan import Compute, Exchange, Plan, Transfer
@@ -240,7 +241,7 @@ def backward(names: Sequence[str], out: StageOutput, arrived: Cargo, scale: torc
             assert scale is not None
             totals.append(out.terms[name].total)
             factors.append(scale[number].to(totals[-1].dtype))
-    torch.autograd.backward((*totals, *out.cargo), (*factors, *arrived))
+    run_backward((*totals, *out.cargo), (*factors, *arrived))
 
 
 def _gradient(tensor: torch.Tensor) -> torch.Tensor:

@@ -56,7 +56,8 @@ KINDS = {"moment1": "exp_avg", "moment2": "exp_avg_sq", "master": "param"}
 _NAMED = {"exp_avg": "moment1", "exp_avg_sq": "moment2", "param": "master", "fp32_param": "master"}
 _NAME = re.compile(rf"optimizer\.state\.({'|'.join(_NAMED)})\.(.+)")
 _FLAT = re.compile(
-    r"optimizer\.distributed\.dp_group_idx_(\d{1,6})\.gbuf_idx_(\d{1,6})\.dtype_\([\w., ]+\)\.bucket_idx_(\d{1,6})\.(\w+)"
+    r"optimizer\.distributed\.dp_group_idx_(\d{1,6})\.gbuf_idx_(\d{1,6})\.dtype_\([\w., ]+\)"
+    r"\.bucket_idx_(\d{1,6})\.(\w+)"
 )
 
 
