@@ -7,6 +7,7 @@ It knows neither prompts nor flags.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from mega.core.config.sections import ModelConfig
 from mega.core.device import Device
 from mega.core.family import family
+from mega.core.inference.adapters import AdapterChoice, OpenedAdapter, load_adapters
 from mega.core.inference.cache import Blocks
 from mega.core.inference.engine import BatchingEngine, follow
 from mega.core.inference.load import OpenedModel, load_stages
@@ -52,11 +54,12 @@ def start_engine(
     options: EngineOptions = EngineOptions(),
     *,
     dtype: torch.dtype | None = None,
+    adapters: Sequence[OpenedAdapter] = (),
 ) -> BatchingEngine | None:
     """Rank 0's engine. Other ranks follow it until it closes, and then return None.
 
-    dtype: computed and cached in [the weights' own]. Errors: ValueError where the model does not continue text, or does
-    not divide by the layout; CheckpointError naming file or tensor; LostRank.
+    dtype: computed and cached in [the weights' own]. adapters: that requests may name. Errors: ValueError where the
+    model does not continue text, or does not divide by the layout; CheckpointError naming file or tensor; LostRank.
     """
     model, where = opened.model, device.torch
     dtype = dtype or opened.dtype
@@ -64,7 +67,8 @@ def start_engine(
     layers = even_layers(model.layers or 0, mesh.pp.size)
     ops = forward_only(choose(where, dtype))
     (stage,) = load_stages(opened, mesh, device, dtype=dtype, ops=ops, stage_layers=layers)
-    return engine_on(stage, mesh, device, options, max(layers))
+    choice = load_adapters(stage, adapters, mesh, where, always=options.batch_invariant)
+    return engine_on(stage, mesh, device, options, max(layers), choice)
 
 
 def engine_on(
@@ -73,8 +77,9 @@ def engine_on(
     device: Device,
     options: EngineOptions = EngineOptions(),
     layers: int | None = None,
+    adapters: AdapterChoice | None = None,
 ) -> BatchingEngine | None:
-    """The same on this rank's stage of a model. layers: most blocks of any stage [the model's]."""
+    """The same on this rank's stage of a model. layers: most blocks of any stage [the model's]. adapters: its own."""
     model, size = stage.model, options.block
     vocab = min(model.vocab, options.vocab or model.vocab)
     blocks = _blocks(model, mesh, device, stage.dtype, options, layers or model.layers)
@@ -85,6 +90,7 @@ def engine_on(
         requests=options.requests,
         tile=options.tile if options.batch_invariant else None,
         vocab=vocab,
+        adapters=adapters,
     )
     relay = Relay(mesh) if mesh.world > 1 else None
     if relay is not None and mesh.rank:
