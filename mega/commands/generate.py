@@ -81,7 +81,8 @@ def run(
     """
     if url is not None:
         others: dict[str, object] = {"--load": load, "--input": input_file, "--output": output}
-        others |= {"--adapter": adapter[0] if adapter else None, "--num-samples": num_samples or None, "--min-p": min_p or None}
+        others |= {"--adapter": adapter[0] if adapter else None}
+        others |= {"--num-samples": num_samples or None, "--min-p": min_p or None}
         others |= {"--repetition-penalty": None if repetition_penalty == 1 else repetition_penalty}
         fields = {"temperature": 0.0 if greedy else temperature, "top_k": top_k, "top_p": top_p}
         fields |= {"top_p_decay": top_p_decay, "top_p_bound": top_p_bound, "random_seed": seed}
