@@ -52,6 +52,12 @@ def run(
     length_penalty: Annotated[
         float, typer.Option("--length-penalty", help="of beams: scores are divided by length ** this")
     ] = 1.0,
+    adapter: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--adapter", metavar="NAME=DIR", help='adapter; rows of --input may choose by "adapter" [the first]'
+        ),
+    ] = None,
     tp: Annotated[int, typer.Option("--tp", "--tensor-model-parallel-size", help="tensor-parallel ranks", min=1)] = 1,
     pp: Annotated[int, typer.Option("--pp", "--pipeline-model-parallel-size", help="pipeline stages", min=1)] = 1,
     nproc: Annotated[int | None, typer.Option("--nproc", help="local ranks to start [tp x pp]", min=1)] = None,
@@ -75,6 +81,7 @@ def run(
     """
     if url is not None:
         others: dict[str, object] = {"--load": load, "--input": input_file, "--output": output}
+        others |= {"--adapter": adapter[0] if adapter else None}
         others |= {"--num-samples": num_samples or None, "--min-p": min_p or None}
         others |= {"--repetition-penalty": None if repetition_penalty == 1 else repetition_penalty}
         fields = {"temperature": 0.0 if greedy else temperature, "top_k": top_k, "top_p": top_p}
@@ -82,6 +89,7 @@ def run(
         return _ask(url, prompt, tokens, others, fields, (beams, length_penalty))
     if load is None:
         raise ValueError("--load is missing: give a run's directory, or --url")
+    from mega.core.inference.adapters import adapter_places
     from mega.core.inference.opening import EngineOptions
     from mega.core.inference.speak import SpeechPlan, sampling_of
 
@@ -118,6 +126,7 @@ def run(
         sampling=sampling,
         beams=beams,
         length_penalty=length_penalty,
+        adapters=adapter_places(adapter or ()),
         tokenizer={} if tokenizer is None else {"tokenizer": tokenizer, **named},
         engine=EngineOptions(
             requests=64 if input_file is not None or num_samples else max(1, beams), batch_invariant=batch_invariant

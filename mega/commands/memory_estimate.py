@@ -51,12 +51,36 @@ def run(
         Path | None,
         typer.Option("--draw-schedule", help="write the pipeline's timeline to a .svg or .png file, or - for here"),
     ] = None,
+    serve: Annotated[
+        bool, typer.Option("--serve", help="what mega serve will report of the model on --tp x --pp ranks of --gpu")
+    ] = False,
+    max_requests: Annotated[
+        int | None, typer.Option("--max-requests", help="with --serve: sequences at once [64]", min=1)
+    ] = None,
+    cache_tokens: Annotated[
+        int | None, typer.Option("--cache-tokens", help="with --serve: of all in flight [what fits]", min=1)
+    ] = None,
+    longest: Annotated[
+        int | None, typer.Option("--max-length", help="with --serve: prompt and answer [the model's]", min=1)
+    ] = None,
 ) -> int:
     """Estimate what a run needs, before it is started.
 
     Takes the flags of pretrain. Memory is counted as the trainer allocates it, for each pipeline stage, on
     --world ranks. With --fit or --gpus the layout is searched for. No device is needed.
     """
+    own = {"--max-requests": max_requests, "--cache-tokens": cache_tokens, "--max-length": longest}
+    if serve:
+        others = {"--fit": fit, "--gpus": gpus, "--mtbf": mtbf, "--save-seconds": save_seconds}
+        others |= {"--restart-seconds": restart_seconds, "--draw": draw, "--draw-schedule": draw_schedule}
+        for flag, value in {**others, "--megatron": megatron or None}.items():
+            if value is not None:
+                raise ValueError(
+                    f"{flag}{'' if value is True else f' {value}'}: excludes --serve, which trains nothing"
+                )
+        return _serving(run, gpu, max_requests or 64, cache_tokens, longest, as_json)
+    if given := [f"{flag} {value}" for flag, value in own.items() if value is not None]:
+        raise ValueError(f"{given[0]}: needs --serve")
     from mega.core.estimate import show
     from mega.core.estimate.hardware import hardware
 
@@ -94,6 +118,41 @@ def run(
         print(json.dumps(_document(answer, megatron, stops)))
     else:
         _report(answer, megatron, stops)
+    return 0
+
+
+def _serving(
+    run: RunConfig, gpu: str | None, requests: int, cache_tokens: int | None, longest: int | None, as_json: bool
+) -> int:
+    """What `mega serve` reports before it listens, on a device or on this machine's processors."""
+    from mega.core.config.resolve import resolve
+    from mega.core.device import DTYPES, Device
+    from mega.core.estimate.hardware import hardware
+    from mega.core.inference.capacity import GIB, expected
+    from mega.core.inference.opening import check_layout
+
+    tp, pp = run.parallel.tp, run.parallel.pp
+    values: dict[str, Any] = {name: entries()[name].default for name in options_with(layout=True)}
+    run = updated(run, {**values, "tp": tp, "pp": pp, "micro_batch": 1, "global_batch": None, "world": None})
+    model = resolve(run, tp * pp).model
+    check_layout(model, tp, pp)
+    if gpu is None:
+        kind, room = "cpu", Device.choose("cpu").room()
+    else:
+        # Each rank has a group of its tensor axis, one of all ranks, and links to the stages next to it.
+        device, groups = hardware(gpu), (tp > 1) + (tp * pp > 1) + 2 * (pp > 1)
+        kind, room = "cuda", int((device.memory - groups * device.communicator) * GIB)
+    size = DTYPES[run.precision.dtype].itemsize
+    found = expected(model, size, room, kind, tp=tp, pp=pp, requests=requests, cache_tokens=cache_tokens)
+    if as_json:
+        import dataclasses
+        import json
+
+        print(json.dumps({**dataclasses.asdict(found), "lines": found.lines(longest)}))
+    else:
+        where = f"{tp * pp} {gpu or 'cpu'} rank{'s' * (tp * pp > 1)}"
+        print(f"{model.family}, {model.layers} blocks of {model.hidden}, {run.precision.dtype} on {where}")
+        print("\n".join(found.lines(longest)))
     return 0
 
 

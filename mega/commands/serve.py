@@ -28,6 +28,10 @@ def run(
     ] = None,
     device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option("--device", help="where tensors live")] = "auto",
     name: Annotated[str | None, typer.Option("--name", help="the model's name for clients [its directory's]")] = None,
+    adapter: Annotated[
+        list[str] | None,
+        typer.Option("--adapter", metavar="NAME=DIR", help="run with --lora-rank, or peft's; clients name it as model"),
+    ] = None,
     chat_template: Annotated[
         str | None, typer.Option("--chat-template", help="llama2, llama3, chatml, plain or a Jinja file [the model's]")
     ] = None,
@@ -63,6 +67,7 @@ def run(
     server when every accepted request is answered: exit code 0.
     """
     _check_extra()
+    from mega.core.inference.adapters import adapter_places
     from mega.core.inference.opening import EngineOptions
     from mega.core.inference.request import Sampling
     from mega.core.inference.server.limits import ServerLimits
@@ -80,8 +85,12 @@ def run(
         request_seconds=timeout,
         drain_seconds=drain,
     )
+    called, adapters = name or path.resolve().name, adapter_places(adapter or ())
+    if called in adapters:
+        raise ValueError(f"--adapter {called}={adapters[called]}: {called} is the model itself; give it another name")
     options = ServerOptions(
-        name=name or path.resolve().name,
+        name=called,
+        adapters=tuple(adapters),
         token=token,
         temperature=temperature,
         top_k=top_k,
@@ -107,6 +116,7 @@ def run(
         dtype=dtype,
         device=device,
         template=chat_template,
+        adapters=adapters,
     )
     return _start(plan, tp * pp)
 

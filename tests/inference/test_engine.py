@@ -15,10 +15,11 @@ import torch
 from mega.core.config.sections import ModelConfig
 from mega.core.device import Device
 from mega.core.inference.cache import Blocks
+from mega.core.inference.capacity import even_layers
 from mega.core.inference.engine import BatchingEngine
 from mega.core.inference.generate import logits
 from mega.core.inference.load import open_model
-from mega.core.inference.opening import EngineOptions, even_layers, start_engine
+from mega.core.inference.opening import EngineOptions, start_engine
 from mega.core.inference.request import Event, Limits, Request, RequestError, Sampling
 from mega.core.inference.schedule import Choice
 from mega.core.inference.step import Step

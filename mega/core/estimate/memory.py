@@ -20,6 +20,7 @@ from mega.core.estimate.chunks import Chunk, stage_chunks
 from mega.core.estimate.footprint import Footprint, footprint
 from mega.core.estimate.hardware import GIB
 from mega.core.estimate.weights import BYTES, Weights, stage_weights, tied_stages, transient_buckets, wide
+from mega.core.inference.capacity import cache_bytes
 from mega.core.inventory import inventory, parameters
 from mega.core.plan import Act, Compute, Exchange, plan
 from mega.core.plan.exchange import needs
@@ -187,9 +188,7 @@ def serving_bytes(run: RunConfig) -> int:
 
 def kv_cache_bytes(run: RunConfig) -> int:
     """Bytes of one token's keys and values over all layers and tensor ranks, while serving."""
-    model = run.model
-    assert model.layers and model.kv_heads and model.head_dim
-    return 2 * model.layers * model.kv_heads * model.head_dim * BYTES[run.precision.dtype]
+    return cache_bytes(run.model, BYTES[run.precision.dtype])
 
 
 def footprints(run: RunConfig, chunks: Collection[Chunk], dp: int, count: int) -> dict[Chunk, Footprint]:

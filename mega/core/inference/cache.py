@@ -14,7 +14,7 @@ SCRATCH = 0
 """The block that padding is written to; it belongs to no sequence."""
 
 ROOT = 0
-"""The prefix before the first block."""
+"""The prefix before the first block; of sequences in which a token has other keys, a number below it."""
 
 
 class Blocks:
@@ -39,9 +39,9 @@ class Blocks:
         """Blocks that can be promised."""
         return len(self._free) + len(self._unused) - self._promised
 
-    def find(self, ids: Sequence[int], most: int) -> tuple[list[int], int]:
-        """The blocks that hold the first tokens of `ids`, at most so many, and the prefix that they make."""
-        prefix, found = ROOT, []
+    def find(self, ids: Sequence[int], most: int, root: int = ROOT) -> tuple[list[int], int]:
+        """The blocks that hold the first tokens of `ids` after `root`, at most so many, and their prefix."""
+        prefix, found = root, []
         for start in range(0, min(most, len(ids) // self.size) * self.size, self.size):
             block = self._found.get((prefix, tuple(ids[start : start + self.size])))
             if block is None:

@@ -24,7 +24,8 @@ class BatchingEngine:
 
     def __init__(self, worker: Worker, limits: Limits, blocks: Blocks, *, chunk: int, relay: Relay | None = None):
         self.limits, self._worker, self._relay = limits, worker, relay
-        self._scheduler = Scheduler(blocks, limits, chunk, in_order=worker.tile is not None)
+        names = () if worker.adapters is None else worker.adapters.names
+        self._scheduler = Scheduler(blocks, limits, chunk, in_order=worker.tile is not None, adapters=names)
 
     @property
     def idle(self) -> bool:

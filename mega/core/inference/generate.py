@@ -29,6 +29,7 @@ def generate(
     how: Sampling,
     *,
     stop_ids: frozenset[int] = frozenset(),
+    adapter: str | None = None,
 ) -> Iterator[int]:
     """Up to `tokens` ids that follow `prompt`, one by one, from an engine that has nothing else to do; ends after an id
     of `stop_ids`, which it yields too.
@@ -41,7 +42,7 @@ def generate(
         if len(seen) >= longest:
             seen = seen[-max(1, longest // 2) :]
         more = min(tokens, longest - len(seen))
-        engine.add(Request(prompt=tuple(seen), tokens=more, sampling=how, stop_ids=stop_ids))
+        engine.add(Request(prompt=tuple(seen), tokens=more, sampling=how, stop_ids=stop_ids, adapter=adapter))
         while not engine.idle:
             for event in engine.step():
                 assert event.token is not None

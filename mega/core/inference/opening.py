@@ -7,6 +7,7 @@ It knows neither prompts nor flags.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,9 @@ import torch
 from mega.core.config.sections import ModelConfig
 from mega.core.device import Device
 from mega.core.family import family
+from mega.core.inference.adapters import AdapterChoice, OpenedAdapter, load_adapters
 from mega.core.inference.cache import Blocks
+from mega.core.inference.capacity import BLOCK, cache_blocks, cache_bytes, even_layers, fitting_blocks, wanted_tokens
 from mega.core.inference.engine import BatchingEngine, follow
 from mega.core.inference.load import OpenedModel, load_stages
 from mega.core.inference.relay import Relay
@@ -24,9 +27,6 @@ from mega.core.inference.worker import Worker
 from mega.core.ops.suite import choose, forward_only
 from mega.core.parallel.collectives import all_reduce
 from mega.core.parallel.mesh import Mesh
-
-SHARES = {"cuda": 0.85, "cpu": 0.25}
-"""Kind of device -> share of the memory that is left which the cache may take."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +39,7 @@ class EngineOptions:
     requests: int = 64
     chunk: int = 512
     cache_tokens: int | None = None
-    block: int = 16
+    block: int = BLOCK
     batch_invariant: bool = False
     tile: int = 32
     vocab: int | None = None
@@ -52,11 +52,12 @@ def start_engine(
     options: EngineOptions = EngineOptions(),
     *,
     dtype: torch.dtype | None = None,
+    adapters: Sequence[OpenedAdapter] = (),
 ) -> BatchingEngine | None:
     """Rank 0's engine. Other ranks follow it until it closes, and then return None.
 
-    dtype: computed and cached in [the weights' own]. Errors: ValueError where the model does not continue text, or does
-    not divide by the layout; CheckpointError naming file or tensor; LostRank.
+    dtype: computed and cached in [the weights' own]. adapters: that requests may name. Errors: ValueError where the
+    model does not continue text, or does not divide by the layout; CheckpointError naming file or tensor; LostRank.
     """
     model, where = opened.model, device.torch
     dtype = dtype or opened.dtype
@@ -64,7 +65,8 @@ def start_engine(
     layers = even_layers(model.layers or 0, mesh.pp.size)
     ops = forward_only(choose(where, dtype))
     (stage,) = load_stages(opened, mesh, device, dtype=dtype, ops=ops, stage_layers=layers)
-    return engine_on(stage, mesh, device, options, max(layers))
+    choice = load_adapters(stage, adapters, mesh, where, always=options.batch_invariant)
+    return engine_on(stage, mesh, device, options, max(layers), choice)
 
 
 def engine_on(
@@ -73,8 +75,9 @@ def engine_on(
     device: Device,
     options: EngineOptions = EngineOptions(),
     layers: int | None = None,
+    adapters: AdapterChoice | None = None,
 ) -> BatchingEngine | None:
-    """The same on this rank's stage of a model. layers: most blocks of any stage [the model's]."""
+    """The same on this rank's stage of a model. layers: most blocks of any stage [the model's]. adapters: its own."""
     model, size = stage.model, options.block
     vocab = min(model.vocab, options.vocab or model.vocab)
     blocks = _blocks(model, mesh, device, stage.dtype, options, layers or model.layers)
@@ -85,6 +88,7 @@ def engine_on(
         requests=options.requests,
         tile=options.tile if options.batch_invariant else None,
         vocab=vocab,
+        adapters=adapters,
     )
     relay = Relay(mesh) if mesh.world > 1 else None
     if relay is not None and mesh.rank:
@@ -105,37 +109,15 @@ def check_layout(model: ModelConfig, tp: int, pp: int) -> None:
         raise ValueError(f"--pp {pp}: must be at most the model's {model.layers} blocks")
 
 
-def even_layers(layers: int, stages: int) -> tuple[int, ...]:
-    """Blocks of each stage, as equal as they can be; the last has the head to compute, so the first have more.
-
-    >>> even_layers(5, 2)
-    (3, 2)
-    """
-    return tuple(layers // stages + (stage < layers % stages) for stage in range(stages))
-
-
-def cache_bytes(model: ModelConfig, dtype: torch.dtype, *, tp: int = 1, layers: int | None = None) -> int:
-    """Bytes of keys and values that one rank holds for one token. layers: of its stage [all]."""
-    assert model.layers and model.kv_heads and model.head_dim
-    held = model.layers if layers is None else layers
-    return 2 * held * (model.kv_heads // tp) * model.head_dim * dtype.itemsize
-
-
 def _blocks(
     model: ModelConfig, mesh: Mesh, device: Device, dtype: torch.dtype, options: EngineOptions, layers: int
 ) -> int:
     """Blocks of the cache, the same on every rank. Errors: ValueError where not even one sequence fits."""
-    size, longest = options.block, model.positions or 0
-    asked = options.cache_tokens if options.cache_tokens is not None else options.requests * longest
-    wanted = -(-asked // size)
+    size = options.block
     left = device.room() - (device.resident() if device.is_cuda else 0)
-    fits = int(left * SHARES[device.torch.type]) // (cache_bytes(model, dtype, tp=mesh.tp.size, layers=layers) * size)
-    if not device.is_cuda:
-        fits //= mesh.world
-    least = torch.tensor(min(wanted, fits), device=device.torch)
+    token = cache_bytes(model, dtype.itemsize, tp=mesh.tp.size, layers=layers)
+    fits = fitting_blocks(left, device.torch.type, token, size) // (1 if device.is_cuda else mesh.world)
+    least = torch.tensor(fits, device=device.torch)
     all_reduce(least, mesh.everyone, "min")
-    if options.cache_tokens is not None and int(least) < wanted:
-        raise ValueError(f"--cache-tokens {options.cache_tokens}: at most {int(least) * size} fit into memory")
-    if int(least) < 1:
-        raise ValueError("not even one block of the cache fits into memory; give more ranks")
-    return int(least) + 1
+    wanted = wanted_tokens(model, options.requests, options.cache_tokens)
+    return cache_blocks(wanted, int(least), size, asked=options.cache_tokens is not None)

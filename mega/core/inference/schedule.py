@@ -43,11 +43,13 @@ class CachedSequence:
 
 @dataclass(eq=False)
 class InFlight:
-    """A request in flight. promised: blocks that it may still take. seen: its row of seen ids, or -1."""
+    """A request in flight. adapter: its number, 0 for none. promised: blocks that it may still take. seen: its row of
+    seen ids, or -1."""
 
     number: int
     request: Request
     seed: int
+    adapter: int = 0
     sequences: list[CachedSequence] = field(default_factory=list)
     search: BeamSearch | None = None
     promised: int = 0
@@ -85,6 +87,7 @@ class _Work:
     """Columns of the step that is being put together."""
 
     sequences: list[tuple[CachedSequence, int]] = field(default_factory=list)
+    adapters: list[int] = field(default_factory=list)
     wanted: list[int] = field(default_factory=list)
     rows: list[WantedRow] = field(default_factory=list)
     tokens: int = 0
@@ -92,10 +95,13 @@ class _Work:
 
 class Scheduler:
     """Requests in, steps out; results in, events out. chunk: most prompt tokens of a step. in_order: steps may be cut,
-    so what shares a block must come after what computes it."""
+    so what shares a block must come after what computes it. adapters: names; the first is number 1."""
 
-    def __init__(self, blocks: Blocks, limits: Limits, chunk: int, *, in_order: bool = False):
+    def __init__(
+        self, blocks: Blocks, limits: Limits, chunk: int, *, in_order: bool = False, adapters: Sequence[str] = ()
+    ):
         self.blocks, self.limits, self.chunk, self.in_order = blocks, limits, chunk, in_order
+        self._adapters: dict[str | None, int] = {None: 0, **{name: at for at, name in enumerate(adapters, start=1)}}
         self._waiting: deque[InFlight] = deque()
         self._running: list[InFlight] = []
         self._ended: list[Event] = []
@@ -112,7 +118,7 @@ class Scheduler:
         """As `Engine.add`."""
         self._check(request)
         seed = secrets.randbits(63) if request.sampling.seed is None else request.sampling.seed
-        answer = InFlight(self._numbers, request, seed)
+        answer = InFlight(self._numbers, request, seed, self._adapters[request.adapter])
         self._numbers += 1
         if request.tokens or request.prompt_logprobs:
             self._waiting.append(answer)
@@ -135,8 +141,9 @@ class Scheduler:
             raise RequestError(
                 "tokens", request.tokens, f"the cache holds {limits.cache} tokens; fewer, or fewer beams"
             )
-        if request.adapter is not None:
-            raise RequestError("adapter", request.adapter, "this engine has no adapters loaded; valid: none")
+        if request.adapter not in self._adapters:
+            names = ", ".join(name for name in self._adapters if name is not None) or "none"
+            raise RequestError("adapter", request.adapter, f"is not loaded; valid: {names}")
 
     def _need(self, request: Request) -> int:
         longest = len(request.prompt) + request.tokens
@@ -193,7 +200,7 @@ class Scheduler:
             return False
         # The last token is computed in any case, for its logits; where all are wanted, all are.
         most = 0 if request.prompt_logprobs else (len(request.prompt) - 1) // size
-        shared, prefix = self.blocks.find(request.prompt, most)
+        shared, prefix = self.blocks.find(request.prompt, most, ROOT - answer.adapter)
         need = self._need(request) - len(shared)
         if not self.blocks.admit(shared, need):
             return False
@@ -237,6 +244,7 @@ class Scheduler:
             except Exception as error:  # of the request alone; its blocks are in this step's tables
                 answer.failure = answer.failure or str(error) or repr(error)
         work.sequences.append((sequence, take))
+        work.adapters.append(answer.adapter)
         work.tokens += take
 
     def _step(self, work: _Work, copies: Sequence[tuple[int, int]], marks: Sequence[tuple[int, int]]) -> Step:
@@ -260,6 +268,7 @@ class Scheduler:
             counts=counts,
             lengths=lengths,
             tables=tables,
+            adapters=np.array(work.adapters, dtype=np.int64),
             copies=_pairs(copies),
             wanted=np.array(work.wanted, dtype=np.int64),
             targets=np.array([row.target for row in work.rows], dtype=np.int64),

@@ -11,10 +11,11 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TextIO
+from typing import NamedTuple, TextIO
 
 from mega.core.device import DTYPES
 from mega.core.files import whole_file
+from mega.core.inference.adapters import OpenedAdapter, open_adapters
 from mega.core.inference.generate import generate
 from mega.core.inference.load import OpenedModel, open_model
 from mega.core.inference.opening import EngineOptions, check_layout, start_engine
@@ -32,7 +33,8 @@ ASK = "Context prompt (stop to exit) >>> "
 class SpeechPlan:
     """What is generated, and with what. prompt: None with `input`, `samples` or `interactive`. input: a file of
     prompts, JSON where it ends in .jsonl, else a line each; output: None is standard output. samples: texts from the
-    beginning of a document. beams: 0 samples. tokenizer: options of another than the model's own."""
+    beginning of a document. beams: 0 samples. tokenizer: options of another than the model's own. adapters: where they
+    lie, by name; the first is gone by where a prompt of `input` names none."""
 
     load: Path
     tokens: int
@@ -45,6 +47,7 @@ class SpeechPlan:
     beams: int = 0
     length_penalty: float = 1.0
     tokenizer: Mapping[str, str] = field(default_factory=dict)
+    adapters: Mapping[str, Path] = field(default_factory=dict)
     engine: EngineOptions = field(default_factory=EngineOptions)
     tp: int = 1
     pp: int = 1
@@ -52,57 +55,81 @@ class SpeechPlan:
     device: str = "auto"
 
 
-def open_speech(plan: SpeechPlan) -> tuple[OpenedModel, Tokenizer, list[str]]:
-    """The model, its tokenizer, and the prompts of --input, before any rank starts.
+class Prompt(NamedTuple):
+    """A text to continue, and the adapter that it goes by."""
+
+    text: str
+    adapter: str | None
+
+
+class Speech(NamedTuple):
+    """What is opened before any rank starts. prompts: of --input."""
+
+    model: OpenedModel
+    adapters: tuple[OpenedAdapter, ...]
+    tokenizer: Tokenizer
+    prompts: list[Prompt]
+
+
+def open_speech(plan: SpeechPlan) -> Speech:
+    """The model, its adapters, its tokenizer, and the prompts of --input.
 
     Errors: ValueError naming flag, file or line.
     """
     opened = open_model(plan.load)
     check_layout(opened.model, plan.tp, plan.pp)
+    adapters = open_adapters(plan.adapters, opened)
     tokenizer = build(**plan.tokenizer) if plan.tokenizer else opened.tokenizer()  # type: ignore[arg-type]
     if tokenizer.vocab_size > (opened.model.vocab or 0):
         raise ValueError(
             f"{opened.path}: the model has {opened.model.vocab} tokens, its tokenizer {tokenizer.vocab_size}; "
             "give the right one with --tokenizer"
         )
-    return opened, tokenizer, [] if plan.input is None else list(_prompts(plan.input))
+    prompts = [] if plan.input is None else list(_prompts(plan.input, tuple(plan.adapters)))
+    return Speech(opened, adapters, tokenizer, prompts)
 
 
-def _prompts(path: Path) -> Iterator[str]:
+def _prompts(path: Path, adapters: Sequence[str]) -> Iterator[Prompt]:
     """Errors: ValueError naming file and line."""
+    first = adapters[0] if adapters else None
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"--input {path}: cannot be read as UTF-8 text ({error})") from None
     for number, line in enumerate(text.splitlines(), start=1):
         if path.suffix != ".jsonl":
-            yield line
+            yield Prompt(line, first)
             continue
         try:
             found = json.loads(line)
         except ValueError:
             raise ValueError(f"--input {path}:{number}: is not JSON") from None
+        adapter = found.get("adapter", first) if isinstance(found, dict) else first
         if isinstance(found, dict):
             found = found.get("prompt", found.get("text"))
         if not isinstance(found, str):
             raise ValueError(f'--input {path}:{number}: must be a string, or an object with a string as "prompt"')
-        yield found
+        if adapter is not None and adapter not in adapters:
+            names = ", ".join(adapters) or "none, for lack of --adapter"
+            raise ValueError(f"--input {path}:{number}: adapter {adapter!r} is not loaded; valid: {names}")
+        yield Prompt(found, adapter)
 
 
 def speak(plan: SpeechPlan) -> int:
     """This rank's part. Errors: ValueError naming flag, file or tensor; LostRank."""
-    opened, tokenizer, prompts = open_speech(plan)
+    opened, adapters, tokenizer, prompts = open_speech(plan)
     world, device, groups = connect(plan.device)
     mesh = Mesh(world.rank, tp=plan.tp, pp=plan.pp, groups=groups if world.size > 1 else None)
     dtype = DTYPES[plan.dtype or "fp32"] if plan.dtype or not device.is_cuda else None
-    engine = start_engine(opened, mesh, device, replace(plan.engine, vocab=tokenizer.vocab_size), dtype=dtype)
+    options = replace(plan.engine, vocab=tokenizer.vocab_size)
+    engine = start_engine(opened, mesh, device, options, dtype=dtype, adapters=adapters)
     if engine is None:
         return 0
     speaker = Speaker(engine, tokenizer, plan)
     if plan.interactive:
         speaker.converse()
     elif plan.input is not None or plan.samples:
-        speaker.answer_all([""] * plan.samples or prompts)
+        speaker.answer_all([Prompt("", speaker.adapter)] * plan.samples or prompts)
     else:
         speaker.continue_one(plan.prompt or "", sys.stdout)
     engine.close()
@@ -121,6 +148,11 @@ class Speaker:
         """An empty prompt begins a document."""
         start = self.tokenizer.bos if self.tokenizer.bos is not None else self.tokenizer.eod
         return self.tokenizer.encode(prompt) or ([start] if start is not None else [])
+
+    @property
+    def adapter(self) -> str | None:
+        """Gone by where a prompt names none."""
+        return next(iter(self.plan.adapters), None)
 
     @property
     def stop_ids(self) -> frozenset[int]:
@@ -142,7 +174,8 @@ class Speaker:
             return len(best.ids)
         # Decoders drop the blank in front of a text's first piece. After an empty prompt the first new piece is that.
         stream = TextStream(self.tokenizer, ids if prompt else [])
-        for token in generate(self.engine, ids, plan.tokens, plan.sampling, stop_ids=self.stop_ids):
+        made = generate(self.engine, ids, plan.tokens, plan.sampling, stop_ids=self.stop_ids, adapter=self.adapter)
+        for token in made:
             count += 1
             if token not in self.stop_ids:
                 print(stream.push(token), end="", flush=True, file=out)
@@ -150,14 +183,14 @@ class Speaker:
         return count
 
     def _beams(self, ids: Sequence[int]) -> tuple[tuple[Beam, ...], str]:
-        self.engine.add(self._request(ids, 0))
+        self.engine.add(self._request(ids, 0, self.adapter))
         while not self.engine.idle:
             for event in self.engine.step():
                 if event.finish is not None:
                     return event.beams, event.finish
         raise AssertionError("a request has an end")
 
-    def _request(self, ids: Sequence[int], number: int) -> Request:
+    def _request(self, ids: Sequence[int], number: int, adapter: str | None) -> Request:
         """The request of prompt `number`, each with a seed of its own."""
         plan, seed = self.plan, self.plan.sampling.seed
         how = plan.sampling if seed is None else replace(plan.sampling, seed=_wrapped(seed + number))
@@ -168,15 +201,16 @@ class Speaker:
             stop_ids=self.stop_ids,
             beams=plan.beams,
             length_penalty=plan.length_penalty,
+            adapter=adapter,
         )
 
-    def answer_all(self, prompts: Sequence[str]) -> None:
+    def answer_all(self, prompts: Sequence[Prompt]) -> None:
         """Continue all prompts together; one JSON line each, in their order."""
-        ids = [self.ids(prompt) for prompt in prompts]
+        ids = [self.ids(prompt.text) for prompt in prompts]
         numbers = {}
         for number, one in enumerate(ids):
             try:
-                numbers[self.engine.add(self._request(one, number))] = number
+                numbers[self.engine.add(self._request(one, number, prompts[number].adapter))] = number
             except RequestError as error:
                 where = f"--input {self.plan.input}:{number + 1}: " if self.plan.input is not None else ""
                 raise ValueError(f"{where}{_flagged(error)}") from None
@@ -191,7 +225,15 @@ class Speaker:
                     ends[number] = event.finish
                     new[number] = list(event.beams[0].ids) if event.beams else new[number]
         rows = [
-            {"prompt": prompt, "text": self.text(prompt, one, more), "finish": end, "tokens": len(more)}
+            {
+                **{
+                    "prompt": prompt.text,
+                    "text": self.text(prompt.text, one, more),
+                    "finish": end,
+                    "tokens": len(more),
+                },
+                **({"adapter": prompt.adapter} if self.plan.adapters else {}),
+            }
             for prompt, one, more, end in zip(prompts, ids, new, ends, strict=True)
         ]
         lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)

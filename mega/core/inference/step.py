@@ -28,6 +28,7 @@ class Step:
 
     tokens, positions: int64 [n]. slots: int64 [n], where in the cache a token's key and value go: block x size + place.
     counts, lengths: int64 [r], tokens of each run, and of its sequence up to its end. tables: int64 [r, width], blocks.
+    adapters: int64 [r], number of the adapter that a run goes by, from 1 on; 0 is none.
     copies: int64 [c, 2], blocks that are copied (from, to) before anything is computed.
     wanted: int64 [m], tokens whose logits are wanted. targets: int64 [m], the id to be scored, or CHOOSE or BEAM. tops:
     int64 [m], likeliest ids to report; -1: not even the log-probability. seen: int64 [m], which row of seen ids the
@@ -42,6 +43,7 @@ class Step:
     counts: Integers
     lengths: Integers
     tables: Integers
+    adapters: Integers
     copies: Integers
     wanted: Integers
     targets: Integers
@@ -98,6 +100,7 @@ class Step:
                 counts=np.ones(rows, dtype=np.int64),
                 lengths=_padded(self.positions[part] + 1, missing, 1),
                 tables=np.concatenate([tables[part], np.full((missing, tables.shape[1]), SCRATCH)]),
+                adapters=_padded(self.adapters[run][part], missing),
                 wanted=_padded(wanted, rows - len(wanted)),
             )
 
@@ -106,7 +109,7 @@ def _padded(array: Integers, missing: int, value: int = 0) -> Integers:
     return np.concatenate([array, np.full(missing, value)]) if missing else array
 
 
-_FLAT = {"tokens", "positions", "slots", "counts", "lengths", "wanted", "targets", "tops", "seen"}
+_FLAT = {"tokens", "positions", "slots", "counts", "lengths", "adapters", "wanted", "targets", "tops", "seen"}
 
 
 def _as_integers(array: NDArray[Any]) -> Integers:

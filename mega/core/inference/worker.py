@@ -15,6 +15,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from mega.core.batch import DecoderBatch
+from mega.core.inference.adapters import AdapterChoice
 from mega.core.inference.sampling import Filters, draw, penalised
 from mega.core.inference.schedule import Choice
 from mega.core.inference.step import BEAM, CHOOSE, Step
@@ -59,7 +60,8 @@ class PagedCache:
 class Worker:
     """stage: with `decode`, in evaluation mode. tile: steps are cut into exactly so many tokens; None: they are not.
 
-    requests: rows of ids that the repetition penalty goes by. vocab: ids below this are chosen.
+    requests: rows of ids that the repetition penalty goes by. vocab: ids below this are chosen. adapters: those that
+    the stage's linears go by.
     """
 
     def __init__(
@@ -73,9 +75,10 @@ class Worker:
         requests: int,
         tile: int | None,
         vocab: int | None = None,
+        adapters: AdapterChoice | None = None,
     ):
         model = stage.model
-        self.stage, self.mesh, self.device, self.tile = stage, mesh, device, tile
+        self.stage, self.mesh, self.device, self.tile, self.adapters = stage, mesh, device, tile, adapters
         self.vocab, self.requests = vocab or model.vocab, requests
         self.repeats = model.heads // model.kv_heads
         layers = [unit for unit in stage.units if isinstance(unit, int)]
@@ -121,6 +124,8 @@ class Worker:
             *(step.counts, step.lengths, step.tables), self.cache.pool[0], self.repeats, self.stage.model.window
         )
         self.cache.begin(slots, pages)
+        if self.adapters is not None:
+            self.adapters.begin(np.repeat(step.adapters, step.counts))
         batch = DecoderBatch(ids[None], ids[None], ids[None], positions[None], ids[:1])
         cargo = []
         if not mesh.pp.first:

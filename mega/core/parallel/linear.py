@@ -197,8 +197,11 @@ def column_matmul(
 
     bias: added in the GEMM's own pass; it gets no gradient from here. drop: of the adapter's input, all tokens.
     """
-    if adapter is None and not region.sequence and not torch.is_grad_enabled():  # nothing to keep
-        return weight.ops.matmuls.forward(x, weight.to(x.dtype), bias)
+    if not region.sequence and not torch.is_grad_enabled():  # nothing to keep
+        y = weight.ops.matmuls.forward(x, weight.to(x.dtype), bias)
+        if adapter is not None:
+            adapter.add(x, y, drop)
+        return y
     held = () if adapter is None else adapter.weights
     return _ColumnMatmul.apply(x, weight, bias, region, adapter, drop, *held)  # type: ignore[no-any-return, no-untyped-call]
 
@@ -249,10 +252,12 @@ class RowLinear(nn.Module):
         return y if self.bias is None else y + self.bias
 
     def matmul(self, x: torch.Tensor, drop: Dropout | None = None) -> torch.Tensor:
-        if self.adapter is None and not self.region.sequence and not torch.is_grad_enabled():
+        drop = of_columns(drop, self.region.axis.index, x.shape[1])
+        if not self.region.sequence and not torch.is_grad_enabled():  # nothing to keep
             y = self.weight.ops.matmuls.forward(x, self.weight)
+            if self.adapter is not None:
+                self.adapter.add(x, y, drop)
             all_reduce(y, self.region.axis)
             return y
-        drop = of_columns(drop, self.region.axis.index, x.shape[1])
         held = () if self.adapter is None else self.adapter.weights
         return _RowMatmul.apply(x, self.weight, self.region, self.adapter, drop, *held)  # type: ignore[no-any-return, no-untyped-call]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,13 @@ from mega.core.checkpoint.forms.gpt2 import PREFIX, gpt2_name
 from mega.core.checkpoint.forms.keys import number_in, only, whole_in
 from mega.core.checkpoint.forms.mapping import Source, Table, Target, whole, whole_box
 from mega.core.checkpoint.forms.writing import write_json
-from mega.core.checkpoint.own.base import describe, named_base
+from mega.core.checkpoint.own.base import check_adapters, describe, named_base
 from mega.core.checkpoint.own.container import write_container
 from mega.core.checkpoint.own.model import model_of
 from mega.core.checkpoint.own.pieces import CheckpointError, Piece
 from mega.core.checkpoint.own.store import locate
 from mega.core.config.sections import ModelConfig
-from mega.core.inventory import inventory, linears
+from mega.core.inventory import linears
 from mega.core.inventory.adapters import DOWN, UP, with_adapters
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -58,14 +59,19 @@ def open_form(path: Path, given: Given) -> Opened:
     if given.base is None:
         raise CheckpointError(f"--base is missing: {path} is an adapter; give the checkpoint (mega) it was trained on")
     base = locate(given.base)
-    bare = model_of(base.meta, str(base.path))
-    if bare.lora_rank:
-        raise CheckpointError(f"--base {given.base}: holds adapters itself; must be whole")
-    _check_family(bare)
+    opened = open_adapter(path, model_of(base.meta, str(base.path)), f"--base {given.base}")
+    return replace(opened, known={"base": describe(base)})
+
+
+def open_adapter(path: Path, base: ModelConfig, named: str) -> Opened:
+    """The adapter at `path` of a model. named: what messages call that. Errors: CheckpointError."""
+    if base.lora_rank:
+        raise CheckpointError(f"{named}: holds adapters itself; must be whole")
+    _check_family(base)
     source = safetensors_source([path / WEIGHTS])
     found = {name: source.read(name, whole_box(shape)) for name, (shape, _) in source.tensors.items()}
-    model, ours = _ours(read_json(path / CONFIG), found, bare, path, given.base)
-    return Opened(TorchSource(ours), model, _as_it_is(ours), known={"base": describe(base)})
+    model, ours = _ours(read_json(path / CONFIG), found, base, path, named)
+    return Opened(TorchSource(ours), model, _as_it_is(ours))
 
 
 def export(own: Own, to: str, given: Given) -> Export:
@@ -133,7 +139,7 @@ def _config(model: ModelConfig, theirs: Mapping[str, Any], ranks: Mapping[str, i
 
 
 def _ours(
-    config: Mapping[str, Any], found: Tensors, base: ModelConfig, path: Path, named: Path
+    config: Mapping[str, Any], found: Tensors, base: ModelConfig, path: Path, named: str
 ) -> tuple[ModelConfig, Tensors]:
     """The model with its adapters, and these by `weights/NAME`. Errors: CheckpointError naming key or tensor."""
     where = str(path / CONFIG)
@@ -155,18 +161,9 @@ def _ours(
         lora_targets=() if set(targets) == set(linears(base)) else tuple(targets),
         lora_dropout=number_in(config, "lora_dropout", where, 0.0),
     )
-    model, file = with_adapters(base, of), path / WEIGHTS
-    try:
-        wanted = {tensor.name: tensor.shape for tensor in inventory(model) if tensor.trainable}
-    except ValueError as error:
-        raise CheckpointError(f"{file}: is not an adapter of --base {named}: {error}") from None
-    for name in sorted(wanted.keys() ^ named_ours.keys()):
-        fault = "is missing" if name in wanted else "is not of that model"
-        raise CheckpointError(f"{file}: is not an adapter of --base {named}: {name} {fault}")
-    for name, shape in wanted.items():
-        if tuple(named_ours[name].shape) != shape:
-            has = f"{name} has shape {tuple(named_ours[name].shape)}, that model's is {shape}"
-            raise CheckpointError(f"{file}: is not an adapter of --base {named}: {has}")
+    model = with_adapters(base, of)
+    shapes = {f"weights/{name}": tuple(each.shape) for name, each in named_ours.items()}
+    check_adapters(model, shapes, str(path / WEIGHTS), named)
     return model, {f"weights/{name}": each for name, each in named_ours.items()}
 
 

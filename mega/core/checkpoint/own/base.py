@@ -67,6 +67,24 @@ def open_base(
     return base
 
 
+def check_adapters(model: ModelConfig, shapes: Mapping[str, tuple[int, ...]], where: str, named: str) -> None:
+    """Errors: CheckpointError where `shapes`, key -> shape of what `where` holds, are not the adapters of `model`.
+
+    named: what messages call the model.
+    """
+    try:
+        wanted = {f"weights/{tensor.name}": tensor.shape for tensor in inventory(model) if tensor.trainable}
+    except ValueError as error:
+        raise CheckpointError(f"{where}: is not an adapter of {named}: {error}") from None
+    for key in sorted(wanted.keys() ^ shapes.keys()):
+        fault = "is missing" if key in wanted else "is not of that model"
+        raise CheckpointError(f"{where}: is not an adapter of {named}: {key.removeprefix('weights/')} {fault}")
+    for key, shape in wanted.items():
+        if shapes[key] != shape:
+            has = f"{key.removeprefix('weights/')} has shape {shapes[key]}, that model's is {shape}"
+            raise CheckpointError(f"{where}: is not an adapter of {named}: {has}")
+
+
 class Joined:
     """A checkpoint of adapters and its base, read as one: weights of both, all else of the adapters' run."""
 

@@ -10,15 +10,18 @@ import signal
 import socket
 import sys
 import time
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import torch
 
 from mega.core.config.world import world_from_env
 from mega.core.device import DTYPES
+from mega.core.inference.adapters import open_adapters
+from mega.core.inference.capacity import Capacity, cache_bytes, even_layers, weight_bytes
 from mega.core.inference.load import OpenedModel, open_model
 from mega.core.inference.opening import EngineOptions, start_engine
-from mega.core.inference.request import Limits
 from mega.core.inference.server.chat_prompt import ChatPrompt
 from mega.core.inference.server.run import HttpServer, bind, raise_file_limit
 from mega.core.inference.server.service import ServerOptions
@@ -34,7 +37,7 @@ _SWITCH_SECONDS = 0.001
 @dataclass(frozen=True, kw_only=True)
 class ServePlan:
     """What is served where. dtype: to compute in; None: fp32 on a CPU, else the weights' own. template: a name of
-    TEMPLATES, or a Jinja file; None: the model's own."""
+    TEMPLATES, or a Jinja file; None: the model's own. adapters: where those of the options' names lie."""
 
     path: str
     options: ServerOptions
@@ -47,6 +50,7 @@ class ServePlan:
     device: str = "auto"
     backend: str = "auto"
     template: str | None = None
+    adapters: Mapping[str, Path] = field(default_factory=dict)
 
 
 def check_host(host: str, token: str | None) -> None:
@@ -73,12 +77,14 @@ def serve_rank(plan: ServePlan) -> int:
         for number in STOPPING:  # rank 0 ends the others when it has drained
             signal.signal(number, signal.SIG_IGN)
     opened = open_model(plan.path)
+    adapters = open_adapters(plan.adapters, opened)
     tokenizer = opened.tokenizer()
     chat = _chat(plan, opened, tokenizer) if first else None
     world, device, groups = connect(plan.device, plan.backend)
     mesh = Mesh(world.rank, tp=plan.tp, pp=plan.pp, groups=groups if world.size > 1 else None)
     dtype = DTYPES[plan.dtype] if plan.dtype is not None else opened.dtype if device.is_cuda else torch.float32
-    engine = start_engine(opened, mesh, device, replace(plan.engine, vocab=tokenizer.vocab_size), dtype=dtype)
+    options = replace(plan.engine, vocab=tokenizer.vocab_size)
+    engine = start_engine(opened, mesh, device, options, dtype=dtype, adapters=adapters)
     if engine is None:
         return 0
     assert listening is not None
@@ -86,7 +92,8 @@ def serve_rank(plan: ServePlan) -> int:
     limits = replace(plan.options.limits, connections=raise_file_limit(plan.options.limits.connections))
     server = HttpServer(engine, tokenizer, replace(plan.options, limits=limits), chat)
     about = f"{str(dtype).removeprefix('torch.')} on {world.size} {device.torch.type} rank{'s' * (world.size > 1)}"
-    for line in (*opened.notes, *_lines(opened, about, engine.limits, server, time.monotonic() - began)):
+    about += f"; loaded in {time.monotonic() - began:.1f} s"
+    for line in (*opened.notes, *_lines(plan, opened, dtype, about, server)):
         print(line)
     server.run(listening, lambda: print(f"ready: {_address(listening)}", flush=True))
     print("every accepted request has been answered", flush=True)
@@ -106,17 +113,20 @@ def _chat(plan: ServePlan, opened: OpenedModel, tokenizer: Tokenizer) -> ChatPro
         return None
 
 
-def _lines(opened: OpenedModel, about: str, limits: Limits, server: HttpServer, seconds: float) -> list[str]:
-    """What was loaded, how long it took, and how many requests of how many tokens fit."""
-    model, service = opened.model, server.service
-    longest = service.longest
-    fit = min(limits.requests, limits.cache // longest)
+def _lines(plan: ServePlan, opened: OpenedModel, dtype: torch.dtype, about: str, server: HttpServer) -> list[str]:
+    """What was loaded, and how many requests of how many tokens fit, as `mega memory-estimate --serve` has it."""
+    model, service, limits = opened.model, server.service, server.engine.limits
+    weights = max(weight_bytes(model, dtype.itemsize, tp=plan.tp, pp=plan.pp))
+    token = cache_bytes(model, dtype.itemsize, tp=plan.tp, layers=max(even_layers(model.layers or 0, plan.pp)))
+    held = Capacity(limits, weights, (limits.cache + plan.engine.block) * token)
     chat = "chat by the model's template" if service.chat is not None else "no chat template"
+    adapters = server.options.adapters
     return [
         f"{opened.path}: {model.family}, {model.layers} blocks of {model.hidden}, {service.tokenizer.kind} of "
-        f"{service.tokenizer.vocab_size}, {about}; loaded in {seconds:.1f} s",
-        f"{limits.requests} requests at once, {limits.cache} tokens in the cache: {fit} requests of {longest} tokens "
-        f"each, the longest; {server.options.limits.waiting} more may wait; {chat}",
+        f"{service.tokenizer.vocab_size}, {about}",
+        *held.lines(service.longest),
+        f"{server.options.limits.waiting} more may wait; {chat}",
+        *([f"adapters, by name as the model: {', '.join(adapters)}"] if adapters else []),
     ]
 
 
