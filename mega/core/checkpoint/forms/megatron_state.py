@@ -22,7 +22,7 @@ import torch
 
 from mega.core.checkpoint.forms.foreign import torch_file
 from mega.core.checkpoint.forms.mapping import Table, renamed
-from mega.core.checkpoint.forms.megatron_core import INSIDE, KINDS, Order, alone_in, bucket_limit, buckets_of
+from mega.core.checkpoint.forms.megatron_core import INSIDE, KINDS, Order, bucket_limit, buckets_of, own_buckets
 from mega.core.checkpoint.own.pieces import CheckpointError
 from mega.core.checkpoint.own.reader import Checkpoint
 from mega.core.config.sections import OptimizerConfig
@@ -155,7 +155,7 @@ def read_state(
     tensors = _checked(found, weights)
     if wide:  # then the weights are the masters
         tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith("master/")}
-    to.add(tensors, facts_in(content, optimizer, inner, groups, directory), directory)
+    to.add(tensors, scalars_in(content, optimizer, inner, groups, directory), directory)
 
 
 def optimizer_parts(optimizer: Any, where: Path) -> tuple[dict[str, Any], dict[str, Any], list[Any]]:
@@ -281,8 +281,9 @@ def _begins(
     common = {name.partition("/")[2]: name for name in names}
     tied = not values.get("untie_embeddings_and_output_weights", False)
     numbers = {name: weights[common[name]].numel() for name in common}
-    begins, length = {}, 0
-    for bucket in buckets_of(numbers, bucket_limit(values, stage, chunk), alone_in(common, tied)):
+    begins: dict[str, int] = {}
+    length = 0
+    for bucket in buckets_of(numbers, bucket_limit(values, stage, chunk), own_buckets(common, tied)):
         begins |= {common[name]: length + begin for name, begin in bucket.begins.items()}
         length += bucket.length
     return begins, length
@@ -337,7 +338,7 @@ def _checked(found: Mapping[str, Any], weights: Mapping[str, torch.Tensor]) -> d
     return dict(found)
 
 
-def facts_in(
+def scalars_in(
     content: Mapping[str, Any],
     optimizer: Mapping[str, Any],
     inner: Mapping[str, Any],
