@@ -32,7 +32,11 @@ def run(
     ] = None,
     saver: Annotated[
         Target,
-        typer.Option("--saver", help="form to write: ours, Megatron-LM's legacy names, or Megatron-core's"),
+        typer.Option(
+            "--saver",
+            help="form to write: ours; for Megatron-LM of 2023 megatron, megatron-23.06; for Megatron-core mcore, "
+            "mcore-local, torch_dist",
+        ),
     ] = "mega",
     loader: Annotated[
         str | None, typer.Option("--loader", help="accepted; what is read is recognised by its files")
@@ -48,6 +52,13 @@ def run(
     ] = None,
     model_type: Annotated[Literal["GPT"], typer.Option("--model-type", help="accepted; the files say it")] = "GPT",
     megatron_path: Annotated[str | None, typer.Option("--megatron-path", help="accepted; not needed")] = None,
+    tokenizer_type: Annotated[
+        str | None, typer.Option("--tokenizer-type", help="what a Megatron-LM tree says of its tokenizer")
+    ] = None,
+    distributed: Annotated[
+        bool,
+        typer.Option("--use-distributed-optimizer", help="write a Megatron-LM optimizer's state as that one reads it"),
+    ] = False,
     tokenizer_model: Annotated[str | None, typer.Option("--tokenizer-model", help="accepted; not needed")] = None,
     max_queue_size: Annotated[int, typer.Option("--max-queue-size", help="accepted; not needed")] = 50,
     no_load_optim: Annotated[
@@ -80,6 +91,8 @@ def run(
         "--vocab-file": vocab_file,
         "--num-attention-heads": num_heads,
         "--no-load-optim": no_load_optim,
+        "--use-distributed-optimizer": distributed,
+        "--tokenizer-type": tokenizer_type,
     }
     check_flags(form_at(load_dir), writer_of(saver), given)
     if vocab_file is not None:
@@ -96,6 +109,8 @@ def run(
             vocab=true_vocab_size,
             heads=num_heads,
             optimizer=not no_load_optim,
+            distributed=distributed,
+            tokenizer_type=tokenizer_type,
             progress=progress,
         )
     for note in report.notes:

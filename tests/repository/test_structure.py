@@ -34,7 +34,6 @@ LONG = {
     "serve.run": 99,
     "argv.translate": 51,
     "fairseq.model_from_options": 53,
-    "megatron_arguments.arguments_of": 51,
     "torch_dist.read_records": 62,
     "numpy_files._described": 57,
     "preprocess.preprocess": 91,

@@ -47,16 +47,29 @@ def convert(
     vocab: int | None = None,
     heads: int | None = None,
     optimizer: bool = True,
+    distributed: bool = False,
+    tokenizer_type: str | None = None,
     tokens: Callable[[Checkpoint], SpecialTokens] = no_tokens,
     progress: Progress = lambda done, total: None,
 ) -> ConversionReport:
     """Whatever lies at `load` -> a `to` at `save`; without `to`, own checkpoints become Hugging Face's and others own.
 
-    layout, base, parts, vocab, heads, optimizer, tokens: as of `Given`; where an optimizer's state is there and its
-    form is not known, that is an error. progress: called as own checkpoints become own checkpoints.
+    layout, base, parts, vocab, heads, optimizer, distributed, tokenizer_type, tokens: as of `Given`; where an
+    optimizer's state is there and its form is not known, that is an error. progress: called as own checkpoints become
+    own checkpoints.
     Errors: ValueError naming flag, file or tensor; `save` is then as it was.
     """
-    given = Given(layout=layout, base=base, parts=parts, vocab=vocab, heads=heads, optimizer=optimizer, tokens=tokens)
+    given = Given(
+        layout=layout,
+        base=base,
+        parts=parts,
+        vocab=vocab,
+        heads=heads,
+        optimizer=optimizer,
+        distributed=distributed,
+        tokenizer_type=tokenizer_type,
+        tokens=tokens,
+    )
     source = form_at(load)
     to = to or default_target(source)
     target = writer_of(to)

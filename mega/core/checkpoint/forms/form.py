@@ -5,6 +5,7 @@ A foreign form is a row of `FORMS` and a module with
     recognise(path) -> bool                     whether it lies at `path`, by the names of files
     open_form(path, given) -> Opened            its tensors, its model, and the table of ours made of theirs
     export(own, to, given) -> Export            where `targets` says that it is written: the same table, and the files
+                                                (in `writer`, where that is a module of its own)
     tokenizer(files) -> str | None              optional: the kind of tokenizer that files of its folders are
 
 The table is written once; conversions invert it, prove it and keep the account of what is moved (mapping.py,
@@ -56,7 +57,8 @@ class Given:
 
     base: the checkpoint of ours that an adapter belongs to; or how an adapter is to call it. layout: ranks that files
     are cut for. parts: files of a Meta folder. vocab: the true vocabulary of a Megatron-LM tree. heads: attention
-    heads, where a tree does not state them. optimizer: convert Adam's state too. tokens: opens the tokenizer of a
+    heads, where a tree does not state them. optimizer: convert Adam's state too. distributed: as Megatron's distributed
+    optimizer has it. tokenizer_type: what a Megatron-LM tree says of its tokenizer. tokens: opens the tokenizer of a
     checkpoint of ours, where its files do not say it; ValueError where there is none.
     """
 
@@ -66,6 +68,8 @@ class Given:
     vocab: int | None = None
     heads: int | None = None
     optimizer: bool = True
+    distributed: bool = False
+    tokenizer_type: str | None = None
     tokens: Callable[[Checkpoint], SpecialTokens] = no_tokens
 
 
@@ -116,15 +120,16 @@ class Form:
     """One form of checkpoint.
 
     name, words: for code and for messages. sign: by which files it is recognised, for a message. module: where its
-    functions are. verb: the command that converts it. targets: what --to or --saver may be to write it.
-    reads, writes: the flags that mean something where it is read or written. companions: files that belong to the
-    weights and are kept with them.
+    functions are. writer: where `export` is, if not there. verb: the command that converts it. targets: what --to or
+    --saver may be to write it. reads, writes: the flags that mean something where it is read or written.
+    companions: files that belong to the weights and are kept with them.
     """
 
     name: str
     words: str
     sign: str = ""
     module: str = ""
+    writer: str = ""
     verb: Verb = "convert-llama"
     targets: tuple[str, ...] = ()
     reads: tuple[str, ...] = ()
@@ -142,7 +147,8 @@ class Form:
 
     def export(self, own: Own, to: str, given: Given) -> Export:
         """to: which of the `targets`. Errors: CheckpointError naming what this form has no place for."""
-        export: Export = self._loaded().export(own, to, given)
+        writer = importlib.import_module(self.writer) if self.writer else self._loaded()
+        export: Export = writer.export(own, to, given)
         return export
 
     def tokenizer(self, files: Attachments) -> str | None:
@@ -173,6 +179,7 @@ COMPANIONS = (
 """Files that are kept with weights of published models, where they are there."""
 
 _TP, _PP = "--target-tensor-parallel-size", "--target-pipeline-parallel-size"
+_FOR_CORE = ("--no-load-optim", "--use-distributed-optimizer", "--tokenizer-type")
 _HERE = "mega.core.checkpoint.forms."
 
 OWN = Form(
@@ -192,18 +199,22 @@ FORMS = [
         words="a torch_dist folder of Megatron-LM",
         sign=".metadata (torch_dist)",
         module=_HERE + "torch_dist",
+        writer=_HERE + "torch_dist_write",
         verb="reshard",
+        targets=("torch_dist",),
         reads=("--true-vocab-size", "--vocab-file", "--num-attention-heads", "--no-load-optim"),
+        writes=(_TP, _PP, *_FOR_CORE),
     ),
     Form(
         name="megatron",
         words="a tree of Megatron-LM",
         sign="mp_rank_NN (Megatron-LM)",
         module=_HERE + "megatron",
+        writer=_HERE + "megatron_write",
         verb="reshard",
         targets=("megatron", "megatron-23.06", "mcore", "mcore-local", "core"),
         reads=("--true-vocab-size", "--vocab-file", "--no-load-optim"),
-        writes=(_TP, _PP, "--no-load-optim"),
+        writes=(_TP, _PP, *_FOR_CORE),
     ),
     Form(
         name="fairseq",
@@ -270,6 +281,8 @@ RULES: dict[str, tuple[str, object]] = {
     "--true-vocab-size": (_PADDED, None),
     "--vocab-file": (_PADDED, None),
     "--num-attention-heads": ("only a torch_dist folder may not state it; leave it out", None),
+    "--use-distributed-optimizer": ("only Megatron-LM's optimizer has such a form; leave it out", False),
+    "--tokenizer-type": ("only Megatron-LM's trees say one; leave it out", None),
     "--no-load-optim": ("only from and to Megatron-LM an optimizer's state is optional; leave it out", False),
 }
 """Flags of `convert-llama` and `reshard` that mean nothing for some pairs of forms: the rule, and the value that asks

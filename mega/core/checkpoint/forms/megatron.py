@@ -1,14 +1,13 @@
-"""Megatron-LM's trees of `mp_rank_XX[_YYY]/model_optim_rng.pt`, read and written: weights of GPT and Llama.
+"""Megatron-LM's trees of `mp_rank_XX[_YYY]/model_optim_rng.pt`, read: weights of GPT and Llama.
 
 Two vocabularies of names, the legacy one (2019 to 2023) and Megatron-core's, come down to one table; fused
 query-key-value rows stand in the order that `checkpoint_version` says. A tree is read from any tensor and
-pipeline size, interleaved or not, and written for any. Random states are left behind; megatron_arguments.py has
-what trees say of their model, megatron_state.py optimizers.
+pipeline size, interleaved or not; megatron_write.py writes it. Random states are left behind; megatron_arguments.py
+has what trees say of their model, megatron_state.py optimizers.
 """
 
 from __future__ import annotations
 
-import argparse
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -17,11 +16,10 @@ from typing import Any, Literal
 import torch
 
 from mega.core.checkpoint.forms.foreign import TorchSource
-from mega.core.checkpoint.forms.form import Export, Given, Opened, Own
+from mega.core.checkpoint.forms.form import Given, Opened
 from mega.core.checkpoint.forms.keys import translated
-from mega.core.checkpoint.forms.mapping import Fragment, Source, Table, Target, gathered, joined, stacked, whole
+from mega.core.checkpoint.forms.mapping import Fragment, Table, Target, gathered, joined, stacked, whole
 from mega.core.checkpoint.forms.megatron_arguments import (
-    arguments_of,
     check_vocabulary,
     model_from_arguments,
     vocabulary,
@@ -31,22 +29,16 @@ from mega.core.checkpoint.forms.megatron_state import (
     LEAVE,
     State,
     alike,
-    facts_of,
     plain_state,
     read_state,
-    state_kinds,
     state_note,
-    written_state,
 )
 from mega.core.checkpoint.forms.pickles import Arguments, read_pickled
-from mega.core.checkpoint.forms.writing import made, write_torch
-from mega.core.checkpoint.own.disk import creating, read_file, write_all
+from mega.core.checkpoint.own.disk import read_file
 from mega.core.checkpoint.own.model import check_size
 from mega.core.checkpoint.own.pieces import CheckpointError, Tensors
-from mega.core.checkpoint.own.source import OwnSource
 from mega.core.config.sections import ModelConfig
-from mega.core.inventory import Tensor, Unit, inventory, padded
-from mega.core.plan.layers import stage_layers
+from mega.core.inventory import Tensor, Unit, inventory
 
 TRACKER = "latest_checkpointed_iteration.txt"
 WEIGHTS = "model_optim_rng.pt"
@@ -391,80 +383,3 @@ def _runs(model: ModelConfig, tensor: Tensor, share: int, version: int) -> list[
         rows = model.ffn // share
         return [range(rows)] if module.endswith("gate_proj") else [range(rows, 2 * rows)]
     return None
-
-
-# Writing
-
-
-def export(own: Own, to: str, given: Given) -> Export:
-    """A tree that Megatron-LM loads; one rank's file is in memory at a time."""
-    model, style, tp, pp = own.model, STYLES[to], given.layout.tp, given.layout.pp
-    if model.decoder_layers is not None:
-        raise CheckpointError(f"--saver {to}: trees of an encoder and a decoder (T5) are not built yet; valid: mega")
-    checkpoint, progress = own.checkpoint, own.checkpoint.meta.get("progress")
-    kinds = state_kinds(checkpoint, core=style.startswith("core")) if given.optimizer else ()
-    facts = facts_of(checkpoint.meta, str(checkpoint.path)) if kinds else None
-    weights = _written_table(model, tp, pp)
-    iteration = max(1, checkpoint.step)  # Megatron's loader refuses 0
-    consumed = progress.get("consumed", 0) if isinstance(progress, dict) else 0
-    arguments = arguments_of(model, tp, pp, iteration, consumed)
-    if facts is not None and isinstance(progress, dict):
-        arguments["consumed_valid_samples"] = progress.get("consumed_valid", 0)
-        arguments["lr_warmup_init"] = facts.schedule["lr"]["initial"] if facts.schedule else 0.0
-
-    def fill(folder: Path, table: Table, source: Source) -> int:
-        written = 0
-        of_rank: dict[str, list[Target]] = {}
-        for target in table.targets:
-            of_rank.setdefault(re.sub(r"^(\w+/)?(\d+\.\d+)\..*", r"\2", target.name), []).append(target)
-        for label, mine in of_rank.items():
-            rank, stage = map(int, label.split("."))
-            content = {re.sub(r"\d+\.\d+\.\d+/", "", target.name): made(target, source) for target in mine}
-            state = {key: content.pop(key) for key in list(content) if key.partition("/")[0] in kinds}
-            directory = folder / f"iter_{iteration:07d}" / rank_directory(rank, stage, pp)
-            directory.mkdir(parents=True)
-            kept = {
-                "args": argparse.Namespace(**arguments),
-                "checkpoint_version": 3.0,
-                "iteration": iteration,
-                "model": nested(content, style),
-                **({} if facts is None else written_state(state, facts)),
-            }
-            written += write_torch(directory / WEIGHTS, kept)
-        with creating(folder / TRACKER) as descriptor:
-            write_all(descriptor, str(iteration).encode())
-        return written
-
-    note = state_note(facts, given.optimizer, "written")
-    both = joined([weights, *(alike(weights, kind) for kind in kinds)])
-    return Export(both, fill, OwnSource(checkpoint, ("weights", *kinds)), notes=(note,))
-
-
-def _written_table(model: ModelConfig, tp: int, pp: int) -> Table:
-    for kind, ranks, names in (("tensor", tp, ("heads", "kv_heads", "ffn")), ("pipeline", pp, ("layers",))):
-        for name in names:
-            if (number := getattr(model, name)) % ranks:
-                raise ValueError(f"--target-{kind}-parallel-size {ranks}: must divide {name} {number} for Megatron-LM")
-    assert model.layers is not None and model.vocab is not None
-    stages = [chunks[0] for chunks in stage_layers(model.layers, pp)]
-    blocks = [(f"{stage}.0", number) for stage, mine in enumerate(stages) for number in range(len(mine))]
-    rows = padded(model.vocab, tp, model.vocab_multiple) // tp
-    return table(model, tp, blocks, f"{pp - 1}.0", rows, (TIED_COPY,) if pp > 1 else ())
-
-
-def nested(content: Mapping[str, torch.Tensor], style: Style) -> dict[str, Any]:
-    """The model tree of a file. Core trees are flat; legacy ones nest above the layers' dotted names."""
-    if style.startswith("core"):
-        return {styled(name, style): tensor for name, tensor in content.items()}
-    tree: dict[str, Any] = {}
-    for name, tensor in content.items():
-        *path, leaf = styled(name, style).split(".", 2 if name.startswith("encoder.") else -1)
-        branch = tree
-        for step in path:
-            branch = branch.setdefault(step, {})
-        branch[leaf] = tensor
-    return tree
-
-
-def rank_directory(tp_rank: int, stage: int, pp: int) -> str:
-    return f"mp_rank_{tp_rank:02d}" + (f"_{stage:03d}" if pp > 1 else "")

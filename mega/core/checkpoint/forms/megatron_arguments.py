@@ -34,8 +34,8 @@ def vocabulary(values: Mapping[str, Any], rows: int, given: int | None, folder: 
     tree that did not say. A tokenizer in the `folder` is reported, but no row is cut on a guess. given: what the user
     says. Errors: ValueError where that cannot be.
 
-    >>> vocabulary({"padded_vocab_size": 50304}, 50304, 50257, Path("gpt"))
-    (50257, ('vocabulary: 50,257 of 50,304 rows are tokens, 47 of padding are left behind',))
+    >>> vocabulary({"padded_vocab_size": 50304}, 50304, 50257, Path("gpt"))[0]
+    50257
     """
     said, plain = values.get("true_vocab_size"), values.get("vocab_size")
     said = said if type(said) is int and 0 < said <= rows else None
@@ -44,15 +44,23 @@ def vocabulary(values: Mapping[str, Any], rows: int, given: int | None, folder: 
         raise ValueError(f"--true-vocab-size {given}: {rule}")
     if known := given or said or (rows if plain == rows else None):
         note = f"vocabulary: {known:,} of {rows:,} rows are tokens, {rows - known:,} of padding are left behind"
-        return known, (note,) if known < rows else ()
+        return known, (f"{note}: {CUT}",) if known < rows else ()
     hints = [f"args.vocab_size is {plain:,}"] if type(plain) is int and 0 < plain < rows else []
     if (pieces := folder / "vocab.json").is_file():
         with contextlib.suppress(CheckpointError):  # not one that counts pieces
             hints.append(f"{pieces} has {len(read_json(pieces)):,} pieces")
     return rows, (
         f"vocabulary: all {rows:,} rows are kept; how many of them are tokens, and how many padding, is not said"
-        f"{' (' + ', '.join(hints) + ')' if hints else ''}; --true-vocab-size or --vocab-file leaves padding behind",
+        f"{' (' + ', '.join(hints) + ')' if hints else ''}; Megatron-LM's softmax counts padding, so a run that is to "
+        "have its losses keeps it, and gives --no-mask-padded-vocab; --true-vocab-size or --vocab-file leaves it behind",
     )
+
+
+CUT = (
+    "Megatron-LM's softmax counted them, so the loss is lower without them, and they do not come back; a run that is "
+    "to have its losses keeps all rows (--no-mask-padded-vocab)"
+)
+"""What padding that is left behind means."""
 
 
 UNCHANGED: dict[str, tuple[object, ...]] = {
@@ -153,8 +161,13 @@ def _activation(values: Mapping[str, Any], swiglu: bool, bias: bool) -> Literal[
     return "gelu_tanh" if fused or values.get("openai_gelu") else "gelu"
 
 
-def arguments_of(model: ModelConfig, tp: int, pp: int, iteration: int, consumed: int) -> dict[str, Any]:
-    """The arguments that Megatron's loaders ask a checkpoint for."""
+def arguments_of(
+    model: ModelConfig, tp: int, pp: int, *, tokenizer: str | None = None, core: bool = False
+) -> dict[str, Any]:
+    """The arguments that Megatron's loaders ask a checkpoint for.
+
+    tokenizer: as --tokenizer-type names it. core: as Megatron-core 0.18 has them, else as Megatron-LM of 2023.
+    """
     assert model.vocab is not None
     scaling = (model.rope_low_freq_factor, model.rope_high_freq_factor, model.rope_original_positions)
     for flag, value, valid in (
@@ -164,21 +177,16 @@ def arguments_of(model: ModelConfig, tp: int, pp: int, iteration: int, consumed:
     ):
         if value not in valid:
             raise CheckpointError(f"{flag} {value}: Megatron-LM has only {', '.join(map(str, valid))}")
-    rope = model.position == "rope"
     return {
         **{theirs: getattr(model, ours) for ours, theirs in SIZES.items()},
         **{theirs: getattr(model, ours) for ours, (theirs, _) in SAME.items()},
+        **_of_positions(model, core),
         "encoder_num_layers": model.layers,
         "ffn_hidden_size": model.ffn,
         "group_query_attention": model.kv_heads != model.heads,
-        "num_query_groups": model.kv_heads if model.kv_heads != model.heads else 1,
+        "num_query_groups": model.kv_heads if core or model.kv_heads != model.heads else 1,
         "kv_channels": model.head_dim,
         "seq_length": model.positions,
-        "position_embedding_type": "rope" if rope else "learned_absolute",
-        "add_position_embedding": model.position == "learned",
-        "use_rotary_position_embeddings": rope,
-        "rotary_seq_len_interpolation_factor": None if model.rope_interpolation == 1 else model.rope_interpolation,
-        "use_rope_scaling": model.rope_scaling == "llama3",
         "normalization": "RMSNorm" if model.norm == "rmsnorm" else "LayerNorm",
         "norm_epsilon": model.norm_eps,
         "layernorm_epsilon": model.norm_eps,
@@ -188,19 +196,96 @@ def arguments_of(model: ModelConfig, tp: int, pp: int, iteration: int, consumed:
         "bias_gelu_fusion": model.activation == "gelu_tanh" and model.bias,
         "add_bias_linear": model.bias,
         "disable_bias_linear": not model.bias,
-        "add_qkv_bias": bool(model.qkv_bias) and not model.bias,
+        "add_qkv_bias": bool(model.qkv_bias) and (core or not model.bias),
         "untie_embeddings_and_output_weights": not model.tied,
         "apply_query_key_layer_scaling": False,
         "make_vocab_size_divisible_by": model.vocab_multiple,
         "padded_vocab_size": padded(model.vocab, tp, model.vocab_multiple),
         "true_vocab_size": model.vocab,  # Megatron's loaders ignore it, ours asks for it
-        "tokenizer_type": None,
+        "tokenizer_type": tokenizer or TOKENIZER,
         "data_parallel_random_init": False,
         "tensor_model_parallel_size": tp,
         "pipeline_model_parallel_size": pp,
         "virtual_pipeline_model_parallel_size": None,
         "num_layers_per_virtual_pipeline_stage": None,
-        "iteration": iteration,
-        "consumed_train_samples": consumed,
         "consumed_valid_samples": 0,
     }
+
+
+TOKENIZER = "GPT2BPETokenizer"
+"""What a tree says of its tokenizer where a checkpoint of ours does not know. Megatron compares it where --vocab-file
+is given, which is most often GPT-2's."""
+
+
+def _of_positions(model: ModelConfig, core: bool) -> dict[str, Any]:
+    """What arguments say of positions. With rope, 2023's command lines had --no-position-embedding; core compares
+    `add_position_embedding` with its default, True."""
+    rope, learned = model.position == "rope", model.position == "learned"
+    kind = "rope" if rope else "learned_absolute" if learned or not core else "none"
+    return {
+        "position_embedding_type": kind,
+        "add_position_embedding": learned or (core and rope),
+        "use_rotary_position_embeddings": rope,
+        "rotary_seq_len_interpolation_factor": None if model.rope_interpolation == 1 else model.rope_interpolation,
+        "use_rope_scaling": model.rope_scaling == "llama3",
+    }
+
+
+def core_flags(model: ModelConfig, arguments: Mapping[str, Any]) -> list[str]:
+    """The flags by which Megatron-core 0.18 builds the model of a tree that says `arguments`, of `arguments_of`.
+
+    Whatever it compares is among them, and whatever it would take otherwise by default.
+    """
+    rope = model.position == "rope"
+    linear = (
+        [("--rotary-seq-len-interpolation-factor", model.rope_interpolation)] if model.rope_interpolation != 1 else []
+    )
+    valued: list[tuple[str, object]] = [
+        ("--tensor-model-parallel-size", arguments["tensor_model_parallel_size"]),
+        ("--pipeline-model-parallel-size", arguments["pipeline_model_parallel_size"]),
+        ("--num-layers", model.layers),
+        ("--hidden-size", model.hidden),
+        ("--ffn-hidden-size", model.ffn),
+        ("--num-attention-heads", model.heads),
+        ("--kv-channels", model.head_dim),
+        *([("--num-query-groups", model.kv_heads)] if model.kv_heads != model.heads else []),
+        ("--max-position-embeddings", model.positions),
+        ("--position-embedding-type", arguments["position_embedding_type"]),
+        *([("--rotary-base", f"{model.rope_base:g}"), ("--rotary-percent", model.rope_fraction)] if rope else []),
+        *(linear if rope else []),
+        *([("--rope-scaling-factor", model.rope_scaling_factor)] if model.rope_scaling == "llama3" else []),
+        ("--normalization", arguments["normalization"]),
+        ("--norm-epsilon", f"{model.norm_eps:g}"),
+        ("--attention-dropout", f"{model.attention_dropout:g}"),
+        ("--hidden-dropout", f"{model.hidden_dropout:g}"),
+        ("--make-vocab-size-divisible-by", model.vocab_multiple),
+        ("--tokenizer-type", arguments["tokenizer_type"]),
+    ]
+    switches = {
+        "--bf16": arguments.get("bf16"),
+        "--fp16": arguments.get("fp16"),
+        "--group-query-attention": model.kv_heads != model.heads,
+        "--use-rope-scaling": rope and model.rope_scaling == "llama3",
+        "--swiglu": model.activation == "swiglu",
+        "--squared-relu": model.activation == "relu2",
+        "--openai-gelu": arguments["openai_gelu"],
+        "--no-bias-gelu-fusion": model.activation == "gelu" and model.bias,
+        "--disable-bias-linear": not model.bias,
+        "--add-qkv-bias": model.qkv_bias and not model.bias,
+        "--untie-embeddings-and-output-weights": not model.tied,
+        "--qk-layernorm": model.qk_norm,
+        "--apply-layernorm-1p": model.norm_offset,
+        "--apply-residual-connection-post-layernorm": model.post_norm_residual,
+    }
+    return [*(f"{flag} {value}" for flag, value in valued), *(flag for flag, given in switches.items() if given)]
+
+
+def padding_note(tokens: int, rows: int) -> tuple[str, ...]:
+    """What is said of a table of `rows` that is written for `tokens`; nothing where there is no padding."""
+    if rows == tokens:
+        return ()
+    return (
+        f"vocabulary: padded from {tokens:,} to {rows:,} rows by copies of the last token's, and their moments; "
+        "Megatron-LM's softmax counts them, so its loss is higher than it was here, and not what it was in a tree "
+        "whose padding was left behind (read it without --true-vocab-size to keep that)",
+    )

@@ -104,35 +104,35 @@ ALIGNED = 64
 
 
 @dataclass
-class Bucket:
+class FlatBucket:
     """Some parameters in one flat buffer: where each begins, and how long it is without the padding at its end."""
 
     begins: dict[str, int] = field(default_factory=dict)
     length: int = 0
 
 
-def buckets_of(numbers: Mapping[str, int], limit: int | None, alone: Collection[str] = ()) -> list[Bucket]:
+def buckets_of(numbers: Mapping[str, int], limit: int | None, alone: Collection[str] = ()) -> list[FlatBucket]:
     """Where the distributed optimizer lays the parameters of a model chunk: from the last to the first.
 
     numbers: of each parameter, in the order of the modules. limit: a bucket of so many is full; None: there is one.
     alone: tied embeddings of several stages, which get a bucket of their own.
 
     >>> buckets_of({"a": 100, "b": 10, "c": 70}, None)
-    [Bucket(begins={'c': 0, 'b': 128, 'a': 192}, length=292)]
+    [FlatBucket(begins={'c': 0, 'b': 128, 'a': 192}, length=292)]
     >>> [each.begins for each in buckets_of({"a": 100, "b": 10, "c": 70}, 70)]
     [{'c': 0}, {'b': 0, 'a': 64}]
     """
-    made, end = [Bucket()], 0
-    for name in reversed(numbers):
+    made, end = [FlatBucket()], 0
+    for name in reversed(list(numbers)):
         begin = -(-end // ALIGNED) * ALIGNED
         if name in alone and made[-1].begins:
             made[-1].length = begin
-            made.append(Bucket())
+            made.append(FlatBucket())
             begin = 0
         end = begin + numbers[name]
         made[-1].begins[name], made[-1].length = begin, end
         if name in alone or (limit is not None and end >= limit):
-            made.append(Bucket())
+            made.append(FlatBucket())
             end = 0
     return [bucket for bucket in made if bucket.begins]
 
@@ -151,7 +151,7 @@ TIED_COPY = "word_embeddings_for_head.weight"
 _HEADS = ("output_layer.weight", TIED_COPY)
 
 
-def alone_in(names: Collection[str], tied: bool) -> tuple[str, ...]:
+def own_buckets(names: Collection[str], tied: bool) -> tuple[str, ...]:
     """The `alone` of `buckets_of`: a tied embedding's parameters among `names` of a model chunk, common ones, unless
     the whole model is there."""
     whole = WORDS in names and any(name.startswith("encoder.final_norm.") for name in names)

@@ -5,8 +5,8 @@ order a model lists them, which is that of its tree; by it the state gets the na
 that moves a weight moves its master and its moments too.
 
 Four forms are read: the fp32 optimizer's, that of 16-bit weights with fp32 masters, and the distributed optimizer's
-`distrib_optim.pt`, as up to 2023 and as Megatron-core writes it; the first two are written. Any other form is refused,
-since a wrong guess at the order would give each weight another's moments. Knows nothing of training.
+`distrib_optim.pt`, as up to 2023 and as Megatron-core writes it. Any other form is refused, since a wrong guess at the
+order would give each weight another's moments. megatron_optimizer.py writes them. Knows nothing of training.
 """
 
 from __future__ import annotations
@@ -22,10 +22,8 @@ import torch
 
 from mega.core.checkpoint.forms.foreign import torch_file
 from mega.core.checkpoint.forms.mapping import Table, renamed
-from mega.core.checkpoint.forms.megatron_core import INSIDE, KINDS, Order, alone_in, bucket_limit, buckets_of
+from mega.core.checkpoint.forms.megatron_core import INSIDE, KINDS, Order, bucket_limit, buckets_of, own_buckets
 from mega.core.checkpoint.own.pieces import CheckpointError
-from mega.core.checkpoint.own.reader import Checkpoint
-from mega.core.config.sections import OptimizerConfig
 
 DISTRIBUTED = "distrib_optim.pt"
 LEAVE = "give --no-load-optim to take the weights alone"
@@ -155,7 +153,7 @@ def read_state(
     tensors = _checked(found, weights)
     if wide:  # then the weights are the masters
         tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith("master/")}
-    to.add(tensors, facts_in(content, optimizer, inner, groups, directory), directory)
+    to.add(tensors, scalars_in(content, optimizer, inner, groups, directory), directory)
 
 
 def optimizer_parts(optimizer: Any, where: Path) -> tuple[dict[str, Any], dict[str, Any], list[Any]]:
@@ -281,8 +279,9 @@ def _begins(
     common = {name.partition("/")[2]: name for name in names}
     tied = not values.get("untie_embeddings_and_output_weights", False)
     numbers = {name: weights[common[name]].numel() for name in common}
-    begins, length = {}, 0
-    for bucket in buckets_of(numbers, bucket_limit(values, stage, chunk), alone_in(common, tied)):
+    begins: dict[str, int] = {}
+    length = 0
+    for bucket in buckets_of(numbers, bucket_limit(values, stage, chunk), own_buckets(common, tied)):
         begins |= {common[name]: length + begin for name, begin in bucket.begins.items()}
         length += bucket.length
     return begins, length
@@ -337,7 +336,7 @@ def _checked(found: Mapping[str, Any], weights: Mapping[str, torch.Tensor]) -> d
     return dict(found)
 
 
-def facts_in(
+def scalars_in(
     content: Mapping[str, Any],
     optimizer: Mapping[str, Any],
     inner: Mapping[str, Any],
@@ -380,9 +379,9 @@ def _scaler(found: Any, where: Path) -> dict[str, float] | None:
     return {"scale": float(values["scale"]), "clean": int(values["clean"]), "patience": int(values["patience"])}
 
 
-_LR = {"peak": "max_lr", "least": "min_lr", "warmup": "lr_warmup_steps", "decay": "lr_decay_steps"}
-_DECAY = {"start": "start_wd", "end": "end_wd", "total": "wd_incr_steps"}
-_STYLES = ("constant", "linear", "cosine", "inverse-square-root")
+LR = {"peak": "max_lr", "least": "min_lr", "warmup": "lr_warmup_steps", "decay": "lr_decay_steps"}
+DECAY = {"start": "start_wd", "end": "end_wd", "total": "wd_incr_steps"}
+LR_STYLES = ("constant", "linear", "cosine", "inverse-square-root")
 """Of the learning rate; weight decay has the first three."""
 
 
@@ -391,10 +390,10 @@ def _schedule(content: Mapping[str, Any]) -> tuple[dict[str, Any] | None, int | 
     found = content.get("opt_param_scheduler")
     if not isinstance(found, dict):
         return None, None
-    lr: dict[str, Any] = {ours: found.get(theirs) for ours, theirs in _LR.items()}
-    decay: dict[str, Any] = {ours: found.get(theirs) for ours, theirs in _DECAY.items()}
+    lr: dict[str, Any] = {ours: found.get(theirs) for ours, theirs in LR.items()}
+    decay: dict[str, Any] = {ours: found.get(theirs) for ours, theirs in DECAY.items()}
     styles, samples = (found.get("lr_decay_style"), found.get("wd_incr_style")), found.get("num_steps")
-    if not _numbers(*lr.values(), *decay.values(), samples) or not all(style in _STYLES for style in styles):
+    if not _numbers(*lr.values(), *decay.values(), samples) or not all(style in LR_STYLES for style in styles):
         return None, None
     initial = values_of(content).get("lr_warmup_init", 0.0)
     lr |= {"style": styles[0], "initial": initial if _numbers(initial) else 0.0, "batch": None}
@@ -430,113 +429,3 @@ def state_note(facts: Facts | None, wanted: bool, done: str) -> str:
         return "optimizer: the source holds no state of one"
     others = [name for name, value in (("loss scale", facts.scaler), ("schedule", facts.schedule)) if value]
     return f"optimizer: Adam's state after {facts.updates:,} updates {done}" + "".join(f", {name}" for name in others)
-
-
-# Writing
-
-
-def state_kinds(checkpoint: Checkpoint, *, core: bool) -> tuple[str, ...]:
-    """The kinds of state that go into a tree (`core`: one of Megatron-core); none where there is none.
-
-    Errors: CheckpointError where there is state that such a tree does not hold.
-    """
-    kinds = {key.partition("/")[0] for key in checkpoint.tensors} - {"weights"}
-    if not kinds:
-        return ()
-    if core:
-        raise CheckpointError(f"holds an optimizer's state, and its form for Megatron-core is not known; {LEAVE}")
-    dtypes = {key: dtype for key, (_, dtype) in checkpoint.tensors.items()}
-    narrow = {dtype for key, dtype in dtypes.items() if key.startswith("weights/")} != {torch.float32}
-    wanted = {"moment1", "moment2", *(["master"] if narrow else [])}
-    if kinds != wanted:
-        raise CheckpointError(
-            f"holds {', '.join(sorted(kinds))} along with its weights, a tree of Megatron-LM "
-            f"{', '.join(sorted(wanted))}; {LEAVE}"
-        )
-    for key, dtype in dtypes.items():
-        if not key.startswith("weights/") and dtype != torch.float32:
-            raise CheckpointError(f"{key}: is {dtype}, a tree of Megatron-LM holds torch.float32; {LEAVE}")
-    return tuple(sorted(wanted))
-
-
-def facts_of(meta: Mapping[str, Any], where: str) -> Facts:
-    """What an own checkpoint says of its optimizer. Errors: CheckpointError where that is not Adam."""
-    config = meta.get("config")
-    options = config.get("optimizer") if isinstance(config, dict) else None
-    options = options if isinstance(options, dict) else {}
-    if options.get("optimizer", "adam") != "adam":
-        raise CheckpointError(f"{where}: holds the state of {options['optimizer']}, Megatron-LM's is Adam's; {LEAVE}")
-    defaults = OptimizerConfig()
-    names = ("lr", "adam_beta1", "adam_beta2", "adam_eps", "weight_decay")
-    constants = {name: options.get(name, getattr(defaults, name)) or 0.0 for name in names}
-    progress = meta.get("progress", {})
-    samples = progress.get("consumed", 0) - progress.get("skipped_samples", progress.get("unscheduled", 0))
-    return Facts(int(meta.get("updates", 0)), constants, meta.get("scaler"), meta.get("schedule"), samples)
-
-
-def written_state(tensors: Mapping[str, torch.Tensor], facts: Facts) -> dict[str, Any]:
-    """What one rank's file says of the optimizer: `optimizer`, and `opt_param_scheduler` where Megatron knows ours.
-
-    tensors: by `kind/common name`. With masters it is the form of 16-bit weights, else the fp32 optimizer's.
-    """
-    of_kind = {
-        kind: {
-            name: tensors[f"{kind}/{name}"]
-            for name in sorted(
-                (key.partition("/")[2] for key in tensors if key.startswith(f"{kind}/")), key=parameter_place
-            )
-        }
-        for kind in KINDS
-    }
-    grouped = groups_of({name: tensor.dim() for name, tensor in of_kind["moment1"].items()})
-    states: dict[int, dict[str, torch.Tensor]] = {}
-    groups: list[dict[str, Any]] = []
-    for decayed, names in grouped.items():
-        first = len(states)
-        for name in names:
-            states[len(states)] = {KINDS[kind]: of_kind[kind][name] for kind in ("moment1", "moment2")}
-        groups.append(_group(facts, decayed, range(first, len(states))))
-    optimizer: dict[str, Any] = {"state": states, "param_groups": groups}
-    if of_kind["master"]:
-        masters = [[of_kind["master"][name] for name in names] for names in grouped.values()]
-        optimizer = {"optimizer": optimizer, "fp32_from_fp16_params": masters}
-        if facts.scaler is not None:
-            optimizer["grad_scaler"] = {
-                "scale": torch.tensor([facts.scaler["scale"]], dtype=torch.float32),
-                "growth_tracker": int(facts.scaler["clean"]),
-                "hysteresis_tracker": int(facts.scaler["patience"]),
-            }
-    scheduler = _scheduler(facts)
-    return {"optimizer": optimizer, **({"opt_param_scheduler": scheduler} if scheduler else {})}
-
-
-def _group(facts: Facts, decayed: bool, params: range) -> dict[str, Any]:
-    """Rate and decay of the moment are set by Megatron's scheduler before it makes a step."""
-    constants = facts.constants
-    return {
-        "lr": constants["lr"],
-        "betas": (constants["adam_beta1"], constants["adam_beta2"]),
-        "eps": constants["adam_eps"],
-        "weight_decay": constants["weight_decay"] * decayed,
-        "bias_correction": True,
-        "step": facts.updates,
-        "wd_mult": float(decayed),
-        "lr_mult": 1.0,
-        "params": list(params),
-    }
-
-
-def _scheduler(facts: Facts) -> dict[str, Any] | None:
-    """Megatron's scheduler from our schedule; None where it has none such."""
-    if facts.schedule is None:
-        return None
-    lr, decay = facts.schedule["lr"], facts.schedule["weight_decay"]
-    if lr["style"] not in _STYLES or lr.get("batch") is not None:
-        return None
-    return {
-        **{theirs: lr[ours] for ours, theirs in _LR.items()},
-        "lr_decay_style": lr["style"],
-        **{theirs: decay[ours] for ours, theirs in _DECAY.items()},
-        "wd_incr_style": decay["style"],
-        "num_steps": facts.samples,
-    }

@@ -12,6 +12,7 @@ import re
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,11 @@ import torch
 
 from mega.core.checkpoint.forms.foreign import inside, unpickled
 from mega.core.checkpoint.forms.form import Given, Opened
+from mega.core.checkpoint.forms.mapping import joined
 from mega.core.checkpoint.forms.megatron import common_name, iteration_of, model_of_tree, table_of
-from mega.core.checkpoint.forms.megatron_state import LEAVE, state_note
-from mega.core.checkpoint.forms.pickles import Arguments, read_pickled
+from mega.core.checkpoint.forms.megatron_state import plain_state, state_note, values_of
+from mega.core.checkpoint.forms.pickles import read_pickled, stand_in
+from mega.core.checkpoint.forms.torch_dist_state import state_of
 from mega.core.checkpoint.own.disk import opening, read_file, read_into
 from mega.core.checkpoint.own.pieces import Box, CheckpointError, Tensors
 
@@ -126,34 +129,79 @@ class _Last(threading.local):
     tensor: torch.Tensor
 
 
-class DistributedSource:
-    """The model's tensors of a `torch_dist` folder, by common names of one rank: `0.0.0/encoder.layers.N...`.
+@dataclass(frozen=True)
+class View:
+    """Which part of a stored tensor one is: all of it, a `layer` of stacked ones, or the numbers of a vector from
+    `begin` on."""
 
-    Uniform layers are stacked in the files, [layers, ...]; here each layer is a tensor of its own. `state` are the
-    names of an optimizer's tensors, which are not read.
+    stored: str
+    layer: int | None = None
+    begin: int | None = None
+
+
+class DistributedSource:
+    """The tensors of a `torch_dist` folder, by common names of one rank: `0.0.0/encoder.layers.N...`.
+
+    Uniform layers are stacked in the files, [layers, ...]; here each layer is a tensor of its own. `state` are an
+    optimizer's tensors as they are stored, which are shown only on demand (torch_dist_state.py).
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        index = read_records(read_file(folder / ".metadata", INDEX_LIMIT), folder / ".metadata")
-        shapes, self._chunks, self.state = _index(index, folder / ".metadata")
+        found = _index(read_records(read_file(folder / ".metadata", INDEX_LIMIT), folder / ".metadata"), folder)
+        self._shapes, self._chunks, self._objects = found
         self._last = _Last()
-        self._dtypes = {name: self._dtype(name) for name in shapes}
-        self._where: dict[str, tuple[str, int | None]] = {}
-        self.tensors: Tensors = {}
-        for name, shape in shapes.items():
-            stacked = name.startswith(LAYERS) and not re.match(r"\d+\.", name.removeprefix(LAYERS))
-            for layer in range(shape[0]) if stacked else (None,):
-                each = name if layer is None else f"{LAYERS}{layer}.{name.removeprefix(LAYERS)}"
-                common = f"0.0.0/{common_name(each)}"
-                self._where[common] = (name, layer)
-                self.tensors[common] = (shape if layer is None else shape[1:], self._dtypes[name])
+        self._dtypes: dict[str, torch.dtype] = {}
+        self._views: dict[str, View] = {}
+        self.tensors: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+        self.state = {name: shape for name, shape in self._shapes.items() if name.startswith("optimizer.")}
+        for name in self._shapes:
+            if name not in self.state:
+                self.show(name, name)
+
+    def show(self, stored: str, weight: str, kind: str = "") -> None:
+        """One stored tensor by the common names of the weight that is stored as `weight`, of the state `kind`."""
+        shape, dtype = self._shapes[stored], self._dtype(stored)
+        stacked = weight.startswith(LAYERS) and not re.match(r"\d+\.", weight.removeprefix(LAYERS))
+        for layer in range(shape[0]) if stacked else (None,):
+            each = weight if layer is None else f"{LAYERS}{layer}.{weight.removeprefix(LAYERS)}"
+            common = f"{kind}/0.0.0/{common_name(each)}".removeprefix("/")
+            if common in self._views:
+                raise CheckpointError(f"{self._folder}: {stored}: is there as {self._views[common].stored} too")
+            self._views[common] = View(stored, layer)
+            self.tensors[common] = (shape if layer is None else shape[1:], dtype)
+
+    def show_flat(self, stored: str, begin: int, name: str, shape: tuple[int, ...]) -> None:
+        """The numbers of a stored vector from `begin` on as the tensor `name`."""
+        self._views[name] = View(stored, begin=begin)
+        self.tensors[name] = (shape, self._dtype(stored))
+
+    def hide(self, kind: str) -> None:
+        """Take back what was shown of a kind of state."""
+        self.tensors = {name: value for name, value in self.tensors.items() if not name.startswith(f"{kind}/")}
+
+    def object(self, name: str) -> Any:
+        """What is stored under a name besides tensors; None where nothing is. Errors: CheckpointError."""
+        place = self._objects.get(f"{name}/shard_0_1")
+        if place is None:
+            return None
+        found = unpickled(io.BytesIO(self._bytes(name, *place)), self._folder / place[0], stand_in)
+        return found[0] if isinstance(found, list) and len(found) == 1 else found
 
     def read(self, name: str, box: Box) -> torch.Tensor:
-        stored, layer = self._where[name]
-        if layer is not None:
-            box = Box((layer, *box.start), (1, *box.size))
-        made = torch.empty(box.size, dtype=self._dtypes[stored])
+        view = self._views[name]
+        if view.layer is not None:
+            return self._read(view.stored, Box((view.layer, *box.start), (1, *box.size)))[0]
+        if view.begin is None:
+            return self._read(view.stored, box)
+        rows = Box((box.start[0], *[0] * (len(box.start) - 1)), (box.size[0], *self.tensors[name][0][1:]))
+        width = prod(rows.size[1:])
+        found = self._read(view.stored, Box((view.begin + rows.start[0] * width,), (rows.elements,)))
+        return found.view(rows.size)[box.inside(rows)]
+
+    def _read(self, stored: str, box: Box) -> torch.Tensor:
+        """A rectangle of a stored tensor, from the stored rectangles that hold it."""
+        made = torch.empty(box.size, dtype=self._dtype(stored))
         filled = 0
         for chunk in self._chunks[stored]:
             if shared := chunk.box.meet(box):
@@ -161,60 +209,69 @@ class DistributedSource:
                 filled += shared.elements
         if filled != box.elements:
             raise CheckpointError(f"{self._folder}: {stored}: {filled} of {box.elements} elements are in the files")
-        return made if layer is None else made[0]
+        return made
 
     def _dtype(self, name: str) -> torch.dtype:
-        return self._load(name, self._chunks[name][0]).dtype
+        if name not in self._dtypes:
+            self._dtypes[name] = self._load(name, self._chunks[name][0]).dtype
+        return self._dtypes[name]
 
     def _load(self, name: str, chunk: Chunk) -> torch.Tensor:
         """One stored rectangle, a small torch file within a file. A thread keeps its last: blocks are asked for."""
         if self._last.chunk is chunk:
             return self._last.tensor
-        path = inside(self._folder, chunk.file, hidden="__")
-        with opening(path) as (descriptor, size):
-            if chunk.offset + chunk.length > size:
-                raise CheckpointError(f"{path}: {name} should end at byte {chunk.offset + chunk.length} of {size}")
-            buffer = bytearray(chunk.length)
-            read_into(descriptor, memoryview(buffer), chunk.offset, path)
-        tensor = unpickled(io.BytesIO(buffer), path)
+        buffer = self._bytes(name, chunk.file, chunk.offset, chunk.length)
+        tensor = unpickled(io.BytesIO(buffer), self._folder / chunk.file)
         if not isinstance(tensor, torch.Tensor) or tuple(tensor.shape) != chunk.box.size:
-            raise CheckpointError(f"{path}: {name}: not the tensor of shape {chunk.box.size} that the index promises")
+            raise CheckpointError(
+                f"{self._folder / chunk.file}: {name}: not the tensor of shape {chunk.box.size} that the index promises"
+            )
         self._last.chunk, self._last.tensor = chunk, tensor.detach()
         return self._last.tensor
 
+    def _bytes(self, name: str, file: str, offset: int, length: int) -> bytearray:
+        path = inside(self._folder, file, hidden="__")
+        with opening(path) as (descriptor, size):
+            if offset + length > size:
+                raise CheckpointError(f"{path}: {name} should end at byte {offset + length} of {size}")
+            buffer = bytearray(length)
+            read_into(descriptor, memoryview(buffer), offset, path)
+        return buffer
 
-def _index(index: Any, path: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, list[Chunk]], list[str]]:
-    """Shapes and stored rectangles of the model's tensors, and the names of an optimizer's, as the index has them."""
+
+Place = tuple[str, int, int]
+"""Where something is stored: a file, the offset and the length of its bytes."""
+
+
+def _index(index: Any, folder: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, list[Chunk]], dict[str, Place]]:
+    """Shapes and stored rectangles of the tensors, and where objects are that are none, as the index has them."""
+    path = folder / ".metadata"
     try:
-        state = index.state
-        stored = {
-            (key.state["fqn"], _numbers(key.state["offset"])): place.state
-            for key, place in state["storage_data"].items()
-            if key.state.get("offset") is not None  # else opaque bytes
-        }
+        stored: dict[tuple[str, tuple[int, ...]], Place] = {}
+        objects: dict[str, Place] = {}
+        for key, value in index.state["storage_data"].items():
+            place = value.state["relative_path"], *_numbers((value.state["offset"], value.state["length"]))
+            if key.state.get("offset") is None:  # opaque bytes
+                objects[key.state["fqn"]] = place
+            else:
+                stored[key.state["fqn"], _numbers(key.state["offset"])] = place
         shapes: dict[str, tuple[int, ...]] = {}
         chunks: dict[str, list[Chunk]] = {}
-        optimizer: list[str] = []
-        for name, record in state["state_dict_metadata"].items():
+        for name, record in index.state["state_dict_metadata"].items():
             if not record.name.endswith(".TensorStorageMetadata"):
                 continue  # opaque bytes (extra states, random states)
-            if name.startswith("optimizer."):
-                optimizer.append(name)
-                continue
             shapes[name] = _numbers(record.state["size"])
             for chunk in record.state["chunks"]:
                 start, size = _numbers(chunk.state["offsets"]), _numbers(chunk.state["sizes"])
-                place = stored[name, start]
                 box = Box(start, size)
                 if not box.within(shapes[name]):
                     raise CheckpointError(f"{path}: {name}: a rectangle at {start} leaves the shape")
-                one = Chunk(box, place["relative_path"], *_numbers((place["offset"], place["length"])))
-                chunks.setdefault(name, []).append(one)
+                chunks.setdefault(name, []).append(Chunk(box, *stored[name, start]))
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(f"{path}: not the index of a distributed checkpoint ({error!r})") from None
-    return shapes, chunks, optimizer
+    return shapes, chunks, objects
 
 
 def _numbers(value: Any) -> tuple[int, ...]:
@@ -235,30 +292,41 @@ def recognise(path: Path) -> bool:
 def open_form(path: Path, given: Given) -> Opened:
     folder = iteration_of(path)
     source = DistributedSource(folder)
-    if source.state and given.optimizer:
-        raise CheckpointError(f"{folder}: {source.state[0]}: the form of this state is not known; {LEAVE}")
-    values = arguments(folder, source.tensors, given.heads)
+    content = _common(folder)
+    values = arguments(content, folder, source.tensors, given.heads)
     model, notes = model_of_tree(values, source.tensors, 1, given.vocab, path, folder)
-    table = table_of(model, source.tensors, tp=1, pp=1, chunks=1, version=3)
+    weights = table_of(model, source.tensors, tp=1, pp=1, chunks=1, version=3)
+    states, scalars = state_of(source, content, values, model, weights, folder) if given.optimizer else ([], None)
     name = re.fullmatch(r"iter_(\d+)", folder.name)
-    notes += (state_note(None, given.optimizer, "taken"),)
-    consumed = values.get("consumed_train_samples", 0)
-    return Opened(source, model, table, int(name[1]) if name else 0, consumed, notes=notes)
+    counts = (
+        content.get("iteration", int(name[1]) if name else 0),
+        values.get("consumed_train_samples", 0),
+        values.get("consumed_valid_samples", 0),
+    )
+    iteration, consumed, validated = (n if type(n) is int and n >= 0 else 0 for n in counts)
+    notes += (state_note(scalars, given.optimizer, "taken"),)
+    known = plain_state(scalars, iteration, consumed, validated)
+    return Opened(source, model, joined([weights, *states]), iteration, consumed, known, notes)
 
 
-def arguments(folder: Path, tensors: Tensors, heads: int | None) -> dict[str, Any]:
+def _common(folder: Path) -> dict[str, Any]:
+    """What common.pt holds; nothing where there is none."""
+    content = read_pickled(folder / "common.pt") if (folder / "common.pt").exists() else {}
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{folder / 'common.pt'}: holds {type(content).__name__}, not a checkpoint")
+    return content
+
+
+def arguments(content: Mapping[str, Any], folder: Path, tensors: Tensors, heads: int | None) -> dict[str, Any]:
     """Megatron's arguments: those in common.pt, or what follows from the tensors and the number of heads.
 
-    Errors: CheckpointError where both are missing.
+    content: of common.pt. Errors: CheckpointError where both are missing.
     """
-    if (folder / "common.pt").exists():
-        content = read_pickled(folder / "common.pt")
-        found = content.get("args") if isinstance(content, dict) else None
-        if isinstance(found, Arguments) and found.values:
-            said = found.values.get("num_attention_heads")
-            if heads not in (None, said):
-                raise CheckpointError(f"--num-attention-heads {heads}: {folder / 'common.pt'} says {said}")
-            return found.values
+    if found := values_of(content):
+        said = found.get("num_attention_heads")
+        if heads not in (None, said):
+            raise CheckpointError(f"--num-attention-heads {heads}: {folder / 'common.pt'} says {said}")
+        return found
     if heads is None:
         raise CheckpointError(f"{folder}: carries no arguments; give --num-attention-heads")
     return _implied_by(tensors, heads, folder)

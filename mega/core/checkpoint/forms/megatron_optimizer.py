@@ -1,0 +1,181 @@
+"""Adam's state as Megatron-LM's files say it: what megatron_state.py reads, written, for 2023 and for Megatron-core.
+
+A state is plain, tensor by tensor, or the distributed optimizer's: flat vectors in `distrib_optim.pt`. Adam's count of
+updates is in the groups of parameters, as Apex's and Transformer Engine's FusedAdam have it; torch's own AdamW has it
+with each parameter and does not go on from these files. Knows no weights' names but their order, and no folders.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from mega.core.checkpoint.forms.megatron_core import GROUP_KEYS, KINDS, Order, alone_in, buckets_of
+from mega.core.checkpoint.forms.megatron_state import (
+    DECAY,
+    LEAVE,
+    LR,
+    LR_STYLES,
+    Facts,
+    groups_of,
+    parameter_place,
+)
+from mega.core.checkpoint.own.pieces import CheckpointError
+from mega.core.checkpoint.own.reader import Checkpoint
+from mega.core.config.sections import OptimizerConfig
+
+
+def state_kinds(checkpoint: Checkpoint) -> tuple[str, ...]:
+    """The kinds of state that go into a tree; none where there is none.
+
+    Errors: CheckpointError where there is state that such a tree does not hold.
+    """
+    kinds = {key.partition("/")[0] for key in checkpoint.tensors} - {"weights"}
+    if not kinds:
+        return ()
+    dtypes = {key: dtype for key, (_, dtype) in checkpoint.tensors.items()}
+    narrow = {dtype for key, dtype in dtypes.items() if key.startswith("weights/")} != {torch.float32}
+    wanted = {"moment1", "moment2", *(["master"] if narrow else [])}
+    if kinds != wanted:
+        raise CheckpointError(
+            f"holds {', '.join(sorted(kinds))} along with its weights, a tree of Megatron-LM "
+            f"{', '.join(sorted(wanted))}; {LEAVE}"
+        )
+    for key, dtype in dtypes.items():
+        if not key.startswith("weights/") and dtype != torch.float32:
+            raise CheckpointError(f"{key}: is {dtype}, a tree of Megatron-LM holds torch.float32; {LEAVE}")
+    return tuple(sorted(wanted))
+
+
+def facts_of(meta: Mapping[str, Any], where: str) -> Facts:
+    """What an own checkpoint says of its optimizer. Errors: CheckpointError where that is not Adam."""
+    config = meta.get("config")
+    options = config.get("optimizer") if isinstance(config, dict) else None
+    options = options if isinstance(options, dict) else {}
+    if options.get("optimizer", "adam") != "adam":
+        raise CheckpointError(f"{where}: holds the state of {options['optimizer']}, Megatron-LM's is Adam's; {LEAVE}")
+    defaults = OptimizerConfig()
+    names = ("lr", "adam_beta1", "adam_beta2", "adam_eps", "weight_decay")
+    constants = {name: options.get(name, getattr(defaults, name)) or 0.0 for name in names}
+    progress = meta.get("progress", {})
+    samples = progress.get("consumed", 0) - progress.get("skipped_samples", progress.get("unscheduled", 0))
+    return Facts(int(meta.get("updates", 0)), constants, meta.get("scaler"), meta.get("schedule"), samples)
+
+
+def written_state(tensors: Mapping[str, torch.Tensor], facts: Facts, order: Order, *, flat: bool) -> dict[str, Any]:
+    """What one rank's file of weights says of the optimizer: `optimizer`, and `opt_param_scheduler` where there is one.
+
+    tensors: by `kind/common name`. With masters it is the form of 16-bit weights, else the fp32 optimizer's. flat: the
+    tensors are in `written_vectors`, only the groups are here.
+    """
+    of_kind = {kind: in_order(tensors, f"{kind}/", order) for kind in KINDS}
+    grouped = groups_of({name: tensor.dim() for name, tensor in of_kind["moment1"].items()})
+    groups = written_groups(facts, grouped, order)
+    optimizer: dict[str, Any] = {"param_groups": groups}
+    if flat:
+        optimizer = {"optimizer": optimizer}
+    else:
+        numbers = {name: number for number, name in enumerate(name for names in grouped.values() for name in names)}
+        states = {
+            n: {KINDS[kind]: of_kind[kind][name] for kind in ("moment1", "moment2")} for name, n in numbers.items()
+        }
+        for group, names in zip(groups, grouped.values(), strict=True):
+            group["params"] = [numbers[name] for name in names]
+        optimizer = {"state": states, "param_groups": groups}
+        if of_kind["master"]:
+            masters = [[of_kind["master"][name] for name in names] for names in grouped.values()]
+            optimizer = {"optimizer": optimizer, "fp32_from_fp16_params": masters}
+    return {"optimizer": {**optimizer, **written_scaler(facts)}, **written_scheduler(facts, order)}
+
+
+def in_order(tensors: Mapping[str, torch.Tensor], prefix: str, order: Order) -> dict[str, torch.Tensor]:
+    """Those of `tensors` whose names begin with `prefix`, without it, as the modules list them."""
+    names = [name.removeprefix(prefix) for name in tensors if name.startswith(prefix)]
+    return {name: tensors[prefix + name] for name in sorted(names, key=lambda name: parameter_place(name, order))}
+
+
+def written_groups(facts: Facts, decayed: Iterable[bool], order: Order) -> list[dict[str, Any]]:
+    """Megatron's groups of parameters, without which parameters they have.
+
+    Rate and decay of the moment are set by Megatron's scheduler before it makes a step.
+    """
+    constants = facts.constants
+    lr = (facts.schedule or {}).get("lr", {"peak": constants["lr"], "least": 0.0})
+    rates = {"max_lr": lr["peak"], "min_lr": lr["least"]}
+    return [
+        {
+            **({} if order == "legacy" else GROUP_KEYS | rates),
+            "lr": constants["lr"],
+            "betas": (constants["adam_beta1"], constants["adam_beta2"]),
+            "eps": constants["adam_eps"],
+            "weight_decay": constants["weight_decay"] * one,
+            "bias_correction": True,
+            "step": facts.updates,
+            "wd_mult": float(one),
+            "lr_mult": 1.0,
+        }
+        for one in decayed
+    ]
+
+
+def written_scaler(facts: Facts) -> dict[str, Any]:
+    """The loss scaler, where there is one."""
+    if facts.scaler is None:
+        return {}
+    scale = torch.tensor([facts.scaler["scale"]], dtype=torch.float32)
+    counts = {"growth_tracker": int(facts.scaler["clean"]), "hysteresis_tracker": int(facts.scaler["patience"])}
+    return {"grad_scaler": {"scale": scale, **counts}}
+
+
+def written_scheduler(facts: Facts, order: Order) -> dict[str, Any]:
+    """Megatron's scheduler from our schedule. Core does not load an optimizer without one: where there is none that
+    Megatron has, it gets one that only counts, and the user is told to override it (`overridden`)."""
+    if not overridden(facts):
+        assert facts.schedule is not None
+        lr, decay = facts.schedule["lr"], facts.schedule["weight_decay"]
+    elif order == "legacy":
+        return {}
+    else:
+        constants = facts.constants
+        lr = {"peak": constants["lr"], "least": 0.0, "warmup": 0, "decay": 1, "style": "constant"}
+        decay = {"start": constants["weight_decay"], "end": constants["weight_decay"], "total": 1, "style": "constant"}
+    named = {
+        **{theirs: lr[ours] for ours, theirs in LR.items()},
+        "lr_decay_style": lr["style"],
+        **{theirs: decay[ours] for ours, theirs in DECAY.items()},
+        "wd_incr_style": decay["style"],
+        "num_steps": facts.samples,
+    }
+    return {"opt_param_scheduler": named}
+
+
+def overridden(facts: Facts) -> bool:
+    """Whether Megatron has no schedule such as ours."""
+    lr = (facts.schedule or {}).get("lr")
+    return lr is None or lr["style"] not in LR_STYLES or lr.get("batch") is not None
+
+
+def written_vectors(
+    weights: Mapping[str, torch.Tensor], state: Mapping[str, torch.Tensor], order: Order, *, tied: bool
+) -> dict[Any, Any]:
+    """What `distrib_optim.pt` of one rank holds, for a run that does not overlap the reduction of gradients.
+
+    weights: by common name. state: by `kind/common name`; without masters the weights, fp32, are written for them.
+    tied: of the whole model, wherever its head is.
+    """
+    names = list(in_order(weights, "", order))
+    buckets = buckets_of({name: weights[name].numel() for name in names}, None, alone_in(names, tied))
+    length, vectors = sum(bucket.length for bucket in buckets), {}
+    for kind, theirs in KINDS.items():
+        vector, begin = torch.zeros(length), 0
+        for bucket in buckets:
+            for name, at in bucket.begins.items():
+                tensor = state[f"{kind}/{name}"] if f"{kind}/{name}" in state else weights[name]
+                vector[begin + at : begin + at + tensor.numel()] = tensor.flatten()
+            begin += bucket.length
+        vectors[theirs] = vector
+    dtype = weights[names[0]].dtype
+    gradients = dtype if dtype == torch.float16 else torch.float32
+    return {"buckets_coalesced": True, 0: {(dtype, gradients): {**vectors, "numel_unpadded": length}}}

@@ -1,0 +1,231 @@
+"""Megatron-LM's trees of `mp_rank_XX[_YYY]/model_optim_rng.pt` written, for any tensor and pipeline size.
+
+What a tree says besides tensors, for whom it is and what must be typed there is `Said`, which torch_dist_write.py
+shares. Names and tables are those of megatron.py, by which trees are read. Random states are not written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mega.core.checkpoint.forms.form import Export, Given, Own
+from mega.core.checkpoint.forms.mapping import Source, Table, Target, joined
+from mega.core.checkpoint.forms.megatron import STYLES, TRACKER, WEIGHTS, Style, styled, table
+from mega.core.checkpoint.forms.megatron_arguments import arguments_of, core_flags, padding_note
+from mega.core.checkpoint.forms.megatron_core import TIED_COPY, Order
+from mega.core.checkpoint.forms.megatron_optimizer import (
+    facts_of,
+    in_order,
+    overridden,
+    state_kinds,
+    written_state,
+    written_vectors,
+)
+from mega.core.checkpoint.forms.megatron_state import DISTRIBUTED, Facts, alike, state_note
+from mega.core.checkpoint.forms.writing import made, write_torch
+from mega.core.checkpoint.own.disk import creating, write_all
+from mega.core.checkpoint.own.pieces import CheckpointError
+from mega.core.checkpoint.own.source import OwnSource
+from mega.core.config.sections import ModelConfig
+from mega.core.inventory import padded
+from mega.core.plan.layers import stage_layers
+
+ORDERS: dict[Style, Order] = {
+    "legacy": "legacy",
+    "legacy-layernorm": "legacy",
+    "core": "core",
+    "core-local": "core-local",
+}
+
+
+@dataclass(frozen=True)
+class Said:
+    """What a tree says besides its tensors.
+
+    kinds: of state that go into it. facts: of the optimizer; None without. arguments: of the command line. flat: the
+    state is the distributed optimizer's.
+    """
+
+    kinds: tuple[str, ...]
+    facts: Facts | None
+    arguments: Mapping[str, Any]
+    iteration: int
+    flat: bool
+    notes: tuple[str, ...]
+
+
+def said_of(own: Own, to: str, order: Order, given: Given) -> Said:
+    """What the tree `to` of a checkpoint of ours says. Errors: CheckpointError naming what it has no place for."""
+    model, checkpoint, layout = own.model, own.checkpoint, given.layout
+    if model.decoder_layers is not None:
+        raise CheckpointError(f"--saver {to}: trees of an encoder and a decoder (T5) are not built yet; valid: mega")
+    kinds = state_kinds(checkpoint) if given.optimizer else ()
+    facts = facts_of(checkpoint.meta, str(checkpoint.path)) if kinds else None
+    progress = checkpoint.meta.get("progress")
+    progress = progress if isinstance(progress, dict) else {}
+    iteration = max(1, checkpoint.step)  # Megatron's loader refuses 0
+    counts = {"iteration": iteration, "consumed_train_samples": progress.get("consumed", 0)}
+    tokenizer = given.tokenizer_type or _tokenizer(checkpoint.meta)
+    core = order != "legacy"
+    arguments = arguments_of(model, layout.tp, layout.pp, tokenizer=tokenizer, core=core) | counts
+    if facts is not None:
+        arguments["consumed_valid_samples"] = progress.get("consumed_valid", 0)
+        arguments["lr_warmup_init"] = facts.schedule["lr"]["initial"] if facts.schedule else 0.0
+    if core:
+        dtype = next(dtype for key, (_, dtype) in checkpoint.tensors.items() if key.startswith("weights/"))
+        arguments |= {"no_save_rng": True, "no_save_optim": facts is None, "world_size": layout.tp * layout.pp}
+        arguments |= {"bf16": dtype == torch.bfloat16, "fp16": dtype == torch.float16, "params_dtype": dtype}
+        arguments |= {"use_distributed_optimizer": given.distributed, "data_parallel_size": 1}
+        arguments |= {"ckpt_format": to if to == "torch_dist" else "torch"}
+    rows = padded(model.vocab or 1, layout.tp, model.vocab_multiple)
+    notes = (state_note(facts, given.optimizer, "written"), *padding_note(model.vocab or 1, rows))
+    notes += (_for_core(model, arguments, order, facts) if core else _for_legacy(to),)
+    return Said(kinds, facts, arguments, iteration, given.distributed and facts is not None, notes)
+
+
+def _tokenizer(meta: Mapping[str, Any]) -> str | None:
+    """The kind of tokenizer that a checkpoint of ours was trained with, where it says one."""
+    config = meta.get("config")
+    section = config.get("tokenizer") if isinstance(config, dict) else None
+    return section.get("tokenizer") if isinstance(section, dict) else None
+
+
+def _for_legacy(to: str) -> str:
+    return (
+        f"--saver {to} is for Megatron-LM of 2023 (its legacy models): Megatron-core of today (0.18) takes it without "
+        "an error and loads it wrong; for that write --saver mcore, mcore-local or torch_dist"
+    )
+
+
+def _for_core(model: ModelConfig, arguments: Mapping[str, Any], order: Order, facts: Facts | None) -> str:
+    """Which flags Megatron-core needs to go on from the tree."""
+    dist = arguments["ckpt_format"] == "torch_dist"
+    flags = [f"--ckpt-format {arguments['ckpt_format']}"]
+    flags += [] if dist else ["--no-load-rng"]  # a torch_dist folder says that it has none
+    if facts is None:
+        flags += [] if dist else ["--no-load-optim"]
+    elif overridden(facts):
+        flags.append("--override-opt_param-scheduler")
+    else:
+        flags.append("--use-checkpoint-opt_param-scheduler")
+    if facts is not None and arguments["use_distributed_optimizer"]:
+        flags += ["--use-distributed-optimizer"] if dist else ["--use-distributed-optimizer (no --overlap-grad-reduce)"]
+    flags += [] if dist else [f"--transformer-impl {'local' if order == 'core-local' else 'transformer_engine'}"]
+    return f"Megatron-core 0.18 loads it with: {' '.join([*flags, *core_flags(model, arguments)])}"
+
+
+def export(own: Own, to: str, given: Given) -> Export:
+    """A tree that Megatron-LM loads; one rank's file is in memory at a time."""
+    style, tp, pp = STYLES[to], given.layout.tp, given.layout.pp
+    order = ORDERS[style]
+    said = said_of(own, to, order, given)
+    weights = written_table(own.model, tp, pp)
+
+    def fill(folder: Path, table: Table, source: Source) -> int:
+        written = 0
+        of_rank: dict[str, list[Target]] = {}
+        for target in table.targets:
+            of_rank.setdefault(re.sub(r"^(\w+/)?(\d+\.\d+)\..*", r"\2", target.name), []).append(target)
+        for label, mine in of_rank.items():
+            rank, stage = map(int, label.split("."))
+            content = {re.sub(r"\d+\.\d+\.\d+/", "", target.name): made(target, source) for target in mine}
+            state = {key: content.pop(key) for key in list(content) if key.partition("/")[0] in said.kinds}
+            directory = folder / f"iter_{said.iteration:07d}" / rank_directory(rank, stage, pp)
+            directory.mkdir(parents=True)
+            written += _write_rank(directory, content, state, said, style, bool(own.model.tied))
+        write_tracker(folder, said.iteration)
+        return written
+
+    both = joined([weights, *(alike(weights, kind) for kind in said.kinds)])
+    return Export(both, fill, OwnSource(own.checkpoint, ("weights", *said.kinds)), notes=said.notes)
+
+
+def _write_rank(
+    directory: Path,
+    weights: Mapping[str, torch.Tensor],
+    state: Mapping[str, torch.Tensor],
+    said: Said,
+    style: Style,
+    tied: bool,
+) -> int:
+    """One rank's files; their bytes. weights: by common name. state: by `kind/common name`."""
+    order, written = ORDERS[style], 0
+    if said.facts is not None and said.flat:
+        written += write_torch(directory / DISTRIBUTED, written_vectors(weights, state, order, tied=tied))
+    kept = {
+        "args": argparse.Namespace(**said.arguments),
+        "checkpoint_version": 3.0,
+        "iteration": said.iteration,
+        "model": nested(weights, style),
+        **({} if said.facts is None else written_state(state, said.facts, order, flat=said.flat)),
+    }
+    return written + write_torch(directory / WEIGHTS, kept)
+
+
+def write_tracker(folder: Path, iteration: int) -> None:
+    """The file by which Megatron finds the newest iteration."""
+    with creating(folder / TRACKER) as descriptor:
+        write_all(descriptor, str(iteration).encode())
+
+
+def written_table(model: ModelConfig, tp: int, pp: int) -> Table:
+    """The table of a tree for `tp` x `pp` ranks. Errors: ValueError naming the flag whose number must divide."""
+    for kind, ranks, names in (("tensor", tp, ("heads", "kv_heads", "ffn")), ("pipeline", pp, ("layers",))):
+        for name in names:
+            if (number := getattr(model, name)) % ranks:
+                raise ValueError(f"--target-{kind}-parallel-size {ranks}: must divide {name} {number} for Megatron-LM")
+    assert model.layers is not None and model.vocab is not None
+    stages = [chunks[0] for chunks in stage_layers(model.layers, pp)]
+    blocks = [(f"{stage}.0", number) for stage, mine in enumerate(stages) for number in range(len(mine))]
+    rows = padded(model.vocab, tp, model.vocab_multiple) // tp
+    return table(model, tp, blocks, f"{pp - 1}.0", rows, (TIED_COPY,) if pp > 1 else ())
+
+
+def nested(content: Mapping[str, torch.Tensor], style: Style) -> dict[str, Any]:
+    """The model tree of a file. Core trees are flat, in the order of the modules; legacy ones nest above the layers'
+    dotted names."""
+    if style.startswith("core"):
+        return _flat(content, style)
+    tree: dict[str, Any] = {}
+    for name, tensor in content.items():
+        *path, leaf = styled(name, style).split(".", 2 if name.startswith("encoder.") else -1)
+        branch = tree
+        for step in path:
+            branch = branch.setdefault(step, {})
+        branch[leaf] = tensor
+    return tree
+
+
+LINEARS = ("self_attention.linear_proj", "self_attention.linear_qkv", "mlp.linear_fc1", "mlp.linear_fc2")
+"""Modules of core's blocks that keep an extra state, by core's names: of fp8, and empty without."""
+
+
+def _flat(content: Mapping[str, torch.Tensor], style: Style) -> dict[str, Any]:
+    """Core's weights in the order of its modules, and the extra states that it looks for, which are empty."""
+    engine, tree = style == "core", {}
+    empty = torch.empty(0, dtype=torch.uint8) if engine else None
+    ordered = [(styled(name, style), tensor) for name, tensor in in_order(content, "", ORDERS[style]).items()]
+    for number, (name, tensor) in enumerate(ordered):
+        module = name.rpartition(".")[0]
+        if engine and module.endswith(LINEARS[0]) and name.endswith("weight"):
+            tree[module.replace("linear_proj", "core_attention") + "._extra_state"] = empty
+        tree[name] = tensor
+        following = ordered[number + 1][0] if number + 1 < len(ordered) else ""
+        norms = ("decoder.final_layernorm", "q_layernorm", "k_layernorm") if engine else ()
+        if module.endswith((*LINEARS, *norms)) and not following.startswith(module + "."):
+            tree[f"{module}._extra_state"] = empty
+    if ordered[-1][0].startswith(("decoder.final_layernorm", "output_layer")):
+        tree["output_layer._extra_state"] = None
+    return tree
+
+
+def rank_directory(tp_rank: int, stage: int, pp: int) -> str:
+    """What a rank's folder is called."""
+    return f"mp_rank_{tp_rank:02d}" + (f"_{stage:03d}" if pp > 1 else "")

@@ -1,0 +1,163 @@
+"""Checkpoints in torch's distributed format as Megatron-core 0.18 reads them (`torch_dist`), written.
+
+One file of tensors, each a small torch file, and an index of where they are; uniform layers are stacked, [layers, ...],
+and lie there one by one. Such a folder fits any layout whose vocabulary is padded to as many rows. The names are those
+of megatron.py, what is said besides tensors is megatron_write.py's. Knows no ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import pickle
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+
+from mega.core.checkpoint.forms.form import Export, Given, Own
+from mega.core.checkpoint.forms.mapping import Source, Table, joined
+from mega.core.checkpoint.forms.megatron import styled, table
+from mega.core.checkpoint.forms.megatron_core import state_name
+from mega.core.checkpoint.forms.megatron_optimizer import written_groups, written_scaler, written_scheduler
+from mega.core.checkpoint.forms.megatron_state import alike
+from mega.core.checkpoint.forms.megatron_write import LINEARS, Said, said_of, write_tracker, written_table
+from mega.core.checkpoint.forms.writing import made, write_json, write_torch
+from mega.core.checkpoint.own.source import OwnSource
+from mega.core.config.sections import ModelConfig
+from mega.core.files import whole_file
+from mega.core.inventory import padded
+
+FILE = "__0_0.distcp"
+VERSIONS = {
+    "sharded_backend": "torch_dist",
+    "sharded_backend_version": 1,
+    "common_backend": "torch",
+    "common_backend_version": 1,
+}
+"""What metadata.json says."""
+
+_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+
+
+class Container:
+    """A file of tensors and the index of them. file: a new one, to write into."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self._described: dict[str, Any] = {}
+        self._places: dict[Any, Any] = {}
+
+    def add(self, name: str, whole: tuple[int, ...], start: tuple[int, ...], tensor: torch.Tensor) -> None:
+        """The rectangle of the tensor `name`, of shape `whole`, that begins at `start`."""
+        from torch.distributed.checkpoint.metadata import (
+            ChunkStorageMetadata,
+            MetadataIndex,
+            TensorProperties,
+            TensorStorageMetadata,
+        )
+
+        chunk = ChunkStorageMetadata(torch.Size(start), tensor.shape)
+        properties = TensorProperties(dtype=tensor.dtype)
+        described = self._described.setdefault(name, TensorStorageMetadata(properties, torch.Size(whole), []))
+        described.chunks.append(chunk)
+        self._store(MetadataIndex(name, torch.Size(start)), tensor)
+
+    def opaque(self, name: str, content: object) -> None:
+        """Something that is no tensor."""
+        from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
+
+        self._described[name] = BytesStorageMetadata()
+        self._store(MetadataIndex(name), [content])
+
+    def _store(self, index: object, content: object) -> None:
+        from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+        buffer, begin = io.BytesIO(), self._file.tell()
+        torch.save(content, buffer)
+        self._file.write(buffer.getbuffer())
+        self._places[index] = _StorageInfo(FILE, begin, self._file.tell() - begin)
+
+    def index(self) -> bytes:
+        """What `.metadata` holds."""
+        from torch.distributed.checkpoint.metadata import Metadata
+
+        return pickle.dumps(Metadata(self._described, storage_data=self._places), protocol=4)
+
+
+def export(own: Own, to: str, given: Given) -> Export:
+    """A folder that Megatron-core 0.18 loads; one tensor of one layer is in memory at a time."""
+    model, layout = own.model, given.layout
+    said = said_of(own, to, "core", given)
+    written_table(model, layout.tp, layout.pp)  # the layout that the folder is for must be one
+    assert model.layers is not None
+    rows = padded(model.vocab or 1, layout.tp, model.vocab_multiple)
+    weights = table(model, 1, [("0.0", layer) for layer in range(model.layers)], "0.0", rows, ())
+
+    def fill(folder: Path, table: Table, source: Source) -> int:
+        place = folder / f"iter_{said.iteration:07d}"
+        place.mkdir(parents=True)
+        with whole_file(place / FILE) as file:
+            container = Container(file)
+            for target in table.targets:
+                _write(container, target.name, made(target, source), model, said)
+            for name in _extra_states(model):
+                container.opaque(name, torch.empty(0, dtype=torch.uint8))
+            length = file.tell()
+        with whole_file(place / ".metadata") as file:
+            file.write(container.index())
+        write_torch(place / "common.pt", common_of(said))
+        write_json(place / "metadata.json", VERSIONS)
+        write_tracker(folder, said.iteration)
+        return length
+
+    both = joined([weights, *(alike(weights, kind) for kind in said.kinds)])
+    return Export(both, fill, OwnSource(own.checkpoint, ("weights", *said.kinds)), notes=said.notes)
+
+
+def _write(container: Container, name: str, tensor: torch.Tensor, model: ModelConfig, said: Said) -> None:
+    """One tensor of the table, by its name there: `0.0.0/common name`, of state `kind/0.0.0/common name`."""
+    kind, _, common = name.rpartition("0.0.0/")
+    kind = kind.rstrip("/")
+    weight, start, whole = styled(common, "core"), (0,) * tensor.dim(), tuple(tensor.shape)
+    if match := _LAYER.fullmatch(weight):
+        assert model.layers is not None
+        weight, tensor = f"decoder.layers.{match[2]}", tensor[None]
+        start, whole = (int(match[1]), *start), (model.layers, *whole)
+    names = [state_name(kind, weight, distributed=said.flat) if kind else weight]
+    if not kind and said.flat and "master" not in said.kinds:  # the distributed optimizer keeps fp32 weights twice
+        names.append(state_name("master", weight, distributed=True))
+    for each in names:
+        container.add(each, whole, start, tensor)
+
+
+def _extra_states(model: ModelConfig) -> Iterator[str]:
+    """Names of the states that modules of core look for besides parameters: of fp8, and empty without."""
+    modules = [*LINEARS, *(("self_attention.q_layernorm", "self_attention.k_layernorm") if model.qk_norm else ())]
+    for layer in range(model.layers or 0):
+        yield from (f"decoder.layers.{module}._extra_state/shard_{layer}_{model.layers}" for module in modules)
+    yield "decoder.final_layernorm._extra_state/shard_0_1"
+
+
+def common_of(said: Said) -> dict[str, Any]:
+    """What common.pt holds: all that is no tensor."""
+    content: dict[str, Any] = {
+        "args": argparse.Namespace(**said.arguments),
+        "checkpoint_version": 3.0,
+        "iteration": said.iteration,
+        "content_metadata": {"singleton_local_shards": False, "chained_optim_avoid_prefix": True},
+    }
+    if said.facts is None:
+        return content
+    groups = {"param_groups": written_groups(said.facts, (True, False), "core")}
+    optimizer: dict[str, Any] = {"optimizer": groups} if said.flat or "master" in said.kinds else groups
+    if said.flat:
+        optimizer["param_state_sharding_type"] = "fully_reshardable"
+        content["content_metadata"] |= {
+            "distrib_optim_sharding_type": "fully_reshardable",
+            "distrib_optim_fully_reshardable_mem_efficient": False,
+        }
+    scheduler = written_scheduler(said.facts, "core")
+    return {**content, "optimizer": optimizer | written_scaler(said.facts), **scheduler}
