@@ -111,7 +111,7 @@ def test_bytes_per_parameter(pool: Pool, name: str) -> None:
     Its 16 counts the widened gradient, which lives here while a bucket is updated; between steps it is 12.
     """
     options, everywhere, shared, updating = BYTES[name]
-    for world in (1, 2, 4):
+    for world in (1, 4):
         run = small_run("gpt", world, zero=1, **ALIGNED, **options, hidden_dropout=0.0, attention_dropout=0.0)
         expected = everywhere + shared / world
         for parameters, between, during in pool.run(measure, run, world, expected, world=world):

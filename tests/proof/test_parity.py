@@ -33,12 +33,10 @@ LAYOUTS = [
     ("gpt", 4, {"zero": 1}),
     ("gpt", 2, {**INTERLEAVED, "tp": 1}),
     ("gpt", 8, EVERYTHING),
-    ("gpt", 8, {"tp": 2, "pp": 4, **SP}),
     ("llama", 2, {"tp": 2, **SP}),
     ("llama", 4, {"pp": 2, "schedule": "gpipe", "micro_batch": 2}),
     ("llama", 4, {"tp": 2, "zero": 1, "overlap_grad_reduce": False}),
     ("llama", 8, {**EVERYTHING, "chunks": 2}),
-    ("llama", 8, {"tp": 4, "pp": 2}),
     ("gpt", 4, {"pp": 4, "schedule": "zb-h1"}),
     ("gpt", 4, {"zero": 2}),
     ("llama", 4, {"tp": 2, "zero": 3, **SP}),
@@ -46,7 +44,6 @@ LAYOUTS = [
     ("llama", 4, {"tp": 2, "pp": 2, **SP, **RECOMPUTED}),
     ("gpt", 2, {"tp": 2, **RECOMPUTED, "distribute_saved": True}),
     ("gpt-odd", 2, {"tp": 2, **SP}),
-    ("gpt-odd", 8, EVERYTHING),
     ("qwen", 4, {"tp": 2, "pp": 2, **SP}),
     ("qwen", 8, {"tp": 4, "zero": 1}),
     ("gpt", 4, {"tp": 4, **OVERLAP}),
@@ -58,18 +55,15 @@ LAYOUTS = [
     # kv_heads / tp divides by cp but in two rows: the first go by all-to-all where no way is said, the others by ring
     ("gpt", 2, {"cp": 2}),
     ("gpt", 4, {"cp": 4, "cp_comm": "ring"}),
-    ("gpt", 8, {"cp": 4, "tp": 2, **SP}),
     ("llama", 4, {"cp": 4, "micro_batch": 4}),
     ("llama", 8, {**EVERYTHING, "cp": 2, "chunks": 2}),
     ("gpt-odd", 4, {"cp": 2, "cp_comm": "ring", "zero": 1}),
-    ("qwen", 8, {"cp": 2, "tp": 4, **SP}),
     # a split of four stages, whose memory rides through three, and stages and chunks that hold both sides
     ("t5", 4, {"tp": 2, "pp": 2, "split_rank": 1, **SP}),
     ("t5", 4, {"pp": 4, "stage_layers": (2, 1, 1, 1), "schedule": "zb-h1"}),
     ("t5", 2, {"pp": 2, "chunks": 2, "stage_layers": (1, 2, 1, 1)}),
     ("t5", 4, {"tp": 2, "zero": 3, **RECOMPUTED}),
     # rules that look at whole tensors: cut over tensor ranks, cut in spans, tied over two stages, kept off the device
-    ("gpt", 8, {**EVERYTHING, "optimizer": "lamb"}),
     ("llama", 4, {"tp": 2, "zero": 3, **SP, "optimizer": "lamb"}),
     ("gpt", 4, {"tp": 4, "optimizer": "adafactor"}),
     ("gpt", 8, {**EVERYTHING, "optimizer": "adafactor", "optimizer_offload": True}),
@@ -128,7 +122,7 @@ def test_fp64(pool: Pool, model: str, world: int, layout: dict[str, Any]) -> Non
     check(pool, model, world, layout, "fp64")
 
 
-@pytest.mark.parametrize(("model", "world", "layout"), [("gpt", 8, EVERYTHING), ("llama", 8, EVERYTHING)], ids=name)
+@pytest.mark.parametrize(("model", "world", "layout"), [("llama", 8, EVERYTHING)], ids=name)
 def test_fp32(pool: Pool, model: str, world: int, layout: dict[str, Any]) -> None:
     check(pool, model, world, layout, "fp32")
 
