@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from mega.core.checkpoint.forms.megatron_core import GROUP_KEYS, KINDS, Order, alone_in, buckets_of
+from mega.core.checkpoint.forms.megatron_core import GROUP_KEYS, KINDS, Order, buckets_of, own_buckets
 from mega.core.checkpoint.forms.megatron_state import (
     DECAY,
     LEAVE,
@@ -166,7 +166,7 @@ def written_vectors(
     tied: of the whole model, wherever its head is.
     """
     names = list(in_order(weights, "", order))
-    buckets = buckets_of({name: weights[name].numel() for name in names}, None, alone_in(names, tied))
+    buckets = buckets_of({name: weights[name].numel() for name in names}, None, own_buckets(names, tied))
     length, vectors = sum(bucket.length for bucket in buckets), {}
     for kind, theirs in KINDS.items():
         vector, begin = torch.zeros(length), 0
