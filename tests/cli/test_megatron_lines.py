@@ -17,7 +17,7 @@ from mega.core.config.presets import FAMILY_DEFAULTS, FamilyDefaults
 from mega.core.config.resolve import resolve
 from mega.core.config.run import RunConfig, entries, value_of
 from mega.core.text.build import build
-from mega.options import command
+from tests.support.lines import parsed
 from tests.support.shared import shared
 
 GPT_345M = """
@@ -185,23 +185,6 @@ T5 = SIZES + (
     "--vocab-extra-ids 100 --data-path my-t5_text_sentence --kv-channels 16 --ffn-hidden-size 256"
 )
 YUAN = SIZES + " --seq-length 128 --tokenizer-type BertWordPieceLowerCase --vocab-file vocab.txt --data-path text"
-
-
-def parsed(line: str) -> RunConfig:
-    """The run of a command line, read as `mega pretrain` reads it."""
-    from typer.main import Typer, get_command
-
-    from mega.options import Command
-
-    seen: list[RunConfig] = []
-
-    def run(run: RunConfig) -> None:
-        seen.append(run)
-
-    app = Typer(add_completion=False)
-    app.command(cls=Command)(command(run))
-    get_command(app)(args=shlex.split(line), standalone_mode=False)
-    return seen[0]
 
 
 @pytest.mark.parametrize("name", LINES)

@@ -1,0 +1,25 @@
+"""Command lines as runs."""
+
+from __future__ import annotations
+
+import shlex
+
+from mega.core.config.run import RunConfig
+from mega.options import command
+
+
+def parsed(line: str) -> RunConfig:
+    """The run of a command line, read as `mega pretrain` reads it."""
+    from typer.main import Typer, get_command
+
+    from mega.options import Command
+
+    seen: list[RunConfig] = []
+
+    def run(run: RunConfig) -> None:
+        seen.append(run)
+
+    app = Typer(add_completion=False)
+    app.command(cls=Command)(command(run))
+    get_command(app)(args=shlex.split(line), standalone_mode=False)
+    return seen[0]
