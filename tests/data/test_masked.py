@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from itertools import islice
+import random
+from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from mega.core.data.batches import Batches
 from mega.core.data.build import Datasets, build_datasets
 from mega.core.data.dataset import BlendedDataset
 from mega.core.data.indexed import IndexedDataset, token_dtype
-from mega.core.data.mapping import mt19937_64, sentence_mapping
+from mega.core.data.mapping import _document, mt19937_64, sentence_mapping
 from mega.core.data.masked import BertDataset, T5Dataset, Vocabulary, bert_sample, mask, t5_sample
 from mega.core.data.order import split_boundaries
 from mega.core.data.recipes import recipe
@@ -35,6 +36,23 @@ def test_mersenne_twister() -> None:
     words = np.concatenate(list(islice(mt19937_64(5489), 33))).tolist()
     assert words[:2] == [14514284786278117030, 4620546740167642908]
     assert words[9999] == 9981545732273789042
+
+
+def test_a_document_is_cut_as_sentence_by_sentence() -> None:
+    """Of 300 documents drawn at random: the original's loop, which looks at each sentence."""
+    draw = random.Random(1)
+    for _ in range(300):
+        sizes = [draw.choice([0, 1, 5, draw.randint(0, 100)]) for _ in range(draw.randint(1, 40))]
+        least, targets = draw.choice([1, 2]), [draw.randint(2, 100) for _ in range(42)]
+        expected, start, drawn = list[int](), 0, iter(targets)
+        target = next(drawn)
+        for i in range(len(sizes)):
+            left, full = len(sizes) - i - 1, sum(sizes[start : i + 1]) >= target and i + 1 - start >= least
+            if (full and left > 1) or left == 0:
+                expected += [7 + start, 7 + i + 1, target]
+                start, target = i + 1, next(drawn)
+        rest = iter(targets)
+        assert list(_document(7, [0, *accumulate(sizes)], least, rest)) == expected and list(rest) == list(drawn)
 
 
 GOLDEN = [

@@ -57,7 +57,9 @@ def agree(run: RunConfig, dp: int, stage: int, tensor: int = 0) -> None:
     assert counted.moments == held - masters
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize(
+    "preset", [name for name in PRESETS if not name.startswith("qwen") or name in ("qwen2.5-0.5b", "qwen3-32b")]
+)
 def test_every_preset_is_counted_as_it_is_built(preset: str) -> None:
     layers, heads = PRESETS[preset]["layers"], PRESETS[preset]["heads"]
     pp = next(p for p in (8, 7, 4, 2) if layers % p == 0)

@@ -66,6 +66,20 @@ def _llama(
     return {**_gpt(layers, hidden, heads, seq_length, vocab), "family": "llama", "kv_heads": kv_heads, "ffn": ffn}
 
 
+def _qwen25(
+    layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, tied: bool, seq_length: int
+) -> dict[str, Any]:
+    """Biases of query, key and value only; the larger models' table of tokens has 128 rows more."""
+    rest = {"qkv_bias": True, "norm_eps": 1e-6, "rope_base": 1e6, "tied": tied}
+    return {**_llama(layers, hidden, heads, kv_heads, ffn, seq_length, 151936 if hidden < 3072 else 152064), **rest}
+
+
+def _qwen3(layers: int, hidden: int, heads: int, ffn: int, tied: bool) -> dict[str, Any]:
+    """Norms of heads, which are 128 wide whatever the hidden width is."""
+    rest = {"head_dim": 128, "qk_norm": True, "norm_eps": 1e-6, "rope_base": 1e6, "tied": tied}
+    return {**_llama(layers, hidden, heads, 8, ffn, 32768, 151936), **rest}
+
+
 def _bert(layers: int, hidden: int, heads: int, vocab: int | None = 30522) -> dict[str, Any]:
     return {**_gpt(layers, hidden, heads, 512, vocab), "family": "bert", "sample_kind": "bert"}
 
@@ -92,6 +106,10 @@ PRESETS: Mapping[str, Values] = {
     "gpt2-345m": _gpt(24, 1024, 16, 1024, 50257),
     # Brown et al. 2020, arXiv 2005.14165
     "gpt3-175b": {**_gpt(96, 12288, 96, 2048, 50257), "init_std": 0.006},
+    # NVIDIA's NeMo launcher, https://github.com/NVIDIA/NeMo-Framework-Launcher, conf/training/gpt3
+    "gpt-126m": {**_gpt(12, 768, 12, 2048, 50257), "init_std": 0.023},
+    "gpt-5b": {**_gpt(24, 4096, 32, 2048, 50257), "init_std": 0.01},
+    "gpt-20b": {**_gpt(44, 6144, 48, 2048, 50257), "init_std": 0.008165},
     # Narayanan et al. 2021, arXiv 2104.04473, table 1
     "gpt-1.7b": _gpt(24, 2304, 24, 2048, 51200),
     "gpt-3.6b": _gpt(30, 3072, 32, 2048, 51200),
@@ -120,6 +138,21 @@ PRESETS: Mapping[str, Values] = {
     "llama3.2-3b": {**_llama(28, 3072, 24, 8, 8192, 131072, 128256), **LLAMA31_ROPE, **LLAMA32},
     # Jiang et al. 2023, arXiv 2310.06825: each token sees 4,096 in a layer
     "mistral-7b": {**_llama(32, 4096, 32, 8, 14336, 32768, 32000), "window": 4096},
+    # Qwen Team 2024, arXiv 2412.15115, and the models' config.json
+    "qwen2.5-0.5b": _qwen25(24, 896, 14, 2, 4864, True, 32768),
+    "qwen2.5-1.5b": _qwen25(28, 1536, 12, 2, 8960, True, 32768),
+    "qwen2.5-3b": _qwen25(36, 2048, 16, 2, 11008, True, 32768),
+    "qwen2.5-7b": _qwen25(28, 3584, 28, 4, 18944, False, 131072),
+    "qwen2.5-14b": _qwen25(48, 5120, 40, 8, 13824, False, 131072),
+    "qwen2.5-32b": _qwen25(64, 5120, 40, 8, 27648, False, 131072),
+    "qwen2.5-72b": _qwen25(80, 8192, 64, 8, 29568, False, 131072),
+    # Qwen Team 2025, arXiv 2505.09388
+    "qwen3-0.6b": _qwen3(28, 1024, 16, 3072, True),
+    "qwen3-1.7b": _qwen3(28, 2048, 16, 6144, True),
+    "qwen3-4b": _qwen3(36, 2560, 32, 9728, True),
+    "qwen3-8b": _qwen3(36, 4096, 32, 12288, False),
+    "qwen3-14b": _qwen3(40, 5120, 40, 17408, False),
+    "qwen3-32b": _qwen3(64, 5120, 64, 25600, False),
     # Devlin et al. 2018, arXiv 1810.04805: BERT base
     "bert-110m": {
         **_bert(12, 768, 12),

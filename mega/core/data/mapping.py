@@ -6,6 +6,7 @@ Everything here is a function of document bounds, lengths and a seed. It knows n
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_left
 from collections.abc import Iterator
 from typing import Any
 
@@ -35,7 +36,7 @@ def sentence_mapping(
     Raises ValueError where none remains.
     """
     usable = [
-        (first, lengths[first:last].tolist())
+        (first, [0, *np.cumsum(lengths[first:last], dtype=np.int64).tolist()])
         for first, last in zip(documents[:-1].tolist(), documents[1:].tolist(), strict=True)
         if last - first >= min_sentences
         and (last - first == 1 or (last > first and int(lengths[first:last].max()) <= _LONGEST_SENTENCE))
@@ -49,27 +50,25 @@ def sentence_mapping(
     wide = len(lengths) > 2**32 - 1
     found = array("Q" if wide else "I")  # a list of tuples would take ten times the memory
     while len(found) < 3 * samples:
-        for first, sizes in usable:
-            found.extend(_document(first, sizes, min_sentences, targets))
+        for first, ends in usable:
+            found.extend(_document(first, ends, min_sentences, targets))
     mapping = np.frombuffer(found, np.uint64 if wide else np.uint32).reshape(-1, 3)
     return mapping[_shuffled(len(mapping), seed + 1)]
 
 
-def _document(first: int, sizes: list[int], least: int, targets: Iterator[int]) -> Iterator[int]:
+def _document(first: int, ends: list[int], least: int, targets: Iterator[int]) -> Iterator[int]:
     """Three numbers a sample of one document: sentences until the target is reached, but never one alone at the end.
 
-    One target is drawn more than there are samples, as in the original.
+    ends: tokens of the document before each of its sentences, and all. One target is drawn more than there are samples,
+    as in the original.
     """
     target = next(targets)
-    start = total = 0
-    left = len(sizes)
-    for i, size in enumerate(sizes):
-        total += size
-        left -= 1
-        if (total >= target and left > 1 and i + 1 - start >= least) or left == 0:
-            yield from (first + start, first + i + 1, target)
-            start, total = i + 1, 0
-            target = next(targets)
+    start, count = 0, len(ends) - 1
+    while start < count:
+        stop = max(bisect_left(ends, ends[start] + target, start + 1), start + least)
+        stop = stop if stop < count - 1 else count
+        yield from (first + start, first + stop, target)
+        start, target = stop, next(targets)
 
 
 def _targets(max_length: int, short_prob: float, seed: int) -> Iterator[int]:

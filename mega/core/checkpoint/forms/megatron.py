@@ -1,15 +1,15 @@
-"""Megatron-LM's trees of `mp_rank_XX[_YYY]/model_optim_rng.pt`, read: weights of GPT and Llama.
+"""Megatron-LM's trees of `mp_rank_XX[_YYY]/model_optim_rng.pt`, read and written: weights of every family.
 
 Two vocabularies of names, the legacy one (2019 to 2023) and Megatron-core's, come down to one table; fused
 query-key-value rows stand in the order that `checkpoint_version` says. A tree is read from any tensor and
 pipeline size, interleaved or not; megatron_write.py writes it. Random states are left behind; megatron_arguments.py
-has what trees say of their model, megatron_state.py optimizers.
+has what trees say of their model, megatron_families.py what BERT and T5 have besides, megatron_state.py optimizers.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,6 +25,20 @@ from mega.core.checkpoint.forms.megatron_arguments import (
     vocabulary,
 )
 from mega.core.checkpoint.forms.megatron_core import TIED_COPY, WORDS, Order
+from mega.core.checkpoint.forms.megatron_families import (
+    BERT,
+    CORE_DECODER,
+    CORE_HEADS,
+    DECODER,
+    HEADS,
+    Stages,
+    common_head,
+    has_two_stacks,
+    of_family,
+    pair_rows,
+    stack_of,
+    stages_of,
+)
 from mega.core.checkpoint.forms.megatron_state import (
     LEAVE,
     State,
@@ -38,7 +52,7 @@ from mega.core.checkpoint.own.disk import read_file
 from mega.core.checkpoint.own.model import check_size
 from mega.core.checkpoint.own.pieces import CheckpointError, Tensors
 from mega.core.config.sections import ModelConfig
-from mega.core.inventory import Tensor, Unit, inventory
+from mega.core.inventory import Tensor, inventory
 
 TRACKER = "latest_checkpointed_iteration.txt"
 WEIGHTS = "model_optim_rng.pt"
@@ -81,7 +95,6 @@ CORE = {
     "self_attention.dense.": "self_attention.linear_proj.",
     "mlp.dense_h_to_4h.": "mlp.linear_fc1.",
     "mlp.dense_4h_to_h.": "mlp.linear_fc2.",
-    "encoder.final_norm.": "decoder.final_layernorm.",
 }
 TRANSFORMER_ENGINE = {
     "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
@@ -96,49 +109,60 @@ def legacy_name(name: str, layer: int | None = None) -> str:
     >>> legacy_name("model.layers.7.self_attn.q_proj.weight", layer=1)
     'encoder.layers.1.self_attention.query_key_value.weight'
     """
-    return translated(name, LEGACY, "encoder.layers.{}.", layer)
+    stack, name = stack_of(name)
+    modules = LEGACY | (BERT if stack == "encoder" else DECODER)
+    return common_head(translated(name, modules, f"{stack}.layers.{{}}.", layer))
 
 
-def common_name(name: str) -> str:
-    """A name of any tree and time in the common vocabulary.
+def common_name(name: str, two_stacks: bool = False) -> str:
+    """A name of any tree and time in the common vocabulary. two_stacks: of a tree whose decoder reads an encoder.
 
     >>> common_name("language_model.transformer.layers.0.attention.dense.bias")
     'encoder.layers.0.self_attention.dense.bias'
     >>> common_name("decoder.layers.0.mlp.linear_fc1.layer_norm_weight")
     'encoder.layers.0.post_attention_norm.weight'
+    >>> common_name("decoder.layers.0.mlp.linear_fc1.layer_norm_weight", two_stacks=True)
+    'decoder.layers.0.post_inter_attention_norm.weight'
     """
-    if name.startswith("language_model.decoder.") or ".cross_attention." in name:
-        raise CheckpointError(f"{name}: trees of an encoder and a decoder (T5) are not built yet")
-    name = name.removeprefix("language_model.")
-    if name.startswith("decoder."):
+    if name.startswith("language_model."):
+        name = name.removeprefix("language_model.")
+    elif name.startswith(("encoder.", "decoder.")):
         for local, engine in TRANSFORMER_ENGINE.items():
             name = name.replace(engine, local)
-        for legacy, core in CORE.items():
+        of_decoder = CORE_DECODER if two_stacks and name.startswith("decoder.") else {}
+        for legacy, core in (*of_decoder.items(), *CORE.items()):
             name = name.replace(core, legacy)
-        name = name.replace("decoder.", "encoder.", 1)
+        name = name if two_stacks else name.replace("decoder.", "encoder.", 1)
     name = re.sub(r"^transformer\.", "encoder.", name)
     name = name.replace(".attention.", ".self_attention.")
-    for old in ("input_layernorm", "post_attention_layernorm", "final_layernorm"):
+    for old in ("input_layernorm", "post_attention_layernorm", "post_inter_attention_layernorm", "final_layernorm"):
         name = name.replace(old, old.replace("layernorm", "norm"))
-    return re.sub(r"^(word|position)_embeddings\.", r"embedding.\1_embeddings.", name)
+    return common_head(re.sub(r"^(word|position|tokentype)_embeddings\.", r"embedding.\1_embeddings.", name))
 
 
-def styled(name: str, style: Style) -> str:
+def styled(name: str, style: Style, family: str = "gpt") -> str:
     """The common name in the vocabulary that is to be written, as a path in the tree.
 
     >>> styled("encoder.layers.0.input_norm.weight", "core")
     'decoder.layers.0.self_attention.linear_qkv.layer_norm_weight'
+    >>> styled("encoder.final_norm.weight", "core", "bert"), styled("lm_head.norm.bias", "legacy-layernorm", "bert")
+    ('encoder.final_layernorm.weight', 'lm_head.layernorm.bias')
     """
     if style.startswith("core"):
-        for legacy, core in CORE.items():
+        of_decoder = CORE_DECODER if name.startswith("decoder.") else {}
+        heads = CORE_HEADS.get(family, CORE_HEADS["gpt"])
+        for legacy, core in (*of_decoder.items(), *heads.items(), *CORE.items()):
             name = name.replace(legacy, core)
-        name = re.sub(r"^encoder\.", "decoder.", name).replace(TIED_COPY, "output_layer.weight")
+        name = name.replace(".final_norm.", ".final_layernorm.")
+        if family not in ("bert", "t5"):
+            name = re.sub(r"^encoder\.", "decoder.", name)
         for local, engine in TRANSFORMER_ENGINE.items() if style == "core" else ():
             name = name.replace(local, engine)
         return name
     if style == "legacy-layernorm":
-        name = re.sub(r"(input|post_attention|final)_norm\.", r"\1_layernorm.", name)
-    return name if name == TIED_COPY else f"language_model.{name}"
+        name = re.sub(r"(input|post_attention|post_inter_attention|final)_norm\.", r"\1_layernorm.", name)
+        name = name.replace("lm_head.norm.", "lm_head.layernorm.")
+    return name if name == TIED_COPY or name.startswith(HEADS) else f"language_model.{name}"
 
 
 def recognise(path: Path) -> bool:
@@ -183,7 +207,7 @@ def model_of_tree(
     rows = tensors.get(f"0.0.0/{WORDS}", ((0,), torch.float32))[0][0]
     check_vocabulary(values, rows, tp)
     tokens, notes = vocabulary(values, rows * tp, vocab, path)
-    model = model_from_arguments(values, tokens, str(folder))
+    model = of_family(model_from_arguments(values, tokens, str(folder)), values, tensors, str(folder))
     check_size(model, tensors, str(folder))
     return model, notes
 
@@ -202,12 +226,22 @@ def _read_ranks(
         first = first or content
         models = _models(content, directory)
         chunks = len(models)
-        weights = [{common_name(name): each for name, each in _flat(content[key], directory)} for key in models]
+        weights = [_named(content[key], directory) for key in models]
         for chunk, named in enumerate(weights):
             tensors |= {f"{t}.{p}.{chunk}/{name}": tensor for name, tensor in named.items()}
         if optimizer:
             read_state(content, directory, f"{t}.{p}", weights, state, order_of(content[models[0]]))
     return tensors, state, chunks, first
+
+
+def _named(model: Any, directory: Path) -> dict[str, torch.Tensor]:
+    """The tensors of one model chunk by common names; one that is there under two names must be the same."""
+    stored = dict(_flat(model, directory))
+    two_stacks, found = has_two_stacks(stored), dict[str, torch.Tensor]()
+    for name, tensor in stored.items():
+        if not torch.equal(found.setdefault(common_name(name, two_stacks), tensor), tensor):
+            raise CheckpointError(f"{directory}: {name}: differs from what the model holds under another name")
+    return found
 
 
 def _ranks(folder: Path) -> tuple[dict[tuple[int, int], Path], int, int]:
@@ -302,71 +336,58 @@ def fused_rows(part: str, heads: int, groups: int, width: int, version: int) -> 
 def table_of(model: ModelConfig, tensors: Tensors, tp: int, pp: int, chunks: int, version: int) -> Table:
     """The `table` of a tree that holds `tensors`: its blocks are where their names are."""
     blocks = _blocks(tensors, pp, chunks)
-    if len(blocks) != model.layers:
+    if len(blocks) != model.blocks:
         last = f"encoder.layers.{max((number for _, number in blocks), default=0)}."
         named = next((name for name in tensors if last in name), "none")
         raise CheckpointError(f"args.num_layers {model.layers}: the files hold {len(blocks)} layers ({named})")
     end = f"{pp - 1}.{chunks - 1}"
     tied = [name for name in (TIED_COPY, "output_layer.weight") if f"0.{end}/{name}" in tensors]
-    if end != "0.0" and not tied:
-        tied = [TIED_COPY]
     rows = tensors.get(f"0.0.0/{WORDS}", ((0,), torch.float32))[0][0]
-    return table(model, tp, blocks, end, rows, tied if model.tied else (), version)
+    return table(model, tp, stages_of(model, blocks, end, tied), rows, version)
 
 
 def _blocks(tensors: Tensors, pp: int, chunks: int) -> list[tuple[str, int]]:
-    """Where each block is: (pipeline rank and chunk, number within); chunks go round the ranks in turn."""
+    """Where each block is: (pipeline rank and chunk, number within); chunks go round the ranks in turn, and an
+    encoder's blocks come before a decoder's."""
     found: list[tuple[str, int]] = []
-    for chunk in range(chunks):
-        for rank in range(pp):
-            pattern = re.compile(rf"0\.{rank}\.{chunk}/encoder\.layers\.(\d+)\..*")
-            local = {int(match[1]) for name in tensors if (match := pattern.fullmatch(name))}
-            found += [(f"{rank}.{chunk}", number) for number in sorted(local)]
+    for stack in ("encoder", "decoder"):
+        for chunk in range(chunks):
+            for rank in range(pp):
+                pattern = re.compile(rf"0\.{rank}\.{chunk}/{stack}\.layers\.(\d+)\..*")
+                local = {int(match[1]) for name in tensors if (match := pattern.fullmatch(name))}
+                found += [(f"{rank}.{chunk}", number) for number in sorted(local)]
     return found
 
 
-def table(
-    model: ModelConfig,
-    tp: int,
-    blocks: Sequence[tuple[str, int]],
-    end: str,
-    rows: int,
-    tied: Sequence[str],
-    version: int = 3,
-) -> Table:
+def table(model: ModelConfig, tp: int, stages: Stages, rows: int, version: int = 3) -> Table:
     """`weights/<name>` of every logical tensor from the files of a tree.
 
-    blocks: the stage (pipeline rank and chunk) of each block, and its number there. end: the stage of the head.
-    rows: of a rank's table of tokens, padding included. tied: names of a tied embedding's copies on the last stage.
-    version: the files' checkpoint_version.
+    rows: of a rank's table of tokens, padding included. version: the files' checkpoint_version.
     """
     if version < 2 and model.kv_heads != model.heads:
         raise CheckpointError(f"checkpoint_version {version}: has no grouped heads")
     targets: list[Target] = []
     copies: list[tuple[str, Fragment]] = []
     padding: dict[str, tuple[range, str]] = {}
-
-    def place(at: Unit) -> tuple[str, int | None]:
-        return blocks[at] if isinstance(at, int) else ("0.0" if at == "embedding" else end, None)
-
     for tensor in inventory(model):
         name = f"weights/{tensor.name}"
-        stage, layer = place(tensor.units[0])
-        here = [f"{t}.{stage}/{legacy_name(tensor.name, layer)}" for t in range(tp)]
+        stage, layer = stages.place(model, tensor.units[0])
+        places = (f"{stage}/{legacy_name(tensor.name, layer)}", *stages.copies.get(tensor.name, ()))
+        here, *others = [[f"{t}.{place}" for t in range(tp)] for place in places]
         if tensor.cut is not None and tensor.cut.multiple:  # a vocabulary
-            tied_parts = [[f"{t}.{end}/{each}" for t in range(tp)] for each in tied if len(tensor.units) > 1]
             counts = [max(0, min(rows, tensor.shape[0] - t * rows)) for t in range(tp)]  # of tokens on each rank
-            for parts in (here, *tied_parts):
+            width = tensor.shape[1] if len(tensor.shape) == 2 else None
+            for parts in (here, *others):
                 filled = [(part, range(count)) for part, count in zip(parts, counts, strict=True) if count]
                 padding |= {part: (range(n, rows), name) for part, n in zip(parts, counts, strict=True) if n < rows}
-                found = stacked(filled, tensor.shape[1])
+                found = stacked(filled, width)
                 if parts is here:
                     fragments = found
                 else:
                     copies += [(name, fragment) for fragment in found]
         elif tensor.cut is None:
             fragments = (whole(tensor.shape, here[0]),)
-            copies += [(name, whole(tensor.shape, each)) for each in here[1:]]
+            copies += [(name, whole(tensor.shape, each)) for parts in (here[1:], *others) for each in parts]
         else:
             fragments = gathered(tensor.shape, here, tensor.cut.dim, _runs(model, tensor, tp, version))
         targets.append(Target(name, tensor.shape, fragments))
@@ -379,6 +400,8 @@ def _runs(model: ModelConfig, tensor: Tensor, share: int, version: int) -> list[
     assert model.heads and model.kv_heads and model.head_dim and model.ffn
     if (part := module.removesuffix("_proj")[-1]) in "qkv" and module.endswith(f"self_attn.{part}_proj"):
         return fused_rows(part, model.heads // share, model.kv_heads // share, model.head_dim, version)
+    if part in "kv" and module.endswith(f"encoder_attn.{part}_proj"):
+        return pair_rows(part, model.heads // share, model.head_dim, version)
     if model.activation == "swiglu" and module.endswith(("mlp.gate_proj", "mlp.up_proj")):
         rows = model.ffn // share
         return [range(rows)] if module.endswith("gate_proj") else [range(rows, 2 * rows)]

@@ -30,15 +30,38 @@ LEAVE = "give --no-load-optim to take the weights alone"
 PADDING = 1 << 16
 """A flat buffer is padded to a multiple of its data ranks, of which there are never more."""
 
-_OUTSIDE = (
+_STACKS = (
     "embedding.word_embeddings",
     "embedding.position_embeddings",
+    "embedding.tokentype_embeddings",
     "encoder.layers",
     "encoder.final_norm",
+    "decoder.layers",
+    "decoder.final_norm",
+)
+_LEGACY = (
+    "pooler.dense",
     "output_layer",
     "word_embeddings_for_head",
+    "lm_head",
+    "lm_head.dense",
+    "lm_head.norm",
+    "binary_head",
+    "classification_head",
+    "multichoice_head",
 )
-_LAYER = re.compile(r"(encoder\.layers)\.(\d+)\.(.+)")
+_CORE = (
+    "lm_head.dense",
+    "lm_head.norm",
+    "output_layer",
+    "word_embeddings_for_head",
+    "lm_head",
+    "binary_head",
+    "pooler.dense",
+)
+"""The modules that a model lists its parameters by, and those of its last stage."""
+
+_LAYER = re.compile(r"((?:encoder|decoder)\.layers)\.(\d+)\.(.+)")
 
 
 def parameter_place(name: str, order: Order = "legacy") -> tuple[int, int, int, bool]:
@@ -53,9 +76,10 @@ def parameter_place(name: str, order: Order = "legacy") -> tuple[int, int, int, 
     module, _, kind = name.rpartition(".")
     match = _LAYER.fullmatch(module)
     outer, layer, inner = (match[1], int(match[2]), match[3]) if match else (module, 0, "input_norm")
-    if outer not in _OUTSIDE or inner not in INSIDE[order] or kind not in ("weight", "bias"):
+    outside = _STACKS + (_LEGACY if order == "legacy" else _CORE)
+    if outer not in outside or inner not in INSIDE[order] or kind not in ("weight", "bias"):
         raise CheckpointError(f"{name}: its place among Megatron-LM's parameters is not known; {LEAVE}")
-    return _OUTSIDE.index(outer), layer, INSIDE[order].index(inner), kind == "bias"
+    return outside.index(outer), layer, INSIDE[order].index(inner), kind == "bias"
 
 
 def groups_of(dims: Mapping[str, int]) -> dict[bool, list[str]]:

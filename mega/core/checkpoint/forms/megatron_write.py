@@ -19,7 +19,14 @@ from mega.core.checkpoint.forms.form import Export, Given, Own
 from mega.core.checkpoint.forms.mapping import Source, Table, Target, joined
 from mega.core.checkpoint.forms.megatron import STYLES, TRACKER, WEIGHTS, Style, styled, table
 from mega.core.checkpoint.forms.megatron_arguments import arguments_of, core_flags, padding_note
-from mega.core.checkpoint.forms.megatron_core import TIED_COPY, Order
+from mega.core.checkpoint.forms.megatron_core import Order
+from mega.core.checkpoint.forms.megatron_families import (
+    ALIASES,
+    HEADS,
+    check_written,
+    family_arguments,
+    written_stages,
+)
 from mega.core.checkpoint.forms.megatron_optimizer import (
     facts_of,
     in_order,
@@ -31,11 +38,9 @@ from mega.core.checkpoint.forms.megatron_optimizer import (
 from mega.core.checkpoint.forms.megatron_state import DISTRIBUTED, Facts, alike, state_note
 from mega.core.checkpoint.forms.writing import made, write_torch
 from mega.core.checkpoint.own.disk import creating, write_all
-from mega.core.checkpoint.own.pieces import CheckpointError
 from mega.core.checkpoint.own.source import OwnSource
 from mega.core.config.sections import ModelConfig
 from mega.core.inventory import padded
-from mega.core.plan.layers import stage_layers
 
 ORDERS: dict[Style, Order] = {
     "legacy": "legacy",
@@ -64,8 +69,7 @@ class Said:
 def said_of(own: Own, to: str, order: Order, given: Given) -> Said:
     """What the tree `to` of a checkpoint of ours says. Errors: CheckpointError naming what it has no place for."""
     model, checkpoint, layout = own.model, own.checkpoint, given.layout
-    if model.decoder_layers is not None:
-        raise CheckpointError(f"--saver {to}: trees of an encoder and a decoder (T5) are not built yet; valid: mega")
+    check_written(model, to, distributed=given.distributed)
     kinds = state_kinds(checkpoint) if given.optimizer else ()
     facts = facts_of(checkpoint.meta, str(checkpoint.path)) if kinds else None
     progress = checkpoint.meta.get("progress")
@@ -75,6 +79,7 @@ def said_of(own: Own, to: str, order: Order, given: Given) -> Said:
     tokenizer = given.tokenizer_type or _tokenizer(checkpoint.meta)
     core = order != "legacy"
     arguments = arguments_of(model, layout.tp, layout.pp, tokenizer=tokenizer, core=core) | counts
+    arguments |= family_arguments(model, layout.pp)
     if facts is not None:
         arguments["consumed_valid_samples"] = progress.get("consumed_valid", 0)
         arguments["lr_warmup_init"] = facts.schedule["lr"]["initial"] if facts.schedule else 0.0
@@ -106,6 +111,8 @@ def _for_legacy(to: str) -> str:
 
 def _for_core(model: ModelConfig, arguments: Mapping[str, Any], order: Order, facts: Facts | None) -> str:
     """Which flags Megatron-core needs to go on from the tree."""
+    if model.family in ("bert", "t5"):
+        return "Megatron-core 0.18 has classes for it (BertModel, T5Model), and no script that trains them"
     dist = arguments["ckpt_format"] == "torch_dist"
     flags = [f"--ckpt-format {arguments['ckpt_format']}"]
     flags += [] if dist else ["--no-load-rng"]  # a torch_dist folder says that it has none
@@ -139,7 +146,7 @@ def export(own: Own, to: str, given: Given) -> Export:
             state = {key: content.pop(key) for key in list(content) if key.partition("/")[0] in said.kinds}
             directory = folder / f"iter_{said.iteration:07d}" / rank_directory(rank, stage, pp)
             directory.mkdir(parents=True)
-            written += _write_rank(directory, content, state, said, style, bool(own.model.tied))
+            written += _write_rank(directory, content, state, said, style, own.model)
         write_tracker(folder, said.iteration)
         return written
 
@@ -153,17 +160,17 @@ def _write_rank(
     state: Mapping[str, torch.Tensor],
     said: Said,
     style: Style,
-    tied: bool,
+    model: ModelConfig,
 ) -> int:
     """One rank's files; their bytes. weights: by common name. state: by `kind/common name`."""
     order, written = ORDERS[style], 0
     if said.facts is not None and said.flat:
-        written += write_torch(directory / DISTRIBUTED, written_vectors(weights, state, order, tied=tied))
+        written += write_torch(directory / DISTRIBUTED, written_vectors(weights, state, order, tied=model.tied))
     kept = {
         "args": argparse.Namespace(**said.arguments),
         "checkpoint_version": 3.0,
         "iteration": said.iteration,
-        "model": nested(weights, style),
+        "model": nested(weights, style, model.family),
         **({} if said.facts is None else written_state(state, said.facts, order, flat=said.flat)),
     }
     return written + write_torch(directory / WEIGHTS, kept)
@@ -177,25 +184,28 @@ def write_tracker(folder: Path, iteration: int) -> None:
 
 def written_table(model: ModelConfig, tp: int, pp: int) -> Table:
     """The table of a tree for `tp` x `pp` ranks. Errors: ValueError naming the flag whose number must divide."""
-    for kind, ranks, names in (("tensor", tp, ("heads", "kv_heads", "ffn")), ("pipeline", pp, ("layers",))):
+    of_stages = ("layers",) if model.decoder_layers is None else ()
+    for kind, ranks, names in (("tensor", tp, ("heads", "kv_heads", "ffn")), ("pipeline", pp, of_stages)):
         for name in names:
             if (number := getattr(model, name)) % ranks:
                 raise ValueError(f"--target-{kind}-parallel-size {ranks}: must divide {name} {number} for Megatron-LM")
-    assert model.layers is not None and model.vocab is not None
-    stages = [chunks[0] for chunks in stage_layers(model.layers, pp)]
-    blocks = [(f"{stage}.0", number) for stage, mine in enumerate(stages) for number in range(len(mine))]
-    rows = padded(model.vocab, tp, model.vocab_multiple) // tp
-    return table(model, tp, blocks, f"{pp - 1}.0", rows, (TIED_COPY,) if pp > 1 else ())
+    assert model.vocab is not None
+    return table(model, tp, written_stages(model, pp), padded(model.vocab, tp, model.vocab_multiple) // tp)
 
 
-def nested(content: Mapping[str, torch.Tensor], style: Style) -> dict[str, Any]:
+def nested(content: Mapping[str, torch.Tensor], style: Style, family: str = "gpt") -> dict[str, Any]:
     """The model tree of a file. Core trees are flat, in the order of the modules; legacy ones nest above the layers'
-    dotted names."""
+    dotted names, and a head's."""
+    if style.startswith("core") and family in ("bert", "t5"):
+        ours = in_order(content, "", ORDERS[style])
+        flat = {styled(name, style, family): tensor for name, tensor in ours.items()}
+        return flat | {alias: flat[name] for alias, name in ALIASES.get(family, {}).items() if name in flat}
     if style.startswith("core"):
         return _flat(content, style)
     tree: dict[str, Any] = {}
     for name, tensor in content.items():
-        *path, leaf = styled(name, style).split(".", 2 if name.startswith("encoder.") else -1)
+        depth = 2 if name.startswith(("encoder.", "decoder.", "pooler.")) else 1 if name.startswith(HEADS) else -1
+        *path, leaf = styled(name, style).split(".", depth)
         branch = tree
         for step in path:
             branch = branch.setdefault(step, {})

@@ -155,6 +155,8 @@ class DistributedSource:
         self._views: dict[str, View] = {}
         self.tensors: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         self.state = {name: shape for name, shape in self._shapes.items() if name.startswith("optimizer.")}
+        if other := next((name for name in self._shapes if name.startswith("encoder.")), None):
+            raise CheckpointError(f"{folder}: {other}: BERT and T5 are read from trees (mp_rank_NN) only")
         for name in self._shapes:
             if name not in self.state:
                 self.show(name, name)

@@ -28,6 +28,7 @@ from mega.core.checkpoint.forms.megatron_core import (
     named_state,
     own_buckets,
 )
+from mega.core.checkpoint.forms.megatron_families import stages_of
 from mega.core.checkpoint.forms.megatron_state import (
     LEAVE,
     Facts,
@@ -156,7 +157,8 @@ def _saved(
     parts_of = [(f"{p}.{c}", stages[p][c]) for p in range(pp) for c in range(chunks)]
     at = {block: (part, number) for part, held in parts_of for number, block in enumerate(held)}
     tied = ("output_layer.weight",) if len(parts_of) > 1 and model.tied else ()
-    made = table(model, tp, [at[block] for block in sorted(at)], f"{pp - 1}.{chunks - 1}", rows // tp, tied)
+    held_by = stages_of(model, [at[block] for block in sorted(at)], f"{pp - 1}.{chunks - 1}", tied)
+    made = table(model, tp, held_by, rows // tp)
     return made, [[f"{t}.{p}.{c}" for c in range(chunks)] for p in range(pp) for t in range(tp)]
 
 

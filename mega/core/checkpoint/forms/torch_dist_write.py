@@ -21,6 +21,7 @@ from mega.core.checkpoint.forms.form import Export, Given, Own
 from mega.core.checkpoint.forms.mapping import Source, Table, joined
 from mega.core.checkpoint.forms.megatron import styled, table
 from mega.core.checkpoint.forms.megatron_core import state_name
+from mega.core.checkpoint.forms.megatron_families import written_stages
 from mega.core.checkpoint.forms.megatron_optimizer import written_groups, written_scaler, written_scheduler
 from mega.core.checkpoint.forms.megatron_state import alike
 from mega.core.checkpoint.forms.megatron_write import LINEARS, Said, said_of, write_tracker, written_table
@@ -92,9 +93,8 @@ def export(own: Own, to: str, given: Given) -> Export:
     model, layout = own.model, given.layout
     said = said_of(own, to, "core", given)
     written_table(model, layout.tp, layout.pp)  # the layout that the folder is for must be one
-    assert model.layers is not None
     rows = padded(model.vocab or 1, layout.tp, model.vocab_multiple)
-    weights = table(model, 1, [("0.0", layer) for layer in range(model.layers)], "0.0", rows, ())
+    weights = table(model, 1, written_stages(model, 1), rows)
 
     def fill(folder: Path, table: Table, source: Source) -> int:
         place = folder / f"iter_{said.iteration:07d}"

@@ -1,0 +1,252 @@
+"""BERT and T5 in Megatron-LM's trees: what their modules are called besides GPT's, where they lie, what arguments say.
+
+Names are those of megatron.py's common vocabulary, which is the legacy tree's. Its `encoder` is the only stack of GPT,
+Llama and BERT; Megatron-core calls GPT's `decoder`. Source: Megatron-LM 23.06 to its core. Knows no files and no
+tensors but their shapes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Collection, Mapping
+from typing import Any, NamedTuple
+
+from mega.core.checkpoint.forms.megatron_core import TIED_COPY, WORDS
+from mega.core.checkpoint.own.pieces import CheckpointError, Tensors
+from mega.core.config.sections import ModelConfig
+from mega.core.inventory import Unit
+from mega.core.inventory.bert import token_types
+from mega.core.plan.layers import split_layers, stage_layers
+
+BERT = {
+    "model.embed_types": "embedding.tokentype_embeddings",
+    "pooler.dense": "pooler.dense",
+    "lm_head.dense": "lm_head.dense",
+    "lm_head.norm": "lm_head.norm",
+    "binary_head": "binary_head",
+    "classification_head": "classification_head",
+    "multichoice_head": "multichoice_head",
+}
+DECODER = {
+    "model.norm": "decoder.final_norm",
+    "encoder_attn_layernorm": "post_attention_norm",
+    "encoder_attn.q_proj": "inter_attention.query",
+    "encoder_attn.k_proj": "inter_attention.key_value",
+    "encoder_attn.v_proj": "inter_attention.key_value",
+    "encoder_attn.o_proj": "inter_attention.dense",
+    "post_attention_layernorm": "post_inter_attention_norm",
+}
+"""Our modules -> the common ones, where they are not GPT's; of T5's decoder its own stack's."""
+
+CORE_DECODER = {
+    "post_attention_norm.": "pre_cross_attn_layernorm.",
+    "post_inter_attention_norm.": "pre_mlp_layernorm.",
+    "inter_attention.query.": "cross_attention.linear_q.",
+    "inter_attention.key_value.": "cross_attention.linear_kv.",
+    "inter_attention.dense.": "cross_attention.linear_proj.",
+}
+"""Common names of a T5's decoder -> Megatron-core's, where they are not GPT's."""
+
+CORE_HEADS = {
+    "gpt": {TIED_COPY: "output_layer.weight"},
+    "bert": {
+        "lm_head.bias": "output_layer.bias",
+        "lm_head.norm.": "lm_head.layer_norm.",
+        TIED_COPY: "output_layer.weight",
+    },
+    "t5": {"lm_head.bias": "lm_head.output_layer.bias", TIED_COPY: "lm_head.output_layer.weight"},
+}
+"""The same of heads, by family."""
+
+ALIASES = {
+    "t5": {
+        "position_embeddings.weight": "embedding.position_embeddings.weight",
+        "output_layer.weight": "lm_head.output_layer.weight",
+        "output_layer.bias": "lm_head.output_layer.bias",
+    }
+}
+"""Second names that Megatron-core's modules have for a tensor, by family: they are written too."""
+
+HEADS = ("lm_head.", "binary_head.", "classification_head.", "multichoice_head.")
+"""How common names begin that legacy trees have next to their language model."""
+
+
+def stack_of(name: str) -> tuple[str, str]:
+    """The stack that a logical tensor belongs to, and its name as if there were one stack.
+
+    >>> stack_of("model.decoder.layers.1.mlp.up_proj.bias"), stack_of("model.norm.weight")
+    (('decoder', 'model.layers.1.mlp.up_proj.bias'), ('encoder', 'model.norm.weight'))
+    """
+    match = re.fullmatch(r"model\.(encoder|decoder)\.(.+)", name)
+    return (match[1], f"model.{match[2]}") if match else ("encoder", name)
+
+
+def has_two_stacks(names: Collection[str]) -> bool:
+    """Whether names of a tree are of a model whose decoder reads an encoder."""
+    return any(".inter_attention." in name or ".cross_attention." in name for name in names)
+
+
+def common_head(name: str) -> str:
+    """The common name of a head's tensor in a tree of any time; other names as they are. An output layer's bias is of
+    the head for words.
+
+    >>> common_head("lm_head.layernorm.bias"), common_head("lm_head.output_layer.bias")
+    ('lm_head.norm.bias', 'lm_head.bias')
+    """
+    name = re.sub(r"^lm_head\.(layernorm|layer_norm)\.", "lm_head.norm.", name).replace(
+        "lm_head.output_layer.", "output_layer."
+    )
+    return name.replace("output_layer.bias", "lm_head.bias")
+
+
+def pair_rows(part: str, heads: int, width: int, version: int) -> list[range]:
+    """Where one tensor rank's rows of key or value heads stand in cross attention's fused matrix.
+
+    part: "k" or "v". heads: of this rank. width: rows of a head. version: the file's checkpoint_version.
+
+    >>> pair_rows("v", heads=2, width=3, version=3), pair_rows("v", heads=2, width=3, version=0)
+    ([range(3, 6), range(9, 12)], [range(6, 12)])
+    """
+    place = "kv".index(part)
+    if version == 0:  # all keys, all values
+        return [range(place * heads * width, (place + 1) * heads * width)]
+    if version == 1:  # components of k and v take turns
+        return [range(place, 2 * heads * width, 2)]
+    return [range((2 * head + place) * width, (2 * head + place + 1) * width) for head in range(heads)]
+
+
+# Stages
+
+
+class Stages(NamedTuple):
+    """Where a tree has a model's units.
+
+    blocks: the stage (pipeline rank and chunk, as in names) of each block, and its number there; a T5's decoder's come
+    last. end: the stage of the head. copies: of our tensors that are kept more than once, where else: stage and name.
+    """
+
+    blocks: list[tuple[str, int]]
+    end: str
+    copies: Mapping[str, list[str]]
+
+    def place(self, model: ModelConfig, unit: Unit) -> tuple[str, int | None]:
+        """The stage of a unit, and of a block its number there."""
+        if isinstance(unit, int):
+            return self.blocks[unit]
+        if unit == "middle":  # an encoder's last norm
+            return self.blocks[model.stacks[0] - 1][0], None
+        return "0.0" if unit == "embedding" else self.end, None
+
+
+def stages_of(model: ModelConfig, blocks: list[tuple[str, int]], end: str, tied: Collection[str] = ()) -> Stages:
+    """Stages by where the blocks are. tied: what a tied embedding on the last one is called; if it is not said, one is
+    there wherever the last stage embeds no text."""
+    words, positions = "model.embed_tokens.weight", "model.embed_positions.weight"
+    first = blocks[model.stacks[0]][0] if model.decoder_layers is not None else "0.0"  # it embeds the decoder's text
+    tied = tied or ([TIED_COPY] if end not in ("0.0", first) else [])
+    found: dict[str, list[str]] = {words: [f"{end}/{name}" for name in tied if model.tied and model.head == "lm"]}
+    if first != "0.0":
+        found[words].append(f"{first}/{WORDS}")
+        found[positions] = [f"{first}/embedding.position_embeddings.weight"]
+    return Stages(blocks, end, found)
+
+
+def written_stages(model: ModelConfig, pp: int) -> Stages:
+    """Where a tree of `pp` stages has a model's units.
+
+    Errors: ValueError where blocks cannot be shared so.
+    """
+    encoder = model.stacks[0]
+    stages = [chunks[0] for chunks in stage_layers(model.blocks, pp, explicit=_sizes(model, pp))]
+    blocks = [
+        (f"{rank}.0", number - max(mine[0], encoder * (number >= encoder)))
+        for rank, mine in enumerate(stages)
+        for number in mine
+    ]
+    return stages_of(model, blocks, f"{pp - 1}.0")
+
+
+def _sizes(model: ModelConfig, pp: int) -> tuple[int, ...]:
+    """Blocks of each stage; of a T5 that with the fewest on its fullest one."""
+    if model.decoder_layers is None or pp == 1:
+        return ()
+    found = []
+    for split in range(1, pp):
+        try:
+            found.append(split_layers(model.stacks[0], model.decoder_layers, pp, split))
+        except ValueError:
+            continue
+    if not found:
+        shown = f"its {model.stacks[0]} blocks of the encoder and {model.stacks[1]} of the decoder"
+        raise ValueError(f"--target-pipeline-parallel-size {pp}: stages cannot share {shown} equally")
+    return min(found, key=max)
+
+
+# Models
+
+
+def check_written(model: ModelConfig, to: str, *, distributed: bool) -> None:
+    """Errors: CheckpointError naming an option that Megatron-LM's BERT or T5 does not have. distributed: the state is
+    to be the distributed optimizer's."""
+    if model.family not in ("bert", "t5"):
+        return
+    if to == "torch_dist" or distributed:
+        flag = "--saver torch_dist" if to == "torch_dist" else "--use-distributed-optimizer"
+        raise CheckpointError(f"{flag}: has no {model.family}, only GPT and Llama; valid: --saver megatron, mcore")
+    assert model.heads is not None
+    rules: list[tuple[str, str, str]] = [
+        ("--norm-placement", model.norm_placement, "pre"),
+        ("--head-activation", model.head_activation, "gelu"),
+    ]
+    if model.family == "t5":  # whose cross attention has no groups
+        rules.append(("--kv-heads", str(model.kv_heads), str(model.heads)))
+    if model.family == "bert" and model.head == "lm":
+        rules.append(("--token-types", str(token_types(model)), "2" if model.binary_head else "0"))
+    for flag, value, valid in rules:
+        if value != valid:
+            raise CheckpointError(f"{flag} {value}: --saver {to} has a {model.family.upper()} with {valid} only")
+    if model.head == "none":
+        raise CheckpointError(f"--head none: --saver {to} has a BERT with a head; valid: lm, classification, choice")
+
+
+def family_arguments(model: ModelConfig, pp: int) -> dict[str, Any]:
+    """What Megatron's arguments say besides GPT's, where `pp` stages share the model."""
+    if model.family == "bert":
+        return {"bert_binary_head": model.binary_head}
+    if model.family == "t5":
+        lengths = {"encoder_seq_length": model.positions, "decoder_seq_length": model.positions}
+        first = written_stages(model, pp).blocks[model.stacks[0]][0]
+        split_rank = {"pipeline_model_parallel_split_rank": int(first.partition(".")[0]) if pp > 1 else None}
+        return {"encoder_num_layers": model.layers, "decoder_num_layers": model.decoder_layers, **lengths, **split_rank}
+    return {}
+
+
+def of_family(model: ModelConfig, values: Mapping[str, Any], tensors: Tensors, where: str) -> ModelConfig:
+    """A model that Megatron's arguments `values` describe as a GPT, as the BERT or T5 that a tree's tensors are.
+
+    tensors: by `tp.pp.chunk/common name`. Errors: CheckpointError naming an argument that the tensors contradict.
+    """
+    shapes = {name.partition("/")[2]: shape for name, (shape, _) in tensors.items()}
+    if has_two_stacks(shapes):
+        pattern = re.compile(r"(0\.[\d.]+/decoder\.layers\.\d+)\..*")
+        depth = len({match[1] for name in tensors if (match := pattern.fullmatch(name))})
+        if (said := values.get("decoder_num_layers")) not in (None, depth):
+            raise CheckpointError(f"{where}: args.decoder_num_layers {said!r}: the files hold {depth} of its blocks")
+        return dataclasses.replace(model, family="t5", decoder_layers=depth)
+    heads = {"lm_head.dense": "lm", "classification_head": "classification", "multichoice_head": "choice"}
+    head: Any = next((ours for theirs, ours in heads.items() if f"{theirs}.weight" in shapes), None)
+    if head is None:
+        return model
+    classes = {"classification": shapes.get("classification_head.weight", (2,))[0], "choice": 4}.get(head, 2)
+    types = shapes.get("embedding.tokentype_embeddings.weight", (0,))[0]
+    judges = "binary_head.weight" in shapes if head == "lm" else True
+    return dataclasses.replace(
+        model,
+        family="bert",
+        head=head,
+        classes=classes,
+        binary_head=judges,
+        token_types=None if types == 2 * judges else types,
+        head_activation="gelu_tanh" if values.get("openai_gelu") else "gelu",
+    )
