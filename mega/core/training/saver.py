@@ -77,6 +77,8 @@ class Saver:
         self._proving = self._first_proving() if state.mesh.rank == 0 else None
         self._running: _Task | None = None
         self._saved_step = state.progress.step
+        self.kept = state.progress.step
+        """The newest step that is whole on the disk, or the one that the run has begun with."""
         self._stalled = 0.0
         """Seconds that the run stood still for the save that is on its way."""
         self._writers: Axis | None = None
@@ -174,6 +176,7 @@ class Saver:
 
     def _reported(self, done: tuple[int, float], how: str) -> None:
         step, seconds = done
+        self.kept = step
         if self._proving is not None:
             self._proving.published(step)
         self._report(f"saved step {step} in {seconds:.1f} s{how} to {self.options.save}")

@@ -73,7 +73,7 @@ def start(
         check_no_newer(run, state.progress.step, exchange)
         _check_length(run, inputs.datasets.train, state.progress, steps)
     task, schedules = kind.task(run, inputs.datasets, inputs.tokenizer, mesh), _schedules(run, point)
-    stop = StopSignal(mesh.everyone, device.torch, on_signal=runtime.exit_on_signal, minutes=runtime.exit_minutes)
+    stop = _stop(state)
     meters = _meters(run, state, steps, stop.fail) if rank == 0 else None
     report = meters.report if meters is not None else _reporter(rank)
     saver = _saver(inputs, state, schedules, point, report)
@@ -110,6 +110,19 @@ def _resume(state: TrainState, exchange: Exchange) -> ResumePoint | None:
     if point is not None:
         together(partial(restore, state, point), exchange)  # one that cannot read is every rank's error
     return point
+
+
+def _stop(state: TrainState) -> StopSignal:
+    run, mesh = state.run, state.mesh
+    stop = StopSignal(
+        mesh.everyone,
+        state.device.torch,
+        on_signal=run.runtime.exit_on_signal,
+        minutes=run.runtime.exit_minutes,
+        speaks=mesh.rank == 0,
+    )
+    stop.outlook.place = run.checkpoint.save
+    return stop
 
 
 def _schedules(run: RunConfig, point: ResumePoint | None) -> Schedules:
