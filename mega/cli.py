@@ -163,7 +163,8 @@ def _report(error: Exception) -> int:
     if hasattr(error, "format_message") and hasattr(error, "exit_code"):
         return report_exit(ExitReport(int(error.exit_code), _format_error(error)))
     if isinstance(error, typer.Abort):
-        return report_exit(ExitReport(1, "aborted"))
+        stopped = isinstance(error.__cause__, KeyboardInterrupt)
+        return report_exit(ExitReport(128 + signal.SIGINT, "interrupted") if stopped else ExitReport(1, "aborted"))
     return report_exit(report_of(error))
 
 

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from mega.core.files import check_source
+
 app = typer.Typer(help="Verify, show, compare and clean up checkpoints.", no_args_is_help=True, add_completion=False)
 
 Directory = Annotated[Path, typer.Argument(help="a run's directory, or one step-NNNNNNN in it")]
@@ -15,6 +17,7 @@ Directory = Annotated[Path, typer.Argument(help="a run's directory, or one step-
 @app.command()
 def verify(directory: Directory) -> None:
     """Hash every byte again and compare with what was saved."""
+    check_source("DIRECTORY", directory)
     from mega.core.checkpoint.own import inspect
 
     inspect.verify(directory, typer.echo)
@@ -29,6 +32,7 @@ def show(
     """What a checkpoint holds."""
     if tensors and meta:
         raise ValueError("--tensors: --meta prints the plain state alone; give one of the two")
+    check_source("DIRECTORY", directory)
     from mega.core.checkpoint.own.tables import show_checkpoint
 
     show_checkpoint(directory, tensors, meta)
@@ -40,6 +44,8 @@ def diff(
     second: Directory,
 ) -> None:
     """Tensors that differ between two checkpoints, whatever their layouts; exit 1 if any does."""
+    for name, place in (("FIRST", first), ("SECOND", second)):
+        check_source(name, place)
     from mega.core.checkpoint.own.tables import show_differences
 
     if show_differences(first, second):

@@ -12,7 +12,7 @@ import typer
 from mega.core.config.compose import GivenOptions
 from mega.core.config.run import RunConfig, flag_of, options_with
 from mega.core.config.world import World, is_first_rank, ranks, world_from_env
-from mega.core.files import check_file
+from mega.core.files import check_file, check_source
 from mega.options import Reads
 
 
@@ -76,6 +76,8 @@ def run(
         _note_unused(given)
     world = world_from_env()
     size = ranks(world, run.runtime.nproc, run.runtime.world)
+    if run.checkpoint.load is not None and not ensemble:
+        check_source("--load", run.checkpoint.load)
     if ensemble:
         from mega.core.tasks import ensemble as several
 

@@ -13,7 +13,7 @@ from mega.core.config.corpora import expand, is_number
 from mega.core.config.presets import FAMILY_DEFAULTS
 from mega.core.config.run import RunConfig, flag_of, value_of
 from mega.core.config.sections import LABELLED, SPLITS, TOKENIZERS, TokenizerConfig
-from mega.core.files import check_folder, url_of
+from mega.core.files import check_folder, check_source, url_of
 
 Problems = Iterator[str]
 
@@ -192,5 +192,10 @@ def _directories(run: RunConfig) -> Problems:
     load, resume = run.checkpoint.load, run.checkpoint.resume
     if load is not None and run.checkpoint.require_load and not (url_of(load) or os.path.isdir(load)):
         yield f"--load {load}: there is no such directory, and --require-load is given"
+    elif load is not None and load != run.checkpoint.save and not run.runtime.dry_run:  # else it may be still to come
+        try:
+            check_source("--load", load)
+        except ValueError as problem:
+            yield str(problem)
     if resume not in (None, "auto") and not (url_of(str(resume)) or os.path.isdir(str(resume))):
         yield f"--resume {resume}: there is no such directory; valid --resume: auto, or a step directory"

@@ -18,6 +18,7 @@ from mega.core.config.check import check
 from mega.core.config.run import RunConfig, flag_of, options_with, updated
 from mega.core.config.sections import ModelConfig
 from mega.core.config.unread import unread
+from mega.core.files import check_source
 from mega.core.inventory import inventory, padded
 from mega.core.inventory.adapters import with_adapters
 from mega.core.text.build import build
@@ -153,10 +154,11 @@ def _has_data(run: RunConfig) -> bool:
 def _checkpoint_model(run: RunConfig, notes: list[str]) -> ModelConfig:
     """The checkpoint's model. The run's own values count where a run that resumes may have others too; the rest of them
     are noted."""
+    assert run.checkpoint.load is not None
+    check_source("--load", run.checkpoint.load)
     from mega.core.checkpoint.own.model import model_of
     from mega.core.checkpoint.own.store import locate
 
-    assert run.checkpoint.load is not None
     source = locate(Path(run.checkpoint.load), report=lambda line: None)  # reported when weights are read
     model, default = model_of(source.meta, run.checkpoint.load), ModelConfig()
     if not model.lora_rank:

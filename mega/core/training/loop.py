@@ -166,7 +166,9 @@ class Training:
         one's end."""
         progress, device = self.state.progress, self.state.device
         # A GPU is given steps before those that it was given have ended.
-        self._foresee("finishing the steps that have begun" if device.is_cuda else f"finishing step {progress.step + 1}")
+        self._foresee(
+            "finishing the steps that have begun" if device.is_cuda else f"finishing step {progress.step + 1}"
+        )
         begun = Timestamp(device.torch) if before is None else before.numbers.moment
         size = self.lengths.batch_at(progress.consumed)
         scheduled = progress.consumed - progress.skipped_samples

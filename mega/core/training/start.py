@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from mega.core.checkpoint.own.together import Exchange, together
-from mega.core.config.resolve import global_batch_at, last_step, microbatches, records_graph, text_lengths
+from mega.core.config.resolve import global_batch_at, last_step, microbatches, text_lengths
 from mega.core.config.run import RunConfig, entries, flag_of, value_of
 from mega.core.data.dataset import Dataset
 from mega.core.device import Device
@@ -23,12 +23,13 @@ from mega.core.parallel.launch import connect, disconnect
 from mega.core.parallel.mesh import Groups, Mesh
 from mega.core.training.evaluation import Evaluation
 from mega.core.training.inputs import Inputs, ResolvedRun, open_inputs
+from mega.core.training.introduce import introduce
 from mega.core.training.kinds import kind_of
 from mega.core.training.loop import RunLengths, Training
 from mega.core.training.meters import Meters
 from mega.core.training.output import print_line
 from mega.core.training.place import check_no_newer, lock
-from mega.core.training.resume import ResumePoint, differences, find_resume_point, new_tensors, restore, sidecar_files
+from mega.core.training.resume import ResumePoint, find_resume_point, restore, sidecar_files
 from mega.core.training.routines import routines
 from mega.core.training.saver import Saver
 from mega.core.training.schedules import Schedules, resumed_schedules
@@ -87,7 +88,7 @@ def start(
         eval_interval=evaluated.eval_interval,
         save_interval=run.checkpoint.save_interval,
     )
-    _introduce(inputs, point, state, steps, report)
+    introduce(inputs, point, state, steps, report)
     return Training(
         state,
         task,
@@ -183,40 +184,6 @@ def _meters(run: RunConfig, state: TrainState, steps: int, fail: Callable[[OSErr
 def _reporter(rank: int) -> Callable[[str], None]:
     """Prints a line, on rank 0 only."""
     return print_line if rank == 0 else lambda line: None
-
-
-def _introduce(
-    inputs: Inputs, point: ResumePoint | None, state: TrainState, steps: int, report: Callable[[str], None]
-) -> None:
-    """What the user is to know before the first step."""
-    for note in (*inputs.notes, *inputs.datasets.example):
-        report(note)
-    if state.device.is_cuda and inputs.run.precision.dtype == "fp32":
-        report(
-            "precision: fp32, which no tensor core multiplies; --dtype bf16 is several times faster and halves the "
-            "activations (mega memory-estimate --gpu NAME shows both)"
-        )
-    if state.device.is_cuda:
-        report(_graph_note(inputs.run, state.mesh.world))
-    if point is None:
-        return
-    report(f"resuming from {point.checkpoint.path} at step {state.progress.step}")
-    if new := new_tensors(inputs.run, point):
-        report(f"not in the checkpoint, begin at their initial values: {', '.join(new)}")
-    if not point.weights_only:
-        for line in differences(inputs.run, point, inputs.datasets, state.mesh):
-            report(line)
-    if state.progress.step >= steps:
-        report(f"nothing is left to train: the run ends with step {steps}")
-
-
-def _graph_note(run: RunConfig, world: int) -> str:
-    """Whether micro batches are replayed, and why."""
-    recorded, asked = records_graph(run, world), run.runtime.cuda_graph
-    why = "as asked" if asked is not None else "as blocks are small" if recorded else "as it would not help"
-    if asked is None and not recorded and (run.parallel.pp > 1 or run.parallel.zero > 1):
-        why = "which --pp and --zero 2 and 3 exclude"
-    return f"micro batches: {'replayed from a recorded graph' if recorded else 'launched kernel by kernel'}, {why}"
 
 
 def _check_length(run: RunConfig, dataset: Dataset | None, progress: Progress, steps: int) -> None:
