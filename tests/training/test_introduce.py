@@ -27,6 +27,11 @@ def test_a_run_and_a_resumed_one_introduce_themselves(tmp_path: Path, capsys: py
     assert said[4] == "length: 11 steps, 176 tokens"
     assert said[5] == f"saves: in {tmp_path} every 11 steps, and at the end; metrics in metrics.jsonl there"
     assert [line[:10] for line in said if line.startswith("step ")] == ["step  1/11", "step 10/11", "step 11/11"]
+    assert main(["checkpoint", "show", str(tmp_path), "--tensors"]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[0].startswith(f"{tmp_path / 'step-0000011'}: step 11, ") and shown[0].endswith(", good")
+    assert shown[1:3] == [said[0], said[1]] and shown[3].startswith("loss: ") and shown[4].startswith("written: ")
+    assert any(line.startswith("weights/model.layers.0.self_attn.q_proj.weight  8 x 8") for line in shown)
     assert main([*run, "--steps", "12", "--resume", "auto", "--dtype", "bf16", "--override-schedule"]) == 0
     said = capsys.readouterr().out.splitlines()
     assert "length: 12 steps, 192 tokens; 11 steps are done" in said

@@ -622,6 +622,7 @@ class ScheduleConfig(Section):
             "linear",
             "shape of the decay; range-test grows by --lr every --lr-decay-steps, range-exponential from --min-lr",
             megatron="--lr-decay-style",
+            common=True,
         )
     )
     min_lr: float = option(
@@ -1127,7 +1128,7 @@ class RuntimeConfig(Section):
         megatron={"--enable-cuda-graph": True},
     )
     dry_run: bool = option(False, "check everything, build every stage without memory, train nothing", common=True)
-    world: int | None = option(None, "world size to check in a dry run", unit="ranks", within=COUNT)
+    world: int | None = option(None, "world size to check in a dry run", unit="ranks", common=True, within=COUNT)
     exit_interval: int | None = option(
         None, "stop at a multiple of this many steps", megatron="--exit-interval", unit="steps", within=COUNT
     )
