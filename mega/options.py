@@ -96,7 +96,9 @@ def _own_flags(param: Any) -> Mapping[str, Meaning]:
     for spellings in (param.opts, param.secondary_opts):
         long = [spelling for spelling in spellings if spelling.startswith("--")]
         values = 0 if param.is_flag or param.count else MANY if param.multiple else param.nargs
-        found |= {spelling: Sets(long[0], values) for spelling in long}
+        for spelling in long:
+            same = entries().get(spelling.removeprefix("--").replace("-", "_"))  # an option of a run, by its name
+            found[spelling] = Sets(long[0], values, synonyms={} if same is None else same.option.synonyms)
     return found
 
 

@@ -44,7 +44,7 @@ def run(
         int | None,
         typer.Option("--context-window", help="score wikitext103 as fairseq does, with so many tokens seen (992)"),
     ] = None,
-    json_key: Annotated[str, typer.Option("--json-key", help="the text's key in JSON lines")] = "text",
+    json_key: Annotated[str, typer.Option("--json-key", "--json-keys", help="the text's key in JSON lines")] = "text",
     random_windows: Annotated[
         int | None, typer.Option("--random-windows", help="of ppl, score so many windows drawn at random")
     ] = None,

@@ -5,6 +5,7 @@ What is inside a `.bin`, an `.idx` or a tokenizer is checked by the rooms that r
 
 from __future__ import annotations
 
+import glob
 import json
 import os
 from collections.abc import Iterator
@@ -105,7 +106,40 @@ def _prefixes(flag: str, words: tuple[str, ...]) -> Problems:
     for prefix in words[1::2] if weighted and len(words) > 1 else words:
         missing = [prefix + suffix for suffix in (".bin", ".idx") if not os.path.isfile(prefix + suffix)]
         if missing:
-            yield f"{flag} {prefix}: there is no {' and no '.join(missing)}; `mega preprocess` writes both"
+            yield f"{flag} {prefix}: {_advice(flag, prefix) or _absent(missing)}"
+
+
+TEXTS = (".jsonl", ".json", ".txt", ".parquet", ".gz", ".zst", ".xz", ".bz2")
+"""What files of text end in."""
+
+
+def _absent(missing: list[str]) -> str:
+    return f"there is no {' and no '.join(missing)}; `mega preprocess` writes both"
+
+
+def _pair(prefix: str) -> bool:
+    return all(os.path.isfile(prefix + suffix) for suffix in (".bin", ".idx"))
+
+
+def _advice(flag: str, prefix: str) -> str:
+    """What to give instead of a name that is near a pair of token files, or of what they are made from."""
+    stem = os.path.splitext(prefix)[0]
+    if prefix.endswith((".bin", ".idx")) and _pair(stem):
+        return f"is one of two token files; leave {prefix[-4:]} away: {flag} {stem}"
+    if os.path.isdir(prefix):
+        names = sorted(name.removesuffix(".idx") for name in os.listdir(prefix) if name.endswith(".idx"))
+        found = [path for name in names if _pair(path := os.path.normpath(os.path.join(prefix, name)))]
+        if not found:
+            return "is a folder, and holds no .bin and .idx of one name; `mega preprocess` writes both"
+        return f"is a folder; name token files in it, without .bin: {flag} {' '.join(found[:8])}"
+    if prefix.endswith(TEXTS) and os.path.isfile(prefix):
+        return (
+            f"is text; make token files of it: mega preprocess --input {prefix} --output-prefix {stem} --append-eod, "
+            f"with the flags of a tokenizer; then {flag} {stem}_text_document"
+        )
+    near = sorted(path.removesuffix(".idx") for path in glob.glob(f"{glob.escape(prefix)}_*.idx"))
+    whole = [path for path in near if _pair(path)]
+    return f"there are no such token files; there are {', '.join(whole[:8])}: {flag} {whole[0]}" if whole else ""
 
 
 def _is_weight(word: str) -> bool:
@@ -121,8 +155,10 @@ def _split(run: RunConfig) -> Problems:
         shares = [float(part) for part in text.replace("/", ",").split(",")]
     except ValueError:
         shares = []
-    if not 1 <= len(shares) <= 3 or not all(0 <= share < float("inf") for share in shares) or not sum(shares):
+    if not 1 <= len(shares) <= 3 or not all(0 <= share < float("inf") for share in shares):
         yield f"--split {text}: must be up to three shares of at least 0, as in 969,30,1"
+    elif not sum(shares):
+        yield f"--split {text}: leaves nothing to read; one share or more must be greater than 0, as in 969,30,1"
     elif run.data.data_path and shares[0] == 0 and not run.evaluation.skip_train:
         yield f"--split {text}: leaves nothing to train on; the first share must be greater than 0"
 

@@ -541,7 +541,13 @@ class OptimizerConfig(Section):
         "adam", "update rule; adam is AdamW", megatron="--optimizer", on_resume="must match"
     )
     lr: float | None = option(
-        None, "peak learning rate", megatron="--lr", common=True, within=NOT_NEGATIVE, on_resume="schedule"
+        None,
+        "peak learning rate",
+        megatron="--lr",
+        synonyms={"--learning-rate": "--lr"},
+        common=True,
+        within=NOT_NEGATIVE,
+        on_resume="schedule",
     )
     adam_beta1: float = option(
         0.9,
@@ -1083,7 +1089,7 @@ class RuntimeConfig(Section):
         None, "start this many local ranks", common=True, within=COUNT, bench="host", evaluated=True
     )
     device: Literal["auto", "cpu", "cuda"] = option(
-        "auto", "where tensors live", common=True, bench="host", evaluated=True
+        "auto", "where tensors live", synonyms={"gpu": "cuda"}, common=True, bench="host", evaluated=True
     )
     backend: Literal["auto", "gloo", "nccl"] = option(
         "auto", "how ranks communicate", megatron="--distributed-backend", bench="host", evaluated=True

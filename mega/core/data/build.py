@@ -25,6 +25,7 @@ from mega.core.data.order import (
     blend_shares,
     entries_served,
     split_boundaries,
+    split_note,
     split_shares,
 )
 from mega.core.data.recipes import CorpusPart, Recipe, recipe
@@ -114,6 +115,7 @@ def build_datasets(
     if masking.sample_kind == "tfrecords":
         return _records(data, own, seq_length, seed, vocab, samples)
     split_shares(data.split)
+    note = split_note(data.split) if data.data_path else ""
     made_by = recipe(masking, seq_length, seed, tokenizer, pairs, data.repeat_short_parts)
     builder = _Builder(made_by, data, vocab, tokenizer)
     made: dict[str, Any] = {
@@ -136,7 +138,7 @@ def build_datasets(
     return Datasets(
         **made,
         named=named,
-        notes=tuple(builder.notes),
+        notes=(*([note] if note else []), *builder.notes),
         corpora=contents,
         repeats=repeats,
         one_pass=builder.one_pass.get("train"),

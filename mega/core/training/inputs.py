@@ -11,7 +11,6 @@ import dataclasses
 import hashlib
 import json
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mega.core.config.check import check
@@ -156,10 +155,10 @@ def _checkpoint_model(run: RunConfig, notes: list[str]) -> ModelConfig:
     are noted."""
     assert run.checkpoint.load is not None
     check_source("--load", run.checkpoint.load)
+    from mega.core.checkpoint.forms.start import open_start
     from mega.core.checkpoint.own.model import model_of
-    from mega.core.checkpoint.own.store import locate
 
-    source = locate(Path(run.checkpoint.load), report=lambda line: None)  # reported when weights are read
+    source, _ = open_start(run.checkpoint.load, lambda line: None)  # reported when weights are read
     model, default = model_of(source.meta, run.checkpoint.load), ModelConfig()
     if not model.lora_rank:
         model = with_adapters(model, run.model)

@@ -37,7 +37,10 @@ def introduce(
         report(_places(run))
     if point is None:
         return
-    report(f"resuming from {point.checkpoint.path} at step {state.progress.step}")
+    if point.weights_only:
+        report(f"weights from {point.checkpoint.path}; the optimizer and the steps begin afresh")
+    else:
+        report(f"resuming from {point.checkpoint.path} at step {state.progress.step}")
     if new := new_tensors(run, point):
         report(f"not in the checkpoint, begin at their initial values: {', '.join(new)}")
     if not point.weights_only:
