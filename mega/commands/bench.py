@@ -72,8 +72,11 @@ def run(
     job = partial(bench, repeats=repeats, warmup=warmup, out=json, against=against, trace=trace)
     if world.source != "alone" or size == 1:
         return job(resolved)
+    from mega.core.estimate.host import crowded
     from mega.core.parallel.launch import launch
 
+    for line in dict.fromkeys(line for _, one in resolved for line in crowded(one, size)):
+        print(f"mega: {line}", file=sys.stderr)
     return launch(size, job, resolved)
 
 
