@@ -40,6 +40,7 @@ VERBS = {
     "memory-estimate": "Estimate what a run needs, before it is started",
     "parity": "Prove that every layout computes the same",
     "bench": "Measure speed",
+    "plot": "Draw metrics of runs over each other",
     "report": "Show a run or an evaluation as one page of HTML",
     "doctor": "Report what works on this machine, and why the rest does not",
     "completions": "Write the shell completions",
