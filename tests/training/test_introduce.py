@@ -31,7 +31,7 @@ def test_a_run_and_a_resumed_one_introduce_themselves(tmp_path: Path, capsys: py
     shown = capsys.readouterr().out.splitlines()
     assert shown[0].startswith(f"{tmp_path / 'step-0000011'}: step 11, ") and shown[0].endswith(", good")
     assert shown[1:3] == [said[0], said[1]] and shown[3].startswith("loss: ") and shown[4].startswith("written: ")
-    assert any(line.startswith("weights/model.layers.0.self_attn.q_proj.weight  8 x 8") for line in shown)
+    assert ["weights/model.layers.0.self_attn.q_proj.weight", "8", "x", "8", "float32"] in map(str.split, shown)
     assert main([*run, "--steps", "12", "--resume", "auto", "--dtype", "bf16", "--override-schedule"]) == 0
     said = capsys.readouterr().out.splitlines()
     assert "length: 12 steps, 192 tokens; 11 steps are done" in said

@@ -184,6 +184,8 @@ def _tokenizer(run: RunConfig) -> Problems:
     elif run.model.vocab is None and not _any_file(tokenizer) and not run.checkpoint.use_checkpoint_config:
         yield "--vocab is missing: give it, or --vocab-file and --merge-file, or --tokenizer-model"
     if tokenizer.tokenizer is None and not _any_file(tokenizer):
+        if run.log.sample_interval is not None:
+            yield f"--sample-interval {run.log.sample_interval}: needs a tokenizer, which makes text of ids"
         for name in ("reset_positions", "reset_attention", "eod_mask_loss"):
             if value_of(run, name):
                 yield f"{flag_of(name)}: needs a tokenizer, which knows the end of a document"

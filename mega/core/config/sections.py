@@ -1017,7 +1017,8 @@ class CheckpointConfig(Section):
     )
     keep_last: int | None = option(
         None,
-        "keep only the newest checkpoints, besides the newest good one and the next to be good",
+        "keep only the newest checkpoints, besides the newest good one, the next to be good, and the one with the "
+        "least validation loss",
         within=COUNT,
         needs={"save": ()},
     )
@@ -1073,6 +1074,19 @@ class LogConfig(Section):
         unit="steps",
         within=COUNT,
         read_with={"tensorboard_dir": ()},
+    )
+    sample_interval: int | None = option(
+        None,
+        "let the model continue fixed prompts every so many steps; the texts go to the log and to --metrics",
+        unit="steps",
+        within=COUNT,
+        families=DECODERS,
+    )
+    sample_prompts: tuple[str, ...] = option(
+        (), "what the model continues [the beginning of a document]", read_with={"sample_interval": ()}
+    )
+    sample_tokens: int = option(
+        48, "tokens of each such text", within=COUNT, most=2**16, read_with={"sample_interval": ()}
     )
     log_params_norm: bool = option(False, "log the parameters' norm", megatron={"--log-params-norm": True})
     log_zeros: bool = option(False, "log the share of zero gradients", megatron={"--log-num-zeros-in-grad": True})

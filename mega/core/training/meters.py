@@ -128,6 +128,10 @@ class Meters:
         more += "".join(f" | {name} {value:.6f}" for name, value in others.items())
         self.report(f"{split} at step {step} | loss {loss:.6f}{more}")
 
+    def text(self, step: int, name: str, text: str) -> None:
+        """Keep a text that the model made."""
+        self._write({"step": step, name: text})
+
     def report(self, line: str) -> None:
         """One line on stdout, above the bar where there is one."""
         if self._bar is not None:

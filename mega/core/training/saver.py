@@ -149,6 +149,11 @@ class Saver:
         if self._proving is not None:
             self._proving.saw(step, loss, applied)
 
+    def judged(self, step: int, loss: float) -> None:
+        """The validation loss after a step: of those that are saved, the best one is kept."""
+        if self._proving is not None:
+            self._proving.judged(step, loss)
+
     def diverged(self, why: str) -> None:
         """The run ends since it blew up: what was saved shortly before is suspect, and a resume passes it over."""
         with contextlib.suppress(SaveError):

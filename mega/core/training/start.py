@@ -31,6 +31,7 @@ from mega.core.training.output import print_line
 from mega.core.training.place import check_no_newer, lock
 from mega.core.training.resume import ResumePoint, find_resume_point, restore, sidecar_files
 from mega.core.training.routines import routines
+from mega.core.training.sampling import Sampler
 from mega.core.training.saver import Saver
 from mega.core.training.schedules import Schedules, resumed_schedules
 from mega.core.training.state import Progress, TrainState
@@ -78,13 +79,15 @@ def start(
     meters = _meters(run, state, steps, stop.fail) if rank == 0 else None
     report = meters.report if meters is not None else _reporter(rank)
     saver = _saver(inputs, state, schedules, point, report)
-    evaluation = _evaluation(run, world, state, task, stop, meters, report)
+    evaluation = _evaluation(run, world, state, task, stop, meters, report, saver)
     due = routines(
         state,
         evaluation if task.validation else None,
         saver,
         steps=steps,
+        sampler=_sampler(inputs, state, meters, report),
         audit_interval=runtime.audit_interval,
+        sample_interval=run.log.sample_interval,
         eval_interval=evaluated.eval_interval,
         save_interval=run.checkpoint.save_interval,
     )
@@ -149,6 +152,7 @@ def _evaluation(
     stop: StopSignal,
     meters: Meters | None,
     report: Callable[[str], None],
+    saver: Saver | None,
 ) -> Evaluation:
     assert run.batch.global_batch is not None
     return Evaluation(
@@ -160,7 +164,16 @@ def _evaluation(
         iterations=run.evaluation.eval_iters,
         global_batch=run.batch.global_batch,
         microbatches=microbatches(run, world),
+        judged=saver.judged if saver is not None else lambda step, loss: None,
     )
+
+
+def _sampler(inputs: Inputs, state: TrainState, meters: Meters | None, report: Callable[[str], None]) -> Sampler | None:
+    log = inputs.run.log
+    if log.sample_interval is None:
+        return None
+    assert inputs.tokenizer is not None
+    return Sampler(state, inputs.tokenizer, meters, report, prompts=log.sample_prompts, tokens=log.sample_tokens)
 
 
 def _lengths(run: RunConfig, world: int, steps: int) -> RunLengths:
