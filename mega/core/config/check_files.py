@@ -6,6 +6,7 @@ What is inside a `.bin`, an `.idx` or a tokenizer is checked by the rooms that r
 from __future__ import annotations
 
 import glob
+import importlib.util
 import json
 import os
 from collections.abc import Iterator
@@ -195,6 +196,19 @@ def _any_file(tokenizer: TokenizerConfig) -> bool:
     return any((tokenizer.tokenizer_model, tokenizer.vocab_file, tokenizer.merge_file))
 
 
+def _trackers(run: RunConfig) -> Problems:
+    """Extras that are asked for and absent; a dry run may be far from where the run will be."""
+    asked = {"wandb": run.log.wandb, "mlflow": run.log.mlflow_uri is not None}
+    for library, wanted in asked.items():
+        if wanted and not run.runtime.dry_run and importlib.util.find_spec(library) is None:
+            name = (
+                "mlflow_uri"
+                if library == "mlflow"
+                else next(name for name in ("wandb_project", "wandb_name", "wandb_id") if value_of(run, name))
+            )
+            yield f"{flag_of(name)} {value_of(run, name)}: needs {library}; pip install 'mega[{library}]'"
+
+
 def _output_folders(run: RunConfig) -> Problems:
     for name in ("save", "metrics", "tensorboard_dir"):
         path = value_of(run, name)
@@ -221,6 +235,7 @@ def _directories(run: RunConfig) -> Problems:
         path = value_of(run, name)
         if path is not None and os.path.exists(path) and not os.path.isdir(path):
             yield f"{flag_of(name)} {path}: is a file; must be a directory"
+    yield from _trackers(run)
     if not run.runtime.dry_run:  # which may be asked far from where the run will be
         yield from _output_folders(run)
     if run.log.metrics is not None and os.path.isdir(run.log.metrics):

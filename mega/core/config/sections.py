@@ -1075,6 +1075,19 @@ class LogConfig(Section):
         within=COUNT,
         read_with={"tensorboard_dir": ()},
     )
+    wandb_project: str | None = option(
+        None, "keep the run's numbers at Weights & Biases, in this project", megatron="--wandb-project"
+    )
+    wandb_name: str | None = option(
+        None,
+        "the run's name there, to which the date is added; asks for it, too",
+        megatron={"--wandb-name": VALUE, "--wandb-exp-name": VALUE},
+    )
+    wandb_entity: str | None = option(None, "user or team there", megatron="--wandb-entity")
+    wandb_id: str | None = option(None, "continue this run there; asks for it, too", megatron="--wandb-id")
+    wandb_dir: str | None = option(None, "its files here [next to --metrics]", megatron="--wandb-save-dir")
+    mlflow_uri: str | None = option(None, "keep the run's numbers in MLflow: a server's URL, or a folder")
+    mlflow_experiment: str = option("mega", "the run's experiment there", read_with={"mlflow_uri": ()})
     sample_interval: int | None = option(
         None,
         "let the model continue fixed prompts every so many steps; the texts go to the log and to --metrics",
@@ -1091,6 +1104,11 @@ class LogConfig(Section):
     log_params_norm: bool = option(False, "log the parameters' norm", megatron={"--log-params-norm": True})
     log_zeros: bool = option(False, "log the share of zero gradients", megatron={"--log-num-zeros-in-grad": True})
     progress: bool = option(True, "a progress bar on a terminal", evaluated=True)
+
+    @property
+    def wandb(self) -> bool:
+        """Whether Weights & Biases is asked for."""
+        return any((self.wandb_project, self.wandb_name, self.wandb_id))
 
 
 @dataclass(frozen=True, kw_only=True)

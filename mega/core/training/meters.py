@@ -1,7 +1,7 @@
 """What a run reports: one row of numbers a step, a log line now and then, a bar on a terminal. Knows no ranks.
 
-Rows go to a JSON-lines file, always; to TensorBoard by flag. A run that resumes cuts off the rows after the step that
-it resumes from, so the file has each step once.
+Rows go to a JSON-lines file, always; to TensorBoard, Weights & Biases and MLflow by flag. A run that resumes cuts off
+the rows after the step that it resumes from, so the file has each step once.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 from mega.core.config.sections import LogConfig
 from mega.core.files import whole_file
 from mega.core.training.output import complain, print_line
+from mega.core.training.trackers import Trackers, held_out_values, training_values
 
 COLUMNS = 120
 """Of a line of the log, at the most."""
@@ -38,8 +39,9 @@ class Meters:
     """Where one run reports; made on rank 0 only.
 
     start: the step it resumes from. steps: of the whole run. flops_per_token: of the model, forward and backward.
-    devices: how many share the work. peak: TFLOP/s of one device, or None where unknown. fail: is given the error where
-    the file of metrics takes no more rows, so that the run can save before it ends; None raises it.
+    devices: how many share the work; replicas: of them, data-parallel ones. peak: TFLOP/s of one device, or None where
+    unknown. settings: the run's options. fail: is given the error where the file of metrics takes no more rows, so that
+    the run can save before it ends; None raises it.
     """
 
     def __init__(
@@ -51,11 +53,16 @@ class Meters:
         flops_per_token: float,
         devices: int,
         peak: float | None,
+        replicas: int = 1,
+        settings: Mapping[str, Any] | None = None,
         fail: Callable[[OSError], None] | None = None,
     ):
         assert options.metrics is not None
         self.options, self.steps, self.devices = options, steps, devices
         self.flops_per_token, self.peak = flops_per_token, peak
+        self.replicas = replicas
+        last = _last_step(Path(options.metrics)) if start and options.wandb else 0
+        self._trackers = Trackers(options, start=start, last=last, settings=settings or {})
         self._fail, self._rows = fail, _open_rows(Path(options.metrics), start)
         self._board = _board(options.tensorboard_dir, start)
         self._bar = _bar(start, steps) if options.progress and sys.stderr.isatty() else None
@@ -76,6 +83,9 @@ class Meters:
         self._write({"step": step, **row})
         if step % self.options.tensorboard_interval == 0:
             self._plot({name.replace("_", "-"): value for name, value in row.items()}, step)
+            if self._trackers:
+                sizes = {"tokens": tokens, "devices": self.devices, "replicas": self.replicas}
+                self._trackers.log(step, training_values(row, **sizes, flops=self.flops_per_token))
         if self._bar is not None:
             self._bar[0].update(self._bar[1], completed=step, description=f"loss {row['loss']:.4f}")
         if step % self.options.log_interval == 0 or step == self.steps:
@@ -124,6 +134,7 @@ class Meters:
         kept = {"loss": loss, **of_words, **others}
         self._write({"step": step, **{f"{split}_{name}": value for name, value in kept.items()}})
         self._plot({f"{name} {split}": value for name, value in measured.items()}, step)
+        self._trackers.log(step, held_out_values(split, measured))
         more = "".join(f" | {name} {value:.3f}" for name, value in of_words.items())
         more += "".join(f" | {name} {value:.6f}" for name, value in others.items())
         self.report(f"{split} at step {step} | loss {loss:.6f}{more}")
@@ -141,6 +152,7 @@ class Meters:
 
     def close(self) -> None:
         self._close_rows()
+        self._trackers.close()
         if self._bar is not None:
             self._bar[0].stop()
         if self._board is not None:
@@ -237,6 +249,16 @@ def _open_rows(path: Path, start: int) -> Any:
         with whole_file(path) as out:
             out.write("".join(f"{line}\n" for line in kept).encode())
     return path.open("a", encoding="utf-8")
+
+
+def _last_step(path: Path) -> int:
+    """The newest step of a file of metrics; 0 where it has none."""
+    last = 0
+    with contextlib.suppress(OSError, UnicodeDecodeError), path.open(encoding="utf-8") as rows:
+        for line in rows:
+            with contextlib.suppress(ValueError, TypeError, KeyError):
+                last = max(last, int(json.loads(line)["step"]))
+    return last
 
 
 def _board(directory: str | None, start: int) -> Any:

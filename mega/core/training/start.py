@@ -6,6 +6,7 @@ Everything that can fail because of what is on disk, or because ranks disagree, 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -190,6 +191,8 @@ def _meters(run: RunConfig, state: TrainState, steps: int, fail: Callable[[OSErr
         flops_per_token=model_flops_per_token(run.model, *text_lengths(run)),
         devices=state.mesh.world,
         peak=state.device.peak_tflops,
+        replicas=state.mesh.dp.size,
+        settings=dataclasses.asdict(run),
         fail=fail,
     )
 
