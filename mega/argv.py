@@ -33,6 +33,7 @@ class Sets:
     renames: values under Megatron-LM's names -> ours.
     kind, choices: what each value must be.
     families: model families whose scripts alone have this spelling; () is all.
+    synonyms: other words for values -> ours.
     """
 
     flag: str
@@ -43,6 +44,7 @@ class Sets:
     kind: type = str
     choices: tuple[str, ...] = ()
     families: tuple[str, ...] = ()
+    synonyms: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -92,7 +94,10 @@ def _of_entry(entry: Entry) -> Iterator[tuple[str, Meaning]]:
         yield entry.flag, Sets(entry.flag, 0, constant="true")
         yield _no(entry.flag), Sets(entry.flag, 0, constant="false")
     else:
-        yield entry.flag, _of_spelling(entry, VALUE)
+        yield entry.flag, replace(_of_spelling(entry, VALUE), synonyms=entry.option.synonyms)
+    for spelling, flag in entry.option.synonyms.items():
+        if flag == entry.flag:
+            yield spelling, _of_spelling(entry, VALUE)
 
 
 def _of_spelling(entry: Entry, stands_for: Any) -> Sets:
@@ -222,6 +227,7 @@ def _reads_as(kind: type, word: str) -> bool:
 def _checked(spelling: str, value: str, meaning: Sets) -> str:
     """`value` under our name for it; ValueError where it is not such a number or choice."""
     choices = tuple(meaning.renames) or meaning.choices
+    value = meaning.synonyms.get(value, value)
     if choices and value not in choices:
         if value in meaning.choices:
             return value

@@ -11,6 +11,7 @@ import errno
 import importlib
 import importlib.util
 import os
+import re
 import signal
 import sys
 from collections.abc import Sequence
@@ -35,9 +36,11 @@ VERBS = {
     "reshard": "Cut a checkpoint for another layout",
     "checkpoint": "Look into checkpoints and verify them",
     "convert-llama": "Turn weights of others into a checkpoint, and back",
+    "presets": "List the presets of --model: shape, parameters, memory",
     "memory-estimate": "Estimate what a run needs, before it is started",
     "parity": "Prove that every layout computes the same",
     "bench": "Measure speed",
+    "plot": "Draw metrics of runs over each other",
     "report": "Show a run or an evaluation as one page of HTML",
     "doctor": "Report what works on this machine, and why the rest does not",
     "completions": "Write the shell completions",
@@ -91,6 +94,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 
 
@@ -125,8 +129,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from typer.completion import completion_init
 
         completion_init()
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if words[:1] == ["help"]:
+        words = [*words[1:], "--help"]
     try:
-        outcome = app(args=arguments, prog_name="mega", standalone_mode=False)
+        outcome = app(args=words, prog_name="mega", standalone_mode=False)
         sys.stdout.flush()
     except Exception as error:
         if isinstance(error, OSError) and (broken := _broken_stdout()) is not None:
@@ -163,7 +170,8 @@ def _report(error: Exception) -> int:
     if hasattr(error, "format_message") and hasattr(error, "exit_code"):
         return report_exit(ExitReport(int(error.exit_code), _format_error(error)))
     if isinstance(error, typer.Abort):
-        return report_exit(ExitReport(1, "aborted"))
+        stopped = isinstance(error.__cause__, KeyboardInterrupt)
+        return report_exit(ExitReport(128 + signal.SIGINT, "interrupted") if stopped else ExitReport(1, "aborted"))
     return report_exit(report_of(error))
 
 
@@ -176,15 +184,30 @@ RULES = {
 
 
 def _format_error(error: Any) -> str:
-    """Typer's message about a mistake; where that leaves a bad value out, its flag, the value and the rule, as `check`
-    reports them."""
+    """Typer's message about a mistake, in the words in which `check` reports them: the flag, its value, the rule."""
     problems: list[Any] = getattr(error.__cause__, "errors", list)()
-    param = getattr(error, "param", None)
+    param, kind, ctx = getattr(error, "param", None), type(error).__name__, getattr(error, "ctx", None)
+    if kind == "MissingParameter" and param is not None:
+        name = param.opts[0] if param.param_type_name == "option" else (param.metavar or param.name).upper()
+        return f"{name} is missing: give {getattr(param, 'help', None) or 'it'}".replace("\\[", "[")
+    if kind == "NoSuchOption":
+        return f"{error.option_name}: is not an option; --help lists all"
+    if (unknown := re.match("No such command '(.*?)'", error.message)) and ctx is not None:
+        return _unknown_verb(unknown[1], ctx)
     if not problems or param is None or problems[0]["type"] not in RULES:
         return str(error.format_message())
     rule = RULES[problems[0]["type"]].format(**problems[0].get("ctx", {}))
     several = ", or several with blanks between them" if getattr(param, "multiple", False) else ""
     return f"{param.opts[0]} {problems[0]['input']}: {rule}{several}"
+
+
+def _unknown_verb(word: str, ctx: Any) -> str:
+    """A verb that is none, with the nearest, and where all are."""
+    from mega.core.config.compose import nearest
+
+    near = nearest(word.removesuffix(".py").replace("_", "-"), ctx.command.list_commands(ctx))
+    path = ctx.command_path
+    return f"{path} {word}: is not a verb{near}; {path} --help lists all"
 
 
 if __name__ == "__main__":

@@ -22,11 +22,16 @@ from mega.argv import MANY, Meaning, Sets, meanings, translate
 from mega.core.config import deepspeed, toml
 from mega.core.config.compose import GivenOptions, compose
 from mega.core.config.families import check_typed
+from mega.core.config.presets import PRESETS
 from mega.core.config.run import Entry, RunConfig, entries, sections
 from mega.core.config.world import is_first_rank
 
 _TYPED = "mega.typed"
 """Where the flags of a command line are kept as they were typed."""
+
+
+LEAST_TYPED = 4
+"""Letters of a flag, hyphens included, from which on a shell offers spellings that `--help` does not show."""
 
 
 class Reads(NamedTuple):
@@ -61,6 +66,23 @@ class Command(TyperCommand):
             print("\n".join(notes), file=sys.stderr)
         return super().parse_args(ctx, canonical)
 
+    def shell_complete(self, ctx: Any, incomplete: str) -> Any:
+        """Common flags first; where none is meant, those that `--help` hides, and Megatron-LM's spellings."""
+        found = super().shell_complete(ctx, incomplete)
+        if found or len(incomplete) < LEAST_TYPED or not incomplete.startswith("--"):
+            return found
+        spelled: dict[str, str] = {}
+        for param in self.get_params(ctx):
+            entry = _entry(param)
+            names = [*param.opts, *param.secondary_opts, *(entry.option.megatron if entry is not None else ())]
+            if param.param_type_name == "option":
+                spelled |= dict.fromkeys(names, getattr(param, "help", None) or "")
+        return [
+            typer.core.CompletionItem(name, help=help)  # type: ignore[attr-defined]
+            for name, help in spelled.items()
+            if name.startswith(incomplete)
+        ]
+
 
 def _entry(param: Any) -> Entry | None:
     """The option of a config that `param` was made from; a verb's own option may have the name of another."""
@@ -74,7 +96,9 @@ def _own_flags(param: Any) -> Mapping[str, Meaning]:
     for spellings in (param.opts, param.secondary_opts):
         long = [spelling for spelling in spellings if spelling.startswith("--")]
         values = 0 if param.is_flag or param.count else MANY if param.multiple else param.nargs
-        found |= {spelling: Sets(long[0], values) for spelling in long}
+        for spelling in long:
+            same = entries().get(spelling.removeprefix("--").replace("-", "_"))  # an option of a run, by its name
+            found[spelling] = Sets(long[0], values, synonyms={} if same is None else same.option.synonyms)
     return found
 
 
@@ -256,7 +280,12 @@ _RUN_PARAMETERS = [
         inspect.Parameter.KEYWORD_ONLY,
         default=None,
         annotation=Annotated[
-            str | None, typer.Option("--model", help="a preset, such as llama2-7b; --config overrides it")
+            str | None,
+            typer.Option(
+                "--model",
+                help="a preset, such as llama2-7b (mega presets lists all); --config overrides it",
+                autocompletion=lambda incomplete: [name for name in PRESETS if name.startswith(incomplete)],
+            ),
         ],
     ),
     inspect.Parameter(

@@ -50,14 +50,16 @@ def run(
         if typed:
             raise ValueError(f"--calibrate {calibrate}: measures this machine, not a run; leave out {', '.join(typed)}")
         return _calibrate(run, calibrate, repeats, world.source == "alone" and size > 1, size)
-    from mega.core.proof import bench
+    from mega.core.proof.bench_rows import read_rows, row
 
     if rows and given.preset is not None:
         raise ValueError(f"--model {given.preset}: excludes rows, which name their model; leave out one of them")
+    if against is not None:
+        read_rows("--against", against)
     # Rows are added to what a file holds; to anything else, such as a script, they would be damage. Devices hold none.
     if json is not None and os.path.isfile(json):
-        bench.read_rows("--json", json)
-    runs = [(name, bench.row(name, given.values, size)) for name in rows or ()] or [("run", run)]
+        read_rows("--json", json)
+    runs = [(name, row(name, given.values, size)) for name in rows or ()] or [("run", run)]
     resolved = [(name, _resolved(one, given, warmup + repeats, size)) for name, one in runs]
     if is_first_rank():
         _note_unused([one for _, one in runs], given)
@@ -65,11 +67,16 @@ def run(
         if is_first_rank():
             print("everything checked, nothing measured")
         return 0
-    job = partial(bench.bench, repeats=repeats, warmup=warmup, out=json, against=against, trace=trace)
+    from mega.core.proof.bench import bench
+
+    job = partial(bench, repeats=repeats, warmup=warmup, out=json, against=against, trace=trace)
     if world.source != "alone" or size == 1:
         return job(resolved)
+    from mega.core.estimate.host import crowded
     from mega.core.parallel.launch import launch
 
+    for line in dict.fromkeys(line for _, one in resolved for line in crowded(one, size)):
+        print(f"mega: {line}", file=sys.stderr)
     return launch(size, job, resolved)
 
 
@@ -92,7 +99,7 @@ def _resolved(run: RunConfig, given: GivenOptions, steps: int, size: int) -> Run
 
 def _measurable(run: RunConfig, given: GivenOptions, steps: int) -> RunConfig:
     """`run` without its data, files and length, and with the least of them that a run must have."""
-    from mega.core.proof.bench import LR
+    from mega.core.proof.bench_rows import LR
 
     values: dict[str, Any] = {name: entries()[name].default for name in options_with(bench="unused")}
     values |= {"mock_data": True, "steps": steps, "reset_attention": False}

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+from datetime import datetime
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from mega.core.files import check_source
+
+if TYPE_CHECKING:
+    from mega.core.checkpoint.own.store import Checkpoint
 
 app = typer.Typer(help="Verify, show, compare and clean up checkpoints.", no_args_is_help=True, add_completion=False)
 
@@ -15,6 +22,7 @@ Directory = Annotated[Path, typer.Argument(help="a run's directory, or one step-
 @app.command()
 def verify(directory: Directory) -> None:
     """Hash every byte again and compare with what was saved."""
+    check_source("DIRECTORY", directory)
     from mega.core.checkpoint.own import inspect
 
     inspect.verify(directory, typer.echo)
@@ -29,20 +37,59 @@ def show(
     """What a checkpoint holds."""
     if tensors and meta:
         raise ValueError("--tensors: --meta prints the plain state alone; give one of the two")
+    check_source("DIRECTORY", directory)
     from mega.core.checkpoint.own.tables import show_checkpoint
 
-    show_checkpoint(directory, tensors, meta)
+    show_checkpoint(directory, tensors, meta, _about)
+
+
+def _about(checkpoint: Checkpoint) -> list[str]:
+    """The model, the layout that wrote it, the loss at that step where the run's metrics are still there, the date."""
+    from mega.core.checkpoint.own.model import model_of
+    from mega.core.inventory import parameters
+    from mega.core.inventory.words import count_words, shape_words
+
+    lines = []
+    with suppress(ValueError):  # a checkpoint of tensors alone says nothing of a model
+        model = model_of(checkpoint.meta, str(checkpoint.path))
+        lines.append(f"model: {shape_words(model)}; {count_words(parameters(model))} parameters")
+    sizes = {name: size for name, size in checkpoint.meta.get("layout", {}).items() if size > 1}
+    lines.append(f"layout: {' x '.join(f'{name} {size}' for name, size in sizes.items()) or '1 rank'}")
+    if losses := _losses(checkpoint):
+        lines.append(", ".join(losses))
+    manifest = checkpoint.path / "manifest.json"
+    if manifest.is_file():
+        lines.append(f"written: {datetime.fromtimestamp(manifest.stat().st_mtime).astimezone():%Y-%m-%d %H:%M:%S %Z}")
+    return lines
+
+
+def _losses(checkpoint: Checkpoint) -> list[str]:
+    """Training and validation loss at its step."""
+    from mega.core.report.read import RunRecord, read
+
+    try:
+        found = read(checkpoint.path.parent)
+    except (ValueError, OSError):
+        return []
+    if not isinstance(found, RunRecord):
+        return []
+    named = {"loss": "loss", **{f"{name}_loss": f"{name} loss" for name in found.sets}}
+    at = {words: dict(found.series.get(name, [])).get(checkpoint.step) for name, words in named.items()}
+    return [f"{words}: {value:.6f}" for words, value in at.items() if value is not None]
 
 
 @app.command()
 def diff(
     first: Directory,
     second: Directory,
+    weights: Annotated[bool, typer.Option("--weights", help="compare the weights alone")] = False,
 ) -> None:
     """Tensors that differ between two checkpoints, whatever their layouts; exit 1 if any does."""
+    for name, place in (("FIRST", first), ("SECOND", second)):
+        check_source(name, place)
     from mega.core.checkpoint.own.tables import show_differences
 
-    if show_differences(first, second):
+    if show_differences(first, second, weights=weights):
         raise typer.Exit(1)
 
 

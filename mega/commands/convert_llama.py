@@ -57,16 +57,18 @@ def run(
     Llama and its relatives, GPT-2, BERT, fairseq's Megatron-11b. A run's adapters are merged, unless --to is peft.
     What is read is recognised by its files. Nothing is executed, no tensor is lost or made up.
     """
+    from mega.core.files import check_save_dir, check_source
+
+    check_source("--load-dir", load_dir)
+    check_save_dir(save_dir)
+    if save_dir.resolve() == load_dir.resolve():
+        raise ValueError(f"--save-dir {save_dir}: must not be the directory that is read")
     from mega.core.checkpoint.forms.convert import check_pair, convert, default_target
     from mega.core.checkpoint.forms.form import check_flags, writer_of
     from mega.core.checkpoint.forms.recognise import form_at
     from mega.core.checkpoint.own.layout import Layout
-    from mega.core.files import check_save_dir
     from mega.core.inference.load import special_tokens
 
-    check_save_dir(save_dir)
-    if save_dir.resolve() == load_dir.resolve():
-        raise ValueError(f"--save-dir {save_dir}: must not be the directory that is read")
     source = form_at(load_dir)
     to = to or default_target(source)
     check_pair(load_dir, source, to)

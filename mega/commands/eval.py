@@ -12,7 +12,7 @@ import typer
 from mega.core.config.compose import GivenOptions
 from mega.core.config.run import RunConfig, flag_of, options_with
 from mega.core.config.world import World, is_first_rank, ranks, world_from_env
-from mega.core.files import check_file
+from mega.core.files import check_file, check_source
 from mega.options import Reads
 
 
@@ -44,7 +44,7 @@ def run(
         int | None,
         typer.Option("--context-window", help="score wikitext103 as fairseq does, with so many tokens seen (992)"),
     ] = None,
-    json_key: Annotated[str, typer.Option("--json-key", help="the text's key in JSON lines")] = "text",
+    json_key: Annotated[str, typer.Option("--json-key", "--json-keys", help="the text's key in JSON lines")] = "text",
     random_windows: Annotated[
         int | None, typer.Option("--random-windows", help="of ppl, score so many windows drawn at random")
     ] = None,
@@ -76,6 +76,8 @@ def run(
         _note_unused(given)
     world = world_from_env()
     size = ranks(world, run.runtime.nproc, run.runtime.world)
+    if run.checkpoint.load is not None and not ensemble:
+        check_source("--load", run.checkpoint.load)
     if ensemble:
         from mega.core.tasks import ensemble as several
 

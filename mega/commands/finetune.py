@@ -7,6 +7,7 @@ import dataclasses
 from mega.commands import pretrain
 from mega.core.config.run import RunConfig
 from mega.core.config.sections import TokenizerConfig
+from mega.core.files import check_source
 
 
 def run(run: RunConfig) -> int:
@@ -51,6 +52,7 @@ def _from_weights(run: RunConfig) -> RunConfig:
 
 def _with_tokenizer(run: RunConfig, load: str) -> RunConfig:
     """`run` with the tokenizer that came with the weights, where they have one. Errors: ValueError, of `load`."""
+    check_source("--load", load)
     from mega.core.inference.load import open_model
 
     section = open_model(load).tokenizer_section()

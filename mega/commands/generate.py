@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from mega.core.files import check_file
+from mega.core.files import check_file, check_source
 
 
 def run(
@@ -89,10 +89,7 @@ def run(
         return _ask(url, prompt, tokens, others, fields, (beams, length_penalty))
     if load is None:
         raise ValueError("--load is missing: give a run's directory, or --url")
-    from mega.core.inference.adapters import adapter_places
-    from mega.core.inference.opening import EngineOptions
-    from mega.core.inference.speak import SpeechPlan, sampling_of
-
+    check_source("--load", load)
     modes = {"--prompt": prompt is not None, "--input": input_file is not None, "--num-samples": num_samples > 0}
     given = [flag for flag, value in modes.items() if value]
     if len(given) > 1:
@@ -101,10 +98,17 @@ def run(
         raise ValueError(f"--output {output}: needs --input or --num-samples")
     if output is not None:
         check_file("--output", str(output))
+    if input_file is not None and not input_file.is_file():
+        raise ValueError(f"--input {input_file}: no such file")
     files = {"tokenizer_model": tokenizer_model, "vocab_file": vocab_file, "merge_file": merge_file}
     named = {name: value for name, value in files.items() if value is not None}
+    for name, value in named.items():
+        if not Path(value).exists():
+            raise ValueError(f"--{name.replace('_', '-')} {value}: no such file")
     if named and tokenizer is None:
         raise ValueError(f"--{next(iter(named)).replace('_', '-')}: needs --tokenizer, its kind")
+    from mega.core.inference.request import sampling_of
+
     sampling = sampling_of(
         temperature=0.0 if greedy else temperature,
         top_k=top_k,
@@ -115,6 +119,10 @@ def run(
         repetition_penalty=repetition_penalty,
         seed=seed,
     )
+    from mega.core.inference.adapters import adapter_places
+    from mega.core.inference.opening import EngineOptions
+    from mega.core.inference.speak import SpeechPlan
+
     plan = SpeechPlan(
         load=load,
         tokens=tokens,

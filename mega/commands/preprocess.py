@@ -25,7 +25,7 @@ def run(
     output_prefix: Annotated[str, typer.Option("--output-prefix", help="beginning of the output names")],
     tokenizer: TokenizerConfig,
     json_keys: Annotated[
-        list[str] | None, typer.Option("--json-keys", help="keys of each line; text by default")
+        list[str] | None, typer.Option("--json-keys", "--json-key", help="keys of each line; text by default")
     ] = None,
     append_eod: Annotated[bool, typer.Option("--append-eod", help="end every document with its token")] = False,
     workers: Annotated[int, typer.Option("--workers", help="processes that tokenise")] = 1,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 from mega.core.config.run import RunConfig
 from mega.core.config.world import is_first_rank, ranks, world_from_env
 
@@ -28,6 +30,10 @@ def run(run: RunConfig) -> int:
         return 0
     if world.source == "alone" and size > 1:
         open_inputs(resolved)  # a mistake in a file is reported once, before any rank starts
+        from mega.core.estimate.host import crowded
+
+        for line in crowded(resolved.run, size):
+            print(f"mega: {line}", file=sys.stderr)
         from mega.core.parallel.launch import launch
         from mega.core.training.start import pretrain
 

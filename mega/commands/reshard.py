@@ -73,15 +73,17 @@ def run(
 
     Checkpoints of ours load into any layout without this; it makes files that fit their ranks.
     """
+    from mega.core.files import check_save_dir, check_source
+
+    check_source("--load-dir", load_dir)
+    check_save_dir(save_dir)
     from mega.core.checkpoint.forms.convert import convert
     from mega.core.checkpoint.forms.form import check_flags, writer_of
     from mega.core.checkpoint.forms.read_back import check_comparable, read_back
     from mega.core.checkpoint.forms.recognise import form_at
     from mega.core.checkpoint.own.layout import Layout
     from mega.core.checkpoint.own.tables import progress_bar
-    from mega.core.files import check_save_dir
 
-    check_save_dir(save_dir)
     if verify:
         check_comparable(load_dir, to_ours=saver == "mega")
     layout = Layout(target_tp, target_pp, chunks, tuple(stage_layers or ()))

@@ -9,6 +9,8 @@ from typing import Annotated, Literal
 
 import typer
 
+from mega.core.files import check_source
+
 
 def run(
     checkpoint: Annotated[
@@ -67,17 +69,19 @@ def run(
     server when every accepted request is answered: exit code 0.
     """
     _check_extra()
+    from mega.core.inference.request import sampling_of
+
+    path = _place(checkpoint, load)
+    token = _token(token_file)
+    # A mistake is named before anything heavy is loaded.
+    sampling_of(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
     from mega.core.inference.adapters import adapter_places
     from mega.core.inference.opening import EngineOptions
-    from mega.core.inference.request import Sampling
     from mega.core.inference.server.limits import ServerLimits
     from mega.core.inference.server.service import ServerOptions
     from mega.core.inference.server.start import ServePlan, check_host
 
-    path = _place(checkpoint, load)
-    token = _token(token_file)
     check_host(host, token)
-    Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)  # a mistake is named before loading
     limits = ServerLimits(
         body=max_body,
         waiting=max_waiting,
@@ -135,6 +139,7 @@ def _place(checkpoint: Path | None, load: Path | None) -> Path:
     found = checkpoint or load
     if found is None:
         raise ValueError("CHECKPOINT is missing: give a run's directory, or one of others' weights")
+    check_source("CHECKPOINT" if load is None else "--load", found)
     return found
 
 

@@ -29,7 +29,9 @@ def run(
     character_coverage: Annotated[
         float | None, typer.Option("--character-coverage", help="share of characters that SentencePiece knows [1]")
     ] = None,
-    json_key: Annotated[str, typer.Option("--json-key", help="key of each line that holds the text")] = "text",
+    json_key: Annotated[
+        str, typer.Option("--json-key", "--json-keys", help="key of each line that holds the text")
+    ] = "text",
     text_lines: Annotated[bool, typer.Option("--text-lines", help="each line of a .txt file is a document")] = False,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="replace a tokenizer of other inputs or settings; an equal one is kept")

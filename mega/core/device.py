@@ -393,6 +393,11 @@ def _driver() -> ctypes.CDLL:
     return library
 
 
+def has_cuda() -> bool:
+    """Whether this host has a CUDA device for us; none is touched."""
+    return torch.cuda.is_available()
+
+
 def multiprocessors(device: torch.device) -> int:
     """How many programs of a persistent kernel run in parallel; 1 on a CPU, where kernels are only interpreted, and
     an H200's on the meta device."""

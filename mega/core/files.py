@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import os
 import re
 import uuid
@@ -50,6 +51,25 @@ def check_file(flag: str, path: str) -> None:
         raise ValueError(f"{flag} {path}: directory {folder} does not exist; create it, or name another file")
     if not os.access(place if os.path.exists(place) else folder, os.W_OK):
         raise ValueError(f"{flag} {path}: cannot be written by this user; name another file")
+
+
+def check_source(flag: str, place: Path | str) -> None:
+    """See that there is something to read at a path, before what reads it is loaded; a URL is tried later.
+
+    Errors: ValueError naming flag and path, and what lies next to it under a near name.
+    """
+    if url_of(place) is not None:
+        return
+    if not os.path.exists(place):
+        path = Path(place)
+        with contextlib.suppress(OSError):
+            if near := difflib.get_close_matches(path.name, os.listdir(path.parent), n=1):
+                raise ValueError(f"{flag} {place}: no such file or directory (nearest: {path.parent / near[0]})")
+        raise ValueError(f"{flag} {place}: no such file or directory")
+    if os.path.isdir(place) and not os.listdir(place):
+        raise ValueError(
+            f"{flag} {place}: is empty; must be a run's directory, a step-NNNNNNN in it, or others' weights"
+        )
 
 
 @contextlib.contextmanager

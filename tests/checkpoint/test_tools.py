@@ -341,6 +341,9 @@ def test_verbs(tmp_path: Path) -> None:
     assert same.exit_code == 0 and "no tensor differs" in same.output
     other = run(verbs.app, ["diff", str(store.path(1)), str(store.path(2))])
     assert other.exit_code == 1 and "w: 8 of 8 elements, largest |a - b| 1" in other.output
+    assert " tensors differ; largest |a - b| 1, in " in other.output.splitlines()[-1]
+    weights = run(verbs.app, ["diff", "--weights", str(store.path(1)), str(store.path(2))])
+    assert weights.exit_code == 0 and weights.output == "no tensor differs, of 0\n"  # those are not of a model
 
     would = run(verbs.app, ["clean", "--dry-run", "--keep-last", "1", str(tmp_path / "a")])
     assert would.exit_code == 0 and store.steps() == [1, 2] and len(store.leftovers()) == 1

@@ -45,6 +45,8 @@ def test_a_file_is_no_place_for_them(tmp_path: Path, capsys: pytest.CaptureFixtu
         ("mega pretrain --seq", {"--seq-length", "--sequence-parallel"}),
         ("mega pretrain --num-layers 2 --layers x --no-progr", set()),
         ("mega pretrain --device c", {"cpu", "cuda"}),
+        ("mega pretrain --model tiny", {"tiny-gpt", "tiny-llama"}),
+        ("mega pretrain --init-method-s", {"--init-method-std"}),
     ],
 )
 def test_a_shell_that_asks_gets_answers(words: str, expected: set[str]) -> None:

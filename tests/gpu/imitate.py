@@ -28,7 +28,8 @@ from mega.core.parallel import peers as exchanges
 from mega.core.parallel.launch import connect, disconnect
 from mega.core.parallel.mesh import Axis, Groups
 from mega.core.plan import pieces
-from mega.core.proof.bench import format_speed, measure, row
+from mega.core.proof.bench import format_speed, measure
+from mega.core.proof.bench_rows import row
 
 
 class Two(Groups):

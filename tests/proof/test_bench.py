@@ -22,7 +22,7 @@ from mega.core.flops import matmul_parameters, model_flops_per_token
 from mega.core.parallel import collectives
 from mega.core.parallel.launch import Pool
 from mega.core.parallel.mesh import Groups
-from mega.core.proof import bench
+from mega.core.proof import bench, bench_rows
 from tests.support.runs import small_run
 
 TOY = "--layers 1 --hidden 32 --heads 2 --seq-length 16 --vocab 100 --micro-batch 2 --global-batch 4 --dtype fp32"
@@ -119,8 +119,8 @@ def test_rows_are_not_added_to_another_file(tmp_path: Path, held: str, capsys: p
 def test_the_rows_are_what_their_peers_were_measured_on() -> None:
     billions = {"w1": 0.354, "w2": 6.607, "w2-fp8": 6.607, "w3": 22.07, "window": 1.876, "bert": 0.3357, "t5": 0.2220}
     flops = {"w1": 2.43, "w2": 46.09, "w2-fp8": 46.09, "w3": 139.7, "window": 17.70, "bert": 2.165, "t5": 0.683}
-    for name in bench.ROWS:
-        run = resolve(bench.row(name, {}, 8), 8)
+    for name in bench_rows.ROWS:
+        run = resolve(bench_rows.row(name, {}, 8), 8)
         assert run.batch.seq_length
         assert matmul_parameters(run.model) / 1e9 == pytest.approx(billions[name], rel=5e-3)
         assert model_flops_per_token(run.model, *text_lengths(run)) / 1e9 == pytest.approx(flops[name], rel=5e-3)
@@ -151,7 +151,7 @@ def test_flags_stand_above_a_row(tmp_path: Path) -> None:
     ],
 )
 def test_a_row_follows_the_number_of_ranks(name: str, world: int, expected: dict[str, Any]) -> None:
-    run = bench.row(name, {}, world)
+    run = bench_rows.row(name, {}, world)
     assert {key: value_of(run, key) for key in expected} == expected
 
 

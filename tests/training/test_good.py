@@ -6,6 +6,7 @@ import json
 import math
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -227,6 +228,23 @@ def test_a_kill_right_after_a_save_loses_nothing(tmp_path: Path) -> None:
     record.proving.saw(2, 4.0, applied=True)
     record.save(2, published=False)  # killed before anything is known of it
     assert record.status() == {1: "unproven"} and record.store.newest() == 2
+
+
+def test_retention_leaves_the_best_by_validation_loss(tmp_path: Path) -> None:
+    """Of the steps that were validated when they were saved, before or after the save; none that is suspect."""
+    record = Record(tmp_path)
+    for step, loss in ((1, 2.0), (2, 1.5), (3, 0.5), (4, 3.0)):
+        record.proving.judged(step, loss)
+        record.save(step)
+    record.proving.judged(5, float("nan"))
+    record.save(5)
+    verdicts = record.store.verdicts()
+    assert [verdicts[step].valid_loss for step in range(1, 6)] == [2.0, 1.5, 0.5, 3.0, None]
+    record.store.set_verdicts({**verdicts, 3: replace(verdicts[3], status="suspect")})
+    assert retain(record.store, keep_last=1).removed == [1, 3, 4] and record.store.steps() == [2, 5]
+    again = Proving(record.store, good_after=9, vocab=64, start=5, report=print)  # a resumed run knows of it
+    again.judged(5, 1.0)
+    assert retain(record.store, keep_last=1).removed == [2]
 
 
 def test_retention_leaves_the_newest_good_one(tmp_path: Path) -> None:

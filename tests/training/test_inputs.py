@@ -111,10 +111,8 @@ def test_what_ranks_get_is_the_result_without_what_is_open() -> None:
 
 @pytest.mark.parametrize(("device", "dtype", "said"), [("cuda", "fp32", 1), ("cuda", "bf16", 0), ("cpu", "fp32", 0)])
 def test_fp32_on_a_gpu_is_said_with_what_bf16_gives(device: str, dtype: str, said: int) -> None:
-    from mega.core.training.start import _introduce
+    from mega.core.training.introduce import device_notes
 
-    run, lines = compose("tiny-gpt", flags={"dtype": dtype, "vocab": 64, "micro_batch": 1}), list[str]()
-    state = SimpleNamespace(device=SimpleNamespace(is_cuda=device == "cuda"), mesh=SimpleNamespace(world=1))
-    inputs = SimpleNamespace(notes=(), run=resolve.resolve(run, 1), datasets=SimpleNamespace(example=()))
-    _introduce(inputs, None, state, 1, lines.append)  # type: ignore[arg-type]
+    run = compose("tiny-gpt", flags={"dtype": dtype, "vocab": 64, "micro_batch": 1})
+    lines = list(device_notes(resolve.resolve(run, 1), SimpleNamespace(is_cuda=device == "cuda"), 1))  # type: ignore[arg-type]
     assert sum(line.startswith("precision: fp32, ") and "--dtype bf16" in line for line in lines) == said

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,7 +28,7 @@ from mega.core.files import locked_alone
 from mega.core.parallel import launch
 from mega.core.parallel.launch import Pool
 from mega.core.parallel.mesh import Groups
-from mega.core.training import evaluation
+from mega.core.training import evaluation, notice
 from mega.core.training.inputs import open_inputs, resolve_run
 from mega.core.training.start import start
 
@@ -82,6 +83,9 @@ def test_a_signal_to_the_whole_job_saves_stops_and_is_its_exit_code(
     place, by_signal = endings
     code, said = by_signal[number.name]
     assert code == 128 + number, said
+    told = [line for line in said.splitlines() if line.startswith(f"mega: {number.name} received: finishing ")]
+    assert len(told) == 1 and f", then saving to {place / number.name}" in told[0], said
+    assert told[0].endswith("; Ctrl-C again leaves at once") == (number == signal.SIGINT)
     last = said.splitlines()[-1]
     assert last == f"stopped at step {CheckpointStore(place / number.name).steps()[-1]}: {number.name} was received", (
         said
@@ -157,6 +161,29 @@ def test_a_validation_is_cut_short_and_changes_nothing(pool: Pool, tmp_path: Pat
     figures = _figures(straight)
     assert sorted(figures) == [2, 4, 6]
     assert _figures(cut) == {step: figures[step] for step in (4, 6)}
+
+
+def test_a_second_ctrl_c_is_told_what_it_costs_and_leaves_at_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Both are heard by a thread, whatever the main one waits for."""
+    left = threading.Event()
+    monkeypatch.setattr(launch, "SAME_SIGNAL_SECONDS", 0.0)
+    monkeypatch.setattr(notice.os, "_exit", lambda code: left.set() if code == 130 else None)
+    monkeypatch.setattr(notice, "LEAVES_WITHIN", 0.0)
+    before = signal.signal(signal.SIGINT, lambda number, frame: None)
+    outlook = notice.Outlook("finishing step 24", step=23, kept=20, place="runs/first")
+    told = notice.SignalNotice([signal.SIGINT], outlook, speaks=True)
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+        assert left.wait(60)
+    finally:
+        told.close()
+        signal.signal(signal.SIGINT, before)
+    first, second = capsys.readouterr().err.splitlines()
+    assert first == "mega: SIGINT received: finishing step 24, then saving to runs/first; Ctrl-C again leaves at once"
+    assert second.startswith("mega: leaving at once: lost is what was trained after step 20")
 
 
 def test_the_same_signal_twice_is_one_and_a_later_ctrl_c_is_another(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -427,6 +427,8 @@ def _columns(run: RunConfig) -> Problems:
             reasons = [f"twice --cp {cp}"] * (cp > 1) + [f"--tp {tp} under --sequence-parallel"] * (tp > 1)
             yield _line(run, name, f"must be divisible by {unit}, for {' and '.join(reasons)}")
     head_ranks = run.parallel.tp * cp
+    if cp > 1 and run.log.sample_interval:
+        yield _line(run, "sample_interval", f"excludes --cp {cp}, over which a text that grows cannot be cut")
     if cp > 1 and run.parallel.cp_comm == "all-to-all" and kv_heads % head_ranks:
         rule = f"--kv-heads {kv_heads} must be divisible by {head_ranks}, --tp {run.parallel.tp} x --cp {cp}"
         yield _line(run, "cp_comm", f"{rule}; valid: auto, ring")

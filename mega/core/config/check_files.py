@@ -5,6 +5,8 @@ What is inside a `.bin`, an `.idx` or a tokenizer is checked by the rooms that r
 
 from __future__ import annotations
 
+import glob
+import importlib.util
 import json
 import os
 from collections.abc import Iterator
@@ -13,7 +15,7 @@ from mega.core.config.corpora import expand, is_number
 from mega.core.config.presets import FAMILY_DEFAULTS
 from mega.core.config.run import RunConfig, flag_of, value_of
 from mega.core.config.sections import LABELLED, SPLITS, TOKENIZERS, TokenizerConfig
-from mega.core.files import check_folder, url_of
+from mega.core.files import check_folder, check_source, url_of
 
 Problems = Iterator[str]
 
@@ -105,7 +107,40 @@ def _prefixes(flag: str, words: tuple[str, ...]) -> Problems:
     for prefix in words[1::2] if weighted and len(words) > 1 else words:
         missing = [prefix + suffix for suffix in (".bin", ".idx") if not os.path.isfile(prefix + suffix)]
         if missing:
-            yield f"{flag} {prefix}: there is no {' and no '.join(missing)}; `mega preprocess` writes both"
+            yield f"{flag} {prefix}: {_advice(flag, prefix) or _absent(missing)}"
+
+
+TEXTS = (".jsonl", ".json", ".txt", ".parquet", ".gz", ".zst", ".xz", ".bz2")
+"""What files of text end in."""
+
+
+def _absent(missing: list[str]) -> str:
+    return f"there is no {' and no '.join(missing)}; `mega preprocess` writes both"
+
+
+def _pair(prefix: str) -> bool:
+    return all(os.path.isfile(prefix + suffix) for suffix in (".bin", ".idx"))
+
+
+def _advice(flag: str, prefix: str) -> str:
+    """What to give instead of a name that is near a pair of token files, or of what they are made from."""
+    stem = os.path.splitext(prefix)[0]
+    if prefix.endswith((".bin", ".idx")) and _pair(stem):
+        return f"is one of two token files; leave {prefix[-4:]} away: {flag} {stem}"
+    if os.path.isdir(prefix):
+        names = sorted(name.removesuffix(".idx") for name in os.listdir(prefix) if name.endswith(".idx"))
+        found = [path for name in names if _pair(path := os.path.normpath(os.path.join(prefix, name)))]
+        if not found:
+            return "is a folder, and holds no .bin and .idx of one name; `mega preprocess` writes both"
+        return f"is a folder; name token files in it, without .bin: {flag} {' '.join(found[:8])}"
+    if prefix.endswith(TEXTS) and os.path.isfile(prefix):
+        return (
+            f"is text; make token files of it: mega preprocess --input {prefix} --output-prefix {stem} --append-eod, "
+            f"with the flags of a tokenizer; then {flag} {stem}_text_document"
+        )
+    near = sorted(path.removesuffix(".idx") for path in glob.glob(f"{glob.escape(prefix)}_*.idx"))
+    whole = [path for path in near if _pair(path)]
+    return f"there are no such token files; there are {', '.join(whole[:8])}: {flag} {whole[0]}" if whole else ""
 
 
 def _is_weight(word: str) -> bool:
@@ -121,8 +156,10 @@ def _split(run: RunConfig) -> Problems:
         shares = [float(part) for part in text.replace("/", ",").split(",")]
     except ValueError:
         shares = []
-    if not 1 <= len(shares) <= 3 or not all(0 <= share < float("inf") for share in shares) or not sum(shares):
+    if not 1 <= len(shares) <= 3 or not all(0 <= share < float("inf") for share in shares):
         yield f"--split {text}: must be up to three shares of at least 0, as in 969,30,1"
+    elif not sum(shares):
+        yield f"--split {text}: leaves nothing to read; one share or more must be greater than 0, as in 969,30,1"
     elif run.data.data_path and shares[0] == 0 and not run.evaluation.skip_train:
         yield f"--split {text}: leaves nothing to train on; the first share must be greater than 0"
 
@@ -148,6 +185,8 @@ def _tokenizer(run: RunConfig) -> Problems:
     elif run.model.vocab is None and not _any_file(tokenizer) and not run.checkpoint.use_checkpoint_config:
         yield "--vocab is missing: give it, or --vocab-file and --merge-file, or --tokenizer-model"
     if tokenizer.tokenizer is None and not _any_file(tokenizer):
+        if run.log.sample_interval is not None:
+            yield f"--sample-interval {run.log.sample_interval}: needs a tokenizer, which makes text of ids"
         for name in ("reset_positions", "reset_attention", "eod_mask_loss"):
             if value_of(run, name):
                 yield f"{flag_of(name)}: needs a tokenizer, which knows the end of a document"
@@ -155,6 +194,19 @@ def _tokenizer(run: RunConfig) -> Problems:
 
 def _any_file(tokenizer: TokenizerConfig) -> bool:
     return any((tokenizer.tokenizer_model, tokenizer.vocab_file, tokenizer.merge_file))
+
+
+def _trackers(run: RunConfig) -> Problems:
+    """Extras that are asked for and absent; a dry run may be far from where the run will be."""
+    asked = {"wandb": run.log.wandb, "mlflow": run.log.mlflow_uri is not None}
+    for library, wanted in asked.items():
+        if wanted and not run.runtime.dry_run and importlib.util.find_spec(library) is None:
+            name = (
+                "mlflow_uri"
+                if library == "mlflow"
+                else next(name for name in ("wandb_project", "wandb_name", "wandb_id") if value_of(run, name))
+            )
+            yield f"{flag_of(name)} {value_of(run, name)}: needs {library}; pip install 'mega[{library}]'"
 
 
 def _output_folders(run: RunConfig) -> Problems:
@@ -183,6 +235,7 @@ def _directories(run: RunConfig) -> Problems:
         path = value_of(run, name)
         if path is not None and os.path.exists(path) and not os.path.isdir(path):
             yield f"{flag_of(name)} {path}: is a file; must be a directory"
+    yield from _trackers(run)
     if not run.runtime.dry_run:  # which may be asked far from where the run will be
         yield from _output_folders(run)
     if run.log.metrics is not None and os.path.isdir(run.log.metrics):
@@ -192,5 +245,10 @@ def _directories(run: RunConfig) -> Problems:
     load, resume = run.checkpoint.load, run.checkpoint.resume
     if load is not None and run.checkpoint.require_load and not (url_of(load) or os.path.isdir(load)):
         yield f"--load {load}: there is no such directory, and --require-load is given"
+    elif load is not None and load != run.checkpoint.save and not run.runtime.dry_run:  # else it may be still to come
+        try:
+            check_source("--load", load)
+        except ValueError as problem:
+            yield str(problem)
     if resume not in (None, "auto") and not (url_of(str(resume)) or os.path.isdir(str(resume))):
         yield f"--resume {resume}: there is no such directory; valid --resume: auto, or a step directory"

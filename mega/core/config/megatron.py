@@ -126,10 +126,6 @@ IGNORED: Mapping[str, Ignored] = {
     "--log-validation-ppl-to-tensorboard": Ignored(0, _ALWAYS_LOGGED),
     "--log-memory-to-tensorboard": Ignored(0, _ALWAYS_LOGGED),
     "--log-world-size-to-tensorboard": Ignored(0, _ALWAYS_LOGGED),
-    "--wandb-entity": Ignored(1, "metrics go to --metrics and --tensorboard-dir"),
-    "--wandb-name": Ignored(1, "metrics go to --metrics and --tensorboard-dir"),
-    "--wandb-project": Ignored(1, "metrics go to --metrics and --tensorboard-dir"),
-    "--wandb-id": Ignored(1, "metrics go to --metrics and --tensorboard-dir"),
 }
 
 _EMBEDDINGS = "embeddings of texts are not built yet"

@@ -89,6 +89,7 @@ class Option:
     megatron: Megatron-LM spelling -> `VALUE` if it carries the value, a mapping if it carries the value under
         another name (`{"--normalization": {"RMSNorm": "rmsnorm"}}`), else the constant it stands for
         (`{"--swiglu": "swiglu"}`, `{"--disable-bias-linear": False}`).
+    synonyms: other words that users have for the flag ("--learning-rate"), or for a value ("gpu" -> "cuda").
     short: a one-letter flag such as "-o", or None.
     common: shown in the short `--help`; the rest appears under `--help-all`.
     unit: what a number counts, for help and messages ("samples", "minutes").
@@ -111,6 +112,7 @@ class Option:
 
     help: str
     megatron: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    synonyms: Mapping[str, str] = dataclasses.field(default_factory=dict)
     short: str | None = None
     common: bool = False
     unit: str | None = None

@@ -541,7 +541,13 @@ class OptimizerConfig(Section):
         "adam", "update rule; adam is AdamW", megatron="--optimizer", on_resume="must match"
     )
     lr: float | None = option(
-        None, "peak learning rate", megatron="--lr", common=True, within=NOT_NEGATIVE, on_resume="schedule"
+        None,
+        "peak learning rate",
+        megatron="--lr",
+        synonyms={"--learning-rate": "--lr"},
+        common=True,
+        within=NOT_NEGATIVE,
+        on_resume="schedule",
     )
     adam_beta1: float = option(
         0.9,
@@ -622,6 +628,7 @@ class ScheduleConfig(Section):
             "linear",
             "shape of the decay; range-test grows by --lr every --lr-decay-steps, range-exponential from --min-lr",
             megatron="--lr-decay-style",
+            common=True,
         )
     )
     min_lr: float = option(
@@ -1010,7 +1017,8 @@ class CheckpointConfig(Section):
     )
     keep_last: int | None = option(
         None,
-        "keep only the newest checkpoints, besides the newest good one and the next to be good",
+        "keep only the newest checkpoints, besides the newest good one, the next to be good, and the one with the "
+        "least validation loss",
         within=COUNT,
         needs={"save": ()},
     )
@@ -1067,9 +1075,40 @@ class LogConfig(Section):
         within=COUNT,
         read_with={"tensorboard_dir": ()},
     )
+    wandb_project: str | None = option(
+        None, "keep the run's numbers at Weights & Biases, in this project", megatron="--wandb-project"
+    )
+    wandb_name: str | None = option(
+        None,
+        "the run's name there, to which the date is added; asks for it, too",
+        megatron={"--wandb-name": VALUE, "--wandb-exp-name": VALUE},
+    )
+    wandb_entity: str | None = option(None, "user or team there", megatron="--wandb-entity")
+    wandb_id: str | None = option(None, "continue this run there; asks for it, too", megatron="--wandb-id")
+    wandb_dir: str | None = option(None, "its files here [next to --metrics]", megatron="--wandb-save-dir")
+    mlflow_uri: str | None = option(None, "keep the run's numbers in MLflow: a server's URL, or a folder")
+    mlflow_experiment: str = option("mega", "the run's experiment there", read_with={"mlflow_uri": ()})
+    sample_interval: int | None = option(
+        None,
+        "let the model continue fixed prompts every so many steps; the texts go to the log and to --metrics",
+        unit="steps",
+        within=COUNT,
+        families=DECODERS,
+    )
+    sample_prompts: tuple[str, ...] = option(
+        (), "what the model continues [the beginning of a document]", read_with={"sample_interval": ()}
+    )
+    sample_tokens: int = option(
+        48, "tokens of each such text", within=COUNT, most=2**16, read_with={"sample_interval": ()}
+    )
     log_params_norm: bool = option(False, "log the parameters' norm", megatron={"--log-params-norm": True})
     log_zeros: bool = option(False, "log the share of zero gradients", megatron={"--log-num-zeros-in-grad": True})
     progress: bool = option(True, "a progress bar on a terminal", evaluated=True)
+
+    @property
+    def wandb(self) -> bool:
+        """Whether Weights & Biases is asked for."""
+        return any((self.wandb_project, self.wandb_name, self.wandb_id))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -1082,7 +1121,7 @@ class RuntimeConfig(Section):
         None, "start this many local ranks", common=True, within=COUNT, bench="host", evaluated=True
     )
     device: Literal["auto", "cpu", "cuda"] = option(
-        "auto", "where tensors live", common=True, bench="host", evaluated=True
+        "auto", "where tensors live", synonyms={"gpu": "cuda"}, common=True, bench="host", evaluated=True
     )
     backend: Literal["auto", "gloo", "nccl"] = option(
         "auto", "how ranks communicate", megatron="--distributed-backend", bench="host", evaluated=True
@@ -1127,7 +1166,7 @@ class RuntimeConfig(Section):
         megatron={"--enable-cuda-graph": True},
     )
     dry_run: bool = option(False, "check everything, build every stage without memory, train nothing", common=True)
-    world: int | None = option(None, "world size to check in a dry run", unit="ranks", within=COUNT)
+    world: int | None = option(None, "world size to check in a dry run", unit="ranks", common=True, within=COUNT)
     exit_interval: int | None = option(
         None, "stop at a multiple of this many steps", megatron="--exit-interval", unit="steps", within=COUNT
     )

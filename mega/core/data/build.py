@@ -25,6 +25,7 @@ from mega.core.data.order import (
     blend_shares,
     entries_served,
     split_boundaries,
+    split_note,
     split_shares,
 )
 from mega.core.data.recipes import CorpusPart, Recipe, recipe
@@ -42,7 +43,8 @@ class Datasets:
 
     named: more validation sets, by the names that the user gave them. corpora: prefix of token files -> their content.
     repeats: whether a corpus of the training set is read in more passes than one. example: a sample as the
-    user is to see it before the first step.
+    user is to see it before the first step. one_pass: samples of one pass over the training set, where its corpora are
+    all passed over together.
     """
 
     train: Dataset | None = None
@@ -53,6 +55,7 @@ class Datasets:
     corpora: Mapping[str, Mapping[str, str | None]] = field(default_factory=dict)
     repeats: bool = False
     example: tuple[str, ...] = ()
+    one_pass: int | None = None
 
 
 def samples_requested(
@@ -112,6 +115,7 @@ def build_datasets(
     if masking.sample_kind == "tfrecords":
         return _records(data, own, seq_length, seed, vocab, samples)
     split_shares(data.split)
+    note = split_note(data.split) if data.data_path else ""
     made_by = recipe(masking, seq_length, seed, tokenizer, pairs, data.repeat_short_parts)
     builder = _Builder(made_by, data, vocab, tokenizer)
     made: dict[str, Any] = {
@@ -131,7 +135,14 @@ def build_datasets(
             named[label] = found
     contents = {prefix: corpus.content() for prefix, corpus in builder.corpora.items()}
     repeats = "train" in builder.repeated
-    return Datasets(**made, named=named, notes=tuple(builder.notes), corpora=contents, repeats=repeats)
+    return Datasets(
+        **made,
+        named=named,
+        notes=(*([note] if note else []), *builder.notes),
+        corpora=contents,
+        repeats=repeats,
+        one_pass=builder.one_pass.get("train"),
+    )
 
 
 def _check_corpora(data: DataConfig, *, training: bool) -> None:
@@ -208,6 +219,8 @@ class _Builder:
         self.notes: list[str] = []
         self.repeated: set[str] = set()
         """Splits that read a corpus more than once."""
+        self.one_pass: dict[str, int] = {}
+        """Split -> samples of one pass over it, but where weights give each corpus passes of its own."""
 
     def blend(self, flag: str, words: Sequence[str], split: str, name: str, samples: int) -> Dataset | None:
         """The dataset of one split; None where nothing is asked of it or it is empty."""
@@ -230,6 +243,8 @@ class _Builder:
             if name == "train" and weight is not None:
                 raise ValueError(f"{message}, but its weight is {weight:g}; leave both out, or give it another share")
             self.notes.append(f"{message}; the other corpora have its share")
+        if len(given) == 1 or all(weight is None for weight, _ in given):
+            self.one_pass[name] = sum(self._recipe.once(part) for _, _, part in parts)
         if len(given) == 1:
             return self._dataset(*parts[0][1:], samples, name)
         # Without weights each corpus has its own size, so that all end together.

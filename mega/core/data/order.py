@@ -38,6 +38,19 @@ def split_shares(split: str) -> tuple[float, float, float]:
     return train / total, valid / total, test / total
 
 
+def split_note(split: str) -> str:
+    """What shares come to that do not sum to a round number, as a line for the user; else nothing.
+
+    >>> split_note("90,20"), split_note("969, 30, 1")
+    ('--split 90,20: sums to 110: training has 81.8%, validation 18.2%, test 0.0% of the documents', '')
+    """
+    total = sum(float(part) for part in split.replace("/", ",").split(","))
+    if total in (1.0, 10.0, 100.0, 1000.0) or "," not in split.replace("/", ","):
+        return ""
+    train, valid, test = (f"{100 * share:.1f}%" for share in split_shares(split))
+    return f"--split {split}: sums to {total:g}: training has {train}, validation {valid}, test {test} of the documents"
+
+
 def split_boundaries(split: str, items: int, *, core: bool = False) -> tuple[int, int, int, int]:
     """Where train, validation and test begin and end among `items`.
 

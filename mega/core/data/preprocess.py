@@ -29,7 +29,18 @@ from numpy.typing import NDArray
 
 from mega.core.data.indexed import IndexedDataset, bin_path, exists, idx_path, token_dtype
 from mega.core.data.made import kept_pairs, stamps, work_of
-from mega.core.data.sources import STDIN, BadLine, LineBlock, SourcePiece, blocks, find, parsed, pieces
+from mega.core.data.sources import (
+    STDIN,
+    BadLine,
+    LineBlock,
+    SourcePiece,
+    blocks,
+    find,
+    keys_there,
+    not_an_object,
+    parsed,
+    pieces,
+)
 from mega.core.data.workers import Buffer, Workers
 from mega.core.data.writer import IndexedWriter
 from mega.core.files import check_folder, whole_file
@@ -322,7 +333,7 @@ class _Worker:
     def _texts(self, found: Any) -> list[list[str]]:
         """The sentences under each key of a line's value; a plain string is one, unless it is to be cut."""
         if not isinstance(found, dict):
-            raise ValueError("not a JSON object")
+            raise ValueError(f"not a JSON object; {not_an_object(found)}")
         columns = [_sentences(found, key) for key in self.job.keys]
         if self.split is None:
             return columns
@@ -375,7 +386,7 @@ def _sentences(found: dict[str, Any], key: str) -> list[str]:
     if isinstance(value, str):
         return [value]
     if key not in found:
-        raise ValueError(f'no key "{key}"; there are {", ".join(map(repr, found)) or "none"}')
+        raise ValueError(f'no key "{key}"; {keys_there(found, "--json-keys")}')
     if not isinstance(value, list) or not all(isinstance(sentence, str) for sentence in value):
         raise ValueError(f'"{key}" is neither a string nor a list of strings')
     return value

@@ -17,7 +17,7 @@ import lzma
 import os
 import sys
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from importlib.util import find_spec
@@ -525,6 +525,8 @@ def parsed(line: bytes | memoryview) -> Any:
         return orjson.loads(line)
     except orjson.JSONDecodeError as error:
         reason = f"not JSON, {error.msg} at character {error.pos}"
+        if bytes(line[:2]).strip() == b"[":
+            reason = f"not JSON lines, but the beginning of {AN_ARRAY}"
     if len(line) <= BLOCK_BYTES:
         try:
             found = json.loads(str(line, "utf-8"))
@@ -561,6 +563,21 @@ def lines(inputs: Sequence[str | Path], keys: Sequence[str], *, text_lines: bool
                 raise BadLine(f"{block.name}:{number + 1}: {block.problem}")
 
 
+AN_ARRAY = "an array; one object a line is read, which `jq -c '.[]' FILE` makes of it"
+
+
+def not_an_object(found: Any) -> str:
+    """What a line of JSON is instead of an object, and what helps."""
+    if isinstance(found, list):
+        return f"this is {AN_ARRAY}"
+    return f"this is {json.dumps(found)[:40]}"
+
+
+def keys_there(found: Mapping[str, Any], flag: str) -> str:
+    """Which keys an object has, and the flag that names one."""
+    return f"there are {', '.join(map(repr, found)) or 'none'}; name it by {flag}"
+
+
 def texts(inputs: Sequence[str | Path], key: str = "text", *, text_lines: bool = False) -> Iterator[str]:
     """The text under `key` of every line. Raises BadLine naming file and line of one that has none."""
     for where, line in lines(inputs, [key], text_lines=text_lines):
@@ -568,6 +585,10 @@ def texts(inputs: Sequence[str | Path], key: str = "text", *, text_lines: bool =
             found = parsed(line)
         except ValueError as error:
             raise BadLine(f"{where}: {error}") from None
-        if not isinstance(found, dict) or not isinstance(found.get(key), str):
-            raise BadLine(f'{where}: must be a JSON object with a text under "{key}"')
+        if not isinstance(found, dict):
+            raise BadLine(f'{where}: must be a JSON object with a text under "{key}"; {not_an_object(found)}')
+        if not isinstance(found.get(key), str):
+            raise BadLine(
+                f'{where}: must be a JSON object with a text under "{key}"; {keys_there(found, "--json-key")}'
+            )
         yield found[key]

@@ -1,6 +1,7 @@
 """What may be asked of an engine, and what it answers: ids in, ids out.
 
 It knows neither text nor models: stop strings, templates and streamed characters are above, limits are the engine's.
+No torch: what is out of range is refused at once.
 """
 
 from __future__ import annotations
@@ -8,12 +9,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 SEEDS = (-(2**63), 2**64 - 1)
 """The least and the greatest seed."""
+
+TINY = 2.0**-126
+"""The least normal number of fp32."""
 
 MOST_LOGPROBS = 1000
 """Most alternatives that are reported with a token."""
@@ -87,7 +92,20 @@ class Sampling:
     @property
     def greedy(self) -> bool:
         """Whether nothing is drawn: below what fp32 distinguishes from 0 the likeliest has all."""
-        return self.temperature < torch.finfo(torch.float32).tiny or self.top_k == 1
+        return self.temperature < TINY or self.top_k == 1
+
+
+def flag_line(error: RequestError) -> str:
+    """The error of a field in the words of the command line."""
+    return f"--{error.field.replace('_', '-')} {error.value}: {error.rule}"
+
+
+def sampling_of(**fields: object) -> Sampling:
+    """The sampling of flags of these names. Errors: ValueError naming the flag."""
+    try:
+        return Sampling(**fields)  # type: ignore[arg-type]
+    except RequestError as error:
+        raise ValueError(flag_line(error)) from None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,7 @@ from mega.core.inference.adapters import OpenedAdapter, open_adapters
 from mega.core.inference.generate import generate
 from mega.core.inference.load import OpenedModel, open_model
 from mega.core.inference.opening import EngineOptions, check_layout, start_engine
-from mega.core.inference.request import SEEDS, Beam, Engine, Request, RequestError, Sampling
+from mega.core.inference.request import SEEDS, Beam, Engine, Request, RequestError, Sampling, flag_line
 from mega.core.inference.text_stream import TextStream
 from mega.core.parallel.launch import connect
 from mega.core.parallel.mesh import Mesh
@@ -213,7 +213,7 @@ class Speaker:
                 numbers[self.engine.add(self._request(one, number, prompts[number].adapter))] = number
             except RequestError as error:
                 where = f"--input {self.plan.input}:{number + 1}: " if self.plan.input is not None else ""
-                raise ValueError(f"{where}{_flagged(error)}") from None
+                raise ValueError(f"{where}{flag_line(error)}") from None
         new: list[list[int]] = [[] for _ in prompts]
         ends: list[str] = [""] * len(prompts)
         while not self.engine.idle:
@@ -264,7 +264,7 @@ class Speaker:
                 try:
                     count = self.continue_one(prompt, console.file)  # type: ignore[arg-type]
                 except RequestError as error:
-                    console.print(f"\n{_flagged(error)}", markup=False)
+                    console.print(f"\n{flag_line(error)}", markup=False)
                     continue
                 speed = count / max(time.monotonic() - began, 1e-9)
                 console.print(f"[dim]{count} tokens, {speed:.1f} a second[/]")
@@ -272,16 +272,3 @@ class Speaker:
 
 def _wrapped(seed: int) -> int:
     return seed if seed <= SEEDS[1] else seed - SEEDS[1] - 1
-
-
-def _flagged(error: RequestError) -> str:
-    """The error of a field in the words of the command line."""
-    return f"--{error.field.replace('_', '-')} {error.value}: {error.rule}"
-
-
-def sampling_of(**fields: object) -> Sampling:
-    """The sampling of flags of these names. Errors: ValueError naming the flag."""
-    try:
-        return Sampling(**fields)  # type: ignore[arg-type]
-    except RequestError as error:
-        raise ValueError(_flagged(error)) from None

@@ -13,6 +13,7 @@ from __future__ import annotations
 import gc
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -22,7 +23,6 @@ from typing import Any
 import torch
 
 from mega.core.batch import Batch, DecoderBatch
-from mega.core.config.compose import compose
 from mega.core.config.resolve import microbatches, records_graph, text_lengths
 from mega.core.config.run import RunConfig
 from mega.core.data.synthetic import packed
@@ -32,66 +32,13 @@ from mega.core.flops import model_flops_per_token
 from mega.core.parallel.collectives import all_reduce
 from mega.core.parallel.launch import connect, disconnect
 from mega.core.parallel.mesh import Groups
+from mega.core.proof.bench_rows import read_rows
 from mega.core.training.state import TrainState
 from mega.core.training.step import Report, train_step
 from mega.core.training.wire import build_mesh, build_state
 
-
-def _w1(world: int) -> Mapping[str, Any]:
-    return {"vocab": 50304, "micro_batch": max(1, min(64, 512 // world)), "global_batch": 512}
-
-
-def _w2(world: int) -> Mapping[str, Any]:
-    """Alone, memory is short: what is cheap is computed twice. Several ranks share masters and moments out."""
-    if world == 1:
-        return {"micro_batch": 2, "global_batch": 16, "recompute": "selective"}
-    return {"micro_batch": 2, "global_batch": 4 * world, "zero": 1}
-
-
-def _w2_fp8(world: int) -> Mapping[str, Any]:
-    return {**_w2(world), "fp8": True}
-
-
-def _w3(world: int) -> Mapping[str, Any]:
-    """18 bytes a parameter over 8 ranks are 50 GB a rank, over 4 they are 99 GB. A rank's blocks are done sooner than
-    its host could ask for them one by one."""
-    tensor = {"tp": 4 if world == 4 else 8, "sequence_parallel": True, "tp_overlap": True, "cuda_graph": True}
-    return {"micro_batch": 4, "global_batch": 4, **tensor}
-
-
-def _window(world: int) -> Mapping[str, Any]:
-    """8 blocks, rows four times as long as what a token sees."""
-    return {"layers": 8, "seq_length": 16384, "micro_batch": 1, "global_batch": 4 * world}
-
-
-_DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
-
-
-def _bert(world: int) -> Mapping[str, Any]:
-    """With the dropout that it is trained with."""
-    return {"micro_batch": max(1, min(64, 256 // world)), "global_batch": 256, **_DROPOUT}
-
-
-def _t5(world: int) -> Mapping[str, Any]:
-    """512 tokens read and 128 written, with dropout."""
-    return {"micro_batch": max(1, min(64, 512 // world)), "global_batch": 512, **_DROPOUT}
-
-
-ROWS: Mapping[str, tuple[str, Callable[[int], Mapping[str, Any]]]] = {
-    "w1": ("gpt2-345m", _w1),
-    "w2": ("llama2-7b", _w2),
-    "w2-fp8": ("llama2-7b", _w2_fp8),
-    "w3": ("gpt-22b", _w3),
-    "window": ("mistral-7b", _window),
-    "bert": ("bert-345m", _bert),
-    "t5": ("t5-220m", _t5),
-}
-"""The rows that speed is compared by: a preset, and what it adds to it on that many ranks."""
-
-LR = 1e-4
-"""Of a row, and of a run that sets none."""
-
-_EVERY_ROW = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "lr": LR, "dtype": "bf16"}
+SILENCE = 2.0
+"""Seconds after which a user wonders whether anything happens."""
 
 MATMULS, ATTENTION, COMMUNICATION = "products", "attention", "communication"
 UPDATE, CASTS, REST = "update", "casts", "rest"
@@ -141,20 +88,6 @@ class Speed:
         return asdict(self)
 
 
-def row(name: str, flags: Mapping[str, Any], world: int) -> RunConfig:
-    """The run of a named row on `world` ranks; `flags` are what the user asks for otherwise.
-
-    Errors: ValueError for a name that is none.
-
-    >>> row("w2", {"recompute": "none"}, 1).memory.recompute, row("w2", {}, 8).batch.global_batch
-    ('none', 32)
-    """
-    if name not in ROWS:
-        raise ValueError(f"row {name}: is not known; valid: {', '.join(ROWS)}")
-    preset, values = ROWS[name]
-    return compose(preset, {**_EVERY_ROW, **values(world)}, flags)
-
-
 def bench(
     runs: Sequence[tuple[str, RunConfig]],
     *,
@@ -175,7 +108,13 @@ def bench(
         if run.runtime.deterministic:
             device.deterministic()
         traced = None if trace is None else trace if len(runs) == 1 else f"{trace}.{name}"
-        speed = measure(name, run, world.rank, world.size, device, groups, repeats=repeats, warmup=warmup, trace=traced)
+        speed = measure(
+            *(name, run, world.rank, world.size, device, groups),
+            repeats=repeats,
+            warmup=warmup,
+            trace=traced,
+            progress=_SlowProgress(name) if world.rank == 0 and not device.is_cuda else None,
+        )
         if world.rank:
             continue
         print(format_speed(speed), flush=True)
@@ -186,19 +125,6 @@ def bench(
                 file.write(json.dumps(speed.fields()) + "\n")
     disconnect()
     return 0
-
-
-def read_rows(flag: str, path: str) -> list[Mapping[str, Any]]:
-    """The rows of a file that `out` named. Errors: ValueError with the flag where it holds anything else."""
-    try:
-        with open(path, encoding="utf-8") as file:
-            rows = [json.loads(line) for line in file if line.strip()]
-        if all(isinstance(row["name"], str) and float(row["tokens_per_second"]) > 0 for row in rows):
-            return rows
-        error: Exception | str = "names must be words, speeds greater than 0"
-    except (OSError, ValueError, KeyError, TypeError) as problem:
-        error = problem
-    raise ValueError(f"{flag} {path}: is not a file written by mega bench --json ({error})")
 
 
 def compared(speed: Speed, before: Sequence[Mapping[str, Any]], path: str) -> str:
@@ -258,11 +184,12 @@ def measure(
     warmup: int = 5,
     trace: str | None = None,
     profiled: bool = True,
+    progress: Callable[[int, int], None] | None = None,
 ) -> Speed:
     """Speed of a resolved run. Every rank takes part and gets the row; rank 0 writes `trace`, a Chrome trace.
 
     warmup: steps before the timed ones; at least two where the second one records a graph. profiled: whether one more
-    step is taken apart, which costs seconds.
+    step is taken apart, which costs seconds. progress: is told the steps that have been taken, and how many there are.
     """
     batch = run.batch
     assert batch.micro_batch and batch.global_batch and batch.seq_length
@@ -274,7 +201,7 @@ def measure(
     ]
     device.reset_memory_peak()
     warmup = max(warmup, 2) if records_graph(run, world) else warmup
-    times, found = _timed(state, batches, warmup, repeats)
+    times, found = _timed(state, batches, warmup, repeats, progress)
     seconds = statistics.median(times)
     tokens = batch.global_batch * sum(text_lengths(run))
     tflops = tokens / seconds / world * model_flops_per_token(run.model, *text_lengths(run)) / 1e12
@@ -309,7 +236,11 @@ def measure(
 
 
 def _timed(
-    state: TrainState, batches: Sequence[Batch], warmup: int, repeats: int
+    state: TrainState,
+    batches: Sequence[Batch],
+    warmup: int,
+    repeats: int,
+    progress: Callable[[int, int], None] | None = None,
 ) -> tuple[list[float], list[dict[str, float]]]:
     """Seconds of each of `repeats` steps on its slowest rank, and the numbers of all steps, `warmup` ones first."""
     begun, readings = Timestamp(state.device.torch), list[Reading]()
@@ -317,12 +248,26 @@ def _timed(
         readings.append(_step(state, batches).start_reading())
         if len(readings) > 1:
             readings[-2].numbers()  # the host is one step ahead, as in training
+        if progress is not None:
+            progress(len(readings), warmup + repeats)
     found = [reading.numbers() for reading in readings]
     ends = [begun, *(reading.moment for reading in readings)]
     times = [begin.seconds_to(end) for begin, end in pairwise(ends[warmup:])]
     slowest = torch.tensor(times, dtype=torch.float64, device=state.device.torch)
     all_reduce(slowest, state.mesh.everyone, "max")
     return slowest.tolist(), found
+
+
+class _SlowProgress:
+    """Lines on stderr about steps that take long, as they do on a CPU: one every SILENCE seconds at the most."""
+
+    def __init__(self, name: str):
+        self._name, self._last = name, time.monotonic()
+
+    def __call__(self, taken: int, steps: int) -> None:
+        if (now := time.monotonic()) > self._last + SILENCE:
+            self._last = now
+            print(f"{self._name}: {taken} of {steps} steps", file=sys.stderr, flush=True)
 
 
 def _step(state: TrainState, batches: Sequence[Batch]) -> Report:

@@ -21,7 +21,8 @@ class Evaluation:
     """Validations and the test of one run.
 
     iterations: global batches of each set that are read. global_batch: their samples. microbatches: of each, on this
-    rank. meters: on rank 0. last_validated: the step at which the validation sets were read last.
+    rank. meters: on rank 0. judged: is given the step and the loss of the first validation set. last_validated: the
+    step at which the validation sets were read last.
     """
 
     def __init__(
@@ -35,27 +36,31 @@ class Evaluation:
         iterations: int,
         global_batch: int,
         microbatches: int,
+        judged: Callable[[int, float], None] = lambda step, loss: None,
     ):
         self._state, self._task, self._stop, self._meters, self._report = state, task, stop, meters, report
         self._iterations, self._global_batch, self._microbatches = iterations, global_batch, microbatches
+        self._judged = judged
         self.last_validated: int | None = None
 
     def validate(self) -> None:
         self.last_validated = self._state.progress.step
-        for one in self._task.validation:
-            self._judge(one)
+        for number, one in enumerate(self._task.validation):
+            loss = self._judge(one)
+            if loss is not None and not number:
+                self._judged(self.last_validated, loss)
 
     def test(self) -> None:
         for one in self._task.test:
             self._judge(one)
 
-    def _judge(self, held_out: HeldOut) -> None:
-        """Means over `iterations` global batches of a set; none where a request to stop cuts it short."""
+    def _judge(self, held_out: HeldOut) -> float | None:
+        """The loss, the mean over `iterations` global batches of a set; none where a request to stop cuts it short."""
         if not self._iterations:
-            return
+            return None
         sums = self._sums(held_out, self._begin(held_out))
         if sums is None:
-            return
+            return None
         state, step = self._state, self._state.progress.step
         terms = state.stages[0].terms
         found = (sums[:, 0] / sums[:, 1]).tolist()
@@ -65,6 +70,7 @@ class Evaluation:
             self._report(f"{where} | no token of its {self._batches(held_out)} batches is trained on")
         if self._meters is not None:
             self._meters.evaluation(step, held_out.name, measured)
+        return measured["loss"]
 
     def _batches(self, held_out: HeldOut) -> int:
         return self._iterations if held_out.iterations is None else held_out.iterations

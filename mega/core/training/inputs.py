@@ -11,13 +11,13 @@ import dataclasses
 import hashlib
 import json
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mega.core.config.check import check
 from mega.core.config.run import RunConfig, flag_of, options_with, updated
 from mega.core.config.sections import ModelConfig
 from mega.core.config.unread import unread
+from mega.core.files import check_source
 from mega.core.inventory import inventory, padded
 from mega.core.inventory.adapters import with_adapters
 from mega.core.text.build import build
@@ -153,11 +153,12 @@ def _has_data(run: RunConfig) -> bool:
 def _checkpoint_model(run: RunConfig, notes: list[str]) -> ModelConfig:
     """The checkpoint's model. The run's own values count where a run that resumes may have others too; the rest of them
     are noted."""
-    from mega.core.checkpoint.own.model import model_of
-    from mega.core.checkpoint.own.store import locate
-
     assert run.checkpoint.load is not None
-    source = locate(Path(run.checkpoint.load), report=lambda line: None)  # reported when weights are read
+    check_source("--load", run.checkpoint.load)
+    from mega.core.checkpoint.forms.start import open_start
+    from mega.core.checkpoint.own.model import model_of
+
+    source, _ = open_start(run.checkpoint.load, lambda line: None)  # reported when weights are read
     model, default = model_of(source.meta, run.checkpoint.load), ModelConfig()
     if not model.lora_rank:
         model = with_adapters(model, run.model)

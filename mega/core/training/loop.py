@@ -86,6 +86,7 @@ class Training:
                 self._train()
                 self._check_applied()
             if not self.stop.requested:
+                self._foresee("cutting the last validation short", ending=True)
                 if self.evaluation.last_validated != self.state.progress.step:
                     self.evaluation.validate()
                 self.evaluation.test()
@@ -97,6 +98,11 @@ class Training:
                 self.meters.close()
         self.stop.raise_fault()
         return self.stop.code
+
+    def _foresee(self, doing: str, *, ending: bool = False) -> None:
+        """What one who asks the run to stop is told from here on."""
+        outlook, kept = self.stop.outlook, 0 if self.saver is None else self.saver.kept
+        outlook.doing, outlook.step, outlook.kept, outlook.ending = doing, self.state.progress.step, kept, ending
 
     def _train(self) -> None:
         """All steps; where the run blows up, what it saved shortly before is suspect. Errors: FloatingPointError."""
@@ -114,6 +120,9 @@ class Training:
             current = self._step(pending)
             self._read(pending)
             pending = current
+            if pending.flag.cheap:  # the run ends with the step in which it was asked to, not with the next one
+                pending.flag.read()
+            self._foresee(f"finishing what follows step {progress.step}")
             due = [routine for routine in self.routines if routine.due(progress.step)]
             for routine in itertools.takewhile(lambda routine: not routine.needs_numbers, due):
                 routine.run()  # an audit names the rank that drifted before the loss that follows ends the run
@@ -122,10 +131,13 @@ class Training:
                 pending = None
             for routine in itertools.dropwhile(lambda routine: not routine.needs_numbers, due):
                 routine.run()
+            if any(routine.needs_numbers for routine in due):
+                self.stop.poll().read()
             if self.stop.requested or (self.exit_interval and progress.step % self.exit_interval == 0):
                 break
         self._read(pending)
         if self.saver is not None:
+            self._foresee(f"saving step {progress.step}", ending=True)
             self._save_last(self.saver)
         if self.stop.requested:
             self.report(f"stopped at step {progress.step}: {self.stop.reason}")
@@ -153,6 +165,10 @@ class Training:
         """Start one step; its numbers are read later. One that is started while the one before runs begins with that
         one's end."""
         progress, device = self.state.progress, self.state.device
+        # A GPU is given steps before those that it was given have ended.
+        self._foresee(
+            "finishing the steps that have begun" if device.is_cuda else f"finishing step {progress.step + 1}"
+        )
         begun = Timestamp(device.torch) if before is None else before.numbers.moment
         size = self.lengths.batch_at(progress.consumed)
         scheduled = progress.consumed - progress.skipped_samples

@@ -1,7 +1,7 @@
 """What a run reports: one row of numbers a step, a log line now and then, a bar on a terminal. Knows no ranks.
 
-Rows go to a JSON-lines file, always; to TensorBoard by flag. A run that resumes cuts off the rows after the step that
-it resumes from, so the file has each step once.
+Rows go to a JSON-lines file, always; to TensorBoard, Weights & Biases and MLflow by flag. A run that resumes cuts off
+the rows after the step that it resumes from, so the file has each step once.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,14 +19,29 @@ from typing import Any
 from mega.core.config.sections import LogConfig
 from mega.core.files import whole_file
 from mega.core.training.output import complain, print_line
+from mega.core.training.trackers import Trackers, held_out_values, training_values
+
+COLUMNS = 120
+"""Of a line of the log, at the most."""
+
+ALWAYS = 100.0
+"""The rank of a field that stays in the line, however long it is."""
+
+EARLY = (1, 10)
+"""Steps since the start that are logged wherever there is no bar, so that nobody waits for --log-interval to see
+whether a run works."""
+
+LEAST_TFLOPS = 0.01
+"""Less is shown as nothing."""
 
 
 class Meters:
     """Where one run reports; made on rank 0 only.
 
     start: the step it resumes from. steps: of the whole run. flops_per_token: of the model, forward and backward.
-    devices: how many share the work. peak: TFLOP/s of one device, or None where unknown. fail: is given the error where
-    the file of metrics takes no more rows, so that the run can save before it ends; None raises it.
+    devices: how many share the work; replicas: of them, data-parallel ones. peak: TFLOP/s of one device, or None where
+    unknown. settings: the run's options. fail: is given the error where the file of metrics takes no more rows, so that
+    the run can save before it ends; None raises it.
     """
 
     def __init__(
@@ -38,14 +53,20 @@ class Meters:
         flops_per_token: float,
         devices: int,
         peak: float | None,
+        replicas: int = 1,
+        settings: Mapping[str, Any] | None = None,
         fail: Callable[[OSError], None] | None = None,
     ):
         assert options.metrics is not None
         self.options, self.steps, self.devices = options, steps, devices
         self.flops_per_token, self.peak = flops_per_token, peak
+        self.replicas = replicas
+        last = _last_step(Path(options.metrics)) if start and options.wandb else 0
+        self._trackers = Trackers(options, start=start, last=last, settings=settings or {})
         self._fail, self._rows = fail, _open_rows(Path(options.metrics), start)
         self._board = _board(options.tensorboard_dir, start)
         self._bar = _bar(start, steps) if options.progress and sys.stderr.isatty() else None
+        self._start = start
         self._steps = self._tokens = 0
         self._seconds = 0.0
         """Steps, tokens and seconds since the last line."""
@@ -62,24 +83,47 @@ class Meters:
         self._write({"step": step, **row})
         if step % self.options.tensorboard_interval == 0:
             self._plot({name.replace("_", "-"): value for name, value in row.items()}, step)
+            if self._trackers:
+                sizes = {"tokens": tokens, "devices": self.devices, "replicas": self.replicas}
+                self._trackers.log(step, training_values(row, **sizes, flops=self.flops_per_token))
         if self._bar is not None:
             self._bar[0].update(self._bar[1], completed=step, description=f"loss {row['loss']:.4f}")
         if step % self.options.log_interval == 0 or step == self.steps:
             self.report(self._line(step, row, memory))
+            self._rate(step, memory)
+        elif self._bar is None and step - self._start in EARLY:
+            self.report(self._line(step, row, memory))
+
+    def _rate(self, step: int, memory: int) -> None:
+        """Keep the speed since the row of speed before; the next one begins here."""
+        rate, tflops = self._speed()
+        self._write({"step": step, "tokens_per_second_per_device": rate, "tflops_per_device": tflops, "memory": memory})
+        self._steps, self._tokens, self._seconds = 0, 0, 0.0
+
+    def _speed(self) -> tuple[float, float]:
+        """Tokens a second, and TFLOP/s, of one device since the row of speed before."""
+        rate = self._tokens / max(self._seconds, 1e-9) / self.devices
+        return rate, rate * self.flops_per_token / 1e12
 
     def _line(self, step: int, row: Mapping[str, Any], memory: int) -> str:
-        seconds, count = max(self._seconds, 1e-9), self._steps
-        rate = self._tokens / seconds / self.devices
-        self._steps, self._tokens, self._seconds = 0, 0, 0.0
-        tflops = rate * self.flops_per_token / 1e12
-        usage = f"{100 * tflops / self.peak:.1f}%" if self.peak else "n/a"
-        self._write({"step": step, "tokens_per_second_per_device": rate, "tflops_per_device": tflops, "memory": memory})
-        remaining = int((self.steps - step) * seconds / count)
-        return (
-            f"step {step:>{len(str(self.steps))}}/{self.steps} | samples {row['consumed']} | loss {row['loss']:.6f} | "
-            f"lr {row['lr']:.3e} | grad norm {row['grad_norm']:.3f} | {1000 * seconds / count:.1f} ms/step | "
-            f"{rate:,.0f} tokens/s/device | {tflops:.2f} TFLOP/s/device | MFU {usage} | "
-            f"{memory / 2**30:.2f} GiB | skipped {row['skipped']}{_extras(row)} | eta {_clock(remaining)}"
+        each = self._seconds / self._steps
+        (rate, tflops), of = self._speed(), "/device" if self.devices > 1 else ""
+        return fitting(
+            [
+                (ALWAYS, f"step {step:>{len(str(self.steps))}}/{self.steps}"),
+                (3, f"samples {row['consumed']}"),
+                (ALWAYS, f"loss {row['loss']:.6f}"),
+                (7, _shown("lr {:.3e}", row.get("lr"))),
+                (8, _shown("grad norm {:.3f}", row.get("grad_norm"))),
+                (6, f"{1000 * each:.1f} ms/step"),
+                (5, f"{rate:,.0f} tokens/s{of}"),
+                (1, f"{tflops:.2f} TFLOP/s{of}" if tflops >= LEAST_TFLOPS else ""),
+                (4, f"MFU {100 * tflops / self.peak:.1f}%" if self.peak else ""),
+                (2, f"{memory / 2**30:.2f} GiB" if memory else ""),
+                (9, f"skipped {row['skipped']}" if row.get("skipped") else ""),
+                *((number, text) for number, text in _extras(row)),
+                (ALWAYS, f"eta {_clock(int((self.steps - step) * each))}"),
+            ]
         )
 
     def evaluation(self, step: int, split: str, measured: Mapping[str, float]) -> None:
@@ -90,9 +134,14 @@ class Meters:
         kept = {"loss": loss, **of_words, **others}
         self._write({"step": step, **{f"{split}_{name}": value for name, value in kept.items()}})
         self._plot({f"{name} {split}": value for name, value in measured.items()}, step)
+        self._trackers.log(step, held_out_values(split, measured))
         more = "".join(f" | {name} {value:.3f}" for name, value in of_words.items())
         more += "".join(f" | {name} {value:.6f}" for name, value in others.items())
         self.report(f"{split} at step {step} | loss {loss:.6f}{more}")
+
+    def text(self, step: int, name: str, text: str) -> None:
+        """Keep a text that the model made."""
+        self._write({"step": step, name: text})
 
     def report(self, line: str) -> None:
         """One line on stdout, above the bar where there is one."""
@@ -103,6 +152,7 @@ class Meters:
 
     def close(self) -> None:
         self._close_rows()
+        self._trackers.close()
         if self._bar is not None:
             self._bar[0].stop()
         if self._board is not None:
@@ -144,14 +194,32 @@ class Meters:
             complain(f"{problem}; the run continues without it")
 
 
-def _extras(row: Mapping[str, Any]) -> str:
-    """What only some runs report.
+def fitting(fields: Sequence[tuple[float, str]], columns: int = COLUMNS) -> str:
+    """The fields as one line of at most so many columns: those of the lowest rank are left out, and empty ones.
+
+    >>> fitting([(9, "step 1/10"), (1, "0.30 GiB"), (2, ""), (3, "eta 0:00:09")], columns=24)
+    'step 1/10 | eta 0:00:09'
+    """
+    kept = [(rank, text) for rank, text in fields if text]
+    while len(line := " | ".join(text for _, text in kept)) > columns and any(rank < ALWAYS for rank, _ in kept):
+        kept.remove(min(kept, key=lambda field: field[0]))
+    return line
+
+
+def _shown(how: str, value: float | None) -> str:
+    """A number in words, and nothing of one that is not there."""
+    return "" if value is None else how.format(value)
+
+
+def _extras(row: Mapping[str, Any]) -> list[tuple[float, str]]:
+    """What only some runs report, with its rank.
 
     >>> _extras({"loss": 2.0, "params_norm": 12.3456, "zeros": 0.25})
-    ' | params norm 12.346 | zeros 25.0%'
+    [(2.4, 'params norm 12.346'), (2.2, 'zeros 25.0%')]
     """
-    formats = {"loss_scale": "loss scale {:g}", "params_norm": "params norm {:.3f}", "zeros": "zeros {:.1%}"}
-    return "".join(f" | {how.format(row[name])}" for name, how in formats.items() if name in row)
+    formats = {"loss_scale": (2.6, "loss scale {:g}"), "params_norm": (2.4, "params norm {:.3f}")}
+    formats |= {"zeros": (2.2, "zeros {:.1%}")}
+    return [(rank, how.format(row[name])) for name, (rank, how) in formats.items() if name in row]
 
 
 def _plain(value: Any) -> Any:
@@ -181,6 +249,16 @@ def _open_rows(path: Path, start: int) -> Any:
         with whole_file(path) as out:
             out.write("".join(f"{line}\n" for line in kept).encode())
     return path.open("a", encoding="utf-8")
+
+
+def _last_step(path: Path) -> int:
+    """The newest step of a file of metrics; 0 where it has none."""
+    last = 0
+    with contextlib.suppress(OSError, UnicodeDecodeError), path.open(encoding="utf-8") as rows:
+        for line in rows:
+            with contextlib.suppress(ValueError, TypeError, KeyError):
+                last = max(last, int(json.loads(line)["step"]))
+    return last
 
 
 def _board(directory: str | None, start: int) -> Any:

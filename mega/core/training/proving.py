@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mega.core.checkpoint.own.store import CheckpointStore
 from mega.core.checkpoint.own.together import attempt, reason_of
@@ -58,6 +58,7 @@ class Proving:
         if fault is not None:
             report(f"the verdicts on earlier steps are not known: {reason_of(fault)}")
         self._known = known or {}
+        self._losses = {step: each.valid_loss for step, each in self._known.items() if each.valid_loss is not None}
         for step, verdict in self._known.items():
             if verdict.status == "unproven" and step < start:
                 self._trials[step] = Trial(-verdict.sound_steps, verdict.manifest)
@@ -99,6 +100,16 @@ class Proving:
         self._trials = {each: trial for each, trial in self._trials.items() if each in there or not trial.manifest}
         self._write()
 
+    def judged(self, step: int, loss: float) -> None:
+        """The validation loss of the weights after `step`, before or after they are saved."""
+        if not math.isfinite(loss):
+            return
+        self._losses[step] = loss
+        if step in self._trials or step in self._known:
+            if step in self._known:
+                self._known[step] = replace(self._known[step], valid_loss=loss)
+            self._write()
+
     def saw(self, step: int, loss: float, applied: bool) -> None:
         """The finite loss of a step, and whether its update was applied. Every step is seen, in order."""
         if self._limit == math.inf:
@@ -130,7 +141,9 @@ class Proving:
         good = [step for step, trial in self._trials.items() if trial.manifest and proven(trial)]
         for step in good:
             trial = self._trials.pop(step)
-            self._known[step] = StepVerdict(trial.manifest, "good", self._sound - trial.begun)
+            self._known[step] = StepVerdict(
+                trial.manifest, "good", self._sound - trial.begun, valid_loss=self._losses.get(step)
+            )
         if good:
             self._write()
 
@@ -138,7 +151,8 @@ class Proving:
         for step, trial in self._trials.items():
             if trial.manifest:
                 status: Status = "suspect" if trial.reason else "unproven"
-                self._known[step] = StepVerdict(trial.manifest, status, self._sound - trial.begun, trial.reason)
+                sound, loss = self._sound - trial.begun, self._losses.get(step)
+                self._known[step] = StepVerdict(trial.manifest, status, sound, trial.reason, loss)
         _, fault = attempt(self._replace)
         if fault is not None:
             self._report(f"the verdicts on saved steps stay as they were: {reason_of(fault)}")

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from mega.core.checkpoint.forms.start import open_start
 from mega.core.checkpoint.own.base import describe, named_base, open_base
 from mega.core.checkpoint.own.model import model_of
 from mega.core.checkpoint.own.pieces import CheckpointError, Piece
@@ -79,7 +80,13 @@ def _find(run: RunConfig, report: Report, exchange: Exchange) -> ResumePoint | N
             report(f"--load {options.load}: holds no checkpoint yet; starting from the beginning")
             return None
         return ResumePoint(found, weights_only=options.finetune)
-    return ResumePoint(locate(options.load, report, exchange), weights_only=options.finetune)
+    found, foreign = open_start(options.load, report, exchange)
+    if foreign and run.model.lora_rank:
+        raise CheckpointError(
+            f"--load {options.load}: adapters name the checkpoint that they were trained on, and these are weights of "
+            f"others; convert them first: mega convert-llama --load-dir {options.load} --save-dir DIR, then --load DIR"
+        )
+    return ResumePoint(found, weights_only=options.finetune or foreign)
 
 
 def _store(place: str, exchange: Exchange) -> CheckpointStore:
@@ -172,6 +179,10 @@ def differences(run: RunConfig, point: ResumePoint, data: Datasets, mesh: Mesh) 
     """
     sections = point.checkpoint.meta.get("config", {})
     stored = {name: value for section in sections.values() for name, value in section.items()}
+    sizes = {name: size for name, size in mesh.sizes.items() if size > 1}
+    layout = {name: size for name, size in point.checkpoint.meta.get("layout", sizes).items() if size > 1}
+    if layout != sizes:
+        yield f"not as in the checkpoint: {_layout(sizes)} (was {_layout(layout)}); results differ by rounding"
     noted = []
     for name in options_with(on_resume="noted"):
         value = value_of(run, name)
@@ -202,6 +213,15 @@ def differences(run: RunConfig, point: ResumePoint, data: Datasets, mesh: Mesh) 
         then = point.checkpoint.meta.get("corpora", {}).get(prefix, now)
         if any(None not in (hashed, then.get(name)) and then[name] != hashed for name, hashed in now.items()):
             yield f"not as in the checkpoint: {prefix} holds other tokens than those that the run has been trained on"
+
+
+def _layout(sizes: Mapping[str, int]) -> str:
+    """
+    >>> _layout({"tp": 2, "dp": 4}), _layout({})
+    ('--tp 2 x 4 data ranks', '1 rank')
+    """
+    words = [f"{size} data ranks" if name == "dp" else f"--{name} {size}" for name, size in sizes.items()]
+    return " x ".join(words) or "1 rank"
 
 
 def _reshuffled(run: RunConfig, stored: Mapping[str, Any], data: Datasets) -> str:

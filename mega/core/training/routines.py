@@ -1,4 +1,4 @@
-"""What falls due between steps, in order: audit, validate, save. Every rank finds the same due at the same step."""
+"""What falls due between steps, in order: audit, validate, sample, save. Every rank finds the same due at one step."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from mega.core.config.resolve import epoch_steps
 from mega.core.training.audit import audit
 from mega.core.training.evaluation import Evaluation
+from mega.core.training.sampling import Sampler
 from mega.core.training.saver import Saver
 from mega.core.training.state import TrainState
 
@@ -27,7 +28,9 @@ def routines(
     saver: Saver | None,
     *,
     steps: int,
+    sampler: Sampler | None,
     audit_interval: int | None,
+    sample_interval: int | None,
     eval_interval: int | None,
     save_interval: int | None,
 ) -> Iterator[Routine]:
@@ -37,6 +40,8 @@ def routines(
     yield Routine(every(audit_interval), lambda: audit(state), needs_numbers=False)
     if evaluation is not None:
         yield Routine(lambda step: step < steps and due(step, eval_interval, epoch), evaluation.validate)
+    if sampler is not None:
+        yield Routine(every(sample_interval), sampler.sample)
     if saver is not None:
         yield Routine(lambda step: True, saver.look, needs_numbers=False)
         yield Routine(lambda step: due(step, save_interval, epoch), saver.save)

@@ -77,6 +77,8 @@ class Saver:
         self._proving = self._first_proving() if state.mesh.rank == 0 else None
         self._running: _Task | None = None
         self._saved_step = state.progress.step
+        self.kept = state.progress.step
+        """The newest step that is whole on the disk, or the one that the run has begun with."""
         self._stalled = 0.0
         """Seconds that the run stood still for the save that is on its way."""
         self._writers: Axis | None = None
@@ -147,6 +149,11 @@ class Saver:
         if self._proving is not None:
             self._proving.saw(step, loss, applied)
 
+    def judged(self, step: int, loss: float) -> None:
+        """The validation loss after a step: of those that are saved, the best one is kept."""
+        if self._proving is not None:
+            self._proving.judged(step, loss)
+
     def diverged(self, why: str) -> None:
         """The run ends since it blew up: what was saved shortly before is suspect, and a resume passes it over."""
         with contextlib.suppress(SaveError):
@@ -174,6 +181,7 @@ class Saver:
 
     def _reported(self, done: tuple[int, float], how: str) -> None:
         step, seconds = done
+        self.kept = step
         if self._proving is not None:
             self._proving.published(step)
         self._report(f"saved step {step} in {seconds:.1f} s{how} to {self.options.save}")

@@ -6,6 +6,7 @@ Everything that can fail because of what is on disk, or because ranks disagree, 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 
 from mega.core.checkpoint.own.together import Exchange, together
-from mega.core.config.resolve import global_batch_at, last_step, microbatches, records_graph, text_lengths
+from mega.core.config.resolve import global_batch_at, last_step, microbatches, text_lengths
 from mega.core.config.run import RunConfig, entries, flag_of, value_of
 from mega.core.data.dataset import Dataset
 from mega.core.device import Device
@@ -23,13 +24,15 @@ from mega.core.parallel.launch import connect, disconnect
 from mega.core.parallel.mesh import Groups, Mesh
 from mega.core.training.evaluation import Evaluation
 from mega.core.training.inputs import Inputs, ResolvedRun, open_inputs
+from mega.core.training.introduce import introduce
 from mega.core.training.kinds import kind_of
 from mega.core.training.loop import RunLengths, Training
 from mega.core.training.meters import Meters
 from mega.core.training.output import print_line
 from mega.core.training.place import check_no_newer, lock
-from mega.core.training.resume import ResumePoint, differences, find_resume_point, new_tensors, restore, sidecar_files
+from mega.core.training.resume import ResumePoint, find_resume_point, restore, sidecar_files
 from mega.core.training.routines import routines
+from mega.core.training.sampling import Sampler
 from mega.core.training.saver import Saver
 from mega.core.training.schedules import Schedules, resumed_schedules
 from mega.core.training.state import Progress, TrainState
@@ -73,21 +76,23 @@ def start(
         check_no_newer(run, state.progress.step, exchange)
         _check_length(run, inputs.datasets.train, state.progress, steps)
     task, schedules = kind.task(run, inputs.datasets, inputs.tokenizer, mesh), _schedules(run, point)
-    stop = StopSignal(mesh.everyone, device.torch, on_signal=runtime.exit_on_signal, minutes=runtime.exit_minutes)
+    stop = _stop(state)
     meters = _meters(run, state, steps, stop.fail) if rank == 0 else None
     report = meters.report if meters is not None else _reporter(rank)
     saver = _saver(inputs, state, schedules, point, report)
-    evaluation = _evaluation(run, world, state, task, stop, meters, report)
+    evaluation = _evaluation(run, world, state, task, stop, meters, report, saver)
     due = routines(
         state,
         evaluation if task.validation else None,
         saver,
         steps=steps,
+        sampler=_sampler(inputs, state, meters, report),
         audit_interval=runtime.audit_interval,
+        sample_interval=run.log.sample_interval,
         eval_interval=evaluated.eval_interval,
         save_interval=run.checkpoint.save_interval,
     )
-    _introduce(inputs, point, state, steps, report)
+    introduce(inputs, point, state, steps, report)
     return Training(
         state,
         task,
@@ -110,6 +115,19 @@ def _resume(state: TrainState, exchange: Exchange) -> ResumePoint | None:
     if point is not None:
         together(partial(restore, state, point), exchange)  # one that cannot read is every rank's error
     return point
+
+
+def _stop(state: TrainState) -> StopSignal:
+    run, mesh = state.run, state.mesh
+    stop = StopSignal(
+        mesh.everyone,
+        state.device.torch,
+        on_signal=run.runtime.exit_on_signal,
+        minutes=run.runtime.exit_minutes,
+        speaks=mesh.rank == 0,
+    )
+    stop.outlook.place = run.checkpoint.save
+    return stop
 
 
 def _schedules(run: RunConfig, point: ResumePoint | None) -> Schedules:
@@ -135,6 +153,7 @@ def _evaluation(
     stop: StopSignal,
     meters: Meters | None,
     report: Callable[[str], None],
+    saver: Saver | None,
 ) -> Evaluation:
     assert run.batch.global_batch is not None
     return Evaluation(
@@ -146,7 +165,16 @@ def _evaluation(
         iterations=run.evaluation.eval_iters,
         global_batch=run.batch.global_batch,
         microbatches=microbatches(run, world),
+        judged=saver.judged if saver is not None else lambda step, loss: None,
     )
+
+
+def _sampler(inputs: Inputs, state: TrainState, meters: Meters | None, report: Callable[[str], None]) -> Sampler | None:
+    log = inputs.run.log
+    if log.sample_interval is None:
+        return None
+    assert inputs.tokenizer is not None
+    return Sampler(state, inputs.tokenizer, meters, report, prompts=log.sample_prompts, tokens=log.sample_tokens)
 
 
 def _lengths(run: RunConfig, world: int, steps: int) -> RunLengths:
@@ -163,6 +191,8 @@ def _meters(run: RunConfig, state: TrainState, steps: int, fail: Callable[[OSErr
         flops_per_token=model_flops_per_token(run.model, *text_lengths(run)),
         devices=state.mesh.world,
         peak=state.device.peak_tflops,
+        replicas=state.mesh.dp.size,
+        settings=dataclasses.asdict(run),
         fail=fail,
     )
 
@@ -170,40 +200,6 @@ def _meters(run: RunConfig, state: TrainState, steps: int, fail: Callable[[OSErr
 def _reporter(rank: int) -> Callable[[str], None]:
     """Prints a line, on rank 0 only."""
     return print_line if rank == 0 else lambda line: None
-
-
-def _introduce(
-    inputs: Inputs, point: ResumePoint | None, state: TrainState, steps: int, report: Callable[[str], None]
-) -> None:
-    """What the user is to know before the first step."""
-    for note in (*inputs.notes, *inputs.datasets.example):
-        report(note)
-    if state.device.is_cuda and inputs.run.precision.dtype == "fp32":
-        report(
-            "precision: fp32, which no tensor core multiplies; --dtype bf16 is several times faster and halves the "
-            "activations (mega memory-estimate --gpu NAME shows both)"
-        )
-    if state.device.is_cuda:
-        report(_graph_note(inputs.run, state.mesh.world))
-    if point is None:
-        return
-    report(f"resuming from {point.checkpoint.path} at step {state.progress.step}")
-    if new := new_tensors(inputs.run, point):
-        report(f"not in the checkpoint, begin at their initial values: {', '.join(new)}")
-    if not point.weights_only:
-        for line in differences(inputs.run, point, inputs.datasets, state.mesh):
-            report(line)
-    if state.progress.step >= steps:
-        report(f"nothing is left to train: the run ends with step {steps}")
-
-
-def _graph_note(run: RunConfig, world: int) -> str:
-    """Whether micro batches are replayed, and why."""
-    recorded, asked = records_graph(run, world), run.runtime.cuda_graph
-    why = "as asked" if asked is not None else "as blocks are small" if recorded else "as it would not help"
-    if asked is None and not recorded and (run.parallel.pp > 1 or run.parallel.zero > 1):
-        why = "which --pp and --zero 2 and 3 exclude"
-    return f"micro batches: {'replayed from a recorded graph' if recorded else 'launched kernel by kernel'}, {why}"
 
 
 def _check_length(run: RunConfig, dataset: Dataset | None, progress: Progress, steps: int) -> None:

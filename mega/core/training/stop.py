@@ -4,7 +4,7 @@ request becomes everyone's at the same moment, and every rank then knows with wh
     flag = stop.poll()     every rank contributes whether it was asked; the flags are reduced while the next work runs
     flag.read()            every rank learns, at the same place of its program, whether any was
 
-It knows neither steps nor validation.
+It knows neither steps nor validation: what the user is told of them at once is in notice.py.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from mega.core.device import Reading
 from mega.core.parallel.collectives import all_reduce
 from mega.core.parallel.launch import RepeatedSignal, heeded_signals
 from mega.core.parallel.mesh import Axis
+from mega.core.training.notice import Outlook, SignalNotice
 
 _TIME_IS_UP, _SIGNAL, _FAULT = 1, 128, 512
 """What a rank asks for, as a number; a signal's is added. The largest of all ranks counts."""
@@ -35,10 +36,13 @@ class StoppedByFault(OSError):
 class StopSignal:
     """What may end this run before its last step.
 
-    on_signal: heed what a terminal or a scheduler sends. minutes: how long the run may take, from now.
+    on_signal: heed what a terminal or a scheduler sends. minutes: how long the run may take, from now. speaks: whether
+    this rank tells the user at once that a signal has come.
     """
 
-    def __init__(self, everyone: Axis, device: torch.device, *, on_signal: bool, minutes: int | None):
+    def __init__(self, everyone: Axis, device: torch.device, *, on_signal: bool, minutes: int | None, speaks: bool):
+        self.outlook = Outlook()
+        """What a user would be told now; the loop keeps it true."""
         self.reason = ""
         self.requested = False
         """All ranks know that the run is to stop."""
@@ -50,7 +54,9 @@ class StopSignal:
         self._signals = RepeatedSignal()
         self._deadline = time.monotonic() + 60 * minutes if minutes else math.inf
         self._before: dict[int, Any] = {}
+        self._notice: SignalNotice | None = None
         if on_signal and threading.current_thread() is threading.main_thread():
+            self._notice = SignalNotice(heeded_signals(), self.outlook, speaks=speaks)
             self._before = {number: signal.signal(number, self._note) for number in heeded_signals()}
 
     def poll(self) -> StopFlag:
@@ -87,9 +93,14 @@ class StopSignal:
         """Signals mean again what they meant before."""
         for number, handler in self._before.items():
             signal.signal(number, handler)
+        if self._notice is not None:
+            self._notice.close()
+            self._notice = None
 
     def _note(self, number: int, _: Any) -> None:
         if self._signals.repeats(number):
+            if self._notice is not None:
+                self._notice.say_lost()
             self._before.clear()  # and deaf from now on: a third one would only break the way out
             for other in heeded_signals():
                 signal.signal(other, signal.SIG_IGN)
@@ -104,10 +115,15 @@ class StopFlag:
         self._stop, self._flag, self._work = stop, flag, work
         self._reading = self._read() if flag.is_cuda else None  # there it is the stream that waits for the others
 
+    @property
+    def cheap(self) -> bool:
+        """Whether reading it keeps no device waiting."""
+        return not self._flag.is_cuda
+
     def read(self) -> None:
         """Wait for the others; if any rank was asked to stop, `requested` becomes true on all."""
-        reading = self._reading or self._read()
-        self._stop.heed(int(max(reading.numbers().values())))
+        self._reading = self._reading or self._read()
+        self._stop.heed(int(max(self._reading.numbers().values())))
 
     def _read(self) -> Reading:
         self._work.wait()

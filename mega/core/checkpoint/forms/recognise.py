@@ -14,7 +14,7 @@ def form_at(path: Path) -> Form:
     """What lies at `path`. Errors: CheckpointError if none of them, or both ours and another's."""
     if url_of(path) is None and not path.exists():
         raise CheckpointError(f"{path}: no such file or directory")
-    foreign = _foreign(path)
+    foreign = foreign_form(path)
     steps = store_at(path).steps() if foreign is None or path.is_dir() else []
     if foreign is not None and steps:
         ours = f"checkpoints of ours (steps {', '.join(map(str, steps))})"
@@ -35,10 +35,11 @@ def check_place(save: Path) -> None:
 
     Next to them it would be open which of the two models is meant, and the next conversion would take the other one.
     """
-    foreign = _foreign(save) if url_of(save) is None and save.exists() else None
+    foreign = foreign_form(save) if url_of(save) is None and save.exists() else None
     if foreign is not None:
         raise ValueError(f"--save-dir {save}: holds {foreign.words}; must be a run's directory, or new")
 
 
-def _foreign(path: Path) -> Form | None:
+def foreign_form(path: Path) -> Form | None:
+    """What others have written at `path`; None where it is nothing that is known. Ours may lie there too."""
     return next((form for form in FORMS if form.recognise(path)), None)

@@ -93,9 +93,10 @@ class Difference:
     largest: float | None = None
 
 
-def diff(first: Checkpoint, second: Checkpoint) -> Iterator[Difference]:
-    """Tensors that differ in presence, shape, dtype or any bit, in the order of their names."""
-    for key in sorted({*first.tensors, *second.tensors}):
+def diff(first: Checkpoint, second: Checkpoint, prefix: str = "") -> Iterator[Difference]:
+    """Tensors that differ in presence, shape, dtype or any bit, in the order of their names. prefix: of those looked
+    at."""
+    for key in sorted(key for key in {*first.tensors, *second.tensors} if key.startswith(prefix)):
         if key not in first.tensors or key not in second.tensors:
             yield Difference(key, f"only in the {'first' if key in first.tensors else 'second'}")
             continue

@@ -63,7 +63,8 @@ def retain(
 ) -> Retained:
     """Remove what is not to be kept. To be called by one process, after a save.
 
-    The newest good one stays whole in addition to what the limits keep, and so do those `spared`.
+    The newest good one stays whole in addition to what the limits keep, and so do the one with the least validation
+    loss and those `spared`.
     Only checkpoints that open count, so damaged ones never push out a whole one; one that is being
     read stays as it is for now. damaged: also read all of what is to be kept before anything goes; called with a step
     that is not what was saved, which does not count then.
@@ -74,7 +75,7 @@ def retain(
 
     def chosen() -> tuple[list[int], frozenset[int]]:
         """What is to go, and what is not although the limits say so."""
-        left = spared | good(store, whole)
+        left = spared | good(store, whole) | best(store, whole)
         return [step for step in surplus(whole, keep_last, keep_every) if step not in left], left
 
     doomed, left = chosen()
@@ -100,6 +101,18 @@ def good(store: CheckpointStore, steps: list[int]) -> frozenset[int]:
     verdicts, _ = attempt(store.verdicts)
     known = {step: verdict for step, verdict in (verdicts or {}).items() if verdict.status == "good"}
     found = (step for step in reversed(steps) if step in known and store.digest(step) == known[step].manifest)
+    return frozenset(itertools.islice(found, 1))
+
+
+def best(store: CheckpointStore, steps: list[int]) -> frozenset[int]:
+    """That of `steps` with the least validation loss, if any was validated; not one that is suspect."""
+    verdicts, _ = attempt(store.verdicts)
+    losses = {
+        step: verdict.valid_loss
+        for step, verdict in (verdicts or {}).items()
+        if verdict.valid_loss is not None and verdict.status != "suspect" and step in steps
+    }
+    found = (step for step in sorted(losses, key=losses.__getitem__) if store.digest(step) == verdicts[step].manifest)  # type: ignore[index]
     return frozenset(itertools.islice(found, 1))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -19,7 +19,7 @@ from rich.progress import (
 from rich.table import Table
 
 from mega.core.checkpoint.own import inspect
-from mega.core.checkpoint.own.store import locate
+from mega.core.checkpoint.own.store import Checkpoint, locate
 
 
 @contextlib.contextmanager
@@ -42,34 +42,61 @@ def progress_bar(what: str, console: Console | None = None) -> Iterator[Callable
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
-def show_checkpoint(path: Path, tensors: bool, meta: bool) -> None:
+def show_checkpoint(path: Path, tensors: bool, meta: bool, about: Callable[[Checkpoint], list[str]]) -> None:
+    """Print what a checkpoint holds. about: lines that stand in front, of what those above know. Piped, names are whole
+    and nothing wraps."""
     checkpoint = locate(path)
     console = Console()
     if meta:
         console.print_json(json.dumps(dict(checkpoint.meta)))
         return
     held = f"{checkpoint.world} files, {checkpoint.bytes:,} bytes"
-    title = f"{checkpoint.path}: step {checkpoint.step}, {held}, {inspect.verdict_of(checkpoint)}"
-    if tensors:
-        table = Table("tensor", "shape", "dtype", title=title)
-        for key, (shape, dtype) in checkpoint.tensors.items():
-            table.add_row(key, " x ".join(map(str, shape)) or "scalar", str(dtype).removeprefix("torch."))
-    else:
-        table = Table("kind", "tensors", "elements", "dtype", title=title)
-        for kind in inspect.kinds(checkpoint):
-            table.add_row(kind.name, str(kind.tensors), f"{kind.elements:,}", ", ".join(kind.dtypes))
-        for name in checkpoint.attachments:
-            table.add_row(name, "", "", "attachment")
+    print(f"{checkpoint.path}: step {checkpoint.step}, {held}, {inspect.verdict_of(checkpoint)}")
+    for line in about(checkpoint):
+        print(line)
+    head: tuple[str, ...] = ("tensor", "shape", "dtype") if tensors else ("kind", "tensors", "elements", "dtype")
+    rows = list(_tensor_rows(checkpoint) if tensors else _kind_rows(checkpoint))
+    if not console.is_terminal:
+        _print_plainly([head, *rows])
+        return
+    table = Table(*head)
+    for row in rows:
+        table.add_row(*row)
     console.print(table)
 
 
-def show_differences(first: Path, second: Path) -> bool:
-    """Print them as they are found; whether there was any."""
-    found = False
-    for difference in inspect.diff(locate(first), locate(second)):
-        found = True
+def _tensor_rows(checkpoint: Checkpoint) -> Iterator[tuple[str, ...]]:
+    for key, (shape, dtype) in checkpoint.tensors.items():
+        yield key, " x ".join(map(str, shape)) or "scalar", str(dtype).removeprefix("torch.")
+
+
+def _kind_rows(checkpoint: Checkpoint) -> Iterator[tuple[str, ...]]:
+    for kind in inspect.kinds(checkpoint):
+        yield kind.name, str(kind.tensors), f"{kind.elements:,}", ", ".join(kind.dtypes)
+    for name in checkpoint.attachments:
+        yield name, "", "", "attachment"
+
+
+def _print_plainly(rows: Sequence[tuple[str, ...]]) -> None:
+    """Columns with blanks between them, as wide as they are."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+def show_differences(first: Path, second: Path, *, weights: bool = False) -> bool:
+    """Print them as they are found, and what they come to; whether there was any. weights: look at nothing else."""
+    ours, theirs = locate(first), locate(second)
+    found = list[inspect.Difference]()
+    for difference in inspect.diff(ours, theirs, "weights/" if weights else ""):
+        found.append(difference)
         largest = "" if difference.largest is None else f", largest |a - b| {difference.largest:.3g}"
         print(f"{difference.key}: {difference.text}{largest}")
+    compared = sum(not weights or key.startswith("weights/") for key in {*ours.tensors, *theirs.tensors})
     if not found:
-        print("no tensor differs")
-    return found
+        print(f"no tensor differs, of {compared:,}")
+        return False
+    worst = max(found, key=lambda each: each.largest or 0.0)
+    most = "" if worst.largest is None else f"; largest |a - b| {worst.largest:.3g}, in {worst.key}"
+    print(f"{len(found):,} of {compared:,} tensors differ{most}")
+    return True

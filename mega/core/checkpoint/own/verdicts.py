@@ -38,13 +38,15 @@ Status = Literal["unproven", "good", "suspect"]
 class StepVerdict:
     """What is known of one step. manifest: the hash of what was judged. sound_steps: steps taken well since.
 
-    reason: of a suspect one, in words that follow "step N is passed over: ".
+    reason: of a suspect one, in words that follow "step N is passed over: ". valid_loss: of the validation at that
+    step, where there was one; retention keeps the step that has the least.
     """
 
     manifest: str
     status: Status = "unproven"
     sound_steps: int = 0
     reason: str = ""
+    valid_loss: float | None = None
 
 
 def encode(verdicts: Mapping[int, StepVerdict]) -> bytes:
@@ -69,4 +71,11 @@ def decode(data: bytes, path: Path) -> dict[int, StepVerdict]:
 def _verdict(fields: Mapping[str, Any]) -> StepVerdict:
     if fields["status"] not in get_args(Status):
         raise ValueError(fields["status"])
-    return StepVerdict(str(fields["manifest"]), fields["status"], int(fields["sound_steps"]), str(fields["reason"]))
+    loss = fields.get("valid_loss")
+    return StepVerdict(
+        str(fields["manifest"]),
+        fields["status"],
+        int(fields["sound_steps"]),
+        str(fields["reason"]),
+        None if loss is None else float(loss),
+    )

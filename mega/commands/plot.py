@@ -1,0 +1,52 @@
+"""`mega plot`: metrics of runs over each other, in the terminal, as SVG or as PNG."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from mega.core.files import check_file, whole_file
+
+
+def run(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="directories of runs, or files of metrics")],
+    metrics: Annotated[
+        list[str] | None, typer.Option("--metric", "-m", help="what is drawn, such as grad_norm [loss, valid_loss]")
+    ] = None,
+    out: Annotated[str | None, typer.Option("--out", "-o", help="a .svg or .png file, instead of the terminal")] = None,
+    smooth: Annotated[float, typer.Option("--smooth", help="weight of what was before, 0 to below 1; 0 is off")] = 0.0,
+    log: Annotated[bool, typer.Option("--log", help="a logarithmic axis of values, in a file")] = False,
+) -> int:
+    """Draw metrics of one run, or of several over each other.
+
+    Reads what is there, also of a run that still trains. A .png needs the extra track, a .svg and the terminal nothing.
+    """
+    from mega.core.report.plot import charts_of, png, smoothed, svg, terminal
+
+    if not 0 <= smooth < 1:
+        raise ValueError(f"--smooth {smooth}: must be at least 0 and less than 1")
+    if out is not None and Path(out).suffix not in (".svg", ".png"):
+        raise ValueError(f"--out {out}: must end in .svg or .png")
+    if out is not None:
+        check_file("--out", out)
+    if log and out is None:
+        raise ValueError("--log: needs --out, a file")
+    found = charts_of(runs, metrics or ())
+    charts = {name: {run: smoothed(curve, smooth) for run, curve in curves.items()} for name, curves in found.items()}
+    if out is None:
+        from rich.console import Console
+
+        console = Console()
+        width = max(20, min(console.width - 12, 100)) if console.is_terminal else 72
+        for name, curves in charts.items():
+            print(terminal(name, curves, width, colour=console.is_terminal and not console.no_color))
+        return 0
+    if out.endswith(".svg"):
+        with whole_file(Path(out)) as file:
+            file.write(svg(charts, log).encode())
+    else:
+        png(charts, Path(out), log)
+    print(out)
+    return 0

@@ -1,0 +1,65 @@
+"""`mega presets`: the models that --model knows by name: their shapes, parameters and memory."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from mega.core.config.presets import PRESETS
+
+WEIGHTS, TRAINING = 2, 18
+"""Bytes a parameter: of bf16 weights; with fp32 gradients, masters and Adam's two moments."""
+
+HEAD = ["preset", "family", "layers", "hidden", "heads", "seq", "vocab", "size", "weights", "training"]
+
+SMALL_VOCABULARY = 1024
+"""Of a preset that takes its tokenizer's."""
+
+
+def run(
+    names: Annotated[list[str] | None, typer.Argument(metavar="NAME...", help="only these, or all like them")] = None,
+) -> int:
+    """List the presets of --model: what they are, how many parameters they have, and what these take.
+
+    Weights are in bf16; training adds fp32 gradients, masters and moments, shared out by --tp, --pp and --zero; both in
+    GiB. Activations come on top: mega memory-estimate --model NAME counts everything.
+    """
+    from mega.core.config.compose import nearest
+
+    chosen = [name for name in PRESETS if not names or any(name.startswith(word) for word in names)]
+    for word in names or ():
+        if not any(name.startswith(word) for name in PRESETS):
+            raise ValueError(f"NAME {word}: no preset begins so{nearest(word, PRESETS)}; mega presets lists all")
+    rows = [HEAD, *(_row(name) for name in chosen)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for name, family, *numbers in rows:
+        right = (number.rjust(width) for number, width in zip(numbers, widths[2:], strict=True))
+        print(name.ljust(widths[0]), family.ljust(widths[1]), *right, sep="  ")
+    return 0
+
+
+def _row(name: str) -> list[str]:
+    """A preset's cells."""
+    from mega.core.config.compose import compose
+    from mega.core.config.resolve import resolve
+    from mega.core.inventory import parameters
+    from mega.core.inventory.words import count_words
+
+    run = compose(name, flags={"micro_batch": 1, "tp": 1})
+    model = resolve(run, 1, vocab=run.model.vocab or SMALL_VOCABULARY).model
+    count = parameters(model)
+    heads = str(model.heads) if model.kv_heads == model.heads else f"{model.heads}/{model.kv_heads}"
+    layers = str(model.layers) if model.decoder_layers is None else f"{model.layers}+{model.decoder_layers}"
+    vocab = "any" if run.model.vocab is None else str(run.model.vocab)
+    sizes = [layers, str(model.hidden), heads, str(run.batch.seq_length), vocab]
+    return [name, model.family, *sizes, count_words(count), *(_gib(count * each) for each in (WEIGHTS, TRAINING))]
+
+
+def _gib(count: int) -> str:
+    """
+    >>> _gib(2**31), _gib(10**6), _gib(18 * 10**12)
+    ('2.0', '0.001', '16764')
+    """
+    size = count / 2**30
+    return f"{size:.3f}" if size < 0.1 else f"{size:.1f}" if size < 1000 else f"{size:.0f}"

@@ -1,0 +1,76 @@
+"""The weights that a training begins with, wherever they lie: a checkpoint of ours, or others' files read in place.
+
+Others' weights come as a checkpoint without an optimizer and without progress. Nothing is written.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from mega.core.checkpoint.forms.companions import companions_of, tokenizer_kind
+from mega.core.checkpoint.forms.convert import opened_foreign
+from mega.core.checkpoint.forms.direct import ForeignWeights
+from mega.core.checkpoint.forms.form import Form, Given
+from mega.core.checkpoint.forms.recognise import foreign_form, form_at
+from mega.core.checkpoint.own.layout import ONE
+from mega.core.checkpoint.own.pieces import Piece, Tensors
+from mega.core.checkpoint.own.store import Attachments, Checkpoint, locate
+from mega.core.checkpoint.own.together import Exchange, alone, together
+from mega.core.files import url_of
+
+HEAD_BYTES = 1 << 16
+"""Of each file, what its digest is made of: the bytes of others' weights would take minutes."""
+
+
+class ForeignStart:
+    """Others' weights, with what is read of a `Checkpoint` where a training begins.
+
+    meta: the model, and the kind of tokenizer. attachments: the files that came along. digest: of names, sizes and the
+    first bytes of all files. notes: lines for the user.
+    """
+
+    step, world = 0, 1
+
+    def __init__(self, place: Path, form: Form) -> None:
+        opened = opened_foreign(form, place, Given(layout=ONE, optimizer=False))
+        self.path, self.notes = place, opened.notes
+        self.attachments: Attachments = {} if place.is_file() else companions_of(form, place)
+        self.meta: Mapping[str, Any] = {
+            "config": {
+                "model": dataclasses.asdict(opened.model),
+                "tokenizer": {"tokenizer": tokenizer_kind(self.attachments)},
+            }
+        }
+        self.digest = _digest(place)
+        self._weights = ForeignWeights(place, opened)
+        self.tensors: Tensors = self._weights.tensors
+
+    def read(self, wanted: Iterable[Piece], *, cast: bool = False, verify: bool = True) -> None:
+        """As of `Checkpoint`; what is read has no hashes to compare with."""
+        self._weights.read(wanted, cast=cast)
+
+
+def open_start(place: str, report: Callable[[str], None], exchange: Exchange = alone) -> tuple[Checkpoint, bool]:
+    """What lies at `place`, and whether it is weights alone, of others. Errors: as `locate`, on all ranks."""
+    form = None if url_of(place) is not None else together(partial(foreign_form, Path(place)), exchange)
+    if form is None:
+        return locate(place, report, exchange), False
+    form_at(Path(place))  # which refuses a folder that holds ours too
+    found = together(partial(ForeignStart, Path(place), form), exchange)
+    for note in found.notes:
+        report(note)
+    return found, True  # type: ignore[return-value]  # it has all of a checkpoint that a start reads
+
+
+def _digest(place: Path) -> str:
+    found = hashlib.sha256()
+    for path in [place] if place.is_file() else sorted(each for each in place.rglob("*") if each.is_file()):
+        found.update(f"{path.relative_to(place.parent)} {path.stat().st_size}\n".encode())
+        with path.open("rb") as file:
+            found.update(file.read(HEAD_BYTES))
+    return found.hexdigest()

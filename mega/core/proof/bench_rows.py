@@ -1,0 +1,94 @@
+"""The rows that `mega bench` knows by name, and the files that it writes. No torch: a bad row is refused at once."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from mega.core.config.compose import compose
+from mega.core.config.run import RunConfig
+
+
+def _w1(world: int) -> Mapping[str, Any]:
+    return {"vocab": 50304, "micro_batch": max(1, min(64, 512 // world)), "global_batch": 512}
+
+
+def _w2(world: int) -> Mapping[str, Any]:
+    """Alone, memory is short: what is cheap is computed twice. Several ranks share masters and moments out."""
+    if world == 1:
+        return {"micro_batch": 2, "global_batch": 16, "recompute": "selective"}
+    return {"micro_batch": 2, "global_batch": 4 * world, "zero": 1}
+
+
+def _w2_fp8(world: int) -> Mapping[str, Any]:
+    return {**_w2(world), "fp8": True}
+
+
+def _w3(world: int) -> Mapping[str, Any]:
+    """18 bytes a parameter over 8 ranks are 50 GB a rank, over 4 they are 99 GB. A rank's blocks are done sooner than
+    its host could ask for them one by one."""
+    tensor = {"tp": 4 if world == 4 else 8, "sequence_parallel": True, "tp_overlap": True, "cuda_graph": True}
+    return {"micro_batch": 4, "global_batch": 4, **tensor}
+
+
+def _window(world: int) -> Mapping[str, Any]:
+    """8 blocks, rows four times as long as what a token sees."""
+    return {"layers": 8, "seq_length": 16384, "micro_batch": 1, "global_batch": 4 * world}
+
+
+_DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
+
+
+def _bert(world: int) -> Mapping[str, Any]:
+    """With the dropout that it is trained with."""
+    return {"micro_batch": max(1, min(64, 256 // world)), "global_batch": 256, **_DROPOUT}
+
+
+def _t5(world: int) -> Mapping[str, Any]:
+    """512 tokens read and 128 written, with dropout."""
+    return {"micro_batch": max(1, min(64, 512 // world)), "global_batch": 512, **_DROPOUT}
+
+
+ROWS: Mapping[str, tuple[str, Callable[[int], Mapping[str, Any]]]] = {
+    "w1": ("gpt2-345m", _w1),
+    "w2": ("llama2-7b", _w2),
+    "w2-fp8": ("llama2-7b", _w2_fp8),
+    "w3": ("gpt-22b", _w3),
+    "window": ("mistral-7b", _window),
+    "bert": ("bert-345m", _bert),
+    "t5": ("t5-220m", _t5),
+}
+"""The rows that speed is compared by: a preset, and what it adds to it on that many ranks."""
+
+LR = 1e-4
+"""Of a row, and of a run that sets none."""
+
+_EVERY_ROW = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "lr": LR, "dtype": "bf16"}
+
+
+def row(name: str, flags: Mapping[str, Any], world: int) -> RunConfig:
+    """The run of a named row on `world` ranks; `flags` are what the user asks for otherwise.
+
+    Errors: ValueError for a name that is none.
+
+    >>> row("w2", {"recompute": "none"}, 1).memory.recompute, row("w2", {}, 8).batch.global_batch
+    ('none', 32)
+    """
+    if name not in ROWS:
+        raise ValueError(f"row {name}: is not known; valid: {', '.join(ROWS)}")
+    preset, values = ROWS[name]
+    return compose(preset, {**_EVERY_ROW, **values(world)}, flags)
+
+
+def read_rows(flag: str, path: str) -> list[Mapping[str, Any]]:
+    """The rows of a file that `out` named. Errors: ValueError with the flag where it holds anything else."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            rows = [json.loads(line) for line in file if line.strip()]
+        if all(isinstance(row["name"], str) and float(row["tokens_per_second"]) > 0 for row in rows):
+            return rows
+        error: Exception | str = "names must be words, speeds greater than 0"
+    except (OSError, ValueError, KeyError, TypeError) as problem:
+        error = problem
+    raise ValueError(f"{flag} {path}: is not a file written by mega bench --json ({error})")

@@ -1,0 +1,141 @@
+"""Metrics of several runs over each other: in Braille dots on a terminal, as one SVG, or as a PNG by matplotlib.
+
+It knows curves by name. What an SVG's axes and lines are is in chart.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from html import escape
+from pathlib import Path
+
+from mega.core.report.chart import COLOURS, HEIGHT, WIDTH, chart, short
+from mega.core.report.read import RunRecord, Series, read
+
+DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
+"""The bits of a Braille letter's dots, from top to bottom, left and right."""
+
+ANSI = (34, 33, 32, 31, 35, 36)
+"""Colours of a terminal, in the order of `PALETTE`."""
+
+PALETTE = ("#2563eb", "#d97706", "#059669", "#dc2626", "#7c3aed", "#0891b2")
+
+LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+"""What stands for the dots of each curve where there is no colour."""
+
+Charts = Mapping[str, Mapping[str, Series]]
+"""Metric -> run -> its curve."""
+
+
+def charts_of(places: Sequence[Path], metrics: Sequence[str]) -> Charts:
+    """The curves of some metrics of some runs; of the loss, and that of validation where there is one, if none is
+    named. Errors: ValueError naming the run, or a metric that no run has and those that there are.
+    """
+    found: dict[str, RunRecord] = {}
+    for place in places:
+        record = read(place)
+        if not isinstance(record, RunRecord):
+            raise ValueError(f"RUN {place}: is an evaluation; must be a run's directory, or its file of metrics")
+        found[str(place) if place.name in {other.name for other in places if other != place} else place.name] = record
+    there = list(dict.fromkeys(name for record in found.values() for name in record.series))
+    chosen = metrics or [name for name in ("loss", "valid_loss") if name in there]
+    for name in chosen:
+        if name not in there:
+            raise ValueError(f"--metric {name}: no run has it; valid: {', '.join(there)}")
+    return {
+        name: {run: record.series[name] for run, record in found.items() if name in record.series} for name in chosen
+    }
+
+
+def smoothed(curve: Series, weight: float) -> Series:
+    """Exponential moving average; a value that is no number leaves it as it is.
+
+    >>> smoothed([(1, 4.0), (2, 2.0)], 0.5)
+    [(1, 4.0), (2, 3.0)]
+    """
+    found: Series = []
+    for step, value in curve:
+        before = found[-1][1] if found else value
+        known = math.isfinite(value) and math.isfinite(before)
+        found.append((step, weight * before + (1 - weight) * value if known else before if found else value))
+    return found
+
+
+def terminal(name: str, curves: Mapping[str, Series], width: int = 72, height: int = 14, colour: bool = False) -> str:
+    """The curves of one metric, `width` x `height` letters, with a legend. colour: dots in a terminal's colours; else
+    several curves are drawn in letters."""
+    points = [(x, y) for curve in curves.values() for x, y in curve if math.isfinite(y)]
+    if not points:
+        return f"{name}: no finite value"
+    (first, last), (low, high) = ((min(column), max(column)) for column in zip(*points, strict=True))
+    cells: dict[tuple[int, int], tuple[int, int]] = {}
+    for number, curve in enumerate(curves.values()):
+        for x, y in curve:
+            if not math.isfinite(y):
+                continue
+            column = round((x - first) / max(last - first, 1e-12) * (2 * width - 1))
+            row = round((high - y) / max(high - low, 1e-12) * (4 * height - 1))
+            place = row // 4, column // 2
+            owner, bits = cells.get(place, (number, 0))
+            cells[place] = number, (bits if owner == number else 0) | DOTS[row % 4][column % 2]
+    dots = colour or len(curves) == 1
+    lines = [f"{'':>9}{name}"]
+    for row in range(height):
+        label = short(high) if row == 0 else short(low) if row == height - 1 else ""
+        letters = "".join(_cell(cells.get((row, column)), dots, colour) for column in range(width))
+        lines.append(f"{label:>8} │{letters.rstrip()}")
+    lines.append(f"{'':>8} └{'─' * width}")
+    lines.append(f"{'':>10}{f'step {first:g}':<{width // 2}}{f'step {last:g}':>{width // 2}}")
+    if len(curves) > 1:
+        marks = (_cell((n, 0xFF), dots, colour) for n in range(len(curves)))
+        lines.append(" " * 10 + "   ".join(f"{mark} {run}" for mark, run in zip(marks, curves, strict=True)))
+    return "\n".join(lines)
+
+
+def _cell(cell: tuple[int, int] | None, dots: bool, colour: bool) -> str:
+    """One letter: whose curve it is, and the dots of it that are set."""
+    if cell is None:
+        return " "
+    number, bits = cell
+    letter = chr(0x2800 + bits) if dots else LETTERS[number % len(LETTERS)]
+    return f"\x1b[{ANSI[number % len(ANSI)]}m{letter}\x1b[0m" if colour else letter
+
+
+def svg(charts: Charts, log: bool = False) -> str:
+    """All charts in one picture that stands alone, one below the other."""
+    style = "".join(f".c{n}{{stroke:{PALETTE[n]}}}circle.c{n}{{fill:{PALETTE[n]}}}" for n in range(COLOURS))
+    style += (
+        "polyline{fill:none;stroke-width:1.6}.grid{stroke:#ccc}.hit{opacity:0}text{font:12px sans-serif;stroke:none}"
+    )
+    parts, top = [], 0
+    for name, curves in charts.items():
+        parts.append(f'<text x="62" y="{top + 18}" font-weight="bold">{escape(name)}</text>')
+        for number, run in enumerate(curves):
+            x = 62 + 90 + number * 150
+            parts.append(f'<text x="{x}" y="{top + 18}" fill="{PALETTE[number % COLOURS]}">{escape(run[-22:])}</text>')
+        drawn = chart(curves, log=log).partition("</svg>")[0]
+        drawn = drawn.replace("<svg ", f'<svg y="{top + 24}" width="{WIDTH}" height="{HEIGHT}" ', 1)
+        parts.append(f"{drawn}</svg>" if drawn.startswith("<svg") else "")
+        top += HEIGHT + 40
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{top}" viewBox="0 0 {WIDTH} {top}">'
+        f'<style>{style}</style><rect width="100%" height="100%" fill="white"/>{"".join(parts)}</svg>\n'
+    )
+
+
+def png(charts: Charts, path: Path, log: bool = False) -> None:
+    """Draw into `path`. Errors: ValueError naming the extra, where matplotlib is absent."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ValueError(
+            f"--out {path}: a .png needs matplotlib (pip install 'mega[track]'); a .svg needs nothing"
+        ) from None
+    figure = Figure(figsize=(7.5, 3.4 * len(charts)), layout="constrained")
+    for axes, (name, curves) in zip(figure.subplots(len(charts), squeeze=False)[:, 0], charts.items(), strict=True):
+        for number, (run, curve) in enumerate(curves.items()):
+            axes.plot(*zip(*curve, strict=True), linewidth=1, label=run, color=PALETTE[number % COLOURS])
+        axes.set(xlabel="step", title=name, **({"yscale": "log"} if log else {}))
+        axes.legend()
+    figure.savefig(path, dpi=150, format="png")

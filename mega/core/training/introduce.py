@@ -1,0 +1,119 @@
+"""What the user reads before the first step: what is trained, by what, for how long, and where it goes; on a resume
+what is otherwise than in the checkpoint. Lines of at most 120 columns where no path is long. It decides nothing.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+
+from mega.core.config.resolve import data_parallel, lengths, microbatches, records_graph, text_lengths
+from mega.core.config.run import RunConfig
+from mega.core.data.build import Datasets
+from mega.core.device import Device
+from mega.core.inventory import parameters
+from mega.core.inventory.words import count_words, shape_words
+from mega.core.ops.suite import Ops
+from mega.core.parallel.launch import threads
+from mega.core.training.inputs import Inputs
+from mega.core.training.resume import ResumePoint, differences, new_tensors
+from mega.core.training.state import Progress, TrainState
+from mega.core.training.wire import chosen_ops
+
+
+def introduce(
+    inputs: Inputs, point: ResumePoint | None, state: TrainState, steps: int, report: Callable[[str], None]
+) -> None:
+    """What the user is to know before the first step. steps: the last one. report: is given each line."""
+    run = inputs.run
+    for note in (*inputs.notes, *inputs.datasets.example):
+        report(note)
+    for line in device_notes(run, state.device, state.mesh.world):
+        report(line)
+    for line in summary(run, state.device, chosen_ops(run, state.device.torch), state.mesh.world):
+        report(line)
+    if not run.evaluation.skip_train:
+        report(_length(run, inputs.datasets, state.progress, steps))
+        report(_places(run))
+    if point is None:
+        return
+    if point.weights_only:
+        report(f"weights from {point.checkpoint.path}; the optimizer and the steps begin afresh")
+    else:
+        report(f"resuming from {point.checkpoint.path} at step {state.progress.step}")
+    if new := new_tensors(run, point):
+        report(f"not in the checkpoint, begin at their initial values: {', '.join(new)}")
+    if not point.weights_only:
+        for line in differences(run, point, inputs.datasets, state.mesh):
+            report(line)
+    if state.progress.step >= steps:
+        report(f"nothing is left to train: the run ends with step {steps}")
+
+
+def summary(run: RunConfig, device: Device, ops: Ops, world: int) -> Iterator[str]:
+    """The model, how ranks share it, on what it is computed, and a step."""
+    yield f"model: {shape_words(run.model)}; {count_words(parameters(run.model))} parameters"
+    parallel, dp = run.parallel, data_parallel(run, world)
+    sizes = {"tp": parallel.tp, "cp": parallel.cp, "dp": dp, "pp": parallel.pp}
+    layout = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
+    extras = ["sequence parallel"] if parallel.sequence_parallel else []
+    extras += [f"schedule {parallel.schedule}"] if parallel.pp > 1 else []
+    extras += [f"ZeRO {parallel.zero}"] if parallel.zero else []
+    yield f"layout: {'; '.join([f'{world} ranks: {layout}' if world > 1 else '1 rank', *extras])}"
+    precision = run.precision
+    dtype = precision.dtype + (", matmuls in fp8" if precision.fp8 else "")
+    where = device.name if device.is_cuda else f"CPU, {_counted(threads(world), 'thread')} a rank"
+    joined = f", {device.backend}" if world > 1 else ""
+    yield f"device: {where}{joined}; dtype {dtype}; operators: {ops.name} ({ops.reason})"
+    batch = run.batch
+    assert batch.global_batch is not None
+    tokens = batch.global_batch * sum(text_lengths(run))
+    yield (
+        f"batch: {batch.global_batch:,} x {sum(text_lengths(run)):,} = {tokens:,} tokens a step; micro batch "
+        f"{batch.micro_batch}, {_counted(microbatches(run, world), 'microbatch')} a rank"
+    )
+
+
+def _length(run: RunConfig, data: Datasets, progress: Progress, steps: int) -> str:
+    """Steps, tokens, and passes over the training set where their length is known."""
+    samples = lengths(run).samples
+    words = f"length: {_counted(steps, 'step')}, {count_words(samples * sum(text_lengths(run)))} tokens"
+    if data.one_pass:
+        words += f", {samples / data.one_pass:.3g} epochs of the training data"
+    return words if not progress.step else f"{words}; {progress.step:,} steps are done"
+
+
+def _places(run: RunConfig) -> str:
+    """Where the run leaves what it makes."""
+    checkpoint, log = run.checkpoint, run.log
+    others = f"metrics in {log.metrics}" + (f", TensorBoard in {log.tensorboard_dir}" if log.tensorboard_dir else "")
+    if checkpoint.save is None:
+        return f"saves: nothing; {others}"
+    often = f" every {_counted(checkpoint.save_interval, 'step')}, and at the end" if checkpoint.save_interval else ""
+    metrics = os.path.join(checkpoint.save, "metrics.jsonl")
+    return f"saves: in {checkpoint.save}{often or ' at the end'}; {others.replace(metrics, 'metrics.jsonl there')}"
+
+
+def device_notes(run: RunConfig, device: Device, world: int) -> Iterator[str]:
+    """What a user of a GPU would want otherwise, or wonder at."""
+    if not device.is_cuda:
+        return
+    if run.precision.dtype == "fp32":
+        yield (
+            "precision: fp32, which no tensor core multiplies; --dtype bf16 is several times faster and halves the "
+            "activations (mega memory-estimate --gpu NAME shows both)"
+        )
+    recorded, asked = records_graph(run, world), run.runtime.cuda_graph
+    why = "as asked" if asked is not None else "as blocks are small" if recorded else "as it would not help"
+    if asked is None and not recorded and (run.parallel.pp > 1 or run.parallel.zero > 1):
+        why = "which --pp and --zero 2 and 3 exclude"
+    yield f"micro batches: {'replayed from a recorded graph' if recorded else 'launched kernel by kernel'}, {why}"
+
+
+def _counted(count: int, noun: str) -> str:
+    """
+    >>> _counted(1, "step"), _counted(2000, "microbatch")
+    ('1 step', '2,000 microbatches')
+    """
+    plural = "es" if noun.endswith("ch") else "s"
+    return f"{count:,} {noun}{'' if count == 1 else plural}"

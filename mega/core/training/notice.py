@@ -1,0 +1,99 @@
+"""What one who asks a run to stop is told, within a moment of the signal.
+
+A thread reads the numbers of signals as they come, so it speaks while the main thread is in a kernel or waits for other
+ranks: the handler itself runs only when Python does. It knows neither steps nor checkpoints; `Outlook` has the words.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from mega.core.parallel.exit_reports import write_error
+from mega.core.parallel.launch import RepeatedSignal
+
+LEAVES_WITHIN = 1.0
+"""Seconds that the main thread has, after a second Ctrl-C, to end by itself."""
+
+
+@dataclass
+class Outlook:
+    """What the run is doing, and what it has kept, as the loop comes along.
+
+    doing: with what it will be done before it stops. place: --save. step: the newest that was taken. kept: the newest
+    from which it could resume. ending: nothing is left but to end.
+    """
+
+    doing: str = "starting"
+    place: str | None = None
+    step: int = 0
+    kept: int = 0
+    ending: bool = False
+
+    def first(self, number: int) -> str:
+        """
+        >>> Outlook("finishing step 24", "runs/first").first(signal.SIGINT)
+        'SIGINT received: finishing step 24, then saving to runs/first; Ctrl-C again leaves at once'
+        """
+        then = f"saving to {self.place}" if self.place else "ending; without --save no weights are kept"
+        more = "; Ctrl-C again leaves at once" if number == signal.SIGINT else ""
+        then = "ending" if self.ending else then
+        return f"{signal.Signals(number).name} received: {self.doing}, then {then}{more}"
+
+    def lost(self) -> str:
+        """
+        >>> Outlook(step=24, kept=20, place="runs/first").lost()
+        'leaving at once: lost is what was trained after step 20, the newest in runs/first; step 24 was the last'
+        >>> Outlook(step=24).lost()
+        'leaving at once: all 24 steps are lost, since none was saved'
+        """
+        if self.step == self.kept:
+            return "leaving at once: nothing is lost" if self.kept else "leaving at once: no step had been taken"
+        if not self.kept:
+            return f"leaving at once: all {self.step} steps are lost, since none was saved"
+        where = f"the newest in {self.place}" if self.place else "where this run began"
+        return (
+            f"leaving at once: lost is what was trained after step {self.kept}, {where}; step {self.step} was the last"
+        )
+
+
+class SignalNotice:
+    """Speaks for a run until `close`. heeded: signals that stop it. speaks: false on all ranks but one, which only
+    leave at a second Ctrl-C. To be made on the main thread."""
+
+    def __init__(self, heeded: Collection[int], outlook: Outlook, *, speaks: bool):
+        self._heeded, self._outlook, self._speaks = frozenset(heeded), outlook, speaks
+        self._signals = RepeatedSignal()
+        self._said = threading.Lock()
+        """Taken by the one who says what is lost."""
+        reading, self._writing = os.pipe()
+        os.set_blocking(self._writing, False)
+        self._before = signal.set_wakeup_fd(self._writing, warn_on_full_buffer=False)
+        threading.Thread(target=self._listen, args=(reading,), name="signal-notice", daemon=True).start()
+
+    def say_lost(self) -> None:
+        """Once, whoever notices the second Ctrl-C first."""
+        if self._speaks and self._said.acquire(blocking=False):
+            write_error(f"mega: {self._outlook.lost()}\n")
+
+    def close(self) -> None:
+        """Signals reach nobody but their handlers again."""
+        signal.set_wakeup_fd(self._before)
+        os.close(self._writing)
+
+    def _listen(self, reading: int) -> None:
+        told = False
+        with os.fdopen(reading, "rb", buffering=0) as pipe:
+            while numbers := pipe.read(64):
+                for number in numbers:
+                    if number not in self._heeded:
+                        continue
+                    if self._signals.repeats(number):
+                        self.say_lost()
+                        threading.Timer(LEAVES_WITHIN, os._exit, [128 + number]).start()
+                    elif self._speaks and not told:
+                        told = True
+                        write_error(f"mega: {self._outlook.first(number)}\n")

@@ -1,0 +1,201 @@
+"""Services that keep a run's numbers: Weights & Biases and MLflow, each an extra that is loaded where it is asked for.
+
+Both are given the same names, those of the Llama-2 fork of Megatron-LM. A run that resumes continues under the same id,
+which stands next to its metrics, and leaves out the steps that were sent before: none is there twice. Where a service
+fails, the run continues without it; its numbers are in the file of metrics too.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import os
+import time
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from mega.core.config.sections import LogConfig
+from mega.core.files import whole_file
+from mega.core.training.output import complain
+
+PROJECT = "megatron-lm-3d"
+"""The fork's."""
+
+NAMES = {
+    "consumed": "utils/steps-vs-samples",
+    "lr": "utils/learning-rate",
+    "batch": "utils/batch-size",
+    "loss": "lm-loss-training/lm loss",
+    "loss_scale": "others/loss-scale",
+    "grad_norm": "others/grad-norm",
+    "zeros": "others/num-zeros",
+    "params_norm": "others/params-norm",
+}
+"""Of a row of metrics -> the fork's names."""
+
+
+class Tracker(Protocol):
+    """since: the newest step that it has already."""
+
+    since: int
+
+    def log(self, step: int, values: Mapping[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def training_values(
+    row: Mapping[str, Any], *, tokens: int, devices: int, replicas: int, flops: float
+) -> dict[str, float]:
+    """A training step's numbers under the fork's names. tokens: of its global batch. replicas: data-parallel ranks.
+    flops: of a token."""
+    values = {name: float(row[key]) for key, name in NAMES.items() if row.get(key) is not None}
+    seconds = max(float(row["seconds"]), 1e-9)
+    samples = float(row.get("batch") or 0)
+    values |= {
+        "stats/tflops": tokens * flops / seconds / devices / 1e12,
+        "stats/samples_per_sec": samples / seconds,
+        "stats/samples_per_sec_per_replica": samples / seconds / replicas,
+        "stats/tokens_per_sec": tokens / seconds,
+        "stats/tokens_per_sec_per_replica": tokens / seconds / replicas,
+    }
+    if samples:
+        values["others/actual_seq_length"] = tokens / samples
+    return _finite(values)
+
+
+def held_out_values(split: str, measured: Mapping[str, Any]) -> dict[str, float]:
+    """
+    >>> held_out_values("valid", {"loss": 2.5})
+    {'lm-loss-validation/valid loss': 2.5}
+    """
+    return _finite({f"lm-loss-validation/{split} {name}": float(value) for name, value in measured.items()})
+
+
+def _finite(values: Mapping[str, float]) -> dict[str, float]:
+    return {name: value for name, value in values.items() if math.isfinite(value)}
+
+
+class Trackers:
+    """Those that a run asks for. start: the step that it resumes from. last: the newest step that its metrics held,
+    before they were cut back to that one. settings: the run's options, for those who look at it."""
+
+    def __init__(self, options: LogConfig, *, start: int, last: int, settings: Mapping[str, Any]):
+        assert options.metrics is not None
+        self._note = Path(options.metrics + ".trackers.json")
+        known = _noted(self._note) if start else {}
+        self._trackers: dict[str, Tracker] = {}
+        if options.wandb:
+            self._trackers["--wandb-project"] = wandb = WandbTracker(options, known.get("wandb"), last, settings)
+            known = {**known, "wandb": wandb.id}
+        if options.mlflow_uri is not None:
+            self._trackers["--mlflow-uri"] = mlflow = MlflowTracker(options, known.get("mlflow"), settings)
+            known = {**known, "mlflow": mlflow.id}
+        if self._trackers:
+            with whole_file(self._note) as file:
+                file.write(json.dumps(known).encode())
+
+    def __bool__(self) -> bool:
+        return bool(self._trackers)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """What was measured at a step, to all that have not got it yet."""
+        for flag, tracker in list(self._trackers.items()):
+            if step <= tracker.since:
+                continue
+            try:
+                tracker.log(step, values)
+            except Exception as error:
+                del self._trackers[flag]
+                complain(f"{flag}: {_line(error)}; the run continues without it")
+
+    def close(self) -> None:
+        for flag, tracker in self._trackers.items():
+            try:
+                tracker.close()
+            except Exception as error:
+                complain(f"{flag}: {_line(error)}")
+        self._trackers.clear()
+
+
+def _noted(path: Path) -> dict[str, str]:
+    """The ids under which a run was tracked before it was resumed; none where the file is absent or damaged."""
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return {name: value for name, value in found.items() if isinstance(value, str)} if isinstance(found, dict) else {}
+
+
+def _line(error: Exception) -> str:
+    return (str(error) or repr(error)).splitlines()[0][:300]
+
+
+class WandbTracker:
+    """One run of Weights & Biases. WANDB_MODE=offline keeps it next to the metrics."""
+
+    def __init__(self, options: LogConfig, known: str | None, last: int, settings: Mapping[str, Any]):
+        wandb = importlib.import_module("wandb")
+        assert options.metrics is not None
+        self.since = last if known is not None else 0
+        self.id = options.wandb_id or known or uuid.uuid4().hex[:8]
+        name = options.wandb_name and f"{options.wandb_name}-{time.strftime('%Y-%m-%d-%H-%M-%S')}"
+        try:
+            self._run = wandb.init(
+                project=options.wandb_project or PROJECT,
+                entity=options.wandb_entity,
+                name=name if known is None else None,
+                id=self.id,
+                resume="must" if options.wandb_id else "allow",
+                dir=options.wandb_dir or os.path.dirname(os.path.abspath(options.metrics)),
+                config=dict(settings),
+            )
+        except Exception as error:
+            raise ValueError(
+                f"--wandb-project {options.wandb_project or PROJECT}: {_line(error)}; WANDB_MODE=offline keeps the run "
+                "here, for `wandb sync` later"
+            ) from None
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self._run.log(dict(values), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class MlflowTracker:
+    """One run of an MLflow experiment, at a server or in a folder."""
+
+    def __init__(self, options: LogConfig, known: str | None, settings: Mapping[str, Any]):
+        mlflow = importlib.import_module("mlflow")
+        entities = importlib.import_module("mlflow.entities")
+        self._metric, self.since = entities.Metric, 0
+        try:
+            self._client = mlflow.MlflowClient(tracking_uri=options.mlflow_uri)
+            name = options.mlflow_experiment
+            found = self._client.get_experiment_by_name(name)
+            experiment = found.experiment_id if found is not None else self._client.create_experiment(name)
+            if known is None:
+                self.id = str(self._client.create_run(experiment, run_name=options.wandb_name).info.run_id)
+                flat = {f"{table}.{key}": value for table, keys in settings.items() for key, value in keys.items()}
+                for key, value in flat.items():
+                    if value is not None:
+                        self._client.log_param(self.id, key, str(value)[:500])
+                return
+            self.id = known
+            history = self._client.get_metric_history(known, NAMES["loss"])
+            self.since = max((point.step for point in history), default=0)
+            self._client.update_run(known, status="RUNNING")
+        except Exception as error:
+            raise ValueError(f"--mlflow-uri {options.mlflow_uri}: {_line(error)}") from None
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        now = int(1000 * time.time())
+        metrics = [self._metric(name, value, now, step) for name, value in values.items()]
+        self._client.log_batch(self.id, metrics=metrics)
+
+    def close(self) -> None:
+        self._client.set_terminated(self.id)

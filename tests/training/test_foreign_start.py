@@ -1,0 +1,36 @@
+"""A training begins with others' weights where they lie, as it does with the checkpoint that is made of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mega.cli import main
+
+SHAPE = "--family llama --layers 1 --hidden 16 --heads 2 --ffn 32 --vocab 64".split()
+RUN = (
+    "--seq-length 8 --positions 8 --mock-data --micro-batch 1 --lr 1e-3 --lr-decay constant --eval-iters 0 "
+    "--device cpu --no-progress --steps 2"
+).split()
+
+
+def _losses(metrics: Path) -> list[float]:
+    return [row["loss"] for row in map(json.loads, metrics.read_text().splitlines()) if "lr" in row]
+
+
+def test_a_hugging_face_folder_is_where_a_run_begins(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    assert main(["pretrain", *SHAPE, *RUN, "--save", str(ours), "--save-interval", "2"]) == 0
+    assert main(["convert-llama", "--load-dir", str(ours), "--save-dir", str(theirs)]) == 0
+    first, *others = (tmp_path / f"{number}.jsonl" for number in range(3))
+    config = "--use-checkpoint-config"
+    assert main(["pretrain", *RUN, config, "--load", str(ours), "--finetune", "--metrics", str(first)]) == 0
+    for verb, metrics in zip(("pretrain", "finetune"), others, strict=True):
+        more = [config] if verb == "pretrain" else []
+        assert main([verb, *RUN, *more, "--load", str(theirs), "--metrics", str(metrics)]) == 0
+        assert _losses(metrics) == _losses(first)
+    assert f"weights from {theirs}; the optimizer and the steps begin afresh" in capsys.readouterr().out
+    assert main(["finetune", *RUN, "--load", str(theirs), "--lora-rank", "2"]) == 2
+    assert "convert them first: mega convert-llama --load-dir" in capsys.readouterr().err

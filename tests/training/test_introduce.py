@@ -1,0 +1,54 @@
+"""What a run says of itself before its first step, and in its first lines: short, and what a user asks first."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mega.cli import main
+from mega.core.config.sections import LogConfig
+from mega.core.training.meters import COLUMNS, Meters
+
+RUN = (
+    "pretrain --layers 1 --hidden 8 --heads 2 --seq-length 8 --vocab 64 --mock-data --micro-batch 2 --lr 1e-3 "
+    "--eval-iters 0 --lr-decay constant --device cpu --no-progress"
+).split()
+
+
+def test_a_run_and_a_resumed_one_introduce_themselves(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = [*RUN, "--save", str(tmp_path), "--save-interval", "11"]
+    assert main([*run, "--steps", "11"]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said[0] == "model: gpt, 1 layers, hidden 8, 2 heads, ffn 32, vocabulary 64; 1464 parameters"
+    assert said[1] == "layout: 1 rank"
+    assert said[2].startswith("device: CPU, ") and "; dtype fp32; operators: torch (" in said[2]
+    assert said[3] == "batch: 2 x 8 = 16 tokens a step; micro batch 2, 1 microbatch a rank"
+    assert said[4] == "length: 11 steps, 176 tokens"
+    assert said[5] == f"saves: in {tmp_path} every 11 steps, and at the end; metrics in metrics.jsonl there"
+    assert [line[:10] for line in said if line.startswith("step ")] == ["step  1/11", "step 10/11", "step 11/11"]
+    assert main(["checkpoint", "show", str(tmp_path), "--tensors"]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[0].startswith(f"{tmp_path / 'step-0000011'}: step 11, ") and shown[0].endswith(", good")
+    assert shown[1:3] == [said[0], said[1]] and shown[3].startswith("loss: ") and shown[4].startswith("written: ")
+    assert ["weights/model.layers.0.self_attn.q_proj.weight", "8", "x", "8", "float32"] in map(str.split, shown)
+    assert main([*run, "--steps", "12", "--resume", "auto", "--dtype", "bf16", "--override-schedule"]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert "length: 12 steps, 192 tokens; 11 steps are done" in said
+    assert "not as in the checkpoint: --dtype bf16 (was fp32)" in said
+
+
+def test_a_line_of_the_log_fits_a_terminal_and_has_no_empty_field(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = LogConfig(metrics=str(tmp_path / "m.jsonl"), progress=False, log_interval=1000)
+    meters = Meters(options, start=0, steps=1_000_000, flops_per_token=1e12, devices=8, peak=989.0)
+    row = {"consumed": 10**9, "loss": 11.25, "lr": 1e-4, "grad_norm": 1234.5, "seconds": 12.3456, "skipped": 3}
+    row |= {"loss_scale": 65536.0, "params_norm": 1234.5, "zeros": 0.5}
+    meters.step(1000, row, 10**6, 10**11)
+    meters.evaluation(1000, "valid", {"loss": 11.25})
+    meters.close()
+    line, _ = capsys.readouterr().out.splitlines()
+    assert len(line) <= COLUMNS and "n/a" not in line
+    for field in ("step    1000/1000000", "loss 11.250000", "lr 1.000e-04", "grad norm", "skipped 3", "eta "):
+        assert field in line
