@@ -71,7 +71,7 @@ def run(
     """
     own = {"--max-requests": max_requests, "--cache-tokens": cache_tokens, "--max-length": longest}
     if serve:
-        others = {"--fit": fit, "--gpus": gpus, "--mtbf": mtbf, "--save-seconds": save_seconds}
+        others: dict[str, object] = {"--fit": fit, "--gpus": gpus, "--mtbf": mtbf, "--save-seconds": save_seconds}
         others |= {"--restart-seconds": restart_seconds, "--draw": draw, "--draw-schedule": draw_schedule}
         for flag, value in {**others, "--megatron": megatron or None}.items():
             if value is not None:
