@@ -57,7 +57,7 @@ def run(
     Row serve: time to the first token, between tokens and throughput, for requests that arrive at random, of the model
     at --load, of one of random weights by its flags, or of a server at --url.
     """
-    served = {"--url": url, "--rate": rate, "--requests": requests, "--prompt-tokens": prompt_tokens}
+    served: dict[str, Any] = {"--url": url, "--rate": rate, "--requests": requests, "--prompt-tokens": prompt_tokens}
     served |= {"--new-tokens": new_tokens, "--max-requests": max_requests, "--draw": draw}
     if rows == ["serve"]:
         excluded = {"--against": against, "--trace": trace, "--calibrate": calibrate}
