@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Iterable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -21,7 +22,8 @@ def run(
     run: RunConfig,
     given: GivenOptions,
     rows: Annotated[
-        list[str] | None, typer.Argument(help="w1, w2, w2-fp8, w3 or t5; without one, the run that the flags define")
+        list[str] | None,
+        typer.Argument(help="w1, w2, w2-fp8, w3, t5 or serve; without one, the run that the flags define"),
     ] = None,
     repeats: Annotated[int, typer.Option(help="timed steps; their median counts", min=1)] = 7,
     warmup: Annotated[int, typer.Option(help="steps before those", min=1)] = 5,
@@ -34,12 +36,34 @@ def run(
         str | None, typer.Option(help="measure this machine instead, into a .toml that memory-estimate --gpu reads")
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="let --calibrate replace a file")] = False,
+    url: Annotated[str | None, typer.Option("--url", metavar="HOST:PORT", help="row serve: a server that runs")] = None,
+    rate: Annotated[
+        list[float] | None, typer.Option("--rate", help="row serve: requests a second, several times; 0: all at once")
+    ] = None,
+    requests: Annotated[int | None, typer.Option("--requests", help="row serve: of each rate [64]", min=1)] = None,
+    prompt_tokens: Annotated[
+        int | None, typer.Option("--prompt-tokens", help="row serve: of a request [512]", min=1)
+    ] = None,
+    new_tokens: Annotated[int | None, typer.Option("--new-tokens", help="row serve: of an answer [128]", min=1)] = None,
+    max_requests: Annotated[
+        int | None, typer.Option("--max-requests", help="row serve: at once; more wait [64]", min=1)
+    ] = None,
+    draw: Annotated[Path | None, typer.Option("--draw", help="row serve: write a plot to a .svg file")] = None,
 ) -> int:
     """Measure speed: the trainer's own step on random tokens, one row after another in one process group.
 
     Rows: w1 is GPT 345M, w2 Llama-2 7B, w2-fp8 the same by --fp8, w3 GPT 22B by tensor ranks, t5 T5 220M.
     Batch and layout of a row follow the number of ranks; any flag that you type overrides the row.
+    Row serve: time to the first token, between tokens and throughput, for requests that arrive at random, of the model
+    at --load, of one of random weights by its flags, or of a server at --url.
     """
+    served: dict[str, Any] = {"--url": url, "--rate": rate, "--requests": requests, "--prompt-tokens": prompt_tokens}
+    served |= {"--new-tokens": new_tokens, "--max-requests": max_requests, "--draw": draw}
+    if rows == ["serve"]:
+        excluded = {"--against": against, "--trace": trace, "--calibrate": calibrate}
+        return _serving(run, given, served, excluded, json)
+    if typed := [flag for flag, value in served.items() if value is not None]:
+        raise ValueError(f"{typed[0]}: is of the row serve: mega bench serve {typed[0]} ...")
     world = world_from_env()
     size = ranks(world, run.runtime.nproc, run.runtime.world)
     _check_outputs({"--json": json, "--trace": trace, "--calibrate": calibrate}, overwrite)
@@ -134,3 +158,69 @@ def _calibrate(run: RunConfig, out: str, repeats: int, start: bool, size: int) -
     from mega.core.parallel.launch import launch
 
     return launch(size, calibrate, *arguments)
+
+
+def _serving(
+    run: RunConfig,
+    given: GivenOptions,
+    served: Mapping[str, Any],
+    excluded: Mapping[str, str | None],
+    out: str | None,
+) -> int:
+    """Row serve. Errors: ValueError naming the flag that does not fit it."""
+    if unfit := [f"{flag} {value}" for flag, value in excluded.items() if value is not None]:
+        raise ValueError(f"{unfit[0]}: excludes the row serve")
+    picture, url, load = served["--draw"], served["--url"], given.values.get("load")
+    if picture is not None and picture.suffix != ".svg":
+        raise ValueError(f"--draw {picture}: must end in .svg")
+    _check_outputs({"--json": out, "--draw": None if picture is None else str(picture), "--calibrate": None}, False)
+    sizes = [*vars(run.model), "seq_length"]
+    read = {"dry_run", *(sizes if url is None and load is None else ())}
+    if url is None:
+        read |= {"load", "tp", "pp", "dtype", "device", "backend"}
+    if (url is not None or load is not None) and (typed := _model_flags(given, sizes)):
+        raise ValueError(f"{typed[0]}: excludes {'--load' if url is None else f'--url {url}'}, which has its own model")
+    if is_first_rank() and (unused := [flag_of(name) for name in given.values if name not in read]):
+        print(f"not used, nothing is trained: {', '.join(unused)}", file=sys.stderr)
+    from mega.core.config.resolve import model_alone
+    from mega.core.inference.opening import EngineOptions
+    from mega.core.proof.serving import Load
+    from mega.core.proof.serving_bench import ServingBench, bench_engine, bench_url
+
+    rates = served["--rate"] or [0.0]
+    if bad := [rate for rate in rates if not 0 <= rate < 1e6]:
+        raise ValueError(f"--rate {bad[0]:g}: must be from 0 (all at once) to 1e6")
+    counts = (served["--requests"] or 64, served["--prompt-tokens"] or 512, served["--new-tokens"] or 128)
+    tp, pp = run.parallel.tp, run.parallel.pp
+    plan = ServingBench(
+        loads=tuple(Load(rate, *counts) for rate in rates),
+        url=url,
+        load=None if load is None else str(load),
+        model=None if load is not None or url is not None else model_alone(run),
+        engine=EngineOptions(requests=served["--max-requests"] or 64),
+        tp=tp,
+        pp=pp,
+        dtype=run.precision.dtype if "dtype" in given.values else None,
+        device=run.runtime.device,
+        backend=run.runtime.backend,
+        out=out,
+        picture=picture,
+    )
+    if run.runtime.dry_run:
+        print("everything checked, nothing measured")
+        return 0
+    if url is not None:
+        return bench_url(plan)
+    world = world_from_env()
+    if world.source == "alone" and tp * pp > 1:
+        from mega.core.parallel.launch import launch
+
+        return launch(tp * pp, bench_engine, plan)
+    if world.size != tp * pp:
+        raise ValueError(f"--tp x --pp = {tp * pp}: must be the number of ranks, {world.size}")
+    return bench_engine(plan)
+
+
+def _model_flags(given: GivenOptions, sizes: Iterable[str]) -> list[str]:
+    """Flags that define a model."""
+    return ["--model"] * (given.preset is not None) + [flag_of(name) for name in sizes if name in given.values]

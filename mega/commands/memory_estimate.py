@@ -125,16 +125,14 @@ def _serving(
     run: RunConfig, gpu: str | None, requests: int, cache_tokens: int | None, longest: int | None, as_json: bool
 ) -> int:
     """What `mega serve` reports before it listens, on a device or on this machine's processors."""
-    from mega.core.config.resolve import resolve
+    from mega.core.config.resolve import model_alone
     from mega.core.device import DTYPES, Device
     from mega.core.estimate.hardware import hardware
     from mega.core.inference.capacity import GIB, expected
     from mega.core.inference.opening import check_layout
 
     tp, pp = run.parallel.tp, run.parallel.pp
-    values: dict[str, Any] = {name: entries()[name].default for name in options_with(layout=True)}
-    run = updated(run, {**values, "tp": tp, "pp": pp, "micro_batch": 1, "global_batch": None, "world": None})
-    model = resolve(run, tp * pp).model
+    model = model_alone(run)
     check_layout(model, tp, pp)
     if gpu is None:
         kind, room = "cpu", Device.choose("cpu").room()

@@ -14,7 +14,7 @@ from math import isqrt, lcm
 from typing import Any
 
 from mega.core.config.presets import FAMILY_DEFAULTS
-from mega.core.config.run import RunConfig, entries
+from mega.core.config.run import RunConfig, entries, flag_of
 from mega.core.config.sections import (
     LABELLED,
     BatchConfig,
@@ -51,6 +51,20 @@ def resolve(run: RunConfig, world: int, vocab: int | None = None) -> RunConfig:
         tokenizer=_tokenizer(run),
         log=_log(run.log, run.checkpoint.save),
     )
+
+
+def model_alone(run: RunConfig) -> ModelConfig:
+    """The model of a run, whatever is said of its training. Errors: ValueError naming a size that is not given.
+
+    >>> from mega.core.config.compose import compose
+    >>> model_alone(compose("llama2-7b", flags={})).head_dim
+    128
+    """
+    model = _model(run, None)
+    for name in ("layers", "hidden", "heads", "vocab", "positions"):
+        if getattr(model, name) is None:
+            raise ValueError(f"{flag_of(name)} is missing: give the sizes of the model, or --model")
+    return model
 
 
 def microbatch_rows(run: RunConfig) -> int:

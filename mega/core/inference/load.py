@@ -173,8 +173,33 @@ def load_stages(
     axis, as of --sequence-parallel and --tp-overlap. stage_layers: blocks of each stage where they are not equal.
     Errors: ValueError where the layout does not divide the model; CheckpointError naming file or tensor.
     """
-    model, where = opened.model, device.torch
-    dtype = dtype or opened.dtype
+    stage = empty_stage(
+        opened.model,
+        mesh,
+        device,
+        dtype or opened.dtype,
+        ops=ops,
+        sequence=sequence,
+        overlap=overlap,
+        stage_layers=stage_layers,
+    )
+    fill(stage, opened)
+    return [stage]
+
+
+def empty_stage(
+    model: ModelConfig,
+    mesh: Mesh,
+    device: Device,
+    dtype: torch.dtype,
+    *,
+    ops: Ops | None = None,
+    sequence: bool = False,
+    overlap: bool = False,
+    stage_layers: tuple[int, ...] = (),
+) -> Any:
+    """This rank's stage of a model, its weights not set. As of `load_stages`."""
+    where = device.torch
     factory = ParameterFactory(
         {"tp": (mesh.tp.index, mesh.tp.size)},
         dtype,
@@ -184,9 +209,7 @@ def load_stages(
     transport = peers(mesh.tp, where) if overlap and mesh.tp.group is not None else None
     region = Region(mesh.tp, sequence=sequence and mesh.tp.size > 1, transport=transport)
     held = [unit for unit, (at, _) in placement(model, mesh.pp.size, 1, stage_layers).items() if at == mesh.pp.index]
-    stage: Any = family(model).stage(model, held, factory, region)
-    fill(stage, opened)
-    return [stage]
+    return family(model).stage(model, held, factory, region)
 
 
 def fill(stage: Any, source: OpenedModel | Checkpoint) -> None:

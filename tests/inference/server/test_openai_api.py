@@ -200,6 +200,8 @@ def test_what_is_not_json_is_refused(server: Running, path: str, body: bytes) ->
 
 def test_the_page_of_options_and_the_counters(server: Running) -> None:
     paths = server.ask("GET", "/openapi.json").json["paths"]
+    for path, method, kind in (("/v1/completions", "post", "text/event-stream"), ("/metrics", "get", "text/plain")):
+        assert kind in paths[path][method]["responses"]["200"]["content"]
     wanted = {
         "/v1/completions",
         "/v1/chat/completions",

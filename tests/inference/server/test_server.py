@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -99,6 +101,22 @@ def test_a_request_that_takes_too_long_is_ended() -> None:
         assert b"no whole answer within 0.2 s" in body and body.endswith(b"data: [DONE]\n\n")
         time.sleep(0.1)
         assert not engine.running and engine.cancelled == 2
+
+
+def test_a_request_is_read_before_newer_connections_take_its_place() -> None:
+    """Sent while the server is busy with something else, in front of more connections than it has room for."""
+    options = ServerOptions(name="fake", limits=ServerLimits(connections=16))
+    with serving(fake(), ByteTokenizer(), options) as server, contextlib.ExitStack() as opened:
+        blocked, release = threading.Event(), threading.Event()
+        assert server.server._loop is not None
+        server.server._loop.call_soon_threadsafe(lambda: (blocked.set(), release.wait(20)))
+        assert blocked.wait(20)
+        asking = opened.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=20))
+        asking.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        for _ in range(60):
+            opened.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=20))
+        release.set()
+        assert asking.recv(1 << 12).startswith(b"HTTP/1.1 200")
 
 
 def test_a_failed_engine_is_503_and_ends_the_server() -> None:

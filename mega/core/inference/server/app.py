@@ -48,11 +48,18 @@ def make_app(service: Service) -> Gate:
     return Gate(app, service, frozenset(route.path for route in app.routes if hasattr(route, "path")))
 
 
-def _body(fields: Fields, *statuses: int) -> dict[str, Any]:
-    """What OpenAPI is told of a route's body, and of the statuses that it may answer."""
+def _body(fields: Fields, *statuses: int, streams: bool = False) -> dict[str, Any]:
+    """What OpenAPI is told of a route's body, and of the statuses that it may answer. streams: by events, if asked."""
+    answers: dict[str, Any] = {}
+    if streams:
+        types: dict[str, Any] = {
+            "application/json": {"schema": {}},
+            "text/event-stream": {"schema": {"type": "string"}},
+        }
+        answers["200"] = {"description": "the answer, whole or as server-sent events", "content": types}
     errors = {str(status): {"description": _STATUS[status]} for status in (400, 408, 413, 415, 429, 503, *statuses)}
     content = {"application/json": {"schema": schema(fields)}}
-    return {"requestBody": {"required": True, "content": content}, "responses": errors}
+    return {"requestBody": {"required": True, "content": content}, "responses": answers | errors}
 
 
 _STATUS = {
@@ -74,11 +81,13 @@ def status_of(error: Exception) -> tuple[int, str]:
     """Status and type of an error, as OpenAI calls it."""
     if isinstance(error, BadField):
         return error.status, "invalid_request_error"
+    if isinstance(error, AnswerFailed):  # by what the request itself lets follow
+        return 400, "invalid_request_error"
     if isinstance(error, QueueFull):
         return 429, "rate_limit_error"
     if isinstance(error, ClientGone):
         return _GONE, "client_gone"
-    if isinstance(error, (EngineLost, TooLong, AnswerFailed)):
+    if isinstance(error, (EngineLost, TooLong)):
         return 503, "server_error"
     raise error
 
@@ -158,8 +167,12 @@ def _add_openai(app: Any, service: Service) -> None:
 
     for request in (completions, chat):
         request.__annotations__["request"] = Request  # FastAPI reads annotations where this function's names are gone
-    app.add_api_route("/v1/completions", completions, methods=["POST"], openapi_extra=_body(openai_api.COMPLETION, 404))
-    app.add_api_route("/v1/chat/completions", chat, methods=["POST"], openapi_extra=_body(openai_api.CHAT, 404))
+    app.add_api_route(
+        "/v1/completions", completions, methods=["POST"], openapi_extra=_body(openai_api.COMPLETION, 404, streams=True)
+    )
+    app.add_api_route(
+        "/v1/chat/completions", chat, methods=["POST"], openapi_extra=_body(openai_api.CHAT, 404, streams=True)
+    )
     app.add_api_route("/v1/models", models, methods=["GET"])
 
 
@@ -275,4 +288,4 @@ def _add_pages(app: Any, service: Service) -> None:
         app.add_api_route(path, index, methods=["GET"], include_in_schema=False)
     for path in ("/health", "/v1/health"):
         app.add_api_route(path, health, methods=["GET"])
-    app.add_api_route("/metrics", metrics, methods=["GET"])
+    app.add_api_route("/metrics", metrics, methods=["GET"], response_class=PlainTextResponse)

@@ -55,8 +55,12 @@ class Grammars:
             )
             made = Grammar(self._library, text, self._vocab, self._tokenizer.eod)
         except (ValueError, RecursionError) as error:
-            raise BadField(_FIELD, f"{_FIELD}: {' '.join(str(error).split())[:300]}") from None
+            raise BadField(_FIELD, f"{_FIELD}: {_one_line(error)}") from None
         return made
+
+
+def _one_line(error: object) -> str:
+    return " ".join(str(error).split())[:300]
 
 
 class Grammar:
@@ -83,12 +87,14 @@ class Grammar:
             new = [token for token in ids[before:] if not only_end[token]]
             if new:
                 matcher.consume_tokens(new)
-            if matcher.is_error() or matcher.is_stopped():
+            if matcher.is_error():
+                raise ValueError(f"{_FIELD}: {_one_line(matcher.get_error())}")
+            if matcher.is_stopped():
                 return only_end
             bits = torch.frombuffer(bytearray(matcher.compute_bitmask()), dtype=torch.uint8)
             mask = (bits[:, None] >> torch.arange(8, dtype=torch.uint8) & 1).flatten()[: self._vocab].bool()
             if matcher.is_error():  # the step was more work than is allowed for
-                return only_end
+                raise ValueError(f"{_FIELD}: {_one_line(matcher.get_error())}")
             return mask | only_end if matcher.is_accepting() else mask & ~only_end
 
         return allowed
@@ -127,6 +133,10 @@ def _limits() -> Any:
     )
 
 
+_INSIDE = b"\x02"
+"""Stands in front of a text that is to be encoded as the inside of one."""
+
+
 class _Tokens:
     """A tokenizer as llguidance asks for it."""
 
@@ -139,9 +149,33 @@ class _Tokens:
             self.tokens[token] = f"<|{token}|>".encode()
         self._encode = tokenizer.encode
         self._lead = len(tokenizer.encode(""))
+        self._ids = {text: token for token, text in reversed(list(enumerate(self.tokens)))}
+        self._longest = max(map(len, self.tokens))
 
     def __call__(self, text: bytes | str) -> list[int]:
-        return self._encode(text.decode(errors="replace") if isinstance(text, bytes) else text)[self._lead :]
+        """Tokens whose bytes together are `text`, as the tokenizer has them within a text: the library takes what must
+        follow from here. Many tokenizers put a blank in front of a text, or of its first word."""
+        data = text if isinstance(text, bytes) else text.encode()
+        for before in (b"", _INSIDE):
+            ids = self._encode((before + data).decode(errors="replace"))[self._lead :]
+            if before:
+                where = next((at for at, token in enumerate(ids) if self.tokens[token] == before), len(ids))
+                ids = ids[where + 1 :]
+            if b"".join(self.tokens[token] for token in ids) == data:
+                return ids
+        return self._by_length(data)
+
+    def _by_length(self, data: bytes) -> list[int]:
+        """The longest token that fits, again and again; up to a byte that has none."""
+        ids: list[int] = []
+        while data:
+            sizes = range(min(len(data), self._longest), 0, -1)
+            size = next((size for size in sizes if data[:size] in self._ids), 0)
+            if not size:
+                break
+            ids.append(self._ids[data[:size]])
+            data = data[size:]
+        return ids
 
 
 def _library_tokenizer(tokenizer: Tokenizer, vocab: int) -> Any:

@@ -30,6 +30,8 @@ from mega.core.text.tokenizer import Tokenizer
 
 _FILES = 128
 """File descriptors for all but connections."""
+_UNACCEPTED = 2048
+"""Connections that the system holds until they are accepted."""
 
 
 class HttpServer:
@@ -76,6 +78,7 @@ class HttpServer:
             while not server.started and not serving.done():
                 await asyncio.sleep(0.005)
             if server.started:
+                listening.listen(_UNACCEPTED)  # longer than uvicorn's, which is also how many are accepted at a time
                 ready()
             stopped = asyncio.create_task(self._stop.wait())
             await asyncio.wait({serving, stopped}, return_when=asyncio.FIRST_COMPLETED)
@@ -129,6 +132,8 @@ def _config(app: Any, limits: ServerLimits) -> Any:
         log_config=None,
         access_log=False,
         server_header=False,
+        # What a connection has sent is read before so many newer ones have come that it would have to make room.
+        backlog=max(1, min(128, limits.connections // 8)),
         h11_max_incomplete_event_size=HEADER_BYTES,
         timeout_keep_alive=int(limits.idle_seconds),
         timeout_graceful_shutdown=3,

@@ -1,0 +1,109 @@
+"""`mega bench serve`: an engine, or a server that runs, under loads; a table, rows of JSON, and a picture.
+
+The engine is that of `mega serve` without its HTTP, on a model that lies somewhere or on one of random weights.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from mega.core.config.sections import ModelConfig
+from mega.core.device import DTYPES, Device
+from mega.core.files import whole_file
+from mega.core.inference.capacity import even_layers
+from mega.core.inference.engine import BatchingEngine
+from mega.core.inference.load import empty_stage, open_model
+from mega.core.inference.opening import EngineOptions, check_layout, engine_on, start_engine
+from mega.core.ops.suite import choose, forward_only
+from mega.core.parallel.launch import connect
+from mega.core.parallel.mesh import Mesh
+from mega.core.parallel.weight import initialise
+from mega.core.proof.serving import Load, ServingRow, Timing, of_engine, of_server, plot, summary, table, vocabulary
+
+_WARM = 4
+"""Requests before those that count."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServingBench:
+    """What is measured. url: a server that runs; else load: a model that lies somewhere; else model: of random weights.
+
+    dtype: of --dtype, "fp32" ...; None: as `mega serve`. out: gets a JSON line a rate. picture: an .svg.
+    """
+
+    loads: tuple[Load, ...]
+    url: str | None = None
+    load: str | None = None
+    model: ModelConfig | None = None
+    engine: EngineOptions = field(default_factory=EngineOptions)
+    tp: int = 1
+    pp: int = 1
+    dtype: str | None = None
+    device: str = "auto"
+    backend: str = "auto"
+    out: str | None = None
+    picture: Path | None = None
+
+
+def bench_url(plan: ServingBench) -> int:
+    """Measure a server. Errors: ValueError naming flag and address; OSError where none answers."""
+    assert plan.url is not None
+    vocab, url = vocabulary(plan.url), plan.url
+    first = plan.loads[0]
+    of_server(url, Load(0, _WARM, first.prompt, first.new), vocab)
+    _measure(plan, f"{url}, through HTTP", lambda load: of_server(url, load, vocab))
+    return 0
+
+
+def bench_engine(plan: ServingBench) -> int:
+    """This rank's part. Errors: as of `start_engine`; ValueError where a load does not fit."""
+    world, device, groups = connect(plan.device, plan.backend)
+    mesh = Mesh(world.rank, tp=plan.tp, pp=plan.pp, groups=groups if world.size > 1 else None)
+    engine, what = _opened(plan, mesh, device)
+    if engine is None:
+        return 0
+    first = plan.loads[0]
+    of_engine(engine, Load(0, _WARM, first.prompt, first.new))
+    _measure(plan, f"{what} on {world.size} x {device.name}", lambda load: of_engine(engine, load))
+    engine.close()
+    return 0
+
+
+def _opened(plan: ServingBench, mesh: Mesh, device: Device) -> tuple[BatchingEngine | None, str]:
+    asked = DTYPES[plan.dtype] if plan.dtype is not None else None if device.is_cuda else DTYPES["fp32"]
+    if plan.load is not None:
+        opened = open_model(plan.load)
+        return start_engine(opened, mesh, device, plan.engine, dtype=asked), plan.load
+    model = plan.model
+    assert model is not None
+    check_layout(model, plan.tp, plan.pp)
+    layers, dtype = even_layers(model.layers or 0, plan.pp), asked or DTYPES["bf16"]
+    ops = forward_only(choose(device.torch, dtype))
+    stage = empty_stage(model, mesh, device, dtype, ops=ops, stage_layers=layers)
+    initialise(stage, 1)
+    name = f"{model.family}, {model.layers} blocks of {model.hidden}, random weights, {str(dtype).split('.')[-1]}"
+    return engine_on(stage.eval(), mesh, device, plan.engine, max(layers)), name
+
+
+def _measure(plan: ServingBench, title: str, run: Callable[[Load], Sequence[Timing]]) -> None:
+    rows: list[ServingRow] = []
+    load = plan.loads[0]
+    title = f"{title}: {load.prompt} tokens in, {load.new} out"
+    print(title)
+    for load in plan.loads:
+        row = summary(load, run(load))
+        rows.append(row)
+        shown = table(rows).splitlines()
+        print("\n".join(shown[:2] if len(rows) == 1 else []) + "\n" * (len(rows) == 1) + shown[-1], flush=True)
+        if row.failed:
+            print(f"--rate {load.rate:g}: {row.failed} of {row.requests} requests failed", file=sys.stderr)
+        if plan.out is not None:
+            with open(plan.out, "a", encoding="utf-8") as file:
+                file.write(json.dumps({**row.fields(), "what": title}) + "\n")
+    if plan.picture is not None:
+        with whole_file(plan.picture) as out:
+            out.write(plot(rows, title).encode())

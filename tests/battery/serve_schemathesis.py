@@ -1,0 +1,65 @@
+"""The server's own OpenAPI against it: schemathesis makes requests from it, right and wrong ones, and judges answers.
+No 5xx, no 200 for what the schema forbids, no status or type that is not documented, no hang; 20,000 cases and more.
+
+    python -m venv st && st/bin/pip install schemathesis          in an environment of its own; 4.32 was tried
+    SCHEMATHESIS=st/bin/schemathesis python tests/battery/serve_schemathesis.py
+
+An item a route and seed. On stories260K of the shared data. Needs the extra `serve`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from tests.battery.data_ledger import Item, run
+from tests.battery.serve_load import served
+
+TOOL = os.environ.get("SCHEMATHESIS", "schemathesis")
+ROUTES = ("/v1/completions", "/v1/chat/completions", "/api", "/tokenize", "/detokenize")
+SEEDS, EXAMPLES, OTHERS = 4, 1000, 100
+"""Items of a route; cases of one by schemathesis's fuzzing (its coverage adds some); the same of other routes."""
+
+CHECKS = (
+    "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance,"
+    "negative_data_rejection"
+)
+
+
+def prove(selection: tuple[str, ...], examples: int, seed: int) -> dict[str, Any]:
+    """Errors: AssertionError with what schemathesis found."""
+    with served("--max-length", "64") as target:
+        url = f"http://127.0.0.1:{target.port}/openapi.json"
+        command = [TOOL, "run", url, *selection, "--phases", "coverage,fuzzing", "-n", str(examples)]
+        command += ["--checks", CHECKS, "--continue-on-failure", "--request-timeout", "30", "--seed", str(seed)]
+        made = subprocess.run([*command, "--no-color"], capture_output=True, text=True, timeout=3600, check=False)
+        cases = re.search(r"([\d,]+) generated", made.stdout)
+        _, metrics = target.ask("GET", "/metrics", b"")
+        assert made.returncode == 0 and cases is not None, made.stdout[-400:] + made.stderr[-100:]
+    statuses: dict[str, int] = {}
+    for line in metrics.decode().splitlines():
+        if found := re.match(r'mega_requests_total\{.*status="(\d+)"\} (\d+)', line):
+            statuses[found[1]] = statuses.get(found[1], 0) + int(found[2])
+    assert not [status for status in statuses if status >= "500"], statuses
+    return {"cases": int(cases[1].replace(",", "")), "statuses": statuses}
+
+
+def items() -> Iterator[Item]:
+    """Name and work of every item."""
+    for seed in range(SEEDS):
+        for route in ROUTES:
+            yield f"{route} {seed}", partial(prove, ("--include-path", route), EXAMPLES, seed)
+    others = tuple(part for route in ROUTES for part in ("--exclude-path", route))
+    yield "others", partial(prove, others, OTHERS, 0)
+
+
+if __name__ == "__main__":
+    run("serve_schemathesis", items())
