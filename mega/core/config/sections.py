@@ -99,7 +99,11 @@ class ModelConfig(Section):
         most=2**31 - 1,
         on_resume="free",
     )
-    mask_padded_vocab: bool = option(True, "keep padded vocabulary rows out of the softmax")
+    mask_padded_vocab: bool = option(
+        True,
+        "keep padded vocabulary rows out of the softmax; without, the rows of the checkpoint that is loaded are all tokens",
+        on_resume="free",
+    )
     positions: int | None = option(
         None,
         "largest sequence length [seq-length]",
