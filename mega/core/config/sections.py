@@ -101,7 +101,7 @@ class ModelConfig(Section):
     )
     mask_padded_vocab: bool = option(
         True,
-        "keep padded vocabulary rows out of the softmax; without, the rows of the checkpoint that is loaded are all tokens",
+        "keep padded vocabulary rows out of the softmax; else all rows are tokens, as many as a loaded checkpoint has",
         on_resume="free",
     )
     positions: int | None = option(
