@@ -28,6 +28,8 @@ MEANT = {
     "--true-vocab-size 55": lambda source, target: source in ("megatron", "torch_dist"),
     "--vocab-file FILE": lambda source, target: source in ("megatron", "torch_dist"),
     "--num-attention-heads 4": lambda source, target: source == "torch_dist",
+    "--use-distributed-optimizer": lambda source, target: target in ("megatron", "mcore"),
+    "--tokenizer-type NullTokenizer": lambda source, target: target in ("megatron", "mcore"),
     "--no-load-optim": lambda source, target: source in ("megatron", "torch_dist") or target in ("megatron", "mcore"),
 }
 EVERYWHERE = {"load_dir", "save_dir", "to", "saver", "verify"}
@@ -40,7 +42,10 @@ def lines(flag: str) -> list[tuple[str, str, str]]:
     into = [("convert-llama", kind, "mega") for kind in SOURCES[1:5]]
     out = [("convert-llama", "mega", kind) for kind in ("hf", "meta")]
     anew = [("reshard", *pair) for pair in product(SOURCES, ("mega", "megatron", "mcore"))]
-    convert, other = flag.startswith("--parts"), flag.startswith(("--true", "--vocab", "--num", "--no-load"))
+    convert, other = (
+        flag.startswith("--parts"),
+        flag.startswith(("--true", "--vocab", "--num", "--no-load", "--use", "--tok")),
+    )
     return (into + out if not other else []) + (anew if not convert else [])
 
 

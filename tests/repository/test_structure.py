@@ -30,7 +30,7 @@ LONG = {
     "generate.run": 116,
     "memory_estimate.run": 74,
     "preprocess.run": 75,
-    "reshard.run": 89,
+    "reshard.run": 104,
     "serve.run": 99,
     "argv.translate": 51,
     "fairseq.model_from_options": 53,

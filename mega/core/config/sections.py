@@ -99,7 +99,11 @@ class ModelConfig(Section):
         most=2**31 - 1,
         on_resume="free",
     )
-    mask_padded_vocab: bool = option(True, "keep padded vocabulary rows out of the softmax")
+    mask_padded_vocab: bool = option(
+        True,
+        "keep padded vocabulary rows out of the softmax; else all rows are tokens, as many as a loaded checkpoint has",
+        on_resume="free",
+    )
     positions: int | None = option(
         None,
         "largest sequence length [seq-length]",

@@ -7,6 +7,7 @@ open_inputs    once in every process that trains, and in the launcher, so that a
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -78,7 +79,7 @@ def resolve_run(run: RunConfig, world: int) -> ResolvedRun:
     tokenizer = _tokenizer(run)
     vocab = _vocabulary(run, tokenizer, notes)
     if not run.model.mask_padded_vocab:
-        vocab = padded(vocab, run.parallel.tp, run.model.vocab_multiple)
+        vocab = _with_padding(run, vocab)
     return ResolvedRun(updated(run, {"vocab": vocab}), tuple(notes), tokenizer)
 
 
@@ -143,6 +144,22 @@ def _vocabulary(run: RunConfig, tokenizer: Tokenizer | None, notes: list[str]) -
     if given > tokenizer.vocab_size:
         notes.append(f"vocabulary of {given}, of which the tokenizer uses {tokenizer.vocab_size}")
     return given
+
+
+def _with_padding(run: RunConfig, vocab: int) -> int:
+    """The vocabulary where padding counts as tokens: as many rows as the checkpoint has that the run begins from, where
+    those are more than its tokenizer's (so it goes on in any layout), else as many as this layout pads to."""
+    from mega.core.checkpoint.own.model import model_of
+    from mega.core.checkpoint.own.pieces import CheckpointError
+    from mega.core.checkpoint.own.store import locate
+
+    options = run.checkpoint
+    for place in (options.save if options.resume == "auto" else options.resume, options.load):
+        if place is not None:
+            with contextlib.suppress(CheckpointError):  # none there, or damaged: reported where weights are read
+                stored = model_of(locate(place, report=lambda line: None).meta, place).vocab or 0
+                return stored if stored > vocab else padded(vocab, run.parallel.tp, run.model.vocab_multiple)
+    return padded(vocab, run.parallel.tp, run.model.vocab_multiple)
 
 
 def _has_data(run: RunConfig) -> bool:

@@ -52,7 +52,7 @@ def vocabulary(values: Mapping[str, Any], rows: int, given: int | None, folder: 
     return rows, (
         f"vocabulary: all {rows:,} rows are kept; how many of them are tokens, and how many padding, is not said"
         f"{' (' + ', '.join(hints) + ')' if hints else ''}; Megatron-LM's softmax counts padding, so a run that is to "
-        "have its losses keeps it, and gives --no-mask-padded-vocab; --true-vocab-size or --vocab-file leaves it out",
+        "have its losses keeps it (and --no-mask-padded-vocab); --true-vocab-size or --vocab-file leaves it out",
     )
 
 

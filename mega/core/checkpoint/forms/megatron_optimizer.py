@@ -104,13 +104,14 @@ def written_groups(facts: Facts, decayed: Iterable[bool], order: Order) -> list[
     constants = facts.constants
     lr = (facts.schedule or {}).get("lr", {"peak": constants["lr"], "least": 0.0})
     rates = {"max_lr": lr["peak"], "min_lr": lr["least"]}
+    decay = (facts.schedule or {}).get("weight_decay", {"start": constants["weight_decay"]})["start"]
     return [
         {
             **({} if order == "legacy" else GROUP_KEYS | rates),
             "lr": constants["lr"],
             "betas": (constants["adam_beta1"], constants["adam_beta2"]),
             "eps": constants["adam_eps"],
-            "weight_decay": constants["weight_decay"] * one,
+            "weight_decay": decay * one,
             "bias_correction": True,
             "step": facts.updates,
             "wd_mult": float(one),

@@ -43,13 +43,13 @@ VERSIONS = {
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 
 
-class Container:
+class DistcpFile:
     """A file of tensors and the index of them. file: a new one, to write into."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
         self._described: dict[str, Any] = {}
-        self._places: dict[Any, Any] = {}
+        self._stored: dict[Any, Any] = {}
 
     def add(self, name: str, whole: tuple[int, ...], start: tuple[int, ...], tensor: torch.Tensor) -> None:
         """The rectangle of the tensor `name`, of shape `whole`, that begins at `start`."""
@@ -79,13 +79,13 @@ class Container:
         buffer, begin = io.BytesIO(), self._file.tell()
         torch.save(content, buffer)
         self._file.write(buffer.getbuffer())
-        self._places[index] = _StorageInfo(FILE, begin, self._file.tell() - begin)
+        self._stored[index] = _StorageInfo(FILE, begin, self._file.tell() - begin)
 
     def index(self) -> bytes:
         """What `.metadata` holds."""
         from torch.distributed.checkpoint.metadata import Metadata
 
-        return pickle.dumps(Metadata(self._described, storage_data=self._places), protocol=4)
+        return pickle.dumps(Metadata(self._described, storage_data=self._stored), protocol=4)
 
 
 def export(own: Own, to: str, given: Given) -> Export:
@@ -100,14 +100,14 @@ def export(own: Own, to: str, given: Given) -> Export:
         place = folder / f"iter_{said.iteration:07d}"
         place.mkdir(parents=True)
         with whole_file(place / FILE) as file:
-            container = Container(file)
+            distcp = DistcpFile(file)
             for target in table.targets:
-                _write(container, target.name, made(target, source), model, said)
+                _write(distcp, target.name, made(target, source), model, said)
             for name in _extra_states(model):
-                container.opaque(name, torch.empty(0, dtype=torch.uint8))
+                distcp.opaque(name, torch.empty(0, dtype=torch.uint8))
             length = file.tell()
         with whole_file(place / ".metadata") as file:
-            file.write(container.index())
+            file.write(distcp.index())
         write_torch(place / "common.pt", common_of(said))
         write_json(place / "metadata.json", VERSIONS)
         write_tracker(folder, said.iteration)
@@ -117,7 +117,7 @@ def export(own: Own, to: str, given: Given) -> Export:
     return Export(both, fill, OwnSource(own.checkpoint, ("weights", *said.kinds)), notes=said.notes)
 
 
-def _write(container: Container, name: str, tensor: torch.Tensor, model: ModelConfig, said: Said) -> None:
+def _write(distcp: DistcpFile, name: str, tensor: torch.Tensor, model: ModelConfig, said: Said) -> None:
     """One tensor of the table, by its name there: `0.0.0/common name`, of state `kind/0.0.0/common name`."""
     kind, _, common = name.rpartition("0.0.0/")
     kind = kind.rstrip("/")
@@ -130,7 +130,7 @@ def _write(container: Container, name: str, tensor: torch.Tensor, model: ModelCo
     if not kind and said.flat and "master" not in said.kinds:  # the distributed optimizer keeps fp32 weights twice
         names.append(state_name("master", weight, distributed=True))
     for each in names:
-        container.add(each, whole, start, tensor)
+        distcp.add(each, whole, start, tensor)
 
 
 def _extra_states(model: ModelConfig) -> Iterator[str]:
