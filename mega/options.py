@@ -10,6 +10,7 @@ by name.
 from __future__ import annotations
 
 import functools
+import importlib
 import inspect
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -36,7 +37,12 @@ class Reads(NamedTuple):
 
 
 class Command(TyperCommand):
-    """A Typer command that answers to argparse's habits."""
+    """A Typer command that answers to argparse's habits.
+
+    stated_by: of a verb that reads a model where it lies, why options of its training change nothing; set by `load`.
+    """
+
+    stated_by: str | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -49,6 +55,13 @@ class Command(TyperCommand):
         """Translates `args` before Typer reads them; a note on stderr for every flag that means nothing."""
         if ctx.resilient_parsing:  # a shell completes a line that is not finished and need not be right
             return super().parse_args(ctx, args)
+        canonical, notes, ctx.meta[_TYPED] = translate(args, self.meanings(ctx))
+        if notes and is_first_rank():
+            print("\n".join(notes), file=sys.stderr)
+        return super().parse_args(ctx, canonical)
+
+    def meanings(self, ctx: Any) -> dict[str, Meaning]:
+        """Every spelling that the verb answers to."""
         own: dict[str, Meaning] = {}
         configured: list[Entry] = []
         for param in self.get_params(ctx):
@@ -56,10 +69,21 @@ class Command(TyperCommand):
                 configured.append(entry)
             elif param.param_type_name == "option":
                 own |= _own_flags(param)
-        canonical, notes, ctx.meta[_TYPED] = translate(args, meanings(configured, own))
-        if notes and is_first_rank():
-            print("\n".join(notes), file=sys.stderr)
-        return super().parse_args(ctx, canonical)
+        return meanings(configured, own, self.stated_by)
+
+
+def load(verb: str) -> Any:
+    """The Typer command of a verb; imports its file, mega/commands/VERB.py."""
+    module = importlib.import_module("mega.commands." + verb.replace("-", "_"))
+    app = getattr(module, "app", None)
+    if app is None:
+        app = typer.Typer(add_completion=False, rich_markup_mode="rich")
+        app.command(name=verb, cls=Command)(command(module.run))
+    loaded = typer.main.get_command(app)
+    loaded.name = verb
+    if isinstance(loaded, Command):
+        loaded.stated_by = getattr(module, "STATED_BY", None)
+    return loaded
 
 
 def _entry(param: Any) -> Entry | None:

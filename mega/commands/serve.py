@@ -9,6 +9,9 @@ from typing import Annotated, Literal
 
 import typer
 
+STATED_BY = "the checkpoint says it, or each request does"
+"""Why options of a training that are given here change nothing."""
+
 
 def run(
     checkpoint: Annotated[
