@@ -101,7 +101,7 @@ class Setting(NamedTuple):
         return [f"{self.flag}={value}" for value in self.values]
 
 
-class Read(NamedTuple):
+class ReadLine(NamedTuple):
     """What a command line says. others: words that are no options, and flags of a verb's own without a value.
     notes: one for each flag that was dropped. problems: one for each mistake."""
 
@@ -211,7 +211,7 @@ def translate(argv: Sequence[str], known: Mapping[str, Meaning]) -> Translated:
     return Translated([*_words(found.settings, known), *found.others], found.notes, found.typed)
 
 
-def read(argv: Sequence[str], known: Mapping[str, Meaning]) -> Read:
+def read(argv: Sequence[str], known: Mapping[str, Meaning]) -> ReadLine:
     """What a command line says, and what is wrong with it."""
     line, words = _Line(known), list(argv)
     while words:
@@ -226,7 +226,7 @@ def read(argv: Sequence[str], known: Mapping[str, Meaning]) -> Read:
             line.take(word, words)
         except ValueError as error:
             line.problems.append(str(error))
-    return Read(list(line.settings()), line.others, line.notes, line.typed, line.problems)
+    return ReadLine(list(line.settings()), line.others, line.notes, line.typed, line.problems)
 
 
 class _Line:

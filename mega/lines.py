@@ -17,7 +17,7 @@ from pathlib import PurePosixPath
 
 import typer
 
-from mega.argv import MANY, Drops, Meaning, Read, Refuses, Setting, read
+from mega.argv import MANY, Drops, Meaning, ReadLine, Refuses, Setting, read
 from mega.core.config.programs import Program, program_of
 from mega.core.config.scripts import CommandLine
 from mega.options import Command, load
@@ -108,7 +108,7 @@ def _with_defaults(settings: Sequence[Setting], program: Program, known: Mapping
     return [*first, *settings, *(setting for setting in added if setting not in first)]
 
 
-def _reasons(found: Read) -> list[str]:
+def _reasons(found: ReadLine) -> list[str]:
     """What is wrong with a line, and words of it that are no flags."""
     words = [f"{word}: is no flag, nor a flag's value" for word in found.others if not word.startswith("-")]
     return [re.sub(r"; --help(-all)? lists all$", "", line) for line in found.problems] + words
@@ -238,6 +238,13 @@ def _is_text(word: str) -> bool:
     return word in _CORPORA or word.endswith((".json", ".jsonl", ".csv", ".tsv", ".txt"))
 
 
+def _validated(result: Translation, options: dict[str, list[str]]) -> None:
+    """--data-path2 is what is validated, and --data-path then only trains."""
+    if "--valid-data" in options and "--data-path" in options:
+        options["--train-data"] = options.pop("--data-path")
+        options.pop("--split", None)
+
+
 def _merged(result: Translation, options: dict[str, list[str]]) -> None:
     """merge_mp_partitions.py wrote where it read."""
     if "--load-dir" in options and "--save-dir" not in options:
@@ -261,6 +268,7 @@ def _prompts(result: Translation, options: dict[str, list[str]]) -> None:
 _AFTER |= {
     "pretrain_gpt2.py": _texts_first,
     "pretrain_bert.py": _texts_first,
+    "finetune_gpt.py": _validated,
     "merge_mp_partitions.py": _merged,
     "merge_mp_gpt.py": _merged,
     "llama_checkpoint_conversion.py": _from_megatron,
@@ -273,15 +281,15 @@ def _compared(first: str, second: str, verb: str) -> Callable[[CommandLine], Tra
 
     def compare(line: CommandLine) -> Translation:
         given, result = _options(line.words), Translation("checkpoint diff")
-        places = []
+        converted = []
         for flag in (first, second):
             if flag not in given:
                 result.lacking.append(f"{flag}: needs a value")
                 continue
             place = re.sub(r"/(mp_rank_[\d_]+/)?model_optim_rng\.pt$", "", given[flag])
-            places.append(f"{place}-mega")
-            result.commands.append(["mega", *verb.split(), "--load-dir", place, "--save-dir", places[-1]])
-        result.commands.append(["mega", "checkpoint", "diff", *places])
+            converted.append(f"{place}-mega")
+            result.commands.append(["mega", *verb.split(), "--load-dir", place, "--save-dir", converted[-1]])
+        result.commands.append(["mega", "checkpoint", "diff", *converted])
         return result
 
     return compare
@@ -291,4 +299,4 @@ _WHOLE: dict[str, Callable[[CommandLine], Translation]] = {
     "is_same.py": _compared("--model-path-1", "--model-path-2", "reshard"),
     "check.py": _compared("--base-hf-model-path", "--converted-hf-model-path", "convert-llama"),
 }
-"""Programs of which nothing but two places is read."""
+"""Programs of which nothing but two paths is read."""
