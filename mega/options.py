@@ -132,9 +132,12 @@ def command(function: Callable[..., Any]) -> Callable[..., Any]:
         options = _typed_options(typed, chosen)
         if whole is not None:
             preset, config, ds_json, ctx = (typed.pop(name) for name in ("model", "config", "deepspeed_config", "ctx"))
+            left_out: list[str] | None = [] if typed.pop("deepspeed_lenient") else None
             file = toml.read(config) if config is not None else {}
             if ds_json is not None:
-                file = deepspeed.above(file, ds_json, options)
+                file = deepspeed.above(file, ds_json, options, left_out)
+                if left_out and is_first_rank():
+                    print("\n".join(f"left out: {line}" for line in left_out), file=sys.stderr)
             run = _composed(preset, file, options, ctx)
             if given is not None:
                 typed[given] = GivenOptions(preset, {**file, **options})
@@ -297,6 +300,15 @@ _RUN_PARAMETERS = [
         default=None,
         annotation=Annotated[
             str | None, typer.Option("--deepspeed-config", help="a DeepSpeed JSON of options; flags override it")
+        ],
+    ),
+    inspect.Parameter(
+        "deepspeed_lenient",
+        inspect.Parameter.KEYWORD_ONLY,
+        default=False,
+        annotation=Annotated[
+            bool,
+            typer.Option("--deepspeed-lenient", help="leave out what a DeepSpeed JSON asks for and cannot be had here"),
         ],
     ),
     inspect.Parameter(
