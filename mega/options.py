@@ -131,13 +131,8 @@ def command(function: Callable[..., Any]) -> Callable[..., Any]:
         typed.pop("help_all", None)
         options = _typed_options(typed, chosen)
         if whole is not None:
-            preset, config, ds_json, ctx = (typed.pop(name) for name in ("model", "config", "deepspeed_config", "ctx"))
-            left_out: list[str] | None = [] if typed.pop("deepspeed_lenient") else None
-            file = toml.read(config) if config is not None else {}
-            if ds_json is not None:
-                file = deepspeed.above(file, ds_json, options, left_out)
-                if left_out and is_first_rank():
-                    print("\n".join(f"left out: {line}" for line in left_out), file=sys.stderr)
+            preset, ctx = (typed.pop(name) for name in ("model", "ctx"))
+            file = _file(*(typed.pop(name) for name in ("config", "deepspeed_config", "deepspeed_lenient")), options)
             run = _composed(preset, file, options, ctx)
             if given is not None:
                 typed[given] = GivenOptions(preset, {**file, **options})
@@ -161,6 +156,18 @@ def command(function: Callable[..., Any]) -> Callable[..., Any]:
     # Without this, inspect would look through to the function and its config parameters.
     del verb.__wrapped__
     return verb
+
+
+def _file(config: str | None, ds_json: str | None, lenient: bool, options: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The options that files name: a TOML, a DeepSpeed JSON, both. Errors: ValueError."""
+    file = toml.read(config) if config is not None else {}
+    if ds_json is None:
+        return file
+    left_out: list[str] | None = [] if lenient else None
+    file = deepspeed.above(file, ds_json, options, left_out)
+    if left_out and is_first_rank():
+        print("\n".join(f"left out: {line}" for line in left_out), file=sys.stderr)
+    return file
 
 
 def _hints(function: Callable[..., Any]) -> tuple[dict[str, Any], Reads | None]:
