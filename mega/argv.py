@@ -128,7 +128,7 @@ def meanings(
     stated_by: what says the rest of a run, such as a checkpoint that is read: its options are dropped; None: they are
     refused.
     """
-    known: dict[str, Meaning] = dict(_of_elsewhere(configured, stated_by))
+    known: dict[str, Meaning] = dict(_of_elsewhere(configured, extra, stated_by))
     known |= {name: Drops(*ignored) for name, ignored in IGNORED.items()}
     known |= {name: Refuses(reason) for name, reason in REFUSED.items()}
     spelled: dict[str, list[Sets]] = {}
@@ -148,11 +148,16 @@ def meanings(
     }
 
 
-def _of_elsewhere(configured: Sequence[Entry], stated_by: str | None) -> Iterator[tuple[str, Meaning]]:
-    """Spellings of options that a command does not have."""
+def _of_elsewhere(
+    configured: Sequence[Entry], extra: Mapping[str, Meaning], stated_by: str | None
+) -> Iterator[tuple[str, Meaning]]:
+    """Spellings of a run's options that a command does not have, or has as a flag of its own of the same name."""
     here = {entry.name for entry in configured}
     for entry in entries().values():
         if entry.name in here:
+            continue
+        if entry.flag in extra:
+            yield from _spellings(entry)
             continue
         for spelling, meaning in (*_spellings(entry), *_flags(entry)):
             if stated_by is None:

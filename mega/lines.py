@@ -60,6 +60,8 @@ def translated(line: CommandLine) -> Translation:
     settings = _with_defaults(found.settings, program, known)
     dropped = [note.replace(" is accepted and changes nothing", "") for note in found.notes]
     result = Translation(program.verb, dropped=dropped, lacking=_reasons(found))
+    if not line.words:
+        result.lacking.append(f"{line.program}: names no flags; mega {program.verb} --help shows what it needs")
     options = {setting.flag: setting.values for setting in settings}
     if base in _AFTER:
         _AFTER[base](result, options)

@@ -132,7 +132,8 @@ def command(function: Callable[..., Any]) -> Callable[..., Any]:
         options = _typed_options(typed, chosen)
         if whole is not None:
             preset, ctx = (typed.pop(name) for name in ("model", "ctx"))
-            file = _file(*(typed.pop(name) for name in ("config", "deepspeed_config", "deepspeed_lenient")), options)
+            lenient = typed.pop("deepspeed_lenient")
+            file = _file(typed.pop("config"), typed.pop("deepspeed_config"), lenient, options)
             run = _composed(preset, file, options, ctx)
             if given is not None:
                 typed[given] = GivenOptions(preset, {**file, **options})

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import collections
 import json
+import math
 import sys
 import tempfile
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,8 +21,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from tests.battery.data_ledger import run
-from tests.support.old_lines import Stands, judged, recorded
+from tests.support.old_lines import Stands, filled, judged, recorded
 
+SIZES = ("--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--model-parallel-size")
 FAMILIES = {"pretrain_bert.py": "bert", "pretrain_t5.py": "t5"}
 
 
@@ -30,6 +33,12 @@ def prove(row: dict[str, Any], stands: Stands) -> dict[str, Any]:
     if family is not None and found["lines"]:
         assert f"--family {family}" in found["lines"][-1], found["lines"]
     return found
+
+
+def ranks(flags: Sequence[str]) -> int:
+    """Of one model: a dry run builds as many parts."""
+    sizes = [filled(flags)[index + 1] for index, word in enumerate(filled(flags)) if word in SIZES]
+    return math.prod(int(size) for size in sizes if size.isdecimal())
 
 
 def table(path: Path) -> None:
@@ -50,5 +59,5 @@ if __name__ == "__main__":
     else:
         with tempfile.TemporaryDirectory() as place:
             stands = Stands(Path(place))
-            rows = recorded()
-            run("command_lines", [(f"line {n:03}", partial(prove, row, stands)) for n, row in enumerate(rows)])
+            rows = sorted(enumerate(recorded()), key=lambda row: ranks(row[1]["flags"]))
+            run("command_lines", [(f"line {number:03}", partial(prove, row, stands)) for number, row in rows])

@@ -106,7 +106,7 @@ class Stands:
         """A run of ours, wide and deep enough to be cut as any line cuts it."""
         place = self.place / f"model-{family}"
         if not place.exists():
-            shape = ["--layers", "80", "--hidden", "128", "--heads", "64", "--ffn", "128"]
+            shape = ["--layers", "16", "--hidden", "128", "--heads", "64", "--ffn", "128"]
             words = [*shape, "--seq-length", "32", "--positions", "4096", "--vocab-multiple", "1"]
             if family == "bert":
                 vocab = self.file("bert-vocab.txt", "bert/bert-base-uncased-vocab.txt")
@@ -180,8 +180,8 @@ def judged(row: Mapping[str, Any], stands: Stands) -> dict[str, Any]:
         "dropped": result.dropped,
         "lacking": result.lacking,
     }
-    if not result.commands:
-        return {**found, "outcome": "without counterpart"}
+    if not result.commands or not row["flags"]:
+        return {**found, "outcome": "translated" if result.commands else "without counterpart"}
     before = os.getcwd()
     os.chdir(stands.place)
     try:

@@ -108,6 +108,7 @@ _MERGE_PARTITIONS = Program(
             "how the source is cut is seen from its files",
         ),
         "--model-type": "what is read is recognised by its files",
+        **dict.fromkeys(("--vocab-file", "--tokenizer-type", "--num-attention-heads"), "the files say it"),
     },
 )
 
