@@ -3,7 +3,8 @@
 Megatron-LM's spellings and constants (`--swiglu`), values that follow one flag (`--data-path 0.2 a 0.3 b`),
 unique prefixes (`--train-it`), `--flag=value` and underscores all become the canonical `--flag=value`.
 Flags that mean nothing any more are dropped with a note; unknown ones are refused with the nearest valid
-one. This file knows flags and their meanings, and neither Typer nor what a run does with them.
+one. `read` lists what is wrong with a line, `translate` refuses a line with a mistake. This file knows flags and their
+meanings, and neither Typer nor what a run does with them.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from mega.core.config.compose import nearest
+from mega.core.config.compose import nearest, nearest_flag
 from mega.core.config.families import Typed
-from mega.core.config.megatron import IGNORED, REFUSED
-from mega.core.config.option import VALUE, weak
-from mega.core.config.run import Entry
+from mega.core.config.megatron import BEGINNINGS, IGNORED, REFUSED, Ignored
+from mega.core.config.option import VALUE, Renamed, weak
+from mega.core.config.run import Entry, entries
 
 MANY = -1
 """As many values as follow."""
@@ -29,8 +30,8 @@ class Sets:
     flag: the canonical flag.
     values: how many values follow: 0, 1 or `MANY`.
     constant: what a spelling without values stands for, as it is emitted; None emits the flag alone.
-    gives_way: the constant yields to any other spelling of the same option.
-    renames: values under Megatron-LM's names -> ours.
+    gives_way: the constant, or a renamed value, yields to any other spelling of the same option.
+    renames: values under Megatron-LM's names -> ours; None sets nothing.
     kind, choices: what each value must be.
     families: model families whose scripts alone have this spelling; () is all.
     synonyms: other words for values -> ours.
@@ -40,7 +41,7 @@ class Sets:
     values: int
     constant: str | None = None
     gives_way: bool = False
-    renames: Mapping[str, str] = field(default_factory=dict)
+    renames: Mapping[str, str | None] = field(default_factory=dict)
     kind: type = str
     choices: tuple[str, ...] = ()
     families: tuple[str, ...] = ()
@@ -48,12 +49,32 @@ class Sets:
 
 
 @dataclass(frozen=True)
+class Several:
+    """A spelling that sets several options, each by the same values or by a constant."""
+
+    parts: tuple[Sets, ...]
+
+    @property
+    def values(self) -> int:
+        """As of `Sets`: as many as a part takes that takes any."""
+        return next((part.values for part in self.parts if part.values), 0)
+
+    @property
+    def families(self) -> tuple[str, ...]:
+        return self.parts[0].families
+
+
+@dataclass(frozen=True)
 class Drops:
-    """A spelling that means nothing any more, with the number of its values, the reason, and families as in `Sets`."""
+    """A spelling that means nothing any more, with the number of its values, the reason, and families as in `Sets`.
+
+    only: the values at which it changes nothing; another is refused. () is any.
+    """
 
     values: int
     reason: str
     families: tuple[str, ...] = ()
+    only: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -64,7 +85,33 @@ class Refuses:
     values: int = MANY
 
 
-Meaning = Sets | Drops | Refuses
+Meaning = Sets | Several | Drops | Refuses
+
+
+class Setting(NamedTuple):
+    """An option that a line sets. values: canonical; of a switch "true" or "false". switch: whether it is one."""
+
+    flag: str
+    values: list[str]
+    switch: bool
+
+    @property
+    def words(self) -> list[str]:
+        """As Typer reads it: `--flag=value` for each value, `--flag` or `--no-flag` for a switch."""
+        if self.switch:
+            return [self.flag if self.values == ["true"] else _no(self.flag)]
+        return [f"{self.flag}={value}" for value in self.values]
+
+
+class ReadLine(NamedTuple):
+    """What a command line says. others: words that are no options, and flags of a verb's own without a value.
+    notes: one for each flag that was dropped. problems: one for each mistake."""
+
+    settings: list[Setting]
+    others: list[str]
+    notes: list[str]
+    typed: list[Typed]
+    problems: list[str]
 
 
 class Translated(NamedTuple):
@@ -75,35 +122,77 @@ class Translated(NamedTuple):
     typed: list[Typed]
 
 
-def meanings(entries: Sequence[Entry], extra: Mapping[str, Meaning]) -> dict[str, Meaning]:
-    """Every spelling that a command with these options answers to; `extra` are the command's own flags."""
-    known: dict[str, Meaning] = {name: Drops(*ignored) for name, ignored in IGNORED.items()}
+def meanings(
+    configured: Sequence[Entry], extra: Mapping[str, Meaning], stated_by: str | None = None
+) -> dict[str, Meaning]:
+    """Every spelling that a command with these options answers to; `extra` are the command's own flags.
+
+    stated_by: what says the rest of a run, such as a checkpoint that is read: its options are dropped; None: they are
+    refused.
+    """
+    known: dict[str, Meaning] = dict(_of_elsewhere(configured, extra, stated_by))
+    known |= {name: Drops(*ignored) for name, ignored in IGNORED.items()}
     known |= {name: Refuses(reason) for name, reason in REFUSED.items()}
-    for entry in entries:
-        known |= dict(_of_entry(entry))
-    return known | dict(extra)
+    spelled: dict[str, list[Sets]] = {}
+    for entry in configured:
+        for spelling, meaning in _spellings(entry):
+            spelled.setdefault(spelling, []).append(meaning)
+    known |= {name: parts[0] if len(parts) == 1 else Several(tuple(parts)) for name, parts in spelled.items()}
+    for entry in configured:
+        known |= dict(_flags(entry))
+    known |= extra
+    own = {name.replace("_", "-") for name, meaning in known.items() if isinstance(meaning, Sets | Several)}
+    # A flag of the verb's own counts, however it is written.
+    return {
+        name: meaning
+        for name, meaning in known.items()
+        if isinstance(meaning, Sets | Several) or name.replace("_", "-") not in own
+    }
 
 
-def _of_entry(entry: Entry) -> Iterator[tuple[str, Meaning]]:
+def _of_elsewhere(
+    configured: Sequence[Entry], extra: Mapping[str, Meaning], stated_by: str | None
+) -> Iterator[tuple[str, Meaning]]:
+    """Spellings of a run's options that a command does not have, or has as a flag of its own of the same name."""
+    here = {entry.name for entry in configured}
+    for entry in entries().values():
+        if entry.name in here:
+            continue
+        if entry.flag in extra:
+            yield from _spellings(entry)
+            continue
+        for spelling, meaning in (*_spellings(entry), *_flags(entry)):
+            if stated_by is None:
+                yield spelling, Refuses("is an option of mega pretrain, and not of this verb")
+            else:
+                yield spelling, Drops(meaning.values, stated_by)
+
+
+def _spellings(entry: Entry) -> Iterator[tuple[str, Sets]]:
+    """Megatron-LM's."""
     for spelling, stands_for in entry.option.megatron.items():
-        yield (
-            spelling,
-            replace(_of_spelling(entry, stands_for), families=entry.option.spelling_families.get(spelling, ())),
-        )
+        families = entry.option.spelling_families.get(spelling, ())
+        yield spelling, replace(_of_spelling(entry, stands_for), families=families)
+
+
+def _flags(entry: Entry) -> Iterator[tuple[str, Sets]]:
     if entry.kind is bool:
         yield entry.flag, Sets(entry.flag, 0, constant="true")
         yield _no(entry.flag), Sets(entry.flag, 0, constant="false")
     else:
-        yield entry.flag, replace(_of_spelling(entry, VALUE), synonyms=entry.option.synonyms)
+        own = _of_spelling(entry, entry.option.megatron.get(entry.flag, VALUE))
+        yield entry.flag, replace(own, synonyms=entry.option.synonyms)
     for spelling, flag in entry.option.synonyms.items():
         if flag == entry.flag:
             yield spelling, _of_spelling(entry, VALUE)
 
 
 def _of_spelling(entry: Entry, stands_for: Any) -> Sets:
+    values = MANY if entry.many else 1
+    if isinstance(stands_for, Renamed):
+        return Sets(entry.flag, values, None, True, stands_for.values, entry.kind, entry.choices)
     if stands_for is VALUE or isinstance(stands_for, Mapping):
         renames = stands_for if isinstance(stands_for, Mapping) else {}
-        values = MANY if entry.many else 1
         return Sets(entry.flag, values, renames=renames, kind=entry.kind, choices=entry.choices)
     gives_way = isinstance(stands_for, weak)
     constant = stands_for.value if gives_way else stands_for
@@ -127,86 +216,158 @@ def translate(argv: Sequence[str], known: Mapping[str, Meaning]) -> Translated:
     ['--layers=2', '--activation=swiglu', '--data-path=0.2', '--data-path=a', '--data-path=0.8',
      '--data-path=b', '--dtype=bf16']
     """
-    passed, notes, typed, problems, words = [], [], [], [], list(argv)
-    settings: dict[str, dict[str, tuple[bool, list[str]]]] = {}
+    found = read(argv, known)
+    if found.problems:
+        raise ValueError("\n".join(found.problems))
+    return Translated([*_words(found.settings, known), *found.others], found.notes, found.typed)
+
+
+def read(argv: Sequence[str], known: Mapping[str, Meaning]) -> ReadLine:
+    """What a command line says, and what is wrong with it."""
+    line, words = _Line(known), list(argv)
     while words:
         word = words.pop(0)
         if word == "--":
-            passed += [word, *words]
+            line.others += [word, *words]
             break
         if not word.startswith("--"):
-            passed.append(word)
+            line.others.append(word)
             continue
         try:
-            spelling, meaning = _look_up(word.partition("=")[0], known)
-            values = _values(word, spelling, meaning, words)
-            typed.append(_typed(spelling, meaning, values))
-            if not isinstance(meaning, Sets):
-                notes.append(f"{spelling} is accepted and changes nothing: {meaning.reason}")
-            elif meaning.values == 0 and meaning.constant is None:
-                passed.append(meaning.flag)
-            else:
-                spelled = settings.setdefault(meaning.flag, {})
-                # A switch and its negation are one spelling, of which the last counts.
-                spelling = spelling.replace("--no-", "--") if spelling == _no(meaning.flag) else spelling
-                before = spelled[spelling][1] if meaning.values == MANY and spelling in spelled else []
-                spelled[spelling] = (meaning.gives_way, before + values)
+            line.take(word, words)
         except ValueError as error:
-            problems.append(str(error))
-    canonical: list[str] = []
-    for flag, spelled in settings.items():
+            line.problems.append(str(error))
+    return ReadLine(list(line.settings()), line.others, line.notes, line.typed, line.problems)
+
+
+class _Line:
+    """A command line while it is read, flag by flag."""
+
+    def __init__(self, known: Mapping[str, Meaning]):
+        self.known = known
+        self.others: list[str] = []
+        self.notes: list[str] = []
+        self.typed: list[Typed] = []
+        self.problems: list[str] = []
+        self._spelled: dict[str, dict[str, tuple[bool, list[str]]]] = {}
+        """Flag -> spelling -> whether it gives way, and its values."""
+
+    def take(self, word: str, rest: list[str]) -> None:
+        """A flag, and its values from the front of `rest`. Errors: ValueError."""
         try:
-            canonical += _emitted(flag, _agreed(spelled), known)
-        except ValueError as error:
-            problems.append(str(error))
-    if problems:
-        raise ValueError("\n".join(problems))
-    return Translated(canonical + passed, notes, typed)
+            spelling, meaning = _look_up(word.partition("=")[0], self.known)
+        except ValueError:
+            _following(rest, MANY)
+            raise
+        values = _values(word, spelling, meaning, rest)
+        self.typed.append(_typed(spelling, meaning, values))
+        if isinstance(meaning, Drops):
+            self._note(spelling, meaning.reason)
+        elif isinstance(meaning, Sets) and meaning.values == 0 and meaning.constant is None:
+            self.others.append(meaning.flag)
+        elif isinstance(meaning, Sets | Several):
+            parts = meaning.parts if isinstance(meaning, Several) else (meaning,)
+            if not any([self._set(spelling, part, values) for part in parts]):
+                self._note(" ".join((spelling, *values)), "the files say it")
+
+    def _note(self, what: str, reason: str) -> None:
+        self.notes.append(f"{what} is accepted and changes nothing: {reason}")
+
+    def _set(self, spelling: str, meaning: Sets, values: Sequence[str]) -> bool:
+        """Whether anything is set. Errors: ValueError for a value that it cannot take."""
+        if meaning.constant is not None:
+            renamed, gives_way = [meaning.constant], meaning.gives_way
+        else:
+            checked = [_checked(spelling, value, meaning) for value in values]
+            renamed = [value for value in checked if value is not None]
+            gives_way = meaning.gives_way and checked != list(values)
+        spelled = self._spelled.setdefault(meaning.flag, {})
+        # A switch and its negation are one spelling, of which the last counts.
+        spelling = spelling.replace("--no-", "--") if spelling == _no(meaning.flag) else spelling
+        before = spelled[spelling][1] if meaning.values == MANY and spelling in spelled else []
+        if renamed:
+            spelled[spelling] = (gives_way, before + renamed)
+        return bool(renamed)
+
+    def settings(self) -> Iterator[Setting]:
+        """What is set, in the order in which it was first named."""
+        for flag, spelled in self._spelled.items():
+            if not spelled:
+                continue
+            meaning = self.known.get(flag)
+            try:
+                yield Setting(flag, _agreed(spelled), isinstance(meaning, Sets) and meaning.values == 0)
+            except ValueError as error:
+                self.problems.append(str(error))
+
+
+def _words(settings: Sequence[Setting], known: Mapping[str, Meaning]) -> Iterator[str]:
+    for setting in settings:
+        meaning = known.get(setting.flag)
+        if isinstance(meaning, Sets) and meaning.values > 1:
+            yield from (setting.flag, *setting.values)
+        else:
+            yield from setting.words
 
 
 def _typed(spelling: str, meaning: Meaning, values: Sequence[str]) -> Typed:
     """What stands for `values` in messages: nothing after a switch."""
-    flag, constant = (meaning.flag, meaning.constant) if isinstance(meaning, Sets) else ("", None)
+    first = meaning.parts[0] if isinstance(meaning, Several) else meaning
     families = () if isinstance(meaning, Refuses) else meaning.families
-    return Typed(spelling, flag, () if constant is not None else tuple(values), families)
+    return Typed(spelling, first.flag if isinstance(first, Sets) else "", tuple(values), families)
 
 
 def _look_up(typed: str, known: Mapping[str, Meaning]) -> tuple[str, Meaning]:
-    """The known spelling that `typed` is, or is the only prefix of; hyphens and underscores are alike."""
+    """The known spelling that `typed` is, or the only prefix of; hyphens and underscores are alike.
+
+    What is dropped or refused counts by its whole name only, which Megatron-LM asks for too.
+    """
     if typed in known:
         return typed, known[typed]
     hyphened = typed.replace("_", "-")
-    found = {name: meaning for name, meaning in known.items() if name.replace("_", "-").startswith(hyphened)}
-    exact = [name for name in found if name.replace("_", "-") == hyphened]
+    exact = [name for name in known if name.replace("_", "-") == hyphened]
     if exact:
         return exact[0], known[exact[0]]
+    valid = {name: meaning for name, meaning in known.items() if isinstance(meaning, Sets | Several)}
+    found = {name: meaning for name, meaning in valid.items() if name.replace("_", "-").startswith(hyphened)}
     if not found:
-        valid = [name for name, meaning in known.items() if isinstance(meaning, Sets)]
+        for beginning, what in BEGINNINGS.items():
+            if hyphened.startswith(beginning):
+                return typed, Drops(*what) if isinstance(what, Ignored) else Refuses(what)
         every = "--help-all" if "--help-all" in known else "--help"
-        raise ValueError(f"{typed}: is not an option{nearest(typed, valid)}; {every} lists all")
+        raise ValueError(f"{typed}: is not an option{nearest_flag(typed, valid)}; {every} lists all")
     first = next(iter(found))
     if any(meaning != found[first] for meaning in found.values()):
         raise ValueError(f"{typed}: is short for several flags: {', '.join(sorted(found))}")
     return first, found[first]
 
 
-def _values(word: str, spelling: str, meaning: Meaning, rest: list[str]) -> list[str]:
-    """Takes the values of a flag from after its `=` or from the front of `rest`, and checks them."""
-    _, attached, value = word.partition("=")
-    taken = [value] if attached else []
-    while not attached and len(taken) != meaning.values and rest and not _is_flag(rest[0]):
+def _following(rest: list[str], most: int) -> list[str]:
+    """Takes the values of a flag, at most so many, from the front of `rest`."""
+    taken: list[str] = []
+    while len(taken) != most and rest and not _is_flag(rest[0]):
         taken.append(rest.pop(0))
+    return taken
+
+
+def _values(word: str, spelling: str, meaning: Meaning, rest: list[str]) -> list[str]:
+    """Takes the values of a flag from after its `=` or from the front of `rest`, as they are typed."""
+    _, attached, value = word.partition("=")
+    taken = [value] if attached else _following(rest, meaning.values)
     if isinstance(meaning, Refuses):
         raise ValueError(f"{spelling}: {meaning.reason}")
+    if isinstance(meaning, Drops):
+        if meaning.only and (wrong := next((value for value in taken if value not in meaning.only), None)) is not None:
+            valid = ", ".join(meaning.only)
+            raise ValueError(f"{spelling} {wrong}: is not supported: {meaning.reason}; valid: {valid}")
+        if not taken and meaning.values == 1:
+            raise ValueError(f"{spelling}: needs a value")
+        return taken
     if meaning.values == 0 and taken:
         raise ValueError(f"{word}: {spelling} takes no value")
     if meaning.values != 0 and not taken:
         raise ValueError(f"{spelling}: needs a value")
-    if isinstance(meaning, Drops):
-        return taken
-    if meaning.constant is not None:
-        return [meaning.constant]
-    return [_checked(spelling, value, meaning) for value in taken]
+    return taken
 
 
 def _is_flag(word: str) -> bool:
@@ -224,15 +385,16 @@ def _reads_as(kind: type, word: str) -> bool:
     return True
 
 
-def _checked(spelling: str, value: str, meaning: Sets) -> str:
+def _checked(spelling: str, value: str, meaning: Sets) -> str | None:
     """`value` under our name for it; ValueError where it is not such a number or choice."""
-    choices = tuple(meaning.renames) or meaning.choices
+    closed = () if meaning.gives_way else tuple(meaning.renames)
+    choices = closed or meaning.choices
     value = meaning.synonyms.get(value, value)
-    if choices and value not in choices:
+    if choices and value not in choices and value not in meaning.renames:
         if value in meaning.choices:
             return value
         raise ValueError(f"{spelling} {value}: is not a choice{nearest(value, choices)}; valid: {', '.join(choices)}")
-    if meaning.kind in (int, float) and not _reads_as(meaning.kind, value):
+    if meaning.kind in (int, float) and value not in meaning.renames and not _reads_as(meaning.kind, value):
         whole = "whole " if meaning.kind is int else ""
         raise ValueError(f"{spelling} {value}: must be a {whole}number")
     return meaning.renames.get(value, value)
@@ -247,16 +409,6 @@ def _agreed(spelled: Mapping[str, tuple[bool, list[str]]]) -> list[str]:
         if values != agreed:
             raise ValueError(f"{spelling}: contradicts {first}; give one of them")
     return agreed
-
-
-def _emitted(flag: str, values: list[str], known: Mapping[str, Meaning]) -> list[str]:
-    """An option as Typer reads it: `--flag=value` for each value, `--flag` or `--no-flag` for a switch."""
-    meaning = known.get(flag)
-    if isinstance(meaning, Sets) and meaning.values == 0:
-        return [flag if values == ["true"] else _no(flag)]
-    if isinstance(meaning, Sets) and meaning.values > 1:
-        return [flag, *values]
-    return [f"{flag}={value}" for value in values]
 
 
 def _no(flag: str) -> str:

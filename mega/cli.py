@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import importlib
 import importlib.util
 import os
 import re
@@ -42,6 +41,7 @@ VERBS = {
     "bench": "Measure speed",
     "plot": "Draw metrics of runs over each other",
     "report": "Show a run or an evaluation as one page of HTML",
+    "translate": "Show an old command line as one of mega's",
     "doctor": "Report what works on this machine, and why the rest does not",
     "completions": "Write the shell completions",
 }
@@ -53,20 +53,6 @@ def _module(verb: str) -> str:
     'mega.commands.convert_llama'
     """
     return "mega.commands." + verb.replace("-", "_")
-
-
-def load(verb: str) -> Any:
-    """The Typer command of a verb; imports its file."""
-    module = importlib.import_module(_module(verb))
-    app = getattr(module, "app", None)
-    if app is None:
-        from mega.options import Command, command
-
-        app = typer.Typer(add_completion=False, rich_markup_mode="rich")
-        app.command(name=verb, cls=Command)(command(module.run))
-    loaded = typer.main.get_command(app)
-    loaded.name = verb
-    return loaded
 
 
 class Verbs(TyperGroup):
@@ -84,6 +70,8 @@ class Verbs(TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
         """The verb itself, for a call or for completing its flags."""
+        from mega.options import load
+
         name, stand_in, rest = super().resolve_command(ctx, args)
         return name, load(name) if name is not None and stand_in is not None else stand_in, rest
 

@@ -10,6 +10,7 @@ by name.
 from __future__ import annotations
 
 import functools
+import importlib
 import inspect
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -41,19 +42,31 @@ class Reads(NamedTuple):
 
 
 class Command(TyperCommand):
-    """A Typer command that answers to argparse's habits."""
+    """A Typer command that answers to argparse's habits.
+
+    stated_by: of a verb that reads a model where it lies, why options of its training change nothing; set by `load`.
+    """
+
+    stated_by: str | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         for param in self.params:
             # A help text is text: rich would read `[text]` as markup and drop it.
             if getattr(param, "help", None):
-                param.help = param.help.replace("[", "\\[")
+                param.help = param.help.replace("[", "\\[")  # type: ignore[attr-defined]
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Translates `args` before Typer reads them; a note on stderr for every flag that means nothing."""
         if ctx.resilient_parsing:  # a shell completes a line that is not finished and need not be right
             return super().parse_args(ctx, args)
+        canonical, notes, ctx.meta[_TYPED] = translate(args, self.meanings(ctx))
+        if notes and is_first_rank():
+            print("\n".join(notes), file=sys.stderr)
+        return super().parse_args(ctx, canonical)
+
+    def meanings(self, ctx: Any) -> dict[str, Meaning]:
+        """Every spelling that the verb answers to."""
         own: dict[str, Meaning] = {}
         configured: list[Entry] = []
         for param in self.get_params(ctx):
@@ -61,10 +74,7 @@ class Command(TyperCommand):
                 configured.append(entry)
             elif param.param_type_name == "option":
                 own |= _own_flags(param)
-        canonical, notes, ctx.meta[_TYPED] = translate(args, meanings(configured, own))
-        if notes and is_first_rank():
-            print("\n".join(notes), file=sys.stderr)
-        return super().parse_args(ctx, canonical)
+        return meanings(configured, own, self.stated_by)
 
     def shell_complete(self, ctx: Any, incomplete: str) -> Any:
         """Common flags first; where none is meant, those that `--help` hides, and Megatron-LM's spellings."""
@@ -78,10 +88,22 @@ class Command(TyperCommand):
             if param.param_type_name == "option":
                 spelled |= dict.fromkeys(names, getattr(param, "help", None) or "")
         return [
-            typer.core.CompletionItem(name, help=help)
-            for name, help in spelled.items()
-            if name.startswith(incomplete)
+            typer.core.CompletionItem(name, help=help) for name, help in spelled.items() if name.startswith(incomplete)
         ]
+
+
+def load(verb: str) -> Any:
+    """The Typer command of a verb; imports its file, mega/commands/VERB.py."""
+    module = importlib.import_module("mega.commands." + verb.replace("-", "_"))
+    app = getattr(module, "app", None)
+    if app is None:
+        app = typer.Typer(add_completion=False, rich_markup_mode="rich")
+        app.command(name=verb, cls=Command)(command(module.run))
+    loaded = typer.main.get_command(app)
+    loaded.name = verb
+    if isinstance(loaded, Command):
+        loaded.stated_by = getattr(module, "STATED_BY", None)
+    return loaded
 
 
 def _entry(param: Any) -> Entry | None:
@@ -131,10 +153,9 @@ def command(function: Callable[..., Any]) -> Callable[..., Any]:
         typed.pop("help_all", None)
         options = _typed_options(typed, chosen)
         if whole is not None:
-            preset, config, ds_json, ctx = (typed.pop(name) for name in ("model", "config", "deepspeed_config", "ctx"))
-            file = toml.read(config) if config is not None else {}
-            if ds_json is not None:
-                file = deepspeed.above(file, ds_json, options)
+            preset, ctx = (typed.pop(name) for name in ("model", "ctx"))
+            lenient = typed.pop("deepspeed_lenient")
+            file = _file(typed.pop("config"), typed.pop("deepspeed_config"), lenient, options)
             run = _composed(preset, file, options, ctx)
             if given is not None:
                 typed[given] = GivenOptions(preset, {**file, **options})
@@ -153,11 +174,23 @@ def command(function: Callable[..., Any]) -> Callable[..., Any]:
                 typed[name] = cls(**{key: options[key] for key in options if entries()[key].section in names})
         return function(**typed)
 
-    verb.__signature__ = inspect.Signature(parameters)
+    verb.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     verb.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     # Without this, inspect would look through to the function and its config parameters.
     del verb.__wrapped__
     return verb
+
+
+def _file(config: str | None, ds_json: str | None, lenient: bool, options: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The options that files name: a TOML, a DeepSpeed JSON, both. Errors: ValueError."""
+    file = toml.read(config) if config is not None else {}
+    if ds_json is None:
+        return file
+    left_out: list[str] | None = [] if lenient else None
+    file = deepspeed.above(file, ds_json, options, left_out)
+    if left_out and is_first_rank():
+        print("\n".join(f"left out: {line}" for line in left_out), file=sys.stderr)
+    return file
 
 
 def _hints(function: Callable[..., Any]) -> tuple[dict[str, Any], Reads | None]:
@@ -302,6 +335,15 @@ _RUN_PARAMETERS = [
         default=None,
         annotation=Annotated[
             str | None, typer.Option("--deepspeed-config", help="a DeepSpeed JSON of options; flags override it")
+        ],
+    ),
+    inspect.Parameter(
+        "deepspeed_lenient",
+        inspect.Parameter.KEYWORD_ONLY,
+        default=False,
+        annotation=Annotated[
+            bool,
+            typer.Option("--deepspeed-lenient", help="leave out what a DeepSpeed JSON asks for and cannot be had here"),
         ],
     ),
     inspect.Parameter(

@@ -11,6 +11,9 @@ import typer
 
 from mega.core.files import check_file, check_source
 
+STATED_BY = "the checkpoint says it, or nothing is trained"
+"""Why options of a training that are given here change nothing."""
+
 
 def run(
     load: Annotated[

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 else:
     Target = Literal[tuple(targets_of("reshard"))]
 
+STATED_BY = "the checkpoint says it"
+"""Why options of a training that are given here change nothing."""
+
 
 def run(
     load_dir: Annotated[

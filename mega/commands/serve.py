@@ -11,6 +11,9 @@ import typer
 
 from mega.core.files import check_source
 
+STATED_BY = "the checkpoint says it, or each request does"
+"""Why options of a training that are given here change nothing."""
+
 
 def run(
     checkpoint: Annotated[

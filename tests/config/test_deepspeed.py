@@ -16,6 +16,7 @@ from mega.core.config.compose import compose
 from mega.core.config.deepspeed import values
 from mega.core.config.resolve import resolve
 from mega.core.optim.schedule import LearningRate
+from mega.core.training.schedules import Schedules
 
 ASC22: dict[str, Any] = {
     "train_batch_size": 32,
@@ -112,7 +113,7 @@ def test_the_whole_file_is_a_run() -> None:
         ),
         (
             {"zero_optimization": {"offload_param": {"device": "cpu"}}},
-            "zero_optimization.offload_param.device: parameters stay on the device; valid: none",
+            "zero_optimization.offload_param.device: cpu is not supported: parameters stay on the device; valid: none",
         ),
         (
             {"optimizer": {"type": "OneBitAdam"}},
@@ -124,8 +125,20 @@ def test_the_whole_file_is_a_run() -> None:
         ),
         ({"optimizer": {"params": {"betas": 0.9}}}, "optimizer.params.betas: must be two numbers, not 0.9"),
         (
-            {"scheduler": {"type": "OneCycle"}},
-            "scheduler.type: OneCycle is not supported; valid: WarmupLR, WarmupDecayLR, WarmupCosineLR, LRRangeTest",
+            {"scheduler": {"type": "TwoCycle"}},
+            "scheduler.type: TwoCycle is not supported (nearest: OneCycle); valid: WarmupLR, WarmupDecayLR, Warmup",
+        ),
+        (
+            {"scheduler": {"type": "OneCycle", "params": {"cycle_min_lr": 1e-5}}},
+            "scheduler.params.cycle_momentum: is true where it is left out: Adam's constants do not change; valid: fal",
+        ),
+        (
+            {"gradient_clipping": 1.0, "optimizer": {"type": "Adam", "params": {"max_grad_norm": 2.0}}},
+            "optimizer.params.max_grad_norm: 2.0: must be gradient_clipping, which is 1.0",
+        ),
+        (
+            {"curriculum_learning": {"enabled": True, "curriculum_type": "seqlen"}},
+            "curriculum_learning: every step has samples of --seq-length tokens; valid: enabled false",
         ),
         ({"data_types": {"grad_accum_dtype": "fp8"}}, "data_types.grad_accum_dtype: fp8 is not supported; valid:"),
         ({"train_batch_size": True}, "train_batch_size: must be a whole number, not true"),
@@ -191,3 +204,87 @@ def test_warm_up_by_logarithm() -> None:
     expected = [0.0, 0.30103, 0.4771212547, 0.6020599913]
     assert [rate(8 * step) / 1e-3 for step in range(4)] == pytest.approx(expected, rel=1e-6)
     assert rate(72) == rate(80) == rate(400) == pytest.approx(1e-3)
+
+
+SCALED = {"enabled": True, "loss_scale": 0, "loss_scale_window": 1000, "hysteresis": 2, "min_loss_scale": 1}
+STAGE_3 = {
+    "stage": 3,
+    "stage3_max_live_parameters": 1e5,
+    "stage3_param_persitence_threshold": 1e5,
+    "reduce_bucket_size": 1e5,
+    "cpu_offload": True,
+    "cpu_offload_params": True,
+    "cpu_offload_use_pin_memory": True,
+}
+REAL: dict[str, tuple[dict[str, Any], int]] = {
+    "stage 2": (
+        {
+            "train_batch_size": 4,
+            "gradient_accumulation_steps": 1,
+            "zero_optimization": {"stage": 2, "cpu_offload": True, "reduce_bucket_size": 5e6},
+            "optimizer": {"type": "Adam", "params": {"lr": 1.5e-4, "max_grad_norm": 1.0, "betas": [0.9, 0.95]}},
+            "gradient_clipping": 1.0,
+            "fp16": SCALED,
+            "zero_allow_untested_optimizer": False,
+        },
+        0,
+    ),
+    "stage 3": ({"train_batch_size": 16, "zero_optimization": STAGE_3, "fp16": SCALED}, 2),
+    "release": (
+        {"zero_optimization": {**STAGE_3, "offload_param": {"device": "cpu", "max_in_cpu": 4e8}}, "fp16": SCALED},
+        3,
+    ),
+    "infinity": (
+        {
+            "zero_optimization": {
+                "stage": 3,
+                "offload_param": {"device": "nvme", "nvme_path": "/local", "pin_memory": True},
+                "offload_optimizer": {"device": "nvme", "nvme_path": "/local"},
+            }
+        },
+        2,
+    ),
+    "curriculum": (
+        {
+            "train_batch_size": 512,
+            "zero_optimization": {"stage": 2, "reduce_bucket_size": 5e7},
+            "curriculum_learning": {"enabled": True, "schedule_config": {"difficulty_step": 8}},
+        },
+        1,
+    ),
+}
+"""What files of a team that trained Yuan ask for -> how much of it cannot be had."""
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_files_of_a_team_load_or_say_what_to_switch(name: str) -> None:
+    content, lacking = REAL[name]
+    left_out: list[str] = []
+    found = values(content, "ds.json", left_out)
+    assert len(left_out) == lacking and found["zero"] == content["zero_optimization"]["stage"]
+    if lacking:
+        with pytest.raises(ValueError, match=r"leave (it|them) out by --deepspeed-lenient$"):
+            values(content, "ds.json")
+
+
+def test_what_is_left_out_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(REAL["stage 3"][0]))
+    assert main(["pretrain", "--deepspeed-config", str(path), "--deepspeed-lenient", "--print-config"]) == 0
+    printed = capsys.readouterr()
+    assert "zero = 3\n" in printed.out and "optimizer_offload = true" in printed.out
+    first, second = printed.err.splitlines()
+    assert first == (
+        f"left out: {path}: zero_optimization.cpu_offload_params: true is not supported: parameters stay on the "
+        "device; valid: false"
+    )
+    assert "(nearest: stage3_param_persistence_threshold)" in second
+
+
+def test_one_cycle() -> None:
+    params = {"cycle_min_lr": 1e-5, "cycle_max_lr": 1e-3, "cycle_first_step_size": 10, "cycle_momentum": False}
+    found = values({"scheduler": {"type": "OneCycle", "params": params}}, "ds.json")
+    run = resolve(compose("tiny-gpt", found, {"steps": 40, "micro_batch": 8, "vocab": 64}), 1)
+    rate = Schedules.of(run).lr
+    expected = {0: 1e-5, 5: 5.05e-4, 10: 1e-3, 15: 5.05e-4, 20: 1e-5, 30: 1e-5}
+    assert {step: rate(8 * step) for step in expected} == pytest.approx(expected)

@@ -43,6 +43,7 @@ def test_every_option_has_its_properties(entry: Entry) -> None:
 
 def test_what_a_resume_accepts_of_the_model() -> None:
     free = {"hidden_dropout", "attention_dropout", "lora_dropout", "init_std", "vocab_multiple", "positions"}
+    free |= {"mask_padded_vocab"}
     must = set(options_with(on_resume="must match"))
     assert must == FIELDS - free | {"optimizer", "task"}
 

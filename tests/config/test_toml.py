@@ -106,6 +106,9 @@ def test_every_option_has_a_section_a_help_and_one_name() -> None:
         assert entry.option.help and not entry.option.help.endswith(".")
 
 
-def test_no_megatron_spelling_belongs_to_two_options() -> None:
-    spellings = [spelling for entry in entries().values() for spelling in entry.option.megatron]
-    assert len(spellings) == len(set(spellings))
+def test_a_megatron_spelling_of_several_options_sets_them_in_one_section() -> None:
+    owners: dict[str, set[str]] = {}
+    for entry in entries().values():
+        for spelling in entry.option.megatron:
+            owners.setdefault(spelling, set()).add(entry.section)
+    assert all(len(sections) == 1 for sections in owners.values())

@@ -28,6 +28,17 @@ def test_learning_rate(style: str) -> None:
     assert [rate(samples) for samples in AT] == pytest.approx(RATES[style], rel=1e-9)
 
 
+@pytest.mark.parametrize(
+    ("style", "half"),
+    [("exponential", 2 * 0.5**0.5 - 1), ("linear", 0.5), ("cosine", 0.5), ("minus_sqrt", 1 - 0.5**0.5)],
+)
+def test_warm_up_then_stable_then_decay(style: str, half: float) -> None:
+    """Megatron-core's WSD: the peak until the last 200 of 1000 samples, then down to the least."""
+    rate = LearningRate(1.5e-4, 1e-5, warmup=100, decay=1000, style="wsd", anneal=200, anneal_style=style)
+    assert [rate(at) for at in (50, 100, 101, 800)] == [7.5e-5, 1.5e-4, 1.5e-4, 1.5e-4]
+    assert [rate(at) for at in (900, 1000, 1001)] == pytest.approx([1e-5 + half * 1.4e-4, 1e-5, 1e-5], rel=1e-9)
+
+
 def test_warm_up_from_an_initial_rate() -> None:
     rate = LearningRate(peak=1.0, least=0.0, warmup=10, decay=100, style="cosine", initial=0.5)
     assert (rate(0), rate(5), rate(10)) == (0.5, 0.75, 1.0)

@@ -190,6 +190,8 @@ def _pairs(run: RunConfig) -> Problems:
         yield _line(run, "weight_decay_style", "needs both --start-weight-decay and --end-weight-decay")
     if run.optimizer.lr is not None and 0 <= run.optimizer.lr < run.schedule.min_lr:
         yield _line(run, "min_lr", f"must be at most --lr {run.optimizer.lr}")
+    if run.schedule.lr_decay == "wsd" and not (run.schedule.lr_wsd_decay_steps or run.schedule.lr_wsd_decay_samples):
+        yield _line(run, "lr_decay", "needs --lr-wsd-decay-steps, or --lr-wsd-decay-samples: the part that falls")
     if run.schedule.lr_decay == "range-exponential" and not run.schedule.min_lr:
         yield _line(run, "lr_decay", "needs --min-lr greater than 0, where it begins")
     yield from _precision(run)
@@ -215,8 +217,10 @@ def _precision(run: RunConfig) -> Problems:
 
 
 def _steps_or_samples(run: RunConfig) -> Problems:
-    by_steps = [name for name in ("steps", "lr_decay_steps", "lr_warmup_steps") if value_of(run, name)]
-    by_samples = [name for name in ("samples", "lr_decay_samples", "lr_warmup_samples") if value_of(run, name)]
+    by_steps, by_samples = (
+        [name for name in (of, f"lr_decay_{of}", f"lr_warmup_{of}", f"lr_wsd_decay_{of}") if value_of(run, name)]
+        for of in ("steps", "samples")
+    )
     if by_steps and by_samples:
         yield _line(run, by_samples[0], f"excludes {flag_of(by_steps[0])}; count the whole run in steps or in samples")
     if run.schedule.lr_warmup_fraction is not None:
@@ -233,9 +237,9 @@ def _recompute(run: RunConfig) -> Problems:
         yield "--recompute full: needs --recompute-method; valid: uniform, block"
     if memory.recompute == "full" and memory.recompute_layers is None:
         yield "--recompute full: needs --recompute-layers, a number of blocks"
-    if memory.distribute_saved:
-        if memory.recompute != "full" or run.parallel.tp == 1:
-            yield _line(run, "distribute_saved", "needs --recompute full and --tp of at least 2")
+    if memory.distribute_saved and run.parallel.tp > 1:
+        if memory.recompute != "full":
+            yield _line(run, "distribute_saved", "needs --recompute full")
         if run.parallel.sequence_parallel:
             yield _line(run, "distribute_saved", "excludes --sequence-parallel, which cuts them already")
 
@@ -499,6 +503,9 @@ def _times(run: RunConfig) -> Problems:
     if run.batch.global_batch is None or run.schedule.lr_decay == "constant":
         return
     length = lengths(run)
+    if length.anneal_samples + length.warmup_samples > length.decay_samples > length.warmup_samples:
+        name = "lr_wsd_decay_samples" if run.schedule.lr_wsd_decay_samples else "lr_wsd_decay_steps"
+        yield _line(run, name, "must be at most what the warm-up leaves of the decay")
     if length.warmup_samples < length.decay_samples:
         return
     if run.schedule.lr_warmup_samples:

@@ -47,3 +47,20 @@ def nearest(word: str, valid: Iterable[str]) -> str:
     """
     close = difflib.get_close_matches(word, list(valid), n=1, cutoff=0.6) if len(word) <= LONGEST_WORD else []
     return f" (nearest: {close[0]})" if close else ""
+
+
+def nearest_flag(flag: str, valid: Iterable[str]) -> str:
+    """As `nearest`, of flags: the dashes that all begin with make none of them near, and words may stand elsewhere.
+
+    >>> nearest_flag("--layrs", ["--layers", "--lr"]), nearest_flag("--size-hidden", ["--hidden-size", "--heads"])
+    (' (nearest: --layers)', ' (nearest: --hidden-size)')
+    >>> nearest_flag("--zebra", ["--zero", "--bf16"])
+    ''
+    """
+    if len(flag) > LONGEST_WORD:
+        return ""
+    bare = flag.strip("-").replace("_", "-")
+    names = {name.strip("-").replace("_", "-"): name for name in valid}
+    same = [name for name in names if sorted(name.split("-")) == sorted(bare.split("-"))]
+    close = same or difflib.get_close_matches(bare, list(names), n=1, cutoff=0.7)
+    return f" (nearest: {names[close[0]]})" if close else ""

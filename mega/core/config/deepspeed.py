@@ -25,17 +25,20 @@ Options = dict[str, Any]
 Problems = list[str]
 
 
-def read(path: str) -> Options:
-    """Option name -> value of the JSON at `path`. Errors: ValueError with a line for each key that cannot be taken."""
-    what = f"--deepspeed-config {path}"
-    return values(parse_json(read_limited(path, LIMIT, what), what), path)
+def read(path: str, left_out: Problems | None = None) -> Options:
+    """Option name -> value of the JSON at `path`. left_out: takes a line for each key that cannot be taken.
 
-
-def above(file: Mapping[str, Any], path: str, flags: Mapping[str, Any]) -> Options:
-    """The options of a TOML `file` with those of the JSON at `path`. Where both set an option, they must agree, or a
-    flag decides. Errors: ValueError naming the option, and as `read`.
+    Errors: ValueError with these lines, where `left_out` is None.
     """
-    options = read(path)
+    what = f"--deepspeed-config {path}"
+    return values(parse_json(read_limited(path, LIMIT, what), what), path, left_out)
+
+
+def above(file: Mapping[str, Any], path: str, flags: Mapping[str, Any], left_out: Problems | None = None) -> Options:
+    """The options of a TOML `file` with those of the JSON at `path`. Where both set an option, they must agree, or a
+    flag decides. left_out: as of `read`. Errors: ValueError naming the option, and as `read`.
+    """
+    options = read(path, left_out)
     lines = [
         f"--deepspeed-config {path}: means {flag_of(name)} {value}, --config has {file[name]}; give the flag"
         for name, value in options.items()
@@ -46,15 +49,16 @@ def above(file: Mapping[str, Any], path: str, flags: Mapping[str, Any]) -> Optio
     return {**file, **options}
 
 
-def values(content: Any, source: str) -> Options:
-    """Option name -> value of a parsed file that came from `source`.
+def values(content: Any, source: str, left_out: Problems | None = None) -> Options:
+    """Option name -> value of a parsed file that came from `source`; left_out: as of `read`.
 
     >>> values({"bf16": {"enabled": True}, "gradient_clipping": 1.0, "zero_optimization": {"stage": 1}}, "ds.json")
     {'clip_grad': 1.0, 'dtype': 'bf16', 'zero': 1}
     >>> values({"zero_optimization": {"stag": 2}}, "ds.json")
     Traceback (most recent call last):
     ...
-    ValueError: ds.json: zero_optimization.stag: is not a key of DeepSpeed's that is known here (nearest: stage)
+    ValueError: ds.json: zero_optimization.stag: is not a key of DeepSpeed's that is known here (nearest: stage); \
+correct the file, or leave it out by --deepspeed-lenient
     """
     if not isinstance(content, dict):
         raise ValueError(f"{source}: must be one JSON object")
@@ -65,10 +69,15 @@ def values(content: Any, source: str) -> Options:
     _optimizer(table)
     _scheduler(table)
     _logging(table)
+    _curriculum(table)
     table.drop(*_DROPPED)
     table.refuse_others()
-    if table.problems:
-        raise ValueError("\n".join(f"{source}: {line}" for line in table.problems))
+    if left_out is not None:
+        left_out += [f"{source}: {line}" for line in table.problems]
+    elif table.problems:
+        what = "it" if len(table.problems) == 1 else "them"
+        end = f"; correct the file, or leave {what} out by --deepspeed-lenient"
+        raise ValueError("\n".join(f"{source}: {line}" for line in table.problems) + end)
     return table.found
 
 
@@ -211,8 +220,8 @@ def _zero(root: _Table) -> None:
         zero.refuse("offload_optimizer.device", f"{device} is not supported; valid: cpu, none")
     elif device is not None:
         zero.found["optimizer_offload"] = device == "cpu"
-    if _device(zero, "offload_param") not in (None, "none"):
-        zero.refuse("offload_param.device", "parameters stay on the device; valid: none")
+    if (held := _device(zero, "offload_param")) not in (None, "none"):
+        zero.refuse("offload_param.device", f"{held} is not supported: parameters stay on the device; valid: none")
     zero.only("cpu_offload_params", False, "parameters stay on the device")
     zero.drop(
         "allgather_partitions",
@@ -266,6 +275,10 @@ def _optimizer(root: _Table) -> None:
         params.option("eps", "adam_eps", int, float, change=float)
         params.option("weight_decay", "weight_decay", int, float, change=float)
         params.option("momentum", "sgd_momentum", int, float, change=float)
+        largest = params.take("max_grad_norm", int, float)
+        if largest is not None and largest != root.found.get("clip_grad"):
+            clips = root.found.get("clip_grad", "absent")
+            params.refuse("max_grad_norm", f"{largest}: must be gradient_clipping, which is {clips}")
         betas = params.take("betas")
         if isinstance(betas, list) and len(betas) == 2 and all(isinstance(beta, int | float) for beta in betas):
             root.found["adam_beta1"], root.found["adam_beta2"] = map(float, betas)
@@ -285,7 +298,7 @@ def _optimizer(root: _Table) -> None:
     chosen.refuse_others()
 
 
-_SCHEDULES = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "LRRangeTest")
+_SCHEDULES = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle", "LRRangeTest")
 
 
 def _scheduler(root: _Table) -> None:
@@ -303,6 +316,8 @@ def _scheduler(root: _Table) -> None:
         return
     if kind == "LRRangeTest":
         _range_test(params)
+    elif kind == "OneCycle":
+        _one_cycle(params)
     else:
         _warm_up(kind, params)
     params.drop("last_batch_iteration")
@@ -323,6 +338,24 @@ def _range_test(params: _Table) -> None:
     params.only("lr_range_test_staircase", False, "the rate grows with every step")
 
 
+def _one_cycle(params: _Table) -> None:
+    """Up from cycle_min_lr in the first part, down again in the second, where it stays."""
+    first = params.take("cycle_first_step_size", int)
+    second = params.take("cycle_second_step_size", int)
+    first = 2000 if first is None else first
+    params.found |= {"lr_decay": "linear", "lr_warmup_style": "linear", "lr_warmup_steps": first}
+    params.found["lr_decay_steps"] = first + (first if second is None else second)
+    params.option("cycle_max_lr", "lr", int, float, change=float)
+    params.option("cycle_min_lr", "lr_warmup_init", int, float, change=float)
+    params.found["min_lr"] = params.found.get("lr_warmup_init", 0.0)
+    if params.take("cycle_momentum", bool) is not False:
+        params.refuse("cycle_momentum", "is true where it is left out: Adam's constants do not change; valid: false")
+    params.only("decay_lr_rate", 0, "after the cycle the rate stays at cycle_min_lr")
+    params.only("cycle_first_stair_count", 0, "the rate changes with every step")
+    params.only("cycle_second_stair_count", 0, "the rate changes with every step")
+    params.drop("decay_step_size", "cycle_min_mom", "cycle_max_mom", "decay_mom_rate")
+
+
 def _warm_up(kind: str, params: _Table) -> None:
     found = params.found
     params.option("warmup_num_steps", "lr_warmup_steps", int)
@@ -341,6 +374,12 @@ def _warm_up(kind: str, params: _Table) -> None:
     else:
         params.option("warmup_max_lr", "lr", int, float, change=float)
         params.option("warmup_min_lr", "lr_warmup_init", int, float, change=float)
+
+
+def _curriculum(root: _Table) -> None:
+    table = root.table("curriculum_learning")
+    if table is not None and table.content.get("enabled") not in (None, False):
+        root.refuse("curriculum_learning", "every step has samples of --seq-length tokens; valid: enabled false")
 
 
 def _logging(root: _Table) -> None:

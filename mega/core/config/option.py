@@ -63,6 +63,16 @@ class weak:
 
 
 @dataclass(frozen=True)
+class Renamed:
+    """The Megatron-LM flag carries the value itself, of which some once had other names, old -> today's.
+
+    A renamed value gives way to any other flag of the same option; None says nothing of it.
+    """
+
+    values: Mapping[str, str | None]
+
+
+@dataclass(frozen=True)
 class Range:
     """The numbers that an option may hold: a test, and the words that follow "must be"."""
 
@@ -88,7 +98,7 @@ class Option:
     help: one sentence, no full stop.
     megatron: Megatron-LM spelling -> `VALUE` if it carries the value, a mapping if it carries the value under
         another name (`{"--normalization": {"RMSNorm": "rmsnorm"}}`), else the constant it stands for
-        (`{"--swiglu": "swiglu"}`, `{"--disable-bias-linear": False}`).
+        (`{"--swiglu": "swiglu"}`, `{"--disable-bias-linear": False}`). The same spelling may be one of several options.
     synonyms: other words that users have for the flag ("--learning-rate"), or for a value ("gpu" -> "cuda").
     short: a one-letter flag such as "-o", or None.
     common: shown in the short `--help`; the rest appears under `--help-all`.

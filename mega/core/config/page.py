@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import starmap
 from typing import Any
 
-from mega.core.config.option import VALUE, Option, weak
+from mega.core.config.option import VALUE, Option, Renamed, weak
 from mega.core.config.presets import FAMILY_DEFAULTS, PRESETS
 from mega.core.config.run import Entry, entries, flag_of, sections
 from mega.core.config.toml import format_value
@@ -115,7 +115,7 @@ def _meaning(stands_for: Any) -> str:
     >>> _meaning(VALUE), _meaning("swiglu"), _meaning(False), _meaning(weak("full")), _meaning({"p2p": "ring"})
     (' VALUE', ' = swiglu', ' = off', ' = full', ' p2p = ring')
     """
-    if stands_for is VALUE:
+    if stands_for is VALUE or isinstance(stands_for, Renamed):
         return " VALUE"
     if isinstance(stands_for, Mapping):
         return " " + ", ".join(f"{theirs} = {ours}" for theirs, ours in stands_for.items())

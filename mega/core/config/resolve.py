@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from math import isqrt, lcm
+from math import ceil, inf, isqrt, lcm
 from typing import Any
 
 from mega.core.config.presets import FAMILY_DEFAULTS
@@ -49,6 +49,7 @@ def resolve(run: RunConfig, world: int, vocab: int | None = None) -> RunConfig:
         batch=_batch(run.batch, data_parallel(run, world)),
         schedule=_schedule(run),
         tokenizer=_tokenizer(run),
+        evaluation=replace(run.evaluation, eval_iters=max(0, run.evaluation.eval_iters)),
         log=_log(run.log, run.checkpoint.save),
     )
 
@@ -241,6 +242,7 @@ class Lengths:
     samples: int
     decay_samples: int
     warmup_samples: int
+    anneal_samples: int = 0
 
 
 def lengths(run: RunConfig) -> Lengths:
@@ -260,30 +262,39 @@ def lengths(run: RunConfig) -> Lengths:
         steps, samples = _steps_of(batch), batch.samples
         decay = schedule.lr_decay_samples or samples
         warmup = schedule.lr_warmup_samples
+        anneal = schedule.lr_wsd_decay_samples or 0
     else:
         steps = batch.steps or 0
         samples = steps * batch.global_batch
         decay = (schedule.lr_decay_steps or steps) * batch.global_batch
         warmup = schedule.lr_warmup_steps * batch.global_batch
+        anneal = (schedule.lr_wsd_decay_steps or 0) * batch.global_batch
     if schedule.lr_warmup_fraction is not None:
         warmup = int(schedule.lr_warmup_fraction * decay)
-    return Lengths(steps=steps, samples=samples, decay_samples=decay, warmup_samples=warmup)
+    return Lengths(steps, samples, decay_samples=decay, warmup_samples=warmup, anneal_samples=anneal)
 
 
 def last_step(run: RunConfig, step: int = 0, consumed: int = 0) -> int:
     """The step with which a resolved run ends that has come to `step` and `consumed` samples.
 
-    A run measured in samples ends with the last whole batch of them, whatever its batches were before.
+    A run measured in samples ends with the last whole batch of them, whatever its batches were before. --exit-tokens
+    may end it before, with the step that reaches them.
 
     >>> from mega.core.config.run import updated
     >>> by_samples = updated(RunConfig(), {"global_batch": 8, "samples": 100})
     >>> last_step(by_samples), last_step(by_samples, step=10, consumed=40)
     (12, 17)
+    >>> last_step(updated(RunConfig(), {"global_batch": 8, "steps": 100, "seq_length": 10, "exit_tokens": 250}))
+    4
     """
-    batch = run.batch
+    batch, tokens = run.batch, run.runtime.exit_tokens
+    most = inf if tokens is None else ceil(tokens / (batch.seq_length or 1))
     if batch.samples is None:
-        return batch.steps or 0
-    while (after := consumed + global_batch_at(batch, consumed)) <= batch.samples:
+        steps = batch.steps or 0
+        if most < inf and batch.global_batch:
+            steps = min(steps, step + max(0, ceil((most - consumed) / batch.global_batch)))
+        return steps
+    while consumed < most and (after := consumed + global_batch_at(batch, consumed)) <= batch.samples:
         step, consumed = step + 1, after
     return step
 

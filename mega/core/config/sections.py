@@ -26,6 +26,7 @@ from mega.core.config.option import (
     Bench,
     OnResume,
     Range,
+    Renamed,
     Section,
     option,
     weak,
@@ -86,7 +87,7 @@ class ModelConfig(Section):
     ffn: int | None = option(
         None,
         "width of the feed-forward layer [4 hidden; 8/3 hidden when gated]",
-        megatron="--ffn-hidden-size",
+        megatron={"--ffn-hidden-size": VALUE, "--intermediate-size": VALUE},
         within=COUNT,
         most=2**24,
     )
@@ -119,6 +120,7 @@ class ModelConfig(Section):
             "--use-rotary-position-embeddings": "rope",
             "--no-position-embedding": weak("none"),
             "--position-embedding-type": {"learned_absolute": "learned", "rope": "rope", "none": "none"},
+            "--rope-type": {"rope": "rope"},
         },
     )
     rope_base: float = option(
@@ -196,7 +198,9 @@ class ModelConfig(Section):
         "gelu", "activation of BERT's head for masked words", families=("bert",)
     )
     bias: bool = option(True, "biases in the linears", megatron={"--disable-bias-linear": False})
-    qkv_bias: bool | None = option(None, "biases of query, key and value [as --bias]")
+    qkv_bias: bool | None = option(
+        None, "biases of query, key and value [as --bias]", megatron={"--add-qkv-bias": True}
+    )
     qk_norm: bool = option(False, "normalise queries and keys per head", megatron={"--qk-layernorm": True})
     tied: bool = option(
         True,
@@ -316,7 +320,11 @@ class PrecisionConfig(Section):
     grad_dtype: Literal["fp32", "fp16", "bf16", "fp64"] | None = option(
         None,
         "dtype in which gradients accumulate and reduce [fp32; fp64 with fp64; fp16 with fp16]",
-        megatron={"--accumulate-allreduce-grads-in-fp32": "fp32"},
+        megatron={
+            "--accumulate-allreduce-grads-in-fp32": "fp32",
+            "--fp32-allreduce": "fp32",
+            "--grad-reduce-in-bf16": "bf16",
+        },
         on_resume="noted",
     )
     masters: bool = option(
@@ -337,7 +345,11 @@ class PrecisionConfig(Section):
         read_with={"dtype": ("fp16",)},
     )
     min_loss_scale: float = option(
-        1.0, "smallest dynamic loss scale", megatron="--min-loss-scale", within=POSITIVE, read_with={"dtype": ("fp16",)}
+        1.0,
+        "smallest dynamic loss scale",
+        megatron={"--min-loss-scale": VALUE, "--min-scale": VALUE},
+        within=POSITIVE,
+        read_with={"dtype": ("fp16",)},
     )
     loss_scale_window: int = option(
         1000,
@@ -364,7 +376,7 @@ class PrecisionConfig(Section):
     embedding_fp32: bool = option(
         False,
         "keep embedding weights in fp32",
-        megatron={"--embedding-weights-in-fp32": True},
+        megatron={"--embedding-weights-in-fp32": True, "--fp32-embedding": True},
         on_resume="noted",
         needs={"dtype": ("bf16", "fp16")},
     )
@@ -379,7 +391,7 @@ class ParallelConfig(Section):
     tp: int = option(
         1,
         "tensor-parallel ranks",
-        megatron="--tensor-model-parallel-size",
+        megatron={"--tensor-model-parallel-size": VALUE, "--model-parallel-size": VALUE},
         common=True,
         within=COUNT,
         layout=True,
@@ -423,7 +435,13 @@ class ParallelConfig(Section):
     schedule: str | None = option(
         None, "pipeline schedule [1f1b; interleaved with several chunks]", layout=True, choices=SCHEDULES
     )
-    chunks: int = option(1, "model chunks per pipeline rank (interleaving)", within=COUNT, layout=True)
+    chunks: int = option(
+        1,
+        "model chunks per pipeline rank (interleaving)",
+        megatron="--num-virtual-stages-per-pipeline-rank",
+        within=COUNT,
+        layout=True,
+    )
     layers_per_chunk: int | None = option(
         None,
         "blocks of one chunk, instead of --chunks",
@@ -445,14 +463,24 @@ class ParallelConfig(Section):
     zero: int = option(
         0,
         "share optimizer state (1), gradients (2), parameters (3) over dp",
-        megatron={"--use-distributed-optimizer": 1, "--zero-stage": VALUE},
+        megatron={
+            "--use-distributed-optimizer": weak(1),
+            "--zero-stage": VALUE,
+            "--use-torch-fsdp2": 3,
+            "--data-parallel-sharding-strategy": {
+                "no_shard": "0",
+                "optim": "1",
+                "optim_grads": "2",
+                "optim_grads_params": "3",
+            },
+        },
         within=ZERO_STAGE,
         layout=True,
     )
     bucket_size: int = option(
         40_000_000,
         "least elements of a gradient bucket",
-        megatron="--zero-reduce-bucket-size",
+        megatron={"--zero-reduce-bucket-size": VALUE, "--ddp-bucket-size": VALUE},
         unit="elements",
         within=COUNT,
     )
@@ -486,7 +514,7 @@ class BatchConfig(Section):
     micro_batch: int | None = option(
         None,
         "samples of one forward pass per rank",
-        megatron="--micro-batch-size",
+        megatron={"--micro-batch-size": VALUE, "--batch-size": VALUE},
         common=True,
         within=COUNT,
         most=2**26,
@@ -531,6 +559,7 @@ class BatchConfig(Section):
     loss_normalizer: Literal["global", "microbatch"] = option(
         "global",
         "divide the loss by the global batch's weight, or by each microbatch's as Megatron does",
+        megatron={"--calculate-per-token-loss": "global"},
         on_resume="noted",
     )
 
@@ -627,26 +656,45 @@ class ScheduleConfig(Section):
     on_resume: ClassVar[OnResume] = "schedule"
     bench: ClassVar[Bench] = "unused"
 
-    lr_decay: Literal["constant", "linear", "cosine", "inverse-square-root", "range-test", "range-exponential"] = (
-        option(
-            "linear",
-            "shape of the decay; range-test grows by --lr every --lr-decay-steps, range-exponential from --min-lr",
-            megatron="--lr-decay-style",
-            common=True,
-        )
+    lr_decay: Literal[
+        "constant", "linear", "cosine", "inverse-square-root", "wsd", "range-test", "range-exponential"
+    ] = option(
+        "linear",
+        "shape of the decay; wsd stays at --lr until near the end; range-test grows by --lr every --lr-decay-steps, "
+        "range-exponential from --min-lr",
+        megatron={"--lr-decay-style": Renamed({"WSD": "wsd", "exponential": "constant"})},
     )
     min_lr: float = option(
         0.0,
         "learning rate at the end",
         megatron="--min-lr",
         within=NOT_NEGATIVE,
-        read_with={"lr_decay": ("linear", "cosine", "inverse-square-root", "range-exponential")},
+        read_with={"lr_decay": ("linear", "cosine", "inverse-square-root", "wsd", "range-exponential")},
     )
     lr_decay_steps: int | None = option(
         None, "steps of the decay [all]", megatron="--lr-decay-iters", unit="steps", within=COUNT
     )
     lr_decay_samples: int | None = option(
         None, "samples of the decay [all]", megatron="--lr-decay-samples", unit="samples", within=COUNT
+    )
+    lr_wsd_decay_steps: int | None = option(
+        None,
+        "last steps of the decay, over which wsd falls",
+        megatron="--lr-wsd-decay-iters",
+        unit="steps",
+        within=COUNT,
+        needs={"lr_decay": ("wsd",)},
+    )
+    lr_wsd_decay_samples: int | None = option(
+        None,
+        "last samples of the decay, over which wsd falls",
+        megatron="--lr-wsd-decay-samples",
+        unit="samples",
+        within=COUNT,
+        needs={"lr_decay": ("wsd",)},
+    )
+    lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = option(
+        "exponential", "how wsd falls", megatron="--lr-wsd-decay-style", read_with={"lr_decay": ("wsd",)}
     )
     lr_warmup_steps: int = option(
         0, "steps of the warm-up", megatron="--lr-warmup-iters", common=True, unit="steps", within=NOT_NEGATIVE
@@ -655,7 +703,10 @@ class ScheduleConfig(Section):
         0, "samples of the warm-up", megatron="--lr-warmup-samples", unit="samples", within=NOT_NEGATIVE
     )
     lr_warmup_fraction: float | None = option(
-        None, "warm-up as a share of the decay", megatron="--lr-warmup-fraction", within=BELOW_ONE
+        None,
+        "warm-up as a share of the decay",
+        megatron={"--lr-warmup-fraction": VALUE, "--warmup": VALUE},
+        within=BELOW_ONE,
     )
     lr_warmup_style: Literal["linear", "log"] = option(
         "linear",
@@ -689,20 +740,35 @@ class MemoryConfig(Section):
     recompute: Literal["none", "selective", "full"] = option(
         "none",
         "activations to recompute in the backward pass",
-        megatron={"--recompute-activations": weak("selective"), "--recompute-granularity": VALUE},
+        megatron={
+            "--recompute-activations": weak("selective"),
+            "--recompute-granularity": VALUE,
+            "--checkpoint-activations": "full",
+            "--activations-checkpoint-method": {"uniform": "full", "block": "full"},
+        },
         layout=True,
     )
     recompute_method: Literal["uniform", "block"] | None = option(
         None,
         "how full recompute chooses its blocks",
-        megatron="--recompute-method",
+        megatron={
+            "--recompute-method": VALUE,
+            "--activations-checkpoint-method": VALUE,
+            "--checkpoint-activations": weak("uniform"),
+        },
         layout=True,
         needs={"recompute": ("full",)},
     )
     recompute_layers: int | None = option(
         None,
         "blocks per group (uniform) or per stage (block)",
-        megatron="--recompute-num-layers",
+        megatron={
+            "--recompute-num-layers": VALUE,
+            "--checkpoint-num-layers": VALUE,
+            "--activations-checkpoint-num-layers": VALUE,
+            "--checkpoint-activations": weak(1),
+            "--activations-checkpoint-method": weak(1),
+        },
         within=COUNT,
         layout=True,
         needs={"recompute": ("full",)},
@@ -710,8 +776,13 @@ class MemoryConfig(Section):
     distribute_saved: bool = option(
         False,
         "cut saved activations over the tensor ranks",
-        megatron={"--distribute-saved-activations": True},
+        megatron={
+            "--distribute-saved-activations": True,
+            "--distribute-checkpointed-activations": True,
+            "--partition-activations": True,
+        },
         layout=True,
+        read_with={"tp": SEVERAL},
     )
 
 
@@ -740,7 +811,9 @@ class DataConfig(Section):
         on_resume="noted",
     )
     valid_data: tuple[str, ...] = option(
-        (), "validation prefixes, used whole; labelled files, each reported by its name", megatron="--valid-data-path"
+        (),
+        "validation prefixes, used whole; labelled files, each reported by its name",
+        megatron={"--valid-data-path": VALUE, "--data-path2": VALUE},
     )
     test_data: tuple[str, ...] = option((), "test prefixes, used whole", megatron="--test-data-path")
     valid_sets: tuple[str, ...] = option((), "more validation sets, each as name=prefix and reported by its name")
@@ -860,6 +933,7 @@ class FinetuningConfig(Section):
     task: str = option(
         "lm",
         "what is trained: lm is the next token, dpo to prefer one of two answers; mnli, qqp and race are labels",
+        megatron={"--task": Renamed({"MNLI": "mnli", "QQP": "qqp", "RACE": "race"})},
         choices=TASKS,
         on_resume="must match",
     )
@@ -925,7 +999,20 @@ class TokenizerConfig(Section):
     tokenizer: str | None = option(
         None,
         "kind of tokenizer",
-        megatron="--tokenizer-type",
+        megatron={
+            "--tokenizer-type": Renamed({"BertWordPieceTokenizer": "BertWordPieceLowerCase"}),
+            "--tokenizer-model-type": {
+                **dict.fromkeys(
+                    ("bert-base-uncased", "bert-large-uncased", "bert-base-multilingual-uncased"),
+                    "BertWordPieceLowerCase",
+                ),
+                **dict.fromkeys(
+                    ("bert-base-cased", "bert-large-cased", "bert-base-multilingual-cased", "bert-base-chinese"),
+                    "BertWordPieceCase",
+                ),
+                **dict.fromkeys(("bpe", "char", "unigram", "word")),
+            },
+        },
         common=True,
         choices=TOKENIZERS,
         usual_in={"BertWordPieceLowerCase": MASKED, "BertWordPieceCase": MASKED},
@@ -933,7 +1020,7 @@ class TokenizerConfig(Section):
     tokenizer_model: str | None = option(
         None,
         "SentencePiece .model, Hugging Face tokenizer.json or fairseq dict.txt",
-        megatron="--tokenizer-model",
+        megatron={"--tokenizer-model": VALUE, "--tokenizer-path": VALUE},
         common=True,
     )
     vocab_file: str | None = option(None, "vocabulary file", megatron="--vocab-file", common=True)
@@ -966,7 +1053,11 @@ class EvaluationConfig(Section):
         1000, "validate every so many steps", megatron="--eval-interval", unit="steps", within=COUNT
     )
     eval_iters: int = option(
-        100, "batches of one validation; 0 is none", megatron="--eval-iters", common=True, within=NOT_NEGATIVE
+        100,
+        "batches of one validation; 0 is none, and so is -1",
+        megatron="--eval-iters",
+        common=True,
+        within=Range("at least -1", lambda value: value >= -1),
     )
     skip_train: bool = option(False, "only evaluate", megatron={"--skip-train": True})
 
@@ -1023,12 +1114,14 @@ class CheckpointConfig(Section):
         None,
         "keep only the newest checkpoints, besides the newest good one, the next to be good, and the one with the "
         "least validation loss",
+        megatron={"--save-retain-interval": weak(1)},
         within=COUNT,
         needs={"save": ()},
     )
     keep_every: int | None = option(
         None,
         "also keep the checkpoint of every so many steps",
+        megatron="--save-retain-interval",
         unit="steps",
         within=COUNT,
         needs={"save": (), "keep_last": ()},
@@ -1154,6 +1247,7 @@ class RuntimeConfig(Section):
     audit_interval: int = option(
         0,
         "compare all copies of weights and moments every so many steps; 0 is never",
+        megatron="--check-weight-hash-across-dp-replicas-interval",
         unit="steps",
         within=NOT_NEGATIVE,
     )
@@ -1167,12 +1261,18 @@ class RuntimeConfig(Section):
         None,
         "on a GPU, ask for a microbatch's forward and backward pass as one recorded graph: for work so small that the "
         "device waits for the host [where that is so, without pipeline and --zero 2 or 3]",
-        megatron={"--enable-cuda-graph": True},
+        megatron={
+            "--enable-cuda-graph": True,
+            "--cuda-graph-impl": {"none": "false", "local": "true", "transformer_engine": "true"},
+        },
     )
     dry_run: bool = option(False, "check everything, build every stage without memory, train nothing", common=True)
     world: int | None = option(None, "world size to check in a dry run", unit="ranks", common=True, within=COUNT)
     exit_interval: int | None = option(
         None, "stop at a multiple of this many steps", megatron="--exit-interval", unit="steps", within=COUNT
+    )
+    exit_tokens: int | None = option(
+        None, "stop when so many tokens are consumed", megatron="--train-tokens", unit="tokens", within=COUNT
     )
     exit_minutes: int | None = option(
         None, "stop after this long", megatron="--exit-duration-in-mins", unit="minutes", within=COUNT

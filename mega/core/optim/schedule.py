@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+
+_LEFT: dict[str, Callable[[float], float]] = {
+    "linear": lambda done: 1 - done,
+    "cosine": lambda done: 0.5 * (math.cos(math.pi * done) + 1),
+    "exponential": lambda done: float(2 * 0.5**done - 1),
+    "minus_sqrt": lambda done: 1 - math.sqrt(done),
+}
+"""Share of a decay that is done -> how much is left of the way down."""
 
 
 @dataclass(frozen=True)
 class LearningRate:
     """Warm-up from `initial` to `peak` over `warmup` samples, then `style` down to `least` at `decay` samples.
+
+    "wsd" stays at `peak` until `anneal` samples before `decay`, over which it falls by `anneal_style` (Hu et al. 2024,
+    arXiv 2404.06395, with the curves of Megatron-core).
 
     Two styles look for the rate that a run bears (Smith 2017): "range-test" grows by `peak` every `decay` samples,
     "range-exponential" by one factor a sample, from `least` to `peak`.
@@ -28,6 +40,8 @@ class LearningRate:
     style: str
     initial: float = 0.0
     batch: int | None = None
+    anneal: int = 0
+    anneal_style: str = "exponential"
 
     def __call__(self, samples: int) -> float:
         if self.warmup > 0 and samples <= self.warmup:
@@ -42,8 +56,11 @@ class LearningRate:
             return self.least
         if self.style == "inverse-square-root":
             return max(self.least, self.peak * math.sqrt(max(self.warmup, 1)) / math.sqrt(max(samples, 1)))
-        done = (samples - self.warmup) / (self.decay - self.warmup)
-        left = 1 - done if self.style == "linear" else 0.5 * (math.cos(math.pi * done) + 1)
+        if self.style == "wsd":
+            done = max(0, samples - (self.decay - self.anneal)) / max(1, self.anneal)
+            left = _LEFT[self.anneal_style](done)
+        else:
+            left = _LEFT[self.style]((samples - self.warmup) / (self.decay - self.warmup))
         return self.least + (self.peak - self.least) * left
 
     def _warm(self, samples: int) -> float:

@@ -26,6 +26,8 @@ _LABELS = {
     "lr.style": "--lr-decay",
     "lr.initial": "--lr-warmup-init",
     "lr.batch": "batch of a --lr-warmup-style log",
+    "lr.anneal": "learning rate annealing in samples",
+    "lr.anneal_style": "--lr-wsd-decay-style",
     "weight_decay.start": "--start-weight-decay",
     "weight_decay.end": "--weight-decay",
     "weight_decay.total": "weight decay's length in samples",
@@ -55,6 +57,8 @@ class Schedules:
                 style=schedule.lr_decay,
                 initial=schedule.lr_warmup_init,
                 batch=run.batch.global_batch if schedule.lr_warmup_style == "log" else None,
+                anneal=length.anneal_samples,
+                anneal_style=schedule.lr_wsd_decay_style,
             ),
             WeightDecay(
                 start=options.weight_decay if start is None else start,
@@ -92,7 +96,9 @@ def _stored(kind: Callable[..., Part], fields: Mapping[str, Any]) -> Part:
     for name, value in fields.items():
         if name == "style":
             fits = value in entries()["lr_decay" if kind is LearningRate else "weight_decay_style"].choices
-        elif name in ("warmup", "decay", "total"):
+        elif name == "anneal_style":
+            fits = value in entries()["lr_wsd_decay_style"].choices
+        elif name in ("warmup", "decay", "total", "anneal"):
             fits = type(value) is int and value >= 0
         else:
             fits = (name == "batch" and value is None) or (type(value) in (int, float) and abs(value) < 1e30)
@@ -105,6 +111,7 @@ def _effective(schedules: Schedules) -> dict[str, Any]:
     """Name -> value, without those that a constant schedule ignores."""
     values = {f"{kind}.{name}": value for kind, part in schedules.state_dict().items() for name, value in part.items()}
     ignored = {"lr.decay", "lr.least"} if schedules.lr.style == "constant" else set()
+    ignored |= {"lr.anneal", "lr.anneal_style"} if schedules.lr.style != "wsd" else set()
     if schedules.weight_decay.style == "constant":
         ignored |= {"weight_decay.start", "weight_decay.total"}
     return {name: value for name, value in values.items() if name not in ignored}

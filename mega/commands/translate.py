@@ -1,0 +1,58 @@
+"""`mega translate`: an old command line, or a script of them, as the lines of `mega` that do the same."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+MOST_BYTES = 1 << 20
+"""Of a script that a person writes."""
+
+
+def run(
+    line: Annotated[
+        list[str] | None,
+        typer.Argument(help="a script, - for stdin; or a whole line after --", metavar="FILE | -- LINE"),
+    ] = None,
+) -> int:
+    """Show an old command line as one of mega's: Megatron-LM's of 2019 to 2026, its forks', DeepSpeed's, fairseq's.
+
+    With launcher and program, since a program's name says what is trained, as in mega translate -- torchrun
+    pretrain_bert.py --num-layers 24. What is printed is a script: the new lines, and comments for what changes nothing
+    and for what has no counterpart. Nothing is started, and no file that a line names is opened.
+
+    Exit codes: 0; 1 where something has no counterpart.
+    """
+    from mega.core.config.scripts import command_lines, split_command
+    from mega.lines import translated
+
+    words = line or []
+    if len(words) == 1 and " " not in words[0]:
+        what = words[0]
+        found = list(command_lines(_text(what)))
+        if not found:
+            raise ValueError(f"{what}: starts no program that is known here, such as pretrain_gpt.py")
+    else:
+        one = split_command(words) if len(words) != 1 else next(command_lines(words[0]), None)
+        if one is None:
+            raise ValueError(
+                "LINE: names no program, such as pretrain_gpt.py; give the whole line after --, or a script"
+            )
+        found = [one]
+    results = [translated(each) for each in found]
+    print("\n\n".join(result.text() for result in results))
+    return int(any(result.lacking for result in results))
+
+
+def _text(what: str) -> str:
+    """The text of a script. Errors: ValueError where it cannot be read."""
+    from mega.core.untrusted import read_limited
+
+    if what == "-":
+        return sys.stdin.read(MOST_BYTES)
+    try:
+        return read_limited(what, MOST_BYTES, what).decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{what}: must be UTF-8 text; byte {error.start} is not") from None

@@ -1,0 +1,210 @@
+"""The command lines of a shell script, as words: what it starts, with which program, under which launcher.
+
+Nothing is executed. Of the shell this file knows lines that continue, comments, quotes, variables and arrays that the
+script itself sets, defaults (`${A:-b}`) and whole-number arithmetic; a variable that it does not set stays as it is.
+It knows no flag.
+"""
+
+from __future__ import annotations
+
+import ast
+import operator
+import re
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from mega.core.config.programs import is_program
+
+
+class CommandLine(NamedTuple):
+    """launcher: the words before the program. program: its name, with its folder. words: those after it."""
+
+    launcher: tuple[str, ...]
+    program: str
+    words: tuple[str, ...]
+
+
+MOST_EXPANSIONS = 20
+"""Variables within variables: a script that needs more names itself."""
+LONGEST_LINE = 1 << 20
+"""Characters of a line with its variables replaced."""
+_HELPERS = ("launch.py", "run.py", "wait_for.py")
+"""Files that start others."""
+
+_ASSIGNMENT = re.compile(r"^\s*(?:export\s+|local\s+|declare\s+(?:-\w+\s+)?)?([A-Za-z_]\w*)(\+?)=(.*)$", re.DOTALL)
+_VARIABLE = re.compile(r"\$(?:\{([A-Za-z_]\w*)(?:\[[@*]\])?(?::?-([^}]*))?\}|([A-Za-z_]\w*))")
+_ARITHMETIC = re.compile(r"\$\(\(([^()]*(?:\([^()]*\)[^()]*)*)\)\)")
+_SUBSTITUTION = re.compile(r"\$\([^()]*\)|`[^`]*`")
+_BLANK = "\x00"
+"""Stands for a blank within what a shell would execute."""
+
+
+def command_lines(text: str) -> Iterator[CommandLine]:
+    """Every line of a script that starts a program of Python's, or one that is known by name.
+
+    Errors: ValueError for a quote that is not closed.
+
+    >>> script = 'ARGS="--num-layers 2 \\\\\\n --fp16"\\ntorchrun --nproc_per_node 2 pretrain_gpt.py $ARGS  # trains'
+    >>> next(command_lines(script)).words
+    ('--num-layers', '2', '--fp16')
+    """
+    variables: dict[str, str] = {}
+    for line in _statements(text):
+        assigned = _ASSIGNMENT.match(line)
+        if assigned is not None and not _is_prefix(assigned[3]):
+            name, appends, value = assigned.groups()
+            value = _unquoted(_expanded(value.strip(), variables))
+            variables[name] = variables.get(name, "") + (" " if value[:1] != " " else "") + value if appends else value
+            continue
+        words = _words(_expanded(line, variables))
+        found = split_command(words)
+        if found is not None:
+            yield found
+
+
+def split_command(words: Sequence[str]) -> CommandLine | None:
+    """Launcher, program and its words; None where no program is named.
+
+    >>> split_command(["srun", "sh", "-c", "python -u pretrain_gpt.py --fp16"])
+    CommandLine(launcher=('srun', 'sh', '-c', 'python', '-u'), program='pretrain_gpt.py', words=('--fp16',))
+    """
+    for index, word in enumerate(words):
+        if index and words[index - 1] == "-c" and " " in word:
+            inner = split_command(_words(word))
+            if inner is not None:
+                return CommandLine((*words[:index], *inner.launcher), inner.program, inner.words)
+        if word.startswith("-") or (word.split("/")[-1] in _HELPERS):
+            continue
+        if is_program(word):
+            return CommandLine(tuple(words[:index]), word, _before_redirection(words[index + 1 :]))
+    return None
+
+
+def _before_redirection(words: Sequence[str]) -> tuple[str, ...]:
+    """Words up to where the shell takes over: `2>&1 | tee log`, `&`, `;`."""
+    kept: list[str] = []
+    for word in words:
+        if re.match(r"^(\d?>|<|\||&|;)", word):
+            break
+        if word.endswith(";"):
+            kept += [word[:-1]] if word != ";" else []
+            break
+        kept.append(word)
+    return tuple(kept)
+
+
+def _statements(text: str) -> Iterator[str]:
+    """Lines as the shell reads them: joined where they continue, within quotes and arrays too."""
+    pending = ""
+    for raw in text.replace("\r\n", "\n").split("\n"):
+        line = pending + _without_comment(raw, pending)
+        if line.rstrip().endswith("\\"):
+            pending = line.rstrip()[:-1] + " "
+        elif _is_open(line):
+            pending = line + " "
+        else:
+            pending = ""
+            yield line
+    if pending.strip():
+        yield pending
+
+
+def _without_comment(line: str, before: str) -> str:
+    """A comment begins at a `#` that begins a word outside of quotes."""
+    quote = _quote_at_end(before)
+    for index, letter in enumerate(line):
+        if quote:
+            quote = "" if letter == quote and line[index - 1 : index] != "\\" else quote
+        elif letter in "\"'":
+            quote = letter
+        elif letter == "#" and (index == 0 or line[index - 1].isspace()):
+            return line[:index]
+    return line
+
+
+def _quote_at_end(text: str) -> str:
+    quote, before = "", ""
+    for letter in text:
+        if quote:
+            quote = "" if letter == quote and before != "\\" else quote
+        elif letter in "\"'" and before != "\\":
+            quote = letter
+        before = letter
+    return quote
+
+
+def _is_open(line: str) -> bool:
+    """Whether a quote or an array goes on with the next line."""
+    if _quote_at_end(line):
+        return True
+    return bool(re.match(r"^\s*\w+\+?=\(", line)) and line.count("(") > line.count(")")
+
+
+def _is_prefix(value: str) -> bool:
+    """Whether `A=1 python ...` sets a variable for one command only."""
+    try:
+        words = shlex.split(value)
+    except ValueError:
+        return False
+    quoted = value.lstrip()[:1] in "\"'("
+    return not quoted and len(words) > 1 and split_command(words[1:]) is not None
+
+
+def _unquoted(value: str) -> str:
+    value = value.strip().rstrip(";")
+    if value[:1] == "(" and value[-1:] == ")":
+        return value[1:-1].strip()
+    if len(value) > 1 and value[0] in "\"'" and value[-1] == value[0]:
+        return value[1:-1].strip()
+    return value
+
+
+def _expanded(line: str, variables: Mapping[str, str]) -> str:
+    """`line` with the variables that are set replaced, and sums worked out. Errors: ValueError where it grows on."""
+    for _ in range(MOST_EXPANSIONS):
+        found = _ARITHMETIC.sub(_worked_out, _VARIABLE.sub(lambda match: _value_of(match, variables), line))
+        if len(found) > LONGEST_LINE:
+            raise ValueError(f"{line[:60]}: becomes longer than {LONGEST_LINE} characters; variables name themselves")
+        if found == line:
+            break
+        line = found
+    return _SUBSTITUTION.sub(lambda match: match[0].replace(" ", _BLANK), line)
+
+
+def _value_of(match: re.Match[str], variables: Mapping[str, str]) -> str:
+    name = match[1] or match[3]
+    return variables.get(name, match[2] if match[2] is not None else match[0])
+
+
+_OPERATORS = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+}
+
+
+def _worked_out(match: re.Match[str]) -> str:
+    """`$((2 * 4))` -> 8; what is no such sum stays."""
+    try:
+        return str(_number(ast.parse(match[1].replace("/", "//"), mode="eval").body))
+    except (SyntaxError, ValueError, ZeroDivisionError, RecursionError):
+        return match[0].replace(" ", _BLANK)
+
+
+def _number(node: ast.expr) -> int:
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        return node.value
+    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
+        return int(_OPERATORS[type(node.op)](_number(node.left), _number(node.right)))
+    raise ValueError
+
+
+def _words(line: str) -> list[str]:
+    """A line's words, without their quotes. Errors: ValueError."""
+    try:
+        return [word.replace(_BLANK, " ") for word in shlex.split(line)]
+    except ValueError as error:
+        raise ValueError(f"{line.strip()[:60]}: cannot be read as a command line ({error})") from None
