@@ -78,11 +78,10 @@ def run(
 
     if rows and given.preset is not None:
         raise ValueError(f"--model {given.preset}: excludes rows, which name their model; leave out one of them")
-    if against is not None:
-        read_rows("--against", against)
     # Rows are added to what a file holds; to anything else, such as a script, they would be damage. Devices hold none.
-    if json is not None and os.path.isfile(json):
-        read_rows("--json", json)
+    for flag, file in (("--against", against), ("--json", json if json and os.path.isfile(json) else None)):
+        if file is not None:
+            read_rows(flag, file)
     runs = [(name, row(name, given.values, size)) for name in rows or ()] or [("run", run)]
     resolved = [(name, _resolved(one, given, warmup + repeats, size)) for name, one in runs]
     if is_first_rank():
