@@ -102,7 +102,7 @@ def _training(
         return 0
     from mega.core.proof.bench import bench
 
-    job = partial(bench, repeats=repeats, warmup=warmup, **files)
+    job = partial(bench, repeats=repeats, warmup=warmup, out=out, against=against, trace=files["trace"])
     if world.source != "alone" or size == 1:
         return job(resolved)
     from mega.core.estimate.host import crowded
