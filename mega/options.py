@@ -48,7 +48,7 @@ class Command(TyperCommand):
         for param in self.params:
             # A help text is text: rich would read `[text]` as markup and drop it.
             if getattr(param, "help", None):
-                param.help = param.help.replace("[", "\\[")
+                param.help = param.help.replace("[", "\\[")  # type: ignore[attr-defined]
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Translates `args` before Typer reads them; a note on stderr for every flag that means nothing."""
@@ -151,7 +151,7 @@ def command(function: Callable[..., Any]) -> Callable[..., Any]:
                 typed[name] = cls(**{key: options[key] for key in options if entries()[key].section in names})
         return function(**typed)
 
-    verb.__signature__ = inspect.Signature(parameters)
+    verb.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     verb.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     # Without this, inspect would look through to the function and its config parameters.
     del verb.__wrapped__
