@@ -74,16 +74,25 @@ def run(
         if typed:
             raise ValueError(f"--calibrate {calibrate}: measures this machine, not a run; leave out {', '.join(typed)}")
         return _calibrate(run, calibrate, repeats, world.source == "alone" and size > 1, size)
+    return _training(run, given, rows or [], (repeats, warmup), {"out": json, "against": against, "trace": trace})
+
+
+def _training(
+    run: RunConfig, given: GivenOptions, rows: list[str], counts: tuple[int, int], files: Mapping[str, str | None]
+) -> int:
+    """Rows of training steps. counts: timed steps, and those before. Errors: ValueError naming row, flag or file."""
+    world, (repeats, warmup) = world_from_env(), counts
+    size = ranks(world, run.runtime.nproc, run.runtime.world)
     from mega.core.proof.bench_rows import read_rows, row
 
     if rows and given.preset is not None:
         raise ValueError(f"--model {given.preset}: excludes rows, which name their model; leave out one of them")
-    if against is not None:
-        read_rows("--against", against)
     # Rows are added to what a file holds; to anything else, such as a script, they would be damage. Devices hold none.
-    if json is not None and os.path.isfile(json):
-        read_rows("--json", json)
-    runs = [(name, row(name, given.values, size)) for name in rows or ()] or [("run", run)]
+    against, out = files["against"], files["out"]
+    for flag, file in (("--against", against), ("--json", out if out and os.path.isfile(out) else None)):
+        if file is not None:
+            read_rows(flag, file)
+    runs = [(name, row(name, given.values, size)) for name in rows] or [("run", run)]
     resolved = [(name, _resolved(one, given, warmup + repeats, size)) for name, one in runs]
     if is_first_rank():
         _note_unused([one for _, one in runs], given)
@@ -93,7 +102,7 @@ def run(
         return 0
     from mega.core.proof.bench import bench
 
-    job = partial(bench, repeats=repeats, warmup=warmup, out=json, against=against, trace=trace)
+    job = partial(bench, repeats=repeats, warmup=warmup, out=out, against=against, trace=files["trace"])
     if world.source != "alone" or size == 1:
         return job(resolved)
     from mega.core.estimate.host import crowded
@@ -160,14 +169,14 @@ def _calibrate(run: RunConfig, out: str, repeats: int, start: bool, size: int) -
     return launch(size, calibrate, *arguments)
 
 
-def _serving(
+def _check_serving(
     run: RunConfig,
     given: GivenOptions,
     served: Mapping[str, Any],
     excluded: Mapping[str, str | None],
     out: str | None,
-) -> int:
-    """Row serve. Errors: ValueError naming the flag that does not fit it."""
+) -> None:
+    """Errors: ValueError naming the flag that does not fit row serve; a line on stderr for those that it ignores."""
     if unfit := [f"{flag} {value}" for flag, value in excluded.items() if value is not None]:
         raise ValueError(f"{unfit[0]}: excludes the row serve")
     picture, url, load = served["--draw"], served["--url"], given.values.get("load")
@@ -182,6 +191,18 @@ def _serving(
         raise ValueError(f"{typed[0]}: excludes {'--load' if url is None else f'--url {url}'}, which has its own model")
     if is_first_rank() and (unused := [flag_of(name) for name in given.values if name not in read]):
         print(f"not used, nothing is trained: {', '.join(unused)}", file=sys.stderr)
+
+
+def _serving(
+    run: RunConfig,
+    given: GivenOptions,
+    served: Mapping[str, Any],
+    excluded: Mapping[str, str | None],
+    out: str | None,
+) -> int:
+    """Row serve. Errors: ValueError naming the flag that does not fit it."""
+    _check_serving(run, given, served, excluded, out)
+    picture, url, load = served["--draw"], served["--url"], given.values.get("load")
     from mega.core.config.resolve import model_alone
     from mega.core.inference.opening import EngineOptions
     from mega.core.proof.serving import Load

@@ -99,17 +99,9 @@ def run(
         raise ValueError(f"{given[0]}: excludes {given[1]}")
     if output is not None and (prompt is not None or not given):
         raise ValueError(f"--output {output}: needs --input or --num-samples")
-    if output is not None:
-        check_file("--output", str(output))
-    if input_file is not None and not input_file.is_file():
-        raise ValueError(f"--input {input_file}: no such file")
     files = {"tokenizer_model": tokenizer_model, "vocab_file": vocab_file, "merge_file": merge_file}
     named = {name: value for name, value in files.items() if value is not None}
-    for name, value in named.items():
-        if not Path(value).exists():
-            raise ValueError(f"--{name.replace('_', '-')} {value}: no such file")
-    if named and tokenizer is None:
-        raise ValueError(f"--{next(iter(named)).replace('_', '-')}: needs --tokenizer, its kind")
+    _check_files(input_file, output, named, tokenizer)
     from mega.core.inference.request import sampling_of
 
     sampling = sampling_of(
@@ -148,6 +140,19 @@ def run(
         device=device,
     )
     return _start(plan, nproc, tp * pp)
+
+
+def _check_files(input_file: Path | None, output: Path | None, named: Mapping[str, str], tokenizer: str | None) -> None:
+    """Errors: ValueError naming a file that is not there, or that cannot be one, before anything heavy is loaded."""
+    if output is not None:
+        check_file("--output", str(output))
+    if input_file is not None and not input_file.is_file():
+        raise ValueError(f"--input {input_file}: no such file")
+    for name, value in named.items():
+        if not Path(value).exists():
+            raise ValueError(f"--{name.replace('_', '-')} {value}: no such file")
+    if named and tokenizer is None:
+        raise ValueError(f"--{next(iter(named)).replace('_', '-')}: needs --tokenizer, its kind")
 
 
 def _start(plan: object, nproc: int | None, size: int) -> int:

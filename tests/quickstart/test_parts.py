@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shlex
 import sys
 from pathlib import Path
@@ -16,7 +17,7 @@ from mega.core.config import toml
 from mega.core.data.writer import IndexedWriter
 from mega.core.quickstart import chart
 from mega.core.quickstart.corpus import Document, make_corpus, read_corpus
-from mega.core.quickstart.tour import MORE, TOUR, arguments, tour
+from mega.core.quickstart.tour import MORE, TOUR, arguments, closing, tour
 from mega.core.quickstart.unigram import entropy, unigram
 
 
@@ -101,3 +102,15 @@ def test_what_is_there_is_left_alone(tmp_path: Path) -> None:
 
 def test_held_out_follows_from_the_name_alone() -> None:
     assert Document("help/global", "x").held_out == Document("help/global", "y").held_out
+
+
+def test_the_closing_line_works_where_mega_is_no_command_of_the_shell(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ["generate", "--load", "out/one-rank", "--prompt", "import ", "--temperature", "0.8", "--top-k", "50"]
+    monkeypatch.setattr("shutil.which", lambda name: os.path.join(os.path.dirname(sys.executable), name))
+    assert shlex.split(closing(Path("out"))) == ["mega", *words]
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    words[2] = str(tmp_path / "out" / "one-rank")
+    assert shlex.split(closing(Path("out"))) == [sys.executable, "-m", "mega", *words]

@@ -115,7 +115,6 @@ def build_datasets(
     if masking.sample_kind == "tfrecords":
         return _records(data, own, seq_length, seed, vocab, samples)
     split_shares(data.split)
-    note = split_note(data.split) if data.data_path else ""
     made_by = recipe(masking, seq_length, seed, tokenizer, pairs, data.repeat_short_parts)
     builder = _Builder(made_by, data, vocab, tokenizer)
     made: dict[str, Any] = {
@@ -133,16 +132,9 @@ def build_datasets(
         blended = expand([word], data.corpora), _WHOLE["valid"], "valid", samples[2]
         if (found := builder.blend("--valid-sets", *blended)) is not None:
             named[label] = found
-    contents = {prefix: corpus.content() for prefix, corpus in builder.corpora.items()}
-    repeats = "train" in builder.repeated
-    return Datasets(
-        **made,
-        named=named,
-        notes=(*([note] if note else []), *builder.notes),
-        corpora=contents,
-        repeats=repeats,
-        one_pass=builder.one_pass.get("train"),
-    )
+    repeats, whole = "train" in builder.repeated, builder.one_pass.get("train")
+    contents, notes = builder.contents, builder.reported
+    return Datasets(**made, named=named, notes=notes, corpora=contents, repeats=repeats, one_pass=whole)
 
 
 def _check_corpora(data: DataConfig, *, training: bool) -> None:
@@ -221,6 +213,17 @@ class _Builder:
         """Splits that read a corpus more than once."""
         self.one_pass: dict[str, int] = {}
         """Split -> samples of one pass over it, but where weights give each corpus passes of its own."""
+
+    @property
+    def contents(self) -> dict[str, Any]:
+        """Prefix -> what its token files hold."""
+        return {prefix: corpus.content() for prefix, corpus in self.corpora.items()}
+
+    @property
+    def reported(self) -> tuple[str, ...]:
+        """All notes, the one on --split first."""
+        note = split_note(self._data.split) if self._data.data_path else ""
+        return (*([note] if note else []), *self.notes)
 
     def blend(self, flag: str, words: Sequence[str], split: str, name: str, samples: int) -> Dataset | None:
         """The dataset of one split; None where nothing is asked of it or it is empty."""

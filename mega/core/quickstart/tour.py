@@ -9,7 +9,9 @@ Three steps are the quickstart's own, and can be typed as `mega quickstart --onl
 from __future__ import annotations
 
 import itertools
+import os
 import shlex
+import shutil
 import subprocess
 import sys
 import time
@@ -75,9 +77,18 @@ def tour(out: Path | None, steps: int) -> int:
         if code:
             print(f"mega: step {number} of {len(TOUR)} failed with exit code {code}", file=sys.stderr)
             return code
-    more = shlex.join(["mega", *arguments(MORE, out, steps)])
-    print(f"\nDone in {time.monotonic() - began:.0f} s; everything is in {out}. Ask the model for more:\n$ {more}")
+    print(f"\nDone in {time.monotonic() - began:.0f} s; everything is in {out}. Ask the model for more:")
+    print(closing(out))
     return 0
+
+
+def closing(out: Path) -> str:
+    """The line by which the user goes on, ready to be pasted: with whole paths where his shell does not know `mega`, as
+    after `./run quickstart`, which also runs in another directory than his."""
+    known = shutil.which("mega")
+    if known is not None and os.path.samefile(os.path.dirname(known), os.path.dirname(sys.executable)):
+        return shlex.join(["mega", *arguments(MORE, out, 0)])
+    return shlex.join([sys.executable, "-m", "mega", *arguments(MORE, out.resolve(), 0)])
 
 
 def arguments(line: str, out: Path, steps: int) -> list[str]:

@@ -28,16 +28,16 @@ Charts = Mapping[str, Mapping[str, Series]]
 """Metric -> run -> its curve."""
 
 
-def charts_of(places: Sequence[Path], metrics: Sequence[str]) -> Charts:
+def charts_of(runs: Sequence[Path], metrics: Sequence[str]) -> Charts:
     """The curves of some metrics of some runs; of the loss, and that of validation where there is one, if none is
     named. Errors: ValueError naming the run, or a metric that no run has and those that there are.
     """
     found: dict[str, RunRecord] = {}
-    for place in places:
+    for place in runs:
         record = read(place)
         if not isinstance(record, RunRecord):
             raise ValueError(f"RUN {place}: is an evaluation; must be a run's directory, or its file of metrics")
-        found[str(place) if place.name in {other.name for other in places if other != place} else place.name] = record
+        found[str(place) if place.name in {other.name for other in runs if other != place} else place.name] = record
     there = list(dict.fromkeys(name for record in found.values() for name in record.series))
     chosen = metrics or [name for name in ("loss", "valid_loss") if name in there]
     for name in chosen:

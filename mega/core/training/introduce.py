@@ -34,7 +34,7 @@ def introduce(
         report(line)
     if not run.evaluation.skip_train:
         report(_length(run, inputs.datasets, state.progress, steps))
-        report(_places(run))
+        report(_outputs(run))
     if point is None:
         return
     if point.weights_only:
@@ -83,7 +83,7 @@ def _length(run: RunConfig, data: Datasets, progress: Progress, steps: int) -> s
     return words if not progress.step else f"{words}; {progress.step:,} steps are done"
 
 
-def _places(run: RunConfig) -> str:
+def _outputs(run: RunConfig) -> str:
     """Where the run leaves what it makes."""
     checkpoint, log = run.checkpoint, run.log
     others = f"metrics in {log.metrics}" + (f", TensorBoard in {log.tensorboard_dir}" if log.tensorboard_dir else "")

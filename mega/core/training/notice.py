@@ -74,7 +74,7 @@ class SignalNotice:
         self._before = signal.set_wakeup_fd(self._writing, warn_on_full_buffer=False)
         threading.Thread(target=self._listen, args=(reading,), name="signal-notice", daemon=True).start()
 
-    def say_lost(self) -> None:
+    def report_lost(self) -> None:
         """Once, whoever notices the second Ctrl-C first."""
         if self._speaks and self._said.acquire(blocking=False):
             write_error(f"mega: {self._outlook.lost()}\n")
@@ -85,15 +85,15 @@ class SignalNotice:
         os.close(self._writing)
 
     def _listen(self, reading: int) -> None:
-        told = False
+        reported = False
         with os.fdopen(reading, "rb", buffering=0) as pipe:
             while numbers := pipe.read(64):
                 for number in numbers:
                     if number not in self._heeded:
                         continue
                     if self._signals.repeats(number):
-                        self.say_lost()
+                        self.report_lost()
                         threading.Timer(LEAVES_WITHIN, os._exit, [128 + number]).start()
-                    elif self._speaks and not told:
-                        told = True
+                    elif self._speaks and not reported:
+                        reported = True
                         write_error(f"mega: {self._outlook.first(number)}\n")

@@ -93,7 +93,6 @@ class Sampler:
         chance = torch.softmax(top / TEMPERATURE, 0)
         chosen = ids[torch.multinomial(chance, 1, generator=draws)]
         state = self._state
-        told = chosen.to(state.device.torch) if state.mesh.rank == 0 else torch.zeros(1, dtype=torch.int64)
-        told = told.to(state.device.torch)
-        all_reduce(told, state.mesh.everyone)
-        return int(told)
+        drawn = (chosen if state.mesh.rank == 0 else torch.zeros_like(chosen)).to(state.device.torch)
+        all_reduce(drawn, state.mesh.everyone)
+        return int(drawn)

@@ -100,7 +100,7 @@ class StopSignal:
     def _note(self, number: int, _: Any) -> None:
         if self._signals.repeats(number):
             if self._notice is not None:
-                self._notice.say_lost()
+                self._notice.report_lost()
             self._before.clear()  # and deaf from now on: a third one would only break the way out
             for other in heeded_signals():
                 signal.signal(other, signal.SIG_IGN)
