@@ -115,6 +115,7 @@ def test_valid_tensor_splits_divide_all_that_is_split() -> None:
 
 def test_a_model_that_comes_from_the_checkpoint_is_not_asked_for(tmp_path: Path) -> None:
     flags = {"micro_batch": 1, "seq_length": 8, "steps": 4, "lr": 1e-3, "mock_data": True}
+    (tmp_path / "step-0000001").mkdir()
     check(compose(flags=flags | {"use_checkpoint_config": True, "load": str(tmp_path)}), 1)
     with pytest.raises(ValueError, match="--layers is missing"):
         check(compose(flags=flags), 1)
