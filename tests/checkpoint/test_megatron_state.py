@@ -331,7 +331,9 @@ def test_state_of_a_distributed_checkpoint_is_never_dropped_in_silence(tmp_path:
         files["iter_0000010/__0_0.distcp"]["optimizer.state.exp_avg.decoder.final_layernorm.weight"] = torch.zeros(16)
 
     load = FORMS["torch_dist"].make(tmp_path / "source", change)
-    with pytest.raises(CheckpointError, match=r"optimizer\.state\.exp_avg.*: the form of this state is not known"):
+    with pytest.raises(
+        CheckpointError, match="optimizer holds no param_groups, so its form is not known; give --no-load-optim"
+    ):
         convert(load, tmp_path / "run", "mega", Layout(), vocab=56)
     assert not (tmp_path / "run").exists()
     convert(load, tmp_path / "run", "mega", Layout(), vocab=56, optimizer=False)

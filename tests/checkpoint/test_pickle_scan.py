@@ -6,6 +6,7 @@ import argparse
 import collections
 import io
 import resource
+import signal
 import struct
 import time
 import zipfile
@@ -151,3 +152,30 @@ def test_a_file_that_begins_as_an_archive_is_scanned_as_one(tmp_path: Path) -> N
     for name in ("both.pt", "head.pt"):
         with pytest.raises(CheckpointError, match=r"repeats itself|not a torch file"):
             torch_file(tmp_path / name)
+
+
+def test_objects_of_other_programs_are_inert_by_pattern(tmp_path: Path) -> None:
+    """An enum that no release has had yet; a signal, and a tensor with attributes, as Megatron-core's masters are."""
+    kind = text("kind") + counted("megatron.core.tomorrow.Kind", b"K\x03")
+    body = b"}" + text("args") + b"cargparse\nNamespace\n)\x81}" + kind + b"sbs"
+    zipped(tmp_path / "x.pt", START + body + b".")
+    assert read_pickled(tmp_path / "x.pt")["args"].values["kind"].arguments == (3,)
+    with pytest.raises(CheckpointError, match=r"it holds megatron\.core\.tomorrow\.Kind"):
+        torch_file(tmp_path / "x.pt")
+    master = torch.arange(4.0)
+    master.partition_dim, master.is_qkv = 0, True  # type: ignore[attr-defined]
+    torch.save({"args": argparse.Namespace(exit_signal=signal.SIGTERM), "master": master}, tmp_path / "y.pt")
+    assert torch.equal(read_pickled(tmp_path / "y.pt")["master"], torch.arange(4.0))
+
+
+@pytest.mark.parametrize(
+    ("function", "kind"),
+    [("builtins.bytearray", "torch.Tensor"), ("torch._utils._rebuild_tensor_v2", "collections.OrderedDict")],
+)
+def test_a_tensor_with_attributes_is_only_made_of_a_tensor(tmp_path: Path, function: str, kind: str) -> None:
+    """The function that torch calls for one calls whatever it is given."""
+    names = b"".join(f"c{name.rpartition('.')[0]}\n{name.rpartition('.')[2]}\n".encode() for name in (function, kind))
+    given = names + long_of(10**12) + b"\x85}"
+    zipped(tmp_path / "x.pt", START + counted("torch._tensor._rebuild_from_type_v2", given) + b".")
+    with pytest.raises(CheckpointError, match="_rebuild_from_type_v2 of"):
+        read_pickled(tmp_path / "x.pt")

@@ -1,13 +1,13 @@
 """torch files that hold more than tensors, read without running anything they name.
 
 torch's own restricted unpickler does the reading. Objects of the programs that write such files become inert objects of
-ours, which only keep what they were given; tensors, containers and numbers are torch's list; all else is refused, by
-name.
+ours, which only keep what they were given; tensors, containers and numbers are torch's list; all else, what Python and
+torch themselves could do, is refused by name.
 """
 
 from __future__ import annotations
 
-import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -33,16 +33,24 @@ class Arguments(Inert):
         return state if isinstance(state, dict) else {}
 
 
-_PROGRAMS = re.compile(r"(argparse|datetime|fp16|megatron|numpy|pathlib|signal|transformer_engine)(\.\w+)+")
-"""Whose objects are in files besides tensors: arguments of the command line (and the enums, paths and signals among
-them), loss scalers, random states, the state of a rerun machine. A release may bring new ones."""
+_VALUES = ("argparse", "datetime", "enum", "pathlib", "signal")
+"""Of Python's own modules, those whose objects are among the arguments of a command line."""
 
 
 def stand_in(name: str) -> type[Inert] | None:
-    """What is made in place of an object of the class, or the result of the function, `name`."""
+    """What is made in place of an object of the class, or of what the function returns, that a file calls `name`.
+
+    Programs keep objects of their own beside tensors: enums among the arguments, loss scalers, random states, what a
+    rerun machine knows; each release may bring others. Python's own functions and torch's are not to be met there.
+
+    >>> [stand_in(name) for name in ("megatron.core.enums.Fp8Recipe", "os.system", "builtins.eval", "torch.load")]
+    [<class 'mega.core.checkpoint.forms.pickles.Inert'>, None, None, None]
+    """
+    module = name.partition(".")[0]
     if name == "argparse.Namespace":
         return Arguments
-    return Inert if _PROGRAMS.fullmatch(name) else None
+    others = module not in sys.stdlib_module_names and module not in ("torch", "__builtin__", "__main__")
+    return Inert if others or module in _VALUES else None
 
 
 def read_pickled(path: Path) -> Any:

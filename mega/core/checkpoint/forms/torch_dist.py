@@ -188,7 +188,7 @@ class DistributedSource:
         if place is None:
             return None
         found = unpickled(io.BytesIO(self._bytes(name, *place)), self._folder / place[0], stand_in)
-        return found[0] if isinstance(found, list) and len(found) == 1 else found
+        return found[0] if isinstance(found, list | tuple) and len(found) == 1 else found
 
     def read(self, name: str, box: Box) -> torch.Tensor:
         view = self._views[name]
