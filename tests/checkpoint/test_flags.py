@@ -42,10 +42,8 @@ def lines(flag: str) -> list[tuple[str, str, str]]:
     into = [("convert-llama", kind, "mega") for kind in SOURCES[1:5]]
     out = [("convert-llama", "mega", kind) for kind in ("hf", "meta")]
     anew = [("reshard", *pair) for pair in product(SOURCES, ("mega", "megatron", "mcore"))]
-    convert, other = (
-        flag.startswith("--parts"),
-        flag.startswith(("--true", "--vocab", "--num", "--no-load", "--use", "--tok")),
-    )
+    convert = flag.startswith("--parts")
+    other = flag.startswith(("--true", "--vocab", "--num", "--no-load", "--use", "--tok"))
     return (into + out if not other else []) + (anew if not convert else [])
 
 
