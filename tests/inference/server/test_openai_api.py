@@ -154,6 +154,7 @@ def test_a_chat_is_rendered_by_the_servers_template_alone(server: Running, engin
         {"messages": [{"role": "user"}]},
         {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
         {"messages": [{"role": "user", "content": "x", "name": "y"}]},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "y": 1}]}]},
         {"chat_template": "{{ messages }}"},
         {"tools": [{}]},
         {"top_logprobs": 3},
@@ -200,6 +201,8 @@ def test_what_is_not_json_is_refused(server: Running, path: str, body: bytes) ->
 
 def test_the_page_of_options_and_the_counters(server: Running) -> None:
     paths = server.ask("GET", "/openapi.json").json["paths"]
+    chat = paths["/v1/chat/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    assert chat["properties"]["messages"]["items"]["properties"]["role"]["enum"][-1] == "assistant"
     for path, method, kind in (("/v1/completions", "post", "text/event-stream"), ("/metrics", "get", "text/plain")):
         assert kind in paths[path][method]["responses"]["200"]["content"]
     wanted = {
