@@ -111,6 +111,6 @@ def engine() -> FakeEngine:
 @pytest.fixture(scope="module")
 def server(engine: FakeEngine) -> Iterator[Running]:
     tokenizer = ByteTokenizer()
-    options = ServerOptions(name="fake", temperature=1.0, tokens_at_once=1000)
+    options = ServerOptions(name="fake", adapters=("poet",), temperature=1.0, tokens_at_once=1000)
     with serving(engine, tokenizer, options, ChatPrompt("plain", tokenizer)) as running:
         yield running

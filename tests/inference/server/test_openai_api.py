@@ -128,7 +128,6 @@ def test_a_bad_field_is_refused_by_name(server: Running, fields: dict[str, Any],
 def test_a_model_that_is_not_served_is_404(server: Running) -> None:
     reply = server.ask("POST", "/v1/completions", {"prompt": "Once", "model": "gpt-4"})
     assert reply.status == 404 and reply.json["error"]["code"] == "model_not_found"
-    assert [each["id"] for each in server.ask("GET", "/v1/models").json["data"]] == ["fake"]
 
 
 def test_a_chat_is_rendered_by_the_servers_template_alone(server: Running, engine: FakeEngine) -> None:
@@ -154,6 +153,7 @@ def test_a_chat_is_rendered_by_the_servers_template_alone(server: Running, engin
         {"messages": [{"role": "user"}]},
         {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
         {"messages": [{"role": "user", "content": "x", "name": "y"}]},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "y": 1}]}]},
         {"chat_template": "{{ messages }}"},
         {"tools": [{}]},
         {"top_logprobs": 3},
@@ -198,8 +198,21 @@ def test_what_is_not_json_is_refused(server: Running, path: str, body: bytes) ->
     assert server.ask("POST", path, body).status == 400
 
 
+def test_an_adapter_is_asked_for_as_a_model(server: Running, engine: FakeEngine) -> None:
+    names = [each["id"] for each in server.ask("GET", "/v1/models").json["data"]]
+    assert names == ["fake", "poet"]
+    for model, adapter in (("poet", "poet"), ("fake", None), (None, None)):
+        found = ask(server, max_tokens=1, **({"model": model} if model else {}))
+        assert found["model"] == model or model is None
+        assert engine.seen[-1].adapter == adapter
+    reply = server.ask("POST", "/v1/completions", {"prompt": "a", "model": "other"})
+    assert reply.status == 404 and "valid: fake, poet" in reply.json["error"]["message"]
+
+
 def test_the_page_of_options_and_the_counters(server: Running) -> None:
     paths = server.ask("GET", "/openapi.json").json["paths"]
+    chat = paths["/v1/chat/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    assert chat["properties"]["messages"]["items"]["properties"]["role"]["enum"][-1] == "assistant"
     for path, method, kind in (("/v1/completions", "post", "text/event-stream"), ("/metrics", "get", "text/plain")):
         assert kind in paths[path][method]["responses"]["200"]["content"]
     wanted = {

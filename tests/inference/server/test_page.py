@@ -34,11 +34,14 @@ def test_a_person_continues_a_text_and_converses(server: Running, engine: FakeEn
             assert text == f"Once <b>upon</b>{ANSWER}"
             assert page.js("getComputedStyle(document.querySelector('.token')).backgroundColor") != "rgba(0, 0, 0, 0)"
             assert "ended by the model" in page.js("document.querySelector('#figures').textContent")
+            assert engine.seen[-1].adapter is None
+            page.js("document.querySelector('#adapter').value = 'poet'")
             page.js("for (const each of ['#mode-chat', '#clear']) document.querySelector(each).click()")
             page.type("#prompt", "Hi")
             page.js("document.querySelector('#go').click()")
             page.wait("document.querySelector('#go').textContent === 'Send'")
             turns = "[...document.querySelectorAll('.turn')].map(turn => turn.textContent)"
+            assert engine.seen[-1].adapter == "poet"
             assert page.js(turns) == ["Hi", ANSWER] and engine.seen[-1].prompt == tuple(b"User: Hi\n\nAssistant:")
             page.js("document.querySelector('#max_tokens').value = 100000")
             page.type("#prompt", "more")

@@ -29,7 +29,8 @@ TOKENIZE: Fields = {
     "prompt": Field(types="string", help="a text; the name of a control token on its own is that token", required=True),
     "add_special_tokens": Field(types="boolean", help="with what the family puts around a text", default=True),
 }
-DETOKENIZE: Fields = {"tokens": Field(types="array", help="token ids", required=True)}
+_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}}
+DETOKENIZE: Fields = {"tokens": Field(types="array", help="token ids", required=True, shape=_IDS)}
 
 _GONE = 499
 """Status for the counters, of a request whose client has left."""

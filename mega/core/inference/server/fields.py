@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from mega.core.inference.request import SEEDS
@@ -33,7 +33,8 @@ class BadField(ValueError):
 @dataclass(frozen=True, kw_only=True)
 class Field:
     """types: JSON's, separated by |. least, most: of a number. only: the values that are accepted, of a field that is
-    known and otherwise without effect here. null is the same as leaving a field out."""
+    known and otherwise without effect here. shape: what JSON schema can say of it besides; the route checks it. null is
+    the same as leaving a field out."""
 
     types: str
     help: str
@@ -42,6 +43,7 @@ class Field:
     most: float = math.inf
     only: tuple[Any, ...] = ()
     required: bool = False
+    shape: Mapping[str, Any] = field(default_factory=dict)
 
     def check(self, name: str, value: Any) -> Any:
         """The value. Errors: BadField."""
@@ -83,7 +85,7 @@ class Field:
             found["maximum"] = self.most
         if self.default is not None:
             found["default"] = self.default
-        return found
+        return {**found, **self.shape}
 
 
 Fields = Mapping[str, Field]
@@ -97,11 +99,11 @@ def read(body: Any, fields: Fields) -> dict[str, Any]:
         if name not in fields:
             raise BadField(name[:60], f"{name[:60]!r}: unknown field; valid: {', '.join(fields)}")
     found: dict[str, Any] = {}
-    for name, field in fields.items():
+    for name, one in fields.items():
         value = body.get(name)
-        if value is None and field.required:
+        if value is None and one.required:
             raise BadField(name, f"Missing '{name}' field")
-        found[name] = field.default if value is None else field.check(name, value)
+        found[name] = one.default if value is None else one.check(name, value)
     return found
 
 

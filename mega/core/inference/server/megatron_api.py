@@ -23,7 +23,12 @@ from mega.core.inference.server.session import Continuation, all_whole
 from mega.core.text.tokenizer import Tokenizer
 
 FIELDS: Fields = {
-    "prompts": Field(types="array", help=f"1 to {MOST_PROMPTS} texts", required=True),
+    "prompts": Field(
+        types="array",
+        help=f"1 to {MOST_PROMPTS} texts",
+        required=True,
+        shape={"type": "array", "minItems": 1, "maxItems": MOST_PROMPTS, "items": {"type": "string"}},
+    ),
     "tokens_to_generate": Field(types="integer", help="new tokens; 0 with logprobs scores", default=64, least=0),
     "logprobs": Field(types="boolean", help="of every token but the first", default=False),
     "temperature": Field(types="number", help="above 0", least=0, most=100),

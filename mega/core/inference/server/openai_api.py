@@ -25,22 +25,69 @@ from mega.core.text.chat import Message
 LEAST_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON does not have."""
 
+_TEXT_PART = {
+    "type": "object",
+    "properties": {"type": {"enum": ["text"]}, "text": {"type": "string"}},
+    "required": ["type", "text"],
+    "additionalProperties": False,
+}
+_MESSAGE = {
+    "type": "object",
+    "properties": {
+        "role": {"enum": ["system", "developer", "user", "assistant"]},
+        "content": {"anyOf": [{"type": "string"}, {"type": "array", "minItems": 1, "items": _TEXT_PART}]},
+    },
+    "required": ["role", "content"],
+    "additionalProperties": False,
+}
+_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}}
+_PROMPT = [
+    {"type": "string"},
+    {"type": "array", "minItems": 1, "maxItems": MOST_PROMPTS, "items": {"type": "string"}},
+    {**_IDS, "minItems": 1},
+    {"type": "array", "minItems": 1, "maxItems": MOST_PROMPTS, "items": _IDS},
+]
+_STOP = {"type": "string", "minLength": 1, "maxLength": STOP_CHARACTERS}
+_FORMAT: list[dict[str, Any]] = [
+    {"properties": {"type": {"enum": ["text", "json_object"]}}},
+    {"properties": {"type": {"enum": ["regex"]}, "pattern": {"type": "string"}}, "required": ["type", "pattern"]},
+    {"properties": {"type": {"enum": ["json_schema"]}, "json_schema": {"type": "object", "required": ["schema"]}}},
+]
+"""What the routes take within fields, for OpenAPI."""
+
 _COMMON: dict[str, Field] = {
     "model": Field(types="string", help="the served model, or an adapter, by name"),
     **SAMPLING,
     "n": Field(types="integer", help="answers to each prompt", default=1, least=1, most=MOST_PROMPTS),
-    "stop": Field(types="string|array", help=f"strings that end the answer, at most {MOST_STOPS}"),
+    "stop": Field(
+        types="string|array",
+        help=f"strings that end the answer, at most {MOST_STOPS}",
+        shape={"anyOf": [_STOP, {"type": "array", "maxItems": MOST_STOPS, "items": _STOP}, {"type": "null"}]},
+    ),
     "stream": Field(types="boolean", help="answer by server-sent events", default=False),
-    "stream_options": Field(types="object", help='{"include_usage": true}: a last event with the numbers of tokens'),
+    "stream_options": Field(
+        types="object",
+        help='{"include_usage": true}: a last event with the numbers of tokens',
+        shape={"properties": {"include_usage": {"type": "boolean"}}, "additionalProperties": False},
+    ),
     "ignore_eos": Field(types="boolean", help="the end of the document does not end the answer", default=False),
-    "response_format": Field(types="object", help="text, json_object, json_schema, or regex with its pattern"),
+    "response_format": Field(
+        types="object",
+        help="text, json_object, json_schema, or regex with its pattern",
+        shape={"anyOf": [*({"type": "object", "required": ["type"], **each} for each in _FORMAT), {"type": "null"}]},
+    ),
     "presence_penalty": Field(types="number", help="only 0: see repetition_penalty", only=(0,)),
     "frequency_penalty": Field(types="number", help="only 0: see repetition_penalty", only=(0,)),
     "logit_bias": Field(types="object", help="only empty", only=({},)),
 }
 
 COMPLETION: Fields = {
-    "prompt": Field(types="string|array", help="a text, texts, token ids, or lists of token ids", required=True),
+    "prompt": Field(
+        types="string|array",
+        help="a text, texts, token ids, or lists of token ids",
+        required=True,
+        shape={"type": ["string", "array"], "anyOf": _PROMPT},
+    ),
     "max_tokens": Field(types="integer", help="most new tokens; 0 with echo scores", default=16, least=0, most=1 << 62),
     "logprobs": Field(types="integer", help="of each token, and of the n likeliest", least=0, most=20),
     "echo": Field(types="boolean", help="the prompt is part of the answer", default=False),
@@ -51,7 +98,10 @@ COMPLETION: Fields = {
 
 CHAT: Fields = {
     "messages": Field(
-        types="array", help='[{"role": "system" | "user" | "assistant", "content": text}]', required=True
+        types="array",
+        help='[{"role": "system" | "user" | "assistant", "content": text}]',
+        required=True,
+        shape={"type": "array", "minItems": 1, "maxItems": MOST_MESSAGES, "items": _MESSAGE},
     ),
     "max_tokens": Field(types="integer", help="most new tokens [what fits]", least=1, most=1 << 62),
     "max_completion_tokens": Field(types="integer", help="the same", least=1, most=1 << 62),
@@ -210,7 +260,8 @@ def _content(given: Any, where: str) -> str:
     if isinstance(given, str):
         return given
     parts = given if isinstance(given, list) else []
-    texts = [part.get("text") for part in parts if isinstance(part, dict) and part.get("type") == "text"]
+    whole = (part for part in parts if isinstance(part, dict) and set(part) == {"type", "text"})
+    texts = [part["text"] for part in whole if part["type"] == "text"]
     if not texts or len(texts) != len(parts) or not all(isinstance(text, str) for text in texts):
         raise BadField("messages", f"{where}: content must be a string, or parts of type text")
     return "".join(map(str, texts))
