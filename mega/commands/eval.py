@@ -62,6 +62,9 @@ def run(
     include_path: Annotated[
         str | None, typer.Option("--include-path", help="of --tasks: a directory of more task files")
     ] = None,
+    apply_chat_template: Annotated[
+        bool, typer.Option("--apply-chat-template", help="of --tasks: ask in the form of the model's conversations")
+    ] = False,
     log_samples: Annotated[
         bool, typer.Option("--log-samples", help="of --tasks: keep every question and answer in --json")
     ] = False,
@@ -90,13 +93,14 @@ def run(
         from mega.core.tasks import harness
 
         names = tuple(name for each in tasks for name in each.split(",") if name)
-        asked = harness.HarnessOptions(names, num_fewshot, include_path, limit, log_samples)
+        asked = harness.HarnessOptions(names, num_fewshot, include_path, limit, log_samples, apply_chat_template)
         prepared: Any = harness.prepare(run, given, asked, _out(out, "lm-eval"), size)
         return _launched(world, size, harness.evaluate, prepared)
     for flag, value in {
         "--num-fewshot": num_fewshot,
         "--include-path": include_path,
         "--log-samples": log_samples,
+        "--apply-chat-template": apply_chat_template,
     }.items():
         if value:
             raise ValueError(f"{flag}: needs --tasks")

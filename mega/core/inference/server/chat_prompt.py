@@ -37,9 +37,12 @@ class ChatPrompt:
 
     def ids(self, messages: Sequence[Message]) -> tuple[int, ...]:
         """The prompt. Errors: ValueError where the template refuses the conversation."""
+        return tuple(encode(self.parts(messages), self._tokenizer).ids)
+
+    def parts(self, messages: Sequence[Message]) -> list[TemplatePart]:
+        """The prompt, as runs of text and names of control tokens. Errors: as of `ids`."""
         with self._lock:  # its process answers one question at a time
-            parts = self._render(messages)
-        return tuple(encode(parts, self._tokenizer).ids)
+            return self._render(messages)
 
 
 def _up_to_reply(parts: Sequence[TemplatePart]) -> list[TemplatePart]:
