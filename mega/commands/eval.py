@@ -85,6 +85,8 @@ def run(
         from mega.core.tasks import ensemble as several
 
         return several.run(ensemble, _out(out, "ensemble-predictions.jsonl"))
+    of_tasks: dict[str, Any] = {"num_fewshot": num_fewshot, "include_path": include_path, "log_samples": log_samples}
+    of_tasks["apply_chat_template"] = apply_chat_template
     if tasks:
         if task is not None or valid_data:
             raise ValueError(
@@ -93,17 +95,11 @@ def run(
         from mega.core.tasks import harness
 
         names = tuple(name for each in tasks for name in each.split(",") if name)
-        asked = harness.HarnessOptions(names, num_fewshot, include_path, limit, log_samples, apply_chat_template)
+        asked = harness.HarnessOptions(names, limit=limit, **of_tasks)
         prepared: Any = harness.prepare(run, given, asked, _out(out, "lm-eval"), size)
         return _launched(world, size, harness.evaluate, prepared)
-    for flag, value in {
-        "--num-fewshot": num_fewshot,
-        "--include-path": include_path,
-        "--log-samples": log_samples,
-        "--apply-chat-template": apply_chat_template,
-    }.items():
-        if value:
-            raise ValueError(f"{flag}: needs --tasks")
+    if needing := [name for name, value in of_tasks.items() if value]:
+        raise ValueError(f"--{needing[0].replace('_', '-')}: needs --tasks")
     from mega.core.tasks.options import TaskOptions, task_named
 
     named = task or ("lambada" if cloze_eval else "ppl" if webtext_eval else None)

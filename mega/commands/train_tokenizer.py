@@ -6,9 +6,12 @@ import json
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
+
+if TYPE_CHECKING:
+    from mega.core.text.train import Model
 
 FILES = {
     "bpe": ("vocab.json", "merges.txt"),
@@ -51,7 +54,6 @@ def run(
     from mega.core.data.made import WorkRecord, work_of
     from mega.core.data.sources import find, texts
     from mega.core.files import check_folder
-    from mega.core.text.train import train_sentencepiece
 
     check_folder("--output-dir", output_dir, output_dir)
     for flag, value in (("--model-type", model_type), ("--character-coverage", character_coverage)):
@@ -63,11 +65,7 @@ def run(
     kept = record.kept("--output-dir", output_dir, overwrite)
     if not kept:
         every = texts(input, json_key, text_lines=text_lines)
-        if kind != "sentencepiece":
-            _trained(kind, every, vocab_size, output_dir)
-        else:
-            shape, coverage = model_type or "unigram", 1.0 if character_coverage is None else character_coverage
-            train_sentencepiece(every, vocab_size, output_dir, model=shape, coverage=coverage)
+        _train(kind, every, vocab_size, output_dir, model_type or "unigram", character_coverage)
         record.write()
     print(*(output_dir / name for name in names), sep="\n")
     if kept:
@@ -75,9 +73,14 @@ def run(
     return 0
 
 
-def _trained(kind: str, every: Iterable[str], vocab_size: int, output_dir: Path) -> None:
-    from mega.core.text.train import train_bpe, train_wordpiece
+def _train(
+    kind: str, every: Iterable[str], vocab_size: int, output_dir: Path, shape: Model, coverage: float | None
+) -> None:
+    from mega.core.text.train import train_bpe, train_sentencepiece, train_wordpiece
 
+    if kind == "sentencepiece":
+        train_sentencepiece(every, vocab_size, output_dir, model=shape, coverage=1.0 if coverage is None else coverage)
+        return
     if kind == "bpe":
         entries = len(json.loads(train_bpe(every, vocab_size, output_dir)[0].read_bytes()))
     else:

@@ -277,8 +277,12 @@ def summary(out: Path) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, help="a folder for all that is made")
-    for name in ("novels", "shakespeare", "lambada", "wikitext", "mnli", "qqp"):
-        parser.add_argument(f"--{name}", type=Path, required=name in ("novels", "shakespeare"))
+    parser.add_argument("--novels", type=Path, required=True, help="JSON lines with `text`, also .gz")
+    parser.add_argument("--shakespeare", type=Path, required=True, help="speeches, a blank line between two")
+    parser.add_argument("--lambada", type=Path, help="JSON lines with `text`")
+    parser.add_argument("--wikitext", type=Path, help="wiki.valid.tokens")
+    parser.add_argument("--mnli", type=Path, help="GLUE's table")
+    parser.add_argument("--qqp", type=Path, help="GLUE's table")
     parser.add_argument("--small", action="store_true", help="sizes for a CPU")
     parser.add_argument("--sentence-splitter", choices=("punkt", "sentencex"), default="punkt")
     asked = vars(parser.parse_args())

@@ -27,7 +27,7 @@ class ChatTexts:
         messages = [Message(each["role"], each["content"]) for each in history]
         begun = "" if reply else messages.pop().content
         found = []
-        for part in self._prompt.parts(messages):
+        for part in self._prompt.parts(messages, begun):
             name = part.text
             if part.control:
                 eod = self._tokenizer.eod
@@ -36,7 +36,7 @@ class ChatTexts:
                 assert token is not None, "the template was tried"
                 self._controls[name] = token
             found.append(name)
-        return "".join(found) + begun
+        return "".join(found)
 
     def encode(self, text: str, lead: Sequence[int]) -> list[int]:
         """Ids of a prompt or of any other text, without what the family puts in front of every text, `lead`."""

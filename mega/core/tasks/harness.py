@@ -109,6 +109,10 @@ def _known_tasks(options: HarnessOptions) -> Any:
 
     if options.include_path is not None and not Path(options.include_path).is_dir():
         raise ValueError(f"--include-path {options.include_path}: no such directory")
+    if options.include_path is not None:  # reading all of the harness's own takes seconds
+        own = TaskManager(include_path=options.include_path, include_defaults=False)
+        if all(own.match_tasks([name]) for name in options.tasks):
+            return own
     manager = TaskManager(include_path=options.include_path, include_defaults=True)
     for name in options.tasks:
         if not manager.match_tasks([name]) and not Path(name).is_file():
@@ -363,11 +367,11 @@ def generated(native: NativeModel, requests: Sequence[tuple[str, Mapping[str, An
             return [postprocess_generated_text(text, until, None) for text in texts]
 
         prompts, before = [requests[number][0] for number in numbers], Counter[str]()
-        asked = []  # a prompt that is drawn from several times is another request each time
+        drawn: list[tuple[str, int]] = []  # a prompt that is drawn from several times is another request each time
         for prompt in prompts:
-            asked.append((prompt, before[prompt]))
+            drawn.append((prompt, before[prompt]))
             before[prompt] += 1
-        found = native.kept.each(f"generate {key}", asked, answer, at_once, lambda each: len(each[0]))
+        found = native.kept.each(f"generate {key}", drawn, answer, at_once, lambda each: len(each[0]))
         answers |= dict(zip(numbers, found, strict=True))
     return [answers[number] for number in range(len(requests))]
 
