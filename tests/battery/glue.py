@@ -28,7 +28,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from tests.battery.data_ledger import ROOT, ROWS, Item, run
-from tests.support.pairs import COLUMNS, split_pairs
+from tests.support.pairs import COLUMNS, lines, split_pairs
 
 SEEDS = (1, 2, 3, 4, 5)
 Rows = list[dict[str, Any]]
@@ -144,7 +144,7 @@ class Proof:
         model.eval()
         tokenizer, most = AutoTokenizer.from_pretrained(folder), int(self.size.shape.split()[-1])
         found = []
-        for line in dev.read_text(encoding="utf-8").splitlines()[1:]:
+        for line in lines(dev)[1:]:
             first, second = (
                 tokenizer(line.split("\t")[at], add_special_tokens=False)["input_ids"] for at in COLUMNS[task]
             )
@@ -158,7 +158,7 @@ class Proof:
 
     def statement(self, task: str) -> dict[str, Any]:
         """What the issue asks for. Errors: AssertionError where it does not hold."""
-        train = (self.work / task / "train.tsv").read_text(encoding="utf-8").splitlines()[1:]
+        train = lines(self.work / task / "train.tsv")[1:]
         most = statistics.mode(line.split("\t")[-1] for line in train)
         known: dict[str, list[Rows]] = {
             start: [self.predictions(task, seed, start) for seed in SEEDS] for start in ("bert", "new")
@@ -167,7 +167,7 @@ class Proof:
             start: [[float(row["answer"] == row["label"]) for row in rows] for rows in each]
             for start, each in known.items()
         }
-        dev = (self.work / task / "dev.tsv").read_text(encoding="utf-8").splitlines()[1:]
+        dev = lines(self.work / task / "dev.tsv")[1:]
         majority = [float(line.split("\t")[-1] == most) for line in dev]
         above = excess(right["bert"], [majority] * len(SEEDS))
         twins = excess(right["bert"], right["new"])

@@ -18,12 +18,17 @@ def judged(task: str, line: str) -> bool:
     return hashlib.sha256(texts.encode()).digest()[0] % 10 < JUDGED_OF_TEN
 
 
+def lines(table: Path) -> list[str]:
+    """The header and every row; a row may hold characters at which Python would cut lines."""
+    return [line for line in table.read_text(encoding="utf-8").split("\n") if line]
+
+
 def split_pairs(task: str, table: Path, folder: Path, limit: int | None = None) -> tuple[Path, Path]:
     """train.tsv and dev.tsv of a table, each under its header line. limit: take so many rows only."""
-    header, *rows = table.read_text(encoding="utf-8").splitlines()
+    header, *rows = lines(table)
     folder.mkdir(parents=True, exist_ok=True)
     parts = folder / "train.tsv", folder / "dev.tsv"
     for path, wanted in zip(parts, (False, True), strict=True):
-        chosen = [row for row in rows[:limit] if row and judged(task, row) == wanted]
+        chosen = [row for row in rows[:limit] if judged(task, row) == wanted]
         path.write_text("\n".join([header, *chosen]) + "\n", encoding="utf-8")
     return parts
