@@ -75,8 +75,7 @@ def run(
 
     The model and its tokenizer are the directory's. Killed and started again, it resumes where it was.
     """
-    if is_first_rank():
-        _note_unused(given)
+    _note_unused(given)
     world = world_from_env()
     size = ranks(world, run.runtime.nproc, run.runtime.world)
     if run.checkpoint.load is not None and not ensemble:
@@ -96,8 +95,7 @@ def run(
 
         names = tuple(name for each in tasks for name in each.split(",") if name)
         asked = harness.HarnessOptions(names, limit=limit, **of_tasks)
-        prepared: Any = harness.prepare(run, given, asked, _out(out, "lm-eval"), size)
-        return _launched(world, size, harness.evaluate, prepared)
+        return _launched(world, size, harness.evaluate, harness.prepare(run, given, asked, _out(out, "lm-eval"), size))
     if needing := [name for name, value in of_tasks.items() if value]:
         raise ValueError(f"--{needing[0].replace('_', '-')}: needs --tasks")
     from mega.core.tasks.options import TaskOptions, task_named
@@ -138,7 +136,8 @@ def _launched(world: World, size: int, job: Callable[[Any], int], prepared: Any)
 
 
 def _note_unused(given: GivenOptions) -> None:
-    """On stderr, what was given and is not read."""
+    """On stderr of the first rank, what was given and is not read."""
     read = {*options_with(evaluated=True), *options_with(on_resume="must match"), "positions"}
-    if unused := [flag_of(name) for name in given.values if name not in read]:
+    unused = [flag_of(name) for name in given.values if name not in read]
+    if unused and is_first_rank():
         print(f"not used, nothing is trained: {', '.join(unused)}", file=sys.stderr)
