@@ -62,6 +62,9 @@ def run(
     include_path: Annotated[
         str | None, typer.Option("--include-path", help="of --tasks: a directory of more task files")
     ] = None,
+    apply_chat_template: Annotated[
+        bool, typer.Option("--apply-chat-template", help="of --tasks: ask in the form of the model's conversations")
+    ] = False,
     log_samples: Annotated[
         bool, typer.Option("--log-samples", help="of --tasks: keep every question and answer in --json")
     ] = False,
@@ -72,8 +75,7 @@ def run(
 
     The model and its tokenizer are the directory's. Killed and started again, it resumes where it was.
     """
-    if is_first_rank():
-        _note_unused(given)
+    _note_unused(given)
     world = world_from_env()
     size = ranks(world, run.runtime.nproc, run.runtime.world)
     if run.checkpoint.load is not None and not ensemble:
@@ -82,6 +84,8 @@ def run(
         from mega.core.tasks import ensemble as several
 
         return several.run(ensemble, _out(out, "ensemble-predictions.jsonl"))
+    of_tasks: dict[str, Any] = {"num_fewshot": num_fewshot, "include_path": include_path, "log_samples": log_samples}
+    of_tasks["apply_chat_template"] = apply_chat_template
     if tasks:
         if task is not None or valid_data:
             raise ValueError(
@@ -90,16 +94,10 @@ def run(
         from mega.core.tasks import harness
 
         names = tuple(name for each in tasks for name in each.split(",") if name)
-        asked = harness.HarnessOptions(names, num_fewshot, include_path, limit, log_samples)
-        prepared: Any = harness.prepare(run, given, asked, _out(out, "lm-eval"), size)
-        return _launched(world, size, harness.evaluate, prepared)
-    for flag, value in {
-        "--num-fewshot": num_fewshot,
-        "--include-path": include_path,
-        "--log-samples": log_samples,
-    }.items():
-        if value:
-            raise ValueError(f"{flag}: needs --tasks")
+        asked = harness.HarnessOptions(names, limit=limit, **of_tasks)
+        return _launched(world, size, harness.evaluate, harness.prepare(run, given, asked, _out(out, "lm-eval"), size))
+    if needing := [name for name, value in of_tasks.items() if value]:
+        raise ValueError(f"--{needing[0].replace('_', '-')}: needs --tasks")
     from mega.core.tasks.options import TaskOptions, task_named
 
     named = task or ("lambada" if cloze_eval else "ppl" if webtext_eval else None)
@@ -138,7 +136,8 @@ def _launched(world: World, size: int, job: Callable[[Any], int], prepared: Any)
 
 
 def _note_unused(given: GivenOptions) -> None:
-    """On stderr, what was given and is not read."""
+    """On stderr of the first rank, what was given and is not read."""
     read = {*options_with(evaluated=True), *options_with(on_resume="must match"), "positions"}
-    if unused := [flag_of(name) for name in given.values if name not in read]:
+    unused = [flag_of(name) for name in given.values if name not in read]
+    if unused and is_first_rank():
         print(f"not used, nothing is trained: {', '.join(unused)}", file=sys.stderr)

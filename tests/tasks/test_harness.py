@@ -20,14 +20,18 @@ from mega.core.config.run import RunConfig, updated
 from mega.core.config.sections import ModelConfig
 from mega.core.device import Device
 from mega.core.family import family
-from mega.core.inference.load import special_tokens, weight_pieces
+from mega.core.inference.load import OpenedModel, open_model, special_tokens, weight_pieces
+from mega.core.inference.server.chat_prompt import ChatPrompt
+from mega.core.inference.worker import Worker
 from mega.core.inventory import units
 from mega.core.parallel.launch import Pool
 from mega.core.parallel.mesh import Groups
 from mega.core.parallel.region import ALONE
 from mega.core.parallel.weight import ParameterFactory, initialise
 from mega.core.tasks import harness
+from mega.core.tasks.chat import ChatTexts
 from mega.core.tasks.harness import HarnessOptions, HarnessRun
+from mega.core.text.chat import Message
 from mega.core.text.train import train_bpe
 
 WORDS = "the cat sat on a mat and the dog ran to the house where a girl read her old book . ".split()
@@ -93,9 +97,9 @@ def write(folder: Path, name: str, rows: list[dict[str, Any]], kind: str, metric
     )
 
 
-def asked(model: Path, tasks: Path, out: Path, world: int = 1, **values: Any) -> HarnessRun:
+def asked(model: Path, tasks: Path, out: Path, world: int = 1, chat: bool = False, **values: Any) -> HarnessRun:
     given = {"load": str(model), "device": "cpu", "micro_batch": 2, **values}
-    options = HarnessOptions(TASKS, include_path=str(tasks), log_samples=True)
+    options = HarnessOptions(TASKS, include_path=str(tasks), log_samples=True, apply_chat_template=chat)
     return harness.prepare(updated(RunConfig(), given), GivenOptions(None, given), options, str(out), world)
 
 
@@ -105,25 +109,35 @@ def answers(found: Mapping[str, Any]) -> dict[str, list[Any]]:
 
 
 @pytest.fixture(scope="module")
-def theirs(model: Path, tasks: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
-    """By the harness's backend of transformers, on the exported model."""
-    from lm_eval.evaluator import simple_evaluate
+def backend(model: Path, tasks: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The harness's own, of transformers, on the exported model."""
     from lm_eval.models.huggingface import HFLM
-    from lm_eval.tasks import TaskManager
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     folder = tmp_path_factory.mktemp("exported") / "hf"
     convert(model, folder, "hf", tokens=special_tokens)
-    backend = HFLM(
+    return HFLM(
         pretrained=AutoModelForCausalLM.from_pretrained(folder),
         tokenizer=AutoTokenizer.from_pretrained(folder),
         max_length=LENGTH,
         batch_size=1,
         device="cpu",
     )
+
+
+def answered(backend: Any, tasks: Path, **values: Any) -> dict[str, list[Any]]:
+    from lm_eval.evaluator import simple_evaluate
+    from lm_eval.tasks import TaskManager
+
     manager = TaskManager(include_path=str(tasks), include_defaults=False)
-    found = simple_evaluate(model=backend, tasks=list(TASKS), task_manager=manager, bootstrap_iters=10)
-    return answers(found)
+    return answers(
+        simple_evaluate(model=backend, tasks=list(TASKS), task_manager=manager, bootstrap_iters=10, **values)
+    )
+
+
+@pytest.fixture(scope="module")
+def theirs(backend: Any, tasks: Path) -> dict[str, list[Any]]:
+    return answered(backend, tasks)
 
 
 def job(groups: Groups, rank: int, run: HarnessRun, world: int) -> dict[str, list[Any]] | None:
@@ -163,6 +177,64 @@ def test_every_layout_answers_alike(
             assert close(found[name], theirs[name]), (layout, name)
 
 
+def test_what_was_killed_goes_on_and_nothing_is_computed_again(
+    model: Path, tasks: Path, theirs: dict[str, list[Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed in its generation task: what was scored is kept. An answer is made token by token, from a cache."""
+    out, device, fed = tmp_path / "result.json", Device.choose("cpu"), list[int]()
+    made, run_step, seen = harness.NativeModel._scored, Worker.run, list[set[str]]()
+
+    def scored(own: Any, pairs: Any) -> Any:
+        seen[-1].update(map(json.dumps, pairs))
+        return made(own, pairs)
+
+    def killed(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(harness.NativeModel, "_scored", scored)
+    monkeypatch.setattr(Worker, "run", lambda own, step: (fed.append(len(step.tokens)), run_step(own, step))[1])
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(harness.NativeModel, "continuations", killed)
+        seen.append(set())
+        harness.run_here(asked(model, tasks, out), 0, 1, device)
+    partial = Path(f"{out}.partial")
+    with partial.open("a") as file:
+        file.write('["half a')
+    seen.append(set())
+    ours = answers(harness.run_here(asked(model, tasks, out), 0, 1, device))
+    assert all(close(ours[name], theirs[name]) for name in TASKS) and not partial.exists()
+    assert seen[0] and seen[1] and not seen[0] & seen[1], "nothing is scored twice"
+    assert 0 < sum(fed) <= 5 * LENGTH, "no prompt is computed twice"
+
+
+PLAIN = (
+    "{% for each in messages %}{{ each.role | capitalize }}: {{ each.content | trim }}"
+    "{{ '<|endoftext|>' if each.role == 'assistant' else '\n\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}Assistant:{% endif %}"
+)
+
+
+def test_questions_take_the_form_of_conversations(
+    model: Path, tasks: Path, backend: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ValueError, match=r"--apply-chat-template: nothing at .* says what its conversations look like"):
+        asked(model, tasks, tmp_path / "chat.json", chat=True)
+    monkeypatch.setattr(OpenedModel, "chat_template", lambda own: "plain")
+    monkeypatch.setattr(backend.tokenizer, "chat_template", PLAIN)
+    run = asked(model, tasks, tmp_path / "chat.json", chat=True)
+    ours = answers(harness.run_here(run, 0, 1, Device.choose("cpu")))
+    expected = answered(backend, tasks, apply_chat_template=True)
+    for name in TASKS:
+        assert close(ours[name], expected[name]), name
+    tokenizer = open_model(model).tokenizer()
+    history = [("user", "the cat"), ("assistant", "sat"), ("user", "a dog")]
+    texts, messages = ChatTexts("plain", tokenizer), [Message(*turn) for turn in history]
+    text = texts.text([message._asdict() for message in messages], reply=True)
+    assert text == "User: the cat\n\nAssistant: sat<|endoftext|>User: a dog\n\nAssistant:"
+    assert tuple(texts.encode(text, [])) == ChatPrompt("plain", tokenizer).ids(messages)
+    assert text.startswith(texts.text([message._asdict() for message in messages[:2]], reply=False))
+
+
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
@@ -170,6 +242,7 @@ def test_every_layout_answers_alike(
         (["--tasks", "local_choice", "--include-path", "absent"], "--include-path absent: no such directory"),
         (["--tasks", "local_choice", "--valid-data", "a"], "--tasks local_choice: excludes --task and --valid-data"),
         (["--task", "ppl", "--num-fewshot", "2"], "--num-fewshot: needs --tasks"),
+        (["--task", "ppl", "--apply-chat-template"], "--apply-chat-template: needs --tasks"),
     ],
 )
 def test_what_is_refused(

@@ -33,6 +33,26 @@ def test_words_are_bounded() -> None:
     assert len(many) <= 50 and {"common0", "common1", "common2"} <= set(many)
 
 
+def test_wordpiece_is_the_same_every_time_and_reads_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.txt").write_text("\n".join([*LINES, "Naïve, naïve cafés!"]))
+    train = f"train-tokenizer --kind wordpiece --input {tmp_path}/a.txt --text-lines --output-dir {tmp_path}/"
+    for name in ("one", "two"):
+        assert main(f"{train}{name} --vocab-size 200".split()) == 0
+    first, second = ((tmp_path / name / "vocab.txt").read_bytes() for name in ("one", "two"))
+    pieces = first.decode().splitlines()
+    assert first == second and len(set(pieces)) == len(pieces) <= 200 and pieces[:2] == ["[PAD]", "[UNK]"]
+    tokenizer = build(tokenizer="BertWordPieceLowerCase", vocab_file=str(tmp_path / "one" / "vocab.txt"))
+    known = [tokenizer.encode(line) for line in LINES]
+    assert all(pieces.index("[UNK]") not in ids for ids in known)
+    assert sum(map(len, known)) < sum(map(len, LINES)) / 2, "words are merged"
+    assert tokenizer.decode(tokenizer.encode("Naïve cafés")) == "naive cafes"
+    capsys.readouterr()
+    assert main(f"{train}three --vocab-size 9".split()) == 2
+    assert "--vocab-size 9: must be at least" in capsys.readouterr().err
+    assert main(f"{train}three --vocab-size 200 --model-type bpe".split()) == 2
+    assert "--model-type bpe: needs --kind sentencepiece" in capsys.readouterr().err
+
+
 def test_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     packed = tmp_path / "a.jsonl.gz"
     packed.write_bytes(gzip.compress("".join(json.dumps({"body": line}) + "\n" for line in LINES).encode()))

@@ -77,7 +77,10 @@ def engine_on(
     layers: int | None = None,
     adapters: AdapterChoice | None = None,
 ) -> BatchingEngine | None:
-    """The same on this rank's stage of a model. layers: most blocks of any stage [the model's]. adapters: its own."""
+    """The same on this rank's stage of a model; the first rank of every replica has an engine of its own.
+
+    layers: most blocks of any stage [the model's]. adapters: its own.
+    """
     model, size = stage.model, options.block
     vocab = min(model.vocab, options.vocab or model.vocab)
     blocks = _blocks(model, mesh, device, stage.dtype, options, layers or model.layers)
@@ -90,8 +93,8 @@ def engine_on(
         vocab=vocab,
         adapters=adapters,
     )
-    relay = Relay(mesh) if mesh.world > 1 else None
-    if relay is not None and mesh.rank:
+    relay = Relay(mesh) if mesh.model.size > 1 else None
+    if relay is not None and not mesh.model.first:
         follow(worker, relay)
         return None
     limits = Limits(model.positions, (blocks - 1) * size, options.requests, vocab)

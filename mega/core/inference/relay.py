@@ -38,13 +38,13 @@ class LostRank(RuntimeError):
 
 
 class Relay:
-    """All ranks of `mesh` make one together, and hear what rank 0 sends."""
+    """All ranks of `mesh` make one together; those of a replica of the model hear what its first rank sends."""
 
     def __init__(self, mesh: Mesh):
-        everyone = mesh.everyone.ranks
+        replica = mesh.model.ranks
         groups = Groups("gloo", PATIENCE)
-        groups.make([everyone], "relay")
-        self.axis = Axis("relay", everyone, mesh.everyone.index, groups.get(everyone, "relay"))
+        groups.make(mesh.slices("tp", "pp"), "relay")
+        self.axis = Axis("relay", replica, mesh.model.index, groups.get(replica, "relay"))
         process = [socket.gethostname(), os.getpid()]
         self.processes: list[list[object]] = gather_json(process, self.axis, torch.device("cpu"))
 
@@ -71,13 +71,17 @@ class Relay:
 
     def _broadcast(self, array: Integers) -> None:
         try:
-            dist.broadcast(torch.from_numpy(array), 0, group=self.axis.group)
+            dist.broadcast(torch.from_numpy(array), self.axis.ranks[0], group=self.axis.group)
         except RuntimeError as error:
             raise self.explained(error) from None
 
     def _gone(self) -> list[int]:
         here = socket.gethostname()
-        return [rank for rank, (host, pid) in enumerate(self.processes) if host == here and _dead(pid)]
+        return [
+            rank
+            for rank, (host, pid) in zip(self.axis.ranks, self.processes, strict=True)
+            if host == here and _dead(pid)
+        ]
 
     def explained(self, error: RuntimeError) -> LostRank:
         """The error of an exchange, with the ranks of this host that are there no longer."""

@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
-from mega.core.batch import Batch, DecoderBatch, zigzag
+from mega.core.batch import Batch, zigzag
 from mega.core.config.sections import ModelConfig
 from mega.core.device import Device
 from mega.core.family import ModelStage
 from mega.core.ops.suite import Ops
-from mega.core.parallel.collectives import all_gather, all_reduce
+from mega.core.parallel.collectives import all_gather
 from mega.core.parallel.mesh import Axis, Mesh
 from mega.core.parallel.pipeline import Pipeline, StageOutput
 from mega.core.parallel.vocab import TokenScores, score_labels
@@ -51,24 +51,6 @@ class TokenScorer:
         whole = [_whole_rows(each, mesh.cp) for each in made]
         return [TokenScores(each[..., 0], each[..., 1].bool() if self.greedy else None) for each in whole]
 
-    @torch.no_grad()
-    def next_logits(self, batch: DecoderBatch) -> torch.Tensor:
-        """Of what follows the one column of each row that has a weight: fp32 [b, vocab], the same on every rank of this
-        data coordinate. Not for context ranks, of which only one has the column."""
-        mesh, vocab = self.mesh, self.model.vocab
-        assert vocab is not None and mesh.cp.size == 1
-        own = batch.to(self.device.torch)
-        for judge in self._judged:
-            judge.columns = own.loss_weights.argmax(1)
-        made = self._pipeline.outputs(plan("forward", mesh.pp.size, self._chunks, 1), [own])
-        for judge in self._judged:
-            judge.columns = None
-        found = torch.zeros(len(own.tokens), vocab, device=self.device.torch)
-        if made:
-            found += all_gather(made[0].movedim(1, 0), mesh.tp).movedim(0, 1)[:, :vocab]
-        all_reduce(found, mesh.pp)
-        return found
-
 
 class RowScorer:
     """A model whose head judges whole rows, in its layout. stages: this rank's, in evaluation. together: as above."""
@@ -87,13 +69,11 @@ class RowScorer:
 
 
 class _Judge:
-    """A stage whose output is what it says of the labels of a batch, [b, s, 2]: nll and greedy. columns: int64 [b],
-    where its logits themselves are wanted instead, [b, ids of this rank], of one column of each row."""
+    """A stage whose output is what it says of the labels of a batch, [b, s, 2]: nll and greedy."""
 
     def __init__(self, stage: ModelStage, vocab: int, axis: Axis, ops: Ops, greedy: bool):
         self._stage, self._vocab, self._axis, self._ops, self._greedy = stage, vocab, axis, ops, greedy
         self.terms, self.metrics = stage.terms, stage.metrics
-        self.columns: torch.Tensor | None = None
 
     def cargo(self, batch: Any) -> list[tuple[tuple[int, ...], torch.dtype]]:
         return self._stage.cargo(batch)
@@ -102,9 +82,6 @@ class _Judge:
         output = self._stage(batch, *cargo, outputs=outputs)
         if output.outputs is None:
             return output
-        if self.columns is not None:
-            rows = torch.arange(len(self.columns), device=self.columns.device)
-            return replace(output, outputs=output.outputs[rows, self.columns].float())
         logits, labels = output.outputs.flatten(0, 1), batch.labels.flatten()
         found = score_labels(logits, labels, self._vocab, self._axis, self._ops, greedy=self._greedy)
         greedy = torch.zeros_like(found.nll) if found.greedy is None else found.greedy.to(found.nll.dtype)

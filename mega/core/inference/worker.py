@@ -208,7 +208,7 @@ class Worker:
             elif pp.first:
                 result = torch.empty(len(step.wanted), width, dtype=torch.float64, device=self.device)
                 dist.recv(result, pp.ranks[-1], group=mesh.p2p["F", 0].group)
-        if mesh.rank != 0:
+        if not mesh.model.first:
             return []
         assert result is not None
         return _choices(result.cpu().numpy(), step)

@@ -1,84 +1,72 @@
 """Prompts continued at any layout, data ranks sharing them: what lm-eval's generation tasks need.
 
-Every new token is a forward pass over all that the model can see; nothing is cached.
+Each replica of the model has an engine with a cache (inference/): its first rank schedules, the others follow.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
-
-from mega.core.inference.score import TokenScorer
+from mega.core.device import Device
+from mega.core.inference.opening import EngineOptions, engine_on
+from mega.core.inference.request import Engine, Request, Sampling
 from mega.core.parallel.collectives import gather_json
-from mega.core.tasks.rows import JudgedRow, batch_of
+from mega.core.parallel.mesh import Mesh
 
 Stop = Callable[[list[int]], bool]
+AT_ONCE = 64
+"""Prompts that an engine continues together."""
 
 
-def continue_rows(
-    scorer: TokenScorer,
+def continue_prompts(
+    stage: Any,
+    mesh: Mesh,
+    device: Device,
     prompts: Sequence[Sequence[int]],
     tokens: int,
-    stop: Stop,
+    how: Sequence[Sampling],
     *,
-    micro_batch: int,
-    unit: int,
-    temperature: float = 0.0,
-    known: int | None = None,
-    seed: int = 0,
+    ends: frozenset[int],
+    stop: Stop,
+    known: int,
+    layers: int,
 ) -> list[list[int]]:
     """Up to `tokens` ids that follow each prompt, the same on every rank; all ranks call it.
 
-    stop: whether the ids that follow a prompt end there. temperature 0 takes the likeliest. known: ids are drawn below
-    this. Errors: ValueError where context ranks share rows.
+    stage: this rank's, able to decode. how: of each prompt. ends: ids after any of which an answer ends. stop: whether
+    the ids of an answer end it there. known: ids are drawn below this. layers: most blocks of any stage. Errors:
+    ValueError where context ranks share rows; RequestError.
     """
-    if scorer.mesh.cp.size > 1:
-        raise ValueError(f"--cp {scorer.mesh.cp.size}: must be 1 where text is generated")
-    dp = scorer.mesh.dp
-    own = list(range(dp.index, len(prompts), dp.size))
-    found: dict[int, list[int]] = {}
-    for first in range(0, len(own), micro_batch):
-        group = own[first : first + micro_batch]
-        generator = torch.Generator().manual_seed(seed + first)
-        rows = [list(prompts[number]) for number in group]
-        made = _continue(scorer, rows, tokens, stop, unit, temperature, known, generator)
-        found.update(zip(group, made, strict=True))
-    parts: list[dict[str, Any]] = gather_json(
-        {str(number): ids for number, ids in found.items()}, dp, scorer.device.torch
-    )
+    if mesh.cp.size > 1:
+        raise ValueError(f"--cp {mesh.cp.size}: must be 1 where text is generated")
+    own = range(mesh.dp.index, len(prompts), mesh.dp.size)
+    options = EngineOptions(requests=max(1, min(AT_ONCE, -(-len(prompts) // mesh.dp.size))), vocab=known)
+    engine, found = engine_on(stage, mesh, device, options, layers), dict[str, list[int]]()
+    if engine is not None:  # the first rank of a replica; the others have followed it to its end
+        try:
+            asked = {
+                number: Request(prompt=tuple(prompts[number]), tokens=tokens, sampling=how[number], stop_ids=ends)
+                for number in own
+            }
+            found = _answers(engine, asked, stop)
+        finally:
+            engine.close()
+    parts: list[dict[str, list[int]]] = gather_json(found, mesh.everyone, device.torch)
     together = {int(number): ids for part in parts for number, ids in part.items()}
     return [together[number] for number in range(len(prompts))]
 
 
-def _continue(
-    scorer: TokenScorer,
-    rows: list[list[int]],
-    tokens: int,
-    stop: Stop,
-    unit: int,
-    temperature: float,
-    known: int | None,
-    generator: torch.Generator,
-) -> list[list[int]]:
-    lengths, open_rows = [len(row) for row in rows], set(range(len(rows)))
-    for _ in range(tokens):
-        going = sorted(open_rows)
-        if not going:
-            break
-        # The label after the last id is what is asked for; that it is 0 here changes nothing before it.
-        batch = batch_of([JudgedRow([*rows[number], 0], len(rows[number])) for number in going], unit)
-        logits = scorer.next_logits(batch)[:, :known].cpu()
-        for number, chosen in zip(going, _choose(logits, temperature, generator), strict=True):
-            rows[number].append(chosen)
-            if stop(rows[number][lengths[number] :]):
-                open_rows.discard(number)
-    return [row[length:] for row, length in zip(rows, lengths, strict=True)]
-
-
-def _choose(logits: torch.Tensor, temperature: float, generator: torch.Generator) -> list[int]:
-    if temperature <= 0:
-        return [int(each) for each in logits.argmax(-1)]
-    chances = ((logits - logits.amax(-1, keepdim=True)) / temperature).softmax(-1)
-    return [int(each) for each in torch.multinomial(chances, 1, generator=generator)[:, 0]]
+def _answers(engine: Engine, asked: Mapping[int, Request], stop: Stop) -> dict[str, list[int]]:
+    """Number of each request, as text -> its answer."""
+    made: dict[int, list[int]] = {engine.add(request): [] for request in asked.values()}
+    while not engine.idle:
+        for event in engine.step():
+            if event.message:
+                raise ValueError(f"--tasks: {event.message}")
+            if event.token is None:
+                continue
+            made[event.request].append(event.token)
+            if event.finish is None and stop(made[event.request]):
+                engine.cancel(event.request)
+    return {str(number): ids for number, ids in zip(asked, made.values(), strict=True)}

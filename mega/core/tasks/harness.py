@@ -1,13 +1,16 @@
 """`mega eval --tasks`: EleutherAI's lm-evaluation-harness in process, on our engine, at any layout.
 
 Every rank runs the harness alike, so that all of them score the same requests together; rank 0 reports. Task files and
-their data are the harness's: its own, or local ones under --include-path.
+their data are the harness's: its own, or local ones under --include-path. Answers lie next to --json, as FILE.partial,
+until all are there.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,18 +24,33 @@ from mega.core.config.resolve import column_unit
 from mega.core.config.run import RunConfig
 from mega.core.device import Device
 from mega.core.files import whole_file
+from mega.core.inference.load import OpenedModel
+from mega.core.inference.opening import even_layers
+from mega.core.inference.request import Sampling
 from mega.core.inference.score import TokenScorer
 from mega.core.parallel.collectives import all_reduce
 from mega.core.parallel.launch import connect, disconnect
 from mega.core.parallel.mesh import Groups
-from mega.core.tasks.continuation import continue_rows
-from mega.core.tasks.model import CheckedModel, check_model, layout_of, model_settings, open_here, tokenizer_of
+from mega.core.tasks.chat import ChatTexts
+from mega.core.tasks.continuation import AT_ONCE, continue_prompts
+from mega.core.tasks.kept import KeptAnswers
+from mega.core.tasks.model import (
+    CheckedModel,
+    ModelHere,
+    check_model,
+    layout_of,
+    model_settings,
+    open_here,
+    tokenizer_of,
+)
 from mega.core.tasks.rows import JudgedRow, all_greedy, batch_of, nll_of
 from mega.core.tasks.task import shares
 from mega.core.text.tokenizer import Tokenizer
 
 MOST_NEW_TOKENS = 256
 """Of an answer, where a task does not say: the harness's own number."""
+TURNS = 16
+"""Of microbatches on every rank, between two moments at which answers are kept."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +62,7 @@ class HarnessOptions:
     include_path: str | None = None
     limit: int | None = None
     log_samples: bool = False
+    apply_chat_template: bool = False
 
 
 @dataclass(frozen=True)
@@ -67,10 +86,21 @@ def prepare(run: RunConfig, given: GivenOptions, options: HarnessOptions, out: s
     """Errors: ValueError naming flag or file, its value, and the rule."""
     check_harness()
     model, opened = check_model(run, given, world)
-    if tokenizer_of(model.run, opened) is None:
+    tokenizer = tokenizer_of(model.run, opened)
+    if tokenizer is None:
         raise ValueError("--tokenizer is missing: the model carries none; give its kind and files")
+    if options.apply_chat_template:
+        _chat(model.load, opened, tokenizer)
     _known_tasks(options)
     return HarnessRun(model, options, out)
+
+
+def _chat(load: str, opened: OpenedModel, tokenizer: Tokenizer) -> ChatTexts:
+    """Errors: ValueError where the model has no template, or the tokenizer not what it needs."""
+    template = opened.chat_template()
+    if template is None:
+        raise ValueError(f"--apply-chat-template: nothing at {load} says what its conversations look like")
+    return ChatTexts(template, tokenizer)
 
 
 def _known_tasks(options: HarnessOptions) -> Any:
@@ -79,6 +109,10 @@ def _known_tasks(options: HarnessOptions) -> Any:
 
     if options.include_path is not None and not Path(options.include_path).is_dir():
         raise ValueError(f"--include-path {options.include_path}: no such directory")
+    if options.include_path is not None:  # reading all of the harness's own takes seconds
+        own = TaskManager(include_path=options.include_path, include_defaults=False)
+        if all(own.match_tasks([name]) for name in options.tasks):
+            return own
     manager = TaskManager(include_path=options.include_path, include_defaults=True)
     for name in options.tasks:
         if not manager.match_tasks([name]) and not Path(name).is_file():
@@ -106,15 +140,14 @@ def run_here(
     here, options = open_here(asked.model, rank, world, device, groups), asked.options
     tokenizer = tokenizer_of(here.run, here.opened)
     assert tokenizer is not None
-    native = NativeModel(
-        here.scorer(greedy=True), tokenizer, asked.model.length, column_unit(here.run.parallel), asked.model.micro_batch
-    )
+    native = _native(asked, here, tokenizer)
     found: dict[str, Any] | None = simple_evaluate(
         model=language_model(native),
         tasks=list(options.tasks),
         num_fewshot=options.num_fewshot,
         task_manager=_known_tasks(options),
         limit=options.limit,
+        apply_chat_template=options.apply_chat_template,
         log_samples=True,
         bootstrap_iters=1000,
         random_seed=here.run.runtime.seed,
@@ -124,31 +157,60 @@ def run_here(
     )
     if rank == 0 and found is not None:
         kept = {name: value for name, value in found.items() if name != "samples" or options.log_samples}
-        settings = {
-            "model": model_settings(asked.model, here),
-            "tokenizer": tokenizer.identity()._asdict(),
-            "seq_length": asked.model.length,
-            "dtype": here.run.precision.dtype,
-            **layout_of(here.run),
-        }
+        settings = {**_decides(asked, here, tokenizer), **layout_of(here.run)}
         about = {"tasks": options.tasks, "settings": settings, "version": __version__, "torch": torch.__version__}
         with whole_file(Path(asked.json)) as file:
             file.write((json.dumps({**about, **kept}, indent=1, default=str) + "\n").encode())
         print(make_table(found))
         if found.get("groups"):
             print(make_table(found, "groups"))
+    native.kept.close()
     return found
+
+
+def _decides(asked: HarnessRun, here: ModelHere, tokenizer: Tokenizer) -> dict[str, Any]:
+    """The settings that every answer depends on."""
+    return {
+        "model": model_settings(asked.model, here),
+        "tokenizer": tokenizer.identity()._asdict(),
+        "seq_length": asked.model.length,
+        "dtype": here.run.precision.dtype,
+        "seed": here.run.runtime.seed,
+        "chat": asked.options.apply_chat_template,
+    }
+
+
+def _native(asked: HarnessRun, here: ModelHere, tokenizer: Tokenizer) -> NativeModel:
+    """One rank's part of the model, and the answers that an interrupted run has left."""
+    about = _decides(asked, here, tokenizer)
+    about["model"] = {**about["model"], "path": None}
+    return NativeModel(
+        here,
+        here.scorer(greedy=True),
+        tokenizer,
+        KeptAnswers(Path(f"{asked.json}.partial"), about, here.mesh, here.device.torch),
+        _chat(asked.model.load, here.opened, tokenizer) if asked.options.apply_chat_template else None,
+        asked.model.length,
+        asked.model.micro_batch,
+    )
 
 
 @dataclass(frozen=True)
 class NativeModel:
     """What the harness asks of a model, in ids; all ranks call it alike and get the same answers."""
 
+    here: ModelHere
     scorer: TokenScorer
     tokenizer: Tokenizer
+    kept: KeptAnswers
+    chat: ChatTexts | None
     length: int
-    unit: int
     micro_batch: int
+
+    @property
+    def turn(self) -> int:
+        """Rows that the ranks score together at once."""
+        return self.micro_batch * self.scorer.mesh.dp.size * self.scorer.together
 
     @property
     def begin(self) -> int:
@@ -160,14 +222,24 @@ class NativeModel:
 
     def encode(self, text: str, special: bool | None = None) -> list[int]:
         """special: with what the family puts in front of every text; None: so too, but where the text has it."""
-        ids, lead = self.tokenizer.encode(text), len(self.tokenizer.encode(""))
-        return ids[lead:] if special is False else ids
+        lead = self.tokenizer.encode("")
+        if self.chat is None:
+            ids = self.tokenizer.encode(text)
+            return ids[len(lead) :] if special is False else ids
+        ids = self.chat.encode(text, lead)
+        return ids if special is False or ids[: len(lead)] == lead else [*lead, *ids]
 
     def log_likelihoods(self, pairs: Sequence[tuple[list[int], list[int]]]) -> list[tuple[float, bool]]:
         """ln p of each continuation after its context, and whether all of it is the model's first choice.
 
         A long context is seen from its end. Errors: ValueError where a continuation alone is too long.
         """
+        found = self.kept.each(
+            "loglikelihood", pairs, self._scored, TURNS * self.turn, lambda pair: len(pair[0]) + len(pair[1])
+        )
+        return [(value, greedy) for value, greedy in found]
+
+    def _scored(self, pairs: Sequence[tuple[list[int], list[int]]]) -> list[tuple[float, bool]]:
         rows = []
         for context, continuation in pairs:
             if len(continuation) > self.length:
@@ -176,42 +248,46 @@ class NativeModel:
                 )
             ids = [*context, *continuation][-(self.length + 1) :]
             rows.append(JudgedRow(ids, len(ids) - len(continuation)))
-        order = sorted(range(len(rows)), key=lambda number: -len(rows[number].ids))
-        mesh = self.scorer.mesh
+        mesh, unit = self.scorer.mesh, column_unit(self.here.run.parallel)
         found = torch.zeros(len(rows), 2, dtype=torch.float64, device=self.scorer.device.torch)
-        size = self.micro_batch * mesh.dp.size * self.scorer.together
-        for first in range(0, len(order), size):
-            groups = shares(order[first : first + size], self.micro_batch, mesh.dp.index, mesh.dp.size)
-            batches = [batch_of([rows[number] for number in group], self.unit) for group, _ in groups]
+        for first in range(0, len(rows), self.turn):
+            turn = range(first, min(first + self.turn, len(rows)))
+            groups = shares(turn, self.micro_batch, mesh.dp.index, mesh.dp.size)
+            batches = [batch_of([rows[number] for number in group], unit) for group, _ in groups]
             for (group, counts), batch, scores in zip(groups, batches, self.scorer.score(batches), strict=False):
                 if counts and mesh.cp.first:
                     own = batch.to(self.scorer.device.torch)
                     made = [-nll_of(own, scores).total, all_greedy(own, scores).total]
-                    found[torch.tensor(group, device=found.device)] = torch.stack(made, 1)
+                    found[torch.tensor(list(group), device=found.device)] = torch.stack(made, 1)
         all_reduce(found, mesh.loss_group)
         return [(value, bool(greedy)) for value, greedy in found.tolist()]
 
-    def continuations(self, prompts: Sequence[str], until: Sequence[str], tokens: int, temperature: float) -> list[str]:
-        """The text that follows each prompt, up to one of `until` or the end of a document."""
-        most, end = self.length - tokens, self.tokenizer.eod
+    def continuations(
+        self, prompts: Sequence[str], until: Sequence[str], tokens: int, how: Sequence[Sampling]
+    ) -> list[str]:
+        """The text that follows each prompt, up to one of `until`, the end of a document or of the assistant's turn."""
+        most, decode = self.length - tokens, self.tokenizer.decode
         if most < 1:
             raise ValueError(f"--seq-length {self.length}: must be more than the {tokens} tokens that a task generates")
-
-        def ends(ids: list[int]) -> bool:
-            return ids[-1] == end or any(stop in self.tokenizer.decode(ids) for stop in until)
-
-        rows = [self.encode(prompt)[-most:] for prompt in prompts]
-        made = continue_rows(
-            self.scorer,
-            rows,
+        known = {self.tokenizer.eod, *(() if self.chat is None else self.chat.ends)}
+        ends = frozenset(token for token in known if token is not None)
+        # A stop's every byte may be a token of its own, after one that it begins in the middle of.
+        last = 4 * max((len(stop) for stop in until), default=0) + 8
+        run, stages = self.here.run, self.scorer.mesh.pp.size
+        layers = run.parallel.stage_layers or even_layers(run.model.layers or 0, stages)
+        made = continue_prompts(
+            self.here.decoding_stage,
+            self.scorer.mesh,
+            self.scorer.device,
+            [(self.encode(prompt) or [self.begin])[-most:] for prompt in prompts],
             tokens,
-            ends,
-            micro_batch=self.micro_batch,
-            unit=self.unit,
-            temperature=temperature,
+            how,
+            ends=ends,
+            stop=lambda ids: any(stop in decode(ids[-last:]) for stop in until),
             known=self.tokenizer.vocab_size,
+            layers=max(layers),
         )
-        return [self.tokenizer.decode(ids[: ids.index(end)] if end in ids else ids) for ids in made]
+        return [decode(ids[:-1] if ids and ids[-1] in ends else ids) for ids in made]
 
 
 def language_model(native: NativeModel) -> Any:
@@ -230,6 +306,13 @@ def language_model(native: NativeModel) -> Any:
         @property
         def tokenizer_name(self) -> str:
             return native.tokenizer.fingerprint()
+
+        def chat_template(self, chat_template: bool | str = False) -> str:
+            return native.chat.template if chat_template and native.chat is not None else ""
+
+        def apply_chat_template(self, chat_history: Any, add_generation_prompt: bool = True) -> str:
+            assert native.chat is not None
+            return native.chat.text(chat_history, add_generation_prompt)
 
         def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
             return native.encode(string, add_special_tokens)
@@ -272,12 +355,35 @@ def generated(native: NativeModel, requests: Sequence[tuple[str, Mapping[str, An
     groups: dict[str, list[int]] = {}
     for number, (_, asked) in enumerate(requests):
         groups.setdefault(json.dumps(asked, sort_keys=True, default=str), []).append(number)
-    for numbers in groups.values():
+    at_once = 4 * AT_ONCE * native.scorer.mesh.dp.size
+    for key, numbers in groups.items():
         how = normalize_gen_kwargs(dict(requests[numbers[0]][1]), MOST_NEW_TOKENS)
         until = [each for each in how["until"] if each]
-        temperature = float(how.get("temperature") or 0.0) if how.get("do_sample") else 0.0
-        prompts = [requests[number][0] for number in numbers]
-        texts = native.continuations(prompts, until, int(how["max_gen_toks"]), temperature)
-        for number, text in zip(numbers, texts, strict=True):
-            answers[number] = postprocess_generated_text(text, until, None)
+
+        def answer(asked: list[tuple[str, int]], how: Any = how, until: Any = until) -> list[str]:
+            sampling = [_sampling(how, native.here.run.runtime.seed, each) for each in asked]
+            prompts = [prompt for prompt, _ in asked]
+            texts = native.continuations(prompts, until, int(how["max_gen_toks"]), sampling)
+            return [postprocess_generated_text(text, until, None) for text in texts]
+
+        prompts, before = [requests[number][0] for number in numbers], Counter[str]()
+        drawn: list[tuple[str, int]] = []  # a prompt that is drawn from several times is another request each time
+        for prompt in prompts:
+            drawn.append((prompt, before[prompt]))
+            before[prompt] += 1
+        found = native.kept.each(f"generate {key}", drawn, answer, at_once, lambda each: len(each[0]))
+        answers |= dict(zip(numbers, found, strict=True))
     return [answers[number] for number in range(len(requests))]
+
+
+def _sampling(how: Mapping[str, Any], seed: int, asked: tuple[str, int]) -> Sampling:
+    """As a task wants it; draws depend on the request alone. Errors: ValueError where it cannot be."""
+    if not how.get("do_sample"):
+        return Sampling(temperature=0.0)
+    own = hashlib.sha256(json.dumps([seed, asked]).encode()).digest()
+    return Sampling(
+        temperature=float(how.get("temperature") or 0.0),
+        top_k=int(how.get("top_k") or 0),
+        top_p=float(how.get("top_p") or 1.0),
+        seed=int.from_bytes(own[:7], "big"),
+    )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from mega.core.config.check import check
@@ -63,23 +64,39 @@ class ModelHere:
 
     def scorer(self, *, greedy: bool) -> TokenScorer:
         """Fills this rank's stages. Errors: CheckpointError naming file or tensor."""
-        ops = chosen_ops(self.run, self.device.torch)
-        return TokenScorer(self.run.model, self._stages(ops), self.mesh, self.device, ops, greedy=greedy)
+        return TokenScorer(self.run.model, self.stages, self.mesh, self.device, self._ops, greedy=greedy)
 
     def row_scorer(self) -> RowScorer:
         """As `scorer`, of a model that judges rows."""
-        return RowScorer(self._stages(chosen_ops(self.run, self.device.torch)), self.mesh, self.device)
+        return RowScorer(self.stages, self.mesh, self.device)
 
-    def _stages(self, ops: Ops) -> list[ModelStage]:
+    @property
+    def _ops(self) -> Ops:
+        return chosen_ops(self.run, self.device.torch)
+
+    @cached_property
+    def stages(self) -> list[ModelStage]:
+        """This rank's part, filled once. Errors: CheckpointError naming file or tensor."""
+        parallel = self.run.parallel
+        return self._load(parallel.sequence_parallel, parallel.tp_overlap)
+
+    @cached_property
+    def decoding_stage(self) -> Any:
+        """This rank's part as an engine takes it: the same, but where tensor ranks share the tokens of a row."""
+        parallel = self.run.parallel
+        shared = parallel.sequence_parallel or parallel.tp_overlap
+        return (self._load(False, False) if shared else self.stages)[0]
+
+    def _load(self, sequence: bool, overlap: bool) -> list[ModelStage]:
         run = self.run
         return load_stages(
             self.opened,
             self.mesh,
             self.device,
             dtype=DTYPES[run.precision.dtype],
-            ops=ops,
-            sequence=run.parallel.sequence_parallel,
-            overlap=run.parallel.tp_overlap,
+            ops=self._ops,
+            sequence=sequence,
+            overlap=overlap,
             stage_layers=run.parallel.stage_layers,
         )
 

@@ -1,6 +1,7 @@
-"""A vocabulary from one's own texts: byte-level BPE in the files that gpt2.py reads, or a SentencePiece model.
+"""A vocabulary from one's own texts: byte-level BPE in the files that gpt2.py reads, BERT's WordPiece, or a
+SentencePiece model.
 
-Both count words first, so memory grows with the words of the corpus and not with its length.
+All count words first, so memory grows with the words of the corpus and not with its length.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from mega.core.text.gpt2 import END_OF_TEXT, byte_letters
 
 Model = Literal["unigram", "bpe", "char", "word"]
 
+_CONTROLS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+_REPEATED = 10_000  # times a word at most in one text that the library is given
 _MOST_WORDS = 10_000_000
 _LONGEST_WORD = 1000  # characters; the library leaves out longer ones
 
@@ -52,6 +55,49 @@ def train_bpe(texts: Iterable[str], vocab_size: int, directory: Path) -> tuple[P
     with whole_file(merge_file) as file:
         file.write("".join(f"{line}\n" for line in ["#version: 0.2", *merges]).encode())
     return vocab_file, merge_file
+
+
+def train_wordpiece(texts: Iterable[str], vocab_size: int, directory: Path) -> Path:
+    """Write vocab.txt, of lower-case pieces, into `directory` and return its path.
+
+    First come BERT's control tokens, then every character by itself and inside a word, then what was merged. Few texts
+    may give fewer than `vocab_size` entries. Raises ValueError where the characters alone are more, or for no text.
+    """
+    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
+
+    library = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    library.normalizer = normalizers.BertNormalizer(lowercase=True)
+    library.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    counts = words(library.normalizer.normalize_str(text) for text in texts)
+    if not counts:
+        raise ValueError("--input: holds no text to train on")
+    letters = sorted(set().union(*counts))
+    fixed = [*_CONTROLS, *letters, *(f"##{letter}" for letter in letters)]
+    if not len(fixed) <= vocab_size < 2**31:
+        raise ValueError(
+            f"--vocab-size {vocab_size}: must be at least {len(fixed)}, the control tokens and the texts' "
+            f"{len(letters)} characters twice, below 2^31"
+        )
+    # What the library is not given as special gets its number in the order of a hash table, which ties go by.
+    trainer = trainers.WordPieceTrainer(vocab_size=vocab_size, special_tokens=fixed, show_progress=False)
+    library.train_from_iterator(_repeated(counts), trainer)
+    vocab = json.loads(library.to_str())["model"]["vocab"]
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / "vocab.txt"
+    with whole_file(path) as file:
+        file.write("".join(f"{piece}\n" for piece in sorted(vocab, key=vocab.__getitem__)).encode())
+    return path
+
+
+def _repeated(counts: Counter[str]) -> Iterator[str]:
+    """Every word as often as it occurs.
+
+    >>> list(_repeated(Counter({"a": 2})))
+    ['a a ']
+    """
+    for word, count in sorted(counts.items()):
+        for first in range(0, count, _REPEATED):
+            yield f"{word} " * min(_REPEATED, count - first)
 
 
 def train_sentencepiece(

@@ -6,9 +6,9 @@ It knows no route. What a template may cost is bounded by text/chat.py.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from mega.core.text.chat import EOD, TEMPLATES, Message, Template, TemplatePart, encode, jinja_text
+from mega.core.text.chat import EOD, TEMPLATES, Message, TemplatePart, encode, jinja_text
 from mega.core.text.tokenizer import Tokenizer
 
 _SECONDS = 1
@@ -22,13 +22,14 @@ class ChatPrompt:
     def __init__(self, template: str, tokenizer: Tokenizer) -> None:
         """template: a name of TEMPLATES, or the text of a Jinja template. Errors: ValueError."""
         self._tokenizer, self._lock = tokenizer, threading.Lock()
-        self._render: Template
+        self._render: Callable[[Sequence[Message], str], list[TemplatePart]]
         if template in TEMPLATES:
             whole = TEMPLATES[template]
-            self._render = lambda messages: _up_to_reply(whole([*messages, Message("assistant", _MARK)]))
+            self._render = lambda messages, begun: _up_to_reply(whole([*messages, Message("assistant", _MARK)]), begun)
         else:
             whole = jinja_text(template, tokenizer, "the chat template", seconds=_SECONDS)
-            self._render = jinja_text(template, tokenizer, "the chat template", reply=True, seconds=_SECONDS)
+            reply = jinja_text(template, tokenizer, "the chat template", reply=True, seconds=_SECONDS)
+            self._render = lambda messages, begun: [*reply(messages), *_text(begun)]
         ended = whole([Message("user", "a"), Message("assistant", "b")])
         names = [part.text for part in ended if part.control and part.trained]
         found = [tokenizer.eod if name == EOD else tokenizer.control(name) for name in names]
@@ -37,13 +38,20 @@ class ChatPrompt:
 
     def ids(self, messages: Sequence[Message]) -> tuple[int, ...]:
         """The prompt. Errors: ValueError where the template refuses the conversation."""
+        return tuple(encode(self.parts(messages), self._tokenizer).ids)
+
+    def parts(self, messages: Sequence[Message], begun: str = "") -> list[TemplatePart]:
+        """The prompt, as runs of text and names of control tokens. begun: of the reply. Errors: as of `ids`."""
         with self._lock:  # its process answers one question at a time
-            parts = self._render(messages)
-        return tuple(encode(parts, self._tokenizer).ids)
+            return self._render(messages, begun)
 
 
-def _up_to_reply(parts: Sequence[TemplatePart]) -> list[TemplatePart]:
-    """The parts before the marked text; a blank right before it belongs to the reply's first token."""
+def _up_to_reply(parts: Sequence[TemplatePart], begun: str) -> list[TemplatePart]:
+    """The parts before the marked text, and what is begun of it; a blank right before it belongs to its first token."""
     at = next(i for i, part in enumerate(parts) if _MARK in part.text)
-    before = parts[at].text.split(_MARK)[0].rstrip(" ")
-    return [*parts[:at], *([TemplatePart(before, False, False)] if before else [])]
+    before = parts[at].text.split(_MARK)[0]
+    return [*parts[:at], *_text(before + begun if begun else before.rstrip(" "))]
+
+
+def _text(text: str) -> list[TemplatePart]:
+    return [TemplatePart(text, False, False)] if text else []
