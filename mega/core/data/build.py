@@ -116,7 +116,7 @@ def build_datasets(
         return _records(data, own, seq_length, seed, vocab, samples)
     split_shares(data.split)
     note = split_note(data.split) if data.data_path else ""
-    made_by = recipe(masking, seq_length, seed, tokenizer, pairs, data.repeat_short_parts)
+    made_by = recipe(masking, seq_length, seed, tokenizer, pairs, data.repeat_short_parts, vocab)
     builder = _Builder(made_by, data, vocab, tokenizer)
     made: dict[str, Any] = {
         name: builder.blend(
