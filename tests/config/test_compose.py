@@ -70,7 +70,7 @@ PUBLISHED: list[tuple[str, dict[str, int], int]] = [
     ("qwen3-14b", {}, 14_768_307_200),
     ("qwen3-32b", {}, 32_762_123_264),
     ("bert-345m", {"vocab": 30592}, 336_297_858),
-    ("bert-110m", {}, 110_106_428),
+    ("bert-110m", {"vocab": 30522}, 110_106_428),
     ("t5-220m", {"vocab": 30720}, 222_495_744),
 ]
 """Preset, what a count was made with, and the parameters."""

@@ -3,12 +3,13 @@
     python tests/gpu/estimates.py --nproc 4 --out rows.jsonl [--sets choices] [--only "NAME;NAME"] [--seconds 540]
     python tests/gpu/estimates.py --compare rows.jsonl                     (no device: predict the same rows anew)
 
-Four sets of rows, the most telling first:
+Sets of rows, the most telling first; the last two where --sets names them:
 
     choices    GPT 22B and Llama-2 7B whole, in the layouts that the planner likes best; the first choice first
     alone      one rank's work; every rank of the launch measures another row of them at the same time
     layouts    slices of real shapes on all ranks: tp, pp by each schedule, cp, ZeRO 0 to 3, recompute, bf16 and fp16
     beyond     one row that does not fit, and is predicted so
+    families   one rank's work of BERT and T5, as `alone`; family-layouts: of all ranks, as `layouts`
 
 This process only starts ranks. A row that may not fit gets ranks of its own, in which nothing lies from the row before;
 the rows of `alone` and of `layouts` share theirs. A rank that runs out of memory leaves its peers in a collective: it
@@ -74,6 +75,39 @@ ALONE: Mapping[str, Flags] = {
     "gpt 345m, one by one": {"preset": "gpt2-345m", **QUIET, "micro_batch": 1, "global_batch": 16, "vocab": 50304},
     "gpt 345m, four by four": {"preset": "gpt2-345m", **QUIET, "micro_batch": 4, "global_batch": 64, "vocab": 50304},
 }
+BERT: Flags = {"preset": "bert-345m", "micro_batch": 16, "global_batch": 32}
+T5: Flags = {"preset": "t5-220m", "micro_batch": 16, "global_batch": 32}
+FAMILIES: Mapping[str, Flags] = {
+    "bert": BERT,
+    "bert, no dropout": {**BERT, **QUIET, "micro_batch": 32},
+    "bert words alone": {**BERT, "binary_head": False},
+    "bert 110m": {**BERT, "preset": "bert-110m", "micro_batch": 64, "global_batch": 64},
+    "bert selective": {**BERT, "recompute": "selective", "micro_batch": 32},
+    "bert full": {**BERT, **FULL, "micro_batch": 64, "global_batch": 64},
+    "bert fp16": {**BERT, "dtype": "fp16", "initial_loss_scale": 65536.0},
+    "bert 1.3b": {**BERT, "preset": "bert-1.3b", "micro_batch": 8},
+    "bert 3.9b, 8 blocks": {**BERT, "preset": "bert-3.9b", "layers": 8},
+    "t5": T5,
+    "t5, no dropout": {**T5, **QUIET, "micro_batch": 32},
+    "t5 four by four": {**T5, "micro_batch": 4},
+    "t5 selective": {**T5, "recompute": "selective", "micro_batch": 32},
+    "t5 full": {**T5, **FULL, "micro_batch": 64, "global_batch": 64},
+    "t5 fp16": {**T5, "dtype": "fp16", "initial_loss_scale": 65536.0},
+    "t5 770m": {**T5, "preset": "t5-770m", "micro_batch": 8},
+    "t5 3b, 6 + 6 blocks": {**T5, "preset": "t5-3b", "layers": 6, "micro_batch": 4, "global_batch": 8},
+    "t5 deep decoder": {**T5, "layers": 6, "decoder_layers": 18},
+}
+FAMILY_LAYOUTS: Mapping[str, Flags] = {
+    "bert tp2": {**BERT, "tp": 2, "sequence_parallel": True, "global_batch": 64},
+    "bert pp2": {**BERT, "pp": 2, "global_batch": 64},
+    "bert cp2": {**BERT, "cp": 2, "global_batch": 64},
+    "bert zero 3": {**BERT, "zero": 3, "global_batch": 64},
+    "t5 tp2, zero 1": {**T5, "tp": 2, "sequence_parallel": True, "zero": 1, "global_batch": 64},
+    "t5 split": {**T5, "pp": 2, "split_rank": 1, "global_batch": 64},
+    "t5 interleaved": {**T5, "pp": 2, "chunks": 2, "global_batch": 64},
+    "t5 zero-bubble": {**T5, "pp": 2, "schedule": "zb-h1", "global_batch": 64},
+    "t5 zero 3": {**T5, "zero": 3, "global_batch": 64},
+}
 LAYOUTS: Mapping[str, Flags] = {
     "llama tp2 pp2": {**LLAMA, "layers": 8, "tp": 2, "pp": 2, "sequence_parallel": True, "global_batch": 8},
     "gpt tp4": {**GPT, "tp": 4, "sequence_parallel": True, "micro_batch": 4, "global_batch": 16},
@@ -136,6 +170,15 @@ CHOICES: Mapping[str, Flags] = {
 """On 2 devices half of the blocks leave each as much to hold as the whole on 4, a quarter as much as the whole on 8.
 All of them lie there where the optimizer keeps no moments of full size."""
 
+SETS: Mapping[str, Mapping[str, Flags]] = {
+    "alone": ALONE,
+    "layouts": LAYOUTS,
+    "beyond": BEYOND,
+    "families": FAMILIES,
+    "family-layouts": FAMILY_LAYOUTS,
+}
+"""Those that are not chosen by the planner."""
+
 WORKSPACES = 80 << 20
 """Bytes that libraries keep from row to row, at the most, and that are each row's own. What lay there besides when a
 row began is another's and not in its peak."""
@@ -151,6 +194,7 @@ def run_of(flags: Flags, device: str) -> RunConfig:
     if device == "cpu":
         typed |= {"hidden": 64, "heads": 8, "ffn": 128, "seq_length": 64, "vocab": 256, "dtype": "fp32"}
         typed |= {"kv_heads": 8} if "llama" in preset else {}
+        typed |= {"head_dim": 8, "decoder_seq_length": 32} if "t5" in preset else {}
         typed["layers"] = min(typed.get("layers", 8), 8)
     return compose(preset, flags=typed)
 
@@ -202,13 +246,14 @@ def rows(options: argparse.Namespace, on: Hardware) -> Iterator[Row]:
     """All rows that are asked for, in order."""
     only = tuple(options.only.split(";"))
     for name in options.sets.split(","):
-        named: Mapping[str, Flags] = {"alone": ALONE, "layouts": LAYOUTS, "beyond": BEYOND}.get(name, {})
+        named: Mapping[str, Flags] = SETS.get(name, {})
         if name == "choices":
             named = dict(choices(options.nproc, _kind(options.device), on))
         for title, flags in named.items():
-            cells = 1 if name == "alone" else flags.get("tp", 1) * flags.get("pp", 1) * flags.get("cp", 1)
+            alone = name in ("alone", "families")
+            cells = 1 if alone else flags.get("tp", 1) * flags.get("pp", 1) * flags.get("cp", 1)
             if title.startswith(only) and options.nproc % cells == 0:
-                yield Row(title, flags, alone=name == "alone", apart=name in ("choices", "beyond"))
+                yield Row(title, flags, alone=alone, apart=name in ("choices", "beyond"))
 
 
 def conduct(options: argparse.Namespace) -> int:

@@ -126,3 +126,15 @@ def test_classes_are_transformers() -> None:
     torch.testing.assert_close(
         term.total / term.weight, F.cross_entropy(logits, batch.pairs, ignore_index=-1), rtol=1e-11, atol=1e-11
     )
+
+
+def test_a_window_reaches_as_far_after_a_token_as_before_it() -> None:
+    """Three blocks of 4 columns to either side: a token that changes is felt 9 columns away, and not 10."""
+    stage = stage_of("fp64", window=4)
+    batch = masked_batch(stage.model, 40, torch.arange(1), seed=3, ragged=False)
+    found = []
+    for token in (5, 6):
+        batch.tokens[0, 20] = token
+        found.append(stage(batch, outputs=True).outputs[0])
+    felt = (found[0] - found[1]).abs().flatten(1).amax(1) > 0
+    assert felt.nonzero().flatten().tolist() == list(range(20 - 9, 20 + 10))

@@ -63,6 +63,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "t5": {"family": "t5", "sample_kind": "t5", "layers": 2, "decoder_layers": 3, "decoder_seq_length": 12},
     # both directions, two losses; norms before each branch, and after it
     "bert": {"family": "bert", "sample_kind": "bert"},
+    "bert-window": {"family": "bert", "sample_kind": "bert", "window": 5},
     "bert-post": {"family": "bert", "sample_kind": "bert", "norm_placement": "post", "activation": "gelu"},
 }
 

@@ -95,6 +95,15 @@ def test_records_of_google_train(tmp_path: Path) -> None:
     assert all(0.6 < row["pair"] < 0.8 and 10 < row["lm"] < 10.6 for row in found.values()) and len(found) == 2
 
 
+def test_a_model_with_a_row_for_each_line_of_its_file(corpus: str, vocabulary: Path, tmp_path: Path) -> None:
+    """As others' have: ours would add [BOS] and [EOS], which BERT neither reads nor puts in place of another word."""
+    line = [*command(corpus, vocabulary, tmp_path), "--vocab", str(len(CONTROLS) + WORDS), "--train-iters", "2"]
+    assert main([*line, "--num-layers", "1", "--eval-iters", "0"]) == 0
+    assert len(rows(tmp_path)) == 2
+    line[line.index("--vocab") + 1] = str(len(CONTROLS) + WORDS - 1)
+    assert main(line) == 2
+
+
 @pytest.mark.parametrize(
     ("flags", "line"),
     [

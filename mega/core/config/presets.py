@@ -80,7 +80,8 @@ def _qwen3(layers: int, hidden: int, heads: int, ffn: int, tied: bool) -> dict[s
     return {**_llama(layers, hidden, heads, 8, ffn, 32768, 151936), **rest}
 
 
-def _bert(layers: int, hidden: int, heads: int, vocab: int | None = 30522) -> dict[str, Any]:
+def _bert(layers: int, hidden: int, heads: int, vocab: int | None = 30524) -> dict[str, Any]:
+    """The vocabulary is that of BERT's file of 30,522 pieces with [BOS] and [EOS], as Megatron-LM has it."""
     return {**_gpt(layers, hidden, heads, 512, vocab), "family": "bert", "sample_kind": "bert"}
 
 

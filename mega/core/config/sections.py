@@ -172,7 +172,10 @@ class ModelConfig(Section):
         0, "number of the first sinusoidal position", within=NOT_NEGATIVE, needs={"position": ("sinusoidal",)}
     )
     window: int | None = option(
-        None, "tokens that each one sees in every layer, itself and those before it [all]", within=COUNT, most=2**26
+        None,
+        "tokens that each one sees in every layer, itself and those before it, and of those after it as many [all]",
+        within=COUNT,
+        most=2**26,
     )
     embedding_scale: bool = option(False, "multiply token rows by the square root of --hidden")
     norm: Literal["layernorm", "rmsnorm"] = option(

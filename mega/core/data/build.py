@@ -115,7 +115,7 @@ def build_datasets(
     if masking.sample_kind == "tfrecords":
         return _records(data, own, seq_length, seed, vocab, samples)
     split_shares(data.split)
-    made_by = recipe(masking, seq_length, seed, tokenizer, pairs, data.repeat_short_parts)
+    made_by = recipe(masking, seq_length, seed, tokenizer, pairs, data.repeat_short_parts, vocab)
     builder = _Builder(made_by, data, vocab, tokenizer)
     made: dict[str, Any] = {
         name: builder.blend(

@@ -59,11 +59,14 @@ class Vocabulary:
     ids: Sequence[int]
 
     @classmethod
-    def of(cls, tokenizer: Any) -> Vocabulary:
-        """Raises ValueError for a tokenizer that lacks [CLS], [SEP] and [MASK]."""
+    def of(cls, tokenizer: Any, rows: int | None = None) -> Vocabulary:
+        """rows: of the model's table of tokens, where it may have fewer than the tokenizer has tokens.
+
+        Raises ValueError for a tokenizer that lacks [CLS], [SEP] and [MASK].
+        """
         if tokenizer.roles is None:
             raise ValueError(f"--tokenizer {tokenizer.kind}: has no CLS, SEP and MASK, which BERT and T5 need")
-        size = tokenizer.vocab_size
+        size = min(tokenizer.vocab_size, rows or tokenizer.vocab_size)
         return cls(tokenizer.roles, np.array([tokenizer.continues(i) for i in range(size)]), range(size))
 
 

@@ -180,13 +180,14 @@ def recipe(
     tokenizer: Tokenizer | None,
     pairs: bool = True,
     repeat_short: bool = False,
+    vocab: int | None = None,
 ) -> Recipe:
     """The recipe of `--sample-kind`; ValueError where the tokenizer has not what it takes. pairs: of BERT's samples.
 
-    repeat_short: whether a part of fewer tokens than one GPT sample may be repeated in it.
+    repeat_short: whether a part of fewer tokens than one GPT sample may be repeated in it. vocab: the model's.
     """
     if masking.sample_kind == "gpt":
         return Gpt(seq_length, seed, repeat_short)
     if tokenizer is None:
         raise ValueError(f"--sample-kind {masking.sample_kind}: needs a tokenizer; give --tokenizer and its files")
-    return Masked(masking, Vocabulary.of(tokenizer), seq_length, seed, pairs)
+    return Masked(masking, Vocabulary.of(tokenizer, vocab), seq_length, seed, pairs)

@@ -13,7 +13,7 @@ back. Tokens are ours under sequence parallelism, the encoder's and the decoder'
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, cast
 
 import torch
@@ -28,7 +28,7 @@ from mega.core.model.decoder import Head
 from mega.core.model.embedding import Embedding
 from mega.core.model.forward import ForwardContext, forward_context, padding_documents
 from mega.core.model.stack import StackStage, relative
-from mega.core.ops.counter import site_key
+from mega.core.ops.counter import site_key, token_keys
 from mega.core.ops.dropout import AttentionDropout
 from mega.core.ops.mask import AttentionMask
 from mega.core.parallel.region import Region
@@ -52,10 +52,16 @@ class DecoderContext(ForwardContext):
     """Of the decoder's tokens. Padding follows a row's tokens, so none of them sees it.
 
     memory: [encoder tokens, h], ours under sequence. padding: int64 [b, encoder columns], 0 for tokens, 1 after them.
+    memory_keys: int64 [all encoder tokens of the region], dropout keys of the memory for adapters; None without.
     """
 
     memory: torch.Tensor
     padding: torch.Tensor
+    memory_keys: torch.Tensor | None
+
+    def of_memory(self) -> DecoderContext:
+        """The same for what reads the memory as it reads its own tokens."""
+        return replace(self, region_keys=self.memory_keys)
 
     def cross_mask(self, probability: float, layer: int, first_head: int) -> AttentionMask:
         """What the decoder's tokens see of the encoder's: all but padding, and the first of a row in any case."""
@@ -68,7 +74,7 @@ class DecoderContext(ForwardContext):
 
 
 class CrossAttention(Attention):
-    """Queries of the decoder's tokens; keys and values, one GEMM, of the memory, whose adapters drop nothing."""
+    """Queries of the decoder's tokens; keys and values, one GEMM, of the memory."""
 
     name = CROSS
 
@@ -81,7 +87,8 @@ class CrossAttention(Attention):
         assert isinstance(context, DecoderContext)
         drop = context.adapter_dropout(self.adapter_dropout, self.layer, "cross_q_adapter")
         q = self.q(x, drop).unflatten(1, (self.heads, -1))
-        k, v = self.kv(context.memory).unflatten(1, (2 * self.kv_heads, -1)).chunk(2, dim=1)
+        drop = context.of_memory().adapter_dropout(self.adapter_dropout, self.layer, "cross_kv_adapter")
+        k, v = self.kv(context.memory, drop).unflatten(1, (2 * self.kv_heads, -1)).chunk(2, dim=1)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(ResidualState(q))[1], self.k_norm(ResidualState(k))[1]
         q, k, v = (one.unflatten(0, (context.batch, -1)) for one in (q, k, v))
@@ -168,7 +175,11 @@ class EncoderDecoderStage(StackStage):
             begun, memory = self.embedded(self.decoder_embedding, written, plain), self._memory(stream)
         else:
             begun, memory = cargo
-        context = DecoderContext(**vars(plain), memory=memory, padding=padding)
+        keys = None
+        if self.dropout_seed is not None and self.model.lora_dropout:
+            columns = torch.arange(batch.encoder_tokens.shape[1], device=batch.samples.device)
+            keys = token_keys(self.dropout_seed, batch.samples, columns).flatten()
+        context = DecoderContext(**vars(plain), memory=memory, padding=padding, memory_keys=keys)
         return self.through(self.decoder, ResidualState(begun), context), memory
 
     def _encoded(self, batch: EncoderDecoderBatch, padding: torch.Tensor, *cargo: torch.Tensor) -> ResidualState:

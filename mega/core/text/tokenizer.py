@@ -73,6 +73,7 @@ class Tokenizer(Protocol):
     pad: int | None
     roles: Roles | None = None  # of the families that BERT and T5 can be trained with
     added_sentinels: int = 0  # entries after all others, that no text becomes
+    added_ends: int = 0  # entries before those, of T5's beginning and end, that its file lacks
 
     @property
     def vocab_size(self) -> int:

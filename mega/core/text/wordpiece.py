@@ -47,6 +47,7 @@ class WordPieceTokenizer(Tokenizer):
                 raise ValueError(f"--vocab-file {path}: has no {name}, which {self.kind} needs")
         sentinels = [f"<extra_id_{i}>" for i in range(extra_ids)]
         self.added_sentinels = sum(name not in self._vocab for name in sentinels)
+        self.added_ends = sum(name not in self._vocab for name in ("[BOS]", "[EOS]"))
         for name in ("[BOS]", "[EOS]", *sentinels):
             self._vocab.setdefault(name, len(self._vocab))
         self._pieces = {token: piece for piece, token in self._vocab.items()}

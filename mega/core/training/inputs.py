@@ -136,10 +136,12 @@ def _vocabulary(run: RunConfig, tokenizer: Tokenizer | None, notes: list[str]) -
         return given
     if given is None:
         return tokenizer.vocab_size
-    if given < tokenizer.vocab_size:
+    least = tokenizer.vocab_size
+    if run.model.family == "bert" and not tokenizer.added_sentinels:
+        least -= tokenizer.added_ends  # which BERT does not write: others' models have no rows for them
+    if given < least:
         raise ValueError(
-            f"--vocab {given}: {tokenizer.kind} has {tokenizer.vocab_size} tokens; "
-            f"must be at least {tokenizer.vocab_size}"
+            f"--vocab {given}: {tokenizer.kind} has {tokenizer.vocab_size} tokens; must be at least {least}"
         )
     if given > tokenizer.vocab_size:
         notes.append(f"vocabulary of {given}, of which the tokenizer uses {tokenizer.vocab_size}")

@@ -372,8 +372,8 @@ def table(model: ModelConfig, tp: int, stages: Stages, rows: int, version: int =
     for tensor in inventory(model):
         name = f"weights/{tensor.name}"
         stage, layer = stages.place(model, tensor.units[0])
-        places = (f"{stage}/{legacy_name(tensor.name, layer)}", *stages.copies.get(tensor.name, ()))
-        here, *others = [[f"{t}.{place}" for t in range(tp)] for place in places]
+        held_at = (f"{stage}/{legacy_name(tensor.name, layer)}", *stages.copies.get(tensor.name, ()))
+        here, *others = [[f"{t}.{place}" for t in range(tp)] for place in held_at]
         if tensor.cut is not None and tensor.cut.multiple:  # a vocabulary
             counts = [max(0, min(rows, tensor.shape[0] - t * rows)) for t in range(tp)]  # of tokens on each rank
             width = tensor.shape[1] if len(tensor.shape) == 2 else None
