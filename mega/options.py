@@ -78,9 +78,7 @@ class Command(TyperCommand):
             if param.param_type_name == "option":
                 spelled |= dict.fromkeys(names, getattr(param, "help", None) or "")
         return [
-            typer.core.CompletionItem(name, help=help)
-            for name, help in spelled.items()
-            if name.startswith(incomplete)
+            typer.core.CompletionItem(name, help=help) for name, help in spelled.items() if name.startswith(incomplete)
         ]
 
 
