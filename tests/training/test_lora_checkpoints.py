@@ -162,7 +162,7 @@ def test_adapters_do_not_take_the_place_of_their_base(
 
 @pytest.mark.parametrize("places", ["llama"], indirect=True)
 def test_a_chain_of_finetunings_has_one_base(places: tuple[Path, Path], tmp_path: Path) -> None:
-    base, tuned = places
+    _, tuned = places
     chain = ["finetune", *RUN, *LORA, "--load", str(tuned), *SAVE, str(tmp_path), "--resume", "auto", "--steps", "4"]
     assert main([*chain, "--exit-interval", "2"]) == 0
     assert locate(tmp_path).meta["base"] == locate(tuned).meta["base"]

@@ -47,7 +47,7 @@ def test_the_planned_run_may_be_given_as_it_is() -> None:
 def test_what_did_not_end_is_not_a_result(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, losses: list[float] | None
 ) -> None:
-    """Stopped, failed while the loss fell, and failed before a step: with the metrics of an earlier sweep still there."""
+    """Stopped, failed while the loss fell, failed before a step; the metrics of an earlier sweep are still there."""
     metrics = tmp_path / "sweep.jsonl"
 
     def write(each: list[float]) -> None:
