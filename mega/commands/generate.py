@@ -141,7 +141,7 @@ _DRAWN = ("temperature", "top_k", "top_p", "top_p_decay", "top_p_bound", "min_p"
 
 
 def _check_texts(prompt: str | None, input_file: Path | None, num_samples: int, output: Path | None) -> bool:
-    """Whether prompts are to be asked for. Errors: ValueError where they come from two places, or files are not there."""
+    """Whether prompts are to be asked for. Errors: ValueError where they come from two places, or no file is there."""
     modes = {"--prompt": prompt is not None, "--input": input_file is not None, "--num-samples": num_samples > 0}
     given = [flag for flag, value in modes.items() if value]
     if len(given) > 1:

@@ -152,7 +152,7 @@ def test_from_start_to_resume(
     said = capsys.readouterr().out
     assert open_model(tuned).chat_template() == "chatml" and open_model(base).chat_template() is None
     assert (
-        f"weights from {base / 'step-0000001'}\n" in said and "⟦yes<|im_end|>⟧" in said and "⟦no no<|im_end|>⟧" in said
+        f"weights from {base / 'step-0000001'}; " in said and "⟦yes<|im_end|>⟧" in said and "⟦no no<|im_end|>⟧" in said
     )
     rows = [json.loads(line) for line in (tuned / "metrics.jsonl").read_text().splitlines()]
     losses = [row["loss"] for row in rows if "lr" in row]

@@ -151,8 +151,8 @@ def _check_beginning(run: RunConfig, point: ResumePoint) -> None:
     """
     if run.model.lora_rank and point.base is None and not point.weights_only:
         raise CheckpointError(
-            f"--lora-rank {run.model.lora_rank}: {point.checkpoint.path} holds a whole model; adapters begin a new run: "
-            "give --load with --finetune, and another --save"
+            f"--lora-rank {run.model.lora_rank}: {point.checkpoint.path} holds a whole model; adapters begin a new "
+            "run: give --load with --finetune, and another --save"
         )
 
 

@@ -254,7 +254,7 @@ class _Task:
 
 
 def _own_template(run: RunConfig) -> Attachments:
-    """The Jinja file that a run's conversations are rendered by, in place of the one that came with its first weights."""
+    """The Jinja file that a run's conversations are rendered by; it replaces what came with its first weights."""
     named = run.data.chat_template
     if not (run.data.chat_data or run.finetuning.dpo_data) or named in TEMPLATES:
         return {}
