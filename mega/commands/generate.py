@@ -158,11 +158,11 @@ def _check_texts(prompt: str | None, input_file: Path | None, num_samples: int, 
 def _tokenizer_files(tokenizer: str | None, files: Mapping[str, str | None]) -> dict[str, str]:
     """Those that were given. Errors: ValueError where one is not there, or nothing says of which kind it is."""
     named = {name: value for name, value in files.items() if value is not None}
+    if named and tokenizer is None:
+        raise ValueError(f"--{next(iter(named)).replace('_', '-')}: needs --tokenizer, its kind")
     for name, value in named.items():
         if not Path(value).exists():
             raise ValueError(f"--{name.replace('_', '-')} {value}: no such file")
-    if named and tokenizer is None:
-        raise ValueError(f"--{next(iter(named)).replace('_', '-')}: needs --tokenizer, its kind")
     return named
 
 
