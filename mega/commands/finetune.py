@@ -42,18 +42,21 @@ def _pretrained(run: RunConfig) -> RunConfig:
 def _from_weights(run: RunConfig) -> RunConfig:
     """`run` with what a verb that starts from other weights implies. Where it loads from its own place, it resumes."""
     checkpoint = run.checkpoint
-    if checkpoint.load is None:
-        return run
-    other = checkpoint.load != checkpoint.save and checkpoint.resume in (None, "auto")
-    implied = dataclasses.replace(checkpoint, finetune=checkpoint.finetune or other, use_checkpoint_config=True)
-    run = dataclasses.replace(run, checkpoint=implied)
-    return _with_tokenizer(run, checkpoint.load) if run.tokenizer == TokenizerConfig() and other else run
+    step = None if checkpoint.resume == "auto" else checkpoint.resume
+    if checkpoint.load is not None:
+        other = checkpoint.load != checkpoint.save and step is None
+        implied = dataclasses.replace(checkpoint, finetune=checkpoint.finetune or other, use_checkpoint_config=True)
+        run = dataclasses.replace(run, checkpoint=implied)
+    place = step or checkpoint.load
+    return run if place is None or run.tokenizer != TokenizerConfig() else _with_tokenizer(run, place, step is not None)
 
 
-def _with_tokenizer(run: RunConfig, load: str) -> RunConfig:
-    """`run` with the tokenizer that came with the weights, where they have one. Errors: ValueError, of `load`."""
-    check_source("--load", load)
-    from mega.core.inference.load import open_model
+def _with_tokenizer(run: RunConfig, place: str, ours: bool) -> RunConfig:
+    """`run` with the tokenizer that came with the weights, where they have one. ours: a step, whose base need not be
+    where it was. Errors: ValueError, of `place`."""
+    check_source("--resume" if ours else "--load", place)
+    from mega.core.checkpoint.own.store import locate
+    from mega.core.inference.load import open_model, tokenizer_section
 
-    section = open_model(load).tokenizer_section()
+    section = tokenizer_section(locate(place)) if ours else open_model(place).tokenizer_section()
     return run if section is None else dataclasses.replace(run, tokenizer=TokenizerConfig(**section))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -36,25 +36,34 @@ def run(
     ] = None,
     num_samples: Annotated[int, typer.Option("--num-samples", help="so many new documents, as JSON lines", min=0)] = 0,
     tokens: Annotated[int, typer.Option("--tokens", "--out-seq-length", help="most tokens to add", min=1)] = 100,
-    temperature: Annotated[float, typer.Option("--temperature", help="0 takes the likeliest token")] = 1.0,
+    temperature: Annotated[float | None, typer.Option("--temperature", help="0 takes the likeliest token [1]")] = None,
     greedy: Annotated[bool, typer.Option("--greedy", help="as --temperature 0")] = False,
-    top_k: Annotated[int, typer.Option("--top-k", "--top_k", help="draw from the k likeliest; 0 is off")] = 0,
+    top_k: Annotated[
+        int | None, typer.Option("--top-k", "--top_k", help="draw from the k likeliest; 0 is off [0]")
+    ] = None,
     top_p: Annotated[
-        float, typer.Option("--top-p", "--top_p", help="draw from the likeliest that make up p; 1 or 0 is off")
-    ] = 1.0,
-    top_p_decay: Annotated[float, typer.Option("--top-p-decay", help="multiply top-p by this after each token")] = 0.0,
-    top_p_bound: Annotated[float, typer.Option("--top-p-bound", help="where the decay of top-p ends")] = 0.0,
-    min_p: Annotated[float, typer.Option("--min-p", help="least share of the likeliest token's probability")] = 0.0,
+        float | None,
+        typer.Option("--top-p", "--top_p", help="draw from the likeliest that make up p; 1 or 0 is off [1]"),
+    ] = None,
+    top_p_decay: Annotated[
+        float | None, typer.Option("--top-p-decay", help="multiply top-p by this after each token; 0 is off [0]")
+    ] = None,
+    top_p_bound: Annotated[
+        float | None, typer.Option("--top-p-bound", help="where the decay of top-p ends [0]")
+    ] = None,
+    min_p: Annotated[
+        float | None, typer.Option("--min-p", help="least share of the likeliest token's probability [0]")
+    ] = None,
     repetition_penalty: Annotated[
-        float, typer.Option("--repetition-penalty", help="make tokens of the text less likely; 1 is off")
-    ] = 1.0,
-    seed: Annotated[int, typer.Option("--seed", help="the same seed gives the same text")] = 0,
+        float | None, typer.Option("--repetition-penalty", help="make tokens of the text less likely; 1 is off [1]")
+    ] = None,
+    seed: Annotated[int | None, typer.Option("--seed", help="the same seed gives the same text [0]")] = None,
     beams: Annotated[
         int, typer.Option("--beams", "--beam-width", help="beam search of this width; 0 draws", min=0, max=128)
     ] = 0,
     length_penalty: Annotated[
-        float, typer.Option("--length-penalty", help="of beams: scores are divided by length ** this")
-    ] = 1.0,
+        float | None, typer.Option("--length-penalty", help="of beams: scores are divided by length ** this [1]")
+    ] = None,
     adapter: Annotated[
         list[str] | None,
         typer.Option(
@@ -82,38 +91,26 @@ def run(
     With neither --prompt, --input nor --num-samples it asks for prompts at a terminal. Several ranks by --tp and --pp,
     alone or under a launcher.
     """
+    drawn = (temperature, top_k, top_p, top_p_decay, top_p_bound, min_p, repetition_penalty, seed)
+    typed = {name: value for name, value in zip(_DRAWN, drawn, strict=True) if value is not None}
+    _check_search([*(["greedy"] if greedy else []), *typed], beams, length_penalty)
+    typed |= {"temperature": 0.0} if greedy else {}
+    files = {"tokenizer_model": tokenizer_model, "vocab_file": vocab_file, "merge_file": merge_file}
     if url is not None:
-        others: dict[str, object] = {"--load": load, "--input": input_file, "--output": output}
-        others |= {"--adapter": adapter[0] if adapter else None}
-        others |= {"--num-samples": num_samples or None, "--min-p": min_p or None}
-        others |= {"--repetition-penalty": None if repetition_penalty == 1 else repetition_penalty}
-        fields = {"temperature": 0.0 if greedy else temperature, "top_k": top_k, "top_p": top_p}
-        fields |= {"top_p_decay": top_p_decay, "top_p_bound": top_p_bound, "random_seed": seed}
-        return _ask(url, prompt, tokens, others, fields, (beams, length_penalty))
+        others: dict[str, object] = {"load": load, "input": input_file, "output": output, "adapter": adapter}
+        others |= {"num_samples": num_samples, "min_p": typed.pop("min_p", 0)}
+        others |= {"repetition_penalty": typed.pop("repetition_penalty", 1) != 1}
+        others |= {"tp": tp > 1, "pp": pp > 1, "nproc": nproc, "dtype": dtype, "batch_invariant": batch_invariant}
+        others |= {"tokenizer": tokenizer, **files, "device": device != "auto"}
+        return _ask(url, prompt, tokens, others, typed, (beams, length_penalty))
     if load is None:
         raise ValueError("--load is missing: give a run's directory, or --url")
     check_source("--load", load)
-    modes = {"--prompt": prompt is not None, "--input": input_file is not None, "--num-samples": num_samples > 0}
-    given = [flag for flag, value in modes.items() if value]
-    if len(given) > 1:
-        raise ValueError(f"{given[0]}: excludes {given[1]}")
-    if output is not None and (prompt is not None or not given):
-        raise ValueError(f"--output {output}: needs --input or --num-samples")
-    files = {"tokenizer_model": tokenizer_model, "vocab_file": vocab_file, "merge_file": merge_file}
-    named = {name: value for name, value in files.items() if value is not None}
-    _check_files(input_file, output, named, tokenizer)
+    asks = _check_texts(prompt, input_file, num_samples, output)
+    named = _tokenizer_files(tokenizer, files)
     from mega.core.inference.request import sampling_of
 
-    sampling = sampling_of(
-        temperature=0.0 if greedy else temperature,
-        top_k=top_k,
-        top_p=top_p or 1.0,
-        top_p_decay=top_p_decay,
-        top_p_bound=top_p_bound,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-        seed=seed,
-    )
+    sampling = sampling_of(**{"seed": 0, **typed, "top_p": top_p or 1.0})
     from mega.core.inference.adapters import adapter_places
     from mega.core.inference.opening import EngineOptions
     from mega.core.inference.speak import SpeechPlan
@@ -125,14 +122,14 @@ def run(
         input=input_file,
         output=output,
         samples=num_samples,
-        interactive=not given and sys.stdin.isatty() and sys.stdout.isatty(),
+        interactive=asks and sys.stdin.isatty() and sys.stdout.isatty(),
         sampling=sampling,
         beams=beams,
-        length_penalty=length_penalty,
+        length_penalty=1.0 if length_penalty is None else length_penalty,
         adapters=adapter_places(adapter or ()),
         tokenizer={} if tokenizer is None else {"tokenizer": tokenizer, **named},
         engine=EngineOptions(
-            requests=64 if input_file is not None or num_samples else max(1, beams), batch_invariant=batch_invariant
+            requests=max(64 if input_file is not None or num_samples else 1, beams), batch_invariant=batch_invariant
         ),
         tp=tp,
         pp=pp,
@@ -142,17 +139,43 @@ def run(
     return _start(plan, nproc, tp * pp)
 
 
-def _check_files(input_file: Path | None, output: Path | None, named: Mapping[str, str], tokenizer: str | None) -> None:
-    """Errors: ValueError naming a file that is not there, or that cannot be one, before anything heavy is loaded."""
+_DRAWN = ("temperature", "top_k", "top_p", "top_p_decay", "top_p_bound", "min_p", "repetition_penalty", "seed")
+"""Fields of sampling that are flags."""
+
+
+def _check_texts(prompt: str | None, input_file: Path | None, num_samples: int, output: Path | None) -> bool:
+    """Whether prompts are to be asked for. Errors: ValueError where they come from two places, or no file is there."""
+    modes = {"--prompt": prompt is not None, "--input": input_file is not None, "--num-samples": num_samples > 0}
+    given = [flag for flag, value in modes.items() if value]
+    if len(given) > 1:
+        raise ValueError(f"{given[0]}: excludes {given[1]}")
+    if output is not None and (prompt is not None or not given):
+        raise ValueError(f"--output {output}: needs --input or --num-samples")
     if output is not None:
         check_file("--output", str(output))
     if input_file is not None and not input_file.is_file():
         raise ValueError(f"--input {input_file}: no such file")
+    return not given
+
+
+def _tokenizer_files(tokenizer: str | None, files: Mapping[str, str | None]) -> dict[str, str]:
+    """Those that were given. Errors: ValueError where one is not there, or nothing says of which kind it is."""
+    named = {name: value for name, value in files.items() if value is not None}
+    if named and tokenizer is None:
+        raise ValueError(f"--{next(iter(named)).replace('_', '-')}: needs --tokenizer, its kind")
     for name, value in named.items():
         if not Path(value).exists():
             raise ValueError(f"--{name.replace('_', '-')} {value}: no such file")
-    if named and tokenizer is None:
-        raise ValueError(f"--{next(iter(named)).replace('_', '-')}: needs --tokenizer, its kind")
+    return named
+
+
+def _check_search(sampled: Sequence[str], beams: int, length_penalty: float | None) -> None:
+    """Errors: ValueError for a flag that was given and has no effect: of drawing with beams, of beams without them."""
+    if beams and sampled:
+        flag = sampled[0].replace("_", "-")
+        raise ValueError(f"--{flag}: has no effect with --beams {beams}, which draws nothing; leave one of them out")
+    if length_penalty is not None and not beams:
+        raise ValueError(f"--length-penalty {length_penalty}: needs --beams")
 
 
 def _start(plan: object, nproc: int | None, size: int) -> int:
@@ -178,14 +201,16 @@ def _ask(
     tokens: int,
     excluded: Mapping[str, object],
     sampling: Mapping[str, float],
-    beams: tuple[int, float],
+    beams: tuple[int, float | None],
 ) -> int:
-    """Have a server continue the prompt, or those that are typed. Errors: ValueError for what it cannot be asked."""
+    """Have a server continue the prompt, or those that are typed. excluded: name of a flag -> whether it was given.
+    Errors: ValueError for what it cannot be asked."""
     from mega.core.inference.client import ask, converse, fields_of
 
-    for flag, value in excluded.items():
-        if value is not None:
-            raise ValueError(f"{flag}: excludes --url {url}, which asks a server's PUT /api")
+    for name, value in excluded.items():
+        if value:
+            flag = name.replace("_", "-")
+            raise ValueError(f"--{flag}: excludes --url {url}, which asks a server's PUT /api")
     fields = fields_of(sampling, *beams)
     if prompt is None:
         converse(url, fields)

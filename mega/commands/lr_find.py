@@ -15,22 +15,31 @@ def run(run: RunConfig) -> int:
     Takes the flags of the run that is planned, of mega pretrain or mega finetune. The rate grows from --min-lr [1e-7]
     to --lr [1] over --steps [100]; nothing is saved. The curve is drawn next to --metrics [lr-find.jsonl], as an SVG.
     """
-    from mega.core.training.lr_find import draw, read, suggest, sweep
+    from mega.core.training.lr_find import LEAST_POINTS, draw, has_risen, read, suggest, sweep
 
     planned = sweep(run)
-    assert planned.log.metrics is not None
-    metrics = Path(planned.log.metrics)
+    assert planned.log.metrics is not None and planned.schedule.min_lr is not None
+    metrics, speaks = Path(planned.log.metrics), is_first_rank() and not run.runtime.dry_run
+    before, diverged = _version(metrics), False
+    if speaks:
+        print(f"sweep: from {planned.schedule.min_lr:g} (--min-lr) to {planned.optimizer.lr:g} (--lr)", flush=True)
     try:
         code = finetune.run(planned)
     except FloatingPointError:
-        code = 1
-    if run.runtime.dry_run or not is_first_rank():
+        code, diverged = 1, True
+    if not speaks or code not in (0, 1) or _version(metrics) == before:
         return code
-    points = read(metrics) if metrics.exists() else []
-    if code and len(points) < 3:
+    points = read(metrics)
+    # Of ranks that were started here only the exit code is known.
+    if code and not (has_risen(points) or (diverged and len(points) >= LEAST_POINTS)):
         return code
     found, picture = suggest(points), metrics.with_suffix(".svg")
     draw(points, found, picture)
     print(f"suggested: --lr {found.rate:.1e}, where the loss falls fastest")
     print(f"lowest loss at {found.least:.1e}: rates from there on do not hold; {picture}")
     return 0
+
+
+def _version(path: Path) -> tuple[int, int] | None:
+    """Equal where a file has not been written again."""
+    return (path.stat().st_ino, path.stat().st_mtime_ns) if path.exists() else None

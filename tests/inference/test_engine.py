@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+import socket
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +22,7 @@ from mega.core.inference.engine import BatchingEngine
 from mega.core.inference.generate import logits
 from mega.core.inference.load import open_model
 from mega.core.inference.opening import EngineOptions, start_engine
+from mega.core.inference.relay import LostRank, Relay
 from mega.core.inference.request import Event, Limits, Request, RequestError, Sampling
 from mega.core.inference.schedule import Choice
 from mega.core.inference.step import Step
@@ -250,6 +253,23 @@ def test_requests_end_by_stop_cancel_or_failure() -> None:
     }
     assert tokens([event for event in events if event.request == kept]) == tokens(said)
     assert engine._scheduler.blocks.available == engine._scheduler.blocks.count - 1
+
+
+def test_a_prompt_of_one_token_has_nothing_to_score() -> None:
+    asked = [Request(prompt=prompt, tokens=0, logprobs=1, prompt_logprobs=True) for prompt in ((5,), (5, 6))]
+    (one,), (two,) = answers(engine_of(made(LLAMA)), asked)
+    assert (one.finish, one.prompt_logprobs, one.prompt_top) == ("length", (None,), ((),))
+    assert two.finish == "length" and two.prompt_logprobs is not None and len(two.prompt_logprobs) == 2
+
+
+def test_a_rank_reports_its_own_error_and_the_loss_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mega.core.inference.relay.ENDING", 0.0)
+    relay = object.__new__(Relay)
+    relay.processes = [[socket.gethostname(), os.getpid()]]
+    own = RuntimeError("CUDA out of memory. Tried to allocate 2 GiB")
+    assert relay.explained(own) is own
+    found = relay.explained(RuntimeError("[pair.cc:534] Connection closed by peer"))
+    assert isinstance(found, LostRank) and str(found).startswith("another rank has ended or cannot be reached")
 
 
 def test_only_what_is_allowed_follows() -> None:

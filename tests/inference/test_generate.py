@@ -10,8 +10,10 @@ import pytest
 import torch
 
 from mega import cli
+from mega.commands.finetune import _from_weights
 from mega.core.checkpoint.forms.convert import convert
 from mega.core.checkpoint.own.store import Checkpoint, CheckpointStore, locate
+from mega.core.config.run import RunConfig, updated
 from mega.core.config.sections import ModelConfig
 from mega.core.device import Device
 from mega.core.inference.generate import generate, logits, losses
@@ -161,7 +163,7 @@ def test_a_file_of_prompts_is_answered_in_order_as_each_alone(
 ) -> None:
     model = str(shared("stories260K_hf/config.json").parent)
     asked = ["Once upon", "Lily and", "Tom"]
-    lines = [json.dumps(asked[0]), json.dumps({"prompt": asked[1]}), json.dumps({"text": asked[2]})]
+    lines = [json.dumps(asked[0]), "", json.dumps({"prompt": asked[1]}), json.dumps({"text": asked[2]})]
     (tmp_path / "in.jsonl").write_text("\n".join(lines))
     line = ["generate", "--load", model, "--tokens", "6", "--greedy", "--device", "cpu"]
     assert cli.main([*line, "--input", str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "out")]) == 0
@@ -171,6 +173,21 @@ def test_a_file_of_prompts_is_answered_in_order_as_each_alone(
         assert cli.main([*line, "--prompt", prompt]) == 0
         assert capfd.readouterr().out == f"{prompt}{row['text']}\n" and row["prompt"] == prompt
         assert (row["finish"], row["tokens"]) == ("length", 6)
+    (tmp_path / "in.txt").write_text("Once\u2028upon\x0ca\x85time\nTom\n")
+    beams = [
+        "generate",
+        "--load",
+        model,
+        "--tokens",
+        "1",
+        "--beams",
+        "65",
+        "--device",
+        "cpu",
+    ]  # more than rows of draws
+    assert cli.main([*beams, "--input", str(tmp_path / "in.txt")]) == 0
+    texts = [json.loads(row)["prompt"] for row in capfd.readouterr().out.removesuffix("\n").split("\n")]
+    assert texts == ["Once\u2028upon\x0ca\x85time", "Tom"]
     plain = ["generate", "--load", model, "--tokens", "60", "--device", "cpu", "--num-samples", "2"]
     assert cli.main(plain) == 0
     samples = [json.loads(row) for row in capfd.readouterr().out.splitlines()]
@@ -187,7 +204,11 @@ def test_a_file_of_prompts_is_answered_in_order_as_each_alone(
         ("--prompt a --tp 2 --nproc 4", "--tp x --pp = 2: must be the number of ranks, 4"),
         ("--prompt a --vocab-file v", "--vocab-file: needs --tokenizer, its kind"),
         ("--prompt a --min-p 2", "--min-p 2.0: must be from 0 to 1"),
-        ("--input missing.txt", "--input missing.txt: cannot be read as UTF-8 text"),
+        ("--prompt a --beams 2 --top-k 5", "--top-k: has no effect with --beams 2"),
+        ("--prompt a --beams 2 --greedy", "--greedy: has no effect with --beams 2"),
+        ("--prompt a --length-penalty 1", "--length-penalty 1.0: needs --beams"),
+        ("--prompt a --beams 2 --length-penalty 400", "--length-penalty 400.0: must be a number from -20 to 20"),
+        ("--input missing.txt", "--input missing.txt: no such file"),
     ],
 )
 def test_what_generate_refuses(flags: str, message: str, capfd: pytest.CaptureFixture[str]) -> None:
@@ -202,3 +223,10 @@ def test_a_checkpoint_without_a_tokenizer_is_reported(saved: tuple[Checkpoint, D
     CheckpointStore(tmp_path).save(1, _pieces_without_change(stage), meta)
     with pytest.raises(ValueError, match="carries no tokenizer"):
         load_tokenizer(locate(tmp_path))
+
+
+def test_finetune_takes_the_tokenizer_that_comes_with_the_weights(saved: tuple[Checkpoint, DecoderStage]) -> None:
+    place = str(saved[0].path)
+    for begins in ({"load": place}, {"load": place, "save": place}, {"resume": place}):
+        found = _from_weights(updated(RunConfig(), begins)).tokenizer
+        assert found.tokenizer == "GPT2BPETokenizer" and found.vocab_file and found.vocab_file.startswith(place)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,21 @@ def test_the_chat_template_comes_with_the_weights(tmp_path: Path, name: str, con
     opened = open_model(tmp_path / "hf")
     assert opened.chat_template() == "a {{ template }}"
     assert opened.digest != open_model(GOLDEN / "hf").digest
+
+
+@pytest.mark.parametrize("section", [("data", "chat_data"), ("finetuning", "dpo_data")], ids=str)
+def test_what_a_run_trained_by_goes_before_the_template_of_its_base(tmp_path: Path, section: tuple[str, str]) -> None:
+    (tmp_path / "chat_template.jinja").write_text("a {{ template }}")
+    files = {"chat_template.jinja": tmp_path / "chat_template.jinja"}
+
+    def own(template: str, files: dict[str, Path]) -> str | None:
+        config: dict[str, Any] = {"data": {"chat_template": template}}
+        config.setdefault(section[0], {})[section[1]] = ["talks.jsonl"]
+        return replace(open_model(GOLDEN / "mega"), meta={"config": config}, files=files).chat_template()
+
+    assert own("chatml", files) == "chatml"
+    assert own("my.jinja", files) == "a {{ template }}", "which the saver attached"
+    assert own("my.jinja", {}) is None
 
 
 @pytest.mark.parametrize(

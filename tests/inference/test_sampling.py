@@ -7,7 +7,8 @@ import math
 import pytest
 import torch
 
-from mega.core.inference.request import RequestError, Sampling
+from mega.core.inference.beam import BeamSearch
+from mega.core.inference.request import Request, RequestError, Sampling
 from mega.core.inference.sampling import draw, penalised, probabilities, uniform
 
 LOGITS = torch.tensor([0.1, 0.5, 0.15, 0.25]).log()
@@ -25,6 +26,7 @@ LOGITS = torch.tensor([0.1, 0.5, 0.15, 0.25]).log()
         (Sampling(top_p=0.6), [0, 2 / 3, 0, 1 / 3]),
         (Sampling(top_p=0.8), [0, 5 / 9, 1.5 / 9, 2.5 / 9]),
         (Sampling(top_k=3, top_p=0.6), [0, 2 / 3, 0, 1 / 3]),
+        (Sampling(top_p=1e-300), [0, 1, 0, 0]),
     ],
 )
 def test_probabilities(how: Sampling, expected: list[float]) -> None:
@@ -88,11 +90,23 @@ def test_a_share_that_was_rounded_away_is_not_drawn() -> None:
     [({"temperature": t}, f"temperature {t}") for t in (-1.0, math.nan, math.inf)]
     + [({"top_k": -1}, "top_k -1"), ({"top_p": 0.0}, "top_p 0.0"), ({"top_k": 1.0}, "top_k 1.0")]
     + [({"top_p": 0.5, "top_p_bound": 0.6}, "top_p_bound 0.6"), ({"seed": 2**64}, f"seed {2**64}")]
-    + [({"min_p": 1.5}, "min_p 1.5"), ({"repetition_penalty": 0.0}, "repetition_penalty 0.0")],
+    + [({"min_p": 1.5}, "min_p 1.5"), ({"repetition_penalty": 0.0}, "repetition_penalty 0.0")]
+    + [({"temperature": 1e300}, "from 0 .* to 1e"), ({"top_k": 1 << 63}, "0 .off. to 2147483648")]
+    + [({"repetition_penalty": penalty}, "from 0.001 to 1000") for penalty in (1e-300, 1e300)],
 )
 def test_what_cannot_be_is_refused(options: dict[str, float], flag: str) -> None:
     with pytest.raises(RequestError, match=flag):
         Sampling(**options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("penalty", [400.0, -1e10, math.nan])
+def test_a_penalty_that_no_length_bears_is_refused(penalty: float) -> None:
+    for most in (-20.0, 20.0):
+        search = BeamSearch(1, 5, frozenset({2}), Request(prompt=(1,), tokens=5, length_penalty=most).length_penalty)
+        search.live = [(-1.0, (1,) * 100_000)]
+        assert search.advance([((2, -1.0),)]) == [] and math.isfinite(search.finished[0].score)
+    with pytest.raises(RequestError, match="must be a number from -20 to 20"):
+        Request(prompt=(1,), tokens=5, beams=2, length_penalty=penalty)
 
 
 @pytest.mark.parametrize("temperature", [1e-30, 1e-300])

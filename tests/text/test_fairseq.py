@@ -15,7 +15,7 @@ from tests.support.shared import shared
 
 def test_ids_follow_the_lines_of_the_dictionary(tmp_path: Path) -> None:
     """GPT-2 ids 5, 0, 3 stand at 4, 5, 6, and a made-up word after them."""
-    (tmp_path / "dict.txt").write_text("5 100\n0 90\n3 80\nmadeupword0000 0\n")
+    (tmp_path / "dict.txt").write_text("5 100\n0 90\n3 80\nmadeup\u2028word\x85 0\n")
     letters = {"a": 0, "b": 1, "c": 2, "d": 3, "e": 4, "f": 5}
     (tmp_path / "vocab.json").write_text(json.dumps(letters))
     (tmp_path / "merges.txt").write_text("#version: 0.2\n")

@@ -18,6 +18,7 @@ from mega.core.checkpoint.own.pieces import Piece
 from mega.core.config.run import RunConfig
 from mega.core.data.synthetic import decoder_prompt
 from mega.core.device import Device
+from mega.core.inference.load import open_model
 from mega.core.parallel.launch import Pool
 from mega.core.parallel.mesh import Groups
 from mega.core.proof.parity import Snapshot, assemble, compare, own_samples, within
@@ -149,7 +150,10 @@ def test_from_start_to_resume(
     capsys.readouterr()
     assert main([*tune, "--save", str(tuned)]) == 0
     said = capsys.readouterr().out
-    assert "⟦yes<|im_end|>⟧" in said and "⟦no no<|im_end|>⟧" in said
+    assert open_model(tuned).chat_template() == "chatml" and open_model(base).chat_template() is None
+    assert (
+        f"weights from {base / 'step-0000001'}; " in said and "⟦yes<|im_end|>⟧" in said and "⟦no no<|im_end|>⟧" in said
+    )
     rows = [json.loads(line) for line in (tuned / "metrics.jsonl").read_text().splitlines()]
     losses = [row["loss"] for row in rows if "lr" in row]
     assert losses[0] == pytest.approx(np.log(2), abs=1e-6), "the first weights are the reference"

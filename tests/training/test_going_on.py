@@ -171,11 +171,13 @@ def test_other_tokens_under_the_same_prefix_are_reported(tmp_path: Path, capsys:
 
 
 def test_a_step_is_validated_once(tmp_path: Path, run_cli: RunCli) -> None:
-    """The run ends early where it has just been validated."""
+    """The run ends early where it has just been validated; the test set is for its end."""
     more = ["--eval-iters", "2", "--eval-interval", "3", "--exit-interval", "3"]
-    assert run_cli("--save", str(tmp_path), "--steps", "6", *more)[0] == 0
-    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows if "valid_loss" in row] == [3]
+    for end in (3, 6):
+        assert run_cli("--save", str(tmp_path), "--steps", "6", *more, "--resume", "auto")[0] == 0
+        rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+        assert [row["step"] for row in rows if "valid_loss" in row] == list(range(3, end + 1, 3))
+        assert any("test_loss" in row for row in rows) == (end == 6)
 
 
 def test_other_validations_read_what_there_is(tmp_path: Path, run_cli: RunCli) -> None:

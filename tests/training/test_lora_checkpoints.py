@@ -145,3 +145,26 @@ def test_other_bases_are_refused(places: tuple[Path, Path], tmp_path: Path, caps
     assert "is not what" in said(*resumed, "--load", str(other))
     unknown = said("finetune", *RUN, *LORA, "--load", str(base), "--steps", "1", "--lora-targets", "q_porj")
     assert unknown.startswith("mega: --lora-targets q_porj: is not a linear of the blocks; valid: q_proj, k_proj")
+
+
+@pytest.mark.parametrize("places", ["llama"], indirect=True)
+def test_adapters_do_not_take_the_place_of_their_base(
+    places: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    here = tmp_path / "here"
+    shutil.copytree(places[0], here)
+    whole = [*FAMILIES["llama"], *SHAPE, *RUN, *LORA, "--steps", "4", *SAVE, str(here)]
+    for command in (["pretrain", *whole, "--resume", "auto"], ["finetune", *whole, "--load", str(here)]):
+        assert main(command) == 2
+        assert f"--lora-rank 3: {here / 'step-0000002'} holds a whole model; adapters begin" in capsys.readouterr().err
+    assert locate(here).digest == locate(places[0]).digest
+
+
+@pytest.mark.parametrize("places", ["llama"], indirect=True)
+def test_a_chain_of_finetunings_has_one_base(places: tuple[Path, Path], tmp_path: Path) -> None:
+    _, tuned = places
+    chain = ["finetune", *RUN, *LORA, "--load", str(tuned), *SAVE, str(tmp_path), "--resume", "auto", "--steps", "4"]
+    assert main([*chain, "--exit-interval", "2"]) == 0
+    assert locate(tmp_path).meta["base"] == locate(tuned).meta["base"]
+    assert main(chain) == 0
+    assert locate(tmp_path).meta["progress"]["step"] == 4

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import xml.etree.ElementTree
 from pathlib import Path
@@ -9,7 +10,10 @@ from pathlib import Path
 import pytest
 
 from mega.cli import main
-from mega.core.training.lr_find import read, smoothed, suggest
+from mega.commands import lr_find
+from mega.core.config.run import RunConfig, updated
+from mega.core.config.sections import CheckpointConfig
+from mega.core.training.lr_find import read, smoothed, suggest, sweep
 
 RUN = (
     "--layers 1 --hidden 32 --heads 2 --vocab 31 --seq-length 16 --global-batch 4 --micro-batch 4 --mock-data "
@@ -29,13 +33,45 @@ def test_the_steepest_fall_is_suggested() -> None:
         suggest(smoothed([(10.0**-k, 5.0 - k) for k in (5, 4, 3, 2)]))
 
 
+def test_the_planned_run_may_be_given_as_it_is() -> None:
+    planned = {"epochs": 3, "lr_decay_samples": 500, "save_interval": 10, "keep_last": 2, "async_save": True}
+    found = sweep(updated(RunConfig(), planned))
+    assert (found.finetuning.epochs, found.schedule.lr_decay_samples, found.checkpoint) == (
+        None,
+        None,
+        CheckpointConfig(),
+    )
+
+
+@pytest.mark.parametrize(("code", "losses"), [(143, [5.0, 4.0, 6.0]), (1, [5.0, 4.0, 3.0]), (1, None)])
+def test_what_did_not_end_is_not_a_result(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, losses: list[float] | None
+) -> None:
+    """Stopped, failed while the loss fell, failed before a step; the metrics of an earlier sweep are still there."""
+    metrics = tmp_path / "sweep.jsonl"
+
+    def write(each: list[float]) -> None:
+        metrics.unlink(missing_ok=True)
+        metrics.write_text("".join(json.dumps({"lr": 10.0**k, "loss": loss}) + "\n" for k, loss in enumerate(each)))
+
+    def ends(run: RunConfig) -> int:
+        if losses is not None:
+            write(losses)
+        return code
+
+    write([5.0, 3.0, 4.0, 6.0])
+    monkeypatch.setattr(lr_find.finetune, "run", ends)
+    assert lr_find.run(updated(RunConfig(), {"metrics": str(metrics)})) == code
+    assert not metrics.with_suffix(".svg").exists()
+
+
 def test_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     metrics = tmp_path / "sweep.jsonl"
     assert main(["lr-find", *RUN, "--metrics", str(metrics), "--steps", "40", "--min-lr", "1e-5", "--lr", "10"]) == 0
     said = capsys.readouterr().out
     points = read(metrics)
     assert points[0].lr == pytest.approx(1e-5) and points[1].lr / points[0].lr == pytest.approx(10 ** (6 / 40))
-    assert "suggested: --lr " in said
+    assert "suggested: --lr " in said and "sweep: from 1e-05 (--min-lr) to 10 (--lr)\n" in said
     picture = xml.etree.ElementTree.parse(metrics.with_suffix(".svg")).getroot()
     assert picture.tag.endswith("svg") and sum(part.tag.endswith("polyline") for part in picture) == 2
     for flags, message in (

@@ -17,7 +17,7 @@ from mega.core.checkpoint.own import directory as store_module
 from mega.core.checkpoint.own import retention
 from mega.core.checkpoint.own.inspect import diff
 from mega.core.checkpoint.own.store import CheckpointStore, SaveError
-from mega.core.config.run import RunConfig
+from mega.core.config.run import RunConfig, updated
 from mega.core.device import Device, HostCopy
 from mega.core.parallel.launch import Pool
 from mega.core.parallel.mesh import Groups
@@ -70,6 +70,17 @@ def test_the_same_bytes_as_at_once(tmp_path: Path, pool: Pool) -> None:
         later.open(step).verify()
         assert files_of(sync.path(step)) == files_of(later.path(step))
     assert any(True for _ in diff(sync.open(1), sync.open(2)))
+
+
+def test_the_jinja_file_of_the_run_goes_with_its_weights(tmp_path: Path) -> None:
+    (tmp_path / "my.jinja").write_text("ours")
+    chat = {"chat_data": ("talks.jsonl",), "chat_template": str(tmp_path / "my.jinja"), "mock_data": False}
+    run = small_run(save=str(tmp_path), save_interval=1)
+    for data, expected in ((chat, b"ours"), ({**chat, "chat_template": "chatml"}, b"its base's")):
+        state = state_of(run, 0, 1, None)
+        state.run = updated(run, data)
+        Saver(state, sidecar_files={"chat_template.jinja": b"its base's"}).save()
+        assert CheckpointStore(tmp_path).open(0).attachments["chat_template.jinja"].read_bytes() == expected
 
 
 def alone(directory: Path, **values: Any) -> tuple[TrainState, Saver]:

@@ -44,21 +44,24 @@ def converse(url: str, fields: Mapping[str, Any], read: Callable[[str], str] = i
             print(f"Error {error}", flush=True)
 
 
-def fields_of(sampling: Mapping[str, float], beams: int, length_penalty: float) -> dict[str, Any]:
-    """The flags of `mega generate` as fields of PUT /api, which wants floats to be floats; without those that are off.
+def fields_of(sampling: Mapping[str, float], beams: int, length_penalty: float | None) -> dict[str, Any]:
+    """The flags of `mega generate` that were given as fields of PUT /api, which wants floats to be floats. What was not
+    given is the server's to choose.
 
-    >>> fields_of({"temperature": 0.0, "top_k": 0, "top_p": 1, "random_seed": 0}, 0, 1.0)
+    >>> fields_of({"temperature": 0.0, "seed": 0}, 0, None)
     {'top_k': 1}
-    >>> fields_of({"temperature": 0.7, "top_k": 0, "top_p": 0.9, "random_seed": 3}, 0, 1.0)
-    {'temperature': 0.7, 'top_p': 0.9, 'random_seed': 3}
+    >>> fields_of({"temperature": 1.0, "top_k": 0, "top_p": 1, "top_p_decay": 0, "seed": 0}, 0, None)
+    {'temperature': 1.0, 'top_k': 0, 'top_p': 1.0, 'random_seed': 0}
     """
     if beams:
-        return {"beam_width": beams, "length_penalty": float(length_penalty)}
-    if sampling["temperature"] == 0:
+        return {"beam_width": beams, **({} if length_penalty is None else {"length_penalty": float(length_penalty)})}
+    if sampling.get("temperature") == 0:
         return {"top_k": 1}
-    off = {"temperature": 1, "top_k": 0, "top_p": 1}
-    found = {name: value for name, value in sampling.items() if value != off.get(name, 0) and value != 0}
-    return {name: float(value) if name.startswith("top_p") else value for name, value in found.items()}
+    found: dict[str, Any] = {}
+    for name, value in sampling.items():
+        if value or name not in ("top_p_decay", "top_p_bound"):  # which that server knows only as more than 0
+            found["random_seed" if name == "seed" else name] = float(value) if name.startswith("top_p") else value
+    return found
 
 
 def _whole(text: str) -> int:

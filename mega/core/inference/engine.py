@@ -12,7 +12,7 @@ from __future__ import annotations
 import numpy as np
 
 from mega.core.inference.cache import Blocks
-from mega.core.inference.relay import STEP, STOP, LostRank, Relay
+from mega.core.inference.relay import STEP, STOP, Relay
 from mega.core.inference.request import Event, Limits, Request
 from mega.core.inference.schedule import Scheduler
 from mega.core.inference.step import Step
@@ -48,7 +48,7 @@ class BatchingEngine:
         try:
             choices = self._worker.run(step)
         except RuntimeError as error:
-            raise error if isinstance(error, LostRank) else self._relay.explained(error) from error
+            raise self._relay.explained(error) from None
         return events + self._scheduler.take(choices)
 
     def close(self) -> None:
@@ -66,4 +66,4 @@ def follow(worker: Worker, relay: Relay) -> None:
         try:
             worker.run(Step.unpack(content))
         except RuntimeError as error:
-            raise error if isinstance(error, LostRank) else relay.explained(error) from error
+            raise relay.explained(error) from None

@@ -41,7 +41,7 @@ from mega.core.parallel.peers import peers
 from mega.core.parallel.region import ALONE, Region
 from mega.core.parallel.weight import ParameterFactory, weights
 from mega.core.text.build import build
-from mega.core.text.chat import SOURCE_BYTES
+from mega.core.text.chat import SOURCE_BYTES, TEMPLATES
 from mega.core.text.tokenizer import Tokenizer
 from mega.core.untrusted import read_limited
 
@@ -113,7 +113,15 @@ class OpenedModel:
 
     def chat_template(self) -> str | None:
         """What the model was trained to converse in: a name of text/chat.py's `TEMPLATES`, or the text of a Jinja
-        template; None where nothing says so. Errors: CheckpointError for a file that is damaged."""
+        template; None where nothing says so. What a run of ours trained by goes before what its first weights came
+        with. Errors: CheckpointError for a file that is damaged."""
+        config = self.meta.get("config", {})
+        data, trained = config.get("data", {}), config.get("finetuning", {}).get("dpo_data")
+        if data.get("chat_data") or trained:
+            if data.get("chat_template") in TEMPLATES:
+                return str(data["chat_template"])
+            if "chat_template.jinja" not in self.files:  # of a Jinja file that was not kept with the weights
+                return None
         if "chat_template.jinja" in self.files:
             path = self.files["chat_template.jinja"]
             return read_limited(path, SOURCE_BYTES, str(path)).decode("utf-8", "replace")
@@ -124,8 +132,7 @@ class OpenedModel:
                 found = found.get("default")
             if isinstance(found, str):
                 return found
-        data = self.meta.get("config", {}).get("data", {})
-        return str(data["chat_template"]) if data.get("chat_data") else None
+        return None
 
 
 def open_model(path: Path | str) -> OpenedModel:
@@ -267,6 +274,20 @@ def _tokenizer_section(where: str, attachments: Mapping[str, Path], meta: Mappin
         files["tokenizer_model"] = str(attachments[str(model)])
     counts = {"vocab_size": options.get("vocab_size"), "vocab_extra_ids": options.get("vocab_extra_ids") or 0}
     return {"tokenizer": kind, **counts, "null_eod_last": bool(options.get("null_eod_last")), **files}
+
+
+def tokenizer_section(checkpoint: Checkpoint) -> dict[str, Any] | None:
+    """The options of a run with that tokenizer; None where there is none."""
+    return _tokenizer_section(str(checkpoint.path), checkpoint.attachments, checkpoint.meta)
+
+
+def check_tokenizer(opened: OpenedModel, tokenizer: Tokenizer) -> None:
+    """Errors: ValueError where the model has no rows for all of its tokens."""
+    if tokenizer.vocab_size > (opened.model.vocab or 0):
+        raise ValueError(
+            f"{opened.path}: the model has {opened.model.vocab} tokens, its tokenizer {tokenizer.vocab_size}; "
+            "give the right one with --tokenizer"
+        )
 
 
 def special_tokens(checkpoint: Checkpoint) -> SpecialTokens:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from mega.core.ops.paged_attention import Integers
 from mega.core.parallel.collectives import gather_json
+from mega.core.parallel.exit_reports import names_lost_peer
 from mega.core.parallel.mesh import Axis, Groups, Mesh
 
 STOP, STEP = 0, 1
@@ -26,7 +27,7 @@ FIRST = 2048
 """Length of a message's first array."""
 
 PATIENCE = timedelta(days=365)
-"""Nobody may ask anything for a long time."""
+"""How long a rank may wait for the next message."""
 
 
 ENDING = 0.5
@@ -83,11 +84,16 @@ class Relay:
             if host == here and _dead(pid)
         ]
 
-    def explained(self, error: RuntimeError) -> LostRank:
-        """The error of an exchange, with the ranks of this host that are there no longer."""
+    def explained(self, error: RuntimeError) -> RuntimeError:
+        """An error of an exchange as LostRank, with the ranks of this host that are there no longer; one of this rank's
+        own, such as memory that is used up, as it is."""
+        if isinstance(error, LostRank):
+            return error
         deadline = time.monotonic() + ENDING
         while not (gone := self._gone()) and time.monotonic() < deadline:
             time.sleep(0.01)
+        if not gone and not names_lost_peer(error):
+            return error
         names = f"rank {', '.join(map(str, gone))} has ended" if gone else "another rank has ended or cannot be reached"
         return LostRank(f"{names}: {str(error).splitlines()[0]}")
 

@@ -25,6 +25,17 @@ MOST_LOGPROBS = 1000
 
 MOST_BEAMS = 128
 
+MOST_TOP_K = 1 << 31
+
+MOST_LENGTH_PENALTY = 20.0
+"""Either way: a length to this power is a number."""
+
+MOST_TEMPERATURE = 1e30
+"""fp32 holds it."""
+
+REPETITION_PENALTIES = (1e-3, 1e3)
+"""The least and the greatest: logits stay finite in fp32."""
+
 Top = tuple[tuple[int, float], ...]
 """The likeliest ids and their log-probabilities, likeliest first."""
 
@@ -76,16 +87,17 @@ class Sampling:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        _real(
-            "temperature", self.temperature, lambda x: x >= 0, "must be a number of at least 0 (0 takes the likeliest)"
-        )
-        _whole("top_k", self.top_k, 0, math.inf, "must be a whole number of at least 0 (0 is off)")
+        rule = f"must be a number from 0 (takes the likeliest) to {MOST_TEMPERATURE:g}"
+        _real("temperature", self.temperature, lambda x: 0 <= x <= MOST_TEMPERATURE, rule)
+        _whole("top_k", self.top_k, 0, MOST_TOP_K, f"must be a whole number from 0 (off) to {MOST_TOP_K}")
         _real("top_p", self.top_p, lambda x: 0 < x <= 1, "must be above 0 and at most 1 (1 is off)")
         _real("top_p_decay", self.top_p_decay, lambda x: 0 <= x <= 1, "must be from 0 to 1 (0 is off)")
         rule = f"must be from 0 (off) to top_p, {self.top_p}"
         _real("top_p_bound", self.top_p_bound, lambda x: 0 <= x <= self.top_p, rule)
         _real("min_p", self.min_p, lambda x: 0 <= x <= 1, "must be from 0 to 1 (0 is off)")
-        _real("repetition_penalty", self.repetition_penalty, lambda x: x > 0, "must be above 0 (1 is off)")
+        least, most = REPETITION_PENALTIES
+        rule = f"must be from {least:g} to {most:g} (1 is off)"
+        _real("repetition_penalty", self.repetition_penalty, lambda x: least <= x <= most, rule)
         if self.seed is not None:
             _whole("seed", self.seed, *SEEDS, f"must be a whole number from {SEEDS[0]} to {SEEDS[1]}")
 
@@ -142,7 +154,8 @@ class Request:
         if self.logprobs is not None:
             _whole("logprobs", self.logprobs, 0, MOST_LOGPROBS, f"must be a whole number from 0 to {MOST_LOGPROBS}")
         _whole("beams", self.beams, 0, MOST_BEAMS, f"must be a whole number from 0 to {MOST_BEAMS} (0 is off)")
-        _real("length_penalty", self.length_penalty, math.isfinite, "must be a number")
+        rule = f"must be a number from {-MOST_LENGTH_PENALTY:g} to {MOST_LENGTH_PENALTY:g}"
+        _real("length_penalty", self.length_penalty, lambda x: abs(x) <= MOST_LENGTH_PENALTY, rule)
         if self.beams and not self.tokens:
             raise RequestError("beams", self.beams, "beam search needs tokens of at least 1")
 

@@ -62,7 +62,7 @@ def probabilities(logits: torch.Tensor, how: Sampling) -> torch.Tensor:
         column(how.temperature),
         column(how.top_k).long(),
         how.top_k,
-        column(how.top_p) if how.top_p < 1 else None,
+        column(top_p_after(how, 0)) if how.top_p < 1 else None,
         column(how.min_p) if how.min_p > 0 else None,
     )
     return filters(rows).view(logits.shape)
@@ -96,6 +96,5 @@ def top_p_after(how: Sampling, tokens: int) -> float:
     >>> [top_p_after(Sampling(top_p=0.8, top_p_decay=0.5, top_p_bound=0.3), n) for n in range(3)]
     [0.8, 0.4, 0.3]
     """
-    if not how.top_p_decay:
-        return how.top_p
-    return max(how.top_p * math.pow(how.top_p_decay, tokens), how.top_p_bound, torch.finfo(torch.float32).tiny)
+    decayed = how.top_p * math.pow(how.top_p_decay, tokens) if how.top_p_decay else how.top_p
+    return max(decayed, how.top_p_bound, torch.finfo(torch.float32).tiny)  # fp32's 0 would keep no token at all

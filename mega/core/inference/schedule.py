@@ -120,10 +120,10 @@ class Scheduler:
         seed = secrets.randbits(63) if request.sampling.seed is None else request.sampling.seed
         answer = InFlight(self._numbers, request, seed, self._adapters[request.adapter])
         self._numbers += 1
-        if request.tokens or request.prompt_logprobs:
+        if request.tokens or (request.prompt_logprobs and len(request.prompt) > 1):
             self._waiting.append(answer)
-        else:
-            self._ended.append(Event(request=answer.number, finish="length"))
+        else:  # nothing to compute: before its first token a prompt has no scores
+            self._ended.append(self._event(answer, "length", first=True))
         return answer.number
 
     def _check(self, request: Request) -> None:

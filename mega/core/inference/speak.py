@@ -5,6 +5,7 @@ Rank 0 reads and writes; the others follow its engine. It knows text and engines
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 import time
@@ -17,7 +18,7 @@ from mega.core.device import DTYPES
 from mega.core.files import whole_file
 from mega.core.inference.adapters import OpenedAdapter, open_adapters
 from mega.core.inference.generate import generate
-from mega.core.inference.load import OpenedModel, open_model
+from mega.core.inference.load import OpenedModel, check_tokenizer, open_model
 from mega.core.inference.opening import EngineOptions, check_layout, start_engine
 from mega.core.inference.request import SEEDS, Beam, Engine, Request, RequestError, Sampling, flag_line
 from mega.core.inference.text_stream import TextStream
@@ -80,11 +81,7 @@ def open_speech(plan: SpeechPlan) -> Speech:
     check_layout(opened.model, plan.tp, plan.pp)
     adapters = open_adapters(plan.adapters, opened)
     tokenizer = build(**plan.tokenizer) if plan.tokenizer else opened.tokenizer()  # type: ignore[arg-type]
-    if tokenizer.vocab_size > (opened.model.vocab or 0):
-        raise ValueError(
-            f"{opened.path}: the model has {opened.model.vocab} tokens, its tokenizer {tokenizer.vocab_size}; "
-            "give the right one with --tokenizer"
-        )
+    check_tokenizer(opened, tokenizer)
     prompts = [] if plan.input is None else list(_prompts(plan.input, tuple(plan.adapters)))
     return Speech(opened, adapters, tokenizer, prompts)
 
@@ -96,9 +93,12 @@ def _prompts(path: Path, adapters: Sequence[str]) -> Iterator[Prompt]:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"--input {path}: cannot be read as UTF-8 text ({error})") from None
-    for number, line in enumerate(text.splitlines(), start=1):
+    for number, line in enumerate(io.StringIO(text), start=1):  # a prompt may hold other signs where splitlines splits
+        line = line.removesuffix("\n")
         if path.suffix != ".jsonl":
             yield Prompt(line, first)
+            continue
+        if not line.strip():
             continue
         try:
             found = json.loads(line)
@@ -131,7 +131,10 @@ def speak(plan: SpeechPlan) -> int:
     elif plan.input is not None or plan.samples:
         speaker.answer_all([Prompt("", speaker.adapter)] * plan.samples or prompts)
     else:
-        speaker.continue_one(plan.prompt or "", sys.stdout)
+        try:
+            speaker.continue_one(plan.prompt or "", sys.stdout)
+        except RequestError as error:
+            raise ValueError(flag_line(error)) from None
     engine.close()
     return 0
 
@@ -191,12 +194,19 @@ class Speaker:
         raise AssertionError("a request has an end")
 
     def _request(self, ids: Sequence[int], number: int, adapter: str | None) -> Request:
-        """The request of prompt `number`, each with a seed of its own."""
-        plan, seed = self.plan, self.plan.sampling.seed
+        """The request of prompt `number`, each with a seed of its own, for as many tokens as there is room for.
+
+        Errors: RequestError.
+        """
+        plan, seed, longest = self.plan, self.plan.sampling.seed, self.engine.limits.longest
+        if len(ids) >= longest:
+            raise RequestError(
+                "prompt", f"of {len(ids)} tokens", f"must be shorter than the model's {longest} positions"
+            )
         how = plan.sampling if seed is None else replace(plan.sampling, seed=_wrapped(seed + number))
         return Request(
             prompt=tuple(ids),
-            tokens=max(1, min(plan.tokens, self.engine.limits.longest - len(ids))),
+            tokens=min(plan.tokens, longest - len(ids)),
             sampling=how,
             stop_ids=self.stop_ids,
             beams=plan.beams,

@@ -75,10 +75,15 @@ def report_of(error: BaseException) -> ExitReport:
         )
     if isinstance(error, RuntimeError) and (late := explain_timeout(error)):
         return ExitReport(code, late, "consequence")
-    if isinstance(error, RuntimeError) and any(sign in str(error) for sign in _PEER_IS_GONE):
+    if isinstance(error, RuntimeError) and names_lost_peer(error):
         text = f"lost another rank, which has ended or cannot be reached: {error}".splitlines()[0]
         return ExitReport(code, text, "consequence")
     return ExitReport(code, _trace(error), "trace")
+
+
+def names_lost_peer(error: RuntimeError) -> bool:
+    """Whether the text of an error says that an exchange ended because another rank is there no longer."""
+    return any(sign in str(error) for sign in _PEER_IS_GONE)
 
 
 _TIMED_OUT = re.compile(r"[Tt]imed? ?out")

@@ -6,6 +6,7 @@ A line of dict.txt is a GPT-2 id in digits and how often it occurred; its place,
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -74,11 +75,11 @@ def read_dictionary(path: Path) -> list[str]:
     symbols = list(SPECIAL)
     ids = dict(SPECIAL)
     try:
-        lines = read_limited(path, FILE_BYTES, f"--tokenizer-model {path}").decode().splitlines()
+        text = read_limited(path, FILE_BYTES, f"--tokenizer-model {path}").decode()
     except UnicodeDecodeError as error:
         raise ValueError(f"--tokenizer-model {path}: not UTF-8 ({error})") from None
-    for number, line in enumerate(lines, 1):
-        symbol, *rest = line.split(" ")
+    for number, line in enumerate(io.StringIO(text, newline=None), 1):  # a symbol may hold other signs, as U+0085
+        symbol, *rest = (line := line.removesuffix("\n")).split(" ")
         overwrites = rest[1:] == [OVERWRITE]
         if not symbol or not rest or not rest[0].isdecimal() or (len(rest) > 1 and not overwrites):
             raise ValueError(f"--tokenizer-model {path}:{number}: {line[:80]!r} is not a symbol and a count")

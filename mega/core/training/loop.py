@@ -85,7 +85,7 @@ class Training:
             if self.train:
                 self._train()
                 self._check_applied()
-            if not self.stop.requested:
+            if not self.stop.requested and (self._at_end or not self.train):  # not where --exit-interval ended it
                 self._foresee("cutting the last validation short", ending=True)
                 if self.evaluation.last_validated != self.state.progress.step:
                     self.evaluation.validate()

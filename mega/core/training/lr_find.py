@@ -1,4 +1,4 @@
-"""The learning rate that a run bears, from one sweep over rates (Smith 2017, section 3.3): what it is, and its picture.
+"""The highest usable learning rate, from one sweep over rates (Smith 2017, section 3.3): what it is, and its picture.
 
 The sweep is an ordinary run whose rate grows by one factor a step. Where the loss falls fastest per factor is a rate to
 train with; where it begins to rise is the limit. Knows no torch: it reads the run's metrics.
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from mega.core.config.run import RunConfig, updated
+from mega.core.config.run import RunConfig, entries, updated
 from mega.core.files import whole_file
 
 FIRST, LAST, STEPS = 1e-7, 1.0, 100
@@ -21,6 +21,8 @@ SMOOTHING = 0.9
 """Share of what was that stays in the smoothed loss."""
 RISEN = 4.0
 """How many times the fall so far the loss may rise again before the sweep is over."""
+LEAST_POINTS = 3
+"""Steps of a curve, at least."""
 
 
 class Point(NamedTuple):
@@ -39,7 +41,10 @@ class Suggestion(NamedTuple):
 
 
 def sweep(run: RunConfig) -> RunConfig:
-    """`run` as a sweep: nothing is saved, and nothing validated. Errors: ValueError naming a flag that asks for it."""
+    """`run` as a sweep: nothing is saved, and nothing validated; how long the run is and how it saves does not count.
+
+    Errors: ValueError naming a flag that asks for what a sweep cannot do.
+    """
     if run.checkpoint.save is not None or run.checkpoint.resume is not None:
         flag = "--save" if run.checkpoint.save is not None else "--resume"
         raise ValueError(f"{flag}: a sweep of learning rates ruins the weights, so that none are kept; leave it out")
@@ -49,8 +54,10 @@ def sweep(run: RunConfig) -> RunConfig:
         raise ValueError(f"--min-lr {first}: must be less than --lr {last}, with which the sweep ends")
     values = {"steps": steps, "samples": None, "lr": last, "min_lr": first, "lr_decay": "range-exponential"}
     schedule = {"lr_decay_steps": steps, "lr_warmup_steps": 0, "lr_warmup_samples": 0, "lr_warmup_fraction": None}
+    unused = {"epochs": None, "lr_decay_samples": None, "save_interval": None}
+    unused |= {name: entry.default for name, entry in entries().items() if "save" in entry.option.needs}
     metrics = run.log.metrics or "lr-find.jsonl"
-    return updated(run, {**values, **schedule, "eval_iters": 0, "metrics": metrics})
+    return updated(run, {**values, **schedule, **unused, "eval_iters": 0, "metrics": metrics})
 
 
 def read(metrics: Path) -> list[Point]:
@@ -73,6 +80,11 @@ def smoothed(losses: Sequence[tuple[float, float]]) -> list[Point]:
     return points
 
 
+def has_risen(points: Sequence[Point]) -> bool:
+    """Whether a sweep went past the lowest loss, so that what ended it was the rate."""
+    return len(points) >= LEAST_POINTS and points[-1].smoothed > min(point.smoothed for point in points)
+
+
 def suggest(points: Sequence[Point]) -> Suggestion:
     """From a sweep of at least three steps. Errors: ValueError where the loss never falls.
 
@@ -81,7 +93,7 @@ def suggest(points: Sequence[Point]) -> Suggestion:
     Suggestion(rate=0.001, least=0.01)
     """
     lowest = min(range(len(points)), key=lambda at: points[at].smoothed)
-    if lowest == 0 or len(points) < 3:
+    if lowest == 0 or len(points) < LEAST_POINTS:
         raise ValueError("the loss does not fall anywhere in the sweep; give a lower --min-lr, or more --steps")
 
     def slope(at: int) -> float:

@@ -48,7 +48,7 @@ def find_resume_point(run: RunConfig, report: Report, exchange: Exchange = alone
     point = _find(run, report, exchange)
     if point is None or named_base(point.checkpoint) is None:
         return point
-    # What is loaded besides what is resumed is the base, wherever it is now.
+    # If a run resumes, --load names the base, wherever it is now, or adapters of the same base.
     given = run.checkpoint.load if run.checkpoint.resume is not None else None
     return dataclasses.replace(point, base=open_base(point.checkpoint, given, report, exchange))
 
@@ -109,6 +109,7 @@ def restore(state: TrainState, point: ResumePoint) -> None:
     Errors: ValueError naming the option that differs, or the tensor that is missing or damaged.
     """
     checkpoint, run = point.checkpoint, state.run
+    _check_beginning(run, point)
     _same_model(run, point)
     new = {f"{kind}/{name}" for kind in ("weights", "master") for name in new_tensors(run, point)}
     if run.model.lora_rank:
@@ -141,6 +142,18 @@ def restore(state: TrainState, point: ResumePoint) -> None:
     if not point.weights_only:
         state.progress = Progress.from_meta(_stated(checkpoint, "progress"))
         state.dropout_rule = _dropout_rule(point)
+
+
+def _check_beginning(run: RunConfig, point: ResumePoint) -> None:
+    """Adapters begin at step 0 of a run of their own: anywhere else they would take the place of their base.
+
+    Errors: CheckpointError.
+    """
+    if run.model.lora_rank and point.base is None and not point.weights_only:
+        raise CheckpointError(
+            f"--lora-rank {run.model.lora_rank}: {point.checkpoint.path} holds a whole model; adapters begin a new "
+            "run: give --load with --finetune, and another --save"
+        )
 
 
 def new_tensors(run: RunConfig, point: ResumePoint) -> list[str]:

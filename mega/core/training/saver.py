@@ -31,9 +31,11 @@ from mega.core.checkpoint.own.pieces import Piece
 from mega.core.checkpoint.own.retention import retain
 from mega.core.checkpoint.own.store import Attachments, SaveError, store_at
 from mega.core.config import toml
+from mega.core.config.run import RunConfig
 from mega.core.device import HostCopy
 from mega.core.parallel.collectives import all_reduce, gather_json
 from mega.core.parallel.mesh import Axis
+from mega.core.text.chat import TEMPLATES, template_text
 from mega.core.text.tokenizer import Tokenizer
 from mega.core.training.finite import check_finite
 from mega.core.training.proving import Proving
@@ -73,6 +75,7 @@ class Saver:
         self._attachments = {**sidecar_files, "run.toml": toml.write(state.run).encode()}
         if tokenizer is not None:
             self._attachments |= tokenizer.files()
+        self._attachments |= _own_template(state.run)
         self._exchange = partial(gather_json, axis=state.mesh.everyone, device=state.device.torch)
         self._proving = self._first_proving() if state.mesh.rank == 0 else None
         self._running: _Task | None = None
@@ -248,6 +251,14 @@ class _Task:
             raise self._fault
         assert self._result is not None
         return self._result
+
+
+def _own_template(run: RunConfig) -> Attachments:
+    """The Jinja file that a run's conversations are rendered by; it replaces what came with its first weights."""
+    named = run.data.chat_template
+    if not (run.data.chat_data or run.finetuning.dpo_data) or named in TEMPLATES:
+        return {}
+    return {"chat_template.jinja": template_text(named).encode()}
 
 
 def _all_agree(axis: Axis, device: torch.device) -> Callable[[bool], bool]:

@@ -8,6 +8,7 @@ import pytest
 
 from mega.cli import main
 from mega.core.inference.client import ask, converse
+from mega.core.inference.request import Sampling
 from tests.inference.server.conftest import Running
 from tests.support.fake_engine import FakeEngine
 
@@ -50,5 +51,10 @@ def test_mega_generate_asks_a_server(server: Running, engine: FakeEngine, capsys
     assert main(line.split()) == 0 and capsys.readouterr().out == "xHel\n"
     how = engine.seen[-1].sampling
     assert (how.temperature, how.top_p, how.seed) == (0.5, 0.9, 4)
-    assert main([*line.split(), "--load", "runs/first"]) == 2
-    assert "--load: excludes --url" in capsys.readouterr().err
+    said = "--temperature 1 --top-k 0 --top-p 1 --seed 0"  # what is typed counts, also where it is the usual value
+    assert main([*line.split()[:-6], *said.split()]) == 0
+    assert engine.seen[-1].sampling == Sampling(temperature=1.0, top_k=0, top_p=1.0, seed=0)
+    excluded = "--load x;--tp 2;--nproc 2;--dtype fp32;--batch-invariant;--tokenizer x;--vocab-file x;--device cpu"
+    for flags in excluded.split(";"):
+        assert main([*line.split(), *flags.split()]) == 2
+        assert f"{flags.split()[0]}: excludes --url" in capsys.readouterr().err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import socket
@@ -12,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from mega.core.inference.request import Event, Request
+from mega.core.inference.server.driver import Driver, EngineLost
 from mega.core.inference.server.limits import ServerLimits
 from mega.core.inference.server.service import ServerOptions
 from tests.inference.server.conftest import ANSWER, ByteTokenizer, Running, serving
@@ -132,6 +135,37 @@ def test_a_failed_engine_is_503_and_ends_the_server() -> None:
         assert b'"server_error"' in streamed.result().body
         server.thread.join(5)
         assert not server.thread.is_alive() and str(server.server.failure) == "rank 1 was killed"
+
+
+@pytest.mark.parametrize("broken", ["step", "cancel"])
+def test_whatever_ends_the_engines_thread_is_heard(broken: str) -> None:
+    def ends(*given: object) -> list[Event]:
+        raise SystemExit("gone")
+
+    engine, failed = fake(), list[BaseException]()
+    engine.step = list  # type: ignore[assignment, method-assign]
+    setattr(engine, broken, ends)
+
+    async def ask() -> object:
+        driver = Driver(engine, 1, failed.append)
+        driver.start()
+        (ticket,) = await driver.add([Request(prompt=(1,), tokens=9)])
+        ticket.cancel()
+        try:
+            return await asyncio.wait_for(ticket.events.get(), 20)
+        finally:
+            driver.close()
+
+    assert isinstance(asyncio.run(ask()), EngineLost) and str(failed) == "[SystemExit('gone')]"
+
+
+def test_a_route_that_fails_answers_in_json(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    engine = fake()
+    monkeypatch.setattr(engine, "add", lambda request: {}["of the code"])
+    with serving(engine, ByteTokenizer(), ServerOptions(name="fake")) as server:
+        reply = server.ask("POST", "/v1/completions", ONCE)
+    assert reply.status == 500 and reply.json["error"]["type"] == "server_error"
+    assert "'/v1/completions' failed: KeyError in " in capfd.readouterr().err
 
 
 def test_draining_finishes_what_was_accepted_and_refuses_the_rest() -> None:

@@ -49,6 +49,7 @@ def open_base(
 ) -> Checkpoint | None:
     """The base of a checkpoint of adapters: at `given`, else where it was; None where the checkpoint is whole.
 
+    What is given may itself hold adapters of that base, as the one before in a chain of finetunings does.
     Errors: CheckpointError, on all ranks, where it is not there any more, or is another one.
     """
     named = named_base(checkpoint)
@@ -59,6 +60,9 @@ def open_base(
         base = locate(place, report, exchange)
     except CheckpointError as error:
         raise CheckpointError(f"{checkpoint.path}: holds adapters of {place}; {error}; give --load BASE") from None
+    theirs = named_base(base)
+    if theirs is not None and theirs["digest"] == named["digest"]:
+        return open_base(base, None, report, exchange)
     if base.digest != named["digest"]:
         raise CheckpointError(
             f"--load {place}: is not what {checkpoint.path} holds adapters of (sha256 of its manifest "

@@ -17,7 +17,7 @@ from mega import __version__
 from mega.core.inference.server import megatron_api, openai_api
 from mega.core.inference.server.driver import EngineLost, QueueFull
 from mega.core.inference.server.fields import BadField, Field, Fields, read, schema
-from mega.core.inference.server.gate import Gate
+from mega.core.inference.server.gate import FAILED, Gate, failure_body
 from mega.core.inference.server.service import Service
 from mega.core.inference.server.session import AnswerFailed, ClientGone, TooLong, until_gone
 
@@ -109,6 +109,11 @@ def _add_errors(app: Any) -> None:
 
     for kind in (BadField, QueueFull, EngineLost, TooLong, ClientGone, AnswerFailed):
         app.add_exception_handler(kind, handle)
+
+    async def failed(request: Any, error: Exception) -> Any:  # the gate reports it
+        return JSONResponse(failure_body(500, FAILED), 500)
+
+    app.add_exception_handler(Exception, failed)
 
 
 async def _until_gone(service: Service, request: Any, work: Awaitable[T]) -> T:

@@ -4,7 +4,7 @@
 2. The thread adds them to the engine; a request that can never fit is refused by it.
 3. The thread steps the engine as long as anything is in flight. Events reach the tickets on the loop's side.
 4. `cancel` of a ticket takes its sequence out of the engine.
-5. Where a step fails the engine is lost: every ticket hears of it, and so does `on_failure`.
+5. Where a step or a cancellation fails the engine is lost: every ticket hears of it, and so does `on_failure`.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Driver:
     with what the failed step had to report.
     """
 
-    def __init__(self, engine: Engine, waiting: int, on_failure: Callable[[Exception], None]) -> None:
+    def __init__(self, engine: Engine, waiting: int, on_failure: Callable[[BaseException], None]) -> None:
         self.engine, self.most = engine, engine.limits.requests + waiting
         self._on_failure = on_failure
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -59,7 +59,7 @@ class Driver:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self.in_flight = 0
-        self.failure: Exception | None = None
+        self.failure: BaseException | None = None
 
     def start(self) -> None:
         """Start the thread; events come to the running loop."""
@@ -105,6 +105,13 @@ class Driver:
     # --- on the thread --------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        try:
+            self._drive()
+        except BaseException as error:  # whatever it was, no one else would hear of it
+            self._fail(error)
+
+    def _drive(self) -> None:
+        """Call the engine until `close`. Errors: of the engine, which is lost."""
         while True:
             try:
                 while (call := self._calls.get(block=self.engine.idle)) is not None:
@@ -112,11 +119,7 @@ class Driver:
                 return
             except queue.Empty:
                 pass
-            try:
-                events = self.engine.step()
-            except Exception as error:
-                self._fail(error)
-                return
+            events = self.engine.step()
             if events:
                 self._later(partial(self._deliver, events))
 
@@ -132,7 +135,7 @@ class Driver:
             return
         self._later(lambda: self._accepted(made, added))
 
-    def _fail(self, error: Exception) -> None:
+    def _fail(self, error: BaseException) -> None:
         """The engine is lost: those in flight hear of it, and so do calls that are still to come."""
 
         def spread() -> None:
@@ -143,7 +146,7 @@ class Driver:
 
         self._later(spread)
         while (call := self._calls.get()) is not None:
-            with contextlib.suppress(Exception):
+            with contextlib.suppress(BaseException):
                 call()
 
     def _later(self, call: Callable[[], None]) -> None:
@@ -190,7 +193,7 @@ def _cancel_all(added: asyncio.Future[list[Ticket]]) -> None:
             ticket.cancel()
 
 
-def _reason(error: Exception | None) -> str:
+def _reason(error: BaseException | None) -> str:
     """What a client may know: which rank was lost; of other errors, that there was one."""
     if isinstance(error, LostRank):  # the first part of it, not what a library had to add
         return f"the model has failed: {str(error).split(': ')[0]}"

@@ -10,7 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from mega.core.inference.request import SEEDS
+from mega.core.inference.request import MOST_TOP_K, REPETITION_PENALTIES, SEEDS
+
+_PENALTY_LEAST, _PENALTY_MOST = REPETITION_PENALTIES
 
 _TYPES: Mapping[str, tuple[type, ...]] = {
     "integer": (int,),
@@ -120,11 +122,13 @@ def schema(fields: Fields) -> dict[str, Any]:
 SAMPLING: dict[str, Field] = {
     "temperature": Field(types="number", help="0 takes the likeliest token", least=0, most=100),
     "top_p": Field(types="number", help="draw from the likeliest tokens that make up p; 1 is off", least=0, most=1),
-    "top_k": Field(types="integer", help="draw from the k likeliest; 0 is off", least=0, most=1 << 31),
+    "top_k": Field(types="integer", help="draw from the k likeliest; 0 is off", least=0, most=MOST_TOP_K),
     "min_p": Field(types="number", help="keep tokens of this share of the likeliest's probability", least=0, most=1),
     "top_p_decay": Field(types="number", help="top_p is multiplied by it after every token; 0 is off", least=0, most=1),
     "top_p_bound": Field(types="number", help="top_p does not fall below it; 0 is off", least=0, most=1),
-    "repetition_penalty": Field(types="number", help="of tokens that were there; 1 is off", least=1e-3, most=1e3),
+    "repetition_penalty": Field(
+        types="number", help="of tokens that were there; 1 is off", least=_PENALTY_LEAST, most=_PENALTY_MOST
+    ),
     "seed": Field(types="integer", help="the same seed gives the same answer", least=SEEDS[0], most=SEEDS[1]),
 }
 """How tokens are drawn; the server's own defaults stand where a request says nothing."""

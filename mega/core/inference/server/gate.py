@@ -20,6 +20,7 @@ Send = Callable[[Mapping[str, Any]], Awaitable[None]]
 
 OPEN = ("/", "/index.html", "/health", "/v1/health")
 """What is answered without a token: the page, which holds nothing, and whether the server is ready."""
+FAILED = "the server has failed"
 _WATCHED = ("/health", "/v1/health", "/metrics")
 """What is answered while draining."""
 _HEADERS = ((b"x-content-type-options", b"nosniff"), (b"cache-control", b"no-store"))
@@ -61,7 +62,7 @@ class Gate:
         except Exception as error:  # no text of it: it may hold a prompt
             print(f"mega: {path[:60]!r} failed: {_where(error)}", file=sys.stderr, flush=True)
             if not status[0]:
-                await _send(counted, 500, "the server has failed")
+                await _send(counted, 500, FAILED)
         finally:
             service.busy -= 1
             route = path if path in self._routes else "other"
@@ -104,10 +105,14 @@ def _is_local(host: str) -> bool:
     return True
 
 
-async def _send(send: Send, status: int, text: str) -> None:
-    """A whole answer in OpenAI's form of an error."""
+def failure_body(status: int, text: str) -> dict[str, Any]:
+    """OpenAI's form of an error."""
     kind = {401: "authentication_error", 503: "server_error", 500: "server_error"}.get(status, "invalid_request_error")
-    body = json.dumps({"error": {"message": text, "type": kind, "param": None, "code": None}}).encode()
+    return {"error": {"message": text, "type": kind, "param": None, "code": None}}
+
+
+async def _send(send: Send, status: int, text: str) -> None:
+    body = json.dumps(failure_body(status, text)).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     if status == 503:
         headers += [(b"retry-after", b"1"), (b"connection", b"close")]

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from mega.core.inference.request import Allowed, Request, RequestError, Sampling
+from mega.core.inference.request import MOST_LENGTH_PENALTY, Allowed, Request, RequestError, Sampling
 from mega.core.inference.server.fields import BadField, Field, Fields
 from mega.core.inference.server.limits import MOST_PROMPTS
 from mega.core.inference.server.service import Service
@@ -44,7 +44,13 @@ FIELDS: Fields = {
     "no_log": Field(types="boolean", help="not in the log that --log-prompts asks for", default=False),
     "beam_width": Field(types="integer", help="beam search, for one prompt", least=1),
     "stop_token": Field(types="integer", help="of beam search [the end of a document]"),
-    "length_penalty": Field(types="number", help="a float, of beam search", default=1.0),
+    "length_penalty": Field(
+        types="number",
+        help="a float, of beam search",
+        default=1.0,
+        least=-MOST_LENGTH_PENALTY,
+        most=MOST_LENGTH_PENALTY,
+    ),
 }
 """What OpenAPI is told. The checks are below: their order and texts are Megatron-LM's."""
 

@@ -40,7 +40,7 @@ class HttpServer:
     def __init__(
         self, engine: Engine, tokenizer: Tokenizer, options: ServerOptions, chat: ChatPrompt | None = None
     ) -> None:
-        self.failure: Exception | None = None
+        self.failure: BaseException | None = None
         self._stop: asyncio.Event | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self.engine, self.options = engine, options
@@ -62,7 +62,7 @@ class HttpServer:
         if self.failure is not None:
             raise self.failure
 
-    def _fail(self, error: Exception) -> None:
+    def _fail(self, error: BaseException) -> None:
         self.failure = error
         assert self._stop is not None
         self._stop.set()

@@ -20,7 +20,7 @@ from mega.core.config.world import world_from_env
 from mega.core.device import DTYPES
 from mega.core.inference.adapters import open_adapters
 from mega.core.inference.capacity import Capacity, cache_bytes, even_layers, weight_bytes
-from mega.core.inference.load import OpenedModel, open_model
+from mega.core.inference.load import OpenedModel, check_tokenizer, open_model
 from mega.core.inference.opening import EngineOptions, start_engine
 from mega.core.inference.server.chat_prompt import ChatPrompt
 from mega.core.inference.server.run import HttpServer, bind, raise_file_limit
@@ -48,7 +48,6 @@ class ServePlan:
     pp: int = 1
     dtype: str | None = None
     device: str = "auto"
-    backend: str = "auto"
     template: str | None = None
     adapters: Mapping[str, Path] = field(default_factory=dict)
 
@@ -79,8 +78,9 @@ def serve_rank(plan: ServePlan) -> int:
     opened = open_model(plan.path)
     adapters = open_adapters(plan.adapters, opened)
     tokenizer = opened.tokenizer()
+    check_tokenizer(opened, tokenizer)
     chat = _chat(plan, opened, tokenizer) if first else None
-    world, device, groups = connect(plan.device, plan.backend)
+    world, device, groups = connect(plan.device)
     mesh = Mesh(world.rank, tp=plan.tp, pp=plan.pp, groups=groups if world.size > 1 else None)
     dtype = DTYPES[plan.dtype] if plan.dtype is not None else opened.dtype if device.is_cuda else torch.float32
     options = replace(plan.engine, vocab=tokenizer.vocab_size)
