@@ -111,7 +111,7 @@ def run(
     from mega.core.inference.request import sampling_of
 
     sampling = sampling_of(**{"seed": 0, **typed, "top_p": top_p or 1.0})
-    from mega.core.inference.adapters import adapter_places
+    from mega.core.inference.adapters import adapter_paths
     from mega.core.inference.opening import EngineOptions
     from mega.core.inference.speak import SpeechPlan
 
@@ -126,7 +126,7 @@ def run(
         sampling=sampling,
         beams=beams,
         length_penalty=1.0 if length_penalty is None else length_penalty,
-        adapters=adapter_places(adapter or ()),
+        adapters=adapter_paths(adapter or ()),
         tokenizer={} if tokenizer is None else {"tokenizer": tokenizer, **named},
         engine=EngineOptions(
             requests=max(64 if input_file is not None or num_samples else 1, beams), batch_invariant=batch_invariant

@@ -78,7 +78,7 @@ def run(
     token = _token(token_file)
     # A mistake is named before anything heavy is loaded.
     sampling_of(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
-    from mega.core.inference.adapters import adapter_places
+    from mega.core.inference.adapters import adapter_paths
     from mega.core.inference.opening import EngineOptions
     from mega.core.inference.server.limits import ServerLimits
     from mega.core.inference.server.service import ServerOptions
@@ -92,7 +92,7 @@ def run(
         request_seconds=timeout,
         drain_seconds=drain,
     )
-    called, adapters = name or path.resolve().name, adapter_places(adapter or ())
+    called, adapters = name or path.resolve().name, adapter_paths(adapter or ())
     if called in adapters:
         raise ValueError(f"--adapter {called}={adapters[called]}: {called} is the model itself; give it another name")
     options = ServerOptions(

@@ -18,7 +18,7 @@ from mega.core.checkpoint.own.base import describe
 from mega.core.checkpoint.own.pieces import Piece
 from mega.core.checkpoint.own.store import CheckpointError, CheckpointStore, locate
 from mega.core.device import Device
-from mega.core.inference.adapters import OpenedAdapter, adapter_places, open_adapters
+from mega.core.inference.adapters import OpenedAdapter, adapter_paths, open_adapters
 from mega.core.inference.generate import logits
 from mega.core.inference.load import load_model, open_model, weight_pieces
 from mega.core.inference.opening import EngineOptions, start_engine
@@ -166,9 +166,9 @@ def test_what_is_no_adapter_of_the_model_is_refused(places: Places, tmp_path: Pa
     refused("has shape (3, 32), that model's is (5, 32)", damaged)
     for bad in ("x", "=y", "x=", "x" * 65 + "=y"):
         with pytest.raises(ValueError, match="must be NAME=DIR"):
-            adapter_places([bad])
+            adapter_paths([bad])
     with pytest.raises(ValueError, match="x is y already"):
-        adapter_places(["x=y", "x=z"])
+        adapter_paths(["x=y", "x=z"])
 
 
 def test_values_that_are_not_finite_are_refused(places: Places, tmp_path: Path) -> None:

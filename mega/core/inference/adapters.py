@@ -52,10 +52,10 @@ class OpenedAdapter:
     weights: Readable
 
 
-def adapter_places(given: Sequence[str]) -> dict[str, Path]:
+def adapter_paths(given: Sequence[str]) -> dict[str, Path]:
     """NAME=DIR, several times -> where each adapter lies. Errors: ValueError naming the flag.
 
-    >>> adapter_places(["poet=runs/poet"])
+    >>> adapter_paths(["poet=runs/poet"])
     {'poet': PosixPath('runs/poet')}
     """
     found: dict[str, Path] = {}
@@ -69,15 +69,15 @@ def adapter_places(given: Sequence[str]) -> dict[str, Path]:
     return found
 
 
-def open_adapters(places: Mapping[str, Path], opened: OpenedModel) -> tuple[OpenedAdapter, ...]:
+def open_adapters(paths: Mapping[str, Path], opened: OpenedModel) -> tuple[OpenedAdapter, ...]:
     """Adapters of a model by name: runs of ours with --lora-rank, or directories of peft.
 
     Errors: CheckpointError naming the flag, and what is not of the model.
     """
-    return tuple(_open(name, place, opened) for name, place in places.items())
+    return tuple(_open(name, path, opened) for name, path in paths.items())
 
 
-def _open(name: str, place: Path, opened: OpenedModel) -> OpenedAdapter:
+def _open(name: str, path: Path, opened: OpenedModel) -> OpenedAdapter:
     flag, named = f"--adapter {name}={place}", str(opened.path)
     if opened.model.lora_rank:
         raise CheckpointError(f"{flag}: {named} holds adapters itself; serve the model that they were trained on")
@@ -92,7 +92,7 @@ def _open(name: str, place: Path, opened: OpenedModel) -> OpenedAdapter:
     return OpenedAdapter(name, model.lora_rank, next(iter(specs.values())).scale, specs, weights)
 
 
-def _own(place: Path, opened: OpenedModel) -> tuple[Readable, Any]:
+def _own(path: Path, opened: OpenedModel) -> tuple[Readable, Any]:
     checkpoint = locate(place)
     of = model_of(checkpoint.meta, str(checkpoint.path))
     base = named_base(checkpoint)

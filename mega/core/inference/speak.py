@@ -56,7 +56,7 @@ class SpeechPlan:
     device: str = "auto"
 
 
-class Prompt(NamedTuple):
+class AskedText(NamedTuple):
     """A text to continue, and the adapter that it goes by."""
 
     text: str
@@ -69,7 +69,7 @@ class Speech(NamedTuple):
     model: OpenedModel
     adapters: tuple[OpenedAdapter, ...]
     tokenizer: Tokenizer
-    prompts: list[Prompt]
+    prompts: list[AskedText]
 
 
 def open_speech(plan: SpeechPlan) -> Speech:
@@ -86,7 +86,7 @@ def open_speech(plan: SpeechPlan) -> Speech:
     return Speech(opened, adapters, tokenizer, prompts)
 
 
-def _prompts(path: Path, adapters: Sequence[str]) -> Iterator[Prompt]:
+def _prompts(path: Path, adapters: Sequence[str]) -> Iterator[AskedText]:
     """Errors: ValueError naming file and line."""
     first = adapters[0] if adapters else None
     try:
@@ -96,7 +96,7 @@ def _prompts(path: Path, adapters: Sequence[str]) -> Iterator[Prompt]:
     for number, line in enumerate(io.StringIO(text), start=1):  # a prompt may hold other signs where splitlines splits
         line = line.removesuffix("\n")
         if path.suffix != ".jsonl":
-            yield Prompt(line, first)
+            yield AskedText(line, first)
             continue
         if not line.strip():
             continue
@@ -112,7 +112,7 @@ def _prompts(path: Path, adapters: Sequence[str]) -> Iterator[Prompt]:
         if adapter is not None and adapter not in adapters:
             names = ", ".join(adapters) or "none, for lack of --adapter"
             raise ValueError(f"--input {path}:{number}: adapter {adapter!r} is not loaded; valid: {names}")
-        yield Prompt(found, adapter)
+        yield AskedText(found, adapter)
 
 
 def speak(plan: SpeechPlan) -> int:
@@ -129,7 +129,7 @@ def speak(plan: SpeechPlan) -> int:
     if plan.interactive:
         speaker.converse()
     elif plan.input is not None or plan.samples:
-        speaker.answer_all([Prompt("", speaker.adapter)] * plan.samples or prompts)
+        speaker.answer_all([AskedText("", speaker.adapter)] * plan.samples or prompts)
     else:
         try:
             speaker.continue_one(plan.prompt or "", sys.stdout)
@@ -214,7 +214,7 @@ class Speaker:
             adapter=adapter,
         )
 
-    def answer_all(self, prompts: Sequence[Prompt]) -> None:
+    def answer_all(self, prompts: Sequence[AskedText]) -> None:
         """Continue all prompts together; one JSON line each, in their order."""
         ids = [self.ids(prompt.text) for prompt in prompts]
         numbers = {}
