@@ -40,8 +40,8 @@ from tests.support.shared import shared
 
 @dataclass(frozen=True)
 class Recorded:
-    """One of the recorded runs. loss: how far losses may differ; norm: gradient norms, relatively. The run on a GPU
-    multiplied in TF32."""
+    """One of the recorded runs. loss: how far losses may differ; norm: gradient norms, relatively. In the run
+    on GPUs products are short of fp32: fp64 gives our losses and norms."""
 
     name: str
     forms: tuple[str, ...]
