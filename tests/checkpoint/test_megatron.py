@@ -212,10 +212,10 @@ def test_without_the_true_vocabulary_padding_stays_and_is_told(
     assert locate(tmp_path / "run").tensors["weights/model.embed_tokens.weight"][0] == (56, 16)
     note = "vocabulary: all 56 rows are kept; how many of them are tokens, and how many padding, is not said"
     told = capsys.readouterr().out
-    assert f"{note}; --true-vocab-size or --vocab-file leaves" in told
+    assert f"{note}; Megatron-LM's softmax counts padding" in told
     (tmp_path / "tree" / "vocab.json").write_text(json.dumps({str(piece): piece for piece in range(53)}))
     assert main(f"{line}/other --saver megatron".split()) == 0
-    assert f"{note} ({tmp_path}/tree/vocab.json has 53 pieces); --true" in capsys.readouterr().out
+    assert f"{note} ({tmp_path}/tree/vocab.json has 53 pieces); Mega" in capsys.readouterr().out
     assert main(f"{line}/cut --vocab-file {tmp_path}/tree/vocab.json".split()) == 0
     assert "53 of 56 rows are tokens, 3 of padding are left behind" in capsys.readouterr().out
     assert locate(tmp_path / "cut").tensors["weights/model.embed_tokens.weight"][0] == (53, 16)
@@ -224,7 +224,7 @@ def test_without_the_true_vocabulary_padding_stays_and_is_told(
 @pytest.mark.parametrize(
     ("values", "given", "known", "words"),
     [
-        ({}, None, 64, r"all 64 rows are kept; .* is not said; --true"),
+        ({}, None, 64, r"all 64 rows are kept; .* is not said; .*; --true"),
         ({"vocab_size": 52}, None, 64, r"all 64 rows are kept; .*\(args\.vocab_size is 52\)"),
         ({"vocab_size": 64}, None, 64, None),  # a converted Llama
         ({"vocab_size": 64}, 60, 60, "60 of 64 rows are tokens, 4 of padding"),
@@ -260,13 +260,13 @@ def test_a_file_that_gives_no_hint_is_no_fault(tmp_path: Path, content: str | No
     else:
         file.write_text(content)
     found, (note,) = vocabulary({}, 64, None, tmp_path / "tree")
-    assert found == 64 and "is not said; --true" in note
+    assert found == 64 and "is not said; Mega" in note
 
 
 def test_what_is_said_on_the_way_to_another_tree_is_said_once(tmp_path: Path) -> None:
     Trees.released(tmp_path / "tree", None)
     report = convert(tmp_path / "tree", tmp_path / "other", "megatron", Layout())
-    assert len(report.notes) == len(set(report.notes)) == 2
+    assert len(report.notes) == len(set(report.notes)) == 3
     back = convert(tmp_path / "other", tmp_path / "run", "mega", Layout(), vocab=53)
     assert "53 of 56 rows" in back.notes[0]
 

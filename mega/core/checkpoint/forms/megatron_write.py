@@ -90,8 +90,11 @@ def said_of(own: Own, to: str, order: Order, given: Given) -> Said:
         arguments |= {"use_distributed_optimizer": given.distributed, "data_parallel_size": 1}
         arguments |= {"ckpt_format": to if to == "torch_dist" else "torch"}
     rows = padded(model.vocab or 1, layout.tp, model.vocab_multiple)
-    notes = (state_note(facts, given.optimizer, "written"), *padding_note(model.vocab or 1, rows))
-    notes += (_for_core(model, arguments, order, facts) if core else _for_legacy(to),)
+    notes = (
+        *padding_note(model.vocab or 1, rows),
+        _for_core(model, arguments, order, facts) if core else _for_legacy(to),
+    )
+    notes += (state_note(facts, given.optimizer, "written"),)
     return Said(kinds, facts, arguments, iteration, given.distributed and facts is not None, notes)
 
 
