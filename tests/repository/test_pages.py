@@ -16,6 +16,7 @@ from typer.exceptions import TyperException
 from mega import cli
 from mega.core.config.sections import TOKENIZERS
 from mega.core.text.build import BUILDERS
+from mega.options import load
 from tests.battery.run_mutations import PATCHES
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -60,7 +61,7 @@ def _command(line: str) -> tuple[object, list[str]]:
     """The command of a line, and its arguments."""
     _, verb, *rest = shlex.split(line, comments=True)
     assert cli.Verbs(name="mega").get_command(None, verb) is not None
-    loaded = cli.load(verb)
+    loaded = load(verb)
     while isinstance(loaded, TyperGroup) and rest:
         context = loaded.make_context(verb, rest[:1])
         _, loaded, rest = loaded.resolve_command(context, rest)
