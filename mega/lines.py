@@ -68,6 +68,7 @@ def translated(line: CommandLine) -> Translation:
         switches = {setting.flag for setting in settings if setting.switch}
         settings = [Setting(flag, values, flag in switches) for flag, values in options.items()]
     words = [word for setting in settings for word in _typed(setting, program)]
+    words += [word for word in found.others if word.startswith("-")]
     result.commands.append([*_start(line.launcher, program.verb, known, result), *words])
     return result
 

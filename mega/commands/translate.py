@@ -41,9 +41,16 @@ def run(
                 "LINE: names no program, such as pretrain_gpt.py; give the whole line after --, or a script"
             )
         found = [one]
-    results = [translated(each) for each in found]
-    print("\n\n".join(result.text() for result in results))
-    return int(any(result.lacking for result in results))
+    results, unknown = [], []
+    for each in found:
+        try:
+            results.append(translated(each))
+        except ValueError as error:  # of a script, another line may be known
+            unknown.append(error)
+    if not results:
+        raise unknown[0]
+    print("\n\n".join([f"# no counterpart: {error}" for error in unknown] + [each.text() for each in results]))
+    return int(bool(unknown) or any(result.lacking for result in results))
 
 
 def _text(what: str) -> str:

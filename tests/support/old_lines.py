@@ -248,6 +248,7 @@ def _training(rest: dict[str, list[str]], stands: Stands) -> None:
     for flag in ("--data-path", "--train-data", "--valid-data", "--test-data"):
         if flag in rest and rest.get("--sample-kind") == ["tfrecords"]:
             rest[flag] = [stands.file("tf.tfrecord", "bert_tfrecord/tf_examples.tfrecord")]
+            rest["--seq-length"] = ["128"]  # theirs
         elif flag in rest:
             prefix = stands.tokens(sentences=family in ("bert", "t5"))
             numbered = len(rest[flag]) > 1 and rest[flag][0].replace(".", "").isdigit()

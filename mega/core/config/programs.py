@@ -281,7 +281,9 @@ def is_program(word: str) -> bool:
     >>> is_program("tools/preprocess_data.py"), is_program("fairseq-train"), is_program("--nproc_per_node")
     (True, True, False)
     """
-    return (word.endswith(".py") and not word.startswith("-")) or PurePosixPath(word).name in PROGRAMS
+    if " " in word or word.startswith("-"):
+        return False
+    return word.endswith(".py") or PurePosixPath(word).name in PROGRAMS
 
 
 def _task(words: Sequence[str]) -> Program:

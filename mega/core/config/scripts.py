@@ -25,8 +25,6 @@ class CommandLine(NamedTuple):
     words: tuple[str, ...]
 
 
-MOST_EXPANSIONS = 20
-"""Variables within variables: a script that needs more names itself."""
 LONGEST_LINE = 1 << 20
 """Characters of a line with its variables replaced."""
 _HELPERS = ("launch.py", "run.py", "wait_for.py")
@@ -34,6 +32,8 @@ _HELPERS = ("launch.py", "run.py", "wait_for.py")
 
 _ASSIGNMENT = re.compile(r"^\s*(?:export\s+|local\s+|declare\s+(?:-\w+\s+)?)?([A-Za-z_]\w*)(\+?)=(.*)$", re.DOTALL)
 _VARIABLE = re.compile(r"\$(?:\{([A-Za-z_]\w*)(?:\[[@*]\])?(?::?-([^}]*))?\}|([A-Za-z_]\w*))")
+_WHOLE_ARRAY = re.compile(r'"(\$\{[A-Za-z_]\w*\[[@*]\]\})"')
+"""Quotes of which each entry has its own."""
 _ARITHMETIC = re.compile(r"\$\(\(([^()]*(?:\([^()]*\)[^()]*)*)\)\)")
 _SUBSTITUTION = re.compile(r"\$\([^()]*\)|`[^`]*`")
 _BLANK = "\x00"
@@ -54,7 +54,7 @@ def command_lines(text: str) -> Iterator[CommandLine]:
         assigned = _ASSIGNMENT.match(line)
         if assigned is not None and not _is_prefix(assigned[3]):
             name, appends, value = assigned.groups()
-            value = _unquoted(_expanded(value.strip(), variables))
+            value = _unquoted(_expanded(value.strip(), {name: "", **variables}))
             variables[name] = variables.get(name, "") + (" " if value[:1] != " " else "") + value if appends else value
             continue
         words = _words(_expanded(line, variables))
@@ -162,14 +162,11 @@ def _unquoted(value: str) -> str:
 
 def _expanded(line: str, variables: Mapping[str, str]) -> str:
     """`line` with the variables that are set replaced, and sums worked out. Errors: ValueError where it grows on."""
-    for _ in range(MOST_EXPANSIONS):
-        found = _ARITHMETIC.sub(_worked_out, _VARIABLE.sub(lambda match: _value_of(match, variables), line))
-        if len(found) > LONGEST_LINE:
-            raise ValueError(f"{line[:60]}: becomes longer than {LONGEST_LINE} characters; variables name themselves")
-        if found == line:
-            break
-        line = found
-    return _SUBSTITUTION.sub(lambda match: match[0].replace(" ", _BLANK), line)
+    line = _WHOLE_ARRAY.sub(r"\1", line)
+    found = _ARITHMETIC.sub(_worked_out, _VARIABLE.sub(lambda match: _value_of(match, variables), line))
+    if len(found) > LONGEST_LINE:
+        raise ValueError(f"{line.strip()[:60]}: becomes longer than {LONGEST_LINE} characters with its variables")
+    return _SUBSTITUTION.sub(lambda match: match[0].replace(" ", _BLANK), found)
 
 
 def _value_of(match: re.Match[str], variables: Mapping[str, str]) -> str:

@@ -1,0 +1,220 @@
+"""`mega translate`: old lines with launcher and program become lines of mega that run; what has no counterpart is told.
+
+All recorded lines on stand-ins of what they name: tests/battery/command_lines.py.
+"""
+
+from __future__ import annotations
+
+import doctest
+from pathlib import Path
+
+import pytest
+
+from mega import argv, lines
+from mega.cli import main
+from mega.core.config import programs, scripts
+from mega.core.config.scripts import CommandLine, command_lines, split_command
+from mega.lines import quoted, translated
+from tests.support.old_lines import Stands, judged, recorded
+
+
+@pytest.mark.parametrize("module", [argv, lines, programs, scripts])
+def test_worked_examples(module: object) -> None:
+    assert doctest.testmod(module).failed == 0  # type: ignore[arg-type]
+
+
+def new(line: str) -> list[str]:
+    """The lines of mega that an old one becomes."""
+    found = split_command(line.split())
+    assert found is not None
+    return [quoted(words) for words in translated(found).commands]
+
+
+SIZES = "--num-layers 2 --hidden-size 8"
+OURS = "--layers 2 --hidden 8"
+
+
+@pytest.mark.parametrize(
+    ("old", "expected"),
+    [
+        (f"python pretrain_gpt.py {SIZES}", f"mega pretrain --family gpt {OURS}"),
+        (f"torchrun pretrain_bert.py {SIZES}", f"mega pretrain --family bert {OURS}"),
+        (
+            f"torchrun --nproc_per_node 8 --nnodes 1 --master_port 6000 pretrain_t5.py {SIZES}",
+            f"mega pretrain --nproc 8 --family t5 {OURS}",
+        ),
+        (
+            f"python -m torch.distributed.launch --nproc_per_node=8 --nnodes=2 pretrain_gpt2.py {SIZES}",
+            f"torchrun --nproc_per_node=8 --nnodes=2 -m mega pretrain --family gpt {OURS}",
+        ),
+        (
+            f"mpirun -np 8 -x MASTER_ADDR python pretrain_gpt.py {SIZES} --use-mpi",
+            f"mpirun -np 8 -x MASTER_ADDR mega pretrain --family gpt {OURS}",
+        ),
+        (f"deepspeed --num_gpus 4 pretrain_gpt2.py {SIZES}", f"mega pretrain --nproc 4 --family gpt {OURS}"),
+        (
+            f"deepspeed --num_nodes 2 --num_gpus 4 pretrain_gpt2.py {SIZES}",
+            f"torchrun --nnodes 2 --nproc-per-node 4 -m mega pretrain --family gpt {OURS}",
+        ),
+        (
+            "python tasks/main.py --task LAMBADA --valid-data x --load c --strict-lambada --batch-size 8",
+            "mega eval --task lambada --valid-data x --load c --micro-batch 8 --strict-lambada",
+        ),
+        (
+            "python tasks/main.py --task MNLI --train-data t --valid-data a b --epochs 5 --keep-last",
+            "mega finetune --family bert --task mnli --train-data t --valid-data a b --epochs 5 --keep-last-batch",
+        ),
+        (
+            "python tasks/main.py --task MNLI --valid-data a b --load c",
+            "mega eval --task mnli --valid-data a b --load c",
+        ),
+        (
+            "python tools/preprocess_data.py --input x --vocab v.txt --dataset-impl cached --output-prefix p",
+            "mega preprocess --input x --vocab-file v.txt --output-prefix p --tokenizer BertWordPieceLowerCase",
+        ),
+        (
+            "python tools/checkpoint/util.py --model-type GPT --loader llama2_hf --saver megatron --load-dir a "
+            "--save-dir b --target-tensor-parallel-size 2 --tokenizer-model t",
+            "mega convert-llama --to mega --load-dir a --save-dir b --target-tensor-parallel-size 2",
+        ),
+        (
+            "python tools/merge_mp_partitions.py --model-type BERT --tensor-model-parallel-size 2 --load c",
+            "mega reshard --target-tensor-parallel-size 1 --target-pipeline-parallel-size 1 --saver megatron "
+            "--load-dir c --save-dir c-merged",
+        ),
+        (
+            "python run_text_generation_server.py --tensor-model-parallel-size 8 --load c --top_p 0.9",
+            "mega serve --tp 8 --load c --top-p 0.9",
+        ),
+        (
+            "python generate_samples_gpt2.py --model-parallel-size 1 --load c --fp16 --genfile f --num-samples 2",
+            "mega generate --tp 1 --load c --dtype fp16 --output f --num-samples 2",
+        ),
+        (
+            "fairseq-train data --tokens-per-sample 1024 --max-update 9 --arch transformer_lm_megatron_11b",
+            "mega pretrain --model megatron-11b --seq-length 1024 --steps 9",
+        ),
+    ],
+)
+def test_a_line_of_theirs_is_one_of_ours(old: str, expected: str) -> None:
+    assert new(old) == [expected]
+
+
+def test_texts_of_2019_are_made_tokens_first() -> None:
+    line = (
+        "python pretrain_bert.py --train-data wikipedia --tokenizer-type BertWordPieceTokenizer --vocab-file v --save s"
+    )
+    assert new(line) == [
+        "mega preprocess --input data/wikipedia/wikidump_lines.json --output-prefix wikipedia --split-sentences "
+        "--tokenizer BertWordPieceLowerCase --vocab-file v",
+        "mega pretrain --family bert --tokenizer BertWordPieceLowerCase --vocab-file v --save s --save-interval 5000 "
+        "--data-path wikipedia_text_sentence",
+    ]
+
+
+def test_a_converter_of_the_fork_goes_through_a_checkpoint_of_ours() -> None:
+    line = "python llama_checkpoint_conversion.py --load_path a --save_path b --target_params_dtype bf16"
+    found = split_command(line.split())
+    assert found is not None
+    result = translated(found)
+    assert [quoted(words) for words in result.commands] == [
+        "mega reshard --load-dir a --save-dir a-mega",
+        "mega convert-llama --to hf --load-dir a-mega --save-dir b",
+    ]
+    assert result.lacking == ["--target_params_dtype: weights keep the dtype that they have"]
+
+
+SCRIPT = """#!/bin/bash
+# trains a BERT
+GPUS=8; export CUDA_DEVICE_MAX_CONNECTIONS=1
+NODES=1
+WORLD=$(($GPUS*$NODES))
+ARGS="
+    --num-layers 2 \\
+    --hidden-size ${HIDDEN:-8}
+"
+MORE=(
+    --save "my runs/$NODES"   # a comment
+    --load $CHECKPOINT
+)
+NAME=$(date +%F)
+OMP_NUM_THREADS=1 python -u -m torch.distributed.launch --nproc_per_node $WORLD \\
+    examples/pretrain_bert.py $ARGS "${MORE[@]}" --num-experts 4 2>&1 | tee log
+srun sh -c "python tools/preprocess_data.py --input a --output-prefix b --tokenizer-type NullTokenizer"
+"""
+
+
+def test_a_script_is_read_as_the_shell_reads_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "train.sh"
+    path.write_text(SCRIPT.replace("GPUS=8; export", "GPUS=8\nexport"))
+    assert main(["translate", str(path)]) == 1
+    first, second = capsys.readouterr().out.strip().split("\n\n")
+    assert first.splitlines() == [
+        "# no counterpart: --num-experts: mixtures of experts are not built yet",
+        "OMP_NUM_THREADS=1 mega pretrain --nproc 8 --family bert --layers 2 --hidden 8 --save 'my runs/1' "
+        "--load $CHECKPOINT --save-interval 5000",
+    ]
+    assert second == "srun mega preprocess --input a --output-prefix b --tokenizer NullTokenizer"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["--", "python", "pretrain_bort.py"],
+            "pretrain_bort.py: is not a program that is known here (nearest: pretrain_",
+        ),
+        (["--", "--num-layers", "2"], "LINE: names no program, such as pretrain_gpt.py; give the whole line after --"),
+        (
+            ["--", "python", "main.py", "--task", "MNLY"],
+            "main.py --task MNLY: is not a task that is known here (nearest: ",
+        ),
+        (["--", "python", "main.py"], "main.py: names no --task, which says what it does"),
+        (["no-such-file"], "no-such-file: cannot be read: No such file"),
+    ],
+)
+def test_mistakes(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["translate", *arguments]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"mega: {message}")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("python pretrain_gpt.py --save 'open", "cannot be read as a command line"),
+        ("A=xx\n" + "A=$A$A\n" * 30 + "python pretrain_gpt.py $A", "becomes longer than 1048576 characters"),
+    ],
+)
+def test_scripts_that_cannot_be_read(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        list(command_lines(text))
+
+
+def test_every_recorded_line_is_understood() -> None:
+    """Of each program a family of its own, and no flag that is not known."""
+    counts = {"commands": 0, "nothing": 0}
+    for row in recorded():
+        result = translated(CommandLine((), row["program"], tuple(row["flags"])))
+        counts["commands" if result.commands else "nothing"] += 1
+        assert result.commands or result.lacking
+        assert not any("is not an option" in line for line in result.lacking), (row["program"], result.lacking)
+        for family in ("bert", "t5"):
+            if row["program"] == f"pretrain_{family}.py":
+                assert result.commands[-1][result.commands[-1].index("--family") + 1] == family
+    assert counts == {"commands": 246, "nothing": 40}
+
+
+@pytest.mark.parametrize("number", [12, 60, 108])
+def test_a_recorded_line_runs_on_stand_ins(number: int, tmp_path: Path) -> None:
+    """A BERT of 2020 and a GPT, dry; a corpus made tokens."""
+    assert judged(recorded()[number], Stands(tmp_path))["outcome"] == "accepted"
+
+
+def test_spellings_of_elsewhere_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["preprocess", "--num-layers", "2"]) == 2
+    assert "--num-layers: is an option of mega pretrain, and not of this verb" in capsys.readouterr().err
+    assert main(["generate", "--num-layers", "2", "--bf16", "--load", "no-such-place"]) == 2
+    printed = capsys.readouterr().err
+    assert "--num-layers is accepted and changes nothing: the checkpoint says it" in printed
+    assert "--bf16" not in printed
