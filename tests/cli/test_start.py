@@ -129,7 +129,7 @@ def test_no_verb_shows_help(capsys: pytest.CaptureFixture[str]) -> None:
 def test_an_unknown_verb(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["pretrian"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("mega: No such command 'pretrian'")
+    assert line == "mega: mega pretrian: is not a verb (nearest: pretrain); mega --help lists all"
 
 
 def test_every_verb_with_a_file_has_a_line() -> None:
