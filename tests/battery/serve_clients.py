@@ -66,7 +66,7 @@ def openai_client(target: Target) -> dict[str, Any]:
     drawn = [client.completions.create(model=MODEL, prompt="Once", max_tokens=20, seed=7, n=2) for _ in range(2)]
     assert [[each.text for each in one.choices] for one in drawn] == [[each.text for each in drawn[0].choices]] * 2
     talk: Any = [{"role": "user", "content": "Tell me a story"}]
-    schema = {"type": "object", "properties": {"age": {"type": "integer", "minimum": 1, "maximum": 9}}}
+    schema: dict[str, Any] = {"type": "object", "properties": {"age": {"type": "integer", "minimum": 1, "maximum": 9}}}
     schema |= {"required": ["age"], "additionalProperties": False}
     form: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, "strict": True}}
     ages = []
@@ -112,7 +112,7 @@ def lm_eval(target: Target) -> dict[str, Any]:
         command = [os.environ.get("LM_EVAL", "lm_eval"), "--model", "local-completions", "--model_args", settings]
         command += ["--tasks", "tales", "--include_path", name, "--output_path", f"{name}/out", "--log_samples"]
         offline = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": f"{name}/home"}
-        made = subprocess.run(command, capture_output=True, text=True, env=offline, timeout=600, check=False)
+        made = subprocess.run(command, capture_output=True, text=True, env=offline, timeout=1800, check=False)
         assert made.returncode == 0, made.stderr[-600:]
         samples = [json.loads(line) for line in next(folder.glob("out/**/samples_*.jsonl")).read_text().splitlines()]
         result = json.loads(next(folder.glob("out/**/results_*.json")).read_text())["results"]["tales"]
@@ -130,7 +130,8 @@ def _differences(target: Target, samples: list[Any]) -> Iterator[float]:
     for sample in samples:
         for answer, request in zip(sample["resps"], sample["arguments"].values(), strict=True):
             context, rest = request["arg_0"], request["arg_1"]
-            before, ids = (ask(target, "/tokenize", prompt=text)[1]["tokens"] for text in (context, context + rest))
+            texts = (context, context + rest)  # as lm-eval asks for them: without what begins a document
+            before, ids = (ask(target, "/tokenize", prompt=one, add_special_tokens=False)[1]["tokens"] for one in texts)
             with torch.no_grad():
                 scores = model(torch.tensor([ids])).logits[0].log_softmax(-1)
             expected = sum(float(scores[at - 1, ids[at]]) for at in range(len(before), len(ids)))

@@ -93,7 +93,12 @@ def ask(target: Target, path: str, method: str = "POST", **body: Any) -> tuple[i
 def canary(target: Target, number: int) -> Any:
     """What does not depend on what else is in flight: text, ids and log-probabilities."""
     model = [None, "one", "two"][number % 3]
-    body = {"prompt": " ".join(WORDS[: 3 + number]), "max_tokens": 24, "logprobs": 3, "ignore_eos": True}
+    body: dict[str, Any] = {
+        "prompt": " ".join(WORDS[: 3 + number]),
+        "max_tokens": 24,
+        "logprobs": 3,
+        "ignore_eos": True,
+    }
     body |= {"seed": number, "temperature": 0.0 if number % 2 else 1.0, **({"model": model} if model else {})}
     status, found = ask(target, "/v1/completions", **body)
     return status, found["choices"][0] if status == 200 else found
@@ -154,26 +159,28 @@ class Mix:
 
     def _megatron(self, rng: random.Random) -> str:
         prompts = [self._prompt(rng) for _ in range(3)]
-        fields = {"tokens_to_generate": 9, "top_p": 0.9, "random_seed": 3, "logprobs": True}
+        fields: dict[str, Any] = {"tokens_to_generate": 9, "top_p": 0.9, "random_seed": 3, "logprobs": True}
         status, found = ask(self.target, "/api", "PUT", prompts=prompts, **fields)
         return self._checked("megatron", status, 200, len(found["text"]) == 3)
 
     def _beam(self, rng: random.Random) -> str:
-        fields = {"tokens_to_generate": 8, "beam_width": 3, "stop_token": 1}
+        fields: dict[str, Any] = {"tokens_to_generate": 8, "beam_width": 3, "stop_token": 1}
         status, found = ask(self.target, "/api", "PUT", prompts=[self._prompt(rng)], **fields)
         return self._checked("beam", status, 200, len(found["scores"]) == 3)
 
     def _schema(self, rng: random.Random) -> str:
         schema = {"type": "object", "properties": {"a": {"enum": [1, 22]}}, "required": ["a"]}
         form = {"type": "json_schema", "json_schema": {"schema": {**schema, "additionalProperties": False}}}
-        given = {"prompt": self._prompt(rng), "max_tokens": 60, "response_format": form}
+        given: dict[str, Any] = {"prompt": self._prompt(rng), "max_tokens": 60, "response_format": form}
         status, found = ask(self.target, "/v1/completions", **given)
         choice = found["choices"][0]
         fine = choice["finish_reason"] == "length" or json.loads(choice["text"])["a"] in (1, 22)
         return self._checked("schema", status, 200, fine)
 
     def _mistake(self, rng: random.Random) -> str:
-        bad = rng.choice([{"top_k": -1}, {"model": "x"}, {"max_tokens": 10**9}, {"what": 1}, {"temperature": "x"}])
+        bad: dict[str, Any] = rng.choice(
+            [{"top_k": -1}, {"model": "x"}, {"max_tokens": 10**9}, {"what": 1}, {"temperature": "x"}]
+        )
         status, _ = ask(self.target, "/v1/completions", prompt="a", **bad)
         return self._checked("mistake", status, 404 if "model" in bad else 400)
 
