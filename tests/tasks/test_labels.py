@@ -190,6 +190,8 @@ def test_from_pretrained_to_predictions(
     start = f"pretrain {SHAPE.replace('post', 'pre')} --mock-data --steps 1 --eval-iters 0"
     start += " --save base --save-interval 1 --vocab-file"
     assert main([*start.split(), str(vocabulary), *RUN]) == 0
+    sentences = ["finetune", "--load", "base", "--mock-data", "--steps", "1", "--dry-run", *RUN]
+    assert main(sentences) == 0, "trained on as what it is"
     sets = ["--train-data", str(train), "--valid-data", str(own), str(other)]
     tune = ["finetune", "--task", "qqp", *sets, *RUN, *EPOCHS, "--pretrained-checkpoint", "base"]
     capsys.readouterr()

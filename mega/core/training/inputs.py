@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mega.core.config.check import check
+from mega.core.config.presets import FAMILY_DEFAULTS
 from mega.core.config.run import RunConfig, flag_of, options_with, updated
 from mega.core.config.sections import ModelConfig
 from mega.core.config.unread import unread
@@ -68,6 +69,9 @@ def resolve_run(run: RunConfig, world: int) -> ResolvedRun:
     notes: list[str] = []
     if run.checkpoint.use_checkpoint_config and run.checkpoint.load is not None:
         run = dataclasses.replace(run, model=_checkpoint_model(run, notes))
+        if run.masking.sample_kind == "gpt":  # as --family would have set it
+            own = FAMILY_DEFAULTS[run.model.family].values.get("sample_kind", "gpt")
+            run = updated(run, {"sample_kind": own})
     notes += unread(run)
     run = _in_steps(check(run, world), world)
     _check_adapters(run)
