@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from mega.core.tasks.labels import Labels
     from mega.core.tasks.options import BenchmarkInputs
 
+READS: tuple[str, ...] = ()
+"""Fields of `options.OWN` that count here."""
+
 LABELS = ("A", "B", "C", "D")
 FILE_BYTES = 1 << 26
 
