@@ -398,7 +398,7 @@ BAD: list[tuple[list[str], str]] = [
     (["--ensemble", "x"], "--load: has no effect with --ensemble"),
     (["--task", "ppl", "--valid-data", "FILE", "--layers", "7"], "--layers 7: the model at MODEL has 5"),
     (["--task", "ppl", "--valid-data", "FILE", "--tp", "2"], "--tp 2 x --pp 1: 1 rank given, but a model takes 2"),
-    (["--task", "ppl", "--valid-data", "FILE", "--load", "DIR"], "holds no config.json (Hugging Face)"),
+    (["--task", "ppl", "--valid-data", "FILE", "--load", "DIR"], "--load DIR: is empty; must be a run"),
     (["--task", "ppl", "--valid-data", "FILE", "--load", "BARE"], "--tokenizer is missing: the model carries none"),
     (["--task", "ppl", "--valid-data", "FILE", "--json", "absent/a.json"], "--json absent/a.json: directory"),
 ]
