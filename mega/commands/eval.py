@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal
 
 import typer
@@ -80,12 +80,21 @@ def run(
     size = ranks(world, run.runtime.nproc, run.runtime.world)
     if run.checkpoint.load is not None and not ensemble:
         check_source("--load", run.checkpoint.load)
+    own: dict[str, Any] = {"overlapping_eval": overlapping_eval, "strict_lambada": strict_lambada}
+    own |= {"detokenizer": detokenizer, "context_window": context_window, "json_key": json_key}
+    own["random_windows"] = random_windows
+    of_tasks: dict[str, Any] = {"num_fewshot": num_fewshot, "include_path": include_path, "log_samples": log_samples}
+    of_tasks["apply_chat_template"] = apply_chat_template
+    old = {"cloze_eval": cloze_eval, "webtext_eval": webtext_eval}
+    if ensemble:
+        others = {"task": task, "tasks": tasks, "load": run.checkpoint.load, "valid_data": valid_data, "limit": limit}
+        _check_effect("--ensemble", {**others, **of_tasks, **own, **old})
+    elif tasks or task is not None:
+        _check_effect("--tasks" if tasks else "--task", {**own, **old} if tasks else old)
     if ensemble:
         from mega.core.tasks import ensemble as several
 
         return several.run(ensemble, _out(out, "ensemble-predictions.jsonl"))
-    of_tasks: dict[str, Any] = {"num_fewshot": num_fewshot, "include_path": include_path, "log_samples": log_samples}
-    of_tasks["apply_chat_template"] = apply_chat_template
     if tasks:
         if task is not None or valid_data:
             raise ValueError(
@@ -103,21 +112,18 @@ def run(
     named = task or ("lambada" if cloze_eval else "ppl" if webtext_eval else None)
     if named is None:
         raise ValueError("--task is missing: give wikitext103, lambada, ppl, mnli, qqp or race; or --tasks of lm-eval")
-    options = TaskOptions(
-        task_named(named),
-        tuple(valid_data or ()),
-        overlapping_eval,
-        strict_lambada,
-        detokenizer,
-        context_window,
-        json_key,
-        random_windows,
-        limit,
-        run.runtime.seed,
-    )
+    chosen = task_named(named)
+    options = TaskOptions(chosen, tuple(valid_data or ()), **own, limit=limit, seed=run.runtime.seed)
     from mega.core.tasks.evaluate import evaluate, prepare
 
     return _launched(world, size, evaluate, prepare(run, given, options, _out(out, options.task), size))
+
+
+def _check_effect(of: str, given: Mapping[str, Any]) -> None:
+    """Errors: ValueError naming a flag that was given and has no effect with `of`."""
+    for name, value in given.items():
+        if value not in (None, False, "text"):  # "text" is what --json-key holds where it was not given
+            raise ValueError(f"--{name.replace('_', '-')}: has no effect with {of}")
 
 
 def _out(given: str | None, name: str) -> str:

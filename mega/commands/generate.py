@@ -38,22 +38,13 @@ def run(
     tokens: Annotated[int, typer.Option("--tokens", "--out-seq-length", help="most tokens to add", min=1)] = 100,
     temperature: Annotated[float | None, typer.Option("--temperature", help="0 takes the likeliest token [1]")] = None,
     greedy: Annotated[bool, typer.Option("--greedy", help="as --temperature 0")] = False,
-    top_k: Annotated[
-        int | None, typer.Option("--top-k", "--top_k", help="draw from the k likeliest; 0 is off [0]")
-    ] = None,
+    top_k: Annotated[int | None, typer.Option("--top-k", "--top_k", help="draw from the k likeliest [0: off]")] = None,
     top_p: Annotated[
-        float | None,
-        typer.Option("--top-p", "--top_p", help="draw from the likeliest that make up p; 1 or 0 is off [1]"),
+        float | None, typer.Option("--top-p", "--top_p", help="draw from the likeliest that make up p [1: off]")
     ] = None,
-    top_p_decay: Annotated[
-        float | None, typer.Option("--top-p-decay", help="multiply top-p by this after each token; 0 is off [0]")
-    ] = None,
-    top_p_bound: Annotated[
-        float | None, typer.Option("--top-p-bound", help="where the decay of top-p ends [0]")
-    ] = None,
-    min_p: Annotated[
-        float | None, typer.Option("--min-p", help="least share of the likeliest token's probability [0]")
-    ] = None,
+    top_p_decay: Annotated[float | None, typer.Option("--top-p-decay", help="of top-p by each token [0: off]")] = None,
+    top_p_bound: Annotated[float | None, typer.Option("--top-p-bound", help="where that decay ends [0]")] = None,
+    min_p: Annotated[float | None, typer.Option("--min-p", help="least share of the likeliest's chance [0]")] = None,
     repetition_penalty: Annotated[
         float | None, typer.Option("--repetition-penalty", help="make tokens of the text less likely; 1 is off [1]")
     ] = None,

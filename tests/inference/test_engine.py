@@ -31,7 +31,7 @@ from mega.core.inventory import units
 from mega.core.model.decoder import DecoderStage
 from mega.core.ops.suite import choose, forward_only
 from mega.core.parallel.launch import Pool
-from mega.core.parallel.mesh import Groups, Mesh
+from mega.core.parallel.mesh import Axis, Groups, Mesh
 from mega.core.parallel.region import ALONE
 from mega.core.parallel.weight import ParameterFactory, initialise
 from tests.support.shared import shared
@@ -265,6 +265,7 @@ def test_a_prompt_of_one_token_has_nothing_to_score() -> None:
 def test_a_rank_reports_its_own_error_and_the_loss_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mega.core.inference.relay.ENDING", 0.0)
     relay = object.__new__(Relay)
+    relay.axis = Axis("relay", (0,), 0)
     relay.processes = [[socket.gethostname(), os.getpid()]]
     own = RuntimeError("CUDA out of memory. Tried to allocate 2 GiB")
     assert relay.explained(own) is own

@@ -116,7 +116,7 @@ BAD: list[tuple[Any, str, tuple[str, ...], str]] = [
     (race, "a/1.txt", (passage(options=[["w1"]]),), "1.txt:1: a question has not exactly 4 options"),
     (race, "a/1.txt", (passage(answers=[]),), "has 1 questions, 1 lists of options and 0 answers"),
     (race, "a/1.txt", ("{",), "1.txt:1"),
-    (race, "a.tar.gz", ("no archive",), "is no folder and no whole .tar.gz of RACE"),
+    (race, "a.tar.gz", ("no archive",), "is neither a folder nor a complete .tar.gz of RACE"),
 ]
 
 

@@ -130,7 +130,7 @@ def chat_dataset(
 def lost_tokens(what: str, found: Arrays, seq_length: int, of: str = "conversations") -> str | None:
     """How many conversations a row is too short for, and how many train nothing; ValueError where none trains anything.
 
-    Who trains on nothing gets a loss of 0 and a model that weight decay alone has changed.
+    A run without trained tokens has a loss of 0; weight decay alone changes the model.
     """
     sizes = np.diff(found["offsets"])
     firsts = found["offsets"][:-1]

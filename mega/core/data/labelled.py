@@ -228,7 +228,7 @@ class LabelledDataset:
     """`samples` samples of some sets, in passes of whole global batches; what a pass has too little is filled up.
 
     batch: samples of a global batch. seed: of the order of each pass, seed + its number; None: as they lie. keep_last:
-    fill the last batch of a pass up with samples without a label, which count for nothing; else it is left out.
+    an incomplete last batch of a pass is padded with samples without a label, of no weight; else it is left out.
     """
 
     def __init__(

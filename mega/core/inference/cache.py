@@ -51,7 +51,7 @@ class Blocks:
         return found, prefix
 
     def admit(self, shared: Sequence[int], more: int) -> bool:
-        """Use the blocks `shared`, and have `more` promised; or neither, where there are not so many."""
+        """Use the blocks `shared`, and have `more` promised. False, and no change, if fewer are available."""
         unused = sum(self._users[block] == 0 for block in shared)
         if unused + more > self.available:
             return False

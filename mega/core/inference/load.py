@@ -31,7 +31,7 @@ from mega.core.checkpoint.own.pieces import Piece, Tensors
 from mega.core.checkpoint.own.store import Checkpoint, CheckpointError, locate
 from mega.core.config.sections import ModelConfig
 from mega.core.config.toml import unfit
-from mega.core.device import Device
+from mega.core.device import DTYPES, Device
 from mega.core.family import ModelStage, family
 from mega.core.inventory import placement, units
 from mega.core.ops.suite import Ops, choose
@@ -279,6 +279,13 @@ def _tokenizer_section(where: str, attachments: Mapping[str, Path], meta: Mappin
 def tokenizer_section(checkpoint: Checkpoint) -> dict[str, Any] | None:
     """The options of a run with that tokenizer; None where there is none."""
     return _tokenizer_section(str(checkpoint.path), checkpoint.attachments, checkpoint.meta)
+
+
+def compute_dtype(opened: OpenedModel, device: Device, asked: str | None = None) -> torch.dtype:
+    """What a model is computed in: as asked, else what its weights are stored in; on a CPU in fp32 at least."""
+    if asked is not None:
+        return DTYPES[asked]
+    return opened.dtype if device.is_cuda or opened.dtype == torch.float64 else torch.float32
 
 
 def check_tokenizer(opened: OpenedModel, tokenizer: Tokenizer) -> None:

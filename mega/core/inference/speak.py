@@ -14,11 +14,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple, TextIO
 
-from mega.core.device import DTYPES
 from mega.core.files import whole_file
 from mega.core.inference.adapters import OpenedAdapter, open_adapters
 from mega.core.inference.generate import generate
-from mega.core.inference.load import OpenedModel, check_tokenizer, open_model
+from mega.core.inference.load import OpenedModel, check_tokenizer, compute_dtype, open_model
 from mega.core.inference.opening import EngineOptions, check_layout, start_engine
 from mega.core.inference.request import SEEDS, Beam, Engine, Request, RequestError, Sampling, flag_line
 from mega.core.inference.text_stream import TextStream
@@ -120,7 +119,7 @@ def speak(plan: SpeechPlan) -> int:
     opened, adapters, tokenizer, prompts = open_speech(plan)
     world, device, groups = connect(plan.device)
     mesh = Mesh(world.rank, tp=plan.tp, pp=plan.pp, groups=groups if world.size > 1 else None)
-    dtype = DTYPES[plan.dtype or "fp32"] if plan.dtype or not device.is_cuda else None
+    dtype = compute_dtype(opened, device, plan.dtype)
     options = replace(plan.engine, vocab=tokenizer.vocab_size)
     engine = start_engine(opened, mesh, device, options, dtype=dtype, adapters=adapters)
     if engine is None:

@@ -24,6 +24,9 @@ from mega.core.tasks.task import Estimate, Figure, interval
 from mega.core.tasks.wikitext import capped_exp
 from mega.core.text.tokenizer import Tokenizer
 
+READS = ("overlapping_eval", "context_window", "json_key", "random_windows")
+"""Fields of `options.OWN` that count here."""
+
 
 @dataclass
 class CorpusPerplexity:

@@ -51,7 +51,7 @@ def _names(task: str) -> tuple[str, ...]:
 
 
 def predictions(file: str) -> list[Row]:
-    """Errors: ValueError naming file and line of what is no prediction."""
+    """Errors: ValueError naming file and line of what is not a prediction."""
     path = Path(file)
     if not path.is_file():
         raise ValueError(f"--ensemble {file}: there is no such file")
@@ -59,7 +59,7 @@ def predictions(file: str) -> list[Row]:
     for number, line in enumerate(path.read_bytes().splitlines(), 1):
         row = parse_json(line, where := f"--ensemble {file}:{number}")
         if not isinstance(row, dict) or not {*KEYS, "probabilities"} <= set(row):
-            raise ValueError(f"{where}: is no prediction of mega eval: needs {', '.join((*KEYS, 'probabilities'))}")
+            raise ValueError(f"{where}: is not a prediction of mega eval: needs {', '.join((*KEYS, 'probabilities'))}")
         shares = row["probabilities"]
         try:
             right = len(shares) == len(_names(row["task"])) and all(0 <= share <= 1 for share in shares)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 import sys
 import time
 from collections.abc import Mapping
@@ -174,8 +175,8 @@ def _result(judged: Benchmark[Any], found: Mapping[str, Estimate], progress: _Pr
     done, begun = progress.done, progress.begun
     seconds = max(done.seconds, 1e-9)
     return {
-        "figures": [figure._asdict() for figure in judged.figures(found)],
-        "terms": {name: each._asdict() for name, each in found.items()},
+        "figures": [_finite(figure._asdict()) for figure in judged.figures(found)],
+        "terms": {name: _finite(each._asdict()) for name, each in found.items()},
         "tokens": done.tokens,
         "seconds": done.seconds,
         "tokens_per_second": (done.tokens - begun.tokens) / seconds if done.tokens > begun.tokens else None,
@@ -185,6 +186,16 @@ def _result(judged: Benchmark[Any], found: Mapping[str, Estimate], progress: _Pr
         "version": __version__,
         "torch": torch.__version__,
     }
+
+
+def _finite(values: Mapping[str, Any]) -> dict[str, Any]:
+    """JSON has no NaN: what nothing counts for is null.
+
+    >>> _finite({"name": "ppl", "value": math.nan})
+    {'name': 'ppl', 'value': None}
+    """
+    infinite = (name for name, value in values.items() if isinstance(value, float) and not math.isfinite(value))
+    return {**values, **dict.fromkeys(infinite)}
 
 
 class _Progress:

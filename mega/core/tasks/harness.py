@@ -64,6 +64,10 @@ class HarnessOptions:
     log_samples: bool = False
     apply_chat_template: bool = False
 
+    def __post_init__(self) -> None:
+        if self.limit is not None and self.limit < 1:
+            raise ValueError(f"--limit {self.limit}: must be at least 1")
+
 
 @dataclass(frozen=True)
 class HarnessRun:
@@ -124,6 +128,8 @@ def evaluate(asked: HarnessRun) -> int:
     """Score as one rank of the world that the environment describes."""
     runtime = asked.model.run.runtime
     world, device, groups = connect(runtime.device, runtime.backend, runtime.timeout_minutes)
+    if runtime.deterministic:
+        device.deterministic()
     run_here(asked, world.rank, world.size, device, groups)
     disconnect()
     return 0
@@ -221,7 +227,8 @@ class NativeModel:
         return first
 
     def encode(self, text: str, special: bool | None = None) -> list[int]:
-        """special: with what the family puts in front of every text; None: so too, but where the text has it."""
+        """special: with what the family puts in front of every text; None: so too, but once where a conversation's text
+        begins with it."""
         lead = self.tokenizer.encode("")
         if self.chat is None:
             ids = self.tokenizer.encode(text)
@@ -333,12 +340,13 @@ def language_model(native: NativeModel) -> Any:
 
 
 def rolling(native: NativeModel, texts: Sequence[str]) -> list[float]:
-    """ln p of each text, in windows that follow one another, as the harness cuts them."""
+    """ln p of each text, in windows that follow one another, as the harness cuts them: what begins a text is in front
+    of the first window, and is not judged."""
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
     windows, owners = [], []
     for number, text in enumerate(texts):
-        for window in get_rolling_token_windows(native.encode(text), native.begin, native.length, 1):
+        for window in get_rolling_token_windows(native.encode(text, special=False), native.begin, native.length, 1):
             windows.append(make_disjoint_window(window))
             owners.append(number)
     sums = [0.0] * len(texts)

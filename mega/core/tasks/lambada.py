@@ -20,6 +20,9 @@ from mega.core.tasks.rows import JudgedRow, all_greedy, batch_of, nll_of, per_ro
 from mega.core.tasks.task import Estimate, Figure, interval
 from mega.core.text.tokenizer import Tokenizer
 
+READS = ("strict_lambada", "json_key")
+"""Fields of `options.OWN` that count here."""
+
 
 @dataclass
 class Lambada:

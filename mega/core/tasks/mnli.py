@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from mega.core.tasks.labels import Labels
     from mega.core.tasks.options import BenchmarkInputs
 
+READS: tuple[str, ...] = ()
+"""Fields of `options.OWN` that count here."""
+
 LABELS = ("contradiction", "entailment", "neutral")
 UNLABELLED = 10
 

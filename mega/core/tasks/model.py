@@ -19,7 +19,7 @@ from mega.core.config.run import RunConfig, entries, flag_of, options_with, upda
 from mega.core.config.sections import LABELLED, ModelConfig
 from mega.core.device import DTYPES, Device
 from mega.core.family import ModelStage, family
-from mega.core.inference.load import OpenedModel, load_stages, open_model
+from mega.core.inference.load import OpenedModel, check_tokenizer, compute_dtype, load_stages, open_model
 from mega.core.inference.score import RowScorer, TokenScorer
 from mega.core.ops.suite import Ops
 from mega.core.parallel.mesh import Groups, Mesh
@@ -144,8 +144,8 @@ def open_here(checked: CheckedModel, rank: int, world: int, device: Device, grou
     """Computed in what the weights are stored in where --dtype does not say: on a CPU in fp32 at least."""
     opened, run = open_model(checked.load), checked.run
     if not checked.typed_dtype:
-        own = next(name for name, dtype in DTYPES.items() if dtype == opened.dtype)
-        dtype = own if device.is_cuda or own == "fp64" else "fp32"
+        chosen = compute_dtype(opened, device)
+        dtype = next(name for name, each in DTYPES.items() if each == chosen)
         run = resolve(updated(run, {"dtype": dtype, "grad_dtype": None}), world)
     return ModelHere(run, opened, build_mesh(run, rank, world, groups), device)
 
@@ -155,21 +155,10 @@ def tokenizer_of(run: RunConfig, opened: OpenedModel) -> Tokenizer | None:
     options: dict[str, Any] = {
         field.name: getattr(run.tokenizer, field.name) for field in dataclasses.fields(run.tokenizer)
     }
-    if options["tokenizer"] is None:
-        try:
-            tokenizer = opened.tokenizer()
-        except ValueError as error:
-            if "carries no tokenizer" in str(error):
-                return None
-            raise
-    else:
-        tokenizer = build(**options)
-    assert opened.model.vocab is not None
-    if tokenizer.vocab_size > opened.model.vocab:
-        raise ValueError(
-            f"--tokenizer {tokenizer.kind}: has {tokenizer.vocab_size} tokens, and the model at {opened.path} knows "
-            f"{opened.model.vocab}; give the one that it was trained with"
-        )
+    if options["tokenizer"] is None and opened.tokenizer_section() is None:
+        return None
+    tokenizer = opened.tokenizer() if options["tokenizer"] is None else build(**options)
+    check_tokenizer(opened, tokenizer)
     return tokenizer
 
 

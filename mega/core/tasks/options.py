@@ -49,6 +49,17 @@ class TaskOptions:
                 raise ValueError(f"{flag(name)} {value}: must be at least {int(name != 'context_window')}")
 
 
+OWN = {
+    "overlapping_eval": None,
+    "strict_lambada": False,
+    "detokenizer": None,
+    "context_window": None,
+    "json_key": "text",
+    "random_windows": None,
+}
+"""Fields that only some benchmarks read -> what they hold where they were not given."""
+
+
 @dataclass(frozen=True)
 class BenchmarkInputs:
     """What a benchmark is made for. tokenizer: the model's, or None. length: columns of a row at most. unit: what
@@ -117,5 +128,23 @@ def task_named(name: str) -> str:
 
 def benchmark(asked: BenchmarkInputs) -> Benchmark[Any]:
     """Errors: ValueError naming the flag."""
+    check_read(asked.options)
     made: Benchmark[Any] = importlib.import_module(TASKS[asked.options.task]).make(asked)
     return made
+
+
+def check_read(options: TaskOptions) -> None:
+    """Errors: ValueError naming a flag that was given and that the benchmark does not read, and those that do.
+
+    A module says what it reads as READS, names of `OWN`; one that says nothing is taken to read all.
+    """
+    reads = getattr(importlib.import_module(TASKS[options.task]), "READS", OWN)
+    for name, default in OWN.items():
+        value = getattr(options, name)
+        if value == default or name in reads:
+            continue
+        others = [task for task in TASKS if name in getattr(importlib.import_module(TASKS[task]), "READS", ())]
+        shown = "" if value is True else f" {value}"
+        raise ValueError(
+            f"{flag(name)}{shown}: has no effect with --task {options.task}; of {' and '.join(others) or 'no task'}"
+        )

@@ -21,12 +21,15 @@ if TYPE_CHECKING:
     from mega.core.tasks.labels import Labels
     from mega.core.tasks.options import BenchmarkInputs
 
+READS: tuple[str, ...] = ()
+"""Fields of `options.OWN` that count here."""
+
 LABELS = ("A", "B", "C", "D")
 FILE_BYTES = 1 << 26
 
 
 def read(flag: str, path: Path, note: Note) -> Iterator[Question]:
-    """Errors: ValueError naming file and line of what is no question of four options."""
+    """Errors: ValueError naming file and line of a question without exactly four options."""
     uid = 0
     for where, line in _lines(flag, path):
         passage = parse_json(line, where)
@@ -41,7 +44,7 @@ def read(flag: str, path: Path, note: Note) -> Iterator[Question]:
             if not isinstance(given, list) or len(given) != len(LABELS):
                 raise ValueError(f"{where}: a question has not exactly {len(LABELS)} options")
             if not isinstance(question, str) or not all(isinstance(each, str) for each in given):
-                raise ValueError(f"{where}: a question or an option is no text")
+                raise ValueError(f"{where}: a question or an option is not a string")
             if answer not in LABELS:
                 raise ValueError(f"{where}: the answer is {answer!r}; valid: {', '.join(LABELS)}")
             yield Question(uid, tuple(asked(question, each) for each in given), article, LABELS.index(answer))
@@ -94,7 +97,7 @@ def _files(flag: str, path: Path) -> Iterator[tuple[str, bytes]]:
             yield from sorted(found.items())
     except (tarfile.TarError, EOFError, zlib.error, OSError) as error:
         said = " ".join(str(error).split())
-        raise ValueError(f"{flag} {path}: is no folder and no whole .tar.gz of RACE: {said}") from None
+        raise ValueError(f"{flag} {path}: is neither a folder nor a complete .tar.gz of RACE: {said}") from None
 
 
 FORMAT = Format("race", LABELS, read, choices=4, most_first=128)

@@ -47,7 +47,12 @@ def line(result: Mapping[str, Any], headline: Sequence[str]) -> str:
     ' validation results on WIKITEXT103 | ppl: 1.9310E+01 | token ratio: 1.1008449901248143 |'
     """
     values = {figure["name"]: figure["value"] for figure in result["figures"]}
-    shown = [f"{name}: {values[name] if name == 'token ratio' else format(values[name], '.4E')}" for name in headline]
+
+    def number(name: str) -> str:
+        value = values[name]
+        return "none" if value is None else str(value) if name == "token ratio" else format(value, ".4E")
+
+    shown = [f"{name}: {number(name)}" for name in headline]
     return f" validation results on {result['task'].upper()} | {' | '.join(shown)} |"
 
 
@@ -79,9 +84,12 @@ def show(result: Mapping[str, Any], headline: Sequence[str]) -> None:
     )
 
 
-def _number(value: float) -> str:
+def _number(value: float | None) -> str:
+    """None: nothing counts.
+
+    >>> _number(3.14159265), _number(270330), _number(0.46123456), _number(None)
+    ('3.1416', '270,330', '0.4612', 'none')
     """
-    >>> _number(3.14159265), _number(270330), _number(0.46123456)
-    ('3.1416', '270,330', '0.4612')
-    """
+    if value is None:
+        return "none"
     return f"{value:,}" if isinstance(value, int) or float(value).is_integer() else f"{value:,.4f}"

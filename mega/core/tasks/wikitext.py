@@ -20,6 +20,9 @@ from mega.core.tasks.task import Estimate, Figure, interval
 from mega.core.text.detokenize import DETOKENIZERS, detokenizer_for, fairseq
 from mega.core.text.tokenizer import Tokenizer
 
+READS = ("overlapping_eval", "detokenizer", "context_window")
+"""Fields of `options.OWN` that count here."""
+
 STRIDE = 32
 """Megatron-LM's default of --overlapping-eval."""
 LARGEST = 20.0

@@ -64,7 +64,7 @@ class Metrics:
     )
     new_tokens: Counter = field(default_factory=lambda: Counter("mega_generated_tokens_total", "Tokens generated"))
     cancelled: Counter = field(
-        default_factory=lambda: Counter("mega_cancelled_total", "Sequences whose client left or that took too long")
+        default_factory=lambda: Counter("mega_cancelled_total", "Requests whose client left or that took too long")
     )
     first: Histogram = field(
         default_factory=lambda: Histogram("mega_time_to_first_token_seconds", "From a whole request to its first token")

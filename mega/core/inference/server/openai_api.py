@@ -141,7 +141,7 @@ async def read_completion(service: Service, body: Any) -> ParsedRequest:
         raise BadField("echo", "echo=False not supported when tokens_to_generate == 0")
     if fields["echo"] and fields["response_format"]:
         raise BadField("echo", "echo True: excludes response_format, which is about the answer alone")
-    prompts, texts = await _prompts(service, fields["prompt"])
+    prompts, texts = await _prompts(service, fields["prompt"], fields["echo"])
     for prompt in prompts:
         service.check_room("max_tokens", prompt, fields["max_tokens"])
     scored = {"logprobs": fields["logprobs"], "prompt_logprobs": fields["echo"] and fields["logprobs"] is not None}
@@ -208,8 +208,8 @@ async def _asked(
     return ParsedRequest(fields, tuple(made), tuple(texts), stops, ends, usage, chat)
 
 
-async def _prompts(service: Service, given: Any) -> tuple[list[tuple[int, ...]], list[str]]:
-    """Prompts as ids, and as text. Errors: BadField."""
+async def _prompts(service: Service, given: Any, echo: bool) -> tuple[list[tuple[int, ...]], list[str]]:
+    """Prompts as ids, and as text where that is part of the answer. Errors: BadField."""
     if isinstance(given, list) and not given:
         raise BadField("prompt", "prompt: must not be empty")
     several = isinstance(given, list) and not isinstance(given[0], int)
@@ -229,7 +229,7 @@ async def _prompts(service: Service, given: Any) -> tuple[list[tuple[int, ...]],
             ids.append(service.checked("prompt", prompt) or (service.start("prompt"),))
             if len(ids[-1]) > service.longest:
                 service.check_room("prompt", ids[-1], 0)
-            texts.append(service.tokenizer.decode(ids[-1]))
+            texts.append(service.tokenizer.decode(ids[-1]) if echo else "")
     return ids, texts
 
 

@@ -17,10 +17,9 @@ from pathlib import Path
 import torch
 
 from mega.core.config.world import world_from_env
-from mega.core.device import DTYPES
 from mega.core.inference.adapters import open_adapters
 from mega.core.inference.capacity import Capacity, cache_bytes, even_layers, weight_bytes
-from mega.core.inference.load import OpenedModel, check_tokenizer, open_model
+from mega.core.inference.load import OpenedModel, check_tokenizer, compute_dtype, open_model
 from mega.core.inference.opening import EngineOptions, start_engine
 from mega.core.inference.server.chat_prompt import ChatPrompt
 from mega.core.inference.server.run import HttpServer, bind, raise_file_limit
@@ -82,7 +81,7 @@ def serve_rank(plan: ServePlan) -> int:
     chat = _chat(plan, opened, tokenizer) if first else None
     world, device, groups = connect(plan.device)
     mesh = Mesh(world.rank, tp=plan.tp, pp=plan.pp, groups=groups if world.size > 1 else None)
-    dtype = DTYPES[plan.dtype] if plan.dtype is not None else opened.dtype if device.is_cuda else torch.float32
+    dtype = compute_dtype(opened, device, plan.dtype)
     options = replace(plan.engine, vocab=tokenizer.vocab_size)
     engine = start_engine(opened, mesh, device, options, dtype=dtype, adapters=adapters)
     if engine is None:
