@@ -1,6 +1,7 @@
 """All recorded command lines of the original systems, each translated and run on stand-ins, as in support/old_lines.py.
 
     PYTHONPATH=. python tests/battery/command_lines.py ["line 017" ...] [--share 1/2] [--limit 50] [--summary]
+    ... --processes     each line of mega as a command of its own: of verbs that train without a model, write or convert
     PYTHONPATH=. python tests/battery/command_lines.py --table      (Markdown of what the results file holds)
 
 Nothing of them may be refused obscurely, and no line of BERT's or T5's scripts may become another family's run.
@@ -58,6 +59,8 @@ if __name__ == "__main__":
         table(Path("build/battery/command_lines.jsonl"))
     else:
         with tempfile.TemporaryDirectory() as place:
-            stands = Stands(Path(place))
+            processes = "--processes" in sys.argv
+            stands = Stands(Path(place), processes)
+            sys.argv = [word for word in sys.argv if word != "--processes"]
             rows = sorted(enumerate(recorded()), key=lambda row: ranks(row[1]["flags"]))
             run("command_lines", [(f"line {number:03}", partial(prove, row, stands)) for number, row in rows])

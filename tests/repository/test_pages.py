@@ -157,7 +157,7 @@ def test_paths_in_the_text_exist() -> None:
             assert any((REPOSITORY / root / path).exists() for root in ("", "tests", "mega", "mega/core")), (page, path)
 
 
-EXAMPLES = {"run.toml", "mine.toml", "hardware.toml", "tasks/main.py"}
+EXAMPLES = {"run.toml", "mine.toml", "hardware.toml", "main.py", "tasks/main.py"}
 """Names of a user's files, and of Megatron-LM's that are no program of their own."""
 
 

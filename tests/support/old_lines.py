@@ -13,6 +13,8 @@ import io
 import json
 import os
 import shutil
+import subprocess
+import sys
 import tarfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -71,10 +73,10 @@ def filled(flags: Sequence[str]) -> list[str]:
 
 
 class Stands:
-    """A directory of stand-ins, made when they are asked for."""
+    """A directory of stand-ins, made when they are asked for. processes: lines are run as commands of their own."""
 
-    def __init__(self, place: Path):
-        self.place = place
+    def __init__(self, place: Path, processes: bool = False):
+        self.place, self.processes = place, processes
 
     def file(self, name: str, source: str) -> str:
         """A file of the shared data under the name that is needed."""
@@ -201,6 +203,10 @@ def _run(result: Translation, stands: Stands) -> None:
                 shutil.rmtree(rest[flag][0], ignore_errors=True)
         _STAND_IN.get(verb, _as_it_is)(rest, stands)
         typed = [word for flag, values in rest.items() for word in ((flag, *values) if flag else values)]
+        if stands.processes:
+            done = subprocess.run([sys.executable, "-m", "mega", verb, *typed], capture_output=True, text=True)
+            assert done.returncode == 0, f"exit {done.returncode}: {done.stderr[-400:]} | mega {quoted([verb, *typed])}"
+            continue
         with _to_the_last_step(verb):
             run_quietly([verb, *typed])
 
