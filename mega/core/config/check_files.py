@@ -245,9 +245,10 @@ def _directories(run: RunConfig) -> Problems:
     load, resume = run.checkpoint.load, run.checkpoint.resume
     if load is not None and run.checkpoint.require_load and not (url_of(load) or os.path.isdir(load)):
         yield f"--load {load}: there is no such directory, and --require-load is given"
-    elif load is not None and load != run.checkpoint.save and not run.runtime.dry_run:  # else it may be still to come
+    elif load not in (None, run.checkpoint.save) and not (run.runtime.dry_run or run.checkpoint.use_checkpoint_config):
+        # A run's own place may be still to come; for a dry run it may be elsewhere; a model has been read from it.
         try:
-            check_source("--load", load)
+            check_source("--load", str(load))
         except ValueError as problem:
             yield str(problem)
     if resume not in (None, "auto") and not (url_of(str(resume)) or os.path.isdir(str(resume))):

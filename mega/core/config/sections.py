@@ -666,6 +666,7 @@ class ScheduleConfig(Section):
         "shape of the decay; wsd stays at --lr until near the end; range-test grows by --lr every --lr-decay-steps, "
         "range-exponential from --min-lr",
         megatron={"--lr-decay-style": Renamed({"WSD": "wsd", "exponential": "constant"})},
+        common=True,
     )
     min_lr: float = option(
         0.0,
