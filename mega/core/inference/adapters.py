@@ -78,14 +78,14 @@ def open_adapters(paths: Mapping[str, Path], opened: OpenedModel) -> tuple[Opene
 
 
 def _open(name: str, path: Path, opened: OpenedModel) -> OpenedAdapter:
-    flag, named = f"--adapter {name}={place}", str(opened.path)
+    flag, named = f"--adapter {name}={path}", str(opened.path)
     if opened.model.lora_rank:
         raise CheckpointError(f"{flag}: {named} holds adapters itself; serve the model that they were trained on")
     try:
-        form = form_at(place)
+        form = form_at(path)
         if form is not OWN and form.name != "peft":
-            raise CheckpointError(f"{place}: is a whole model; valid: a run with --lora-rank, or peft's directory")
-        weights, model = _own(place, opened) if form is OWN else _peft(place, opened)
+            raise CheckpointError(f"{path}: is a whole model; valid: a run with --lora-rank, or peft's directory")
+        weights, model = _own(path, opened) if form is OWN else _peft(path, opened)
     except CheckpointError as error:
         raise CheckpointError(f"{flag}: {error}") from None
     specs = adapter_specs(model, inventory(model))
@@ -93,15 +93,15 @@ def _open(name: str, path: Path, opened: OpenedModel) -> OpenedAdapter:
 
 
 def _own(path: Path, opened: OpenedModel) -> tuple[Readable, Any]:
-    checkpoint = locate(place)
+    checkpoint = locate(path)
     of = model_of(checkpoint.meta, str(checkpoint.path))
     base = named_base(checkpoint)
     if base is None or not of.lora_rank:
-        raise CheckpointError(f"{place}: is a whole model; valid: a run with --lora-rank, or peft's directory")
+        raise CheckpointError(f"{path}: is a whole model; valid: a run with --lora-rank, or peft's directory")
     # Of others' files no digest is known: there the shapes have to do.
     if isinstance(opened.weights, Checkpoint) and base["digest"] != opened.digest:
         raise CheckpointError(
-            f"{place}: holds adapters of {base['path']} (sha256 of its manifest {base['digest'][:12]}), "
+            f"{path}: holds adapters of {base['path']} (sha256 of its manifest {base['digest'][:12]}), "
             f"{opened.path} is another model ({opened.digest[:12]})"
         )
     model = with_adapters(opened.model, of)
@@ -110,9 +110,9 @@ def _own(path: Path, opened: OpenedModel) -> tuple[Readable, Any]:
     return checkpoint, model
 
 
-def _peft(place: Path, opened: OpenedModel) -> tuple[Readable, Any]:
-    found = peft.open_adapter(place, opened.model, str(opened.path))
-    return ForeignWeights(place, found), found.model
+def _peft(path: Path, opened: OpenedModel) -> tuple[Readable, Any]:
+    found = peft.open_adapter(path, opened.model, str(opened.path))
+    return ForeignWeights(path, found), found.model
 
 
 class AdapterChoice:
