@@ -25,9 +25,9 @@ LONG = {
     # The signature of a command is its list of flags.
     "bench.run": 60,
     "convert_llama.run": 82,
-    "eval.run": 104,
+    "eval.run": 101,
     "task.score": 54,
-    "generate.run": 125,
+    "generate.run": 113,
     "memory_estimate.run": 98,
     "preprocess.run": 75,
     "train_tokenizer.run": 52,

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from mega.cli import main
-from mega.commands import lr_find
+from mega.commands import finetune, lr_find
 from mega.core.config.run import RunConfig, updated
 from mega.core.config.sections import CheckpointConfig
 from mega.core.training.lr_find import read, smoothed, suggest, sweep
@@ -60,7 +60,7 @@ def test_what_did_not_end_is_not_a_result(
         return code
 
     write([5.0, 3.0, 4.0, 6.0])
-    monkeypatch.setattr(lr_find.finetune, "run", ends)
+    monkeypatch.setattr(finetune, "run", ends)
     assert lr_find.run(updated(RunConfig(), {"metrics": str(metrics)})) == code
     assert not metrics.with_suffix(".svg").exists()
 

@@ -138,13 +138,13 @@ def test_a_failed_engine_is_503_and_ends_the_server() -> None:
 
 
 @pytest.mark.parametrize("broken", ["step", "cancel"])
-def test_whatever_ends_the_engines_thread_is_heard(broken: str) -> None:
+def test_whatever_ends_the_engines_thread_is_heard(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def ends(*given: object) -> list[Event]:
         raise SystemExit("gone")
 
     engine, failed = fake(), list[BaseException]()
-    engine.step = list  # type: ignore[assignment, method-assign]
-    setattr(engine, broken, ends)
+    monkeypatch.setattr(engine, "step", list)
+    monkeypatch.setattr(engine, broken, ends)
 
     async def ask() -> object:
         driver = Driver(engine, 1, failed.append)
