@@ -64,7 +64,7 @@ FORBIDDEN: dict[str, dict[str, tuple[int, str]]] = {
         "places": (2, "stages_used, offsets, positions"),
         "Flow": (0, "ForwardContext"),
         "flow": (0, "forward context"),
-        "facts": (7, "state_dict"),
+        "facts": (8, "state_dict"),
         "Sight": (0, "AttentionMask"),
         "sight": (0, "mask"),
         "Drop": (0, "dropout spec"),
