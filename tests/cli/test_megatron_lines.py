@@ -279,7 +279,15 @@ def canonical(line: str) -> list[str]:
         ("--swiglu --no-bias-gelu-fusion", ["--activation=swiglu"]),
         ("--no-bias-gelu-fusion", ["--activation=gelu"]),
         ("--no-bias-gelu-fusion --swiglu", ["--activation=swiglu"]),
-        ("--recompute-activations --recompute-granularity full", ["--recompute=full"]),
+        (
+            "--recompute-activations --recompute-granularity full",
+            ["--recompute=full", "--recompute-method=uniform", "--recompute-layers=1"],
+        ),
+        (
+            "--recompute-granularity full --recompute-method block --recompute-num-layers 2",
+            ["--recompute=full", "--recompute-method=block", "--recompute-layers=2"],
+        ),
+        ("--recompute-granularity selective", ["--recompute=selective"]),
         ("--use-rotary-position-embeddings --no-position-embedding", ["--position=rope"]),
         ("--position-embedding-type learned_absolute", ["--position=learned"]),
         ("--normalization RMSNorm", ["--norm=rmsnorm"]),

@@ -265,17 +265,18 @@ def _training(rest: dict[str, list[str]], stands: Stands) -> None:
         path.write_text('{"zero_allow_untested_optimizer": true}')
         rest["--deepspeed-config"] = [str(path)]
     if "--use-checkpoint-config" in rest:
-        rest["--load"] = [stands.model("llama" if family == "gpt" else family)]
+        theirs = "gpt" if "--merge-file" in rest else "llama"
+        rest["--load"] = [stands.model(theirs if family == "gpt" else family)]
         for flag in ("--resume", "--vocab"):
             rest.pop(flag, None)
     _ranks(rest)
 
 
 def _shorten(rest: dict[str, list[str]]) -> None:
-    """A run of at most 2,000 steps; one that counts millions of samples opens no data, which would be repeated."""
+    """A run of at most 4,000 steps; one that counts millions of samples opens no data, which would be repeated."""
     for flag in ("--steps", "--lr-decay-steps"):
         if flag in rest:
-            rest[flag] = [str(min(2000, int(rest[flag][0])))]
+            rest[flag] = [str(min(4000, int(rest[flag][0])))]
     if int(rest.get("--samples", ["0"])[0]) > 10**6:
         rest.pop("--data-path", None)
 

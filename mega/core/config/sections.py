@@ -757,6 +757,7 @@ class MemoryConfig(Section):
         "how full recompute chooses its blocks",
         megatron={
             "--recompute-method": VALUE,
+            "--recompute-granularity": Renamed({"full": "uniform", "selective": None}),
             "--activations-checkpoint-method": VALUE,
             "--checkpoint-activations": weak("uniform"),
         },
@@ -768,6 +769,7 @@ class MemoryConfig(Section):
         "blocks per group (uniform) or per stage (block)",
         megatron={
             "--recompute-num-layers": VALUE,
+            "--recompute-granularity": Renamed({"full": "1", "selective": None}),
             "--checkpoint-num-layers": VALUE,
             "--activations-checkpoint-num-layers": VALUE,
             "--checkpoint-activations": weak(1),
