@@ -26,6 +26,7 @@ from mega.core.checkpoint.own.inspect import diff
 from mega.core.checkpoint.own.store import CheckpointStore
 from tests.battery.data_ledger import ROOT, Item, run
 from tests.battery.evaluation import folder, mega
+from tests.support.archives import unpack
 from tests.support.shared import shared
 
 SHAPE = "--family bert --layers 2 --hidden 32 --heads 4 --seq-length 96".split()
@@ -78,7 +79,7 @@ def same(one: str, other: str) -> None:
 def from_both() -> dict[str, Any]:
     trained()
     with tarfile.open(shared("race/RACE-train-1200.tar.gz")) as archive:
-        archive.extractall(folder() / "unpacked", filter="data")
+        unpack(archive, folder() / "unpacked")
     mega(*tune("folder", folder() / "unpacked"))
     same("archive", "folder")
     return {"losses": losses("archive")}

@@ -30,6 +30,7 @@ from mega.core.parallel.mesh import Groups
 from mega.core.training.inputs import ResolvedRun, open_inputs, resolve_run
 from mega.core.training.start import start
 from tests.support import foreign_forms
+from tests.support.archives import unpack
 from tests.support.foreign_forms import weights_of
 from tests.support.lines import parsed
 from tests.support.ranks import CPU
@@ -70,7 +71,7 @@ class Imports:
     def source(self, name: str) -> Path:
         if not (self.folder / name).exists():
             with tarfile.open(shared(f"megatron_core/{name}.tar.xz")) as archive:
-                archive.extractall(self.folder, filter="data")
+                unpack(archive, self.folder)
         return self.folder / name
 
     def own(self, name: str, form: str) -> Path:

@@ -115,7 +115,7 @@ def test_positions_that_are_cut_are_said(tmp_path: Path) -> None:
 
 def test_a_window_is_not_lost_on_the_way_to_a_form_without() -> None:
     model = model_from_config({**hf_config(LLAMA, "mistral"), "sliding_window": 4}, "config.json")
-    for write in (params_from_model, partial(arguments_of, tp=1, pp=1, iteration=0, consumed=0)):
+    for write in (params_from_model, partial(arguments_of, tp=1, pp=1)):
         with pytest.raises(CheckpointError, match="window"):
             write(model)
 

@@ -10,7 +10,7 @@ import pytest
 
 from mega.cli import main
 from mega.core.checkpoint.own.store import locate
-from mega.core.quickstart.tour import TOUR, tour
+from mega.core.quickstart.tour import TOUR, closing, tour
 
 
 def in_this_process(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
@@ -24,7 +24,7 @@ def test_the_whole_tour(tmp_path: Path, capfd: pytest.CaptureFixture[str], monke
     out = tmp_path / "new place" / "quickstart"
     assert tour(out, 6) == 0
     printed = capfd.readouterr().out
-    assert printed.count("\n$ mega ") == len(TOUR) + 1
+    assert printed.count("\n$ mega ") == len(TOUR) and printed.splitlines()[-1] == closing(out)
     assert "step 6/6" in printed and "nats per token under the model" in printed
     assert (locate(out / "four-ranks").world, locate(out / "one-rank").world) == (4, 1)
 

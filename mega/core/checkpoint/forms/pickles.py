@@ -36,6 +36,9 @@ class Arguments(Inert):
 _VALUES = ("argparse", "datetime", "enum", "pathlib", "signal")
 """Of Python's own modules, those whose objects are among the arguments of a command line."""
 
+_BY_NAME = ("__builtin__.getattr", "builtins.getattr")
+"""How Python up to 3.11.3 writes a member of an enum: its class, which is inert here, and its name."""
+
 
 def stand_in(name: str) -> type[Inert] | None:
     """What is made in place of an object of the class, or of what the function returns, that a file calls `name`.
@@ -50,7 +53,7 @@ def stand_in(name: str) -> type[Inert] | None:
     if name == "argparse.Namespace":
         return Arguments
     others = module not in sys.stdlib_module_names and module not in ("torch", "__builtin__", "__main__")
-    return Inert if others or module in _VALUES else None
+    return Inert if others or module in _VALUES or name in _BY_NAME else None
 
 
 def read_pickled(path: Path) -> Any:
