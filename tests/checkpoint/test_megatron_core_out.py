@@ -84,12 +84,15 @@ def described(content: Any, where: str = "") -> dict[str, Any]:
 
 
 def indexed(folder: Path) -> dict[str, Any]:
-    """Names of a torch_dist folder -> shape and dtype of tensors, None for opaque bytes."""
+    """Names of a torch_dist folder -> shape, dtype and layout of tensors, None for opaque bytes.
+
+    The fourth property is a member of an enum, which each Python writes in its own way.
+    """
     described = read_records((folder / ".metadata").read_bytes(), folder).state["state_dict_metadata"]
     return {
         name: None
         if "size" not in record.state
-        else (tuple(record.state["size"].given[0]), str(record.state["properties"].state))
+        else (tuple(record.state["size"].given[0]), str(record.state["properties"].state[""][:3]))
         for name, record in described.items()
     }
 

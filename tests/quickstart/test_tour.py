@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,8 @@ def test_the_whole_tour(tmp_path: Path, capfd: pytest.CaptureFixture[str], monke
     assert tour(out, 6) == 0
     printed = capfd.readouterr().out
     assert printed.count("\n$ mega ") == len(TOUR) and printed.splitlines()[-1] == closing(out)
-    assert "step 6/6" in printed and "nats per token under the model" in printed
+    rows = [json.loads(line) for line in (out / "four-ranks" / "metrics.jsonl").read_text().splitlines()]
+    assert rows[-1]["step"] == 6 and "nats per token under the model" in printed
     assert (locate(out / "four-ranks").world, locate(out / "one-rank").world) == (4, 1)
 
 

@@ -153,7 +153,8 @@ def unpickled(source: Path | BytesIO, path: Path, stand_in: StandIn = no_stand_i
     scan = Scan(path, stand_in)
     for _ in range(1 if zipped else LEGACY_PICKLES):
         scan.check(head)
-    inert: list[Any] = [(found, name) for name in sorted(scan.names) if (found := stand_in(name)) is not None]
+    met = sorted(name.replace("__builtin__.", "builtins.", 1) for name in scan.names)  # as torch reads Python 2's name
+    inert: list[Any] = [(found, name) for name in met if (found := stand_in(name)) is not None]
     try:
         with warnings.catch_warnings(), torch.serialization.safe_globals(inert):
             warnings.simplefilter("ignore")
