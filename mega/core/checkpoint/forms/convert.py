@@ -115,7 +115,9 @@ def _import(form: Form, load: Path, save: Path, given: Given) -> ConversionRepor
 
     def fetch(piece: Piece, box: Box) -> torch.Tensor:
         tensor = assemble(targets[piece.key], box, opened.source)
-        ledger.moved(piece.key, box.elements, bool(torch.isfinite(tensor).all()))
+        finite = bool(torch.isfinite(tensor).all())
+        _check_state(piece.key, tensor, finite)
+        ledger.moved(piece.key, box.elements, finite)
         return tensor
 
     store = store_at(save)
@@ -123,6 +125,18 @@ def _import(form: Form, load: Path, save: Path, given: Given) -> ConversionRepor
     saved = store.save_all(opened.step, files, state, fetch=fetch, check=ledger.close, attachments=attachments)
     where = save / store.path(opened.step).name
     return ConversionReport(len(targets), opened.table.elements, saved.bytes, where, opened.notes)
+
+
+STATE = ("moment1", "moment2", "master")
+
+
+def _check_state(key: str, tensor: torch.Tensor, finite: bool) -> None:
+    """Errors: CheckpointError where an optimizer's state is none that Adam can have come to."""
+    kind = key.partition("/")[0]
+    below = kind == "moment2" and bool((tensor < 0).any())
+    if kind in STATE and (below or not finite):
+        has = "a number below zero" if below else "a NaN or an infinity"
+        raise CheckpointError(f"{key}: holds {has}, which is no state of Adam; give --no-load-optim to leave it")
 
 
 def opened_foreign(form: Form, load: Path, given: Given) -> Opened:

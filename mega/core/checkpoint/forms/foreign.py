@@ -15,6 +15,7 @@ from io import BytesIO
 from math import prod
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import torch
 
@@ -177,11 +178,26 @@ def _pickle_of(source: Path | BytesIO, path: Path, size: int) -> bytes:
             source.seek(0)
         reader = torch._C.PyTorchFileReader(source if isinstance(source, BytesIO) else str(source))
         found: bytes = reader.get_record("data.pkl")
+        _check_sums(reader, members, path, all_records=isinstance(source, BytesIO))
     except (zipfile.BadZipFile, ValueError, NotImplementedError, RuntimeError) as error:
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(f"{path}: not a torch file ({str(error).partition(chr(10))[0]:.100})") from None
     return found
+
+
+def _check_sums(reader: Any, members: list[zipfile.ZipInfo], path: Path, *, all_records: bool) -> None:
+    """Compare a torch file's checksums, which torch writes and does not look at: its pickle's, or those of all records.
+
+    One who writes may leave them out; then that of the record `version` is not one either.
+    Errors: CheckpointError naming the record that differs.
+    """
+    sums = {item.filename.partition("/")[2]: item.CRC for item in members}
+    if not reader.has_record("version") or crc32(reader.get_record("version")) != sums.get("version"):
+        return
+    for name in (*(n for n in sums if all_records and n.startswith("data/")), "data.pkl"):
+        if crc32(reader.get_record(name)) != sums.get(name):
+            raise CheckpointError(f"{path}: it is damaged: {name} is not what its checksum says")
 
 
 def _met(message: str) -> str:

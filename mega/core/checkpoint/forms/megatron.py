@@ -43,6 +43,8 @@ from mega.core.checkpoint.forms.megatron_state import (
     LEAVE,
     State,
     alike,
+    check_counts,
+    plain,
     plain_state,
     read_state,
     state_note,
@@ -186,7 +188,7 @@ def open_form(path: Path, given: Given) -> Opened:
     model, notes = model_of_tree(values, source.tensors, tp, given.vocab, path, folder)
     version = content.get("checkpoint_version", 0)
     if not isinstance(version, int | float) or version not in (0, 1, 2, 3):
-        raise CheckpointError(f"{folder}: checkpoint_version {version!r} (valid: 0, 1, 2, 3)")
+        raise CheckpointError(f"{folder}: checkpoint_version {plain(version)!r:.40} (valid: 0, 1, 2, 3)")
     weights = table_of(model, source.tensors, tp, pp, chunks, int(version))
     counts = (
         content.get("iteration", content.get("total_iters", 0)),
@@ -195,6 +197,7 @@ def open_form(path: Path, given: Given) -> Opened:
     )
     iteration, consumed, validated = (n if type(n) is int and n >= 0 else 0 for n in counts)
     table = joined([weights, *(alike(weights, kind) for kind in state.kinds)])
+    check_counts(state.facts, counts[0], folder)
     known = plain_state(state.facts, iteration, consumed, validated)
     notes += (state_note(state.facts, given.optimizer, "taken"),)
     return Opened(source, model, table, iteration, consumed, known, notes)
@@ -224,6 +227,8 @@ def _read_ranks(
         if not isinstance(content, dict):
             raise CheckpointError(f"{directory}: holds {type(content).__name__}, not a checkpoint")
         first = first or content
+        if content is not first and (said := _iteration(content)) != (other := _iteration(first)):
+            raise CheckpointError(f"{directory}: iteration {said}: the first rank's is {other}")
         models = _models(content, directory)
         chunks = len(models)
         weights = [_named(content[key], directory) for key in models]
@@ -232,6 +237,12 @@ def _read_ranks(
         if optimizer:
             read_state(content, directory, f"{t}.{p}", weights, state, order_of(content[models[0]]))
     return tensors, state, chunks, first
+
+
+def _iteration(content: Mapping[str, Any]) -> int | None:
+    """What a file says of its iteration, if anything."""
+    said = content.get("iteration", content.get("total_iters"))
+    return said if type(said) is int else None
 
 
 def _named(model: Any, directory: Path) -> dict[str, torch.Tensor]:

@@ -27,6 +27,9 @@ from mega.core.checkpoint.own.pieces import CheckpointError
 
 DISTRIBUTED = "distrib_optim.pt"
 LEAVE = "give --no-load-optim to take the weights alone"
+LARGEST = 1e300
+"""No number of a state is larger."""
+
 PADDING = 1 << 16
 """A flat buffer is padded to a multiple of its data ranks, of which there are never more."""
 
@@ -209,7 +212,7 @@ def _in_order(chunk: Mapping[str, torch.Tensor], order: Order, where: Path) -> l
 
 def in_order_of(groups: Sequence[Any], grouped: Mapping[bool, list[str]]) -> dict[bool, list[str]]:
     """`grouped` in the order of a state's groups, as far as those say which they are."""
-    said = [bool(group.get("wd_mult", 1.0)) if isinstance(group, dict) else True for group in groups]
+    said = [plain(group.get("wd_mult", 1.0)) != 0 if isinstance(group, dict) else True for group in groups]
     return {decayed: grouped[decayed] for decayed in dict.fromkeys((*said, *grouped)) if decayed in grouped}
 
 
@@ -218,13 +221,13 @@ def check_groups(groups: Sequence[Any], grouped: Mapping[bool, Sequence[str]], w
     if len(groups) != len(grouped) or not all(isinstance(group, dict) for group in groups):
         raise CheckpointError(f"{where}: optimizer has {len(groups)} param_groups, the model makes {len(grouped)}")
     for number, (group, decayed) in enumerate(zip(groups, grouped, strict=True)):
-        if group.get("is_expert_parallel") or group.get("is_decoupled_lr"):
+        if any(plain(group.get(key)) not in (None, False) for key in ("is_expert_parallel", "is_decoupled_lr")):
             raise CheckpointError(f"{where}: optimizer.param_groups[{number}]: experts or a rate of its own; {LEAVE}")
         for key, valid in (("wd_mult", float(decayed)), ("lr_mult", 1.0)):
             if not _numbers(found := group.get(key, valid)) or found != valid:
                 raise CheckpointError(
-                    f"{where}: optimizer.param_groups[{number}].{key} {found!r}: must be {valid:g}, since it begins "
-                    f"with {grouped[decayed][0]}; {LEAVE}"
+                    f"{where}: optimizer.param_groups[{number}].{key} {plain(found)!r:.40}: must be {valid:g}, since "
+                    f"it begins with {grouped[decayed][0]}; {LEAVE}"
                 )
 
 
@@ -245,10 +248,11 @@ def _ordinary(
     masters = optimizer.get("fp32_from_fp16_params", optimizer.get("fp32_from_fp16"))
     if masters is not None:
         masters = _listed(masters, len(grouped), f"{where}: optimizer.fp32_from_fp16_params")
+    left = dict(states)
     for number, (group, names) in enumerate(zip(groups, grouped, strict=True)):
         indices = _listed(group.get("params"), len(names), f"{where}: optimizer.param_groups[{number}].params")
         for name, index in zip(names, indices, strict=True):
-            own = states.get(index) if isinstance(index, int) else None
+            own = left.pop(index, None) if isinstance(index, int) else None  # each belongs to one parameter
             for kind in ("moment1", "moment2"):
                 yield f"{kind}/{name}", own.get(KINDS[kind]) if isinstance(own, dict) else None
         if masters is not None:
@@ -371,33 +375,51 @@ def scalars_in(
 
     Errors: CheckpointError where it is not one state of Adam.
     """
-    states = inner.get("state")
-    kept = states if isinstance(states, dict) else {}
-    said = [_scalar(each["step"]) for each in (*groups, *kept.values()) if isinstance(each, dict) and "step" in each]
-    said += [_scalar(kept["common_step"])] if "common_step" in kept else []
-    if len(set(said)) != 1 or not _numbers(said[0]) or said[0] < 0:
-        raise CheckpointError(f"{where}: optimizer: step {sorted(set(map(str, said)))}: must be one number")
-    betas, eps = groups[0].get("betas"), groups[0].get("eps")
-    if not isinstance(betas, tuple | list) or len(betas) != 2 or not _numbers(*betas, eps):
-        raise CheckpointError(f"{where}: optimizer: betas {betas!r}, eps {eps!r}: are not Adam's; {LEAVE}")
-    constants = dict(zip(("adam_beta1", "adam_beta2", "adam_eps"), map(float, (*betas, eps)), strict=True))
-    return Facts(int(said[0]), constants, _scaler(optimizer.get("grad_scaler"), where), *_schedule(content))
+    steps = _steps(groups, inner.get("state"))
+    if len(set(steps)) != 1 or not _numbers(steps[0]) or steps[0] < 0:
+        raise CheckpointError(f"{where}: optimizer: step {sorted(set(map(str, steps)))!s:.200}: must be one number")
+    constants, *others = (_constants(group, where) for group in groups)
+    if any(other != constants for other in others):
+        raise CheckpointError(f"{where}: optimizer: betas and eps must be the same in all param_groups; {LEAVE}")
+    return Facts(int(steps[0]), constants, _scaler(optimizer.get("grad_scaler"), where), *_schedule(content))
 
 
-def _scalar(value: Any) -> Any:
-    return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+def _steps(groups: Sequence[Mapping[str, Any]], states: Any) -> list[Any]:
+    """Adam's counts: of all groups, of all parameters, or one for all; None for each that is missing among others."""
+    kept = dict(states) if isinstance(states, dict) else {}
+    said = [plain(kept.pop("common_step"))] if "common_step" in kept else []
+    for holders in (groups, list(kept.values())):
+        steps = [plain(each.get("step")) if isinstance(each, dict) else None for each in holders]
+        said += steps if any(step is not None for step in steps) else []
+    return said
+
+
+def _constants(group: Mapping[str, Any], where: Path) -> dict[str, float]:
+    betas, eps = group.get("betas"), plain(group.get("eps"))
+    both = [plain(beta) for beta in betas] if isinstance(betas, tuple | list) else []
+    if len(both) != 2 or not _numbers(*both, eps) or not all(0 <= beta < 1 for beta in both) or eps < 0:
+        raise CheckpointError(f"{where}: optimizer: betas {both}, eps {eps!r:.40}: are not Adam's; {LEAVE}")
+    return dict(zip(("adam_beta1", "adam_beta2", "adam_eps"), map(float, (*both, eps)), strict=True))
+
+
+def plain(value: Any) -> Any:
+    """A number, a text, or None; a tensor of one number is that number, and anything else its type's name."""
+    value = value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+    return value if value is None or isinstance(value, int | float | str) else type(value).__name__
 
 
 def _numbers(*values: Any) -> bool:
-    return all(isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value) for value in values)
+    """Whether all are finite numbers that floats can hold."""
+    numbers = [value for value in values if isinstance(value, int | float) and not isinstance(value, bool)]
+    return len(numbers) == len(values) and all(abs(number) < LARGEST and isfinite(number) for number in numbers)
 
 
 def _scaler(found: Any, where: Path) -> dict[str, float] | None:
     """A constant scale keeps nothing."""
-    if not found:
+    if found is None or (isinstance(found, dict | list) and not found):
         return None
     names = {"scale": "scale", "clean": "growth_tracker", "patience": "hysteresis_tracker"}
-    values = {ours: _scalar(found.get(theirs)) for ours, theirs in names.items()} if isinstance(found, dict) else {}
+    values = {ours: plain(found.get(theirs)) for ours, theirs in names.items()} if isinstance(found, dict) else {}
     if not values or not _numbers(*values.values()) or values["scale"] <= 0:
         raise CheckpointError(f"{where}: optimizer.grad_scaler: is no loss scale; {LEAVE}")
     return {"scale": float(values["scale"]), "clean": int(values["clean"]), "patience": int(values["patience"])}
@@ -417,13 +439,26 @@ def _schedule(content: Mapping[str, Any]) -> tuple[dict[str, Any] | None, int | 
     lr: dict[str, Any] = {ours: found.get(theirs) for ours, theirs in LR.items()}
     decay: dict[str, Any] = {ours: found.get(theirs) for ours, theirs in DECAY.items()}
     styles, samples = (found.get("lr_decay_style"), found.get("wd_incr_style")), found.get("num_steps")
-    if not _numbers(*lr.values(), *decay.values(), samples) or not all(style in LR_STYLES for style in styles):
+    if not _numbers(*lr.values(), *decay.values(), samples) or not all(plain(style) in LR_STYLES for style in styles):
         return None, None
     initial = values_of(content).get("lr_warmup_init", 0.0)
     lr |= {"style": styles[0], "initial": initial if _numbers(initial) else 0.0, "batch": None}
     for values, name in ((lr, "warmup"), (lr, "decay"), (decay, "total")):
         values[name] = int(values[name])
     return {"lr": lr, "weight_decay": {**decay, "style": styles[1]}}, int(samples or 0)
+
+
+def check_counts(facts: Facts | None, iteration: Any, folder: Path) -> None:
+    """Errors: CheckpointError where a state's count of updates, the file's iteration and its folder's name contradict
+    each other. Weights alone may come from anywhere."""
+    if facts is None:
+        return
+    named = re.fullmatch(r"iter_(\d{1,15})", folder.name)
+    if type(iteration) is not int or (named and int(named[1]) != iteration) or facts.updates > iteration:
+        raise CheckpointError(
+            f"{folder}: iteration {plain(iteration)!r:.40}, {facts.updates} updates of the optimizer: must be the "
+            f"folder's number, and no more than it; {LEAVE}"
+        )
 
 
 def plain_state(facts: Facts | None, iteration: int, consumed: int, validated: int) -> dict[str, Any]:

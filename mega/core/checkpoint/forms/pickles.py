@@ -11,6 +11,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from mega.core.checkpoint.forms.foreign import torch_file
 
 
@@ -29,8 +31,17 @@ class Arguments(Inert):
 
     @property
     def values(self) -> dict[str, Any]:
+        """By name."""
         state = getattr(self, "state", {})
-        return state if isinstance(state, dict) else {}
+        plain = state if isinstance(state, dict) else {}
+        return {key: value for key, value in plain.items() if _is_argument(value)}
+
+
+def _is_argument(value: Any) -> bool:
+    """No tensor, which may be neither true nor false, no containers in containers, which may take for ever to spell."""
+    if isinstance(value, dict | list | tuple | set):
+        return not any(isinstance(item, dict | list | tuple | set) for item in value)
+    return not isinstance(value, torch.Tensor)
 
 
 _VALUES = ("argparse", "datetime", "enum", "pathlib", "signal")

@@ -18,17 +18,19 @@ from typing import Any
 
 import torch
 
-from mega.core.checkpoint.forms.foreign import inside, unpickled
+from mega.core.checkpoint.forms.foreign import inside, read_json, unpickled
 from mega.core.checkpoint.forms.form import Given, Opened
 from mega.core.checkpoint.forms.mapping import joined
 from mega.core.checkpoint.forms.megatron import common_name, iteration_of, model_of_tree, table_of
-from mega.core.checkpoint.forms.megatron_state import plain_state, state_note, values_of
+from mega.core.checkpoint.forms.megatron_state import check_counts, plain_state, state_note, values_of
 from mega.core.checkpoint.forms.pickles import read_pickled, stand_in
 from mega.core.checkpoint.forms.torch_dist_state import state_of
 from mega.core.checkpoint.own.disk import opening, read_file, read_into
-from mega.core.checkpoint.own.pieces import Box, CheckpointError, Tensors
+from mega.core.checkpoint.own.pieces import Box, CheckpointError, Tensors, tiling_fault
 
 INDEX_LIMIT = 256 << 20
+DIMS = 16
+"""More than any tensor has."""
 LAYERS = "decoder.layers."
 
 
@@ -55,12 +57,22 @@ def read_records(data: bytes, path: Path) -> Any:
     """
     stack: list[Any] = []
     memo: dict[int, Any] = {}
+    left = len(data)  # elements that may be copied: a file spells out what each record is given
 
     def since_mark() -> list[Any]:
-        at = len(stack) - 1 - stack[::-1].index(_MARK)
+        at = len(stack) - 1
+        while stack[at] is not _MARK:
+            at -= 1
         items = stack[at + 1 :]
         del stack[at:]
         return items
+
+    def charged(given: Any) -> Any:
+        nonlocal left
+        left -= len(given) if isinstance(given, dict | list | tuple) else 0
+        if left < 0:
+            raise ValueError("it repeats itself")
+        return given
 
     try:
         for operation, argument, _ in pickletools.genops(data):
@@ -88,20 +100,22 @@ def read_records(data: bytes, path: Path) -> Any:
                 stack.append(tuple(since_mark()))
             elif name == "STACK_GLOBAL":
                 attribute, module = stack.pop(), stack.pop()
+                if not isinstance(attribute, str) or not isinstance(module, str):
+                    raise ValueError("a name is no text")  # tuples can take for ever to spell
                 stack.append(Record(f"{module}.{attribute}"))
             elif name in ("REDUCE", "NEWOBJ"):
                 given, called = stack.pop(), stack.pop()
-                stack.append(Record(called.name, tuple(given)))
+                stack.append(Record(called.name, tuple(charged(given))))
             elif name == "BUILD":
-                state = stack.pop()
+                state = charged(stack.pop())
                 stack[-1].state.update(state if isinstance(state, dict) else {"": state})
             elif name in ("APPEND", "APPENDS"):
                 items = [stack.pop()] if name == "APPEND" else since_mark()
                 stack[-1].extend(items)
             elif name in ("SETITEM", "SETITEMS"):
                 items = [stack.pop(-2), stack.pop()] if name == "SETITEM" else since_mark()
-                if not all(isinstance(key, str | int | Record) for key in items[::2]):
-                    raise ValueError("a key is neither text, number nor record")  # tuples can take for ever to hash
+                if not all(isinstance(key, str | Record) for key in items[::2]):
+                    raise ValueError("a key is neither text nor record")  # tuples can take for ever to hash
                 stack[-1].update(zip(items[::2], items[1::2], strict=True))
             else:
                 raise CheckpointError(f"{path}: the pickle holds the instruction {name}")
@@ -207,7 +221,13 @@ class DistributedSource:
         filled = 0
         for chunk in self._chunks[stored]:
             if shared := chunk.box.meet(box):
-                made[shared.inside(box)] = self._load(stored, chunk)[shared.inside(chunk.box)]
+                held = self._load(stored, chunk)
+                if held.dtype != made.dtype:
+                    raise CheckpointError(
+                        f"{self._folder / chunk.file}: {stored}: is {held.dtype} at {chunk.box.start}, elsewhere "
+                        f"{made.dtype}"
+                    )
+                made[shared.inside(box)] = held[shared.inside(chunk.box)]
                 filled += shared.elements
         if filled != box.elements:
             raise CheckpointError(f"{self._folder}: {stored}: {filled} of {box.elements} elements are in the files")
@@ -253,22 +273,24 @@ def _index(index: Any, folder: Path) -> tuple[dict[str, tuple[int, ...]], dict[s
         objects: dict[str, Place] = {}
         for key, value in index.state["storage_data"].items():
             place = value.state["relative_path"], *_numbers((value.state["offset"], value.state["length"]))
+            name = _text(key.state["fqn"])
             if key.state.get("offset") is None:  # opaque bytes
-                objects[key.state["fqn"]] = place
+                objects[name] = place
             else:
-                stored[key.state["fqn"], _numbers(key.state["offset"])] = place
+                stored[name, _numbers(key.state["offset"])] = place
         shapes: dict[str, tuple[int, ...]] = {}
         chunks: dict[str, list[Chunk]] = {}
         for name, record in index.state["state_dict_metadata"].items():
             if not record.name.endswith(".TensorStorageMetadata"):
                 continue  # opaque bytes (extra states, random states)
-            shapes[name] = _numbers(record.state["size"])
+            shapes[_text(name)] = _numbers(record.state["size"])
             for chunk in record.state["chunks"]:
                 start, size = _numbers(chunk.state["offsets"]), _numbers(chunk.state["sizes"])
-                box = Box(start, size)
-                if not box.within(shapes[name]):
-                    raise CheckpointError(f"{path}: {name}: a rectangle at {start} leaves the shape")
-                chunks.setdefault(name, []).append(Chunk(box, *stored[name, start]))
+                if (name, start) not in stored:
+                    raise CheckpointError(f"{path}: {name}: no place for its rectangle at {start}, or two for one")
+                chunks.setdefault(name, []).append(Chunk(Box(start, size), *stored.pop((name, start))))
+            if fault := tiling_fault(shapes[name], [chunk.box for chunk in chunks.get(name, ())]):
+                raise CheckpointError(f"{path}: {name}: {fault}")
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         if isinstance(error, CheckpointError):
             raise
@@ -280,10 +302,19 @@ def _numbers(value: Any) -> tuple[int, ...]:
     """The numbers of a tuple or of a recorded torch.Size, each a count."""
     while isinstance(value, Record):
         value = value.given[0]
+    if not isinstance(value, tuple | list) or len(value) > DIMS:
+        raise ValueError("no numbers where some should be")
     numbers = tuple(value)
     if any(type(number) is not int or not 0 <= number < 1 << 62 for number in numbers):
-        raise ValueError(f"{numbers} are not counts")
+        raise ValueError("numbers that are not counts")
     return numbers
+
+
+def _text(value: Any) -> str:
+    """A name, which is text: anything else may take for ever to hash."""
+    if not isinstance(value, str):
+        raise ValueError("a name is no text")
+    return value
 
 
 def recognise(path: Path) -> bool:
@@ -293,6 +324,8 @@ def recognise(path: Path) -> bool:
 
 def open_form(path: Path, given: Given) -> Opened:
     folder = iteration_of(path)
+    if (kind := read_json(folder / "metadata.json").get("sharded_backend")) != "torch_dist":
+        raise CheckpointError(f"{folder / 'metadata.json'}: sharded_backend {kind!r:.40} (valid: 'torch_dist')")
     source = DistributedSource(folder)
     content = _common(folder)
     values = arguments(content, folder, source.tensors, given.heads)
@@ -307,6 +340,7 @@ def open_form(path: Path, given: Given) -> Opened:
     )
     iteration, consumed, validated = (n if type(n) is int and n >= 0 else 0 for n in counts)
     notes += (state_note(scalars, given.optimizer, "taken"),)
+    check_counts(scalars, counts[0], folder)
     known = plain_state(scalars, iteration, consumed, validated)
     return Opened(source, model, joined([weights, *states]), iteration, consumed, known, notes)
 
