@@ -30,6 +30,12 @@ def commit() -> str:
     return subprocess.check_output(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, text=True).strip()
 
 
+def resident(field: str) -> int:
+    """MB of this process."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(field)) >> 10
+
+
 def run(battery: str, items: Iterable[Item], arguments: Sequence[str] | None = None) -> None:
     """Run the items that have no good line for this commit yet, report how all stand, and exit."""
     asked, all_items = _asked(battery, arguments), list(items)

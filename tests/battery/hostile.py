@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 
 from mega.cli import main
-from tests.battery.data_ledger import run
+from tests.battery.data_ledger import resident, run
 from tests.support.foreign_forms import FORMS, Form
 
 HOME = Path(tempfile.mkdtemp(prefix="mega-hostile-"))
@@ -206,12 +206,6 @@ def bomb_item(kind: str, name: str, change: Callable[[Path], None]) -> Callable[
         return {"cpu seconds": round(seconds, 2), "MB": grown, "said": text.strip().replace(f"{HOME}/", "")[-150:]}
 
     return prove
-
-
-def resident(field: str) -> int:
-    """MB of this process."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith(field)) >> 10
 
 
 def header(text: bytes, length: int | None = None, data: bytes = b"") -> Callable[[Path], None]:
