@@ -3,11 +3,14 @@ time or memory. Under an audit hook nothing is executed, opened or connected; ev
 of processor time and 200 MB.
 
 An item is one kind of checkpoint: 15 payloads x 5 wrappings x each of its files. What a wrapping does to a file that
-is only copied (a dict.txt) or not looked at may end well; code must not run there either.
+is only copied (a dict.txt) or not looked at may end well; code must not run there either. Megatron-core's forms with an
+optimizer are kinds of their own; in those the payloads, and names that look like another program's, lie at the places
+where such files keep objects, too: arguments, states of reruns, groups of parameters, the index, objects among tensors.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import io
 import json
@@ -23,7 +26,7 @@ import time
 import warnings
 import zipfile
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +36,7 @@ import torch
 
 from mega.cli import main
 from tests.battery.data_ledger import resident, run
+from tests.support.core_forms import CORE, CoreForm
 from tests.support.foreign_forms import FORMS, Form
 
 HOME = Path(tempfile.mkdtemp(prefix="mega-hostile-"))
@@ -95,7 +99,7 @@ def audit(event: str, arguments: tuple[Any, ...]) -> None:
         seen.append(f"{event} {arguments[:2]!r}"[:200])
 
 
-def read(form: Form, load: Path, target: Path) -> tuple[int, str]:
+def read(form: Form | CoreForm, load: Path, target: Path) -> tuple[int, str]:
     """Run the verb with the hook on."""
     global armed
     output = io.StringIO()
@@ -154,9 +158,202 @@ WRAPPINGS: dict[str, Callable[[Path, Payload], None]] = {
 }
 
 
+# Places where Megatron-core's files keep objects ------------------------------------------------------------------
+
+
+class Named:
+    """Pickled, it is a call of what has a `name`, which need not be what pickle itself would call it."""
+
+    def __init__(self, name: str, *arguments: Any) -> None:
+        self.name, self.arguments = name, arguments
+
+
+class NamingPickler(pickle._Pickler):  # Python's own, in Python: it can be told what to write
+    def save(self, obj: Any, save_persistent_id: bool = True) -> None:
+        if not isinstance(obj, Named):
+            super().save(obj, save_persistent_id)  # type: ignore[misc]
+            return
+        module, _, function = obj.name.partition(":")
+        if self.proto >= 4:
+            self.save(module)
+            self.save(function)
+            self.write(pickle.STACK_GLOBAL)  # type: ignore[attr-defined]
+        else:
+            self.write(pickle.GLOBAL + f"{module}\n{function}\n".encode())  # type: ignore[attr-defined]
+        self.save(obj.arguments)
+        self.write(pickle.REDUCE)  # type: ignore[attr-defined]
+
+
+class naming:
+    Pickler = NamingPickler
+
+
+def looks() -> dict[str, Named]:
+    """Calls by names whose modules hold what command lines hold, or are another program's."""
+    ran = str(CANARY / "ran")
+    return {
+        "argparse.FileType": Named("argparse:FileType", "w"),
+        "pathlib.Path.touch": Named("pathlib:Path.touch", ran),
+        "pathlib.os": Named("pathlib:os.system", f"touch {ran}"),
+        "enum.sys": Named("enum:sys.exit", 3),
+        "signal": Named("signal:raise_signal", 10),
+        "typer": Named("typer:launch", "http://127.0.0.1:9"),
+        "numpy": Named("numpy:savetxt", ran, [1.0]),
+        "mega": Named("mega.core.files:whole_file", Path(ran).name),
+        "__main__": Named("__main__:Payload", 1),
+        "megatron": Named("megatron.core.rerun_state_machine:RerunMode", ran),
+    }
+
+
+def at(*path: Any) -> Callable[[Any, Any], None]:
+    """Puts a payload at a place, if that is there."""
+
+    def put(content: Any, payload: Any) -> None:
+        for step in path[:-1]:
+            content = vars(content) if isinstance(content, argparse.Namespace) else content
+            content = next(iter(content.values())) if step is any else content[step]
+        content = vars(content) if isinstance(content, argparse.Namespace) else content
+        content[path[-1]] = payload
+
+    return put
+
+
+PLACES = {
+    "args": at("args"),
+    "an argument": at("args", "num_layers"),
+    "an argument of no use": at("args", "rerun_mode"),
+    "rerun state": at("rerun_state_machine"),
+    "random state": at("rng_state"),
+    "optimizer": at("optimizer"),
+    "groups": at("optimizer", "optimizer", "param_groups"),
+    "a group": at("optimizer", "optimizer", "param_groups", 0, "odd"),
+    "betas": at("optimizer", "optimizer", "param_groups", 0, "betas"),
+    "a step": at("optimizer", "optimizer", "param_groups", 1, "step"),
+    "a group of fp32": at("optimizer", "param_groups", 0, "eps"),
+    "a moment": at("optimizer", "optimizer", "state", 0, "exp_avg"),
+    "loss scale": at("optimizer", "grad_scaler", "scale"),
+    "scheduler": at("opt_param_scheduler", "max_lr"),
+    "iteration": at("iteration"),
+    "metadata": at("content_metadata"),
+    "a weight": at("model", "decoder.final_layernorm.weight"),
+    "a vector": at(0, any, "exp_avg"),
+    "sizes": at("bucket_sizes"),
+}
+
+
+def placed(path: Path) -> Iterator[tuple[str, Callable[[Path, Any], None]]]:
+    """Ways to put a payload into a file without changing the rest."""
+    if path.suffix == ".pt":
+        for place, put in PLACES.items():
+            with torch.serialization.safe_globals([argparse.Namespace]):
+                content = torch.load(io.BytesIO(path.read_bytes()), weights_only=True)
+            with contextlib.suppress(KeyError, TypeError, IndexError):
+                put(content, None)
+
+                def change(file: Path, payload: Any, content: Any = content, put: Any = put) -> None:
+                    put(content, payload)
+                    buffer = io.BytesIO()
+                    torch.save(content, buffer, pickle_module=naming)
+                    file.write_bytes(buffer.getvalue())
+
+                yield place, change
+    if path.name == ".metadata":
+        yield from ((place, in_index(place)) for place in ("planner_data", "storage_meta", "a tensor", "a place"))
+    if path.suffix == ".distcp":
+        yield "an object", among_tensors(opaque=True)
+        yield "a tensor", among_tensors(opaque=False)
+
+
+def in_index(place: str) -> Callable[[Path, Any], None]:
+    def change(file: Path, payload: Any) -> None:
+        index = pickle.loads(file.read_bytes())  # noqa: S301  (written here)
+        if place in ("planner_data", "storage_meta"):
+            setattr(index, place, payload)
+        elif place == "a tensor":
+            index.state_dict_metadata[next(iter(index.state_dict_metadata))] = payload
+        else:
+            index.storage_data[next(iter(index.storage_data))] = payload
+        buffer = io.BytesIO()
+        NamingPickler(buffer, 4).dump(index)
+        file.write_bytes(buffer.getvalue())
+
+    return change
+
+
+def among_tensors(*, opaque: bool) -> Callable[[Path, Any], None]:
+    """In place of the objects, or tensors, of an optimizer, or of others where there is none of it."""
+
+    def change(file: Path, payload: Any) -> None:
+        index = pickle.loads((file.parent / ".metadata").read_bytes())  # noqa: S301
+        chosen = [key for key in index.storage_data if (key.offset is None) == opaque]
+        chosen = [key for key in chosen if key.fqn.startswith("optimizer.")] or chosen
+        buffer = io.BytesIO()
+        torch.save([{"param_groups": [payload]}] if opaque else payload, buffer, pickle_module=naming)
+        length = file.stat().st_size
+        with open(file, "ab") as stream:
+            stream.write(buffer.getvalue())
+        for key in chosen:
+            place = index.storage_data[key]
+            if place.relative_path == file.name:
+                place.offset, place.length = length, len(buffer.getvalue())
+        (file.parent / ".metadata").write_bytes(pickle.dumps(index, protocol=4))
+
+    return change
+
+
+def place_item(kind: str) -> Callable[[], dict[str, Any]]:
+    """Each payload at each place of each kind of file, whose first is taken."""
+
+    def prove() -> dict[str, Any]:
+        form, counts, names = CORE[kind], Counter[str](), set[str]()
+        pristine = HOME / "pristine"
+        shutil.rmtree(pristine, ignore_errors=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            form.make(pristine)
+        for file in sorted(path.relative_to(pristine) for path in pristine.rglob("*") if path.is_file()):
+            if file.name in names:
+                continue
+            names.add(file.name)
+            for place, put in placed(pristine / file):
+                for name, payload in {**payloads(), **looks()}.items():
+                    ends_well(form, pristine, file, put, payload, f"{file}, {place}, {name}", counts)
+        return {"places": counts.total(), **counts}
+
+    return prove
+
+
+def ends_well(
+    form: Form | CoreForm,
+    pristine: Path,
+    file: Path,
+    wrap: Callable[[Path, Any], None],
+    payload: Any,
+    where: str,
+    counts: Counter[str],
+) -> None:
+    """Put a payload into a file of a copy, read it, and see that it has not been run."""
+    source, target = HOME / "source", HOME / "target"
+    shutil.rmtree(source, ignore_errors=True)
+    shutil.rmtree(target, ignore_errors=True)
+    shutil.copytree(pristine, source)
+    try:
+        wrap(source / file, payload)
+    except TypeError:  # attrgetter of a module cannot be pickled
+        counts["not to be written"] += 1
+        return
+    seen.clear()
+    code, text = read(form, source / form.path, target)
+    assert not seen, f"{where}: {seen}"
+    assert sorted(os.listdir(CANARY)) == KEPT, where
+    assert code in (0, 2), f"{where}: exit {code}: {text}"
+    assert code == 0 or not target.exists(), where
+    counts["refused" if code else "of no effect"] += 1
+
+
 def payload_item(kind: str) -> Callable[[], dict[str, Any]]:
     def prove() -> dict[str, Any]:
-        form, counts = FORMS[kind], Counter[str]()
+        form, counts = ({**FORMS, **CORE})[kind], Counter[str]()
         pristine = HOME / "pristine"
         shutil.rmtree(pristine, ignore_errors=True)
         with warnings.catch_warnings():
@@ -166,19 +363,8 @@ def payload_item(kind: str) -> Callable[[], dict[str, Any]]:
         for file in files:
             for payload_name, payload in payloads().items():
                 for wrapping, wrap in WRAPPINGS.items():
-                    source, target = HOME / "source", HOME / "target"
-                    shutil.rmtree(source, ignore_errors=True)
-                    shutil.rmtree(target, ignore_errors=True)
-                    shutil.copytree(pristine, source)
-                    wrap(source / file, payload)
-                    seen.clear()
-                    code, text = read(form, source / form.path, target)
                     where = f"{file}, {payload_name}, {wrapping}"
-                    assert not seen, f"{where}: {seen}"
-                    assert sorted(os.listdir(CANARY)) == KEPT, where
-                    assert code in (0, 2), f"{where}: exit {code}: {text}"
-                    assert code == 0 or not target.exists(), where
-                    counts["refused" if code else "of no effect"] += 1
+                    ends_well(form, pristine, file, wrap, payload, where, counts)
         return {"files": len(files), **counts}
 
     return prove
@@ -189,7 +375,7 @@ def payload_item(kind: str) -> Callable[[], dict[str, Any]]:
 
 def bomb_item(kind: str, name: str, change: Callable[[Path], None]) -> Callable[[], dict[str, Any]]:
     def prove() -> dict[str, Any]:
-        source, target, form = HOME / "source", HOME / "target", FORMS[kind]
+        source, target, form = HOME / "source", HOME / "target", ({**FORMS, **CORE})[kind]
         for folder in (source, target):
             shutil.rmtree(folder, ignore_errors=True)
         with warnings.catch_warnings():
@@ -336,6 +522,71 @@ def hashed_for_ever(name: str, zipped: bool = True) -> Callable[[Path], None]:
     return change
 
 
+PROTO, RECORD = b"\x80\x04", b"\x8c\x01m\x8c\x01R\x93)\x81"  # a new record of class m.R
+DOUBLED = (
+    b"K\x01\x94"
+    + b"h\x00h\x00\x86\x94"
+    + b"".join(b"h" + bytes([n]) + b"h" + bytes([n]) + b"\x86\x94" for n in range(1, 60))
+)
+"""A tuple of twice a tuple, 60 deep, on the stack, with the steps below it."""
+
+
+def named(key: str) -> bytes:
+    return b"\x8c" + bytes([len(key)]) + key.encode()
+
+
+def with_state(**fields: bytes) -> bytes:
+    """A record whose state has these fields, each the bytes that make it."""
+    return RECORD + b"}(" + b"".join(named(key) + value for key, value in fields.items()) + b"ub"
+
+
+def a_name_for_ever(source: Path) -> None:
+    """Of which the hash takes for ever, where the index has the name of a tensor."""
+    key = with_state(fqn=DOUBLED, offset=b"N")
+    place = with_state(relative_path=named("f"), offset=b"K\x00", length=b"K\x00")
+    index_of(source, with_state(storage_data=b"}" + key + place + b"s"))
+
+
+def spelled_for_ever(source: Path) -> None:
+    index_of(source, DOUBLED + named("R") + b"\x93")
+
+
+def marks(source: Path) -> None:
+    index_of(source, b"(" * 200_000 + b"t" * 200_000)
+
+
+def one_dict_for_all(source: Path) -> None:
+    """20,000 keys, given to 20,000 records."""
+    keys = b"".join(b"\x8c\x06" + b"%06d" % n + b"K\x01" for n in range(20_000))
+    index_of(source, b"}\x94(" + keys + b"u" + (RECORD + b"h\x00b") * 20_000)
+
+
+def one_list_for_all(source: Path) -> None:
+    """20,000 numbers, given to 20,000 calls."""
+    index_of(source, b"]\x94(" + b"K\x01" * 20_000 + b"e" + b"\x8c\x01m\x8c\x01R\x93\x94" + b"h\x01h\x00R" * 20_000)
+
+
+def index_of(source: Path, body: bytes) -> None:
+    (next(source.glob("iter_*")) / ".metadata").write_bytes(PROTO + body + b".")
+
+
+def lists(value: Any = 1) -> Any:
+    """A list of twice a list, 60 deep: spelling it takes for ever."""
+    for _ in range(60):
+        value = [value, value]
+    return value
+
+
+def content_of(name: str, *path: Any) -> Callable[[Path], None]:
+    """Such a list at a place of a torch file."""
+
+    def change(content: Any) -> Any:
+        at(*path)(content, lists())
+        return content
+
+    return state_of(name, change)
+
+
 FOR_EVER = {
     "hf bin": "pytorch_model.bin",
     "meta": "consolidated.01.pth",
@@ -392,6 +643,26 @@ BOMBS: list[tuple[str, str, Callable[[Path], None]]] = [
     ("mega", "a fraction of layers", sealed(layers=2.5)),
     *((kind, "a key that hashes for ever", hashed_for_ever(name)) for kind, name in FOR_EVER.items()),
     *((kind, "such a key, no archive", hashed_for_ever(name, zipped=False)) for kind, name in FOR_EVER.items()),
+    ("torch_dist, bf16", "a name that hashes for ever", a_name_for_ever),
+    ("torch_dist, bf16", "a module that is spelled for ever", spelled_for_ever),
+    ("torch_dist, bf16", "200,000 marks, each ended", marks),
+    ("torch_dist, bf16", "a dict for 20,000 records", one_dict_for_all),
+    ("torch_dist, bf16", "a list for 20,000 calls", one_list_for_all),
+    *(
+        (kind, f"lists that are spelled for ever: {'.'.join(map(str, path))}", content_of(name, *path))
+        for kind, name in (
+            ("torch_dist, bf16", "iter_0000007/common.pt"),
+            ("mcore, bf16", "iter_0000007/mp_rank_00_000/model_optim_rng.pt"),
+        )
+        for path in (
+            ("args", "num_layers"),
+            ("args", "position_embedding_type"),
+            ("iteration",),
+            ("optimizer", "optimizer", "param_groups", 0, "betas"),
+            ("optimizer", "optimizer", "param_groups", 0, "lr_mult"),
+            ("optimizer", "optimizer", "param_groups", 0, "step"),
+        )
+    ),
     ("mega", "no width", sealed(hidden=None)),
     ("mega", "minus one head", sealed(heads=-1)),
 ]
@@ -403,13 +674,15 @@ if __name__ == "__main__":
     torch.save({}, CANARY / "inner.pt")
     KEPT = sorted(os.listdir(CANARY))
     sys.path.insert(0, str(HOME))
-    for each in FORMS.values():  # whatever is imported lazily is imported before the hook is on
+    for each in (*FORMS.values(), *CORE.values()):  # whatever is imported lazily is imported before the hook is on
         with tempfile.TemporaryDirectory() as scratch, warnings.catch_warnings():
             warnings.simplefilter("ignore")
             assert read(each, each.make(Path(scratch) / "source"), Path(scratch) / "target")[0] == 0
     sys.addaudithook(audit)
     random.seed(0)
     items = [(f"payloads in {kind}", payload_item(kind)) for kind in FORMS]
+    items += [(f"payloads in {kind}", payload_item(kind)) for kind in CORE]
+    items += [(f"places of {kind}", place_item(kind)) for kind in CORE]
     items += [(f"{kind}: {name}", bomb_item(kind, name, change)) for kind, name, change in BOMBS]
     try:
         run("hostile", items)
