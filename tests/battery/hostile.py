@@ -523,12 +523,8 @@ def hashed_for_ever(name: str, zipped: bool = True) -> Callable[[Path], None]:
 
 
 PROTO, RECORD = b"\x80\x04", b"\x8c\x01m\x8c\x01R\x93)\x81"  # a new record of class m.R
-DOUBLED = (
-    b"K\x01\x94"
-    + b"h\x00h\x00\x86\x94"
-    + b"".join(b"h" + bytes([n]) + b"h" + bytes([n]) + b"\x86\x94" for n in range(1, 60))
-)
-"""A tuple of twice a tuple, 60 deep, on the stack, with the steps below it."""
+DOUBLED = b"K\x01\x94" + b"".join(b"h" + bytes([n]) + b"\x86\x94" for n in range(60))
+"""A tuple of twice a tuple, 60 deep."""
 
 
 def named(key: str) -> bytes:

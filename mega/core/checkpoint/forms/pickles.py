@@ -34,14 +34,15 @@ class Arguments(Inert):
         """By name."""
         state = getattr(self, "state", {})
         plain = state if isinstance(state, dict) else {}
-        return {key: value for key, value in plain.items() if _is_argument(value)}
+        return {key: _argument(value) for key, value in plain.items()}
 
 
-def _is_argument(value: Any) -> bool:
-    """No tensor, which may be neither true nor false, no containers in containers, which may take for ever to spell."""
-    if isinstance(value, dict | list | tuple | set):
-        return not any(isinstance(item, dict | list | tuple | set) for item in value)
-    return not isinstance(value, torch.Tensor)
+def _argument(value: Any) -> Any:
+    """A value, or its type's name: of a tensor, which may be neither true nor false, and of containers in containers,
+    which may take for ever to spell."""
+    containers = (dict, list, tuple, set)
+    nested = isinstance(value, containers) and any(isinstance(item, containers) for item in value)
+    return type(value).__name__ if nested or isinstance(value, torch.Tensor) else value
 
 
 _VALUES = ("argparse", "datetime", "enum", "pathlib", "signal")
