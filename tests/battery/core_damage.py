@@ -133,7 +133,7 @@ def absent(form: CoreForm) -> dict[str, Any]:
         judge.judge(f"no {file}", (str(judge.tree),))
     for folder in sorted({file.parent for file in judge.files if len(file.parts) > 2}):
         shutil.rmtree(judge.fresh() / folder)
-        judge.judge(f"no {folder}", (str(judge.tree),))
+        judge.judge(f"no {folder}")
     return judge.done()
 
 
