@@ -281,10 +281,10 @@ def _each(state: Content, kinds: tuple[str, ...]) -> Iterator[tuple[str, Callabl
     """What is done to a dict of kinds of state."""
     for kind in kinds:
         for word, spoil in SPOILT.items():
-            yield f"{kind} {word}", lambda state, kind=kind, spoil=spoil: state.update({kind: spoil(state[kind])})
-        yield f"{kind} lost", lambda state, kind=kind: state.pop(kind)
-        yield f"{kind} renamed", lambda state, kind=kind: state.update({f"{kind}_": state.pop(kind)})
-        yield f"{kind} text", lambda state, kind=kind: state.update({kind: "none"})
+            yield f"{kind} {word}", lambda state, kind=kind, spoil=spoil: state.update({kind: spoil(state[kind])})  # type: ignore[misc]
+        yield f"{kind} lost", lambda state, kind=kind: state.pop(kind)  # type: ignore[misc]
+        yield f"{kind} renamed", lambda state, kind=kind: state.update({f"{kind}_": state.pop(kind)})  # type: ignore[misc]
+        yield f"{kind} text", lambda state, kind=kind: state.update({kind: "none"})  # type: ignore[misc]
     yield "exp_avg_sq below zero", lambda state: state.update(exp_avg_sq=first_below(state["exp_avg_sq"], -1e-9))
     yield "moments swapped", lambda state: state.update(exp_avg=state["exp_avg_sq"], exp_avg_sq=state["exp_avg"])
 
@@ -309,7 +309,7 @@ def _tensor_by_tensor(judge: Judge, file: Path) -> Iterator[tuple[str, tuple[str
 
     for number in (0, 3):
         for what, change in _each({}, ("exp_avg", "exp_avg_sq")):
-            saved(lambda content, change=change, number=number: change(states(content)[number]))
+            saved(lambda content, change=change, number=number: change(states(content)[number]))  # type: ignore[misc]
             yield f"{file}: {number}: {what}", TOLD
     saved(lambda content: states(content).pop(0))
     yield f"{file}: a parameter lost", TOLD
@@ -321,7 +321,7 @@ def _tensor_by_tensor(judge: Judge, file: Path) -> Iterator[tuple[str, tuple[str
     yield f"{file}: a parameter twice", TOLD
     if "fp32_from_fp16_params" in loaded(judge.pristine / file)["optimizer"]:
         for word, spoil in SPOILT.items():
-            saved(lambda content, spoil=spoil: masters(content).__setitem__(0, spoil(masters(content)[0])))
+            saved(lambda content, spoil=spoil: masters(content).__setitem__(0, spoil(masters(content)[0])))  # type: ignore[misc]
             yield f"{file}: a master {word}", TOLD
         saved(lambda content: masters(content).pop())
         yield f"{file}: a master lost", TOLD
@@ -336,7 +336,7 @@ def _vectors(judge: Judge, file: Path) -> Iterator[tuple[str, tuple[str, ...]]]:
         torch.save(content, judge.tree / file)
 
     for what, change in _each({}, ("exp_avg", "exp_avg_sq", "param")):
-        saved(lambda content, change=change: [change(each) for each in content[0].values()])
+        saved(lambda content, change=change: [change(each) for each in content[0].values()])  # type: ignore[misc]
         yield f"{file}: {what}", TOLD
     for what, change in (
         ("no chunk", lambda content: content.pop(0)),
@@ -363,20 +363,20 @@ def _distributed(judge: Judge) -> Iterator[tuple[str, tuple[str, ...]]]:
 
     for each in (name, square, *(next((n for n in state if "param" in n), name),)):
         for word, spoil in SPOILT.items():
-            saved(lambda changed, each=each, spoil=spoil: changed.update({each: spoil(changed[each])}))
+            saved(lambda changed, each=each, spoil=spoil: changed.update({each: spoil(changed[each])}))  # type: ignore[misc]
             yield f"{each} {word}", (*TOLD, each)
-        saved(lambda changed, each=each: changed.pop(each))
+        saved(lambda changed, each=each: changed.pop(each))  # type: ignore[misc]
         yield f"{each} lost", (*TOLD, each)
-        saved(lambda changed, each=each: changed.update({f"{each}x": changed.pop(each)}))
+        saved(lambda changed, each=each: changed.update({f"{each}x": changed.pop(each)}))  # type: ignore[misc]
         yield f"{each} renamed", (*TOLD, each)
     saved(lambda changed: changed.update({square: first_below(changed[square], -1e-9)}))
     yield f"{square} below zero", TOLD
     saved(lambda changed: changed.update({name: changed[square], square: changed[name]}))
     yield f"{name} swapped", TOLD
     for weight in sorted(set(tensors) - set(state))[:6]:
-        saved(lambda changed, weight=weight: changed.pop(weight))
+        saved(lambda changed, weight=weight: changed.pop(weight))  # type: ignore[misc]
         yield f"{weight} lost", (str(judge.tree),)
-        saved(lambda changed, weight=weight: changed.update({weight: changed[weight].narrow(-1, 0, 1).clone()}))
+        saved(lambda changed, weight=weight: changed.update({weight: changed[weight].narrow(-1, 0, 1).clone()}))  # type: ignore[misc]
         yield f"{weight} narrow", (str(judge.tree), ".weight", ".bias")
 
 

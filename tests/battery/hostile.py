@@ -174,7 +174,7 @@ class NamingPickler(pickle._Pickler):  # Python's own, in Python: it can be told
             super().save(obj, save_persistent_id)  # type: ignore[misc]
             return
         module, _, function = obj.name.partition(":")
-        if self.proto >= 4:
+        if self.proto >= 4:  # type: ignore[attr-defined]
             self.save(module)
             self.save(function)
             self.write(pickle.STACK_GLOBAL)  # type: ignore[attr-defined]
@@ -358,13 +358,13 @@ def payload_item(kind: str) -> Callable[[], dict[str, Any]]:
         shutil.rmtree(pristine, ignore_errors=True)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            form.make(pristine)
+            form.make(pristine)  # type: ignore[attr-defined]
         files = sorted(path.relative_to(pristine) for path in pristine.rglob("*") if path.is_file())
         for file in files:
             for payload_name, payload in payloads().items():
                 for wrapping, wrap in WRAPPINGS.items():
                     where = f"{file}, {payload_name}, {wrapping}"
-                    ends_well(form, pristine, file, wrap, payload, where, counts)
+                    ends_well(form, pristine, file, wrap, payload, where, counts)  # type: ignore[arg-type]
         return {"files": len(files), **counts}
 
     return prove
@@ -380,11 +380,11 @@ def bomb_item(kind: str, name: str, change: Callable[[Path], None]) -> Callable[
             shutil.rmtree(folder, ignore_errors=True)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            load = form.make(source)
+            load = form.make(source)  # type: ignore[attr-defined]
         change(source)
         Path("/proc/self/clear_refs").write_text("5")  # the peak counts anew
         before, begin = resident("VmRSS"), time.process_time()
-        code, text = read(form, load, target)
+        code, text = read(form, load, target)  # type: ignore[arg-type]
         seconds, grown = time.process_time() - begin, resident("VmHWM") - before
         assert code == 2 and text.strip(), (code, text)
         assert not target.exists() and not seen, seen
@@ -673,7 +673,7 @@ if __name__ == "__main__":
     for each in (*FORMS.values(), *CORE.values()):  # whatever is imported lazily is imported before the hook is on
         with tempfile.TemporaryDirectory() as scratch, warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            assert read(each, each.make(Path(scratch) / "source"), Path(scratch) / "target")[0] == 0
+            assert read(each, each.make(Path(scratch) / "source"), Path(scratch) / "target")[0] == 0  # type: ignore[arg-type,attr-defined]
     sys.addaudithook(audit)
     random.seed(0)
     items = [(f"payloads in {kind}", payload_item(kind)) for kind in FORMS]

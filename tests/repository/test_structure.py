@@ -35,7 +35,7 @@ LONG = {
     "serve.run": 111,
     "argv.translate": 51,
     "fairseq.model_from_options": 53,
-    "torch_dist.read_records": 62,
+    "torch_dist.read_records": 74,
     "numpy_files._described": 57,
     "preprocess.preprocess": 91,
     "duration.training_time": 63,
