@@ -215,10 +215,10 @@ def _extras(row: Mapping[str, Any]) -> list[tuple[float, str]]:
     """What only some runs report, most of them because they were asked to, with its rank.
 
     >>> _extras({"loss": 2.0, "params_norm": 12.3456, "zeros": 0.25})
-    [(8.4, 'params norm 12.346'), (8.2, 'zeros 25.0%')]
+    [(6.4, 'params norm 12.346'), (6.2, 'zeros 25.0%')]
     """
-    formats = {"loss_scale": (8.6, "loss scale {:g}"), "params_norm": (8.4, "params norm {:.3f}")}
-    formats |= {"zeros": (8.2, "zeros {:.1%}")}
+    formats = {"loss_scale": (6.6, "loss scale {:g}"), "params_norm": (6.4, "params norm {:.3f}")}
+    formats |= {"zeros": (6.2, "zeros {:.1%}")}
     return [(rank, how.format(row[name])) for name, (rank, how) in formats.items() if name in row]
 
 
