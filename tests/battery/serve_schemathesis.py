@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -36,11 +38,15 @@ CHECKS = (
 
 def prove(selection: tuple[str, ...], examples: int, seed: int) -> dict[str, Any]:
     """Errors: AssertionError with what schemathesis found."""
-    with served("--max-length", "64") as target:
+    with served("--max-length", "64") as target, tempfile.TemporaryDirectory() as kept:  # its notes on what failed
         url = f"http://127.0.0.1:{target.port}/openapi.json"
-        command = [TOOL, "run", url, *selection, "--phases", "coverage,fuzzing", "-n", str(examples)]
+        tool = shutil.which(TOOL)
+        assert tool is not None, f"{TOOL}: not found"
+        command = [os.path.abspath(tool), "run", url, *selection, "--phases", "coverage,fuzzing", "-n", str(examples)]
         command += ["--checks", CHECKS, "--continue-on-failure", "--request-timeout", "30", "--seed", str(seed)]
-        made = subprocess.run([*command, "--no-color"], capture_output=True, text=True, timeout=3600, check=False)
+        made = subprocess.run(
+            [*command, "--no-color"], capture_output=True, text=True, timeout=3600, check=False, cwd=kept
+        )
         cases = re.search(r"([\d,]+) generated", made.stdout)
         _, metrics = target.ask("GET", "/metrics", b"")
         assert made.returncode == 0 and cases is not None, made.stdout[-400:] + made.stderr[-100:]
