@@ -62,6 +62,7 @@ def _key(row: Row) -> tuple[str, str, str]:
 def _print_table(rows: list[Row]) -> None:
     from rich import box
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     from mega.core.proof.layouts import STEPS
@@ -74,7 +75,7 @@ def _print_table(rows: list[Row]) -> None:
     for row in rows:
         verdict = "[green]equal[/]" if row.fine else "[red]NOT EQUAL[/]"
         if row.problem is not None:
-            table.add_row(row.family, row.layout, *[""] * (1 + len(STEPS)), row.problem, verdict)
+            table.add_row(row.family, row.layout, *[""] * (1 + len(STEPS)), escape(row.problem), verdict)
             continue
         where = row.tensors[row.gradients.index(max(row.gradients))]
         numbers = (f"{number:.1e}" for number in (row.loss or 0.0, *row.gradients))

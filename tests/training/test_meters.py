@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -77,3 +79,40 @@ def test_a_refused_run_leaves_the_metrics_of_the_one_before(tmp_path: Path) -> N
     refused = [*run[:-3], str(tmp_path / "other"), *run[-2:], "--resume", str(tmp_path / "run" / "step-0000002")]
     assert main([*refused, "--lr", "2e-3"]) != 0
     assert (tmp_path / "m.jsonl").read_bytes() == before
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(("columns", "last"), [(110, "1 tokens/s/device"), (80, "1000.0 ms/step")])
+def test_a_line_fits_the_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, columns: int, last: str) -> None:
+    """Nor does it repeat what the bar shows; what a model has written is text, whatever its brackets."""
+    shown = Terminal()
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    monkeypatch.setattr(sys, "stderr", shown)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", str(columns))
+    options = LogConfig(metrics=str(tmp_path / "m.jsonl"), log_interval=1)
+    meters = Meters(options, start=0, steps=800, flops_per_token=1.0, devices=8, peak=None)
+    meters.step(1, {"consumed": 16, "loss": 2.0, "lr": 1e-3, "grad_norm": 1.0, "seconds": 1.0}, 8, 0)
+    meters.report("a :smile: in [brackets] [/b]")
+    meters.close()
+    lines = shown.getvalue().replace("\x1b[2K", "").splitlines()  # which clears the bar
+    (line,) = (line for line in lines if "| loss" in line)
+    assert line.rstrip().endswith(last) and len(line) <= columns
+    assert "a :smile: in [brackets] [/b]" in shown.getvalue()
+
+
+def test_lines_of_a_run_whose_output_is_kept_are_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`mega pretrain ... | tee log`, at a terminal."""
+    kept = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", kept)
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    meters = Meters(
+        LogConfig(metrics=str(tmp_path / "m.jsonl")), start=0, steps=9, flops_per_token=1.0, devices=1, peak=None
+    )
+    meters.step(1, {"consumed": 1, "loss": 2.0, "seconds": 1.0}, 8, 0)
+    meters.close()
+    assert kept.getvalue().startswith("step 1/9")

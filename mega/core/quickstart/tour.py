@@ -15,7 +15,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from mega.core.quickstart.corpus import make_corpus, read_corpus
@@ -72,7 +72,7 @@ def tour(out: Path | None, steps: int) -> int:
     began = time.monotonic()
     for number, (title, line) in enumerate(TOUR, 1):
         typed = arguments(line, out, steps)
-        print(f"\n[{number}/{len(TOUR)}] {title}\n$ {shlex.join(['mega', *typed])}", flush=True)
+        print(f"\n[{number}/{len(TOUR)}] {title}\n$ {shown(['mega', *typed])}", flush=True)
         code = subprocess.run([sys.executable, "-m", "mega", *typed], check=False).returncode
         if code:
             print(f"mega: step {number} of {len(TOUR)} failed with exit code {code}", file=sys.stderr)
@@ -83,12 +83,38 @@ def tour(out: Path | None, steps: int) -> int:
 
 
 def closing(out: Path) -> str:
-    """The line by which the user goes on, ready to be pasted: with whole paths where his shell does not know `mega`, as
-    after `./run quickstart`, which also runs in another directory than his."""
+    """The line by which the user continues, ready to be pasted: with whole paths where the shell does not know `mega`,
+    as after `./run quickstart`, which also runs in another directory than the shell."""
     known = shutil.which("mega")
     if known is not None and os.path.samefile(os.path.dirname(known), os.path.dirname(sys.executable)):
-        return shlex.join(["mega", *arguments(MORE, out, 0)])
-    return shlex.join([sys.executable, "-m", "mega", *arguments(MORE, out.resolve(), 0)])
+        return shown(["mega", *arguments(MORE, out, 0)])
+    return shown([sys.executable, "-m", "mega", *arguments(MORE, out.resolve(), 0)])
+
+
+def shown(words: Sequence[str], columns: int | None = None) -> str:
+    """A command line to read and to paste, broken between two options where it is longer than so many columns: those
+    of the terminal where None, and off a terminal it is one line.
+
+    >>> print(shown(["mega", "plot", "runs/a", "--out", "my loss.svg", "--smooth"], 38))
+    mega plot runs/a \\
+        --out 'my loss.svg' --smooth
+    """
+    if columns is None:
+        columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else sys.maxsize
+    units: list[str] = []
+    for word in map(shlex.quote, words):
+        if word.startswith("--") or not units:
+            units.append(word)
+        else:
+            units[-1] += f" {word}"
+    lines = units[:1]
+    for unit in units[1:]:
+        longer = f"{lines[-1]} {unit}"
+        if len(f"$ {longer} \\") <= columns:
+            lines[-1] = longer
+        else:
+            lines.append(f"    {unit}")
+    return " \\\n".join(lines)
 
 
 def arguments(line: str, out: Path, steps: int) -> list[str]:
@@ -134,7 +160,7 @@ def _verdict(out: Path) -> None:
 
     document = chosen(read_corpus(_needed(out / "corpus" / "held-out.jsonl")))
     found = verdict(_needed(out / "one-rank"), document, out / "tokens" / "train_text_document")
-    table = Table(title=f"Both begin: {found.prompt!r}", title_justify="left", show_lines=False, expand=True)
+    table = Table(title=Text(f"Both begin: {found.prompt!r}"), title_justify="left", show_lines=False, expand=True)
     table.add_column(f"{document.name}, held out", ratio=1, overflow="fold")
     table.add_column("the model continues", ratio=1, overflow="fold")
     table.add_row(Text(found.document), Text(found.sample))

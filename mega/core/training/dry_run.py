@@ -45,7 +45,7 @@ def dry_run(inputs: Inputs, world: int) -> None:
     console.print(f"model: {parameters(run.model):,} parameters")
     console.print(f"plan: {parallel.schedule}, {count} microbatches a step, proven; bubble {100 * bubble:.1f}%")
     for note in inputs.notes:
-        console.print(note)
+        console.print(note, markup=False, emoji=False)
     console.print("everything checked, nothing trained")
 
 

@@ -28,8 +28,8 @@ ALWAYS = 100.0
 """The rank of a field that stays in the line, however long it is."""
 
 EARLY = (1, 10)
-"""Steps since the start that are logged wherever there is no bar, so that nobody waits for --log-interval to see
-whether a run works."""
+"""Steps since the start that are logged wherever there is no bar, so that a run is seen to work before --log-interval
+has passed."""
 
 LEAST_TFLOPS = 0.01
 """Less is shown as nothing."""
@@ -65,7 +65,9 @@ class Meters:
         self._trackers = Trackers(options, start=start, last=last, settings=settings or {})
         self._fail, self._rows = fail, _open_rows(Path(options.metrics), start)
         self._board = _board(options.tensorboard_dir, start)
-        self._bar = _bar(start, steps) if options.progress and sys.stderr.isatty() else None
+        # Where lines go to a file, or through `tee`, a bar would take them or be mixed with them.
+        terminal = sys.stdout.isatty() and sys.stderr.isatty()
+        self._bar = _bar(start, steps) if options.progress and terminal else None
         self._start = start
         self._steps = self._tokens = 0
         self._seconds = 0.0
@@ -108,6 +110,7 @@ class Meters:
     def _line(self, step: int, row: Mapping[str, Any], memory: int) -> str:
         each = self._seconds / self._steps
         (rate, tflops), of = self._speed(), "/device" if self.devices > 1 else ""
+        eta = f"eta {_clock(int((self.steps - step) * each))}" if self._bar is None else ""  # which the bar shows
         return fitting(
             [
                 (ALWAYS, f"step {step:>{len(str(self.steps))}}/{self.steps}"),
@@ -122,8 +125,9 @@ class Meters:
                 (2, f"{memory / 2**30:.2f} GiB" if memory else ""),
                 (9, f"skipped {row['skipped']}" if row.get("skipped") else ""),
                 *((number, text) for number, text in _extras(row)),
-                (ALWAYS, f"eta {_clock(int((self.steps - step) * each))}"),
-            ]
+                (ALWAYS, eta),
+            ],
+            COLUMNS if self._bar is None else min(COLUMNS, self._bar[0].console.width),
         )
 
     def evaluation(self, step: int, split: str, measured: Mapping[str, float]) -> None:
@@ -146,7 +150,7 @@ class Meters:
     def report(self, line: str) -> None:
         """One line on stdout, above the bar where there is one."""
         if self._bar is not None:
-            self._bar[0].console.print(line, highlight=False, soft_wrap=True)
+            self._bar[0].console.print(line, highlight=False, markup=False, emoji=False, soft_wrap=True)
         else:
             print_line(line)
 
