@@ -93,7 +93,7 @@ def _renamed(words: Sequence[str], program: Program) -> Iterator[str]:
     """The words of a line, with the program's own flags under our names."""
     names = {old.replace("_", "-"): new for old, new in program.renames.items()}
     for word in words:
-        word = word.strip() or word  # of a line that continues after a blank behind its backslash
+        word = word.strip() or word  # of a line that continues though a blank follows its backslash
         flag, attached, value = word.partition("=")
         new = names.get(flag.replace("_", "-")) if word.startswith("--") else None
         yield word if new is None else f"{new}{attached}{value}"

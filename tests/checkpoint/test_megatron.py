@@ -217,7 +217,7 @@ def test_without_the_true_vocabulary_padding_stays_and_is_told(
     assert main(f"{line}/other --saver megatron".split()) == 0
     assert f"{note} ({tmp_path}/tree/vocab.json has 53 pieces); Mega" in capsys.readouterr().out
     assert main(f"{line}/cut --vocab-file {tmp_path}/tree/vocab.json".split()) == 0
-    assert "53 of 56 rows are tokens, 3 of padding are left behind" in capsys.readouterr().out
+    assert "53 of 56 rows are tokens, 3 of padding are left out" in capsys.readouterr().out
     assert locate(tmp_path / "cut").tensors["weights/model.embed_tokens.weight"][0] == (53, 16)
 
 

@@ -216,7 +216,7 @@ def test_a_schedule_that_megatron_has_not_is_overridden(tmp_path: Path) -> None:
 
 def test_what_padding_means_is_said() -> None:
     tokens, notes = vocabulary({"true_vocab_size": 257}, 512, None, Path("tree"))
-    assert tokens == 257 and "255 of padding are left behind: Megatron-LM's softmax counted them" in notes[0]
+    assert tokens == 257 and "255 of padding are left out: Megatron-LM's softmax counted them" in notes[0]
     tokens, notes = vocabulary({}, 512, None, Path("tree"))
     assert tokens == 512 and "--no-mask-padded-vocab" in notes[0]
 

@@ -74,7 +74,7 @@ def resharded(saver: str, model: ModelConfig, dtype: torch.dtype, layout: tuple[
 
 
 def flat_buffers(folder: Path, seed: int, step: int) -> None:
-    """dp_reshardable, which nobody but Megatron writes."""
+    """dp_reshardable, which only Megatron writes."""
     with tempfile.TemporaryDirectory() as scratch:
         model, dtype = MODELS["llama"], torch.bfloat16
         here = write_dist(Path(scratch), weights_alone(Path(scratch) / "run", model, dtype), model, 2, 2, dtype)

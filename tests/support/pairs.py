@@ -1,4 +1,4 @@
-"""GLUE's tables cut in two by a fixed hash of the pair: what is trained on, and what is judged, whoever cuts them."""
+"""GLUE's tables cut in two by a fixed hash of the pair: what is trained on, and what is judged, always alike."""
 
 from __future__ import annotations
 

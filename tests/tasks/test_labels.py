@@ -1,4 +1,4 @@
-"""MNLI, QQP and RACE: their files, their rows, a classifier that learns, goes on, and judges as transformers."""
+"""MNLI, QQP and RACE: their files, their rows, a classifier that learns, resumes, and judges as transformers."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ EPOCHS = "--epochs 8 --lr-warmup-fraction 0.06".split()
 def test_from_pretrained_to_predictions(
     tmp_path: Path, vocabulary: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Learns, goes on bit for bit where it was stopped, and is judged item by item as transformers judges it."""
+    """Learns, resumes bit for bit where it was stopped, and is judged item by item as transformers judges it."""
     monkeypatch.chdir(tmp_path)
     train, own, other = (
         pairs(Path("train.tsv"), 70, 1),

@@ -135,7 +135,7 @@ def _quote_at_end(text: str) -> str:
 
 
 def _is_open(line: str) -> bool:
-    """Whether a quote or an array goes on with the next line."""
+    """Whether a quote or an array continues in the next line."""
     if _quote_at_end(line):
         return True
     return bool(re.match(r"^\s*\w+\+?=\(", line)) and line.count("(") > line.count(")")

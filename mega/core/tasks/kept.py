@@ -1,4 +1,4 @@
-"""Answers to a harness's requests, kept as they come: what was killed goes on with those that are missing.
+"""Answers to a harness's requests, kept as they come: what was killed continues with those that are missing.
 
 A request is known by a digest of what it asks; the file, by one of the model and the settings that decide every answer.
 All ranks hold all answers, rank 0 writes them. It knows no harness and no model.

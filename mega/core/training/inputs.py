@@ -154,7 +154,7 @@ def _vocabulary(run: RunConfig, tokenizer: Tokenizer | None, notes: list[str]) -
 
 def _with_padding(run: RunConfig, vocab: int) -> int:
     """The vocabulary where padding counts as tokens: as many rows as the checkpoint has that the run begins from, where
-    those are more than its tokenizer's (so it goes on in any layout), else as many as this layout pads to."""
+    those are more than its tokenizer's (so it continues in any layout), else as many as this layout pads to."""
     from mega.core.checkpoint.own.model import model_of
     from mega.core.checkpoint.own.pieces import CheckpointError
     from mega.core.checkpoint.own.store import locate

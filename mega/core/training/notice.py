@@ -75,12 +75,12 @@ class SignalNotice:
         threading.Thread(target=self._listen, args=(reading,), name="signal-notice", daemon=True).start()
 
     def report_lost(self) -> None:
-        """Once, whoever notices the second Ctrl-C first."""
+        """Once, by the first process to notice the second Ctrl-C."""
         if self._speaks and self._said.acquire(blocking=False):
             write_error(f"mega: {self._outlook.lost()}\n")
 
     def close(self) -> None:
-        """Signals reach nobody but their handlers again."""
+        """Signals reach only their handlers again."""
         signal.set_wakeup_fd(self._before)
         os.close(self._writing)
 

@@ -2,7 +2,7 @@
 
 Two vocabularies of names, the legacy one (2019 to 2023) and Megatron-core's, come down to one table; fused
 query-key-value rows stand in the order that `checkpoint_version` says. A tree is read from any tensor and
-pipeline size, interleaved or not; megatron_write.py writes it. Random states are left behind; megatron_arguments.py
+pipeline size, interleaved or not; megatron_write.py writes it. Random states are left out; megatron_arguments.py
 has what trees say of their model, megatron_families.py what BERT and T5 have besides, megatron_state.py optimizers.
 """
 

@@ -43,7 +43,7 @@ def vocabulary(values: Mapping[str, Any], rows: int, given: int | None, folder: 
         rule = f"the table of tokens has {rows} rows" if given > rows else f"args.true_vocab_size is {said}"
         raise ValueError(f"--true-vocab-size {given}: {rule}")
     if known := given or said or (rows if plain == rows else None):
-        note = f"vocabulary: {known:,} of {rows:,} rows are tokens, {rows - known:,} of padding are left behind"
+        note = f"vocabulary: {known:,} of {rows:,} rows are tokens, {rows - known:,} of padding are left out"
         return known, (f"{note}: {CUT}",) if known < rows else ()
     hints = [f"args.vocab_size is {plain:,}"] if type(plain) is int and 0 < plain < rows else []
     if (pieces := folder / "vocab.json").is_file():
@@ -60,7 +60,7 @@ CUT = (
     "Megatron-LM's softmax counted them, so the loss is lower without them, and they do not come back; a run that is "
     "to have its losses keeps all rows (--no-mask-padded-vocab)"
 )
-"""What padding that is left behind means."""
+"""What leaving padding out means."""
 
 
 UNCHANGED: dict[str, tuple[object, ...]] = {
@@ -287,5 +287,5 @@ def padding_note(tokens: int, rows: int) -> tuple[str, ...]:
     return (
         f"vocabulary: padded from {tokens:,} to {rows:,} rows by copies of the last token's, and their moments; "
         "Megatron-LM's softmax counts them, so its loss is higher than it was here, and not what it was in a tree "
-        "whose padding was left behind (read it without --true-vocab-size to keep that)",
+        "whose padding was left out (read it without --true-vocab-size to keep that)",
     )

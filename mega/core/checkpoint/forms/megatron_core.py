@@ -1,4 +1,4 @@
-"""What Megatron-core says of its optimizer's state and nobody else knows: orders, flat buffers, names. Data, both ways.
+"""What Megatron-core alone says of its optimizer's state: orders, flat buffers, names. Data, both ways.
 
 A tensor of the state has no name, only a place: in a list of parameters, in the order in which modules register them
 (`INSIDE`), or in a flat buffer (`buckets_of`). Only torch_dist names some of it (`state_name`). Facts are those of core

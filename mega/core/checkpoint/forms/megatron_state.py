@@ -483,7 +483,7 @@ def plain_state(facts: Facts | None, iteration: int, consumed: int, validated: i
 def state_note(facts: Facts | None, wanted: bool, done: str) -> str:
     """One line on the optimizer's state."""
     if not wanted:
-        return "optimizer: left behind, if there is any (--no-load-optim)"
+        return "optimizer: left out, if there is any (--no-load-optim)"
     if facts is None:
         return "optimizer: the source holds no state of one"
     others = [name for name, value in (("loss scale", facts.scaler), ("schedule", facts.schedule)) if value]
