@@ -146,39 +146,19 @@ class Trees:
     def released(folder: Path, version: int | None) -> None:
         """GPT-345M's form: v1 names, flat row order, no checkpoint_version, not a zip file."""
         w = weights_of(GPT)
-        encoder = {}
-        for layer in range(4):
-            for kind in ("weight", "bias"):
-                ours, theirs = f"model.layers.{layer}.", f"layers.{layer}."
-                parts = [w[f"{ours}self_attn.{p}_proj.{kind}"] for p in "qkv"]
-                fused = torch.stack(parts, 1).flatten(0, 1) if version == 1 else torch.cat(parts)
-                encoder[f"{theirs}attention.query_key_value.{kind}"] = fused
-                for old, new in (
-                    ("input_layernorm", "input_layernorm"),
-                    ("attention.dense", "self_attn.o_proj"),
-                    ("post_attention_layernorm", "post_attention_layernorm"),
-                    ("mlp.dense_h_to_4h", "mlp.up_proj"),
-                    ("mlp.dense_4h_to_h", "mlp.down_proj"),
-                ):
-                    encoder[f"{theirs}{old}.{kind}"] = w[f"{ours}{new}.{kind}"]
-        for kind in ("weight", "bias"):
-            encoder[f"final_layernorm.{kind}"] = w[f"model.norm.{kind}"]
         embedding = {
             "word_embeddings": {"weight": torch.cat([w["model.embed_tokens.weight"], torch.zeros(3, 16)])},
             "position_embeddings": {"weight": w["model.embed_positions.weight"]},
         }
-        arguments = argparse.Namespace(
-            num_layers=4,
-            hidden_size=16,
-            num_attention_heads=4,
-            max_position_embeddings=10,
-            ffn_hidden_size=24,
-            make_vocab_size_divisible_by=8,
-        )
         content = {
-            "args": arguments,
+            "args": foreign_forms.released_arguments(GPT),
             "iteration": 500,
-            "model": {"language_model": {"embedding": embedding, "transformer": encoder}},
+            "model": {
+                "language_model": {
+                    "embedding": embedding,
+                    "transformer": foreign_forms.released_layers(GPT, w, version),
+                }
+            },
             "rng_state": [{"np_rng_state": np.random.RandomState(0).get_state(), "torch_rng_state": torch.zeros(3)}],
         }
         if version is not None:

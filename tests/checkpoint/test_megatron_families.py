@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 from functools import partial
 from pathlib import Path
@@ -140,44 +139,22 @@ def test_a_written_t5_is_what_the_reference_expects(tmp_path: Path) -> None:
 
 def released(folder: Path, w: State) -> None:
     """The released BERT-345M's form: names of 2019, all queries before all keys, no checkpoint_version."""
-    encoder: State = {}
-    for layer in range(4):
-        for kind in ("weight", "bias"):
-            ours, theirs = f"model.layers.{layer}.", f"layers.{layer}."
-            fused = torch.cat([w[f"{ours}self_attn.{part}_proj.{kind}"] for part in "qkv"])
-            encoder[f"{theirs}attention.query_key_value.{kind}"] = fused
-            for old, new in (
-                ("input_layernorm", "input_layernorm"),
-                ("attention.dense", "self_attn.o_proj"),
-                ("post_attention_layernorm", "post_attention_layernorm"),
-                ("mlp.dense_h_to_4h", "mlp.up_proj"),
-                ("mlp.dense_4h_to_h", "mlp.down_proj"),
-            ):
-                encoder[f"{theirs}{old}.{kind}"] = w[f"{ours}{new}.{kind}"]
     language: dict[str, Any] = {
         "embedding": {
             "word_embeddings": {"weight": torch.cat([w["model.embed_tokens.weight"], torch.zeros(3, 16)])},
             "position_embeddings": {"weight": w["model.embed_positions.weight"]},
             "tokentype_embeddings": {"weight": w["model.embed_types.weight"]},
         },
-        "transformer": encoder | {f"final_layernorm.{kind}": w[f"model.norm.{kind}"] for kind in ("weight", "bias")},
+        "transformer": foreign_forms.released_layers(BERT, w),
         "pooler": {f"dense.{kind}": w[f"pooler.dense.{kind}"] for kind in ("weight", "bias")},
     }
     heads = {"bias": torch.cat([w["lm_head.bias"], torch.zeros(3)])}
     for kind in ("weight", "bias"):
         heads |= {f"dense.{kind}": w[f"lm_head.dense.{kind}"], f"layernorm.{kind}": w[f"lm_head.norm.{kind}"]}
     binary = {kind: w[f"binary_head.{kind}"] for kind in ("weight", "bias")}
-    arguments = argparse.Namespace(
-        num_layers=4,
-        hidden_size=16,
-        num_attention_heads=4,
-        max_position_embeddings=10,
-        ffn_hidden_size=24,
-        make_vocab_size_divisible_by=8,
-    )
     model = {"language_model": language, "lm_head": heads, "binary_head": binary}
     (folder / "release/mp_rank_00").mkdir(parents=True)
-    content = {"args": arguments, "iteration": 500, "model": model}
+    content = {"args": foreign_forms.released_arguments(BERT), "iteration": 500, "model": model}
     torch.save(content, folder / "release/mp_rank_00/model_optim_rng.pt")
     (folder / megatron.TRACKER).write_text("release")
 

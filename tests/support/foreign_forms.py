@@ -418,6 +418,40 @@ def released(weights: State) -> Files:
     return {"release/mp_rank_00/model_optim_rng.pt": made}
 
 
+def released_arguments(model: ModelConfig) -> argparse.Namespace:
+    """All that the arguments of 2019 say of a model."""
+    return argparse.Namespace(
+        num_layers=model.layers,
+        hidden_size=model.hidden,
+        num_attention_heads=model.heads,
+        max_position_embeddings=model.positions,
+        ffn_hidden_size=model.ffn,
+        make_vocab_size_divisible_by=model.vocab_multiple,
+    )
+
+
+def released_layers(model: ModelConfig, weights: State, version: int | None = None) -> State:
+    """The blocks and the last norm by the names of 2019: all queries before all keys before all values, but by turns in
+    version 1."""
+    assert model.layers is not None
+    made: State = {}
+    for layer in range(model.layers):
+        for kind in ("weight", "bias"):
+            ours, theirs = f"model.layers.{layer}.", f"layers.{layer}."
+            parts = [weights[f"{ours}self_attn.{part}_proj.{kind}"] for part in "qkv"]
+            fused = torch.stack(parts, 1).flatten(0, 1) if version == 1 else torch.cat(parts)
+            made[f"{theirs}attention.query_key_value.{kind}"] = fused
+            for old, new in (
+                ("input_layernorm", "input_layernorm"),
+                ("attention.dense", "self_attn.o_proj"),
+                ("post_attention_layernorm", "post_attention_layernorm"),
+                ("mlp.dense_h_to_4h", "mlp.up_proj"),
+                ("mlp.dense_4h_to_h", "mlp.down_proj"),
+            ):
+                made[f"{theirs}{old}.{kind}"] = weights[f"{ours}{new}.{kind}"]
+    return made | {f"final_layernorm.{kind}": weights[f"model.norm.{kind}"] for kind in ("weight", "bias")}
+
+
 def write_released(folder: Path, files: Files) -> None:
     for name, state in files.items():
         tree: dict[str, Any] = {"embedding": {}, "transformer": {}}
@@ -429,15 +463,8 @@ def write_released(folder: Path, files: Files) -> None:
             else:
                 tree.setdefault(where, {})[rest] = tensor
         (folder / name).parent.mkdir(parents=True)
-        options = argparse.Namespace(
-            num_layers=2,
-            hidden_size=16,
-            ffn_hidden_size=24,
-            num_attention_heads=4,
-            max_position_embeddings=12,
-            make_vocab_size_divisible_by=128,
-            padded_vocab_size=56,
-        )
+        options = released_arguments(GPT)
+        options.padded_vocab_size = GPT.vocab
         content = {"args": options, "iteration": 500, "model": {"language_model": tree}}
         torch.save(content, folder / name, _use_new_zipfile_serialization=False)
     (folder / "latest_checkpointed_iteration.txt").write_text("release")

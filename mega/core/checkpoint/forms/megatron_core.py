@@ -15,6 +15,19 @@ from typing import Any, Literal
 Order = Literal["legacy", "core-local", "core"]
 """Whose modules: the legacy ones, Megatron-core's own, Transformer Engine's in Megatron-core."""
 
+_CORE_FROM_QKV = (
+    "self_attention.query_key_value",
+    "self_attention.q_layernorm",
+    "self_attention.k_layernorm",
+    "post_attention_norm",
+    "inter_attention.dense",
+    "inter_attention.query",
+    "inter_attention.key_value",
+    "post_inter_attention_norm",
+    "mlp.dense_h_to_4h",
+    "mlp.dense_4h_to_h",
+)
+
 INSIDE: dict[Order, tuple[str, ...]] = {
     "legacy": (
         "input_norm",
@@ -28,34 +41,8 @@ INSIDE: dict[Order, tuple[str, ...]] = {
         "mlp.dense_h_to_4h",
         "mlp.dense_4h_to_h",
     ),
-    "core-local": (
-        "input_norm",
-        "self_attention.dense",
-        "self_attention.query_key_value",
-        "self_attention.q_layernorm",
-        "self_attention.k_layernorm",
-        "post_attention_norm",
-        "inter_attention.dense",
-        "inter_attention.query",
-        "inter_attention.key_value",
-        "post_inter_attention_norm",
-        "mlp.dense_h_to_4h",
-        "mlp.dense_4h_to_h",
-    ),
-    "core": (
-        "self_attention.dense",
-        "input_norm",  # a part of the linear that follows
-        "self_attention.query_key_value",
-        "self_attention.q_layernorm",
-        "self_attention.k_layernorm",
-        "post_attention_norm",
-        "inter_attention.dense",
-        "inter_attention.query",
-        "inter_attention.key_value",
-        "post_inter_attention_norm",
-        "mlp.dense_h_to_4h",
-        "mlp.dense_4h_to_h",
-    ),
+    "core-local": ("input_norm", "self_attention.dense", *_CORE_FROM_QKV),
+    "core": ("self_attention.dense", "input_norm", *_CORE_FROM_QKV),  # there the norm is a part of the linear
 }
 """The modules of a block in the order in which it lists their parameters, by common names (megatron.py)."""
 
