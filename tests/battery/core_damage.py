@@ -14,7 +14,6 @@ import argparse
 import contextlib
 import io
 import math
-import pickle
 import random
 import re
 import resource
@@ -35,11 +34,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 
 from mega.cli import main
-from mega.core.checkpoint.forms.torch_dist_write import DistcpFile
 from mega.core.checkpoint.own.inspect import diff
 from mega.core.checkpoint.own.store import locate
 from tests.battery.data_ledger import resident, run
-from tests.support.core_forms import CORE, RECORDED, CoreForm
+from tests.support.core_forms import (
+    CORE,
+    RECORDED,
+    CoreForm,
+    read_equal_bytes_once,
+    trusted_index,
+    whole_tensors,
+    write_whole,
+)
 
 HOME = Path(tempfile.mkdtemp(prefix="mega-damage-"))
 SECONDS, MEBIBYTES = 30, 2048
@@ -60,6 +66,8 @@ class Judge:
         code, text = self._read(self.pristine, HOME / "whole")
         assert code == 0, text
         self.whole = locate(HOME / "whole")
+        self.bytes = self._bytes_of(self.whole.path)
+        assert self.bytes
         self.files = sorted(each.relative_to(self.pristine) for each in self.pristine.rglob("*") if each.is_file())
         self.slowest, self.most = 0.0, 0
 
@@ -68,6 +76,11 @@ class Judge:
         line = [self.form.verb, "--load-dir", str(load), "--save-dir", str(save), *self.form.options]
         with contextlib.redirect_stderr(output), contextlib.redirect_stdout(io.StringIO()):
             return main(line), output.getvalue().strip()
+
+    @staticmethod
+    def _bytes_of(step: Path) -> dict[str, bytes]:
+        """Of the files that hold tensors."""
+        return {file.name: file.read_bytes() for file in step.glob("*.safetensors")}
 
     def fresh(self) -> Path:
         shutil.rmtree(self.tree, ignore_errors=True)
@@ -99,7 +112,8 @@ class Judge:
     def _word(self, code: int, text: str, names: tuple[str, ...], save: Path) -> str:
         if code == 0:
             found = locate(save)
-            same = {**found.meta, "saved": 0} == {**self.whole.meta, "saved": 0} and not list(diff(self.whole, found))
+            same = {**found.meta, "saved": 0} == {**self.whole.meta, "saved": 0}
+            same = same and (self._bytes_of(found.path) == self.bytes or not list(diff(self.whole, found)))
             return "of no effect" if same else ""
         told = any(name in text for name in names) if names else NAMED.search(text) or str(self.tree) in text
         fine = code == 2 and told and text.count("\n") == 0 and "Traceback" not in text and not save.exists()
@@ -156,17 +170,12 @@ def numbers_of(path: Path) -> list[range]:
         return records(data, 0)
     if path.suffix != ".distcp":
         return []
-    index = trusted(path.parent)
+    index = trusted_index(path.parent)
     found = []
     for place in index.storage_data.values():
         if place.relative_path == path.name:
             found += records(data[place.offset : place.offset + place.length], place.offset)
     return found
-
-
-def trusted(folder: Path) -> Any:
-    """The index of a folder that was written here, or recorded."""
-    return pickle.loads((folder / ".metadata").read_bytes())  # noqa: S301
 
 
 def records(data: bytes, begin: int) -> list[range]:
@@ -350,7 +359,7 @@ def _vectors(judge: Judge, file: Path) -> Iterator[tuple[str, tuple[str, ...]]]:
 
 def _distributed(judge: Judge) -> Iterator[tuple[str, tuple[str, ...]]]:
     (folder,) = {file.parent for file in judge.files if file.suffix == ".distcp"}
-    tensors, others = whole_of(judge.pristine / folder)
+    tensors, others = whole_tensors(judge.pristine / folder)
     state = sorted(name for name in tensors if name.startswith("optimizer."))
     chosen = {kind: next(name for name in state if re.search(rf"[._]{kind}(\.|$)", name)) for kind in ("exp_avg",)}
     name = chosen["exp_avg"]
@@ -378,34 +387,6 @@ def _distributed(judge: Judge) -> Iterator[tuple[str, tuple[str, ...]]]:
         yield f"{weight} lost", (str(judge.tree),)
         saved(lambda changed, weight=weight: changed.update({weight: changed[weight].narrow(-1, 0, 1).clone()}))  # type: ignore[misc]
         yield f"{weight} narrow", (str(judge.tree), ".weight", ".bias")
-
-
-def whole_of(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, bytes]]:
-    """The tensors of a torch_dist folder, and the bytes of what else it holds. The folder is our own: it is trusted."""
-    index = trusted(folder)
-    tensors: dict[str, torch.Tensor] = {}
-    others: dict[str, bytes] = {}
-    for key, place in index.storage_data.items():
-        data = (folder / place.relative_path).read_bytes()[place.offset : place.offset + place.length]
-        if key.offset is None:
-            others[key.fqn] = data
-            continue
-        part = torch.load(io.BytesIO(data), weights_only=True)
-        made = tensors.setdefault(key.fqn, torch.empty(index.state_dict_metadata[key.fqn].size, dtype=part.dtype))
-        made[tuple(slice(a, a + n) for a, n in zip(key.offset, part.shape, strict=True))] = part
-    return tensors, others
-
-
-def write_whole(folder: Path, tensors: dict[str, torch.Tensor], others: dict[str, bytes]) -> None:
-    for old in folder.glob("*.distcp"):
-        old.unlink()
-    with open(folder / "__0_0.distcp", "wb") as file:
-        distcp = DistcpFile(file)
-        for name, tensor in tensors.items():
-            distcp.add(name, tuple(tensor.shape), (0,) * tensor.dim(), tensor)
-        for name, data in others.items():
-            distcp.opaque(name, torch.load(io.BytesIO(data), weights_only=True)[0])
-    (folder / ".metadata").write_bytes(distcp.index())
 
 
 def contents(form: CoreForm) -> dict[str, Any]:
@@ -495,6 +476,7 @@ if __name__ == "__main__":
     virtual = resident("VmSize")
     resource.setrlimit(resource.RLIMIT_AS, ((virtual + 2 * MEBIBYTES) << 20,) * 2)
     signal.signal(signal.SIGALRM, late)
+    read_equal_bytes_once()
     items = [(f"{name}: {kind}", item(prove, form)) for name, form in CORE.items() for kind, prove in KINDS.items()]
     items = [each for each in items if each[0] != "torch_dist, dp_reshardable: strangers"]  # has one run only
     items += [(f"{name}: {kind}", item(KINDS[kind], form)) for name, form in RECORDED.items() for kind in OF_RECORDED]

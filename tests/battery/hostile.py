@@ -36,7 +36,7 @@ import torch
 
 from mega.cli import main
 from tests.battery.data_ledger import resident, run
-from tests.support.core_forms import CORE, CoreForm
+from tests.support.core_forms import CORE, CoreForm, read_equal_bytes_once
 from tests.support.foreign_forms import FORMS, Form
 
 HOME = Path(tempfile.mkdtemp(prefix="mega-hostile-"))
@@ -675,6 +675,7 @@ if __name__ == "__main__":
             warnings.simplefilter("ignore")
             assert read(each, each.make(Path(scratch) / "source"), Path(scratch) / "target")[0] == 0  # type: ignore[arg-type,attr-defined]
     sys.addaudithook(audit)
+    read_equal_bytes_once()
     random.seed(0)
     items = [(f"payloads in {kind}", payload_item(kind)) for kind in FORMS]
     items += [(f"payloads in {kind}", payload_item(kind)) for kind in CORE]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import shutil
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from mega.core.checkpoint.forms.torch_dist import read_records
 from mega.core.checkpoint.own.layout import Layout
 from mega.core.checkpoint.own.pieces import CheckpointError
 from tests.checkpoint.test_megatron_state import LLAMA, own
+from tests.support.core_forms import whole_tensors, write_whole
 
 Content = dict[str, Any]
 
@@ -78,6 +80,10 @@ def other_iteration(content: Content) -> None:
     content["iteration"] = 9
 
 
+def vast_dropout(content: Content) -> None:
+    content["args"].hidden_dropout = 10**400
+
+
 CHANGES: dict[Callable[[Content], None], str] = {
     below_zero: r"moment2/\S+: holds a number below zero",
     not_finite: r"moment1/\S+: holds a NaN",
@@ -88,6 +94,7 @@ CHANGES: dict[Callable[[Content], None], str] = {
     other_betas: "betas and eps must be the same in all param_groups",
     two_experts: r"param_groups\[1\]: experts",
     taken_twice: "is missing in the optimizer's state",
+    vast_dropout: r"args\.hidden_dropout 10{39}: must be a finite number",
     other_iteration: r"mp_rank_01: iteration 9: the first rank's is 7",
 }
 
@@ -95,7 +102,7 @@ CHANGES: dict[Callable[[Content], None], str] = {
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 def test_a_tree(trees: Path, tmp_path: Path, change: Callable[[Content], None]) -> None:
     tree = Path(shutil.copytree(trees / "mcore", tmp_path / "tree"))
-    for file in sorted(tree.rglob("*.pt"))[1 if change is not late_step else 0 :]:
+    for file in sorted(tree.rglob("*.pt"))[0 if change in (late_step, vast_dropout) else 1 :]:
         with torch.serialization.safe_globals([argparse.Namespace]):
             content = torch.load(file, weights_only=True)
         change(content)
@@ -123,6 +130,28 @@ def test_checksums_are_compared_where_there_are_any(tmp_path: Path) -> None:
     finally:
         torch.serialization.set_crc32_options(True)
     assert torch_file(path) == {"iteration": 1234567}
+
+
+@pytest.mark.parametrize("field", [26, 28])
+def test_the_length_of_a_name_before_a_record(trees: Path, tmp_path: Path, field: int) -> None:
+    """By which torch finds where the record begins: its numbers would be read from elsewhere. Or of extra fields."""
+    tree = Path(shutil.copytree(trees / "mcore", tmp_path / "tree"))
+    file = next(tree.rglob("mp_rank_01/*.pt"))
+    with zipfile.ZipFile(file) as archive:
+        at = next(item.header_offset for item in archive.infolist() if item.filename.endswith("/data/3"))
+    data = bytearray(file.read_bytes())
+    data[at + field] ^= 64
+    file.write_bytes(data)
+    refused(tree, r"mp_rank_01/model_optim_rng\.pt: it is damaged: the header of data/3 is not what")
+
+
+@pytest.mark.parametrize("kind", ["", "optimizer.state.fp32_param."])
+def test_a_distributed_weight_that_is_lost_and_a_master_of_other_dims(trees: Path, tmp_path: Path, kind: str) -> None:
+    tree = Path(shutil.copytree(trees / "torch_dist", tmp_path / "tree"))
+    tensors, others = whole_tensors(tree / "iter_0000007")
+    tensor = tensors.pop(name := f"{kind}decoder.final_layernorm.weight")
+    write_whole(tree / "iter_0000007", {**tensors, **({name: tensor[None]} if kind else {})}, others)
+    refused(tree, rf"{tree}.*0\.0\.0/encoder\.final_norm\.weight: (has shape \(1, |is missing)")
 
 
 def test_a_flipped_number_among_distributed_tensors(trees: Path, tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from mega.core.checkpoint.own.folders import check_fresh, filled_folder, folder_
 from mega.core.checkpoint.own.layout import ONE, Layout, plan_files
 from mega.core.checkpoint.own.ledger import ConversionReport, Ledger
 from mega.core.checkpoint.own.model import check_model, check_size, model_of
-from mega.core.checkpoint.own.pieces import Box, CheckpointError, Piece, Tensors
+from mega.core.checkpoint.own.pieces import Box, CheckpointError, Piece, Tensors, naming
 from mega.core.checkpoint.own.reshard import Progress, reshard
 from mega.core.checkpoint.own.source import OwnSource
 from mega.core.checkpoint.own.store import Attachments, Checkpoint, locate, store_at
@@ -145,7 +145,8 @@ def opened_foreign(form: Form, load: Path, given: Given) -> Opened:
     opened = form.open(load, given)
     check_model(opened.model, str(load))
     notes = (*opened.notes, *dtype_notes(opened))
-    prove(opened.table, opened.source.tensors)
+    with naming(load):
+        prove(opened.table, opened.source.tensors)
     check_copies(opened.table, opened.source)
     return dataclasses.replace(opened, notes=notes)
 
@@ -207,10 +208,8 @@ def _in_every_block(name: str) -> str:
 def _export(load: Path, save: Path, to: str, given: Given, named: Path) -> ConversionReport:
     """An own checkpoint -> a folder or tree at `save`. named: what messages call `load`."""
     own = opened_own(load, merged=to != "peft")
-    try:
+    with naming(f"--load-dir {named}"):  # no flag of the verb is at fault, but this checkpoint
         export = writer_of(to).export(own, to, given)
-    except CheckpointError as error:  # no flag of the verb is at fault, but this checkpoint
-        raise CheckpointError(f"--load-dir {named}: {error}") from None
     source, table = _Watched(export.source or own.source), inverted(export.table)
     prove(table, source.tensors)
     written = filled_folder(save, lambda folder: export.fill(folder, table, source))

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from io import BytesIO
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 from zlib import crc32
 
 import torch
@@ -170,6 +170,8 @@ def _pickle_of(source: Path | BytesIO, path: Path, size: int) -> bytes:
     try:
         with zipfile.ZipFile(source) as archive:
             members = archive.infolist()
+            if archive.fp is not None:
+                _check_headers(archive.fp, members, path)
         if (unpacked := sum(item.file_size for item in members)) > size:
             raise CheckpointError(f"{path}: {unpacked} bytes are packed into {size}")
         if any(item.filename.endswith("/data.pkl") and item.file_size > BYTES for item in members):
@@ -184,6 +186,23 @@ def _pickle_of(source: Path | BytesIO, path: Path, size: int) -> bytes:
             raise
         raise CheckpointError(f"{path}: not a torch file ({str(error).partition(chr(10))[0]:.100})") from None
     return found
+
+
+def _check_headers(stream: IO[bytes], members: list[zipfile.ZipInfo], path: Path) -> None:
+    """Compare the headers that lie before a torch file's records with the archive's list: by the lengths of their names
+    and extra fields torch finds where a record begins. Errors: CheckpointError naming the record whose own differs."""
+    for item in members:
+        stream.seek(item.header_offset)
+        header = stream.read(30)
+        name, extra = (int.from_bytes(header[at : at + 2], "little") for at in (26, 28))
+        wanted = item.orig_filename.encode("utf-8" if item.flag_bits & 0x800 else "cp437")
+        named, fields = stream.read(name) == wanted, stream.read(extra)
+        end = 0  # of the extra fields: each is a kind, a length, and so many bytes
+        while end + 4 <= len(fields):
+            end += 4 + int.from_bytes(fields[end + 2 : end + 4], "little")
+        if not named or end != extra:
+            record = item.filename.partition("/")[2]
+            raise CheckpointError(f"{path}: it is damaged: the header of {record} is not what the archive's list says")
 
 
 def _check_sums(reader: Any, members: list[zipfile.ZipInfo], path: Path, *, all_records: bool) -> None:

@@ -6,7 +6,9 @@ The vocabulary without its padding, which they hardly ever say, is settled here 
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -110,10 +112,7 @@ def model_from_arguments(values: Mapping[str, Any], vocab: int, where: str) -> M
             raise CheckpointError(f"{where}: args.{name} {value!r}: must be a positive whole number")
         return value
 
-    def decimal(name: str, otherwise: float) -> float:
-        value = values.get(name, otherwise)
-        return float(value) if isinstance(value, int | float) else otherwise
-
+    decimal = partial(_decimal, values, where)
     for name, valid in UNCHANGED.items():
         if values.get(name, valid[0]) not in valid:
             raise CheckpointError(f"{where}: args.{name} {values[name]!r} (valid: {', '.join(map(repr, valid))})")
@@ -149,6 +148,14 @@ def model_from_arguments(values: Mapping[str, Any], vocab: int, where: str) -> M
         qkv_bias=bias or bool(values.get("add_qkv_bias")),
         tied=not values.get("untie_embeddings_and_output_weights", False),
     )
+
+
+def _decimal(values: Mapping[str, Any], where: str, name: str, otherwise: float) -> float:
+    value = values.get(name)
+    value = otherwise if value is None else value
+    if type(value) not in (int, float) or not abs(value) < sys.float_info.max:
+        raise CheckpointError(f"{where}: args.{name} {value!r:.40}: must be a finite number")
+    return float(value)
 
 
 def _activation(values: Mapping[str, Any], swiglu: bool, bias: bool) -> Literal["gelu_tanh", "gelu", "swiglu", "relu2"]:

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
-from mega.core.checkpoint.forms.mapping import Source, Table, assemble, inverted, whole_box
+from mega.core.checkpoint.forms.mapping import Source, Table, assemble, inverted, joined, prove, whole_box
 from mega.core.checkpoint.forms.megatron import table
 from mega.core.checkpoint.forms.megatron_core import (
     KINDS,
@@ -41,7 +41,7 @@ from mega.core.checkpoint.forms.megatron_state import (
     scalars_in,
 )
 from mega.core.checkpoint.own.container import blocks
-from mega.core.checkpoint.own.pieces import CheckpointError
+from mega.core.checkpoint.own.pieces import CheckpointError, naming
 from mega.core.config.sections import ModelConfig
 from mega.core.plan.layers import stage_layers
 
@@ -208,11 +208,14 @@ def _show_flat(
 def checked(source: Stored, weights: Table, saved: Table, kinds: list[str], where: Path) -> list[str]:
     """The kinds of state to take: masters only of weights in 16 bits, else the weights are the masters.
 
-    Errors: CheckpointError where a kind is missing or no fp32, or where a master, rounded, is not its weight.
+    Errors: CheckpointError where a kind is missing or not fp32, a tensor is not there or of another shape, or a master,
+    rounded, is not its weight.
     """
     for name, (_, dtype) in source.tensors.items():
         if name.partition("/")[0] in kinds and dtype != torch.float32:
             raise CheckpointError(f"{where}: {name}: is {dtype}, torch.float32 is wanted; {LEAVE}")
+    with naming(where):
+        prove(joined([weights, *(alike(saved, kind) for kind in kinds)]), source.tensors)
     wide = all(dtype == torch.float32 for _, dtype in weights.tensors(source.tensors).values())
     if lacking := {"moment1", "moment2", *(() if wide else ("master",))} - set(kinds):
         raise CheckpointError(f"{where}: the optimizer's state holds no {KINDS[min(lacking)]}; {LEAVE}")
@@ -224,7 +227,6 @@ def checked(source: Stored, weights: Table, saved: Table, kinds: list[str], wher
 
 
 def _check_masters(source: Source, weights: Table, masters: Table, where: Path) -> None:
-    masters.tensors(source.tensors)  # all are there
     for weight, master in zip(weights.targets, masters.targets, strict=True):
         dtype = source.tensors[weight.fragments[0].source][1]
         for box in blocks(whole_box(weight.shape), dtype.itemsize):

@@ -5,7 +5,8 @@ Knows shapes and dtypes; no file, no rank.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 
@@ -36,6 +37,15 @@ class CheckpointError(ValueError):
     """
 
     elsewhere = False
+
+
+@contextmanager
+def naming(where: object) -> Iterator[None]:
+    """A CheckpointError that is raised within names `where` first."""
+    try:
+        yield
+    except CheckpointError as error:
+        raise CheckpointError(f"{where}: {error}") from None
 
 
 @dataclass(frozen=True)
