@@ -1,12 +1,10 @@
 """Every kernel against float64: within twice the error of the plain torch op in the same dtype.
 
-On a CUDA device as they are; without one where Triton is installed and TRITON_INTERPRET=1 lets it run on a CPU.
+On a CUDA device as they are; without one where Triton is installed, whose interpreter runs them on a CPU.
 """
 
 from __future__ import annotations
 
-import importlib.util
-import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -20,19 +18,11 @@ from mega.core.ops.dropout import Dropout
 from mega.core.ops.rotary import rotary_table
 from mega.core.optim.adam import AdamW
 from mega.core.optim.rule import StepArgs
+from tests.support.triton import CUDA, DEVICE, needs_kernels
 
-CUDA = torch.cuda.is_available()
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        importlib.util.find_spec("triton") is None or not (CUDA or INTERPRETED),
-        reason="needs a CUDA device and triton (or triton with TRITON_INTERPRET=1)",
-    ),
-]
-DEVICE = "cuda" if CUDA else "cpu"
+pytestmark = [pytest.mark.gpu, needs_kernels]
 DTYPE = torch.bfloat16 if CUDA else torch.float16  # the interpreter truncates to bf16
-TOKENS = 300 if CUDA else 37
+TOKENS = 300 if CUDA else 5
 
 
 @pytest.fixture(autouse=True)
@@ -40,8 +30,8 @@ def _seed() -> None:
     torch.manual_seed(0)
 
 
-def random(*shape: int, dtype: torch.dtype = DTYPE) -> torch.Tensor:
-    return torch.randn(*shape, device=DEVICE).to(dtype)
+def random(*shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+    return torch.randn(*shape, device=DEVICE).to(dtype or DTYPE)
 
 
 def some_dropout(tokens: int) -> Dropout:
@@ -118,12 +108,13 @@ def test_added(width: int, residual: bool, bias: bool) -> None:
 
 @pytest.mark.parametrize("kind", ["gelu_tanh", "gelu", "relu2", "swiglu"])
 @pytest.mark.parametrize("bias", [False, True])
-def test_activate(kind: str, bias: bool) -> None:
-    inputs = [random(TOKENS, 600), random(600) if bias else None]
+def test_activate(kind: str, bias: bool, width: int = 600) -> None:
+    inputs = [random(TOKENS, width), random(width) if bias else None]
     fast = kernels()["activate"]
     compare(lambda *a: fast(*a, kind), partial(activation.activate, kind=kind), inputs)
 
 
+@pytest.mark.skipif(not CUDA, reason="131,078 programs, one after the other")
 def test_more_tokens_than_a_second_dimension_of_a_grid_holds() -> None:
     """65,536 of them: 16 sequences of 4,096."""
     fast = kernels()["activate"]
@@ -135,7 +126,8 @@ def test_more_tokens_than_a_second_dimension_of_a_grid_holds() -> None:
 )
 @pytest.mark.parametrize("bias", [False, True])
 def test_split_heads(heads_: int, kv_heads: int, width: int, turned: int, bias: bool) -> None:
-    positions = torch.arange(TOKENS, device=DEVICE)
+    tokens = TOKENS + 32  # more than one program's
+    positions = torch.arange(tokens, device=DEVICE)
     fast = kernels()["split_heads"]
 
     def run(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -147,12 +139,12 @@ def test_split_heads(heads_: int, kv_heads: int, width: int, turned: int, bias: 
 
     columns = (heads_ + 2 * kv_heads) * width
     bias_ = random(columns) if bias else None
-    compare(run(fast), run(heads.split_heads), [random(TOKENS, columns), bias_])
+    compare(run(fast), run(heads.split_heads), [random(tokens, columns), bias_])
 
 
 @pytest.mark.parametrize("real", [5000, 4999, 17])
-def test_cross_entropy(real: int) -> None:
-    table, width = kernels(), 5000
+def test_cross_entropy(real: int, width: int = 5000) -> None:
+    table = kernels()
     x = 3 * random(TOKENS, width)
     labels = torch.randint(-5, real + 5, (TOKENS,), device=DEVICE)  # some are another rank's
     scale = torch.rand(TOKENS, device=DEVICE)
@@ -175,8 +167,8 @@ def test_a_rank_that_holds_only_padding_adds_nothing() -> None:
 
 
 @pytest.mark.parametrize("finite", [1.0, 0.0])
-def test_adamw(finite: float) -> None:
-    size, border, step, factor = 5000, 3008, 3, 0.25
+def test_adamw(finite: float, size: int = 5000, border: int = 3008) -> None:
+    step, factor = 3, 0.25
     rule = AdamW(0.9, 0.999, 1e-8)
     master, grad = random(size, dtype=torch.float32), random(size, dtype=torch.float32)
     first, second = random(size, dtype=torch.float32), random(size, dtype=torch.float32).square()
@@ -213,16 +205,14 @@ def test_adamw_without_masters() -> None:
     assert float((weights.double() - exact[0]).abs().max() / exact[0].abs().max()) < 2**-8
 
 
-@pytest.mark.skipif(not CUDA, reason="cuBLAS only")
-@pytest.mark.parametrize("shape", [(2, 5, 7), (4, 2048, 6144), (8, 4097)])
+@pytest.mark.parametrize("shape", [(2, 5, 7), (4, 2048 if CUDA else 3, 6144), (8, 4097)])
 def test_total(shape: tuple[int, ...]) -> None:
-    from mega.core.ops.kernels.total import total
-
-    blocks = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+    blocks = random(*shape)
     exact = blocks.double().sum(0)
-    torch.testing.assert_close(total(blocks), exact.bfloat16(), rtol=2**-8, atol=1e-5)
+    torch.testing.assert_close(kernels()["total"](blocks), exact.to(DTYPE), rtol=2**-8, atol=1e-5)
 
 
+@pytest.mark.skipif(not CUDA, reason="cuBLAS only")
 def test_wide_products() -> None:
     main_grad, grad, x = random(256, 128, dtype=torch.float32), random(512, 256), random(512, 128)
     exact = main_grad.double() + grad.double().t() @ x.double()
