@@ -60,20 +60,20 @@ def flag(rng: random.Random) -> bool:
 
 def norm(rng: random.Random) -> dict[str, Any]:
     branch = flag(rng)
-    drawn = {"width": rng.randint(1, 1100), "centred": flag(rng), "branch": branch}
+    drawn: dict[str, Any] = {"width": rng.randint(1, 1100), "centred": flag(rng), "branch": branch}
     drawn |= {"branch_bias": branch and flag(rng), "dropped": branch and flag(rng)}
     others.test_add_norm(**drawn)
     return drawn
 
 
 def added(rng: random.Random) -> dict[str, Any]:
-    drawn = {"width": rng.randint(1, 1100), "residual": flag(rng), "bias": flag(rng)}
+    drawn: dict[str, Any] = {"width": rng.randint(1, 1100), "residual": flag(rng), "bias": flag(rng)}
     others.test_added(**drawn)
     return drawn
 
 
 def activate(rng: random.Random) -> dict[str, Any]:
-    drawn = {"kind": rng.choice(["gelu_tanh", "gelu", "relu2", "swiglu"]), "bias": flag(rng)}
+    drawn: dict[str, Any] = {"kind": rng.choice(["gelu_tanh", "gelu", "relu2", "swiglu"]), "bias": flag(rng)}
     drawn["width"] = 2 * rng.randint(1, 700)
     others.test_activate(**drawn)
     return drawn
@@ -81,7 +81,12 @@ def activate(rng: random.Random) -> dict[str, Any]:
 
 def heads(rng: random.Random) -> dict[str, Any]:
     kv_heads, width = rng.randint(1, 3), 2 * rng.randint(1, 64)
-    drawn = {"heads_": kv_heads * rng.randint(1, 3), "kv_heads": kv_heads, "width": width, "bias": flag(rng)}
+    drawn: dict[str, Any] = {
+        "heads_": kv_heads * rng.randint(1, 3),
+        "kv_heads": kv_heads,
+        "width": width,
+        "bias": flag(rng),
+    }
     drawn["turned"] = rng.choice([0, width, 2 * rng.randint(1, width // 2)])
     others.test_split_heads(**drawn)
     return drawn
@@ -89,14 +94,14 @@ def heads(rng: random.Random) -> dict[str, Any]:
 
 def entropy(rng: random.Random) -> dict[str, Any]:
     width = rng.randint(1, 9000)
-    drawn = {"width": width, "real": rng.choice([width, rng.randint(1, width)])}
+    drawn: dict[str, Any] = {"width": width, "real": rng.choice([width, rng.randint(1, width)])}
     others.test_cross_entropy(**drawn)
     return drawn
 
 
 def adamw(rng: random.Random) -> dict[str, Any]:
     size = rng.randint(1, 9000)
-    drawn = {"finite": 1.0, "size": size, "border": rng.randint(0, size)}
+    drawn: dict[str, Any] = {"finite": 1.0, "size": size, "border": rng.randint(0, size)}
     others.test_adamw(**drawn)
     others.test_adamw_without_masters()
     return drawn
