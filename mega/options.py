@@ -45,9 +45,11 @@ class Command(TyperCommand):
     """A Typer command that answers to argparse's habits.
 
     stated_by: of a verb that reads a model where it lies, why options of its training change nothing; set by `load`.
+    whole_line: of a verb that is given the command line of another program, whose flags are not ours; set by `load`.
     """
 
     stated_by: str | None = None
+    whole_line: bool = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -60,6 +62,8 @@ class Command(TyperCommand):
         """Translates `args` before Typer reads them; a note on stderr for every flag that means nothing."""
         if ctx.resilient_parsing:  # a shell completes a line that is not finished and need not be right
             return super().parse_args(ctx, args)
+        if self.whole_line and args and not args[0].startswith("-"):
+            args = ["--", *args]
         canonical, notes, ctx.meta[_TYPED] = translate(args, self.meanings(ctx))
         if notes and is_first_rank():
             print("\n".join(notes), file=sys.stderr)
@@ -103,6 +107,7 @@ def load(verb: str) -> Any:
     loaded.name = verb
     if isinstance(loaded, Command):
         loaded.stated_by = getattr(module, "STATED_BY", None)
+        loaded.whole_line = getattr(module, "WHOLE_LINE", False)
     return loaded
 
 

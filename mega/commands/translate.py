@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+WHOLE_LINE = True
 MOST_BYTES = 1 << 20
 """Of a script that a person writes."""
 
@@ -14,12 +15,12 @@ MOST_BYTES = 1 << 20
 def run(
     line: Annotated[
         list[str] | None,
-        typer.Argument(help="a script, - for stdin; or a whole line after --", metavar="FILE | -- LINE"),
+        typer.Argument(help="a script, - for stdin, or a whole line", metavar="FILE | LINE"),
     ] = None,
 ) -> int:
     """Show an old command line as one of mega's: Megatron-LM's of 2019 to 2026, its forks', DeepSpeed's, fairseq's.
 
-    With launcher and program, since a program's name says what is trained, as in mega translate -- torchrun
+    With launcher and program, since a program's name says what is trained, as in mega translate torchrun
     pretrain_bert.py --num-layers 24. What is printed is a script: the new lines, and comments for what changes nothing
     and for what has no counterpart. Nothing is started, and no file that a line names is opened.
 
@@ -37,9 +38,7 @@ def run(
     else:
         one = split_command(words) if len(words) != 1 else next(command_lines(words[0]), None)
         if one is None:
-            raise ValueError(
-                "LINE: names no program, such as pretrain_gpt.py; give the whole line after --, or a script"
-            )
+            raise ValueError("LINE: names no program, such as pretrain_gpt.py; give the whole line, or a script")
         found = [one]
     results, unknown = [], []
     for each in found:

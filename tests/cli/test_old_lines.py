@@ -164,7 +164,7 @@ def test_a_script_is_read_as_the_shell_reads_it(tmp_path: Path, capsys: pytest.C
             ["--", "python", "pretrain_bort.py"],
             "pretrain_bort.py: is not a program that is known here (nearest: pretrain_",
         ),
-        (["--", "--num-layers", "2"], "LINE: names no program, such as pretrain_gpt.py; give the whole line after --"),
+        (["--", "--num-layers", "2"], "LINE: names no program, such as pretrain_gpt.py; give the whole line"),
         (
             ["--", "python", "main.py", "--task", "MNLY"],
             "main.py --task MNLY: is not a task that is known here (nearest: ",
