@@ -40,7 +40,8 @@ class Translation:
         """As a script: commands, and the rest as comments."""
         lines = [f"# changes nothing: {line}" for line in self.dropped]
         lines += [f"# no counterpart: {line}" for line in self.lacking]
-        return "\n".join(lines + [quoted(command) for command in self.commands])
+        # A word may hold a new line, after which a comment would be a command.
+        return "\n".join([" ".join(line.splitlines()) for line in lines] + [quoted(one) for one in self.commands])
 
 
 _AFTER: dict[str, Callable[[Translation, dict[str, list[str]]], None]] = {}
@@ -152,21 +153,14 @@ _LAUNCH_SWITCHES = ("--standalone", "--use_env", "--use-env", "--no_python", "--
 def _start(launcher: Sequence[str], verb: str, known: Mapping[str, Meaning], result: Translation) -> list[str]:
     """How a verb is started where the old line was started so."""
     here = ["mega", *verb.split()]
-    words = [word for word in launcher if word not in ("python", "python3", "-u")]
-    words = [word for word in words if not re.fullmatch(r"(.*/)?python[\d.]*", word)]
-    if words[:1] == ["deepspeed"] or "deepspeed" in [PurePosixPath(word).name for word in words]:
-        return _of_deepspeed(words, here, known, result)
-    at = next((index for index, word in enumerate(words) if _is_torchrun(words, index)), None)
-    if at is None:
-        inner = len(words) > 1 and words[-1] == "-c" and PurePosixPath(words[-2]).name in ("sh", "bash")
-        return [*(words[:-2] if inner else words), *here]
-    before, options = words[:at], words[at + (2 if words[at] == "-m" else 1) :]
-    given = _options(options)
-    count = given.get("--nproc-per-node")
-    if given.get("--nnodes", "1") == "1" and "--nproc" in known and (count is None or count.isdecimal()):
-        return [*before, *here, *(["--nproc", count] if count not in (None, "1") else [])]
-    kept = [word for word in options if word not in ("--use_env", "--use-env")]
-    return [*before, "torchrun", *kept, "-m", "mega", *verb.split()]
+    words = [word for word in launcher if word != "-u" and not re.fullmatch(r"(.*/)?python[\d.]*", word)]
+    for at, word in enumerate(words):
+        if PurePosixPath(word).name == "deepspeed":
+            return [*words[:at], *_of_deepspeed(words[at + 1 :], here, known, result)]
+        if _is_torchrun(words, at):
+            return [*words[:at], *_of_torchrun(words[at + (2 if word == "-m" else 1) :], here, known)]
+    inner = len(words) > 1 and words[-1] == "-c" and PurePosixPath(words[-2]).name in ("sh", "bash")
+    return [*(words[:-2] if inner else words), *here]
 
 
 def _is_torchrun(words: Sequence[str], index: int) -> bool:
@@ -177,30 +171,41 @@ def _is_torchrun(words: Sequence[str], index: int) -> bool:
 
 
 def _options(words: Sequence[str]) -> dict[str, str]:
-    """A launcher's options, with hyphens."""
+    """A launcher's options, with hyphens; under "" a word that is none of them, as a variable that is left open."""
     found: dict[str, str] = {}
     rest = list(words)
     while rest:
         flag, attached, value = rest.pop(0).partition("=")
-        if flag.startswith("-") and flag not in _LAUNCH_SWITCHES:
+        if not flag.startswith("-"):
+            found[""] = flag
+        elif flag not in _LAUNCH_SWITCHES:
             found[flag.replace("_", "-")] = value if attached else rest.pop(0) if rest else ""
     return found
+
+
+def _of_torchrun(words: Sequence[str], here: Sequence[str], known: Mapping[str, Meaning]) -> list[str]:
+    given = _options(words)
+    count = given.get("--nproc-per-node", "1")
+    if given.get("--nnodes", "1") == "1" and "--nproc" in known and count.isdecimal() and "" not in given:
+        return [*here, *(["--nproc", count] if count != "1" else [])]
+    kept = [word for word in words if word not in ("--use_env", "--use-env")]
+    return ["torchrun", *kept, "-m", *here]
 
 
 def _of_deepspeed(
     words: Sequence[str], here: Sequence[str], known: Mapping[str, Meaning], result: Translation
 ) -> list[str]:
-    given = _options(words[1:])
-    nodes, count = given.get("--num-nodes", "1"), given.get("--num-gpus")
-    if "--hostfile" in given:
-        result.lacking.append(
-            f"deepspeed --hostfile {given['--hostfile']}: hosts are not reached from here; start "
-            "torchrun on each, or mpirun"
-        )
-    if nodes == "1" and "--nproc" in known:
-        return [*here, *(["--nproc", count] if count else [])]
-    size = ["--nproc-per-node", count] if count else []
-    return ["torchrun", "--nnodes", nodes, *size, "-m", "mega", *here[1:]]
+    """DeepSpeed starts a rank on every GPU of a host where it is not told how many."""
+    given = _options(words)
+    nodes, count = given.pop("--num-nodes", "1"), given.pop("--num-gpus", "gpu")
+    for flag, value in given.items():
+        if flag not in ("--master-addr", "--master-port"):
+            result.lacking.append(
+                f"deepspeed {flag} {value}: ranks are not placed from here; start torchrun on each host, or mpirun"
+            )
+    if nodes == "1" and "--nproc" in known and count.isdecimal():
+        return [*here, "--nproc", count]
+    return ["torchrun", *(["--nnodes", nodes] if nodes != "1" else []), "--nproc-per-node", count, "-m", *here]
 
 
 # What single programs need besides -----------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -27,20 +28,19 @@ def run(
     Exit codes: 0; 1 where something has no counterpart.
     """
     from mega.core.config.scripts import command_lines, split_command
-    from mega.lines import translated
+    from mega.lines import Translation, translated
 
     words = line or []
-    if len(words) == 1 and " " not in words[0]:
+    if len(words) == 1 and (" " not in words[0] or Path(words[0]).is_file()):
         what = words[0]
         found = list(command_lines(_text(what)))
-        if not found:
-            raise ValueError(f"{what}: starts no program that is known here, such as pretrain_gpt.py")
     else:
-        one = split_command(words) if len(words) != 1 else next(command_lines(words[0]), None)
-        if one is None:
-            raise ValueError("LINE: names no program, such as pretrain_gpt.py; give the whole line, or a script")
-        found = [one]
-    results, unknown = [], []
+        what = "LINE"
+        found = list(command_lines(words[0])) if len(words) == 1 else [*filter(None, [split_command(words)])]
+    if not found:
+        raise ValueError(f"{what}: names no program, such as pretrain_gpt.py; give the whole line, or a script")
+    results: list[Translation] = []
+    unknown: list[ValueError] = []
     for each in found:
         try:
             results.append(translated(each))
@@ -48,17 +48,21 @@ def run(
             unknown.append(error)
     if not results:
         raise unknown[0]
-    print("\n\n".join([f"# no counterpart: {error}" for error in unknown] + [each.text() for each in results]))
-    return int(bool(unknown) or any(result.lacking for result in results))
+    results = [*(Translation("", lacking=[str(error)]) for error in unknown), *results]
+    print("\n\n".join(result.text() for result in results))
+    return int(any(result.lacking for result in results))
 
 
 def _text(what: str) -> str:
     """The text of a script. Errors: ValueError where it cannot be read."""
     from mega.core.untrusted import read_limited
 
-    if what == "-":
-        return sys.stdin.read(MOST_BYTES)
     try:
-        return read_limited(what, MOST_BYTES, what).decode()
+        if what != "-":
+            return read_limited(what, MOST_BYTES, what).decode()
+        data = sys.stdin.buffer.read(MOST_BYTES + 1)
+        if len(data) > MOST_BYTES:
+            raise ValueError(f"{what}: has more than {MOST_BYTES} bytes, which is the most of a script")
+        return data.decode()
     except UnicodeDecodeError as error:
         raise ValueError(f"{what}: must be UTF-8 text; byte {error.start} is not") from None

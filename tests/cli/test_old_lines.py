@@ -51,7 +51,18 @@ OURS = "--layers 2 --hidden 8"
             f"mpirun -np 8 -x MASTER_ADDR python pretrain_gpt.py {SIZES} --use-mpi",
             f"mpirun -np 8 -x MASTER_ADDR mega pretrain --family gpt {OURS}",
         ),
-        (f"deepspeed --num_gpus 4 pretrain_gpt2.py {SIZES}", f"mega pretrain --nproc 4 --family gpt {OURS}"),
+        (
+            f"nohup deepspeed --num_gpus 4 pretrain_gpt2.py {SIZES}",
+            f"nohup mega pretrain --nproc 4 --family gpt {OURS}",
+        ),
+        (
+            f"deepspeed pretrain_gpt2.py {SIZES}",
+            f"torchrun --nproc-per-node gpu -m mega pretrain --family gpt {OURS}",
+        ),
+        (
+            f"torchrun $ARGS pretrain_gpt.py {SIZES}",
+            f"torchrun $ARGS -m mega pretrain --family gpt {OURS}",
+        ),
         (
             f"deepspeed --num_nodes 2 --num_gpus 4 pretrain_gpt2.py {SIZES}",
             f"torchrun --nnodes 2 --nproc-per-node 4 -m mega pretrain --family gpt {OURS}",
@@ -146,7 +157,7 @@ srun sh -c "python tools/preprocess_data.py --input a --output-prefix b --tokeni
 
 def test_a_script_is_read_as_the_shell_reads_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "train.sh"
-    path.write_text(SCRIPT.replace("GPUS=8; export", "GPUS=8\nexport"))
+    path.write_text(SCRIPT)
     assert main(["translate", str(path)]) == 1
     first, second = capsys.readouterr().out.strip().split("\n\n")
     assert first.splitlines() == [
@@ -155,6 +166,32 @@ def test_a_script_is_read_as_the_shell_reads_it(tmp_path: Path, capsys: pytest.C
         "--load $CHECKPOINT --save-interval 5000",
     ]
     assert second == "srun mega preprocess --input a --output-prefix b --tokenizer NullTokenizer"
+
+
+def test_every_command_of_a_line_counts() -> None:
+    line = (
+        "cd x && python pretrain_gpt.py --num-layers 2 > log || exit 1; for i in 1 2; do pretrain_t5.py --seed $i; "
+        "done; python pretrain_bert.py --vocab-file '<|a|>' --num-layers 3 2>&1 | tee log &"
+    )
+    assert [each.program for each in command_lines(line)] == ["pretrain_gpt.py", "pretrain_t5.py", "pretrain_bert.py"]
+    assert [each.launcher for each in command_lines(line)] == [("python",), (), ("python",)]
+    assert [each.words for each in command_lines(line)][::2] == [
+        ("--num-layers", "2"),
+        ("--vocab-file", "<|a|>", "--num-layers", "3"),
+    ]
+
+
+def test_a_comment_stays_one_line() -> None:
+    (found,) = command_lines("python pretrain_gpt.py --num-layers 2 'a\nrm b'")
+    *comments, _ = translated(found).text().splitlines()
+    assert comments == ["# no counterpart: a rm b: is no flag, nor a flag's value"]
+
+
+def test_two_decays_had_one_name() -> None:
+    """In 2019 "exponential" was a constant rate, in 2020 it halved."""
+    found = split_command(["pretrain_gpt2.py", "--lr-decay-style", "exponential"])
+    assert found is not None
+    assert any("--lr-decay-style exponential: is not a choice" in line for line in translated(found).lacking)
 
 
 @pytest.mark.parametrize(
@@ -170,6 +207,7 @@ def test_a_script_is_read_as_the_shell_reads_it(tmp_path: Path, capsys: pytest.C
             "main.py --task MNLY: is not a task that is known here (nearest: ",
         ),
         (["--", "python", "main.py"], "main.py: names no --task, which says what it does"),
+        (["python pretrain_gpt.py; python pretrain_bort.py --task x", "x"], "LINE: names no program"),
         (["no-such-file"], "no-such-file: cannot be read: No such file"),
     ],
 )

@@ -8,6 +8,7 @@ It knows no flag.
 from __future__ import annotations
 
 import ast
+import itertools
 import operator
 import re
 import shlex
@@ -36,6 +37,14 @@ _WHOLE_ARRAY = re.compile(r'"(\$\{[A-Za-z_]\w*\[[@*]\]\})"')
 """Quotes of which each entry has its own."""
 _ARITHMETIC = re.compile(r"\$\(\(([^()]*(?:\([^()]*\)[^()]*)*)\)\)")
 _SUBSTITUTION = re.compile(r"\$\([^()]*\)|`[^`]*`")
+_PART = re.compile(
+    r"""'[^']*'|"(?:\\.|[^"\\])*"|`[^`]*`|\$\((?:[^()]|\([^()]*\))*\)|\\.
+    |(?P<end>\|&|\|\|?|&&|;;?|(?<![<>])&(?!>))|(?P<redirection>(?<!\S)(?:\d|&)?[<>])|.""",
+    re.DOTALL | re.VERBOSE,
+)
+"""What is quoted or would be executed, what ends a command, where its files begin, and any other letter."""
+_KEYWORDS = ("do", "then", "else", "elif", "if", "while", "until", "time", "!", "{", "(", "eval", "exec")
+"""Words of the shell that a command may follow."""
 _BLANK = "\x00"
 """Stands for a blank within what a shell would execute."""
 
@@ -50,15 +59,15 @@ def command_lines(text: str) -> Iterator[CommandLine]:
     ('--num-layers', '2', '--fp16')
     """
     variables: dict[str, str] = {}
-    for line in _statements(text):
+    for line in (command for statement in _statements(text) for command in _commands(statement)):
         assigned = _ASSIGNMENT.match(line)
         if assigned is not None and not _is_prefix(assigned[3]):
             name, appends, value = assigned.groups()
             value = _unquoted(_expanded(value.strip(), {name: "", **variables}))
             variables[name] = variables.get(name, "") + (" " if value[:1] != " " else "") + value if appends else value
             continue
-        words = _words(_expanded(line, variables))
-        found = split_command(words)
+        words = itertools.dropwhile(_KEYWORDS.__contains__, _words(_expanded(line, variables)))
+        found = split_command(list(words))
         if found is not None:
             yield found
 
@@ -71,27 +80,33 @@ def split_command(words: Sequence[str]) -> CommandLine | None:
     """
     for index, word in enumerate(words):
         if index and words[index - 1] == "-c" and " " in word:
-            inner = split_command(_words(word))
+            inner = next(filter(None, map(split_command, map(_words, _commands(word)))), None)
             if inner is not None:
                 return CommandLine((*words[:index], *inner.launcher), inner.program, inner.words)
         if word.startswith("-") or (word.split("/")[-1] in _HELPERS):
             continue
         if is_program(word):
-            return CommandLine(tuple(words[:index]), word, _before_redirection(words[index + 1 :]))
+            return CommandLine(tuple(words[:index]), word, tuple(words[index + 1 :]))
     return None
 
 
-def _before_redirection(words: Sequence[str]) -> tuple[str, ...]:
-    """Words up to where the shell takes over: `2>&1 | tee log`, `&`, `;`."""
-    kept: list[str] = []
-    for word in words:
-        if re.match(r"^(\d?>|<|\||&|;)", word):
-            break
-        if word.endswith(";"):
-            kept += [word[:-1]] if word != ";" else []
-            break
-        kept.append(word)
-    return tuple(kept)
+def _commands(statement: str) -> Iterator[str]:
+    """The commands of a line, each up to where the shell takes over for its files.
+
+    >>> list(_commands("cd x && python a.py --eod '<|end|>' 2>&1 | tee log; python b.py > log &"))
+    ['cd x', "python a.py --eod '<|end|>'", 'tee log', 'python b.py']
+    """
+    parts: list[str] = []
+    redirected = False
+    for match in _PART.finditer(statement + ";"):
+        if match["end"]:
+            if command := "".join(parts).strip():
+                yield command
+            parts, redirected = [], False
+        elif match["redirection"]:
+            redirected = True
+        elif not redirected:
+            parts.append(match[0])
 
 
 def _statements(text: str) -> Iterator[str]:
@@ -152,7 +167,7 @@ def _is_prefix(value: str) -> bool:
 
 
 def _unquoted(value: str) -> str:
-    value = value.strip().rstrip(";")
+    value = value.strip()
     if value[:1] == "(" and value[-1:] == ")":
         return value[1:-1].strip()
     if len(value) > 1 and value[0] in "\"'" and value[-1] == value[0]:

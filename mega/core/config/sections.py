@@ -665,7 +665,7 @@ class ScheduleConfig(Section):
         "linear",
         "shape of the decay; wsd stays at --lr until near the end; range-test grows by --lr every --lr-decay-steps, "
         "range-exponential from --min-lr",
-        megatron={"--lr-decay-style": Renamed({"WSD": "wsd", "exponential": "constant"})},
+        megatron={"--lr-decay-style": Renamed({"WSD": "wsd"})},
         common=True,
     )
     min_lr: float = option(
