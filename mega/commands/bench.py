@@ -169,30 +169,6 @@ def _calibrate(run: RunConfig, out: str, repeats: int, start: bool, size: int) -
     return launch(size, calibrate, *arguments)
 
 
-def _check_serving(
-    run: RunConfig,
-    given: GivenOptions,
-    served: Mapping[str, Any],
-    excluded: Mapping[str, str | None],
-    out: str | None,
-) -> None:
-    """Errors: ValueError naming the flag that does not fit row serve; a line on stderr for those that it ignores."""
-    if unfit := [f"{flag} {value}" for flag, value in excluded.items() if value is not None]:
-        raise ValueError(f"{unfit[0]}: excludes the row serve")
-    picture, url, load = served["--draw"], served["--url"], given.values.get("load")
-    if picture is not None and picture.suffix != ".svg":
-        raise ValueError(f"--draw {picture}: must end in .svg")
-    _check_outputs({"--json": out, "--draw": None if picture is None else str(picture), "--calibrate": None}, False)
-    sizes = [*vars(run.model), "seq_length"]
-    read = {"dry_run", *(sizes if url is None and load is None else ())}
-    if url is None:
-        read |= {"load", "tp", "pp", "dtype", "device", "backend"}
-    if (url is not None or load is not None) and (typed := _model_flags(given, sizes)):
-        raise ValueError(f"{typed[0]}: excludes {'--load' if url is None else f'--url {url}'}, which has its own model")
-    if is_first_rank() and (unused := [flag_of(name) for name in given.values if name not in read]):
-        print(f"not used, nothing is trained: {', '.join(unused)}", file=sys.stderr)
-
-
 def _serving(
     run: RunConfig,
     given: GivenOptions,
@@ -201,8 +177,13 @@ def _serving(
     out: str | None,
 ) -> int:
     """Row serve. Errors: ValueError naming the flag that does not fit it."""
-    _check_serving(run, given, served, excluded, out)
+    if unfit := [f"{flag} {value}" for flag, value in excluded.items() if value is not None]:
+        raise ValueError(f"{unfit[0]}: excludes the row serve")
     picture, url, load = served["--draw"], served["--url"], given.values.get("load")
+    if picture is not None and picture.suffix != ".svg":
+        raise ValueError(f"--draw {picture}: must end in .svg")
+    _check_outputs({"--json": out, "--draw": None if picture is None else str(picture), "--calibrate": None}, False)
+    _check_model(run, given, url)
     from mega.core.config.resolve import model_alone
     from mega.core.inference.opening import EngineOptions
     from mega.core.proof.serving import Load
@@ -212,15 +193,14 @@ def _serving(
     if bad := [rate for rate in rates if not 0 <= rate < 1e6]:
         raise ValueError(f"--rate {bad[0]:g}: must be from 0 (all at once) to 1e6")
     counts = (served["--requests"] or 64, served["--prompt-tokens"] or 512, served["--new-tokens"] or 128)
-    tp, pp = run.parallel.tp, run.parallel.pp
     plan = ServingBench(
         loads=tuple(Load(rate, *counts) for rate in rates),
         url=url,
         load=None if load is None else str(load),
         model=None if load is not None or url is not None else model_alone(run),
         engine=EngineOptions(requests=served["--max-requests"] or 64),
-        tp=tp,
-        pp=pp,
+        tp=run.parallel.tp,
+        pp=run.parallel.pp,
         dtype=run.precision.dtype if "dtype" in given.values else None,
         device=run.runtime.device,
         backend=run.runtime.backend,
@@ -232,14 +212,22 @@ def _serving(
         return 0
     if url is not None:
         return bench_url(plan)
-    world = world_from_env()
-    if world.source == "alone" and tp * pp > 1:
-        from mega.core.parallel.launch import launch
+    from mega.core.parallel.launch import run_ranks
 
-        return launch(tp * pp, bench_engine, plan)
-    if world.size != tp * pp:
-        raise ValueError(f"--tp x --pp = {tp * pp}: must be the number of ranks, {world.size}")
-    return bench_engine(plan)
+    return run_ranks(plan.tp * plan.pp, bench_engine, plan)
+
+
+def _check_model(run: RunConfig, given: GivenOptions, url: str | None) -> None:
+    """Errors: ValueError where flags define a model that is there already; a line on stderr for those that change
+    nothing."""
+    sizes, there = [*vars(run.model), "seq_length"], url is not None or given.values.get("load") is not None
+    if there and (typed := _model_flags(given, sizes)):
+        raise ValueError(f"{typed[0]}: excludes {'--load' if url is None else f'--url {url}'}, which has its own model")
+    read = {"dry_run", *(() if there else sizes)}
+    if url is None:
+        read |= {"load", "tp", "pp", "dtype", "device", "backend"}
+    if is_first_rank() and (unused := [flag_of(name) for name in given.values if name not in read]):
+        print(f"not used, nothing is trained: {', '.join(unused)}", file=sys.stderr)
 
 
 def _model_flags(given: GivenOptions, sizes: Iterable[str]) -> list[str]:

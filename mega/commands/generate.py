@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -104,7 +105,8 @@ def run(
     sampling = sampling_of(**{"seed": 0, **typed, "top_p": top_p or 1.0})
     from mega.core.inference.adapters import adapter_paths
     from mega.core.inference.opening import EngineOptions
-    from mega.core.inference.speak import SpeechPlan
+    from mega.core.inference.speak import SpeechPlan, open_speech, speak
+    from mega.core.parallel.launch import run_ranks
 
     plan = SpeechPlan(
         load=load,
@@ -127,7 +129,7 @@ def run(
         dtype=dtype,
         device=device,
     )
-    return _start(plan, nproc, tp * pp)
+    return run_ranks(tp * pp, speak, plan, nproc=nproc, first=partial(open_speech, plan))
 
 
 _DRAWN = ("temperature", "top_k", "top_p", "top_p_decay", "top_p_bound", "min_p", "repetition_penalty", "seed")
@@ -167,23 +169,6 @@ def _check_search(sampled: Sequence[str], beams: int, length_penalty: float | No
         raise ValueError(f"--{flag}: has no effect with --beams {beams}, which draws nothing; leave one of them out")
     if length_penalty is not None and not beams:
         raise ValueError(f"--length-penalty {length_penalty}: needs --beams")
-
-
-def _start(plan: object, nproc: int | None, size: int) -> int:
-    """The ranks that the layout takes: those of a launcher, or local ones."""
-    from mega.core.config.world import ranks, world_from_env
-    from mega.core.inference.speak import open_speech, speak
-
-    world = world_from_env()
-    found = ranks(world, size if nproc is None and world.source == "alone" else nproc)
-    if found != size:
-        raise ValueError(f"--tp x --pp = {size}: must be the number of ranks, {found}")
-    if world.source == "alone" and size > 1:
-        open_speech(plan)  # type: ignore[arg-type]  # a mistake in a file is reported once, before any rank starts
-        from mega.core.parallel.launch import launch
-
-        return launch(size, speak, plan)
-    return speak(plan)  # type: ignore[arg-type]
 
 
 def _ask(

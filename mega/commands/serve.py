@@ -82,7 +82,8 @@ def run(
     from mega.core.inference.opening import EngineOptions
     from mega.core.inference.server.limits import ServerLimits
     from mega.core.inference.server.service import ServerOptions
-    from mega.core.inference.server.start import ServePlan, check_host
+    from mega.core.inference.server.start import ServePlan, check_host, serve_rank
+    from mega.core.parallel.launch import run_ranks
 
     check_host(host, token)
     limits = ServerLimits(
@@ -125,7 +126,7 @@ def run(
         template=chat_template,
         adapters=adapters,
     )
-    return _start(plan, tp * pp)
+    return run_ranks(tp * pp, serve_rank, plan)
 
 
 def _check_extra() -> None:
@@ -159,17 +160,3 @@ def _token(file: Path | None) -> str | None:
     if not 16 <= len(text) <= 1024 or not all("!" <= letter <= "~" for letter in text):
         raise ValueError(f"{what}: must be 16 to 1024 letters, digits or signs, without blanks")
     return text
-
-
-def _start(plan: object, size: int) -> int:
-    """The ranks that the layout takes: those of a launcher, or local ones."""
-    from mega.core.config.world import world_from_env
-    from mega.core.inference.server.start import serve_rank
-    from mega.core.parallel.launch import launch
-
-    world = world_from_env()
-    if world.source == "alone" and size > 1:
-        return launch(size, serve_rank, plan)
-    if world.size != size:
-        raise ValueError(f"--tp x --pp = {size}: must be the number of ranks, {world.size}")
-    return serve_rank(plan)  # type: ignore[arg-type]

@@ -97,6 +97,20 @@ def test_a_launcher_that_was_killed_leaves_nothing(endings: tuple[Path, dict[str
     assert not list((place / "tmp").iterdir())
 
 
+def _one_is_interrupted(seconds: float) -> None:
+    """As Ctrl-C ends ranks that are still starting, but for one that is in a call that does not hear it."""
+    if os.environ["RANK"] == "0":
+        raise KeyboardInterrupt
+    time.sleep(seconds)
+
+
+def test_one_rank_that_does_not_hear_ctrl_c_does_not_keep_the_others_waiting() -> None:
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        launch.launch(2, _one_is_interrupted, 500.0)
+    assert time.monotonic() < began + 300  # that long on a busy machine
+
+
 def test_what_launchers_left_that_were_killed_with_all_their_ranks_is_removed(tmp_path: Path) -> None:
     hosts = {"dead": socket.gethostname(), "alive": socket.gethostname(), "of another host": "elsewhere"}
     for name, host in hosts.items():

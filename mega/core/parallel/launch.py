@@ -2,6 +2,7 @@
 
     connect     one rank's way into the process group, from torchrun, mpirun, srun, `launch` or alone
     launch      run a function on N new local ranks; a failure of one ends all
+    run_ranks   the same on those of a launcher, where there is one
     Pool        N local ranks that stay, for tests and for comparing many layouts in one go
 
 New ranks are forked from a small server process that has torch imported already, so eight of them start as fast as
@@ -37,6 +38,7 @@ import torch
 import torch.distributed as dist
 
 from mega.core.config.world import MEETING_FILE, World, cores, world_from_env
+from mega.core.config.world import ranks as count_ranks
 from mega.core.device import Device
 from mega.core.files import locked_alone
 from mega.core.parallel.exit_reports import explain_timeouts_by, report_exit, report_of, write_error
@@ -67,6 +69,9 @@ _REPORTED = (1, 2)
 
 _UNKNOWN = 255
 """Exit code of all ranks whose server has died: their own can no longer be read."""
+
+_INTERRUPTED = 254
+"""Exit code of a rank that Ctrl-C ended where it stood, as before the first step: its peers would wait in vain."""
 
 _STOPPED = tuple(128 + number for number in STOPPING)
 """Exit codes of ranks that have stopped together, as they were asked."""
@@ -143,6 +148,30 @@ def launch(nproc: int, target: Callable[..., int | None], *args: Any) -> int:
         _end(ranks)
         with contextlib.suppress(OSError):
             os.unlink(os.path.join(folder, meeting))
+
+
+def run_ranks(
+    size: int,
+    target: Callable[..., int],
+    *args: Any,
+    nproc: int | None = None,
+    first: Callable[[], object] = lambda: None,
+) -> int:
+    """Run `target(*args)` on the tp x pp = `size` ranks of a model that answers: those of a launcher, which each call
+    this, or new local ones; a single one is this process. The exit code.
+
+    nproc: of the flag. first: called before local ranks start, so that a mistake is reported once. Errors: its own;
+    ValueError where there are other ranks than `size`.
+    """
+    world = world_from_env()
+    alone = world.source == "alone"
+    found = count_ranks(world, size if nproc is None and alone else nproc)
+    if found != size:
+        raise ValueError(f"--tp x --pp = {size}: must be the number of ranks, {found}")
+    if size == 1 or not alone:
+        return target(*args)
+    first()
+    return launch(size, target, *args)
 
 
 class Pool:
@@ -296,7 +325,7 @@ def _rank(
     try:
         code = target(*args) or 0
     except KeyboardInterrupt:
-        code = 128 + signal.SIGINT
+        code = _INTERRUPTED
     except BaseException as error:
         code = report_exit(report_of(error))
     for stream in (sys.stdout, sys.stderr):
@@ -341,15 +370,17 @@ def _pool_rank(pipe: Connection[Any, Any], size: int) -> None:
 def _supervise(ranks: list[BaseProcess]) -> int:
     """Wait until all have ended well, or the first has not; its exit code (128 + signal if killed).
 
+    Errors: KeyboardInterrupt where Ctrl-C ended a rank where it stood, and with it the others.
+
     A rank that fails has reported why (exit_reports.py). For one that was killed this process reports, before its
     peers, which it leaves in the middle of an exchange; then they have PATIENCE seconds to report errors of their own.
     """
     running = {process.sentinel: process for process in ranks}
-    failed, stopped, deadline = 0, 0, math.inf
+    failed, stopped, interrupted, deadline = 0, 0, False, math.inf
     reported: set[str] = set()
     with _passing_signals(ranks):
         while running and time.monotonic() < deadline:
-            ready = wait(list(running), None if not failed else max(0.0, deadline - time.monotonic()))
+            ready = wait(list(running), None if deadline == math.inf else max(0.0, deadline - time.monotonic()))
             ended = [running.pop(sentinel) for sentinel in list(running) if sentinel in ready]
             for process in sorted(ended, key=lambda process: process.exitcode or 0):  # the killed ones first
                 code = process.exitcode or 0
@@ -358,6 +389,9 @@ def _supervise(ranks: list[BaseProcess]) -> int:
                     write_error(f"mega: {gone}\n")
                     _kill(ranks)
                     return 1
+                if code == _INTERRUPTED:
+                    interrupted, deadline = True, min(deadline, time.monotonic() + PATIENCE)
+                    continue
                 if code in _STOPPED:  # its peers stop likewise, at the same step
                     stopped = code
                     continue
@@ -366,6 +400,8 @@ def _supervise(ranks: list[BaseProcess]) -> int:
                     reported.add(ending)
                 if code and not failed:
                     failed, deadline = 128 - code if code < 0 else code, time.monotonic() + PATIENCE
+    if interrupted and not failed:
+        raise KeyboardInterrupt
     return failed or stopped
 
 
