@@ -23,7 +23,7 @@ class Package(NamedTuple):
     """An optional library.
 
     package: its name on the package index. module: what is imported. use: what it is for.
-    cuda: it can only be tried on a CUDA device. tried: mega has been run with it.
+    cuda: it can only be tried on a CUDA device. tried: mega has been run with it. extra: of mega, that installs it.
     """
 
     package: str
@@ -31,6 +31,7 @@ class Package(NamedTuple):
     use: str
     cuda: bool = False
     tried: bool = True
+    extra: str = ""
 
 
 REQUIRED = ("torch", "numpy", "safetensors", "typer", "rich")
@@ -40,11 +41,16 @@ PACKAGES = (
     Package("sentencepiece", "sentencepiece", "SentencePiece and Llama-2 tokenizers"),
     Package("regex", "regex", "the GPT-2 tokenizer without a fast library"),
     Package("orjson", "orjson", "reading JSON lines"),
-    Package("zstandard", "zstandard", "reading .zst"),
-    Package("pyarrow", "pyarrow", "reading parquet"),
-    Package("tensorboard", "tensorboard", "--tensorboard-dir"),
-    Package("matplotlib", "matplotlib", "plots"),
-    Package("transformers", "transformers", "comparing conversions with the originals"),
+    Package("zstandard", "zstandard", "reading .zst", extra="data"),
+    Package("pyarrow", "pyarrow", "reading parquet", extra="data"),
+    Package("tensorboard", "tensorboard", "--tensorboard-dir", extra="track"),
+    Package("matplotlib", "matplotlib", "plots", extra="track"),
+    Package("transformers", "transformers", "comparing conversions with the originals", extra="hf"),
+    Package("wandb", "wandb", "--wandb-project", extra="wandb"),
+    Package("mlflow-skinny", "mlflow", "--mlflow-uri", extra="mlflow"),
+    Package("lm-eval", "lm_eval", "mega eval --tasks", extra="lm-eval"),
+    Package("fastapi", "fastapi", "mega serve", extra="serve"),
+    Package("s3fs", "s3fs", "--save s3://", extra="remote"),
     Package("triton", "triton", "compiled GPU operators", cuda=True),
     Package("flash-attn", "flash_attn", "attention by --ops flash-attn", cuda=True, tried=False),
     Package("apex", "apex", "norms by --ops apex", cuda=True, tried=False),
@@ -162,7 +168,9 @@ def _operators() -> Iterator[Row]:
 def _parts(cuda: bool) -> Iterator[Row]:
     for part in PACKAGES:
         version = _version(part.package)
-        yield part.package, version or "-", f"{_state(part, cuda)} ({part.use})"
+        state = _state(part, cuda)
+        how = f": pip install 'mega[{part.extra}]'" if part.extra and state == "absent" else ""
+        yield part.package, version or "-", f"{state} ({part.use}){how}"
 
 
 def _state(part: Package, cuda: bool) -> str:

@@ -43,7 +43,7 @@ def crowded(run: RunConfig, ranks: int) -> Iterator[str]:
     if need > room:
         yield (
             f"--nproc {ranks}: these ranks need about {need / GIB:.1f} GiB, and this host has {room / GIB:.1f} GiB: "
-            "one may be killed; less take fewer ranks, a smaller --micro-batch, or --recompute full"
+            "one may be killed; fewer ranks, a smaller --micro-batch or --recompute full take less"
         )
 
 
