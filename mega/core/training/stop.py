@@ -103,9 +103,13 @@ class StopSignal:
                 self._notice.report_lost()
             self._before.clear()  # and deaf from now on: a third one would only break the way out
             for other in heeded_signals():
-                signal.signal(other, signal.SIG_IGN)
+                signal.signal(other, _deaf)
             raise KeyboardInterrupt
         self._wish = max(self._wish, _SIGNAL + number)
+
+
+def _deaf(number: int, frame: Any) -> None:
+    """As SIG_IGN, but for a signal that has come just before: of that one Python would print a traceback."""
 
 
 class StopFlag:
