@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Annotated
 
 import typer
@@ -35,7 +36,8 @@ def run(
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for name, family, *numbers in rows:
         right = (number.rjust(width) for number, width in zip(numbers, widths[2:], strict=True))
-        print(name.ljust(widths[0]), family.ljust(widths[1]), *right, sep="  ")
+        print(name.ljust(widths[0]), family.ljust(widths[1]), *right)
+    print("GiB: weights in bf16; training with fp32 gradients, masters and moments too", file=sys.stderr)
     return 0
 
 

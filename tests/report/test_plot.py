@@ -28,7 +28,7 @@ def test_two_runs_on_a_terminal(runs: list[str], capsys: pytest.CaptureFixture[s
     assert "          A first   B second" in lines and any(line.split() == ["valid_loss"] for line in lines)
     assert max(map(len, lines)) <= 83
     assert cli.main(["plot", runs[0], "--metric", "loss", "--smooth", "0.5"]) == 0
-    assert "⠁" in (one := capsys.readouterr().out) and "A first" not in one
+    assert "⠉" in (one := capsys.readouterr().out) and "A first" not in one
 
 
 def test_an_svg_stands_alone(runs: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,8 +5,9 @@ It knows curves by name. What an SVG's axes and lines are is in chart.py.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from pathlib import Path
 
@@ -71,26 +72,43 @@ def terminal(name: str, curves: Mapping[str, Series], width: int = 72, height: i
     (first, last), (low, high) = ((min(column), max(column)) for column in zip(*points, strict=True))
     cells: dict[tuple[int, int], tuple[int, int]] = {}
     for number, curve in enumerate(curves.values()):
-        for x, y in curve:
-            if not math.isfinite(y):
-                continue
-            column = round((x - first) / max(last - first, 1e-12) * (2 * width - 1))
-            row = round((high - y) / max(high - low, 1e-12) * (4 * height - 1))
+        dots = [
+            (
+                round((x - first) / max(last - first, 1e-12) * (2 * width - 1)),
+                round((high - y) / max(high - low, 1e-12) * (4 * height - 1)),
+            )
+            for x, y in curve
+            if math.isfinite(y)
+        ]
+        for column, row in _joined(dots):
             place = row // 4, column // 2
             owner, bits = cells.get(place, (number, 0))
             cells[place] = number, (bits if owner == number else 0) | DOTS[row % 4][column % 2]
-    dots = colour or len(curves) == 1
+    dotted = colour or len(curves) == 1
     lines = [f"{'':>9}{name}"]
     for row in range(height):
         label = short(high) if row == 0 else short(low) if row == height - 1 else ""
-        letters = "".join(_cell(cells.get((row, column)), dots, colour) for column in range(width))
+        letters = "".join(_cell(cells.get((row, column)), dotted, colour) for column in range(width))
         lines.append(f"{label:>8} │{letters.rstrip()}")
     lines.append(f"{'':>8} └{'─' * width}")
     lines.append(f"{'':>10}{f'step {first:g}':<{width // 2}}{f'step {last:g}':>{width // 2}}")
     if len(curves) > 1:
-        marks = (_cell((n, 0xFF), dots, colour) for n in range(len(curves)))
+        marks = (_cell((n, 0xFF), dotted, colour) for n in range(len(curves)))
         lines.append(" " * 10 + "   ".join(f"{mark} {run}" for mark, run in zip(marks, curves, strict=True)))
     return "\n".join(lines)
+
+
+def _joined(dots: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """Columns and rows of dots, and of those on the lines between dots that are columns apart.
+
+    >>> list(_joined([(0, 0), (3, 6), (3, 0)]))
+    [(0, 0), (1, 2), (2, 4), (3, 6), (3, 0)]
+    """
+    yield from dots[:1]
+    for (x, y), (column, row) in itertools.pairwise(dots):
+        for between in range(x + 1, column):
+            yield between, round(y + (row - y) * (between - x) / (column - x))
+        yield column, row
 
 
 def _cell(cell: tuple[int, int] | None, dots: bool, colour: bool) -> str:

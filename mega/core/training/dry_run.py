@@ -21,7 +21,7 @@ from mega.core.training.wire import build_mesh, build_stages
 
 def dry_run(inputs: Inputs, world: int) -> None:
     """Build, prove and tell. Errors: ValueError for what cannot be cut, as in training."""
-    run, console = inputs.run, Console()
+    run, console = inputs.run, Console(highlight=False)
     parallel, dp = run.parallel, data_parallel(inputs.run, world)
     table = Table(title=f"{world} ranks: tp {parallel.tp} x cp {parallel.cp} x dp {dp} x pp {parallel.pp}")
     for column in ("stage", "ranks", "blocks", "ends", "parameters per rank"):

@@ -150,7 +150,7 @@ class Meters:
     def report(self, line: str) -> None:
         """One line on stdout, above the bar where there is one."""
         if self._bar is not None:
-            self._bar[0].console.print(line, highlight=False, markup=False, emoji=False, soft_wrap=True)
+            self._bar[0].console.print(line, highlight=False, markup=False, emoji=False)
         else:
             print_line(line)
 

@@ -59,15 +59,24 @@ def show_checkpoint(path: Path, tensors: bool, meta: bool, about: Callable[[Chec
     if not console.is_terminal:
         _print_plainly([head, *rows])
         return
-    table = Table(*head)
+    table = Table()
+    for name in head:
+        table.add_column(name, overflow="fold")
     for row in rows:
         table.add_row(*row)
     console.print(table)
 
 
 def _tensor_rows(checkpoint: Checkpoint) -> Iterator[tuple[str, ...]]:
-    for key, (shape, dtype) in checkpoint.tensors.items():
+    for key, (shape, dtype) in sorted(checkpoint.tensors.items(), key=lambda item: _place(item[0])):
         yield key, " x ".join(map(str, shape)) or "scalar", str(dtype).removeprefix("torch.")
+
+
+def _place(key: str) -> tuple[bool, list[tuple[int, str]]]:
+    """Where a tensor stands in the list: weights first, blocks by their numbers."""
+    return not key.startswith("weights/"), [
+        (int(part), "") if part.isdigit() else (-1, part) for part in key.split(".")
+    ]
 
 
 def _kind_rows(checkpoint: Checkpoint) -> Iterator[tuple[str, ...]]:
