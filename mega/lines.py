@@ -28,24 +28,33 @@ class Translation:
     """What an old line becomes.
 
     commands: lines of `mega`, in the order in which they are to run. dropped: what changes nothing. lacking: what has
-    no counterpart, or has to be given. verb: of the last command; "" where nothing does the same.
+    no counterpart, or has to be given. notes: what releases of the old program do differently. verb: of the last
+    command; "" where nothing does the same.
     """
 
     verb: str
     commands: list[list[str]] = field(default_factory=list)
     dropped: list[str] = field(default_factory=list)
     lacking: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
     def text(self) -> str:
         """As a script: commands, and the rest as comments."""
         lines = [f"# changes nothing: {line}" for line in self.dropped]
         lines += [f"# no counterpart: {line}" for line in self.lacking]
+        lines += [f"# by release: {line}" for line in self.notes]
         # A word may hold a new line, after which a comment would be a command.
         return "\n".join([" ".join(line.splitlines()) for line in lines] + [quoted(one) for one in self.commands])
 
 
 _AFTER: dict[str, Callable[[Translation, dict[str, list[str]]], None]] = {}
 """Program -> what else its line needs; it is given the options of the last command by flag."""
+
+
+NULL = (
+    "NullTokenizer adds an end of document to its --vocab-size ids, as in Megatron-LM 23.06; add --null-eod-last where "
+    "it is one of them, as in Megatron-core 0.18"
+)
 
 
 def translated(line: CommandLine) -> Translation:
@@ -64,6 +73,8 @@ def translated(line: CommandLine) -> Translation:
     if not line.words:
         result.lacking.append(f"{line.program}: names no flags; mega {program.verb} --help shows what it needs")
     options = {setting.flag: setting.values for setting in settings}
+    if options.get("--tokenizer") == ["NullTokenizer"] and "--null-eod-last" not in options:
+        result.notes.append(NULL)
     if base in _AFTER:
         _AFTER[base](result, options)
         switches = {setting.flag for setting in settings if setting.switch}
