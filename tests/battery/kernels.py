@@ -30,7 +30,7 @@ from tests.support.attention_cases import check_kept, check_values
 from tests.support.triton import DEVICE
 
 VALUES, KEPT, OTHERS = 400, 120, 20
-LONGEST, WIDTHS = 200, [32, 40, 64, 80, 96, 128, 160, 256]
+LONGEST, WIDTHS = 160, [32, 40, 64, 80, 96, 128, 160, 256]
 
 
 def dtype(seed: int) -> torch.dtype:

@@ -23,6 +23,7 @@ from mega.core.parallel import collectives
 from mega.core.parallel.launch import Pool
 from mega.core.parallel.mesh import Groups
 from mega.core.proof import bench, bench_rows
+from tests.gpu import recipes
 from tests.support.runs import small_run
 
 TOY = "--layers 1 --hidden 32 --heads 2 --seq-length 16 --vocab 100 --micro-batch 2 --global-batch 4 --dtype fp32"
@@ -220,3 +221,20 @@ def test_communication_counts_only_where_it_is_exposed() -> None:
         ]
     )
     assert found == {"communication": 2.0, "products": 1.0, "attention": 3.0, "update": 1.0, "idle": 1.0}
+
+
+def test_the_rows_of_the_recipes_by_turns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Small ones on a CPU; what a file holds is not measured again, and what no time is left for not begun."""
+    out, names = tmp_path / "rows.jsonl", ["w1 dropout", "7b documents"]
+    arguments = ["--out", str(out), "--tiny", "--only", ";".join(names)]
+    assert recipes.main([*arguments, "--rounds", "1"]) == 0
+    assert recipes.main([*arguments, "--rounds", "2"]) == 0
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [row["row"] for row in rows] == names * 2 and [bool(row["phases"]) for row in rows] == [
+        True,
+        True,
+        False,
+        False,
+    ]
+    assert recipes.main([*arguments, "--rounds", "9", "--seconds", "0"]) == 0
+    assert len(out.read_text().splitlines()) == 4 and "w1 dropout: " in capsys.readouterr().out
