@@ -60,10 +60,14 @@ def expand_heads(x: torch.Tensor, heads: int) -> torch.Tensor:
     return x.repeat_interleave(groups, 1) if groups > 1 else x
 
 
-def fused(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: AttentionMask) -> torch.Tensor:
-    """`plain` by torch's fused kernels: cuDNN's where it takes the shape, then flash attention, then the others."""
+def fused(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: AttentionMask, *, dropping: Attention = plain
+) -> torch.Tensor:
+    """`plain` by torch's fused kernels: cuDNN's where it takes the shape, then flash attention, then the others.
+
+    dropping: what takes a mask with dropout."""
     if mask.dropout is not None:
-        return plain(q, k, v, mask)
+        return dropping(q, k, v, mask)
     s, t = q.shape[1], k.shape[1]
     kind, visible, blind = mask.simple_kind(s, t), None, None
     if kind is None:
@@ -106,7 +110,7 @@ def plain_recomputing(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: A
 
 def fused_recomputing(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: AttentionMask) -> torch.Tensor:
     """`fused`, whose kernels recompute the weights themselves; `plain_recomputing` without a kernel."""
-    return fused(q, k, v, mask) if mask.dropout is None else plain_recomputing(q, k, v, mask)
+    return fused(q, k, v, mask, dropping=plain_recomputing)
 
 
 def recomputing(attention: Attention) -> Attention:

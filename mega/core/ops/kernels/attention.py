@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from mega.core.ops.attention import fused, plain_recomputing
+from mega.core.ops.attention import fused_recomputing
 from mega.core.ops.counter import RULE
 from mega.core.ops.kernels.counter import kept, row_keys
 from mega.core.ops.kernels.language import cdiv, jit, launch, next_power_of_2, tl
@@ -598,7 +598,7 @@ class _Attention(torch.autograd.Function):
         return *backward(grad, q, k, v, out, lse, ctx.mask), None
 
 
-def _applies(q: torch.Tensor, k: torch.Tensor, mask: AttentionMask) -> bool:
+def applies(q: torch.Tensor, k: torch.Tensor, mask: AttentionMask) -> bool:
     """Whether these kernels do what cuDNN's, which are faster, do not."""
     return (
         mask.simple_kind(q.shape[1], k.shape[1]) is None
@@ -610,15 +610,15 @@ def _applies(q: torch.Tensor, k: torch.Tensor, mask: AttentionMask) -> bool:
 
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: AttentionMask) -> torch.Tensor:
     """`ops.attention.plain`, which saves no weights: by these kernels or cuDNN's, and in 32 bits by torch's."""
-    if _applies(q, k, mask):
+    if applies(q, k, mask):
         return _Attention.apply(q, k, v, mask)  # type: ignore[no-any-return]
-    return fused(q, k, v, mask) if mask.dropout is None else plain_recomputing(q, k, v, mask)
+    return fused_recomputing(q, k, v, mask)
 
 
 def _partial_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: AttentionMask
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return (forward if _applies(q, k, mask) else FUSED.forward)(q, k, v, mask)
+    return (forward if applies(q, k, mask) else FUSED.forward)(q, k, v, mask)
 
 
 def _partial_backward(
@@ -630,7 +630,7 @@ def _partial_backward(
     lse: torch.Tensor,
     mask: AttentionMask,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return (backward if _applies(q, k, mask) else FUSED.backward)(grad, q, k, v, out, lse, mask)  # type: ignore[no-any-return]
+    return (backward if applies(q, k, mask) else FUSED.backward)(grad, q, k, v, out, lse, mask)  # type: ignore[no-any-return]
 
 
 PARTIAL = PartialAttention(_partial_forward, _partial_backward)
