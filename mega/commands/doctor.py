@@ -15,6 +15,8 @@ from mega.core.config.world import cores
 if TYPE_CHECKING:
     from rich.text import Text
 
+    from mega.core.ops.mask import AttentionMask
+
 Row = tuple[str, str, str]
 """Name, version or value, and a remark."""
 
@@ -33,6 +35,9 @@ class Package(NamedTuple):
     tried: bool = True
     extra: str = ""
 
+
+TOKENS = 1024
+"""Of the rows whose attention is described."""
 
 REQUIRED = ("torch", "numpy", "safetensors", "typer", "rich")
 PACKAGES = (
@@ -158,11 +163,31 @@ def _operators() -> Iterator[Row]:
     if importlib.util.find_spec("torch") is None:
         return
     from mega.core.device import DTYPES, Device
-    from mega.core.ops.suite import choose
+    from mega.core.ops.suite import attention_words, choose
 
-    ops = choose(Device.choose().torch, DTYPES["bf16"])
+    device, dtype = Device.choose(), DTYPES["bf16"]
+    ops = choose(device.torch, dtype)
     for name, implementation in ops.chosen():
+        implementation = ops.matmuls.words if name == "matmuls" else implementation
         yield name, implementation, f"live: {ops.name}, {ops.reason}"
+    for features, mask in _masks():
+        yield f"attention, {features}", attention_words(ops, mask, dtype, TOKENS, 64), ""
+    graph = "a recorded graph where blocks are small" if device.is_cuda else "one by one: no CUDA device"
+    yield "micro batches", graph, "--cuda-graph, --no-cuda-graph"
+
+
+def _masks() -> Iterator[tuple[str, AttentionMask]]:
+    """Of the kinds of attention that runs ask for."""
+    import torch
+
+    from mega.core.ops.dropout import AttentionDropout
+    from mega.core.ops.mask import AttentionMask
+
+    numbers = torch.empty(1, TOKENS, dtype=torch.int64, device="meta")
+    yield "causal", AttentionMask()
+    yield "a window", AttentionMask(window=TOKENS // 2)
+    yield "documents", AttentionMask(q_documents=numbers, k_documents=numbers)
+    yield "dropout", AttentionMask(dropout=AttentionDropout(numbers, 0, 0, (range(TOKENS),), 0.1))
 
 
 def _parts(cuda: bool) -> Iterator[Row]:

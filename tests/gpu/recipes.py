@@ -43,16 +43,10 @@ ROWS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
 }
 """Name -> a row of `mega bench`, and its flags."""
 
-TINY: dict[str, Any] = {
-    "layers": 2,
-    "hidden": 32,
-    "heads": 2,
-    "kv_heads": None,
-    "ffn": 64,
-    "vocab": 96,
-    "seq_length": 32,
-}
-TINY |= {"micro_batch": 1, "global_batch": 2, "device": "cpu"}
+TINY: Mapping[str, Any] = {
+    "layers": 2, "hidden": 32, "heads": 2, "kv_heads": None, "ffn": 64, "vocab": 96, "seq_length": 32,
+    "micro_batch": 1, "global_batch": 2, "device": "cpu",
+}  # fmt: skip
 
 
 def lines_of(path: Path, commit: str | None) -> list[dict[str, Any]]:

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
 from mega.cli import main
+from mega.core.config.compose import compose
+from mega.core.config.resolve import resolve
 from mega.core.config.sections import LogConfig
+from mega.core.training.introduce import summary
 from mega.core.training.meters import COLUMNS, Meters
+from mega.core.training.wire import chosen_ops
 
 RUN = (
     "pretrain --layers 1 --hidden 8 --heads 2 --seq-length 8 --vocab 64 --mock-data --micro-batch 2 --lr 1e-3 "
@@ -22,10 +29,11 @@ def test_a_run_and_a_resumed_one_introduce_themselves(tmp_path: Path, capsys: py
     said = capsys.readouterr().out.splitlines()
     assert said[0] == "model: gpt, 1 layers, hidden 8, 2 heads, ffn 32, vocabulary 64; 1464 parameters"
     assert said[1] == "layout: 1 rank"
-    assert said[2].startswith("device: CPU, ") and "; dtype fp32; operators: torch (" in said[2]
-    assert said[3] == "batch: 2 x 8 = 16 tokens a step; micro batch 2, 1 microbatch a rank"
-    assert said[4] == "length: 11 steps, 176 tokens"
-    assert said[5] == f"saves: in {tmp_path} every 11 steps, and at the end; metrics in metrics.jsonl there"
+    assert said[2].startswith("device: CPU, ") and said[2].endswith("; dtype fp32")
+    assert said[3] == ("operators: torch (no CUDA device); attention: plain torch, for dropout; matmuls: plain torch")
+    assert said[4] == "batch: 2 x 8 = 16 tokens a step; micro batch 2, 1 microbatch a rank"
+    assert said[5] == "length: 11 steps, 176 tokens"
+    assert said[6] == f"saves: in {tmp_path} every 11 steps, and at the end; metrics in metrics.jsonl there"
     assert [line[:10] for line in said if line.startswith("step ")] == ["step  1/11", "step 10/11", "step 11/11"]
     assert main(["checkpoint", "show", str(tmp_path), "--tensors"]) == 0
     shown = capsys.readouterr().out.splitlines()
@@ -36,6 +44,35 @@ def test_a_run_and_a_resumed_one_introduce_themselves(tmp_path: Path, capsys: py
     said = capsys.readouterr().out.splitlines()
     assert "length: 12 steps, 192 tokens; 11 steps are done" in said
     assert "not as in the checkpoint: --dtype bf16 (was fp32)" in said
+
+
+DROPS = {"attention_dropout": 0.1}
+CUDNN, OURS = "torch's fused kernels, cuDNN's first", "our Triton kernels, for "
+WIDE = "cuBLAS, gradients in fp32"
+
+
+@pytest.mark.parametrize(
+    ("preset", "flags", "attention", "matmuls"),
+    [
+        ("llama2-7b", {}, CUDNN, WIDE),
+        ("gpt2-345m", {}, f"{OURS}dropout", WIDE),
+        ("mistral-7b", {"seq_length": 8192}, f"{OURS}a window", WIDE),
+        ("bert-345m", {"fp8": True}, f"{OURS}dropout and documents", "cuBLAS in fp8"),
+        ("llama2-7b", {"dtype": "fp32"}, "torch's fused kernels", WIDE),
+        ("gpt2-345m", {"dtype": "fp32"}, "plain torch, for dropout", WIDE),
+        ("llama2-7b", {"ops": "reference"}, "plain torch", "plain torch"),
+        ("llama2-7b", {"ops": "reference", "fp8": True}, "plain torch", "fp8, emulated"),
+    ],
+)
+def test_on_a_gpu_it_says_which_attention_and_which_matmuls(
+    preset: str, flags: dict[str, Any], attention: str, matmuls: str
+) -> None:
+    flags = {"dtype": "bf16", "micro_batch": 1, "vocab": 64, "device": "cuda", **flags}
+    run = resolve(compose(preset, flags=flags), 1)
+    device = SimpleNamespace(is_cuda=True, name="H", backend="nccl")
+    said = list(summary(run, device, chosen_ops(run, torch.device("meta")), 1))  # type: ignore[arg-type]
+    (line,) = (line for line in said if line.startswith("operators: "))
+    assert f"; attention: {attention}" in line and line.endswith(f"; matmuls: {matmuls}") and len(line) <= 120
 
 
 def test_a_line_of_the_log_fits_a_terminal_and_has_no_empty_field(

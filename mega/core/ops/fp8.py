@@ -72,6 +72,10 @@ class Fp8Matmuls(Matmuls):
     cast: Callable[..., Cast] = cast
     multiply: Callable[..., torch.Tensor] = multiply
 
+    @property
+    def words(self) -> str:  # type: ignore[override]
+        return "fp8, emulated" if self.multiply is multiply else "cuBLAS in fp8"
+
     def exact(self) -> Matmuls:
         return self.wide
 

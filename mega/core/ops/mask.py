@@ -88,6 +88,16 @@ class AttentionMask:
             return "full"
         return "causal" if band == (None, 0) and s == t else None
 
+    @property
+    def features(self) -> tuple[str, ...]:
+        """What a kernel has to know besides the kind, in words.
+
+        >>> AttentionMask(window=2).features
+        ('a window',)
+        """
+        asked = {"dropout": self.dropout, "documents": self.q_documents, "a window": self.window}
+        return tuple(name for name, value in asked.items() if value is not None)
+
     def empty(self, s: int, t: int) -> bool:
         """Whether the positions alone hide every key from every query."""
         low, high = self.band(s, t)

@@ -17,7 +17,9 @@ from torch.nn import functional as F
 
 
 class Matmuls:
-    """In plain torch."""
+    """In plain torch. words: how, for a user."""
+
+    words = "plain torch"
 
     def exact(self) -> Matmuls:
         """What multiplies where rounding to fewer bits would cost too much: the head."""
@@ -53,6 +55,8 @@ class Matmuls:
 
 class WideMatmuls(Matmuls):
     """On CUDA: a 16-bit gradient is accumulated straight into an fp32 main_grad."""
+
+    words = "cuBLAS, gradients in fp32"
 
     def accumulate_wgrad(self, main_grad: torch.Tensor, grad: Any, x: torch.Tensor) -> None:
         if main_grad.dtype != torch.float32 or x.element_size() != 2:

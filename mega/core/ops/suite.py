@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from mega.core.ops import (
     total,
 )
 from mega.core.ops.fp8 import Fp8Matmuls
+from mega.core.ops.mask import AttentionMask
 from mega.core.ops.matmuls import Matmuls, WideMatmuls
 
 
@@ -102,6 +104,30 @@ def choose(
         return ops
     fast = _fp8_kernels() if ops.name == "triton" and (shapes or fp8_matmuls(device)) else {}
     return replace(ops, matmuls=Fp8Matmuls(ops.matmuls, **fast))
+
+
+def attention_words(ops: Ops, mask: AttentionMask, dtype: torch.dtype, length: int, width: int) -> str:
+    """What takes the attention of rows of `length` tokens by heads of `width`, and why, for a user.
+
+    >>> attention_words(REFERENCE, AttentionMask(), torch.bfloat16, 8, 4)
+    'plain torch'
+    """
+    x = torch.empty(1, length, 1, width, dtype=dtype, device="meta")
+    simple, chosen = mask.simple_kind(length, length) is not None, ops.attention
+    if isinstance(chosen, partial):  # of a package, with what takes the rest
+        if simple and dtype.itemsize == 2:
+            return "flash-attn, as asked for"
+        chosen = chosen.keywords["other"]
+    if chosen in (attention.plain, attention.plain_recomputing):
+        return "plain torch"
+    if ops.name == "triton":
+        from mega.core.ops.kernels.attention import applies
+
+        if applies(x, x, mask):
+            return f"our Triton kernels, for {' and '.join(mask.features)}"
+    if mask.dropout is not None:
+        return "plain torch, for dropout"
+    return "torch's fused kernels" + (", cuDNN's first" if ops.name == "triton" and dtype.itemsize == 2 else "")
 
 
 def forward_only(ops: Ops) -> Ops:

@@ -7,13 +7,17 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 
+import torch
+
 from mega.core.config.resolve import data_parallel, lengths, microbatches, records_graph, text_lengths
 from mega.core.config.run import RunConfig
 from mega.core.data.build import Datasets
-from mega.core.device import Device
+from mega.core.device import DTYPES, Device
 from mega.core.inventory import parameters
 from mega.core.inventory.words import count_words, shape_words
-from mega.core.ops.suite import Ops
+from mega.core.ops.dropout import AttentionDropout
+from mega.core.ops.mask import AttentionMask, Kind
+from mega.core.ops.suite import Ops, attention_words
 from mega.core.parallel.launch import threads
 from mega.core.training.inputs import Inputs
 from mega.core.training.resume import ResumePoint, differences, new_tensors
@@ -64,7 +68,11 @@ def summary(run: RunConfig, device: Device, ops: Ops, world: int) -> Iterator[st
     dtype = precision.dtype + (", matmuls in fp8" if precision.fp8 else "")
     where = device.name if device.is_cuda else f"CPU, {_counted(threads(world), 'thread')} a rank"
     joined = f", {device.backend}" if world > 1 else ""
-    yield f"device: {where}{joined}; dtype {dtype}; operators: {ops.name} ({ops.reason})"
+    yield f"device: {where}{joined}; dtype {dtype}"
+    model, length = run.model, text_lengths(run)[0]
+    assert model.head_dim is not None
+    attention = attention_words(ops, _mask(run, length), DTYPES[precision.dtype], length, model.head_dim)
+    yield f"operators: {ops.name} ({ops.reason}); attention: {attention}; matmuls: {ops.matmuls.words}"
     batch = run.batch
     assert batch.global_batch is not None
     tokens = batch.global_batch * sum(text_lengths(run))
@@ -72,6 +80,18 @@ def summary(run: RunConfig, device: Device, ops: Ops, world: int) -> Iterator[st
         f"batch: {batch.global_batch:,} x {sum(text_lengths(run)):,} = {tokens:,} tokens a step; micro batch "
         f"{batch.micro_batch}, {_counted(microbatches(run, world), 'microbatch')} a rank"
     )
+
+
+def _mask(run: RunConfig, length: int) -> AttentionMask:
+    """Of the run's attention, in the training of its first stage; encoders part tokens from padding."""
+    numbers, model = torch.empty(1, length, dtype=torch.int64, device="meta"), run.model
+    encoder = model.family in ("bert", "t5")
+    documents = numbers if run.data.reset_attention or encoder else None
+    dropout = None
+    if model.attention_dropout:
+        dropout = AttentionDropout(numbers, 0, 0, (range(length),), model.attention_dropout)
+    kind: Kind = "full" if encoder else "causal"
+    return AttentionMask(kind, model.window, q_documents=documents, k_documents=documents, dropout=dropout)
 
 
 def _length(run: RunConfig, data: Datasets, progress: Progress, steps: int) -> str:
