@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from mega.core.checkpoint.forms import torch_dist
+from mega.core.checkpoint.forms import torch_dist, torch_dist_write
 from mega.core.checkpoint.forms.convert import convert
 from mega.core.checkpoint.own.layout import Layout
 from mega.core.checkpoint.own.pieces import Box, CheckpointError, Piece
@@ -111,6 +111,29 @@ def test_damaged_data_files(tmp_path: Path, change: str) -> None:
     with pytest.raises(ValueError, match="distcp"):
         convert(source, tmp_path / "run", "mega", Layout(), heads=4)
     assert not (tmp_path / "run").exists()
+
+
+def test_what_is_stored_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In whatever order, and also a tensor that is a part of another, which torch keeps whole."""
+    tensors = {"a": torch.arange(12.0).view(3, 4), "b": torch.arange(10.0)[4:], "c": torch.tensor(7, dtype=torch.int16)}
+    with (tmp_path / torch_dist_write.FILE).open("wb") as file:
+        made = torch_dist_write.DistcpFile(file)
+        for name, tensor in tensors.items():
+            made.add(name, tuple(tensor.shape), (0,) * tensor.dim(), tensor)
+    (tmp_path / ".metadata").write_bytes(made.index())
+    read, taken = torch_dist.DistributedSource._bytes, list[int]()
+
+    def counted(own: Any, name: str, file: str, offset: int, length: int) -> bytearray:
+        taken.append(offset)
+        return read(own, name, file, offset, length)
+
+    monkeypatch.setattr(torch_dist.DistributedSource, "_bytes", counted)
+    source = torch_dist.DistributedSource(tmp_path)
+    for _ in range(2):
+        for name, tensor in tensors.items():
+            assert torch.equal(source.read(f"0.0.0/{name}", Box((0,) * tensor.dim(), tuple(tensor.shape))), tensor)
+    assert torch.equal(source.read("0.0.0/a", Box((1, 2), (2, 1))), tensors["a"][1:, 2:3])
+    assert len(taken) == len(set(taken)) == 3
 
 
 def test_paths_in_the_index_stay_in_the_folder(tmp_path: Path) -> None:

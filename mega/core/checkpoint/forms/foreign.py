@@ -205,6 +205,16 @@ def _check_headers(stream: IO[bytes], members: list[zipfile.ZipInfo], path: Path
             raise CheckpointError(f"{path}: it is damaged: the header of {record} is not what the archive's list says")
 
 
+def record_at(stream: BytesIO, name: str) -> int | None:
+    """Where a record of a torch file begins; None where it is none of today's, or has no such record."""
+    try:
+        stream.seek(0)
+        reader: Any = torch._C.PyTorchFileReader(stream)
+        return int(reader.get_record_offset(name))
+    except RuntimeError:
+        return None
+
+
 def _check_sums(reader: Any, members: list[zipfile.ZipInfo], path: Path, *, all_records: bool) -> None:
     """Compare a torch file's checksums, which torch writes and does not look at: its pickle's, or those of all records.
 

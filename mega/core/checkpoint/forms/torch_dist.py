@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from mega.core.checkpoint.forms.foreign import inside, read_json, unpickled
+from mega.core.checkpoint.forms.foreign import inside, read_json, record_at, unpickled
 from mega.core.checkpoint.forms.form import Given, Opened
 from mega.core.checkpoint.forms.mapping import joined
 from mega.core.checkpoint.forms.megatron import common_name, iteration_of, model_of_tree, table_of
@@ -136,11 +136,19 @@ class Chunk:
     length: int
 
 
-class _Last(threading.local):
-    """The stored rectangle that this thread read last."""
+@dataclass(frozen=True)
+class CheckedChunk:
+    """The elements of a stored rectangle, which have been read once; where they lie in the file, they stay there.
 
-    chunk: Chunk | None = None
-    tensor: torch.Tensor
+    data: uint8 [*size, bytes of an element], aligned to nothing.
+    """
+
+    data: torch.Tensor
+    dtype: torch.dtype
+
+    def part(self, where: tuple[slice, ...]) -> torch.Tensor:
+        """A copy of some of them."""
+        return self.data[where].clone(memory_format=torch.contiguous_format).view(self.dtype)[..., 0]
 
 
 @dataclass(frozen=True)
@@ -164,7 +172,9 @@ class DistributedSource:
         self._folder = folder
         found = _index(read_records(read_file(folder / ".metadata", INDEX_LIMIT), folder / ".metadata"), folder)
         self._shapes, self._chunks, self._objects = found
-        self._last = _Last()
+        self._checked: dict[Chunk, CheckedChunk] = {}
+        self._mapped: dict[str, torch.Tensor] = {}
+        self._lock = threading.Lock()
         self._dtypes: dict[str, torch.dtype] = {}
         self._views: dict[str, View] = {}
         self.tensors: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
@@ -221,13 +231,13 @@ class DistributedSource:
         filled = 0
         for chunk in self._chunks[stored]:
             if shared := chunk.box.meet(box):
-                held = self._load(stored, chunk)
+                held = self._load(stored, chunk)  # all of them stay: one tensor is cut from buffers of many ranks
                 if held.dtype != made.dtype:
                     raise CheckpointError(
                         f"{self._folder / chunk.file}: {stored}: is {held.dtype} at {chunk.box.start}, elsewhere "
                         f"{made.dtype}"
                     )
-                made[shared.inside(box)] = held[shared.inside(chunk.box)]
+                made[shared.inside(box)] = held.part(shared.inside(chunk.box))
                 filled += shared.elements
         if filled != box.elements:
             raise CheckpointError(f"{self._folder}: {stored}: {filled} of {box.elements} elements are in the files")
@@ -238,18 +248,27 @@ class DistributedSource:
             self._dtypes[name] = self._load(name, self._chunks[name][0]).dtype
         return self._dtypes[name]
 
-    def _load(self, name: str, chunk: Chunk) -> torch.Tensor:
-        """One stored rectangle, a small torch file within a file. A thread keeps its last: blocks are asked for."""
-        if self._last.chunk is chunk:
-            return self._last.tensor
-        buffer = self._bytes(name, chunk.file, chunk.offset, chunk.length)
-        tensor = unpickled(io.BytesIO(buffer), self._folder / chunk.file)
+    def _load(self, name: str, chunk: Chunk) -> CheckedChunk:
+        """One stored rectangle, a small torch file within a file, read and checked once."""
+        with self._lock:
+            if chunk not in self._checked:
+                self._checked[chunk] = self._check(name, chunk)
+            return self._checked[chunk]
+
+    def _check(self, name: str, chunk: Chunk) -> CheckedChunk:
+        path, stream = self._folder / chunk.file, io.BytesIO(self._bytes(name, chunk.file, chunk.offset, chunk.length))
+        tensor = unpickled(stream, path)
         if not isinstance(tensor, torch.Tensor) or tuple(tensor.shape) != chunk.box.size:
-            raise CheckpointError(
-                f"{self._folder / chunk.file}: {name}: not the tensor of shape {chunk.box.size} that the index promises"
-            )
-        self._last.chunk, self._last.tensor = chunk, tensor.detach()
-        return self._last.tensor
+            raise CheckpointError(f"{path}: {name}: not the tensor of shape {chunk.box.size} that the index promises")
+        found = tensor.detach().reshape(-1).view(torch.uint8).view(*tensor.shape, tensor.dtype.itemsize)
+        if (begin := record_at(stream, "data/0")) is not None and found.numel():
+            if chunk.file not in self._mapped:
+                size = path.stat().st_size
+                self._mapped[chunk.file] = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
+            there = self._mapped[chunk.file][chunk.offset + begin :][: found.numel()]
+            if torch.equal(there, found.flatten()):  # not of a tensor that was a part of another, say
+                found = there.view(found.shape)
+        return CheckedChunk(found, tensor.dtype)
 
     def _bytes(self, name: str, file: str, offset: int, length: int) -> bytearray:
         path = inside(self._folder, file, hidden="__")
