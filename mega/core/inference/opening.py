@@ -21,7 +21,7 @@ from mega.core.inference.cache import Blocks
 from mega.core.inference.capacity import BLOCK, cache_blocks, cache_bytes, even_layers, fitting_blocks, wanted_tokens
 from mega.core.inference.engine import BatchingEngine, follow
 from mega.core.inference.load import OpenedModel, load_stages
-from mega.core.inference.relay import Relay
+from mega.core.inference.relay import Relay, relay_of
 from mega.core.inference.request import Limits
 from mega.core.inference.worker import Worker
 from mega.core.ops.suite import choose, forward_only
@@ -76,10 +76,11 @@ def engine_on(
     options: EngineOptions = EngineOptions(),
     layers: int | None = None,
     adapters: AdapterChoice | None = None,
+    relay: Relay | None = None,
 ) -> BatchingEngine | None:
     """The same on this rank's stage of a model; the first rank of every replica has an engine of its own.
 
-    layers: most blocks of any stage [the model's]. adapters: its own.
+    layers: most blocks of any stage [the model's]. adapters: its own. relay: of an engine before [a new one].
     """
     model, size = stage.model, options.block
     vocab = min(model.vocab, options.vocab or model.vocab)
@@ -93,7 +94,7 @@ def engine_on(
         vocab=vocab,
         adapters=adapters,
     )
-    relay = Relay(mesh) if mesh.model.size > 1 else None
+    relay = relay or relay_of(mesh)
     if relay is not None and not mesh.model.first:
         follow(worker, relay)
         return None

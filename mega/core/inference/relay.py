@@ -98,6 +98,11 @@ class Relay:
         return LostRank(f"{names}: {str(error).splitlines()[0]}")
 
 
+def relay_of(mesh: Mesh) -> Relay | None:
+    """A new one, with process groups of its own that stay to the end; None where a rank holds the whole model."""
+    return Relay(mesh) if mesh.model.size > 1 else None
+
+
 def _dead(pid: object) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"

@@ -10,6 +10,7 @@ from typing import Any
 
 from mega.core.device import Device
 from mega.core.inference.opening import EngineOptions, engine_on
+from mega.core.inference.relay import Relay
 from mega.core.inference.request import Engine, Request, Sampling
 from mega.core.parallel.collectives import gather_json
 from mega.core.parallel.mesh import Mesh
@@ -31,18 +32,19 @@ def continue_prompts(
     stop: Stop,
     known: int,
     layers: int,
+    relay: Relay | None,
 ) -> list[list[int]]:
     """Up to `tokens` ids that follow each prompt, the same on every rank; all ranks call it.
 
     stage: this rank's, able to decode. how: of each prompt. ends: ids after any of which an answer ends. stop: whether
-    the ids of an answer end it there. known: ids are drawn below this. layers: most blocks of any stage. Errors:
-    ValueError where context ranks share rows; RequestError.
+    the ids of an answer end it there. known: ids are drawn below this. layers: most blocks of any stage. relay: of
+    the ranks that hold the model. Errors: ValueError where context ranks share rows; RequestError.
     """
     if mesh.cp.size > 1:
         raise ValueError(f"--cp {mesh.cp.size}: must be 1 where text is generated")
     own = range(mesh.dp.index, len(prompts), mesh.dp.size)
     options = EngineOptions(requests=max(1, min(AT_ONCE, -(-len(prompts) // mesh.dp.size))), vocab=known)
-    engine, found = engine_on(stage, mesh, device, options, layers), dict[str, list[int]]()
+    engine, found = engine_on(stage, mesh, device, options, layers, relay=relay), dict[str, list[int]]()
     if engine is not None:  # the first rank of a replica; the others have followed it to its end
         try:
             asked = {

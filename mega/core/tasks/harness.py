@@ -280,6 +280,11 @@ class NativeModel:
         ends = frozenset(token for token in known if token is not None)
         # A stop's every byte may be a token of its own, after one that it begins in the middle of.
         last = 4 * max((len(stop) for stop in until), default=0) + 8
+
+        def stopped(ids: list[int]) -> bool:
+            text = decode(ids[-last:]) if until else ""
+            return any(stop in text for stop in until)
+
         run, stages = self.here.run, self.scorer.mesh.pp.size
         layers = run.parallel.stage_layers or even_layers(run.model.layers or 0, stages)
         made = continue_prompts(
@@ -290,9 +295,10 @@ class NativeModel:
             tokens,
             how,
             ends=ends,
-            stop=lambda ids: any(stop in decode(ids[-last:]) for stop in until),
+            stop=stopped,
             known=self.tokenizer.vocab_size,
             layers=max(layers),
+            relay=self.here.relay,
         )
         return [decode(ids[:-1] if ids and ids[-1] in ends else ids) for ids in made]
 

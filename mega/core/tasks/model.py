@@ -20,6 +20,7 @@ from mega.core.config.sections import LABELLED, ModelConfig
 from mega.core.device import DTYPES, Device
 from mega.core.family import ModelStage, family
 from mega.core.inference.load import OpenedModel, check_tokenizer, compute_dtype, load_stages, open_model
+from mega.core.inference.relay import Relay, relay_of
 from mega.core.inference.score import RowScorer, TokenScorer
 from mega.core.ops.suite import Ops
 from mega.core.parallel.mesh import Groups, Mesh
@@ -86,6 +87,11 @@ class ModelHere:
         parallel = self.run.parallel
         shared = parallel.sequence_parallel or parallel.tp_overlap
         return (self._load(False, False) if shared else self.stages)[0]
+
+    @cached_property
+    def relay(self) -> Relay | None:
+        """For all engines on that part, one after another."""
+        return relay_of(self.mesh)
 
     def _load(self, sequence: bool, overlap: bool) -> list[ModelStage]:
         run = self.run
