@@ -166,6 +166,13 @@ def test_from_start_to_resume(
         ended = load_file(half / "step-0000010" / "rank-00000.safetensors")
         assert all(torch.equal(stored[name], ended[name]) for name in stored)
         shutil.rmtree(half)
+    # of others' weights, which have no adapters
+    theirs = tmp_path / "theirs"
+    assert main(["convert-llama", "--load-dir", str(base), "--save-dir", str(theirs)]) == 0
+    tune = ["finetune", *RUN, "--task", "dpo", "--dpo-data", str(pairs), "--load", str(theirs), "--resume", "auto"]
+    for steps in ("5", "6"):
+        assert main([*tune, "--save", str(half), "--steps", steps]) == 0
+        shutil.rmtree(half / "reference")
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from mega.cli import main
+from mega.core.checkpoint.forms.direct import files_digest
 
 SHAPE = "--family llama --layers 1 --hidden 16 --heads 2 --ffn 32 --vocab 64".split()
 RUN = (
@@ -34,3 +36,15 @@ def test_a_hugging_face_folder_is_where_a_run_begins(tmp_path: Path, capsys: pyt
     assert f"weights from {theirs}; the optimizer and the steps begin afresh" in capsys.readouterr().out
     assert main(["finetune", *RUN, "--load", str(theirs), "--lora-rank", "2"]) == 2
     assert "convert them first: mega convert-llama --load-dir" in capsys.readouterr().err
+
+
+def test_a_digest_tells_weights_of_equal_names_and_sizes_apart(tmp_path: Path) -> None:
+    """As those of one model before and after a training that left its first tensors as they were."""
+    weights = np.zeros(1 << 20, np.uint8)
+    for name, change in (("a", slice(0)), ("same", slice(0)), ("b", slice(1 << 19, None))):
+        (tmp_path / name).mkdir()
+        changed = weights.copy()
+        changed[change] = 1
+        (tmp_path / name / "model.bin").write_bytes(changed.tobytes())
+    first, same, other = (files_digest(tmp_path / name) for name in ("a", "same", "b"))
+    assert first == same != other

@@ -9,7 +9,6 @@ It also finds the tokenizer and the chat template that come with the weights. It
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +19,7 @@ from torch import nn
 
 from mega.core.checkpoint.forms.companions import companions_of, tokenizer_kind
 from mega.core.checkpoint.forms.convert import main_dtype, opened_foreign
-from mega.core.checkpoint.forms.direct import ForeignWeights
+from mega.core.checkpoint.forms.direct import ForeignWeights, files_digest
 from mega.core.checkpoint.forms.foreign import read_json
 from mega.core.checkpoint.forms.form import OWN, Given, SpecialTokens
 from mega.core.checkpoint.forms.recognise import form_at
@@ -150,17 +149,7 @@ def open_model(path: Path | str) -> OpenedModel:
         return OpenedModel(checkpoint, model, checkpoint.attachments, checkpoint.meta, checkpoint.digest)
     opened = opened_foreign(form, place, Given(layout=ONE, optimizer=False))
     files = {} if place.is_file() else companions_of(form, place)
-    return OpenedModel(ForeignWeights(place, opened), opened.model, files, {}, _files_digest(place), notes=opened.notes)
-
-
-def _files_digest(place: Path) -> str:
-    """Of the names, sizes and times of all files there: hashing the bytes of others' weights would take minutes."""
-    found = hashlib.sha256()
-    for path in [place] if place.is_file() else sorted(place.rglob("*")):
-        if path.is_file():
-            about = path.stat()
-            found.update(f"{path.relative_to(place.parent)} {about.st_size} {about.st_mtime_ns}\n".encode())
-    return found.hexdigest()
+    return OpenedModel(ForeignWeights(place, opened), opened.model, files, {}, files_digest(place), notes=opened.notes)
 
 
 def load_stages(

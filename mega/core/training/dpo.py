@@ -123,9 +123,9 @@ def _first_weights(run: RunConfig, point: ResumePoint | None) -> str:
 
 def _load_first(state: TrainState) -> None:
     """Fill the state with the weights that training began with."""
+    from mega.core.checkpoint.forms.start import open_start
     from mega.core.checkpoint.own.base import named_base, open_base
     from mega.core.checkpoint.own.pieces import CheckpointError
-    from mega.core.checkpoint.own.store import locate
     from mega.core.checkpoint.own.together import Exchange
     from mega.core.parallel.collectives import gather_json
     from mega.core.training.resume import ResumePoint, restore
@@ -134,7 +134,7 @@ def _load_first(state: TrainState) -> None:
     if place is None:
         raise ValueError("--task dpo: the reference's log-probabilities are not kept; give --load with its weights")
     exchange: Exchange = partial(gather_json, axis=state.mesh.everyone, device=state.device.torch)
-    first = locate(place, lambda line: None, exchange)
+    first, _ = open_start(place, lambda line: None, exchange)
     if first.digest != state.reference:
         raise CheckpointError(f"--load {place}: is not what this run began with, which its reference needs")
     if state.run.model.lora_rank and named_base(first) is None:  # adapters of these weights began as nothing

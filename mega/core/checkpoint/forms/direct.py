@@ -5,6 +5,7 @@ Nothing is written. It knows tables and tensors; no form, no model, no rank.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -14,6 +15,25 @@ from mega.core.checkpoint.forms.form import Opened
 from mega.core.checkpoint.forms.mapping import assemble
 from mega.core.checkpoint.own.container import blocks
 from mega.core.checkpoint.own.pieces import CheckpointError, Piece, Tensors
+
+SAMPLES, SAMPLE_BYTES = 64, 1 << 12
+"""Of each file, what its digest is made of."""
+
+
+def files_digest(place: Path) -> str:
+    """Of a file, or of all in a folder: names, sizes, and bytes of many places, of small files all.
+
+    Hashing all bytes of others' weights would take minutes; training changes them nearly everywhere.
+    """
+    found = hashlib.sha256()
+    for path in [place] if place.is_file() else sorted(each for each in place.rglob("*") if each.is_file()):
+        size = path.stat().st_size
+        found.update(f"{path.name if path == place else path.relative_to(place)} {size}\n".encode())
+        with path.open("rb") as file:
+            for begin in range(0, size, max(SAMPLE_BYTES, size // SAMPLES)):
+                file.seek(begin)
+                found.update(file.read(SAMPLE_BYTES))
+    return found.hexdigest()
 
 
 class ForeignWeights:

@@ -6,7 +6,6 @@ Others' weights come as a checkpoint without an optimizer and without progress. 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 
 from mega.core.checkpoint.forms.companions import companions_of, tokenizer_kind
 from mega.core.checkpoint.forms.convert import opened_foreign
-from mega.core.checkpoint.forms.direct import ForeignWeights
+from mega.core.checkpoint.forms.direct import ForeignWeights, files_digest
 from mega.core.checkpoint.forms.form import Form, Given
 from mega.core.checkpoint.forms.recognise import foreign_form, form_at
 from mega.core.checkpoint.own.layout import ONE
@@ -23,15 +22,12 @@ from mega.core.checkpoint.own.store import Attachments, Checkpoint, locate
 from mega.core.checkpoint.own.together import Exchange, alone, together
 from mega.core.files import url_of
 
-HEAD_BYTES = 1 << 16
-"""Of each file, what its digest is made of: the bytes of others' weights would take minutes."""
-
 
 class ForeignStart:
     """Others' weights, with what is read of a `Checkpoint` where a training begins.
 
-    meta: the model, and the kind of tokenizer. attachments: the files that came along. digest: of names, sizes and the
-    first bytes of all files. notes: lines for the user.
+    meta: the model, and the kind of tokenizer. attachments: the files that came along. digest: `files_digest`.
+    notes: lines for the user.
     """
 
     step, world = 0, 1
@@ -46,7 +42,7 @@ class ForeignStart:
                 "tokenizer": {"tokenizer": tokenizer_kind(self.attachments)},
             }
         }
-        self.digest = _digest(place)
+        self.digest = files_digest(place)
         self._weights = ForeignWeights(place, opened)
         self.tensors: Tensors = self._weights.tensors
 
@@ -65,12 +61,3 @@ def open_start(place: str, report: Callable[[str], None], exchange: Exchange = a
     for note in found.notes:
         report(note)
     return found, True  # type: ignore[return-value]  # it has all of a checkpoint that a start reads
-
-
-def _digest(place: Path) -> str:
-    found = hashlib.sha256()
-    for path in [place] if place.is_file() else sorted(each for each in place.rglob("*") if each.is_file()):
-        found.update(f"{path.relative_to(place.parent)} {path.stat().st_size}\n".encode())
-        with path.open("rb") as file:
-            found.update(file.read(HEAD_BYTES))
-    return found.hexdigest()
