@@ -171,6 +171,16 @@ def test_what_is_no_adapter_of_the_model_is_refused(places: Places, tmp_path: Pa
         adapter_paths(["x=y", "x=z"])
 
 
+def test_a_base_of_another_name_is_told(places: Places, tmp_path: Path) -> None:
+    """Equal shapes prove nothing, so both names stand in a line; without a name there is nothing to tell."""
+    theirs = Path(shutil.copytree(places.peft, tmp_path / "theirs"))
+    config = json.loads((theirs / "adapter_config.json").read_text())
+    (theirs / "adapter_config.json").write_text(json.dumps({**config, "base_model_name_or_path": "some/Base-7B"}))
+    opened = open_model(places.base)
+    first, second = open_adapters({"peft": places.peft, "theirs": theirs}, opened)
+    assert first.notes == () and second.notes == (f"{theirs}: was trained on some/Base-7B; here on {opened.path}",)
+
+
 def test_values_that_are_not_finite_are_refused(places: Places, tmp_path: Path) -> None:
     bad = tmp_path / "bad"
     shutil.copytree(places.peft, bad)

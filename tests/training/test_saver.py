@@ -76,11 +76,12 @@ def test_the_jinja_file_of_the_run_goes_with_its_weights(tmp_path: Path) -> None
     (tmp_path / "my.jinja").write_text("ours")
     chat = {"chat_data": ("talks.jsonl",), "chat_template": str(tmp_path / "my.jinja"), "mock_data": False}
     run = small_run(save=str(tmp_path), save_interval=1)
-    for data, expected in ((chat, b"ours"), ({**chat, "chat_template": "chatml"}, b"its base's")):
+    for data, expected in ((chat, b"ours"), ({**chat, "chat_template": "chatml"}, None)):
         state = state_of(run, 0, 1, None)
         state.run = updated(run, data)
         Saver(state, sidecar_files={"chat_template.jinja": b"its base's"}).save()
-        assert CheckpointStore(tmp_path).open(0).attachments["chat_template.jinja"].read_bytes() == expected
+        found = CheckpointStore(tmp_path).open(0).attachments.get("chat_template.jinja")
+        assert (found and found.read_bytes()) == expected
 
 
 def alone(directory: Path, **values: Any) -> tuple[TrainState, Saver]:

@@ -28,6 +28,7 @@ from mega.core.checkpoint.own.base import check_adapters, named_base
 from mega.core.checkpoint.own.model import model_of
 from mega.core.checkpoint.own.pieces import CheckpointError, Piece
 from mega.core.checkpoint.own.store import Checkpoint, locate
+from mega.core.config.sections import ModelConfig
 from mega.core.inference.load import OpenedModel, Readable
 from mega.core.inventory import inventory
 from mega.core.inventory.adapters import AdapterSpec, adapter_specs, with_adapters
@@ -43,13 +44,15 @@ MOST_NAME = 64
 
 @dataclass(frozen=True)
 class OpenedAdapter:
-    """An adapter of a model. specs: name of a linear's weight -> what is added to it. weights: what fills them."""
+    """An adapter of a model. specs: name of a linear's weight -> what is added to it. weights: what fills them. notes:
+    lines for the user."""
 
     name: str
     rank: int
     scale: float
     specs: Mapping[str, AdapterSpec]
     weights: Readable
+    notes: tuple[str, ...] = ()
 
 
 def adapter_paths(given: Sequence[str]) -> dict[str, Path]:
@@ -85,14 +88,14 @@ def _open(name: str, path: Path, opened: OpenedModel) -> OpenedAdapter:
         form = form_at(path)
         if form is not OWN and form.name != "peft":
             raise CheckpointError(f"{path}: is a whole model; valid: a run with --lora-rank, or peft's directory")
-        weights, model = _own(path, opened) if form is OWN else _peft(path, opened)
+        weights, model, notes = _own(path, opened) if form is OWN else _peft(path, opened)
     except CheckpointError as error:
         raise CheckpointError(f"{flag}: {error}") from None
     specs = adapter_specs(model, inventory(model))
-    return OpenedAdapter(name, model.lora_rank, next(iter(specs.values())).scale, specs, weights)
+    return OpenedAdapter(name, model.lora_rank, next(iter(specs.values())).scale, specs, weights, notes)
 
 
-def _own(path: Path, opened: OpenedModel) -> tuple[Readable, Any]:
+def _own(path: Path, opened: OpenedModel) -> tuple[Readable, ModelConfig, tuple[str, ...]]:
     checkpoint = locate(path)
     of = model_of(checkpoint.meta, str(checkpoint.path))
     base = named_base(checkpoint)
@@ -107,12 +110,12 @@ def _own(path: Path, opened: OpenedModel) -> tuple[Readable, Any]:
     model = with_adapters(opened.model, of)
     shapes = {key: shape for key, (shape, _) in checkpoint.tensors.items() if key.startswith("weights/")}
     check_adapters(model, shapes, str(checkpoint.path), str(opened.path))
-    return checkpoint, model
+    return checkpoint, model, ()
 
 
-def _peft(path: Path, opened: OpenedModel) -> tuple[Readable, Any]:
-    found = peft.open_adapter(path, opened.model, str(opened.path))
-    return ForeignWeights(path, found), found.model
+def _peft(path: Path, opened: OpenedModel) -> tuple[Readable, ModelConfig, tuple[str, ...]]:
+    found = peft.open_adapter(path, opened.model, opened.path, str(opened.path))
+    return ForeignWeights(path, found), found.model, found.notes
 
 
 class AdapterChoice:

@@ -124,6 +124,8 @@ def speak(plan: SpeechPlan) -> int:
     engine = start_engine(opened, mesh, device, options, dtype=dtype, adapters=adapters)
     if engine is None:
         return 0
+    for each in adapters:
+        print(*(f"{note}\n" for note in each.notes), sep="", end="", file=sys.stderr)
     speaker = Speaker(engine, tokenizer, plan)
     if plan.interactive:
         speaker.converse()

@@ -72,10 +72,9 @@ class Saver:
             "fingerprint": fingerprint,
             "corpora": {prefix: dict(content) for prefix, content in corpora.items()},
         }
-        self._attachments = {**sidecar_files, "run.toml": toml.write(state.run).encode()}
+        self._attachments = {**_own_template(state.run, sidecar_files), "run.toml": toml.write(state.run).encode()}
         if tokenizer is not None:
             self._attachments |= tokenizer.files()
-        self._attachments |= _own_template(state.run)
         self._exchange = partial(gather_json, axis=state.mesh.everyone, device=state.device.torch)
         self._proving = self._first_proving() if state.mesh.rank == 0 else None
         self._running: _Task | None = None
@@ -253,12 +252,14 @@ class _Task:
         return self._result
 
 
-def _own_template(run: RunConfig) -> Attachments:
-    """The Jinja file that a run's conversations are rendered by; it replaces what came with its first weights."""
+def _own_template(run: RunConfig, came: Attachments) -> Attachments:
+    """The files that came with a run's first weights; a Jinja file by which they conversed gives way to the run's own,
+    or to none where its template is one of ours."""
     named = run.data.chat_template
-    if not (run.data.chat_data or run.finetuning.dpo_data) or named in TEMPLATES:
-        return {}
-    return {"chat_template.jinja": template_text(named).encode()}
+    if not (run.data.chat_data or run.finetuning.dpo_data):
+        return came
+    others = {name: content for name, content in came.items() if name != "chat_template.jinja"}
+    return others if named in TEMPLATES else {**others, "chat_template.jinja": template_text(named).encode()}
 
 
 def _all_agree(axis: Axis, device: torch.device) -> Callable[[bool], bool]:

@@ -59,19 +59,25 @@ def open_form(path: Path, given: Given) -> Opened:
     if given.base is None:
         raise CheckpointError(f"--base is missing: {path} is an adapter; give the checkpoint (mega) it was trained on")
     base = locate(given.base)
-    opened = open_adapter(path, model_of(base.meta, str(base.path)), f"--base {given.base}")
+    opened = open_adapter(path, model_of(base.meta, str(base.path)), base.path, f"--base {given.base}")
     return replace(opened, known={"base": describe(base)})
 
 
-def open_adapter(path: Path, base: ModelConfig, named: str) -> Opened:
-    """The adapter at `path` of a model. named: what messages call that. Errors: CheckpointError."""
+def open_adapter(path: Path, base: ModelConfig, where: Path, named: str) -> Opened:
+    """The adapter at `path` of a model that lies at `where`. named: what messages call that. Its shapes must fit; a
+    note says where the adapter names another. Errors: CheckpointError."""
     if base.lora_rank:
         raise CheckpointError(f"{named}: holds adapters itself; must be whole")
     _check_family(base)
     source = safetensors_source([path / WEIGHTS])
     found = {name: source.read(name, whole_box(shape)) for name, (shape, _) in source.tensors.items()}
-    model, ours = _ours(read_json(path / CONFIG), found, base, path, named)
-    return Opened(TorchSource(ours), model, _as_it_is(ours))
+    config = read_json(path / CONFIG)
+    model, ours = _ours(config, found, base, path, named)
+    said = str(config.get("base_model_name_or_path") or where)
+    other = (
+        () if Path(said).name.lower() == where.name.lower() else (f"{path}: was trained on {said}; here on {where}",)
+    )
+    return Opened(TorchSource(ours), model, _as_it_is(ours), notes=other)
 
 
 def export(own: Own, to: str, given: Given) -> Export:

@@ -92,7 +92,8 @@ def serve_rank(plan: ServePlan) -> int:
     server = HttpServer(engine, tokenizer, replace(plan.options, limits=limits), chat)
     about = f"{str(dtype).removeprefix('torch.')} on {world.size} {device.torch.type} rank{'s' * (world.size > 1)}"
     about += f"; loaded in {time.monotonic() - began:.1f} s"
-    for line in (*opened.notes, *_lines(plan, opened, dtype, about, server)):
+    notes = (*opened.notes, *(note for each in adapters for note in each.notes))
+    for line in (*notes, *_lines(plan, opened, dtype, about, server)):
         print(line)
     server.run(listening, lambda: print(f"ready: {_address(listening)}", flush=True))
     print("every accepted request has been answered", flush=True)
