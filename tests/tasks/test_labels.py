@@ -46,10 +46,12 @@ def vocabulary(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return written(tmp_path_factory.mktemp("vocabulary") / "vocab.txt", *CONTROLS, *WORDS)
 
 
-def opened(path: Path, form: Any, vocabulary: Path, notes: list[str], length: int = 12) -> LabelledSet:
+def opened(
+    path: Path, form: Any, vocabulary: Path, notes: list[str], length: int = 12, cache: Path | None = None
+) -> LabelledSet:
     tokenizer = build(tokenizer="BertWordPieceLowerCase", vocab_file=str(vocabulary))
     add = notes.append
-    return labelled_set("--valid-data", str(path), form, tokenizer, seq_length=length, cache=None, note=add)
+    return labelled_set("--valid-data", str(path), form, tokenizer, seq_length=length, cache=cache, note=add)
 
 
 def ids(text: str) -> list[int]:
@@ -76,9 +78,11 @@ def test_mnli_is_packed_as_megatron_packs_it(tmp_path: Path, vocabulary: Path) -
 def test_qqp_leaves_out_what_the_originals_have_too_much_of(tmp_path: Path, vocabulary: Path) -> None:
     rows = "1\t0\t0\tw1\tw2\t1", "2\t0\t0\tw1\t\t1", "3\t0\t0\tw1", "4\t0\t0\tw3\tw4\t0"
     notes: list[str] = []
-    found = opened(written(tmp_path / "train.tsv", QQP, *rows), qqp.FORMAT, vocabulary, notes)
+    path = written(tmp_path / "train.tsv", QQP, *rows)
+    for cache in (None, tmp_path, tmp_path):  # said of what is kept, too
+        found = opened(path, qqp.FORMAT, vocabulary, notes, cache=cache)
     assert found.uids.tolist() == [1, 4] and found.labels.tolist() == [1, 0]
-    assert "2 rows" in notes[0] and "train.tsv:3" in notes[0]
+    assert "train.tsv: 2 rows" in notes[0] and notes[0].endswith("in line 3") and notes == notes[:1] * 3
     bare = opened(written(tmp_path / "test.tsv", "id\tquestion1\tquestion2", "5\tw1\tw2"), qqp.FORMAT, vocabulary, [])
     assert bare.labels.tolist() == [-1] and bare.row(0).tokens[0, :5].tolist() == ids("[CLS] w1 [SEP] w2 [SEP]")
 

@@ -22,7 +22,7 @@ from mega.core.data.cache import Arrays, cached
 from mega.core.text.tokenizer import Roles, Tokenizer
 
 Note = Callable[[str], None]
-NAMES = ("ids", "offsets", "firsts", "seconds", "labels", "uids")
+NAMES = ("ids", "offsets", "firsts", "seconds", "labels", "uids", "notes")
 
 
 class Question(NamedTuple):
@@ -36,7 +36,8 @@ class Question(NamedTuple):
 
 @dataclass(frozen=True)
 class Format:
-    """How the files of a benchmark are read. read: (flag, path, note) -> questions; ValueError naming the line.
+    """How the files of a benchmark are read. read: (flag, path, note) -> questions; ValueError naming the line. A note
+    says neither flag nor path.
 
     labels: names of the classes, or of the choices. choices: rows of a sample. most_first: tokens of a first part at
     the most.
@@ -170,9 +171,10 @@ def labelled_set(
         raise ValueError(f"{what}: there is no such file or folder")
     digest = content(place)
     key = {"kind": form.name, "content": digest, "tokenizer": tokenizer.fingerprint()}
-    found = LabelledSet(
-        cached(cache, key, NAMES, lambda: _tokenised(flag, place, form, tokenizer, note)), roles, seq_length, digest
-    )
+    arrays = cached(cache, key, NAMES, lambda: _tokenised(flag, place, form, tokenizer))
+    for line in bytes(arrays["notes"].tolist()).decode().splitlines():
+        note(f"{what}: {line}")
+    found = LabelledSet(arrays, roles, seq_length, digest)
     if found.cut:
         note(f"{what}: {found.cut} of {found.rows} rows are longer than --seq-length {seq_length} and lose their end")
     return found
@@ -206,9 +208,10 @@ class _Texts:
         return self.last[1]
 
 
-def _tokenised(flag: str, path: Path, form: Format, tokenizer: Tokenizer, note: Note) -> Arrays:
+def _tokenised(flag: str, path: Path, form: Format, tokenizer: Tokenizer) -> Arrays:
+    notes: list[str] = []
     texts, firsts, seconds, labels, uids = _Texts(tokenizer), list[list[int]](), list[int](), list[int](), list[int]()
-    for question in form.read(flag, path, note):
+    for question in form.read(flag, path, notes.append):
         seconds.append(texts.shared(question.second))
         firsts.append([texts.add(first, form.most_first) for first in question.firsts])
         labels.append(-1 if question.label is None else question.label)
@@ -216,11 +219,12 @@ def _tokenised(flag: str, path: Path, form: Format, tokenizer: Tokenizer, note: 
     if not firsts:
         raise ValueError(f"{flag} {path}: holds no question of {form.name.upper()}")
     offsets = np.concatenate([[0], np.cumsum([len(part) for part in texts.ids])]).astype(np.int64)
-    found = zip(NAMES[2:], (firsts, seconds, labels, uids), strict=True)
+    found = zip(NAMES[2:6], (firsts, seconds, labels, uids), strict=True)
     return {
         "ids": np.concatenate(texts.ids),
         "offsets": offsets,
         **{name: np.array(value, np.int64) for name, value in found},
+        "notes": np.array(list("\n".join(notes).encode()), np.uint16),  # which are said of a set that is kept, too
     }
 
 

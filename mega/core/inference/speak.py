@@ -150,7 +150,7 @@ class Speaker:
 
     def ids(self, prompt: str) -> list[int]:
         """An empty prompt begins a document."""
-        start = self.tokenizer.bos if self.tokenizer.bos is not None else self.tokenizer.eod
+        start = self.tokenizer.start
         return self.tokenizer.encode(prompt) or ([start] if start is not None else [])
 
     @property

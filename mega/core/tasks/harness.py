@@ -221,10 +221,9 @@ class NativeModel:
     @property
     def begin(self) -> int:
         """What stands in front of a text that has nothing before it. Errors: ValueError where there is none."""
-        first = self.tokenizer.eod if self.tokenizer.bos is None else self.tokenizer.bos
-        if first is None:
+        if self.tokenizer.start is None:
             raise ValueError(f"--tasks: {self.tokenizer.kind} has no token that begins a text")
-        return first
+        return self.tokenizer.start
 
     def encode(self, text: str, special: bool | None = None) -> list[int]:
         """special: with what the family puts in front of every text; None: so too, but once where a conversation's text

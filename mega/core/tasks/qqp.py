@@ -38,13 +38,13 @@ def read(flag: str, path: Path, note: Note) -> Iterator[Question]:
         texts = columns[3:5] if labelled else columns[1:3]
         first, second = (clean(text) for text in texts) if len(columns) == len(header) else ("", "")
         if not first or not second:
-            left, example = left + 1, example or where
+            left, example = left + 1, example or where.rpartition(":")[2]
             continue
         if labelled and columns[5].strip() not in ("0", "1"):
             raise ValueError(f"{where}: the label is {columns[5].strip()!r}; valid: 0, 1")
         yield Question(number(where, columns[0]), (first,), second, int(columns[5]) if labelled else None)
     if left:
-        note(f"{flag} {path}: {left} rows of other widths or with an empty question are left out, the first {example}")
+        note(f"{left} rows of other widths or with an empty question are left out, the first in line {example}")
 
 
 FORMAT = Format("qqp", LABELS, read)

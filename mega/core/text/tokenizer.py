@@ -80,6 +80,11 @@ class Tokenizer(Protocol):
         """Ids run from 0 to vocab_size - 1: the true size, without padding."""
         ...
 
+    @property
+    def start(self) -> int | None:
+        """What stands in front of a text that has nothing before it; None where the family has no such token."""
+        return self.eod if self.bos is None else self.bos
+
     def encode(self, text: str) -> list[int]:
         """The ids of one text."""
         ...

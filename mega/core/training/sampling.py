@@ -40,10 +40,11 @@ class Sampler:
         longest = state.run.model.positions
         assert longest is not None
         self._tokens = min(tokens, longest - 1)
-        start = tokenizer.bos if tokenizer.bos is not None else tokenizer.eod
-        begin = [0 if start is None else start]
+        begin = [] if tokenizer.start is None else [tokenizer.start]
         room = longest - self._tokens
         self._prompts = [(tokenizer.encode(text) or begin)[-room:] for text in prompts or ("",)]
+        if not all(self._prompts):
+            raise ValueError(f"--sample-prompts is missing: {tokenizer.kind} has no token that begins a text")
         self._longest = longest
 
     def sample(self) -> None:

@@ -151,7 +151,7 @@ class Service:
 
     def start(self, name: str) -> int:
         """What begins a document. Errors: BadField."""
-        start = self.tokenizer.bos if self.tokenizer.bos is not None else self.tokenizer.eod
+        start = self.tokenizer.start
         if start is None:
             raise BadField(name, f"{name}: must not be empty: this tokenizer has no token that begins a text")
         return start
