@@ -75,6 +75,15 @@ def _engine(stage: DecoderStage, vocab: int | None = None) -> Engine:
     return found
 
 
+def test_a_text_that_is_stopped_leaves_the_engine_as_it_was(saved: tuple[Checkpoint, DecoderStage]) -> None:
+    """As Ctrl-C stops an answer at a terminal."""
+    engine = _engine(saved[1])
+    made = generate(engine, [1, 2], 5, GREEDY)
+    first = next(made)
+    made.close()
+    assert engine.idle and next(generate(engine, [1, 2], 5, GREEDY)) == first
+
+
 def test_greedy_text_is_the_likeliest_at_every_place(saved: tuple[Checkpoint, DecoderStage]) -> None:
     _, stage = saved
     said = list(generate(_engine(stage), [1, 2], 6, GREEDY))

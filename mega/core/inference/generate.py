@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -30,9 +30,9 @@ def generate(
     *,
     stop_ids: frozenset[int] = frozenset(),
     adapter: str | None = None,
-) -> Iterator[int]:
+) -> Generator[int, None, None]:
     """Up to `tokens` ids that follow `prompt`, one by one, from an engine that has nothing else to do; ends after an id
-    of `stop_ids`, which it yields too.
+    of `stop_ids`, which it yields too. Closed before its end, it leaves the engine free.
 
     Where a text outgrows the model's positions, the model sees its last ones: half of them to begin with. Errors:
     RequestError for an empty prompt.
@@ -42,14 +42,21 @@ def generate(
         if len(seen) >= longest:
             seen = seen[-max(1, longest // 2) :]
         more = min(tokens, longest - len(seen))
-        engine.add(Request(prompt=tuple(seen), tokens=more, sampling=how, stop_ids=stop_ids, adapter=adapter))
-        while not engine.idle:
-            for event in engine.step():
-                assert event.token is not None
-                seen.append(event.token)
-                yield event.token
-                if event.finish == "stop":
-                    return
+        request = Request(prompt=tuple(seen), tokens=more, sampling=how, stop_ids=stop_ids, adapter=adapter)
+        number = engine.add(request)
+        try:
+            while not engine.idle:
+                for event in engine.step():
+                    assert event.token is not None
+                    seen.append(event.token)
+                    yield event.token
+                    if event.finish == "stop":
+                        return
+        except GeneratorExit:  # closed by the caller, who wants no more of it
+            engine.cancel(number)
+            while not engine.idle:
+                engine.step()
+            raise
         tokens -= more
         seed = None if seed is None else seed + 1 if seed < SEEDS[1] else SEEDS[0]  # other draws than before
         how = replace(how, seed=seed)

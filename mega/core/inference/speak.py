@@ -5,11 +5,13 @@ Rank 0 reads and writes; the others follow its engine. It knows text and engines
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
+import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple, TextIO
@@ -168,8 +170,8 @@ class Speaker:
         pieces = [stream.push(token) for token in new if token not in self.stop_ids]
         return "".join(pieces) + stream.finish()
 
-    def continue_one(self, prompt: str, out: TextIO) -> int:
-        """Print a prompt and its continuation as it comes; how many tokens that has."""
+    def continue_one(self, prompt: str, out: TextIO, stopped: Callable[[], bool] = lambda: False) -> int:
+        """Print a prompt and its continuation as it comes, until that is stopped; how many tokens it has."""
         plan, ids, count = self.plan, self.ids(prompt), 0
         print(prompt, end="", flush=True, file=out)
         if plan.beams:
@@ -183,6 +185,8 @@ class Speaker:
             count += 1
             if token not in self.stop_ids:
                 print(stream.push(token), end="", flush=True, file=out)
+            if stopped():
+                made.close()
         print(stream.finish(), file=out)
         return count
 
@@ -255,8 +259,9 @@ class Speaker:
             file.write(lines.encode())
 
     def converse(self) -> None:
-        """Ask for prompts at the terminal until `stop` or the end of the input. A rank of several has no standard
-        input of its own, so the terminal is opened."""
+        """Ask for prompts at the terminal until `stop` or the end of the input. Ctrl-C ends an answer, where one rank
+        gives it; at a prompt it ends the program. A rank of several has no standard input of its own, so the terminal
+        is opened."""
         from rich.console import Console
 
         console = Console(highlight=False)
@@ -273,12 +278,25 @@ class Speaker:
                     continue
                 began = time.monotonic()
                 try:
-                    count = self.continue_one(prompt, console.file)  # type: ignore[arg-type]
+                    with _noting_ctrl_c(self.plan.tp * self.plan.pp == 1) as stopped:
+                        count = self.continue_one(prompt, console.file, stopped)  # type: ignore[arg-type]
                 except RequestError as error:
                     console.print(f"\n{flag_line(error)}", markup=False)
                     continue
                 speed = count / max(time.monotonic() - began, 1e-9)
                 console.print(f"[dim]{count} tokens, {speed:.1f} a second[/]")
+
+
+@contextlib.contextmanager
+def _noting_ctrl_c(heeded: bool) -> Iterator[Callable[[], bool]]:
+    """Whether Ctrl-C was pressed since, which then does nothing else; not heeded, it does what it did."""
+    pressed: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _: pressed.append(number)) if heeded else None
+    try:
+        yield lambda: bool(pressed)
+    finally:
+        if heeded:
+            signal.signal(signal.SIGINT, before)
 
 
 def _wrapped(seed: int) -> int:
