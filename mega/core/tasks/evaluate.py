@@ -124,7 +124,7 @@ def run_here(
         with whole_file(Path(evaluation.json)) as file:
             file.write((json.dumps(result, indent=1) + "\n").encode())
         progress.path.unlink(missing_ok=True)
-        show(result, judged.headline)
+        show(result, judged.headline, evaluation.json)
     return found
 
 

@@ -56,32 +56,38 @@ def line(result: Mapping[str, Any], headline: Sequence[str]) -> str:
     return f" validation results on {result['task'].upper()} | {' | '.join(shown)} |"
 
 
-def show(result: Mapping[str, Any], headline: Sequence[str]) -> None:
-    """Print a score on stdout."""
+def show(result: Mapping[str, Any], headline: Sequence[str], kept: str) -> None:
+    """Print a score, and the file that has it; off a terminal also Megatron-LM's line, for programs that read it."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
-    said = line(result, headline)
-    rule = "-" * len(said)
-    print(f"{rule}\n{said}\n{rule}")
-    table = Table(title=f"{result['task']} of {result['settings']['model']['path']}", box=box.SIMPLE_HEAD)
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        said = line(result, headline)
+        rule = "-" * len(said)
+        print(f"{rule}\n{said}\n{rule}")
+    title = Text(f"{result['task']} of {result['settings']['model']['path']}")
+    table = Table(title=title, box=box.SIMPLE_HEAD)
     for name in ("", "value", "95 % interval"):
         table.add_column(name, justify="left" if not name else "right", no_wrap=True)
     for figure in result["figures"]:
         ends = (figure["low"], figure["high"])
         interval = "" if None in ends else f"{_number(ends[0])} to {_number(ends[1])}"
         table.add_row(figure["name"], _number(figure["value"]), interval)
-    console = Console()
     console.print(table, width=console.width if console.is_terminal else 110)
     rate = result["tokens_per_second"]
     settings = result["settings"]
     layout = " ".join(f"{name} {settings[name]}" for name in ("tp", "cp", "pp", "micro_batch", "seq_length", "dtype"))
-    print(
+    console.print(
         f"{result['tokens']:,} tokens computed"
         + ("" if rate is None else f", {rate:,.0f} a second")
-        + f" on {result['ranks']} rank{'s' * (result['ranks'] != 1)} ({result['device']}); {layout}"
+        + f" on {result['ranks']} rank{'s' * (result['ranks'] != 1)} ({result['device']}); {layout}",
+        markup=False,
+        soft_wrap=not console.is_terminal,
     )
+    print(f"kept in {kept}")
 
 
 def _number(value: float | None) -> str:
