@@ -12,6 +12,14 @@ import typer
 
 from mega.core.files import check_file, check_source
 
+TensorRanks = Annotated[int, typer.Option("--tp", "--tensor-model-parallel-size", help="tensor-parallel ranks", min=1)]
+PipelineStages = Annotated[int, typer.Option("--pp", "--pipeline-model-parallel-size", help="pipeline stages", min=1)]
+ComputeDtype = Annotated[
+    Literal["fp32", "bf16", "fp16"] | None,
+    typer.Option("--dtype", help="computed in [fp32 on a CPU, else the weights' own]"),
+]
+DeviceKind = Annotated[Literal["auto", "cpu", "cuda"], typer.Option("--device", help="where tensors live")]
+
 STATED_BY = "the checkpoint says it, or nothing is trained"
 """Why options of a training that are given here change nothing."""
 
@@ -62,13 +70,10 @@ def run(
             "--adapter", metavar="NAME=DIR", help='adapter; rows of --input may choose by "adapter" [the first]'
         ),
     ] = None,
-    tp: Annotated[int, typer.Option("--tp", "--tensor-model-parallel-size", help="tensor-parallel ranks", min=1)] = 1,
-    pp: Annotated[int, typer.Option("--pp", "--pipeline-model-parallel-size", help="pipeline stages", min=1)] = 1,
+    tp: TensorRanks = 1,
+    pp: PipelineStages = 1,
     nproc: Annotated[int | None, typer.Option("--nproc", help="local ranks to start [tp x pp]", min=1)] = None,
-    dtype: Annotated[
-        Literal["fp32", "bf16", "fp16"] | None,
-        typer.Option("--dtype", help="computed in [fp32 on a CPU, else the weights' own]"),
-    ] = None,
+    dtype: ComputeDtype = None,
     batch_invariant: Annotated[
         bool, typer.Option("--batch-invariant", help="a text does not depend, to the bit, on what is generated with it")
     ] = False,
@@ -76,7 +81,7 @@ def run(
     tokenizer_model: Annotated[str | None, typer.Option("--tokenizer-model", help="its model file")] = None,
     vocab_file: Annotated[str | None, typer.Option("--vocab-file", help="its vocabulary file")] = None,
     merge_file: Annotated[str | None, typer.Option("--merge-file", help="its BPE merges file")] = None,
-    device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option("--device", help="where tensors live")] = "auto",
+    device: DeviceKind = "auto",
 ) -> int:
     """Continue a text with a trained model, any checkpoint of any layout: one text, a file of them, or what is typed.
 

@@ -327,29 +327,29 @@ def _report(answer: Answer, megatron: bool, stops: Stops) -> None:
     from mega.core.estimate.duration import training
 
     console = Console(highlight=False, soft_wrap=True)
-    say = partial(console.print, soft_wrap=not console.is_terminal)  # sentences, which a terminal breaks at blanks
+    report = partial(console.print, soft_wrap=not console.is_terminal)  # sentences, which a terminal breaks at blanks
     run, world, device = answer.run, answer.world, answer.device
     if answer.found is not None and device is not None:
         console.print(show.layouts_table(answer.found))
-        say(show.why(answer.found, device))
-    say(show.layout(run, world))
+        report(show.why(answer.found, device))
+    report(show.layout(run, world))
     console.print(show.table(answer.memory))
     for bar in show.bars(answer.memory):
         console.print(bar)
     for line in show.notes(run, world, answer.memory, device, megatron):
-        say(line)
+        report(line)
     if (other := _in_bf16(answer)) is not None:
         now, then = _seconds(answer), _seconds(other)
         times = None if now is None or then is None else (now, then)
-        say(show.precision(run, answer.memory, other.memory, times))
+        report(show.precision(run, answer.memory, other.memory, times))
     if device is not None:
         whole = training(run, world, device, stops)
         if whole is not None:
-            say(show.training_note(whole, stops, run.checkpoint.save_interval is not None))
+            report(show.training_note(whole, stops, run.checkpoint.save_interval is not None))
     for line in answer.start:
         console.print(line, markup=False)
     if answer.missing:
-        say(f"still to be given there: {', '.join(answer.missing)}")
+        report(f"still to be given there: {', '.join(answer.missing)}")
 
 
 def planned(run: RunConfig) -> tuple[RunConfig, int]:

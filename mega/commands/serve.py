@@ -5,10 +5,11 @@ from __future__ import annotations
 import importlib.util
 import os
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
+from mega.commands.generate import ComputeDtype, DeviceKind, PipelineStages, TensorRanks
 from mega.core.files import check_source
 
 STATED_BY = "the checkpoint says it, or each request does"
@@ -25,13 +26,10 @@ def run(
     token_file: Annotated[
         Path | None, typer.Option("--token-file", help="file of the token that clients must send [MEGA_TOKEN]")
     ] = None,
-    tp: Annotated[int, typer.Option("--tp", "--tensor-model-parallel-size", help="tensor-parallel ranks", min=1)] = 1,
-    pp: Annotated[int, typer.Option("--pp", "--pipeline-model-parallel-size", help="pipeline stages", min=1)] = 1,
-    dtype: Annotated[
-        Literal["fp32", "bf16", "fp16"] | None,
-        typer.Option("--dtype", help="computed in [fp32 on a CPU, else the weights' own]"),
-    ] = None,
-    device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option("--device", help="where tensors live")] = "auto",
+    tp: TensorRanks = 1,
+    pp: PipelineStages = 1,
+    dtype: ComputeDtype = None,
+    device: DeviceKind = "auto",
     name: Annotated[str | None, typer.Option("--name", help="the model's name for clients [its directory's]")] = None,
     adapter: Annotated[
         list[str] | None,

@@ -112,6 +112,9 @@ _MERGE_PARTITIONS = Program(
     },
 )
 
+_FAIRSEQ = {"--model-parallel-size": "--tp", "--batch-size": "--micro-batch", "--max-sentences": "--micro-batch"}
+"""What its programs call otherwise, whatever they do."""
+
 PROGRAMS: Mapping[str, Program] = {
     **dict.fromkeys(("pretrain_gpt.py", "pretrain_gpt2.py", "pretrain_gpt_core.py"), _GPT),
     "pretrain_bert.py": _BERT,
@@ -185,9 +188,7 @@ PROGRAMS: Mapping[str, Program] = {
             "pretrain",
             adds={"--model": "megatron-11b"},
             renames={
-                "--model-parallel-size": "--tp",
-                "--batch-size": "--micro-batch",
-                "--max-sentences": "--micro-batch",
+                **_FAIRSEQ,
                 "--max-update": "--steps",
                 "--warmup-updates": "--lr-warmup-steps",
                 "--warmup-init-lr": "--lr-warmup-init",
@@ -219,7 +220,7 @@ PROGRAMS: Mapping[str, Program] = {
         Program(
             "eval",
             adds={"--task": "wikitext103", "--detokenizer": "fairseq"},
-            renames={"--path": "--load", "--batch-size": "--micro-batch", "--model-parallel-size": "--tp"},
+            renames={**_FAIRSEQ, "--path": "--load"},
             drops=dict.fromkeys(
                 ("--gen-subset", "--criterion", "--max-tokens", "--sample-break-mode", "--distributed-world-size"),
                 "the benchmark says it",
