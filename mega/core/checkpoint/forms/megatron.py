@@ -52,7 +52,7 @@ from mega.core.checkpoint.forms.megatron_state import (
 from mega.core.checkpoint.forms.pickles import Arguments, read_pickled
 from mega.core.checkpoint.own.disk import read_file
 from mega.core.checkpoint.own.model import check_size
-from mega.core.checkpoint.own.pieces import CheckpointError, Tensors
+from mega.core.checkpoint.own.pieces import CheckpointError, Tensors, naming
 from mega.core.config.sections import ModelConfig
 from mega.core.inventory import Tensor, inventory
 
@@ -189,7 +189,8 @@ def open_form(path: Path, given: Given) -> Opened:
     version = content.get("checkpoint_version", 0)
     if not isinstance(version, int | float) or version not in (0, 1, 2, 3):
         raise CheckpointError(f"{folder}: checkpoint_version {plain(version)!r:.40} (valid: 0, 1, 2, 3)")
-    weights = table_of(model, source.tensors, tp, pp, chunks, int(version))
+    with naming(folder):
+        weights = table_of(model, source.tensors, tp, pp, chunks, int(version))
     counts = (
         content.get("iteration", content.get("total_iters", 0)),
         values.get("consumed_train_samples", 0),

@@ -26,7 +26,7 @@ from mega.core.checkpoint.forms.megatron_state import check_counts, plain_state,
 from mega.core.checkpoint.forms.pickles import read_pickled, stand_in
 from mega.core.checkpoint.forms.torch_dist_state import state_of
 from mega.core.checkpoint.own.disk import opening, read_file, read_into
-from mega.core.checkpoint.own.pieces import Box, CheckpointError, Tensors, tiling_fault
+from mega.core.checkpoint.own.pieces import Box, CheckpointError, Tensors, naming, tiling_fault
 
 INDEX_LIMIT = 256 << 20
 DIMS = 16
@@ -349,7 +349,8 @@ def open_form(path: Path, given: Given) -> Opened:
     content = _common(folder)
     values = arguments(content, folder, source.tensors, given.heads)
     model, notes = model_of_tree(values, source.tensors, 1, given.vocab, path, folder)
-    weights = table_of(model, source.tensors, tp=1, pp=1, chunks=1, version=3)
+    with naming(folder):
+        weights = table_of(model, source.tensors, tp=1, pp=1, chunks=1, version=3)
     states, scalars = state_of(source, content, values, model, weights, folder) if given.optimizer else ([], None)
     name = re.fullmatch(r"iter_(\d+)", folder.name)
     counts = (
