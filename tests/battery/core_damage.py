@@ -382,7 +382,8 @@ def _distributed(judge: Judge) -> Iterator[tuple[str, tuple[str, ...]]]:
     yield f"{square} below zero", TOLD
     saved(lambda changed: changed.update({name: changed[square], square: changed[name]}))
     yield f"{name} swapped", TOLD
-    for weight in sorted(set(tensors) - set(state))[:6]:
+    weights = [name for name in sorted(set(tensors) - set(state)) if tensors[name].numel()]  # extra states have none
+    for weight in weights[:6]:
         saved(lambda changed, weight=weight: changed.pop(weight))  # type: ignore[misc]
         yield f"{weight} lost", (str(judge.tree),)
         saved(lambda changed, weight=weight: changed.update({weight: changed[weight].narrow(-1, 0, 1).clone()}))  # type: ignore[misc]
