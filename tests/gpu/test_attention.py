@@ -14,9 +14,13 @@ from mega.core.ops.partial_attention import PartialAttention
 from tests.support.attention_cases import check_kept, check_values
 from tests.support.triton import CUDA, DEVICE, needs_kernels
 
-pytestmark = [pytest.mark.gpu, needs_kernels]
+pytestmark = [
+    pytest.mark.gpu,
+    needs_kernels,
+    pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning"),  # the interpreter's, of a row without a key
+]
 LONGEST, WIDTHS = (500, [32, 64, 80, 96, 128, 256]) if CUDA else (100, [16, 20, 32])
-CASES = int(os.environ.get("MEGA_CASES", "60" if CUDA else "3"))
+CASES = int(os.environ.get("MEGA_CASES", "60" if CUDA else "2"))
 # The interpreter truncates to bf16; in fp32 it shows what rounding to 16 bits would hide.
 DTYPES = (torch.bfloat16, torch.float16) if CUDA else (torch.float16, torch.float32)
 
