@@ -34,6 +34,10 @@ def test_a_hugging_face_folder_is_where_a_run_begins(tmp_path: Path, capsys: pyt
         assert main([verb, *RUN, *more, "--load", str(theirs), "--metrics", str(metrics)]) == 0
         assert _losses(metrics) == _losses(first)
     assert f"weights from {theirs}; the optimizer and the steps begin afresh" in capsys.readouterr().out
+    for place in (ours, theirs):  # rows beyond a tokenizer's are tokens too, as many as there are
+        rows = [*SHAPE[:-1], "60", "--no-mask-padded-vocab", "--load", str(place), "--finetune"]
+        assert main(["pretrain", *rows, *RUN, "--metrics", str(first)]) == 0
+        assert "vocabulary 64; " in capsys.readouterr().out
     assert main(["finetune", *RUN, "--load", str(theirs), "--lora-rank", "2"]) == 2
     assert "convert them first: mega convert-llama --load-dir" in capsys.readouterr().err
 

@@ -44,6 +44,8 @@ def test_a_run_and_a_resumed_one_introduce_themselves(tmp_path: Path, capsys: py
     said = capsys.readouterr().out.splitlines()
     assert "length: 12 steps, 192 tokens; 11 steps are done" in said
     assert "not as in the checkpoint: --dtype bf16 (was fp32)" in said
+    assert main([*RUN, "--steps", "99", "--exit-tokens", "32"]) == 0
+    assert "length: 2 steps, 32 tokens" in capsys.readouterr().out.splitlines()
 
 
 DROPS = {"attention_dropout": 0.1}

@@ -10,10 +10,9 @@ from mega.core.config.resolve import text_lengths
 from mega.core.config.run import RunConfig, updated
 from mega.core.config.world import cores
 from mega.core.device import has_cuda
+from mega.core.estimate.hardware import GIB
 from mega.core.estimate.memory import memory
 from mega.core.inventory import parameters
-
-GIB = 1 << 30
 
 PROCESS = 0.35 * GIB
 """Of a rank that has loaded torch and holds no tensor."""

@@ -18,6 +18,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from html import escape
 from itertools import accumulate, pairwise
 from typing import Any
 from urllib.parse import urlsplit
@@ -278,7 +279,7 @@ def plot(rows: Sequence[ServingRow], title: str) -> str:
     names = [f"{row.rate:g}" if row.rate else "at once" for row in rows]
     size = f'width="{3 * _WIDTH}" height="{_HEIGHT + 20}"'
     parts = [f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" font-size="11">']
-    parts.append(f'<rect width="100%" height="100%" fill="white"/><text x="8" y="14">{_escaped(title)}</text>')
+    parts.append(f'<rect width="100%" height="100%" fill="white"/><text x="8" y="14">{escape(title)}</text>')
     for number, (panel, found) in enumerate(zip(_PANELS, curves, strict=True)):
         parts += _panel(number * _WIDTH, panel, names, found)
     return "\n".join([*parts, "</svg>", ""])
@@ -304,7 +305,3 @@ def _panel(left: int, title: str, names: Sequence[str], curves: Sequence[Sequenc
         f'<text x="{left + _LEFT + room / 2:.1f}" y="{_HEIGHT + 12}" text-anchor="middle">requests a second</text>'
     )
     return parts
-
-
-def _escaped(text: str) -> str:
-    return text.replace("&", "&amp;").replace("<", "&lt;")

@@ -96,7 +96,9 @@ def _mask(run: RunConfig, length: int) -> AttentionMask:
 
 def _length(run: RunConfig, data: Datasets, progress: Progress, steps: int) -> str:
     """Steps, tokens, and passes over the training set where their length is known."""
-    samples = lengths(run).samples
+    samples, tokens = lengths(run).samples, run.runtime.exit_tokens
+    if tokens is not None:
+        samples = min(samples, -(-tokens // (run.batch.seq_length or 1)))
     words = f"length: {_counted(steps, 'step')}, {count_words(samples * sum(text_lengths(run)))} tokens"
     if data.one_pass:
         words += f", {samples / data.one_pass:.3g} epochs of the training data"
