@@ -47,7 +47,7 @@ _CHINESE = (
 )
 
 _GPT = Program("pretrain", adds={"--family": "gpt"})
-_BERT = Program("pretrain", adds={"--family": "bert"}, defaults={})
+_BERT = Program("pretrain", adds={"--family": "bert"})
 _T5 = Program("pretrain", adds={"--family": "t5"})
 _GENERATE = Program(
     "generate",
@@ -174,7 +174,7 @@ PROGRAMS: Mapping[str, Program] = {
             "--limit-inference-case": "--num-samples says how many",
         },
     ),
-    "is_same.py": Program("checkpoint diff", drops={"--megatron-path": "nothing else is started"}),
+    "is_same.py": Program("checkpoint diff"),
     "check.py": Program("checkpoint diff"),
     "upload.py": Program(why="nothing is sent to the Hub; its own client uploads the folder"),
     "ensemble_classifier.py": Program("eval"),

@@ -88,12 +88,17 @@ def accuracies(rows: Sequence[Row]) -> list[Row]:
 def run(files: Sequence[str], out: str) -> int:
     """Combine, report, and keep predictions in `out`. Errors: ValueError."""
     rows, scores = ensemble(files)
-    with whole_file(Path(out)) as file:
-        file.write("".join(json.dumps(row) + "\n" for row in rows).encode())
+    write(Path(out), rows)
     for score in scores:
         print(line(score))
     print(f"predictions of {len(files)} models together: {out}")
     return 0
+
+
+def write(path: Path, rows: Sequence[Row]) -> None:
+    """Predictions as JSON lines."""
+    with whole_file(path) as file:
+        file.write("".join(json.dumps(row) + "\n" for row in rows).encode())
 
 
 def line(score: Mapping[str, Any]) -> str:

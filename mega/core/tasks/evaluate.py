@@ -33,7 +33,7 @@ from mega.core.inference.load import OpenedModel
 from mega.core.parallel.collectives import gather_json
 from mega.core.parallel.launch import connect, disconnect
 from mega.core.parallel.mesh import Groups, Mesh
-from mega.core.tasks.labels import write
+from mega.core.tasks.ensemble import write
 from mega.core.tasks.model import (
     CheckedModel,
     ModelHere,

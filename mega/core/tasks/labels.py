@@ -5,7 +5,6 @@ The questions come from a `Format` (mnli.py, qqp.py, race.py). A file without la
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +17,6 @@ from torch.nn import functional as F
 from mega.core.batch import MaskedBatch, Term, Terms
 from mega.core.config.sections import LABELLED, ModelConfig
 from mega.core.data.labelled import Format, LabelledSet, labelled_batch, labelled_set, set_names
-from mega.core.files import whole_file
 from mega.core.tasks.options import BenchmarkInputs
 from mega.core.tasks.task import Estimate, Figure, interval
 
@@ -144,12 +142,6 @@ def check_head(path: Path, model: ModelConfig, task: str) -> None:
         f"--load {path}: is a model of {has}; --task {task} needs --family bert with --head {head} --classes "
         f"{classes}, which `mega finetune --task {task}` makes"
     )
-
-
-def write(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Predictions as JSON lines."""
-    with whole_file(path) as file:
-        file.write("".join(json.dumps(row) + "\n" for row in rows).encode())
 
 
 def make(asked: BenchmarkInputs, form: Format) -> Labels:
