@@ -105,6 +105,12 @@ def test_race_is_the_same_as_a_folder_and_as_an_archive(tmp_path: Path, vocabula
         assert row.tokens[2, :7].tolist() == ids("[CLS] w1 w5 w2 [SEP] w9 [SEP]")
 
 
+def test_an_empty_article_is_no_other_text(tmp_path: Path, vocabulary: Path) -> None:
+    place = written(tmp_path / "RACE" / "a.txt", passage(article="")).parent
+    row = opened(place, race.FORMAT, vocabulary, []).row(0)
+    assert row.tokens[0, :6].tolist() == ids("[CLS] w1 w3 w2 [SEP] [SEP]") and row.lengths.tolist() == [6] * 4
+
+
 BAD: list[tuple[Any, str, tuple[str, ...], str]] = [
     (mnli, "a.tsv", ("id\tx", "1\t2"), "its header has 2 columns"),
     (mnli, "a.tsv", (MNLI, "1\t\t\t\t\t\t\t\tw1\tw2\tmaybe"), "a.tsv:2: the label is 'maybe'; valid: contradiction"),

@@ -194,7 +194,7 @@ class _Texts:
 
     tokenizer: Tokenizer
     ids: list[NDArray[np.int32]] = field(default_factory=list)
-    last: tuple[str, int] = ("", -1)
+    last: tuple[str | None, int] = (None, -1)
 
     def add(self, text: str, most: int | None = None) -> int:
         """Its number."""

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from mega.core.files import whole_file
 from mega.core.parallel.collectives import gather_json
 from mega.core.parallel.mesh import Mesh
 
@@ -30,7 +31,8 @@ class KeptAnswers:
         self._known: dict[str, Any] = gather_json(own, mesh.everyone, device)[0]
         if self._writes:
             lines = [self._first, *(json.dumps([key, answer]) for key, answer in own.items())]
-            self.path.write_text("".join(f"{line}\n" for line in lines))
+            with whole_file(self.path) as file:  # killed now, it still holds what it held
+                file.write("".join(f"{line}\n" for line in lines).encode())
 
     def _read(self) -> dict[str, Any]:
         """What an earlier process kept; a line that it was killed in is left out."""
