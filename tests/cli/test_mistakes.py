@@ -38,6 +38,7 @@ print(json.dumps(found))
 def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     folder, empty = tmp_path_factory.mktemp("first"), tmp_path_factory.mktemp("empty")
     (folder / "my.jsonl").write_text(json.dumps({"text": "a"}) + "\n")
+    (folder / "my.tfrecord").touch()
     (folder / "wrong.jsonl").write_text(json.dumps({"content": "a"}) + "\n")
     (folder / "array.json").write_text(json.dumps([{"text": "a"}]))
     with IndexedWriter(folder / "my_text_document", np.dtype("uint16")) as writer:

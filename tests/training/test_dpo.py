@@ -16,6 +16,7 @@ from mega.cli import main
 from mega.core.batch import PreferenceBatch
 from mega.core.checkpoint.own.pieces import Piece
 from mega.core.config.run import RunConfig
+from mega.core.data.pairs import PairDataset
 from mega.core.data.synthetic import decoder_prompt
 from mega.core.device import Device
 from mega.core.inference.load import open_model
@@ -173,6 +174,34 @@ def test_from_start_to_resume(
     for steps in ("5", "6"):
         assert main([*tune, "--save", str(half), "--steps", steps]) == 0
         shutil.rmtree(half / "reference")
+
+
+def test_padding_that_no_row_needs_is_left_out(
+    files: tuple[Path, list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With dropout, the losses are those of rows of --seq-length."""
+    pairs, tokenizer = files
+    answers = ["y" * (1 + 3 * number) for number in range(8)]
+    lines = [json.dumps({"prompt": f"{i}", "chosen": one, "rejected": "no"}) for i, one in enumerate(answers)]
+    pairs.write_text("\n".join(lines))
+    tune = ["finetune", *SHAPE[:-4], *RUN, *tokenizer, "--task", "dpo", "--dpo-data", str(pairs), "--steps", "3"]
+    widths, collate = list[int](), PairDataset.collate
+
+    def seen(self: PairDataset, *arguments: Any) -> Any:
+        widths.append(collate(self, *arguments).tokens.shape[1])
+        return collate(self, *arguments)
+
+    monkeypatch.setattr(PairDataset, "collate", seen)
+    losses = []
+    for name in ("short", "whole"):
+        assert main([*tune, "--micro-batch", "1", "--save", str(tmp_path / name)]) == 0
+        rows = (json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines())
+        losses.append([row["loss"] for row in rows if "lr" in row])
+        if name == "short":
+            assert {width % 8 for width in widths} == {0} and min(widths) < max(widths) <= 48, widths
+            monkeypatch.setattr("mega.core.training.dpo._unit", lambda state: None)
+            widths.clear()
+    assert set(widths) == {48} and losses[0] == pytest.approx(losses[1], rel=2e-6)
 
 
 @pytest.mark.parametrize(

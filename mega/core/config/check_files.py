@@ -50,6 +50,7 @@ def _data(run: RunConfig) -> Problems:
         yield f"--mock-data: excludes --valid-sets {' '.join(data.valid_sets)}; leave them out, or give data"
     if data.valid_data + data.test_data and not data.train_data and not run.evaluation.skip_train:
         yield "--train-data is missing: it is needed along with --valid-data and --test-data"
+    sentences = run.masking.sample_kind in ("bert", "t5")
     for name in ("data_path", "train_data", "valid_data", "test_data"):
         try:
             words = expand(value_of(run, name), data.corpora)
@@ -59,7 +60,7 @@ def _data(run: RunConfig) -> Problems:
         if run.masking.sample_kind == "tfrecords":
             yield from (f"{flag_of(name)} {word}: there is no such file" for word in words if not os.path.isfile(word))
         else:
-            yield from _prefixes(flag_of(name), words)
+            yield from _prefixes(flag_of(name), words, sentences)
     names: set[str] = set()
     for word in data.valid_sets:
         name, _, prefix = word.partition("=")
@@ -73,7 +74,7 @@ def _data(run: RunConfig) -> Problems:
             if not os.path.isfile(prefix):
                 yield f"--valid-sets {prefix}: there is no such file"
         else:
-            yield from _prefixes("--valid-sets", expand([prefix], data.corpora))
+            yield from _prefixes("--valid-sets", expand([prefix], data.corpora), sentences)
         names.add(name)
 
 
@@ -90,8 +91,8 @@ def _labelled(run: RunConfig, given: list[str]) -> Problems:
                 yield f"{flag_of(name)} {path}: there is no such file or folder"
 
 
-def _prefixes(flag: str, words: tuple[str, ...]) -> Problems:
-    """`words` are prefixes, or weights and prefixes in turn."""
+def _prefixes(flag: str, words: tuple[str, ...], sentences: bool) -> Problems:
+    """`words` are prefixes, or weights and prefixes in turn. sentences: what the token files are to hold."""
     weighted = any(map(is_number, words[::2]))
     if weighted and len(words) > 1:
         if len(words) % 2:
@@ -107,7 +108,7 @@ def _prefixes(flag: str, words: tuple[str, ...]) -> Problems:
     for prefix in words[1::2] if weighted and len(words) > 1 else words:
         missing = [prefix + suffix for suffix in (".bin", ".idx") if not os.path.isfile(prefix + suffix)]
         if missing:
-            yield f"{flag} {prefix}: {_advice(flag, prefix) or _absent(missing)}"
+            yield f"{flag} {prefix}: {_advice(flag, prefix, sentences) or _absent(missing)}"
 
 
 TEXTS = (".jsonl", ".json", ".txt", ".parquet", ".gz", ".zst", ".xz", ".bz2")
@@ -122,7 +123,7 @@ def _pair(prefix: str) -> bool:
     return all(os.path.isfile(prefix + suffix) for suffix in (".bin", ".idx"))
 
 
-def _advice(flag: str, prefix: str) -> str:
+def _advice(flag: str, prefix: str, sentences: bool) -> str:
     """What to give instead of a name that is near a pair of token files, or of what they are made from."""
     stem = os.path.splitext(prefix)[0]
     if prefix.endswith((".bin", ".idx")) and _pair(stem):
@@ -134,10 +135,13 @@ def _advice(flag: str, prefix: str) -> str:
             return "is a folder, and holds no .bin and .idx of one name; `mega preprocess` writes both"
         return f"is a folder; name token files in it, without .bin: {flag} {' '.join(found[:8])}"
     if prefix.endswith(TEXTS) and os.path.isfile(prefix):
+        how, level = ("--split-sentences", "sentence") if sentences else ("--append-eod", "document")
         return (
-            f"is text; make token files of it: mega preprocess --input {prefix} --output-prefix {stem} --append-eod, "
-            f"with the flags of a tokenizer; then {flag} {stem}_text_document"
+            f"is text; make token files of it: mega preprocess --input {prefix} --output-prefix {stem} {how}, "
+            f"with the flags of a tokenizer; then {flag} {stem}_text_{level}"
         )
+    if prefix.endswith((".tfrecord", ".tfrecords")) and os.path.isfile(prefix):
+        return f"is a file of records; give --use-tfrecords --train-data {prefix}"
     near = sorted(path.removesuffix(".idx") for path in glob.glob(f"{glob.escape(prefix)}_*.idx"))
     whole = [path for path in near if _pair(path)]
     return f"there are no such token files; there are {', '.join(whole[:8])}: {flag} {whole[0]}" if whole else ""

@@ -1,4 +1,5 @@
-"""Pairs of answers to one prompt, one of them preferred: a row for each answer, padded, its own tokens trained.
+"""Pairs of answers to one prompt, one of them preferred: a row for each answer, its own tokens trained. Rows are padded
+to the longest of their microbatch.
 
 A line of a file is {"prompt", "chosen", "rejected"}: texts, or lists of messages as of a conversation (text/chat.py);
 without "prompt" both answers are whole conversations.
@@ -23,12 +24,14 @@ KEYS = ("prompt", "chosen", "rejected")
 
 
 class PairRows(NamedTuple):
-    """tokens, labels: int64 [2, s]; weights: float32 [2, s]; reference: float64 [2], or None."""
+    """tokens, labels: int64 [2, s]; weights: float32 [2, s]; reference: float64 [2], or None. longest: tokens of the
+    longer row that are not padding."""
 
     tokens: NDArray[np.int64]
     labels: NDArray[np.int64]
     weights: NDArray[np.float32]
     reference: NDArray[np.float64] | None
+    longest: int
 
 
 class PairDataset:
@@ -36,13 +39,15 @@ class PairDataset:
 
     ids, trained: of all answers back to back, each after its prompt; offsets: int64 [2 pairs + 1]. order: int64
     [samples]. digest: of everything that the rows depend on. reference: float64 [pairs, 2], log-probabilities of both
-    answers under the weights that training begins with, once they are known.
+    answers under the weights that training begins with, once they are known. unit: a microbatch is as wide as its
+    longest row, in whole multiples of it; None: as wide as seq_length, where all have to be alike.
     """
 
     def __init__(self, arrays: Arrays, order: NDArray[np.int64], seq_length: int, filler: int, digest: str) -> None:
         self._ids, self._trained, self._offsets = arrays["ids"], arrays["trained"], arrays["offsets"]
         self._length, self._filler, self.order, self.digest = seq_length, filler, order, digest
         self.reference: NDArray[np.float64] | None = None
+        self.unit: int | None = None
 
     def __len__(self) -> int:
         return len(self.order)
@@ -65,12 +70,14 @@ class PairDataset:
         """The two rows of one pair."""
         text = np.full((2, self._length + 1), self._filler, np.int64)
         trained = np.zeros((2, self._length + 1), np.float32)
+        longest = 1
         for row in range(2):
             first, end = self._offsets[2 * number + row : 2 * number + row + 2].tolist()
             size = min(end - first, self._length + 1)
             text[row, :size], trained[row, :size] = self._ids[first : first + size], self._trained[first : first + size]
+            longest = max(longest, size - 1)
         known = None if self.reference is None else self.reference[number]
-        return PairRows(text[:, :-1], text[:, 1:], trained[:, 1:], known)
+        return PairRows(text[:, :-1], text[:, 1:], trained[:, 1:], known, longest)
 
     def collate(self, rows: Sequence[PairRows], first_sample: int) -> Any:
         """Pairs as one microbatch whose first pair is global sample `first_sample`."""
@@ -78,13 +85,18 @@ class PairDataset:
 
         from mega.core.batch import PreferenceBatch
 
-        tokens, labels, weights = (torch.from_numpy(np.concatenate(part)) for part in list(zip(*rows))[:3])
+        width = self._length
+        if self.unit is not None:
+            width = min(width, -(-max(row.longest for row in rows) // self.unit) * self.unit)
+        tokens, labels, weights = (
+            torch.from_numpy(np.concatenate([each[:, :width] for each in part])) for part in list(zip(*rows))[:3]
+        )
         known = [row.reference for row in rows if row.reference is not None]
         return PreferenceBatch(
             tokens=tokens,
             labels=labels,
             loss_weights=weights,
-            positions=torch.arange(self._length).expand(len(tokens), -1).contiguous(),
+            positions=torch.arange(width).expand(len(tokens), -1).contiguous(),
             samples=torch.arange(2 * first_sample, 2 * (first_sample + len(rows))),
             reference=torch.from_numpy(np.stack(known)) if known else None,
         )

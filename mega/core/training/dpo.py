@@ -70,6 +70,7 @@ def begin(state: TrainState, data: Datasets, point: ResumePoint | None) -> None:
     held: list[Any] = [each for each in (data.train, *data.named.values()) if each is not None]
     cache = _cache(state.run)
     for dataset in held:
+        dataset.unit = _unit(state)
         dataset.reference = _known(state, cache, _key(state, dataset), dataset.pairs)
     missing = [dataset for dataset in held if dataset.reference is None]
     if not missing:
@@ -85,6 +86,15 @@ def begin(state: TrainState, data: Datasets, point: ResumePoint | None) -> None:
 
         assert point is not None
         restore(state, point)
+
+
+def _unit(state: TrainState) -> int | None:
+    """Columns that microbatches grow by: some, for few widths; None where memory is laid out for one shape."""
+    from mega.core.config.resolve import column_unit, records_graph
+
+    if state.run.parallel.tp_overlap or (state.device.is_cuda and records_graph(state.run, state.mesh.world)):
+        return None
+    return 8 * column_unit(state.run.parallel)
 
 
 def log_probabilities(state: TrainState, dataset: PairDataset) -> NDArray[np.float64]:
