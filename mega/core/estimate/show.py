@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from mega.core.config.check import graph
 from mega.core.config.resolve import data_parallel, microbatches, records_graph, text_lengths
 from mega.core.config.run import RunConfig, updated
+from mega.core.config.sections import DECODERS
 from mega.core.estimate.duration import Stops, Training
 from mega.core.estimate.hardware import GIB, Hardware
 from mega.core.estimate.memory import Memory, StageMemory, kv_cache_bytes, logits_bytes, serving_bytes
@@ -103,8 +104,8 @@ def as_json(run: RunConfig, world: int, found: Memory, device: Hardware | None =
         "communicators": found.communicators,
         "mapped": found.mapped,
         "logits": logits_bytes(run),
-        "serving_weights": serving_bytes(run),
-        "kv_cache_per_token": kv_cache_bytes(run),
+        "serving_weights": serving_bytes(run) if _continues(run) else None,
+        "kv_cache_per_token": kv_cache_bytes(run) if _continues(run) else None,
         "stages": [
             {
                 "stage": stage.stage,
@@ -186,6 +187,11 @@ def bars(found: Memory, width: int = 52) -> Iterator[Text]:
     yield legend
 
 
+def _continues(run: RunConfig) -> bool:
+    """Whether the family can be served."""
+    return run.model.family in DECODERS
+
+
 def notes(run: RunConfig, world: int, found: Memory, device: Hardware | None, megatron: bool) -> Iterator[str]:
     """Lines below the table; with a `device`, whether it fits and how long a step takes."""
     worst, held = found.worst, found.worst.held
@@ -193,12 +199,14 @@ def notes(run: RunConfig, world: int, found: Memory, device: Hardware | None, me
         f"peak: {gib(worst.peak)} GiB on stage {worst.stage}, in the {worst.when}, {worst.live} in flight; "
         f"the allocator may take {gib(worst.slack)} more"
     )
+    serving = (
+        f"; serving: {gib(serving_bytes(run))} GiB of weights, "
+        f"{kv_cache_bytes(run) / 2**20:.3f} MiB of keys and values per token"
+    )
     yield (
         f"parameters {found.parameters / 1e9:.3f}e9, {held.parameters / 1e9:.3f}e9 on a rank of it, "
         f"{held.total / held.parameters:.2f} bytes each; "
-        f"checkpoint {gib(found.checkpoint)} GiB; serving: {gib(serving_bytes(run))} GiB of weights, "
-        f"{kv_cache_bytes(run) / 2**20:.3f} MiB of keys and values "
-        "per token"
+        f"checkpoint {gib(found.checkpoint)} GiB{serving * _continues(run)}"
     )
     yield f"logits and loss of a microbatch: {gib(logits_bytes(run))} GiB of the last stage's activations"
     groups = found.communicators
