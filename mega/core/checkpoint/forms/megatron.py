@@ -20,6 +20,7 @@ from mega.core.checkpoint.forms.form import Given, Opened
 from mega.core.checkpoint.forms.keys import translated
 from mega.core.checkpoint.forms.mapping import Fragment, Table, Target, gathered, joined, stacked, whole
 from mega.core.checkpoint.forms.megatron_arguments import (
+    as_core_uses,
     check_vocabulary,
     model_from_arguments,
     vocabulary,
@@ -185,7 +186,8 @@ def open_form(path: Path, given: Given) -> Opened:
     arguments = content.get("args")
     values = arguments.values if isinstance(arguments, Arguments) else {}
     source = TorchSource(tensors | state.tensors)
-    model, notes = model_of_tree(values, source.tensors, tp, given.vocab, path, folder)
+    core = order_of(content[_models(content, folder)[0]]) != "legacy"
+    model, notes = model_of_tree(values, source.tensors, tp, given.vocab, path, folder, core=core)
     version = content.get("checkpoint_version", 0)
     if not isinstance(version, int | float) or version not in (0, 1, 2, 3):
         raise CheckpointError(f"{folder}: checkpoint_version {plain(version)!r:.40} (valid: 0, 1, 2, 3)")
@@ -205,15 +207,17 @@ def open_form(path: Path, given: Given) -> Opened:
 
 
 def model_of_tree(
-    values: Mapping[str, Any], tensors: Tensors, tp: int, vocab: int | None, path: Path, folder: Path
+    values: Mapping[str, Any], tensors: Tensors, tp: int, vocab: int | None, path: Path, folder: Path, *, core: bool
 ) -> tuple[ModelConfig, tuple[str, ...]]:
-    """The model that Megatron's arguments and a tree's tensors describe, and lines on its vocabulary."""
+    """The model that Megatron's arguments and a tree's tensors describe, and lines on its vocabulary and on arguments
+    that its model does not have. core: Megatron-core's, which has not all of them."""
+    values, left = as_core_uses(values) if core else (values, ())
     rows = tensors.get(f"0.0.0/{WORDS}", ((0,), torch.float32))[0][0]
     check_vocabulary(values, rows, tp)
     tokens, notes = vocabulary(values, rows * tp, vocab, path)
     model = of_family(model_from_arguments(values, tokens, str(folder)), values, tensors, str(folder))
     check_size(model, tensors, str(folder))
-    return model, notes
+    return model, notes + left
 
 
 def _read_ranks(

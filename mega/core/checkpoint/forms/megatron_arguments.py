@@ -76,8 +76,59 @@ UNCHANGED: dict[str, tuple[object, ...]] = {
     "softmax_type": ("vanilla", None),
     "no_rope_freq": (None, 0),
     "multi_latent_attention": (False, None),
+    "use_mup": (False, None),
+    "glu_linear_offset": (0, None),
+    "activation_func_clamp_value": (None,),
 }
 """Arguments that change what the same tensors compute, and the values in which they are as ours are."""
+
+
+UNUSED: dict[str, object] = {
+    "rotary_seq_len_interpolation_factor": 1,
+    "rope_scaling_factor": 8.0,
+    "openai_gelu": False,
+    "apply_residual_connection_post_layernorm": False,
+}
+"""Arguments that Megatron-core takes and, up to 0.19, does not use, and what its models are all the same."""
+
+
+def as_core_uses(values: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Arguments of a tree that Megatron-core wrote, as its model is, and a line on each that says something else.
+
+    Trees of ours mean what they say.
+
+    >>> as_core_uses({"openai_gelu": True, "swiglu": True})
+    ({'openai_gelu': False, 'swiglu': True}, ())
+    """
+    if "true_vocab_size" in values:
+        return dict(values), ()
+    notes = (
+        f"args.{name} {values[name]!r}: Megatron-core does not use it (up to 0.19), nor does the model that is made "
+        "here; leave it out of the command line"
+        for name in _misleading(values)
+    )
+    return {**values, **{name: used for name, used in UNUSED.items() if name in values}}, tuple(notes)
+
+
+def unused_by_core(arguments: Mapping[str, Any]) -> tuple[str, ...]:
+    """What is said of a tree for Megatron-core that says these `arguments`, where its model will be another one."""
+    return tuple(
+        f"args.{name} {arguments[name]!r}: Megatron-core does not use it (up to 0.19): it computes as with "
+        f"{UNUSED[name]!r}, and has other losses"
+        for name in _misleading(arguments)
+    )
+
+
+def _misleading(values: Mapping[str, Any]) -> list[str]:
+    """Which of the `UNUSED` say something of a model of these arguments that it is not."""
+    rope = values.get("position_embedding_type") == "rope"
+    erf = not (values.get("bias_gelu_fusion", True) or values.get("swiglu") or values.get("squared_relu"))
+    matters = {
+        "rotary_seq_len_interpolation_factor": rope,
+        "rope_scaling_factor": rope and values.get("use_rope_scaling"),
+        "openai_gelu": erf,
+    }
+    return [n for n, used in UNUSED.items() if values.get(n) not in (used, None) and matters.get(n, True)]
 
 
 SIZES = {
@@ -125,7 +176,8 @@ def model_from_arguments(values: Mapping[str, Any], vocab: int, where: str) -> M
     grouped = bool(values.get("group_query_attention"))
     rope = values.get("position_embedding_type", "learned_absolute") == "rope"
     rope = rope or bool(values.get("use_rotary_position_embeddings"))
-    learned = values.get("add_position_embedding", True) and not rope
+    none = values.get("position_embedding_type") == "none"
+    learned = values.get("add_position_embedding", True) and not (rope or none)
     swiglu = bool(values.get("swiglu"))
     bias = bool(values.get("add_bias_linear", not values.get("disable_bias_linear", False)))
     rmsnorm = values.get("normalization", "LayerNorm") == "RMSNorm"

@@ -27,6 +27,7 @@ from mega.core.checkpoint.own.pieces import CheckpointError
 
 DISTRIBUTED = "distrib_optim.pt"
 LEAVE = "give --no-load-optim to take the weights alone"
+NO_UPDATE = "no update has been made yet (fp16 skips steps until its loss scale fits)"
 LARGEST = 1e300
 """No number of a state is larger."""
 
@@ -162,6 +163,7 @@ def read_state(
                 f"{directory}: the form of optim.pt next to model_rng.pt (2022) is not known; {LEAVE}"
             )
         return
+    check_optimizer(values_of(content), directory)
     optimizer, inner, groups = optimizer_parts(optimizer, directory)
     weights = {
         f"{label}.{number}/{name}": chunk[name]
@@ -216,13 +218,28 @@ def in_order_of(groups: Sequence[Any], grouped: Mapping[bool, list[str]]) -> dic
     return {decayed: grouped[decayed] for decayed in dict.fromkeys((*said, *grouped)) if decayed in grouped}
 
 
+def check_optimizer(values: Mapping[str, Any], where: Path) -> None:
+    """Errors: CheckpointError where Megatron's arguments say of an optimizer that its state, or what it does, is not
+    ours."""
+    if plain(said := values.get("optimizer")) not in (None, "adam"):
+        raise CheckpointError(f"{where}: args.optimizer {plain(said)!r:.40}: only Adam's state is read; {LEAVE}")
+    if plain(values.get("apply_wd_to_qk_layernorm")) not in (None, False):
+        raise CheckpointError(f"{where}: args.apply_wd_to_qk_layernorm: one-dimensional weights do not decay; {LEAVE}")
+    if plain(values.get("decoupled_lr")) is not None:
+        raise CheckpointError(f"{where}: args.decoupled_lr: embedding and head have the rate of all; {LEAVE}")
+
+
 def check_groups(groups: Sequence[Any], grouped: Mapping[bool, Sequence[str]], where: Path) -> None:
     """Errors: CheckpointError where a state's groups are not those that the model makes."""
-    if len(groups) != len(grouped) or not all(isinstance(group, dict) for group in groups):
-        raise CheckpointError(f"{where}: optimizer has {len(groups)} param_groups, the model makes {len(grouped)}")
-    for number, (group, decayed) in enumerate(zip(groups, grouped, strict=True)):
-        if any(plain(group.get(key)) not in (None, False) for key in ("is_expert_parallel", "is_decoupled_lr")):
+    for number, group in enumerate(groups):
+        keys = ("is_expert_parallel", "is_decoupled_lr") if isinstance(group, dict) else ()
+        if any(plain(group.get(key)) not in (None, False) for key in keys):
             raise CheckpointError(f"{where}: optimizer.param_groups[{number}]: experts or a rate of its own; {LEAVE}")
+    if len(groups) != len(grouped) or not all(isinstance(group, dict) for group in groups):
+        raise CheckpointError(
+            f"{where}: optimizer has {len(groups)} param_groups, the model makes {len(grouped)}; {LEAVE}"
+        )
+    for number, (group, decayed) in enumerate(zip(groups, grouped, strict=True)):
         for key, valid in (("wd_mult", float(decayed)), ("lr_mult", 1.0)):
             if not _numbers(found := group.get(key, valid)) or found != valid:
                 raise CheckpointError(
@@ -242,6 +259,8 @@ def _ordinary(
     states = inner.get("state")
     if not isinstance(states, dict):
         raise CheckpointError(f"{where}: optimizer holds no state, and there is no {DISTRIBUTED}; {LEAVE}")
+    if not states:
+        raise CheckpointError(f"{where}: optimizer.state is empty: {NO_UPDATE}; {LEAVE}")
     count = sum(map(len, grouped))
     if len(states) != count:
         raise CheckpointError(f"{where}: optimizer.state has {len(states)} entries, the model has {count} parameters")
@@ -376,6 +395,8 @@ def scalars_in(
     Errors: CheckpointError where it is not one state of Adam.
     """
     steps = _steps(groups, inner.get("state"))
+    if not steps:
+        raise CheckpointError(f"{where}: optimizer: has no step: {NO_UPDATE}; {LEAVE}")
     if len(set(steps)) != 1 or not _numbers(steps[0]) or steps[0] < 0:
         raise CheckpointError(f"{where}: optimizer: step {sorted(set(map(str, steps)))!s:.200}: must be one number")
     constants, *others = (_constants(group, where) for group in groups)

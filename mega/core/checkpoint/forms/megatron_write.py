@@ -18,7 +18,7 @@ import torch
 from mega.core.checkpoint.forms.form import Export, Given, Own
 from mega.core.checkpoint.forms.mapping import Source, Table, Target, joined
 from mega.core.checkpoint.forms.megatron import STYLES, TRACKER, WEIGHTS, Style, styled, table
-from mega.core.checkpoint.forms.megatron_arguments import arguments_of, core_flags, padding_note
+from mega.core.checkpoint.forms.megatron_arguments import arguments_of, core_flags, padding_note, unused_by_core
 from mega.core.checkpoint.forms.megatron_core import Order
 from mega.core.checkpoint.forms.megatron_families import (
     ALIASES,
@@ -92,6 +92,7 @@ def said_of(own: Own, to: str, order: Order, given: Given) -> Said:
     rows = padded(model.vocab or 1, layout.tp, model.vocab_multiple)
     notes = (
         *padding_note(model.vocab or 1, rows),
+        *(unused_by_core(arguments) if core else ()),
         _for_core(model, arguments, order, facts) if core else _for_legacy(to),
     )
     notes += (state_note(facts, given.optimizer, "written"),)

@@ -348,7 +348,7 @@ def open_form(path: Path, given: Given) -> Opened:
     source = DistributedSource(folder)
     content = _common(folder)
     values = arguments(content, folder, source.tensors, given.heads)
-    model, notes = model_of_tree(values, source.tensors, 1, given.vocab, path, folder)
+    model, notes = model_of_tree(values, source.tensors, 1, given.vocab, path, folder, core=True)
     with naming(folder):
         weights = table_of(model, source.tensors, tp=1, pp=1, chunks=1, version=3)
     states, scalars = state_of(source, content, values, model, weights, folder) if given.optimizer else ([], None)

@@ -27,6 +27,7 @@ from mega.core.checkpoint.forms.megatron_core import (
     flat_name,
     named_state,
     own_buckets,
+    state_name,
 )
 from mega.core.checkpoint.forms.megatron_families import stages_of
 from mega.core.checkpoint.forms.megatron_state import (
@@ -34,6 +35,7 @@ from mega.core.checkpoint.forms.megatron_state import (
     Facts,
     alike,
     check_groups,
+    check_optimizer,
     groups_of,
     in_order_of,
     optimizer_parts,
@@ -81,6 +83,7 @@ def state_of(
     """
     if not source.state:
         return [], None
+    check_optimizer(values, where)
     named = {name: found for name in source.state if (found := named_state(name)) is not None}
     flat = {name: at for name in source.state if (at := flat_name(name)) is not None and at.key in KEYS}
     if odd := next((name for name in source.state if name not in (named or flat)), None):
@@ -97,7 +100,12 @@ def state_of(
     if any(each != held[0] for each in held):
         raise CheckpointError(f"{where}: its optimizers are not at one step, scale and schedule; {LEAVE}")
     kinds = [kind for kind in KINDS if any(name.startswith(f"{kind}/") for name in source.tensors)]
-    return [alike(saved, kind) for kind in checked(source, weights, saved, kinds, where)], held[0]
+    full = any(name.startswith(state_name("master", "", distributed=True)) for name in named)
+    taken = checked(source, weights, saved, kinds, where, FULL if full else "")
+    return [alike(saved, kind) for kind in taken], held[0]
+
+
+FULL = ", as core 0.18 saves this form of several buckets with padding: its own resume has other losses, too"
 
 
 KEYS = frozenset(KINDS.values())
@@ -205,7 +213,7 @@ def _show_flat(
 # Proof
 
 
-def checked(source: Stored, weights: Table, saved: Table, kinds: list[str], where: Path) -> list[str]:
+def checked(source: Stored, weights: Table, saved: Table, kinds: list[str], where: Path, why: str) -> list[str]:
     """The kinds of state to take: masters only of weights in 16 bits, else the weights are the masters.
 
     Errors: CheckpointError where a kind is missing or not fp32, a tensor is not there or of another shape, or a master,
@@ -220,15 +228,15 @@ def checked(source: Stored, weights: Table, saved: Table, kinds: list[str], wher
     if lacking := {"moment1", "moment2", *(() if wide else ("master",))} - set(kinds):
         raise CheckpointError(f"{where}: the optimizer's state holds no {KINDS[min(lacking)]}; {LEAVE}")
     if "master" in kinds:
-        _check_masters(source, weights, alike(saved, "master"), where)
+        _check_masters(source, weights, alike(saved, "master"), where, why)
     if wide:
         source.hide("master")
     return [kind for kind in kinds if kind != "master" or not wide]
 
 
-def _check_masters(source: Source, weights: Table, masters: Table, where: Path) -> None:
+def _check_masters(source: Source, weights: Table, masters: Table, where: Path, why: str) -> None:
     for weight, master in zip(weights.targets, masters.targets, strict=True):
         dtype = source.tensors[weight.fragments[0].source][1]
         for box in blocks(whole_box(weight.shape), dtype.itemsize):
             if not torch.equal(assemble(master, box, source).to(dtype), assemble(weight, box, source)):
-                raise CheckpointError(f"{where}: {master.name}: rounded to {dtype}, it is not the weight; {LEAVE}")
+                raise CheckpointError(f"{where}: {master.name}: rounded to {dtype}, it is not the weight{why}; {LEAVE}")
