@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from mega.core.checkpoint.forms.convert import convert
-from mega.core.checkpoint.forms.megatron_arguments import arguments_of, unused_by_core
+from mega.core.checkpoint.forms.megatron_arguments import arguments_of, model_from_arguments, unused_by_core
 from mega.core.checkpoint.own.layout import Layout
 from mega.core.checkpoint.own.pieces import CheckpointError
 from mega.core.checkpoint.own.store import locate
@@ -81,6 +81,18 @@ def test_no_positions_of_core(tmp_path: Path, form: str) -> None:
     convert(own(tmp_path / "run", model, torch.float32), tmp_path / "tree", form, Layout())
     said, _ = model_of(saying(tmp_path / "tree", add_position_embedding=True), tmp_path / "back")
     assert said["position"] == "none"
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_weights_of_norms_that_count_from_zero(tmp_path: Path, form: str) -> None:
+    """--apply-layernorm-1p has another name among core's arguments."""
+    run = own(tmp_path / "run", dataclasses.replace(GPT, norm_offset=True), torch.float32)
+    convert(run, tmp_path / "tree", form, Layout())
+    tree = changed(tmp_path / "tree", lambda content: content["args"].__dict__.pop("apply_layernorm_1p"))
+    said, _ = model_of(tree, tmp_path / "back")
+    assert said["norm_offset"] is True
+    with pytest.raises(CheckpointError, match="layernorm_zero_centered_gamma with RMSNorm"):
+        model_from_arguments({**arguments_of(LLAMA, 1, 1), "layernorm_zero_centered_gamma": True}, 64, "tree")
 
 
 REFUSED: dict[str, tuple[Any, str]] = {

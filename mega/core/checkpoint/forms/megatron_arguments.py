@@ -153,6 +153,10 @@ SAME: dict[str, tuple[str, float | bool]] = {
 """Our options -> Megatron's arguments of the same meaning, and what they are where trees do not say."""
 
 
+ZERO_CENTERED = "layernorm_zero_centered_gamma"
+"""What Megatron-core calls --apply-layernorm-1p."""
+
+
 def model_from_arguments(values: Mapping[str, Any], vocab: int, where: str) -> ModelConfig:
     """The resolved model section that Megatron's arguments describe; they have had several spellings."""
 
@@ -181,6 +185,9 @@ def model_from_arguments(values: Mapping[str, Any], vocab: int, where: str) -> M
     swiglu = bool(values.get("swiglu"))
     bias = bool(values.get("add_bias_linear", not values.get("disable_bias_linear", False)))
     rmsnorm = values.get("normalization", "LayerNorm") == "RMSNorm"
+    same["norm_offset"] |= bool(values.get(ZERO_CENTERED))
+    if rmsnorm and same["norm_offset"]:
+        raise CheckpointError(f"{where}: args.{ZERO_CENTERED} with RMSNorm: only LayerNorm's weights may count from 0")
     return ModelConfig(
         **sizes,
         **same,
@@ -249,6 +256,7 @@ def arguments_of(
         "normalization": "RMSNorm" if model.norm == "rmsnorm" else "LayerNorm",
         "norm_epsilon": model.norm_eps,
         "layernorm_epsilon": model.norm_eps,
+        ZERO_CENTERED: model.norm_offset,
         "swiglu": model.activation == "swiglu",
         "squared_relu": model.activation == "relu2",
         "openai_gelu": model.activation == "gelu_tanh" and not model.bias,
@@ -318,6 +326,7 @@ def core_flags(model: ModelConfig, arguments: Mapping[str, Any]) -> list[str]:
         ("--attention-dropout", f"{model.attention_dropout:g}"),
         ("--hidden-dropout", f"{model.hidden_dropout:g}"),
         ("--make-vocab-size-divisible-by", model.vocab_multiple),
+        ("--padded-vocab-size", arguments["padded_vocab_size"]),  # else torch_dist is cut to what it pads to itself
         ("--tokenizer-type", arguments["tokenizer_type"]),
     ]
     switches = {
