@@ -6,6 +6,7 @@ values N       attention's output, log-sum-exp and gradients against the plain f
                windows, documents, offsets), lengths that no tile divides, heads of 32 to 256, groups, dropout; fp32 and
                fp16, within the bounds of tests/gpu/test_attention.py
 kept N         which weights are dropped, forward, in d(v) and in d(q): bit for bit those of the plain form
+runs N         the same with key columns in two runs, as a ring of ranks has them
 norm N, added N, activate N, heads N, entropy N, adamw N, fp8 N, total N
                the other kernels by the checks of tests/gpu/test_kernels.py, of other sizes
 """
@@ -43,6 +44,10 @@ def values(seed: int) -> dict[str, Any]:
 
 def kept(seed: int) -> dict[str, Any]:
     return check_kept(kernels(), seed, (64, 128, 256)[seed % 3], dtype(seed), DEVICE)
+
+
+def runs(seed: int) -> dict[str, Any]:
+    return check_kept(kernels(), seed, 256, dtype(seed), DEVICE, runs=True)
 
 
 def other(check: Callable[[random.Random], dict[str, Any]], seed: int) -> dict[str, Any]:
@@ -134,6 +139,7 @@ CHECKS = {
 def items() -> Iterator[Item]:
     yield from ((f"values {seed}", partial(values, seed)) for seed in range(VALUES))
     yield from ((f"kept {seed}", partial(kept, seed)) for seed in range(KEPT))
+    yield from ((f"runs {seed}", partial(runs, seed)) for seed in range(OTHERS))
     for name, check in CHECKS.items():
         yield from ((f"{name} {seed}", partial(other, check, seed)) for seed in range(OTHERS))
 

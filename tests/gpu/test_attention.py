@@ -39,3 +39,7 @@ def test_every_mask(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(CASES))
 def test_dropout_is_that_of_a_cpu_bit_by_bit(seed: int) -> None:
     check_kept(kernels(), seed, 256 if CUDA else 80, DTYPES[seed % 2], DEVICE)
+
+
+def test_dropout_over_two_runs_of_columns() -> None:
+    check_kept(kernels(), 0, 256 if CUDA else 140, DTYPES[0], DEVICE, runs=True)

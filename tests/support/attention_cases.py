@@ -8,6 +8,8 @@ from dataclasses import replace
 
 import torch
 
+from mega.core.ops.counter import token_keys
+from mega.core.ops.dropout import AttentionDropout
 from mega.core.ops.mask import AttentionMask
 from mega.core.ops.partial_attention import PLAIN, PartialAttention
 from tests.support.masks import draw_mask
@@ -72,16 +74,25 @@ def check_values(
     }
 
 
-def check_kept(op: PartialAttention, seed: int, longest: int, dtype: torch.dtype, device: str) -> dict[str, object]:
+def check_kept(
+    op: PartialAttention, seed: int, longest: int, dtype: torch.dtype, device: str, *, runs: bool = False
+) -> dict[str, object]:
     """Which weights are dropped, forward, in d(v) and in d(q): bit for bit those of the plain form on a CPU.
 
-    Of equal scores, values and keys that name themselves, and upstream gradients that name their query."""
+    Of equal scores, values and keys that name themselves, and upstream gradients that name their query.
+    runs: key columns in two runs that begin where tiles do, as a ring of ranks has them; more than 128 keys."""
     rng = random.Random(seed)
     b, s, t, heads = rng.randint(1, 2), rng.randint(1, longest), rng.randint(1, longest), rng.randint(1, 3)
     mask = AttentionMask()
     while mask.dropout is None:
         mask = draw_mask(rng, b, s, t, heads)
-    drop, visible = mask.dropout, mask.visible(s, t, torch.device("cpu"))
+    drop = mask.dropout
+    if runs:
+        s, t, at, late = rng.randint(1, 40), rng.randint(129, longest), 16 * rng.randint(0, 3), 16 * rng.randint(12, 20)
+        columns = range(at, at + 128), range(late, late + t - 128)
+        drop = AttentionDropout(token_keys(seed, torch.arange(b), torch.arange(s)), 1, 0, columns, drop.probability)
+        mask = AttentionMask(mask.kind, q_offset=t - s, dropout=drop)
+    visible = mask.visible(s, t, torch.device("cpu"))
     visible = torch.ones(s, t, dtype=torch.bool) if visible is None else visible
     kept = (drop.kept(heads) & visible).transpose(1, 2)  # [b, s, heads, t]
     width = max(s, t)
