@@ -162,7 +162,7 @@ def own_weights(directory: Path, model: Any, tokenizer: str | None = None) -> Pa
     return directory
 
 
-@pytest.mark.parametrize(("position", "compared"), [("learned", True), ("rope", True), ("none", False)])
+@pytest.mark.parametrize(("position", "compared"), [("learned", True), ("rope", True), ("none", True)])
 def test_arguments_pass_megatrons_check(position: Any, compared: bool) -> None:
     """`check_checkpoint_args` of 0.18.2, restated: each against what the printed flags make of Megatron's defaults."""
     model = dataclasses.replace(GPT, position=position)

@@ -291,7 +291,7 @@ def _of_positions(model: ModelConfig, core: bool) -> dict[str, Any]:
     kind = "rope" if rope else "learned_absolute" if learned or not core else "none"
     return {
         "position_embedding_type": kind,
-        "add_position_embedding": learned or (core and rope),
+        "add_position_embedding": learned or core,
         "use_rotary_position_embeddings": rope,
         "rotary_seq_len_interpolation_factor": None if model.rope_interpolation == 1 else model.rope_interpolation,
         "use_rope_scaling": model.rope_scaling == "llama3",
