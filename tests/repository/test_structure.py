@@ -39,7 +39,6 @@ LONG = {
     "numpy_files._described": 57,
     "preprocess.preprocess": 91,
     "duration.training_time": 63,
-    "show.notes": 55,
     "bench.measure": 61,
     "options.command": 56,
 }

@@ -238,11 +238,11 @@ PROGRAMS: Mapping[str, Program] = {
                 "--srcdict": "--tokenizer-model",
                 "--inputs": "--input",
                 "--trainpref": "--input",
-                "--testpref": "--input",
                 "--outputs": "--output-prefix",
                 "--destdir": "--output-prefix",
             },
             drops=dict.fromkeys(("--only-source", "--keep-empty"), "texts have one side"),
+            lacks=dict.fromkeys(("--validpref", "--testpref"), "each set is a mega preprocess of its own"),
         ),
     ),
 }

@@ -236,19 +236,24 @@ def notes(run: RunConfig, world: int, found: Memory, device: Hardware | None, me
         if run.precision.fp8 and "fp8" not in device.peak:
             yield f"--fp8: {device.name} has no fp8 products; timed as emulated in fp32, wide copies not counted"
     if megatron:
-        from mega.core.estimate.megatron import report
+        yield from _megatron_says(run, world)
 
-        theirs = report(run, world)
-        others = f", {theirs.others / 1e9:.4f}e9 on the others" if run.parallel.pp > 1 else ""
-        in_flight = f", {theirs.in_flight} microbatches in flight" if theirs.in_flight is not None else ""
-        yield (
-            f"Megatron-LM says: {theirs.parameters / 1e9:.4f}e9 parameters, {theirs.shard / 1e9:.4f}e9 on the fullest "
-            f"shard{others}; activations of a layer {theirs.layer:.2f} MB{in_flight}"
-        )
-        yield (
-            f"Megatron-LM says: weights and optimizer {theirs.weights:.2f} MB, "
-            f"activations {theirs.activations:.2f} MB, total {theirs.total:.2f} MB"
-        )
+
+def _megatron_says(run: RunConfig, world: int) -> Iterator[str]:
+    """Its own theoretical report of the run."""
+    from mega.core.estimate.megatron import report
+
+    theirs = report(run, world)
+    others = f", {theirs.others / 1e9:.4f}e9 on the others" if run.parallel.pp > 1 else ""
+    in_flight = f", {theirs.in_flight} microbatches in flight" if theirs.in_flight is not None else ""
+    yield (
+        f"Megatron-LM says: {theirs.parameters / 1e9:.4f}e9 parameters, {theirs.shard / 1e9:.4f}e9 on the fullest "
+        f"shard{others}; activations of a layer {theirs.layer:.2f} MB{in_flight}"
+    )
+    yield (
+        f"Megatron-LM says: weights and optimizer {theirs.weights:.2f} MB, "
+        f"activations {theirs.activations:.2f} MB, total {theirs.total:.2f} MB"
+    )
 
 
 def precision(run: RunConfig, found: Memory, halved: Memory, seconds: tuple[float, float] | None) -> str:
