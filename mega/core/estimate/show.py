@@ -192,6 +192,13 @@ def _continues(run: RunConfig) -> bool:
     return run.model.family in DECODERS
 
 
+def _serving(run: RunConfig) -> str:
+    if not _continues(run):
+        return ""
+    cache = kv_cache_bytes(run) / 2**20
+    return f"; serving: {gib(serving_bytes(run))} GiB of weights, {cache:.3f} MiB of keys and values per token"
+
+
 def notes(run: RunConfig, world: int, found: Memory, device: Hardware | None, megatron: bool) -> Iterator[str]:
     """Lines below the table; with a `device`, whether it fits and how long a step takes."""
     worst, held = found.worst, found.worst.held
@@ -199,14 +206,10 @@ def notes(run: RunConfig, world: int, found: Memory, device: Hardware | None, me
         f"peak: {gib(worst.peak)} GiB on stage {worst.stage}, in the {worst.when}, {worst.live} in flight; "
         f"the allocator may take {gib(worst.slack)} more"
     )
-    serving = (
-        f"; serving: {gib(serving_bytes(run))} GiB of weights, "
-        f"{kv_cache_bytes(run) / 2**20:.3f} MiB of keys and values per token"
-    )
     yield (
         f"parameters {found.parameters / 1e9:.3f}e9, {held.parameters / 1e9:.3f}e9 on a rank of it, "
         f"{held.total / held.parameters:.2f} bytes each; "
-        f"checkpoint {gib(found.checkpoint)} GiB{serving * _continues(run)}"
+        f"checkpoint {gib(found.checkpoint)} GiB{_serving(run)}"
     )
     yield f"logits and loss of a microbatch: {gib(logits_bytes(run))} GiB of the last stage's activations"
     groups = found.communicators
