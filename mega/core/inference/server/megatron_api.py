@@ -31,11 +31,13 @@ FIELDS: Fields = {
     ),
     "tokens_to_generate": Field(types="integer", help="new tokens; 0 with logprobs scores", default=64, least=0),
     "logprobs": Field(types="boolean", help="of every token but the first", default=False),
-    "temperature": Field(types="number", help="above 0", least=0, most=100),
+    "temperature": Field(types="number", help="above 0", most=100, shape={"exclusiveMinimum": 0}),
     "top_k": Field(types="integer", help="draw from the k likeliest; 1 is greedy; 0 is off", least=0, most=1000),
     "top_p": Field(types="number", help="a float: draw from the likeliest that make up p; 0.0 is off", least=0, most=1),
     "top_p_decay": Field(types="number", help="a float: top_p is multiplied by it each token", least=0, most=1),
-    "top_p_bound": Field(types="number", help="a float: top_p does not fall below it", least=0, most=1),
+    "top_p_bound": Field(
+        types="number", help="a float: top_p does not fall below it", most=1, shape={"exclusiveMinimum": 0}
+    ),
     "add_BOS": Field(types="boolean", help="put the end of a document in front of each prompt", default=False),
     "stop_on_double_eol": Field(types="boolean", help="end at an empty line", default=False),
     "stop_on_eol": Field(types="boolean", help="end at the end of a line", default=False),
