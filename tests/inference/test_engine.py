@@ -363,8 +363,8 @@ def check_canaries(stage: Any, requests: int, seed: int) -> None:
         for event in engine.step():
             found.setdefault(event.request, []).append(event)
     for number, which in numbers.items():
-        got = [replace(event, request=0) for event in found[number]]
-        expected = [replace(event, request=0) for event in alone[which]]
+        got = [event._replace(request=0) for event in found[number]]
+        expected = [event._replace(request=0) for event in alone[which]]
         if got[-1].finish == "cancelled":
             assert number in cancelled and got[:-1] == expected[: len(got) - 1]
         else:

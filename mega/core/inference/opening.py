@@ -24,6 +24,7 @@ from mega.core.inference.load import OpenedModel, load_stages
 from mega.core.inference.relay import Relay, relay_of
 from mega.core.inference.request import Limits
 from mega.core.inference.worker import Worker
+from mega.core.model.decode import lay_for_decoding
 from mega.core.ops.suite import choose, forward_only
 from mega.core.parallel.collectives import all_reduce
 from mega.core.parallel.mesh import Mesh
@@ -65,6 +66,8 @@ def start_engine(
     layers = even_layers(model.layers or 0, mesh.pp.size)
     ops = forward_only(choose(where, dtype))
     (stage,) = load_stages(opened, mesh, device, dtype=dtype, ops=ops, stage_layers=layers)
+    if where.type == "cpu":
+        lay_for_decoding(stage)
     choice = load_adapters(stage, adapters, mesh, where, always=options.batch_invariant)
     return engine_on(stage, mesh, device, options, max(layers), choice)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     import torch
@@ -168,8 +168,7 @@ class Beam:
     score: float
 
 
-@dataclass(frozen=True, kw_only=True)
-class Event:
+class Event(NamedTuple):
     """Something that happened to a request: a new token, its end, or both.
 
     request: its number. token: the new one, or None. logprob, top: of the token, where they were asked for.

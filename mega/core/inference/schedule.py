@@ -7,10 +7,12 @@ answer can be promised, so nothing in flight ever waits for memory. Arithmetic o
 
 from __future__ import annotations
 
+import math
 import secrets
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -64,8 +66,7 @@ class InFlight:
         return max(1, self.request.beams)
 
 
-@dataclass(frozen=True)
-class WantedRow:
+class WantedRow(NamedTuple):
     """One wanted row of logits: whose it is, and what for."""
 
     answer: InFlight
@@ -73,13 +74,12 @@ class WantedRow:
     allowed: NDArray[np.bool_] | None = None
 
 
-@dataclass(frozen=True)
-class Choice:
+class Choice(NamedTuple):
     """What a step found for one wanted row. logprob: NaN where not asked for."""
 
     token: int
-    logprob: float
-    top: Top
+    logprob: float = math.nan
+    top: Top = ()
 
 
 @dataclass
@@ -248,26 +248,23 @@ class Scheduler:
         work.tokens += take
 
     def _step(self, work: _Work, copies: Sequence[tuple[int, int]], marks: Sequence[tuple[int, int]]) -> Step:
-        size = self.blocks.size
-        counts = np.array([take for _, take in work.sequences], dtype=np.int64)
-        lengths = np.array([sequence.computed + take for sequence, take in work.sequences], dtype=np.int64)
-        tables = np.zeros((len(counts), -(-int(lengths.max()) // size)), dtype=np.int64)
-        tokens: list[int] = []
-        for number, (sequence, take) in enumerate(work.sequences):
-            held = sequence.blocks[: tables.shape[1]]
-            tables[number, : len(held)] = held
-            tokens += sequence.ids[sequence.computed : sequence.computed + take]
-            sequence.computed += take
-        run = np.repeat(np.arange(len(counts)), counts)
-        starts = np.cumsum(counts) - counts
-        positions = (lengths - counts)[run] + np.arange(len(run)) - starts[run]
+        size, tokens, positions, stored = self.blocks.size, list[int](), list[int](), list[int]()
+        for sequence, take in work.sequences:
+            run = range(sequence.computed, sequence.computed + take)
+            tokens += sequence.ids[run.start : run.stop]
+            positions += run
+            stored += [sequence.blocks[at // size] * size + at % size for at in run]
+            sequence.computed = run.stop
+        lengths = [sequence.computed for sequence, _ in work.sequences]
+        width = -(-max(lengths) // size)
+        tables = [sequence.blocks[:width] + [0] * (width - len(sequence.blocks)) for sequence, _ in work.sequences]
         return Step(
             tokens=np.array(tokens, dtype=np.int64),
-            positions=positions,
-            slots=tables[run, positions // size] * size + positions % size,
-            counts=counts,
-            lengths=lengths,
-            tables=tables,
+            positions=np.array(positions, dtype=np.int64),
+            slots=np.array(stored, dtype=np.int64),
+            counts=np.array([take for _, take in work.sequences], dtype=np.int64),
+            lengths=np.array(lengths, dtype=np.int64),
+            tables=np.array(tables, dtype=np.int64),
             adapters=np.array(work.adapters, dtype=np.int64),
             copies=_pairs(copies),
             wanted=np.array(work.wanted, dtype=np.int64),

@@ -14,22 +14,23 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from mega.core.batch import DecoderBatch
 from mega.core.inference.adapters import AdapterChoice
 from mega.core.inference.sampling import Filters, draw, penalised
 from mega.core.inference.schedule import Choice
 from mega.core.inference.step import BEAM, CHOOSE, Step
+from mega.core.model.decode import DecodeStep
 from mega.core.model.forward import rotary
 from mega.core.ops.paged_attention import INVARIANT, PagedAttention
+from mega.core.ops.rotary import spread
 from mega.core.parallel.collectives import all_gather
 from mega.core.parallel.mesh import Mesh
 
 
 @dataclass(eq=False)
 class PagedCache:
-    """Keys and values of this rank's blocks of the model, [layers, 2, blocks, block, kv_heads, d].
+    """Keys and values of this rank's blocks of the model, [layers, blocks, block, 2, kv_heads, d].
 
-    rotary: cos and sin of all positions, each [positions, R / 2], or None.
+    rotary: cos and sin of all positions, each [positions, R / 2] or as of `spread`, or None.
     """
 
     pool: torch.Tensor
@@ -38,27 +39,26 @@ class PagedCache:
     rotary: tuple[torch.Tensor, torch.Tensor] | None
 
     def __post_init__(self) -> None:
-        self._layers = [(pool, pool.flatten(0, 2)) for pool in self.pool]
-        self._values = self.pool.shape[2] * self.pool.shape[3]
+        self._layers = [(pool.flatten(1), pool.view(-1, 2 * pool.shape[3], pool.shape[4])) for pool in self.pool]
         self._slots = torch.empty(0)
         self._pages: Any = None
 
     def begin(self, slots: torch.Tensor, pages: Any) -> None:
         """The next tokens go to `slots`, and see what `pages` say."""
-        self._slots, self._pages = torch.cat([slots, slots + self._values]), pages
+        self._slots, self._pages = slots, pages
 
     def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
         """Copy whole blocks, int64 [c] each."""
-        self.pool[:, :, target] = self.pool[:, :, source]
+        self.pool[:, target] = self.pool[:, source]
 
-    def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def __call__(self, layer: int, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
         pool, rows = self._layers[layer - self.first_layer]
-        rows.index_copy_(0, self._slots, torch.cat([k, v]))
+        rows.index_copy_(0, self._slots, kv)
         return self.attention.attend(q, pool, self._pages)
 
 
 class Worker:
-    """stage: with `decode`, in evaluation mode. tile: steps are cut into exactly so many tokens; None: they are not.
+    """stage: of a decoder, in evaluation mode. tile: steps are cut into exactly so many tokens; None: they are not.
 
     requests: rows of ids that the repetition penalty goes by. vocab: ids below this are chosen. adapters: those that
     the stage's linears go by.
@@ -82,13 +82,15 @@ class Worker:
         self.vocab, self.requests = vocab or model.vocab, requests
         self.repeats = model.heads // model.kv_heads
         layers = [unit for unit in stage.units if isinstance(unit, int)]
-        shape = (len(layers), 2, blocks, block, model.kv_heads // mesh.tp.size, model.head_dim)
+        shape = (len(layers), blocks, block, 2, model.kv_heads // mesh.tp.size, model.head_dim)
+        angles = rotary(model, torch.arange(model.positions, device=device), stage.dtype)
         self.cache = PagedCache(
             torch.zeros(shape, dtype=stage.dtype, device=device),
             layers[0] if layers else 0,
             stage.ops.paged_attention if tile is None else INVARIANT,
-            rotary(model, torch.arange(model.positions, device=device), stage.dtype),
+            angles if angles is None or not stage.ops.spread else spread(*angles),
         )
+        self._decode = DecodeStep(stage)
         self._seen: torch.Tensor | None = None
 
     @property
@@ -126,13 +128,11 @@ class Worker:
         self.cache.begin(slots, pages)
         if self.adapters is not None:
             self.adapters.begin(np.repeat(step.adapters, step.counts))
-        batch = DecoderBatch(ids[None], ids[None], ids[None], positions[None], ids[:1])
         cargo = []
         if not mesh.pp.first:
-            (shape, dtype), *_ = self.stage.cargo(batch)
-            cargo.append(torch.empty(shape, dtype=dtype, device=device))
+            cargo.append(torch.empty(len(ids), self.stage.model.hidden, dtype=self.stage.residual, device=device))
             dist.recv(cargo[0], mesh.pp.ranks[mesh.pp.index - 1], group=mesh.p2p["F", mesh.pp.index].group)
-        out: torch.Tensor = self.stage.decode(batch, self.cache, torch.from_numpy(step.wanted).to(device), *cargo)
+        out = self._decode(ids, positions, torch.from_numpy(step.wanted).to(device), self.cache, *cargo)
         if mesh.pp.last:
             return out
         dist.send(out.contiguous(), mesh.pp.ranks[mesh.pp.index + 1], group=mesh.p2p["F", mesh.pp.index + 1].group)
@@ -151,17 +151,18 @@ class Worker:
         log-probabilities."""
         if not self.chooses:
             return None
-        targets = torch.from_numpy(step.targets).to(self.device)
         allowed = torch.from_numpy(step.allowed).to(self.device) if step.allowed.size else None
         ids = self._ids(logits, step, allowed)
-        ids = torch.where(targets >= 0, targets, ids)
+        if (step.targets != CHOOSE).any():
+            targets = torch.from_numpy(step.targets).to(self.device)
+            ids = torch.where(targets >= 0, targets, ids)
         if step.report < 0:
             return ids[:, None].double()
         logprobs = logits.log_softmax(-1)
         columns = [ids[:, None].double(), logprobs.gather(1, ids[:, None]).double()]
         if step.report:
             if allowed is not None:  # beams take what is likely and allowed; alternatives are reported as they are
-                hidden = ~allowed & (targets == BEAM)[:, None]
+                hidden = ~allowed & torch.from_numpy(step.targets == BEAM).to(self.device)[:, None]
                 logprobs = logprobs.masked_fill(hidden, -torch.inf)
             top = logprobs.topk(min(step.report, self.vocab))
             columns += [top.indices.double(), top.values.double()]
@@ -171,17 +172,18 @@ class Worker:
         """What each row chooses, [m]."""
         if not (step.targets == CHOOSE).any():
             return torch.zeros(len(logits), dtype=torch.long, device=logits.device)
-        penalties = (step.seen >= 0).any()
-        numbers = torch.from_numpy(step.numbers).to(self.device)
-        temperature, top_k, top_p, min_p, penalty, uniform = numbers.unsqueeze(-1).unbind(1)
-        rows = torch.from_numpy(step.seen).to(self.device)
+        penalties, draws = (step.seen >= 0).any(), step.numbers[:, 0].any()
+        if penalties or draws:
+            numbers = torch.from_numpy(step.numbers).to(self.device)
+            temperature, top_k, top_p, min_p, penalty, uniform = numbers.unsqueeze(-1).unbind(1)
         if penalties:
             assert self._seen is not None
+            rows = torch.from_numpy(step.seen).to(self.device)
             logits = penalised(logits, self._seen[rows.clamp(min=0)] & (rows >= 0)[:, None], penalty.float())
         if allowed is not None:
             logits = logits.masked_fill(~allowed, -torch.inf)
-        ids = logits.argmax(-1)
-        if step.numbers[:, 0].any():
+        ids = logits.max(-1).indices
+        if draws:
             filters = _filters(step.numbers, temperature, top_k, top_p, min_p)
             ids = torch.where(temperature[:, 0] > 0, draw(filters(logits), uniform), ids)
         if penalties:
@@ -239,7 +241,7 @@ def _in_tile(step: Step, number: int, rows: int) -> int:
 def _choices(found: NDArray[np.float64], step: Step) -> list[Choice]:
     ids = found[:, 0].astype(np.int64).tolist()
     if step.report < 0:
-        return [Choice(token, float("nan"), ()) for token in ids]
+        return [Choice(token) for token in ids]
     logprobs, most = found[:, 1].tolist(), (found.shape[1] - 2) // 2
     top_ids, top = found[:, 2 : 2 + most].astype(np.int64).tolist(), found[:, 2 + most :].tolist()
     return [

@@ -110,8 +110,6 @@ class Attention(nn.Module):
             q, k = self.q_norm(ResidualState(q))[1], self.k_norm(ResidualState(k))[1]
             if context.rotary is not None:
                 q, k = rotate(q, *context.rotary), rotate(k, *context.rotary)
-        if context.cache is not None:
-            return self.out.matmul(context.cache(self.layer, q, k, v).flatten(1))
         q, k, v = (x.unflatten(0, (context.batch, context.seq)) for x in (q, k, v))
         mask = context.attention_mask(self.dropout, self.layer, self.first_head)
         mixed = self.ops.attention(q, k, v, mask)

@@ -15,7 +15,7 @@ from mega.core.config.sections import ModelConfig
 from mega.core.inventory import Tensor
 from mega.core.model.block import Norm, ResidualState
 from mega.core.model.embedding import Embedding
-from mega.core.model.forward import ForwardContext, KeyValueCache, forward_context
+from mega.core.model.forward import ForwardContext, forward_context
 from mega.core.model.objective import Objective, row_log_probabilities
 from mega.core.model.stack import Losses, StackStage
 from mega.core.parallel.region import Region
@@ -84,7 +84,7 @@ class DecoderStage(StackStage):
         head.objective = self.options.objective
         return head
 
-    def context(self, batch: DecoderBatch, cache: KeyValueCache | None = None) -> ForwardContext:
+    def context(self, batch: DecoderBatch) -> ForwardContext:
         return forward_context(
             self.model,
             batch.samples,
@@ -97,23 +97,7 @@ class DecoderStage(StackStage):
             dtype=self.dtype,
             dropout_rule=self.options.dropout_rule,
             row_shards=self.ops.row_shards,
-            cache=cache,
         )
-
-    def decode(
-        self, batch: DecoderBatch, cache: KeyValueCache, wanted: torch.Tensor, *cargo: torch.Tensor
-    ) -> torch.Tensor:
-        """One step of continuing text. batch: one row of ragged tokens, the next of any sequences, at their positions.
-
-        Gives what the next stage is given, [tokens, h]; the last stage the logits of the tokens `wanted`, int64 [w], as
-        [w, ids of this rank].
-        """
-        context = self.context(batch, cache)
-        begun = cargo[0] if self.embedding is None else self.embedded(self.embedding, batch, context)
-        stream = self.through(self.blocks, ResidualState(begun), context)
-        if self.head is None:
-            return stream.sum(self.ops)
-        return self.headed(ResidualState(stream.sum(self.ops).index_select(0, wanted)), self._logits)
 
     def embed(self, embedding: nn.Module, batch: DecoderBatch, context: ForwardContext) -> torch.Tensor:
         return cast(torch.Tensor, embedding(batch.tokens, batch.positions, context))

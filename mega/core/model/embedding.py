@@ -55,20 +55,25 @@ class Embedding(nn.Module):
         types: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """tokens, positions and types int64 [b, s] -> [tokens, h], our tokens under sequence."""
-        x = self.tokens(tokens.flatten())
+        ours = _ours(positions, context), None if types is None else _ours(types, context)
+        drop = context.dropout(self.dropout, OUTSIDE, self.site)
+        return self.ops.added(None, self.look_up(tokens.flatten(), *ours), None, drop)
+
+    def look_up(self, tokens: torch.Tensor, positions: torch.Tensor, types: torch.Tensor | None = None) -> torch.Tensor:
+        """The same without dropout, of int64 [tokens]: tokens of the whole region, positions and types of ours."""
+        x = self.tokens(tokens)
         if self.scale is not None:
             x = x * self.scale
         if self.positions is not None:
-            x = x + look_up(_ours(positions, context), self.positions)
+            x = x + look_up(positions, self.positions)
         elif self.offset is not None:
-            x = x + sinusoid(_ours(positions, context) + self.offset, x.shape[-1], x.dtype)
+            x = x + sinusoid(positions + self.offset, x.shape[-1], x.dtype)
         if self.types is not None:
             assert types is not None
-            x = x + look_up(_ours(types, context), self.types)
+            x = x + look_up(types, self.types)
         if self.norm is not None:
             x = self.norm(ResidualState(x))[1]
-        drop = context.dropout(self.dropout, OUTSIDE, self.site)
-        return self.ops.added(None, x.to(self.residual), None, drop)
+        return x.to(self.residual)
 
 
 def _ours(rows: torch.Tensor, context: ForwardContext) -> torch.Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
@@ -16,17 +15,6 @@ from mega.core.parallel.collectives import local_shard
 from mega.core.parallel.mesh import Axis
 
 
-class KeyValueCache(Protocol):
-    """Keys and values of earlier tokens, while text is continued. rotary: as `rotary` gives it, for all positions."""
-
-    @property
-    def rotary(self) -> tuple[torch.Tensor, torch.Tensor] | None: ...
-
-    def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """Keep k and v [tokens, kv_heads, d] of one layer's new tokens; what q [tokens, heads, d] of the same tokens
-        make of all that they see, [tokens, heads, d]."""
-
-
 @dataclass(frozen=True)
 class ForwardContext:
     """One microbatch on its way through a stage. Tokens are rows of [tokens, h], batch-major.
@@ -36,8 +24,6 @@ class ForwardContext:
     row_keys: int64 [b, whole s], of the whole rows; region_keys: int64 [all tokens of the region]; None where nothing
     is dropped (evaluation, or probability 0). rule: how it is decided, of ops/counter.py. window: tokens that each one
     sees.
-
-    cache: where tokens see earlier ones that are not here; then they are ragged, rows of any sequences, and batch is 1.
     """
 
     batch: int
@@ -52,7 +38,6 @@ class ForwardContext:
     rule: int = RULE
     kind: Kind = "causal"
     window: int | None = None
-    cache: KeyValueCache | None = None
 
     def dropout(self, probability: float, layer: int, site: str) -> Dropout | None:
         """Dropout of a row of the residual stream for each of our tokens."""
@@ -90,7 +75,6 @@ def forward_context(
     kind: Kind = "causal",
     dropout_rule: int = RULE,
     row_shards: int = 1,
-    cache: KeyValueCache | None = None,
 ) -> ForwardContext:
     """What rows of tokens mean to the blocks that read them.
 
@@ -108,13 +92,9 @@ def forward_context(
         keys = region_keys = (row_keys if columns is None else row_keys[:, columns]).flatten()
         if sequence:
             keys = local_shard(keys, tp)
-    where = positions.flatten()
-    if cache is None:
-        angles = rotary(model, where, dtype)
-    else:
-        angles = None if cache.rotary is None else (cache.rotary[0][where], cache.rotary[1][where])
+    angles = rotary(model, positions.flatten(), dtype)
     cut = sequence and tp.size > 1
-    rest = dropout_rule, kind, model.window, cache
+    rest = dropout_rule, kind, model.window
     return ForwardContext(batch_size, seq, documents, angles, keys, row_keys, region_keys, tp, cut, *rest)
 
 

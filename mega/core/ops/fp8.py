@@ -91,6 +91,9 @@ class Fp8Matmuls(Matmuls):
         a, b = (self.cast(factor.detach(), FORWARD, rows=True) for factor in (x, weight))
         return self.multiply(a.rows, b.rows, a.inverse, b.inverse, x.dtype, bias, fast=True)
 
+    def by(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Callable[[torch.Tensor], torch.Tensor]:
+        return lambda x: self.forward(x, weight, bias)
+
     def prepare(self, grad: torch.Tensor) -> Cast:
         return self.cast(grad, BACKWARD, rows=True, columns=True)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch.nn import functional as F
 
@@ -35,11 +37,18 @@ def added_norm(
     bias: torch.Tensor | None,
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`add_norm` by torch's fused RMSNorm where that computes the same: in one dtype of at least 32 bits."""
+    """`add_norm` without a gradient: RMSNorm in few operations where all is in one dtype of at least 32 bits."""
     if bias is not None or x.dtype != weight.dtype or x.element_size() < 4:
         return add_norm(x, branch, branch_bias, drop, weight, bias, eps)
     x = added(x, branch, branch_bias, drop)
-    return x, F.rms_norm(x, x.shape[-1:], weight, eps)
+    length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    scale = torch.addcmul(_constant(eps, x.dtype, x.device), length, length, value=1 / x.shape[-1]).rsqrt_()
+    return x, (x * scale).mul_(weight)
+
+
+@cache
+def _constant(value: float, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.full((), value, dtype=dtype, device=device)
 
 
 def added(

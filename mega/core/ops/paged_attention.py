@@ -10,8 +10,9 @@ sequence, those of its run included, lie in blocks of a pool, in the order of it
 PLAIN       runs of like length are padded to one and take torch's kernels; any device and dtype
 INVARIANT   every token by itself, its keys in splits of one size: bit for bit the same whatever runs are next to it
 
-Both take q [tokens, heads, d], and keys and values as one pool [2, blocks, block, kv_heads, d], keys first, and give
-[tokens, heads, d]. Query head i reads key/value head i // (heads / kv_heads). They know no sequences and no ranks.
+Both take q [tokens, heads, d], and keys and values as one pool [blocks, block, 2, kv_heads, d], keys first, and give
+[tokens, heads x d]; `attend` takes the pool as [blocks, block x 2 x kv_heads x d]. Query head i reads key/value head
+i // (heads / kv_heads). They know no sequences and no ranks.
 """
 
 from __future__ import annotations
@@ -38,8 +39,9 @@ class PaddedRuns(NamedTuple):
     """Neighbouring runs, padded to `seq` tokens each.
 
     tokens: theirs among the step's. pad: int64 [batch x seq], of these the one at each padded position, and back: int64
-    [tokens], the position of each; None where nothing is padded. rows: int64 [2 x batch x width], blocks of keys, then
-    of values. bias: [batch, 1, seq x repeats, keys] (or 1 for all queries), 0 where a query sees a key, else -inf.
+    [tokens], the position of each; None where nothing is padded. rows: int64 [batch x width], blocks. held: memory that
+    each layer gathers them in, and k and v its views [batch, kv_heads, keys, d]. bias: [batch, 1, seq x repeats, keys]
+    (or 1 for all queries), 0 where a query sees a key, else -inf.
     """
 
     tokens: slice
@@ -48,17 +50,21 @@ class PaddedRuns(NamedTuple):
     pad: torch.Tensor | None
     back: torch.Tensor | None
     rows: torch.Tensor
+    held: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
     bias: torch.Tensor
 
 
 class TokenKeys(NamedTuple):
     """For every token: tables, int64 [tokens, width], its sequence's blocks; positions, int64 [tokens], its own.
 
-    window: it sees this many keys at most, its own included.
+    shape: block, kv_heads, d. window: it sees this many keys at most, its own included.
     """
 
     tables: torch.Tensor
     positions: torch.Tensor
+    shape: tuple[int, int, int]
     window: int | None
 
 
@@ -82,12 +88,13 @@ class PagedAttention:
 def padded_pages(
     counts: Integers, lengths: Integers, tables: Integers, pool: torch.Tensor, repeats: int, window: int | None = None
 ) -> list[PaddedRuns]:
-    _, blocks, block, _, _ = pool.shape
+    block = pool.shape[1]
     starts = np.concatenate([[0], np.cumsum(counts)])
     padded = []
     for first, end in _alike(counts.tolist()):
         width = -(-int(lengths[first:end].max()) // block)
-        rows = np.concatenate([tables[first:end, :width], tables[first:end, :width] + blocks])
+        held = pool.new_empty((end - first) * width, pool[0].numel())
+        k, v = held.view(end - first, -1, *pool.shape[2:]).transpose(1, 3).unbind(2)
         pad, back, bias = _padding(counts[first:end], lengths[first:end], width * block, window)
         one = torch.from_numpy(bias).to(device=pool.device, dtype=pool.dtype)[:, None]
         if one.shape[2] > 1 and repeats > 1:
@@ -99,8 +106,8 @@ def padded_pages(
                 int(counts[first:end].max()),
                 None if pad is None else torch.from_numpy(pad).to(pool.device),
                 None if back is None else torch.from_numpy(back).to(pool.device),
-                torch.from_numpy(rows.reshape(-1)).to(pool.device),
-                one,
+                torch.from_numpy(tables[first:end, :width].reshape(-1)).to(pool.device),
+                *(held, k, v, one),
             )
         )
     return padded
@@ -113,26 +120,27 @@ def _alike(counts: Sequence[int]) -> Iterator[tuple[int, int]]:
     [(0, 2), (2, 4), (4, 5), (5, 6)]
     """
     first = 0
-    for number in range(1, len(counts) + 1):
-        group = counts[first : number + 1]
-        if number == len(counts) or (min(group) == 1) != (max(group) == 1) or max(group) >= 2 * min(group) > 2:
+    least = most = counts[0]
+    for number, count in enumerate(counts[1:], start=1):
+        least, most = min(least, count), max(most, count)
+        if (least == 1) != (most == 1) or most >= 2 * least > 2:
             yield first, number
-            first = number
+            first, least, most = number, count, count
+    yield first, len(counts)
 
 
 def _padding(
     counts: Integers, lengths: Integers, keys: int, window: int | None
 ) -> tuple[Integers | None, Integers | None, NDArray[np.float32]]:
     """`pad`, `back` and the bias [batch, seq, keys] of neighbouring runs. Padding repeats a run's last token."""
-    seq = int(counts.max())
-    offset = np.minimum(np.arange(seq)[None], counts[:, None] - 1)
+    seq, at = int(counts.max()), np.arange(keys)
+    offset = np.minimum(np.arange(seq), counts[:, None] - 1) if seq > 1 else 0
     positions = (lengths - counts)[:, None] + offset
-    at = np.arange(keys)[None, None]
     seen = at <= positions[..., None]
     if window is not None:
         seen &= at > positions[..., None] - window
     bias = np.where(seen, np.float32(0), np.float32(-np.inf))
-    if int(counts.min()) == seq:
+    if seq == 1 or int(counts.min()) == seq:
         return None, None, bias
     starts = np.cumsum(counts) - counts
     run = np.repeat(np.arange(len(counts)), counts)
@@ -147,15 +155,17 @@ def padded_attention(q: torch.Tensor, pool: torch.Tensor, pages: list[PaddedRuns
 
 
 def _padded(q: torch.Tensor, pool: torch.Tensor, runs: PaddedRuns) -> torch.Tensor:
-    batch, seq, (block, kv_heads, width) = runs.batch, runs.seq, pool.shape[2:]
+    batch, seq, (_, kv_heads, _, width) = runs.batch, runs.seq, runs.k.shape
     if runs.pad is not None:
         q = q.index_select(0, runs.pad)
-    rows = pool.view(-1, block * kv_heads * width).index_select(0, runs.rows)
+    torch.index_select(pool, 0, runs.rows, out=runs.held)
     # The query heads of a key/value head are rows of one matrix, so keys are read once for all of them.
+    if seq == 1:
+        q = q.reshape(batch, kv_heads, -1, width)
+        return F.scaled_dot_product_attention(q, runs.k, runs.v, attn_mask=runs.bias).reshape(batch, -1)
     q = q.reshape(batch, seq, kv_heads, -1, width).permute(0, 2, 3, 1, 4).reshape(batch, kv_heads, -1, width)
-    k, v = rows.view(2, batch, -1, kv_heads, width).transpose(2, 3).unbind(0)
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=runs.bias)
-    out = out.view(batch, kv_heads, -1, seq, width).permute(0, 3, 1, 2, 4).reshape(batch * seq, -1, width)
+    out = F.scaled_dot_product_attention(q, runs.k, runs.v, attn_mask=runs.bias)
+    out = out.view(batch, kv_heads, -1, seq, width).permute(0, 3, 1, 2, 4).reshape(batch * seq, -1)
     return out if runs.back is None else out.index_select(0, runs.back)
 
 
@@ -165,7 +175,7 @@ def _padded(q: torch.Tensor, pool: torch.Tensor, runs: PaddedRuns) -> torch.Tens
 def token_pages(
     counts: Integers, lengths: Integers, tables: Integers, pool: torch.Tensor, repeats: int, window: int | None = None
 ) -> TokenKeys:
-    block = pool.shape[2]
+    block = pool.shape[1]
     assert SPLIT % block == 0, (SPLIT, block)
     width = -(-int(lengths.max()) // SPLIT) * (SPLIT // block)
     wide = np.zeros((len(tables), max(width, tables.shape[1])), dtype=np.int64)
@@ -173,18 +183,20 @@ def token_pages(
     run = np.repeat(np.arange(len(counts)), counts)
     within = np.arange(len(run)) - np.repeat(np.cumsum(counts) - counts, counts)
     positions = torch.from_numpy((lengths - counts)[run] + within)
-    return TokenKeys(torch.from_numpy(wide[run, :width]).to(pool.device), positions.to(pool.device), window)
+    shape = (block, *pool.shape[3:])
+    return TokenKeys(torch.from_numpy(wide[run, :width]).to(pool.device), positions.to(pool.device), shape, window)
 
 
 def split_attention(q: torch.Tensor, pool: torch.Tensor, pages: TokenKeys) -> torch.Tensor:
     """In running sums over splits of SPLIT keys. A split without a visible key changes no bit."""
-    tokens, (block, kv_heads, width) = len(q), pool.shape[2:]
+    tokens, block, kv_heads, width = len(q), *pages.shape
     wide = accurate(q.dtype)
     q = q.reshape(tokens, kv_heads, -1, width)
     largest = torch.full((*q.shape[:-1], 1), -1e30, dtype=wide, device=q.device)
     total, mixed = torch.zeros_like(largest), torch.zeros(q.shape, dtype=wide, device=q.device)
     for number, blocks in enumerate(pages.tables.split(SPLIT // block, dim=1)):
-        k, v = pool.index_select(1, blocks.flatten()).view(2, tokens, SPLIT, kv_heads, width).transpose(2, 3)
+        held = pool.index_select(0, blocks.flatten()).view(tokens, SPLIT, 2, kv_heads, width)
+        k, v = held.transpose(1, 3).unbind(2)
         at = torch.arange(number * SPLIT, (number + 1) * SPLIT, device=q.device)
         seen = at <= pages.positions[:, None]
         if pages.window is not None:
@@ -196,7 +208,7 @@ def split_attention(q: torch.Tensor, pool: torch.Tensor, pages: TokenKeys) -> to
         total = total * scale + weights.sum(-1, keepdim=True)
         mixed = mixed * scale + (weights.to(v.dtype) @ v).to(wide)
         largest = new
-    return (mixed / total).to(q.dtype).reshape(tokens, -1, width)
+    return (mixed / total).to(q.dtype).reshape(tokens, -1)
 
 
 PLAIN = PagedAttention(padded_pages, padded_attention)

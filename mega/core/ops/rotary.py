@@ -54,9 +54,25 @@ def rotary_table(
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """x [tokens, heads, d]: component i turns with component i + R/2 over the first R = 2 cos.shape[1] components."""
+    """x [tokens, heads, d]: component i turns with component i + R/2 over the first R; cos and sin [tokens, R / 2].
+
+    As of `spread`, [tokens, 1, R]: x itself is turned, without a gradient.
+    """
+    if cos.dim() == 3:
+        turned = x if x.shape[-1] == cos.shape[-1] else x[..., : cos.shape[-1]]
+        torch.addcmul(turned * cos, turned.roll(cos.shape[-1] // 2, -1), sin, out=turned)
+        return x
     half = cos.shape[-1]
     first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
     cos, sin = cos[:, None, :], sin[:, None, :]
     turned = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
     return torch.cat([turned, rest], dim=-1) if rest.shape[-1] else turned
+
+
+def spread(cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos and sin [n, R / 2] as [n, 1, R], for `rotate` in fewer operations.
+
+    >>> spread(torch.tensor([[0.0]]), torch.tensor([[1.0]]))
+    (tensor([[[0., 0.]]]), tensor([[[-1.,  1.]]]))
+    """
+    return torch.cat([cos, cos], -1)[:, None], torch.cat([-sin, sin], -1)[:, None]

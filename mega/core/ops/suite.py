@@ -38,7 +38,8 @@ class Ops:
     """One implementation of each op; signatures and shapes are those of the references.
 
     adamw: the optimizer's whole pass on the device, or None for the rule's own steps. name: what `mega doctor` shows.
-    row_shards: ranks over which a row is cut: `attention` takes our columns of q, k, v and the mask of the whole rows.
+    spread: cos and sin of a cache are as of `rotary.spread`. row_shards: ranks over which a row is cut: `attention`
+    takes our columns of q, k, v and the mask of the whole rows.
     """
 
     name: str = "reference"
@@ -56,6 +57,7 @@ class Ops:
     matmuls: Matmuls = Matmuls()  # noqa: RUF009 - holds nothing
     adamw: Callable[..., None] | None = None
     row_shards: int = 1
+    spread: bool = False
 
     @property
     def plain(self) -> bool:
@@ -135,7 +137,7 @@ def forward_only(ops: Ops) -> Ops:
     fewer operations."""
     if ops.name != "torch" or ops.reason != CPU:
         return ops
-    return replace(ops, add_norm=norm.added_norm, split_heads=heads.split_heads_once)
+    return replace(ops, add_norm=norm.added_norm, spread=True)
 
 
 def _chosen(device: torch.device, dtype: torch.dtype, reference: bool, shapes: bool) -> Ops:

@@ -47,6 +47,8 @@ class _LookUp(torch.autograd.Function):
 
 def look_up(ids: torch.Tensor, weight: Weight) -> torch.Tensor:
     """Rows [tokens, h] of a table that every rank holds whole."""
+    if not torch.is_grad_enabled():  # nothing to keep
+        return weight.index_select(0, ids)
     return _LookUp.apply(ids, weight, None)  # type: ignore[no-any-return, no-untyped-call]
 
 
@@ -59,7 +61,9 @@ class VocabEmbedding(nn.Module):
         self.region = region
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        first = self.region.axis.index * self.weight.shape[0] if self.region.size > 1 else None
+        if self.region.size == 1:
+            return look_up(ids, self.weight)
+        first = self.region.axis.index * self.weight.shape[0]
         rows = _LookUp.apply(ids, self.weight, first)  # type: ignore[no-untyped-call]
         return reduce_from_region(rows, self.region.axis, self.region.sequence)
 
