@@ -234,9 +234,11 @@ def _texts_first(result: Translation, options: dict[str, list[str]]) -> None:
         return
     sentences = options.get("--family") in (["bert"], ["t5"])
     level = "sentence" if sentences else "document"
-    prefixes = []
+    prefixes: list[str] = []
     for text in texts:
         prefix = PurePosixPath(text).name.split(".")[0]
+        if f"{prefix}_text_{level}" in prefixes:  # a file of that name in another folder
+            prefix += f"-{len(prefixes) + 1}"
         prefixes.append(f"{prefix}_text_{level}")
         tokenizer = ("--tokenizer", "--vocab-file", "--merge-file", "--tokenizer-model")
         made = [word for flag in tokenizer if flag in options for word in (flag, *options[flag])]

@@ -121,6 +121,9 @@ def test_texts_of_2019_are_made_tokens_first() -> None:
         "mega pretrain --family bert --tokenizer BertWordPieceLowerCase --vocab-file v --save s --save-interval 5000 "
         "--data-path wikipedia_text_sentence",
     ]
+    of_one_name = new("python pretrain_gpt2.py --train-data a/text.json b/text.json")
+    assert of_one_name[-1].endswith("--data-path 1 text_text_document 1 text-2_text_document")
+    assert "--output-prefix text-2 " in of_one_name[1]
 
 
 def test_a_converter_of_the_fork_goes_through_a_checkpoint_of_ours() -> None:

@@ -187,7 +187,7 @@ def test_stages_are_even() -> None:
 
 
 def test_prefixes_are_computed_once() -> None:
-    engine, long = engine_of(made(LLAMA), chunk=64), tuple(range(40))
+    engine, long = engine_of(made(LLAMA), chunk=64, tile=8), tuple(range(40))
     computed: list[int] = []
     run = engine._worker.run
 

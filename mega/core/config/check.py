@@ -295,6 +295,8 @@ def _heads(run: RunConfig) -> Problems:
 def _positions(run: RunConfig) -> Problems:
     model, seq_length = run.model, run.batch.seq_length
     assert model.positions and seq_length
+    if model.decoder_layers and model.position != "learned":
+        yield _line(run, "position", f"must be learned for --family {model.family}, whose decoder reads an encoder")
     for name in _texts(run):
         tokens = value_of(run, name) * (run.batch.micro_batch or 1)
         if tokens > MOST_TOKENS:
