@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
+import tests.support.triton  # noqa: F401  # first: Triton asks when it is imported, by any test, how kernels run
 from mega.core.parallel.launch import Pool
 
 

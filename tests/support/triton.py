@@ -1,6 +1,6 @@
 """Where our Triton kernels run: on a CUDA device, else by Triton's interpreter on a CPU, as far as Triton is installed.
 
-The environment chooses when the kernels are first imported, so this is imported before them.
+The environment chooses when Triton is first imported, which torch may do, so tests/conftest.py imports this at once.
 """
 
 from __future__ import annotations
