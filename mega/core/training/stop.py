@@ -90,9 +90,11 @@ class StopSignal:
             self.code, self.reason = wish, f"{signal.Signals(wish - _SIGNAL).name} was received"
 
     def close(self) -> None:
-        """Signals mean again what they meant before."""
+        """Signals mean again what they meant before; but after a stop by one, a launcher's copy of it may still come,
+        and a rank that has saved must not die of that."""
         for number, handler in self._before.items():
-            signal.signal(number, handler)
+            stopped = self._everyone.size > 1 and self.code == _SIGNAL + number
+            signal.signal(number, _deaf if stopped else handler)
         if self._notice is not None:
             self._notice.close()
             self._notice = None
