@@ -102,7 +102,8 @@ class LabelledSet:
     """
 
     def __init__(self, arrays: Arrays, roles: Roles, seq_length: int, digest: str) -> None:
-        self._ids, self._offsets, self._firsts, self._seconds = (arrays[name] for name in NAMES[:4])
+        self._ids, self._offsets = arrays["ids"], arrays["offsets"]
+        self._firsts, self._seconds = arrays["firsts"], arrays["seconds"]
         self.labels, self.uids = arrays["labels"], arrays["uids"]
         self._roles, self.length, self.digest = roles, seq_length, digest
 
@@ -219,11 +220,13 @@ def _tokenised(flag: str, path: Path, form: Format, tokenizer: Tokenizer) -> Arr
     if not firsts:
         raise ValueError(f"{flag} {path}: holds no question of {form.name.upper()}")
     offsets = np.concatenate([[0], np.cumsum([len(part) for part in texts.ids])]).astype(np.int64)
-    found = zip(NAMES[2:6], (firsts, seconds, labels, uids), strict=True)
     return {
         "ids": np.concatenate(texts.ids),
         "offsets": offsets,
-        **{name: np.array(value, np.int64) for name, value in found},
+        "firsts": np.array(firsts, np.int64),
+        "seconds": np.array(seconds, np.int64),
+        "labels": np.array(labels, np.int64),
+        "uids": np.array(uids, np.int64),
         "notes": np.array(list("\n".join(notes).encode()), np.uint16),  # which are said of a set that is kept, too
     }
 

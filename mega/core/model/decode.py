@@ -1,7 +1,7 @@
 """One step of continuing text on a stage of a decoder: what its modules compute, on plain tensors.
 
 Between the operations of a small model lies more work than in them. Here the weights and ops of a stage are put
-together once, without what a step does not need: modules, gradients, dropout, shared-out tokens, ZeRO. A step takes
+together once, without what a step does not need: modules, gradients, dropout, sequence parallelism, ZeRO. A step takes
 tensors whose shapes follow from the number of tokens alone and waits for nothing on the host, so a graph can hold it.
 """
 

@@ -10,6 +10,7 @@ import io
 import pickletools
 import re
 import threading
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
@@ -174,7 +175,7 @@ class DistributedSource:
         self._shapes, self._chunks, self._objects = found
         self._checked: dict[Chunk, CheckedChunk] = {}
         self._mapped: dict[str, torch.Tensor] = {}
-        self._lock = threading.Lock()
+        self._locks: defaultdict[Chunk, threading.Lock] = defaultdict(threading.Lock)
         self._dtypes: dict[str, torch.dtype] = {}
         self._views: dict[str, View] = {}
         self.tensors: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
@@ -250,7 +251,7 @@ class DistributedSource:
 
     def _load(self, name: str, chunk: Chunk) -> CheckedChunk:
         """One stored rectangle, a small torch file within a file, read and checked once."""
-        with self._lock:
+        with self._locks[chunk]:
             if chunk not in self._checked:
                 self._checked[chunk] = self._check(name, chunk)
             return self._checked[chunk]
