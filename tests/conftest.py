@@ -5,10 +5,14 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterator
 
+import hypothesis
 import pytest
 
 import tests.support.triton  # noqa: F401  # first: Triton asks when it is imported, by any test, how kernels run
 from mega.core.parallel.launch import Pool
+
+hypothesis.settings.register_profile("suite", deadline=None)  # its bound on an example is of the clock
+hypothesis.settings.load_profile("suite")
 
 
 def pytest_configure() -> None:

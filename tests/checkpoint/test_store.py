@@ -73,7 +73,7 @@ def spans(shape: tuple[int, ...], parts: int) -> list[Box]:
     return [Box(start, size) for begin, end in cuts for start, size in span_rectangles(shape, begin, end)]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(case=partitions(), dtype=st.sampled_from(sorted(DTYPES)), strided=st.booleans(), small=st.booleans())
 def test_any_cut_reads_into_any_other(
     tmp_path_factory: pytest.TempPathFactory,
@@ -518,7 +518,7 @@ def test_linked_step_directories_are_not_followed(tmp_path: Path) -> None:
 
 
 @given(case=partitions(), drop=st.data())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_tilings_are_recognised(case: tuple[tuple[int, ...], list[Box], list[Box]], drop: st.DataObject) -> None:
     shape, boxes, others = case
     assert tiling_fault(shape, boxes) is None

@@ -29,7 +29,7 @@ def _of(entry: Entry) -> st.SearchStrategy[Any]:
 
 
 @given(st.fixed_dictionaries({}, optional={name: _of(entry) for name, entry in entries().items()}))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_a_written_run_reads_back_equal(options: dict[str, Any]) -> None:
     run = updated(RunConfig(), options)
     assert parse(write(run)) == run

@@ -98,7 +98,7 @@ class Numbers:
         return np.arange(sample, sample + self.length)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(1, 3), st.integers(1, 4), st.lists(st.integers(1, 4), min_size=1, max_size=4), st.booleans())
 def test_every_sample_once_in_order_in_any_layout(b: int, d: int, steps: list[int], ahead: bool) -> None:
     total = sum(steps) * b * d

@@ -59,7 +59,7 @@ def test_width_of_ids() -> None:
     assert token_dtype(65499) == np.uint16 and token_dtype(65500) == np.int32
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.lists(st.lists(st.lists(st.integers(0, 2**31 - 1), max_size=4), max_size=3), max_size=6))
 def test_any_documents_read_back(tmp_path_factory: pytest.TempPathFactory, documents: list[list[list[int]]]) -> None:
     dataset = IndexedDataset(write(tmp_path_factory.mktemp("any") / "a", documents, vocab=10**6))

@@ -159,7 +159,7 @@ def test_epochs_are_the_fewest(tokens: int, seq_length: int, samples: int) -> No
     assert enough == [found]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(st.integers(0, 9), min_size=1, max_size=8).filter(any),
     st.integers(1, 12),
@@ -207,7 +207,7 @@ def test_golden_blend_samples() -> None:
     assert blend_samples(blend_shares([2, 3]), 1000) == [402, 603]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.lists(st.floats(0.01, 10), min_size=1, max_size=20), st.integers(0, 300))
 def test_blend_is_the_rule_whichever_way_it_is_computed(weights: list[float], size: int) -> None:
     chosen, numbers = blend_order(blend_shares(weights), size)

@@ -25,7 +25,7 @@ def test_checksum() -> None:
 
 
 @given(st.binary(max_size=40), st.integers(0, 3))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_checksum_is_its_definition(data: bytes, spans: int) -> None:
     data += bytes(range(256)) * 16 * spans + data
     crc = 0xFFFFFFFF

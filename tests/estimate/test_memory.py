@@ -47,7 +47,7 @@ def test_a_schedule_counts_by_what_it_plays_and_not_by_its_name(monkeypatch: pyt
     assert estimate.memory(run_of(4, schedule="toy-splitting", pp=4, global_batch=9), 4) == known
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     schedule=st.sampled_from(["1f1b", "gpipe"]),
     pp=st.sampled_from([1, 2, 3, 4]),

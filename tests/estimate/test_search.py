@@ -274,7 +274,7 @@ def test_small_batches_of_a_ramp_take_less_time() -> None:
     assert days[0] < days[1] < 1.01 * days[0]
 
 
-@settings(max_examples=int(os.environ.get("MEGA_RANDOM_CONFIGS", "60")), deadline=None)
+@settings(max_examples=int(os.environ.get("MEGA_RANDOM_CONFIGS", "60")))
 @given(
     flags=st.fixed_dictionaries(
         {

@@ -72,7 +72,7 @@ def test_every_preset_is_counted_as_it_is_built(preset: str) -> None:
         agree(whole, 1, 0)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     family=st.sampled_from(["gpt", "llama"]),
     heads=st.sampled_from([2, 4, 6]),

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mega.core.ops import mask as module
@@ -23,7 +23,6 @@ def visible(mask: AttentionMask, b: int, s: int, t: int) -> torch.Tensor:
     return torch.ones(b, s, t, dtype=torch.bool) if found is None else found.expand(b, 1, s, t)[:, 0]
 
 
-@settings(deadline=None)
 @given(seed=st.integers(0, 1 << 30), b=st.integers(1, 2), s=st.integers(1, 7), t=st.integers(1, 7))
 def test_visible_is_the_definition(seed: int, b: int, s: int, t: int) -> None:
     """And what is concluded without looking at documents is true of all of them."""
@@ -47,7 +46,6 @@ def test_visible_is_the_definition(seed: int, b: int, s: int, t: int) -> None:
         assert not expected.any(-1).all()
 
 
-@settings(deadline=None)
 @given(seed=st.integers(0, 1 << 30), data=st.data())
 def test_a_part_of_a_mask_is_the_mask_of_the_part(seed: int, data: st.DataObject) -> None:
     b, s, t, heads = 2, 6, 7, 2
