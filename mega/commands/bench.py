@@ -198,7 +198,7 @@ def _serving(
         url=url,
         load=None if load is None else str(load),
         model=None if load is not None or url is not None else model_alone(run),
-        engine=EngineOptions(requests=served["--max-requests"] or 64),
+        engine=EngineOptions(requests=served["--max-requests"] or 64, graphs=run.runtime.cuda_graph),
         tp=run.parallel.tp,
         pp=run.parallel.pp,
         dtype=run.precision.dtype if "dtype" in given.values else None,

@@ -19,6 +19,10 @@ ComputeDtype = Annotated[
     typer.Option("--dtype", help="computed in [fp32 on a CPU, else the weights' own]"),
 ]
 DeviceKind = Annotated[Literal["auto", "cpu", "cuda"], typer.Option("--device", help="where tensors live")]
+Graphs = Annotated[
+    bool | None,
+    typer.Option("--cuda-graph/--no-cuda-graph", help="a GPU decodes by recorded graphs [where one holds the model]"),
+]
 
 STATED_BY = "the checkpoint says it, or nothing is trained"
 """Why options of a training that are given here change nothing."""
@@ -77,6 +81,7 @@ def run(
     batch_invariant: Annotated[
         bool, typer.Option("--batch-invariant", help="a text does not depend, to the bit, on what is generated with it")
     ] = False,
+    cuda_graph: Graphs = None,
     tokenizer: Annotated[str | None, typer.Option("--tokenizer", help="kind of tokenizer [the checkpoint's]")] = None,
     tokenizer_model: Annotated[str | None, typer.Option("--tokenizer-model", help="its model file")] = None,
     vocab_file: Annotated[str | None, typer.Option("--vocab-file", help="its vocabulary file")] = None,
@@ -98,8 +103,10 @@ def run(
         others |= {"num_samples": num_samples, "min_p": typed.pop("min_p", 0)}
         others |= {"repetition_penalty": typed.pop("repetition_penalty", 1) != 1}
         others |= {"tp": tp > 1, "pp": pp > 1, "nproc": nproc, "dtype": dtype, "batch_invariant": batch_invariant}
+        others |= {"cuda_graph" if cuda_graph else "no_cuda_graph": cuda_graph is not None}
         others |= {"tokenizer": tokenizer, **files, "device": device != "auto"}
         return _ask(url, prompt, tokens, others, typed, (beams, length_penalty))
+    check_graphs(cuda_graph, device, batch_invariant, adapter)
     if load is None:
         raise ValueError("--load is missing: give a run's directory, or --url")
     check_source("--load", load)
@@ -127,7 +134,9 @@ def run(
         adapters=adapter_paths(adapter or ()),
         tokenizer={} if tokenizer is None else {"tokenizer": tokenizer, **named},
         engine=EngineOptions(
-            requests=max(64 if input_file is not None or num_samples else 1, beams), batch_invariant=batch_invariant
+            requests=max(64 if input_file is not None or num_samples else 1, beams),
+            batch_invariant=batch_invariant,
+            graphs=cuda_graph,
         ),
         tp=tp,
         pp=pp,
@@ -139,6 +148,14 @@ def run(
 
 _DRAWN = ("temperature", "top_k", "top_p", "top_p_decay", "top_p_bound", "min_p", "repetition_penalty", "seed")
 """Fields of sampling that are flags."""
+
+
+def check_graphs(cuda_graph: bool | None, device: str, batch_invariant: bool, adapter: Sequence[str] | None) -> None:
+    """Errors: ValueError naming the flags that exclude each other."""
+    others = {"--device cpu": device == "cpu", "--batch-invariant": batch_invariant, "--adapter": adapter}
+    for flag, given in others.items():
+        if cuda_graph and given:
+            raise ValueError(f"--cuda-graph: excludes {flag}")
 
 
 def _check_texts(prompt: str | None, input_file: Path | None, num_samples: int, output: Path | None) -> bool:

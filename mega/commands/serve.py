@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from mega.commands.generate import ComputeDtype, DeviceKind, PipelineStages, TensorRanks
+from mega.commands.generate import ComputeDtype, DeviceKind, Graphs, PipelineStages, TensorRanks, check_graphs
 from mega.core.files import check_source
 
 STATED_BY = "the checkpoint says it, or each request does"
@@ -47,6 +47,7 @@ def run(
     batch_invariant: Annotated[
         bool, typer.Option("--batch-invariant", help="an answer does not depend, to the bit, on what else is in flight")
     ] = False,
+    cuda_graph: Graphs = None,
     longest: Annotated[
         int | None, typer.Option("--max-length", "--out-seq-length", help="prompt and answer [the model's]", min=1)
     ] = None,
@@ -74,6 +75,7 @@ def run(
 
     path = _place(checkpoint, load)
     token = _token(token_file)
+    check_graphs(cuda_graph, device, batch_invariant, adapter)
     # A mistake is named before anything heavy is loaded.
     sampling_of(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
     from mega.core.inference.adapters import adapter_paths
@@ -109,7 +111,11 @@ def run(
         limits=limits,
     )
     engine = EngineOptions(
-        requests=max_requests, chunk=chunk, cache_tokens=cache_tokens, batch_invariant=batch_invariant
+        requests=max_requests,
+        chunk=chunk,
+        cache_tokens=cache_tokens,
+        batch_invariant=batch_invariant,
+        graphs=cuda_graph,
     )
     plan = ServePlan(
         path=str(path),

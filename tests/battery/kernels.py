@@ -7,6 +7,7 @@ values N       attention's output, log-sum-exp and gradients against the plain f
                fp16, within the bounds of tests/gpu/test_attention.py
 kept N         which weights are dropped, forward, in d(v) and in d(q): bit for bit those of the plain form
 runs N         the same with key columns in two runs, as a ring of ranks has them
+paged N        attention to the blocks of a cache, of single tokens among runs of several, against the plain form
 norm N, added N, activate N, heads N, entropy N, adamw N, fp8 N, total N
                the other kernels by the checks of tests/gpu/test_kernels.py, of other sizes
 """
@@ -27,6 +28,7 @@ from mega.core.ops import fp8
 from tests.battery.data_ledger import Item, run
 from tests.gpu import test_kernels as others
 from tests.gpu.test_attention import kernels
+from tests.gpu.test_paged_attention import check_paged
 from tests.support.attention_cases import check_kept, check_values
 from tests.support.triton import DEVICE
 
@@ -125,6 +127,7 @@ def total(rng: random.Random) -> dict[str, Any]:
 
 
 CHECKS = {
+    "paged": check_paged,
     "norm": norm,
     "added": added,
     "activate": activate,

@@ -6,7 +6,7 @@ import json
 import os
 import random
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from mega.core.inference.cache import Blocks
 from mega.core.inference.capacity import even_layers
 from mega.core.inference.engine import BatchingEngine
 from mega.core.inference.generate import logits
+from mega.core.inference.graphs import DecodeGraphs
 from mega.core.inference.load import open_model
 from mega.core.inference.opening import EngineOptions, start_engine
 from mega.core.inference.relay import LostRank, Relay
@@ -28,6 +29,7 @@ from mega.core.inference.schedule import Choice
 from mega.core.inference.step import Step
 from mega.core.inference.worker import Worker
 from mega.core.inventory import units
+from mega.core.model.decode import DecodeStep
 from mega.core.model.decoder import DecoderStage
 from mega.core.ops.suite import choose, forward_only
 from mega.core.parallel.launch import Pool
@@ -35,6 +37,7 @@ from mega.core.parallel.mesh import Axis, Groups, Mesh
 from mega.core.parallel.region import ALONE
 from mega.core.parallel.weight import ParameterFactory, initialise
 from tests.support.shared import shared
+from tests.support.triton import needs_kernels
 
 GREEDY = Sampling(temperature=0.0)
 CPU = torch.device("cpu")
@@ -111,6 +114,52 @@ def test_the_cache_changes_nothing(family: str, tile: int) -> None:
         assert found == pytest.approx(theirs, abs=2e-5)
         assert said == expected[len(request.prompt) - 1 : -1].argmax(-1).tolist()
         assert all(event.top[0] == (event.token, event.logprob) and len(event.top) == 2 for event in events)
+
+
+class Player:
+    """In a graph's place: does the work again."""
+
+    def __init__(self, work: Callable[[], None]):
+        self.work = work
+
+    def play(self) -> None:
+        self.work()
+
+
+def refuse(work: Callable[[], None]) -> Any:
+    raise RuntimeError("operation not permitted\nwhen stream is capturing")
+
+
+class Idle(Player):
+    """Plays nothing: what was found before stays, but for a number."""
+
+    def play(self) -> None:
+        self.work.__self__._out[0, 0] += 50.0  # type: ignore[attr-defined]
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    ("record", "rows", "said"),
+    [(Player, [1, 2, 4], ""), (refuse, [], "not permitted"), (Idle, [], "other logits")],
+)
+def test_graphs_of_decoding(
+    record: Any, rows: list[int], said: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Recorded steps, played while requests join and leave, give what others give; failing ones are left out."""
+    from mega.core.ops.kernels import paged_attention
+
+    monkeypatch.setattr(paged_attention, "PROGRAMS", 1)  # the interpreter takes them one after the other
+    stage = made(replace(LLAMA, window=7, layers=1, heads=2, kv_heads=1))
+    asked = [Request(prompt=prompt, tokens=2 + at, sampling=GREEDY, logprobs=0) for at, prompt in enumerate(prompts(4))]
+    expected = answers(engine_of(stage), asked)
+    stage.ops = replace(stage.ops, paged_attention=paged_attention.PAGED)
+    engine = engine_of(stage, chunk=64)
+    worker = engine._worker
+    worker._graphs = DecodeGraphs(DecodeStep(stage), worker.cache, 16, record)
+    for found, wanted in zip(answers(engine, asked), expected, strict=True):
+        assert tokens(found) == tokens(wanted)
+        assert [event.logprob for event in found] == pytest.approx([event.logprob for event in wanted], abs=2e-5)
+    assert sorted(worker._graphs._recorded) == rows and said in caplog.text
 
 
 def stories() -> Path:

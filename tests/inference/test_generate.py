@@ -217,6 +217,8 @@ def test_a_file_of_prompts_is_answered_in_order_as_each_alone(
         ("--prompt a --beams 2 --greedy", "--greedy: has no effect with --beams 2"),
         ("--prompt a --length-penalty 1", "--length-penalty 1.0: needs --beams"),
         ("--prompt a --beams 2 --length-penalty 400", "--length-penalty 400.0: must be a number from -20 to 20"),
+        ("--prompt a --cuda-graph --batch-invariant", "--cuda-graph: excludes --batch-invariant"),
+        ("--prompt a --cuda-graph --device cpu", "--cuda-graph: excludes --device cpu"),
         ("--input missing.txt", "--input missing.txt: no such file"),
     ],
 )

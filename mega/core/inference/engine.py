@@ -55,6 +55,7 @@ class BatchingEngine:
         if self._relay is not None:
             self._relay.send(STOP, np.zeros(0, dtype=np.int64))
             self._relay = None
+        self._worker.close()
 
 
 def follow(worker: Worker, relay: Relay) -> None:
@@ -62,6 +63,7 @@ def follow(worker: Worker, relay: Relay) -> None:
     while True:
         kind, content = relay.hear()
         if kind == STOP:
+            worker.close()
             return
         try:
             worker.run(Step.unpack(content))

@@ -35,7 +35,7 @@ class EngineOptions:
     """requests: rows of a decoding step. chunk: most prompt tokens of a step. cache_tokens: of all in flight; None:
     what so many requests need at most, or as many as fit. block: tokens of a cache block. batch_invariant: a request's
     logits are the same to the bit whatever else is in flight, in steps of exactly `tile` tokens. vocab: ids below this
-    are chosen; None: any of the model's."""
+    are chosen; None: any of the model's. graphs: of decoding, on a CUDA device; None: where one rank holds a model."""
 
     requests: int = 64
     chunk: int = 512
@@ -44,6 +44,7 @@ class EngineOptions:
     batch_invariant: bool = False
     tile: int = 32
     vocab: int | None = None
+    graphs: bool | None = None
 
 
 def start_engine(
@@ -85,6 +86,8 @@ def engine_on(
 
     layers: most blocks of any stage [the model's]. adapters: its own. relay: of an engine before [a new one].
     """
+    if options.graphs and not device.is_cuda:
+        raise ValueError("--cuda-graph: needs a GPU; valid here: --no-cuda-graph")
     model, size = stage.model, options.block
     vocab = min(model.vocab, options.vocab or model.vocab)
     blocks = _blocks(model, mesh, device, stage.dtype, options, layers or model.layers)
@@ -96,6 +99,7 @@ def engine_on(
         tile=options.tile if options.batch_invariant else None,
         vocab=vocab,
         adapters=adapters,
+        graphs=device.is_cuda and (mesh.model.size == 1 if options.graphs is None else options.graphs),
     )
     relay = relay or relay_of(mesh)
     if relay is not None and not mesh.model.first:

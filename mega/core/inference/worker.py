@@ -6,7 +6,6 @@ chooses, and sends what it found to rank 0. It knows no requests: a step says al
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,53 +14,25 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from mega.core.inference.adapters import AdapterChoice
+from mega.core.inference.graphs import DecodeGraphs
+from mega.core.inference.paged_cache import PagedCache
 from mega.core.inference.sampling import Filters, draw, penalised
 from mega.core.inference.schedule import Choice
 from mega.core.inference.step import BEAM, CHOOSE, Step
 from mega.core.model.decode import DecodeStep
 from mega.core.model.forward import rotary
-from mega.core.ops.paged_attention import INVARIANT, PagedAttention
+from mega.core.ops.paged_attention import INVARIANT, trusted
 from mega.core.ops.rotary import spread
 from mega.core.parallel.collectives import all_gather
 from mega.core.parallel.mesh import Mesh
-
-
-@dataclass(eq=False)
-class PagedCache:
-    """Keys and values of this rank's blocks of the model, [layers, blocks, block, 2, kv_heads, d].
-
-    rotary: cos and sin of all positions, each [positions, R / 2] or as of `spread`, or None.
-    """
-
-    pool: torch.Tensor
-    first_layer: int
-    attention: PagedAttention
-    rotary: tuple[torch.Tensor, torch.Tensor] | None
-
-    def __post_init__(self) -> None:
-        self._layers = [(pool.flatten(1), pool.view(-1, 2 * pool.shape[3], pool.shape[4])) for pool in self.pool]
-        self._slots = torch.empty(0)
-        self._pages: Any = None
-
-    def begin(self, slots: torch.Tensor, pages: Any) -> None:
-        """The next tokens go to `slots`, and see what `pages` say."""
-        self._slots, self._pages = slots, pages
-
-    def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Copy whole blocks, int64 [c] each."""
-        self.pool[:, target] = self.pool[:, source]
-
-    def __call__(self, layer: int, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
-        pool, rows = self._layers[layer - self.first_layer]
-        rows.index_copy_(0, self._slots, kv)
-        return self.attention.attend(q, pool, self._pages)
 
 
 class Worker:
     """stage: of a decoder, in evaluation mode. tile: steps are cut into exactly so many tokens; None: they are not.
 
     requests: rows of ids that the repetition penalty goes by. vocab: ids below this are chosen. adapters: those that
-    the stage's linears go by.
+    the stage's linears go by. graphs: steps of one token a sequence are recorded and played, as far as the attention
+    and the steps allow it.
     """
 
     def __init__(
@@ -76,21 +47,27 @@ class Worker:
         tile: int | None,
         vocab: int | None = None,
         adapters: AdapterChoice | None = None,
+        graphs: bool = False,
     ):
         model = stage.model
         self.stage, self.mesh, self.device, self.tile, self.adapters = stage, mesh, device, tile, adapters
         self.vocab, self.requests = vocab or model.vocab, requests
-        self.repeats = model.heads // model.kv_heads
         layers = [unit for unit in stage.units if isinstance(unit, int)]
         shape = (len(layers), blocks, block, 2, model.kv_heads // mesh.tp.size, model.head_dim)
         angles = rotary(model, torch.arange(model.positions, device=device), stage.dtype)
+        pool, repeats = torch.zeros(shape, dtype=stage.dtype, device=device), model.heads // model.kv_heads
         self.cache = PagedCache(
-            torch.zeros(shape, dtype=stage.dtype, device=device),
+            pool,
             layers[0] if layers else 0,
-            stage.ops.paged_attention if tile is None else INVARIANT,
+            INVARIANT if tile else trusted(stage.ops.paged_attention, pool[0], repeats, model.window),
+            repeats,
+            model.window,
             angles if angles is None or not stage.ops.spread else spread(*angles),
         )
         self._decode = DecodeStep(stage)
+        self._graphs: DecodeGraphs | None = None
+        if graphs and adapters is None and self.cache.attention.graphs:
+            self._graphs = DecodeGraphs(self._decode, self.cache, -(-model.positions // block))
         self._seen: torch.Tensor | None = None
 
     @property
@@ -118,25 +95,31 @@ class Worker:
 
     def _forward(self, step: Step) -> torch.Tensor | None:
         """One pass through our stage; its logits on the last one, else None."""
-        mesh, device = self.mesh, self.device
-        ids, positions, slots = (
-            torch.from_numpy(array).to(device) for array in (step.tokens, step.positions, step.slots)
-        )
-        pages = self.cache.attention.pages(
-            *(step.counts, step.lengths, step.tables), self.cache.pool[0], self.repeats, self.stage.model.window
-        )
-        self.cache.begin(slots, pages)
-        if self.adapters is not None:
-            self.adapters.begin(np.repeat(step.adapters, step.counts))
-        cargo = []
+        mesh, cargo = self.mesh, None
         if not mesh.pp.first:
-            cargo.append(torch.empty(len(ids), self.stage.model.hidden, dtype=self.stage.residual, device=device))
-            dist.recv(cargo[0], mesh.pp.ranks[mesh.pp.index - 1], group=mesh.p2p["F", mesh.pp.index].group)
-        out = self._decode(ids, positions, torch.from_numpy(step.wanted).to(device), self.cache, *cargo)
+            shape = len(step.tokens), self.stage.model.hidden
+            cargo = torch.empty(shape, dtype=self.stage.residual, device=self.device)
+            dist.recv(cargo, mesh.pp.ranks[mesh.pp.index - 1], group=mesh.p2p["F", mesh.pp.index].group)
+        if self._graphs is not None and self._graphs.take(step):
+            out = self._graphs(step, cargo)
+        else:
+            out = self._computed(step, cargo)
         if mesh.pp.last:
             return out
         dist.send(out.contiguous(), mesh.pp.ranks[mesh.pp.index + 1], group=mesh.p2p["F", mesh.pp.index + 1].group)
         return None
+
+    def _computed(self, step: Step, cargo: torch.Tensor | None) -> torch.Tensor:
+        arrays = (step.tokens, step.positions, step.slots, step.wanted)
+        ids, positions, slots, wanted = (torch.from_numpy(array).to(self.device) for array in arrays)
+        self.cache.begin(slots, self.cache.pages(step.counts, step.lengths, step.tables))
+        if self.adapters is not None:
+            self.adapters.begin(np.repeat(step.adapters, step.counts))
+        return self._decode(ids, positions, wanted, self.cache, *(() if cargo is None else (cargo,)))
+
+    def close(self) -> None:
+        if self._graphs is not None:
+            self._graphs.close()
 
     def _gathered(self, logits: torch.Tensor) -> torch.Tensor:
         """[m, ids of this rank] of every rank -> fp32 [m, vocab], without padding."""

@@ -7,7 +7,8 @@ sequence, those of its run included, lie in blocks of a pool, in the order of it
     lengths  9 3 4          keys of each sequence; the last token of a run sees all of them
     tables   [[7, 2, 5], [1, 0, 0], [4, 0, 0]]          with blocks of 4 keys: key 8 of the first is key 0 of block 5
 
-PLAIN       runs of like length are padded to one and take torch's kernels; any device and dtype
+PLAIN       runs of like length are padded to one and take torch's kernels; any device and dtype. Runs of one token may
+            take kernels of their own (kernels/paged_attention.py)
 INVARIANT   every token by itself, its keys in splits of one size: bit for bit the same whatever runs are next to it
 
 Both take q [tokens, heads, d], and keys and values as one pool [blocks, block, 2, kv_heads, d], keys first, and give
@@ -17,6 +18,7 @@ i // (heads / kv_heads). They know no sequences and no ranks.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -33,6 +35,8 @@ SPLIT = 256
 """Keys of one split of INVARIANT; a multiple of every block size."""
 
 Integers = NDArray[np.int64]
+
+log = logging.getLogger(__name__)
 
 
 class PaddedRuns(NamedTuple):
@@ -76,22 +80,37 @@ class PagedAttention:
         On the host: counts int64 [runs], tokens of each, lengths and tables as above. repeats: query heads of a
         key/value head. window: a token sees this many keys at most, its own included.
     attend(q, pool, pages) -> softmax(q k' / sqrt(d)) v over the keys that each token sees
+    graphs: what is done for runs of one token follows from their number and the width of `tables`; pages hold these and
+        `lengths` as tensors of those names, which a recorded graph reads anew.
     """
 
     pages: Callable[[Integers, Integers, Integers, torch.Tensor, int, int | None], Any]
     attend: Callable[[torch.Tensor, torch.Tensor, Any], torch.Tensor]
+    graphs: bool = False
 
 
 # -- plain
 
 
 def padded_pages(
-    counts: Integers, lengths: Integers, tables: Integers, pool: torch.Tensor, repeats: int, window: int | None = None
-) -> list[PaddedRuns]:
+    counts: Integers,
+    lengths: Integers,
+    tables: Integers,
+    pool: torch.Tensor,
+    repeats: int,
+    window: int | None = None,
+    single: Callable[..., Any] | None = None,
+) -> list[Any]:
+    """PaddedRuns, and for runs of one token what `single(tokens, lengths, tables, pool, window)` makes of them."""
     block = pool.shape[1]
     starts = np.concatenate([[0], np.cumsum(counts)])
-    padded = []
+    padded: list[Any] = []
     for first, end in _alike(counts.tolist()):
+        if single is not None and counts[first] == 1:
+            padded.append(
+                single(slice(int(starts[first]), int(starts[end])), lengths[first:end], tables[first:end], pool, window)
+            )
+            continue
         width = -(-int(lengths[first:end].max()) // block)
         held = pool.new_empty((end - first) * width, pool[0].numel())
         k, v = held.view(end - first, -1, *pool.shape[2:]).transpose(1, 3).unbind(2)
@@ -148,10 +167,17 @@ def _padding(
     return (starts[:, None] + offset).reshape(-1), run * seq + within, bias
 
 
-def padded_attention(q: torch.Tensor, pool: torch.Tensor, pages: list[PaddedRuns]) -> torch.Tensor:
+def padded_attention(
+    q: torch.Tensor, pool: torch.Tensor, pages: list[Any], single: Callable[..., torch.Tensor] | None = None
+) -> torch.Tensor:
+    """single(q, pool, runs): attends for what is no PaddedRuns."""
+
+    def attend(q: torch.Tensor, runs: Any) -> torch.Tensor:
+        return _padded(q, pool, runs) if single is None or isinstance(runs, PaddedRuns) else single(q, pool, runs)
+
     if len(pages) == 1:
-        return _padded(q, pool, pages[0])
-    return torch.cat([_padded(q[runs.tokens], pool, runs) for runs in pages])
+        return attend(q, pages[0])
+    return torch.cat([attend(q[runs.tokens], runs) for runs in pages])
 
 
 def _padded(q: torch.Tensor, pool: torch.Tensor, runs: PaddedRuns) -> torch.Tensor:
@@ -213,3 +239,29 @@ def split_attention(q: torch.Tensor, pool: torch.Tensor, pages: TokenKeys) -> to
 
 PLAIN = PagedAttention(padded_pages, padded_attention)
 INVARIANT = PagedAttention(token_pages, split_attention)
+
+
+def trusted(attention: PagedAttention, pool: torch.Tensor, repeats: int, window: int | None) -> PagedAttention:
+    """It, where it agrees with PLAIN about keys of the kind that `pool` holds; else PLAIN, and a line says why.
+
+    A kernel that a device compiles wrongly, or not at all, would speak in the place of the model.
+    """
+    if attention is PLAIN:
+        return attention
+    block, few = pool.shape[1], torch.arange(4 * pool[0].numel(), device=pool.device, dtype=torch.float32)
+    some = (few * 0.7).sin().to(pool.dtype).view(4, *pool.shape[1:])
+    q = some.flatten(0, 1)[:2, 0].repeat(1, repeats, 1)
+    counts, lengths, tables = np.ones(2, np.int64), np.array([1, 3 * block - 1]), np.array([[2, 0, 0], [3, 0, 1]])
+    try:
+        found, plain = (
+            each.attend(q, some.flatten(1), each.pages(counts, lengths, tables, some, repeats, window)).float()
+            for each in (attention, PLAIN)
+        )
+        off = float((found - plain).norm() / plain.norm())
+        if off <= 8 * torch.finfo(pool.dtype).eps:
+            return attention
+        why = f"off by {off:.2g}"
+    except Exception as error:
+        why = str(error).splitlines()[0] if str(error) else type(error).__name__
+    log.warning("attention to the cache takes torch's kernels: ours fail on this device (%s)", why)
+    return PLAIN

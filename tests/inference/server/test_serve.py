@@ -139,6 +139,7 @@ def test_sigterm_lets_answers_finish() -> None:
         ("serve nowhere", "nowhere"),
         ("serve {model} --load {model}", "excludes the checkpoint"),
         ("serve {model} --host 0.0.0.0", "--host 0.0.0.0: others can reach it"),
+        ("serve {model} --cuda-graph --adapter a=b", "--cuda-graph: excludes --adapter"),
         ("serve {model} --top-p 2", "--top-p 2.0: must be"),
         ("serve {model} --chat-template none", "--chat-template none"),
         ("serve {model} --token-file {model}/config.json", "--token-file"),

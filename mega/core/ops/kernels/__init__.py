@@ -11,13 +11,24 @@ from typing import Any
 
 def table() -> dict[str, Any]:
     """Op name -> implementation, for `suite.Ops`."""
-    from mega.core.ops.kernels import activation, adamw, attention, cross_entropy, dropout, heads, norm, total
+    from mega.core.ops.kernels import (
+        activation,
+        adamw,
+        attention,
+        cross_entropy,
+        dropout,
+        heads,
+        norm,
+        paged_attention,
+        total,
+    )
 
     return {
         "add_norm": norm.add_norm,
         "added": dropout.added,
         "attention": attention.attention,
         "partial_attention": attention.PARTIAL,
+        "paged_attention": paged_attention.PAGED,
         "activate": activation.activate,
         "split_heads": heads.split_heads,
         "softmax_parts": cross_entropy.softmax_parts,

@@ -1,0 +1,45 @@
+"""Decoding by recorded graphs on a CUDA device: the answers of the same engine without, and of a CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from mega.core.device import Device
+from mega.core.inference.opening import EngineOptions, engine_on
+from mega.core.inventory import units
+from mega.core.model.decoder import DecoderStage
+from mega.core.ops.suite import choose, forward_only
+from mega.core.parallel.mesh import Mesh
+from mega.core.parallel.region import ALONE
+from mega.core.parallel.weight import ParameterFactory, initialise
+from tests.inference.test_engine import FAMILIES, GREEDY, Request, answers, prompts, tokens
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+def engine(family: str, kind: str, graphs: bool) -> Any:
+    model, device = FAMILIES[family], Device.choose(kind)
+    ops = forward_only(choose(device.torch, torch.float32))
+    stage: Any = DecoderStage(model, units(model), ParameterFactory({}, torch.float32, device.torch, ops), ALONE)
+    initialise(stage, 5)
+    with torch.no_grad():
+        for weight in stage.parameters():
+            if weight.dim() > 1:
+                weight.mul_(6.0)
+    return engine_on(stage.eval(), Mesh.at(0), device, EngineOptions(requests=16, graphs=graphs))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_graphs_change_nothing(family: str, caplog: pytest.LogCaptureFixture) -> None:
+    asked = [Request(prompt=prompt, tokens=3 + 2 * at, sampling=GREEDY) for at, prompt in enumerate(prompts(9))]
+    played, plain, host = (
+        [tokens(events) for events in answers(engine(family, kind, graphs), asked)]
+        for kind, graphs in (("cuda", True), ("cuda", False), ("cpu", False))
+    )
+    assert played == plain == host and not caplog.text

@@ -1,0 +1,91 @@
+"""Attention to the blocks of a cache by our kernels, against the plain form in float64 and in the same dtype.
+
+On a CUDA device as they are; without one where Triton is installed, whose interpreter runs them on a CPU.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+
+from mega.core.ops.paged_attention import PLAIN, PagedAttention, trusted
+from tests.support.triton import CUDA, DEVICE, needs_kernels
+
+pytestmark = [pytest.mark.gpu, needs_kernels]
+PROGRAMS = 264 if CUDA else 8
+"""As the kernels have it; the interpreter takes programs one after the other."""
+
+
+def kernels() -> PagedAttention:
+    from mega.core.ops.kernels.paged_attention import PAGED
+
+    return PAGED
+
+
+def check_paged(rng: random.Random, longest: int = 150) -> dict[str, Any]:
+    """Drawn sequences, most of them with one new token: within twice the error of the plain form."""
+    dtype = torch.bfloat16 if CUDA else rng.choice([torch.float16, torch.float32])
+    kv_heads, repeats, d, block = rng.randint(1, 3), rng.randint(1, 5), rng.choice([8, 32, 40, 64, 128]), 8
+    window = rng.choice([None, rng.randint(1, longest)])
+    runs = rng.randint(1, 6)
+    lengths = np.array([rng.randint(1, longest) for _ in range(runs)])
+    counts = np.array([1 if rng.random() < 0.7 else rng.randint(1, int(length)) for length in lengths])
+    width = -(-longest // block)
+    tables = np.array(rng.sample(range(1, 1 + runs * width), runs * width)).reshape(runs, width)
+    pool = torch.randn(1 + runs * width, block, 2, kv_heads, d, device=DEVICE).to(dtype)
+    fused = torch.randn(int(counts.sum()), kv_heads * (repeats + 2), d, device=DEVICE).to(dtype)
+    q = fused[:, : kv_heads * repeats]  # as it lies in a fused product
+    found = []
+    programs = PROGRAMS if CUDA else rng.choice([1, 8, 40])
+    for attention, wide in ((PLAIN, torch.float64), (PLAIN, dtype), (kernels(), dtype)):
+        keys = pool.to(wide)
+        pages = attention.pages(counts, lengths, tables, keys, repeats, window)
+        with patch("mega.core.ops.kernels.paged_attention.PROGRAMS", programs):
+            found.append(attention.attend(q.to(wide), keys.flatten(1), pages).double())
+    exact, plain, ours = found
+    errors = [float((each - exact).norm() / exact.norm()) for each in (ours, plain)]
+    assert ours.shape == exact.shape and errors[0] <= 2 * errors[1] + 2e-7, errors
+    return {"dtype": str(dtype).removeprefix("torch."), "runs": runs, "d": d, "window": window, "error": errors[0]}
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_paged_attention(seed: int) -> None:
+    torch.manual_seed(seed)
+    check_paged(random.Random(seed))
+
+
+def test_shares_without_keys_and_a_window_at_a_tile_s_border(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More shares than tiles; a window that begins where a tile does, or one key beside it."""
+    torch.manual_seed(0)
+    lengths = np.array([1, 65, 128])
+    tables = np.arange(1, 3 * 17 + 1).reshape(3, 17)
+    pool = torch.randn(52, 8, 2, 1, 16, device=DEVICE)
+    q = torch.randn(3, 1, 16, device=DEVICE)
+    monkeypatch.setattr("mega.core.ops.kernels.paged_attention.PROGRAMS", PROGRAMS)
+    for window in (1, 64, 65):
+        given = (np.ones(3, dtype=np.int64), lengths, tables, pool, 1, window)
+        ours, plain = (each.attend(q, pool.flatten(1), each.pages(*given)) for each in (kernels(), PLAIN))
+        torch.testing.assert_close(ours, plain, rtol=1e-5, atol=1e-5)
+
+
+def test_kernels_that_a_device_runs_wrongly_are_not_trusted(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mega.core.ops.kernels.paged_attention.PROGRAMS", PROGRAMS)
+    pool = torch.zeros(9, 8, 2, 2, 16, device=DEVICE)
+    assert trusted(kernels(), pool, 3, 5) is kernels() and not caplog.text
+
+    def fails(*_: Any) -> Any:
+        raise AssertionError("cannot be compiled\nhere")
+
+    def wrong(*given: Any) -> torch.Tensor:
+        return kernels().attend(*given) * 1.001
+
+    assert trusted(replace(kernels(), attend=wrong), pool, 3, 5) is PLAIN and "off by 0.001" in caplog.text
+    assert trusted(replace(kernels(), attend=fails), pool, 3, 5) is PLAIN and "(cannot be compiled)" in caplog.text
