@@ -152,7 +152,7 @@ _DRAWN = ("temperature", "top_k", "top_p", "top_p_decay", "top_p_bound", "min_p"
 
 def check_graphs(cuda_graph: bool | None, device: str, batch_invariant: bool, adapter: Sequence[str] | None) -> None:
     """Errors: ValueError naming the flags that exclude each other."""
-    others = {"--device cpu": device == "cpu", "--batch-invariant": batch_invariant, "--adapter": adapter}
+    others = {"--batch-invariant": batch_invariant, "--adapter": adapter, "--device cpu": device == "cpu"}
     for flag, given in others.items():
         if cuda_graph and given:
             raise ValueError(f"--cuda-graph: excludes {flag}")

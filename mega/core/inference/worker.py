@@ -90,7 +90,11 @@ class Worker:
                 logits.append(found[:here])
         if not len(step.wanted):
             return []
-        result = self._choose(self._gathered(torch.cat(logits)), step) if self.mesh.pp.last else None
+        result = (
+            self._choose(self._gathered(torch.cat(logits) if len(logits) > 1 else logits[0]), step)
+            if self.mesh.pp.last
+            else None
+        )
         return self._to_first(result, step)
 
     def _forward(self, step: Step) -> torch.Tensor | None:

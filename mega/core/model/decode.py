@@ -16,6 +16,7 @@ from mega.core.model.block import Attention, Block, FeedForward, Norm, ResidualS
 from mega.core.model.decoder import DecoderStage, Head
 from mega.core.model.embedding import Embedding
 from mega.core.ops.rotary import rotate
+from mega.core.ops.suite import Ops
 from mega.core.parallel.collectives import all_reduce
 from mega.core.parallel.linear import ColumnLinear, RowLinear
 
@@ -73,18 +74,18 @@ class DecodeStep:
 
 def _block(block: Block) -> Callable[[Branch, Rotary | None, KeyValueCache], Branch]:
     first, second = _norm(block.attention_norm), _norm(block.feed_forward_norm)
-    attend, attended = _attention(block.attention), block.attention.out.bias
-    feed, fed = _feed_forward(block.feed_forward), block.feed_forward.down.bias
+    attend, attended = _attention(block.attention), _last(block.attention.out, block.attention.ops)
+    feed, fed = _feed_forward(block.feed_forward), _last(block.feed_forward.down, block.feed_forward.ops)
     normed_residual = block.post_norm_residual
 
     def pre(stream: Branch, rotary: Rotary | None, cache: KeyValueCache) -> Branch:
         x, normed = first(*stream)
-        x, normed = second(normed if normed_residual else x, attend(normed, rotary, cache), attended)
-        return normed if normed_residual else x, feed(normed), fed
+        x, normed = second(*attended(normed if normed_residual else x, attend(normed, rotary, cache)))
+        return fed(normed if normed_residual else x, feed(normed))
 
     def post(stream: Branch, rotary: Rotary | None, cache: KeyValueCache) -> Branch:
-        x = first(stream[0], attend(stream[0], rotary, cache), attended)[1]
-        return second(x, feed(x), fed)[1], None, None
+        x = first(*attended(stream[0], attend(stream[0], rotary, cache)))[1]
+        return second(*fed(x, feed(x)))[1], None, None
 
     return pre if block.pre else post
 
@@ -119,9 +120,17 @@ def _linear(linear: ColumnLinear | RowLinear, bias: torch.Tensor | None = None) 
     return run
 
 
+def _last(linear: RowLinear, ops: Ops) -> Callable[[torch.Tensor, torch.Tensor], Branch]:
+    """The last linear of a branch, of the stream x and its input y: it may add its output to x, in one operation."""
+    multiply, bias, factor = _linear(linear), linear.bias, linear.weight.detach().t()
+    if not ops.spread or bias is not None or linear.adapter is not None or linear.region.size > 1:
+        return lambda x, y: (x, multiply(y), bias)
+    return lambda x, y: (x.addmm_(y, factor), None, None) if x.dtype == y.dtype else (x, multiply(y), None)
+
+
 def _attention(attention: Attention) -> Callable[[torch.Tensor, Rotary | None, KeyValueCache], torch.Tensor]:
     layer, heads, kv_heads = attention.layer, attention.heads, attention.kv_heads
-    ops, qkv, out = attention.ops, _linear(attention.qkv, attention.qkv.bias), _linear(attention.out)
+    ops, qkv = attention.ops, _linear(attention.qkv, attention.qkv.bias)
     q_norm, k_norm = (None if norm is None else _norm(norm) for norm in (attention.q_norm, attention.k_norm))
 
     def run(x: torch.Tensor, rotary: Rotary | None, cache: KeyValueCache) -> torch.Tensor:
@@ -130,21 +139,21 @@ def _attention(attention: Attention) -> Callable[[torch.Tensor, Rotary | None, K
             fused = fused.view(len(fused), heads + 2 * kv_heads, -1)
             if rotary is not None:
                 rotate(fused.narrow(1, 0, heads + kv_heads), *rotary)
-            return out(cache(layer, *fused.split([heads, 2 * kv_heads], 1)))
+            return cache(layer, *fused.split_with_sizes([heads, 2 * kv_heads], 1))
         q, k, v = ops.split_heads(fused, None, heads, kv_heads, rotary if q_norm is None else None)
         if q_norm is not None and k_norm is not None:
             q, k = q_norm(q)[1], k_norm(k)[1]
             if rotary is not None:
                 q, k = rotate(q, *rotary), rotate(k, *rotary)
-        return out(cache(layer, q, torch.cat([k, v], 1)))
+        return cache(layer, q, torch.cat([k, v], 1))
 
     return run
 
 
 def _feed_forward(feed_forward: FeedForward) -> Callable[[torch.Tensor], torch.Tensor]:
-    up, down, bias = _linear(feed_forward.up), _linear(feed_forward.down), feed_forward.up.bias
+    up, bias = _linear(feed_forward.up), feed_forward.up.bias
     activate, kind = feed_forward.ops.activate, feed_forward.activation
-    return lambda x: down(activate(up(x), bias, kind))
+    return lambda x: activate(up(x), bias, kind)
 
 
 def lay_for_decoding(stage: Any) -> None:

@@ -41,9 +41,9 @@ def added_norm(
     if bias is not None or x.dtype != weight.dtype or x.element_size() < 4:
         return add_norm(x, branch, branch_bias, drop, weight, bias, eps)
     x = added(x, branch, branch_bias, drop)
-    length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-    scale = torch.addcmul(_constant(eps, x.dtype, x.device), length, length, value=1 / x.shape[-1]).rsqrt_()
-    return x, (x * scale).mul_(weight)
+    h = x.shape[-1]
+    length = torch.linalg.vector_norm(x, dim=-1, keepdim=True).hypot_(_constant((h * eps) ** 0.5, x.dtype, x.device))
+    return x, torch.addcdiv(_constant(0.0, x.dtype, x.device), weight, length, value=h**0.5).mul_(x)
 
 
 @cache

@@ -38,8 +38,9 @@ class Ops:
     """One implementation of each op; signatures and shapes are those of the references.
 
     adamw: the optimizer's whole pass on the device, or None for the rule's own steps. name: what `mega doctor` shows.
-    spread: cos and sin of a cache are as of `rotary.spread`. row_shards: ranks over which a row is cut: `attention`
-    takes our columns of q, k, v and the mask of the whole rows.
+    spread: for few rows on a host: cos and sin of a cache are as of `rotary.spread`, and branches are added by their
+    last product. row_shards: ranks over which a row is cut: `attention` takes our columns of q, k, v and the mask of
+    the whole rows.
     """
 
     name: str = "reference"
