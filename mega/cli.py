@@ -113,6 +113,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     # Torch reads this when it is loaded. Its warnings of a store that has gone are frames of C++, one set a rank.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    _open_streams()
     if COMPLETE_VARIABLE in os.environ:
         from typer.completion import completion_init
 
@@ -121,6 +122,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if words[:1] == ["help"]:
         words = [*words[1:], "--help"]
     try:
+        _check_working_directory()
         outcome = app(args=words, prog_name="mega", standalone_mode=False)
         sys.stdout.flush()
     except Exception as error:
@@ -134,6 +136,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         return _report(error)
     return outcome if isinstance(outcome, int) else 0
+
+
+def _check_working_directory() -> None:
+    """Without one, libraries end the process in words of their own. Errors: ValueError."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise ValueError("the working directory has been removed; change to one that is there (cd)") from None
+
+
+def _open_streams() -> None:
+    """Standard streams that were closed lead nowhere: else the next file that is opened has the number of one, and what
+    a library prints goes into it."""
+    for number, (name, mode) in enumerate({"stdin": "r", "stdout": "w", "stderr": "w"}.items()):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # it has the lowest number that is free
+            setattr(sys, name, os.fdopen(number, mode, closefd=False))
 
 
 def _broken_stdout() -> OSError | None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -168,3 +170,16 @@ def test_exit_codes(
     printed = capsys.readouterr().err
     assert ("Traceback" in printed) == traced
     assert str(error.args[0]) in printed
+
+
+def test_closed_streams_take_no_files_number() -> None:
+    script = "import os, sys; from mega import cli; code = cli.main(['--version']); "
+    script += "sys.exit(code or any(os.readlink(f'/proc/self/fd/{n}') != os.devnull for n in range(3)))"
+    assert subprocess.run(["sh", "-c", '"$@" <&- >&- 2>&-', "sh", sys.executable, "-c", script]).returncode == 0
+
+
+def test_a_working_directory_that_has_gone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with contextlib.chdir(tmp_path):
+        tmp_path.rmdir()
+        assert cli.main(["presets"]) == 2
+    assert capsys.readouterr().err == "mega: the working directory has been removed; change to one that is there (cd)\n"
