@@ -291,6 +291,12 @@ class CheckpointStore:
         found = (STEP.fullmatch(entry.name) for entry in os.scandir(self.directory) if _is_directory(entry))
         return sorted(int(match[1]) for match in found if match)
 
+    def _linked(self) -> list[int]:
+        """Steps that are only links, which are not followed; `find` reports that."""
+        entries = os.scandir(self.directory) if self.directory.is_dir() else ()
+        found = (STEP.fullmatch(entry.name) for entry in entries if entry.is_symlink())
+        return [int(match[1]) for match in found if match]
+
     def still(self, steps: Iterable[int]) -> set[int]:
         """Those of some published steps that have not been removed since."""
         return {step for step in steps if self.path(step).is_dir()}
@@ -357,7 +363,8 @@ class CheckpointStore:
         verdicts, fault = attempt(self.verdicts)
         suspects = {str(step): [v.manifest, v.reason] for step, v in (verdicts or {}).items() if v.status == "suspect"}
         unread = "" if fault is None else reason_of(fault)
-        return {"steps": self.steps(), "pointer": self._has_pointer(), "suspects": suspects, "fault": unread}
+        steps = [*self.steps(), *self._linked()]
+        return {"steps": steps, "pointer": self._has_pointer(), "suspects": suspects, "fault": unread}
 
     def _look(self, step: int, verify: bool, suspect: Sequence[str] | None) -> tuple[Checkpoint | None, str]:
         """A step, opened, or why it is passed over. suspect: the manifest and the reason of a verdict.
@@ -419,9 +426,11 @@ class CheckpointStore:
         """Read and check the manifest of one step. Errors: CheckpointError naming what is wrong with it."""
         path = self.path(step)
         try:
-            there = path.is_dir() and not path.is_symlink()
+            linked, there = path.is_symlink(), path.is_dir()
         except OSError as error:
             raise CheckpointError(f"{path}: {error.strerror}") from error
+        if linked:
+            raise CheckpointError(f"{path}: is a link, which is not followed; put the directory here, or name its own")
         if not there:
             published = ", ".join(map(str, self.steps())) or "none"
             raise CheckpointError(f"{path}: no such checkpoint (published steps: {published})")

@@ -7,6 +7,7 @@ are read, hashed and written side by side. Knows nothing of what the bytes mean.
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 import threading
@@ -91,7 +92,8 @@ def opening(path: Path) -> Iterator[tuple[int, int]]:
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
-        raise CheckpointError(f"{path}: {error.strerror}") from error
+        linked = error.errno == errno.ELOOP
+        raise CheckpointError(f"{path}: {'is a link, which is not followed' if linked else error.strerror}") from error
     try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
