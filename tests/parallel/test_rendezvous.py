@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -12,7 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from mega.core.config.world import MEETING_FILE, World
-from mega.core.parallel import exit_reports, rendezvous, roll_call
+from mega.core.parallel import exit_reports, launch, rendezvous, roll_call
 from mega.core.parallel.exit_reports import report_of
 from mega.core.parallel.rendezvous import meet
 
@@ -102,6 +103,18 @@ def test_another_program_has_the_port(port: int, monkeypatch: pytest.MonkeyPatch
 def test_an_address_that_is_none(name: str, value: str, line: str, port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(name, value)
     assert _come((1, 2)) == [line]
+
+
+def test_an_interface_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,nowhere0")
+    with pytest.raises(ValueError, match=r"GLOO_SOCKET_IFNAME nowhere0: is not a network interface of .*; valid: .*lo"):
+        launch._check_interfaces()
+
+
+def test_a_temporary_folder_that_is_too_long_for_a_socket(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", "/" + "x" * 75)
+    with pytest.raises(ValueError, match=r"TMPDIR /x+: .* may have at most 75 bytes"):
+        launch._server()
 
 
 def test_what_a_killed_attempt_left_in_the_agents_store_is_passed_over(

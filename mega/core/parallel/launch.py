@@ -64,6 +64,9 @@ PATIENCE = 1.0
 _CALLS: list[RollCall] = []
 """What answers for this process, while it is in a process group."""
 
+_LONGEST = 75
+"""Most bytes of the folder for temporary files: a socket's path has at most 107, of which its own name takes 32."""
+
 _REPORTED = (1, 2)
 """Exit codes of ranks that have said why."""
 
@@ -98,10 +101,23 @@ def connect(kind: str = "auto", backend: str = "auto", timeout_minutes: float = 
             raise ValueError("--backend nccl: needs CUDA devices, and these ranks are on CPUs; valid: auto, gloo")
         if world.local_size == world.size and device.backend == "gloo":
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+        if device.backend == "gloo":
+            _check_interfaces()
         store = meet(world, timeout_minutes)
         dist.init_process_group(device.backend, store=store, rank=world.rank, world_size=world.size, timeout=timeout)
         _answer_others(store, world, timeout_minutes)
     return world, device, Groups(device.backend, timeout)
+
+
+def _check_interfaces() -> None:
+    """See that gloo can use what it is told to. Errors: ValueError."""
+    known = [name for _, name in socket.if_nameindex()]
+    for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(","):
+        if name and name not in known:
+            raise ValueError(
+                f"GLOO_SOCKET_IFNAME {name}: is not a network interface of {socket.gethostname()}; "
+                f"valid: {', '.join(known)}"
+            )
 
 
 def _answer_others(store: Any, world: World, minutes: float) -> None:
@@ -258,8 +274,12 @@ class Pool:
 def _server(*modules: str) -> Any:
     """What ranks are forked from. It outlives a signal to the whole job: without it no process learns how ranks end.
 
-    modules: what all ranks need, which it imports once for them, if it does not run yet.
+    modules: what all ranks need, which it imports once for them, if it does not run yet. Errors: ValueError.
     """
+    if len(os.fsencode(folder := tempfile.gettempdir())) > _LONGEST:
+        raise ValueError(
+            f"TMPDIR {folder}: local ranks start by a socket there, so it may have at most {_LONGEST} bytes"
+        )
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch.distributed", __name__, *modules])
     before = {number: signal.signal(number, signal.SIG_IGN) for number in STOPPING}  # a new process inherits this
