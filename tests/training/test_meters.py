@@ -13,7 +13,7 @@ import pytest
 
 from mega.cli import main
 from mega.core.config.sections import LogConfig
-from mega.core.training.meters import Meters
+from mega.core.training.meters import Meters, _open_rows
 
 
 def write(path: Path, start: int, *steps: int, norm: float = 1.0) -> None:
@@ -116,3 +116,27 @@ def test_lines_of_a_run_whose_output_is_kept_are_in_it(tmp_path: Path, monkeypat
     meters.step(1, {"consumed": 1, "loss": 2.0, "seconds": 1.0}, 8, 0)
     meters.close()
     assert kept.getvalue().startswith("step 1/9")
+
+
+def test_metrics_by_a_link_to_another_disk(tmp_path: Path) -> None:
+    """One whose file is still to come is followed, also by a resume, as is a tail of other bytes of a power cut."""
+    link, there = tmp_path / "metrics.jsonl", tmp_path / "scratch" / "m.jsonl"
+    link.symlink_to(there)
+    for start in (0, 1):
+        with _open_rows(link, start) as rows:
+            rows.write(json.dumps({"step": start + 1}) + "\n")
+        with there.open("ab") as torn:
+            torn.write(b"\xff\xfe\n")
+    assert link.is_symlink() and [json.loads(row)["step"] for row in there.read_bytes().splitlines()[:2]] == [1, 2]
+
+
+def test_a_streams_file_is_not_moved_aside(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "log").touch()
+    with open(tmp_path / "log") as log:
+        (tmp_path / "out").symlink_to(f"/proc/self/fd/{log.fileno()}")
+        run = "pretrain --model tiny-gpt --micro-batch 1 --steps 1 --lr 1 --mock-data --vocab 9 --metrics".split()
+        assert main([*run, str(tmp_path / "out")]) == 2
+    assert (
+        capsys.readouterr().err
+        == f"mega: --metrics {tmp_path}/out: leads to a file that is open already; name a file of its own\n"
+    )

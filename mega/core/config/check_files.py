@@ -234,6 +234,11 @@ def _rows(path: str) -> bool:
         return not first.strip() or (first.startswith(b'{"step"') and not more)
 
 
+def _is_open(path: str) -> bool:
+    """Whether a name is that of a stream, such as /dev/stdout, whose file would be moved aside."""
+    return os.path.islink(path) and os.readlink(path).startswith("/proc/")
+
+
 def _directories(run: RunConfig) -> Problems:
     for name in ("save", "data_cache", "tensorboard_dir"):
         path = value_of(run, name)
@@ -244,6 +249,8 @@ def _directories(run: RunConfig) -> Problems:
         yield from _output_folders(run)
     if run.log.metrics is not None and os.path.isdir(run.log.metrics):
         yield f"--metrics {run.log.metrics}: is a directory; must be a file"
+    elif run.log.metrics is not None and os.path.isfile(run.log.metrics) and _is_open(run.log.metrics):
+        yield f"--metrics {run.log.metrics}: leads to a file that is open already; name a file of its own"
     elif run.log.metrics is not None and os.path.isfile(run.log.metrics) and not _rows(run.log.metrics):
         yield f"--metrics {run.log.metrics}: holds something other than metrics, which would be lost; name another file"
     load, resume = run.checkpoint.load, run.checkpoint.resume

@@ -239,14 +239,16 @@ def _clock(seconds: int) -> str:
 def _open_rows(path: Path, start: int) -> Any:
     """The metrics file, without rows after step `start`; a broken last row (of a kill) goes too.
 
-    The file of a run that began again is kept as `.previous`.
+    The file of a run that began again is kept as `.previous`. A link leads to the same file afterwards.
     """
+    if path.is_file() or not path.exists():
+        path = Path(os.path.realpath(path))
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.is_file() and start == 0:
         os.replace(path, path.with_suffix(path.suffix + ".previous"))
     elif path.is_file():
         kept = []
-        for line in path.read_text(encoding="utf-8").splitlines():
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
             with contextlib.suppress(ValueError, TypeError, KeyError):
                 if json.loads(line)["step"] <= start:
                     kept.append(line)
@@ -258,7 +260,7 @@ def _open_rows(path: Path, start: int) -> Any:
 def _last_step(path: Path) -> int:
     """The newest step of a file of metrics; 0 where it has none."""
     last = 0
-    with contextlib.suppress(OSError, UnicodeDecodeError), path.open(encoding="utf-8") as rows:
+    with contextlib.suppress(OSError), path.open(encoding="utf-8", errors="replace") as rows:
         for line in rows:
             with contextlib.suppress(ValueError, TypeError, KeyError):
                 last = max(last, int(json.loads(line)["step"]))
