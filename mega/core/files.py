@@ -11,6 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
+SEAL = "manifest.json.sha256"
+"""A file that every checkpoint of ours has."""
+
 _URL = re.compile(r"([a-z][a-z0-9+]+):/{1,2}([^/].*)")
 
 
@@ -25,10 +28,20 @@ def url_of(place: Path | str) -> str | None:
 
 
 def check_folder(flag: str, value: object, folder: Path | str) -> None:
-    """See that files can be put into `folder`, or that it can be made. Errors: ValueError naming flag and value."""
+    """See that files can be put into `folder`, or that it can be made. A checkpoint of ours would not verify any more.
+
+    Errors: ValueError naming flag and value.
+    """
     above = Path(folder).absolute()
     while not above.exists() and above != above.parent:
+        if above.is_symlink():
+            raise ValueError(
+                f"{flag} {value}: {above} links to {os.readlink(above)}, which is not there; make it first"
+            )
         above = above.parent
+    for step in (above.resolve(), *above.resolve().parents):
+        if (step / SEAL).exists():
+            raise ValueError(f"{flag} {value}: {step} is a checkpoint, which holds nothing else; name another place")
     if not above.is_dir():
         raise ValueError(f"{flag} {value}: {above} is not a directory; name another place")
     if not os.access(above, os.W_OK | os.X_OK):

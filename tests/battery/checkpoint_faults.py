@@ -27,10 +27,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 
-from mega.core.checkpoint.own.manifest import MANIFEST, SEAL, read_manifest
+from mega.core.checkpoint.own.manifest import MANIFEST, read_manifest
 from mega.core.checkpoint.own.pieces import CheckpointError, Piece
 from mega.core.checkpoint.own.retention import retain
 from mega.core.checkpoint.own.store import Checkpoint, CheckpointStore, SaveError
+from mega.core.files import SEAL
 from tests.battery.data_ledger import Item, run
 
 NUMBERS = 64

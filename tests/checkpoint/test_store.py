@@ -25,9 +25,10 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 from mega.core.checkpoint.own import container
-from mega.core.checkpoint.own.manifest import MANIFEST, SEAL, rank_file
+from mega.core.checkpoint.own.manifest import MANIFEST, rank_file
 from mega.core.checkpoint.own.pieces import DTYPES, Box, CheckpointError, tiling_fault
 from mega.core.checkpoint.own.store import Checkpoint, CheckpointStore, Piece, SaveError
+from mega.core.files import SEAL
 from mega.core.shard import span_rectangles
 
 

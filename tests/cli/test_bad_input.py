@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from mega import cli
+from mega.core.files import SEAL
 
 GOOD = "pretrain --model tiny-gpt --micro-batch 2 --steps 10 --lr 1e-3 --mock-data --vocab 100"
 
@@ -41,6 +42,9 @@ def places(tmp_path: Path) -> dict[str, str]:
         (tmp_path / name).write_text("")
     (tmp_path / "bad.toml").write_text("[model]\nlayer = 2\n")
     (tmp_path / "masked.toml").write_text("[masking]\nmask_prob = 0.2\n")
+    (tmp_path / "step-0000001").mkdir()
+    (tmp_path / "step-0000001" / SEAL).write_text("")
+    (tmp_path / "link").symlink_to("absent")
     return {
         "DIR": str(tmp_path),
         "FILE": str(tmp_path / "file"),
@@ -48,6 +52,8 @@ def places(tmp_path: Path) -> dict[str, str]:
         "WHOLE": str(tmp_path / "whole"),
         "TOML": str(tmp_path / "bad.toml"),
         "MASKED": str(tmp_path / "masked.toml"),
+        "STEP": str(tmp_path / "step-0000001"),
+        "LINK": str(tmp_path / "link"),
     }
 
 

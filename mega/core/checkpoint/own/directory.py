@@ -32,7 +32,6 @@ from typing import Any
 from mega.core.checkpoint.own.container import Container, Fetch, file_digest, has_memory, write_container
 from mega.core.checkpoint.own.disk import creating, read_file, write_all
 from mega.core.checkpoint.own.manifest import (
-    SEAL,
     WEIGHTS_ONLY,
     Attached,
     Manifest,
@@ -58,7 +57,7 @@ from mega.core.checkpoint.own.together import (
     together,
 )
 from mega.core.checkpoint.own.verdicts import VERDICTS, StepVerdict, decode, encode
-from mega.core.files import locked_alone, sync_directory
+from mega.core.files import SEAL, locked_alone, sync_directory
 
 Attachments = Mapping[str, Path | bytes]
 """Small files to keep with the tensors: plain name -> where it is now, or its content."""

@@ -20,11 +20,10 @@ from mega.core.checkpoint.own.container import Container, Entry
 from mega.core.checkpoint.own.disk import creating, parse_json, read_file, write_all
 from mega.core.checkpoint.own.pieces import DTYPES, Box, CheckpointError, tiling_fault
 from mega.core.checkpoint.own.plain_state import check_plain_state
-from mega.core.files import sync_directory
+from mega.core.files import SEAL, sync_directory
 
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
-SEAL = "manifest.json.sha256"
 WEIGHTS_ONLY = "weights-only"
 """A file that is there once the optimizer's state was removed on purpose; a copy of the seal."""
 STATE_FILE = re.compile(r"rank-\d{5}\.state\.safetensors")
