@@ -80,6 +80,14 @@ _STOPPED = tuple(128 + number for number in STOPPING)
 """Exit codes of ranks that have stopped together, as they were asked."""
 
 
+_ADVICE: dict[int, str] = {
+    signal.SIGKILL: ": unless that was done by hand, this host ran out of memory (see `dmesg`); take fewer ranks, a "
+    "smaller --micro-batch or --recompute, and resume from the newest checkpoint",
+    signal.SIGBUS: ": a file that it had mapped became shorter, such as token files that were made again in the same "
+    "place (--no-mmap reads and names them), or /dev/shm is full",
+}
+
+
 def heeded_signals() -> tuple[signal.Signals, ...]:
     """Those of STOPPING that this process heeds: not SIGHUP where that is ignored, as `nohup` has it."""
     return tuple(each for each in STOPPING if each != signal.SIGHUP or signal.getsignal(each) != signal.SIG_IGN)
@@ -445,6 +453,8 @@ def _ending(code: int) -> str:
     """
     >>> _ending(-11), _ending(7)
     ('was killed by SIGSEGV', 'ended with exit code 7')
+    >>> _ending(-signal.SIGBUS)[:64]
+    'was killed by SIGBUS: a file that it had mapped became shorter, '
     """
     if code > 0:
         return f"ended with exit code {code}"
@@ -452,13 +462,7 @@ def _ending(code: int) -> str:
         name = signal.Signals(-code).name
     except ValueError:
         name = f"signal {-code}"
-    advice = ""
-    if -code == signal.SIGKILL:
-        advice = (
-            ": unless that was done by hand, this host ran out of memory (see `dmesg`); take fewer ranks, a smaller "
-            "--micro-batch or --recompute, and resume from the newest checkpoint"
-        )
-    return f"was killed by {name}{advice}"
+    return f"was killed by {name}{_ADVICE.get(-code, '')}"
 
 
 @contextlib.contextmanager
