@@ -60,6 +60,11 @@ class Device:
         return cls(torch.device("cpu"), "gloo" if backend == "auto" else backend)
 
     @property
+    def threads(self) -> int | None:
+        """That compute on a CPU, and so decide the order of its sums; None on a GPU."""
+        return None if self.is_cuda else torch.get_num_threads()
+
+    @property
     def is_cuda(self) -> bool:
         return self.torch.type == "cuda"
 

@@ -54,6 +54,8 @@ def test_what_a_resume_notes() -> None:
         *("reset_positions", "reset_attention", "eod_mask_loss", "loss_normalizer", "keep_last_batch"),
         *("hidden_dropout", "attention_dropout", "lora_dropout", "dpo_data", "dpo_beta", "dpo_label_smoothing"),
         *("clip_grad", "adam_beta1", "adam_beta2", "adam_eps", "sgd_momentum"),
+        *("adafactor_relative", "adafactor_clip", "adafactor_decay", "mask_padded_vocab", "rampup", "chat_template"),
+        *("sample_kind", "mask_prob", "short_seq_prob"),
         *("fp8", "grad_dtype", "masters", "residual_fp32", "embedding_fp32", "loss_scale", "ops"),
     }
 

@@ -153,6 +153,23 @@ def test_restored_and_saved_again_is_the_same_bytes(
     assert not list(diff(source, CheckpointStore(tmp_path).open(12)))
 
 
+def test_what_changes_samples_sums_or_updates_is_reported(straight: Path) -> None:
+    source = CheckpointStore(straight).open(12)
+    source.meta["layout"] = {}
+    options = {"mask_prob": 0.3, "rampup": (2, 2, 8), "adafactor_clip": 2.0, "chat_template": "llama2"}
+    run = resolve(replace(updated(RunConfig(), options), model=ModelConfig(**source.meta["config"]["model"])), 1)
+    point = ResumePoint(source, weights_only=False)
+    said = " ".join(differences(run, point, Datasets(), build_mesh(run, 0, 1), source.meta["threads"] + 1))
+    for part in (
+        "--rampup 2 2 8 (was none)",
+        "--adafactor-clip 2.0 (was 1.0)",
+        "--chat-template llama2 (was plain)",
+        "--mask-prob 0.3 (was 0.15)",
+        f"{source.meta['threads'] + 1} CPU threads a rank (was {source.meta['threads']}); results differ by rounding",
+    ):
+        assert part in said, said
+
+
 def test_a_run_that_began_under_the_old_dropout_resumes_under_it(straight: Path, tmp_path: Path) -> None:
     """It says so, and its next checkpoint says so too; weights alone, and a foreign checkpoint, begin under the new."""
     source = CheckpointStore(straight).open(12)

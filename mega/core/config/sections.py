@@ -103,7 +103,7 @@ class ModelConfig(Section):
     mask_padded_vocab: bool = option(
         True,
         "keep padded vocabulary rows out of the softmax; else all rows are tokens, as many as a loaded checkpoint has",
-        on_resume="free",
+        on_resume="noted",
     )
     positions: int | None = option(
         None,
@@ -541,6 +541,7 @@ class BatchConfig(Section):
         megatron="--rampup-batch-size",
         within=COUNT,
         bench="unused",
+        on_resume="noted",
     )
     steps: int | None = option(
         None,
@@ -621,18 +622,21 @@ class OptimizerConfig(Section):
         False,
         "adafactor: steps of weight size x min(lr, 1 / sqrt step) instead of lr",
         read_with={"optimizer": ("adafactor",)},
+        on_resume="noted",
     )
     adafactor_clip: float = option(
         1.0,
         "adafactor: largest root mean square of an update",
         within=POSITIVE,
         read_with={"optimizer": ("adafactor",)},
+        on_resume="noted",
     )
     adafactor_decay: float = option(
         0.8,
         "adafactor: second moments decay by 1 - step^-this",
         within=POSITIVE,
         read_with={"optimizer": ("adafactor",)},
+        on_resume="noted",
     )
     weight_decay: float = option(
         0.01, "weight decay, decoupled but in sgd", megatron="--weight-decay", within=NOT_NEGATIVE, on_resume="schedule"
@@ -827,7 +831,7 @@ class DataConfig(Section):
     chat_data: tuple[str, ...] = option(
         (), "conversations in JSON lines, instead of token files", on_resume="noted", families=DECODERS
     )
-    chat_template: str = option("plain", "llama2, llama3, chatml, plain, or a Jinja file")
+    chat_template: str = option("plain", "llama2, llama3, chatml, plain, or a Jinja file", on_resume="noted")
     split: str = option(
         "969, 30, 1",
         "shares of training, validation and test",
@@ -893,6 +897,7 @@ class MaskingConfig(Section):
         "runs of tokens; pairs of parts with masked words; text without some spans; BERT's pairs read from TFRecords",
         megatron={"--use-tfrecords": "tfrecords"},
         families={"bert": ("bert",), "t5": ("t5",), "tfrecords": ("bert",)},
+        on_resume="noted",
     )
     mask_prob: float = option(
         0.15,
@@ -900,6 +905,7 @@ class MaskingConfig(Section):
         megatron="--mask-prob",
         within=SHARE,
         families=MASKED,
+        on_resume="noted",
     )
     short_seq_prob: float = option(
         0.1,
@@ -907,6 +913,7 @@ class MaskingConfig(Section):
         megatron="--short-seq-prob",
         within=BELOW_ONE,
         families=MASKED,
+        on_resume="noted",
     )
     decoder_seq_length: int = option(
         128,

@@ -49,7 +49,7 @@ def introduce(
     if new := new_tensors(run, point):
         report(f"not in the checkpoint, begin at their initial values: {', '.join(new)}")
     if not point.weights_only:
-        for line in differences(run, point, inputs.datasets, state.mesh):
+        for line in differences(run, point, inputs.datasets, state.mesh, state.device.threads):
             report(line)
     if state.progress.step >= steps:
         report(f"nothing is left to train: the run ends with step {steps}")

@@ -185,10 +185,12 @@ def _dropout_rule(point: ResumePoint) -> int:
     return int(meta.get("dropout_rule", OLD_RULE if "fingerprint" in meta else RULE))
 
 
-def differences(run: RunConfig, point: ResumePoint, data: Datasets, mesh: Mesh) -> Iterator[str]:
+def differences(
+    run: RunConfig, point: ResumePoint, data: Datasets, mesh: Mesh, threads: int | None = None
+) -> Iterator[str]:
     """Lines of what this run does otherwise than the one it resumes, and what its token files hold otherwise.
 
-    The schedule is not of it: schedules.py refuses another one.
+    threads: of `Device`. The schedule is not of it: schedules.py refuses another one.
     """
     sections = point.checkpoint.meta.get("config", {})
     stored = {name: value for section in sections.values() for name, value in section.items()}
@@ -196,6 +198,8 @@ def differences(run: RunConfig, point: ResumePoint, data: Datasets, mesh: Mesh) 
     layout = {name: size for name, size in point.checkpoint.meta.get("layout", sizes).items() if size > 1}
     if layout != sizes:
         yield f"not as in the checkpoint: {_layout(sizes)} (was {_layout(layout)}); results differ by rounding"
+    elif None not in (threads, before := point.checkpoint.meta.get("threads")) and threads != before:
+        yield f"not as in the checkpoint: {threads} CPU threads a rank (was {before}); results differ by rounding"
     noted = []
     for name in options_with(on_resume="noted"):
         value = value_of(run, name)

@@ -67,6 +67,7 @@ class Saver:
             "mega": __version__,
             "config": dataclasses.asdict(state.run),
             "layout": state.mesh.sizes,
+            "threads": state.device.threads,
             "schedule": (schedules or Schedules.of(state.run)).state_dict(),
             "tokenizer": tokenizer.fingerprint() if tokenizer is not None else None,
             "fingerprint": fingerprint,

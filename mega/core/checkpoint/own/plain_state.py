@@ -28,12 +28,13 @@ _COUNT = _Rule(lambda value: type(value) is int and 0 <= value < _LARGEST, "a co
 _WHOLE = _Rule(_whole, "a whole number")
 _SCALE = _Rule(lambda value: type(value) in (int, float) and 0 < value < math.inf, "a number above 0")
 _NUMBER = _Rule(lambda value: type(value) in (int, float) and math.isfinite(value), "a finite number")
+_THREADS = _Rule(lambda value: value is None or _COUNT.holds(value), "a count, or null")
 _RULE_NUMBER = _Rule(lambda value: value in (1, 2) and type(value) is int, "1 or 2")
 _NOTE = _Rule(lambda value: value is None or isinstance(value, str), "a text")
 
 PROGRESS = ("step", "consumed", "consumed_valid", "skipped", "skipped_samples")
 _FORMER = ("unscheduled",)
-_VALUES = {"updates": _COUNT, "dropout_rule": _RULE_NUMBER}
+_VALUES = {"updates": _COUNT, "dropout_rule": _RULE_NUMBER, "threads": _THREADS}
 _SCALER = {"scale": _SCALE, "clean": _WHOLE, "patience": _WHOLE}
 
 
