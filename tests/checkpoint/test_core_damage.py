@@ -115,6 +115,21 @@ def test_a_tree(trees: Path, tmp_path: Path, change: Callable[[Content], None]) 
     refused(tree, CHANGES[change])
 
 
+FOLDERS = {
+    ("mp_rank_01", "mp_rank_00"): "mp_rank_01: args.rank 0: is that of another mp_rank folder",
+    ("mp_rank_00", "mp_rank_00"): "mp_rank_01: holds the same weights as the tensor rank before it",
+}
+
+
+@pytest.mark.parametrize("sources", FOLDERS)
+def test_folders_of_a_tree(trees: Path, tmp_path: Path, sources: tuple[str, str]) -> None:
+    """All of them have the right shapes, and would be read as each other's rows."""
+    there, tree = next((trees / "mcore").glob("iter_*")), tmp_path / "tree"
+    for rank, source in enumerate(sources):
+        shutil.copytree(there / source, tree / f"mp_rank_{rank:02d}")
+    refused(tree, FOLDERS[sources])
+
+
 def refused(tree: Path, words: str) -> None:
     with pytest.raises(CheckpointError, match=words):
         convert(tree, tree.with_name("back"), "mega", Layout())

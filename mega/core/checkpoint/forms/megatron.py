@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -227,21 +228,40 @@ def _read_ranks(
     tensors: dict[str, torch.Tensor] = {}
     state, chunks = State(), 1
     first: dict[str, Any] = {}
-    for (t, p), directory in sorted(ranks.items()):
+    numbers: list[Any] = []
+    for (t, p), directory in sorted(ranks.items(), key=lambda item: item[0][::-1]):
         content = read_pickled(_weights_file(directory))
         if not isinstance(content, dict):
             raise CheckpointError(f"{directory}: holds {type(content).__name__}, not a checkpoint")
         first = first or content
         if content is not first and (said := _iteration(content)) != (other := _iteration(first)):
             raise CheckpointError(f"{directory}: iteration {said}: the first rank's is {other}")
+        numbers.append(content["args"].values.get("rank") if isinstance(content.get("args"), Arguments) else None)
+        if len(set(map(repr, numbers))) > 1 and not _increase(numbers):  # a converter's are all the same
+            raise CheckpointError(
+                f"{directory}: args.rank {plain(numbers[-1])!r:.40}: is that of another mp_rank folder"
+            )
         models = _models(content, directory)
         chunks = len(models)
         weights = [_named(content[key], directory) for key in models]
         for chunk, named in enumerate(weights):
             tensors |= {f"{t}.{p}.{chunk}/{name}": tensor for name, tensor in named.items()}
+        if t and all(_same(tensors, f"{t - 1}.{p}.{n}/", named) for n, named in enumerate(weights)):
+            raise CheckpointError(
+                f"{directory}: holds the same weights as the tensor rank before it, every one of them"
+            )
         if optimizer:
             read_state(content, directory, f"{t}.{p}", weights, state, order_of(content[models[0]]))
     return tensors, state, chunks, first
+
+
+def _same(tensors: Mapping[str, torch.Tensor], prefix: str, named: Mapping[str, torch.Tensor]) -> bool:
+    others = ((tensors.get(prefix + name), tensor) for name, tensor in named.items())
+    return all(other is not None and torch.equal(other, tensor) for other, tensor in others)
+
+
+def _increase(numbers: list[Any]) -> bool:
+    return all(type(n) is int for n in numbers) and all(a < b for a, b in pairwise(numbers))
 
 
 def _iteration(content: Mapping[str, Any]) -> int | None:

@@ -150,7 +150,7 @@ def export(own: Own, to: str, given: Given) -> Export:
             state = {key: content.pop(key) for key in list(content) if key.partition("/")[0] in said.kinds}
             directory = folder / f"iter_{said.iteration:07d}" / rank_directory(rank, stage, pp)
             directory.mkdir(parents=True)
-            written += _write_rank(directory, content, state, said, style, own.model)
+            written += _write_rank(directory, content, state, said, style, own.model, stage * tp + rank)
         write_tracker(folder, said.iteration)
         return written
 
@@ -165,13 +165,14 @@ def _write_rank(
     said: Said,
     style: Style,
     model: ModelConfig,
+    rank: int,
 ) -> int:
-    """One rank's files; their bytes. weights: by common name. state: by `kind/common name`."""
+    """One rank's files; their bytes. weights: by common name. state: by `kind/common name`. rank: of Megatron's."""
     order, written = ORDERS[style], 0
     if said.facts is not None and said.flat:
         written += write_torch(directory / DISTRIBUTED, written_vectors(weights, state, order, tied=model.tied))
     kept = {
-        "args": argparse.Namespace(**said.arguments),
+        "args": argparse.Namespace(**said.arguments, rank=rank),
         "checkpoint_version": 3.0,
         "iteration": said.iteration,
         "model": nested(weights, style, model.family),
