@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import shutil
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,7 @@ from mega.cli import main
 from mega.core.checkpoint.forms.companions import tokenizer_kind
 from mega.core.checkpoint.forms.convert import convert
 from mega.core.checkpoint.own.inspect import diff
+from mega.core.checkpoint.own.layout import Layout
 from mega.core.checkpoint.own.model import model_of
 from mega.core.checkpoint.own.pieces import Box, CheckpointError
 from mega.core.checkpoint.own.source import OwnSource
@@ -150,3 +152,12 @@ def test_fairseq_options_without_a_counterpart(tmp_path: Path, options: dict[str
 )
 def test_the_tokenizer_is_known_by_its_files(files: dict[str, bytes], kind: str | None) -> None:
     assert tokenizer_kind(files) == kind
+
+
+@pytest.mark.parametrize(("kind", "file"), [("meta", "consolidated.0{}.pth"), ("fairseq", "model-model_part-{}.pt")])
+def test_a_part_that_is_there_twice(tmp_path: Path, kind: str, file: str) -> None:
+    """Its shapes fit, so it would be read as the rows of another tensor rank."""
+    source = Path(shutil.copytree(Path(__file__).parents[1] / "golden" / kind, tmp_path / kind))
+    shutil.copy(source / file.format(0), source / file.format(1))
+    with pytest.raises(CheckpointError, match=f"{file.format(1)}: holds the same weights as the tensor rank before it"):
+        convert(source, tmp_path / "back", "mega", Layout())

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import torch
 
-from mega.core.checkpoint.forms.foreign import TorchSource, inside
+from mega.core.checkpoint.forms.foreign import TorchSource, check_not_twice, inside
 from mega.core.checkpoint.forms.form import Given, Opened
 from mega.core.checkpoint.forms.keys import translated, whole_in
 from mega.core.checkpoint.forms.mapping import Fragment, Table, Target, gathered, whole
@@ -94,6 +94,8 @@ def open_form(path: Path, given: Given) -> Opened:
             if not isinstance(key, str) or not isinstance(tensor, torch.Tensor):
                 raise CheckpointError(f"{file}: model: {key!r} is {type(tensor).__name__}, not a tensor")
             tensors[f"{number}/{key}"] = tensor
+        if number:
+            check_not_twice(tensors, f"{number}/", f"{number - 1}/", file)
         options = options or _options(content)
     source = TorchSource(tensors)
     model = model_from_options(options, source.tensors, len(names), str(path))

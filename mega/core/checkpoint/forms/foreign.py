@@ -130,6 +130,14 @@ StandIn = Callable[[str], type | None]
 """The inert class that stands for a name of another program; None for a name that is not to be met."""
 
 
+def check_not_twice(tensors: Mapping[str, torch.Tensor], own: str, before: str, where: Path) -> None:
+    """See that the names that begin with `own` do not hold all that those that begin with `before` hold: one tensor
+    rank's file in the place of another's would be read as its rows. Errors: CheckpointError."""
+    pairs = ((one, tensors.get(before + name[len(own) :])) for name, one in tensors.items() if name.startswith(own))
+    if all(other is not None and other.dtype == one.dtype and torch.equal(one, other) for one, other in pairs):
+        raise CheckpointError(f"{where}: holds the same weights as the tensor rank before it, every one of them")
+
+
 def no_stand_in(name: str) -> None:
     """Of files that hold nothing but tensors."""
 

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import torch
 
-from mega.core.checkpoint.forms.foreign import TorchSource
+from mega.core.checkpoint.forms.foreign import TorchSource, check_not_twice
 from mega.core.checkpoint.forms.form import Given, Opened
 from mega.core.checkpoint.forms.keys import translated
 from mega.core.checkpoint.forms.mapping import Fragment, Table, Target, gathered, joined, stacked, whole
@@ -246,18 +246,11 @@ def _read_ranks(
         weights = [_named(content[key], directory) for key in models]
         for chunk, named in enumerate(weights):
             tensors |= {f"{t}.{p}.{chunk}/{name}": tensor for name, tensor in named.items()}
-        if t and all(_same(tensors, f"{t - 1}.{p}.{n}/", named) for n, named in enumerate(weights)):
-            raise CheckpointError(
-                f"{directory}: holds the same weights as the tensor rank before it, every one of them"
-            )
+        if t:
+            check_not_twice(tensors, f"{t}.{p}.", f"{t - 1}.{p}.", directory)
         if optimizer:
             read_state(content, directory, f"{t}.{p}", weights, state, order_of(content[models[0]]))
     return tensors, state, chunks, first
-
-
-def _same(tensors: Mapping[str, torch.Tensor], prefix: str, named: Mapping[str, torch.Tensor]) -> bool:
-    others = ((tensors.get(prefix + name), tensor) for name, tensor in named.items())
-    return all(other is not None and torch.equal(other, tensor) for other, tensor in others)
 
 
 def _increase(numbers: list[Any]) -> bool:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from mega.core.checkpoint.forms.companions import copy_companions
-from mega.core.checkpoint.forms.foreign import TorchSource, flat_tensors, inside, read_json
+from mega.core.checkpoint.forms.foreign import TorchSource, check_not_twice, flat_tensors, inside, read_json
 from mega.core.checkpoint.forms.form import Export, Given, Opened, Own
 from mega.core.checkpoint.forms.keys import number_in, translated, whole_in
 from mega.core.checkpoint.forms.llama import check_llama
@@ -136,6 +136,8 @@ def open_form(path: Path, given: Given) -> Opened:
     tensors: dict[str, torch.Tensor] = {}
     for number, name in enumerate(names):
         tensors |= flat_tensors(inside(path, name), f"{number}/")
+        if number:
+            check_not_twice(tensors, f"{number}/", f"{number - 1}/", path / name)
     params = path / "params.json"
     return opened(TorchSource(tensors), read_json(params), len(paths), str(params))
 
