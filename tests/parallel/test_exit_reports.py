@@ -257,6 +257,14 @@ def test_devices_that_are_full_are_reported_in_one_line() -> None:
     assert line.startswith("mega: CUDA out of memory. Tried to allocate 2.50 GiB; mega memory-estimate shows")
 
 
+def test_a_host_that_is_full_is_reported_in_one_line() -> None:
+    try:
+        torch.empty(1 << 60, dtype=torch.uint8)
+    except RuntimeError as error:
+        report = exit_reports.report_of(error)
+    assert report.kind == "line" and report.text.startswith("DefaultCPUAllocator: can't allocate memory: ")
+
+
 def test_the_stores_host_is_a_peer_too() -> None:
     error = RuntimeError("Failed to recv, got 0 bytes. Connection was likely closed. Did the remote server shutdown?")
     assert exit_reports.report_of(error).kind == "consequence"

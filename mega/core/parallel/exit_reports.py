@@ -68,8 +68,9 @@ def report_of(error: BaseException) -> ExitReport:
     if isinstance(error, ValueError | OSError | FloatingPointError | MemoryError):
         text = str(error) or ("out of memory" if isinstance(error, MemoryError) else repr(error))
         return ExitReport(code, text, "consequence" if getattr(error, "elsewhere", False) else "line")
-    if type(error).__name__ == "OutOfMemoryError":  # torch's; its message continues with figures of this very process
-        text = ". ".join(str(error).split(". ")[:2])
+    if type(error).__name__ == "OutOfMemoryError" or _CPU_IS_FULL in str(error):
+        # Torch's message continues with figures of this very process; of a CPU it begins with a line of its source.
+        text = ". ".join(str(error)[max(0, str(error).find(_CPU_IS_FULL)) :].split(". ")[:2])
         return ExitReport(
             code, f"{text}; mega memory-estimate shows what a run needs, and MEGA_DEBUG=1 shows where it was"
         )
@@ -86,6 +87,7 @@ def names_lost_peer(error: RuntimeError) -> bool:
     return any(sign in str(error) for sign in _PEER_IS_GONE)
 
 
+_CPU_IS_FULL = "DefaultCPUAllocator: can't allocate memory"
 _TIMED_OUT = re.compile(r"[Tt]imed? ?out")
 _EXPLANATIONS: list[Callable[[RuntimeError], str]] = []
 """Of this process: who else of its group answers (roll_call.py), while it has one."""
