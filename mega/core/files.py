@@ -39,13 +39,17 @@ def check_folder(flag: str, value: object, folder: Path | str) -> None:
                 f"{flag} {value}: {above} links to {os.readlink(above)}, which is not there; make it first"
             )
         above = above.parent
-    for step in (above.resolve(), *above.resolve().parents):
-        if (step / SEAL).exists():
-            raise ValueError(f"{flag} {value}: {step} is a checkpoint, which holds nothing else; name another place")
+    _check_outside(flag, value, above.resolve())
     if not above.is_dir():
         raise ValueError(f"{flag} {value}: {above} is not a directory; name another place")
     if not os.access(above, os.W_OK | os.X_OK):
         raise ValueError(f"{flag} {value}: nothing may be written into {above}; name another place")
+
+
+def _check_outside(flag: str, value: object, folder: Path) -> None:
+    for step in (folder, *folder.parents):
+        if (step / SEAL).exists():
+            raise ValueError(f"{flag} {value}: {step} is a checkpoint, which holds nothing else; name another place")
 
 
 def check_save_dir(place: Path) -> None:
@@ -64,6 +68,7 @@ def check_file(flag: str, path: str) -> None:
         raise ValueError(f"{flag} {path}: directory {folder} does not exist; create it, or name another file")
     if not os.access(place if os.path.exists(place) else folder, os.W_OK):
         raise ValueError(f"{flag} {path}: cannot be written by this user; name another file")
+    _check_outside(flag, path, Path(folder))
 
 
 def check_source(flag: str, place: Path | str) -> None:

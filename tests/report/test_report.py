@@ -11,6 +11,7 @@ from xml.etree import ElementTree
 import pytest
 
 from mega import cli
+from mega.core.files import SEAL
 from mega.core.report.chart import chart, thinned
 
 ROWS = [
@@ -126,3 +127,11 @@ def test_a_spike_is_never_thinned_out() -> None:
     assert len(found) < 3000 and (54_321.0, 9.0) in found
     assert chart({"a": [(1.0, float("nan"))]}) == '<p class="none">no finite value</p>'
     assert chart({"a": [(1.0, 3.0)]}).count("<circle") == 1
+
+
+def test_no_page_goes_into_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
+    (step := tmp_path / "step-0000001").mkdir()
+    (step / SEAL).touch()
+    assert cli.main(["report", str(tmp_path), "--out", str(step / "page.html")]) == 2
+    assert f"{step} is a checkpoint, which holds nothing else" in capsys.readouterr().err
