@@ -1,4 +1,4 @@
-"""Floating-point operations of a model: what it must do, what the hardware does, and the published formulas.
+"""Floating-point operations that a model must do.
 
 Matmuls only, a multiply and an add being two operations; norms, softmax and activations are not counted. It knows
 no device and no time.
@@ -68,23 +68,3 @@ def _by_side(model: ModelConfig) -> tuple[float, float]:
         else:
             written += operations
     return read, written
-
-
-def published_flops(model: ModelConfig, batch: int, seq: int) -> float:
-    """Operations of one step of `batch` samples: 72 B L s h^2 (1 + s/6h + V/12hL); Korthikanti et al. 2022.
-
-    For a GPT whose feed-forward layer is 4 h wide; the numerator of the published model utilisations.
-    """
-    layers, hidden, vocab = _shape(model)
-    return 72.0 * batch * layers * seq * hidden**2 * (1 + seq / (6 * hidden) + vocab / (12 * hidden * layers))
-
-
-def recomputed_flops(model: ModelConfig, batch: int, seq: int) -> float:
-    """The same with every block's forward run twice: 96 B s L h^2 (1 + s/6h + V/16Lh); Narayanan et al. 2021."""
-    layers, hidden, vocab = _shape(model)
-    return 96.0 * batch * layers * seq * hidden**2 * (1 + seq / (6 * hidden) + vocab / (16 * hidden * layers))
-
-
-def _shape(model: ModelConfig) -> tuple[int, int, int]:
-    assert model.layers and model.hidden and model.vocab, "resolve the model first"
-    return model.layers, model.hidden, model.vocab

@@ -7,9 +7,9 @@ from typing import NamedTuple
 from mega.core.config.compose import compose
 from mega.core.config.resolve import resolve
 from mega.core.config.run import RunConfig
+from mega.core.config.sections import ModelConfig
 from mega.core.estimate.hardware import hardware
 from mega.core.estimate.steptime import step_time
-from mega.core.flops import published_flops, recomputed_flops
 
 
 class Utilisation(NamedTuple):
@@ -81,6 +81,26 @@ def gpt3_run() -> RunConfig:
     """Megatron-LM's example script for 175 billion parameters on 1024 devices."""
     typed = {"tp": 8, "pp": 16, "micro_batch": 1, "global_batch": 1536, "vocab": 51200, "dtype": "fp16"}
     return resolve(compose("gpt3-175b", flags={**typed, **FULL}), 1024)
+
+
+def published_flops(model: ModelConfig, batch: int, seq: int) -> float:
+    """Operations of one step of `batch` samples: 72 B L s h^2 (1 + s/6h + V/12hL); Korthikanti et al. 2022.
+
+    For a GPT whose feed-forward layer is 4 h wide; the numerator of the published model utilisations.
+    """
+    layers, hidden, vocab = _shape(model)
+    return 72.0 * batch * layers * seq * hidden**2 * (1 + seq / (6 * hidden) + vocab / (12 * hidden * layers))
+
+
+def recomputed_flops(model: ModelConfig, batch: int, seq: int) -> float:
+    """The same with every block's forward run twice: 96 B s L h^2 (1 + s/6h + V/16Lh); Narayanan et al. 2021."""
+    layers, hidden, vocab = _shape(model)
+    return 96.0 * batch * layers * seq * hidden**2 * (1 + seq / (6 * hidden) + vocab / (16 * hidden * layers))
+
+
+def _shape(model: ModelConfig) -> tuple[int, int, int]:
+    assert model.layers and model.hidden and model.vocab, "resolve the model first"
+    return model.layers, model.hidden, model.vocab
 
 
 def tables() -> str:

@@ -19,12 +19,21 @@ from mega.core.estimate.hardware import Hardware, hardware
 from mega.core.estimate.memory import memory
 from mega.core.estimate.steptime import Pass, StepTime, pipeline_time, step_time
 from mega.core.estimate.weights import stage_weights
-from mega.core.flops import published_flops, recomputed_flops
 from mega.core.plan import Costs, pieces, plan, simulate
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from published import SCALING, UTILISATION, Scaling, Utilisation, gpt3_run, scaling_run, utilisation_run
+from published import (
+    SCALING,
+    UTILISATION,
+    Scaling,
+    Utilisation,
+    gpt3_run,
+    published_flops,
+    recomputed_flops,
+    scaling_run,
+    utilisation_run,
+)
 
 A100 = hardware("a100")
 QUIET = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "dtype": "bf16"}

@@ -130,7 +130,7 @@ class Heads(nn.Module):
         self.norm = Norm(factory, model, own, "model.norm")
         self.vocabulary = factory(own["model.embed_tokens.weight" if model.tied else "lm_head.weight"])
         self.dense = ColumnLinear(factory, [own["pair.dense.weight"]], [own["pair.dense.bias"]], region)
-        whole = region.without_sequence()  # rows are not shared out over tensor ranks
+        whole = Region(region.axis)  # rows are not shared out over tensor ranks
         self.out = RowLinear(factory, own["pair.out.weight"], own["pair.out.bias"], whole)
 
     def forward(self, stream: ResidualState, batch: PairBatch, outputs: bool) -> StageOutput:

@@ -6,7 +6,7 @@ row linear      leaves it: the ranks' parts add up
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from mega.core.parallel.mesh import SINGLE, Axis
 from mega.core.parallel.peers import Peers
@@ -29,10 +29,6 @@ class Region:
     @property
     def size(self) -> int:
         return self.axis.size
-
-    def without_sequence(self) -> Region:
-        """The same ranks, all of which have all tokens."""
-        return replace(self, sequence=False)
 
 
 ALONE = Region()
