@@ -67,57 +67,31 @@ class _ColumnMatmul(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        if not ctx.weight.requires_grad:
-            return _frozen_column(ctx, grad)
-        x = kept(ctx)
-        weight, axis, sequence = ctx.weight, ctx.region.axis, ctx.region.sequence
-        matmuls, factor = weight.ops.matmuls, weight.to(x.dtype)
-        if sequence and ctx.region.transport is not None:
+        weight, axis, sequence, adapter, drop = ctx.weight, ctx.region.axis, ctx.region.sequence, ctx.adapter, ctx.drop
+        matmuls, factor, trained = weight.ops.matmuls, weight.to(ctx.dtype), weight.requires_grad
+        x: Any = kept(ctx) if trained or adapter is not None else None
+        if trained and sequence and ctx.region.transport is not None:
             gathered, summed = Gather(x, ctx.region.transport), Scatter(*x.shape, x, ctx.region.transport)  # type: ignore[call-arg]
             for rows, out in summed.parts():
                 matmuls.dgrad(grad[rows], factor, out=out)
             grad_weight = weight.add_wgrad(grad, gathered.whole(keep=weight.on_wgrad is not None))
             return weight.ops.total(summed.blocks()), grad_weight, None, None, None, None
-        # 1 ask for the whole input again while the input's gradient is computed
-        whole, gathering = start_all_gather(x, axis) if sequence else (x, None)
-        grad = matmuls.prepare(grad)
-        grad_x = matmuls.dgrad(grad, factor)
-        # 2 sum the input's gradient over ranks while the weight's gradient is computed
+        # 1 ask for the whole input again, where a weight's gradient needs it, while the input's gradient is computed
+        whole, gathering = start_all_gather(x, axis) if sequence and x is not None else (x, None)
+        prepared = matmuls.prepare(grad)
+        grad_x = matmuls.dgrad(prepared, factor)
+        grad_h = None if adapter is None else adapter.dgrad(grad, grad_x, drop)
+        # 2 sum the input's gradient over ranks while the gradients of weights are computed
         if sequence:
             grad_x, summing = start_reduce_scatter(grad_x, axis)
         else:
             summing = all_reduce(grad_x, axis, wait=False)
         if gathering is not None:
             gathering.wait()
-        grad_weight = weight.add_wgrad(grad, whole)
+        grad_weight = weight.add_wgrad(prepared, whole)
+        grads: Grads = () if adapter is None else adapter.wgrad(whole, ctx.h, grad, grad_h, drop)
         summing.wait()
-        return grad_x, grad_weight, None, None, None, None
-
-
-def _frozen_column(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    """The backward pass of a column linear whose own weight is not trained."""
-    weight, adapter, drop = ctx.weight, ctx.adapter, ctx.drop
-    axis, sequence = ctx.region.axis, ctx.region.sequence
-    # 1 ask for the whole input again, which only an adapter needs, while the input's gradient is computed
-    whole = gathering = None
-    if adapter is not None:
-        x = kept(ctx)
-        whole, gathering = start_all_gather(x, axis) if sequence else (x, None)
-    matmuls = weight.ops.matmuls
-    grad_x = matmuls.dgrad(matmuls.prepare(grad), weight.to(ctx.dtype))
-    grad_h = None if adapter is None else adapter.dgrad(grad, grad_x, drop)
-    # 2 sum the input's gradient over ranks while the adapter's gradients are computed
-    if sequence:
-        grad_x, summing = start_reduce_scatter(grad_x, axis)
-    else:
-        summing = all_reduce(grad_x, axis, wait=False)
-    grads: Grads = ()
-    if adapter is not None:
-        if gathering is not None:
-            gathering.wait()
-        grads = adapter.wgrad(whole, ctx.h, grad, grad_h, drop)
-    summing.wait()
-    return grad_x, None, None, None, None, None, *grads
+        return grad_x, grad_weight, None, None, None, None, *grads
 
 
 class _RowMatmul(torch.autograd.Function):
@@ -156,33 +130,26 @@ class _RowMatmul(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        if not ctx.weight.requires_grad:
-            return _frozen_row(ctx, grad)
-        x = kept(ctx)  # first: where it brings a whole block back, there is nothing else yet
-        weight, axis, sequence = ctx.weight, ctx.region.axis, ctx.region.sequence
-        matmuls = weight.ops.matmuls
-        if sequence and ctx.region.transport is not None:
+        weight, axis, sequence, adapter, drop = ctx.weight, ctx.region.axis, ctx.region.sequence, ctx.adapter, ctx.drop
+        matmuls, trained = weight.ops.matmuls, weight.requires_grad
+        # First: where it brings a whole block back, there is nothing else yet.
+        x: Any = kept(ctx) if trained or adapter is not None else None
+        if trained and sequence and ctx.region.transport is not None:
             gathered, grad_x = Gather(grad, ctx.region.transport), torch.empty_like(x)
             for rows, part in gathered.parts():
                 matmuls.dgrad(part, weight, out=grad_x[rows])
             grad = gathered.whole(keep=weight.on_wgrad is not None)
-        else:
-            grad = matmuls.prepare(all_gather(grad, axis) if sequence else grad)
-            grad_x = matmuls.dgrad(grad, weight)
-        return grad_x, weight.add_wgrad(grad, x), None, None, None
-
-
-def _frozen_row(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    """The backward pass of a row linear whose own weight is not trained."""
-    weight, adapter, drop = ctx.weight, ctx.adapter, ctx.drop
-    x = None if adapter is None else kept(ctx)
-    matmuls = weight.ops.matmuls
-    whole = all_gather(grad, ctx.region.axis) if ctx.region.sequence else grad
-    grad_x = matmuls.dgrad(matmuls.prepare(whole), weight)
-    if adapter is None:
-        return grad_x, None, None, None, None
-    grad_h = adapter.dgrad(whole, grad_x, drop)
-    return grad_x, None, None, None, None, *adapter.wgrad(x, ctx.h, whole, grad_h, drop)
+            return grad_x, weight.add_wgrad(grad, x), None, None, None
+        grad = all_gather(grad, axis) if sequence else grad
+        prepared = matmuls.prepare(grad)
+        if adapter is None:
+            del grad  # in fp8 a tensor of its own, which only an adapter needs from here on
+        grad_x = matmuls.dgrad(prepared, weight)
+        grad_weight = weight.add_wgrad(prepared, x)
+        if adapter is None:
+            return grad_x, grad_weight, None, None, None
+        grad_h = adapter.dgrad(grad, grad_x, drop)
+        return grad_x, grad_weight, None, None, None, *adapter.wgrad(x, ctx.h, grad, grad_h, drop)
 
 
 def column_matmul(
