@@ -147,11 +147,11 @@ def command(function: Callable[..., Any]) -> Callable[..., Any]:
     given = next((name for name, hint in hints.items() if hint is GivenOptions), None)
     assert given is None or whole is not None, "GivenOptions comes along with a run"
     if whole is not None:
-        parameters += _RUN_PARAMETERS
+        parameters += _parameters_of(_of_run)
     chosen = _chosen({name for names in configs.values() for name in names}, parameters)
     parameters += [_parameter(entry, reads) for entry in chosen]
     if any(not entry.option.common for entry in chosen):
-        parameters.append(_HELP_ALL)
+        parameters += _parameters_of(_of_help)
 
     @functools.wraps(function)
     def verb(**typed: Any) -> Any:
@@ -296,11 +296,14 @@ def _kind(param: Any) -> str:
     return f" {'|'.join(entry.choices) or entry.kind.__name__.upper()}{' ...' if entry.many else ''}"
 
 
-_HELP_ALL = inspect.Parameter(
-    "help_all",
-    inspect.Parameter.KEYWORD_ONLY,
-    default=False,
-    annotation=Annotated[
+def _parameters_of(function: Callable[..., Any]) -> list[inspect.Parameter]:
+    """The parameters of a function, by name alone."""
+    signature = inspect.signature(function, eval_str=True)
+    return [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in signature.parameters.values()]
+
+
+def _of_help(
+    help_all: Annotated[
         bool,
         typer.Option(
             "--help-all",
@@ -308,55 +311,33 @@ _HELP_ALL = inspect.Parameter(
             callback=_show_everything,
             is_eager=True,
         ),
-    ],
-)
+    ] = False,
+) -> None:
+    """What a verb takes that has more options than its help shows."""
 
-_RUN_PARAMETERS = [
-    inspect.Parameter("ctx", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context),
-    inspect.Parameter(
-        "model",
-        inspect.Parameter.KEYWORD_ONLY,
-        default=None,
-        annotation=Annotated[
-            str | None,
-            typer.Option(
-                "--model",
-                help="a preset, such as llama2-7b (mega presets lists all); --config overrides it",
-                autocompletion=lambda incomplete: [name for name in PRESETS if name.startswith(incomplete)],
-            ),
-        ],
-    ),
-    inspect.Parameter(
-        "config",
-        inspect.Parameter.KEYWORD_ONLY,
-        default=None,
-        annotation=Annotated[
-            str | None, typer.Option("--config", "-c", help="a TOML file of options; flags override it")
-        ],
-    ),
-    inspect.Parameter(
-        "deepspeed_config",
-        inspect.Parameter.KEYWORD_ONLY,
-        default=None,
-        annotation=Annotated[
-            str | None, typer.Option("--deepspeed-config", help="a DeepSpeed JSON of options; flags override it")
-        ],
-    ),
-    inspect.Parameter(
-        "deepspeed_lenient",
-        inspect.Parameter.KEYWORD_ONLY,
-        default=False,
-        annotation=Annotated[
-            bool,
-            typer.Option("--deepspeed-lenient", help="leave out what a DeepSpeed JSON asks for and cannot be had here"),
-        ],
-    ),
-    inspect.Parameter(
-        "print_config",
-        inspect.Parameter.KEYWORD_ONLY,
-        default=False,
-        annotation=Annotated[
-            bool, typer.Option("--print-config", help="print the run as TOML, ready for --config, and exit")
-        ],
-    ),
-]
+
+def _of_run(
+    ctx: typer.Context,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model",
+            help="a preset, such as llama2-7b (mega presets lists all); --config overrides it",
+            autocompletion=lambda incomplete: [name for name in PRESETS if name.startswith(incomplete)],
+        ),
+    ] = None,
+    config: Annotated[
+        str | None, typer.Option("--config", "-c", help="a TOML file of options; flags override it")
+    ] = None,
+    deepspeed_config: Annotated[
+        str | None, typer.Option("--deepspeed-config", help="a DeepSpeed JSON of options; flags override it")
+    ] = None,
+    deepspeed_lenient: Annotated[
+        bool,
+        typer.Option("--deepspeed-lenient", help="leave out what a DeepSpeed JSON asks for and cannot be had here"),
+    ] = False,
+    print_config: Annotated[
+        bool, typer.Option("--print-config", help="print the run as TOML, ready for --config, and exit")
+    ] = False,
+) -> None:
+    """What a verb takes that reads a whole run, along with the options of its sections."""

@@ -25,8 +25,6 @@ from mega.core.parallel.mesh import Mesh
 from mega.core.text.tokenizer import Tokenizer
 from mega.core.training.state import Progress, TrainState
 
-Report = Callable[[str], None]
-
 
 @dataclass(frozen=True)
 class ResumePoint:
@@ -40,7 +38,7 @@ class ResumePoint:
     base: Checkpoint | None = None
 
 
-def find_resume_point(run: RunConfig, report: Report, exchange: Exchange = alone) -> ResumePoint | None:
+def find_resume_point(run: RunConfig, report: Callable[[str], None], exchange: Exchange = alone) -> ResumePoint | None:
     """Where this run starts from, as `_find` looks for it, and the base of a checkpoint of adapters.
 
     Errors: ValueError, on all ranks.
@@ -53,7 +51,7 @@ def find_resume_point(run: RunConfig, report: Report, exchange: Exchange = alone
     return dataclasses.replace(point, base=open_base(point.checkpoint, given, report, exchange))
 
 
-def _find(run: RunConfig, report: Report, exchange: Exchange) -> ResumePoint | None:
+def _find(run: RunConfig, report: Callable[[str], None], exchange: Exchange) -> ResumePoint | None:
     """The checkpoint this run starts from: --resume, else --load, else none; the same one on every rank.
 
     Every rank looks, and what they found is compared before any weight is read: of a run's directory, the newest step

@@ -20,6 +20,7 @@ import dataclasses
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -42,8 +43,6 @@ from mega.core.training.proving import Proving
 from mega.core.training.schedules import Schedules
 from mega.core.training.state import TrainState
 
-Report = Callable[[str], None]
-
 
 class Saver:
     """Publishes the checkpoints of one run. All ranks call each method together."""
@@ -54,7 +53,7 @@ class Saver:
         tokenizer: Tokenizer | None = None,
         fingerprint: str = "",
         schedules: Schedules | None = None,
-        report: Report = lambda line: None,
+        report: Callable[[str], None] = lambda line: None,
         sidecar_files: Attachments = MappingProxyType({}),
         corpora: Mapping[str, Mapping[str, str | None]] = MappingProxyType({}),
     ) -> None:
@@ -78,7 +77,7 @@ class Saver:
             self._attachments |= tokenizer.files()
         self._exchange = partial(gather_json, axis=state.mesh.everyone, device=state.device.torch)
         self._proving = self._first_proving() if state.mesh.rank == 0 else None
-        self._running: _Task | None = None
+        self._running: Future[tuple[int, float]] | None = None
         self._saved_step = state.progress.step
         self.kept = state.progress.step
         """The newest step that is whole on the disk, or the one that the run has begun with."""
@@ -118,13 +117,13 @@ class Saver:
             copy.wait()
             return self._publish(staged, meta, agree, spared)
 
-        self._running = _Task(work)
+        self._running = _in_background(work)
         self._stalled = time.monotonic() - began
 
     @property
     def busy(self) -> bool:
         """Whether a save is on its way."""
-        return self._running is not None and not self._running.ended
+        return self._running is not None and not self._running.done()
 
     def look(self) -> None:
         """To be called every step: report a save that has ended, raise its error."""
@@ -135,7 +134,7 @@ class Saver:
         """Wait for the save that is on its way, if there is one. Errors: as `save`."""
         if self._running is not None:
             running, self._running = self._running, None
-            self._reported(running.outcome(), f" in the background, stalling the run for {self._stalled:.2f} s")
+            self._reported(running.result(), f" in the background, stalling the run for {self._stalled:.2f} s")
 
     def finish(self, *, clean: bool = False) -> None:
         """At the end of training: save where we are, unless that was done, and wait. clean: it was the last step, and
@@ -224,33 +223,18 @@ class Saver:
         }
 
 
-class _Task:
-    """A function on a thread of its own, and what came of it. It does not keep the process alive."""
+def _in_background(work: Callable[[], tuple[int, float]]) -> Future[tuple[int, float]]:
+    """`work` on a thread that, unlike an executor's, does not keep the process alive."""
+    future: Future[tuple[int, float]] = Future()
 
-    def __init__(self, work: Callable[[], tuple[int, float]]) -> None:
-        self._work = work
-        self._fault: BaseException | None = None
-        self._result: tuple[int, float] | None = None
-        self._thread = threading.Thread(target=self._run, name="checkpoint-writer", daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
+    def run() -> None:
         try:
-            self._result = self._work()
+            future.set_result(work())
         except BaseException as error:
-            self._fault = error
+            future.set_exception(error)
 
-    @property
-    def ended(self) -> bool:
-        return not self._thread.is_alive()
-
-    def outcome(self) -> tuple[int, float]:
-        """Wait for it; its result, or its error."""
-        self._thread.join()
-        if self._fault is not None:
-            raise self._fault
-        assert self._result is not None
-        return self._result
+    threading.Thread(target=run, name="checkpoint-writer", daemon=True).start()
+    return future
 
 
 def _own_template(run: RunConfig, came: Attachments) -> Attachments:
