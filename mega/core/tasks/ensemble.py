@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mega.core.files import whole_file
+from mega.core.tasks.options import format_of
 from mega.core.untrusted import parse_json
 
 KEYS = ("task", "set", "uid", "label")
@@ -40,14 +41,7 @@ def ensemble(files: Sequence[str]) -> tuple[list[Row], list[Row]]:
 def _mean(rows: Sequence[Row]) -> Row:
     shares = [math.fsum(each) / len(rows) for each in zip(*(row["probabilities"] for row in rows), strict=True)]
     answer = max(range(len(shares)), key=shares.__getitem__)
-    return {**rows[0], "answer": answer, "name": _names(rows[0]["task"])[answer], "probabilities": shares}
-
-
-def _names(task: str) -> tuple[str, ...]:
-    from mega.core.tasks import mnli, qqp, race
-
-    found: tuple[str, ...] = {one.FORMAT.name: one.FORMAT.labels for one in (mnli, qqp, race)}[task]
-    return found
+    return {**rows[0], "answer": answer, "name": format_of(rows[0]["task"]).labels[answer], "probabilities": shares}
 
 
 def predictions(file: str) -> list[Row]:
@@ -62,7 +56,7 @@ def predictions(file: str) -> list[Row]:
             raise ValueError(f"{where}: is not a prediction of mega eval: needs {', '.join((*KEYS, 'probabilities'))}")
         shares = row["probabilities"]
         try:
-            right = len(shares) == len(_names(row["task"])) and all(0 <= share <= 1 for share in shares)
+            right = len(shares) == len(format_of(row["task"]).labels) and all(0 <= share <= 1 for share in shares)
         except (KeyError, TypeError):
             right = False
         if not right:

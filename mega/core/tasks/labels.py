@@ -17,8 +17,11 @@ from torch.nn import functional as F
 from mega.core.batch import MaskedBatch, Term, Terms
 from mega.core.config.sections import LABELLED, ModelConfig
 from mega.core.data.labelled import Format, LabelledSet, labelled_batch, labelled_set, set_names
-from mega.core.tasks.options import BenchmarkInputs
+from mega.core.tasks.options import BenchmarkInputs, format_of
 from mega.core.tasks.task import Estimate, Figure, interval
+
+READS: tuple[str, ...] = ()
+"""Fields of `options.OWN` that count here."""
 
 HEADS = tuple(head for head, _ in LABELLED.values())
 
@@ -144,8 +147,9 @@ def check_head(path: Path, model: ModelConfig, task: str) -> None:
     )
 
 
-def make(asked: BenchmarkInputs, form: Format) -> Labels:
+def make(asked: BenchmarkInputs) -> Labels:
     """Errors: ValueError naming the flag, the file and the line."""
+    task = asked.options.task
     if not asked.options.valid_data:
-        raise ValueError(f"--valid-data is missing: give the files of --task {form.name} that are to be scored")
-    return Labels(asked, form)
+        raise ValueError(f"--valid-data is missing: give the files of --task {task} that are to be scored")
+    return Labels(asked, format_of(task))

@@ -8,18 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from mega.core.data.labelled import Format, Note, Question, clean
 from mega.core.tasks.glue import number, table
 from mega.core.training.labelled import kind
-
-if TYPE_CHECKING:
-    from mega.core.tasks.labels import Labels
-    from mega.core.tasks.options import BenchmarkInputs
-
-READS: tuple[str, ...] = ()
-"""Fields of `options.OWN` that count here."""
 
 LABELS = ("contradiction", "entailment", "neutral")
 UNLABELLED = 10
@@ -47,10 +39,3 @@ def read(flag: str, path: Path, note: Note) -> Iterator[Question]:
 
 FORMAT = Format("mnli", LABELS, read)
 KIND = kind(FORMAT)
-
-
-def make(asked: BenchmarkInputs) -> Labels:
-    """Errors: ValueError naming the flag, the file and the line."""
-    from mega.core.tasks import labels
-
-    return labels.make(asked, FORMAT)

@@ -14,15 +14,17 @@ from mega.core.config.compose import nearest
 from mega.core.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    from mega.core.data.labelled import Format
     from mega.core.tasks.task import Benchmark
+
+FORMATS = {name: f"mega.core.tasks.{name}" for name in ("mnli", "qqp", "race")}
+"""Benchmark of labels -> the module that holds its `FORMAT`."""
 
 TASKS = {
     "wikitext103": "mega.core.tasks.wikitext",
     "lambada": "mega.core.tasks.lambada",
     "ppl": "mega.core.tasks.corpus",
-    "mnli": "mega.core.tasks.mnli",
-    "qqp": "mega.core.tasks.qqp",
-    "race": "mega.core.tasks.race",
+    **dict.fromkeys(FORMATS, "mega.core.tasks.labels"),
 }
 """Name that --task gives, in any case -> the module that makes the benchmark."""
 
@@ -124,6 +126,12 @@ def task_named(name: str) -> str:
     if name.lower() not in TASKS:
         raise ValueError(f"--task {name}: is not a benchmark{nearest(name.lower(), TASKS)}; valid: {', '.join(TASKS)}")
     return name.lower()
+
+
+def format_of(task: str) -> Format:
+    """How the files of a benchmark of labels are read. Errors: KeyError for another one."""
+    found: Format = importlib.import_module(FORMATS[task]).FORMAT
+    return found
 
 
 def benchmark(asked: BenchmarkInputs) -> Benchmark[Any]:

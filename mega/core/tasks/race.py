@@ -11,18 +11,11 @@ import tarfile
 import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mega.core.data.labelled import Format, Note, Question, clean
 from mega.core.training.labelled import kind
 from mega.core.untrusted import parse_json, read_limited
-
-if TYPE_CHECKING:
-    from mega.core.tasks.labels import Labels
-    from mega.core.tasks.options import BenchmarkInputs
-
-READS: tuple[str, ...] = ()
-"""Fields of `options.OWN` that count here."""
 
 LABELS = ("A", "B", "C", "D")
 FILE_BYTES = 1 << 26
@@ -102,10 +95,3 @@ def _files(flag: str, path: Path) -> Iterator[tuple[str, bytes]]:
 
 FORMAT = Format("race", LABELS, read, choices=4, most_first=128)
 KIND = kind(FORMAT)
-
-
-def make(asked: BenchmarkInputs) -> Labels:
-    """Errors: ValueError naming the flag, the file and the line."""
-    from mega.core.tasks import labels
-
-    return labels.make(asked, FORMAT)
