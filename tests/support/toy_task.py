@@ -13,7 +13,7 @@ from mega.core.parallel.mesh import Mesh
 from mega.core.text.tokenizer import Tokenizer
 from mega.core.training import pretraining
 from mega.core.training.kinds import TaskKind
-from mega.core.training.task import Pretraining
+from mega.core.training.task import Task
 
 NAME = "counting"
 
@@ -31,7 +31,7 @@ class Counting:
         return (sample + np.arange(self._length + 1)) % self._vocab
 
 
-class Judged(Pretraining):
+class Judged(Task):
     def measure(self, means: Mapping[str, float], terms: Sequence[str]) -> Mapping[str, float]:
         return {**super().measure(means, terms), "surprise": means["lm"] / np.log(2)}
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from mega.core.data.build import Datasets
     from mega.core.data.labelled import Format, LabelledSet
     from mega.core.parallel.mesh import Mesh
-    from mega.core.training.task import Pretraining
+    from mega.core.training.task import Task
 
 
 def kind(form: Format) -> TaskKind:
@@ -71,7 +71,7 @@ def _datasets(form: Format, run: RunConfig, tokenizer: Tokenizer | None) -> Data
     return Datasets(train=train, named=named, notes=tuple(notes), corpora=corpora)
 
 
-def task(run: RunConfig, data: Datasets, tokenizer: Tokenizer | None, mesh: Mesh) -> Pretraining:
+def task(run: RunConfig, data: Datasets, tokenizer: Tokenizer | None, mesh: Mesh) -> Task:
     """This data coordinate's part; every held-out set is read whole at each validation."""
     from dataclasses import replace
 

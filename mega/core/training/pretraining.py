@@ -12,7 +12,7 @@ from mega.core.training.kinds import TaskKind
 if TYPE_CHECKING:
     from mega.core.data.build import Datasets
     from mega.core.parallel.mesh import Mesh
-    from mega.core.training.task import Pretraining
+    from mega.core.training.task import Task
 
 
 def datasets(run: RunConfig, tokenizer: Tokenizer | None) -> Datasets:
@@ -49,12 +49,12 @@ def requested(run: RunConfig) -> tuple[int, int, int]:
     return (0, *found[1:]) if evaluation.skip_train else found
 
 
-def task(run: RunConfig, data: Datasets, tokenizer: Tokenizer | None, mesh: Mesh) -> Pretraining:
+def task(run: RunConfig, data: Datasets, tokenizer: Tokenizer | None, mesh: Mesh) -> Task:
     """This data coordinate's part of a run's datasets."""
     from mega.core.data.batches import Batches
     from mega.core.data.dataset import Dataset
     from mega.core.family import collate
-    from mega.core.training.task import HeldOut, Pretraining
+    from mega.core.training.task import HeldOut, Task
 
     micro_batch, vocab, options = run.batch.micro_batch, run.model.vocab, run.data
     assert micro_batch is not None and vocab is not None
@@ -76,7 +76,7 @@ def task(run: RunConfig, data: Datasets, tokenizer: Tokenizer | None, mesh: Mesh
         )
 
     held_out = [] if data.valid is None else [HeldOut("valid", batches(data.valid), continues=True)]
-    return Pretraining(
+    return Task(
         None if data.train is None else batches(data.train),
         (*held_out, *(HeldOut(name, batches(dataset)) for name, dataset in data.named.items())),
         () if data.test is None else (HeldOut("test", batches(data.test)),),

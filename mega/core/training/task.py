@@ -1,4 +1,4 @@
-"""What a run trains on and what it is judged by. Pretraining is one task; a benchmark is another.
+"""What a run trains on and what it is judged by.
 
 It knows batches and the sums that a model makes of them; no steps, no checkpoints, no ranks but the data coordinate.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from mega.core.data.batches import Batches
 
@@ -26,26 +25,16 @@ class HeldOut:
     iterations: int | None = None
 
 
-class Task(Protocol):
-    """train: where the batches of a step come from; None where nothing is to be trained."""
-
-    train: Batches | None
-    validation: Sequence[HeldOut]
-    test: Sequence[HeldOut]
-
-    def measure(self, means: Mapping[str, float], terms: Sequence[str]) -> Mapping[str, float]:
-        """What is reported of a held-out set, "loss" among it, from the mean of each term and metric."""
-
-
 @dataclass
-class Pretraining:
-    """Language modelling: every token of the training set once an epoch, judged by the loss of held-out text."""
+class Task:
+    """train: where the batches of a step come from; None where nothing is to be trained."""
 
     train: Batches | None
     validation: Sequence[HeldOut] = ()
     test: Sequence[HeldOut] = ()
 
     def measure(self, means: Mapping[str, float], terms: Sequence[str]) -> Mapping[str, float]:
-        """The sum of the terms, and each by its name where there are several or other metrics."""
+        """What is reported of a held-out set, "loss" among it, from the mean of each term and metric: the sum of the
+        terms, and each by its name where there are several or other metrics."""
         loss = sum(means[name] for name in terms)
         return {"loss": loss, **(means if len(means) > 1 else {})}
