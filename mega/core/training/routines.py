@@ -23,28 +23,20 @@ class Routine:
 
 
 def routines(
-    state: TrainState,
-    evaluation: Evaluation | None,
-    saver: Saver | None,
-    *,
-    steps: int,
-    sampler: Sampler | None,
-    audit_interval: int | None,
-    sample_interval: int | None,
-    eval_interval: int | None,
-    save_interval: int | None,
+    state: TrainState, evaluation: Evaluation | None, sampler: Sampler | None, saver: Saver | None, *, steps: int
 ) -> Iterator[Routine]:
     """Those of a run; the last step is validated after training. evaluation: None where nothing is held out. A
     pass of a run that is measured in them ends with a validation and a save."""
-    epoch = epoch_steps(state.run)
-    yield Routine(every(audit_interval), lambda: audit(state), needs_numbers=False)
+    run, epoch = state.run, epoch_steps(state.run)
+    yield Routine(every(run.runtime.audit_interval), lambda: audit(state), needs_numbers=False)
     if evaluation is not None:
-        yield Routine(lambda step: step < steps and due(step, eval_interval, epoch), evaluation.validate)
+        interval = run.evaluation.eval_interval
+        yield Routine(lambda step: step < steps and due(step, interval, epoch), evaluation.validate)
     if sampler is not None:
-        yield Routine(every(sample_interval), sampler.sample)
+        yield Routine(every(run.log.sample_interval), sampler.sample)
     if saver is not None:
         yield Routine(lambda step: True, saver.look, needs_numbers=False)
-        yield Routine(lambda step: due(step, save_interval, epoch), saver.save)
+        yield Routine(lambda step: due(step, run.checkpoint.save_interval, epoch), saver.save)
 
 
 def due(step: int, *intervals: int | None) -> bool:

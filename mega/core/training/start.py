@@ -81,17 +81,8 @@ def start(
     report = meters.report if meters is not None else _reporter(rank)
     saver = _saver(inputs, state, schedules, point, report)
     evaluation = _evaluation(run, world, state, task, stop, meters, report, saver)
-    due = routines(
-        state,
-        evaluation if task.validation else None,
-        saver,
-        steps=steps,
-        sampler=_sampler(inputs, state, meters, report),
-        audit_interval=runtime.audit_interval,
-        sample_interval=run.log.sample_interval,
-        eval_interval=evaluated.eval_interval,
-        save_interval=run.checkpoint.save_interval,
-    )
+    sampler = _sampler(inputs, state, meters, report)
+    due = routines(state, evaluation if task.validation else None, sampler, saver, steps=steps)
     introduce(inputs, point, state, steps, report)
     return Training(
         state,
