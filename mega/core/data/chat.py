@@ -7,9 +7,9 @@ not attend to one another, and positions restart with each.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +18,8 @@ from mega.core.data.cache import Arrays, cached
 from mega.core.data.sources import STDIN, BadLine, find, lines, parsed
 from mega.core.text.chat import Labelled, Template, check_stop, conversation, encode
 from mega.core.text.tokenizer import Tokenizer
+
+Found = TypeVar("Found")
 
 
 class ChatRow(NamedTuple):
@@ -31,16 +33,35 @@ class ChatRow(NamedTuple):
     positions: NDArray[np.int64]
 
 
+class TrainedTexts:
+    """Texts as tokens back to back, some of them trained. arrays: ids, trained, and offsets, int64 [texts + 1]."""
+
+    def __init__(self, arrays: Arrays) -> None:
+        self._ids, self._trained, self._offsets = arrays["ids"], arrays["trained"], arrays["offsets"]
+
+    def __len__(self) -> int:
+        return len(self._offsets) - 1
+
+    def cut(self, number: int, most: int) -> tuple[NDArray[Any], NDArray[Any]]:
+        """The first ids of a text, `most` at the most, and which of them are trained."""
+        first, end = self._offsets[number : number + 2].tolist()
+        place = slice(first, min(end, first + most))
+        return self._ids[place], self._trained[place]
+
+    def whole(self, number: int) -> Labelled:
+        place = slice(*self._offsets[number : number + 2].tolist())
+        return Labelled(self._ids[place].tolist(), self._trained[place].tolist())
+
+
 class ChatDataset:
     """Row i of every pass over the conversations, reshuffled in each.
 
-    ids, trained: of all conversations back to back; offsets: int64 [conversations + 1];
-    members: conversations in the order in which they lie in rows; rows: int64 [rows + 1], first member of each.
+    arrays: those of `TrainedTexts`; members, conversations in the order in which they lie in rows; rows, int64
+    [rows + 1], first member of each.
     """
 
     def __init__(self, arrays: Arrays, seq_length: int, filler: int) -> None:
-        self._ids, self._trained, self._offsets = arrays["ids"], arrays["trained"], arrays["offsets"]
-        self._members, self._rows = arrays["members"], arrays["rows"]
+        self._texts, self._members, self._rows = TrainedTexts(arrays), arrays["members"], arrays["rows"]
         self._length, self._filler = seq_length, filler
 
     def __len__(self) -> int:
@@ -55,20 +76,18 @@ class ChatDataset:
         positions = np.zeros(self._length + 1, np.int64)
         at = number = 0
         for number, member in enumerate(self._members[self._rows[sample] : self._rows[sample + 1]].tolist()):
-            first = int(self._offsets[member])
-            size = min(int(self._offsets[member + 1]) - first, self._length + 1)
-            place = slice(at, at + size)
-            text[place], trained[place] = self._ids[first : first + size], self._trained[first : first + size]
-            documents[place], positions[place] = number, np.arange(size)
-            at += size
+            ids, kept = self._texts.cut(member, self._length + 1)
+            place = slice(at, at + len(ids))
+            text[place], trained[place] = ids, kept
+            documents[place], positions[place] = number, np.arange(len(ids))
+            at += len(ids)
         documents[at:] = number + 1  # what fills the row is a document of its own
         weights = trained[1:] * (documents[1:] == documents[:-1])
         return ChatRow(text[:-1], text[1:], weights, documents[:-1], positions[:-1])
 
     def conversation(self, number: int) -> Labelled:
         """One conversation's tokens."""
-        place = slice(*self._offsets[number : number + 2].tolist())
-        return Labelled(self._ids[place].tolist(), self._trained[place].tolist())
+        return self._texts.whole(number)
 
     def collate(self, rows: Sequence[ChatRow], first_sample: int) -> Any:
         """Rows as one microbatch whose first row is global sample `first_sample`."""
@@ -105,26 +124,38 @@ def chat_dataset(
     note: called with what the user should know. Raises ValueError naming file and line of an invalid conversation, or
     where nothing is trained.
     """
-    paths = find(inputs, flag)
-    if STDIN in paths:
-        raise ValueError(f"{flag} -: standard input is gone once it is read, and every rank reads; give a file")
-    digest = hashlib.sha256()
-    for path in paths:
-        digest.update(hashlib.sha256(path.read_bytes()).digest())
     key = {
         "kind": "chat",
-        "inputs": digest.hexdigest(),
+        "inputs": digest(flag, inputs),
         "tokenizer": tokenizer.fingerprint(),
         "template": template_name,
     }
-    found = cached(cache, key, ("ids", "trained", "offsets"), lambda: _tokenised(flag, inputs, tokenizer, template))
+
+    def tokenised() -> Arrays:
+        return arrays_of(labelled(inputs, tokenizer, template), f"{flag} {' '.join(inputs)}: holds no conversation")
+
+    found = cached(cache, key, ("ids", "trained", "offsets"), tokenised)
     if lost := lost_tokens(f"{flag} {' '.join(inputs)}", found, seq_length):
         note(lost)
     lengths = np.minimum(np.diff(found["offsets"]), seq_length + 1)
     packing = key | {"kind": "packing", "seq_length": seq_length, "samples": samples, "seed": seed}
     packed = cached(cache, packing, ("members", "rows"), lambda: pack(lengths, seq_length + 1, samples, seed))
-    filler = next(t for t in (tokenizer.pad, tokenizer.eod, 0) if t is not None)
-    return ChatDataset({**found, **packed}, seq_length, filler)
+    return ChatDataset({**found, **packed}, seq_length, filler(tokenizer))
+
+
+def digest(flag: str, inputs: Sequence[str], about: str = "") -> str:
+    """Of `about`, and of the files that a flag names. Errors: ValueError where one is standard input."""
+    paths, found = find(inputs, flag), hashlib.sha256(about.encode())
+    if STDIN in paths:
+        raise ValueError(f"{flag} -: standard input is gone once it is read, and every rank reads; give a file")
+    for path in paths:
+        found.update(hashlib.sha256(path.read_bytes()).digest())
+    return found.hexdigest()
+
+
+def filler(tokenizer: Tokenizer) -> int:
+    """What rows are filled up with."""
+    return next(token for token in (tokenizer.pad, tokenizer.eod, 0) if token is not None)
 
 
 def lost_tokens(what: str, found: Arrays, seq_length: int, of: str = "conversations") -> str | None:
@@ -168,24 +199,34 @@ def pack(lengths: NDArray[np.int64], room: int, samples: int, seed: int) -> Arra
 
 def labelled(inputs: Sequence[str], tokenizer: Tokenizer, template: Template) -> Iterator[Labelled]:
     """Every conversation of the inputs as tokens; ValueError naming file and line where one is none."""
-    for where, line in lines(inputs, ["messages"]):
+
+    def read(found: Any) -> Labelled:
+        parts = template(conversation(found))
+        check_stop(parts)
+        return encode(parts, tokenizer)
+
+    return each_line(inputs, ["messages"], read)
+
+
+def each_line(inputs: Sequence[str], keys: Sequence[str], read: Callable[[Any], Found]) -> Iterator[Found]:
+    """What `read` makes of the JSON value of each line. Errors: its ValueErrors, naming file and line."""
+    for where, line in lines(inputs, keys):
         try:
-            parts = template(conversation(parsed(line)))
-            check_stop(parts)
-            yield encode(parts, tokenizer)
+            yield read(parsed(line))
         except ValueError as error:
             if str(error).startswith("--"):
                 raise
             raise BadLine(f"{where}: {error}") from None
 
 
-def _tokenised(flag: str, inputs: Sequence[str], tokenizer: Tokenizer, template: Template) -> Arrays:
+def arrays_of(found: Iterable[Labelled], none: str) -> Arrays:
+    """Texts as the arrays of `TrainedTexts`. Errors: ValueError saying `none` where there are none."""
     ids: list[NDArray[np.int32]] = []
     trained: list[NDArray[np.bool_]] = []
-    for found in labelled(inputs, tokenizer, template):
-        ids.append(np.array(found.ids, np.int32))
-        trained.append(np.array(found.trained, np.bool_))
+    for each in found:
+        ids.append(np.array(each.ids, np.int32))
+        trained.append(np.array(each.trained, np.bool_))
     if not ids:
-        raise ValueError(f"{flag} {' '.join(inputs)}: holds no conversation")
+        raise ValueError(none)
     offsets = np.concatenate([[0], np.cumsum([len(part) for part in ids])]).astype(np.int64)
     return {"ids": np.concatenate(ids), "trained": np.concatenate(trained), "offsets": offsets}

@@ -7,16 +7,14 @@ without "prompt" both answers are whole conversations.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mega.core.data.cache import Arrays
-from mega.core.data.chat import lost_tokens
-from mega.core.data.sources import STDIN, BadLine, find, lines, parsed
+from mega.core.data.chat import TrainedTexts, arrays_of, digest, each_line, filler, lost_tokens
 from mega.core.text.chat import Labelled, Template, check_stop, conversation, encode
 from mega.core.text.tokenizer import Tokenizer
 
@@ -37,15 +35,16 @@ class PairRows(NamedTuple):
 class PairDataset:
     """Sample i is pair order[i]; every pass over the pairs is shuffled by itself.
 
-    ids, trained: of all answers back to back, each after its prompt; offsets: int64 [2 pairs + 1]. order: int64
-    [samples]. digest: of everything that the rows depend on. reference: float64 [pairs, 2], log-probabilities of both
-    answers under the weights that training begins with, once they are known. unit: a microbatch is as wide as its
-    longest row, in whole multiples of it; None: as wide as seq_length, where all have to be alike.
+    texts: all answers, each after its prompt; pair n's are 2 n and 2 n + 1. order: int64 [samples]. digest: of
+    everything that the rows depend on. reference: float64 [pairs, 2], log-probabilities of both answers under the
+    weights that training begins with, once they are known. unit: a microbatch is as wide as its longest row, in whole
+    multiples of it; None: as wide as seq_length, where all have to be alike.
     """
 
-    def __init__(self, arrays: Arrays, order: NDArray[np.int64], seq_length: int, filler: int, digest: str) -> None:
-        self._ids, self._trained, self._offsets = arrays["ids"], arrays["trained"], arrays["offsets"]
-        self._length, self._filler, self.order, self.digest = seq_length, filler, order, digest
+    def __init__(
+        self, texts: TrainedTexts, order: NDArray[np.int64], seq_length: int, filler: int, digest: str
+    ) -> None:
+        self._texts, self._length, self._filler, self.order, self.digest = texts, seq_length, filler, order, digest
         self.reference: NDArray[np.float64] | None = None
         self.unit: int | None = None
 
@@ -54,7 +53,7 @@ class PairDataset:
 
     @property
     def pairs(self) -> int:
-        return len(self._offsets) // 2
+        return len(self._texts) // 2
 
     def __getitem__(self, sample: int) -> PairRows:
         if not 0 <= sample < len(self):
@@ -62,9 +61,7 @@ class PairDataset:
         return self.pair(int(self.order[sample]))
 
     def answer(self, row: int) -> Labelled:
-        """The tokens of answer `row`; pair n's are 2 n and 2 n + 1."""
-        place = slice(*self._offsets[row : row + 2].tolist())
-        return Labelled(self._ids[place].tolist(), self._trained[place].tolist())
+        return self._texts.whole(row)
 
     def pair(self, number: int) -> PairRows:
         """The two rows of one pair."""
@@ -72,10 +69,9 @@ class PairDataset:
         trained = np.zeros((2, self._length + 1), np.float32)
         longest = 1
         for row in range(2):
-            first, end = self._offsets[2 * number + row : 2 * number + row + 2].tolist()
-            size = min(end - first, self._length + 1)
-            text[row, :size], trained[row, :size] = self._ids[first : first + size], self._trained[first : first + size]
-            longest = max(longest, size - 1)
+            ids, kept = self._texts.cut(2 * number + row, self._length + 1)
+            text[row, : len(ids)], trained[row, : len(ids)] = ids, kept
+            longest = max(longest, len(ids) - 1)
         known = None if self.reference is None else self.reference[number]
         return PairRows(text[:, :-1], text[:, 1:], trained[:, 1:], known, longest)
 
@@ -118,46 +114,26 @@ def pair_dataset(
 
     Errors: ValueError naming file and line of an invalid pair, or where no pair has two different answers.
     """
-    paths = find(inputs, flag)
-    if STDIN in paths:
-        raise ValueError(f"{flag} -: standard input is gone once it is read, and every rank reads; give a file")
-    digest = hashlib.sha256(f"{tokenizer.fingerprint()} {template_name} {seq_length}".encode())
-    for path in paths:
-        digest.update(hashlib.sha256(path.read_bytes()).digest())
-    arrays = _tokenised(flag, inputs, tokenizer, template)
-    if lost := lost_tokens(f"{flag} {' '.join(inputs)}", arrays, seq_length, "answers"):
+    about = f"{tokenizer.fingerprint()} {template_name} {seq_length}"
+    what, made_of = f"{flag} {' '.join(inputs)}", digest(flag, inputs, about)
+    arrays = arrays_of(chain.from_iterable(encoded(inputs, tokenizer, template)), f"{what}: holds no pair")
+    if lost := lost_tokens(what, arrays, seq_length, "answers"):
         note(lost)
-    generator, pairs = np.random.RandomState(seed), len(arrays["offsets"]) // 2
-    passes = -(-samples // pairs)
-    order = np.concatenate([generator.permutation(pairs) for _ in range(passes)]).astype(np.int64)
-    filler = next(t for t in (tokenizer.pad, tokenizer.eod, 0) if t is not None)
-    return PairDataset(arrays, order, seq_length, filler, digest.hexdigest())
-
-
-def _tokenised(flag: str, inputs: Sequence[str], tokenizer: Tokenizer, template: Template) -> Arrays:
-    found = [answer for pair in encoded(inputs, tokenizer, template) for answer in pair]
-    if not found:
-        raise ValueError(f"{flag} {' '.join(inputs)}: holds no pair")
-    offsets = np.concatenate([[0], np.cumsum([len(answer.ids) for answer in found])]).astype(np.int64)
-    ids = np.concatenate([np.array(answer.ids, np.int32) for answer in found])
-    return {
-        "ids": ids,
-        "trained": np.concatenate([np.array(one.trained, np.bool_) for one in found]),
-        "offsets": offsets,
-    }
+    texts, generator = TrainedTexts(arrays), np.random.RandomState(seed)
+    pairs = len(texts) // 2
+    order = np.concatenate([generator.permutation(pairs) for _ in range(-(-samples // pairs))]).astype(np.int64)
+    return PairDataset(texts, order, seq_length, filler(tokenizer), made_of)
 
 
 def encoded(inputs: Sequence[str], tokenizer: Tokenizer, template: Template) -> Iterator[tuple[Labelled, Labelled]]:
     """Every pair of the inputs as tokens, chosen first; ValueError naming file and line where one is none."""
-    for where, line in lines(inputs, KEYS):
-        try:
-            chosen, rejected = (template(conversation(each)) for each in conversations(parsed(line)))
-            check_stop(chosen)
-            yield encode(chosen, tokenizer), encode(rejected, tokenizer)
-        except ValueError as error:
-            if str(error).startswith("--"):
-                raise
-            raise BadLine(f"{where}: {error}") from None
+
+    def read(found: Any) -> tuple[Labelled, Labelled]:
+        chosen, rejected = (template(conversation(each)) for each in conversations(found))
+        check_stop(chosen)
+        return encode(chosen, tokenizer), encode(rejected, tokenizer)
+
+    return each_line(inputs, KEYS, read)
 
 
 def conversations(found: Any) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
