@@ -103,7 +103,7 @@ def test_what_a_run_trained_by_goes_before_the_template_of_its_base(tmp_path: Pa
     def own(template: str, files: dict[str, Path]) -> str | None:
         config: dict[str, Any] = {"data": {"chat_template": template}}
         config.setdefault(section[0], {})[section[1]] = ["talks.jsonl"]
-        return replace(open_model(GOLDEN / "mega"), meta={"config": config}, files=files).chat_template()
+        return replace(open_model(GOLDEN / "mega"), meta={"config": config}, attachments=files).chat_template()
 
     assert own("chatml", files) == "chatml"
     assert own("my.jinja", files) == "a {{ template }}", "which the saver attached"

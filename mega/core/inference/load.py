@@ -72,14 +72,14 @@ class Readable(Protocol):
 class OpenedModel:
     """A model that lies somewhere.
 
-    weights: what fills stages. model: its section, resolved and checked. files: those that came with the weights, by
-    name. meta: what a run of ours says of itself; empty of others' models. digest: equal where model and weights are.
-    notes: lines for the user.
+    weights: what fills stages. model: its section, resolved and checked. attachments: files that came with the
+    weights, by name. meta: what a run of ours says of itself; empty of others' models. digest: equal where model and
+    weights are. notes: lines for the user.
     """
 
     weights: Readable
     model: ModelConfig
-    files: Mapping[str, Path]
+    attachments: Mapping[str, Path]
     meta: Mapping[str, Any]
     digest: str
     notes: tuple[str, ...] = ()
@@ -98,17 +98,17 @@ class OpenedModel:
         """That most weights are stored in: the embedding's."""
         return main_dtype(self.weights.tensors)
 
-    def read(self, wanted: Iterable[Piece], *, cast: bool = True) -> None:
-        """Fill rectangles of `weights/...`. Errors: CheckpointError naming file or tensor."""
-        self.weights.read(wanted, cast=cast)
+    def read(self, wanted: Iterable[Piece]) -> None:
+        """Fill rectangles of `weights/...`, in whatever dtype. Errors: CheckpointError naming file or tensor."""
+        self.weights.read(wanted, cast=True)
 
     def tokenizer(self) -> Tokenizer:
         """The tokenizer that came with the weights. Errors: ValueError where there is none."""
-        return _tokenizer(str(self.path), self.files, self.meta)
+        return load_tokenizer(self)
 
     def tokenizer_section(self) -> dict[str, Any] | None:
         """The options of a run with that tokenizer; None where there is none."""
-        return _tokenizer_section(str(self.path), self.files, self.meta)
+        return tokenizer_section(self)
 
     def chat_template(self) -> str | None:
         """What the model was trained to converse in: a name of text/chat.py's `TEMPLATES`, or the text of a Jinja
@@ -119,13 +119,13 @@ class OpenedModel:
         if data.get("chat_data") or trained:
             if data.get("chat_template") in TEMPLATES:
                 return str(data["chat_template"])
-            if "chat_template.jinja" not in self.files:  # of a Jinja file that was not kept with the weights
+            if "chat_template.jinja" not in self.attachments:  # of a Jinja file that was not kept with the weights
                 return None
-        if "chat_template.jinja" in self.files:
-            path = self.files["chat_template.jinja"]
+        if "chat_template.jinja" in self.attachments:
+            path = self.attachments["chat_template.jinja"]
             return read_limited(path, SOURCE_BYTES, str(path)).decode("utf-8", "replace")
-        if "tokenizer_config.json" in self.files:
-            found = read_json(self.files["tokenizer_config.json"]).get("chat_template")
+        if "tokenizer_config.json" in self.attachments:
+            found = read_json(self.attachments["tokenizer_config.json"]).get("chat_template")
             if isinstance(found, list):  # several, by name
                 found = {each.get("name"): each.get("template") for each in found if isinstance(each, dict)}
                 found = found.get("default")
@@ -143,13 +143,18 @@ def open_model(path: Path | str) -> OpenedModel:
     place = Path(path)
     form = form_at(place)
     if form is OWN:
-        checkpoint = joined(locate(path))
-        model = model_of(checkpoint.meta, str(checkpoint.path))
-        check_size(model, checkpoint.tensors, str(checkpoint.path))
-        return OpenedModel(checkpoint, model, checkpoint.attachments, checkpoint.meta, checkpoint.digest)
+        return opened_checkpoint(locate(path))
     opened = opened_foreign(form, place, Given(layout=ONE, optimizer=False))
     files = {} if place.is_file() else companions_of(form, place)
     return OpenedModel(ForeignWeights(place, opened), opened.model, files, {}, files_digest(place), notes=opened.notes)
+
+
+def opened_checkpoint(checkpoint: Checkpoint) -> OpenedModel:
+    """A checkpoint of ours, with the weights of its base where it holds adapters alone. Errors: CheckpointError."""
+    whole = joined(checkpoint)
+    model = model_of(whole.meta, str(whole.path))
+    check_size(model, whole.tensors, str(whole.path))
+    return OpenedModel(whole, model, whole.attachments, whole.meta, whole.digest)
 
 
 def load_stages(
@@ -208,9 +213,9 @@ def empty_stage(
     return family(model).stage(model, held, factory, region)
 
 
-def fill(stage: Any, source: OpenedModel | Checkpoint) -> None:
+def fill(stage: Any, opened: OpenedModel) -> None:
     """Read every weight of a stage of any layout, and put it into evaluation. Errors: CheckpointError."""
-    source.read(weight_pieces(stage), cast=True)
+    opened.read(weight_pieces(stage))
     stage.eval()
 
 
@@ -219,11 +224,10 @@ def load_model(
 ) -> Any:
     """The whole model as one stage, for evaluation. Errors: CheckpointError naming file or tensor."""
     where = torch.device(device)
-    source = source if isinstance(source, OpenedModel) else joined(source)
-    model = source.model if isinstance(source, OpenedModel) else model_of(source.meta, str(source.path))
+    opened = source if isinstance(source, OpenedModel) else opened_checkpoint(source)
     factory = ParameterFactory({}, dtype, where, choose(where, dtype))
-    stage: Any = family(model).stage(model, units(model), factory, ALONE)
-    fill(stage, source)
+    stage: Any = family(opened.model).stage(opened.model, units(opened.model), factory, ALONE)
+    fill(stage, opened)
     return stage
 
 
@@ -237,24 +241,24 @@ def weight_pieces(stage: nn.Module) -> Iterator[Piece]:
             )
 
 
-def load_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
-    """The tokenizer that the run trained with, or came with its weights, from the files that the checkpoint carries.
+def load_tokenizer(source: Checkpoint | OpenedModel) -> Tokenizer:
+    """The tokenizer that a run trained with, or that came with the weights, from the files that lie with them.
 
     Errors: ValueError where there is none.
     """
-    return _tokenizer(str(checkpoint.path), checkpoint.attachments, checkpoint.meta)
-
-
-def _tokenizer(where: str, attachments: Mapping[str, Path], meta: Mapping[str, Any]) -> Tokenizer:
-    section = _tokenizer_section(where, attachments, meta)
+    section = tokenizer_section(source)
     if section is None:
-        raise CheckpointError(f"{where}: carries no tokenizer")
+        raise CheckpointError(f"{source.path}: carries no tokenizer")
     return build(**section)
 
 
-def _tokenizer_section(where: str, attachments: Mapping[str, Path], meta: Mapping[str, Any]) -> dict[str, Any] | None:
-    """What a run's tokenizer section is with that tokenizer; None where there is none."""
-    options = _tokenizer_options(where, meta)
+def tokenizer_section(source: Checkpoint | OpenedModel) -> dict[str, Any] | None:
+    """The options of a run with that tokenizer; None where there is none. Errors: CheckpointError naming an option."""
+    options: Mapping[str, Any] = source.meta.get("config", {}).get("tokenizer", {})
+    for name in ("tokenizer", "vocab_size", "vocab_extra_ids", "null_eod_last"):
+        if options.get(name) is not None and (problem := unfit("tokenizer", name, options[name])) is not None:
+            raise CheckpointError(f"{source.path}: config.tokenizer.{name}: {problem}")
+    attachments = source.attachments
     kind = options.get("tokenizer") or tokenizer_kind(attachments)
     if kind is None:
         return None
@@ -263,11 +267,6 @@ def _tokenizer_section(where: str, attachments: Mapping[str, Path], meta: Mappin
         files["tokenizer_model"] = str(attachments[str(model)])
     counts = {"vocab_size": options.get("vocab_size"), "vocab_extra_ids": options.get("vocab_extra_ids") or 0}
     return {"tokenizer": kind, **counts, "null_eod_last": bool(options.get("null_eod_last")), **files}
-
-
-def tokenizer_section(checkpoint: Checkpoint) -> dict[str, Any] | None:
-    """The options of a run with that tokenizer; None where there is none."""
-    return _tokenizer_section(str(checkpoint.path), checkpoint.attachments, checkpoint.meta)
 
 
 def compute_dtype(opened: OpenedModel, device: Device, asked: str | None = None) -> torch.dtype:
@@ -290,12 +289,3 @@ def special_tokens(checkpoint: Checkpoint) -> SpecialTokens:
     """What others must know of that tokenizer. Errors: ValueError where there is none."""
     tokenizer = load_tokenizer(checkpoint)
     return SpecialTokens(tokenizer.special_ids(), tokenizer.huggingface_files())
-
-
-def _tokenizer_options(where: str, meta: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What the run's tokenizer section was; empty where it is not told. Errors: CheckpointError naming an option."""
-    options: Mapping[str, Any] = meta.get("config", {}).get("tokenizer", {})
-    for name in ("tokenizer", "vocab_size", "vocab_extra_ids", "null_eod_last"):
-        if options.get(name) is not None and (problem := unfit("tokenizer", name, options[name])) is not None:
-            raise CheckpointError(f"{where}: config.tokenizer.{name}: {problem}")
-    return options

@@ -9,10 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from mega.core.checkpoint.own.store import locate
 from mega.core.device import Device
 from mega.core.inference.generate import generate, losses
-from mega.core.inference.load import load_model, load_tokenizer
+from mega.core.inference.load import load_model, open_model
 from mega.core.inference.opening import EngineOptions, engine_on
 from mega.core.inference.request import Sampling
 from mega.core.parallel.mesh import Mesh
@@ -39,8 +38,8 @@ class Verdict(NamedTuple):
 
 def verdict(checkpoint: Path, document: Document, train: Path) -> Verdict:
     """Judge `document`; train is the prefix of the training tokens, whose frequencies are the unigram statistics."""
-    opened = locate(checkpoint)
-    tokenizer, stage = load_tokenizer(opened), load_model(opened)
+    opened = open_model(checkpoint)
+    tokenizer, stage = opened.tokenizer(), load_model(opened)
     assert tokenizer.eod is not None
     ids = [tokenizer.eod, *tokenizer.encode(document.text)]
     how = Sampling(temperature=0.8, top_k=50, seed=0)
