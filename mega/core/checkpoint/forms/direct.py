@@ -56,14 +56,10 @@ class ForeignWeights:
             piece.check()
             if piece.key not in self.tensors:
                 raise CheckpointError(f"{self.path}: holds nothing for {piece.key}")
-            whole, dtype = self.tensors[piece.key]
-            if whole != piece.whole:
-                raise CheckpointError(f"{self.path}: {piece.key} has shape {whole}, {piece.whole} is wanted")
-            if dtype != piece.tensor.dtype and not cast:
-                raise CheckpointError(f"{self.path}: {piece.key} is {dtype}, {piece.tensor.dtype} is wanted")
+            piece.check_source(self.path, self.tensors[piece.key], cast)
             if not piece.box.elements:
                 continue
             with torch.no_grad():
-                for box in blocks(piece.box, dtype.itemsize):
+                for box in blocks(piece.box, self.tensors[piece.key][1].itemsize):
                     part = assemble(self._targets[piece.key], box, self._source)
                     piece.tensor[box.inside(piece.box)].copy_(part)

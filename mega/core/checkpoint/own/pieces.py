@@ -75,6 +75,17 @@ class Piece:
     def bytes(self) -> int:
         return self.tensor.numel() * self.tensor.element_size()
 
+    def check_source(self, path: object, stored: tuple[tuple[int, ...], torch.dtype], cast: bool) -> None:
+        """Errors: CheckpointError where `stored`, shape and dtype of the tensor at `path`, are not the wanted ones.
+
+        cast: another dtype is converted.
+        """
+        whole, dtype = stored
+        if whole != self.whole:
+            raise CheckpointError(f"{path}: {self.key} has shape {whole}, {self.whole} is wanted")
+        if dtype != self.tensor.dtype and not cast:
+            raise CheckpointError(f"{path}: {self.key} is {dtype}, {self.tensor.dtype} is wanted")
+
     def check(self) -> None:
         """Errors: CheckpointError where dims, bounds or dtype do not fit."""
         if self.tensor.dtype not in NAMES:

@@ -112,11 +112,7 @@ class Checkpoint:
     def _sources(self, piece: Piece, cast: bool) -> list[tuple[str, Entry, Box]]:
         if piece.key not in self.tensors:
             raise CheckpointError(f"{self.path}: holds no tensor {piece.key}")
-        whole, dtype = self.tensors[piece.key]
-        if whole != piece.whole:
-            raise CheckpointError(f"{self.path}: {piece.key} has shape {whole}, {piece.whole} is wanted")
-        if dtype != piece.tensor.dtype and not cast:
-            raise CheckpointError(f"{self.path}: {piece.key} is {dtype}, {piece.tensor.dtype} is wanted")
+        piece.check_source(self.path, self.tensors[piece.key], cast)
         found = []
         for name, entry in self._stored[piece.key]:
             shared = entry.box.meet(piece.box)
