@@ -120,7 +120,7 @@ def speak(plan: SpeechPlan) -> int:
     """This rank's part. Errors: ValueError naming flag, file or tensor; LostRank."""
     opened, adapters, tokenizer, prompts = open_speech(plan)
     world, device, groups = connect(plan.device)
-    mesh = Mesh(world.rank, tp=plan.tp, pp=plan.pp, groups=groups if world.size > 1 else None)
+    mesh = Mesh(world.rank, tp=plan.tp, pp=plan.pp, groups=groups)
     dtype = compute_dtype(opened, device, plan.dtype)
     options = replace(plan.engine, vocab=tokenizer.vocab_size)
     engine = start_engine(opened, mesh, device, options, dtype=dtype, adapters=adapters)

@@ -93,7 +93,7 @@ class Machine:
         self.extent = CUDA if device.is_cuda else CPU
         self.dtype = DTYPES[self.extent.dtype]
         self.ops: Ops = choose(device.torch, self.dtype)
-        self.axis: Axis = Mesh(world.rank, dp=world.size, groups=groups if world.size > 1 else None).everyone
+        self.axis: Axis = Mesh(world.rank, dp=world.size, groups=groups).everyone
 
     def measured(self) -> tuple[dict[str, float], dict[str, float]]:
         """The file's values, and peaks in TFLOP/s by dtype."""

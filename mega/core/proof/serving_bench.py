@@ -62,7 +62,7 @@ def bench_url(plan: ServingBench) -> int:
 def bench_engine(plan: ServingBench) -> int:
     """This rank's part. Errors: as of `start_engine`; ValueError where a load does not fit."""
     world, device, groups = connect(plan.device, plan.backend)
-    mesh = Mesh(world.rank, tp=plan.tp, pp=plan.pp, groups=groups if world.size > 1 else None)
+    mesh = Mesh(world.rank, tp=plan.tp, pp=plan.pp, groups=groups)
     engine, what = _opened(plan, mesh, device)
     if engine is None:
         return 0

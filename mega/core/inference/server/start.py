@@ -80,7 +80,7 @@ def serve_rank(plan: ServePlan) -> int:
     check_tokenizer(opened, tokenizer)
     chat = _chat(plan, opened, tokenizer) if first else None
     world, device, groups = connect(plan.device)
-    mesh = Mesh(world.rank, tp=plan.tp, pp=plan.pp, groups=groups if world.size > 1 else None)
+    mesh = Mesh(world.rank, tp=plan.tp, pp=plan.pp, groups=groups)
     dtype = compute_dtype(opened, device, plan.dtype)
     options = replace(plan.engine, vocab=tokenizer.vocab_size)
     engine = start_engine(opened, mesh, device, options, dtype=dtype, adapters=adapters)
