@@ -229,35 +229,37 @@ def test_no_interval_is_too_long_or_too_short() -> None:
 
 
 @pytest.mark.parametrize(
-    ("interval", "beside", "seconds"),
+    ("interval", "overlapped", "seconds"),
     [
         (None, False, 10000.0),  # never saved
         (100, False, 10000 + 10 * 400.0),
         (300, False, 10000 + 4 * 400.0),  # after 300, 600, 900, and the last
         (5000, False, 10000 + 400.0),
-        (100, True, 10000 + 400.0),  # each fits beside the next 100 steps; the last is waited for
-        (30, True, 10000 + 33 * 100.0 + 400.0),  # 400 s do not fit beside 300
+        (100, True, 10000 + 400.0),  # each fits into the next 100 steps; the last is waited for
+        (30, True, 10000 + 33 * 100.0 + 400.0),  # 400 s do not fit into 300
     ],
 )
-def test_saves_take_their_time(interval: int | None, beside: bool, seconds: float) -> None:
+def test_saves_take_their_time(interval: int | None, overlapped: bool, seconds: float) -> None:
     """1,000 steps of 10 s, with saves of 400 s."""
-    whole = training_time(10.0, 1000, save_interval=interval, save_seconds=400.0, beside=beside)
+    whole = training_time(10.0, 1000, save_interval=interval, save_seconds=400.0, overlapped=overlapped)
     assert whole.days == pytest.approx(seconds / 86400) and whole.effective == pytest.approx(10000 / seconds)
     assert whole.save_every is None
 
 
-@pytest.mark.parametrize("beside", [False, True])
-def test_the_time_is_that_of_the_interval_asked_for(beside: bool) -> None:
+@pytest.mark.parametrize("overlapped", [False, True])
+def test_the_time_is_that_of_the_interval_asked_for(overlapped: bool) -> None:
     days = {}
     for interval in (1, 20, 54, 90, 160, 1000, None):
         whole = training_time(
-            10.0, 20000, save_interval=interval, save_seconds=70.0, beside=beside, failure_seconds=4000.0
+            10.0, 20000, save_interval=interval, save_seconds=70.0, overlapped=overlapped, failure_seconds=4000.0
         )
         days[interval] = whole.days
-        assert whole.save_every_steps == (7 if beside else 70)
+        assert whole.save_every_steps == (7 if overlapped else 70)
         assert whole.save_every_days == pytest.approx(days[None]) if interval is None else days[interval] > 0
     assert min(days.values()) == days[None] and len(set(days.values())) == 7
-    slower = training_time(10.0, 20000, save_seconds=70.0, beside=beside, failure_seconds=4000.0, restart_seconds=900.0)
+    slower = training_time(
+        10.0, 20000, save_seconds=70.0, overlapped=overlapped, failure_seconds=4000.0, restart_seconds=900.0
+    )
     assert slower.days > 1.2 * days[None]
 
 

@@ -11,7 +11,7 @@ from mega.core.device import Device
 from mega.core.parallel.mesh import Mesh
 from mega.core.proof.parity import own_samples, synthetic_batch
 from mega.core.training.state import TrainState
-from mega.core.training.step import Report, train_step
+from mega.core.training.step import StepReport, train_step
 from mega.core.training.wire import build_state
 
 OPTIONS = {
@@ -32,7 +32,7 @@ OPTIONS = {
 
 def train(
     options: dict[str, object], steps: int, overflow: frozenset[int] = frozenset()
-) -> tuple[TrainState, list[Report]]:
+) -> tuple[TrainState, list[StepReport]]:
     """Steps 1 ... `steps`; those in `overflow` find an infinity among their gradients."""
     run = resolve(updated(RunConfig(), options), 1)
     mesh = Mesh(0)

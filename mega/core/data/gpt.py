@@ -44,7 +44,7 @@ class GPTDataset:
 
 
 def loss_weights(tokens: NDArray[np.int64], eod: int | None) -> NDArray[np.float32]:
-    """1 for every input token, 0 where it is `eod`: what follows a document's end is not to be foretold.
+    """1 for every input token, 0 where it is `eod`: what follows a document's end is not to be predicted.
 
     tokens [..., s] -> float32 [..., s]. 5 6 0 7 8 0 with eod 0 -> 1 1 0 1 1 0.
     """

@@ -25,7 +25,7 @@ class BertSample(NamedTuple):
     """int64 [seq_length] each, and two numbers.
 
     text: with masks, padded; types: 0 for the first part, 1 for the second, padded with the pad id; labels: the true
-    id where one is foretold, else -1; loss_mask: 1 there; padding_mask: 1 for tokens; is_random: 1 where the parts
+    id where one is predicted, else -1; loss_mask: 1 there; padding_mask: 1 for tokens; is_random: 1 where the parts
     stand in the wrong order; truncated: 1 where tokens were cut off.
     """
 

@@ -71,7 +71,7 @@ def samples(
 
 
 def _decoder(arrays: dict[str, Any], tokenizer: Tokenizer) -> Iterator[str]:
-    """Trained is a token that is to be foretold from those before it."""
+    """Trained is a token that is to be predicted from those before it."""
     columns = ["positions", *(["documents"] if "documents" in arrays else [])]
     yield _row("token", "id", "trained", *(name[:-1] for name in columns))
     trained = [False, *(arrays["loss_weights"] > 0).tolist()]

@@ -28,7 +28,7 @@ class Stops:
 
 
 @dataclass(frozen=True)
-class Training:
+class TrainingTime:
     """days: from the first step to the last. effective: share of it that is neither saved, lost nor repeated.
 
     save_interval: steps between the checkpoints of that time, None without any; saves: how many. save_every: seconds
@@ -46,7 +46,7 @@ class Training:
     save_every_days: float | None
 
 
-def training(run: RunConfig, world: int, device: Hardware, stops: Stops) -> Training | None:
+def training(run: RunConfig, world: int, device: Hardware, stops: Stops) -> TrainingTime | None:
     """How long the whole training takes, where its length is given. Errors: ValueError where it would never end.
 
     Saves are those of --save-interval; where nothing is said and the machine fails, those that waste least.
@@ -59,7 +59,7 @@ def training(run: RunConfig, world: int, device: Hardware, stops: Stops) -> Trai
         steps,
         save_interval=interval,
         save_seconds=stops.save_seconds,
-        beside=run.checkpoint.async_save,
+        overlapped=run.checkpoint.async_save,
         restart_seconds=stops.restart_seconds,
         failure_seconds=stops.mtbf_hours * 3600 if stops.mtbf_hours is not None else None,
     )
@@ -91,14 +91,14 @@ def training_time(
     *,
     save_interval: int | None = None,
     save_seconds: float = 0.0,
-    beside: bool = False,
+    overlapped: bool = False,
     restart_seconds: float = 0.0,
     failure_seconds: float | None = None,
-) -> Training:
+) -> TrainingTime:
     """`steps` of `step_seconds`, saved every `save_interval` steps and after the last, against a mean time between
     failures; without an interval saved by Young's and Daly's.
 
-    save_seconds: how long one save takes, and stops the training if it is not made beside it. restart_seconds: from a
+    save_seconds: how long one save takes, and stops the training unless it is `overlapped`. restart_seconds: from a
     failure to the next step. failure_seconds: mean time between failures of the whole machine, not of one device; None
     for never.
 
@@ -112,14 +112,14 @@ def training_time(
     >>> training_time(4.0, 21600, save_interval=100, save_seconds=400).days
     2.0
     """
-    # A save beside the steps costs them nothing, as we assume, until the next is due: that one waits for its end. What
+    # An overlapped save costs the steps nothing, as we assume, until the next is due: that one waits for its end. What
     # is trained meanwhile is lost with a failure, for the checkpoint is not there yet.
-    restart = restart_seconds + (save_seconds if beside else 0.0)
+    restart = restart_seconds + (save_seconds if overlapped else 0.0)
 
     def stretch(trained: int, last: bool) -> float:
-        """Seconds of so many steps and the save behind them; the run waits for its last."""
+        """Seconds of so many steps and the save after them; the run waits for its last."""
         work = trained * step_seconds
-        stop = max(0.0, save_seconds - work) if beside and not last else save_seconds
+        stop = max(0.0, save_seconds - work) if overlapped and not last else save_seconds
         if failure_seconds is None:
             return work + stop
         try:
@@ -134,11 +134,11 @@ def training_time(
 
     work, best = step_seconds * steps, None
     if failure_seconds is not None:
-        seconds = save_seconds if beside else optimum_interval(max(save_seconds, 1e-3), failure_seconds)
-        best = max(1, min(steps, (ceil if beside else round)(min(seconds / step_seconds, steps))))
+        seconds = save_seconds if overlapped else optimum_interval(max(save_seconds, 1e-3), failure_seconds)
+        best = max(1, min(steps, (ceil if overlapped else round)(min(seconds / step_seconds, steps))))
     interval = save_interval if save_interval is not None else best
     taken = work if interval is None else wall(interval)
-    return Training(
+    return TrainingTime(
         steps=steps,
         days=taken / DAY,
         effective=work / taken,

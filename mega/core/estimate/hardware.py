@@ -1,4 +1,4 @@
-"""Devices and their clusters as numbers: hardware.toml beside this file, or a file of the user's in the same form."""
+"""Devices and their clusters as numbers: hardware.toml next to this file, or a file of the user's in the same form."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Megatron-LM's own `report_theoretical_memory`, formula for formula, to stand beside our figures.
+"""Megatron-LM's own `report_theoretical_memory`, formula for formula, to compare with our figures.
 
 It counts neither biases nor position tables, assumes bf16 with fp32 gradients and Adam, and approximates activations by
 the closed form of Korthikanti et al. 2022 (arXiv 2205.05198). A megabyte is 1024 squared.
@@ -17,7 +17,7 @@ MEGABYTE = 1024.0**2
 
 
 @dataclass(frozen=True)
-class Report:
+class TheoreticalMemory:
     """What Megatron-LM prints. Parameters are elements; sizes are megabytes of the most loaded rank.
 
     parameters: of the whole model. shard: of the most loaded rank; others: of the other shards, where there are several
@@ -37,7 +37,7 @@ class Report:
         return self.weights + self.activations
 
 
-def report(run: RunConfig, world: int) -> Report:
+def report(run: RunConfig, world: int) -> TheoreticalMemory:
     """Megatron-LM's figures for a resolved `run`."""
     model, parallel, batch = run.model, run.parallel, run.batch
     assert model.layers and model.hidden and model.heads and model.kv_heads and model.head_dim
@@ -52,7 +52,7 @@ def report(run: RunConfig, world: int) -> Report:
     shard = others + embedding / t * (2 if not model.tied and p == 1 else 1)
     per_parameter = 6 + 12 / data_parallel(run, world) if parallel.zero else 18
     layer, activations, in_flight = _activations(run, world)
-    return Report(
+    return TheoreticalMemory(
         parameters=whole,
         shard=shard,
         others=others,

@@ -111,12 +111,12 @@ def memory(run: RunConfig, world: int) -> Memory:
         held, timeline, footprints_ = weights[own], timelines[stage], [prints[chunk] for chunk in own]
         activations, working, cargo, when = timeline.peak(footprints_)
         update = _update(run, held, dp) + max(one.in_flight for one in footprints_)
-        # A graph keeps what its microbatch took. Beside it run the last of several, where data are shared, or else
+        # A graph keeps what its microbatch took. Not recorded are the last of several, where data are shared, or else
         # updates and validation.
         graph = (activations + working) if records_graph(run, world) else 0
-        beside = graph if eager_microbatches(dp * parallel.cp, count) else min(graph, max(update, working))
+        kept = graph if eager_microbatches(dp * parallel.cp, count) else min(graph, max(update, working))
         if update > activations + working + cargo:
-            activations, working, cargo, when, beside = 0, update, 0, "optimizer step", graph
+            activations, working, cargo, when, kept = 0, update, 0, "optimizer step", graph
         stages.append(
             StageMemory(
                 stage=stage,
@@ -128,7 +128,7 @@ def memory(run: RunConfig, world: int) -> Memory:
                 cargo=cargo,
                 live=timeline.live,
                 when=when,
-                graph=beside,
+                graph=kept,
             )
         )
     return Memory(

@@ -10,7 +10,7 @@ from mega.core.config.check import graph
 from mega.core.config.resolve import data_parallel, microbatches, records_graph, text_lengths
 from mega.core.config.run import RunConfig, updated
 from mega.core.config.sections import DECODERS
-from mega.core.estimate.duration import Stops, Training
+from mega.core.estimate.duration import Stops, TrainingTime
 from mega.core.estimate.hardware import GIB, Hardware
 from mega.core.estimate.memory import Memory, StageMemory, kv_cache_bytes, logits_bytes, serving_bytes
 from mega.core.estimate.search import RESERVE, Found
@@ -222,8 +222,8 @@ def notes(run: RunConfig, world: int, found: Memory, device: Hardware | None, me
     if device is not None:
         need = found.needed(device.communicator)
         verdict = "fits" if need <= device.memory else "does not fit"
-        beside = f" and {outside}" if outside else ""
-        yield f"{device.name}: {need:.2f} GiB with slack{beside}, of {device.memory:g}: {verdict}"
+        others = f" and {outside}" if outside else ""
+        yield f"{device.name}: {need:.2f} GiB with slack{others}, of {device.memory:g}: {verdict}"
         step = step_time(run, world, device)
         yield (
             f"{device.name}: {step.seconds:.3f} s a step ({step.tflops:.0f} TFLOP/s per device, MFU {step.mfu:.1%}); "
@@ -274,7 +274,7 @@ def _recorded(run: RunConfig, world: int, device: Hardware) -> float | None:
     return step_time(recorded, world, device).seconds
 
 
-def training_note(whole: Training, stops: Stops, typed: bool) -> str:
+def training_note(whole: TrainingTime, stops: Stops, typed: bool) -> str:
     """How long the training takes, in words; typed: its saves are those that were asked for."""
     told = f"{whole.steps} steps: {whole.days:.2f} days"
     if whole.save_interval is None:

@@ -16,7 +16,7 @@ from mega.core.plan.pieces import together
 class Sizes:
     """Of a resolved run.
 
-    plain: attention writes its weights out. beside: exchanges run beside the products that they feed.
+    plain: attention writes its weights out. overlapped: exchanges overlap the products that they feed.
     """
 
     def __init__(self, run: RunConfig) -> None:
@@ -38,7 +38,7 @@ class Sizes:
         whole = padded(model.vocab, tp, model.vocab_multiple)
         self.vocab = whole // tp
         self.e, self.w = BYTES[run.precision.dtype], wide(run.precision.dtype)
-        self.beside = parallel.tp_overlap
+        self.overlapped = parallel.tp_overlap
         self.plain = run.runtime.ops == "reference"
         self.kernels = not self.plain and run.runtime.device != "cpu" and self.e == 2
         self.fp8 = run.precision.fp8

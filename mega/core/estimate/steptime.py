@@ -34,9 +34,9 @@ pass of a kernel."""
 MOMENTUM = 4.5
 """The same for the velocities of SGD."""
 
-CASTS, EXCHANGES, BESIDE, MASKS, AGAIN = 1.0, 1.5, 2.75, 0.5, 0.7
+CASTS, EXCHANGES, OVERLAPPED, MASKS, AGAIN = 1.0, 1.5, 2.75, 0.5, 0.7
 """What adds to the host's time for a block, in its own measure: casts to fp8; exchanges among tensor ranks, who wait
-for each other's hosts too, by collectives or beside the products; dropout; blocks asked for again within a backward."""
+for each other's hosts too, by collectives or while products run; dropout; blocks asked for again within a backward."""
 
 MASK, DROP = 265, 9
 """Bytes per element that hashing a dropout mask moves, int64 pass after pass (ops/counter.py), and applying it."""
@@ -45,11 +45,11 @@ DECIDED = 1.6
 """How much longer attention takes where a kernel drops its weights: 1.43 times for heads of 64, 1.78 of 128 on H200."""
 
 CROWDED = 0.2
-"""Share of a collective that runs beside a product which slows the product down: it takes some of its processors."""
+"""Share of an overlapped collective by which the product is slower: it takes some of its processors."""
 
 HIDES, LAST = 0.8, 0.1
-"""Share of a pass beside which data ranks exchange, and of the exchange what no pass hides: the last gradients' sum,
-the first weights' coming."""
+"""Share of a pass in which data ranks exchange, and of the exchange what no pass hides: the last gradients' sum, the
+first weights' coming."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def step_time(
 ) -> StepTime:
     """Predict one step of a resolved `run`.
 
-    overlap: communication runs beside computing where this trainer lets it. False computes nothing during an exchange
+    overlap: communication overlaps computing where this trainer lets it. False computes nothing during an exchange
     between stages or while gradients are summed, as Megatron-LM of 2021. core_again: selective recompute repeats plain
     attention's core, as Megatron-LM's does, instead of norms and activations. play: False takes the pipeline's length
     from its slowest stage, in no time.
@@ -111,8 +111,8 @@ def step_time(
     if parallel.zero >= 2:
         reduction = count * times.sharing(dp, held[stages[0]], chunks[0])
     elif overlap and parallel.overlap_grad_reduce:
-        beside = [sum(chunk.backward + chunk.weight for chunk in chunks[r :: parallel.pp]) for r in range(parallel.pp)]
-        reduction = max(exposed(summed, backward) for summed, backward in zip(sums, beside, strict=True))
+        passes = [sum(chunk.backward + chunk.weight for chunk in chunks[r :: parallel.pp]) for r in range(parallel.pp)]
+        reduction = max(exposed(summed, backward) for summed, backward in zip(sums, passes, strict=True))
     if recorded and dp * parallel.cp > 1:
         if eager_microbatches(dp * parallel.cp, count):
             late = _Times(run, on, core_again, overlap, recorded=False).chunk(stages[0][0])
@@ -183,9 +183,9 @@ def stepwise_bytes(run: RunConfig) -> float:
     return moved + (RULES[options.optimizer] + momentum) * high
 
 
-def exposed(exchange: float, beside: float) -> float:
-    """What of gradients or weights on their way between data ranks the pass beside them does not hide."""
-    return max(LAST * exchange, exchange - HIDES * beside)
+def exposed(exchange: float, overlapped: float) -> float:
+    """What of an exchange of gradients or weights between data ranks the overlapped pass does not hide."""
+    return max(LAST * exchange, exchange - HIDES * overlapped)
 
 
 def pipeline_time(run: RunConfig, chunks: Sequence[Pass], count: int, hop: float, overlap: bool) -> tuple[float, float]:
@@ -302,8 +302,8 @@ class _Times:
             return Pass(self.pointwise(2 * e * elements), self.pointwise(2 * e * elements), 0.0)
         return Pass(self.pointwise((MASK + DROP) * elements), self.pointwise(DROP * elements), 0.0)
 
-    def beside(self, communication: float, product: float) -> float:
-        """What a collective adds to the product that it runs beside."""
+    def overlap_cost(self, communication: float, product: float) -> float:
+        """What a collective adds to the product that it overlaps."""
         hidden = min(communication, product)
         return communication - hidden + (CROWDED * hidden if self.ours else 0.0)
 
@@ -319,7 +319,7 @@ class _Times:
     def sharing(self, dp: int, held: Weights, chunk: Pass) -> float:
         """What ZeRO 2 and 3 add to every microbatch: buckets made, summed and added up; weights gathered twice.
 
-        Under ZeRO 3 all of it waits: a gathering stands behind the sums in the same queue. Under ZeRO 2 a bucket leaves
+        Under ZeRO 3 all of it waits: a gathering is queued after the sums. Under ZeRO 2 a bucket leaves
         as soon as it is complete, whatever --overlap-grad-reduce says.
         """
         run, ranks = self.run, dp * self.run.parallel.cp
@@ -346,12 +346,12 @@ class _Times:
             seconds += self.offloaded(own, min(dp * parallel.cp * parallel.tp * parallel.pp, on.node))
         if shares > 1 and parallel.zero < 3:
             gathered = self.collective(held.weights - held.frozen, shares, parallel.tp)
-            beside = self.ours and parallel.overlap_param_gather and not self.recorded
-            seconds += exposed(gathered, forward) if beside else gathered
+            overlapped = self.ours and parallel.overlap_param_gather and not self.recorded
+            seconds += exposed(gathered, forward) if overlapped else gathered
         return seconds
 
     def offloaded(self, parameters: float, mates: int) -> float:
-        """An update on the host, whose memory `mates` ranks share: one bucket after the other, and nothing beside it.
+        """An update on the host, whose memory `mates` ranks share: one bucket after the other, and nothing overlaps.
 
         Gradients go there as they are summed and are widened there; weights are narrowed there and come back.
         """
@@ -399,7 +399,7 @@ class _Times:
         if self.recorded:
             return total
         # The host asks for one block after the other, and a device that is faster waits.
-        asks = 1 + CASTS * z.fp8 + (BESIDE if z.beside else EXCHANGES if z.tp > 1 else 0.0)
+        asks = 1 + CASTS * z.fp8 + (OVERLAPPED if z.overlapped else EXCHANGES if z.tp > 1 else 0.0)
         asks += MASKS * bool(z.model.hidden_dropout) + AGAIN * (self.run.memory.recompute == "full")
         return total * max(1.0, asks * self.on.host * 1e-6 / total.all)
 
@@ -419,7 +419,7 @@ class _Times:
         return Pass(self.product(tokens, ins, outs), self.product(tokens, outs, ins), self.product(outs, tokens, ins))
 
     def fp8_linear(self, ins: int, outs: int) -> Pass:
-        """The same with casts before each, and the weight's gradient added up behind it (ops/fp8.py)."""
+        """The same with casts before each, and the weight's gradient added up after it (ops/fp8.py)."""
         tokens, e = self.z.tokens, self.z.e
         x, w, y = tokens * ins, ins * outs, tokens * outs
         assert self.run.precision.grad_dtype
@@ -431,20 +431,20 @@ class _Times:
         )
 
     def column(self, products: Pass) -> Pass:
-        """Entering the region: the gathered input waits, the input's gradient is summed beside the weight's product.
+        """Entering the region: the gathered input waits, the input's gradient is summed during the weight's product.
 
-        Under --tp-overlap the exchanges run beside the products that they feed.
+        Under --tp-overlap the exchanges overlap the products that they feed.
         """
         z = self.z
         forward, grad, weight = products.forward, products.backward, products.weight
         gather = self.collective(z.e * z.tokens * z.hidden, z.tp, 1)
-        if z.beside:
-            # The input is gathered anew; behind it parts of its gradient leave, until the weight's product ends too.
+        if z.overlapped:
+            # The input is gathered again; after it parts of its gradient leave, until the weight's product ends too.
             late = max(gather - grad, 0.0)
             left = max(2 * gather, grad + self.alone(gather)) - (grad + late + weight)
             return Pass(forward + self.uncovered(gather, forward), grad + late + max(left, 0.0) + self.total(), weight)
         summed = gather if z.seq else 2 * gather
-        waits = self.beside(summed, weight) + (self.beside(gather, grad) if z.seq else 0.0)
+        waits = self.overlap_cost(summed, weight) + (self.overlap_cost(gather, grad) if z.seq else 0.0)
         return Pass(forward + (gather if z.seq else 0.0), grad + waits, weight)
 
     def row(self, products: Pass) -> Pass:
@@ -452,7 +452,7 @@ class _Times:
         z = self.z
         gather = self.collective(z.e * z.tokens * z.hidden, z.tp, 1)
         forward, grad, weight = products.forward, products.backward, products.weight
-        if z.beside:
+        if z.overlapped:
             out = self.uncovered(gather, forward) + self.total()
             return Pass(forward + out, grad + self.uncovered(gather, grad), weight)
         return Pass(forward + (gather if z.seq else 2 * gather), grad + (gather if z.seq else 0.0), weight)
@@ -462,7 +462,7 @@ class _Times:
         return max(exchange - product * (self.z.pieces - 1) / self.z.pieces, self.alone(exchange))
 
     def alone(self, exchange: float) -> float:
-        """What is beside nothing: blocks in one piece with our own tokens, a gathering's first and a sum's last."""
+        """What overlaps nothing: blocks in one piece with our own tokens, a gathering's first and a sum's last."""
         return exchange * (self.z.tp / self.z.pieces - 1) / (self.z.tp - 1)
 
     def total(self) -> float:
@@ -513,8 +513,8 @@ class _Times:
     def across(self, forward: float, backward: float) -> Pass:
         """Attention of so many seconds on one rank of the context axis, and what it takes to see all tokens.
 
-        all-to-all: query, key and value are dealt out, the result comes back, and each is laid out anew. ring: keys and
-        values travel beside the computing, on the way back with their gradients in fp32, and parts are merged.
+        all-to-all: query, key and value are exchanged, so is the result, and each is laid out again. ring: computing
+        overlaps the transfer of keys and values, on the way back with their gradients in fp32, and parts are merged.
         """
         z, parallel = self.z, self.run.parallel
         size = parallel.cp
@@ -522,9 +522,9 @@ class _Times:
             return Pass(forward, backward, 0.0)
         mixed, both = z.tokens * z.q, 2 * z.tokens * z.kv
         if not z.ring:
-            dealt = z.e * (mixed + both)
-            swap = self.collective(dealt, size, parallel.tp) + self.collective(z.e * mixed, size, parallel.tp)
-            laid = self.pointwise(8 * dealt + 6 * z.e * mixed)
+            sent = z.e * (mixed + both)
+            swap = self.collective(sent, size, parallel.tp) + self.collective(z.e * mixed, size, parallel.tp)
+            laid = self.pointwise(8 * sent + 6 * z.e * mixed)
             return Pass(forward + swap + laid, backward + swap + laid, 0.0)
         hand, wide = (self.handed(width * both, size, parallel.tp) for width in (z.e, z.w))
         ahead = (size - 1) * max(0.0, hand - forward / size)

@@ -337,7 +337,7 @@ def _composable(run: RunConfig) -> bool:
 
 
 def reduced_run(run: RunConfig, chunk: Chunk) -> tuple[RunConfig, int]:
-    """A run of which one stage is the chunk, and that stage; those beside it have a block of each stack that they need.
+    """A run of which one stage is the chunk, and that stage; its neighbours have a block of each stack that they need.
 
     It has all that matters to a microbatch but its size, so that layouts which differ elsewhere share their answer.
     """
@@ -347,8 +347,8 @@ def reduced_run(run: RunConfig, chunk: Chunk) -> tuple[RunConfig, int]:
     own += [2 * number + 1 for number, count in enumerate(chunk.stacks) if count]
     last = 2 * len(chunk.stacks)
     before = [int(min(own) > 0 and 2 * number + 1 <= min(own)) for number in range(len(chunk.stacks))]
-    behind = [int(max(own) < last and 2 * number + 1 >= max(own)) for number in range(len(chunk.stacks))]
-    stages = [*([before] if any(before) else []), list(chunk.stacks), *([behind] if any(behind) else [])]
+    following = [int(max(own) < last and 2 * number + 1 >= max(own)) for number in range(len(chunk.stacks))]
+    stages = [*([before] if any(before) else []), list(chunk.stacks), *([following] if any(following) else [])]
     layers = tuple(sum(stacks) for stacks in stages)
     model = run.model.with_stacks(tuple(sum(counts) for counts in zip(*stages, strict=True)))
     reduced = RunConfig(

@@ -34,7 +34,7 @@ from mega.core.parallel.launch import connect, disconnect
 from mega.core.parallel.mesh import Groups
 from mega.core.proof.bench_rows import read_rows
 from mega.core.training.state import TrainState
-from mega.core.training.step import Report, train_step
+from mega.core.training.step import StepReport, train_step
 from mega.core.training.wire import build_mesh, build_state
 
 SILENCE = 2.0
@@ -270,7 +270,7 @@ class _SlowProgress:
             print(f"{self._name}: {taken} of {steps} steps", file=sys.stderr, flush=True)
 
 
-def _step(state: TrainState, batches: Sequence[Batch]) -> Report:
+def _step(state: TrainState, batches: Sequence[Batch]) -> StepReport:
     options = state.run.optimizer
     return train_step(state, batches, options.lr or 0.0, options.weight_decay)
 

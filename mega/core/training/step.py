@@ -26,7 +26,7 @@ LEAST_WEIGHT = 1e-30
 
 
 @dataclass(frozen=True)
-class Report:
+class StepReport:
     """What a step did, as device values: the host does not wait for them until they are read.
 
     loss: of the global batch. means: of each term and metric, by name. grad_norm: before clipping. finite: 0 if the
@@ -50,7 +50,7 @@ class Report:
         return Reading(always | {name: value for name, value in asked.items() if value is not None} | dict(several))
 
 
-def train_step(state: TrainState, batches: Sequence[Batch], lr: float, decay: float) -> Report:
+def train_step(state: TrainState, batches: Sequence[Batch], lr: float, decay: float) -> StepReport:
     """One step over this data coordinate's microbatches; every rank of the mesh takes part."""
     sums = backward(state, batches)
     # 4
@@ -63,7 +63,7 @@ def train_step(state: TrainState, batches: Sequence[Batch], lr: float, decay: fl
         scaler.update(outcome.finite)
     # 5
     loss, by_name = means(state, sums)
-    return Report(
+    return StepReport(
         loss,
         by_name,
         outcome.grad_norm,

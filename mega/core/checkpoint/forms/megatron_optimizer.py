@@ -2,7 +2,7 @@
 
 A state is plain, tensor by tensor, or the distributed optimizer's: flat vectors in `distrib_optim.pt`. Adam's count of
 updates is in the groups of parameters, as Apex's and Transformer Engine's FusedAdam have it; torch's own AdamW has it
-with each parameter and does not go on from these files. Knows no weights' names but their order, and no folders.
+with each parameter and does not continue from these files. Knows no weights' names but their order, and no folders.
 """
 
 from __future__ import annotations

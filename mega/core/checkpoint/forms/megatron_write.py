@@ -114,7 +114,7 @@ def _for_legacy(to: str) -> str:
 
 
 def _for_core(model: ModelConfig, arguments: Mapping[str, Any], order: Order, facts: Facts | None) -> str:
-    """Which flags Megatron-core needs to go on from the tree."""
+    """Which flags Megatron-core needs to continue from the tree."""
     if model.family in ("bert", "t5"):
         return "Megatron-core 0.18 has classes for it (BertModel, T5Model), and no script that trains them"
     dist = arguments["ckpt_format"] == "torch_dist"
