@@ -18,7 +18,7 @@ from mega.core.checkpoint.forms.huggingface import weights_of
 from mega.core.checkpoint.forms.recognise import form_at
 from mega.core.checkpoint.own.container import blocks
 from mega.core.checkpoint.own.model import model_of
-from mega.core.checkpoint.own.pieces import Box
+from mega.core.checkpoint.own.pieces import whole_box
 from mega.core.checkpoint.own.source import OwnSource
 from mega.core.checkpoint.own.store import Checkpoint, locate
 from mega.core.config.sections import ModelConfig
@@ -92,7 +92,7 @@ def not_finite(one: Path, other: Path) -> str | None:
     """The first weight of the checkpoint, whichever of the two it is, with a NaN or an infinity; None without one."""
     source = OwnSource(locate(one if form_at(one) is OWN else other))
     for name, (shape, dtype) in source.tensors.items():
-        for box in blocks(Box((0,) * len(shape), shape), dtype.itemsize):
+        for box in blocks(whole_box(shape), dtype.itemsize):
             if not source.read(name, box).isfinite().all():
                 return name.removeprefix("weights/")
     return None
@@ -129,7 +129,7 @@ def their_logits(folder: Path, ids: torch.Tensor) -> torch.Tensor:
         tensors = dict(module.named_parameters())
         for own, theirs in names:
             shape = source.tensors[theirs][0]
-            tensors[own].copy_(source.read(theirs, Box((0,) * len(shape), shape)))
+            tensors[own].copy_(source.read(theirs, whole_box(shape)))
 
     outside = [name for name, _ in model.named_parameters() if f".{stem}." not in name]
     fill(model, [(name, here + name.removeprefix(prefix) if name.startswith(prefix) else name) for name in outside])

@@ -22,7 +22,7 @@ import torch
 from mega.core.checkpoint.forms.pickle_scan import BYTES, Scan
 from mega.core.checkpoint.own.container import Entry, read_box
 from mega.core.checkpoint.own.disk import opening, parse_json, read_file, read_into
-from mega.core.checkpoint.own.pieces import DTYPES, Box, CheckpointError, Tensors
+from mega.core.checkpoint.own.pieces import DTYPES, Box, CheckpointError, Tensors, whole_box
 
 HEADER_LIMIT = 64 << 20
 JSON_LIMIT = 64 << 20
@@ -103,8 +103,7 @@ def _entry(path: Path, name: str, value: object, base: int) -> Entry:
     assert isinstance(shape, list) and isinstance(offsets, list)
     if len(offsets) != 2 or offsets[1] - offsets[0] != prod(shape) * DTYPES[dtype].itemsize:
         raise CheckpointError(f"{path}: {name}: offsets {offsets} do not hold {dtype} {shape}")
-    box = Box((0,) * len(shape), tuple(shape))
-    return Entry(name, dtype, tuple(shape), box, base + offsets[0], "")
+    return Entry(name, dtype, tuple(shape), whole_box(shape), base + offsets[0], "")
 
 
 class TorchSource:
@@ -123,7 +122,7 @@ class TorchSource:
         self.tensors: Tensors = {name: (tuple(t.shape), t.dtype) for name, t in tensors.items()}
 
     def read(self, name: str, box: Box) -> torch.Tensor:
-        return self._tensors[name][box.inside(Box((0,) * len(box.start), box.size))]
+        return self._tensors[name][box.index]
 
 
 StandIn = Callable[[str], type | None]

@@ -20,7 +20,7 @@ from mega.core.checkpoint.forms.form import Given, Opened
 from mega.core.checkpoint.forms.mapping import Source
 from mega.core.checkpoint.own.container import Entry
 from mega.core.checkpoint.own.disk import opening, read_into
-from mega.core.checkpoint.own.pieces import Box, CheckpointError
+from mega.core.checkpoint.own.pieces import CheckpointError, whole_box
 
 MAGIC = 0x616B3432
 """First number of versions 1 and 2; version 0 begins with the width."""
@@ -93,8 +93,7 @@ def _open_flat(path: Path) -> tuple[Source, dict[str, Any]]:
     entries: dict[str, tuple[Path, Entry]] = {}
     for name, shape in (_order0 if version == 0 else _order1)(params, tied):
         if name:
-            box = Box((0,) * len(shape), shape)
-            entries[f"0/{name}.weight"] = (path, Entry(name, "F32", shape, box, begin, ""))
+            entries[f"0/{name}.weight"] = (path, Entry(name, "F32", shape, whole_box(shape), begin, ""))
         begin += 4 * prod(shape)
     if begin != size:
         raise CheckpointError(f"{path}: {size} bytes, its sizes {params} make {begin}")

@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 
 from mega.core.checkpoint.own.container import blocks
-from mega.core.checkpoint.own.pieces import Box, CheckpointError, Tensors
+from mega.core.checkpoint.own.pieces import Box, CheckpointError, Tensors, whole_box
 
 
 class Source(Protocol):
@@ -96,11 +96,6 @@ class Table:
     def elements(self) -> int:
         """Of all targets."""
         return sum(prod(target.shape) for target in self.targets)
-
-
-def whole_box(shape: Sequence[int]) -> Box:
-    """All of a tensor."""
-    return Box((0,) * len(shape), tuple(shape))
 
 
 def stacked(parts: Iterable[tuple[str, range]], columns: int | None) -> tuple[Fragment, ...]:

@@ -31,11 +31,10 @@ from mega.core.checkpoint.forms.mapping import (
     gathered,
     prove,
     whole,
-    whole_box,
 )
 from mega.core.checkpoint.forms.writing import made, write_json, write_torch
 from mega.core.checkpoint.own.model import check_size
-from mega.core.checkpoint.own.pieces import Box, CheckpointError, Tensors
+from mega.core.checkpoint.own.pieces import Box, CheckpointError, Tensors, whole_box
 from mega.core.checkpoint.own.store import Attachments
 from mega.core.config.sections import ModelConfig
 from mega.core.inventory import Tensor, inventory
@@ -78,19 +77,15 @@ def meta_name(name: str) -> str:
     return translated(name, NAMES, "layers.{}.")
 
 
-def rotary_rows(heads: range, width: int, first: int = 0) -> list[range]:
+def rotary_rows(heads: int, width: int) -> list[range]:
     """Meta's rows of query or key heads in our order, as runs: of each head its even rows, then its odd ones.
 
-    width: rows of a head. first: Meta's row of the first head.
+    width: rows of a head.
 
-    >>> [list(run) for run in rotary_rows(range(2), 4)]
+    >>> [list(run) for run in rotary_rows(2, 4)]
     [[0, 2], [1, 3], [4, 6], [5, 7]]
     """
-    return [
-        range(first + number * width + odd, first + (number + 1) * width, 2)
-        for number in range(len(heads))
-        for odd in (0, 1)
-    ]
+    return [range(number * width + odd, (number + 1) * width, 2) for number in range(heads) for odd in (0, 1)]
 
 
 class LastTensor:
@@ -107,7 +102,7 @@ class LastTensor:
     def read(self, name: str, box: Box) -> torch.Tensor:
         if self._last is None or self._last[0] != name:
             self._last = (name, self._source.read(name, whole_box(self.tensors[name][0])))
-        return self._last[1][box.inside(Box((0,) * len(box.start), box.size))]
+        return self._last[1][box.index]
 
 
 def recognise(path: Path) -> bool:
@@ -250,7 +245,7 @@ def _rotary_runs(model: ModelConfig, tensor: Tensor, parts: int) -> list[range] 
     if not tensor.name.endswith(("q_proj.weight", "k_proj.weight")):
         return None
     assert model.head_dim is not None
-    return rotary_rows(range(tensor.shape[0] // parts // model.head_dim), model.head_dim)
+    return rotary_rows(tensor.shape[0] // parts // model.head_dim, model.head_dim)
 
 
 def export(own: Own, to: str, given: Given) -> Export:

@@ -15,12 +15,13 @@ from pathlib import Path
 import torch
 
 from mega.core.checkpoint.forms.form import OWN, Given
-from mega.core.checkpoint.forms.mapping import Source, Table, assemble, check_copies, prove, whole_box
+from mega.core.checkpoint.forms.mapping import Source, Table, assemble, check_copies, prove
 from mega.core.checkpoint.forms.recognise import form_at
 from mega.core.checkpoint.own.container import blocks
 from mega.core.checkpoint.own.layout import ONE
 from mega.core.checkpoint.own.model import model_of
-from mega.core.checkpoint.own.pieces import CheckpointError, Piece
+from mega.core.checkpoint.own.pieces import CheckpointError, whole_box
+from mega.core.checkpoint.own.source import read_part
 from mega.core.checkpoint.own.store import Checkpoint, locate
 
 
@@ -72,9 +73,7 @@ def compare(source: Source, table: Table, checkpoint: Checkpoint) -> ReadBack:
         if checkpoint.tensors[name] != (shape, dtype):
             raise CheckpointError(f"--verify: {name}: is {checkpoint.tensors[name]}, not {(shape, dtype)}")
         for box in blocks(whole_box(shape), dtype.itemsize):
-            found = torch.empty(box.size, dtype=dtype)
-            checkpoint.read([Piece(name, shape, box.start, found)])
-            expected = assemble(target, box, source).contiguous()
+            found, expected = read_part(checkpoint, name, box), assemble(target, box, source).contiguous()
             if not torch.equal(found.view(torch.uint8), expected.view(torch.uint8)):
                 raise CheckpointError(f"--verify: {name}: is not what {target.fragments[0].source} holds")
     return ReadBack(len(tensors), table.elements)

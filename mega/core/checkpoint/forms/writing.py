@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
-from mega.core.checkpoint.forms.mapping import Source, Target, assemble, whole_box
+from mega.core.checkpoint.forms.mapping import Source, Target, assemble
 from mega.core.checkpoint.own.disk import creating, write_all
+from mega.core.checkpoint.own.pieces import whole_box
 from mega.core.files import whole_file
 
 

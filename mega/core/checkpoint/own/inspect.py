@@ -15,9 +15,10 @@ import torch
 from mega.core.checkpoint.own.container import blocks
 from mega.core.checkpoint.own.directory import NOTHING, STEP, CheckpointStore, remove_leftover
 from mega.core.checkpoint.own.folders import sweep
-from mega.core.checkpoint.own.pieces import Box, CheckpointError, Piece
+from mega.core.checkpoint.own.pieces import CheckpointError, whole_box
 from mega.core.checkpoint.own.remote import RemoteCheckpoint
 from mega.core.checkpoint.own.retention import retain
+from mega.core.checkpoint.own.source import read_part
 from mega.core.checkpoint.own.store import Checkpoint, locate, store_at
 from mega.core.checkpoint.own.together import attempt
 from mega.core.files import url_of
@@ -112,10 +113,8 @@ def diff(first: Checkpoint, second: Checkpoint, prefix: str = "") -> Iterator[Di
 def _compare(first: Checkpoint, second: Checkpoint, key: str) -> Difference | None:
     shape, dtype = first.tensors[key]
     differing, largest = 0, 0.0
-    for box in blocks(Box((0,) * len(shape), shape), dtype.itemsize):
-        pair = [torch.empty(box.size, dtype=dtype) for _ in range(2)]
-        for checkpoint, tensor in zip((first, second), pair, strict=True):
-            checkpoint.read([Piece(key, shape, box.start, tensor)])
+    for box in blocks(whole_box(shape), dtype.itemsize):
+        pair = [read_part(checkpoint, key, box) for checkpoint in (first, second)]
         a, b = (tensor.reshape(-1).view(torch.uint8).reshape(-1, dtype.itemsize) for tensor in pair)
         unequal = (a != b).any(dim=1)
         if unequal.any():

@@ -124,9 +124,19 @@ class Box:
         size = tuple(end - begin for begin, end in zip(start, ends, strict=True))
         return Box(start, size) if all(length > 0 for length in size) else None
 
+    @property
+    def index(self) -> tuple[slice, ...]:
+        """This rectangle as an index into the whole tensor."""
+        return tuple(slice(a, a + n) for a, n in zip(self.start, self.size, strict=True))
+
     def inside(self, outer: Box) -> tuple[slice, ...]:
         """This rectangle as an index into the memory of `outer`, which contains it."""
         return tuple(slice(a - b, a - b + n) for a, b, n in zip(self.start, outer.start, self.size, strict=True))
+
+
+def whole_box(shape: Sequence[int]) -> Box:
+    """All of a tensor."""
+    return Box((0,) * len(shape), tuple(shape))
 
 
 def tiling_fault(whole: Sequence[int], boxes: Sequence[Box]) -> str | None:

@@ -18,6 +18,7 @@ from mega.core.checkpoint.own.layout import Layout, plan_files
 from mega.core.checkpoint.own.ledger import ConversionReport, Ledger
 from mega.core.checkpoint.own.model import model_of
 from mega.core.checkpoint.own.pieces import Box, Piece
+from mega.core.checkpoint.own.source import read_part
 from mega.core.checkpoint.own.store import Checkpoint, locate, store_at
 
 Progress = Callable[[int, int], None]
@@ -41,8 +42,7 @@ def reshard(
 
     def fetch(piece: Piece, box: Box) -> torch.Tensor:
         nonlocal done
-        tensor = torch.empty(box.size, dtype=piece.tensor.dtype)
-        source.read([Piece(piece.key, piece.whole, box.start, tensor)])
+        tensor = read_part(source, piece.key, box)
         ledger.moved(piece.key, box.elements, bool(torch.isfinite(tensor).all()))
         with counting:
             done += tensor.numel() * tensor.element_size()

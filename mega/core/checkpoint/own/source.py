@@ -10,6 +10,14 @@ from mega.core.checkpoint.own.pieces import Box, Piece, Tensors
 from mega.core.checkpoint.own.reader import Checkpoint
 
 
+def read_part(checkpoint: Checkpoint, key: str, box: Box) -> torch.Tensor:
+    """A rectangle of the tensor `key`. Errors: CheckpointError naming the damaged file."""
+    whole, dtype = checkpoint.tensors[key]
+    tensor = torch.empty(box.size, dtype=dtype)
+    checkpoint.read([Piece(key, whole, box.start, tensor)])
+    return tensor
+
+
 class OwnSource:
     """The tensors of an own checkpoint as a source of conversions: its weights, or some kinds."""
 
@@ -20,7 +28,4 @@ class OwnSource:
         }
 
     def read(self, name: str, box: Box) -> torch.Tensor:
-        whole, dtype = self.tensors[name]
-        tensor = torch.empty(box.size, dtype=dtype)
-        self._checkpoint.read([Piece(name, whole, box.start, tensor)])
-        return tensor
+        return read_part(self._checkpoint, name, box)
