@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from mega.core.config.sections import DataConfig, MaskingConfig, TokenizerConfig
 from mega.options import Command, command
+
+if TYPE_CHECKING:
+    from mega.core.text.tokenizer import Tokenizer
 
 app = typer.Typer(help="Merge, verify, inspect and split corpora.", no_args_is_help=True, add_completion=False)
 
@@ -32,7 +35,7 @@ def merge(
     ] = False,
 ) -> None:
     """One pair from many: their documents, concatenated. Those of a folder are sorted by name."""
-    from mega.core.data.preprocess import merge as merged
+    from mega.core.data.merge import merge as merged
 
     given = [*(prefixes or []), *(input or [])]
     if len(given) == 1 and Path(given[0]).is_dir():
@@ -56,12 +59,18 @@ def _kept(kept: bool) -> str:
     return "; made before, of the same inputs and settings, and kept" if kept else ""
 
 
+def _built(options: TokenizerConfig) -> Tokenizer | None:
+    """Anything said of a tokenizer asks for one: without its kind the ids would stay bare, and its files unread."""
+    from mega.core.text.build import build
+
+    return build(**dataclasses.asdict(options)) if options != TokenizerConfig() else None
+
+
 def _note(prefixes: Prefixes, tokenizer: TokenizerConfig) -> None:
     """Note counts, range of ids, checksums and, if one is given, the tokenizer of pairs that another program wrote."""
     from mega.core.data import inspect
-    from mega.core.text.build import build
 
-    made = build(**dataclasses.asdict(tokenizer)) if tokenizer != TokenizerConfig() else None
+    made = _built(tokenizer)
     for prefix in prefixes:
         inspect.note(prefix, typer.echo, made)
 
@@ -76,11 +85,8 @@ def _inspect(
 ) -> None:
     """Documents, tokens, a histogram of lengths and some sequences, decoded if a tokenizer is given."""
     from mega.core.data import inspect
-    from mega.core.text.build import build
 
-    # Anything said of a tokenizer asks for one: without its kind the ids would stay bare, and its files unread.
-    made = build(**dataclasses.asdict(tokenizer)) if tokenizer != TokenizerConfig() else None
-    inspect.show(prefix, typer.echo, made, samples)
+    inspect.show(prefix, typer.echo, _built(tokenizer), samples)
 
 
 app.command(name="inspect", cls=Command)(command(_inspect))

@@ -22,7 +22,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from mega.core.data.preprocess import merge, preprocess
+from mega.core.data.merge import merge
+from mega.core.data.preprocess import preprocess
 from tests.battery.data_ledger import ROOT, run
 from tests.support.shared import shared
 

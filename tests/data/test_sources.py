@@ -22,7 +22,8 @@ from mega.cli import main
 from mega.core.data import preprocess as module
 from mega.core.data import sources
 from mega.core.data.indexed import IndexedDataset
-from mega.core.data.preprocess import Sentences, merge, preprocess
+from mega.core.data.merge import merge
+from mega.core.data.preprocess import Sentences, preprocess
 from tests.support.shared import REPOSITORY
 
 NULL = {"tokenizer": "NullTokenizer", "vocab_size": 99}

@@ -27,7 +27,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from mega.core.data.indexed import IndexedDataset, bin_path, exists, idx_path, token_dtype
+from mega.core.data.indexed import IndexedDataset, bin_path, exists, token_dtype
 from mega.core.data.made import kept_pairs, stamps, work_of
 from mega.core.data.sources import (
     STDIN,
@@ -46,7 +46,7 @@ from mega.core.data.writer import IndexedWriter
 from mega.core.files import check_folder, whole_file
 from mega.core.text.build import build
 from mega.core.text.sentences import splitter
-from mega.core.text.tokenizer import Tokenizer, TokenizerIdentity
+from mega.core.text.tokenizer import Tokenizer
 from mega.core.untrusted import parse_json, read_limited
 
 OnError = Literal["stop", "skip"]
@@ -142,7 +142,7 @@ def preprocess(
         notes.drop()
         return Report(**saved["report"])
     if not saved and (kept := kept_pairs(output_prefix, report.outputs, noted["work"], overwrite)):
-        return _as_reported(report, kept)
+        return as_reported(report, kept)
     states = saved["writers"] if saved else [None] * len(report.outputs)
     begin, line = (Begin(**saved["begin"]), saved["line"]) if saved else (Begin(), 0)
     if saved:
@@ -184,7 +184,7 @@ def preprocess(
     return report
 
 
-def _as_reported(report: Report, kept: Sequence[IndexedDataset]) -> Report:
+def as_reported(report: Report, kept: Sequence[IndexedDataset]) -> Report:
     """What work that was done before reported then, as far as its notes say it."""
     report.documents, report.tokens = kept[0].documents, sum(len(data.tokens) for data in kept)
     report.skipped, report.kept = int(kept[0].note.get("skipped", 0)), True
@@ -514,55 +514,3 @@ def _is_note(found: dict[str, Any]) -> bool:
 def _published(prefix: str) -> bool:
     """Whether a finished writer's pair stands under its name: it takes its own files away last."""
     return exists(prefix) and not Path(f"{bin_path(prefix)}.tmp").exists()
-
-
-def merge(prefixes: Sequence[str], output_prefix: str, *, overwrite: bool = False, mixed: bool = False) -> Report:
-    """The pairs `prefixes`, concatenated, as one pair `output_prefix`: documents keep their order.
-
-    overwrite: as of `preprocess`. mixed: the pairs may have been made with different tokenizers.
-    Raises ValueError naming a pair that is damaged, or of another width or tokenizer than the first.
-    """
-    if not prefixes:
-        raise ValueError("--input: must be at least one prefix of a .bin/.idx pair")
-    check_folder("--output-prefix", output_prefix, Path(output_prefix).parent)
-    for prefix in prefixes:
-        if os.path.realpath(bin_path(prefix)) == os.path.realpath(bin_path(output_prefix)):
-            raise ValueError(
-                f"--output-prefix {output_prefix}: is the input {prefix}, which would be lost; name another"
-            )
-    first = IndexedDataset(prefixes[0])
-    report = Report(outputs=[output_prefix])
-    tokenizer = _common_tokenizer(prefixes, mixed, report.notes)
-    noted = {} if tokenizer is None else {"tokenizer": tokenizer._asdict()}
-    work = work_of(["merge", noted], [path(prefix) for prefix in prefixes for path in (bin_path, idx_path)])
-    if kept := kept_pairs(output_prefix, [output_prefix], work, overwrite):
-        return _as_reported(report, kept)
-    with IndexedWriter(output_prefix, first.dtype, noted={**noted, "work": work}) as writer:
-        for prefix in prefixes:
-            writer.append(IndexedDataset(prefix))
-    report.documents, report.tokens = writer.documents, writer.tokens
-    return report
-
-
-def _common_tokenizer(prefixes: Sequence[str], mixed: bool, notes: list[str]) -> TokenizerIdentity | None:
-    """The tokenizer that made all pairs, where it is noted for all; None, with a note, where it is not known for some.
-
-    mixed: several tokenizers are no error.
-    """
-    made = {prefix: IndexedDataset(prefix).tokenizer for prefix in prefixes}
-    known = {prefix: tokenizer for prefix, tokenizer in made.items() if tokenizer is not None}
-    if not known:
-        return None
-    first, *others = known
-    other = next((prefix for prefix in others if known[prefix].fingerprint != known[first].fingerprint), None)
-    if other is not None and not mixed:
-        raise ValueError(
-            f"--input {other}: was made with {known[other]}, but {first} with {known[first]}; merge pairs of one "
-            "tokenizer, or give --allow-tokenizer-mismatch where an id means the same in both"
-        )
-    if other is None and len(known) == len(made):
-        return known[first]
-    unknown = next((prefix for prefix, tokenizer in made.items() if tokenizer is None), None)
-    why = f"{first} and {other} have different ones" if unknown is None else f"{unknown} notes none"
-    notes.append(f"no tokenizer is noted for the result: {why}")
-    return None

@@ -1,0 +1,66 @@
+"""Pairs of token files, concatenated as one pair: what `mega data merge` does."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from mega.core.data.indexed import IndexedDataset, bin_path, idx_path
+from mega.core.data.made import kept_pairs, work_of
+from mega.core.data.preprocess import Report, as_reported
+from mega.core.data.writer import IndexedWriter
+from mega.core.files import check_folder
+from mega.core.text.tokenizer import TokenizerIdentity
+
+
+def merge(prefixes: Sequence[str], output_prefix: str, *, overwrite: bool = False, mixed: bool = False) -> Report:
+    """The pairs `prefixes`, concatenated, as one pair `output_prefix`: documents keep their order.
+
+    overwrite: as of `preprocess`. mixed: the pairs may have been made with different tokenizers.
+    Raises ValueError naming a pair that is damaged, or of another width or tokenizer than the first.
+    """
+    if not prefixes:
+        raise ValueError("--input: must be at least one prefix of a .bin/.idx pair")
+    check_folder("--output-prefix", output_prefix, Path(output_prefix).parent)
+    for prefix in prefixes:
+        if os.path.realpath(bin_path(prefix)) == os.path.realpath(bin_path(output_prefix)):
+            raise ValueError(
+                f"--output-prefix {output_prefix}: is the input {prefix}, which would be lost; name another"
+            )
+    first = IndexedDataset(prefixes[0])
+    report = Report(outputs=[output_prefix])
+    tokenizer = _common_tokenizer(prefixes, mixed, report.notes)
+    noted = {} if tokenizer is None else {"tokenizer": tokenizer._asdict()}
+    work = work_of(["merge", noted], [path(prefix) for prefix in prefixes for path in (bin_path, idx_path)])
+    if kept := kept_pairs(output_prefix, [output_prefix], work, overwrite):
+        return as_reported(report, kept)
+    with IndexedWriter(output_prefix, first.dtype, noted={**noted, "work": work}) as writer:
+        for prefix in prefixes:
+            writer.append(IndexedDataset(prefix))
+    report.documents, report.tokens = writer.documents, writer.tokens
+    return report
+
+
+def _common_tokenizer(prefixes: Sequence[str], mixed: bool, notes: list[str]) -> TokenizerIdentity | None:
+    """The tokenizer that made all pairs, where it is noted for all; None, with a note, where it is not known for some.
+
+    mixed: several tokenizers are no error.
+    """
+    made = {prefix: IndexedDataset(prefix).tokenizer for prefix in prefixes}
+    known = {prefix: tokenizer for prefix, tokenizer in made.items() if tokenizer is not None}
+    if not known:
+        return None
+    first, *others = known
+    other = next((prefix for prefix in others if known[prefix].fingerprint != known[first].fingerprint), None)
+    if other is not None and not mixed:
+        raise ValueError(
+            f"--input {other}: was made with {known[other]}, but {first} with {known[first]}; merge pairs of one "
+            "tokenizer, or give --allow-tokenizer-mismatch where an id means the same in both"
+        )
+    if other is None and len(known) == len(made):
+        return known[first]
+    unknown = next((prefix for prefix, tokenizer in made.items() if tokenizer is None), None)
+    why = f"{first} and {other} have different ones" if unknown is None else f"{unknown} notes none"
+    notes.append(f"no tokenizer is noted for the result: {why}")
+    return None
