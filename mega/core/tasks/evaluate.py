@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +32,12 @@ from mega.core.device import Device
 from mega.core.files import whole_file
 from mega.core.inference.load import OpenedModel
 from mega.core.parallel.collectives import gather_json
-from mega.core.parallel.launch import connect, disconnect
 from mega.core.parallel.mesh import Groups, Mesh
 from mega.core.tasks.ensemble import write
 from mega.core.tasks.model import (
     CheckedModel,
     ModelHere,
+    as_rank,
     check_model,
     layout_of,
     model_settings,
@@ -45,7 +46,7 @@ from mega.core.tasks.model import (
 )
 from mega.core.tasks.options import BenchmarkInputs, TaskOptions, benchmark
 from mega.core.tasks.show import Bar, show
-from mega.core.tasks.task import Benchmark, Done, Estimate, Sums, score
+from mega.core.tasks.task import Benchmark, Done, Estimate, RowBenchmark, Sums, score
 from mega.core.text.tokenizer import Tokenizer
 from mega.core.training.start import check_same_everywhere
 
@@ -87,13 +88,7 @@ def _benchmark(evaluation: CheckedEvaluation, opened: OpenedModel) -> tuple[Benc
 
 def evaluate(evaluation: CheckedEvaluation) -> int:
     """Score as one rank of the world that the environment describes. Errors: ValueError on every rank."""
-    runtime = evaluation.model.run.runtime
-    world, device, groups = connect(runtime.device, runtime.backend, runtime.timeout_minutes)
-    if runtime.deterministic:
-        device.deterministic()
-    run_here(evaluation, world.rank, world.size, device, groups)
-    disconnect()
-    return 0
+    return as_rank(evaluation.model.run, partial(run_here, evaluation))
 
 
 def run_here(
@@ -107,7 +102,7 @@ def run_here(
     check_same_everywhere(here.mesh, about["fingerprint"], about, device.torch)
     progress = _Progress(evaluation, about["fingerprint"], judged, len(examples), here.mesh, device)
     found = score(
-        here.row_scorer() if getattr(judged, "rows", False) else here.scorer(greedy=judged.greedy),
+        here.row_scorer() if isinstance(judged, RowBenchmark) else here.scorer(greedy=judged.greedy),
         judged,
         examples,
         evaluation.model.micro_batch,
@@ -118,9 +113,9 @@ def run_here(
     if rank == 0:
         progress.close()
         result = {**about, **_result(judged, found, progress), "memory": device.memory_peak()}
-        if progress.sums.shares is not None:
+        if isinstance(judged, RowBenchmark) and progress.sums.shares is not None:
             result["predictions"] = str(predictions_path(evaluation.json))
-            write(predictions_path(evaluation.json), judged.predictions(progress.sums.shares))  # type: ignore[attr-defined]
+            write(predictions_path(evaluation.json), judged.predictions(progress.sums.shares))
         with whole_file(Path(evaluation.json)) as file:
             file.write((json.dumps(result, indent=1) + "\n").encode())
         progress.path.unlink(missing_ok=True)
@@ -215,15 +210,13 @@ class _Progress:
         self._fingerprint, self._saved = fingerprint, time.monotonic()
         kept = self._read() if mesh.rank == 0 else None
         kept = gather_json(kept, mesh.everyone, device.torch)[0]
-        shares = torch.zeros(0, getattr(judged, "classes", 0), dtype=torch.float64)
         self.begun, self.sums = Done(), Sums(judged.terms)
         if kept is not None:
             self.begun = Done(kept["examples"], kept["tokens"])
             self.sums = Sums(judged.terms, torch.tensor(kept["sums"], dtype=torch.float64))
-            rows = kept.get("shares", [])
-            shares = torch.tensor(rows, dtype=torch.float64).reshape(len(rows), shares.shape[1])
-        if getattr(judged, "rows", False):
-            self.sums.shares = shares
+        if isinstance(judged, RowBenchmark):
+            rows = [] if kept is None else kept.get("shares", [])
+            self.sums.shares = torch.tensor(rows, dtype=torch.float64).reshape(len(rows), judged.classes)
         self.done = self.begun
         bar = evaluation.model.run.log.progress and sys.stderr.isatty()
         self._bar = Bar(evaluation.options.task, total, self.begun.examples, bar) if mesh.rank == 0 else None

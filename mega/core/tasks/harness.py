@@ -13,6 +13,7 @@ import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,6 @@ from mega.core.inference.opening import even_layers
 from mega.core.inference.request import Sampling
 from mega.core.inference.score import TokenScorer
 from mega.core.parallel.collectives import all_reduce
-from mega.core.parallel.launch import connect, disconnect
 from mega.core.parallel.mesh import Groups
 from mega.core.tasks.chat import ChatTexts
 from mega.core.tasks.continuation import AT_ONCE, continue_prompts
@@ -37,6 +37,7 @@ from mega.core.tasks.kept import KeptAnswers
 from mega.core.tasks.model import (
     CheckedModel,
     ModelHere,
+    as_rank,
     check_model,
     layout_of,
     model_settings,
@@ -126,13 +127,7 @@ def _known_tasks(options: HarnessOptions) -> Any:
 
 def evaluate(asked: HarnessRun) -> int:
     """Score as one rank of the world that the environment describes."""
-    runtime = asked.model.run.runtime
-    world, device, groups = connect(runtime.device, runtime.backend, runtime.timeout_minutes)
-    if runtime.deterministic:
-        device.deterministic()
-    run_here(asked, world.rank, world.size, device, groups)
-    disconnect()
-    return 0
+    return as_rank(asked.model.run, partial(run_here, asked))
 
 
 def run_here(

@@ -42,7 +42,6 @@ class Labels:
     form: Format
     notes: list[str] = field(default_factory=list)
     greedy: bool = False
-    rows: bool = True
 
     def __post_init__(self) -> None:
         options, tokenizer = self.asked.options, self.asked.needs_tokenizer()

@@ -1,12 +1,14 @@
 """The model of an evaluation: found and checked where the user started, opened and filled on every rank.
 
 check_model    what --load names, the layout, and the flags, before any rank starts
+as_rank        a job on this rank, among all
 open_here      one rank's part of it, at any layout, with its tokenizer
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -23,6 +25,7 @@ from mega.core.inference.load import OpenedModel, check_tokenizer, compute_dtype
 from mega.core.inference.relay import Relay, relay_of
 from mega.core.inference.score import RowScorer, TokenScorer
 from mega.core.ops.suite import Ops
+from mega.core.parallel.launch import connect, disconnect
 from mega.core.parallel.mesh import Groups, Mesh
 from mega.core.tasks.labels import check_head
 from mega.core.text.build import build
@@ -156,14 +159,25 @@ def open_here(checked: CheckedModel, rank: int, world: int, device: Device, grou
     return ModelHere(run, opened, build_mesh(run, rank, world, groups), device)
 
 
+def as_rank(run: RunConfig, job: Callable[[int, int, Device, Groups], object]) -> int:
+    """Do `job` as one rank of the world that the environment describes; the exit code. Errors: of the job."""
+    runtime = run.runtime
+    world, device, groups = connect(runtime.device, runtime.backend, runtime.timeout_minutes)
+    if runtime.deterministic:
+        device.deterministic()
+    job(world.rank, world.size, device, groups)
+    disconnect()
+    return 0
+
+
 def tokenizer_of(run: RunConfig, opened: OpenedModel) -> Tokenizer | None:
     """The one that flags name, else the model's own; None where there is none. Errors: ValueError."""
-    options: dict[str, Any] = {
-        field.name: getattr(run.tokenizer, field.name) for field in dataclasses.fields(run.tokenizer)
-    }
-    if options["tokenizer"] is None and opened.tokenizer_section() is None:
+    if run.tokenizer.tokenizer is not None:
+        tokenizer = build(**dataclasses.asdict(run.tokenizer))
+    elif opened.tokenizer_section() is None:
         return None
-    tokenizer = opened.tokenizer() if options["tokenizer"] is None else build(**options)
+    else:
+        tokenizer = opened.tokenizer()
     check_tokenizer(opened, tokenizer)
     return tokenizer
 

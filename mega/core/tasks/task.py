@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import torch
 
@@ -53,11 +53,7 @@ def interval(name: str, found: Estimate, of: Callable[[float], float] = float) -
 
 class Benchmark(Protocol[Example]):
     """name: as a user types it. terms: the names of what `measure` finds. greedy: whether it needs to know of each
-    label if the model's first choice was it. headline: the figures that Megatron-LM's line of results has.
-
-    One that judges rows by the classes of the model's head has `rows = True`; its scores are those logits, [b,
-    classes], and it says `numbers(batch)`, which examples these are, and how many `classes`: their shares are kept.
-    """
+    label if the model's first choice was it. headline: the figures that Megatron-LM's line of results has."""
 
     name: str
     terms: tuple[str, ...]
@@ -76,6 +72,21 @@ class Benchmark(Protocol[Example]):
 
     def figures(self, found: Mapping[str, Estimate]) -> list[Figure]:
         """What is reported of the terms, in order."""
+
+
+@runtime_checkable
+class RowBenchmark(Benchmark[Example], Protocol[Example]):
+    """One that judges rows by the classes of the model's head: its scores are these logits, [b, classes]. Of every
+    example the classes' shares are kept."""
+
+    @property
+    def classes(self) -> int: ...
+
+    def numbers(self, batch: Any) -> torch.Tensor:
+        """Which examples a batch holds, among all: int64 [b]."""
+
+    def predictions(self, probabilities: torch.Tensor) -> list[dict[str, Any]]:
+        """What is kept of every example, in order. probabilities: [examples, classes]."""
 
 
 class Sums:
@@ -170,9 +181,8 @@ def score(
             for batch, scores, (_, counts) in zip(batches, found, groups, strict=False):
                 if counts and mesh.cp.first:
                     part.add(benchmark.measure(batch.to(where), scores))
-                    if part.shares is not None:
-                        rows = benchmark.numbers(batch).to(where) - done.examples  # type: ignore[attr-defined]
-                        assert isinstance(scores, torch.Tensor)
+                    if part.shares is not None and isinstance(benchmark, RowBenchmark):
+                        rows = benchmark.numbers(batch).to(where) - done.examples
                         part.shares[rows] = scores.double().softmax(-1)
         # 3
         all_reduce(part.values, mesh.loss_group)
