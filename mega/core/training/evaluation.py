@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import torch
 
+from mega.core.config.resolve import microbatches
 from mega.core.training.meters import Meters
 from mega.core.training.state import TrainState
 from mega.core.training.step import evaluate_step
@@ -20,9 +21,8 @@ from mega.core.training.task import HeldOut, Task
 class Evaluation:
     """Validations and the test of one run.
 
-    iterations: global batches of each set that are read. global_batch: their samples. microbatches: of each, on this
-    rank. meters: on rank 0. judged: is given the step and the loss of the first validation set. last_validated: the
-    step at which the validation sets were read last.
+    meters: on rank 0. judged: is given the step and the loss of the first validation set. last_validated: the step at
+    which the validation sets were read last.
     """
 
     def __init__(
@@ -32,15 +32,13 @@ class Evaluation:
         stop: StopSignal,
         meters: Meters | None,
         report: Callable[[str], None],
-        *,
-        iterations: int,
-        global_batch: int,
-        microbatches: int,
         judged: Callable[[int, float], None] = lambda step, loss: None,
     ):
         self._state, self._task, self._stop, self._meters, self._report = state, task, stop, meters, report
-        self._iterations, self._global_batch, self._microbatches = iterations, global_batch, microbatches
-        self._judged = judged
+        self._judged, run = judged, state.run
+        assert run.batch.global_batch is not None
+        self._iterations, self._global_batch = run.evaluation.eval_iters, run.batch.global_batch
+        self._microbatches = microbatches(run, state.mesh.world)
         self.last_validated: int | None = None
 
     def validate(self) -> None:

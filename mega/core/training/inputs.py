@@ -129,7 +129,7 @@ def _tokenizer(run: RunConfig) -> Tokenizer | None:
     options = run.tokenizer
     if options.tokenizer is None:
         return None
-    return build(**{field.name: getattr(options, field.name) for field in dataclasses.fields(options)})
+    return build(**dataclasses.asdict(options))
 
 
 def _vocabulary(run: RunConfig, tokenizer: Tokenizer | None, notes: list[str]) -> int:

@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from mega.core.config.resolve import global_batch_at, microbatches, text_lengths
 from mega.core.device import Reading, Timestamp
 from mega.core.training.evaluation import Evaluation
 from mega.core.training.meters import Meters
@@ -40,38 +41,21 @@ class Pending:
     flag: StopFlag
 
 
-@dataclass(frozen=True)
-class RunLengths:
-    """steps: the run's last. sample: tokens of one. batch_at: consumed samples -> size of the next global batch.
-
-    microbatches: size of a global batch -> microbatches on this rank.
-    """
-
-    steps: int
-    sample: int
-    batch_at: Callable[[int], int]
-    microbatches: Callable[[int], int]
-
-
 @dataclass
 class Training:
-    """One rank's run, from where it starts to its end. meters: on rank 0. report: prints a line, on rank 0.
-
-    train: whether anything is to be trained, or the state is only judged. exit_interval: steps after which to leave.
-    """
+    """One rank's run, from where it starts to its end. steps: the last one. meters: on rank 0. report: prints a line,
+    on rank 0."""
 
     state: TrainState
     task: Task
     schedules: Schedules
-    lengths: RunLengths
+    steps: int
     evaluation: Evaluation
     routines: Sequence[Routine]
     stop: StopSignal
     saver: Saver | None
     meters: Meters | None
     report: Callable[[str], None]
-    train: bool = True
-    exit_interval: int | None = None
     _stuck: int = 0
     """Steps in a row that were skipped although the loss scale could not become less."""
 
@@ -81,11 +65,12 @@ class Training:
         The exit code: 0, or 128 + the signal that ended it early. Errors: what stopped one rank, when all
         have saved.
         """
+        train = not self.state.run.evaluation.skip_train  # else the state is only judged
         try:
-            if self.train:
+            if train:
                 self._train()
                 self._check_applied()
-            if not self.stop.requested and (self._at_end or not self.train):  # not where --exit-interval ended it
+            if not self.stop.requested and (self._at_end or not train):  # not where --exit-interval ended it
                 self._foresee("cutting the last validation short", ending=True)
                 if self.evaluation.last_validated != self.state.progress.step:
                     self.evaluation.validate()
@@ -115,8 +100,8 @@ class Training:
 
     def _steps(self) -> None:
         """Every step and what is due after it, to the last or a request to stop; then a checkpoint of where we are."""
-        progress, pending = self.state.progress, None
-        while progress.step < self.lengths.steps:
+        progress, pending, interval = self.state.progress, None, self.state.run.runtime.exit_interval
+        while progress.step < self.steps:
             current = self._step(pending)
             self._read(pending)
             pending = current
@@ -133,7 +118,7 @@ class Training:
                 routine.run()
             if any(routine.needs_numbers for routine in due):
                 self.stop.poll().read()
-            if self.stop.requested or (self.exit_interval and progress.step % self.exit_interval == 0):
+            if self.stop.requested or (interval and progress.step % interval == 0):
                 break
         self._read(pending)
         if self.saver is not None:
@@ -154,7 +139,7 @@ class Training:
     @property
     def _at_end(self) -> bool:
         """Whether the run has come to its last step."""
-        return self.state.progress.step >= self.lengths.steps
+        return self.state.progress.step >= self.steps
 
     @property
     def _must_read(self) -> bool:
@@ -164,17 +149,17 @@ class Training:
     def _step(self, before: Pending | None) -> Pending:
         """Start one step; its numbers are read later. One that is started while the one before runs begins with that
         one's end."""
-        progress, device = self.state.progress, self.state.device
+        run, progress, device = self.state.run, self.state.progress, self.state.device
         # A GPU is given steps before those that it was given have ended.
         self._foresee(
             "finishing the steps that have begun" if device.is_cuda else f"finishing step {progress.step + 1}"
         )
         begun = Timestamp(device.torch) if before is None else before.numbers.moment
-        size = self.lengths.batch_at(progress.consumed)
+        size = global_batch_at(run.batch, progress.consumed)
         scheduled = progress.consumed - progress.skipped_samples
         lr, decay = self.schedules.lr(scheduled), self.schedules.weight_decay(scheduled)
         assert self.task.train is not None
-        batches = self.task.train.take(progress.consumed, self.lengths.microbatches(size))
+        batches = self.task.train.take(progress.consumed, microbatches(run, self.state.mesh.world, size))
         report = train_step(self.state, [batch.to(device.torch) for batch in batches], lr, decay)
         progress.step += 1
         progress.consumed += size
@@ -212,7 +197,8 @@ class Training:
                 "seconds": pending.begun.seconds_to(pending.numbers.moment),
             }
             memory = self.state.device.memory_peak() or self.state.device.resident()
-            self.meters.step(pending.step, row, pending.samples * self.lengths.sample, memory)
+            tokens = pending.samples * sum(text_lengths(self.state.run))
+            self.meters.step(pending.step, row, tokens, memory)
 
     def _check_stuck(self, step: int, applied: bool) -> None:
         """A loss scale that can still become less is looking for its value. Errors: FloatingPointError where it cannot,

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from mega.core.checkpoint.own.together import Exchange, together
-from mega.core.config.resolve import global_batch_at, last_step, microbatches, text_lengths
+from mega.core.config.resolve import last_step, text_lengths
 from mega.core.config.run import RunConfig, entries, flag_of, value_of
 from mega.core.data.dataset import Dataset
 from mega.core.device import Device
@@ -26,7 +26,7 @@ from mega.core.training.evaluation import Evaluation
 from mega.core.training.inputs import Inputs, ResolvedRun, open_inputs
 from mega.core.training.introduce import introduce
 from mega.core.training.kinds import kind_of
-from mega.core.training.loop import RunLengths, Training
+from mega.core.training.loop import Training
 from mega.core.training.meters import Meters
 from mega.core.training.output import print_line
 from mega.core.training.place import check_no_newer, lock
@@ -37,7 +37,6 @@ from mega.core.training.saver import Saver
 from mega.core.training.schedules import Schedules, resumed_schedules
 from mega.core.training.state import Progress, TrainState
 from mega.core.training.stop import StopSignal
-from mega.core.training.task import Task
 from mega.core.training.wire import build_mesh, build_state
 
 
@@ -62,7 +61,7 @@ def start(
     inputs: Inputs, rank: int, world: int, device: Device, groups: Groups, held: contextlib.ExitStack
 ) -> Training:
     """One rank's run, ready to play. held: keeps its directory until it is closed. Errors: ValueError on every rank."""
-    run, evaluated, runtime = inputs.run, inputs.run.evaluation, inputs.run.runtime
+    run, evaluated = inputs.run, inputs.run.evaluation
     mesh = build_mesh(run, rank, world, groups)
     check_same_everywhere(mesh, inputs.fingerprint(), _flags(run), device.torch)
     # Before the newest checkpoint is looked for: another process that has the place may be saving one.
@@ -80,24 +79,12 @@ def start(
     meters = _meters(run, state, steps, stop.fail) if rank == 0 else None
     report = meters.report if meters is not None else _reporter(rank)
     saver = _saver(inputs, state, schedules, point, report)
-    evaluation = _evaluation(run, world, state, task, stop, meters, report, saver)
+    judged = saver.judged if saver is not None else lambda step, loss: None
+    evaluation = Evaluation(state, task, stop, meters, report, judged)
     sampler = _sampler(inputs, state, meters, report)
     due = routines(state, evaluation if task.validation else None, sampler, saver, steps=steps)
     introduce(inputs, point, state, steps, report)
-    return Training(
-        state,
-        task,
-        schedules,
-        _lengths(run, world, steps),
-        evaluation,
-        tuple(due),
-        stop,
-        saver,
-        meters,
-        report,
-        train=not evaluated.skip_train,
-        exit_interval=runtime.exit_interval,
-    )
+    return Training(state, task, schedules, steps, evaluation, tuple(due), stop, saver, meters, report)
 
 
 def _resume(state: TrainState, exchange: Exchange) -> ResumePoint | None:
@@ -136,41 +123,12 @@ def _saver(
     return Saver(state, inputs.tokenizer, inputs.fingerprint(), schedules, report, old, inputs.datasets.corpora)
 
 
-def _evaluation(
-    run: RunConfig,
-    world: int,
-    state: TrainState,
-    task: Task,
-    stop: StopSignal,
-    meters: Meters | None,
-    report: Callable[[str], None],
-    saver: Saver | None,
-) -> Evaluation:
-    assert run.batch.global_batch is not None
-    return Evaluation(
-        state,
-        task,
-        stop,
-        meters,
-        report,
-        iterations=run.evaluation.eval_iters,
-        global_batch=run.batch.global_batch,
-        microbatches=microbatches(run, world),
-        judged=saver.judged if saver is not None else lambda step, loss: None,
-    )
-
-
 def _sampler(inputs: Inputs, state: TrainState, meters: Meters | None, report: Callable[[str], None]) -> Sampler | None:
     log = inputs.run.log
     if log.sample_interval is None:
         return None
     assert inputs.tokenizer is not None
     return Sampler(state, inputs.tokenizer, meters, report, prompts=log.sample_prompts, tokens=log.sample_tokens)
-
-
-def _lengths(run: RunConfig, world: int, steps: int) -> RunLengths:
-    batch_at = partial(global_batch_at, run.batch)
-    return RunLengths(steps, sum(text_lengths(run)), batch_at, partial(microbatches, run, world))
 
 
 def _meters(run: RunConfig, state: TrainState, steps: int, fail: Callable[[OSError], None]) -> Meters:

@@ -1,7 +1,7 @@
 """From a resolved config to what a rank trains: its place in the mesh, its stages, and the state of its run.
 
-The one file of this room that reads a whole config; everything below is given sections or plain numbers. Also of ranks
-that do not exist: without groups, on the meta device.
+What is built here is given sections or plain numbers of the whole config. Also of ranks that do not exist: without
+groups, on the meta device.
 """
 
 from __future__ import annotations
