@@ -234,7 +234,7 @@ def _typed_options(typed: dict[str, Any], chosen: Sequence[Entry]) -> dict[str, 
     return found
 
 
-def _parameter(entry: Entry, reads: Reads | None = None) -> inspect.Parameter:
+def _parameter(entry: Entry, reads: Reads | None) -> inspect.Parameter:
     """An option of a config as a parameter; None where it was not typed."""
     shown = entry.option.common and (reads is None or getattr(entry.option, reads.property))
     one: Any = Literal[entry.choices] if entry.choices else entry.kind

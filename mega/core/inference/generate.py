@@ -67,20 +67,9 @@ def losses(stage: Any, ids: Sequence[int]) -> torch.Tensor:
 
     A long text is cut into windows of the model's positions, so what a window begins with is judged from little.
     """
-    window, parts = _window(stage), [torch.zeros(0)]
+    window, parts = stage.model.positions, [torch.zeros(0)]
     for start in range(0, len(ids) - 1, window):
-        part = torch.tensor([ids[start : start + window + 1]], device=_device(stage))
+        part = torch.tensor([ids[start : start + window + 1]], device=next(stage.parameters()).device)
         found = logits(stage, part[:, :-1])
         parts.append(torch.nn.functional.cross_entropy(found[0].float(), part[0, 1:], reduction="none").cpu())
     return torch.cat(parts)
-
-
-def _window(stage: Any) -> int:
-    positions: int | None = stage.model.positions
-    assert positions is not None
-    return positions
-
-
-def _device(stage: Any) -> torch.device:
-    device: torch.device = next(stage.parameters()).device
-    return device

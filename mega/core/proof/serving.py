@@ -154,12 +154,12 @@ def of_engine(engine: Engine, load: Load, clock: Callable[[], float] = time.perf
 # -- a server
 
 
-def of_server(url: str, load: Load, vocab: int, model: str | None = None) -> list[Timing]:
+def of_server(url: str, load: Load, vocab: int) -> list[Timing]:
     """The requests of a load, sent to /v1/completions at `url` (HOST:PORT), each on a connection of its own.
 
     Errors: ValueError for an address that is not one; OSError where none answers.
     """
-    return asyncio.run(_ask_all(*_address(url), load, load.prompts(vocab), model))
+    return asyncio.run(_ask_all(*_address(url), load, load.prompts(vocab)))
 
 
 def vocabulary(url: str) -> int:
@@ -199,18 +199,15 @@ async def _whole(host: str, port: int, path: str) -> tuple[int, str]:
     return int(head.split()[1]) if head else 0, body
 
 
-async def _ask_all(
-    host: str, port: int, load: Load, prompts: Sequence[Sequence[int]], model: str | None
-) -> list[Timing]:
+async def _ask_all(host: str, port: int, load: Load, prompts: Sequence[Sequence[int]]) -> list[Timing]:
     begin = time.perf_counter()
 
     async def one(number: int, arrival: float) -> Timing:
         await asyncio.sleep(max(0.0, begin + arrival - time.perf_counter()))
         given = {"prompt": list(prompts[number]), "max_tokens": load.new, "seed": number, "ignore_eos": True}
         given |= {"stream": True, "stream_options": {"include_usage": True}}
-        body = json.dumps(given if model is None else {**given, "model": model}).encode()
         try:
-            times, error, count = await _stream(host, port, body, begin)
+            times, error, count = await _stream(host, port, json.dumps(given).encode(), begin)
         except OSError as problem:
             times, error, count = [], str(problem), None
         return Timing(arrival, tuple(times), error, count)
