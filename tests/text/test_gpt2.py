@@ -11,6 +11,7 @@ import pytest
 
 from mega.core.text import gpt2
 from mega.core.text.build import build
+from mega.core.text.fast import ENGINES
 from mega.core.text.probes import PROBES
 from tests.support.shared import shared
 
@@ -82,7 +83,7 @@ def test_piece_without_id_is_id_0_and_keeps_fast_engines_away(tmp_path: Path) ->
 def test_engine_that_differs_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = small(tmp_path, ["l o"])
     wrong = gpt2.reference({piece: 0 for piece in tokenizer._vocab}, [])
-    monkeypatch.setattr(gpt2, "_fastokens", lambda vocab, merges: wrong)
+    monkeypatch.setitem(ENGINES, "fastokens", lambda text: wrong)
     assert tokenizer.engine == "tokenizers"
 
 
@@ -92,7 +93,7 @@ def test_engines_agree_with_the_definition(name: str) -> None:
     tokenizer = real()
     merges = gpt2.read_merges(shared("gpt2/gpt2-merges.txt"))
     texts = [*PROBES, *fuzz(1500)]
-    engine = getattr(gpt2, f"_{name}")(tokenizer._vocab, merges)(texts)
+    engine = ENGINES[name](gpt2.tokenizer_json(tokenizer._vocab, merges))(texts)
     definition = gpt2.reference(tokenizer._vocab, merges)(texts)
     assert engine.ids.tolist() == definition.ids.tolist()
     assert engine.offsets.tolist() == definition.offsets.tolist()

@@ -1,7 +1,7 @@
 """GPT-2's byte-level BPE from vocab.json and merges.txt, on the fastest library that gives the same ids.
 
-`reference` below is the definition, written out. A faster engine is taken only where it gives the same ids
-on the probes of `probes.py`; otherwise the next one serves, down to the definition itself.
+`reference` below is the definition, written out. A faster engine is taken only where it gives the same ids (fast.py);
+otherwise the next one serves, down to the definition itself.
 
 Source: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners", section 2.2.
 """
@@ -9,16 +9,15 @@ Source: Radford et al. 2019, "Language Models are Unsupervised Multitask Learner
 from __future__ import annotations
 
 import json
-import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from mega.core.text.fast import Encode, byte_level_json, first_equal
 from mega.core.text.probe import FILE_BYTES
-from mega.core.text.probes import PROBES
-from mega.core.text.tokenizer import Encoded, Tokenizer, flatten, library_errors
+from mega.core.text.tokenizer import Encoded, Tokenizer, flatten
 from mega.core.text.words import Remembered
 from mega.core.untrusted import read_limited
 
@@ -28,7 +27,6 @@ _WORDS = r"""'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!
 MISMATCHED = 100
 """Merges without an id; with more of them two files are not of one tokenizer."""
 
-Encode = Callable[[Sequence[str]], Encoded]
 Merges = Sequence[tuple[str, str]]
 
 
@@ -158,19 +156,11 @@ def read_merges(path: Path) -> list[tuple[str, str]]:
 def choose_engine(vocab: Mapping[str, int], merges: Merges) -> tuple[str, Encode]:
     """The first of fastokens, tokenizers and the definition that gives the definition's ids on the probes."""
     definition = reference(vocab, merges)
-    if _complete(vocab, merges):
-        expected = definition(PROBES)
-        for name, make in (("fastokens", _fastokens), ("tokenizers", _tokenizers)):
-            try:
-                with library_errors("fails"):
-                    engine = make(vocab, merges)
-                    if all(a.tolist() == b.tolist() for a, b in zip(engine(PROBES), expected, strict=True)):
-                        return name, engine
-                problem = "gives other ids"
-            except Exception as error:  # a compiled library may raise anything: the next engine serves
-                problem = f"{type(error).__name__}: {error}"
-            logging.getLogger("mega").warning("GPT-2 BPE: %s is not used: %s", name, problem)
-    return "python", definition
+
+    def whole() -> str | None:
+        return tokenizer_json(vocab, merges) if _complete(vocab, merges) else None
+
+    return first_equal("GPT-2 BPE", definition, whole, ("fastokens", "tokenizers")) or ("python", definition)
 
 
 def _complete(vocab: Mapping[str, int], merges: Merges) -> bool:
@@ -220,45 +210,5 @@ def _joined(pieces: list[str], pair: tuple[str, str]) -> Iterator[str]:
 
 
 def tokenizer_json(vocab: Mapping[str, int], merges: Merges) -> str:
-    """The same vocabulary as a tokenizer.json; without added tokens it has an ordinary path only."""
-    import orjson
-
-    bytewise = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
-    absent = ("truncation", "padding", "normalizer", "post_processor")
-    unused = ("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix")
-    model: dict[str, Any] = {"type": "BPE", "vocab": vocab, "merges": [f"{a} {b}" for a, b in merges]}
-    model |= dict.fromkeys(unused) | dict.fromkeys(("fuse_unk", "byte_fallback", "ignore_merges"), False)
-    whole = {
-        "version": "1.0",
-        "added_tokens": [],
-        "pre_tokenizer": bytewise,
-        "decoder": bytewise,
-        "model": model,
-    }
-    return orjson.dumps(whole | dict.fromkeys(absent)).decode()
-
-
-def _fastokens(vocab: Mapping[str, int], merges: Merges) -> Encode:
-    """fastokens' flat batches: two buffers, no Python object per token."""
-    import numpy as np
-    from fastokens import Tokenizer as Library
-
-    library = Library.from_json_str(tokenizer_json(vocab, merges))
-
-    def encode(texts: Sequence[str]) -> Encoded:
-        ids, offsets = library.encode_batch_flat(list(texts), split_special_tokens=True)
-        return Encoded(np.frombuffer(ids, "<u4"), np.frombuffer(offsets, "<u8").astype(np.int64))
-
-    return encode
-
-
-def _tokenizers(vocab: Mapping[str, int], merges: Merges) -> Encode:
-    """Hugging Face's library on the same vocabulary."""
-    from tokenizers import Tokenizer as Library
-
-    library = Library.from_str(tokenizer_json(vocab, merges))
-
-    def encode(texts: Sequence[str]) -> Encoded:
-        return flatten([found.ids for found in library.encode_batch_fast(list(texts))])
-
-    return encode
+    """The same vocabulary as a tokenizer.json."""
+    return byte_level_json(vocab, [f"{left} {right}" for left, right in merges])

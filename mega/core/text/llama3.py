@@ -8,18 +8,15 @@ from __future__ import annotations
 
 import base64
 import binascii
-import json
-import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
+from mega.core.text.fast import Encode, byte_level_json, first_equal
 from mega.core.text.gpt2 import byte_letters
 from mega.core.text.probe import FILE_BYTES
-from mega.core.text.probes import PROBES
-from mega.core.text.tokenizer import Encoded, Tokenizer, flatten, library_errors
+from mega.core.text.tokenizer import Encoded, Tokenizer, flatten
 from mega.core.text.words import Remembered
 from mega.core.untrusted import read_limited
 
@@ -38,8 +35,6 @@ _NAMED = {
 _CONTROLS = 256
 LONGEST_PIECE = 10_000
 """Characters of a token in base64: every way to cut it is tried."""
-
-Encode = Callable[[Sequence[str]], Encoded]
 
 
 class Llama3Tokenizer(Tokenizer):
@@ -103,16 +98,8 @@ class Llama3Tokenizer(Tokenizer):
     @cached_property
     def _chosen(self) -> tuple[str, Encode]:
         definition = reference(self._ranks)
-        try:
-            with library_errors("fails"):
-                engine = _fastokens(self._ranks)
-                if all(a.tolist() == b.tolist() for a, b in zip(engine(PROBES), definition(PROBES), strict=True)):
-                    return "fastokens", engine
-            problem = "gives other ids"
-        except Exception as error:  # a compiled library may raise anything: the definition serves
-            problem = f"{type(error).__name__}: {error}"
-        logging.getLogger("mega").warning("Llama-3 BPE: fastokens is not used: %s", problem)
-        return "python", definition
+        found = first_equal("Llama-3 BPE", definition, lambda: _tokenizer_json(self._ranks))
+        return found or ("python", definition)
 
 
 def read_ranks(path: Path) -> dict[bytes, int]:
@@ -163,11 +150,8 @@ def spell(piece: bytes, ranks: Mapping[bytes, int]) -> list[int]:
     return [ranks[part] for part in parts]
 
 
-def _fastokens(ranks: Mapping[bytes, int]) -> Encode:
-    """fastokens on the same ranks as a tokenizer.json: every way to make a token of two tokens is a merge."""
-    import numpy as np
-    from fastokens import Tokenizer as Library
-
+def _tokenizer_json(ranks: Mapping[bytes, int]) -> str:
+    """The same ranks as a tokenizer.json: every way to make a token of two tokens is a merge."""
     letters = byte_letters()
     written = {piece: "".join(map(letters.__getitem__, piece)) for piece in ranks}
     merges = [
@@ -176,24 +160,4 @@ def _fastokens(ranks: Mapping[bytes, int]) -> Encode:
         for cut in range(1, len(piece))
         if piece[:cut] in ranks and piece[cut:] in ranks
     ]
-    vocab = {written[piece]: rank for piece, rank in ranks.items()}
-    bytewise = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-    split = {"type": "Split", "pattern": {"Regex": _WORDS}, "behavior": "Isolated", "invert": False}
-    model: dict[str, Any] = {"type": "BPE", "vocab": vocab, "merges": merges, "ignore_merges": True}
-    unused = ("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix")
-    model |= dict.fromkeys(unused) | dict.fromkeys(("fuse_unk", "byte_fallback"), False)
-    whole = {
-        "version": "1.0",
-        "added_tokens": [],
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, bytewise]},
-        "decoder": bytewise,
-        "model": model,
-    }
-    absent = dict.fromkeys(("truncation", "padding", "normalizer", "post_processor"))
-    library = Library.from_json_str(json.dumps(whole | absent))
-
-    def encode(texts: Sequence[str]) -> Encoded:
-        ids, offsets = library.encode_batch_flat(list(texts), split_special_tokens=True)
-        return Encoded(np.frombuffer(ids, "<u4"), np.frombuffer(offsets, "<u8").astype(np.int64))
-
-    return encode
+    return byte_level_json({written[piece]: rank for piece, rank in ranks.items()}, merges, _WORDS)

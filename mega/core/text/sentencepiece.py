@@ -7,17 +7,16 @@ does not, and differs from it only where a document holds such a token as text.)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from mega.core.text.fast import Encode
 from mega.core.text.probe import check, sentencepiece
 from mega.core.text.sentencepiece_bpe import faster
 from mega.core.text.tokenizer import Encoded, Roles, Tokenizer, flatten, library_errors
-
-Encode = Callable[[Sequence[str]], Encoded]
 
 
 def _load(path: Path) -> Any:

@@ -7,13 +7,11 @@ library's ids on the probes; everything else stays with the library.
 from __future__ import annotations
 
 import json
-import logging
-from collections.abc import Callable, Sequence
 from typing import Any
 
 from mega.core.text import protobuf
+from mega.core.text.fast import Encode, first_equal
 from mega.core.text.probes import PROBES
-from mega.core.text.tokenizer import Encoded, library_errors
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
 _BPE = 2
@@ -21,25 +19,16 @@ _LONGEST_PIECE = 1000  # every way to cut a piece is tried
 _BLANK = "\u2581"
 _SEAMS = tuple(" " * n + "x" + "\n" * n + "\t" * n + "-" * n for n in range(1, 40))
 
-Encode = Callable[[Sequence[str]], Encoded]
-
 
 def faster(model: Any, reference: Encode) -> Encode | None:
     """An `Encode` with the ids of `reference` (the library on `model`, without bos), or None."""
-    try:
+
+    def rewritten() -> str | None:
         pieces = _rewritable(model.serialized_model_proto())
-        if pieces is None:
-            return None
-        texts = [*PROBES, *_SEAMS]
-        with library_errors("fails"):
-            encode = _fastokens(_tokenizer_json(pieces))
-            if all(a.tolist() == b.tolist() for a, b in zip(encode(texts), reference(texts), strict=True)):
-                return encode
-        problem = "gives other ids"
-    except Exception as error:  # a compiled library may raise anything: the reference serves
-        problem = f"{type(error).__name__}: {error}"
-    logging.getLogger("mega").warning("SentencePiece: fastokens is not used: %s", problem)
-    return None
+        return None if pieces is None else _tokenizer_json(pieces)
+
+    found = first_equal("SentencePiece", reference, rewritten, texts=[*PROBES, *_SEAMS])
+    return None if found is None else found[1]
 
 
 def _rewritable(proto: bytes) -> list[tuple[str, float, int]] | None:
@@ -95,16 +84,3 @@ def _tokenizer_json(pieces: list[tuple[str, float, int]]) -> str:
     normalizer = {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": _BLANK}, blanks]}
     whole = {"version": "1.0", "added_tokens": [], "normalizer": normalizer, "model": model}
     return json.dumps(whole | dict.fromkeys(("truncation", "padding", "pre_tokenizer", "post_processor", "decoder")))
-
-
-def _fastokens(text: str) -> Encode:
-    import numpy as np
-    from fastokens import Tokenizer as Library
-
-    library = Library.from_json_str(text)
-
-    def encode(texts: Sequence[str]) -> Encoded:
-        ids, offsets = library.encode_batch_flat(list(texts), split_special_tokens=True)
-        return Encoded(np.frombuffer(ids, "<u4"), np.frombuffer(offsets, "<u8").astype(np.int64))
-
-    return encode

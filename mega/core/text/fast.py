@@ -1,0 +1,88 @@
+"""Fast libraries for a vocabulary. One serves only where it gives the definition's ids on the probes of `probes.py`."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from mega.core.text.probes import PROBES
+from mega.core.text.tokenizer import Encoded, flatten, library_errors
+
+Encode = Callable[[Sequence[str]], Encoded]
+
+
+def fastokens(tokenizer_json: str) -> Encode:
+    """fastokens' flat batches: two buffers, no Python object per token."""
+    import numpy as np
+    from fastokens import Tokenizer as Library
+
+    library = Library.from_json_str(tokenizer_json)
+
+    def encode(texts: Sequence[str]) -> Encoded:
+        ids, offsets = library.encode_batch_flat(list(texts), split_special_tokens=True)
+        return Encoded(np.frombuffer(ids, "<u4"), np.frombuffer(offsets, "<u8").astype(np.int64))
+
+    return encode
+
+
+def hugging_face(tokenizer_json: str) -> Encode:
+    """Hugging Face's library."""
+    from tokenizers import Tokenizer as Library
+
+    library = Library.from_str(tokenizer_json)
+    return lambda texts: flatten([found.ids for found in library.encode_batch_fast(list(texts))])
+
+
+ENGINES: dict[str, Callable[[str], Encode]] = {"fastokens": fastokens, "tokenizers": hugging_face}
+"""Name -> an engine of a tokenizer.json."""
+
+
+def first_equal(
+    what: str,
+    definition: Encode,
+    tokenizer_json: Callable[[], str | None],
+    engines: Sequence[str] = ("fastokens",),
+    texts: Sequence[str] = PROBES,
+) -> tuple[str, Encode] | None:
+    """Name and engine of the first that gives the ids of `definition` on `texts`; None where none does.
+
+    what: calls the tokenizer in a warning for each that does not. tokenizer_json: the vocabulary as engines read it, or
+    None where it cannot be said so.
+    """
+    for name in engines:
+        try:
+            with library_errors("fails"):
+                if (text := tokenizer_json()) is None:
+                    return None
+                engine = ENGINES[name](text)
+                if all(a.tolist() == b.tolist() for a, b in zip(engine(texts), definition(texts), strict=True)):
+                    return name, engine
+            problem = "gives other ids"
+        except Exception as error:  # a compiled library may raise anything: the next engine serves
+            problem = f"{type(error).__name__}: {error}"
+        logging.getLogger("mega").warning("%s: %s is not used: %s", what, name, problem)
+    return None
+
+
+def byte_level_json(vocab: Mapping[str, int], merges: Sequence[str], words: str | None = None) -> str:
+    """A byte-level BPE as a tokenizer.json; without added tokens it has an ordinary path only.
+
+    words: the pattern that cuts a text into words; a word that is a token stays whole. None: GPT-2's, and it need not.
+    """
+    import orjson
+
+    bytewise = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": words is None}
+    split = {"type": "Split", "pattern": {"Regex": words}, "behavior": "Isolated", "invert": False}
+    absent = ("truncation", "padding", "normalizer", "post_processor")
+    unused = ("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix")
+    model: dict[str, Any] = {"type": "BPE", "vocab": vocab, "merges": merges, **dict.fromkeys(unused)}
+    model |= {"fuse_unk": False, "byte_fallback": False, "ignore_merges": words is not None}
+    whole: dict[str, Any] = {
+        "version": "1.0",
+        "added_tokens": [],
+        "pre_tokenizer": bytewise if words is None else {"type": "Sequence", "pretokenizers": [split, bytewise]},
+        "decoder": bytewise,
+        "model": model,
+    }
+    return orjson.dumps(whole | dict.fromkeys(absent)).decode()
