@@ -9,7 +9,7 @@ Source: megatron/text_generation_server.py and megatron/text_generation/ of Mega
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,25 +71,25 @@ class Refused(ValueError):
 
 @dataclass(frozen=True)
 class MegatronRequest:
-    """The fields, checked. Where top_k and top_p say nothing they are None."""
+    """The fields, checked, with the defaults of `FIELDS`: None where a request says nothing."""
 
-    prompts: tuple[str, ...]
-    tokens_to_generate: int = 64
-    logprobs: bool = False
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    top_p_decay: float = 0.0
-    top_p_bound: float = 0.0
-    add_BOS: bool = False
-    stop_on_double_eol: bool = False
-    stop_on_eol: bool = False
-    prevent_newline_after_colon: bool = False
-    random_seed: int | None = None
-    no_log: bool = False
-    beam_width: int | None = None
-    stop_token: int | None = None
-    length_penalty: float = 1.0
+    prompts: Sequence[str]
+    tokens_to_generate: int
+    logprobs: bool
+    temperature: float | None
+    top_k: int | None
+    top_p: float | None
+    top_p_decay: float | None
+    top_p_bound: float | None
+    add_BOS: bool
+    stop_on_double_eol: bool
+    stop_on_eol: bool
+    prevent_newline_after_colon: bool
+    random_seed: int | None
+    no_log: bool
+    beam_width: int | None
+    stop_token: int | None
+    length_penalty: float
 
 
 # --- the fields ---------------------------------------------------------------------------------------------------
@@ -113,8 +113,7 @@ def check(body: Any, *, ignore_unknown: bool = False) -> MegatronRequest:
         raise Refused(f"{unknown[0][:60]} is not a field; valid: {', '.join(FIELDS)}", always=True)
     if not ignore_unknown:
         _without_effect(body)
-    known = {name: body[name] for name in FIELDS if name in body and name != "prompts"}
-    return MegatronRequest(prompts=tuple(body["prompts"]), **known)
+    return MegatronRequest(**{name: body.get(name, field.default) for name, field in FIELDS.items()})
 
 
 def _refuse(wrong: bool, text: str, always: bool = False) -> None:
