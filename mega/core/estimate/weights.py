@@ -23,7 +23,7 @@ Place = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class Bucket:
+class BucketSize:
     """One flat bucket, in elements: with padding, of parameters, and of the span that this rank updates.
 
     width: bytes of a weight. vectors: elements after the last matrix. factors: rows and columns of all its matrices.
@@ -112,7 +112,7 @@ def _stage_weights(run: RunConfig, dp: int, chunks: tuple[Chunk, ...]) -> Weight
     )
 
 
-def _moments(run: RunConfig, bucket: Bucket) -> int:
+def _moments(run: RunConfig, bucket: BucketSize) -> int:
     """Values that the rule keeps of a bucket. The last data rank has most of Adafactor's: vectors lie at the end."""
     options = run.optimizer
     if options.optimizer == "adafactor":
@@ -156,7 +156,7 @@ def transient_buckets(run: RunConfig, dp: int) -> list[Transient]:
     return found
 
 
-def stage_buckets(run: RunConfig, dp: int, chunks: Sequence[Chunk]) -> Iterator[Bucket]:
+def stage_buckets(run: RunConfig, dp: int, chunks: Sequence[Chunk]) -> Iterator[BucketSize]:
     """The buckets of one rank of a stage, chunk by chunk."""
     parallel = run.parallel
     rules = BucketRules(
@@ -179,11 +179,11 @@ def stage_buckets(run: RunConfig, dp: int, chunks: Sequence[Chunk]) -> Iterator[
             yield from (_bucket(spec, places, parts) for spec in planned[id(part)])
 
 
-def _bucket(spec: BucketSpec, places: Sequence[Place], parts: Sequence[Sequence[ParameterSpec]]) -> Bucket:
+def _bucket(spec: BucketSpec, places: Sequence[Place], parts: Sequence[Sequence[ParameterSpec]]) -> BucketSize:
     here = tuple(places[number] for number in spec.parameters)
     held = [parts[unit][number] for unit, number in here]
     matrices = [tensor for parameter in held for tensor in parameter.tensors if tensor.decays]
-    return Bucket(
+    return BucketSize(
         spec.length,
         sum(parameter.elements for parameter in held),
         spec.shard,

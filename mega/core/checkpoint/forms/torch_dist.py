@@ -128,7 +128,7 @@ def read_records(data: bytes, path: Path) -> Any:
 
 
 @dataclass(frozen=True)
-class Chunk:
+class StoredChunk:
     """A stored rectangle: which file, which bytes of it."""
 
     box: Box
@@ -173,9 +173,9 @@ class DistributedSource:
         self._folder = folder
         found = _index(read_records(read_file(folder / ".metadata", INDEX_LIMIT), folder / ".metadata"), folder)
         self._shapes, self._chunks, self._objects = found
-        self._checked: dict[Chunk, CheckedChunk] = {}
+        self._checked: dict[StoredChunk, CheckedChunk] = {}
         self._mapped: dict[str, torch.Tensor] = {}
-        self._locks: defaultdict[Chunk, threading.Lock] = defaultdict(threading.Lock)
+        self._locks: defaultdict[StoredChunk, threading.Lock] = defaultdict(threading.Lock)
         self._dtypes: dict[str, torch.dtype] = {}
         self._views: dict[str, View] = {}
         self.tensors: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
@@ -249,14 +249,14 @@ class DistributedSource:
             self._dtypes[name] = self._load(name, self._chunks[name][0]).dtype
         return self._dtypes[name]
 
-    def _load(self, name: str, chunk: Chunk) -> CheckedChunk:
+    def _load(self, name: str, chunk: StoredChunk) -> CheckedChunk:
         """One stored rectangle, a small torch file within a file, read and checked once."""
         with self._locks[chunk]:
             if chunk not in self._checked:
                 self._checked[chunk] = self._check(name, chunk)
             return self._checked[chunk]
 
-    def _check(self, name: str, chunk: Chunk) -> CheckedChunk:
+    def _check(self, name: str, chunk: StoredChunk) -> CheckedChunk:
         path, stream = self._folder / chunk.file, io.BytesIO(self._bytes(name, chunk.file, chunk.offset, chunk.length))
         tensor = unpickled(stream, path)
         if not isinstance(tensor, torch.Tensor) or tuple(tensor.shape) != chunk.box.size:
@@ -285,7 +285,9 @@ Place = tuple[str, int, int]
 """Where something is stored: a file, the offset and the length of its bytes."""
 
 
-def _index(index: Any, folder: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, list[Chunk]], dict[str, Place]]:
+def _index(
+    index: Any, folder: Path
+) -> tuple[dict[str, tuple[int, ...]], dict[str, list[StoredChunk]], dict[str, Place]]:
     """Shapes and stored rectangles of the tensors, and where objects are that are none, as the index has them."""
     path = folder / ".metadata"
     try:
@@ -299,7 +301,7 @@ def _index(index: Any, folder: Path) -> tuple[dict[str, tuple[int, ...]], dict[s
             else:
                 stored[name, _numbers(key.state["offset"])] = place
         shapes: dict[str, tuple[int, ...]] = {}
-        chunks: dict[str, list[Chunk]] = {}
+        chunks: dict[str, list[StoredChunk]] = {}
         for name, record in index.state["state_dict_metadata"].items():
             if not record.name.endswith(".TensorStorageMetadata"):
                 continue  # opaque bytes (extra states, random states)
@@ -308,7 +310,7 @@ def _index(index: Any, folder: Path) -> tuple[dict[str, tuple[int, ...]], dict[s
                 start, size = _numbers(chunk.state["offsets"]), _numbers(chunk.state["sizes"])
                 if (name, start) not in stored:
                     raise CheckpointError(f"{path}: {name}: no place for its rectangle at {start}, or two for one")
-                chunks.setdefault(name, []).append(Chunk(Box(start, size), *stored.pop((name, start))))
+                chunks.setdefault(name, []).append(StoredChunk(Box(start, size), *stored.pop((name, start))))
             if fault := tiling_fault(shapes[name], [chunk.box for chunk in chunks.get(name, ())]):
                 raise CheckpointError(f"{path}: {name}: {fault}")
     except (AttributeError, KeyError, TypeError, ValueError) as error:
