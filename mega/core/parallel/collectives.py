@@ -2,9 +2,9 @@
 
 A pair is the same exchange seen from forward and backward (Shoeybi et al. 2019; Korthikanti et al. 2022):
 
-    sum_out    : all-reduce     <->  identity      out of a region where each rank computes its own outputs
-    scatter_out: reduce-scatter <->  all-gather    the same, where tokens are shared out over the axis
-    all_to_all : all-to-all     <->  all-to-all    from some tokens of all heads to all tokens of some heads
+    reduce_from_region   all-reduce     <->  identity      out of a region where each rank computes its own outputs
+                         reduce-scatter <->  all-gather    the same, where tokens are shared out over the axis
+    all_to_all           all-to-all     <->  all-to-all    from some tokens of all heads to all tokens of some heads
 
 Entering a region belongs to the column GEMM (linear.py), which its exchanges overlap.
 All act on dim 0 of [tokens, ...]. On an axis of one rank each is the identity and copies nothing.
@@ -13,6 +13,7 @@ All act on dim 0 of [tokens, ...]. On an axis of one rank each is the identity a
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,6 +24,8 @@ from mega.core.parallel.mesh import Axis
 # torch 2.13 renamed these; 2.11 knows the old names only.
 _gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _scatter_sum = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+Collective = Callable[[torch.Tensor, Axis], torch.Tensor]
 
 
 class Finished:
@@ -127,29 +130,6 @@ def local_shard(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     return x.chunk(axis.size, dim=0)[axis.index] if axis.size > 1 else x
 
 
-class _SumOut(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, axis: Axis) -> torch.Tensor:
-        out = x.clone(memory_format=torch.contiguous_format)
-        all_reduce(out, axis)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return grad, None
-
-
-class _ScatterOut(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, axis: Axis) -> torch.Tensor:
-        ctx.axis = axis
-        return reduce_scatter(x, axis)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return all_gather(grad, ctx.axis), None
-
-
 def _exchange(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     if axis.size == 1:
         return x
@@ -161,25 +141,37 @@ def _exchange(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     return out
 
 
-class _AllToAll(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, axis: Axis) -> torch.Tensor:
-        ctx.axis = axis
-        return _exchange(x, axis)
+def _sum(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    out = x.clone(memory_format=torch.contiguous_format)
+    all_reduce(out, axis)
+    return out
+
+
+def _unchanged(grad: torch.Tensor, axis: Axis) -> torch.Tensor:
+    return grad
+
+
+class _Conjugate(torch.autograd.Function):
+    """A collective, and the one that its gradient goes back by."""
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _exchange(grad, ctx.axis), None
+    def forward(ctx: Any, x: torch.Tensor, axis: Axis, there: Collective, back: Collective) -> torch.Tensor:
+        ctx.axis, ctx.back = axis, back
+        return there(x, axis)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        return ctx.back(grad, ctx.axis), None, None, None
 
 
 def all_to_all(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     """Block r of dim 0 goes to rank r; the blocks that come here lie in the order of the ranks they come from."""
-    return _AllToAll.apply(x, axis)  # type: ignore[no-any-return, no-untyped-call]
+    return _Conjugate.apply(x, axis, _exchange, _exchange)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def reduce_from_region(x: torch.Tensor, axis: Axis, sequence: bool) -> torch.Tensor:
     """Out of a tensor-parallel region: parts of all ranks add up; under sequence our tokens of the sum stay."""
     if axis.size == 1:
         return x
-    pair = _ScatterOut if sequence else _SumOut
-    return pair.apply(x, axis)  # type: ignore[no-any-return, no-untyped-call]
+    pair = (reduce_scatter, all_gather) if sequence else (_sum, _unchanged)
+    return _Conjugate.apply(x, axis, *pair)  # type: ignore[no-any-return, no-untyped-call]
