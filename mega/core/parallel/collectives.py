@@ -164,9 +164,14 @@ class _Conjugate(torch.autograd.Function):
         return ctx.back(grad, ctx.axis), None, None, None
 
 
+def conjugate(x: torch.Tensor, axis: Axis, there: Collective, back: Collective) -> torch.Tensor:
+    """there(x, axis), whose gradient goes back by `back`."""
+    return _Conjugate.apply(x, axis, there, back)  # type: ignore[no-any-return, no-untyped-call]
+
+
 def all_to_all(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     """Block r of dim 0 goes to rank r; the blocks that come here lie in the order of the ranks they come from."""
-    return _Conjugate.apply(x, axis, _exchange, _exchange)  # type: ignore[no-any-return, no-untyped-call]
+    return conjugate(x, axis, _exchange, _exchange)
 
 
 def reduce_from_region(x: torch.Tensor, axis: Axis, sequence: bool) -> torch.Tensor:
@@ -174,4 +179,4 @@ def reduce_from_region(x: torch.Tensor, axis: Axis, sequence: bool) -> torch.Ten
     if axis.size == 1:
         return x
     pair = (reduce_scatter, all_gather) if sequence else (_sum, _unchanged)
-    return _Conjugate.apply(x, axis, *pair)  # type: ignore[no-any-return, no-untyped-call]
+    return conjugate(x, axis, *pair)

@@ -7,49 +7,27 @@ hold the same input keep a part of it each and gather it again (Megatron's distr
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 
 from mega.core.ops.recompute import recompute
-from mega.core.parallel.collectives import all_gather, local_shard
+from mega.core.parallel.collectives import all_gather, conjugate, local_shard
 from mega.core.parallel.mesh import Axis
 
 
-class _Share(torch.autograd.Function):
-    """Our part of a tensor that every rank holds whole; its gradient comes back whole."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, axis: Axis) -> torch.Tensor:
-        ctx.axis = axis
-        return local_shard(x, axis).clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return all_gather(grad, ctx.axis), None
-
-
-class _Whole(torch.autograd.Function):
-    """The whole of a shared tensor; every rank computes the same gradient of it and passes its part on."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, axis: Axis) -> torch.Tensor:
-        ctx.axis = axis
-        return all_gather(x, axis)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return local_shard(grad, ctx.axis).clone(), None
+def _own_part(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """A copy: a view would keep the whole alive."""
+    return local_shard(x, axis).clone()
 
 
 def recomputed(run: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, share: Axis | None = None) -> torch.Tensor:
     """run(x), of which only x is kept for the backward pass; x [tokens, h], over `share` a part of its tokens."""
     if share is None or share.size == 1:
         return recompute(run, x)
-    part = _Share.apply(x, share)
+    part = conjugate(x, share, _own_part, all_gather)
 
     def from_part(part: torch.Tensor) -> torch.Tensor:
-        return run(_Whole.apply(part, share))
+        return run(conjugate(part, share, all_gather, _own_part))  # every rank computes the whole's same gradient
 
     return recompute(from_part, part)
 
