@@ -19,53 +19,51 @@ from mega.core.family import ModelStage
 from mega.core.ops.suite import Ops
 from mega.core.parallel.collectives import all_gather
 from mega.core.parallel.mesh import Axis, Mesh
-from mega.core.parallel.pipeline import Pipeline, StageOutput
+from mega.core.parallel.pipeline import Pipeline, Stage, StageOutput
 from mega.core.parallel.vocab import TokenScores, score_labels
 from mega.core.plan import plan
 
 
-class TokenScorer:
-    """A model in its layout. stages: this rank's, in evaluation. greedy: say too whether a label is the likeliest id.
+class _Scorer:
+    """A model in its layout. stages: this rank's, in evaluation. together: microbatches that keep the pipeline busy."""
 
-    together: microbatches that keep the pipeline busy.
-    """
+    def __init__(self, stages: Sequence[Stage], mesh: Mesh, device: Device):
+        self.mesh, self.device, self.together = mesh, device, 4 * mesh.pp.size - 3
+        self._pipeline = Pipeline(stages, mesh, device.torch)
+
+    @torch.no_grad()
+    def _outputs(self, batches: Sequence[Batch]) -> list[torch.Tensor]:
+        """What the last stage gives of each batch's columns of this context rank; [] on other stages.
+
+        All ranks call this with the same number of batches; those of one data coordinate with the same batches.
+        """
+        mesh, pipeline = self.mesh, self._pipeline
+        own = [batch.to(self.device.torch).split(mesh.cp.index, mesh.cp.size) for batch in batches]
+        return pipeline.outputs(plan("forward", mesh.pp.size, len(pipeline.chunks), len(own)), own)
+
+
+class TokenScorer(_Scorer):
+    """greedy: say too whether a label is the likeliest id."""
 
     def __init__(
         self, model: ModelConfig, stages: Sequence[ModelStage], mesh: Mesh, device: Device, ops: Ops, *, greedy: bool
     ):
         assert model.vocab is not None
-        self.model, self.mesh, self.device, self.greedy = model, mesh, device, greedy
-        self.together, self._chunks = 4 * mesh.pp.size - 3, len(stages)
-        self._judged = [_Judge(stage, model.vocab, mesh.tp, ops, greedy) for stage in stages]
-        self._pipeline = Pipeline(self._judged, mesh, device.torch)
+        super().__init__([_Judge(stage, model.vocab, mesh.tp, ops, greedy) for stage in stages], mesh, device)
+        self._greedy = greedy
 
-    @torch.no_grad()
     def score(self, batches: Sequence[Batch]) -> list[TokenScores]:
-        """Of the labels of each batch, [b, s], whole rows on every rank of the last stage; [] on other stages.
-
-        All ranks call this with the same number of batches; those of one data coordinate with the same batches.
-        """
-        mesh = self.mesh
-        own = [batch.to(self.device.torch).split(mesh.cp.index, mesh.cp.size) for batch in batches]
-        made = self._pipeline.outputs(plan("forward", mesh.pp.size, self._chunks, len(own)), own)
-        whole = [_whole_rows(each, mesh.cp) for each in made]
-        return [TokenScores(each[..., 0], each[..., 1].bool() if self.greedy else None) for each in whole]
+        """Of the labels of each batch, [b, s], whole rows on every rank of the last stage."""
+        whole = [_whole_rows(each, self.mesh.cp) for each in self._outputs(batches)]
+        return [TokenScores(each[..., 0], each[..., 1].bool() if self._greedy else None) for each in whole]
 
 
-class RowScorer:
-    """A model whose head judges whole rows, in its layout. stages: this rank's, in evaluation. together: as above."""
+class RowScorer(_Scorer):
+    """A model whose head judges whole rows."""
 
-    def __init__(self, stages: Sequence[ModelStage], mesh: Mesh, device: Device):
-        self.mesh, self.device, self.together, self._chunks = mesh, device, 4 * mesh.pp.size - 3, len(stages)
-        self._pipeline = Pipeline(list(stages), mesh, device.torch)
-
-    @torch.no_grad()
     def score(self, batches: Sequence[Batch]) -> list[torch.Tensor]:
-        """Logits of the classes, [rows, classes], on every rank of the last stage, right on the first context rank;
-        [] on other stages. All ranks call this as `TokenScorer.score`."""
-        mesh = self.mesh
-        own = [batch.to(self.device.torch).split(mesh.cp.index, mesh.cp.size) for batch in batches]
-        return self._pipeline.outputs(plan("forward", mesh.pp.size, self._chunks, len(own)), own)
+        """Logits of the classes, [rows, classes], on every rank of the last stage, right on the first context rank."""
+        return self._outputs(batches)
 
 
 class _Judge:
