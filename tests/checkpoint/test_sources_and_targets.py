@@ -74,6 +74,9 @@ def test_a_config_that_means_another_model_is_refused(source: Path, values: dict
     assert not (source.parent / "x").exists()
 
 
+DEMANDED = {"sliding_window": 100, "use_sliding_window": True, "max_window_layers": 0}
+
+
 @pytest.mark.parametrize(
     ("family", "said", "positions", "window"),
     [
@@ -83,9 +86,12 @@ def test_a_config_that_means_another_model_is_refused(source: Path, values: dict
         ("mistral", {"sliding_window": 9000}, 9000, None),
         ("qwen2", {"sliding_window": 100}, 9000, None),  # only where it is asked for
         ("qwen3", {"sliding_window": 100, "use_sliding_window": True}, 9000, None),  # from its 28th layer on
-        ("qwen3", {"sliding_window": 100, "use_sliding_window": True, "max_window_layers": 0}, 9000, 100),
+        ("qwen3", DEMANDED, 9000, 100),
         ("qwen2", {"use_sliding_window": True, "max_window_layers": 1}, 4096, None),  # in some layers: within it
         ("llama", {"sliding_window": 100}, 9000, None),  # it has none
+        ("qwen2", {"use_sliding_window": True, "layer_types": ["sliding_attention"] * 2}, 9000, 4096),
+        ("qwen3", {**DEMANDED, "layer_types": ["full_attention"] * 2}, 9000, None),  # whatever max_window_layers says
+        ("qwen3", {**DEMANDED, "layer_types": ["full_attention", "sliding_attention"]}, 100, None),
     ],
 )
 def test_windows_as_transformers_understands_them(

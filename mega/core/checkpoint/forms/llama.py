@@ -21,7 +21,8 @@ class Family:
     """One `model_type` of config.json, and what distinguishes it from Llama.
 
     window: `sliding_window` where the file does not say; None where the family has none. window_on_demand: it counts
-    only where `use_sliding_window` is true, and in layers from `max_window_layers` on.
+    only where `use_sliding_window` is true, and in the layers that `layer_types` names, else in those from
+    `max_window_layers` on.
     """
 
     model_type: str
@@ -40,6 +41,7 @@ FAMILIES = (
 )
 
 HEAD = "lm_head.weight"
+FULL, SLIDING = "full_attention", "sliding_attention"
 _BUFFERS = ("rotary_emb.inv_freq", "self_attn.masked_bias", "self_attn.bias")
 """Ends of names that old exports carry and that hold no parameters."""
 
@@ -139,12 +141,25 @@ def _reach(config: Mapping[str, Any], family: Family, layers: int, where: str) -
     if not wanted or config.get("sliding_window", family.window) is None:
         return positions, None
     window = whole_in(config, "sliding_window", where, family.window)
-    without = config.get("max_window_layers", 28) if family.window_on_demand else 0
-    if not isinstance(without, int) or without < 0:
-        raise CheckpointError(f"{where}: max_window_layers {without!r}: must be a whole number of at least 0")
-    if window >= positions or without >= layers:
+    kinds = _attention_kinds(config, family, layers, where)
+    if window >= positions or SLIDING not in kinds:
         return positions, None
-    return (window, None) if without else (positions, window)
+    return (window, None) if FULL in kinds else (positions, window)
+
+
+def _attention_kinds(config: Mapping[str, Any], family: Family, layers: int, where: str) -> set[str]:
+    """SLIDING, FULL or both: what the layers of a model with a window are, `layer_types` before `max_window_layers`."""
+    if not family.window_on_demand:
+        return {SLIDING}
+    kinds = config.get("layer_types")
+    if kinds is None:
+        without = config.get("max_window_layers", 28)
+        if not isinstance(without, int) or without < 0:
+            raise CheckpointError(f"{where}: max_window_layers {without!r}: must be a whole number of at least 0")
+        kinds = [FULL] * min(without, layers) + [SLIDING] * (layers - without)
+    if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in (FULL, SLIDING) for kind in kinds):
+        raise CheckpointError(f"{where}: layer_types {kinds!r}: must be {FULL} or {SLIDING} for each layer")
+    return set(kinds)
 
 
 def check_llama(model: ModelConfig, whose: str) -> None:
