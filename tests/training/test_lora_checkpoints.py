@@ -122,6 +122,26 @@ def test_peft_computes_the_same(places: tuple[Path, Path], tmp_path: Path) -> No
         torch.testing.assert_close(of_run(back), made(ids).logits, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("places", ["llama"], indirect=True)
+def test_what_peft_would_compute_otherwise_is_refused(
+    places: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A linear's own scale, and beginnings that change the base; not the same scale spelt out."""
+    to_peft(places[1], tmp_path / "adapter", places[0])
+    file = tmp_path / "adapter" / "adapter_config.json"
+    config = json.loads(file.read_text())
+    read = ["convert-llama", "--load-dir", str(file.parent), "--base", str(places[0]), "--save-dir"]
+    for change, words in (
+        ({"alpha_pattern": {"q_proj": 24}}, "q_proj has a scale of 8, others 4"),
+        ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights 'pissa_niter_4'"),
+    ):
+        file.write_text(json.dumps(config | change))
+        assert main([*read, str(tmp_path / "x")]) == 2
+        assert words in capsys.readouterr().err
+    file.write_text(json.dumps(config | {"alpha_pattern": {"q_proj": 12}, "init_lora_weights": "gaussian"}))
+    assert main([*read, str(tmp_path / "back")]) == 0
+
+
 def test_other_bases_are_refused(places: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     base, tuned = places
     other, folder = tmp_path / "other", tmp_path / "adapter"

@@ -48,6 +48,9 @@ UNKNOWN = (
     *("exclude_modules", "kasa_config", "monteclora_config"),
 )
 """Keys that say that an adapter is more than two matrices a linear, the same in every block."""
+BEGINNINGS = (True, False, None, "gaussian", "orthogonal", "eva", "mica")
+"""`init_lora_weights` that leave the base as it is: peft takes what the others begin with out of the base's weights,
+each time it opens them."""
 
 
 def recognise(path: Path) -> bool:
@@ -152,18 +155,23 @@ def _ours(
     only(config, "peft_type", ("LORA",), where)
     for key in UNKNOWN:
         only(config, key, NOTHING, where)
+    only(config, "init_lora_weights", BEGINNINGS, where)
     rank = whole_in(config, "r", where)
-    alpha = number_in(config, "lora_alpha", where)
-    if config.get("use_rslora"):
-        alpha *= math.sqrt(rank)
-    ranks = config.get("rank_pattern") or {}
+    ranks, alphas = config.get("rank_pattern") or {}, config.get("alpha_pattern") or {}
     if ranks not in ({}, {FUSED: ranks.get(FUSED)}):
         raise CheckpointError(f"{where}: rank_pattern {ranks!r}: one rank for all linears is read; valid: {{}}")
+    root = math.sqrt if config.get("use_rslora") else float
+    alpha = number_in(config, "lora_alpha", where)
+    scale = alpha / root(rank)
+    for end in {**ranks, **alphas}:
+        theirs = number_in(alphas, end, where, alpha) / root(whole_in(ranks, end, where, rank))
+        if not math.isclose(theirs, scale):
+            raise CheckpointError(f"{where}: {end} has a scale of {theirs:g}, others {scale:g}: one for all is read")
     named_ours = dict(_split(found, rank) if _is_gpt2(base) else ((_bare(name), each) for name, each in found.items()))
     targets = dict.fromkeys(name.split(".")[-3] for name in named_ours)
     of = ModelConfig(
         lora_rank=rank,
-        lora_alpha=alpha,
+        lora_alpha=scale * rank,
         lora_targets=() if set(targets) == set(linears(base)) else tuple(targets),
         lora_dropout=number_in(config, "lora_dropout", where, 0.0),
     )
