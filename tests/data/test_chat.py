@@ -155,6 +155,9 @@ def test_jinja_in_its_sandbox(tmp_path: Path, source: str, message: str) -> None
         ({"messages": [{"role": "robot", "content": "a"}]}, 'role "robot": must be one of'),
         ({"messages": [{"role": "user", "content": 1}]}, "is not a string"),
         ({"messages": [{"role": "user", "content": "a"}]}, "the assistant's content is empty"),
+        ({"prompt": "a", "completion": "b", "tools": [{"type": "function"}]}, '"tools" has no effect here'),
+        ({"messages": [{"role": "assistant", "content": "a", "weight": 0}]}, '"weight" has no effect here'),
+        ({"messages": [{"role": "assistant", "content": "", "tool_calls": [{}]}]}, '"tool_calls" has no effect here'),
     ],
 )
 def test_bad_conversations(found: Any, message: str) -> None:
@@ -165,7 +168,7 @@ def test_bad_conversations(found: Any, message: str) -> None:
 def test_forms_of_a_conversation() -> None:
     expected = [Message("user", "a"), Message("assistant", "b")]
     assert conversation({"prompt": "a", "completion": "b"}) == expected
-    turns = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
+    turns = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b", "weight": 1, "tool_calls": None}]
     assert conversation({"conversations": turns}) == expected
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mega.core.data.chat import TrainedTexts, arrays_of, digest, each_line, filler, lost_tokens
-from mega.core.text.chat import Labelled, Template, check_stop, conversation, encode
+from mega.core.text.chat import Labelled, Template, check_stop, check_unread, conversation, encode
 from mega.core.text.tokenizer import Tokenizer
 
 KEYS = ("prompt", "chosen", "rejected")
@@ -144,6 +144,7 @@ def conversations(found: Any) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     """
     if not isinstance(found, dict):
         raise ValueError("not a JSON object")
+    check_unread(found)
     if absent := [key for key in KEYS[1:] if key not in found]:
         raise ValueError(f'no "{absent[0]}": a pair is {{"prompt", "chosen", "rejected"}}; it has {_listed(found)}')
     prompt = _messages(found.get("prompt", []), "user")

@@ -230,6 +230,19 @@ def encode(parts: Sequence[TemplatePart], tokenizer: Tokenizer) -> Labelled:
     return Labelled(ids, trained)
 
 
+Nothings = Mapping[str, tuple[Any, ...]]
+OF_CONVERSATION: Nothings = {"tools": (None, [], "", "[]"), "functions": (None, [])}
+OF_MESSAGE: Nothings = {"weight": (None, 1), "tool_calls": (None, []), "function_call": (None,)}
+"""Keys of OpenAI's and Hugging Face's files that no template here is given, and their values that ask for nothing."""
+
+
+def check_unread(found: Mapping[str, Any], keys: Nothings = OF_CONVERSATION) -> None:
+    """Errors: ValueError where an object asks for something by one of `keys`."""
+    for key, nothing in keys.items():
+        if found.get(key) not in nothing:
+            raise ValueError(f'"{key}" has no effect here, so that something else would be trained; leave it out')
+
+
 def conversation(found: Any) -> list[Message]:
     """The messages of one JSON object; ValueError saying what is wrong with it.
 
@@ -237,6 +250,7 @@ def conversation(found: Any) -> list[Message]:
     """
     if not isinstance(found, dict):
         raise ValueError("not a JSON object")
+    check_unread(found)
     if "prompt" in found and "completion" in found:
         turns = [("user", found["prompt"]), ("assistant", found["completion"])]
     elif isinstance(found.get("messages"), list):
@@ -260,4 +274,5 @@ def conversation(found: Any) -> list[Message]:
 def _turn(turn: Any, role: str, content: str) -> tuple[Any, Any]:
     if not isinstance(turn, dict) or role not in turn or content not in turn:
         raise ValueError(f'a message without "{role}" and "{content}"')
+    check_unread(turn, OF_MESSAGE)
     return turn[role], turn[content]
