@@ -16,7 +16,7 @@ from mega.cli import main
 from mega.core.batch import PreferenceBatch
 from mega.core.checkpoint.own.pieces import Piece
 from mega.core.config.run import RunConfig
-from mega.core.data.pairs import PairDataset
+from mega.core.data.pairs import PairDataset, conversations
 from mega.core.data.synthetic import decoder_prompt
 from mega.core.device import Device
 from mega.core.inference.load import open_model
@@ -202,6 +202,15 @@ def test_padding_that_no_row_needs_is_left_out(
             monkeypatch.setattr("mega.core.training.dpo._unit", lambda state: None)
             widths.clear()
     assert set(widths) == {48} and losses[0] == pytest.approx(losses[1], rel=2e-6)
+
+
+def test_a_prompt_that_its_answers_repeat_is_there_once() -> None:
+    """As in UltraFeedback: a text, and whole conversations that begin with it."""
+    turns = (("user", "a"), ("assistant", "good"), ("assistant", "bad"))
+    user, good, bad = ({"role": role, "content": content} for role, content in turns)
+    whole = conversations({"prompt": "a", "chosen": [user, good], "rejected": [user, bad]})
+    assert whole == ({"messages": [user, good]}, {"messages": [user, bad]})
+    assert conversations({"prompt": [user], "chosen": [good], "rejected": [bad]}) == whole
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 to the longest of their microbatch.
 
 A line of a file is {"prompt", "chosen", "rejected"}: texts, or lists of messages as of a conversation (text/chat.py);
-without "prompt" both answers are whole conversations.
+without "prompt" both answers are whole conversations, and they may be with it.
 """
 
 from __future__ import annotations
@@ -148,12 +148,17 @@ def conversations(found: Any) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     if absent := [key for key in KEYS[1:] if key not in found]:
         raise ValueError(f'no "{absent[0]}": a pair is {{"prompt", "chosen", "rejected"}}; it has {_listed(found)}')
     prompt = _messages(found.get("prompt", []), "user")
-    chosen, rejected = (prompt + _messages(found[key], "assistant") for key in KEYS[1:])
+    chosen, rejected = (_whole(prompt, _messages(found[key], "assistant")) for key in KEYS[1:])
     if chosen == rejected:
         raise ValueError("both answers are the same")
     if not prompt and not (isinstance(found["chosen"], list) and isinstance(found["rejected"], list)):
         raise ValueError('no "prompt", and the answers are not whole conversations')
     return {"messages": chosen}, {"messages": rejected}
+
+
+def _whole(prompt: list[Any], answer: list[Any]) -> list[Any]:
+    """An answer after its prompt, which it may begin with itself, as UltraFeedback's do."""
+    return answer if answer[: len(prompt)] == prompt else prompt + answer
 
 
 def _listed(found: Mapping[str, Any]) -> str:

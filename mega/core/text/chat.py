@@ -231,7 +231,7 @@ def encode(parts: Sequence[TemplatePart], tokenizer: Tokenizer) -> Labelled:
 
 
 Nothings = Mapping[str, tuple[Any, ...]]
-OF_CONVERSATION: Nothings = {"tools": (None, [], "", "[]"), "functions": (None, [])}
+OF_CONVERSATION: Nothings = {"system": (None, ""), "tools": (None, [], "", "[]"), "functions": (None, [])}
 OF_MESSAGE: Nothings = {"weight": (None, 1), "tool_calls": (None, []), "function_call": (None,)}
 """Keys of OpenAI's and Hugging Face's files that no template here is given, and their values that ask for nothing."""
 
