@@ -13,6 +13,7 @@ import contextlib
 import json
 import math
 import os
+import re
 import select
 import signal
 import stat
@@ -83,7 +84,8 @@ def _wait(descriptor: int, deadline: float) -> None:
 
 
 def parse_json(data: bytes | str, what: str, *, unique: bool = False) -> Any:
-    """JSON of others. Refused: NaN, numbers beyond what is computed with, endless depth; with `unique`, a name twice.
+    """JSON of others. Refused: NaN, numbers beyond what is computed with, halves of characters, endless depth; with
+    `unique`, a name twice.
 
     what: flag and file, for messages. Errors: ValueError.
 
@@ -94,11 +96,18 @@ def parse_json(data: bytes | str, what: str, *, unique: bool = False) -> Any:
     """
     pairs = _unique if unique else None
     try:
-        return json.loads(data, parse_constant=_refuse, parse_float=_finite, parse_int=_whole, object_pairs_hook=pairs)
+        text = data if isinstance(data, str) else data.decode(json.detect_encoding(data))
+        found = json.loads(text, parse_constant=_refuse, parse_float=_finite, parse_int=_whole, object_pairs_hook=pairs)
+        if _SURROGATE.search(text):
+            json.dumps(found, ensure_ascii=False).encode()  # one without the other is no text
+        return found
     except RecursionError:
         raise ValueError(f"{what}: is not JSON that can be read: nested too deeply") from None
     except ValueError as error:
         raise ValueError(f"{what}: is not JSON that can be read: {error}") from None
+
+
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 def _refuse(word: str) -> None:

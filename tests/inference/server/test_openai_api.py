@@ -94,7 +94,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"prompt": "x" * 5000}, "maximum context length is 256"),
     ({"max_tokens": 10**12}, "maximum context length is 256"),
     ({"max_tokens": -1}, "max_tokens -1: must be"),
-    ({"max_tokens": 0}, "echo=False not supported"),
+    ({"max_tokens": 0}, "max_tokens 0: needs echo"),
     ({"max_tokens": "5"}, "must be of type integer"),
     ({"n": 0}, "n 0: must be"),
     ({"n": 10**6}, "n 1000000: must be"),
@@ -190,12 +190,19 @@ def test_the_tokenizer_is_served_as_a_harness_asks_for_it(server: Running) -> No
         b'{"prompt": 1e999}',
         b"\xff\xfe",
         b"1" * 5000,
+        b'{"prompt": "\\ud83d"}',
     ],
     ids=lambda each: repr(each[:12]),
 )
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"])
 def test_what_is_not_json_is_refused(server: Running, path: str, body: bytes) -> None:
     assert server.ask("POST", path, body).status == 400
+
+
+def test_a_character_spelt_as_a_pair_of_escapes_is_one(server: Running) -> None:
+    bodies = (b'{"prompt": "\\ud83c\\udf88"}', '{"prompt": "\U0001f388"}'.encode())
+    escaped, plain = (server.ask("POST", "/tokenize", body) for body in bodies)
+    assert escaped.status == 200 and escaped.json == plain.json
 
 
 def test_an_adapter_is_asked_for_as_a_model(server: Running, engine: FakeEngine) -> None:

@@ -138,7 +138,7 @@ async def read_completion(service: Service, body: Any) -> ParsedRequest:
     """Errors: BadField."""
     fields = read(body, COMPLETION)
     if fields["max_tokens"] == 0 and not fields["echo"]:
-        raise BadField("echo", "echo=False not supported when tokens_to_generate == 0")
+        raise BadField("max_tokens", "max_tokens 0: needs echo, since nothing else would be in the answer")
     if fields["echo"] and fields["response_format"]:
         raise BadField("echo", "echo True: excludes response_format, which is about the answer alone")
     prompts, texts = await _prompts(service, fields["prompt"], fields["echo"])
