@@ -160,6 +160,8 @@ def check_graphs(cuda_graph: bool | None, device: str, batch_invariant: bool, ad
 
 def _check_texts(prompt: str | None, input_file: Path | None, num_samples: int, output: Path | None) -> bool:
     """Whether prompts are to be asked for. Errors: ValueError where they come from two places, or no file is there."""
+    if prompt is not None and any("\ud800" <= sign <= "\udfff" for sign in prompt):
+        raise ValueError("--prompt: is not UTF-8")
     modes = {"--prompt": prompt is not None, "--input": input_file is not None, "--num-samples": num_samples > 0}
     given = [flag for flag, value in modes.items() if value]
     if len(given) > 1:
@@ -169,7 +171,8 @@ def _check_texts(prompt: str | None, input_file: Path | None, num_samples: int, 
     if output is not None:
         check_file("--output", str(output))
     if input_file is not None and not input_file.is_file():
-        raise ValueError(f"--input {input_file}: no such file")
+        pipe = str(input_file) == "-" or input_file.exists()
+        raise ValueError(f"--input {input_file}: {'must be a file, no pipe or folder' if pipe else 'no such file'}")
     return not given
 
 

@@ -182,7 +182,7 @@ def test_a_file_of_prompts_is_answered_in_order_as_each_alone(
         assert cli.main([*line, "--prompt", prompt]) == 0
         assert capfd.readouterr().out == f"{prompt}{row['text']}\n" and row["prompt"] == prompt
         assert (row["finish"], row["tokens"]) == ("length", 6)
-    (tmp_path / "in.txt").write_text("Once\u2028upon\x0ca\x85time\nTom\n")
+    (tmp_path / "in.txt").write_bytes("\ufeffOnce\u2028upon\x0ca\x85time\r\nTom\n".encode())
     beams = [
         "generate",
         "--load",
@@ -197,6 +197,12 @@ def test_a_file_of_prompts_is_answered_in_order_as_each_alone(
     assert cli.main([*beams, "--input", str(tmp_path / "in.txt")]) == 0
     texts = [json.loads(row)["prompt"] for row in capfd.readouterr().out.removesuffix("\n").split("\n")]
     assert texts == ["Once\u2028upon\x0ca\x85time", "Tom"]
+    assert cli.main(line) == 0
+    from_nothing = capfd.readouterr()
+    assert from_nothing.out and "no terminal to ask at: one text from an empty prompt" in from_nothing.err
+    (tmp_path / "in.jsonl").write_text('{"prompt": "\\ud83d"}\n')
+    assert cli.main([*line, "--input", str(tmp_path / "in.jsonl")]) == 2
+    assert "in.jsonl:1: is not JSON" in capfd.readouterr().err
     plain = ["generate", "--load", model, "--tokens", "60", "--device", "cpu", "--num-samples", "2"]
     assert cli.main(plain) == 0
     samples = [json.loads(row) for row in capfd.readouterr().out.splitlines()]
@@ -220,6 +226,8 @@ def test_a_file_of_prompts_is_answered_in_order_as_each_alone(
         ("--prompt a --cuda-graph --batch-invariant", "--cuda-graph: excludes --batch-invariant"),
         ("--prompt a --cuda-graph --device cpu", "--cuda-graph: excludes --device cpu"),
         ("--input missing.txt", "--input missing.txt: no such file"),
+        ("--input /dev/stdin", "--input /dev/stdin: must be a file, no pipe or folder"),
+        ("--prompt \udcff", "--prompt: is not UTF-8"),
     ],
 )
 def test_what_generate_refuses(flags: str, message: str, capfd: pytest.CaptureFixture[str]) -> None:

@@ -27,6 +27,7 @@ from mega.core.parallel.launch import connect
 from mega.core.parallel.mesh import Mesh
 from mega.core.text.build import build
 from mega.core.text.tokenizer import Tokenizer
+from mega.core.untrusted import parse_json
 
 ASK = "Context prompt (stop to exit) >>> "
 
@@ -91,7 +92,7 @@ def _prompts(path: Path, adapters: Sequence[str]) -> Iterator[AskedText]:
     """Errors: ValueError naming file and line."""
     first = adapters[0] if adapters else None
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"--input {path}: cannot be read as UTF-8 text ({error})") from None
     for number, line in enumerate(io.StringIO(text), start=1):  # a prompt may hold other signs where splitlines splits
@@ -101,10 +102,7 @@ def _prompts(path: Path, adapters: Sequence[str]) -> Iterator[AskedText]:
             continue
         if not line.strip():
             continue
-        try:
-            found = json.loads(line)
-        except ValueError:
-            raise ValueError(f"--input {path}:{number}: is not JSON") from None
+        found = parse_json(line, f"--input {path}:{number}")
         adapter = found.get("adapter", first) if isinstance(found, dict) else first
         if isinstance(found, dict):
             found = found.get("prompt", found.get("text"))
@@ -134,6 +132,8 @@ def speak(plan: SpeechPlan) -> int:
     elif plan.input is not None or plan.samples:
         speaker.answer_all([AskedText("", speaker.adapter)] * plan.samples or prompts)
     else:
+        if plan.prompt is None:
+            print("no terminal to ask at: one text from an empty prompt; see --prompt, --input", file=sys.stderr)
         try:
             speaker.continue_one(plan.prompt or "", sys.stdout)
         except RequestError as error:
