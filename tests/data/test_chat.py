@@ -111,6 +111,22 @@ def test_chatml_and_the_same_in_jinja(tmp_path: Path) -> None:
     assert by_name.ids.count(tokenizer.control("<|im_end|>")) == 2
 
 
+@pytest.mark.parametrize(
+    ("word", "text"),
+    [
+        ("message.content", "\n 1\n<|im_end|>"),
+        ("message.content | trim", "1<|im_end|>"),
+        ("message.content.rstrip()", "\n 1<|im_end|>"),
+    ],
+)
+def test_blanks_around_a_message_are_the_templates_affair(tmp_path: Path, word: str, text: str) -> None:
+    pytest.importorskip("jinja2")
+    (tmp_path / "chat.jinja").write_text(JINJA.replace("message.content | trim", word))
+    talk = [Message("user", "\n 1\n"), Message("assistant", "\n 1\n")]
+    _, trained = rendered(str(tmp_path / "chat.jinja"), with_im(tmp_path), talk)
+    assert trained == text
+
+
 def test_jinja_ends_a_turn_with_a_token_of_id_0(tmp_path: Path) -> None:
     """As GPT-NeoX's tokenizer has it: an id, not a sign that there is none."""
     pytest.importorskip("jinja2")

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from mega.core.data.cache import Arrays, cached
 from mega.core.data.sources import STDIN, BadLine, find, lines, parsed
-from mega.core.text.chat import Labelled, Template, check_stop, conversation, encode
+from mega.core.text.chat import RENDERING, Labelled, Template, check_stop, conversation, encode
 from mega.core.text.tokenizer import Tokenizer
 
 Found = TypeVar("Found")
@@ -129,6 +129,7 @@ def chat_dataset(
         "inputs": digest(flag, inputs),
         "tokenizer": tokenizer.fingerprint(),
         "template": template_name,
+        "rendering": RENDERING,
     }
 
     def tokenised() -> Arrays:

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mega.core.data.chat import TrainedTexts, arrays_of, digest, each_line, filler, lost_tokens
-from mega.core.text.chat import Labelled, Template, check_stop, check_unread, conversation, encode
+from mega.core.text.chat import RENDERING, Labelled, Template, check_stop, check_unread, conversation, encode
 from mega.core.text.tokenizer import Tokenizer
 
 KEYS = ("prompt", "chosen", "rejected")
@@ -114,7 +114,7 @@ def pair_dataset(
 
     Errors: ValueError naming file and line of an invalid pair, or where no pair has two different answers.
     """
-    about = f"{tokenizer.fingerprint()} {template_name} {seq_length}"
+    about = f"{tokenizer.fingerprint()} {template_name} {seq_length} {RENDERING}"
     what, made_of = f"{flag} {' '.join(inputs)}", digest(flag, inputs, about)
     arrays = arrays_of(chain.from_iterable(encoded(inputs, tokenizer, template)), f"{what}: holds no pair")
     if lost := lost_tokens(what, arrays, seq_length, "answers"):

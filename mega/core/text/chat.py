@@ -17,6 +17,8 @@ from mega.core.text.tokenizer import Tokenizer
 from mega.core.untrusted import Confined, read_limited
 
 ROLES = ("system", "user", "assistant")
+RENDERING = 2
+"""How conversations become tokens: part of the key of whatever is kept of them. 1 dropped blanks that Jinja keeps."""
 
 
 class Message(NamedTuple):
@@ -107,8 +109,11 @@ def template(name: str, tokenizer: Tokenizer) -> Template:
     raise ValueError(f"--chat-template {name}: must be {', '.join(TEMPLATES)}, or a Jinja file")
 
 
-_MARK = "\ue000{}\ue001"
-_MARKS = re.compile("\ue000([0-9]{1,9})\ue001")
+_EDGE = "\x1f" * 4
+"""Blanks, to Python, at either end of a mark: a template that trims its messages takes them all away."""
+_MARK = f"{_EDGE}\ue000{{}}\ue001{_EDGE}"
+_MARKS = re.compile(f"((?:{_EDGE})?\ue000[0-9]{{1,9}}\ue001(?:{_EDGE})?)")
+_SIGNS = re.compile("[\x1f\ue000\ue001]")
 _CONTROL = re.compile(r"(<\|[^|<>]+\|>|</?s>|\[/?[A-Z]+\])")
 _NAMES = {
     "bos_token": ("<s>", "<|begin_of_text|>", "<|endoftext|>"),
@@ -142,9 +147,9 @@ def jinja_text(
     processor time to render.
 
     Messages are rendered as marks and put in afterwards, so that no text of a message can become markup or a control
-    token; blanks at the ends of a message are dropped. The text after an assistant's message up to the first control
-    token is trained with it, as its end of turn. What is rendered depends on the roles alone, and is rendered once for
-    each sequence of them.
+    token; blanks at its ends stay where the template leaves them. The text after an assistant's message up to the first
+    control token is trained with it, as its end of turn. What is rendered depends on the roles alone, and is rendered
+    once for each sequence of them.
 
     Errors: ValueError beginning with `what`, for the template and of what is returned.
     """
@@ -167,12 +172,14 @@ def jinja_text(
         found: list[TemplatePart] = []
         ending = False
         for i, piece in enumerate(_MARKS.split(rendered(tuple(message.role for message in messages)))):
-            if i % 2 and int(piece) < len(messages):
-                message = messages[int(piece)]
-                ending = message.role == "assistant"
-                found.append(_text(message.content.strip(), ending))
+            if i % 2 and (number := int(_SIGNS.sub("", piece))) < len(messages):
+                role, content = messages[number]
+                content = content if piece.startswith(_EDGE) else content.lstrip()
+                content = content if piece.endswith(_EDGE) else content.rstrip()
+                ending = role == "assistant"
+                found.append(_text(content, ending))
                 continue
-            if i % 2 or "\ue000" in piece or "\ue001" in piece:
+            if i % 2 or _SIGNS.search(piece):
                 raise ValueError(f"{what}: takes a message's text apart, so that it cannot be put in as it is")
             for word in filter(None, _CONTROL.split(piece)):
                 control = tokenizer.control(word) is not None
