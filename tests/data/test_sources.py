@@ -383,3 +383,9 @@ def test_shards_on_the_command_line(tmp_path: Path, plain: Path, capsys: pytest.
     for bad in ("0/3", "4/3", "x", "1/0"):
         assert main([*base.split(), "--shard", bad]) == 2
         assert f"--shard {bad}: must be i/N" in capsys.readouterr().err
+
+
+def test_a_value_that_is_no_text_is_shown_and_not_its_key(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": ["a", "b"]}\n')
+    with pytest.raises(sources.BadLine, match=r'a\.jsonl:1: .* a text under "text"; this is \["a", "b"\]$'):
+        list(sources.texts([tmp_path / "a.jsonl"]))

@@ -588,7 +588,6 @@ def texts(inputs: Sequence[str | Path], key: str = "text", *, text_lines: bool =
         if not isinstance(found, dict):
             raise BadLine(f'{where}: must be a JSON object with a text under "{key}"; {not_an_object(found)}')
         if not isinstance(found.get(key), str):
-            raise BadLine(
-                f'{where}: must be a JSON object with a text under "{key}"; {keys_there(found, "--json-key")}'
-            )
+            there = f"this is {json.dumps(found[key])[:40]}" if key in found else keys_there(found, "--json-key")
+            raise BadLine(f'{where}: must be a JSON object with a text under "{key}"; {there}')
         yield found[key]
