@@ -198,7 +198,9 @@ def _serving(
         url=url,
         load=None if load is None else str(load),
         model=None if load is not None or url is not None else model_alone(run),
-        engine=EngineOptions(requests=served["--max-requests"] or 64, graphs=run.runtime.cuda_graph),
+        engine=EngineOptions(
+            requests=served["--max-requests"] or 64, graphs=run.runtime.cuda_graph, fp8_weights=run.precision.fp8
+        ),
         tp=run.parallel.tp,
         pp=run.parallel.pp,
         dtype=run.precision.dtype if "dtype" in given.values else None,

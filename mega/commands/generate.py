@@ -23,6 +23,9 @@ Graphs = Annotated[
     bool | None,
     typer.Option("--cuda-graph/--no-cuda-graph", help="a GPU decodes by recorded graphs [where one holds the model]"),
 ]
+Fp8Weights = Annotated[
+    bool, typer.Option("--fp8-weights", help="linear layers keep their weights in 8 bits, a scale an output")
+]
 
 STATED_BY = "the checkpoint says it, or nothing is trained"
 """Why options of a training that are given here change nothing."""
@@ -82,6 +85,7 @@ def run(
         bool, typer.Option("--batch-invariant", help="a text does not depend, to the bit, on what is generated with it")
     ] = False,
     cuda_graph: Graphs = None,
+    fp8_weights: Fp8Weights = False,
     tokenizer: Annotated[str | None, typer.Option("--tokenizer", help="kind of tokenizer [the checkpoint's]")] = None,
     tokenizer_model: Annotated[str | None, typer.Option("--tokenizer-model", help="its model file")] = None,
     vocab_file: Annotated[str | None, typer.Option("--vocab-file", help="its vocabulary file")] = None,
@@ -103,6 +107,7 @@ def run(
         others |= {"num_samples": num_samples, "min_p": typed.pop("min_p", 0)}
         others |= {"repetition_penalty": typed.pop("repetition_penalty", 1) != 1}
         others |= {"tp": tp > 1, "pp": pp > 1, "nproc": nproc, "dtype": dtype, "batch_invariant": batch_invariant}
+        others |= {"fp8_weights": fp8_weights}
         others |= {"cuda_graph" if cuda_graph else "no_cuda_graph": cuda_graph is not None}
         others |= {"tokenizer": tokenizer, **files, "device": device != "auto"}
         return _ask(url, prompt, tokens, others, typed, (beams, length_penalty))
@@ -137,6 +142,7 @@ def run(
             requests=max(64 if input_file is not None or num_samples else 1, beams),
             batch_invariant=batch_invariant,
             graphs=cuda_graph,
+            fp8_weights=fp8_weights,
         ),
         tp=tp,
         pp=pp,

@@ -9,7 +9,15 @@ from typing import Annotated
 
 import typer
 
-from mega.commands.generate import ComputeDtype, DeviceKind, Graphs, PipelineStages, TensorRanks, check_graphs
+from mega.commands.generate import (
+    ComputeDtype,
+    DeviceKind,
+    Fp8Weights,
+    Graphs,
+    PipelineStages,
+    TensorRanks,
+    check_graphs,
+)
 from mega.core.files import check_source
 
 STATED_BY = "the checkpoint says it, or each request does"
@@ -48,6 +56,7 @@ def run(
         bool, typer.Option("--batch-invariant", help="an answer does not depend, to the bit, on what else is in flight")
     ] = False,
     cuda_graph: Graphs = None,
+    fp8_weights: Fp8Weights = False,
     longest: Annotated[
         int | None, typer.Option("--max-length", "--out-seq-length", help="prompt and answer [the model's]", min=1)
     ] = None,
@@ -116,6 +125,7 @@ def run(
         cache_tokens=cache_tokens,
         batch_invariant=batch_invariant,
         graphs=cuda_graph,
+        fp8_weights=fp8_weights,
     )
     plan = ServePlan(
         path=str(path),

@@ -8,7 +8,7 @@ values N       attention's output, log-sum-exp and gradients against the plain f
 kept N         which weights are dropped, forward, in d(v) and in d(q): bit for bit those of the plain form
 runs N         the same with key columns in two runs, as a ring of ranks has them
 paged N        attention to the blocks of a cache, of single tokens among runs of several, against the plain form
-norm N, added N, activate N, heads N, entropy N, adamw N, fp8 N, total N
+norm N, added N, activate N, heads N, entropy N, adamw N, fp8 N, fp8-weights N, total N
                the other kernels by the checks of tests/gpu/test_kernels.py, of other sizes
 """
 
@@ -120,6 +120,12 @@ def fp8_cast(rng: random.Random) -> dict[str, Any]:
     return {"shape": shape, "to": str(to).removeprefix("torch.")}
 
 
+def by_fp8_weights(rng: random.Random) -> dict[str, Any]:
+    drawn = {"rows": rng.randint(1, 16), "outs": rng.randint(1, 300), "ins": rng.randint(1, 900)}
+    others.test_fp8_weights(**drawn)
+    return drawn
+
+
 def total(rng: random.Random) -> dict[str, Any]:
     shape = (rng.randint(1, 8), rng.randint(1, 9000))
     others.test_total(shape)
@@ -135,6 +141,7 @@ CHECKS = {
     "entropy": entropy,
     "adamw": adamw,
     "fp8": fp8_cast,
+    "fp8-weights": by_fp8_weights,
     "total": total,
 }
 

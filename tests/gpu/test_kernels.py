@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from mega.core.ops import activation, cross_entropy, fp8, heads, matmuls, norm, suite
+from mega.core.ops import activation, cross_entropy, fp8, fp8_weights, heads, matmuls, norm, suite
 from mega.core.ops.counter import site_key, token_keys
 from mega.core.ops.dropout import Dropout
 from mega.core.ops.rotary import rotary_table
@@ -264,3 +264,14 @@ def test_fp8_multiply() -> None:
         exact = fp8.multiply(*given[:4], torch.float64, given[5])
         assert error(fast.multiply(*given), exact) < bound
         assert error(fast.multiply(*given, fast=True), exact) < bound
+
+
+@pytest.mark.parametrize(("rows", "outs", "ins"), [(1, 48, 256), (16, 33, 300), (5, 100, 77)])
+def test_fp8_weights(rows: int, outs: int, ins: int) -> None:
+    """Against the same narrow weights in float64: rounding of the output is all that is lost."""
+    from mega.core.ops.kernels.fp8_weights import multiply
+
+    narrow, scale = fp8_weights.narrowed(random(outs, ins))
+    x = random(rows, 2 * ins)[:, :ins]
+    exact = (x.double() @ narrow.double().t()) * scale.double()
+    assert error(multiply(x, narrow, scale), exact) <= 2 * error(exact.to(DTYPE), exact) + 1e-7

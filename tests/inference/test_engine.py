@@ -31,6 +31,7 @@ from mega.core.inference.worker import Worker
 from mega.core.inventory import units
 from mega.core.model.decode import DecodeStep
 from mega.core.model.decoder import DecoderStage
+from mega.core.ops.fp8_weights import narrowed
 from mega.core.ops.suite import choose, forward_only
 from mega.core.parallel.launch import Pool
 from mega.core.parallel.mesh import Axis, Groups, Mesh
@@ -56,8 +57,9 @@ FAMILIES = {
 }
 
 
-def made(model: ModelConfig, dtype: torch.dtype = torch.float32) -> Any:
-    stage = DecoderStage(model, units(model), ParameterFactory({}, dtype, CPU, forward_only(choose(CPU, dtype))), ALONE)
+def made(model: ModelConfig, dtype: torch.dtype = torch.float32, *, fp8_weights: bool = False) -> Any:
+    ops = forward_only(choose(CPU, dtype), fp8_weights=fp8_weights)
+    stage = DecoderStage(model, units(model), ParameterFactory({}, dtype, CPU, ops), ALONE)
     initialise(stage, 5)
     with torch.no_grad():
         for weight in stage.parameters():
@@ -160,6 +162,23 @@ def test_graphs_of_decoding(
         assert tokens(found) == tokens(wanted)
         assert [event.logprob for event in found] == pytest.approx([event.logprob for event in wanted], abs=2e-5)
     assert sorted(worker._graphs._recorded) == rows and said in caplog.text
+
+
+@pytest.mark.parametrize("family", ["gpt", "qwen3"])
+def test_weights_in_fp8_answer_as_their_rounded_selves(family: str) -> None:
+    """The blocks' matrices are given up for their fp8 forms, whose products are those of the weights so rounded."""
+    stage, rounded = made(FAMILIES[family], fp8_weights=True), made(FAMILIES[family])
+    matrices = [weight for weight in rounded.blocks.parameters() if weight.dim() == 2]
+    with torch.no_grad():
+        for weight in matrices:
+            values, scale = narrowed(weight)
+            weight.copy_(values.float() * scale[:, None])
+    asked = [Request(prompt=prompt, tokens=6, sampling=GREEDY, logprobs=0) for prompt in prompts(3)]
+    expected = answers(engine_of(rounded), asked)
+    for found, wanted in zip(answers(engine_of(stage), asked), expected, strict=True):
+        assert tokens(found) == tokens(wanted)
+        assert [event.logprob for event in found] == pytest.approx([event.logprob for event in wanted], abs=1e-4)
+    assert sum(weight.numel() == 0 for weight in stage.blocks.parameters()) == len(matrices) > 0
 
 
 def stories() -> Path:

@@ -57,13 +57,18 @@ def cache_bytes(model: ModelConfig, itemsize: int, *, tp: int = 1, layers: int |
     return 2 * held * (model.kv_heads // tp) * model.head_dim * itemsize
 
 
-def weight_bytes(model: ModelConfig, itemsize: int, *, tp: int = 1, pp: int = 1) -> list[int]:
-    """Bytes of weights of a rank of each stage, padding included."""
+def weight_bytes(
+    model: ModelConfig, itemsize: int, *, tp: int = 1, pp: int = 1, fp8_weights: bool = False
+) -> list[int]:
+    """Bytes of weights of a rank of each stage, padding included. fp8_weights: as of `ops.fp8_weights`."""
     stages = placement(model, pp, 1, even_layers(model.layers or 0, pp))
     held = [0] * pp
     for tensor in inventory(model):
+        part = shard(tensor, {"tp": (0, tp)})
+        narrow = fp8_weights and len(part.local) == 2 and all(isinstance(unit, int) for unit in tensor.units)
+        size = part.elements + 4 * part.local[0] if narrow else part.elements * itemsize
         for stage in {stages[unit][0] for unit in tensor.units}:
-            held[stage] += shard(tensor, {"tp": (0, tp)}).elements * itemsize
+            held[stage] += size
     return held
 
 

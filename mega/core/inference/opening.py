@@ -35,7 +35,8 @@ class EngineOptions:
     """requests: rows of a decoding step. chunk: most prompt tokens of a step. cache_tokens: of all in flight; None:
     what so many requests need at most, or as many as fit. block: tokens of a cache block. batch_invariant: a request's
     logits are the same to the bit whatever else is in flight, in steps of exactly `tile` tokens. vocab: ids below this
-    are chosen; None: any of the model's. graphs: of decoding, on a CUDA device; None: where one rank holds a model."""
+    are chosen; None: any of the model's. graphs: of decoding, on a CUDA device; None: where one rank holds a model.
+    fp8_weights: linear layers of the blocks keep theirs in 8 bits."""
 
     requests: int = 64
     chunk: int = 512
@@ -45,6 +46,7 @@ class EngineOptions:
     tile: int = 32
     vocab: int | None = None
     graphs: bool | None = None
+    fp8_weights: bool = False
 
 
 def start_engine(
@@ -65,7 +67,7 @@ def start_engine(
     dtype = dtype or opened.dtype
     check_layout(model, mesh.tp.size, mesh.pp.size)
     layers = even_layers(model.layers or 0, mesh.pp.size)
-    ops = forward_only(choose(where, dtype))
+    ops = forward_only(choose(where, dtype), fp8_weights=options.fp8_weights)
     (stage,) = load_stages(opened, mesh, device, dtype=dtype, ops=ops, stage_layers=layers)
     if where.type == "cpu":
         lay_for_decoding(stage)

@@ -29,6 +29,7 @@ from mega.core.ops import (
     total,
 )
 from mega.core.ops.fp8 import Fp8Matmuls
+from mega.core.ops.fp8_weights import Fp8Weights
 from mega.core.ops.mask import AttentionMask
 from mega.core.ops.matmuls import Matmuls, WideMatmuls
 
@@ -133,9 +134,12 @@ def attention_words(ops: Ops, mask: AttentionMask, dtype: torch.dtype, length: i
     return "torch's fused kernels" + (", cuDNN's first" if ops.name == "triton" and dtype.itemsize == 2 else "")
 
 
-def forward_only(ops: Ops) -> Ops:
+def forward_only(ops: Ops, *, fp8_weights: bool = False) -> Ops:
     """The same for a model that only answers: on a CPU, where every operation costs more than what it computes, ops of
-    fewer operations."""
+    fewer operations. fp8_weights: of the blocks' linear layers."""
+    if fp8_weights:
+        fast = {"multiply": _fp8_weights_kernel()} if ops.name == "triton" else {}
+        return replace(ops, matmuls=Fp8Weights(ops.matmuls, **fast))
     if ops.name != "torch" or ops.reason != CPU:
         return ops
     return replace(ops, add_norm=norm.added_norm, spread=True)
@@ -159,6 +163,12 @@ def _kernels() -> dict[str, Any]:
     from mega.core.ops import kernels
 
     return kernels.table()
+
+
+def _fp8_weights_kernel() -> Callable[..., torch.Tensor]:
+    from mega.core.ops.kernels import fp8_weights
+
+    return fp8_weights.multiply
 
 
 def _fp8_kernels() -> dict[str, Any]:

@@ -82,7 +82,7 @@ def _opened(plan: ServingBench, mesh: Mesh, device: Device) -> tuple[BatchingEng
     assert model is not None
     check_layout(model, plan.tp, plan.pp)
     layers, dtype = even_layers(model.layers or 0, plan.pp), asked or DTYPES["bf16"]
-    ops = forward_only(choose(device.torch, dtype))
+    ops = forward_only(choose(device.torch, dtype), fp8_weights=plan.engine.fp8_weights)
     stage = empty_stage(model, mesh, device, dtype, ops=ops, stage_layers=layers)
     initialise(stage, 1)
     name = f"{model.family}, {model.layers} blocks of {model.hidden}, random weights, {str(dtype).split('.')[-1]}"

@@ -90,7 +90,8 @@ def serve_rank(plan: ServePlan) -> int:
     sys.setswitchinterval(_SWITCH_SECONDS)
     limits = replace(plan.options.limits, connections=raise_file_limit(plan.options.limits.connections))
     server = HttpServer(engine, tokenizer, replace(plan.options, limits=limits), chat)
-    about = f"{str(dtype).removeprefix('torch.')} on {world.size} {device.torch.type} rank{'s' * (world.size > 1)}"
+    precision = str(dtype).removeprefix("torch.") + ", weights in fp8" * plan.engine.fp8_weights
+    about = f"{precision} on {world.size} {device.torch.type} rank{'s' * (world.size > 1)}"
     about += f"; loaded in {time.monotonic() - began:.1f} s"
     notes = (*opened.notes, *(note for each in adapters for note in each.notes))
     for line in (*notes, *_lines(plan, opened, dtype, about, server)):
@@ -116,7 +117,8 @@ def _chat(plan: ServePlan, opened: OpenedModel, tokenizer: Tokenizer) -> ChatPro
 def _lines(plan: ServePlan, opened: OpenedModel, dtype: torch.dtype, about: str, server: HttpServer) -> list[str]:
     """What was loaded, and how many requests of how many tokens fit, as `mega memory-estimate --serve` has it."""
     model, service, limits = opened.model, server.service, server.engine.limits
-    weights = max(weight_bytes(model, dtype.itemsize, tp=plan.tp, pp=plan.pp))
+    fp8 = plan.engine.fp8_weights
+    weights = max(weight_bytes(model, dtype.itemsize, tp=plan.tp, pp=plan.pp, fp8_weights=fp8))
     token = cache_bytes(model, dtype.itemsize, tp=plan.tp, layers=max(even_layers(model.layers or 0, plan.pp)))
     held = Capacity(limits, weights, (limits.cache + plan.engine.block) * token)
     chat = "chat by the model's template" if service.chat is not None else "no chat template"
