@@ -95,7 +95,7 @@ class Proof:
         vocabulary = f"train-tokenizer --kind wordpiece --vocab-size {size.vocab}"
         self.mega(vocabulary, "--input", self.novels, "--output-dir", work / "wordpiece")
         sentences = ["--input", self.novels, "--output-prefix", work / "novels", *self.tokenizer]
-        self.mega("preprocess --split-sentences", *sentences)
+        self.mega("preprocess --split-sentences --sentence-splitter sentencex", *sentences)
         data = ["--data-path", work / "novels_text_sentence", *self.tokenizer, "--save", work / "bert"]
         rest = "--eval-iters 0 --save-interval 200 --keep-last 2 --resume auto --seed 1"
         self.mega(f"pretrain {size.shape} {size.machine} {size.pretrain} {rest}", *data)
