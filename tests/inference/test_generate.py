@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from mega.core.config.run import RunConfig, updated
 from mega.core.config.sections import ModelConfig
 from mega.core.device import Device
 from mega.core.inference.generate import generate, logits, losses
-from mega.core.inference.load import load_model, load_tokenizer, weight_pieces
+from mega.core.inference.load import MOST_ENDS, load_model, load_tokenizer, open_model, weight_pieces
 from mega.core.inference.opening import EngineOptions, engine_on
 from mega.core.inference.request import Engine, Sampling
 from mega.core.inventory import units
@@ -26,6 +27,7 @@ from mega.core.parallel.mesh import Mesh
 from mega.core.parallel.region import ALONE
 from mega.core.parallel.weight import ParameterFactory, initialise
 from mega.core.text.train import train_bpe
+from tests.support.hugging_face import hf_folder
 from tests.support.shared import shared
 
 GREEDY = Sampling(temperature=0.0)
@@ -242,6 +244,53 @@ def test_a_checkpoint_without_a_tokenizer_is_reported(saved: tuple[Checkpoint, D
     CheckpointStore(tmp_path).save(1, _pieces_without_change(stage), meta)
     with pytest.raises(ValueError, match="carries no tokenizer"):
         load_tokenizer(locate(tmp_path))
+
+
+def test_a_text_ends_at_any_of_the_ends_that_a_hugging_face_model_names(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As in transformers, also where it was converted to ours, and from ours back."""
+    transformers = pytest.importorskip("transformers")
+    theirs, ours, back = tmp_path / "hf", tmp_path / "ours", tmp_path / "back"
+    hf_folder(theirs, "llama3", vocab_size=260, eos_token_id=256)
+    (theirs / "tokenizer.model").unlink()
+    for path in train_bpe(["ab abc ab " * 20], 260, tmp_path / "tokenizer"):
+        path.rename(theirs / path.name)
+    tokenizer, model = open_model(theirs).tokenizer(), transformers.AutoModelForCausalLM.from_pretrained(theirs)
+    prompt = torch.tensor([tokenizer.encode("ab")])
+    free = model.generate(prompt, max_new_tokens=8, do_sample=False, eos_token_id=None)[0].tolist()
+    ends = [free[-5], free[-2]]
+    assert tokenizer.eod not in free and ends[0] != ends[1]
+    (theirs / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+    stopped = transformers.AutoModelForCausalLM.from_pretrained(theirs).generate(
+        prompt, max_new_tokens=8, do_sample=False
+    )
+    convert(theirs, ours)
+    convert(ours, back, "hf")
+    (tmp_path / "in.txt").write_text("ab\n")
+    for place in (theirs, ours, back):
+        line = ["generate", "--load", str(place), "--input", str(tmp_path / "in.txt"), "--tokens", "8", "--greedy"]
+        assert cli.main([*line, "--device", "cpu"]) == 0
+        row = json.loads(capfd.readouterr().out)
+        new = stopped[0].tolist()[prompt.shape[1] :]
+        assert (row["finish"], row["tokens"]) == ("stop", len(new)) and len(new) < 8
+        assert row["text"] == tokenizer.decode(new[:-1])
+        assert open_model(place).stop_ids() == set(ends)
+    (theirs / "generation_config.json").write_text("{}")
+    assert open_model(theirs).stop_ids() == {256}, "of config.json"
+
+
+@pytest.mark.parametrize("value", [512, -1, True, "2", 2.0, [2, 512], [[2]], {}, [2] * (MOST_ENDS + 1)], ids=str)
+def test_ends_that_the_model_cannot_have_are_refused(
+    tmp_path: Path, value: object, capfd: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(shared("stories260K_hf/config.json").parent, tmp_path / "hf", copy_function=shutil.copyfile)
+    file = tmp_path / "hf" / "generation_config.json"
+    file.write_text(json.dumps({"eos_token_id": value}))
+    for verb in (["generate", "--prompt", "a", "--load"], ["serve", "--port", "0"]):
+        assert cli.main([*verb, str(tmp_path / "hf"), "--device", "cpu"]) == 2
+        error = capfd.readouterr().err
+        assert error.startswith(f"mega: {file}: eos_token_id {repr(value)[:60]}: must be a token from 0 to 511")
 
 
 def test_finetune_takes_the_tokenizer_that_comes_with_the_weights(saved: tuple[Checkpoint, DecoderStage]) -> None:

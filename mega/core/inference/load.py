@@ -56,6 +56,10 @@ MODELS = {"HuggingFaceTokenizer": "tokenizer.json", "FairseqTokenizer": "dict.tx
 """Kind of tokenizer -> the attached file that is its model, where that is not tokenizer.model."""
 
 
+MOST_ENDS = 64
+"""Most ids of `eos_token_id`; released models have up to five."""
+
+
 class Readable(Protocol):
     """What weights are read from: a checkpoint of ours, or others' files."""
 
@@ -109,6 +113,25 @@ class OpenedModel:
     def tokenizer_section(self) -> dict[str, Any] | None:
         """The options of a run with that tokenizer; None where there is none."""
         return tokenizer_section(self)
+
+    def stop_ids(self) -> frozenset[int]:
+        """Ids that end a text besides the tokenizer's own end: Hugging Face's `eos_token_id`, a number or several, of
+        the generation_config.json that came with the weights, else of the config.json. Errors: CheckpointError naming
+        file and key."""
+        for name in ("generation_config.json", "config.json"):
+            if name not in self.attachments:
+                continue
+            found = read_json(self.attachments[name]).get("eos_token_id")
+            ids, vocab = found if isinstance(found, list) else [found], self.model.vocab or 0
+            if found is None:
+                continue
+            if len(ids) > MOST_ENDS or any(type(each) is not int or not 0 <= each < vocab for each in ids):
+                raise CheckpointError(
+                    f"{self.attachments[name]}: eos_token_id {repr(found)[:60]}: must be a token from 0 to "
+                    f"{vocab - 1}, or a list of at most {MOST_ENDS}"
+                )
+            return frozenset(ids)
+        return frozenset()
 
     def chat_template(self) -> str | None:
         """What the model was trained to converse in: a name of text/chat.py's `TEMPLATES`, or the text of a Jinja

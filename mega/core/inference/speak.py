@@ -66,11 +66,12 @@ class AskedText(NamedTuple):
 
 
 class Speech(NamedTuple):
-    """What is opened before any rank starts. prompts: of --input."""
+    """What is opened before any rank starts. stop_ids: that end an answer. prompts: of --input."""
 
     model: OpenedModel
     adapters: tuple[OpenedAdapter, ...]
     tokenizer: Tokenizer
+    stop_ids: frozenset[int]
     prompts: list[AskedText]
 
 
@@ -85,7 +86,8 @@ def open_speech(plan: SpeechPlan) -> Speech:
     tokenizer = build(**plan.tokenizer) if plan.tokenizer else opened.tokenizer()  # type: ignore[arg-type]
     check_tokenizer(opened, tokenizer)
     prompts = [] if plan.input is None else list(_prompts(plan.input, tuple(plan.adapters)))
-    return Speech(opened, adapters, tokenizer, prompts)
+    own = frozenset() if tokenizer.eod is None else frozenset({tokenizer.eod})
+    return Speech(opened, adapters, tokenizer, own | opened.stop_ids(), prompts)
 
 
 def _prompts(path: Path, adapters: Sequence[str]) -> Iterator[AskedText]:
@@ -116,7 +118,7 @@ def _prompts(path: Path, adapters: Sequence[str]) -> Iterator[AskedText]:
 
 def speak(plan: SpeechPlan) -> int:
     """This rank's part. Errors: ValueError naming flag, file or tensor; LostRank."""
-    opened, adapters, tokenizer, prompts = open_speech(plan)
+    opened, adapters, tokenizer, stop_ids, prompts = open_speech(plan)
     world, device, groups = connect(plan.device)
     mesh = Mesh(world.rank, tp=plan.tp, pp=plan.pp, groups=groups)
     dtype = compute_dtype(opened, device, plan.dtype)
@@ -126,7 +128,7 @@ def speak(plan: SpeechPlan) -> int:
         return 0
     for each in adapters:
         print(*(f"{note}\n" for note in each.notes), sep="", end="", file=sys.stderr)
-    speaker = Speaker(engine, tokenizer, plan)
+    speaker = Speaker(engine, tokenizer, plan, stop_ids)
     if plan.interactive:
         speaker.converse()
     elif plan.input is not None or plan.samples:
@@ -149,6 +151,7 @@ class Speaker:
     engine: Engine
     tokenizer: Tokenizer
     plan: SpeechPlan
+    stop_ids: frozenset[int]
 
     def ids(self, prompt: str) -> list[int]:
         """An empty prompt begins a document."""
@@ -159,10 +162,6 @@ class Speaker:
     def adapter(self) -> str | None:
         """Gone by where a prompt names none."""
         return next(iter(self.plan.adapters), None)
-
-    @property
-    def stop_ids(self) -> frozenset[int]:
-        return frozenset() if self.tokenizer.eod is None else frozenset({self.tokenizer.eod})
 
     def text(self, prompt: str, ids: Sequence[int], new: Sequence[int]) -> str:
         """What `new` adds to a prompt."""

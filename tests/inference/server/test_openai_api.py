@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
-from tests.inference.server.conftest import ANSWER, Running
+from mega.core.inference.server.chat_prompt import ChatPrompt
+from mega.core.inference.server.service import ServerOptions
+from tests.inference.server.conftest import ANSWER, ByteTokenizer, Running, serving
 from tests.support.fake_engine import FakeEngine
 
 
@@ -35,6 +37,17 @@ def test_a_completion_ends_where_the_model_ends_it(server: Running) -> None:
     assert ask(server, max_tokens=5)["choices"][0] == {
         "index": 0, "finish_reason": "length", "text": "Hello", "logprobs": None,
     }  # fmt: skip
+
+
+def test_an_answer_ends_at_any_end_of_the_models(engine: FakeEngine) -> None:
+    tokenizer, ends = ByteTokenizer(), frozenset({ord("!"), 299})  # one is no token of the tokenizer's
+    options = ServerOptions(name="fake", stop_ids=ends)
+    with serving(engine, tokenizer, options, ChatPrompt("plain", tokenizer)) as server:
+        assert ask(server)["choices"][0]["text"] == "Hello, wörld"
+        assert engine.seen[-1].stop_ids == {ord("!"), 256}
+        assert ask(server, ignore_eos=True, max_tokens=16)["choices"][0]["text"] == ANSWER[:15]
+        reply = server.ask("POST", "/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}]})
+        assert reply.json["choices"][0]["message"]["content"] == "Hello, wörld"
 
 
 def test_half_characters_are_not_shown_and_nothing_is_lost(server: Running) -> None:

@@ -36,13 +36,15 @@ _LARGE = 1 << 16
 @dataclass(frozen=True, kw_only=True)
 class ServerOptions:
     """name: of the model, as clients ask for it. adapters: names of LoRA adapters. token: without which nothing but
-    health and the page is answered. temperature ... seed: where a request says nothing. longest: tokens of prompt and
-    answer together. tokens_at_once: of one request of Megatron-LM's route, padded (its --max-tokens-to-oom).
-    log_prompts: print each request. legacy_status: Megatron-LM's 200 with an error in it."""
+    health and the page is answered. stop_ids: of the model, besides its tokenizer's end. temperature ... seed: where a
+    request says nothing. longest: tokens of prompt and answer together. tokens_at_once: of one request of Megatron-LM's
+    route, padded (its --max-tokens-to-oom). log_prompts: print each request. legacy_status: Megatron-LM's 200 with an
+    error in it."""
 
     name: str
     adapters: tuple[str, ...] = ()
     token: str | None = None
+    stop_ids: frozenset[int] = frozenset()
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
@@ -218,8 +220,9 @@ class Service:
         ]
 
     def ends(self, ignore: bool = False) -> frozenset[int]:
-        """Tokens after which an answer ends."""
-        return frozenset() if ignore or self.tokenizer.eod is None else frozenset([self.tokenizer.eod])
+        """Tokens after which an answer ends; those that are never drawn are left out."""
+        found = {*self.options.stop_ids, self.tokenizer.eod}
+        return frozenset(token for token in found if token is not None and token < self.known and not ignore)
 
     async def allowed(self, wanted: Any, ends: frozenset[int], count: int) -> list[Allowed | None]:
         """For each of `count` sequences what may follow, as response_format has it. Errors: BadField."""

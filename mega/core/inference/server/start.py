@@ -78,6 +78,7 @@ def serve_rank(plan: ServePlan) -> int:
     adapters = open_adapters(plan.adapters, opened)
     tokenizer = opened.tokenizer()
     check_tokenizer(opened, tokenizer)
+    stop_ids = opened.stop_ids()
     chat = _chat(plan, opened, tokenizer) if first else None
     world, device, groups = connect(plan.device)
     mesh = Mesh(world.rank, tp=plan.tp, pp=plan.pp, groups=groups)
@@ -89,7 +90,7 @@ def serve_rank(plan: ServePlan) -> int:
     assert listening is not None
     sys.setswitchinterval(_SWITCH_SECONDS)
     limits = replace(plan.options.limits, connections=raise_file_limit(plan.options.limits.connections))
-    server = HttpServer(engine, tokenizer, replace(plan.options, limits=limits), chat)
+    server = HttpServer(engine, tokenizer, replace(plan.options, limits=limits, stop_ids=stop_ids), chat)
     precision = str(dtype).removeprefix("torch.") + ", weights in fp8" * plan.engine.fp8_weights
     about = f"{precision} on {world.size} {device.torch.type} rank{'s' * (world.size > 1)}"
     about += f"; loaded in {time.monotonic() - began:.1f} s"
