@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,11 @@ import pytest
 import torch
 
 from mega.cli import main
+from mega.commands.finetune import _from_weights
 from mega.core.batch import DecoderBatch
 from mega.core.checkpoint.own.pieces import Piece
 from mega.core.checkpoint.own.store import locate
-from mega.core.config.run import RunConfig
+from mega.core.config.run import RunConfig, updated
 from mega.core.data.chat import ChatDataset
 from mega.core.device import Device
 from mega.core.inference.generate import logits
@@ -23,6 +25,7 @@ from mega.core.parallel.launch import Pool
 from mega.core.parallel.mesh import Groups
 from mega.core.proof.parity import Snapshot, assemble, compare, own_samples, within
 from mega.core.text.build import build
+from mega.core.text.chat import template_text
 from mega.core.training.step import backward, means
 from mega.core.training.wire import build_mesh, build_state
 from tests.data.test_chat import with_im
@@ -110,6 +113,7 @@ def test_it_learns_to_end_its_turn(tmp_path: Path, capsys: pytest.CaptureFixture
     )
     assert main(["finetune", *flags.split()]) == 0
     assert "⟦" in (said := capsys.readouterr().out) and "<|im_end|>⟧" in said, "a sample is shown"
+    assert "conversations by the template chatml\n" in said
     tokenizer, stage = build(tokenizer="HuggingFaceTokenizer", tokenizer_model=tmp_path), load_model(locate(save))
     end, ended = tokenizer.control("<|im_end|>"), 0
     start = tokenizer.control("<|im_start|>")
@@ -123,3 +127,26 @@ def test_it_learns_to_end_its_turn(tmp_path: Path, capsys: pytest.CaptureFixture
                 break
         ended += prompt[-1] == end
     assert ended >= 0.95 * len(talks[::4]), f"{ended} of {len(talks[::4])}"
+
+
+def test_the_template_of_the_weights_is_asked_for_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = "{% for m in messages %}{{ m.role }}: {{ m.content }}<|end|>{% endfor %}"
+    shutil.copytree(Path(__file__).resolve().parents[1] / "golden" / "hf", tmp_path / "hf")
+    begins = {"load": str(tmp_path / "hf"), "chat_data": ("talks.jsonl",)}
+
+    def chosen(name: str) -> str:
+        return _from_weights(updated(RunConfig(), {**begins, "chat_template": name})).data.chat_template
+
+    with pytest.raises(ValueError, match=r"--chat-template model: nothing at .*hf says what its conversations"):
+        chosen("model")
+    config = tmp_path / "hf" / "tokenizer_config.json"
+    config.write_text(json.dumps({"chat_template": [{"name": "default", "template": source}]}))
+    assert chosen("model") == str(config) and template_text(str(config)) == source
+    file = tmp_path / "hf" / "chat_template.jinja"
+    file.write_text(source)
+    assert chosen("model") == chosen(str(file)) == str(file)
+    assert capsys.readouterr().err == ""
+    assert chosen("plain") == "plain"
+    assert capsys.readouterr().err == (
+        f"mega: --chat-template plain: {tmp_path / 'hf'} has another of its own; --chat-template model goes by it\n"
+    )

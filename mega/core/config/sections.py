@@ -831,7 +831,9 @@ class DataConfig(Section):
     chat_data: tuple[str, ...] = option(
         (), "conversations in JSON lines, instead of token files", on_resume="noted", families=DECODERS
     )
-    chat_template: str = option("plain", "llama2, llama3, chatml, plain, or a Jinja file", on_resume="noted")
+    chat_template: str = option(
+        "plain", "model (that of the weights), llama2, llama3, chatml, plain, or a Jinja file", on_resume="noted"
+    )
     split: str = option(
         "969, 30, 1",
         "shares of training, validation and test",

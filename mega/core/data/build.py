@@ -172,7 +172,9 @@ def _chat(
 
     train = rows("--chat-data", data.chat_data, samples[0]) if samples[0] else None
     named = {label: rows("--valid-sets", [file], samples[2]) for label, file in named_sets(data) if samples[2]}
-    example = () if train is None else (f"trained is what stands in ⟦⟧: {shown(train.conversation(0), tokenizer)}",)
+    example: tuple[str, ...] = (f"conversations by the template {name}",)
+    if train is not None:
+        example += (f"trained is what stands in ⟦⟧: {shown(train.conversation(0), tokenizer)}",)
     return Datasets(train=train, named=named, notes=tuple(notes), example=example)
 
 

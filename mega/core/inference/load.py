@@ -40,7 +40,7 @@ from mega.core.parallel.peers import peers
 from mega.core.parallel.region import ALONE, Region
 from mega.core.parallel.weight import ParameterFactory, weights
 from mega.core.text.build import build
-from mega.core.text.chat import SOURCE_BYTES, TEMPLATES
+from mega.core.text.chat import SOURCE_BYTES, TEMPLATES, template_of
 from mega.core.text.tokenizer import Tokenizer
 from mega.core.untrusted import read_limited
 
@@ -134,27 +134,8 @@ class OpenedModel:
         return frozenset()
 
     def chat_template(self) -> str | None:
-        """What the model was trained to converse in: a name of text/chat.py's `TEMPLATES`, or the text of a Jinja
-        template; None where nothing says so. What a run of ours trained by goes before what its first weights came
-        with. Errors: CheckpointError for a file that is damaged."""
-        config = self.meta.get("config", {})
-        data, trained = config.get("data", {}), config.get("finetuning", {}).get("dpo_data")
-        if data.get("chat_data") or trained:
-            if data.get("chat_template") in TEMPLATES:
-                return str(data["chat_template"])
-            if "chat_template.jinja" not in self.attachments:  # of a Jinja file that was not kept with the weights
-                return None
-        if "chat_template.jinja" in self.attachments:
-            path = self.attachments["chat_template.jinja"]
-            return read_limited(path, SOURCE_BYTES, str(path)).decode("utf-8", "replace")
-        if "tokenizer_config.json" in self.attachments:
-            found = read_json(self.attachments["tokenizer_config.json"]).get("chat_template")
-            if isinstance(found, list):  # several, by name
-                found = {each.get("name"): each.get("template") for each in found if isinstance(each, dict)}
-                found = found.get("default")
-            if isinstance(found, str):
-                return found
-        return None
+        """As the function of that name."""
+        return chat_template(self)
 
 
 def open_model(path: Path | str) -> OpenedModel:
@@ -290,6 +271,34 @@ def tokenizer_section(source: Checkpoint | OpenedModel) -> dict[str, Any] | None
         files["tokenizer_model"] = str(attachments[str(model)])
     counts = {"vocab_size": options.get("vocab_size"), "vocab_extra_ids": options.get("vocab_extra_ids") or 0}
     return {"tokenizer": kind, **counts, "null_eod_last": bool(options.get("null_eod_last")), **files}
+
+
+def chat_template(source: Checkpoint | OpenedModel) -> str | None:
+    """What a model was trained to converse in: a name of text/chat.py's `TEMPLATES`, or the text of a Jinja template;
+    None where nothing says so. What a run of ours trained by goes before what its first weights came with. Errors:
+    CheckpointError for a file that is damaged."""
+    config, attachments = source.meta.get("config", {}), source.attachments
+    data, trained = config.get("data", {}), config.get("finetuning", {}).get("dpo_data")
+    if data.get("chat_data") or trained:
+        if data.get("chat_template") in TEMPLATES:
+            return str(data["chat_template"])
+        if "chat_template.jinja" not in attachments:  # of a Jinja file that was not kept with the weights
+            return None
+    if "chat_template.jinja" in attachments:
+        path = attachments["chat_template.jinja"]
+        return read_limited(path, SOURCE_BYTES, str(path)).decode("utf-8", "replace")
+    if "tokenizer_config.json" in attachments:
+        return template_of(read_json(attachments["tokenizer_config.json"]))
+    return None
+
+
+def chat_template_place(source: Checkpoint | OpenedModel) -> str | None:
+    """The same as --chat-template takes it: the name, or the file that holds it. Errors: CheckpointError."""
+    found = chat_template(source)
+    if found is None or found in TEMPLATES:
+        return found
+    files = (source.attachments.get(name) for name in ("chat_template.jinja", "tokenizer_config.json"))
+    return str(next(path for path in files if path is not None))
 
 
 def compute_dtype(opened: OpenedModel, device: Device, asked: str | None = None) -> torch.dtype:

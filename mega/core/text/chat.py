@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mega.core.text.tokenizer import Tokenizer
-from mega.core.untrusted import Confined, read_limited
+from mega.core.untrusted import Confined, parse_json, read_limited
 
 ROLES = ("system", "user", "assistant")
 RENDERING = 2
@@ -99,13 +99,18 @@ EOD = "the end of a document"
 
 TEMPLATES: Mapping[str, Template] = {"llama2": llama2, "llama3": llama3, "chatml": chatml, "plain": plain}
 
+MODELS_OWN = "model"
+"""Stands for the template that came with the weights."""
+
 
 def template(name: str, tokenizer: Tokenizer) -> Template:
-    """A template by name, or from a Jinja file; ValueError where it is neither."""
+    """A template by name, or from a Jinja file or a tokenizer_config.json; ValueError where it is neither."""
     if name in TEMPLATES:
         return TEMPLATES[name]
     if Path(name).is_file():
         return jinja(name, tokenizer)
+    if name == MODELS_OWN:
+        raise ValueError(f"--chat-template {name}: belongs to mega finetune, where the weights at --load bring one")
     raise ValueError(f"--chat-template {name}: must be {', '.join(TEMPLATES)}, or a Jinja file")
 
 
@@ -122,15 +127,31 @@ _NAMES = {
 """What a template asks for -> the names that tokenizers have for it."""
 SOURCE_BYTES = 1 << 20
 """Most bytes of a template, and of what it makes of a conversation without the messages' own text."""
+CONFIG_BYTES = 64 << 20
+"""Most bytes of a tokenizer_config.json, which may hold thousands of added tokens too."""
 _SECONDS, _MEMORY = 5, 1 << 29
 
 
 def template_text(file: str) -> str:
-    """The text of a Jinja file. Errors: ValueError."""
+    """The text of a Jinja file, or of the template in a tokenizer_config.json. Errors: ValueError."""
+    what = f"--chat-template {file}"
+    if Path(file).name == "tokenizer_config.json":
+        found = parse_json(read_limited(file, CONFIG_BYTES, what), what)
+        if isinstance(found, dict) and (text := template_of(found)) is not None:
+            return text
+        raise ValueError(f'{what}: has no "chat_template"')
     try:
-        return read_limited(file, SOURCE_BYTES, f"--chat-template {file}").decode()
+        return read_limited(file, SOURCE_BYTES, what).decode()
     except UnicodeDecodeError as error:
-        raise ValueError(f"--chat-template {file}: not UTF-8 ({error})") from None
+        raise ValueError(f"{what}: not UTF-8 ({error})") from None
+
+
+def template_of(config: Mapping[str, Any]) -> str | None:
+    """The template in a tokenizer_config.json; of several, by name, the default."""
+    found = config.get("chat_template")
+    if isinstance(found, list):
+        found = {each.get("name"): each.get("template") for each in found if isinstance(each, dict)}.get("default")
+    return found if isinstance(found, str) else None
 
 
 def jinja(file: str, tokenizer: Tokenizer) -> Template:

@@ -49,11 +49,11 @@ def datasets(run: RunConfig, tokenizer: Tokenizer | None) -> Datasets:
     def pairs(flag: str, inputs: tuple[str, ...], count: int) -> PairDataset:
         return pair_dataset(flag, inputs, tokenizer, made, key, samples=count, note=notes.append, **size)
 
-    example: tuple[str, ...] = ()
+    example: tuple[str, ...] = (f"conversations by the template {name}",)
     trained = pairs("--dpo-data", run.finetuning.dpo_data, train) if train else None
     if trained is not None:
         preferred, other = (shown(trained.answer(row), tokenizer) for row in range(2))
-        example = (f"preferred, what is judged in ⟦⟧: {preferred}", f"to: {other}")
+        example += (f"preferred, what is judged in ⟦⟧: {preferred}", f"to: {other}")
     named = {label: pairs("--valid-sets", (file,), test) for label, file in named_sets(run.data) if test}
     return Datasets(train=trained, named=named, notes=tuple(notes), example=example)
 
