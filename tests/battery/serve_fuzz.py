@@ -89,7 +89,8 @@ NUMBERS: Values = {
     "frequency_penalty": ([0], [0.5, *without(int, float)]),
     "logit_bias": ([{}], [{"1": 5}, [], 5, "x", True]),
     "ignore_eos": ([True, False], without(bool)),
-    "user": ([], ["me"]),
+    "user": (["me"], without(str)),
+    "metadata": ([{}, {"a": "b"}], ["x", 5, []]),
     "model": ([], ["gpt-4", 5, [], True, ""]),
     "chat_template": ([], ["{{ 1 }}", "{% for i in range(10**9) %}{% endfor %}"]),
     "response_format": (

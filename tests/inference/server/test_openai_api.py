@@ -124,7 +124,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"best_of": 2}, "not supported"),
     ({"suffix": "b"}, "not supported"),
     ({"chat_template": "{{ 1 }}"}, "unknown field"),
-    ({"user": "me"}, "unknown field"),
+    ({"user": 5}, "user 5: must be of type string"),
+    ({"metadata": "me"}, "must be of type object"),
     ({"seed": 2**65}, "seed"),
     ({"response_format": {"type": "grammar"}}, "response_format: must be"),
     ({"response_format": {"type": "json_schema", "json_schema": {"schema": 5}}}, "response_format: must be"),
@@ -136,6 +137,38 @@ def test_a_bad_field_is_refused_by_name(server: Running, fields: dict[str, Any],
     reply = server.ask("POST", "/v1/completions", {"prompt": "Once", "max_tokens": 4, **fields})
     assert reply.status == 400 and text in reply.json["error"]["message"], reply
     assert reply.json["error"]["type"] == "invalid_request_error"
+
+
+def test_fields_that_are_for_records_alone_change_nothing(server: Running, engine: FakeEngine) -> None:
+    said = {"user": "me", "metadata": {"run": "1"}}
+    talk = [{"role": "user", "content": "Hi"}]
+    for path, body in (
+        ("/v1/completions", {"prompt": "Once"}),
+        ("/v1/chat/completions", {"messages": talk}),
+        ("/v1/chat/completions", {"messages": [{**talk[0], "name": "Ann"}]}),
+    ):
+        assert server.ask("POST", path, {**body, "max_tokens": 4, "seed": 1, **said}).status == 200
+        assert server.ask("POST", path, {**body, "max_tokens": 4, "seed": 1}).status == 200
+        assert engine.seen[-1] == engine.seen[-2]
+    assert bytes(engine.seen[-1].prompt).decode() == "User: Hi\n\nAssistant:"
+
+
+def test_a_name_is_refused_where_the_template_may_read_it(engine: FakeEngine) -> None:
+    pytest.importorskip("jinja2")
+    tokenizer, talk = ByteTokenizer(), [{"role": "user", "content": "Hi", "name": "Ann"}]
+    loop = "{%% for m in messages %%}%s{{ m.content }}<|end|>{%% endfor %%}"
+    for template, status in ((loop % "", 200), (loop % "{% if m.name is defined %}{{ m['name'] }}{% endif %}", 400)):
+        chat = ChatPrompt(template, tokenizer)
+        with serving(engine, tokenizer, ServerOptions(name="fake"), chat) as server:
+            reply = server.ask("POST", "/v1/chat/completions", {"messages": talk, "max_tokens": 2})
+            assert reply.status == status, reply
+
+
+def test_one_model_is_described_by_name(server: Running) -> None:
+    for each in server.ask("GET", "/v1/models").json["data"]:
+        assert server.ask("GET", f"/v1/models/{each['id']}").json == each
+    reply = server.ask("GET", "/v1/models/a/b")
+    assert reply.status == 404 and reply.json["error"]["code"] == "model_not_found"
 
 
 def test_a_model_that_is_not_served_is_404(server: Running) -> None:
@@ -165,7 +198,7 @@ def test_a_chat_is_rendered_by_the_servers_template_alone(server: Running, engin
         {"messages": [{"role": "tool", "content": "x"}]},
         {"messages": [{"role": "user"}]},
         {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-        {"messages": [{"role": "user", "content": "x", "name": "y"}]},
+        {"messages": [{"role": "user", "content": "x", "name": 5}]},
         {"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "y": 1}]}]},
         {"chat_template": "{{ messages }}"},
         {"tools": [{}]},
@@ -239,6 +272,7 @@ def test_the_page_of_options_and_the_counters(server: Running) -> None:
         "/v1/completions",
         "/v1/chat/completions",
         "/v1/models",
+        "/v1/models/{name}",
         "/api",
         "/tokenize",
         "/detokenize",

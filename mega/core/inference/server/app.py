@@ -161,15 +161,17 @@ def _add_openai(app: Any, service: Service) -> None:
         _log(service, request, body)
         return await answer(request, asked)
 
+    def described(name: str) -> dict[str, Any]:
+        common = {"object": "model", "created": int(service.started), "owned_by": "mega"}
+        return {"id": name, **common, "max_model_len": service.longest}
+
     async def models() -> Any:
         names = (service.options.name, *service.options.adapters)
-        common = {
-            "object": "model",
-            "created": int(service.started),
-            "owned_by": "mega",
-            "max_model_len": service.longest,
-        }
-        return {"object": "list", "data": [{"id": name, **common} for name in names]}
+        return {"object": "list", "data": [described(name) for name in names]}
+
+    async def one_model(name: str) -> Any:
+        service.adapter(name)
+        return described(name)
 
     for request in (completions, chat):
         request.__annotations__["request"] = Request  # FastAPI reads annotations where this function's names are gone
@@ -180,6 +182,8 @@ def _add_openai(app: Any, service: Service) -> None:
         "/v1/chat/completions", chat, methods=["POST"], openapi_extra=_body(openai_api.CHAT, 404, streams=True)
     )
     app.add_api_route("/v1/models", models, methods=["GET"])
+    unknown = {404: {"description": _STATUS[404]}}
+    app.add_api_route("/v1/models/{name:path}", one_model, methods=["GET"], responses=unknown)
 
 
 async def _stream(service: Service, asked: openai_api.ParsedRequest, running: Any) -> AsyncIterator[bytes]:

@@ -5,6 +5,7 @@ It knows no route. What a template may cost is bounded by text/chat.py.
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable, Sequence
 
@@ -14,14 +15,18 @@ from mega.core.text.tokenizer import Tokenizer
 _SECONDS = 1
 """Of processor time to render a conversation."""
 _MARK = "\ue000reply\ue001"
+_READS_NAMES = re.compile(r"\b(name|items|values|keys|tojson|dictsort|pprint|string|xmlattr)\b")
+"""What a Jinja template that reads a message's `name`, or all of its keys, has at least one of."""
 
 
 class ChatPrompt:
-    """Conversations for one tokenizer. ends: tokens with which the template has the assistant end its turn."""
+    """Conversations for one tokenizer. ends: tokens with which the template has the assistant end its turn.
+    reads_names: whether the template may go by a message's `name`, which it is not given."""
 
     def __init__(self, template: str, tokenizer: Tokenizer) -> None:
         """template: a name of TEMPLATES, or the text of a Jinja template. Errors: ValueError."""
         self._tokenizer, self._lock = tokenizer, threading.Lock()
+        self.reads_names = template not in TEMPLATES and _READS_NAMES.search(template) is not None
         self._render: Callable[[Sequence[Message], str], list[TemplatePart]]
         if template in TEMPLATES:
             whole = TEMPLATES[template]

@@ -36,6 +36,7 @@ _MESSAGE = {
     "properties": {
         "role": {"enum": ["system", "developer", "user", "assistant"]},
         "content": {"anyOf": [{"type": "string"}, {"type": "array", "minItems": 1, "items": _TEXT_PART}]},
+        "name": {"type": ["string", "null"], "description": "without effect; refused where a template may read it"},
     },
     "required": ["role", "content"],
     "additionalProperties": False,
@@ -79,6 +80,8 @@ _COMMON: dict[str, Field] = {
     "presence_penalty": Field(types="number", help="only 0: see repetition_penalty", only=(0,)),
     "frequency_penalty": Field(types="number", help="only 0: see repetition_penalty", only=(0,)),
     "logit_bias": Field(types="object", help="only empty", only=({},)),
+    "user": Field(types="string", help="who asks; without effect on the answer"),
+    "metadata": Field(types="object", help="for the client's own records; without effect on the answer"),
 }
 
 COMPLETION: Fields = {
@@ -160,7 +163,8 @@ async def read_chat(service: Service, body: Any) -> ParsedRequest:
     if fields["max_tokens"] is not None and fields["max_completion_tokens"] is not None:
         raise BadField("max_tokens", "max_tokens: excludes max_completion_tokens, which means the same")
     try:
-        prompt = await service.off_loop(service.chat.ids, messages(fields["messages"], service.characters))
+        given = messages(fields["messages"], service.characters, names=not service.chat.reads_names)
+        prompt = await service.off_loop(service.chat.ids, given)
     except BadField:
         raise
     except ValueError as error:
@@ -233,8 +237,9 @@ async def _prompts(service: Service, given: Any, echo: bool) -> tuple[list[tuple
     return ids, texts
 
 
-def messages(given: Any, characters: int) -> list[Message]:
-    """The messages of a conversation, `characters` at most together. Errors: BadField.
+def messages(given: Any, characters: int, *, names: bool = False) -> list[Message]:
+    """The messages of a conversation, `characters` at most together. names: of who speaks are left out, not refused.
+    Errors: BadField.
 
     >>> messages([{"role": "user", "content": [{"type": "text", "text": "Hello"}]}], 100)
     [Message(role='user', content='Hello')]
@@ -244,8 +249,12 @@ def messages(given: Any, characters: int) -> list[Message]:
     found: list[Message] = []
     for index, each in enumerate(given):
         where = f"messages[{index}]"
-        if not isinstance(each, dict) or set(each) != {"role", "content"}:
+        if not isinstance(each, dict) or set(each) - {"name"} != {"role", "content"}:
             raise BadField("messages", f"{where}: must be an object with role and content, and nothing else")
+        if not isinstance(each.get("name"), (str, type(None))):
+            raise BadField("messages", f"{where}: name must be a string")
+        if each.get("name") is not None and not names:
+            raise BadField("messages", f"{where}: name is not given to the model's template, which may ask for it")
         role = {"developer": "system"}.get(str(each["role"]), each["role"])
         if role not in ("system", "user", "assistant"):
             raise BadField("messages", f"{where}: role must be system, developer, user or assistant")
