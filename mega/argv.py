@@ -385,6 +385,16 @@ def _reads_as(kind: type, word: str) -> bool:
     return True
 
 
+_WITHOUT_COUNTERPART = {
+    (
+        "--lr-decay-style",
+        "exponential",
+    ): "is not a choice: in Megatron-LM of 2019 it was never implemented and acted as "
+    "constant, in that of 2020 the rate halved over the decay"
+}
+"""Megatron-LM's flag and value -> what it did, where the nearest choice here is another thing."""
+
+
 def _checked(spelling: str, value: str, meaning: Sets) -> str | None:
     """`value` under our name for it; ValueError where it is not such a number or choice."""
     closed = () if meaning.gives_way else tuple(meaning.renames)
@@ -393,7 +403,8 @@ def _checked(spelling: str, value: str, meaning: Sets) -> str | None:
     if choices and value not in choices and value not in meaning.renames:
         if value in meaning.choices:
             return value
-        raise ValueError(f"{spelling} {value}: is not a choice{nearest(value, choices)}; valid: {', '.join(choices)}")
+        hint = _WITHOUT_COUNTERPART.get((spelling, value), f"is not a choice{nearest(value, choices)}")
+        raise ValueError(f"{spelling} {value}: {hint}; valid: {', '.join(choices)}")
     if meaning.kind in (int, float) and value not in meaning.renames and not _reads_as(meaning.kind, value):
         whole = "whole " if meaning.kind is int else ""
         raise ValueError(f"{spelling} {value}: must be a {whole}number")

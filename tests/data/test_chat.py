@@ -14,7 +14,7 @@ from mega.cli import main
 from mega.core.data.batches import Batches
 from mega.core.data.chat import ChatDataset, chat_dataset, labelled, pack
 from mega.core.text.build import build
-from mega.core.text.chat import Message, conversation, encode, template
+from mega.core.text.chat import TEMPLATES, Message, conversation, encode, template
 from mega.core.text.tokenizer import Tokenizer
 from tests.support.shared import shared
 
@@ -65,6 +65,22 @@ def test_llama2() -> None:
     assert [token for token, train in zip(ids, trained, strict=True) if train] == [
         *tokenizer.encode("Hello! ")[1:], 2, *tokenizer.encode("See you. ")[1:], 2,
     ]  # fmt: skip
+
+
+TURNS = ["user system", "user assistant system", "user system assistant", "system system user"]
+
+
+@pytest.mark.parametrize("roles", TURNS)
+def test_llama2_drops_no_system_turn(roles: str) -> None:
+    with pytest.raises(ValueError, match="llama2 has the system's turn within the user's after it"):
+        TEMPLATES["llama2"]([Message(role, "a") for role in roles.split()])
+    assert TEMPLATES["llama2"]([Message(role, "a") for role in "user assistant system user".split()])
+
+
+def test_an_array_is_reported_with_what_makes_lines_of_it(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(json.dumps([{"prompt": "a", "completion": "b"}]))
+    with pytest.raises(ValueError, match=r"a\.jsonl:1: not a JSON object; this is an array; .*jq -c"):
+        list(labelled([str(tmp_path / "a.jsonl")], build(tokenizer="NullTokenizer", vocab_size=9), TEMPLATES["plain"]))
 
 
 def test_plain_fits_any_tokenizer() -> None:

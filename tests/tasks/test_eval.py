@@ -25,7 +25,7 @@ from mega.core.tasks import evaluate, task
 from mega.core.tasks.evaluate import CheckedEvaluation, prepare, run_here
 from mega.core.tasks.options import TaskOptions
 from mega.core.tasks.rows import Windows
-from mega.core.tasks.task import Estimate, Sums
+from mega.core.tasks.task import Estimate, Sums, as_share, interval
 from mega.core.text.detokenize import fairseq, ptb, wiki
 from tests.support.shared import shared
 
@@ -432,3 +432,10 @@ def test_what_is_refused_in_one_line(
     for name, file in files.items():
         said = said.replace(file, name)
     assert words in said.replace(str(model), "MODEL") and said.count("\n") <= 2, said
+
+
+def test_an_interval_of_an_accuracy_stays_one() -> None:
+    almost = Estimate(mean=0.96, error=0.04, weight=25, examples=25)
+    found = interval("accuracy", almost, as_share)
+    assert (found.value, found.low, found.high) == (0.96, pytest.approx(0.8816), 1.0)
+    assert interval("accuracy", Estimate(0.04, 0.04, 25, 25), as_share).low == 0.0

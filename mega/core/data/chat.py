@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mega.core.data.cache import Arrays, cached
-from mega.core.data.sources import STDIN, BadLine, find, lines, parsed
+from mega.core.data.sources import STDIN, BadLine, find, lines, not_an_object, parsed
 from mega.core.text.chat import RENDERING, Labelled, Template, check_stop, conversation, encode
 from mega.core.text.tokenizer import Tokenizer
 
@@ -213,7 +213,10 @@ def each_line(inputs: Sequence[str], keys: Sequence[str], read: Callable[[Any], 
     """What `read` makes of the JSON value of each line. Errors: its ValueErrors, naming file and line."""
     for where, line in lines(inputs, keys):
         try:
-            yield read(parsed(line))
+            found = parsed(line)
+            if not isinstance(found, dict):
+                raise ValueError(f"not a JSON object; {not_an_object(found)}")
+            yield read(found)
         except ValueError as error:
             if str(error).startswith("--"):
                 raise

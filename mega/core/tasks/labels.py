@@ -18,7 +18,7 @@ from mega.core.batch import MaskedBatch, Term, Terms
 from mega.core.config.sections import LABELLED, ModelConfig
 from mega.core.data.labelled import Format, LabelledSet, labelled_batch, labelled_set, set_names
 from mega.core.tasks.options import BenchmarkInputs, format_of
-from mega.core.tasks.task import Estimate, Figure, interval
+from mega.core.tasks.task import Estimate, Figure, as_share, interval
 
 READS: tuple[str, ...] = ()
 """Fields of `options.OWN` that count here."""
@@ -99,11 +99,13 @@ class Labels:
     def figures(self, found: Mapping[str, Estimate]) -> list[Figure]:
         accuracy, several = found["accuracy"], len(self.sets) > 1
         right = 0 if math.isnan(accuracy.mean) else round(accuracy.mean * accuracy.weight)
-        own = [interval(f"accuracy {name}", found[f"accuracy {name}"]) for name in self.sets] if several else []
+        own = (
+            [interval(f"accuracy {name}", found[f"accuracy {name}"], as_share) for name in self.sets] if several else []
+        )
         return [
             Figure("correct", right),
             Figure("total", round(accuracy.weight)),
-            interval("accuracy", accuracy),
+            interval("accuracy", accuracy, as_share),
             *own,
             interval("loss", found["loss"]),
         ]

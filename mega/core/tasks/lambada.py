@@ -17,7 +17,7 @@ from mega.core.data.sources import texts
 from mega.core.parallel.vocab import TokenScores
 from mega.core.tasks.options import BenchmarkInputs
 from mega.core.tasks.rows import JudgedRow, all_greedy, batch_of, nll_of, per_row
-from mega.core.tasks.task import Estimate, Figure, interval
+from mega.core.tasks.task import Estimate, Figure, as_share, interval
 from mega.core.text.tokenizer import Tokenizer
 
 READS = ("strict_lambada", "json_key")
@@ -67,7 +67,7 @@ class Lambada:
         return [
             Figure("number correct", round(accuracy.mean * accuracy.weight)),
             Figure("total examples", accuracy.examples),
-            interval("avg accuracy", accuracy),
+            interval("avg accuracy", accuracy, as_share),
             interval("ppl", found["nll"], lambda value: math.exp(min(value, 700.0))),
         ]
 

@@ -51,6 +51,11 @@ def interval(name: str, found: Estimate, of: Callable[[float], float] = float) -
     return Figure(name, of(found.mean), of(found.mean - spread), of(found.mean + spread))
 
 
+def as_share(value: float) -> float:
+    """A mean of zeros and ones, or an end of its interval, which may lie past what it can be."""
+    return min(max(value, 0.0), 1.0)
+
+
 class Benchmark(Protocol[Example]):
     """name: as a user types it. terms: the names of what `measure` finds. greedy: whether it needs to know of each
     label if the model's first choice was it. headline: the figures that Megatron-LM's line of results has."""

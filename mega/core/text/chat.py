@@ -48,7 +48,11 @@ def _control(name: str, trained: bool = False) -> TemplatePart:
 
 
 def llama2(messages: Sequence[Message]) -> list[TemplatePart]:
-    """<s>[INST] <<SYS>> system <</SYS>> user [/INST] assistant </s>, once a turn."""
+    """<s>[INST] <<SYS>> system <</SYS>> user [/INST] assistant </s>, once a turn. Errors: ValueError for a system turn
+    that is not followed by the user's, which it is a part of here."""
+    asked = [message.role for message in messages if message.role != "assistant"]
+    if any(role == "system" and after != "user" for role, after in zip(asked, [*asked[1:], None], strict=True)):
+        raise ValueError("llama2 has the system's turn within the user's after it, and one here has none after it")
     found: list[TemplatePart] = []
     system = ""
     for message in messages:
