@@ -386,11 +386,10 @@ def _reads_as(kind: type, word: str) -> bool:
 
 
 _WITHOUT_COUNTERPART = {
-    (
-        "--lr-decay-style",
-        "exponential",
-    ): "is not a choice: in Megatron-LM of 2019 it was never implemented and acted as "
-    "constant, in that of 2020 the rate halved over the decay"
+    ("--lr-decay-style", "exponential"): (
+        "is not a choice: in Megatron-LM of 2019 it was never implemented and acted as constant, in that of 2020 the "
+        "rate halved over the decay"
+    )
 }
 """Megatron-LM's flag and value -> what it did, where the nearest choice here is another thing."""
 

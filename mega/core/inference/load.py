@@ -55,7 +55,6 @@ FIELDS = {
 MODELS = {"HuggingFaceTokenizer": "tokenizer.json", "FairseqTokenizer": "dict.txt"}
 """Kind of tokenizer -> the attached file that is its model, where that is not tokenizer.model."""
 
-
 MOST_ENDS = 64
 """Most ids of `eos_token_id`; released models have up to five."""
 
