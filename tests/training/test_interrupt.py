@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -83,8 +84,11 @@ def test_a_signal_to_the_whole_job_saves_stops_and_is_its_exit_code(
     place, by_signal = endings
     code, said = by_signal[number.name]
     assert code == 128 + number, said
-    told = [line for line in said.splitlines() if line.startswith(f"mega: {number.name} received: finishing ")]
-    assert len(told) == 1 and f", then saving to {place / number.name}" in told[0], said
+    told = [line for line in said.splitlines() if line.startswith(f"mega: {number.name} received: ")]
+    assert len(told) == 1, said
+    # On a busy machine the step, and what follows it, may have ended before the thread that says so was given a core.
+    doing = rf"finishing .*, then saving to {re.escape(str(place / number.name))}|saving step \d+, then ending"
+    assert re.search(f"received: ({doing})(;|$)", told[0]), said
     assert told[0].endswith("; Ctrl-C again leaves at once") == (number == signal.SIGINT)
     last = said.splitlines()[-1]
     assert last == f"stopped at step {CheckpointStore(place / number.name).steps()[-1]}: {number.name} was received", (
