@@ -226,6 +226,19 @@ def test_bad_command_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str], a
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "empty", "lost", "pipe"]
 
 
+@pytest.mark.parametrize("end", ["bin", "idx"])
+def test_a_folder_in_the_way_is_found_before_the_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], end: str
+) -> None:
+    lines(tmp_path / "a", {"text": "1"})
+    (there := tmp_path / f"out_text_document.{end}").mkdir()
+    monkeypatch.setattr("mega.core.data.writer.IndexedWriter.extend", None)
+    words = f"preprocess --input {tmp_path}/a --output-prefix {tmp_path}/out --overwrite"
+    assert main([*words.split(), *"--tokenizer-type NullTokenizer --vocab-size 9".split()]) == 2
+    assert capsys.readouterr().err == f"mega: {there}: is a directory; must be a file\n"
+    assert {path.name for path in tmp_path.iterdir()} == {"a", there.name}
+
+
 @pytest.mark.parametrize("forks", [True, False])
 def test_workers_hand_over_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forks: bool) -> None:
     """A block without a token, from processes forked or spawned."""

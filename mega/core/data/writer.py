@@ -59,6 +59,9 @@ class IndexedWriter:
         self.noted = dict(noted)
         self._digest = hashlib.sha256()
         with self._named():
+            for place in (bin_path(prefix), idx_path(prefix), note_path(prefix)):
+                if place.is_dir():
+                    raise ValueError(f"{place}: is a directory; must be a file")
             bin_path(prefix).parent.mkdir(parents=True, exist_ok=True)
             self._paths = [Path(f"{prefix}.{name}.tmp") for name in ("bin", "lengths", "counts")]
             self._bin = _open_alone(self._paths[0])
