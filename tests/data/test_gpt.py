@@ -247,6 +247,14 @@ def test_epochs_and_empty_splits_are_reported(tmp_path: Path) -> None:
     assert ["take 5 epochs" in note or "is empty" in note for note in made.notes] == [True, True]
 
 
+def test_a_corpus_that_is_empty_is_named_by_its_own_flag(tmp_path: Path) -> None:
+    whole, empty = str(corpus(tmp_path / "a")), str(corpus(tmp_path / "b", []))
+    made = build((10, 5, 5), train_data=(whole,), valid_data=(empty,), valid_sets=(f"books={empty}",))
+    assert f"--valid-data {empty}: is empty" in made.notes and f"--valid-sets {empty}: is empty" in made.notes
+    with pytest.raises(ValueError, match=f"--train-data {empty}: is empty$"):
+        build((10, 0, 0), train_data=(empty,))
+
+
 def test_a_part_of_less_than_a_sample_can_be_repeated(tmp_path: Path) -> None:
     prefix = str(corpus(tmp_path / "a", [3]))
     with pytest.raises(

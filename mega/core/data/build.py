@@ -236,7 +236,8 @@ class _Builder:
         # A corpus whose part is empty leaves the blend; the others share its weight, which is reported.
         parts = [(weight, prefix, part) for weight, prefix, part in whole if part.first < part.last]
         if not parts:
-            message = f'{flag} {" ".join(words)}: the {name} part of --split "{split}" is empty'
+            whose = f'the {name} part of --split "{split}" ' if flag == "--data-path" else ""
+            message = f"{flag} {' '.join(words)}: {whose}is empty"
             if name == "train":
                 raise ValueError(message)
             self.notes.append(message)
