@@ -111,6 +111,14 @@ def test_an_interface_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
         launch._check_interfaces()
 
 
+def test_an_interface_that_is_down() -> None:
+    line = r"^GLOO_SOCKET_IFNAME lo: .* has no address, .*`ip link set lo up`"
+    with pytest.raises(ValueError, match=line), launch._naming_interface():
+        raise RuntimeError("[enforce fail at gloo/device.cc:84] ifa != nullptr. Unable to find address for: lo")
+    with pytest.raises(RuntimeError, match=r"^another$"), launch._naming_interface():
+        raise RuntimeError("another")
+
+
 def test_a_temporary_folder_that_is_too_long_for_a_socket(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", "/" + "x" * 75)
     with pytest.raises(ValueError, match=r"TMPDIR /x+: .* may have at most 75 bytes"):

@@ -112,7 +112,10 @@ def connect(kind: str = "auto", backend: str = "auto", timeout_minutes: float = 
         if device.backend == "gloo":
             _check_interfaces()
         store = meet(world, timeout_minutes)
-        dist.init_process_group(device.backend, store=store, rank=world.rank, world_size=world.size, timeout=timeout)
+        with _naming_interface():
+            dist.init_process_group(
+                device.backend, store=store, rank=world.rank, world_size=world.size, timeout=timeout
+            )
         _answer_others(store, world, timeout_minutes)
     return world, device, Groups(device.backend, timeout)
 
@@ -126,6 +129,22 @@ def _check_interfaces() -> None:
                 f"GLOO_SOCKET_IFNAME {name}: is not a network interface of {socket.gethostname()}; "
                 f"valid: {', '.join(known)}"
             )
+
+
+@contextlib.contextmanager
+def _naming_interface() -> Iterator[None]:
+    """Errors: ValueError where gloo finds no address at its interface, which it reports as a line of its C++."""
+    try:
+        yield
+    except RuntimeError as error:
+        _, found, name = str(error).partition("Unable to find address for: ")
+        if not found:
+            raise
+        name = name.split("\n")[0].strip()
+        raise ValueError(
+            f"GLOO_SOCKET_IFNAME {name}: this network interface of {socket.gethostname()} has no address, so ranks "
+            f"cannot meet; bring it up (`ip link set {name} up`), or name another one"
+        ) from None
 
 
 def _answer_others(store: Any, world: World, minutes: float) -> None:
