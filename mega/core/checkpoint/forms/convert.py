@@ -212,7 +212,8 @@ def _export(load: Path, save: Path, to: str, given: Given, named: Path) -> Conve
         export = writer_of(to).export(own, to, given)
     source, table = _Watched(export.source or own.source), inverted(export.table)
     prove(table, source.tensors)
-    written = filled_folder(save, lambda folder: export.fill(folder, table, source))
+    size = sum(prod(shape) * dtype.itemsize for shape, dtype in table.tensors(source.tensors).values())
+    written = filled_folder(save, lambda folder: export.fill(folder, table, source), size)
     notes = (*export.notes, *source.ledger.notes)
     return ConversionReport(len(table.targets), table.elements, written, save, notes, export.losses)
 

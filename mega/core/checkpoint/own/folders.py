@@ -31,8 +31,11 @@ def check_fresh(save: Path) -> None:
         raise ValueError(f"{save}: exists and is not an empty folder")
 
 
-def filled_folder(save: Path, fill: Callable[[Path], int]) -> int:
-    """Fill a folder next to `save`, then give it that name; what `fill` returns. Nothing is left where that fails."""
+def filled_folder(save: Path, fill: Callable[[Path], int], size: int) -> int:
+    """Fill a folder next to `save`, then give it that name; what `fill` returns. Nothing is left where that fails.
+
+    size: bytes that `fill` is to write, for what is said of a disk that does not take them.
+    """
     check_fresh(save)
     save = Path(os.path.realpath(save))  # "." and links: what they mean gets the name
     try:
@@ -42,7 +45,8 @@ def filled_folder(save: Path, fill: Callable[[Path], int]) -> int:
             sync_directory(working)
             working.rename(save)  # an empty folder of that name gives way
     except OSError as error:
-        raise OSError(f"{save}: was not written: {error}") from error
+        free = f"; {shutil.disk_usage(save.parent).free} bytes are free" if save.parent.exists() else ""
+        raise OSError(f"{save}: was not written: {error.strerror or error} ({size} bytes to write){free}") from error
     sync_directory(save.parent)
     return written
 
