@@ -14,6 +14,9 @@ from typing import BinaryIO
 SEAL = "manifest.json.sha256"
 """A file that every checkpoint of ours has."""
 
+POINTER = "latest"
+"""A file next to our checkpoints, with the newest one's name."""
+
 _URL = re.compile(r"([a-z][a-z0-9+]+):/{1,2}([^/].*)")
 
 

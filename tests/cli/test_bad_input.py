@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 import types
@@ -45,6 +46,9 @@ def places(tmp_path: Path) -> dict[str, str]:
     (tmp_path / "step-0000001").mkdir()
     (tmp_path / "step-0000001" / SEAL).write_text("")
     (tmp_path / "link").symlink_to("absent")
+    (tmp_path / "piped").mkdir()
+    os.mkfifo(tmp_path / "piped" / "metrics.jsonl")
+    (tmp_path / "taken" / "latest").mkdir(parents=True)
     return {
         "DIR": str(tmp_path),
         "FILE": str(tmp_path / "file"),
@@ -54,6 +58,8 @@ def places(tmp_path: Path) -> dict[str, str]:
         "MASKED": str(tmp_path / "masked.toml"),
         "STEP": str(tmp_path / "step-0000001"),
         "LINK": str(tmp_path / "link"),
+        "PIPED": str(tmp_path / "piped"),
+        "TAKEN": str(tmp_path / "taken"),
     }
 
 

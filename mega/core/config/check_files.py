@@ -9,13 +9,15 @@ import glob
 import importlib.util
 import json
 import os
+import stat
 from collections.abc import Iterator
 
 from mega.core.config.corpora import expand, is_number
 from mega.core.config.presets import FAMILY_DEFAULTS
+from mega.core.config.resolve import metrics_file
 from mega.core.config.run import RunConfig, flag_of, value_of
 from mega.core.config.sections import LABELLED, SPLITS, TOKENIZERS, TokenizerConfig
-from mega.core.files import check_folder, check_source, url_of
+from mega.core.files import POINTER, check_folder, check_source, url_of
 
 Problems = Iterator[str]
 
@@ -239,20 +241,36 @@ def _is_open(path: str) -> bool:
     return os.path.islink(path) and os.readlink(path).startswith("/proc/")
 
 
+def _blocks(path: str) -> bool:
+    """Whether a name is that of a pipe, which waits for its reader, or of another thing that takes no rows. A stream of
+    this process, such as /dev/stdout, has no name in the file system; /dev/null and a terminal take them at once."""
+    place = os.path.realpath(path)
+    if not os.path.exists(place) or os.path.isdir(place):
+        return False
+    mode = os.stat(place).st_mode
+    return not stat.S_ISREG(mode) and not stat.S_ISCHR(mode)
+
+
 def _directories(run: RunConfig) -> Problems:
     for name in ("save", "data_cache", "tensorboard_dir"):
         path = value_of(run, name)
         if path is not None and os.path.exists(path) and not os.path.isdir(path):
             yield f"{flag_of(name)} {path}: is a file; must be a directory"
+    save = run.checkpoint.save
+    if save is not None and os.path.isdir(pointer := os.path.join(save, POINTER)) and not os.path.islink(pointer):
+        yield f"--save {save}: {pointer} is a directory, and must be the file that names the newest step; move it away"
     yield from _trackers(run)
     if not run.runtime.dry_run:  # which may be asked far from where the run will be
         yield from _output_folders(run)
-    if run.log.metrics is not None and os.path.isdir(run.log.metrics):
-        yield f"--metrics {run.log.metrics}: is a directory; must be a file"
-    elif run.log.metrics is not None and os.path.isfile(run.log.metrics) and _is_open(run.log.metrics):
-        yield f"--metrics {run.log.metrics}: leads to a file that is open already; name a file of its own"
-    elif run.log.metrics is not None and os.path.isfile(run.log.metrics) and not _rows(run.log.metrics):
-        yield f"--metrics {run.log.metrics}: holds something other than metrics, which would be lost; name another file"
+    metrics = metrics_file(run)
+    if os.path.isdir(metrics):
+        yield f"--metrics {metrics}: is a directory; must be a file"
+    elif _blocks(metrics):
+        yield f"--metrics {metrics}: is not a regular file; remove it, or name another file"
+    elif run.log.metrics is not None and os.path.isfile(metrics) and _is_open(metrics):
+        yield f"--metrics {metrics}: leads to a file that is open already; name a file of its own"
+    elif run.log.metrics is not None and os.path.isfile(metrics) and not _rows(metrics):
+        yield f"--metrics {metrics}: holds something other than metrics, which would be lost; name another file"
     load, resume = run.checkpoint.load, run.checkpoint.resume
     if load is not None and run.checkpoint.require_load and not (url_of(load) or os.path.isdir(load)):
         yield f"--load {load}: there is no such directory, and --require-load is given"

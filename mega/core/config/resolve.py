@@ -18,7 +18,6 @@ from mega.core.config.run import RunConfig, entries, flag_of
 from mega.core.config.sections import (
     LABELLED,
     BatchConfig,
-    LogConfig,
     ModelConfig,
     ParallelConfig,
     PrecisionConfig,
@@ -50,7 +49,7 @@ def resolve(run: RunConfig, world: int, vocab: int | None = None) -> RunConfig:
         schedule=_schedule(run),
         tokenizer=_tokenizer(run),
         evaluation=replace(run.evaluation, eval_iters=max(0, run.evaluation.eval_iters)),
-        log=_log(run.log, run.checkpoint.save),
+        log=replace(run.log, metrics=metrics_file(run)),
     )
 
 
@@ -385,7 +384,9 @@ def _tokenizer(run: RunConfig) -> TokenizerConfig:
     return tokenizer
 
 
-def _log(log: LogConfig, save: str | None) -> LogConfig:
-    if log.metrics is not None:
-        return log
-    return replace(log, metrics=os.path.join(save if save and not url_of(save) else ".", "metrics.jsonl"))
+def metrics_file(run: RunConfig) -> str:
+    """--metrics, or where the file is without it."""
+    if run.log.metrics is not None:
+        return run.log.metrics
+    save = run.checkpoint.save
+    return os.path.join(save if save and not url_of(save) else ".", "metrics.jsonl")

@@ -57,13 +57,12 @@ from mega.core.checkpoint.own.together import (
     together,
 )
 from mega.core.checkpoint.own.verdicts import VERDICTS, StepVerdict, decode, encode
-from mega.core.files import SEAL, locked_alone, sync_directory
+from mega.core.files import POINTER, SEAL, locked_alone, sync_directory
 
 Attachments = Mapping[str, Path | bytes]
 """Small files to keep with the tensors: plain name -> where it is now, or its content."""
 
 STEP = re.compile(r"step-(\d{7,15})")
-POINTER = "latest"
 NOTHING = "holds no checkpoint (a directory with step-NNNNNNN in it is wanted)"
 _NOTE_LIMIT = 16 << 20
 """Most bytes of a small file next to the steps."""

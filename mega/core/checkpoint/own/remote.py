@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from mega.core.checkpoint.own.container import Fetch
-from mega.core.checkpoint.own.directory import POINTER, STEP, Attachments, CheckpointStore, sidecar, write_rank
+from mega.core.checkpoint.own.directory import STEP, Attachments, CheckpointStore, sidecar, write_rank
 from mega.core.checkpoint.own.manifest import MANIFEST, WEIGHTS_ONLY, rank_file, read_manifest, state_file
 from mega.core.checkpoint.own.pieces import CheckpointError, Piece
 from mega.core.checkpoint.own.reader import Checkpoint
-from mega.core.files import SEAL
+from mega.core.files import POINTER, SEAL
 
 
 class RemoteStore(CheckpointStore):
