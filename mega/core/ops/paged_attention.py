@@ -81,7 +81,7 @@ class PagedAttention:
         key/value head. window: a token sees this many keys at most, its own included.
     attend(q, pool, pages) -> softmax(q k' / sqrt(d)) v over the keys that each token sees
     graphs: what is done for runs of one token follows from their number and the width of `tables`; pages hold these and
-        `lengths` as tensors of those names, which a recorded graph reads anew.
+        `lengths` as tensors of those names, which a recorded graph reads again.
     """
 
     pages: Callable[[Integers, Integers, Integers, torch.Tensor, int, int | None], Any]
