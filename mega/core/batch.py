@@ -52,10 +52,11 @@ class _Tensors:
     """Tensors under names."""
 
     def to(self, device: torch.device) -> Self:
-        """Copies to a GPU leave from pinned memory: from any other the host would wait for its turn."""
+        """Copies to a GPU leave from pinned memory: from any other the host would wait for its turn. Memory that elements
+        share cannot be pinned."""
         if device.type != "cuda":
             return self.map(lambda value: value.to(device))
-        return self.map(lambda value: value.pin_memory().to(device, non_blocking=True))
+        return self.map(lambda value: value.contiguous().pin_memory().to(device, non_blocking=True))
 
     def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Self:
         return replace(self, **{name: change(value) for name, value in self.tensors().items()})

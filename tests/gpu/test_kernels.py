@@ -97,6 +97,28 @@ def test_add_norm(width: int, centred: bool, branch: bool, branch_bias: bool, dr
 
 
 @pytest.mark.parametrize("width", [96, 1030])
+@pytest.mark.parametrize("parts, width", [(1, 7), (130, 48), (5, 100)])
+def test_deliver_sums(parts: int, width: int) -> None:
+    from mega.core.ops.kernels.sums import deliver_sums
+    from mega.core.parallel.weight import Weight
+
+    tables = random(3, parts, width, dtype=torch.float32)
+    kept, frozen, loose = (Weight(random(width), ()) for _ in range(3))
+    frozen.requires_grad_(False)
+    ready: list[Weight] = []
+    for weight in (kept, frozen):
+        weight.main_grad, weight.on_grad_ready = random(width, dtype=torch.float32), ready.append
+    before = [weight.main_grad.double() for weight in (kept, frozen) if weight.main_grad is not None]
+    assert deliver_sums((frozen, None, kept), tables) == [None] * 3
+    assert [weight is kept for weight in ready] == [True]
+    assert kept.main_grad is not None and frozen.main_grad is not None
+    torch.testing.assert_close(kept.main_grad.double(), before[0] + tables[2].double().sum(0), rtol=0, atol=1e-5 * parts)
+    assert torch.equal(frozen.main_grad.double(), before[1])
+    (found,) = deliver_sums((loose,), tables)
+    assert found is not None
+    torch.testing.assert_close(found, tables[0].sum(0).to(loose.dtype))
+
+
 @pytest.mark.parametrize("residual, bias", [(False, False), (True, False), (True, True)])
 def test_added(width: int, residual: bool, bias: bool) -> None:
     drop, fast = some_dropout(TOKENS), kernels()["added"]

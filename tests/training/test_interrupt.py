@@ -90,7 +90,7 @@ def test_a_signal_to_the_whole_job_saves_stops_and_is_its_exit_code(
     doing = rf"finishing .*, then saving to {re.escape(str(place / number.name))}|saving step \d+, then ending"
     assert re.search(f"received: ({doing})(;|$)", told[0]), said
     assert told[0].endswith("; Ctrl-C again leaves at once") == (number == signal.SIGINT)
-    last = said.splitlines()[-1]
+    last = next(line for line in reversed(said.splitlines()) if line != told[0])
     assert last == f"stopped at step {CheckpointStore(place / number.name).steps()[-1]}: {number.name} was received", (
         said
     )

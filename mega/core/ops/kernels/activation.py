@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from mega.core.ops.autograd import deliver
 from mega.core.ops.kernels.language import cdiv, jit, launch, tl
+from mega.core.ops.kernels.sums import deliver_sums
 
 ROWS = 256
 """Rows of one partial sum of the bias's gradient."""
@@ -98,13 +98,13 @@ class _Activate(torch.autograd.Function):
         rows, width = x.shape
         parts = cdiv(rows, ROWS)
         out = torch.empty_like(x)
-        sums = torch.empty(parts, width, dtype=torch.float32, device=x.device) if bias is not None else None
+        sums = torch.empty(1, parts, width, dtype=torch.float32, device=x.device) if bias is not None else None
         launch(
             _activation_backward, (cdiv(width, WIDE), parts),
             x, bias, grad.contiguous(), out, sums, rows, width,
             KIND=ctx.kind, BIAS=bias is not None, ROWS=ROWS, TALL=TALL, WIDE=WIDE,
         )  # fmt: skip
-        return out, None if sums is None else deliver(bias, sums.sum(0)), None
+        return out, None if sums is None else deliver_sums((bias,), sums)[0], None
 
 
 @jit

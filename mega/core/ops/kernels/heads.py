@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from mega.core.ops.autograd import deliver
 from mega.core.ops.heads import Rotary
 from mega.core.ops.kernels.language import cdiv, jit, launch, next_power_of_2, tl
+from mega.core.ops.kernels.sums import deliver_sums
 
 TOKENS = 32
 """Tokens of one program."""
@@ -108,7 +108,7 @@ class _SplitHeads(torch.autograd.Function):
         bias, (tokens, stride, width) = ctx.bias, ctx.shape
         block = TOKENS if bias is None else SUMMED
         parts = cdiv(tokens, block)
-        sums = None if bias is None else torch.empty(parts, stride, dtype=torch.float32, device=grads[0].device)
+        sums = None if bias is None else torch.empty(1, parts, stride, dtype=torch.float32, device=grads[0].device)
         out = torch.empty(tokens, stride, dtype=grads[0].dtype, device=grads[0].device)
         first = 0
         for grad, turned in zip(grads, (True, True, False), strict=True):
@@ -122,7 +122,7 @@ class _SplitHeads(torch.autograd.Function):
                 SUMS=bias is not None,
             )  # fmt: skip
             first += grad.shape[1] * width
-        return out, None if sums is None else deliver(bias, sums.sum(0)), None, None, None, None
+        return out, None if sums is None else deliver_sums((bias,), sums)[0], None, None, None, None
 
 
 def split_heads(

@@ -12,11 +12,11 @@ import torch
 
 from mega.core.device import multiprocessors
 from mega.core.ops import norm
-from mega.core.ops.autograd import deliver
 from mega.core.ops.counter import RULE
 from mega.core.ops.dropout import Dropout
 from mega.core.ops.kernels.dropout import dropped, values_of
 from mega.core.ops.kernels.language import jit, launch, next_power_of_2, tl
+from mega.core.ops.kernels.sums import deliver_sums
 
 STAGES = 3
 """Rows whose loads are in flight while one is computed, backward."""
@@ -155,15 +155,8 @@ class _AddNorm(torch.autograd.Function):
             RESIDUAL=grad_sum is not None, BRANCH_BIAS=branch_bias is not None, CENTRED=bias is not None,
             DROP=ctx.drop is not None, BLOCK=block, STAGES=STAGES, num_warps=warps,
         )  # fmt: skip
-        return (
-            grad,
-            grad_branch,
-            None if branch_bias is None else deliver(branch_bias, sums[2].sum(0)),
-            None,
-            deliver(weight, sums[0].sum(0)),
-            None if bias is None else deliver(bias, sums[1].sum(0)),
-            None,
-        )
+        of_weight, of_bias, of_branch_bias = deliver_sums((weight, bias, branch_bias), sums)
+        return grad, grad_branch, of_branch_bias, None, of_weight, of_bias, None
 
 
 def add_norm(
