@@ -27,6 +27,7 @@ COMMON = (
 it lands, and curves that are all right lie 1.4 % apart."""
 MODELS: Mapping[str, Sequence[str]] = {
     "gpt": "--model gpt2-124m".split(),
+    "gpt-dropout": "--model gpt2-124m --hidden-dropout 0.1 --attention-dropout 0.1".split(),
     "llama": ("--family llama --layers 12 --hidden 768 --heads 12 --kv-heads 4 --ffn 2048 --positions 1024".split()),
 }
 RUNS: Mapping[str, Sequence[str]] = {
@@ -71,7 +72,7 @@ def main() -> int:
         reference: list[float] = []
         for run in asked.runs.split(","):
             begin = time.perf_counter()
-            words = [*MODELS[model], *COMMON, *RUNS[run], "--data-path", asked.data_path, "--steps", str(asked.steps)]
+            words = [*COMMON, *MODELS[model], *RUNS[run], "--data-path", asked.data_path, "--steps", str(asked.steps)]
             found = losses([*words, "--device", asked.device])
             reference = reference or found
             step, tenth = distance(found, reference)
