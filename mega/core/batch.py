@@ -52,10 +52,10 @@ class _Tensors:
     """Tensors under names."""
 
     def to(self, device: torch.device) -> Self:
-        """Copies to a GPU leave from pinned memory: from any other the host would wait for its turn. Memory that elements
-        share cannot be pinned."""
+        """Copies to a GPU leave from pinned memory: from any other the host would wait for its turn."""
         if device.type != "cuda":
             return self.map(lambda value: value.to(device))
+        # Rows may share the memory of their positions, which cannot be pinned.
         return self.map(lambda value: value.contiguous().pin_memory().to(device, non_blocking=True))
 
     def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Self:

@@ -1,6 +1,7 @@
 """MNLI and QQP by a BERT that was pretrained here on novels, against the majority class and against its untrained twin.
 
     python tests/battery/glue.py --novels novels.jsonl.gz --qqp train.tsv [--mnli train.tsv] [--small] [--work DIR] ...
+    python tests/battery/glue.py --bert RUN --shape "--model bert-110m --seq-length 128" --vocab-file vocab.txt ...
 
 BERT             tokenizer, sentences and pretraining; resumed where it was killed
 TASK SEED bert   finetuned from it, judged; the same accuracy through transformers after export
@@ -9,7 +10,8 @@ TASK statement   over seeds and items: the accuracy less the majority class's in
                  the twin's (must be 3 on QQP, reported on MNLI); McNemar's test of each pair of twins
 
 Tables are cut 80/20 by a hash of the pair. What a command made is kept under --work and not made again. Other words are
-those of every battery. The default sizes take about 12 minutes of one large GPU; --small is for a CPU.
+those of every battery. The default sizes take about 12 minutes of one large GPU; --small is for a CPU. --bert: a run
+that was pretrained before, as by novels.py; its sizes are typed again for the twin.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ import math
 import statistics
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +79,8 @@ class Proof:
     novels: Path
     tables: dict[str, Path]
     size: Size
+    bert: Path
+    vocab: Path
 
     def mega(self, line: str, *more: object) -> None:
         """Errors: RuntimeError with what it said."""
@@ -87,7 +91,7 @@ class Proof:
 
     @property
     def tokenizer(self) -> list[object]:
-        return ["--tokenizer", "BertWordPieceLowerCase", "--vocab-file", self.work / "wordpiece" / "vocab.txt"]
+        return ["--tokenizer", "BertWordPieceLowerCase", "--vocab-file", self.vocab]
 
     def pretrained(self) -> dict[str, Any]:
         size, work = self.size, self.work
@@ -110,7 +114,7 @@ class Proof:
         place = work / f"{start}-{seed}"
         score = Path(f"{place}.json")
         if not score.exists():
-            begin = ["--load", self.work / "bert"] if start == "bert" else [*size.shape.split(), *self.tokenizer]
+            begin = ["--load", self.bert] if start == "bert" else [*size.shape.split(), *self.tokenizer]
             length = size.shape.split()[-2:]
             sets = ["--train-data", train, "--valid-data", dev, "--save", place, *begin, *length]
             tune = f"finetune --task {task} {size.tune} {size.machine} --seed {seed} --save-interval 100000"
@@ -140,8 +144,9 @@ class Proof:
         folder = Path(f"{place}-hf")
         if not folder.exists():
             self.mega("convert-llama --to hf", "--load-dir", place, "--save-dir", folder)
+        device = "cuda" if "cuda" in self.size.machine else "cpu"
         model: Any = MegatronBertForSequenceClassification.from_pretrained(folder)
-        model.eval()
+        model.to(device).eval()
         tokenizer, most = AutoTokenizer.from_pretrained(folder), int(self.size.shape.split()[-1])
         found = []
         for line in lines(dev)[1:]:
@@ -152,7 +157,7 @@ class Proof:
             ids.append(tokenizer.sep_token_id)
             types = [int(at >= min(len(first) + 2, len(ids))) for at in range(len(ids))]
             with torch.no_grad():
-                given = torch.tensor([ids]), torch.tensor([types])
+                given = torch.tensor([ids], device=device), torch.tensor([types], device=device)
                 found.append(int(model(input_ids=given[0], token_type_ids=given[1]).logits.argmax()))
         return found
 
@@ -215,7 +220,7 @@ def mcnemar(ours: list[float], theirs: list[float]) -> float:
 
 
 def items(proof: Proof) -> list[Item]:
-    found: list[Item] = [("BERT", proof.pretrained)]
+    found: list[Item] = [("BERT", proof.pretrained)] if proof.bert == proof.work / "bert" else []
     for task in proof.tables:
         for seed in SEEDS:
             for start in ("bert", "new"):
@@ -226,16 +231,26 @@ def items(proof: Proof) -> list[Item]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(add_help=False)
-    parser.add_argument("--novels", type=Path, required=True)
+    parser.add_argument("--novels", type=Path)
     parser.add_argument("--mnli", type=Path)
     parser.add_argument("--qqp", type=Path)
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--work", type=Path, default=None)
+    parser.add_argument("--bert", type=Path)
+    parser.add_argument("--vocab-file", type=Path)
+    parser.add_argument("--shape")
+    parser.add_argument("--tune")
     asked, rest = parser.parse_known_args()
+    if (asked.bert is None) == (asked.novels is None) or (asked.bert is None) != (asked.vocab_file is None):
+        parser.error("either --novels, or --bert with --vocab-file")
     name = "glue-small" if asked.small else "glue"
     tables = {task: path.resolve() for task in ("qqp", "mnli") if (path := getattr(asked, task)) is not None}
     work = (asked.work or ROWS / name).resolve()
-    run(name, items(Proof(work, asked.novels.resolve(), tables, SMALL if asked.small else LARGE)), rest)
+    size = SMALL if asked.small else LARGE
+    size = replace(size, shape=asked.shape or size.shape, tune=asked.tune or size.tune)
+    bert, vocab = asked.bert or work / "bert", asked.vocab_file or work / "wordpiece" / "vocab.txt"
+    novels = (asked.novels or Path()).resolve()
+    run(name, items(Proof(work, novels, tables, size, bert.resolve(), vocab.resolve())), rest)
 
 
 if __name__ == "__main__":

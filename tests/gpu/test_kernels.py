@@ -112,7 +112,9 @@ def test_deliver_sums(parts: int, width: int) -> None:
     assert deliver_sums((frozen, None, kept), tables) == [None] * 3
     assert [weight is kept for weight in ready] == [True]
     assert kept.main_grad is not None and frozen.main_grad is not None
-    torch.testing.assert_close(kept.main_grad.double(), before[0] + tables[2].double().sum(0), rtol=0, atol=1e-5 * parts)
+    torch.testing.assert_close(
+        kept.main_grad.double(), before[0] + tables[2].double().sum(0), rtol=0, atol=1e-5 * parts
+    )
     assert torch.equal(frozen.main_grad.double(), before[1])
     (found,) = deliver_sums((loose,), tables)
     assert found is not None
