@@ -57,6 +57,7 @@ PACKAGES = (
     Package("fastapi", "fastapi", "mega serve", extra="serve"),
     Package("s3fs", "s3fs", "--save s3://", extra="remote"),
     Package("triton", "triton", "compiled GPU operators", cuda=True),
+    Package("nvidia-cudnn-frontend", "cudnn", "attention with a window", cuda=True, extra="cudnn"),
     Package("flash-attn", "flash_attn", "attention by --ops flash-attn", cuda=True, tried=False),
     Package("apex", "apex", "norms by --ops apex", cuda=True, tried=False),
 )
@@ -163,7 +164,7 @@ def _operators() -> Iterator[Row]:
     if importlib.util.find_spec("torch") is None:
         return
     from mega.core.device import DTYPES, Device
-    from mega.core.ops.suite import attention_words, choose
+    from mega.core.ops.suite import attention_advice, attention_words, choose
 
     device, dtype = Device.choose(), DTYPES["bf16"]
     ops = choose(device.torch, dtype)
@@ -171,7 +172,8 @@ def _operators() -> Iterator[Row]:
         implementation = ops.matmuls.words if name == "matmuls" else implementation
         yield name, implementation, f"live: {ops.name}, {ops.reason}"
     for features, mask in _masks():
-        yield f"attention, {features}", attention_words(ops, mask, dtype, TOKENS, 64), ""
+        rows = ops, mask, dtype, TOKENS, 64
+        yield f"attention, {features}", attention_words(*rows), attention_advice(*rows) or ""
     graph = "a recorded graph where blocks are small" if device.is_cuda else "one by one: no CUDA device"
     yield "micro batches", graph, "--cuda-graph, --no-cuda-graph"
 

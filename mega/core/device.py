@@ -124,6 +124,11 @@ class Device:
             torch.backends.cudnn.benchmark = False
 
 
+def current_stream(device: torch.device) -> int:
+    """The address of the stream to which this thread gives work; 0 on a CPU."""
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+
+
 class Timestamp:
     """When a device has done all that it had been asked for so far; on a CPU, now."""
 

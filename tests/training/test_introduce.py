@@ -13,6 +13,7 @@ from mega.cli import main
 from mega.core.config.compose import compose
 from mega.core.config.resolve import resolve
 from mega.core.config.sections import LogConfig
+from mega.core.ops import cudnn
 from mega.core.training.introduce import summary
 from mega.core.training.meters import COLUMNS, Meters
 from mega.core.training.wire import chosen_ops
@@ -67,14 +68,30 @@ WIDE = "cuBLAS, gradients in fp32"
     ],
 )
 def test_on_a_gpu_it_says_which_attention_and_which_matmuls(
-    preset: str, flags: dict[str, Any], attention: str, matmuls: str
+    preset: str, flags: dict[str, Any], attention: str, matmuls: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(cudnn, "version", lambda: None)
+    said = _said_on_a_gpu(preset, flags)
+    (line,) = (line for line in said if line.startswith("operators: "))
+    assert f"; attention: {attention}" in line and line.endswith(f"; matmuls: {matmuls}") and len(line) <= 120
+
+    advised = [line for line in said if "mega[cudnn]" in line]
+    assert len(advised) == (preset == "mistral-7b") and all(len(line) <= 120 for line in advised)
+
+
+def test_on_a_gpu_with_cudnns_package_a_window_is_its(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cudnn, "version", lambda: "1.18.0")
+    said = _said_on_a_gpu("mistral-7b", {"seq_length": 8192})
+    (line,) = (line for line in said if line.startswith("operators: "))
+    assert "; attention: cuDNN's kernels, for a window (nvidia-cudnn-frontend 1.18.0); " in line
+    assert not any("mega[cudnn]" in line for line in said)
+
+
+def _said_on_a_gpu(preset: str, flags: dict[str, Any]) -> list[str]:
     flags = {"dtype": "bf16", "micro_batch": 1, "vocab": 64, "device": "cuda", **flags}
     run = resolve(compose(preset, flags=flags), 1)
     device = SimpleNamespace(is_cuda=True, name="H", backend="nccl")
-    said = list(summary(run, device, chosen_ops(run, torch.device("meta")), 1))  # type: ignore[arg-type]
-    (line,) = (line for line in said if line.startswith("operators: "))
-    assert f"; attention: {attention}" in line and line.endswith(f"; matmuls: {matmuls}") and len(line) <= 120
+    return list(summary(run, device, chosen_ops(run, torch.device("meta")), 1))  # type: ignore[arg-type]
 
 
 def test_a_line_of_the_log_fits_a_terminal_and_has_no_empty_field(

@@ -18,7 +18,7 @@ from mega.core.inventory import parameters
 from mega.core.inventory.words import count_words, shape_words
 from mega.core.ops.dropout import AttentionDropout
 from mega.core.ops.mask import AttentionMask, Kind
-from mega.core.ops.suite import Ops, attention_words
+from mega.core.ops.suite import Ops, attention_advice, attention_words
 from mega.core.parallel.launch import threads
 from mega.core.training.inputs import Inputs
 from mega.core.training.resume import ResumePoint, differences, new_tensors
@@ -72,8 +72,10 @@ def summary(run: RunConfig, device: Device, ops: Ops, world: int) -> Iterator[st
     yield f"device: {where}{joined}; dtype {dtype}"
     model, length = run.model, text_lengths(run)[0]
     assert model.head_dim is not None
-    attention = attention_words(ops, _mask(run, length), DTYPES[precision.dtype], length, model.head_dim)
-    yield f"operators: {ops.name} ({ops.reason}); attention: {attention}; matmuls: {ops.matmuls.words}"
+    rows = ops, _mask(run, length), DTYPES[precision.dtype], length, model.head_dim
+    yield f"operators: {ops.name} ({ops.reason}); attention: {attention_words(*rows)}; matmuls: {ops.matmuls.words}"
+    if advice := attention_advice(*rows):
+        yield advice
     batch = run.batch
     assert batch.global_batch is not None
     tokens = batch.global_batch * sum(text_lengths(run))

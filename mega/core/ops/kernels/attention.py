@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from mega.core.ops import cudnn
 from mega.core.ops.attention import fused_recomputing
 from mega.core.ops.counter import RULE
 from mega.core.ops.kernels.counter import kept, row_keys
@@ -599,7 +600,7 @@ class _Attention(torch.autograd.Function):
 
 
 def applies(q: torch.Tensor, k: torch.Tensor, mask: AttentionMask) -> bool:
-    """Whether these kernels do what cuDNN's, which are faster, do not."""
+    """Whether these kernels do what cuDNN's as torch calls them, which are faster, do not."""
     return (
         mask.simple_kind(q.shape[1], k.shape[1]) is None
         and q.element_size() == 2
@@ -610,6 +611,8 @@ def applies(q: torch.Tensor, k: torch.Tensor, mask: AttentionMask) -> bool:
 
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: AttentionMask) -> torch.Tensor:
     """`ops.attention.plain`, which saves no weights: by these kernels or cuDNN's, and in 32 bits by torch's."""
+    if cudnn.applies(q, k, mask) and (mixed := cudnn.attention(q, k, v, mask)) is not None:
+        return mixed
     if applies(q, k, mask):
         return _Attention.apply(q, k, v, mask)  # type: ignore[no-any-return]
     return fused_recomputing(q, k, v, mask)

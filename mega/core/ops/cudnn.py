@@ -1,0 +1,336 @@
+"""Causal attention with a sliding window by cuDNN's graph API, where the package nvidia-cudnn-frontend is installed.
+
+torch tells cuDNN of no window. A shape is planned once, forward and backward together, before anything is computed for
+it; what cuDNN refuses, or computes wrongly in a small case, is left to the caller's kernels, and a line says so. It
+knows no documents, no dropout and no offset of the queries. A planned shape neither waits for the device nor takes
+memory but from torch, so a graph may record it after the first call.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import logging
+import math
+from functools import cache
+from importlib import import_module
+from typing import Any, NamedTuple
+
+import torch
+
+from mega.core.device import current_stream
+from mega.core.ops.mask import AttentionMask
+from mega.core.ops.partial_attention import PLAIN, Gradients
+
+PACKAGE = "nvidia-cudnn-frontend"
+DTYPES = {torch.bfloat16: "BFLOAT16", torch.float16: "HALF"}
+WIDEST = 128
+"""Head widths are multiples of 8 up to this."""
+DEVICES = ("cuda", "meta")
+MOST = 32
+"""Shapes that are planned in one process: a plan takes a good part of a second, more than ever other lengths gain."""
+EXPANDED = True
+"""Whether the backward pass of grouped heads is given keys and values once for every query head, and adds up their
+gradients itself. cuDNN keeps all heads' gradients too, and takes 0.45 ms longer than for as many key heads (H200, 32 to
+8 heads of 128, 16,384 tokens); to write and read that memory once more should take 0.2."""
+
+log = logging.getLogger(__name__)
+
+
+@cache
+def version() -> str | None:
+    """Of the package; None where it is absent."""
+    try:
+        return importlib.metadata.version(PACKAGE)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def fits(q: torch.Tensor, k: torch.Tensor, mask: AttentionMask) -> bool:
+    """Whether this is for such an attention: a window that hides keys from the queries of a whole causal row."""
+    s, t, width = q.shape[1], k.shape[1], q.shape[-1]
+    return (
+        mask.kind == "causal"
+        and mask.features == ("a window",)
+        and mask.q_offset == 0
+        and s == t
+        and mask.band(s, t)[0] is not None
+        and q.dtype in DTYPES
+        and width % 8 == 0
+        and width <= WIDEST
+    )
+
+
+def applies(q: torch.Tensor, k: torch.Tensor, mask: AttentionMask) -> bool:
+    """Whether `attention` is to be tried: the package is here, too."""
+    return q.device.type in DEVICES and fits(q, k, mask) and version() is not None
+
+
+def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: AttentionMask) -> torch.Tensor | None:
+    """`ops.attention.plain`, which saves no weights; None where cuDNN does not take it. Only where `applies`."""
+    assert mask.window is not None
+    if q.is_meta:
+        return _Windowed.apply(q, k, v, None)  # type: ignore[no-any-return]
+    if not trusted(q.device, q.dtype):
+        return None
+    q, k, v = _aligned(q), _aligned(k), _aligned(v)
+    plans = _planned(q, k, v, mask.window)
+    return None if plans is None else _Windowed.apply(q, k, v, plans)  # type: ignore[no-any-return]
+
+
+# -- plans
+
+
+class ExecutionPlan(NamedTuple):
+    """One graph of cuDNN's; tensors: what it takes and makes, in the order of `run`. workspace: bytes."""
+
+    graph: Any
+    tensors: tuple[Any, ...]
+    workspace: int
+
+    def run(self, *buffers: torch.Tensor) -> None:
+        device = buffers[0].device
+        handle = _handle(device)
+        import_module("cudnn").set_stream(handle=handle, stream=current_stream(device))
+        workspace = torch.empty(max(1, self.workspace), dtype=torch.uint8, device=device)
+        self.graph.execute(dict(zip(self.tensors, buffers, strict=True)), workspace, handle=handle)
+
+
+class WindowPlans(NamedTuple):
+    """Of one shape. strides: of q, k, v. expanded: `backward` takes a key and a value for every query head."""
+
+    forward: ExecutionPlan
+    backward: ExecutionPlan
+    strides: tuple[tuple[int, ...], ...]
+    expanded: bool
+
+
+_PLANS: dict[tuple[Any, ...], WindowPlans | None] = {}
+
+
+def _planned(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int) -> WindowPlans | None:
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    key = (q.device, q.dtype, q.shape, k.shape, q.stride(), k.stride(), v.stride(), window, deterministic)
+    if key not in _PLANS and len(_PLANS) < MOST:
+        _PLANS[key] = None
+        if len(_PLANS) == MOST:
+            log.warning("attention with a window: %d shapes are planned by cuDNN, others take our kernels", MOST)
+        try:
+            _PLANS[key] = plan(q, k, v, window, deterministic)
+        except Exception as error:
+            shape = "{} x {:,} tokens, {} heads of {}".format(*q.shape)
+            log.warning("a window of %d, %s: takes our kernels; cuDNN's do not (%s)", window, shape, _words(error))
+    return _PLANS.get(key)
+
+
+@cache
+def _handle(device: torch.device) -> Any:
+    """One of a device: work is given to it by one thread at a time, as autograd's waits for ours or we for it."""
+    return import_module("cudnn").create_handle()
+
+
+def plan(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int, deterministic: bool) -> WindowPlans:
+    """Errors: those of the package, of many kinds."""
+    (b, s, heads, width), kv_heads = q.shape, k.shape[2]
+    build = _GraphBuilder(q.dtype, q.device, window, 1 / math.sqrt(width))
+    whole, few = (b, s, heads, width), (b, s, kv_heads, width)
+    dense, lse = _strides(whole), ([b, heads, s, 1], [heads * s, s, 1, 1])
+    strides = q.stride(), k.stride(), v.stride()
+    forward = build.forward((whole, strides[0]), (few, strides[1]), (few, strides[2]), (whole, dense), lse)
+    expanded = EXPANDED and heads > kv_heads
+    k_, v_ = ((whole, dense) if expanded else (few, one) for one in strides[1:])
+    backward = build.backward((whole, strides[0]), k_, v_, (whole, dense), lse, deterministic)
+    return WindowPlans(forward, backward, strides, expanded)
+
+
+def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """
+    >>> _strides((2, 3, 4, 8))
+    (96, 32, 8, 1)
+    """
+    return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+
+
+Layout = tuple[tuple[int, ...], tuple[int, ...]]
+"""Shape [b, s, heads, d] and strides; cuDNN has heads before tokens."""
+
+
+class _GraphBuilder:
+    """Makes graphs of one dtype, device, window and scale of the scores."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device, window: int, scale: float):
+        self._cudnn = cudnn = import_module("cudnn")
+        self._handle, self._io = _handle(device), getattr(cudnn.data_type, DTYPES[dtype])
+        # The window counts the query itself: key j is seen by query i where i - window < j <= i.
+        self._seen = {
+            "attn_scale": scale,
+            "diagonal_alignment": cudnn.diagonal_alignment.TOP_LEFT,
+            "diagonal_band_left_bound": window,
+            "diagonal_band_right_bound": 0,
+        }
+
+    def forward(self, q: Layout, k: Layout, v: Layout, out: Layout, lse: tuple[list[int], list[int]]) -> ExecutionPlan:
+        """Buffers: q, k, v, out, lse."""
+        graph = self._graph()
+        q_, k_, v_ = (self._input(graph, name, one) for name, one in (("q", q), ("k", k), ("v", v)))
+        out_, lse_ = graph.sdpa(name="sdpa", q=q_, k=k_, v=v_, is_inference=False, **self._seen)
+        self._output(out_, out)
+        lse_.set_output(True).set_dim(lse[0]).set_stride(lse[1]).set_data_type(self._cudnn.data_type.FLOAT)
+        return self._finish(graph, q_, k_, v_, out_, lse_)
+
+    def backward(
+        self, q: Layout, k: Layout, v: Layout, out: Layout, lse: tuple[list[int], list[int]], deterministic: bool
+    ) -> ExecutionPlan:
+        """Buffers: q, k, v, out, d(out), lse, d(q), d(k), d(v); the gradients are contiguous."""
+        graph = self._graph()
+        named = ("q", q), ("k", k), ("v", v), ("o", out), ("dO", out)
+        q_, k_, v_, out_, grad_ = (self._input(graph, name, one) for name, one in named)
+        lse_ = graph.tensor(name="stats", dim=lse[0], stride=lse[1], data_type=self._cudnn.data_type.FLOAT)
+        seen = {**self._seen, "use_deterministic_algorithm": True} if deterministic else self._seen
+        grads = graph.sdpa_backward(
+            name="sdpa_backward", q=q_, k=k_, v=v_, o=out_, dO=grad_, stats=lse_, **seen
+        )  # fmt: skip
+        for made, (shape, _) in zip(grads, (q, k, v), strict=True):
+            self._output(made, (shape, _strides(shape)))
+        return self._finish(graph, q_, k_, v_, out_, grad_, lse_, *grads)
+
+    def _graph(self) -> Any:
+        wide = self._cudnn.data_type.FLOAT
+        return self._cudnn.pygraph(
+            io_data_type=self._io, intermediate_data_type=wide, compute_data_type=wide, handle=self._handle
+        )
+
+    def _input(self, graph: Any, name: str, layout: Layout) -> Any:
+        dim, stride = _heads_first(layout)
+        return graph.tensor(name=name, dim=dim, stride=stride, data_type=self._io)
+
+    def _output(self, made: Any, layout: Layout) -> None:
+        dim, stride = _heads_first(layout)
+        made.set_output(True).set_dim(dim).set_stride(stride).set_data_type(self._io)
+
+    def _finish(self, graph: Any, *tensors: Any) -> ExecutionPlan:
+        graph.validate()
+        graph.build_operation_graph()
+        graph.create_execution_plans([self._cudnn.heur_mode.A, self._cudnn.heur_mode.FALLBACK])
+        graph.check_support()
+        graph.build_plans(self._cudnn.build_plan_policy.HEURISTICS_CHOICE)
+        return ExecutionPlan(graph, tensors, graph.get_workspace_size())
+
+
+def _heads_first(layout: Layout) -> tuple[list[int], list[int]]:
+    """
+    >>> _heads_first(((2, 3, 4, 8), (96, 32, 8, 1)))
+    ([2, 4, 3, 8], [96, 8, 32, 1])
+    """
+    return tuple([one[0], one[2], one[1], one[3]] for one in layout)  # type: ignore[return-value]
+
+
+def _aligned(x: torch.Tensor) -> torch.Tensor:
+    """Each row of d at a multiple of 16 bytes, as the kernels load it."""
+    steps = zip(x.shape[:-1], x.stride()[:-1], strict=True)
+    if x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(n == 1 or (at > 0 and at % 8 == 0) for n, at in steps):
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+# -- the op
+
+
+def forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plans: WindowPlans | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """out [b, s, heads, d], lse fp32 [b, heads, s, 1]. plans: None on the meta device."""
+    b, s, heads, _ = q.shape
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    lse = torch.empty(b, heads, s, 1, dtype=torch.float32, device=q.device)
+    if plans is not None:
+        plans.forward.run(q, k, v, out, lse)
+    return out, lse
+
+
+def backward(
+    grad: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    plans: WindowPlans | None,
+) -> Gradients:
+    """d(q), d(k), d(v) in the inputs' dtype."""
+    group = q.shape[2] // k.shape[2] if plans is None or plans.expanded else 1
+    if plans is not None:
+        # What was saved may have been elsewhere in between, and come back in another layout.
+        q, k, v = (_laid_out(x, stride) for x, stride in zip((q, k, v), plans.strides, strict=True))
+        out, lse, grad = _aligned(out.contiguous()), lse.contiguous(), _aligned(grad.contiguous())
+    if group > 1:
+        k, v = k.repeat_interleave(group, 2), v.repeat_interleave(group, 2)
+    grad_q = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    grad_kv = torch.empty((2, *k.shape), dtype=q.dtype, device=q.device)
+    if plans is None:
+        # Workspace: cuDNN sums the query's gradient in fp32.
+        torch.empty(grad_q.numel() + lse.numel(), dtype=torch.float32, device=q.device)
+    else:
+        plans.backward.run(q, k, v, out, grad, lse, grad_q, grad_kv[0], grad_kv[1])
+    if group > 1:
+        grad_kv = grad_kv.unflatten(3, (-1, group)).sum(4)
+    return grad_q, grad_kv[0], grad_kv[1]
+
+
+def _laid_out(x: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
+    if x.stride() == stride and x.data_ptr() % 16 == 0:
+        return x
+    return torch.empty_strided(x.shape, stride, dtype=x.dtype, device=x.device).copy_(x)
+
+
+class _Windowed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plans: WindowPlans | None) -> torch.Tensor:
+        out, lse = forward(q, k, v, plans)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.plans = plans
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        return *backward(grad, q, k, v, out, lse, ctx.plans), None
+
+
+# -- whether it can be relied on
+
+
+@cache
+def trusted(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether output and gradients of a small case are those of the plain form; else a line says why."""
+    try:
+        off = _off(device, dtype)
+        if off <= 8 * torch.finfo(dtype).eps:
+            return True
+        why = f"off by {off:.2g}"
+    except Exception as error:
+        why = _words(error)
+    log.warning("attention with a window takes our kernels: cuDNN's fail on this device (%s)", why)
+    return False
+
+
+@torch.no_grad()
+def _off(device: torch.device, dtype: torch.dtype) -> float:
+    mask, s, width = AttentionMask(window=70), 200, 64
+
+    def some(heads: int, step: float) -> torch.Tensor:
+        at = torch.arange(s * heads * width, device=device, dtype=torch.float32)
+        return (at * step).sin().to(dtype).view(1, s, heads, width)
+
+    q, k, v, grad = some(4, 0.7), some(2, 0.9), some(2, 1.1), some(4, 1.3)
+    plans = plan(q, k, v, 70, torch.are_deterministic_algorithms_enabled())
+    out, lse = forward(q, k, v, plans)
+    found = out, *backward(grad, q, k, v, out, lse, plans)
+    q, k, v, grad = q.float(), k.float(), v.float(), grad.float()
+    out, lse = PLAIN.forward(q, k, v, mask)
+    exact = out, *PLAIN.backward(grad, q, k, v, out, lse, mask)
+    offs = [float((one.float() - other).norm() / other.norm()) for one, other in zip(found, exact, strict=True)]
+    return max(offs) if all(map(math.isfinite, offs)) else math.inf
+
+
+def _words(error: Exception) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__
