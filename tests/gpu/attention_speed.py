@@ -14,19 +14,35 @@ from pathlib import Path
 
 import torch
 
+from mega.core.ops import cudnn
 from mega.core.ops.attention import Attention, fused
 from mega.core.ops.counter import site_key, token_keys
 from mega.core.ops.dropout import AttentionDropout
 from mega.core.ops.kernels import attention as kernels
 from mega.core.ops.mask import CAUSAL, AttentionMask
 
-SHAPES = ((64, 16, 1024, 64), (2, 32, 4096, 128), (1, 32, 16384, 128))
-"""Batch, heads, length, width of a head."""
+SHAPES = ((64, 16, 16, 1024, 64), (2, 32, 32, 4096, 128), (1, 32, 32, 16384, 128), (1, 32, 8, 16384, 128))
+"""Batch, heads, key/value heads, length, width of a head."""
 
 
 def ours(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: AttentionMask) -> torch.Tensor:
     """Our kernels, also for what cuDNN's would do."""
     return kernels._Attention.apply(q, k, v, mask)  # type: ignore[no-any-return]
+
+
+def by_cudnn(expanded: bool) -> Attention:
+    """A window by cuDNN's graph API; expanded: a key and a value for every query head in the backward pass."""
+
+    def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: AttentionMask) -> torch.Tensor:
+        if expanded != cudnn.EXPANDED:
+            cudnn.EXPANDED = expanded
+            cudnn._PLANS.clear()
+        assert cudnn.applies(q, k, mask)
+        mixed = cudnn.attention(q, k, v, mask)
+        assert mixed is not None
+        return mixed
+
+    return attention
 
 
 def milliseconds(run: Callable[[], object], repeats: int = 10) -> float:
@@ -63,7 +79,7 @@ def documents(rows: int, length: int) -> torch.Tensor:
     return torch.tensor(found, device="cuda")
 
 
-def cases(b: int, s: int) -> dict[str, tuple[Attention, AttentionMask]]:
+def cases(b: int, s: int, *, grouped: bool) -> dict[str, tuple[Attention, AttentionMask]]:
     tokens = torch.arange(b, device="cuda"), torch.arange(s, device="cuda")
     drop = AttentionDropout(token_keys(1, *tokens), site_key(3, "attention"), 0, (range(s),), 0.1)
     numbers = documents(b, s)
@@ -75,20 +91,26 @@ def cases(b: int, s: int) -> dict[str, tuple[Attention, AttentionMask]]:
         "ours, documents": (ours, apart),
         "ours, window 4096": (ours, AttentionMask(window=4096)),
     }
-    return found if s > 8192 else {**found, "documents as a dense mask": (fused, apart)}
+    if s <= 8192:
+        return {**found, "documents as a dense mask": (fused, apart)}
+    if cudnn.version() is not None:
+        for expanded in (True, False) if grouped else (False,):
+            name = "cudnn, window 4096" + (", expanded" if expanded else "")
+            found[name] = by_cudnn(expanded), AttentionMask(window=4096)
+    return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
     out = parser.parse_args().out
-    for b, heads, s, width in SHAPES:
-        qkv = torch.randn(b, s, 3 * heads, width, device="cuda", dtype=torch.bfloat16)
-        q, k, v = (x.detach().requires_grad_() for x in qkv.split(heads, 2))
+    for b, heads, kv_heads, s, width in SHAPES:
+        qkv = torch.randn(b, s, heads + 2 * kv_heads, width, device="cuda", dtype=torch.bfloat16)
+        q, k, v = (x.detach().requires_grad_() for x in qkv.split([heads, kv_heads, kv_heads], 2))
         grad = torch.randn(b, s, heads, width, device="cuda", dtype=torch.bfloat16)
-        for name, (attention, mask) in cases(b, s).items():
+        for name, (attention, mask) in cases(b, s, grouped=heads > kv_heads).items():
             forward, backward = measured(attention, mask, q, k, v, grad)
-            row = {"shape": [b, heads, s, width], "case": name, "forward": forward, "backward": backward}
+            row = {"shape": [b, heads, kv_heads, s, width], "case": name, "forward": forward, "backward": backward}
             print(json.dumps(row), flush=True)
             with out.open("a") as file:
                 file.write(json.dumps(row) + "\n")

@@ -44,6 +44,7 @@ ROWS: Mapping[str, Mapping[str, Any]] = {
     "llama": LLAMA,
     "llama, selective": {**LLAMA, "recompute": "selective"},
     "llama, fp8": {**LLAMA, "fp8": True},
+    "window": {**LLAMA, "preset": "mistral-7b", "seq_length": 8192},
     "gpt tp2": {**SMALL, **ACROSS, "micro_batch": 4, "global_batch": 32},
     "gpt tp2 beside": {**SMALL, **ACROSS, "micro_batch": 4, "global_batch": 32, "tp_overlap": True},
     "llama tp2 beside": {**LLAMA, **ACROSS, "tp_overlap": True},
