@@ -85,7 +85,7 @@ class Graph:
     def sdpa_backward(
         self, *, name: str, q: Tensor, k: Tensor, v: Tensor, o: Tensor, dO: Tensor, stats: Tensor, **seen: Any
     ) -> tuple[Tensor, ...]:
-        grads, deterministic = (Tensor(), Tensor(), Tensor()), seen.pop("use_deterministic_algorithm", False)
+        grads = Tensor(), Tensor(), Tensor()
         self.width = q.dim[-1]
 
         def work(at: dict[Tensor, torch.Tensor]) -> None:
@@ -93,7 +93,7 @@ class Graph:
             lse = at[stats].as_strided(stats.dim, stats.stride)[..., 0]
             for one, found in zip(grads, PLAIN.backward(*inputs, lse, self.mask(q, **seen)), strict=True):
                 one.of(at[one]).copy_(found)
-            calls.append("backward, the same bits" if deterministic else "backward")
+            calls.append("backward")
 
         self.work = work
         return grads
@@ -173,18 +173,6 @@ def test_a_window_is_cudnns(
     assert calls[2:] == ["forward", "backward"]  # those before are of the trial
 
 
-def test_the_same_bits_where_a_run_asks() -> None:
-    parts = inputs(1, 13, 2, 2, 16)
-    torch.use_deterministic_algorithms(True)
-    try:
-        results(attention, parts, WINDOW)
-    finally:
-        torch.use_deterministic_algorithms(False)
-    assert calls[2:] == ["forward", "backward, the same bits"]
-    results(attention, parts, WINDOW)
-    assert calls[4:] == ["forward", "backward"]
-
-
 def test_what_is_not_for_it() -> None:
     q, k, *_ = (x.detach() for x in inputs(1, 13, 2, 2, 16))
     assert cudnn.applies(q, k, WINDOW) and cudnn.applies(q.half(), k.half(), WINDOW)
@@ -199,6 +187,11 @@ def test_what_is_not_for_it() -> None:
         assert not cudnn.applies(q, k, mask)
     assert not cudnn.applies(q[:, :9], k, WINDOW) and not cudnn.applies(q.float(), k.float(), WINDOW)
     assert not cudnn.applies(q[..., :12], k[..., :12], WINDOW)
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert not cudnn.applies(q, k, WINDOW)
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def test_what_it_cannot_read_is_copied() -> None:
