@@ -13,6 +13,8 @@ ROWS = 256
 """Rows of one partial sum of the bias's gradient."""
 TALL, WIDE = 8, 128
 """One tile of the backward pass; the forward one, which sums nothing, takes twice the width. Measured on H200."""
+STAGES = 3
+"""Tiles whose loads are in flight while one is computed, backward."""
 KINDS = {"gelu_tanh": 0, "gelu": 1, "relu2": 2}
 
 
@@ -57,13 +59,14 @@ def _activation_forward(
 def _activation_backward(
     x_at, bias_at, grad_at, out_at, sums_at, rows, width,
     KIND: tl.constexpr, BIAS: tl.constexpr, ROWS: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     column = tl.program_id(0) * WIDE + tl.arange(0, WIDE)
     inside = column < width
     total = tl.zeros([TALL, WIDE], tl.float32)  # summed once, at the end: sums over rows cross warps
     if BIAS:
         bias = tl.load(bias_at + column, inside, 0.0).to(tl.float32)
-    for step in range(0, ROWS, TALL):
+    for step in tl.range(0, ROWS, TALL, num_stages=STAGES):
         row = tl.program_id(1) * ROWS + step + tl.arange(0, TALL)
         real = (row < rows)[:, None] & inside[None, :]
         at = row.to(tl.int64)[:, None] * width + column[None, :]
@@ -102,7 +105,7 @@ class _Activate(torch.autograd.Function):
         launch(
             _activation_backward, (cdiv(width, WIDE), parts),
             x, bias, grad.contiguous(), out, sums, rows, width,
-            KIND=ctx.kind, BIAS=bias is not None, ROWS=ROWS, TALL=TALL, WIDE=WIDE,
+            KIND=ctx.kind, BIAS=bias is not None, ROWS=ROWS, TALL=TALL, WIDE=WIDE, STAGES=STAGES,
         )  # fmt: skip
         return out, None if sums is None else deliver_sums((bias,), sums)[0], None
 

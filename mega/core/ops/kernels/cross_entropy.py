@@ -7,15 +7,20 @@ import torch
 from mega.core.ops.kernels.language import cdiv, jit, launch, tl
 
 BLOCK = 4096
+STAGES = 3
+"""Blocks of a row whose loads are in flight while one is computed, forward."""
 
 
 @jit
-def _softmax_parts(x_at, label_at, largest_at, total_at, target_at, stride, real, BLOCK: tl.constexpr):
+def _softmax_parts(
+    x_at, label_at, largest_at, total_at, target_at, stride, real, BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     label = tl.load(label_at + row)
     top = -3.4028234663852886e38
     total = tl.zeros([BLOCK], tl.float32)
-    for begin in range(0, real, BLOCK):
+    for begin in tl.range(0, real, BLOCK, num_stages=STAGES):
         at = begin + tl.arange(0, BLOCK)
         x = tl.load(x_at + row * stride + at, at < real, -float("inf")).to(tl.float32)
         # One exponential an element: the row has one running maximum, not one for each lane.
@@ -45,7 +50,10 @@ def softmax_parts(x: torch.Tensor, labels: torch.Tensor, real: int) -> tuple[tor
     """`ops.cross_entropy.softmax_parts`."""
     assert x.is_contiguous()
     largest, total, target = torch.empty(3, x.shape[0], dtype=torch.float32, device=x.device)
-    launch(_softmax_parts, (x.shape[0],), x, labels, largest, total, target, x.shape[1], real, BLOCK=BLOCK, num_warps=8)
+    launch(
+        _softmax_parts, (x.shape[0],), x, labels, largest, total, target, x.shape[1], real,
+        BLOCK=BLOCK, STAGES=STAGES, num_warps=8,
+    )  # fmt: skip
     return largest, total, target
 
 

@@ -10,8 +10,8 @@ import torch
 from mega.core.ops.autograd import deliver
 from mega.core.ops.kernels.language import cdiv, jit, launch, tl
 
-PARTS, COLUMNS = 64, 32
-"""Partial sums that are read at once, and columns of one program."""
+PARTS, COLUMNS, WARPS = 128, 32, 8
+"""Partial sums that are read at once, and columns and warps of one program."""
 MOST = 3
 """Weights of one launch."""
 
@@ -56,7 +56,7 @@ def deliver_sums(weights: Sequence[Any], tables: torch.Tensor) -> list[torch.Ten
         numbers = [number for number, _ in asked] + [0] * spare
         launch(
             _add_up, (cdiv(width, COLUMNS), len(asked)), tables, *targets, *targets[:1] * spare, *numbers, parts, width,
-            PARTS=PARTS, COLUMNS=COLUMNS,
+            PARTS=PARTS, COLUMNS=COLUMNS, num_warps=WARPS,
         )  # fmt: skip
         for _, weight in asked:
             weight.grad_ready()
