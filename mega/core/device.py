@@ -12,7 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 DTYPES = {
     "fp16": torch.float16,
@@ -169,6 +171,56 @@ class Reading:
         """Waits until the device is as far as it had been asked to go when this was made."""
         self.moment.wait()
         return dict(zip(self._names, self._there.tolist(), strict=True))
+
+
+class HostArray:
+    """A tensor of a device on its way to the host, which may give the device more work before it reads it."""
+
+    def __init__(self, there: torch.Tensor):
+        self._here = there
+        if there.is_cuda:
+            self._here = torch.empty_like(there, device="cpu", pin_memory=True).copy_(there, non_blocking=True)
+        self._moment = Timestamp(there.device)
+
+    def numpy(self) -> NDArray[Any]:
+        """Waits until the device is as far as it had been asked to go when this was made."""
+        self._moment.wait()
+        return self._here.numpy()
+
+
+class Upload:
+    """A tensor of whole numbers on a device that the host fills again and again, and does not wait for.
+
+    upload.array()[...] = ...       what was sent before is not in it any more
+    upload.send()                   work that the device is given from here on finds it in `there`
+
+    Two pieces of page-locked memory take turns: one is filled while the device may still read the other.
+    """
+
+    def __init__(self, size: int, device: torch.device):
+        self.there = torch.zeros(size, dtype=torch.int64, device=device)
+        cuda = device.type == "cuda"
+        self._here = [torch.zeros(size, dtype=torch.int64, pin_memory=True) for _ in range(2)] if cuda else [self.there]
+        self._sent: list[Timestamp | None] = [None, None]
+        self._turn = 0
+
+    def array(self) -> NDArray[np.int64]:
+        self._turn = (self._turn + 1) % len(self._here)
+        sent = self._sent[self._turn]
+        if sent is not None:
+            sent.wait()
+        return self._here[self._turn].numpy()
+
+    def send(self) -> None:
+        if len(self._here) > 1:
+            self.there.copy_(self._here[self._turn], non_blocking=True)
+            self._sent[self._turn] = Timestamp(self.there.device)
+
+
+def sent(array: NDArray[Any], device: torch.device) -> torch.Tensor:
+    """The array on a device, which the host does not wait for: it would wait for all work before."""
+    here = torch.from_numpy(array)
+    return here.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else here.to(device)
 
 
 class Recording:

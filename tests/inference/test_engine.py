@@ -25,9 +25,8 @@ from mega.core.inference.load import open_model
 from mega.core.inference.opening import EngineOptions, start_engine
 from mega.core.inference.relay import LostRank, Relay
 from mega.core.inference.request import Event, Limits, Request, RequestError, Sampling
-from mega.core.inference.schedule import Choice
 from mega.core.inference.step import Step
-from mega.core.inference.worker import Worker
+from mega.core.inference.worker import Launched, Worker
 from mega.core.inventory import units
 from mega.core.model.decode import DecodeStep
 from mega.core.model.decoder import DecoderStage
@@ -69,12 +68,19 @@ def made(model: ModelConfig, dtype: torch.dtype = torch.float32, *, fp8_weights:
 
 
 def engine_of(
-    stage: Any, *, block: int = 4, cache: int = 2048, requests: int = 16, chunk: int = 7, tile: int = 0
+    stage: Any,
+    *,
+    block: int = 4,
+    cache: int = 2048,
+    requests: int = 16,
+    chunk: int = 7,
+    tile: int = 0,
+    ahead: bool = False,
 ) -> Any:
     blocks = cache // block + 1
     worker = Worker(stage, Mesh.at(0), CPU, blocks=blocks, block=block, requests=requests, tile=tile or None)
     limits = Limits(stage.model.positions, cache, requests, stage.model.vocab)
-    return BatchingEngine(worker, limits, Blocks(blocks, block), chunk=chunk)
+    return BatchingEngine(worker, limits, Blocks(blocks, block), chunk=chunk, ahead=ahead)
 
 
 def answers(engine: Any, requests: Sequence[Request]) -> list[list[Event]]:
@@ -141,11 +147,21 @@ class Idle(Player):
 
 @needs_kernels
 @pytest.mark.parametrize(
-    ("record", "rows", "said"),
-    [(Player, [1, 2, 4], ""), (refuse, [], "not permitted"), (Idle, [], "other logits")],
+    ("record", "rows", "said", "ahead"),
+    [
+        (Player, [1, 2, 4], "", False),
+        (Player, [1, 2, 4], "", True),
+        (refuse, [], "not permitted", False),
+        (Idle, [], "other logits", True),
+    ],
 )
 def test_graphs_of_decoding(
-    record: Any, rows: list[int], said: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    record: Any,
+    rows: list[int],
+    said: str,
+    ahead: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Recorded steps, played while requests join and leave, give what others give; failing ones are left out."""
     from mega.core.ops.kernels import paged_attention
@@ -155,7 +171,7 @@ def test_graphs_of_decoding(
     asked = [Request(prompt=prompt, tokens=2 + at, sampling=GREEDY, logprobs=0) for at, prompt in enumerate(prompts(4))]
     expected = answers(engine_of(stage), asked)
     stage.ops = replace(stage.ops, paged_attention=paged_attention.PAGED)
-    engine = engine_of(stage, chunk=64)
+    engine = engine_of(stage, chunk=64, ahead=ahead)
     worker = engine._worker
     worker._graphs = DecodeGraphs(DecodeStep(stage), worker.cache, 16, record)
     for found, wanted in zip(answers(engine, asked), expected, strict=True):
@@ -257,20 +273,15 @@ def test_stages_are_even() -> None:
 
 def test_prefixes_are_computed_once() -> None:
     engine, long = engine_of(made(LLAMA), chunk=64, tile=8), tuple(range(40))
-    computed: list[int] = []
-    run = engine._worker.run
-
-    def counted(step: Step) -> list[Choice]:
-        computed.append(len(step.tokens))
-        return run(step)  # type: ignore[no-any-return]
-
-    engine._worker.run = counted
+    steps = counted(engine._worker)
     first, second = (Request(prompt=(*long, end), tokens=1, sampling=GREEDY, logprobs=0) for end in (50, 51))
     together = answers(engine, [first, second, first])
-    assert computed == [41 + 1 + 1]  # the others share ten full blocks with the first, which is in the same step
-    computed.clear()
+    assert [len(step.tokens) for step in steps] == [
+        41 + 1 + 1
+    ]  # the others share ten full blocks with the first, which is in the same step
+    steps.clear()
     assert answers(engine, [second])[0][0].logprob == together[1][0].logprob
-    assert computed == [1]
+    assert [len(step.tokens) for step in steps] == [1]
     assert tokens(together[0]) == tokens(together[2])
 
 
@@ -343,9 +354,6 @@ def test_a_rank_reports_its_own_error_and_the_loss_of_another(monkeypatch: pytes
 
 
 def test_only_what_is_allowed_follows() -> None:
-    def odd_after_even(ids: Sequence[int]) -> torch.Tensor:
-        return torch.arange(61) % 2 != ids[-1] % 2
-
     engine = engine_of(made(LLAMA))
     for how, beams in ((GREEDY, 0), (Sampling(seed=3), 0), (GREEDY, 3)):
         request = Request(prompt=(2,), tokens=15, allowed=odd_after_even, sampling=how, beams=beams)
@@ -404,8 +412,75 @@ def test_one_answer_does_not_depend_on_the_others() -> None:
     check_canaries(made(LLAMA), requests=60, seed=1)
 
 
-def check_canaries(stage: Any, requests: int, seed: int) -> None:
-    """Requests that join and leave at random, some cancelled: each answer is what it is alone, to the last bit."""
+def odd_after_even(ids: Sequence[int]) -> torch.Tensor:
+    return torch.arange(61) % 2 != ids[-1] % 2
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_looking_ahead_changes_nothing(seed: int) -> None:
+    """Steps that are made before the results of the one before are there give the same answers, and lose no block:
+    among them answers that end by a stop id, are cancelled, constrained, scored, penalised or searched by beams."""
+    stage = made(LLAMA)
+    draw = random.Random(seed)
+    asked = []
+    for number in range(40):
+        prompt = (*draw.choice([(), tuple(range(9))]), *(draw.randrange(61) for _ in range(draw.randrange(1, 12))))
+        request = Request(
+            prompt=prompt,
+            tokens=draw.randrange(15),
+            sampling=draw.choice([GREEDY, Sampling(seed=number), Sampling(seed=number, repetition_penalty=1.5)]),
+            stop_ids=frozenset(draw.sample(range(61), draw.choice([0, 6]))),
+            logprobs=draw.choice([None, None, 1]),
+            prompt_logprobs=draw.random() < 0.2,
+        )
+        if request.tokens and draw.random() < 0.3:
+            request = replace(request, **draw.choice([{"beams": 3}, {"allowed": odd_after_even}]))
+        asked.append(request)
+    engine, plain = engine_of(stage, requests=9, cache=400, ahead=True), engine_of(stage, requests=9, cache=400)
+    launched = counted(engine._worker)
+    for request, found, expected in zip(asked, answers(engine, asked), answers(plain, asked), strict=True):
+        assert tokens(found) == tokens(expected) and found[-1].finish == expected[-1].finish, request
+        assert [beam.ids for beam in found[-1].beams] == [beam.ids for beam in expected[-1].beams]
+        for one, other in zip(found, expected, strict=True):
+            assert one.logprob == pytest.approx(other.logprob, abs=2e-5)
+            theirs = other.prompt_logprobs and [*other.prompt_logprobs[1:]]
+            assert (one.prompt_logprobs and [*one.prompt_logprobs[1:]]) == pytest.approx(theirs, abs=2e-5)
+    assert any((step.tokens < 0).any() for step in launched)
+    check_canaries(stage, requests=30, seed=seed, ahead=True)
+
+
+def counted(worker: Any) -> list[Step]:
+    """The steps that a worker is given from here on."""
+    steps: list[Step] = []
+    launch = worker.launch
+
+    def kept(step: Step) -> Launched:
+        steps.append(step)
+        return launch(step)  # type: ignore[no-any-return]
+
+    worker.launch = kept
+    return steps
+
+
+def test_a_step_too_many_is_dropped_and_its_blocks_can_be_found() -> None:
+    """After a stop id the step that was made meanwhile is not waited for; a full block of the answer is kept."""
+    stage = made(LLAMA)
+    (said,) = answers(engine_of(stage), [Request(prompt=(1, 2), tokens=9, sampling=GREEDY)])
+    end = tokens(said)[5]
+    engine = engine_of(stage, ahead=True)
+    steps = counted(engine._worker)
+    request = Request(prompt=(1, 2), tokens=9, sampling=GREEDY, stop_ids=frozenset({end}))
+    (found,) = answers(engine, [request])
+    new = tokens(said).index(end) + 1
+    assert tokens(found) == tokens(said)[:new] and len(steps) == new + 1
+    more = Request(prompt=(1, 2, *tokens(found), 7), tokens=1, sampling=GREEDY)
+    answers(engine, [more])
+    assert len(steps[-1].tokens) == 2 + new + 1 - (2 + new) // 4 * 4
+
+
+def check_canaries(stage: Any, requests: int, seed: int, ahead: bool = False) -> None:
+    """Requests that join and leave at random, some cancelled: each answer is what it is alone, to the last bit (ahead:
+    but for the last bits of log-probabilities, which are not compared then)."""
     draw = random.Random(seed)
     vocab = stage.model.vocab
     asked = []
@@ -413,11 +488,11 @@ def check_canaries(stage: Any, requests: int, seed: int) -> None:
         start = draw.choice([(), tuple(range(9)), tuple(range(20))])
         prompt = (*start, *(draw.randrange(vocab) for _ in range(draw.randrange(1, 12))))
         how = draw.choice([GREEDY, Sampling(seed=number), Sampling(seed=number, top_k=5, repetition_penalty=1.5)])
-        beams = draw.choice([0, 0, 0, 3])
-        asked.append(Request(prompt=prompt, tokens=draw.randrange(1, 14), sampling=how, beams=beams, logprobs=1))
-    alone_engine = engine_of(stage, tile=8)
+        beams, scores = draw.choice([0, 0, 0, 3]), None if ahead else 1
+        asked.append(Request(prompt=prompt, tokens=draw.randrange(1, 14), sampling=how, beams=beams, logprobs=scores))
+    alone_engine = engine_of(stage, tile=0 if ahead else 8)
     alone = [answers(alone_engine, [request])[0] for request in asked]
-    engine = engine_of(stage, tile=8, cache=400, requests=9)
+    engine = engine_of(stage, tile=0 if ahead else 8, cache=400, requests=9, ahead=ahead)
     numbers: dict[int, int] = {}
     found: dict[int, list[Event]] = {}
     cancelled, left = set(), list(range(requests))
@@ -432,8 +507,13 @@ def check_canaries(stage: Any, requests: int, seed: int) -> None:
         for event in engine.step():
             found.setdefault(event.request, []).append(event)
     for number, which in numbers.items():
-        got = [event._replace(request=0) for event in found[number]]
-        expected = [event._replace(request=0) for event in alone[which]]
+        got, expected = (
+            [
+                event._replace(request=0, beams=tuple(beam.ids for beam in event.beams) if ahead else event.beams)
+                for event in events
+            ]
+            for events in (found[number], alone[which])
+        )
         if got[-1].finish == "cancelled":
             assert number in cancelled and got[:-1] == expected[: len(got) - 1]
         else:

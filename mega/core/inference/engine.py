@@ -16,20 +16,33 @@ from mega.core.inference.relay import STEP, STOP, Relay
 from mega.core.inference.request import Event, Limits, Request
 from mega.core.inference.schedule import Scheduler
 from mega.core.inference.step import Step
-from mega.core.inference.worker import Worker
+from mega.core.inference.worker import Launched, Worker
 
 
 class BatchingEngine:
-    """`request.Engine`, on rank 0. relay: to the other ranks, where there are any."""
+    """`request.Engine`, on rank 0. relay: to the other ranks, where there are any. ahead: a step that is foreseen is
+    given to the device before the results of the one before are waited for, so that the device waits for no host; only
+    where one rank holds the model and steps are not cut."""
 
-    def __init__(self, worker: Worker, limits: Limits, blocks: Blocks, *, chunk: int, relay: Relay | None = None):
-        self.limits, self._worker, self._relay = limits, worker, relay
+    def __init__(
+        self,
+        worker: Worker,
+        limits: Limits,
+        blocks: Blocks,
+        *,
+        chunk: int,
+        relay: Relay | None = None,
+        ahead: bool = False,
+    ):
+        assert not ahead or (relay is None and worker.tile is None)
+        self.limits, self._worker, self._relay, self._looks_ahead = limits, worker, relay, ahead
+        self._launched: Launched | None = None
         names = () if worker.adapters is None else worker.adapters.names
         self._scheduler = Scheduler(blocks, limits, chunk, in_order=worker.tile is not None, adapters=names)
 
     @property
     def idle(self) -> bool:
-        return self._scheduler.idle
+        return self._launched is None and self._scheduler.idle
 
     def add(self, request: Request) -> int:
         return self._scheduler.add(request)
@@ -39,17 +52,26 @@ class BatchingEngine:
 
     def step(self) -> list[Event]:
         events = self._scheduler.ended()
+        try:
+            launched, self._launched = self._launched or self._launch(), None
+            if launched is None:
+                return events
+            if self._looks_ahead and self._scheduler.foreseen:
+                self._launched = self._launch()
+            events += self._scheduler.take(launched.choices())
+        except RuntimeError as error:
+            raise error if self._relay is None else self._relay.explained(error) from None
+        if self._launched is not None and self._scheduler.drop():
+            self._launched = None
+        return events
+
+    def _launch(self) -> Launched | None:
         step = self._scheduler.next_step()
         if step is None:
-            return events
-        if self._relay is None:
-            return events + self._scheduler.take(self._worker.run(step))
-        self._relay.send(STEP, step.pack())
-        try:
-            choices = self._worker.run(step)
-        except RuntimeError as error:
-            raise self._relay.explained(error) from None
-        return events + self._scheduler.take(choices)
+            return None
+        if self._relay is not None:
+            self._relay.send(STEP, step.pack())
+        return self._worker.launch(step)
 
     def close(self) -> None:
         if self._relay is not None:

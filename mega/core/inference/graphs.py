@@ -13,7 +13,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from mega.core.device import Recording
+from mega.core.device import Recording, Upload
 from mega.core.inference.paged_cache import PagedCache
 from mega.core.inference.step import Step
 from mega.core.model.decode import DecodeStep
@@ -29,7 +29,8 @@ Record = Callable[[Callable[[], None]], Replayable]
 
 
 class DecodeGraphs:
-    """graphs(step, cargo) -> what `decode` gives for it, until the next one. width: blocks of the longest sequence.
+    """graphs(step, cargo, chosen) -> what `decode` gives for it, until the next one. width: blocks of the longest
+    sequence. chosen: as of `known`, where the step goes by it.
 
     The first step of a number of rows is computed as others are, and recorded. Where that fails, or the graph gives
     another result, no further one is recorded, and a line says why. record: what records (tests).
@@ -44,15 +45,15 @@ class DecodeGraphs:
         """Whether every run is of one token, whose logits are wanted."""
         return not self._given_up and len(step.tokens) == len(step.counts) == len(step.wanted)
 
-    def __call__(self, step: Step, cargo: torch.Tensor | None) -> torch.Tensor:
+    def __call__(self, step: Step, cargo: torch.Tensor | None, chosen: torch.Tensor | None = None) -> torch.Tensor:
         rows = graph_rows(len(step.tokens))
         if rows in self._recorded:
-            return self._recorded[rows].play(step, cargo)
+            return self._recorded[rows].play(step, cargo, chosen)
         made = _Graph(self._decode, self._cache, rows, self._width, cargo)
-        out = made.compute(step, cargo).clone()
+        out = made.compute(step, cargo, chosen).clone()
         try:
             made.record(self._record)
-            _check(made.play(step, cargo), out)
+            _check(made.play(step, cargo, chosen), out)
             self._recorded[rows] = made
         except RuntimeError as error:
             self._given_up = True
@@ -72,6 +73,11 @@ def graph_rows(rows: int) -> int:
     return 1 << (rows - 1).bit_length() if rows < EIGHT else -(-rows // EIGHT) * EIGHT
 
 
+def known(ids: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+    """ids, int64 [n], with what the step before chose, int64 [m], in the places of `from_row`."""
+    return torch.where(ids < 0, chosen.index_select(0, (~ids).clamp_(min=0)), ids)
+
+
 def _check(found: torch.Tensor, out: torch.Tensor) -> None:
     """Ids that are padding have -inf in both."""
     largest = float(out[out.isfinite()].abs().max())
@@ -85,9 +91,8 @@ class _Graph:
     def __init__(self, decode: DecodeStep, cache: PagedCache, rows: int, width: int, cargo: torch.Tensor | None):
         self._decode, self._cache, device = decode, cache, cache.pool.device
         # Tokens, positions, slots, lengths and tables, one after the other: one copy brings all of them.
-        self._host = np.zeros(rows * (4 + width), dtype=np.int64)
-        self._there = torch.zeros(len(self._host), dtype=torch.int64, device=device)
-        self._ids, self._positions, self._stored, lengths, tables = self._there.split_with_sizes(
+        self._upload = Upload(rows * (4 + width), device)
+        self._ids, self._positions, self._stored, lengths, tables = self._upload.there.split_with_sizes(
             [rows] * 4 + [rows * width]
         )
         ones, none = np.ones(rows, dtype=np.int64), np.zeros((rows, width), dtype=np.int64)
@@ -98,18 +103,18 @@ class _Graph:
         self._rows, self._out = rows, torch.empty(0)
         self._graph: Replayable | None = None
 
-    def compute(self, step: Step, cargo: torch.Tensor | None) -> torch.Tensor:
+    def compute(self, step: Step, cargo: torch.Tensor | None, chosen: torch.Tensor | None) -> torch.Tensor:
         """Without the graph."""
-        self._put(step, cargo)
+        self._put(step, cargo, chosen)
         self._work()
         return self._out[: len(step.tokens)]
 
     def record(self, record: Record) -> None:
         self._graph = record(self._work)
 
-    def play(self, step: Step, cargo: torch.Tensor | None) -> torch.Tensor:
+    def play(self, step: Step, cargo: torch.Tensor | None, chosen: torch.Tensor | None) -> torch.Tensor:
         assert self._graph is not None
-        self._put(step, cargo)
+        self._put(step, cargo, chosen)
         self._graph.play()
         return self._out[: len(step.tokens)]
 
@@ -118,14 +123,16 @@ class _Graph:
         cargo = () if self._cargo is None else (self._cargo,)
         self._out = self._decode(self._ids, self._positions, self._wanted, self._cache, *cargo)
 
-    def _put(self, step: Step, cargo: torch.Tensor | None) -> None:
+    def _put(self, step: Step, cargo: torch.Tensor | None, chosen: torch.Tensor | None) -> None:
         """A row that is missing writes to SCRATCH, which is block 0, and sees one key of it."""
-        given, rows = len(step.tokens), self._rows
-        columns, tables = self._host[: 4 * rows].reshape(4, rows), self._host[4 * rows :].reshape(rows, -1)
+        given, rows, host = len(step.tokens), self._rows, self._upload.array()
+        columns, tables = host[: 4 * rows].reshape(4, rows), host[4 * rows :].reshape(rows, -1)
         columns[:, :given] = step.tokens, step.positions, step.slots, step.lengths
         columns[:, given:] = [[0], [0], [0], [1]]
         tables[:given, : step.tables.shape[1]] = step.tables
         tables[given:] = 0
-        self._there.copy_(torch.from_numpy(self._host))
+        self._upload.send()
+        if chosen is not None:
+            self._ids.copy_(known(self._ids, chosen))
         if cargo is not None and self._cargo is not None:
             self._cargo[:given].copy_(cargo)

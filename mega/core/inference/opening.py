@@ -108,7 +108,8 @@ def engine_on(
         follow(worker, relay)
         return None
     limits = Limits(model.positions, (blocks - 1) * size, options.requests, vocab)
-    return BatchingEngine(worker, limits, Blocks(blocks, size), chunk=options.chunk, relay=relay)
+    ahead = device.is_cuda and relay is None and not options.batch_invariant
+    return BatchingEngine(worker, limits, Blocks(blocks, size), chunk=options.chunk, relay=relay, ahead=ahead)
 
 
 def check_layout(model: ModelConfig, tp: int, pp: int) -> None:

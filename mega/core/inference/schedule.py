@@ -2,7 +2,9 @@
 
 Continuous batching: requests join and leave between steps. A prompt is computed in chunks, next to the single tokens of
 answers under way; what it shares with an earlier one is not computed. A request is admitted when cache for its longest
-answer can be promised, so nothing in flight ever waits for memory. Arithmetic on the host: no model and no ranks.
+answer can be promised, so nothing in flight ever waits for memory. Where `foreseen`, a step can be made before the
+results of the one before are there: its new tokens stand as rows of those. What turns out to have ended with them was
+computed once too often, and is dropped. Arithmetic on the host: no model and no ranks.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from mega.core.inference.beam import BeamSearch
 from mega.core.inference.cache import ROOT, Blocks
 from mega.core.inference.request import Event, Finish, Limits, Request, RequestError, Top
 from mega.core.inference.sampling import top_p_after, uniform
-from mega.core.inference.step import BEAM, CHOOSE, NUMBERS, Step
+from mega.core.inference.step import BEAM, CHOOSE, NUMBERS, Step, from_row
 from mega.core.ops.paged_attention import Integers
 
 NEUTRAL = (1.0, 0.0, 1.0, 0.0, 1.0, 0.0)
@@ -30,23 +32,30 @@ NEUTRAL = (1.0, 0.0, 1.0, 0.0, 1.0, 0.0)
 
 @dataclass(eq=False)
 class CachedSequence:
-    """Tokens of which the first `computed` are in the cache. prefix: that of the blocks that are registered."""
+    """Tokens of which the first `computed` are in the cache, or will be by the steps that are made. awaited: tokens
+    after `ids` that steps will choose. prefix: that of the blocks that are registered."""
 
     ids: list[int]
     blocks: list[int]
     computed: int = 0
     prefix: int = ROOT
     registered: int = 0
+    awaited: int = 0
+
+    @property
+    def length(self) -> int:
+        return len(self.ids) + self.awaited
 
     @property
     def pending(self) -> int:
-        return len(self.ids) - self.computed
+        return self.length - self.computed
 
 
 @dataclass(eq=False)
 class InFlight:
     """A request in flight. adapter: its number, 0 for none. promised: blocks that it may still take. seen: its row of
-    seen ids, or -1."""
+    seen ids, or -1. new: tokens that it has; asked: those that steps choose too. row: of the last step's choices.
+    ended: nothing more is wanted for it."""
 
     number: int
     request: Request
@@ -57,6 +66,9 @@ class InFlight:
     promised: int = 0
     seen: int = -1
     new: int = 0
+    asked: int = 0
+    row: int = 0
+    ended: bool = False
     failure: str = ""
     prompt_logprobs: list[float | None] = field(default_factory=lambda: [None])
     prompt_top: list[Top] = field(default_factory=lambda: [()])
@@ -67,11 +79,12 @@ class InFlight:
 
 
 class WantedRow(NamedTuple):
-    """One wanted row of logits: whose it is, and what for."""
+    """One wanted row of logits: whose it is, and what for. number: of the new token that it chooses, from 0 on."""
 
     answer: InFlight
     target: int
     allowed: NDArray[np.bool_] | None = None
+    number: int = 0
 
 
 class Choice(NamedTuple):
@@ -84,9 +97,10 @@ class Choice(NamedTuple):
 
 @dataclass
 class _Work:
-    """Columns of the step that is being put together."""
+    """Columns of the step that is being put together. sequences: how many tokens of each, and, where its id is awaited,
+    which of the last step's choices is the last one."""
 
-    sequences: list[tuple[CachedSequence, int]] = field(default_factory=list)
+    sequences: list[tuple[CachedSequence, int, int]] = field(default_factory=list)
     adapters: list[int] = field(default_factory=list)
     wanted: list[int] = field(default_factory=list)
     rows: list[WantedRow] = field(default_factory=list)
@@ -107,7 +121,7 @@ class Scheduler:
         self._ended: list[Event] = []
         self._copies: list[tuple[int, int]] = []
         self._seen = list(range(limits.requests))
-        self._rows: list[WantedRow] = []
+        self._rows: deque[list[WantedRow]] = deque()
         self._numbers = 0
 
     @property
@@ -163,16 +177,25 @@ class Scheduler:
 
     # -- the next step
 
+    @property
+    def foreseen(self) -> bool:
+        """Whether the next step does not depend on what the last one finds, but for the ids of its tokens."""
+        return all(
+            row.target != BEAM and row.answer.request.allowed is None for row in (self._rows[-1] if self._rows else ())
+        )
+
     def next_step(self) -> Step | None:
         """What to compute next; None where there is nothing."""
         work, copies, self._copies = _Work(), self._copies, []
         marks: list[tuple[int, int]] = []
         late: list[tuple[InFlight, CachedSequence]] = []
         for answer in self._running:
+            if answer.asked == answer.request.tokens > 0:
+                continue
             for sequence in answer.sequences:
                 if sequence.pending > 1:
                     late.append((answer, sequence))
-                else:
+                elif sequence.pending:
                     self._schedule(work, answer, sequence, 1)
         prompts, left = [], self.chunk
         while left > 0 and (late or self._admit(late, marks)):
@@ -187,8 +210,12 @@ class Scheduler:
             self._schedule(work, answer, sequence, take)
         if not work.tokens:
             return None
-        self._rows = work.rows
-        return self._step(work, copies, marks)
+        step = self._step(work, copies, marks)
+        self._rows.append(work.rows)
+        for number, row in enumerate(work.rows):
+            if row.target == CHOOSE:
+                row.answer.row = number
+        return step
 
     def _admit(self, late: list[tuple[InFlight, CachedSequence]], marks: list[tuple[int, int]]) -> bool:
         """Take the next waiting request in, if there is one and it fits."""
@@ -223,6 +250,11 @@ class Scheduler:
         while len(sequence.blocks) * size < end:
             sequence.blocks.append(self.blocks.take())
             answer.promised -= 1
+        self._register(sequence, end)
+
+    def _register(self, sequence: CachedSequence, end: int) -> None:
+        """Blocks that the first `end` tokens fill can be found, as far as these are known."""
+        size, end = self.blocks.size, min(end, len(sequence.ids))
         while (sequence.registered + 1) * size <= end:
             number = sequence.registered
             ids = sequence.ids[number * size : (number + 1) * size]
@@ -236,33 +268,36 @@ class Scheduler:
             for at in range(first, min(end, len(request.prompt) - 1)):
                 work.wanted.append(work.tokens + at - first)
                 work.rows.append(WantedRow(answer, request.prompt[at + 1]))
-        if end == len(sequence.ids) and request.tokens:
+        if end == sequence.length and request.tokens:
             try:
                 allowed = self._allowed_after(request, sequence.ids)
                 work.wanted.append(work.tokens + take - 1)
-                work.rows.append(WantedRow(answer, CHOOSE if answer.search is None else BEAM, allowed))
+                target = CHOOSE if answer.search is None else BEAM
+                work.rows.append(WantedRow(answer, target, allowed, answer.asked))
+                if target == CHOOSE:
+                    answer.asked, sequence.awaited = answer.asked + 1, sequence.awaited + 1
             except Exception as error:  # of the request alone; its blocks are in this step's tables
                 answer.failure = answer.failure or str(error) or repr(error)
-        work.sequences.append((sequence, take))
+        work.sequences.append((sequence, take, answer.row))
         work.adapters.append(answer.adapter)
         work.tokens += take
 
     def _step(self, work: _Work, copies: Sequence[tuple[int, int]], marks: Sequence[tuple[int, int]]) -> Step:
         size, tokens, positions, stored = self.blocks.size, list[int](), list[int](), list[int]()
-        for sequence, take in work.sequences:
+        for sequence, take, row in work.sequences:
             run = range(sequence.computed, sequence.computed + take)
-            tokens += sequence.ids[run.start : run.stop]
+            tokens += sequence.ids[run.start : run.stop] or [from_row(row)]
             positions += run
             stored += [sequence.blocks[at // size] * size + at % size for at in run]
             sequence.computed = run.stop
-        lengths = [sequence.computed for sequence, _ in work.sequences]
+        lengths = [sequence.computed for sequence, _, _ in work.sequences]
         width = -(-max(lengths) // size)
-        tables = [sequence.blocks[:width] + [0] * (width - len(sequence.blocks)) for sequence, _ in work.sequences]
+        tables = [sequence.blocks[:width] + [0] * (width - len(sequence.blocks)) for sequence, _, _ in work.sequences]
         return Step(
             tokens=np.array(tokens, dtype=np.int64),
             positions=np.array(positions, dtype=np.int64),
             slots=np.array(stored, dtype=np.int64),
-            counts=np.array([take for _, take in work.sequences], dtype=np.int64),
+            counts=np.array([take for _, take, _ in work.sequences], dtype=np.int64),
             lengths=np.array(lengths, dtype=np.int64),
             tables=np.array(tables, dtype=np.int64),
             adapters=np.array(work.adapters, dtype=np.int64),
@@ -290,12 +325,12 @@ class Scheduler:
     # -- its results
 
     def take(self, choices: Sequence[Choice]) -> list[Event]:
-        """What the results of the last step, one for each wanted row, mean."""
+        """What the results of the first step that was made and not taken, one for each wanted row, mean."""
         events: list[Event] = []
         beams: dict[int, tuple[InFlight, list[Top]]] = {}
-        for row, choice in zip(self._rows, choices, strict=True):
+        for row, choice in zip(self._rows.popleft(), choices, strict=True):
             answer = row.answer
-            if answer.failure:
+            if answer.failure or answer.ended:
                 continue
             if row.target == BEAM:
                 beams.setdefault(answer.number, (answer, []))[1].append(choice.top)
@@ -307,11 +342,17 @@ class Scheduler:
                     events.append(self._finished(answer, "length"))
         for answer, likeliest in beams.values():
             events += self._searched(answer, likeliest)
-        self._rows = []
         for answer in [answer for answer in self._running if answer.failure]:
             events.append(Event(request=answer.number, finish="failed", message=answer.failure))
             self._end(answer)
         return events
+
+    def drop(self) -> bool:
+        """Whether nobody waits for the results of the last step that was made; they are not to be taken then."""
+        if any(not row.answer.ended for row in self._rows[-1]) or self._running:
+            return False
+        self._rows.pop()
+        return True
 
     def _scored(self, answer: InFlight, choice: Choice) -> None:
         answer.prompt_logprobs.append(choice.logprob)
@@ -320,6 +361,7 @@ class Scheduler:
     def _chosen(self, answer: InFlight, choice: Choice) -> Event:
         request, (sequence,) = answer.request, answer.sequences
         sequence.ids.append(choice.token)
+        sequence.awaited -= 1
         answer.new += 1
         finish: Finish | None = None
         if choice.token in request.stop_ids:
@@ -336,6 +378,7 @@ class Scheduler:
             top=choice.top if asked else (),
         )
         if finish is not None:
+            self._register(sequence, sequence.computed)
             self._end(answer)
         return event
 
@@ -399,7 +442,7 @@ class Scheduler:
         for sequence in answer.sequences:
             self._release(answer, sequence)
         self.blocks.waive(answer.promised)
-        answer.sequences, answer.promised = [], 0
+        answer.sequences, answer.promised, answer.ended = [], 0, True
         if answer.seen >= 0:
             self._seen.append(answer.seen)
             answer.seen = -1
@@ -424,7 +467,7 @@ def _tops(row: WantedRow) -> int:
 
 
 def _numbers(row: WantedRow) -> tuple[float, ...]:
-    how, new = row.answer.request.sampling, row.answer.new
+    how, new = row.answer.request.sampling, row.number
     if row.target != CHOOSE:
         return NEUTRAL
     if how.greedy:

@@ -22,11 +22,21 @@ NUMBERS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "unif
 """Columns of `Step.numbers`; uniform: in [0, 1), what a draw goes by."""
 
 
+def from_row(row: int) -> int:
+    """In the place of an id: what the step before chooses for this wanted row.
+
+    >>> from_row(0), from_row(from_row(5))
+    (-1, 5)
+    """
+    return ~row
+
+
 @dataclass(frozen=True, eq=False)
 class Step:
     """Tokens [n] in runs [r], each of one sequence, and the rows of logits [m] that are wanted.
 
-    tokens, positions: int64 [n]. slots: int64 [n], where in the cache a token's key and value go: block x size + place.
+    tokens, positions: int64 [n]; a token below 0 is `from_row`. slots: int64 [n], where in the cache a token's key and
+    value go: block x size + place.
     counts, lengths: int64 [r], tokens of each run, and of its sequence up to its end. tables: int64 [r, width], blocks.
     adapters: int64 [r], number of the adapter that a run goes by, from 1 on; 0 is none.
     copies: int64 [c, 2], blocks that are copied (from, to) before anything is computed.

@@ -6,6 +6,7 @@ chooses, and sends what it found to rank 0. It knows no requests: a step says al
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,8 +14,9 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
+from mega.core.device import HostArray, sent
 from mega.core.inference.adapters import AdapterChoice
-from mega.core.inference.graphs import DecodeGraphs
+from mega.core.inference.graphs import DecodeGraphs, known
 from mega.core.inference.paged_cache import PagedCache
 from mega.core.inference.sampling import Filters, draw, penalised
 from mega.core.inference.schedule import Choice
@@ -69,16 +71,22 @@ class Worker:
         if graphs and adapters is None and self.cache.attention.graphs:
             self._graphs = DecodeGraphs(self._decode, self.cache, -(-model.positions // block))
         self._seen: torch.Tensor | None = None
+        self._chosen = torch.zeros(0, dtype=torch.long, device=device)
 
     @property
     def chooses(self) -> bool:
         return self.mesh.pp.last and self.mesh.tp.first
 
-    @torch.inference_mode()
     def run(self, step: Step) -> list[Choice]:
         """Compute a step; what it found for each wanted row, on rank 0."""
+        return self.launch(step).choices()
+
+    @torch.inference_mode()
+    def launch(self, step: Step) -> Launched:
+        """Give a step to the device. One with `from_row` in it follows the step that is meant, where one rank holds the
+        model and nothing is cut into tiles."""
         if len(step.copies):
-            self.cache.copy(*torch.from_numpy(step.copies).to(self.device).unbind(1))
+            self.cache.copy(*sent(step.copies, self.device).unbind(1))
         if len(step.marks) and self.chooses:
             self._mark(step.marks)
         parts = [step] if self.tile is None else step.tiles(self.tile)
@@ -89,7 +97,7 @@ class Worker:
                 here = len(part.wanted) if self.tile is None else _in_tile(step, len(logits), self.tile)
                 logits.append(found[:here])
         if not len(step.wanted):
-            return []
+            return Launched(step, None)
         result = (
             self._choose(self._gathered(torch.cat(logits) if len(logits) > 1 else logits[0]), step)
             if self.mesh.pp.last
@@ -105,7 +113,7 @@ class Worker:
             cargo = torch.empty(shape, dtype=self.stage.residual, device=self.device)
             dist.recv(cargo, mesh.pp.ranks[mesh.pp.index - 1], group=mesh.p2p["F", mesh.pp.index].group)
         if self._graphs is not None and self._graphs.take(step):
-            out = self._graphs(step, cargo)
+            out = self._graphs(step, cargo, self._chosen if (step.tokens < 0).any() else None)
         else:
             out = self._computed(step, cargo)
         if mesh.pp.last:
@@ -115,7 +123,9 @@ class Worker:
 
     def _computed(self, step: Step, cargo: torch.Tensor | None) -> torch.Tensor:
         arrays = (step.tokens, step.positions, step.slots, step.wanted)
-        ids, positions, slots, wanted = (torch.from_numpy(array).to(self.device) for array in arrays)
+        ids, positions, slots, wanted = (sent(array, self.device) for array in arrays)
+        if (step.tokens < 0).any():
+            ids = known(ids, self._chosen)
         self.cache.begin(slots, self.cache.pages(step.counts, step.lengths, step.tables))
         if self.adapters is not None:
             self.adapters.begin(np.repeat(step.adapters, step.counts))
@@ -138,18 +148,19 @@ class Worker:
         log-probabilities."""
         if not self.chooses:
             return None
-        allowed = torch.from_numpy(step.allowed).to(self.device) if step.allowed.size else None
+        allowed = sent(step.allowed, self.device) if step.allowed.size else None
         ids = self._ids(logits, step, allowed)
         if (step.targets != CHOOSE).any():
-            targets = torch.from_numpy(step.targets).to(self.device)
+            targets = sent(step.targets, self.device)
             ids = torch.where(targets >= 0, targets, ids)
+        self._chosen = ids
         if step.report < 0:
             return ids[:, None].double()
         logprobs = logits.log_softmax(-1)
         columns = [ids[:, None].double(), logprobs.gather(1, ids[:, None]).double()]
         if step.report:
             if allowed is not None:  # beams take what is likely and allowed; alternatives are reported as they are
-                hidden = ~allowed & torch.from_numpy(step.targets == BEAM).to(self.device)[:, None]
+                hidden = ~allowed & sent(step.targets == BEAM, self.device)[:, None]
                 logprobs = logprobs.masked_fill(hidden, -torch.inf)
             top = logprobs.topk(min(step.report, self.vocab))
             columns += [top.indices.double(), top.values.double()]
@@ -161,11 +172,11 @@ class Worker:
             return torch.zeros(len(logits), dtype=torch.long, device=logits.device)
         penalties, draws = (step.seen >= 0).any(), step.numbers[:, 0].any()
         if penalties or draws:
-            numbers = torch.from_numpy(step.numbers).to(self.device)
+            numbers = sent(step.numbers, self.device)
             temperature, top_k, top_p, min_p, penalty, uniform = numbers.unsqueeze(-1).unbind(1)
         if penalties:
             assert self._seen is not None
-            rows = torch.from_numpy(step.seen).to(self.device)
+            rows = sent(step.seen, self.device)
             logits = penalised(logits, self._seen[rows.clamp(min=0)] & (rows >= 0)[:, None], penalty.float())
         if allowed is not None:
             logits = logits.masked_fill(~allowed, -torch.inf)
@@ -175,18 +186,20 @@ class Worker:
             ids = torch.where(temperature[:, 0] > 0, draw(filters(logits), uniform), ids)
         if penalties:
             assert self._seen is not None
-            self._seen[rows[rows >= 0], ids[rows >= 0]] = True
+            there = sent(np.flatnonzero(step.seen >= 0), self.device)
+            self._seen[rows[there], ids[there]] = True
         return ids
 
     def _mark(self, marks: NDArray[np.int64]) -> None:
         """Add ids to rows of seen ids, or clear such a row."""
         if self._seen is None:
             self._seen = torch.zeros(self.requests, self.vocab, dtype=torch.bool, device=self.device)
-        rows, ids = torch.from_numpy(marks).to(self.device).unbind(1)
-        self._seen[rows[ids < 0]] = False
-        self._seen[rows[ids >= 0], ids[ids >= 0]] = True
+        cleared = marks[:, 1] < 0
+        self._seen[sent(marks[cleared, 0], self.device)] = False
+        rows, ids = sent(marks[~cleared], self.device).unbind(1)
+        self._seen[rows, ids] = True
 
-    def _to_first(self, result: torch.Tensor | None, step: Step) -> list[Choice]:
+    def _to_first(self, result: torch.Tensor | None, step: Step) -> Launched:
         """What the last stage found, on rank 0; nothing elsewhere."""
         pp, mesh = self.mesh.pp, self.mesh
         if pp.size > 1 and mesh.tp.first:
@@ -198,9 +211,21 @@ class Worker:
                 result = torch.empty(len(step.wanted), width, dtype=torch.float64, device=self.device)
                 dist.recv(result, pp.ranks[-1], group=mesh.p2p["F", 0].group)
         if not mesh.model.first:
-            return []
+            return Launched(step, None)
         assert result is not None
-        return _choices(result.cpu().numpy(), step)
+        return Launched(step, HostArray(result))
+
+
+@dataclass(frozen=True)
+class Launched:
+    """A step that a device has been given. found: what it finds, None where this rank is not told."""
+
+    step: Step
+    found: HostArray | None
+
+    def choices(self) -> list[Choice]:
+        """What it found for each wanted row; waits for it."""
+        return [] if self.found is None else _choices(self.found.numpy(), self.step)
 
 
 def _filters(
