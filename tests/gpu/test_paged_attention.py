@@ -60,6 +60,25 @@ def test_paged_attention(seed: int) -> None:
     check_paged(random.Random(seed))
 
 
+def test_prompts_next_to_single_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole prompts of one length at a time, ones that continue or are alone, short ones, and those a window cuts."""
+    torch.manual_seed(0)
+    monkeypatch.setattr("mega.core.ops.kernels.paged_attention.PROGRAMS", PROGRAMS)
+    dtype = torch.bfloat16 if CUDA else torch.float32
+    counts = np.array([1, 1, 5, 9, 64, 64, 70, 80, 90])
+    lengths = np.array([9, 33, 5, 12, 64, 64, 99, 80, 90])
+    tables = np.random.default_rng(0).permutation(9 * 13).reshape(9, 13)
+    pool = torch.randn(9 * 13, 8, 2, 2, 16, device=DEVICE).to(dtype)
+    q = torch.randn(int(counts.sum()), 10, 16, device=DEVICE).to(dtype)[:, :6]
+    for window, kinds in ((None, "SPCCCC"), (90, "SPP")):
+        pages = kernels().pages(counts, lengths, tables, pool, 3, window)
+        assert "".join(type(each).__name__[0] for each in pages) == kinds
+        ours = kernels().attend(q, pool.flatten(1), pages).double()
+        wide = pool.double()
+        exact = PLAIN.attend(q.double(), wide.flatten(1), PLAIN.pages(counts, lengths, tables, wide, 3, window))
+        assert float((ours - exact).norm() / exact.norm()) < 4 * torch.finfo(dtype).eps
+
+
 def test_shares_without_keys_and_a_window_at_a_tile_s_border(monkeypatch: pytest.MonkeyPatch) -> None:
     """More shares than tiles; a window that begins where a tile does, or one key beside it."""
     torch.manual_seed(0)

@@ -8,7 +8,8 @@ sequence, those of its run included, lie in blocks of a pool, in the order of it
     tables   [[7, 2, 5], [1, 0, 0], [4, 0, 0]]          with blocks of 4 keys: key 8 of the first is key 0 of block 5
 
 PLAIN       runs of like length are padded to one and take torch's kernels; any device and dtype. Runs of one token may
-            take kernels of their own (kernels/paged_attention.py)
+            take kernels of their own (kernels/paged_attention.py); long runs are not padded then, since torch's fastest
+            kernels know no mask but the causal one
 INVARIANT   every token by itself, its keys in splits of one size: bit for bit the same whatever runs are next to it
 
 Both take q [tokens, heads, d], and keys and values as one pool [blocks, block, 2, kv_heads, d], keys first, and give
@@ -28,8 +29,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch.nn import functional as F
+from torch.nn.attention.bias import causal_lower_right
 
+from mega.core.device import sent
 from mega.core.ops.norm import accurate
+
+LONG = 64
+"""Tokens of a run from which on it is not padded to its neighbours' length, where runs of one token are not either."""
 
 SPLIT = 256
 """Keys of one split of INVARIANT; a multiple of every block size."""
@@ -58,6 +64,21 @@ class PaddedRuns(NamedTuple):
     k: torch.Tensor
     v: torch.Tensor
     bias: torch.Tensor
+
+
+class CausalRuns(NamedTuple):
+    """Neighbouring runs of the same length, of sequences of the same length, without a window.
+
+    rows: int64 [batch x width], blocks. keys: of each sequence. bias: what its last tokens see of them; None where they
+    are the whole sequence.
+    """
+
+    tokens: slice
+    batch: int
+    rows: torch.Tensor
+    keys: int
+    shape: tuple[int, ...]
+    bias: Any
 
 
 class TokenKeys(NamedTuple):
@@ -101,35 +122,76 @@ def padded_pages(
     window: int | None = None,
     single: Callable[..., Any] | None = None,
 ) -> list[Any]:
-    """PaddedRuns, and for runs of one token what `single(tokens, lengths, tables, pool, window)` makes of them."""
-    block = pool.shape[1]
-    starts = np.concatenate([[0], np.cumsum(counts)])
-    padded: list[Any] = []
+    """PaddedRuns; with `single` CausalRuns too, and for runs of one token what `single(tokens, lengths, tables, pool,
+    window)` makes of them."""
+    starts = np.concatenate([[0], np.cumsum(counts)]).tolist()
+    made: list[Any] = []
     for first, end in _alike(counts.tolist()):
+        tokens, here = slice(starts[first], starts[end]), slice(first, end)
+        given = counts[here], lengths[here], tables[here], pool
         if single is not None and counts[first] == 1:
-            padded.append(
-                single(slice(int(starts[first]), int(starts[end])), lengths[first:end], tables[first:end], pool, window)
-            )
-            continue
-        width = -(-int(lengths[first:end].max()) // block)
-        held = pool.new_empty((end - first) * width, pool[0].numel())
-        k, v = held.view(end - first, -1, *pool.shape[2:]).transpose(1, 3).unbind(2)
-        pad, back, bias = _padding(counts[first:end], lengths[first:end], width * block, window)
-        one = torch.from_numpy(bias).to(device=pool.device, dtype=pool.dtype)[:, None]
-        if one.shape[2] > 1 and repeats > 1:
-            one = one.repeat(1, 1, repeats, 1)
-        padded.append(
-            PaddedRuns(
-                slice(int(starts[first]), int(starts[end])),
-                end - first,
-                int(counts[first:end].max()),
-                None if pad is None else torch.from_numpy(pad).to(pool.device),
-                None if back is None else torch.from_numpy(back).to(pool.device),
-                torch.from_numpy(tables[first:end, :width].reshape(-1)).to(pool.device),
-                *(held, k, v, one),
-            )
-        )
-    return padded
+            made.append(single(tokens, *given[1:], window))
+        elif single is not None and counts[here].min() >= LONG and (window is None or lengths[here].max() <= window):
+            made += _causal(tokens.start, *given)
+        else:
+            made.append(_padded_runs(tokens, *given, repeats, window))
+    return made
+
+
+def _padded_runs(
+    tokens: slice,
+    counts: Integers,
+    lengths: Integers,
+    tables: Integers,
+    pool: torch.Tensor,
+    repeats: int,
+    window: int | None,
+) -> PaddedRuns:
+    batch, block, device = len(counts), pool.shape[1], pool.device
+    width = -(-int(lengths.max()) // block)
+    held = pool.new_empty(batch * width, pool[0].numel())
+    k, v = held.view(batch, -1, *pool.shape[2:]).transpose(1, 3).unbind(2)
+    pad, back, seen = _padding(counts, lengths, width * block, window)
+    bias = sent(seen, device).to(pool.dtype)[:, None]
+    if bias.shape[2] > 1 and repeats > 1:
+        bias = bias.repeat(1, 1, repeats, 1)
+    return PaddedRuns(
+        tokens,
+        batch,
+        int(counts.max()),
+        None if pad is None else sent(pad, device),
+        None if back is None else sent(back, device),
+        sent(tables[:, :width].reshape(-1), device),
+        *(held, k, v, bias),
+    )
+
+
+def _causal(
+    start: int, counts: Integers, lengths: Integers, tables: Integers, pool: torch.Tensor
+) -> Iterator[CausalRuns]:
+    """start: the first of their tokens."""
+    _, block, *shape = pool.shape
+    for first, end in _same(counts.tolist(), lengths.tolist()):
+        count, length, batch = int(counts[first]), int(lengths[first]), end - first
+        width = -(-length // block)
+        rows = sent(tables[first:end, :width].reshape(-1), pool.device)
+        bias = None if count == length else causal_lower_right(count, length)
+        tokens = slice(start, start + batch * count)
+        yield CausalRuns(tokens, batch, rows, length, (batch, width * block, *shape), bias)
+        start = tokens.stop
+
+
+def _same(counts: Sequence[int], lengths: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Neighbouring runs that agree in both.
+
+    >>> list(_same([64, 64, 64, 70], [64, 64, 99, 70]))
+    [(0, 2), (2, 3), (3, 4)]
+    """
+    first, pairs = 0, list(zip(counts, lengths, strict=True))
+    for number in range(1, len(pairs) + 1):
+        if number == len(pairs) or pairs[number] != pairs[first]:
+            yield first, number
+            first = number
 
 
 def _alike(counts: Sequence[int]) -> Iterator[tuple[int, int]]:
@@ -170,10 +232,12 @@ def _padding(
 def padded_attention(
     q: torch.Tensor, pool: torch.Tensor, pages: list[Any], single: Callable[..., torch.Tensor] | None = None
 ) -> torch.Tensor:
-    """single(q, pool, runs): attends for what is no PaddedRuns."""
+    """single(q, pool, runs): attends for runs of one token each."""
 
     def attend(q: torch.Tensor, runs: Any) -> torch.Tensor:
-        return _padded(q, pool, runs) if single is None or isinstance(runs, PaddedRuns) else single(q, pool, runs)
+        if single is None or isinstance(runs, PaddedRuns):
+            return _padded(q, pool, runs)
+        return _causally(q, pool, runs) if isinstance(runs, CausalRuns) else single(q, pool, runs)
 
     if len(pages) == 1:
         return attend(q, pages[0])
@@ -195,6 +259,17 @@ def _padded(q: torch.Tensor, pool: torch.Tensor, runs: PaddedRuns) -> torch.Tens
     return out if runs.back is None else out.index_select(0, runs.back)
 
 
+def _causally(q: torch.Tensor, pool: torch.Tensor, runs: CausalRuns) -> torch.Tensor:
+    q = q.unflatten(0, (runs.batch, -1)).transpose(1, 2)
+    k, v = pool.index_select(0, runs.rows).view(runs.shape)[:, : runs.keys].transpose(1, 3).unbind(2)
+    grouped = q.shape[1] != k.shape[1]
+    if runs.bias is None:
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+    else:
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=runs.bias, enable_gqa=grouped)
+    return out.transpose(1, 2).reshape(runs.batch * q.shape[2], -1)
+
+
 # -- invariant
 
 
@@ -208,9 +283,8 @@ def token_pages(
     wide[:, : tables.shape[1]] = tables
     run = np.repeat(np.arange(len(counts)), counts)
     within = np.arange(len(run)) - np.repeat(np.cumsum(counts) - counts, counts)
-    positions = torch.from_numpy((lengths - counts)[run] + within)
-    shape = (block, *pool.shape[3:])
-    return TokenKeys(torch.from_numpy(wide[run, :width]).to(pool.device), positions.to(pool.device), shape, window)
+    positions = sent((lengths - counts)[run] + within, pool.device)
+    return TokenKeys(sent(wide[run, :width], pool.device), positions, (block, *pool.shape[3:]), window)
 
 
 def split_attention(q: torch.Tensor, pool: torch.Tensor, pages: TokenKeys) -> torch.Tensor:

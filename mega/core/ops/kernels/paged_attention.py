@@ -11,8 +11,10 @@ import math
 from functools import partial
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
+from mega.core.device import sent
 from mega.core.ops.kernels.language import cdiv, jit, launch, next_power_of_2, tl
 from mega.core.ops.paged_attention import Integers, PagedAttention, padded_attention, padded_pages
 
@@ -97,7 +99,7 @@ def _add_up(
 
 def _pages(tokens: slice, lengths: Integers, tables: Integers, pool: torch.Tensor, window: int | None) -> SingleTokens:
     device, (_, block, _, kv_heads, d) = pool.device, pool.shape
-    wide, long = torch.from_numpy(tables).contiguous().to(device), torch.from_numpy(lengths).to(device)
+    wide, long = sent(np.ascontiguousarray(tables), device), sent(lengths, device)
     return SingleTokens(tokens, wide, long, (block, kv_heads, d), window)
 
 
