@@ -227,14 +227,15 @@ class Recording:
     """Work of a CUDA device as one graph: written down while `work` asks for it, done whenever it is played.
 
     Nothing is computed while it is recorded. What it reads and writes lies where it lay then; what it allocates stays.
+    memory: of a `Recorder`.
     """
 
-    def __init__(self, work: Callable[[], None]):
+    def __init__(self, work: Callable[[], None], memory: Any = None):
         self._graph = torch.cuda.CUDAGraph()
         failed: Exception | None = None
         try:
             # Other threads keep querying the device about work of their own: NCCL's watchdog.
-            with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
+            with torch.cuda.graph(self._graph, pool=memory, capture_error_mode="thread_local"):
                 try:
                     work()
                 except Exception as error:
@@ -247,6 +248,18 @@ class Recording:
 
     def play(self) -> None:
         self._graph.replay()
+
+
+class Recorder:
+    """Recordings that share memory: one is played after the other, and what it gives is used before the next one is."""
+
+    def __init__(self) -> None:
+        self._memory: Any = None
+
+    def __call__(self, work: Callable[[], None]) -> Recording:
+        if self._memory is None:
+            self._memory = torch.cuda.graph_pool_handle()
+        return Recording(work, self._memory)
 
 
 class HostCopy:

@@ -180,6 +180,22 @@ def test_graphs_of_decoding(
     assert sorted(worker._graphs._recorded) == rows and said in caplog.text
 
 
+@needs_kernels
+def test_all_graphs_are_recorded_before_they_are_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    from mega.core.ops.kernels import paged_attention
+
+    monkeypatch.setattr(paged_attention, "PROGRAMS", 1)
+    stage = made(replace(LLAMA, layers=1, heads=2, kv_heads=1))
+    (expected,) = answers(engine_of(stage), [Request(prompt=(1, 2), tokens=3, sampling=GREEDY)])
+    stage.ops = replace(stage.ops, paged_attention=paged_attention.PAGED)
+    engine = engine_of(stage, requests=5, ahead=True)
+    graphs = engine._worker._graphs = DecodeGraphs(DecodeStep(stage), engine._worker.cache, 16, Player)
+    engine.warm_up()
+    assert list(graphs._recorded) == [8, 4, 2, 1]
+    (found,) = answers(engine, [Request(prompt=(1, 2), tokens=3, sampling=GREEDY)])
+    assert tokens(found) == tokens(expected) and len(graphs._recorded) == 4
+
+
 @pytest.mark.parametrize("family", ["gpt", "qwen3"])
 def test_weights_in_fp8_answer_as_their_rounded_selves(family: str) -> None:
     """The blocks' matrices are given up for their fp8 forms, whose products are those of the weights so rounded."""

@@ -9,13 +9,16 @@ Ids in, ids out: it knows no tokenizer.
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 
 from mega.core.inference.cache import Blocks
+from mega.core.inference.graphs import rows_of_graphs
 from mega.core.inference.relay import STEP, STOP, Relay
 from mega.core.inference.request import Event, Limits, Request
 from mega.core.inference.schedule import Scheduler
-from mega.core.inference.step import Step
+from mega.core.inference.step import Step, scratch_step
 from mega.core.inference.worker import Launched, Worker
 
 
@@ -67,11 +70,23 @@ class BatchingEngine:
 
     def _launch(self) -> Launched | None:
         step = self._scheduler.next_step()
-        if step is None:
-            return None
+        return None if step is None else self._given(step)
+
+    def _given(self, step: Step) -> Launched:
+        """The step, given to all ranks."""
         if self._relay is not None:
             self._relay.send(STEP, step.pack())
         return self._worker.launch(step)
+
+    def warm_up(self) -> float:
+        """Do, before anything is asked for, what is done when a number of rows first occurs: kernels are compiled and
+        graphs recorded. Takes so many seconds; nothing may be in flight."""
+        assert self.idle
+        began, scheduler = time.monotonic(), self._scheduler
+        rows, chunk = self.limits.requests, min(scheduler.chunk, self.limits.longest)
+        for counts in ([1] * rows + [chunk], *([1] * each for each in sorted(rows_of_graphs(rows), reverse=True))):
+            self._given(scratch_step(counts, scheduler.blocks.size)).choices()
+        return time.monotonic() - began
 
     def close(self) -> None:
         if self._relay is not None:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from mega.core.device import Recording, Upload
+from mega.core.device import Recorder, Upload
 from mega.core.inference.paged_cache import PagedCache
 from mega.core.inference.step import Step
 from mega.core.model.decode import DecodeStep
@@ -36,8 +36,8 @@ class DecodeGraphs:
     another result, no further one is recorded, and a line says why. record: what records (tests).
     """
 
-    def __init__(self, decode: DecodeStep, cache: PagedCache, width: int, record: Record = Recording):
-        self._decode, self._cache, self._width, self._record = decode, cache, width, record
+    def __init__(self, decode: DecodeStep, cache: PagedCache, width: int, record: Record | None = None):
+        self._decode, self._cache, self._width, self._record = decode, cache, width, record or Recorder()
         self._recorded: dict[int, _Graph] = {}
         self._given_up = False
 
@@ -71,6 +71,15 @@ def graph_rows(rows: int) -> int:
     [1, 4, 8, 16, 24]
     """
     return 1 << (rows - 1).bit_length() if rows < EIGHT else -(-rows // EIGHT) * EIGHT
+
+
+def rows_of_graphs(most: int) -> set[int]:
+    """Rows of all graphs of steps of up to so many.
+
+    >>> sorted(rows_of_graphs(17))
+    [1, 2, 4, 8, 16, 24]
+    """
+    return {graph_rows(rows) for rows in range(1, most + 1)}
 
 
 def known(ids: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:

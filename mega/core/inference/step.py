@@ -5,7 +5,7 @@ Made by the scheduler, cut into tiles or packed into one array for other ranks, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -113,6 +113,31 @@ class Step:
                 adapters=_padded(self.adapters[run][part], missing),
                 wanted=_padded(wanted, rows - len(wanted)),
             )
+
+
+def scratch_step(counts: Sequence[int], block: int) -> Step:
+    """Runs of so many tokens of no sequence, which lie in SCRATCH; of each a token is drawn."""
+    runs = len(counts)
+    lengths = np.array(counts, dtype=np.int64)
+    none, pairs = np.zeros(int(lengths.sum()), dtype=np.int64), np.zeros((0, 2), dtype=np.int64)
+    rows, drawn = np.zeros(runs, dtype=np.int64), (1.0, 0.0, 1.0, 0.0, 1.0, 0.5)
+    return Step(
+        tokens=none,
+        positions=np.concatenate([np.arange(count) for count in counts]),
+        slots=none,
+        counts=lengths,
+        lengths=lengths,
+        tables=np.full((runs, -(-int(lengths.max()) // block)), SCRATCH, dtype=np.int64),
+        adapters=rows,
+        copies=pairs,
+        wanted=lengths.cumsum() - 1,
+        targets=rows + CHOOSE,
+        tops=rows - 1,
+        seen=rows - 1,
+        marks=pairs,
+        numbers=np.array([drawn] * runs, dtype=np.float64),
+        allowed=np.zeros((0, 0), dtype=np.bool_),
+    )
 
 
 def _padded(array: Integers, missing: int, value: int = 0) -> Integers:

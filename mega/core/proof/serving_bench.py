@@ -66,6 +66,8 @@ def bench_engine(plan: ServingBench) -> int:
     engine, what = _opened(plan, mesh, device)
     if engine is None:
         return 0
+    if device.is_cuda:
+        what += f", warmed up in {engine.warm_up():.1f} s,"
     first = plan.loads[0]
     of_engine(engine, Load(0, _WARM, first.prompt, first.new))
     _measure(plan, f"{what} on {world.size} x {device.name}", lambda load: of_engine(engine, load))

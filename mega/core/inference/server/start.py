@@ -88,12 +88,14 @@ def serve_rank(plan: ServePlan) -> int:
     if engine is None:
         return 0
     assert listening is not None
+    loaded = time.monotonic()
+    warm = f", warmed up in {engine.warm_up():.1f} s" if device.is_cuda else ""
     sys.setswitchinterval(_SWITCH_SECONDS)
     limits = replace(plan.options.limits, connections=raise_file_limit(plan.options.limits.connections))
     server = HttpServer(engine, tokenizer, replace(plan.options, limits=limits, stop_ids=stop_ids), chat)
     precision = str(dtype).removeprefix("torch.") + ", weights in fp8" * plan.engine.fp8_weights
     about = f"{precision} on {world.size} {device.torch.type} rank{'s' * (world.size > 1)}"
-    about += f"; loaded in {time.monotonic() - began:.1f} s"
+    about += f"; loaded in {loaded - began:.1f} s{warm}"
     notes = (*opened.notes, *(note for each in adapters for note in each.notes))
     for line in (*notes, *_lines(plan, opened, dtype, about, server)):
         print(line)
