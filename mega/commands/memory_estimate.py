@@ -22,6 +22,11 @@ if TYPE_CHECKING:
     from mega.core.estimate.search import Found
 
 
+Fp8Weights = Annotated[
+    bool, typer.Option("--fp8-weights", help="with --serve: linear layers keep their weights in 8 bits")
+]
+
+
 def run(
     run: RunConfig,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON value, sizes in bytes")] = False,
@@ -64,24 +69,23 @@ def run(
     longest: Annotated[
         int | None, typer.Option("--max-length", help="with --serve: prompt and answer [the model's]", min=1)
     ] = None,
+    fp8_weights: Fp8Weights = False,
 ) -> int:
     """Estimate what a run needs, before it is started.
 
     Takes the flags of pretrain. Memory is counted as the trainer allocates it, for each pipeline stage, on
     --world ranks. With --fit or --gpus the layout is searched for. No device is needed.
     """
-    own = {"--max-requests": max_requests, "--cache-tokens": cache_tokens, "--max-length": longest}
+    own: dict[str, object] = {"--max-requests": max_requests, "--cache-tokens": cache_tokens, "--max-length": longest}
+    own["--fp8-weights"] = fp8_weights or None
     if serve:
         others: dict[str, object] = {"--fit": fit, "--gpus": gpus, "--mtbf": mtbf, "--save-seconds": save_seconds}
         others |= {"--restart-seconds": restart_seconds, "--draw": draw, "--draw-schedule": draw_schedule}
-        for flag, value in {**others, "--megatron": megatron or None}.items():
-            if value is not None:
-                raise ValueError(
-                    f"{flag}{'' if value is True else f' {value}'}: excludes --serve, which trains nothing"
-                )
-        return _serving(run, gpu, max_requests or 64, cache_tokens, longest, as_json)
-    if given := [f"{flag} {value}" for flag, value in own.items() if value is not None]:
-        raise ValueError(f"{given[0]}: needs --serve")
+        for flag in _typed({**others, "--megatron": megatron or None}):
+            raise ValueError(f"{flag}: excludes --serve, which trains nothing")
+        return _serving(run, gpu, max_requests or 64, cache_tokens, longest, fp8_weights, as_json)
+    for flag in _typed(own):
+        raise ValueError(f"{flag}: needs --serve")
     from mega.core.estimate import show
     from mega.core.estimate.hardware import hardware
 
@@ -122,8 +126,24 @@ def run(
     return 0
 
 
+def _typed(given: Mapping[str, object]) -> list[str]:
+    """The flags that were typed, with their values.
+
+    >>> _typed({"--fit": "8xh200", "--gpus": None, "--megatron": True})
+    ['--fit 8xh200', '--megatron']
+    """
+    typed = {flag: value for flag, value in given.items() if value is not None}
+    return [flag if value is True else f"{flag} {value}" for flag, value in typed.items()]
+
+
 def _serving(
-    run: RunConfig, gpu: str | None, requests: int, cache_tokens: int | None, longest: int | None, as_json: bool
+    run: RunConfig,
+    gpu: str | None,
+    requests: int,
+    cache_tokens: int | None,
+    longest: int | None,
+    fp8_weights: bool,
+    as_json: bool,
 ) -> int:
     """What `mega serve` reports before it listens, on a device or on this machine's processors."""
     from mega.core.config.resolve import model_alone
@@ -142,7 +162,8 @@ def _serving(
         device, groups = hardware(gpu), (tp > 1) + (tp * pp > 1) + 2 * (pp > 1)
         kind, room = "cuda", int((device.memory - groups * device.communicator) * GIB)
     size = DTYPES[run.precision.dtype].itemsize
-    found = expected(model, size, room, kind, tp=tp, pp=pp, requests=requests, cache_tokens=cache_tokens)
+    asked = partial(expected, requests=requests, cache_tokens=cache_tokens, fp8_weights=fp8_weights)
+    found = asked(model, size, room, kind, tp=tp, pp=pp)
     if as_json:
         import dataclasses
         import json
@@ -150,7 +171,8 @@ def _serving(
         print(json.dumps({**dataclasses.asdict(found), "lines": found.lines(longest)}))
     else:
         where = f"{tp * pp} {gpu or 'cpu'} rank{'s' * (tp * pp > 1)}"
-        print(f"{model.family}, {model.layers} blocks of {model.hidden}, {run.precision.dtype} on {where}")
+        precision = run.precision.dtype + ", weights in fp8" * fp8_weights
+        print(f"{model.family}, {model.layers} blocks of {model.hidden}, {precision} on {where}")
         print("\n".join(found.lines(longest)))
     return 0
 

@@ -65,8 +65,21 @@ def test_of_flags_alone(capsys: pytest.CaptureFixture[str]) -> None:
     assert "a rank holds 6.28 GiB of weights and 64.00 GiB of keys and values" in shown
     assert cli.main([*line, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["limits"]["cache"] == 262144
+    assert cli.main([*line, "--fp8-weights"]) == 0
+    shown = capsys.readouterr().out
+    assert "bf16, weights in fp8 on 2" in shown and "a rank holds 3.26 GiB of weights and 64.00 GiB" in shown
     for more, text in ((["--fit", "8xh200"], "--fit 8xh200: excludes --serve"), (["--tp", "3"], "--tp 3: ")):
         assert cli.main([*line, *more]) == 2
         assert text in capsys.readouterr().err
     assert cli.main(["memory-estimate", "--model", "tiny-gpt", "--max-length", "5"]) == 2
     assert re.search("--max-length 5: needs --serve", capsys.readouterr().err)
+    assert cli.main(["memory-estimate", "--model", "tiny-gpt", "--fp8-weights"]) == 2
+    assert re.search("--fp8-weights: needs --serve", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("model", [SMALL, LLAMA], ids=["gpt", "llama"])
+def test_weights_in_fp8_are_those_of_a_stage(model: ModelConfig) -> None:
+    """Each matrix of a block takes a byte an element and four an output in place of two bytes an element."""
+    matrices = [weight for weight in made(model, torch.bfloat16).blocks.parameters() if weight.dim() == 2]
+    less = sum(weight.numel() - 4 * len(weight) for weight in matrices)
+    assert less > 0 and weight_bytes(model, 2, fp8_weights=True) == [weight_bytes(model, 2)[0] - less]

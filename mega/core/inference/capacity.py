@@ -105,13 +105,15 @@ def expected(
     pp: int,
     requests: int,
     cache_tokens: int | None = None,
+    fp8_weights: bool = False,
 ) -> Capacity:
     """What a server will report of a model in `itemsize` bytes a number. room: bytes of each device, or of the one host
     that all ranks of a CPU share.
 
     Errors: ValueError where the weights leave no room, or too little.
     """
-    weights, layers = weight_bytes(model, itemsize, tp=tp, pp=pp), max(even_layers(model.layers or 0, pp))
+    weights = weight_bytes(model, itemsize, tp=tp, pp=pp, fp8_weights=fp8_weights)
+    layers = max(even_layers(model.layers or 0, pp))
     token = cache_bytes(model, itemsize, tp=tp, layers=layers)
     left = room - max(weights) if kind == "cuda" else room
     if left <= 0:
