@@ -182,7 +182,7 @@ def test_what_was_killed_goes_on_and_nothing_is_computed_again(
 ) -> None:
     """Killed in its generation task: what was scored is kept. An answer is made token by token, from a cache."""
     out, device, fed = tmp_path / "result.json", Device.choose("cpu"), list[int]()
-    made, run_step, seen = harness.NativeModel._scored, Worker.run, list[set[str]]()
+    made, launch, seen = harness.NativeModel._scored, Worker.launch, list[set[str]]()
 
     def scored(own: Any, pairs: Any) -> Any:
         seen[-1].update(map(json.dumps, pairs))
@@ -192,7 +192,7 @@ def test_what_was_killed_goes_on_and_nothing_is_computed_again(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(harness.NativeModel, "_scored", scored)
-    monkeypatch.setattr(Worker, "run", lambda own, step: (fed.append(len(step.tokens)), run_step(own, step))[1])
+    monkeypatch.setattr(Worker, "launch", lambda own, step: (fed.append(len(step.tokens)), launch(own, step))[1])
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
         patched.setattr(harness.NativeModel, "continuations", killed)
         seen.append(set())

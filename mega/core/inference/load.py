@@ -132,9 +132,18 @@ class OpenedModel:
             return frozenset(ids)
         return frozenset()
 
+    def ends(self, tokenizer: Tokenizer) -> frozenset[int]:
+        """Ids after which a text ends: the tokenizer's own end, and the model's, as far as the tokenizer knows them."""
+        return text_ends(tokenizer, self.stop_ids(), tokenizer.vocab_size)
+
     def chat_template(self) -> str | None:
         """As the function of that name."""
         return chat_template(self)
+
+
+def text_ends(tokenizer: Tokenizer, stop_ids: Iterable[int], known: int) -> frozenset[int]:
+    """The tokenizer's end and `stop_ids`; without those from `known` on, which are never drawn."""
+    return frozenset(token for token in (tokenizer.eod, *stop_ids) if token is not None and token < known)
 
 
 def open_model(path: Path | str) -> OpenedModel:

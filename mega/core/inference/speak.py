@@ -86,8 +86,7 @@ def open_speech(plan: SpeechPlan) -> Speech:
     tokenizer = build(**plan.tokenizer) if plan.tokenizer else opened.tokenizer()  # type: ignore[arg-type]
     check_tokenizer(opened, tokenizer)
     prompts = [] if plan.input is None else list(_prompts(plan.input, tuple(plan.adapters)))
-    own = frozenset() if tokenizer.eod is None else frozenset({tokenizer.eod})
-    return Speech(opened, adapters, tokenizer, own | opened.stop_ids(), prompts)
+    return Speech(opened, adapters, tokenizer, opened.ends(tokenizer), prompts)
 
 
 def _prompts(path: Path, adapters: Sequence[str]) -> Iterator[AskedText]:

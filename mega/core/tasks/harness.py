@@ -270,8 +270,7 @@ class NativeModel:
         most, decode = self.length - tokens, self.tokenizer.decode
         if most < 1:
             raise ValueError(f"--seq-length {self.length}: must be more than the {tokens} tokens that a task generates")
-        known = {self.tokenizer.eod, *(() if self.chat is None else self.chat.ends)}
-        ends = frozenset(token for token in known if token is not None)
+        ends = self.here.opened.ends(self.tokenizer).union(() if self.chat is None else self.chat.ends)
         # A stop's every byte may be a token of its own, after one that it begins in the middle of.
         last = 4 * max((len(stop) for stop in until), default=0) + 8
 

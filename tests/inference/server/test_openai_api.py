@@ -48,6 +48,8 @@ def test_an_answer_ends_at_any_end_of_the_models(engine: FakeEngine) -> None:
         assert ask(server, ignore_eos=True, max_tokens=16)["choices"][0]["text"] == ANSWER[:15]
         reply = server.ask("POST", "/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}]})
         assert reply.json["choices"][0]["message"]["content"] == "Hello, wörld"
+        assert server.ask("PUT", "/api", {"prompts": ["Hi"], "tokens_to_generate": 40}).status == 200
+        assert engine.seen[-1].stop_ids == {ord("!"), 256}
 
 
 def test_half_characters_are_not_shown_and_nothing_is_lost(server: Running) -> None:

@@ -227,7 +227,7 @@ async def requests(service: Service, given: MegatronRequest) -> tuple[list[Reque
         raise Refused("Length of prompt + tokens_to_generate longer than allowed")
     if (size := len(prompts) * (longest + tokens)) > service.options.tokens_at_once:
         raise Refused(f"Too many tokens.  {size} is greater than {service.options.tokens_at_once}")
-    ends, pair = _ends(tokenizer, given)
+    ends, pair = _ends(service, given)
     mask = _no_newline(tokenizer, service.driver.engine.limits.vocab) if given.prevent_newline_after_colon else None
     made = []
     try:
@@ -311,8 +311,9 @@ def _sampling(service: Service, given: MegatronRequest, index: int) -> Sampling:
     return service.sampling(said, index)
 
 
-def _ends(tokenizer: Tokenizer, given: MegatronRequest) -> tuple[frozenset[int], int | None]:
+def _ends(service: Service, given: MegatronRequest) -> tuple[frozenset[int], int | None]:
     """Tokens that end an answer, and one that does where it comes twice; the double line end has precedence."""
+    tokenizer = service.tokenizer
     if given.beam_width and given.stop_token is not None:
         return frozenset([given.stop_token]), None
     newline, double = _last(tokenizer, "\n"), _last(tokenizer, "\n\n")
@@ -320,7 +321,7 @@ def _ends(tokenizer: Tokenizer, given: MegatronRequest) -> tuple[frozenset[int],
         return frozenset(token for token in (double,) if token is not None), newline
     if given.stop_on_eol:
         return frozenset(token for token in (newline, double) if token is not None), None
-    return frozenset() if tokenizer.eod is None else frozenset([tokenizer.eod]), None
+    return service.ends(), None
 
 
 def _last(tokenizer: Tokenizer, text: str) -> int | None:

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from mega.core.inference.load import text_ends
 from mega.core.inference.request import Allowed, Request, RequestError, Sampling
 from mega.core.inference.server.chat_prompt import ChatPrompt
 from mega.core.inference.server.constrain import Grammars
@@ -220,9 +221,8 @@ class Service:
         ]
 
     def ends(self, ignore: bool = False) -> frozenset[int]:
-        """Tokens after which an answer ends; those that are never drawn are left out."""
-        found = {*self.options.stop_ids, self.tokenizer.eod}
-        return frozenset(token for token in found if token is not None and token < self.known and not ignore)
+        """Tokens after which an answer ends."""
+        return frozenset() if ignore else text_ends(self.tokenizer, self.options.stop_ids, self.known)
 
     async def allowed(self, wanted: Any, ends: frozenset[int], count: int) -> list[Allowed | None]:
         """For each of `count` sequences what may follow, as response_format has it. Errors: BadField."""
