@@ -29,6 +29,7 @@ from mega.core.checkpoint.own.model import model_of
 from mega.core.checkpoint.own.pieces import CheckpointError, Piece
 from mega.core.checkpoint.own.store import Checkpoint, locate
 from mega.core.config.sections import ModelConfig
+from mega.core.device import sent
 from mega.core.inference.load import OpenedModel, Readable
 from mega.core.inventory import inventory
 from mega.core.inventory.adapters import AdapterSpec, adapter_specs, with_adapters
@@ -144,7 +145,7 @@ class AdapterChoice:
         """int64 [tokens]: number of each token's adapter, from 1 on in the order of `names`; 0 is none."""
         self.kept = self.scales = None
         if self._always or adapters.any():
-            which = torch.from_numpy(np.ascontiguousarray(adapters)).to(self._kept.device)
+            which = sent(np.ascontiguousarray(adapters), self._kept.device)
             self.kept, self.scales = self._kept[which], self._scales[which]
 
 

@@ -9,6 +9,7 @@ Ids in, ids out: it knows no tokenizer.
 
 from __future__ import annotations
 
+import gc
 import time
 
 import numpy as np
@@ -80,12 +81,15 @@ class BatchingEngine:
 
     def warm_up(self) -> float:
         """Do, before anything is asked for, what is done when a number of rows first occurs: kernels are compiled and
-        graphs recorded. Takes so many seconds; nothing may be in flight."""
+        graphs recorded. Takes so many seconds; nothing may be in flight. Python's collector, which would stop the steps
+        for as long as some of them, does not look through what is there by now again."""
         assert self.idle
         began, scheduler = time.monotonic(), self._scheduler
         rows, chunk = self.limits.requests, min(scheduler.chunk, self.limits.longest)
         for counts in ([1] * rows + [chunk], *([1] * each for each in sorted(rows_of_graphs(rows), reverse=True))):
             self._given(scratch_step(counts, scheduler.blocks.size)).choices()
+        gc.collect()
+        gc.freeze()
         return time.monotonic() - began
 
     def close(self) -> None:

@@ -48,8 +48,8 @@ class Load:
         return list(accumulate(gaps))
 
     def prompts(self, vocab: int) -> list[tuple[int, ...]]:
-        """Ids below `vocab`."""
-        draw = random.Random(SEED)
+        """Ids below `vocab`; others for another load, whose prompts an engine may still have in its cache."""
+        draw = random.Random(f"{SEED} {self}")
         return [tuple(draw.randrange(vocab) for _ in range(self.prompt)) for _ in range(self.requests)]
 
 

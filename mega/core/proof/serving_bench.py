@@ -63,7 +63,7 @@ def bench_engine(plan: ServingBench) -> int:
     """This rank's part. Errors: as of `start_engine`; ValueError where a load does not fit."""
     world, device, groups = connect(plan.device, plan.backend)
     mesh = Mesh(world.rank, tp=plan.tp, pp=plan.pp, groups=groups)
-    engine, what = _opened(plan, mesh, device)
+    engine, what = engine_of_plan(plan, mesh, device)
     if engine is None:
         return 0
     if device.is_cuda:
@@ -75,7 +75,8 @@ def bench_engine(plan: ServingBench) -> int:
     return 0
 
 
-def _opened(plan: ServingBench, mesh: Mesh, device: Device) -> tuple[BatchingEngine | None, str]:
+def engine_of_plan(plan: ServingBench, mesh: Mesh, device: Device) -> tuple[BatchingEngine | None, str]:
+    """What is measured, and its name; None as of `start_engine`."""
     asked = DTYPES[plan.dtype] if plan.dtype is not None else None if device.is_cuda else DTYPES["fp32"]
     if plan.load is not None:
         opened = open_model(plan.load)
