@@ -9,6 +9,7 @@ Ids in, ids out: it knows no tokenizer.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import time
 
@@ -41,6 +42,7 @@ class BatchingEngine:
         assert not ahead or (relay is None and worker.tile is None)
         self.limits, self._worker, self._relay, self._looks_ahead = limits, worker, relay, ahead
         self._launched: Launched | None = None
+        self._last: Launched | None = None
         names = () if worker.adapters is None else worker.adapters.names
         self._scheduler = Scheduler(blocks, limits, chunk, in_order=worker.tile is not None, adapters=names)
 
@@ -77,7 +79,8 @@ class BatchingEngine:
         """The step, given to all ranks."""
         if self._relay is not None:
             self._relay.send(STEP, step.pack())
-        return self._worker.launch(step)
+        self._last = self._worker.launch(step)
+        return self._last
 
     def warm_up(self) -> float:
         """Do, before anything is asked for, what is done when a number of rows first occurs: kernels are compiled and
@@ -96,6 +99,9 @@ class BatchingEngine:
         if self._relay is not None:
             self._relay.send(STOP, np.zeros(0, dtype=np.int64))
             self._relay = None
+        if self._looks_ahead and self._last is not None:
+            with contextlib.suppress(RuntimeError):  # that the device has failed was said before
+                self._last.choices()  # a graph that is played must not end
         self._worker.close()
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from mega.core.inference.request import Sampling
+from mega.core.inference.request import TINY, Sampling
 from mega.core.ops.counter import key
 
 
@@ -97,4 +97,4 @@ def top_p_after(how: Sampling, tokens: int) -> float:
     [0.8, 0.4, 0.3]
     """
     decayed = how.top_p * math.pow(how.top_p_decay, tokens) if how.top_p_decay else how.top_p
-    return max(decayed, how.top_p_bound, torch.finfo(torch.float32).tiny)  # fp32's 0 would keep no token at all
+    return max(decayed, how.top_p_bound, TINY)  # fp32's 0 would keep no token at all

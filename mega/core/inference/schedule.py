@@ -250,7 +250,8 @@ class Scheduler:
         while len(sequence.blocks) * size < end:
             sequence.blocks.append(self.blocks.take())
             answer.promised -= 1
-        self._register(sequence, end)
+        if (sequence.registered + 1) * size <= end:
+            self._register(sequence, end)
 
     def _register(self, sequence: CachedSequence, end: int) -> None:
         """Blocks that the first `end` tokens fill can be found, as far as these are known."""

@@ -99,8 +99,10 @@ def _add_up(
 
 def _pages(tokens: slice, lengths: Integers, tables: Integers, pool: torch.Tensor, window: int | None) -> SingleTokens:
     device, (_, block, _, kv_heads, d) = pool.device, pool.shape
-    wide, long = sent(np.ascontiguousarray(tables), device), sent(lengths, device)
-    return SingleTokens(tokens, wide, long, (block, kv_heads, d), window)
+    # A kernel is compiled again for a width that 16 does not divide, in the middle of serving.
+    wide = np.zeros((len(tables), -(-tables.shape[1] // 16) * 16), dtype=np.int64)
+    wide[:, : tables.shape[1]] = tables
+    return SingleTokens(tokens, sent(wide, device), sent(lengths, device), (block, kv_heads, d), window)
 
 
 def _attend(q: torch.Tensor, pool: torch.Tensor, runs: SingleTokens) -> torch.Tensor:
