@@ -18,7 +18,8 @@ from mega.core.ops.counter import key
 
 @dataclass(frozen=True, eq=False)
 class Filters:
-    """How each of m rows is filtered, all [m, 1]. most_k: the largest top_k; top_p, min_p: None where all are off.
+    """How each of m rows is filtered, all [m, 1]. most_k: the largest top_k, 0 where top_k is not needed; top_p, min_p:
+    None where all are off.
 
     temperature: 1 for a greedy row, whose probabilities are not asked for.
     """

@@ -168,22 +168,24 @@ class Worker:
 
     def _ids(self, logits: torch.Tensor, step: Step, allowed: torch.Tensor | None) -> torch.Tensor:
         """What each row chooses, [m]."""
-        if not (step.targets == CHOOSE).any():
+        chosen = step.targets == CHOOSE
+        if not chosen.any():
             return torch.zeros(len(logits), dtype=torch.long, device=logits.device)
-        penalties, draws = (step.seen >= 0).any(), step.numbers[:, 0].any()
-        if penalties or draws:
-            numbers = sent(step.numbers, self.device)
-            temperature, top_k, top_p, min_p, penalty, uniform = numbers.unsqueeze(-1).unbind(1)
+        penalties, drawn = (step.seen >= 0).any(), chosen & (step.numbers[:, 0] > 0)
+        _, _, _, _, penalty, uniform = step.numbers.T[..., None]
         if penalties:
             assert self._seen is not None
             rows = sent(step.seen, self.device)
-            logits = penalised(logits, self._seen[rows.clamp(min=0)] & (rows >= 0)[:, None], penalty.float())
+            seen = self._seen[rows.clamp(min=0)] & (rows >= 0)[:, None]
+            logits = penalised(logits, seen, sent(penalty.astype(np.float32), self.device))
         if allowed is not None:
             logits = logits.masked_fill(~allowed, -torch.inf)
-        ids = logits.max(-1).indices
-        if draws:
-            filters = _filters(step.numbers, temperature, top_k, top_p, min_p)
-            ids = torch.where(temperature[:, 0] > 0, draw(filters(logits), uniform), ids)
+        if not drawn.any():
+            ids = logits.max(-1).indices
+        else:
+            ids = draw(_filters(step.numbers, self.device)(logits), sent(uniform.copy(), self.device))
+            if not drawn.all():
+                ids = torch.where(sent(drawn, self.device), ids, logits.max(-1).indices)
         if penalties:
             assert self._seen is not None
             there = sent(np.flatnonzero(step.seen >= 0), self.device)
@@ -228,20 +230,20 @@ class Launched:
         return [] if self.found is None else _choices(self.found.numpy(), self.step)
 
 
-def _filters(
-    numbers: NDArray[np.float64],
-    temperature: torch.Tensor,
-    top_k: torch.Tensor,
-    top_p: torch.Tensor,
-    min_p: torch.Tensor,
-) -> Filters:
-    """Of columns [m, 1] that are `numbers` on the device; what no row asks for is left out."""
+def _filters(numbers: NDArray[np.float64], device: torch.device) -> Filters:
+    """What no row asks for is left out."""
+    temperature, top_k, top_p, min_p, _, _ = numbers.T[..., None]
+
+    def there(column: NDArray[np.float64]) -> torch.Tensor:
+        return sent(column.astype(np.float32), device)
+
+    most_k = int(top_k.max())
     return Filters(
-        torch.where(temperature > 0, temperature, 1.0).float(),
-        top_k.long(),
-        int(numbers[:, 1].max()),
-        top_p.float() if (numbers[:, 2] < 1).any() else None,
-        min_p.float() if numbers[:, 3].any() else None,
+        there(np.where(temperature > 0, temperature, 1.0)),
+        sent(top_k.astype(np.int64), device) if most_k else torch.empty(0),
+        most_k,
+        there(top_p) if (top_p < 1).any() else None,
+        there(min_p) if min_p.any() else None,
     )
 
 
