@@ -1,6 +1,7 @@
 """The rows of the original recipes in one launch, by turns: a row is measured again when every other has been.
 
-    python3 -m tests.gpu.recipes --out rows.jsonl [--only "w1 dropout;w1"] [--rounds 3] [--seconds 540] [--tiny]
+    python3 -m tests.gpu.recipes --out rows.jsonl [--only "w1 dropout;w1"] [--rounds 3] [--seconds 540]
+        [--repeats 7] [--warmup 5] [--tiny]
 
 Each measurement is one JSON line, appended as it is known: the row of `mega bench`, with the time by kind of kernel the
 first time. A later launch continues where the file ends. A row that would not fit the seconds that are left is not
@@ -72,6 +73,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", default=";".join(ROWS), help="rows, with ; between")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=540.0)
+    parser.add_argument("--repeats", type=int, default=7, help="timed steps of a measurement, and before those")
+    parser.add_argument("--warmup", type=int, default=5)
     parser.add_argument("--commit", default=None, help="what the lines are marked with")
     parser.add_argument("--tiny", action="store_true")
     asked = parser.parse_args(arguments)
@@ -84,7 +87,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         line: dict[str, Any] = {"row": name, "commit": asked.commit}
         try:
             run = resolve(row(base, {**flags, **(TINY if asked.tiny else {})}, world.size), world.size)
-            speed = measure(name, run, world.rank, world.size, device, groups, profiled=first)
+            counts = {"repeats": asked.repeats, "warmup": asked.warmup}
+            speed = measure(name, run, world.rank, world.size, device, groups, profiled=first, **counts)
             line |= speed.fields()
             said = f"{speed.tokens_per_second:,.0f} tokens/s, {1e3 * speed.seconds:,.1f} ms, spread {speed.spread:.1%}"
         except (ValueError, RuntimeError) as error:
