@@ -8,6 +8,8 @@ values N       attention's output, log-sum-exp and gradients against the plain f
 kept N         which weights are dropped, forward, in d(v) and in d(q): bit for bit those of the plain form
 runs N         the same with key columns in two runs, as a ring of ranks has them
 paged N        attention to the blocks of a cache, of single tokens among runs of several, against the plain form
+linear N, place N, gemm N
+               what steps of few tokens take (tests/gpu/test_few_rows.py), and rows by tiles of weights in fp8
 norm N, added N, activate N, heads N, entropy N, adamw N, fp8 N, fp8-weights N, total N
                the other kernels by the checks of tests/gpu/test_kernels.py, of other sizes
 """
@@ -28,6 +30,7 @@ from mega.core.ops import fp8
 from tests.battery.data_ledger import Item, run
 from tests.gpu import test_kernels as others
 from tests.gpu.test_attention import kernels
+from tests.gpu.test_few_rows import check_linear, check_place, check_tiled
 from tests.gpu.test_paged_attention import check_paged
 from tests.support.attention_cases import check_kept, check_values
 from tests.support.triton import DEVICE
@@ -132,8 +135,11 @@ def total(rng: random.Random) -> dict[str, Any]:
     return {"shape": shape}
 
 
-CHECKS = {
+CHECKS: dict[str, Callable[[random.Random], dict[str, Any]]] = {
     "paged": check_paged,
+    "linear": check_linear,
+    "place": check_place,
+    "gemm": check_tiled,
     "norm": norm,
     "added": added,
     "activate": activate,

@@ -42,7 +42,15 @@ class PagedCache:
         """Copy whole blocks, int64 [c] each."""
         self.pool[:, target] = self.pool[:, source]
 
+    def place(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The rows of a layer, [slots, 2 kv_heads, d], and the slots of the next tokens."""
+        return self._layers[layer - self.first_layer][1], self._slots
+
+    def attend(self, layer: int, q: torch.Tensor) -> torch.Tensor:
+        """What q makes of the keys and values that are kept, those of its tokens included."""
+        return self.attention.attend(q, self._layers[layer - self.first_layer][0], self._pages)
+
     def __call__(self, layer: int, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
-        pool, rows = self._layers[layer - self.first_layer]
-        rows.index_copy_(0, self._slots, kv)
-        return self.attention.attend(q, pool, self._pages)
+        rows, at = self.place(layer)
+        rows.index_copy_(0, at, kv)
+        return self.attend(layer, q)

@@ -3,11 +3,13 @@
 Between the operations of a small model lies more work than in them. Here the weights and ops of a stage are put
 together once, without what a step does not need: modules, gradients, dropout, sequence parallelism, ZeRO. A step takes
 tensors whose shapes follow from the number of tokens alone and waits for nothing on the host, so a graph can hold it.
+Where the ops have kernels for few rows, and a block is the usual one, these do all but the attention itself.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Protocol, cast
 
 import torch
@@ -15,6 +17,8 @@ import torch
 from mega.core.model.block import Attention, Block, FeedForward, Norm, ResidualState
 from mega.core.model.decoder import DecoderStage, Head
 from mega.core.model.embedding import Embedding
+from mega.core.ops.few_rows import FewRows, NormOf, trusted
+from mega.core.ops.matmuls import Factor
 from mega.core.ops.rotary import rotate
 from mega.core.ops.suite import Ops
 from mega.core.parallel.collectives import all_reduce
@@ -35,6 +39,11 @@ class KeyValueCache(Protocol):
         """Keep keys and values [tokens, 2 kv_heads, d] of one layer's new tokens; what q [tokens, heads, d] of the same
         tokens make of all that they see, [tokens, heads x d]."""
 
+    def place(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Instead: where to keep them, rows [slots, 2 kv_heads, d] and int64 [tokens] of these, before `attend`."""
+
+    def attend(self, layer: int, q: torch.Tensor) -> torch.Tensor: ...
+
 
 class DecodeStep:
     """step(ids, positions, wanted, cache, *cargo) on a stage whose weights stay where they are.
@@ -47,7 +56,8 @@ class DecodeStep:
         assert not stage.region.sequence and stage.with_full_params is None
         assert isinstance(stage.embedding, Embedding | None) and isinstance(stage.head, Head | None)
         self._embedding, self._head, self._ops = stage.embedding, stage.head, stage.ops
-        self._blocks = [_block(cast(Block, block)) for block in stage.blocks]
+        few = _tried(stage)
+        self._blocks = [_block(cast(Block, block), few) for block in stage.blocks]
 
     def __call__(
         self,
@@ -72,27 +82,81 @@ class DecodeStep:
         return cast(torch.Tensor, self._head.forward(ResidualState(x.index_select(0, wanted))))
 
 
-def _block(block: Block) -> Callable[[Branch, Rotary | None, KeyValueCache], Branch]:
+def _tried(stage: DecoderStage) -> FewRows | None:
+    """The kernels for few rows, once they have been tried."""
+    widths = {
+        module.weight.shape[1]: None
+        for block in list(stage.blocks)[:1]
+        for module in block.modules()
+        if isinstance(module, ColumnLinear | RowLinear)
+    }
+    return trusted(stage.ops.few_rows, stage.dtype, next(stage.parameters()).device, list(widths))
+
+
+def _block(block: Block, few: FewRows | None) -> Callable[[Branch, Rotary | None, KeyValueCache], Branch]:
+    attention, feed_forward = block.attention, block.feed_forward
+    qkv, out = _factor(attention.qkv, _bias(attention.qkv)), _factor(attention.out)
+    up, down = _factor(feed_forward.up), _factor(feed_forward.down)
     first, second = _norm(block.attention_norm), _norm(block.feed_forward_norm)
-    attend, attended = _attention(block.attention), _last(block.attention.out, block.attention.ops)
-    feed, fed = _feed_forward(block.feed_forward), _last(block.feed_forward.down, block.feed_forward.ops)
+    project, attend = _linear(attention.qkv, qkv), _attention(attention, few)
+    feed = _feed_forward(feed_forward, up)
+    attended, fed = _last(attention.out, out, attention.ops), _last(feed_forward.down, down, feed_forward.ops)
     normed_residual = block.post_norm_residual
+    fused = None if few is None else _fused(block, few, (qkv, out, up, down), attend)
 
     def pre(stream: Branch, rotary: Rotary | None, cache: KeyValueCache) -> Branch:
+        if fused is not None and few is not None and few.takes(len(stream[0]), down):
+            return fused(stream, rotary, cache)
         x, normed = first(*stream)
-        x, normed = second(*attended(normed if normed_residual else x, attend(normed, rotary, cache)))
+        x, normed = second(*attended(normed if normed_residual else x, attend(project(normed), rotary, cache)))
         return fed(normed if normed_residual else x, feed(normed))
 
     def post(stream: Branch, rotary: Rotary | None, cache: KeyValueCache) -> Branch:
-        x = first(*attended(stream[0], attend(stream[0], rotary, cache)))[1]
+        x = first(*attended(stream[0], attend(project(stream[0]), rotary, cache)))[1]
         return second(*fed(x, feed(x)))[1], None, None
 
     return pre if block.pre else post
 
 
+def _fused(
+    block: Block,
+    few: FewRows,
+    factors: tuple[Factor, ...],
+    attend: Callable[[torch.Tensor, Rotary | None, KeyValueCache], torch.Tensor],
+) -> Callable[[Branch, Rotary | None, KeyValueCache], Branch] | None:
+    """A block of few rows, of its factors of query, key and value, out, up and down: each norm is computed by the
+    product of it, and the stream added to by the last product of a branch. None where more lies between these."""
+    attention, feed_forward, added = block.attention, block.feed_forward, block.attention.ops.added
+    linears: tuple[ColumnLinear | RowLinear, ...] = (attention.qkv, attention.out, feed_forward.up, feed_forward.down)
+    usual = all(linear.adapter is None and linear.region.size == 1 for linear in linears)
+    if not usual or not block.pre or block.post_norm_residual or not all(few.takes(1, each) for each in factors):
+        return None
+    qkv, out, up, down = (replace(factor, bias=_bias(linear)) for factor, linear in zip(factors, linears, strict=True))
+    first, second = (
+        NormOf(_norm_weight(norm), norm.bias, norm.eps) for norm in (block.attention_norm, block.feed_forward_norm)
+    )
+    linear, activation = few.linear, feed_forward.activation
+
+    def run(stream: Branch, rotary: Rotary | None, cache: KeyValueCache) -> Branch:
+        x = added(*stream, None)
+        mixed = attend(linear(x, qkv, first, None, None), rotary, cache)
+        x = linear(mixed, out, None, None, x)
+        wide = linear(x, up, second, activation, None)
+        return linear(wide, down, None, None, x), None, None
+
+    return run
+
+
+def _bias(linear: ColumnLinear | RowLinear) -> torch.Tensor | None:
+    return None if linear.bias is None else linear.bias.detach()
+
+
+def _norm_weight(norm: Norm) -> torch.Tensor:
+    return norm.weight.detach() + 1 if norm.offset else norm.weight.detach()
+
+
 def _norm(norm: Norm) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-    add_norm, bias, eps = norm.ops.add_norm, norm.bias, norm.eps
-    weight = norm.weight.detach() + 1 if norm.offset else norm.weight
+    add_norm, weight, bias, eps = norm.ops.add_norm, _norm_weight(norm), norm.bias, norm.eps
 
     def run(
         x: torch.Tensor, branch: torch.Tensor | None = None, branch_bias: torch.Tensor | None = None
@@ -102,9 +166,13 @@ def _norm(norm: Norm) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
     return run
 
 
-def _linear(linear: ColumnLinear | RowLinear, bias: torch.Tensor | None = None) -> Callable[..., torch.Tensor]:
+def _factor(linear: ColumnLinear | RowLinear, bias: torch.Tensor | None = None) -> Factor:
     """bias: added while it multiplies."""
-    multiply, adapter = linear.weight.ops.matmuls.by(linear.weight, bias), linear.adapter
+    return linear.weight.ops.matmuls.factor(linear.weight, bias)
+
+
+def _linear(linear: ColumnLinear | RowLinear, factor: Factor) -> Callable[..., torch.Tensor]:
+    multiply, adapter = linear.weight.ops.matmuls.by(factor), linear.adapter
     leaves = linear.region.axis if isinstance(linear, RowLinear) and linear.region.size > 1 else None
     if adapter is None and leaves is None:
         return multiply
@@ -120,21 +188,26 @@ def _linear(linear: ColumnLinear | RowLinear, bias: torch.Tensor | None = None) 
     return run
 
 
-def _last(linear: RowLinear, ops: Ops) -> Callable[[torch.Tensor, torch.Tensor], Branch]:
+def _last(linear: RowLinear, factor: Factor, ops: Ops) -> Callable[[torch.Tensor, torch.Tensor], Branch]:
     """The last linear of a branch, of the stream x and its input y: it may add its output to x, in one operation."""
-    multiply, bias, factor = _linear(linear), linear.bias, linear.weight.detach().t()
+    multiply, bias, weight = _linear(linear, factor), linear.bias, factor.weight.t()
     if not ops.spread or bias is not None or linear.adapter is not None or linear.region.size > 1:
         return lambda x, y: (x, multiply(y), bias)
-    return lambda x, y: (x.addmm_(y, factor), None, None) if x.dtype == y.dtype else (x, multiply(y), None)
+    return lambda x, y: (x.addmm_(y, weight), None, None) if x.dtype == y.dtype else (x, multiply(y), None)
 
 
-def _attention(attention: Attention) -> Callable[[torch.Tensor, Rotary | None, KeyValueCache], torch.Tensor]:
-    layer, heads, kv_heads = attention.layer, attention.heads, attention.kv_heads
-    ops, qkv = attention.ops, _linear(attention.qkv, attention.qkv.bias)
+def _attention(
+    attention: Attention, few: FewRows | None
+) -> Callable[[torch.Tensor, Rotary | None, KeyValueCache], torch.Tensor]:
+    """Of the product of query, key and value."""
+    layer, heads, kv_heads, ops = attention.layer, attention.heads, attention.kv_heads, attention.ops
     q_norm, k_norm = (None if norm is None else _norm(norm) for norm in (attention.q_norm, attention.k_norm))
 
-    def run(x: torch.Tensor, rotary: Rotary | None, cache: KeyValueCache) -> torch.Tensor:
-        fused = qkv(x)
+    def run(fused: torch.Tensor, rotary: Rotary | None, cache: KeyValueCache) -> torch.Tensor:
+        if q_norm is None and few is not None:
+            fused = fused.view(len(fused), heads + 2 * kv_heads, -1)
+            few.place(fused, rotary, *cache.place(layer), heads)
+            return cache.attend(layer, fused[:, :heads])
         if q_norm is None and ops.spread:
             fused = fused.view(len(fused), heads + 2 * kv_heads, -1)
             if rotary is not None:
@@ -150,8 +223,8 @@ def _attention(attention: Attention) -> Callable[[torch.Tensor, Rotary | None, K
     return run
 
 
-def _feed_forward(feed_forward: FeedForward) -> Callable[[torch.Tensor], torch.Tensor]:
-    up, bias = _linear(feed_forward.up), feed_forward.up.bias
+def _feed_forward(feed_forward: FeedForward, factor: Factor) -> Callable[[torch.Tensor], torch.Tensor]:
+    up, bias = _linear(feed_forward.up, factor), feed_forward.up.bias
     activate, kind = feed_forward.ops.activate, feed_forward.activation
     return lambda x: activate(up(x), bias, kind)
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from mega.core.ops.matmuls import Matmuls
+from mega.core.ops.matmuls import Factor, Matmuls
 
 LIMITS = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 """The largest number of a format."""
@@ -91,8 +91,8 @@ class Fp8Matmuls(Matmuls):
         a, b = (self.cast(factor.detach(), FORWARD, rows=True) for factor in (x, weight))
         return self.multiply(a.rows, b.rows, a.inverse, b.inverse, x.dtype, bias, fast=True)
 
-    def by(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Callable[[torch.Tensor], torch.Tensor]:
-        return lambda x: self.forward(x, weight, bias)
+    def by(self, factor: Factor) -> Callable[[torch.Tensor], torch.Tensor]:
+        return lambda x: self.forward(x, factor.weight, factor.bias)
 
     def prepare(self, grad: torch.Tensor) -> Cast:
         return self.cast(grad, BACKWARD, rows=True, columns=True)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from mega.core.ops.fp8 import FORWARD, LIMITS, TINY
-from mega.core.ops.matmuls import Matmuls
+from mega.core.ops.matmuls import Factor, Matmuls
 
 
 def narrowed(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -44,13 +44,17 @@ class Fp8Weights(Matmuls):
     def exact(self) -> Matmuls:
         return self.wide
 
-    def by(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Callable[[torch.Tensor], torch.Tensor]:
+    def factor(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Factor:
         """As of Matmuls; the weight itself is given up."""
         narrow, scale = narrowed(weight.detach())
         weight.data = weight.data.new_empty(0)
+        return Factor(narrow, bias, scale)
+
+    def by(self, factor: Factor) -> Callable[[torch.Tensor], torch.Tensor]:
+        """As of Matmuls."""
 
         def run(x: torch.Tensor) -> torch.Tensor:
-            y = self.multiply(x, narrow, scale)
-            return y if bias is None else y.add_(bias)
+            y = self.multiply(x, factor.weight, factor.scale)
+            return y if factor.bias is None else y.add_(factor.bias)
 
         return run

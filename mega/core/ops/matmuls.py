@@ -11,10 +11,21 @@ multiplied here; fp8.py does it in fp8. Knows no ranks and no layers.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.nn import functional as F
+
+
+@dataclass(frozen=True, eq=False)
+class Factor:
+    """A weight [out, in] that stays where it is, and the bias of its outputs. scale: fp32 [out], of every output, where
+    the weight is in fp8."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None = None
+    scale: torch.Tensor | None = None
 
 
 class Matmuls:
@@ -38,10 +49,14 @@ class Matmuls:
             return F.linear(x, weight, bias)
         return torch.mm(x, weight.t(), out=out) if bias is None else torch.addmm(bias, x, weight.t(), out=out)
 
-    def by(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Callable[[torch.Tensor], torch.Tensor]:
+    def factor(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Factor:
+        """A weight as `by` takes it; the weight itself may be given up."""
+        return Factor(weight.detach(), bias)
+
+    def by(self, factor: Factor) -> Callable[[torch.Tensor], torch.Tensor]:
         """`forward` without a gradient by a weight that stays where it is, in as few operations as can be."""
-        factor = weight.detach().t()
-        return (lambda x: torch.mm(x, factor)) if bias is None else (lambda x: torch.addmm(bias, x, factor))
+        bias, weight = factor.bias, factor.weight.t()
+        return (lambda x: torch.mm(x, weight)) if bias is None else (lambda x: torch.addmm(bias, x, weight))
 
     def prepare(self, grad: torch.Tensor) -> Any:
         return grad

@@ -30,6 +30,7 @@ from mega.core.ops import (
     partial_attention,
     total,
 )
+from mega.core.ops.few_rows import FewRows
 from mega.core.ops.fp8 import Fp8Matmuls
 from mega.core.ops.fp8_weights import Fp8Weights
 from mega.core.ops.mask import AttentionMask
@@ -41,9 +42,9 @@ class Ops:
     """One implementation of each op; signatures and shapes are those of the references.
 
     adamw: the optimizer's whole pass on the device, or None for the rule's own steps. name: what `mega doctor` shows.
-    spread: for few rows on a host: cos and sin of a cache are as of `rotary.spread`, and branches are added by their
-    last product. row_shards: ranks over which a row is cut: `attention` takes our columns of q, k, v and the mask of
-    the whole rows.
+    few_rows: kernels for a model that only answers, on CUDA. spread: for few rows on a host: cos and sin of a cache are
+    as of `rotary.spread`, and branches are added by their last product. row_shards: ranks over which a row is cut:
+    `attention` takes our columns of q, k, v and the mask of the whole rows.
     """
 
     name: str = "reference"
@@ -61,6 +62,7 @@ class Ops:
     matmuls: Matmuls = Matmuls()  # noqa: RUF009 - holds nothing
     adamw: Callable[..., None] | None = None
     row_shards: int = 1
+    few_rows: FewRows | None = None
     spread: bool = False
 
     @property
@@ -150,8 +152,10 @@ def attention_advice(ops: Ops, mask: AttentionMask, dtype: torch.dtype, length: 
 
 
 def forward_only(ops: Ops, *, fp8_weights: bool = False) -> Ops:
-    """The same for a model that only answers: on a CPU, where every operation costs more than what it computes, ops of
-    fewer operations. fp8_weights: of the blocks' linear layers."""
+    """The same for a model that only answers, in fewer operations: on a CPU each costs more than what it computes, on
+    CUDA steps of few tokens wait for memory. fp8_weights: of the blocks' linear layers."""
+    if ops.name == "triton":
+        ops = replace(ops, few_rows=_few_rows_kernels())
     if fp8_weights:
         fast = {"multiply": _fp8_weights_kernel()} if ops.name == "triton" else {}
         return replace(ops, matmuls=Fp8Weights(ops.matmuls, **fast))
@@ -178,6 +182,12 @@ def _kernels() -> dict[str, Any]:
     from mega.core.ops import kernels
 
     return kernels.table()
+
+
+def _few_rows_kernels() -> FewRows:
+    from mega.core.ops.kernels import few_rows
+
+    return few_rows.FEW_ROWS
 
 
 def _fp8_weights_kernel() -> Callable[..., torch.Tensor]:

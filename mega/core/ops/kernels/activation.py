@@ -19,7 +19,7 @@ KINDS = {"gelu_tanh": 0, "gelu": 1, "relu2": 2}
 
 
 @jit
-def _value(x, KIND: tl.constexpr):
+def value(x, KIND: tl.constexpr):
     if KIND == 0:
         # (1 + tanh u) / 2 is sigmoid(2u)
         return x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
@@ -52,7 +52,7 @@ def _activation_forward(
     x = tl.load(x_at + at, real, 0.0).to(tl.float32)
     if BIAS:
         x += tl.load(bias_at + column, column < width, 0.0).to(tl.float32)[None, :]
-    tl.store(y_at + at, _value(x, KIND).to(y_at.dtype.element_ty), real)
+    tl.store(y_at + at, value(x, KIND).to(y_at.dtype.element_ty), real)
 
 
 @jit

@@ -1,45 +1,111 @@
-"""Few rows by weights in fp8, which are read once and widened on the way; more rows by cuBLAS."""
+"""Rows by weights in fp8, which are read once and widened in registers on their way to the tensor cores.
+
+Very few rows are multiplied without them (few_rows.py). A program takes a tile of outputs by a tile of rows; where the
+tiles are fewer than keep a device busy, it takes a share of the inputs, and a second kernel adds up the shares, always
+in one order.
+"""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 
 from mega.core.ops import fp8_weights
-from mega.core.ops.kernels.language import cdiv, jit, launch, tl
+from mega.core.ops.kernels import few_rows
+from mega.core.ops.kernels.language import cdiv, jit, launch, next_power_of_2, tl
+from mega.core.ops.matmuls import Factor
 
-ROWS = 16
-"""Rows of x at the most, and of a tile."""
-OUTS, INS = 16, 256
-"""Weights of a tile."""
+WARPS, MOST_SHARES = 8 * 132, 8
+"""Warps that keep a device busy; shares of the inputs at the most."""
+BLOCK = 1024
+"""Elements of one program that adds up shares."""
+
+
+class GemmTile(NamedTuple):
+    rows: int
+    outs: int
+    ins: int
+    warps: int
+    stages: int
 
 
 @jit
 def _multiply(
-    x_at, narrow_at, scale_at, y_at, rows, outs, ins, x_row,
-    ROWS: tl.constexpr, OUTS: tl.constexpr, INS: tl.constexpr,
+    x_at, narrow_at, scale_at, y_at, rows, outs, ins, x_row, share,
+    ROWS: tl.constexpr, OUTS: tl.constexpr, INS: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
-    row, out = tl.arange(0, ROWS), tl.program_id(0) * OUTS + tl.arange(0, OUTS)
-    total = tl.zeros([ROWS, OUTS], tl.float32)
-    for start in range(0, ins, INS):
-        part = start + tl.arange(0, INS)
-        real = (part < ins)[None, :]
-        x = tl.load(x_at + row[:, None] * x_row + part[None, :], (row < rows)[:, None] & real, 0.0)
-        at = narrow_at + out.to(tl.int64)[:, None] * ins + part[None, :]
-        weights = tl.load(at, (out < outs)[:, None] & real, 0.0).to(x.dtype)
-        total = tl.dot(x, tl.trans(weights), total, input_precision="ieee")
-    total = total * tl.load(scale_at + out, out < outs, 0.0)[None, :]
-    there = (row < rows)[:, None] & (out < outs)[None, :]
-    tl.store(y_at + row[:, None] * outs + out[None, :], total.to(y_at.dtype.element_ty), there)
+    """y [shares, rows, outs]; share: inputs of one. Tiles of the same outputs are neighbours, so weights stay in L2."""
+    tall = tl.cdiv(rows, ROWS)
+    row = tl.program_id(0) % tall * ROWS + tl.arange(0, ROWS)
+    out = tl.program_id(0) // tall * OUTS + tl.arange(0, OUTS)
+    first = tl.program_id(1) * share
+    end = tl.minimum(first + share, ins)
+    total = tl.zeros([OUTS, ROWS], tl.float32)
+    x_from = x_at + row.to(tl.int64)[:, None] * x_row
+    weights_from = narrow_at + out.to(tl.int64)[:, None] * ins
+    for start in range(first, end, INS):
+        part = start + tl.arange(0, INS)[None, :]
+        weights = tl.load(weights_from + part, (out < outs)[:, None] & (part < end), 0.0)
+        x = tl.load(x_from + part, (row < rows)[:, None] & (part < end), 0.0)
+        # Weights on the left: that side is taken from registers, where they are widened.
+        total = tl.dot(weights.to(x.dtype), tl.trans(x), total, input_precision="ieee")
+    if SCALED:
+        total = total * tl.load(scale_at + out, out < outs, 0.0)[:, None]
+    at = y_at + (tl.program_id(1).to(tl.int64) * rows + row)[None, :] * outs + out[:, None]
+    tl.store(at, total.to(y_at.dtype.element_ty), (row < rows)[None, :] & (out < outs)[:, None])
+
+
+@jit
+def _add_up(part_at, scale_at, y_at, size, outs, shares, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], tl.float32)
+    for share in range(shares):
+        total += tl.load(part_at + share * size + at, at < size, 0.0)
+    total = total * tl.load(scale_at + at % outs, at < size, 0.0)
+    tl.store(y_at + at, total.to(y_at.dtype.element_ty), at < size)
+
+
+def tile_of(rows: int) -> GemmTile:
+    if rows <= 64:
+        return GemmTile(max(16, next_power_of_2(rows)), 64, 128, 4, 4)
+    return GemmTile(128, 128, 64, 8, 3)
+
+
+def shares_of(tiles: int, ins: int, tile: GemmTile) -> int:
+    """
+    >>> shares_of(64, 11008, GemmTile(16, 64, 128, 4, 4)), shares_of(192, 4096, GemmTile(16, 64, 128, 4, 4))
+    (5, 2)
+    """
+    return max(1, min(cdiv(WARPS, tiles * tile.warps), MOST_SHARES, ins // (4 * tile.ins)))
+
+
+def tiled(
+    x: torch.Tensor, narrow: torch.Tensor, scale: torch.Tensor, tile: GemmTile | None = None, shares: int | None = None
+) -> torch.Tensor:
+    """`multiply` by the tensor cores."""
+    (rows, ins), outs = x.shape, len(narrow)
+    tile = tile or tile_of(rows)
+    tiles = cdiv(outs, tile.outs) * cdiv(rows, tile.rows)
+    shares = shares or shares_of(tiles, ins, tile)
+    share = cdiv(cdiv(ins, tile.ins), shares) * tile.ins
+    y = torch.empty(rows, outs, dtype=x.dtype, device=x.device)
+    part = y if shares == 1 else torch.empty(shares, rows, outs, dtype=torch.float32, device=x.device)
+    launch(
+        _multiply, (tiles, shares), x, narrow, scale, part, rows, outs, ins, x.stride(0), share, ROWS=tile.rows,
+        OUTS=tile.outs, INS=tile.ins, SCALED=shares == 1, num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+    if shares > 1:
+        launch(_add_up, (cdiv(y.numel(), BLOCK),), part, scale, y, y.numel(), outs, shares, BLOCK=BLOCK)
+    return y
 
 
 def multiply(x: torch.Tensor, narrow: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """`ops.fp8_weights.multiply`."""
-    (rows, ins), outs = x.shape, len(narrow)
-    if rows > ROWS:
-        return fp8_weights.multiply(x, narrow, scale)
     x = x if x.stride(1) == 1 else x.contiguous()
-    y = torch.empty(rows, outs, dtype=x.dtype, device=x.device)
-    launch(
-        _multiply, (cdiv(outs, OUTS),), x, narrow, scale, y, rows, outs, ins, x.stride(0), ROWS=ROWS, OUTS=OUTS, INS=INS
-    )  # fmt: skip
-    return y
+    factor = Factor(narrow, None, scale)
+    if few_rows.takes(len(x), factor):
+        return few_rows.linear(x, factor)
+    if x.element_size() > 2:  # tensor cores would round it
+        return fp8_weights.multiply(x, narrow, scale)
+    return tiled(x, narrow, scale)

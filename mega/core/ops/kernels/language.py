@@ -12,8 +12,10 @@ import torch
 try:
     import triton.language as tl
     from triton import jit
+    from triton.language.extra.cuda import gdc_launch_dependents as before_next
+    from triton.language.extra.cuda import gdc_wait as after_kernel
 except ImportError:
-    tl = None
+    tl = before_next = after_kernel = None
 
     def jit(function: Any = None, **options: Any) -> Any:
         return jit if function is None else function
@@ -41,4 +43,4 @@ def next_power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-__all__ = ["cdiv", "jit", "launch", "next_power_of_2", "tl"]
+__all__ = ["after_kernel", "before_next", "cdiv", "jit", "launch", "next_power_of_2", "tl"]

@@ -39,9 +39,11 @@ class SingleTokens(NamedTuple):
 def _look(
     q_at, pool_at, tables_at, lengths_at, part_at, stats_at, q_row, q_head, width, scale, window,
     KV: tl.constexpr, GROUP: tl.constexpr, GROUP_BLOCK: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
-    SIZE: tl.constexpr, KEYS: tl.constexpr, WINDOW: tl.constexpr,
+    SIZE: tl.constexpr, KEYS: tl.constexpr, WINDOW: tl.constexpr, ALONE: tl.constexpr,
 ):  # fmt: skip
-    """Of a share of the keys: the mixed values, not divided yet, the largest score and the sum of the weights."""
+    """Of a share of the keys: the mixed values, not divided yet, the largest score and the sum of the weights.
+
+    ALONE: of all keys, the mixed values as they are wanted."""
     row, kv_head, share, shares = tl.program_id(0), tl.program_id(1), tl.program_id(2), tl.num_programs(2)
     length = tl.load(lengths_at + row)
     oldest = length * 0
@@ -65,6 +67,7 @@ def _look(
         at = pool_at + ((block * SIZE + key % SIZE) * (2 * KV) + kv_head)[:, None] * WIDTH + part[None, :]
         there = seen[:, None] & (part < WIDTH)[None, :]
         keys = tl.load(at, there, 0.0)
+        values = tl.load(at + KV * WIDTH, there, 0.0)
         scores = tl.dot(q, tl.trans(keys), input_precision="ieee") * scale
         scores = tl.where(seen[None, :], scores, -float("inf"))
         now = tl.maximum(largest, tl.max(scores, 1))
@@ -72,13 +75,15 @@ def _look(
         weights = tl.exp2(scores - base[:, None])
         shrink = tl.exp2(largest - base)
         sum_ = sum_ * shrink + tl.sum(weights, 1)
-        values = tl.load(at + KV * WIDTH, there, 0.0)
         total = tl.dot(weights.to(values.dtype), values, total * shrink[:, None], input_precision="ieee")
         largest = now
     place = (row.to(tl.int64) * shares + share) * (KV * GROUP) + head
-    tl.store(part_at + place[:, None] * WIDTH + part[None, :], total, queried)
-    tl.store(stats_at + place * 2, largest, one < GROUP)
-    tl.store(stats_at + place * 2 + 1, sum_, one < GROUP)
+    if ALONE:
+        total = total / sum_[:, None]
+    tl.store(part_at + place[:, None] * WIDTH + part[None, :], total.to(part_at.dtype.element_ty), queried)
+    if not ALONE:
+        tl.store(stats_at + place * 2, largest, one < GROUP)
+        tl.store(stats_at + place * 2 + 1, sum_, one < GROUP)
 
 
 @jit
@@ -110,19 +115,22 @@ def _attend(q: torch.Tensor, pool: torch.Tensor, runs: SingleTokens) -> torch.Te
     if q.stride(2) != 1:
         q = q.contiguous()
     shares = min(cdiv(PROGRAMS, rows * kv_heads), MOST_SHARES)
-    part = torch.empty(rows, shares, heads, d, dtype=torch.float32, device=q.device)
-    stats = torch.empty(rows, shares, heads, 2, dtype=torch.float32, device=q.device)
     out = torch.empty(rows, heads * d, dtype=q.dtype, device=q.device)
+    part, stats = out, None
+    if shares > 1:
+        part = torch.empty(rows, shares, heads, d, dtype=torch.float32, device=q.device)
+        stats = torch.empty(rows, shares, heads, 2, dtype=torch.float32, device=q.device)
     group, wide = heads // kv_heads, max(16, next_power_of_2(d))
     launch(
         _look, (rows, kv_heads, shares), q, pool, runs.tables, runs.lengths, part, stats, q.stride(0), q.stride(1),
         runs.tables.shape[1], LOG2E / math.sqrt(d), runs.window or 0, KV=kv_heads, GROUP=group,
         GROUP_BLOCK=max(16, next_power_of_2(group)), WIDTH=d, BLOCK=wide, SIZE=block, KEYS=KEYS,
-        WINDOW=runs.window is not None,
+        WINDOW=runs.window is not None, ALONE=shares == 1,
     )  # fmt: skip
-    launch(
-        _add_up, (rows, heads), part, stats, out, shares, SHARES=next_power_of_2(shares), WIDTH=d, BLOCK=wide
-    )  # fmt: skip
+    if shares > 1:
+        launch(
+            _add_up, (rows, heads), part, stats, out, shares, SHARES=next_power_of_2(shares), WIDTH=d, BLOCK=wide
+        )  # fmt: skip
     return out
 
 
