@@ -31,7 +31,7 @@ from mega.core.model.decode import DecodeStep
 from mega.core.model.forward import rotary
 from mega.core.ops.few_rows import PLAIN, NormOf
 from mega.core.ops.fp8_weights import narrowed
-from mega.core.ops.kernels import few_rows, fp8_weights
+from mega.core.ops.kernels import few_rows, fp8_weights, language
 from mega.core.ops.matmuls import Factor
 from mega.core.ops.suite import choose, forward_only
 from mega.core.parallel.mesh import Mesh
@@ -77,13 +77,14 @@ def tiles(name: str, narrow: bool, rows: int) -> Iterator[few_rows.RowTile]:
     """outs, warps, tiles of a program, stages."""
     outs, ins = SHAPES[name]
     outs //= 1 + (name == "gate_up")
-    warps = (8, 16) if ins > 8192 else (4, 8) if not narrow else (2, 4, 8)
-    heights = (1, 2, 4) if name == "gate_up" or ins > 8192 else (2, 4, 8)
-    for tall in heights if not narrow else [2 * height for height in heights]:
-        yield from (few_rows.RowTile(tall, wide) for wide in warps)
+    heights = [1, 2, 4] if name == "gate_up" or ins > 8192 else [2, 4, 8]
+    if narrow and rows == 1:
+        heights = [2 * height for height in heights]
+    for tall in heights:
+        yield from (few_rows.RowTile(tall, wide) for wide in ((4, 8) if ins <= 8192 and rows == 1 else (8, 16)))
     if rows == 1:
         for tall, programs, stages in ((2, 4, 1), (2, 3, 3), (4, 2, 2), (4, 3, 1)):
-            yield few_rows.RowTile(tall, warps[-1], -(-outs // (tall * 132 * programs)), stages)
+            yield few_rows.RowTile(tall, 8, -(-outs // (tall * 132 * programs)), stages)
 
 
 def products() -> Iterator[Product]:
@@ -96,7 +97,7 @@ def products() -> Iterator[Product]:
                 for tile in dict.fromkeys([chosen, *tiles(name, narrow, rows)]):
                     run = partial(by_few_rows, given, tile)
                     for overlap in (False, True) if rows == 1 and tile.tiles == 1 else (False,):
-                        ours = tile == chosen and overlap == few_rows.OVERLAP
+                        ours = tile == chosen and overlap == language.OVERLAP
                         yield Product(name, narrow, rows, str(tuple(tile)), run, overlap, ours)
         yield from by_tiles(name)
         for rows in (1, 4, 16, 64, 512):
@@ -190,7 +191,7 @@ def measure_products(first: int) -> None:
             several.clear()
             several, held = factors(one.name, one.narrow), (one.name, one.narrow)
         bytes_ = several[0].weight.numel() * several[0].weight.element_size()
-        few_rows.OVERLAP = one.overlap
+        language.OVERLAP = one.overlap
         try:
             took = microseconds(one, several)
             clear(one)
@@ -222,7 +223,7 @@ def compile_share(index: int, count: int) -> None:
         if number % count == index and "cuBLAS" not in one.label:
             if (one.name, one.narrow) not in held:
                 (held[one.name, one.narrow],) = factors(one.name, one.narrow, 1)
-            few_rows.OVERLAP = one.overlap
+            language.OVERLAP = one.overlap
             try:
                 one.run(held[one.name, one.narrow])
             except Exception as failed:
@@ -240,7 +241,7 @@ def measure_steps(lengths: int = 600, layers: int | None = None) -> None:
         initialise(stage, 1)
         decode = DecodeStep(stage.eval())
         for rows, overlap in ((1, False), (1, True), (4, False), (16, False), (64, False)):
-            few_rows.OVERLAP = overlap
+            language.OVERLAP = overlap
             took, busy = step_time(stage, decode, rows, lengths)
             print(f"step {'fp8' if narrow else 'bf16'} rows {rows:3}{' overlap' if overlap else ''}: {took:.3f} ms")
             print(busy, flush=True)

@@ -176,6 +176,40 @@ def test_kernels_that_a_device_runs_wrongly_are_not_trusted(caplog: pytest.LogCa
         assert why in caplog.text
 
 
+def test_fp8_weights_by_kernels_that_are_wrong_are_multiplied_by_torch(caplog: pytest.LogCaptureFixture) -> None:
+    from mega.core.ops.kernels.fp8_weights import multiply
+
+    def wrong(x: torch.Tensor, *given: torch.Tensor) -> torch.Tensor:
+        return multiply(x, *given) * (1.2 if len(x) > 100 else 1.0)
+
+    def fails(*_: torch.Tensor) -> torch.Tensor:
+        raise AssertionError("cannot be compiled\nhere")
+
+    where = torch.device(DEVICE)
+    assert fp8_weights.trusted(multiply, torch.float16, where) is multiply and not caplog.text
+    assert fp8_weights.trusted(wrong, torch.float16, where) is fp8_weights.multiply and "off by 0.2" in caplog.text
+    assert fp8_weights.trusted(fails, torch.float16, where) is fp8_weights.multiply
+    assert "(cannot be compiled)" in caplog.text
+
+
+@pytest.mark.skipif(not CUDA, reason="the interpreter has no grid that overlaps")
+def test_kernels_that_begin_early_find_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chain in which each takes what the one before it wrote."""
+    from mega.core.ops.kernels import language
+
+    def chain(overlap: bool) -> torch.Tensor:
+        monkeypatch.setattr(language, "OVERLAP", overlap)
+        torch.manual_seed(0)
+        factors = [Factor(torch.randn(4096, 4096, device=DEVICE).to(torch.bfloat16) / 64) for _ in range(8)]
+        x = torch.randn(1, 4096, device=DEVICE).to(torch.bfloat16)
+        for number in range(64):
+            wide = kernels().linear(x, factors[number % 8], NormOf(factors[0].weight[0], None, 1e-5), None, None)
+            x = kernels().linear(wide, factors[(number + 1) % 8], None, None, x)
+        return x
+
+    assert torch.equal(chain(True), chain(False))
+
+
 MORE = {
     "post": replace(FAMILIES["llama"], norm_placement="post"),
     "grouped": replace(FAMILIES["llama"], kv_heads=1),

@@ -7,13 +7,17 @@ and embeddings stay as they are. In plain torch here; kernels/fp8_weights.py tak
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 
 from mega.core.ops.fp8 import FORWARD, LIMITS, TINY
 from mega.core.ops.matmuls import Factor, Matmuls
+
+log = logging.getLogger(__name__)
 
 
 def narrowed(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -32,12 +36,39 @@ def multiply(x: torch.Tensor, narrow: torch.Tensor, scale: torch.Tensor) -> torc
     return (torch.mm(x, narrow.to(x.dtype).t()) * scale).to(x.dtype)
 
 
+Multiply = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+@cache
+def trusted(fast: Multiply, dtype: torch.dtype, device: torch.device) -> Multiply:
+    """It, where it agrees with `multiply` about some rows of x in dtype, few and many; else that, and a line says why.
+
+    A kernel that a device compiles wrongly, or not at all, would speak in the place of the model.
+    """
+    if fast is multiply:
+        return fast
+    some = (torch.arange(200 * 300, device=device, dtype=torch.float32) * 0.618).frac().view(200, 300)
+    narrow, scale = narrowed(some[:100])
+    try:
+        off = 0.0
+        for rows in (1, 20, 200):
+            found, plain = (each(some[:rows].to(dtype), narrow, scale / 300).float() for each in (fast, multiply))
+            off = max(off, float((found - plain).norm() / plain.norm()))
+        if off <= 8 * torch.finfo(dtype).eps:
+            return fast
+        why = f"off by {off:.2g}"
+    except Exception as error:
+        why = str(error).splitlines()[0] if str(error) else type(error).__name__
+    log.warning("weights in fp8 are multiplied by torch's kernels: ours fail on this device (%s)", why)
+    return multiply
+
+
 @dataclass(frozen=True)
 class Fp8Weights(Matmuls):
     """wide: what multiplies by the head. multiply: the one above or a faster one."""
 
     wide: Matmuls
-    multiply: Callable[..., torch.Tensor] = multiply
+    multiply: Multiply = multiply
 
     words = "weights in fp8"
 
@@ -46,15 +77,18 @@ class Fp8Weights(Matmuls):
 
     def factor(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Factor:
         """As of Matmuls; the weight itself is given up."""
+        trusted(self.multiply, weight.dtype, weight.device)  # now, not while somebody waits for a first token
         narrow, scale = narrowed(weight.detach())
         weight.data = weight.data.new_empty(0)
         return Factor(narrow, bias, scale)
 
     def by(self, factor: Factor) -> Callable[[torch.Tensor], torch.Tensor]:
         """As of Matmuls."""
+        scale = factor.scale
+        assert scale is not None
 
         def run(x: torch.Tensor) -> torch.Tensor:
-            y = self.multiply(x, factor.weight, factor.scale)
+            y = trusted(self.multiply, x.dtype, x.device)(x, factor.weight, scale)
             return y if factor.bias is None else y.add_(factor.bias)
 
         return run

@@ -7,19 +7,27 @@ fp32, each output by one program, in a fixed order whatever the other rows are.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from mega.core.ops.few_rows import FewRows, NormOf
 from mega.core.ops.kernels.activation import KINDS, value
-from mega.core.ops.kernels.language import after_kernel, before_next, cdiv, jit, launch, next_power_of_2, tl
+from mega.core.ops.kernels.language import (
+    after_kernel,
+    before_next,
+    cdiv,
+    in_turn,
+    jit,
+    launch,
+    next_power_of_2,
+    overlapping,
+    tl,
+)
 from mega.core.ops.matmuls import Factor
 
-MOST_ROWS, MOST_INS = 4, 1 << 15
-"""Rows and inputs at the most: a program keeps x in its registers."""
-OVERLAP = False
-"""Whether a kernel asks for its weights while the one before it ends (programmatic dependent launch)."""
+MOST_ROWS, MOST_INS, MOST_INPUTS = 4, 1 << 15, 1 << 16
+"""Rows, inputs, and inputs of all rows at the most: a program keeps x in its registers."""
 TOGETHER = 8
 """Heads that one program places."""
 
@@ -128,13 +136,23 @@ def _linear(
 
 
 def tile_of(ins: int, rows: int, size: int, gate: bool) -> RowTile:
-    """size: bytes of a weight."""
-    warps = min(max(next_power_of_2(ins) // 1024, 1), 16)
-    return RowTile(2 if gate else 4, warps)
+    """size: bytes of a weight. What keeps x and the weights in flight in registers, as ptxas counts them for sm_90.
+
+    >>> tile_of(4096, 1, 2, False), tile_of(11008, 4, 2, False)
+    (RowTile(outs=4, warps=4, tiles=1, stages=1), RowTile(outs=2, warps=16, tiles=1, stages=1))
+    """
+    wide, several = next_power_of_2(ins), rows > 1
+    warps = (4 if wide <= 4096 else max(8, wide // 2048)) * (1 + several)
+    outs = 8 if size == 1 else 4
+    if several or wide > 4096:
+        outs = 2 if several and wide > 4096 else 4
+    return RowTile(outs // (1 + gate), min(warps, 16))
 
 
 def takes(rows: int, factor: Factor) -> bool:
-    return rows <= MOST_ROWS and factor.weight.shape[1] <= MOST_INS and factor.weight.is_contiguous()
+    wide = next_power_of_2(factor.weight.shape[1])
+    fits = rows <= MOST_ROWS and wide <= MOST_INS and next_power_of_2(rows) * wide <= MOST_INPUTS
+    return fits and factor.weight.is_contiguous()
 
 
 def linear(
@@ -156,7 +174,6 @@ def linear(
         dtype = norm.weight.dtype if norm is not None else x.dtype
         y = torch.empty(rows, outs, dtype=dtype if scale is not None else weight.dtype, device=x.device)
     assert y.shape == (rows, outs) and y.stride(1) == 1
-    options: dict[str, Any] = {"launch_pdl": True} if OVERLAP else {}
     launch(
         _linear, (cdiv(cdiv(outs, tile.outs), tile.tiles),), x, weight, scale, bias,
         None if norm is None else norm.weight, None if norm is None else norm.bias, y, rows, outs, ins, x.stride(0),
@@ -164,7 +181,7 @@ def linear(
         INS=next_power_of_2(ins), NORM=norm is not None, CENTRED=norm is not None and norm.bias is not None,
         SCALED=scale is not None, BIAS=bias is not None,
         KIND=-1 if gate or activation is None else KINDS[activation], GATE=gate, ADD=into is not None,
-        TILES=tile.tiles, STAGES=tile.stages, OVERLAP=OVERLAP, num_warps=tile.warps, **options,
+        TILES=tile.tiles, STAGES=tile.stages, num_warps=tile.warps, **overlapping(),
     )  # fmt: skip
     return y
 
@@ -176,9 +193,7 @@ def _place(
     TOGETHER: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """A thread reads both components of a pair before it writes one, so queries are turned where they lie."""
-    if OVERLAP:
-        before_next()
-        after_kernel()
+    in_turn(OVERLAP)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * TOGETHER + tl.arange(0, TOGETHER)[:, None]
     part = tl.arange(0, BLOCK)[None, :]
@@ -216,11 +231,10 @@ def place(
     assert fused.stride()[1:] == (width, 1) and rows.is_contiguous() and rows.dtype == fused.dtype
     cos, sin = (None, None) if rotary is None else rotary
     half = 0 if cos is None else cos.shape[-1]
-    options: dict[str, Any] = {"launch_pdl": True} if OVERLAP else {}
     launch(
         _place, (tokens, cdiv(all_heads, TOGETHER)), fused, cos, sin, at, rows, fused.stride(0), HEADS=heads,
         KV=(all_heads - heads) // 2, WIDTH=width, HALF=half, BLOCK=next_power_of_2(half or width), TOGETHER=TOGETHER,
-        OVERLAP=OVERLAP, **options,
+        **overlapping(),
     )  # fmt: skip
 
 

@@ -12,10 +12,8 @@ import torch
 try:
     import triton.language as tl
     from triton import jit
-    from triton.language.extra.cuda import gdc_launch_dependents as before_next
-    from triton.language.extra.cuda import gdc_wait as after_kernel
 except ImportError:
-    tl = before_next = after_kernel = None
+    tl = None
 
     def jit(function: Any = None, **options: Any) -> Any:
         return jit if function is None else function
@@ -25,6 +23,30 @@ def launch(kernel: Any, grid: tuple[int, ...], x: torch.Tensor, *args: Any, **op
     """kernel[grid](x, *args, **options)."""
     if not x.is_meta:
         kernel[grid](x, *args, **options)
+
+
+try:
+    from triton.language.extra.cuda import gdc_launch_dependents as before_next
+    from triton.language.extra.cuda import gdc_wait as after_kernel
+except ImportError:  # an older Triton
+    before_next = after_kernel = None
+
+OVERLAP = False
+"""Whether kernels of a step begin while the one before them ends, as far as they need nothing of it (programmatic
+dependent launch): they call `before_next`, then `after_kernel` before they read what was computed or write anything."""
+
+
+def overlapping() -> dict[str, Any]:
+    """Options of a launch of such a kernel."""
+    return {"OVERLAP": True, "launch_pdl": True} if OVERLAP else {"OVERLAP": False}
+
+
+@jit
+def in_turn(OVERLAP: tl.constexpr):
+    """The beginning of a kernel that needs all that was computed before it."""
+    if OVERLAP:
+        before_next()
+        after_kernel()
 
 
 def cdiv(a: int, b: int) -> int:
@@ -43,4 +65,4 @@ def next_power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-__all__ = ["after_kernel", "before_next", "cdiv", "jit", "launch", "next_power_of_2", "tl"]
+__all__ = ["after_kernel", "before_next", "cdiv", "in_turn", "jit", "launch", "next_power_of_2", "overlapping", "tl"]

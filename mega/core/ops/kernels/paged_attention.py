@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from mega.core.device import sent
-from mega.core.ops.kernels.language import cdiv, jit, launch, next_power_of_2, tl
+from mega.core.ops.kernels.language import cdiv, in_turn, jit, launch, next_power_of_2, overlapping, tl
 from mega.core.ops.paged_attention import Integers, PagedAttention, padded_attention, padded_pages
 
 LOG2E = math.log2(math.e)
@@ -40,10 +40,12 @@ def _look(
     q_at, pool_at, tables_at, lengths_at, part_at, stats_at, q_row, q_head, width, scale, window,
     KV: tl.constexpr, GROUP: tl.constexpr, GROUP_BLOCK: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
     SIZE: tl.constexpr, KEYS: tl.constexpr, WINDOW: tl.constexpr, ALONE: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Of a share of the keys: the mixed values, not divided yet, the largest score and the sum of the weights.
 
     ALONE: of all keys, the mixed values as they are wanted."""
+    in_turn(OVERLAP)
     row, kv_head, share, shares = tl.program_id(0), tl.program_id(1), tl.program_id(2), tl.num_programs(2)
     length = tl.load(lengths_at + row)
     oldest = length * 0
@@ -88,8 +90,10 @@ def _look(
 
 @jit
 def _add_up(
-    part_at, stats_at, out_at, shares, SHARES: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr
+    part_at, stats_at, out_at, shares, SHARES: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    in_turn(OVERLAP)
     row, head, heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     share, part = tl.arange(0, SHARES), tl.arange(0, BLOCK)
     place = (row.to(tl.int64) * shares + share) * heads + head
@@ -125,11 +129,12 @@ def _attend(q: torch.Tensor, pool: torch.Tensor, runs: SingleTokens) -> torch.Te
         _look, (rows, kv_heads, shares), q, pool, runs.tables, runs.lengths, part, stats, q.stride(0), q.stride(1),
         runs.tables.shape[1], LOG2E / math.sqrt(d), runs.window or 0, KV=kv_heads, GROUP=group,
         GROUP_BLOCK=max(16, next_power_of_2(group)), WIDTH=d, BLOCK=wide, SIZE=block, KEYS=KEYS,
-        WINDOW=runs.window is not None, ALONE=shares == 1,
+        WINDOW=runs.window is not None, ALONE=shares == 1, **overlapping(),
     )  # fmt: skip
     if shares > 1:
         launch(
-            _add_up, (rows, heads), part, stats, out, shares, SHARES=next_power_of_2(shares), WIDTH=d, BLOCK=wide
+            _add_up, (rows, heads), part, stats, out, shares, SHARES=next_power_of_2(shares), WIDTH=d, BLOCK=wide,
+            **overlapping(),
         )  # fmt: skip
     return out
 
