@@ -10,6 +10,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -479,6 +480,12 @@ def multiprocessors(device: torch.device) -> int:
     if device.type == "meta":
         return 132
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+@cache
+def overlaps_kernels(device: torch.device) -> bool:
+    """Whether a kernel may begin while the one before it ends: from Hopper on."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def fp8_matmuls(device: torch.device) -> bool:

@@ -93,7 +93,7 @@ def products() -> Iterator[Product]:
         for narrow in (False, True):
             for rows in (1, 4):
                 given = inputs(name, rows)
-                chosen = few_rows.tile_of(ins, rows, 1 if narrow else 2, name == "gate_up")
+                chosen = few_rows.tile_of(ins, 1 if narrow else 2, name == "gate_up")
                 for tile in dict.fromkeys([chosen, *tiles(name, narrow, rows)]):
                     run = partial(by_few_rows, given, tile)
                     for overlap in (False, True) if rows == 1 and tile.tiles == 1 else (False,):

@@ -237,7 +237,8 @@ def test_an_engine_says_the_same(family: str, fp8: bool, monkeypatch: pytest.Mon
             for weight in stage.parameters():
                 if weight.dim() > 1:
                     weight.mul_(6.0)
+        engine = engine_of(stage.eval(), device=where)
         taken.clear()
-        said.append([tokens(events) for events in answers(engine_of(stage.eval()), asked)])
+        said.append([tokens(events) for events in answers(engine, asked)])
     assert said[0] == said[1]
-    assert (max(taken, default=0) > 1) == (model.norm_placement == "pre"), "a block took none of the kernels"
+    assert bool(taken) == (model.norm_placement == "pre"), "a block took none of the kernels"

@@ -76,9 +76,10 @@ def engine_of(
     chunk: int = 7,
     tile: int = 0,
     ahead: bool = False,
+    device: torch.device = CPU,
 ) -> Any:
     blocks = cache // block + 1
-    worker = Worker(stage, Mesh.at(0), CPU, blocks=blocks, block=block, requests=requests, tile=tile or None)
+    worker = Worker(stage, Mesh.at(0), device, blocks=blocks, block=block, requests=requests, tile=tile or None)
     limits = Limits(stage.model.positions, cache, requests, stage.model.vocab)
     return BatchingEngine(worker, limits, Blocks(blocks, block), chunk=chunk, ahead=ahead)
 

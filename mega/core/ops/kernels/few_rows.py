@@ -26,8 +26,9 @@ from mega.core.ops.kernels.language import (
 )
 from mega.core.ops.matmuls import Factor
 
-MOST_ROWS, MOST_INS, MOST_INPUTS = 4, 1 << 15, 1 << 16
-"""Rows, inputs, and inputs of all rows at the most: a program keeps x in its registers."""
+MOST_ROWS, MOST_INS = 1, 1 << 15
+"""Rows and inputs at the most: a program keeps x in its registers. From two rows on tensor cores, as cuBLAS and
+fp8_weights.py use them, take less time (Llama-2 7B's products on H200: 47 and 73 us for 4 rows)."""
 TOGETHER = 8
 """Heads that one program places."""
 
@@ -135,24 +136,22 @@ def _linear(
             )  # fmt: skip
 
 
-def tile_of(ins: int, rows: int, size: int, gate: bool) -> RowTile:
-    """size: bytes of a weight. What keeps x and the weights in flight in registers, as ptxas counts them for sm_90.
+def tile_of(ins: int, size: int, gate: bool) -> RowTile:
+    """size: bytes of a weight. The fastest of Llama-2 7B's products on H200 (tests/gpu/decoding.py); longer rows of a
+    weight leave room for fewer.
 
-    >>> tile_of(4096, 1, 2, False), tile_of(11008, 4, 2, False)
-    (RowTile(outs=4, warps=4, tiles=1, stages=1), RowTile(outs=2, warps=16, tiles=1, stages=1))
+    >>> tile_of(4096, 2, False), tile_of(11008, 1, False)
+    (RowTile(outs=4, warps=4, tiles=1, stages=1), RowTile(outs=4, warps=16, tiles=4, stages=2))
     """
-    wide, several = next_power_of_2(ins), rows > 1
-    warps = (4 if wide <= 4096 else max(8, wide // 2048)) * (1 + several)
-    outs = 8 if size == 1 else 4
-    if several or wide > 4096:
-        outs = 2 if several and wide > 4096 else 4
-    return RowTile(outs // (1 + gate), min(warps, 16))
+    wide = next_power_of_2(ins)
+    if wide > 4096:
+        outs = 2 if wide <= 16384 else 1
+        return RowTile(2 * outs, 16, 4, 2) if size == 1 and not gate else RowTile(outs, 16)
+    return RowTile((8 if size == 1 else 4) // (1 + gate), 4)
 
 
 def takes(rows: int, factor: Factor) -> bool:
-    wide = next_power_of_2(factor.weight.shape[1])
-    fits = rows <= MOST_ROWS and wide <= MOST_INS and next_power_of_2(rows) * wide <= MOST_INPUTS
-    return fits and factor.weight.is_contiguous()
+    return rows <= MOST_ROWS and factor.weight.shape[1] <= MOST_INS and factor.weight.is_contiguous()
 
 
 def linear(
@@ -167,7 +166,7 @@ def linear(
     weight, bias, scale = factor.weight, factor.bias, factor.scale
     (rows, ins), gate = x.shape, activation == "swiglu"
     outs = len(weight) // 2 if gate else len(weight)
-    tile = tile or tile_of(ins, rows, weight.element_size(), gate)
+    tile = tile or tile_of(ins, weight.element_size(), gate)
     x = x if x.stride(1) == 1 else x.contiguous()
     y = into
     if y is None:
@@ -181,7 +180,7 @@ def linear(
         INS=next_power_of_2(ins), NORM=norm is not None, CENTRED=norm is not None and norm.bias is not None,
         SCALED=scale is not None, BIAS=bias is not None,
         KIND=-1 if gate or activation is None else KINDS[activation], GATE=gate, ADD=into is not None,
-        TILES=tile.tiles, STAGES=tile.stages, num_warps=tile.warps, **overlapping(),
+        TILES=tile.tiles, STAGES=tile.stages, num_warps=tile.warps, **overlapping(x.device),
     )  # fmt: skip
     return y
 
@@ -234,7 +233,7 @@ def place(
     launch(
         _place, (tokens, cdiv(all_heads, TOGETHER)), fused, cos, sin, at, rows, fused.stride(0), HEADS=heads,
         KV=(all_heads - heads) // 2, WIDTH=width, HALF=half, BLOCK=next_power_of_2(half or width), TOGETHER=TOGETHER,
-        **overlapping(),
+        **overlapping(fused.device),
     )  # fmt: skip
 
 

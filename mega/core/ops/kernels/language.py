@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from mega.core.device import overlaps_kernels
+
 try:
     import triton.language as tl
     from triton import jit
@@ -31,14 +33,15 @@ try:
 except ImportError:  # an older Triton
     before_next = after_kernel = None
 
-OVERLAP = False
+OVERLAP = True
 """Whether kernels of a step begin while the one before them ends, as far as they need nothing of it (programmatic
 dependent launch): they call `before_next`, then `after_kernel` before they read what was computed or write anything."""
 
 
-def overlapping() -> dict[str, Any]:
+def overlapping(device: torch.device) -> dict[str, Any]:
     """Options of a launch of such a kernel."""
-    return {"OVERLAP": True, "launch_pdl": True} if OVERLAP else {"OVERLAP": False}
+    able = OVERLAP and before_next is not None and overlaps_kernels(device)
+    return {"OVERLAP": True, "launch_pdl": True} if able else {"OVERLAP": False}
 
 
 @jit

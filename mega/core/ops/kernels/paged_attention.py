@@ -129,12 +129,12 @@ def _attend(q: torch.Tensor, pool: torch.Tensor, runs: SingleTokens) -> torch.Te
         _look, (rows, kv_heads, shares), q, pool, runs.tables, runs.lengths, part, stats, q.stride(0), q.stride(1),
         runs.tables.shape[1], LOG2E / math.sqrt(d), runs.window or 0, KV=kv_heads, GROUP=group,
         GROUP_BLOCK=max(16, next_power_of_2(group)), WIDTH=d, BLOCK=wide, SIZE=block, KEYS=KEYS,
-        WINDOW=runs.window is not None, ALONE=shares == 1, **overlapping(),
+        WINDOW=runs.window is not None, ALONE=shares == 1, **overlapping(q.device),
     )  # fmt: skip
     if shares > 1:
         launch(
             _add_up, (rows, heads), part, stats, out, shares, SHARES=next_power_of_2(shares), WIDTH=d, BLOCK=wide,
-            **overlapping(),
+            **overlapping(q.device),
         )  # fmt: skip
     return out
 
