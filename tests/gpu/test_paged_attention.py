@@ -18,7 +18,7 @@ from mega.core.ops.paged_attention import PLAIN, PagedAttention, trusted
 from tests.support.triton import CUDA, DEVICE, needs_kernels
 
 pytestmark = [pytest.mark.gpu, needs_kernels]
-PROGRAMS = 264 if CUDA else 8
+PROGRAMS = 528 if CUDA else 8
 """As the kernels have it; the interpreter takes programs one after the other."""
 
 

@@ -21,8 +21,8 @@ from mega.core.ops.paged_attention import Integers, PagedAttention, padded_atten
 LOG2E = math.log2(math.e)
 KEYS = 64
 """Keys of one tile."""
-PROGRAMS, MOST_SHARES = 264, 32
-"""Programs that keep a device busy, two on each of 132 multiprocessors; shares of a sequence at the most."""
+PROGRAMS, MOST_SHARES = 528, 32
+"""Programs that keep a device busy, four on each of 132 multiprocessors; shares of a sequence at the most."""
 
 
 class SingleTokens(NamedTuple):
