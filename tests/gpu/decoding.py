@@ -73,32 +73,31 @@ def inputs(name: str, rows: int) -> dict[str, Any]:
     return {"x": x, "norm": norm, "activation": "swiglu" if name == "gate_up" else None, "into": into}
 
 
-def tiles(name: str, narrow: bool, rows: int) -> Iterator[few_rows.RowTile]:
-    """outs, warps, tiles of a program, stages."""
-    outs, ins = SHAPES[name]
-    outs //= 1 + (name == "gate_up")
-    heights = [1, 2, 4] if name == "gate_up" or ins > 8192 else [2, 4, 8]
-    if narrow and rows == 1:
-        heights = [2 * height for height in heights]
-    for tall in heights:
-        yield from (few_rows.RowTile(tall, wide) for wide in ((4, 8) if ins <= 8192 and rows == 1 else (8, 16)))
-    if rows == 1:
-        for tall, programs, stages in ((2, 4, 1), (2, 3, 3), (4, 2, 2), (4, 3, 1)):
-            yield few_rows.RowTile(tall, 8, -(-outs // (tall * 132 * programs)), stages)
+def tiles(name: str, narrow: bool) -> Iterator[few_rows.RowTile]:
+    """outs, warps, chunk, stages."""
+    ins, gate = SHAPES[name][1], name == "gate_up"
+    for tall in [1, 2, 4] if gate or ins > 8192 else [2, 4, 8]:
+        yield from (few_rows.RowTile(tall * (1 + narrow), warps) for warps in ((4, 8) if ins <= 8192 else (8, 16)))
+    for tall, chunk, warps, stages in (
+        (8, 512, 4, 3),
+        (8, 512, 2, 4),
+        (4, 512, 2, 4),
+        (8, 1024, 4, 3),
+        (4, 1024, 2, 3),
+    ):
+        yield few_rows.RowTile(tall // (1 + gate), warps, chunk, stages)
 
 
 def products() -> Iterator[Product]:
-    for name in SHAPES:
-        ins = SHAPES[name][1]
+    for name, (outs, ins) in SHAPES.items():
         for narrow in (False, True):
-            for rows in (1, 4):
-                given = inputs(name, rows)
-                chosen = few_rows.tile_of(ins, 1 if narrow else 2, name == "gate_up")
-                for tile in dict.fromkeys([chosen, *tiles(name, narrow, rows)]):
-                    run = partial(by_few_rows, given, tile)
-                    for overlap in (False, True) if rows == 1 and tile.tiles == 1 else (False,):
-                        ours = tile == chosen and overlap == language.OVERLAP
-                        yield Product(name, narrow, rows, str(tuple(tile)), run, overlap, ours)
+            given, gate = inputs(name, 1), name == "gate_up"
+            chosen = few_rows.tile_of(outs // (1 + gate), ins, 1 if narrow else 2, gate)
+            for tile in dict.fromkeys([chosen, *tiles(name, narrow)]):
+                run = partial(by_few_rows, given, tile)
+                for overlap in (False, True):
+                    ours = tile == chosen and overlap == language.OVERLAP
+                    yield Product(name, narrow, 1, str(tuple(tile)), run, overlap, ours)
         yield from by_tiles(name)
         for rows in (1, 4, 16, 64, 512):
             x = inputs(name, rows)["x"]

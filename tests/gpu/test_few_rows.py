@@ -52,12 +52,12 @@ def widened(given: Any) -> Any:
 
 def check_linear(rng: random.Random, sizes: tuple[int, int] = (600, 1100)) -> dict[str, Any]:
     """A drawn product: within twice the error of the plain form."""
-    dtype, rows = drawn_dtype(rng), rng.randint(1, 4)
+    dtype = drawn_dtype(rng)
     outs, ins = (rng.randint(1, size) for size in sizes)
     activation = rng.choice([None, "swiglu", "gelu", "gelu_tanh", "relu2"])
     narrow, bias, norm, add = (rng.random() < 0.5 for _ in range(4))
     weight = torch.randn(outs * (2 if activation == "swiglu" else 1), ins, device=DEVICE) / ins**0.5
-    x = torch.randn(rows, 2 * ins, device=DEVICE).to(dtype)[:, :ins]
+    x = torch.randn(1, 2 * ins, device=DEVICE).to(dtype)[:, :ins]
     given_bias = torch.randn(len(weight), device=DEVICE).to(dtype) if bias else None
     given_norm = None
     if norm:
@@ -68,7 +68,7 @@ def check_linear(rng: random.Random, sizes: tuple[int, int] = (600, 1100)) -> di
     if narrow:
         low, scale = fp8_weights.narrowed(weight)
         factor = Factor(low, given_bias, scale)
-    stream = torch.randn(rows, outs, device=DEVICE).to(rng.choice([dtype, torch.float32])) if add else None
+    stream = torch.randn(1, outs, device=DEVICE).to(rng.choice([dtype, torch.float32])) if add else None
     exact_factor = Factor(
         factor.weight if narrow else widened(factor.weight), widened(given_bias), widened(factor.scale)
     )
@@ -79,7 +79,7 @@ def check_linear(rng: random.Random, sizes: tuple[int, int] = (600, 1100)) -> di
     )
     assert ours.shape == plain.shape and ours.dtype == plain.dtype
     assert error(ours, exact) <= 2 * error(plain, exact) + 1e-6, (error(ours, exact), error(plain, exact))
-    return {"rows": rows, "outs": outs, "ins": ins, "narrow": narrow, "norm": norm, "activation": activation}
+    return {"outs": outs, "ins": ins, "narrow": narrow, "norm": norm, "activation": activation}
 
 
 def check_place(rng: random.Random) -> dict[str, Any]:
@@ -123,16 +123,18 @@ def test_linear(seed: int) -> None:
     check_linear(random.Random(seed), (12_000, 12_000) if CUDA else (90, 1100))
 
 
-@pytest.mark.parametrize("tiles, stages", [(1, 1), (3, 1), (3, 3)])
+@pytest.mark.parametrize("chunk, stages", [(0, 1), (32, 1), (32, 3)])
 @pytest.mark.parametrize("gate", [False, True])
-def test_several_tiles_of_a_program(tiles: int, stages: int, gate: bool) -> None:
+@pytest.mark.parametrize("centred", [False, True])
+def test_chunks_of_a_row(chunk: int, stages: int, gate: bool, centred: bool) -> None:
     from mega.core.ops.kernels.few_rows import RowTile, linear
 
     torch.manual_seed(0)
-    x, weight = torch.randn(1, 70, device=DEVICE), torch.randn(46, 70, device=DEVICE)
-    kind = "swiglu" if gate else None
-    ours = linear(x, Factor(weight), None, kind, None, RowTile(2, 4, tiles, stages))
-    torch.testing.assert_close(ours, PLAIN.linear(x, Factor(weight), None, kind, None), rtol=1e-4, atol=1e-4)
+    x, weight = 3 + torch.randn(1, 70, device=DEVICE), torch.randn(46, 70, device=DEVICE)
+    norm = NormOf(torch.randn(70, device=DEVICE), torch.randn(70, device=DEVICE) if centred else None, 1e-5)
+    given = x, Factor(weight), norm, "swiglu" if gate else None, None
+    ours = linear(*given, RowTile(2, 4, chunk, stages))
+    torch.testing.assert_close(ours, PLAIN.linear(*given), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -145,14 +147,6 @@ def test_place(seed: int) -> None:
 def test_tiled(seed: int) -> None:
     torch.manual_seed(seed)
     check_tiled(random.Random(seed), (600, 5000, 5000) if CUDA else (140, 140, 300))
-
-
-def test_a_row_does_not_depend_on_its_neighbours() -> None:
-    torch.manual_seed(0)
-    x, weight = torch.randn(4, 300, device=DEVICE), torch.randn(40, 300, device=DEVICE)
-    norm = NormOf(torch.randn(300, device=DEVICE), None, 1e-5)
-    three, four = (kernels().linear(x[:rows], Factor(weight), norm, None, None) for rows in (3, 4))
-    assert torch.equal(three, four[:3])
 
 
 def test_kernels_that_a_device_runs_wrongly_are_not_trusted(caplog: pytest.LogCaptureFixture) -> None:

@@ -11,8 +11,9 @@ from mega.core.ops.kernels.sums import deliver_sums
 
 ROWS = 256
 """Rows of one partial sum of the bias's gradient."""
-TALL, WIDE = 8, 128
-"""One tile of the backward pass; the forward one, which sums nothing, takes twice the width. Measured on H200."""
+TALL, WIDE = 16, 128
+"""One tile of the backward pass; of the forward one, which sums nothing, half as tall and twice as wide. Measured on
+H200."""
 STAGES = 3
 """Tiles whose loads are in flight while one is computed, backward."""
 KINDS = {"gelu_tanh": 0, "gelu": 1, "relu2": 2}
@@ -85,10 +86,10 @@ class _Activate(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, bias: torch.Tensor | None, kind: int) -> torch.Tensor:
         rows, width = x.shape
         y = torch.empty_like(x)
-        grid = (cdiv(width, 2 * WIDE), cdiv(rows, TALL))
+        grid = (cdiv(width, 2 * WIDE), cdiv(rows, TALL // 2))
         launch(
             _activation_forward, grid, x, bias, y, rows, width,
-            KIND=kind, BIAS=bias is not None, TALL=TALL, WIDE=2 * WIDE,
+            KIND=kind, BIAS=bias is not None, TALL=TALL // 2, WIDE=2 * WIDE,
         )  # fmt: skip
         ctx.save_for_backward(x)
         ctx.bias, ctx.kind = bias, kind

@@ -1,8 +1,8 @@
-"""Products of few rows, with the norm before them and what follows, and the place of keys in the cache.
+"""Products of one row, with the norm before them and what follows, and the place of keys in the cache.
 
-A program takes a few outputs and their whole rows of the weight, which it asks for before anything else: nothing that
-was computed is needed for that, so the norm of x is ready by the time they arrive. All is multiplied and added up in
-fp32, each output by one program, in a fixed order whatever the other rows are.
+A program takes a few outputs and their whole rows of the weight. Those of 16 bits it asks for before anything else:
+nothing that was computed is needed for that, so the norm of x is ready by the time they arrive. Those of 8 bits, which
+take as long to widen as to read, come in chunks. All is multiplied and added up in fp32, each output by one program.
 """
 
 from __future__ import annotations
@@ -26,132 +26,162 @@ from mega.core.ops.kernels.language import (
 )
 from mega.core.ops.matmuls import Factor
 
-MOST_ROWS, MOST_INS = 1, 1 << 15
-"""Rows and inputs at the most: a program keeps x in its registers. From two rows on tensor cores, as cuBLAS and
-fp8_weights.py use them, take less time (Llama-2 7B's products on H200: 47 and 73 us for 4 rows)."""
+MOST_INS = 1 << 15
+"""Inputs of a 16-bit or wider weight at the most: a program keeps x in its registers."""
 TOGETHER = 8
 """Heads that one program places."""
 
 
 class RowTile(NamedTuple):
-    """outs: weights' rows that a program has in flight. warps. tiles: of a program, one after the other; stages: of
-    these in flight."""
+    """outs: weights' rows of a program. chunk: inputs that are multiplied at once; 0: all, and their weights are asked
+    for before x is. stages: chunks whose weights are in flight."""
 
     outs: int
     warps: int
-    tiles: int = 1
+    chunk: int = 0
     stages: int = 1
 
 
 @jit
-def _weights(weight_at, out, outs, ins, part):
-    there = (out < outs)[None, :, None] & (part < ins)
-    at = weight_at + out.to(tl.int64)[None, :, None] * ins + part
-    return tl.load(at, there, 0.0, eviction_policy="evict_first")
+def _weights(row_at, part, real, ins):
+    return tl.load(row_at + part, real[:, None] & (part < ins), 0.0, eviction_policy="evict_first").to(tl.float32)
 
 
 @jit
-def _inputs(
-    x_at, norm_at, shift_at, rows, ins, x_row, eps, part, ROWS: tl.constexpr, NORM: tl.constexpr, CENTRED: tl.constexpr
-):  # fmt: skip
-    """[ROWS, 1, INS]"""
-    row = tl.arange(0, ROWS)[:, None, None]
-    there = (row < rows) & (part < ins)
-    x = tl.load(x_at + row * x_row + part, there, 0.0).to(tl.float32)
-    if NORM:
-        if CENTRED:
-            x = tl.where(there, x - (tl.sum(x, 2) / ins)[:, :, None], 0.0)
-        x = x * tl.rsqrt(tl.sum(x * x, 2) / ins + eps)[:, :, None]
-        x = x * tl.load(norm_at + part, part < ins, 0.0).to(tl.float32)
-        if CENTRED:
-            x += tl.load(shift_at + part, part < ins, 0.0).to(tl.float32)
-    return x
+def _moments(x_at, ins, eps, CHUNK: tl.constexpr):
+    """Mean and 1 / deviation."""
+    part = tl.arange(0, CHUNK)
+    total = tl.zeros([CHUNK], tl.float32)
+    for start in range(0, ins, CHUNK):
+        total += tl.load(x_at + start + part, start + part < ins, 0.0).to(tl.float32)
+    mean = tl.sum(total, 0) / ins
+    squares = tl.zeros([CHUNK], tl.float32)
+    for start in range(0, ins, CHUNK):
+        there = start + part < ins
+        off = tl.where(there, tl.load(x_at + start + part, there, 0.0).to(tl.float32) - mean, 0.0)
+        squares += off * off
+    return mean, tl.rsqrt(tl.sum(squares, 0) / ins + eps)
 
 
 @jit
-def _outputs(weights, x, scale_at, bias_at, out, real, SCALED: tl.constexpr, BIAS: tl.constexpr):
-    """[ROWS, OUTS]"""
-    y = tl.sum(weights.to(tl.float32) * x, 2)
+def _scaled(y, scale_at, bias_at, out, real, SCALED: tl.constexpr, BIAS: tl.constexpr):
     if SCALED:
-        y = y * tl.load(scale_at + out, real, 0.0)[None, :]
+        y = y * tl.load(scale_at + out, real, 0.0)
     if BIAS:
-        y += tl.load(bias_at + out, real, 0.0).to(tl.float32)[None, :]
+        y += tl.load(bias_at + out, real, 0.0).to(tl.float32)
     return y
 
 
 @jit
-def _finish(
-    first, second, x, scale_at, bias_at, y_at, out, outs, rows, y_row,
-    ROWS: tl.constexpr, SCALED: tl.constexpr, BIAS: tl.constexpr, KIND: tl.constexpr, GATE: tl.constexpr,
-    ADD: tl.constexpr,
+def _at_once(
+    x_at, row_at, up_at, norm_at, shift_at, real, ins, eps,
+    CHUNK: tl.constexpr, NORM: tl.constexpr, CENTRED: tl.constexpr, GATE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    real = out < outs
-    y = _outputs(first, x, scale_at, bias_at, out, real, SCALED, BIAS)
+    part = tl.arange(0, CHUNK)[None, :]
+    first = _weights(row_at, part, real, ins)
+    second = first
     if GATE:
-        y = y * tl.sigmoid(y) * _outputs(second, x, scale_at, bias_at, out + outs, real, SCALED, BIAS)
-    elif KIND >= 0:
-        y = value(y, KIND)
-    row = tl.arange(0, ROWS)
-    at = y_at + row[:, None] * y_row + out[None, :]
-    there = (row < rows)[:, None] & real[None, :]
-    if ADD:
-        y += tl.load(at, there, 0.0).to(tl.float32)
-    tl.store(at, y.to(y_at.dtype.element_ty), there)
+        second = _weights(up_at, part, real, ins)
+    if OVERLAP:
+        after_kernel()
+    there = part < ins
+    x = tl.load(x_at + part, there, 0.0).to(tl.float32)
+    if NORM:
+        if CENTRED:
+            x = tl.where(there, x - tl.sum(x, 1)[:, None] / ins, 0.0)
+        x = x * tl.rsqrt(tl.sum(x * x, 1)[:, None] / ins + eps) * tl.load(norm_at + part, there, 0.0).to(tl.float32)
+        if CENTRED:
+            x += tl.load(shift_at + part, there, 0.0).to(tl.float32)
+    return tl.sum(first * x, 1), tl.sum(second * x, 1)
+
+
+@jit
+def _in_chunks(
+    x_at, row_at, up_at, norm_at, shift_at, real, ins, eps,
+    OUTS: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr, NORM: tl.constexpr, CENTRED: tl.constexpr,
+    GATE: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """RMSNorm's factor is the same for all inputs, so it comes last."""
+    if OVERLAP:
+        after_kernel()
+    if CENTRED:
+        mean, rstd = _moments(x_at, ins, eps, CHUNK)
+    first = tl.zeros([OUTS, CHUNK], tl.float32)
+    second = tl.zeros([OUTS, CHUNK], tl.float32)
+    squares = tl.zeros([1, CHUNK], tl.float32)
+    for start in tl.range(0, ins, CHUNK, num_stages=STAGES):
+        part = start + tl.arange(0, CHUNK)[None, :]
+        there = part < ins
+        x = tl.load(x_at + part, there, 0.0).to(tl.float32)
+        if NORM:
+            if CENTRED:
+                x = tl.where(there, (x - mean) * rstd, 0.0)
+            else:
+                squares += x * x
+            x = x * tl.load(norm_at + part, there, 0.0).to(tl.float32)
+            if CENTRED:
+                x += tl.load(shift_at + part, there, 0.0).to(tl.float32)
+        first += _weights(row_at, part, real, ins) * x
+        if GATE:
+            second += _weights(up_at, part, real, ins) * x
+    y, up = tl.sum(first, 1), tl.sum(second, 1)
+    if NORM and not CENTRED:
+        rstd = tl.rsqrt(tl.sum(tl.sum(squares, 1), 0) / ins + eps)
+        y, up = y * rstd, up * rstd
+    return y, up
 
 
 @jit
 def _linear(
-    x_at, weight_at, scale_at, bias_at, norm_at, shift_at, y_at, rows, outs, ins, x_row, y_row, eps,
-    ROWS: tl.constexpr, OUTS: tl.constexpr, INS: tl.constexpr, NORM: tl.constexpr, CENTRED: tl.constexpr,
-    SCALED: tl.constexpr, BIAS: tl.constexpr, KIND: tl.constexpr, GATE: tl.constexpr, ADD: tl.constexpr,
-    TILES: tl.constexpr, STAGES: tl.constexpr, OVERLAP: tl.constexpr,
+    x_at, weight_at, scale_at, bias_at, norm_at, shift_at, y_at, outs, ins, eps,
+    OUTS: tl.constexpr, CHUNK: tl.constexpr, WHOLE: tl.constexpr, STAGES: tl.constexpr, NORM: tl.constexpr,
+    CENTRED: tl.constexpr, SCALED: tl.constexpr, BIAS: tl.constexpr, KIND: tl.constexpr, GATE: tl.constexpr,
+    ADD: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """GATE: the weight has the gates' rows, then as many more."""
-    part = tl.arange(0, INS)[None, None, :]
     if OVERLAP:
         before_next()
-    if TILES == 1:
-        out = tl.program_id(0) * OUTS + tl.arange(0, OUTS)
-        first = _weights(weight_at, out, outs, ins, part)
-        second = first
-        if GATE:
-            second = _weights(weight_at + outs.to(tl.int64) * ins, out, outs, ins, part)
-        if OVERLAP:
-            after_kernel()
-        x = _inputs(x_at, norm_at, shift_at, rows, ins, x_row, eps, part, ROWS, NORM, CENTRED)
-        _finish(first, second, x, scale_at, bias_at, y_at, out, outs, rows, y_row, ROWS, SCALED, BIAS, KIND, GATE, ADD)
+    out = tl.program_id(0) * OUTS + tl.arange(0, OUTS)
+    real = out < outs
+    row_at = weight_at + out.to(tl.int64)[:, None] * ins
+    up_at = weight_at + (out.to(tl.int64) + outs)[:, None] * ins
+    if WHOLE:
+        y, up = _at_once(
+            x_at, row_at, up_at, norm_at, shift_at, real, ins, eps, CHUNK, NORM, CENTRED, GATE, OVERLAP
+        )  # fmt: skip
     else:
-        if OVERLAP:
-            after_kernel()
-        x = _inputs(x_at, norm_at, shift_at, rows, ins, x_row, eps, part, ROWS, NORM, CENTRED)
-        for tile in tl.range(0, TILES, num_stages=STAGES):
-            out = (tl.program_id(0) + tile * tl.num_programs(0)) * OUTS + tl.arange(0, OUTS)
-            first = _weights(weight_at, out, outs, ins, part)
-            second = first
-            if GATE:
-                second = _weights(weight_at + outs.to(tl.int64) * ins, out, outs, ins, part)
-            _finish(
-                first, second, x, scale_at, bias_at, y_at, out, outs, rows, y_row,
-                ROWS, SCALED, BIAS, KIND, GATE, ADD
-            )  # fmt: skip
+        y, up = _in_chunks(
+            x_at, row_at, up_at, norm_at, shift_at, real, ins, eps, OUTS, CHUNK, STAGES, NORM, CENTRED, GATE, OVERLAP
+        )  # fmt: skip
+    y = _scaled(y, scale_at, bias_at, out, real, SCALED, BIAS)
+    if GATE:
+        y = y * tl.sigmoid(y) * _scaled(up, scale_at, bias_at, out + outs, real, SCALED, BIAS)
+    elif KIND >= 0:
+        y = value(y, KIND)
+    if ADD:
+        y += tl.load(y_at + out, real, 0.0).to(tl.float32)
+    tl.store(y_at + out, y.to(y_at.dtype.element_ty), real)
 
 
-def tile_of(ins: int, size: int, gate: bool) -> RowTile:
-    """size: bytes of a weight. The fastest of Llama-2 7B's products on H200 (tests/gpu/decoding.py); longer rows of a
-    weight leave room for fewer.
+def tile_of(outs: int, ins: int, size: int, gate: bool) -> RowTile:
+    """size: bytes of a weight. The fastest of Llama-2 7B's products on H200 (tests/gpu/decoding.py).
 
-    >>> tile_of(4096, 2, False), tile_of(11008, 1, False)
-    (RowTile(outs=4, warps=4, tiles=1, stages=1), RowTile(outs=4, warps=16, tiles=4, stages=2))
+    >>> tile_of(12288, 4096, 2, False), tile_of(4096, 11008, 1, False)
+    (RowTile(outs=4, warps=4, chunk=0, stages=1), RowTile(outs=8, warps=4, chunk=1024, stages=3))
     """
+    if size == 1:
+        return RowTile(4, 2, 512, 4) if gate else RowTile(8, 4, 512 if outs > 8192 else 1024, 3)
     wide = next_power_of_2(ins)
     if wide > 4096:
-        outs = 2 if wide <= 16384 else 1
-        return RowTile(2 * outs, 16, 4, 2) if size == 1 and not gate else RowTile(outs, 16)
-    return RowTile((8 if size == 1 else 4) // (1 + gate), 4)
+        return RowTile(2 if wide <= 16384 else 1, 16)
+    return RowTile(2 if gate else 4, 4)
 
 
 def takes(rows: int, factor: Factor) -> bool:
-    return rows <= MOST_ROWS and factor.weight.shape[1] <= MOST_INS and factor.weight.is_contiguous()
+    """From two rows on tensor cores, as cuBLAS and fp8_weights.py use them, take less time (7B's gate and up in bf16, 4
+    rows: 47 us, 73 by FMAs)."""
+    fits = factor.weight.element_size() == 1 or factor.weight.shape[1] <= MOST_INS
+    return rows == 1 and fits and factor.weight.is_contiguous()
 
 
 def linear(
@@ -165,22 +195,22 @@ def linear(
     """`FewRows.linear`."""
     weight, bias, scale = factor.weight, factor.bias, factor.scale
     (rows, ins), gate = x.shape, activation == "swiglu"
+    assert rows == 1
     outs = len(weight) // 2 if gate else len(weight)
-    tile = tile or tile_of(ins, weight.element_size(), gate)
+    tile = tile or tile_of(outs, ins, weight.element_size(), gate)
     x = x if x.stride(1) == 1 else x.contiguous()
     y = into
     if y is None:
         dtype = norm.weight.dtype if norm is not None else x.dtype
-        y = torch.empty(rows, outs, dtype=dtype if scale is not None else weight.dtype, device=x.device)
-    assert y.shape == (rows, outs) and y.stride(1) == 1
+        y = torch.empty(1, outs, dtype=dtype if scale is not None else weight.dtype, device=x.device)
+    assert y.shape == (1, outs) and y.stride(1) == 1
     launch(
-        _linear, (cdiv(cdiv(outs, tile.outs), tile.tiles),), x, weight, scale, bias,
-        None if norm is None else norm.weight, None if norm is None else norm.bias, y, rows, outs, ins, x.stride(0),
-        y.stride(0), 0.0 if norm is None else norm.eps, ROWS=next_power_of_2(rows), OUTS=tile.outs,
-        INS=next_power_of_2(ins), NORM=norm is not None, CENTRED=norm is not None and norm.bias is not None,
-        SCALED=scale is not None, BIAS=bias is not None,
+        _linear, (cdiv(outs, tile.outs),), x, weight, scale, bias, None if norm is None else norm.weight,
+        None if norm is None else norm.bias, y, outs, ins, 0.0 if norm is None else norm.eps, OUTS=tile.outs,
+        CHUNK=tile.chunk or next_power_of_2(ins), WHOLE=not tile.chunk, STAGES=tile.stages, NORM=norm is not None,
+        CENTRED=norm is not None and norm.bias is not None, SCALED=scale is not None, BIAS=bias is not None,
         KIND=-1 if gate or activation is None else KINDS[activation], GATE=gate, ADD=into is not None,
-        TILES=tile.tiles, STAGES=tile.stages, num_warps=tile.warps, **overlapping(x.device),
+        num_warps=tile.warps, **overlapping(x.device),
     )  # fmt: skip
     return y
 

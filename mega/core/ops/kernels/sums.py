@@ -10,7 +10,7 @@ import torch
 from mega.core.ops.autograd import deliver
 from mega.core.ops.kernels.language import cdiv, jit, launch, tl
 
-PARTS, COLUMNS, WARPS = 128, 32, 8
+PARTS, COLUMNS, WARPS = 256, 16, 8
 """Partial sums that are read at once, and columns and warps of one program."""
 MOST = 3
 """Weights of one launch."""
