@@ -69,15 +69,16 @@ class PaddedRuns(NamedTuple):
 class CausalRuns(NamedTuple):
     """Neighbouring runs of the same length, of sequences of the same length, without a window.
 
-    rows: int64 [batch x width], blocks. keys: of each sequence. bias: what its last tokens see of them; None where they
-    are the whole sequence.
+    rows: int64 [batch x width], blocks. held: memory that each layer gathers them in, and k and v its views [batch,
+    kv_heads, keys, d]. bias: what the last tokens of a sequence see of it; None where they are the whole sequence.
     """
 
     tokens: slice
     batch: int
     rows: torch.Tensor
-    keys: int
-    shape: tuple[int, ...]
+    held: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
     bias: Any
 
 
@@ -177,7 +178,9 @@ def _causal(
         rows = sent(tables[first:end, :width].reshape(-1), pool.device)
         bias = None if count == length else causal_lower_right(count, length)
         tokens = slice(start, start + batch * count)
-        yield CausalRuns(tokens, batch, rows, length, (batch, width * block, *shape), bias)
+        held = pool.new_empty(batch * width, pool[0].numel())
+        k, v = held.view(batch, width * block, *shape)[:, :length].transpose(1, 3).unbind(2)
+        yield CausalRuns(tokens, batch, rows, held, k, v, bias)
         start = tokens.stop
 
 
@@ -241,7 +244,8 @@ def padded_attention(
 
     if len(pages) == 1:
         return attend(q, pages[0])
-    return torch.cat([attend(q[runs.tokens], runs) for runs in pages])
+    parts = q.split_with_sizes([runs.tokens.stop - runs.tokens.start for runs in pages])
+    return torch.cat([attend(part, runs) for part, runs in zip(parts, pages, strict=True)])
 
 
 def _padded(q: torch.Tensor, pool: torch.Tensor, runs: PaddedRuns) -> torch.Tensor:
@@ -260,14 +264,15 @@ def _padded(q: torch.Tensor, pool: torch.Tensor, runs: PaddedRuns) -> torch.Tens
 
 
 def _causally(q: torch.Tensor, pool: torch.Tensor, runs: CausalRuns) -> torch.Tensor:
-    q = q.unflatten(0, (runs.batch, -1)).transpose(1, 2)
-    k, v = pool.index_select(0, runs.rows).view(runs.shape)[:, : runs.keys].transpose(1, 3).unbind(2)
-    grouped = q.shape[1] != k.shape[1]
+    tokens, heads, d = q.shape
+    q = q.view(runs.batch, -1, heads, d).transpose(1, 2)
+    torch.index_select(pool, 0, runs.rows, out=runs.held)
+    grouped = heads != runs.k.shape[1]
     if runs.bias is None:
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+        out = F.scaled_dot_product_attention(q, runs.k, runs.v, is_causal=True, enable_gqa=grouped)
     else:
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=runs.bias, enable_gqa=grouped)
-    return out.transpose(1, 2).reshape(runs.batch * q.shape[2], -1)
+        out = F.scaled_dot_product_attention(q, runs.k, runs.v, attn_mask=runs.bias, enable_gqa=grouped)
+    return out.transpose(1, 2).reshape(tokens, heads * d)
 
 
 # -- invariant

@@ -81,19 +81,23 @@ def _activation_backward(
         tl.store(sums_at + tl.program_id(1) * width + column, tl.sum(total, 0), inside)
 
 
+def _activated(x: torch.Tensor, bias: torch.Tensor | None, kind: int) -> torch.Tensor:
+    rows, width = x.shape
+    y = torch.empty_like(x)
+    grid = (cdiv(width, 2 * WIDE), cdiv(rows, TALL // 2))
+    launch(
+        _activation_forward, grid, x, bias, y, rows, width,
+        KIND=kind, BIAS=bias is not None, TALL=TALL // 2, WIDE=2 * WIDE,
+    )  # fmt: skip
+    return y
+
+
 class _Activate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, bias: torch.Tensor | None, kind: int) -> torch.Tensor:
-        rows, width = x.shape
-        y = torch.empty_like(x)
-        grid = (cdiv(width, 2 * WIDE), cdiv(rows, TALL // 2))
-        launch(
-            _activation_forward, grid, x, bias, y, rows, width,
-            KIND=kind, BIAS=bias is not None, TALL=TALL // 2, WIDE=2 * WIDE,
-        )  # fmt: skip
         ctx.save_for_backward(x)
         ctx.bias, ctx.kind = bias, kind
-        return y
+        return _activated(x, bias, kind)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
@@ -146,14 +150,18 @@ def _gate_backward(x_at, grad_at, out_at, width, BLOCK: tl.constexpr):
 BLOCK = 1024
 
 
+def _gated(x: torch.Tensor) -> torch.Tensor:
+    rows, width = x.shape[0], x.shape[1] // 2
+    y = x.new_empty(rows, width)
+    launch(_gate_forward, (cdiv(width, BLOCK) * rows,), x, y, width, BLOCK=BLOCK)
+    return y
+
+
 class _Gate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        rows, width = x.shape[0], x.shape[1] // 2
-        y = x.new_empty(rows, width)
-        launch(_gate_forward, (cdiv(width, BLOCK) * rows,), x, y, width, BLOCK=BLOCK)
         ctx.save_for_backward(x)
-        return y
+        return _gated(x)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
@@ -166,7 +174,8 @@ class _Gate(torch.autograd.Function):
 
 def activate(x: torch.Tensor, bias: torch.Tensor | None, kind: str) -> torch.Tensor:
     """`ops.activation.activate`."""
-    x = x.contiguous()
+    x, grad = x.contiguous(), torch.is_grad_enabled()  # without one nothing goes by way of autograd, which takes long
     if kind == "swiglu":
-        return _Gate.apply(x if bias is None else x + bias)  # type: ignore[no-any-return]
-    return _Activate.apply(x, bias, KINDS[kind])  # type: ignore[no-any-return]
+        x = x if bias is None else x + bias
+        return _Gate.apply(x) if grad else _gated(x)  # type: ignore[no-any-return]
+    return _Activate.apply(x, bias, KINDS[kind]) if grad else _activated(x, bias, KINDS[kind])  # type: ignore[no-any-return]

@@ -76,6 +76,23 @@ def _gather(
                     tl.store(sums + begin, tl.sum(x.to(tl.float32), 0), begin + one < WIDTH)
 
 
+def _split(
+    fused: torch.Tensor, heads: int, kv_heads: int, cos: torch.Tensor | None, sin: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    assert fused.is_contiguous()
+    tokens, stride = fused.shape
+    width = stride // (heads + 2 * kv_heads)
+    if cos is not None:
+        half = cos.shape[1]
+        launch(
+            _turn, (cdiv(tokens, TOKENS), heads + kv_heads),
+            fused, cos, sin, tokens, stride,
+            WIDTH=width, HALF=half, HALF_BLOCK=next_power_of_2(half), TOKENS=TOKENS,
+        )  # fmt: skip
+    q, k, v = fused.view(tokens, -1, width).split_with_sizes([heads, kv_heads, kv_heads], 1)
+    return q, k, v
+
+
 class _SplitHeads(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -87,20 +104,10 @@ class _SplitHeads(torch.autograd.Function):
         cos: torch.Tensor | None,
         sin: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        assert fused.is_contiguous()
         tokens, stride = fused.shape
-        width = stride // (heads + 2 * kv_heads)
-        if cos is not None:
-            half = cos.shape[1]
-            launch(
-                _turn, (cdiv(tokens, TOKENS), heads + kv_heads),
-                fused, cos, sin, tokens, stride,
-                WIDTH=width, HALF=half, HALF_BLOCK=next_power_of_2(half), TOKENS=TOKENS,
-            )  # fmt: skip
         ctx.save_for_backward(cos, sin)
-        ctx.bias, ctx.shape = bias, (tokens, stride, width)
-        q, k, v = fused.detach().unflatten(1, (-1, width)).split([heads, kv_heads, kv_heads], dim=1)
-        return q, k, v
+        ctx.bias, ctx.shape = bias, (tokens, stride, stride // (heads + 2 * kv_heads))
+        return _split(fused.detach(), heads, kv_heads, cos, sin)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
@@ -130,4 +137,6 @@ def split_heads(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`ops.heads.split_heads`, turning `fused` in place."""
     cos, sin = (None, None) if rotary is None else rotary
+    if not torch.is_grad_enabled():  # what autograd does around a function takes longer than a launch
+        return _split(fused, heads, kv_heads, cos, sin)
     return _SplitHeads.apply(fused, bias, heads, kv_heads, cos, sin)  # type: ignore[no-any-return]

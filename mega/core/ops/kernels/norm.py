@@ -26,7 +26,9 @@ STAGES = 3
 def _norm_forward(
     x_at, branch_at, branch_bias_at, weight_at, bias_at, sum_at, normed_at, mean_at, rstd_at, drop, width, eps,
     BRANCH: tl.constexpr, BRANCH_BIAS: tl.constexpr, CENTRED: tl.constexpr, DROP: tl.constexpr, BLOCK: tl.constexpr,
+    KEPT: tl.constexpr,
 ):  # fmt: skip
+    """KEPT: mean and rstd are, for the backward pass."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     real = at < width
@@ -44,9 +46,11 @@ def _norm_forward(
     if CENTRED:
         mean = tl.sum(x, 0) / width
         x = tl.where(real, x - mean, 0.0)
-        tl.store(mean_at + row, mean)
+        if KEPT:
+            tl.store(mean_at + row, mean)
     rstd = tl.rsqrt(tl.sum(x * x, 0) / width + eps)
-    tl.store(rstd_at + row, rstd)
+    if KEPT:
+        tl.store(rstd_at + row, rstd)
     y = x * rstd * tl.load(weight_at + at, real, 0.0).to(tl.float32)
     if CENTRED:
         y += tl.load(bias_at + at, real, 0.0).to(tl.float32)
@@ -104,6 +108,32 @@ def _shape(width: int) -> tuple[int, int]:
     return block, min(8, max(1, block // 512))
 
 
+def _forward(
+    x: torch.Tensor,
+    branch: torch.Tensor | None,
+    branch_bias: torch.Tensor | None,
+    drop: Dropout | None,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    eps: float,
+    mean: torch.Tensor | None = None,
+    rstd: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """mean, rstd: fp32 [rows], where they go that the backward pass needs."""
+    assert x.is_contiguous() and (branch is None or branch.is_contiguous())
+    width = x.shape[-1]
+    total = x if branch is None else torch.empty_like(x)
+    normed = torch.empty_like(x, dtype=weight.dtype)
+    block, warps = _shape(width)
+    launch(
+        _norm_forward, (x.numel() // width,),
+        x, branch, branch_bias, weight, bias, total, normed, mean, rstd, values_of(drop), width, eps,
+        BRANCH=branch is not None, BRANCH_BIAS=branch_bias is not None, CENTRED=bias is not None,
+        DROP=drop is not None, BLOCK=block, KEPT=rstd is not None, num_warps=warps,
+    )  # fmt: skip
+    return total, normed
+
+
 class _AddNorm(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -116,19 +146,8 @@ class _AddNorm(torch.autograd.Function):
         bias: torch.Tensor | None,
         eps: float,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        assert x.is_contiguous() and (branch is None or branch.is_contiguous())
-        width = x.shape[-1]
-        rows = x.numel() // width
-        total = x if branch is None else torch.empty_like(x)
-        normed = torch.empty_like(x, dtype=weight.dtype)
-        mean, rstd = torch.empty(2, rows, dtype=torch.float32, device=x.device)
-        block, warps = _shape(width)
-        launch(
-            _norm_forward, (rows,),
-            x, branch, branch_bias, weight, bias, total, normed, mean, rstd, values_of(drop), width, eps,
-            BRANCH=branch is not None, BRANCH_BIAS=branch_bias is not None, CENTRED=bias is not None,
-            DROP=drop is not None, BLOCK=block, num_warps=warps,
-        )  # fmt: skip
+        mean, rstd = torch.empty(2, x.numel() // x.shape[-1], dtype=torch.float32, device=x.device)
+        total, normed = _forward(x, branch, branch_bias, drop, weight, bias, eps, mean, rstd)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(total, mean, rstd)
         ctx.weight, ctx.bias, ctx.branch_bias, ctx.drop = weight, bias, branch_bias, drop
@@ -171,4 +190,7 @@ def add_norm(
     """`ops.norm.add_norm`; the sum is rounded once, where plain torch rounds after each addition."""
     if drop is not None and drop.rule != RULE:
         x, branch, branch_bias, drop = norm.added(x, branch, branch_bias, drop), None, None, None
-    return _AddNorm.apply(x.contiguous(), branch, branch_bias, drop, weight, bias, eps)  # type: ignore[no-any-return]
+    x = x.contiguous()
+    if not torch.is_grad_enabled():  # what autograd does around a function takes longer than a launch
+        return _forward(x, branch, branch_bias, drop, weight, bias, eps)
+    return _AddNorm.apply(x, branch, branch_bias, drop, weight, bias, eps)  # type: ignore[no-any-return]
