@@ -22,9 +22,54 @@ except ImportError:
 
 
 def launch(kernel: Any, grid: tuple[int, ...], x: torch.Tensor, *args: Any, **options: Any) -> None:
-    """kernel[grid](x, *args, **options)."""
-    if not x.is_meta:
+    """kernel[grid](x, *args, **options).
+
+    Triton looks at each argument, at its settings and at globals before every launch, which takes the host up to
+    twice as long as to find what it compiled for arguments of the same kinds.
+    """
+    if x.is_meta:
+        return
+    kinds = _kinds(x, *args)
+    if kinds is None:
         kernel[grid](x, *args, **options)
+        return
+    key = id(kernel), x.get_device(), *kinds, *options.items()
+    found = _compiled.get(key)
+    if found is not None:
+        compiled, constants = found
+        compiled[(*grid, 1, 1)[:3]](x, *args, *constants)
+        return
+    compiled = kernel[grid](x, *args, **options)
+    names = getattr(kernel, "arg_names", ["unknown"])[1 + len(args) :]
+    if hasattr(compiled, "packed_metadata") and all(name in options for name in names):  # not by the interpreter
+        _compiled[key] = compiled, tuple(options[name] for name in names)
+
+
+_compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
+"""What Triton compiled for kinds of arguments, and the constants among these, which come last."""
+
+
+def _kinds(*args: Any) -> list[Any] | None:
+    """What Triton compiles a kernel anew for, on CUDA; None where it is left to Triton to say.
+
+    >>> _kinds(torch.empty(4), None, 0.5, 1, 2, 32), _kinds(-1), _kinds((1, 2))
+    ([torch.float32, None, 'float', '1', 'int', '16'], None, None)
+    """
+    kinds: list[Any] = []
+    for one in args:
+        if isinstance(one, torch.Tensor):
+            kinds.append(one.dtype)
+            if one.data_ptr() & 15:
+                kinds.append("odd")
+        elif one is None:
+            kinds.append(None)
+        elif type(one) is float:
+            kinds.append("float")
+        elif type(one) is int and 0 <= one < 1 << 31:
+            kinds.append("1" if one == 1 else "int" if one & 15 else "16")
+        else:
+            return None
+    return kinds
 
 
 try:
