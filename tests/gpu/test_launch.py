@@ -36,6 +36,11 @@ class Kernel:
         return run
 
 
+@pytest.fixture(autouse=True)
+def nothing_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(language, "_compiled", {})
+
+
 def test_a_second_launch_takes_what_was_compiled() -> None:
     kernel, x = Kernel(), torch.zeros(64)
     for rows, scale in ((2, 0.5), (3, 0.25)):

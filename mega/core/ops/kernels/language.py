@@ -46,7 +46,8 @@ def launch(kernel: Any, grid: tuple[int, ...], x: torch.Tensor, *args: Any, **op
 
 
 _compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
-"""What Triton compiled for kinds of arguments, and the constants among these, which come last."""
+"""What Triton compiled for kinds of arguments, which keeps the kernel alive and its id its own, and the constants among
+these, which come last."""
 
 
 def _kinds(*args: Any) -> list[Any] | None:
