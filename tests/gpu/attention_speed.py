@@ -30,19 +30,12 @@ def ours(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: AttentionMask)
     return kernels._Attention.apply(q, k, v, mask)  # type: ignore[no-any-return]
 
 
-def by_cudnn(expanded: bool) -> Attention:
-    """A window by cuDNN's graph API; expanded: a key and a value for every query head in the backward pass."""
-
-    def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: AttentionMask) -> torch.Tensor:
-        if expanded != cudnn.EXPANDED:
-            cudnn.EXPANDED = expanded
-            cudnn._PLANS.clear()
-        assert cudnn.applies(q, k, mask)
-        mixed = cudnn.attention(q, k, v, mask)
-        assert mixed is not None
-        return mixed
-
-    return attention
+def by_cudnn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: AttentionMask) -> torch.Tensor:
+    """A window by cuDNN's graph API."""
+    assert cudnn.applies(q, k, mask)
+    mixed = cudnn.attention(q, k, v, mask)
+    assert mixed is not None
+    return mixed
 
 
 def milliseconds(run: Callable[[], object], repeats: int = 10) -> float:
@@ -79,7 +72,7 @@ def documents(rows: int, length: int) -> torch.Tensor:
     return torch.tensor(found, device="cuda")
 
 
-def cases(b: int, s: int, *, grouped: bool) -> dict[str, tuple[Attention, AttentionMask]]:
+def cases(b: int, s: int) -> dict[str, tuple[Attention, AttentionMask]]:
     tokens = torch.arange(b, device="cuda"), torch.arange(s, device="cuda")
     drop = AttentionDropout(token_keys(1, *tokens), site_key(3, "attention"), 0, (range(s),), 0.1)
     numbers = documents(b, s)
@@ -94,9 +87,7 @@ def cases(b: int, s: int, *, grouped: bool) -> dict[str, tuple[Attention, Attent
     if s <= 8192:
         return {**found, "documents as a dense mask": (fused, apart)}
     if cudnn.version() is not None:
-        for expanded in (True, False) if grouped else (False,):
-            name = "cudnn, window 4096" + (", expanded" if expanded else "")
-            found[name] = by_cudnn(expanded), AttentionMask(window=4096)
+        found["cudnn, window 4096"] = by_cudnn, AttentionMask(window=4096)
     return found
 
 
@@ -108,7 +99,7 @@ def main() -> None:
         qkv = torch.randn(b, s, heads + 2 * kv_heads, width, device="cuda", dtype=torch.bfloat16)
         q, k, v = (x.detach().requires_grad_() for x in qkv.split([heads, kv_heads, kv_heads], 2))
         grad = torch.randn(b, s, heads, width, device="cuda", dtype=torch.bfloat16)
-        for name, (attention, mask) in cases(b, s, grouped=heads > kv_heads).items():
+        for name, (attention, mask) in cases(b, s).items():
             forward, backward = measured(attention, mask, q, k, v, grad)
             row = {"shape": [b, heads, kv_heads, s, width], "case": name, "forward": forward, "backward": backward}
             print(json.dumps(row), flush=True)

@@ -85,10 +85,8 @@ def _room(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cudnn, "_PLANS", {})
 
 
-@pytest.mark.parametrize("expanded", [True, False])
 @pytest.mark.parametrize("seed", range(CASES))
-def test_any_window(seed: int, expanded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cudnn, "EXPANDED", expanded)
+def test_any_window(seed: int) -> None:
     parts, mask = drawn(seed)
     check(results(windowed, parts, mask), parts, mask)
 

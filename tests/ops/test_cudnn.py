@@ -159,13 +159,9 @@ def results(run: Any, parts: list[torch.Tensor], mask: AttentionMask) -> tuple[t
     return mixed, *torch.autograd.grad(mixed, (q, k, v), grad)
 
 
-@pytest.mark.parametrize("expanded", [True, False])
 @pytest.mark.parametrize("heads, kv_heads", [(2, 2), (4, 2), (3, 1)])
 @pytest.mark.parametrize("step", [1, 3])
-def test_a_window_is_cudnns(
-    heads: int, kv_heads: int, step: int, expanded: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(cudnn, "EXPANDED", expanded)
+def test_a_window_is_cudnns(heads: int, kv_heads: int, step: int) -> None:
     parts = inputs(2, 13, heads, kv_heads, 16, step=step)
     for found, exact in zip(results(attention, parts, WINDOW), results(plain, parts, WINDOW), strict=True):
         assert found.shape == exact.shape

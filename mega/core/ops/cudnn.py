@@ -28,10 +28,6 @@ WIDEST = 128
 DEVICES = ("cuda", "meta")
 MOST = 32
 """Shapes that are planned in one process: a plan takes a good part of a second, more than ever other lengths gain."""
-EXPANDED = True
-"""Whether the backward pass of grouped heads is given keys and values once for every query head, and adds up their
-gradients itself. cuDNN keeps all heads' gradients too, and takes 0.45 ms longer than for as many key heads (H200, 32 to
-8 heads of 128, 16,384 tokens); to write and read that memory once more should take 0.2."""
 
 log = logging.getLogger(__name__)
 
@@ -101,12 +97,11 @@ class ExecutionPlan(NamedTuple):
 
 
 class WindowPlans(NamedTuple):
-    """Of one shape. strides: of q, k, v. expanded: `backward` takes a key and a value for every query head."""
+    """Of one shape. strides: of q, k, v."""
 
     forward: ExecutionPlan
     backward: ExecutionPlan
     strides: tuple[tuple[int, ...], ...]
-    expanded: bool
 
 
 _PLANS: dict[tuple[Any, ...], WindowPlans | None] = {}
@@ -140,10 +135,8 @@ def plan(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int) -> Wind
     dense, lse = _strides(whole), ([b, heads, s, 1], [heads * s, s, 1, 1])
     strides = q.stride(), k.stride(), v.stride()
     forward = build.forward((whole, strides[0]), (few, strides[1]), (few, strides[2]), (whole, dense), lse)
-    expanded = EXPANDED and heads > kv_heads
-    k_, v_ = ((whole, dense) if expanded else (few, one) for one in strides[1:])
-    backward = build.backward((whole, strides[0]), k_, v_, (whole, dense), lse)
-    return WindowPlans(forward, backward, strides, expanded)
+    backward = build.backward((whole, strides[0]), (few, strides[1]), (few, strides[2]), (whole, dense), lse)
+    return WindowPlans(forward, backward, strides)
 
 
 def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -256,22 +249,18 @@ def backward(
     plans: WindowPlans | None,
 ) -> Gradients:
     """d(q), d(k), d(v) in the inputs' dtype."""
-    group = q.shape[2] // k.shape[2] if plans is None or plans.expanded else 1
     if plans is not None:
         # What was saved may have been elsewhere in between, and come back in another layout.
         q, k, v = (_laid_out(x, stride) for x, stride in zip((q, k, v), plans.strides, strict=True))
         out, lse, grad = _aligned(out.contiguous()), lse.contiguous(), _aligned(grad.contiguous())
-    if group > 1:
-        k, v = k.repeat_interleave(group, 2), v.repeat_interleave(group, 2)
     grad_q = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     grad_kv = torch.empty((2, *k.shape), dtype=q.dtype, device=q.device)
     if plans is None:
-        # Workspace: cuDNN sums the query's gradient in fp32.
-        torch.empty(grad_q.numel() + lse.numel(), dtype=torch.float32, device=q.device)
+        # Workspace: cuDNN sums the query's gradient in fp32, and keeps those of grouped keys and values of every head.
+        grouped = q.shape[2] > k.shape[2]
+        torch.empty(grad_q.numel() * (1 + grouped) + lse.numel(), dtype=torch.float32, device=q.device)
     else:
         plans.backward.run(q, k, v, out, grad, lse, grad_q, grad_kv[0], grad_kv[1])
-    if group > 1:
-        grad_kv = grad_kv.unflatten(3, (-1, group)).sum(4)
     return grad_q, grad_kv[0], grad_kv[1]
 
 
