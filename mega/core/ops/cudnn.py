@@ -20,6 +20,7 @@ import torch
 from mega.core.device import current_stream
 from mega.core.ops.mask import AttentionMask
 from mega.core.ops.partial_attention import PLAIN, Gradients
+from mega.core.ops.trial import error_of, first_line, passes
 
 PACKAGE = "nvidia-cudnn-frontend"
 DTYPES = {torch.bfloat16: "BFLOAT16", torch.float16: "HALF"}
@@ -117,7 +118,7 @@ def _planned(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int) -> 
             _PLANS[key] = plan(q, k, v, window)
         except Exception as error:
             shape = "{} x {:,} tokens, {} heads of {}".format(*q.shape)
-            log.warning("a window of %d, %s: takes our kernels; cuDNN's do not (%s)", window, shape, _words(error))
+            log.warning("a window of %d, %s: takes our kernels; cuDNN's do not (%s)", window, shape, first_line(error))
     return _PLANS.get(key)
 
 
@@ -290,15 +291,8 @@ class _Windowed(torch.autograd.Function):
 @cache
 def trusted(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether output and gradients of a small case are those of the plain form; else a line says why."""
-    try:
-        off = _off(device, dtype)
-        if off <= 8 * torch.finfo(dtype).eps:
-            return True
-        why = f"off by {off:.2g}"
-    except Exception as error:
-        why = _words(error)
-    log.warning("attention with a window takes our kernels: cuDNN's fail on this device (%s)", why)
-    return False
+    words = "attention with a window takes our kernels: cuDNN's"
+    return passes(lambda: _off(device, dtype), dtype, words)
 
 
 @torch.no_grad()
@@ -316,9 +310,4 @@ def _off(device: torch.device, dtype: torch.dtype) -> float:
     q, k, v, grad = q.float(), k.float(), v.float(), grad.float()
     out, lse = PLAIN.forward(q, k, v, mask)
     exact = out, *PLAIN.backward(grad, q, k, v, out, lse, mask)
-    offs = [float((one.float() - other).norm() / other.norm()) for one, other in zip(found, exact, strict=True)]
-    return max(offs) if all(map(math.isfinite, offs)) else math.inf
-
-
-def _words(error: Exception) -> str:
-    return str(error).splitlines()[0] if str(error) else type(error).__name__
+    return error_of(found, exact)

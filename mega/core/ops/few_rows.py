@@ -10,7 +10,6 @@ computes, and `trusted` tries one before it is used. They know no layers, no seq
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -22,8 +21,7 @@ from mega.core.ops.fp8 import FORWARD
 from mega.core.ops.matmuls import Factor
 from mega.core.ops.norm import add_norm
 from mega.core.ops.rotary import rotate
-
-log = logging.getLogger(__name__)
+from mega.core.ops.trial import error_of, passes
 
 
 class NormOf(NamedTuple):
@@ -83,21 +81,14 @@ PLAIN = FewRows(lambda rows, factor: True, plain_linear, plain_place)
 
 
 def trusted(few: FewRows | None, dtype: torch.dtype, device: torch.device, widths: Sequence[int]) -> FewRows | None:
-    """It, where it agrees with PLAIN about inputs of these widths; else None, and a line says why.
-
-    A kernel that a device compiles wrongly, or not at all, would speak in the place of the model.
-    """
+    """It, where it agrees with PLAIN about inputs of these widths; else None, and a line says why."""
     if few is None:
         return None
-    try:
-        off = max(_off(few, width, dtype, device, narrow) for width in widths for narrow in (False, True))
-        if off <= 8 * torch.finfo(dtype).eps:
-            return few
-        why = f"off by {off:.2g}"
-    except Exception as error:
-        why = str(error).splitlines()[0] if str(error) else type(error).__name__
-    log.warning("steps of few tokens take the plain kernels: ours fail on this device (%s)", why)
-    return None
+
+    def off() -> float:
+        return max(_off(few, width, dtype, device, narrow) for width in widths for narrow in (False, True))
+
+    return few if passes(off, dtype, "steps of few tokens take the plain kernels: ours") else None
 
 
 def _off(few: FewRows, width: int, dtype: torch.dtype, device: torch.device, narrow: bool) -> float:
@@ -123,5 +114,4 @@ def _off(few: FewRows, width: int, dtype: torch.dtype, device: torch.device, nar
                 rows,
             ]
         )
-    ours, plain = ([each.float() for each in several] for several in found)
-    return max(float((a - b).norm() / b.norm()) for a, b in zip(ours, plain, strict=True))
+    return error_of(*found)

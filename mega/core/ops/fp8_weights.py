@@ -7,7 +7,6 @@ and embeddings stay as they are. In plain torch here; kernels/fp8_weights.py tak
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -16,8 +15,7 @@ import torch
 
 from mega.core.ops.fp8 import FORWARD, LIMITS, TINY
 from mega.core.ops.matmuls import Factor, Matmuls
-
-log = logging.getLogger(__name__)
+from mega.core.ops.trial import error_of, passes
 
 
 def narrowed(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -41,26 +39,17 @@ Multiply = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 @cache
 def trusted(fast: Multiply, dtype: torch.dtype, device: torch.device) -> Multiply:
-    """It, where it agrees with `multiply` about some rows of x in dtype, few and many; else that, and a line says why.
-
-    A kernel that a device compiles wrongly, or not at all, would speak in the place of the model.
-    """
+    """It, where it agrees with `multiply` about few and many rows in dtype; else that, and a line says why."""
     if fast is multiply:
         return fast
     some = (torch.arange(200 * 300, device=device, dtype=torch.float32) * 0.618).frac().view(200, 300)
     narrow, scale = narrowed(some[:100])
-    try:
-        off = 0.0
-        for rows in (1, 20, 200):
-            found, plain = (each(some[:rows].to(dtype), narrow, scale / 300).float() for each in (fast, multiply))
-            off = max(off, float((found - plain).norm() / plain.norm()))
-        if off <= 8 * torch.finfo(dtype).eps:
-            return fast
-        why = f"off by {off:.2g}"
-    except Exception as error:
-        why = str(error).splitlines()[0] if str(error) else type(error).__name__
-    log.warning("weights in fp8 are multiplied by torch's kernels: ours fail on this device (%s)", why)
-    return multiply
+
+    def off() -> float:
+        given = [(some[:rows].to(dtype), narrow, scale / 300) for rows in (1, 20, 200)]
+        return error_of(*([each(*one) for one in given] for each in (fast, multiply)))
+
+    return fast if passes(off, dtype, "weights in fp8 are multiplied by torch's kernels: ours") else multiply
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,6 @@ i // (heads / kv_heads). They know no sequences and no ranks.
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -33,6 +32,7 @@ from torch.nn.attention.bias import causal_lower_right
 
 from mega.core.device import sent
 from mega.core.ops.norm import accurate
+from mega.core.ops.trial import error_of, passes
 
 LONG = 64
 """Tokens of a run from which on it is not padded to its neighbours' length, where runs of one token are not either."""
@@ -41,8 +41,6 @@ SPLIT = 256
 """Keys of one split of INVARIANT; a multiple of every block size."""
 
 Integers = NDArray[np.int64]
-
-log = logging.getLogger(__name__)
 
 
 class PaddedRuns(NamedTuple):
@@ -321,26 +319,20 @@ INVARIANT = PagedAttention(token_pages, split_attention)
 
 
 def trusted(attention: PagedAttention, pool: torch.Tensor, repeats: int, window: int | None) -> PagedAttention:
-    """It, where it agrees with PLAIN about keys of the kind that `pool` holds; else PLAIN, and a line says why.
-
-    A kernel that a device compiles wrongly, or not at all, would speak in the place of the model.
-    """
+    """It, where it agrees with PLAIN about keys of the kind that `pool` holds; else PLAIN, and a line says why."""
     if attention is PLAIN:
         return attention
     block, few = pool.shape[1], torch.arange(4 * pool[0].numel(), device=pool.device, dtype=torch.float32)
     some = (few * 0.7).sin().to(pool.dtype).view(4, *pool.shape[1:])
     q = some.flatten(0, 1)[:2, 0].repeat(1, repeats, 1)
     counts, lengths, tables = np.ones(2, np.int64), np.array([1, 3 * block - 1]), np.array([[2, 0, 0], [3, 0, 1]])
-    try:
-        found, plain = (
-            each.attend(q, some.flatten(1), each.pages(counts, lengths, tables, some, repeats, window)).float()
-            for each in (attention, PLAIN)
+
+    def off() -> float:
+        return error_of(
+            *(
+                [each.attend(q, some.flatten(1), each.pages(counts, lengths, tables, some, repeats, window))]
+                for each in (attention, PLAIN)
+            )
         )
-        off = float((found - plain).norm() / plain.norm())
-        if off <= 8 * torch.finfo(pool.dtype).eps:
-            return attention
-        why = f"off by {off:.2g}"
-    except Exception as error:
-        why = str(error).splitlines()[0] if str(error) else type(error).__name__
-    log.warning("attention to the cache takes torch's kernels: ours fail on this device (%s)", why)
-    return PLAIN
+
+    return attention if passes(off, pool.dtype, "attention to the cache takes torch's kernels: ours") else PLAIN
