@@ -181,3 +181,7 @@ def test_protobuf_fields() -> None:
     for broken in (bytes([18, 5]) + b"hi", bytes([8]), bytes([11]), bytes([128] * 11)):
         with pytest.raises(ValueError, match="no protocol buffer"):
             protobuf.fields(broken)
+    for broken in (bytes([1, 150]), bytes([128] * 10 + [1])):
+        with pytest.raises(ValueError, match="a number without an end"):
+            protobuf.packed_integers([broken])
+    assert protobuf.packed_integers([bytes([255] * 9 + [1]), bytes([172, 2, 127])]) == [-1, 300, 127]
