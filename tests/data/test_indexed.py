@@ -53,6 +53,10 @@ def test_golden_reads_back(tmp_path: Path) -> None:
     for arguments in ((4,), (-1,), (0, 3), (0, 0, 3), (0, 1, -1)):
         with pytest.raises(IndexError):
             dataset.get(*arguments)
+    assert dataset.run(1, 4).tolist() == [12, 20, 21, 30, 31, 32, 65000] and dataset.run(0, 1).tolist() == [10, 11]
+    for arguments in ((-1, 1), (2, 2), (3, 5)):
+        with pytest.raises(IndexError):
+            dataset.run(*arguments)
 
 
 def test_width_of_ids() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from mega.core.data.build import Datasets, build_datasets
 from mega.core.data.dataset import BlendedDataset
 from mega.core.data.indexed import IndexedDataset, token_dtype
 from mega.core.data.mapping import _document, mt19937_64, sentence_mapping
-from mega.core.data.masked import BertDataset, T5Dataset, Vocabulary, bert_sample, mask, t5_sample
+from mega.core.data.masked import BertDataset, T5Dataset, Vocabulary, _spans, _words, bert_sample, mask, t5_sample
 from mega.core.data.order import split_boundaries
 from mega.core.data.recipes import recipe
 from mega.core.data.writer import IndexedWriter
@@ -28,7 +29,7 @@ from tests.support.shared import shared
 
 ROLES = Roles(cls=1, sep=2, mask=3, pad=0, bos=40, eos=41, sentinels=(42, 43, 44, 45, 46))
 SMALL = Vocabulary(ROLES, np.array([4 <= i < 40 and i % 4 == 0 for i in range(47)]), range(40))
-SENTENCES = [[5, 6, 8, 9, 10], [11, 12, 13], [14, 15, 16, 17, 18, 19, 20]]
+TEXT, LENGTHS = np.array([5, 6, *range(8, 21)]), np.array([5, 3, 7])
 
 
 def test_mersenne_twister() -> None:
@@ -38,7 +39,7 @@ def test_mersenne_twister() -> None:
     assert words[9999] == 9981545732273789042
 
 
-def test_a_document_is_cut_as_sentence_by_sentence() -> None:
+def test_a_document_is_cut_as_word_by_word() -> None:
     """Of 300 documents drawn at random: the original's loop, which looks at each sentence."""
     draw = random.Random(1)
     for _ in range(300):
@@ -94,7 +95,7 @@ def padded(values: str, length: int, filler: int) -> list[int]:
 
 def test_golden_bert() -> None:
     def sample(target: int, prob: float, head: bool, seed: int):  # type: ignore[no-untyped-def]
-        return bert_sample(SENTENCES, target, 24, SMALL, np.random.RandomState(seed), prob, head)
+        return bert_sample(TEXT, LENGTHS, target, 24, SMALL, np.random.RandomState(seed), prob, head)
 
     one = sample(13, 0.15, True, 1234)
     assert one.text.tolist() == padded("1 3 15 16 17 18 19 20 2 5 6 8 9 10 11 2", 24, 0)
@@ -115,7 +116,7 @@ def test_golden_bert() -> None:
 
 def test_golden_t5() -> None:
     def sample(seed: int):  # type: ignore[no-untyped-def]
-        return t5_sample(SENTENCES, 15, 20, 12, SMALL, np.random.RandomState(seed), 0.3)
+        return t5_sample(TEXT, 15, 20, 12, SMALL, np.random.RandomState(seed), 0.3)
 
     one = sample(1234)
     assert one.text_enc.tolist() == padded("42 6 8 43 10 11 12 13 14 15 16 44 45 19 20", 20, 0)
@@ -131,9 +132,9 @@ def test_golden_t5() -> None:
 def test_t5_says_what_does_not_suffice() -> None:
     few = Vocabulary(ROLES._replace(sentinels=(42,)), SMALL.continues, SMALL.ids)
     with pytest.raises(ValueError, match="--vocab-extra-ids 1: a sample has 4 spans"):
-        t5_sample(SENTENCES, 15, 20, 12, few, np.random.RandomState(1234), 0.3)
+        t5_sample(TEXT, 15, 20, 12, few, np.random.RandomState(1234), 0.3)
     with pytest.raises(ValueError, match="--decoder-seq-length 8: a sample takes 9"):
-        t5_sample(SENTENCES, 15, 20, 8, SMALL, np.random.RandomState(1234), 0.3)
+        t5_sample(TEXT, 15, 20, 8, SMALL, np.random.RandomState(1234), 0.3)
 
 
 def test_statistics_of_masking() -> None:
@@ -142,25 +143,60 @@ def test_statistics_of_masking() -> None:
     vocabulary = Vocabulary(ROLES, np.arange(1000) % 4 == 0, range(1000))
     masked = kept = changed = total = 0
     for i in range(10_000):
-        body = rng.integers(50, 1000, 62).tolist()
-        tokens = [1, *body, 2]
-        found, places, labels, spans = mask(
-            tokens, vocabulary, np.random.RandomState(i), style="bert", prob=0.15, limit=0.15 * 62, most=3
-        )
-        assert labels == [tokens[place] for place in places] and len(places) <= 10
-        assert 0 not in places and 63 not in places and places == sorted({p for span in spans for p in span})
-        for span in spans:
-            assert span == list(range(span[0], span[-1] + 1))
-            assert span[0] == 1 or tokens[span[0]] % 4, "a span begins with a word"
-            assert tokens[span[-1] + 1] == 2 or tokens[span[-1] + 1] % 4, "a span ends with a word"
+        tokens = np.array([1, *rng.integers(50, 1000, 62), 2])
+        chosen, instead = mask(tokens, vocabulary, np.random.RandomState(i), prob=0.15, limit=0.15 * 62)
+        places = sorted(chosen)
+        assert len(set(places)) == len(places) <= 10 and places[0] > 0 and places[-1] < 63
+        for place in places:
+            assert place - 1 in chosen or place == 1 or tokens[place] % 4, "a span begins with a word"
+            assert place + 1 in chosen or place == 62 or tokens[place + 1] % 4, "a span ends with a word"
         total += len(places)
-        masked += sum(found[place] == 3 for place in places)
-        kept += sum(found[place] == tokens[place] for place in places)
-        changed += sum(found[place] not in (3, tokens[place]) for place in places)
-        assert all(found[j] == tokens[j] for j in range(64) if j not in places)
+        there = list(zip(instead, tokens[chosen].tolist(), strict=True))
+        masked += sum(found == 3 for found, _ in there)
+        kept += sum(found == token for found, token in there)
+        changed += sum(found not in (3, token) for found, token in there)
     assert total == 90_000, "62 x 0.15 = 9.3 is the limit, so nine are masked, of words of one to many tokens"
     for share, count in ((0.8, masked), (0.1, kept), (0.1, changed)):
         assert abs(count / total - share) < 5 * (share * (1 - share) / total) ** 0.5 + 1e-4
+
+
+def word_by_word(
+    tokens: list[int], vocabulary: Vocabulary, generator: np.random.RandomState, budget: float, draw: Any
+) -> list[list[int]]:
+    """Spans of places as the original chooses them: words are lists, and every word is looked at."""
+    words: list[list[int]] = []
+    for place, token in enumerate(tokens):
+        if token not in (ROLES.cls, ROLES.sep):
+            if words and vocabulary.continues[token]:
+                words[-1].append(place)
+            else:
+                words.append([place])
+    order = list(range(len(words)))
+    generator.shuffle(order)
+    covered, spans = set[int](), list[list[int]]()
+    for start in order:
+        if len(covered) >= budget:
+            break
+        run, span = draw(), list[int]()
+        while run and not 0 < len(span) <= budget - len(covered):
+            span = [place for word in words[start : start + run] for place in word]
+            run -= 1
+        if len(covered) + len(span) <= budget and covered.isdisjoint(span):
+            covered.update(span)
+            spans.append(span)
+    return spans
+
+
+def test_spans_are_chosen_as_word_by_word() -> None:
+    """Of 500 texts drawn at random, with control tokens inside, and any budget: the original's loop."""
+    rng = random.Random(1)
+    for seed in range(500):
+        tokens = [rng.choice([1, 2]) if rng.random() < 0.05 else rng.randint(4, 39) for _ in range(rng.randint(0, 60))]
+        budget, runs = rng.choice([1, 9, rng.random() * 60]), [rng.randint(1, 10) for _ in range(60)]
+        expected = word_by_word(tokens, SMALL, np.random.RandomState(seed), budget, iter(runs).__next__)
+        places, starts = _words(np.array(tokens, np.int64), SMALL)
+        found = _spans(starts, budget, iter(runs).__next__, np.random.RandomState(seed))
+        assert [places[first:last].tolist() for first, last in found] == expected
 
 
 def corpus(tmp_path: Path, tokenizer, text: Path) -> IndexedDataset:  # type: ignore[no-untyped-def]
@@ -194,6 +230,9 @@ def test_real_text(tmp_path: Path) -> None:
         assert all(np.array_equal(a, b) for a, b in zip(sample[:5], bert[i][:5], strict=True))
         swapped += sample.is_random
     assert 60 < swapped < 140
+    with ThreadPoolExecutor(4) as threads:  # each has a generator of its own
+        for i, sample in zip(range(200), threads.map(bert.__getitem__, range(200)), strict=True):
+            assert all(np.array_equal(a, b) for a, b in zip(sample, bert[i], strict=True))
     batch = bert.collate([bert[i] for i in (3, 4)], 7)
     assert batch.samples.tolist() == [7, 8] and batch.loss_weights.sum(1).tolist() == [
         bert[i].loss_mask.sum() for i in (3, 4)

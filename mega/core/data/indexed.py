@@ -124,6 +124,13 @@ class IndexedDataset:
         first = int(self._offsets[sequence]) // self.dtype.itemsize
         return self.tokens[first + offset : first + stop]
 
+    def run(self, first: int, last: int) -> NDArray[Any]:
+        """Sequences `first` .. `last` - 1, one at least, one after another, as a view."""
+        if not 0 <= first < last <= len(self):
+            raise IndexError(f"{self.prefix}: no sequences {first}..{last - 1}, there are {len(self)}")
+        begin = int(self._offsets[first]) // self.dtype.itemsize
+        return self.tokens[begin : begin + int(self.lengths[first:last].sum())]
+
     @property
     def documents(self) -> int:
         return len(self.document_index) - 1

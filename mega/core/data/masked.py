@@ -6,10 +6,13 @@ it. This file knows neither batches nor ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import threading
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from math import ceil
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +20,6 @@ from numpy.typing import NDArray
 from mega.core.data.indexed import IndexedDataset
 from mega.core.text.tokenizer import Roles
 
-Style = Literal["bert", "t5"]
 Ints = NDArray[np.int64]
 
 
@@ -95,6 +97,16 @@ def bert_batch(rows: Sequence[BertSample], first_sample: int, most: int | None =
     )
 
 
+class _Own(threading.local):
+    """A generator of each thread's own, since to make one takes longer than all the rest of a sample."""
+
+    def __init__(self) -> None:
+        self.generator = np.random.RandomState(0)
+
+
+_own = _Own()
+
+
 class _Mapped:
     """Sentences of a corpus, sample by sample. mapping: see `mapping.sentence_mapping`."""
 
@@ -104,13 +116,13 @@ class _Mapped:
     def __len__(self) -> int:
         return len(self._mapping)
 
-    def _read(self, sample: int) -> tuple[list[list[int]], int, np.random.RandomState]:
-        """Sentences, target length and generator."""
+    def _read(self, sample: int) -> tuple[NDArray[Any], NDArray[Any], int, np.random.RandomState]:
+        """Sentences one after another, their lengths, the target length, and the generator until the next call."""
         if not 0 <= sample < len(self):
             raise IndexError(f"no sample {sample}, there are {len(self)}")
         first, last, target = self._mapping[sample].tolist()
-        generator = np.random.RandomState((self._seed + sample) % 2**32)
-        return [self._corpus[i].tolist() for i in range(first, last)], target, generator
+        _own.generator.seed((self._seed + sample) % 2**32)
+        return self._corpus.run(first, last), self._corpus.lengths[first:last], target, _own.generator
 
 
 class BertDataset(_Mapped):
@@ -132,9 +144,9 @@ class BertDataset(_Mapped):
         self._mask_prob, self._binary_head = mask_prob, binary_head
 
     def __getitem__(self, sample: int) -> BertSample:
-        sentences, target, generator = self._read(sample)
+        text, lengths, target, generator = self._read(sample)
         return bert_sample(
-            sentences, target, self._length, self._vocabulary, generator, self._mask_prob, self._binary_head
+            text, lengths, target, self._length, self._vocabulary, generator, self._mask_prob, self._binary_head
         )
 
     def collate(self, rows: Sequence[BertSample], first_sample: int) -> Any:
@@ -162,8 +174,8 @@ class T5Dataset(_Mapped):
         self._vocabulary, self._lengths, self._mask_prob = vocabulary, (seq_length, decoder_seq_length), mask_prob
 
     def __getitem__(self, sample: int) -> T5Sample:
-        sentences, target, generator = self._read(sample)
-        return t5_sample(sentences, target, *self._lengths, self._vocabulary, generator, self._mask_prob)
+        text, _, target, generator = self._read(sample)
+        return t5_sample(text, target, *self._lengths, self._vocabulary, generator, self._mask_prob)
 
     def collate(self, rows: Sequence[T5Sample], first_sample: int) -> Any:
         """Samples as one microbatch whose first row is global sample `first_sample`: an `EncoderDecoderBatch`."""
@@ -184,7 +196,8 @@ class T5Dataset(_Mapped):
 
 
 def bert_sample(
-    sentences: Sequence[Sequence[int]],
+    text: NDArray[Any],
+    lengths: NDArray[Any],
     target: int,
     seq_length: int,
     vocabulary: Vocabulary,
@@ -192,30 +205,29 @@ def bert_sample(
     mask_prob: float,
     binary_head: bool,
 ) -> BertSample:
-    """[CLS] A [SEP] B [SEP], at most `target` tokens in A and B, some of them masked."""
+    """[CLS] A [SEP] B [SEP], at most `target` tokens in A and B, some of them masked. lengths: of text's sentences."""
     roles = vocabulary.roles
-    first, second, swapped = _halves(sentences, generator) if binary_head else (_flat(sentences), [], False)
-    truncated = _truncate(first, second, target, generator)
-    tokens = [roles.cls, *first, roles.sep, *second, *([roles.sep] if second else [])]
-    types = [0] * (len(first) + 2) + [1] * (len(second) + bool(second))
-    masked, positions, labels, _ = mask(
-        tokens, vocabulary, generator, style="bert", prob=mask_prob, limit=mask_prob * target, most=3
-    )
-    wanted = np.full(seq_length, -1, np.int64)
-    wanted[positions] = labels
-    return BertSample(
-        text=_padded(masked, seq_length, roles.pad),
-        types=_padded(types, seq_length, roles.pad),
-        labels=wanted,
-        loss_mask=(wanted >= 0).astype(np.int64),
-        padding_mask=_padded([1] * len(tokens), seq_length, 0),
-        is_random=int(swapped),
-        truncated=int(truncated),
-    )
+    first, second, swapped = _halves(text, lengths, generator) if binary_head else (text, text[:0], False)
+    first, second = _truncated(first, second, target, generator)
+    begin = len(first) + 2  # of the second part
+    size = begin + len(second) + (len(second) > 0)
+    tokens, types, labels, loss_mask, padding_mask = _rows(seq_length, roles.pad, roles.pad, -1, 0, 0)
+    tokens[0], tokens[1 : begin - 1], tokens[begin - 1] = roles.cls, first, roles.sep
+    types[:begin] = 0
+    if len(second):
+        tokens[begin : size - 1], tokens[size - 1] = second, roles.sep
+        types[begin:size] = 1
+    chosen, instead = mask(tokens[:size], vocabulary, generator, prob=mask_prob, limit=mask_prob * target)
+    positions = np.array(chosen, np.int64)
+    labels[positions] = tokens[positions]
+    tokens[positions] = instead
+    loss_mask[positions] = 1
+    padding_mask[:size] = 1
+    return BertSample(tokens, types, labels, loss_mask, padding_mask, int(swapped), int(len(text) > target))
 
 
 def t5_sample(
-    sentences: Sequence[Sequence[int]],
+    text: NDArray[Any],
     target: int,
     seq_length: int,
     decoder_seq_length: int,
@@ -228,135 +240,142 @@ def t5_sample(
     Raises ValueError where the sentinels or the decoder's length do not suffice.
     """
     roles = vocabulary.roles
-    whole = _flat(sentences)
-    tokens = whole[:target]
-    _, _, _, spans = mask(tokens, vocabulary, generator, style="t5", prob=mask_prob, limit=mask_prob * target, most=10)
+    tokens = text[:target].astype(np.int64)
+    positions, starts = _words(tokens, vocabulary)
+    budget = min(mask_prob * target, max(1, round(len(tokens) * mask_prob)))
+    spans = sorted(_spans(starts, budget, _geometric_runs(generator).__next__, generator))
     if len(spans) > len(roles.sentinels):
         raise ValueError(f"--vocab-extra-ids {len(roles.sentinels)}: a sample has {len(spans)} spans; raise it")
-    encoder, decoder = [], []
-    at = 0
-    for sentinel, span in zip(roles.sentinels, spans, strict=False):
-        encoder += [*tokens[at : span[0]], sentinel]
-        decoder += [sentinel, *(tokens[i] for i in span)]
-        at = span[-1] + 1
-    encoder += tokens[at:]
-    if len(decoder) + 1 > decoder_seq_length:
-        raise ValueError(f"--decoder-seq-length {decoder_seq_length}: a sample takes {len(decoder) + 1}; raise it")
-    return T5Sample(
-        text_enc=_padded(encoder, seq_length, roles.pad),
-        text_dec=_padded([roles.bos, *decoder], decoder_seq_length, roles.pad),
-        labels=_padded([*decoder, roles.eos], decoder_seq_length, -1),
-        loss_mask=_padded([1] * (len(decoder) + 1), decoder_seq_length, 0),
-        truncated=int(len(whole) > target),
-    )
+    words, kept, decoder = tokens[positions].tolist(), np.ones(len(tokens), np.bool_), list[int]()
+    for sentinel, (first, last) in zip(roles.sentinels, spans, strict=False):
+        decoder.append(sentinel)
+        decoder += words[first:last]
+        at = positions[first]
+        tokens[at] = sentinel
+        kept[at + 1 : positions[last - 1] + 1] = False
+    encoder, size = tokens[kept], len(decoder) + 1
+    if size > decoder_seq_length:
+        raise ValueError(f"--decoder-seq-length {decoder_seq_length}: a sample takes {size}; raise it")
+    (text_enc,) = _rows(seq_length, roles.pad)
+    text_dec, labels, loss_mask = _rows(decoder_seq_length, roles.pad, -1, 0)
+    text_enc[: len(encoder)] = encoder
+    labels[:size] = [*decoder, roles.eos]
+    text_dec[0], text_dec[1:size] = roles.bos, labels[: size - 1]
+    loss_mask[:size] = 1
+    return T5Sample(text_enc, text_dec, labels, loss_mask, int(len(text) > target))
 
 
-def _halves(sentences: Sequence[Sequence[int]], generator: np.random.RandomState) -> tuple[list[int], list[int], bool]:
+def _halves(
+    text: NDArray[Any], lengths: NDArray[Any], generator: np.random.RandomState
+) -> tuple[NDArray[Any], NDArray[Any], bool]:
     """The sentences in two runs, exchanged half of the time, and whether they were."""
-    pivot = generator.randint(1, len(sentences)) if len(sentences) >= 3 else 1
-    parts = [_flat(sentences[:pivot]), _flat(sentences[pivot:])]
-    swapped = generator.random_sample() < 0.5
-    first, second = reversed(parts) if swapped else parts
-    return first, second, swapped
+    pivot = generator.randint(1, len(lengths)) if len(lengths) >= 3 else 1
+    cut = int(lengths[:pivot].sum())
+    if generator.random_sample() < 0.5:
+        return text[cut:], text[:cut], True
+    return text[:cut], text[cut:], False
 
 
-def _flat(sentences: Sequence[Sequence[int]]) -> list[int]:
-    return [token for sentence in sentences for token in sentence]
-
-
-def _truncate(first: list[int], second: list[int], target: int, generator: np.random.RandomState) -> bool:
-    """Take tokens from either end of the longer part until both have `target` together."""
-    cut = len(first) + len(second) > target
-    while len(first) + len(second) > target:
-        longer = first if len(first) > len(second) else second
-        if generator.random_sample() < 0.5:
-            del longer[0]
+def _truncated(
+    first: NDArray[Any], second: NDArray[Any], target: int, generator: np.random.RandomState
+) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Both parts without as many tokens, taken from either end of the longer one, as they have above `target`."""
+    begin, end, other_begin, other_end = 0, len(first), 0, len(second)
+    for at_begin in (generator.random_sample(max(0, end + other_end - target)) < 0.5).tolist():
+        if end - begin > other_end - other_begin:
+            begin, end = (begin + 1, end) if at_begin else (begin, end - 1)
         else:
-            longer.pop()
-    return cut
+            other_begin, other_end = (other_begin + 1, other_end) if at_begin else (other_begin, other_end - 1)
+    return first[begin:end], second[other_begin:other_end]
 
 
 def mask(
-    tokens: Sequence[int],
-    vocabulary: Vocabulary,
-    generator: np.random.RandomState,
-    *,
-    style: Style,
-    prob: float,
-    limit: float,
-    most: int,
-) -> tuple[list[int], list[int], list[int], list[list[int]]]:
-    """Masked tokens; positions, and what stood there, in order; spans of positions in order.
+    tokens: Ints, vocabulary: Vocabulary, generator: np.random.RandomState, *, prob: float, limit: float
+) -> tuple[list[int], list[int]]:
+    """Which positions of a BERT sample are masked, and what stands there instead.
 
-    Words (a token and those that continue it) are masked in runs of 1 .. `most`, in random order, until `prob` of the
-    tokens, or `limit`, are masked.
+    Words are masked in runs of 1 to 3, in random order, until `prob` of the tokens, or `limit`, are masked.
     """
-    words = _words(tokens, vocabulary)
+    words, starts = _words(tokens, vocabulary)
     budget = min(limit, max(1, round(len(tokens) * prob)))
-    draw = _run_lengths(style, most, generator)
-    masked = list(tokens)
-    covered: set[int] = set()
-    spans: list[list[int]] = []
-    for start in _order(len(words), generator):
-        if len(covered) >= budget:
-            break
-        run = draw()
-        span: list[int] = []
-        while run and not 0 < len(span) <= budget - len(covered):
-            span = [place for word in words[start : start + run] for place in word]
-            run -= 1
-        if len(covered) + len(span) > budget or not covered.isdisjoint(span):
-            continue
-        covered.update(span)
-        spans.append(span)
-        for place in span:
-            masked[place] = _replacement(tokens[place], vocabulary, generator, style)
-    positions = sorted(covered)
-    return masked, positions, [tokens[place] for place in positions], sorted(spans)
+    bounds, draw, of_words = _bounds(), generator.random_sample, words.tolist()
+    positions, instead = list[int](), list[int]()
+    for first, last in _spans(starts, budget, lambda: 1 + bisect_right(bounds, draw()), generator):
+        for position in of_words[first:last]:
+            positions.append(position)
+            # [MASK] in 8 of 10 cases, the token itself in 1, any other in 1.
+            if draw() < 0.8:
+                instead.append(vocabulary.roles.mask)
+            elif draw() < 0.5:
+                instead.append(int(tokens[position]))
+            else:
+                instead.append(vocabulary.ids[generator.randint(0, len(vocabulary.ids))])
+    return positions, instead
 
 
-def _words(tokens: Sequence[int], vocabulary: Vocabulary) -> list[list[int]]:
-    """Places of each word: [CLS] un ##aff a [SEP] -> [1, 2] [3]."""
-    controls = (vocabulary.roles.cls, vocabulary.roles.sep)
-    words: list[list[int]] = []
-    for place, token in enumerate(tokens):
-        if token in controls:
-            continue
-        if words and vocabulary.continues[token]:
-            words[-1].append(place)
-        else:
-            words.append([place])
-    return words
+def _words(tokens: Ints, vocabulary: Vocabulary) -> tuple[Ints, list[int]]:
+    """Places of the tokens of words, and where each word begins among them, with their number at the end.
+
+    [CLS] un ##aff a [SEP] -> [1, 2, 3], [0, 2, 3]
+    """
+    positions = ((tokens != vocabulary.roles.cls) & (tokens != vocabulary.roles.sep)).nonzero()[0]
+    begins = ~vocabulary.continues[tokens[positions]]
+    begins[:1] = True
+    return positions, [*begins.nonzero()[0].tolist(), len(positions)]
 
 
-def _order(count: int, generator: np.random.RandomState) -> list[int]:
-    order = np.arange(count)
+def _spans(
+    starts: list[int], budget: float, draw: Callable[[], int], generator: np.random.RandomState
+) -> Iterator[tuple[int, int]]:
+    """Runs of words, as the first of their tokens and the one after the last, as they are chosen in random order.
+
+    starts: as of `_words`; budget: of tokens. draw: for how many words a run is to have, of which those that are
+    beyond the budget are left out; a run that meets another is left out wholly.
+    """
+    order = np.arange(len(starts) - 1)
     generator.shuffle(order)
-    return order.tolist()
+    ends = starts + starts[-1:] * _MOST
+    covered, count = bytearray(starts[-1]), 0
+    for word in order.tolist():
+        if count + 1 > budget:
+            return  # nothing fits any more; the draws that Megatron-LM still makes decide nothing
+        run = draw()
+        first, last = starts[word], ends[word + run]
+        while run > 1 and last - first > budget - count:
+            run -= 1
+            last = ends[word + run]
+        size = last - first
+        if count + size > budget or covered.find(1, first, last) >= 0:
+            continue
+        covered[first:last] = b"\1" * size
+        count += size
+        yield first, last
 
 
-def _run_lengths(style: Style, most: int, generator: np.random.RandomState) -> Callable[[], int]:
-    """Words of the next run: 1 .. most with weights 1 / n (bert), or geometric with mean 5, cut at `most` (t5)."""
-    if style == "t5":
-        return lambda: min(int(generator.geometric(0.2)), most)
-    weights = 1.0 / np.arange(1, most + 1)
+_MOST = 10
+"""Words of a run, of T5; of BERT 3."""
+_DRAWN = 32
+
+
+def _geometric_runs(generator: np.random.RandomState) -> Iterator[int]:
+    """Words of T5's runs: geometric with mean 5, cut at 10. Many are drawn at once: nothing else is between them."""
+    while True:
+        yield from np.minimum(generator.geometric(0.2, _DRAWN), _MOST).tolist()
+
+
+@cache
+def _bounds() -> list[float]:
+    """Of BERT's runs: 1, 2 or 3 words with weights 1 / n."""
+    weights = 1.0 / np.arange(1, 4)
     weights /= weights.sum()
     bounds = (weights / weights.sum()).cumsum()
     bounds /= bounds[-1]
-    return lambda: 1 + int(bounds.searchsorted(generator.random_sample(), side="right"))
-
-
-def _replacement(token: int, vocabulary: Vocabulary, generator: np.random.RandomState, style: Style) -> int:
-    """[MASK] in 8 of 10 cases, the token itself in 1, any other in 1; T5 takes the span out anyway."""
-    if style == "t5" or generator.random_sample() < 0.8:
-        return vocabulary.roles.mask
-    if generator.random_sample() < 0.5:
-        return token
-    return vocabulary.ids[generator.randint(0, len(vocabulary.ids))]
-
-
-def _padded(values: Sequence[int], length: int, filler: int) -> Ints:
-    assert len(values) <= length
-    found = np.full(length, filler, np.int64)
-    found[: len(values)] = values
+    found: list[float] = bounds.tolist()
     return found
+
+
+def _rows(length: int, *fillers: int) -> Ints:
+    """int64 [fillers, length]."""
+    rows = np.empty((len(fillers), length), np.int64)
+    rows.T[:] = fillers
+    return rows
