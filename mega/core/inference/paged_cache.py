@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from mega.core.ops.kept_keys import KeptKeys
 from mega.core.ops.paged_attention import Integers, PagedAttention
 
 
@@ -15,7 +16,8 @@ class PagedCache:
     """pool: [layers, blocks, block, 2, kv_heads, d]. repeats: query heads of a key/value head. window: a token sees so
     many keys at most.
 
-    rotary: cos and sin of all positions, each [positions, R / 2] or as of `spread`, or None.
+    rotary: cos and sin of all positions, each [positions, R / 2] or as of `spread`, or None. kept: of the same pool;
+    takes the steps that it can.
     """
 
     pool: torch.Tensor
@@ -24,14 +26,18 @@ class PagedCache:
     repeats: int
     window: int | None
     rotary: tuple[torch.Tensor, torch.Tensor] | None
+    kept: KeptKeys | None = None
 
     def __post_init__(self) -> None:
         self._layers = [(pool.flatten(1), pool.view(-1, 2 * pool.shape[3], pool.shape[4])) for pool in self.pool]
         self._slots = torch.empty(0)
         self._pages: Any = None
 
-    def pages(self, counts: Integers, lengths: Integers, tables: Integers) -> Any:
-        """Where the keys of a step's tokens lie."""
+    def pages(self, counts: Integers, lengths: Integers, tables: Integers, sequences: Integers | None = None) -> Any:
+        """Where the keys of a step's tokens lie. sequences: int64 [runs], numbers that no others have had."""
+        kept = self.kept if int(counts.max()) == 1 else None
+        if kept is not None and sequences is not None and kept.follow(sequences, lengths, tables):
+            return kept
         return self.attention.pages(counts, lengths, tables, self.pool[0], self.repeats, self.window)
 
     def begin(self, slots: torch.Tensor, pages: Any) -> None:
@@ -53,4 +59,6 @@ class PagedCache:
     def __call__(self, layer: int, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
         rows, at = self.place(layer)
         rows.index_copy_(0, at, kv)
+        if isinstance(self._pages, KeptKeys):
+            return self._pages.attend(layer - self.first_layer, q, kv)
         return self.attend(layer, q)

@@ -14,6 +14,7 @@ import secrets
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from typing import NamedTuple
 
 import numpy as np
@@ -33,7 +34,7 @@ NEUTRAL = (1.0, 0.0, 1.0, 0.0, 1.0, 0.0)
 @dataclass(eq=False)
 class CachedSequence:
     """Tokens of which the first `computed` are in the cache, or will be by the steps that are made. awaited: tokens
-    after `ids` that steps will choose. prefix: that of the blocks that are registered."""
+    after `ids` that steps will choose. prefix: that of the blocks that are registered. number: no other has had it."""
 
     ids: list[int]
     blocks: list[int]
@@ -41,6 +42,7 @@ class CachedSequence:
     prefix: int = ROOT
     registered: int = 0
     awaited: int = 0
+    number: int = field(default_factory=count().__next__)
 
     @property
     def length(self) -> int:
@@ -301,6 +303,7 @@ class Scheduler:
             counts=np.array([take for _, take, _ in work.sequences], dtype=np.int64),
             lengths=np.array(lengths, dtype=np.int64),
             tables=np.array(tables, dtype=np.int64),
+            sequences=np.array([sequence.number for sequence, _, _ in work.sequences], dtype=np.int64),
             adapters=np.array(work.adapters, dtype=np.int64),
             copies=_pairs(copies),
             wanted=np.array(work.wanted, dtype=np.int64),

@@ -38,6 +38,7 @@ class Step:
     tokens, positions: int64 [n]; a token below 0 is `from_row`. slots: int64 [n], where in the cache a token's key and
     value go: block x size + place.
     counts, lengths: int64 [r], tokens of each run, and of its sequence up to its end. tables: int64 [r, width], blocks.
+    sequences: int64 [r], a number that no other sequence has had.
     adapters: int64 [r], number of the adapter that a run goes by, from 1 on; 0 is none.
     copies: int64 [c, 2], blocks that are copied (from, to) before anything is computed.
     wanted: int64 [m], tokens whose logits are wanted. targets: int64 [m], the id to be scored, or CHOOSE or BEAM. tops:
@@ -53,6 +54,7 @@ class Step:
     counts: Integers
     lengths: Integers
     tables: Integers
+    sequences: Integers
     adapters: Integers
     copies: Integers
     wanted: Integers
@@ -110,6 +112,7 @@ class Step:
                 counts=np.ones(rows, dtype=np.int64),
                 lengths=_padded(self.positions[part] + 1, missing, 1),
                 tables=np.concatenate([tables[part], np.full((missing, tables.shape[1]), SCRATCH)]),
+                sequences=_padded(self.sequences[run][part], missing, -1),
                 adapters=_padded(self.adapters[run][part], missing),
                 wanted=_padded(wanted, rows - len(wanted)),
             )
@@ -128,6 +131,7 @@ def scratch_step(counts: Sequence[int], block: int) -> Step:
         counts=lengths,
         lengths=lengths,
         tables=np.full((runs, -(-int(lengths.max()) // block)), SCRATCH, dtype=np.int64),
+        sequences=rows - 1,
         adapters=rows,
         copies=pairs,
         wanted=lengths.cumsum() - 1,
@@ -144,7 +148,7 @@ def _padded(array: Integers, missing: int, value: int = 0) -> Integers:
     return np.concatenate([array, np.full(missing, value)]) if missing else array
 
 
-_FLAT = {"tokens", "positions", "slots", "counts", "lengths", "adapters", "wanted", "targets", "tops", "seen"}
+_FLAT = {field.name for field in fields(Step)} - {"tables", "copies", "marks", "numbers", "allowed"}
 
 
 def _as_integers(array: NDArray[Any]) -> Integers:

@@ -23,6 +23,7 @@ from mega.core.inference.schedule import Choice
 from mega.core.inference.step import BEAM, CHOOSE, Step
 from mega.core.model.decode import DecodeStep
 from mega.core.model.forward import rotary
+from mega.core.ops.kept_keys import KeptKeys
 from mega.core.ops.paged_attention import INVARIANT, trusted
 from mega.core.ops.rotary import spread
 from mega.core.parallel.collectives import all_gather
@@ -58,6 +59,7 @@ class Worker:
         shape = (len(layers), blocks, block, 2, model.kv_heads // mesh.tp.size, model.head_dim)
         angles = rotary(model, torch.arange(model.positions, device=device), stage.dtype)
         pool, repeats = torch.zeros(shape, dtype=stage.dtype, device=device), model.heads // model.kv_heads
+        keeps = stage.ops.spread and not tile and model.window is None and pool.element_size() >= 4
         self.cache = PagedCache(
             pool,
             layers[0] if layers else 0,
@@ -65,6 +67,7 @@ class Worker:
             repeats,
             model.window,
             angles if angles is None or not stage.ops.spread else spread(*angles),
+            KeptKeys(pool) if keeps else None,
         )
         self._decode = DecodeStep(stage)
         self._graphs: DecodeGraphs | None = None
@@ -126,7 +129,7 @@ class Worker:
         ids, positions, slots, wanted = (sent(array, self.device) for array in arrays)
         if (step.tokens < 0).any():
             ids = known(ids, self._chosen)
-        self.cache.begin(slots, self.cache.pages(step.counts, step.lengths, step.tables))
+        self.cache.begin(slots, self.cache.pages(step.counts, step.lengths, step.tables, step.sequences))
         if self.adapters is not None:
             self.adapters.begin(np.repeat(step.adapters, step.counts))
         return self._decode(ids, positions, wanted, self.cache, *(() if cargo is None else (cargo,)))
