@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mega.core.ops.norm import accurate, layer_norm, rms_norm
+from mega.core.ops.norm import accurate, layer_norm, rms_norm, rms_norm_by
 from tests.support.ranks import random
 
 X, WEIGHT, BIAS = random(7, 64, seed=0) * 3 + 1, random(64, seed=1), random(64, seed=2)
@@ -30,6 +30,14 @@ def test_norms(dtype: str, bound: float) -> None:
     ):
         assert found.dtype == kind
         torch.testing.assert_close(found.double(), by_hand(x.double()), rtol=bound, atol=bound)
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-13), (torch.float32, 2e-6)])
+def test_in_few_operations(dtype: torch.dtype, bound: float) -> None:
+    x = X.to(dtype)
+    found = rms_norm_by(WEIGHT.to(dtype), 1e-5)(x)
+    assert torch.equal(x, X.to(dtype))
+    torch.testing.assert_close(found.double(), rms_norm_by_hand(X.double()), rtol=bound, atol=bound)
 
 
 def test_gradients() -> None:

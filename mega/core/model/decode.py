@@ -14,15 +14,17 @@ from typing import Any, Protocol, cast
 
 import torch
 
-from mega.core.model.block import Attention, Block, FeedForward, Norm, ResidualState
+from mega.core.model.block import Attention, Block, FeedForward, Norm
 from mega.core.model.decoder import DecoderStage, Head
 from mega.core.model.embedding import Embedding
 from mega.core.ops.few_rows import FewRows, NormOf, trusted
 from mega.core.ops.matmuls import Factor
+from mega.core.ops.norm import rms_norm_by
 from mega.core.ops.rotary import rotate
 from mega.core.ops.suite import Ops
 from mega.core.parallel.collectives import all_reduce
 from mega.core.parallel.linear import ColumnLinear, RowLinear
+from mega.core.parallel.vocab import logits
 
 Rotary = tuple[torch.Tensor, torch.Tensor]
 Branch = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
@@ -56,6 +58,7 @@ class DecodeStep:
         assert not stage.region.sequence and stage.with_full_params is None
         assert isinstance(stage.embedding, Embedding | None) and isinstance(stage.head, Head | None)
         self._embedding, self._head, self._ops = stage.embedding, stage.head, stage.ops
+        self._last_norm = None if self._head is None else _norm(self._head.norm)
         few = _tried(stage)
         self._blocks = [_block(cast(Block, block), few) for block in stage.blocks]
 
@@ -77,9 +80,10 @@ class DecodeStep:
             stream = block(stream, rotary, cache)
         x, branch, bias = stream
         x = self._ops.added(x, branch, bias, None)
-        if self._head is None:
+        if self._head is None or self._last_norm is None:
             return x
-        return cast(torch.Tensor, self._head.forward(ResidualState(x.index_select(0, wanted))))
+        normed = self._last_norm(x.index_select(0, wanted))[1]
+        return logits(normed, self._head.weight, self._head.region, self._head.bias)
 
 
 def _tried(stage: DecoderStage) -> FewRows | None:
@@ -156,12 +160,17 @@ def _norm_weight(norm: Norm) -> torch.Tensor:
 
 
 def _norm(norm: Norm) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-    add_norm, weight, bias, eps = norm.ops.add_norm, _norm_weight(norm), norm.bias, norm.eps
+    add_norm, added = norm.ops.add_norm, norm.ops.added
+    weight, bias, eps = _norm_weight(norm), norm.bias, norm.eps
+    few = rms_norm_by(weight, eps) if norm.ops.spread and bias is None and weight.element_size() >= 4 else None
 
     def run(
         x: torch.Tensor, branch: torch.Tensor | None = None, branch_bias: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        return add_norm(x, branch, branch_bias, None, weight, bias, eps)
+        if few is None or x.dtype != weight.dtype:
+            return add_norm(x, branch, branch_bias, None, weight, bias, eps)
+        x = added(x, branch, branch_bias, None)
+        return x, few(x)
 
     return run
 
@@ -209,7 +218,7 @@ def _attention(
             few.place(fused, rotary, *cache.place(layer), heads)
             return cache.attend(layer, fused[:, :heads])
         if q_norm is None and ops.spread:
-            fused = fused.view(len(fused), heads + 2 * kv_heads, -1)
+            fused = fused.view(fused.shape[0], heads + 2 * kv_heads, -1)
             if rotary is not None:
                 rotate(fused.narrow(1, 0, heads + kv_heads), *rotary)
             return cache(layer, *fused.split_with_sizes([heads, 2 * kv_heads], 1))

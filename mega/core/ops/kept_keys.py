@@ -68,5 +68,5 @@ class KeptKeys:
         (tokens, _, d), (columns, k, v) = q.shape, self._layers[layer]
         columns.scatter_(-1, self._column, kv.reshape(tokens, 2, -1, 1).transpose(0, 1))
         # The query heads of a key/value head are rows of one matrix, so keys are read once for all of them.
-        scores = torch.baddbmm(self._bias, q.reshape(len(k), -1, d), k, alpha=d**-0.5)
+        scores = torch.baddbmm(self._bias, q.reshape(k.shape[0], -1, d), k, alpha=d**-0.5)
         return torch.bmm(scores.softmax(-1), v.transpose(1, 2)).view(tokens, -1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Callable
 
 import torch
 from torch.nn import functional as F
@@ -28,27 +28,11 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return (wide * scale).to(weight.dtype) * weight
 
 
-def added_norm(
-    x: torch.Tensor,
-    branch: torch.Tensor | None,
-    branch_bias: torch.Tensor | None,
-    drop: Dropout | None,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    eps: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`add_norm` without a gradient: RMSNorm in few operations where all is in one dtype of at least 32 bits."""
-    if bias is not None or x.dtype != weight.dtype or x.element_size() < 4:
-        return add_norm(x, branch, branch_bias, drop, weight, bias, eps)
-    x = added(x, branch, branch_bias, drop)
-    h = x.shape[-1]
-    length = torch.linalg.vector_norm(x, dim=-1, keepdim=True).hypot_(_constant((h * eps) ** 0.5, x.dtype, x.device))
-    return x, torch.addcdiv(_constant(0.0, x.dtype, x.device), weight, length, value=h**0.5).mul_(x)
-
-
-@cache
-def _constant(value: float, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    return torch.full((), value, dtype=dtype, device=device)
+def rms_norm_by(weight: torch.Tensor, eps: float) -> Callable[[torch.Tensor], torch.Tensor]:
+    """`rms_norm` of x in the weight's dtype of at least 32 bits, without a gradient, in few operations."""
+    root = weight.shape[-1] ** 0.5
+    least, scaled = weight.new_tensor(root * eps**0.5), weight * root
+    return lambda x: (x * scaled).div_(torch.linalg.vector_norm(x, dim=-1, keepdim=True).hypot_(least))
 
 
 def added(

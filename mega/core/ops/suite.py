@@ -43,8 +43,8 @@ class Ops:
 
     adamw: the optimizer's whole pass on the device, or None for the rule's own steps. name: what `mega doctor` shows.
     few_rows: kernels for a model that only answers, on CUDA. spread: for few rows on a host: cos and sin of a cache are
-    as of `rotary.spread`, and branches are added by their last product. row_shards: ranks over which a row is cut:
-    `attention` takes our columns of q, k, v and the mask of the whole rows.
+    as of `rotary.spread`, branches are added by their last product, norms are of `norm.rms_norm_by`. row_shards: ranks
+    over which a row is cut: `attention` takes our columns of q, k, v and the mask of the whole rows.
     """
 
     name: str = "reference"
@@ -161,7 +161,7 @@ def forward_only(ops: Ops, *, fp8_weights: bool = False) -> Ops:
         return replace(ops, matmuls=Fp8Weights(ops.matmuls, **fast))
     if ops.name != "torch" or ops.reason != CPU:
         return ops
-    return replace(ops, add_norm=norm.added_norm, spread=True)
+    return replace(ops, spread=True)
 
 
 def _chosen(device: torch.device, dtype: torch.dtype, reference: bool, shapes: bool) -> Ops:
