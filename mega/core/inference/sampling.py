@@ -74,6 +74,13 @@ def penalised(logits: torch.Tensor, seen: torch.Tensor, penalty: torch.Tensor) -
     return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
 
 
+def likeliest(logits: torch.Tensor) -> torch.Tensor:
+    """Of each row of [m, vocab] the first id of the largest, [m]."""
+    if logits.is_cpu:  # numpy's takes a fifth of the time of torch's
+        return torch.from_numpy(logits.numpy().argmax(-1))
+    return logits.max(-1).indices
+
+
 def draw(found: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     """Ids [m] from probabilities [m, vocab], by float64 numbers in [0, 1) [m, 1]: an id whose share of the whole begins
     at or before the number and ends after it."""

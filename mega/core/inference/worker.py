@@ -18,7 +18,7 @@ from mega.core.device import HostArray, sent
 from mega.core.inference.adapters import AdapterChoice
 from mega.core.inference.graphs import DecodeGraphs, known
 from mega.core.inference.paged_cache import PagedCache
-from mega.core.inference.sampling import Filters, draw, penalised
+from mega.core.inference.sampling import Filters, draw, likeliest, penalised
 from mega.core.inference.schedule import Choice
 from mega.core.inference.step import BEAM, CHOOSE, Step
 from mega.core.model.decode import DecodeStep
@@ -184,11 +184,11 @@ class Worker:
         if allowed is not None:
             logits = logits.masked_fill(~allowed, -torch.inf)
         if not drawn.any():
-            ids = logits.max(-1).indices
+            ids = likeliest(logits)
         else:
             ids = draw(_filters(step.numbers, self.device)(logits), sent(uniform.copy(), self.device))
             if not drawn.all():
-                ids = torch.where(sent(drawn, self.device), ids, logits.max(-1).indices)
+                ids = torch.where(sent(drawn, self.device), ids, likeliest(logits))
         if penalties:
             assert self._seen is not None
             there = sent(np.flatnonzero(step.seen >= 0), self.device)
