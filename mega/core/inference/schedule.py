@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from mega.core.inference.beam import BeamSearch
 from mega.core.inference.cache import ROOT, Blocks
-from mega.core.inference.request import Event, Finish, Limits, Request, RequestError, Top
+from mega.core.inference.request import Allowed, Event, Finish, Limits, Request, RequestError, Top
 from mega.core.inference.sampling import top_p_after, uniform
 from mega.core.inference.step import BEAM, CHOOSE, NUMBERS, Step, from_row
 from mega.core.ops.paged_attention import Integers
@@ -50,7 +50,7 @@ class CachedSequence:
 
     @property
     def pending(self) -> int:
-        return self.length - self.computed
+        return len(self.ids) + self.awaited - self.computed
 
 
 @dataclass(eq=False)
@@ -139,7 +139,7 @@ class Scheduler:
         if request.tokens or (request.prompt_logprobs and len(request.prompt) > 1):
             self._waiting.append(answer)
         else:  # nothing to compute: before its first token a prompt has no scores
-            self._ended.append(self._event(answer, "length", first=True))
+            self._ended.append(self._first_event(answer, "length"))
         return answer.number
 
     def _check(self, request: Request) -> None:
@@ -195,9 +195,10 @@ class Scheduler:
             if answer.asked == answer.request.tokens > 0:
                 continue
             for sequence in answer.sequences:
-                if sequence.pending > 1:
+                pending = sequence.pending
+                if pending > 1:
                     late.append((answer, sequence))
-                elif sequence.pending:
+                elif pending:
                     self._schedule(work, answer, sequence, 1)
         prompts, left = [], self.chunk
         while left > 0 and (late or self._admit(late, marks)):
@@ -273,7 +274,7 @@ class Scheduler:
                 work.rows.append(WantedRow(answer, request.prompt[at + 1]))
         if end == sequence.length and request.tokens:
             try:
-                allowed = self._allowed_after(request, sequence.ids)
+                allowed = None if request.allowed is None else self._allowed_after(request.allowed, sequence.ids)
                 work.wanted.append(work.tokens + take - 1)
                 target = CHOOSE if answer.search is None else BEAM
                 work.rows.append(WantedRow(answer, target, allowed, answer.asked))
@@ -288,11 +289,12 @@ class Scheduler:
     def _step(self, work: _Work, copies: Sequence[tuple[int, int]], marks: Sequence[tuple[int, int]]) -> Step:
         size, tokens, positions, stored = self.blocks.size, list[int](), list[int](), list[int]()
         for sequence, take, row in work.sequences:
-            run = range(sequence.computed, sequence.computed + take)
-            tokens += sequence.ids[run.start : run.stop] or [from_row(row)]
-            positions += run
-            stored += [sequence.blocks[at // size] * size + at % size for at in run]
-            sequence.computed = run.stop
+            first, blocks = sequence.computed, sequence.blocks
+            end = sequence.computed = first + take
+            tokens += sequence.ids[first:end] or [from_row(row)]
+            for at in range(first, end):
+                positions.append(at)
+                stored.append(blocks[at // size] * size + at % size)
         lengths = [sequence.computed for sequence, _, _ in work.sequences]
         width = -(-max(lengths) // size)
         tables = [sequence.blocks[:width] + [0] * (width - len(sequence.blocks)) for sequence, _, _ in work.sequences]
@@ -315,9 +317,9 @@ class Scheduler:
             allowed=_masks(work.rows, self.limits.vocab),
         )
 
-    def _allowed_after(self, request: Request, ids: Sequence[int]) -> NDArray[np.bool_] | None:
+    def _allowed_after(self, function: Allowed, ids: Sequence[int]) -> NDArray[np.bool_] | None:
         """bool [vocab]: what may follow; None: anything. Errors: those of the request's function; ValueError."""
-        found = None if request.allowed is None else request.allowed(ids)
+        found = function(ids)
         if found is None:
             return None
         mask = np.zeros(self.limits.vocab, dtype=np.bool_)
@@ -372,29 +374,25 @@ class Scheduler:
             finish = "stop"
         elif answer.new == request.tokens:
             finish = "length"
-        asked = request.logprobs is not None
-        event = self._event(
-            answer,
-            finish,
-            first=answer.new == 1,
-            token=choice.token,
-            logprob=choice.logprob if asked else None,
-            top=choice.top if asked else (),
-        )
+        token, logprob, top = choice if request.logprobs is not None else (choice.token, None, ())
+        if answer.new == 1:
+            event = self._first_event(answer, finish, token=token, logprob=logprob, top=top)
+        else:
+            event = Event(answer.number, token, logprob, top, finish=finish)
         if finish is not None:
             self._register(sequence, sequence.computed)
             self._end(answer)
         return event
 
     def _finished(self, answer: InFlight, finish: Finish) -> Event:
-        event = self._event(answer, finish, first=True)
+        event = self._first_event(answer, finish)
         self._end(answer)
         return event
 
-    def _event(self, answer: InFlight, finish: Finish | None, *, first: bool, **what: object) -> Event:
-        """An event; the first one of a request has what was asked about its prompt."""
+    def _first_event(self, answer: InFlight, finish: Finish | None, **what: object) -> Event:
+        """The first event of a request, with what was asked about its prompt."""
         request = answer.request
-        if first and request.prompt_logprobs:
+        if request.prompt_logprobs:
             what["prompt_logprobs"] = tuple(answer.prompt_logprobs)
             what["prompt_top"] = tuple(answer.prompt_top) if request.logprobs else None
         return Event(request=answer.number, finish=finish, **what)  # type: ignore[arg-type]
@@ -407,7 +405,7 @@ class Scheduler:
             return []
         beams = answer.search.result()
         stopped = bool(beams) and beams[0].ids[-1] in answer.request.stop_ids
-        event = self._event(answer, "stop" if stopped else "length", first=True, beams=beams)
+        event = self._first_event(answer, "stop" if stopped else "length", beams=beams)
         self._end(answer)
         return [event]
 
