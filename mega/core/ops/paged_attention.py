@@ -22,13 +22,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch.nn import functional as F
-from torch.nn.attention.bias import causal_lower_right
 
 from mega.core.device import sent
 from mega.core.ops.norm import accurate
@@ -174,12 +174,17 @@ def _causal(
         count, length, batch = int(counts[first]), int(lengths[first]), end - first
         width = -(-length // block)
         rows = sent(tables[first:end, :width].reshape(-1), pool.device)
-        bias = None if count == length else causal_lower_right(count, length)
+        bias = None if count == length else _lower_right(count, length)
         tokens = slice(start, start + batch * count)
         held = pool.new_empty(batch * width, pool[0].numel())
         k, v = held.view(batch, width * block, *shape)[:, :length].transpose(1, 3).unbind(2)
         yield CausalRuns(tokens, batch, rows, held, k, v, bias)
         start = tokens.stop
+
+
+def _lower_right(count: int, length: int) -> Any:
+    """Causal, the last query with the last key. Its module imports torch's compiler, which takes as long as torch."""
+    return import_module("torch.nn.attention.bias").causal_lower_right(count, length)
 
 
 def _same(counts: Sequence[int], lengths: Sequence[int]) -> Iterator[tuple[int, int]]:
