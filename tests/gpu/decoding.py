@@ -146,6 +146,19 @@ def factors(name: str, narrow: bool, copies: int | None = None) -> list[Factor]:
     return made
 
 
+def played(graph: Recording, times: int) -> list[float]:
+    """Milliseconds of each play."""
+    found = []
+    for _ in range(times):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.play()
+        end.record()
+        torch.cuda.synchronize()
+        found.append(begin.elapsed_time(end))
+    return found
+
+
 def microseconds(one: Product, several: list[Factor]) -> float:
     """Of one product, the best of some plays."""
 
@@ -156,15 +169,7 @@ def microseconds(one: Product, several: list[Factor]) -> float:
     work()
     torch.cuda.synchronize()
     graph = Recording(work)
-    found = []
-    for _ in range(4):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        graph.play()
-        end.record()
-        torch.cuda.synchronize()
-        found.append(begin.elapsed_time(end))
-    return 1e3 * min(found) / LAUNCHES
+    return 1e3 * min(played(graph, 4)) / LAUNCHES
 
 
 def error(one: Product, factor: Factor) -> float:
@@ -270,14 +275,7 @@ def step_time(stage: Any, decode: DecodeStep, rows: int, length: int) -> tuple[f
     work()
     torch.cuda.synchronize()
     graph = Recording(work)
-    found = []
-    for _ in range(12):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        graph.play()
-        end.record()
-        torch.cuda.synchronize()
-        found.append(begin.elapsed_time(end))
+    found = played(graph, 12)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         graph.play()
         torch.cuda.synchronize()

@@ -354,7 +354,7 @@ class Scheduler:
         return events
 
     def drop(self) -> bool:
-        """Whether nobody waits for the results of the last step that was made; they are not to be taken then."""
+        """Whether no request waits for the results of the last step that was made; they are not to be taken then."""
         if any(not row.answer.ended for row in self._rows[-1]) or self._running:
             return False
         self._rows.pop()

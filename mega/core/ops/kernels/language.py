@@ -51,7 +51,7 @@ these, which come last."""
 
 
 def _kinds(*args: Any) -> list[Any] | None:
-    """What Triton compiles a kernel anew for, on CUDA; None where it is left to Triton to say.
+    """What Triton compiles a kernel once for each of, on CUDA; None where it is left to Triton to say.
 
     >>> _kinds(torch.empty(4), None, 0.5, 1, 2, 32), _kinds(-1), _kinds((1, 2))
     ([torch.float32, None, 'float', '1', 'int', '16'], None, None)
