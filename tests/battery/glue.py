@@ -1,17 +1,25 @@
 """MNLI and QQP by a BERT that was pretrained here on novels, against the majority class and against its untrained twin.
 
     python tests/battery/glue.py --novels novels.jsonl.gz --qqp train.tsv [--mnli train.tsv] [--small] [--work DIR] ...
-    python tests/battery/glue.py --bert RUN --shape "--model bert-110m --seq-length 128" --vocab-file vocab.txt ...
+    python tests/battery/glue.py --bert RUN --shape "--model bert-110m --seq-length 128" --vocab-file vocab.txt \\
+        --qqp train.tsv ...
 
 BERT             tokenizer, sentences and pretraining; resumed where it was killed
-TASK SEED bert   finetuned from it, judged; the same accuracy through transformers after export
+TASK try K       the K-th recipe of finetuning (each --tune is one), trained on a part of the training rows and judged
+                 by their rest; with one recipe there is nothing to try
+TASK SEED bert   finetuned from it by the recipe that did best, judged; the same answers by transformers after export
 TASK SEED new    its twin: the same line without the weights
 TASK statement   over seeds and items: the accuracy less the majority class's in standard errors (must be 3), and less
                  the twin's (must be 3 on QQP, reported on MNLI); McNemar's test of each pair of twins
 
 Tables are cut 80/20 by a hash of the pair. What a command made is kept under --work and not made again. Other words are
 those of every battery. The default sizes take about 12 minutes of one large GPU; --small is for a CPU. --bert: a run
-that was pretrained before, as by novels.py; its sizes are typed again for the twin.
+that was pretrained before, as by novels.py, so there is no item BERT; --shape has its sizes, typed again for the twin,
+and --seq-length, by which both are finetuned. Several processes may share --work and --out, each with its own items;
+those of a task begin when all its recipes have been tried.
+
+MNLI has up to three hypotheses a premise, each with another label: a model that knows the premises of training by heart
+is worse than chance, so its recipes are short.
 """
 
 from __future__ import annotations
@@ -38,17 +46,23 @@ Rows = list[dict[str, Any]]
 
 @dataclass(frozen=True)
 class Size:
-    """Flags of each command. rows: of a table, None: all. exported: seeds whose model is opened by transformers. twins:
-    whether so much pretraining must show on QQP."""
+    """Flags of each command. tunes: recipes of finetuning. rows: of a table, None: all. exported: seeds whose model is
+    opened by transformers. twins: whether so much pretraining must show on QQP."""
 
     vocab: int
     shape: str
     machine: str
     pretrain: str
-    tune: str
+    tunes: tuple[str, ...]
     rows: int | None
     exported: tuple[int, ...]
     twins: bool
+
+    @property
+    def length(self) -> int:
+        """Tokens of a pair. Errors: ValueError where `shape` does not say it."""
+        words = self.shape.split()
+        return int(words[words.index("--seq-length") + 1])
 
 
 LARGE = Size(
@@ -56,7 +70,10 @@ LARGE = Size(
     shape="--family bert --layers 12 --hidden 512 --heads 8 --seq-length 128",
     machine="--dtype bf16 --device cuda",
     pretrain="--micro-batch 512 --global-batch 512 --steps 4000 --lr 6e-4 --lr-decay linear --lr-warmup-fraction 0.05",
-    tune="--micro-batch 32 --global-batch 32 --epochs 4 --lr 1e-4 --lr-warmup-fraction 0.1",
+    tunes=tuple(
+        f"--micro-batch 32 --global-batch 32 --epochs {epochs} --lr {rate} --lr-warmup-fraction 0.1"
+        for epochs, rate in ((1, "1e-4"), (2, "3e-5"), (2, "1e-4"), (3, "5e-5"), (4, "1e-4"))
+    ),
     rows=None,
     exported=SEEDS,
     twins=True,
@@ -66,7 +83,7 @@ SMALL = Size(
     shape="--family bert --layers 2 --hidden 64 --heads 2 --seq-length 48",
     machine="--device cpu",
     pretrain="--micro-batch 64 --global-batch 64 --steps 400 --lr 3e-3 --lr-decay linear --lr-warmup-fraction 0.05",
-    tune="--micro-batch 32 --global-batch 32 --epochs 2 --lr 1e-3 --lr-warmup-fraction 0.1",
+    tunes=("--micro-batch 32 --global-batch 32 --epochs 2 --lr 1e-3 --lr-warmup-fraction 0.1",),
     rows=5000,
     exported=SEEDS[:1],
     twins=False,
@@ -75,8 +92,10 @@ SMALL = Size(
 
 @dataclass(frozen=True)
 class Proof:
+    """novels: what `bert` is pretrained on; None where it was before, with the vocabulary `vocab`."""
+
     work: Path
-    novels: Path
+    novels: Path | None
     tables: dict[str, Path]
     size: Size
     bert: Path
@@ -95,34 +114,57 @@ class Proof:
 
     def pretrained(self) -> dict[str, Any]:
         size, work = self.size, self.work
+        assert self.novels is not None
         work.mkdir(parents=True, exist_ok=True)
         vocabulary = f"train-tokenizer --kind wordpiece --vocab-size {size.vocab}"
         self.mega(vocabulary, "--input", self.novels, "--output-dir", work / "wordpiece")
         sentences = ["--input", self.novels, "--output-prefix", work / "novels", *self.tokenizer]
         self.mega("preprocess --split-sentences --sentence-splitter sentencex", *sentences)
-        data = ["--data-path", work / "novels_text_sentence", *self.tokenizer, "--save", work / "bert"]
+        data = ["--data-path", work / "novels_text_sentence", *self.tokenizer, "--save", self.bert]
         rest = "--eval-iters 0 --save-interval 200 --keep-last 2 --resume auto --seed 1"
         self.mega(f"pretrain {size.shape} {size.machine} {size.pretrain} {rest}", *data)
-        rows = [json.loads(line) for line in (work / "bert" / "metrics.jsonl").read_text().splitlines()]
+        rows = [json.loads(line) for line in (self.bert / "metrics.jsonl").read_text().splitlines()]
         first, *_, last = [row for row in rows if "lm" in row]
         return {"steps": last["step"], "lm first": first["lm"], "lm last": last["lm"], "pair last": last.get("pair")}
 
-    def finetuned(self, task: str, seed: int, start: str) -> dict[str, Any]:
-        """Trained and judged; its accuracy here and, of some seeds, through transformers."""
-        size, work = self.size, self.work / task
-        train, dev = split_pairs(task, self.tables[task], work, size.rows)
-        place = work / f"{start}-{seed}"
-        score = Path(f"{place}.json")
+    def tried(self, task: str, number: int) -> dict[str, Any]:
+        """The accuracy of a recipe on training rows that it was not given."""
+        train, _ = self.parts(task)
+        inner = split_pairs(task, train, self.work / task / "inner", byte=1)
+        place = self.work / task / f"try-{number}"
+        accuracy = self.scored(task, self.size.tunes[number], 0, "bert", inner, place)
+        return {"recipe": self.size.tunes[number], "accuracy": accuracy}
+
+    def recipe(self, task: str) -> str:
+        """The one of the best accuracy. Errors: FileNotFoundError where one has not been tried."""
+        tunes, folder = self.size.tunes, self.work / task
+        if len(tunes) == 1:
+            return tunes[0]
+        return tunes[max(range(len(tunes)), key=lambda number: accuracy_in(folder / f"try-{number}.json"))]
+
+    def parts(self, task: str) -> tuple[Path, Path]:
+        return split_pairs(task, self.tables[task], self.work / task, self.size.rows)
+
+    def scored(self, task: str, tune: str, seed: int, start: str, parts: tuple[Path, Path], place: Path) -> float:
+        """Finetuned on the first part and judged by the second in fp32, once; the accuracy."""
+        size, (train, dev), score = self.size, parts, Path(f"{place}.json")
         if not score.exists():
             begin = ["--load", self.bert] if start == "bert" else [*size.shape.split(), *self.tokenizer]
-            length = size.shape.split()[-2:]
-            sets = ["--train-data", train, "--valid-data", dev, "--save", place, *begin, *length]
-            tune = f"finetune --task {task} {size.tune} {size.machine} --seed {seed} --save-interval 100000"
-            self.mega(f"{tune} --eval-iters 0 --keep-last 1 --resume auto", *sets)
-            self.mega(f"eval --task {task} {size.machine}", "--load", place, "--valid-data", dev, "--json", score)
+            sets = ["--train-data", train, "--valid-data", dev, "--save", place, *begin, "--seq-length", size.length]
+            line = f"finetune --task {task} {tune} {size.machine} --seed {seed} --save-interval 100000 --no-save-optim"
+            self.mega(f"{line} --eval-iters 0 --keep-last 1", *sets)
+            judge = f"eval --task {task} {size.machine.replace('bf16', 'fp32')}"
+            self.mega(judge, "--load", place, "--valid-data", dev, "--json", score)
+        return accuracy_in(score)
+
+    def finetuned(self, task: str, seed: int, start: str) -> dict[str, Any]:
+        """Trained and judged; its accuracy here and, of some seeds, through transformers."""
+        size, (train, dev), place = self.size, self.parts(task), self.work / task / f"{start}-{seed}"
+        tune = self.recipe(task)
+        self.scored(task, tune, seed, start, (train, dev), place)
         rows = self.predictions(task, seed, start)
         right = sum(row["answer"] == row["label"] for row in rows)
-        found = {"correct": right, "total": len(rows), "accuracy": right / len(rows)}
+        found = {"correct": right, "total": len(rows), "accuracy": right / len(rows), "recipe": tune}
         if seed not in size.exported:
             return found
         theirs = self.by_transformers(task, place, dev)
@@ -147,18 +189,25 @@ class Proof:
         device = "cuda" if "cuda" in self.size.machine else "cpu"
         model: Any = MegatronBertForSequenceClassification.from_pretrained(folder)
         model.to(device).eval()
-        tokenizer, most = AutoTokenizer.from_pretrained(folder), int(self.size.shape.split()[-1])
-        found = []
+        tokenizer, most = AutoTokenizer.from_pretrained(folder), self.size.length
+        rows = []
         for line in lines(dev)[1:]:
             first, second = (
                 tokenizer(line.split("\t")[at], add_special_tokens=False)["input_ids"] for at in COLUMNS[task]
             )
             ids = [tokenizer.cls_token_id, *first, tokenizer.sep_token_id, *second][: most - 1]
             ids.append(tokenizer.sep_token_id)
-            types = [int(at >= min(len(first) + 2, len(ids))) for at in range(len(ids))]
+            rows.append((ids, [int(at >= min(len(first) + 2, len(ids))) for at in range(len(ids))]))
+        found: list[int] = []
+        for begin in range(0, len(rows), 64):
+            some = rows[begin : begin + 64]
+            given = torch.zeros(3, len(some), max(len(ids) for ids, _ in some), dtype=torch.long)
+            for at, (ids, types) in enumerate(some):
+                given[:, at, : len(ids)] = torch.tensor([ids, types, [1] * len(ids)])
+            names = ("input_ids", "token_type_ids", "attention_mask")
             with torch.no_grad():
-                given = torch.tensor([ids], device=device), torch.tensor([types], device=device)
-                found.append(int(model(input_ids=given[0], token_type_ids=given[1]).logits.argmax()))
+                answers = model(**dict(zip(names, given.to(device), strict=True))).logits.argmax(-1)
+            found += answers.tolist()
         return found
 
     def statement(self, task: str) -> dict[str, Any]:
@@ -191,6 +240,12 @@ class Proof:
         return found
 
 
+def accuracy_in(score: Path) -> float:
+    """Of what `mega eval --json` wrote."""
+    figures = json.loads(score.read_text())["figures"]
+    return float(next(figure["value"] for figure in figures if "accuracy" in figure["name"]))
+
+
 def excess(ours: list[list[float]], theirs: list[list[float]]) -> dict[str, float]:
     """Mean difference over seeds and items, its standard error, and how many of these it is.
 
@@ -220,8 +275,11 @@ def mcnemar(ours: list[float], theirs: list[float]) -> float:
 
 
 def items(proof: Proof) -> list[Item]:
-    found: list[Item] = [("BERT", proof.pretrained)] if proof.bert == proof.work / "bert" else []
+    found: list[Item] = [] if proof.novels is None else [("BERT", proof.pretrained)]
     for task in proof.tables:
+        if len(proof.size.tunes) > 1:
+            tries = range(len(proof.size.tunes))
+            found += [(f"{task} try {number}", functools.partial(proof.tried, task, number)) for number in tries]
         for seed in SEEDS:
             for start in ("bert", "new"):
                 found.append((f"{task} {seed} {start}", functools.partial(proof.finetuned, task, seed, start)))
@@ -239,18 +297,23 @@ def main() -> None:
     parser.add_argument("--bert", type=Path)
     parser.add_argument("--vocab-file", type=Path)
     parser.add_argument("--shape")
-    parser.add_argument("--tune")
+    parser.add_argument("--tune", action="append")
     asked, rest = parser.parse_known_args()
-    if (asked.bert is None) == (asked.novels is None) or (asked.bert is None) != (asked.vocab_file is None):
-        parser.error("either --novels, or --bert with --vocab-file")
+    pretrained = (asked.bert, asked.shape, asked.vocab_file)
+    if (asked.bert is None) == (asked.novels is None) or (asked.bert is not None and None in pretrained):
+        parser.error("either --novels, or --bert with --shape and --vocab-file")
+    if asked.shape is not None and "--seq-length" not in asked.shape.split():
+        parser.error(f"--shape {asked.shape!r}: must have a --seq-length")
     name = "glue-small" if asked.small else "glue"
     tables = {task: path.resolve() for task in ("qqp", "mnli") if (path := getattr(asked, task)) is not None}
     work = (asked.work or ROWS / name).resolve()
     size = SMALL if asked.small else LARGE
-    size = replace(size, shape=asked.shape or size.shape, tune=asked.tune or size.tune)
-    bert, vocab = asked.bert or work / "bert", asked.vocab_file or work / "wordpiece" / "vocab.txt"
-    novels = (asked.novels or Path()).resolve()
-    run(name, items(Proof(work, novels, tables, size, bert.resolve(), vocab.resolve())), rest)
+    size = replace(size, shape=asked.shape or size.shape, tunes=tuple(asked.tune or size.tunes))
+    if asked.novels is None:
+        novels, bert, vocab = None, asked.bert.resolve(), asked.vocab_file.resolve()
+    else:
+        novels, bert, vocab = asked.novels.resolve(), work / "bert", work / "wordpiece" / "vocab.txt"
+    run(name, items(Proof(work, novels, tables, size, bert, vocab)), rest)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@
         [--wikitext wiki.valid.tokens] [--mnli train.tsv] [--qqp train.tsv] [--small]
 
 Every step is one `mega` line, printed before it runs, and it is what a user would type. By default sizes are those of
-one large GPU for about a quarter of an hour; with --small those of one CPU core for half a minute. What is not given is
+one large GPU for about ten minutes; with --small those of one CPU core for half a minute. What is not given is
 left out. Interrupted, the same line resumes: token files, checkpoints and scores are kept where they were made.
 
 tasks: MNLI's and QQP's tables are cut in two by a hash of the pair. Conversations are made of Shakespeare's dialogue:
@@ -49,14 +49,14 @@ DATA = (
 )
 TRAINING = (
     (
-        "A GPT",
-        f"pretrain {{gpt}} {{machine}} --lr {{gpt_lr}} --lr-decay cosine --lr-warmup-fraction 0.05 --data-path"
-        f" {{out}}/novels_text_document {GPT2} --save {{out}}/gpt --save-interval {{save}} {ONE}",
-    ),
-    (
         "A BERT",
         f"pretrain --family bert {{bert}} {{machine}} --lr {{bert_lr}} --lr-decay linear --lr-warmup-fraction 0.05"
         f" --data-path {{out}}/sentences_text_sentence {WORDPIECE} --save {{out}}/bert --save-interval {{save}} {ONE}",
+    ),
+    (
+        "A GPT",
+        f"pretrain {{gpt}} {{machine}} --lr {{gpt_lr}} --lr-decay cosine --lr-warmup-fraction 0.05 --data-path"
+        f" {{out}}/novels_text_document {GPT2} --save {{out}}/gpt --save-interval {{save}} {ONE}",
     ),
 )
 PERPLEXITY = "eval --task ppl --load {{out}}/{0} --valid-data {{held_out}} {{machine}} --json {{out}}/ppl-{0}.json"
@@ -128,9 +128,9 @@ LARGE = Size(
         "vocab": "16384",
         "machine": "--dtype bf16 --device cuda",
         "device": "cuda",
-        "gpt": "--layers 12 --hidden 768 --heads 12 --seq-length 1024 --micro-batch 16 --global-batch 32 --steps 2500",
+        "gpt": "--layers 12 --hidden 768 --heads 12 --seq-length 1024 --micro-batch 32 --global-batch 32 --steps 1000",
         "gpt_lr": "6e-4",
-        "bert": "--layers 12 --hidden 512 --heads 8 --seq-length 128 --micro-batch 256 --global-batch 256 --steps 6000",
+        "bert": "--layers 12 --hidden 512 --heads 8 --seq-length 128 --micro-batch 256 --global-batch 256 --steps 3000",
         "bert_lr": "5e-4",
         "save": "500",
         "stride": "32",

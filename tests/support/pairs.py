@@ -11,11 +11,11 @@ COLUMNS = {"mnli": (8, 9), "qqp": (3, 4)}
 JUDGED_OF_TEN = 2
 
 
-def judged(task: str, line: str) -> bool:
-    """Whether a row is of the fifth that is judged: a function of its two texts alone."""
+def judged(task: str, line: str, byte: int = 0) -> bool:
+    """Whether a row is of the fifth that is judged: a function of its two texts alone. byte: of their hash."""
     columns = line.split("\t")
     texts = "\t".join(columns[at] for at in COLUMNS[task] if at < len(columns))
-    return hashlib.sha256(texts.encode()).digest()[0] % 10 < JUDGED_OF_TEN
+    return hashlib.sha256(texts.encode()).digest()[byte] % 10 < JUDGED_OF_TEN
 
 
 def lines(table: Path) -> list[str]:
@@ -23,12 +23,17 @@ def lines(table: Path) -> list[str]:
     return [line for line in table.read_text(encoding="utf-8").split("\n") if line]
 
 
-def split_pairs(task: str, table: Path, folder: Path, limit: int | None = None) -> tuple[Path, Path]:
-    """train.tsv and dev.tsv of a table, each under its header line. limit: take so many rows only."""
+def split_pairs(task: str, table: Path, folder: Path, limit: int | None = None, byte: int = 0) -> tuple[Path, Path]:
+    """train.tsv and dev.tsv of a table, each under its header line. limit: take so many rows only. byte: `judged`'s.
+
+    A part that is there as it should be stays untouched: other processes may read it.
+    """
     header, *rows = lines(table)
     folder.mkdir(parents=True, exist_ok=True)
     parts = folder / "train.tsv", folder / "dev.tsv"
     for path, wanted in zip(parts, (False, True), strict=True):
-        chosen = [row for row in rows[:limit] if judged(task, row) == wanted]
-        path.write_text("\n".join([header, *chosen]) + "\n", encoding="utf-8")
+        chosen = [row for row in rows[:limit] if judged(task, row, byte) == wanted]
+        text = "\n".join([header, *chosen]) + "\n"
+        if not path.exists() or path.read_bytes() != text.encode():
+            path.write_text(text, encoding="utf-8")
     return parts
