@@ -121,10 +121,13 @@ class Training:
             if self.stop.requested or (interval and progress.step % interval == 0):
                 break
         self._read(pending)
+        if self.stop.requested:
+            self.stop.settle()
         if self.saver is not None:
             self._foresee(f"saving step {progress.step}", ending=True)
             self._save_last(self.saver)
         if self.stop.requested:
+            self.stop.settle()  # of a signal that reached this rank after another one, while it saved
             self.report(f"stopped at step {progress.step}: {self.stop.reason}")
 
     def _save_last(self, saver: Saver) -> None:

@@ -6,6 +6,7 @@ ranks: the handler itself runs only when Python does. It knows neither steps nor
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -17,6 +18,12 @@ from mega.core.parallel.launch import RepeatedSignal
 
 LEAVES_WITHIN = 1.0
 """Seconds that the main thread has, after a second Ctrl-C, to end by itself."""
+
+NOTICE_WITHIN = 5.0
+"""Seconds that a run waits for its notice of a signal to be written."""
+
+_MARK = 0
+"""In the pipe after signals that have come: the number of none."""
 
 
 @dataclass
@@ -69,6 +76,7 @@ class SignalNotice:
         self._signals = RepeatedSignal()
         self._said = threading.Lock()
         """Taken by the one who says what is lost."""
+        self._settled = threading.Event()
         reading, self._writing = os.pipe()
         os.set_blocking(self._writing, False)
         self._before = signal.set_wakeup_fd(self._writing, warn_on_full_buffer=False)
@@ -78,6 +86,16 @@ class SignalNotice:
         """Once, by the first process to notice the second Ctrl-C."""
         if self._speaks and self._said.acquire(blocking=False):
             write_error(f"mega: {self._outlook.lost()}\n")
+
+    def settle(self) -> None:
+        """Return when the notice of every signal that has come is written, after NOTICE_WITHIN seconds at the latest: a
+        busy machine may give the thread that writes it a core only when the run has ended."""
+        if not self._speaks:
+            return
+        self._settled.clear()
+        with contextlib.suppress(BlockingIOError):  # so many signals lie in the pipe
+            os.write(self._writing, bytes([_MARK]))
+            self._settled.wait(NOTICE_WITHIN)
 
     def close(self) -> None:
         """Signals reach only their handlers again."""
@@ -89,6 +107,8 @@ class SignalNotice:
         with os.fdopen(reading, "rb", buffering=0) as pipe:
             while numbers := pipe.read(64):
                 for number in numbers:
+                    if number == _MARK:
+                        self._settled.set()
                     if number not in self._heeded:
                         continue
                     if self._signals.repeats(number):

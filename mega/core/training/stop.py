@@ -89,6 +89,12 @@ class StopSignal:
         elif wish > _SIGNAL:
             self.code, self.reason = wish, f"{signal.Signals(wish - _SIGNAL).name} was received"
 
+    def settle(self) -> None:
+        """Wait, for some seconds at most, until the user has read that the signals of this rank have come: what the run
+        does and says next comes after that."""
+        if self._notice is not None:
+            self._notice.settle()
+
     def close(self) -> None:
         """Signals mean again what they meant before; but after a stop by one, a launcher's copy of it may still come,
         and a rank that has saved must not die of that."""
