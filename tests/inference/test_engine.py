@@ -8,9 +8,11 @@ import random
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -30,6 +32,7 @@ from mega.core.inference.worker import Launched, Worker
 from mega.core.inventory import units
 from mega.core.model.decode import DecodeStep
 from mega.core.model.decoder import DecoderStage
+from mega.core.ops import paged_attention as paged
 from mega.core.ops.fp8_weights import narrowed
 from mega.core.ops.suite import choose, forward_only
 from mega.core.parallel.launch import Pool
@@ -195,6 +198,32 @@ def test_all_graphs_are_recorded_before_they_are_needed(monkeypatch: pytest.Monk
     assert list(graphs._recorded) == [8, 4, 2, 1]
     (found,) = answers(engine, [Request(prompt=(1, 2), tokens=3, sampling=GREEDY)])
     assert tokens(found) == tokens(expected) and len(graphs._recorded) == 4
+
+
+@pytest.mark.parametrize("kernels", [True, False], ids=["kernels of single tokens", "none"])
+def test_what_a_later_chunk_imports_is_there_before_one_comes(monkeypatch: pytest.MonkeyPatch, kernels: bool) -> None:
+    """Torch's compiler, a second's wait; where all runs are padded, as on a CPU, it is not needed at all."""
+    imported: list[tuple[int, int]] = []
+    lower_right = paged._lower_right
+    monkeypatch.setattr(paged, "_lower_right", lambda *sizes: imported.append(sizes) or lower_right(*sizes))
+
+    def single(tokens: slice, lengths: Any, tables: Any, pool: torch.Tensor, window: int | None) -> Any:
+        return paged._padded_runs(tokens, np.ones_like(lengths), lengths, tables, pool, 2, window)
+
+    stage = made(replace(LLAMA, layers=1, positions=256))
+    asked = [Request(prompt=tuple(number % 61 for number in range(200)), tokens=3, sampling=GREEDY)]
+    (expected,) = answers(engine_of(stage, chunk=80), asked)
+    if kernels:
+        pages, attend = (
+            partial(paged.padded_pages, single=single),
+            partial(paged.padded_attention, single=paged._padded),
+        )
+        stage.ops = replace(stage.ops, paged_attention=paged.PagedAttention(pages, attend))
+    engine = engine_of(stage, chunk=80)
+    engine.warm_up()
+    assert imported == [(80, 81)] * kernels
+    (found,) = answers(engine, asked)
+    assert tokens(found) == tokens(expected) and len(imported) == (2 if kernels else 0)
 
 
 @pytest.mark.parametrize("family", ["gpt", "qwen3"])

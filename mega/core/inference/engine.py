@@ -84,13 +84,19 @@ class BatchingEngine:
 
     def warm_up(self) -> float:
         """Do, before anything is asked for, what is done when a number of rows first occurs: kernels are compiled and
-        graphs recorded. Takes so many seconds; nothing may be in flight. Python's collector, which would stop the steps
-        for as long as some of them, does not look through what is there by now again."""
+        graphs recorded. So it is with a chunk that continues a prompt, for which torch's compiler may be imported.
+        Takes so many seconds; nothing may be in flight. Python's collector, which would stop the steps for as long as
+        some of them, does not look through what is there by now again."""
         assert self.idle
         began, scheduler = time.monotonic(), self._scheduler
-        rows, chunk = self.limits.requests, min(scheduler.chunk, self.limits.longest)
-        for counts in ([1] * rows + [chunk], *([1] * each for each in sorted(rows_of_graphs(rows), reverse=True))):
-            self._given(scratch_step(counts, scheduler.blocks.size)).choices()
+        rows, longest, size = self.limits.requests, self.limits.longest, scheduler.blocks.size
+        steps = [
+            scratch_step([1] * rows + [min(scheduler.chunk, longest)], size),
+            scratch_step([min(scheduler.chunk, longest - 1)], size, before=1),
+            *(scratch_step([1] * each, size) for each in sorted(rows_of_graphs(rows), reverse=True)),
+        ]
+        for step in steps:
+            self._given(step).choices()
         gc.collect()
         gc.freeze()
         return time.monotonic() - began

@@ -118,19 +118,19 @@ class Step:
             )
 
 
-def scratch_step(counts: Sequence[int], block: int) -> Step:
-    """Runs of so many tokens of no sequence, which lie in SCRATCH; of each a token is drawn."""
+def scratch_step(counts: Sequence[int], block: int, before: int = 0) -> Step:
+    """Runs of so many tokens of no sequence, which lie in SCRATCH, after `before` others; of each a token is drawn."""
     runs = len(counts)
     lengths = np.array(counts, dtype=np.int64)
     none, pairs = np.zeros(int(lengths.sum()), dtype=np.int64), np.zeros((0, 2), dtype=np.int64)
     rows, drawn = np.zeros(runs, dtype=np.int64), (1.0, 0.0, 1.0, 0.0, 1.0, 0.5)
     return Step(
         tokens=none,
-        positions=np.concatenate([np.arange(count) for count in counts]),
+        positions=np.concatenate([np.arange(before, before + count) for count in counts]),
         slots=none,
         counts=lengths,
-        lengths=lengths,
-        tables=np.full((runs, -(-int(lengths.max()) // block)), SCRATCH, dtype=np.int64),
+        lengths=lengths + before,
+        tables=np.full((runs, -(-(int(lengths.max()) + before) // block)), SCRATCH, dtype=np.int64),
         sequences=rows - 1,
         adapters=rows,
         copies=pairs,
