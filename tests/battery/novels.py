@@ -7,8 +7,8 @@ bert killed, t5 killed tp 2 x pp 2 with sequence parallelism, and an encoder's s
                        all ranks killed by SIGKILL and resumed: equal metrics, and equal bytes of weights and moments
 records                BERT on Google's TFRecords in both layouts of 2 ranks: equal losses, which fall
 
-    python tests/battery/novels.py bert --seconds 480 --model "--model bert-110m --dtype bf16 --micro-batch 64 \\
-        --global-batch 256 --seq-length 512 --lr 4e-4"
+    python tests/battery/novels.py bert --seconds 480 --model "--model bert-110m --norm-placement pre --dtype bf16 \\
+        --micro-batch 256 --global-batch 256 --seq-length 128 --lr 5e-4"
 
 Of `bert` and `t5`, --model replaces sizes and rates by any flags of `mega pretrain`. A first launch measures how long a
 step takes and notes how many fit into --seconds; one that was cut short resumes from its last save under --work.

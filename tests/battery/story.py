@@ -128,7 +128,7 @@ LARGE = Size(
         "vocab": "16384",
         "machine": "--dtype bf16 --device cuda",
         "device": "cuda",
-        "gpt": "--layers 12 --hidden 768 --heads 12 --seq-length 1024 --micro-batch 32 --global-batch 32 --steps 1000",
+        "gpt": "--layers 12 --hidden 768 --heads 12 --seq-length 1024 --micro-batch 32 --global-batch 32 --steps 700",
         "gpt_lr": "6e-4",
         "bert": "--layers 12 --hidden 512 --heads 8 --seq-length 128 --micro-batch 256 --global-batch 256 --steps 3000",
         "bert_lr": "5e-4",

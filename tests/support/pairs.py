@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
+from mega.core.files import whole_file
+
 COLUMNS = {"mnli": (8, 9), "qqp": (3, 4)}
 """Task -> where the two texts stand."""
 
@@ -26,14 +28,13 @@ def lines(table: Path) -> list[str]:
 def split_pairs(task: str, table: Path, folder: Path, limit: int | None = None, byte: int = 0) -> tuple[Path, Path]:
     """train.tsv and dev.tsv of a table, each under its header line. limit: take so many rows only. byte: `judged`'s.
 
-    A part that is there as it should be stays untouched: other processes may read it.
+    The parts are whole at any time, for other processes may be reading them.
     """
     header, *rows = lines(table)
     folder.mkdir(parents=True, exist_ok=True)
     parts = folder / "train.tsv", folder / "dev.tsv"
     for path, wanted in zip(parts, (False, True), strict=True):
         chosen = [row for row in rows[:limit] if judged(task, row, byte) == wanted]
-        text = "\n".join([header, *chosen]) + "\n"
-        if not path.exists() or path.read_bytes() != text.encode():
-            path.write_text(text, encoding="utf-8")
+        with whole_file(path) as file:
+            file.write(("\n".join([header, *chosen]) + "\n").encode())
     return parts
