@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,16 +12,20 @@ from typing import Any
 import pytest
 import torch
 
+from mega.core.checkpoint.forms import direct
 from mega.core.checkpoint.forms.convert import convert
-from mega.core.checkpoint.own.store import locate
+from mega.core.checkpoint.forms.mapping import Target
+from mega.core.checkpoint.own import container, disk
+from mega.core.checkpoint.own.store import CheckpointError, locate
 from mega.core.device import Device
 from mega.core.family import family
 from mega.core.inference.generate import logits
-from mega.core.inference.load import load_model, load_stages, open_model
+from mega.core.inference.load import empty_stage, fill, load_model, load_stages, open_model
 from mega.core.parallel.collectives import all_gather
 from mega.core.parallel.launch import Pool
 from mega.core.parallel.mesh import Groups, Mesh
 from mega.core.parallel.pipeline import Pipeline
+from mega.core.parallel.weight import weights
 from mega.core.plan import plan
 from tests.support.shared import shared
 
@@ -68,6 +73,52 @@ def test_stages_of_any_layout_are_filled(pool: Pool, form: str) -> None:
     for world, layout, sequence in LAYOUTS:
         last = pool.run(outputs, GOLDEN / form, layout, sequence, world=world)[-1]
         torch.testing.assert_close(last, whole, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_every_weight_is_read_and_padding_is_zero(rank: int) -> None:
+    """Whatever lay in the memory before."""
+    opened = open_model(GOLDEN / "hf")
+    stage = empty_stage(opened.model, Mesh.at(rank, tp=2), Device.choose("cpu"), torch.float32)
+    for weight in weights(stage):
+        weight.data.fill_(torch.nan)
+    fill(stage, opened)
+    padding = 0
+    for weight in weights(stage):
+        assert weight.isfinite().all()
+        for segment in weight.segments:
+            padding -= segment.real(weight.data).numel()
+            segment.real(weight.data).zero_()
+        padding += weight.numel()
+        assert not weight.data.any()
+    assert padding
+
+
+def test_blocks_of_others_weights_are_read_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first two meet, and what is read is the same; one that fails ends the reading."""
+    expected = load_model(open_model(GOLDEN / "hf")).state_dict()
+    monkeypatch.setattr(disk, "BLOCK", 256)
+    monkeypatch.setattr(container, "BLOCK", 256)
+    whole, two, calls = direct.assemble, threading.Barrier(2), iter(range(1_000_000))
+
+    def assemble(*arguments: Any) -> torch.Tensor:
+        if next(calls) < 2:
+            two.wait(60)
+        return whole(*arguments)
+
+    monkeypatch.setattr(direct, "assemble", assemble)
+    found = load_model(open_model(GOLDEN / "hf")).state_dict()
+    assert found.keys() == expected.keys() and next(calls) > len(found)
+    assert all(torch.equal(found[name], expected[name]) for name in found)
+
+    def damaged(target: Target, *arguments: Any) -> torch.Tensor:
+        if target.name.endswith("norm.weight"):
+            raise CheckpointError(f"{target.name}: is damaged")
+        return whole(target, *arguments)
+
+    monkeypatch.setattr(direct, "assemble", damaged)
+    with pytest.raises(CheckpointError, match=r"norm\.weight: is damaged"):
+        load_model(open_model(GOLDEN / "hf"))
 
 
 def test_the_tokenizer_comes_with_the_weights() -> None:

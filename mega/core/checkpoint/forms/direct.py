@@ -14,7 +14,8 @@ import torch
 from mega.core.checkpoint.forms.form import Opened
 from mega.core.checkpoint.forms.mapping import assemble
 from mega.core.checkpoint.own.container import blocks
-from mega.core.checkpoint.own.pieces import CheckpointError, Piece, Tensors
+from mega.core.checkpoint.own.disk import side_by_side
+from mega.core.checkpoint.own.pieces import Box, CheckpointError, Piece, Tensors
 
 SAMPLES, SAMPLE_BYTES = 64, 1 << 12
 """Of each file, what its digest is made of."""
@@ -48,18 +49,25 @@ class ForeignWeights:
         self.tensors: Tensors = opened.table.tensors(opened.source.tensors)
 
     def read(self, wanted: Iterable[Piece], *, cast: bool = False) -> None:
-        """Fill the tensors of `wanted` in place, a block at a time. cast: convert where dtypes differ.
+        """Fill the tensors of `wanted` in place, a block at a time, several side by side. cast: convert where dtypes
+        differ.
 
         Errors: CheckpointError naming the tensor (unknown key, other shape or dtype) or the damaged file.
         """
+        jobs, size = list[tuple[Piece, Box]](), 0
         for piece in wanted:
             piece.check()
             if piece.key not in self.tensors:
                 raise CheckpointError(f"{self.path}: holds nothing for {piece.key}")
             piece.check_source(self.path, self.tensors[piece.key], cast)
-            if not piece.box.elements:
-                continue
+            if piece.box.elements:
+                jobs += [(piece, box) for box in blocks(piece.box, self.tensors[piece.key][1].itemsize)]
+                size += piece.bytes
+
+        def fill(job: tuple[Piece, Box]) -> None:
+            piece, box = job
             with torch.no_grad():
-                for box in blocks(piece.box, self.tensors[piece.key][1].itemsize):
-                    part = assemble(self._targets[piece.key], box, self._source)
-                    piece.tensor[box.inside(piece.box)].copy_(part)
+                part = assemble(self._targets[piece.key], box, self._source)
+                piece.tensor[box.inside(piece.box)].copy_(part)
+
+        side_by_side(fill, jobs, size)
