@@ -54,6 +54,22 @@ def check_paged(rng: random.Random, longest: int = 150) -> dict[str, Any]:
     return {"dtype": str(dtype).removeprefix("torch."), "runs": runs, "d": d, "window": window, "error": errors[0]}
 
 
+def test_shares_are_added_up_in_one_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever program ends last; the counters of each launch are left at 0."""
+    torch.manual_seed(0)
+    monkeypatch.setattr("mega.core.ops.kernels.paged_attention.PROGRAMS", 528 if CUDA else 24)
+    dtype = torch.bfloat16 if CUDA else torch.float32
+    lengths, tables = np.array([1, 1500 if CUDA else 90, 130]), np.arange(1, 3 * 100 + 1).reshape(3, 100)
+    pool = torch.randn(301, 16, 2, 4, 64, device=DEVICE).to(dtype)
+    q = torch.randn(3, 8, 64, device=DEVICE).to(dtype)
+    (pages,) = kernels().pages(np.ones(3, dtype=np.int64), lengths, tables, pool, 2, None)
+    first = kernels().attend(q, pool.flatten(1), [pages])
+    assert first.isfinite().all() and not pages.ended.any()
+    for _ in range(200 if CUDA else 1):
+        assert torch.equal(kernels().attend(q, pool.flatten(1), [pages]), first)
+    assert not pages.ended.any()
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_paged_attention(seed: int) -> None:
     torch.manual_seed(seed)

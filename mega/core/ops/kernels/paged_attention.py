@@ -1,14 +1,15 @@
 """Attention of the next token of each sequence to the keys in its blocks of a cache, read where they lie.
 
-A program takes the query heads of one key/value head of one sequence along a share of its keys; a second kernel adds up
-the shares (Dao et al. 2023, "Flash-Decoding"). What is launched follows from the number of sequences alone, and lengths
-are read from the device's memory, so a graph can hold it. Runs of several tokens take the plain form.
+A program takes the query heads of one key/value head of one sequence along a share of its keys (Dao et al. 2023,
+"Flash-Decoding"); the last program to end adds up the shares, always in one order. What is launched follows from the
+number of sequences alone, and lengths are read from the device's memory, so a graph can hold it. Runs of several tokens
+take the plain form.
 """
 
 from __future__ import annotations
 
 import math
-from functools import partial
+from functools import cache, partial
 from typing import NamedTuple
 
 import numpy as np
@@ -26,25 +27,27 @@ PROGRAMS, MOST_SHARES = 528, 32
 
 
 class SingleTokens(NamedTuple):
-    """Runs of one token each. tables: int64 [runs, width], blocks. lengths: int64 [runs]. shape: block, kv_heads, d."""
+    """Runs of one token each. tables: int64 [runs, width], blocks. lengths: int64 [runs]. shape: block, kv_heads, d.
+
+    ended: as of `counters`, here since a graph must find it outside of its own memory."""
 
     tokens: slice
     tables: torch.Tensor
     lengths: torch.Tensor
+    ended: torch.Tensor
     shape: tuple[int, int, int]
     window: int | None
 
 
 @jit
 def _look(
-    q_at, pool_at, tables_at, lengths_at, part_at, stats_at, q_row, q_head, width, scale, window,
+    q_at, pool_at, tables_at, lengths_at, part_at, stats_at, out_at, ended_at, q_row, q_head, width, scale, window,
     KV: tl.constexpr, GROUP: tl.constexpr, GROUP_BLOCK: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
-    SIZE: tl.constexpr, KEYS: tl.constexpr, WINDOW: tl.constexpr, ALONE: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    SIZE: tl.constexpr, KEYS: tl.constexpr, SHARES: tl.constexpr, WINDOW: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Of a share of the keys: the mixed values, not divided yet, the largest score and the sum of the weights.
 
-    ALONE: of all keys, the mixed values as they are wanted."""
+    SHARES: 1, or a power of two that is not less than their number."""
     in_turn(OVERLAP)
     row, kv_head, share, shares = tl.program_id(0), tl.program_id(1), tl.program_id(2), tl.num_programs(2)
     length = tl.load(lengths_at + row)
@@ -59,14 +62,40 @@ def _look(
     head = kv_head * GROUP + one
     queried = (one < GROUP)[:, None] & (part < WIDTH)[None, :]
     q = tl.load(q_at + row.to(tl.int64) * q_row + head[:, None] * q_head + part[None, :], queried, 0.0)
+    total, largest, sum_ = _along(
+        q, pool_at + kv_head * WIDTH, tables_at + row.to(tl.int64) * width, oldest, first, end, scale, KV, GROUP_BLOCK,
+        WIDTH, BLOCK, SIZE, KEYS,
+    )  # fmt: skip
+    if SHARES == 1:
+        place = row.to(tl.int64) * (KV * GROUP) + head
+        total = (total / sum_[:, None]).to(out_at.dtype.element_ty)
+        tl.store(out_at + place[:, None] * WIDTH + part[None, :], total, queried)
+    else:
+        place = (row.to(tl.int64) * shares + share) * (KV * GROUP) + head
+        tl.store(part_at + place[:, None] * WIDTH + part[None, :], total, queried)
+        tl.store(stats_at + place * 2, largest, one < GROUP)
+        tl.store(stats_at + place * 2 + 1, sum_, one < GROUP)
+        if _is_last(ended_at + row * KV + kv_head, shares):
+            for query in range(kv_head * GROUP, (kv_head + 1) * GROUP):
+                _add_up(part_at, stats_at, out_at, row, query, shares, KV * GROUP, SHARES, WIDTH, BLOCK)
+
+
+@jit
+def _along(
+    q, pool_at, table_at, oldest, first, end, scale,
+    KV: tl.constexpr, GROUP_BLOCK: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, SIZE: tl.constexpr,
+    KEYS: tl.constexpr,
+):  # fmt: skip
+    """The keys of one head from `first` to `end`, which `pool_at` and `table_at` say the places of."""
+    part = tl.arange(0, BLOCK)
     total = tl.zeros([GROUP_BLOCK, BLOCK], tl.float32)
     sum_ = tl.zeros([GROUP_BLOCK], tl.float32)
     largest = tl.full([GROUP_BLOCK], -float("inf"), tl.float32)
     for start in range(first, end, KEYS):
         key = start + tl.arange(0, KEYS)
         seen = (key >= oldest) & (key < end)
-        block = tl.load(tables_at + row.to(tl.int64) * width + key // SIZE, seen, 0)
-        at = pool_at + ((block * SIZE + key % SIZE) * (2 * KV) + kv_head)[:, None] * WIDTH + part[None, :]
+        block = tl.load(table_at + key // SIZE, seen, 0)
+        at = pool_at + ((block * SIZE + key % SIZE) * (2 * KV * WIDTH))[:, None] + part[None, :]
         there = seen[:, None] & (part < WIDTH)[None, :]
         keys = tl.load(at, there, 0.0)
         values = tl.load(at + KV * WIDTH, there, 0.0)
@@ -79,31 +108,42 @@ def _look(
         sum_ = sum_ * shrink + tl.sum(weights, 1)
         total = tl.dot(weights.to(values.dtype), values, total * shrink[:, None], input_precision="ieee")
         largest = now
-    place = (row.to(tl.int64) * shares + share) * (KV * GROUP) + head
-    if ALONE:
-        total = total / sum_[:, None]
-    tl.store(part_at + place[:, None] * WIDTH + part[None, :], total.to(part_at.dtype.element_ty), queried)
-    if not ALONE:
-        tl.store(stats_at + place * 2, largest, one < GROUP)
-        tl.store(stats_at + place * 2 + 1, sum_, one < GROUP)
+    return total, largest, sum_
+
+
+@jit
+def _is_last(ended_at, programs):
+    """Whether all other programs have written their parts, which this one may then read; the counter is 0 again."""
+    tl.debug_barrier()  # one thread counts, when all have written
+    last = tl.atomic_add(ended_at, 1, sem="acq_rel", scope="gpu") == programs - 1
+    tl.debug_barrier()
+    if last:
+        tl.store(ended_at, 0)
+    return last
 
 
 @jit
 def _add_up(
-    part_at, stats_at, out_at, shares, SHARES: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    part_at, stats_at, out_at, row, head, shares, HEADS: tl.constexpr, SHARES: tl.constexpr, WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    in_turn(OVERLAP)
-    row, head, heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    """All is asked for at once, past the cache of one multiprocessor, where parts of a step before may lie."""
     share, part = tl.arange(0, SHARES), tl.arange(0, BLOCK)
-    place = (row.to(tl.int64) * shares + share) * heads + head
-    largest = tl.load(stats_at + place * 2, share < shares, -float("inf"))
-    weights = tl.exp2(largest - tl.max(largest, 0))
-    total = tl.sum(weights * tl.load(stats_at + place * 2 + 1, share < shares, 0.0), 0)
+    place = (row.to(tl.int64) * shares + share) * HEADS + head
     there = (share < shares)[:, None] & (part < WIDTH)[None, :]
-    values = tl.load(part_at + place[:, None] * WIDTH + part[None, :], there, 0.0)
-    mixed = tl.sum(values * weights[:, None], 0) / total
-    tl.store(out_at + (row.to(tl.int64) * heads + head) * WIDTH + part, mixed.to(out_at.dtype.element_ty), part < WIDTH)
+    largest = tl.load(stats_at + place * 2, share < shares, -float("inf"), cache_modifier=".cg")
+    sums = tl.load(stats_at + place * 2 + 1, share < shares, 0.0, cache_modifier=".cg")
+    values = tl.load(part_at + place[:, None] * WIDTH + part[None, :], there, 0.0, cache_modifier=".cg")
+    weights = tl.exp2(largest - tl.max(largest, 0))
+    mixed = tl.sum(values * weights[:, None], 0) / tl.sum(weights * sums, 0)
+    tl.store(out_at + (row.to(tl.int64) * HEADS + head) * WIDTH + part, mixed.to(out_at.dtype.element_ty), part < WIDTH)
+
+
+@cache
+def counters(device: torch.device, count: int) -> torch.Tensor:
+    """int32 [count] zeros, of the programs that have ended of each that are added up; 0 again when all have. A device
+    does one step at a time."""
+    return torch.zeros(count, dtype=torch.int32, device=device)
 
 
 def _pages(tokens: slice, lengths: Integers, tables: Integers, pool: torch.Tensor, window: int | None) -> SingleTokens:
@@ -111,7 +151,8 @@ def _pages(tokens: slice, lengths: Integers, tables: Integers, pool: torch.Tenso
     # A kernel is compiled again for a width that 16 does not divide, in the middle of serving.
     wide = np.zeros((len(tables), -(-tables.shape[1] // 16) * 16), dtype=np.int64)
     wide[:, : tables.shape[1]] = tables
-    return SingleTokens(tokens, sent(wide, device), sent(lengths, device), (block, kv_heads, d), window)
+    ended = counters(device, PROGRAMS)  # where they have several shares, there are fewer
+    return SingleTokens(tokens, sent(wide, device), sent(lengths, device), ended, (block, kv_heads, d), window)
 
 
 def _attend(q: torch.Tensor, pool: torch.Tensor, runs: SingleTokens) -> torch.Tensor:
@@ -119,23 +160,19 @@ def _attend(q: torch.Tensor, pool: torch.Tensor, runs: SingleTokens) -> torch.Te
     if q.stride(2) != 1:
         q = q.contiguous()
     shares = min(cdiv(PROGRAMS, rows * kv_heads), MOST_SHARES)
+    assert shares == 1 or rows * kv_heads <= len(runs.ended)
     out = torch.empty(rows, heads * d, dtype=q.dtype, device=q.device)
-    part, stats = out, None
+    part, stats = None, None
     if shares > 1:
         part = torch.empty(rows, shares, heads, d, dtype=torch.float32, device=q.device)
         stats = torch.empty(rows, shares, heads, 2, dtype=torch.float32, device=q.device)
-    group, wide = heads // kv_heads, max(16, next_power_of_2(d))
+    group = heads // kv_heads
     launch(
-        _look, (rows, kv_heads, shares), q, pool, runs.tables, runs.lengths, part, stats, q.stride(0), q.stride(1),
-        runs.tables.shape[1], LOG2E / math.sqrt(d), runs.window or 0, KV=kv_heads, GROUP=group,
-        GROUP_BLOCK=max(16, next_power_of_2(group)), WIDTH=d, BLOCK=wide, SIZE=block, KEYS=KEYS,
-        WINDOW=runs.window is not None, ALONE=shares == 1, **overlapping(q.device),
+        _look, (rows, kv_heads, shares), q, pool, runs.tables, runs.lengths, part, stats, out, runs.ended, q.stride(0),
+        q.stride(1), runs.tables.shape[1], LOG2E / math.sqrt(d), runs.window or 0, KV=kv_heads, GROUP=group,
+        GROUP_BLOCK=max(16, next_power_of_2(group)), WIDTH=d, BLOCK=max(16, next_power_of_2(d)), SIZE=block, KEYS=KEYS,
+        SHARES=next_power_of_2(shares), WINDOW=runs.window is not None, **overlapping(q.device),
     )  # fmt: skip
-    if shares > 1:
-        launch(
-            _add_up, (rows, heads), part, stats, out, shares, SHARES=next_power_of_2(shares), WIDTH=d, BLOCK=wide,
-            **overlapping(q.device),
-        )  # fmt: skip
     return out
 
 
