@@ -1,6 +1,6 @@
 """What a step of decoding costs on a GPU: each product of Llama-2 7B in tiles of many sizes, and whole steps.
 
-python3 -m tests.gpu.decoding [--products] [--steps] [--first 8]
+python3 -m tests.gpu.decoding [--products] [--steps] [--first 8] [--only fp8]
 
 Each product is recorded as a graph of many, by weights that take turns, so that no cache holds them. Of every product
 the fastest variants come first, one a line, with what cuBLAS takes; `<-` marks what the code chooses. They are compiled
@@ -74,30 +74,43 @@ def inputs(name: str, rows: int) -> dict[str, Any]:
 
 
 def tiles(name: str, narrow: bool) -> Iterator[few_rows.RowTile]:
-    """outs, warps, chunk, stages."""
+    """outs, warps, chunk, stages. Those of fp8 by what sm_90 needs for them: fewer than 5 instructions a weight."""
     ins, gate = SHAPES[name][1], name == "gate_up"
-    for tall in [1, 2, 4] if gate or ins > 8192 else [2, 4, 8]:
-        yield from (few_rows.RowTile(tall * (1 + narrow), warps) for warps in ((4, 8) if ins <= 8192 else (8, 16)))
-    for tall, chunk, warps, stages in (
-        (8, 512, 4, 3),
-        (8, 512, 2, 4),
-        (4, 512, 2, 4),
-        (8, 1024, 4, 3),
-        (4, 1024, 2, 3),
+    if not narrow:
+        for tall in [1, 2, 4] if gate or ins > 8192 else [2, 4, 8]:
+            yield from (few_rows.RowTile(tall, warps) for warps in ((4, 8) if ins <= 8192 else (8, 16)))
+        return
+    for tall, warps in [(8, 4), (4, 4), (8, 8), (16, 8)] if ins > 8192 else [(4, 2), (8, 2), (8, 4), (16, 4), (16, 8)]:
+        yield few_rows.RowTile(tall // (1 + gate), warps)
+    for tall, warps, chunk, stages in (
+        (8, 4, 512, 3),  # the fastest until threads added up by eights
+        (8, 1, 512, 4),
+        (16, 1, 512, 4),
+        (4, 2, 1024, 4),
+        (8, 2, 1024, 3),
+        (8, 2, 1024, 4),
+        (16, 2, 1024, 3),
+        (16, 2, 1024, 4),
+        (8, 4, 2048, 3),
+        (16, 4, 2048, 3),
+        (32, 4, 1024, 4),
     ):
         yield few_rows.RowTile(tall // (1 + gate), warps, chunk, stages)
 
 
-def products() -> Iterator[Product]:
+def products(only: str | None) -> Iterator[Product]:
+    """only: "fp8" for one row by weights in fp8, with overlap."""
     for name, (outs, ins) in SHAPES.items():
-        for narrow in (False, True):
+        for narrow in (False, True) if only is None else (True,):
             given, gate = inputs(name, 1), name == "gate_up"
             chosen = few_rows.tile_of(outs // (1 + gate), ins, 1 if narrow else 2, gate)
             for tile in dict.fromkeys([chosen, *tiles(name, narrow)]):
                 run = partial(by_few_rows, given, tile)
-                for overlap in (False, True):
+                for overlap in (False, True) if only is None else (True,):
                     ours = tile == chosen and overlap == language.OVERLAP
                     yield Product(name, narrow, 1, str(tuple(tile)), run, overlap, ours)
+        if only is not None:
+            continue
         yield from by_tiles(name)
         for rows in (1, 4, 16, 64, 512):
             x = inputs(name, rows)["x"]
@@ -186,11 +199,11 @@ def error(one: Product, factor: Factor) -> float:
     return float((one.run(factor).float() - exact).norm() / exact.norm())
 
 
-def measure_products(first: int) -> None:
+def measure_products(first: int, only: str | None) -> None:
     several: list[Factor] = []
     held: tuple[Any, ...] = ()
     rows: dict[tuple[str, bool, int], list[tuple[float, str]]] = {}
-    for one in sorted(products(), key=lambda each: (each.name, each.narrow)):
+    for one in sorted(products(only), key=lambda each: (each.name, each.narrow)):
         if held != (one.name, one.narrow):
             several.clear()
             several, held = factors(one.name, one.narrow), (one.name, one.narrow)
@@ -220,10 +233,10 @@ def clear(one: Product) -> None:
         given["into"].zero_()
 
 
-def compile_share(index: int, count: int) -> None:
+def compile_share(index: int, count: int, only: str | None) -> None:
     """Run every n-th variant once, so that its binary lies in Triton's cache."""
     held: dict[tuple[str, bool], Factor] = {}
-    for number, one in enumerate(products()):
+    for number, one in enumerate(products(only)):
         if number % count == index and "cuBLAS" not in one.label:
             if (one.name, one.narrow) not in held:
                 (held[one.name, one.narrow],) = factors(one.name, one.narrow, 1)
@@ -291,21 +304,23 @@ def main() -> None:
     parser.add_argument("--products", action="store_true")
     parser.add_argument("--steps", action="store_true")
     parser.add_argument("--first", type=int, default=8, help="variants shown of each product")
+    parser.add_argument("--only", choices=["fp8"], help="products of one row by weights in fp8")
     parser.add_argument("--share", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.share:
-        compile_share(*(int(number) for number in given.share.split("/")))
+        index, count = (int(number) for number in given.share.split("/"))
+        compile_share(index, count, given.only)
         return
     start = time.time()
     if given.steps or not given.products:
         measure_steps()
         print(f"{time.time() - start:.0f} s", flush=True)
     if given.products or not given.steps:
-        line = [sys.executable, "-m", "tests.gpu.decoding", "--share"]
+        line = [sys.executable, "-m", "tests.gpu.decoding", *(["--only", given.only] if given.only else []), "--share"]
         for child in [subprocess.Popen([*line, f"{n}/{PROCESSES}"], env=os.environ) for n in range(PROCESSES)]:
             child.wait()
         print(f"compiled after {time.time() - start:.0f} s", flush=True)
-        measure_products(given.first)
+        measure_products(given.first, given.only)
         print(f"{time.time() - start:.0f} s")
 
 

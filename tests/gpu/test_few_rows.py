@@ -123,15 +123,19 @@ def test_linear(seed: int) -> None:
     check_linear(random.Random(seed), (12_000, 12_000) if CUDA else (90, 1100))
 
 
-@pytest.mark.parametrize("chunk, stages", [(0, 1), (32, 1), (32, 3)])
+@pytest.mark.parametrize("ins, chunk, stages", [
+    (70, 0, 1), (64, 0, 1), (1100, 0, 1), (1280, 0, 1), (70, 32, 1), (70, 32, 3), (96, 32, 3),
+])  # fmt: skip
+@pytest.mark.parametrize("outs", [46, 48])
 @pytest.mark.parametrize("gate", [False, True])
 @pytest.mark.parametrize("centred", [False, True])
-def test_chunks_of_a_row(chunk: int, stages: int, gate: bool, centred: bool) -> None:
+def test_chunks_of_a_row(ins: int, chunk: int, stages: int, outs: int, gate: bool, centred: bool) -> None:
+    """Inputs in one tile, two or many; tiles that end where the weight does, and others."""
     from mega.core.ops.kernels.few_rows import RowTile, linear
 
     torch.manual_seed(0)
-    x, weight = 3 + torch.randn(1, 70, device=DEVICE), torch.randn(46, 70, device=DEVICE)
-    norm = NormOf(torch.randn(70, device=DEVICE), torch.randn(70, device=DEVICE) if centred else None, 1e-5)
+    x, weight = 3 + torch.randn(1, ins, device=DEVICE), torch.randn(outs, ins, device=DEVICE) / ins**0.5
+    norm = NormOf(torch.randn(ins, device=DEVICE), torch.randn(ins, device=DEVICE) if centred else None, 1e-5)
     given = x, Factor(weight), norm, "swiglu" if gate else None, None
     ours = linear(*given, RowTile(2, 4, chunk, stages))
     torch.testing.assert_close(ours, PLAIN.linear(*given), rtol=1e-4, atol=1e-4)

@@ -1,8 +1,9 @@
 """Products of one row, with the norm before them and what follows, and the place of keys in the cache.
 
-A program takes a few outputs and their whole rows of the weight. Those of 16 bits it asks for before anything else:
-nothing that was computed is needed for that, so the norm of x is ready by the time they arrive. Those of 8 bits, which
-take as long to widen as to read, come in chunks. All is multiplied and added up in fp32, each output by one program.
+A program takes a few outputs and their whole rows of the weight, which it asks for before anything else: nothing that
+was computed is needed for that, so x is ready by the time they arrive. Or it takes them in chunks. All is multiplied
+and added up in fp32, each output by one program. What limits weights of 8 bits is not memory alone but instructions: to
+widen and multiply one takes two and a half, so what else a thread does should be for many weights.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ from mega.core.ops.matmuls import Factor
 
 MOST_INS = 1 << 15
 """Inputs of a 16-bit or wider weight at the most: a program keeps x in its registers."""
+LEAST_REST = 256
+"""Inputs that are worth a second tile."""
 TOGETHER = 8
 """Heads that one program places."""
 
@@ -43,8 +46,17 @@ class RowTile(NamedTuple):
 
 
 @jit
-def _weights(row_at, part, real, ins):
-    return tl.load(row_at + part, real[:, None] & (part < ins), 0.0, eviction_policy="evict_first").to(tl.float32)
+def _weights(row_at, part, real, ins, EVEN: tl.constexpr):
+    if EVEN:
+        return tl.load(row_at + part, eviction_policy="evict_first")
+    return tl.load(row_at + part, real[:, None] & (part < ins), 0.0, eviction_policy="evict_first")
+
+
+@jit
+def _vector(x_at, part, ins, EVEN: tl.constexpr):
+    if EVEN:
+        return tl.load(x_at + part).to(tl.float32)
+    return tl.load(x_at + part, part < ins, 0.0).to(tl.float32)
 
 
 @jit
@@ -64,6 +76,23 @@ def _moments(x_at, ins, eps, CHUNK: tl.constexpr):
 
 
 @jit
+def _moments_of(x, far_x, part, far, ins, eps, REST: tl.constexpr, CENTRED: tl.constexpr):
+    """The same, of what a program holds; RMSNorm has no mean."""
+    mean = 0.0
+    if CENTRED:
+        total = tl.sum(tl.sum(x, 1), 0)
+        if REST:
+            total += tl.sum(tl.sum(far_x, 1), 0)
+        mean = total / ins
+        x = tl.where(part < ins, x - mean, 0.0)
+        far_x = tl.where(far < ins, far_x - mean, 0.0)
+    squares = tl.sum(tl.sum(x * x, 1), 0)
+    if REST:
+        squares += tl.sum(tl.sum(far_x * far_x, 1), 0)
+    return mean, tl.rsqrt(squares / ins + eps)
+
+
+@jit
 def _scaled(y, scale_at, bias_at, out, real, SCALED: tl.constexpr, BIAS: tl.constexpr):
     if SCALED:
         y = y * tl.load(scale_at + out, real, 0.0)
@@ -73,57 +102,80 @@ def _scaled(y, scale_at, bias_at, out, real, SCALED: tl.constexpr, BIAS: tl.cons
 
 
 @jit
+def _normed(x, scale_at, shift_at, part, ins, mean, rstd, EVEN: tl.constexpr, CENTRED: tl.constexpr):
+    """RMSNorm's factor is the same for all inputs, so it comes last, to what they add up to."""
+    if CENTRED:
+        x = tl.where(part < ins, (x - mean) * rstd, 0.0)
+    x = x * _vector(scale_at, part, ins, EVEN)
+    if CENTRED:
+        x += _vector(shift_at, part, ins, EVEN)
+    return x
+
+
+@jit
 def _at_once(
     x_at, row_at, up_at, norm_at, shift_at, real, ins, eps,
-    CHUNK: tl.constexpr, NORM: tl.constexpr, CENTRED: tl.constexpr, GATE: tl.constexpr, OVERLAP: tl.constexpr,
+    CHUNK: tl.constexpr, REST: tl.constexpr, EVEN: tl.constexpr, NORM: tl.constexpr, CENTRED: tl.constexpr,
+    GATE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    part = tl.arange(0, CHUNK)[None, :]
-    first = _weights(row_at, part, real, ins)
-    second = first
+    """CHUNK inputs, then REST."""
+    # A thread holds 8 neighbours of both weights and x, else Triton moves the weights between threads.
+    part = tl.multiple_of(tl.arange(0, CHUNK), 8)[None, :]
+    first = _weights(row_at, part, real, ins, EVEN)
+    second, far, far_first, far_second = first, part, first, first
     if GATE:
-        second = _weights(up_at, part, real, ins)
+        second = _weights(up_at, part, real, ins, EVEN)
+    if REST:
+        far = tl.multiple_of(CHUNK + tl.arange(0, REST), 8)[None, :]
+        far_first = _weights(row_at, far, real, ins, EVEN)
+        if GATE:
+            far_second = _weights(up_at, far, real, ins, EVEN)
     if OVERLAP:
         after_kernel()
-    there = part < ins
-    x = tl.load(x_at + part, there, 0.0).to(tl.float32)
+    x = _vector(x_at, part, ins, EVEN)
+    far_x = x
+    if REST:
+        far_x = _vector(x_at, far, ins, EVEN)
     if NORM:
-        if CENTRED:
-            x = tl.where(there, x - tl.sum(x, 1)[:, None] / ins, 0.0)
-        x = x * tl.rsqrt(tl.sum(x * x, 1)[:, None] / ins + eps) * tl.load(norm_at + part, there, 0.0).to(tl.float32)
-        if CENTRED:
-            x += tl.load(shift_at + part, there, 0.0).to(tl.float32)
-    return tl.sum(first * x, 1), tl.sum(second * x, 1)
+        mean, rstd = _moments_of(x, far_x, part, far, ins, eps, REST, CENTRED)
+        x = _normed(x, norm_at, shift_at, part, ins, mean, rstd, EVEN, CENTRED)
+        if REST:
+            far_x = _normed(far_x, norm_at, shift_at, far, ins, mean, rstd, EVEN, CENTRED)
+    y, up = tl.sum(first.to(tl.float32) * x, 1), tl.sum(second.to(tl.float32) * x, 1)
+    if REST:
+        y += tl.sum(far_first.to(tl.float32) * far_x, 1)
+        if GATE:
+            up += tl.sum(far_second.to(tl.float32) * far_x, 1)
+    if NORM and not CENTRED:
+        y, up = y * rstd, up * rstd
+    return y, up
 
 
 @jit
 def _in_chunks(
     x_at, row_at, up_at, norm_at, shift_at, real, ins, eps,
-    OUTS: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr, NORM: tl.constexpr, CENTRED: tl.constexpr,
-    GATE: tl.constexpr, OVERLAP: tl.constexpr,
+    OUTS: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr, NORM: tl.constexpr,
+    CENTRED: tl.constexpr, GATE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """RMSNorm's factor is the same for all inputs, so it comes last."""
+    """The 8 neighbours that a thread holds it adds up at once: it has registers left for more outputs."""
     if OVERLAP:
         after_kernel()
+    mean, rstd = 0.0, 1.0
     if CENTRED:
         mean, rstd = _moments(x_at, ins, eps, CHUNK)
-    first = tl.zeros([OUTS, CHUNK], tl.float32)
-    second = tl.zeros([OUTS, CHUNK], tl.float32)
-    squares = tl.zeros([1, CHUNK], tl.float32)
+    first = tl.zeros([OUTS, CHUNK // 8], tl.float32)
+    second = tl.zeros([OUTS, CHUNK // 8], tl.float32)
+    squares = tl.zeros([1, CHUNK // 8], tl.float32)
     for start in tl.range(0, ins, CHUNK, num_stages=STAGES):
         part = start + tl.arange(0, CHUNK)[None, :]
-        there = part < ins
-        x = tl.load(x_at + part, there, 0.0).to(tl.float32)
+        x = _vector(x_at, part, ins, EVEN)
         if NORM:
-            if CENTRED:
-                x = tl.where(there, (x - mean) * rstd, 0.0)
-            else:
-                squares += x * x
-            x = x * tl.load(norm_at + part, there, 0.0).to(tl.float32)
-            if CENTRED:
-                x += tl.load(shift_at + part, there, 0.0).to(tl.float32)
-        first += _weights(row_at, part, real, ins) * x
+            if not CENTRED:
+                squares += _by_eights(x * x, 1, CHUNK)
+            x = _normed(x, norm_at, shift_at, part, ins, mean, rstd, EVEN, CENTRED)
+        first += _by_eights(_weights(row_at, part, real, ins, EVEN).to(tl.float32) * x, OUTS, CHUNK)
         if GATE:
-            second += _weights(up_at, part, real, ins) * x
+            second += _by_eights(_weights(up_at, part, real, ins, EVEN).to(tl.float32) * x, OUTS, CHUNK)
     y, up = tl.sum(first, 1), tl.sum(second, 1)
     if NORM and not CENTRED:
         rstd = tl.rsqrt(tl.sum(tl.sum(squares, 1), 0) / ins + eps)
@@ -132,13 +184,18 @@ def _in_chunks(
 
 
 @jit
+def _by_eights(terms, OUTS: tl.constexpr, CHUNK: tl.constexpr):
+    return tl.sum(tl.reshape(terms, (OUTS, CHUNK // 8, 8)), 2)
+
+
+@jit
 def _linear(
     x_at, weight_at, scale_at, bias_at, norm_at, shift_at, y_at, outs, ins, eps,
-    OUTS: tl.constexpr, CHUNK: tl.constexpr, WHOLE: tl.constexpr, STAGES: tl.constexpr, NORM: tl.constexpr,
-    CENTRED: tl.constexpr, SCALED: tl.constexpr, BIAS: tl.constexpr, KIND: tl.constexpr, GATE: tl.constexpr,
-    ADD: tl.constexpr, OVERLAP: tl.constexpr,
+    OUTS: tl.constexpr, CHUNK: tl.constexpr, REST: tl.constexpr, WHOLE: tl.constexpr, STAGES: tl.constexpr,
+    EVEN: tl.constexpr, NORM: tl.constexpr, CENTRED: tl.constexpr, SCALED: tl.constexpr, BIAS: tl.constexpr,
+    KIND: tl.constexpr, GATE: tl.constexpr, ADD: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """GATE: the weight has the gates' rows, then as many more."""
+    """GATE: the weight has the gates' rows, then as many more. EVEN: tiles end where the weight does."""
     if OVERLAP:
         before_next()
     out = tl.program_id(0) * OUTS + tl.arange(0, OUTS)
@@ -147,11 +204,12 @@ def _linear(
     up_at = weight_at + (out.to(tl.int64) + outs)[:, None] * ins
     if WHOLE:
         y, up = _at_once(
-            x_at, row_at, up_at, norm_at, shift_at, real, ins, eps, CHUNK, NORM, CENTRED, GATE, OVERLAP
+            x_at, row_at, up_at, norm_at, shift_at, real, ins, eps, CHUNK, REST, EVEN, NORM, CENTRED, GATE, OVERLAP
         )  # fmt: skip
     else:
         y, up = _in_chunks(
-            x_at, row_at, up_at, norm_at, shift_at, real, ins, eps, OUTS, CHUNK, STAGES, NORM, CENTRED, GATE, OVERLAP
+            x_at, row_at, up_at, norm_at, shift_at, real, ins, eps, OUTS, CHUNK, STAGES, EVEN, NORM, CENTRED, GATE,
+            OVERLAP,
         )  # fmt: skip
     y = _scaled(y, scale_at, bias_at, out, real, SCALED, BIAS)
     if GATE:
@@ -167,14 +225,25 @@ def tile_of(outs: int, ins: int, size: int, gate: bool) -> RowTile:
     """size: bytes of a weight. The fastest of Llama-2 7B's products on H200 (tests/gpu/decoding.py).
 
     >>> tile_of(12288, 4096, 2, False), tile_of(4096, 11008, 1, False)
-    (RowTile(outs=4, warps=4, chunk=0, stages=1), RowTile(outs=8, warps=4, chunk=1024, stages=3))
+    (RowTile(outs=4, warps=4, chunk=0, stages=1), RowTile(outs=8, warps=2, chunk=1024, stages=3))
     """
     if size == 1:
-        return RowTile(4, 2, 512, 4) if gate else RowTile(8, 4, 512 if outs > 8192 else 1024, 3)
+        return RowTile(8, 2, 1024, 3) if ins > 8192 else RowTile(4 if gate else 8, 4)
     wide = next_power_of_2(ins)
     if wide > 4096:
         return RowTile(2 if wide <= 16384 else 1, 16)
     return RowTile(2 if gate else 4, 4)
+
+
+def cut(ins: int) -> tuple[int, int]:
+    """Two powers of two, or one and 0, that hold so many with few to spare.
+
+    >>> cut(4096), cut(11008), cut(5120), cut(7168)
+    ((4096, 0), (8192, 4096), (4096, 1024), (8192, 0))
+    """
+    wide = next_power_of_2(ins)
+    rest = next_power_of_2(ins - wide // 2)
+    return (wide // 2, rest) if LEAST_REST <= rest < wide // 2 else (wide, 0)
 
 
 def takes(rows: int, factor: Factor) -> bool:
@@ -204,10 +273,12 @@ def linear(
         dtype = norm.weight.dtype if norm is not None else x.dtype
         y = torch.empty(1, outs, dtype=dtype if scale is not None else weight.dtype, device=x.device)
     assert y.shape == (1, outs) and y.stride(1) == 1
+    chunk, rest = (tile.chunk, 0) if tile.chunk else cut(ins)
+    even = outs % tile.outs == 0 and (ins % chunk == 0 if tile.chunk else chunk + rest == ins)
     launch(
         _linear, (cdiv(outs, tile.outs),), x, weight, scale, bias, None if norm is None else norm.weight,
         None if norm is None else norm.bias, y, outs, ins, 0.0 if norm is None else norm.eps, OUTS=tile.outs,
-        CHUNK=tile.chunk or next_power_of_2(ins), WHOLE=not tile.chunk, STAGES=tile.stages, NORM=norm is not None,
+        CHUNK=chunk, REST=rest, WHOLE=not tile.chunk, STAGES=tile.stages, EVEN=even, NORM=norm is not None,
         CENTRED=norm is not None and norm.bias is not None, SCALED=scale is not None, BIAS=bias is not None,
         KIND=-1 if gate or activation is None else KINDS[activation], GATE=gate, ADD=into is not None,
         num_warps=tile.warps, **overlapping(x.device),
