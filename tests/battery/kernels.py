@@ -7,7 +7,8 @@ values N       attention's output, log-sum-exp and gradients against the plain f
                fp16, within the bounds of tests/gpu/test_attention.py
 kept N         which weights are dropped, forward, in d(v) and in d(q): bit for bit those of the plain form
 runs N         the same with key columns in two runs, as a ring of ranks has them
-paged N        attention to the blocks of a cache, of single tokens among runs of several, against the plain form
+paged N, new N attention to the blocks of a cache, of single tokens among runs of several, against the plain form; of
+               single tokens whose keys are turned and kept on the way
 linear N, place N, gemm N
                what steps of few tokens take (tests/gpu/test_few_rows.py), and rows by tiles of weights in fp8
 norm N, added N, activate N, heads N, entropy N, adamw N, fp8 N, fp8-weights N, total N
@@ -31,7 +32,7 @@ from tests.battery.data_ledger import Item, run
 from tests.gpu import test_kernels as others
 from tests.gpu.test_attention import kernels
 from tests.gpu.test_few_rows import check_linear, check_place, check_tiled
-from tests.gpu.test_paged_attention import check_paged
+from tests.gpu.test_paged_attention import check_new, check_paged
 from tests.support.attention_cases import check_kept, check_values
 from tests.support.triton import DEVICE
 
@@ -137,6 +138,7 @@ def total(rng: random.Random) -> dict[str, Any]:
 
 CHECKS: dict[str, Callable[[random.Random], dict[str, Any]]] = {
     "paged": check_paged,
+    "new": check_new,
     "linear": check_linear,
     "place": check_place,
     "gemm": check_tiled,

@@ -17,10 +17,12 @@ from mega.core.model.decoder import DecoderStage
 from mega.core.ops import fp8_weights
 from mega.core.ops.few_rows import PLAIN, FewRows, NormOf, trusted
 from mega.core.ops.matmuls import Factor
+from mega.core.ops.paged_attention import PLAIN as PLAIN_ATTENTION
 from mega.core.ops.rotary import rotary_table
 from mega.core.ops.suite import choose, forward_only
 from mega.core.parallel.region import ALONE
 from mega.core.parallel.weight import ParameterFactory, initialise
+from tests.gpu.test_paged_attention import kernels as attention_kernels
 from tests.inference.test_engine import FAMILIES, GREEDY, Request, answers, engine_of, prompts, tokens
 from tests.support.triton import CUDA, DEVICE, needs_kernels
 
@@ -226,9 +228,11 @@ def test_an_engine_says_the_same(family: str, fp8: bool, monkeypatch: pytest.Mon
         taken.append(len(x))
         return kernels().linear(x, *given)
 
+    monkeypatch.setattr("mega.core.ops.kernels.paged_attention.PROGRAMS", 528 if CUDA else 8)
     said = []
-    for few in (None, replace(kernels(), linear=linear)):
-        ops = replace(forward_only(choose(where, torch.float32), fp8_weights=fp8), few_rows=few, spread=False)
+    for few, attention in ((None, PLAIN_ATTENTION), (replace(kernels(), linear=linear), attention_kernels())):
+        ops = forward_only(choose(where, torch.float32), fp8_weights=fp8)
+        ops = replace(ops, few_rows=few, paged_attention=attention, spread=False)
         stage: Any = DecoderStage(model, units(model), ParameterFactory({}, torch.float32, where, ops), ALONE)
         initialise(stage, 5)
         with torch.no_grad():

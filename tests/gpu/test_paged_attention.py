@@ -14,7 +14,9 @@ import numpy as np
 import pytest
 import torch
 
+from mega.core.ops.few_rows import plain_place as place
 from mega.core.ops.paged_attention import PLAIN, PagedAttention, trusted
+from mega.core.ops.rotary import rotary_table
 from tests.support.triton import CUDA, DEVICE, needs_kernels
 
 pytestmark = [pytest.mark.gpu, needs_kernels]
@@ -70,6 +72,49 @@ def test_shares_are_added_up_in_one_order(monkeypatch: pytest.MonkeyPatch) -> No
     assert not pages.ended.any()
 
 
+def check_new(rng: random.Random, longest: int = 150) -> dict[str, Any]:
+    """Drawn sequences of one new token each, whose keys are turned and kept on the way; all else is left alone."""
+    dtype = torch.bfloat16 if CUDA else rng.choice([torch.float16, torch.float32])
+    kv_heads, repeats, d, block = rng.randint(1, 3), rng.randint(1, 5), rng.choice([8, 32, 40, 64, 128]), 8
+    window, turned = rng.choice([None, rng.randint(1, longest)]), rng.choice([0, d, d // 2, d // 4 * 2])
+    runs = rng.randint(1, 6)
+    lengths = np.array([rng.randint(1, longest) for _ in range(runs)])
+    width, ones = -(-longest // block), np.ones(runs, dtype=np.int64)
+    tables = np.array(rng.sample(range(1, 1 + runs * width), runs * width)).reshape(runs, width)
+    pool = torch.randn(1 + runs * width, block, 2, kv_heads, d, device=DEVICE).to(dtype)
+    fused = torch.randn(runs, kv_heads * (repeats + 2), d, device=DEVICE).to(dtype)
+    slots = tables[range(runs), (lengths - 1) // block] * block + (lengths - 1) % block
+    found = []
+    for attention, wide in ((PLAIN, torch.float64), (PLAIN, dtype), (kernels(), dtype)):
+        keys, given = pool.to(wide, copy=True), fused.to(wide, copy=True)
+        rotary = rotary_table(torch.from_numpy(lengths).to(DEVICE), turned, 10000.0, 1.0, wide) if turned else None
+        pages = attention.pages(ones, lengths, tables, keys, repeats, window)
+        if attention.attend_new is None:
+            place(given, rotary, keys.view(-1, 2 * kv_heads, d), torch.from_numpy(slots).to(DEVICE), kv_heads * repeats)
+            out = attention.attend(given[:, : kv_heads * repeats], keys.flatten(1), pages)
+        else:
+            with patch("mega.core.ops.kernels.paged_attention.PROGRAMS", PROGRAMS if CUDA else rng.choice([1, 8, 40])):
+                new = attention.attend_new(given, rotary, keys.flatten(1), pages)
+            assert new is not None
+            out = new
+        found.append((out.double(), keys.double()))
+    errors = []
+    for exact, plain, ours in zip(*found, strict=True):
+        errors += [float((each - exact).norm() / exact.norm()) for each in (ours, plain)]
+        assert ours.shape == exact.shape and errors[-2] <= 2 * errors[-1] + 2e-7, errors
+    same = torch.ones(len(pool) * block, dtype=torch.bool)
+    same[slots] = False
+    kept, before = (each.view(-1, 2 * kv_heads * d)[same.to(DEVICE)] for each in (found[2][1], pool.double()))
+    assert torch.equal(kept, before)
+    return {"dtype": str(dtype).removeprefix("torch."), "runs": runs, "d": d, "window": window, "turned": turned}
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_new_keys_are_kept_on_the_way(seed: int) -> None:
+    torch.manual_seed(seed)
+    check_new(random.Random(seed))
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_paged_attention(seed: int) -> None:
     torch.manual_seed(seed)
@@ -122,5 +167,11 @@ def test_kernels_that_a_device_runs_wrongly_are_not_trusted(
     def wrong(*given: Any) -> torch.Tensor:
         return kernels().attend(*given) * 1.001
 
+    def misplaced(fused: torch.Tensor, rotary: Any, pool: torch.Tensor, pages: Any) -> torch.Tensor | None:
+        found = kernels().attend_new
+        assert found is not None
+        return found(fused, rotary, pool.clone(), pages)
+
+    assert trusted(replace(kernels(), attend_new=misplaced), pool, 3, 5) is PLAIN and "off by" in caplog.text
     assert trusted(replace(kernels(), attend=wrong), pool, 3, 5) is PLAIN and "off by 0.001" in caplog.text
     assert trusted(replace(kernels(), attend=fails), pool, 3, 5) is PLAIN and "(cannot be compiled)" in caplog.text

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from mega.core.ops.few_rows import Place
 from mega.core.ops.kept_keys import KeptKeys
 from mega.core.ops.paged_attention import Integers, PagedAttention
 
@@ -48,17 +49,21 @@ class PagedCache:
         """Copy whole blocks, int64 [c] each."""
         self.pool[:, target] = self.pool[:, source]
 
-    def place(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The rows of a layer, [slots, 2 kv_heads, d], and the slots of the next tokens."""
-        return self._layers[layer - self.first_layer][1], self._slots
-
-    def attend(self, layer: int, q: torch.Tensor) -> torch.Tensor:
-        """What q makes of the keys and values that are kept, those of its tokens included."""
-        return self.attention.attend(q, self._layers[layer - self.first_layer][0], self._pages)
+    def attend_new(
+        self, layer: int, fused: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor] | None, place: Place
+    ) -> torch.Tensor:
+        pool, rows = self._layers[layer - self.first_layer]
+        if self.attention.attend_new is not None:
+            out = self.attention.attend_new(fused, rotary, pool, self._pages)
+            if out is not None:
+                return out
+        heads = fused.shape[1] - rows.shape[1]
+        place(fused, rotary, rows, self._slots, heads)
+        return self.attention.attend(fused[:, :heads], pool, self._pages)
 
     def __call__(self, layer: int, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
-        rows, at = self.place(layer)
-        rows.index_copy_(0, at, kv)
+        pool, rows = self._layers[layer - self.first_layer]
+        rows.index_copy_(0, self._slots, kv)
         if isinstance(self._pages, KeptKeys):
             return self._pages.attend(layer - self.first_layer, q, kv)
-        return self.attend(layer, q)
+        return self.attention.attend(q, pool, self._pages)

@@ -17,7 +17,7 @@ import torch
 from mega.core.model.block import Attention, Block, FeedForward, Norm
 from mega.core.model.decoder import DecoderStage, Head
 from mega.core.model.embedding import Embedding
-from mega.core.ops.few_rows import FewRows, NormOf, trusted
+from mega.core.ops.few_rows import FewRows, NormOf, Place, trusted
 from mega.core.ops.matmuls import Factor
 from mega.core.ops.norm import rms_norm_by
 from mega.core.ops.rotary import rotate
@@ -41,10 +41,8 @@ class KeyValueCache(Protocol):
         """Keep keys and values [tokens, 2 kv_heads, d] of one layer's new tokens; what q [tokens, heads, d] of the same
         tokens make of all that they see, [tokens, heads x d]."""
 
-    def place(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Instead: where to keep them, rows [slots, 2 kv_heads, d] and int64 [tokens] of these, before `attend`."""
-
-    def attend(self, layer: int, q: torch.Tensor) -> torch.Tensor: ...
+    def attend_new(self, layer: int, fused: torch.Tensor, rotary: Rotary | None, place: Place) -> torch.Tensor:
+        """The same of fused [tokens, heads + 2 kv_heads, d], queries and keys not turned yet. place: of `FewRows`."""
 
 
 class DecodeStep:
@@ -215,8 +213,7 @@ def _attention(
     def run(fused: torch.Tensor, rotary: Rotary | None, cache: KeyValueCache) -> torch.Tensor:
         if q_norm is None and few is not None:
             fused = fused.view(len(fused), heads + 2 * kv_heads, -1)
-            few.place(fused, rotary, *cache.place(layer), heads)
-            return cache.attend(layer, fused[:, :heads])
+            return cache.attend_new(layer, fused, rotary, few.place)
         if q_norm is None and ops.spread:
             fused = fused.view(fused.shape[0], heads + 2 * kv_heads, -1)
             if rotary is not None:

@@ -32,6 +32,9 @@ class NormOf(NamedTuple):
     eps: float
 
 
+Place = Callable[[torch.Tensor, tuple[torch.Tensor, torch.Tensor] | None, torch.Tensor, torch.Tensor, int], None]
+
+
 @dataclass(frozen=True)
 class FewRows:
     """One implementation.
@@ -46,7 +49,7 @@ class FewRows:
 
     takes: Callable[[int, Factor], bool]
     linear: Callable[[torch.Tensor, Factor, NormOf | None, str | None, torch.Tensor | None], torch.Tensor]
-    place: Callable[[torch.Tensor, tuple[torch.Tensor, torch.Tensor] | None, torch.Tensor, torch.Tensor, int], None]
+    place: Place
 
 
 def plain_linear(

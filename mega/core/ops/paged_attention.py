@@ -31,6 +31,7 @@ from numpy.typing import NDArray
 from torch.nn import functional as F
 
 from mega.core.device import sent
+from mega.core.ops.few_rows import plain_place
 from mega.core.ops.norm import accurate
 from mega.core.ops.trial import error_of, passes
 
@@ -41,6 +42,7 @@ SPLIT = 256
 """Keys of one split of INVARIANT; a multiple of every block size."""
 
 Integers = NDArray[np.int64]
+Rotary = tuple[torch.Tensor, torch.Tensor]
 
 
 class PaddedRuns(NamedTuple):
@@ -100,6 +102,8 @@ class PagedAttention:
         On the host: counts int64 [runs], tokens of each, lengths and tables as above. repeats: query heads of a
         key/value head. window: a token sees this many keys at most, its own included.
     attend(q, pool, pages) -> softmax(q k' / sqrt(d)) v over the keys that each token sees
+    attend_new(fused, rotary, pool, pages): the same of fused [tokens, heads + 2 kv_heads, d], not turned by positions
+        yet, and puts keys and values into the pool. None where pages ask for `FewRows.place` and `attend` instead.
     graphs: what is done for runs of one token follows from their number and the width of `tables`; pages hold these and
         `lengths` as tensors of those names, which a recorded graph reads again.
     """
@@ -107,6 +111,7 @@ class PagedAttention:
     pages: Callable[[Integers, Integers, Integers, torch.Tensor, int, int | None], Any]
     attend: Callable[[torch.Tensor, torch.Tensor, Any], torch.Tensor]
     graphs: bool = False
+    attend_new: Callable[[torch.Tensor, Rotary | None, torch.Tensor, Any], torch.Tensor | None] | None = None
 
 
 # -- plain
@@ -330,14 +335,22 @@ def trusted(attention: PagedAttention, pool: torch.Tensor, repeats: int, window:
     block, few = pool.shape[1], torch.arange(4 * pool[0].numel(), device=pool.device, dtype=torch.float32)
     some = (few * 0.7).sin().to(pool.dtype).view(4, *pool.shape[1:])
     q = some.flatten(0, 1)[:2, 0].repeat(1, repeats, 1)
+    cos = q[:, 0, : q.shape[2] // 4].float().contiguous()
+    angles = cos, cos * 0.5
     counts, lengths, tables = np.ones(2, np.int64), np.array([1, 3 * block - 1]), np.array([[2, 0, 0], [3, 0, 1]])
 
+    def done(each: PagedAttention) -> list[torch.Tensor]:
+        pool = some.clone()
+        pages = each.pages(counts, lengths, tables, pool, repeats, window)
+        out, fused = each.attend(q, pool.flatten(1), pages), torch.cat([q, pool[:2, 0].flatten(1, 2)], 1)
+        new = None if each.attend_new is None else each.attend_new(fused, angles, pool.flatten(1), pages)
+        if new is None:
+            last = torch.tensor([2 * block, 2 * block - 2], device=pool.device)
+            plain_place(fused, angles, pool.view(-1, *fused[:, q.shape[1] :].shape[1:]), last, q.shape[1])
+            new = each.attend(fused[:, : q.shape[1]], pool.flatten(1), pages)
+        return [out, new, pool]
+
     def off() -> float:
-        return error_of(
-            *(
-                [each.attend(q, some.flatten(1), each.pages(counts, lengths, tables, some, repeats, window))]
-                for each in (attention, PLAIN)
-            )
-        )
+        return error_of(done(attention), done(PLAIN))
 
     return attention if passes(off, pool.dtype, "attention to the cache takes torch's kernels: ours") else PLAIN

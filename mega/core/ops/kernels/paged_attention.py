@@ -2,15 +2,16 @@
 
 A program takes the query heads of one key/value head of one sequence along a share of its keys (Dao et al. 2023,
 "Flash-Decoding"); the last program to end adds up the shares, always in one order. What is launched follows from the
-number of sequences alone, and lengths are read from the device's memory, so a graph can hold it. Runs of several tokens
-take the plain form.
+number of sequences alone, and lengths are read from the device's memory, so a graph can hold it. Where all runs are of
+one token, programs turn their queries themselves, and one of a head puts the new key and value into the cache, where no
+other looks for them. Runs of several tokens take the plain form.
 """
 
 from __future__ import annotations
 
 import math
 from functools import cache, partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -41,31 +42,74 @@ class SingleTokens(NamedTuple):
 
 @jit
 def _look(
-    q_at, pool_at, tables_at, lengths_at, part_at, stats_at, out_at, ended_at, q_row, q_head, width, scale, window,
+    q_at, cos_at, sin_at, pool_at, tables_at, lengths_at, part_at, stats_at, out_at, ended_at, q_row, q_head, width,
+    scale, window,
     KV: tl.constexpr, GROUP: tl.constexpr, GROUP_BLOCK: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
-    SIZE: tl.constexpr, KEYS: tl.constexpr, SHARES: tl.constexpr, WINDOW: tl.constexpr, OVERLAP: tl.constexpr,
+    SIZE: tl.constexpr, KEYS: tl.constexpr, SHARES: tl.constexpr, WINDOW: tl.constexpr, NEW: tl.constexpr,
+    HALF: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Of a share of the keys: the mixed values, not divided yet, the largest score and the sum of the weights.
 
-    SHARES: 1, or a power of two that is not less than their number."""
+    SHARES: 1, or a power of two that is not less than their number. NEW: keys and values of the tokens follow their
+    queries, and the last share begins with them; components HALF apart are turned before."""
     in_turn(OVERLAP)
     row, kv_head, share, shares = tl.program_id(0), tl.program_id(1), tl.program_id(2), tl.num_programs(2)
     length = tl.load(lengths_at + row)
-    oldest = length * 0
-    if WINDOW:
-        oldest = tl.maximum(length - window, 0)
-    begin = oldest // KEYS * KEYS
-    per = tl.cdiv(length - begin, KEYS * shares) * KEYS
-    first = begin + share * per
-    end = tl.minimum(first + per, length)
+    oldest, first, end = _borders(length, window, share, shares, KEYS, WINDOW, NEW)
     one, part = tl.arange(0, GROUP_BLOCK), tl.arange(0, BLOCK)
     head = kv_head * GROUP + one
     queried = (one < GROUP)[:, None] & (part < WIDTH)[None, :]
-    q = tl.load(q_at + row.to(tl.int64) * q_row + head[:, None] * q_head + part[None, :], queried, 0.0)
+    q_at += row.to(tl.int64) * q_row
+    table_at = tables_at + row.to(tl.int64) * width
+    pool_at += kv_head * WIDTH
+    if HALF:
+        cos_at += row * HALF
+        sin_at += row * HALF
+    q = _turned(q_at + head[:, None] * q_head, part[None, :], queried, cos_at, sin_at, HALF)
+    total = tl.zeros([GROUP_BLOCK, BLOCK], tl.float32)
+    sum_ = tl.zeros([GROUP_BLOCK], tl.float32)
+    largest = tl.full([GROUP_BLOCK], -float("inf"), tl.float32)
+    if NEW:
+        key_at = q_at + (KV * GROUP + kv_head) * q_head
+        if share == shares - 1:
+            slot = tl.load(table_at + (length - 1) // SIZE) * SIZE + (length - 1) % SIZE
+            to_at = pool_at + slot * (2 * KV * WIDTH)
+            key, fresh = _kept(key_at, q_head, to_at, part[None, :], cos_at, sin_at, KV, WIDTH, HALF)
+            largest = tl.sum(q.to(tl.float32) * key.to(tl.float32), 1) * scale
+            sum_ += 1.0
+            total += fresh.to(tl.float32)
     total, largest, sum_ = _along(
-        q, pool_at + kv_head * WIDTH, tables_at + row.to(tl.int64) * width, oldest, first, end, scale, KV, GROUP_BLOCK,
-        WIDTH, BLOCK, SIZE, KEYS,
+        q, total, largest, sum_, pool_at, table_at, oldest, first, end, scale, KV, WIDTH, BLOCK, SIZE, KEYS
+    )
+    _put(
+        total, largest, sum_, part_at, stats_at, out_at, ended_at, row, kv_head, share, shares, KV, GROUP, GROUP_BLOCK,
+        WIDTH, BLOCK, SHARES,
     )  # fmt: skip
+
+
+@jit
+def _borders(length, window, share, shares, KEYS: tl.constexpr, WINDOW: tl.constexpr, NEW: tl.constexpr):
+    """The oldest key of all, the first one of a share, and its end."""
+    oldest = length * 0
+    if WINDOW:
+        oldest = tl.maximum(length - window, 0)
+    if NEW:
+        length = length - 1
+    begin = oldest // KEYS * KEYS
+    per = tl.cdiv(length - begin, KEYS * shares) * KEYS
+    first = begin + share * per
+    return oldest, first, tl.minimum(first + per, length)
+
+
+@jit
+def _put(
+    total, largest, sum_, part_at, stats_at, out_at, ended_at, row, kv_head, share, shares,
+    KV: tl.constexpr, GROUP: tl.constexpr, GROUP_BLOCK: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    SHARES: tl.constexpr,
+):  # fmt: skip
+    one, part = tl.arange(0, GROUP_BLOCK), tl.arange(0, BLOCK)
+    head = kv_head * GROUP + one
+    queried = (one < GROUP)[:, None] & (part < WIDTH)[None, :]
     if SHARES == 1:
         place = row.to(tl.int64) * (KV * GROUP) + head
         total = (total / sum_[:, None]).to(out_at.dtype.element_ty)
@@ -81,16 +125,35 @@ def _look(
 
 
 @jit
+def _kept(key_at, head_size, to_at, part, cos_at, sin_at, KV: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr):
+    """The new key, turned, and value of one head, which go into the cache."""
+    key = _turned(key_at, part, part < WIDTH, cos_at, sin_at, HALF)
+    value = tl.load(key_at + KV * head_size + part, part < WIDTH, 0.0)
+    tl.store(to_at + part, key, part < WIDTH)
+    tl.store(to_at + KV * WIDTH + part, value, part < WIDTH)
+    return key, value
+
+
+@jit
+def _turned(at, part, there, cos_at, sin_at, HALF: tl.constexpr):
+    """Heads that begin at `at`, [n, 1], by the angles of their token; pairs of components lie HALF apart."""
+    x = tl.load(at + part, there, 0.0)
+    if HALF:
+        turns, first = part < 2 * HALF, part < HALF
+        other = tl.load(at + tl.where(first, part + HALF, part - HALF), there & turns, 0.0).to(tl.float32)
+        cos = tl.load(cos_at + tl.where(first, part, part - HALF), turns, 1.0)
+        sin = tl.load(sin_at + tl.where(first, part, part - HALF), turns, 0.0)
+        x = (x.to(tl.float32) * cos + other * tl.where(first, -sin, sin)).to(x.dtype)
+    return x
+
+
+@jit
 def _along(
-    q, pool_at, table_at, oldest, first, end, scale,
-    KV: tl.constexpr, GROUP_BLOCK: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, SIZE: tl.constexpr,
-    KEYS: tl.constexpr,
+    q, total, largest, sum_, pool_at, table_at, oldest, first, end, scale,
+    KV: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, SIZE: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """The keys of one head from `first` to `end`, which `pool_at` and `table_at` say the places of."""
+    """With the keys of one head from `first` to `end`, which `pool_at` and `table_at` say the places of."""
     part = tl.arange(0, BLOCK)
-    total = tl.zeros([GROUP_BLOCK, BLOCK], tl.float32)
-    sum_ = tl.zeros([GROUP_BLOCK], tl.float32)
-    largest = tl.full([GROUP_BLOCK], -float("inf"), tl.float32)
     for start in range(first, end, KEYS):
         key = start + tl.arange(0, KEYS)
         seen = (key >= oldest) & (key < end)
@@ -155,25 +218,45 @@ def _pages(tokens: slice, lengths: Integers, tables: Integers, pool: torch.Tenso
     return SingleTokens(tokens, sent(wide, device), sent(lengths, device), ended, (block, kv_heads, d), window)
 
 
-def _attend(q: torch.Tensor, pool: torch.Tensor, runs: SingleTokens) -> torch.Tensor:
+def _attend(
+    q: torch.Tensor,
+    pool: torch.Tensor,
+    runs: SingleTokens,
+    rotary: tuple[torch.Tensor, torch.Tensor] | None = None,
+    new: bool = False,
+) -> torch.Tensor:
+    """new: q is the fused product."""
     (rows, heads, d), (block, kv_heads, _) = q.shape, runs.shape
+    heads -= 2 * kv_heads if new else 0
     if q.stride(2) != 1:
         q = q.contiguous()
     shares = min(cdiv(PROGRAMS, rows * kv_heads), MOST_SHARES)
     assert shares == 1 or rows * kv_heads <= len(runs.ended)
     out = torch.empty(rows, heads * d, dtype=q.dtype, device=q.device)
-    part, stats = None, None
+    part, stats, (cos, sin) = None, None, rotary or (None, None)
     if shares > 1:
         part = torch.empty(rows, shares, heads, d, dtype=torch.float32, device=q.device)
         stats = torch.empty(rows, shares, heads, 2, dtype=torch.float32, device=q.device)
     group = heads // kv_heads
+    assert q.dtype == pool.dtype
     launch(
-        _look, (rows, kv_heads, shares), q, pool, runs.tables, runs.lengths, part, stats, out, runs.ended, q.stride(0),
-        q.stride(1), runs.tables.shape[1], LOG2E / math.sqrt(d), runs.window or 0, KV=kv_heads, GROUP=group,
-        GROUP_BLOCK=max(16, next_power_of_2(group)), WIDTH=d, BLOCK=max(16, next_power_of_2(d)), SIZE=block, KEYS=KEYS,
-        SHARES=next_power_of_2(shares), WINDOW=runs.window is not None, **overlapping(q.device),
+        _look, (rows, kv_heads, shares), q, cos, sin, pool, runs.tables, runs.lengths, part, stats, out, runs.ended,
+        q.stride(0), q.stride(1), runs.tables.shape[1], LOG2E / math.sqrt(d), runs.window or 0, KV=kv_heads,
+        GROUP=group, GROUP_BLOCK=max(16, next_power_of_2(group)), WIDTH=d, BLOCK=max(16, next_power_of_2(d)),
+        SIZE=block, KEYS=KEYS, SHARES=next_power_of_2(shares), WINDOW=runs.window is not None, NEW=new,
+        HALF=0 if cos is None else cos.shape[-1], **overlapping(q.device),
     )  # fmt: skip
     return out
 
 
-PAGED = PagedAttention(partial(padded_pages, single=_pages), partial(padded_attention, single=_attend), graphs=True)
+def _attend_new(
+    fused: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor] | None, pool: torch.Tensor, pages: list[Any]
+) -> torch.Tensor | None:
+    if len(pages) > 1 or not isinstance(pages[0], SingleTokens):
+        return None
+    return _attend(fused, pool, pages[0], rotary, new=True)
+
+
+PAGED = PagedAttention(
+    partial(padded_pages, single=_pages), partial(padded_attention, single=_attend), graphs=True, attend_new=_attend_new
+)
