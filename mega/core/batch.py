@@ -13,10 +13,16 @@ import torch
 
 
 class Term(NamedTuple):
-    """One loss or metric as two sums over tokens, rows or whatever it counts: its mean is total / weight."""
+    """One loss or metric as two sums over tokens, rows or whatever it counts: its mean is total / weight.
+
+    root: of a loss whose gradient was computed along with it, already multiplied by the loss's scale: where the
+    backward pass begins, since `total` is only a number then. It has no elements, so nobody can multiply it by what the
+    gradient would lack. None: the backward pass begins at `total`.
+    """
 
     total: torch.Tensor
     weight: torch.Tensor
+    root: torch.Tensor | None = None
 
 
 Terms = Mapping[str, Term]

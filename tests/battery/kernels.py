@@ -107,6 +107,8 @@ def entropy(rng: random.Random) -> dict[str, Any]:
     width = rng.randint(1, 9000)
     drawn: dict[str, Any] = {"width": width, "real": rng.choice([width, rng.randint(1, width)])}
     others.test_cross_entropy(**drawn)
+    drawn["width"] += rng.randint(0, 20_000)
+    others.test_cross_entropy_in_one(**drawn)
     return drawn
 
 

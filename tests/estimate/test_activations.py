@@ -28,6 +28,7 @@ from mega.core.parallel import collectives, peers
 from mega.core.parallel.gradients import Bucket, GradBuffer
 from mega.core.parallel.mesh import Axis, Mesh
 from mega.core.parallel.peers import Mapped
+from mega.core.parallel.pipeline import StageOutput
 from mega.core.training import wire
 from mega.core.training.wire import build_grads, build_stages
 
@@ -305,14 +306,18 @@ def measured(run: RunConfig, stage: int, dp: int = 1) -> tuple[int, int, int]:
     with live:
         shapes = [] if mesh.pp.first else chunk.cargo(batch)
         cargo = tuple(torch.zeros(shape, dtype=dtype, requires_grad=True) for shape, dtype in shapes)
-        out = chunk(batch, *cargo)
-        tensors = (out.terms["lm"].total,) if mesh.pp.last else out.cargo
+        out = chunk(batch, *cargo, scales=torch.ones(1, dtype=torch.float64))
+        tensors = roots(out) if mesh.pp.last else out.cargo
         del out
         held, forward = live.live, live.peak
         live.peak = live.live
         given = tuple(map(torch.zeros_like, tensors))
         torch.autograd.backward(tensors, given)
     return held, forward, live.peak
+
+
+def roots(out: StageOutput) -> tuple[torch.Tensor, ...]:
+    return tuple(term.total if term.root is None else term.root for term in out.terms.values())
 
 
 def run_of(flags: dict[str, Any], dp: int = 1) -> RunConfig:

@@ -8,7 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
+from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 
@@ -181,6 +183,30 @@ def test_cross_entropy(real: int, width: int = 5000) -> None:
     ours = table["softmax_gradient"](x.clone(), labels, log_total.float(), scale, real)
     assert error(ours, truth) <= 2 * error(plain, truth)
     assert not ours[:, real:].any()
+
+
+@pytest.mark.parametrize(("real", "width"), [(5000, 5000), (17, 5000), (19_999, 20_000), (8000, 20_000)])
+def test_cross_entropy_in_one(real: int, width: int) -> None:
+    """Both halves in one pass: bit for bit what they give one after the other, by the same blocks."""
+    from mega.core.ops.kernels import cross_entropy as fast
+
+    table, x = kernels(), 3 * random(TOKENS, width)
+    labels = torch.randint(-5, real + 5, (TOKENS,), device=DEVICE)
+    scale = torch.rand(TOKENS, device=DEVICE)
+    truth = cross_entropy.nll_and_gradient(x.double(), labels, scale.double(), real)
+    plain = cross_entropy.nll_and_gradient(x.clone(), labels, scale, real)
+    overwritten = x.clone()
+    ours = table["nll_and_gradient"](overwritten, labels, scale, real)
+    assert ours[1].data_ptr() == overwritten.data_ptr() and not ours[1][:, real:].any()
+    assert error(ours[0], truth[0]) < 1e-5
+    assert error(ours[1], truth[1]) <= 2 * error(plain[1], truth[1])
+    if CUDA:  # warps are added up in another order
+        return
+    with mock.patch.object(fast, "PART", fast.BOTH):
+        largest, total, target = table["softmax_parts"](x, labels, real)
+    log_total = torch.from_numpy(np.log(total.numpy())) + largest  # the interpreter's logarithm
+    assert torch.equal(ours[0], log_total - target)
+    assert torch.equal(ours[1], table["softmax_gradient"](x.clone(), labels, log_total, scale, real))
 
 
 def test_a_rank_that_holds_only_padding_adds_nothing() -> None:

@@ -26,7 +26,7 @@ def test_the_tokens_that_are_masked_are_enough() -> None:
         (stage,) = build_stages(run, Mesh(0), Device.choose("cpu").torch)
         batch = masked_batch(run.model, 24, torch.arange(3), seed=1)
         assert batch.predicted is not None and batch.loss_weights.sum() > 3
-        with mock.patch.object(bert, "cross_entropy", wraps=bert.cross_entropy) as judged:
+        with mock.patch.object(bert, "token_loss", wraps=bert.token_loss) as judged:
             terms = stage(batch if known else replace(batch, predicted=None)).terms
         assert len(judged.call_args.args[1]) == (3 * 4 if known else 3 * 24)
         (terms["lm"].total / terms["lm"].weight + terms["pair"].total).backward()

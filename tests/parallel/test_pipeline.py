@@ -31,7 +31,9 @@ class Piece(nn.Module):
     def compute(self, x: torch.Tensor) -> torch.Tensor:
         return (x @ self.matrix).tanh()
 
-    def forward(self, batch: DecoderBatch, *cargo: torch.Tensor, outputs: bool = False) -> StageOutput:
+    def forward(
+        self, batch: DecoderBatch, *cargo: torch.Tensor, outputs: bool = False, scales: torch.Tensor | None = None
+    ) -> StageOutput:
         x, total = cargo if cargo else (source(batch), torch.zeros(ROWS, dtype=torch.float64))
         x = self.compute(x)
         total = total + x.sum((1, 2))
@@ -152,7 +154,9 @@ class _Alone(Piece):
 
     terms, metrics = ("main",), ()
 
-    def forward(self, batch: DecoderBatch, *cargo: torch.Tensor, outputs: bool = False) -> StageOutput:
+    def forward(
+        self, batch: DecoderBatch, *cargo: torch.Tensor, outputs: bool = False, scales: torch.Tensor | None = None
+    ) -> StageOutput:
         x = self.compute(cargo[0] if cargo else source(batch))
         term = Term(x.square().sum(), batch.loss_weights.sum())
         return StageOutput(terms={"main": term}) if self.last else StageOutput(cargo=(x,))

@@ -178,7 +178,9 @@ class EncoderStage(nn.Module):
         tokens = batch.tokens.numel() // (self.region.size if self.region.sequence else 1)
         return [((tokens, self.model.hidden), self.dtype)]
 
-    def forward(self, batch: PairBatch, *cargo: torch.Tensor, outputs: bool = False) -> StageOutput:
+    def forward(
+        self, batch: PairBatch, *cargo: torch.Tensor, outputs: bool = False, scales: torch.Tensor | None = None
+    ) -> StageOutput:
         """outputs: the last stage gives logits [b, s, ids of this rank] instead of the losses."""
         columns = torch.arange(batch.tokens.shape[1], device=batch.tokens.device).expand_as(batch.tokens)
         context = forward_context(

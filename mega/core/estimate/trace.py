@@ -473,9 +473,11 @@ class _Rank:
             cargo: tuple[torch.Tensor, ...] = ()
             if not self.mesh.pp.first:
                 cargo = tuple(torch.empty(s, dtype=dtype, device="meta", requires_grad=True) for s, dtype in shapes)
-            out = self.chunk(batch, *cargo)
+            scales = torch.empty(len(self.chunk.terms), dtype=torch.float64, device="meta")
+            out = self.chunk(batch, *cargo, scales=scales)
             sent = sum(tensor.nbytes for tensor in out.cargo)
-            outs = (*out.cargo, *(term.total for term in out.terms.values()))
+            roots = (term.total if term.root is None else term.root for term in out.terms.values())
+            outs = (*out.cargo, *roots)
             del out
             forward = recorder.end()
             in_flight = exchanges.settle() if exchanges is not None else 0

@@ -76,7 +76,9 @@ class _Judge:
     def cargo(self, batch: Any) -> list[tuple[tuple[int, ...], torch.dtype]]:
         return self._stage.cargo(batch)
 
-    def __call__(self, batch: Any, *cargo: torch.Tensor, outputs: bool = False) -> StageOutput:
+    def __call__(
+        self, batch: Any, *cargo: torch.Tensor, outputs: bool = False, scales: torch.Tensor | None = None
+    ) -> StageOutput:
         output = self._stage(batch, *cargo, outputs=outputs)
         if output.outputs is None:
             return output

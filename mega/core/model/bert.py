@@ -30,7 +30,7 @@ from mega.core.ops.norm import accurate
 from mega.core.parallel.collectives import reduce_from_region
 from mega.core.parallel.linear import ColumnLinear
 from mega.core.parallel.region import ALONE, Region
-from mega.core.parallel.vocab import cross_entropy, logits
+from mega.core.parallel.vocab import logits, token_loss
 from mega.core.parallel.weight import ParameterFactory
 
 Tensors = dict[str, Tensor]
@@ -54,16 +54,14 @@ class WordHead(nn.Module):
         self.bias = factory(tensors["lm_head.bias"])
         self.activation, self.ops, self.region = model.head_activation, factory.ops, region
 
-    def forward(self, x: torch.Tensor, batch: MaskedBatch) -> Term:
-        """x [tokens, h], our tokens under sequence -> the loss."""
+    def forward(self, x: torch.Tensor, batch: MaskedBatch, scale: torch.Tensor | None = None) -> Term:
+        """x [tokens, h], our tokens under sequence -> the loss, with its gradient where its scale is known."""
         labels, weights = batch.labels.flatten(), batch.loss_weights.flatten()
         if batch.predicted is not None and not self.region.sequence:
             rows = torch.arange(len(batch.predicted), device=x.device) * batch.tokens.shape[1]
             chosen = (rows[:, None] + batch.predicted).flatten()
             x, labels, weights = x[chosen], labels[chosen], weights[chosen]
-        nll = cross_entropy(self.transformed(x), labels, self.weight, self.region, self.bias)
-        weight = weights.to(nll.dtype)
-        return Term((nll * weight).sum(), weight.sum())
+        return token_loss(self.transformed(x), labels, weights, self.weight, self.region, self.bias, scale)
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """[tokens, ids of this rank]"""
@@ -145,13 +143,17 @@ class BertHead(nn.Module):
         # A model without a head still has its pooler.
         self.pooler = Dense(factory, tensors, "pooler.dense") if pooled and not judges else None
 
-    def forward(self, stream: ResidualState, batch: MaskedBatch | None = None) -> Losses | torch.Tensor:
+    def forward(
+        self, stream: ResidualState, batch: MaskedBatch | None = None, scales: torch.Tensor | None = None
+    ) -> Losses | torch.Tensor:
         """The losses of a batch; logits of words [tokens, ids of this rank] without one."""
         x = self.normed(stream)
         if batch is None:
             assert self.words is not None
             return self.words.logits(x)
-        found = Losses(()) if self.words is None else Losses((self.words(x, batch),))
+        found, scale = Losses(()), None if scales is None else scales[0]
+        if self.words is not None:
+            found = Losses((self.words(x, batch, scale),))
         if self.rows is None:
             return found
         judged = self.rows(x, batch)

@@ -10,7 +10,7 @@ from typing import Protocol, cast
 import torch
 from torch import nn
 
-from mega.core.batch import DecoderBatch, PreferenceBatch, Term
+from mega.core.batch import DecoderBatch, PreferenceBatch
 from mega.core.config.sections import ModelConfig
 from mega.core.inventory import Tensor
 from mega.core.model.block import Norm, ResidualState
@@ -19,7 +19,7 @@ from mega.core.model.forward import ForwardContext, forward_context
 from mega.core.model.objective import Objective, row_log_probabilities
 from mega.core.model.stack import Losses, StackStage
 from mega.core.parallel.region import Region
-from mega.core.parallel.vocab import cross_entropy, logits
+from mega.core.parallel.vocab import cross_entropy, logits, token_loss
 from mega.core.parallel.weight import ParameterFactory
 
 
@@ -51,16 +51,19 @@ class Head(nn.Module):
         self.region = region
         self.objective: Objective | None = None
 
-    def forward(self, stream: ResidualState, batch: LabelledTokens | None = None) -> Losses | torch.Tensor:
-        """The loss of a batch; logits [tokens, ids of this rank] without one."""
+    def forward(
+        self, stream: ResidualState, batch: LabelledTokens | None = None, scales: torch.Tensor | None = None
+    ) -> Losses | torch.Tensor:
+        """The loss of a batch, with its gradient where its scale is known; logits [tokens, ids of this rank] without a
+        batch."""
         normed = self.norm(stream)[1]
         if batch is None:
             return logits(normed, self.weight, self.region, self.bias)
-        nll = self._nll(normed, batch)
         if self.objective is not None:
-            return Losses(*self.objective(nll, cast(DecoderBatch, batch)))
-        weight = batch.loss_weights.flatten().to(nll.dtype)
-        return Losses((Term((nll * weight).sum(), weight.sum()),))
+            return Losses(*self.objective(self._nll(normed, batch), cast(DecoderBatch, batch)))
+        scale = None if scales is None else scales[0]
+        labels, weights = batch.labels.flatten(), batch.loss_weights.flatten()
+        return Losses((token_loss(normed, labels, weights, self.weight, self.region, self.bias, scale),))
 
     def scores(self, stream: ResidualState, batch: DecoderBatch) -> torch.Tensor:
         """Log-probability of each row's trained labels, [b]."""

@@ -42,7 +42,8 @@ class StackStage(nn.Module):
         last(batch, *cargo)  -> terms, metrics    or logits, where outputs are asked for
 
     A family sets `terms` and `metrics` and writes the four methods that raise here. Its head is called with a
-    `ResidualState` and a batch, and gives `Losses`; without a batch, logits [tokens, ids of this rank].
+    `ResidualState`, a batch and the scales of its terms, which it may use, and gives `Losses`; without a batch, logits
+    [tokens, ids of this rank].
     with_full_params: runs a unit with its whole weights on this rank only meanwhile; None where they stay.
     """
 
@@ -109,14 +110,16 @@ class StackStage(nn.Module):
         tokens = batch.tokens.numel() // (self.region.size if self.region.sequence else 1)
         return [((tokens, self.model.hidden), self.residual)]
 
-    def forward(self, batch: Any, *cargo: torch.Tensor, outputs: bool = False) -> StageOutput:
+    def forward(
+        self, batch: Any, *cargo: torch.Tensor, outputs: bool = False, scales: torch.Tensor | None = None
+    ) -> StageOutput:
         """outputs: the last stage gives what `outputs` says instead of the losses."""
         stream, *passed = self.stream(batch, *cargo)
         if self.head is None:
             return StageOutput(cargo=(stream.sum(self.ops), *passed))
         if outputs:
             return StageOutput(outputs=self.outputs(stream, batch))
-        found = self._losses(stream, batch)
+        found = self._losses(stream, batch, scales)
         return StageOutput(
             terms=dict(zip(self.terms, found.terms, strict=True)),
             metrics=dict(zip(self.metrics, found.metrics, strict=True)),
@@ -184,12 +187,12 @@ class StackStage(nn.Module):
             return run(stream)
         return self.with_full_params(self.head, lambda x: run(ResidualState(x)), stream.sum(self.ops))
 
-    def _losses(self, stream: ResidualState, batch: Any) -> Losses:
+    def _losses(self, stream: ResidualState, batch: Any, scales: torch.Tensor | None) -> Losses:
         head = self.head
         assert head is not None
         if self.with_full_params is None:
-            return head(stream, batch)
-        made: list[Losses] = []
+            return head(stream, batch, scales)
+        made: list[Losses] = []  # without scales: the backward pass of a unit begins at what `run` gives
 
         def run(stream: ResidualState) -> torch.Tensor:
             made.append(head(stream, batch))

@@ -1,7 +1,8 @@
-"""Cross entropy in two halves, so that a cut vocabulary can combine the first over ranks before the second.
+"""Cross entropy in two halves, so that a cut vocabulary can combine the first over ranks before the second, or in one.
 
     softmax_parts      logits -> largest logit, sum of exponentials, the label's logit
     softmax_gradient   logits and the whole's log-sum-exp -> gradient of the negative log-likelihood
+    nll_and_gradient   logits of the whole vocabulary -> the negative log-likelihood, and its gradient over the logits
 
 Columns from `real` on hold no token: they take no probability and get no gradient. A label outside [0, real) lives on
 another rank.
@@ -41,6 +42,21 @@ def softmax_gradient(
     ours = ((labels >= 0) & (labels < real)).to(softmax.dtype)
     softmax = softmax.scatter_add(1, labels.clamp(0, x.shape[1] - 1)[:, None], -ours[:, None])
     return (softmax * scale[:, None]).to(x.dtype)
+
+
+def nll_and_gradient(
+    x: torch.Tensor, labels: torch.Tensor, scale: torch.Tensor, real: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both halves, where what multiplies each token's loss is known before: nll [tokens], and `softmax_gradient`'s
+    result, which is written over x. scale: [tokens].
+
+    >>> nll, gradient = nll_and_gradient(torch.zeros(1, 2), torch.tensor([1]), torch.tensor([8.0]), 2)
+    >>> round(nll.exp().item(), 6), gradient.tolist()
+    (2.0, [[4.0, -4.0]])
+    """
+    largest, total, target = softmax_parts(x, labels, real)
+    log_total = total.log() + largest
+    return log_total - target, x.copy_(softmax_gradient(x, labels, log_total, scale, real))
 
 
 def _masked(x: torch.Tensor, real: int) -> torch.Tensor:

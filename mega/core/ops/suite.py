@@ -58,6 +58,7 @@ class Ops:
     partial_attention: partial_attention.PartialAttention = partial_attention.PLAIN
     softmax_parts: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = cross_entropy.softmax_parts
     softmax_gradient: Callable[..., torch.Tensor] = cross_entropy.softmax_gradient
+    nll_and_gradient: Callable[..., tuple[torch.Tensor, torch.Tensor]] = cross_entropy.nll_and_gradient
     total: Callable[[torch.Tensor], torch.Tensor] = total.total
     matmuls: Matmuls = Matmuls()  # noqa: RUF009 - holds nothing
     adamw: Callable[..., None] | None = None

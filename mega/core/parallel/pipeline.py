@@ -51,7 +51,11 @@ class Stage(Protocol):
     terms: tuple[str, ...]
     metrics: tuple[str, ...]
 
-    def __call__(self, batch: Any, *cargo: torch.Tensor, outputs: bool = False) -> StageOutput: ...
+    def __call__(
+        self, batch: Any, *cargo: torch.Tensor, outputs: bool = False, scales: torch.Tensor | None = None
+    ) -> StageOutput:
+        """scales: float64 [terms], what totals are multiplied by before the backward pass, or None: not known. A stage
+        that multiplies a term itself says so by its `root`."""
 
     def cargo(self, batch: Any) -> list[tuple[tuple[int, ...], torch.dtype]]:
         """Shapes and dtypes of what this stage is given by the one before."""
@@ -156,7 +160,7 @@ class _Step:
         for tensor in cargo:
             tensor.requires_grad_(trains)
         with torch.set_grad_enabled(trains):
-            out = chunk(batch, *cargo, outputs=self.wants_outputs)
+            out = chunk(batch, *cargo, outputs=self.wants_outputs, scales=self._scale(act))
         if out.terms or out.metrics:
             self.sums.append(stacked(self.pipeline.names, out))
         if stage < self.stages - 1:
@@ -176,12 +180,14 @@ class _Step:
             self.grads.final(self.backwards[act.chunk] == self.plan.microbatches)
             if self.splits:
                 self.grads.defer_wgrad()
-        scale = None if self.scales is None else self.scales[act.microbatch]
-        backward(self.pipeline.chunks[act.chunk].terms, out, arrived, scale)
+        backward(self.pipeline.chunks[act.chunk].terms, out, arrived, self._scale(act))
         if self.grads is not None and self.splits:
             self.deferred[key] = self.grads.take_deferred()
         if stage:
             self._give("B", act, tuple(_gradient(tensor) for tensor in cargo), stage - 1)
+
+    def _scale(self, act: Compute) -> torch.Tensor | None:
+        return None if self.scales is None else self.scales[act.microbatch]
 
     def _weights(self, act: Compute) -> None:
         """The weights' gradients that the backward pass of inputs left."""
@@ -235,13 +241,15 @@ class _Step:
 
 def backward(names: Sequence[str], out: StageOutput, arrived: Cargo, scale: torch.Tensor | None) -> None:
     """The backward pass of one microbatch on one stage: from its own terms, scaled, and from its cargo's gradients."""
-    totals, factors = [], []
+    roots, factors = [], []
     for number, name in enumerate(names):
-        if name in out.terms:
-            assert scale is not None
-            totals.append(out.terms[name].total)
-            factors.append(scale[number].to(totals[-1].dtype))
-    run_backward((*totals, *out.cargo), (*factors, *arrived))
+        if name not in out.terms:
+            continue
+        total, _, root = out.terms[name]
+        assert scale is not None
+        roots.append(total if root is None else root)
+        factors.append(scale[number].to(total.dtype) if root is None else torch.empty_like(root))
+    run_backward((*roots, *out.cargo), (*factors, *arrived))
 
 
 def _gradient(tensor: torch.Tensor) -> torch.Tensor:

@@ -103,7 +103,7 @@ class _Recorded:
 
         def work() -> None:
             with torch.enable_grad():
-                out = stage(self._batch)
+                out = stage(self._batch, scales=self._scale)
             self._sums.copy_(stacked(names, out))
             backward(stage.terms, out, (), self._scale)
             if peers is not None:

@@ -12,8 +12,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from mega.core.batch import Term
 from mega.core.inventory import Tensor
 from mega.core.ops.autograd import deliver
+from mega.core.ops.norm import accurate
 from mega.core.ops.suite import Ops
 from mega.core.parallel.collectives import all_reduce, reduce_from_region
 from mega.core.parallel.linear import column_matmul
@@ -117,9 +119,58 @@ class _CrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None, torch.Tensor | None]:
         x, local, log_total = ctx.saved_tensors
         grad_x = ctx.ops.softmax_gradient(x, local, log_total, grad, ctx.real)
-        if ctx.bias is None:
-            return grad_x, None, None, None, None
-        return grad_x, None, None, None, deliver(ctx.bias, grad_x.sum(0, dtype=grad.dtype))
+        return grad_x, None, None, None, _bias_gradient(ctx.bias, grad_x)
+
+
+class _WithGradient(torch.autograd.Function):
+    """The negative log-likelihood under the whole vocabulary, as numbers, and where its backward pass begins: there the
+    gradient lies, `scale` times that of the likelihood, written over the logits."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, labels: torch.Tensor, scale: torch.Tensor, weight: Weight, bias: Weight | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        nll, gradient = weight.ops.nll_and_gradient(x, labels, scale, weight.segments[0].shard.size[0])
+        ctx.bias = bias
+        ctx.save_for_backward(gradient.detach())
+        ctx.mark_non_differentiable(nll)
+        ctx.set_materialize_grads(False)
+        return nll, x.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> tuple[torch.Tensor, None, None, None, torch.Tensor | None]:
+        (gradient,) = ctx.saved_tensors
+        return gradient, None, None, None, _bias_gradient(ctx.bias, gradient)
+
+
+def _bias_gradient(bias: Weight | None, grad: torch.Tensor) -> torch.Tensor | None:
+    return None if bias is None else deliver(bias, grad.sum(0, dtype=accurate(grad.dtype)))
+
+
+def token_loss(
+    x: torch.Tensor,
+    labels: torch.Tensor,
+    weights: torch.Tensor,
+    weight: Weight,
+    region: Region,
+    bias: Weight | None = None,
+    scale: torch.Tensor | None = None,
+) -> Term:
+    """The sum of `weights` [tokens] times the labels' negative log-likelihood, over their sum; the rest as of
+    `cross_entropy`.
+
+    scale: what the total is multiplied by before its backward pass, a number; where it is known, and a rank has the
+    whole vocabulary, logits are read once for the loss and its gradient. None: not known.
+    """
+    if scale is None or region.size > 1:
+        nll = cross_entropy(x, labels, weight, region, bias)
+        weights = weights.to(nll.dtype)
+        return Term((nll * weights).sum(), weights.sum())
+    made = column_matmul(x, weight, region, None if bias is None else bias.detach())
+    weights = weights.to(accurate(made.dtype))
+    scales = weights * scale.to(weights.dtype)
+    nll, root = _WithGradient.apply(made, labels, scales, weight, bias)  # type: ignore[no-untyped-call]
+    return Term((nll * weights).sum(), weights.sum(), root)
 
 
 def cross_entropy(

@@ -107,7 +107,7 @@ class Sums:
 
     def add(self, found: Terms) -> None:
         for row, name in zip(self.values, self.names, strict=True):
-            total, weight = (each.detach().double() for each in found[name])
+            total, weight = (each.detach().double() for each in (found[name].total, found[name].weight))
             ones = torch.ones_like(total)
             row += torch.stack([ones, total, weight, total * total, total * weight, weight * weight]).sum(1)
 

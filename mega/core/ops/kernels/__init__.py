@@ -33,6 +33,7 @@ def table() -> dict[str, Any]:
         "split_heads": heads.split_heads,
         "softmax_parts": cross_entropy.softmax_parts,
         "softmax_gradient": cross_entropy.softmax_gradient,
+        "nll_and_gradient": cross_entropy.nll_and_gradient,
         "total": total.total,
         "adamw": adamw.adamw,
     }

@@ -1,4 +1,8 @@
-"""Cross entropy over a row of logits by one program each: one reading forward, one reading and writing backward."""
+"""Cross entropy over a row of logits by one program each: one reading forward, one reading and writing backward; or
+one reading and writing for both, where the second reading finds the row in the cache.
+
+Masks of loads are of `stride`, which 16 divides as a rule, where `real` is any number: by 16 bytes at a time.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,9 @@ from mega.core.ops.kernels.language import cdiv, jit, launch, tl
 BLOCK, WARPS = 4096, 4
 PART, STAGES = 2048, 3
 """Of the forward pass: elements that are computed at once, and how many times as many are in flight, by H200."""
+BOTH, BOTH_STAGES, BOTH_WARPS = 8192, 3, 16
+"""The same of both passes in one. Many warps a row: few rows are in flight then, which the cache holds until they are
+read again."""
 
 
 @jit
@@ -22,7 +29,8 @@ def _softmax_parts(
     total = tl.zeros([BLOCK], tl.float32)
     for begin in tl.range(0, real, BLOCK, num_stages=STAGES):
         at = begin + tl.arange(0, BLOCK)
-        x = tl.load(x_at + row * stride + at, at < real, -float("inf")).to(tl.float32)
+        x = tl.load(x_at + row * stride + at, at < stride, 0.0).to(tl.float32)
+        x = tl.where(at < real, x, -float("inf"))
         # One exponential an element: the row has one running maximum, not one for each lane.
         higher = tl.maximum(top, tl.max(x, 0))
         total = total * tl.exp(top - higher) + tl.exp(x - higher)
@@ -41,9 +49,39 @@ def _softmax_gradient(x_at, label_at, log_total_at, scale_at, stride, real, BLOC
     label = tl.load(label_at + row)
     log_total = tl.load(log_total_at + row)
     scale = tl.load(scale_at + row)
-    x = tl.load(x_at + row * stride + at, at < real, -float("inf")).to(tl.float32)
+    x = tl.load(x_at + row * stride + at, at < stride, 0.0).to(tl.float32)
+    x = tl.where(at < real, x, -float("inf"))
     grad = tl.exp(x - log_total) - tl.where((at == label) & (at < real), 1.0, 0.0)
     tl.store(x_at + row * stride + at, (grad * scale).to(x_at.dtype.element_ty), at < stride)
+
+
+@jit
+def _nll_and_gradient(
+    x_at, label_at, scale_at, nll_at, stride, real, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    x_at += row * stride
+    label = tl.load(label_at + row)
+    scale = tl.load(scale_at + row)
+    # Now: a sum over the row, for which all warps meet, lies between this and the first writing.
+    target = tl.load(x_at + label, (label >= 0) & (label < real), 0.0).to(tl.float32)
+    top = -3.4028234663852886e38
+    total = tl.zeros([BLOCK], tl.float32)
+    for begin in tl.range(0, real, BLOCK, num_stages=STAGES):
+        at = begin + tl.arange(0, BLOCK)
+        x = tl.load(x_at + at, at < stride, 0.0, eviction_policy="evict_last").to(tl.float32)
+        x = tl.where(at < real, x, -float("inf"))
+        higher = tl.maximum(top, tl.max(x, 0))
+        total = total * tl.exp(top - higher) + tl.exp(x - higher)
+        top = higher
+    log_total = tl.log(tl.sum(total, 0)) + top
+    tl.store(nll_at + row, log_total - target)
+    for begin in tl.range(0, stride, BLOCK, num_stages=STAGES):
+        at = begin + tl.arange(0, BLOCK)
+        x = tl.load(x_at + at, at < stride, 0.0, eviction_policy="evict_first").to(tl.float32)
+        x = tl.where(at < real, x, -float("inf"))
+        grad = tl.exp(x - log_total) - tl.where((at == label) & (at < real), 1.0, 0.0)
+        tl.store(x_at + at, (grad * scale).to(x_at.dtype.element_ty), at < stride)
 
 
 def softmax_parts(x: torch.Tensor, labels: torch.Tensor, real: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -75,3 +113,16 @@ def softmax_gradient(
         num_warps=WARPS,
     )
     return x
+
+
+def nll_and_gradient(
+    x: torch.Tensor, labels: torch.Tensor, scale: torch.Tensor, real: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`ops.cross_entropy.nll_and_gradient`."""
+    assert x.is_contiguous()
+    nll = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
+    launch(
+        _nll_and_gradient, (x.shape[0],), x, labels, scale.contiguous(), nll, x.shape[1], real,
+        BLOCK=BOTH, STAGES=BOTH_STAGES, num_warps=BOTH_WARPS,
+    )  # fmt: skip
+    return nll, x
