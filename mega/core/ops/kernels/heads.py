@@ -1,7 +1,9 @@
-"""Query and key turned in place inside the fused product; backward turns back while it puts the three together."""
+"""Query and key turned in place inside the fused product; backward turns back while it puts the three together, by one
+launch for what is turned alike."""
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -36,13 +38,23 @@ def _turn(
 
 @jit
 def _gather(
-    grad_at, out_at, cos_at, sin_at, sums_at, tokens, grad_token, grad_head, out_token, out_first,
+    first_at, second_at, third_at, out_at, cos_at, sin_at, sums_at, first_token, second_token, third_token,
+    first_head, second_head, third_head, second, third, tokens, out_token, out_first,
     WIDTH: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     head = tl.program_id(1)
     here = (token < tokens)[:, None]
-    source = grad_at + token.to(tl.int64)[:, None] * grad_token + head * grad_head
+    # Which of three tensors the head is of; the second's heads begin at number `second`, the third's at `third`.
+    grad_at = first_at
+    if head >= third:
+        grad_at = third_at
+    elif head >= second:
+        grad_at = second_at
+    begin = tl.where(head >= third, third, tl.where(head >= second, second, 0))
+    grad_token = tl.where(head >= third, third_token, tl.where(head >= second, second_token, first_token))
+    grad_head = tl.where(head >= third, third_head, tl.where(head >= second, second_head, first_head))
+    source = grad_at + token.to(tl.int64)[:, None] * grad_token + (head - begin) * grad_head
     target = out_at + token.to(tl.int64)[:, None] * out_token + out_first + head * WIDTH
     one = tl.arange(0, BLOCK)
     part = one[None, :]
@@ -68,12 +80,12 @@ def _gather(
             tl.store(sums, tl.sum(first_grad, 0), one < HALF)
             tl.store(sums + HALF, tl.sum(second_grad, 0), one < HALF)
         if 2 * HALF < WIDTH:
-            for begin in tl.static_range(2 * HALF, WIDTH, BLOCK):
-                rest = here & (begin + part < WIDTH)
-                x = tl.load(source + begin + part, rest, 0.0)
-                tl.store(target + begin + part, x, rest)
+            for after in tl.static_range(2 * HALF, WIDTH, BLOCK):
+                rest = here & (after + part < WIDTH)
+                x = tl.load(source + after + part, rest, 0.0)
+                tl.store(target + after + part, x, rest)
                 if SUMS:
-                    tl.store(sums + begin, tl.sum(x.to(tl.float32), 0), begin + one < WIDTH)
+                    tl.store(sums + after, tl.sum(x.to(tl.float32), 0), after + one < WIDTH)
 
 
 def _split(
@@ -117,18 +129,21 @@ class _SplitHeads(torch.autograd.Function):
         parts = cdiv(tokens, block)
         sums = None if bias is None else torch.empty(1, parts, stride, dtype=torch.float32, device=grads[0].device)
         out = torch.empty(tokens, stride, dtype=grads[0].dtype, device=grads[0].device)
+        grads = tuple(grad if grad.stride(2) == 1 else grad.contiguous() for grad in grads)
         first = 0
-        for grad, turned in zip(grads, (True, True, False), strict=True):
-            if grad.stride(2) != 1:
-                grad = grad.contiguous()
-            half = cos.shape[1] if cos is not None and turned else 0
+        for some, half in ((grads, 0),) if cos is None else ((grads[:2], cos.shape[1]), (grads[2:], 0)):
+            three = (*some, *some[-1:] * (3 - len(some)))
+            begins = list(accumulate((grad.shape[1] for grad in some), initial=0))
+            heads = begins[-1]
+            second, third = (begins[number] if number < len(some) else heads for number in (1, 2))
             launch(
-                _gather, (parts, grad.shape[1]),
-                grad, out, cos, sin, sums, tokens, grad.stride(0), grad.stride(1), stride, first,
+                _gather, (parts, heads),
+                *three, out, cos, sin, sums, *(grad.stride(0) for grad in three), *(grad.stride(1) for grad in three),
+                second, third, tokens, stride, first,
                 WIDTH=width, HALF=half, BLOCK=next_power_of_2(half or width), TOKENS=block,
                 SUMS=bias is not None,
             )  # fmt: skip
-            first += grad.shape[1] * width
+            first += heads * width
         return out, None if sums is None else deliver_sums((bias,), sums)[0], None, None, None, None
 
 
