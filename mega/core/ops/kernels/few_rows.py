@@ -225,10 +225,10 @@ def tile_of(outs: int, ins: int, size: int, gate: bool) -> RowTile:
     """size: bytes of a weight. The fastest of Llama-2 7B's products on H200 (tests/gpu/decoding.py).
 
     >>> tile_of(12288, 4096, 2, False), tile_of(4096, 11008, 1, False)
-    (RowTile(outs=4, warps=4, chunk=0, stages=1), RowTile(outs=8, warps=2, chunk=1024, stages=3))
+    (RowTile(outs=4, warps=4, chunk=0, stages=1), RowTile(outs=4, warps=4, chunk=0, stages=1))
     """
     if size == 1:
-        return RowTile(8, 2, 1024, 3) if ins > 8192 else RowTile(4 if gate else 8, 4)
+        return RowTile(4 if gate or ins > 8192 else 8, 4)
     wide = next_power_of_2(ins)
     if wide > 4096:
         return RowTile(2 if wide <= 16384 else 1, 16)
