@@ -7,6 +7,7 @@ import functools
 import os
 import threading
 import time
+import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -59,6 +60,8 @@ class Device:
             # context ranks would wait for each other for ever.
             os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
             torch.cuda.set_device(local_rank)
+            # The first product of a backward pass, in autograd's own thread: it sets what it misses.
+            warnings.filterwarnings("ignore", "Attempting to run cuBLAS, but there was no current CUDA context")
             return cls(torch.device("cuda", local_rank), "nccl" if backend == "auto" else backend)
         return cls(torch.device("cpu"), "gloo" if backend == "auto" else backend)
 

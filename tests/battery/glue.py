@@ -187,7 +187,7 @@ class Proof:
         if not folder.exists():
             self.mega("convert-llama --to hf", "--load-dir", place, "--save-dir", folder)
         device = "cuda" if "cuda" in self.size.machine else "cpu"
-        model: Any = MegatronBertForSequenceClassification.from_pretrained(folder)
+        model: Any = MegatronBertForSequenceClassification.from_pretrained(folder, dtype=torch.float32)
         model.to(device).eval()
         tokenizer, most = AutoTokenizer.from_pretrained(folder), self.size.length
         rows = []
