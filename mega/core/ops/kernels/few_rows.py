@@ -226,8 +226,12 @@ def tile_of(outs: int, ins: int, size: int, gate: bool) -> RowTile:
 
     >>> tile_of(12288, 4096, 2, False), tile_of(4096, 11008, 1, False)
     (RowTile(outs=4, warps=4, chunk=0, stages=1), RowTile(outs=4, warps=4, chunk=0, stages=1))
+    >>> tile_of(8192, 28672, 1, False)
+    RowTile(outs=8, warps=4, chunk=2048, stages=3)
     """
     if size == 1:
+        if ins > 12288:  # more than a program's registers hold at once
+            return RowTile(8, 4, 2048, 3)
         return RowTile(4 if gate or ins > 8192 else 8, 4)
     wide = next_power_of_2(ins)
     if wide > 4096:
