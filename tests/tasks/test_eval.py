@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from mega import cli
+from mega.core.batch import Term
 from mega.core.config.compose import GivenOptions
 from mega.core.config.run import RunConfig, updated
 from mega.core.device import Device
@@ -162,7 +163,7 @@ def test_errors_are_those_of_a_sample() -> None:
     totals = torch.rand(50, generator=generator, dtype=torch.float64)
     sums = Sums(["a"])
     for part in totals.split(7):
-        sums.add({"a": (part, torch.ones_like(part))})  # type: ignore[dict-item]
+        sums.add({"a": Term(part, torch.ones_like(part))})
     found = sums.estimates()["a"]
     assert found.mean == pytest.approx(float(totals.mean()), rel=1e-12) and found.examples == 50
     assert found.error == pytest.approx(float(totals.std() / math.sqrt(50)), rel=1e-9)
