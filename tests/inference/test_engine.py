@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -27,7 +28,7 @@ from mega.core.inference.load import open_model
 from mega.core.inference.opening import EngineOptions, start_engine
 from mega.core.inference.relay import LostRank, Relay
 from mega.core.inference.request import Event, Limits, Request, RequestError, Sampling
-from mega.core.inference.step import Step
+from mega.core.inference.step import Step, scratch_step
 from mega.core.inference.worker import Launched, Worker
 from mega.core.inventory import units
 from mega.core.model.decode import DecodeStep
@@ -35,6 +36,7 @@ from mega.core.model.decoder import DecoderStage
 from mega.core.ops import paged_attention as paged
 from mega.core.ops.fp8_weights import narrowed
 from mega.core.ops.suite import choose, forward_only
+from mega.core.parallel.collectives import first_problem
 from mega.core.parallel.launch import Pool
 from mega.core.parallel.mesh import Axis, Groups, Mesh
 from mega.core.parallel.region import ALONE
@@ -293,6 +295,39 @@ def test_stories_at_other_layouts(pool: Pool, tp: int, pp: int) -> None:
     stories()  # a rank cannot skip
     first, *rest = pool.run(speaks_as_expected, tp, pp, False, world=tp * pp)
     assert first and all(first) and rest == [None] * (tp * pp - 1)
+
+
+class HalfRecorded:
+    """In a graph's place; fails on the last of two ranks while it is recorded, or gives other logits there."""
+
+    def __init__(self, fails: str, rank: int):
+        self.fails, self.last, self.played = fails, rank == 1, 0
+
+    def compute(self, *_: Any) -> torch.Tensor:
+        return torch.ones(1, 4)
+
+    def record(self, record: Any) -> None:
+        if self.fails == "record" and self.last:
+            raise RuntimeError("out of memory")
+
+    def play(self, *_: Any) -> torch.Tensor:
+        self.played += 1
+        return torch.full((1, 4), 2.0 if self.fails == "play" and self.last else 1.0)
+
+
+def recorded_by_both(groups: Groups, rank: int, fails: str) -> tuple[bool, int]:
+    """Whether this rank continues with graphs, and how often it played one."""
+    agree = partial(first_problem, axis=Mesh(rank, tp=2, groups=groups).tp, device=CPU)
+    decode: Any = None
+    graphs, made, step = DecodeGraphs(decode, decode, 1, agree=agree), HalfRecorded(fails, rank), scratch_step([1], 4)
+    with mock.patch("mega.core.inference.graphs._Graph", lambda *_: made):
+        assert graphs(step, None).tolist() == [[1.0] * 4]
+    return graphs.take(step), made.played
+
+
+@pytest.mark.parametrize(("fails", "expected"), [("", (True, 1)), ("record", (False, 0)), ("play", (False, 1))])
+def test_tensor_ranks_play_a_graph_together_or_none_does(pool: Pool, fails: str, expected: tuple[bool, int]) -> None:
+    assert pool.run(recorded_by_both, fails, world=2) == [expected] * 2
 
 
 def draws_of(groups: Groups, rank: int, tp: int, pp: int) -> list[list[int]] | None:

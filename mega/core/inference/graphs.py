@@ -17,6 +17,7 @@ from mega.core.device import Recorder, Upload
 from mega.core.inference.paged_cache import PagedCache
 from mega.core.inference.step import Step
 from mega.core.model.decode import DecodeStep
+from mega.core.ops.trial import first_line
 from mega.core.parallel.replay import Replayable
 
 EIGHT = 8
@@ -33,11 +34,20 @@ class DecodeGraphs:
     sequence. chosen: as of `known`, where the step goes by it.
 
     The first step of a number of rows is computed as others are, and recorded. Where that fails, or the graph gives
-    another result, no further one is recorded, and a line says why. record: what records (tests).
+    another result, no further one is recorded, and a line says why. record: what records (tests). agree: of a problem
+    or None, the first that a rank of the same step has, on all of them: a graph that some only play waits for ever.
     """
 
-    def __init__(self, decode: DecodeStep, cache: PagedCache, width: int, record: Record | None = None):
+    def __init__(
+        self,
+        decode: DecodeStep,
+        cache: PagedCache,
+        width: int,
+        record: Record | None = None,
+        agree: Callable[[str | None], str | None] = lambda problem: problem,
+    ):
         self._decode, self._cache, self._width, self._record = decode, cache, width, record or Recorder()
+        self._agree = agree
         self._recorded: dict[int, _Graph] = {}
         self._given_up = False
 
@@ -51,14 +61,23 @@ class DecodeGraphs:
             return self._recorded[rows].play(step, cargo, chosen)
         made = _Graph(self._decode, self._cache, rows, self._width, cargo)
         out = made.compute(step, cargo, chosen).clone()
-        try:
-            made.record(self._record)
-            _check(made.play(step, cargo, chosen), out)
+        problem = self._problem(lambda: made.record(self._record))
+        problem = problem or self._problem(lambda: _check(made.play(step, cargo, chosen), out))
+        if problem is None:
             self._recorded[rows] = made
-        except RuntimeError as error:
+        else:
             self._given_up = True
-            log.warning("decoding continues without a graph of %d rows: %s", rows, str(error).splitlines()[0])
+            log.warning("decoding continues without a graph of %d rows: %s", rows, problem)
         return out
+
+    def _problem(self, work: Callable[[], None]) -> str | None:
+        """What went wrong in `work`, on any rank."""
+        problem = None
+        try:
+            work()
+        except RuntimeError as error:
+            problem = first_line(error)
+        return self._agree(problem)
 
     def close(self) -> None:
         self._recorded.clear()  # NCCL ends no group while a graph that speaks through it lives

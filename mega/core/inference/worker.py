@@ -7,6 +7,7 @@ chooses, and sends what it found to rank 0. It knows no requests: a step says al
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,7 @@ from mega.core.model.forward import rotary
 from mega.core.ops.kept_keys import KeptKeys
 from mega.core.ops.paged_attention import INVARIANT, trusted
 from mega.core.ops.rotary import spread
-from mega.core.parallel.collectives import all_gather
+from mega.core.parallel.collectives import all_gather, first_problem
 from mega.core.parallel.mesh import Mesh
 
 
@@ -72,7 +73,8 @@ class Worker:
         self._decode = DecodeStep(stage)
         self._graphs: DecodeGraphs | None = None
         if graphs and adapters is None and self.cache.attention.graphs:
-            self._graphs = DecodeGraphs(self._decode, self.cache, -(-model.positions // block))
+            agree = partial(first_problem, axis=mesh.tp, device=device)
+            self._graphs = DecodeGraphs(self._decode, self.cache, -(-model.positions // block), agree=agree)
         self._seen: torch.Tensor | None = None
         self._chosen = torch.zeros(0, dtype=torch.long, device=device)
 

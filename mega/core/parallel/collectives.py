@@ -81,6 +81,11 @@ def gather_json(value: Any, axis: Axis, device: torch.device) -> list[Any]:
     return [json.loads(row.numpy().tobytes()) for row in rows]
 
 
+def first_problem(problem: str | None, axis: Axis, device: torch.device) -> str | None:
+    """The problem of the first rank that has one, the same on all of them, so that all take the same path."""
+    return next(filter(None, gather_json(problem, axis, device)), None)
+
+
 def reduce_scatter(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     """Our block of the sum over ranks: [n x size, ...] -> [n, ...]."""
     out, work = start_reduce_scatter(x, axis)
