@@ -59,6 +59,9 @@ class Device:
             # What a recorded graph sends, NCCL would map into its peers as one piece; such segments are several, and
             # context ranks would wait for each other for ever.
             os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
+            # Nothing of ours uses NVLink multicast, which torch would set up for all memory that ranks map, and which
+            # some hosts refuse.
+            os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
             torch.cuda.set_device(local_rank)
             # The first product of a backward pass, in autograd's own thread: it sets what it misses.
             warnings.filterwarnings("ignore", "Attempting to run cuBLAS, but there was no current CUDA context")

@@ -36,7 +36,7 @@ from mega.core.model.decoder import DecoderStage
 from mega.core.ops import paged_attention as paged
 from mega.core.ops.fp8_weights import narrowed
 from mega.core.ops.suite import choose, forward_only
-from mega.core.parallel.collectives import first_problem
+from mega.core.parallel.collectives import all_reduce, first_problem
 from mega.core.parallel.launch import Pool
 from mega.core.parallel.mesh import Axis, Groups, Mesh
 from mega.core.parallel.region import ALONE
@@ -295,6 +295,37 @@ def test_stories_at_other_layouts(pool: Pool, tp: int, pp: int) -> None:
     stories()  # a rank cannot skip
     first, *rest = pool.run(speaks_as_expected, tp, pp, False, world=tp * pp)
     assert first and all(first) and rest == [None] * (tp * pp - 1)
+
+
+def counted_sums(groups: Groups, rank: int) -> tuple[int, int]:
+    """Sums over tensor ranks that the given one made, and branches that this rank computed; the text is as expected."""
+    sums, steps, whole = [0], list[Step](), Worker.launch
+
+    def sum_over(axis: Axis, device: torch.device, dtype: torch.dtype) -> Callable[[torch.Tensor], None]:
+        assert (axis.name, axis.size, device, dtype) == ("tp", 2, CPU, torch.float32)
+
+        def summed(x: torch.Tensor) -> None:
+            sums[0] += 1
+            all_reduce(x, axis)
+
+        return summed
+
+    def launch(own: Worker, step: Step) -> Launched:
+        steps.append(step)
+        return whole(own, step)
+
+    with (
+        mock.patch("mega.core.inference.worker.sum_over", sum_over),
+        mock.patch.object(Worker, "launch", launch),
+    ):
+        assert all(speaks_as_expected(groups, rank, 2, 1, False) or [True])
+    return sums[0], 2 * (open_model(stories()).model.layers or 0) * len(steps)
+
+
+def test_every_branch_is_added_up_by_the_given_sum(pool: Pool) -> None:
+    stories()
+    for sums, branches in pool.run(counted_sums, world=2):
+        assert sums == branches > 0
 
 
 class HalfRecorded:

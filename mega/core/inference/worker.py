@@ -29,6 +29,7 @@ from mega.core.ops.paged_attention import INVARIANT, trusted
 from mega.core.ops.rotary import spread
 from mega.core.parallel.collectives import all_gather, first_problem
 from mega.core.parallel.mesh import Mesh
+from mega.core.parallel.one_shot import sum_over
 
 
 class Worker:
@@ -70,7 +71,7 @@ class Worker:
             angles if angles is None or not stage.ops.spread else spread(*angles),
             KeptKeys(pool) if keeps else None,
         )
-        self._decode = DecodeStep(stage)
+        self._decode = DecodeStep(stage, sum_over(mesh.tp, device, stage.dtype))
         self._graphs: DecodeGraphs | None = None
         if graphs and adapters is None and self.cache.attention.graphs:
             agree = partial(first_problem, axis=mesh.tp, device=device)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol, cast
 
 import torch
@@ -24,6 +25,7 @@ from mega.core.ops.rotary import rotate
 from mega.core.ops.suite import Ops
 from mega.core.parallel.collectives import all_reduce
 from mega.core.parallel.linear import ColumnLinear, RowLinear
+from mega.core.parallel.one_shot import Sum
 from mega.core.parallel.vocab import logits
 
 Rotary = tuple[torch.Tensor, torch.Tensor]
@@ -49,16 +51,17 @@ class DecodeStep:
     """step(ids, positions, wanted, cache, *cargo) on a stage whose weights stay where they are.
 
     ids, positions: int64 [tokens], the next of any sequences. Gives what the next stage is given, [tokens, h]; on the
-    last stage the logits of the tokens `wanted`, int64 [w], as [w, ids of this rank].
+    last stage the logits of the tokens `wanted`, int64 [w], as [w, ids of this rank]. sum_ranks: adds up what the
+    tensor ranks make of a branch [tokens, h] [by the group of the linear layer's region].
     """
 
-    def __init__(self, stage: DecoderStage):
+    def __init__(self, stage: DecoderStage, sum_ranks: Sum | None = None):
         assert not stage.region.sequence and stage.with_full_params is None
         assert isinstance(stage.embedding, Embedding | None) and isinstance(stage.head, Head | None)
         self._embedding, self._head, self._ops = stage.embedding, stage.head, stage.ops
         self._last_norm = None if self._head is None else _norm(self._head.norm)
         few = _tried(stage)
-        self._blocks = [_block(cast(Block, block), few) for block in stage.blocks]
+        self._blocks = [_block(cast(Block, block), few, sum_ranks) for block in stage.blocks]
 
     def __call__(
         self,
@@ -95,14 +98,17 @@ def _tried(stage: DecoderStage) -> FewRows | None:
     return trusted(stage.ops.few_rows, stage.dtype, next(stage.parameters()).device, list(widths))
 
 
-def _block(block: Block, few: FewRows | None) -> Callable[[Branch, Rotary | None, KeyValueCache], Branch]:
+def _block(
+    block: Block, few: FewRows | None, sum_ranks: Sum | None
+) -> Callable[[Branch, Rotary | None, KeyValueCache], Branch]:
     attention, feed_forward = block.attention, block.feed_forward
     qkv, out = _factor(attention.qkv, _bias(attention.qkv)), _factor(attention.out)
     up, down = _factor(feed_forward.up), _factor(feed_forward.down)
     first, second = _norm(block.attention_norm), _norm(block.feed_forward_norm)
     project, attend = _linear(attention.qkv, qkv), _attention(attention, few)
     feed = _feed_forward(feed_forward, up)
-    attended, fed = _last(attention.out, out, attention.ops), _last(feed_forward.down, down, feed_forward.ops)
+    attended = _last(attention.out, out, attention.ops, sum_ranks)
+    fed = _last(feed_forward.down, down, feed_forward.ops, sum_ranks)
     normed_residual = block.post_norm_residual
     fused = None if few is None else _fused(block, few, (qkv, out, up, down), attend)
 
@@ -178,26 +184,31 @@ def _factor(linear: ColumnLinear | RowLinear, bias: torch.Tensor | None = None) 
     return linear.weight.ops.matmuls.factor(linear.weight, bias)
 
 
-def _linear(linear: ColumnLinear | RowLinear, factor: Factor) -> Callable[..., torch.Tensor]:
+def _linear(
+    linear: ColumnLinear | RowLinear, factor: Factor, sum_ranks: Sum | None = None
+) -> Callable[..., torch.Tensor]:
     multiply, adapter = linear.weight.ops.matmuls.by(factor), linear.adapter
-    leaves = linear.region.axis if isinstance(linear, RowLinear) and linear.region.size > 1 else None
-    if adapter is None and leaves is None:
+    leaves = isinstance(linear, RowLinear) and linear.region.size > 1
+    if adapter is None and not leaves:
         return multiply
+    summed = sum_ranks or partial(all_reduce, axis=linear.region.axis)
 
     def run(x: torch.Tensor) -> torch.Tensor:
         y = multiply(x)
         if adapter is not None:
             adapter.add(x, y, None)
-        if leaves is not None:
-            all_reduce(y, leaves)
+        if leaves:
+            summed(y)
         return y
 
     return run
 
 
-def _last(linear: RowLinear, factor: Factor, ops: Ops) -> Callable[[torch.Tensor, torch.Tensor], Branch]:
+def _last(
+    linear: RowLinear, factor: Factor, ops: Ops, sum_ranks: Sum | None
+) -> Callable[[torch.Tensor, torch.Tensor], Branch]:
     """The last linear of a branch, of the stream x and its input y: it may add its output to x, in one operation."""
-    multiply, bias, weight = _linear(linear, factor), linear.bias, factor.weight.t()
+    multiply, bias, weight = _linear(linear, factor, sum_ranks), linear.bias, factor.weight.t()
     if not ops.spread or bias is not None or linear.adapter is not None or linear.region.size > 1:
         return lambda x, y: (x, multiply(y), bias)
     return lambda x, y: (x.addmm_(y, weight), None, None) if x.dtype == y.dtype else (x, multiply(y), None)

@@ -18,16 +18,20 @@ log = logging.getLogger(__name__)
 
 
 def passes(off: Callable[[], float], dtype: torch.dtype, instead: str) -> bool:
-    """Whether the error that `off` finds is one of rounding to `dtype`; else a line says what is done, and why."""
+    """Whether there is no `problem_of` these; else a line says what is done, and why."""
+    problem = problem_of(off, dtype)
+    if problem is not None:
+        log.warning("%s fail on this device (%s)", instead, problem)
+    return problem is None
+
+
+def problem_of(off: Callable[[], float], dtype: torch.dtype) -> str | None:
+    """What is wrong, in a line; None where the error that `off` finds is one of rounding to `dtype`."""
     try:
         found = off()
-        if found <= ROUNDINGS * torch.finfo(dtype).eps:
-            return True
-        why = f"off by {found:.2g}"
     except Exception as error:
-        why = first_line(error)
-    log.warning("%s fail on this device (%s)", instead, why)
-    return False
+        return first_line(error)
+    return None if found <= ROUNDINGS * torch.finfo(dtype).eps else f"off by {found:.2g}"
 
 
 def error_of(found: Iterable[torch.Tensor], plain: Iterable[torch.Tensor]) -> float:
