@@ -63,7 +63,7 @@ class Device:
             # some hosts refuse.
             os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
             torch.cuda.set_device(local_rank)
-            # The first product of a backward pass, in autograd's own thread: it sets what it misses.
+            # torch says so once, of autograd's own thread, and sets the context itself.
             warnings.filterwarnings("ignore", "Attempting to run cuBLAS, but there was no current CUDA context")
             return cls(torch.device("cuda", local_rank), "nccl" if backend == "auto" else backend)
         return cls(torch.device("cpu"), "gloo" if backend == "auto" else backend)
