@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from mega.core.ops.few_rows import Place
+from mega.core.ops.heads import Rotary
 from mega.core.ops.kept_keys import KeptKeys
 from mega.core.ops.paged_attention import Integers, PagedAttention
 
@@ -26,7 +27,7 @@ class PagedCache:
     attention: PagedAttention
     repeats: int
     window: int | None
-    rotary: tuple[torch.Tensor, torch.Tensor] | None
+    rotary: Rotary | None
     kept: KeptKeys | None = None
 
     def __post_init__(self) -> None:
@@ -49,9 +50,7 @@ class PagedCache:
         """Copy whole blocks, int64 [c] each."""
         self.pool[:, target] = self.pool[:, source]
 
-    def attend_new(
-        self, layer: int, fused: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor] | None, place: Place
-    ) -> torch.Tensor:
+    def attend_new(self, layer: int, fused: torch.Tensor, rotary: Rotary | None, place: Place) -> torch.Tensor:
         pool, rows = self._layers[layer - self.first_layer]
         if self.attention.attend_new is not None:
             out = self.attention.attend_new(fused, rotary, pool, self._pages)

@@ -19,6 +19,7 @@ from mega.core.model.block import Attention, Block, FeedForward, Norm
 from mega.core.model.decoder import DecoderStage, Head
 from mega.core.model.embedding import Embedding
 from mega.core.ops.few_rows import FewRows, NormOf, Place, trusted
+from mega.core.ops.heads import Rotary
 from mega.core.ops.matmuls import Factor
 from mega.core.ops.norm import rms_norm_by
 from mega.core.ops.rotary import rotate
@@ -28,7 +29,6 @@ from mega.core.parallel.linear import ColumnLinear, RowLinear
 from mega.core.parallel.one_shot import Sum
 from mega.core.parallel.vocab import logits
 
-Rotary = tuple[torch.Tensor, torch.Tensor]
 Branch = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 """The residual stream [tokens, h], the branch that is still to be added, and its bias."""
 

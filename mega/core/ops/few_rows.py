@@ -18,6 +18,7 @@ import torch
 
 from mega.core.ops.activation import activate
 from mega.core.ops.fp8 import FORWARD
+from mega.core.ops.heads import Rotary
 from mega.core.ops.matmuls import Factor
 from mega.core.ops.norm import add_norm
 from mega.core.ops.rotary import rotate
@@ -32,7 +33,7 @@ class NormOf(NamedTuple):
     eps: float
 
 
-Place = Callable[[torch.Tensor, tuple[torch.Tensor, torch.Tensor] | None, torch.Tensor, torch.Tensor, int], None]
+Place = Callable[[torch.Tensor, Rotary | None, torch.Tensor, torch.Tensor, int], None]
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ def plain_linear(
 
 def plain_place(
     fused: torch.Tensor,
-    rotary: tuple[torch.Tensor, torch.Tensor] | None,
+    rotary: Rotary | None,
     rows: torch.Tensor,
     at: torch.Tensor,
     heads: int,

@@ -32,6 +32,7 @@ from torch.nn import functional as F
 
 from mega.core.device import sent
 from mega.core.ops.few_rows import plain_place
+from mega.core.ops.heads import Rotary
 from mega.core.ops.norm import accurate
 from mega.core.ops.trial import error_of, passes
 
@@ -42,7 +43,6 @@ SPLIT = 256
 """Keys of one split of INVARIANT; a multiple of every block size."""
 
 Integers = NDArray[np.int64]
-Rotary = tuple[torch.Tensor, torch.Tensor]
 
 
 class PaddedRuns(NamedTuple):

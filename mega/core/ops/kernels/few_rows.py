@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 
 from mega.core.ops.few_rows import FewRows, NormOf
+from mega.core.ops.heads import Rotary
 from mega.core.ops.kernels.activation import KINDS, value
 from mega.core.ops.kernels.language import (
     after_kernel,
@@ -325,7 +326,7 @@ def _place(
 
 def place(
     fused: torch.Tensor,
-    rotary: tuple[torch.Tensor, torch.Tensor] | None,
+    rotary: Rotary | None,
     rows: torch.Tensor,
     at: torch.Tensor,
     heads: int,

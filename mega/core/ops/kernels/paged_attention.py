@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from mega.core.device import sent
+from mega.core.ops.heads import Rotary
 from mega.core.ops.kernels.language import cdiv, in_turn, jit, launch, next_power_of_2, overlapping, tl
 from mega.core.ops.paged_attention import Integers, PagedAttention, padded_attention, padded_pages
 
@@ -222,7 +223,7 @@ def _attend(
     q: torch.Tensor,
     pool: torch.Tensor,
     runs: SingleTokens,
-    rotary: tuple[torch.Tensor, torch.Tensor] | None = None,
+    rotary: Rotary | None = None,
     new: bool = False,
 ) -> torch.Tensor:
     """new: q is the fused product."""
@@ -250,7 +251,7 @@ def _attend(
 
 
 def _attend_new(
-    fused: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor] | None, pool: torch.Tensor, pages: list[Any]
+    fused: torch.Tensor, rotary: Rotary | None, pool: torch.Tensor, pages: list[Any]
 ) -> torch.Tensor | None:
     if len(pages) > 1 or not isinstance(pages[0], SingleTokens):
         return None
