@@ -2,7 +2,7 @@
 
     python tests/battery/glue.py --novels novels.jsonl.gz --qqp train.tsv [--mnli train.tsv] [--small] [--work DIR] ...
     python tests/battery/glue.py --bert RUN --shape "--model bert-110m --seq-length 128" --vocab-file vocab.txt \\
-        --qqp train.tsv ...
+        --qqp train.tsv [--seeds 10] ...
 
 BERT             tokenizer, sentences and pretraining; resumed where it was killed
 TASK try K       the K-th recipe of finetuning (each --tune is one), trained on a part of the training rows and judged
@@ -15,8 +15,8 @@ TASK statement   over seeds and items: the accuracy less the majority class's in
 Tables are cut 80/20 by a hash of the pair. What a command made is kept under --work and not made again. Other words are
 those of every battery. The default sizes take about 12 minutes of one large GPU; --small is for a CPU. --bert: a run
 that was pretrained before, as by novels.py, so there is no item BERT; --shape has its sizes, typed again for the twin,
-and --seq-length, by which both are finetuned. Several processes may share --work and --out, each with its own items;
-those of a task begin when all its recipes have been tried.
+and --seq-length, by which both are finetuned. --seeds: finetunings of each, 5 if not said. Several processes may share
+--work and --out, each with its own items; those of a task begin when all its recipes have been tried.
 
 MNLI has up to three hypotheses a premise, each with another label: a model that knows the premises of training by heart
 is worse than chance, so its recipes are short.
@@ -40,14 +40,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from tests.battery.data_ledger import ROOT, ROWS, Item, run
 from tests.support.pairs import COLUMNS, lines, split_pairs
 
-SEEDS = (1, 2, 3, 4, 5)
 Rows = list[dict[str, Any]]
 
 
 @dataclass(frozen=True)
 class Size:
-    """Flags of each command. tunes: recipes of finetuning. rows: of a table, None: all. exported: seeds whose model is
-    opened by transformers. twins: whether so much pretraining must show on QQP."""
+    """Flags of each command. tunes: recipes of finetuning. rows: of a table, None: all. exported: of BERT's seeds,
+    how many of the first are opened by transformers. twins: whether so much pretraining must show on QQP.
+    seeds: their number."""
 
     vocab: int
     shape: str
@@ -55,8 +55,9 @@ class Size:
     pretrain: str
     tunes: tuple[str, ...]
     rows: int | None
-    exported: tuple[int, ...]
+    exported: int
     twins: bool
+    seeds: int = 5
 
     @property
     def length(self) -> int:
@@ -75,7 +76,7 @@ LARGE = Size(
         for epochs, rate in ((1, "1e-4"), (2, "3e-5"), (2, "1e-4"), (3, "5e-5"), (4, "1e-4"))
     ),
     rows=None,
-    exported=SEEDS,
+    exported=5,
     twins=True,
 )
 SMALL = Size(
@@ -85,7 +86,7 @@ SMALL = Size(
     pretrain="--micro-batch 64 --global-batch 64 --steps 400 --lr 3e-3 --lr-decay linear --lr-warmup-fraction 0.05",
     tunes=("--micro-batch 32 --global-batch 32 --epochs 2 --lr 1e-3 --lr-warmup-fraction 0.1",),
     rows=5000,
-    exported=SEEDS[:1],
+    exported=1,
     twins=False,
 )
 
@@ -107,6 +108,10 @@ class Proof:
         found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
         if found.returncode:
             raise RuntimeError(found.stderr[-400:])
+
+    @property
+    def seeds(self) -> range:
+        return range(1, self.size.seeds + 1)
 
     @property
     def tokenizer(self) -> list[object]:
@@ -158,14 +163,17 @@ class Proof:
         return accuracy_in(score)
 
     def finetuned(self, task: str, seed: int, start: str) -> dict[str, Any]:
-        """Trained and judged; its accuracy here and, of some seeds, through transformers."""
+        """Trained and judged; its accuracy here and, of some seeds, through transformers.
+
+        right: a bit an item, in hex: the statement can be made of rows whose machine is gone."""
         size, (train, dev), place = self.size, self.parts(task), self.work / task / f"{start}-{seed}"
         tune = self.recipe(task)
         self.scored(task, tune, seed, start, (train, dev), place)
         rows = self.predictions(task, seed, start)
-        right = sum(row["answer"] == row["label"] for row in rows)
-        found = {"correct": right, "total": len(rows), "accuracy": right / len(rows), "recipe": tune}
-        if seed not in size.exported:
+        right = [row["answer"] == row["label"] for row in rows]
+        found = {"correct": sum(right), "total": len(rows), "accuracy": sum(right) / len(rows), "recipe": tune}
+        found["right"] = f"{int(''.join(map(str, map(int, right))), 2):x}"
+        if start == "new" or seed > size.exported:
             return found
         theirs = self.by_transformers(task, place, dev)
         other = sum(one["answer"] != two for one, two in zip(rows, theirs, strict=True))
@@ -215,7 +223,7 @@ class Proof:
         train = lines(self.work / task / "train.tsv")[1:]
         most = statistics.mode(line.split("\t")[-1] for line in train)
         known: dict[str, list[Rows]] = {
-            start: [self.predictions(task, seed, start) for seed in SEEDS] for start in ("bert", "new")
+            start: [self.predictions(task, seed, start) for seed in self.seeds] for start in ("bert", "new")
         }
         right = {
             start: [[float(row["answer"] == row["label"]) for row in rows] for rows in each]
@@ -223,7 +231,7 @@ class Proof:
         }
         dev = lines(self.work / task / "dev.tsv")[1:]
         majority = [float(line.split("\t")[-1] == most) for line in dev]
-        above = excess(right["bert"], [majority] * len(SEEDS))
+        above = excess(right["bert"], [majority] * len(self.seeds))
         twins = excess(right["bert"], right["new"])
         pairs = [mcnemar(one, two) for one, two in zip(right["bert"], right["new"], strict=True)]
         found = {
@@ -280,7 +288,7 @@ def items(proof: Proof) -> list[Item]:
         if len(proof.size.tunes) > 1:
             tries = range(len(proof.size.tunes))
             found += [(f"{task} try {number}", functools.partial(proof.tried, task, number)) for number in tries]
-        for seed in SEEDS:
+        for seed in proof.seeds:
             for start in ("bert", "new"):
                 found.append((f"{task} {seed} {start}", functools.partial(proof.finetuned, task, seed, start)))
         found.append((f"{task} statement", functools.partial(proof.statement, task)))
@@ -298,6 +306,7 @@ def main() -> None:
     parser.add_argument("--vocab-file", type=Path)
     parser.add_argument("--shape")
     parser.add_argument("--tune", action="append")
+    parser.add_argument("--seeds", type=int)
     asked, rest = parser.parse_known_args()
     pretrained = (asked.bert, asked.shape, asked.vocab_file)
     if (asked.bert is None) == (asked.novels is None) or (asked.bert is not None and None in pretrained):
@@ -309,6 +318,7 @@ def main() -> None:
     work = (asked.work or ROWS / name).resolve()
     size = SMALL if asked.small else LARGE
     size = replace(size, shape=asked.shape or size.shape, tunes=tuple(asked.tune or size.tunes))
+    size = replace(size, seeds=asked.seeds or size.seeds)
     if asked.novels is None:
         novels, bert, vocab = None, asked.bert.resolve(), asked.vocab_file.resolve()
     else:

@@ -442,15 +442,18 @@ class Tiles(NamedTuple):
 
 
 class TilePlan(NamedTuple):
+    """forward_full: of queries that see keys on both sides, where larger tiles meet no diagonal."""
+
     forward: Tiles
+    forward_full: Tiles
     backward_keys: Tiles
     backward_queries: Tiles
 
 
 PLANS = {
-    64: TilePlan(Tiles(64, 64, 4, 2), Tiles(64, 64, 4, 2), Tiles(64, 64, 4, 3)),
-    128: TilePlan(Tiles(64, 64, 4, 3), Tiles(64, 128, 8, 2), Tiles(128, 64, 8, 2)),
-    256: TilePlan(Tiles(64, 64, 8, 2), Tiles(32, 64, 8, 1), Tiles(64, 32, 8, 1)),
+    64: TilePlan(Tiles(64, 64, 4, 2), Tiles(128, 64, 8, 3), Tiles(64, 64, 4, 2), Tiles(64, 32, 4, 3)),
+    128: TilePlan(Tiles(64, 64, 4, 3), Tiles(64, 64, 4, 3), Tiles(64, 128, 8, 2), Tiles(128, 64, 8, 2)),
+    256: TilePlan(Tiles(64, 64, 8, 2), Tiles(64, 64, 8, 2), Tiles(32, 64, 8, 1), Tiles(64, 32, 8, 1)),
 }
 """By width of a head, up to a power of 2; measured on H200."""
 
@@ -530,7 +533,8 @@ def forward(
     q, k, v = _last(q), _last(k), _last(v)
     b, s, heads, width = q.shape
     plan = PLANS[max(64, _block(width))]
-    problem, tiles = _problem(q, k, mask, plan), plan.forward
+    problem = _problem(q, k, mask, plan)
+    tiles = plan.forward if problem.flags["CAUSAL"] else plan.forward_full
     out = torch.empty(b, s, heads, width, dtype=q.dtype, device=q.device)
     lse = torch.empty(b, heads, s, dtype=torch.float32, device=q.device)
     if out.is_meta:
