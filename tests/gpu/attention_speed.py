@@ -1,16 +1,21 @@
 """How long one layer's attention takes on a GPU: plain causal, with dropout, documents, a window; forward and backward.
 
-python3 -m tests.gpu.attention_speed --out rows.jsonl
+python3 -m tests.gpu.attention_speed --out rows.jsonl [--turns 6]
+
+--turns: only a window of 4,096 in 16,384 tokens against plain causal attention, so many times by turns, each for an
+eighth of a second or longer, so that the device is as warm for one as for the other.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import random
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -91,20 +96,59 @@ def cases(b: int, s: int) -> dict[str, tuple[Attention, AttentionMask]]:
     return found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, required=True)
-    out = parser.parse_args().out
-    for b, heads, kv_heads, s, width in SHAPES:
-        qkv = torch.randn(b, s, heads + 2 * kv_heads, width, device="cuda", dtype=torch.bfloat16)
-        q, k, v = (x.detach().requires_grad_() for x in qkv.split([heads, kv_heads, kv_heads], 2))
-        grad = torch.randn(b, s, heads, width, device="cuda", dtype=torch.bfloat16)
-        for name, (attention, mask) in cases(b, s).items():
+def tensors(b: int, heads: int, kv_heads: int, s: int, width: int) -> tuple[torch.Tensor, ...]:
+    """q, k, v as parts of one tensor, and d(out)."""
+    qkv = torch.randn(b, s, heads + 2 * kv_heads, width, device="cuda", dtype=torch.bfloat16)
+    q, k, v = (x.detach().requires_grad_() for x in qkv.split([heads, kv_heads, kv_heads], 2))
+    return q, k, v, torch.randn(b, s, heads, width, device="cuda", dtype=torch.bfloat16)
+
+
+def sustained(run: Callable[[], object], seconds: float = 0.125) -> float:
+    """Milliseconds of one of many that follow each other."""
+    count = max(3, int(1e3 * seconds / milliseconds(run, 1)))
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    for _ in range(count):
+        run()
+    end.record()
+    torch.cuda.synchronize()
+    return begin.elapsed_time(end) / count
+
+
+def by_turns(turns: int) -> dict[str, Any]:
+    """Milliseconds of a layer, forward and backward: medians of the turns, and of their ratios."""
+    shape = SHAPES[-1]
+    q, k, v, grad = tensors(*shape)
+    found: dict[str, list[float]] = {"causal": [], "window": []}
+    for _ in range(turns):
+        for name, attention, mask in (("causal", fused, CAUSAL), ("window", by_cudnn, AttentionMask(window=4096))):
+            with torch.no_grad():
+                forward = sustained(functools.partial(attention, q, k, v, mask))
+            mixed = attention(q, k, v, mask)
+            back = functools.partial(torch.autograd.grad, mixed, (q, k, v), grad, retain_graph=True)
+            found[name].append(forward + sustained(back))
+    ratios = [window / causal for causal, window in zip(found["causal"], found["window"], strict=True)]
+    medians = {name: statistics.median(times) for name, times in found.items()}
+    return {"shape": shape, "case": "by turns", **medians, "ratios": ratios, "ratio": statistics.median(ratios)}
+
+
+def rows() -> Iterator[dict[str, Any]]:
+    for shape in SHAPES:
+        q, k, v, grad = tensors(*shape)
+        for name, (attention, mask) in cases(shape[0], shape[3]).items():
             forward, backward = measured(attention, mask, q, k, v, grad)
-            row = {"shape": [b, heads, kv_heads, s, width], "case": name, "forward": forward, "backward": backward}
-            print(json.dumps(row), flush=True)
-            with out.open("a") as file:
-                file.write(json.dumps(row) + "\n")
+            yield {"shape": shape, "case": name, "forward": forward, "backward": backward}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--turns", type=int, default=0)
+    asked = parser.parse_args()
+    for row in [by_turns(asked.turns)] if asked.turns else rows():
+        print(json.dumps(row), flush=True)
+        with asked.out.open("a") as file:
+            file.write(json.dumps(row) + "\n")
 
 
 if __name__ == "__main__":
