@@ -108,6 +108,7 @@ def entropy(rng: random.Random) -> dict[str, Any]:
     drawn: dict[str, Any] = {"width": width, "real": rng.choice([width, rng.randint(1, width)])}
     others.test_cross_entropy(**drawn)
     drawn["width"] += rng.randint(0, 20_000)
+    drawn["leap"] = rng.choice([0.0, 200.0])
     others.test_cross_entropy_in_one(**drawn)
     return drawn
 
