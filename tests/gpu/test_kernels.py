@@ -321,10 +321,10 @@ def test_fp8_multiply() -> None:
 
 @pytest.mark.parametrize(("rows", "outs", "ins"), [(1, 48, 256), (16, 33, 300), (5, 100, 77)])
 def test_fp8_weights(rows: int, outs: int, ins: int) -> None:
-    """Against the same narrow weights in float64: rounding of the output is all that is lost."""
+    """Against the same narrow weights in float64: only rounding of the output is lost, and in fp32 that of the sums."""
     from mega.core.ops.kernels.fp8_weights import multiply
 
     narrow, scale = fp8_weights.narrowed(random(outs, ins))
     x = random(rows, 2 * ins)[:, :ins]
     exact = (x.double() @ narrow.double().t()) * scale.double()
-    assert error(multiply(x, narrow, scale), exact) <= 2 * error(exact.to(DTYPE), exact) + 1e-7
+    assert error(multiply(x, narrow, scale), exact) <= 2 * error(exact.to(DTYPE), exact) + 1e-6
