@@ -16,13 +16,14 @@ from mega.cli import main
 from mega.core.batch import PreferenceBatch
 from mega.core.checkpoint.own.pieces import Piece
 from mega.core.config.run import RunConfig
-from mega.core.data.pairs import PairDataset, conversations
+from mega.core.data.pairs import PairDataset, conversations, encoded
 from mega.core.data.synthetic import decoder_prompt
 from mega.core.device import Device
 from mega.core.inference.load import open_model
 from mega.core.parallel.launch import Pool
 from mega.core.parallel.mesh import Groups
 from mega.core.proof.parity import Snapshot, assemble, compare, own_samples, within
+from mega.core.text.chat import TEMPLATES
 from mega.core.training.state import TrainState
 from mega.core.training.step import backward, means
 from mega.core.training.wire import build_mesh, build_state
@@ -211,6 +212,23 @@ def test_a_prompt_that_its_answers_repeat_is_there_once() -> None:
     whole = conversations({"prompt": "a", "chosen": [user, good], "rejected": [user, bad]})
     assert whole == ({"messages": [user, good]}, {"messages": [user, bad]})
     assert conversations({"prompt": [user], "chosen": [good], "rejected": [bad]}) == whole
+
+
+def test_what_both_answers_follow_is_judged_in_neither(tmp_path: Path) -> None:
+    """The assistant's earlier turns would count in both rewards, and in their difference not at all."""
+    tokenizer, turns = with_im(tmp_path), [("user", "a"), ("assistant", "first"), ("user", "b")]
+    prompt = [{"role": role, "content": content} for role, content in turns]
+    good, bad = ([*prompt, {"role": "assistant", "content": content}] for content in ("goat", "gnu"))
+    rows: list[dict[str, Any]] = [
+        {"prompt": prompt, "chosen": "goat", "rejected": "gnu"},
+        {"chosen": good, "rejected": bad},
+        {"prompt": "b", "chosen": "goat", "rejected": "gnu"},
+    ]
+    pairs = tmp_path / "pairs.jsonl"
+    pairs.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for both in encoded([str(pairs)], tokenizer, TEMPLATES["chatml"]):
+        judged = [[token for token, own in zip(*each, strict=True) if own] for each in both]
+        assert [tokenizer.decode(ids) for ids in judged] == ["goat<|im_end|>", "gnu<|im_end|>"]
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,5 @@
-"""Pairs of answers to one prompt, one of them preferred: a row for each answer, its own tokens trained. Rows are padded
-to the longest of their microbatch.
+"""Pairs of answers to one prompt, one of them preferred: a row for each answer, its own tokens trained, not those of
+the assistant's turns before it. Rows are padded to the longest of their microbatch.
 
 A line of a file is {"prompt", "chosen", "rejected"}: texts, or lists of messages as of a conversation (text/chat.py);
 without "prompt" both answers are whole conversations, and they may be with it.
@@ -8,17 +8,28 @@ without "prompt" both answers are whole conversations, and they may be with it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import chain
+from itertools import chain, takewhile
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mega.core.data.chat import TrainedTexts, arrays_of, digest, each_line, filler, lost_tokens
-from mega.core.text.chat import RENDERING, Labelled, Template, check_stop, check_unread, conversation, encode
+from mega.core.text.chat import (
+    RENDERING,
+    Labelled,
+    Template,
+    TemplatePart,
+    check_stop,
+    check_unread,
+    conversation,
+    encode,
+)
 from mega.core.text.tokenizer import Tokenizer
 
 KEYS = ("prompt", "chosen", "rejected")
+JUDGED = 2
+"""Which tokens are an answer's own: part of the key of whatever is kept of them. 1 had the prompt's assistant too."""
 
 
 class PairRows(NamedTuple):
@@ -114,7 +125,7 @@ def pair_dataset(
 
     Errors: ValueError naming file and line of an invalid pair, or where no pair has two different answers.
     """
-    about = f"{tokenizer.fingerprint()} {template_name} {seq_length} {RENDERING}"
+    about = f"{tokenizer.fingerprint()} {template_name} {seq_length} {RENDERING} {JUDGED}"
     what, made_of = f"{flag} {' '.join(inputs)}", digest(flag, inputs, about)
     arrays = arrays_of(chain.from_iterable(encoded(inputs, tokenizer, template)), f"{what}: holds no pair")
     if lost := lost_tokens(what, arrays, seq_length, "answers"):
@@ -131,9 +142,17 @@ def encoded(inputs: Sequence[str], tokenizer: Tokenizer, template: Template) -> 
     def read(found: Any) -> tuple[Labelled, Labelled]:
         chosen, rejected = (template(conversation(each)) for each in conversations(found))
         check_stop(chosen)
-        return encode(chosen, tokenizer), encode(rejected, tokenizer)
+        shared = sum(1 for _ in takewhile(lambda parts: parts[0] == parts[1], zip(chosen, rejected)))
+        first, second = (encode(_apart(parts, shared), tokenizer) for parts in (chosen, rejected))
+        return first, second
 
     return each_line(inputs, KEYS, read)
+
+
+def _apart(parts: Sequence[TemplatePart], shared: int) -> list[TemplatePart]:
+    """Parts of which the first `shared` are not trained. What both answers follow is no part of either: it has no
+    effect on their difference, but would count in the reward of each."""
+    return [part._replace(trained=False) for part in parts[:shared]] + list(parts[shared:])
 
 
 def conversations(found: Any) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
