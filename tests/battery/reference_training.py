@@ -5,7 +5,8 @@ text M L          all weights on plain text: M is stories260K or a small model o
 chat T L          conversations by template T, packed by mega, one a row in the loop; labels by a rule of the loop's own
 lora M L          rank 4, alpha 8, all linears or M, against peft from the same first adapter; the adapter at the end
 dpo S L           preferences, beta 0.1, label smoothing S, against a frozen copy, rewards too; `lora`: against peft's
-labels T N L      BERT with norms N and a new head on pairs of QQP or MNLI, against transformers' of the same kind
+labels T N L      BERT with norms N and a new head on QQP, MNLI or questions as RACE's, against transformers' own
+rates             --lr-decay's against transformers' schedules, after the warm-up's end too
 wrong ITEM: R     the loop with one rule changed: it must be out of the bounds, or they prove nothing
 
 The loops (tests/support/reference_training.py) are torch.optim.AdamW over a model of transformers with transformers'
@@ -21,7 +22,8 @@ differs by what training changed, 1e-4 over all tensors and 1e-3 of one; Adam di
 an element with a small gradient keeps the relative error that its sum had. DPO: 1e-5 for losses, norms and (absolute)
 rewards, for they are of differences of sums of some hundred nats, each with an error of 2^-24. fp64 (GPT-2 and BERT;
 transformers' RMSNorm is always fp32): 1e-12, norms 1e-10, weights 1e-9 and 1e-8. Each changed rule must be ten times
-out of one of them.
+out of one of them. RACE is in fp64 only: of four options that an untrained BERT judges almost alike, the gradient is
+what is left of sums 600 times as large, and fp32 leaves 7e-5 of its norm.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ import functools
 import io
 import json
 import random
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
@@ -43,7 +46,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 
 from mega.cli import main
-from tests.battery.data_ledger import Item, run
+from tests.battery.data_ledger import ROOT, Item, run
 from tests.support import reference_training as loops
 from tests.support.hugging_face import FAMILIES, SIZES
 from tests.support.reference_training import IGNORED, Ids, Recipe, Talk, saved_names
@@ -75,6 +78,12 @@ PARTS = "q_proj k_proj v_proj o_proj gate_proj up_proj down_proj".split()
 
 def mega(*words: object) -> None:
     """Errors: RuntimeError with what it said."""
+    if "--nproc" in words:  # what its ranks print is not this process's
+        command = [sys.executable, "-m", "mega", *map(str, words)]
+        ranks = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        if ranks.returncode:
+            raise RuntimeError(ranks.stderr[-400:])
+        return
     said = io.StringIO()
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
         code = main([str(word) for word in words])
@@ -416,20 +425,26 @@ def labels(task: str, norms: str, layout: str, *words: str, types: bool = True, 
     samples = loops.inputs(save)
 
     def loss(theirs: Any, step: int) -> torch.Tensor:
-        given = torch.zeros(3, LABELS.batch, LENGTH["labels"], dtype=torch.long)
+        given: list[tuple[Ids, Ids]] = []
         classes = []
-        for at in range(LABELS.batch):
-            row = samples[step * LABELS.batch + at]
-            ids = row.tokens[0, : int(row.lengths[0])].tolist()
-            kinds, label = known[tuple(ids)]
-            given[:, at, : len(ids)] = torch.tensor([ids, kinds if types else [0] * len(ids), [1] * len(ids)])
+        for at in range(step * LABELS.batch, (step + 1) * LABELS.batch):
+            row = samples[at]
+            ids = [each[:length].tolist() for each, length in zip(row.tokens, row.lengths.tolist(), strict=True)]
+            kinds, label = known[tuple(map(tuple, ids))]
+            given += zip(ids, kinds if types else [[0] * len(each) for each in ids], strict=True)
             classes.append(label)
+        shape = (LABELS.batch, -1) if task != "race" else (LABELS.batch, 4, -1)
+        packed = torch.zeros(3, len(given), LENGTH["labels"], dtype=torch.long)
+        for at, (one, its) in enumerate(given):
+            packed[:, at, : len(one)] = torch.tensor([one, its, [1] * len(one)])
         names = ("input_ids", "token_type_ids", "attention_mask")
-        logits = theirs(**dict(zip(names, given, strict=True))).logits
+        logits = theirs(**{name: each.view(shape) for name, each in zip(names, packed, strict=True)}).logits
         return torch.nn.functional.cross_entropy(logits, torch.tensor(classes))
 
     dtype = torch.float64 if "fp64" in words else torch.float32
-    model = getattr(transformers, KINDS[norms]).from_pretrained(exported(save, "hf", 1).parent, dtype=dtype)
+    model = getattr(transformers, "BertForMultipleChoice" if task == "race" else KINDS[norms]).from_pretrained(
+        exported(save, "hf", 1).parent, dtype=dtype
+    )
     found = loops.train(model, LABELS.but(**rule), loss)
     return loops.difference(found, save, exported(save))
 
@@ -437,22 +452,87 @@ def labels(task: str, norms: str, layout: str, *words: str, types: bool = True, 
 GELU = {"pre": "", "post": "--norm-placement post --activation gelu --head-activation gelu"}
 
 
+Packed = dict[tuple[tuple[int, ...], ...], tuple[list[Ids], int]]
+"""By the ids of a sample's rows, as packed by a tokenizer of transformers: their types, and the class."""
+
+
 @functools.cache
-def labelled(task: str, tokenizer: Any) -> tuple[Path, dict[tuple[int, ...], tuple[Ids, int]]]:
-    """A table of 120 rows, some of which are cut; and by the ids of each, as packed by a tokenizer of transformers, its
-    types and its class."""
+def labelled(task: str, tokenizer: Any) -> tuple[Path, Packed]:
+    """A table of 120 samples, some of which are cut."""
+    place, samples = (questions if task == "race" else table)(task, tokenizer)
+    known: Packed = {}
+    for firsts, second, label in samples:
+        rows = [tokenizer(one, second, truncation="only_second", max_length=LENGTH["labels"]) for one in firsts]
+        known[tuple(tuple(row["input_ids"]) for row in rows)] = [row["token_type_ids"] for row in rows], label
+    lengths = [len(row) for rows in known for row in rows]
+    assert len(known) == len(samples) and min(lengths) < max(lengths) == LENGTH["labels"]
+    return place, known
+
+
+Samples = list[tuple[list[str], str, int]]
+
+
+def table(task: str, tokenizer: Any) -> tuple[Path, Samples]:
+    """Rows of a shared table whose first text leaves room for the second."""
     first, second, label = COLUMNS[task]
     header, *lines = shared(TABLES[task]).read_text(encoding="utf-8").split("\n")[:600]
     rows = [line.split("\t") for line in lines]
     rows = [row for row in rows if len(tokenizer.tokenize(row[first])) < LENGTH["labels"] // 2][:120]
-    table = folder() / f"{task}.tsv"
-    table.write_text("".join(f"{line}\n" for line in (header, *map("\t".join, rows))))
-    known = {}
-    for row in rows:
-        packed = tokenizer(row[first], row[second], truncation="only_second", max_length=LENGTH["labels"])
-        known[tuple(packed["input_ids"])] = packed["token_type_ids"], CLASSES[task].index(row[label].strip())
-    assert len(known) == len(rows) and max(map(len, known)) == LENGTH["labels"]
-    return table, known
+    place = folder() / f"{task}.tsv"
+    place.write_text("".join(f"{line}\n" for line in (header, *map("\t".join, rows))))
+    return place, [([row[first]], row[second], CLASSES[task].index(row[label].strip())) for row in rows]
+
+
+def questions(task: str, tokenizer: Any) -> tuple[Path, Samples]:
+    """Speeches as articles, four words of which one fills a gap, or answers."""
+    draws, place, samples = random.Random(7), folder() / "RACE" / "train", Samples()
+    place.mkdir(parents=True)
+    for number, said in enumerate([part for part in paragraphs() if part.count(" ") > 3][:60]):
+        words = said.split()
+        options, answers = [draws.choices(words, k=4) for _ in range(2)], [draws.randrange(4) for _ in range(2)]
+        asked = [f"{words[0]} _ {words[1]}", f"What of {words[2]}?"]
+        passage = {"article": said, "questions": asked, "options": options}
+        (place / f"{number:03}.txt").write_text(json.dumps(passage | {"answers": ["ABCD"[at] for at in answers]}))
+        samples.append(([asked[0].replace("_", one) for one in options[0]], said, answers[0]))
+        samples.append(([f"{asked[1]} {one}" for one in options[1]], said, answers[1]))
+    return place, samples
+
+
+# Rates
+
+
+def rates() -> dict[str, Any]:
+    """Every schedule that both have, over 120 steps of 8 samples, of which 100 decay."""
+    from transformers import optimization
+
+    from mega.core.optim.schedule import LearningRate
+
+    steps, warmup, decay, peak, least, batch = 120, 10, 100, 3e-4, 3e-5, 8
+    span = {"num_warmup_steps": warmup, "num_training_steps": decay}
+    stable = {"num_warmup_steps": warmup, "num_decay_steps": 30, "num_stable_steps": 60, "min_lr_ratio": least / peak}
+    theirs: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+        "constant": ("constant_schedule_with_warmup", {"num_warmup_steps": warmup}, {}),
+        "linear": ("linear_schedule_with_warmup", span, {"least": 0.0}),
+        "cosine": ("cosine_with_min_lr_schedule_with_warmup", {**span, "min_lr": least}, {}),
+        "inverse-square-root": ("inverse_sqrt_schedule", {"num_warmup_steps": warmup}, {"decay": steps * batch}),
+        **{
+            f"wsd {kind}": ("wsd_schedule", {**stable, "decay_type": other}, {"anneal_style": kind, "initial": least})
+            for kind, other in (("linear", "linear"), ("cosine", "cosine"), ("minus_sqrt", "1-sqrt"))
+        },
+    }
+    found: dict[str, float] = {}
+    for style, (name, given, own) in theirs.items():
+        optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=peak)
+        schedule = getattr(optimization, f"get_{name}")(optimizer, **given)
+        values = {"least": least, "warmup": warmup * batch, "decay": decay * batch, "anneal": 30 * batch, **own}
+        ours, worst = LearningRate(peak=peak, style=style.split()[0], **values), 0.0
+        for step in range(decay if style == "cosine" else steps):  # transformers' cosine rises again after its end
+            worst = max(worst, abs(ours(step * batch) - schedule.get_last_lr()[0]) / peak)
+            optimizer.step()
+            schedule.step()
+        found[style] = worst
+    assert max(found.values()) <= 1e-12, found
+    return found
 
 
 RECIPES = {"text": TEXT, "chat": CHAT, "lora": LORA, "dpo": DPO, "labels": LABELS}
@@ -510,12 +590,17 @@ RIGHT: dict[str, Measured] = {
         for layout in ("one rank", "tp 2 x pp 2")
     },
     "labels mnli post, one rank": functools.partial(labels, "mnli", "post", "one rank"),
+    "labels race post, fp64": functools.partial(labels, "race", "post", "one rank", "--dtype", "fp64"),
     "labels qqp pre, fp64": functools.partial(labels, "qqp", "pre", "one rank", "--dtype", "fp64"),
     "labels mnli post, fp64": functools.partial(labels, "mnli", "post", "one rank", "--dtype", "fp64"),
 }
 WRONG: list[tuple[str, str, dict[str, Any]]] = [
     ("text stories, one rank", "norms decay", {"decays": lambda name, tensor: True}),
-    ("text stories, one rank", "embeddings do not decay", {"decays": lambda name, tensor: "layers" in name}),
+    (
+        "text stories, one rank",
+        "embeddings do not decay",
+        {"decays": lambda name, tensor: tensor.dim() > 1 and "layers" in name},
+    ),
     ("text stories, one rank", "the rate a step late", {"late": 1}),
     ("text stories, one rank", "no clipping", {"clip": 1e9}),
     ("text stories, one rank", "a second beta of 0.999", {"betas": (0.9, 0.999)}),
@@ -531,6 +616,7 @@ WRONG: list[tuple[str, str, dict[str, Any]]] = [
     ("labels qqp pre, one rank", "one type of token", {"types": False}),
 ]
 ITEMS: list[Item] = [
+    ("rates", rates),
     *((name, functools.partial(within, name)) for name in RIGHT),
     *((f"wrong {name}: {what}", functools.partial(beyond, name, rule)) for name, what, rule in WRONG),
 ]
