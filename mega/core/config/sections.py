@@ -562,7 +562,7 @@ class BatchConfig(Section):
     )
     loss_normalizer: Literal["global", "microbatch"] = option(
         "global",
-        "divide the loss by the global batch's weight, or by each microbatch's as Megatron does",
+        "divide the loss by the global batch's weight, or by each microbatch's as Megatron does (gradients only)",
         megatron={"--calculate-per-token-loss": "global"},
         on_resume="noted",
     )
