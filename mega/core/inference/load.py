@@ -41,7 +41,7 @@ from mega.core.parallel.region import ALONE, Region
 from mega.core.parallel.weight import ParameterFactory, weights
 from mega.core.text.build import build
 from mega.core.text.chat import SOURCE_BYTES, TEMPLATES, template_of
-from mega.core.text.tokenizer import Tokenizer
+from mega.core.text.tokenizer import Tokenizer, least_vocab
 from mega.core.untrusted import read_limited
 
 FIELDS = {
@@ -320,7 +320,7 @@ def compute_dtype(opened: OpenedModel, device: Device, asked: str | None = None)
 
 def check_tokenizer(opened: OpenedModel, tokenizer: Tokenizer) -> None:
     """Errors: ValueError where the model has no rows for all of its tokens."""
-    if tokenizer.vocab_size > (opened.model.vocab or 0):
+    if least_vocab(tokenizer, opened.model.family) > (opened.model.vocab or 0):
         raise ValueError(
             f"{opened.path}: the model has {opened.model.vocab} tokens, its tokenizer {tokenizer.vocab_size}; "
             "give the right one with --tokenizer"

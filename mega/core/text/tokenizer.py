@@ -151,6 +151,13 @@ class Tokenizer(Protocol):
         return noted.fingerprint in (self.identity().fingerprint, self.fingerprint())
 
 
+def least_vocab(tokenizer: Tokenizer, family: str) -> int:
+    """How many rows a model of `family` must have for a tokenizer's tokens: BERT writes no beginning and end of T5's,
+    and others' models have no rows for them."""
+    unwritten = tokenizer.added_ends if family == "bert" and not tokenizer.added_sentinels else 0
+    return tokenizer.vocab_size - unwritten
+
+
 def flatten(rows: Sequence[Sequence[int]]) -> Encoded:
     """Lists of ids as one `Encoded`: [[5, 6], [], [7]] -> ids 5 6 7, offsets 0 2 2 3."""
     import numpy as np

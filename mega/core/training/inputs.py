@@ -23,7 +23,7 @@ from mega.core.files import check_source
 from mega.core.inventory import inventory, padded
 from mega.core.inventory.adapters import with_adapters
 from mega.core.text.build import build
-from mega.core.text.tokenizer import Tokenizer
+from mega.core.text.tokenizer import Tokenizer, least_vocab
 from mega.core.training.kinds import kind_of
 
 if TYPE_CHECKING:
@@ -140,10 +140,7 @@ def _vocabulary(run: RunConfig, tokenizer: Tokenizer | None, notes: list[str]) -
         return given
     if given is None:
         return tokenizer.vocab_size
-    least = tokenizer.vocab_size
-    if run.model.family == "bert" and not tokenizer.added_sentinels:
-        least -= tokenizer.added_ends  # which BERT does not write: others' models have no rows for them
-    if given < least:
+    if given < (least := least_vocab(tokenizer, run.model.family)):
         raise ValueError(
             f"--vocab {given}: {tokenizer.kind} has {tokenizer.vocab_size} tokens; must be at least {least}"
         )
