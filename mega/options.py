@@ -46,10 +46,12 @@ class Command(TyperCommand):
 
     stated_by: of a verb that reads a model where it lies, why options of its training change nothing; set by `load`.
     whole_line: of a verb that is given the command line of another program, whose flags are not ours; set by `load`.
+    loads_model: of a verb whose model is the one at --load, where that is given; set by `load`.
     """
 
     stated_by: str | None = None
     whole_line: bool = False
+    loads_model: bool = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -108,6 +110,7 @@ def load(verb: str) -> Any:
     if isinstance(loaded, Command):
         loaded.stated_by = getattr(module, "STATED_BY", None)
         loaded.whole_line = getattr(module, "WHOLE_LINE", False)
+        loaded.loads_model = getattr(module, "LOADS_MODEL", False)
     return loaded
 
 
@@ -214,9 +217,12 @@ def _chosen(names: Collection[str], own: Sequence[inspect.Parameter]) -> list[En
 
 
 def _composed(preset: str | None, file: Mapping[str, Any], options: Mapping[str, Any], ctx: typer.Context) -> RunConfig:
-    """The run of all layers. Errors: ValueError, as of flags of another model family than its."""
-    run = compose(preset, file, options)
-    check_typed(run, {**file, **options}, ctx.meta.get(_TYPED, ()))
+    """The run of all layers. Errors: ValueError, as of flags of another model family than its, where it is known."""
+    run, given = compose(preset, file, options), {**file, **options}
+    checkpoint, verb = run.checkpoint, ctx.command
+    loads = checkpoint.use_checkpoint_config or (isinstance(verb, Command) and verb.loads_model)
+    if "family" in given or not (loads and (checkpoint.load or checkpoint.pretrained_checkpoint)):
+        check_typed(run, given, ctx.meta.get(_TYPED, ()))
     return run
 
 

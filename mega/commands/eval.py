@@ -15,6 +15,8 @@ from mega.core.config.world import World, is_first_rank, ranks, world_from_env
 from mega.core.files import check_file, check_source
 from mega.options import Reads
 
+LOADS_MODEL = True
+
 
 def run(
     run: Annotated[RunConfig, Reads("evaluated")],

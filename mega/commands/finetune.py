@@ -12,6 +12,8 @@ from mega.core.config.sections import TokenizerConfig
 from mega.core.config.world import is_first_rank
 from mega.core.files import check_source
 
+LOADS_MODEL = True
+
 
 def run(run: RunConfig) -> int:
     """Train from the weights at --load, towards --task; the step counter and the optimizer start afresh.

@@ -8,6 +8,8 @@ from mega.commands import finetune
 from mega.core.config.run import RunConfig
 from mega.core.config.world import is_first_rank
 
+LOADS_MODEL = True
+
 
 def run(run: RunConfig) -> int:
     """Find a learning rate: train a few steps while it grows, and look where the loss falls fastest.

@@ -344,6 +344,27 @@ def test_what_a_finetuning_refuses(
     assert said in capsys.readouterr().err
 
 
+def test_weights_say_which_family_it_is(
+    tmp_path: Path, vocabulary: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As others' BERT has it, a row for each line of its vocabulary; and flags of BERT's without --family."""
+    monkeypatch.chdir(tmp_path)
+    train = str(pairs(Path("train.tsv"), 16, 1))
+    words = ["--tokenizer", "BertWordPieceLowerCase", "--vocab-file", str(vocabulary)]
+    shape = [*SHAPE.split(), "--vocab", str(len(CONTROLS) + len(WORDS)), "--mock-data", "--steps", "1"]
+    assert main(["pretrain", *shape, *RUN, *words, "--eval-iters", "0", "--save", "base", "--save-interval", "1"]) == 0
+    from_base = ["--load", "base", *RUN, "--steps", "1"]
+    sentences = ["finetune", *from_base, "--mock-data", "--mask-prob", "0.2", "--dry-run"]
+    assert main([*sentences, *words]) == 0
+    tune = ["finetune", *from_base, "--task", "qqp", "--train-data", train, *words]
+    assert main([*tune, "--save", "tuned", "--save-interval", "1"]) == 0
+    score = ["eval", "--task", "qqp", "--valid-data", train, "--device", "cpu", "--load", "tuned"]
+    assert main(score) == 0 and main([*score, *words]) == 0
+    capsys.readouterr()
+    assert main([*sentences, "--model", "tiny-gpt", "--family", "gpt", *words]) == 2
+    assert capsys.readouterr().err.endswith("--mask-prob 0.2: needs --family bert or t5\n")
+
+
 def test_numbers_of_a_shuffle_are_as_they_were(tmp_path: Path, vocabulary: Path) -> None:
     """The order of a pass is part of what a run that resumes relies on."""
     order = np.random.RandomState(1234 + 1).permutation(6).tolist()
