@@ -14,7 +14,7 @@ from mega.cli import main
 from mega.core.data.batches import Batches
 from mega.core.data.chat import ChatDataset, chat_dataset, labelled, pack
 from mega.core.text.build import build
-from mega.core.text.chat import TEMPLATES, Message, conversation, encode, template
+from mega.core.text.chat import TEMPLATES, Labelled, Message, conversation, encode, shown, template
 from mega.core.text.tokenizer import Tokenizer
 from tests.support.shared import shared
 
@@ -186,7 +186,7 @@ def test_jinja_in_its_sandbox(tmp_path: Path, source: str, message: str) -> None
         ({"messages": [{"role": "user"}]}, 'without "role" and "content"'),
         ({"messages": [{"role": "robot", "content": "a"}]}, 'role "robot": must be one of'),
         ({"messages": [{"role": "user", "content": 1}]}, "is not a string"),
-        ({"messages": [{"role": "user", "content": "a"}]}, "the assistant's content is empty"),
+        ({"messages": [{"role": "user", "content": "a"}]}, "no message is the assistant's"),
         ({"prompt": "a", "completion": "b", "tools": [{"type": "function"}]}, '"tools" has no effect here'),
         ({"messages": [{"role": "assistant", "content": "a", "weight": 0}]}, '"weight" has no effect here'),
         ({"messages": [{"role": "assistant", "content": "", "tool_calls": [{}]}]}, '"tool_calls" has no effect here'),
@@ -202,6 +202,13 @@ def test_forms_of_a_conversation() -> None:
     assert conversation({"prompt": "a", "completion": "b"}) == expected
     turns = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b", "weight": 1, "tool_calls": None}]
     assert conversation({"conversations": turns}) == expected
+
+
+def test_a_sample_does_not_act_on_a_terminal(tmp_path: Path) -> None:
+    tokenizer = with_im(tmp_path)
+    text = "a\n\x1b[2J\0 é🙂"
+    found = Labelled(tokenizer.encode(text), [False] * len(tokenizer.encode(text)))
+    assert shown(found, tokenizer) == r"a\n\x1b[2J\x00 é🙂"
 
 
 def test_packing() -> None:

@@ -233,14 +233,15 @@ def check_stop(parts: Sequence[TemplatePart]) -> None:
 
 
 def shown(found: Labelled, tokenizer: Tokenizer, most: int = 400) -> str:
-    """A conversation on one line, what is trained between brackets; at most so many characters."""
+    """A conversation on one line, what is trained between brackets; at most so many characters. What would act on a
+    terminal, as a line break or an escape sequence in somebody's text, is written as Python writes it."""
     runs: list[tuple[bool, list[int]]] = []
     for token, train in zip(found.ids, found.trained, strict=True):
         if not runs or runs[-1][0] != train:
             runs.append((train, []))
         runs[-1][1].append(token)
     text = "".join(f"⟦{tokenizer.decode(ids)}⟧" if train else tokenizer.decode(ids) for train, ids in runs)
-    text = text.replace("\n", "\\n")
+    text = "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)
     return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
@@ -299,7 +300,7 @@ def conversation(found: Any) -> list[Message]:
         if not isinstance(content, str):
             raise ValueError(f"the {role}'s content is not a string")
     if not any(message.role == "assistant" for message in messages):
-        raise ValueError("the assistant's content is empty, so there is nothing to train on")
+        raise ValueError("no message is the assistant's, so there is nothing to train on")
     return messages
 
 
