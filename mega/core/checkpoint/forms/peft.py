@@ -60,7 +60,10 @@ def recognise(path: Path) -> bool:
 def open_form(path: Path, given: Given) -> Opened:
     """An adapter of the checkpoint of ours at `given.base`."""
     if given.base is None:
-        raise CheckpointError(f"--base is missing: {path} is an adapter; give the checkpoint (mega) it was trained on")
+        raise CheckpointError(
+            f"--base is missing: {path} is an adapter of peft; `mega convert-llama` reads it, with --base and the "
+            "checkpoint (mega) it was trained on"
+        )
     base = locate(given.base)
     opened = open_adapter(path, model_of(base.meta, str(base.path)), base.path, f"--base {given.base}")
     return replace(opened, known={"base": describe(base)})
