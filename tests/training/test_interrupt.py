@@ -239,6 +239,18 @@ def test_the_same_signal_twice_is_one_and_a_later_ctrl_c_is_another(monkeypatch:
     assert asked.repeats(signal.SIGINT)
 
 
+def test_a_rank_is_interrupted_once() -> None:
+    """Ctrl-C at a terminal reaches a rank itself, and again from its launcher, while it ends."""
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        launch._hear_signals([signal.SIGINT])
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def test_threads_are_what_the_user_sets_or_a_share_of_the_cores_that_are_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "cores", lambda: 12)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)

@@ -347,7 +347,13 @@ def _remove_abandoned(place: str) -> None:
 def _hear_signals(heeded: Iterable[signal.Signals]) -> None:
     """In a new rank: of what its server ignores, these count again."""
     for number in heeded:
-        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+        signal.signal(number, _interrupt if number == signal.SIGINT else signal.SIG_DFL)
+
+
+def _interrupt(number: int, _: Any) -> None:
+    """Ctrl-C, once: a terminal sends it to every process, and the launcher passes it on to ranks that are ending."""
+    signal.signal(number, signal.SIG_IGN)
+    raise KeyboardInterrupt
 
 
 def _environment(rank: int, size: int, directory: str, meeting: str) -> dict[str, str]:
