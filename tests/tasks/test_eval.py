@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import dataclasses
 import json
 import math
@@ -115,6 +116,17 @@ def plainly(text: str) -> str:
     text = "\n".join(text.split(" \n"))
     text = "\n".join(text.split("\n "))
     return "'s".join(" 1 ".join(text.split(" N ")).split(" 's"))
+
+
+def test_a_byte_order_mark_is_not_text(model: Path, article: Path, tmp_path: Path) -> None:
+    marked = tmp_path / "wiki.tokens"
+    marked.write_bytes(codecs.BOM_UTF8 + article.read_bytes())
+    found = []
+    for path in (article, marked):
+        out = tmp_path / "result.json"
+        alone(asked(model, "wikitext103", path, out, seq_length=128, limit=2))
+        found.append(json.loads(out.read_text())["figures"])
+    assert found[0] == found[1]
 
 
 def test_wikitext_is_turned_back_as_megatron_does() -> None:
@@ -373,7 +385,9 @@ BAD: list[tuple[list[str], str]] = [
         "--task is missing: give wikitext103, lambada, ppl, mnli, qqp or race; or --tasks of lm-eval",
     ),
     (["--task", "lambda", "--valid-data", "FILE"], "--task lambda: is not a benchmark (nearest: lambada); valid: "),
-    (["--task", "lambada"], "--valid-data : must be exactly one file for --task lambada"),
+    (["--task", "lambada"], "--valid-data is missing: give the file that --task lambada scores"),
+    (["--task", "ppl"], "--valid-data is missing: give the file or prefix that --task ppl scores"),
+    (["--task", "lambada", "--valid-data", "."], "--valid-data .: is a folder; give a file"),
     (["--task", "lambada", "--valid-data", "absent"], "--valid-data absent: no such file"),
     (["--task", "lambada", "--valid-data", "EMPTY"], "EMPTY: is empty"),
     (["--task", "lambada", "--valid-data", "BLANK"], "BLANK: holds no passage"),

@@ -79,7 +79,7 @@ class CorpusPerplexity:
 
     def figures(self, found: Mapping[str, Estimate]) -> list[Figure]:
         loss = found["nll"]
-        figures = [interval("loss", loss), interval("ppl", loss, capped_exp), Figure("tokens", loss.weight)]
+        figures = [interval("loss", loss), interval("ppl", loss, capped_exp), Figure("tokens", round(loss.weight))]
         if "bytes" in self.counts and self.counts["tokens"] == loss.weight:  # not where --limit has left some out
             by_word, by_byte = (self.counts["tokens"] / self.counts[name] for name in ("words", "bytes"))
             figures += [
@@ -109,7 +109,5 @@ def _random_windows(
 
 def make(asked: BenchmarkInputs) -> CorpusPerplexity:
     """Errors: ValueError naming the flag."""
-    files = asked.options.valid_data
-    if len(files) != 1:
-        raise ValueError(f"--valid-data {' '.join(files)}: must be exactly one file or prefix for --task ppl")
+    asked.one("file or prefix")
     return CorpusPerplexity(asked, asked.stride(asked.length))

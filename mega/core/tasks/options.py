@@ -81,26 +81,32 @@ class BenchmarkInputs:
             )
         return self.tokenizer
 
-    def one_file(self) -> Path:
-        """The one file that is scored. Errors: ValueError where there are none or several."""
-        files = self.options.valid_data
+    def one(self, what: str = "file") -> str:
+        """The one place that is scored. Errors: ValueError where there are none or several."""
+        files, task = self.options.valid_data, self.options.task
+        if not files:
+            raise ValueError(f"--valid-data is missing: give the {what} that --task {task} scores")
         if len(files) != 1:
-            raise ValueError(f"--valid-data {' '.join(files)}: must be exactly one file for --task {self.options.task}")
-        return self.readable(files[0])
+            raise ValueError(f"--valid-data {' '.join(files)}: must be exactly one {what} for --task {task}")
+        return files[0]
+
+    def one_file(self) -> Path:
+        """The same, where only a file will do. Errors: ValueError, as of `readable`."""
+        return self.readable(self.one())
 
     def readable(self, file: str) -> Path:
         """Errors: ValueError where nothing can be read there, or it is empty."""
         path = Path(file)
         if not path.is_file():
-            raise ValueError(f"--valid-data {file}: no such file")
+            raise ValueError(f"--valid-data {file}: {'is a folder; give a file' if path.is_dir() else 'no such file'}")
         if not path.stat().st_size:
             raise ValueError(f"--valid-data {file}: is empty")
         return path
 
     def text_of(self, path: Path) -> str:
-        """All of a file. Errors: ValueError where it is not UTF-8."""
+        """All of a file, without a byte order mark. Errors: ValueError where it is not UTF-8."""
         try:
-            return path.read_bytes().decode("utf-8")
+            return path.read_bytes().decode("utf-8-sig")
         except UnicodeDecodeError as error:
             raise ValueError(f"--valid-data {path}: not UTF-8 at byte {error.start}") from None
 
