@@ -344,6 +344,15 @@ def test_what_a_finetuning_refuses(
     assert said in capsys.readouterr().err
 
 
+def test_passes_are_named_where_steps_are_missing(
+    tmp_path: Path, vocabulary: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train = str(pairs(tmp_path / "train.tsv", 16, 1))
+    line = [*SHAPE.split(), "--task", "qqp", "--train-data", train, "--vocab-file", str(vocabulary)]
+    assert main(["finetune", *line, *RUN]) == 2
+    assert "--steps is missing: give the steps to train, or --samples or --epochs\n" in capsys.readouterr().err
+
+
 def test_weights_say_which_family_it_is(
     tmp_path: Path, vocabulary: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

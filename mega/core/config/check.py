@@ -161,7 +161,8 @@ def _sizes(run: RunConfig) -> Problems:
 def _missing(run: RunConfig) -> Problems:
     trains = not run.runtime.dry_run and not run.evaluation.skip_train
     if trains and run.batch.steps is None and run.batch.samples is None and run.finetuning.epochs is None:
-        yield "--steps is missing: give the steps to train, or --samples"
+        passes = " or --epochs" if run.finetuning.task in LABELLED else ""
+        yield f"--steps is missing: give the steps to train, or --samples{passes}"
     if trains and run.optimizer.lr is None:
         yield "--lr is missing: give the peak learning rate, such as 1e-4"
     if run.checkpoint.save is not None and run.checkpoint.save_interval is None and run.finetuning.epochs is None:
