@@ -106,7 +106,9 @@ def test_an_evaluation(tmp_path: Path) -> None:
         ("absent", None, "no such file or directory"),
         ("empty.jsonl", "", "holds no row of metrics"),
         ("other.json", "[1, 2]", "is neither a run's metrics nor an evaluation's JSON"),
-        ("broken.jsonl", "{\n[", "holds no row of metrics"),
+        ("torn.jsonl", '{"step": 1, "lo', "holds no row of metrics"),
+        ("broken.jsonl", "{\n[", "is neither a run's metrics nor an evaluation's JSON"),
+        ("table.tsv", "a\tb\n1\t2\n", "is neither a run's metrics nor an evaluation's JSON"),
         (".", None, "holds no metrics.jsonl"),
     ],
 )

@@ -79,6 +79,8 @@ def _run(metrics: Path, directory: Path) -> RunRecord:
     found = RunRecord(directory.resolve().name or str(directory))
     rows = list(_rows(metrics, found))
     if not rows:
+        if found.broken > 1:  # one may be a first row that is being written
+            raise ValueError(f"{metrics}: is neither a run's metrics nor an evaluation's JSON")
         raise ValueError(f"{metrics}: holds no row of metrics; the run has not come to its first step")
     for row in rows:
         for name, value in row.items():
