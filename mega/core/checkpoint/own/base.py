@@ -59,7 +59,10 @@ def open_base(
     try:
         base = locate(place, report, exchange)
     except CheckpointError as error:
-        raise CheckpointError(f"{checkpoint.path}: holds adapters of {place}; {error}; give --load BASE") from None
+        raise CheckpointError(
+            f"{checkpoint.path}: holds adapters of {place}; {error}; put the base or a link to it there; a run that "
+            "resumes takes it as --load"
+        ) from None
     theirs = named_base(base)
     if theirs is not None and theirs["digest"] == named["digest"]:
         return open_base(base, None, report, exchange)
