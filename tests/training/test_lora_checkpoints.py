@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from mega.cli import main
 from mega.core.checkpoint.own.store import locate
 from mega.core.family import family
-from mega.core.inference.load import load_model
+from mega.core.inference.load import load_model, open_model
 
 FAMILIES = {
     "llama": "--family llama --norm rmsnorm --activation swiglu --position rope --no-bias --no-tied --ffn 48".split(),
@@ -96,6 +96,16 @@ def test_peft_form_and_back(places: tuple[Path, Path], tmp_path: Path) -> None:
     read = ["convert-llama", "--load-dir", str(folder), "--save-dir", str(back), "--base", str(base)]
     assert main(read) == 0
     assert torch.equal(of_run(back), of_run(tuned))
+
+
+def test_an_adapter_of_peft_speaks_with_the_tokenizer_of_its_base(tmp_path: Path) -> None:
+    base, tuned, folder, back = (tmp_path / name for name in ("base", "tuned", "adapter", "back"))
+    words = ["--tokenizer", "NullTokenizer", "--vocab-size", "100"]
+    assert main(["pretrain", *FAMILIES["llama"], *SHAPE, *RUN, *words, "--steps", "2", *SAVE, str(base)]) == 0
+    assert main(["finetune", *RUN, *LORA, "--load", str(base), *SAVE, str(tuned), "--steps", "2"]) == 0
+    to_peft(tuned, folder, base)
+    assert main(["convert-llama", "--load-dir", str(folder), "--save-dir", str(back), "--base", str(base)]) == 0
+    assert open_model(back).tokenizer().fingerprint() == open_model(base).tokenizer().fingerprint()
 
 
 def test_peft_computes_the_same(places: tuple[Path, Path], tmp_path: Path) -> None:

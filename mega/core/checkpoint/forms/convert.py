@@ -10,9 +10,10 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -28,7 +29,7 @@ from mega.core.checkpoint.own.model import check_model, check_size, model_of
 from mega.core.checkpoint.own.pieces import Box, CheckpointError, Piece, Tensors, naming
 from mega.core.checkpoint.own.reshard import Progress, reshard
 from mega.core.checkpoint.own.source import OwnSource
-from mega.core.checkpoint.own.store import Attachments, Checkpoint, locate, store_at
+from mega.core.checkpoint.own.store import Checkpoint, locate, store_at
 from mega.core.device import DTYPES
 from mega.core.inventory import without_adapters
 
@@ -108,6 +109,10 @@ def _import(form: Form, load: Path, save: Path, given: Given) -> ConversionRepor
     attachments = companions_of(form, load)
     check_place(save)
     opened = opened_foreign(form, load, given)
+    tokenizer = {"tokenizer": tokenizer_kind(attachments)}
+    if tokenizer["tokenizer"] is None and opened.base is not None:
+        attachments = {**opened.base.attachments, **attachments}
+        tokenizer = opened.base.meta.get("config", {}).get("tokenizer", tokenizer)
     targets = {target.name: target for target in opened.table.targets}
     tensors = opened.table.tensors(opened.source.tensors)
     files = plan_files(tensors, opened.model, given.layout)
@@ -121,7 +126,7 @@ def _import(form: Form, load: Path, save: Path, given: Given) -> ConversionRepor
         return tensor
 
     store = store_at(save)
-    state = _plain_state(opened, tensors, given.layout, attachments)
+    state = _plain_state(opened, tensors, given.layout, tokenizer)
     saved = store.save_all(opened.step, files, state, fetch=fetch, check=ledger.close, attachments=attachments)
     where = save / store.path(opened.step).name
     return ConversionReport(len(targets), opened.table.elements, saved.bytes, where, opened.notes)
@@ -151,13 +156,13 @@ def opened_foreign(form: Form, load: Path, given: Given) -> Opened:
     return dataclasses.replace(opened, notes=notes)
 
 
-def _plain_state(opened: Opened, tensors: Tensors, layout: Layout, attachments: Attachments) -> dict[str, object]:
+def _plain_state(opened: Opened, tensors: Tensors, layout: Layout, tokenizer: Mapping[str, Any]) -> dict[str, object]:
     """What a checkpoint says besides its tensors; what the foreign one says of its run counts first."""
     config = {
         "model": dataclasses.asdict(opened.model),
         "precision": {"dtype": NAMES[main_dtype(tensors)]},
         "parallel": layout.section,
-        "tokenizer": {"tokenizer": tokenizer_kind(attachments)},
+        "tokenizer": tokenizer,
     }
     progress = {"step": opened.step, "consumed": opened.consumed}
     known = {"progress": progress, "updates": opened.step, **opened.known}

@@ -78,7 +78,8 @@ class Opened:
     """A foreign checkpoint.
 
     table: `weights/...` (and state) made of the tensors of `source`. step, consumed: of the run that wrote it, where it
-    was one. known: what else a checkpoint of ours should hold in its plain state. notes: lines for the user.
+    was one. known: what else a checkpoint of ours should hold in its plain state. notes: lines for the user. base: of
+    ours, what adapters belong to, whose tokenizer is theirs where they bring none.
     """
 
     source: Source
@@ -88,6 +89,7 @@ class Opened:
     consumed: int = 0
     known: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    base: Checkpoint | None = None
 
 
 @dataclass(frozen=True)

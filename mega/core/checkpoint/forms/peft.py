@@ -66,7 +66,7 @@ def open_form(path: Path, given: Given) -> Opened:
         )
     base = locate(given.base)
     opened = open_adapter(path, model_of(base.meta, str(base.path)), base.path, f"--base {given.base}")
-    return replace(opened, known={"base": describe(base)})
+    return replace(opened, known={"base": describe(base)}, base=base)
 
 
 def open_adapter(path: Path, base: ModelConfig, where: Path, named: str) -> Opened:
