@@ -406,6 +406,10 @@ BAD: list[tuple[list[str], str]] = [
         "--detokenizer wiki: has no effect with --t",
     ),
     (["--task", "lambada", "--valid-data", "FILE", "--random-windows", "3"], "with --task lambada; of ppl"),
+    (
+        ["--task", "ppl", "--valid-data", "FILE", "--random-windows", "3", "--overlapping-eval", "8"],
+        "--overlapping-eval 8: has no effect with --random-windows",
+    ),
     (["--task", "wikitext103", "--valid-data", "FILE", "--json-key", "z"], "--json-key z: has no effect with --task w"),
     (["--task", "ppl", "--valid-data", "FILE", "--cloze-eval"], "--cloze-eval: has no effect with --task"),
     (["--tasks", "x", "--strict-lambada"], "--strict-lambada: has no effect with --tasks"),

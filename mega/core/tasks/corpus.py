@@ -18,7 +18,7 @@ from mega.core.batch import DecoderBatch, Terms
 from mega.core.data.indexed import IndexedDataset, exists
 from mega.core.data.sources import texts
 from mega.core.parallel.vocab import TokenScores
-from mega.core.tasks.options import BenchmarkInputs
+from mega.core.tasks.options import BenchmarkInputs, flag
 from mega.core.tasks.rows import JudgedRow, Windows, batch_of, nll_terms
 from mega.core.tasks.task import Estimate, Figure, interval
 from mega.core.tasks.wikitext import capped_exp
@@ -110,4 +110,9 @@ def _random_windows(
 def make(asked: BenchmarkInputs) -> CorpusPerplexity:
     """Errors: ValueError naming the flag."""
     asked.one("file or prefix")
+    options = asked.options
+    for name in ("overlapping_eval", "context_window"):
+        value = getattr(options, name)
+        if options.random_windows is not None and value is not None:
+            raise ValueError(f"{flag(name)} {value}: has no effect with --random-windows, which are judged whole")
     return CorpusPerplexity(asked, asked.stride(asked.length))
