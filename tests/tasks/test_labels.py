@@ -356,7 +356,8 @@ def test_passes_are_named_where_steps_are_missing(
 def test_weights_say_which_family_it_is(
     tmp_path: Path, vocabulary: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As others' BERT has it, a row for each line of its vocabulary; and flags of BERT's without --family."""
+    """As others' BERT has it, a row for each line of its vocabulary; and flags of BERT's without --family. Rows are
+    judged at the length of the finetuning."""
     monkeypatch.chdir(tmp_path)
     train = str(pairs(Path("train.tsv"), 16, 1))
     words = ["--tokenizer", "BertWordPieceLowerCase", "--vocab-file", str(vocabulary)]
@@ -365,10 +366,24 @@ def test_weights_say_which_family_it_is(
     from_base = ["--load", "base", *RUN, "--steps", "1"]
     sentences = ["finetune", *from_base, "--mock-data", "--mask-prob", "0.2", "--dry-run"]
     assert main([*sentences, *words]) == 0
-    tune = ["finetune", *from_base, "--task", "qqp", "--train-data", train, *words]
+    tune = ["finetune", *from_base, "--task", "qqp", "--train-data", train, *words, "--seq-length", "9"]
     assert main([*tune, "--save", "tuned", "--save-interval", "1"]) == 0
-    score = ["eval", "--task", "qqp", "--valid-data", train, "--device", "cpu", "--load", "tuned"]
-    assert main(score) == 0 and main([*score, *words]) == 0
+    score = [
+        "eval",
+        "--task",
+        "qqp",
+        "--valid-data",
+        train,
+        "--device",
+        "cpu",
+        "--load",
+        "tuned",
+        "--json",
+        "score.json",
+    ]
+    for more, length in ([], 9), ([*words, "--seq-length", "12"], 12):
+        assert main([*score, *more]) == 0
+        assert json.loads(Path("score.json").read_text())["settings"]["seq_length"] == length
     capsys.readouterr()
     assert main([*sentences, "--model", "tiny-gpt", "--family", "gpt", *words]) == 2
     assert capsys.readouterr().err.endswith("--mask-prob 0.2: needs --family bert or t5\n")

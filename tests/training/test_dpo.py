@@ -231,6 +231,9 @@ def test_what_both_answers_follow_is_judged_in_neither(tmp_path: Path) -> None:
         assert [tokenizer.decode(ids) for ids in judged] == ["goat<|im_end|>", "gnu<|im_end|>"]
 
 
+turn = {"role": "assistant", "content": "b"}
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
@@ -239,6 +242,10 @@ def test_what_both_answers_follow_is_judged_in_neither(tmp_path: Path) -> None:
         ('{"chosen": "a", "rejected": "b"}', 'pairs.jsonl:1: no "prompt"'),
         ('{"prompt": 3, "chosen": "a", "rejected": "b"}', "pairs.jsonl:1: the user's part is neither"),
         ("\n", "pairs.jsonl: holds no pair"),
+        (
+            json.dumps({key: [{"role": "user", "content": key}, turn] for key in ("chosen", "rejected")}),
+            "pairs.jsonl:1: the answers are to different questions",
+        ),
     ],
 )
 def test_bad_pairs(line: str, message: str, files: tuple[Path, list[str]], capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,6 +18,7 @@ from mega.core.data.chat import TrainedTexts, arrays_of, digest, each_line, fill
 from mega.core.text.chat import (
     RENDERING,
     Labelled,
+    Message,
     Template,
     TemplatePart,
     check_stop,
@@ -140,13 +141,21 @@ def encoded(inputs: Sequence[str], tokenizer: Tokenizer, template: Template) -> 
     """Every pair of the inputs as tokens, chosen first; ValueError naming file and line where one is none."""
 
     def read(found: Any) -> tuple[Labelled, Labelled]:
-        chosen, rejected = (template(conversation(each)) for each in conversations(found))
+        one, other = (conversation(each) for each in conversations(found))
+        if _question(one) != _question(other):
+            raise ValueError("the answers are to different questions")
+        chosen, rejected = template(one), template(other)
         check_stop(chosen)
         shared = sum(1 for _ in takewhile(lambda parts: parts[0] == parts[1], zip(chosen, rejected)))
         first, second = (encode(_apart(parts, shared), tokenizer) for parts in (chosen, rejected))
         return first, second
 
     return each_line(inputs, KEYS, read)
+
+
+def _question(messages: Sequence[Message]) -> list[Message]:
+    """What stands before the assistant's first turn."""
+    return list(takewhile(lambda message: message.role != "assistant", messages))
 
 
 def _apart(parts: Sequence[TemplatePart], shared: int) -> list[TemplatePart]:

@@ -97,6 +97,12 @@ class OpenedModel:
         return int(self.meta["progress"]["step"]) if "progress" in self.meta else None
 
     @property
+    def trained_length(self) -> int | None:
+        """Columns of the rows that a run of ours trained on; None of others' models."""
+        found = self.meta.get("config", {}).get("batch", {}).get("seq_length")
+        return found if isinstance(found, int) and found > 0 else None
+
+    @property
     def dtype(self) -> torch.dtype:
         """That most weights are stored in: the embedding's."""
         return main_dtype(self.weights.tensors)

@@ -128,7 +128,9 @@ def check_model(
     model = _model(opened, given)
     values = {name: value_of(run, name) for name in options_with(evaluated=True)}
     values["sample_kind"] = FAMILY_DEFAULTS[model.family].values.get("sample_kind", "gpt")
-    values["seq_length"] = run.batch.seq_length or min(model.positions or LONGEST, LONGEST)
+    # Rows of labels are judged as the finetuning judged them; a text is given all the room there is.
+    usual = opened.trained_length if task in LABELLED else None
+    values["seq_length"] = run.batch.seq_length or usual or min(model.positions or LONGEST, LONGEST)
     values["micro_batch"] = run.batch.micro_batch or MICRO_BATCH
     asked = updated(RunConfig(), {**values, "load": None, "mock_data": True, "skip_train": True})
     resolved = check(dataclasses.replace(asked, model=model), world)
