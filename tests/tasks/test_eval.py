@@ -320,8 +320,15 @@ class Killed(Exception):
     """Stands for a kill: nothing is done after it."""
 
 
+@pytest.mark.parametrize("end, said", [(Killed, ""), (KeyboardInterrupt, "the same line resumes there")])
 def test_what_was_killed_is_continued(
-    model: Path, passages: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    end: type[BaseException],
+    said: str,
+    model: Path,
+    passages: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(task, "SPAN_SECONDS", 0.0)  # a turn at a time
     monkeypatch.setattr(evaluate, "SAVE_SECONDS", 0.0)
@@ -332,12 +339,13 @@ def test_what_was_killed_is_continued(
     def dies(self: Any, done: Any, sums: Any) -> None:
         after(self, done, sums)
         if done.examples >= 8:
-            raise Killed
+            raise end
 
     with monkeypatch.context() as patched:
         patched.setattr(evaluate._Progress, "__call__", dies)
-        with pytest.raises(Killed):
+        with pytest.raises(end):
             alone(asked(model, "lambada", passages, out))
+    assert said in capsys.readouterr().err
     assert not out.exists() and json.loads((tmp_path / "killed.json.partial").read_text())["examples"] == 8
     found = alone(asked(model, "lambada", passages, out, micro_batch=3))
     assert "resuming after 8 examples" in capsys.readouterr().err

@@ -15,7 +15,8 @@ import json
 import math
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -101,15 +102,16 @@ def run_here(
     about = _about(evaluation, here, tokenizer, len(examples))
     check_same_everywhere(here.mesh, about["fingerprint"], about, device.torch)
     progress = _Progress(evaluation, about["fingerprint"], judged, len(examples), here.mesh, device)
-    found = score(
-        here.row_scorer() if isinstance(judged, RowBenchmark) else here.scorer(greedy=judged.greedy),
-        judged,
-        examples,
-        evaluation.model.micro_batch,
-        sums=progress.sums,
-        done=progress.begun,
-        after=progress,
-    )
+    with progress.interruptible():
+        found = score(
+            here.row_scorer() if isinstance(judged, RowBenchmark) else here.scorer(greedy=judged.greedy),
+            judged,
+            examples,
+            evaluation.model.micro_batch,
+            sums=progress.sums,
+            done=progress.begun,
+            after=progress,
+        )
     if rank == 0:
         progress.close()
         result = {**about, **_result(judged, found, progress), "memory": device.memory_peak()}
@@ -250,6 +252,17 @@ class _Progress:
         with whole_file(self.path) as file:
             file.write(json.dumps(kept).encode())
         self._saved = time.monotonic()
+
+    @contextmanager
+    def interruptible(self) -> Iterator[None]:
+        """Ctrl-C is told what is kept."""
+        try:
+            yield
+        except KeyboardInterrupt:
+            self.close()
+            if self._bar is not None and self.path.exists():
+                print(f"{self.path}: holds what was done; the same line resumes there", file=sys.stderr)
+            raise
 
     def close(self) -> None:
         if self._bar is not None:
