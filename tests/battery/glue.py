@@ -317,8 +317,8 @@ def main() -> None:
     tables = {task: path.resolve() for task in ("qqp", "mnli") if (path := getattr(asked, task)) is not None}
     work = (asked.work or ROWS / name).resolve()
     size = SMALL if asked.small else LARGE
-    size = replace(size, shape=asked.shape or size.shape, tunes=tuple(asked.tune or size.tunes))
-    size = replace(size, seeds=asked.seeds or size.seeds)
+    shape, tunes, seeds = asked.shape or size.shape, tuple(asked.tune or size.tunes), asked.seeds or size.seeds
+    size = replace(size, shape=shape, tunes=tunes, seeds=seeds)
     if asked.novels is None:
         novels, bert, vocab = None, asked.bert.resolve(), asked.vocab_file.resolve()
     else:

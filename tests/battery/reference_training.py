@@ -49,12 +49,11 @@ from mega.cli import main
 from tests.battery.data_ledger import ROOT, Item, run
 from tests.support import reference_training as loops
 from tests.support.hugging_face import FAMILIES, SIZES
-from tests.support.reference_training import IGNORED, Ids, Recipe, Talk, saved_names
+from tests.support.reference_training import FP32, IGNORED, LINEARS, Ids, Recipe, Talk, opened, saved_names
 from tests.support.shared import shared
 
 Bounds = Mapping[str, float]
-FP32 = {"first": 2e-6, "loss": 2e-6, "norm": 5e-6, "rate": 1e-12, "weights": 1e-4, "tensor": 1e-3}
-SUMS = FP32 | {"loss": 1e-5, "norm": 1e-5, "reward": 1e-5}
+SUMS = loops.SUMS | {"reward": 1e-5}
 FP64 = {"first": 1e-12, "loss": 1e-12, "norm": 1e-10, "rate": 1e-12, "weights": 1e-9, "tensor": 1e-8}
 OUT = 10.0
 """How many bounds a wrong rule is out, at the least."""
@@ -73,7 +72,6 @@ DPO = Recipe(steps=10, batch=4, lr=1e-4, warmup=2, style="linear", betas=(0.9, 0
 LABELS = Recipe(steps=12, batch=16, style="linear", betas=(0.9, 0.999), eps=1e-6, decay=0.01)
 LENGTH = {"text": 64, "chat": 256, "dpo": 160, "labels": 48}
 DOCUMENTS = "--reset-attention --reset-positions --eod-mask-loss".split()
-PARTS = "q_proj k_proj v_proj o_proj gate_proj up_proj down_proj".split()
 
 
 def mega(*words: object) -> None:
@@ -138,12 +136,6 @@ def model_at(name: str) -> Path:
         parameter.data.add_(torch.randn_like(parameter), alpha=0.05)
     made.save_pretrained(folder() / name)
     return folder() / name
-
-
-def opened(place: Path) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32)
 
 
 @functools.cache
@@ -316,13 +308,13 @@ def adapted(save: Path, targets: list[str], **options: Any) -> Any:
 
 
 def lora_flags(targets: list[str]) -> list[str]:
-    chosen = [] if targets == PARTS else ["--lora-targets", *targets]
+    chosen = [] if targets == LINEARS else ["--lora-targets", *targets]
     return ["--load", str(base()), "--lora-rank", "4", "--lora-alpha", "8", *chosen]
 
 
 def lora(targets: str, layout: str, *, options: dict[str, Any] | None = None, **rule: Any) -> dict[str, float]:
     """Conversations again. options: of LoraConfig, wrong ones."""
-    chosen = PARTS if targets == "all" else targets.split()
+    chosen = LINEARS if targets == "all" else targets.split()
     save = finetuned(f"lora {targets}", layout, *lora_flags(chosen), *chat_flags("llama2"))
     batches = conversations(save, "llama2", LORA)
     model = adapted(save, chosen, **(options or {}))
@@ -377,7 +369,7 @@ def dpo(
 ) -> dict[str, float]:
     """adapters: train those. beta, mean (of an answer's tokens), smoothed: wrong ones."""
     words = [*dpo_flags(), "--dpo-label-smoothing", str(smoothing)]
-    kind = lora_flags(PARTS) if adapters else ["--load", str(stories())]
+    kind = lora_flags(LINEARS) if adapters else ["--load", str(stories())]
     save = finetuned(f"dpo {smoothing} {'lora' if adapters else 'all'}", layout, *words, *kind)
     both, order, reference = answers(), loops.inputs(save).order.tolist(), opened(stories()).eval()
     with torch.no_grad():
@@ -393,7 +385,7 @@ def dpo(
         rewards.append([beta * float((x - y).detach().mean()) for x, y in ((chosen, known[0]), (rejected, known[1]))])
         return loops.preference_loss((chosen, rejected), known, beta, asked)
 
-    found = loops.train(adapted(save, PARTS) if adapters else opened(stories()), DPO.but(**rule), loss)
+    found = loops.train(adapted(save, LINEARS) if adapters else opened(stories()), DPO.but(**rule), loss)
     reported = [(row["chosen"], row["rejected"]) for row in loops.metrics(save)]
     off = max(abs(one - two) for pair in zip(reported, rewards, strict=True) for one, two in zip(*pair, strict=True))
     found = saved_names(found)

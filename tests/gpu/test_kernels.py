@@ -198,8 +198,8 @@ def test_cross_entropy_in_one(real: int, width: int, leap: float) -> None:
     overwritten = x.clone()
     ours = table["nll_and_gradient"](overwritten, labels, scale, real)
     assert ours[1].data_ptr() == overwritten.data_ptr() and not ours[1][:, real:].any()
-    assert error(ours[0], truth[0]) <= 2 * error(plain[0], truth[0]) + 1e-5
-    assert error(ours[1], truth[1]) <= 2 * error(plain[1], truth[1]) + 1e-7
+    assert error(ours[0], truth[0]) < 1e-5
+    assert error(ours[1], truth[1]) <= 2 * error(plain[1], truth[1])
 
 
 @pytest.mark.parametrize("column", [0, 4999])
@@ -327,4 +327,5 @@ def test_fp8_weights(rows: int, outs: int, ins: int) -> None:
     narrow, scale = fp8_weights.narrowed(random(outs, ins))
     x = random(rows, 2 * ins)[:, :ins]
     exact = (x.double() @ narrow.double().t()) * scale.double()
-    assert error(multiply(x, narrow, scale), exact) <= 2 * error(exact.to(DTYPE), exact) + 1e-6
+    slack = 1e-7 if DTYPE.itemsize == 2 else 1e-6
+    assert error(multiply(x, narrow, scale), exact) <= 2 * error(exact.to(DTYPE), exact) + slack

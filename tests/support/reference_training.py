@@ -25,6 +25,11 @@ Talk = list[tuple[str, str]]
 """Roles and what they say."""
 IGNORED = -100
 """transformers' label of what is not trained."""
+FP32 = {"first": 2e-6, "loss": 2e-6, "norm": 5e-6, "rate": 1e-12, "weights": 1e-4, "tensor": 1e-3}
+SUMS = FP32 | {"loss": 1e-5, "norm": 1e-5}
+"""Bounds of `difference`, explained in tests/battery/reference_training.py; SUMS: of preferences."""
+LINEARS = "q_proj k_proj v_proj o_proj gate_proj up_proj down_proj".split()
+"""Of a Llama's blocks."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +66,13 @@ class Recipe:
 
     def but(self, **values: Any) -> Recipe:
         return replace(self, **values)
+
+
+def opened(place: Path) -> Any:
+    """A model of transformers, in fp32."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32)
 
 
 @dataclass

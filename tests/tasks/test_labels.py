@@ -368,19 +368,7 @@ def test_weights_say_which_family_it_is(
     assert main([*sentences, *words]) == 0
     tune = ["finetune", *from_base, "--task", "qqp", "--train-data", train, *words, "--seq-length", "9"]
     assert main([*tune, "--save", "tuned", "--save-interval", "1"]) == 0
-    score = [
-        "eval",
-        "--task",
-        "qqp",
-        "--valid-data",
-        train,
-        "--device",
-        "cpu",
-        "--load",
-        "tuned",
-        "--json",
-        "score.json",
-    ]
+    score = ["eval", "--task", "qqp", "--valid-data", train, *"--device cpu --load tuned --json score.json".split()]
     for more, length in ([], 9), ([*words, "--seq-length", "12"], 12):
         assert main([*score, *more]) == 0
         assert json.loads(Path("score.json").read_text())["settings"]["seq_length"] == length

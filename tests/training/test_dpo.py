@@ -231,9 +231,6 @@ def test_what_both_answers_follow_is_judged_in_neither(tmp_path: Path) -> None:
         assert [tokenizer.decode(ids) for ids in judged] == ["goat<|im_end|>", "gnu<|im_end|>"]
 
 
-turn = {"role": "assistant", "content": "b"}
-
-
 @pytest.mark.parametrize(
     ("line", "message"),
     [
@@ -243,7 +240,8 @@ turn = {"role": "assistant", "content": "b"}
         ('{"prompt": 3, "chosen": "a", "rejected": "b"}', "pairs.jsonl:1: the user's part is neither"),
         ("\n", "pairs.jsonl: holds no pair"),
         (
-            json.dumps({key: [{"role": "user", "content": key}, turn] for key in ("chosen", "rejected")}),
+            '{"chosen": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "c"}], '
+            '"rejected": [{"role": "user", "content": "b"}, {"role": "assistant", "content": "c"}]}',
             "pairs.jsonl:1: the answers are to different questions",
         ),
     ],

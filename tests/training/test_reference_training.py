@@ -18,12 +18,10 @@ from mega.cli import main
 from tests.data.test_chat import with_im
 from tests.support import reference_training as loops
 from tests.support.hugging_face import hf_folder
-from tests.support.reference_training import IGNORED, Recipe, Talk
+from tests.support.reference_training import IGNORED, LINEARS, SUMS, Recipe, Talk, opened
 
 pytest.importorskip("transformers")
 RECIPE = Recipe(steps=4, batch=4, lr=2e-3, warmup=1)
-BOUNDS = {"first": 2e-6, "loss": 1e-5, "norm": 1e-5, "rate": 1e-12, "weights": 1e-4, "tensor": 1e-3}
-"""Those of the battery; losses as of preferences."""
 LENGTH = 64
 SAY = "abcdefgh ijkl mnop qrst uvwxyz"
 
@@ -34,12 +32,6 @@ def model(tmp_path: Path) -> Path:
     tokenizer = with_im(tmp_path)
     vocab = max(tokenizer.control(mark) or 0 for mark in ("<|im_start|>", "<|im_end|>")) + 1
     return hf_folder(tmp_path / "model", "llama3", std=0.15, vocab_size=vocab)
-
-
-def opened(model: Path) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
 
 
 def finetuned(load: Path, *words: object) -> Path:
@@ -58,7 +50,7 @@ def exported(place: Path, to: str) -> Path:
 
 
 def check(found: Mapping[str, float]) -> None:
-    assert all(found[name] <= bound for name, bound in BOUNDS.items()), found
+    assert all(found[name] <= bound for name, bound in SUMS.items()), found
 
 
 def test_packed_conversations_train_pefts_adapter(model: Path) -> None:
@@ -75,9 +67,8 @@ def test_packed_conversations_train_pefts_adapter(model: Path) -> None:
     batches = loops.conversation_batches(
         loops.inputs(save), [(i[: LENGTH + 1], k[: LENGTH + 1]) for i, k in known], RECIPE
     )
-    targets = "q_proj k_proj v_proj o_proj gate_proj up_proj down_proj".split()
     first = exported(save / "step-0000001", "peft")  # the rate of step 1 is 0
-    theirs = loops.adapted(opened(model), first, r=4, lora_alpha=8, target_modules=targets)
+    theirs = loops.adapted(opened(model), first, r=4, lora_alpha=8, target_modules=LINEARS)
     found = loops.train(theirs, RECIPE, lambda model, step: loops.token_loss(model, batches[step]))
     check(loops.difference(loops.saved_names(found), save, exported(save, "peft")))
 

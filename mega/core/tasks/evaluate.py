@@ -255,7 +255,7 @@ class _Progress:
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:
-        """Ctrl-C is told what is kept."""
+        """Whoever ends it by Ctrl-C is told what is kept."""
         try:
             yield
         except KeyboardInterrupt:
