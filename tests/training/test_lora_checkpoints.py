@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from mega.cli import main
+from mega.core.checkpoint.own.pieces import CheckpointError
 from mega.core.checkpoint.own.store import locate
 from mega.core.family import family
 from mega.core.inference.load import load_model, open_model
@@ -72,6 +73,25 @@ def test_merged_into_its_base(places: tuple[Path, Path], tmp_path: Path) -> None
     assert main(["convert-llama", "--load-dir", str(tuned), "--save-dir", str(folder), "--to", "hf"]) == 0
     assert main(["convert-llama", "--load-dir", str(folder), "--save-dir", str(back)]) == 0
     torch.testing.assert_close(of_run(back), with_adapters, rtol=1e-5, atol=1e-5)
+
+
+def test_both_moved_elsewhere(tmp_path: Path) -> None:
+    """As copied from a cluster: the base's path is no more, but it lies to the adapters as it did."""
+    runs, copies = tmp_path / "cluster" / "runs", tmp_path / "laptop"
+    line = ["pretrain", *FAMILIES["llama"], *SHAPE, *RUN, "--steps", "2", *SAVE, str(runs / "base")]
+    assert main(line) == 0
+    assert (
+        main(["finetune", *RUN, *LORA, "--load", str(runs / "base"), *SAVE, str(runs / "tuned"), "--steps", "2"]) == 0
+    )
+    wanted = of_run(runs / "tuned")
+    shutil.move(runs.parent, copies)
+    assert torch.equal(of_run(copies / "runs" / "tuned"), wanted)
+    # what lies there under its name is not taken for it
+    step = copies / "runs" / "base" / "step-0000002"
+    shutil.rmtree(step)
+    shutil.copytree(copies / "runs" / "tuned" / step.name, step)
+    with pytest.raises(CheckpointError, match=r"holds adapters of .*/cluster/runs/base/step-0000002"):
+        of_run(copies / "runs" / "tuned")
 
 
 def test_cut_for_other_ranks(places: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
