@@ -428,6 +428,11 @@ BAD: list[tuple[list[str], str]] = [
     (["--task", "ppl", "--valid-data", "FILE", "--load", "DIR"], "--load DIR: is empty; must be a run"),
     (["--task", "ppl", "--valid-data", "FILE", "--load", "BARE"], "--tokenizer is missing: the model carries none"),
     (["--task", "ppl", "--valid-data", "FILE", "--json", "absent/a.json"], "--json absent/a.json: directory"),
+    (
+        ["--task", "ppl", "--valid-data", "FILE", "--load", "."],
+        "(llama2.c); if BARE in it is a Hugging Face folder, give ",
+    ),
+    (["--task", "ppl", "--valid-data", "pair.bin"], "is one of two token files; give what both begin with: pair"),
 ]
 
 
@@ -447,6 +452,8 @@ def test_what_is_refused_in_one_line(
         (tmp_path / f"{name}.jsonl").write_text(json.dumps({"text": text} if text else {"words": 1}))
     (tmp_path / "EMPTY.jsonl").write_text("")
     (tmp_path / "BLANK.jsonl").write_text("\n\n")
+    for suffix in (".bin", ".idx"):
+        (tmp_path / f"pair{suffix}").write_bytes(b"\xff")
     (tmp_path / "DIR").mkdir()
     (tmp_path / "BARE").mkdir()
     for name in ("config.json", "model.safetensors"):

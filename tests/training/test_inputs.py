@@ -19,6 +19,7 @@ from mega.core.config import check, resolve
 from mega.core.config.compose import compose
 from mega.core.parallel import launch
 from mega.core.training import inputs
+from tests.support.hugging_face import hf_folder
 
 RUN = (
     "pretrain --model tiny-gpt --seq-length 8 --mock-data --tokenizer NullTokenizer --vocab-size 64 --vocab 70 "
@@ -116,3 +117,11 @@ def test_fp32_on_a_gpu_is_said_with_what_bf16_gives(device: str, dtype: str, sai
     run = compose("tiny-gpt", flags={"dtype": dtype, "vocab": 64, "micro_batch": 1})
     lines = list(device_notes(resolve.resolve(run, 1), SimpleNamespace(is_cuda=device == "cuda"), 1))  # type: ignore[arg-type]
     assert sum(line.startswith("precision: fp32, ") and "--dtype bf16" in line for line in lines) == said
+
+
+def test_a_tokenizer_of_another_model_is_told_by_that_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    theirs = hf_folder(tmp_path / "theirs", "llama2")
+    line = f"finetune --load {theirs} --mock-data --tokenizer NullTokenizer --vocab-size 5000 --seq-length 8"
+    assert cli.main([*line.split(), "--micro-batch", "1", "--lr", "1e-3", "--steps", "2", "--device", "cpu"]) == 2
+    said = capsys.readouterr().err
+    assert f"--load {theirs}: has a vocabulary of " in said and "NullTokenizer has 5001 tokens: not its" in said, said

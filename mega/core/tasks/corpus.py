@@ -50,6 +50,8 @@ class CorpusPerplexity:
             if largest >= self.asked.vocab:
                 raise ValueError(f"--valid-data {path}: holds token {largest}; the model has {self.asked.vocab}")
             return self._windows(path, dataset.tokens)
+        if path.suffix in (".bin", ".idx") and exists(prefix := path.with_suffix("")):
+            raise ValueError(f"--valid-data {path}: is one of two token files; give what both begin with: {prefix}")
         tokenizer = self.asked.needs_tokenizer()
         documents = list(texts([self.asked.readable(str(path))], options.json_key))
         if not any(documents):

@@ -141,9 +141,10 @@ def _vocabulary(run: RunConfig, tokenizer: Tokenizer | None, notes: list[str]) -
     if given is None:
         return tokenizer.vocab_size
     if given < (least := least_vocab(tokenizer, run.model.family)):
-        raise ValueError(
-            f"--vocab {given}: {tokenizer.kind} has {tokenizer.vocab_size} tokens; must be at least {least}"
-        )
+        has = f"{tokenizer.kind} has {tokenizer.vocab_size} tokens"
+        if run.checkpoint.load is not None:
+            raise ValueError(f"--load {run.checkpoint.load}: has a vocabulary of {given}, and {has}: not its tokenizer")
+        raise ValueError(f"--vocab {given}: {has}; must be at least {least}")
     if given > tokenizer.vocab_size:
         notes.append(f"vocabulary of {given}, of which the tokenizer uses {tokenizer.vocab_size}")
     return given

@@ -121,15 +121,17 @@ class Export:
 class Form:
     """One form of checkpoint.
 
-    name, words: for code and for messages. sign: by which files it is recognised, for a message. module: where its
-    functions are. writer: where `export` is, if not there. verb: the command that converts it. targets: what --to or
-    --saver may be to write it. reads, writes: the flags that mean something where it is read or written.
-    companions: files that belong to the weights and are kept with them.
+    name, words: for code and for messages. sign: by which files in a folder it is recognised, or, alone: what a file is
+    named that is one by itself; for a message. module: where its functions are. writer: where `export` is, if not
+    there. verb: the command that converts it. targets: what --to or --saver may be to write it. reads, writes: the
+    flags that mean something where it is read or written. companions: files that belong to the weights and are kept
+    with them.
     """
 
     name: str
     words: str
     sign: str = ""
+    alone: str = ""
     module: str = ""
     writer: str = ""
     verb: Verb = "convert-llama"
@@ -193,7 +195,7 @@ FORMS = [
     Form(
         name="llama2.c",
         words="a llama2.c file",
-        sign=".bin or .pt (llama2.c)",
+        alone=".bin or .pt (llama2.c)",
         module=_HERE + "llama2c",
     ),
     Form(

@@ -27,7 +27,17 @@ def form_at(path: Path) -> Form:
     if (path / "manifest.json").exists() or steps:
         return OWN
     signs = ", no ".join(form.sign for form in reversed(FORMS) if form.sign)
-    raise CheckpointError(f"{path}: holds no {signs} and no step-NNNNNNN (mega)")
+    alone = " or ".join(form.alone for form in FORMS if form.alone)
+    raise CheckpointError(f"{path}: holds no {signs} and no step-NNNNNNN (mega), and is no {alone}{_inside(path)}")
+
+
+def _inside(folder: Path) -> str:
+    """What to give instead of a folder that is none of them but has one in it."""
+    for path in sorted(folder.iterdir()) if folder.is_dir() else []:
+        form = foreign_form(path)
+        if form is not None:
+            return f"; if {path.name} in it is {form.words}, give {path}"
+    return ""
 
 
 def check_place(save: Path) -> None:
