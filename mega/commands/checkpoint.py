@@ -44,7 +44,9 @@ def show(
 
 
 def _about(checkpoint: Checkpoint) -> list[str]:
-    """The model, the layout that wrote it, the loss at that step where the run's metrics are still there, the date."""
+    """The model, what its adapters are of, the layout that wrote it, the loss at that step where the run's metrics are
+    still there, the date."""
+    from mega.core.checkpoint.own.base import named_base
     from mega.core.checkpoint.own.model import model_of
     from mega.core.inventory import parameters
     from mega.core.inventory.words import count_words, shape_words
@@ -53,6 +55,8 @@ def _about(checkpoint: Checkpoint) -> list[str]:
     with suppress(ValueError):  # a checkpoint of tensors alone says nothing of a model
         model = model_of(checkpoint.meta, str(checkpoint.path))
         lines.append(f"model: {shape_words(model)}; {count_words(parameters(model))} parameters")
+        if base := named_base(checkpoint):
+            lines.append(f"adapters of: {base['path']}")
     sizes = {name: size for name, size in checkpoint.meta.get("layout", {}).items() if size > 1}
     lines.append(f"layout: {' x '.join(f'{name} {size}' for name, size in sizes.items()) or '1 rank'}")
     if losses := _losses(checkpoint):

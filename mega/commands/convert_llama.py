@@ -41,7 +41,7 @@ def run(
     ] = None,
     base: Annotated[
         Path | None,
-        typer.Option("--base", help="of a peft adapter: the checkpoint it was trained on; the name to write"),
+        typer.Option("--base", help="of a peft adapter: the weights it was trained on; the name to write"),
     ] = None,
     parts: Annotated[int, typer.Option("--parts", help="files of a Meta folder")] = 1,
     verify: Annotated[

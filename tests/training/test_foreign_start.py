@@ -38,8 +38,6 @@ def test_a_hugging_face_folder_is_where_a_run_begins(tmp_path: Path, capsys: pyt
         rows = [*SHAPE[:-1], "60", "--no-mask-padded-vocab", "--load", str(place), "--finetune"]
         assert main(["pretrain", *rows, *RUN, "--metrics", str(first)]) == 0
         assert "vocabulary 64; " in capsys.readouterr().out
-    assert main(["finetune", *RUN, "--load", str(theirs), "--lora-rank", "2"]) == 2
-    assert "convert them first: mega convert-llama --load-dir" in capsys.readouterr().err
 
 
 def test_a_digest_tells_weights_of_equal_names_and_sizes_apart(tmp_path: Path) -> None:

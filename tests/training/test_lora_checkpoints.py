@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from mega.cli import main
 from mega.core.checkpoint.own.pieces import CheckpointError
@@ -53,7 +53,7 @@ def of_run(place: Path) -> torch.Tensor:
 
 def test_only_adapters_are_kept_and_it_resumes(places: tuple[Path, Path], tmp_path: Path) -> None:
     base, tuned = places
-    stored = load_file(tuned / "step-0000004" / "rank-00000.safetensors")
+    stored = _stored(tuned)
     assert stored and all(".lora_" in name for name in stored)
     assert locate(tuned).meta["base"]["digest"] == locate(base).digest
     # a run that was stopped half-way ends with the same bits, its base found where it was and where it is now
@@ -61,8 +61,7 @@ def test_only_adapters_are_kept_and_it_resumes(places: tuple[Path, Path], tmp_pa
     shutil.copytree(tuned, half, ignore=shutil.ignore_patterns("step-0000004", "latest*"))
     resume = ["finetune", *RUN, *LORA, "--load", str(base), *SAVE, str(half), "--resume", "auto", "--steps", "4"]
     assert main(resume) == 0
-    ended = load_file(half / "step-0000004" / "rank-00000.safetensors")
-    assert stored.keys() == ended.keys() and all(torch.equal(stored[name], ended[name]) for name in stored)
+    assert _stored(half) == stored
 
 
 def test_merged_into_its_base(places: tuple[Path, Path], tmp_path: Path) -> None:
@@ -94,12 +93,50 @@ def test_both_moved_elsewhere(tmp_path: Path) -> None:
         of_run(copies / "runs" / "tuned")
 
 
+def test_on_others_weights_where_they_lie(places: tuple[Path, Path], tmp_path: Path) -> None:
+    base, tuned = places
+    cluster, laptop = tmp_path / "cluster", tmp_path / "laptop"
+    folder, over, half = cluster / "models" / "hf", cluster / "runs" / "over", tmp_path / "half"
+    assert main(["convert-llama", "--load-dir", str(base), "--save-dir", str(folder)]) == 0
+    tune = ["finetune", *RUN, *LORA, "--steps", "4", "--load"]
+    assert main([*tune, str(folder), *SAVE, str(over)]) == 0
+    assert _stored(over) == _stored(tuned)
+    assert torch.equal(of_run(over), of_run(tuned))
+    # the same weights in another form are that base, and so is the folder with more files in it
+    (folder / "notes.txt").write_text("mine")
+    for place in (base, folder):
+        shutil.copytree(over, half, ignore=shutil.ignore_patterns("step-0000004", "latest*"))
+        assert main([*tune, str(place), *SAVE, str(half), "--resume", "auto"]) == 0
+        assert _stored(half) == _stored(tuned)
+        shutil.rmtree(half)
+    # peft's form of it, and back over the same folder
+    adapter, back = tmp_path / "adapter", tmp_path / "back"
+    to_peft(over, adapter, folder)
+    assert main(["convert-llama", "--load-dir", str(adapter), "--save-dir", str(back), "--base", str(folder)]) == 0
+    assert torch.equal(of_run(back), of_run(tuned))
+    # both moved; then weights that were trained on, under the same name
+    shutil.move(cluster, laptop)
+    assert torch.equal(of_run(laptop / "runs" / "over"), of_run(tuned))
+    shutil.move(laptop / "models" / "hf", folder)
+    weights = load_file(folder / "model.safetensors")
+    save_file({name: one + 1 for name, one in weights.items()}, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"is not what .* holds adapters of \(digest of its numbers"):
+        of_run(laptop / "runs" / "over")
+
+
+def _stored(run: Path) -> dict[str, bytes]:
+    found = load_file(run / "step-0000004" / "rank-00000.safetensors")
+    return {name: tensor.numpy().tobytes() for name, tensor in found.items()}
+
+
 def test_cut_for_other_ranks(places: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cut = tmp_path / "cut"
     assert main(["reshard", "--load-dir", str(places[1]), "--save-dir", str(cut), "--tp", "2", "--pp", "2"]) == 0
     assert torch.equal(of_run(cut), of_run(places[1]))
+    capsys.readouterr()
     assert main(["checkpoint", "show", str(cut), "--tensors"]) == 0
-    assert "lora_A" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "lora_A" in said and f"adapters of: {places[0] / 'step-0000002'}\n" in said
 
 
 def to_peft(tuned: Path, folder: Path, base: Path) -> None:

@@ -21,16 +21,17 @@ import torch
 from torch import nn
 
 from mega.core.checkpoint.forms import peft
-from mega.core.checkpoint.forms.direct import ForeignWeights
+from mega.core.checkpoint.forms.base import digest_like, of_what, shown
+from mega.core.checkpoint.forms.direct import ForeignWeights, Readable
 from mega.core.checkpoint.forms.form import OWN
 from mega.core.checkpoint.forms.recognise import form_at
 from mega.core.checkpoint.own.base import check_adapters, named_base
 from mega.core.checkpoint.own.model import model_of
 from mega.core.checkpoint.own.pieces import CheckpointError, Piece
-from mega.core.checkpoint.own.store import Checkpoint, locate
+from mega.core.checkpoint.own.store import locate
 from mega.core.config.sections import ModelConfig
 from mega.core.device import sent
-from mega.core.inference.load import OpenedModel, Readable
+from mega.core.inference.load import OpenedModel
 from mega.core.inventory import inventory
 from mega.core.inventory.adapters import AdapterSpec, adapter_specs, with_adapters
 from mega.core.ops.paged_attention import Integers
@@ -102,11 +103,12 @@ def _own(path: Path, opened: OpenedModel) -> tuple[Readable, ModelConfig, tuple[
     base = named_base(checkpoint)
     if base is None or not of.lora_rank:
         raise CheckpointError(f"{path}: is a whole model; valid: a run with --lora-rank, or peft's directory")
-    # Of others' files no digest is known: there the shapes have to do.
-    if isinstance(opened.weights, Checkpoint) and base["digest"] != opened.digest:
+    # Adapters of a checkpoint of ours go by its manifest, which others' files have not: there the shapes have to do.
+    named, here = base["digest"], digest_like(base["digest"], opened.weights)
+    if here not in ("", named):
         raise CheckpointError(
-            f"{path}: holds adapters of {base['path']} (sha256 of its manifest {base['digest'][:12]}), "
-            f"{opened.path} is another model ({opened.digest[:12]})"
+            f"{path}: holds adapters of {base['path']} ({of_what(named)} {shown(named)}), "
+            f"{opened.path} is another model ({shown(here)})"
         )
     model = with_adapters(opened.model, of)
     shapes = {key: shape for key, (shape, _) in checkpoint.tensors.items() if key.startswith("weights/")}

@@ -12,21 +12,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
+from mega.core.checkpoint.forms.base import joined
 from mega.core.checkpoint.forms.companions import companions_of, tokenizer_kind
-from mega.core.checkpoint.forms.convert import main_dtype, opened_foreign
-from mega.core.checkpoint.forms.direct import ForeignWeights, files_digest
+from mega.core.checkpoint.forms.direct import ForeignWeights, Readable, files_digest, main_dtype, opened_foreign
 from mega.core.checkpoint.forms.foreign import read_json
 from mega.core.checkpoint.forms.form import OWN, Given, SpecialTokens
 from mega.core.checkpoint.forms.recognise import form_at
-from mega.core.checkpoint.own.base import joined
 from mega.core.checkpoint.own.layout import ONE
 from mega.core.checkpoint.own.model import check_size, model_of
-from mega.core.checkpoint.own.pieces import Piece, Tensors
+from mega.core.checkpoint.own.pieces import Piece
 from mega.core.checkpoint.own.store import Checkpoint, CheckpointError, locate
 from mega.core.config.sections import ModelConfig
 from mega.core.config.toml import unfit
@@ -57,18 +56,6 @@ MODELS = {"HuggingFaceTokenizer": "tokenizer.json", "FairseqTokenizer": "dict.tx
 
 MOST_ENDS = 64
 """Most ids of `eos_token_id`; released models have up to five."""
-
-
-class Readable(Protocol):
-    """What weights are read from: a checkpoint of ours, or others' files."""
-
-    @property
-    def path(self) -> Path: ...
-
-    @property
-    def tensors(self) -> Tensors: ...
-
-    def read(self, wanted: Iterable[Piece], *, cast: bool = False) -> None: ...
 
 
 @dataclass(frozen=True)

@@ -133,8 +133,9 @@ def _first_weights(run: RunConfig, point: ResumePoint | None) -> str:
 
 def _load_first(state: TrainState) -> None:
     """Fill the state with the weights that training began with."""
+    from mega.core.checkpoint.forms.base import open_base
     from mega.core.checkpoint.forms.start import open_start
-    from mega.core.checkpoint.own.base import named_base, open_base
+    from mega.core.checkpoint.own.base import named_base
     from mega.core.checkpoint.own.pieces import CheckpointError
     from mega.core.checkpoint.own.together import Exchange
     from mega.core.parallel.collectives import gather_json

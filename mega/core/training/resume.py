@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from mega.core.checkpoint.forms.base import open_base
 from mega.core.checkpoint.forms.start import open_start
-from mega.core.checkpoint.own.base import describe, named_base, open_base
+from mega.core.checkpoint.own.base import describe, named_base
 from mega.core.checkpoint.own.model import model_of
 from mega.core.checkpoint.own.pieces import CheckpointError, Piece
 from mega.core.checkpoint.own.store import Checkpoint, CheckpointStore, locate, store_at
@@ -79,11 +80,6 @@ def _find(run: RunConfig, report: Callable[[str], None], exchange: Exchange) -> 
             return None
         return ResumePoint(found, weights_only=options.finetune)
     found, foreign = open_start(options.load, report, exchange)
-    if foreign and run.model.lora_rank:
-        raise CheckpointError(
-            f"--load {options.load}: adapters name the checkpoint that they were trained on, and these are weights of "
-            f"others; convert them first: mega convert-llama --load-dir {options.load} --save-dir DIR, then --load DIR"
-        )
     return ResumePoint(found, weights_only=options.finetune or foreign)
 
 

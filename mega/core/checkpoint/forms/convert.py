@@ -8,8 +8,6 @@ at a time (one part, where a torch file is written). A folder appears under its 
 from __future__ import annotations
 
 import dataclasses
-import re
-from collections import Counter
 from collections.abc import Callable, Mapping
 from math import prod
 from pathlib import Path
@@ -17,15 +15,17 @@ from typing import Any
 
 import torch
 
+from mega.core.checkpoint.forms.base import joined
 from mega.core.checkpoint.forms.companions import companions_of, tokenizer_kind
+from mega.core.checkpoint.forms.direct import main_dtype, opened_foreign
 from mega.core.checkpoint.forms.form import OWN, Form, Given, Opened, Own, SpecialTokens, no_tokens, writer_of
-from mega.core.checkpoint.forms.mapping import Source, assemble, check_copies, inverted, prove
+from mega.core.checkpoint.forms.mapping import Source, assemble, inverted, prove
 from mega.core.checkpoint.forms.recognise import check_place, form_at
-from mega.core.checkpoint.own.base import MergedSource, joined, named_base
+from mega.core.checkpoint.own.base import MergedSource, named_base
 from mega.core.checkpoint.own.folders import check_fresh, filled_folder, folder_next_to
 from mega.core.checkpoint.own.layout import ONE, Layout, plan_files
 from mega.core.checkpoint.own.ledger import ConversionReport, Ledger
-from mega.core.checkpoint.own.model import check_model, check_size, model_of
+from mega.core.checkpoint.own.model import check_size, model_of
 from mega.core.checkpoint.own.pieces import Box, CheckpointError, Piece, Tensors, naming
 from mega.core.checkpoint.own.reshard import Progress, reshard
 from mega.core.checkpoint.own.source import OwnSource
@@ -144,18 +144,6 @@ def _check_state(key: str, tensor: torch.Tensor, finite: bool) -> None:
         raise CheckpointError(f"{key}: holds {has}, which is no state of Adam; give --no-load-optim to leave it")
 
 
-def opened_foreign(form: Form, load: Path, given: Given) -> Opened:
-    """A foreign checkpoint whose model, dtypes and table were checked; no tensor is moved yet. Its notes tell of fp32
-    tensors too. Errors: CheckpointError naming the file, key or tensor at fault."""
-    opened = form.open(load, given)
-    check_model(opened.model, str(load))
-    notes = (*opened.notes, *dtype_notes(opened))
-    with naming(load):
-        prove(opened.table, opened.source.tensors)
-    check_copies(opened.table, opened.source)
-    return dataclasses.replace(opened, notes=notes)
-
-
 def _plain_state(opened: Opened, tensors: Tensors, layout: Layout, tokenizer: Mapping[str, Any]) -> dict[str, object]:
     """What a checkpoint says besides its tensors; what the foreign one says of its run counts first."""
     config = {
@@ -167,44 +155,6 @@ def _plain_state(opened: Opened, tensors: Tensors, layout: Layout, tokenizer: Ma
     progress = {"step": opened.step, "consumed": opened.consumed}
     known = {"progress": progress, "updates": opened.step, **opened.known}
     return {**known, "config": {**config, **known.get("config", {})}}
-
-
-def main_dtype(tensors: Tensors) -> torch.dtype:
-    """The dtype that most elements of a model have: its embedding's; of adapters alone that of the first."""
-    others = next(dtype for _, dtype in tensors.values())
-    return next((dtype for name, (_, dtype) in tensors.items() if name.endswith("embed_tokens.weight")), others)
-
-
-def dtype_notes(opened: Opened) -> tuple[str, ...]:
-    """Lines on weights that are wider than most: fp32 ones of a 16-bit model, such as norms. They are kept as they are.
-
-    They must be of one kind in every block. Any other mixture is damage, or was never meant to be a weight.
-    Errors: CheckpointError naming a weight of a dtype that it should not have.
-    """
-    weights = [target for target in opened.table.targets if target.name.startswith("weights/")]
-    dtypes = {name: dtype for name, (_, dtype) in opened.table.tensors(opened.source.tensors).items()}
-    elements, kinds = Counter[torch.dtype](), Counter[tuple[str, torch.dtype]]()
-    for target in weights:
-        elements[dtypes[target.name]] += prod(target.shape)
-        kinds[_in_every_block(target.name), dtypes[target.name]] += 1
-    usual = max(elements, key=lambda dtype: (dtype.is_floating_point, elements[dtype]))
-    of_kind = {kind: dtype for (kind, dtype), _ in reversed(kinds.most_common())}
-    kept = {usual, torch.float32} if usual in (torch.bfloat16, torch.float16) else {usual}
-    for target in weights:
-        common = of_kind[_in_every_block(target.name)]
-        wanted = common if common in kept else usual
-        if dtypes[target.name] != wanted or not usual.is_floating_point:
-            others = f"the others are {wanted}" if usual.is_floating_point else "a floating dtype is wanted"
-            raise CheckpointError(f"{target.fragments[0].source}: is {dtypes[target.name]}, {others}")
-    wide = [target.name.removeprefix("weights/") for target in weights if dtypes[target.name] != usual]
-    if not wide:
-        return ()
-    return (f"{len(wide)} of {len(weights)} tensors are fp32 among {usual} ({wide[0]}, ...): each keeps its dtype",)
-
-
-def _in_every_block(name: str) -> str:
-    """The name that a tensor has in every block."""
-    return re.sub(r"\.layers\.\d+\.", ".layers.*.", name)
 
 
 # Out of ours

@@ -1,21 +1,28 @@
 """Others' weights read where they lie, as a checkpoint of ours is read: rectangles by our names, in any layout.
 
-Nothing is written. It knows tables and tensors; no form, no model, no rank.
+Nothing is written. It knows what every form brings, tables and tensors; no one form, no family, no rank.
 """
 
 from __future__ import annotations
 
 import hashlib
+import re
+from collections import Counter
 from collections.abc import Iterable
+from dataclasses import replace
+from math import prod
 from pathlib import Path
+from typing import Protocol
 
+import numpy as np
 import torch
 
-from mega.core.checkpoint.forms.form import Opened
-from mega.core.checkpoint.forms.mapping import assemble
+from mega.core.checkpoint.forms.form import Form, Given, Opened
+from mega.core.checkpoint.forms.mapping import assemble, check_copies, prove
 from mega.core.checkpoint.own.container import blocks
 from mega.core.checkpoint.own.disk import side_by_side
-from mega.core.checkpoint.own.pieces import Box, CheckpointError, Piece, Tensors
+from mega.core.checkpoint.own.model import check_model
+from mega.core.checkpoint.own.pieces import Box, CheckpointError, Piece, Tensors, naming
 
 SAMPLES, SAMPLE_BYTES = 64, 1 << 12
 """Of each file, what its digest is made of."""
@@ -37,8 +44,94 @@ def files_digest(place: Path) -> str:
     return found.hexdigest()
 
 
+SAMPLED = "weights-"
+"""What a digest of numbers begins with; one of a manifest is hexadecimal digits alone."""
+ROWS, NUMBERS = 8, 256
+"""Of each tensor, what such a digest is made of: rows, and numbers of each."""
+
+
+class Readable(Protocol):
+    """What weights are read from, by our names: a checkpoint of ours, or others' files."""
+
+    @property
+    def path(self) -> Path: ...
+
+    @property
+    def tensors(self) -> Tensors: ...
+
+    def read(self, wanted: Iterable[Piece], *, cast: bool = False, verify: bool = True) -> None: ...
+
+
+def weights_digest(weights: Readable) -> str:
+    """Of weights by our names, whatever files they lie in: names, shapes, dtypes, numbers of many places of each."""
+    found, pieces = hashlib.sha256(), list[Piece]()
+    for key in sorted(key for key in weights.tensors if key.startswith("weights/")):
+        shape, dtype = weights.tensors[key]
+        found.update(f"{key} {tuple(shape)} {dtype}\n".encode())
+        rows, last = prod(shape[:-1]), shape[-1]
+        count, width = min(rows, ROWS), min(last, NUMBERS)
+        for number in range(count):
+            row = np.unravel_index(number * rows // count, shape[:-1]) if len(shape) > 1 else ()
+            start = (*map(int, row), number * (last - width) // count)
+            pieces.append(Piece(key, shape, start, torch.empty((1,) * (len(shape) - 1) + (width,), dtype=dtype)))
+    weights.read(pieces, verify=False)
+    for piece in pieces:
+        found.update(piece.tensor.view(torch.uint8).numpy().tobytes())
+    return SAMPLED + found.hexdigest()
+
+
+def opened_foreign(form: Form, load: Path, given: Given) -> Opened:
+    """A foreign checkpoint whose model, dtypes and table were checked; no tensor is moved yet. Its notes tell of fp32
+    tensors too. Errors: CheckpointError naming the file, key or tensor at fault."""
+    opened = form.open(load, given)
+    check_model(opened.model, str(load))
+    notes = (*opened.notes, *dtype_notes(opened))
+    with naming(load):
+        prove(opened.table, opened.source.tensors)
+    check_copies(opened.table, opened.source)
+    return replace(opened, notes=notes)
+
+
+def main_dtype(tensors: Tensors) -> torch.dtype:
+    """The dtype that most elements of a model have: its embedding's; of adapters alone that of the first."""
+    others = next(dtype for _, dtype in tensors.values())
+    return next((dtype for name, (_, dtype) in tensors.items() if name.endswith("embed_tokens.weight")), others)
+
+
+def dtype_notes(opened: Opened) -> tuple[str, ...]:
+    """Lines on weights that are wider than most: fp32 ones of a 16-bit model, such as norms. They are kept as they are.
+
+    They must be of one kind in every block. Any other mixture is damage, or was never meant to be a weight.
+    Errors: CheckpointError naming a weight of a dtype that it should not have.
+    """
+    weights = [target for target in opened.table.targets if target.name.startswith("weights/")]
+    dtypes = {name: dtype for name, (_, dtype) in opened.table.tensors(opened.source.tensors).items()}
+    elements, kinds = Counter[torch.dtype](), Counter[tuple[str, torch.dtype]]()
+    for target in weights:
+        elements[dtypes[target.name]] += prod(target.shape)
+        kinds[_in_every_block(target.name), dtypes[target.name]] += 1
+    usual = max(elements, key=lambda dtype: (dtype.is_floating_point, elements[dtype]))
+    of_kind = {kind: dtype for (kind, dtype), _ in reversed(kinds.most_common())}
+    kept = {usual, torch.float32} if usual in (torch.bfloat16, torch.float16) else {usual}
+    for target in weights:
+        common = of_kind[_in_every_block(target.name)]
+        wanted = common if common in kept else usual
+        if dtypes[target.name] != wanted or not usual.is_floating_point:
+            others = f"the others are {wanted}" if usual.is_floating_point else "a floating dtype is wanted"
+            raise CheckpointError(f"{target.fragments[0].source}: is {dtypes[target.name]}, {others}")
+    wide = [target.name.removeprefix("weights/") for target in weights if dtypes[target.name] != usual]
+    if not wide:
+        return ()
+    return (f"{len(wide)} of {len(weights)} tensors are fp32 among {usual} ({wide[0]}, ...): each keeps its dtype",)
+
+
+def _in_every_block(name: str) -> str:
+    """The name that a tensor has in every block."""
+    return re.sub(r"\.layers\.\d+\.", ".layers.*.", name)
+
+
 class ForeignWeights:
-    """The tensors of an `Opened` whose table was proven (`convert.opened_foreign`), by our names.
+    """The tensors of an `Opened` whose table was proven (`opened_foreign`), by our names.
 
     path: as messages call it. tensors: key -> (whole shape, dtype), as of `Checkpoint`.
     """
@@ -48,9 +141,9 @@ class ForeignWeights:
         self._targets = {target.name: target for target in opened.table.targets}
         self.tensors: Tensors = opened.table.tensors(opened.source.tensors)
 
-    def read(self, wanted: Iterable[Piece], *, cast: bool = False) -> None:
+    def read(self, wanted: Iterable[Piece], *, cast: bool = False, verify: bool = True) -> None:
         """Fill the tensors of `wanted` in place, a block at a time, several side by side. cast: convert where dtypes
-        differ.
+        differ. verify: of no effect; there are no hashes to compare with.
 
         Errors: CheckpointError naming the tensor (unknown key, other shape or dtype) or the damaged file.
         """

@@ -20,12 +20,12 @@ from mega.core.checkpoint.forms.form import Export, Given, Opened, Own
 from mega.core.checkpoint.forms.gpt2 import PREFIX, gpt2_name
 from mega.core.checkpoint.forms.keys import number_in, only, whole_in
 from mega.core.checkpoint.forms.mapping import Source, Table, Target, whole, whole_box
+from mega.core.checkpoint.forms.start import open_start
 from mega.core.checkpoint.forms.writing import write_json
 from mega.core.checkpoint.own.base import check_adapters, describe, named_base
 from mega.core.checkpoint.own.container import write_container
 from mega.core.checkpoint.own.model import model_of
 from mega.core.checkpoint.own.pieces import CheckpointError, Piece
-from mega.core.checkpoint.own.store import locate
 from mega.core.config.sections import ModelConfig
 from mega.core.inventory import linears
 from mega.core.inventory.adapters import DOWN, UP, with_adapters
@@ -58,13 +58,13 @@ def recognise(path: Path) -> bool:
 
 
 def open_form(path: Path, given: Given) -> Opened:
-    """An adapter of the checkpoint of ours at `given.base`."""
+    """An adapter of the weights at `given.base`, ours or others'."""
     if given.base is None:
         raise CheckpointError(
             f"--base is missing: {path} is an adapter of peft; `mega convert-llama` reads it, with --base and the "
-            "checkpoint (mega) it was trained on"
+            "weights it was trained on"
         )
-    base = locate(given.base)
+    base, _ = open_start(str(given.base), lambda line: None)
     opened = open_adapter(path, model_of(base.meta, str(base.path)), base.path, f"--base {given.base}")
     return replace(opened, known={"base": describe(base)}, base=base)
 

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 from mega.core.checkpoint.forms.companions import companions_of, tokenizer_kind
-from mega.core.checkpoint.forms.convert import opened_foreign
-from mega.core.checkpoint.forms.direct import ForeignWeights, files_digest
+from mega.core.checkpoint.forms.direct import ForeignWeights, opened_foreign, weights_digest
 from mega.core.checkpoint.forms.form import Form, Given
 from mega.core.checkpoint.forms.recognise import foreign_form, form_at
 from mega.core.checkpoint.own.layout import ONE
@@ -26,8 +25,7 @@ from mega.core.files import url_of
 class ForeignStart:
     """Others' weights, with what is read of a `Checkpoint` where a training begins.
 
-    meta: the model, and the kind of tokenizer. attachments: the files that came along. digest: `files_digest`.
-    notes: lines for the user.
+    meta: the model, and the kind of tokenizer. attachments: the files that came along. notes: lines for the user.
     """
 
     step, world = 0, 1
@@ -42,12 +40,15 @@ class ForeignStart:
                 "tokenizer": {"tokenizer": tokenizer_kind(self.attachments)},
             }
         }
-        self.digest = files_digest(place)
         self._weights = ForeignWeights(place, opened)
         self.tensors: Tensors = self._weights.tensors
 
+    @cached_property
+    def digest(self) -> str:
+        return weights_digest(self._weights)
+
     def read(self, wanted: Iterable[Piece], *, cast: bool = False, verify: bool = True) -> None:
-        """As of `Checkpoint`; what is read has no hashes to compare with."""
+        """As of `Checkpoint`."""
         self._weights.read(wanted, cast=cast)
 
 

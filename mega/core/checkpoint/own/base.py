@@ -4,31 +4,26 @@ One of adapters says in its plain state what its base is:
 
     "base": {"path": the step's directory, "digest": sha256 of its manifest}
 
-The digest vouches for every byte of the base, wherever it is now: it is looked for where it was, and where it lies to
-the adapters as it did, if both were moved. `Joined` is both as one checkpoint of a whole model;
+or, where the base is weights of others, their path and what `weights_digest` makes of their numbers. So it is known
+wherever it is now (forms/base.py looks for it). `Joined` is both as one checkpoint of a whole model;
 `MergedSource` is that model without adapters, their products added to its weights.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 
-from mega.core.checkpoint.own.manifest import MANIFEST
 from mega.core.checkpoint.own.pieces import Box, CheckpointError, Piece, Tensors
 from mega.core.checkpoint.own.source import OwnSource
-from mega.core.checkpoint.own.store import Checkpoint, locate
-from mega.core.checkpoint.own.together import Exchange, alone, gathered
+from mega.core.checkpoint.own.store import Checkpoint
 from mega.core.config.sections import ModelConfig
 from mega.core.files import url_of
 from mega.core.inventory import inventory
 from mega.core.inventory.adapters import adapter_specs
-
-Report = Callable[[str], None]
 
 
 def describe(base: Checkpoint) -> dict[str, str]:
@@ -45,69 +40,6 @@ def named_base(checkpoint: Checkpoint) -> Mapping[str, str] | None:
     if not isinstance(named, dict) or not all(isinstance(named.get(key), str) for key in ("path", "digest")):
         raise CheckpointError(f"{checkpoint.path}: meta.base must hold a path and a digest")
     return named
-
-
-def open_base(
-    checkpoint: Checkpoint, given: str | None, report: Report = lambda line: None, exchange: Exchange = alone
-) -> Checkpoint | None:
-    """The base of a checkpoint of adapters: at `given`, else where it was or has been moved along with them; None where
-    the checkpoint is whole.
-
-    What is given may itself hold adapters of that base, as the one before in a chain of finetunings does.
-    Errors: CheckpointError, on all ranks, where it is not there any more, or is another one.
-    """
-    named = named_base(checkpoint)
-    if named is None:
-        return None
-    place = given or named["path"]
-    try:
-        base = locate(place, report, exchange)
-    except CheckpointError as error:
-        moved = None if given else _moved_along(checkpoint, named, report, exchange)
-        if moved is not None:
-            return moved
-        raise CheckpointError(
-            f"{checkpoint.path}: holds adapters of {place}; {error}; put the base or a link to it there, or as near to "
-            "the adapters as it was; a run that resumes takes it as --load"
-        ) from None
-    theirs = named_base(base)
-    if theirs is not None and theirs["digest"] == named["digest"]:
-        return open_base(base, None, report, exchange)
-    if base.digest != named["digest"]:
-        raise CheckpointError(
-            f"--load {place}: is not what {checkpoint.path} holds adapters of (sha256 of its manifest "
-            f"{base.digest[:12]}, must be {named['digest'][:12]}); give {named['path']}"
-        )
-    return base
-
-
-def _moved_along(
-    checkpoint: Checkpoint, named: Mapping[str, str], report: Report, exchange: Exchange
-) -> Checkpoint | None:
-    """The base that lies to the adapters as it did when both are elsewhere now; None where none of its digest does."""
-    if url_of(checkpoint.path) or url_of(named["path"]):
-        return None
-    seen = gathered(lambda: [str(path) for path in _nearby(checkpoint.path, named["path"])], exchange)
-    for place in seen[0]:
-        if all(place in each for each in seen):
-            try:
-                base = locate(place, report, exchange)
-            except CheckpointError:
-                continue
-            if base.digest == named["digest"]:
-                report(
-                    f"{checkpoint.path}: what it holds adapters of is not at {named['path']} any more; {place} is it"
-                )
-                return base
-    return None
-
-
-def _nearby(adapters: Path, base: str) -> list[Path]:
-    """Steps of the last names of `base`, its run's and its own at least, in one of the folders above the adapters."""
-    names = Path(base).parts[1:]
-    above = Path(os.path.abspath(adapters)).parents
-    ends = [Path(*names[first:]) for first in range(len(names) - 1)]
-    return [path for folder in above for end in ends if ((path := folder / end) / MANIFEST).is_file()]
 
 
 def check_adapters(model: ModelConfig, shapes: Mapping[str, tuple[int, ...]], where: str, named: str) -> None:
@@ -169,9 +101,3 @@ class MergedSource:
         up = self._source.read(f"weights/{spec.up.name}", Box((row, 0), (rows, spec.up.shape[1])))
         wide = torch.promote_types(held.dtype, torch.float32)
         return torch.addmm(held.to(wide), up.to(wide), down.to(wide), alpha=spec.scale).to(held.dtype)
-
-
-def joined(checkpoint: Checkpoint, given: str | None = None) -> Checkpoint:
-    """`checkpoint`, with the weights of its base where it holds adapters alone. Errors: as `open_base`."""
-    base = open_base(checkpoint, given)
-    return checkpoint if base is None else Joined(checkpoint, base)  # type: ignore[return-value]
