@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from mega import cli
+from mega.core.checkpoint.forms.direct import weights_digest
 from mega.core.checkpoint.own.base import describe
 from mega.core.checkpoint.own.pieces import Piece
 from mega.core.checkpoint.own.store import CheckpointError, CheckpointStore, locate
@@ -162,6 +163,15 @@ def test_what_is_no_adapter_of_the_model_is_refused(places: Places, tmp_path: Pa
     refused("no such file", tmp_path / "nowhere")
     refused("is a whole model", places.base)
     refused("is another model", places.tuned, open_model(other))
+    sampled = weights_digest(locate(places.base))  # as of a base that lies in others' files: by numbers, not by files
+    for known, told in ((sampled, ""), (sampled[:-1] + "x", "digest of its numbers")):
+        place, parts = tmp_path / known, drawn(TUNED, 1).items()
+        pieces = (Piece(f"weights/{name}", tuple(each.shape), (0, 0), each) for name, each in parts)
+        saved(place, TUNED, pieces, base={"path": "theirs", "digest": known})
+        if told:
+            refused(told, place)
+        else:
+            open_adapters({"x": place}, model)
     refused("holds adapters itself", places.peft, open_model(places.tuned))
     refused("has shape (3, 32), that model's is (5, 32)", damaged)
     for bad in ("x", "=y", "x=", "x" * 65 + "=y"):
