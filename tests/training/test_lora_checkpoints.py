@@ -93,35 +93,50 @@ def test_both_moved_elsewhere(tmp_path: Path) -> None:
         of_run(copies / "runs" / "tuned")
 
 
-def test_on_others_weights_where_they_lie(places: tuple[Path, Path], tmp_path: Path) -> None:
+def test_on_others_weights_where_they_lie(
+    places: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     base, tuned = places
     cluster, laptop = tmp_path / "cluster", tmp_path / "laptop"
-    folder, over, half = cluster / "models" / "hf", cluster / "runs" / "over", tmp_path / "half"
+    folder, over, half = cluster / "hf", cluster / "over", tmp_path / "half"
     assert main(["convert-llama", "--load-dir", str(base), "--save-dir", str(folder)]) == 0
-    tune = ["finetune", *RUN, *LORA, "--steps", "4", "--load"]
-    assert main([*tune, str(folder), *SAVE, str(over)]) == 0
+    tune = ["finetune", *RUN, *LORA, "--load"]
+    assert main([*tune, str(folder), *SAVE, str(over), "--steps", "4"]) == 0
     assert _stored(over) == _stored(tuned)
     assert torch.equal(of_run(over), of_run(tuned))
+    assert main([*tune, str(folder), *SAVE, str(folder), "--resume", "auto", "--steps", "4"]) == 2
+    assert f"--save {folder}: holds a Hugging Face folder; must be a run's directory" in capsys.readouterr().err
     # the same weights in another form are that base, and so is the folder with more files in it
     (folder / "notes.txt").write_text("mine")
-    for place in (base, folder):
-        shutil.copytree(over, half, ignore=shutil.ignore_patterns("step-0000004", "latest*"))
-        assert main([*tune, str(place), *SAVE, str(half), "--resume", "auto"]) == 0
-        assert _stored(half) == _stored(tuned)
-        shutil.rmtree(half)
+    shutil.copytree(over, half, ignore=shutil.ignore_patterns("step-0000004", "latest*"))
+    for place, steps in ((base, "4"), (folder, "6")):
+        assert main([*tune, str(place), *SAVE, str(half), "--resume", "auto", "--steps", steps]) == 0
+    assert _stored(half) == _stored(tuned)
     # peft's form of it, and back over the same folder
     adapter, back = tmp_path / "adapter", tmp_path / "back"
     to_peft(over, adapter, folder)
     assert main(["convert-llama", "--load-dir", str(adapter), "--save-dir", str(back), "--base", str(folder)]) == 0
     assert torch.equal(of_run(back), of_run(tuned))
-    # both moved; then weights that were trained on, under the same name
+    # both moved, another model in its old place; read through a link; then the last row of the vocabulary changes
     shutil.move(cluster, laptop)
-    assert torch.equal(of_run(laptop / "runs" / "over"), of_run(tuned))
-    shutil.move(laptop / "models" / "hf", folder)
+    shutil.copytree(laptop / "hf", folder)
+    _with_other_words(folder)
+    assert torch.equal(of_run(laptop / "over"), of_run(tuned))
+    (tmp_path / "link").symlink_to(laptop / "over")
+    assert torch.equal(of_run(tmp_path / "link"), of_run(tuned))
+    _with_other_words(laptop / "hf")
+    with pytest.raises(
+        CheckpointError, match=r"holds adapters of .*/hf: is not it \(digest of its numbers: .*; must be "
+    ):
+        of_run(laptop / "over")
+
+
+def _with_other_words(folder: Path) -> None:
     weights = load_file(folder / "model.safetensors")
-    save_file({name: one + 1 for name, one in weights.items()}, folder / "model.safetensors")
-    with pytest.raises(CheckpointError, match=r"is not what .* holds adapters of \(digest of its numbers"):
-        of_run(laptop / "runs" / "over")
+    for name in ("model.embed_tokens.weight", "wte.weight", "transformer.wte.weight"):
+        if name in weights:
+            weights[name][-1] += 1
+    save_file(weights, folder / "model.safetensors")
 
 
 def _stored(run: Path) -> dict[str, bytes]:
@@ -229,7 +244,7 @@ def test_other_bases_are_refused(places: tuple[Path, Path], tmp_path: Path, caps
     assert "--base is missing" in said("convert-llama", "--load-dir", str(folder), *save)
     assert "holds no adapters" in said("convert-llama", "--load-dir", str(base), *save, "--to", "peft")
     resumed = ["finetune", *RUN, *LORA, *SAVE, str(tuned), "--resume", "auto", "--steps", "6"]
-    assert "is not what" in said(*resumed, "--load", str(other))
+    assert f"--load {other}: is not it (sha256 of its manifest: " in said(*resumed, "--load", str(other))
     unknown = said("finetune", *RUN, *LORA, "--load", str(base), "--steps", "1", "--lora-targets", "q_porj")
     assert unknown.startswith("mega: --lora-targets q_porj: is not a linear of the blocks; valid: q_proj, k_proj")
 

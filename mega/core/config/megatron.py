@@ -460,9 +460,9 @@ REFUSED: Mapping[str, str] = {
     "--save-wgrads-interval": "gradients are not saved",
     "--save-dgrads-interval": "gradients are not saved",
     # of 2019
-    "--pretrained-bert": "convert the weights by mega convert-llama, then give --load with --finetune",
+    "--pretrained-bert": "give the weights as --load with --finetune, where they lie",
     **_refused("belongs to scoring; see mega eval", "eval-batch-size eval-seq-length eval-max-preds-per-seq eval-hf"),
-    "--load-openai": "convert the weights by mega convert-llama first",
+    "--load-openai": "give the weights in Hugging Face's form as --load, where they lie",
     "--model-spec": "layers are chosen by options, not by module names",
     **dict.fromkeys(_RETRO, "belongs to Retro, which is not built yet"),
     **dict.fromkeys(_RETRIEVAL, "belongs to retrieval models, which are not built yet"),

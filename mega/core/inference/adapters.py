@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from mega.core.checkpoint.forms import peft
-from mega.core.checkpoint.forms.base import digest_like, of_what, shown
+from mega.core.checkpoint.forms.base import digest_like, unlike
 from mega.core.checkpoint.forms.direct import ForeignWeights, Readable
 from mega.core.checkpoint.forms.form import OWN
 from mega.core.checkpoint.forms.recognise import form_at
@@ -104,12 +104,10 @@ def _own(path: Path, opened: OpenedModel) -> tuple[Readable, ModelConfig, tuple[
     if base is None or not of.lora_rank:
         raise CheckpointError(f"{path}: is a whole model; valid: a run with --lora-rank, or peft's directory")
     # Adapters of a checkpoint of ours go by its manifest, which others' files have not: there the shapes have to do.
-    named, here = base["digest"], digest_like(base["digest"], opened.weights)
-    if here not in ("", named):
-        raise CheckpointError(
-            f"{path}: holds adapters of {base['path']} ({of_what(named)} {shown(named)}), "
-            f"{opened.path} is another model ({shown(here)})"
-        )
+    here = digest_like(base["digest"], opened.weights)
+    if here not in ("", base["digest"]):
+        how = unlike(base["digest"], here)
+        raise CheckpointError(f"{path}: holds adapters of {base['path']}, {opened.path} is another model ({how})")
     model = with_adapters(opened.model, of)
     shapes = {key: shape for key, (shape, _) in checkpoint.tensors.items() if key.startswith("weights/")}
     check_adapters(model, shapes, str(checkpoint.path), str(opened.path))

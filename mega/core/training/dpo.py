@@ -133,7 +133,7 @@ def _first_weights(run: RunConfig, point: ResumePoint | None) -> str:
 
 def _load_first(state: TrainState) -> None:
     """Fill the state with the weights that training began with."""
-    from mega.core.checkpoint.forms.base import open_base
+    from mega.core.checkpoint.forms.base import digest_like, open_base
     from mega.core.checkpoint.forms.start import open_start
     from mega.core.checkpoint.own.base import named_base
     from mega.core.checkpoint.own.pieces import CheckpointError
@@ -146,7 +146,7 @@ def _load_first(state: TrainState) -> None:
         raise ValueError("--task dpo: the reference's log-probabilities are not kept; give --load with its weights")
     exchange: Exchange = partial(gather_json, axis=state.mesh.everyone, device=state.device.torch)
     first, _ = open_start(place, lambda line: None, exchange)
-    if first.digest != state.reference:
+    if digest_like(state.reference or "", first) != state.reference:
         raise CheckpointError(f"--load {place}: is not what this run began with, which its reference needs")
     if state.run.model.lora_rank and named_base(first) is None:  # adapters of these weights began as nothing
         for bucket in state.grads.buckets:

@@ -142,7 +142,7 @@ def _vocabulary(run: RunConfig, tokenizer: Tokenizer | None, notes: list[str]) -
         return tokenizer.vocab_size
     if given < (least := least_vocab(tokenizer, run.model.family)):
         has = f"{tokenizer.kind} has {tokenizer.vocab_size} tokens"
-        if run.checkpoint.load is not None:
+        if run.checkpoint.load is not None and run.checkpoint.use_checkpoint_config:
             raise ValueError(f"--load {run.checkpoint.load}: has a vocabulary of {given}, and {has}: not its tokenizer")
         raise ValueError(f"--vocab {given}: {has}; must be at least {least}")
     if given > tokenizer.vocab_size:

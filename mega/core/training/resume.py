@@ -5,9 +5,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from mega.core.checkpoint.forms.base import open_base
+from mega.core.checkpoint.forms.direct import SAMPLED
+from mega.core.checkpoint.forms.recognise import check_place
 from mega.core.checkpoint.forms.start import open_start
 from mega.core.checkpoint.own.base import describe, named_base
 from mega.core.checkpoint.own.model import model_of
@@ -45,6 +49,8 @@ def find_resume_point(run: RunConfig, report: Callable[[str], None], exchange: E
     Errors: ValueError, on all ranks.
     """
     point = _find(run, report, exchange)
+    if (save := run.checkpoint.save) is not None and (point is None or point.weights_only):
+        together(partial(check_place, Path(save), "--save"), exchange)
     if point is None or named_base(point.checkpoint) is None:
         return point
     # If a run resumes, --load names the base, wherever it is now, or adapters of the same base.
@@ -108,8 +114,11 @@ def restore(state: TrainState, point: ResumePoint) -> None:
     new = {f"{kind}/{name}" for kind in ("weights", "master") for name in new_tensors(run, point)}
     if run.model.lora_rank:
         base = checkpoint if point.base is None else point.base
-        base.read([_truest(piece, base) for piece in state.frozen_pieces()], cast=True)
-        state.base = describe(base)
+        # A base that is known by its numbers is that of these numbers, whatever masters lie next to them.
+        named = named_base(checkpoint) or {"digest": base.digest}
+        sampled = named["digest"].startswith(SAMPLED)
+        base.read([piece if sampled else _truest(piece, base) for piece in state.frozen_pieces()], cast=True)
+        state.base = describe(base, named["digest"])
     if not point.weights_only:
         _same_task(run, checkpoint)
     if run.model.lora_rank and point.base is None:

@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 
 from mega.core.checkpoint.forms.direct import SAMPLED, Readable, weights_digest
 from mega.core.checkpoint.forms.start import open_start
 from mega.core.checkpoint.own.base import Joined, named_base
+from mega.core.checkpoint.own.directory import STEP
 from mega.core.checkpoint.own.pieces import CheckpointError
 from mega.core.checkpoint.own.store import Checkpoint
 from mega.core.checkpoint.own.together import Exchange, alone, gathered
 from mega.core.files import url_of
 
 Report = Callable[[str], None]
+
+ADVICE = ". Put the base there, or where it was in relation to the adapters; a run that resumes takes it as --load"
 
 
 def open_base(
@@ -34,69 +36,75 @@ def open_base(
     named = named_base(checkpoint)
     if named is None:
         return None
-    place = given or named["path"]
-    try:
-        base, _ = open_start(place, report, exchange)
-    except CheckpointError as error:
-        moved = None if given else _moved_along(checkpoint, named, report, exchange)
-        if moved is not None:
-            return moved
-        raise CheckpointError(
-            f"{checkpoint.path}: holds adapters of {place}; {error}; put the base or a link to it there, or as near to "
-            "the adapters as it was; a run that resumes takes it as --load"
-        ) from None
-    theirs = named_base(base)
-    if theirs is not None and theirs["digest"] == named["digest"]:
-        return open_base(base, None, report, exchange)
-    digests = gathered(lambda: digest_like(named["digest"], base), exchange)
-    if set(digests) != {named["digest"]}:
-        raise CheckpointError(
-            f"--load {place}: is not what {checkpoint.path} holds adapters of ({of_what(named['digest'])} "
-            f"{shown(digests[0])}, must be {shown(named['digest'])}); give {named['path']}"
-        )
+    base, fault = _tried(named, given or named["path"], report, exchange)
+    if base is not None and named_base(base) is not None:
+        if given is not None:
+            return open_base(base, None, report, exchange)
+        fault = f"{base.path}: holds adapters itself"
+        base = None
+    if base is None and given is None:
+        base, nearby = _moved_along(checkpoint, named, report, exchange)
+        fault += nearby + ADVICE
+    elif base is None:
+        fault = f"--load {fault}" + ("" if given == named["path"] else f"; give {named['path']}")
+    if base is None:
+        raise CheckpointError(f"{checkpoint.path}: holds adapters of {named['path']}; {fault}")
     return base
 
 
+def _tried(named: Mapping[str, str], place: str, report: Report, exchange: Exchange) -> tuple[Checkpoint | None, str]:
+    """What lies at `place`, where it is the base that is named, or adapters of that; else why it is neither."""
+    try:
+        base, _ = open_start(place, report, exchange)
+        theirs = named_base(base)
+        found = gathered(lambda: digest_like(named["digest"], base) if theirs is None else theirs["digest"], exchange)
+    except (CheckpointError, OSError) as error:
+        return None, str(error)
+    other = next((digest for digest in found if digest != named["digest"]), None)
+    return (base, "") if other is None else (None, f"{place}: is not it ({unlike(named['digest'], other)})")
+
+
 def digest_like(named: str, weights: Readable) -> str:
-    """Of these weights, by the rule that `named` was made by."""
-    return weights_digest(weights) if named.startswith(SAMPLED) else getattr(weights, "digest", "")
+    """Of these weights, by the rule that `named` was made by; nothing where that is not to be had of them."""
+    own = str(getattr(weights, "digest", ""))
+    if named.startswith(SAMPLED) == own.startswith(SAMPLED):
+        return own
+    return weights_digest(weights) if named.startswith(SAMPLED) else ""
 
 
-def of_what(digest: str) -> str:
-    return "digest of its numbers" if digest.startswith(SAMPLED) else "sha256 of its manifest"
-
-
-def shown(digest: str) -> str:
-    return digest.removeprefix(SAMPLED)[:12]
+def unlike(named: str, found: str) -> str:
+    """How the digest of what was found is another one than that of the base."""
+    what = "digest of its numbers" if named.startswith(SAMPLED) else "sha256 of its manifest"
+    has = found.removeprefix(SAMPLED)[:12] or "none, these are weights of others"
+    return f"{what}: {has}; must be {named.removeprefix(SAMPLED)[:12]}"
 
 
 def _moved_along(
     checkpoint: Checkpoint, named: Mapping[str, str], report: Report, exchange: Exchange
-) -> Checkpoint | None:
-    """The base that lies to the adapters as it did when both are elsewhere now; None where none of its digest does."""
+) -> tuple[Checkpoint | None, str]:
+    """The base that lies to the adapters as it did, both being elsewhere now; or why what bears its name is not it."""
     if url_of(checkpoint.path) or url_of(named["path"]):
-        return None
-    seen = gathered(lambda: [str(path) for path in _nearby(checkpoint.path, named["path"])], exchange)
+        return None, ""
+    faults = ""
+    seen = exchange(list(map(str, _nearby(checkpoint.path, named["path"]))))
     for place in seen[0]:
         if all(place in each for each in seen):
-            try:
-                base, _ = open_start(place, report, exchange)
-            except CheckpointError:
-                continue
-            if set(gathered(partial(digest_like, named["digest"], base), exchange)) == {named["digest"]}:
-                report(
-                    f"{checkpoint.path}: what it holds adapters of is not at {named['path']} any more; {place} is it"
-                )
-                return base
-    return None
+            base, fault = _tried(named, place, lambda line: None, exchange)
+            if base is not None and named_base(base) is None:
+                report(f"{checkpoint.path}: holds adapters of {named['path']}, taken from {place}: the same weights")
+                return base, ""
+            if not faults and Path(place).name == Path(named["path"]).name and not STEP.fullmatch(Path(place).name):
+                faults = f"; {fault}"
+    return None, faults
 
 
 def _nearby(adapters: Path, base: str) -> list[Path]:
-    """What the last names of `base` lead to, two of them at least, from one of the folders above the adapters."""
+    """What the last names of `base` lead to from the folders above the adapters, links followed or not; and those."""
     names = Path(base).parts[1:]
-    above = Path(os.path.abspath(adapters)).parents
-    ends = [Path(*names[first:]) for first in range(len(names) - 1)]
-    return [path for folder in above for end in ends if (path := folder / end).exists()]
+    above = dict.fromkeys((*Path(os.path.abspath(adapters)).parents, *Path(os.path.realpath(adapters)).parents))
+    ends = [Path(*names[first:]) for first in range(len(names))]
+    found = [folder / end for folder in above for end in ends] + list(above)[:-1]
+    return [path for path in found if path != Path(base) and os.path.exists(path)]
 
 
 def joined(checkpoint: Checkpoint, given: str | None = None) -> Checkpoint:

@@ -14,7 +14,6 @@ from math import prod
 from pathlib import Path
 from typing import Protocol
 
-import numpy as np
 import torch
 
 from mega.core.checkpoint.forms.form import Form, Given, Opened
@@ -46,8 +45,9 @@ def files_digest(place: Path) -> str:
 
 SAMPLED = "weights-"
 """What a digest of numbers begins with; one of a manifest is hexadecimal digits alone."""
-ROWS, NUMBERS = 8, 256
-"""Of each tensor, what such a digest is made of: rows, and numbers of each."""
+BLOCKS, SIDE = 8, 16
+"""Of each tensor, what such a digest is made of: squares, or of a vector runs of as many numbers. Of squares as much is
+read in a form that has rows for our columns."""
 
 
 class Readable(Protocol):
@@ -63,17 +63,19 @@ class Readable(Protocol):
 
 
 def weights_digest(weights: Readable) -> str:
-    """Of weights by our names, whatever files they lie in: names, shapes, dtypes, numbers of many places of each."""
+    """Of weights by our names, whatever files they lie in: names, shapes, dtypes, and numbers from the first to the
+    last of each tensor."""
     found, pieces = hashlib.sha256(), list[Piece]()
     for key in sorted(key for key in weights.tensors if key.startswith("weights/")):
         shape, dtype = weights.tensors[key]
         found.update(f"{key} {tuple(shape)} {dtype}\n".encode())
-        rows, last = prod(shape[:-1]), shape[-1]
-        count, width = min(rows, ROWS), min(last, NUMBERS)
-        for number in range(count):
-            row = np.unravel_index(number * rows // count, shape[:-1]) if len(shape) > 1 else ()
-            start = (*map(int, row), number * (last - width) // count)
-            pieces.append(Piece(key, shape, start, torch.empty((1,) * (len(shape) - 1) + (width,), dtype=dtype)))
+        most = (*(1 for _ in shape[:-2]), SIDE, SIDE) if len(shape) > 1 else (SIDE * SIDE,)
+        size = tuple(map(min, shape, most))
+        for number in range(BLOCKS):
+            # Each dimension's ends are among the offsets, and no two dimensions go through theirs in one order.
+            turns = (number * (2 * dim + 1) % BLOCKS for dim in range(len(shape)))
+            start = (at * (whole - part) // (BLOCKS - 1) for at, whole, part in zip(turns, shape, size, strict=True))
+            pieces.append(Piece(key, shape, tuple(start), torch.empty(size, dtype=dtype)))
     weights.read(pieces, verify=False)
     for piece in pieces:
         found.update(piece.tensor.view(torch.uint8).numpy().tobytes())

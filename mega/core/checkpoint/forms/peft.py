@@ -64,7 +64,12 @@ def open_form(path: Path, given: Given) -> Opened:
             f"--base is missing: {path} is an adapter of peft; `mega convert-llama` reads it, with --base and the "
             "weights it was trained on"
         )
-    base, _ = open_start(str(given.base), lambda line: None)
+    if recognise(given.base):
+        raise CheckpointError(f"--base {given.base}: is an adapter itself; must be the weights it was trained on")
+    try:
+        base, _ = open_start(str(given.base), lambda line: None)
+    except CheckpointError as error:  # which begins with the place
+        raise CheckpointError(f"--base {error}") from None
     opened = open_adapter(path, model_of(base.meta, str(base.path)), base.path, f"--base {given.base}")
     return replace(opened, known={"base": describe(base)}, base=base)
 

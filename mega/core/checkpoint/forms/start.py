@@ -13,12 +13,13 @@ from typing import Any
 
 from mega.core.checkpoint.forms.companions import companions_of, tokenizer_kind
 from mega.core.checkpoint.forms.direct import ForeignWeights, opened_foreign, weights_digest
-from mega.core.checkpoint.forms.form import Form, Given
+from mega.core.checkpoint.forms.form import FORMS, Form, Given
 from mega.core.checkpoint.forms.recognise import foreign_form, form_at
+from mega.core.checkpoint.own.directory import STEP
 from mega.core.checkpoint.own.layout import ONE
-from mega.core.checkpoint.own.pieces import Piece, Tensors
+from mega.core.checkpoint.own.pieces import CheckpointError, Piece, Tensors
 from mega.core.checkpoint.own.store import Attachments, Checkpoint, locate
-from mega.core.checkpoint.own.together import Exchange, alone, together
+from mega.core.checkpoint.own.together import Exchange, alone, disagreement, gathered, together
 from mega.core.files import url_of
 
 
@@ -52,12 +53,22 @@ class ForeignStart:
         self._weights.read(wanted, cast=cast)
 
 
+def _foreign_name(path: Path) -> str:
+    """Of the form of others' weights; nothing where they are none. Errors: CheckpointError where nothing is there, or
+    ours too."""
+    if not path.exists() and not STEP.fullmatch(path.name):
+        raise CheckpointError(f"{path}: no such file or directory")
+    return "" if foreign_form(path) is None else form_at(path).name
+
+
 def open_start(place: str, report: Callable[[str], None], exchange: Exchange = alone) -> tuple[Checkpoint, bool]:
     """What lies at `place`, and whether it is weights alone, of others. Errors: as `locate`, on all ranks."""
-    form = None if url_of(place) is not None else together(partial(foreign_form, Path(place)), exchange)
-    if form is None:
+    names = [""] if url_of(place) is not None else gathered(partial(_foreign_name, Path(place)), exchange)
+    if differ := disagreement([name or "none of others" for name in names]):
+        raise CheckpointError(f"{place}: {differ}")
+    if not names[0]:
         return locate(place, report, exchange), False
-    form_at(Path(place))  # which refuses a folder that holds ours too
+    form = next(form for form in FORMS if form.name == names[0])
     found = together(partial(ForeignStart, Path(place), form), exchange)
     for note in found.notes:
         report(note)

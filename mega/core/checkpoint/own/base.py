@@ -4,8 +4,8 @@ One of adapters says in its plain state what its base is:
 
     "base": {"path": the step's directory, "digest": sha256 of its manifest}
 
-or, where the base is weights of others, their path and what `weights_digest` makes of their numbers. So it is known
-wherever it is now (forms/base.py looks for it). `Joined` is both as one checkpoint of a whole model;
+or, where the base is weights of others, their path and what `weights_digest` (forms/direct.py) makes of their numbers.
+So it is known wherever it is now; forms/base.py looks for it. `Joined` is both as one checkpoint of a whole model;
 `MergedSource` is that model without adapters, their products added to its weights.
 """
 
@@ -26,10 +26,10 @@ from mega.core.inventory import inventory
 from mega.core.inventory.adapters import adapter_specs
 
 
-def describe(base: Checkpoint) -> dict[str, str]:
-    """What a checkpoint of adapters says of its base."""
+def describe(base: Checkpoint, digest: str | None = None) -> dict[str, str]:
+    """What a checkpoint of adapters says of its base. digest: the one that it is known by already."""
     path = str(base.path)
-    return {"path": path if url_of(path) else os.path.abspath(path), "digest": base.digest}
+    return {"path": path if url_of(path) else os.path.abspath(path), "digest": digest or base.digest}
 
 
 def named_base(checkpoint: Checkpoint) -> Mapping[str, str] | None:
