@@ -432,7 +432,10 @@ BAD: list[tuple[list[str], str]] = [
         ["--task", "ppl", "--valid-data", "FILE", "--load", "."],
         "(llama2.c); if BARE in it is a Hugging Face folder, give ",
     ),
-    (["--task", "ppl", "--valid-data", "pair.bin"], "is one of two token files; give what both begin with: pair"),
+    (
+        ["--task", "ppl", "--valid-data", "pair.bin"],
+        "--valid-data pair.bin: is one of two token files; leave .bin away: --valid-data pair",
+    ),
 ]
 
 

@@ -125,11 +125,19 @@ def _pair(prefix: str) -> bool:
     return all(os.path.isfile(prefix + suffix) for suffix in (".bin", ".idx"))
 
 
+def half_of_pair(flag: str, name: str) -> str:
+    """What to give instead of one of two token files; nothing where `name` is none."""
+    stem, suffix = os.path.splitext(name)
+    if suffix not in (".bin", ".idx") or not _pair(stem):
+        return ""
+    return f"is one of two token files; leave {suffix} away: {flag} {stem}"
+
+
 def _advice(flag: str, prefix: str, sentences: bool) -> str:
     """What to give instead of a name that is near a pair of token files, or of what they are made from."""
+    if half := half_of_pair(flag, prefix):
+        return half
     stem = os.path.splitext(prefix)[0]
-    if prefix.endswith((".bin", ".idx")) and _pair(stem):
-        return f"is one of two token files; leave {prefix[-4:]} away: {flag} {stem}"
     if os.path.isdir(prefix):
         names = sorted(name.removesuffix(".idx") for name in os.listdir(prefix) if name.endswith(".idx"))
         found = [path for name in names if _pair(path := os.path.normpath(os.path.join(prefix, name)))]

@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from mega.core.batch import DecoderBatch, Terms
+from mega.core.config.check_files import half_of_pair
 from mega.core.data.indexed import IndexedDataset, exists
 from mega.core.data.sources import texts
 from mega.core.parallel.vocab import TokenScores
@@ -50,8 +51,8 @@ class CorpusPerplexity:
             if largest >= self.asked.vocab:
                 raise ValueError(f"--valid-data {path}: holds token {largest}; the model has {self.asked.vocab}")
             return self._windows(path, dataset.tokens)
-        if path.suffix in (".bin", ".idx") and exists(prefix := path.with_suffix("")):
-            raise ValueError(f"--valid-data {path}: is one of two token files; give what both begin with: {prefix}")
+        if half := half_of_pair("--valid-data", str(path)):
+            raise ValueError(f"--valid-data {path}: {half}")
         tokenizer = self.asked.needs_tokenizer()
         documents = list(texts([self.asked.readable(str(path))], options.json_key))
         if not any(documents):

@@ -255,7 +255,7 @@ class _Progress:
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:
-        """Whoever ends it by Ctrl-C is told what is kept."""
+        """A user who ends it by Ctrl-C is told what is kept."""
         try:
             yield
         except KeyboardInterrupt:

@@ -114,11 +114,12 @@ def restore(state: TrainState, point: ResumePoint) -> None:
     new = {f"{kind}/{name}" for kind in ("weights", "master") for name in new_tensors(run, point)}
     if run.model.lora_rank:
         base = checkpoint if point.base is None else point.base
+        named = named_base(checkpoint)
+        digest = base.digest if named is None else named["digest"]
         # A base that is known by its numbers is that of these numbers, whatever masters lie next to them.
-        named = named_base(checkpoint) or {"digest": base.digest}
-        sampled = named["digest"].startswith(SAMPLED)
-        base.read([piece if sampled else _truest(piece, base) for piece in state.frozen_pieces()], cast=True)
-        state.base = describe(base, named["digest"])
+        as_named = digest.startswith(SAMPLED)
+        base.read([piece if as_named else _truest(piece, base) for piece in state.frozen_pieces()], cast=True)
+        state.base = describe(base, digest)
     if not point.weights_only:
         _same_task(run, checkpoint)
     if run.model.lora_rank and point.base is None:

@@ -1,4 +1,4 @@
-"""Where the weights lie that adapters were trained on: where they were, or as near to the adapters as they were then.
+"""Where the weights lie that adapters were trained on: where they were, or in the same place relative to the adapters.
 
 A checkpoint of adapters names them by path and digest (own/base.py). They may be ours or, in any form that is read,
 others'. What is found is compared by its digest, so that adapters are never put on another model.
@@ -21,7 +21,7 @@ from mega.core.files import url_of
 
 Report = Callable[[str], None]
 
-ADVICE = ". Put the base there, or where it was in relation to the adapters; a run that resumes takes it as --load"
+ADVICE = "Put the base there, or in the same place relative to the adapters; a run that resumes takes it as --load"
 
 
 def open_base(
@@ -36,27 +36,31 @@ def open_base(
     named = named_base(checkpoint)
     if named is None:
         return None
-    base, fault = _tried(named, given or named["path"], report, exchange)
-    if base is not None and named_base(base) is not None:
-        if given is not None:
-            return open_base(base, None, report, exchange)
-        fault = f"{base.path}: holds adapters itself"
-        base = None
-    if base is None and given is None:
-        base, nearby = _moved_along(checkpoint, named, report, exchange)
-        fault += nearby + ADVICE
-    elif base is None:
-        fault = f"--load {fault}" + ("" if given == named["path"] else f"; give {named['path']}")
-    if base is None:
-        raise CheckpointError(f"{checkpoint.path}: holds adapters of {named['path']}; {fault}")
-    return base
+    said = f"{checkpoint.path}: holds adapters of {named['path']}; "
+    if given is not None:
+        found, fault = _tried(named, given, report, exchange, chain=True)
+        if found is None:
+            back = "" if given == named["path"] else f"; give {named['path']}"
+            raise CheckpointError(f"{said}--load {fault}{back}")
+        return found if named_base(found) is None else open_base(found, None, report, exchange)
+    found, fault = _tried(named, named["path"], report, exchange)
+    if found is None:
+        found, nearby = _moved_along(checkpoint, named, report, exchange)
+        fault += nearby
+    if found is None:
+        raise CheckpointError(f"{said}{fault}. {ADVICE}")
+    return found
 
 
-def _tried(named: Mapping[str, str], place: str, report: Report, exchange: Exchange) -> tuple[Checkpoint | None, str]:
-    """What lies at `place`, where it is the base that is named, or adapters of that; else why it is neither."""
+def _tried(
+    named: Mapping[str, str], place: str, report: Report, exchange: Exchange, *, chain: bool = False
+) -> tuple[Checkpoint | None, str]:
+    """What lies at `place`, where it is the base that is named; else why it is not. chain: or adapters of that base."""
     try:
         base, _ = open_start(place, report, exchange)
         theirs = named_base(base)
+        if theirs is not None and not chain:
+            return None, f"{place}: holds adapters itself"
         found = gathered(lambda: digest_like(named["digest"], base) if theirs is None else theirs["digest"], exchange)
     except (CheckpointError, OSError) as error:
         return None, str(error)
@@ -82,7 +86,7 @@ def unlike(named: str, found: str) -> str:
 def _moved_along(
     checkpoint: Checkpoint, named: Mapping[str, str], report: Report, exchange: Exchange
 ) -> tuple[Checkpoint | None, str]:
-    """The base that lies to the adapters as it did, both being elsewhere now; or why what bears its name is not it."""
+    """The base in the same place relative to the adapters, both being moved; or why what bears its name is not it."""
     if url_of(checkpoint.path) or url_of(named["path"]):
         return None, ""
     faults = ""
@@ -90,7 +94,7 @@ def _moved_along(
     for place in seen[0]:
         if all(place in each for each in seen):
             base, fault = _tried(named, place, lambda line: None, exchange)
-            if base is not None and named_base(base) is None:
+            if base is not None:
                 report(f"{checkpoint.path}: holds adapters of {named['path']}, taken from {place}: the same weights")
                 return base, ""
             if not faults and Path(place).name == Path(named["path"]).name and not STEP.fullmatch(Path(place).name):
@@ -103,7 +107,7 @@ def _nearby(adapters: Path, base: str) -> list[Path]:
     names = Path(base).parts[1:]
     above = dict.fromkeys((*Path(os.path.abspath(adapters)).parents, *Path(os.path.realpath(adapters)).parents))
     ends = [Path(*names[first:]) for first in range(len(names))]
-    found = [folder / end for folder in above for end in ends] + list(above)[:-1]
+    found = [*(folder / end for folder in above for end in ends), *above]
     return [path for path in found if path != Path(base) and os.path.exists(path)]
 
 

@@ -27,7 +27,7 @@ from mega.core.inventory.adapters import adapter_specs
 
 
 def describe(base: Checkpoint, digest: str | None = None) -> dict[str, str]:
-    """What a checkpoint of adapters says of its base. digest: the one that it is known by already."""
+    """What a checkpoint of adapters says of its base. digest: that it is known by [its own]."""
     path = str(base.path)
     return {"path": path if url_of(path) else os.path.abspath(path), "digest": digest or base.digest}
 
