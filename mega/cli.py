@@ -24,6 +24,7 @@ from mega import COMPLETE_VARIABLE, __version__
 VERBS = {
     "quickstart": "From nothing to a trained model and its text, in about three minutes",
     "train-tokenizer": "Train a tokenizer on texts",
+    "corpus": "Make a corpus from raw text: clean, deduplicate, decontaminate, filter",
     "preprocess": "Turn text into token files",
     "data": "Merge, verify, inspect and split corpora",
     "pretrain": "Train a model from scratch, or resume",

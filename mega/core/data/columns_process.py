@@ -3,8 +3,8 @@ of others may ask its library for any memory, or end it. Its questions:
 
     {"path", "kind"}               how many row groups a parquet file has; 1 of an arrow stream
     {"reader", "path", "kind", "keys", "first", "last", "done"}
-                                   begin to read these columns of row groups first .. last - 1, after `done` of their
-                                   rows, under the number `reader`; null
+                                   begin to read these columns (all, if there are none) of row groups first .. last - 1,
+                                   after `done` of their rows, under the number `reader`; null
     {"reader"}                     its next {RAW: lines, "rows", "read"}; null at the end. read: bytes of the file
                                    before the end of the rows
     {"reader", "close"}            drop it; null
@@ -30,7 +30,7 @@ def _columns(names: Sequence[str], keys: Sequence[str]) -> list[str]:
     missing = [key for key in keys if key not in names]
     if missing:
         raise ValueError(f'no column "{missing[0]}"; there are {", ".join(names)}')
-    return list(keys)
+    return list(keys or names)
 
 
 def _parquet_rows(path: Path, keys: Sequence[str], first: int, last: int, done: int) -> Rows:

@@ -1,0 +1,159 @@
+"""`mega corpus VERB`: the steps from raw text to a corpus; each reads and writes documents, one JSON object a line."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from mega.core.corpus.documents import CorpusStep
+from mega.options import Command
+
+if TYPE_CHECKING:
+    from mega.core.corpus.ledger import StepCounts
+
+app = typer.Typer(help="Make a corpus from raw text.", no_args_is_help=True, add_completion=False)
+
+_SECONDS_BETWEEN_LINES = 10.0
+
+Run = Callable[["CorpusStep"], int]
+"""Applies a step as the flags that all verbs share say, and returns the exit code."""
+
+
+def _shared(
+    input: Annotated[
+        list[str],
+        typer.Option("--input", help="JSON lines, also .gz .zst .xz .bz2; .parquet; a folder; a glob"),
+    ],
+    output: Annotated[
+        Path, typer.Option("--output", help="a folder, or a file: .jsonl, .json, .txt, also with .gz or .zst")
+    ],
+    workers: Annotated[int, typer.Option("--workers", help="processes; the result does not depend on them")] = 1,
+    shard: Annotated[
+        str, typer.Option("--shard", help="i/N, 1 <= i <= N: only this share of the input; all write into one folder")
+    ] = "1/1",
+    compress: Annotated[
+        Literal["none", "gz", "zst"], typer.Option("--compress", help="how files of an output folder are packed")
+    ] = "none",
+    on_error: Annotated[
+        Literal["stop", "skip"], typer.Option("--on-error", help="at a line that is not a document")
+    ] = "stop",
+    dropped: Annotated[
+        Path | None, typer.Option("--dropped", help="folder for the dropped documents, each with the reason")
+    ] = None,
+    show_dropped: Annotated[int, typer.Option("--show-dropped", help="dropped documents to print of each reason")] = 0,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="replace the result of other work")] = False,
+) -> Run:
+    """The flags of every verb that applies a step."""
+
+    def run(step: CorpusStep) -> int:
+        from mega.core.corpus.run import RunOptions, process
+
+        options = RunOptions(
+            output=output,
+            dropped=dropped,
+            packing=compress,
+            workers=workers,
+            shard=_shard(shard),
+            on_error=on_error,
+            overwrite=overwrite,
+            show_dropped=max(show_dropped, 5),
+            progress=_progress(),
+        )
+        done = process(input, step, options)
+        note = "" if done.complete else f" (shard {shard}; the others are still to be done)"
+        note = "; done before with the same settings, and kept" if done.repeated else note
+        print(f"{output}: {_summary(done.counts)}{note}")
+        _print_samples(done.counts, show_dropped)
+        return 0
+
+    return run
+
+
+def _step(function: Callable[..., CorpusStep]) -> Callable[..., int]:
+    """A verb from a function of its own flags to its step: it gets the flags that all verbs share."""
+    shared = inspect.signature(_shared, eval_str=True).parameters
+    own = inspect.signature(function, eval_str=True).parameters
+    parameters = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in (*shared.values(), *own.values())]
+
+    @functools.wraps(function)
+    def verb(**typed: Any) -> int:
+        run = _shared(**{name: typed.pop(name) for name in shared})
+        return run(function(**typed))
+
+    verb.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    verb.__annotations__ = {each.name: each.annotation for each in parameters}
+    del verb.__wrapped__
+    return verb
+
+
+def _shard(word: str) -> tuple[int, int]:
+    try:
+        index, count = map(int, word.split("/"))
+    except ValueError:
+        index, count = 0, 0
+    if not 1 <= index <= count:
+        raise ValueError(f"--shard {word}: must be i/N with 1 <= i <= N, as 1/8")
+    return index - 1, count
+
+
+def _progress() -> Callable[[StepCounts, int, int], None]:
+    """A line on stderr every few seconds."""
+    begin = last = time.monotonic()
+
+    def report(counts: StepCounts, done: int, total: int) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if now - last >= _SECONDS_BETWEEN_LINES:
+            last = now
+            share = 100 * done / max(total, 1)
+            rate = counts.documents / (now - begin)
+            print(f"{share:5.1f} %  {_summary(counts)}, {rate:,.0f} documents/s", file=sys.stderr)
+
+    return report
+
+
+def _summary(counts: StepCounts) -> str:
+    """
+    >>> from mega.core.corpus.ledger import StepCounts
+    >>> _summary(StepCounts(documents=3, kept=2, written=2))
+    '3 documents, 2 kept'
+    """
+    words = [f"{counts.documents:,} documents, {counts.kept:,} kept"]
+    if counts.written != counts.kept:
+        words.append(f"as {counts.written:,}")
+    words += [f"{count:,} dropped: {reason}" for reason, count in sorted(counts.dropped.items())]
+    words += [f"{count:,} {name}" for name, count in sorted(counts.other.items())]
+    return ", ".join(words)
+
+
+def _print_samples(counts: StepCounts, most: int) -> None:
+    for reason, samples in sorted(counts.samples.items()) if most else ():
+        print(f"\n{reason}, {min(most, len(samples))} of {counts.dropped[reason]:,}:")
+        for sample in samples[:most]:
+            print(f"  {sample.where}  {sample.text!r}")
+
+
+@app.callback()
+def root() -> None:
+    """Make a corpus from raw text.
+
+    A verb reads documents, one JSON object a line, and writes those that it keeps; a call that was interrupted resumes.
+    """
+
+
+@app.command(name="merge", cls=Command)
+@_step
+def merge(
+    json_key: Annotated[str, typer.Option("--json-key", help="key of a text that every document must have")] = "",
+) -> CorpusStep:
+    """Many files into one, or into one folder, each line checked to be a document."""
+    from mega.core.corpus.merge import Merge
+
+    return Merge(key=json_key)
