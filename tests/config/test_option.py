@@ -43,7 +43,7 @@ def test_every_option_has_its_properties(entry: Entry) -> None:
 
 def test_what_a_resume_accepts_of_the_model() -> None:
     free = {"hidden_dropout", "attention_dropout", "lora_dropout", "init_std", "vocab_multiple", "positions"}
-    free |= {"mask_padded_vocab"}
+    free |= {"mask_padded_vocab", "memory_padding"}
     must = set(options_with(on_resume="must match"))
     assert must == FIELDS - free | {"optimizer", "task"}
 
@@ -56,7 +56,7 @@ def test_what_a_resume_notes() -> None:
         *("clip_grad", "adam_beta1", "adam_beta2", "adam_eps", "sgd_momentum"),
         *("adafactor_relative", "adafactor_clip", "adafactor_decay", "mask_padded_vocab", "rampup", "chat_template"),
         *("sample_kind", "mask_prob", "short_seq_prob"),
-        *("fp8", "grad_dtype", "masters", "residual_fp32", "embedding_fp32", "loss_scale", "ops"),
+        *("fp8", "memory_padding", "grad_dtype", "masters", "residual_fp32", "embedding_fp32", "loss_scale", "ops"),
     }
 
 

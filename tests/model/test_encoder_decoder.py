@@ -59,8 +59,17 @@ def linear(w: Weights, name: str, x: torch.Tensor) -> torch.Tensor:
     return x @ w[f"{name}.weight"].T + w[f"{name}.bias"]
 
 
-def attention(w: Weights, name: str, x: torch.Tensor, read: torch.Tensor, model: ModelConfig, causal: bool) -> Any:
-    """x [s, h] looks at read [t, h], head by head."""
+def attention(
+    w: Weights,
+    name: str,
+    x: torch.Tensor,
+    read: torch.Tensor,
+    model: ModelConfig,
+    causal: bool,
+    real: int | None = None,
+) -> Any:
+    """x [s, h] looks at read [t, h], head by head. real: tokens of both, after which there is padding, which no token
+    sees and which itself sees all evenly, or nothing (--memory-padding)."""
     assert model.heads and model.kv_heads and model.head_dim
     q, k, v = linear(w, f"{name}.q_proj", x), linear(w, f"{name}.k_proj", read), linear(w, f"{name}.v_proj", read)
     mixed, width = [], model.head_dim
@@ -70,12 +79,20 @@ def attention(w: Weights, name: str, x: torch.Tensor, read: torch.Tensor, model:
         scores = q[:, mine] @ k[:, theirs].T / math.sqrt(width)
         if causal:
             scores = scores + torch.full_like(scores, -math.inf).triu(1)
-        mixed.append(scores.softmax(-1) @ v[:, theirs])
+        probabilities = scores.softmax(-1)
+        if real is not None:
+            even = 1 / len(read) if model.memory_padding == "uniform" else 0.0
+            tokens = F.pad(scores[:real, :real].softmax(-1), (0, len(read) - real))
+            probabilities = torch.cat([tokens, torch.full_like(scores[real:], even)])
+        mixed.append(probabilities @ v[:, theirs])
     return linear(w, f"{name}.o_proj", torch.cat(mixed, -1))
 
 
-def reference(w: Weights, model: ModelConfig, read: torch.Tensor, written: torch.Tensor) -> torch.Tensor:
-    """Logits [d, vocab] of a decoder that has written `written` [d] of what its encoder reads, [e]."""
+def reference(
+    w: Weights, model: ModelConfig, read: torch.Tensor, written: torch.Tensor, real: int | None = None
+) -> torch.Tensor:
+    """Logits [d, vocab] of a decoder that has written `written` [d] of what its encoder reads, [e]. real: of `read`
+    only so many are tokens, the rest is padding that the decoder sees."""
     assert model.layers and model.decoder_layers
 
     def embedded(ids: torch.Tensor) -> torch.Tensor:
@@ -88,7 +105,7 @@ def reference(w: Weights, model: ModelConfig, read: torch.Tensor, written: torch
 
     def attended(name: str, x: torch.Tensor, causal: bool) -> torch.Tensor:
         normed = norm(w, f"{name}.input_layernorm", x)
-        return x + attention(w, f"{name}.self_attn", normed, normed, model, causal)
+        return x + attention(w, f"{name}.self_attn", normed, normed, model, causal, None if causal else real)
 
     x = embedded(read)
     for number in range(model.layers):
@@ -121,7 +138,17 @@ def stage_and_weights(run: RunConfig) -> tuple[EncoderDecoderStage, Weights]:
     return stage, found
 
 
-@pytest.mark.parametrize("more", [{}, {"kv_heads": 2}, {"ops": "reference", "recompute": "selective"}], ids=str)
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"kv_heads": 2},
+        {"ops": "reference", "recompute": "selective"},
+        {"memory_padding": "uniform"},
+        {"memory_padding": "zero", "ops": "reference"},
+    ],
+    ids=str,
+)
 def test_logits_loss_and_gradients(more: dict[str, Any]) -> None:
     run = run_of(**UNDROPPED, **more)
     stage, w = stage_and_weights(run)
@@ -132,7 +159,9 @@ def test_logits_loss_and_gradients(more: dict[str, Any]) -> None:
     assert found is not None and run.model.vocab
     total = torch.zeros((), dtype=torch.float64)
     for row, (e, d) in enumerate(zip(batch.encoder_lengths.tolist(), batch.lengths.tolist(), strict=True)):
-        logits = reference(w, run.model, batch.encoder_tokens[row, :e], batch.tokens[row, :d])
+        seen = run.model.memory_padding != "masked"
+        read = batch.encoder_tokens[row] if seen else batch.encoder_tokens[row, :e]
+        logits = reference(w, run.model, read, batch.tokens[row, :d], e if seen else None)
         torch.testing.assert_close(found[row, :d, : run.model.vocab], logits, rtol=1e-11, atol=1e-11)
         total = total + F.cross_entropy(logits, batch.labels[row, :d], reduction="sum")
     total.backward()
@@ -159,6 +188,24 @@ def test_padding_is_not_seen() -> None:
         other.encoder_tokens[row, e:] = 5
         other.tokens[row, d:] = 7
     assert torch.equal(stage(batch).terms["lm"].total, stage(other).terms["lm"].total)
+
+
+def test_padding_is_seen_where_it_is_asked_for() -> None:
+    """As in Megatron-LM 23.06: other tokens in the encoder's padding change the loss, in the decoder's not."""
+    run = run_of(**UNDROPPED, memory_padding="uniform")
+    stage, _ = stage_and_weights(run)
+    batch = synthetic_batch(run, torch.arange(3), seed=1)
+    assert isinstance(batch, EncoderDecoderBatch)
+    loss = float(stage(batch).terms["lm"].total.detach())
+    for row, (e, d) in enumerate(zip(batch.encoder_lengths.tolist(), batch.lengths.tolist(), strict=True)):
+        batch.tokens[row, d:] = 7
+        assert float(stage(batch).terms["lm"].total.detach()) == loss
+        if e < batch.encoder_tokens.shape[1]:
+            batch.encoder_tokens[row, e:] = 5
+            assert float(stage(batch).terms["lm"].total.detach()) != loss
+            break
+    else:
+        raise AssertionError("no row has padding")
 
 
 def test_dropout_of_each_place_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -249,6 +249,13 @@ class ModelConfig(Section):
         families=("bert",),
         needs={"head": ("classification", "choice")},
     )
+    memory_padding: Literal["masked", "uniform", "zero"] = option(
+        "masked",
+        "the encoder's padding in T5's cross attention: masked; or attended to, as in Megatron-LM 23.06 to core 0.5, "
+        "where padding attends to all columns evenly (uniform: fp32) or to none (zero: fused softmax of bf16, fp16)",
+        families=("t5",),
+        on_resume="noted",
+    )
     hidden_dropout: float = option(
         0.1, "dropout of the residual stream", megatron="--hidden-dropout", within=BELOW_ONE, on_resume="noted"
     )

@@ -111,8 +111,7 @@ class Attention(nn.Module):
             if context.rotary is not None:
                 q, k = rotate(q, *context.rotary), rotate(k, *context.rotary)
         q, k, v = (x.unflatten(0, (context.batch, context.seq)) for x in (q, k, v))
-        mask = context.attention_mask(self.dropout, self.layer, self.first_head)
-        mixed = self.ops.attention(q, k, v, mask)
+        mixed = context.attend(self.ops.attention, q, k, v, self.dropout, self.layer, self.first_head)
         drop = context.adapter_dropout(self.adapter_dropout, self.layer, "out_adapter")
         return self.out.matmul(mixed.reshape(context.batch * context.seq, -1), drop)
 

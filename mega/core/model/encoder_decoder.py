@@ -28,6 +28,7 @@ from mega.core.model.decoder import Head
 from mega.core.model.embedding import Embedding
 from mega.core.model.forward import ForwardContext, forward_context, padding_documents
 from mega.core.model.stack import StackStage, relative
+from mega.core.ops.attention import Attention as AttentionOp
 from mega.core.ops.counter import site_key, token_keys
 from mega.core.ops.dropout import AttentionDropout
 from mega.core.ops.mask import AttentionMask
@@ -48,15 +49,47 @@ class Side(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
+class VisiblePaddingContext(ForwardContext):
+    """Of the encoder's tokens where the decoder attends to their padding, so that its states are part of the result.
+
+    Megatron-LM masks every key of a padding query with a large negative number. Its softmax in torch then gives all
+    columns the same weight; its fused kernel gives 0. padding: int64 [b, s], 0 for tokens, 1 after them.
+    """
+
+    padding: torch.Tensor
+    uniform: bool
+
+    def attend(
+        self,
+        attention: AttentionOp,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        probability: float,
+        layer: int,
+        first_head: int,
+    ) -> torch.Tensor:
+        mask = self.attention_mask(probability, layer, first_head)
+        if not self.uniform:
+            return attention(q, k, v, replace(mask, q_documents=2 * self.padding, k_documents=self.padding))
+        tokens = attention(q, k, v, replace(mask, q_documents=self.padding, k_documents=self.padding))
+        # Queries of zeros have equal scores, so dropout acts on even weights as it does on all others.
+        even = attention(torch.zeros_like(q), k, v, replace(mask, q_documents=None, k_documents=None))
+        return torch.where(self.padding[:, :, None, None].bool(), even, tokens)
+
+
+@dataclass(frozen=True, kw_only=True)
 class DecoderContext(ForwardContext):
     """Of the decoder's tokens. Padding follows a row's tokens, so none of them sees it.
 
     memory: [encoder tokens, h], ours under sequence. padding: int64 [b, encoder columns], 0 for tokens, 1 after them.
+    mask_padding: whether cross attention ignores it.
     memory_keys: int64 [all encoder tokens of the region], dropout keys of the memory for adapters; None without.
     """
 
     memory: torch.Tensor
     padding: torch.Tensor
+    mask_padding: bool
     memory_keys: torch.Tensor | None
 
     def of_memory(self) -> DecoderContext:
@@ -64,11 +97,14 @@ class DecoderContext(ForwardContext):
         return replace(self, region_keys=self.memory_keys)
 
     def cross_mask(self, probability: float, layer: int, first_head: int) -> AttentionMask:
-        """What the decoder's tokens see of the encoder's: all but padding, and the first of a row in any case."""
+        """What the decoder's tokens see of the encoder's: all but padding (with mask_padding), and the first of a row
+        in any case."""
         dropout = None
         if self.row_keys is not None and probability:
             site, columns = site_key(layer, "cross_attention", self.rule), (range(self.padding.shape[1]),)
             dropout = AttentionDropout(self.row_keys, site, first_head, columns, probability, self.rule)
+        if not self.mask_padding:
+            return AttentionMask("full", dropout=dropout)
         real = self.padding.new_zeros(self.batch, self.seq)
         return AttentionMask("full", q_documents=real, k_documents=self.padding, dropout=dropout, covered=True)
 
@@ -179,12 +215,15 @@ class EncoderDecoderStage(StackStage):
         if self.dropout_seed is not None and self.model.lora_dropout:
             columns = torch.arange(batch.encoder_tokens.shape[1], device=batch.samples.device)
             keys = token_keys(self.dropout_seed, batch.samples, columns).flatten()
-        context = DecoderContext(**vars(plain), memory=memory, padding=padding, memory_keys=keys)
+        masked = self.model.memory_padding == "masked"
+        context = DecoderContext(**vars(plain), memory=memory, padding=padding, mask_padding=masked, memory_keys=keys)
         return self.through(self.decoder, ResidualState(begun), context), memory
 
     def _encoded(self, batch: EncoderDecoderBatch, padding: torch.Tensor, *cargo: torch.Tensor) -> ResidualState:
         read = Side(batch.encoder_tokens, batch.samples)
-        context = self._context(read, padding)
+        context, mode = self._context(read, padding), self.model.memory_padding
+        if mode != "masked":
+            context = VisiblePaddingContext(**vars(context), padding=padding, uniform=mode == "uniform")
         begun = cargo[0] if self.embedding is None else self.embedded(self.embedding, read, context)
         return self.through(self.encoder, ResidualState(begun), context)
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from mega.core.config.sections import ModelConfig
+from mega.core.ops.attention import Attention
 from mega.core.ops.counter import RULE, site_key, token_keys
 from mega.core.ops.dropout import AttentionDropout, Dropout
 from mega.core.ops.mask import AttentionMask, Kind
@@ -50,6 +51,22 @@ class ForwardContext:
         if self.region_keys is None or not probability:
             return None
         return Dropout(self.region_keys, site_key(layer, site, self.rule), probability, self.rule)
+
+    def attend(
+        self,
+        attention: Attention,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        probability: float,
+        layer: int,
+        first_head: int,
+    ) -> torch.Tensor:
+        """Self-attention of the whole rows: q [b, s, heads, d]; k, v [b, s, kv_heads, d] -> [b, s, heads, d].
+
+        probability: of dropping an attention weight. first_head: number of the first of these heads in the layer.
+        """
+        return attention(q, k, v, self.attention_mask(probability, layer, first_head))
 
     def attention_mask(self, probability: float, layer: int, first_head: int) -> AttentionMask:
         """What the tokens of the whole rows see of one another, with dropout of the weights from a head on."""
