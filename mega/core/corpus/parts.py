@@ -115,10 +115,10 @@ def parts(paths: Sequence[Path], shard: tuple[int, int] = (0, 1), part_bytes: in
         for piece in pieces([path]):
             plain = piece.kind == "text" or (piece.kind == "packed lines" and path.stem.lower().endswith(".txt"))
             if piece.kind == "parquet" or (not _packed(path) and piece.kind in ("lines", "text")):
-                found = _places(number, piece, plain, before, size, part_bytes)
+                found = _direct_parts(number, piece, plain, before, size, part_bytes)
                 yield from (part for part in found if low <= part.begin < high)
             elif low <= before < high:
-                yield from _unpacked(number, piece, plain, before, size, part_bytes)
+                yield from _unpacked_parts(number, piece, plain, before, size, part_bytes)
         before += size
 
 
@@ -126,7 +126,9 @@ def _packed(path: Path) -> bool:
     return path == STDIN or path.suffix.lower() in (".gz", ".zst", ".xz", ".bz2")
 
 
-def _places(file: int, piece: SourcePiece, plain: bool, before: int, size: int, part_bytes: int) -> Iterator[InputPart]:
+def _direct_parts(
+    file: int, piece: SourcePiece, plain: bool, before: int, size: int, part_bytes: int
+) -> Iterator[InputPart]:
     """Parts that can be read without what comes before them: row groups, and lines that are not packed."""
     rows = piece.kind == "parquet"
     step, last = (1, piece.last) if rows else (part_bytes, size)
@@ -137,7 +139,7 @@ def _places(file: int, piece: SourcePiece, plain: bool, before: int, size: int, 
         yield InputPart(file=file, number=number, source=source, plain=plain, begin=begin_byte, end=end_byte)
 
 
-def _unpacked(
+def _unpacked_parts(
     file: int, piece: SourcePiece, plain: bool, before: int, size: int, part_bytes: int
 ) -> Iterator[InputPart]:
     """Parts of a file that is read from its beginning."""
