@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import lru_cache
 
+from mega.core.config.resolve import predicted_tokens, text_lengths
+from mega.core.config.run import RunConfig
 from mega.core.config.sections import ModelConfig
 from mega.core.inventory import Tensor, inventory
 from mega.core.inventory.t5 import CROSS
@@ -29,42 +31,53 @@ def _matmul_tensors(model: ModelConfig) -> Iterator[Tensor]:
             yield tensor
 
 
-def model_flops_per_token(model: ModelConfig, seq: int, decoder_seq: int = 0) -> float:
-    """Operations of one token's forward and backward pass in a sequence of `seq` tokens: 6 N + 4 F + 12 L h s.
+def model_flops_per_token(run: RunConfig) -> float:
+    """Operations of one token's forward and backward pass in a resolved `run`: 6 N + 4 F + 12 L h s.
 
-    N: `matmul_parameters` that are trained, F: those that are not, which get no gradient; L h: layers x heads x
-    head_dim. Attention counts the whole square, although half of it is masked, as the published utilisations do
-    (Chowdhery et al. 2022, appendix B). `model` must be resolved. decoder_seq: tokens of the decoder, where `seq` are
-    an encoder's: the mean over both.
+    N: elements of the matrices that are trained, each times the share of a sample's tokens that it is multiplied with;
+    F: the same of those that are not trained, which get no gradient. L h: layers x heads x head_dim. Attention counts
+    the whole square, although half of it is masked, as the published utilisations do (Chowdhery et al. 2022, appendix
+    B). Of an encoder and a decoder: the mean over the tokens of both.
 
     >>> from mega.core.config.compose import compose
     >>> from mega.core.config.resolve import resolve
     >>> run = resolve(compose("llama2-7b", flags={"micro_batch": 1}), world=1)
-    >>> round(model_flops_per_token(run.model, seq=4096) / 1e9, 2)
+    >>> round(model_flops_per_token(run) / 1e9, 2)
     46.09
     """
+    model, lengths = run.model, text_lengths(run)
     assert model.layers and model.heads and model.head_dim, "resolve the model first"
-    width = model.heads * model.head_dim
-    if model.decoder_layers is None:
-        trained = matmul_parameters(model, trainable=True)
-        matmuls = 6.0 * trained + 4.0 * (matmul_parameters(model) - trained)
-        return matmuls + 12.0 * model.layers * width * seq
-    read, written = _by_side(model)
-    pairs = model.layers * seq**2 + model.decoder_layers * decoder_seq * (decoder_seq + seq)
-    return (read * seq + written * decoder_seq + 12.0 * width * pairs) / (seq + decoder_seq)
+    matmuls = _matmul_flops(model, lengths, predicted_tokens(run))
+    pairs = model.layers * lengths[0] ** 2
+    if model.decoder_layers is not None:
+        read, written = lengths
+        pairs += model.decoder_layers * written * (written + read)
+    return (matmuls + 12.0 * model.heads * model.head_dim * pairs) / sum(lengths)
 
 
 @lru_cache(maxsize=16)
-def _by_side(model: ModelConfig) -> tuple[float, float]:
-    """Operations of a token that an encoder reads, with the keys and values that a decoder makes of it, and of one that
-    the decoder writes."""
+def _matmul_flops(model: ModelConfig, lengths: tuple[int, ...], predicted: int) -> float:
+    """Operations of one sample in the matrices."""
+    return sum(
+        (6.0 if tensor.trainable else 4.0) * tensor.elements * _tokens(model, tensor, lengths, predicted)
+        for tensor in _matmul_tensors(model)
+    )
+
+
+ROW_HEADS = ("pooler.", "binary_head.", "classification_head.", "multichoice_head.")
+"""What the names of tensors begin with that see one token of a row."""
+
+
+def _tokens(model: ModelConfig, tensor: Tensor, lengths: tuple[int, ...], predicted: int) -> int:
+    """How many tokens of a sample a matrix is multiplied with."""
+    if tensor.name.startswith(ROW_HEADS):
+        return 1
+    if "head" in tensor.units:
+        return predicted
+    if model.decoder_layers is None:
+        return lengths[0]
     assert model.layers
-    read = written = 0.0
-    for tensor in _matmul_tensors(model):
-        unit, operations = tensor.units[-1], (6.0 if tensor.trainable else 4.0) * tensor.elements
-        of_memory = f"{CROSS}.k_proj" in tensor.name or f"{CROSS}.v_proj" in tensor.name
-        if of_memory or unit == "middle" or (isinstance(unit, int) and unit < model.layers):
-            read += operations
-        else:
-            written += operations
-    return read, written
+    unit = tensor.units[-1]
+    of_memory = f"{CROSS}.k_proj" in tensor.name or f"{CROSS}.v_proj" in tensor.name
+    read = of_memory or unit == "middle" or (isinstance(unit, int) and unit < model.layers)
+    return lengths[0] if read else lengths[1]

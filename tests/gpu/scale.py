@@ -302,7 +302,7 @@ def learning(stand: Stand) -> dict[str, Any]:
     state.grads.wait_param_gather()
     seconds = statistics.median(times[5:])
     tokens = run.batch.seq_length * run.batch.global_batch / seconds
-    tflops = tokens * model_flops_per_token(run.model, run.batch.seq_length) / n / 1e12
+    tflops = tokens * model_flops_per_token(run) / n / 1e12
     peak = stand.device.peak_tflops
     weights = sum(weight.numel() for bucket in state.grads.buckets for weight, _, _ in bucket.offsets)
     return {

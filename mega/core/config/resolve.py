@@ -118,6 +118,20 @@ def text_lengths(run: RunConfig) -> tuple[int, ...]:
     return run.batch.seq_length, run.masking.decoder_seq_length
 
 
+def predicted_tokens(run: RunConfig) -> int:
+    """Tokens of a sample of a resolved run that the model's vocabulary head is multiplied with: all of its text, or of
+    its decoder's; of a masked sample as many as may be masked.
+
+    >>> from mega.core.config.compose import compose
+    >>> runs = (resolve(compose(preset, flags={"micro_batch": 1}), 1) for preset in ("gpt2-345m", "bert-345m"))
+    >>> [predicted_tokens(run) for run in runs]
+    [1024, 77]
+    """
+    *_, last = text_lengths(run)
+    words_alone = run.masking.sample_kind in ("bert", "tfrecords")
+    return max(1, ceil(run.masking.mask_prob * last)) if words_alone else last
+
+
 def divisors(number: int) -> list[int]:
     """Ascending: how many ranks or stages so many heads or layers can be shared out over.
 

@@ -123,7 +123,7 @@ def step_time(
     update = max(times.update(dp, held[stage], forward) for stage, forward in zip(stages, forwards, strict=True))
     seconds = pipeline + reduction + update
     texts = text_lengths(run)
-    flops = model_flops_per_token(run.model, *texts) * sum(texts) * run.batch.global_batch
+    flops = model_flops_per_token(run) * sum(texts) * run.batch.global_batch
     rate = flops / seconds / world / 1e12
     return StepTime(
         seconds=seconds,

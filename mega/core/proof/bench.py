@@ -204,7 +204,7 @@ def measure(
     times, found = _timed(state, batches, warmup, repeats, progress)
     seconds = statistics.median(times)
     tokens = batch.global_batch * sum(text_lengths(run))
-    tflops = tokens / seconds / world * model_flops_per_token(run.model, *text_lengths(run)) / 1e12
+    tflops = tokens / seconds / world * model_flops_per_token(run) / 1e12
     peak = device.memory_peak() or device.resident()
     phases = profile(state, batches, trace if rank == 0 else None) if profiled else {}
     speed = Speed(

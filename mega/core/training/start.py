@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from mega.core.checkpoint.own.together import Exchange, together
-from mega.core.config.resolve import last_step, text_lengths
+from mega.core.config.resolve import last_step
 from mega.core.config.run import RunConfig, entries, flag_of, value_of
 from mega.core.data.dataset import Dataset
 from mega.core.device import Device
@@ -137,7 +137,7 @@ def _meters(run: RunConfig, state: TrainState, steps: int, fail: Callable[[OSErr
         run.log,
         start=state.progress.step,
         steps=steps,
-        flops_per_token=model_flops_per_token(run.model, *text_lengths(run)),
+        flops_per_token=model_flops_per_token(run),
         devices=state.mesh.world,
         peak=state.device.peak_tflops,
         replicas=state.mesh.dp.size,
