@@ -14,11 +14,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
 from mega.core.checkpoint.forms import peft
 from mega.core.checkpoint.forms.base import digest_like, unlike
@@ -34,7 +33,9 @@ from mega.core.device import sent
 from mega.core.inference.load import OpenedModel
 from mega.core.inventory import inventory
 from mega.core.inventory.adapters import AdapterSpec, adapter_specs, with_adapters
+from mega.core.ops.dropout import Dropout
 from mega.core.ops.paged_attention import Integers
+from mega.core.parallel.adapter import AdaptedGemms, LowRank
 from mega.core.parallel.linear import ColumnLinear, RowLinear
 from mega.core.parallel.mesh import Mesh
 from mega.core.parallel.weight import Segment
@@ -156,21 +157,12 @@ def _columns(adapters: Sequence[OpenedAdapter]) -> Iterator[slice]:
         start += each.rank
 
 
-class Adapted(Protocol):
-    """A linear that adapters may be added to: it calls `adapter.add`."""
-
-    weight: Any
-    adapter: Any
-
-
-class StackedAdapters(nn.Module):
+class StackedAdapters(LowRank):
     """All adapters of linears that are one GEMM, in place of `parallel.adapter.Adapter`, without a backward pass.
 
     down: every A of every part, [parts x columns, in]. up: of each part every B, [out, columns]. parts: each one's
     columns of y.
     """
-
-    weights = ()
 
     def __init__(
         self, choice: AdapterChoice, down: torch.Tensor, up: Sequence[torch.Tensor], parts: Sequence[slice]
@@ -178,7 +170,7 @@ class StackedAdapters(nn.Module):
         super().__init__()
         self._choice, self._down, self._up, self._parts = choice, down, list(up), list(parts)
 
-    def add(self, x: torch.Tensor, y: torch.Tensor, drop: object = None) -> None:
+    def add(self, x: torch.Tensor, y: torch.Tensor, drop: Dropout | None = None) -> None:
         """Add to y [n, out] what each row of x [n, in] makes in its own adapter."""
         kept, scales = self._choice.kept, self._choice.scales
         if kept is None or scales is None:
@@ -214,7 +206,7 @@ def load_adapters(
 
 
 def _attach(
-    linear: Adapted,
+    linear: ColumnLinear | RowLinear,
     choice: AdapterChoice,
     adapters: Sequence[OpenedAdapter],
     mesh: Mesh,
@@ -240,4 +232,4 @@ def _attach(
                 real = Segment(held, 0).real(memory)
                 wanted[number].append(Piece(f"weights/{tensor.name}", held.whole, held.start, real))
     parts = [slice(each.offset, each.offset + each.shard.local[0]) for each in segments]
-    linear.adapter = StackedAdapters(choice, down, ups, parts)
+    linear.gemms = AdaptedGemms(linear.gemms, StackedAdapters(choice, down, ups, parts))

@@ -136,7 +136,7 @@ def _fused(
     product of it, and the stream added to by the last product of a branch. None where more lies between these."""
     attention, feed_forward, added = block.attention, block.feed_forward, block.attention.ops.added
     linears: tuple[ColumnLinear | RowLinear, ...] = (attention.qkv, attention.out, feed_forward.up, feed_forward.down)
-    usual = all(linear.adapter is None and linear.region.size == 1 for linear in linears)
+    usual = all(linear.gemms.plain and linear.region.size == 1 for linear in linears)
     if not usual or not block.pre or block.post_norm_residual or not all(few.takes(1, each) for each in factors):
         return None
     qkv, out, up, down = (replace(factor, bias=_bias(linear)) for factor, linear in zip(factors, linears, strict=True))
@@ -187,18 +187,14 @@ def _factor(linear: ColumnLinear | RowLinear, bias: torch.Tensor | None = None) 
 def _linear(
     linear: ColumnLinear | RowLinear, factor: Factor, sum_ranks: Sum | None = None
 ) -> Callable[..., torch.Tensor]:
-    multiply, adapter = linear.weight.ops.matmuls.by(factor), linear.adapter
-    leaves = isinstance(linear, RowLinear) and linear.region.size > 1
-    if adapter is None and not leaves:
+    multiply = linear.gemms.by(factor)
+    if not isinstance(linear, RowLinear) or linear.region.size == 1:
         return multiply
     summed = sum_ranks or partial(all_reduce, axis=linear.region.axis)
 
     def run(x: torch.Tensor) -> torch.Tensor:
         y = multiply(x)
-        if adapter is not None:
-            adapter.add(x, y, None)
-        if leaves:
-            summed(y)
+        summed(y)
         return y
 
     return run
@@ -209,7 +205,7 @@ def _last(
 ) -> Callable[[torch.Tensor, torch.Tensor], Branch]:
     """The last linear of a branch, of the stream x and its input y: it may add its output to x, in one operation."""
     multiply, bias, weight = _linear(linear, factor, sum_ranks), linear.bias, factor.weight.t()
-    if not ops.spread or bias is not None or linear.adapter is not None or linear.region.size > 1:
+    if not ops.spread or bias is not None or not linear.gemms.plain or linear.region.size > 1:
         return lambda x, y: (x, multiply(y), bias)
     return lambda x, y: (x.addmm_(y, weight), None, None) if x.dtype == y.dtype else (x, multiply(y), None)
 

@@ -7,7 +7,6 @@ units run with their whole weights (ZeRO 3), here, for all of them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -21,6 +20,7 @@ from mega.core.inventory.adapters import adapter_specs
 from mega.core.model.block import Block, ResidualState
 from mega.core.model.forward import ForwardContext
 from mega.core.model.stage import StageOptions, UnshardHook
+from mega.core.parallel.adapter import attach_adapters
 from mega.core.parallel.mesh import Axis
 from mega.core.parallel.pipeline import StageOutput
 from mega.core.parallel.recompute import groups, recomputed
@@ -66,10 +66,10 @@ class StackStage(nn.Module):
         if options.objective is not None:
             self.terms, self.metrics = options.objective.terms, options.objective.metrics
         own = tensors_by_unit(model)
-        factory = replace(factory, adapters=adapter_specs(model, inventory(model)))
         self.embedding = self.build_embedding(factory.exact, own["embedding"]) if "embedding" in units else None
         self.build_blocks(factory, own)
         self.head = self.build_head(factory.exact, own["head"]) if "head" in units else None
+        attach_adapters(self, adapter_specs(model, inventory(model)), factory)
 
     # -- what a family writes
 

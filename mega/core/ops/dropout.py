@@ -53,6 +53,11 @@ class Dropout(_Decided):
         return _drop(x, keep_mask(rows[:, None], elements, self.probability, self.rule), self.keep)
 
 
+def of_columns(drop: Dropout | None, index: int, width: int) -> Dropout | None:
+    """Dropout of a rank's columns, the `index`-th run of `width`."""
+    return None if drop is None else replace(drop, first=index * width)
+
+
 @dataclass(frozen=True, eq=False)
 class AttentionDropout(_Decided):
     """Dropout of attention weights: a function of query token, head and key column.

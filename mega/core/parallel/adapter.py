@@ -1,4 +1,4 @@
-"""The low-rank product that an adapter adds to a linear layer, within the layer's own passes.
+"""Low-rank adapters (LoRA) wrap the GEMMs of a linear layer, which does not know of them.
 
     forward   h = scale drop(x) A^T;  y += h B^T
     dgrad     dh = dy B;              dx += scale drop(dh A)
@@ -11,22 +11,44 @@ another; each has a B of its own. Source: Hu et al. 2021, section 4.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
-from mega.core.inventory import Tensor
 from mega.core.inventory.adapters import AdapterSpec
 from mega.core.ops.dropout import Dropout
+from mega.core.ops.matmuls import Factor
+from mega.core.parallel.gemms import Grads, LinearGemms
+from mega.core.parallel.linear import ColumnLinear, RowLinear
 from mega.core.parallel.weight import ParameterFactory, Weight
 
-Grads = tuple[torch.Tensor | None, ...]
-"""Of A and of every B, None where they have gone into buckets."""
+
+class LowRank(nn.Module):
+    """What `AdaptedGemms` adds to the three GEMMs of a layer. One that only serves adds to the first alone."""
+
+    @property
+    def weights(self) -> tuple[Weight, ...]:
+        """Whose gradients `wgrad` computes."""
+        return ()
+
+    def add(self, x: torch.Tensor, y: torch.Tensor, drop: Dropout | None) -> Any:
+        """Add to y [n, out] what x [n, in] makes; what `wgrad` takes back."""
+        raise NotImplementedError
+
+    def dgrad(self, grad: torch.Tensor, grad_x: torch.Tensor, drop: Dropout | None) -> torch.Tensor:
+        """Add to grad_x [n, in] what grad [n, out] makes; what `wgrad` takes."""
+        raise NotImplementedError
+
+    def wgrad(
+        self, x: torch.Tensor, h: torch.Tensor, grad: torch.Tensor, grad_h: torch.Tensor, drop: Dropout | None
+    ) -> Grads:
+        raise NotImplementedError
 
 
-class Adapter(nn.Module):
+class Adapter(LowRank):
     """The adapters of linears that are one GEMM. parts: each one's columns of y.
 
     down: A, [parts rank, in]; up: every B, [out, rank]. dropout: of x.
@@ -47,27 +69,27 @@ class Adapter(nn.Module):
         return self.down, *self.up  # type: ignore[return-value]
 
     def add(self, x: torch.Tensor, y: torch.Tensor, drop: Dropout | None) -> torch.Tensor:
-        """Add to y [n, out] what x [n, in] makes; h [n, parts rank], which `backward` is given."""
+        """Add to y [n, out] what x [n, in] makes; h [n, parts rank], which `wgrad` is given."""
         h = self._dropped(x, drop) @ self.down.t()
         h.mul_(self.scale)
         for number, columns in enumerate(self.columns):
             y[:, columns].addmm_(self._part(h, number), self.up[number].t())
         return h
 
-    def dgrad(self, grad: torch.Tensor, grad_x: torch.Tensor | None, drop: Dropout | None) -> torch.Tensor:
+    def dgrad(self, grad: torch.Tensor, grad_x: torch.Tensor, drop: Dropout | None) -> torch.Tensor:
         """Add to grad_x [n, in] what grad [n, out] makes; dh [n, parts rank]."""
         parts = [grad[:, columns] @ self.up[number] for number, columns in enumerate(self.columns)]
         grad_h = (parts[0] if len(parts) == 1 else torch.cat(parts, 1)).mul_(self.scale)
-        if grad_x is not None and drop is None:
+        if drop is None:
             grad_x.addmm_(grad_h, self.down)
-        elif grad_x is not None:
+        else:
             grad_x.add_(self._dropped(grad_h @ self.down, drop))
         return grad_h
 
     def wgrad(
         self, x: torch.Tensor, h: torch.Tensor, grad: torch.Tensor, grad_h: torch.Tensor, drop: Dropout | None
     ) -> Grads:
-        """The gradients of A and of every B, into their buckets where they have some."""
+        """The gradients of A and of every B, into their main_grads where they have some."""
         down = self.down.add_wgrad(grad_h, self._dropped(x, drop))
         pairs = enumerate(zip(self.weights[1:], self.columns, strict=True))
         return down, *(up.add_wgrad(grad[:, columns], self._part(h, number)) for number, (up, columns) in pairs)
@@ -82,16 +104,81 @@ class Adapter(nn.Module):
         return h[:, number * self.rank : (number + 1) * self.rank]
 
 
-def adapter_of(factory: ParameterFactory, tensors: Sequence[Tensor], weight: Weight) -> Adapter | None:
-    """The adapters of the linears that are stacked in `weight`, if any has one."""
-    parts = []
-    for tensor, segment in zip(tensors, weight.segments, strict=True):
-        if tensor.name in factory.adapters:
-            rows = slice(segment.offset, segment.offset + segment.shard.local[0])
-            parts.append((rows, factory.adapters[tensor.name]))
-    return Adapter(factory, parts) if parts else None
+@dataclass
+class _AdaptedGrad:
+    """dy as both GEMMs of the backward pass take it. prepared: for the layer's own. h, drop: of the forward pass.
+    grad_h: set by `dgrad`."""
+
+    prepared: Any
+    grad: torch.Tensor
+    h: torch.Tensor
+    drop: Dropout | None
+    grad_h: torch.Tensor | None = None
 
 
-def of_columns(drop: Dropout | None, index: int, width: int) -> Dropout | None:
-    """Dropout of a rank's columns, the `index`-th run of `width`."""
-    return None if drop is None else replace(drop, first=index * width)
+class AdaptedGemms(nn.Module):
+    """`LinearGemms` with an adapter's added to each of them."""
+
+    plain = False
+
+    def __init__(self, gemms: LinearGemms, adapter: LowRank):
+        super().__init__()
+        self.gemms, self.adapter = gemms, adapter
+
+    @property
+    def weights(self) -> tuple[Weight, ...]:
+        return *self.gemms.weights, *self.adapter.weights
+
+    def cast(self, dtype: torch.dtype) -> torch.Tensor:
+        return self.gemms.cast(dtype)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        factor: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        drop: Dropout | None = None,
+        *,
+        out: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, Any]:
+        assert out is None, "--lora-rank excludes --tp-overlap"
+        y, saved = self.gemms.forward(x, factor, bias, drop)
+        return y, (saved, self.adapter.add(x, y, drop), drop)
+
+    def prepare(self, grad: torch.Tensor, saved: Any) -> _AdaptedGrad:
+        inner, h, drop = saved
+        return _AdaptedGrad(self.gemms.prepare(grad, inner), grad, h, drop)
+
+    def dgrad(self, grad: _AdaptedGrad, factor: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
+        assert out is None, "--lora-rank excludes --tp-overlap"
+        grad_x = self.gemms.dgrad(grad.prepared, factor)
+        grad.grad_h = self.adapter.dgrad(grad.grad, grad_x, grad.drop)
+        return grad_x
+
+    def wgrad(self, grad: _AdaptedGrad, x: torch.Tensor | None) -> Grads:
+        assert x is not None and grad.grad_h is not None
+        own = self.gemms.wgrad(grad.prepared, x)
+        return *own, *self.adapter.wgrad(x, grad.h, grad.grad, grad.grad_h, grad.drop)
+
+    def by(self, factor: Factor) -> Callable[[torch.Tensor], torch.Tensor]:
+        multiply, add = self.gemms.by(factor), self.adapter.add
+
+        def run(x: torch.Tensor) -> torch.Tensor:
+            y = multiply(x)
+            add(x, y, None)
+            return y
+
+        return run
+
+
+def attach_adapters(module: nn.Module, specs: Mapping[str, AdapterSpec], factory: ParameterFactory) -> None:
+    """Wrap the GEMMs of the linear layers of `module` that have adapters. specs: name of a linear's weight -> its
+    adapter."""
+    for linear in [each for each in module.modules() if isinstance(each, ColumnLinear | RowLinear)]:
+        parts = [
+            (slice(segment.offset, segment.offset + segment.shard.local[0]), specs[segment.shard.name])
+            for segment in linear.weight.segments
+            if segment.shard.name in specs
+        ]
+        if parts:
+            linear.gemms = AdaptedGemms(linear.gemms, Adapter(factory, parts))

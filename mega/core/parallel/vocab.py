@@ -18,6 +18,7 @@ from mega.core.ops.autograd import deliver
 from mega.core.ops.norm import accurate
 from mega.core.ops.suite import Ops
 from mega.core.parallel.collectives import all_reduce, reduce_from_region
+from mega.core.parallel.gemms import WeightGemms
 from mega.core.parallel.linear import column_matmul
 from mega.core.parallel.mesh import Axis
 from mega.core.parallel.region import Region
@@ -72,7 +73,7 @@ class VocabEmbedding(nn.Module):
 
 def logits(x: torch.Tensor, weight: Weight, region: Region, bias: Weight | None = None) -> torch.Tensor:
     """x [tokens, h] (our tokens under sequence) -> [tokens, ids of this rank], padding at minus infinity."""
-    out = column_matmul(x, weight, region)
+    out = column_matmul(x, WeightGemms(weight), region)
     out = out if bias is None else out + bias
     real = weight.segments[0].shard.size[0]
     if real == weight.shape[0]:
@@ -166,7 +167,7 @@ def token_loss(
         nll = cross_entropy(x, labels, weight, region, bias)
         weights = weights.to(nll.dtype)
         return Term((nll * weights).sum(), weights.sum())
-    made = column_matmul(x, weight, region, None if bias is None else bias.detach())
+    made = column_matmul(x, WeightGemms(weight), region, None if bias is None else bias.detach())
     weights = weights.to(accurate(made.dtype))
     scales = weights * scale.to(weights.dtype)
     nll, root = _WithGradient.apply(made, labels, scales, weight, bias)  # type: ignore[no-untyped-call]
@@ -180,7 +181,7 @@ def cross_entropy(
 
     x [tokens, h], our tokens under sequence. bias: of the logits, cut like the vocabulary.
     """
-    made = column_matmul(x, weight, region, None if bias is None else bias.detach())
+    made = column_matmul(x, WeightGemms(weight), region, None if bias is None else bias.detach())
     return _CrossEntropy.apply(made, labels, weight, region.axis, bias)  # type: ignore[no-any-return, no-untyped-call]
 
 

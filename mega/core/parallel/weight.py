@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from mega.core.inventory import Tensor
-from mega.core.inventory.adapters import AdapterSpec
 from mega.core.ops.counter import key, normal_
 from mega.core.ops.suite import REFERENCE, Ops
 from mega.core.shard import Shard, shard
@@ -113,8 +112,7 @@ class ParameterFactory:
 
     embedding: dtype of the tables in front of the first block, where it is not `dtype`. ops: what the layers that hold
     the weights compute with. recompute: norms and activations are computed again in the backward pass, not kept.
-    tied: the tensors of several units that this rank has made. adapters: name of a linear's weight -> what is added to
-    it.
+    tied: the tensors of several units that this rank has made.
     """
 
     coordinates: Mapping[str, tuple[int, int]]
@@ -124,7 +122,6 @@ class ParameterFactory:
     recompute: bool = False
     embedding: torch.dtype | None = None
     tied: dict[str, Weight] = field(default_factory=dict)
-    adapters: Mapping[str, AdapterSpec] = field(default_factory=dict)
 
     @property
     def exact(self) -> ParameterFactory:
