@@ -23,7 +23,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -39,7 +38,17 @@ from mega.core.config.run import RunConfig
 from mega.core.estimate.hardware import Hardware, hardware
 from mega.core.estimate.memory import memory
 from mega.core.estimate.search import search
-from mega.core.estimate.steptime import step_time
+from tests.estimate.rows import (
+    Judged,
+    as_recorded,
+    device_of,
+    judged,
+    peak_errors,
+    predicted,
+    read_rows,
+    recorded_run,
+    second_errors,
+)
 
 Flags = dict[str, Any]
 
@@ -96,6 +105,28 @@ FAMILIES: Mapping[str, Flags] = {
     "t5 770m": {**T5, "preset": "t5-770m", "micro_batch": 8},
     "t5 3b, 6 + 6 blocks": {**T5, "preset": "t5-3b", "layers": 6, "micro_batch": 4, "global_batch": 8},
     "t5 deep decoder": {**T5, "layers": 6, "decoder_layers": 18},
+}
+SINGLE: Mapping[str, Flags] = {
+    "w1 dropout": {"preset": "gpt2-345m", "vocab": 50304, "micro_batch": 64, "global_batch": 128},
+    "gpt 345m, one by one": ALONE["gpt 345m, one by one"],
+    "gpt dropout": ALONE["gpt dropout"],
+    "llama": ALONE["llama"],
+    "bert": BERT,
+    "t5": T5,
+    "w1": {"preset": "gpt2-345m", **QUIET, "vocab": 50304, "micro_batch": 64, "global_batch": 128},
+    "gpt 345m, four by four": ALONE["gpt 345m, four by four"],
+    "gpt selective": ALONE["gpt selective"],
+    "llama 32k": {**LLAMA, "layers": 2, "seq_length": 32768, "global_batch": 2},
+    "llama fp8": ALONE["llama fp8"],
+    "bert, no dropout": {**BERT, **QUIET, "micro_batch": 32},
+    "t5, no dropout": {**T5, **QUIET, "micro_batch": 32},
+    "eager": {**ALONE["gpt 345m, one by one"], "global_batch": 4, "cuda_graph": False},
+    "window": {"preset": "mistral-7b", "layers": 4, "seq_length": 16384, "micro_batch": 1, "global_batch": 2},
+    "llama full": {**LLAMA, **FULL, "global_batch": 4},
+    "bert 110m": {**BERT, "preset": "bert-110m", "micro_batch": 64, "global_batch": 64},
+    "llama3 8b": ALONE["llama3 8b"],
+    "adapters": {**LLAMA, "global_batch": 4, "lora_rank": 16},
+    "t5 four by four": {**T5, "micro_batch": 4},
 }
 FAMILY_LAYOUTS: Mapping[str, Flags] = {
     "bert tp2": {**BERT, "tp": 2, "sequence_parallel": True, "global_batch": 64},
@@ -175,13 +206,13 @@ SETS: Mapping[str, Mapping[str, Flags]] = {
     "layouts": LAYOUTS,
     "beyond": BEYOND,
     "families": FAMILIES,
+    "single": SINGLE,
     "family-layouts": FAMILY_LAYOUTS,
 }
 """Those that are not chosen by the planner."""
 
-WORKSPACES = 80 << 20
-"""Bytes that libraries keep from row to row, at the most, and that are each row's own. What lay there besides when a
-row began is another's and not in its peak."""
+DEFAULT_GPU = "h200"
+"""The device of predictions that are stored with a measured row."""
 
 COUNT = 8
 """Layouts of each choice that are measured."""
@@ -219,20 +250,6 @@ def choices(world: int, device: str, on: Hardware) -> Iterator[tuple[str, Flags]
             yield f"{name} choice {place}: {layout}", {**flags, **options}
 
 
-def predicted(run: RunConfig, world: int, on: Hardware) -> dict[str, Any]:
-    """Peaks in bytes, seconds, and when the worst stage has its peak."""
-    needs, time_ = memory(run, world), step_time(run, world, on)
-    return {
-        "peaks": [stage.peak for stage in needs.stages],
-        "when": needs.worst.when,
-        "need": needs.needed(on.communicator),
-        "seconds": time_.seconds,
-        "bubble": time_.bubble,
-        "reduction": time_.reduction,
-        "update": time_.update,
-    }
-
-
 class Row(NamedTuple):
     """A run to be measured. alone: by one rank, beside others. apart: in ranks that measure nothing else."""
 
@@ -250,7 +267,7 @@ def rows(options: argparse.Namespace, on: Hardware) -> Iterator[Row]:
         if name == "choices":
             named = dict(choices(options.nproc, _kind(options.device), on))
         for title, flags in named.items():
-            alone = name in ("alone", "families")
+            alone = name in ("alone", "families", "single")
             cells = 1 if alone else flags.get("tp", 1) * flags.get("pp", 1) * flags.get("cp", 1)
             if title.startswith(only) and options.nproc % cells == 0:
                 yield Row(title, flags, alone=alone, apart=name in ("choices", "beyond"))
@@ -261,7 +278,7 @@ def conduct(options: argparse.Namespace) -> int:
     from mega.core.parallel.launch import launch
 
     until, out = time.monotonic() + options.seconds, Path(options.out)
-    asked = list(rows(options, hardware(options.gpu)))
+    asked = list(rows(options, hardware(options.gpu or DEFAULT_GPU)))
     _bury(out)
     while True:
         done = {record["name"] for record in _records(out)}
@@ -308,7 +325,7 @@ class Bench:
         self.options, self.out = options, Path(options.out)
         self.world, self.device, self.groups = connect(options.device)
         self.kind = self.device.torch.type
-        self.on = hardware(options.gpu)
+        self.on = hardware(options.gpu or DEFAULT_GPU)
 
     def note(self, record: dict[str, Any]) -> None:
         _append(
@@ -330,7 +347,7 @@ class Bench:
         """Measure it and write what came of it, as rank `rank` of `world`."""
         import torch
 
-        record: dict[str, Any] = {"name": row.name, "flags": row.flags, "ranks": world}
+        record: dict[str, Any] = {"name": row.name, "ranks": world}
         typed = run_of(row.flags, self.kind)
         try:
             check(typed, world)
@@ -339,7 +356,7 @@ class Bench:
                 self.note({**record, "outcome": "refused", "error": str(error)})
             return
         run = resolve(typed, world)
-        record |= {"predicted": predicted(run, world, self.on)}
+        record |= {"run": as_recorded(run, world), "predicted": predicted(run, world, self.on)}
         if rank == 0:
             self.note({**record, "outcome": "begun"})
         try:
@@ -351,9 +368,9 @@ class Bench:
             self.device.release()
             return
         if rank == 0:
-            self.note({**record, **found, "outcome": "measured"})
-            line = _told({**record, **found})
-            print(line, flush=True)
+            record |= {**found, "outcome": "measured"}
+            self.note(record)
+            print(Judged(record, record["predicted"]), flush=True)
 
     def measured(self, row: Row, run: RunConfig, rank: int, world: int) -> dict[str, Any]:
         import torch
@@ -427,63 +444,48 @@ def _append(path: Path, record: Mapping[str, Any]) -> None:
 
 
 def _records(path: Path) -> list[dict[str, Any]]:
-    if not path.exists():
-        return []
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
+    return read_rows(path) if path.exists() else []
 
 
-def _told(record: Mapping[str, Any]) -> str:
-    """A row in words: predicted / measured."""
-    guess = record["predicted"]
-    pairs = zip(guess["peaks"], record["peaks"], strict=True)
-    peaks = " ".join(f"{a / 2**30:.2f}/{b / 2**30:.2f} ({a / max(b, 1) - 1:+.1%})" for a, b in pairs)
-    change = guess["seconds"] / record["seconds"] - 1
-    times = f"{1e3 * guess['seconds']:.1f}/{1e3 * record['seconds']:.1f} ({change:+.1%})"
-    return f"{record['name']:<62} GiB {peaks}  ms {times}"
-
-
-def compare(path: Path, gpu: str) -> int:
-    """Predict every measured row anew and judge: medians and worst of what the estimate promises."""
-    on = hardware(gpu)
-    space, time_ = [], []
+def compare(path: Path, gpu: str | None) -> int:
+    """Predict every measured row again and judge: medians and worst of what the estimate promises."""
+    rows = read_rows(path)
+    on = None if gpu is None else hardware(gpu)
     best: dict[str, list[tuple[float, str]]] = {}
-    failed: set[str] = set()
-    for record in _records(path):
-        name, world = record["name"], int(record.get("ranks", record["world"]))
-        if record["outcome"] in ("out of memory", "died") and name not in failed:
-            failed.add(name)
-            needs = memory(resolve(run_of(record["flags"], "cuda"), world), world).needed(on.communicator)
-            print(f"{name:<62} {record['outcome']}; predicted {needs:.1f} of {on.memory:g} GiB")
-        if record["outcome"] != "measured":
-            continue
-        record["predicted"] = predicted(resolve(run_of(record["flags"], "cuda"), world), world, on)
-        left = record["before"] if record["before"] > WORKSPACES else 0
-        record["peaks"] = [peak - left for peak in record["peaks"]]
-        print(_told(record))
-        guess = record["predicted"]
-        space += [abs(a / b - 1) for a, b in zip(guess["peaks"], record["peaks"], strict=True)]
-        time_.append(abs(guess["seconds"] / record["seconds"] - 1))
-        if " choice " in name:
-            best.setdefault(name.split(" choice ")[0], []).append((record["seconds"], name))
+    found = []
+    for one in judged(rows, on):
+        print(one)
+        found.append(one)
+        if " choice " in one.name:
+            best.setdefault(one.name.split(" choice ")[0], []).append((one.row["seconds"], one.name))
+    for row in {row["name"]: row for row in rows if row["outcome"] in ("out of memory", "died")}.values():
+        world, device = int(row.get("ranks", row["world"])), on or device_of(row)
+        needs = memory(recorded_run(row["run"]), world).needed(device.communicator)
+        print(f"{row['name']:<62} {row['outcome']}; predicted {needs:.1f} of {device.memory:g} GiB")
+    for row in rows:
+        if row["outcome"] == "retired":
+            print(f"{row['name']:<62} retired: {row['because']}")
     for name, measured in best.items():
-        first = next((seconds for seconds, row in measured if " choice 0:" in row), None)
-        fastest, row = min(measured)
+        first = next((seconds for seconds, title in measured if " choice 0:" in title), None)
+        fastest, title = min(measured)
         distance = "has not been measured" if first is None else f"is {first / fastest - 1:+.1%} from the best"
-        print(f"{name}: the planner's first {distance} of {len(measured)} (best: {row})")
-    if not time_:
+        print(f"{name}: the planner's first {distance} of {len(measured)} (best: {title})")
+    if not found:
         return 1
-    print(
-        f"{len(time_)} runs, {len(space)} peaks: median error {statistics.median(space):.1%}, worst {max(space):.1%}; "
-        f"step time: median {statistics.median(time_):.1%}, worst {max(time_):.1%}"
-    )
-    return 0 if statistics.median(space) < 0.03 and max(space) < 0.08 and statistics.median(time_) < 0.1 else 1
+    peaks = peak_errors(found)
+    print(f"peaks: {peaks}")
+    if not any(one.seconds is not None for one in found):
+        return int(peaks.median > 0.03 or peaks.worst > 0.08)
+    steps = second_errors(found)
+    print(f"step times: {steps}")
+    return int(peaks.median > 0.03 or peaks.worst > 0.08 or steps.median > 0.1)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", default="estimates.jsonl")
     parser.add_argument("--compare", type=Path, help="a file of rows to predict anew; nothing is measured")
-    parser.add_argument("--gpu", default="h200", help="the device of the prediction, or a TOML file")
+    parser.add_argument("--gpu", help="the device of the prediction, or a TOML file; --compare: else each row's own")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--only", default="", help="how names of rows begin, with ; between")
     parser.add_argument("--sets", default="choices,alone,layouts,beyond")
