@@ -57,6 +57,12 @@ NULL = (
 )
 
 
+PADDING = (
+    "T5's cross attention attends to the encoder's padding up to Megatron-core 0.5; leave --memory-padding out where "
+    "the release masks it"
+)
+
+
 def translated(line: CommandLine) -> Translation:
     """`line` as `mega` has it. Errors: ValueError where its program is not known."""
     program = program_of(line.program, line.words)
@@ -286,7 +292,18 @@ def _prompts(result: Translation, options: dict[str, list[str]]) -> None:
         result.lacking.append(f"--num-samples {count}: with a file of prompts each of them is continued; shorten it")
 
 
+def _visible_padding(result: Translation, options: dict[str, list[str]]) -> None:
+    """The decoder of the releases whose T5 is not Megatron-core's attends to padding; see --memory-padding."""
+    if any(line.startswith("--use-mcore-models") for line in result.dropped):
+        return
+    unfused = any(line.startswith("--no-masked-softmax-fusion") for line in result.dropped)
+    fused = options.get("--dtype", ["fp32"])[0] in ("bf16", "fp16") and not unfused
+    options["--memory-padding"] = ["zero" if fused else "uniform"]
+    result.notes.append(PADDING)
+
+
 _AFTER |= {
+    "pretrain_t5.py": _visible_padding,
     "pretrain_gpt2.py": _texts_first,
     "pretrain_bert.py": _texts_first,
     "finetune_gpt.py": _validated,

@@ -144,7 +144,7 @@ def recorded(out: Path) -> None:
 
     def one_step(*arguments: Any) -> Any:
         losses, skipped, norm, zeros = step(*arguments)
-        if losses:
+        if losses and torch.distributed.get_rank() == torch.distributed.get_world_size() - 1:
             line = {"loss": {name: float(value) for name, value in losses.items()}, "norm": float(norm)}
             with out.open("a") as file:
                 file.write(json.dumps(line) + "\n")

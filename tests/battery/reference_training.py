@@ -14,8 +14,8 @@ schedule, torch's clipping at 1.0 and decay of matrices only, in fp32 on a CPU, 
 They share nothing with mega but the order of the samples. Step 1 has a rate of 0 (warm-up), so its checkpoint holds
 the first weights of what begins at random: an adapter, a BERT.
 
-`means of microbatches` is --loss-normalizer microbatch: gradients of the mean of the microbatches' means, and a
-reported loss over all tokens, both as in Megatron-core.
+`means of microbatches` is --loss-normalizer microbatch: gradients and reported losses of the mean of the microbatches'
+means, as in Megatron-LM 23.06.
 
 Bounds, relative. fp32: losses 2e-6, as of one model in two layouts. Gradient norms before clipping 5e-6. Weights: what
 differs by what training changed, 1e-4 over all tensors and 1e-3 of one; Adam divides by the root of squares, so that
@@ -288,11 +288,9 @@ def chat(
             [(ids, ids if everything else labels) for ids, labels in part]
             for part in parts[step * apart : (step + 1) * apart]
         ]
-        whole = loops.token_loss(theirs, list(chain.from_iterable(rows)), by_row=by_row)
         if apart == 1:
-            return whole
-        trained = torch.stack([loops.token_loss(theirs, part) for part in rows]).mean()
-        return whole.detach() + trained - trained.detach()  # reported, and differentiated
+            return loops.token_loss(theirs, list(chain.from_iterable(rows)), by_row=by_row)
+        return torch.stack([loops.token_loss(theirs, part) for part in rows]).mean()
 
     found = loops.train(opened(model), CHAT.but(**rule), loss)
     return {**loops.difference(found, save, exported(save)), "rows": sum(map(len, parts))}

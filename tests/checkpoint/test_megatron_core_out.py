@@ -233,3 +233,5 @@ def test_padding_that_was_kept_stays_in_the_softmax(tmp_path: Path, tp: int) -> 
     assert resolve_run(updated(RunConfig(), line), tp).run.model.vocab == 8 * tp * math.ceil(53 / (8 * tp))
     loading = updated(RunConfig(), {**line, "load": str(run)})
     assert resolve_run(loading, tp).run.model.vocab == 96
+    as_stored = updated(loading, {"use_checkpoint_config": True, "finetune": True, "vocab_multiple": 128})
+    assert resolve_run(as_stored, tp).run.model.vocab == 96

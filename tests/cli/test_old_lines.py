@@ -32,40 +32,41 @@ def new(line: str) -> list[str]:
 
 SIZES = "--num-layers 2 --hidden-size 8"
 OURS = "--layers 2 --hidden 8"
+LOSS = "--loss-normalizer microbatch --no-mask-padded-vocab"
 
 
 @pytest.mark.parametrize(
     ("old", "expected"),
     [
-        (f"python pretrain_gpt.py {SIZES}", f"mega pretrain --family gpt {OURS}"),
-        (f"torchrun pretrain_bert.py {SIZES}", f"mega pretrain --family bert {OURS}"),
+        (f"python pretrain_gpt.py {SIZES}", f"mega pretrain --family gpt {OURS} {LOSS}"),
+        (f"torchrun pretrain_bert.py {SIZES}", f"mega pretrain --family bert {OURS} {LOSS}"),
         (
             f"torchrun --nproc_per_node 8 --nnodes 1 --master_port 6000 pretrain_t5.py {SIZES}",
-            f"mega pretrain --nproc 8 --family t5 {OURS}",
+            f"mega pretrain --nproc 8 --family t5 {OURS} {LOSS} --memory-padding uniform",
         ),
         (
             f"python -m torch.distributed.launch --nproc_per_node=8 --nnodes=2 pretrain_gpt2.py {SIZES}",
-            f"torchrun --nproc_per_node=8 --nnodes=2 -m mega pretrain --family gpt {OURS}",
+            f"torchrun --nproc_per_node=8 --nnodes=2 -m mega pretrain --family gpt {OURS} {LOSS}",
         ),
         (
             f"mpirun -np 8 -x MASTER_ADDR python pretrain_gpt.py {SIZES} --use-mpi",
-            f"mpirun -np 8 -x MASTER_ADDR mega pretrain --family gpt {OURS}",
+            f"mpirun -np 8 -x MASTER_ADDR mega pretrain --family gpt {OURS} {LOSS}",
         ),
         (
             f"nohup deepspeed --num_gpus 4 pretrain_gpt2.py {SIZES}",
-            f"nohup mega pretrain --nproc 4 --family gpt {OURS}",
+            f"nohup mega pretrain --nproc 4 --family gpt {OURS} {LOSS}",
         ),
         (
             f"deepspeed pretrain_gpt2.py {SIZES}",
-            f"torchrun --nproc-per-node gpu -m mega pretrain --family gpt {OURS}",
+            f"torchrun --nproc-per-node gpu -m mega pretrain --family gpt {OURS} {LOSS}",
         ),
         (
             f"torchrun $ARGS pretrain_gpt.py {SIZES}",
-            f"torchrun $ARGS -m mega pretrain --family gpt {OURS}",
+            f"torchrun $ARGS -m mega pretrain --family gpt {OURS} {LOSS}",
         ),
         (
             f"deepspeed --num_nodes 2 --num_gpus 4 pretrain_gpt2.py {SIZES}",
-            f"torchrun --nnodes 2 --nproc-per-node 4 -m mega pretrain --family gpt {OURS}",
+            f"torchrun --nnodes 2 --nproc-per-node 4 -m mega pretrain --family gpt {OURS} {LOSS}",
         ),
         (
             "python tasks/main.py --task LAMBADA --valid-data x --load c --strict-lambada --batch-size 8",
@@ -111,6 +112,19 @@ def test_a_line_of_theirs_is_one_of_ours(old: str, expected: str) -> None:
     assert new(old) == [expected]
 
 
+def test_the_padding_of_an_encoder_is_seen_as_the_line_saw_it() -> None:
+    """The fused softmax of bf16 and fp16 treats it otherwise, and Megatron-core's model does not see it."""
+    for words, expected in [
+        ("", "--memory-padding uniform"),
+        ("--fp16", "--memory-padding zero"),
+        ("--bf16 --no-masked-softmax-fusion", "--memory-padding uniform"),
+        ("--use-mcore-models", LOSS),
+    ]:
+        assert new(f"python pretrain_t5.py --num-layers 2 {words}")[0].endswith(expected)
+    (per_token,) = new("python pretrain_gpt.py --num-layers 2 --calculate-per-token-loss")
+    assert per_token == "mega pretrain --family gpt --layers 2 --loss-normalizer global --no-mask-padded-vocab"
+
+
 def test_texts_of_2019_are_made_tokens_first() -> None:
     line = (
         "python pretrain_bert.py --train-data wikipedia --tokenizer-type BertWordPieceTokenizer --vocab-file v --save s"
@@ -118,8 +132,8 @@ def test_texts_of_2019_are_made_tokens_first() -> None:
     assert new(line) == [
         "mega preprocess --input data/wikipedia/wikidump_lines.json --output-prefix wikipedia --split-sentences "
         "--tokenizer BertWordPieceLowerCase --vocab-file v",
-        "mega pretrain --family bert --tokenizer BertWordPieceLowerCase --vocab-file v --save s --save-interval 5000 "
-        "--data-path wikipedia_text_sentence",
+        "mega pretrain --family bert --tokenizer BertWordPieceLowerCase --vocab-file v --save s "
+        f"{LOSS} --save-interval 5000 --data-path wikipedia_text_sentence",
     ]
     of_one_name = new("python pretrain_gpt2.py --train-data a/text.json b/text.json")
     assert of_one_name[-1].endswith("--data-path 1 text_text_document 1 text-2_text_document")
@@ -166,7 +180,7 @@ def test_a_script_is_read_as_the_shell_reads_it(tmp_path: Path, capsys: pytest.C
     assert first.splitlines() == [
         "# no counterpart: --num-experts: mixtures of experts are not built yet",
         "OMP_NUM_THREADS=1 mega pretrain --nproc 8 --family bert --layers 2 --hidden 8 --save 'my runs/1' "
-        "--load $CHECKPOINT --save-interval 5000",
+        f"--load $CHECKPOINT {LOSS} --save-interval 5000",
     ]
     assert second.splitlines() == [
         f"# by release: {NULL}",

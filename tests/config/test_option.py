@@ -56,7 +56,17 @@ def test_what_a_resume_notes() -> None:
         *("clip_grad", "adam_beta1", "adam_beta2", "adam_eps", "sgd_momentum"),
         *("adafactor_relative", "adafactor_clip", "adafactor_decay", "mask_padded_vocab", "rampup", "chat_template"),
         *("sample_kind", "mask_prob", "short_seq_prob"),
-        *("fp8", "memory_padding", "grad_dtype", "masters", "residual_fp32", "embedding_fp32", "loss_scale", "ops"),
+        *(
+            "fp8",
+            "memory_padding",
+            "data_sharding",
+            "grad_dtype",
+            "masters",
+            "residual_fp32",
+            "embedding_fp32",
+            "loss_scale",
+            "ops",
+        ),
     }
 
 

@@ -164,6 +164,31 @@ def test_cyclic_order_is_each_share_shuffled_by_the_epoch() -> None:
         Batches(Numbers(3), micro_batch=2, vocab=99, dp_size=2, order="cyclic").take(0, 1)
 
 
+@pytest.mark.parametrize(("b", "d", "total"), [(2, 2, 11), (1, 3, 11), (2, 3, 16)])
+def test_cyclic_order_without_sharding_is_taken_in_turn(b: int, d: int, total: int) -> None:
+    """Every rank plays Megatron-LM's sampler from epoch to epoch, as its loader does: a rank may have a microbatch
+    more in an epoch than others."""
+
+    def played(rank: int, count: int) -> list[list[int]]:
+        group, consumed, found = b * d, 0, []
+        while len(found) < count:
+            epoch, within = divmod(consumed, total - total % group)
+            generator = torch.Generator()
+            generator.manual_seed(epoch)
+            numbers = torch.randperm(total // b * b, generator=generator).tolist()[within:][rank::d]
+            for at in range(0, len(numbers) - b + 1, b):
+                found.append(numbers[at : at + b])
+                consumed += group
+        return found[:count]
+
+    for rank in range(d):
+        batches = Batches(
+            Numbers(total), micro_batch=b, vocab=99, dp_index=rank, dp_size=d, order="cyclic", sharding=False
+        )
+        found = [batches.take(number * b * d, 1)[0].tokens[:, 0].tolist() for number in range(12)]
+        assert found == played(rank, 12)
+
+
 def test_mock_samples_are_a_function_of_seed_and_number() -> None:
     mock = MockDataset(samples=5, seq_length=7, vocab=11, seed=3)
     assert len(mock) == 5 and mock[2].shape == (8,) and mock[2].dtype == np.int64

@@ -94,7 +94,7 @@ def ours(groups: Groups, rank: int, ranks: int, chunks: int, kind: Any) -> tuple
     for _ in range(2):
         for piece in pieces:
             piece.matrix.grad = None
-        sums = pipeline.run(schedule, batches(), SCALES)
+        sums = pipeline.run(schedule, batches(), SCALES).sum(0)
     gradients = [piece.matrix.grad for piece in pieces]
     return sums, [gradient for gradient in gradients if gradient is not None]
 
@@ -120,7 +120,7 @@ def forwards(groups: Groups, rank: int, ranks: int) -> tuple[torch.Tensor, list[
     mesh = Mesh(rank, pp=ranks, groups=groups)
     piece = Piece(rank, rank == ranks - 1)
     pipeline, schedule = Pipeline([piece], mesh, CPU), plan("forward", ranks, 1, MICROBATCHES)
-    sums, outputs = pipeline.run(schedule, batches()), pipeline.outputs(schedule, batches())
+    sums, outputs = pipeline.run(schedule, batches()).sum(0), pipeline.outputs(schedule, batches())
     assert piece.matrix.grad is None
     return sums, outputs
 

@@ -40,6 +40,25 @@ def test_a_hugging_face_folder_is_where_a_run_begins(tmp_path: Path, capsys: pyt
         assert "vocabulary 64; " in capsys.readouterr().out
 
 
+def test_a_tree_of_megatron_names_what_continues_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its optimizer and steps are not read in place; where it is also where the run saves, the run does not begin."""
+    ours, tree = tmp_path / "ours", tmp_path / "tree"
+    assert main(["pretrain", *SHAPE, *RUN, "--save", str(ours), "--save-interval", "2"]) == 0
+    assert main(["reshard", "--load-dir", str(ours), "--save-dir", str(tree), "--saver", "megatron-23.06"]) == 0
+    assert "which loads it with --no-load-rng: " in capsys.readouterr().out
+    line = ["pretrain", *RUN, "--use-checkpoint-config", "--metrics", str(tmp_path / "m"), "--load", str(tree)]
+    advice = f"`mega reshard --load-dir {tree} --save-dir "
+    assert main(line) == 0
+    assert f"{advice}RUN` makes a checkpoint, which --load RUN continues" in capsys.readouterr().out
+    assert main([*line, "--finetune"]) == 0
+    assert advice not in capsys.readouterr().out, "weights alone are asked for"
+    before = sorted(tree.rglob("*"))
+    assert main([*line, "--save", str(tree), "--save-interval", "2"]) == 2
+    said = capsys.readouterr()
+    assert f"--save {tree}: holds a tree of Megatron-LM" in said.err and f"{advice}{tree}-mega`" in said.err
+    assert "starting from the beginning" not in said.out and sorted(tree.rglob("*")) == before
+
+
 def test_a_digest_tells_weights_of_equal_names_and_sizes_apart(tmp_path: Path) -> None:
     """As those of one model before and after a training that left its first tensors as they were."""
     weights = np.zeros(1 << 20, np.uint8)

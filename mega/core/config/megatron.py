@@ -157,7 +157,6 @@ IGNORED: Mapping[str, Ignored] = {
     "--no-save-rng": Ignored(0, _NO_RANDOM_STATE),
     "--data-impl": Ignored(1, "token files are always memory-mapped"),
     "--mmap-warmup": Ignored(0, "token files are read when they are needed"),
-    "--no-data-sharding": Ignored(0, "every sample order is global"),
     "--inference-batch-times-seqlen-threshold": Ignored(1, "it means nothing in training"),
     "--max-tokens-to-oom": Ignored(1, "it means nothing in training"),
     "--ckpt-format": Ignored(1, _ONE_FORM),

@@ -46,9 +46,10 @@ _CHINESE = (
     "Yuan's tasks of CLUE are not built; mega eval --tasks scores those of lm-eval, mega generate continues prompts"
 )
 
-_GPT = Program("pretrain", adds={"--family": "gpt"})
-_BERT = Program("pretrain", adds={"--family": "bert"})
-_T5 = Program("pretrain", adds={"--family": "t5"})
+_LOSS = {"--loss-normalizer": "microbatch", "--no-mask-padded-vocab": ""}
+"""Megatron-LM averages the means of microbatches, and its softmax includes the rows that pad the vocabulary."""
+
+_GPT, _BERT, _T5 = (Program("pretrain", adds={"--family": name}, defaults=_LOSS) for name in ("gpt", "bert", "t5"))
 _GENERATE = Program(
     "generate",
     renames={

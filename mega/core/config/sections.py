@@ -569,7 +569,8 @@ class BatchConfig(Section):
     )
     loss_normalizer: Literal["global", "microbatch"] = option(
         "global",
-        "divide the loss by the global batch's weight, or by each microbatch's as Megatron does (gradients only)",
+        "divide the loss by the global batch's weight, or by each microbatch's as Megatron-LM does, which also reports "
+        "the mean of its microbatches",
         megatron={"--calculate-per-token-loss": "global"},
         on_resume="noted",
     )
@@ -863,6 +864,13 @@ class DataConfig(Section):
         "0.18; cyclic assigns samples to data ranks, so another number of them is another run",
         megatron="--dataloader-type",
         on_resume="noted",
+    )
+    data_sharding: bool = option(
+        True,
+        "cyclic order shuffles a part of the samples for each data rank; else all of them, which ranks take in turn",
+        megatron={"--no-data-sharding": False},
+        on_resume="noted",
+        read_with={"order": ("cyclic",)},
     )
     reset_positions: bool = option(
         False,

@@ -24,7 +24,8 @@ class Batches:
     """Reads a dataset in steps: `take(consumed, microbatches)` is a function of its two numbers alone.
 
     order: "single" reads the dataset's samples as they come; "cyclic" assigns them to the coordinates once and
-    reshuffles each one's share every epoch, as Megatron-LM's sampler of that name.
+    reshuffles each one's share every epoch, as Megatron-LM's sampler of that name. sharding: whether a coordinate's
+    samples are a share of its own; else all are shuffled together and taken in turn, as with --no-data-sharding.
     eod: the id that ends a document; needed by eod_mask_loss, reset_positions and reset_attention.
     collate: (rows of token ids, number of the first) -> batch, where it is to be another than a `DecoderBatch`. A
     dataset whose samples are more than a run of tokens has its own.
@@ -41,6 +42,7 @@ class Batches:
         dp_size: int = 1,
         eod: int | None = None,
         order: Literal["single", "cyclic"] = "single",
+        sharding: bool = True,
         eod_mask_loss: bool = False,
         reset_positions: bool = False,
         reset_attention: bool = False,
@@ -53,7 +55,7 @@ class Batches:
                 "end-of-document token"
             )
         assert 0 <= dp_index < dp_size and micro_batch > 0
-        self._dataset, self._vocab, self._order = dataset, vocab, order
+        self._dataset, self._vocab, self._order, self._sharding = dataset, vocab, order, sharding
         self._rows, self._rank, self._ranks = micro_batch, dp_index, dp_size
         self._loss_eod = eod if eod_mask_loss else None
         self._position_eod = eod if reset_positions else None
@@ -118,15 +120,35 @@ class Batches:
                 f"{self._group} samples, and the checkpoint lies at sample {begin}, within one; take the ranks and the "
                 "micro batch that it was made with"
             )
+        first = within // self._ranks
+        if not self._sharding:
+            return self._in_turn(epoch, first, groups * self._rows)
         share = groups * self._rows
+        chosen: list[int] = self._shuffled(epoch, share)[first : first + self._rows].tolist()
+        return [self._rank * share + entry for entry in chosen]
+
+    def _in_turn(self, epoch: int, first: int, share: int) -> Sequence[int]:
+        """Of all samples of an epoch, shuffled, this coordinate's from its number `first` on.
+
+        share: what every coordinate has in an epoch. One that can fill another microbatch from what is left over reads
+        that first in the next epoch, as Megatron-LM's sampler does.
+        """
+        samples = len(self._dataset) // self._rows * self._rows
+        if epoch and not first:
+            left_over: list[int] = self._shuffled(epoch - 1, samples)[self._rank :: self._ranks][share:].tolist()
+            if len(left_over) >= self._rows:
+                return left_over[: self._rows]
+        mine: list[int] = self._shuffled(epoch, samples)[self._rank :: self._ranks][first : first + self._rows].tolist()
+        return mine
+
+    def _shuffled(self, epoch: int, count: int) -> NDArray[np.int64]:
+        """The numbers below `count` in the order of an epoch."""
         permutation = self._permutation  # held here, since the thread that reads ahead may put another epoch's
         if permutation is None or permutation[0] != epoch:
             generator = torch.Generator()
             generator.manual_seed(epoch)
-            permutation = self._permutation = epoch, torch.randperm(share, generator=generator).numpy()
-        first = within // self._ranks
-        chosen: list[int] = permutation[1][first : first + self._rows].tolist()
-        return [self._rank * share + entry for entry in chosen]
+            permutation = self._permutation = epoch, torch.randperm(count, generator=generator).numpy()
+        return permutation[1]
 
     def _batch(self, first: int, entries: Sequence[int]) -> Batch:
         """Samples `entries` of the dataset under the global numbers from `first` on."""

@@ -76,8 +76,8 @@ class Pipeline:
         scales: Sequence[torch.Tensor] | None = None,
         grads: GradBuffer | None = None,
     ) -> torch.Tensor:
-        """Play `plan` over the microbatches; float64 [names, 2], this rank's sums: total and weight of every term, then
-        of every metric.
+        """Play `plan` over the microbatches; float64 [microbatches, names, 2], this rank's sums of each: total and
+        weight of every term, then of every metric.
 
         scales: float64 [terms] a microbatch, what its terms' totals are multiplied by before its backward pass (none in
         a forward plan).
@@ -131,7 +131,7 @@ class _Step:
         self.backwards, self.weights = [0] * plan.chunks, [0] * plan.chunks
         self.deferred: dict[tuple[int, int], list[DeferredWgrad]] = {}
         self.splits = any(isinstance(act, Compute) and act.kind == "W" for act in plan.acts[self.rank])
-        self.sums: list[torch.Tensor] = []
+        self.sums: dict[int, torch.Tensor] = {}
         self.wants_outputs = wants_outputs
         self.last_outputs: dict[int, torch.Tensor] = {}
 
@@ -149,8 +149,9 @@ class _Step:
             work.wait()
         assert not (self.received or self.to_send or self.outputs), "cargo left over"
         if not self.sums:
-            return torch.zeros(len(self.pipeline.names), 2, dtype=torch.float64, device=self.pipeline.device)
-        return torch.stack(self.sums).sum(0)
+            shape = (len(self.batches), len(self.pipeline.names), 2)
+            return torch.zeros(shape, dtype=torch.float64, device=self.pipeline.device)
+        return torch.stack([self.sums[number] for number in range(len(self.batches))])
 
     def _forward(self, act: Compute) -> None:
         batch, chunk = self.batches[act.microbatch], self.pipeline.chunks[act.chunk]
@@ -162,7 +163,8 @@ class _Step:
         with torch.set_grad_enabled(trains):
             out = chunk(batch, *cargo, outputs=self.wants_outputs, scales=self._scale(act))
         if out.terms or out.metrics:
-            self.sums.append(stacked(self.pipeline.names, out))
+            found, before = stacked(self.pipeline.names, out), self.sums.get(act.microbatch)
+            self.sums[act.microbatch] = found if before is None else before + found
         if stage < self.stages - 1:
             self._give("F", act, tuple(tensor.detach() for tensor in out.cargo), stage + 1)
         if out.outputs is not None:

@@ -65,16 +65,17 @@ class ReplayedPipeline(Pipeline):
             self._begun = self._begun or grads is not None
             return super().run(plan, batches, scales, grads)
         grads.wait_param_gather()
-        sums = torch.zeros(len(self.names), 2, dtype=torch.float64, device=self.device)
+        sums = torch.empty(len(batches), len(self.names), 2, dtype=torch.float64, device=self.device)
         asked = eager_microbatches(self.mesh.data.size, len(batches))
         alone = len(batches) - asked
-        for batch, scale in zip(batches[:alone], scales[:alone], strict=True):
+        for number, (batch, scale) in enumerate(zip(batches[:alone], scales[:alone], strict=True)):
             if self._recorded is None:
                 grads.final(False)
                 self._recorded = _Recorded(self.chunks[0], batch, scale, self._peers, self._record)
-            sums += self._recorded.play(batch, scale)
+            sums[number] = self._recorded.play(batch, scale)
         if asked:
-            return sums + super().run(ALONE, batches[alone:], scales[alone:], grads)
+            sums[alone:] = super().run(ALONE, batches[alone:], scales[alone:], grads)
+            return sums
         grads.all_ready()
         return sums
 
@@ -118,7 +119,7 @@ class _Recorded:
         self._end = 0 if peers is None else peers.count
 
     def play(self, batch: Batch, scale: torch.Tensor) -> torch.Tensor:
-        """The sums, as of `Pipeline.run`, until the next one is played; gradients are added to `main_grad`."""
+        """Its sums, as of `Pipeline.run`, until the next one is played; gradients are added to `main_grad`."""
         for ours, given in zip(self._batch.tensors().values(), batch.tensors().values(), strict=True):
             ours.copy_(given)
         self._scale.copy_(scale)

@@ -152,7 +152,7 @@ def _vocabulary(run: RunConfig, tokenizer: Tokenizer | None, notes: list[str]) -
 
 def _with_padding(run: RunConfig, vocab: int) -> int:
     """The vocabulary where padding counts as tokens: as many rows as the checkpoint has that the run begins from, where
-    those are more than its tokenizer's (so it continues in any layout), else as many as this layout pads to."""
+    those suffice for its tokenizer (so it continues in any layout), else as many as this layout pads to."""
     from mega.core.checkpoint.forms.start import open_start
     from mega.core.checkpoint.own.model import model_of
     from mega.core.checkpoint.own.pieces import CheckpointError
@@ -162,7 +162,7 @@ def _with_padding(run: RunConfig, vocab: int) -> int:
         if place is not None:
             with contextlib.suppress(CheckpointError):  # none there, or damaged: reported where weights are read
                 stored = model_of(open_start(place, lambda line: None)[0].meta, place).vocab or 0
-                return stored if stored > vocab else padded(vocab, run.parallel.tp, run.model.vocab_multiple)
+                return stored if stored >= vocab else padded(vocab, run.parallel.tp, run.model.vocab_multiple)
     return padded(vocab, run.parallel.tp, run.model.vocab_multiple)
 
 

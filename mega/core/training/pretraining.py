@@ -68,6 +68,7 @@ def task(run: RunConfig, data: Datasets, tokenizer: Tokenizer | None, mesh: Mesh
             dp_size=mesh.dp.size,
             eod=tokenizer.eod if tokenizer is not None else None,
             order="cyclic" if options.order == "cyclic" else "single",
+            sharding=options.data_sharding,
             eod_mask_loss=options.eod_mask_loss,
             reset_positions=options.reset_positions,
             reset_attention=options.reset_attention,

@@ -11,7 +11,7 @@ from typing import Any
 
 from mega.core.checkpoint.forms.base import open_base
 from mega.core.checkpoint.forms.direct import SAMPLED
-from mega.core.checkpoint.forms.recognise import check_place
+from mega.core.checkpoint.forms.recognise import check_place, foreign_form, form_at
 from mega.core.checkpoint.forms.start import open_start
 from mega.core.checkpoint.own.base import describe, named_base
 from mega.core.checkpoint.own.model import model_of
@@ -23,6 +23,7 @@ from mega.core.config.run import RunConfig, flag_of, options_with, value_of
 from mega.core.config.sections import DECODERS, LABELLED
 from mega.core.data.build import Datasets
 from mega.core.data.dataset import BlendedDataset
+from mega.core.files import url_of
 from mega.core.inventory import inventory
 from mega.core.inventory.adapters import with_adapters
 from mega.core.ops.counter import OLD_RULE, RULE
@@ -80,13 +81,33 @@ def _find(run: RunConfig, report: Callable[[str], None], exchange: Exchange) -> 
         return None
     # The first start of a run that loads from where it saves; anywhere else a missing checkpoint is a mistake.
     if options.load == options.save and not options.require_load:
+        together(partial(_check_own_place, options.load), exchange)
         found = _store(options.load, exchange).find(verify=False, report=report, exchange=exchange)
         if found is None:
             report(f"--load {options.load}: holds no checkpoint yet; starting from the beginning")
             return None
         return ResumePoint(found, weights_only=options.finetune)
     found, foreign = open_start(options.load, report, exchange)
+    if foreign and not options.finetune and form_at(found.path).verb == "reshard":
+        report(
+            f"--load {options.load}: weights alone are read of {form_at(found.path).words}; to continue its optimizer "
+            f"and its steps, {_continuing(options.load, 'RUN')}"
+        )
     return ResumePoint(found, weights_only=options.finetune or foreign)
+
+
+def _continuing(tree: str, place: str) -> str:
+    """How a tree of Megatron-LM's is continued."""
+    return f"`mega reshard --load-dir {tree} --save-dir {place}` makes a checkpoint, which --load {place} continues"
+
+
+def _check_own_place(place: str) -> None:
+    """Errors: CheckpointError where others' weights are in the directory that a run loads from and saves to."""
+    form = None if url_of(place) is not None else foreign_form(Path(place))
+    if form is not None:
+        other = f"{place.rstrip('/')}-mega"
+        made = _continuing(place, other) if form.verb == "reshard" else "give --save another directory"
+        raise CheckpointError(f"--save {place}: holds {form.words}, so that no run is saved there; {made}")
 
 
 def _store(place: str, exchange: Exchange) -> CheckpointStore:
@@ -314,9 +335,10 @@ def _same_model(run: RunConfig, point: ResumePoint) -> None:
     if run.model.position == "learned" and stored["positions"] != ours["positions"]:
         differ.append("positions")
     if differ:
+        advice = "" if run.checkpoint.use_checkpoint_config else " (or give --use-checkpoint-config)"
         lines = [
             f"{flag_of(name)} {_shown(ours[name])}: the checkpoint {checkpoint.path} has {_shown(stored[name])}; "
-            "must be the same (or give --use-checkpoint-config)"
+            f"must be the same{advice}"
             for name in differ
         ]
         raise CheckpointError("\n".join(lines))

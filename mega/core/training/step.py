@@ -82,28 +82,38 @@ def backward(state: TrainState, batches: Sequence[Batch]) -> torch.Tensor:
     # 0
     batches = [batch.split(mesh.cp.index, mesh.cp.size) for batch in batches]
     # 1
-    scales = _scales(options.normalizer, batches, state)
+    factors = _factors(batches, state)
+    scales = factors if state.scaler is None else factors * state.scaler.scale
     # 2
     schedule = plan(options.schedule, mesh.pp.size, options.chunks, len(batches))
-    sums = state.pipeline.run(schedule, batches, scales, state.grads)
+    sums = state.pipeline.run(schedule, batches, list(scales), state.grads)
     # 3
     state.grads.finish()
-    return sums
+    return _sums_of_step(sums, factors, state)
 
 
-def _scales(normalizer: str, batches: Sequence[Batch], state: TrainState) -> list[torch.Tensor]:
-    """For each microbatch, float64 [terms]: what its terms' totals are multiplied by."""
+def _factors(batches: Sequence[Batch], state: TrainState) -> torch.Tensor:
+    """float64 [microbatches, terms]: what each microbatch's totals are multiplied by in the loss of the step."""
     names, count = state.stages[0].terms, len(batches)
     sums = [batch.weights[name].double().sum() for batch in batches for name in names]
     weights = torch.stack(sums).view(count, len(names))
-    if normalizer == "microbatch":
+    if state.options.normalizer == "microbatch":
         all_reduce(weights, state.mesh.cp)
-        scales = 1.0 / (weights.clamp(min=LEAST_WEIGHT) * count * state.mesh.dp.size)
-    else:
-        total = weights.sum(0)
-        all_reduce(total, state.mesh.data)
-        scales = (1.0 / total.clamp(min=LEAST_WEIGHT)).expand(count, -1)
-    return list(scales if state.scaler is None else scales * state.scaler.scale)
+        return 1.0 / (weights.clamp(min=LEAST_WEIGHT) * count * state.mesh.dp.size)
+    total = weights.sum(0)
+    all_reduce(total, state.mesh.data)
+    return (1.0 / total.clamp(min=LEAST_WEIGHT)).expand(count, -1)
+
+
+def _sums_of_step(sums: torch.Tensor, factors: torch.Tensor, state: TrainState) -> torch.Tensor:
+    """float64 [names, 2] of [microbatches, names, 2]: totals and weights whose ratio is the loss of the step.
+
+    By microbatch, each total and its weight are scaled alike, so that every microbatch weighs the same.
+    """
+    if state.options.normalizer == "microbatch":
+        metrics = torch.ones_like(sums[:, factors.shape[1] :, 0])
+        sums = sums * torch.cat([factors, metrics], 1)[..., None]
+    return sums.sum(0)
 
 
 def _params_norm(state: TrainState) -> torch.Tensor:
@@ -119,9 +129,12 @@ def _share_of_zeros(state: TrainState) -> torch.Tensor:
 
 
 def evaluate_step(state: TrainState, batches: Sequence[Batch]) -> torch.Tensor:
-    """float64 [names, 2]: total and weight of every term and metric over the global batch, without dropout."""
+    """float64 [names, 2]: total and weight of every term and metric over the global batch, without dropout; by
+    microbatch, shares of a mean (`_sums_of_step`)."""
     schedule, batches = _forward_only(state, batches)
     sums = state.pipeline.run(schedule, batches)
+    microbatch = state.options.normalizer == "microbatch"
+    sums = _sums_of_step(sums, _factors(batches, state), state) if microbatch else sums.sum(0)
     all_reduce(sums, state.mesh.loss_group)
     return sums
 

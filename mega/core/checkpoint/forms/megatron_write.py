@@ -93,7 +93,7 @@ def said_of(own: Own, to: str, order: Order, given: Given) -> Said:
     notes = (
         *padding_note(model.vocab or 1, rows),
         *(unused_by_core(arguments) if core else ()),
-        _for_core(model, arguments, order, facts) if core else _for_legacy(to),
+        _for_core(model, arguments, order, facts) if core else _for_legacy(to, facts),
     )
     notes += (state_note(facts, given.optimizer, "written"),)
     return Said(kinds, facts, arguments, iteration, given.distributed and facts is not None, notes)
@@ -106,10 +106,12 @@ def _tokenizer(meta: Mapping[str, Any]) -> str | None:
     return section.get("tokenizer") if isinstance(section, dict) else None
 
 
-def _for_legacy(to: str) -> str:
+def _for_legacy(to: str, facts: Facts | None) -> str:
+    flags = "--no-load-rng" if facts is not None else "--no-load-rng --no-load-optim"
     return (
-        f"--saver {to} is for Megatron-LM of 2023 (its legacy models): Megatron-core of today (0.18) takes it without "
-        "an error and loads it wrong; for that write --saver mcore, mcore-local or torch_dist"
+        f"--saver {to} is for Megatron-LM of 2023 (its legacy models), which loads it with {flags}: Megatron-core of "
+        "today (0.18) takes it without an error and loads it wrong; for that write --saver mcore, mcore-local or "
+        "torch_dist"
     )
 
 
