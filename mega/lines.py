@@ -17,7 +17,8 @@ from pathlib import PurePosixPath
 
 import typer
 
-from mega.argv import MANY, Drops, Meaning, ReadLine, Refuses, Setting, read
+from mega.argv import MANY, Drops, Meaning, ReadLine, Refuses, Sets, Setting, read
+from mega.core.config.corpora import is_number
 from mega.core.config.programs import Program, program_of
 from mega.core.config.scripts import CommandLine
 from mega.options import Command, load
@@ -28,21 +29,25 @@ class Translation:
     """What an old line becomes.
 
     commands: lines of `mega`, in the order in which they are to run. dropped: what changes nothing. lacking: what has
-    no counterpart, or has to be given. notes: what releases of the old program do differently. verb: of the last
-    command; "" where nothing does the same.
+    no counterpart. holes: variables of the new lines that have to be set, and to what. notes: what releases of the old
+    program do differently. hints: what else to know. verb: of the last command; "" where nothing does the same.
     """
 
     verb: str
     commands: list[list[str]] = field(default_factory=list)
     dropped: list[str] = field(default_factory=list)
     lacking: list[str] = field(default_factory=list)
+    holes: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    hints: list[str] = field(default_factory=list)
 
     def text(self) -> str:
         """As a script: commands, and the rest as comments."""
         lines = [f"# changes nothing: {line}" for line in self.dropped]
         lines += [f"# no counterpart: {line}" for line in self.lacking]
+        lines += [f"# to be set: {line}" for line in self.holes]
         lines += [f"# by release: {line}" for line in self.notes]
+        lines += [f"# note: {line}" for line in self.hints]
         # A word may hold a new line, after which a comment would be a command.
         return "\n".join([" ".join(line.splitlines()) for line in lines] + [quoted(one) for one in self.commands])
 
@@ -50,6 +55,9 @@ class Translation:
 _AFTER: dict[str, Callable[[Translation, dict[str, list[str]]], None]] = {}
 """Program -> what else its line needs; it is given the options of the last command by flag."""
 
+
+_BEFORE: dict[str, Callable[[Sequence[str]], Sequence[str]]] = {}
+"""Program -> its words in a form that the table of its flags can read."""
 
 NULL = (
     "NullTokenizer adds an end of document to its --vocab-size ids, as in Megatron-LM 23.06; add --null-eod-last where "
@@ -72,10 +80,13 @@ def translated(line: CommandLine) -> Translation:
     if base in _WHOLE:
         return _WHOLE[base](line)
     known = _known(program)
-    found = read(list(_renamed(line.words, program)), known)
-    settings = _with_defaults(found.settings, program, known)
+    words = _BEFORE[base](line.words) if base in _BEFORE else line.words
+    found = read(list(_renamed(words, program)), known)
+    placed = _arguments(found, program)
+    settings = _with_defaults([*found.settings, *placed], program, _of_verb(program.verb))
     dropped = [note.replace(" is accepted and changes nothing", "") for note in found.notes]
-    result = Translation(program.verb, dropped=dropped, lacking=_reasons(found))
+    result = Translation(program.verb, dropped=dropped, lacking=_reasons(found, placed))
+    result.holes += [program.hole] if program.hole else []
     if not line.words:
         result.lacking.append(f"{line.program}: names no flags; mega {program.verb} --help shows what it needs")
     options = {setting.flag: setting.values for setting in settings}
@@ -85,16 +96,33 @@ def translated(line: CommandLine) -> Translation:
         _AFTER[base](result, options)
         switches = {setting.flag for setting in settings if setting.switch}
         settings = [Setting(flag, values, flag in switches) for flag, values in options.items()]
-    words = [word for setting in settings for word in _typed(setting, program)]
-    words += [word for word in found.others if word.startswith("-")]
-    result.commands.append([*_start(line.launcher, program.verb, known, result), *words])
+    typed = [word for setting in settings for word in _typed(setting, program)]
+    typed += [word for word in found.others if word.startswith("-")]
+    result.commands.append([*_start(line.launcher, program.verb, known, result), *typed])
     return result
 
 
 def _known(program: Program) -> dict[str, Meaning]:
     """What the verb of a program answers to, and the program's own flags."""
-    found = {**_of_verb(program.verb), **{flag: Drops(MANY, reason) for flag, reason in program.drops.items()}}
+    found: dict[str, Meaning] = dict(_of_verb(program.verb))
+    # The words that no flag names could follow one that is dropped, so that those take as many as they have.
+    count = 1 if program.arguments else MANY
+    found |= {flag: Drops(count, reason) for flag, reason in program.drops.items()}
+    found |= {flag: Drops(0, reason) for flag, reason in program.drops_switches.items()}
+    found |= {
+        flag: Sets(ours, 1, choices=tuple(names), renames=names) for flag, (ours, names) in program.values.items()
+    }
     return found | {flag: Refuses(reason) for flag, reason in program.lacks.items()}
+
+
+def _arguments(found: ReadLine, program: Program) -> list[Setting]:
+    """The words of a line that no flag names, as options of ours."""
+    words = [word for word in found.others if not word.startswith("-")]
+    flags = program.arguments[: len(words)]
+    return [
+        Setting(flag, words[index:] if flag == program.arguments[-1] else [words[index]], False)
+        for index, flag in enumerate(flags)
+    ]
 
 
 @functools.cache
@@ -120,18 +148,23 @@ def _renamed(words: Sequence[str], program: Program) -> Iterator[str]:
 def _with_defaults(settings: Sequence[Setting], program: Program, known: Mapping[str, Meaning]) -> list[Setting]:
     """The settings of a line, below what its program's name says, and above what that leaves out."""
     given = {setting.flag for setting in settings}
-    adds, defaults = (
-        read([word for flag, value in row.items() for word in (flag, value) if word], known).settings
-        for row in (program.adds, program.defaults)
-    )
+    adds, defaults = (_stated(row, known) for row in (program.adds, program.defaults))
     added = [setting for setting in (*adds, *defaults) if setting.flag not in given]
     first = [setting for setting in added if setting in adds]
     return [*first, *settings, *(setting for setting in added if setting not in first)]
 
 
-def _reasons(found: ReadLine) -> list[str]:
-    """What is wrong with a line, and words of it that are no flags."""
-    words = [f"{word}: is no flag, nor a flag's value" for word in found.others if not word.startswith("-")]
+def _stated(row: Mapping[str, str], known: Mapping[str, Meaning]) -> list[Setting]:
+    """The settings of flags and values; "" of a switch, a verb's own included."""
+    found = read([word for flag, value in row.items() for word in (flag, value) if word], known)
+    return [*found.settings, *(Setting(flag, ["true"], True) for flag in found.others)]
+
+
+def _reasons(found: ReadLine, placed: Sequence[Setting]) -> list[str]:
+    """What is wrong with a line, and words of it that are no flags. placed: options made of such words."""
+    used = sum(len(setting.values) for setting in placed)
+    unused = [word for word in found.others if not word.startswith("-")][used:]
+    words = [f"{word}: is no flag, nor a flag's value" for word in unused]
     return [re.sub(r"; --help(-all)? lists all$", "", line) for line in found.problems] + words
 
 
@@ -239,6 +272,8 @@ def _texts_first(result: Translation, options: dict[str, list[str]]) -> None:
     if options.get("--sample-kind") == ["tfrecords"] or not any(_is_text(word) for word in texts):
         return
     sentences = options.get("--family") in (["bert"], ["t5"])
+    if "--vocab-file" not in options and "--tokenizer-model" not in options:
+        _downloaded(result, options)
     level = "sentence" if sentences else "document"
     prefixes: list[str] = []
     for text in texts:
@@ -254,11 +289,16 @@ def _texts_first(result: Translation, options: dict[str, list[str]]) -> None:
         )
     options["--data-path"] = [word for prefix in prefixes for word in ("1", prefix)] if len(prefixes) > 1 else prefixes
     del options["--train-data"]
-    if "--vocab-file" not in options and "--tokenizer-model" not in options:
-        result.lacking.append(
-            "--tokenizer-type: its files were downloaded by name; give --vocab-file, of GPT-2's "
-            "tokenizer --merge-file too, in both lines"
-        )
+
+
+def _downloaded(result: Translation, options: dict[str, list[str]]) -> None:
+    """The tokenizer's files were downloaded by name; the new lines have a variable in their place."""
+    if options.get("--tokenizer") == ["GPT2BPETokenizer"]:
+        options |= {"--vocab-file": ["$GPT2/vocab.json"], "--merge-file": ["$GPT2/merges.txt"]}
+        result.holes.append("GPT2: the folder of GPT-2's vocab.json and merges.txt, which were downloaded by name")
+    else:
+        options["--vocab-file"] = ["$VOCAB"]
+        result.holes.append("VOCAB: the tokenizer's vocabulary file, which was downloaded by name")
 
 
 def _is_text(word: str) -> bool:
@@ -302,6 +342,129 @@ def _visible_padding(result: Translation, options: dict[str, list[str]]) -> None
     result.notes.append(PADDING)
 
 
+def _gpt2_scores(words: Sequence[str]) -> list[str]:
+    """run_gpt2_eval.py of 2019: WikiText-103, LAMBADA by --cloze-eval, windows of WebText by --webtext-eval."""
+    kept, batch, batches = list[str](), "16", "5000"
+    task = ["--task", "wikitext103"]
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        name, attached, value = word.replace("_", "-").partition("=")
+        if name == "--cloze-eval":
+            task = ["--task", "lambada"]
+        elif name == "--webtext-eval":
+            task = ["--task", "ppl"]
+        elif name in ("--eval-iters", "--batch-size"):
+            number = value if attached else rest.pop(0) if rest else ""
+            batch, batches = (number, batches) if name == "--batch-size" else (batch, number)
+            kept += [name, number] if name == "--batch-size" else []
+        else:
+            kept.append(word)
+    if task[1] == "ppl" and batch.isdecimal() and batches.isdecimal():
+        task += ["--random-windows", str(int(batch) * int(batches))]
+    return [*task, *kept]
+
+
+def _shares(words: Sequence[str]) -> list[str]:
+    """split_json.py's --test_percent VALID TEST, which are fractions, as shares of all three parts."""
+    kept = list(words)
+    for index, word in enumerate(kept):
+        if word.replace("-", "_") == "__test_percent":
+            values = kept[index + 1 : index + 3]
+            valid, test = (float(value) * 100 for value in values) if all(map(is_number, values)) else (5.0, 0.0)
+            kept[index : index + 3] = ["--split", f"{100 - valid - test:g},{valid:g},{test:g}"]
+            break
+    return kept
+
+
+def _two_betas(words: Sequence[str]) -> list[str]:
+    """fairseq's --adam-betas "(0.9, 0.98)" as two options, and what its fp16 stands for."""
+    kept, rest = list[str](), list(words)
+    while rest:
+        word = rest.pop(0)
+        name, attached, value = word.partition("=")
+        if name == "--adam-betas":
+            while not attached and rest and not rest[0].startswith("--"):
+                value += rest.pop(0)
+            for flag, beta in zip(("--adam-beta1", "--adam-beta2"), re.findall(r"[\d.e-]+", value), strict=False):
+                kept += [flag, beta]
+        elif name in ("--memory-efficient-fp16", "--memory-efficient-bf16"):
+            kept += [word, f"--{name[-4:].lstrip('-')}"]
+        else:
+            kept.append(word)
+    return kept
+
+
+def _fairseq_trained(result: Translation, options: dict[str, list[str]]) -> None:
+    """Sets of a folder, and the defaults of its schedules and of its loss scale."""
+    folder = options.pop("DATA", [""])[0].rstrip("/")
+    if folder:
+        options["--train-data"] = [f"{folder}/train_text_document"]
+        options["--valid-data"] = [f"{folder}/valid_text_document"]
+    else:
+        result.lacking.append("fairseq-train: names no folder of data; give --train-data and --valid-data")
+    if "--save-interval" not in options:
+        options["--save-interval"] = ["1000"]
+        result.hints.append("fairseq saves after every pass over the data; --save-interval says how often, in steps")
+    options.setdefault("--lr-decay", ["constant"])
+    if options["--lr-decay"] == ["inverse-square-root"]:
+        options.setdefault("--lr-warmup-steps", ["4000"])
+    if options.get("--dtype") == ["fp16"]:
+        defaults = {"--initial-loss-scale": "128", "--hysteresis": "1", "--min-loss-scale": "0.0001"}
+        for flag, value in defaults.items():
+            options.setdefault(flag, [value])
+    if "--nproc" in options and "--tp" in options and options["--nproc"] == ["1"]:
+        del options["--nproc"]
+
+
+def _fairseq_scored(result: Translation, options: dict[str, list[str]]) -> None:
+    """A set of a folder; a model by its file, which stands for one file of each rank."""
+    folder = options.pop("DATA", [""])[0].rstrip("/")
+    subset = options.pop("--gen-subset", ["test"])[0]
+    if folder:
+        options["--valid-data"] = [f"{folder}/{subset}_text_document"]
+    else:
+        result.lacking.append("fairseq-eval-lm: names no folder of data; give --valid-data")
+    if "--load" in options:
+        path = PurePosixPath(options["--load"][0])
+        options["--load"] = [str(path.parent)] if path.suffix == ".pt" else [str(path)]
+    result.hints.append(
+        "in one step: the text itself as --valid-data, such as wiki.test.raw, is detokenised, encoded and scored by "
+        "the word of the original, too; the model's folder then needs vocab.json and merges.txt"
+    )
+
+
+def _fairseq_sets(line: CommandLine) -> Translation:
+    """fairseq-preprocess makes up to three sets in one go, each of a text or of several."""
+    given, words = dict[str, str](), list(line.words)
+    for flag in ("--trainpref", "--validpref", "--testpref", "--destdir"):
+        for index, word in enumerate(words):
+            name, attached, value = word.partition("=")
+            if name == flag:
+                given[flag] = value if attached else "".join(words[index + 1 : index + 2])
+                del words[index : index + (1 if attached else 2)]
+                break
+    folder = given.pop("--destdir", "data-bin").rstrip("/")
+    result = Translation("preprocess")
+    for flag, paths in given.items():
+        for number, path in enumerate(paths.split(",")):
+            name = flag[2:-4] + (str(number) if number else "")
+            one = ["--input", path, "--output-prefix", f"{folder}/{name}", *words]
+            made = translated(CommandLine(line.launcher, "fairseq-preprocess-set", tuple(one)))
+            result.commands += made.commands
+            result.dropped, result.lacking = made.dropped, made.lacking
+    if not given:
+        result.lacking.append(f"{line.program}: names no text; give --trainpref, --validpref or --testpref")
+    if not any(word.partition("=")[0] == "--srcdict" for word in words):
+        result.lacking.append("--srcdict: no dictionary is counted from the texts here; give its dict.txt")
+    return result
+
+
+_BEFORE |= {
+    "run_gpt2_eval.py": _gpt2_scores,
+    "split_json.py": _shares,
+    **dict.fromkeys(("fairseq-train", "train.py"), _two_betas),
+}
 _AFTER |= {
     "pretrain_t5.py": _visible_padding,
     "pretrain_gpt2.py": _texts_first,
@@ -311,6 +474,8 @@ _AFTER |= {
     "merge_mp_gpt.py": _merged,
     "llama_checkpoint_conversion.py": _from_megatron,
     **dict.fromkeys(("generate_samples_gpt.py", "generate_samples_gpt2.py"), _prompts),
+    **dict.fromkeys(("fairseq-train", "train.py"), _fairseq_trained),
+    **dict.fromkeys(("fairseq-eval-lm", "eval_lm.py"), _fairseq_scored),
 }
 
 
@@ -336,5 +501,6 @@ def _compared(first: str, second: str, verb: str) -> Callable[[CommandLine], Tra
 _WHOLE: dict[str, Callable[[CommandLine], Translation]] = {
     "is_same.py": _compared("--model-path-1", "--model-path-2", "reshard"),
     "check.py": _compared("--base-hf-model-path", "--converted-hf-model-path", "convert-llama"),
+    **dict.fromkeys(("fairseq-preprocess", "preprocess.py"), _fairseq_sets),
 }
-"""Programs of which nothing but two paths is read."""
+"""Programs whose line becomes several, or of which nothing but two paths is read."""

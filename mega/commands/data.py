@@ -1,4 +1,4 @@
-"""`mega data merge | verify | note | inspect | from-numpy | split | presplit | show-sample`: token files, corpora."""
+"""`mega data merge | verify | note | inspect | from-numpy | split | presplit | detokenize | encode | show-sample`."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def from_numpy(
     print(f"{output_prefix}: {report.documents:,} documents, {report.tokens:,} tokens{_kept(report.kept)}")
 
 
-@app.command()
+@app.command(cls=Command)
 def split(
     input: Input,
     output_dir: Annotated[Path, typer.Option("--output-dir", help="where the three files go")],
@@ -122,7 +122,7 @@ def split(
         print(f"{output_dir / name}.jsonl: {count:,} documents")
 
 
-@app.command()
+@app.command(cls=Command)
 def presplit(
     input: Input,
     output: Annotated[Path, typer.Option("--output", help="the JSON-lines file to write")],
@@ -136,6 +136,42 @@ def presplit(
 
     count = by_line(input, output, sentence_splitter, lang, json_key, overwrite=overwrite)
     print(f"{output}: {count:,} documents")
+
+
+@app.command(cls=Command)
+def detokenize(
+    input: Annotated[list[str], typer.Option("--input", help="plain text; folders; globs; - for stdin")],
+    output: Annotated[Path | None, typer.Option("--output", help="the file to write [standard output]")] = None,
+    detokenizer: Annotated[
+        Literal["wiki", "ptb", "fairseq"], typer.Option("--detokenizer", help="whose rules")
+    ] = "fairseq",
+    overwrite: Overwrite = False,
+) -> None:
+    """Each line of a published test set as people write it: without the blanks around punctuation."""
+    from mega.core.data.plain_lines import detokenize as by_line
+
+    count = by_line(input, output, detokenizer, overwrite=overwrite)
+    if output is not None:
+        print(f"{output}: {count:,} lines")
+
+
+def _encode(
+    input: Annotated[list[str], typer.Option("--input", help="plain text, encoded line by line")],
+    output: Annotated[list[Path], typer.Option("--output", help="the files to write, one for each input")],
+    tokenizer: TokenizerConfig,
+    keep_empty: Annotated[bool, typer.Option("--keep-empty", help="an empty line stays one; else left out")] = False,
+    overwrite: Overwrite = False,
+) -> None:
+    """The ids of each line's tokens as a line of text, as fairseq-preprocess reads them. See also: mega preprocess."""
+    from mega.core.data.plain_lines import encode as by_line
+    from mega.core.text.build import build
+
+    made = build(**dataclasses.asdict(tokenizer))
+    count, empty = by_line(input, output, made, keep_empty=keep_empty, overwrite=overwrite)
+    print(f"{' '.join(map(str, output))}: {count:,} lines, {empty:,} empty lines left out")
+
+
+app.command(name="encode", cls=Command)(command(_encode))
 
 
 def _sample(

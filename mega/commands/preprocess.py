@@ -32,7 +32,7 @@ def run(
     on_error: Annotated[
         Literal["stop", "skip"], typer.Option("--on-error", help="at a line that is not a document")
     ] = "stop",
-    text_lines: Annotated[bool, typer.Option("--text-lines", help="each line of a .txt file is a document")] = False,
+    text_lines: Annotated[bool, typer.Option("--text-lines", help="each line of a text file is a document")] = False,
     split_sentences: Annotated[
         bool, typer.Option("--split-sentences", help="cut documents into sentences, as BERT and T5 need")
     ] = False,

@@ -44,7 +44,7 @@ def run(
     json_key: Annotated[
         str, typer.Option("--json-key", "--json-keys", help="key of each line that holds the text")
     ] = "text",
-    text_lines: Annotated[bool, typer.Option("--text-lines", help="each line of a .txt file is a document")] = False,
+    text_lines: Annotated[bool, typer.Option("--text-lines", help="each line of a text file is a document")] = False,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="replace a tokenizer of other inputs or settings; an equal one is kept")
     ] = False,

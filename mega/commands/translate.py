@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import os
 import sys
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -31,7 +31,8 @@ def run(
     from mega.lines import Translation, translated
 
     words = line or []
-    if len(words) == 1 and (" " not in words[0] or Path(words[0]).is_file()):
+    # Of a whole line in quotes os.path.isfile is false where it is too long for a name; Path.is_file is an error.
+    if len(words) == 1 and (" " not in words[0] or os.path.isfile(words[0])):
         what = words[0]
         found = list(command_lines(_text(what)))
     else:

@@ -104,7 +104,10 @@ LOSS = "--loss-normalizer microbatch --no-mask-padded-vocab"
         ),
         (
             "fairseq-train data --tokens-per-sample 1024 --max-update 9 --arch transformer_lm_megatron_11b",
-            "mega pretrain --model megatron-11b --seq-length 1024 --steps 9",
+            "mega pretrain --model megatron-11b --decay-all --seq-length 1024 --steps 9 --clip-grad 0.0 "
+            "--weight-decay 0.0 --save checkpoints --train-data data/train_text_document "
+            "--valid-data data/valid_text_document "
+            "--save-interval 1000 --lr-decay constant",
         ),
     ],
 )

@@ -24,6 +24,10 @@ class Program:
     defaults: the same, where the line does not give the flag.
     renames: its flags -> ours. drops: its flags that change nothing -> why. lacks: its flags without a counterpart.
     lowers: flags whose values are names that we write in lower case.
+    values: its flags -> our flag, and its values -> ours; others are refused.
+    drops_switches: as drops, of flags without a value.
+    arguments: our flags for the words of its line that no flag names, in their order; the last takes all that follow.
+    hole: what has to be given before the new line runs: a variable of it, and what that is.
     """
 
     verb: str = ""
@@ -31,8 +35,12 @@ class Program:
     defaults: Mapping[str, str] = field(default_factory=dict)
     renames: Mapping[str, str] = field(default_factory=dict)
     drops: Mapping[str, str] = field(default_factory=dict)
+    drops_switches: Mapping[str, str] = field(default_factory=dict)
     lacks: Mapping[str, str] = field(default_factory=dict)
+    values: Mapping[str, tuple[str, Mapping[str, str]]] = field(default_factory=dict)
     lowers: tuple[str, ...] = ()
+    arguments: tuple[str, ...] = ()
+    hole: str = ""
     why: str = ""
 
 
@@ -114,7 +122,73 @@ _MERGE_PARTITIONS = Program(
 )
 
 _FAIRSEQ = {"--model-parallel-size": "--tp", "--batch-size": "--micro-batch", "--max-sentences": "--micro-batch"}
-"""What its programs call otherwise, whatever they do."""
+"""Flags that all programs of fairseq share -> ours."""
+_FAIRSEQ_TRAIN = Program(
+    "pretrain",
+    adds={"--model": "megatron-11b", "--decay-all": ""},
+    defaults={"--clip-grad": "0.0", "--weight-decay": "0.0", "--save": "checkpoints"},
+    renames={
+        **_FAIRSEQ,
+        "--max-update": "--steps",
+        "--warmup-updates": "--lr-warmup-steps",
+        "--warmup-init-lr": "--lr-warmup-init",
+        "--total-num-update": "--lr-decay-steps",
+        "--end-learning-rate": "--min-lr",
+        "--clip-norm": "--clip-grad",
+        "--tokens-per-sample": "--seq-length",
+        "--save-dir": "--save",
+        "--save-interval-updates": "--save-interval",
+        "--restore-file": "--load",
+        "--update-freq": "--accumulation",
+        "--dropout": "--hidden-dropout",
+        "--fp16-init-scale": "--initial-loss-scale",
+        "--fp16-scale-window": "--loss-scale-window",
+        "--validate-interval-updates": "--eval-interval",
+        "--keep-interval-updates": "--keep-last",
+        "--distributed-world-size": "--nproc",
+    },
+    values={
+        "--lr-scheduler": (
+            "--lr-decay",
+            {"inverse_sqrt": "inverse-square-root", "fixed": "constant", "polynomial_decay": "linear"},
+        ),
+        "--power": ("--lr-decay", {"1": "linear", "1.0": "linear"}),
+    },
+    drops={
+        **dict.fromkeys(("--task", "--arch", "--criterion"), "--model megatron-11b says it"),
+        **dict.fromkeys(("--sample-break-mode", "--shorten-method"), "samples are runs of tokens"),
+        "--ddp-backend": "gradients always lie in contiguous buckets",
+        **dict.fromkeys(("--log-format", "--required-batch-size-multiple"), "it changes no number"),
+    },
+    drops_switches={
+        "--share-decoder-input-output-embed": "--model megatron-11b says it",
+        **dict.fromkeys(("--no-progress-bar", "--no-epoch-checkpoints"), "it changes no number"),
+    },
+    lacks={"--add-bos-token": "samples are runs of tokens, with none before them"},
+    arguments=("DATA",),
+)
+_FAIRSEQ_EVAL = Program(
+    "eval",
+    adds={"--task": "wikitext103"},
+    defaults={"--context-window": "0", "--seq-length": "1024"},
+    renames={
+        **_FAIRSEQ,
+        "--path": "--load",
+        "--tokens-per-sample": "--seq-length",
+        "--distributed-world-size": "--nproc",
+    },
+    drops=dict.fromkeys(("--task", "--criterion", "--max-tokens", "--sample-break-mode"), "the benchmark says it"),
+    values={"--gen-subset": ("--gen-subset", {name: name for name in ("train", "valid", "test", "test1", "valid1")})},
+    arguments=("DATA",),
+)
+_FAIRSEQ_SET = Program(
+    "preprocess",
+    adds={"--tokenizer": "FairseqTokenizer", "--text-lines": "", "--append-eod": ""},
+    renames={"--srcdict": "--tokenizer-model"},
+    drops=dict.fromkeys(("--dataset-impl", "--log-format"), "token files are always written in the mmap format"),
+    drops_switches=dict.fromkeys(("--only-source", "--no-progress-bar"), "texts have one side"),
+)
+"""One of the sets of fairseq-preprocess, by --input and --output-prefix."""
 
 PROGRAMS: Mapping[str, Program] = {
     **dict.fromkeys(("pretrain_gpt.py", "pretrain_gpt2.py", "pretrain_gpt_core.py"), _GPT),
@@ -137,7 +211,7 @@ PROGRAMS: Mapping[str, Program] = {
     ),
     "merge_datasets.py": Program("data merge"),
     "preprocessing.py": Program(why=_DIALOGUE),
-    "util.py": _CHECKPOINT_TOOL,
+    **dict.fromkeys(("util.py", "checkpoint_util.py"), _CHECKPOINT_TOOL),
     "convert.py": _CHECKPOINT_TOOL,
     "merge_mp_partitions.py": _MERGE_PARTITIONS,
     "merge_mp_gpt.py": _MERGE_PARTITIONS,
@@ -162,7 +236,7 @@ PROGRAMS: Mapping[str, Program] = {
         lacks={"--target_params_dtype": "weights keep the dtype that they have"},
     ),
     "run_text_generation_server.py": Program("serve"),
-    "text_generation_cli.py": Program("generate"),
+    "text_generation_cli.py": Program("generate", arguments=("--url",)),
     **dict.fromkeys(("generate_samples.py", "generate_samples_gpt.py", "generate_samples_gpt2.py"), _GENERATE),
     **dict.fromkeys(("generate_logits_gpt.py", "generate_loss_gpt.py", "generate_eval.py"), Program(why=_CHINESE)),
     "inference.py": Program(
@@ -180,71 +254,41 @@ PROGRAMS: Mapping[str, Program] = {
     "upload.py": Program(why="nothing is sent to the Hub; its own client uploads the folder"),
     "ensemble_classifier.py": Program("eval"),
     "report_theoretical_memory.py": Program("memory-estimate"),
-    "split_json.py": Program("data split"),
-    "presplit_sentences_json.py": Program("data presplit"),
+    "split_json.py": Program(
+        "data split",
+        renames={"--input_files": "--input", "--output_dir": "--output-dir"},
+        defaults={"--split": "95,5,0"},
+    ),
+    "presplit_sentences_json.py": Program("data presplit", arguments=("--input", "--output")),
+    "run_gpt2_eval.py": Program(
+        "eval",
+        adds={
+            "--tokenizer": "GPT2BPETokenizer",
+            "--vocab-file": "$GPT2/vocab.json",
+            "--merge-file": "$GPT2/merges.txt",
+        },
+        renames={"--model-path": "--load", "--data-path": "--valid-data"},
+        drops={
+            "--cache-dir": "a tokenizer is read from its files",
+            **dict.fromkeys(("--num-layers", "--hidden-size", "--num-attention-heads"), _MODEL),
+        },
+        hole="GPT2: the folder of GPT-2's vocab.json and merges.txt, which were downloaded by name",
+    ),
     # fairseq's
-    **dict.fromkeys(
-        ("fairseq-train", "train.py"),
-        Program(
-            "pretrain",
-            adds={"--model": "megatron-11b"},
-            renames={
-                **_FAIRSEQ,
-                "--max-update": "--steps",
-                "--warmup-updates": "--lr-warmup-steps",
-                "--warmup-init-lr": "--lr-warmup-init",
-                "--clip-norm": "--clip-grad",
-                "--tokens-per-sample": "--seq-length",
-                "--save-dir": "--save",
-                "--save-interval-updates": "--save-interval",
-                "--restore-file": "--load",
-                "--update-freq": "--accumulation",
-                "--dropout": "--hidden-dropout",
-                "--log-interval": "--log-interval",
-            },
-            drops={
-                **dict.fromkeys(
-                    ("--task", "--arch", "--criterion", "--share-decoder-input-output-embed"),
-                    "--model megatron-11b says it",
-                ),
-                **dict.fromkeys(("--ddp-backend", "--distributed-world-size"), "the launcher says how many ranks"),
-                **dict.fromkeys(("--sample-break-mode", "--add-bos-token"), "samples are runs of tokens"),
-                **dict.fromkeys(("--fp16-init-scale", "--fp16-scale-window"), "see --initial-loss-scale"),
-                "--lr-scheduler": "see --lr-decay inverse-square-root",
-                "--no-progress-bar": "off a terminal there is none",
-            },
-            lacks={"--adam-betas": "names two numbers; give --adam-beta1 and --adam-beta2"},
-        ),
-    ),
-    **dict.fromkeys(
-        ("fairseq-eval-lm", "eval_lm.py"),
-        Program(
-            "eval",
-            adds={"--task": "wikitext103", "--detokenizer": "fairseq"},
-            renames={**_FAIRSEQ, "--path": "--load"},
-            drops=dict.fromkeys(
-                ("--gen-subset", "--criterion", "--max-tokens", "--sample-break-mode", "--distributed-world-size"),
-                "the benchmark says it",
-            ),
-        ),
-    ),
-    **dict.fromkeys(
-        ("fairseq-preprocess", "preprocess.py", "multiprocessing_bpe_encoder.py"),
-        Program(
-            "preprocess",
-            adds={"--tokenizer": "FairseqTokenizer"},
-            renames={
-                "--encoder-json": "--vocab-file",
-                "--vocab-bpe": "--merge-file",
-                "--srcdict": "--tokenizer-model",
-                "--inputs": "--input",
-                "--trainpref": "--input",
-                "--outputs": "--output-prefix",
-                "--destdir": "--output-prefix",
-            },
-            drops=dict.fromkeys(("--only-source", "--keep-empty"), "texts have one side"),
-            lacks=dict.fromkeys(("--validpref", "--testpref"), "each set is a mega preprocess of its own"),
-        ),
+    **dict.fromkeys(("fairseq-train", "train.py"), _FAIRSEQ_TRAIN),
+    **dict.fromkeys(("fairseq-eval-lm", "eval_lm.py"), _FAIRSEQ_EVAL),
+    **dict.fromkeys(("fairseq-preprocess", "preprocess.py", "fairseq-preprocess-set"), _FAIRSEQ_SET),
+    "detok.py": Program("data detokenize", adds={"--detokenizer": "fairseq"}, arguments=("--input",)),
+    "multiprocessing_bpe_encoder.py": Program(
+        "data encode",
+        adds={"--tokenizer": "GPT2BPETokenizer"},
+        renames={
+            "--encoder-json": "--vocab-file",
+            "--vocab-bpe": "--merge-file",
+            "--inputs": "--input",
+            "--outputs": "--output",
+        },
+        drops={"--workers": "lines are encoded in batches"},
     ),
 }
 """Every known program by the name of its file."""
@@ -265,7 +309,11 @@ def program_of(name: str, words: Sequence[str]) -> Program:
     base = PurePosixPath(name).name
     if base == "main.py":
         return _task(words)
-    if base in ("util.py", "convert.py") and _value(words, "--loader") in ("llama2_hf", "llama_hf", "llama_mistral"):
+    if PROGRAMS.get(base) is _CHECKPOINT_TOOL and _value(words, "--loader") in (
+        "llama2_hf",
+        "llama_hf",
+        "llama_mistral",
+    ):
         return Program(
             "convert-llama",
             adds={"--to": "mega"},
@@ -277,15 +325,18 @@ def program_of(name: str, words: Sequence[str]) -> Program:
     return PROGRAMS[base]
 
 
-def is_program(word: str) -> bool:
+def is_program(word: str, *, known: bool = False) -> bool:
     """Whether a word of a command line names a program, known or not.
+
+    known: whether only a program that is known here counts.
 
     >>> is_program("tools/preprocess_data.py"), is_program("fairseq-train"), is_program("--nproc_per_node")
     (True, True, False)
     """
     if " " in word or word.startswith("-"):
         return False
-    return word.endswith(".py") or PurePosixPath(word).name in PROGRAMS
+    name = PurePosixPath(word).name
+    return name in PROGRAMS or (word.endswith(".py") and (not known or name == "main.py"))
 
 
 def _task(words: Sequence[str]) -> Program:

@@ -77,6 +77,8 @@ def split_command(words: Sequence[str]) -> CommandLine | None:
 
     >>> split_command(["srun", "sh", "-c", "python -u pretrain_gpt.py --fp16"])
     CommandLine(launcher=('srun', 'sh', '-c', 'python', '-u'), program='pretrain_gpt.py', words=('--fp16',))
+    >>> split_command(["python", "-m", "examples.megatron_11b.detok", "wiki.test.raw"])
+    CommandLine(launcher=('python',), program='examples/megatron_11b/detok.py', words=('wiki.test.raw',))
     """
     for index, word in enumerate(words):
         if index and words[index - 1] == "-c" and " " in word:
@@ -85,6 +87,8 @@ def split_command(words: Sequence[str]) -> CommandLine | None:
                 return CommandLine((*words[:index], *inner.launcher), inner.program, inner.words)
         if word.startswith("-") or (word.split("/")[-1] in _HELPERS):
             continue
+        if index and words[index - 1] == "-m" and is_program(f"{word.rsplit('.', 1)[-1]}.py", known=True):
+            return CommandLine(tuple(words[: index - 1]), f"{word.replace('.', '/')}.py", tuple(words[index + 1 :]))
         if is_program(word):
             return CommandLine(tuple(words[:index]), word, tuple(words[index + 1 :]))
     return None

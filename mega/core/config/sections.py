@@ -649,6 +649,12 @@ class OptimizerConfig(Section):
     weight_decay: float = option(
         0.01, "weight decay, decoupled but in sgd", megatron="--weight-decay", within=NOT_NEGATIVE, on_resume="schedule"
     )
+    decay_all: bool = option(
+        False,
+        "biases and norms decay, too, as in fairseq",
+        on_resume="noted",
+        needs={"optimizer": ("adam", "sgd")},
+    )
     clip_grad: float = option(
         1.0,
         "clip the global gradient norm to this; 0 is off",
@@ -1005,7 +1011,7 @@ class FinetuningConfig(Section):
 
 TOKENIZERS: dict[str, tuple[str, ...]] = {
     "GPT2BPETokenizer": ("vocab_file", "merge_file"),
-    "FairseqTokenizer": ("vocab_file", "merge_file", "tokenizer_model"),
+    "FairseqTokenizer": ("tokenizer_model",),
     "BertWordPieceLowerCase": ("vocab_file",),
     "BertWordPieceCase": ("vocab_file",),
     "SentencePieceTokenizer": ("tokenizer_model",),

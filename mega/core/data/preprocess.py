@@ -111,7 +111,7 @@ def preprocess(
     """Tokenise `inputs` into `<output_prefix>_<key>_document.bin/.idx`, a pair of files per key.
 
     inputs: files, folders, globs or "-", see `sources.find`. JSON lines, also in .gz .zst .xz .bz2; parquet; arrow;
-        a .txt file is one document under the key "text", or with `text_lines` each of its lines is.
+        a .txt file is one document under the key "text"; with `text_lines` each line of a plain file is one.
     tokenizer: the fields of the configuration's tokenizer section, as `text.tokenizer.build` takes them.
     append_eod: append the end-of-document id to every document that has a token.
     sentences: cut every text into sentences first; the files are then called `<output_prefix>_<key>_sentence`.
@@ -154,7 +154,7 @@ def preprocess(
             open_now.enter_context(IndexedWriter(prefix, dtype, keep=resume, state=state, noted=noted))
             for prefix, state in zip(report.outputs, states, strict=True)
         ]
-        read = _blocks(pieces(paths, shard), json_keys, text_lines, begin)
+        read = _blocks(pieces(paths, shard, text_lines=text_lines), json_keys, text_lines, begin)
         for (block, after), found in encoded(read):
             if after.piece != begin.piece:
                 line = 0

@@ -32,6 +32,7 @@ MOST_LINE_BYTES = 1 << 27
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 _TOO_LONG = "a line longer than {} MiB"
+_NOT_TEXT = (".json", ".jsonl", ".ndjson", ".parquet", ".arrow")
 _PACKED = (".gz", ".zst", ".xz", ".bz2")
 _COLUMNS_SECONDS, _COLUMNS_BYTES = 100, 2 << 30  # for a few rows; of address space, or four times the file's size
 _WINDOW_BYTES = 1 << 31  # of a Zstandard frame: large corpora are packed with `zstd --long=31`
@@ -156,19 +157,19 @@ def _json(flag: str, path: Path) -> Any:
         raise ValueError(f"{flag} {path}: not JSON ({error})") from None
 
 
-def kind_of(path: Path) -> Kind:
-    """The format that a file's suffix stands for; JSON lines for any other suffix."""
+def kind_of(path: Path, *, text_lines: bool = False) -> Kind:
+    """The format that a file's suffix stands for; for any other suffix JSON lines, or plain text with `text_lines`."""
     suffix = path.suffix.lower()
     packed = suffix in _PACKED
     inner = Path(path.stem).suffix.lower() if packed else suffix
-    if inner == ".txt":
+    if inner == ".txt" or (text_lines and inner not in _NOT_TEXT):
         return "text"
     if packed or path == STDIN:
         return "packed lines"
     return "parquet" if inner == ".parquet" else "arrow" if inner == ".arrow" else "lines"
 
 
-def pieces(paths: Sequence[Path], shard: tuple[int, int] = (0, 1)) -> list[SourcePiece]:
+def pieces(paths: Sequence[Path], shard: tuple[int, int] = (0, 1), *, text_lines: bool = False) -> list[SourcePiece]:
     """The part of all files that shard i of n reads; the shards' parts, concatenated, are everything.
 
     All files are laid end to end and cut into n equal runs of stored bytes. Plain lines are cut where they fall (a
@@ -183,7 +184,7 @@ def pieces(paths: Sequence[Path], shard: tuple[int, int] = (0, 1)) -> list[Sourc
     found: list[SourcePiece] = []
     before = 0
     for path, size in zip(paths, sizes, strict=True):
-        kind = kind_of(path)
+        kind = kind_of(path, text_lines=text_lines)
         if kind == "lines":
             first, last = max(low - before, 0), min(high - before, size)
         elif kind == "parquet":
@@ -551,7 +552,7 @@ class Line(NamedTuple):
 
 def lines(inputs: Sequence[str | Path], keys: Sequence[str], *, text_lines: bool = False) -> Iterator[Line]:
     """The lines of all inputs. Raises BadLine at one that is too long."""
-    for piece in pieces(find(inputs)):
+    for piece in pieces(find(inputs), text_lines=text_lines):
         number = 0
         for block in blocks(piece, keys, text_lines=text_lines):
             found = block.lines()

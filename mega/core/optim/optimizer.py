@@ -39,6 +39,7 @@ class Optimizer:
     """A rule over a `GradBuffer`: AdamW by the suite's one pass on the device, any rule by its own steps.
 
     masters: keep fp32 masters of 16-bit weights. offload: keep masters and moments on the host, and update there.
+    decays_all: biases and norms decay, too.
     """
 
     def __init__(
@@ -50,10 +51,11 @@ class Optimizer:
         *,
         masters: bool = True,
         offload: bool = False,
+        decays_all: bool = False,
     ):
         self.grads, self.rule, self.clip, self.ops = grads, rule, clip, ops
         self._pass = ops.adamw if not offload else None
-        self._masters, self._offload = masters, offload
+        self._masters, self._offload, self._decays_all = masters, offload, decays_all
         self.shards = [self._own(bucket) for bucket in grads.buckets]
         self._landing = self._landed() if offload else None
         self._updates = torch.zeros((), dtype=torch.float64, device=grads.buckets[0].own_grads.device)
@@ -144,7 +146,8 @@ class Optimizer:
         leaves = self._offload and weights.is_cuda
         allocator = Allocator(_wide(weights), torch.device("cpu") if leaves else weights.device, locked=leaves)
         apart = self._offload or (self._masters and allocator.dtype != weights.dtype)
-        owned = ShardState(bucket, allocator.zeros(weights.numel()).copy_(weights) if apart else None)
+        master = allocator.zeros(weights.numel()).copy_(weights) if apart else None
+        owned = ShardState(bucket, master, decays_all=self._decays_all)
         self.rule.start(owned, allocator)
         return owned
 

@@ -52,12 +52,14 @@ class ShardState:
 
     master: the weights, where they are kept in addition to the model's own. moments: by kind. factors: vectors that
     belong to whole logical tensors, by "kind/name"; every rank that holds a part of the tensor keeps them whole.
+    decays_all: whether biases and norms decay, too.
     """
 
     bucket: Bucket
     master: torch.Tensor | None
     moments: dict[str, FlatState] = field(default_factory=dict)
     factors: dict[str, torch.Tensor] = field(default_factory=dict)
+    decays_all: bool = False
 
     @property
     def has_master(self) -> bool:
@@ -68,6 +70,8 @@ class ShardState:
     def decay_end(self) -> int:
         """Where in our span decayed weights end."""
         begin, end = self.bucket.span
+        if self.decays_all:
+            return end - begin
         return min(max(self.bucket.decay_end, begin), end) - begin
 
     def decay_split(self) -> Iterator[tuple[slice, bool]]:

@@ -16,7 +16,6 @@ import numpy as np
 
 from mega.core.batch import DecoderBatch, Terms
 from mega.core.config.check_files import half_of_pair
-from mega.core.data.indexed import IndexedDataset, exists
 from mega.core.data.sources import texts
 from mega.core.parallel.vocab import TokenScores
 from mega.core.tasks.options import BenchmarkInputs, flag
@@ -43,13 +42,9 @@ class CorpusPerplexity:
 
     def examples(self, path: Path) -> Sequence[JudgedRow]:
         options = self.asked.options
-        if exists(path):
+        if (dataset := self.asked.token_file(path)) is not None:
             if options.random_windows is not None:
                 raise ValueError(f"--random-windows: draws from texts, and --valid-data {path} is a token file")
-            dataset = IndexedDataset(path)
-            largest = dataset.token_range()[1]
-            if largest >= self.asked.vocab:
-                raise ValueError(f"--valid-data {path}: holds token {largest}; the model has {self.asked.vocab}")
             return self._windows(path, dataset.tokens)
         if half := half_of_pair("--valid-data", str(path)):
             raise ValueError(f"--valid-data {path}: {half}")

@@ -14,6 +14,7 @@ from mega.core.config.compose import nearest
 from mega.core.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    from mega.core.data.indexed import IndexedDataset
     from mega.core.data.labelled import Format
     from mega.core.tasks.task import Benchmark
 
@@ -93,6 +94,18 @@ class BenchmarkInputs:
     def one_file(self) -> Path:
         """The same, where only a file will do. Errors: ValueError, as of `readable`."""
         return self.readable(self.one())
+
+    def token_file(self, path: Path) -> IndexedDataset | None:
+        """The token files of a prefix; None where there are none. Errors: ValueError where the model lacks an id."""
+        from mega.core.data.indexed import IndexedDataset, exists
+
+        if not exists(path):
+            return None
+        dataset = IndexedDataset(path)
+        largest = dataset.token_range()[1]
+        if largest >= self.vocab:
+            raise ValueError(f"--valid-data {path}: holds token {largest}; the model has {self.vocab}")
+        return dataset
 
     def readable(self, file: str) -> Path:
         """Errors: ValueError where nothing can be read there, or it is empty."""

@@ -3,6 +3,7 @@
 Tokenizers cut a text into unlike numbers of pieces, so a loss for each piece is brought to one for each word of the
 original: adjusted perplexity = exp(loss x tokens / words). As Megatron-LM reports it (tasks/zeroshot_gpt), and with
 --context-window as fairseq does of Megatron-11b: lines end in the end of a document, which also begins the text.
+fairseq's recipe makes token files first; given their prefix, these are scored, without figures of the original's words.
 """
 
 from __future__ import annotations
@@ -12,7 +13,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
+
 from mega.core.batch import DecoderBatch, Terms
+from mega.core.data.indexed import IndexedDataset, exists
 from mega.core.parallel.vocab import TokenScores
 from mega.core.tasks.options import BenchmarkInputs
 from mega.core.tasks.rows import JudgedRow, Windows, batch_of, nll_terms
@@ -43,6 +48,10 @@ class WikiText:
     counts: dict[str, int] = field(default_factory=dict)
 
     def examples(self, path: Path) -> Sequence[JudgedRow]:
+        if (dataset := self.asked.token_file(path)) is not None:
+            found = binarised_ids(dataset)
+            self.counts = {"tokens": len(found)}
+            return Windows(found, self.asked.length, self.stride)
         text, tokenizer = self.asked.text_of(path), self.asked.needs_tokenizer()
         ids = (fairseq_ids if self.per_line else whole_ids)(text, tokenizer, self.detokenizer)
         words = len(text.strip().split(" "))
@@ -69,9 +78,11 @@ class WikiText:
 
     def figures(self, found: Mapping[str, Estimate]) -> list[Figure]:
         loss = found["nll"]
+        figures = [interval("avg loss", loss), interval("ppl", loss, capped_exp)]
+        if "original tokens" not in self.counts:
+            return [*figures, *(Figure(name, count) for name, count in self.counts.items())]
         return [
-            interval("avg loss", loss),
-            interval("ppl", loss, capped_exp),
+            *figures,
             interval("adjusted ppl", loss, lambda value: capped_exp(value * self.ratio)),
             Figure("token ratio", self.ratio),
             *(Figure(name, count) for name, count in self.counts.items()),
@@ -98,9 +109,30 @@ def fairseq_ids(text: str, tokenizer: Tokenizer, detokenizer: str) -> list[int]:
     return ids
 
 
+def binarised_ids(dataset: IndexedDataset) -> NDArray[np.int64]:
+    """All ids of token files whose documents end in one id, which also stands in front, where nothing judges it.
+
+    Errors: ValueError where they end in several.
+    """
+    ids = np.asarray(dataset.tokens, np.int64)
+    ends = np.unique(ids[np.cumsum(dataset.lengths[dataset.lengths > 0]) - 1])
+    if len(ends) != 1:
+        raise ValueError(
+            f"--valid-data {dataset.prefix}: its documents end in {len(ends)} different ids; make it with --append-eod"
+        )
+    return np.concatenate([ends, ids])
+
+
 def make(asked: BenchmarkInputs) -> WikiText:
     """Errors: ValueError naming the flag."""
-    path, window = asked.one_file(), asked.options.context_window
+    path, window = Path(asked.one("file or prefix")), asked.options.context_window
+    if exists(path):
+        if window is None:
+            raise ValueError(f"--valid-data {path}: is a token file; needs --context-window, or give the text itself")
+        if asked.options.detokenizer is not None:
+            raise ValueError(f"--detokenizer {asked.options.detokenizer}: has no effect on the token file {path}")
+        return WikiText(asked, asked.stride(min(STRIDE, asked.length)), "none", headline=("avg loss", "ppl"))
+    asked.readable(str(path))
     chosen = asked.options.detokenizer or ("fairseq" if window is not None else detokenizer_for(str(path)))
     if chosen == "fairseq" and window is None:
         raise ValueError("--detokenizer fairseq: needs --context-window; it reads line by line")

@@ -88,9 +88,12 @@ def _gpt2(given: TokenizerFiles) -> Tokenizer:
 
 
 def _fairseq(given: TokenizerFiles) -> Tokenizer:
-    from mega.core.text.fairseq import FairseqTokenizer
+    from mega.core.text.fairseq import FairseqTokenizer, FairseqWords
 
-    return FairseqTokenizer(given.vocab(), given.merges(), given.model())
+    dictionary = given.model()
+    if given.vocab_file is None and given.merge_file is None:
+        return FairseqWords(dictionary)
+    return FairseqTokenizer(given.vocab(), given.merges(), dictionary)
 
 
 def _wordpiece(given: TokenizerFiles) -> Tokenizer:

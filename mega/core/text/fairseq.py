@@ -1,7 +1,8 @@
 """fairseq's tokens on GPT-2's BPE: the same pieces, numbered by a dict.txt after four special ids.
 
-A line of dict.txt is a GPT-2 id in digits and how often it occurred; its place, from 4 on, is the id. Lines such as
-`madeupword0000 0` fill the table up to a round size. RoBERTa, BART and Megatron-11b are numbered like this.
+A line of dict.txt is a GPT-2 id in digits (a word of any BPE, for `FairseqWords`) and how often it occurred; its place,
+from 4 on, is the id. Lines such as `madeupword0000 0` fill the table up to a round size. RoBERTa, BART and
+Megatron-11b are numbered like this.
 """
 
 from __future__ import annotations
@@ -68,6 +69,36 @@ class FairseqTokenizer(Tokenizer):
     def _fairseq_id(self) -> dict[int, int]:
         """GPT-2's id -> fairseq's."""
         return {int(symbol): number for number, symbol in enumerate(self._symbols) if symbol.isdecimal()}
+
+
+class FairseqWords(Tokenizer):
+    """dict.txt alone: its symbols are words between blanks, such as those of a file that is in BPE already."""
+
+    kind = "FairseqTokenizer"
+    bos = SPECIAL["<s>"]
+    pad = SPECIAL["<pad>"]
+    eod = SPECIAL["</s>"]
+
+    def __init__(self, dictionary: Path) -> None:
+        self._dictionary = dictionary
+        self._symbols = read_dictionary(dictionary)
+        self._ids = {symbol: number for number, symbol in enumerate(self._symbols)}
+
+    @property
+    def vocab_size(self) -> int:
+        return len(self._symbols)
+
+    def encode(self, text: str) -> list[int]:
+        return [self._ids.get(word, SPECIAL["<unk>"]) for word in text.split()]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return " ".join(self._symbols[int(token)] for token in ids)
+
+    def control(self, name: str) -> int | None:
+        return SPECIAL.get(name)
+
+    def files(self) -> Mapping[str, Path]:
+        return {"dict.txt": self._dictionary}
 
 
 def read_dictionary(path: Path) -> list[str]:

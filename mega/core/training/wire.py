@@ -58,6 +58,7 @@ def build_state(run: RunConfig, mesh: Mesh, device: Device) -> TrainState:
         ops,
         masters=run.precision.masters,
         offload=run.optimizer.optimizer_offload,
+        decays_all=run.optimizer.decay_all,
     )
     pipeline = Pipeline(stages, mesh, device.torch)
     if device.is_cuda and records_graph(run, mesh.world):

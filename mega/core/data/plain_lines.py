@@ -1,0 +1,102 @@
+"""Plain text, line by line: detokenised, or as the ids of its tokens. The steps before fairseq's binarisation.
+
+A line stays a line, so that the output can be compared with fairseq's own; token files come from `mega preprocess`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from mega.core.data.made import check_absent
+from mega.core.data.sources import STDIN, find
+from mega.core.files import check_folder, whole_file
+from mega.core.text.detokenize import DETOKENIZERS, fairseq
+from mega.core.text.tokenizer import Tokenizer
+
+_TOGETHER = 256
+"""Lines that are encoded in one call."""
+
+
+def detokenize(inputs: Sequence[str], output: Path | None, name: str, *, overwrite: bool = False) -> int:
+    """Write every line as people write it, to `output` or standard output; returns the lines.
+
+    name: of a detokenizer. Errors: ValueError naming the flag, or file and line.
+    """
+    change: Callable[[str], str] = fairseq if name == "fairseq" else DETOKENIZERS[name]
+    paths = find(inputs)
+    if output is not None:
+        _check_output(output, paths, overwrite)
+    return _write(output, (change(line) for path in paths for line in _lines(path)))
+
+
+def encode(
+    inputs: Sequence[str],
+    outputs: Sequence[Path],
+    tokenizer: Tokenizer,
+    *,
+    keep_empty: bool = False,
+    overwrite: bool = False,
+) -> tuple[int, int]:
+    """Write the ids of each line's tokens, separated by blanks, an output for each input; returns lines and empty ones.
+
+    Blanks at a line's ends are no part of it. Empty lines are left out unless `keep_empty`.
+    Errors: ValueError naming the flag, or file and line.
+    """
+    if len(inputs) != len(outputs):
+        raise ValueError(f"--output: {len(outputs)} files for {len(inputs)} of --input; give one for each")
+    paths = [find([word])[0] for word in inputs]
+    for output in outputs:
+        _check_output(output, paths, overwrite)
+    written, empty = 0, 0
+    for path, output in zip(paths, outputs, strict=True):
+        counts = [0]
+        written += _write(output, _encoded(_lines(path), tokenizer, keep_empty, counts))
+        empty += counts[0]
+    return written, empty
+
+
+def _encoded(lines: Iterator[str], tokenizer: Tokenizer, keep_empty: bool, empty: list[int]) -> Iterator[str]:
+    while block := [line.strip() for line in itertools.islice(lines, _TOGETHER)]:
+        texts = block if keep_empty else [text for text in block if text]
+        empty[0] += len(block) - len(texts)
+        if texts:
+            found = tokenizer.encode_batch(texts)
+            bounds = itertools.pairwise(found.offsets.tolist())
+            yield from (" ".join(map(str, found.ids[begin:end].tolist())) for begin, end in bounds)
+
+
+def _lines(path: Path) -> Iterator[str]:
+    """Errors: ValueError naming file and line where it is not UTF-8."""
+    with sys.stdin.buffer if path == STDIN else open(path, "rb") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                yield line.decode().rstrip("\r\n")
+            except UnicodeDecodeError as error:
+                raise ValueError(f"{path}:{number}: not UTF-8 at byte {error.start} of the line") from None
+
+
+def _check_output(output: Path, inputs: Sequence[Path], overwrite: bool) -> None:
+    check_folder("--output", output, output.parent)
+    if output.is_dir():
+        raise ValueError(f"--output {output}: is a directory; must be a file")
+    for path in inputs:
+        if os.path.realpath(path) == os.path.realpath(output):
+            raise ValueError(f"--output {output}: is the input {path}; name another file")
+    check_absent("--output", output, [output], overwrite)
+
+
+def _write(output: Path | None, lines: Iterator[str]) -> int:
+    count = 0
+    if output is None:
+        for count, line in enumerate(lines, 1):  # noqa: B007 - counted
+            sys.stdout.write(line + "\n")
+        return count
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with whole_file(output) as file:
+        for count, line in enumerate(lines, 1):  # noqa: B007 - counted
+            file.write(line.encode() + b"\n")
+    return count
