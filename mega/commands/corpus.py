@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from mega.core.corpus.documents import CorpusStep
+from mega.core.corpus.documents import CorpusStep, SurveyStep
 from mega.options import Command
 
 if TYPE_CHECKING:
@@ -22,7 +22,11 @@ app = typer.Typer(help="Make a corpus from raw text.", no_args_is_help=True, add
 
 _SECONDS_BETWEEN_LINES = 10.0
 
-Run = Callable[["CorpusStep"], int]
+AsMegatron = Annotated[
+    bool, typer.Option("--as-megatron", help="decide as Megatron-LM's own script does, its slips included")
+]
+
+Run = Callable[[CorpusStep | SurveyStep], int]
 """Applies a step as the flags that all verbs share say, and returns the exit code."""
 
 
@@ -52,8 +56,9 @@ def _shared(
 ) -> Run:
     """The flags of every verb that applies a step."""
 
-    def run(step: CorpusStep) -> int:
-        from mega.core.corpus.run import RunOptions, process
+    def run(step: CorpusStep | SurveyStep) -> int:
+        from mega.core.corpus.folder import RunOptions
+        from mega.core.corpus.run import process
 
         options = RunOptions(
             output=output,
@@ -67,7 +72,9 @@ def _shared(
             progress=_progress(),
         )
         done = process(input, step, options)
-        note = "" if done.complete else f" (shard {shard}; the others are still to be done)"
+        note = "" if done.complete else f"; shard {shard} is done, others are not"
+        if done.surveyed:
+            note = f"; shard {shard} is surveyed: repeat the call when all shards are"
         note = "; done before with the same settings, and kept" if done.repeated else note
         print(f"{output}: {_summary(done.counts)}{note}")
         _print_samples(done.counts, show_dropped)
@@ -76,7 +83,7 @@ def _shared(
     return run
 
 
-def _step(function: Callable[..., CorpusStep]) -> Callable[..., int]:
+def _step(function: Callable[..., CorpusStep | SurveyStep]) -> Callable[..., int]:
     """A verb from a function of its own flags to its step: it gets the flags that all verbs share."""
     shared = inspect.signature(_shared, eval_str=True).parameters
     own = inspect.signature(function, eval_str=True).parameters
@@ -146,6 +153,39 @@ def root() -> None:
 
     A verb reads documents, one JSON object a line, and writes those that it keeps; a call that was interrupted resumes.
     """
+
+
+@app.command(name="urls", cls=Command)
+@_step
+def urls(
+    json_key: Annotated[
+        str, typer.Option("--json-key", help="key of the URL in JSON lines; of .txt it is the line")
+    ] = "url",
+    domains: Annotated[
+        Path | None, typer.Option("--domains", help="file of registered labels to block, one a line, in place of ours")
+    ] = None,
+    extensions: Annotated[
+        Path | None, typer.Option("--extensions", help="file of endings to block, such as .pdf, in place of ours")
+    ] = None,
+    keep_duplicates: Annotated[
+        bool, typer.Option("--keep-duplicates", help="keep a URL as often as it passes the other tests")
+    ] = False,
+    as_megatron: AsMegatron = False,
+) -> SurveyStep:
+    """Drop URLs by domain, extension, length and form, and those that came before: OpenWebText's tests.
+
+    With --as-megatron .7z and .ai pass, and so do domains in capitals, as in Megatron-LM's blacklist_urls.py.
+    """
+    from mega.core.corpus.urls import DOMAINS, EXTENSIONS, MEGATRON_EXTENSIONS, Urls, listed
+
+    ends = MEGATRON_EXTENSIONS if as_megatron else EXTENSIONS
+    return Urls(
+        key=json_key,
+        domains=tuple(sorted(listed("--domains", domains) if domains else DOMAINS)),
+        extensions=tuple(listed("--extensions", extensions)) if extensions else ends,
+        any_case=not as_megatron,
+        keep_duplicates=keep_duplicates,
+    )
 
 
 @app.command(name="merge", cls=Command)

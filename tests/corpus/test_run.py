@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from mega.core.corpus.folder import RECORD, RunOptions
 from mega.core.corpus.ledger import StepCounts
-from mega.core.corpus.run import RECORD, UNREADABLE, RunOptions, StepOutcome, process
+from mega.core.corpus.part_files import UNREADABLE
+from mega.core.corpus.run import StepOutcome, process
 from tests.support.toy_step import ToyStep
 
 PART = 4000

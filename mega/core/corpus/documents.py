@@ -19,9 +19,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 from mega.core.data.sources import BadLine, keys_there, not_an_object, parsed
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 _NOT_EXACT = re.compile(rb"\d{18}|NaN|Infinity|\d[eE][+]?\d\d")
 """In a line: numbers that orjson may round, or write as null."""
@@ -157,6 +161,37 @@ class CorpusStep(Protocol):
 
         Errors: ValueError naming flag, value and rule.
         """
+        ...
+
+
+Survey = Callable[[Iterable[CorpusDocument]], Mapping[str, "NDArray[Any]"]]
+"""From the documents of a part to notes about them: arrays by name, which stay on disk until the work is done."""
+
+
+@runtime_checkable
+class SurveyStep(Protocol):
+    """A step that has to see all documents before it can judge one. A frozen dataclass like any step."""
+
+    @property
+    def name(self) -> str:
+        """Of the verb."""
+        ...
+
+    @property
+    def key(self) -> str | None:
+        """See `CorpusStep.key`."""
+        ...
+
+    def survey(self) -> Survey:
+        """The first pass, with its libraries loaded. Errors: ValueError naming flag, value and rule."""
+        ...
+
+    def conclude(self, folder: Path, parts: Sequence[str]) -> None:
+        """From the notes of all parts, `folder/PART.npz` in order, to files there that `judge` reads."""
+        ...
+
+    def judge(self, folder: Path) -> Work:
+        """The second pass: the same documents, part by part."""
         ...
 
 

@@ -1,0 +1,195 @@
+"""The folder that a step writes: its files, the lock, the record of the work, and what a former call left in it.
+
+    OUT/00000-000000.jsonl ...    what is left of each part; a part of which nothing is left has no file
+    OUT/.00000-000000.json ...    its counts, until all are done: a part that has them is done
+    OUT/.survey/                  what a step that needs two passes noted in the first one, until all is done
+    OUT/.work.json                of what work they are
+    OUT/.corpus.json              the counts of all, when all is done, and of what work
+
+With an output that is one file, OUT is a hidden folder next to it until all is done. It knows no documents.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from mega.core.corpus.ledger import StepCounts
+from mega.core.corpus.parts import PART_BYTES
+from mega.core.data.sources import STDIN
+from mega.core.files import check_folder, locked_alone, whole_file
+from mega.core.untrusted import parse_json, read_limited
+
+RECORD = ".corpus.json"
+SURVEY = ".survey"
+_WORK = ".work.json"
+_MOST_BYTES = 1 << 28
+_LOCK_SECONDS = 3.0
+_PART_NAME = re.compile(r"\.?\d{5}-\d{6}\.")
+
+Packing = Literal["none", "gz", "zst"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """How a step is run. Of these only `packing`, `on_error` and `part_bytes` change what it writes.
+
+    output: a folder, or a file if its name ends in .jsonl, .json, .txt, .gz or .zst; dropped: a folder for the dropped
+    documents; show_dropped: samples of each reason that are kept for the report; shard: (i, n), i of 0 .. n - 1.
+    """
+
+    output: Path
+    dropped: Path | None = None
+    packing: Packing = "none"
+    workers: int = 1
+    shard: tuple[int, int] = (0, 1)
+    on_error: Literal["stop", "skip"] = "stop"
+    overwrite: bool = False
+    show_dropped: int = 5
+    part_bytes: int = PART_BYTES
+    progress: Callable[[StepCounts, int, int], None] | None = None
+    """Called after every part with the counts so far, and the stored bytes that are done and that there are."""
+
+    @property
+    def one_file(self) -> bool:
+        return self.output.suffix.lower() in (".jsonl", ".json", ".txt", ".gz", ".zst")
+
+    @property
+    def folder(self) -> Path:
+        """Where the parts are written."""
+        return self.output.with_name(f".{self.output.name}.parts") if self.one_file else self.output
+
+    @property
+    def record(self) -> Path:
+        """The file of all counts."""
+        return self.output.with_name(f".{self.output.name}{RECORD}") if self.one_file else self.output / RECORD
+
+    @property
+    def packed(self) -> Packing:
+        """How the lines are packed: as the name of the output says, if it is one file."""
+        ends: dict[str, Packing] = {".gz": "gz", ".zst": "zst"}
+        return ends.get(self.output.suffix.lower(), "none") if self.one_file else self.packing
+
+
+def check_output(paths: Sequence[Path], options: RunOptions) -> None:
+    """Errors: ValueError naming the flag that cannot be as it is."""
+    index, count = options.shard
+    if options.workers < 1:
+        raise ValueError(f"--workers {options.workers}: must be at least 1")
+    if not 0 <= index < count:
+        raise ValueError(f"--shard {index + 1}/{count}: must be i/N with 1 <= i <= N")
+    if options.one_file and count > 1:
+        raise ValueError(f"--output {options.output}: must be a folder with --shard; join it by `mega corpus merge`")
+    if STDIN in paths:
+        raise ValueError("--input -: standard input cannot be resumed; give a file")
+    check_folder("--output", options.output, options.folder)
+    if not options.one_file and options.output.exists() and not options.output.is_dir():
+        raise ValueError(f"--output {options.output}: exists, and is not a folder; name another place")
+    if options.one_file and options.output.is_dir():
+        raise ValueError(f"--output {options.output}: is a folder; must be a file, or a folder without such a suffix")
+    written = {options.output.resolve(), options.folder.resolve()}
+    for path in paths:
+        if written & {path.resolve(), *path.resolve().parents}:
+            raise ValueError(f"--output {options.output}: would replace the input {path}; name another place")
+    noted = options.record.exists() or (options.folder / _WORK).exists()
+    if options.one_file and options.output.exists() and not noted and not options.overwrite:
+        raise ValueError(f"--output {options.output}: exists; name another, or give --overwrite to replace it")
+
+
+def read_record(path: Path) -> dict[str, Any] | None:
+    """A JSON object that `write_record` wrote; None where it is not there."""
+    if not path.is_file():
+        return None
+    found = parse_json(read_limited(path, _MOST_BYTES, str(path)), str(path))
+    if not isinstance(found, dict):
+        raise ValueError(f"{path}: is not a record of a corpus step; remove it to start over")
+    return found
+
+
+def write_record(path: Path, content: object) -> None:
+    """Write JSON, whole or not at all."""
+    with whole_file(path) as file:
+        file.write(json.dumps(content, ensure_ascii=False, indent=1).encode() + b"\n")
+
+
+@contextlib.contextmanager
+def locked_folder(options: RunOptions, identity: str) -> Iterator[dict[str, list[Path]]]:
+    """The folder of the parts, for this process alone among those of its shard, with this work noted in it.
+
+    Gives the half-written files of killed processes, by part. Errors: ValueError where the folder holds other things.
+    """
+    folder = options.folder
+    folder.mkdir(parents=True, exist_ok=True)
+    if options.dropped is not None:
+        options.dropped.mkdir(parents=True, exist_ok=True)
+    index, count = options.shard
+    with open(folder / f".lock-{index + 1}-of-{count}", "wb") as lock:
+        if not locked_soon(lock.fileno()):
+            raise ValueError(f"--output {options.output}: another process writes into it; wait, or name another place")
+        names = [path for path in folder.iterdir() if not path.name.startswith(".lock-")]
+        work = read_record(folder / _WORK)
+        if not all(map(_is_ours, names)):
+            raise ValueError(
+                f"--output {options.output}: is not empty, and holds no corpus that mega wrote; name another place"
+            )
+        if options.overwrite and (work is None or work.get("identity") != identity or (folder / RECORD).exists()):
+            for path in names:
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+            names, work = [], None
+        if work is not None and work.get("identity") != identity:
+            raise ValueError(
+                f"--output {options.output}: belongs to unfinished work with other inputs or settings; repeat its "
+                "command line, or give --overwrite to start over"
+            )
+        if work is None:
+            write_record(folder / _WORK, {"identity": identity})
+        stale: dict[str, list[Path]] = {}
+        for path in names:
+            if path.name.endswith(".tmp"):
+                stale.setdefault(path.name.lstrip(".")[:12], []).append(path)
+        yield stale
+    with contextlib.suppress(OSError):
+        (folder / f".lock-{index + 1}-of-{count}").unlink()
+
+
+def locked_soon(descriptor: int) -> bool:
+    """Whether the lock is ours: the workers of a process that was killed hold it until they notice."""
+    until = time.monotonic() + _LOCK_SECONDS
+    while not locked_alone(descriptor):
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether `process` wrote a file of a folder."""
+    return path.name.startswith((_WORK, RECORD, SURVEY, ".shard-")) or _PART_NAME.match(path.name) is not None
+
+
+def remove_work(folder: Path, paths: Sequence[Path]) -> None:
+    """Take away what was needed to resume: the counts of parts, and which work they are of."""
+    for path in [*paths, folder / _WORK]:
+        path.unlink(missing_ok=True)
+
+
+def joined(folder: Path, output: Path) -> None:
+    """Concatenate the files of all parts: packed ones are packed as a whole by that, too."""
+    names = sorted(path for path in folder.iterdir() if path.name[:5].isdigit() and not path.name.endswith(".tmp"))
+    with whole_file(output) as whole:
+        for name in names:
+            with open(name, "rb") as part:
+                shutil.copyfileobj(part, whole, 1 << 20)
+
+
+def remove_joined_parts(options: RunOptions) -> None:
+    """Take away the parts of an output that is one file and is there."""
+    if options.one_file and options.folder.is_dir() and options.output.is_file():
+        shutil.rmtree(options.folder, ignore_errors=True)

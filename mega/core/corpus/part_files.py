@@ -1,0 +1,154 @@
+"""One part of a step's input becomes the files of its output: what a worker does. It knows no other part."""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+from mega.core.corpus.documents import CorpusDocument, Result, Work, check_readable
+from mega.core.corpus.folder import Packing, write_record
+from mega.core.corpus.ledger import StepCounts
+from mega.core.corpus.parts import InputPart, UnreadLine
+from mega.core.data.sources import BadLine
+from mega.core.files import whole_file
+
+UNREADABLE = "not a document"
+"""Why a line is dropped that holds no document, with --on-error skip."""
+
+_SUFFIXES = {"none": "", "gz": ".gz", "zst": ".zst"}
+
+
+class PartOptions(NamedTuple):
+    """Where a part is written, and how; samples: dropped documents to remember of each reason."""
+
+    folder: Path
+    dropped: Path | None
+    packing: Packing
+    on_error: str
+    samples: int
+
+
+def write_part(part: InputPart, key: str | None, work: Work, options: PartOptions) -> StepCounts:
+    """In a worker: do the work on one part and write its files. Errors: BadLine naming file and line."""
+    counts = StepCounts()
+    suffix = (".txt" if part.plain else ".jsonl") + _SUFFIXES[options.packing]
+    with contextlib.ExitStack() as files:
+        kept = files.enter_context(_LineFile.open(options.folder / f"{part.name}{suffix}", options.packing))
+        lost = None
+        if options.dropped is not None:
+            lost = files.enter_context(_LineFile.open(options.dropped / f"{part.name}{suffix}", options.packing))
+        documents = ReadableDocuments(part, key, counts, stop=options.on_error == "stop", samples=options.samples)
+        for result in work(documents):
+            _record(result, documents.last(), part, counts, kept, lost, options.samples)
+        assert not documents.waiting, "a step gives one result for each document"
+    write_record(options.folder / f".{part.name}.json", counts.as_json())
+    return counts
+
+
+class ReadableDocuments:
+    """The documents of a part that can be read, and those of them that have no result yet.
+
+    stop: raise BadLine at the first line that holds no document; else it is counted as dropped.
+    """
+
+    def __init__(self, part: InputPart, key: str | None, counts: StepCounts, *, stop: bool, samples: int) -> None:
+        self._part, self._key, self._counts, self._stop, self._samples = part, key, counts, stop, samples
+        self.waiting: deque[CorpusDocument] = deque()
+
+    def last(self) -> CorpusDocument:
+        """The first document without a result."""
+        return self.waiting.popleft()
+
+    def __iter__(self) -> Iterator[CorpusDocument]:
+        for number, document in enumerate(self._part.documents("text" if self._key is None else self._key)):
+            self._counts.documents += 1
+            try:
+                if isinstance(document, UnreadLine):
+                    raise BadLine(f"{document.where}: {document.problem}")
+                if self._key is not None:
+                    check_readable(document)
+            except BadLine as error:
+                if self._stop:
+                    raise
+                self._counts.dropped[UNREADABLE] += 1
+                self._counts.sample(UNREADABLE, "", self._part.name, number, str(error), self._samples)
+                continue
+            self.waiting.append(document)
+            yield document
+
+
+def _record(
+    result: Result,
+    document: CorpusDocument,
+    part: InputPart,
+    counts: StepCounts,
+    kept: _LineFile,
+    lost: _LineFile | None,
+    samples: int,
+) -> None:
+    """Write what a step has made of a document, and count it."""
+    for line in result.lines:
+        kept.write(line)
+    counts.written += len(result.lines)
+    counts.bytes += sum(map(len, result.lines)) + len(result.lines)
+    counts.other.update(result.counts)
+    if result.reason is None:
+        counts.kept += 1
+        counts.measure(result.measures)
+        return
+    counts.dropped[result.reason] += 1
+    if lost is not None:
+        lost.write(document.line if document.plain else document.with_fields(dropped=result.reason))
+    if samples:
+        where = part.near(document.number)
+        counts.sample(result.reason, where, part.name, document.index, document.shown, samples)
+
+
+class _LineFile:
+    """A file of lines that appears whole, with the first line, or not at all."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file, self.lines = file, 0
+
+    def write(self, line: bytes) -> None:
+        self._file.write(line)
+        self._file.write(b"\n")
+        self.lines += 1
+
+    @classmethod
+    @contextlib.contextmanager
+    def open(cls, path: Path, packing: Packing) -> Iterator[_LineFile]:
+        with contextlib.suppress(_Empty), whole_file(path) as file, packed(file, packing) as inner:
+            found = cls(inner)
+            yield found
+            if not found.lines:
+                raise _Empty
+
+
+class _Empty(Exception):
+    """Nothing was written, so no file is to appear."""
+
+
+@contextlib.contextmanager
+def packed(file: BinaryIO, packing: Packing) -> Iterator[BinaryIO]:
+    """A file that packs what is written into another. Equal content gives equal bytes."""
+    if packing == "none":
+        yield file
+    elif packing == "gz":
+        with gzip.GzipFile(filename="", mode="wb", fileobj=file, compresslevel=6, mtime=0) as inner:
+            yield inner  # type: ignore[misc]
+    else:
+        with _zstandard().ZstdCompressor(level=6, write_checksum=True).stream_writer(file, closefd=False) as inner:
+            yield inner
+
+
+def _zstandard() -> Any:
+    try:
+        import zstandard
+    except ImportError:
+        raise ValueError("--compress zst: needs zstandard; pip install 'mega[corpus]'") from None
+    return zstandard

@@ -1,0 +1,90 @@
+"""Which of many keys were there before: of whole documents, of paragraphs, of URLs. On disk, so in bounded memory.
+
+1 a survey notes a key of 128 bits of every item, part by part
+2 the keys are distributed over files by value, so that equal ones meet in one
+3 each file is sorted, and all but the first of equal keys are marked by their number among all items
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mega.core.corpus.folder import write_record
+from mega.core.files import whole_file
+
+Keys = NDArray[np.uint64]
+"""[items, 2]; a key of zeros is never a repeat."""
+
+_KEYS_TOGETHER = 1 << 21
+_MOST_FILES = 256
+_MARKS, _BEGINS = "repeats.bin", "repeats.json"
+
+
+def keys_of(items: Iterable[bytes | None]) -> Keys:
+    """A key for each item; None has zeros.
+
+    >>> keys_of([b"a", None, b"a"]).tolist()[1:]
+    [[0, 0], [9189440641721877287, 9099881824081077545]]
+    """
+    digests = [bytes(16) if item is None else hashlib.blake2b(item, digest_size=16).digest() for item in items]
+    return np.frombuffer(b"".join(digests), "<u8").reshape(-1, 2)
+
+
+def mark_repeats(folder: Path, parts: Sequence[str], name: str = "keys", scratch: str = "keys") -> None:
+    """From the array `name` of the notes of all parts to marks that `repeats` reads. The first of equal keys stays."""
+    begins, total = {}, 0
+    for part in parts:
+        begins[part] = total
+        total += len(notes(folder, part)[name])
+    count = min(max(1, -(-total // _KEYS_TOGETHER)), _MOST_FILES)
+    _distribute(folder, parts, name, [folder / f"{scratch}-{i}.tmp" for i in range(count)])
+    marks = np.zeros(total, np.bool_)
+    for i in range(count):
+        path = folder / f"{scratch}-{i}.tmp"
+        found = np.fromfile(path, "<u8").reshape(-1, 3)
+        order = np.lexsort((found[:, 1], found[:, 0]))  # stable: equal keys stay in the order of the input
+        found = found[order]
+        same = (found[1:, 0] == found[:-1, 0]) & (found[1:, 1] == found[:-1, 1]) & found[1:, :2].any(1)
+        marks[found[1:, 2][same]] = True
+        path.unlink()
+    with whole_file(folder / _MARKS) as file:
+        file.write(marks.tobytes())
+    write_record(folder / _BEGINS, begins | {"": total})
+
+
+def _distribute(folder: Path, parts: Sequence[str], name: str, paths: Sequence[Path]) -> None:
+    with contextlib.ExitStack() as open_now:
+        files = [open_now.enter_context(open(path, "wb")) for path in paths]
+        begin = 0
+        for part in parts:
+            keys = notes(folder, part)[name]
+            numbers = np.arange(begin, begin + len(keys), dtype=np.uint64)
+            rows = np.column_stack([keys, numbers])
+            owners = keys[:, 0] % np.uint64(len(paths))
+            for i, file in enumerate(files):
+                rows[owners == i].tofile(file)
+            begin += len(keys)
+
+
+def notes(folder: Path, part: str) -> Any:
+    """The arrays that the survey of a part noted."""
+    return np.load(folder / f"{part}.npz", allow_pickle=False)
+
+
+def repeats(folder: Path, part: str) -> NDArray[np.bool_]:
+    """For every item of a part, whether an equal one came before it."""
+    begins = json.loads((folder / _BEGINS).read_bytes())
+    ends = sorted(begins.values())
+    begin = begins[part]
+    end = next((value for value in ends if value > begin), begin)
+    with open(folder / _MARKS, "rb") as file:
+        file.seek(begin)
+        return np.frombuffer(file.read(end - begin), np.bool_)

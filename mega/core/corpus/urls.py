@@ -1,0 +1,160 @@
+"""Which URLs are worth a download: OpenWebText's five tests, in their order, each with its reason.
+
+A URL goes for its domain (the registered label, without suffix and subdomain), its extension, as too short, as
+malformed, or as a duplicate of one that is kept. Source: Megatron-LM 23.06, tools/openwebtext/blacklist_urls.py.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+
+from mega.core.corpus.documents import CorpusDocument, Result, Survey, Work, dropped, kept
+from mega.core.corpus.repeats import keys_of, mark_repeats, notes, repeats
+
+REASONS = ("", "domain", "extension", "short", "malformed", "duplicate")
+SHORTEST = 9
+_HOSTS = 1 << 16
+
+DOMAINS = frozenset(
+    # pictures
+    "500px artstation awwni deviantart explosm flickr gfycat gifsound gifsoup giphy gyazo imageshack imgflip imgur "
+    "karmadecay kym-cdn livememe magaimg memegenerator minus morejpeg photobucket pinimg pinterest pixiv prntscr puu "
+    "qkme quickmeme sli tinypic xkcd "
+    # video and audio
+    "bandcamp dailymotion liveleak reverb soundcloud soundgasm spotify streamable twitch vid vimeo vine vocaroo youtu "
+    "youtube youtubedoubler ytimg "
+    # social networks and forums
+    "discord discordapp facebook fbcdn instagram radd redd reddit reddit-stream redditlog redditmedia reddituploads "
+    "tumblr twimg twitter "
+    # shops
+    "aapks amazon apple coinscalendar dlapkandroid ebay edealinfo hotdealstar kryptocal pcpartpicker vkaao walmart "
+    # platforms
+    "akamaihd dropbox github google nocookie wikimedia wikipedia "
+    # games and others
+    "artifactfire battleforthenet futhead gatopardo gunprime lmgtfy minorplanetcenter mobafire reupp roanoke "
+    "rollingstone strawpoll timeanddate touhouradio voyagefusion wciu zillexplorer "
+    # adult sites
+    "e621 erome eroshare furaffinity imagefap pornhub redtube spankbang xhamster xvideos".split()
+)
+
+_ENDS = (
+    "3gp aif apk app avi bin bmp bz2 css csv dat deb dmg doc docx exe gif gifv gz iso jar jpeg jpg js log mid midi mkv "
+    "mov mp3 mp4 mpeg mpg ogg ogv otf pdf pkg png pps ppt pptx psd py qt ram rar sql svg swf tar.gz tar tgz tiff ttf "
+    "txt wav webm wma wmv xls xlsx xml xz zip"
+).split()
+EXTENSIONS = tuple(f".{end}" for end in ["7z", "ai", *_ENDS])
+MEGATRON_EXTENSIONS = tuple(f".{end}" for end in ["7z.ai", *_ENDS])
+"""A comma that was forgotten joins two of them."""
+
+_WELL_FORMED = re.compile(
+    r"https?://"
+    r"(?:(?:[A-Z0-9](?:[A-Z0-9-]{0,61}[A-Z0-9])?\.)+(?:[A-Z]{2,6}|[A-Z0-9-]{2,})\.?|\d{1,3}(?:\.\d{1,3}){3})"
+    r"(?::\d+)?(?:/|[/?]\S+)?",
+    re.IGNORECASE,
+)
+
+
+def url_test(domains: Iterable[str], extensions: Sequence[str], *, any_case: bool = True) -> Callable[[str], int]:
+    """A function from a URL to the first reason that it goes for, as an index of REASONS; 0 where none does.
+
+    any_case: http://IMGUR.com is one of imgur's. Errors: ValueError where tldextract is not installed.
+    """
+    label, blocked, ends = _registered_label(any_case), frozenset(domains), tuple(extensions)
+    well_formed = _WELL_FORMED.fullmatch
+
+    def test(url: str) -> int:
+        if label(url) in blocked:
+            return 1
+        if url.partition("?")[0].lower().endswith(ends):
+            return 2
+        if len(url) < SHORTEST:
+            return 3
+        return 0 if well_formed(url) else 4
+
+    return test
+
+
+def _registered_label(any_case: bool) -> Callable[[str], str]:
+    """From a URL to the label that was registered: "bbc" of http://news.bbc.co.uk/, by the list in tldextract's wheel.
+
+    A host is looked up once as long as it is among the last ones.
+    """
+    try:
+        import tldextract
+        from tldextract.remote import lenient_netloc
+    except ImportError:
+        raise ValueError("mega corpus urls: needs tldextract; pip install 'mega[corpus]'") from None
+    extract = tldextract.TLDExtract(suffix_list_urls=(), cache_dir=None)
+    extract("http://example.com")  # reads the list
+
+    @lru_cache(_HOSTS)
+    def of_host(host: str) -> str:
+        label = str(extract(host).domain)
+        return label.lower() if any_case else label
+
+    return lambda url: of_host(lenient_netloc(url))
+
+
+def listed(flag: str, path: Path) -> list[str]:
+    """The lines of a file that are not blank, in lower case. Errors: ValueError naming flag and file."""
+    try:
+        found = [line.strip().lower() for line in path.read_text("utf-8").splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{flag} {path}: cannot be read ({error})") from None
+    if not found:
+        raise ValueError(f"{flag} {path}: holds no line; must have one entry a line")
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Urls:
+    """Keeps documents whose URL passes all tests: lines of text that are URLs, or JSON lines with one under `key`."""
+
+    name: ClassVar[str] = "urls"
+    key: str = "url"
+    domains: tuple[str, ...] = tuple(sorted(DOMAINS))
+    extensions: tuple[str, ...] = EXTENSIONS
+    any_case: bool = True
+    keep_duplicates: bool = False
+    """Duplicates are documents of one page, and are not told from each other by their URL alone."""
+
+    def survey(self) -> Survey:
+        """Notes the outcome of every URL, and a key of each one that passes."""
+        test = url_test(self.domains, self.extensions, any_case=self.any_case)
+
+        def survey(documents: Iterable[CorpusDocument]) -> Mapping[str, Any]:
+            urls = [document.text.strip() for document in documents]
+            outcomes = [test(url) for url in urls]
+            passed = (None if outcome else url.encode() for url, outcome in zip(urls, outcomes, strict=True))
+            return {"outcomes": np.array(outcomes, np.uint8), "keys": keys_of(passed)}
+
+        return survey
+
+    def conclude(self, folder: Path, parts: Sequence[str]) -> None:
+        """Marks the duplicates."""
+        mark_repeats(folder, parts)
+
+    def judge(self, folder: Path) -> Work:
+        """Drops what did not pass."""
+
+        def judge(documents: Iterable[CorpusDocument]) -> Iterator[Result]:
+            outcomes: list[int] = []
+            for index, document in enumerate(documents):
+                if not index:
+                    outcomes = self._outcomes(folder, document.part)
+                yield dropped(REASONS[outcomes[index]]) if outcomes[index] else kept(document)
+
+        return judge
+
+    def _outcomes(self, folder: Path, part: str) -> list[int]:
+        found = notes(folder, part)["outcomes"].copy()
+        if not self.keep_duplicates:
+            found[repeats(folder, part)] = REASONS.index("duplicate")
+        return [int(outcome) for outcome in found]
