@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast, get_args
 
 import typer
 
+from mega.core.config.sections import TokenizerConfig
+from mega.core.corpus.clean import CleanTask
 from mega.core.corpus.documents import CorpusStep, SurveyStep
-from mega.options import Command
+from mega.core.corpus.language import LanguageLibrary
+from mega.options import Command, command
 
 if TYPE_CHECKING:
     from mega.core.corpus.ledger import StepCounts
@@ -22,6 +26,7 @@ app = typer.Typer(help="Make a corpus from raw text.", no_args_is_help=True, add
 
 _SECONDS_BETWEEN_LINES = 10.0
 
+Key = Annotated[str, typer.Option("--json-key", help="key of the text")]
 AsMegatron = Annotated[
     bool, typer.Option("--as-megatron", help="decide as Megatron-LM's own script does, its slips included")
 ]
@@ -186,6 +191,52 @@ def urls(
         any_case=not as_megatron,
         keep_duplicates=keep_duplicates,
     )
+
+
+def _clean(
+    tokenizer: TokenizerConfig,
+    json_key: Key = "text",
+    tasks: Annotated[
+        list[str] | None,
+        typer.Option("--tasks", help="what is done, in this order [ftfy_fix_text language min_tokens]"),
+    ] = None,
+    language: Annotated[str, typer.Option("--language", help="which is kept: a code of ISO 639-1")] = "en",
+    language_by: Annotated[
+        LanguageLibrary | None,
+        typer.Option("--language-by", help="the library that recognises it [py3langid; langdetect with --as-megatron]"),
+    ] = None,
+    language_model: Annotated[
+        str, typer.Option("--language-model", help="fastText model, such as lid.176.ftz; sets --language-by fasttext")
+    ] = "",
+    min_tokens: Annotated[
+        int, typer.Option("--min-tokens", help="tokens of the shortest document, its end included; see --tokenizer")
+    ] = 128,
+    as_megatron: AsMegatron = False,
+) -> CorpusStep:
+    """Repair text by ftfy, and drop what is in another language or short: OpenWebText's clean-up.
+
+    Without a tokenizer a token counts as four bytes. With --as-megatron langdetect recognises languages, and a
+    task after ftfy_fix_text is skipped, as cleanup_fix_dataset.py does it.
+    """
+    from mega.core.corpus.clean import DEFAULT_TASKS, Clean
+
+    if unknown := sorted(set(tasks or ()) - set(get_args(CleanTask))):
+        raise ValueError(f"--tasks {unknown[0]}: must be of {', '.join(get_args(CleanTask))}")
+    if min_tokens < 1:
+        raise ValueError(f"--min-tokens {min_tokens}: must be at least 1")
+    return Clean(
+        key=json_key,
+        tasks=cast(tuple[CleanTask, ...], tuple(tasks or ())) or DEFAULT_TASKS,
+        language=language,
+        language_by=language_by or ("fasttext" if language_model else "langdetect" if as_megatron else "py3langid"),
+        language_model=language_model,
+        min_tokens=min_tokens,
+        tokenizer=() if tokenizer == TokenizerConfig() else tuple(dataclasses.asdict(tokenizer).items()),
+        as_megatron=as_megatron,
+    )
+
+
+app.command(name="clean", cls=Command)(command(_step(_clean)))
 
 
 @app.command(name="merge", cls=Command)
