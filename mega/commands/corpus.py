@@ -17,6 +17,7 @@ from mega.core.config.sections import TokenizerConfig
 from mega.core.corpus.clean import CleanTask
 from mega.core.corpus.documents import CorpusStep, SurveyStep
 from mega.core.corpus.language import LanguageLibrary
+from mega.core.files import check_file
 from mega.options import Command, command
 
 if TYPE_CHECKING:
@@ -53,6 +54,10 @@ def _shared(
     on_error: Annotated[
         Literal["stop", "skip"], typer.Option("--on-error", help="at a line that is not a document")
     ] = "stop",
+    against: Annotated[
+        list[str] | None,
+        typer.Option("--against", help="documents that come first, of earlier runs: duplicates of them are dropped"),
+    ] = None,
     dropped: Annotated[
         Path | None, typer.Option("--dropped", help="folder for the dropped documents, each with the reason")
     ] = None,
@@ -67,6 +72,7 @@ def _shared(
 
         options = RunOptions(
             output=output,
+            against=tuple(against or ()),
             dropped=dropped,
             packing=compress,
             workers=workers,
@@ -237,6 +243,68 @@ def _clean(
 
 
 app.command(name="clean", cls=Command)(command(_step(_clean)))
+
+
+@app.command(name="near-duplicates", cls=Command)
+@_step
+def near_duplicates(
+    json_key: Key = "text",
+    threshold: Annotated[
+        float | None, typer.Option("--threshold", help="overlap from which two documents are duplicates [0.8]")
+    ] = None,
+    bands: Annotated[
+        int | None,
+        typer.Option("--bands", "--num-bands", help="of a signature; documents that share one are compared [20]"),
+    ] = None,
+    permutations: Annotated[
+        int | None,
+        typer.Option("--permutations", "--num-seeds", help="length of a signature [120]"),
+    ] = None,
+    shingle_words: Annotated[int, typer.Option("--shingle-words", help="words of a shingle")] = 5,
+    overlap: Annotated[
+        Literal["union", "min", "max"],
+        typer.Option(
+            "--overlap",
+            "--jaccard",
+            help="what common shingles are a share of",
+        ),
+    ] = "union",
+    groups: Annotated[Path | None, typer.Option("--groups", help="file for the ids of each group")] = None,
+    pairs: Annotated[Path | None, typer.Option("--pairs", help="file for pairs that overlap by over 0.5")] = None,
+    id_key: Annotated[str, typer.Option("--id-key", help="key of what identifies a document in these files")] = "url",
+    as_megatron: AsMegatron = False,
+) -> SurveyStep:
+    """Drop all but the first of documents that are nearly the same, by MinHash and an exact comparison.
+
+    With --as-megatron shingles are five characters, signatures are those of find_duplicates.py with its 100 seeds in 10
+    bands, and the threshold is 0.7.
+    """
+    from mega.core.corpus.near_duplicates import NearDuplicates
+
+    bands = bands or (10 if as_megatron else 20)
+    permutations = permutations or (100 if as_megatron else 120)
+    threshold = threshold if threshold is not None else 0.7 if as_megatron else 0.8
+    if bands < 1 or permutations < 1 or permutations % bands:
+        raise ValueError(f"--permutations {permutations}: must be a multiple of --bands {bands}")
+    if not 0 < threshold <= 1:
+        raise ValueError(f"--threshold {threshold}: must be above 0 and at most 1")
+    if shingle_words < 1:
+        raise ValueError(f"--shingle-words {shingle_words}: must be at least 1")
+    for flag, path in (("--groups", groups), ("--pairs", pairs)):
+        if path is not None:
+            check_file(flag, str(path))
+    return NearDuplicates(
+        key=json_key,
+        threshold=threshold,
+        bands=bands,
+        rows=permutations // bands,
+        shingle_words=shingle_words,
+        overlap_of=overlap,
+        as_megatron=as_megatron,
+        id_key=id_key,
+        groups=str(groups or ""),
+        pairs=str(pairs or ""),
+    )
 
 
 @app.command(name="merge", cls=Command)

@@ -182,17 +182,30 @@ class SurveyStep(Protocol):
         """See `CorpusStep.key`."""
         ...
 
-    def survey(self) -> Survey:
-        """The first pass, with its libraries loaded. Errors: ValueError naming flag, value and rule."""
+    @property
+    def stages(self) -> int:
+        """How many surveys it needs."""
         ...
 
-    def conclude(self, folder: Path, parts: Sequence[str]) -> None:
-        """From the notes of all parts, `folder/PART.npz` in order, to files there that `judge` reads."""
+    def survey(self, stage: int, folder: Path) -> Survey:
+        """A pass, with its libraries loaded. Of stage 0 it is called once before there is a folder, too.
+
+        Errors: ValueError naming flag, value and rule.
+        """
+        ...
+
+    def conclude(self, stage: int, folder: Path, parts: Sequence[str]) -> None:
+        """From the notes of all parts, PART.npz of `stage_folder(folder, stage)`, to files that later passes read."""
         ...
 
     def judge(self, folder: Path) -> Work:
-        """The second pass: the same documents, part by part."""
+        """The last pass: the same documents, part by part."""
         ...
+
+
+def stage_folder(folder: Path, stage: int) -> Path:
+    """Where the notes of a survey are."""
+    return folder / f"stage-{stage}"
 
 
 def each(function: Callable[[CorpusDocument], Result]) -> Work:

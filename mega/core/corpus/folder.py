@@ -46,6 +46,8 @@ class RunOptions:
     """
 
     output: Path
+    against: tuple[str, ...] = ()
+    """Files, folders, globs of documents that come before the input's and are not written."""
     dropped: Path | None = None
     packing: Packing = "none"
     workers: int = 1

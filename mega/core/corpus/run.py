@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from mega.core.corpus.documents import CorpusStep, SurveyStep
+from mega.core.corpus.documents import CorpusStep, SurveyStep, stage_folder
 from mega.core.corpus.folder import (
     RECORD,
     SURVEY,
@@ -68,8 +68,11 @@ def process(inputs: Sequence[str | Path], step: CorpusStep | SurveyStep, options
     JSON lines, also in .gz .zst .xz .bz2; parquet; arrow; of .txt each line is a document.
     Errors: ValueError naming flag, or file and line; OSError of the machine. Parts that are done stay done.
     """
-    paths = find(inputs)
+    against = find(options.against, "--against") if options.against else []
+    paths = [*against, *find(inputs)]
     check_output(paths, options)
+    if against and not isinstance(step, SurveyStep):
+        raise ValueError(f"--against: {step.name} looks at one document at a time; leave it out")
     identity = _identity(step, paths, options)
     if (record := read_record(options.record)) is not None and not options.overwrite:
         if record.get("identity") == identity:
@@ -80,7 +83,7 @@ def process(inputs: Sequence[str | Path], step: CorpusStep | SurveyStep, options
             "--overwrite to replace it"
         )
     # What is wrong with its files or libraries is reported before anything is written.
-    _ = step.survey() if isinstance(step, SurveyStep) else step.load()
+    _ = step.survey(0, options.folder / SURVEY) if isinstance(step, SurveyStep) else step.load()
     with locked_folder(options, identity) as stale:
         writing: CorpusStep
         if isinstance(step, SurveyStep):
@@ -90,14 +93,14 @@ def process(inputs: Sequence[str | Path], step: CorpusStep | SurveyStep, options
             writing = _Judging(step, options.folder / SURVEY)
         else:
             writing = step
-        done = _written(paths, writing, options, stale)
+        done = _written(paths, len(against), writing, options, stale)
         return _finish(step, paths, options, identity, done)
 
 
 def _identity(step: CorpusStep | SurveyStep, paths: Sequence[Path], options: RunOptions) -> str:
     """A hash of all that the output depends on."""
     work = [VERSION, step.name, _settings(step), options.packed, options.on_error, options.part_bytes]
-    work += [options.show_dropped, options.dropped is not None, stamps(paths)]
+    work += [options.show_dropped, options.dropped is not None, list(options.against), stamps(paths)]
     return hashlib.sha256(json.dumps(work, sort_keys=True, default=str).encode()).hexdigest()
 
 
@@ -146,13 +149,17 @@ class _WriteJob:
         return lambda part: write_part(part, self.step.key, work, self.options)
 
 
-def _written(paths: Sequence[Path], step: CorpusStep, options: RunOptions, stale: dict[str, list[Path]]) -> StepCounts:
-    """Write every part of the shard that is not done; the counts of all of them."""
+def _written(
+    paths: Sequence[Path], against: int, step: CorpusStep, options: RunOptions, stale: dict[str, list[Path]]
+) -> StepCounts:
+    """Write every part of the shard that is not done; the counts of all. The first `against` files are not written."""
     total = sum(path.stat().st_size for path in paths)
     counts = StepCounts()
 
     def left() -> Iterator[InputPart]:
         for part in parts(paths, options.shard, options.part_bytes):
+            if part.file < against:
+                continue
             for path in stale.get(part.name, ()):
                 path.unlink(missing_ok=True)
             if (done := read_record(options.folder / f".{part.name}.json")) is None:
@@ -174,16 +181,18 @@ def _written(paths: Sequence[Path], step: CorpusStep, options: RunOptions, stale
 @dataclass(frozen=True)
 class _SurveyJob:
     step: SurveyStep
+    stage: int
     folder: Path
     stop: bool
 
     def load(self) -> PartWork:
-        survey = self.step.survey()
+        survey = self.step.survey(self.stage, self.folder)
+        own = stage_folder(self.folder, self.stage)
 
         def work(part: InputPart) -> StepCounts:
             counts = StepCounts()
             notes = survey(ReadableDocuments(part, self.step.key, counts, stop=self.stop, samples=0))
-            with whole_file(self.folder / f"{part.name}.npz") as file:
+            with whole_file(own / f"{part.name}.npz") as file:
                 packed = io.BytesIO()
                 np.savez(packed, **notes)  # type: ignore[arg-type]
                 file.write(packed.getbuffer())
@@ -212,37 +221,44 @@ class _Judging:
 
 
 def _surveyed(paths: Sequence[Path], step: SurveyStep, options: RunOptions) -> StepCounts | None:
-    """Survey every part of the shard that is not surveyed, and conclude when those of all shards are.
+    """Make all surveys; each begins when the one before is concluded, which takes the notes of all shards.
 
-    None when that is done; else what this shard has counted, since others are not.
+    None when that is done; else what this shard has counted, since others are not as far.
     """
+    for stage in range(step.stages):
+        counts = StepCounts()
+        own = stage_folder(options.folder / SURVEY, stage)
+        own.mkdir(parents=True, exist_ok=True)
+        if not (own / _CONCLUDED).is_file():
+            _survey(paths, step, stage, options, counts)
+        if not (own / _CONCLUDED).is_file():
+            return counts
+    return None
+
+
+def _survey(paths: Sequence[Path], step: SurveyStep, stage: int, options: RunOptions, counts: StepCounts) -> None:
+    """Survey every part of the shard that is not surveyed, and conclude when those of all shards are."""
     folder = options.folder / SURVEY
-    folder.mkdir(exist_ok=True)
-    if (folder / _CONCLUDED).is_file():
-        return None
+    own = stage_folder(folder, stage)
     total = sum(path.stat().st_size for path in paths)
     index, count = options.shard
-    counts = StepCounts()
-    mark = folder / f"shard-{index + 1}-of-{count}.json"
+    mark = own / f"shard-{index + 1}-of-{count}.json"
     if not mark.is_file():
-        stop = options.on_error == "stop"
-        asked = (part for part in parts(paths, options.shard, options.part_bytes) if not _noted(folder, part.name))
-        for part, found in _results(asked, _SurveyJob(step, folder, stop), options.workers):
+        job = _SurveyJob(step, stage, folder, options.on_error == "stop")
+        asked = (part for part in parts(paths, options.shard, options.part_bytes) if not _noted(own, part.name))
+        for part, found in _results(asked, job, options.workers):
             counts.documents += found.documents
             if options.progress is not None:
-                options.progress(counts, part.end, 2 * total)
+                options.progress(counts, part.end + stage * total, (step.stages + 1) * total)
         write_record(mark, {"documents": counts.documents})
-    if not all((folder / f"shard-{i + 1}-of-{count}.json").is_file() for i in range(count)):
-        return counts
-    with open(folder / "lock", "wb") as lock:
-        if not locked_soon(lock.fileno()):
-            return counts  # another shard concludes
-        if not (folder / _CONCLUDED).is_file():
-            for stale in folder.glob("*.tmp"):
+    if not all((own / f"shard-{i + 1}-of-{count}.json").is_file() for i in range(count)):
+        return
+    with open(own / "lock", "wb") as lock:
+        if locked_soon(lock.fileno()) and not (own / _CONCLUDED).is_file():
+            for stale in [*folder.glob("*.tmp"), *own.glob("*.tmp")]:
                 stale.unlink(missing_ok=True)
-            step.conclude(folder, sorted(path.stem for path in folder.glob("*-*.npz")))
-            write_record(folder / _CONCLUDED, {})
-    return None
+            step.conclude(stage, folder, sorted(path.stem for path in own.glob("*-*.npz")))
+            write_record(own / _CONCLUDED, {})
 
 
 def _noted(folder: Path, name: str) -> bool:

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from mega.core.corpus.documents import CorpusDocument, Result, Survey, Work, dropped, kept
+from mega.core.corpus.documents import CorpusDocument, Result, Survey, Work, dropped, kept, stage_folder
 from mega.core.corpus.repeats import keys_of, mark_repeats, notes, repeats
 
 REASONS = ("", "domain", "extension", "short", "malformed", "duplicate")
@@ -118,6 +118,7 @@ class Urls:
     """Keeps documents whose URL passes all tests: lines of text that are URLs, or JSON lines with one under `key`."""
 
     name: ClassVar[str] = "urls"
+    stages: ClassVar[int] = 1
     key: str = "url"
     domains: tuple[str, ...] = tuple(sorted(DOMAINS))
     extensions: tuple[str, ...] = EXTENSIONS
@@ -125,7 +126,7 @@ class Urls:
     keep_duplicates: bool = False
     """Duplicates are documents of one page, and are not told from each other by their URL alone."""
 
-    def survey(self) -> Survey:
+    def survey(self, stage: int, folder: Path) -> Survey:
         """Notes the outcome of every URL, and a key of each one that passes."""
         test = url_test(self.domains, self.extensions, any_case=self.any_case)
 
@@ -137,9 +138,9 @@ class Urls:
 
         return survey
 
-    def conclude(self, folder: Path, parts: Sequence[str]) -> None:
+    def conclude(self, stage: int, folder: Path, parts: Sequence[str]) -> None:
         """Marks the duplicates."""
-        mark_repeats(folder, parts)
+        mark_repeats(stage_folder(folder, stage), parts)
 
     def judge(self, folder: Path) -> Work:
         """Drops what did not pass."""
@@ -148,7 +149,7 @@ class Urls:
             outcomes: list[int] = []
             for index, document in enumerate(documents):
                 if not index:
-                    outcomes = self._outcomes(folder, document.part)
+                    outcomes = self._outcomes(stage_folder(folder, 0), document.part)
                 yield dropped(REASONS[outcomes[index]]) if outcomes[index] else kept(document)
 
         return judge

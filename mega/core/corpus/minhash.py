@@ -1,0 +1,199 @@
+"""MinHash: a short signature whose equal entries estimate how much two sets of shingles overlap, and its bands.
+
+Two settings. `WordShingles`: runs of five words, hashed by this file and permuted by rensa; the default.
+`CharShingles`: what Megatron-LM 23.06 gets of mattilyra/LSH: windows of five bytes, MurmurHash3, and minima of *signed*
+numbers that start at -1, so that a hash without its top bit never counts.
+Sources: Broder (1997); MurmurHash3_x86_32 (A. Appleby).
+"""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+Signatures = NDArray[np.uint32]
+"""[documents, permutations]"""
+Shingles = NDArray[np.uint64]
+"""Hashes of a document's shingles, sorted, each once."""
+Overlap = Literal["union", "min", "max"]
+
+_WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]|[^\W\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]+")
+"""A word; of scripts without blanks, a character."""
+_KNOWN_WORDS = 1 << 20
+_SEED = 42
+_MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
+_NO_SHINGLE = np.uint32(0xFFFFFFFF)
+
+
+def mixed(hashes: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Every bit of a number depends on every bit of the argument. Source: Steele et al. (2014), splitmix64."""
+    h = hashes.copy()
+    h ^= h >> np.uint64(30)
+    h *= np.uint64(0xBF58476D1CE4E5B9)
+    h ^= h >> np.uint64(27)
+    h *= np.uint64(0x94D049BB133111EB)
+    h ^= h >> np.uint64(31)
+    return h
+
+
+def _windows(codes: NDArray[np.uint64], size: int) -> Shingles:
+    """Hashes of all runs of `size` codes."""
+    count = max(len(codes) - size + 1, 0)
+    h = np.zeros(count, np.uint64)
+    for i in range(size):
+        h *= _MULTIPLIER
+        h += codes[i : i + count]
+    return np.unique(mixed(h))
+
+
+class _WordHashes(dict[str, int]):
+    """A hash of 64 bits for every word, which is computed once while it is among the known ones."""
+
+    def __missing__(self, word: str) -> int:
+        if len(self) >= _KNOWN_WORDS:
+            self.clear()
+        data = word.encode("utf-8", "surrogatepass")
+        found = self[word] = zlib.crc32(data) << 32 | zlib.crc32(data, 0x5BD1E995)
+        return found
+
+
+@dataclass(frozen=True)
+class WordShingles:
+    """Runs of `size` words, in lower case. A text of fewer words is one shingle, one without words has none."""
+
+    permutations: int = 120
+    size: int = 5
+
+    def load(self) -> None:
+        """Errors: ValueError where rensa is not installed."""
+        try:
+            import rensa  # noqa: F401
+        except ImportError:
+            raise ValueError("mega corpus near-duplicates: needs rensa; pip install 'mega[corpus]'") from None
+
+    def shingles(self, text: str) -> Shingles:
+        """The shingles of a text."""
+        words = _WORD.findall(text.lower())
+        codes = mixed(np.fromiter(map(_known_words.__getitem__, words), np.uint64, len(words)))
+        return _windows(codes, min(self.size, max(len(words), 1)))
+
+    def signatures(self, texts: Sequence[str]) -> Signatures:
+        """A row for every text; of one without shingles, the largest numbers."""
+        from rensa import RMinHash
+
+        sets = [self.shingles(text) for text in texts]
+        offsets = np.cumsum([0, *map(len, sets)], dtype=np.uint64)
+        rows = RMinHash.digest_matrix_from_flat_token_hashes(
+            np.concatenate(sets), offsets, self.permutations, _SEED
+        ).to_rows()
+        found = np.array(rows, np.uint32).reshape(len(texts), self.permutations)
+        found[[not len(one) for one in sets]] = _NO_SHINGLE
+        return found
+
+
+_known_words = _WordHashes()
+
+
+@dataclass(frozen=True)
+class CharShingles:
+    """Megatron-LM's: signatures of windows of five bytes, overlap of windows of five characters without the last."""
+
+    permutations: int = 100
+    seed: int = 1234
+    size: int = 5
+
+    def load(self) -> None:
+        """Needs no library."""
+
+    def shingles(self, text: str) -> Shingles:
+        """The windows of a text."""
+        codes = np.frombuffer(text[:-1].encode("utf-32-le", "surrogatepass"), "<u4").astype(np.uint64)
+        return _windows(codes, self.size)
+
+    def signatures(self, texts: Sequence[str]) -> Signatures:
+        """A row for every text."""
+        return np.stack([self._signature(text.encode("utf-8", "surrogatepass")) for text in texts])
+
+    def _signature(self, data: bytes) -> NDArray[np.uint32]:
+        seeds = np.random.RandomState(self.seed).randint(0, 1_000_000, self.permutations).astype(np.uint32)
+        least = np.full(self.permutations, -1, np.int32)
+        windows = _byte_windows(data, self.size)
+        for begin in range(0, len(windows), _TOGETHER):
+            hashes = murmur3(windows[begin : begin + _TOGETHER], seeds)
+            np.minimum(least, hashes.view(np.int32).min(1), out=least)
+        return least.view(np.uint32)
+
+
+_TOGETHER = 512
+"""Windows that stay in a processor's cache, with a hash for each seed."""
+
+
+def _byte_windows(data: bytes, size: int) -> NDArray[np.uint8]:
+    """All different windows of `size` bytes: [windows, size]."""
+    if len(data) < size:
+        return np.zeros((0, size), np.uint8)
+    windows = np.lib.stride_tricks.sliding_window_view(np.frombuffer(data, np.uint8), size)
+    packed = np.zeros(len(windows), np.uint64)
+    for i in range(size):
+        packed |= windows[:, i].astype(np.uint64) << np.uint64(8 * i)
+    return np.unique(packed).view(np.uint8).reshape(-1, 8)[:, :size]
+
+
+def murmur3(keys: NDArray[np.uint8], seeds: NDArray[np.uint32]) -> NDArray[np.uint32]:
+    """MurmurHash3_x86_32 of keys of five bytes: [keys, 5] and [seeds] -> [seeds, keys]."""
+    assert keys.shape[1] == 5
+    first, last = np.ascontiguousarray(keys[:, :4]).view("<u4")[:, 0], keys[:, 4].astype(np.uint32)
+    c1, c2 = np.uint32(0xCC9E2D51), np.uint32(0x1B873593)
+    h = seeds[:, None] ^ (_rotated(first * c1, 15) * c2)
+    h = _rotated(h, 13)
+    h *= np.uint32(5)
+    h += np.uint32(0xE6546B64)
+    h ^= (_rotated(last * c1, 15) * c2) ^ np.uint32(5)  # the tail, then the length
+    h ^= h >> np.uint32(16)
+    h *= np.uint32(0x85EBCA6B)
+    h ^= h >> np.uint32(13)
+    h *= np.uint32(0xC2B2AE35)
+    h ^= h >> np.uint32(16)
+    return h
+
+
+def _rotated(h: NDArray[np.uint32], bits: int) -> NDArray[np.uint32]:
+    return (h << np.uint32(bits)) | (h >> np.uint32(32 - bits))
+
+
+def band_keys(signatures: Signatures, bands: int) -> NDArray[np.uint64]:
+    """A number for every band of every document, [documents, bands]: equal where all entries of the band are."""
+    documents, permutations = signatures.shape
+    rows = signatures.reshape(documents, bands, permutations // bands)
+    h = np.broadcast_to(np.arange(1, bands + 1, dtype=np.uint64), (documents, bands)).copy()
+    for i in range(rows.shape[2]):
+        h = mixed(h * _MULTIPLIER + rows[:, :, i])
+    return h
+
+
+def overlap(first: Shingles, second: Shingles, of: Overlap = "union") -> float:
+    """The share of two sets that they have in common: of their union (Jaccard), or of the smaller or larger one.
+
+    >>> overlap(np.array([1, 2, 3], np.uint64), np.array([2, 3, 4], np.uint64))
+    0.5
+    """
+    if not len(first) or not len(second):
+        return 0.0
+    common = len(first) + len(second) - len(np.union1d(first, second))
+    sizes: dict[str, Any] = {"min": min, "max": max, "union": lambda a, b: a + b - common}
+    return float(common / sizes[of](len(first), len(second)))
+
+
+def chance(similarity: float, bands: int, rows: int) -> float:
+    """How likely two documents of a similarity meet in a band.
+
+    >>> round(chance(0.8, 20, 6), 4), round(chance(0.8, 10, 10), 4)
+    (0.9977, 0.6789)
+    """
+    return float(1 - (1 - similarity**rows) ** bands)
