@@ -25,6 +25,8 @@ LONG = {
     # The signature of a command is its list of flags.
     "bench.run": 60,
     "convert_llama.run": 82,
+    "corpus._shared": 60,
+    "corpus.near_duplicates": 60,
     "eval.run": 101,
     "task.score": 54,
     "generate.run": 119,

@@ -172,7 +172,7 @@ def similar_pairs(
     shingles.close()
 
 
-class Groups:
+class DocumentGroups:
     """Documents that are joined with each other, each group known by its first one."""
 
     def __init__(self, documents: int) -> None:

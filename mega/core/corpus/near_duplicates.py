@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from mega.core.corpus.buckets import (
     NO_KEY,
-    Groups,
+    DocumentGroups,
     Pair,
     ShingleFile,
     begins_of,
@@ -133,7 +133,7 @@ class NearDuplicates:
         total = int(_begins(folder)[""])
         blocks = (notes(own, part) for part in parts)
         ShingleFile.write(folder, ((found["numbers"], found["ends"], found["hashes"]) for found in blocks))
-        groups = Groups(total)
+        groups = DocumentGroups(total)
         skip = groups.joined if not self.pairs else lambda first, second: False
         compare = partial(overlap, of=self.overlap_of)
         recorded: list[Pair] = []

@@ -113,7 +113,7 @@ def _settings(step: object) -> dict[str, Any]:
 PartWork = Callable[[InputPart], StepCounts]
 
 
-class _Job(Protocol):
+class _PartJob(Protocol):
     """What is done with every part; small enough to be sent to another process."""
 
     def load(self) -> PartWork:
@@ -121,7 +121,7 @@ class _Job(Protocol):
         ...
 
 
-def _results(asked: Iterator[InputPart], job: _Job, workers: int) -> Iterator[tuple[InputPart, StepCounts]]:
+def _results(asked: Iterator[InputPart], job: _PartJob, workers: int) -> Iterator[tuple[InputPart, StepCounts]]:
     if workers == 1:
         work = job.load()
         yield from ((part, work(part)) for part in asked)
@@ -134,7 +134,7 @@ def _results(asked: Iterator[InputPart], job: _Job, workers: int) -> Iterator[tu
             yield part, counts
 
 
-def _answering(job: _Job) -> Callable[[InputPart, Buffer], StepCounts]:
+def _answering(job: _PartJob) -> Callable[[InputPart, Buffer], StepCounts]:
     work = job.load()
     return lambda part, buffer: work(part)
 
