@@ -74,7 +74,7 @@ def train(groups: Groups, rank: int, run: RunConfig, world: int) -> None:
         assert torch.equal(one.loss, other.loss) and torch.equal(one.grad_norm, other.grad_norm)
         for a, b in zip(plain.grads.buckets, replayed.grads.buckets, strict=True):
             assert torch.equal(a.weights, b.weights)
-    asked = mesh.data.size > 1 and len(batches) > 1
+    asked = mesh.tokens.size > 1 and len(batches) > 1
     assert (Again.made, Again.played) == (1, 2 * (len(batches) - asked))
     for state in (plain, replayed):
         state.grads.wait_param_gather()

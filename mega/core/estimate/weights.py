@@ -162,7 +162,7 @@ def stage_buckets(run: RunConfig, dp: int, chunks: Sequence[Chunk]) -> Iterator[
     rules = BucketRules(
         parallel.tp,
         parallel.sequence_parallel,
-        shards=dp * parallel.cp if parallel.zero else 1,
+        shards={"dp": dp * parallel.cp} if parallel.zero else {},
         least=parallel.bucket_size if parallel.zero < 3 else None,
         stages=tied_stages(run.model, parallel.pp, parallel.chunks, parallel.stage_layers),
     )

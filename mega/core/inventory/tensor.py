@@ -43,7 +43,9 @@ class Init:
 class Tensor:
     """One logical tensor. Several units mean one tensor used several times (tied embeddings).
 
-    trainable: whether it gets gradients; what does not has no bucket, no moments and no masters.
+    data: the data axis: the ranks that hold copies of it and see other tokens, over which its gradient is summed ("dp",
+        or "edp" for what is cut over the expert axis). trainable: whether it gets gradients; what does not has no
+        bucket, no moments and no masters.
     """
 
     name: str
@@ -52,6 +54,7 @@ class Tensor:
     init: Init
     cut: Cut | None = None
     partial: tuple[Partial, ...] = ()
+    data: str = "dp"
     trainable: bool = True
 
     @property

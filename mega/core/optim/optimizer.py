@@ -20,7 +20,6 @@ import torch
 from mega.core.ops.suite import REFERENCE, Ops
 from mega.core.optim.adam import AdamW
 from mega.core.optim.rule import Allocator, Rule, ShardState, StepArgs
-from mega.core.parallel.collectives import all_reduce
 from mega.core.parallel.gradients import Bucket, GradBuffer
 
 
@@ -73,7 +72,6 @@ class Optimizer:
         """One update from the gradients that `grads.finish()` left; `scale` is what losses were multiplied by."""
         # 1
         squares = self.grads.square_sum()
-        all_reduce(squares, self.grads.norm_axis)
         norm = squares.sqrt() if scale is None else squares.sqrt() / scale
         finite = torch.isfinite(norm)
         self._updates += finite

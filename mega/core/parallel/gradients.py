@@ -8,7 +8,7 @@ coordinates:
             |<- rank 0 of data ->|<- rank 1 ->|  ...             own spans, equal for all (ZeRO)
 
 Which parameters lie where is planned as data (layout.py). What a bucket's gradients need, by its reduction (tp: the
-tensor axis; data: every rank that sees other tokens):
+tensor axis; data: the bucket's data axis, ranks that hold copies of its weights and see other tokens):
 
     nothing more             each tensor rank holds its own rows or columns           sum over data
     replicated               every tensor rank computed the same gradient             sum over data
@@ -42,7 +42,7 @@ input."""
 class Bucket:
     """Some weights whose gradients reduce alike. `offsets` holds each weight's [begin, end) in the flat tensors.
 
-    span: the part this rank owns and updates; the whole bucket where nothing is shared out.
+    data: its data axis. span: the part this rank owns and updates; the whole bucket where nothing is shared out.
     decay_end: weights before it decay, the rest do not. counted: whether this rank's copy enters norms.
     axes: along which reduced gradients are still to be added up. holders: the stages of our pipeline that hold it.
     own_weights, own_grads: our span; gradients are valid after `GradBuffer.finish`.
@@ -52,7 +52,8 @@ class Bucket:
     def __init__(self, spec: BucketSpec, held: Sequence[Weight], mesh: Mesh, *, zero: int, dtype: torch.dtype):
         self.reduction, self.decay_end, self.zero, self.dtype = spec.reduction, spec.decay_end, zero, dtype
         self.offsets = [(held[number], *at) for number, at in zip(spec.parameters, spec.offsets, strict=True)]
-        first = mesh.data.index * spec.shard if zero else 0
+        self.data = mesh.data_axes[spec.reduction.data]
+        first = self.data.axis.index * spec.shard if zero else 0
         self.span = span = (first, first + spec.shard)
         self.holders = mesh.stages(self.reduction.stages)
         self.axes = (*(mesh.axis(name) for name in self.reduction.partial), self.holders)
@@ -148,7 +149,8 @@ class Bucket:
         return grads
 
     def start_param_gather(self, axis: Axis) -> None:
-        """Send our span of the weights to all ranks of the axis and take theirs, until `wait_param_gather`."""
+        """Send our span of the weights to all ranks of the axis, which is that of `data` on a communicator of its own
+        or not, and take theirs, until `wait_param_gather`."""
         own = self.own_weights
         # NCCL may gather into the tensor that its own part is a view of; gloo may not.
         _, self.gathering = start_all_gather(own if own.is_cuda else own.clone(), axis, self._weights)
@@ -159,11 +161,11 @@ class Bucket:
             self.gathering.wait()
             self.gathering = None
 
-    def unshard(self, axis: Axis) -> None:
+    def unshard(self) -> None:
         """Bring back weights that only their owners keep."""
         if self._own is not None and not self._weights.untyped_storage().size():
             self._weights.untyped_storage().resize_(self._weights.numel() * self._weights.element_size())
-            self._weights.copy_(all_gather(self._own, axis))
+            self._weights.copy_(all_gather(self._own, self.data.axis))
 
     def reshard(self) -> None:
         """Keep our span of the weights only."""
@@ -174,7 +176,7 @@ class Bucket:
 class GradBuffer:
     """The gradients of one rank's stages, accumulated over microbatches and reduced as soon as they are complete.
 
-    zero, over the data axis (Rajbhandari et al. 2020):
+    zero, over each bucket's data axis (Rajbhandari et al. 2020):
         0  every rank has everything
         1  a rank owns, and updates, its span of each bucket
         2  also: gradients are reduced and let go with every microbatch, so only spans accumulate
@@ -201,7 +203,7 @@ class GradBuffer:
         self._claimed: set[int] = set()
         for stages in sorted(set((shared or {}).values())):
             mesh.stages(stages)  # groups are made by all ranks, those that hold none of these tensors too
-        shards = mesh.data.size if zero else 1
+        shards = {name: data.axis.size for name, data in mesh.data_axes.items()} if zero else {}
         rules = BucketRules(mesh.tp.size, sequence, shards, bucket_size if zero < 3 else None, shared or {})
         self.buckets = [
             bucket
@@ -221,11 +223,12 @@ class GradBuffer:
                 weight.on_main_grad = self._open_main_grad if zero >= 2 else None
                 weight.register_post_accumulate_grad_hook(_into_main_grad)
             bucket.reshard()
-        self._shared, self._overlap_gather = 0 < zero < 3 and mesh.data.size > 1, overlap_gather
-        self._gather_axis = mesh.data
-        if self._shared and overlap_gather:
+        self._gathered = [bucket for bucket in self.buckets if 0 < zero < 3 and bucket.data.axis.size > 1]
+        self._gather_axes = {name: data.axis for name, data in mesh.data_axes.items()}
+        self._overlap_gather = overlap_gather
+        if 0 < zero < 3 and overlap_gather and mesh.tokens.size > 1:
             # The loss's few numbers are added up meanwhile, and must not queue after the weights.
-            self._gather_axis = mesh.own_axis("weights", "cp", "dp")
+            self._gather_axes = {name: mesh.own_data_axis("weights", name) for name in self._gather_axes}
             for chunk in chunks:
                 for unit in _units(chunk):
                     unit.register_forward_pre_hook(partial(_wait_param_gather, self.buckets_of(unit)))
@@ -295,8 +298,8 @@ class GradBuffer:
             self._launch_grad_reduce(bucket)
 
     def _launch_grad_reduce(self, bucket: Bucket) -> None:
-        """Start the sum over data; the backward pass continues meanwhile."""
-        data = self.mesh.data
+        """Start the sum over the bucket's data axis; the backward pass continues meanwhile."""
+        data = bucket.data.axis
         if self.zero >= 2:
             _settle(bucket)
             out, work = start_reduce_scatter(bucket.close(), data)
@@ -342,10 +345,8 @@ class GradBuffer:
     def start_param_gather(self) -> None:
         """Send updated spans to every rank. With overlap they arrive while the next forward pass runs, where each unit
         of the model waits for its own; reading a bucket's weights waits too."""
-        if not self._shared:
-            return
-        for bucket in self.buckets:
-            bucket.start_param_gather(self._gather_axis)
+        for bucket in self._gathered:
+            bucket.start_param_gather(self._gather_axes[bucket.data.name])
         if not self._overlap_gather:
             self.wait_param_gather()
 
@@ -368,28 +369,55 @@ class GradBuffer:
             return run(x)
         buckets = self.buckets_of(unit)
         for bucket in buckets:
-            bucket.unshard(self.mesh.data)
+            bucket.unshard()
         y = run(x)
         for bucket in buckets:
             bucket.reshard()
-        return _Return.apply(y, buckets, self.mesh.data) if torch.is_grad_enabled() else y
+        return _Return.apply(y, buckets) if torch.is_grad_enabled() else y
 
     def square_sum(self, *, weights: bool = False) -> torch.Tensor:
-        """Sum of squares of this rank's counted gradients, or weights, float64 []."""
+        """Sum of squares of the model's gradients, or weights, float64 []. All ranks call it together."""
         wide = torch.promote_types(self.dtype, torch.float32)
-        counted = [bucket.own_weights if weights else bucket.own_grads for bucket in self.buckets if bucket.counted]
-        if not counted:
-            return torch.zeros((), dtype=torch.float64, device=self.buckets[0].own_grads.device)
-        return square_sums(counted, wide).sum()
+
+        def squares(buckets: Sequence[Bucket]) -> torch.Tensor:
+            return square_sums([bucket.own_weights if weights else bucket.own_grads for bucket in buckets], wide).sum()
+
+        return self._model_sum(squares)
 
     def zeros(self) -> torch.Tensor:
-        """[zeros, elements] among this rank's counted gradients, float64 [2]; padding is none of them."""
-        counts = torch.zeros(2, dtype=torch.float64, device=self.buckets[0].own_grads.device)
-        for bucket in self.buckets:
-            if bucket.counted:
+        """[zeros, elements] among the model's gradients, float64 [2], without padding. All ranks call it together."""
+
+        def counts(buckets: Sequence[Bucket]) -> torch.Tensor:
+            found = torch.zeros(2, dtype=torch.float64, device=self.device)
+            for bucket in buckets:
                 for _, _, grads in bucket.rectangles(bucket.own_grads, bucket.span[0]):
-                    counts += torch.stack([(grads == 0).sum(), counts.new_tensor(grads.numel())])
-        return counts
+                    found += torch.stack([(grads == 0).sum(), found.new_tensor(grads.numel())])
+            return found
+
+        return self._model_sum(counts, 2)
+
+    def _model_sum(self, local: Callable[[Sequence[Bucket]], torch.Tensor], *shape: int) -> torch.Tensor:
+        """The sum of local(buckets), float64, over the ranks that hold the model's elements once each."""
+        found = torch.zeros(shape, dtype=torch.float64, device=self.device)
+        axes: dict[tuple[int, ...], tuple[Axis, set[str]]] = {}
+        for name, data in self.mesh.data_axes.items():
+            axis = self.mesh.everyone if self.zero else data.model
+            axes.setdefault(axis.ranks, (axis, set()))[1].add(name)
+        for axis, names in axes.values():
+            counted = [bucket for bucket in self.buckets if bucket.counted and bucket.data.name in names]
+            part = local(counted) if counted else torch.zeros_like(found)
+            all_reduce(part, axis)
+            found += part
+        return found
+
+    @property
+    def device(self) -> torch.device:
+        return self.buckets[0].own_grads.device
+
+    @property
+    def data_ranks(self) -> int:
+        """The most ranks over which any gradient is summed."""
+        return max(bucket.data.axis.size for bucket in self.buckets)
 
     def whole_sums(self, bucket: Bucket, sums: torch.Tensor) -> torch.Tensor:
         """Sums over whole logical tensors, from what each rank of the stage has summed over its span of `bucket`.
@@ -399,31 +427,26 @@ class GradBuffer:
         whole = sums.to(bucket.own_weights.device)
         if bucket.replicated and not self.mesh.tp.first:
             whole = torch.zeros_like(whole)
-        all_reduce(whole, self.mesh.stage if self.zero else self.mesh.tp)
+        all_reduce(whole, self.mesh.stage if self.zero else bucket.data.parts)
         if not bucket.holders.first:
             whole = torch.zeros_like(whole)
         all_reduce(whole, bucket.holders)
         return whole.to(sums.device)
-
-    @property
-    def norm_axis(self) -> Axis:
-        """The ranks whose square sums add up to the whole model's."""
-        return self.mesh.everyone if self.zero else self.mesh.model
 
 
 class _Return(torch.autograd.Function):
     """After a unit: when its backward pass begins, its weights are gathered again."""
 
     @staticmethod
-    def forward(ctx: Any, y: torch.Tensor, buckets: list[Bucket], axis: Axis) -> torch.Tensor:
-        ctx.buckets, ctx.axis = buckets, axis
+    def forward(ctx: Any, y: torch.Tensor, buckets: list[Bucket]) -> torch.Tensor:
+        ctx.buckets = buckets
         return y.view_as(y)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         for bucket in ctx.buckets:
-            bucket.unshard(ctx.axis)
-        return grad, None, None
+            bucket.unshard()
+        return grad, None
 
 
 def _wait_param_gather(buckets: list[Bucket], *_: Any) -> None:

@@ -18,14 +18,15 @@ ALIGNMENT = 64
 
 
 class Reduction(NamedTuple):
-    """What a gradient needs after its sum over the ranks that see other tokens, to become the whole batch's.
-    Parameters that differ in it lie in different buckets.
+    """What a gradient needs to become the whole batch's. Parameters that differ in it lie in different buckets.
 
+    data: the data axis that it is summed over first.
     partial: axes over which each rank's gradient is still only a part.
     replicated: axes whose ranks hold equal copies of the parameter.
     stages: the pipeline stages that hold the parameter, where several do (tied tensors); each has a part.
     """
 
+    data: str = "dp"
     partial: tuple[str, ...] = ()
     replicated: tuple[str, ...] = ()
     stages: tuple[int, ...] = ()
@@ -43,24 +44,22 @@ class ParameterSpec(NamedTuple):
 class BucketRules:
     """What a layout determines of buckets.
 
-    tp: size of the tensor axis. sequence: its ranks split the sequence. shards: data ranks that each own a span (1:
-    every rank has everything). least: elements at which a bucket is full; None: one bucket for all alike.
+    tp: size of the tensor axis. sequence: its ranks split the sequence. shards: data axis -> its ranks, which each own
+    a span; {}: every rank has everything. least: elements at which a bucket is full; None: one bucket for all alike.
     stages: name of a tensor that several pipeline stages hold -> those stages (`shared_stages`).
     """
 
     tp: int
     sequence: bool
-    shards: int
+    shards: Mapping[str, int]
     least: int | None
     stages: Mapping[str, tuple[int, ...]]
 
     def reduction(self, tensor: Tensor) -> Reduction:
         """How the gradient of a parameter with `tensor` becomes whole."""
-        replicated = ("tp",) if self.tp > 1 and tensor.cut is None else ()
+        replicated = ("tp",) if self.tp > 1 and (tensor.cut is None or tensor.cut.axis != "tp") else ()
         parts = replicated and ("tp" in tensor.partial or ("sequence" in tensor.partial and self.sequence))
-        return Reduction(
-            partial=("tp",) if parts else (), replicated=replicated, stages=self.stages.get(tensor.name, ())
-        )
+        return Reduction(tensor.data, ("tp",) if parts else (), replicated, self.stages.get(tensor.name, ()))
 
 
 @dataclass(frozen=True)
@@ -92,13 +91,13 @@ def plan_buckets(parameters: Sequence[ParameterSpec], rules: BucketRules) -> Ite
         sizes[key] += parameter.elements
         if key[0].stages or (rules.least is not None and sizes[key] >= rules.least):
             del sizes[key]
-            yield _bucket(parameters, open_groups.pop(key), key, rules.shards)
+            yield _bucket(parameters, open_groups.pop(key), key, rules)
     for key, group in open_groups.items():
-        yield _bucket(parameters, group, key, rules.shards)
+        yield _bucket(parameters, group, key, rules)
 
 
 def _bucket(
-    parameters: Sequence[ParameterSpec], group: list[int], key: tuple[Reduction, str], shards: int
+    parameters: Sequence[ParameterSpec], group: list[int], key: tuple[Reduction, str], rules: BucketRules
 ) -> BucketSpec:
     group = sorted(group, key=lambda number: not parameters[number].tensors[0].decays)
     offsets, end, decay_end = [], 0, 0
@@ -108,6 +107,7 @@ def _bucket(
         end = round_up(end + parameter.elements, ALIGNMENT)
         if parameter.tensors[0].decays:
             decay_end = end
+    shards = rules.shards.get(key[0].data, 1)
     length = round_up(end, shards * ALIGNMENT)
     return BucketSpec(*key, tuple(group), tuple(offsets), length, length // shards, decay_end)
 

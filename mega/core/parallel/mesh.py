@@ -8,6 +8,9 @@ Axes from fastest to slowest: tp, cp, dp, pp. With tp 2, dp 2, pp 2 the ranks ar
     pp 1 dp 0   4     5
          dp 1   6     7
 
+Experts see the same ranks as another grid: tp, ep, edp, pp. Data ranks (cp and dp) are numbered in order, ep runs
+fastest among them: with dp 4 and ep 2, data ranks 0 and 2 hold copies of the same experts, 1 and 3 of the others.
+
 An axis of size 1 has no process group and its collectives are the identity, so one CPU and a thousand GPUs run
 the same code. `Mesh.at` needs no processes at all: a layout can be built and checked on a laptop. There is no
 global mesh; what needs an axis is given it.
@@ -23,6 +26,11 @@ from math import prod
 import torch.distributed as dist
 
 ORDER = ("tp", "cp", "dp", "pp")
+EXPERT_ORDER = ("tp", "ep", "edp", "pp")
+
+DATA_AXES = {"dp": (("cp", "dp"), ()), "edp": (("edp",), ("ep",))}
+"""Name of a data axis, as tensors have it -> (the axes along which gradients of such a tensor add up, the other axes of
+the same ranks, along which the tensor is cut)."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +63,22 @@ SINGLE = Axis("single", (0,), 0)
 """An axis of one rank, for a layer that runs alone."""
 
 
+@dataclass(frozen=True)
+class DataAxis:
+    """The ranks that hold copies of a weight and see other tokens, and the groups that follow from them."""
+
+    name: str
+    """As tensors have it."""
+    axis: Axis
+    """Gradients of one weight add up over these ranks; ZeRO gives each of them a span."""
+    with_tp: Axis
+    """The same along with the tensor ranks: all copies of a weight that tensor ranks hold whole."""
+    parts: Axis
+    """Ranks of one stage that hold a whole logical tensor between them."""
+    model: Axis
+    """Ranks that hold all such tensors of the model between them, each once."""
+
+
 @dataclass
 class Groups:
     """The process groups of one process, made once per set of ranks and purpose and kept.
@@ -82,8 +106,20 @@ class Groups:
 class Mesh:
     """The grid as seen from one rank: sizes, our coordinates, and any axis or product of axes."""
 
-    def __init__(self, rank: int, *, tp: int = 1, cp: int = 1, dp: int = 1, pp: int = 1, groups: Groups | None = None):
+    def __init__(
+        self,
+        rank: int,
+        *,
+        tp: int = 1,
+        cp: int = 1,
+        dp: int = 1,
+        pp: int = 1,
+        ep: int = 1,
+        groups: Groups | None = None,
+    ):
+        assert cp * dp % ep == 0, (cp, dp, ep)
         self.sizes = {"tp": tp, "cp": cp, "dp": dp, "pp": pp}
+        self._expert_sizes = {"tp": tp, "ep": ep, "edp": cp * dp // ep, "pp": pp}
         self.rank = rank
         self.world = prod(self.sizes.values())
         assert 0 <= rank < self.world, (rank, self.sizes)
@@ -93,24 +129,26 @@ class Mesh:
         self.dp = self.axis("dp")
         self.pp = self.axis("pp")
         self.everyone = self.axis(*ORDER)
-        self.data = self.axis("cp", "dp")
-        """Ranks whose gradients of one weight add up: every sample and every part of it."""
+        self.tokens = self.axis("cp", "dp")
+        """Ranks that see other tokens of the batch: every sample and every part of it."""
         self.model = self.axis("tp", "pp")
         """Ranks that hold one replica of the model between them."""
         self.stage = self.axis("tp", "cp", "dp")
         """Ranks that hold the same pipeline stage, or a part of it."""
         self.loss_group = self.axis("cp", "dp", "pp")
         """Ranks whose losses add up to the global batch's (stages where a term does not arise hold zeros)."""
+        self.ep = self.axis("ep")
+        self.data_axes = {name: self._data_axis(name) for name in DATA_AXES}
         self.p2p = self._p2p()
 
     @classmethod
-    def at(cls, rank: int, *, tp: int = 1, cp: int = 1, dp: int = 1, pp: int = 1) -> Mesh:
+    def at(cls, rank: int, *, tp: int = 1, cp: int = 1, dp: int = 1, pp: int = 1, ep: int = 1) -> Mesh:
         """The mesh as `rank` would see it, without processes.
 
         >>> Mesh.at(5, tp=2, dp=2, pp=2).pp.ranks
         (1, 5)
         """
-        return cls(rank, tp=tp, cp=cp, dp=dp, pp=pp)
+        return cls(rank, tp=tp, cp=cp, dp=dp, pp=pp, ep=ep)
 
     def own_group(self, purpose: str) -> Axis:
         """Everyone on the host, with communicators of its own: for a thread that must not meet the training's.
@@ -123,20 +161,31 @@ class Mesh:
         self._groups.make([everyone], purpose, "gloo")
         return Axis(purpose, everyone, self.everyone.index, self._groups.get(everyone, purpose))
 
-    def coordinates(self, rank: int | None = None) -> dict[str, int]:
-        """Axis -> index of a rank (ours by default)."""
+    def coordinates(self, rank: int | None = None, *, experts: bool = False) -> dict[str, int]:
+        """Axis -> index of a rank (ours by default). experts: on their grid."""
         rest, found = self.rank if rank is None else rank, {}
-        for name in ORDER:
-            rest, found[name] = divmod(rest, self.sizes[name])
+        for name, size in (self._expert_sizes if experts else self.sizes).items():
+            rest, found[name] = divmod(rest, size)
         return found
 
     def axis(self, *names: str) -> Axis:
-        """The ranks that differ from us in these axes only; the first of ORDER runs fastest."""
+        """The ranks that differ from us in these axes of one grid only; the first of its order runs fastest."""
         return self._axis("x".join(names), self.slices(*names))
 
-    def own_axis(self, purpose: str, *names: str) -> Axis:
-        """`axis` on a communicator of its own, so that nothing else queues after its transfers."""
+    def own_data_axis(self, purpose: str, data: str) -> Axis:
+        """The ranks of a data axis on a communicator of their own, so that nothing else queues after its transfers."""
+        names, _ = DATA_AXES[data]
         return self._axis("x".join(names), self.slices(*names), purpose)
+
+    def _data_axis(self, data: str) -> DataAxis:
+        names, cut = DATA_AXES[data]
+        return DataAxis(
+            data,
+            self.axis(*names),
+            self.axis("tp", *names),
+            self.axis("tp", *cut),
+            self.axis("tp", *cut, "pp"),
+        )
 
     def stages(self, held: Sequence[int]) -> Axis:
         """The ranks of our pipeline at these stages, if ours is among them, else we alone. All ranks call it alike.
@@ -152,10 +201,15 @@ class Mesh:
 
         >>> Mesh.at(0, tp=2, dp=2).slices("dp")
         [(0, 2), (1, 3)]
+        >>> Mesh.at(0, dp=4, ep=2).slices("ep"), Mesh.at(0, dp=4, ep=2).slices("edp")
+        ([(0, 1), (2, 3)], [(0, 2), (1, 3)])
         """
+        experts = not set(names) <= set(ORDER)
+        assert set(names) <= set(EXPERT_ORDER if experts else ORDER), names
         parts: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.world):
-            fixed = tuple(index for name, index in self.coordinates(rank).items() if name not in names)
+            at = self.coordinates(rank, experts=experts)
+            fixed = tuple(index for name, index in at.items() if name not in names)
             parts.setdefault(fixed, []).append(rank)
         return [tuple(part) for part in parts.values()]
 

@@ -66,7 +66,7 @@ class ReplayedPipeline(Pipeline):
             return super().run(plan, batches, scales, grads)
         grads.wait_param_gather()
         sums = torch.empty(len(batches), len(self.names), 2, dtype=torch.float64, device=self.device)
-        asked = eager_microbatches(self.mesh.data.size, len(batches))
+        asked = eager_microbatches(grads.data_ranks, len(batches))
         alone = len(batches) - asked
         for number, (batch, scale) in enumerate(zip(batches[:alone], scales[:alone], strict=True)):
             if self._recorded is None:

@@ -55,7 +55,7 @@ def copies(state: TrainState) -> Iterator[Copy]:
     for owned in sorted(state.optimizer.shards, key=lambda one: one.bucket.tied_name()):
         bucket = owned.bucket
         # Tensor ranks that hold the whole of a tensor hold equal copies; so do all stages that hold a tied one.
-        copied = bucket.reduction.replicated
+        copies = bucket.data.with_tp if bucket.replicated else bucket.data.axis
         flats = {kind: (flat.begin, flat.values) for kind, flat in owned.moments.items()}
         if owned.has_master:
             assert owned.master is not None
@@ -67,20 +67,13 @@ def copies(state: TrainState) -> Iterator[Copy]:
             name = weight.segments[0].shard.name
             if zero < 3:
                 whole = bucket.weights[begin:end]
-                yield from _copy(f"weights/{name}", whole, _axis(state, *copied, "cp", "dp"))
+                yield from _copy(f"weights/{name}", whole, copies)
                 yield from _copy(f"weights/{name}", whole, bucket.holders)
-            axis = _axis(state, *copied, *(("cp", "dp") if not zero else ()))
+            axis = copies if not zero else mesh.tp if bucket.replicated else SINGLE
             for kind, (base, values) in flats.items():
                 first, last = max(begin, base), min(end, base + values.numel())
                 if first < last:
                     yield from _copy(f"{kind}/{name}", values[first - base : last - base], axis)
-
-
-def _axis(state: TrainState, *names: str) -> Axis:
-    """The ranks along these axes; the mesh has made each of them at the start."""
-    mesh = state.mesh
-    known = {(): SINGLE, ("tp",): mesh.tp, ("cp", "dp"): mesh.data, ("tp", "cp", "dp"): mesh.stage}
-    return known[names]
 
 
 def _copy(name: str, tensor: torch.Tensor, axis: Axis) -> Iterator[Copy]:

@@ -106,7 +106,7 @@ class TrainState:
             if self.grads.zero >= 3 or (self.grads.zero and mine):
                 if not mine or bucket.counted:
                     yield from _pieces("weights", bucket, bucket.own_weights, bucket.span[0])
-            elif not mine or (bucket.counted and self._our_turn(number)):
+            elif not mine or (bucket.counted and _our_turn(number, bucket)):
                 yield from _pieces("weights", bucket, bucket.weights, 0)
 
     def frozen_pieces(self) -> Iterator[Piece]:
@@ -123,10 +123,10 @@ class TrainState:
             bucket = owned.bucket
             if mine and not bucket.counted:
                 continue
-            if not mine or (self._our_turn(number) and self.mesh.tp.first):  # every rank of the stage has them whole
+            if not mine or (_our_turn(number, bucket) and bucket.data.parts.first):  # all ranks of the stage have them
                 for key, factor in owned.factors.items():
                     yield Piece(key, tuple(factor.shape), (0,), factor)
-            if mine and not self.grads.zero and not self._our_turn(number):
+            if mine and not self.grads.zero and not _our_turn(number, bucket):
                 continue
             if owned.has_master:
                 assert owned.master is not None
@@ -139,9 +139,10 @@ class TrainState:
         for bucket in self.grads.buckets:
             yield from _pieces("grads", bucket, bucket.own_grads, bucket.span[0])
 
-    def _our_turn(self, number: int) -> bool:
-        """Whether this data rank writes what all of them hold of bucket `number`."""
-        return number % self.mesh.data.size == self.mesh.data.index
+
+def _our_turn(number: int, bucket: Bucket) -> bool:
+    """Whether this rank writes what all ranks of the bucket's data axis hold of it. number: the bucket's."""
+    return number % bucket.data.axis.size == bucket.data.axis.index
 
 
 def _pieces(kind: str, bucket: Bucket, flat: torch.Tensor, base: int) -> Iterator[Piece]:

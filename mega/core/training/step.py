@@ -101,7 +101,7 @@ def _factors(batches: Sequence[Batch], state: TrainState) -> torch.Tensor:
         all_reduce(weights, state.mesh.cp)
         return 1.0 / (weights.clamp(min=LEAST_WEIGHT) * count * state.mesh.dp.size)
     total = weights.sum(0)
-    all_reduce(total, state.mesh.data)
+    all_reduce(total, state.mesh.tokens)
     return (1.0 / total.clamp(min=LEAST_WEIGHT)).expand(count, -1)
 
 
@@ -117,14 +117,11 @@ def _sums_of_step(sums: torch.Tensor, factors: torch.Tensor, state: TrainState) 
 
 
 def _params_norm(state: TrainState) -> torch.Tensor:
-    squares = state.grads.square_sum(weights=True)
-    all_reduce(squares, state.grads.norm_axis)
-    return squares.sqrt()
+    return state.grads.square_sum(weights=True).sqrt()
 
 
 def _share_of_zeros(state: TrainState) -> torch.Tensor:
     counts = state.grads.zeros()
-    all_reduce(counts, state.grads.norm_axis)
     return counts[0] / counts[1]
 
 
