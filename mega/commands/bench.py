@@ -48,6 +48,13 @@ def run(
     max_requests: Annotated[
         int | None, typer.Option("--max-requests", help="row serve: at once; more wait [64]", min=1)
     ] = None,
+    prefill_chunk: Annotated[
+        int | None,
+        typer.Option("--prefill-chunk", help="row serve: most prompt tokens of a step [by the device]", min=1),
+    ] = None,
+    fp8_weights: Annotated[
+        bool, typer.Option("--fp8-weights", help="row serve: linear layers keep their weights in 8 bits")
+    ] = False,
     draw: Annotated[Path | None, typer.Option("--draw", help="row serve: write a plot to a .svg file")] = None,
 ) -> int:
     """Measure speed: the trainer's own step on random tokens, one row after another in one process group.
@@ -59,6 +66,7 @@ def run(
     """
     served: dict[str, Any] = {"--url": url, "--rate": rate, "--requests": requests, "--prompt-tokens": prompt_tokens}
     served |= {"--new-tokens": new_tokens, "--max-requests": max_requests, "--draw": draw}
+    served |= {"--prefill-chunk": prefill_chunk, "--fp8-weights": fp8_weights or None}
     if rows == ["serve"]:
         excluded = {"--against": against, "--trace": trace, "--calibrate": calibrate}
         return _serving(run, given, served, excluded, json)
@@ -183,6 +191,8 @@ def _serving(
     if picture is not None and picture.suffix != ".svg":
         raise ValueError(f"--draw {picture}: must end in .svg")
     _check_outputs({"--json": out, "--draw": None if picture is None else str(picture), "--calibrate": None}, False)
+    if run.precision.fp8:
+        raise ValueError("--fp8: trains in 8 bits; row serve: --fp8-weights keeps the weights in 8 bits")
     _check_model(run, given, url)
     from mega.core.config.resolve import model_alone
     from mega.core.inference.opening import EngineOptions
@@ -199,7 +209,10 @@ def _serving(
         load=None if load is None else str(load),
         model=None if load is not None or url is not None else model_alone(run),
         engine=EngineOptions(
-            requests=served["--max-requests"] or 64, graphs=run.runtime.cuda_graph, fp8_weights=run.precision.fp8
+            requests=served["--max-requests"] or 64,
+            chunk=served["--prefill-chunk"],
+            graphs=run.runtime.cuda_graph,
+            fp8_weights=bool(served["--fp8-weights"]),
         ),
         tp=run.parallel.tp,
         pp=run.parallel.pp,
@@ -216,7 +229,8 @@ def _serving(
         return bench_url(plan)
     from mega.core.parallel.launch import run_ranks
 
-    return run_ranks(plan.tp * plan.pp, bench_engine, plan)
+    size = plan.tp * plan.pp
+    return run_ranks(size, bench_engine, plan, first=lambda: print(f"{size} ranks are starting", flush=True))
 
 
 def _check_model(run: RunConfig, given: GivenOptions, url: str | None) -> None:
@@ -227,7 +241,7 @@ def _check_model(run: RunConfig, given: GivenOptions, url: str | None) -> None:
         raise ValueError(f"{typed[0]}: excludes {'--load' if url is None else f'--url {url}'}, which has its own model")
     read = {"dry_run", *(() if there else sizes)}
     if url is None:
-        read |= {"load", "tp", "pp", "dtype", "device", "backend"}
+        read |= {"load", "tp", "pp", "dtype", "device", "backend", "cuda_graph"}
     if is_first_rank() and (unused := [flag_of(name) for name in given.values if name not in read]):
         print(f"not used, nothing is trained: {', '.join(unused)}", file=sys.stderr)
 

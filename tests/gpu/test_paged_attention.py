@@ -64,11 +64,11 @@ def test_shares_are_added_up_in_one_order(monkeypatch: pytest.MonkeyPatch) -> No
     lengths, tables = np.array([1, 1500 if CUDA else 90, 130]), np.arange(1, 3 * 100 + 1).reshape(3, 100)
     pool = torch.randn(301, 16, 2, 4, 64, device=DEVICE).to(dtype)
     q = torch.randn(3, 8, 64, device=DEVICE).to(dtype)
-    (pages,) = kernels().pages(np.ones(3, dtype=np.int64), lengths, tables, pool, 2, None)
-    first = kernels().attend(q, pool.flatten(1), [pages])
+    pages = kernels().pages(np.ones(3, dtype=np.int64), lengths, tables, pool, 2, None)
+    first = kernels().attend(q, pool.flatten(1), pages)
     assert first.isfinite().all() and not pages.ended.any()
     for _ in range(200 if CUDA else 1):
-        assert torch.equal(kernels().attend(q, pool.flatten(1), [pages]), first)
+        assert torch.equal(kernels().attend(q, pool.flatten(1), pages), first)
     assert not pages.ended.any()
 
 
@@ -122,7 +122,7 @@ def test_paged_attention(seed: int) -> None:
 
 
 def test_prompts_next_to_single_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whole prompts of one length at a time, ones that continue or are alone, short ones, and those a window cuts."""
+    """Whole prompts, ones that continue, short ones, and those a window cuts; also as a recorded graph has them."""
     torch.manual_seed(0)
     monkeypatch.setattr("mega.core.ops.kernels.paged_attention.PROGRAMS", PROGRAMS)
     dtype = torch.bfloat16 if CUDA else torch.float32
@@ -131,13 +131,20 @@ def test_prompts_next_to_single_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     tables = np.random.default_rng(0).permutation(9 * 13).reshape(9, 13)
     pool = torch.randn(9 * 13, 8, 2, 2, 16, device=DEVICE).to(dtype)
     q = torch.randn(int(counts.sum()), 10, 16, device=DEVICE).to(dtype)[:, :6]
-    for window, kinds in ((None, "SPCCCC"), (90, "SPP")):
+    for window in (None, 90, 7):
         pages = kernels().pages(counts, lengths, tables, pool, 3, window)
-        assert "".join(type(each).__name__[0] for each in pages) == kinds
+        assert len(pages.singles.lengths) == 2 and len(pages.tiles) == 2 + 2 + 3 * 2
         ours = kernels().attend(q, pool.flatten(1), pages).double()
         wide = pool.double()
         exact = PLAIN.attend(q.double(), wide.flatten(1), PLAIN.pages(counts, lengths, tables, wide, 3, window))
         assert float((ours - exact).norm() / exact.norm()) < 4 * torch.finfo(dtype).eps
+        recorded = kernels().ragged
+        assert recorded is not None
+        given = [torch.from_numpy(each).to(DEVICE) for each in (np.where(counts == 1, lengths, 0), tables)]
+        tiles = torch.zeros(recorded.most_tiles(len(q), 9), 4, dtype=torch.int64, device=DEVICE)
+        tiles[: len(pages.tiles)] = pages.tiles
+        again = kernels().attend(q, pool.flatten(1), recorded.pages(*given, tiles, pool, window))
+        assert torch.equal(again.double(), ours), "with room for more runs and tiles"
 
 
 def test_shares_without_keys_and_a_window_at_a_tile_s_border(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,9 +7,8 @@ sequence, those of its run included, lie in blocks of a pool, in the order of it
     lengths  9 3 4          keys of each sequence; the last token of a run sees all of them
     tables   [[7, 2, 5], [1, 0, 0], [4, 0, 0]]          with blocks of 4 keys: key 8 of the first is key 0 of block 5
 
-PLAIN       runs of like length are padded to one and take torch's kernels; any device and dtype. Runs of one token may
-            take kernels of their own (kernels/paged_attention.py); long runs are not padded then, since torch's fastest
-            kernels know no mask but the causal one
+PLAIN       runs of like length are padded to one and take torch's kernels; any device and dtype. On CUDA other kernels
+            take them as they are (kernels/paged_attention.py)
 INVARIANT   every token by itself, its keys in splits of one size: bit for bit the same whatever runs are next to it
 
 Both take q [tokens, heads, d], and keys and values as one pool [blocks, block, 2, kv_heads, d], keys first, and give
@@ -22,7 +21,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -35,9 +33,6 @@ from mega.core.ops.few_rows import plain_place
 from mega.core.ops.heads import Rotary
 from mega.core.ops.norm import accurate
 from mega.core.ops.trial import error_of, passes
-
-LONG = 64
-"""Tokens of a run from which on it is not padded to its neighbours' length, where runs of one token are not either."""
 
 SPLIT = 256
 """Keys of one split of INVARIANT; a multiple of every block size."""
@@ -66,22 +61,6 @@ class PaddedRuns(NamedTuple):
     bias: torch.Tensor
 
 
-class CausalRuns(NamedTuple):
-    """Neighbouring runs of the same length, of sequences of the same length, without a window.
-
-    rows: int64 [batch x width], blocks. held: memory that each layer gathers them in, and k and v its views [batch,
-    kv_heads, keys, d]. bias: what the last tokens of a sequence see of it; None where they are the whole sequence.
-    """
-
-    tokens: slice
-    batch: int
-    rows: torch.Tensor
-    held: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    bias: Any
-
-
 class TokenKeys(NamedTuple):
     """For every token: tables, int64 [tokens, width], its sequence's blocks; positions, int64 [tokens], its own.
 
@@ -106,12 +85,29 @@ class PagedAttention:
         yet, and puts keys and values into the pool. None where pages ask for `FewRows.place` and `attend` instead.
     graphs: what is done for runs of one token follows from their number and the width of `tables`; pages hold these and
         `lengths` as tensors of those names, which a recorded graph reads again.
+    ragged: pages of any runs for such a graph; None: it takes runs of one token alone.
     """
 
     pages: Callable[[Integers, Integers, Integers, torch.Tensor, int, int | None], Any]
     attend: Callable[[torch.Tensor, torch.Tensor, Any], torch.Tensor]
     graphs: bool = False
     attend_new: Callable[[torch.Tensor, Rotary | None, torch.Tensor, Any], torch.Tensor | None] | None = None
+    ragged: RaggedGraph | None = None
+
+
+@dataclass(frozen=True)
+class RaggedGraph:
+    """How pages of runs of several tokens lie in a graph that is recorded once.
+
+    most_tiles(tokens, runs): tiles of so many tokens in so many runs at the most.
+    tiles(counts, lengths): int64 [tiles, 4] of a step's runs after the leading ones of one token.
+    pages(lengths, tables, tiles, pool, window): lengths int64 [runs], 0 but for leading runs of one token; tables int64
+        [runs, width]; tiles as above, with zeros for those that are missing. All are tensors of the device.
+    """
+
+    most_tiles: Callable[[int, int], int]
+    tiles: Callable[[Integers, Integers], Integers]
+    pages: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int | None], Any]
 
 
 # -- plain
@@ -124,21 +120,12 @@ def padded_pages(
     pool: torch.Tensor,
     repeats: int,
     window: int | None = None,
-    single: Callable[..., Any] | None = None,
-) -> list[Any]:
-    """PaddedRuns; with `single` CausalRuns too, and for runs of one token what `single(tokens, lengths, tables, pool,
-    window)` makes of them."""
+) -> list[PaddedRuns]:
     starts = np.concatenate([[0], np.cumsum(counts)]).tolist()
-    made: list[Any] = []
+    made: list[PaddedRuns] = []
     for first, end in _alike(counts.tolist()):
         tokens, here = slice(starts[first], starts[end]), slice(first, end)
-        given = counts[here], lengths[here], tables[here], pool
-        if single is not None and counts[first] == 1:
-            made.append(single(tokens, *given[1:], window))
-        elif single is not None and counts[here].min() >= LONG and (window is None or lengths[here].max() <= window):
-            made += _causal(tokens.start, *given)
-        else:
-            made.append(_padded_runs(tokens, *given, repeats, window))
+        made.append(_padded_runs(tokens, counts[here], lengths[here], tables[here], pool, repeats, window))
     return made
 
 
@@ -168,41 +155,6 @@ def _padded_runs(
         sent(tables[:, :width].reshape(-1), device),
         *(held, k, v, bias),
     )
-
-
-def _causal(
-    start: int, counts: Integers, lengths: Integers, tables: Integers, pool: torch.Tensor
-) -> Iterator[CausalRuns]:
-    """start: the first of their tokens."""
-    _, block, *shape = pool.shape
-    for first, end in _same(counts.tolist(), lengths.tolist()):
-        count, length, batch = int(counts[first]), int(lengths[first]), end - first
-        width = -(-length // block)
-        rows = sent(tables[first:end, :width].reshape(-1), pool.device)
-        bias = None if count == length else _lower_right(count, length)
-        tokens = slice(start, start + batch * count)
-        held = pool.new_empty(batch * width, pool[0].numel())
-        k, v = held.view(batch, width * block, *shape)[:, :length].transpose(1, 3).unbind(2)
-        yield CausalRuns(tokens, batch, rows, held, k, v, bias)
-        start = tokens.stop
-
-
-def _lower_right(count: int, length: int) -> Any:
-    """Causal, the last query with the last key. Its module imports torch's compiler, which takes as long as torch."""
-    return import_module("torch.nn.attention.bias").causal_lower_right(count, length)
-
-
-def _same(counts: Sequence[int], lengths: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Neighbouring runs that agree in both.
-
-    >>> list(_same([64, 64, 64, 70], [64, 64, 99, 70]))
-    [(0, 2), (2, 3), (3, 4)]
-    """
-    first, pairs = 0, list(zip(counts, lengths, strict=True))
-    for number in range(1, len(pairs) + 1):
-        if number == len(pairs) or pairs[number] != pairs[first]:
-            yield first, number
-            first = number
 
 
 def _alike(counts: Sequence[int]) -> Iterator[tuple[int, int]]:
@@ -240,20 +192,11 @@ def _padding(
     return (starts[:, None] + offset).reshape(-1), run * seq + within, bias
 
 
-def padded_attention(
-    q: torch.Tensor, pool: torch.Tensor, pages: list[Any], single: Callable[..., torch.Tensor] | None = None
-) -> torch.Tensor:
-    """single(q, pool, runs): attends for runs of one token each."""
-
-    def attend(q: torch.Tensor, runs: Any) -> torch.Tensor:
-        if single is None or isinstance(runs, PaddedRuns):
-            return _padded(q, pool, runs)
-        return _causally(q, pool, runs) if isinstance(runs, CausalRuns) else single(q, pool, runs)
-
+def padded_attention(q: torch.Tensor, pool: torch.Tensor, pages: list[PaddedRuns]) -> torch.Tensor:
     if len(pages) == 1:
-        return attend(q, pages[0])
+        return _padded(q, pool, pages[0])
     parts = q.split_with_sizes([runs.tokens.stop - runs.tokens.start for runs in pages])
-    return torch.cat([attend(part, runs) for part, runs in zip(parts, pages, strict=True)])
+    return torch.cat([_padded(part, pool, runs) for part, runs in zip(parts, pages, strict=True)])
 
 
 def _padded(q: torch.Tensor, pool: torch.Tensor, runs: PaddedRuns) -> torch.Tensor:
@@ -269,18 +212,6 @@ def _padded(q: torch.Tensor, pool: torch.Tensor, runs: PaddedRuns) -> torch.Tens
     out = F.scaled_dot_product_attention(q, runs.k, runs.v, attn_mask=runs.bias)
     out = out.view(batch, kv_heads, -1, seq, width).permute(0, 3, 1, 2, 4).reshape(batch * seq, -1)
     return out if runs.back is None else out.index_select(0, runs.back)
-
-
-def _causally(q: torch.Tensor, pool: torch.Tensor, runs: CausalRuns) -> torch.Tensor:
-    tokens, heads, d = q.shape
-    q = q.view(runs.batch, -1, heads, d).transpose(1, 2)
-    torch.index_select(pool, 0, runs.rows, out=runs.held)
-    grouped = heads != runs.k.shape[1]
-    if runs.bias is None:
-        out = F.scaled_dot_product_attention(q, runs.k, runs.v, is_causal=True, enable_gqa=grouped)
-    else:
-        out = F.scaled_dot_product_attention(q, runs.k, runs.v, attn_mask=runs.bias, enable_gqa=grouped)
-    return out.transpose(1, 2).reshape(tokens, heads * d)
 
 
 # -- invariant
@@ -339,6 +270,8 @@ def trusted(attention: PagedAttention, pool: torch.Tensor, repeats: int, window:
     angles = cos, cos * 0.5
     counts, lengths, tables = np.ones(2, np.int64), np.array([1, 3 * block - 1]), np.array([[2, 0, 0], [3, 0, 1]])
 
+    several = np.array([1, 2 * block - 1]), np.array([1, 3 * block - 1]), tables
+
     def done(each: PagedAttention) -> list[torch.Tensor]:
         pool = some.clone()
         pages = each.pages(counts, lengths, tables, pool, repeats, window)
@@ -348,7 +281,9 @@ def trusted(attention: PagedAttention, pool: torch.Tensor, repeats: int, window:
             last = torch.tensor([2 * block, 2 * block - 2], device=pool.device)
             plain_place(fused, angles, pool.view(-1, *fused[:, q.shape[1] :].shape[1:]), last, q.shape[1])
             new = each.attend(fused[:, : q.shape[1]], pool.flatten(1), pages)
-        return [out, new, pool]
+        run = q[:1].repeat(2 * block, 1, 1)
+        many = each.attend(run, pool.flatten(1), each.pages(*several, pool, repeats, window))
+        return [out, new, many, pool]
 
     def off() -> float:
         return error_of(done(attention), done(PLAIN))

@@ -303,7 +303,7 @@ class Mapped:
         self._descriptors.clear()
         self._waits.clear()
         self._copies.settle()
-        dist.barrier(self.axis.group)  # no rank reads or writes the old one any more
+        _barrier(self.axis, device)  # no rank reads or writes the old one any more
         self._handle = self._memory = None
         marks = BUFFERS * self.axis.size
         self._memory = symmetric.empty(
@@ -319,7 +319,12 @@ class Mapped:
             ) from None
         self._begins = [int(begin) for begin in self._handle.buffer_ptrs]
         self._meeting = torch.zeros(1, device=device)
-        dist.barrier(self.axis.group)  # all marks are zero
+        _barrier(self.axis, device)  # all marks are zero
+
+
+def _barrier(axis: Axis, device: torch.device) -> None:
+    """The device is named: else torch warns that it has to take the current one."""
+    dist.barrier(axis.group, device_ids=[device.index])
 
 
 class _Written:

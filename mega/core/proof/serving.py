@@ -245,10 +245,10 @@ async def _stream(host: str, port: int, body: bytes, begin: float) -> tuple[list
 
 
 def table(rows: Sequence[ServingRow]) -> str:
-    """A line a rate; times in milliseconds, median and 99th percentile."""
+    """A line a rate; times in milliseconds, median and 99th percentile. median s: seconds of a whole request."""
     head = f"{'rate':>8} {'requests':>8} {'failed':>6} {'tokens/s':>9} {'req/s':>7} {'first ms':>17} {'between ms':>17}"
     lines = [
-        f"{head} {'whole s':>8}",
+        f"{head} {'median s':>8}",
         f"{'':>8} {'':>8} {'':>6} {'':>9} {'':>7} {'median      p99':>17} {'median      p99':>17}",
     ]
     for row in rows:

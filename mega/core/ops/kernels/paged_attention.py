@@ -4,13 +4,14 @@ A program takes the query heads of one key/value head of one sequence along a sh
 "Flash-Decoding"); the last program to end adds up the shares, always in one order. What is launched follows from the
 number of sequences alone, and lengths are read from the device's memory, so a graph can hold it. Where all runs are of
 one token, programs turn their queries themselves, and one of a head puts the new key and value into the cache, where no
-other looks for them. Runs of several tokens take the plain form.
+other looks for them. Next to runs of several tokens all keys are put there before; those runs are cut into tiles of
+queries, each with one program a head, along the keys that they see (Dao 2023, "FlashAttention-2").
 """
 
 from __future__ import annotations
 
 import math
-from functools import cache, partial
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,24 +20,38 @@ import torch
 from mega.core.device import sent
 from mega.core.ops.heads import Rotary
 from mega.core.ops.kernels.language import cdiv, in_turn, jit, launch, next_power_of_2, overlapping, tl
-from mega.core.ops.paged_attention import Integers, PagedAttention, padded_attention, padded_pages
+from mega.core.ops.paged_attention import Integers, PagedAttention, RaggedGraph
 
 LOG2E = math.log2(math.e)
 KEYS = 64
 """Keys of one tile."""
+ROWS = 64
+"""Queries of one tile of a run of several tokens."""
 PROGRAMS, MOST_SHARES = 528, 32
 """Programs that keep a device busy, four on each of 132 multiprocessors; shares of a sequence at the most."""
 
 
 class SingleTokens(NamedTuple):
-    """Runs of one token each. tables: int64 [runs, width], blocks. lengths: int64 [runs]. shape: block, kv_heads, d.
+    """Leading runs, of one token each. tables: int64 [runs, width], blocks. lengths: int64 [runs]; 0: of a run that is
+    not. shape: block, kv_heads, d.
 
     ended: as of `counters`, here since a graph must find it outside of its own memory."""
 
-    tokens: slice
     tables: torch.Tensor
     lengths: torch.Tensor
     ended: torch.Tensor
+    shape: tuple[int, int, int]
+    window: int | None
+
+
+class RaggedRuns(NamedTuple):
+    """Runs of any number of tokens. singles: of the leading ones of one token, if there are any; their lengths are 0
+    from the first other one on. tables: int64 [runs, width]. tiles: int64 [tiles, 4]: the run, its first token in the
+    tile, their number, and the position of the first; all 0 where there is none."""
+
+    singles: SingleTokens | None
+    tables: torch.Tensor
+    tiles: torch.Tensor
     shape: tuple[int, int, int]
     window: int | None
 
@@ -56,6 +71,8 @@ def _look(
     in_turn(OVERLAP)
     row, kv_head, share, shares = tl.program_id(0), tl.program_id(1), tl.program_id(2), tl.num_programs(2)
     length = tl.load(lengths_at + row)
+    if length == 0:  # not a run of one token
+        return
     oldest, first, end = _borders(length, window, share, shares, KEYS, WINDOW, NEW)
     one, part = tl.arange(0, GROUP_BLOCK), tl.arange(0, BLOCK)
     head = kv_head * GROUP + one
@@ -176,6 +193,55 @@ def _along(
 
 
 @jit
+def _tiles(
+    q_at, pool_at, tables_at, tiles_at, out_at, q_row, q_head, width, scale, window,
+    HEADS: tl.constexpr, KV: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, SIZE: tl.constexpr,
+    KEYS: tl.constexpr, ROWS: tl.constexpr, WINDOW: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """One tile of queries of one head, with all keys that they see."""
+    in_turn(OVERLAP)
+    tile_at, head = tiles_at + tl.program_id(0) * 4, tl.program_id(1)
+    count = tl.load(tile_at + 2)
+    if count == 0:
+        return
+    token, position = tl.load(tile_at + 1), tl.load(tile_at + 3)
+    table_at = tables_at + tl.load(tile_at) * width
+    one, part = tl.arange(0, ROWS), tl.arange(0, BLOCK)
+    queried = (one < count)[:, None] & (part < WIDTH)[None, :]
+    q = tl.load(q_at + (token + one)[:, None] * q_row + head * q_head + part[None, :], queried, 0.0)
+    pool_at += head // (HEADS // KV) * WIDTH
+    total = tl.zeros([ROWS, BLOCK], tl.float32)
+    sum_ = tl.zeros([ROWS], tl.float32)
+    largest = tl.full([ROWS], -float("inf"), tl.float32)
+    begin = position * 0
+    if WINDOW:
+        begin = tl.maximum(position - window + 1, 0) // KEYS * KEYS
+    end, at_query = position + count, position + one
+    for start in range(begin, end, KEYS):
+        key = start + tl.arange(0, KEYS)
+        block = tl.load(table_at + key // SIZE, key < end, 0)
+        at = pool_at + ((block * SIZE + key % SIZE) * (2 * KV * WIDTH))[:, None] + part[None, :]
+        there = (key < end)[:, None] & (part < WIDTH)[None, :]
+        keys = tl.load(at, there, 0.0)
+        values = tl.load(at + KV * WIDTH, there, 0.0)
+        scores = tl.dot(q, tl.trans(keys), input_precision="ieee") * scale
+        seen = key[None, :] <= at_query[:, None]
+        if WINDOW:
+            seen &= key[None, :] > at_query[:, None] - window
+        scores = tl.where(seen, scores, -float("inf"))
+        now = tl.maximum(largest, tl.max(scores, 1))
+        base = tl.where(now == -float("inf"), 0.0, now)
+        weights = tl.exp2(scores - base[:, None])
+        shrink = tl.exp2(largest - base)
+        sum_ = sum_ * shrink + tl.sum(weights, 1)
+        total = tl.dot(weights.to(values.dtype), values, total * shrink[:, None], input_precision="ieee")
+        largest = now
+    place = (token + one) * (HEADS * WIDTH) + head * WIDTH
+    total = (total / sum_[:, None]).to(out_at.dtype.element_ty)
+    tl.store(out_at + place[:, None] + part[None, :], total, queried)
+
+
+@jit
 def _is_last(ended_at, programs):
     """Whether all other programs have written their parts, which this one may then read; the counter is 0 again."""
     tl.debug_barrier()  # one thread counts, when all have written
@@ -210,30 +276,98 @@ def counters(device: torch.device, count: int) -> torch.Tensor:
     return torch.zeros(count, dtype=torch.int32, device=device)
 
 
-def _pages(tokens: slice, lengths: Integers, tables: Integers, pool: torch.Tensor, window: int | None) -> SingleTokens:
+def _pages(
+    counts: Integers, lengths: Integers, tables: Integers, pool: torch.Tensor, repeats: int, window: int | None = None
+) -> SingleTokens | RaggedRuns:
     device, (_, block, _, kv_heads, d) = pool.device, pool.shape
     # A kernel is compiled again for a width that 16 does not divide, in the middle of serving.
     wide = np.zeros((len(tables), -(-tables.shape[1] // 16) * 16), dtype=np.int64)
     wide[:, : tables.shape[1]] = tables
-    ended = counters(device, PROGRAMS)  # where they have several shares, there are fewer
-    return SingleTokens(tokens, sent(wide, device), sent(lengths, device), ended, (block, kv_heads, d), window)
+    there, singles = sent(wide, device), leading_singles(counts)
+    if singles == len(counts):
+        return _singles(sent(lengths, device), there, pool, window)
+    single = None
+    if singles:
+        single = _singles(sent(lengths[:singles].copy(), device), there[:singles], pool, window)
+    tiles = sent(tiles_of(counts, lengths), device)
+    return RaggedRuns(single, there, tiles, (block, kv_heads, d), window)
 
 
-def _attend(
+def _singles(lengths: torch.Tensor, tables: torch.Tensor, pool: torch.Tensor, window: int | None) -> SingleTokens:
+    ended = counters(pool.device, PROGRAMS)  # where they have several shares, there are fewer
+    return SingleTokens(tables, lengths, ended, (pool.shape[1], *pool.shape[3:]), window)
+
+
+def _recorded_pages(
+    lengths: torch.Tensor, tables: torch.Tensor, tiles: torch.Tensor, pool: torch.Tensor, window: int | None
+) -> RaggedRuns:
+    singles = _singles(lengths, tables, pool, window)
+    return RaggedRuns(singles, tables, tiles, singles.shape, window)
+
+
+def leading_singles(counts: Integers) -> int:
+    """Leading runs of one token.
+
+    >>> leading_singles(np.array([1, 1, 5, 1])), leading_singles(np.array([2]))
+    (2, 0)
+    """
+    several = counts != 1
+    return int(several.argmax()) if several.any() else len(counts)
+
+
+def most_tiles(tokens: int, runs: int) -> int:
+    return min(cdiv(tokens, ROWS) + runs, tokens)
+
+
+def tiles_of(counts: Integers, lengths: Integers) -> Integers:
+    """`RaggedRuns.tiles`.
+
+    >>> tiles_of(np.array([1, 70]), np.array([9, 80])).tolist()
+    [[1, 1, 64, 10], [1, 65, 6, 74]]
+    """
+    first = leading_singles(counts)
+    starts = np.cumsum(counts) - counts
+    several = -(-counts[first:] // ROWS)
+    run = np.repeat(np.arange(first, len(counts)), several)
+    done = ROWS * (np.arange(len(run)) - np.repeat(np.cumsum(several) - several, several))
+    tokens = np.minimum(counts[run] - done, ROWS)
+    return np.stack([run, starts[run] + done, tokens, lengths[run] - counts[run] + done], 1).astype(np.int64)
+
+
+def _attend(q: torch.Tensor, pool: torch.Tensor, runs: SingleTokens | RaggedRuns) -> torch.Tensor:
+    if q.stride(2) != 1:
+        q = q.contiguous()
+    tokens, heads, d = q.shape
+    out = torch.empty(tokens, heads * d, dtype=q.dtype, device=q.device)
+    if isinstance(runs, SingleTokens):
+        return _attend_singles(q, pool, runs, out)
+    if runs.singles is not None:
+        _attend_singles(q[: len(runs.singles.lengths)], pool, runs.singles, out)
+    block, kv_heads, _ = runs.shape
+    stages = 3 if q.element_size() == 2 and d <= 128 else 1
+    launch(
+        _tiles, (len(runs.tiles), heads), q, pool, runs.tables, runs.tiles, out, q.stride(0), q.stride(1),
+        runs.tables.shape[1], LOG2E / math.sqrt(d), runs.window or 0, HEADS=heads, KV=kv_heads, WIDTH=d,
+        BLOCK=max(16, next_power_of_2(d)), SIZE=block, KEYS=KEYS if d <= 128 else KEYS // 2, ROWS=ROWS,
+        WINDOW=runs.window is not None, num_stages=stages, **overlapping(q.device),
+    )  # fmt: skip
+    return out
+
+
+def _attend_singles(
     q: torch.Tensor,
     pool: torch.Tensor,
     runs: SingleTokens,
+    out: torch.Tensor,
     rotary: Rotary | None = None,
     new: bool = False,
 ) -> torch.Tensor:
     """new: q is the fused product."""
     (rows, heads, d), (block, kv_heads, _) = q.shape, runs.shape
     heads -= 2 * kv_heads if new else 0
-    if q.stride(2) != 1:
-        q = q.contiguous()
+    rows = min(rows, len(runs.lengths))
     shares = min(cdiv(PROGRAMS, rows * kv_heads), MOST_SHARES)
     assert shares == 1 or rows * kv_heads <= len(runs.ended)
-    out = torch.empty(rows, heads * d, dtype=q.dtype, device=q.device)
     part, stats, (cos, sin) = None, None, rotary or (None, None)
     if shares > 1:
         part = torch.empty(rows, shares, heads, d, dtype=torch.float32, device=q.device)
@@ -250,14 +384,15 @@ def _attend(
     return out
 
 
-def _attend_new(
-    fused: torch.Tensor, rotary: Rotary | None, pool: torch.Tensor, pages: list[Any]
-) -> torch.Tensor | None:
-    if len(pages) > 1 or not isinstance(pages[0], SingleTokens):
+def _attend_new(fused: torch.Tensor, rotary: Rotary | None, pool: torch.Tensor, pages: Any) -> torch.Tensor | None:
+    if not isinstance(pages, SingleTokens):
         return None
-    return _attend(fused, pool, pages[0], rotary, new=True)
+    (_, kv_heads, d), (tokens, heads, _) = pages.shape, fused.shape
+    out = torch.empty(tokens, (heads - 2 * kv_heads) * d, dtype=fused.dtype, device=fused.device)
+    fused = fused if fused.stride(2) == 1 else fused.contiguous()
+    return _attend_singles(fused, pool, pages, out, rotary, new=True)
 
 
 PAGED = PagedAttention(
-    partial(padded_pages, single=_pages), partial(padded_attention, single=_attend), graphs=True, attend_new=_attend_new
+    _pages, _attend, graphs=True, attend_new=_attend_new, ragged=RaggedGraph(most_tiles, tiles_of, _recorded_pages)
 )
