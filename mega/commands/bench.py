@@ -17,6 +17,18 @@ from mega.core.config.unread import unread
 from mega.core.config.world import is_first_rank, ranks, world_from_env
 from mega.core.files import check_file
 
+Rates = Annotated[
+    list[float] | None, typer.Option("--rate", help="row serve: requests a second, several times; 0: all at once")
+]
+PromptTokens = Annotated[int | None, typer.Option("--prompt-tokens", help="row serve: of a request [512]", min=1)]
+MaxRequests = Annotated[int | None, typer.Option("--max-requests", help="row serve: at once; more wait [64]", min=1)]
+PrefillChunk = Annotated[
+    int | None, typer.Option("--prefill-chunk", help="row serve: most prompt tokens of a step [by the device]", min=1)
+]
+Fp8Weights = Annotated[
+    bool, typer.Option("--fp8-weights", help="row serve: linear layers keep their weights in 8 bits")
+]
+
 
 def run(
     run: RunConfig,
@@ -37,17 +49,11 @@ def run(
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="let --calibrate replace a file")] = False,
     url: Annotated[str | None, typer.Option("--url", metavar="HOST:PORT", help="row serve: a server that runs")] = None,
-    rate: Annotated[
-        list[float] | None, typer.Option("--rate", help="row serve: requests a second, several times; 0: all at once")
-    ] = None,
+    rate: Rates = None,
     requests: Annotated[int | None, typer.Option("--requests", help="row serve: of each rate [64]", min=1)] = None,
-    prompt_tokens: Annotated[
-        int | None, typer.Option("--prompt-tokens", help="row serve: of a request [512]", min=1)
-    ] = None,
+    prompt_tokens: PromptTokens = None,
     new_tokens: Annotated[int | None, typer.Option("--new-tokens", help="row serve: of an answer [128]", min=1)] = None,
-    max_requests: Annotated[
-        int | None, typer.Option("--max-requests", help="row serve: at once; more wait [64]", min=1)
-    ] = None,
+    max_requests: MaxRequests = None,
     prefill_chunk: Annotated[
         int | None,
         typer.Option("--prefill-chunk", help="row serve: most prompt tokens of a step [by the device]", min=1),
@@ -195,7 +201,6 @@ def _serving(
         raise ValueError("--fp8: trains in 8 bits; row serve: --fp8-weights keeps the weights in 8 bits")
     _check_model(run, given, url)
     from mega.core.config.resolve import model_alone
-    from mega.core.inference.opening import EngineOptions
     from mega.core.proof.serving import Load
     from mega.core.proof.serving_bench import ServingBench, bench_engine, bench_url
 
@@ -208,12 +213,7 @@ def _serving(
         url=url,
         load=None if load is None else str(load),
         model=None if load is not None or url is not None else model_alone(run),
-        engine=EngineOptions(
-            requests=served["--max-requests"] or 64,
-            chunk=served["--prefill-chunk"],
-            graphs=run.runtime.cuda_graph,
-            fp8_weights=bool(served["--fp8-weights"]),
-        ),
+        engine=_engine_options(run, served),
         tp=run.parallel.tp,
         pp=run.parallel.pp,
         dtype=run.precision.dtype if "dtype" in given.values else None,
@@ -231,6 +231,17 @@ def _serving(
 
     size = plan.tp * plan.pp
     return run_ranks(size, bench_engine, plan, first=lambda: print(f"{size} ranks are starting", flush=True))
+
+
+def _engine_options(run: RunConfig, served: Mapping[str, Any]) -> Any:
+    from mega.core.inference.opening import EngineOptions
+
+    return EngineOptions(
+        requests=served["--max-requests"] or 64,
+        chunk=served["--prefill-chunk"],
+        graphs=run.runtime.cuda_graph,
+        fp8_weights=bool(served["--fp8-weights"]),
+    )
 
 
 def _check_model(run: RunConfig, given: GivenOptions, url: str | None) -> None:

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 
@@ -23,7 +22,7 @@ from mega.core.inference.cache import Blocks
 from mega.core.inference.capacity import even_layers
 from mega.core.inference.engine import BatchingEngine
 from mega.core.inference.generate import logits
-from mega.core.inference.graphs import DecodeGraphs
+from mega.core.inference.graphs import GraphShape, StepGraphs
 from mega.core.inference.load import open_model
 from mega.core.inference.opening import EngineOptions, start_engine
 from mega.core.inference.relay import LostRank, Relay
@@ -33,7 +32,6 @@ from mega.core.inference.worker import Launched, Worker
 from mega.core.inventory import units
 from mega.core.model.decode import DecodeStep
 from mega.core.model.decoder import DecoderStage
-from mega.core.ops import paged_attention as paged
 from mega.core.ops.fp8_weights import narrowed
 from mega.core.ops.suite import choose, forward_only
 from mega.core.parallel.collectives import all_reduce, first_problem
@@ -80,13 +78,14 @@ def engine_of(
     requests: int = 16,
     chunk: int = 7,
     tile: int = 0,
-    ahead: bool = False,
+    ahead: int = 0,
+    groups: int = 1,
     device: torch.device = CPU,
 ) -> Any:
     blocks = cache // block + 1
     worker = Worker(stage, Mesh.at(0), device, blocks=blocks, block=block, requests=requests, tile=tile or None)
     limits = Limits(stage.model.positions, cache, requests, stage.model.vocab)
-    return BatchingEngine(worker, limits, Blocks(blocks, block), chunk=chunk, ahead=ahead)
+    return BatchingEngine(worker, limits, Blocks(blocks, block), chunk=chunk, depth=1 + ahead, groups=groups)
 
 
 def answers(engine: Any, requests: Sequence[Request]) -> list[list[Event]]:
@@ -151,21 +150,24 @@ class Idle(Player):
         self.work.__self__._out[0, 0] += 50.0  # type: ignore[attr-defined]
 
 
+SHAPES = [GraphShape("few", 16), GraphShape("many", 128), *(GraphShape("single", rows) for rows in (1, 2, 4, 8))]
+
+
 @needs_kernels
 @pytest.mark.parametrize(
     ("record", "rows", "said", "ahead"),
     [
-        (Player, [1, 2, 4], "", False),
-        (Player, [1, 2, 4], "", True),
-        (refuse, [], "not permitted", False),
-        (Idle, [], "other logits", True),
+        (Player, SHAPES, "", 0),
+        (Player, SHAPES, "", 1),
+        (refuse, [], "not permitted", 0),
+        (Idle, [], "other logits", 1),
     ],
 )
 def test_graphs_of_decoding(
     record: Any,
-    rows: list[int],
+    rows: list[GraphShape],
     said: str,
-    ahead: bool,
+    ahead: int,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -174,16 +176,16 @@ def test_graphs_of_decoding(
 
     monkeypatch.setattr(paged_attention, "PROGRAMS", 1)  # the interpreter takes them one after the other
     stage = made(replace(LLAMA, window=7, layers=1, heads=2, kv_heads=1))
-    asked = [Request(prompt=prompt, tokens=2 + at, sampling=GREEDY, logprobs=0) for at, prompt in enumerate(prompts(4))]
+    asked = [Request(prompt=prompt, tokens=2 + at, sampling=GREEDY, logprobs=0) for at, prompt in enumerate(prompts(7))]
     expected = answers(engine_of(stage), asked)
     stage.ops = replace(stage.ops, paged_attention=paged_attention.PAGED)
-    engine = engine_of(stage, chunk=64, ahead=ahead)
+    engine = engine_of(stage, chunk=90, ahead=ahead, requests=7)
     worker = engine._worker
-    worker._graphs = DecodeGraphs(DecodeStep(stage), worker.cache, 16, record)
+    worker.graphs = StepGraphs(DecodeStep(stage), worker.cache, 16, worker._latest, runs=16, most=512, record=record)
     for found, wanted in zip(answers(engine, asked), expected, strict=True):
         assert tokens(found) == tokens(wanted)
         assert [event.logprob for event in found] == pytest.approx([event.logprob for event in wanted], abs=2e-5)
-    assert sorted(worker._graphs._recorded) == rows and said in caplog.text
+    assert sorted(worker.graphs._recorded) == rows and said in caplog.text
 
 
 @needs_kernels
@@ -194,38 +196,17 @@ def test_all_graphs_are_recorded_before_they_are_needed(monkeypatch: pytest.Monk
     stage = made(replace(LLAMA, layers=1, heads=2, kv_heads=1))
     (expected,) = answers(engine_of(stage), [Request(prompt=(1, 2), tokens=3, sampling=GREEDY)])
     stage.ops = replace(stage.ops, paged_attention=paged_attention.PAGED)
-    engine = engine_of(stage, requests=5, ahead=True)
-    graphs = engine._worker._graphs = DecodeGraphs(DecodeStep(stage), engine._worker.cache, 16, Player)
+    engine = engine_of(stage, requests=5, ahead=1)
+    worker = engine._worker
+    graphs = worker.graphs = StepGraphs(DecodeStep(stage), worker.cache, 16, worker._latest, runs=5, record=Player)
     engine.warm_up()
-    assert list(graphs._recorded) == [8, 4, 2, 1]
+    expected_shapes = [
+        *(GraphShape("few", size) for size in (64, 32, 16, 8, 4)),
+        *(GraphShape("single", n) for n in (8, 4, 2, 1)),
+    ]
+    assert list(graphs._recorded) == expected_shapes
     (found,) = answers(engine, [Request(prompt=(1, 2), tokens=3, sampling=GREEDY)])
-    assert tokens(found) == tokens(expected) and len(graphs._recorded) == 4
-
-
-@pytest.mark.parametrize("kernels", [True, False], ids=["kernels of single tokens", "none"])
-def test_what_a_later_chunk_imports_is_there_before_one_comes(monkeypatch: pytest.MonkeyPatch, kernels: bool) -> None:
-    """Torch's compiler, a second's wait; where all runs are padded, as on a CPU, it is not needed at all."""
-    imported: list[tuple[int, int]] = []
-    lower_right = paged._lower_right
-    monkeypatch.setattr(paged, "_lower_right", lambda *sizes: imported.append(sizes) or lower_right(*sizes))
-
-    def single(tokens: slice, lengths: Any, tables: Any, pool: torch.Tensor, window: int | None) -> Any:
-        return paged._padded_runs(tokens, np.ones_like(lengths), lengths, tables, pool, 2, window)
-
-    stage = made(replace(LLAMA, layers=1, positions=256))
-    asked = [Request(prompt=tuple(number % 61 for number in range(200)), tokens=3, sampling=GREEDY)]
-    (expected,) = answers(engine_of(stage, chunk=80), asked)
-    if kernels:
-        pages, attend = (
-            partial(paged.padded_pages, single=single),
-            partial(paged.padded_attention, single=paged._padded),
-        )
-        stage.ops = replace(stage.ops, paged_attention=paged.PagedAttention(pages, attend))
-    engine = engine_of(stage, chunk=80)
-    engine.warm_up()
-    assert imported == [(80, 81)] * kernels
-    (found,) = answers(engine, asked)
-    assert tokens(found) == tokens(expected) and len(imported) == (2 if kernels else 0)
+    assert tokens(found) == tokens(expected) and list(graphs._recorded) == expected_shapes
 
 
 @pytest.mark.parametrize("family", ["gpt", "qwen3"])
@@ -350,10 +331,14 @@ def recorded_by_both(groups: Groups, rank: int, fails: str) -> tuple[bool, int]:
     """Whether this rank continues with graphs, and how often it played one."""
     agree = partial(first_problem, axis=Mesh(rank, tp=2, groups=groups).tp, device=CPU)
     decode: Any = None
-    graphs, made, step = DecodeGraphs(decode, decode, 1, agree=agree), HalfRecorded(fails, rank), scratch_step([1], 4)
-    with mock.patch("mega.core.inference.graphs._Graph", lambda *_: made):
-        assert graphs(step, None).tolist() == [[1.0] * 4]
-    return graphs.take(step), made.played
+    graphs = StepGraphs(decode, decode, 1, torch.zeros(1), agree=agree)
+    made, step, shape = HalfRecorded(fails, rank), scratch_step([1], 4), GraphShape("single", 1)
+    with (
+        mock.patch("mega.core.inference.graphs._Graph", lambda *_: made),
+        mock.patch.object(StepGraphs, "_parts", lambda *_: None),
+    ):
+        assert graphs(step, None, shape).tolist() == [[1.0] * 4]
+    return graphs.shape_of(step) == shape, made.played
 
 
 @pytest.mark.parametrize(("fails", "expected"), [("", (True, 1)), ("record", (False, 0)), ("play", (False, 1))])
@@ -548,7 +533,10 @@ def test_looking_ahead_changes_nothing(seed: int) -> None:
         if request.tokens and draw.random() < 0.3:
             request = replace(request, **draw.choice([{"beams": 3}, {"allowed": odd_after_even}]))
         asked.append(request)
-    engine, plain = engine_of(stage, requests=9, cache=400, ahead=True), engine_of(stage, requests=9, cache=400)
+    engine, plain = (
+        engine_of(stage, requests=9, cache=400, ahead=seed + 1, groups=1 + seed % 2),
+        engine_of(stage, requests=9, cache=400),
+    )
     launched = counted(engine._worker)
     for request, found, expected in zip(asked, answers(engine, asked), answers(plain, asked), strict=True):
         assert tokens(found) == tokens(expected) and found[-1].finish == expected[-1].finish, request
@@ -558,7 +546,7 @@ def test_looking_ahead_changes_nothing(seed: int) -> None:
             theirs = other.prompt_logprobs and [*other.prompt_logprobs[1:]]
             assert (one.prompt_logprobs and [*one.prompt_logprobs[1:]]) == pytest.approx(theirs, abs=2e-5)
     assert any((step.tokens < 0).any() for step in launched)
-    check_canaries(stage, requests=30, seed=seed, ahead=True)
+    check_canaries(stage, requests=30, seed=seed, ahead=seed + 1, groups=1 + seed % 2)
 
 
 def counted(worker: Any) -> list[Step]:
@@ -579,7 +567,7 @@ def test_a_step_too_many_is_dropped_and_its_blocks_can_be_found() -> None:
     stage = made(LLAMA)
     (said,) = answers(engine_of(stage), [Request(prompt=(1, 2), tokens=9, sampling=GREEDY)])
     end = tokens(said)[5]
-    engine = engine_of(stage, ahead=True)
+    engine = engine_of(stage, ahead=1)
     steps = counted(engine._worker)
     request = Request(prompt=(1, 2), tokens=9, sampling=GREEDY, stop_ids=frozenset({end}))
     (found,) = answers(engine, [request])
@@ -590,7 +578,7 @@ def test_a_step_too_many_is_dropped_and_its_blocks_can_be_found() -> None:
     assert len(steps[-1].tokens) == 2 + new + 1 - (2 + new) // 4 * 4
 
 
-def check_canaries(stage: Any, requests: int, seed: int, ahead: bool = False) -> None:
+def check_canaries(stage: Any, requests: int, seed: int, ahead: int = 0, groups: int = 1) -> None:
     """Requests that join and leave at random, some cancelled: each answer is what it is alone, to the last bit (ahead:
     but for the last bits of log-probabilities, which are not compared then)."""
     draw = random.Random(seed)
@@ -604,7 +592,7 @@ def check_canaries(stage: Any, requests: int, seed: int, ahead: bool = False) ->
         asked.append(Request(prompt=prompt, tokens=draw.randrange(1, 14), sampling=how, beams=beams, logprobs=scores))
     alone_engine = engine_of(stage, tile=0 if ahead else 8)
     alone = [answers(alone_engine, [request])[0] for request in asked]
-    engine = engine_of(stage, tile=0 if ahead else 8, cache=400, requests=9, ahead=ahead)
+    engine = engine_of(stage, tile=0 if ahead else 8, cache=400, requests=9, ahead=ahead, groups=groups)
     numbers: dict[int, int] = {}
     found: dict[int, list[Event]] = {}
     cancelled, left = set(), list(range(requests))

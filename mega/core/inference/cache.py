@@ -39,6 +39,11 @@ class Blocks:
         """Blocks that can be promised."""
         return len(self._free) + len(self._unused) - self._promised
 
+    @property
+    def nobodys(self) -> int:
+        """Blocks from 1 on that hold nothing: all of them before the first request, then none."""
+        return 0 if self._found or any(self._users) else self.count - 1
+
     def find(self, ids: Sequence[int], most: int, root: int = ROOT) -> tuple[list[int], int]:
         """The blocks that hold the first tokens of `ids` after `root`, at most so many, and their prefix."""
         prefix, found = root, []

@@ -12,11 +12,13 @@ from __future__ import annotations
 import contextlib
 import gc
 import time
+from collections import deque
 
 import numpy as np
 
 from mega.core.inference.cache import Blocks
-from mega.core.inference.graphs import rows_of_graphs
+from mega.core.inference.chunks import Chunks
+from mega.core.inference.graphs import rows_of_graphs, shape_counts
 from mega.core.inference.relay import STEP, STOP, Relay
 from mega.core.inference.request import Event, Limits, Request
 from mega.core.inference.schedule import Scheduler
@@ -25,9 +27,10 @@ from mega.core.inference.worker import Launched, Worker
 
 
 class BatchingEngine:
-    """`request.Engine`, on rank 0. relay: to the other ranks, where there are any. ahead: a step that is foreseen is
-    given to the device before the results of the one before are waited for, so that the device waits for no host; only
-    where one rank holds the model and steps are not cut."""
+    """`request.Engine`, on rank 0. relay: to the other ranks, where there are any. depth: steps that the device may
+    have been given before the results of the first of them are waited for, so that it waits for no host; 1 where steps
+    are cut into tiles. groups: as of `Scheduler`. chunk: most prompt tokens of a step; None: as fit the device and what
+    else is in flight (chunks.py)."""
 
     def __init__(
         self,
@@ -35,20 +38,30 @@ class BatchingEngine:
         limits: Limits,
         blocks: Blocks,
         *,
-        chunk: int,
+        chunk: int | None,
         relay: Relay | None = None,
-        ahead: bool = False,
+        depth: int = 1,
+        groups: int = 1,
     ):
-        assert not ahead or (relay is None and worker.tile is None)
-        self.limits, self._worker, self._relay, self._looks_ahead = limits, worker, relay, ahead
-        self._launched: Launched | None = None
+        assert depth == 1 or worker.tile is None
+        self.limits, self._worker, self._relay, self._depth = limits, worker, relay, depth
+        self._launched: deque[Launched] = deque()
         self._last: Launched | None = None
+        self._chunks = Chunks(chunk, recorded=() if worker.graphs is None else worker.graphs.many)
         names = () if worker.adapters is None else worker.adapters.names
-        self._scheduler = Scheduler(blocks, limits, chunk, in_order=worker.tile is not None, adapters=names)
+        self._scheduler = Scheduler(
+            blocks,
+            limits,
+            self._chunks,
+            in_order=worker.tile is not None,
+            adapters=names,
+            groups=groups,
+            ahead=depth > 1,
+        )
 
     @property
     def idle(self) -> bool:
-        return self._launched is None and self._scheduler.idle
+        return not self._launched and self._scheduler.idle
 
     def add(self, request: Request) -> int:
         return self._scheduler.add(request)
@@ -59,16 +72,14 @@ class BatchingEngine:
     def step(self) -> list[Event]:
         events = self._scheduler.ended()
         try:
-            launched, self._launched = self._launched or self._launch(), None
-            if launched is None:
-                return events
-            if self._looks_ahead and self._scheduler.foreseen:
-                self._launched = self._launch()
-            events += self._scheduler.take(launched.choices())
+            while len(self._launched) < self._depth and (launched := self._launch()) is not None:
+                self._launched.append(launched)
+            if self._launched:
+                events += self._scheduler.take(self._launched.popleft().choices())
         except RuntimeError as error:
             raise error if self._relay is None else self._relay.explained(error) from None
-        if self._launched is not None and self._scheduler.drop():
-            self._launched = None
+        while self._launched and self._scheduler.drop():
+            self._launched.pop()
         return events
 
     def _launch(self) -> Launched | None:
@@ -83,20 +94,27 @@ class BatchingEngine:
         return self._last
 
     def warm_up(self) -> float:
-        """Do, before anything is asked for, what is done when a number of rows first occurs: kernels are compiled and
-        graphs recorded. So it is with a chunk that continues a prompt, for which torch's compiler may be imported.
-        Takes so many seconds; nothing may be in flight. Python's collector, which would stop the steps for as long as
-        some of them, does not look through what is there by now again."""
+        """Do, before anything is asked for, what is done when a step of a shape first occurs: kernels are compiled and
+        graphs recorded; what steps take decides how many prompt tokens go with them. Takes so many seconds; nothing may
+        be in flight. Python's collector, which would stop the steps for as long as some of them, does not look through
+        what is there by now again."""
         assert self.idle
-        began, scheduler = time.monotonic(), self._scheduler
-        rows, longest, size = self.limits.requests, self.limits.longest, scheduler.blocks.size
-        steps = [
-            scratch_step([1] * rows + [min(scheduler.chunk, longest)], size),
-            scratch_step([min(scheduler.chunk, longest - 1)], size, before=1),
-            *(scratch_step([1] * each, size) for each in sorted(rows_of_graphs(rows), reverse=True)),
-        ]
-        for step in steps:
-            self._given(step).choices()
+        began, graphs = time.monotonic(), self._worker.graphs
+        rows, longest, size = self.limits.requests, self.limits.longest, self._scheduler.blocks.size
+        if graphs is None:
+            for step in (
+                scratch_step([1] * rows + [min(self._chunks(rows), longest)], size),
+                scratch_step([min(self._chunks(0), longest - 1)], size, before=1),
+                *(scratch_step([1] * each, size) for each in sorted(rows_of_graphs(rows), reverse=True)),
+            ):
+                self._given(step).choices()
+        for shape in () if graphs is None else graphs.shapes(rows):
+            step = scratch_step(shape_counts(shape, longest), size, free=self._scheduler.blocks.nobodys)
+            if graphs is not None and graphs.shape_of(step) == shape:
+                self._given(step).choices()
+                recorded = time.monotonic()
+                self._given(step).choices()
+                self._chunks.took(shape, time.monotonic() - recorded)
         gc.collect()
         gc.freeze()
         return time.monotonic() - began
@@ -105,7 +123,7 @@ class BatchingEngine:
         if self._relay is not None:
             self._relay.send(STOP, np.zeros(0, dtype=np.int64))
             self._relay = None
-        if self._looks_ahead and self._last is not None:
+        if self._depth > 1 and self._last is not None:
             with contextlib.suppress(RuntimeError):  # that the device has failed was said before
                 self._last.choices()  # a graph that is played must not end
         self._worker.close()

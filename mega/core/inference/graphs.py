@@ -1,14 +1,21 @@
-"""Steps of one new token a sequence as graphs of the device: recorded once for a number of rows, then played.
+"""Steps as graphs of the device: recorded once for a number of rows or tokens, then played.
 
-Asking for a block's kernels takes the host longer than the device needs for one token. What a step is made of is put
-where the graph reads it; rows that are missing are padded by tokens of no sequence. Prompts are computed without. It
-knows a step and what decodes it; no requests.
+Asking for a block's kernels takes the host longer than the device needs for one token, and over tensor ranks longer
+than it needs for a prompt. What a step is made of is put where the graph reads it; what is missing is padded by tokens
+of no sequence. There are three kinds:
+
+    single   runs of one token each, whose logits are wanted: their keys are kept on the way
+    few      runs of a few tokens, each token taken for a run of its own, when all keys have been kept
+    many     prompts of up to so many tokens, next to runs of one token
+
+It knows a step and what decodes it; no requests.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,11 +24,21 @@ from mega.core.device import Recorder, Upload
 from mega.core.inference.paged_cache import PagedCache
 from mega.core.inference.step import Step
 from mega.core.model.decode import DecodeStep
+from mega.core.ops.paged_attention import Integers, RaggedGraph
 from mega.core.ops.trial import first_line
 from mega.core.parallel.replay import Replayable
 
 EIGHT = 8
 """From here on graphs are of multiples of so many rows; below, of powers of two."""
+
+FEW = (4, 8, 16, 32, 64)
+"""Tokens of graphs of few."""
+
+FEW_KEYS = 1 << 15
+"""Keys that the tokens of a step of few see at the most, all together: each token reads its own."""
+
+MANY = (128, 256, 384, 512, 768, 1024, 1536, 2048)
+"""Tokens of graphs of many."""
 
 log = logging.getLogger(__name__)
 
@@ -29,13 +46,21 @@ log = logging.getLogger(__name__)
 Record = Callable[[Callable[[], None]], Replayable]
 
 
-class DecodeGraphs:
-    """graphs(step, cargo, chosen) -> what `decode` gives for it, until the next one. width: blocks of the longest
-    sequence. chosen: as of `known`, where the step goes by it.
+class GraphShape(NamedTuple):
+    """kind: above. size: rows or tokens of the graph."""
 
-    The first step of a number of rows is computed as others are, and recorded. Where that fails, or the graph gives
-    another result, no further one is recorded, and a line says why. record: what records (tests). agree: of a problem
-    or None, the first that a rank of the same step has, on all of them: a graph that some only play waits for ever.
+    kind: str
+    size: int
+
+
+class StepGraphs:
+    """graphs(step, cargo) -> what `decode` gives for it, until the next one. width: blocks of the longest sequence.
+    latest: int64 [requests], the last tokens of requests, as of `known`. ends: whether this stage is the first one, and
+    the last one. runs: of a step at the most. most: tokens of a step with prompts; steps of more are not recorded.
+
+    The first step of a shape is computed as others are, and recorded. Where that fails, or the graph gives another
+    result, no further one is recorded, and a line says why. record: what records (tests). agree: of a problem or None,
+    the first that a rank of the same step has, on all of them: a graph that some only play waits for ever.
     """
 
     def __init__(
@@ -43,32 +68,62 @@ class DecodeGraphs:
         decode: DecodeStep,
         cache: PagedCache,
         width: int,
+        latest: torch.Tensor,
+        ends: tuple[bool, bool] = (True, True),
+        runs: int = 0,
+        most: int = 0,
         record: Record | None = None,
         agree: Callable[[str | None], str | None] = lambda problem: problem,
     ):
-        self._decode, self._cache, self._width, self._record = decode, cache, width, record or Recorder()
-        self._agree = agree
-        self._recorded: dict[int, _Graph] = {}
+        self._decode, self._cache, self._latest, self._record = decode, cache, latest, record or Recorder()
+        self._width, self._ends, self._runs, self._agree = width, ends, runs, agree
+        self.many = tuple(size for size in MANY if size < most) + ((most,) if most else ())
+        self._recorded: dict[GraphShape, _Graph] = {}
         self._given_up = False
 
-    def take(self, step: Step) -> bool:
-        """Whether every run is of one token, whose logits are wanted."""
-        return not self._given_up and len(step.tokens) == len(step.counts) == len(step.wanted)
+    def shapes(self, rows: int) -> Iterator[GraphShape]:
+        """All that a step of up to `rows` rows, or with prompts, may take; the largest of a kind first."""
+        if self._cache.attention.ragged is not None and self._runs:
+            yield from (GraphShape("many", size) for size in reversed(self.many))
+            yield from (GraphShape("few", size) for size in reversed(FEW))
+        yield from (GraphShape("single", size) for size in sorted(rows_of_graphs(rows), reverse=True))
 
-    def __call__(self, step: Step, cargo: torch.Tensor | None, chosen: torch.Tensor | None = None) -> torch.Tensor:
-        rows = graph_rows(len(step.tokens))
-        if rows in self._recorded:
-            return self._recorded[rows].play(step, cargo, chosen)
-        made = _Graph(self._decode, self._cache, rows, self._width, cargo)
-        out = made.compute(step, cargo, chosen).clone()
+    def shape_of(self, step: Step) -> GraphShape | None:
+        """The graph that takes a step."""
+        tokens, runs, wanted = len(step.tokens), len(step.counts), len(step.wanted)
+        if self._given_up:
+            return None
+        if tokens == runs == wanted:
+            return GraphShape("single", graph_rows(tokens))
+        if self._cache.attention.ragged is None or runs > self._runs:
+            return None
+        if tokens <= FEW[-1] and int((step.counts * step.lengths).sum()) <= FEW_KEYS:
+            return GraphShape("few", next(size for size in FEW if size >= tokens))
+        if wanted > max(self._runs, FEW[-1]):
+            return None
+        return next((GraphShape("many", size) for size in self.many if size >= tokens), None)
+
+    def __call__(self, step: Step, cargo: torch.Tensor | None, shape: GraphShape) -> torch.Tensor:
+        if shape in self._recorded:
+            return self._recorded[shape].play(step, cargo)
+        made = _Graph(self._decode, self._cache, self._parts(shape), self._latest, self._ends, cargo)
+        out = made.compute(step, cargo).clone()
         problem = self._problem(lambda: made.record(self._record))
-        problem = problem or self._problem(lambda: _check(made.play(step, cargo, chosen), out))
+        problem = problem or self._problem(lambda: _check(made.play(step, cargo), out))
         if problem is None:
-            self._recorded[rows] = made
+            self._recorded[shape] = made
         else:
             self._given_up = True
-            log.warning("decoding continues without a graph of %d rows: %s", rows, problem)
+            log.warning("steps continue without a graph of %d rows: %s", shape.size, problem)
         return out
+
+    def _parts(self, shape: GraphShape) -> _Parts:
+        given = self._cache, shape.size, self._width
+        if shape.kind == "single":
+            return _SingleParts(*given)
+        if shape.kind == "few":
+            return _FewParts(*given)
+        return _ManyParts(*given, self._runs)
 
     def _problem(self, work: Callable[[], None]) -> str | None:
         """What went wrong in `work`, on any rank."""
@@ -84,7 +139,7 @@ class DecodeGraphs:
 
 
 def graph_rows(rows: int) -> int:
-    """Rows of the graph that takes so many.
+    """Rows of the graph of single tokens that takes so many.
 
     >>> [graph_rows(rows) for rows in (1, 3, 8, 9, 17)]
     [1, 4, 8, 16, 24]
@@ -101,9 +156,9 @@ def rows_of_graphs(most: int) -> set[int]:
     return {graph_rows(rows) for rows in range(1, most + 1)}
 
 
-def known(ids: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-    """ids, int64 [n], with what the step before chose, int64 [m], in the places of `from_row`."""
-    return torch.where(ids < 0, chosen.index_select(0, (~ids).clamp_(min=0)), ids)
+def known(ids: torch.Tensor, latest: torch.Tensor) -> torch.Tensor:
+    """ids, int64 [n], with the last tokens of requests, int64 [requests], where `from_request` stands."""
+    return torch.where(ids < 0, latest.index_select(0, (~ids).clamp_(min=0)), ids)
 
 
 def _check(found: torch.Tensor, out: torch.Tensor) -> None:
@@ -113,54 +168,154 @@ def _check(found: torch.Tensor, out: torch.Tensor) -> None:
         raise RuntimeError("it gives other logits")
 
 
-class _Graph:
-    """A step of `rows` rows, with the places of what it is given and of what it finds."""
+class _Parts:
+    """Where the arrays of a step lie on the host, and its tensors on the device. tokens: of the graph. wanted: rows of
+    logits. extra: integers after tokens, positions, slots and wanted rows."""
 
-    def __init__(self, decode: DecodeStep, cache: PagedCache, rows: int, width: int, cargo: torch.Tensor | None):
-        self._decode, self._cache, device = decode, cache, cache.pool.device
-        # Tokens, positions, slots, lengths and tables, one after the other: one copy brings all of them.
-        self._upload = Upload(rows * (4 + width), device)
-        self._ids, self._positions, self._stored, lengths, tables = self._upload.there.split_with_sizes(
-            [rows] * 4 + [rows * width]
+    def __init__(self, cache: PagedCache, tokens: int, wanted: int, extra: int):
+        self.tokens, self.wanted = tokens, wanted
+        # One after the other: one copy brings all of them.
+        self._upload = Upload(3 * tokens + wanted + extra, cache.pool.device)
+        self.ids, self.positions, self.stored, self.rows, self._extra = self._upload.there.split_with_sizes(
+            [tokens] * 3 + [wanted, extra]
         )
+        self.pages: Any = None
+
+    def put(self, step: Step) -> None:
+        """What is missing writes to SCRATCH, which is block 0."""
+        host, given, wanted = self._upload.array(), len(step.tokens), len(step.wanted)
+        columns = host[: 3 * self.tokens].reshape(3, self.tokens)
+        columns[:, :given] = step.tokens, step.positions, step.slots
+        columns[:, given:] = 0
+        rows = host[3 * self.tokens : 3 * self.tokens + self.wanted]
+        rows[:wanted], rows[wanted:] = step.wanted, 0
+        self.fill(step, host[3 * self.tokens + self.wanted :])
+        self._upload.send()
+
+    def fill(self, step: Step, extra: Integers) -> None:
+        """The rest."""
+        raise NotImplementedError
+
+
+class _SingleParts(_Parts):
+    """Of rows that are missing each sees one key of SCRATCH."""
+
+    def __init__(self, cache: PagedCache, rows: int, width: int):
+        super().__init__(cache, rows, rows, rows * (1 + width))
         ones, none = np.ones(rows, dtype=np.int64), np.zeros((rows, width), dtype=np.int64)
-        (pages,) = cache.pages(ones, ones, none)
-        self._pages = [pages._replace(lengths=lengths, tables=tables.view(rows, width))]
-        self._wanted = torch.arange(rows, device=device)
-        self._cargo = None if cargo is None else cargo.new_zeros(rows, *cargo.shape[1:])
-        self._rows, self._out = rows, torch.empty(0)
+        lengths, tables = self._extra.split_with_sizes([rows, rows * width])
+        self.pages = cache.pages(ones, ones, none)._replace(lengths=lengths, tables=tables.view(rows, width))
+
+    def fill(self, step: Step, extra: Integers) -> None:
+        _fill_rows(extra, self.tokens, step.lengths, step.tables, 1)
+
+
+class _FewParts(_Parts):
+    """Every token is a run, which sees the keys up to its own."""
+
+    def __init__(self, cache: PagedCache, tokens: int, width: int):
+        super().__init__(cache, tokens, tokens, tokens * (1 + width))
+        lengths, tables = self._extra.split_with_sizes([tokens, tokens * width])
+        tiles = torch.zeros(0, 4, dtype=torch.int64, device=cache.pool.device)
+        self.pages = _ragged(cache).pages(lengths, tables.view(tokens, width), tiles, cache.pool[0], cache.window)
+
+    def fill(self, step: Step, extra: Integers) -> None:
+        tables = step.tables.repeat(step.counts, 0)
+        _fill_rows(extra, self.tokens, step.positions + 1, tables, 0)
+
+
+class _ManyParts(_Parts):
+    """runs: of a step at the most."""
+
+    def __init__(self, cache: PagedCache, tokens: int, width: int, runs: int):
+        self._ragged, self._runs, self._width = _ragged(cache), runs, width
+        tiles = self._ragged.most_tiles(tokens, runs)
+        super().__init__(cache, tokens, max(runs, FEW[-1]), runs * (1 + width) + 4 * tiles)
+        lengths, tables, whole = self._extra.split_with_sizes([runs, runs * width, 4 * tiles])
+        self.pages = self._ragged.pages(
+            lengths, tables.view(runs, width), whole.view(tiles, 4), cache.pool[0], cache.window
+        )
+
+    def fill(self, step: Step, extra: Integers) -> None:
+        several = step.counts != 1
+        singles = int(several.argmax()) if several.any() else len(several)
+        lengths = np.where(np.arange(len(several)) < singles, step.lengths, 0)
+        rest = self._runs * (1 + self._width)
+        _fill_rows(extra[:rest], self._runs, lengths, step.tables, 0)
+        tiles = self._ragged.tiles(step.counts, step.lengths).reshape(-1)
+        extra[rest : rest + len(tiles)], extra[rest + len(tiles) :] = tiles, 0
+
+
+def _ragged(cache: PagedCache) -> RaggedGraph:
+    assert cache.attention.ragged is not None
+    return cache.attention.ragged
+
+
+def _fill_rows(extra: Integers, rows: int, lengths: Integers, tables: Integers, missing: int) -> None:
+    """Lengths, and tables after them; those that are missing are of so many keys of SCRATCH."""
+    given, there = len(lengths), extra[rows:].reshape(rows, -1)
+    extra[:given], extra[given:rows] = lengths, missing
+    there[:given, : tables.shape[1]] = tables
+    there[given:] = 0
+
+
+class _Graph:
+    """A step of a shape, with the places of what it is given and of what it finds."""
+
+    def __init__(
+        self,
+        decode: DecodeStep,
+        cache: PagedCache,
+        parts: _Parts,
+        latest: torch.Tensor,
+        ends: tuple[bool, bool],
+        cargo: torch.Tensor | None,
+    ):
+        self._decode, self._cache, self._parts, self._latest = decode, cache, parts, latest
+        self._first, self._last = ends
+        self._cargo = None if cargo is None else cargo.new_zeros(parts.tokens, *cargo.shape[1:])
+        self._out = torch.empty(0)
         self._graph: Replayable | None = None
 
-    def compute(self, step: Step, cargo: torch.Tensor | None, chosen: torch.Tensor | None) -> torch.Tensor:
+    def compute(self, step: Step, cargo: torch.Tensor | None) -> torch.Tensor:
         """Without the graph."""
-        self._put(step, cargo, chosen)
+        self._put(step, cargo)
         self._work()
-        return self._out[: len(step.tokens)]
+        return self._of(step)
 
     def record(self, record: Record) -> None:
         self._graph = record(self._work)
 
-    def play(self, step: Step, cargo: torch.Tensor | None, chosen: torch.Tensor | None) -> torch.Tensor:
+    def play(self, step: Step, cargo: torch.Tensor | None) -> torch.Tensor:
         assert self._graph is not None
-        self._put(step, cargo, chosen)
+        self._put(step, cargo)
         self._graph.play()
-        return self._out[: len(step.tokens)]
+        return self._of(step)
+
+    def _of(self, step: Step) -> torch.Tensor:
+        """Logits of the wanted rows, or what the next stage is given for all tokens."""
+        return self._out[: len(step.wanted) if self._last else len(step.tokens)]
 
     def _work(self) -> None:
-        self._cache.begin(self._stored, self._pages)
+        parts = self._parts
+        self._cache.begin(parts.stored, parts.pages)
         cargo = () if self._cargo is None else (self._cargo,)
-        self._out = self._decode(self._ids, self._positions, self._wanted, self._cache, *cargo)
+        ids = known(parts.ids, self._latest) if self._first else parts.ids
+        self._out = self._decode(ids, parts.positions, parts.rows, self._cache, *cargo)
 
-    def _put(self, step: Step, cargo: torch.Tensor | None, chosen: torch.Tensor | None) -> None:
-        """A row that is missing writes to SCRATCH, which is block 0, and sees one key of it."""
-        given, rows, host = len(step.tokens), self._rows, self._upload.array()
-        columns, tables = host[: 4 * rows].reshape(4, rows), host[4 * rows :].reshape(rows, -1)
-        columns[:, :given] = step.tokens, step.positions, step.slots, step.lengths
-        columns[:, given:] = [[0], [0], [0], [1]]
-        tables[:given, : step.tables.shape[1]] = step.tables
-        tables[given:] = 0
-        self._upload.send()
-        if chosen is not None:
-            self._ids.copy_(known(self._ids, chosen))
+    def _put(self, step: Step, cargo: torch.Tensor | None) -> None:
+        self._parts.put(step)
         if cargo is not None and self._cargo is not None:
-            self._cargo[:given].copy_(cargo)
+            self._cargo[: len(cargo)].copy_(cargo)
+
+
+def shape_counts(shape: GraphShape, longest: int) -> list[int]:
+    """Runs of a step that takes the graph of a shape, none longer than `longest`.
+
+    >>> shape_counts(GraphShape("single", 2), 100), shape_counts(GraphShape("many", 256), 100)
+    ([1, 1], [100, 100, 56])
+    """
+    if shape.kind == "single":
+        return [1] * shape.size
+    whole, rest = divmod(shape.size, longest)
+    return [longest] * whole + [rest] * (rest > 0)

@@ -20,6 +20,7 @@ from mega.core.inference.adapters import AdapterChoice, OpenedAdapter, load_adap
 from mega.core.inference.cache import Blocks
 from mega.core.inference.capacity import BLOCK, cache_blocks, cache_bytes, even_layers, fitting_blocks, wanted_tokens
 from mega.core.inference.engine import BatchingEngine, follow
+from mega.core.inference.graphs import MANY
 from mega.core.inference.load import OpenedModel, load_stages
 from mega.core.inference.relay import Relay, relay_of
 from mega.core.inference.request import Limits
@@ -29,17 +30,21 @@ from mega.core.ops.suite import choose, forward_only
 from mega.core.parallel.collectives import all_reduce
 from mega.core.parallel.mesh import Mesh
 
+MOST = MANY[-1]
+"""Tokens of a step with prompts that is recorded, where the user asks for no other number."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
-    """requests: rows of a decoding step. chunk: most prompt tokens of a step. cache_tokens: of all in flight; None:
-    what so many requests need at most, or as many as fit. block: tokens of a cache block. batch_invariant: a request's
-    logits are the same to the bit whatever else is in flight, in steps of exactly `tile` tokens. vocab: ids below this
-    are chosen; None: any of the model's. graphs: of decoding, on a CUDA device; None: where one rank holds a model.
-    fp8_weights: linear layers of the blocks keep theirs in 8 bits."""
+    """requests: rows of a decoding step. chunk: most prompt tokens of a step; None: as of chunks.py. cache_tokens: of
+    all in flight; None: what so many requests need at most, or as many as fit. block: tokens of a cache block.
+    batch_invariant: a request's logits are the same to the bit whatever else is in flight, in steps of exactly `tile`
+    tokens. vocab: ids below this are chosen; None: any of the model's. graphs: of steps; None: on a CUDA device.
+    fp8_weights: linear layers of the blocks keep theirs in 8 bits. ahead: steps that are given to the device before the
+    results of those before are taken; None: on a CUDA device one, and one for every pipeline stage after the first."""
 
     requests: int = 64
-    chunk: int = 512
+    chunk: int | None = None
     cache_tokens: int | None = None
     block: int = BLOCK
     batch_invariant: bool = False
@@ -47,6 +52,7 @@ class EngineOptions:
     vocab: int | None = None
     graphs: bool | None = None
     fp8_weights: bool = False
+    ahead: int | None = None
 
 
 def start_engine(
@@ -101,15 +107,19 @@ def engine_on(
         tile=options.tile if options.batch_invariant else None,
         vocab=vocab,
         adapters=adapters,
-        graphs=device.is_cuda and (mesh.model.size == 1 if options.graphs is None else options.graphs),
+        graphs=device.is_cuda and options.graphs is not False,
+        most=min(options.chunk or MOST, blocks * size),
     )
     relay = relay or relay_of(mesh)
     if relay is not None and not mesh.model.first:
         follow(worker, relay)
         return None
     limits = Limits(model.positions, (blocks - 1) * size, options.requests, vocab)
-    ahead = device.is_cuda and relay is None and not options.batch_invariant
-    return BatchingEngine(worker, limits, Blocks(blocks, size), chunk=options.chunk, relay=relay, ahead=ahead)
+    ahead = device.is_cuda + mesh.pp.size - 1 if options.ahead is None else options.ahead
+    depth, groups = (1, 1) if options.batch_invariant else (1 + ahead, mesh.pp.size)
+    return BatchingEngine(
+        worker, limits, Blocks(blocks, size), chunk=options.chunk, relay=relay, depth=depth, groups=groups
+    )
 
 
 def check_layout(model: ModelConfig, tp: int, pp: int) -> None:

@@ -1,30 +1,38 @@
 """How rank 0's steps reach the other ranks: as arrays of integers, so that nothing is ever unpickled.
 
-A message is a first array of fixed length, [kind, length of the rest, the rest as far as it fits], and a second one
-where it does not. On a group of its own, on the host, whose ranks may wait for the next message as long as it takes.
+On one host through memory that all ranks map: a ring of pieces, which rank 0 fills as long as the slowest rank is less
+than a ring behind, so that it waits for no other rank's Python. Else by broadcasts of a gloo group of its own: a first
+array of fixed length, [kind, length of the rest, the rest as far as it fits], and a second one where it does not. Ranks
+may wait for the next message as long as it takes.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import time
 from datetime import timedelta
-from pathlib import Path
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
 from mega.core.ops.paged_attention import Integers
+from mega.core.ops.trial import first_line
+from mega.core.parallel import shared_memory
 from mega.core.parallel.collectives import gather_json
 from mega.core.parallel.exit_reports import names_lost_peer
 from mega.core.parallel.mesh import Axis, Groups, Mesh
+from mega.core.parallel.shared_memory import SharedMemory, is_dead
 
 STOP, STEP = 0, 1
 
 FIRST = 2048
-"""Length of a message's first array."""
+"""Length of a broadcast's first array."""
+
+RING, PIECE = 16, 1 << 14
+"""Pieces of the ring, and integers of each; the first is the length of what follows."""
 
 PATIENCE = timedelta(days=365)
 """How long a rank may wait for the next message."""
@@ -33,24 +41,43 @@ PATIENCE = timedelta(days=365)
 ENDING = 0.5
 """Seconds from the end of a process's connections to its own, at most."""
 
+LOOK = 0.1
+"""Seconds after which rank 0 looks again whether the other processes live."""
+
+log = logging.getLogger(__name__)
+
 
 class LostRank(RuntimeError):
     """Another rank has ended, or cannot be reached."""
 
 
 class Relay:
-    """All ranks of `mesh` make one together; those of a replica of the model hear what its first rank sends."""
+    """All ranks of `mesh` make one together; those of a replica of the model hear what its first rank sends. shared:
+    through memory of this host, where that can be."""
 
-    def __init__(self, mesh: Mesh):
+    def __init__(self, mesh: Mesh, shared: bool = True):
         replica = mesh.model.ranks
         groups = Groups("gloo", PATIENCE)
         groups.make(mesh.slices("tp", "pp"), "relay")
         self.axis = Axis("relay", replica, mesh.model.index, groups.get(replica, "relay"))
         process = [socket.gethostname(), os.getpid()]
         self.processes: list[list[object]] = gather_json(process, self.axis, torch.device("cpu"))
+        self._ring = self._mapped() if shared and len({host for host, _ in self.processes}) == 1 else None
+        self._number, self._looked = 0, 0.0
+
+    def _mapped(self) -> SharedMemory | None:
+        try:
+            return SharedMemory(self.axis, RING * PIECE * 8, torch.device("cpu"))
+        except RuntimeError as error:
+            if self.axis.first:
+                log.warning("steps reach other ranks by messages: memory cannot be shared (%s)", first_line(error))
+            return None
 
     def send(self, kind: int, content: Integers) -> None:
         """Errors: LostRank."""
+        if self._ring is not None:
+            self._put(self._ring, kind, content)
+            return
         first = np.zeros(FIRST, dtype=np.int64)
         first[:2] = kind, len(content)
         first[2 : 2 + len(content)] = content[: FIRST - 2]
@@ -60,6 +87,8 @@ class Relay:
 
     def hear(self) -> tuple[int, Integers]:
         """The next message. Errors: LostRank."""
+        if self._ring is not None:
+            return self._taken(self._ring)
         first = np.zeros(FIRST, dtype=np.int64)
         self._broadcast(first)
         kind, length = int(first[0]), int(first[1])
@@ -69,6 +98,43 @@ class Relay:
             self._broadcast(rest)
             content = np.concatenate([content, rest])
         return kind, content
+
+    def _put(self, ring: SharedMemory, kind: int, content: Integers) -> None:
+        now = time.monotonic()
+        if now - self._looked > LOOK:
+            self._looked = now
+            if gone := self._gone():
+                raise LostRank(f"rank {', '.join(map(str, gone))} has ended: it takes no more steps")
+        whole = np.concatenate([[kind, len(content)], content])
+        for start in range(0, len(whole), PIECE - 1):
+            part = whole[start : start + PIECE - 1]
+            self._number += 1
+            for rank in range(1, self.axis.size):
+                self._wait(ring, rank, self._number - RING, patient=False)
+            piece = self._piece(ring)
+            piece[0], piece[1 : 1 + len(part)] = len(part), part
+            ring.mark(self._number)
+
+    def _taken(self, ring: SharedMemory) -> tuple[int, Integers]:
+        parts: list[Integers] = []
+        while not parts or sum(map(len, parts)) < 2 + int(parts[0][1]):
+            self._number += 1
+            self._wait(ring, 0, self._number, patient=not parts)
+            piece = self._piece(ring)
+            parts.append(piece[1 : 1 + int(piece[0])].copy())
+            ring.mark(self._number)
+        whole = np.concatenate(parts)
+        return int(whole[0]), whole[2:]
+
+    def _piece(self, ring: SharedMemory) -> Integers:
+        first = self._number % RING * PIECE * 8
+        return np.frombuffer(ring.bytes[first : first + PIECE * 8], dtype=np.int64)
+
+    def _wait(self, ring: SharedMemory, rank: int, number: int, *, patient: bool) -> None:
+        try:
+            ring.wait(rank, number, None if patient else shared_memory.PATIENCE)
+        except RuntimeError as error:
+            raise self.explained(error) from None
 
     def _broadcast(self, array: Integers) -> None:
         try:
@@ -81,7 +147,7 @@ class Relay:
         return [
             rank
             for rank, (host, pid) in zip(self.axis.ranks, self.processes, strict=True)
-            if host == here and _dead(pid)
+            if host == here and is_dead(pid)
         ]
 
     def explained(self, error: RuntimeError) -> RuntimeError:
@@ -101,12 +167,3 @@ class Relay:
 def relay_of(mesh: Mesh) -> Relay | None:
     """A new one, with process groups of its own that stay to the end; None where a rank holds the whole model."""
     return Relay(mesh) if mesh.model.size > 1 else None
-
-
-def _dead(pid: object) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
-    except FileNotFoundError:
-        return Path("/proc/self").exists()
-    except OSError:
-        return False

@@ -2,9 +2,10 @@
 
 Continuous batching: requests join and leave between steps. A prompt is computed in chunks, next to the single tokens of
 answers under way; what it shares with an earlier one is not computed. A request is admitted when cache for its longest
-answer can be promised, so nothing in flight ever waits for memory. Where `foreseen`, a step can be made before the
-results of the one before are there: its new tokens stand as rows of those. What turns out to have ended with them was
-computed once too often, and is dropped. Arithmetic on the host: no model and no ranks.
+answer can be promised, so nothing in flight ever waits for memory. A step can be made before the results of those
+before it are taken: its new tokens stand as indices of their requests. What turns out to have ended with them was
+computed once too often, and is dropped. Requests whose next token depends on the host, as constrained ones, wait for
+their results; others do not wait for them. Arithmetic on the host: no model and no ranks.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import math
 import secrets
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import NamedTuple
@@ -24,7 +25,7 @@ from mega.core.inference.beam import BeamSearch
 from mega.core.inference.cache import ROOT, Blocks
 from mega.core.inference.request import Allowed, Event, Finish, Limits, Request, RequestError, Top
 from mega.core.inference.sampling import top_p_after, uniform
-from mega.core.inference.step import BEAM, CHOOSE, NUMBERS, Step, from_row
+from mega.core.inference.step import BEAM, CHOOSE, NUMBERS, Step, from_request
 from mega.core.ops.paged_attention import Integers
 
 NEUTRAL = (1.0, 0.0, 1.0, 0.0, 1.0, 0.0)
@@ -55,9 +56,10 @@ class CachedSequence:
 
 @dataclass(eq=False)
 class InFlight:
-    """A request in flight. adapter: its number, 0 for none. promised: blocks that it may still take. seen: its row of
-    seen ids, or -1. new: tokens that it has; asked: those that steps choose too. row: of the last step's choices.
-    ended: nothing more is wanted for it."""
+    """A request in flight. adapter: its number, 0 for none. promised: blocks that it may still take. index: by which
+    steps find its last token and the ids that it has seen, or -1. group: of those that take turns. new: tokens that it
+    has; asked: those that steps choose too. unresolved: wanted rows in steps that are not taken. ended: nothing more
+    is wanted for it."""
 
     number: int
     request: Request
@@ -66,10 +68,11 @@ class InFlight:
     sequences: list[CachedSequence] = field(default_factory=list)
     search: BeamSearch | None = None
     promised: int = 0
-    seen: int = -1
+    index: int = -1
+    group: int = 0
     new: int = 0
     asked: int = 0
-    row: int = 0
+    unresolved: int = 0
     ended: bool = False
     failure: str = ""
     prompt_logprobs: list[float | None] = field(default_factory=lambda: [None])
@@ -79,6 +82,15 @@ class InFlight:
     def rows(self) -> int:
         return max(1, self.request.beams)
 
+    @property
+    def penalised(self) -> bool:
+        return self.request.sampling.repetition_penalty != 1 and not self.request.beams
+
+    @property
+    def waits(self) -> bool:
+        """Whether its next step depends on what the last one finds, but for the id of its token."""
+        return self.unresolved > 0 and (self.search is not None or self.request.allowed is not None)
+
 
 class WantedRow(NamedTuple):
     """One wanted row of logits: whose it is, and what for. number: of the new token that it chooses, from 0 on."""
@@ -87,6 +99,10 @@ class WantedRow(NamedTuple):
     target: int
     allowed: NDArray[np.bool_] | None = None
     number: int = 0
+
+    @property
+    def penalised(self) -> bool:
+        return self.target == CHOOSE and self.answer.penalised
 
 
 class Choice(NamedTuple):
@@ -100,7 +116,7 @@ class Choice(NamedTuple):
 @dataclass
 class _Work:
     """Columns of the step that is being put together. sequences: how many tokens of each, and, where its id is awaited,
-    which of the last step's choices is the last one."""
+    the index by which it will be found."""
 
     sequences: list[tuple[CachedSequence, int, int]] = field(default_factory=list)
     adapters: list[int] = field(default_factory=list)
@@ -110,19 +126,30 @@ class _Work:
 
 
 class Scheduler:
-    """Requests in, steps out; results in, events out. chunk: most prompt tokens of a step. in_order: steps may be cut,
-    so what shares a block must come after what computes it. adapters: names; the first is number 1."""
+    """Requests in, steps out; results in, events out. chunk: most prompt tokens of a step, by how many sequences
+    continue by one token at the same time. in_order: steps may be cut, so what shares a block must come after what
+    computes it. adapters: names; the first is number 1. groups: requests of one take no part in the steps of others,
+    so that as many pipeline stages can compute at once. ahead: steps follow others whose results are not taken."""
 
     def __init__(
-        self, blocks: Blocks, limits: Limits, chunk: int, *, in_order: bool = False, adapters: Sequence[str] = ()
+        self,
+        blocks: Blocks,
+        limits: Limits,
+        chunk: Callable[[int], int],
+        *,
+        in_order: bool = False,
+        adapters: Sequence[str] = (),
+        groups: int = 1,
+        ahead: bool = False,
     ):
         self.blocks, self.limits, self.chunk, self.in_order = blocks, limits, chunk, in_order
+        self._groups, self._turn, self._ahead = groups, 0, ahead
         self._adapters: dict[str | None, int] = {None: 0, **{name: at for at, name in enumerate(adapters, start=1)}}
         self._waiting: deque[InFlight] = deque()
         self._running: list[InFlight] = []
         self._ended: list[Event] = []
         self._copies: list[tuple[int, int]] = []
-        self._seen = list(range(limits.requests))
+        self._indices = list(range(limits.requests))
         self._rows: deque[list[WantedRow]] = deque()
         self._numbers = 0
 
@@ -179,28 +206,32 @@ class Scheduler:
 
     # -- the next step
 
-    @property
-    def foreseen(self) -> bool:
-        """Whether the next step does not depend on what the last one finds, but for the ids of its tokens."""
-        return all(
-            row.target != BEAM and row.answer.request.allowed is None for row in (self._rows[-1] if self._rows else ())
-        )
-
     def next_step(self) -> Step | None:
-        """What to compute next; None where there is nothing."""
-        work, copies, self._copies = _Work(), self._copies, []
-        marks: list[tuple[int, int]] = []
+        """What to compute next; None where there is nothing, or nothing that does not wait for results."""
+        for _ in range(self._groups):
+            turn, self._turn = self._turn, (self._turn + 1) % self._groups
+            step = self._step_of(turn)
+            if step is not None:
+                return step
+        return None
+
+    def _step_of(self, group: int) -> Step | None:
+        """New tokens of one group, and prompts of all."""
+        work, marks = _Work(), list[tuple[int, int]]()
         late: list[tuple[InFlight, CachedSequence]] = []
+        single = 0
         for answer in self._running:
-            if answer.asked == answer.request.tokens > 0:
+            if answer.asked == answer.request.tokens > 0 or answer.waits:
                 continue
             for sequence in answer.sequences:
                 pending = sequence.pending
                 if pending > 1:
                     late.append((answer, sequence))
-                elif pending:
+                    continue
+                single += 1
+                if pending and answer.group == group:
                     self._schedule(work, answer, sequence, 1)
-        prompts, left = [], self.chunk
+        prompts, left = [], self.chunk(single)
         while left > 0 and (late or self._admit(late, marks)):
             answer, sequence = late.pop(0)
             take = min(sequence.pending, left)
@@ -213,11 +244,9 @@ class Scheduler:
             self._schedule(work, answer, sequence, take)
         if not work.tokens:
             return None
+        copies, self._copies = self._copies, []
         step = self._step(work, copies, marks)
         self._rows.append(work.rows)
-        for number, row in enumerate(work.rows):
-            if row.target == CHOOSE:
-                row.answer.row = number
         return step
 
     def _admit(self, late: list[tuple[InFlight, CachedSequence]], marks: list[tuple[int, int]]) -> bool:
@@ -239,10 +268,12 @@ class Scheduler:
         answer.sequences, answer.promised = [sequence], need
         if request.beams:
             answer.search = BeamSearch(request.beams, request.tokens, request.stop_ids, request.length_penalty)
-        if request.sampling.repetition_penalty != 1 and not request.beams:
-            answer.seen = self._seen.pop()
-            marks.append((answer.seen, -1))
-            marks.extend((answer.seen, token) for token in sorted(set(request.prompt)))
+        answer.index = self._indices.pop()
+        if answer.penalised:
+            marks.append((answer.index, -1))
+            marks.extend((answer.index, token) for token in sorted(set(request.prompt)))
+        sizes = [sum(each.group == group for each in self._running) for group in range(self._groups)]
+        answer.group = sizes.index(min(sizes))
         self._running.append(answer)
         late.append((answer, sequence))
         return True
@@ -278,30 +309,33 @@ class Scheduler:
                 work.wanted.append(work.tokens + take - 1)
                 target = CHOOSE if answer.search is None else BEAM
                 work.rows.append(WantedRow(answer, target, allowed, answer.asked))
+                answer.unresolved += 1
                 if target == CHOOSE:
                     answer.asked, sequence.awaited = answer.asked + 1, sequence.awaited + 1
             except Exception as error:  # of the request alone; its blocks are in this step's tables
                 answer.failure = answer.failure or str(error) or repr(error)
-        work.sequences.append((sequence, take, answer.row))
+        work.sequences.append((sequence, take, answer.index))
         work.adapters.append(answer.adapter)
         work.tokens += take
 
     def _step(self, work: _Work, copies: Sequence[tuple[int, int]], marks: Sequence[tuple[int, int]]) -> Step:
-        size, tokens, positions, stored = self.blocks.size, list[int](), list[int](), list[int]()
-        for sequence, take, row in work.sequences:
-            first, blocks = sequence.computed, sequence.blocks
+        size, tokens, positions, stored = self.blocks.size, list[int](), list[Integers](), list[Integers]()
+        for sequence, take, index in work.sequences:
+            first = sequence.computed
             end = sequence.computed = first + take
-            tokens += sequence.ids[first:end] or [from_row(row)]
-            for at in range(first, end):
-                positions.append(at)
-                stored.append(blocks[at // size] * size + at % size)
+            tokens += sequence.ids[first:end] or [from_request(index)]
+            at = np.arange(first, end)
+            positions.append(at)
+            begin = first // size
+            blocks = np.array(sequence.blocks[begin : -(-end // size)], dtype=np.int64)
+            stored.append(blocks[at // size - begin] * size + at % size)
         lengths = [sequence.computed for sequence, _, _ in work.sequences]
         width = -(-max(lengths) // size)
         tables = [sequence.blocks[:width] + [0] * (width - len(sequence.blocks)) for sequence, _, _ in work.sequences]
         return Step(
             tokens=np.array(tokens, dtype=np.int64),
-            positions=np.array(positions, dtype=np.int64),
-            slots=np.array(stored, dtype=np.int64),
+            positions=np.concatenate(positions),
+            slots=np.concatenate(stored),
             counts=np.array([take for _, take, _ in work.sequences], dtype=np.int64),
             lengths=np.array(lengths, dtype=np.int64),
             tables=np.array(tables, dtype=np.int64),
@@ -311,7 +345,10 @@ class Scheduler:
             wanted=np.array(work.wanted, dtype=np.int64),
             targets=np.array([row.target for row in work.rows], dtype=np.int64),
             tops=np.array([_tops(row) for row in work.rows], dtype=np.int64),
-            seen=np.array([row.answer.seen if row.target < 0 else -1 for row in work.rows], dtype=np.int64),
+            seen=np.array([row.answer.index if row.penalised else -1 for row in work.rows], dtype=np.int64),
+            requests=np.array(
+                [row.answer.index if row.target == CHOOSE and self._ahead else -1 for row in work.rows], dtype=np.int64
+            ),
             marks=_pairs(marks),
             numbers=np.array([_numbers(row) for row in work.rows], dtype=np.float64).reshape(-1, len(NUMBERS)),
             allowed=_masks(work.rows, self.limits.vocab),
@@ -336,6 +373,7 @@ class Scheduler:
         beams: dict[int, tuple[InFlight, list[Top]]] = {}
         for row, choice in zip(self._rows.popleft(), choices, strict=True):
             answer = row.answer
+            answer.unresolved -= row.target < 0
             if answer.failure or answer.ended:
                 continue
             if row.target == BEAM:
@@ -445,9 +483,9 @@ class Scheduler:
             self._release(answer, sequence)
         self.blocks.waive(answer.promised)
         answer.sequences, answer.promised, answer.ended = [], 0, True
-        if answer.seen >= 0:
-            self._seen.append(answer.seen)
-            answer.seen = -1
+        if answer.index >= 0:
+            self._indices.append(answer.index)
+            answer.index = -1
         for queue in (self._waiting, self._running):
             if answer in queue:
                 queue.remove(answer)

@@ -22,28 +22,30 @@ NUMBERS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "unif
 """Columns of `Step.numbers`; uniform: in [0, 1), what a draw goes by."""
 
 
-def from_row(row: int) -> int:
-    """In the place of an id: what the step before chooses for this wanted row.
+def from_request(index: int) -> int:
+    """In the place of an id: the last one that a step chose for the request of this index.
 
-    >>> from_row(0), from_row(from_row(5))
+    >>> from_request(0), from_request(from_request(5))
     (-1, 5)
     """
-    return ~row
+    return ~index
 
 
 @dataclass(frozen=True, eq=False)
 class Step:
     """Tokens [n] in runs [r], each of one sequence, and the rows of logits [m] that are wanted.
 
-    tokens, positions: int64 [n]; a token below 0 is `from_row`. slots: int64 [n], where in the cache a token's key and
-    value go: block x size + place.
+    tokens, positions: int64 [n]; a token below 0 is `from_request`. slots: int64 [n], where in the cache a token's key
+    and value go: block x size + place.
     counts, lengths: int64 [r], tokens of each run, and of its sequence up to its end. tables: int64 [r, width], blocks.
     sequences: int64 [r], a number that no other sequence has had.
     adapters: int64 [r], number of the adapter that a run goes by, from 1 on; 0 is none.
     copies: int64 [c, 2], blocks that are copied (from, to) before anything is computed.
     wanted: int64 [m], tokens whose logits are wanted. targets: int64 [m], the id to be scored, or CHOOSE or BEAM. tops:
     int64 [m], likeliest ids to report; -1: not even the log-probability. seen: int64 [m], which row of seen ids the
-    repetition penalty goes by, or -1. numbers: float64 [m, NUMBERS].
+    repetition penalty goes by, or -1. requests: int64 [m], index of the
+    request whose last token is what is chosen, or -1. numbers:
+    float64 [m, NUMBERS].
     marks: int64 [p, 2], (row of seen ids, id to add to it), with id -1 to clear it first.
     allowed: bool [m, vocab], or [0, 0] where everything is.
     """
@@ -61,6 +63,7 @@ class Step:
     targets: Integers
     tops: Integers
     seen: Integers
+    requests: Integers
     marks: Integers
     numbers: NDArray[np.float64]
     allowed: NDArray[np.bool_]
@@ -118,19 +121,32 @@ class Step:
             )
 
 
-def scratch_step(counts: Sequence[int], block: int, before: int = 0) -> Step:
-    """Runs of so many tokens of no sequence, which lie in SCRATCH, after `before` others; of each a token is drawn."""
+def scratch_step(counts: Sequence[int], block: int, before: int = 0, free: int = 0) -> Step:
+    """Runs of so many tokens of no sequence, after `before` others; of each a token is drawn.
+
+    They lie in blocks of their own, from 1 on, where at least `free` blocks are nobody's; else all in SCRATCH, where
+    the keys of runs of several tokens are whichever were written last.
+    """
     runs = len(counts)
     lengths = np.array(counts, dtype=np.int64)
     none, pairs = np.zeros(int(lengths.sum()), dtype=np.int64), np.zeros((0, 2), dtype=np.int64)
     rows, drawn = np.zeros(runs, dtype=np.int64), (1.0, 0.0, 1.0, 0.0, 1.0, 0.5)
+    width = -(-(int(lengths.max()) + before) // block)
+    tables = 1 + np.arange(runs * width).reshape(runs, width)
+    if runs * width > free:
+        tables[:] = SCRATCH
+    positions = [np.arange(before, before + count) for count in counts]
+    slots = [
+        table[at // block] * block + (at % block) * (table[0] != SCRATCH)
+        for table, at in zip(tables, positions, strict=True)
+    ]
     return Step(
         tokens=none,
-        positions=np.concatenate([np.arange(before, before + count) for count in counts]),
-        slots=none,
+        positions=np.concatenate(positions),
+        slots=np.concatenate(slots),
         counts=lengths,
         lengths=lengths + before,
-        tables=np.full((runs, -(-(int(lengths.max()) + before) // block)), SCRATCH, dtype=np.int64),
+        tables=tables,
         sequences=rows - 1,
         adapters=rows,
         copies=pairs,
@@ -138,6 +154,7 @@ def scratch_step(counts: Sequence[int], block: int, before: int = 0) -> Step:
         targets=rows + CHOOSE,
         tops=rows - 1,
         seen=rows - 1,
+        requests=rows - 1,
         marks=pairs,
         numbers=np.array([drawn] * runs, dtype=np.float64),
         allowed=np.zeros((0, 0), dtype=np.bool_),

@@ -1,11 +1,13 @@
 """One rank's share of a step: its blocks of the model over its part of the cache, and on the last stage the choice.
 
 Every rank of a pipeline stage computes the same tokens; the first tensor rank of the last stage gathers the logits,
-chooses, and sends what it found to rank 0. It knows no requests: a step says all.
+chooses, and sends what it found to rank 0. Ranks of the first stage keep the last token of each request, so that a step
+can follow one whose results no host has seen. It knows no requests: a step says all.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,7 +19,7 @@ from numpy.typing import NDArray
 
 from mega.core.device import HostArray, sent
 from mega.core.inference.adapters import AdapterChoice
-from mega.core.inference.graphs import DecodeGraphs, known
+from mega.core.inference.graphs import StepGraphs, known
 from mega.core.inference.paged_cache import PagedCache
 from mega.core.inference.sampling import Filters, draw, likeliest, penalised
 from mega.core.inference.schedule import Choice
@@ -35,9 +37,9 @@ from mega.core.parallel.one_shot import sum_over
 class Worker:
     """stage: of a decoder, in evaluation mode. tile: steps are cut into exactly so many tokens; None: they are not.
 
-    requests: rows of ids that the repetition penalty goes by. vocab: ids below this are chosen. adapters: those that
-    the stage's linears go by. graphs: steps of one token a sequence are recorded and played, as far as the attention
-    and the steps allow it.
+    requests: in flight at once. vocab: ids below this are chosen. adapters: those that the stage's linears go
+    by. graphs: steps are recorded and played, as far as the attention and the steps allow it. most: tokens of a step
+    with prompts that is.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class Worker:
         vocab: int | None = None,
         adapters: AdapterChoice | None = None,
         graphs: bool = False,
+        most: int = 0,
     ):
         model = stage.model
         self.stage, self.mesh, self.device, self.tile, self.adapters = stage, mesh, device, tile, adapters
@@ -72,12 +75,14 @@ class Worker:
             KeptKeys(pool) if keeps else None,
         )
         self._decode = DecodeStep(stage, sum_over(mesh.tp, device, stage.dtype))
-        self._graphs: DecodeGraphs | None = None
+        self._latest = torch.zeros(requests + 1, dtype=torch.long, device=device)  # one more, for nobody
+        self._arriving: deque[_Arriving] = deque()
+        self.graphs: StepGraphs | None = None
         if graphs and adapters is None and self.cache.attention.graphs:
-            agree = partial(first_problem, axis=mesh.tp, device=device)
-            self._graphs = DecodeGraphs(self._decode, self.cache, -(-model.positions // block), agree=agree)
+            agree, ends = partial(first_problem, axis=mesh.tp, device=device), (mesh.pp.first, mesh.pp.last)
+            width = -(-model.positions // block)
+            self.graphs = StepGraphs(self._decode, self.cache, width, self._latest, ends, requests, most, agree=agree)
         self._seen: torch.Tensor | None = None
-        self._chosen = torch.zeros(0, dtype=torch.long, device=device)
 
     @property
     def chooses(self) -> bool:
@@ -89,8 +94,8 @@ class Worker:
 
     @torch.inference_mode()
     def launch(self, step: Step) -> Launched:
-        """Give a step to the device. One with `from_row` in it follows the step that is meant, where one rank holds the
-        model and nothing is cut into tiles."""
+        """Give a step to the device. One with `from_request` in it follows the step that is meant."""
+        self._settle(step)
         if len(step.copies):
             self.cache.copy(*sent(step.copies, self.device).unbind(1))
         if len(step.marks) and self.chooses:
@@ -109,7 +114,7 @@ class Worker:
             if self.mesh.pp.last
             else None
         )
-        return self._to_first(result, step)
+        return self._deliver(result, step)
 
     def _forward(self, step: Step) -> torch.Tensor | None:
         """One pass through our stage; its logits on the last one, else None."""
@@ -118,8 +123,9 @@ class Worker:
             shape = len(step.tokens), self.stage.model.hidden
             cargo = torch.empty(shape, dtype=self.stage.residual, device=self.device)
             dist.recv(cargo, mesh.pp.ranks[mesh.pp.index - 1], group=mesh.p2p["F", mesh.pp.index].group)
-        if self._graphs is not None and self._graphs.take(step):
-            out = self._graphs(step, cargo, self._chosen if (step.tokens < 0).any() else None)
+        recorded = None if self.graphs is None else self.graphs.shape_of(step)
+        if self.graphs is not None and recorded is not None:
+            out = self.graphs(step, cargo, recorded)
         else:
             out = self._computed(step, cargo)
         if mesh.pp.last:
@@ -131,15 +137,17 @@ class Worker:
         arrays = (step.tokens, step.positions, step.slots, step.wanted)
         ids, positions, slots, wanted = (sent(array, self.device) for array in arrays)
         if (step.tokens < 0).any():
-            ids = known(ids, self._chosen)
+            ids = known(ids, self._latest)
         self.cache.begin(slots, self.cache.pages(step.counts, step.lengths, step.tables, step.sequences))
         if self.adapters is not None:
             self.adapters.begin(np.repeat(step.adapters, step.counts))
         return self._decode(ids, positions, wanted, self.cache, *(() if cargo is None else (cargo,)))
 
     def close(self) -> None:
-        if self._graphs is not None:
-            self._graphs.close()
+        while self._arriving:
+            self._arriving.popleft().wait()
+        if self.graphs is not None:
+            self.graphs.close()
 
     def _gathered(self, logits: torch.Tensor) -> torch.Tensor:
         """[m, ids of this rank] of every rank -> fp32 [m, vocab], without padding."""
@@ -159,7 +167,6 @@ class Worker:
         if (step.targets != CHOOSE).any():
             targets = sent(step.targets, self.device)
             ids = torch.where(targets >= 0, targets, ids)
-        self._chosen = ids
         if step.report < 0:
             return ids[:, None].double()
         logprobs = logits.log_softmax(-1)
@@ -207,21 +214,69 @@ class Worker:
         rows, ids = sent(marks[~cleared], self.device).unbind(1)
         self._seen[rows, ids] = True
 
-    def _to_first(self, result: torch.Tensor | None, step: Step) -> Launched:
-        """What the last stage found, on rank 0; nothing elsewhere."""
+    def _deliver(self, result: torch.Tensor | None, step: Step) -> Launched:
+        """What the last stage found, on its way to rank 0; nothing elsewhere."""
         pp, mesh = self.mesh.pp, self.mesh
-        if pp.size > 1 and mesh.tp.first:
-            width = 1 if step.report < 0 else 2 + 2 * min(step.report, self.vocab)
-            if pp.last:
-                assert result is not None
-                dist.send(result.contiguous(), pp.ranks[0], group=mesh.p2p["F", 0].group)
-            elif pp.first:
-                result = torch.empty(len(step.wanted), width, dtype=torch.float64, device=self.device)
-                dist.recv(result, pp.ranks[-1], group=mesh.p2p["F", 0].group)
-        if not mesh.model.first:
+        if pp.size == 1:
+            self._keep(None if result is None else result[:, 0], step)
+            return Launched(step, HostArray(result) if mesh.model.first and result is not None else None)
+        if pp.last and result is not None:
+            dist.send(result.contiguous(), pp.ranks[0], group=mesh.p2p["F", 0].group)
+        if not pp.first:
             return Launched(step, None)
-        assert result is not None
-        return Launched(step, HostArray(result))
+        work, found = None, None
+        if mesh.tp.first:
+            width = 1 if step.report < 0 else 2 + 2 * min(step.report, self.vocab)
+            found = torch.empty(len(step.wanted), width, dtype=torch.float64, device=self.device)
+            work = dist.irecv(found, pp.ranks[-1], group=mesh.p2p["F", 0].group)
+        arriving = _Arriving(step, work, found)
+        self._arriving.append(arriving)
+        return Launched(step, arriving if found is not None else None)
+
+    def _settle(self, step: Step) -> None:
+        """Before a step: the results of those that it follows are here; nor are more under way than stages compute."""
+        needed = set((~step.tokens[step.tokens < 0]).tolist())
+        several = [bool(needed.intersection(each.step.requests.tolist())) for each in self._arriving]
+        count = max(len(several) - self.mesh.pp.size, 0)
+        if any(several):
+            count = max(count, len(several) - several[::-1].index(True))
+        for _ in range(count):
+            each = self._arriving.popleft()
+            each.wait()
+            self._keep(None if each.found is None else each.found[:, 0], each.step)
+
+    def _keep(self, ids: torch.Tensor | None, step: Step) -> None:
+        """On the ranks of the first stage, whose first one knows them: the last tokens of requests."""
+        if not (step.requests >= 0).any():
+            return
+        tp, indices = self.mesh.tp, np.where(step.requests < 0, self.requests, step.requests)
+        last = torch.empty(len(indices), dtype=torch.long, device=self.device) if ids is None else ids.long()
+        if tp.size > 1:
+            dist.broadcast(last, tp.ranks[0], group=tp.group)
+        self._latest.index_copy_(0, sent(indices, self.device), last)
+
+
+class _Arriving:
+    """The results of a step on their way from the last stage. found: None on ranks that only hear of ids."""
+
+    def __init__(self, step: Step, work: Any, found: torch.Tensor | None):
+        self.step, self.found = step, found
+        self._work = work
+        self._host: HostArray | None = None
+
+    def wait(self) -> None:
+        """What the device is given from here on finds the results."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+            assert self.found is not None
+            self._host = HostArray(self.found)
+
+    def numpy(self) -> NDArray[Any]:
+        """Waits for them."""
+        self.wait()
+        assert self._host is not None
+        return self._host.numpy()
 
 
 @dataclass(frozen=True)
@@ -229,7 +284,7 @@ class Launched:
     """A step that a device has been given. found: what it finds, None where this rank is not told."""
 
     step: Step
-    found: HostArray | None
+    found: HostArray | _Arriving | None
 
     def choices(self) -> list[Choice]:
         """What it found for each wanted row; waits for it."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any, Protocol, cast
 
 import torch
@@ -24,9 +23,8 @@ from mega.core.ops.matmuls import Factor
 from mega.core.ops.norm import rms_norm_by
 from mega.core.ops.rotary import rotate
 from mega.core.ops.suite import Ops
-from mega.core.parallel.collectives import all_reduce
 from mega.core.parallel.linear import ColumnLinear, RowLinear
-from mega.core.parallel.one_shot import Sum
+from mega.core.parallel.one_shot import Sum, by_group
 from mega.core.parallel.vocab import logits
 
 Branch = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
@@ -110,7 +108,7 @@ def _block(
     attended = _last(attention.out, out, attention.ops, sum_ranks)
     fed = _last(feed_forward.down, down, feed_forward.ops, sum_ranks)
     normed_residual = block.post_norm_residual
-    fused = None if few is None else _fused(block, few, (qkv, out, up, down), attend)
+    fused = None if few is None else _fused(block, few, (qkv, out, up, down), attend, sum_ranks)
 
     def pre(stream: Branch, rotary: Rotary | None, cache: KeyValueCache) -> Branch:
         if fused is not None and few is not None and few.takes(len(stream[0]), down):
@@ -131,26 +129,38 @@ def _fused(
     few: FewRows,
     factors: tuple[Factor, ...],
     attend: Callable[[torch.Tensor, Rotary | None, KeyValueCache], torch.Tensor],
+    sum_ranks: Sum | None,
 ) -> Callable[[Branch, Rotary | None, KeyValueCache], Branch] | None:
     """A block of few rows, of its factors of query, key and value, out, up and down: each norm is computed by the
-    product of it, and the stream added to by the last product of a branch. None where more lies between these."""
+    product of it, and the stream added to by the last product of a branch, or by its sum over tensor ranks. None where
+    more lies between these."""
     attention, feed_forward, added = block.attention, block.feed_forward, block.attention.ops.added
     linears: tuple[ColumnLinear | RowLinear, ...] = (attention.qkv, attention.out, feed_forward.up, feed_forward.down)
-    usual = all(linear.gemms.plain and linear.region.size == 1 for linear in linears)
+    usual = all(linear.gemms.plain for linear in linears)
     if not usual or not block.pre or block.post_norm_residual or not all(few.takes(1, each) for each in factors):
         return None
-    qkv, out, up, down = (replace(factor, bias=_bias(linear)) for factor, linear in zip(factors, linears, strict=True))
+    qkv, out, up, down = (
+        replace(factor, bias=_bias(linear) if isinstance(linear, ColumnLinear) or linear.region.axis.first else None)
+        for factor, linear in zip(factors, linears, strict=True)
+    )
     first, second = (
         NormOf(_norm_weight(norm), norm.bias, norm.eps) for norm in (block.attention_norm, block.feed_forward_norm)
     )
-    linear, activation = few.linear, feed_forward.activation
+    linear, activation, region = few.linear, feed_forward.activation, attention.out.region
+    summed = sum_ranks or by_group(region.axis)
+
+    def add(x: torch.Tensor, wide: torch.Tensor, factor: Factor) -> torch.Tensor:
+        if region.size == 1:
+            return linear(wide, factor, None, None, x)
+        summed(linear(wide, factor, None, None, None), x)
+        return x
 
     def run(stream: Branch, rotary: Rotary | None, cache: KeyValueCache) -> Branch:
         x = added(*stream, None)
         mixed = attend(linear(x, qkv, first, None, None), rotary, cache)
-        x = linear(mixed, out, None, None, x)
+        x = add(x, mixed, out)
         wide = linear(x, up, second, activation, None)
-        return linear(wide, down, None, None, x), None, None
+        return add(x, wide, down), None, None
 
     return run
 
@@ -190,7 +200,7 @@ def _linear(
     multiply = linear.gemms.by(factor)
     if not isinstance(linear, RowLinear) or linear.region.size == 1:
         return multiply
-    summed = sum_ranks or partial(all_reduce, axis=linear.region.axis)
+    summed = sum_ranks or by_group(linear.region.axis)
 
     def run(x: torch.Tensor) -> torch.Tensor:
         y = multiply(x)

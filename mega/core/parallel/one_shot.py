@@ -1,12 +1,16 @@
-"""Sums of small tensors over an axis in one exchange, through memory that all its ranks map.
+"""Sums over an axis in one exchange, through memory that all its ranks map.
 
-A decoding step adds up 8 KB twice a block, and NCCL's all-reduce of so little is nearly all latency. Here every rank
-puts its tensor where the others read it; when all have, each reads all of them and adds them up itself, in the order of
-ranks: the same bits on every rank, every time. torch's operation does this; it uses no NVLink multicast, and a graph
-can hold it. Every rank reads what all have, so larger tensors, which NCCL shares out, stay with it.
+A decoding step adds up 8 KB twice a block, and a collective of so little is nearly all latency. Here every rank writes
+its tensor where each other one reads it, marks it there, waits for the marks of the others, and adds up all of them
+itself, in the order of ranks: the same bits on every rank, every time.
 
-For CUDA ranks of one host on NCCL. All ranks of an axis add up the same tensors in the same order. Where one of them
-ends, the others wait in the middle of a sum, without a timeout, until their launcher ends them.
+    OneShot   CUDA ranks of one host on NCCL: one kernel (ops/kernels/mapped_sum.py), without NVLink multicast, which a
+              graph can hold
+    HostSum   ranks of one host on gloo
+
+Every rank reads what all have, so larger tensors, which collectives share out, stay with these; between two ranks there
+is nothing to share. All ranks of an axis add up the same tensors in the same order. Where a CUDA rank ends, the others
+wait in the middle of a sum, without a timeout, until their launcher ends them.
 """
 
 from __future__ import annotations
@@ -14,8 +18,7 @@ from __future__ import annotations
 import logging
 import socket
 from collections.abc import Callable
-from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -23,69 +26,139 @@ import torch.distributed as dist
 from mega.core.ops.trial import error_of, first_line, problem_of
 from mega.core.parallel.collectives import all_gather, all_reduce, first_problem, gather_json
 from mega.core.parallel.mesh import Axis
-
-LIMIT = 256 * 2**10
-"""Bytes of the largest tensor."""
+from mega.core.parallel.shared_memory import SharedMemory
 
 ALIGNMENT = 16
 """A tensor is so many bytes, or a multiple: a thread reads as many at once."""
 
-TRIED = (ALIGNMENT, 8 * 2**10, 40 * 2**10 + ALIGNMENT, LIMIT) * 3
-"""Bytes of the tensors that are tried: sums of less than a warp, of one block of threads, of some, and the largest."""
-
-Sum = Callable[[torch.Tensor], object]
-"""Adds up a tensor over an axis, in place."""
+HOST_LIMIT = 1 << 20
+"""Bytes of the largest tensor on a host."""
 
 log = logging.getLogger(__name__)
 
 
-class OneShot:
-    """one_shot(x): adds up a tensor that `takes` takes, in place. All ranks of the axis open it together.
+class Sum(Protocol):
+    """summed(x) adds up x over an axis, in place; summed(x, into) adds the sum to `into` instead, and leaves x open."""
 
-    Errors: RuntimeError where memory cannot be mapped; of a sum, in a dtype for which torch has none (not bf16, fp32).
+    def __call__(self, x: torch.Tensor, into: torch.Tensor | None = None) -> None: ...
+
+
+def limit_of(ranks: int) -> int:
+    """Bytes of the largest tensor that is added up in one exchange.
+
+    >>> [limit_of(ranks) >> 10 for ranks in (2, 4, 8)]
+    [16384, 4096, 1024]
+    """
+    return max((1 << 26) // ranks**2, 1 << 19)
+
+
+def tried_sizes(limit: int) -> tuple[int, ...]:
+    """Bytes of the tensors that are tried: sums of less than a warp, of one block of threads, of some, and the largest;
+    each several times, as both buffers take turns."""
+    return (ALIGNMENT, 8 * 2**10, 40 * 2**10 + ALIGNMENT, limit) * 3
+
+
+class OneShot:
+    """All ranks of the axis open it together. limit: bytes of the largest tensor.
+
+    Errors: RuntimeError where memory cannot be mapped.
     """
 
-    def __init__(self, axis: Axis, device: torch.device, dtype: torch.dtype):
+    def __init__(self, axis: Axis, device: torch.device, limit: int):
         import torch.distributed._symmetric_memory as symmetric
 
+        from mega.core.ops.kernels import mapped_sum
+
         assert axis.group is not None
-        # Of its own, not by `symmetric.empty`, which takes it from a pool: the operation reads from where a pool's
-        # piece begins, and another engine's buffer may be there.
+        self._run, self._rank, self._limit = mapped_sum.mapped_sum, axis.index, limit
+        # Of its own, not by `symmetric.empty`, which takes it from a pool that another engine may use.
         memory: Any = symmetric._SymmetricMemory
-        self._buffer: torch.Tensor = memory.empty_strided_p2p((LIMIT // dtype.itemsize,), (1,), dtype, device)
-        symmetric.rendezvous(self._buffer, axis.group)
-        self._name = axis.group.group_name
-        # The form that copies too lets ranks read before all warps of a block have copied (torch 2.11 to 2.13).
-        self._add = torch.ops.symm_mem.one_shot_all_reduce_out
+        size = mapped_sum.memory_bytes(axis.size, limit)[1]
+        self._buffer: torch.Tensor = memory.empty_strided_p2p((size,), (1,), torch.uint8, device).zero_()
+        self._counts = torch.zeros(mapped_sum.LANES, dtype=torch.int64, device=device)
+        handle = symmetric.rendezvous(self._buffer, axis.group)
+        self._memories = torch.tensor([int(begin) for begin in handle.buffer_ptrs], device=device)
+        all_reduce(self._counts, axis)  # all marks are zero before the first sum
+        self._memories.tolist()
 
-    def __call__(self, x: torch.Tensor) -> None:
-        ours = self._buffer[: x.numel()].view(x.shape)
-        ours.copy_(x)
-        self._add(ours, "sum", self._name, x)
+    def __call__(self, x: torch.Tensor, into: torch.Tensor | None = None) -> None:
+        self._run(x, into, self._memories, self._counts, self._rank, self._limit)
 
 
-def takes(x: torch.Tensor, dtype: torch.dtype) -> bool:
+class HostSum:
+    """The same on a host, of tensors in dtype."""
+
+    def __init__(self, axis: Axis, dtype: torch.dtype, limit: int):
+        self._memory = SharedMemory(axis, 2 * axis.size * limit, torch.device("cpu"))
+        whole = torch.frombuffer(self._memory.bytes, dtype=dtype)
+        self._buffers = whole.view(2, axis.size, -1)
+        self._axis, self._number = axis, 0
+        self._views: dict[tuple[int, torch.Size], list[torch.Tensor]] = {}
+
+    def __call__(self, x: torch.Tensor, into: torch.Tensor | None = None) -> None:
+        parts = self.gathered(x)
+        total = parts[0] + parts[1]
+        for part in parts[2:]:
+            total += part
+        if into is None:
+            x.copy_(total)
+        else:
+            into.add_(total)
+
+    def gathered(self, x: torch.Tensor) -> list[torch.Tensor]:
+        """x of every rank, good until the next call but one."""
+        self._number += 1
+        key = self._number % 2, x.shape
+        if key not in self._views:
+            self._views[key] = [buffer[: x.numel()].view(x.shape) for buffer in self._buffers[key[0]]]
+        parts, own = self._views[key], self._axis.index
+        parts[own].copy_(x)
+        self._memory.mark(self._number)
+        for rank in range(self._axis.size):
+            if rank != own:
+                self._memory.wait(rank, self._number)
+        return parts
+
+
+def takes(x: torch.Tensor, dtype: torch.dtype, limit: int) -> bool:
     """Whether a tensor is added up in one exchange; its place in memory aside, which may differ between ranks.
 
-    >>> [takes(torch.empty(count), torch.float32) for count in (1, 4, 65536, 65540)]
+    >>> [takes(torch.empty(count), torch.float32, 1 << 18) for count in (1, 4, 65536, 65540)]
     [False, True, True, False]
     """
-    fits = x.nbytes <= LIMIT and x.nbytes % ALIGNMENT == 0
+    fits = x.nbytes <= limit and x.nbytes % ALIGNMENT == 0
     return fits and x.dtype == dtype and x.is_contiguous() and x.storage_offset() == 0
 
 
+def by_group(axis: Axis) -> Sum:
+    """Sums by the group's collective."""
+
+    def summed(x: torch.Tensor, into: torch.Tensor | None = None) -> None:
+        all_reduce(x, axis)
+        if into is not None:
+            into.add_(x)
+
+    return summed
+
+
 def sum_over(axis: Axis, device: torch.device, dtype: torch.dtype) -> Sum:
-    """How tensors are added up over the axis in a step of few tokens. All its ranks call this together.
+    """How tensors are added up over the axis in a step of a model that only answers. All its ranks call this together.
 
     dtype: of most of them.
     """
-    if axis.size == 1 or device.type != "cuda" or dist.get_backend(axis.group) != "nccl":
-        return partial(all_reduce, axis=axis)
-    return tried(axis, device, dtype, lambda: OneShot(axis, device, dtype))
+    if axis.size == 1:
+        return by_group(axis)
+    limit = limit_of(axis.size)
+    if device.type == "cpu":
+        limit = min(limit, HOST_LIMIT)
+        return tried(axis, device, dtype, lambda: HostSum(axis, dtype, limit), limit)
+    if dist.get_backend(axis.group) != "nccl":
+        return by_group(axis)
+    return tried(axis, device, dtype, lambda: OneShot(axis, device, limit), limit)
 
 
-def tried(axis: Axis, device: torch.device, dtype: torch.dtype, open_small: Callable[[], Sum]) -> Sum:
-    """What adds up small tensors by `open_small()`, where it is right, and others by the group.
+def tried(axis: Axis, device: torch.device, dtype: torch.dtype, open_small: Callable[[], Sum], limit: int) -> Sum:
+    """What adds up tensors of at most `limit` bytes by `open_small()`, where it is right, and others by the group.
 
         1 see that the ranks are on one host        else some would wait for memory that others cannot send them
         2 map memory                                on every rank, or on none
@@ -93,8 +166,8 @@ def tried(axis: Axis, device: torch.device, dtype: torch.dtype, open_small: Call
 
     After each all ranks agree whether they continue. Where they do not, a line says why, and the group adds up all.
     """
-    by_group: Sum = partial(all_reduce, axis=axis)
-    small, problem = by_group, None
+    large = by_group(axis)
+    small, problem = large, None
     if len(set(gather_json(socket.gethostname(), axis, device))) > 1:
         problem = "the ranks are on several hosts"
     if problem is None:
@@ -104,21 +177,28 @@ def tried(axis: Axis, device: torch.device, dtype: torch.dtype, open_small: Call
             problem = first_line(error)
         problem = first_problem(problem, axis, device)
     if problem is None:
-        problem = problem_of(lambda: _off(small, axis, device, dtype), dtype)
+        problem = problem_of(lambda: _off(small, axis, device, dtype, limit), dtype)
         problem = first_problem(problem, axis, device)
     if problem is None:
-        return lambda x: small(x) if takes(x, dtype) else by_group(x)
+
+        def summed_by_size(x: torch.Tensor, into: torch.Tensor | None = None) -> None:
+            (small if takes(x, dtype, limit) else large)(x, into)
+
+        return summed_by_size
     if axis.first:
         log.warning("small tensors are added up over ranks as large ones: in one exchange fails (%s)", problem)
-    return by_group
+    return large
 
 
-def _off(small: Sum, axis: Axis, device: torch.device, dtype: torch.dtype) -> float:
+def _off(small: Sum, axis: Axis, device: torch.device, dtype: torch.dtype, limit: int) -> float:
     """The error against the group's sums. Errors: RuntimeError where ranks find different bits."""
     generator = torch.Generator(device).manual_seed(axis.index)
-    found = [torch.randn(size // dtype.itemsize, generator=generator, device=device).to(dtype) for size in TRIED]
+    sizes = tried_sizes(limit)
+    found = [torch.randn(size // dtype.itemsize, generator=generator, device=device).to(dtype) for size in sizes]
     plain = [x.clone() for x in found]
-    for x in found:  # one after the other, so that one's memory is the next one's
+    added = [torch.ones_like(x) for x in found]
+    for x, into in zip(found, added, strict=True):  # one after the other, so that one's memory is the next one's
+        small(x.clone(), into)
         small(x)
     for x in plain:
         all_reduce(x, axis)
@@ -126,4 +206,4 @@ def _off(small: Sum, axis: Axis, device: torch.device, dtype: torch.dtype) -> fl
         everywhere = all_gather(x[None], axis)
         if not torch.equal(everywhere, x.expand_as(everywhere)):
             raise RuntimeError("ranks find different sums")
-    return error_of(found, plain)
+    return error_of([*found, *added], [*plain, *(x + 1 for x in plain)])

@@ -324,7 +324,7 @@ class Mapped:
 
 def _barrier(axis: Axis, device: torch.device) -> None:
     """The device is named: else torch warns that it has to take the current one."""
-    dist.barrier(axis.group, device_ids=[device.index])
+    dist.barrier(axis.group, device_ids=None if device.index is None else [device.index])
 
 
 class _Written:

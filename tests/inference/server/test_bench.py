@@ -74,11 +74,11 @@ def test_a_server_is_timed_through_http(server: Running, capsys: pytest.CaptureF
 
 
 def test_random_weights_of_flags(capsys: pytest.CaptureFixture[str]) -> None:
-    model = "bench serve --model tiny-llama --vocab 64 --layers 1 --device cpu --lr 1"
+    model = "bench serve --model tiny-llama --vocab 64 --layers 1 --device cpu --lr 1 --fp8-weights --no-cuda-graph"
     assert cli.main([*model.split(), *"--requests 2 --prompt-tokens 5 --new-tokens 3".split()]) == 0
     shown = capsys.readouterr()
     assert "random weights, float32 on 1 x CPU: 5 tokens in, 3 out" in shown.out
-    assert "not used, nothing is trained: --lr" in shown.err
+    assert "not used, nothing is trained: --lr\n" in shown.err and "median s" in shown.out
 
 
 @pytest.mark.parametrize(
@@ -90,6 +90,7 @@ def test_random_weights_of_flags(capsys: pytest.CaptureFixture[str]) -> None:
         ("bench serve --url 127.0.0.1:1 --model tiny-llama", "--model: excludes --url 127.0.0.1:1"),
         ("bench serve --load x --layers 3", "--layers: excludes --load"),
         ("bench serve --model tiny-llama --trace x", "--trace x: excludes the row serve"),
+        ("bench serve --model tiny-llama --fp8", "--fp8: trains in 8 bits; row serve: --fp8-weights"),
         ("bench serve --model tiny-llama --draw x.png", "--draw x.png: must end in .svg"),
         ("bench serve --model tiny-llama", "--vocab is missing"),
         ("bench serve --model tiny-llama --vocab 64 --prompt-tokens 9999", "--prompt-tokens 9999, --new-tokens 128: "),
