@@ -262,6 +262,9 @@ def _run_and_checkpoint(run: RunConfig) -> Problems:
         yield _line(run, "chat_template", "needs --chat-data, or --dpo-data")
     if run.finetuning.task == "dpo" and run.parallel.cp > 1:
         yield _line(run, "cp", "excludes --task dpo, which judges whole rows; valid there: 1")
+    for other in ("chat_data", "mock_data"):
+        if run.data.fim_data and value_of(run, other):
+            yield f"--fim-data: excludes {flag_of(other)}; it changes samples of token files"
     if run.data.eod_mask_loss and run.data.chat_data:
         yield "--eod-mask-loss: excludes --chat-data, whose template says which tokens are trained on"
     if runtime.world is not None and not runtime.dry_run:

@@ -356,7 +356,6 @@ _FAMILIES_OF_FLAGS = {
     "--mscale": "YaRN's positions are not built; see --rope-scaling",
     "--muon-": _RULE,
     "--lion-": _RULE,
-    "--fim-": "samples with a part moved to the end are not built yet",
     "--logits-": "distillation is not built yet",
     "--fp4-": "GEMMs in fp4 are not built; see --fp8",
     "--kitchen-": "other packages' GEMMs are not built; see --fp8",

@@ -15,6 +15,7 @@ from typing import ClassVar, Literal
 from mega.core.config.option import (
     BELOW_HALF,
     BELOW_ONE,
+    CHANCE,
     COUNT,
     NOT_NEGATIVE,
     POSITIVE,
@@ -900,6 +901,86 @@ class DataConfig(Section):
         on_resume="noted",
         families=DECODERS,
     )
+    fim_data: bool = option(
+        False,
+        "move a part of each document to its end, between marks, so that the model learns to fill in the middle",
+        megatron={"--fim-data": True},
+        on_resume="noted",
+        families=DECODERS,
+    )
+    fim_rate: float = option(
+        0.5,
+        "share of the documents that are changed so",
+        megatron="--fim-rate",
+        within=CHANCE,
+        on_resume="noted",
+        read_with={"fim_data": ()},
+    )
+    fim_spm_rate: float = option(
+        0.5,
+        "of those the share with the suffix before the prefix",
+        megatron="--fim-spm-rate",
+        within=CHANCE,
+        on_resume="noted",
+        read_with={"fim_data": ()},
+    )
+    fim_split_sample: str | None = option(
+        None,
+        "a token that parts a document into fragments, such as files, which are then changed one by one",
+        megatron="--fim-split-sample",
+        on_resume="noted",
+        read_with={"fim_data": ()},
+    )
+    fim_fragment_rate: float = option(
+        0.5,
+        "share of the fragments that are changed",
+        megatron="--fim-fragment-rate",
+        within=CHANCE,
+        on_resume="noted",
+        read_with={"fim_split_sample": ()},
+    )
+    fim_no_prefix: str | None = option(
+        None,
+        "texts that begin with this stay as they are",
+        megatron="--fim-no-prefix",
+        on_resume="noted",
+        read_with={"fim_data": ()},
+    )
+    fim_prefix_token: str = option(
+        "<fim_prefix>",
+        "token before the prefix",
+        megatron="--fim-prefix-token",
+        on_resume="noted",
+        read_with={"fim_data": ()},
+    )
+    fim_middle_token: str = option(
+        "<fim_middle>",
+        "token before the middle",
+        megatron="--fim-middle-token",
+        on_resume="noted",
+        read_with={"fim_data": ()},
+    )
+    fim_suffix_token: str = option(
+        "<fim_suffix>",
+        "token before the suffix",
+        megatron="--fim-suffix-token",
+        on_resume="noted",
+        read_with={"fim_data": ()},
+    )
+    fim_pad_token: str = option(
+        "<fim_pad>",
+        "token that fills a sample which became shorter",
+        megatron="--fim-pad-token",
+        on_resume="noted",
+        read_with={"fim_data": ()},
+    )
+    fim_eod_token: str = option(
+        "<|endoftext|>",
+        "token that ends a document",
+        megatron="--fim-eod-token",
+        on_resume="noted",
+        read_with={"fim_data": ()},
+    )
     allow_tokenizer_mismatch: bool = option(
         False,
         "take token files that another tokenizer made, such as one to which entries have been added since",
@@ -1024,6 +1105,9 @@ TOKENIZERS: dict[str, tuple[str, ...]] = {
 }
 """Kind of tokenizer -> the options without which it cannot be built; text/build.py builds it."""
 
+ALSO_READ: dict[str, tuple[str, ...]] = {"FairseqTokenizer": ("vocab_file", "merge_file")}
+"""Kind of tokenizer -> the files that it reads where they are given."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerConfig(Section):
@@ -1096,6 +1180,7 @@ class EvaluationConfig(Section):
         within=Range("at least -1", lambda value: value >= -1),
     )
     skip_train: bool = option(False, "only evaluate", megatron={"--skip-train": True})
+    valid_by_corpus: bool = option(False, "report the validation loss of each corpus of a blend, too")
 
 
 @dataclass(frozen=True, kw_only=True)

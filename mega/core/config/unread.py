@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 
 from mega.core.config.option import Range
 from mega.core.config.run import Entry, RunConfig, entries, flag_of, found_with, value_of
-from mega.core.config.sections import TOKENIZERS
+from mega.core.config.sections import ALSO_READ, TOKENIZERS
 
 
 def unread(run: RunConfig, bench: str | None = None) -> Iterator[str]:
@@ -29,7 +29,7 @@ def unread(run: RunConfig, bench: str | None = None) -> Iterator[str]:
         readers = entry.option.read_with
         if readers and not any(found_with(run, other, valid) for other, valid in readers.items()):
             yield f"{_shown(entry, value)}: changes nothing without {_listed(readers)}"
-        elif name in _FILES and kind is not None and name not in TOKENIZERS[kind]:
+        elif name in _FILES and kind is not None and name not in (*TOKENIZERS[kind], *ALSO_READ.get(kind, ())):
             yield f"{_shown(entry, value)}: changes nothing, {kind} does not read it"
 
 

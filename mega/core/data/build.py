@@ -18,6 +18,7 @@ from mega.core.data.cache import Arrays, cached
 from mega.core.data.chat import ChatDataset, chat_dataset
 from mega.core.data.dataset import BlendedDataset, Dataset, MockDataset
 from mega.core.data.indexed import IndexedDataset, bin_path, exists
+from mega.core.data.infill import infill_of
 from mega.core.data.order import (
     blend_order,
     blend_parts,
@@ -95,11 +96,13 @@ def build_datasets(
     tokenizer: Tokenizer | None = None,
     masking: MaskingConfig = _GPT,
     pairs: bool = True,
+    by_corpus: bool = False,
 ) -> Datasets:
     """Datasets that hold at least `samples` (train, valid, test) samples of the kind that `masking` names.
 
     seq_length: tokens of a sample; a GPT sample has one more. vocab: the true vocabulary size, against which every
-    corpus is held. pairs: whether a BERT sample has two parts.
+    corpus is held. pairs: whether a BERT sample has two parts. by_corpus: whether each corpus of the validation blend
+    is a validation set of its own, too.
     Raises ValueError naming flag and file.
     """
     if data.mock_data:
@@ -115,7 +118,8 @@ def build_datasets(
     if masking.sample_kind == "tfrecords":
         return _records(data, own, seq_length, seed, vocab, samples)
     split_shares(data.split)
-    made_by = recipe(masking, seq_length, seed, tokenizer, pairs, data.repeat_short_parts, vocab)
+    infill = infill_of(data, tokenizer, vocab)
+    made_by = recipe(masking, seq_length, seed, tokenizer, pairs, data.repeat_short_parts, vocab, infill)
     builder = _Builder(made_by, data, vocab, tokenizer)
     made: dict[str, Any] = {
         name: builder.blend(
@@ -127,7 +131,7 @@ def build_datasets(
         )
         for name, count in zip(SPLITS, samples, strict=True)
     }
-    named = {}
+    named = _by_corpus(builder, data, samples[2]) if by_corpus else {}
     for label, word in named_sets(data):
         blended = expand([word], data.corpora), _WHOLE["valid"], "valid", samples[2]
         if (found := builder.blend("--valid-sets", *blended)) is not None:
@@ -135,6 +139,19 @@ def build_datasets(
     repeats, whole = "train" in builder.repeated, builder.one_pass.get("train")
     contents, notes = builder.contents, builder.reported
     return Datasets(**made, named=named, notes=notes, corpora=contents, repeats=repeats, one_pass=whole)
+
+
+def _by_corpus(builder: _Builder, data: DataConfig, samples: int) -> dict[str, Dataset]:
+    """The validation part of each corpus of a blend by the last part of its prefix, numbered where several share it."""
+    found: dict[str, Dataset] = {}
+    flag, words = ("--data-path", data.data_path) if data.data_path else ("--valid-data", data.valid_data)
+    for _, prefix in parse_blend(flag, expand(words, data.corpora)):
+        split = data.split if data.data_path else _WHOLE["valid"]
+        name = Path(prefix).name.removesuffix("_document").removesuffix("_text")
+        label = name if name not in found else f"{name}-{len(found) + 1}"
+        if (dataset := builder.blend(flag, [prefix], split, "valid", samples)) is not None:
+            found[label] = dataset
+    return found
 
 
 def _check_corpora(data: DataConfig, *, training: bool) -> None:

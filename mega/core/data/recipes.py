@@ -19,6 +19,7 @@ from mega.core.data.cache import Arrays, cached
 from mega.core.data.dataset import Dataset
 from mega.core.data.gpt import GPTDataset
 from mega.core.data.indexed import IndexedDataset
+from mega.core.data.infill import Infill, InfillDataset
 from mega.core.data.mapping import sentence_mapping
 from mega.core.data.masked import BertDataset, T5Dataset, Vocabulary
 from mega.core.data.order import SampleOrder, epochs, sample_order
@@ -58,6 +59,7 @@ class Gpt:
     seq_length: int
     seed: int
     repeat_short: bool = False
+    infill: Infill | None = None
 
     def units(self, corpus: IndexedDataset) -> int:
         return len(corpus)
@@ -65,7 +67,7 @@ class Gpt:
     def once(self, part: CorpusPart) -> int:
         return max((self._tokens(part) - 1) // self.seq_length, 1)
 
-    def dataset(self, part: CorpusPart, samples: int, cache: Path, note: Callable[[str], None]) -> GPTDataset:
+    def dataset(self, part: CorpusPart, samples: int, cache: Path, note: Callable[[str], None]) -> Dataset:
         tokens, length = self._tokens(part), self.seq_length
         if tokens <= length and not (self.repeat_short and tokens):
             repeat = "; --repeat-short-parts fills it with repeats" if tokens else ""
@@ -90,7 +92,8 @@ class Gpt:
             return vars(order)
 
         arrays = cached(cache, key, ("documents", "samples", "shuffle"), compute)
-        return GPTDataset(part.corpus, SampleOrder(**arrays), length)
+        dataset = GPTDataset(part.corpus, SampleOrder(**arrays), length)
+        return dataset if self.infill is None else InfillDataset(dataset, self.infill, self.seed)
 
     def _tokens(self, part: CorpusPart) -> int:
         return int(part.corpus.lengths[part.first : part.last].sum(dtype="int64"))
@@ -181,13 +184,14 @@ def recipe(
     pairs: bool = True,
     repeat_short: bool = False,
     vocab: int | None = None,
+    infill: Infill | None = None,
 ) -> Recipe:
     """The recipe of `--sample-kind`; ValueError where the tokenizer has not what it takes. pairs: of BERT's samples.
 
     repeat_short: whether a part of fewer tokens than one GPT sample may be repeated in it. vocab: the model's.
     """
     if masking.sample_kind == "gpt":
-        return Gpt(seq_length, seed, repeat_short)
+        return Gpt(seq_length, seed, repeat_short, infill)
     if tokenizer is None:
         raise ValueError(f"--sample-kind {masking.sample_kind}: needs a tokenizer; give --tokenizer and its files")
     return Masked(masking, Vocabulary.of(tokenizer, vocab), seq_length, seed, pairs)

@@ -30,6 +30,7 @@ def datasets(run: RunConfig, tokenizer: Tokenizer | None) -> Datasets:
         tokenizer=tokenizer,
         masking=run.masking,
         pairs=run.model.binary_head,
+        by_corpus=run.evaluation.valid_by_corpus,
     )
 
 
