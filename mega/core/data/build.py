@@ -131,14 +131,20 @@ def build_datasets(
         )
         for name, count in zip(SPLITS, samples, strict=True)
     }
-    named = _by_corpus(builder, data, samples[2]) if by_corpus else {}
-    for label, word in named_sets(data):
-        blended = expand([word], data.corpora), _WHOLE["valid"], "valid", samples[2]
-        if (found := builder.blend("--valid-sets", *blended)) is not None:
-            named[label] = found
+    named = _named(builder, data, samples[2], by_corpus)
     repeats, whole = "train" in builder.repeated, builder.one_pass.get("train")
     contents, notes = builder.contents, builder.reported
     return Datasets(**made, named=named, notes=notes, corpora=contents, repeats=repeats, one_pass=whole)
+
+
+def _named(builder: _Builder, data: DataConfig, samples: int, by_corpus: bool) -> dict[str, Dataset]:
+    """Validation sets with names: each corpus of the blend, if asked for, and --valid-sets."""
+    named = _by_corpus(builder, data, samples) if by_corpus else {}
+    for label, word in named_sets(data):
+        blended = expand([word], data.corpora), _WHOLE["valid"], "valid", samples
+        if (found := builder.blend("--valid-sets", *blended)) is not None:
+            named[label] = found
+    return named
 
 
 def _by_corpus(builder: _Builder, data: DataConfig, samples: int) -> dict[str, Dataset]:
