@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from mega.core.config.compose import GivenOptions
 from mega.core.config.run import RunConfig, updated
 from mega.core.device import Device
-from mega.core.tasks.lambada import Lambada
+from mega.core.tasks.benchmarks.lambada import Lambada
 from mega.core.tasks.model import check_model, open_here, tokenizer_of
 from mega.core.tasks.options import BenchmarkInputs, TaskOptions
 from mega.core.tasks.rows import all_greedy, batch_of

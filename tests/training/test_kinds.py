@@ -10,7 +10,7 @@ import pytest
 
 from mega.cli import main
 from mega.core.config.sections import TASKS
-from mega.core.training.kinds import MODULES, register_task
+from mega.core.training.kinds import KINDS, register_task
 from tests.support import toy_task
 
 SHAPE = "--layers 1 --hidden 16 --heads 2 --vocab 37 --no-tied".split()
@@ -26,9 +26,9 @@ def rows(place: Path) -> list[dict[str, float]]:
 
 @pytest.fixture
 def counting() -> Iterator[None]:
-    register_task(toy_task.NAME, toy_task.__name__)
+    register_task(toy_task.NAME, lambda: toy_task.KIND)
     yield
-    del MODULES[toy_task.NAME], TASKS[toy_task.NAME]
+    del KINDS[toy_task.NAME], TASKS[toy_task.NAME]
 
 
 def test_another_task_in_the_same_loop(counting: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

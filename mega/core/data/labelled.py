@@ -3,7 +3,7 @@
     [CLS] first [SEP] second [SEP]        types 0 to the first [SEP], then 1; padded with [PAD] of type 0
 
 A sample of several choices (RACE) is several rows, one for each first part, with one second part. It knows no file
-format: a `Format` reads files (mega/core/tasks). No torch, but in the batch.
+format: a `Format` reads files (formats/). No torch, but in the batch.
 """
 
 from __future__ import annotations

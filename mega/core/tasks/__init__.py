@@ -1,9 +1,9 @@
 """What scores a model.
 
 task.py        what a benchmark is, and how any of them is run in any layout
-options.py     what a user may ask of one, and the list of them: wikitext.py, lambada.py, corpus.py
-labels.py      a classifier on labelled sets: mnli.py, qqp.py (glue.py reads their files), race.py; ensemble.py: several
-               models' predictions as one
+options.py     what a user may ask of one
+benchmarks/    one file each
+labels.py      a classifier on labelled sets (data/formats); ensemble.py: several models' predictions as one
 rows.py        rows of which some ids are judged, windows of a text
 model.py       the model of an evaluation, on every rank
 evaluate.py    one benchmark of one model: resumed, reported (show.py)

@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from mega.core.data.formats import format_of
 from mega.core.files import whole_file
-from mega.core.tasks.options import format_of
 from mega.core.untrusted import parse_json
 
 KEYS = ("task", "set", "uid", "label")

@@ -1,6 +1,6 @@
 """The score of a classifier on labelled sets: accuracy of each and of all, and what it predicted of every question.
 
-The questions come from a `Format` (mnli.py, qqp.py, race.py). A file without labels is predicted and not scored.
+The questions come from a `Format` (data/formats). A file without labels is predicted and not scored.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from torch.nn import functional as F
 
 from mega.core.batch import MaskedBatch, Term, Terms
 from mega.core.config.sections import LABELLED, ModelConfig
+from mega.core.data.formats import format_of
 from mega.core.data.labelled import Format, LabelledSet, labelled_batch, labelled_set, set_names
-from mega.core.tasks.options import BenchmarkInputs, format_of
+from mega.core.tasks.options import BenchmarkInputs
 from mega.core.tasks.task import Estimate, Figure, as_share, interval
 
 READS: tuple[str, ...] = ()

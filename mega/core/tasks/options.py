@@ -1,31 +1,28 @@
-"""What a user may ask of a benchmark, and the one list of benchmarks. No torch; a benchmark is loaded when it is used.
+"""What a user may ask of a benchmark, and which benchmarks exist. No torch; a benchmark is loaded when it is used.
 
-A benchmark is a row of `TASKS` and a module with `make(asked) -> Benchmark`.
+A benchmark is a file of benchmarks/, or a format of labelled files (data/formats), which labels.py scores.
 """
 
 from __future__ import annotations
 
 import importlib
+import pkgutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mega.core.config.compose import nearest
+from mega.core.config.sections import LABELLED
+from mega.core.tasks import benchmarks
 from mega.core.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from mega.core.data.indexed import IndexedDataset
-    from mega.core.data.labelled import Format
     from mega.core.tasks.task import Benchmark
 
-FORMATS = {name: f"mega.core.tasks.{name}" for name in ("mnli", "qqp", "race")}
-"""Benchmark of labels -> the module that holds its `FORMAT`."""
-
 TASKS = {
-    "wikitext103": "mega.core.tasks.wikitext",
-    "lambada": "mega.core.tasks.lambada",
-    "ppl": "mega.core.tasks.corpus",
-    **dict.fromkeys(FORMATS, "mega.core.tasks.labels"),
+    **{found.name: f"{benchmarks.__name__}.{found.name}" for found in pkgutil.iter_modules(benchmarks.__path__)},
+    **dict.fromkeys(LABELLED, f"{__package__}.labels"),
 }
 """Name that --task gives, in any case -> the module that makes the benchmark."""
 
@@ -145,12 +142,6 @@ def task_named(name: str) -> str:
     if name.lower() not in TASKS:
         raise ValueError(f"--task {name}: is not a benchmark{nearest(name.lower(), TASKS)}; valid: {', '.join(TASKS)}")
     return name.lower()
-
-
-def format_of(task: str) -> Format:
-    """How the files of a benchmark of labels are read. Errors: KeyError for another one."""
-    found: Format = importlib.import_module(FORMATS[task]).FORMAT
-    return found
 
 
 def benchmark(asked: BenchmarkInputs) -> Benchmark[Any]:

@@ -1,18 +1,18 @@
 """The kinds of task that a run may have, by the name that --task gives them: what it reads, and what it is judged by.
 
 There is one loop; a kind gives it datasets and a `Task`. A kind is a module with a function for each field of
-`TaskKind`, loaded when a run has it. No torch: a launcher opens datasets before any rank starts.
+`TaskKind`, imported when a run has it. No torch: a launcher opens datasets before any rank starts.
 """
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from functools import partial
+from typing import TYPE_CHECKING
 
 from mega.core.config.run import RunConfig
-from mega.core.config.sections import TASKS
+from mega.core.config.sections import LABELLED, TASKS
 from mega.core.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -40,22 +40,39 @@ class TaskKind:
     questions: Callable[[RunConfig], int] | None = None
 
 
-MODULES = {
-    "lm": "mega.core.training.pretraining",
-    "dpo": "mega.core.training.dpo",
-    "mnli": "mega.core.tasks.mnli",
-    "qqp": "mega.core.tasks.qqp",
-    "race": "mega.core.tasks.race",
+def _language_model() -> TaskKind:
+    from mega.core.training.pretraining import KIND
+
+    return KIND
+
+
+def _preferences() -> TaskKind:
+    from mega.core.training.dpo import KIND
+
+    return KIND
+
+
+def _labels(task: str) -> TaskKind:
+    from mega.core.data.formats import format_of
+    from mega.core.training.labelled import kind
+
+    return kind(format_of(task))
+
+
+KINDS: dict[str, Callable[[], TaskKind]] = {
+    "lm": _language_model,
+    "dpo": _preferences,
+    **{task: partial(_labels, task) for task in LABELLED},
 }
-"""Kind of task -> the module that holds its `KIND`."""
+"""Kind of task -> what loads it."""
 
 
 def kind_of(run: RunConfig) -> TaskKind:
     """The kind of task that a run has."""
-    return cast(TaskKind, importlib.import_module(MODULES[run.finetuning.task]).KIND)
+    return KINDS[run.finetuning.task]()
 
 
-def register_task(name: str, module: str, needs: tuple[str, ...] = ()) -> None:
-    """Make `name` a choice of --task. module: holds its `KIND`, and must be imported by that name on every rank.
-    needs: the options without which it has nothing to train on."""
-    MODULES[name], TASKS[name] = module, needs
+def register_task(name: str, load: Callable[[], TaskKind], needs: tuple[str, ...] = ()) -> None:
+    """Make `name` a choice of --task, on every rank. load: imports its kind. needs: the options without which it has
+    nothing to train on."""
+    KINDS[name], TASKS[name] = load, needs

@@ -10,9 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from mega.core.data.formats.glue import number, table
 from mega.core.data.labelled import Format, Note, Question, clean
-from mega.core.tasks.glue import number, table
-from mega.core.training.labelled import kind
 
 LABELS = ("different", "duplicate")
 
@@ -40,4 +39,3 @@ def read(flag: str, path: Path, note: Note) -> Iterator[Question]:
 
 
 FORMAT = Format("qqp", LABELS, read)
-KIND = kind(FORMAT)

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from mega.core.data.labelled import Format, Note, Question, clean
-from mega.core.training.labelled import kind
 from mega.core.untrusted import parse_json, read_limited
 
 LABELS = ("A", "B", "C", "D")
@@ -94,4 +93,3 @@ def _files(flag: str, path: Path) -> Iterator[tuple[str, bytes]]:
 
 
 FORMAT = Format("race", LABELS, read, choices=4, most_first=128)
-KIND = kind(FORMAT)

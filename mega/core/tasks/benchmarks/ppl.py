@@ -18,10 +18,10 @@ from mega.core.batch import DecoderBatch, Terms
 from mega.core.config.check_files import half_of_pair
 from mega.core.data.sources import texts
 from mega.core.parallel.vocab import TokenScores
+from mega.core.tasks.benchmarks.wikitext103 import capped_exp
 from mega.core.tasks.options import BenchmarkInputs, flag
 from mega.core.tasks.rows import JudgedRow, Windows, batch_of, nll_terms
 from mega.core.tasks.task import Estimate, Figure, interval
-from mega.core.tasks.wikitext import capped_exp
 from mega.core.text.tokenizer import Tokenizer
 
 READS = ("overlapping_eval", "context_window", "json_key", "random_windows")

@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from mega.core.data.formats.glue import number, table
 from mega.core.data.labelled import Format, Note, Question, clean
-from mega.core.tasks.glue import number, table
-from mega.core.training.labelled import kind
 
 LABELS = ("contradiction", "entailment", "neutral")
 UNLABELLED = 10
@@ -38,4 +37,3 @@ def read(flag: str, path: Path, note: Note) -> Iterator[Question]:
 
 
 FORMAT = Format("mnli", LABELS, read)
-KIND = kind(FORMAT)
