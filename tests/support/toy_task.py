@@ -12,8 +12,8 @@ from mega.core.data.build import Datasets
 from mega.core.parallel.mesh import Mesh
 from mega.core.text.tokenizer import Tokenizer
 from mega.core.training import pretraining
-from mega.core.training.kinds import TaskKind
 from mega.core.training.task import Task
+from mega.core.training.task_kind import TaskKind
 
 NAME = "counting"
 

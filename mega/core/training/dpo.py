@@ -20,7 +20,7 @@ from mega.core.config.run import RunConfig
 from mega.core.files import url_of
 from mega.core.text.tokenizer import Tokenizer
 from mega.core.training import pretraining
-from mega.core.training.kinds import TaskKind
+from mega.core.training.task_kind import TaskKind
 
 if TYPE_CHECKING:
     import numpy as np

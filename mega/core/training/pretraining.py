@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from mega.core.config.resolve import lengths
 from mega.core.config.run import RunConfig
 from mega.core.text.tokenizer import Tokenizer
-from mega.core.training.kinds import TaskKind
+from mega.core.training.task_kind import TaskKind
 
 if TYPE_CHECKING:
     from mega.core.data.build import Datasets
