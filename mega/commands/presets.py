@@ -43,10 +43,10 @@ def run(
 
 def _row(name: str) -> list[str]:
     """A preset's cells."""
+    from mega.core.architecture import parameters
+    from mega.core.architecture.words import count_words
     from mega.core.config.compose import compose
     from mega.core.config.resolve import resolve
-    from mega.core.inventory import parameters
-    from mega.core.inventory.words import count_words
 
     run = compose(name, flags={"micro_batch": 1, "tp": 1})
     model = resolve(run, 1, vocab=run.model.vocab or SMALL_VOCABULARY).model

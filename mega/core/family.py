@@ -13,13 +13,13 @@ from typing import Any, Protocol
 
 import torch
 
-from mega.core import inventory
+from mega.core import architecture
+from mega.core.architecture import Architecture, Unit
 from mega.core.batch import Batch
 from mega.core.config.presets import register_family
 from mega.core.config.run import RunConfig
 from mega.core.config.sections import ModelConfig
 from mega.core.data import synthetic
-from mega.core.inventory import Table, Unit
 from mega.core.model.bert import BertStage
 from mega.core.model.decoder import DecoderStage
 from mega.core.model.encoder_decoder import EncoderDecoderStage
@@ -124,7 +124,9 @@ def _second_length(run: RunConfig) -> dict[str, Any]:
     return {"decoder_length": run.masking.decoder_seq_length} if family(run.model).decodes else {}
 
 
-def register(name: str, record: Family, table: Table, defaults: Mapping[str, Any]) -> None:
-    """Make a family known: its record, its part of the inventory, its options' defaults (besides GPT's)."""
-    FAMILIES[name], inventory.TABLES[name] = record, table
+def register(
+    name: str, record: Family, build: Callable[[ModelConfig], Architecture], defaults: Mapping[str, Any]
+) -> None:
+    """Make a family known: its record, the architecture of its options, their defaults (besides GPT's)."""
+    FAMILIES[name], architecture.FAMILIES[name] = record, build
     register_family(name, defaults)

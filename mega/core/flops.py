@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import lru_cache
 
+from mega.core.architecture import Tensor, inventory
+from mega.core.architecture.families.parts import CROSS
 from mega.core.config.resolve import predicted_tokens, text_lengths
 from mega.core.config.run import RunConfig
 from mega.core.config.sections import ModelConfig
-from mega.core.inventory import Tensor, inventory
-from mega.core.inventory.t5 import CROSS
 
 
 @lru_cache(maxsize=16)

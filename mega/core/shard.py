@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 
+from mega.core.architecture import Tensor, padded
 from mega.core.config.resolve import divisors
-from mega.core.inventory import Tensor, padded
 
 
 @dataclass(frozen=True)
@@ -44,14 +44,13 @@ class Shard:
 def shard(tensor: Tensor, coordinates: Mapping[str, tuple[int, int]]) -> Shard:
     """The block of `tensor` at `coordinates` (axis -> (index, size); an absent axis has size 1).
 
-    >>> shard(Tensor("t", (10, 4), (0,), Init(), Cut(0, "tp", 10, multiple=4)), {"tp": (1, 2)})
+    >>> shard(Tensor("t", (10, 4), (0,), Init(), (Cut(0, "tp", 10, multiple=4),)), {"tp": (1, 2)})
     Shard(..., start=(8, 0), size=(2, 4), local=(8, 4))
 
     Errors: ValueError where the parts do not divide by the axis.
     """
     start, size, local = [0] * len(tensor.shape), list(tensor.shape), list(tensor.shape)
-    cut = tensor.cut
-    if cut is not None:
+    for cut in tensor.cuts:
         index, ranks = coordinates.get(cut.axis, (0, 1))
         parts = padded(cut.parts, ranks, cut.multiple) if cut.multiple else cut.parts
         if parts % ranks:

@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 
+from mega.core.architecture import inventory
 from mega.core.checkpoint.forms.llama import config_from_model
 from mega.core.checkpoint.own.container import write_container
 from mega.core.checkpoint.own.layout import planned
@@ -31,7 +32,6 @@ from mega.core.checkpoint.own.pieces import Box, Piece
 from mega.core.config.compose import compose
 from mega.core.config.resolve import resolve
 from mega.core.config.sections import ModelConfig
-from mega.core.inventory import inventory
 from tests.battery.data_ledger import ROOT, run
 
 SHARD = 5 << 30

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from mega.cli import main
+from mega.core.architecture import inventory
 from mega.core.checkpoint.forms.llama import model_from_config
 from mega.core.checkpoint.own.pieces import Piece
 from mega.core.checkpoint.own.store import CheckpointStore
 from mega.core.config.sections import ModelConfig
-from mega.core.inventory import inventory
 from mega.core.text.build import build
 from mega.core.text.tokenizer import Tokenizer
 from mega.core.text.train import train_bpe, train_sentencepiece

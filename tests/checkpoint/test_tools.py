@@ -23,6 +23,7 @@ from typer.testing import CliRunner
 from mega.cli import main
 from mega.commands import checkpoint as verbs
 from mega.commands.reshard import run as reshard_verb
+from mega.core.architecture import inventory
 from mega.core.checkpoint.forms.convert import convert
 from mega.core.checkpoint.own import inspect
 from mega.core.checkpoint.own.layout import Layout, plan_files
@@ -34,7 +35,6 @@ from mega.core.checkpoint.own.store import CheckpointStore, SaveError, locate
 from mega.core.checkpoint.own.tables import progress_bar
 from mega.core.checkpoint.own.verdicts import StepVerdict
 from mega.core.config.sections import ModelConfig
-from mega.core.inventory import inventory
 from tests.support.nfs import locks_of_nfs
 
 GPT = ModelConfig(

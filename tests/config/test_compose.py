@@ -6,11 +6,11 @@ import re
 
 import pytest
 
+from mega.core.architecture import parameters
 from mega.core.config.compose import compose
 from mega.core.config.presets import FAMILY_DEFAULTS, PRESETS
 from mega.core.config.resolve import resolve
 from mega.core.config.run import RunConfig, entries, updated, value_of
-from mega.core.inventory import parameters
 
 
 def test_nothing_given_is_megatrons_defaults() -> None:

@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mega.core.estimate
+from mega.core.architecture import inventory, parameters
 from mega.core.config.check import check
 from mega.core.config.compose import compose
 from mega.core.config.resolve import data_parallel, resolve
@@ -28,7 +29,6 @@ from mega.core.estimate.hardware import GIB, hardware
 from mega.core.estimate.memory import memory
 from mega.core.estimate.search import _allowed, any_layout, cluster, command, layouts, search
 from mega.core.estimate.steptime import step_time
-from mega.core.inventory import inventory, parameters
 from mega.core.parallel.mesh import Mesh
 from mega.core.training.wire import build_stages
 from mega.options import command as options_of
@@ -181,7 +181,7 @@ def test_a_search_makes_nothing_twice(monkeypatch: pytest.MonkeyPatch) -> None:
 
         return call
 
-    monkeypatch.setattr("mega.core.inventory.inventory", noting(inventory))
+    monkeypatch.setattr("mega.core.architecture.inventory", noting(inventory))
     monkeypatch.setattr("mega.core.estimate.memory.plan", noting(estimate.plan))
     estimate.played.cache_clear()
     parameters.cache_clear()

@@ -28,7 +28,7 @@ from mega.core.device import Device, Recording
 from mega.core.inference.load import empty_stage
 from mega.core.inference.paged_cache import PagedCache
 from mega.core.model.decode import DecodeStep
-from mega.core.model.forward import rotary
+from mega.core.model.forward import rotary_tables
 from mega.core.ops.few_rows import PLAIN, NormOf
 from mega.core.ops.fp8_weights import narrowed
 from mega.core.ops.kernels import few_rows, fp8_weights, language
@@ -272,8 +272,9 @@ def step_time(stage: Any, decode: DecodeStep, rows: int, length: int) -> tuple[f
     width = -(-length // block)
     shape = (model.layers, 1 + rows * width, block, 2, model.kv_heads, model.head_dim)
     pool = torch.randn(shape, device=WHERE, dtype=DTYPE)
-    angles = rotary(model, torch.arange(model.positions, device=WHERE), DTYPE)
-    cache = PagedCache(pool, 0, stage.ops.paged_attention, model.heads // model.kv_heads, None, angles)
+    angles = rotary_tables(stage.architecture.ropes, torch.arange(model.positions, device=WHERE), DTYPE)
+    none = [None] * model.layers
+    cache = PagedCache(pool, 0, stage.ops.paged_attention, model.heads // model.kv_heads, none, angles)
     tables = 1 + np.arange(rows * width).reshape(rows, width)
     ones = np.ones(rows, dtype=np.int64)
     pages = cache.pages(ones, ones * length, tables)

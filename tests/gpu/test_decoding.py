@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from mega.core.architecture import units
 from mega.core.device import Device
 from mega.core.inference.opening import EngineOptions, engine_on
-from mega.core.inventory import units
 from mega.core.model.decoder import DecoderStage
 from mega.core.ops.suite import choose, forward_only
 from mega.core.parallel.mesh import Mesh

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from mega.core.inventory import units
+from mega.core.architecture import units
+from mega.core.architecture.layer import Rope
 from mega.core.model.decoder import DecoderStage
 from mega.core.ops import fp8_weights
 from mega.core.ops.few_rows import PLAIN, FewRows, NormOf, trusted
@@ -95,7 +96,7 @@ def check_place(rng: random.Random) -> dict[str, Any]:
     positions = torch.arange(tokens_, device=DEVICE) + 3
     found = []
     for each, wide in ((PLAIN, WIDE), (PLAIN, dtype), (kernels(), dtype)):
-        rotary = rotary_table(positions, turned, 10000.0, 1.0, wide) if turned else None
+        rotary = rotary_table(positions, Rope(base=10000.0, width=turned), wide) if turned else None
         given, rows = fused.to(wide), cache.to(wide)
         each.place(given, rotary, rows, slots, heads)
         found.append((given[:, :heads], rows))

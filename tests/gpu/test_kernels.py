@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from mega.core.architecture.layer import Rope
 from mega.core.ops import activation, cross_entropy, fp8, fp8_weights, heads, matmuls, norm, suite
 from mega.core.ops.counter import site_key, token_keys
 from mega.core.ops.dropout import Dropout
@@ -157,7 +158,7 @@ def test_split_heads(heads_: int, kv_heads: int, width: int, turned: int, bias: 
 
     def run(function: Callable[..., Any]) -> Callable[..., Any]:
         def one(fused: torch.Tensor, bias: torch.Tensor | None) -> Any:
-            rotary = rotary_table(positions, turned, 10000.0, 1.0, fused.dtype) if turned else None
+            rotary = rotary_table(positions, Rope(base=10000.0, width=turned), fused.dtype) if turned else None
             return function(fused, bias, heads_, kv_heads, rotary)
 
         return one

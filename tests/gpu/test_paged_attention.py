@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from mega.core.architecture.layer import Rope
 from mega.core.ops.few_rows import plain_place as place
 from mega.core.ops.paged_attention import PLAIN, PagedAttention, trusted
 from mega.core.ops.rotary import rotary_table
@@ -87,7 +88,11 @@ def check_new(rng: random.Random, longest: int = 150) -> dict[str, Any]:
     found = []
     for attention, wide in ((PLAIN, torch.float64), (PLAIN, dtype), (kernels(), dtype)):
         keys, given = pool.to(wide, copy=True), fused.to(wide, copy=True)
-        rotary = rotary_table(torch.from_numpy(lengths).to(DEVICE), turned, 10000.0, 1.0, wide) if turned else None
+        rotary = (
+            rotary_table(torch.from_numpy(lengths).to(DEVICE), Rope(base=10000.0, width=turned), wide)
+            if turned
+            else None
+        )
         pages = attention.pages(ones, lengths, tables, keys, repeats, window)
         if attention.attend_new is None:
             place(given, rotary, keys.view(-1, 2 * kv_heads, d), torch.from_numpy(slots).to(DEVICE), kv_heads * repeats)

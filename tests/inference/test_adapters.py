@@ -14,6 +14,8 @@ import torch
 from safetensors.torch import save_file
 
 from mega import cli
+from mega.core.architecture import architecture, inventory
+from mega.core.architecture.adapters import adapter_specs
 from mega.core.checkpoint.forms.direct import weights_digest
 from mega.core.checkpoint.own.base import describe
 from mega.core.checkpoint.own.pieces import Piece
@@ -24,8 +26,6 @@ from mega.core.inference.generate import logits
 from mega.core.inference.load import load_model, open_model, weight_pieces
 from mega.core.inference.opening import EngineOptions, start_engine
 from mega.core.inference.request import Request, RequestError, Sampling
-from mega.core.inventory import inventory
-from mega.core.inventory.adapters import adapter_specs
 from mega.core.parallel.launch import Pool
 from mega.core.parallel.mesh import Groups, Mesh
 from tests.inference.test_engine import LLAMA, answers, made, prompts, tokens
@@ -79,7 +79,7 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> Places:
 def merged(base: Path, model: Any, seed: int) -> Any:
     """The model with an adapter's products added to its weights."""
     stage, halves = load_model(locate(base)), drawn(model, seed)
-    specs = adapter_specs(model, inventory(model))
+    specs = adapter_specs(architecture(model).adapters, inventory(model))
     with torch.no_grad():
         for weight in stage.parameters():
             for segment in weight.segments:

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from mega import cli
+from mega.core.architecture import placement
 from mega.core.config.sections import ModelConfig
 from mega.core.device import Device
 from mega.core.inference.capacity import cache_blocks, even_layers, expected, weight_bytes
 from mega.core.inference.opening import EngineOptions, engine_on
-from mega.core.inventory import placement
 from mega.core.model.decoder import DecoderStage
 from mega.core.parallel.mesh import Axis, Mesh
 from mega.core.parallel.region import Region
@@ -80,6 +80,6 @@ def test_of_flags_alone(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize("model", [SMALL, LLAMA], ids=["gpt", "llama"])
 def test_weights_in_fp8_are_those_of_a_stage(model: ModelConfig) -> None:
     """Each matrix of a block takes a byte an element and four an output in place of two bytes an element."""
-    matrices = [weight for weight in made(model, torch.bfloat16).blocks.parameters() if weight.dim() == 2]
+    matrices = [weight for weight in made(model, torch.bfloat16).layers.parameters() if weight.dim() == 2]
     less = sum(weight.numel() - 4 * len(weight) for weight in matrices)
     assert less > 0 and weight_bytes(model, 2, fp8_weights=True) == [weight_bytes(model, 2)[0] - less]

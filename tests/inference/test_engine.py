@@ -16,6 +16,7 @@ from unittest import mock
 import pytest
 import torch
 
+from mega.core.architecture import units
 from mega.core.config.sections import ModelConfig
 from mega.core.device import Device
 from mega.core.inference.cache import Blocks
@@ -29,7 +30,6 @@ from mega.core.inference.relay import LostRank, Relay
 from mega.core.inference.request import Event, Limits, Request, RequestError, Sampling
 from mega.core.inference.step import Step, scratch_step
 from mega.core.inference.worker import Launched, Worker
-from mega.core.inventory import units
 from mega.core.model.decode import DecodeStep
 from mega.core.model.decoder import DecoderStage
 from mega.core.ops.fp8_weights import narrowed
@@ -213,7 +213,7 @@ def test_all_graphs_are_recorded_before_they_are_needed(monkeypatch: pytest.Monk
 def test_weights_in_fp8_answer_as_their_rounded_selves(family: str) -> None:
     """The blocks' matrices are given up for their fp8 forms, whose products are those of the weights so rounded."""
     stage, rounded = made(FAMILIES[family], fp8_weights=True), made(FAMILIES[family])
-    matrices = [weight for weight in rounded.blocks.parameters() if weight.dim() == 2]
+    matrices = [weight for weight in rounded.layers.parameters() if weight.dim() == 2]
     with torch.no_grad():
         for weight in matrices:
             values, scale = narrowed(weight)
@@ -223,7 +223,7 @@ def test_weights_in_fp8_answer_as_their_rounded_selves(family: str) -> None:
     for found, wanted in zip(answers(engine_of(stage), asked), expected, strict=True):
         assert tokens(found) == tokens(wanted)
         assert [event.logprob for event in found] == pytest.approx([event.logprob for event in wanted], abs=1e-4)
-    assert sum(weight.numel() == 0 for weight in stage.blocks.parameters()) == len(matrices) > 0
+    assert sum(weight.numel() == 0 for weight in stage.layers.parameters()) == len(matrices) > 0
 
 
 def stories() -> Path:

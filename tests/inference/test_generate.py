@@ -12,6 +12,7 @@ import torch
 
 from mega import cli
 from mega.commands.finetune import _from_weights
+from mega.core.architecture import units
 from mega.core.checkpoint.forms.convert import convert
 from mega.core.checkpoint.own.store import Checkpoint, CheckpointStore, locate
 from mega.core.config.run import RunConfig, updated
@@ -21,7 +22,6 @@ from mega.core.inference.generate import generate, logits, losses
 from mega.core.inference.load import MOST_ENDS, load_model, load_tokenizer, open_model, weight_pieces
 from mega.core.inference.opening import EngineOptions, engine_on
 from mega.core.inference.request import Engine, Sampling
-from mega.core.inventory import units
 from mega.core.model.decoder import DecoderStage
 from mega.core.parallel.mesh import Mesh
 from mega.core.parallel.region import ALONE

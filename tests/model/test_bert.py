@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from mega.core.architecture import inventory
 from mega.core.batch import MaskedBatch
 from mega.core.checkpoint.forms.bert import bert_name
 from mega.core.config.compose import compose
 from mega.core.config.resolve import resolve
 from mega.core.data.synthetic import masked_batch
-from mega.core.inventory import inventory
 from mega.core.model.bert import BertStage
 from mega.core.parallel.mesh import Mesh
 from mega.core.training.wire import build_stages

@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from mega.core.architecture import inventory, parameters, placement
 from mega.core.batch import EncoderDecoderBatch
 from mega.core.config.compose import compose
 from mega.core.config.resolve import resolve
 from mega.core.config.run import RunConfig
 from mega.core.config.sections import ModelConfig
 from mega.core.family import synthetic_batch
-from mega.core.inventory import inventory, parameters, placement
 from mega.core.model.encoder_decoder import EncoderDecoderStage
 from mega.core.ops.counter import site_key
 from mega.core.parallel.mesh import Mesh

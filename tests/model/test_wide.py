@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+from mega.core.architecture import inventory
 from mega.core.batch import DecoderBatch
 from mega.core.config.run import RunConfig
 from mega.core.device import Device
-from mega.core.inventory import inventory
 from mega.core.model.decoder import DecoderStage
 from mega.core.parallel.launch import Pool
 from mega.core.parallel.mesh import Mesh

@@ -7,7 +7,8 @@ import math
 import pytest
 import torch
 
-from mega.core.ops.rotary import RopeScaling, rotary_table, rotate
+from mega.core.architecture.layer import Rope, RopeScaling
+from mega.core.ops.rotary import rotary_table, rotate
 from tests.support.ranks import random
 
 POSITIONS = torch.tensor([0, 1, 2, 500, 4095])
@@ -25,7 +26,7 @@ def by_complex_numbers(x: torch.Tensor, width: int, base: float, interpolation: 
 
 @pytest.mark.parametrize(("width", "base", "interpolation"), [(16, 1e4, 1.0), (8, 1e4, 1.0), (16, 5e5, 4.0)])
 def test_rotation(width: int, base: float, interpolation: float) -> None:
-    table = rotary_table(POSITIONS, width, base, interpolation, torch.float64)
+    table = rotary_table(POSITIONS, Rope(base=base, width=width, interpolation=interpolation), torch.float64)
     expected = by_complex_numbers(X, width, base, interpolation)
     torch.testing.assert_close(rotate(X, *table), expected, rtol=1e-12, atol=1e-12)
 
@@ -33,7 +34,7 @@ def test_rotation(width: int, base: float, interpolation: float) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_angles_are_computed_in_float64(dtype: torch.dtype) -> None:
     """At position 4095 an fp32 angle is off by 1e-4; the table is not."""
-    cos, sin = rotary_table(POSITIONS, 16, 1e4, 1.0, dtype)
+    cos, sin = rotary_table(POSITIONS, Rope(base=1e4, width=16), dtype)
     assert cos.dtype == torch.float32
     angle = POSITIONS.double()[:, None] * 1e4 ** (-torch.arange(8).double() / 8)
     torch.testing.assert_close((cos.double(), sin.double()), (angle.cos(), angle.sin()), rtol=1e-6, atol=1e-7)
@@ -45,7 +46,7 @@ def test_products_depend_on_the_distance_alone() -> None:
     near, far = torch.tensor([3, 10]), torch.tensor([1003, 1010])
     products = []
     for positions in (near, far):
-        cos, sin = rotary_table(positions, 16, 1e4, 1.0, torch.float64)
+        cos, sin = rotary_table(positions, Rope(base=1e4, width=16), torch.float64)
         products.append((rotate(q, cos[:1], sin[:1]) * rotate(k, cos[1:], sin[1:])).sum())
     torch.testing.assert_close(products[0], products[1], rtol=1e-10, atol=1e-10)
 
@@ -64,9 +65,8 @@ def test_scaled_frequencies_of_llama3() -> None:
         else:
             smooth = (original / wavelength - low) / (high - low)
             expected.append((1 - smooth) * frequency / factor + smooth * frequency)
-    cos, sin = rotary_table(
-        torch.tensor([1]), width, base, 1.0, torch.float64, RopeScaling(factor, low, high, original)
-    )
+    rope = Rope(base=base, width=width, scaling=RopeScaling(factor, low, high, original))
+    cos, sin = rotary_table(torch.tensor([1]), rope, torch.float64)
     torch.testing.assert_close(
         torch.atan2(sin, cos)[0], torch.tensor(expected, dtype=torch.float64), rtol=1e-12, atol=1e-12
     )

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from mega.core.architecture import inventory
 from mega.core.config.run import RunConfig
 from mega.core.data.build import Datasets
 from mega.core.data.dataset import MockDataset
@@ -70,7 +71,7 @@ def test_training_is_one_ranks(pool: Pool, reference: list[Snapshot], world: int
 def test_every_tensor_is_trained(reference: list[Snapshot]) -> None:
     """The comparison is no comparison of zeros: both losses reach every tensor of the table, and dropout drops."""
     first = reference[0]
-    names = {f"grads/{tensor.name}" for tensor in toy_encoder.tensors(run().model)}
+    names = {f"grads/{tensor.name}" for tensor in inventory(run().model)}
     floor = 1e-6 * first.grad_norm
     still = [name for name, gradient in first.gradients.items() if float(gradient.abs().max()) < floor]
     assert set(first.gradients) == names and not [name for name in still if "k_proj.bias" not in name]

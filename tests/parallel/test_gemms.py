@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from mega.core.inventory import Cut, Init, Tensor
-from mega.core.inventory.adapters import AdapterSpec
+from mega.core.architecture import Cut, Init, Tensor
+from mega.core.architecture.adapters import AdapterSpec
 from mega.core.ops.matmuls import Factor
 from mega.core.parallel.adapter import AdaptedGemms, Adapter, attach_adapters
 from mega.core.parallel.collectives import all_reduce
@@ -19,9 +19,9 @@ from tests.support.ranks import assert_own_part, fill, maker, random
 
 same = torch.testing.assert_close
 RANK, SCALE = 3, 2.0
-Q = Tensor("q.weight", (12, 8), (0,), Init(), Cut(0, "tp", 12), trainable=False)
-K = Tensor("k.weight", (4, 8), (0,), Init(), Cut(0, "tp", 4), trainable=False)
-OUT = Tensor("out.weight", (8, 12), (0,), Init(), Cut(1, "tp", 12), trainable=False)
+Q = Tensor("q.weight", (12, 8), (0,), Init(), (Cut(0, "tp", 12),), trainable=False)
+K = Tensor("k.weight", (4, 8), (0,), Init(), (Cut(0, "tp", 4),), trainable=False)
+OUT = Tensor("out.weight", (8, 12), (0,), Init(), (Cut(1, "tp", 12),), trainable=False)
 
 
 def spec(base: Tensor, number: int = 0) -> AdapterSpec:

@@ -181,7 +181,7 @@ def test_every_unit_is_called() -> None:
     (stage,) = build_stages(run, Mesh(0), CPU)
     assert stage.embedding is not None and stage.head is not None
     calls: Counter[int] = Counter()
-    units = [stage.embedding, *stage.blocks, stage.head]
+    units = [stage.embedding, *stage.layers, stage.head]
     for number, unit in enumerate(units):
         unit.register_forward_pre_hook(lambda *_, number=number: calls.update([number]))
     loss_of(stage, synthetic_batch(run, torch.arange(2)))

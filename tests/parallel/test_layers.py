@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from mega.core.inventory import Cut, Init, Tensor
+from mega.core.architecture import Cut, Init, Tensor
 from mega.core.parallel.collectives import (
     all_gather,
     all_reduce,
@@ -78,10 +78,10 @@ def test_an_axis_of_one_rank_copies_nothing() -> None:
 
 # -- linears
 
-WIDE = Cut(0, "tp", 12)
+WIDE = (Cut(0, "tp", 12),)
 GATE, UP = Tensor("gate", (12, 8), (0,), Init(), WIDE), Tensor("up", (12, 8), (0,), Init(), WIDE)
 GATE_BIAS, UP_BIAS = Tensor("gate_bias", (12,), (0,), Init(), WIDE), Tensor("up_bias", (12,), (0,), Init(), WIDE)
-DOWN = Tensor("down", (8, 12), (0,), Init(), Cut(1, "tp", 12))
+DOWN = Tensor("down", (8, 12), (0,), Init(), (Cut(1, "tp", 12),))
 DOWN_BIAS = Tensor("down_bias", (8,), (0,), Init(), partial=("sequence",))
 TOKENS = 12
 
@@ -153,7 +153,7 @@ def test_gradients_accumulate_in_the_sink() -> None:
 
 def vocabulary(groups: Groups, rank: int, size: int, sequence: bool) -> None:
     """Ten tokens over `size` ranks, look-up and logits by one tied weight, then the loss."""
-    table = Tensor("table", (10, 8), ("embedding", "head"), Init(), Cut(0, "tp", 10, multiple=4))
+    table = Tensor("table", (10, 8), ("embedding", "head"), Init(), (Cut(0, "tp", 10, multiple=4),))
     ids = torch.tensor([0, 9, 5, 5, 3, 7, 2, 9, 1, 8, 4, 6])
     labels = ids.roll(1)
     scale = random(12, seed=3).abs()

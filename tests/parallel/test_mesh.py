@@ -9,9 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mega.core.architecture import inventory
 from mega.core.config.resolve import resolve
 from mega.core.config.run import RunConfig, updated
-from mega.core.inventory import inventory
 from mega.core.parallel import mesh as module
 from mega.core.parallel.mesh import ORDER, Mesh
 from mega.core.parallel.weight import weights
@@ -81,6 +81,6 @@ def test_gpt3_175b_on_128_ranks() -> None:
                     size = torch.Size(segment.shard.size).numel()
                     held[segment.shard.name] = held.get(segment.shard.name, 0) + size
     for tensor in inventory(run.model):
-        copies = len(tensor.units) * (1 if tensor.cut else 8)
+        copies = len(tensor.units) * (1 if tensor.cut() else 8)
         assert held.pop(tensor.name) == copies * tensor.elements, tensor.name
     assert not held

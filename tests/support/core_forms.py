@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from mega.core.architecture import inventory
 from mega.core.checkpoint.forms import torch_dist
 from mega.core.checkpoint.forms.convert import convert
 from mega.core.checkpoint.forms.megatron import TRACKER
@@ -24,7 +25,6 @@ from mega.core.checkpoint.own.layout import Layout
 from mega.core.checkpoint.own.pieces import Piece
 from mega.core.checkpoint.own.store import CheckpointStore
 from mega.core.config.sections import ModelConfig
-from mega.core.inventory import inventory
 from tests.checkpoint.test_megatron_core import MODELS, write_dist
 from tests.checkpoint.test_megatron_core import own as weights_alone
 from tests.checkpoint.test_megatron_state import GPT, LLAMA, NUMBERS, PROGRESS, SCHEDULE

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from mega.core.architecture import inventory
 from mega.core.checkpoint.own.pieces import Piece
 from mega.core.checkpoint.own.store import CheckpointStore
 from mega.core.config.sections import ModelConfig
-from mega.core.inventory import inventory
 
 State = dict[str, torch.Tensor]
 Files = dict[str, State]

@@ -8,21 +8,25 @@ reported too. The blocks and the tables of the decoder are taken as they are.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from mega.core import family, inventory
+from mega.core import architecture, family
+from mega.core.architecture import Architecture, Cut, Init, Tensor, Unit
+from mega.core.architecture.families.decoder import decoder
+from mega.core.architecture.layer import Layer
 from mega.core.batch import MaskedBatch, Term
 from mega.core.config.presets import FAMILY_DEFAULTS
 from mega.core.config.sections import ModelConfig
-from mega.core.inventory import Cut, Init, Table, Tensor, Unit, decoder
-from mega.core.model.block import Block, Norm, ResidualState
 from mega.core.model.embedding import Embedding
 from mega.core.model.forward import ForwardContext, forward_context, padding_documents
+from mega.core.model.layer import TransformerLayer
+from mega.core.model.mixers import LayerPlace
+from mega.core.model.residual import Normalization, ResidualState
 from mega.core.model.stage import StageOptions
 from mega.core.ops.counter import key, mix
 from mega.core.parallel.linear import ColumnLinear, RowLinear
@@ -35,18 +39,26 @@ NAME = "toy-encoder"
 MASK = 0
 """The token that stands where another is to be predicted."""
 
-# The inventory ------------------------------------------------------------------------------------------------
+# The architecture ---------------------------------------------------------------------------------------------
 
 
-def tensors(model: ModelConfig) -> Iterator[Tensor]:
-    """The decoder's, and what tells the parts of a row apart and judges them."""
-    assert model.hidden
+def build(options: ModelConfig) -> Architecture:
+    """The decoder's, and what distinguishes the parts of a row and judges them."""
+    plain = decoder(options)
+    stacks = tuple(replace(stack, layers=tuple(map(_both_ways, stack.layers))) for stack in plain.stacks)
+    return replace(plain, input=replace(plain.input, types=2), stacks=stacks, extra=tuple(_judges(plain)))
+
+
+def _both_ways(layer: Layer) -> Layer:
+    first, *rest = layer.branches
+    return Layer(branches=(replace(first, mixer=replace(layer.attention, causal=False)), *rest))
+
+
+def _judges(model: Architecture) -> Iterator[Tensor]:
     normal, hidden = Init(std=model.init_std), model.hidden
-    yield from decoder.TABLE.tensors(model)
-    yield Tensor("model.embed_types.weight", (2, hidden), ("embedding",), normal, partial=("sequence",))
-    yield Tensor("pair.dense.weight", (hidden, hidden), ("head",), normal, Cut(0, "tp", hidden))
-    yield Tensor("pair.dense.bias", (hidden,), ("head",), Init(), Cut(0, "tp", hidden))
-    yield Tensor("pair.out.weight", (2, hidden), ("head",), normal, Cut(1, "tp", hidden))
+    yield Tensor("pair.dense.weight", (hidden, hidden), ("head",), normal, (Cut(0, "tp", hidden),))
+    yield Tensor("pair.dense.bias", (hidden,), ("head",), Init(), (Cut(0, "tp", hidden),))
+    yield Tensor("pair.out.weight", (2, hidden), ("head",), normal, (Cut(1, "tp", hidden),))
     yield Tensor("pair.out.bias", (2,), ("head",), Init())
 
 
@@ -127,7 +139,9 @@ class Heads(nn.Module):
     def __init__(self, factory: ParameterFactory, model: ModelConfig, own: dict[str, Tensor], region: Region):
         super().__init__()
         self.region = region
-        self.norm = Norm(factory, model, own, "model.norm")
+        norm = build(model).stacks[0].norm
+        assert norm is not None
+        self.norm = Normalization(factory, norm, own)
         self.vocabulary = factory(own["model.embed_tokens.weight" if model.tied else "lm_head.weight"])
         self.dense = ColumnLinear(factory, [own["pair.dense.weight"]], [own["pair.dense.bias"]], region)
         whole = Region(region.axis)  # rows are not shared out over tensor ranks
@@ -161,12 +175,18 @@ class EncoderStage(nn.Module):
     ):
         super().__init__()
         self.model, self.units, self.region, self.options = model, tuple(units), region, options
+        self.architecture = build(model)
         self.dtype, self.ops = factory.dtype, factory.ops
         self.embedding = self.heads = None
         if "embedding" in units:
-            self.embedding = Embedding(factory.exact, model, _of_unit(model, "embedding"), region, self.dtype)
-        self.blocks = nn.ModuleList(
-            Block(factory, model, _of_unit(model, unit, f"model.layers.{unit}."), unit, region)
+            self.embedding = Embedding(
+                factory.exact, self.architecture.input, _of_unit(model, "embedding"), region, self.dtype
+            )
+        layers = self.architecture.layers
+        self.layers = nn.ModuleList(
+            TransformerLayer(
+                factory, layers[unit], _of_unit(model, unit, f"model.layers.{unit}."), LayerPlace(unit, region, 0.0)
+            )
             for unit in units
             if isinstance(unit, int)
         )
@@ -184,19 +204,18 @@ class EncoderStage(nn.Module):
         """outputs: the last stage gives logits [b, s, ids of this rank] instead of the losses."""
         columns = torch.arange(batch.tokens.shape[1], device=batch.tokens.device).expand_as(batch.tokens)
         context = forward_context(
-            self.model,
+            self.architecture,
             batch.samples,
             columns,
             self.region.axis,
             documents=padding_documents(batch.lengths, columns.shape[1]),
-            kind="full",
             sequence=self.region.sequence,
             dropout_seed=self.options.dropout_seed if self.training else None,
             dtype=self.dtype,
         )
         stream = ResidualState(cargo[0] if self.embedding is None else self._embedded(batch, columns, context))
-        for block in self.blocks:
-            stream = block(stream, context)
+        for layer in self.layers:
+            stream = layer(stream, context)
         if self.heads is None:
             return StageOutput(cargo=(stream.sum(self.ops),))
         return self.heads(stream, batch, outputs)
@@ -209,7 +228,7 @@ class EncoderStage(nn.Module):
 
 def _of_unit(model: ModelConfig, unit: Unit, prefix: str = "") -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
-    for tensor in inventory.inventory(model):
+    for tensor in architecture.inventory(model):
         if unit in tensor.units:
             found[tensor.name.removeprefix(prefix)] = tensor
     return found
@@ -222,11 +241,9 @@ DEFAULTS: dict[str, Any] = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
 
 def register() -> None:
     """Make the family known to this process."""
-    family.register(
-        NAME, family.Family(EncoderStage, synthetic, collate=collate), Table(tensors, decoder.TABLE.units), DEFAULTS
-    )
+    family.register(NAME, family.Family(EncoderStage, synthetic, collate=collate), build, DEFAULTS)
 
 
 def unregister() -> None:
-    for known in (family.FAMILIES, inventory.TABLES, FAMILY_DEFAULTS):
+    for known in (family.FAMILIES, architecture.FAMILIES, FAMILY_DEFAULTS):
         known.pop(NAME, None)

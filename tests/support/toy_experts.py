@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
+from mega.core.inventory import Cut, Init, Tensor
 from torch import nn
 from torch.nn import functional as F
 
 from mega.core.batch import Term
 from mega.core.config.run import RunConfig
 from mega.core.device import Device
-from mega.core.inventory import Cut, Init, Tensor
 from mega.core.optim.optimizer import Optimizer
 from mega.core.optim.rule import Rule
 from mega.core.parallel.collectives import all_to_all

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from mega.core.architecture import inventory
 from mega.core.checkpoint.forms.foreign import TorchSource, read_json
 from mega.core.checkpoint.forms.form import Export, Form, Given, Opened, Own
 from mega.core.checkpoint.forms.mapping import Fragment, Source, Span, Table, Target
@@ -18,7 +19,6 @@ from mega.core.checkpoint.forms.writing import made, write_json
 from mega.core.checkpoint.own.model import model_of
 from mega.core.checkpoint.own.store import Attachments
 from mega.core.config.sections import ModelConfig
-from mega.core.inventory import inventory
 
 FORM = Form(
     name="toy",

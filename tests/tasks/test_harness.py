@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from mega import cli
+from mega.core.architecture import units
 from mega.core.checkpoint.forms.convert import convert
 from mega.core.checkpoint.own.store import CheckpointStore
 from mega.core.config.compose import GivenOptions
@@ -23,7 +24,6 @@ from mega.core.family import family
 from mega.core.inference.load import OpenedModel, open_model, special_tokens, weight_pieces
 from mega.core.inference.server.chat_prompt import ChatPrompt
 from mega.core.inference.worker import Worker
-from mega.core.inventory import units
 from mega.core.parallel.launch import Pool
 from mega.core.parallel.mesh import Groups
 from mega.core.parallel.region import ALONE

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+from mega.core.architecture import inventory, without_adapters
 from mega.core.config.run import RunConfig
 from mega.core.device import Device
 from mega.core.estimate.memory import memory
-from mega.core.inventory import inventory, without_adapters
 from mega.core.parallel.launch import Pool
 from mega.core.parallel.weight import weights
 from mega.core.proof.parity import compare, snapshots, synthetic_batch, within

@@ -78,7 +78,7 @@ def waits(groups: Groups, rank: int, run: RunConfig, world: int) -> list[int]:
         seen.append(sum(bucket.gathering is not None for bucket in state.grads.buckets))
 
     count()
-    for unit in (stage.embedding, *stage.blocks, stage.head):
+    for unit in (stage.embedding, *stage.layers, stage.head):
         assert unit is not None
         unit.register_forward_pre_hook(count)
     with torch.no_grad():

@@ -46,7 +46,7 @@ MOST_LAYERS = 10_000
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(Section):
-    """The mathematics and the shape of one model. Everything `inventory` needs, and nothing else."""
+    """The mathematics and the shape of one model. Everything `architecture` needs, and nothing else."""
 
     title: ClassVar[str] = "Model"
     on_resume: ClassVar[OnResume] = "must match"

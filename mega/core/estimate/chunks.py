@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
+from mega.core.architecture import Unit, placement, shape
 from mega.core.config.run import RunConfig
 from mega.core.config.sections import ModelConfig
-from mega.core.inventory import Unit, placement, shape
 
 
 class Chunk(NamedTuple):

@@ -6,13 +6,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from mega.core.architecture import parameters
 from mega.core.config.resolve import text_lengths
 from mega.core.config.run import RunConfig, updated
 from mega.core.config.world import cores
 from mega.core.device import has_cuda
 from mega.core.estimate.hardware import GIB
 from mega.core.estimate.memory import memory
-from mega.core.inventory import parameters
 
 PROCESS = 0.35 * GIB
 """Of a rank that has loaded torch and holds no tensor."""

@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil
 
+from mega.core.architecture import padded
 from mega.core.config.resolve import data_parallel, microbatches
 from mega.core.config.run import RunConfig
-from mega.core.inventory import padded
 
 MEGABYTE = 1024.0**2
 

@@ -14,6 +14,7 @@ from itertools import chain
 from operator import mul
 from typing import NamedTuple
 
+from mega.core.architecture import inventory, parameters
 from mega.core.config.resolve import data_parallel, eager_microbatches, microbatches, records_graph
 from mega.core.config.run import RunConfig
 from mega.core.estimate.chunks import Chunk, stage_chunks
@@ -21,7 +22,6 @@ from mega.core.estimate.footprint import Footprint, footprint
 from mega.core.estimate.hardware import GIB
 from mega.core.estimate.weights import BYTES, Weights, stage_weights, tied_stages, transient_buckets, wide
 from mega.core.inference.capacity import cache_bytes
-from mega.core.inventory import inventory, parameters
 from mega.core.plan import Act, Compute, Exchange, plan
 from mega.core.plan.exchange import needs
 

@@ -6,10 +6,10 @@ e bytes of the dtype, w of max(fp32, dtype); widths (h, q, kv, f, v) are those o
 
 from __future__ import annotations
 
+from mega.core.architecture import padded
 from mega.core.config.resolve import microbatch_rows
 from mega.core.config.run import RunConfig
 from mega.core.estimate.weights import BYTES, wide
-from mega.core.inventory import padded
 from mega.core.plan.pieces import together
 
 

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 
+from mega.core.architecture import shape
 from mega.core.config.resolve import data_parallel, eager_microbatches, microbatches, records_graph, text_lengths
 from mega.core.config.run import RunConfig, updated
 from mega.core.estimate.chunks import Chunk, stage_chunks
@@ -23,7 +24,6 @@ from mega.core.estimate.hardware import Hardware
 from mega.core.estimate.sizes import Sizes
 from mega.core.estimate.weights import BYTES, Weights, stage_weights, wide
 from mega.core.flops import model_flops_per_token
-from mega.core.inventory import shape
 from mega.core.plan import Costs, plan, simulate
 
 RULES = {"adam": 7.0, "sgd": 5.5, "lamb": 29.0, "adafactor": 23.0}

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from mega.core.architecture import shape
 from mega.core.batch import Batch
 from mega.core.config.resolve import microbatch_rows
 from mega.core.config.run import RunConfig
@@ -33,7 +34,6 @@ from mega.core.config.sections import (
 from mega.core.device import DTYPES
 from mega.core.estimate.chunks import Chunk
 from mega.core.family import synthetic_batch
-from mega.core.inventory import shape
 from mega.core.ops.autograd import run_backward
 from mega.core.parallel.gradients import parameter_spec
 from mega.core.parallel.layout import ParameterSpec

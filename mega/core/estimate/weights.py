@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
+from mega.core.architecture import Tensor, Unit, inventory, placement, shape
 from mega.core.config.run import RunConfig
 from mega.core.config.sections import MemoryConfig, ModelConfig, ParallelConfig, RuntimeConfig
 from mega.core.estimate.chunks import Chunk, stage_chunks
-from mega.core.inventory import Tensor, Unit, inventory, placement, shape
 from mega.core.parallel.layout import BucketRules, BucketSpec, ParameterSpec, plan_buckets, shared_stages
 
 BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}

@@ -19,6 +19,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from mega.core.architecture import architecture, inventory
+from mega.core.architecture.adapters import AdapterSpec, adapter_specs, with_adapters
 from mega.core.checkpoint.forms import peft
 from mega.core.checkpoint.forms.base import digest_like, unlike
 from mega.core.checkpoint.forms.direct import ForeignWeights, Readable
@@ -31,8 +33,6 @@ from mega.core.checkpoint.own.store import locate
 from mega.core.config.sections import ModelConfig
 from mega.core.device import sent
 from mega.core.inference.load import OpenedModel
-from mega.core.inventory import inventory
-from mega.core.inventory.adapters import AdapterSpec, adapter_specs, with_adapters
 from mega.core.ops.dropout import Dropout
 from mega.core.ops.paged_attention import Integers
 from mega.core.parallel.adapter import AdaptedGemms, LowRank
@@ -94,7 +94,7 @@ def _open(name: str, path: Path, opened: OpenedModel) -> OpenedAdapter:
         weights, model, notes = _own(path, opened) if form is OWN else _peft(path, opened)
     except CheckpointError as error:
         raise CheckpointError(f"{flag}: {error}") from None
-    specs = adapter_specs(model, inventory(model))
+    specs = adapter_specs(architecture(model).adapters, inventory(model))
     return OpenedAdapter(name, model.lora_rank, next(iter(specs.values())).scale, specs, weights, notes)
 
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mega.core.architecture import inventory, placement
 from mega.core.config.sections import ModelConfig
 from mega.core.inference.request import Limits
-from mega.core.inventory import inventory, placement
 from mega.core.shard import shard
 
 GIB = 1 << 30

@@ -15,13 +15,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from mega.core.device import Recorder, Upload
-from mega.core.inference.paged_cache import PagedCache
+from mega.core.inference.paged_cache import PagedCache, Pages
 from mega.core.inference.step import Step
 from mega.core.model.decode import DecodeStep
 from mega.core.ops.paged_attention import Integers, RaggedGraph
@@ -179,7 +179,7 @@ class _Parts:
         self.ids, self.positions, self.stored, self.rows, self._extra = self._upload.there.split_with_sizes(
             [tokens] * 3 + [wanted, extra]
         )
-        self.pages: Any = None
+        self.pages: Pages = {}
 
     def put(self, step: Step) -> None:
         """What is missing writes to SCRATCH, which is block 0."""
@@ -204,7 +204,10 @@ class _SingleParts(_Parts):
         super().__init__(cache, rows, rows, rows * (1 + width))
         ones, none = np.ones(rows, dtype=np.int64), np.zeros((rows, width), dtype=np.int64)
         lengths, tables = self._extra.split_with_sizes([rows, rows * width])
-        self.pages = cache.pages(ones, ones, none)._replace(lengths=lengths, tables=tables.view(rows, width))
+        self.pages = {
+            window: pages._replace(lengths=lengths, tables=tables.view(rows, width))
+            for window, pages in cache.pages(ones, ones, none).items()
+        }
 
     def fill(self, step: Step, extra: Integers) -> None:
         _fill_rows(extra, self.tokens, step.lengths, step.tables, 1)
@@ -217,7 +220,7 @@ class _FewParts(_Parts):
         super().__init__(cache, tokens, tokens, tokens * (1 + width))
         lengths, tables = self._extra.split_with_sizes([tokens, tokens * width])
         tiles = torch.zeros(0, 4, dtype=torch.int64, device=cache.pool.device)
-        self.pages = _ragged(cache).pages(lengths, tables.view(tokens, width), tiles, cache.pool[0], cache.window)
+        self.pages = _ragged_pages(cache, lengths, tables.view(tokens, width), tiles)
 
     def fill(self, step: Step, extra: Integers) -> None:
         tables = step.tables.repeat(step.counts, 0)
@@ -232,9 +235,7 @@ class _ManyParts(_Parts):
         tiles = self._ragged.most_tiles(tokens, runs)
         super().__init__(cache, tokens, max(runs, FEW[-1]), runs * (1 + width) + 4 * tiles)
         lengths, tables, whole = self._extra.split_with_sizes([runs, runs * width, 4 * tiles])
-        self.pages = self._ragged.pages(
-            lengths, tables.view(runs, width), whole.view(tiles, 4), cache.pool[0], cache.window
-        )
+        self.pages = _ragged_pages(cache, lengths, tables.view(runs, width), whole.view(tiles, 4))
 
     def fill(self, step: Step, extra: Integers) -> None:
         several = step.counts != 1
@@ -249,6 +250,12 @@ class _ManyParts(_Parts):
 def _ragged(cache: PagedCache) -> RaggedGraph:
     assert cache.attention.ragged is not None
     return cache.attention.ragged
+
+
+def _ragged_pages(cache: PagedCache, lengths: torch.Tensor, tables: torch.Tensor, tiles: torch.Tensor) -> Pages:
+    """For each window of the cache's layers."""
+    ragged, pool = _ragged(cache), cache.pool[0]
+    return {window: ragged.pages(lengths, tables, tiles, pool, window) for window in dict.fromkeys(cache.windows)}
 
 
 def _fill_rows(extra: Integers, rows: int, lengths: Integers, tables: Integers, missing: int) -> None:

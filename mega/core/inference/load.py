@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from mega.core.architecture import placement, units
 from mega.core.checkpoint.forms.base import joined
 from mega.core.checkpoint.forms.companions import companions_of, tokenizer_kind
 from mega.core.checkpoint.forms.direct import ForeignWeights, Readable, files_digest, main_dtype, opened_foreign
@@ -31,7 +32,6 @@ from mega.core.config.sections import ModelConfig
 from mega.core.config.toml import unfit
 from mega.core.device import DTYPES, Device
 from mega.core.family import ModelStage, family
-from mega.core.inventory import placement, units
 from mega.core.ops.suite import Ops, choose
 from mega.core.parallel.context import with_context_parallel
 from mega.core.parallel.mesh import Mesh

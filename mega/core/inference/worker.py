@@ -25,7 +25,7 @@ from mega.core.inference.sampling import Filters, draw, likeliest, penalised
 from mega.core.inference.schedule import Choice
 from mega.core.inference.step import BEAM, CHOOSE, Step
 from mega.core.model.decode import DecodeStep
-from mega.core.model.forward import rotary
+from mega.core.model.forward import rotary_tables
 from mega.core.ops.kept_keys import KeptKeys
 from mega.core.ops.paged_attention import INVARIANT, trusted
 from mega.core.ops.rotary import spread
@@ -57,21 +57,26 @@ class Worker:
         graphs: bool = False,
         most: int = 0,
     ):
-        model = stage.model
+        model = stage.architecture
         self.stage, self.mesh, self.device, self.tile, self.adapters = stage, mesh, device, tile, adapters
-        self.vocab, self.requests = vocab or model.vocab, requests
+        self.vocab, self.requests = vocab or model.input.vocab, requests
         layers = [unit for unit in stage.units if isinstance(unit, int)]
-        shape = (len(layers), blocks, block, 2, model.kv_heads // mesh.tp.size, model.head_dim)
-        angles = rotary(model, torch.arange(model.positions, device=device), stage.dtype)
-        pool, repeats = torch.zeros(shape, dtype=stage.dtype, device=device), model.heads // model.kv_heads
-        keeps = stage.ops.spread and not tile and model.window is None and pool.element_size() >= 4
+        size = model.cached
+        windows = [model.layers[layer].attention.window for layer in layers]
+        shape = (len(layers), blocks, block, 2, size.kv_heads // mesh.tp.size, size.head_dim)
+        tables = rotary_tables(model.ropes, torch.arange(model.positions, device=device), stage.dtype)
+        pool, repeats = torch.zeros(shape, dtype=stage.dtype, device=device), size.heads // size.kv_heads
+        keeps = stage.ops.spread and not tile and not any(windows) and pool.element_size() >= 4
+        attention = stage.ops.paged_attention
+        for window in dict.fromkeys(windows):
+            attention = INVARIANT if tile else trusted(attention, pool[0], repeats, window)
         self.cache = PagedCache(
             pool,
             layers[0] if layers else 0,
-            INVARIANT if tile else trusted(stage.ops.paged_attention, pool[0], repeats, model.window),
+            attention,
             repeats,
-            model.window,
-            angles if angles is None or not stage.ops.spread else spread(*angles),
+            windows,
+            {rope: spread(*table) for rope, table in tables.items()} if stage.ops.spread else tables,
             KeptKeys(pool) if keeps else None,
         )
         self._decode = DecodeStep(stage, sum_over(mesh.tp, device, stage.dtype))
@@ -120,7 +125,7 @@ class Worker:
         """One pass through our stage; its logits on the last one, else None."""
         mesh, cargo = self.mesh, None
         if not mesh.pp.first:
-            shape = len(step.tokens), self.stage.model.hidden
+            shape = len(step.tokens), self.stage.architecture.hidden
             cargo = torch.empty(shape, dtype=self.stage.residual, device=self.device)
             dist.recv(cargo, mesh.pp.ranks[mesh.pp.index - 1], group=mesh.p2p["F", mesh.pp.index].group)
         recorded = None if self.graphs is None else self.graphs.shape_of(step)

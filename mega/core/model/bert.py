@@ -16,12 +16,13 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from mega.core.architecture import Tensor, Unit
+from mega.core.architecture.model import Architecture, Output, Rows, Transform
 from mega.core.batch import MaskedBatch, Term
 from mega.core.config.sections import ModelConfig
-from mega.core.inventory import Tensor, Unit
-from mega.core.model.block import Norm, ResidualState
 from mega.core.model.embedding import OUTSIDE, Embedding
 from mega.core.model.forward import ForwardContext, forward_context, padding_documents
+from mega.core.model.residual import Normalization, ResidualState, normalization
 from mega.core.model.stack import Losses, StackStage
 from mega.core.model.stage import StageOptions
 from mega.core.ops.counter import site_key, token_keys
@@ -36,7 +37,7 @@ from mega.core.parallel.weight import ParameterFactory
 Tensors = dict[str, Tensor]
 
 
-class Dense(ColumnLinear):
+class WholeLinear(ColumnLinear):
     """A linear layer that every rank holds whole, for the tokens or rows that it has."""
 
     def __init__(self, factory: ParameterFactory, tensors: Tensors, name: str):
@@ -46,13 +47,13 @@ class Dense(ColumnLinear):
 class WordHead(nn.Module):
     """What stood under a mask: dense, activation and norm of our tokens, then logits over the cut vocabulary."""
 
-    def __init__(self, factory: ParameterFactory, model: ModelConfig, tensors: Tensors, region: Region):
+    def __init__(self, factory: ParameterFactory, transform: Transform, tensors: Tensors, region: Region):
         super().__init__()
-        self.dense = Dense(factory, tensors, "lm_head.dense")
-        self.norm = Norm(factory, model, tensors, "lm_head.norm")
+        self.dense = WholeLinear(factory, tensors, "lm_head.dense")
+        self.norm = Normalization(factory, transform.norm, tensors)
         self.weight = factory(tensors["model.embed_tokens.weight"])
         self.bias = factory(tensors["lm_head.bias"])
-        self.activation, self.ops, self.region = model.head_activation, factory.ops, region
+        self.activation, self.ops, self.region = transform.activation, factory.ops, region
 
     def forward(self, x: torch.Tensor, batch: MaskedBatch, scale: torch.Tensor | None = None) -> Term:
         """x [tokens, h], our tokens under sequence -> the loss, with its gradient where its scale is known."""
@@ -75,23 +76,21 @@ class WordHead(nn.Module):
 class RowHead(nn.Module):
     """What kind of row it is: its first token, pooled, and a number of classes. Every tensor rank does the same.
 
-    choices: rows that stand together, where one of them is chosen by a score that each has; 1 elsewhere. dropout: of
-    what is pooled, one row of it for each row of a batch.
+    dropout: of what is pooled, one row of it for each row of a batch.
     """
 
     def __init__(
         self,
         factory: ParameterFactory,
         tensors: Tensors,
-        name: str,
+        value: Rows,
         region: Region,
         dropout: Callable[[MaskedBatch], Dropout | None],
-        choices: int = 1,
     ):
         super().__init__()
-        self.pooler = Dense(factory, tensors, "pooler.dense")
-        self.out = Dense(factory, tensors, name)
-        self.region, self.dropout, self.choices = region, dropout, choices
+        self.pooler = WholeLinear(factory, tensors, "pooler.dense")
+        self.out = WholeLinear(factory, tensors, value.name)
+        self.region, self.dropout, self.choices = region, dropout, value.choices
 
     def forward(self, x: torch.Tensor, batch: MaskedBatch) -> Losses:
         """x [tokens, h], our tokens under sequence -> the loss, and how often the likeliest class is right."""
@@ -117,31 +116,26 @@ class RowHead(nn.Module):
         return reduce_from_region(held, self.region.axis, sequence=False)
 
 
-ROW_HEADS = {"lm": "binary_head", "classification": "classification_head", "choice": "multichoice_head", "none": ""}
-"""The model's head -> what judges rows, if anything does."""
-
-
 class BertHead(nn.Module):
     """The final norm, where norms stand before their branches, and what judges words and rows."""
 
     def __init__(
         self,
         factory: ParameterFactory,
-        model: ModelConfig,
+        model: Architecture,
         tensors: Tensors,
         region: Region,
         dropout: Callable[[MaskedBatch], Dropout | None],
     ):
         super().__init__()
+        output, transform = model.output, None if model.output.words is None else model.output.words.transform
         self.ops = factory.ops
-        self.norm = Norm(factory, model, tensors, "model.norm") if model.norm_placement == "pre" else None
-        self.words = WordHead(factory, model, tensors, region) if model.head == "lm" else None
-        name, pooled = ROW_HEADS[model.head], "pooler.dense.weight" in tensors
-        judges = f"{name}.weight" in tensors
-        choices = model.classes if model.head == "choice" else 1
-        self.rows = RowHead(factory, tensors, name, region, dropout, choices) if judges else None
+        self.norm = normalization(factory, model.stacks[-1].norm, tensors)
+        self.words = None if transform is None else WordHead(factory, transform, tensors, region)
+        self.rows = None if output.rows is None else RowHead(factory, tensors, output.rows, region, dropout)
         # A model without a head still has its pooler.
-        self.pooler = Dense(factory, tensors, "pooler.dense") if pooled and not judges else None
+        alone = output.pooler and output.rows is None
+        self.pooler = WholeLinear(factory, tensors, "pooler.dense") if alone else None
 
     def forward(
         self, stream: ResidualState, batch: MaskedBatch | None = None, scales: torch.Tensor | None = None
@@ -160,13 +154,15 @@ class BertHead(nn.Module):
         return Losses((*found.terms, *judged.terms), judged.metrics)
 
     def normed(self, stream: ResidualState) -> torch.Tensor:
-        """[tokens, h] after the last block."""
+        """[tokens, h] after the last layer."""
         return stream.sum(self.ops) if self.norm is None else self.norm(stream)[1]
 
 
-_CLASS = ("class",), ("accuracy",)
-NAMES = {"lm": (("lm", "pair"), ("pair_accuracy",)), "classification": _CLASS, "choice": _CLASS, "none": ((), ())}
-"""The model's head -> its losses and metrics."""
+def losses_of(output: Output) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Names of the losses and metrics that an output gives."""
+    if output.words is None:
+        return ((), ()) if output.rows is None else (("class",), ("accuracy",))
+    return (("lm",), ()) if output.rows is None else (("lm", "pair"), ("pair_accuracy",))
 
 
 class BertStage(StackStage):
@@ -181,28 +177,26 @@ class BertStage(StackStage):
         options: StageOptions = StageOptions(),  # noqa: B008 - frozen
     ):
         super().__init__(model, units, factory, region, options)
-        self.terms, self.metrics = NAMES[model.head]
-        if model.head == "lm" and not model.binary_head:
-            self.terms, self.metrics = ("lm",), ()
+        self.terms, self.metrics = losses_of(self.architecture.output)
 
     def outputs(self, stream: ResidualState, batch: MaskedBatch) -> torch.Tensor:
         """Logits of the words [b, s, ids of this rank], or of the classes [b, classes], or choices."""
         head = cast(BertHead, self.head)
         rows = head.rows
-        if self.model.head not in ("classification", "choice") or rows is None:
+        if head.words is not None or rows is None:
             return super().outputs(stream, batch)
         return self.headed(stream, lambda stream: rows.logits(head.normed(stream), batch))
 
     def build_embedding(self, factory: ParameterFactory, tensors: Tensors) -> Embedding:
-        return Embedding(factory, self.model, tensors, self.region, self.residual)
+        return Embedding(factory, self.architecture.input, tensors, self.region, self.residual)
 
     def build_head(self, factory: ParameterFactory, tensors: Tensors) -> BertHead:
-        return BertHead(factory, self.model, tensors, self.region, self.pooled_dropout)
+        return BertHead(factory, self.architecture, tensors, self.region, self.pooled_dropout)
 
     def pooled_dropout(self, batch: MaskedBatch) -> Dropout | None:
         """Of the pooled first tokens of a classifier; what judges the order of parts has none."""
-        seed, probability = self.dropout_seed, self.model.hidden_dropout
-        if seed is None or not probability or self.model.head == "lm":
+        seed, probability = self.dropout_seed, self.architecture.input.dropout
+        if seed is None or not probability or self.architecture.output.words is not None:
             return None
         keys = token_keys(seed, batch.samples, torch.zeros_like(batch.samples[:1]))[:, 0]
         rule = self.options.dropout_rule
@@ -211,13 +205,12 @@ class BertStage(StackStage):
     def context(self, batch: MaskedBatch) -> ForwardContext:
         width = batch.tokens.shape[1] * self.ops.row_shards
         return forward_context(
-            self.model,
+            self.architecture,
             batch.samples,
             batch.positions,
             self.region.axis,
             columns=batch.columns,
             documents=padding_documents(batch.lengths, width),
-            kind="full",
             sequence=self.region.sequence,
             dropout_seed=self.dropout_seed,
             dtype=self.dtype,

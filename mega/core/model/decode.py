@@ -1,41 +1,41 @@
-"""One step of continuing text on a stage of a decoder: what its modules compute, on plain tensors.
+"""One step of continuing text on a stage of a decoder: the layers of model/layer.py, with parts that decode.
 
 Between the operations of a small model lies more work than in them. Here the weights and ops of a stage are put
 together once, without what a step does not need: modules, gradients, dropout, sequence parallelism, ZeRO. A step takes
 tensors whose shapes follow from the number of tokens alone and waits for nothing on the host, so a graph can hold it.
-Where the ops have kernels for few rows, and a block is the usual one, these do all but the attention itself.
+Where the ops have kernels for few rows, and a branch is a usual one, these do all but the attention itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
-from typing import Any, Protocol, cast
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 
-from mega.core.model.block import Attention, Block, FeedForward, Norm
+from mega.core.architecture.layer import Branch, Rope
 from mega.core.model.decoder import DecoderStage, Head
 from mega.core.model.embedding import Embedding
+from mega.core.model.layer import NormStep, ResidualBranch, TransformerLayer, branch_function, run_parallel
+from mega.core.model.mixers import FeedForward, SelfAttention
+from mega.core.model.residual import Normalization, ResidualState
 from mega.core.ops.few_rows import FewRows, NormOf, Place, trusted
 from mega.core.ops.heads import Rotary
 from mega.core.ops.matmuls import Factor
 from mega.core.ops.norm import rms_norm_by
 from mega.core.ops.rotary import rotate
-from mega.core.ops.suite import Ops
 from mega.core.parallel.linear import ColumnLinear, RowLinear
 from mega.core.parallel.one_shot import Sum, by_group
 from mega.core.parallel.vocab import logits
 
-Branch = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
-"""The residual stream [tokens, h], the branch that is still to be added, and its bias."""
-
 
 class KeyValueCache(Protocol):
-    """Keys and values of earlier tokens. rotary: cos and sin of all positions as the stage's ops take them, or None."""
+    """Keys and values of earlier tokens."""
 
     @property
-    def rotary(self) -> Rotary | None: ...
+    def tables(self) -> Mapping[Rope, Rotary]:
+        """cos and sin of all positions as the stage's ops take them, for each kind of rotary positions."""
 
     def __call__(self, layer: int, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
         """Keep keys and values [tokens, 2 kv_heads, d] of one layer's new tokens; what q [tokens, heads, d] of the same
@@ -43,6 +43,26 @@ class KeyValueCache(Protocol):
 
     def attend_new(self, layer: int, fused: torch.Tensor, rotary: Rotary | None, place: Place) -> torch.Tensor:
         """The same of fused [tokens, heads + 2 kv_heads, d], queries and keys not turned yet. place: of `FewRows`."""
+
+
+class DecodeContext(NamedTuple):
+    """What the branches of one step need."""
+
+    cache: KeyValueCache
+    rotary: Sequence[Rotary | None]
+    """cos and sin of the step's tokens: None, then those of each of the model's `ropes`."""
+
+
+@dataclass(frozen=True)
+class DecodeBranch:
+    """The steps of a branch as functions, as of `BranchSteps`."""
+
+    value: Branch
+    before: NormStep | None
+    after: NormStep | None
+    mix: Callable[[torch.Tensor, DecodeContext], torch.Tensor]
+    add: Callable[[torch.Tensor, torch.Tensor, DecodeContext], ResidualState]
+    alone: Callable[[torch.Tensor, DecodeContext], torch.Tensor]
 
 
 class DecodeStep:
@@ -55,11 +75,13 @@ class DecodeStep:
 
     def __init__(self, stage: DecoderStage, sum_ranks: Sum | None = None):
         assert not stage.region.sequence and stage.with_full_params is None
+        assert all(attention.source == "self" for attention in stage.architecture.attentions)
         assert isinstance(stage.embedding, Embedding | None) and isinstance(stage.head, Head | None)
         self._embedding, self._head, self._ops = stage.embedding, stage.head, stage.ops
         self._last_norm = None if self._head is None else _norm(self._head.norm)
-        few = _tried(stage)
-        self._blocks = [_block(cast(Block, block), few, sum_ranks) for block in stage.blocks]
+        self._ropes = stage.architecture.ropes
+        parts = _DecodeParts(_tried(stage), sum_ranks, (None, *self._ropes))
+        self._functions = [each for layer in stage.layers for each in _layer(cast(TransformerLayer, layer), parts)]
 
     def __call__(
         self,
@@ -70,18 +92,17 @@ class DecodeStep:
         *cargo: torch.Tensor,
     ) -> torch.Tensor:
         x = cargo[0] if self._embedding is None else self._embedding.look_up(ids, positions)
-        rotary = None
-        if cache.rotary is not None:
-            cos, sin = cache.rotary
-            rotary = cos.index_select(0, positions), sin.index_select(0, positions)
-        stream: Branch = x, None, None
-        for block in self._blocks:
-            stream = block(stream, rotary, cache)
-        x, branch, bias = stream
-        x = self._ops.added(x, branch, bias, None)
+        rotary: list[Rotary | None] = [None]
+        for rope in self._ropes:
+            cos, sin = cache.tables[rope]
+            rotary.append((cos.index_select(0, positions), sin.index_select(0, positions)))
+        stream, context = ResidualState(x), DecodeContext(cache, rotary)
+        for function in self._functions:
+            stream = function(stream, context)
+        x = self._ops.added(*stream)
         if self._head is None or self._last_norm is None:
             return x
-        normed = self._last_norm(x.index_select(0, wanted))[1]
+        normed = self._last_norm(ResidualState(x.index_select(0, wanted)))[1]
         return logits(normed, self._head.weight, self._head.region, self._head.bias)
 
 
@@ -89,101 +110,139 @@ def _tried(stage: DecoderStage) -> FewRows | None:
     """The kernels for few rows, once they have been tried."""
     widths = {
         module.weight.shape[1]: None
-        for block in list(stage.blocks)[:1]
-        for module in block.modules()
+        for module in stage.layers.modules()
         if isinstance(module, ColumnLinear | RowLinear)
     }
     return trusted(stage.ops.few_rows, stage.dtype, next(stage.parameters()).device, list(widths))
 
 
-def _block(
-    block: Block, few: FewRows | None, sum_ranks: Sum | None
-) -> Callable[[Branch, Rotary | None, KeyValueCache], Branch]:
-    attention, feed_forward = block.attention, block.feed_forward
-    qkv, out = _factor(attention.qkv, _bias(attention.qkv)), _factor(attention.out)
-    up, down = _factor(feed_forward.up), _factor(feed_forward.down)
-    first, second = _norm(block.attention_norm), _norm(block.feed_forward_norm)
-    project, attend = _linear(attention.qkv, qkv), _attention(attention, few)
-    feed = _feed_forward(feed_forward, up)
-    attended = _last(attention.out, out, attention.ops, sum_ranks)
-    fed = _last(feed_forward.down, down, feed_forward.ops, sum_ranks)
-    normed_residual = block.post_norm_residual
-    fused = None if few is None else _fused(block, few, (qkv, out, up, down), attend, sum_ranks)
+class _DecodeParts(NamedTuple):
+    """What the functions of all layers are made with. few: kernels for few rows. ropes: of `DecodeContext.rotary`."""
 
-    def pre(stream: Branch, rotary: Rotary | None, cache: KeyValueCache) -> Branch:
-        if fused is not None and few is not None and few.takes(len(stream[0]), down):
-            return fused(stream, rotary, cache)
-        x, normed = first(*stream)
-        x, normed = second(*attended(normed if normed_residual else x, attend(project(normed), rotary, cache)))
-        return fed(normed if normed_residual else x, feed(normed))
-
-    def post(stream: Branch, rotary: Rotary | None, cache: KeyValueCache) -> Branch:
-        x = first(*attended(stream[0], attend(project(stream[0]), rotary, cache)))[1]
-        return second(*fed(x, feed(x)))[1], None, None
-
-    return pre if block.pre else post
+    few: FewRows | None
+    sum_ranks: Sum | None
+    ropes: Sequence[Rope | None]
 
 
-def _fused(
-    block: Block,
-    few: FewRows,
-    factors: tuple[Factor, ...],
-    attend: Callable[[torch.Tensor, Rotary | None, KeyValueCache], torch.Tensor],
-    sum_ranks: Sum | None,
-) -> Callable[[Branch, Rotary | None, KeyValueCache], Branch] | None:
-    """A block of few rows, of its factors of query, key and value, out, up and down: each norm is computed by the
-    product of it, and the stream added to by the last product of a branch, or by its sum over tensor ranks. None where
-    more lies between these."""
-    attention, feed_forward, added = block.attention, block.feed_forward, block.attention.ops.added
-    linears: tuple[ColumnLinear | RowLinear, ...] = (attention.qkv, attention.out, feed_forward.up, feed_forward.down)
-    usual = all(linear.gemms.plain for linear in linears)
-    if not usual or not block.pre or block.post_norm_residual or not all(few.takes(1, each) for each in factors):
+StreamFunction = Callable[[ResidualState, DecodeContext], ResidualState]
+
+
+def _layer(layer: TransformerLayer, parts: _DecodeParts) -> list[StreamFunction]:
+    """A layer as functions that run one after the other: its branches for any number of rows, or by kernels for few."""
+    factors = [_factors(branch) for branch in layer.branches]
+    usual = [_branch(*each, parts) for each in zip(layer.branches, factors, strict=True)]
+    if layer.value.parallel:
+        return [lambda stream, context: run_parallel(usual, stream.sum(layer.ops), context)]
+    run = [branch_function(branch) for branch in usual]
+    fused = [_fused(*each, parts) for each in zip(layer.branches, usual, factors, strict=True)]
+    fast = [branch_function(branch) for branch in fused if branch is not None]
+    if parts.few is None or len(fast) < len(run):
+        return run
+    takes, widest = parts.few.takes, factors[-1].outer
+
+    def either(few: StreamFunction, any_number: StreamFunction) -> StreamFunction:
+        return lambda stream, context: (few if takes(len(stream.x), widest) else any_number)(stream, context)
+
+    return [either(*each) for each in zip(fast, run, strict=True)]
+
+
+class _Factors(NamedTuple):
+    """What a branch's first linear multiplies by, and its last one."""
+
+    inner: Factor
+    outer: Factor
+
+
+def _first(branch: ResidualBranch) -> ColumnLinear:
+    mixer: Any = branch.mixer
+    first: ColumnLinear = mixer.up if isinstance(mixer, FeedForward) else mixer.qkv
+    return first
+
+
+def _factors(branch: ResidualBranch) -> _Factors:
+    """Attention's bias is added while it multiplies."""
+    first, out = _first(branch), branch.mixer.out
+    bias = None if isinstance(branch.mixer, FeedForward) else _bias(first)
+    return _Factors(_factor(first, bias), _factor(out))
+
+
+def _branch(branch: ResidualBranch, factors: _Factors, parts: _DecodeParts) -> DecodeBranch:
+    """For any number of rows."""
+    mixer: Any = branch.mixer
+    out, factor = branch.mixer.out, factors.outer
+    multiply, bias, added = _linear(out, factor, parts.sum_ranks), out.bias, branch.ops.added
+    project = _linear(_first(branch), factors.inner)
+    in_place = branch.ops.spread and bias is None and out.gemms.plain and out.region.size == 1
+    transposed = factor.weight.t()
+
+    def add(x: torch.Tensor, mixed: torch.Tensor, context: DecodeContext) -> ResidualState:
+        """The last linear may add its output to the stream, in one operation."""
+        if in_place and x.dtype == mixed.dtype:
+            return ResidualState(x.addmm_(mixed, transposed))
+        return ResidualState(x, multiply(mixed), bias)
+
+    return DecodeBranch(
+        branch.value,
+        before=None if branch.before is None else _norm(branch.before),
+        after=None if branch.after is None else _norm(branch.after),
+        mix=_fed(mixer, project) if isinstance(mixer, FeedForward) else _attended(mixer, parts, project),
+        add=add,
+        alone=lambda mixed, context: added(None, multiply(mixed), bias, None),
+    )
+
+
+def _fused(branch: ResidualBranch, usual: DecodeBranch, factors: _Factors, parts: _DecodeParts) -> DecodeBranch | None:
+    """For few rows: the norm is computed by the product of it, the stream added to by the last product of the branch, or
+    by its sum over tensor ranks. None where more lies between these. usual: for any number of rows."""
+    mixer, few, value = cast(Any, branch.mixer), parts.few, branch.value
+    first, out, region = _first(branch), branch.mixer.out, branch.mixer.out.region
+    plain = first.gemms.plain and out.gemms.plain and value.onto == "stream"
+    if few is None or not plain or branch.before is None or branch.after is not None:
         return None
-    qkv, out, up, down = (
-        replace(factor, bias=_bias(linear) if isinstance(linear, ColumnLinear) or linear.region.axis.first else None)
-        for factor, linear in zip(factors, linears, strict=True)
-    )
-    first, second = (
-        NormOf(_norm_weight(norm), norm.bias, norm.eps) for norm in (block.attention_norm, block.feed_forward_norm)
-    )
-    linear, activation, region = few.linear, feed_forward.activation, attention.out.region
-    summed = sum_ranks or by_group(region.axis)
+    if not all(few.takes(1, each) for each in factors):
+        return None
+    inner = replace(factors.inner, bias=_bias(first))
+    outer = replace(factors.outer, bias=_bias(out) if region.axis.first else None)
+    norm = NormOf(_norm_weight(branch.before), branch.before.bias, branch.before.eps)
+    linear, added, summed = few.linear, branch.ops.added, parts.sum_ranks or by_group(region.axis)
 
-    def add(x: torch.Tensor, wide: torch.Tensor, factor: Factor) -> torch.Tensor:
+    def before(stream: ResidualState) -> tuple[torch.Tensor, torch.Tensor]:
+        x = added(*stream)
+        return x, x
+
+    def project(x: torch.Tensor) -> torch.Tensor:
+        return linear(x, inner, norm, None, None)
+
+    def feed(x: torch.Tensor, context: DecodeContext) -> torch.Tensor:
+        return linear(x, inner, norm, mixer.activation, None)
+
+    def add(x: torch.Tensor, mixed: torch.Tensor, context: DecodeContext) -> ResidualState:
         if region.size == 1:
-            return linear(wide, factor, None, None, x)
-        summed(linear(wide, factor, None, None, None), x)
-        return x
+            return ResidualState(linear(mixed, outer, None, None, x))
+        summed(linear(mixed, outer, None, None, None), x)
+        return ResidualState(x)
 
-    def run(stream: Branch, rotary: Rotary | None, cache: KeyValueCache) -> Branch:
-        x = added(*stream, None)
-        mixed = attend(linear(x, qkv, first, None, None), rotary, cache)
-        x = add(x, mixed, out)
-        wide = linear(x, up, second, activation, None)
-        return add(x, wide, down), None, None
-
-    return run
+    mix = feed if isinstance(mixer, FeedForward) else _attended(mixer, parts, project)
+    return replace(usual, before=before, mix=mix, add=add)
 
 
 def _bias(linear: ColumnLinear | RowLinear) -> torch.Tensor | None:
     return None if linear.bias is None else linear.bias.detach()
 
 
-def _norm_weight(norm: Norm) -> torch.Tensor:
+def _norm_weight(norm: Normalization) -> torch.Tensor:
     return norm.weight.detach() + 1 if norm.offset else norm.weight.detach()
 
 
-def _norm(norm: Norm) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+def _norm(norm: Normalization) -> NormStep:
     add_norm, added = norm.ops.add_norm, norm.ops.added
     weight, bias, eps = _norm_weight(norm), norm.bias, norm.eps
     few = rms_norm_by(weight, eps) if norm.ops.spread and bias is None and weight.element_size() >= 4 else None
 
-    def run(
-        x: torch.Tensor, branch: torch.Tensor | None = None, branch_bias: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        if few is None or x.dtype != weight.dtype:
-            return add_norm(x, branch, branch_bias, None, weight, bias, eps)
-        x = added(x, branch, branch_bias, None)
+    def run(stream: ResidualState) -> tuple[torch.Tensor, torch.Tensor]:
+        if few is None or stream.x.dtype != weight.dtype:
+            return add_norm(*stream, weight, bias, eps)
+        x = added(*stream)
         return x, few(x)
 
     return run
@@ -210,35 +269,26 @@ def _linear(
     return run
 
 
-def _last(
-    linear: RowLinear, factor: Factor, ops: Ops, sum_ranks: Sum | None
-) -> Callable[[torch.Tensor, torch.Tensor], Branch]:
-    """The last linear of a branch, of the stream x and its input y: it may add its output to x, in one operation."""
-    multiply, bias, weight = _linear(linear, factor, sum_ranks), linear.bias, factor.weight.t()
-    if not ops.spread or bias is not None or not linear.gemms.plain or linear.region.size > 1:
-        return lambda x, y: (x, multiply(y), bias)
-    return lambda x, y: (x.addmm_(y, weight), None, None) if x.dtype == y.dtype else (x, multiply(y), None)
-
-
-def _attention(
-    attention: Attention, few: FewRows | None
-) -> Callable[[torch.Tensor, Rotary | None, KeyValueCache], torch.Tensor]:
-    """Of the product of query, key and value."""
+def _attended(
+    attention: SelfAttention, parts: _DecodeParts, project: Callable[[torch.Tensor], torch.Tensor]
+) -> Callable[[torch.Tensor, DecodeContext], torch.Tensor]:
+    """project: makes query, key and value."""
     layer, heads, kv_heads, ops = attention.layer, attention.heads, attention.kv_heads, attention.ops
     q_norm, k_norm = (None if norm is None else _norm(norm) for norm in (attention.q_norm, attention.k_norm))
+    rope, few, fused_heads = parts.ropes.index(attention.value.rope), parts.few, heads + 2 * kv_heads
 
-    def run(fused: torch.Tensor, rotary: Rotary | None, cache: KeyValueCache) -> torch.Tensor:
+    def run(x: torch.Tensor, context: DecodeContext) -> torch.Tensor:
+        fused, cache, rotary = project(x), context.cache, context.rotary[rope]
         if q_norm is None and few is not None:
-            fused = fused.view(len(fused), heads + 2 * kv_heads, -1)
-            return cache.attend_new(layer, fused, rotary, few.place)
+            return cache.attend_new(layer, fused.view(len(fused), fused_heads, -1), rotary, few.place)
         if q_norm is None and ops.spread:
-            fused = fused.view(fused.shape[0], heads + 2 * kv_heads, -1)
+            fused = fused.view(fused.shape[0], fused_heads, -1)
             if rotary is not None:
                 rotate(fused.narrow(1, 0, heads + kv_heads), *rotary)
             return cache(layer, *fused.split_with_sizes([heads, 2 * kv_heads], 1))
         q, k, v = ops.split_heads(fused, None, heads, kv_heads, rotary if q_norm is None else None)
         if q_norm is not None and k_norm is not None:
-            q, k = q_norm(q)[1], k_norm(k)[1]
+            q, k = q_norm(ResidualState(q))[1], k_norm(ResidualState(k))[1]
             if rotary is not None:
                 q, k = rotate(q, *rotary), rotate(k, *rotary)
         return cache(layer, q, torch.cat([k, v], 1))
@@ -246,14 +296,15 @@ def _attention(
     return run
 
 
-def _feed_forward(feed_forward: FeedForward, factor: Factor) -> Callable[[torch.Tensor], torch.Tensor]:
-    up, bias = _linear(feed_forward.up, factor), feed_forward.up.bias
-    activate, kind = feed_forward.ops.activate, feed_forward.activation
-    return lambda x: activate(up(x), bias, kind)
+def _fed(
+    feed_forward: FeedForward, project: Callable[[torch.Tensor], torch.Tensor]
+) -> Callable[[torch.Tensor, DecodeContext], torch.Tensor]:
+    activate, bias, kind = feed_forward.ops.activate, feed_forward.up.bias, feed_forward.activation
+    return lambda x, context: activate(project(x), bias, kind)
 
 
 def lay_for_decoding(stage: Any) -> None:
-    """Keep the blocks' matrices transposed: a product of few rows then copies none of them first."""
+    """Keep the layers' matrices transposed: a product of few rows then copies none of them first."""
     for module in stage.modules():
         if isinstance(module, (ColumnLinear, RowLinear)):
             module.weight.data = module.weight.data.t().contiguous().t()

@@ -10,13 +10,14 @@ from typing import Protocol, cast
 import torch
 from torch import nn
 
+from mega.core.architecture import Tensor
+from mega.core.architecture.layer import Norm
+from mega.core.architecture.model import Words
 from mega.core.batch import DecoderBatch, PreferenceBatch
-from mega.core.config.sections import ModelConfig
-from mega.core.inventory import Tensor
-from mega.core.model.block import Norm, ResidualState
 from mega.core.model.embedding import Embedding
 from mega.core.model.forward import ForwardContext, forward_context
 from mega.core.model.objective import Objective, row_log_probabilities
+from mega.core.model.residual import Normalization, ResidualState
 from mega.core.model.stack import Losses, StackStage
 from mega.core.parallel.region import Region
 from mega.core.parallel.vocab import cross_entropy, logits, token_loss
@@ -33,21 +34,20 @@ class LabelledTokens(Protocol):
 
 
 class Head(nn.Module):
-    """Final norm, logits over the cut vocabulary, with a bias where there is one, and the loss. norm: the name of its
-    tensors."""
+    """Final norm, logits over the cut vocabulary, with a bias where there is one, and the loss."""
 
     def __init__(
         self,
         factory: ParameterFactory,
-        model: ModelConfig,
+        words: Words,
+        norm: Norm,
         tensors: dict[str, Tensor],
         region: Region,
-        norm: str = "model.norm",
     ):
         super().__init__()
-        self.norm = Norm(factory, model, tensors, norm)
-        self.weight = factory(tensors["model.embed_tokens.weight" if model.tied else "lm_head.weight"])
-        self.bias = factory(tensors["lm_head.bias"]) if "lm_head.bias" in tensors else None
+        self.norm = Normalization(factory, norm, tensors)
+        self.weight = factory(tensors["model.embed_tokens.weight" if words.tied else "lm_head.weight"])
+        self.bias = factory(tensors["lm_head.bias"]) if words.bias else None
         self.region = region
         self.objective: Objective | None = None
 
@@ -80,16 +80,18 @@ class DecoderStage(StackStage):
     terms = ("lm",)
 
     def build_embedding(self, factory: ParameterFactory, tensors: dict[str, Tensor]) -> Embedding:
-        return Embedding(factory, self.model, tensors, self.region, self.residual)
+        return Embedding(factory, self.architecture.input, tensors, self.region, self.residual)
 
     def build_head(self, factory: ParameterFactory, tensors: dict[str, Tensor]) -> Head:
-        head = Head(factory, self.model, tensors, self.region)
+        words, norm = self.architecture.output.words, self.architecture.stacks[-1].norm
+        assert words is not None and norm is not None
+        head = Head(factory, words, norm, tensors, self.region)
         head.objective = self.options.objective
         return head
 
     def context(self, batch: DecoderBatch) -> ForwardContext:
         return forward_context(
-            self.model,
+            self.architecture,
             batch.samples,
             batch.positions,
             self.region.axis,

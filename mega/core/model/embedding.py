@@ -1,14 +1,14 @@
-"""What comes before the first block: rows of tables for tokens, positions and parts of a row. It knows no batch."""
+"""What comes before the first layer: rows of tables for tokens, positions and parts of a row. It knows no batch."""
 
 from __future__ import annotations
 
 import torch
 from torch import nn
 
-from mega.core.config.sections import ModelConfig
-from mega.core.inventory import Tensor
-from mega.core.model.block import Norm, ResidualState
+from mega.core.architecture import Tensor
+from mega.core.architecture.model import Input
 from mega.core.model.forward import ForwardContext
+from mega.core.model.residual import ResidualState, normalization
 from mega.core.ops.sinusoid import sinusoid
 from mega.core.parallel.collectives import local_shard
 from mega.core.parallel.region import Region
@@ -16,7 +16,7 @@ from mega.core.parallel.vocab import VocabEmbedding, look_up
 from mega.core.parallel.weight import ParameterFactory
 
 OUTSIDE = -1
-"""The "layer" of dropout outside the blocks."""
+"""The "layer" of dropout outside the layers."""
 
 
 class Embedding(nn.Module):
@@ -28,7 +28,7 @@ class Embedding(nn.Module):
     def __init__(
         self,
         factory: ParameterFactory,
-        model: ModelConfig,
+        value: Input,
         tensors: dict[str, Tensor],
         region: Region,
         residual: torch.dtype,
@@ -40,12 +40,9 @@ class Embedding(nn.Module):
         positions, types = (tensors.get(f"model.embed_{name}.weight") for name in ("positions", "types"))
         self.positions = factory(positions) if positions is not None else None
         self.types = factory(types) if types is not None else None
-        normed = "model.embed_norm.weight" in tensors
-        self.norm = Norm(factory, model, tensors, "model.embed_norm") if normed else None
-        assert model.hidden is not None
-        self.scale = model.hidden**0.5 if model.embedding_scale else None
-        self.offset = model.position_offset if model.position == "sinusoidal" else None
-        self.dropout, self.ops = model.hidden_dropout, factory.ops
+        self.norm = normalization(factory, value.norm, tensors)
+        self.scale, self.offset = value.scale, value.sinusoid_from
+        self.dropout, self.ops = value.dropout, factory.ops
 
     def forward(
         self,
@@ -62,7 +59,7 @@ class Embedding(nn.Module):
     def look_up(self, tokens: torch.Tensor, positions: torch.Tensor, types: torch.Tensor | None = None) -> torch.Tensor:
         """The same without dropout, of int64 [tokens]: tokens of the whole region, positions and types of ours."""
         x = self.tokens(tokens)
-        if self.scale is not None:
+        if self.scale != 1.0:
             x = x * self.scale
         if self.positions is not None:
             x = x + look_up(positions, self.positions)

@@ -1,44 +1,62 @@
-"""Facts about one microbatch that every block of a stage needs: its shape, positions and dropout keys."""
+"""Facts about one microbatch that every layer of a stage needs: its shape, positions and dropout keys."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 
 import torch
 
-from mega.core.config.sections import ModelConfig
-from mega.core.ops.attention import Attention
+from mega.core.architecture.layer import Attention, Rope
+from mega.core.architecture.model import Architecture
+from mega.core.ops.attention import Attention as AttentionOperator
 from mega.core.ops.counter import RULE, site_key, token_keys
 from mega.core.ops.dropout import AttentionDropout, Dropout
-from mega.core.ops.mask import AttentionMask, Kind
-from mega.core.ops.rotary import RopeScaling, rotary_table
+from mega.core.ops.heads import Rotary
+from mega.core.ops.mask import AttentionMask
+from mega.core.ops.rotary import rotary_table
 from mega.core.parallel.collectives import local_shard
 from mega.core.parallel.mesh import Axis
 
 
 @dataclass(frozen=True)
-class ForwardContext:
-    """One microbatch on its way through a stage. Tokens are rows of [tokens, h], batch-major.
+class MemoryTokens:
+    """What another stack made of its tokens, for layers that attend to it."""
 
-    documents: int64 [b, whole s], or None. kind: of attention, as of `AttentionMask`. rotary: cos and sin
-    [tokens, R / 2], or None. keys: int64 [tokens], dropout keys of our tokens (under sequence, of this rank's);
-    row_keys: int64 [b, whole s], of the whole rows; region_keys: int64 [all tokens of the region]; None where nothing
-    is dropped (evaluation, or probability 0). rule: how it is decided, of ops/counter.py. window: tokens that each one
-    sees.
-    """
+    tokens: torch.Tensor
+    """[memory tokens, h], ours under sequence parallelism."""
+    padding: torch.Tensor
+    """int64 [b, columns]: 0 for tokens, 1 after them."""
+    keys: torch.Tensor | None
+    """int64 [all memory tokens of the region], dropout keys for adapters; None where none drops."""
+
+
+@dataclass(frozen=True)
+class ForwardContext:
+    """One microbatch on its way through a stage. Tokens are rows of [tokens, h], batch-major."""
 
     batch: int
     seq: int
     documents: torch.Tensor | None
-    rotary: tuple[torch.Tensor, torch.Tensor] | None
+    """int64 [b, whole s], or None."""
+    tables: Mapping[Rope, Rotary]
+    """cos and sin [tokens, R / 2] of the positions, for each kind of rotary positions in the model."""
     keys: torch.Tensor | None
+    """int64 [tokens], dropout keys of our tokens, under sequence of this rank's; None where nothing is dropped
+    (evaluation, or probability 0)."""
     row_keys: torch.Tensor | None
+    """int64 [b, whole s], those of the whole rows."""
     region_keys: torch.Tensor | None
+    """int64 [all tokens of the region]."""
     tp: Axis
     sequence: bool
     rule: int = RULE
-    kind: Kind = "causal"
-    window: int | None = None
+    """How dropout is decided, of ops/counter.py."""
+    memory: MemoryTokens | None = field(default=None, kw_only=True)
+
+    def rotary(self, rope: Rope | None) -> Rotary | None:
+        """cos and sin of a layer's positions; None where it has none."""
+        return None if rope is None else self.tables[rope]
 
     def dropout(self, probability: float, layer: int, site: str) -> Dropout | None:
         """Dropout of a row of the residual stream for each of our tokens."""
@@ -52,34 +70,69 @@ class ForwardContext:
             return None
         return Dropout(self.region_keys, site_key(layer, site, self.rule), probability, self.rule)
 
+    def of_memory(self) -> ForwardContext:
+        """The same for what reads the memory as it reads its own tokens."""
+        assert self.memory is not None
+        return replace(self, region_keys=self.memory.keys)
+
     def attend(
         self,
-        attention: Attention,
+        operator: AttentionOperator,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        probability: float,
+        attention: Attention,
         layer: int,
         first_head: int,
     ) -> torch.Tensor:
         """Self-attention of the whole rows: q [b, s, heads, d]; k, v [b, s, kv_heads, d] -> [b, s, heads, d].
 
-        probability: of dropping an attention weight. first_head: number of the first of these heads in the layer.
+        first_head: number of the first of these heads in the layer.
         """
-        return attention(q, k, v, self.attention_mask(probability, layer, first_head))
+        mask = self.attention_mask(attention, layer, first_head)
+        if attention.padding == "masked":
+            return operator(q, k, v, mask)
+        padding = self.documents
+        assert padding is not None
+        if attention.padding == "zero":
+            return operator(q, k, v, replace(mask, q_documents=2 * padding))
+        # Queries of zeros have equal scores, so dropout acts on even weights as it does on all others.
+        even = operator(torch.zeros_like(q), k, v, replace(mask, q_documents=None, k_documents=None))
+        return torch.where(padding[:, :, None, None].bool(), even, operator(q, k, v, mask))
 
-    def attention_mask(self, probability: float, layer: int, first_head: int) -> AttentionMask:
+    def attention_mask(self, attention: Attention, layer: int, first_head: int) -> AttentionMask:
         """What the tokens of the whole rows see of one another, with dropout of the weights from a head on."""
-        dropout = None
-        if self.row_keys is not None and probability:
-            site, held = site_key(layer, "attention", self.rule), (range(self.row_keys.shape[1]),)
-            dropout = AttentionDropout(self.row_keys, site, first_head, held, probability, self.rule)
-        documents = self.documents
-        return AttentionMask(self.kind, self.window, q_documents=documents, k_documents=documents, dropout=dropout)
+        length = 0 if self.row_keys is None else self.row_keys.shape[1]
+        return AttentionMask(
+            "causal" if attention.causal else "full",
+            attention.window,
+            q_documents=self.documents,
+            k_documents=self.documents,
+            dropout=self._attention_dropout(attention, layer, first_head, length),
+        )
+
+    def memory_mask(self, attention: Attention, layer: int, first_head: int) -> AttentionMask:
+        """What our tokens see of the memory: all but masked padding, and the first of a row in any case."""
+        assert self.memory is not None
+        padding = self.memory.padding
+        dropout = self._attention_dropout(attention, layer, first_head, padding.shape[1])
+        if attention.padding != "masked":
+            return AttentionMask("full", dropout=dropout)
+        real = padding.new_zeros(self.batch, self.seq)
+        return AttentionMask("full", q_documents=real, k_documents=padding, dropout=dropout, covered=True)
+
+    def _attention_dropout(
+        self, attention: Attention, layer: int, first_head: int, length: int
+    ) -> AttentionDropout | None:
+        """length: of the keys' whole rows."""
+        if self.row_keys is None or not attention.dropout:
+            return None
+        site = site_key(layer, attention.site, self.rule)
+        return AttentionDropout(self.row_keys, site, first_head, (range(length),), attention.dropout, self.rule)
 
 
 def forward_context(
-    model: ModelConfig,
+    model: Architecture,
     samples: torch.Tensor,
     positions: torch.Tensor,
     tp: Axis,
@@ -89,40 +142,26 @@ def forward_context(
     dtype: torch.dtype,
     columns: torch.Tensor | None = None,
     documents: torch.Tensor | None = None,
-    kind: Kind = "causal",
     dropout_rule: int = RULE,
     row_shards: int = 1,
 ) -> ForwardContext:
-    """What rows of tokens mean to the blocks that read them.
+    """What rows of tokens mean to the layers that read them.
 
     samples: int64 [b], global sample numbers. positions: int64 [b, s]. columns: int64 [s], which columns of the whole
     rows these are; None: all. documents: int64 [b, whole s], or None. dropout_seed: None switches dropout off.
     row_shards: ranks that share a row.
     """
     batch_size, seq = positions.shape
-    drops = dropout_seed is not None and (model.hidden_dropout or model.attention_dropout or model.lora_dropout)
     keys = row_keys = region_keys = None
-    if drops:
-        assert dropout_seed is not None
+    if dropout_seed is not None and model.drops:
         whole = torch.arange(seq * row_shards, device=samples.device)
         row_keys = token_keys(dropout_seed, samples, whole)
         keys = region_keys = (row_keys if columns is None else row_keys[:, columns]).flatten()
         if sequence:
             keys = local_shard(keys, tp)
-    angles = rotary(model, positions.flatten(), dtype)
+    tables = rotary_tables(model.ropes, positions.flatten(), dtype)
     cut = sequence and tp.size > 1
-    rest = dropout_rule, kind, model.window
-    return ForwardContext(batch_size, seq, documents, angles, keys, row_keys, region_keys, tp, cut, *rest)
-
-
-def rotary(model: ModelConfig, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """cos and sin of positions int64 [n], each [n, R / 2]; None where the model has other positions."""
-    if model.position != "rope":
-        return None
-    assert model.head_dim is not None
-    width = int(model.head_dim * model.rope_fraction)
-    scaling = _rope_scaling(model)
-    return rotary_table(positions, width, model.rope_base, model.rope_interpolation, dtype, scaling)
+    return ForwardContext(batch_size, seq, documents, tables, keys, row_keys, region_keys, tp, cut, dropout_rule)
 
 
 def padding_documents(lengths: torch.Tensor, width: int) -> torch.Tensor:
@@ -134,12 +173,6 @@ def padding_documents(lengths: torch.Tensor, width: int) -> torch.Tensor:
     return (torch.arange(width, device=lengths.device) >= lengths[:, None]).long()
 
 
-def _rope_scaling(model: ModelConfig) -> RopeScaling | None:
-    if model.rope_scaling == "none":
-        return None
-    return RopeScaling(
-        factor=model.rope_scaling_factor,
-        low=model.rope_low_freq_factor,
-        high=model.rope_high_freq_factor,
-        original=model.rope_original_positions,
-    )
+def rotary_tables(ropes: Iterable[Rope], positions: torch.Tensor, dtype: torch.dtype) -> dict[Rope, Rotary]:
+    """cos and sin of positions int64 [n], each [n, R / 2]."""
+    return {rope: rotary_table(positions, rope, dtype) for rope in ropes}

@@ -1,6 +1,6 @@
-"""Blocks on one residual stream as a pipeline stage, with what comes before the first block and after the last.
+"""Layers on one residual stream as a pipeline stage, with what comes before the first layer and after the last.
 
-What a family adds is its embedding, its head and what its batch means to the blocks. Whole blocks are recomputed, and
+What a family adds is its embedding, its head and what its batch means to the layers. Whole layers are recomputed, and
 units run with their whole weights (ZeRO 3), here, for all of them.
 """
 
@@ -13,12 +13,15 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import nn
 
+from mega.core.architecture import Tensor, Unit, architecture, inventory
+from mega.core.architecture.adapters import adapter_specs
+from mega.core.architecture.model import Stack
 from mega.core.batch import Term
 from mega.core.config.sections import ModelConfig
-from mega.core.inventory import Tensor, Unit, inventory
-from mega.core.inventory.adapters import adapter_specs
-from mega.core.model.block import Block, ResidualState
 from mega.core.model.forward import ForwardContext
+from mega.core.model.layer import TransformerLayer
+from mega.core.model.mixers import LayerPlace
+from mega.core.model.residual import ResidualState
 from mega.core.model.stage import StageOptions, UnshardHook
 from mega.core.parallel.adapter import attach_adapters
 from mega.core.parallel.mesh import Axis
@@ -36,7 +39,7 @@ class Losses(NamedTuple):
 
 
 class StackStage(nn.Module):
-    """The units of a model that one stage holds: "embedding", blocks by number, "head", in this order.
+    """The units of a model that one stage holds: "embedding", layers by number, "head", in this order.
 
         stage(batch, *cargo) -> cargo             [tokens, h], our tokens under sequence parallelism
         last(batch, *cargo)  -> terms, metrics    or logits, where outputs are asked for
@@ -60,6 +63,7 @@ class StackStage(nn.Module):
     ):
         super().__init__()
         self.model, self.units, self.region, self.options = model, tuple(units), region, options
+        self.architecture = architecture(model)
         self.dtype, self.residual = factory.dtype, options.residual or factory.dtype
         self.ops = factory.ops
         self.with_full_params: UnshardHook | None = None
@@ -67,30 +71,37 @@ class StackStage(nn.Module):
             self.terms, self.metrics = options.objective.terms, options.objective.metrics
         own = tensors_by_unit(model)
         self.embedding = self.build_embedding(factory.exact, own["embedding"]) if "embedding" in units else None
-        self.build_blocks(factory, own)
+        self.build_layers(factory, own)
         self.head = self.build_head(factory.exact, own["head"]) if "head" in units else None
-        attach_adapters(self, adapter_specs(model, inventory(model)), factory)
+        attach_adapters(self, adapter_specs(self.architecture.adapters, inventory(model)), factory)
 
     # -- what a family writes
 
-    def build_blocks(self, factory: ParameterFactory, own: Mapping[Unit, dict[str, Tensor]]) -> None:
+    def build_layers(self, factory: ParameterFactory, own: Mapping[Unit, dict[str, Tensor]]) -> None:
         """Set what lies between embedding and head. own: the model's tensors by unit."""
-        self.blocks = nn.ModuleList(
-            Block(factory, self.model, relative(own[unit], f"model.layers.{unit}."), unit, self.region)
-            for unit in self.units
-            if isinstance(unit, int)
-        )
+        self.layers = self.stack(factory, own, self.architecture.stacks[0])
+
+    def stack(self, factory: ParameterFactory, own: Mapping[Unit, dict[str, Tensor]], stack: Stack) -> nn.ModuleList:
+        """The layers of a stack that this stage holds."""
+        adapters = self.architecture.adapters
+        dropped = 0.0 if adapters is None else adapters.dropout
+
+        def layer(number: int) -> TransformerLayer:
+            value, tensors = stack.layers[number - stack.first], relative(own[number], stack.prefix(number))
+            return TransformerLayer(factory, value, tensors, LayerPlace(number, self.region, dropped))
+
+        return nn.ModuleList(layer(number) for number in stack.numbers if number in self.units)
 
     def build_embedding(self, factory: ParameterFactory, tensors: dict[str, Tensor]) -> nn.Module:
-        """What is in front of the first block."""
+        """What is in front of the first layer."""
         raise NotImplementedError
 
     def build_head(self, factory: ParameterFactory, tensors: dict[str, Tensor]) -> nn.Module:
-        """What is after the last block."""
+        """What is after the last layer."""
         raise NotImplementedError
 
     def context(self, batch: Any) -> ForwardContext:
-        """What `batch` means to the blocks."""
+        """What `batch` means to the layers."""
         raise NotImplementedError
 
     def embed(self, embedding: nn.Module, batch: Any, context: ForwardContext) -> torch.Tensor:
@@ -106,9 +117,8 @@ class StackStage(nn.Module):
 
     def cargo(self, batch: Any) -> list[tuple[tuple[int, ...], torch.dtype]]:
         """Shape and dtype of what this stage is given for `batch`."""
-        assert self.model.hidden
         tokens = batch.tokens.numel() // (self.region.size if self.region.sequence else 1)
-        return [((tokens, self.model.hidden), self.residual)]
+        return [((tokens, self.architecture.hidden), self.residual)]
 
     def forward(
         self, batch: Any, *cargo: torch.Tensor, outputs: bool = False, scales: torch.Tensor | None = None
@@ -126,22 +136,22 @@ class StackStage(nn.Module):
         )
 
     def stream(self, batch: Any, *cargo: torch.Tensor) -> tuple[ResidualState, *tuple[torch.Tensor, ...]]:
-        """The residual stream after our blocks, and what goes to the next stage beside it."""
+        """The residual stream after our layers, and what goes to the next stage along with it."""
         context = self.context(batch)
         begun = cargo[0] if self.embedding is None else self.embedded(self.embedding, batch, context)
         if torch.is_grad_enabled() and not begun.requires_grad:
             begun.requires_grad_()  # of an embedding that is not trained; what is recomputed goes by its input
-        return (self.through(self.blocks, ResidualState(begun), context),)
+        return (self.through(self.layers, ResidualState(begun), context),)
 
     def through(self, stack: nn.ModuleList, stream: ResidualState, context: ForwardContext) -> ResidualState:
-        """A stack of blocks, some of which are recomputed."""
+        """A stack of layers, some of which are recomputed."""
         for which, recompute in groups(len(stack), *self.options.full_recompute):
-            blocks = [stack[number] for number in which]
+            layers = [stack[number] for number in which]
             if recompute and torch.is_grad_enabled():
-                run = partial(self._from_sum, blocks, context)
+                run = partial(self._from_sum, layers, context)
                 stream = ResidualState(recomputed(run, stream.sum(self.ops), self._share))
             else:
-                stream = self._through(blocks, stream, context)
+                stream = self._through(layers, stream, context)
         return stream
 
     @property
@@ -156,21 +166,21 @@ class StackStage(nn.Module):
         return self.with_full_params(embedding, lambda _: self.embed(embedding, batch, context), batch.tokens)
 
     def _through(
-        self, blocks: Iterable[nn.Module], stream: ResidualState, context: ForwardContext, unshard: bool = True
+        self, layers: Iterable[nn.Module], stream: ResidualState, context: ForwardContext, unshard: bool = True
     ) -> ResidualState:
-        for block in blocks:
+        for layer in layers:
             if self.with_full_params is None or not unshard:
-                stream = block(stream, context)
+                stream = layer(stream, context)
             else:
-                run = partial(self._from_sum, [block], context, unshard=False)
-                stream = ResidualState(self.with_full_params(block, run, stream.sum(self.ops)))
+                run = partial(self._from_sum, [layer], context, unshard=False)
+                stream = ResidualState(self.with_full_params(layer, run, stream.sum(self.ops)))
         return stream
 
     def _from_sum(
-        self, blocks: Sequence[nn.Module], context: ForwardContext, x: torch.Tensor, unshard: bool = True
+        self, layers: Sequence[nn.Module], context: ForwardContext, x: torch.Tensor, unshard: bool = True
     ) -> torch.Tensor:
-        """Blocks as a function of one tensor, for callers that run them as a unit."""
-        return self._through(blocks, ResidualState(x), context, unshard).sum(self.ops)
+        """Layers as a function of one tensor, for callers that run them as a unit."""
+        return self._through(layers, ResidualState(x), context, unshard).sum(self.ops)
 
     def outputs(self, stream: ResidualState, batch: Any) -> torch.Tensor:
         """What the last stage computes of `batch` instead of losses: logits [b, s, ids of this rank]."""

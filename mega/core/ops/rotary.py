@@ -3,54 +3,38 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 
+from mega.core.architecture.layer import Rope, RopeScaling
 from mega.core.ops.norm import accurate
 
 
-@dataclass(frozen=True)
-class RopeScaling:
-    """Llama 3.1's extension to more positions (Dubey et al. 2024, section 3.4.2; factors of the released models).
-
-    The frequency of a component that turns fewer than `low` times within `original` positions is divided by `factor`,
-    one that turns more than `high` times is unchanged, and between them the unchanged share grows with the turns.
-    """
-
-    factor: float
-    low: float
-    high: float
-    original: int
-
-    def __call__(self, frequency: torch.Tensor) -> torch.Tensor:
-        """Radians a position -> radians a position.
-
-        >>> turns = torch.tensor([0.5, 1.0, 2.5, 4.0, 9.0])
-        >>> (RopeScaling(8.0, 1.0, 4.0, 100)(turns * 2 * math.pi / 100) / (2 * math.pi / 100)).tolist()
-        [0.0625, 0.125, 1.40625, 4.0, 9.0]
-        """
-        turns = frequency * (self.original / (2 * math.pi))
-        kept = ((turns - self.low) / (self.high - self.low)).clamp(0, 1)
-        return frequency * (kept + (1 - kept) / self.factor)
-
-
-def rotary_table(
-    positions: torch.Tensor,
-    width: int,
-    base: float,
-    interpolation: float,
-    dtype: torch.dtype,
-    scaling: RopeScaling | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin, each [tokens, width / 2], in max(fp32, dtype); positions int64 [tokens]."""
-    wide = accurate(dtype)
+def rotary_table(positions: torch.Tensor, rope: Rope, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos and sin, each [tokens, rope.width / 2], in max(fp32, dtype); positions int64 [tokens]."""
+    wide, width = accurate(dtype), rope.width
     exponent = torch.arange(0, width, 2, device=positions.device, dtype=torch.float64) / width
-    frequency = (base**-exponent) / interpolation
-    if scaling is not None:
-        frequency = scaling(frequency)
+    frequency = (rope.base**-exponent) / rope.interpolation
+    if rope.scaling is not None:
+        frequency = scaled(frequency, rope.scaling)
     angle = positions.to(torch.float64)[:, None] * frequency[None, :]
     return angle.cos().to(wide), angle.sin().to(wide)
+
+
+def scaled(frequency: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
+    """Llama 3.1's extension to more positions (Dubey et al. 2024, section 3.4.2; factors of the released models).
+
+    Radians a position -> radians a position. The frequency of a component that turns fewer than `low` times within
+    `original` positions is divided by `factor`, one that turns more than `high` times is unchanged, and between them
+    the unchanged share grows with the turns.
+
+    >>> turns = torch.tensor([0.5, 1.0, 2.5, 4.0, 9.0])
+    >>> (scaled(turns * 2 * math.pi / 100, RopeScaling(8.0, 1.0, 4.0, 100)) / (2 * math.pi / 100)).tolist()
+    [0.0625, 0.125, 1.40625, 4.0, 9.0]
+    """
+    turns = frequency * (scaling.original / (2 * math.pi))
+    unchanged = ((turns - scaling.low) / (scaling.high - scaling.low)).clamp(0, 1)
+    return frequency * (unchanged + (1 - unchanged) / scaling.factor)
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mega.core.inventory.adapters import AdapterSpec
+from mega.core.architecture.adapters import AdapterSpec
 from mega.core.ops.dropout import Dropout
 from mega.core.ops.matmuls import Factor
 from mega.core.parallel.gemms import Grads, LinearGemms

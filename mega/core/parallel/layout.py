@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from mega.core.inventory import Tensor, Unit
+from mega.core.architecture import Tensor, Unit
 
 ALIGNMENT = 64
 """Elements at which every parameter starts, so that kernels read whole cache lines."""
@@ -57,7 +57,7 @@ class BucketRules:
 
     def reduction(self, tensor: Tensor) -> Reduction:
         """How the gradient of a parameter with `tensor` becomes whole."""
-        replicated = ("tp",) if self.tp > 1 and (tensor.cut is None or tensor.cut.axis != "tp") else ()
+        replicated = ("tp",) if self.tp > 1 and tensor.cut() is None else ()
         parts = replicated and ("tp" in tensor.partial or ("sequence" in tensor.partial and self.sequence))
         return Reduction(tensor.data, ("tp",) if parts else (), replicated, self.stages.get(tensor.name, ()))
 

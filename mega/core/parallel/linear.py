@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mega.core.inventory import Tensor
+from mega.core.architecture import Tensor
 from mega.core.ops.autograd import keep, kept
 from mega.core.ops.dropout import Dropout, of_columns
 from mega.core.parallel.collectives import (

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from mega.core.architecture import Tensor
 from mega.core.batch import Term
-from mega.core.inventory import Tensor
 from mega.core.ops.autograd import deliver
 from mega.core.ops.norm import accurate
 from mega.core.ops.suite import Ops

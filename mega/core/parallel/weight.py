@@ -13,7 +13,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from mega.core.inventory import Tensor
+from mega.core.architecture import Tensor
 from mega.core.ops.counter import key, normal_
 from mega.core.ops.suite import REFERENCE, Ops
 from mega.core.shard import Shard, shard

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from mega.core.architecture import units
 from mega.core.checkpoint.forms.form import OWN
 from mega.core.checkpoint.forms.huggingface import weights_of
 from mega.core.checkpoint.forms.recognise import form_at
@@ -24,7 +25,6 @@ from mega.core.checkpoint.own.store import Checkpoint, locate
 from mega.core.config.sections import ModelConfig
 from mega.core.family import family
 from mega.core.inference.load import weight_pieces
-from mega.core.inventory import units
 from mega.core.parallel.region import ALONE
 from mega.core.parallel.weight import ParameterFactory
 

@@ -11,8 +11,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from mega.core.architecture import parameters
 from mega.core.config.resolve import data_parallel, microbatches
-from mega.core.inventory import parameters
 from mega.core.parallel.weight import local_parameters
 from mega.core.plan import plan, prove, simulate
 from mega.core.training.inputs import Inputs

@@ -14,14 +14,14 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from mega.core.architecture import inventory, padded
+from mega.core.architecture.adapters import with_adapters
 from mega.core.config.check import check
 from mega.core.config.presets import FAMILY_DEFAULTS
 from mega.core.config.run import RunConfig, flag_of, options_with, updated
 from mega.core.config.sections import ModelConfig
 from mega.core.config.unread import unread
 from mega.core.files import check_source
-from mega.core.inventory import inventory, padded
-from mega.core.inventory.adapters import with_adapters
 from mega.core.text.build import build
 from mega.core.text.tokenizer import Tokenizer, least_vocab
 from mega.core.training.kinds import kind_of

@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from mega.core.architecture import parameters
+from mega.core.architecture.words import count_words, shape_words
 from mega.core.config.resolve import data_parallel, lengths, microbatches, records_graph, text_lengths
 from mega.core.config.run import RunConfig
 from mega.core.config.sections import MASKED
 from mega.core.data.build import Datasets
 from mega.core.device import DTYPES, Device
-from mega.core.inventory import parameters
-from mega.core.inventory.words import count_words, shape_words
 from mega.core.ops.dropout import AttentionDropout
 from mega.core.ops.mask import AttentionMask, Kind
 from mega.core.ops.suite import Ops, attention_advice, attention_words

@@ -9,6 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from mega.core.architecture import inventory
+from mega.core.architecture.adapters import with_adapters
 from mega.core.checkpoint.forms.base import open_base
 from mega.core.checkpoint.forms.direct import SAMPLED
 from mega.core.checkpoint.forms.recognise import check_place, foreign_form, form_at
@@ -24,8 +26,6 @@ from mega.core.config.sections import DECODERS, LABELLED
 from mega.core.data.build import Datasets
 from mega.core.data.dataset import BlendedDataset
 from mega.core.files import url_of
-from mega.core.inventory import inventory
-from mega.core.inventory.adapters import with_adapters
 from mega.core.ops.counter import OLD_RULE, RULE
 from mega.core.parallel.mesh import Mesh
 from mega.core.text.tokenizer import Tokenizer

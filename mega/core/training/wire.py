@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from mega.core.architecture import Unit, inventory, placement
 from mega.core.config.check import PACKAGES
 from mega.core.config.resolve import data_parallel, records_graph
 from mega.core.config.run import RunConfig
 from mega.core.device import DTYPES, Device
 from mega.core.family import ModelStage, family
-from mega.core.inventory import Unit, inventory, placement
 from mega.core.model.stage import StageOptions
 from mega.core.ops.suite import Ops, choose
 from mega.core.optim.choose import rule_of

@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from mega.core.architecture import inventory
+from mega.core.architecture.families.bert import token_types
 from mega.core.checkpoint.forms.keys import check_options, number_in, only, translated, whole_in
 from mega.core.checkpoint.forms.mapping import Table, Target, whole
 from mega.core.checkpoint.own.pieces import CheckpointError
 from mega.core.config.sections import ModelConfig
-from mega.core.inventory import inventory
-from mega.core.inventory.bert import token_types
 
 TYPES = {"bert": "post", "megatron-bert": "pre"}
 """`model_type` -> where norms are."""

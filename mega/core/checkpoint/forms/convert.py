@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from mega.core.architecture import without_adapters
 from mega.core.checkpoint.forms.base import joined
 from mega.core.checkpoint.forms.companions import companions_of, tokenizer_kind
 from mega.core.checkpoint.forms.direct import main_dtype, opened_foreign
@@ -31,7 +32,6 @@ from mega.core.checkpoint.own.reshard import Progress, reshard
 from mega.core.checkpoint.own.source import OwnSource
 from mega.core.checkpoint.own.store import Checkpoint, locate, store_at
 from mega.core.device import DTYPES
-from mega.core.inventory import without_adapters
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 """Dtypes as --dtype names them."""

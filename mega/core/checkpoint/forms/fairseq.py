@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import torch
 
+from mega.core.architecture import inventory
 from mega.core.checkpoint.forms.foreign import TorchSource, check_not_twice, inside
 from mega.core.checkpoint.forms.form import Given, Opened
 from mega.core.checkpoint.forms.keys import translated, whole_in
@@ -23,7 +24,6 @@ from mega.core.checkpoint.own.model import check_size
 from mega.core.checkpoint.own.pieces import CheckpointError, Tensors
 from mega.core.checkpoint.own.store import Attachments
 from mega.core.config.sections import ModelConfig
-from mega.core.inventory import inventory
 
 NAMES = {
     "model.embed_tokens": "embed_tokens",
@@ -174,7 +174,8 @@ def table(model: ModelConfig, parts: int, *, output: bool) -> Table:
     targets: list[Target] = []
     copies: list[tuple[str, Fragment]] = []
     for tensor in inventory(model):
-        name, dim = f"weights/{tensor.name}", tensor.cut.dim if tensor.cut else None
+        name, cut = f"weights/{tensor.name}", tensor.cut()
+        dim = None if cut is None else cut.dim
         here = [f"{part}/{fairseq_name(tensor.name)}" for part in range(parts)]
         if dim is None:
             copies += [(name, whole(tensor.shape, each)) for each in here[1:]]

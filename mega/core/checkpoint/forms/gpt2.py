@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from mega.core.architecture import Tensor, inventory
 from mega.core.checkpoint.forms.keys import check_options, number_in, only, translated, whole_in
 from mega.core.checkpoint.forms.mapping import Fragment, Span, Table, Target, whole
 from mega.core.checkpoint.own.pieces import CheckpointError
 from mega.core.config.sections import ModelConfig
-from mega.core.inventory import Tensor, inventory
 
 PREFIX = "transformer."
 """In front of every name in a GPT2LMHeadModel; the first releases have none."""

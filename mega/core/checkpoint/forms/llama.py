@@ -9,11 +9,11 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from mega.core.architecture import inventory
 from mega.core.checkpoint.forms.keys import check_options, number_in, only, whole_in
 from mega.core.checkpoint.forms.mapping import Table, Target, whole
 from mega.core.checkpoint.own.pieces import CheckpointError
 from mega.core.config.sections import ModelConfig
-from mega.core.inventory import inventory
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 import torch
 
+from mega.core.architecture import Tensor, inventory
 from mega.core.checkpoint.forms.foreign import TorchSource, check_not_twice
 from mega.core.checkpoint.forms.form import Given, Opened
 from mega.core.checkpoint.forms.keys import translated
@@ -56,7 +57,6 @@ from mega.core.checkpoint.own.disk import read_file
 from mega.core.checkpoint.own.model import check_size
 from mega.core.checkpoint.own.pieces import CheckpointError, Tensors, naming
 from mega.core.config.sections import ModelConfig
-from mega.core.inventory import Tensor, inventory
 
 TRACKER = "latest_checkpointed_iteration.txt"
 WEIGHTS = "model_optim_rng.pt"
@@ -403,7 +403,8 @@ def table(model: ModelConfig, tp: int, stages: Stages, rows: int, version: int =
         stage, layer = stages.place(model, tensor.units[0])
         held_at = (f"{stage}/{legacy_name(tensor.name, layer)}", *stages.copies.get(tensor.name, ()))
         here, *others = [[f"{t}.{place}" for t in range(tp)] for place in held_at]
-        if tensor.cut is not None and tensor.cut.multiple:  # a vocabulary
+        cut = tensor.cut()
+        if cut is not None and cut.multiple:  # a vocabulary
             counts = [max(0, min(rows, tensor.shape[0] - t * rows)) for t in range(tp)]  # of tokens on each rank
             width = tensor.shape[1] if len(tensor.shape) == 2 else None
             for parts in (here, *others):
@@ -414,11 +415,11 @@ def table(model: ModelConfig, tp: int, stages: Stages, rows: int, version: int =
                     fragments = found
                 else:
                     copies += [(name, fragment) for fragment in found]
-        elif tensor.cut is None:
+        elif cut is None:
             fragments = (whole(tensor.shape, here[0]),)
             copies += [(name, whole(tensor.shape, each)) for parts in (here[1:], *others) for each in parts]
         else:
-            fragments = gathered(tensor.shape, here, tensor.cut.dim, _runs(model, tensor, tp, version))
+            fragments = gathered(tensor.shape, here, cut.dim, _runs(model, tensor, tp, version))
         targets.append(Target(name, tensor.shape, fragments))
     return Table(tuple(targets), copies=tuple(copies), padding=padding)
 

@@ -12,10 +12,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+from mega.core.architecture import padded
 from mega.core.checkpoint.forms.foreign import read_json
 from mega.core.checkpoint.own.pieces import CheckpointError
 from mega.core.config.sections import ModelConfig
-from mega.core.inventory import padded
 
 
 def check_vocabulary(values: Mapping[str, Any], rows: int, tp: int) -> None:

@@ -12,11 +12,11 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
+from mega.core.architecture import Unit
+from mega.core.architecture.families.bert import token_types
 from mega.core.checkpoint.forms.megatron_core import TIED_COPY, WORDS
 from mega.core.checkpoint.own.pieces import CheckpointError, Tensors
 from mega.core.config.sections import ModelConfig
-from mega.core.inventory import Unit
-from mega.core.inventory.bert import token_types
 from mega.core.plan.layers import split_layers, stage_layers
 
 BERT = {

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from mega.core.architecture import padded
 from mega.core.checkpoint.forms.form import Export, Given, Own
 from mega.core.checkpoint.forms.mapping import Source, Table, Target, joined
 from mega.core.checkpoint.forms.megatron import STYLES, TRACKER, WEIGHTS, Style, styled, table
@@ -40,7 +41,6 @@ from mega.core.checkpoint.forms.writing import made, write_torch
 from mega.core.checkpoint.own.disk import creating, write_all
 from mega.core.checkpoint.own.source import OwnSource
 from mega.core.config.sections import ModelConfig
-from mega.core.inventory import padded
 
 ORDERS: dict[Style, Order] = {
     "legacy": "legacy",

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from mega.core.architecture import Tensor, inventory
 from mega.core.checkpoint.forms.companions import copy_companions
 from mega.core.checkpoint.forms.foreign import TorchSource, check_not_twice, flat_tensors, inside, read_json
 from mega.core.checkpoint.forms.form import Export, Given, Opened, Own
@@ -37,7 +38,6 @@ from mega.core.checkpoint.own.model import check_size
 from mega.core.checkpoint.own.pieces import Box, CheckpointError, Tensors, whole_box
 from mega.core.checkpoint.own.store import Attachments
 from mega.core.config.sections import ModelConfig
-from mega.core.inventory import Tensor, inventory
 
 POSITIONS = 4096
 """params.json does not say for how many positions a model was trained; Llama 2's number."""
@@ -227,7 +227,8 @@ def table(model: ModelConfig, parts: int, embedding_dim: int = 1, *, output: boo
     for tensor in inventory(model):
         name = f"weights/{tensor.name}"
         here = [f"{part}/{meta_name(tensor.name)}" for part in range(parts)]
-        dim = None if tensor.cut is None else tensor.cut.dim
+        cut = tensor.cut()
+        dim = None if cut is None else cut.dim
         if tensor.name == EMBEDDING:
             dim = embedding_dim
             if model.tied and output:

@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from mega.core.architecture import linears
+from mega.core.architecture.adapters import DOWN, UP, with_adapters
 from mega.core.checkpoint.forms.foreign import TorchSource, read_json, safetensors_source
 from mega.core.checkpoint.forms.form import Export, Given, Opened, Own
 from mega.core.checkpoint.forms.gpt2 import PREFIX, gpt2_name
@@ -27,8 +29,6 @@ from mega.core.checkpoint.own.container import write_container
 from mega.core.checkpoint.own.model import model_of
 from mega.core.checkpoint.own.pieces import CheckpointError, Piece
 from mega.core.config.sections import ModelConfig
-from mega.core.inventory import linears
-from mega.core.inventory.adapters import DOWN, UP, with_adapters
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 WRAPPED = "base_model.model."

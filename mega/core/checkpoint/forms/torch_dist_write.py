@@ -17,6 +17,7 @@ from typing import IO, Any
 
 import torch
 
+from mega.core.architecture import padded
 from mega.core.checkpoint.forms.form import Export, Given, Own
 from mega.core.checkpoint.forms.mapping import Source, Table, joined
 from mega.core.checkpoint.forms.megatron import styled, table
@@ -29,7 +30,6 @@ from mega.core.checkpoint.forms.writing import made, write_json, write_torch
 from mega.core.checkpoint.own.source import OwnSource
 from mega.core.config.sections import ModelConfig
 from mega.core.files import whole_file
-from mega.core.inventory import padded
 
 FILE = "__0_0.distcp"
 VERSIONS = {

@@ -17,13 +17,13 @@ from typing import Any
 
 import torch
 
+from mega.core.architecture import architecture, inventory
+from mega.core.architecture.adapters import adapter_specs
 from mega.core.checkpoint.own.pieces import Box, CheckpointError, Piece, Tensors
 from mega.core.checkpoint.own.source import OwnSource
 from mega.core.checkpoint.own.store import Checkpoint
 from mega.core.config.sections import ModelConfig
 from mega.core.files import url_of
-from mega.core.inventory import inventory
-from mega.core.inventory.adapters import adapter_specs
 
 
 def describe(base: Checkpoint, digest: str | None = None) -> dict[str, str]:
@@ -86,7 +86,7 @@ class MergedSource:
 
     def __init__(self, source: OwnSource, model: ModelConfig) -> None:
         tensors = {tensor.name: tensor for tensor in inventory(model)}
-        self._source, self._specs = source, adapter_specs(model, tensors.values())
+        self._source, self._specs = source, adapter_specs(architecture(model).adapters, tensors.values())
         kept = {f"weights/{name}" for name, tensor in tensors.items() if not tensor.trainable}
         self.tensors: Tensors = {key: value for key, value in source.tensors.items() if key in kept}
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
+from mega.core.architecture import inventory, placement
 from mega.core.checkpoint.own.pieces import CheckpointError, Piece, Tensors
 from mega.core.config.sections import ModelConfig
-from mega.core.inventory import inventory, placement
 from mega.core.shard import shard
 
 
@@ -68,7 +68,7 @@ def plan_files(tensors: Tensors, model: ModelConfig, layout: Layout) -> list[lis
         logical[tensor.name] = tensor
     placed, tp = placement(model, layout.pp, layout.chunks, layout.stage_layers), layout.tp
     for tensor in logical.values():
-        if tensor.cut:
+        if tensor.cut():
             shard(tensor, {"tp": (0, tp)})  # raises where it does not divide
     kinds = {key.partition("/")[0] for key in tensors if key.partition("/")[2] in logical} | {"weights"}
     files: list[list[Piece]] = [[] for _ in range(tp * layout.pp)]
@@ -83,7 +83,7 @@ def plan_files(tensors: Tensors, model: ModelConfig, layout: Layout) -> list[lis
         if tensor.shape != shape:
             raise CheckpointError(f"{key}: has shape {shape}, the model's is {tensor.shape}")
         first = placed[tensor.units[0]][0] * tp
-        for rank in range(tp if tensor.cut else 1):
+        for rank in range(tp if tensor.cut() else 1):
             block = shard(tensor, {"tp": (rank, tp)})
             if prod(block.size):
                 files[first + rank].append(planned(key, shape, block.start, block.size, dtype))

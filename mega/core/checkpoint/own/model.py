@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from math import prod
 from typing import Any
 
+from mega.core.architecture import parameters
 from mega.core.checkpoint.own.pieces import CheckpointError, Tensors
 from mega.core.config.run import entries
 from mega.core.config.sections import ModelConfig
 from mega.core.config.toml import unfit
-from mega.core.inventory import parameters
 
 SIZES = ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "positions")
 """What a resolved model section says."""

@@ -1,16 +1,13 @@
-"""What a model's table says of one logical tensor. It refuses to know torch, ranks, and how layers fuse tensors."""
+"""What is known of one logical tensor. It refuses to know torch, ranks, and how layers fuse tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import ceil, prod
 from typing import Literal
 
-from mega.core.config.sections import ModelConfig
-
 Unit = int | str
-"""A part of the model that one pipeline stage holds whole: a block's number, or a name such as "embedding"."""
+"""A part of the model that one pipeline stage holds whole: a layer's number, or a name such as "embedding"."""
 
 Partial = Literal["tp", "sequence"]
 """Axes over which a rank's gradient is only a part of the whole: "tp" always (norms of a rank's own heads),
@@ -52,7 +49,8 @@ class Tensor:
     shape: tuple[int, ...]
     units: tuple[Unit, ...]
     init: Init
-    cut: Cut | None = None
+    cuts: tuple[Cut, ...] = ()
+    """Each along a dim and an axis of its own."""
     partial: tuple[Partial, ...] = ()
     data: str = "dp"
     trainable: bool = True
@@ -66,16 +64,9 @@ class Tensor:
     def elements(self) -> int:
         return prod(self.shape)
 
-
-@dataclass(frozen=True)
-class Table:
-    """A family's part of the inventory.
-
-    tensors: the logical tensors of a resolved model. units: the model's units in the order of its forward pass.
-    """
-
-    tensors: Callable[[ModelConfig], Iterator[Tensor]]
-    units: Callable[[ModelConfig], tuple[Unit, ...]]
+    def cut(self, axis: str = "tp") -> Cut | None:
+        """How `axis` cuts it; None where every rank of the axis holds it whole."""
+        return next((cut for cut in self.cuts if cut.axis == axis), None)
 
 
 def padded(parts: int, size: int, multiple: int) -> int:
@@ -86,9 +77,3 @@ def padded(parts: int, size: int, multiple: int) -> int:
     """
     unit = multiple * size
     return ceil(parts / unit) * unit
-
-
-def resolved(value: int | None, name: str) -> int:
-    """An option of the model that `resolve` has derived."""
-    assert value is not None, f"model.{name} is not resolved"
-    return value

@@ -1,4 +1,4 @@
-"""Low-rank adapters (LoRA; Hu et al. 2021) as entries of a model's inventory: y = x W^T + scale (x A^T) B^T.
+"""Low-rank adapters (LoRA; Hu et al. 2021) as logical tensors of a model: y = x W^T + scale (x A^T) B^T.
 
 With --lora-rank every tensor of the model stays as it is, and each linear of the blocks among --lora-targets gets two:
 
@@ -15,8 +15,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from math import sqrt
 
+from mega.core.architecture.model import Adapters
+from mega.core.architecture.tensor import Cut, Init, Tensor
 from mega.core.config.sections import ModelConfig
-from mega.core.inventory.tensor import Cut, Init, Tensor
 
 DOWN, UP = "lora_A", "lora_B"
 """What the two are called, as in peft."""
@@ -30,11 +31,6 @@ class AdapterSpec:
     up: Tensor
     scale: float
     dropout: float
-
-
-def scale(model: ModelConfig) -> float:
-    """What the product of the two is multiplied by."""
-    return model.lora_alpha / model.lora_rank
 
 
 def without_adapters(model: ModelConfig) -> ModelConfig:
@@ -53,32 +49,34 @@ def with_adapters(model: ModelConfig, of: ModelConfig) -> ModelConfig:
     )
 
 
-def adapted(model: ModelConfig, tensors: Iterable[Tensor]) -> Iterator[Tensor]:
-    """The tensors of a model with its adapters after what they are added to.
+def adapted(adapters: Adapters | None, tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+    """The tensors of a model, each adapter after the linear that it is added to.
 
     Errors: ValueError naming a target that is none of its linears.
     """
-    if not model.lora_rank:
+    if adapters is None:
         yield from tensors
         return
-    held = list(tensors)
-    linears = linear_names(held)
-    if unknown := [target for target in model.lora_targets if target not in linears]:
+    plain = list(tensors)
+    linears = linear_names(plain)
+    if unknown := [target for target in adapters.targets if target not in linears]:
         raise ValueError(f"--lora-targets {unknown[0]}: is not a linear of the blocks; valid: {', '.join(linears)}")
-    for tensor in held:
+    for tensor in plain:
         yield replace(tensor, trainable=False)
-        if _is_linear(tensor) and (not model.lora_targets or _linear(tensor) in model.lora_targets):
-            yield from _pair(tensor, model.lora_rank)
+        if _is_linear(tensor) and (not adapters.targets or _linear(tensor) in adapters.targets):
+            yield from _pair(tensor, adapters.rank)
 
 
-def adapter_specs(model: ModelConfig, tensors: Iterable[Tensor]) -> dict[str, AdapterSpec]:
+def adapter_specs(adapters: Adapters | None, tensors: Iterable[Tensor]) -> dict[str, AdapterSpec]:
     """Name of a linear's weight -> its adapter. tensors: of `adapted`."""
+    if adapters is None:
+        return {}
     by_name = {tensor.name: tensor for tensor in tensors}
     found = {}
     for name, up in by_name.items():
         if name.endswith(f".{UP}.weight"):
             stem = name.removesuffix(f"{UP}.weight")
-            found[f"{stem}weight"] = AdapterSpec(by_name[f"{stem}{DOWN}.weight"], up, scale(model), model.lora_dropout)
+            found[f"{stem}weight"] = AdapterSpec(by_name[f"{stem}{DOWN}.weight"], up, adapters.scale, adapters.dropout)
     return found
 
 
@@ -89,7 +87,7 @@ def linear_names(tensors: Iterable[Tensor]) -> list[str]:
 
 def _is_linear(tensor: Tensor) -> bool:
     """A matrix of a block that tensor ranks share."""
-    return len(tensor.shape) == 2 and isinstance(tensor.units[0], int) and tensor.cut is not None
+    return len(tensor.shape) == 2 and isinstance(tensor.units[0], int) and tensor.cut() is not None
 
 
 def _linear(tensor: Tensor) -> str:
@@ -98,9 +96,9 @@ def _linear(tensor: Tensor) -> str:
 
 
 def _pair(base: Tensor, rank: int) -> Iterator[Tensor]:
-    (outs, ins), cut, stem = base.shape, base.cut, base.name.removesuffix("weight")
+    (outs, ins), cut, stem = base.shape, base.cut(), base.name.removesuffix("weight")
     assert cut is not None
-    rows, columns = (cut, None) if cut.dim == 0 else (None, Cut(1, cut.axis, cut.parts))
+    rows, columns = ((cut,), ()) if cut.dim == 0 else ((), (Cut(1, cut.axis, cut.parts),))
     first = Init(std=1 / sqrt(3 * ins))
     # Ranks that hold a copy have seen their own outputs, or their own inputs, only.
     yield Tensor(f"{stem}{DOWN}.weight", (rank, ins), base.units, first, columns, () if columns else ("tp",))

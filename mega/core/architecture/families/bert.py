@@ -1,0 +1,41 @@
+"""BERT (Devlin et al. 2018): a stack read in both directions, with heads for masked words and for rows.
+
+Norms stand before each branch, as in Megatron-LM's BERT, or after it, as in the original, which has none after the last
+layer and one after the embeddings instead. The output matrix is the tied table, with a bias of its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from mega.core.architecture.families import parts
+from mega.core.architecture.model import Architecture, Output, Rows, Transform, Words
+from mega.core.config.sections import ModelConfig
+
+
+def bert(options: ModelConfig) -> Architecture:
+    """Only the head for words shares the table: a stage that held it for nothing would wait for its gradient."""
+    words = None
+    if options.head == "lm":
+        transform = Transform(activation=options.head_activation, norm=parts.norm(options, "lm_head.norm"))
+        words = Words(tied=options.tied, bias=True, transform=transform)
+    rows = {
+        "classification": Rows(name="classification_head", classes=options.classes, choices=1),
+        "choice": Rows(name="multichoice_head", classes=1, choices=options.classes),
+        "lm": Rows(name="binary_head", classes=2, choices=1) if options.binary_head else None,
+    }.get(options.head)
+    stack, post = (
+        parts.stack(options, parts.layer(options, causal=False), options.layers),
+        options.norm_placement == "post",
+    )
+    return parts.architecture(
+        options,
+        input=parts.inputs(options, types=token_types(options), normed=post),
+        stacks=(replace(stack, norm=None) if post else stack,),
+        output=Output(words=words, pooler=options.binary_head or rows is not None, rows=rows),
+    )
+
+
+def token_types(options: ModelConfig) -> int:
+    """Parts of a row that the embedding distinguishes: Megatron-LM's has them along with the binary head."""
+    return (2 if options.binary_head else 0) if options.token_types is None else options.token_types

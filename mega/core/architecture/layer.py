@@ -1,0 +1,159 @@
+"""What one layer is, as values: branches on a residual stream, each a mixer with its norms.
+
+    Layer(branches=(
+        Branch(mixer=Attention(heads=32, kv_heads=8, head_dim=128, ...), before=Norm("input_layernorm", ...), ...),
+        Branch(mixer=Dense(width=14336, gated=True, activation="silu", ...), before=Norm(...), ...),
+    ))
+
+A family builds these from a model's options; the logical tensors, the modules, the estimate and the converters read
+them. Names are relative to the layer. Nothing here is None because it has yet to be derived: None always means "the
+layer has no such part". No torch, no ranks, no options.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Activation = Literal["gelu", "gelu_tanh", "silu", "relu2"]
+
+
+@dataclass(frozen=True)
+class Norm:
+    """LayerNorm (with a bias) or RMSNorm over the last dim."""
+
+    name: str
+    """What its tensors are called."""
+    kind: Literal["layernorm", "rmsnorm"]
+    width: int
+    eps: float
+    offset: bool
+    """Whether the stored weight is one less than the factor that it stands for."""
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """How Llama 3.1 scales slow rotary frequencies; see ops/rotary.py."""
+
+    factor: float
+    low: float
+    high: float
+    original: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rope:
+    """Rotary positions (Su et al. 2021)."""
+
+    base: float
+    width: int
+    """Channels of each head that rotate."""
+    interpolation: float = 1.0
+    """What positions are divided by."""
+    scaling: RopeScaling | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attention:
+    """Attention with grouped heads (Ainslie et al. 2023)."""
+
+    name: str
+    """What its linears' names begin with."""
+    site: str
+    """Names its dropout; hashed into the masks, so that another name is another mask."""
+    heads: int
+    kv_heads: int
+    head_dim: int
+    qkv_bias: bool
+    out_bias: bool
+    source: Literal["self", "memory"]
+    """Where keys and values come from: the layer's own tokens, or what another stack made of its tokens."""
+    causal: bool
+    """Whether a token sees only those before it."""
+    padding: Literal["masked", "uniform", "zero"]
+    """Padding of an encoder's rows: masked as keys of tokens and of the memory; or seen by those who attend to the
+    memory, as in Megatron-LM 23.06 to core 0.5, where padding itself attends to all columns evenly (uniform: its
+    softmax in torch) or to none (zero: its fused softmax)."""
+    window: int | None
+    """How many tokens a token sees, itself included, on the sides that it sees."""
+    rope: Rope | None
+    q_norm: Norm | None
+    k_norm: Norm | None
+    dropout: float
+
+    @property
+    def width(self) -> int:
+        """Of the queries, and of what the heads give."""
+        return self.heads * self.head_dim
+
+    @property
+    def kv_width(self) -> int:
+        return self.kv_heads * self.head_dim
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dense:
+    """A feed-forward network: to the wide layer, activation, and back. Gated (Shazeer 2020): activation(gate) x up."""
+
+    name: str
+    site: str
+    """As of `Attention`."""
+    width: int
+    activation: Activation
+    gated: bool
+    bias: bool
+
+
+Mixer = Attention | Dense
+"""What a branch computes of its input."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Branch:
+    """One residual branch.
+
+    before alone:                    x + f(norm(x))
+    before, onto "normed":           n + f(n), n = norm(x)
+    after alone, of the "sum":       norm(x + f(x))                  Vaswani et al. 2017, BERT
+    before and after, of "branch":   x + after(f(before(x)))         Gemma 2 and 3
+    """
+
+    mixer: Mixer
+    before: Norm | None
+    after: Norm | None
+    after_of: Literal["sum", "branch"]
+    onto: Literal["stream", "normed"]
+    """What the branch is added to: its input, or the norm of it."""
+    dropout: float
+    """Of the branch before it is added."""
+
+    @property
+    def site(self) -> str:
+        """Names the branch's dropout."""
+        return f"{self.mixer.site}_out"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layer:
+    """Branches, one after the other, or all of the same stream."""
+
+    branches: tuple[Branch, ...]
+    parallel: bool = False
+    """Whether all branches read the layer's input and are added up (GPT-J, GPT-NeoX)."""
+
+    @property
+    def attentions(self) -> tuple[Attention, ...]:
+        return tuple(branch.mixer for branch in self.branches if isinstance(branch.mixer, Attention))
+
+    @property
+    def denses(self) -> tuple[Dense, ...]:
+        return tuple(branch.mixer for branch in self.branches if isinstance(branch.mixer, Dense))
+
+    @property
+    def attention(self) -> Attention:
+        """Its attention to its own tokens."""
+        return next(attention for attention in self.attentions if attention.source == "self")
+
+    @property
+    def dense(self) -> Dense:
+        return self.denses[0]

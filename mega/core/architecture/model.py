@@ -1,0 +1,200 @@
+"""What a whole model is, as values: an input, stacks of layers one after the other, an output.
+
+    Architecture(hidden=4096, input=Input(vocab=32000, ...), stacks=(Stack(layers=(Layer(...), ...)),), output=...)
+
+Layers are numbered through all stacks. A unit is what one pipeline stage holds whole: a layer, by its number, or an end
+of a stack by its name; with one stack "embedding", 0, 1, ..., "head". No torch, no ranks, no options.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from mega.core.architecture.layer import Activation, Attention, Layer, Norm, Rope
+from mega.core.architecture.tensor import Tensor, Unit
+
+
+@dataclass(frozen=True, kw_only=True)
+class Input:
+    """How ids become the residual stream: rows of tables, added up."""
+
+    vocab: int
+    """True rows of the table of tokens."""
+    vocab_multiple: int
+    """The table is padded to a multiple of this times the tensor ranks."""
+    scale: float
+    """What token rows are multiplied by."""
+    learned_positions: int
+    """Rows of a learned table of positions; 0 is none."""
+    sinusoid_from: int | None
+    """Number of the first sinusoidal position; None without sinusoids."""
+    types: int
+    """Rows of a table for the parts of a row; 0 is none."""
+    norm: Norm | None
+    dropout: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stack:
+    """Layers on one residual stream."""
+
+    name: str
+    """What the names of its tensors begin with."""
+    opens: str
+    """The unit in front of its first layer, which embeds its tokens."""
+    first: int
+    """The number of its first layer."""
+    layers: tuple[Layer, ...]
+    norm: Norm | None
+    """Of the stream after the last layer; it belongs to the unit that follows."""
+
+    @property
+    def numbers(self) -> range:
+        """Of its layers, counted through all stacks."""
+        return range(self.first, self.first + len(self.layers))
+
+    def prefix(self, number: int) -> str:
+        """What the names of layer `number`'s tensors begin with."""
+        return f"{self.name}.layers.{number - self.first}."
+
+
+@dataclass(frozen=True, kw_only=True)
+class Words:
+    """Logits of the vocabulary."""
+
+    tied: bool
+    """Whether the output matrix is the input's table."""
+    bias: bool
+    transform: Transform | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Transform:
+    """A dense layer, an activation and a norm before the output matrix, as BERT has them."""
+
+    activation: Activation
+    norm: Norm
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rows:
+    """What is computed of each row as a whole, from its pooled first token."""
+
+    name: str
+    classes: int
+    """Outputs of a row."""
+    choices: int
+    """Rows of which one is chosen by its only output; 1: each row is classified by itself."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Output:
+    """What is made of the last stack's stream."""
+
+    words: Words | None
+    pooler: bool
+    """Whether the first token of a row passes a dense layer and tanh."""
+    rows: Rows | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adapters:
+    """Low-rank adapters (Hu et al. 2021) of a model's linears."""
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...]
+    """Names of the linears that have one; () is all."""
+    dropout: float
+    """Of their inputs."""
+
+    @property
+    def scale(self) -> float:
+        """What the product of the two matrices is multiplied by."""
+        return self.alpha / self.rank
+
+
+@dataclass(frozen=True, kw_only=True)
+class Architecture:
+    """A model: everything that decides its tensors and its mathematics."""
+
+    family: str
+    """Named in messages and on disk. Code that depends on it belongs in core/family.py."""
+    hidden: int
+    """Width of the residual stream."""
+    positions: int
+    """Longest sequence."""
+    input: Input
+    stacks: tuple[Stack, ...]
+    output: Output
+    init_std: float
+    """Standard deviation of the initial values of matrices and tables."""
+    out_std: float
+    """The same of the linears that end a branch."""
+    adapters: Adapters | None
+    extra: tuple[Tensor, ...] = ()
+    """Tensors that a family adds to those of the parts above."""
+
+    @cached_property
+    def layers(self) -> tuple[Layer, ...]:
+        """Of all stacks."""
+        return tuple(layer for stack in self.stacks for layer in stack.layers)
+
+    @property
+    def units(self) -> tuple[Unit, ...]:
+        """In the order of the forward pass."""
+        opened: Iterator[Unit] = (unit for stack in self.stacks for unit in (stack.opens, *stack.numbers))
+        return *opened, "head"
+
+    @property
+    def attentions(self) -> Iterator[Attention]:
+        """Of all layers that differ, in order."""
+        return (attention for layer in dict.fromkeys(self.layers) for attention in layer.attentions)
+
+    @cached_property
+    def ropes(self) -> tuple[Rope, ...]:
+        """The kinds of rotary positions of its layers."""
+        return tuple(dict.fromkeys(attention.rope for attention in self.attentions if attention.rope is not None))
+
+    @cached_property
+    def drops(self) -> bool:
+        """Whether anything is dropped in training."""
+        rates = [self.input.dropout, 0.0 if self.adapters is None else self.adapters.dropout]
+        rates += [branch.dropout for layer in dict.fromkeys(self.layers) for branch in layer.branches]
+        return any((*rates, *(attention.dropout for attention in self.attentions)))
+
+    @property
+    def cached(self) -> Attention:
+        """The attention of any layer of a model that continues text: all keep keys and values of one shape.
+
+        Errors: ValueError where they do not.
+        """
+        shapes = {(each.heads, each.kv_heads, each.head_dim): each for each in self.attentions}
+        if len(shapes) != 1:
+            raise ValueError(f"a model of --family {self.family}: its layers keep keys and values of several shapes")
+        return next(iter(shapes.values()))
+
+    @property
+    def tied(self) -> bool:
+        """Whether the table of tokens is the output matrix too."""
+        return self.output.words is not None and self.output.words.tied
+
+    def stack_of(self, number: int) -> Stack:
+        """The stack of layer `number`."""
+        return next(stack for stack in self.stacks if number in stack.numbers)
+
+    def ends(self, stack: Stack) -> str:
+        """The unit after a stack's last layer."""
+        following = self.stacks.index(stack) + 1
+        return self.stacks[following].opens if following < len(self.stacks) else "head"
+
+    def with_depths(self, depths: tuple[int, ...]) -> Architecture:
+        """The same model with the first `depths` layers of each stack, or its last one repeated."""
+        stacks, first = [], 0
+        for stack, depth in zip(self.stacks, depths, strict=True):
+            layers = stack.layers[:depth] + stack.layers[-1:] * (depth - len(stack.layers))
+            stacks.append(replace(stack, first=first, layers=layers))
+            first += depth
+        return replace(self, stacks=tuple(stacks))

@@ -1,0 +1,126 @@
+"""Every LOGICAL tensor of a model, once, by one walk over its architecture: name, shape, cuts, initial values, units.
+
+Names are Hugging Face's Llama names where Llama has the tensor. Weights are [out, in]. The walk goes from the first
+stack's tables to the output, within a layer from its first branch to its last. Read by everything that must agree about
+a model: layers, initialisation, gradient norms and reductions, optimizer spans, checkpoints, converters, the estimate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from mega.core.architecture.layer import Attention, Dense, Layer, Norm
+from mega.core.architecture.model import Architecture, Output
+from mega.core.architecture.tensor import Cut, Init, Partial, Tensor, Unit
+
+
+def tensors(model: Architecture) -> Iterator[Tensor]:
+    """All but adapters."""
+    yield from _input(model)
+    for stack in model.stacks:
+        for number, layer in zip(stack.numbers, stack.layers, strict=True):
+            for tensor in layer_tensors(model, layer, number):
+                yield replace(tensor, name=stack.prefix(number) + tensor.name)
+        if stack.norm is not None:
+            yield from norm(stack.norm, model.ends(stack), "sequence")
+    yield from _output(model, model.output)
+    yield from model.extra
+
+
+def layer_tensors(model: Architecture, layer: Layer, number: int) -> Iterator[Tensor]:
+    """Those of layer `number`, by names relative to it."""
+    for branch in layer.branches:
+        if branch.before is not None:
+            yield from norm(branch.before, number, "sequence")
+        mixer = branch.mixer
+        yield from _attention(model, mixer, number) if isinstance(mixer, Attention) else _dense(model, mixer, number)
+        if branch.after is not None:
+            yield from norm(branch.after, number, "sequence")
+
+
+def norm(value: Norm, unit: Unit, partial: Partial) -> Iterator[Tensor]:
+    """The weight of a norm, and the bias of a LayerNorm."""
+    ones = Init(constant=0.0 if value.offset else 1.0)
+    yield Tensor(f"{value.name}.weight", (value.width,), (unit,), ones, partial=(partial,))
+    if value.kind == "layernorm":
+        yield Tensor(f"{value.name}.bias", (value.width,), (unit,), Init(), partial=(partial,))
+
+
+def whole_linear(model: Architecture, name: str, outs: int, partial: tuple[Partial, ...] = ()) -> Iterator[Tensor]:
+    """A linear with a bias at the output that every rank holds whole."""
+    yield Tensor(f"{name}.weight", (outs, model.hidden), ("head",), Init(std=model.init_std), partial=partial)
+    yield Tensor(f"{name}.bias", (outs,), ("head",), Init(), partial=partial)
+
+
+def vocabulary_rows(model: Architecture) -> tuple[Cut, ...]:
+    """How a table of tokens is cut."""
+    return (Cut(0, "tp", model.input.vocab, multiple=model.input.vocab_multiple),)
+
+
+def _input(model: Architecture) -> Iterator[Tensor]:
+    """Tables that the stacks, and a tied output, share; the first stack alone has types and a norm."""
+    table, normal = model.input, Init(std=model.init_std)
+    opened = tuple(stack.opens for stack in model.stacks)
+    users = (*opened, "head") if model.tied else opened
+    yield Tensor("model.embed_tokens.weight", (table.vocab, model.hidden), users, normal, vocabulary_rows(model))
+    if table.learned_positions:
+        shape = (table.learned_positions, model.hidden)
+        yield Tensor("model.embed_positions.weight", shape, opened, normal, partial=("sequence",))
+    if table.types:
+        shape = (table.types, model.hidden)
+        yield Tensor("model.embed_types.weight", shape, opened[:1], normal, partial=("sequence",))
+    if table.norm is not None:
+        yield from norm(table.norm, opened[0], "sequence")
+
+
+def _attention(model: Architecture, attention: Attention, number: int) -> Iterator[Tensor]:
+    """Query, key, value and output; heads are shared out over tp."""
+    name = attention.name
+    for which, heads in (("q", attention.heads), ("k", attention.kv_heads), ("v", attention.kv_heads)):
+        outs = heads * attention.head_dim
+        yield from _column(model, f"{name}.{which}_proj", number, outs, heads, attention.qkv_bias)
+    for each in (attention.q_norm, attention.k_norm):
+        if each is not None:
+            yield from norm(each, number, "tp")
+    yield from _row(model, f"{name}.o_proj", number, attention.width, attention.heads, attention.out_bias)
+
+
+def _dense(model: Architecture, dense: Dense, number: int) -> Iterator[Tensor]:
+    """Gate, up and down; the wide layer is shared out over tp."""
+    for which in ("gate", "up") if dense.gated else ("up",):
+        yield from _column(model, f"{dense.name}.{which}_proj", number, dense.width, dense.width, dense.bias)
+    yield from _row(model, f"{dense.name}.down_proj", number, dense.width, dense.width, dense.bias)
+
+
+def _column(model: Architecture, name: str, number: int, outs: int, parts: int, bias: bool) -> Iterator[Tensor]:
+    """Cut by rows of the weight: every rank computes its own outputs."""
+    cuts = (Cut(0, "tp", parts),)
+    yield Tensor(f"{name}.weight", (outs, model.hidden), (number,), Init(std=model.init_std), cuts)
+    if bias:
+        yield Tensor(f"{name}.bias", (outs,), (number,), Init(), cuts)
+
+
+def _row(model: Architecture, name: str, number: int, ins: int, parts: int, bias: bool) -> Iterator[Tensor]:
+    """Cut by columns of the weight: outputs are summed over ranks; the bias comes after the sum."""
+    cuts = (Cut(1, "tp", parts),)
+    yield Tensor(f"{name}.weight", (model.hidden, ins), (number,), Init(std=model.out_std), cuts)
+    if bias:
+        yield Tensor(f"{name}.bias", (model.hidden,), (number,), Init(), partial=("sequence",))
+
+
+def _output(model: Architecture, output: Output) -> Iterator[Tensor]:
+    """What acts on a token is whole on every rank, which may hold its own tokens only; so is what judges a row."""
+    if (words := output.words) is not None:
+        if words.transform is not None:
+            yield from whole_linear(model, "lm_head.dense", model.hidden, ("sequence",))
+            yield from norm(words.transform.norm, "head", "sequence")
+        shape, rows = (model.input.vocab, model.hidden), vocabulary_rows(model)
+        if not words.tied:
+            yield Tensor("lm_head.weight", shape, ("head",), Init(std=model.init_std), rows)
+        if words.bias:
+            yield Tensor("lm_head.bias", shape[:1], ("head",), Init(), rows)
+    if output.pooler:
+        yield from whole_linear(model, "pooler.dense", model.hidden)
+    if output.rows is not None:
+        yield from whole_linear(model, output.rows.name, output.rows.classes)

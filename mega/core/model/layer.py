@@ -1,0 +1,141 @@
+"""One transformer layer: branches on the residual stream. The algebra is written once, for training and for decoding.
+
+A branch is steps: a norm before, a mixer, its last linear, a norm after. In training the steps are modules
+(`ResidualBranch`), in decoding functions prepared from them (model/decode.py); `branch_function` and `run_parallel`
+only say in which order they go and what is added to what:
+
+    before                              x + f(norm(x))
+    before, onto the normed             n + f(n), n = norm(x)
+    after, of the sum                   norm(x + f(x))
+    before, and after of the branch     x + after(f(before(x)))
+    parallel                            x + f(before_f(x)) + g(before_g(x))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import nn
+
+from mega.core.architecture.layer import Attention, Branch, Layer
+from mega.core.model.forward import ForwardContext
+from mega.core.model.mixers import LayerPlace, mixer
+from mega.core.model.residual import ResidualState, Tensors, normalization
+from mega.core.parallel.weight import ParameterFactory
+
+Context = TypeVar("Context", contravariant=True)
+"""What the steps of a pass need besides their input: `ForwardContext` in training."""
+
+
+NormStep = Callable[[ResidualState], tuple[torch.Tensor, torch.Tensor]]
+"""The stream with its branch added, and the norm of it."""
+
+
+class BranchSteps(Protocol[Context]):
+    """The steps of one branch."""
+
+    @property
+    def value(self) -> Branch:
+        """What the branch is."""
+
+    @property
+    def before(self) -> NormStep | None: ...
+    @property
+    def after(self) -> NormStep | None: ...
+    @property
+    def mix(self) -> Callable[[torch.Tensor, Context], torch.Tensor]:
+        """x [tokens, h] -> what the last linear takes."""
+
+    @property
+    def add(self) -> Callable[[torch.Tensor, torch.Tensor, Context], ResidualState]:
+        """(x, mixed) -> the stream x with the last linear's output, which may be left for the next norm to add."""
+
+    @property
+    def alone(self) -> Callable[[torch.Tensor, Context], torch.Tensor]:
+        """mixed -> the last linear's output with its bias and dropout, [tokens, h]."""
+
+
+def branch_function(steps: BranchSteps[Context]) -> Callable[[ResidualState, Context], ResidualState]:
+    """One branch as a function of the stream. What it is made of is looked up once, which decoding needs."""
+    before, mix, add, after, alone = steps.before, steps.mix, steps.add, steps.after, steps.alone
+    onto_normed, of_sum = steps.value.onto == "normed", steps.value.after_of == "sum"
+
+    def run(stream: ResidualState, context: Context) -> ResidualState:
+        if before is None:
+            assert stream.branch is None, "a branch without a norm before it cannot add the one that is pending"
+            x = normed = stream.x
+        else:
+            x, normed = before(stream)
+        if onto_normed:
+            x = normed
+        mixed = mix(normed, context)
+        if after is None:
+            return add(x, mixed, context)
+        if of_sum:
+            return ResidualState(after(add(x, mixed, context))[1])
+        return ResidualState(x, after(ResidualState(alone(mixed, context)))[1])
+
+    return run
+
+
+def run_parallel(branches: Sequence[BranchSteps[Context]], x: torch.Tensor, context: Context) -> ResidualState:
+    """Branches that all read the stream x, added up."""
+    total = None
+    for steps in branches:
+        normed = x if steps.before is None else steps.before(ResidualState(x))[1]
+        out = steps.alone(steps.mix(normed, context), context)
+        total = out if total is None else total + out
+    return ResidualState(x, total)
+
+
+class ResidualBranch(nn.Module):
+    """A branch in training: its steps are modules."""
+
+    def __init__(self, factory: ParameterFactory, value: Branch, tensors: Tensors, place: LayerPlace):
+        super().__init__()
+        self.value, self.layer, self.ops = value, place.layer, factory.ops
+        # Norms before the mixer: the order in which weights are registered sets bytes of ZeRO spans.
+        self.before = normalization(factory, value.before, tensors)
+        self.after = normalization(factory, value.after, tensors)
+        self.mixer = mixer(factory, value.mixer, tensors, place)
+
+    def mix(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+        mixed: torch.Tensor = self.mixer(x, context)
+        return mixed
+
+    def add(self, x: torch.Tensor, mixed: torch.Tensor, context: ForwardContext) -> ResidualState:
+        drop = context.dropout(self.value.dropout, self.layer, self.value.site)
+        return ResidualState(x, self.mixer.finish(mixed, context), self.mixer.out.bias, drop)
+
+    def alone(self, mixed: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+        drop = context.dropout(self.value.dropout, self.layer, self.value.site)
+        return self.ops.added(None, self.mixer.finish(mixed, context), self.mixer.out.bias, drop)
+
+
+class TransformerLayer(nn.Module):
+    """One layer of a model in training. tensors: by names relative to it.
+
+    Branches that read a memory are registered last, whenever they run: the order of weights sets bytes of ZeRO spans.
+    """
+
+    def __init__(self, factory: ParameterFactory, value: Layer, tensors: Tensors, place: LayerPlace):
+        super().__init__()
+        self.value, self.ops = value, factory.ops
+        later = [isinstance(each.mixer, Attention) and each.mixer.source != "self" for each in value.branches]
+        order = sorted(range(len(later)), key=later.__getitem__)
+        self.registered = nn.ModuleList(ResidualBranch(factory, value.branches[at], tensors, place) for at in order)
+        self._running = [order.index(at) for at in range(len(order))]
+
+    @property
+    def branches(self) -> list[Any]:
+        """In the order in which they run."""
+        return [self.registered[at] for at in self._running]
+
+    def forward(self, stream: ResidualState, context: ForwardContext) -> ResidualState:
+        if self.value.parallel:
+            return run_parallel(self.branches, stream.sum(self.ops), context)
+        for branch in self.branches:
+            stream = branch_function(branch)(stream, context)
+        return stream

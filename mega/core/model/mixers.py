@@ -1,0 +1,149 @@
+"""What the branches of a layer compute: attention to the own tokens, attention to a memory, feed-forward.
+
+A mixer is two steps, since decoding replaces each by itself: `forward` gives what the last linear takes, `out` is that
+linear, which leaves the region. Shapes are those of one tensor rank: `heads` below are this rank's, tokens [tokens, h]
+are ours between regions under sequence parallelism.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from mega.core.architecture import Tensor
+from mega.core.architecture.layer import Attention, Dense, Mixer
+from mega.core.model.forward import ForwardContext
+from mega.core.model.residual import ResidualState, Tensors, normalization
+from mega.core.ops.autograd import with_recipe
+from mega.core.ops.dropout import Dropout
+from mega.core.ops.rotary import rotate
+from mega.core.parallel.linear import ColumnLinear, RowLinear
+from mega.core.parallel.region import Region
+from mega.core.parallel.weight import ParameterFactory
+
+
+class LayerPlace(NamedTuple):
+    """Where a layer stands: its number in the whole model, the region of its ranks, dropout of its adapters' inputs."""
+
+    layer: int
+    region: Region
+    adapter_dropout: float
+
+
+class MixerModule(nn.Module):
+    """A mixer's module. out: its last linear.
+
+    adapters: what the sites of its adapters' dropout begin with; they are hashed into the masks.
+    """
+
+    adapters = ""
+    out_adapter = "out_adapter"
+    out: RowLinear
+
+    def __init__(self, place: LayerPlace):
+        super().__init__()
+        self.layer, self._adapter_dropout = place.layer, place.adapter_dropout
+
+    def adapter_dropout(self, context: ForwardContext, site: str) -> Dropout | None:
+        return context.adapter_dropout(self._adapter_dropout, self.layer, self.adapters + site)
+
+    def finish(self, mixed: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+        """The last linear of what `forward` gives: [tokens, h], to which its bias is still to be added."""
+        return self.out.matmul(mixed, self.adapter_dropout(context, self.out_adapter))
+
+
+class SelfAttention(MixerModule):
+    """Attention of tokens to tokens of the same rows; query, key and value are one GEMM."""
+
+    def __init__(self, factory: ParameterFactory, value: Attention, tensors: Tensors, place: LayerPlace):
+        super().__init__(place)
+        self.value, self.ops, region = value, factory.ops, place.region
+        self.heads, self.kv_heads = value.heads // region.size, value.kv_heads // region.size
+        self.first_head = region.axis.index * self.heads
+        self.project(factory, tensors, region)
+        self.q_norm = normalization(factory, value.q_norm, tensors)
+        self.k_norm = normalization(factory, value.k_norm, tensors)
+        self.out = _row(factory, tensors, f"{value.name}.o_proj", region)
+
+    def project(self, factory: ParameterFactory, tensors: Tensors, region: Region) -> None:
+        """Make the linears into the heads."""
+        self.qkv = self.column(factory, tensors, region, "qkv")
+
+    def column(self, factory: ParameterFactory, tensors: Tensors, region: Region, which: str) -> ColumnLinear:
+        return _column(factory, tensors, [f"{self.value.name}.{one}_proj" for one in which], region)
+
+    def forward(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+        """x [tokens, h] -> [all tokens of the region, heads x d]."""
+        rotary, drop = context.rotary(self.value.rope), self.adapter_dropout(context, "qkv_adapter")
+        turned = None if self.q_norm is not None else rotary
+        q, k, v = self.ops.split_heads(self.qkv.biased(x, drop), self.qkv.bias, self.heads, self.kv_heads, turned)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(ResidualState(q))[1], self.k_norm(ResidualState(k))[1]
+            if rotary is not None:
+                q, k = rotate(q, *rotary), rotate(k, *rotary)
+        q, k, v = (x.unflatten(0, (context.batch, context.seq)) for x in (q, k, v))
+        mixed = context.attend(self.ops.attention, q, k, v, self.value, self.layer, self.first_head)
+        return mixed.reshape(context.batch * context.seq, -1)
+
+
+class CrossAttention(SelfAttention):
+    """Queries of the layer's tokens; keys and values, one GEMM, of the memory."""
+
+    adapters = "cross_"
+
+    def project(self, factory: ParameterFactory, tensors: Tensors, region: Region) -> None:
+        self.q = self.column(factory, tensors, region, "q")
+        self.kv = self.column(factory, tensors, region, "kv")
+
+    def forward(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+        """x [tokens, h] -> [all tokens of the region, heads x d]."""
+        memory = context.memory
+        assert memory is not None
+        q = self.q(x, self.adapter_dropout(context, "q_adapter")).unflatten(1, (self.heads, -1))
+        drop = self.adapter_dropout(context.of_memory(), "kv_adapter")
+        k, v = self.kv(memory.tokens, drop).unflatten(1, (2 * self.kv_heads, -1)).chunk(2, dim=1)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(ResidualState(q))[1], self.k_norm(ResidualState(k))[1]
+        q, k, v = (one.unflatten(0, (context.batch, -1)) for one in (q, k, v))
+        mixed = self.ops.attention(q, k, v, context.memory_mask(self.value, self.layer, self.first_head))
+        return mixed.reshape(context.batch * context.seq, -1)
+
+
+class FeedForward(MixerModule):
+    """Out to the wide layer, activation, and back; gate and up are one GEMM."""
+
+    out_adapter = "down_adapter"
+
+    def __init__(self, factory: ParameterFactory, value: Dense, tensors: Tensors, place: LayerPlace):
+        super().__init__(place)
+        self.value, self.ops, self.recompute = value, factory.ops, factory.recompute
+        self.activation = "swiglu" if value.gated else value.activation
+        names = [f"{value.name}.{which}_proj" for which in (("gate", "up") if value.gated else ("up",))]
+        self.up = _column(factory, tensors, names, place.region)
+        self.out = _row(factory, tensors, f"{value.name}.down_proj", place.region)
+
+    def forward(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+        """x [tokens, h] -> [all tokens of the region, f]."""
+        wide, bias = self.up.matmul(x, self.adapter_dropout(context, "up_adapter")), self.up.bias
+        active = self.ops.activate(wide, bias, self.activation)
+        if self.recompute:
+            freed = wide.detach()
+            with_recipe(active, lambda: self.ops.activate(freed, bias, self.activation))
+        return active
+
+
+def mixer(factory: ParameterFactory, value: Mixer, tensors: Tensors, place: LayerPlace) -> MixerModule:
+    """The module of a mixer."""
+    kind: Any = FeedForward if isinstance(value, Dense) else SelfAttention if value.source == "self" else CrossAttention
+    return kind(factory, value, tensors, place)
+
+
+def _column(factory: ParameterFactory, tensors: Tensors, names: list[str], region: Region) -> ColumnLinear:
+    biases: list[Tensor] = [tensors[f"{name}.bias"] for name in names if f"{name}.bias" in tensors]
+    return ColumnLinear(factory, [tensors[f"{name}.weight"] for name in names], biases, region)
+
+
+def _row(factory: ParameterFactory, tensors: Tensors, name: str, region: Region) -> RowLinear:
+    return RowLinear(factory, tensors[f"{name}.weight"], tensors.get(f"{name}.bias"), region)

@@ -1,0 +1,59 @@
+"""The residual stream, and norms of it. The next norm adds a branch to the stream in its own pass."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from mega.core.architecture import Tensor
+from mega.core.architecture.layer import Norm
+from mega.core.ops.autograd import with_recipe
+from mega.core.ops.dropout import Dropout
+from mega.core.ops.suite import Ops
+from mega.core.parallel.weight import ParameterFactory, Weight
+
+Tensors = Mapping[str, Tensor]
+"""Logical tensors of one unit, by names relative to it."""
+
+
+class ResidualState(NamedTuple):
+    """The residual stream [tokens, h] and the branch that is still to be added, so that the next norm adds it.
+
+    drop: of the branch with its bias.
+    """
+
+    x: torch.Tensor
+    branch: torch.Tensor | None = None
+    bias: Weight | None = None
+    drop: Dropout | None = None
+
+    def sum(self, ops: Ops) -> torch.Tensor:
+        return ops.added(*self)
+
+
+class Normalization(nn.Module):
+    """LayerNorm or RMSNorm over the last dim; its weights are whole on every rank."""
+
+    def __init__(self, factory: ParameterFactory, norm: Norm, tensors: Tensors):
+        super().__init__()
+        self.weight = factory(tensors[f"{norm.name}.weight"])
+        self.bias = factory(tensors[f"{norm.name}.bias"]) if norm.kind == "layernorm" else None
+        self.eps, self.offset = norm.eps, norm.offset
+        self.ops, self.recompute = factory.ops, factory.recompute
+
+    def forward(self, stream: ResidualState) -> tuple[torch.Tensor, torch.Tensor]:
+        """The stream with its branch added, and its norm."""
+        weight = self.weight + 1 if self.offset else self.weight
+        x, normed = self.ops.add_norm(*stream, weight, self.bias, self.eps)
+        if self.recompute:
+            freed = (x.detach(), None, None, None, weight.detach(), self.bias, self.eps)
+            with_recipe(normed, lambda: self.ops.add_norm(*freed)[1])
+        return x, normed
+
+
+def normalization(factory: ParameterFactory, norm: Norm | None, tensors: Tensors) -> Normalization | None:
+    """The module of a norm, where there is one."""
+    return None if norm is None else Normalization(factory, norm, tensors)
