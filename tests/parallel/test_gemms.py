@@ -26,10 +26,10 @@ OUT = Tensor("out.weight", (8, 12), (0,), Init(), (Cut(1, "tp", 12),), trainable
 
 def spec(base: Tensor, number: int = 0) -> AdapterSpec:
     outs, ins = base.shape
-    cut = base.cut
+    cut = base.cut()
     assert cut is not None
-    down = Tensor(f"{base.name}.A{number}", (RANK, ins), (0,), Init(), cut if cut.dim == 1 else None)
-    up = Tensor(f"{base.name}.B{number}", (outs, RANK), (0,), Init(), cut if cut.dim == 0 else None)
+    down = Tensor(f"{base.name}.A{number}", (RANK, ins), (0,), Init(), base.cuts if cut.dim == 1 else ())
+    up = Tensor(f"{base.name}.B{number}", (outs, RANK), (0,), Init(), base.cuts if cut.dim == 0 else ())
     return AdapterSpec(down, up, SCALE, 0.0)
 
 
@@ -86,7 +86,7 @@ def adapted(groups: Groups, rank: int, size: int, sequence: bool) -> None:
     for weight in weights:
         if weight.requires_grad:
             assert weight.grad is not None
-            if weight.segments[0].shard.tensor.cut is None:  # a part on every rank
+            if weight.segments[0].shard.tensor.cut() is None:  # a part on every rank
                 all_reduce(weight.grad, axis)
             assert_own_part(weight, weight.grad, grads)
 

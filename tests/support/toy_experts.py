@@ -17,6 +17,7 @@ from mega.core.inventory import Cut, Init, Tensor
 from torch import nn
 from torch.nn import functional as F
 
+from mega.core.architecture import Cut, Init, Tensor
 from mega.core.batch import Term
 from mega.core.config.run import RunConfig
 from mega.core.device import Device
@@ -34,8 +35,8 @@ EXPERTS, HIDDEN = 4, 24
 SOME = Init(std=0.3)
 DENSE = Tensor("dense.weight", (HIDDEN, HIDDEN), ("dense",), SOME)
 SCALE = Tensor("dense.scale", (HIDDEN,), ("dense",), Init(constant=1.0))
-EXPERT = Tensor("experts.weight", (EXPERTS * HIDDEN, HIDDEN), (0,), SOME, Cut(0, "ep", EXPERTS), data="edp")
-BIAS = Tensor("experts.bias", (EXPERTS * HIDDEN,), (0,), SOME, Cut(0, "ep", EXPERTS), data="edp")
+EXPERT = Tensor("experts.weight", (EXPERTS * HIDDEN, HIDDEN), (0,), SOME, (Cut(0, "ep", EXPERTS),), data="edp")
+BIAS = Tensor("experts.bias", (EXPERTS * HIDDEN,), (0,), SOME, (Cut(0, "ep", EXPERTS),), data="edp")
 
 
 @dataclass(frozen=True)

@@ -56,6 +56,6 @@ def test_the_head_is_not_cast() -> None:
     state = build_state(small_run("llama", **OPTIONS, fp8=True), Mesh(0), Device.choose("cpu"))
     stage = state.stages[0]
     assert stage.head is not None
-    kinds = {type(weight.ops.matmuls).__name__ for weight in stage.blocks.parameters()}  # type: ignore[attr-defined]
+    kinds = {type(weight.ops.matmuls).__name__ for weight in stage.layers.parameters()}  # type: ignore[attr-defined]
     assert kinds == {"Fp8Matmuls"} and type(stage.head.weight.ops.matmuls).__name__ == "Matmuls"
     assert torch.float8_e4m3fn not in {weight.dtype for weight in stage.parameters()}
