@@ -32,7 +32,13 @@ DOCUMENT += (
 )
 DOCUMENT += f" --lr-scheduler inverse_sqrt --lr 0.01 --weight-decay 0.01 {SIZES}"
 LINE = [*DOCUMENT.split(), "--adam-betas", "(0.9, 0.98)"]
-KEPT = ("decoder_layers", "decoder_embed_dim", "decoder_ffn_embed_dim", "decoder_attention_heads", "activation_fn")
+KEPT: tuple[str, ...] = (
+    "decoder_layers",
+    "decoder_embed_dim",
+    "decoder_ffn_embed_dim",
+    "decoder_attention_heads",
+    "activation_fn",
+)
 KEPT += ("decoder_normalize_before", "share_decoder_input_output_embed", "tokens_per_sample")
 TYPES = {1: np.uint8, 4: np.int32, 5: np.int64, 8: np.uint16}
 

@@ -148,7 +148,7 @@ def test_prompts_next_to_single_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
         given = [torch.from_numpy(each).to(DEVICE) for each in (np.where(counts == 1, lengths, 0), tables)]
         tiles = torch.zeros(recorded.most_tiles(len(q), 9), 4, dtype=torch.int64, device=DEVICE)
         tiles[: len(pages.tiles)] = pages.tiles
-        again = kernels().attend(q, pool.flatten(1), recorded.pages(*given, tiles, pool, window))
+        again = kernels().attend(q, pool.flatten(1), recorded.pages(given[0], given[1], tiles, pool, window))
         assert torch.equal(again.double(), ours), "with room for more runs and tiles"
 
 

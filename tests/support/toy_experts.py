@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
-from mega.core.inventory import Cut, Init, Tensor
 from torch import nn
 from torch.nn import functional as F
 

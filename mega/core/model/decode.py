@@ -192,8 +192,8 @@ def _branch(branch: ResidualBranch, factors: _Factors, parts: _DecodeParts) -> D
 
 
 def _fused(branch: ResidualBranch, usual: DecodeBranch, factors: _Factors, parts: _DecodeParts) -> DecodeBranch | None:
-    """For few rows: the norm is computed by the product of it, the stream added to by the last product of the branch, or
-    by its sum over tensor ranks. None where more lies between these. usual: for any number of rows."""
+    """For few rows: the norm is computed by the product of it, the branch added to the stream by its last product or by
+    the sum over tensor ranks. None where more lies between these. usual: for any number of rows."""
     mixer, few, value = cast(Any, branch.mixer), parts.few, branch.value
     first, out, region = _first(branch), branch.mixer.out, branch.mixer.out.region
     plain = first.gemms.plain and out.gemms.plain and value.onto == "stream"
