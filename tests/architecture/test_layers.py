@@ -17,7 +17,7 @@ from mega.core.config.run import RunConfig
 from mega.core.config.sections import ModelConfig
 from mega.core.inference.generate import logits
 from mega.core.inference.request import Request
-from mega.core.model.decode import DecodeContext, _layer, _DecodeParts
+from mega.core.model.decode import DecodeContext, _DecodeParts, _layer
 from mega.core.model.decoder import DecoderStage
 from mega.core.model.forward import ForwardContext, forward_context
 from mega.core.model.layer import TransformerLayer
