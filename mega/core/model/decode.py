@@ -20,6 +20,7 @@ from mega.core.model.embedding import Embedding
 from mega.core.model.layer import NormStep, ResidualBranch, TransformerLayer, branch_function, run_parallel
 from mega.core.model.mixers import FeedForward, SelfAttention
 from mega.core.model.residual import Normalization, ResidualState
+from mega.core.ops.activation import GATED
 from mega.core.ops.few_rows import FewRows, NormOf, Place, trusted
 from mega.core.ops.heads import Rotary
 from mega.core.ops.matmuls import Factor
@@ -214,6 +215,8 @@ def _fused(branch: ResidualBranch, usual: DecodeBranch, factors: _Factors, parts
         return linear(x, inner, norm, None, None)
 
     def feed(x: torch.Tensor, context: DecodeContext) -> torch.Tensor:
+        if mixer.activation in GATED and mixer.activation != "swiglu":  # for which the kernel has no gate
+            return mixer.ops.activate(project(x), None, mixer.activation)
         return linear(x, inner, norm, mixer.activation, None)
 
     def add(x: torch.Tensor, mixed: torch.Tensor, context: DecodeContext) -> ResidualState:

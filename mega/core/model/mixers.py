@@ -16,6 +16,7 @@ from mega.core.architecture import Tensor
 from mega.core.architecture.layer import Attention, Dense, Mixer
 from mega.core.model.forward import ForwardContext
 from mega.core.model.residual import ResidualState, Tensors, normalization
+from mega.core.ops.activation import gated_kind
 from mega.core.ops.autograd import with_recipe
 from mega.core.ops.dropout import Dropout
 from mega.core.ops.rotary import rotate
@@ -119,7 +120,7 @@ class FeedForward(MixerModule):
     def __init__(self, factory: ParameterFactory, value: Dense, tensors: Tensors, place: LayerPlace):
         super().__init__(place)
         self.value, self.ops, self.recompute = value, factory.ops, factory.recompute
-        self.activation = "swiglu" if value.gated else value.activation
+        self.activation = gated_kind(value.activation) if value.gated else value.activation
         names = [f"{value.name}.{which}_proj" for which in (("gate", "up") if value.gated else ("up",))]
         self.up = _column(factory, tensors, names, place.region)
         self.out = _row(factory, tensors, f"{value.name}.down_proj", place.region)

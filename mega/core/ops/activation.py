@@ -5,17 +5,31 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
+GATED = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_tanh", "reglu2": "relu2"}
+"""Gated kind -> the activation of its gate (Shazeer 2020)."""
+
+
+def gated_kind(activation: str) -> str:
+    """The gated kind whose gate has this activation.
+
+    >>> gated_kind("silu")
+    'swiglu'
+    """
+    return next(kind for kind, gate in GATED.items() if gate == activation)
+
 
 def activate(x: torch.Tensor, bias: torch.Tensor | None, kind: str) -> torch.Tensor:
-    """gelu (erf), gelu_tanh, relu2 (squared ReLU) or swiglu (silu(gate) x up; Shazeer 2020) of x + bias."""
+    """gelu (erf), gelu_tanh, silu, relu2 (squared ReLU), or a kind of `GATED` (activation(gate) x up) of x + bias."""
     if bias is not None:
         x = x + bias
+    if kind in GATED:
+        gate, up = x.chunk(2, dim=-1)
+        return activate(gate, None, GATED[kind]) * up
     if kind == "gelu_tanh":
         return F.gelu(x, approximate="tanh")
     if kind == "gelu":
         return F.gelu(x)
     if kind == "relu2":
         return F.relu(x).square()
-    assert kind == "swiglu", kind
-    gate, up = x.chunk(2, dim=-1)
-    return F.silu(gate) * up
+    assert kind == "silu", kind
+    return F.silu(x)

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from mega.core.ops.activation import GATED
 from mega.core.ops.kernels.language import cdiv, jit, launch, tl
 from mega.core.ops.kernels.sums import deliver_sums
 
@@ -16,7 +17,7 @@ TALL, WIDE = 16, 128
 H200."""
 STAGES = 3
 """Tiles whose loads are in flight while one is computed, backward."""
-KINDS = {"gelu_tanh": 0, "gelu": 1, "relu2": 2}
+KINDS = {"gelu_tanh": 0, "gelu": 1, "relu2": 2, "silu": 3}
 
 
 @jit
@@ -26,6 +27,8 @@ def value(x, KIND: tl.constexpr):
         return x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
     elif KIND == 1:
         return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    elif KIND == 3:
+        return x * tl.sigmoid(x)
     else:
         return tl.where(x > 0, x * x, 0.0)
 
@@ -37,6 +40,9 @@ def _slope(x, KIND: tl.constexpr):
         return s + x * s * (1.0 - s) * 1.5957691216057308 * (1.0 + 0.134145 * x * x)
     elif KIND == 1:
         return 0.5 * (1.0 + tl.erf(x * 0.7071067811865476)) + x * 0.3989422804014327 * tl.exp(-0.5 * x * x)
+    elif KIND == 3:
+        s = tl.sigmoid(x)
+        return s * (1.0 + x * (1.0 - s))
     else:
         return tl.where(x > 0, 2.0 * x, 0.0)
 
@@ -124,58 +130,65 @@ def _row_and_columns(width, BLOCK: tl.constexpr):
 
 
 @jit
-def _gate_forward(x_at, y_at, width, BLOCK: tl.constexpr):
+def _gate_forward(x_at, y_at, width, KIND: tl.constexpr, BLOCK: tl.constexpr):
     row, column = _row_and_columns(width, BLOCK)
     real = column < width
     gate = tl.load(x_at + row * 2 * width + column, real, 0.0).to(tl.float32)
     up = tl.load(x_at + row * 2 * width + width + column, real, 0.0).to(tl.float32)
-    y = gate * tl.sigmoid(gate) * up
+    y = value(gate, KIND) * up
     tl.store(y_at + row * width + column, y.to(y_at.dtype.element_ty), real)
 
 
 @jit
-def _gate_backward(x_at, grad_at, out_at, width, BLOCK: tl.constexpr):
+def _gate_backward(x_at, grad_at, out_at, width, KIND: tl.constexpr, BLOCK: tl.constexpr):
     row, column = _row_and_columns(width, BLOCK)
     real = column < width
     at = row * 2 * width + column
     gate = tl.load(x_at + at, real, 0.0).to(tl.float32)
     up = tl.load(x_at + at + width, real, 0.0).to(tl.float32)
     grad = tl.load(grad_at + row * width + column, real, 0.0).to(tl.float32)
-    s = tl.sigmoid(gate)
-    grad_gate = grad * up * s * (1.0 + gate * (1.0 - s))
+    if KIND == 3:  # in an order of its own, so that its bits stay as they were
+        s = tl.sigmoid(gate)
+        grad_gate = grad * up * s * (1.0 + gate * (1.0 - s))
+        grad_up = grad * gate * s
+    else:
+        grad_gate = grad * up * _slope(gate, KIND)
+        grad_up = grad * value(gate, KIND)
     tl.store(out_at + at, grad_gate.to(out_at.dtype.element_ty), real)
-    tl.store(out_at + at + width, (grad * gate * s).to(out_at.dtype.element_ty), real)
+    tl.store(out_at + at + width, grad_up.to(out_at.dtype.element_ty), real)
 
 
 BLOCK = 1024
 
 
-def _gated(x: torch.Tensor) -> torch.Tensor:
+def _gated(x: torch.Tensor, kind: int) -> torch.Tensor:
     rows, width = x.shape[0], x.shape[1] // 2
     y = x.new_empty(rows, width)
-    launch(_gate_forward, (cdiv(width, BLOCK) * rows,), x, y, width, BLOCK=BLOCK)
+    launch(_gate_forward, (cdiv(width, BLOCK) * rows,), x, y, width, KIND=kind, BLOCK=BLOCK)
     return y
 
 
 class _Gate(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, kind: int) -> torch.Tensor:
         ctx.save_for_backward(x)
-        return _gated(x)
+        ctx.kind = kind
+        return _gated(x, kind)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         (x,) = ctx.saved_tensors
         rows, width = x.shape[0], x.shape[1] // 2
         out = torch.empty_like(x)
-        launch(_gate_backward, (cdiv(width, BLOCK) * rows,), x, grad.contiguous(), out, width, BLOCK=BLOCK)
-        return out
+        grid = (cdiv(width, BLOCK) * rows,)
+        launch(_gate_backward, grid, x, grad.contiguous(), out, width, KIND=ctx.kind, BLOCK=BLOCK)
+        return out, None
 
 
 def activate(x: torch.Tensor, bias: torch.Tensor | None, kind: str) -> torch.Tensor:
     """`ops.activation.activate`."""
     x, grad = x.contiguous(), torch.is_grad_enabled()  # without one nothing goes by way of autograd, which takes long
-    if kind == "swiglu":
-        x = x if bias is None else x + bias
-        return _Gate.apply(x) if grad else _gated(x)  # type: ignore[no-any-return]
+    if kind in GATED:
+        x, gate = x if bias is None else x + bias, KINDS[GATED[kind]]
+        return _Gate.apply(x, gate) if grad else _gated(x, gate)  # type: ignore[no-any-return]
     return _Activate.apply(x, bias, KINDS[kind]) if grad else _activated(x, bias, KINDS[kind])  # type: ignore[no-any-return]
