@@ -130,7 +130,7 @@ def infill_of(data: DataConfig, tokenizer: Tokenizer | None, vocab: int | None) 
     ids = [token(f"--fim-{name}-token", getattr(data, f"fim_{name}_token")) for name in names]
     split = None if data.fim_split_sample is None else token("--fim-split-sample", data.fim_split_sample)
     return Infill(
-        InfillTokens(*ids, split),
+        InfillTokens(*ids, split=split),
         tokenizer.encode,
         tokenizer.decode,
         data.fim_rate,
