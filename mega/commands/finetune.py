@@ -77,7 +77,7 @@ def _with_sidecar_files(run: RunConfig, place: str, ours: bool, talks: bool) -> 
 def _with_template(run: RunConfig, place: str, own: str | None) -> RunConfig:
     """`run` with the template of the weights where that is asked for; a line where they have one and it goes by
     another. own: that template, by name or file. Errors: ValueError where none came with the weights."""
-    from mega.core.text.chat import MODELS_OWN, TEMPLATES, template_text
+    from mega.core.text.templates import MODELS_OWN, TEMPLATES, template_text
 
     def text(name: str) -> str:
         return name if name in TEMPLATES or not Path(name).is_file() else template_text(name)

@@ -28,6 +28,9 @@ def run(
         list[str] | None, typer.Option("--json-keys", "--json-key", help="keys of each line; text by default")
     ] = None,
     append_eod: Annotated[bool, typer.Option("--append-eod", help="end every document with its token")] = False,
+    parse_special_tokens: Annotated[
+        bool, typer.Option("--parse-special-tokens", help="special tokens that a text spells are tokens, not text")
+    ] = False,
     workers: Annotated[int, typer.Option("--workers", help="processes that tokenise")] = 1,
     on_error: Annotated[
         Literal["stop", "skip"], typer.Option("--on-error", help="at a line that is not a document")
@@ -75,6 +78,7 @@ def run(
             dataclasses.asdict(tokenizer),
             json_keys=json_keys or ["text"],
             append_eod=append_eod,
+            parse_special_tokens=parse_special_tokens,
             workers=workers,
             on_error=on_error,
             text_lines=text_lines,
@@ -84,14 +88,17 @@ def run(
             overwrite=overwrite,
             progress=progress,
         )
-    _print(report)
+    _print(report, parse_special_tokens)
     return 0
 
 
-def _print(report: Report) -> None:
+def _print(report: Report, parsed: bool) -> None:
     for reason in report.reasons:
         print(f"skipped {reason}", file=sys.stderr)
     print(f"{report.documents:,} documents, {report.tokens:,} tokens, {report.skipped:,} lines skipped")
+    if report.spelled:
+        how = "tokens, by --parse-special-tokens" if parsed else "text; --parse-special-tokens makes tokens of them"
+        print(f"{report.spelled:,} documents spell special tokens such as {report.spells}, which are {how}")
     for name in report.outputs:
         print(f"{name}.bin {name}.idx")
     if report.kept:

@@ -69,6 +69,10 @@ def run(
     top_k: Annotated[int, typer.Option("--top-k", help="where a request gives none; 0 is off")] = 0,
     top_p: Annotated[float, typer.Option("--top-p", help="where a request gives none; 1 is off")] = 1.0,
     seed: Annotated[int | None, typer.Option("--seed", help="where a request gives none [another each time]")] = None,
+    parse_special_tokens: Annotated[
+        bool,
+        typer.Option("--parse-special-tokens", help="of a completion's prompt: what it spells are tokens, not text"),
+    ] = False,
     log_prompts: Annotated[bool, typer.Option("--log-prompts", help="print each request, with its prompt")] = False,
     legacy_status: Annotated[
         bool, typer.Option("--legacy-status", help="PUT /api answers most mistakes with 200, as Megatron-LM does")
@@ -115,6 +119,7 @@ def run(
         seed=seed,
         longest=longest,
         tokens_at_once=oom,
+        parse_special_tokens=parse_special_tokens,
         log_prompts=log_prompts,
         legacy_status=legacy_status,
         limits=limits,

@@ -482,13 +482,13 @@ TEMPLATES = [
 
 def templates(_: Target, number: int) -> dict[str, Any]:
     """A hostile template is refused, or renders to text that says nothing of the machine, within its limits."""
-    from mega.core.inference.server.chat_prompt import ChatPrompt
-    from mega.core.text.chat import Message
+    from mega.core.text.chat import ChatFormat
     from tests.inference.server.conftest import ByteTokenizer
 
     began = time.monotonic()
     try:
-        shown = bytes(ChatPrompt(TEMPLATES[number], ByteTokenizer()).ids([Message("user", "a")])).decode()
+        made = ChatFormat(TEMPLATES[number], ByteTokenizer(), "the chat template", seconds=1)
+        shown = ByteTokenizer().decode(made.prompt([{"role": "user", "content": "a"}]))
         bad = "class" in shown or "root:" in shown or "uid=" in shown or len(shown) > 1 << 20
     except ValueError as error:
         shown, bad = str(error)[:120], False

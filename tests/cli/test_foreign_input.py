@@ -20,12 +20,12 @@ from mega.core.config.compose import compose
 from mega.core.data.sources import blocks, lines, pieces
 from mega.core.text import probe
 from mega.core.text.build import build
-from mega.core.text.chat import Message, template
+from mega.core.text.chat import chat_format
 from mega.core.text.null import NullTokenizer
 from mega.core.training.schedules import Schedules
 from mega.core.untrusted import Confined, parse_json, read_limited
 
-TALK = [Message("user", "a question"), Message("assistant", "an answer")]
+TALK = [{"role": "user", "content": "a question"}, {"role": "assistant", "content": "an answer"}]
 
 
 def megabytes() -> int:
@@ -138,9 +138,7 @@ def test_padded_xz_streams(tmp_path: Path) -> None:
     ("source", "message"),
     [
         ("{{ 'a' * 10 ** 10 }}", "takes too much memory"),
-        ("{{ 'a' * 3000000 }}", "answers more than"),
-        ("{{ messages[0].content[1:] }}", "takes a message's text apart"),
-        ("{{ '\ue00099\ue001' }}", "takes a message's text apart"),
+        ("{{ 'a' * 3000000 }}", "makes 3000000 characters of a conversation, at most"),
     ],
 )
 def test_templates_have_limits(tmp_path: Path, source: str, message: str) -> None:
@@ -148,16 +146,23 @@ def test_templates_have_limits(tmp_path: Path, source: str, message: str) -> Non
     path = tmp_path / "a.jinja"
     path.write_text(source)
     with pytest.raises(ValueError, match=f"--chat-template {path}: {message}"):
-        template(str(path), NullTokenizer(9))(TALK)
+        chat_format(str(path), NullTokenizer(9)).prompt(TALK)
 
 
 def test_a_child_ends_with_its_time() -> None:
     with Confined("mega.core.text.jinja_process", "--chat-template a", seconds=1, memory=1 << 29) as child:
         source = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
-        question = {"source": source, "messages": [], "bos_token": "", "eos_token": ""}
+        question = {
+            "ask": "text",
+            "source": source,
+            "messages": [],
+            "variables": {},
+            "names": [],
+            "marks": "\ufdd0\ufdd1",
+        }
         with pytest.raises(ValueError, match="--chat-template a: takes too long; at most 1 s of processor time"):
             child.ask(question)
-        assert child.ask({**question, "source": "again"}) == "again"
+        assert child.ask({**question, "source": "again"})["text"] == "again"
 
 
 def test_a_panic_is_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

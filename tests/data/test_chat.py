@@ -14,22 +14,28 @@ from mega.cli import main
 from mega.core.data.batches import Batches
 from mega.core.data.chat import ChatDataset, chat_dataset, labelled, pack
 from mega.core.text.build import build
-from mega.core.text.chat import TEMPLATES, Labelled, Message, conversation, encode, shown, template
+from mega.core.text.chat import Labelled, chat_format, shown
+from mega.core.text.conversation import Conversation, Message, conversation
 from mega.core.text.tokenizer import Tokenizer
 from tests.support.shared import shared
 
+
+def said(role: str, content: str) -> Message:
+    return {"role": role, "content": content}
+
+
 TALK = [
-    Message("system", "Be brief."),
-    Message("user", "Hi <|eot_id|></s><s>[INST]"),
-    Message("assistant", "Hello!"),
-    Message("user", "Bye"),
-    Message("assistant", " See you. "),
+    said("system", "Be brief."),
+    said("user", "Hi <|eot_id|></s><s>[INST]"),
+    said("assistant", "Hello!"),
+    said("user", "Bye"),
+    said("assistant", " See you. "),
 ]
 
 
 def rendered(name: str, tokenizer: Tokenizer, messages: list[Message] = TALK) -> tuple[str, str]:
     """The whole conversation as text, and what of it is trained."""
-    ids, trained = encode(template(name, tokenizer)(messages), tokenizer)
+    ids, trained = chat_format(name, tokenizer).labelled(Conversation(messages))
     assert len(ids) == len(trained)
     runs: list[list[int]] = [[]]
     for token, train in zip(ids, trained, strict=True):
@@ -48,16 +54,16 @@ def test_llama3() -> None:
     tokenizer = llama3()
     whole, trained = rendered("llama3", tokenizer)
     head = "<|start_header_id|>{}<|end_header_id|>\n\n{}<|eot_id|>".format
-    assert whole == "<|begin_of_text|>" + "".join(head(role, text.strip()) for role, text in TALK)
+    assert whole == "<|begin_of_text|>" + "".join(head(each["role"], each["content"].strip()) for each in TALK)
     assert trained == "Hello!<|eot_id|> | See you.<|eot_id|>"
-    ids, _ = encode(template("llama3", tokenizer)(TALK), tokenizer)
+    ids, _ = chat_format("llama3", tokenizer).labelled(Conversation(TALK))
     assert ids.count(128009) == len(TALK), "a message cannot end its turn"
     assert ids.count(tokenizer.bos) == 1
 
 
 def test_llama2() -> None:
     tokenizer = build(tokenizer="Llama2Tokenizer", tokenizer_model=shared("llama2/tokenizer.model"))
-    ids, trained = encode(template("llama2", tokenizer)(TALK), tokenizer)
+    ids, trained = chat_format("llama2", tokenizer).labelled(Conversation(TALK))
     assert ids.count(1) == 2 and ids.count(2) == 2, "one bos and one eos a turn, none out of a message"
     first = "[INST] <<SYS>>\nBe brief.\n<</SYS>>\n\nHi <|eot_id|></s><s>[INST] [/INST]"
     expected = tokenizer.encode(f"{first} Hello! ")
@@ -72,15 +78,18 @@ TURNS = ["user system", "user assistant system", "user system assistant", "syste
 
 @pytest.mark.parametrize("roles", TURNS)
 def test_llama2_drops_no_system_turn(roles: str) -> None:
-    with pytest.raises(ValueError, match="llama2 has the system's turn within the user's after it"):
-        TEMPLATES["llama2"]([Message(role, "a") for role in roles.split()])
-    assert TEMPLATES["llama2"]([Message(role, "a") for role in "user assistant system user".split()])
+    chat = chat_format("llama2", build(tokenizer="Llama2Tokenizer", tokenizer_model=shared("llama2/tokenizer.model")))
+    with pytest.raises(ValueError, match="llama2 has the system turn within the turn of the user after it"):
+        chat.prompt([said(role, "a") for role in roles.split()])
+    assert chat.prompt([said(role, "a") for role in "user assistant system user".split()])
 
 
 def test_an_array_is_reported_with_what_makes_lines_of_it(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(json.dumps([{"prompt": "a", "completion": "b"}]))
     with pytest.raises(ValueError, match=r"a\.jsonl:1: not a JSON object; this is an array; .*jq -c"):
-        list(labelled([str(tmp_path / "a.jsonl")], build(tokenizer="NullTokenizer", vocab_size=9), TEMPLATES["plain"]))
+        list(
+            labelled([str(tmp_path / "a.jsonl")], chat_format("plain", build(tokenizer="NullTokenizer", vocab_size=9)))
+        )
 
 
 def test_plain_fits_any_tokenizer() -> None:
@@ -89,10 +98,10 @@ def test_plain_fits_any_tokenizer() -> None:
     whole, trained = rendered("plain", tokenizer)
     assert whole.endswith("User: Bye\n\nAssistant: See you.<|endoftext|>")
     assert trained == " Hello!<|endoftext|> |  See you.<|endoftext|>"
-    with pytest.raises(ValueError, match=r"--chat-template: GPT2BPETokenizer has no <\|im_start\|>"):
+    with pytest.raises(ValueError, match=r"--chat-template chatml: GPT2BPETokenizer has no <\|im_start\|>"):
         rendered("chatml", tokenizer)
     with pytest.raises(ValueError, match="--chat-template nice: must be llama2, llama3, chatml, plain, or a Jinja"):
-        template("nice", tokenizer)
+        chat_format("nice", tokenizer)
 
 
 def with_im(tmp_path: Path) -> Tokenizer:
@@ -116,13 +125,13 @@ JINJA = """{% for message in messages %}
 def test_chatml_and_the_same_in_jinja(tmp_path: Path) -> None:
     pytest.importorskip("jinja2")
     tokenizer = with_im(tmp_path)
-    talk = [Message("user", "Hi <|im_end|> {{ 1 }}"), Message("assistant", "Yes.")]
+    talk = [said("user", "Hi <|im_end|> {{ 1 }}"), said("assistant", "Yes.")]
     whole, trained = rendered("chatml", tokenizer, talk)
     assert whole == "<|im_start|>user\nHi <|im_end|> {{ 1 }}<|im_end|>\n<|im_start|>assistant\nYes.<|im_end|>\n"
     assert trained == "Yes.<|im_end|>"
     (tmp_path / "chat.jinja").write_text(JINJA)
-    by_name = encode(template("chatml", tokenizer)(talk), tokenizer)
-    by_file = encode(template(str(tmp_path / "chat.jinja"), tokenizer)(talk), tokenizer)
+    by_name = chat_format("chatml", tokenizer).labelled(Conversation(talk))
+    by_file = chat_format(str(tmp_path / "chat.jinja"), tokenizer).labelled(Conversation(talk))
     assert by_file == by_name
     assert by_name.ids.count(tokenizer.control("<|im_end|>")) == 2
 
@@ -138,7 +147,7 @@ def test_chatml_and_the_same_in_jinja(tmp_path: Path) -> None:
 def test_blanks_around_a_message_are_the_templates_affair(tmp_path: Path, word: str, text: str) -> None:
     pytest.importorskip("jinja2")
     (tmp_path / "chat.jinja").write_text(JINJA.replace("message.content | trim", word))
-    talk = [Message("user", "\n 1\n"), Message("assistant", "\n 1\n")]
+    talk = [said("user", "\n 1\n"), said("assistant", "\n 1\n")]
     _, trained = rendered(str(tmp_path / "chat.jinja"), with_im(tmp_path), talk)
     assert trained == text
 
@@ -154,9 +163,10 @@ def test_jinja_ends_a_turn_with_a_token_of_id_0(tmp_path: Path) -> None:
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     library.add_special_tokens(["<|endoftext|>"])
     library.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<|endoftext|>"}')
     tokenizer = build(tokenizer="HuggingFaceTokenizer", tokenizer_model=tmp_path)
     (tmp_path / "chat.jinja").write_text("{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}")
-    ids, trained = encode(template(str(tmp_path / "chat.jinja"), tokenizer)(TALK[-2:]), tokenizer)
+    ids, trained = chat_format(str(tmp_path / "chat.jinja"), tokenizer).labelled(Conversation(TALK[-2:]))
     assert tokenizer.control("<|endoftext|>") == 0 == ids[-1] and ids.count(0) == 2 and trained[-1]
 
 
@@ -187,9 +197,13 @@ def test_jinja_in_its_sandbox(tmp_path: Path, source: str, message: str) -> None
         ({"messages": [{"role": "robot", "content": "a"}]}, 'role "robot": must be one of'),
         ({"messages": [{"role": "user", "content": 1}]}, "is not a string"),
         ({"messages": [{"role": "user", "content": "a"}]}, "no message is the assistant's"),
-        ({"prompt": "a", "completion": "b", "tools": [{"type": "function"}]}, '"tools" has no effect here'),
+        ({"prompt": "a", "completion": "b", "tools": ["a"]}, '"tools" are not a list of objects'),
+        ({"prompt": "a", "completion": "b", "functions": [{}]}, '"functions" has no effect here'),
         ({"messages": [{"role": "assistant", "content": "a", "weight": 0}]}, '"weight" has no effect here'),
-        ({"messages": [{"role": "assistant", "content": "", "tool_calls": [{}]}]}, '"tool_calls" has no effect here'),
+        (
+            {"messages": [{"role": "assistant", "content": "", "tool_calls": [1]}]},
+            "tool_calls are not a list of objects",
+        ),
     ],
 )
 def test_bad_conversations(found: Any, message: str) -> None:
@@ -198,10 +212,10 @@ def test_bad_conversations(found: Any, message: str) -> None:
 
 
 def test_forms_of_a_conversation() -> None:
-    expected = [Message("user", "a"), Message("assistant", "b")]
-    assert conversation({"prompt": "a", "completion": "b"}) == expected
+    expected = [said("user", "a"), said("assistant", "b")]
+    assert conversation({"prompt": "a", "completion": "b"}).messages == expected
     turns = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b", "weight": 1, "tool_calls": None}]
-    assert conversation({"conversations": turns}) == expected
+    assert conversation({"conversations": turns}).messages == expected
 
 
 def test_a_sample_does_not_act_on_a_terminal(tmp_path: Path) -> None:
@@ -234,7 +248,7 @@ def small(tmp_path: Path, seq_length: int, notes: list[str] | None = None) -> tu
     tokenizer = with_im(tmp_path)
     source = lines(tmp_path / "a.jsonl", 20)
     made = chat_dataset(
-        "--chat-data", [str(source)], tokenizer, template("chatml", tokenizer), "chatml", seq_length=seq_length,
+        "--chat-data", [str(source)], tokenizer, chat_format("chatml", tokenizer), seq_length=seq_length,
         samples=30, seed=3, cache=tmp_path / "cache", note=notes.append,
     )  # fmt: skip
     return made, tokenizer
@@ -262,7 +276,7 @@ def test_too_long_a_conversation_is_cut_and_reported(tmp_path: Path) -> None:
     notes: list[str] = []
     dataset, tokenizer = small(tmp_path, 25, notes)
     assert dataset[0].tokens.shape == (25,) and set(dataset[0].documents.tolist()) == {0}
-    whole = list(labelled([str(tmp_path / "a.jsonl")], tokenizer, template("chatml", tokenizer)))
+    whole = list(labelled([str(tmp_path / "a.jsonl")], chat_format("chatml", tokenizer)))
     cut, barren = sum(len(ids) > 26 for ids, _ in whole), sum(not any(trained[1:26]) for _, trained in whole)
     assert 0 < barren == 5 < cut < 20
     expected = f"of 20 conversations --seq-length 25 cuts {cut}; {barren} have no trained token"
@@ -284,7 +298,7 @@ def test_shown_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture
     assert main([*base.split(), "--number", "7"]) == 2
     source.write_text('{"prompt": 1, "completion": "a"}\n')
     capsys.readouterr()
-    assert main(base.split()) == 2
+    assert main([*base.split(), "--chat-template", "chatml"]) == 2
     assert f"{source}:1: the user's content is not a string" in capsys.readouterr().err
 
 

@@ -291,3 +291,27 @@ def test_bad_text_file_is_one_bad_document(tmp_path: Path) -> None:
     assert (report.documents, report.skipped) == (2, 1)
     report = preprocess(inputs, str(tmp_path / "lines"), options, on_error="skip", text_lines=True)
     assert (report.documents, report.skipped) == (3, 1) and "not UTF-8 at byte" in report.reasons[0]
+
+
+def test_special_tokens_that_texts_spell(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Text, and the output says so; or tokens, by a flag."""
+    from tokenizers import AddedToken, models, pre_tokenizers
+    from tokenizers import Tokenizer as Library
+
+    letters = {letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    library = Library(models.BPE(letters, []))
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    library.add_special_tokens([AddedToken("<|im_end|>", normalized=False)])
+    library.save(str(tmp_path / "tokenizer.json"))
+    texts = ["a<|im_end|>b", "<| im_end", "<|im_end|>"]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    files = f"--tokenizer HuggingFaceTokenizer --tokenizer-model {tmp_path}"
+    for flag, lengths, how in (
+        ("", [12, 9, 10], "text; --parse-special-tokens makes tokens of them"),
+        ("--parse-special-tokens --workers 2", [3, 9, 1], "tokens, by --parse-special-tokens"),
+    ):
+        line = f"preprocess --input {tmp_path}/a.jsonl --output-prefix {tmp_path}/out{len(flag)} {files} {flag}"
+        assert main(line.split()) == 0
+        assert f"2 documents spell special tokens such as <|im_end|>, which are {how}\n" in capsys.readouterr().out
+        data = IndexedDataset(f"{tmp_path}/out{len(flag)}_text_document")
+        assert [len(data[i]) for i in range(3)] == lengths

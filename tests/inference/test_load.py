@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from mega.core.checkpoint.forms import direct
+from mega.core.checkpoint.forms.companions import tokenizer_kind
 from mega.core.checkpoint.forms.convert import convert
 from mega.core.checkpoint.forms.mapping import Target
 from mega.core.checkpoint.own import container, disk
@@ -179,3 +180,23 @@ def test_what_is_not_a_model_is_refused_in_one_line(tmp_path: Path, config: dict
     with pytest.raises(ValueError) as refused:
         open_model(place)
     assert str(place) in str(refused.value) and words in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_words_of_another_class_are_not_taken_for_gpt2s(tmp_path: Path) -> None:
+    """vocab.json and merges.txt say neither which pattern cuts words nor which tokens are added."""
+    for name, content in (("vocab.json", "{}"), ("merges.txt", "#version: 0.2\n"), ("config.json", "{}")):
+        (tmp_path / name).write_text(content)
+    files = {path.name: path for path in tmp_path.iterdir()}
+    assert tokenizer_kind(files) == "GPT2BPETokenizer"
+    for name, content, why in (
+        ("tokenizer_config.json", {"tokenizer_class": "Qwen2TokenizerFast"}, "are of a Qwen2TokenizerFast, which cuts"),
+        ("config.json", {"model_type": "qwen3"}, "are of a Qwen2Tokenizer, which cuts texts by rules of its own"),
+        ("added_tokens.json", {"<|im_end|>": 50257}, r"have added tokens next to them, such as <\|im_end\|>"),
+    ):
+        file = tmp_path / f"other-{name}"
+        file.write_text(json.dumps(content))
+        other = {**files, name: file}
+        assert tokenizer_kind(other) is None
+        opened = replace(open_model(GOLDEN / "mega"), meta={}, attachments=other)
+        with pytest.raises(ValueError, match=f"carries no tokenizer that is read: vocab.json and merges.txt {why}"):
+            opened.tokenizer()

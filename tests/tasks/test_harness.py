@@ -22,7 +22,6 @@ from mega.core.config.sections import ModelConfig
 from mega.core.device import Device
 from mega.core.family import family
 from mega.core.inference.load import OpenedModel, open_model, special_tokens, weight_pieces
-from mega.core.inference.server.chat_prompt import ChatPrompt
 from mega.core.inference.worker import Worker
 from mega.core.parallel.launch import Pool
 from mega.core.parallel.mesh import Groups
@@ -31,7 +30,7 @@ from mega.core.parallel.weight import ParameterFactory, initialise
 from mega.core.tasks import harness
 from mega.core.tasks.chat import ChatTexts
 from mega.core.tasks.harness import HarnessOptions, HarnessRun
-from mega.core.text.chat import Message
+from mega.core.text.chat import chat_format
 from mega.core.text.train import train_bpe
 
 WORDS = "the cat sat on a mat and the dog ran to the house where a girl read her old book . ".split()
@@ -228,11 +227,11 @@ def test_questions_take_the_form_of_conversations(
         assert close(ours[name], expected[name]), name
     tokenizer = open_model(model).tokenizer()
     history = [("user", "the cat"), ("assistant", "sat"), ("user", "a dog")]
-    texts, messages = ChatTexts("plain", tokenizer), [Message(*turn) for turn in history]
-    text = texts.text([message._asdict() for message in messages], reply=True)
+    texts, messages = ChatTexts("plain", tokenizer), [{"role": role, "content": text} for role, text in history]
+    text = texts.text(messages, reply=True)
     assert text == "User: the cat\n\nAssistant: sat<|endoftext|>User: a dog\n\nAssistant:"
-    assert tuple(texts.encode(text, [])) == ChatPrompt("plain", tokenizer).ids(messages)
-    assert text.startswith(texts.text([message._asdict() for message in messages[:2]], reply=False))
+    assert tuple(texts.encode(text, [])) == chat_format("plain", tokenizer).prompt(messages)
+    assert text.startswith(texts.text(messages[:2], reply=False))
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from mega.core.inference.load import open_model
 from mega.core.parallel.launch import Pool
 from mega.core.parallel.mesh import Groups
 from mega.core.proof.parity import Snapshot, assemble, compare, own_samples, within
-from mega.core.text.chat import TEMPLATES
+from mega.core.text.chat import chat_format
 from mega.core.training.state import TrainState
 from mega.core.training.step import backward, means
 from mega.core.training.wire import build_mesh, build_state
@@ -226,7 +226,7 @@ def test_what_both_answers_follow_is_judged_in_neither(tmp_path: Path) -> None:
     ]
     pairs = tmp_path / "pairs.jsonl"
     pairs.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    for both in encoded([str(pairs)], tokenizer, TEMPLATES["chatml"]):
+    for both in encoded([str(pairs)], chat_format("chatml", tokenizer)):
         judged = [[token for token, own in zip(*each, strict=True) if own] for each in both]
         assert [tokenizer.decode(ids) for ids in judged] == ["goat<|im_end|>", "gnu<|im_end|>"]
 

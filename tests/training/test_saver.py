@@ -21,6 +21,7 @@ from mega.core.config.run import RunConfig, updated
 from mega.core.device import Device, HostCopy
 from mega.core.parallel.launch import Pool
 from mega.core.parallel.mesh import Groups
+from mega.core.text.templates import TEMPLATES
 from mega.core.training.resume import ResumePoint, restore
 from mega.core.training.saver import Saver
 from mega.core.training.state import Progress, TrainState
@@ -76,7 +77,7 @@ def test_the_jinja_file_of_the_run_goes_with_its_weights(tmp_path: Path) -> None
     (tmp_path / "my.jinja").write_text("ours")
     chat = {"chat_data": ("talks.jsonl",), "chat_template": str(tmp_path / "my.jinja"), "mock_data": False}
     run = small_run(save=str(tmp_path), save_interval=1)
-    for data, expected in ((chat, b"ours"), ({**chat, "chat_template": "chatml"}, None)):
+    for data, expected in ((chat, b"ours"), ({**chat, "chat_template": "chatml"}, TEMPLATES["chatml"].encode())):
         state = state_of(run, 0, 1, None)
         state.run = updated(run, data)
         Saver(state, sidecar_files={"chat_template.jinja": b"its base's"}).save()

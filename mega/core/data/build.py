@@ -31,7 +31,7 @@ from mega.core.data.order import (
 )
 from mega.core.data.recipes import CorpusPart, Recipe, recipe
 from mega.core.data.tfrecords import record_dataset
-from mega.core.text.chat import TEMPLATES, shown, template, template_text
+from mega.core.text.chat import chat_format, shown
 from mega.core.text.tokenizer import Tokenizer, TokenizerIdentity
 
 _GPT = MaskingConfig()
@@ -184,14 +184,13 @@ def _chat(
     if tokenizer is None:
         raise ValueError("--chat-data: needs a tokenizer; give --tokenizer and its files")
     name = data.chat_template
-    made = template(name, tokenizer)
-    key = name if name in TEMPLATES else template_text(name)
+    made = chat_format(name, tokenizer)
     cache = Path(data.data_cache) if data.data_cache else None
     notes: list[str] = []
 
     def rows(flag: str, inputs: Sequence[str], count: int) -> ChatDataset:
         size = {"seq_length": seq_length, "samples": count, "seed": seed}
-        return chat_dataset(flag, inputs, tokenizer, made, key, **size, cache=cache, note=notes.append)
+        return chat_dataset(flag, inputs, tokenizer, made, **size, cache=cache, note=notes.append)
 
     train = rows("--chat-data", data.chat_data, samples[0]) if samples[0] else None
     named = {label: rows("--valid-sets", [file], samples[2]) for label, file in named_sets(data) if samples[2]}

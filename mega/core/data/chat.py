@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 
 from mega.core.data.cache import Arrays, cached
 from mega.core.data.sources import STDIN, BadLine, find, lines, not_an_object, parsed
-from mega.core.text.chat import RENDERING, Labelled, Template, check_stop, conversation, encode
+from mega.core.text.chat import RENDERING, ChatFormat, Labelled
+from mega.core.text.conversation import conversation
 from mega.core.text.tokenizer import Tokenizer
 
 Found = TypeVar("Found")
@@ -110,8 +111,7 @@ def chat_dataset(
     flag: str,
     inputs: Sequence[str],
     tokenizer: Tokenizer,
-    template: Template,
-    template_name: str,
+    chat: ChatFormat,
     *,
     seq_length: int,
     samples: int,
@@ -128,12 +128,12 @@ def chat_dataset(
         "kind": "chat",
         "inputs": digest(flag, inputs),
         "tokenizer": tokenizer.fingerprint(),
-        "template": template_name,
+        "template": chat.source,
         "rendering": RENDERING,
     }
 
     def tokenised() -> Arrays:
-        return arrays_of(labelled(inputs, tokenizer, template), f"{flag} {' '.join(inputs)}: holds no conversation")
+        return arrays_of(labelled(inputs, chat), f"{flag} {' '.join(inputs)}: holds no conversation")
 
     found = cached(cache, key, ("ids", "trained", "offsets"), tokenised)
     if lost := lost_tokens(f"{flag} {' '.join(inputs)}", found, seq_length):
@@ -198,15 +198,9 @@ def pack(lengths: NDArray[np.int64], room: int, samples: int, seed: int) -> Arra
     return {"members": np.array(members, np.int64), "rows": np.array(rows, np.int64)}
 
 
-def labelled(inputs: Sequence[str], tokenizer: Tokenizer, template: Template) -> Iterator[Labelled]:
+def labelled(inputs: Sequence[str], chat: ChatFormat) -> Iterator[Labelled]:
     """Every conversation of the inputs as tokens; ValueError naming file and line where one is none."""
-
-    def read(found: Any) -> Labelled:
-        parts = template(conversation(found))
-        check_stop(parts)
-        return encode(parts, tokenizer)
-
-    return each_line(inputs, ["messages"], read)
+    return each_line(inputs, ["messages"], lambda found: chat.labelled(conversation(found)))
 
 
 def each_line(inputs: Sequence[str], keys: Sequence[str], read: Callable[[Any], Found]) -> Iterator[Found]:

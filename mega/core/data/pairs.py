@@ -15,22 +15,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mega.core.data.chat import TrainedTexts, arrays_of, digest, each_line, filler, lost_tokens
-from mega.core.text.chat import (
-    RENDERING,
-    Labelled,
-    Message,
-    Template,
-    TemplatePart,
-    check_stop,
-    check_unread,
-    conversation,
-    encode,
-)
+from mega.core.text.chat import RENDERING, ChatFormat, Labelled
+from mega.core.text.conversation import Message, check_unread, conversation
 from mega.core.text.tokenizer import Tokenizer
 
 KEYS = ("prompt", "chosen", "rejected")
-JUDGED = 2
-"""Which tokens are an answer's own: part of the key of whatever is kept of them. 1 had the prompt's assistant too."""
+JUDGED = 3
+"""Which tokens are an answer's own: part of the key of whatever is kept of them. 1 had the prompt's assistant too; in
+2 what is shared ended with a run of text, and now ends with a message."""
 
 
 class PairRows(NamedTuple):
@@ -114,8 +106,7 @@ def pair_dataset(
     flag: str,
     inputs: Sequence[str],
     tokenizer: Tokenizer,
-    template: Template,
-    template_name: str,
+    chat: ChatFormat,
     *,
     seq_length: int,
     samples: int,
@@ -126,9 +117,9 @@ def pair_dataset(
 
     Errors: ValueError naming file and line of an invalid pair, or where no pair has two different answers.
     """
-    about = f"{tokenizer.fingerprint()} {template_name} {seq_length} {RENDERING} {JUDGED}"
+    about = f"{tokenizer.fingerprint()} {chat.source} {seq_length} {RENDERING} {JUDGED}"
     what, made_of = f"{flag} {' '.join(inputs)}", digest(flag, inputs, about)
-    arrays = arrays_of(chain.from_iterable(encoded(inputs, tokenizer, template)), f"{what}: holds no pair")
+    arrays = arrays_of(chain.from_iterable(encoded(inputs, chat)), f"{what}: holds no pair")
     if lost := lost_tokens(what, arrays, seq_length, "answers"):
         note(lost)
     texts, generator = TrainedTexts(arrays), np.random.RandomState(seed)
@@ -137,31 +128,25 @@ def pair_dataset(
     return PairDataset(texts, order, seq_length, filler(tokenizer), made_of)
 
 
-def encoded(inputs: Sequence[str], tokenizer: Tokenizer, template: Template) -> Iterator[tuple[Labelled, Labelled]]:
+def encoded(inputs: Sequence[str], chat: ChatFormat) -> Iterator[tuple[Labelled, Labelled]]:
     """Every pair of the inputs as tokens, chosen first; ValueError naming file and line where one is none."""
 
     def read(found: Any) -> tuple[Labelled, Labelled]:
         one, other = (conversation(each) for each in conversations(found))
-        if _question(one) != _question(other):
+        if _question(one.messages) != _question(other.messages):
             raise ValueError("the answers are to different questions")
-        chosen, rejected = template(one), template(other)
-        check_stop(chosen)
-        shared = sum(1 for _ in takewhile(lambda parts: parts[0] == parts[1], zip(chosen, rejected)))
-        first, second = (encode(_apart(parts, shared), tokenizer) for parts in (chosen, rejected))
-        return first, second
+        # What both answers follow is no part of either: it has no effect on their difference, but would count in the
+        # reward of each.
+        both = zip(one.messages, other.messages, strict=False)
+        shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], both))
+        return chat.labelled(one, shared), chat.labelled(other, shared)
 
     return each_line(inputs, KEYS, read)
 
 
 def _question(messages: Sequence[Message]) -> list[Message]:
     """What stands before the assistant's first turn."""
-    return list(takewhile(lambda message: message.role != "assistant", messages))
-
-
-def _apart(parts: Sequence[TemplatePart], shared: int) -> list[TemplatePart]:
-    """Parts of which the first `shared` are not trained. What both answers follow is no part of either: it has no
-    effect on their difference, but would count in the reward of each."""
-    return [part._replace(trained=False) for part in parts[:shared]] + list(parts[shared:])
+    return list(takewhile(lambda message: message["role"] != "assistant", messages))
 
 
 def conversations(found: Any) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
@@ -181,7 +166,8 @@ def conversations(found: Any) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
         raise ValueError("both answers are the same")
     if not prompt and not (isinstance(found["chosen"], list) and isinstance(found["rejected"], list)):
         raise ValueError('no "prompt", and the answers are not whole conversations')
-    return {"messages": chosen}, {"messages": rejected}
+    tools = {"tools": found["tools"]} if "tools" in found else {}
+    return {"messages": chosen, **tools}, {"messages": rejected, **tools}
 
 
 def _whole(prompt: list[Any], answer: list[Any]) -> list[Any]:

@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -46,7 +47,8 @@ from mega.core.data.writer import IndexedWriter
 from mega.core.files import check_folder, whole_file
 from mega.core.text.build import build
 from mega.core.text.sentences import splitter
-from mega.core.text.tokenizer import Tokenizer
+from mega.core.text.special import Spelled
+from mega.core.text.tokenizer import Tokenizer, flatten
 from mega.core.untrusted import parse_json, read_limited
 
 OnError = Literal["stop", "skip"]
@@ -69,7 +71,8 @@ class Documents(NamedTuple):
 class Report:
     """What was done so far. documents + skipped = lines of the input that are not blank.
 
-    kept: it was done before, and nothing was written. notes: lines for the user.
+    kept: it was done before, and nothing was written. notes: lines for the user. spelled: documents whose text spells
+    a special token of the tokenizer, such as `spells`.
     """
 
     documents: int = 0
@@ -80,6 +83,17 @@ class Report:
     reasons: list[str] = field(default_factory=list)
     outputs: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    spelled: int = 0
+    spells: str | None = None
+
+    def add(self, found: EncodedBlock, reasons: Sequence[str], size: int) -> None:
+        """Count a block of so many bytes; all but its tokens."""
+        self.documents += len(found.documents[0].counts)
+        self.bytes += size
+        self.skipped += found.skipped
+        self.spelled += found.spelled
+        self.spells = self.spells or found.spells
+        self.reasons += reasons[: _LISTED - len(self.reasons)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +112,7 @@ def preprocess(
     *,
     json_keys: Sequence[str] = ("text",),
     append_eod: bool = False,
+    parse_special_tokens: bool = False,
     workers: int = 1,
     on_error: OnError = "stop",
     text_lines: bool = False,
@@ -114,6 +129,7 @@ def preprocess(
         a .txt file is one document under the key "text"; with `text_lines` each line of a plain file is one.
     tokenizer: the fields of the configuration's tokenizer section, as `text.tokenizer.build` takes them.
     append_eod: append the end-of-document id to every document that has a token.
+    parse_special_tokens: special tokens that a text spells are these tokens; else they are text like any other.
     sentences: cut every text into sentences first; the files are then called `<output_prefix>_<key>_sentence`.
     shard: (i, n), i of 0 .. n - 1: only this part of the input; `merge` of all parts in order is the whole.
     resume: note the state every `save_every` seconds and continue from a former call's, however that ended.
@@ -131,8 +147,8 @@ def preprocess(
     level = "document" if sentences is None else "sentence"
     report = Report(outputs=[f"{output_prefix}_{key}_{level}" for key in json_keys])
     dtype = token_dtype(made.vocab_size)
-    job = _Job(tuple(json_keys), eod, dtype, sentences)
-    work = asdict(job) | {"dtype": str(dtype), "shard": shard, "text_lines": text_lines, "on_error": on_error}
+    job = _Job(tuple(json_keys), eod, dtype, sentences, parse_special_tokens)
+    work = job.described | {"dtype": str(dtype), "shard": shard, "text_lines": text_lines, "on_error": on_error}
     identity = [work, made.fingerprint(), stamps(paths)]
     noted: dict[str, Any] = {"tokenizer": made.identity()._asdict(), "work": work_of(identity[:2], paths)}
     notes = _Notes(Path(f"{output_prefix}.resume.json"), identity, save_every) if resume else None
@@ -163,11 +179,8 @@ def preprocess(
                 raise BadLine(reasons[0])
             for writer, part in zip(writers, found.documents, strict=True):
                 writer.extend(*part)
-            report.documents += len(found.documents[0].counts)
+            report.add(found, reasons, block.size)
             report.tokens = sum(writer.tokens for writer in writers)
-            report.bytes += block.size
-            report.skipped += found.skipped
-            report.reasons += reasons[: _LISTED - len(report.reasons)]
             begin, line = after, line + found.lines
             if notes and notes.due():
                 notes.save(writers, begin, line, report)
@@ -250,24 +263,32 @@ class _Job:
     eod: int | None
     dtype: np.dtype[Any]
     sentences: Sentences | None
+    parse: bool = False
+
+    @property
+    def described(self) -> dict[str, Any]:
+        """What is noted of it; earlier versions knew nothing of `parse`."""
+        return {name: value for name, value in asdict(self).items() if name != "parse" or value}
 
     def worker(self, tokenizer: Tokenizer) -> _Worker:
         cut = self.sentences
         split = splitter(cut.splitter, cut.language, cut.keep_newlines) if cut else None
-        return _Worker(self, tokenizer, split)
+        return _Worker(self, tokenizer, split, Spelled(tokenizer.special_tokens()))
 
 
 class EncodedBlock(NamedTuple):
     """What has become of a block.
 
     documents: one per key; lines: how many the block has; skipped: those that hold no document, and for the first of
-    them the number within the block and the reason.
+    them the number within the block and the reason; spelled: documents that spell a special token, such as `spells`.
     """
 
     documents: list[Documents]
     lines: int
     skipped: int
     reasons: list[tuple[int, str]]
+    spelled: int = 0
+    spells: str | None = None
 
     def with_ids(self, ids: Sequence[NDArray[Any]]) -> EncodedBlock:
         """The same with other ids: an array for each key."""
@@ -289,6 +310,7 @@ class _Worker:
     job: _Job
     tokenizer: Tokenizer
     split: Callable[[str], list[str]] | None
+    special: Spelled
 
     def load(self) -> _Worker:
         """This, when the tokenizer has loaded its library: the first text does that."""
@@ -300,14 +322,15 @@ class _Worker:
         text = block.lines()
         lines = text.count(b"\n") + (not text.endswith(b"\n") and bool(text))
         bad: list[tuple[int, str]] = []
-        parts = [part for batch in self._batches(text, lines, bad) for part in self._parts(batch, bad)]
+        spelled: list[str] = []
+        parts = [part for batch in self._batches(text, lines, bad, spelled) for part in self._parts(batch, bad)]
         if block.problem:
             lines += 1
             bad.append((lines, block.problem))
         documents = [self._finished([part[k] for part in parts]) for k in range(len(self.job.keys))]
-        return EncodedBlock(documents, lines, len(bad), sorted(bad)[:_LISTED])
+        return EncodedBlock(documents, lines, len(bad), sorted(bad)[:_LISTED], len(spelled), next(iter(spelled), None))
 
-    def _batches(self, text: bytes, lines: int, bad: list[tuple[int, str]]) -> Iterator[_Batch]:
+    def _batches(self, text: bytes, lines: int, bad: list[tuple[int, str]], spelled: list[str]) -> Iterator[_Batch]:
         """The documents, in runs that stay in a processor's cache while they are parsed and tokenised."""
         view, begin, stop, batch = memoryview(text), 0, _BATCH_BYTES, _Batch([], [])
         number = 0
@@ -319,8 +342,10 @@ class _Worker:
             end = text.find(b"\n", begin)
             line = view[begin : end if end >= 0 else None]
             try:
-                batch.texts.append(self._texts(parsed(line)))
+                texts = self._texts(parsed(line))
+                batch.texts.append(texts)
                 batch.lines.append(number)
+                spelled += islice(filter(None, (self.special.first_in(each) for column in texts for each in column)), 1)
             except ValueError as error:
                 if line and not bytes(line).isspace():
                     bad.append((number, str(error)))
@@ -352,7 +377,12 @@ class _Worker:
 
     def _documents(self, documents: Sequence[Sequence[str]]) -> Documents:
         """Documents of sentences as they come from the tokenizer."""
-        ids, offsets = self.tokenizer.encode_batch([text for sentences in documents for text in sentences])
+        texts = [text for sentences in documents for text in sentences]
+        ids, offsets = (
+            flatten(list(map(self.tokenizer.encode_special, texts)))
+            if self.job.parse
+            else (self.tokenizer.encode_batch(texts))
+        )
         limit = np.iinfo(self.job.dtype).max
         if len(ids) and (largest := int(ids.max())) > limit:
             raise ValueError(f"token id {largest} is above {limit}, the largest that {self.job.dtype} holds")

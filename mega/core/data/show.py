@@ -12,7 +12,7 @@ from mega.core.config.sections import DataConfig, MaskingConfig
 from mega.core.data.batches import Batches
 from mega.core.data.build import build_datasets
 from mega.core.data.chat import labelled
-from mega.core.text.chat import template
+from mega.core.text.chat import chat_format
 from mega.core.text.tokenizer import Tokenizer
 
 
@@ -20,7 +20,7 @@ def conversations(
     inputs: Sequence[str], chat_template: str, tokenizer: Tokenizer, number: int, count: int
 ) -> Iterator[str]:
     """Conversations by themselves, in the order of the files. Raises ValueError where there is none."""
-    found = labelled(inputs, tokenizer, template(chat_template, tokenizer))
+    found = labelled(inputs, chat_format(chat_template, tokenizer))
     shown = 0
     for shown, (ids, trained) in enumerate(islice(found, number, number + count), 1):  # noqa: B007
         yield _row("token", "id", "trained")

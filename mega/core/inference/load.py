@@ -19,7 +19,7 @@ from torch import nn
 
 from mega.core.architecture import placement, units
 from mega.core.checkpoint.forms.base import joined
-from mega.core.checkpoint.forms.companions import companions_of, tokenizer_kind
+from mega.core.checkpoint.forms.companions import companions_of, tokenizer_kind, unread_tokenizer
 from mega.core.checkpoint.forms.direct import ForeignWeights, Readable, files_digest, main_dtype, opened_foreign
 from mega.core.checkpoint.forms.foreign import read_json
 from mega.core.checkpoint.forms.form import OWN, Given, SpecialTokens
@@ -39,7 +39,8 @@ from mega.core.parallel.peers import peers
 from mega.core.parallel.region import ALONE, Region
 from mega.core.parallel.weight import ParameterFactory, weights
 from mega.core.text.build import build
-from mega.core.text.chat import SOURCE_BYTES, TEMPLATES, template_of
+from mega.core.text.chat import ChatFormat
+from mega.core.text.templates import SOURCE_BYTES, TEMPLATES, template_of
 from mega.core.text.tokenizer import Tokenizer, least_vocab
 from mega.core.untrusted import read_limited
 
@@ -255,7 +256,8 @@ def load_tokenizer(source: Checkpoint | OpenedModel) -> Tokenizer:
     """
     section = tokenizer_section(source)
     if section is None:
-        raise CheckpointError(f"{source.path}: carries no tokenizer")
+        why = unread_tokenizer(source.attachments)
+        raise CheckpointError(f"{source.path}: carries no tokenizer{'' if why is None else f' that is read: {why}'}")
     return build(**section)
 
 
@@ -289,7 +291,8 @@ def chat_template(source: Checkpoint | OpenedModel) -> str | None:
             return None
     if "chat_template.jinja" in attachments:
         path = attachments["chat_template.jinja"]
-        return read_limited(path, SOURCE_BYTES, str(path)).decode("utf-8", "replace")
+        text = read_limited(path, SOURCE_BYTES, str(path)).decode("utf-8", "replace")
+        return next((name for name, source in TEMPLATES.items() if source == text), text)
     if "tokenizer_config.json" in attachments:
         return template_of(read_json(attachments["tokenizer_config.json"]))
     return None
@@ -323,4 +326,10 @@ def check_tokenizer(opened: OpenedModel, tokenizer: Tokenizer) -> None:
 def special_tokens(checkpoint: Checkpoint) -> SpecialTokens:
     """What others must know of that tokenizer. Errors: ValueError where there is none."""
     tokenizer = load_tokenizer(checkpoint)
-    return SpecialTokens(tokenizer.special_ids(), tokenizer.huggingface_files())
+    files, names = tokenizer.huggingface_files(), dict(tokenizer.named_tokens())
+    template = chat_template(checkpoint)
+    if template is None:
+        return SpecialTokens(tokenizer.special_ids(), files, names)
+    chat = ChatFormat(template, tokenizer, f"{checkpoint.path}: its chat template")
+    ends = tuple(chat.tokens[name] for name in chat.end_names)
+    return SpecialTokens(tokenizer.special_ids(), files, {**names, **chat.variables}, chat.source, ends)

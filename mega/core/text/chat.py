@@ -1,4 +1,4 @@
-"""Conversations as tokens: templates, and which tokens are trained on: the assistant's words and its end of turn.
+"""Conversations as tokens: how a model converses, and which tokens are trained on: the assistant's turns, end included.
 
 Control tokens come from the template alone. The text of a message is encoded as ordinary text, so that a message that
 spells `<|eot_id|>` consists of these characters and ends no turn.
@@ -8,211 +8,26 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
-from pathlib import Path
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from mega.core.text.conversation import Conversation, Message
+from mega.core.text.special import Parsed, Span, covered, sections
+from mega.core.text.templates import NEEDS, SOURCE_BYTES, TEMPLATES, source_of
 from mega.core.text.tokenizer import Tokenizer
-from mega.core.untrusted import Confined, parse_json, read_limited
+from mega.core.untrusted import Confined
 
-ROLES = ("system", "user", "assistant")
-RENDERING = 2
-"""How conversations become tokens: part of the key of whatever is kept of them. 1 dropped blanks that Jinja keeps."""
+RENDERING = 3
+"""How conversations become tokens: part of the key of whatever is kept of them. 1 dropped blanks that Jinja keeps; 2
+encoded texts apart that are adjacent, and rendered Jinja once for each sequence of roles."""
 
-
-class Message(NamedTuple):
-    """The content of one role's turn; role is one of ROLES."""
-
-    role: str
-    content: str
-
-
-class TemplatePart(NamedTuple):
-    """A run of text, or the name of a control token; and whether it is trained on."""
-
-    text: str
-    control: bool
-    trained: bool
-
-
-Template = Callable[[Sequence[Message]], list[TemplatePart]]
-
-
-def _text(text: str, trained: bool = False) -> TemplatePart:
-    return TemplatePart(text, False, trained)
-
-
-def _control(name: str, trained: bool = False) -> TemplatePart:
-    return TemplatePart(name, True, trained)
-
-
-def llama2(messages: Sequence[Message]) -> list[TemplatePart]:
-    """<s>[INST] <<SYS>> system <</SYS>> user [/INST] assistant </s>, once a turn. Errors: ValueError for a system turn
-    that is not followed by the user's, which it is a part of here."""
-    asked = [message.role for message in messages if message.role != "assistant"]
-    if any(role == "system" and after != "user" for role, after in zip(asked, [*asked[1:], None], strict=True)):
-        raise ValueError("llama2 has the system's turn within the user's after it, and one here has none after it")
-    found: list[TemplatePart] = []
-    system = ""
-    for message in messages:
-        if message.role == "system":
-            system = f"<<SYS>>\n{message.content}\n<</SYS>>\n\n"
-        elif message.role == "user":
-            found += [_control("<s>"), _text(f"[INST] {system}{message.content.strip()} [/INST]")]
-            system = ""
-        else:
-            found += [_text(f"{message.content.strip()} ", True), _control("</s>", True)]
-    return found
-
-
-def llama3(messages: Sequence[Message]) -> list[TemplatePart]:
-    """<|begin_of_text|>, then <|start_header_id|>role<|end_header_id|>, two newlines, text <|eot_id|> each turn."""
-    found = [_control("<|begin_of_text|>")]
-    for role, content in messages:
-        trained = role == "assistant"
-        found += [_control("<|start_header_id|>"), _text(role), _control("<|end_header_id|>"), _text("\n\n")]
-        found += [_text(content.strip(), trained), _control("<|eot_id|>", trained)]
-    return found
-
-
-def chatml(messages: Sequence[Message]) -> list[TemplatePart]:
-    """<|im_start|>role, newline, text <|im_end|>, newline, each turn."""
-    found: list[TemplatePart] = []
-    for role, content in messages:
-        trained = role == "assistant"
-        found += [_control("<|im_start|>"), _text(f"{role}\n"), _text(content, trained)]
-        found += [_control("<|im_end|>", trained), _text("\n")]
-    return found
-
-
-def plain(messages: Sequence[Message]) -> list[TemplatePart]:
-    """ "User: text", a blank line between turns, and the end of document after the assistant's: for any tokenizer."""
-    found: list[TemplatePart] = []
-    for role, content in messages:
-        found.append(_text(f"{role.capitalize()}:"))
-        if role == "assistant":
-            found += [_text(f" {content.strip()}", True), _control(EOD, True)]
-        else:
-            found.append(_text(f" {content.strip()}\n\n"))
-    return found
-
-
-EOD = "the end of a document"
-"""Stands for the tokenizer's own eod, under any name."""
-
-TEMPLATES: Mapping[str, Template] = {"llama2": llama2, "llama3": llama3, "chatml": chatml, "plain": plain}
-
-MODELS_OWN = "model"
-"""Stands for the template that came with the weights."""
-
-
-def template(name: str, tokenizer: Tokenizer) -> Template:
-    """A template by name, or from a Jinja file or a tokenizer_config.json; ValueError where it is neither."""
-    if name in TEMPLATES:
-        return TEMPLATES[name]
-    if Path(name).is_file():
-        return jinja(name, tokenizer)
-    if name == MODELS_OWN:
-        raise ValueError(f"--chat-template {name}: belongs to mega finetune, where the weights at --load bring one")
-    raise ValueError(f"--chat-template {name}: must be {', '.join(TEMPLATES)}, or a Jinja file")
-
-
-_EDGE = "\x1f" * 4
-"""Blanks, to Python, at either end of a mark: a template that trims its messages takes them all away."""
-_MARK = f"{_EDGE}\ue000{{}}\ue001{_EDGE}"
-_MARKS = re.compile(f"((?:{_EDGE})?\ue000[0-9]{{1,9}}\ue001(?:{_EDGE})?)")
-_SIGNS = re.compile("[\x1f\ue000\ue001]")
-_CONTROL = re.compile(r"(<\|[^|<>]+\|>|</?s>|\[/?[A-Z]+\])")
-_NAMES = {
-    "bos_token": ("<s>", "<|begin_of_text|>", "<|endoftext|>"),
-    "eos_token": ("</s>", "<|eot_id|>", "<|im_end|>", "<|endoftext|>"),
-}
-"""What a template asks for -> the names that tokenizers have for it."""
-SOURCE_BYTES = 1 << 20
-"""Most bytes of a template, and of what it makes of a conversation without the messages' own text."""
-CONFIG_BYTES = 64 << 20
-"""Most bytes of a tokenizer_config.json, which may hold thousands of added tokens too."""
 _SECONDS, _MEMORY = 5, 1 << 29
-
-
-def template_text(file: str) -> str:
-    """The text of a Jinja file, or of the template in a tokenizer_config.json. Errors: ValueError."""
-    what = f"--chat-template {file}"
-    if Path(file).name == "tokenizer_config.json":
-        found = parse_json(read_limited(file, CONFIG_BYTES, what), what)
-        if isinstance(found, dict) and (text := template_of(found)) is not None:
-            return text
-        raise ValueError(f'{what}: has no "chat_template"')
-    try:
-        return read_limited(file, SOURCE_BYTES, what).decode()
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{what}: not UTF-8 ({error})") from None
-
-
-def template_of(config: Mapping[str, Any]) -> str | None:
-    """The template in a tokenizer_config.json; of several, by name, the default."""
-    found = config.get("chat_template")
-    if isinstance(found, list):
-        found = {each.get("name"): each.get("template") for each in found if isinstance(each, dict)}.get("default")
-    return found if isinstance(found, str) else None
-
-
-def jinja(file: str, tokenizer: Tokenizer) -> Template:
-    """The Hugging Face chat template in `file`, as of `jinja_text`. Errors: ValueError naming the file."""
-    return jinja_text(template_text(file), tokenizer, f"--chat-template {file}")
-
-
-def jinja_text(
-    source: str, tokenizer: Tokenizer, what: str, *, reply: bool = False, seconds: int = _SECONDS
-) -> Template:
-    """A Hugging Face chat template, rendered in a sandbox in a process of its own, within limits.
-
-    what: flag and file, for messages. reply: what begins the assistant's turn follows the last message. seconds: of
-    processor time to render.
-
-    Messages are rendered as marks and put in afterwards, so that no text of a message can become markup or a control
-    token; blanks at its ends stay where the template leaves them. The text after an assistant's message up to the first
-    control token is trained with it, as its end of turn. What is rendered depends on the roles alone, and is rendered
-    once for each sequence of them.
-
-    Errors: ValueError beginning with `what`, for the template and of what is returned.
-    """
-    if importlib.util.find_spec("jinja2") is None:
-        raise ValueError("--chat-template: a Jinja file needs jinja2; pip install 'mega[data]'")
-    known = {key: next((n for n in names if tokenizer.control(n) is not None), "") for key, names in _NAMES.items()}
-    child = Confined(
-        "mega.core.text.jinja_process", what, seconds=seconds, memory=_MEMORY, answer_bytes=2 * SOURCE_BYTES
-    )
-    child.ask({"source": source})  # a mistake in it is reported now
-    child.close()
-
-    @lru_cache(maxsize=64)
-    def rendered(roles: tuple[str, ...]) -> str:
-        messages = [{"role": role, "content": _MARK.format(i)} for i, role in enumerate(roles)]
-        text: str = child.ask({"source": source, "messages": messages, "reply": reply, **known})
-        return text
-
-    def render(messages: Sequence[Message]) -> list[TemplatePart]:
-        found: list[TemplatePart] = []
-        ending = False
-        for i, piece in enumerate(_MARKS.split(rendered(tuple(message.role for message in messages)))):
-            if i % 2 and (number := int(_SIGNS.sub("", piece))) < len(messages):
-                role, content = messages[number]
-                content = content if piece.startswith(_EDGE) else content.lstrip()
-                content = content if piece.endswith(_EDGE) else content.rstrip()
-                ending = role == "assistant"
-                found.append(_text(content, ending))
-                continue
-            if i % 2 or _SIGNS.search(piece):
-                raise ValueError(f"{what}: takes a message's text apart, so that it cannot be put in as it is")
-            for word in filter(None, _CONTROL.split(piece)):
-                control = tokenizer.control(word) is not None
-                found.append(TemplatePart(word, control, ending))
-                ending = ending and not control
-        return found
-
-    return render
+_MOST_TEXT = 256 << 20
+_MARKS = [chr(0xFDD0 + number) for number in range(8)]
+"""Characters that no text should hold, two of which stand around a control token that a message spells."""
+_READS_ALL = re.compile(r"\b(items|values|keys|tojson|dictsort|pprint|string|xmlattr)\b")
+"""What a template that reads all keys of a message has at least one of."""
 
 
 class Labelled(NamedTuple):
@@ -222,14 +37,240 @@ class Labelled(NamedTuple):
     trained: list[bool]
 
 
-def check_stop(parts: Sequence[TemplatePart]) -> None:
-    """Errors: ValueError where no control token is trained after the assistant's words: who learns that never stops."""
-    trained = [part for part in parts if part.trained and part.text.strip()]
-    if trained and not trained[-1].control:
-        raise ValueError(
-            f"--chat-template: ends the assistant's turn with {trained[-1].text.strip()[-20:]!r}, which is no control "
-            "token of this tokenizer, so that no stop is trained; give one whose end of turn the tokenizer has"
+class ChatFormat:
+    """How a model converses: a template, for one tokenizer, whose control tokens, beginning and end it is given.
+
+    ends: ids with which the assistant's turn ends; end_names: the same by name. source: the template, as Jinja;
+    variables: what it is given besides a conversation. tokens: that stand by name in what it writes -> their ids.
+    """
+
+    def __init__(self, template: str, tokenizer: Tokenizer, what: str, *, seconds: int = _SECONDS) -> None:
+        """template: a name of TEMPLATES, or Jinja. what: flag and file, for messages. seconds: of processor time to
+        render. Errors: ValueError beginning with `what`, for the template and of what is asked later."""
+        own = template in TEMPLATES
+        self.source, self._tokenizer, self._what, self._lock = (
+            TEMPLATES.get(template, template),
+            tokenizer,
+            what,
+            threading.Lock(),
         )
+        special = tokenizer.special_tokens()
+        self.tokens = {**tokenizer.vocabulary_tokens(), **special}
+        self.variables = dict(tokenizer.named_tokens())
+        if own:
+            self._check_own(template)
+        self._ask: Callable[[Mapping[str, Any]], dict[str, Any]] = _here if own else self._confined(seconds)
+        frame = self._answer(ask="read")["frame"]
+        self.end_names: tuple[str, ...] = tuple(frame["ends"])
+        self.ends = frozenset(self.tokens[name] for name in self.end_names)
+        self._controls = frozenset({*special, *frame["framing"]})
+
+    def _check_own(self, template: str) -> None:
+        """See that a template of the house has its tokens; the end of a document has a name for it."""
+        kind = self._tokenizer.kind
+        for name in NEEDS.get(template, ()):
+            if name not in self.tokens:
+                raise ValueError(f"{self._what}: {kind} has no {name}; another template may fit it")
+        if template == "plain":
+            ends = [name for name, token in self.tokens.items() if token == self._tokenizer.eod]
+            if not ends:
+                raise ValueError(f"{self._what}: {kind} has no end of a document; another template may fit it")
+            self.variables["eos_token"] = ends[0]
+
+    def _confined(self, seconds: int) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
+        if importlib.util.find_spec("jinja2") is None:
+            raise ValueError("--chat-template: a Jinja file needs jinja2; pip install 'mega[data]'")
+        module = "mega.core.text.jinja_process"
+        child = Confined(module, self._what, seconds=seconds, memory=_MEMORY, answer_bytes=_MOST_TEXT)
+        return child.ask
+
+    def _answer(self, *, marks: Sequence[str] = _MARKS[:2], **question: Any) -> dict[str, Any]:
+        """Errors: ValueError beginning with `what`."""
+        common = {"source": self.source, "variables": self.variables, "names": list(self.tokens), "marks": marks}
+        with self._lock:  # its process answers one question at a time
+            return self._ask({**common, **question})
+
+    # --- what is asked ------------------------------------------------------------------------------------------------
+
+    def prompt(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        """The ids of a conversation as the prompt for its next turn. Errors: ValueError where the template refuses."""
+        found = self._rendered(Conversation(list(messages)), ask="text", reply=True)
+        return tuple(self._parsed(found).ids)
+
+    def text(self, messages: Sequence[Message]) -> str:
+        """The same as a text in which tokens stand by name, a message's own spelling of them included."""
+        return str(self._rendered(Conversation(list(messages)), ask="text", reply=True)["text"])
+
+    def labelled(self, talk: Conversation, first: int = 0) -> Labelled:
+        """A whole conversation. first: the number of messages that are not trained, whoever says them.
+
+        Errors: ValueError where the template refuses it, or does not say what ends a turn.
+        """
+        found = self._rendered(talk, ask="turns", first=first, ends=self.end_names)
+        turns = [(begin, end) for begin, end in found["turns"]]
+        if found["tagged"]:
+            turns = self._later(talk, turns, first)
+        parsed, trained = self._parsed(found), list[bool]()
+        if parsed.spans is None:
+            parsed, trained = self._apart(found["text"], parsed, turns)
+        else:
+            trained = self._covered(parsed.spans, turns)
+        if found["tagged"]:
+            self._check_stop(parsed.ids, trained)
+        return Labelled(parsed.ids, trained)
+
+    # --- within -------------------------------------------------------------------------------------------------------
+
+    def _rendered(self, talk: Conversation, **question: Any) -> dict[str, Any]:
+        self._check_read(talk)
+        marks, messages, tools = self._marked(talk)
+        found = self._answer(marks=marks, messages=messages, tools=tools, **question)
+        most = SOURCE_BYTES + 4 * sum(map(len, _texts(messages)))
+        if len(found["text"]) > most:
+            raise ValueError(
+                f"{self._what}: makes {len(found['text'])} characters of a conversation, at most {most} are read"
+            )
+        for message in messages:
+            said = message.get("content")
+            if message["role"] == "tool" and isinstance(said, str) and not _holds(found["text"], said, marks):
+                raise ValueError(f"{self._what}: leaves out what a tool says, so that something else would be trained")
+        return found
+
+    def _check_read(self, talk: Conversation) -> None:
+        """Errors: ValueError where a conversation holds what the template does not read."""
+        if _READS_ALL.search(self.source) and "tools" in self.source:
+            return
+        asked = {"tools": talk.tools, "tool_calls": [each for each in talk.messages if each.get("tool_calls")]}
+        thought = [each for each in talk.messages if any(each.get(key) for key in ("reasoning_content", "thinking"))]
+        for key, value in asked.items():
+            if value and re.search(rf"\b{key}\b", self.source) is None:
+                raise ValueError(
+                    f'{self._what}: does not read "{key}", so that something else would be trained; leave it out'
+                )
+        if thought and re.search("reasoning|thinking", self.source) is None:
+            raise ValueError(f"{self._what}: does not read what the assistant thought; leave it out")
+
+    def _marked(self, talk: Conversation) -> tuple[list[str], list[Message], Any]:
+        """Characters that the conversation does not hold, and it with these around what spells a control token."""
+        texts = list(_texts([talk.messages, talk.tools]))
+        free = [mark for mark in _MARKS if not any(mark in text for text in texts)][:2]
+        if len(free) < 2:
+            raise ValueError("the conversation holds characters from U+FDD0 to U+FDD7, which no text should")
+        if not any(each.name for text in texts for each in sections(text, self._controls)):
+            return free, talk.messages, talk.tools
+        first, last = free
+
+        def marked(value: Any) -> Any:
+            if isinstance(value, str):
+                found = sections(value, self._controls)
+                return "".join(
+                    f"{first}{each.name}{last}" if each.name else value[each.begin : each.end] for each in found
+                )
+            if isinstance(value, list):
+                return [marked(each) for each in value]
+            if isinstance(value, dict):
+                for key in value:
+                    if any(each.name for each in sections(key, self._controls)):
+                        raise ValueError(f"a name in the conversation spells a control token: {key[:60]!r}")
+                return {key: marked(each) for key, each in value.items()}
+            return value
+
+        roles = [each["role"] for each in talk.messages]
+        messages = [{**marked(each), "role": role} for each, role in zip(talk.messages, roles, strict=True)]
+        return free, messages, marked(talk.tools)
+
+    def _parsed(self, found: Mapping[str, Any]) -> Parsed:
+        """The ids of a rendered conversation. Errors: ValueError where a message's text becomes a control token."""
+        literal = [(begin, end) for begin, end in found["literal"]]
+        parsed = self._tokenizer.parse(found["text"], literal)
+        if literal:
+            controls = {self.tokens[name] for name in self._controls}
+            stand = sum(each.name in self._controls for each in sections(found["text"], self.tokens, literal))
+            if sum(token in controls for token in parsed.ids) != stand:
+                raise ValueError(
+                    f"{self._what}: a message spells a control token, which this tokenizer makes of text too"
+                )
+        return parsed
+
+    def _covered(self, spans: Sequence[Span], turns: Sequence[Span]) -> list[bool]:
+        """Which tokens are of a turn. Errors: ValueError where a turn's first or last character is of no token."""
+        trained = [False] * len(spans)
+        for begin, end in turns:
+            found = covered(spans, begin, end) if begin < end else range(0)
+            if found is None:
+                raise ValueError(
+                    f"{self._what}: the assistant's turn begins with a blank that this tokenizer counts to no token, "
+                    "or ends with a blank or a character that is not one token of it; have the template strip blanks, "
+                    "and end what is trained with a control token"
+                )
+            trained[found.start : found.stop] = [True] * len(found)
+        return trained
+
+    def _apart(self, text: str, whole: Parsed, turns: Sequence[Span]) -> tuple[Parsed, list[bool]]:
+        """The same where the tokenizer does not tell what its tokens stand for: cut where turns begin and end, which
+        must give the same ids."""
+        ids, trained, at = list[int](), list[bool](), 0
+        for begin, end in [*turns, (len(text), len(text))]:
+            for piece, train in ((text[at:begin], False), (text[begin:end], True)):
+                found = self._tokenizer.parse(piece).ids
+                ids += found
+                trained += [train] * len(found)
+            at = end
+        if ids != whole.ids:
+            raise ValueError(f"{self._what}: this tokenizer joins the assistant's turn with what is before or after it")
+        return whole, trained
+
+    def _later(self, talk: Conversation, turns: Sequence[Span], first: int) -> list[Span]:
+        """The turns marked by {% generation %} that come after the first so many messages."""
+        answers = [number for number in range(len(talk.messages)) if talk.answered(number)]
+        if not first:
+            return list(turns)
+        if len(answers) != len(turns):
+            raise ValueError(f"{self._what}: marks {len(turns)} turns by {{% generation %}}, of {len(answers)}")
+        return [turn for number, turn in zip(answers, turns, strict=True) if number >= first]
+
+    def _check_stop(self, ids: Sequence[int], trained: Sequence[bool]) -> None:
+        """Errors: ValueError where no control token is trained after the assistant's words: who learns that never
+        stops."""
+        last = [token for token, train in zip(ids, trained, strict=True) if train]
+        if last and not self.ends & set(last[-3:]):
+            shown = self._tokenizer.decode(last[-5:]).strip()
+            raise ValueError(
+                f"{self._what}: ends what is trained of the assistant's turn with {shown!r}, which is no control token "
+                "of this tokenizer, so that no stop is trained; give one whose end of turn the tokenizer has"
+            )
+
+
+def chat_format(name: str, tokenizer: Tokenizer, *, seconds: int = _SECONDS) -> ChatFormat:
+    """By the name of a template, or from a Jinja file or a tokenizer_config.json. Errors: ValueError naming it."""
+    return ChatFormat(
+        name if name in TEMPLATES else source_of(name), tokenizer, f"--chat-template {name}", seconds=seconds
+    )
+
+
+def _here(question: Mapping[str, Any]) -> dict[str, Any]:
+    """A template of the house needs no other process."""
+    from mega.core.text.jinja_process import answer
+
+    return answer(question)
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Every text in a JSON value, names of keys included."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, list):
+        for each in value:
+            yield from _texts(each)
+    elif isinstance(value, dict):
+        yield from value
+        yield from (text for each in value.values() for text in _texts(each))
+
+
+def _holds(text: str, said: str, marks: Sequence[str]) -> bool:
+    for mark in marks:
+        said = said.replace(mark, "")
+    return all(word in text for word in said.split()[:1])
 
 
 def shown(found: Labelled, tokenizer: Tokenizer, most: int = 400) -> str:
@@ -243,69 +284,3 @@ def shown(found: Labelled, tokenizer: Tokenizer, most: int = 400) -> str:
     text = "".join(f"⟦{tokenizer.decode(ids)}⟧" if train else tokenizer.decode(ids) for train, ids in runs)
     text = "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)
     return text if len(text) <= most else f"{text[: most - 3]}..."
-
-
-def encode(parts: Sequence[TemplatePart], tokenizer: Tokenizer) -> Labelled:
-    """Parts as tokens; ValueError where the tokenizer lacks a control token of the template."""
-    lead = len(tokenizer.encode(""))  # what a family puts in front of every text
-    ids: list[int] = []
-    trained: list[bool] = []
-    for text, control, train in parts:
-        if control:
-            token = tokenizer.eod if text == EOD else tokenizer.control(text)
-            if token is None:
-                raise ValueError(f"--chat-template: {tokenizer.kind} has no {text}; another template may fit it")
-            found = [token]
-        else:
-            found = tokenizer.encode(text)[lead:] if text else []
-        ids += found
-        trained += [train] * len(found)
-    return Labelled(ids, trained)
-
-
-Nothings = Mapping[str, tuple[Any, ...]]
-OF_CONVERSATION: Nothings = {"system": (None, ""), "tools": (None, [], "", "[]"), "functions": (None, [])}
-OF_MESSAGE: Nothings = {"weight": (None, 1), "tool_calls": (None, []), "function_call": (None,)}
-"""Keys of OpenAI's and Hugging Face's files that no template here is given, and their values that ask for nothing."""
-
-
-def check_unread(found: Mapping[str, Any], keys: Nothings = OF_CONVERSATION) -> None:
-    """Errors: ValueError where an object asks for something by one of `keys`."""
-    for key, nothing in keys.items():
-        if found.get(key) not in nothing:
-            raise ValueError(f'"{key}" has no effect here, so that something else would be trained; leave it out')
-
-
-def conversation(found: Any) -> list[Message]:
-    """The messages of one JSON object; ValueError saying what is wrong with it.
-
-    {"messages": [{"role", "content"}, ...]}, {"conversations": [{"from", "value"}, ...]} or {"prompt", "completion"}.
-    """
-    if not isinstance(found, dict):
-        raise ValueError("not a JSON object")
-    check_unread(found)
-    if "prompt" in found and "completion" in found:
-        turns = [("user", found["prompt"]), ("assistant", found["completion"])]
-    elif isinstance(found.get("messages"), list):
-        turns = [_turn(turn, "role", "content") for turn in found["messages"]]
-    elif isinstance(found.get("conversations"), list):
-        turns = [_turn(turn, "from", "value") for turn in found["conversations"]]
-    else:
-        raise ValueError('neither "messages", "conversations" nor "prompt" and "completion"')
-    others = {"human": "user", "gpt": "assistant"}
-    messages = [Message(others.get(str(role), str(role)), content) for role, content in turns]
-    for role, content in messages:
-        if role not in ROLES:
-            raise ValueError(f'role "{role}": must be one of {", ".join(ROLES)}')
-        if not isinstance(content, str):
-            raise ValueError(f"the {role}'s content is not a string")
-    if not any(message.role == "assistant" for message in messages):
-        raise ValueError("no message is the assistant's, so there is nothing to train on")
-    return messages
-
-
-def _turn(turn: Any, role: str, content: str) -> tuple[Any, Any]:
-    if not isinstance(turn, dict) or role not in turn or content not in turn:
-        raise ValueError(f'a message without "{role}" and "{content}"')
-    check_unread(turn, OF_MESSAGE)
-    return turn[role], turn[content]

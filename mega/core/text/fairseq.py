@@ -62,6 +62,9 @@ class FairseqTokenizer(Tokenizer):
     def control(self, name: str) -> int | None:
         return SPECIAL.get(name)
 
+    def special_tokens(self) -> Mapping[str, int]:
+        return SPECIAL
+
     def files(self) -> Mapping[str, Path]:
         return dict(self._files)
 

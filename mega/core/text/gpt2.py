@@ -77,6 +77,9 @@ class GPT2Tokenizer(Tokenizer):
     def control(self, name: str) -> int | None:
         return self.eod if name == END_OF_TEXT else None
 
+    def special_tokens(self) -> Mapping[str, int]:
+        return {} if self.eod is None else {END_OF_TEXT: self.eod}
+
     def files(self) -> Mapping[str, Path]:
         return dict(self._files)
 

@@ -2,6 +2,8 @@
 
 The file's own template applies (Llama-3's puts bos in front), as in Megatron-LM. Its *special* added tokens
 are not looked for in text; its other added tokens are part of the vocabulary and are.
+
+A text in which tokens stand by name (`parse`) has the ids that transformers' AutoTokenizer gives it.
 """
 
 from __future__ import annotations
@@ -13,16 +15,22 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from mega.core.text import neighbours
 from mega.core.text.gpt2 import byte_letters
-from mega.core.text.probe import FILE_BYTES, check, hugging_face
+from mega.core.text.neighbours import AddedToken, prepend_scheme
+from mega.core.text.probe import check, hugging_face
+from mega.core.text.special import Parsed, Span, sections
 from mega.core.text.tokenizer import Encoded, Tokenizer, flatten, library_errors
-from mega.core.untrusted import parse_json, read_limited
 
 # Names of the end of a text, where no file next to tokenizer.json names it.
 _ENDS = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>")
 _STARTS = ("<|begin_of_text|>", "<s>", "<bos>")
 _BYTE = re.compile("<0x[0-9A-F]{2}>")
-_NEIGHBOURS = ("tokenizer_config.json", "special_tokens_map.json")
+_NEIGHBOURS = (neighbours.CONFIG, neighbours.SPECIAL_MAP)
+_METASPACE = ("LlamaTokenizer", "CodeLlamaTokenizer")
+"""Classes of transformers that cut texts by SentencePiece's rule for blanks, whatever a tokenizer.json of BPE says."""
+_STANDS_FOR = [chr(0xFDD8 + number) for number in range(4)]
+"""Characters that stand for a token: one for each way in which it takes the blanks around it."""
 
 
 class HuggingFaceTokenizer(Tokenizer):
@@ -34,16 +42,43 @@ class HuggingFaceTokenizer(Tokenizer):
         check("tokenizers", path)
         with library_errors(f"--tokenizer-model {path}: not a tokenizer.json"):
             self._library = hugging_face(path)
+        self._path = path
         self._refused = f"--tokenizer-model {path}: fails on what it is to encode or decode"
-        self._files = {name: path.with_name(name) for name in _NEIGHBOURS if path.with_name(name).is_file()}
+        near = neighbours.paths(path)
+        self._said = neighbours.read(near)
+        self._files = {name: near[name] for name in _NEIGHBOURS if name in near}
+        if self._add_missing():
+            self._files |= near
         self._files["tokenizer.json"] = path
         self.eod = self._named("eos_token", _ENDS)
         self.bos = self._named("bos_token", _STARTS)
         self.pad = self._named("pad_token", ())
 
+    def _add_missing(self) -> bool:
+        """Give the library the tokens that only the files next to tokenizer.json have, as transformers does. Whether
+        any of them has an id of its own."""
+        from tokenizers import AddedToken as Added
+
+        known = {added.content for added in self._library.get_added_tokens_decoder().values()}
+        found = [token for _, token in sorted(self._said.added.items())]
+        found += [AddedToken(name, special=True) for name in self._said.named.values()]
+        missing = [token for token in dict.fromkeys(found) if token.name not in known]
+        size = self._library.get_vocab_size()
+        for token in {each.name: each for each in reversed(missing)}.values():
+            if self._library.token_to_id(token.name) is None and token not in self._said.added.values():
+                continue  # a name of a token that the vocabulary lacks, and no file gives an id
+            flags = token._asdict() | {"content": token.name}
+            del flags["name"]
+            self._library.add_tokens([Added(**flags)])
+        return bool(self._library.get_vocab_size() > size)
+
     def _named(self, key: str, well_known: Sequence[str]) -> int | None:
         """The id of the token that a neighbour file calls `key`, else of the first known name."""
-        said = [_content(_read(self._files[name]).get(key)) for name in _NEIGHBOURS if name in self._files]
+        said = [
+            neighbours.content(neighbours.read_object(self._files[name]).get(key))
+            for name in _NEIGHBOURS
+            if name in self._files
+        ]
         names = [name for name in said if name] or well_known
         ids = [self._library.token_to_id(name) for name in names]
         return next((token for token in ids if token is not None), None)
@@ -84,7 +119,12 @@ class HuggingFaceTokenizer(Tokenizer):
 
     @cached_property
     def _special(self) -> set[int]:
-        return {token for token, added in self._library.get_added_tokens_decoder().items() if added.special}
+        return {token for token, added in self._added.items() if added.special}
+
+    @cached_property
+    def _added(self) -> dict[int, Any]:
+        found: dict[int, Any] = self._library.get_added_tokens_decoder()
+        return found
 
     @cached_property
     def _byte_letters(self) -> dict[str, bytes]:
@@ -92,25 +132,115 @@ class HuggingFaceTokenizer(Tokenizer):
         spells = '"ByteLevel"' in json.dumps(json.loads(self._library.to_str()).get("decoder"))
         return {letter: bytes([byte]) for byte, letter in byte_letters().items()} if spells else {}
 
+    # --- tokens by name -----------------------------------------------------------------------------------------------
+
+    def special_tokens(self) -> Mapping[str, int]:
+        return self._by_name[True]
+
+    def vocabulary_tokens(self) -> Mapping[str, int]:
+        return self._by_name[False]
+
+    @cached_property
+    def _by_name(self) -> dict[bool, dict[str, int]]:
+        """Whether they are special -> the added tokens' names -> ids."""
+        found: dict[bool, dict[str, int]] = {True: {}, False: {}}
+        for token, added in self._added.items():
+            found[added.special][added.content] = token
+        return found
+
+    def named_tokens(self) -> Mapping[str, str]:
+        return self._said.named
+
+    def parse(self, text: str, literal: Sequence[Span] = ()) -> Parsed:
+        """The library's own ids of the whole text. Where a part of it is literal, tokens are replaced by characters
+        that stand for them; what that gives without literal parts must be the same."""
+        with library_errors(self._refused):
+            whole = self._parser.encode(text, add_special_tokens=False)
+        if not literal:
+            return Parsed(whole.ids, whole.offsets)
+        if self._replaced(text, ()).ids != whole.ids:
+            raise ValueError(
+                "the text between its control tokens has other ids by itself than in the whole text, so that a message "
+                "that spells a control token cannot be kept as text"
+            )
+        return self._replaced(text, literal)
+
+    def encode_special(self, text: str) -> list[int]:
+        with library_errors(self._refused):
+            ids: list[int] = self._parser.encode(text).ids
+        return ids
+
+    def located(self, text: str, special: bool = False) -> list[Span] | None:
+        with library_errors(self._refused):
+            found = (self._parser if special else self._library).encode(text)
+        tokens = zip(found.offsets, found.special_tokens_mask, strict=True)
+        spans, at = list[Span](), 0
+        for span, put in tokens:
+            spans.append((at, at) if put and span == (0, 0) else span)
+            at = max(at, spans[-1][1])
+        return spans
+
+    @cached_property
+    def _parser(self) -> Any:
+        """The library, set to look for all added tokens, and to cut texts as transformers' class does."""
+        from tokenizers import Tokenizer as Library
+
+        whole = json.loads(self._library.to_str())
+        steps = json.dumps([whole.get("pre_tokenizer"), whole.get("decoder")])
+        if self._said.kind in _METASPACE and whole["model"].get("type") == "BPE" and '"ByteLevel"' not in steps:
+            scheme = prepend_scheme(self._said.config)
+            whole["normalizer"] = None
+            whole["pre_tokenizer"] = {"type": "Metaspace", "replacement": "\u2581", "split": False}
+            whole["pre_tokenizer"]["prepend_scheme"] = scheme
+            whole["model"] |= {"unk_token": None, "fuse_unk": True, "byte_fallback": True, "ignore_merges": False}
+        return Library.from_str(json.dumps(whole))
+
+    @cached_property
+    def _nameless(self) -> Any:
+        """The same without added tokens, but for the characters that stand for them."""
+        from tokenizers import AddedToken as Added
+        from tokenizers import Tokenizer as Library
+
+        whole = json.loads(self._parser.to_str())
+        whole |= {"added_tokens": [], "post_processor": None}
+        library = Library.from_str(json.dumps(whole))
+        for number, character in enumerate(_STANDS_FOR):
+            flags = {"lstrip": bool(number & 1), "rstrip": bool(number & 2), "normalized": False, "special": True}
+            library.add_tokens([Added(character, **flags)])
+        return library
+
+    def _replaced(self, text: str, literal: Sequence[Span]) -> Parsed:
+        """`text` with a character for each added token outside of `literal`, and their ids put in afterwards."""
+        if any(character in text for character in _STANDS_FOR):
+            raise ValueError("a text of the conversation holds one of U+FDD8 .. U+FDDB, which no text should")
+        named = {added.content: (token, added) for token, added in self._added.items()}
+        shown, origin, ids = "", list[Span](), list[int]()
+        for name, begin, end in sections(text, named, literal):
+            if name is None:
+                shown += text[begin:end]
+                origin += [(at, at + 1) for at in range(begin, end)]
+                continue
+            token, added = named[name]
+            shown += _STANDS_FOR[added.lstrip + 2 * added.rstrip]
+            origin.append((begin, end))
+            ids.append(token)
+        with library_errors(self._refused):
+            found = self._nameless.encode(shown, add_special_tokens=False)
+        stands = {self._nameless.token_to_id(character) for character in _STANDS_FOR}
+        rest = iter(ids)
+        made = [next(rest) if token in stands else token for token in found.ids]
+        spans = [(origin[a][0], origin[b - 1][1]) if b > a else (a, a) for a, b in found.offsets]
+        return Parsed(made, spans)
+
+    # --- files --------------------------------------------------------------------------------------------------------
+
     def files(self) -> Mapping[str, Path]:
         return dict(self._files)
+
+    def part_for_ids(self, name: str, content: bytes) -> bytes:
+        return neighbours.without_template(content) if name == neighbours.CONFIG else content
 
     def huggingface_files(self) -> dict[str, dict[str, Any]]:
         ids = {"bos_token": self.bos, "eos_token": self.eod, "pad_token": self.pad}
         named = {key: self._library.id_to_token(token) for key, token in ids.items() if token is not None}
         return {"tokenizer_config.json": {"tokenizer_class": "PreTrainedTokenizerFast", **named}}
-
-
-def _read(path: Path) -> dict[str, Any]:
-    """A JSON object; ValueError naming the file where it is not one."""
-    what = f"--tokenizer-model: {path}"
-    found = parse_json(read_limited(path, FILE_BYTES, what), what)
-    if not isinstance(found, dict):
-        raise ValueError(f"{what} holds no JSON object")
-    return found
-
-
-def _content(token: Any) -> str | None:
-    """A token is written as its text or as {"content": text, ...}."""
-    found = token.get("content") if isinstance(token, dict) else token
-    return found if isinstance(found, str) else None

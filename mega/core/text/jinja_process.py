@@ -1,38 +1,211 @@
-"""Chat templates of others, rendered in a sandbox. It runs as a child of `untrusted.Confined`, which sets limits."""
+"""Chat templates of others, rendered as transformers' `apply_chat_template` does, in a sandbox. It runs as a child of
+`untrusted.Confined`, which sets limits; the templates of the house are rendered in the process itself.
+
+A question is {"ask", "source", "variables", "names", "marks", ...}; names: of the tokens that a text can hold by name;
+marks: two characters around each of these that stands in a message, where it is text. What is answered:
+
+    read      {"frame": Frame}: what can be known of a template without a conversation
+    text      {"text", "literal"}: of `messages`, `tools`; with what begins the assistant's turn where `reply` is set
+    turns     the same, and {"turns"}: the characters of each of the assistant's turns, `first` and later ones
+
+Source: transformers 5, utils/chat_template_utils.py.
+"""
 
 from __future__ import annotations
 
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import datetime
 from functools import lru_cache
 from typing import Any
 
+from mega.core.text.special import Span
+from mega.core.text.turns import Rendered, check_renders, find_turns, frame_of
 from mega.core.untrusted import serve
 
+REASONING = ("reasoning_content", "thinking", "reasoning")
+"""Names under which files keep what the assistant thought."""
 
-@lru_cache(maxsize=1)
-def _compiled(source: str) -> Any:
-    from jinja2 import StrictUndefined, TemplateError
+
+@lru_cache(maxsize=2)
+def _environment() -> Any:
+    from jinja2 import nodes, pass_eval_context
+    from jinja2.ext import Extension, loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)
-    environment.globals["raise_exception"] = _refuse
-    try:
-        return environment.from_string(source)
-    except TemplateError as error:
-        raise ValueError(f"not a Jinja template ({error})") from None
+    class Generation(Extension):
+        """{% generation %} ... {% endgeneration %}: what the assistant says."""
+
+        tags = {"generation"}
+
+        def parse(self, parser: Any) -> Any:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return nodes.CallBlock(self.call_method("_generated"), [], [], body).set_lineno(line)
+
+        @pass_eval_context
+        def _generated(self, context: Any, caller: Any) -> str:
+            text: str = caller()
+            if _tracked:
+                blocks, spans = _tracked[-1]
+                begin = sum(map(len, blocks))
+                spans.append((begin, begin + len(text)))
+            return text
+
+    made = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
+    made.filters["tojson"] = _tojson
+    made.globals |= {"raise_exception": _refuse, "strftime_now": _now, **_plain_types()}
+    return made
+
+
+def _plain_types() -> dict[str, Any]:
+    """`dict` and `namespace` of templates, without names of Python's own."""
+    from jinja2.exceptions import SecurityError
+    from jinja2.utils import Namespace
+
+    class Plain(Namespace):
+        """A namespace without names of Python's own."""
+
+        def __init__(*given: Any, **named: Any) -> None:
+            own, *rest = given
+            values = dict(*rest, **named)
+            for name in values:
+                Plain._check(name)
+            Namespace.__init__(own, values)
+
+        def __setitem__(self, name: str, value: Any) -> None:
+            Plain._check(name)
+            super().__setitem__(name, value)
+
+        @staticmethod
+        def _check(name: object) -> None:
+            if isinstance(name, str) and name.startswith("_"):
+                raise SecurityError(f"a namespace takes no name that begins with an underscore: {name!r}")
+
+    class Dictionary:
+        def __call__(self, *given: Any, **named: Any) -> dict[Any, Any]:
+            return dict(*given, **named)
+
+        def fromkeys(self, *given: Any) -> dict[Any, Any]:
+            return dict.fromkeys(*given)
+
+    return {"dict": Dictionary(), "namespace": Plain}
+
+
+_tracked: list[tuple[list[str], list[Span]]] = []
+"""The blocks that the rendering in progress has given so far, and what of them is the assistant's."""
 
 
 def _refuse(message: object) -> None:
     raise ValueError(str(message))
 
 
-def answer(question: dict[str, Any]) -> str | None:
-    """The text of `messages` by the template `source`; None where there are no messages, and it was only compiled."""
-    template = _compiled(question["source"])
-    if "messages" not in question:
-        return None
-    values = {name: question[name] for name in ("messages", "bos_token", "eos_token")}
-    text: str = template.render(**values, add_generation_prompt=question.get("reply", False))
-    return text
+def _now(form: str) -> str:
+    return datetime.now().strftime(form)
+
+
+def _tojson(
+    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+@lru_cache(maxsize=8)
+def _compiled(source: str) -> Any:
+    from jinja2 import TemplateError
+
+    try:
+        return _environment().from_string(source)
+    except TemplateError as error:
+        raise ValueError(f"not a Jinja template ({error})") from None
+
+
+@contextmanager
+def _tracking(blocks: list[str], spans: list[Span]) -> Iterator[None]:
+    _tracked.append((blocks, spans))
+    try:
+        yield
+    finally:
+        _tracked.pop()
+
+
+def _aliased(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message as templates get it: without what is null, and with what was thought under the names they know."""
+    found = {key: value for key, value in message.items() if value is not None}
+    thought = next((found[key] for key in REASONING if key in found), None)
+    return found if thought is None else {"thinking": thought, **found, "reasoning_content": thought}
+
+
+class _Renderer:
+    """One template with what does not change from conversation to conversation."""
+
+    def __init__(self, question: Mapping[str, Any]) -> None:
+        self._template = _compiled(question["source"])
+        self._values = {"tools": question.get("tools"), "documents": None, **question["variables"]}
+        first, last = question["marks"]
+        names = "|".join(map(re.escape, sorted(question["names"], key=len, reverse=True))) or "(?!)"
+        self._marks = re.compile(f"{first}({names}){last}|[{first}{last}]")
+        self._escaped = "".join(f"\\u{ord(mark):04x}|" for mark in question["marks"]).rstrip("|")
+        self.tagged = re.search(r"\{%-?\s*generation\s*-?%\}", question["source"]) is not None
+
+    def __call__(self, messages: Sequence[Mapping[str, Any]], reply: bool = False) -> Rendered:
+        """Errors: ValueError, of the template; what jinja2 raises."""
+        blocks: list[str] = []
+        spans: list[Span] = []
+        values = {**self._values, "messages": [_aliased(each) for each in messages], "add_generation_prompt": reply}
+        with _tracking(blocks, spans):
+            for block in self._template.generate(**values):
+                blocks.append(block)
+        raw = "".join(blocks)
+        if re.search(self._escaped.replace("\\", "\\\\"), raw):
+            raise ValueError("writes a control token of a message's text in an escaped form, so that it cannot be text")
+        return self._unmarked(raw, spans)
+
+    def _unmarked(self, raw: str, spans: Sequence[Span]) -> Rendered:
+        """Without marks; a mark alone still parts the text, so that no control token is made of two halves."""
+        text, literal, at, moved = "", list[Span](), 0, list[tuple[int, int]]()
+        for match in self._marks.finditer(raw):
+            text += raw[at : match.start()]
+            moved.append((match.start(), len(text)))
+            begin = len(text)
+            text += match[1] or ""
+            literal.append((begin, len(text)))
+            at = match.end()
+            moved.append((at, len(text)))
+        text += raw[at:]
+
+        def place(position: int) -> int:
+            before, after = next(((a, b) for a, b in reversed(moved) if a <= position), (0, 0))
+            return after + position - before
+
+        return Rendered(text, tuple(literal), tuple((place(a), place(b)) for a, b in spans))
+
+
+def answer(question: Mapping[str, Any]) -> dict[str, Any]:
+    """Errors: ValueError, of the template."""
+    render, ask = _Renderer(question), question["ask"]
+    if ask == "read":
+        check_renders(render)
+        return {"frame": frame_of(_quietly(render), question["names"])._asdict()}
+    found = render(question["messages"], question.get("reply", False))
+    turns: list[Span] = []
+    if ask == "turns":
+        turns = list(found.tagged if render.tagged else find_turns(render, question, found))
+    return {"text": found.text, "literal": found.literal, "turns": turns, "tagged": render.tagged}
+
+
+def _quietly(render: Callable[..., Rendered]) -> Callable[..., Rendered | None]:
+    """A rendering of what a template may refuse: then there is none."""
+
+    def found(*given: Any) -> Rendered | None:
+        try:
+            return render(*given)
+        except Exception:
+            return None
+
+    return found
 
 
 if __name__ == "__main__":

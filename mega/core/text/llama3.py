@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import base64
 import binascii
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 from mega.core.text.fast import Encode, byte_level_json, first_equal
 from mega.core.text.gpt2 import byte_letters
 from mega.core.text.probe import FILE_BYTES
+from mega.core.text.sentencepiece_bpe import leads_with
 from mega.core.text.tokenizer import Encoded, Tokenizer, flatten
 from mega.core.text.words import Remembered
 from mega.core.untrusted import read_limited
@@ -72,6 +75,9 @@ class Llama3Tokenizer(Tokenizer):
     def control(self, name: str) -> int | None:
         return self.controls.get(name)
 
+    def special_tokens(self) -> Mapping[str, int]:
+        return self.controls
+
     def decode(self, ids: Iterable[int]) -> str:
         return b"".join(self._bytes[int(token)] for token in ids).decode(errors="replace")
 
@@ -80,6 +86,15 @@ class Llama3Tokenizer(Tokenizer):
 
     def files(self) -> Mapping[str, Path]:
         return {"tokenizer.model": self._path}
+
+    def huggingface_files(self) -> dict[str, dict[str, Any]]:
+        whole = json.loads(_tokenizer_json(self._ranks))
+        plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+        added = [{"id": token, "content": name, "special": True, **plain} for name, token in self.controls.items()]
+        whole |= {"added_tokens": added, "post_processor": leads_with(_NAMED[0], self.bos)}
+        named = {"bos_token": _NAMED[0], "eos_token": _NAMED[1]}
+        config = {"tokenizer_class": "PreTrainedTokenizerFast", **named}
+        return {"tokenizer.json": whole, "tokenizer_config.json": config}
 
     @cached_property
     def _bytes(self) -> dict[int, bytes]:

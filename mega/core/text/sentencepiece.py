@@ -7,15 +7,18 @@ does not, and differs from it only where a document holds such a token as text.)
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from mega.core.text import neighbours
 from mega.core.text.fast import Encode
+from mega.core.text.neighbours import AddedToken, prepend_scheme
 from mega.core.text.probe import check, sentencepiece
-from mega.core.text.sentencepiece_bpe import faster
+from mega.core.text.sentencepiece_bpe import faster, published
+from mega.core.text.special import Parsed, Span, aligned, sections
 from mega.core.text.tokenizer import Encoded, Roles, Tokenizer, flatten, library_errors
 
 
@@ -35,6 +38,10 @@ def _encoder(model: Any) -> Encode:
     return faster(model, library) or library
 
 
+_SYMBOLS = 1 << 10
+"""Pieces among which control symbols are: they come first, or nearly."""
+
+
 def _present(token: int) -> int | None:
     """SentencePiece returns -1 for a token that its model lacks."""
     return token if token >= 0 else None
@@ -49,59 +56,177 @@ def _piece_bytes(model: Any, token: int) -> bytes:
 
 
 class PlainSentencePiece(Tokenizer):
-    """The model's own pieces; its eos ends a document. Llama-2 also puts its bos in front of every text."""
+    """The model's own pieces; its eos ends a document. Llama-2 also puts its bos in front of every text.
+
+    Hugging Face's files next to the model add tokens, and say what text between tokens that stand by name begins with;
+    where there are none, each such text is encoded as a text of its own, as in Meta's programs.
+    """
 
     def __init__(self, path: Path, *, kind: str, prepend_bos: bool) -> None:
         self.kind = kind
         self._path = path
         self._model = _load(path)
         self._prepend_bos = prepend_bos
-        self.bos = _present(self._model.bos_id())
-        self.eod = _present(self._model.eos_id())
-        self.pad = _present(self._model.pad_id())
+        near = neighbours.paths(path)
+        self._said = neighbours.read(near)
+        self._pieces = int(self._model.vocab_size())
+        self._added = dict(self._without_own(self._said.added))
+        self._files = near if self._added else {}
+        self._names = {token: added.name for token, added in self._added.items()}
+        self.bos = self._at("bos_token", self._model.bos_id())
+        self.eod = self._at("eos_token", self._model.eos_id())
+        self.pad = self._at("pad_token", self._model.pad_id())
         if prepend_bos and self.bos is None:
             raise ValueError(f"--tokenizer-model {path}: {kind} puts bos in front of a text, and the model has none")
 
+    def _without_own(self, added: Mapping[int, AddedToken]) -> Iterator[tuple[int, AddedToken]]:
+        """The tokens that the model lacks. Errors: ValueError where one has the id of a piece."""
+        for token, each in added.items():
+            if token >= self._pieces:
+                yield token, each
+            elif self._model.id_to_piece(token) != each.name:
+                raise ValueError(
+                    f"--tokenizer-model {self._path}: {each.name} of the files next to it has the id {token}, which is "
+                    f"{self._model.id_to_piece(token)!r} in the model; give the files of one tokenizer"
+                )
+
+    def _at(self, key: str, own: int) -> int | None:
+        """The id of a token that the files next to the model name, where they add tokens; else the model's."""
+        name = self._said.named.get(key) if self._added else None
+        return _present(own) if name is None else self.control(name)
+
     @property
     def vocab_size(self) -> int:
-        return int(self._model.vocab_size())
+        return max(self._pieces, *(token + 1 for token in self._added), 0)
 
     def encode(self, text: str) -> list[int]:
-        ids: list[int] = self._model.encode(text, add_bos=self._prepend_bos)
-        return ids
+        if self._searched:
+            found: list[int] = self.encode_batch([text]).ids.tolist()
+            return found
+        ids: list[int] = self._model.encode(text)
+        return [self.bos, *ids] if self._prepend_bos and self.bos is not None else ids
 
     def encode_batch(self, texts: Sequence[str]) -> Encoded:
         import numpy as np
 
-        ids, offsets = self._encode(texts)
+        ids, offsets = flatten([self._split(text) for text in texts]) if self._searched else self._encode(texts)
         if not self._prepend_bos or self.bos is None:
             return Encoded(ids, offsets)
         return Encoded(np.insert(ids.astype(np.int64), offsets[:-1], self.bos), offsets + np.arange(len(offsets)))
 
+    def _split(self, text: str) -> list[int]:
+        """Raw text in which the added tokens that are not special are looked for."""
+        found: list[int] = []
+        for name, begin, end in sections(text, self._searched):
+            found += [self._searched[name]] if name else self.section(text[begin:end], begin == 0).ids
+        return found
+
+    @cached_property
+    def _searched(self) -> dict[str, int]:
+        return {added.name: token for token, added in self._added.items() if not added.special}
+
+    def special_tokens(self) -> Mapping[str, int]:
+        return self._specials
+
+    @cached_property
+    def _specials(self) -> dict[str, int]:
+        own = (token for token in range(min(self._pieces, _SYMBOLS)) if self._model.is_control(token))
+        found = {str(self._model.id_to_piece(token)): token for token in own}
+        if (unknown := self._model.unk_id()) >= 0:
+            found[str(self._model.id_to_piece(unknown))] = unknown
+        return found | {added.name: token for token, added in self._added.items() if added.special}
+
+    def vocabulary_tokens(self) -> Mapping[str, int]:
+        return self._searched
+
+    def named_tokens(self) -> Mapping[str, str]:
+        if self._said.named:
+            return self._said.named
+        unknown = self._model.unk_id()
+        return {**super().named_tokens(), **({"unk_token": self.piece(unknown)} if unknown >= 0 else {})}
+
+    def section(self, text: str, first: bool) -> Parsed:
+        blank = True
+        if self._said.config:
+            scheme = prepend_scheme(self._said.config)
+            blank = scheme == "always" or (scheme == "first" and first)
+            blank = blank and not text.startswith(" ")
+        ids: list[int] = self._model.encode(text) if blank else self._without_blank(text)
+        return Parsed(ids, self._spans(text, ids, blank))
+
+    def _spans(self, text: str, ids: Sequence[int], blank: bool) -> list[Span] | None:
+        """blank: the model has put one in front."""
+        pieces = [self.token_bytes(token) for token in ids]
+        if blank and pieces and pieces[0].startswith(b" "):
+            pieces[0] = pieces[0][1:]
+        spans = aligned(text, pieces)
+        if spans and pieces[0] == b"":  # the blank alone: it is of the first character
+            spans[0] = (0, 1)
+        return spans
+
+    def spans_of(self, text: str, ids: Sequence[int]) -> list[Span] | None:
+        return self._spans(text, ids, True)
+
+    def _without_blank(self, text: str) -> list[int]:
+        """The ids of a text without the blank that the model puts in front: as they are after a line's end."""
+        ids: list[int] = self._model.encode("\n" + text)
+        lead = self._model.encode("\n")
+        if ids[: len(lead)] != lead:
+            raise ValueError(
+                f"--tokenizer-model {self._path}: joins a line's end with {text[:20]!r}, which is not read"
+            )
+        return ids[len(lead) :]
+
     def control(self, name: str) -> int | None:
-        return next((t for t in (self.bos, self.eod) if t is not None and self._model.id_to_piece(t) == name), None)
+        found = next((token for token, each in self._names.items() if each == name), None)
+        return self.special_tokens().get(name) if found is None else found
 
     @cached_property
     def _encode(self) -> Encode:
         return _encoder(self._model)
 
     def decode(self, ids: Iterable[int]) -> str:
-        return str(self._model.decode([int(token) for token in ids]))
+        """Added tokens are written by name."""
+        tokens = [int(token) for token in ids]
+        if not self._added:
+            return str(self._model.decode(tokens))
+        runs = [(added, list(run)) for added, run in groupby(tokens, key=self._names.__contains__)]
+        texts = (
+            "".join(map(self._names.__getitem__, run)) if added else self._decoded(run, number)
+            for number, (added, run) in enumerate(runs)
+        )
+        return "".join(texts)
+
+    def _decoded(self, run: list[int], number: int) -> str:
+        """The text of the model's own pieces; a blank in front of what is after an added token stays."""
+        text = str(self._model.decode(run))
+        return f" {text}" if number and self.piece(run[0]).startswith("\u2581") else text
 
     def piece(self, token: int) -> str:
-        return str(self._model.id_to_piece(token))
+        return self._names.get(token) or ("" if token >= self._pieces else str(self._model.id_to_piece(token)))
 
     def token_bytes(self, token: int) -> bytes:
+        if token >= self._pieces:
+            special = token not in self._names or self._added[token].special
+            return b"" if special else self._names[token].encode()
         return _piece_bytes(self._model, token)
 
     def files(self) -> Mapping[str, Path]:
-        return {"tokenizer.model": self._path}
+        return {**self._files, "tokenizer.model": self._path}
+
+    def part_for_ids(self, name: str, content: bytes) -> bytes:
+        return neighbours.without_template(content) if name == neighbours.CONFIG else content
 
     def huggingface_files(self) -> dict[str, dict[str, Any]]:
-        """transformers turns a tokenizer.model into its own form by rules that may cut a text otherwise."""
+        """A tokenizer.json too, where the model can be written so: transformers turns a tokenizer.model into its own
+        form by rules that may cut a text otherwise."""
         ids = {"bos_token": self.bos, "eos_token": self.eod, "pad_token": self.pad}
         named = {key: None if token is None else self.piece(token) for key, token in ids.items()}
-        leads = {"add_bos_token": self._prepend_bos, "add_eos_token": False}
+        if (whole := published(self._model, self._prepend_bos)) is not None:
+            unknown = {"unk_token": self.piece(self._model.unk_id())}
+            config = {"tokenizer_class": "PreTrainedTokenizerFast", **named, **unknown}
+            return {"tokenizer.json": whole, "tokenizer_config.json": config}
+        leads = {"add_bos_token": self._prepend_bos, "add_eos_token": False, "legacy": True}
         return {"tokenizer_config.json": {"tokenizer_class": "LlamaTokenizer", **named, **leads}}
 
 
@@ -160,6 +285,9 @@ class ExtendedSentencePiece(Tokenizer):
 
     def control(self, name: str) -> int | None:
         return self.specials.get(name)
+
+    def special_tokens(self) -> Mapping[str, int]:
+        return self.specials
 
     @cached_property
     def _encode(self) -> Encode:

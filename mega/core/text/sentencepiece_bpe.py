@@ -31,8 +31,55 @@ def faster(model: Any, reference: Encode) -> Encode | None:
     return None if found is None else found[1]
 
 
-def _rewritable(proto: bytes) -> list[tuple[str, float, int]] | None:
-    """(piece, score, type) of every piece of a byte-fallback BPE that leaves its text as it is; else None."""
+def published(model: Any, lead: bool) -> dict[str, Any] | None:
+    """The model as a tokenizer.json that transformers opens as it stands; None where it cannot be written so.
+
+    lead: bos is in front of every text. Text between control tokens is encoded as a text of its own.
+    """
+    proto = model.serialized_model_proto()
+    pieces, squeezed = _rewritable(proto), False
+    if pieces is None:
+        pieces, squeezed = _rewritable(proto, squeezes=True), True
+    if pieces is None:
+        return None
+    whole: dict[str, Any] = json.loads(_tokenizer_json(pieces))
+    if squeezed:
+        sides = {"type": "Replace", "pattern": {"Regex": r"\A +| +\z"}, "content": ""}
+        several = {"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "}
+        whole["normalizer"]["normalizers"][:0] = [sides, several]
+    if not _same(whole, model):
+        return None
+    plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    special = [(token, piece) for token, (piece, _, kind) in enumerate(pieces) if kind in (_UNKNOWN, _CONTROL)]
+    whole["added_tokens"] = [{"id": token, "content": piece, "special": True, **plain} for token, piece in special]
+    blanks = {"type": "Replace", "pattern": {"String": _BLANK}, "content": " "}
+    strip = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
+    steps = [blanks, {"type": "ByteFallback"}, {"type": "Fuse"}, strip]
+    whole["decoder"] = {"type": "Sequence", "decoders": steps}
+    if lead:
+        whole["post_processor"] = leads_with(model.id_to_piece(model.bos_id()), model.bos_id())
+    return whole
+
+
+def _same(whole: dict[str, Any], model: Any) -> bool:
+    """Whether a tokenizer.json gives the model's ids on the probes."""
+    from tokenizers import Tokenizer as Library
+
+    library, texts = Library.from_str(json.dumps(whole)), [*PROBES, *_SEAMS]
+    return bool([found.ids for found in library.encode_batch_fast(texts)] == model.encode(texts))
+
+
+def leads_with(name: str, token: int) -> dict[str, Any]:
+    """What puts a token in front of every text, as a tokenizer.json has it."""
+    single = [{"SpecialToken": {"id": name, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+    pair = [*single, {"SpecialToken": {"id": name, "type_id": 1}}, {"Sequence": {"id": "B", "type_id": 1}}]
+    known = {name: {"id": name, "ids": [token], "tokens": [name]}}
+    return {"type": "TemplateProcessing", "single": single, "pair": pair, "special_tokens": known}
+
+
+def _rewritable(proto: bytes, squeezes: bool = False) -> list[tuple[str, float, int]] | None:
+    """(piece, score, type) of every piece of a byte-fallback BPE that leaves its text as it is; else None. squeezes: or
+    that takes blanks away at the ends of a text, and all but one of several."""
     model = protobuf.fields(proto)
     trainer, normalizer = (protobuf.fields(_last(model, number, b"")) for number in (2, 3))
     pieces = [_piece(protobuf.fields(value)) for value in model[1] if isinstance(value, bytes)]
@@ -42,7 +89,7 @@ def _rewritable(proto: bytes) -> list[tuple[str, float, int]] | None:
         and not _last(trainer, 24, 0)  # treat_whitespace_as_suffix
         and not _last(normalizer, 2, b"")  # precompiled_charsmap
         and _last(normalizer, 3, 1)  # add_dummy_prefix
-        and not _last(normalizer, 4, 1)  # remove_extra_whitespaces
+        and bool(_last(normalizer, 4, 1)) == squeezes  # remove_extra_whitespaces
         and _last(normalizer, 5, 1)  # escape_whitespaces
         and not any(kind == _USER or len(piece) > _LONGEST_PIECE for piece, _, kind in pieces)
     )

@@ -11,9 +11,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+from mega.core.text.special import Parsed, Span, aligned, sections
+
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
+
+
+NAMELESS_END = "<|endoftext|>"
+"""Stands in a template's text for the end of a document of a tokenizer that has no name for it."""
 
 
 class Encoded(NamedTuple):
@@ -113,6 +119,54 @@ class Tokenizer(Protocol):
         """The id of a control token by its name, such as <|eot_id|>; None where there is none."""
         return None
 
+    def special_tokens(self) -> Mapping[str, int]:
+        """Name -> id of every token that a text can hold by name. Raw text never becomes one of them."""
+        ids = (token for token in (self.bos, self.eod, self.pad) if token is not None)
+        found = {name: token for token in ids if self.control(name := self.piece(token)) == token}
+        return found if self.eod is None or self.eod in found.values() else {**found, NAMELESS_END: self.eod}
+
+    def vocabulary_tokens(self) -> Mapping[str, int]:
+        """Name -> id of the tokens that are looked for in every text, raw text included, as `<think>` of some."""
+        return {}
+
+    def named_tokens(self) -> Mapping[str, str]:
+        """What a chat template is given: `bos_token`, `eos_token` and others of Hugging Face's -> the token's name."""
+        names = {token: name for name, token in self.special_tokens().items()}
+        ids = {"bos_token": self.bos, "eos_token": self.eod, "pad_token": self.pad}
+        return {key: names[token] for key, token in ids.items() if token in names}
+
+    def parse(self, text: str, literal: Sequence[Span] = ()) -> Parsed:
+        """The ids of a text in which tokens stand by name, and nothing in front of it. literal: characters that are
+        text whatever they spell. Adjacent text is encoded as one piece."""
+        names, ids, spans = {**self.vocabulary_tokens(), **self.special_tokens()}, list[int](), list[Span]()
+        known = True
+        for name, begin, end in sections(text, names, literal):
+            found = Parsed([names[name]], [(0, end - begin)]) if name else self.section(text[begin:end], begin == 0)
+            ids += found.ids
+            spans += [(begin + first, begin + last) for first, last in found.spans or ()]
+            known = known and found.spans is not None
+        return Parsed(ids, spans if known else None)
+
+    def encode_special(self, text: str) -> list[int]:
+        """The ids of one text in which special tokens stand by name, with what the family puts around each text."""
+        return [*self.encode(""), *self.parse(text).ids]
+
+    def located(self, text: str, special: bool = False) -> list[Span] | None:
+        """The characters that each id of `encode` stands for, or of `encode_special`; an empty span for what the family
+        puts around a text. None where it cannot tell."""
+        lead: list[Span] = [(0, 0)] * len(self.encode(""))
+        spans = self.parse(text).spans if special else self.spans_of(text, self.encode(text)[len(lead) :])
+        return None if spans is None else lead + spans
+
+    def spans_of(self, text: str, ids: Sequence[int]) -> list[Span] | None:
+        """The characters that each id of raw text stands for; None where the family cannot tell."""
+        return aligned(text, [self.token_bytes(token) for token in ids])
+
+    def section(self, text: str, first: bool) -> Parsed:
+        """The ids of raw text between two tokens that stand by name; first: nothing is before it."""
+        ids = self.encode(text)[len(self.encode("")) :]
+        return Parsed(ids, self.spans_of(text, ids))
+
     def special_ids(self) -> dict[str, int | None]:
         """What a config.json of Hugging Face's says of the tokens that begin, end and fill a text; None for none.
 
@@ -133,12 +187,19 @@ class Tokenizer(Protocol):
         """sha256 over the kind and the contents of the files: equal means the same ids for the same text."""
         return self._hash(self.vocab_size)
 
-    def _hash(self, entries: int) -> str:
+    def _hash(self, entries: int, whole: bool = False) -> str:
+        """whole: over files as they are, else over what of them has to do with ids."""
         digest = hashlib.sha256(f"{self.kind} {entries}\n".encode())
         for name, path in sorted(self.files().items()):
+            content = path.read_bytes()
             digest.update(name.encode())
-            digest.update(hashlib.sha256(path.read_bytes()).digest())
+            digest.update(hashlib.sha256(content if whole else self.part_for_ids(name, content)).digest())
         return digest.hexdigest()
+
+    def part_for_ids(self, name: str, content: bytes) -> bytes:
+        """What of a file's content has to do with ids: all of it, but for a chat template, with which an export differs
+        from what it was made of."""
+        return content
 
     def identity(self) -> TokenizerIdentity:
         """What is noted next to ids that it made, however many sentinels it has. Another is refused with them, though
@@ -147,8 +208,9 @@ class Tokenizer(Protocol):
         return TokenizerIdentity(self.kind, entries, self._hash(entries))
 
     def made(self, noted: TokenizerIdentity) -> bool:
-        """Whether ids of which this is noted are its own. An earlier version noted sentinels too."""
-        return noted.fingerprint in (self.identity().fingerprint, self.fingerprint())
+        """Whether ids of which this is noted are its own. Earlier versions noted sentinels and chat templates too."""
+        own = (self.identity().fingerprint, self.fingerprint(), self._hash(self.vocab_size, whole=True))
+        return noted.fingerprint in own
 
 
 def least_vocab(tokenizer: Tokenizer, family: str) -> int:

@@ -45,7 +45,7 @@ class WordPieceTokenizer(Tokenizer):
         for name in _REQUIRED:
             if name not in self._vocab:
                 raise ValueError(f"--vocab-file {path}: has no {name}, which {self.kind} needs")
-        sentinels = [f"<extra_id_{i}>" for i in range(extra_ids)]
+        self._sentinels = sentinels = [f"<extra_id_{i}>" for i in range(extra_ids)]
         self.added_sentinels = sum(name not in self._vocab for name in sentinels)
         self.added_ends = sum(name not in self._vocab for name in ("[BOS]", "[EOS]"))
         for name in ("[BOS]", "[EOS]", *sentinels):
@@ -86,6 +86,10 @@ class WordPieceTokenizer(Tokenizer):
 
     def control(self, name: str) -> int | None:
         return self._vocab.get(name)
+
+    def special_tokens(self) -> Mapping[str, int]:
+        names = (*_REQUIRED, "[BOS]", "[EOS]", *self._sentinels)
+        return {name: self._vocab[name] for name in names}
 
     def files(self) -> Mapping[str, Path]:
         return {"vocab.txt": self._path}

@@ -58,6 +58,10 @@ class YuanTokenizer(Tokenizer):
     def control(self, name: str) -> int | None:
         return self._vocab.get(name)
 
+    def special_tokens(self) -> Mapping[str, int]:
+        names = ("<unk>", "<eod>", "<pad>", "<s>", "</s>", "<sep>", "<mask>")
+        return {name: self._vocab[name] for name in names if name in self._vocab}
+
     def files(self) -> Mapping[str, Path]:
         return {"vocab.txt": self._path}
 

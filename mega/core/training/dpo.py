@@ -37,17 +37,17 @@ def datasets(run: RunConfig, tokenizer: Tokenizer | None) -> Datasets:
     """The pairs of --dpo-data and of --valid-sets. Errors: ValueError naming flag, file and line."""
     from mega.core.data.build import Datasets, named_sets
     from mega.core.data.pairs import pair_dataset
-    from mega.core.text.chat import TEMPLATES, shown, template, template_text
+    from mega.core.text.chat import chat_format, shown
 
     if tokenizer is None:
         raise ValueError("--dpo-data: needs a tokenizer; give --tokenizer and its files")
     name, (train, _, test), notes = run.data.chat_template, pretraining.requested(run), list[str]()
-    made, key = template(name, tokenizer), name if name in TEMPLATES else template_text(name)
+    made = chat_format(name, tokenizer)
     assert run.batch.seq_length is not None
     size = {"seq_length": run.batch.seq_length, "seed": run.runtime.seed}
 
     def pairs(flag: str, inputs: tuple[str, ...], count: int) -> PairDataset:
-        return pair_dataset(flag, inputs, tokenizer, made, key, samples=count, note=notes.append, **size)
+        return pair_dataset(flag, inputs, tokenizer, made, samples=count, note=notes.append, **size)
 
     example: tuple[str, ...] = (f"conversations by the template {name}",)
     trained = pairs("--dpo-data", run.finetuning.dpo_data, train) if train else None

@@ -36,7 +36,7 @@ from mega.core.config.run import RunConfig
 from mega.core.device import HostCopy
 from mega.core.parallel.collectives import all_reduce, gather_json
 from mega.core.parallel.mesh import Axis
-from mega.core.text.chat import TEMPLATES, template_text
+from mega.core.text.templates import source_of
 from mega.core.text.tokenizer import Tokenizer
 from mega.core.training.finite import check_finite
 from mega.core.training.proving import Proving
@@ -238,13 +238,11 @@ def _in_background(work: Callable[[], tuple[int, float]]) -> Future[tuple[int, f
 
 
 def _own_template(run: RunConfig, came: Attachments) -> Attachments:
-    """The files that came with a run's first weights; a Jinja file by which they conversed gives way to the run's own,
-    or to none where its template is one of ours."""
+    """The files that came with a run's first weights; their chat template gives way to the run's own."""
     named = run.data.chat_template
     if not (run.data.chat_data or run.finetuning.dpo_data):
         return came
-    others = {name: content for name, content in came.items() if name != "chat_template.jinja"}
-    return others if named in TEMPLATES else {**others, "chat_template.jinja": template_text(named).encode()}
+    return {**came, "chat_template.jinja": source_of(named).encode()}
 
 
 def _all_agree(axis: Axis, device: torch.device) -> Callable[[bool], bool]:

@@ -15,9 +15,9 @@ import pytest
 pytest.importorskip("fastapi", reason="needs the extra serve")
 pytest.importorskip("uvicorn", reason="needs the extra serve")
 
-from mega.core.inference.server.chat_prompt import ChatPrompt
 from mega.core.inference.server.run import HttpServer, bind
 from mega.core.inference.server.service import ServerOptions
+from mega.core.text.chat import ChatFormat, chat_format
 from mega.core.text.tokenizer import Tokenizer
 from tests.support.fake_engine import FakeEngine
 
@@ -56,7 +56,7 @@ class Running:
 
 @contextmanager
 def serving(
-    engine: Any, tokenizer: Tokenizer, options: ServerOptions, chat: ChatPrompt | None = None
+    engine: Any, tokenizer: Tokenizer, options: ServerOptions, chat: ChatFormat | None = None
 ) -> Iterator[Running]:
     server, listening, ready = HttpServer(engine, tokenizer, options, chat), bind("127.0.0.1", 0), threading.Event()
     thread = threading.Thread(target=lambda: _quietly(server, listening, ready), daemon=True)
@@ -99,6 +99,9 @@ class ByteTokenizer(Tokenizer):
     def control(self, name: str) -> int | None:
         return 256 if name == "<|end|>" else None
 
+    def special_tokens(self) -> Mapping[str, int]:
+        return {"<|end|>": 256}
+
 
 ANSWER = "Hello, wörld!\nAnd on.\n\nEnd"
 
@@ -112,5 +115,5 @@ def engine() -> FakeEngine:
 def server(engine: FakeEngine) -> Iterator[Running]:
     tokenizer = ByteTokenizer()
     options = ServerOptions(name="fake", adapters=("poet",), temperature=1.0, tokens_at_once=1000)
-    with serving(engine, tokenizer, options, ChatPrompt("plain", tokenizer)) as running:
+    with serving(engine, tokenizer, options, chat_format("plain", tokenizer)) as running:
         yield running

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from mega.core.inference.server.chat_prompt import ChatPrompt
 from mega.core.inference.server.service import ServerOptions
+from mega.core.text.chat import ChatFormat, chat_format
 from tests.inference.server.conftest import ANSWER, ByteTokenizer, Running, serving
 from tests.support.fake_engine import FakeEngine
 
@@ -42,7 +42,7 @@ def test_a_completion_ends_where_the_model_ends_it(server: Running) -> None:
 def test_an_answer_ends_at_any_end_of_the_models(engine: FakeEngine) -> None:
     tokenizer, ends = ByteTokenizer(), frozenset({ord("!"), 299})  # one is no token of the tokenizer's
     options = ServerOptions(name="fake", stop_ids=ends)
-    with serving(engine, tokenizer, options, ChatPrompt("plain", tokenizer)) as server:
+    with serving(engine, tokenizer, options, chat_format("plain", tokenizer)) as server:
         assert ask(server)["choices"][0]["text"] == "Hello, wörld"
         assert engine.seen[-1].stop_ids == {ord("!"), 256}
         assert ask(server, ignore_eos=True, max_tokens=16)["choices"][0]["text"] == ANSWER[:15]
@@ -159,11 +159,15 @@ def test_a_name_is_refused_where_the_template_may_read_it(engine: FakeEngine) ->
     pytest.importorskip("jinja2")
     tokenizer, talk = ByteTokenizer(), [{"role": "user", "content": "Hi", "name": "Ann"}]
     loop = "{%% for m in messages %%}%s{{ m.content }}<|end|>{%% endfor %%}"
-    for template, status in ((loop % "", 200), (loop % "{% if m.name is defined %}{{ m['name'] }}{% endif %}", 400)):
-        chat = ChatPrompt(template, tokenizer)
+    for template, prompt in (
+        (loop % "", "Hi"),
+        (loop % "{% if m.name is defined %}{{ m['name'] }}{% endif %}", "AnnHi"),
+    ):
+        chat = ChatFormat(template, tokenizer, "the chat template")
         with serving(engine, tokenizer, ServerOptions(name="fake"), chat) as server:
             reply = server.ask("POST", "/v1/chat/completions", {"messages": talk, "max_tokens": 2})
-            assert reply.status == status, reply
+            assert reply.status == 200, reply
+            assert engine.seen[-1].prompt == (*prompt.encode(), 256)
 
 
 def test_one_model_is_described_by_name(server: Running) -> None:
@@ -334,3 +338,39 @@ def test_a_client_that_vanishes_frees_its_place(server: Running, engine: FakeEng
         assert engine.cancelled == before + 4 and not engine.running
     finally:
         engine.seconds = 0
+
+
+class LedTokenizer(ByteTokenizer):
+    """A token in front of every text, as Llama's."""
+
+    bos = 256  # type: ignore[assignment]
+
+    def encode(self, text: str) -> list[int]:
+        return [256, *text.encode()]
+
+
+def test_offsets_are_into_the_text_that_was_sent(engine: FakeEngine) -> None:
+    """What the tokenizer puts in front has no characters; a part of a character is where that is."""
+    with serving(engine, LedTokenizer(), ServerOptions(name="fake")) as server:
+        choice = ask(server, prompt="aé b", max_tokens=1, logprobs=0, echo=True)["choices"][0]
+        assert choice["text"] == "aé bH" and choice["logprobs"]["text_offset"] == [0, 0, 1, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("default", [False, True])
+def test_special_tokens_that_a_prompt_spells(engine: FakeEngine, default: bool) -> None:
+    options = ServerOptions(name="fake", parse_special_tokens=default)
+    with serving(engine, ByteTokenizer(), options) as server:
+        for asked in (None, False, True):
+            words = {} if asked is None else {"parse_special_tokens": asked}
+            found = ask(server, prompt="a<|end|>b", max_tokens=1, echo=True, logprobs=0, **words)
+            parsed = default if asked is None else asked
+            assert found["usage"]["prompt_tokens"] == (3 if parsed else 9)
+            how = (
+                "tokens, by parse_special_tokens" if parsed else "text; parse_special_tokens true makes tokens of them"
+            )
+            assert found["notes"] == [f"the prompt spells special tokens such as <|end|>, which are {how}"]
+            offsets = [0, 1, 8, 9] if parsed else [*range(10)]
+            assert found["choices"][0]["logprobs"]["text_offset"] == offsets
+        assert "notes" not in ask(server, prompt="a", max_tokens=1)
+        chunks = stream(server, "/v1/completions", prompt="<|end|>", max_tokens=2)
+        assert [bool(chunk.get("notes")) for chunk in chunks[:2]] == [True, False]

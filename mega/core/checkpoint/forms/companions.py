@@ -29,6 +29,12 @@ def copy_companions(checkpoint: Checkpoint, folder: Path, skip: Collection[str])
                 file.write(checkpoint.attachments[name].read_bytes())
 
 
+def unread_tokenizer(files: Attachments) -> str | None:
+    """Why token files kept with weights are those of no tokenizer that is read; None where they are, or there are
+    none."""
+    return next((why for form in FORMS if (why := form.unread(files)) is not None), None)
+
+
 def tokenizer_kind(files: Attachments) -> str | None:
     """The kind of tokenizer, as --tokenizer names it, that files kept with weights are; None for none."""
     return next((kind for form in FORMS if (kind := form.tokenizer(files)) is not None), None)

@@ -17,7 +17,7 @@ import torch
 
 from mega.core.architecture import without_adapters
 from mega.core.checkpoint.forms.base import joined
-from mega.core.checkpoint.forms.companions import companions_of, tokenizer_kind
+from mega.core.checkpoint.forms.companions import companions_of, tokenizer_kind, unread_tokenizer
 from mega.core.checkpoint.forms.direct import main_dtype, opened_foreign
 from mega.core.checkpoint.forms.form import OWN, Form, Given, Opened, Own, SpecialTokens, no_tokens, writer_of
 from mega.core.checkpoint.forms.mapping import Source, assemble, inverted, prove
@@ -107,12 +107,14 @@ def check_pair(load: Path, source: Form, to: str) -> None:
 def _import(form: Form, load: Path, save: Path, given: Given) -> ConversionReport:
     """A foreign checkpoint -> one step of the run directory `save`, in files for the ranks of the layout."""
     attachments = companions_of(form, load)
+    why = unread_tokenizer(attachments)
     check_place(save)
     opened = opened_foreign(form, load, given)
     tokenizer = {"tokenizer": tokenizer_kind(attachments)}
-    if tokenizer["tokenizer"] is None and opened.base is not None:
+    if opened.base is not None:
+        if tokenizer["tokenizer"] is None:
+            tokenizer = opened.base.meta.get("config", {}).get("tokenizer", tokenizer)
         attachments = {**opened.base.attachments, **attachments}
-        tokenizer = opened.base.meta.get("config", {}).get("tokenizer", tokenizer)
     targets = {target.name: target for target in opened.table.targets}
     tensors = opened.table.tensors(opened.source.tensors)
     files = plan_files(tensors, opened.model, given.layout)
@@ -129,7 +131,8 @@ def _import(form: Form, load: Path, save: Path, given: Given) -> ConversionRepor
     state = _plain_state(opened, tensors, given.layout, tokenizer)
     saved = store.save_all(opened.step, files, state, fetch=fetch, check=ledger.close, attachments=attachments)
     where = save / store.path(opened.step).name
-    return ConversionReport(len(targets), opened.table.elements, saved.bytes, where, opened.notes)
+    notes = opened.notes if why is None else (*opened.notes, f"{load}: no tokenizer is read: {why}")
+    return ConversionReport(len(targets), opened.table.elements, saved.bytes, where, notes)
 
 
 STATE = ("moment1", "moment2", "master")

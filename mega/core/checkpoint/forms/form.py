@@ -7,6 +7,7 @@ A foreign form is a row of `FORMS` and a module with
     export(own, to, given) -> Export            where `targets` says that it is written: the same table, and the files
                                                 (in `writer`, where that is a module of its own)
     tokenizer(files) -> str | None              optional: the kind of tokenizer that files of its folders are
+    unread(files) -> str | None                 optional: why files of its folders are no tokenizer that is read
 
 The table is written once; conversions invert it, prove it and keep the account of what is moved (mapping.py,
 convert.py). Flags of the commands, their choices, messages and what is recognised all come from the rows.
@@ -39,11 +40,15 @@ class SpecialTokens:
     """What others must know of the tokenizer of a checkpoint of ours.
 
     ids: of `TOKEN_IDS`, None where there is no such token. files: name -> JSON of the files by which Hugging Face's
-    tools open it, besides those that the checkpoint carries.
+    tools open it, besides those that the checkpoint carries. names: `bos_token` and others -> the token's name.
+    template: how the model converses, in Jinja; ends: ids with which the assistant's turn ends.
     """
 
     ids: Mapping[str, int | None]
     files: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    names: Mapping[str, str] = field(default_factory=dict)
+    template: str | None = None
+    ends: tuple[int, ...] = ()
 
 
 def no_tokens(checkpoint: Checkpoint) -> SpecialTokens:
@@ -161,6 +166,12 @@ class Form:
         kind: str | None = None if find is None else find(files)
         return kind
 
+    def unread(self, files: Attachments) -> str | None:
+        """Why token files kept with weights of this form are not read as a tokenizer; None where they are."""
+        why = getattr(self._loaded(), "unread", None)
+        found: str | None = None if why is None else why(files)
+        return found
+
     def _loaded(self) -> Any:
         return importlib.import_module(self.module)
 
@@ -244,6 +255,7 @@ FORMS = [
         targets=("peft",),
         reads=("--base",),
         writes=("--base",),
+        companions=tuple(name for name in COMPANIONS if name not in ("config.json", "params.json")),
     ),
     Form(
         name="hf",

@@ -6,13 +6,14 @@ What config.json and tensors are called depends on its `model_type`: llama.py, g
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
 
-from mega.core.checkpoint.forms import bert, gpt2, llama
+from mega.core.checkpoint.forms import bert, conversing, gpt2, llama
 from mega.core.checkpoint.forms.companions import copy_companions
 from mega.core.checkpoint.forms.foreign import (
     EntrySource,
@@ -24,7 +25,7 @@ from mega.core.checkpoint.forms.foreign import (
 )
 from mega.core.checkpoint.forms.form import TOKEN_IDS, Export, Given, Opened, Own, SpecialTokens
 from mega.core.checkpoint.forms.mapping import Source, Table, assemble
-from mega.core.checkpoint.forms.writing import write_json
+from mega.core.checkpoint.forms.writing import write_files, write_json
 from mega.core.checkpoint.own.container import write_container
 from mega.core.checkpoint.own.layout import planned
 from mega.core.checkpoint.own.model import check_size
@@ -45,7 +46,34 @@ def tokenizer(files: Attachments) -> str | None:
         return "BertWordPieceLowerCase" if _lowers(files) else "BertWordPieceCase"
     if "tokenizer.json" in files:
         return "HuggingFaceTokenizer"
-    return "GPT2BPETokenizer" if {"vocab.json", "merges.txt"} <= files.keys() else None
+    return "GPT2BPETokenizer" if {"vocab.json", "merges.txt"} <= files.keys() and unread(files) is None else None
+
+
+def unread(files: Attachments) -> str | None:
+    """Why a vocab.json and merges.txt are not read as GPT-2's; None where they are, or are not there."""
+    if not {"vocab.json", "merges.txt"} <= files.keys() or "tokenizer.json" in files:
+        return None
+    said = {name: read_json(file) for name in _SAY if isinstance(file := files.get(name), Path)}
+    config = said.get("tokenizer_config.json", {})
+    kind = str(
+        config.get("tokenizer_class")
+        or _CLASSES.get(str(said.get("config.json", {}).get("model_type")), "GPT2Tokenizer")
+    )
+    advice = "save them as a tokenizer.json with transformers (AutoTokenizer's save_pretrained)"
+    if kind.removesuffix("Fast") != "GPT2Tokenizer":
+        return f"vocab.json and merges.txt are of a {kind}, which cuts texts by rules of its own; {advice}"
+    listed = config.get("added_tokens_decoder") or {}
+    names = (
+        [each.get("content") for each in listed.values() if isinstance(each, dict)] if isinstance(listed, dict) else []
+    )
+    if added := [name for name in (*names, *said.get("added_tokens.json", {})) if name != "<|endoftext|>"]:
+        return f"vocab.json and merges.txt have added tokens next to them, such as {added[0]}; {advice}"
+    return None
+
+
+_SAY = ("tokenizer_config.json", "added_tokens.json", "config.json")
+_CLASSES = {"qwen2": "Qwen2Tokenizer", "qwen3": "Qwen2Tokenizer"}
+"""`model_type` -> the class of its vocab.json and merges.txt, where no file says it."""
 
 
 def _lowers(files: Attachments) -> bool:
@@ -92,29 +120,23 @@ def _cut_positions(config: Mapping[str, Any], model: ModelConfig, where: Path) -
 def export(own: Own, to: str, given: Given) -> Export:
     """A folder that transformers' `from_pretrained` opens."""
     if own.model.family == "bert":
-        return _folder(own, bert, SpecialTokens({}), {}, bert.losses(own.model))
+        return _folder(own, bert, SpecialTokens({}), bert.losses(own.model))
     if own.model.decoder_layers is not None:
         raise CheckpointError(f"--to {to}: Hugging Face's T5 is another model, without learned positions; valid: mega")
     names = gpt2 if own.model.position == "learned" else llama
     tokens, losses = _special_tokens(own, given)
-    config = _config(names, own, tokens)
-    generation = {"_from_model_config": True, **{key: config[key] for key in TOKEN_IDS if key in config}}
-    return _folder(own, names, tokens, {"generation_config.json": generation, **tokens.files}, losses)
+    return _folder(own, names, tokens, losses)
 
 
-def _folder(
-    own: Own, names: ModuleType, tokens: SpecialTokens, texts: Mapping[str, Mapping[str, Any]], losses: tuple[str, ...]
-) -> Export:
-    """texts: files besides config.json, where the checkpoint does not carry them."""
+def _folder(own: Own, names: ModuleType, tokens: SpecialTokens, losses: tuple[str, ...]) -> Export:
     config = _config(names, own, tokens)
+    files, others = ({}, {}) if names is bert else conversing.written_files(own.checkpoint, config, tokens)
 
     def fill(folder: Path, table: Table, source: Source) -> int:
         written = _write_shards(folder, table, source)
         write_json(folder / "config.json", config)
-        for name, content in texts.items():
-            if name not in own.checkpoint.attachments:
-                write_json(folder / name, dict(content))
-        copy_companions(own.checkpoint, folder, skip=("config.json", "params.json"))
+        write_files(folder, files, others)
+        copy_companions(own.checkpoint, folder, skip=("config.json", "params.json", *files, *others))
         return written
 
     return Export(names.table(own.model), fill, losses=losses)
@@ -128,14 +150,17 @@ def _special_tokens(own: Own, given: Given) -> tuple[SpecialTokens, tuple[str, .
     attached = own.checkpoint.attachments.get("config.json")
     known = {} if attached is None else read_json(attached)
     ids = {key: known[key] for key in TOKEN_IDS if key in known}
-    if {"bos_token_id", "eos_token_id"} <= ids.keys():
+    whole = {"bos_token_id", "eos_token_id"} <= ids.keys()
+    if whole and not conversing.trained(own.checkpoint):
         return SpecialTokens(ids), ()
     try:
         found = given.tokens(own.checkpoint)
     except ValueError as error:
+        if whole:
+            return SpecialTokens(ids), ()
         lost = f"config.json names no end of a text, so that nothing stops transformers' generate: {error}"
         return SpecialTokens(ids if attached is not None else dict.fromkeys(TOKEN_IDS)), (lost,)
-    return SpecialTokens({**found.ids, **ids}, found.files), ()
+    return replace(found, ids={**found.ids, **ids}, files={} if whole and found.template is None else found.files), ()
 
 
 def _config(names: ModuleType, own: Own, tokens: SpecialTokens) -> dict[str, Any]:
@@ -153,10 +178,16 @@ def _config(names: ModuleType, own: Own, tokens: SpecialTokens) -> dict[str, Any
     except CheckpointError:
         same = False
     if not same:
-        return {**names.config_from_model(own.model, dtype), **tokens.ids}
+        return _ended(own, {**names.config_from_model(own.model, dtype), **tokens.ids}, tokens)
     if own.checkpoint.step:
         config |= {key: dtype for key in ("dtype", "torch_dtype") if key in config}
-    return {**tokens.ids, **config}
+    return _ended(own, {**tokens.ids, **config}, tokens)
+
+
+def _ended(own: Own, config: dict[str, Any], tokens: SpecialTokens) -> dict[str, Any]:
+    """With all ends of the assistant's turn, where the model was trained to converse."""
+    converses = tokens.template is not None and conversing.trained(own.checkpoint)
+    return conversing.with_ends(config, tokens.ends) if converses else config
 
 
 def _write_shards(folder: Path, table: Table, source: Source) -> int:

@@ -17,13 +17,15 @@ import torch
 
 from mega.core.architecture import linears
 from mega.core.architecture.adapters import DOWN, UP, with_adapters
+from mega.core.checkpoint.forms import conversing
+from mega.core.checkpoint.forms.companions import copy_companions
 from mega.core.checkpoint.forms.foreign import TorchSource, read_json, safetensors_source
-from mega.core.checkpoint.forms.form import Export, Given, Opened, Own
+from mega.core.checkpoint.forms.form import TOKEN_IDS, Export, Given, Opened, Own
 from mega.core.checkpoint.forms.gpt2 import PREFIX, gpt2_name
 from mega.core.checkpoint.forms.keys import number_in, only, whole_in
 from mega.core.checkpoint.forms.mapping import Source, Table, Target, whole, whole_box
 from mega.core.checkpoint.forms.start import open_start
-from mega.core.checkpoint.forms.writing import write_json
+from mega.core.checkpoint.forms.writing import write_files, write_json
 from mega.core.checkpoint.own.base import check_adapters, describe, named_base
 from mega.core.checkpoint.own.container import write_container
 from mega.core.checkpoint.own.model import model_of
@@ -102,14 +104,34 @@ def export(own: Own, to: str, given: Given) -> Export:
     theirs, ranks = _fused(ours, model) if _is_gpt2(model) else (ours, {})
     theirs = {f"{WRAPPED}{name}": each.contiguous() for name, each in theirs.items()}
     config = _config(model, theirs, ranks, str(given.base or named["path"]))
+    files, others = _tokenizer_files(own, given)
 
     def fill(folder: Path, table: Table, source: Source) -> int:
         pieces = [Piece(name, tuple(one.shape), (0,) * one.dim(), one) for name, one in theirs.items()]
         size = write_container(folder / WEIGHTS, pieces, None).size
         write_json(folder / CONFIG, config)
+        write_files(folder, files, others)
+        copy_companions(own.checkpoint, folder, skip=(*BASES, *files, *others))
         return size
 
     return Export(_as_it_is(theirs), fill, TorchSource(theirs))
+
+
+BASES = ("config.json", "params.json")
+"""Companions that speak of the base alone."""
+
+
+def _tokenizer_files(own: Own, given: Given) -> tuple[dict[str, dict[str, Any]], dict[str, bytes]]:
+    """The tokenizer and how the model converses, which peft's users keep with the adapter. Nothing where no tokenizer
+    is known."""
+    try:
+        tokens = given.tokens(own.checkpoint)
+    except ValueError:
+        return {}, {}
+    attached = own.checkpoint.attachments.get("config.json")
+    known = {} if attached is None else read_json(attached)
+    config = {**tokens.ids, **{key: known[key] for key in TOKEN_IDS if key in known}}
+    return conversing.written_files(own.checkpoint, config, tokens)
 
 
 def _as_it_is(tensors: Tensors) -> Table:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,15 @@ from mega.core.files import whole_file
 def write_json(path: Path, content: dict[str, Any]) -> None:
     with creating(path) as descriptor:
         write_all(descriptor, (json.dumps(content, indent=2) + "\n").encode())
+
+
+def write_files(folder: Path, texts: Mapping[str, dict[str, Any]], others: Mapping[str, bytes]) -> None:
+    """JSON files and others, by name."""
+    for name, content in texts.items():
+        write_json(folder / name, content)
+    for name, data in others.items():
+        with creating(folder / name) as descriptor:
+            write_all(descriptor, data)
 
 
 def write_torch(path: Path, content: object) -> int:

@@ -12,7 +12,7 @@ import uuid
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from mega.core.inference.request import Request, RequestError, Top
 from mega.core.inference.server.fields import SAMPLING, BadField, Field, Fields, read
@@ -20,7 +20,7 @@ from mega.core.inference.server.limits import MOST_MESSAGES, MOST_PROMPTS, MOST_
 from mega.core.inference.server.service import Service
 from mega.core.inference.server.session import Continuation, Delta, Scored, all_whole
 from mega.core.inference.text_stream import TextStream
-from mega.core.text.chat import Message
+from mega.core.text.conversation import Message
 
 LEAST_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON does not have."""
@@ -36,7 +36,7 @@ _MESSAGE = {
     "properties": {
         "role": {"enum": ["system", "developer", "user", "assistant"]},
         "content": {"anyOf": [{"type": "string"}, {"type": "array", "minItems": 1, "items": _TEXT_PART}]},
-        "name": {"type": ["string", "null"], "description": "without effect; refused where a template may read it"},
+        "name": {"type": ["string", "null"], "description": "for a template that reads it"},
     },
     "required": ["role", "content"],
     "additionalProperties": False,
@@ -94,6 +94,9 @@ COMPLETION: Fields = {
     "max_tokens": Field(types="integer", help="most new tokens; 0 with echo scores", default=16, least=0, most=1 << 62),
     "logprobs": Field(types="integer", help="of each token, and of the n likeliest", least=0, most=20),
     "echo": Field(types="boolean", help="the prompt is part of the answer", default=False),
+    "parse_special_tokens": Field(
+        types="boolean", help="tokens that the prompt's text spells are tokens, not text [the server's]"
+    ),
     "best_of": Field(types="integer", help="only 1: see n", only=(1,)),
     "suffix": Field(types="string", help="only empty", only=("",)),
     **_COMMON,
@@ -116,17 +119,32 @@ CHAT: Fields = {
 }
 
 
+class PromptText(NamedTuple):
+    """A prompt as text where that is part of the answer. offsets: where in it each token of the prompt begins; None
+    where the tokenizer does not tell; note: for the client."""
+
+    text: str = ""
+    offsets: list[int] | None = None
+    note: str | None = None
+
+
 @dataclass(frozen=True)
 class ParsedRequest:
     """A request, read: the engine's requests, n for each prompt, and what is done with their text."""
 
     fields: Mapping[str, Any]
     requests: tuple[Request, ...]
-    texts: tuple[str, ...]
+    prompts: tuple[PromptText, ...]
     stops: tuple[str, ...]
     ends: frozenset[int]
     usage: bool
     chat: bool
+
+    @property
+    def notes(self) -> dict[str, list[str]]:
+        """What the answer says of its prompts."""
+        found = list(dict.fromkeys(prompt.note for prompt in self.prompts if prompt.note is not None))
+        return {"notes": found} if found else {}
 
     @property
     def prompt_tokens(self) -> int:
@@ -144,7 +162,9 @@ async def read_completion(service: Service, body: Any) -> ParsedRequest:
         raise BadField("max_tokens", "max_tokens 0: needs echo, since nothing else would be in the answer")
     if fields["echo"] and fields["response_format"]:
         raise BadField("echo", "echo True: excludes response_format, which is about the answer alone")
-    prompts, texts = await _prompts(service, fields["prompt"], fields["echo"])
+    special = fields["parse_special_tokens"]
+    special = service.options.parse_special_tokens if special is None else special
+    prompts, texts = await _prompts(service, fields["prompt"], fields["echo"], special)
     for prompt in prompts:
         service.check_room("max_tokens", prompt, fields["max_tokens"])
     scored = {"logprobs": fields["logprobs"], "prompt_logprobs": fields["echo"] and fields["logprobs"] is not None}
@@ -163,8 +183,8 @@ async def read_chat(service: Service, body: Any) -> ParsedRequest:
     if fields["max_tokens"] is not None and fields["max_completion_tokens"] is not None:
         raise BadField("max_tokens", "max_tokens: excludes max_completion_tokens, which means the same")
     try:
-        given = messages(fields["messages"], service.characters, names=not service.chat.reads_names)
-        prompt = await service.off_loop(service.chat.ids, given)
+        given = messages(fields["messages"], service.characters)
+        prompt = await service.off_loop(service.chat.prompt, given)
     except BadField:
         raise
     except ValueError as error:
@@ -174,14 +194,16 @@ async def read_chat(service: Service, body: Any) -> ParsedRequest:
     service.check_room("messages", prompt, tokens)
     scored = {"logprobs": (fields["top_logprobs"] or 0) if fields["logprobs"] else None}
     ends = frozenset() if fields["ignore_eos"] else service.ends() | service.chat.ends
-    return await _asked(service, fields, [service.checked("messages", prompt)], [""], tokens, scored, ends, chat=True)
+    return await _asked(
+        service, fields, [service.checked("messages", prompt)], [PromptText()], tokens, scored, ends, chat=True
+    )
 
 
 async def _asked(
     service: Service,
     fields: Mapping[str, Any],
     prompts: Sequence[tuple[int, ...]],
-    texts: Sequence[str],
+    texts: Sequence[PromptText],
     tokens: int,
     scored: Mapping[str, Any],
     ends: frozenset[int],
@@ -212,8 +234,11 @@ async def _asked(
     return ParsedRequest(fields, tuple(made), tuple(texts), stops, ends, usage, chat)
 
 
-async def _prompts(service: Service, given: Any, echo: bool) -> tuple[list[tuple[int, ...]], list[str]]:
-    """Prompts as ids, and as text where that is part of the answer. Errors: BadField."""
+async def _prompts(
+    service: Service, given: Any, echo: bool, special: bool
+) -> tuple[list[tuple[int, ...]], list[PromptText]]:
+    """Prompts as ids, and as text where that is part of the answer. special: tokens stand in them by name.
+    Errors: BadField."""
     if isinstance(given, list) and not given:
         raise BadField("prompt", "prompt: must not be empty")
     several = isinstance(given, list) and not isinstance(given[0], int)
@@ -223,26 +248,35 @@ async def _prompts(service: Service, given: Any, echo: bool) -> tuple[list[tuple
     if len({type(each) for each in prompts}) != 1 or not isinstance(prompts[0], (str, list)):
         raise BadField("prompt", "prompt: must be a string, strings, token ids, or lists of token ids")
     ids: list[tuple[int, ...]] = []
-    texts: list[str] = []
+    texts: list[PromptText] = []
     service.check_queue(len(prompts))
     for prompt in prompts:
         if isinstance(prompt, str):
-            ids.append(await service.encode("prompt", prompt))
-            texts.append(prompt)
+            ids.append(await service.encode("prompt", prompt, special))
+            spans = service.tokenizer.located(prompt, special) if echo and prompt else None
+            offsets = [begin for begin, _ in spans] if spans is not None and len(spans) == len(ids[-1]) else None
+            texts.append(PromptText(prompt, offsets, _note(service, prompt, special)))
         else:
             ids.append(service.checked("prompt", prompt) or (service.start("prompt"),))
             if len(ids[-1]) > service.longest:
                 service.check_room("prompt", ids[-1], 0)
-            texts.append(service.tokenizer.decode(ids[-1]) if echo else "")
+            texts.append(PromptText(service.tokenizer.decode(ids[-1]) if echo else ""))
     return ids, texts
 
 
-def messages(given: Any, characters: int, *, names: bool = False) -> list[Message]:
-    """The messages of a conversation, `characters` at most together. names: of who speaks are left out, not refused.
-    Errors: BadField.
+def _note(service: Service, text: str, special: bool) -> str | None:
+    """What became of special tokens that a prompt spells."""
+    if (name := service.special.first_in(text)) is None:
+        return None
+    how = "tokens, by parse_special_tokens" if special else "text; parse_special_tokens true makes tokens of them"
+    return f"the prompt spells special tokens such as {name}, which are {how}"
+
+
+def messages(given: Any, characters: int) -> list[Message]:
+    """The messages of a conversation, `characters` at most together. Errors: BadField.
 
     >>> messages([{"role": "user", "content": [{"type": "text", "text": "Hello"}]}], 100)
-    [Message(role='user', content='Hello')]
+    [{'role': 'user', 'content': 'Hello'}]
     """
     if not given or len(given) > MOST_MESSAGES:
         raise BadField("messages", f"messages: must be 1 to {MOST_MESSAGES}, not {len(given)}")
@@ -253,13 +287,12 @@ def messages(given: Any, characters: int, *, names: bool = False) -> list[Messag
             raise BadField("messages", f"{where}: must be an object with role and content, and nothing else")
         if not isinstance(each.get("name"), (str, type(None))):
             raise BadField("messages", f"{where}: name must be a string")
-        if each.get("name") is not None and not names:
-            raise BadField("messages", f"{where}: name is not given to the model's template, which may ask for it")
         role = {"developer": "system"}.get(str(each["role"]), each["role"])
         if role not in ("system", "user", "assistant"):
             raise BadField("messages", f"{where}: role must be system, developer, user or assistant")
-        found.append(Message(role, _content(each["content"], where)))
-    if sum(len(each.content) for each in found) > characters:
+        name = {} if each.get("name") is None else {"name": each["name"]}
+        found.append({"role": role, "content": _content(each["content"], where), **name})
+    if sum(len(text) for each in found for text in each.values()) > characters:
         raise BadField("messages", f"messages: must be at most {characters} characters together")
     return found
 
@@ -312,7 +345,7 @@ async def answer(service: Service, asked: ParsedRequest) -> dict[str, Any]:
     running = await start(service, asked)
     await all_whole(running)
     choices = [_choice(service, asked, index, each) for index, each in enumerate(running)]
-    return {**_head(service, asked, _id(asked)), "choices": choices, "usage": _usage(asked, running)}
+    return {**_head(service, asked, _id(asked)), "choices": choices, "usage": _usage(asked, running), **asked.notes}
 
 
 async def events(
@@ -338,7 +371,8 @@ async def events(
             index, delta = await merged.get()
             if isinstance(delta, Exception):
                 raise delta
-            yield {**head, "choices": [_chunk(service, asked, index, running[index], delta, first[index])]}
+            notes = asked.notes if all(first) else {}
+            yield {**head, "choices": [_chunk(service, asked, index, running[index], delta, first[index])], **notes}
             first[index] = False
             left -= delta.finish is not None
         if asked.usage:
@@ -375,11 +409,12 @@ def _choice(service: Service, asked: ParsedRequest, index: int, done: Continuati
         found["message"] = {"role": "assistant", "content": done.text}
         found["logprobs"] = _chat_logprobs(service, done.scored) if asked.fields["logprobs"] else None
         return found
-    echoed = asked.texts[index // asked.fields["n"]] if asked.fields["echo"] else ""
+    prompt = asked.prompts[index // asked.fields["n"]]
+    echoed = prompt.text if asked.fields["echo"] else ""
     found["text"] = echoed + done.text
     found["logprobs"] = None
     if asked.fields["logprobs"] is not None:
-        before = prompt_scored(service, done, len(echoed)) if asked.fields["echo"] else []
+        before = prompt_scored(service, done, prompt) if asked.fields["echo"] else []
         found["logprobs"] = _logprobs(service, before, done.scored, len(echoed), asked.fields["logprobs"])
     return found
 
@@ -393,22 +428,28 @@ def _chunk(
         if asked.fields["logprobs"]:
             found["logprobs"] = _chat_logprobs(service, delta.tokens)
         return found
-    echoed = asked.texts[index // asked.fields["n"]] if asked.fields["echo"] else ""
+    prompt = asked.prompts[index // asked.fields["n"]]
+    echoed = prompt.text if asked.fields["echo"] else ""
     found["text"] = (echoed if first else "") + delta.text
     if asked.fields["logprobs"] is not None:
-        before = prompt_scored(service, running, len(echoed)) if first and asked.fields["echo"] else []
+        before = prompt_scored(service, running, prompt) if first and asked.fields["echo"] else []
         found["logprobs"] = _logprobs(service, before, delta.tokens, len(echoed), asked.fields["logprobs"])
     return found
 
 
-def prompt_scored(service: Service, done: Continuation, characters: int) -> list[Scored]:
-    """The prompt's tokens; offsets are into its text of so many characters."""
-    stream, offset, found = TextStream(service.tokenizer), 0, []
+def prompt_scored(service: Service, done: Continuation, prompt: PromptText) -> list[Scored]:
+    """The prompt's tokens; offsets are into its text."""
     tops = done.prompt_top or ((),) * len(done.prompt)
-    for token, logprob, top in zip(done.prompt, done.prompt_logprobs, tops, strict=True):
-        found.append(Scored(token, logprob, top, min(offset, characters)))
-        offset += len(stream.push(token))
-    return found
+    offsets = prompt.offsets
+    if offsets is None:
+        stream, offsets, end = TextStream(service.tokenizer), [], 0
+        for token in done.prompt:
+            offsets.append(min(end, len(prompt.text)))
+            end += len(stream.push(token))
+    return [
+        Scored(token, logprob, top, offset)
+        for token, logprob, top, offset in zip(done.prompt, done.prompt_logprobs, tops, offsets, strict=True)
+    ]
 
 
 def _logprobs(

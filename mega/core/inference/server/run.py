@@ -21,11 +21,11 @@ from typing import Any
 
 from mega.core.inference.request import Engine
 from mega.core.inference.server.app import make_app
-from mega.core.inference.server.chat_prompt import ChatPrompt
 from mega.core.inference.server.connections import protocol
 from mega.core.inference.server.driver import Driver
 from mega.core.inference.server.limits import HEADER_BYTES, ServerLimits
 from mega.core.inference.server.service import ServerOptions, Service
+from mega.core.text.chat import ChatFormat
 from mega.core.text.tokenizer import Tokenizer
 
 _FILES = 128
@@ -38,7 +38,7 @@ class HttpServer:
     """One engine behind one socket. `stop` may be called from any thread."""
 
     def __init__(
-        self, engine: Engine, tokenizer: Tokenizer, options: ServerOptions, chat: ChatPrompt | None = None
+        self, engine: Engine, tokenizer: Tokenizer, options: ServerOptions, chat: ChatFormat | None = None
     ) -> None:
         self.failure: BaseException | None = None
         self._stop: asyncio.Event | None = None

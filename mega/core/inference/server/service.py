@@ -14,13 +14,14 @@ from typing import Any, TypeVar
 
 from mega.core.inference.load import text_ends
 from mega.core.inference.request import Allowed, Request, RequestError, Sampling
-from mega.core.inference.server.chat_prompt import ChatPrompt
 from mega.core.inference.server.constrain import Grammars
 from mega.core.inference.server.driver import Driver, Ticket
 from mega.core.inference.server.fields import BadField
 from mega.core.inference.server.limits import ServerLimits
 from mega.core.inference.server.metrics import Metrics
 from mega.core.inference.server.session import Continuation
+from mega.core.text.chat import ChatFormat
+from mega.core.text.special import Spelled
 from mega.core.text.tokenizer import Tokenizer
 from mega.core.untrusted import parse_json
 
@@ -39,7 +40,8 @@ class ServerOptions:
     """name: of the model, as clients ask for it. adapters: names of LoRA adapters. token: without which nothing but
     health and the page is answered. stop_ids: of the model, besides its tokenizer's end. temperature ... seed: where a
     request says nothing. longest: tokens of prompt and answer together. tokens_at_once: of one request of Megatron-LM's
-    route, padded (its --max-tokens-to-oom). log_prompts: print each request. legacy_status: Megatron-LM's 200 with an
+    route, padded (its --max-tokens-to-oom). parse_special_tokens: of the text of a completion's prompt, where a request
+    says nothing. log_prompts: print each request. legacy_status: Megatron-LM's 200 with an
     error in it."""
 
     name: str
@@ -52,6 +54,7 @@ class ServerOptions:
     seed: int | None = None
     longest: int | None = None
     tokens_at_once: int = 12000
+    parse_special_tokens: bool = False
     log_prompts: bool = False
     legacy_status: bool = False
     limits: ServerLimits = field(default_factory=ServerLimits)
@@ -61,7 +64,7 @@ class Service:
     """One model that answers. draining: nothing new is accepted. busy: requests that are not answered yet."""
 
     def __init__(
-        self, driver: Driver, tokenizer: Tokenizer, options: ServerOptions, chat: ChatPrompt | None = None
+        self, driver: Driver, tokenizer: Tokenizer, options: ServerOptions, chat: ChatFormat | None = None
     ) -> None:
         self.driver, self.tokenizer, self.options, self.chat = driver, tokenizer, options, chat
         limits = driver.engine.limits
@@ -71,6 +74,7 @@ class Service:
         self.started = time.time()
         self.draining, self.busy, self.body_bytes = False, 0, 0
         self.characters = self.longest * max(len(tokenizer.piece(token)) for token in range(tokenizer.vocab_size))
+        self.special = Spelled(tokenizer.special_tokens())
         self._text = ThreadPoolExecutor(1, "text")
         gauges = self.metrics.gauges
         gauges["mega_sequences_in_flight", "Sequences that the engine runs or that wait for it"] = lambda: (
@@ -131,14 +135,16 @@ class Service:
         if count <= self.driver.most:  # more can never fit, and are refused for that
             self.driver.check_room(count)
 
-    async def encode(self, name: str, text: str) -> tuple[int, ...]:
-        """The ids of a prompt; of an empty one, what begins a document. Errors: BadField."""
+    async def encode(self, name: str, text: str, special: bool = False) -> tuple[int, ...]:
+        """The ids of a prompt; of an empty one, what begins a document. special: tokens stand in it by name.
+        Errors: BadField."""
         if len(text) > self.characters:
             raise BadField(name, f"{name}: {self.context_message()} A text is of at most {self.characters} characters.")
         try:
             # A thread costs more than a short text.
             short = len(text) <= _SHORT
-            ids = self.tokenizer.encode(text) if short else await self.off_loop(self.tokenizer.encode, text)
+            encode = self.tokenizer.encode_special if special else self.tokenizer.encode
+            ids = encode(text) if short else await self.off_loop(encode, text)
         except ValueError as error:
             raise BadField(name, f"{name}: {' '.join(str(error).split())[:200]}") from None
         return self.checked(name, ids) if ids else (self.start(name),)

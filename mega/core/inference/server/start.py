@@ -21,14 +21,15 @@ from mega.core.inference.adapters import open_adapters
 from mega.core.inference.capacity import Capacity, cache_bytes, even_layers, weight_bytes
 from mega.core.inference.load import OpenedModel, check_tokenizer, compute_dtype, open_model
 from mega.core.inference.opening import EngineOptions, start_engine
-from mega.core.inference.server.chat_prompt import ChatPrompt
 from mega.core.inference.server.run import HttpServer, bind, raise_file_limit
 from mega.core.inference.server.service import ServerOptions
 from mega.core.parallel.launch import STOPPING, connect
 from mega.core.parallel.mesh import Mesh
-from mega.core.text.chat import TEMPLATES, template_text
+from mega.core.text.chat import ChatFormat, chat_format
 from mega.core.text.tokenizer import Tokenizer
 
+_RENDER_SECONDS = 1
+"""Of processor time to render a conversation."""
 _SWITCH_SECONDS = 0.001
 """How long the engine's thread may keep the one that answers waiting."""
 
@@ -104,14 +105,13 @@ def serve_rank(plan: ServePlan) -> int:
     return 0
 
 
-def _chat(plan: ServePlan, opened: OpenedModel, tokenizer: Tokenizer) -> ChatPrompt | None:
+def _chat(plan: ServePlan, opened: OpenedModel, tokenizer: Tokenizer) -> ChatFormat | None:
     """The template that was asked for, or the model's. A bad one of the model's is reported, and there is no chat."""
     if plan.template is not None:
-        source = plan.template if plan.template in TEMPLATES else template_text(plan.template)
-        return ChatPrompt(source, tokenizer)
+        return chat_format(plan.template, tokenizer, seconds=_RENDER_SECONDS)
     try:
         own = opened.chat_template()
-        return ChatPrompt(own, tokenizer) if own is not None else None
+        return None if own is None else ChatFormat(own, tokenizer, "the chat template", seconds=_RENDER_SECONDS)
     except ValueError as error:
         print(f"mega: no chat: {error}", file=sys.stderr)
         return None

@@ -1,0 +1,112 @@
+"""Texts in which tokens stand by name, such as `<|im_start|>user`: cut into these tokens and the text between them.
+
+It knows texts, names and spans of characters, and neither tokenizers nor templates.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_right
+from collections.abc import Collection, Iterator, Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+Span = tuple[int, int]
+"""First character and the one after the last. An empty span in a list of literal text is a cut: no name crosses it."""
+
+
+class Parsed(NamedTuple):
+    """ids, and the characters of the text that each stands for; spans: None where the family cannot tell."""
+
+    ids: list[int]
+    spans: list[Span] | None
+
+
+class TextSection(NamedTuple):
+    """A token that stands by name in a text, or, without a name, the text up to the next."""
+
+    name: str | None
+    begin: int
+    end: int
+
+
+@lru_cache(maxsize=64)
+def _pattern(names: frozenset[str]) -> re.Pattern[str]:
+    longest = sorted(names, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest)) or "(?!)")
+
+
+def sections(text: str, names: Collection[str], literal: Sequence[Span] = ()) -> Iterator[TextSection]:
+    """The whole of `text` in order: the leftmost name first, of several that begin there the longest. Names within or
+    across a span of `literal` are text.
+
+    >>> [(each.name, each.begin) for each in sections("<s>a<s></s>", {"<s>", "</s>"}, [(4, 7)])]
+    [('<s>', 0), (None, 3), ('</s>', 7)]
+    """
+    pattern, begin, at = _pattern(frozenset(names)), 0, 0
+    while match := pattern.search(text, at):
+        first, last = match.span()
+        if (crossed := _crossed(first, last, literal)) is not None:
+            at = max(first + 1, crossed)
+            continue
+        if begin < first:
+            yield TextSection(None, begin, first)
+        yield TextSection(match[0], first, last)
+        begin = at = last
+    if begin < len(text):
+        yield TextSection(None, begin, len(text))
+
+
+def _crossed(first: int, last: int, literal: Sequence[Span]) -> int | None:
+    """The end of a literal span that the characters first .. last - 1 touch; None where they touch none."""
+    return next((end for begin, end in literal if begin < last and end > first), None)
+
+
+class Spelled:
+    """Which of some names a text holds: quick where it holds none, as nearly all texts."""
+
+    def __init__(self, names: Collection[str]) -> None:
+        self._groups: dict[str, frozenset[str]] = {}
+        for name in names:
+            self._groups[name[:2]] = self._groups.get(name[:2], frozenset()) | {name}
+
+    def first_in(self, text: str) -> str | None:
+        """The first name in the text."""
+        found = (_pattern(names).search(text) for start, names in self._groups.items() if start in text)
+        matches = [match for match in found if match is not None]
+        return min(matches, key=lambda match: match.start())[0] if matches else None
+
+
+def aligned(text: str, pieces: Sequence[bytes]) -> list[Span] | None:
+    """The characters of each piece, where all pieces together are the text in UTF-8; a piece that is a part of a
+    character has that character. None where they are not.
+
+    >>> aligned("aé", [b"a", b"\\xc3", b"\\xa9"])
+    [(0, 1), (1, 2), (1, 2)]
+    """
+    data = text.encode("utf-8", "surrogatepass")
+    if b"".join(pieces) != data:
+        return None
+    starts: list[int] | None = None
+    if len(data) != len(text):
+        starts, at = [], 0
+        for character in text:
+            starts.append(at)
+            at += len(character.encode("utf-8", "surrogatepass"))
+    spans, at = [], 0
+    for piece in pieces:
+        first, last = at, at + len(piece)
+        at = last
+        if starts is not None:
+            first, last = bisect_right(starts, first) - 1, bisect_right(starts, max(last - 1, first))
+        spans.append((first, last))
+    return spans
+
+
+def covered(spans: Sequence[Span], begin: int, end: int) -> range | None:
+    """The tokens of the characters begin .. end - 1: from the first that holds the first of them to the last that holds
+    the last. None where no token holds one of these two, as where a tokenizer leaves out blanks, or where several hold
+    the last, of which transformers takes the first: it would train a part of a character."""
+    first = next((i for i, (a, b) in enumerate(spans) if a <= begin < b), None)
+    last = [i for i, (a, b) in enumerate(spans) if a < end <= b]
+    return None if first is None or len(last) != 1 else range(first, last[0] + 1)

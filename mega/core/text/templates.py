@@ -1,0 +1,120 @@
+"""Chat templates as Jinja: the four of the house, and where files of others keep theirs. Renders nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mega.core.untrusted import parse_json, read_limited
+
+MODELS_OWN = "model"
+"""Stands for the template that came with the weights."""
+SOURCE_BYTES = 1 << 20
+"""Most bytes of a template, and of what it makes of a conversation besides the messages' own text."""
+CONFIG_BYTES = 64 << 20
+"""Most bytes of a tokenizer_config.json, which may hold thousands of added tokens too."""
+
+_LLAMA2 = """\
+{%- set found = namespace(system='', open=false) -%}
+{%- for message in messages -%}
+{%- if found.open and message.role != 'user' and message.role != 'assistant' -%}
+{{ raise_exception('llama2 has the system turn within the turn of the user after it, and one here has none after it') }}
+{%- elif message.role == 'system' -%}
+{%- set found.open = true -%}
+{%- set found.system = '<<SYS>>\\n' + message.content + '\\n<</SYS>>\\n\\n' -%}
+{%- elif message.role == 'user' -%}
+{{ '<s>[INST] ' + found.system + message.content.strip() + ' [/INST]' }}
+{%- set found.open = false -%}
+{%- set found.system = '' -%}
+{%- elif message.role == 'assistant' -%}
+{{ ' ' + message.content.strip() + ' </s>' }}
+{%- else -%}
+{{ raise_exception('llama2 has turns of system, user and assistant, not of ' + message.role) }}
+{%- endif -%}
+{%- endfor -%}
+{%- if found.open -%}
+{{ raise_exception('llama2 has the system turn within the turn of the user after it, and one here has none after it') }}
+{%- endif -%}
+"""
+_LLAMA3 = """\
+{{- '<|begin_of_text|>' -}}
+{%- for message in messages -%}
+{{ '<|start_header_id|>' + message.role + '<|end_header_id|>\\n\\n' + message.content.strip() + '<|eot_id|>' }}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
+{%- endif -%}
+"""
+_CHATML = """\
+{%- for message in messages -%}
+{{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+{{ '<|im_start|>assistant\\n' }}
+{%- endif -%}
+"""
+_PLAIN = """\
+{%- for message in messages -%}
+{%- if message.role == 'assistant' -%}
+{{ 'Assistant: ' + message.content.strip() + eos_token }}
+{%- else -%}
+{{ message.role.capitalize() + ': ' + message.content.strip() + '\\n\\n' }}
+{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+{{ 'Assistant:' }}
+{%- endif -%}
+"""
+
+TEMPLATES: Mapping[str, str] = {"llama2": _LLAMA2, "llama3": _LLAMA3, "chatml": _CHATML, "plain": _PLAIN}
+"""Name -> Jinja.
+
+llama2: <s>[INST] <<SYS>> system <</SYS>> user [/INST] assistant </s>, once a turn
+llama3: <|begin_of_text|>, then <|start_header_id|>role<|end_header_id|>, two newlines, text <|eot_id|> each turn
+chatml: <|im_start|>role, newline, text <|im_end|>, newline, each turn
+plain: "User: text", a blank line between turns, and the end of document after the assistant's: for any tokenizer
+"""
+
+
+NEEDS: Mapping[str, tuple[str, ...]] = {
+    "llama2": ("<s>", "</s>"),
+    "llama3": ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+    "chatml": ("<|im_start|>", "<|im_end|>"),
+}
+"""Tokens without which a template of the house would be text alone."""
+
+
+def source_of(name: str) -> str:
+    """The Jinja text of a template by name, or in a Jinja file or a tokenizer_config.json. Errors: ValueError."""
+    if name in TEMPLATES:
+        return TEMPLATES[name]
+    if Path(name).is_file():
+        return template_text(name)
+    if name == MODELS_OWN:
+        raise ValueError(f"--chat-template {name}: belongs to mega finetune, where the weights at --load bring one")
+    raise ValueError(f"--chat-template {name}: must be {', '.join(TEMPLATES)}, or a Jinja file")
+
+
+def template_text(file: str) -> str:
+    """The text of a Jinja file, or of the template in a tokenizer_config.json. Errors: ValueError."""
+    what = f"--chat-template {file}"
+    if Path(file).name == "tokenizer_config.json":
+        found = parse_json(read_limited(file, CONFIG_BYTES, what), what)
+        if isinstance(found, dict) and (text := template_of(found)) is not None:
+            return text
+        raise ValueError(f'{what}: has no "chat_template"')
+    try:
+        return read_limited(file, SOURCE_BYTES, what).decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{what}: not UTF-8 ({error})") from None
+
+
+def template_of(config: Mapping[str, Any]) -> str | None:
+    """The template in a tokenizer_config.json; of several, by name, the default."""
+    found = config.get("chat_template")
+    if isinstance(found, list):
+        found = {each.get("name"): each.get("template") for each in found if isinstance(each, dict)}
+    if isinstance(found, dict):
+        found = found.get("default")
+    return found if isinstance(found, str) else None
