@@ -53,7 +53,7 @@ def unread(files: Attachments) -> str | None:
     """Why a vocab.json and merges.txt are not read as GPT-2's; None where they are, or are not there."""
     if not {"vocab.json", "merges.txt"} <= files.keys() or "tokenizer.json" in files:
         return None
-    said = {name: read_json(file) for name in _SAY if isinstance(file := files.get(name), Path)}
+    said = {name: read_json(file) for name in _KINDS_FILES if isinstance(file := files.get(name), Path)}
     config = said.get("tokenizer_config.json", {})
     kind = str(
         config.get("tokenizer_class")
@@ -71,7 +71,7 @@ def unread(files: Attachments) -> str | None:
     return None
 
 
-_SAY = ("tokenizer_config.json", "added_tokens.json", "config.json")
+_KINDS_FILES = ("tokenizer_config.json", "added_tokens.json", "config.json")
 _CLASSES = {"qwen2": "Qwen2Tokenizer", "qwen3": "Qwen2Tokenizer"}
 """`model_type` -> the class of its vocab.json and merges.txt, where no file says it."""
 
