@@ -19,6 +19,7 @@ import typer
 
 from mega.argv import MANY, Drops, Meaning, ReadLine, Refuses, Sets, Setting, read
 from mega.core.config.corpora import is_number
+from mega.core.config.presets import FAMILY_DEFAULTS
 from mega.core.config.programs import Program, program_of
 from mega.core.config.scripts import CommandLine
 from mega.options import Command, load
@@ -271,7 +272,8 @@ def _texts_first(result: Translation, options: dict[str, list[str]]) -> None:
     texts = options.get("--train-data", [])
     if options.get("--sample-kind") == ["tfrecords"] or not any(_is_text(word) for word in texts):
         return
-    sentences = options.get("--family") in (["bert"], ["t5"])
+    family = options.get("--family", ["gpt"])[-1]
+    sentences = family in FAMILY_DEFAULTS and "sample_kind" in FAMILY_DEFAULTS[family].values
     if "--vocab-file" not in options and "--tokenizer-model" not in options:
         _downloaded(result, options)
     level = "sentence" if sentences else "document"

@@ -52,7 +52,7 @@ def _row(name: str) -> list[str]:
     model = resolve(run, 1, vocab=run.model.vocab or SMALL_VOCABULARY).model
     count = parameters(model)
     heads = str(model.heads) if model.kv_heads == model.heads else f"{model.heads}/{model.kv_heads}"
-    layers = str(model.layers) if model.decoder_layers is None else f"{model.layers}+{model.decoder_layers}"
+    layers = "+".join(map(str, model.stacks))
     vocab = "any" if run.model.vocab is None else str(run.model.vocab)
     sizes = [layers, str(model.hidden), heads, str(run.batch.seq_length), vocab]
     return [name, model.family, *sizes, count_words(count), *(_gib(count * each) for each in (WEIGHTS, TRAINING))]

@@ -49,9 +49,9 @@ def model_flops_per_token(run: RunConfig) -> float:
     assert model.layers and model.heads and model.head_dim, "resolve the model first"
     matmuls = _matmul_flops(model, lengths, predicted_tokens(run))
     pairs = model.layers * lengths[0] ** 2
-    if model.decoder_layers is not None:
+    if len(model.stacks) > 1:
         read, written = lengths
-        pairs += model.decoder_layers * written * (written + read)
+        pairs += model.stacks[1] * written * (written + read)
     return (matmuls + 12.0 * model.heads * model.head_dim * pairs) / sum(lengths)
 
 
@@ -74,7 +74,7 @@ def _tokens(model: ModelConfig, tensor: Tensor, lengths: tuple[int, ...], predic
         return 1
     if "head" in tensor.units:
         return predicted
-    if model.decoder_layers is None:
+    if len(model.stacks) == 1:
         return lengths[0]
     assert model.layers
     unit = tensor.units[-1]

@@ -11,9 +11,8 @@ def shape_words(model: ModelConfig) -> str:
     >>> shape_words(ModelConfig(layers=2, hidden=64, heads=4, kv_heads=2, ffn=256, vocab=512))
     'gpt, 2 layers, hidden 64, 4 heads (2 of keys and values), ffn 256, vocabulary 512'
     """
-    layers = f"{model.layers} layers" if model.decoder_layers is None else f"{model.layers} + {model.decoder_layers}"
     shared = "" if model.kv_heads in (None, model.heads) else f" ({model.kv_heads} of keys and values)"
-    parts = [model.family, layers if model.decoder_layers is None else f"{layers} layers", f"hidden {model.hidden}"]
+    parts = [model.family, f"{' + '.join(map(str, model.stacks))} layers", f"hidden {model.hidden}"]
     parts += [f"{model.heads} heads{shared}"]
     parts += [f"ffn {model.ffn}"] if model.ffn is not None else []
     parts += [f"vocabulary {model.vocab:,}"] if model.vocab is not None else []

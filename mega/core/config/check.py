@@ -20,7 +20,7 @@ from mega.core.config.not_yet import NOT_YET
 from mega.core.config.presets import FAMILY_DEFAULTS
 from mega.core.config.resolve import batch_sizes, column_unit, data_parallel, divisors, lengths, microbatches, resolve
 from mega.core.config.run import RunConfig, entries, flag_of, found_with, value_of
-from mega.core.config.sections import DECODERS, LABELLED, MASKED, TASKS, PrecisionConfig
+from mega.core.config.sections import LABELLED, TASKS, PrecisionConfig
 from mega.core.files import url_of
 from mega.core.plan.kinds import SCHEDULES, interleaving
 from mega.core.plan.layers import split_layers
@@ -141,8 +141,8 @@ def _families(run: RunConfig) -> Problems:
     """Options of other model families than the run's, and samples that its own does not read."""
     for name, value, rule in foreign_values(run):
         yield _format(name, value, rule)
-    if run.model.family in MASKED and not run.model.tied:
-        yield _line(run, "tied", belongs(DECODERS))
+    if not (run.model.tied or FAMILY_DEFAULTS[run.model.family].unties):
+        yield _line(run, "tied", belongs([name for name, family in FAMILY_DEFAULTS.items() if family.unties]))
     if run.model.head == "none" and not run.runtime.dry_run:
         yield _line(run, "head", "has nothing to train; valid: lm, classification, choice")
     own = FAMILY_DEFAULTS[run.model.family].values.get("sample_kind", "gpt")
@@ -174,8 +174,9 @@ def _pairs(run: RunConfig) -> Problems:
     for name in TASKS.get(run.finetuning.task, ()):
         if not value_of(run, name):
             yield _line(run, "task", f"needs {flag_of(name)}")
-    if run.finetuning.task in LABELLED and run.model.family != "bert":
-        yield _line(run, "task", f"needs a model of --family bert, not {run.model.family}")
+    if run.finetuning.task in LABELLED and not FAMILY_DEFAULTS[run.model.family].classifies:
+        valid = " or ".join(name for name, family in FAMILY_DEFAULTS.items() if family.classifies)
+        yield _line(run, "task", f"needs a model of --family {valid}, not {run.model.family}")
     if run.finetuning.task in LABELLED and run.model.lora_rank:
         yield _line(run, "lora_rank", f"excludes --task {run.finetuning.task}, whose head is new and has to be trained")
     yield from _steps_or_samples(run)
@@ -299,7 +300,7 @@ def _heads(run: RunConfig) -> Problems:
 def _positions(run: RunConfig) -> Problems:
     model, seq_length = run.model, run.batch.seq_length
     assert model.positions and seq_length
-    if model.decoder_layers and model.position != "learned":
+    if len(model.stacks) > 1 and model.position != "learned":
         yield _line(run, "position", f"must be learned for --family {model.family}, whose decoder reads an encoder")
     for name in _texts(run):
         tokens = value_of(run, name) * (run.batch.micro_batch or 1)
@@ -312,7 +313,7 @@ def _positions(run: RunConfig) -> Problems:
 
 def _texts(run: RunConfig) -> tuple[str, ...]:
     """The options that say how long a resolved run's texts are."""
-    return ("seq_length", "decoder_seq_length") if run.model.decoder_layers else ("seq_length",)
+    return ("seq_length", "decoder_seq_length")[: len(run.model.stacks)]
 
 
 def _stages(run: RunConfig) -> Problems:
@@ -327,7 +328,7 @@ def _stages(run: RunConfig) -> Problems:
         if len(parallel.stage_layers) != pieces or sum(parallel.stage_layers) != layers:
             rule = f"must be {pieces} numbers (--pp x --chunks) whose sum is {_blocks(run)}"
             yield _line(run, "stage_layers", rule)
-    elif layers % parallel.pp and run.model.decoder_layers:
+    elif layers % parallel.pp and len(run.model.stacks) > 1:
         yield f"{_blocks(run)}: must be divisible by --pp {parallel.pp}, or give --split-rank or --stage-layers"
     elif layers % parallel.pp:
         yield _line(run, "layers", f"must be divisible by --pp {parallel.pp}; valid --pp: {_divisors(layers)}")
@@ -347,20 +348,19 @@ def _stages(run: RunConfig) -> Problems:
 
 def _blocks(run: RunConfig) -> str:
     """The options that say how many blocks a model has, as a message names them."""
-    decoder = f" + --decoder-layers {run.model.decoder_layers}" if run.model.decoder_layers else ""
-    return f"--layers {run.model.layers}{decoder}"
+    return " + ".join(f"--{name} {count}" for name, count in zip(("layers", "decoder-layers"), run.model.stacks))
 
 
 def _split(run: RunConfig) -> Problems:
     """Stages that hold blocks of the encoder or of the decoder."""
     parallel, model = run.parallel, run.model
-    if model.layers is None or model.decoder_layers is None or parallel.split_rank is None:
+    if len(model.stacks) == 1 or parallel.split_rank is None:
         return
     if parallel.chunks > 1:
         yield _line(run, "split_rank", f"needs --chunks 1, not {parallel.chunks}")
         return
     try:
-        layers = split_layers(model.layers, model.decoder_layers, parallel.pp, parallel.split_rank)
+        layers = split_layers(model.stacks[0], model.stacks[1], parallel.pp, parallel.split_rank)
     except ValueError as error:
         yield str(error)
         return
@@ -394,7 +394,7 @@ def _fp8(run: RunConfig) -> Problems:
         "kv_heads": (value_of(run, "kv_heads") or 0) * model.head_dim // tp,
         "micro_batch": batch.micro_batch * batch.seq_length // run.parallel.cp,
     }
-    if model.decoder_layers:
+    if len(model.stacks) > 1:
         lengths_of["decoder_seq_length"] = batch.micro_batch * run.masking.decoder_seq_length
     for name, length in lengths_of.items():
         if length % 16:
@@ -429,7 +429,7 @@ def _columns(run: RunConfig) -> Problems:
     seq_length, kv_heads = run.batch.seq_length, value_of(run, "kv_heads")
     assert seq_length
     unit = column_unit(run.parallel)
-    if cp > 1 and run.model.decoder_layers:
+    if cp > 1 and len(run.model.stacks) > 1:
         yield _line(run, "cp", f"must be 1 for --family {run.model.family}, whose decoder reads an encoder")
         return
     for name in _texts(run):

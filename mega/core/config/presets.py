@@ -13,12 +13,21 @@ Values = Mapping[str, Any]
 
 
 class FamilyDefaults(NamedTuple):
-    """A family's defaults. sentencepiece: the kind of tokenizer that a SentencePiece model is; vocabulary: that a
-    --vocab-file alone is."""
+    """A family's defaults, and what its options can say of it."""
 
     values: Values
     sentencepiece: str = "GPTSentencePieceTokenizer"
+    """The kind of tokenizer that a SentencePiece model is."""
     vocabulary: str = "GPT2BPETokenizer"
+    """The kind of tokenizer that a --vocab-file alone is."""
+    stacks: int = 1
+    """Stacks of layers, each of which reads a text: 2 with --decoder-layers."""
+    unties: bool = True
+    """The output layer may have a matrix of its own (--no-tied)."""
+    classifies: bool = False
+    """It can be built with a head that classifies rows or chooses one of them (--head)."""
+    writes_ends: bool = True
+    """Its samples hold the tokens for the beginning and end of a text."""
 
 
 FAMILY_DEFAULTS: dict[str, FamilyDefaults] = {}
@@ -45,8 +54,15 @@ register_family(  # Touvron et al. 2023, arXiv 2307.09288
     sentencepiece="Llama2Tokenizer",
 )
 
-register_family("bert", {"sample_kind": "bert"}, vocabulary="BertWordPieceLowerCase")
-register_family("t5", {"sample_kind": "t5"}, vocabulary="BertWordPieceLowerCase")
+register_family(
+    "bert",
+    {"sample_kind": "bert"},
+    vocabulary="BertWordPieceLowerCase",
+    unties=False,
+    classifies=True,
+    writes_ends=False,
+)
+register_family("t5", {"sample_kind": "t5"}, vocabulary="BertWordPieceLowerCase", stacks=2, unties=False)
 
 
 def _gpt(layers: int, hidden: int, heads: int, seq_length: int, vocab: int | None) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from math import ceil, inf, isqrt, lcm
 from typing import Any
 
 from mega.core.config.presets import FAMILY_DEFAULTS
-from mega.core.config.run import RunConfig, entries, flag_of
+from mega.core.config.run import RunConfig, flag_of
 from mega.core.config.sections import (
     LABELLED,
     BatchConfig,
@@ -75,8 +75,8 @@ def microbatch_rows(run: RunConfig) -> int:
 
 
 def with_head(model: ModelConfig, task: str) -> ModelConfig:
-    """A BERT with the head that a task of labels needs; any other model as it is."""
-    if task not in LABELLED or model.family != "bert":
+    """A model with the head that a task of labels needs, if its family has one; any other as it is."""
+    if task not in LABELLED or not FAMILY_DEFAULTS[model.family].classifies:
         return model
     head, classes = LABELLED[task]
     values: dict[str, Any] = {"head": head, "classes": classes}
@@ -113,7 +113,7 @@ def column_unit(parallel: ParallelConfig) -> int:
 def text_lengths(run: RunConfig) -> tuple[int, ...]:
     """Tokens of a sample of a resolved run: of its only text, or of what its encoder reads and its decoder writes."""
     assert run.batch.seq_length is not None
-    if run.model.decoder_layers is None:
+    if len(run.model.stacks) == 1:
         return (run.batch.seq_length,)
     return run.batch.seq_length, run.masking.decoder_seq_length
 
@@ -321,7 +321,7 @@ def _steps_of(batch: BatchConfig) -> int:
 def _model(run: RunConfig, vocab: int | None) -> ModelConfig:
     model = with_head(run.model, run.finetuning.task)
     longest, decoder_layers = run.batch.seq_length, model.decoder_layers
-    if model.family in entries()["decoder_layers"].option.families:
+    if FAMILY_DEFAULTS[model.family].stacks > 1:
         decoder_layers = decoder_layers or model.layers
         longest = longest and max(longest, run.masking.decoder_seq_length)
     hidden, heads, ffn, head_dim = model.hidden, model.heads, model.ffn, model.head_dim
@@ -351,9 +351,9 @@ def _parallel(parallel: ParallelConfig, model: ModelConfig) -> ParallelConfig:
     chunks, stage_layers = parallel.chunks, parallel.stage_layers
     if parallel.layers_per_chunk and model.layers:
         chunks = max(1, model.blocks // parallel.pp // parallel.layers_per_chunk)
-    if parallel.split_rank and not stage_layers and model.layers and model.decoder_layers:
+    if parallel.split_rank and not stage_layers and model.layers and len(model.stacks) > 1:
         with suppress(ValueError):  # which config/check.py reports
-            stage_layers = split_layers(model.layers, model.decoder_layers, parallel.pp, parallel.split_rank)
+            stage_layers = split_layers(model.stacks[0], model.stacks[1], parallel.pp, parallel.split_rank)
     return replace(
         parallel,
         chunks=chunks,

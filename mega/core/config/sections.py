@@ -294,7 +294,7 @@ class ModelConfig(Section):
     def stacks(self) -> tuple[int, ...]:
         """Transformer blocks of each stack of a resolved model: of its only one, or of its encoder and its decoder."""
         assert self.layers is not None, "resolve the model first"
-        return (self.layers,) if self.decoder_layers is None else (self.layers, self.decoder_layers)
+        return tuple(filter(None, (self.layers, self.decoder_layers)))
 
     def with_stacks(self, blocks: tuple[int, ...]) -> ModelConfig:
         """The same model with other numbers of blocks, as of `stacks`."""

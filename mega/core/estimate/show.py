@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 from mega.core.config.check import graph
 from mega.core.config.resolve import data_parallel, microbatches, records_graph, text_lengths
 from mega.core.config.run import RunConfig, updated
-from mega.core.config.sections import DECODERS
 from mega.core.estimate.duration import Stops, TrainingTime
 from mega.core.estimate.hardware import GIB, Hardware
 from mega.core.estimate.memory import Memory, StageMemory, kv_cache_bytes, logits_bytes, serving_bytes
 from mega.core.estimate.search import RESERVE, Found
 from mega.core.estimate.steptime import step_time
+from mega.core.family import family
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -189,7 +189,7 @@ def bars(found: Memory, width: int = 52) -> Iterator[Text]:
 
 def _continues(run: RunConfig) -> bool:
     """Whether the family can be served."""
-    return run.model.family in DECODERS
+    return family(run.model).prompt is not None
 
 
 def _serving(run: RunConfig) -> str:

@@ -241,7 +241,7 @@ class _Times:
         self.reads: _Times | None = None
         """Of the encoder whose tokens the blocks read too."""
         self.stacks = [self]
-        if run.model.decoder_layers is not None:
+        if len(run.model.stacks) > 1:
             alone = updated(run, {"decoder_layers": None, "seq_length": run.masking.decoder_seq_length})
             decoder = _Times(alone, on, core_again, ours, recorded=recorded)
             decoder.reads = self

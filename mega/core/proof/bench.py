@@ -150,7 +150,7 @@ def _work(run: RunConfig, world: int) -> dict[str, Any]:
     """Model, batch, precision and ranks: what two rows must have in common."""
     batch, precision = run.batch, run.precision
     options: dict[str, Any] = {**asdict(run.model), "seq_length": batch.seq_length, "global_batch": batch.global_batch}
-    if run.model.decoder_layers is not None:
+    if len(run.model.stacks) > 1:
         options["decoder_seq_length"] = run.masking.decoder_seq_length
     options |= {name: getattr(precision, name) for name in ("dtype", "fp8", "grad_dtype", "masters")}
     options |= {"optimizer": run.optimizer.optimizer, "world": world}

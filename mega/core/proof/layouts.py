@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from mega.core import family
 from mega.core.config.check import check
 from mega.core.config.resolve import resolve
 from mega.core.config.run import RunConfig, updated
@@ -163,7 +164,7 @@ class ParityLayout:
         >>> ParityLayout(pp=4, split=1).depth("t5"), ParityLayout(pp=4).depth("t5"), ParityLayout().depth("gpt")
         ((1, 3), (2, 2), (4,))
         """
-        if MODELS[model].get("family") != "t5":
+        if not _decodes(model):
             return (self.blocks,)
         encoder = self.blocks * self.split // self.pp if self.split else self.blocks // 2
         return encoder, self.blocks - encoder
@@ -199,6 +200,11 @@ class ParityLayout:
         except ValueError as error:
             raise ValueError(f"--layouts {self.name}: {error}") from None
         return run
+
+
+def _decodes(model: str) -> bool:
+    """Whether one of `MODELS` has an encoder and a decoder."""
+    return family.FAMILIES[MODELS[model].get("family", "gpt")].decodes
 
 
 def alone(
@@ -393,6 +399,6 @@ def every_case() -> Iterator[Case]:
 
 def layouts_of(model: str) -> list[ParityLayout]:
     """Those that one of `MODELS` is proven in."""
-    if model == "t5":  # an encoder and a decoder share no context axis
+    if _decodes(model):  # an encoder and a decoder share no context axis
         return [layout for layout in every_layout() if layout.cp == 1] + SPLIT_RANKS
     return list(SOME.get(model, every_layout()))

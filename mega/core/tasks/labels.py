@@ -15,6 +15,7 @@ import torch
 from torch.nn import functional as F
 
 from mega.core.batch import MaskedBatch, Term, Terms
+from mega.core.config.presets import FAMILY_DEFAULTS
 from mega.core.config.sections import LABELLED, ModelConfig
 from mega.core.data.formats import format_of
 from mega.core.data.labelled import Format, LabelledSet, labelled_batch, labelled_set, set_names
@@ -138,10 +139,11 @@ def prediction(form: Format, name: str, uid: int, label: int | None, shares: Seq
 def check_head(path: Path, model: ModelConfig, task: str) -> None:
     """Errors: ValueError where a model has not the head that a benchmark asks."""
     head, classes = LABELLED[task]
-    if model.family == "bert" and (model.head, model.classes) == (head, classes):
+    classifies = FAMILY_DEFAULTS[model.family].classifies
+    if classifies and (model.head, model.classes) == (head, classes):
         return
     has = f"--family {model.family}"
-    if model.family == "bert":
+    if classifies:
         has += f" with --head {model.head}" + (f" --classes {model.classes}" if model.head in HEADS else "")
     raise ValueError(
         f"--load {path}: is a model of {has}; --task {task} needs --family bert with --head {head} --classes "

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+from mega.core.config.presets import FAMILY_DEFAULTS
 from mega.core.text.special import Parsed, Span, aligned, sections
 
 if TYPE_CHECKING:
@@ -216,7 +217,8 @@ class Tokenizer(Protocol):
 def least_vocab(tokenizer: Tokenizer, family: str) -> int:
     """How many rows a model of `family` must have for a tokenizer's tokens: BERT writes no beginning and end of T5's,
     and others' models have no rows for them."""
-    unwritten = tokenizer.added_ends if family == "bert" and not tokenizer.added_sentinels else 0
+    ends = FAMILY_DEFAULTS[family].writes_ends or tokenizer.added_sentinels
+    unwritten = 0 if ends else tokenizer.added_ends
     return tokenizer.vocab_size - unwritten
 
 

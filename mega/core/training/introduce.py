@@ -9,11 +9,10 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from mega.core.architecture import parameters
+from mega.core.architecture import architecture, parameters
 from mega.core.architecture.words import count_words, shape_words
 from mega.core.config.resolve import data_parallel, lengths, microbatches, records_graph, text_lengths
 from mega.core.config.run import RunConfig
-from mega.core.config.sections import MASKED
 from mega.core.data.build import Datasets
 from mega.core.device import DTYPES, Device
 from mega.core.ops.dropout import AttentionDropout
@@ -88,7 +87,7 @@ def summary(run: RunConfig, device: Device, ops: Ops, world: int) -> Iterator[st
 def _mask(run: RunConfig, length: int) -> AttentionMask:
     """Of the run's attention, in the training of its first stage; encoders part tokens from padding."""
     numbers, model = torch.empty(1, length, dtype=torch.int64, device="meta"), run.model
-    encoder = model.family in MASKED
+    encoder = not next(architecture(model).attentions).causal
     documents = numbers if run.data.reset_attention or encoder else None
     dropout = None
     if model.attention_dropout:

@@ -22,9 +22,10 @@ from mega.core.checkpoint.own.store import Checkpoint, CheckpointStore, locate, 
 from mega.core.checkpoint.own.together import Exchange, alone, together
 from mega.core.config.resolve import with_head
 from mega.core.config.run import RunConfig, flag_of, options_with, value_of
-from mega.core.config.sections import DECODERS, LABELLED
+from mega.core.config.sections import LABELLED
 from mega.core.data.build import Datasets
 from mega.core.data.dataset import BlendedDataset
+from mega.core.family import family
 from mega.core.files import url_of
 from mega.core.ops.counter import OLD_RULE, RULE
 from mega.core.parallel.mesh import Mesh
@@ -329,7 +330,7 @@ def _same_model(run: RunConfig, point: ResumePoint) -> None:
     if named_base(checkpoint) is None:  # adapters of these weights begin here
         model = with_adapters(model, run.model)
     stored, ours = dataclasses.asdict(model), dataclasses.asdict(run.model)
-    if {stored["family"], ours["family"]} <= set(DECODERS):  # one decoder, whose values are compared below
+    if family(model).stage is family(run.model).stage:  # one kind of model, whose values are compared below
         stored["family"] = ours["family"]
     differ = [name for name in options_with(on_resume="must match") if name in ours and ours[name] != stored[name]]
     if run.model.position == "learned" and stored["positions"] != ours["positions"]:

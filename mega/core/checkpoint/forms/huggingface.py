@@ -5,7 +5,7 @@ What config.json and tensors are called depends on its `model_type`: llama.py, g
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -119,13 +119,25 @@ def _cut_positions(config: Mapping[str, Any], model: ModelConfig, where: Path) -
 
 def export(own: Own, to: str, given: Given) -> Export:
     """A folder that transformers' `from_pretrained` opens."""
-    if own.model.family == "bert":
-        return _folder(own, bert, SpecialTokens({}), bert.losses(own.model))
-    if own.model.decoder_layers is not None:
-        raise CheckpointError(f"--to {to}: Hugging Face's T5 is another model, without learned positions; valid: mega")
+    return EXPORTS.get(own.model.family, _export_decoder)(own, to, given)
+
+
+def _export_bert(own: Own, to: str, given: Given) -> Export:
+    return _folder(own, bert, SpecialTokens({}), bert.losses(own.model))
+
+
+def _export_t5(own: Own, to: str, given: Given) -> Export:
+    raise CheckpointError(f"--to {to}: Hugging Face's T5 is another model, without learned positions; valid: mega")
+
+
+def _export_decoder(own: Own, to: str, given: Given) -> Export:
     names = gpt2 if own.model.position == "learned" else llama
     tokens, losses = _special_tokens(own, given)
     return _folder(own, names, tokens, losses)
+
+
+EXPORTS: dict[str, Callable[[Own, str, Given], Export]] = {"bert": _export_bert, "t5": _export_t5}
+"""Family -> how its folder is written; the others as decoders."""
 
 
 def _folder(own: Own, names: ModuleType, tokens: SpecialTokens, losses: tuple[str, ...]) -> Export:

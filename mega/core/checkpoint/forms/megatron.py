@@ -33,6 +33,7 @@ from mega.core.checkpoint.forms.megatron_families import (
     CORE_DECODER,
     CORE_HEADS,
     DECODER,
+    FAMILIES,
     HEADS,
     Stages,
     common_head,
@@ -158,7 +159,7 @@ def styled(name: str, style: Style, family: str = "gpt") -> str:
         for legacy, core in (*of_decoder.items(), *heads.items(), *CORE.items()):
             name = name.replace(legacy, core)
         name = name.replace(".final_norm.", ".final_layernorm.")
-        if family not in ("bert", "t5"):
+        if family not in FAMILIES:
             name = re.sub(r"^encoder\.", "decoder.", name)
         for local, engine in TRANSFORMER_ENGINE.items() if style == "core" else ():
             name = name.replace(local, engine)

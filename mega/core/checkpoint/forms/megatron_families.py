@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from mega.core.architecture import Unit
@@ -143,7 +143,7 @@ def stages_of(model: ModelConfig, blocks: list[tuple[str, int]], end: str, tied:
     """Stages by where the blocks are. tied: what a tied embedding on the last one is called; if it is not said, one is
     there wherever the last stage embeds no text."""
     words, positions = "model.embed_tokens.weight", "model.embed_positions.weight"
-    first = blocks[model.stacks[0]][0] if model.decoder_layers is not None else "0.0"  # it embeds the decoder's text
+    first = blocks[model.stacks[0]][0] if len(model.stacks) > 1 else "0.0"  # it embeds the decoder's text
     tied = tied or ([TIED_COPY] if end not in ("0.0", first) else [])
     found: dict[str, list[str]] = {words: [f"{end}/{name}" for name in tied if model.tied and model.head == "lm"]}
     if first != "0.0":
@@ -169,12 +169,12 @@ def written_stages(model: ModelConfig, pp: int) -> Stages:
 
 def _sizes(model: ModelConfig, pp: int) -> tuple[int, ...]:
     """Blocks of each stage; of a T5 that with the fewest on its fullest one."""
-    if model.decoder_layers is None or pp == 1:
+    if len(model.stacks) == 1 or pp == 1:
         return ()
     found = []
     for split in range(1, pp):
         try:
-            found.append(split_layers(model.stacks[0], model.decoder_layers, pp, split))
+            found.append(split_layers(model.stacks[0], model.stacks[1], pp, split))
         except ValueError:
             continue
     if not found:
@@ -189,7 +189,8 @@ def _sizes(model: ModelConfig, pp: int) -> tuple[int, ...]:
 def check_written(model: ModelConfig, to: str, *, distributed: bool) -> None:
     """Errors: CheckpointError naming an option that Megatron-LM's BERT or T5 does not have. distributed: the state is
     to be the distributed optimizer's."""
-    if model.family not in ("bert", "t5"):
+    family = FAMILIES.get(model.family)
+    if family is None:
         return
     if to == "torch_dist" or distributed:
         flag = "--saver torch_dist" if to == "torch_dist" else "--use-distributed-optimizer"
@@ -199,11 +200,7 @@ def check_written(model: ModelConfig, to: str, *, distributed: bool) -> None:
         ("--norm-placement", model.norm_placement, "pre"),
         ("--head-activation", model.head_activation, "gelu"),
     ]
-    if model.family == "t5":  # whose cross attention has no groups
-        rules.append(("--kv-heads", str(model.kv_heads), str(model.heads)))
-    if model.family == "bert" and model.head == "lm":
-        rules.append(("--token-types", str(token_types(model)), "2" if model.binary_head else "0"))
-    for flag, value, valid in rules:
+    for flag, value, valid in (*rules, *family.rules(model)):
         if value != valid:
             raise CheckpointError(f"{flag} {value}: --saver {to} has a {model.family.upper()} with {valid} only")
     if model.head == "none":
@@ -212,14 +209,45 @@ def check_written(model: ModelConfig, to: str, *, distributed: bool) -> None:
 
 def family_arguments(model: ModelConfig, pp: int) -> dict[str, Any]:
     """What Megatron's arguments say besides GPT's, where `pp` stages share the model."""
-    if model.family == "bert":
-        return {"bert_binary_head": model.binary_head}
-    if model.family == "t5":
-        lengths = {"encoder_seq_length": model.positions, "decoder_seq_length": model.positions}
-        first = written_stages(model, pp).blocks[model.stacks[0]][0]
-        split_rank = {"pipeline_model_parallel_split_rank": int(first.partition(".")[0]) if pp > 1 else None}
-        return {"encoder_num_layers": model.layers, "decoder_num_layers": model.decoder_layers, **lengths, **split_rank}
-    return {}
+    family = FAMILIES.get(model.family)
+    return {} if family is None else family.arguments(model, pp)
+
+
+Rules = Sequence[tuple[str, str, str]]
+"""A flag, its value, and the only value that a tree can hold."""
+
+
+class MegatronFamily(NamedTuple):
+    """What a family other than GPT and Llama has in a tree."""
+
+    rules: Callable[[ModelConfig], Rules]
+    arguments: Callable[[ModelConfig, int], dict[str, Any]]
+    """Of a model on so many stages."""
+
+
+def _bert_rules(model: ModelConfig) -> Rules:
+    types = "2" if model.binary_head else "0"
+    return [("--token-types", str(token_types(model)), types)] if model.head == "lm" else []
+
+
+def _bert_arguments(model: ModelConfig, pp: int) -> dict[str, Any]:
+    return {"bert_binary_head": model.binary_head}
+
+
+def _t5_rules(model: ModelConfig) -> Rules:
+    """Its cross attention has no groups."""
+    return [("--kv-heads", str(model.kv_heads), str(model.heads))]
+
+
+def _t5_arguments(model: ModelConfig, pp: int) -> dict[str, Any]:
+    lengths = {"encoder_seq_length": model.positions, "decoder_seq_length": model.positions}
+    first = written_stages(model, pp).blocks[model.stacks[0]][0]
+    split_rank = {"pipeline_model_parallel_split_rank": int(first.partition(".")[0]) if pp > 1 else None}
+    return {"encoder_num_layers": model.stacks[0], "decoder_num_layers": model.stacks[1], **lengths, **split_rank}
+
+
+FAMILIES = {"bert": MegatronFamily(_bert_rules, _bert_arguments), "t5": MegatronFamily(_t5_rules, _t5_arguments)}
+"""Family -> what it has in a tree; GPT and Llama, whose trees are alike, are not among them."""
 
 
 def of_family(model: ModelConfig, values: Mapping[str, Any], tensors: Tensors, where: str) -> ModelConfig:

@@ -23,6 +23,7 @@ from mega.core.checkpoint.forms.megatron_arguments import arguments_of, core_fla
 from mega.core.checkpoint.forms.megatron_core import Order
 from mega.core.checkpoint.forms.megatron_families import (
     ALIASES,
+    FAMILIES,
     HEADS,
     check_written,
     family_arguments,
@@ -117,7 +118,7 @@ def _for_legacy(to: str, facts: Facts | None) -> str:
 
 def _for_core(model: ModelConfig, arguments: Mapping[str, Any], order: Order, facts: Facts | None) -> str:
     """Which flags Megatron-core needs to continue from the tree."""
-    if model.family in ("bert", "t5"):
+    if model.family in FAMILIES:
         return "Megatron-core 0.18 has classes for it (BertModel, T5Model), and no script that trains them"
     dist = arguments["ckpt_format"] == "torch_dist"
     flags = [f"--ckpt-format {arguments['ckpt_format']}"]
@@ -191,7 +192,7 @@ def write_tracker(folder: Path, iteration: int) -> None:
 
 def written_table(model: ModelConfig, tp: int, pp: int) -> Table:
     """The table of a tree for `tp` x `pp` ranks. Errors: ValueError naming the flag whose number must divide."""
-    of_stages = ("layers",) if model.decoder_layers is None else ()
+    of_stages = ("layers",) if len(model.stacks) == 1 else ()
     for kind, ranks, names in (("tensor", tp, ("heads", "kv_heads", "ffn")), ("pipeline", pp, of_stages)):
         for name in names:
             if (number := getattr(model, name)) % ranks:
@@ -203,7 +204,7 @@ def written_table(model: ModelConfig, tp: int, pp: int) -> Table:
 def nested(content: Mapping[str, torch.Tensor], style: Style, family: str = "gpt") -> dict[str, Any]:
     """The model tree of a file. Core trees are flat, in the order of the modules; legacy ones nest above the layers'
     dotted names, and a head's."""
-    if style.startswith("core") and family in ("bert", "t5"):
+    if style.startswith("core") and family in FAMILIES:
         ours = in_order(content, "", ORDERS[style])
         flat = {styled(name, style, family): tensor for name, tensor in ours.items()}
         return flat | {alias: flat[name] for alias, name in ALIASES.get(family, {}).items() if name in flat}
