@@ -22,7 +22,7 @@ def run(
     run: Annotated[RunConfig, Reads("evaluated")],
     given: GivenOptions,
     task: Annotated[
-        str | None, typer.Option("--task", help="wikitext103, lambada, ppl of a corpus, mnli, qqp or race")
+        str | None, typer.Option("--task", help="lambada, ppl of a corpus, wikitext103, mnli, qqp or race")
     ] = None,
     valid_data: Annotated[
         list[str] | None,
@@ -113,7 +113,7 @@ def run(
 
     named = task or ("lambada" if cloze_eval else "ppl" if webtext_eval else None)
     if named is None:
-        raise ValueError("--task is missing: give wikitext103, lambada, ppl, mnli, qqp or race; or --tasks of lm-eval")
+        raise ValueError("--task is missing: give lambada, ppl, wikitext103, mnli, qqp or race; or --tasks of lm-eval")
     chosen = task_named(named)
     options = TaskOptions(chosen, tuple(valid_data or ()), **own, limit=limit, seed=run.runtime.seed)
     from mega.core.tasks.evaluate import evaluate, prepare
